@@ -1,0 +1,90 @@
+"""
+OpenWebText in GPT-2 byte pairs, one end-of-text token after each document (it counts as a token, not as text).
+
+pip install datasets
+python data/openwebtext/prepare.py
+
+8,013,769 documents, streamed: 24 GB of download, an 18 GB train.bin, hours of one or two cores. Where there are parquet
+files in openwebtext/ of the folder NANOHEADS_DATA, or in --source, they are read instead.
+You should see about 9.0 billion train tokens, and some 4.5 million each in val and test: 0.05 % of the documents.
+"""
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data.common import Writer, already, arguments, report, run
+from data.sources import SPLITS, DataError
+from tokenizer import END_OF_TEXT, Tokenizer
+
+# the commit with all 80 parquet files; the Hub's own refs/convert/parquet holds but a part of them
+REPO, REVISION, DOCUMENTS = "Skylion007/openwebtext", "79d93d786212f7344586290adb811d4ae6a1762c", 8_013_769
+BATCH = 256  # documents encoded at a time
+
+
+def split_of(data, share):
+    """bytes of a document -> its split, by a hash: the order does not matter, and copies of a document stay together."""
+    point = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") / 2**64
+    return "val" if point < share else "test" if point < 2 * share else "train"
+
+
+def write(args, documents, origin, share=0.0005, options=None, expected=0):
+    """Write an iterator of documents (str), holding no more than BATCH of them -> meta (a dict)."""
+    tok, sha, count, size = Tokenizer("gpt2"), hashlib.sha256(), dict.fromkeys(SPLITS, 0), 0
+    with Writer(args, tok, {}, options=options) as writer:
+        def flush(batch):
+            for (split, text, data), ids in zip(batch, tok.encode_batch([text for _, text, _ in batch])):
+                writer.add(split, np.append(ids, tok.dtype.type(END_OF_TEXT)), len(data), len(text))
+                count[split] += 1
+        batch = []
+        for text in documents:
+            data = text.encode("utf-8", "replace")
+            sha.update(data)
+            size += len(data)
+            batch.append((split_of(data, share), text, data))
+            if len(batch) == BATCH:
+                flush(batch)
+                batch = []
+        flush(batch)
+        total = sum(count.values())
+        writer.meta["source"] = {"file": origin, "bytes": size, "sha256": sha.hexdigest()}
+        writer.meta["note"] = "separator tokens, one a document, not counted in bytes: " + ", ".join(
+            f"{split} {n:,}" for split, n in count.items())
+        if expected and total != expected:
+            writer.meta["note"] += f"; INCOMPLETE: {total:,} of {expected:,} documents"
+    return writer.meta
+
+
+def stream(parquet):
+    """The documents of a list of parquet files, or of the Hub where there are none. DataError."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise DataError("openwebtext: is read with Hugging Face datasets, which is missing: pip install datasets") from None
+    try:
+        where = {"path": "parquet", "data_files": list(map(str, parquet))} if parquet else {"path": REPO, "revision": REVISION}
+        for row in load_dataset(**where, split="train", streaming=True):
+            yield row["text"]
+    except Exception as error:  # the libraries below raise kinds of their own
+        why = (str(error) or repr(error)).splitlines()[0]
+        raise DataError(f"{parquet[0].parent if parquet else REPO}: cannot be read ({why})") from error
+
+
+def main(argv=None):
+    args = arguments(__doc__, "openwebtext", ["gpt2"], argv)
+    env = os.environ.get("NANOHEADS_DATA")
+    folder = Path(args.source).expanduser() if args.source else Path(env) / "openwebtext" if env else None
+    parquet = sorted(folder.rglob("*.parquet")) if folder else []
+    if args.source and not parquet:
+        raise DataError(f"{folder}: holds no .parquet file; correct --source")
+    origin = f"{len(parquet)} files of {folder.resolve().name}" if parquet else f"{REPO}@{REVISION}"
+    if not already(args, options={"from": origin}):
+        meta = write(args, stream(parquet), origin, options={"from": origin}, expected=DOCUMENTS)
+        report(args.out, meta)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,57 @@
+"""
+The Python standard library's own source, byte by byte: a real corpus of some megabytes that is on every machine.
+
+python data/pystdlib/prepare.py
+
+With Python 3.11.7 you should see 11,036,122 train, 710,763 val and 357,768 test tokens.
+A file goes to train, val or test (about 90/5/5) by a hash of its path, and begins with a line that names it.
+The text differs from one Python version to the next: compare runs only on the same one (meta.json says which).
+"""
+import hashlib
+import platform
+import sys
+import sysconfig
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data.common import already, arguments, build, run
+from data.sources import DataError
+
+# not the library itself, or different on every machine, or (tests) full of broken text
+LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+MADE_AT_BUILD = ("_sysconfigdata", "config-")
+
+
+def library(folder):
+    """[(split, path relative to the folder, bytes)] of the .py files that are UTF-8, in order of path."""
+    found = []
+    for path in sorted(Path(folder).rglob("*.py"), key=lambda p: p.relative_to(folder).as_posix()):
+        name = path.relative_to(folder)
+        if LEFT_OUT & set(name.parts) or name.parts[0].startswith(MADE_AT_BUILD):
+            continue
+        data = path.read_bytes()
+        try:
+            data.decode()
+        except UnicodeDecodeError:
+            continue
+        bucket = int(hashlib.sha256(name.as_posix().encode()).hexdigest()[:8], 16) % 100
+        found.append(("train" if bucket < 90 else "val" if bucket < 95 else "test", name.as_posix(), data))
+    return found
+
+
+def main(argv=None):
+    args = arguments(__doc__, "pystdlib", ["byte"], argv)
+    folder = Path(args.source or sysconfig.get_paths()["stdlib"])
+    texts = [(split, f"# ---- {name} ----\n".encode() + data.rstrip() + b"\n\n\n") for split, name, data in library(folder)]
+    if not texts:
+        raise DataError(f"{folder}: holds no .py file; name the standard library's folder with --source")
+    whole = b"".join(text for _, text in texts)
+    source = {"file": f"standard library of Python {platform.python_version()}, {len(texts)} files",
+              "bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}
+    options = {"python": platform.python_version()}
+    if not already(args, sha256=source["sha256"], options=options):
+        build(args, source, lambda: [(split, [text]) for split, text in texts], options=options)
+
+
+if __name__ == "__main__":
+    run(main)

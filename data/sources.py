@@ -1,0 +1,242 @@
+"""
+Where raw text comes from: find a source file, check it, download it, read it.
+
+A source is looked for in --source (a file or a folder); else in the folder $NANOHEADS_DATA; else here in data/,
+where a download is kept. Those folders have one layout, and each file may be plain, .gz or .xz:
+  tinyshakespeare/input.txt           enwik8 or enwik8.zip, there or in enwik8/
+  wikitext-2/{train,valid,test}.txt   wikitext-103/wiki.{train,valid,test}.tokens (or {train,valid,test}.txt), or its zip
+  enwiki15/{train,valid,test}.txt     gpt2_bpe/{vocab.bpe,encoder.json}
+"""
+import codecs
+import contextlib
+import gzip
+import hashlib
+import lzma
+import os
+import time
+import zipfile
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+HOME = Path(__file__).resolve().parent
+SPLITS = ("train", "val", "test")
+BLOCK = 1 << 22  # bytes read at a time
+ADVICE = "replace it with a whole copy, or remove it"
+
+
+class DataError(Exception):
+    """One line for the reader: the file, what is wrong with it, what to do."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A source file: where it lies in a folder of sources (a download takes the first name), and how it is known."""
+    names: tuple
+    sha256: str = ""        # sha256, bytes, lines: of the raw, decompressed content
+    bytes: int = 0
+    lines: int = 0
+    url: str = ""
+    archive: "File" = None  # the zip that it comes in
+
+
+BPE_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+GPT2_MERGES = File(("gpt2_bpe/vocab.bpe",), "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+                   456_318, url=BPE_URL + "vocab.bpe")
+GPT2_ENCODER = File(("gpt2_bpe/encoder.json",), "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+                    1_042_301, url=BPE_URL + "encoder.json")
+
+
+# ---- find and check ----
+
+def find(file, source=None):
+    """(path, member of the zip or None) of a checked copy, downloaded if need be. DataError."""
+    env = os.environ.get("NANOHEADS_DATA")
+    for folder in [source] if source else [env, HOME] if env else [HOME]:
+        folder = Path(folder).expanduser()
+        if not folder.exists():
+            raise DataError(f"{folder}: no such file or folder; correct {'--source' if source else 'NANOHEADS_DATA'}")
+        names = [n + end for n in file.names for end in ("", ".gz", ".xz")] + list(file.archive.names if file.archive else ())
+        names += [Path(n).name for n in names] if source else []  # --source may name the corpus' own folder
+        for path in [folder] if folder.is_file() else [folder / n for n in names]:
+            if path.is_file():
+                return check(path, file)
+    if source:
+        raise DataError(f"{folder}: holds no {Path(file.names[0]).name} (plain, .gz or .xz); correct --source")
+    target = file.archive or file
+    if not target.url:
+        raise DataError(f"{file.names[0]}: not found, and it has no download; "
+                        f"put it into the folder NANOHEADS_DATA, or name its folder with --source")
+    return check(download(target, HOME / target.names[0]), file)
+
+
+def check(path, file):
+    """(path, member) of a file, once its raw content is what `file` says. DataError, naming the file."""
+    member = None
+    if path.suffix == ".zip":
+        with reading(path):
+            wanted = {Path(name).name for name in file.names}
+            member = next((n for n in zipfile.ZipFile(path).namelist() if Path(n).name in wanted), None)
+        if not member:
+            raise DataError(f"{path}: holds no {' or '.join(sorted(wanted))}; {ADVICE}")
+    if complaint := wrong(path, file, member):
+        raise DataError(f"{path}: {complaint}; {ADVICE}")
+    return path, member
+
+
+def wrong(path, file, member=None):
+    """What is wrong with a file's raw content, in a few words; "" when nothing is."""
+    got = digest(path, member)
+    if not got["bytes"]:
+        return "is empty"
+    for key in ("bytes", "lines"):
+        if getattr(file, key) not in (0, got[key]):
+            return f"holds {got[key]:,} {key} where {getattr(file, key):,} are expected"
+    return f"has the sha256 {got['sha256']}, not {file.sha256}" if file.sha256 not in ("", got["sha256"]) else ""
+
+
+@lru_cache
+def digest(path, member=None):
+    """bytes, chars, lines and sha256 of a file's raw content. Cached: a source is read once to check it, once to use it."""
+    sha, total = hashlib.sha256(), {"bytes": 0, "chars": 0, "lines": 0}
+    for block in blocks(path, member):
+        sha.update(block)
+        for key, n in zip(total, (len(block), count_chars(block), block.count(b"\n"))):
+            total[key] += n
+    return {**total, "sha256": sha.hexdigest()}
+
+
+def count_chars(data):
+    """Characters in UTF-8 bytes: all bytes but the continuations 10xxxxxx."""
+    return int(np.count_nonzero((np.frombuffer(data, np.uint8) & 0xC0) != 0x80))
+
+
+def identity(shas):
+    """One sha256 for a source: its file's own; of several files, that of their hex digests one after the other."""
+    return shas[0] if len(shas) == 1 else hashlib.sha256("".join(shas).encode()).hexdigest()
+
+
+def origin(found):
+    """What meta.json says of checked sources [(path, member)]: file, bytes, sha256."""
+    found = list(found)
+    names, got = [path.name for path, _ in found], [digest(*where) for where in found]
+    return {"file": names[0] if len(names) == 1 else names, "bytes": sum(d["bytes"] for d in got),
+            "sha256": identity([d["sha256"] for d in got])}
+
+
+def download(file, path, tries=3):
+    """Fetch file.url to `path`: progress, timeout, retries, size and checksum; the name is given to a checked file only."""
+    import requests
+    from tqdm import tqdm
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    for attempt in range(1, tries + 1):
+        try:  # identity: a compressed transfer would hide the real length
+            headers = {"User-Agent": "nanoHeads/1.0", "Accept-Encoding": "identity"}
+            with requests.get(file.url, stream=True, timeout=30, headers=headers) as reply, open(temp, "wb") as out:
+                reply.raise_for_status()
+                size = int(reply.headers.get("Content-Length") or 0)
+                with tqdm(total=size or None, unit="B", unit_scale=True, desc=path.name) as bar:
+                    for block in reply.iter_content(1 << 16):
+                        bar.update(out.write(block))
+            if size and temp.stat().st_size != size and "Content-Encoding" not in reply.headers:
+                raise requests.ConnectionError(f"{temp.stat().st_size:,} of {size:,} bytes came")
+            digest.cache_clear()  # the temporary name may have been seen with other content
+            if complaint := wrong(temp, file):  # not tried again: it came whole
+                raise DataError(f"{file.url}: the download {complaint}; put {file.names[0]} from elsewhere "
+                                f"into the folder NANOHEADS_DATA")
+            os.replace(temp, path)
+            return path
+        except requests.RequestException as error:
+            reply, why = error.response, str(error)
+            if attempt == tries or reply is not None and 400 <= reply.status_code < 500:
+                why = f"HTTP {reply.status_code}" if reply is not None else why if len(why) < 80 else type(error).__name__
+                raise DataError(f"{file.url}: the download failed ({why}); try later, or put {file.names[0]} "
+                                f"into the folder NANOHEADS_DATA by hand") from None
+            time.sleep(2 * attempt)
+        finally:
+            temp.unlink(missing_ok=True)
+
+
+def keep(file):
+    """The path of a checked copy in data/, made at first use, so that later runs need neither folder nor network."""
+    path = HOME / file.names[0]
+    if path.is_file() and not wrong(path, file):
+        return path
+    path.unlink(missing_ok=True)
+    found, _ = find(file)
+    if found != path:
+        path.parent.mkdir(exist_ok=True)
+        atomic(path, b"".join(blocks(found)))
+    return path
+
+
+def atomic(path, data):
+    """Write bytes to `path`: all of them or none."""
+    temp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temp, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temp, path)
+    finally:
+        temp.unlink(missing_ok=True)
+
+
+# ---- read ----
+
+@contextlib.contextmanager
+def reading(path):
+    """Damage in a compressed file -> DataError naming it."""
+    try:
+        yield
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile) as error:
+        raise DataError(f"{path}: damaged ({error}); {ADVICE}") from None
+
+
+def blocks(path, member=None):
+    """A file's raw bytes, block by block; .gz, .xz and the member of a .zip are decompressed. DataError."""
+    path = Path(path)
+    with reading(path):
+        with (zipfile.ZipFile(path).open(member) if member
+              else {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)(path, "rb")) as f:
+            while block := f.read(BLOCK):
+                yield block
+
+
+def read(path, member, encoding):
+    """A file's content as an encoding wants it, piece by piece: bytes for byte, str for char and gpt2. DataError."""
+    if encoding == "byte":
+        yield from blocks(path, member)
+        return
+    decoder, end, pending = codecs.getincrementaldecoder("utf-8")(), 0, 0
+    try:
+        for block in chain(blocks(path, member), [b""]):
+            pending, end = len(decoder.getstate()[0]), end + len(block)
+            yield decoder.decode(block, final=not block)
+    except UnicodeDecodeError as error:
+        at = end - len(block) - pending + error.start
+        raise DataError(f"{path}: is not UTF-8 at byte {at:,}; convert it, or use --encoding=byte") from None
+
+
+def cut(pieces, sizes):
+    """A stream of bytes or str -> (split, its pieces) for train, val, test, one after the other. DataError: other total."""
+    pieces, rest = filter(None, pieces), None
+
+    def take(split, n):
+        nonlocal rest
+        while n > 0 and (piece := rest or next(pieces, None)):
+            yield piece[:n]
+            rest, n = piece[n:], n - len(piece)
+        if n > 0:
+            raise DataError(f"the source ends {n:,} short of its {split} split")
+
+    for split, size in zip(SPLITS, sizes):
+        yield split, take(split, size)
+    if rest or next(pieces, None):
+        raise DataError(f"the source goes on after its {split} split: the sizes {', '.join(map(str, sizes))} do not add up to it")

@@ -1,0 +1,236 @@
+"""
+Draw the curves of runs, and several runs against each other.
+
+$ python plot_curves.py                          # every run under out/
+$ python plot_curves.py out/base out/routing     # these two
+$ python plot_curves.py out/base --x tokens
+
+A run gets RUN/figures/curves.png and .svg. Two or more also get comparison.png and .svg in --out.
+A run's colour follows its place in the list and is the same in its own figure.
+"""
+import argparse
+import difflib
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, FuncFormatter
+
+# Okabe-Ito, safe for colour-blind readers; its yellow is left out, too pale on white
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+DASHES = ["-", "--", ":", "-."]  # beyond 7 runs the colours repeat; dash and number tell them apart
+AXES = {"step": ("step", "step"), "tokens": ("tokens", "training tokens"), "time": ("elapsed_s", "elapsed minutes")}
+GREY = "0.4"
+RC = {"figure.figsize": (11, 7.5), "figure.dpi": 160, "savefig.dpi": 160, "font.size": 12, "axes.titlesize": 13,
+      "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
+      "axes.grid": True, "axes.axisbelow": True, "grid.color": "0.9", "text.parse_math": False,
+      "svg.hashsalt": "curves"}  # the same log gives the same bytes
+
+
+def number(value):
+    """A float; NaN for whatever is missing, not a number, or infinite."""
+    return float(value) if isinstance(value, (int, float)) and np.isfinite(value) else np.nan
+
+
+def parse(line):
+    try:
+        row = json.loads(line)
+        return row if np.isfinite(number(row.get("step"))) else None
+    except (ValueError, AttributeError):  # not JSON; JSON but not an object
+        return None
+
+
+def warn(run_dir, message):
+    print(f"{run_dir}: {message}", file=sys.stderr)
+
+
+def read_log(run_dir):
+    """log.jsonl -> (training rows, evaluation rows), by step; of a step logged twice the later row wins."""
+    path, train, evals, bad = Path(run_dir) / "log.jsonl", {}, {}, []
+    if not path.is_file():
+        warn(run_dir, "no log.jsonl, skipped")
+        return [], []
+    for n, line in enumerate(path.read_text(errors="replace").split("\n"), 1):
+        row = parse(line)
+        if row is None and line.strip():
+            bad.append(n)
+            row = parse(line[line.rfind("{"):])  # a resume after a kill appends a whole row to the half one
+        for rows, key in ((train, "loss"), (evals, "val_loss")):
+            if row and key in row:
+                rows[row["step"]] = row
+    if bad:
+        warn(run_dir, f"{len(bad)} broken line(s) in log.jsonl, the first is line {bad[0]}; the rest is used")
+    if not train and not evals:
+        warn(run_dir, "log.jsonl has no rows to plot, skipped")
+    return [train[s] for s in sorted(train)], [evals[s] for s in sorted(evals)]
+
+
+def load(run_dir, x="step"):
+    """The log as arrays, with one line to stderr for each thing that is wrong; None if there is nothing to draw."""
+    train, evals = read_log(run_dir)
+    if not train and not evals:
+        return None
+    def column(rows, key):
+        return np.array([number(row.get(key)) for row in rows])
+    unit = 60 if x == "time" else 1
+    c = SimpleNamespace(x=x, tx=column(train, AXES[x][0]) / unit, ex=column(evals, AXES[x][0]) / unit,
+                        loss=column(train, "loss"), lr=column(train, "lr"), step=column(evals, "step"),
+                        val=column(evals, "val_loss"), bpb=column(evals, "val_bpb"), etrain=column(evals, "train_loss"))
+    if not np.isfinite(np.r_[c.tx, c.ex]).any():
+        return warn(run_dir, f"no {AXES[x][0]!r} in log.jsonl, skipped")
+    if x == "time" and (np.diff(c.tx) < 0).any():
+        warn(run_dir, "elapsed_s restarts in log.jsonl, so its curves fold back; --x step does not")
+    if not evals:
+        warn(run_dir, "no evaluation rows yet: validation loss, bits per byte and gap are left out")
+    lost = np.r_[column(train, "step")[np.isnan(c.loss)], c.step[np.isnan(c.val)]]
+    if lost.size:
+        warn(run_dir, f"{lost.size} loss(es) not finite, the first at step {lost.min():g}; drawn as gaps")
+    c.gap = c.val - c.etrain
+    both = np.isfinite(c.bpb) & (c.val > 0)
+    c.ratio = np.median(c.bpb[both] / c.val[both]) if both.any() else np.nan  # nats per token -> bits per byte
+    c.window = len(train) // 40 * 2 + 1
+    def windowed(v):
+        return np.convolve(v, np.ones(c.window), "same") if train else v
+    seen = np.isfinite(c.loss)
+    c.smooth = np.where(seen, windowed(np.nan_to_num(c.loss)) / np.maximum(windowed(seen), 1), np.nan)
+    return c
+
+
+def points(line):
+    xy = np.array(line.get_data(), float)
+    return xy[:, np.isfinite(xy).all(0)]
+
+
+def fit_y(ax):
+    """Fit y to the curves after their steep start, so that the end can be read; say how high they began."""
+    lines = [xy for xy in map(points, ax.lines) if xy.size]
+    if lines:
+        x, y = np.concatenate(lines, 1)
+        start = x.min() + 0.15 * np.ptp(x)
+        # the second half of a short run is shown even where the others are still in their start
+        high = max(ly[lx >= min(start, (lx[0] + lx[-1]) / 2)].max() for lx, ly in lines)
+        pad = 0.06 * (high - y.min()) or 0.1
+        ax.set_ylim(y.min() - pad, high + pad)
+        if y.max() > high + pad:
+            ax.text(0.98, 0.97, f"↑ from {y.max():.2f}", transform=ax.transAxes, ha="right", va="top", color=GREY)
+
+
+def label_right(ax, labels):
+    """[(y, text, colour)] written right of the axes at their heights, pushed apart where they would overlap."""
+    ax.get_ylim()  # settles the autoscale that transData needs
+    labels, gap = sorted(labels), min(0.07, 1 / max(len(labels), 1))
+    at = [ax.transAxes.inverted().transform(ax.transData.transform((0, y)))[1] for y, _, _ in labels]
+    for i in range(1, len(at)):
+        at[i] = max(at[i], at[i - 1] + gap)
+    for i in reversed(range(len(at))):  # and back down from the top
+        at[i] = min(at[i], at[i + 1] - gap if i + 1 < len(at) else 1)
+    for height, (_, text, colour) in zip(at, labels):
+        ax.text(1.02, height, text, transform=ax.transAxes, va="center", color=colour, fontsize=min(12, 170 * gap))
+
+
+@mpl.rc_context(RC)
+def draw(runs, stem, title=""):
+    """runs: [(name, curves, colour, dash)] -> the paths of one figure; a run alone also gets its training loss."""
+    fig = Figure(layout="constrained")
+    FigureCanvasAgg(fig)
+    fig.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
+    axes = bpb, loss, lr, gap = fig.subplots(2, 2, sharex=True).ravel()
+    alone, handles, labels = len(runs) == 1, [], {ax: [] for ax in axes}
+    for n, (name, c, colour, dash) in enumerate(runs):
+        tag = f"{n + 1}: " if len(runs) > len(COLOURS) else ""
+        style = {"color": colour, "ls": dash, "lw": 2, "ms": 4, "marker": "o" if len(c.ex) <= 60 else ""}
+        if alone:
+            mean = f"train, mean of {c.window} logged steps" if c.window > 1 else "train, as logged"
+            for ax, ratio in ((bpb, c.ratio), (loss, 1)):
+                raw, = ax.plot(c.tx, c.loss * ratio, color=colour, lw=0.8, alpha=0.3, label="train, minibatch")
+                smooth, = ax.plot(c.tx, c.smooth * ratio, color=colour, lw=1.4, alpha=0.7, label=mean)
+            fixed, = loss.plot(c.ex, c.etrain, color=colour, lw=1.4, ls="--", label="train, evaluated")
+            handles += [line for line in (raw, smooth, fixed) if points(line).size]
+        # equal schedules lie on each other: the earlier run is wider, so that each stays visible
+        lr.plot(c.tx, c.lr, color=colour, ls=dash, lw=2 + min(2, 6 / len(runs)) * (len(runs) - 1 - n))
+        for ax, y in ((bpb, c.bpb), (loss, c.val), (gap, c.gap)):
+            ax.plot(c.ex, y, **style)
+            if np.isfinite(y).any():
+                i = np.flatnonzero(np.isfinite(y))[-1] if ax is gap else np.nanargmin(y)
+                text = f"{y[i]:+.3f}" if ax is gap else f"{y[i]:.3f}"
+                if alone:
+                    text = f"{'last' if ax is gap else 'best'} {text}\nstep {c.step[i]:,g}"
+                labels[ax].append((y[i], tag + text, colour))
+                if ax is not gap:
+                    ax.plot(c.ex[i], y[i], "o", ms=9, mfc="white", mec=colour, mew=2.2, zorder=5)
+        if not alone or len(c.ex):  # a leading _ would hide the label
+            handles.append(Line2D([], [], label="val" if alone else tag + name.lstrip("_"), **style))
+    if labels[bpb] or labels[loss]:
+        handles.append(Line2D([], [], ls="", marker="o", ms=9, mfc="white", mec=GREY, mew=2.2, label="best val"))
+    for ax, name in zip(axes, ("Bits per byte", "Loss, nats per token", "Learning rate", "Gap, val − train loss")):
+        ax.set_title(name if alone or ax in (lr, gap) else f"Validation {name[0].lower()}{name[1:]}")
+        if not any(points(line).size for line in ax.lines):
+            ax.text(0.5, 0.5, "not in the log", transform=ax.transAxes, ha="center", color=GREY)
+            ax.set_yticks([])
+        elif ax is gap:
+            ax.axhline(0, color=GREY, lw=1)
+    for ax in (bpb, loss):
+        fit_y(ax)
+    for ax in axes:
+        label_right(ax, labels[ax])
+    for ax in (lr, gap):
+        ax.set_xlabel(AXES[c.x][1])
+        short, plain = EngFormatter(sep=""), FuncFormatter(lambda v, _: f"{v:,.10g}")
+        ax.xaxis.set_major_formatter(short if c.x == "tokens" else plain)
+    lr.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.6g}"))
+    fig.suptitle(title, x=0.01, ha="left", weight="bold")
+    columns = 5 if alone else max(1, 120 // (max(len(h.get_label()) for h in handles) + 8))
+    fig.legend(handles=handles, loc="outside lower center", ncol=min(columns, len(handles) or 1), frameon=False)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(f"{stem}.png")
+    fig.savefig(f"{stem}.svg", metadata={"Date": None})
+    return [Path(f"{stem}.png"), Path(f"{stem}.svg")]
+
+
+def plot_run(run_dir, colour=COLOURS[0], x="step"):
+    """Draw one run -> [curves.png, curves.svg]; [] if its log has nothing to draw."""
+    run_dir = Path(run_dir)
+    c, name = load(run_dir, x), run_dir.resolve().name
+    return draw([(name, c, colour, "-")], run_dir / "figures" / "curves", title=name) if c else []
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description="Draw the curves of runs, and several runs against each other.")
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folders (default: all under out/)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="for the comparison (default: figures/ by the runs)")
+    parser.add_argument("--x", choices=list(AXES), default="step", help="horizontal axis (default: step)")
+    args = parser.parse_args(argv)
+    out = Path("out") if Path("out").is_dir() else Path(__file__).resolve().parent / "out"
+    known = sorted({path.parent for path in out.rglob("config.json")})
+    for run in args.runs:
+        if not run.is_dir():
+            near = difflib.get_close_matches(str(run), map(str, known), n=1, cutoff=0)
+            hint = f"did you mean {near[0]}?" if near else f"no runs under {out}"
+            parser.exit(2, f"{run}: no such run folder; {hint}\n")
+    given = list({run.resolve(): run for run in args.runs or known}.values())  # a run named twice is one run
+    parent = Path(os.path.commonpath([run.resolve().parent for run in given])) if given else out
+    runs, written = [], []
+    for i, run in enumerate(given):
+        c = load(run, args.x)
+        if c:  # a run that is skipped keeps its place, so the others' colours do not move when it fills up
+            name, colour = os.path.relpath(run.resolve(), parent), COLOURS[i % len(COLOURS)]
+            runs.append((name, c, colour, DASHES[i // len(COLOURS) % len(DASHES)]))
+            written += draw([(name, c, colour, "-")], run / "figures" / "curves", title=name)
+    if len(runs) > 1:
+        written += draw(runs, (args.out or Path(os.path.relpath(parent)) / "figures") / "comparison")
+    for path in written:
+        print(path)
+    if not written:
+        print("nothing to plot" + ("" if given else f": no runs under {out}"), file=sys.stderr)
+    return 0 if written else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

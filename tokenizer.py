@@ -1,0 +1,108 @@
+"""
+Text <-> token ids, for the three encodings that the data scripts write.
+
+byte   one token a byte, 256 of them: any input at all
+char   one token a character, out of the vocabulary in meta.json
+gpt2   GPT-2's byte pairs, 50,257 tokens, through tiktoken; text that looks like a special token is plain text
+"""
+import re
+from functools import lru_cache
+from itertools import islice
+
+import numpy as np
+
+END_OF_TEXT = 50256
+SAFE_CUT = re.compile(r"\S(?=[ \n])")
+
+
+class Tokenizer:
+    """Text <-> token ids for the three encodings: byte, char, gpt2."""
+
+    def __init__(self, encoding, vocab=None):
+        if encoding not in ("byte", "char", "gpt2"):
+            raise ValueError(f"encoding must be byte, char or gpt2, not {encoding!r}")
+        if (encoding == "char") != bool(vocab):
+            raise ValueError("the char encoding needs a vocabulary, the others have none")
+        self.encoding, self.vocab = encoding, list(vocab) if vocab else None
+        self.dtype = np.dtype("u1" if encoding == "byte" else "<u2")
+        self.vocab_size = {"byte": 256, "gpt2": 50257}.get(encoding) or len(self.vocab)
+        self.separator = {"byte": 10, "gpt2": END_OF_TEXT}.get(encoding, 0)
+        if encoding == "char":
+            if self.vocab_size > 65536 or len(set(self.vocab)) < self.vocab_size or set(map(len, self.vocab)) != {1}:
+                raise ValueError("a character vocabulary is a list of at most 65,536 different single characters")
+            self.symbols = np.array([ord(c) for c in self.vocab], np.uint32)
+            self.ids = np.full(0x110000, -1, np.int32)  # code point -> id, -1: not in the vocabulary
+            self.ids[self.symbols] = np.arange(self.vocab_size)
+            self.separator = max(int(self.ids[10]), 0)
+
+    @classmethod
+    def from_meta(cls, meta):
+        """The tokenizer that wrote a data folder, from its meta.json (a dict)."""
+        return cls(meta["encoding"], meta.get("vocab"))
+
+    def encode(self, text):
+        """str -> [n] token ids, typed as on disk. ValueError: a character that the vocabulary lacks."""
+        if self.encoding == "byte":  # surrogateescape: bytes of a shell argument that were not UTF-8 come back as they were
+            data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
+            return np.frombuffer(data, self.dtype)
+        if self.encoding == "gpt2":
+            pieces, parts = cut_at_spaces([text]), [np.empty(0, self.dtype)]
+            while batch := list(islice(pieces, 4)):  # a few at a time: lists of Python ints are large
+                parts += self.encode_batch(batch)
+            return np.concatenate(parts)
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+        ids = self.ids[codes]
+        if ids.size and ids.min() < 0:
+            at = int(np.argmax(ids < 0))
+            raise ValueError(f"{text[at]!r} (U+{codes[at]:04X}) at position {at} is not among "
+                             f"the {self.vocab_size:,} symbols of this model's vocabulary")
+        return ids.astype(self.dtype)
+
+    def encode_batch(self, texts):
+        """gpt2 only: [str] -> [ids], each text on its own, two threads."""
+        return [np.array(ids, self.dtype) for ids in gpt2().encode_ordinary_batch(texts, num_threads=2)]
+
+    def decode_bytes(self, ids):
+        """[n] token ids -> the UTF-8 bytes of their text. ValueError: an id outside the vocabulary."""
+        ids = np.asarray(ids, np.int64).reshape(-1)
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            raise ValueError(f"token ids reach from {ids.min()} to {ids.max()}: this vocabulary has {self.vocab_size:,}")
+        if self.encoding == "byte":
+            return ids.astype(np.uint8).tobytes()
+        if self.encoding == "gpt2":
+            return gpt2().decode_bytes(ids.tolist())
+        return self.symbols[ids].astype("<u4").tobytes().decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
+
+    def decode(self, ids):
+        """[n] token ids -> str; bytes that are not UTF-8 show as U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+
+def cut_at_spaces(texts, size=1 << 20):
+    """Re-cut a stream of str into pieces of about `size` characters, such that GPT-2's tokens come out as for the whole.
+
+    GPT-2's pattern never puts a non-space and the space or newline after it into one pre-token, and looks ahead only
+    out of a run of spaces: between those two characters, and nowhere later in the run, a cut changes nothing.
+    """
+    tail = ""
+    for text in texts:
+        tail, start = tail + text, 0
+        while cut := SAFE_CUT.search(tail, start + size):
+            yield tail[start:cut.end()]
+            start = cut.end()
+        tail = tail[start:]
+    if tail:
+        yield tail
+
+
+@lru_cache(maxsize=1)
+def gpt2():
+    """tiktoken's GPT-2 encoding, built from local files, so that nothing here needs the network twice."""
+    import tiktoken
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from data.sources import GPT2_ENCODER, GPT2_MERGES, keep
+    merges, encoder = keep(GPT2_MERGES), keep(GPT2_ENCODER)
+    ranks = data_gym_to_mergeable_bpe_ranks(str(merges), str(encoder), GPT2_MERGES.sha256, GPT2_ENCODER.sha256)
+    pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+    return tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks,
+                             special_tokens={"<|endoftext|>": END_OF_TEXT}, explicit_n_vocab=50257)
