@@ -83,3 +83,25 @@ def build(state, path, device="cpu", **overrides):
     except (ValueError, RuntimeError, TypeError) as e:
         raise CheckpointError(f"{path}: its weights do not fit its config: {' '.join(str(e).split())[:300]}")
     return model.to(device).eval()
+
+
+def same_vocabulary(state, dataset, path):
+    """Raise CheckpointError unless the checkpoint's token ids mean what the dataset's do."""
+    meta = state["meta"] or {}
+    for key in ("encoding", "vocab") if meta else ():
+        if meta.get(key) != dataset.meta.get(key):
+            raise CheckpointError(f"{path} was trained on {meta['name']} ({meta['encoding']}, {meta['vocab_size']:,} symbols), "
+                                  f"whose vocabulary is not that of {dataset.meta['name']} ({dataset.meta['encoding']}, {dataset.vocab_size:,})")
+    if state["config"]["vocab_size"] < dataset.vocab_size:
+        raise CheckpointError(f"{path} knows {state['config']['vocab_size']:,} tokens; {dataset.meta['name']} has {dataset.vocab_size:,}")
+
+
+def pick_device(name):
+    """'auto' -> cuda, mps or cpu, whichever is there first; else the name, checked. Raises CheckpointError."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as e:
+        raise CheckpointError(f"device={name} cannot be used: {str(e).splitlines()[0][:120]}")
+    return name

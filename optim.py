@@ -76,3 +76,24 @@ def lr_multiplier(step, config):
         return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done))
     left = (end - step) / (config.decay_frac * end)  # trapezoid: stable, then down in a straight line
     return low + (1 - low) * min(1.0, left)
+
+
+def make_optimizers(model, config):
+    """[AdamW] or [Muon, AdamW]: Muon takes the blocks' matrices, AdamW embeddings, head, biases, norms and gates.
+
+    Only matrices decay: a gate, a norm or a bias has no reason to go to zero. Learning rates are peaks.
+    """
+    matrices = model.block_matrices() if config.optimizer == "muon" else []
+    taken = {id(p) for p, _ in matrices}
+    groups = {}
+    for name, p in model.named_parameters():
+        if id(p) not in taken:
+            decays = p.dim() >= 2 and not getattr(p, "no_decay", False)
+            lr = config.embed_lr if "wte" in name or "wpe" in name else config.lr
+            groups.setdefault((lr, config.weight_decay if decays else 0.0), []).append(p)
+    device = next(model.parameters()).device.type
+    adamw = torch.optim.AdamW([dict(params=ps, lr=lr, weight_decay=wd) for (lr, wd), ps in groups.items()],
+                              betas=(config.beta1, config.beta2), fused=device in ("cuda", "cpu"))
+    if not matrices:
+        return [adamw]
+    return [Muon(matrices, config.muon_lr, config.muon_momentum, config.weight_decay), adamw]

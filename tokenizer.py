@@ -28,9 +28,9 @@ class Tokenizer:
         self.vocab_size = {"byte": 256, "gpt2": 50257}.get(encoding) or len(self.vocab)
         self.separator = {"byte": 10, "gpt2": END_OF_TEXT}.get(encoding, 0)
         if encoding == "char":
-            if self.vocab_size > 65536 or len(set(self.vocab)) < self.vocab_size or set(map(len, self.vocab)) != {1}:
+            if len(set(self.vocab)) < self.vocab_size or set(map(len, self.vocab)) != {1} or self.vocab_size > 65536:
                 raise ValueError("a character vocabulary is a list of at most 65,536 different single characters")
-            self.symbols = np.array([ord(c) for c in self.vocab], np.uint32)
+            self.symbols = np.array([ord(c) for c in self.vocab], "<u4")
             self.ids = np.full(0x110000, -1, np.int32)  # code point -> id, -1: not in the vocabulary
             self.ids[self.symbols] = np.arange(self.vocab_size)
             self.separator = max(int(self.ids[10]), 0)
@@ -42,7 +42,7 @@ class Tokenizer:
 
     def encode(self, text):
         """str -> [n] token ids, typed as on disk. ValueError: a character that the vocabulary lacks."""
-        if self.encoding == "byte":  # surrogateescape: bytes of a shell argument that were not UTF-8 come back as they were
+        if self.encoding == "byte":  # surrogateescape: bytes of a shell argument that were not UTF-8 come back
             data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
             return np.frombuffer(data, self.dtype)
         if self.encoding == "gpt2":
@@ -66,12 +66,12 @@ class Tokenizer:
         """[n] token ids -> the UTF-8 bytes of their text. ValueError: an id outside the vocabulary."""
         ids = np.asarray(ids, np.int64).reshape(-1)
         if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
-            raise ValueError(f"token ids reach from {ids.min()} to {ids.max()}: this vocabulary has {self.vocab_size:,}")
+            raise ValueError(f"token ids reach from {ids.min()} to {ids.max()}, the vocabulary has {self.vocab_size:,}")
         if self.encoding == "byte":
             return ids.astype(np.uint8).tobytes()
         if self.encoding == "gpt2":
             return gpt2().decode_bytes(ids.tolist())
-        return self.symbols[ids].astype("<u4").tobytes().decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
+        return self.symbols[ids].tobytes().decode("utf-32-le").encode()
 
     def decode(self, ids):
         """[n] token ids -> str; bytes that are not UTF-8 show as U+FFFD."""
@@ -79,10 +79,10 @@ class Tokenizer:
 
 
 def cut_at_spaces(texts, size=1 << 20):
-    """Re-cut a stream of str into pieces of about `size` characters, such that GPT-2's tokens come out as for the whole.
+    """Re-cut a stream of str into pieces of about `size` characters whose GPT-2 tokens join to those of the whole.
 
-    GPT-2's pattern never puts a non-space and the space or newline after it into one pre-token, and looks ahead only
-    out of a run of spaces: between those two characters, and nowhere later in the run, a cut changes nothing.
+    GPT-2's pattern never puts a non-space and the space or newline after it into one pre-token, and it looks ahead
+    only out of a run of spaces: between those two characters, and nowhere later in the run, a cut changes nothing.
     """
     tail = ""
     for text in texts:

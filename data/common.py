@@ -86,7 +86,7 @@ class Writer:
         try:
             yield
         except OSError as error:
-            raise DataError(f"{self.out}: cannot write ({error.strerror}); make room, or choose another --out") from None
+            raise DataError(f"{self.out}: cannot write ({error.strerror}); make room or take another --out") from None
 
 
 def prepared(out, **want):
@@ -98,7 +98,7 @@ def prepared(out, **want):
                 return print(f"{out}: was made with another {key}: preparing it anew")
         for split in SPLITS:
             if digest.__wrapped__(out / f"{split}.bin")["sha256"] != meta["splits"][split]["sha256"]:
-                return print(f"{out}/{split}.bin: differs from its checksum: preparing it anew")
+                return print(f"{out / split}.bin: differs from its checksum: preparing it anew")
         return meta
     except FileNotFoundError:
         return None
@@ -119,7 +119,7 @@ def report(out, meta, head=""):
     print(f"{head}{os.path.relpath(out)}: {meta['encoding']}, {meta['vocab_size']:,} symbols")
     print(f"{'split':<6}{'tokens':>16}{'bytes':>16}{'characters':>16}")
     for split in SPLITS:
-        print(f"{split:<6}" + "".join(f"{meta['splits'][split][key]:>16,}" for key in ("tokens", "bytes", "chars")))
+        print(f"{split:<6}" + "".join(f"{meta['splits'][split][k]:>16,}" for k in ("tokens", "bytes", "chars")))
     if "note" in meta:
         print(f"note: {meta['note']}")
 
@@ -129,7 +129,7 @@ def report(out, meta, head=""):
 def arguments(doc, name, encodings, argv=None, **more):
     """The command line of a prepare script; args.name and args.out follow the encoding, the first being the default."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", help="file or folder to read (default: $NANOHEADS_DATA, else data/, else a download)")
+    parser.add_argument("--source", help="file or folder to read (default: $NANOHEADS_DATA, else a download)")
     parser.add_argument("--out", type=Path, help="folder to write (default: data/<name>)")
     parser.add_argument("--force", action="store_true", help="write anew what is already there")
     parser.add_argument("--encoding", choices=encodings, default=encodings[0])
@@ -182,6 +182,6 @@ def run(main):
     except DataError as error:
         sys.exit(f"error: {error}")
     except OSError as error:
-        sys.exit(f"error: {error.filename or 'disk'}: {error.strerror or error}")
+        sys.exit(f"error: {error.filename or 'input or output'}: {error.strerror or error}")
     except KeyboardInterrupt:
-        sys.exit("interrupted: nothing was changed")
+        sys.exit("interrupted")

@@ -4,7 +4,7 @@ Where raw text comes from: find a source file, check it, download it, read it.
 A source is looked for in --source (a file or a folder); else in the folder $NANOHEADS_DATA; else here in data/,
 where a download is kept. Those folders have one layout, and each file may be plain, .gz or .xz:
   tinyshakespeare/input.txt           enwik8 or enwik8.zip, there or in enwik8/
-  wikitext-2/{train,valid,test}.txt   wikitext-103/wiki.{train,valid,test}.tokens (or {train,valid,test}.txt), or its zip
+  wikitext-2/{train,valid,test}.txt   wikitext-103/wiki.{train,valid,test}.tokens or {train,valid,test}.txt, or its zip
   enwiki15/{train,valid,test}.txt     gpt2_bpe/{vocab.bpe,encoder.json}
 """
 import codecs
@@ -29,7 +29,7 @@ BLOCK = 1 << 22  # bytes read at a time
 ADVICE = "replace it with a whole copy, or remove it"
 
 
-class DataError(Exception):
+class DataError(ValueError):
     """One line for the reader: the file, what is wrong with it, what to do."""
 
 
@@ -60,7 +60,8 @@ def find(file, source=None):
         folder = Path(folder).expanduser()
         if not folder.exists():
             raise DataError(f"{folder}: no such file or folder; correct {'--source' if source else 'NANOHEADS_DATA'}")
-        names = [n + end for n in file.names for end in ("", ".gz", ".xz")] + list(file.archive.names if file.archive else ())
+        names = [n + end for n in file.names for end in ("", ".gz", ".xz")]
+        names += file.archive.names if file.archive else ()
         names += [Path(n).name for n in names] if source else []  # --source may name the corpus' own folder
         for path in [folder] if folder.is_file() else [folder / n for n in names]:
             if path.is_file():
@@ -101,7 +102,7 @@ def wrong(path, file, member=None):
 
 @lru_cache
 def digest(path, member=None):
-    """bytes, chars, lines and sha256 of a file's raw content. Cached: a source is read once to check it, once to use it."""
+    """bytes, chars, lines and sha256 of a file's raw content. Cached: check it and describe it in one reading."""
     sha, total = hashlib.sha256(), {"bytes": 0, "chars": 0, "lines": 0}
     for block in blocks(path, member):
         sha.update(block)
@@ -123,24 +124,25 @@ def identity(shas):
 def origin(found):
     """What meta.json says of checked sources [(path, member)]: file, bytes, sha256."""
     found = list(found)
-    names, got = [path.name for path, _ in found], [digest(*where) for where in found]
+    names, got = [Path(member or path).name for path, member in found], [digest(*where) for where in found]
     return {"file": names[0] if len(names) == 1 else names, "bytes": sum(d["bytes"] for d in got),
             "sha256": identity([d["sha256"] for d in got])}
 
 
 def download(file, path, tries=3):
-    """Fetch file.url to `path`: progress, timeout, retries, size and checksum; the name is given to a checked file only."""
+    """Fetch file.url to `path`: progress, timeout, retries, size and checksum; only a checked file gets the name."""
     import requests
     from tqdm import tqdm
-    path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     for attempt in range(1, tries + 1):
         try:  # identity: a compressed transfer would hide the real length
             headers = {"User-Agent": "nanoHeads/1.0", "Accept-Encoding": "identity"}
-            with requests.get(file.url, stream=True, timeout=30, headers=headers) as reply, open(temp, "wb") as out:
+            with requests.get(file.url, stream=True, timeout=30, headers=headers) as reply:
                 reply.raise_for_status()
                 size = int(reply.headers.get("Content-Length") or 0)
-                with tqdm(total=size or None, unit="B", unit_scale=True, desc=path.name) as bar:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                bar = tqdm(total=size or None, unit="B", unit_scale=True, desc=path.name)
+                with open(temp, "wb") as out, bar:
                     for block in reply.iter_content(1 << 16):
                         bar.update(out.write(block))
             if size and temp.stat().st_size != size and "Content-Encoding" not in reply.headers:
@@ -154,10 +156,13 @@ def download(file, path, tries=3):
         except requests.RequestException as error:
             reply, why = error.response, str(error)
             if attempt == tries or reply is not None and 400 <= reply.status_code < 500:
-                why = f"HTTP {reply.status_code}" if reply is not None else why if len(why) < 80 else type(error).__name__
+                why = why if len(why) < 80 else type(error).__name__  # some are a paragraph
+                why = why if reply is None else f"HTTP {reply.status_code}"
                 raise DataError(f"{file.url}: the download failed ({why}); try later, or put {file.names[0]} "
                                 f"into the folder NANOHEADS_DATA by hand") from None
             time.sleep(2 * attempt)
+        except OSError as error:
+            raise DataError(f"{path}: cannot write ({error.strerror}); make room") from None
         finally:
             temp.unlink(missing_ok=True)
 
@@ -165,13 +170,17 @@ def download(file, path, tries=3):
 def keep(file):
     """The path of a checked copy in data/, made at first use, so that later runs need neither folder nor network."""
     path = HOME / file.names[0]
-    if path.is_file() and not wrong(path, file):
-        return path
-    path.unlink(missing_ok=True)
+    if path.is_file():
+        if not wrong(path, file):
+            return path
+        path.unlink()
     found, _ = find(file)
     if found != path:
-        path.parent.mkdir(exist_ok=True)
-        atomic(path, b"".join(blocks(found)))
+        try:
+            path.parent.mkdir(exist_ok=True)
+            atomic(path, b"".join(blocks(found)))
+        except OSError:  # a read-only checkout
+            return found
     return path
 
 
@@ -221,11 +230,11 @@ def read(path, member, encoding):
             yield decoder.decode(block, final=not block)
     except UnicodeDecodeError as error:
         at = end - len(block) - pending + error.start
-        raise DataError(f"{path}: is not UTF-8 at byte {at:,}; convert it, or use --encoding=byte") from None
+        raise DataError(f"{path}: is not UTF-8 at byte {at:,}; convert it, or take --encoding=byte") from None
 
 
 def cut(pieces, sizes):
-    """A stream of bytes or str -> (split, its pieces) for train, val, test, one after the other. DataError: other total."""
+    """A stream of bytes or str -> (split, its pieces) for train, val, test in a row. DataError: another total."""
     pieces, rest = filter(None, pieces), None
 
     def take(split, n):
@@ -239,4 +248,4 @@ def cut(pieces, sizes):
     for split, size in zip(SPLITS, sizes):
         yield split, take(split, size)
     if rest or next(pieces, None):
-        raise DataError(f"the source goes on after its {split} split: the sizes {', '.join(map(str, sizes))} do not add up to it")
+        raise DataError(f"the source goes on after its {split} split: it is larger than {sum(sizes):,}")

@@ -11,13 +11,14 @@ You should see about 9.0 billion train tokens, and some 4.5 million each in val 
 import hashlib
 import os
 import sys
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.common import Writer, already, arguments, report, run
-from data.sources import SPLITS, DataError
+from data.sources import SPLITS, DataError, count_chars
 from tokenizer import END_OF_TEXT, Tokenizer
 
 # the commit with all 80 parquet files; the Hub's own refs/convert/parquet holds but a part of them
@@ -26,35 +27,27 @@ BATCH = 256  # documents encoded at a time
 
 
 def split_of(data, share):
-    """bytes of a document -> its split, by a hash: the order does not matter, and copies of a document stay together."""
+    """bytes of a document -> its split, by a hash: no matter the order, and copies of a document stay together."""
     point = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") / 2**64
     return "val" if point < share else "test" if point < 2 * share else "train"
 
 
 def write(args, documents, origin, share=0.0005, options=None, expected=0):
     """Write an iterator of documents (str), holding no more than BATCH of them -> meta (a dict)."""
-    tok, sha, count, size = Tokenizer("gpt2"), hashlib.sha256(), dict.fromkeys(SPLITS, 0), 0
+    tok, sha, count, size, documents = Tokenizer("gpt2"), hashlib.sha256(), dict.fromkeys(SPLITS, 0), 0, iter(documents)
     with Writer(args, tok, {}, options=options) as writer:
-        def flush(batch):
-            for (split, text, data), ids in zip(batch, tok.encode_batch([text for _, text, _ in batch])):
-                writer.add(split, np.append(ids, tok.dtype.type(END_OF_TEXT)), len(data), len(text))
-                count[split] += 1
-        batch = []
-        for text in documents:
-            data = text.encode("utf-8", "replace")
-            sha.update(data)
-            size += len(data)
-            batch.append((split_of(data, share), text, data))
-            if len(batch) == BATCH:
-                flush(batch)
-                batch = []
-        flush(batch)
+        while batch := [text.encode("utf-8", "replace") for text in islice(documents, BATCH)]:
+            for data, ids in zip(batch, tok.encode_batch([data.decode() for data in batch])):
+                split = split_of(data, share)
+                writer.add(split, np.append(ids, tok.dtype.type(END_OF_TEXT)), len(data), count_chars(data))
+                sha.update(data)
+                count[split], size = count[split] + 1, size + len(data)
         total = sum(count.values())
         writer.meta["source"] = {"file": origin, "bytes": size, "sha256": sha.hexdigest()}
         writer.meta["note"] = "separator tokens, one a document, not counted in bytes: " + ", ".join(
             f"{split} {n:,}" for split, n in count.items())
         if expected and total != expected:
-            writer.meta["note"] += f"; INCOMPLETE: {total:,} of {expected:,} documents"
+            writer.meta["note"] += f"; a part of the corpus, {total:,} of {expected:,} documents"
     return writer.meta
 
 
@@ -63,9 +56,11 @@ def stream(parquet):
     try:
         from datasets import load_dataset
     except ImportError:
-        raise DataError("openwebtext: is read with Hugging Face datasets, which is missing: pip install datasets") from None
+        raise DataError("openwebtext: Hugging Face datasets, is missing; pip install datasets") from None
     try:
-        where = {"path": "parquet", "data_files": list(map(str, parquet))} if parquet else {"path": REPO, "revision": REVISION}
+        where = {"path": REPO, "revision": REVISION}
+        if parquet:
+            where = {"path": "parquet", "data_files": [str(path) for path in parquet]}
         for row in load_dataset(**where, split="train", streaming=True):
             yield row["text"]
     except Exception as error:  # the libraries below raise kinds of their own

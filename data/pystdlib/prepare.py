@@ -42,7 +42,8 @@ def library(folder):
 def main(argv=None):
     args = arguments(__doc__, "pystdlib", ["byte"], argv)
     folder = Path(args.source or sysconfig.get_paths()["stdlib"])
-    texts = [(split, f"# ---- {name} ----\n".encode() + data.rstrip() + b"\n\n\n") for split, name, data in library(folder)]
+    texts = [(split, f"# ---- {name} ----\n".encode() + data.rstrip() + b"\n\n\n")
+             for split, name, data in library(folder)]
     if not texts:
         raise DataError(f"{folder}: holds no .py file; name the standard library's folder with --source")
     whole = b"".join(text for _, text in texts)

@@ -12,8 +12,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.common import arguments, prepare, run
 from data.sources import File
 
-TEXT = File(("tinyshakespeare/input.txt",), "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed", 1_115_394,
-            url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt")
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+TEXT = File(("tinyshakespeare/input.txt",), "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+            1_115_394, url=URL)
 NOTE = "the corpus has no third part: test is val over again, so a test figure here is a validation figure"
 
 

@@ -1,0 +1,1 @@
+"""A package, so that no other `data` on the path can stand in for this folder."""
