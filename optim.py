@@ -4,23 +4,35 @@ import math
 
 import torch
 
-# Newton-Schulz coefficients of Jordan et al. 2024 (Muon): singular values of any size go to about 1 in five steps.
+# Newton-Schulz coefficients of Jordan et al. 2024 (Muon), who take five steps. Four bring every singular value
+# above 1 % of the matrix's norm between 0.68 and 1.21, and train as well (docs/log.md).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_STEPS = 4
 
 
-def orthogonalise(G, steps=5):
-    """The nearest (semi-)orthogonal matrices to G [n, r, c], r <= c, to the few percent that Muon needs.
+def orthogonalise(G, steps=NEWTON_SCHULZ_STEPS):
+    """The nearest semi-orthogonal matrices to G [n, r, c], r <= c, to the few percent that Muon needs.
 
-    Each step maps X to aX + b(XX')X + c(XX')^2 X, which pulls every singular value towards 1.
-    In bf16 on CUDA, where it is fastest; in float32 elsewhere.
+    A step maps X to (aI + bA + cA^2) X with A = XX', which pulls every singular value towards 1. On CUDA
+    in bf16, step by step. Elsewhere in float32 on A alone, X being multiplied once at the end: the same
+    polynomial, with r x r products in place of r x c ones, half the time for an MLP's matrices.
     """
     a, b, c = NEWTON_SCHULZ
     X = G.bfloat16() if G.is_cuda else G.float()
     X = X / X.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
-    for _ in range(steps):
-        A = X @ X.mT
-        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
-    return X.to(G.dtype)
+    if G.is_cuda:
+        for _ in range(steps):
+            A = X @ X.mT
+            X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+        return X.to(G.dtype)
+    A, total = X @ X.mT, None
+    for i in range(steps):
+        P = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        P.diagonal(dim1=-2, dim2=-1).add_(a)
+        total = P if total is None else P @ total
+        if i < steps - 1:
+            A = P @ A @ P
+    return (total @ X).to(G.dtype)
 
 
 class Muon(torch.optim.Optimizer):

@@ -1,0 +1,326 @@
+"""
+Speed and memory, as ratios measured in one run: training step and cached decoding.
+
+    python bench.py                                   # our recipes against the plain GPT (recipe=gpt2)
+    python bench.py --nanogpt ../nanoGPT              # nanoGPT in the same run, and the ratios are to it
+    python bench.py --n_layer 6 --n_head 6 --n_embd 384 --block_size 256 --what decode --nanogpt ../nanoGPT
+    python bench.py --race --nanogpt ../nanoGPT       # train both for real, to the loss that nanoGPT's README names
+
+Contestants take turns, a few steps each, round after round: a machine that slows down slows all of them.
+The ratio of a round is within that round; what is printed is the median over rounds with a 95 % interval
+(order statistics of the median). A time alone means nothing on a shared machine.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import multiprocessing
+import os
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import checkpoint
+from dataset import Dataset
+from evaluate import score
+from model import GPT, GPTConfig
+from optim import make_optimizers
+from train import TrainConfig
+
+ROOT = Path(__file__).resolve().parent
+REFERENCE_LOSS = 1.886  # nats per character: what nanoGPT's README reports after 2,000 iterations of its CPU setting
+
+
+def median_interval(values):
+    """Median and its 95 % interval from order statistics (from 6 values on; below that the range)."""
+    s, n = sorted(values), len(values)
+    cut = 0
+    while cut < (n - 1) // 2 and 2 * sum(math.comb(n, i) for i in range(cut + 2)) / 2**n <= 0.05:
+        cut += 1
+    return statistics.median(s), s[cut], s[n - 1 - cut]
+
+
+# ---- contestants: {name: build() -> (model, train step, decode)} ----
+
+def ours(recipe, args):
+    def build():
+        config = GPTConfig(block_size=args.block_size, vocab_size=args.vocab_size, n_layer=args.n_layer, n_head=args.n_head,
+                           n_embd=args.n_embd, recipe=recipe)
+        model = GPT(config).to(args.device)
+        settings = TrainConfig().for_recipe(recipe)
+        optimizers = make_optimizers(model, settings)
+        fast = torch.compile(model) if args.compile else model
+
+        def step(x, y):
+            with autocast(args):
+                loss = fast(x, y).loss
+            loss.backward()
+            if settings.grad_clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
+            loss.item()
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
+        return model, step, lambda idx, n: model.generate(idx, n)
+    return build
+
+
+def nanogpt(path, args):
+    def build():
+        spec = importlib.util.spec_from_file_location("nanogpt_model", Path(path) / "model.py")
+        module = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        stdout, sys.stdout = sys.stdout, open(os.devnull, "w")  # it prints what it counts
+        model = module.GPT(module.GPTConfig(block_size=args.block_size, vocab_size=args.vocab_size, n_layer=args.n_layer,
+                                            n_head=args.n_head, n_embd=args.n_embd, dropout=0.0, bias=False)).to(args.device)
+        optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), torch.device(args.device).type)
+        sys.stdout = stdout
+        fast = torch.compile(model) if args.compile else model
+
+        def step(x, y):  # the order of its train.py
+            with autocast(args):
+                _, loss = fast(x, y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            loss.item()
+
+        def decode(idx, n):
+            model.eval()
+            out = model.generate(idx, n)
+            model.train()
+            return out
+        return model, step, decode
+    return build
+
+
+def autocast(args):
+    return torch.autocast(torch.device(args.device).type, torch.bfloat16) if args.dtype == "bfloat16" else nullcontext()
+
+
+# ---- measuring ----
+
+def wait(args):
+    if torch.device(args.device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(action, args):
+    wait(args)
+    began = time.perf_counter()
+    action()
+    wait(args)
+    return time.perf_counter() - began
+
+
+def rounds(contestants, action, args, what):
+    """{name: [seconds of one action, a round each]}, the contestants taking turns."""
+    seconds = {name: [] for name in contestants}
+    for name in contestants:  # warm up: compilation, allocation, caches
+        action(name), action(name)
+    for _ in tqdm(range(args.rounds), desc=what, leave=False, disable=not sys.stderr.isatty()):
+        for name in contestants:
+            seconds[name].append(timed(lambda: action(name), args))
+    return seconds
+
+
+def peak_memory_cpu(make, args):
+    """Peak resident bytes that building and three training steps add, in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(memory_worker, (make, args))
+
+
+def memory_worker(make, args):
+    torch.set_num_threads(args.threads)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    _, step, _ = contestants_of(args)[make]()
+    for _ in range(3):
+        step(*batch(args))
+    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+
+def batch(args):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(args.vocab_size, (2, args.batch_size, args.block_size), generator=generator).to(args.device)
+    return ids[0], ids[1]
+
+
+def contestants_of(args):
+    made = {"nanogpt": nanogpt(args.nanogpt, args)} if args.nanogpt else {}
+    return {**made, **{recipe: ours(recipe, args) for recipe in args.recipes}}
+
+
+def matmul_rate(args, n=8192):
+    """Measured bf16 matrix-product rate of the device in TFLOP/s: the ceiling that utilisation is a share of."""
+    a, b = (torch.randn(n, n, device=args.device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = [timed(lambda: [a @ b for _ in range(10)], args) / 10 for _ in range(5)]
+    return 2 * n**3 / statistics.median(seconds) / 1e12
+
+
+def bench(args):
+    """All figures as rows: one per contestant and kind of work."""
+    names = list(contestants_of(args))
+    rows, rate = [], matmul_rate(args) if torch.device(args.device).type == "cuda" else None
+    built = {name: build() for name, build in contestants_of(args).items()}
+    x, y = batch(args)
+    for what in args.what.split(","):
+        if what == "train":
+            tokens = args.batch_size * args.block_size * args.steps
+            def action(name):
+                for _ in range(args.steps):
+                    built[name][1](x, y)
+        else:
+            tokens = args.block_size - 1
+            start = torch.zeros(1, 1, dtype=torch.long, device=args.device)
+            def action(name):
+                with autocast(args):
+                    built[name][2](start, tokens)
+        seconds = rounds(names, action, args, what)
+        for name in names:
+            ratio = median_interval([a / b for a, b in zip(seconds[name], seconds[names[0]])])
+            median = statistics.median(seconds[name])
+            row = dict(what=what, name=name, tokens_per_s=tokens / median, ms=1000 * median / (args.steps if what == "train" else tokens),
+                       time_ratio=ratio[0], time_ratio_low=ratio[1], time_ratio_high=ratio[2], reference=names[0], rounds=args.rounds)
+            if what == "train":
+                model = built[name][0]
+                if rate and isinstance(model, GPT):
+                    row["share_of_matmul_rate"] = model.flops_per_token() * row["tokens_per_s"] / (rate * 1e12)
+                    row["mfu"] = model.mfu(row["tokens_per_s"], args.device, args.dtype)
+                row["peak_bytes"] = peak_memory(name, built, x, y, args)
+            rows.append(row)
+    return rows, rate
+
+
+def peak_memory(name, built, x, y, args):
+    if torch.device(args.device).type != "cuda":
+        return peak_memory_cpu(name, args)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    built[name][1](x, y)
+    return torch.cuda.max_memory_allocated() - before  # beyond what all contestants' weights already take
+
+
+def table(rows):
+    lines = [f"{'work':<7}{'model':<10}{'tokens/s':>12}{'ms':>10}   {'time ratio [95 %]':<24}{'speed':>7}   {'peak memory':>12}  utilisation"]
+    for r in rows:
+        memory = f"{r['peak_bytes'] / 2**20:,.0f} MiB" if "peak_bytes" in r else ""
+        share = f"{r['share_of_matmul_rate']:.1%} of the measured rate" if "share_of_matmul_rate" in r else ""
+        ratio = f"{r['time_ratio']:.3f} [{r['time_ratio_low']:.3f}, {r['time_ratio_high']:.3f}]"
+        lines.append(f"{r['what']:<7}{r['name']:<10}{r['tokens_per_s']:>12,.0f}{r['ms']:>10.3f}   {ratio:<24}{1 / r['time_ratio']:>6.2f}x   {memory:>12}  {share}")
+    return "\n".join(lines)
+
+
+# ---- the race: how soon is nanoGPT's own result reached? ----
+
+def race(args):
+    """Train nanoGPT and recipe=modern as their users would, in turn, and score both on the whole validation split."""
+    out, rows = Path("out/race"), []
+    data = Dataset("shakespeare_char")
+    out.mkdir(parents=True, exist_ok=True)
+    shape = "--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --dropout=0.0 --device=cpu --compile=False".split()
+    for seed in range(1337, 1337 + args.seeds):
+        results = {}
+        for name in ("nanogpt", "modern") if seed % 2 else ("modern", "nanogpt"):
+            folder = (out / f"{name}-{seed}").resolve()
+            if name == "nanogpt":  # its README's CPU command; its seed is fixed in the script, so each run gets another by text
+                source = (Path(args.nanogpt) / "train.py").read_text().replace("torch.manual_seed(1337", f"torch.manual_seed({seed}")
+                command = ["-c", f"__file__ = 'train.py'\n{source}", "config/train_shakespeare_char.py", *shape, "--eval_iters=1",
+                           "--eval_interval=2000", "--log_interval=10", "--max_iters=2000", "--lr_decay_iters=2000", f"--out_dir={folder}",
+                           "--always_save_checkpoint=True"]
+                lines = run_timed(command, args.nanogpt)
+                stamps = [at for at, line in lines if re.match(r"iter \d+:", line)]
+                loop, score_this = stamps[-1] - stamps[0], folder / "ckpt.pt"
+                steps = 2000
+            else:
+                command = [str(ROOT / "train.py"), *shape, "--recipe=modern", f"--max_iters={args.iters}", "--eval_interval=1000000",
+                           "--eval_tokens=1000", f"--seed={seed}", f"--out_dir={folder}", "--overwrite"]
+                lines = run_timed(command, ROOT)
+                log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+                loop, score_this, steps = log[-1]["elapsed_s"], folder / "ckpt.pt", args.iters
+            model = checkpoint.build(checkpoint.read(score_this), score_this)
+            nats, count = score(model, data, "val")
+            results[name] = dict(seed=seed, name=name, steps=steps, val_loss=nats / count, loop_s=loop, process_s=lines[-1][0])
+            print(f"seed {seed}  {name:<8} {steps:>5} steps  val {nats / count:.4f} nats/char over {count:,}  "
+                  f"loop {loop:6.1f} s  process {lines[-1][0]:6.1f} s", flush=True)
+        rows.append(dict(seed=seed, **{f"{k}_{n}": v for n, r in results.items() for k, v in r.items() if k not in ("seed", "name")}))
+    mean = {n: statistics.mean(r[f"val_loss_{n}"] for r in rows) for n in ("nanogpt", "modern")}
+    for part in ("loop", "process"):
+        ratios = [r[f"{part}_s_modern"] / r[f"{part}_s_nanogpt"] for r in rows]
+        print(f"wall time of the {part}: {statistics.mean(ratios):.3f} of nanoGPT's (each seed: {', '.join(f'{x:.3f}' for x in ratios)})")
+    print(f"mean val loss: modern {mean['modern']:.4f} after {args.iters} steps, nanoGPT {mean['nanogpt']:.4f} after 2,000; "
+          f"{REFERENCE_LOSS} {'reached' if mean['modern'] <= REFERENCE_LOSS else 'not reached'}")
+    return rows
+
+
+def run_timed(command, folder):
+    """[(seconds since the start, line)] of a Python command's output, with one more entry for its end."""
+    began, lines = time.perf_counter(), []
+    process = subprocess.Popen([sys.executable, "-u", *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        lines.append((time.perf_counter() - began, line.rstrip()))
+    if process.wait():
+        sys.exit(f"bench: {command[0][:40]} failed: {process.stderr.read()[-800:]}")
+    return lines + [(time.perf_counter() - began, "")]
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--what", default="train,decode")
+    p.add_argument("--nanogpt", help="a nanoGPT checkout to run side by side")
+    p.add_argument("--recipes", nargs="+", default=["gpt2", "modern"])
+    p.add_argument("--race", action="store_true", help="train both to nanoGPT's published loss (needs --nanogpt, its data prepared)")
+    p.add_argument("--seeds", type=int, default=3, help="race: how many")
+    p.add_argument("--iters", type=int, default=250, help="race: our training steps")
+    for name, cpu, cuda in (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024), ("batch_size", 12, 32)):
+        p.add_argument(f"--{name}", type=int, help=f"default {cpu} on cpu, {cuda} on cuda")
+    p.add_argument("--vocab_size", type=int, default=256)
+    p.add_argument("--device", default="auto")
+    p.add_argument("--dtype", choices=["float32", "bfloat16"], help="default float32 on cpu, bfloat16 on cuda")
+    p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default on cuda only")
+    p.add_argument("--rounds", type=int, default=11)
+    p.add_argument("--steps", type=int, default=10, help="training steps in a round")
+    p.add_argument("--threads", type=int, default=torch.get_num_threads())
+    p.add_argument("--json", help="write all figures to this file")
+    args = p.parse_args(argv)
+    try:
+        args.device = checkpoint.pick_device(args.device)
+        if args.race and not args.nanogpt or args.nanogpt and not (Path(args.nanogpt) / "model.py").is_file():
+            raise checkpoint.CheckpointError("--nanogpt must name a nanoGPT checkout (a folder with model.py)")
+    except checkpoint.CheckpointError as e:
+        sys.exit(f"bench: {e}")
+    cuda = torch.device(args.device).type == "cuda"
+    for name, on_cpu, on_cuda in (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024), ("batch_size", 12, 32),
+                                  ("dtype", "float32", "bfloat16"), ("compile", False, True)):
+        if getattr(args, name) is None:
+            setattr(args, name, on_cuda if cuda else on_cpu)
+    torch.set_num_threads(args.threads)
+    torch.set_float32_matmul_precision("high")
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if cuda else f'cpu, {args.threads} threads'}, {args.dtype}"
+          f"{', compiled' if args.compile else ''}: {args.n_layer} layers, {args.n_head} heads, {args.n_embd} wide, "
+          f"context {args.block_size}, batch {args.batch_size}, vocabulary {args.vocab_size}")
+    if args.race:
+        rows, rate = race(args), None
+    else:
+        rows, rate = bench(args)
+        print(table(rows))
+        if rate:
+            print(f"measured bf16 matrix product: {rate:.0f} TFLOP/s")
+    if args.json:
+        result = dict(torch=torch.__version__, arguments=vars(args), measured_matmul_tflops=rate, rows=rows)
+        checkpoint.write_atomic(args.json, lambda f: f.write(json.dumps(result, indent=1).encode()))
+        print(args.json)
+
+
+if __name__ == "__main__":
+    main()

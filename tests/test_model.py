@@ -1,0 +1,445 @@
+"""The plain GPT: equal to independent references, causal, the same with and without cache, compiled and eager."""
+
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from model import GPT, KVCache, GPTConfig, check_sampling, penalise, pick, relu2, rms_norm, rope_tables, rotate
+
+TINY = dict(block_size=16, vocab_size=37, n_layer=2, n_head=4, n_embd=32)
+FLAGS = [dict(recipe="gpt2"), dict(recipe="gpt2", bias=True), dict(recipe="gpt2", tied=False), dict(recipe="gpt2", pos="rope"),
+         dict(recipe="gpt2", qk_norm=True), dict(recipe="gpt2", norm="rmsnorm"), dict(recipe="gpt2", act="relu2"),
+         dict(recipe="gpt2", act="gelu_tanh"), dict(recipe="gpt2", zero_init=True), dict(recipe="gpt2", softcap=15.0),
+         dict(recipe="gpt2", embed_norm=True), dict(recipe="modern"), dict(recipe="modern", pos="learned"),
+         dict(recipe="modern", softcap=15.0, bias=True, norm="layernorm")]
+all_flags = pytest.mark.parametrize("flags", FLAGS, ids=lambda f: "+".join(f"{k}={v}" for k, v in f.items()))
+
+
+def tiny(flags={}, alive=True, **more):
+    """A small GPT in float64; alive: no zero weights, so that every path carries a signal."""
+    model = GPT(GPTConfig(**{**TINY, **flags, **more})).double().eval()
+    if alive:
+        torch.manual_seed(0)
+        for p in model.parameters():
+            if p.dim() >= 2:
+                torch.nn.init.normal_(p, 0, 0.15)
+            else:
+                torch.nn.init.normal_(p, 1, 0.1)
+    return model
+
+
+def tokens(*shape, seed=1):
+    return torch.randint(TINY["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- oracles ----
+
+def reference(model, idx):
+    """The whole forward pass written out for one sequence at a time: loops over heads and queries, a T x T softmax."""
+    c, w = model.config, dict(model.named_parameters())
+
+    def norm(x, name):
+        if c.norm == "layernorm":
+            y = (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5)
+            return y * w[name + ".weight"] + (w[name + ".bias"] if c.bias else 0)
+        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+    def linear(x, name):
+        return x @ w[name + ".weight"].T + (w[name + ".bias"] if c.bias else 0)
+
+    def turn(x, t):  # complex numbers: pair (i, i + D/2) times e^(i t theta)
+        half = x.size(-1) // 2
+        theta = torch.tensor([t * c.rope_base ** (-i / half) for i in range(half)], dtype=torch.float64)
+        z = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones_like(theta), theta)
+        return torch.cat((z.real, z.imag))
+
+    def act(x):
+        if c.act == "relu2":
+            return x.clamp_min(0) ** 2
+        if c.act == "gelu":
+            return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+    out = []
+    for row in idx:
+        T, D = len(row), c.head_size
+        x = w["transformer.wte.weight"][row]
+        if c.pos == "learned":
+            x = x + w["transformer.wpe.weight"][:T]
+        if c.embed_norm:
+            x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        for i in range(c.n_layer):
+            name = f"transformer.h.{i}."
+            q, k, v = linear(norm(x, name + "ln_1"), name + "attn.c_attn").split(c.n_embd, dim=-1)
+            heads = []
+            for h in range(c.n_head):
+                qh, kh, vh = (a[:, h * D:(h + 1) * D] for a in (q, k, v))
+                if c.qk_norm:
+                    qh, kh = (a / torch.sqrt(a.square().mean(-1, keepdim=True) + 1e-6) for a in (qh, kh))
+                if c.pos == "rope":
+                    qh, kh = (torch.stack([turn(a[t], t) for t in range(T)]) for a in (qh, kh))
+                score = qh @ kh.T / math.sqrt(D)
+                score = score.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+                heads.append(score.softmax(-1) @ vh)
+            x = x + linear(torch.cat(heads, dim=-1), name + "attn.c_proj")
+            x = x + linear(act(linear(norm(x, name + "ln_2"), name + "mlp.c_fc")), name + "mlp.c_proj")
+        logits = norm(x, "transformer.ln_f") @ (w["transformer.wte.weight"] if c.tied else w["lm_head.weight"]).T
+        out.append(c.softcap * torch.tanh(logits / c.softcap) if c.softcap else logits)
+    return torch.stack(out)
+
+
+@all_flags
+def test_forward_and_gradient_equal_the_written_out_reference(flags):
+    model, idx, targets = tiny(flags), tokens(3, 11), tokens(3, 11, seed=2)
+    out = model(idx, targets)
+    want = reference(model, idx)
+    assert torch.allclose(out.logits.double(), want, atol=1e-5)  # logits are float32
+    loss = F.cross_entropy(want.flatten(0, 1), targets.flatten())
+    assert out.loss.item() == pytest.approx(loss.item(), abs=1e-6)
+    grads = torch.autograd.grad(out.loss, list(model.parameters()))
+    wants = torch.autograd.grad(loss, list(model.parameters()))
+    for (name, _), g, w in zip(model.named_parameters(), grads, wants):
+        assert torch.allclose(g, w, atol=1e-6), name
+
+
+def test_equals_an_independent_gpt2_style_forward_with_copied_weights():
+    """PyTorch's own pre-norm encoder layers, given the same weights, are a second opinion on recipe=gpt2."""
+    model, idx = tiny(dict(recipe="gpt2", bias=True)), tokens(2, 16)
+    c = model.config
+    x = model.transformer.wte.weight[idx] + model.transformer.wpe.weight
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(16, dtype=torch.float64)
+    for block in model.transformer.h:
+        layer = torch.nn.TransformerEncoderLayer(c.n_embd, c.n_head, 4 * c.n_embd, 0.0, "gelu", batch_first=True, norm_first=True,
+                                                 dtype=torch.float64).eval()
+        layer.load_state_dict({
+            "self_attn.in_proj_weight": block.attn.c_attn.weight, "self_attn.in_proj_bias": block.attn.c_attn.bias,
+            "self_attn.out_proj.weight": block.attn.c_proj.weight, "self_attn.out_proj.bias": block.attn.c_proj.bias,
+            "linear1.weight": block.mlp.c_fc.weight, "linear1.bias": block.mlp.c_fc.bias,
+            "linear2.weight": block.mlp.c_proj.weight, "linear2.bias": block.mlp.c_proj.bias,
+            "norm1.weight": block.ln_1.weight, "norm1.bias": block.ln_1.bias, "norm2.weight": block.ln_2.weight, "norm2.bias": block.ln_2.bias})
+        x = layer(x, src_mask=mask, is_causal=True)
+    want = F.layer_norm(x, (c.n_embd,), model.transformer.ln_f.weight, model.transformer.ln_f.bias) @ model.transformer.wte.weight.T
+    assert torch.allclose(model(idx).logits.double(), want, atol=1e-5)
+
+
+def test_equals_hugging_face_gpt2_with_copied_weights():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: requirements-test.txt has it")
+    torch.manual_seed(0)
+    hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=37, n_positions=16, n_embd=32, n_layer=2, n_head=4,
+                                                              initializer_range=0.2)).eval()
+    model = GPT(GPTConfig(**TINY, recipe="gpt2", bias=True, act="gelu_tanh")).eval()
+    theirs = hf.state_dict()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            source = theirs[name]  # HF keeps the matrices of its Conv1D layers transposed
+            p.copy_(source.T if p.dim() == 2 and not name.endswith(("wte.weight", "wpe.weight")) else source)
+    idx = tokens(2, 16)
+    with torch.no_grad():
+        assert torch.allclose(model(idx).logits, hf(idx).logits, atol=1e-5)
+
+
+def test_hand_written_cpu_gradients_equal_autograds():
+    x = torch.randn(5, 7, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(rms_norm, x)
+    assert torch.autograd.gradcheck(relu2, x)
+    with torch.no_grad():  # without gradients PyTorch's own operations run: the same function
+        assert torch.allclose(rms_norm(x), F.rms_norm(x, (8,), eps=1e-6), atol=1e-12)
+    assert torch.allclose(rms_norm(x), F.rms_norm(x, (8,), eps=1e-6), atol=1e-12)
+    assert torch.equal(relu2(x), F.relu(x).square())
+
+
+def test_rotated_logits_depend_on_distance_alone():
+    config = GPTConfig(**TINY, recipe="modern")
+    cos, sin = (t.double() for t in rope_tables(config))
+    q, k = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    at = lambda x, t: rotate(x, cos[t], sin[t])
+    assert at(q, 9) @ at(k, 5) == pytest.approx((at(q, 6) @ at(k, 2)).item(), abs=1e-6)  # the tables are float32
+    assert at(q, 9) @ at(k, 5) != pytest.approx((at(q, 9) @ at(k, 4)).item(), abs=1e-3)
+
+
+# ---- promises ----
+
+@all_flags
+def test_future_tokens_do_not_leak(flags):
+    model, idx = tiny(flags), tokens(2, 16)
+    before = model(idx).logits
+    for t in (1, 7, 15):
+        other = idx.clone()
+        other[:, t] = (other[:, t] + 1) % 37
+        after = model(other).logits
+        assert torch.equal(before[:, :t], after[:, :t])
+        assert not torch.allclose(before[:, t:], after[:, t:])
+
+
+def test_the_leak_test_catches_a_leak():
+    """Negative control: attention without its causal mask must fail the test above."""
+    model = tiny()
+    for block in model.transformer.h:
+        block.attn.attend = lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v)
+    idx = tokens(2, 16)
+    other = idx.clone()
+    other[:, 15] = (other[:, 15] + 1) % 37
+    assert not torch.equal(model(idx).logits[:, :15], model(other).logits[:, :15])
+
+
+@all_flags
+def test_rows_of_a_batch_do_not_see_each_other(flags):
+    model, idx = tiny(flags), tokens(3, 12)
+    assert torch.allclose(model(idx).logits[1], model(idx[1:2]).logits[0], atol=1e-6)
+
+
+@all_flags
+def test_cached_logits_equal_uncached(flags):
+    """Read in one go, token by token, and in uneven pieces."""
+    model, idx = tiny(flags), tokens(2, 16)
+    with torch.no_grad():
+        want = model.hidden(idx)
+        for sizes in ([1] * 16, [5, 1, 1, 4, 5], [16]):
+            cache = KVCache(model.config)
+            got = torch.cat([model.hidden(piece, cache) for piece in idx.split(sizes, dim=1)], dim=1)
+            assert torch.allclose(got, want, atol=1e-9)
+            assert cache.length == 16
+
+
+@all_flags
+def test_left_padding_is_never_seen(flags):
+    """Each row of an unevenly long batch, whatever stands in its padding, gives what it gives alone."""
+    model, lengths = tiny(flags), [3, 9, 6]
+    idx = tokens(3, 9)
+    pad = 9 - torch.tensor(lengths)
+    with torch.no_grad():
+        for filler in (0, 36):
+            filled = torch.where(torch.arange(9) < pad[:, None], filler, idx)
+            whole, cache = model.hidden(filled, pad=pad), KVCache(model.config)
+            first = model.hidden(filled[:, :7], cache, pad)
+            rest = model.hidden(filled[:, 7:], cache, pad)
+            for row, n in enumerate(lengths):
+                alone = model.hidden(idx[row:row + 1, 9 - n:])[0]
+                assert torch.allclose(whole[row, 9 - n:], alone, atol=1e-9)
+                assert torch.allclose(torch.cat((first, rest), 1)[row, 9 - n:], alone, atol=1e-9)
+
+
+def slow_generate(model, prompt, n, **sampling):
+    """The policy in words: read at most block_size tokens; on overflow keep the last half; no cache, one row."""
+    block_size, window, out = model.config.block_size, list(prompt)[-model.config.block_size:], []
+    for _ in range(n):
+        with torch.no_grad():
+            logits = model(torch.tensor([window])).logits[:, -1]
+        token = pick(logits, sampling.get("temperature", 0), sampling.get("top_k"), sampling.get("top_p"), None).item()
+        out.append(token)
+        window.append(token)
+        if len(window) > block_size:
+            window = window[-(block_size // 2):]
+    return out
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
+@pytest.mark.parametrize("T", [1, 5, 15, 16, 30])
+def test_generation_keeps_the_last_half_beyond_block_size(recipe, T):
+    model, prompt = tiny(dict(recipe=recipe)), tokens(1, T)
+    got = model.generate(prompt, 45, temperature=0)
+    assert got[0, T:].tolist() == slow_generate(model, prompt[0].tolist(), 45)
+    assert torch.equal(got[:, :T], prompt)
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
+def test_a_batch_of_unequal_prompts_generates_what_each_does_alone(recipe):
+    model, lengths = tiny(dict(recipe=recipe)), [1, 13, 6, 20]
+    idx = tokens(4, 20)
+    got = model.generate(idx, 40, temperature=0, lengths=lengths)
+    for row, n in enumerate(lengths):
+        assert got[row, 20:].tolist() == slow_generate(model, idx[row, 20 - n:].tolist(), 40), f"prompt of {n}"
+
+
+def test_generation_beyond_block_size_differs_from_a_sliding_window():
+    """Negative control: the policy is not 'keep the last block_size tokens', and the test can tell."""
+    model, prompt = tiny(dict(recipe="modern")), tokens(1, 16)
+    window, out = prompt[0].tolist(), []
+    for _ in range(45):
+        with torch.no_grad():
+            out.append(model(torch.tensor([window[-16:]])).logits[0, -1].argmax().item())
+        window.append(out[-1])
+    assert out != slow_generate(model, prompt[0].tolist(), 45)
+
+
+def test_generation_stops_at_the_stop_token_row_by_row():
+    model, prompt = tiny(), tokens(3, 4)
+    free = model.generate(prompt, 12, temperature=0)[:, 4:]
+    stop = free[0, 3].item()
+    got = model.generate(prompt, 12, temperature=0, stop_token=stop)[:, 4:]
+    for row, want in zip(got.tolist(), free.tolist()):
+        end = want.index(stop) if stop in want else len(want)
+        assert row[:end + 1] == want[:len(row)][:end + 1]
+        assert all(t == stop for t in row[end:])
+
+
+def test_generation_returns_to_training_mode_and_leaves_no_gradient():
+    model = tiny().train()
+    out = model.generate(tokens(1, 4), 3, temperature=0)
+    assert model.training and not out.requires_grad
+
+
+def test_sampling_by_hand():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
+    draw = lambda **kw: torch.stack([pick(logits, kw.get("t", 1.0), kw.get("k"), kw.get("p"), g) for _ in range(4000)]).flatten()
+    g = torch.Generator().manual_seed(0)
+    share = lambda d: torch.bincount(d, minlength=4) / len(d)
+    assert torch.allclose(share(draw()), torch.tensor([0.5, 0.3, 0.15, 0.05]), atol=0.03)
+    assert torch.allclose(share(draw(k=2)), torch.tensor([0.625, 0.375, 0, 0]), atol=0.03)
+    assert torch.allclose(share(draw(p=0.7)), torch.tensor([0.625, 0.375, 0, 0]), atol=0.03)  # 0.5 is not yet 0.7
+    assert set(draw(p=0.5).tolist()) == {0} and set(draw(p=1e-9).tolist()) == {0}
+    assert torch.allclose(share(draw(t=0.5)), torch.tensor([0.6849, 0.2466, 0.0616, 0.0068]), atol=0.03)
+    assert pick(logits, 0, None, None, None).item() == 0
+    assert set(draw(k=99).tolist()) == {0, 1, 2, 3}
+
+
+def test_repetition_penalty_pushes_down_what_was_said():
+    logits = torch.tensor([2.0, -1.0, 3.0])
+    penalise(logits, torch.tensor([0, 1, 0]), 2.0)
+    assert logits.tolist() == [1.0, -2.0, 3.0]
+    model, prompt = tiny(), tokens(2, 4)
+    plain = model.generate(prompt, 30, temperature=0)
+    pushed = model.generate(prompt, 30, temperature=0, repetition_penalty=1.8)
+    assert len(set(pushed[0].tolist())) > len(set(plain[0].tolist()))
+
+
+@pytest.mark.parametrize("bad", [dict(temperature=-1), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.5), dict(repetition_penalty=0)])
+def test_impossible_sampling_is_refused_by_name(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        check_sampling(**{**dict(temperature=1.0, top_k=None, top_p=None, repetition_penalty=1.0), **bad})
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
+def test_compiles_in_one_graph_and_computes_the_same(recipe):
+    torch._dynamo.reset()
+    model = GPT(GPTConfig(**TINY, recipe=recipe, zero_init=False))
+    idx, targets = tokens(2, 16), tokens(2, 16, seed=2)
+    fast = torch.compile(model, backend="aot_eager", fullgraph=True)  # fullgraph: a graph break is an error
+    want, got = model(idx, targets), fast(idx, targets)
+    assert torch.allclose(want.logits, got.logits, atol=1e-5)
+    for a, b in zip(torch.autograd.grad(want.loss, list(model.parameters())), torch.autograd.grad(got.loss, list(model.parameters()))):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
+def test_activation_checkpointing_changes_nothing(recipe):
+    def grads(**kw):
+        model = GPT(GPTConfig(**TINY, recipe=recipe, dropout=0.1, **kw)).train()
+        torch.manual_seed(3)
+        model(tokens(2, 16), tokens(2, 16, seed=2)).loss.backward()
+        return [p.grad for p in model.parameters()]
+    for a, b in zip(grads(), grads(checkpoint_activations=True)):
+        assert torch.allclose(a, b, atol=1e-7)
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
+def test_bfloat16_is_finite_and_near(recipe):
+    model = tiny(dict(recipe=recipe)).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(tokens(2, 16), tokens(2, 16, seed=2))
+    assert out.logits.dtype == torch.float32 and torch.isfinite(out.loss)
+    assert abs(out.loss.item() - model(tokens(2, 16), tokens(2, 16, seed=2)).loss.item()) < 0.1
+
+
+def test_unscored_targets_do_not_count():
+    model, idx, targets = tiny(), tokens(1, 8), tokens(1, 8, seed=2)
+    part = targets.clone()
+    part[:, :4] = -1
+    logits = model(idx).logits
+    assert model(idx, part).loss.item() == pytest.approx(F.cross_entropy(logits[0, 4:], targets[0, 4:]).item(), abs=1e-6)
+
+
+# ---- initial values ----
+
+@pytest.mark.parametrize("one, other", [(dict(recipe="gpt2"), dict(recipe="modern")), (dict(n_layer=2), dict(n_layer=4)),
+                                        (dict(pos="rope"), dict(pos="learned"))])
+def test_shared_parameters_start_bit_identical(one, other):
+    a, b = (dict(GPT(GPTConfig(**{**TINY, "zero_init": False, **f})).named_parameters()) for f in (one, other))
+    shared = [n for n in a if n in b and a[n].shape == b[n].shape and not n.endswith("c_proj.weight")]
+    assert len(shared) > 4
+    assert all(torch.equal(a[n], b[n]) for n in shared)
+
+
+def test_initial_values_follow_the_seed_and_gpt2s_scales():
+    big = dict(TINY, n_embd=256, n_layer=8)
+    a, b = GPT(GPTConfig(**big, seed=1)), GPT(GPTConfig(**big, seed=2))
+    assert not torch.equal(a.transformer.wte.weight, b.transformer.wte.weight)
+    block = a.transformer.h[0]
+    assert block.attn.c_attn.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.mlp.c_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)  # / sqrt(2 * 8 layers)
+    zero = GPT(GPTConfig(**big, recipe="modern"))
+    assert not zero.lm_head.weight.any() and not zero.transformer.h[3].mlp.c_proj.weight.any()
+    assert zero(tokens(2, 16), tokens(2, 16)).loss.item() == pytest.approx(math.log(37), abs=1e-6)  # a uniform start
+
+
+# ---- sizes and refusals ----
+
+def test_parameter_counts_are_those_of_gpt2():
+    with torch.device("meta"):
+        model = GPT.__new__(GPT)
+        GPT.init_weights, keep = lambda self: None, GPT.init_weights
+        try:
+            model.__init__(GPTConfig(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=768, bias=True))
+        finally:
+            GPT.init_weights = keep
+    assert model.num_params() == 124_439_808  # OpenAI's smallest GPT-2
+    assert model.num_params(non_embedding=True) == 124_439_808 - 1024 * 768
+
+
+def test_flops_count_agrees_with_pytorchs_counter():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+    model = GPT(GPTConfig(**{**TINY, "n_embd": 64, "block_size": 16}, tied=False, pos="rope"))
+    idx = tokens(4, 16)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the counter knows no CPU flash attention
+        model(idx, idx).loss.backward()
+    norms = 6 * sum(p.numel() for p in model.parameters() if p.dim() < 2)  # ours counts them as if they were matrices
+    assert model.flops_per_token() - norms == counter.get_total_flops() / idx.numel()
+
+
+def test_an_unknown_device_has_no_utilisation_rather_than_a_wrong_one(monkeypatch):
+    model = GPT(GPTConfig(**TINY))
+    assert model.mfu(1e6, "cpu", "bfloat16") is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert model.mfu(1e6, "cuda", "float32") is None
+    assert model.mfu(1e9, "cuda", "bfloat16") == pytest.approx(1e9 * model.flops_per_token() / 989e12)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Frobnicator 9000")
+    assert model.mfu(1e9, "cuda", "bfloat16") is None
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
+def test_cropping_the_context_keeps_the_function(recipe):
+    model, idx = tiny(dict(recipe=recipe)), tokens(2, 8)
+    want = model(idx).logits
+    model.crop_block_size(8)
+    assert torch.equal(model(idx).logits, want)
+    with pytest.raises(ValueError, match="block_size=8"):
+        model(tokens(2, 9))
+    with pytest.raises(ValueError, match="block_size=9"):
+        model.crop_block_size(9)
+
+
+def test_an_impossible_config_names_every_problem():
+    with pytest.raises(ValueError) as e:
+        GPT(GPTConfig(vocab_size=10, n_embd=30, n_head=4, dropout=1.5, recipe="llama", softcap=-1.0))
+    for part in ("n_embd=30", "dropout=1.5", "recipe='llama'", "softcap=-1.0"):
+        assert part in str(e.value)
+    with pytest.raises(ValueError, match="vocab_size"):
+        GPT(GPTConfig())
+
+
+def test_a_recipe_sets_only_the_flags_left_open():
+    assert GPTConfig(recipe="modern").act == "relu2" and GPTConfig(recipe="modern", act="gelu").act == "gelu"
+    assert GPTConfig(recipe="modern", tied=True).tied and not GPTConfig(recipe="modern").tied
+    assert all(f.default is not None or getattr(GPTConfig(), f.name) is not None or f.name in ("vocab_size", "attn_dropout") for f in fields(GPTConfig))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_dropout_is_off_in_eval_mode_and_on_in_training(dropout):
+    model, idx = GPT(GPTConfig(**TINY, dropout=dropout)), tokens(2, 16)
+    a, b = model.train()(idx).logits, model(idx).logits
+    assert torch.equal(a, b) == (dropout == 0)
+    assert torch.equal(model.eval()(idx).logits, model(idx).logits)

@@ -1,0 +1,146 @@
+"""Muon against PyTorch's own and against float64, which parameters go where, and the learning-rate schedules."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from model import GPT, GPTConfig
+from optim import NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Muon, lr_multiplier, make_optimizers, orthogonalise
+from train import TrainConfig
+
+
+def slow_orthogonalise(G):
+    """The iteration as it is written in the paper, one float64 matrix at a time."""
+    X, (a, b, c) = G.double() / G.double().norm(), NEWTON_SCHULZ
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        A = X @ X.T
+        X = a * X + (b * A + c * A @ A) @ X
+    return X
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (16, 64), (1, 5)])
+@pytest.mark.parametrize("condition", [1e0, 1e3, 1e7])
+def test_orthogonalise_equals_the_written_iteration(shape, condition):
+    rows, cols = shape
+    torch.manual_seed(0)
+    u, v = torch.linalg.qr(torch.randn(3, rows, rows))[0], torch.linalg.qr(torch.randn(3, cols, rows))[0]
+    G = u @ torch.diag(torch.logspace(0, -math.log10(condition), rows)) @ v.mT * 37.0
+    got = orthogonalise(G)
+    want = torch.stack([slow_orthogonalise(g) for g in G])
+    assert (got - want).norm() / want.norm() < 1e-3
+    assert orthogonalise(torch.zeros(1, 4, 4)).isfinite().all()
+
+
+def test_singular_values_come_out_near_one():
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalise(torch.randn(4, 32, 128)))
+    assert 0.4 < values.min() and values.max() < 1.3
+
+
+def test_muon_agrees_with_pytorchs_muon():
+    """Same momentum, same scaling by the shape, same decoupled decay; the polynomial is checked above."""
+    torch.manual_seed(0)
+    start = [torch.randn(24, 24), torch.randn(24, 96), torch.randn(96, 24)]
+    ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
+    a = Muon([(p, 1) for p in ours], lr=0.05, momentum=0.9, weight_decay=0.1)
+    b = torch.optim.Muon(theirs, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True, ns_steps=NEWTON_SCHULZ_STEPS)
+    for _ in range(4):
+        for p, q in zip(ours, theirs):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        a.step()
+        b.step()
+    for p, q, s in zip(ours, theirs, start):
+        ours_moved, theirs_moved = p - s, q - s
+        # PyTorch's runs in bfloat16: the same direction and length to its precision
+        cosine = (ours_moved * theirs_moved).sum() / ours_moved.norm() / theirs_moved.norm()
+        assert cosine > 0.995
+        assert ours_moved.norm() / theirs_moved.norm() == pytest.approx(1.0, abs=0.03)
+
+
+def test_stacked_matrices_are_orthogonalised_one_by_one():
+    torch.manual_seed(0)
+    parts = [torch.nn.Parameter(torch.randn(16, 16)) for _ in range(3)]
+    stacked = torch.nn.Parameter(torch.cat([p.data for p in parts]))
+    a, b = Muon([(p, 1) for p in parts], lr=0.1), Muon([(stacked, 3)], lr=0.1)
+    whole = torch.nn.Parameter(stacked.data.clone())
+    wrong = Muon([(whole, 1)], lr=0.1)  # negative control: q, k and v as one tall matrix
+    for _ in range(3):
+        for p in parts:
+            p.grad = torch.randn(16, 16)
+        stacked.grad = torch.cat([p.grad for p in parts])
+        whole.grad = stacked.grad.clone()
+        a.step(), b.step(), wrong.step()
+    assert torch.allclose(torch.cat([p.data for p in parts]), stacked.data, atol=1e-6)
+    assert not torch.allclose(whole.data, stacked.data, atol=1e-2)
+
+
+def test_muon_takes_the_blocks_matrices_and_nothing_else():
+    model = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16, recipe="modern", pos="learned", bias=True, norm="layernorm"))
+    muon, adamw = make_optimizers(model, TrainConfig().for_recipe("modern"))
+    names = {id(p): n for n, p in model.named_parameters()}
+    taken = {names[id(p)] for g in muon.param_groups for p in g["params"]}
+    rest = {names[id(p)] for g in adamw.param_groups for p in g["params"]}
+    assert taken == {f"transformer.h.{i}.{m}.weight" for i in (0, 1) for m in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    assert taken | rest == set(names.values()) and not taken & rest
+    assert {g["slices"]: len(g["params"]) for g in muon.param_groups} == {1: 6, 3: 2}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_only_matrices_decay(optimizer):
+    model = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16, bias=True))
+    for o in make_optimizers(model, TrainConfig(optimizer=optimizer, weight_decay=0.1).for_recipe("gpt2")):
+        for group in o.param_groups:
+            assert all((p.dim() >= 2) == (group["weight_decay"] > 0) for p in group["params"])
+    assert sum(len(g["params"]) for o in make_optimizers(model, TrainConfig().for_recipe("gpt2")) for g in o.param_groups) == len(list(model.parameters()))
+
+
+def test_a_marked_parameter_never_decays():
+    model = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=1, n_head=2, n_embd=16))
+    model.transformer.wte.weight.no_decay = True
+    adamw, = make_optimizers(model, TrainConfig().for_recipe("gpt2"))
+    group = next(g for g in adamw.param_groups if any(p is model.transformer.wte.weight for p in g["params"]))
+    assert group["weight_decay"] == 0
+
+
+def test_muon_state_survives_saving():
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(8, 8))
+    q = torch.nn.Parameter(p.data.clone())
+    a, b = Muon([(p, 1)]), Muon([(q, 1)])
+    grads = [torch.randn(8, 8) for _ in range(4)]
+    for g in grads[:2]:
+        p.grad = g.clone()
+        a.step()
+    q.data.copy_(p.data)
+    b.load_state_dict(copy.deepcopy(a.state_dict()))
+    for g in grads[2:]:
+        p.grad, q.grad = g.clone(), g.clone()
+        a.step(), b.step()
+    assert torch.equal(p, q)
+
+
+# ---- schedules ----
+
+def config(**kw):
+    return TrainConfig(**{**dict(lr=1.0, min_lr=0.1, warmup_iters=10, max_iters=110, schedule="cosine"), **kw}).for_recipe("gpt2")
+
+
+def test_cosine_schedule_by_hand():
+    f = lambda step: lr_multiplier(step, config())
+    assert f(0) == pytest.approx(1 / 11) and f(9) == pytest.approx(10 / 11)
+    assert f(10) == pytest.approx(1.0) and f(60) == pytest.approx(0.55) and f(110) == 0.1 and f(500) == 0.1
+    assert f(35) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
+
+
+def test_trapezoid_schedule_by_hand():
+    f = lambda step: lr_multiplier(step, config(schedule="trapezoid", min_lr=0.0, warmup_iters=0, max_iters=100, decay_frac=0.5))
+    assert f(0) == f(49) == f(50) == 1.0
+    assert f(75) == pytest.approx(0.5) and f(99) == pytest.approx(0.02) and f(100) == 0
+
+
+def test_decay_may_end_before_the_training():
+    assert lr_multiplier(60, config(lr_decay_iters=60)) == 0.1
+    assert lr_multiplier(35, config(lr_decay_iters=60)) == pytest.approx(0.55)
