@@ -243,8 +243,8 @@ def race(args):
                 loop, score_this = stamps[-1] - stamps[0], folder / "ckpt.pt"
                 steps = 2000
             else:
-                command = [str(ROOT / "train.py"), *shape, "--recipe=modern", f"--max_iters={args.iters}", "--eval_interval=1000000",
-                           "--eval_tokens=1000", f"--seed={seed}", f"--out_dir={folder}", "--overwrite"]
+                command = [str(ROOT / "train.py"), "config/shakespeare_cpu.py", "--device=cpu", f"--max_iters={args.iters}",
+                           "--eval_interval=1000000", "--eval_tokens=1000", f"--seed={seed}", f"--out_dir={folder}", "--overwrite"]
                 lines = run_timed(command, ROOT)
                 log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
                 loop, score_this, steps = log[-1]["elapsed_s"], folder / "ckpt.pt", args.iters

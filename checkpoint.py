@@ -1,16 +1,24 @@
-"""Checkpoints: written whole or not at all, read without running anybody's code."""
+"""Checkpoints: written whole or not at all, read without running anybody's code, resumed only as the same run."""
 
 import os
+import zipfile
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from model import GPT, GPTConfig
 
+# what a run needs to go on, beside model, config and meta
+RESUMABLE = {"optimizers", "scaler", "train", "step", "best_val_loss", "elapsed_s", "run_id", "last_eval"}
+
 
 class CheckpointError(Exception):
     """What is wrong with a checkpoint, or with writing it, in one line."""
 
+
+# ---- write ----
 
 def write_atomic(path, write):
     """write(file) into a temporary name, fsync, rename: after a crash `path` is the old file or the new one.
@@ -30,15 +38,21 @@ def write_atomic(path, write):
             os.fsync(folder)  # the rename itself must reach the disk
         finally:
             os.close(folder)
-    except (OSError, RuntimeError) as e:  # torch reports a failed write as a RuntimeError
-        part.unlink(missing_ok=True)
-        before = "the previous one is intact" if path.exists() else "there is none yet"
-        raise CheckpointError(f"could not write {path} ({str(e).splitlines()[0]}); {before}; free some space and --resume")
+    except (OSError, RuntimeError) as e:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        cause = e.__context__ if isinstance(e.__context__, OSError) else e  # torch wraps a failed write in a RuntimeError
+        if not isinstance(cause, OSError):
+            raise
+        before = "the previous one is intact" if path.exists() else "there is no previous one"
+        raise CheckpointError(f"could not write {path} ({cause.strerror or cause}); {before}") from None
 
 
 def save(path, state):
     write_atomic(path, lambda f: torch.save(state, f))
 
+
+# ---- read ----
 
 def read(path, device="cpu"):
     """The dict in a checkpoint file: ours, or nanoGPT's put into our form. Raises CheckpointError."""
@@ -48,12 +62,21 @@ def read(path, device="cpu"):
     if not path.is_file():
         raise CheckpointError(f"no checkpoint {path}")
     try:
+        if not zipfile.is_zipfile(path):
+            raise ValueError("cut short, or no torch file at all")
+        if broken := zipfile.ZipFile(path).testzip():  # torch itself does not look at the checksums
+            raise ValueError(f"damaged in {broken}")
         state = torch.load(path, map_location=device, weights_only=True)
-    except Exception as e:  # a damaged zip or pickle fails in many ways, all meaning the same to the reader
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {type(e).__name__}, {(str(e) or 'damaged').splitlines()[0][:100]}")
-    if isinstance(state, dict) and "model_args" in state and "model" in state:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as e:  # damage shows in many ways, all meaning the same to the reader
+        why = str(e) if type(e) is ValueError else type(e).__name__
+        raise CheckpointError(f"{path} cannot be read as a checkpoint ({why})") from None
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        raise CheckpointError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
+    if isinstance(state.get("model_args"), dict):
         return from_nanogpt(state)
-    if not isinstance(state, dict) or not {"model", "config", "meta"} <= set(state):
+    if not {"config", "meta"} <= set(state) or not isinstance(state["config"], dict):
         raise CheckpointError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
     return state
 
@@ -68,22 +91,28 @@ def from_nanogpt(state):
                 dataset=state.get("config", {}).get("dataset"))
 
 
-def build(state, path, device="cpu", **overrides):
-    """The GPT of a read checkpoint, in eval mode. Flags that it does not know take their defaults.
-
-    Raises CheckpointError when the weights and the config disagree.
-    """
-    known = {k: v for k, v in state["config"].items() if k in GPTConfig.__dataclass_fields__}
-    unknown = {k for k, v in state["config"].items() if k not in known}
+def config_of(state, path, **overrides):
+    """The GPTConfig of a read checkpoint; flags that it does not know take their defaults. Raises CheckpointError."""
+    unknown = sorted(set(state["config"]) - set(GPTConfig.__dataclass_fields__))
     if unknown:
-        raise CheckpointError(f"{path} was written by a newer version: unknown flags {', '.join(sorted(unknown))}")
+        raise CheckpointError(f"{path} was written by a newer version: unknown flags {', '.join(unknown)}")
     try:
-        model = GPT(GPTConfig(**{**known, **overrides}))
+        return GPTConfig(**{**state["config"], **overrides})
+    except (ValueError, TypeError) as e:
+        raise CheckpointError(f"{path}: its config is impossible: {' '.join(str(e).split())}")
+
+
+def build(state, path, device="cpu", **overrides):
+    """The GPT of a read checkpoint, in eval mode. Raises CheckpointError when the weights and the config disagree."""
+    try:
+        model = GPT(config_of(state, path, **overrides))
         model.load_state_dict(state["model"])
-    except (ValueError, RuntimeError, TypeError) as e:
+    except (ValueError, TypeError, AttributeError, RuntimeError) as e:
         raise CheckpointError(f"{path}: its weights do not fit its config: {' '.join(str(e).split())[:300]}")
     return model.to(device).eval()
 
+
+# ---- is it the same thing? ----
 
 def same_vocabulary(state, dataset, path):
     """Raise CheckpointError unless the checkpoint's token ids mean what the dataset's do."""
@@ -92,8 +121,42 @@ def same_vocabulary(state, dataset, path):
         if meta.get(key) != dataset.meta.get(key):
             raise CheckpointError(f"{path} was trained on {meta['name']} ({meta['encoding']}, {meta['vocab_size']:,} symbols), "
                                   f"whose vocabulary is not that of {dataset.meta['name']} ({dataset.meta['encoding']}, {dataset.vocab_size:,})")
-    if state["config"]["vocab_size"] < dataset.vocab_size:
-        raise CheckpointError(f"{path} knows {state['config']['vocab_size']:,} tokens; {dataset.meta['name']} has {dataset.vocab_size:,}")
+    if (state["config"].get("vocab_size") or 0) < dataset.vocab_size:
+        raise CheckpointError(f"{path} knows {state['config'].get('vocab_size') or 0:,} tokens; {dataset.meta['name']} has {dataset.vocab_size:,}")
+
+
+def same_model(state, path, config, keys):
+    """Raise CheckpointError, naming the flags, unless those of `config` among `keys` are the checkpoint's."""
+    old, new = asdict(config_of(state, path)), asdict(config)
+    new["vocab_size"] = new["vocab_size"] or old["vocab_size"]
+    differ = [f"{k}={new[k]!r} is {old[k]!r} there" for k in old if k in keys and new[k] != old[k]]
+    if differ:
+        raise CheckpointError(f"{path} has another model: {'; '.join(differ)}")
+
+
+def same_run(state, path, config, dataset):
+    """Raise CheckpointError unless a run that goes on from `state` as configured is still the same run."""
+    if lacks := sorted(RESUMABLE - set(state)):
+        raise CheckpointError(f"{path} holds no state to go on from ({', '.join(lacks)}); begin a new run with its weights: --init_from={path}")
+    old, new = state["train"], asdict(config)
+    differ = [f"{k}={new[k]!r} is {old[k]!r} there" for k in ("optimizer", "batch_size", "grad_accum") if new[k] != old[k]]
+    if old["batch_size"] * old["grad_accum"] == new["batch_size"] * new["grad_accum"]:
+        differ = [d for d in differ if d.startswith("optimizer")]  # the same batch, in other portions
+    if state["meta"]["splits"] != dataset.meta["splits"]:
+        differ.append(f"{dataset.dir} holds other data than {state['meta']['name']} did")
+    if differ:
+        raise CheckpointError(f"{path} cannot go on as configured: {'; '.join(differ)}; begin a new run with its weights: --init_from={path}")
+
+
+def restore(optimizer, saved, path):
+    """Load an optimizer's moments; rates, betas and decay stay those of the config. Raises CheckpointError."""
+    fresh = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    try:
+        optimizer.load_state_dict(saved)
+    except (ValueError, KeyError) as e:
+        raise CheckpointError(f"{path}: its optimizer state does not fit this config ({' '.join(str(e).split())[:120]})")
+    for group, values in zip(optimizer.param_groups, fresh):
+        group.update(values)
 
 
 def pick_device(name):
@@ -103,5 +166,5 @@ def pick_device(name):
     try:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as e:
-        raise CheckpointError(f"device={name} cannot be used: {str(e).splitlines()[0][:120]}")
+        raise CheckpointError(f"device={name} cannot be used: {(str(e) or 'not there').splitlines()[0][:120]}")
     return name

@@ -91,10 +91,12 @@ def keys_of(classes):
 
 
 def nearest(key, keys):
-    if key in OLD_NAMES and OLD_NAMES[key].split()[0] in keys:
-        return f"; nanoGPT's {key} is {OLD_NAMES[key]} here"
+    """(the key that was probably meant or None, a few words about it)."""
+    old, *more = OLD_NAMES.get(key, "").split(" ", 1)
+    if old in keys:
+        return old, f"nanoGPT's {key} is {' '.join([old, *more])} here"
     close = difflib.get_close_matches(key, keys, 1, 0.5)
-    return f"; did you mean {close[0]}?" if close else "; --help lists the keys"
+    return (close[0], f"did you mean {close[0]}?") if close else (None, "--help lists the keys")
 
 
 def help_text(classes, doc):
@@ -160,30 +162,31 @@ def load(classes, argv, doc="", together=None):
     sources = []
     for path in files:
         try:
-            sources.append((path, read_file(path).items(), check))
+            sources += [(path, key, value, check) for key, value in read_file(path).items()]
         except ConfigError as e:
             bad.append(str(e))
             lost = True  # what it would have set is not known, so the values cannot be judged
-    for source, pairs, read in sources + [("command line", given, parse)]:
-        for key, value in pairs:
-            if key not in keys:
-                bad.append(f"{source}: unknown key {key}{nearest(key, keys)}")
-                wrong.update(re.findall(r"\w+", nearest(key, keys)))  # the key that was meant has its default: do not judge that
-            elif value is None and read is parse:
-                bad.append(f"{source}: --{key} needs a value ({type_name(keys[key][0])})")
+    for source, key, value, read in sources + [("command line", key, text, parse) for key, text in given]:
+        if key not in keys:
+            meant, words = nearest(key, keys)
+            bad.append(f"{source}: unknown key {key}; {words}")
+            wrong.add(meant)
+        elif value is None and read is parse:
+            bad.append(f"{source}: --{key} needs a value ({type_name(keys[key][0])})")
+            wrong.add(key)
+        else:
+            try:
+                values[key] = read(value, keys[key][0])
+            except ValueError:
+                bad.append(f"{source}: {key}={value!r} is not {type_name(keys[key][0])}")
                 wrong.add(key)
-            else:
-                try:
-                    values[key] = read(value, keys[key][0])
-                except ValueError:
-                    bad.append(f"{source}: {key}={value!r} is not {type_name(keys[key][0])}")
-                    wrong.add(key)
     made = []
     for cls in classes:
         made.append(cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}))
         made[-1].given = {f.name for f in fields(cls)} & set(values)
     if not lost:
         found = [p for instance in made for p in instance.problems()] + (together(*made) if together else [])
+        # a key named in `wrong` kept its default, which nobody asked for: what follows from that is no news
         bad += [p for p in found if not any(re.search(rf"\b{key}\b", p) for key in wrong)]
     if bad:
         raise ConfigError("\n".join(bad))

@@ -2,36 +2,36 @@
 
 import difflib
 import json
+import os
+import re
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from data.sources import DataError
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent
 REOPEN_AFTER = 64 << 20  # bytes read through one mapping before it is dropped, so that resident memory stays bounded
 
 
-class DataError(Exception):
-    """What is wrong with a data folder, in one line."""
-
-
 class Dataset:
     """data/<name>, or any folder that a prepare script wrote. Raises DataError when it is missing or damaged."""
 
     def __init__(self, name):
-        self.dir = next((p for p in (Path(name), ROOT / "data" / name) if (p / "meta.json").is_file()), None)
+        self.dir = next((p for p in (Path(name), ROOT / "data" / name, ROOT / name) if (p / "meta.json").is_file()), None)
         if self.dir is None:
             raise DataError(missing(name))
         try:
-            self.meta = json.loads((self.dir / "meta.json").read_text())
-            self.splits = self.meta["splits"]
+            self.meta = json.loads((self.dir / "meta.json").read_text(encoding="utf-8"))
+            self.splits, _ = self.meta["splits"], self.meta["name"]
             self.tokenizer = Tokenizer.from_meta(self.meta)
             self.dtype = np.dtype(self.meta["dtype"])
             self.vocab_size, self.separator = self.meta["vocab_size"], self.meta["separator"]
-        except (ValueError, KeyError, TypeError) as e:
+            self.sizes = {split: (size["tokens"], size["bytes"]) for split, size in self.splits.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise DataError(f"{self.dir / 'meta.json'} is not what a prepare script writes ({type(e).__name__}: {e}); "
                             "run it again with --force")
 
@@ -39,65 +39,77 @@ class Dataset:
         """The split as a read-only memory map, [n]."""
         path = self.dir / f"{split}.bin"
         if split not in self.splits or not path.is_file():
-            raise DataError(f"{self.dir} has no split {split!r}; it has {', '.join(self.splits)}")
-        want = self.splits[split]["tokens"]
+            raise DataError(f"{self.dir} has no split {split!r}; it has {', '.join(s for s in self.splits if (self.dir / f'{s}.bin').is_file())}")
+        want = self.sizes[split][0]
         if path.stat().st_size != want * self.dtype.itemsize or not want:
             raise DataError(f"{path} holds {path.stat().st_size // self.dtype.itemsize:,} tokens where meta.json says {want:,}; "
                             "run its prepare script with --force")
         return np.memmap(path, self.dtype, "r")
 
+    def need(self, split, tokens, block_size):
+        """Raise DataError unless the split has as many tokens as a use of it with this block_size takes."""
+        if len(self.tokens(split)) < tokens:
+            raise DataError(f"block_size={block_size} needs at least {tokens:,} tokens of {split}; "
+                            f"{self.dir} has {len(self.tokens(split)):,}")
+
     def bytes_per_token(self, split):
-        return self.splits[split]["bytes"] / self.splits[split]["tokens"]
+        tokens, size = self.sizes[split]
+        return size / tokens
 
 
 def missing(name):
-    script = ROOT / "data" / name / "prepare.py"
-    if script.is_file():
-        return f"dataset {name} is not prepared; run: python {script}"
-    known = sorted(p.parent.name for p in (ROOT / "data").glob("*/prepare.py"))
-    close = difflib.get_close_matches(name, known, 1, 0.5)
-    return (f"no dataset {name}; did you mean {close[0]}?" if close else
-            f"no dataset {name}: neither a folder with a meta.json nor one of {', '.join(known)}")
+    """One line about a data folder that is not there, with the command that makes it or the nearest name."""
+    known = {p.parent.name: "" for p in (ROOT / "data").glob("*/prepare.py")}
+    # a second encoding has a folder of its own but no script of its own
+    base, encoding = (re.match(r"(.*)_(byte|char|gpt2)$", Path(name).name) or [None, "", ""])[1:]
+    if base in known:
+        known.setdefault(f"{base}_{encoding}", f" --encoding={encoding}")
+    close = difflib.get_close_matches(Path(name).name, known, 1, 0.6)
+    if close != [Path(name).name]:
+        return f"no dataset {name}" + (f"; did you mean {close[0]}?" if close else
+                                       f": neither a folder with a meta.json nor one of {', '.join(sorted(known))}")
+    script = ROOT / "data" / (base if known[close[0]] else close[0]) / "prepare.py"
+    return f"dataset {name} is not prepared; run: python {os.path.relpath(script)}{known[close[0]]}"
 
 
 class Batches:
     """Training batches as a function of (seed, step) alone: resuming needs no state, and ranks need no talk.
 
     The split is cut into pieces of block_size tokens and passed over in shuffled order, each pass with its
-    own shuffle and its own offset of the cuts. A batch is `rows` pieces: x [rows, T] and y, the next tokens.
+    own shuffle and its own offset of the cuts. A batch is `rows` pieces, each with the token after it.
     """
 
     def __init__(self, dataset, split, block_size, rows, seed):
         self.dataset, self.split, self.block_size, self.rows, self.seed = dataset, split, block_size, rows, seed
-        self.data, self.read = dataset.tokens(split), 0
+        dataset.need(split, 2 * block_size, block_size)
+        self.data, self.read = np.asarray(dataset.tokens(split)), 0
         self.pieces = len(self.data) // block_size - 1  # one less than fit, so that every offset below block_size does
-        if self.pieces < 1:
-            raise DataError(f"block_size={block_size} needs at least {2 * block_size:,} tokens of {split}; "
-                            f"{dataset.dir} has {len(self.data):,}")
         self.one_pass = lru_cache(maxsize=2)(self.one_pass)
 
     def one_pass(self, number):
-        """Offset of the cuts and order of the pieces [n] in pass `number`."""
+        """Offset of the cuts and order of the pieces, uint32 [pieces], in pass `number`."""
         rng = np.random.default_rng([self.seed, number])
-        return int(rng.integers(self.block_size)), rng.permutation(np.arange(self.pieces, dtype=np.uint32))
+        offset, order = int(rng.integers(self.block_size)), np.arange(self.pieces, dtype=np.uint32)
+        rng.shuffle(order)
+        return offset, order
 
-    def starts(self, step):
-        """First token of each row of the global batch at `step`."""
-        for i in range(step * self.rows, (step + 1) * self.rows):
-            number, at = divmod(i, self.pieces)
-            offset, order = self.one_pass(number)
-            yield offset + int(order[at]) * self.block_size
+    def starts(self, step, rank=0, world=1):
+        """First token of each of this rank's rows of the batch at `step`, as a list."""
+        number, place = np.divmod(np.arange(step * self.rows + rank, (step + 1) * self.rows, world), self.pieces)
+        found = []
+        for n in range(number[0], number[-1] + 1) if len(number) else ():  # a batch may reach into the next pass
+            offset, order = self.one_pass(n)
+            found += (offset + order[place[number == n]].astype(np.int64) * self.block_size).tolist()
+        return found
 
     def __call__(self, step, rank=0, world=1):
-        """This rank's rows of the batch at `step`: x, y, each int64 [rows / world, T]."""
-        T = self.block_size
-        mine = list(self.starts(step))[rank::world]
-        self.read += len(mine) * max(T * self.dtype_size, 1 << 16)  # the kernel maps 64 KiB around each fault
+        """This rank's rows of the batch at `step`, int64 [rows / world, T + 1]: inputs [:, :-1], targets [:, 1:]."""
+        T, starts = self.block_size, self.starts(step, rank, world)
+        self.read += len(starts) * max(T * self.data.itemsize, 1 << 16)  # the kernel maps 64 KiB around each fault
         if self.read > REOPEN_AFTER:
-            self.data, self.read = self.dataset.tokens(self.split), 0
-        rows = torch.from_numpy(np.stack([self.data[s:s + T + 1] for s in mine]).astype(np.int64))
-        return rows[:, :-1], rows[:, 1:]
-
-    @property
-    def dtype_size(self):
-        return self.data.dtype.itemsize
+            self.data, self.read = np.asarray(self.dataset.tokens(self.split)), 0
+        ids = np.stack([self.data[s:s + T + 1] for s in starts])
+        if ids.max() >= self.dataset.vocab_size:  # on a gpu this would be an assertion somewhere in a kernel
+            raise DataError(f"{self.dataset.dir / self.split}.bin holds the token {ids.max()}, and the vocabulary ends at "
+                            f"{self.dataset.vocab_size - 1}; run its prepare script with --force")
+        return torch.from_numpy(ids.astype(np.int64))

@@ -1,38 +1,53 @@
 """
 Score whole splits: every token once, bits per byte first.
 
-    python evaluate.py --ckpt out/a/best.pt [--ckpt out/b/best.pt ...] [--split test] [--stride 128] [--json scores.json]
+    python evaluate.py --ckpt out/a [--ckpt out/b/ckpt.pt ...] [--split test] [--stride 128] [--json scores.json]
 
 The context policy is part of the number. Without --stride the split is cut into disjoint windows of
-block_size tokens, so that a token sees between 1 and block_size tokens of context; with --stride S the
-window moves by S tokens and scores the last S of each, so that (after the first window) every token sees
-at least block_size - S. The first token is conditioned on the corpus separator.
+block_size tokens, and a token sees from 1 to block_size tokens before it. With --stride S the window moves on
+by S tokens and scores its last S: after the first window, every token sees more than block_size - S. The very
+first token is conditioned on the corpus separator. FLOPs/token count training: forward and backward.
 """
 
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from contextlib import nullcontext
+from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 from tqdm import tqdm
 
 import checkpoint
+from checkpoint import CheckpointError
 from dataset import DataError, Dataset
 
 
+# ---- scoring ----
+
 def windows(n, block_size, stride):
     """[(start, end, scored)]: read tokens [start, end), score the last `scored` of them; each of n is scored once."""
+    if not 1 <= stride <= block_size:
+        raise ValueError(f"stride={stride} must be from 1 to block_size={block_size} (0: disjoint windows)")
     cuts = [(0, min(block_size, n), min(block_size, n))]
-    while cuts[-1][1] < n:
-        end = min(cuts[-1][1] + stride, n)
-        start = cuts[-1][1] + stride - block_size
-        cuts.append((start, end, end - cuts[-1][1]))
+    while (done := cuts[-1][1]) < n:
+        end = min(done + stride, n)
+        cuts.append((done + stride - block_size, end, end - done))
     return cuts
+
+
+def nats_of(logits, targets):
+    """-log p(target), float64 [B, T] on the CPU, from logits [B, T, V]: a sum over V in float32, its log in float64."""
+    top = logits.amax(-1)
+    mass = (logits - top[..., None]).exp().sum(-1)
+    short = top - logits.gather(-1, targets[..., None]).squeeze(-1)
+    mass, short = torch.stack((mass, short)).cpu().double()
+    return (mass.log() + short).numpy()
 
 
 @torch.no_grad()
@@ -40,93 +55,156 @@ def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, ran
           per_token=False, progress=False):
     """Cross-entropy of a split under a model: (nats summed, tokens scored), or the nats of every token, [n] float32.
 
-    stride 0: disjoint windows. max_tokens > 0 scores evenly spaced windows of that many tokens in all, the
-    same ones at each call. Windows go to ranks in turn; the caller adds the ranks' sums up.
+    stride 0: disjoint windows. max_tokens > 0 scores at most so many tokens in evenly spaced whole windows (at least
+    one), the same at each call. Windows go to ranks in turn; the caller adds the ranks' sums up.
     """
     device, T = next(model.parameters()).device, model.config.block_size
-    tokens = dataset.tokens(split)
-    cuts = windows(len(tokens), T, stride or T)
-    if max_tokens and max_tokens < len(tokens):
-        keep = max(1, min(len(cuts) - 1, max_tokens // (stride or T)))
-        cuts = [cuts[i * (len(cuts) - 1) // keep] for i in range(keep)]
-    was_training = model.training
+    tokens, step = dataset.tokens(split), stride or T
+    cuts = windows(len(tokens), T, step)
+    if 0 < max_tokens < len(tokens):
+        cuts = [c for c in cuts if c[1] - c[0] == T] or cuts
+        keep = max(1, 1 + (max_tokens - T) // step)
+        cuts = [cuts[i * (len(cuts) - 1) // max(1, keep - 1)] for i in range(keep)]  # from the first to the last
+    cuts = cuts[rank::world]
+    # logits are vocab_size floats a token: 256 MB of them at most; a CPU is fastest while a batch fits its caches
+    at_once = min(batch_tokens, (1 << 26) // model.config.vocab_size, 4096 if device.type == "cpu" else batch_tokens)
+    rows = max(1, at_once // T)
+
+    def text(start, end):
+        """Tokens [start, end) and the one before them, which is the separator at the beginning of the split."""
+        return tokens[start - 1:end] if start else np.concatenate(([dataset.separator], tokens[:end]))
+
+    nats, count, every, was_training = 0.0, 0, [np.empty(0, np.float32)], model.training
     model.eval()
-    # a window of T tokens makes T x vocab logits: keep a batch of them within a few hundred MB
-    rows = max(1, min(batch_tokens, (1 << 26) // model.config.vocab_size) // T)
-    total, count, every = 0.0, 0, [np.empty(0, np.float32)]
-    mine = cuts[rank::world]
-    bar = tqdm(total=sum(c[2] for c in mine), unit="tok", unit_scale=True, desc=split, disable=not progress, leave=False, mininterval=0.5)
-    at = 0
-    while at < len(mine):
-        batch = [c for c in mine[at:at + rows] if c[1] - c[0] == mine[at][1] - mine[at][0]]
-        at += len(batch)
-        pieces = [np.concatenate(([dataset.separator], tokens[:e])) if s == 0 else tokens[s - 1:e] for s, e, _ in batch]
-        ids = torch.from_numpy(np.stack(pieces).astype(np.int64)).to(device)
-        with autocast or nullcontext():
-            logits = model(ids[:, :-1]).logits
-        nats = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none").view(len(batch), -1)
-        for row, (_, _, scored) in zip(nats, batch):
-            row = row[-scored:]
-            total, count = total + row.double().sum().item(), count + scored
-            if per_token:
-                every.append(row.cpu().numpy())
-            bar.update(scored)
-    bar.close()
-    model.train(was_training)
-    return np.concatenate(every) if per_token else (total, count)
+    try:
+        with autocast or nullcontext(), tqdm(total=sum(c[2] for c in cuts), desc=split, unit="tok", unit_scale=True,
+                                             disable=not progress, leave=False, mininterval=0.5) as bar:
+            for (_, scored), alike in groupby(cuts, lambda c: (c[1] - c[0], c[2])):
+                alike = list(alike)
+                for at in range(0, len(alike), rows):
+                    ids = np.stack([text(start, end) for start, end, _ in alike[at:at + rows]]).astype(np.int64)
+                    ids = torch.from_numpy(ids).to(device)
+                    each = nats_of(model(ids[:, :-1]).logits[:, -scored:], ids[:, -scored:])
+                    nats, count = nats + float(each.sum()), count + each.size
+                    if per_token:
+                        every.append(each.astype(np.float32).ravel())
+                    bar.update(each.size)
+    finally:
+        model.train(was_training)
+    return np.concatenate(every) if per_token else (nats, count)
 
 
 def bits(nats, count):
     return nats / (math.log(2) * count)
 
 
-def evaluate(path, split, stride, device, dataset=None, progress=True):
-    """Everything that is reported of one checkpoint, as a dict. Raises CheckpointError, DataError."""
-    state = checkpoint.read(path, device)
+# ---- checkpoints and their data ----
+
+def dataset_of(state, path, name=None):
+    """The Dataset called `name`, or else the one that a read checkpoint was trained on. DataError, CheckpointError."""
+    meta, train = state["meta"] or {}, state.get("train") or {}
+    names = [name] if name else [n for n in (train.get("dataset"), state.get("dataset"), meta.get("name")) if n]
+    if not names:
+        raise CheckpointError(f"{path} does not say what it was trained on; name it with --dataset")
+    for other in names[:-1]:  # a relative path to a folder may lead nowhere from here, while data/<name> is there
+        try:
+            return Dataset(other)
+        except DataError:
+            pass
+    return Dataset(names[-1])
+
+
+def opened(path, split, stride, device, dataset=None):
+    """(state, model, Dataset) of one checkpoint, after every check that needs no scoring."""
+    state = checkpoint.read(path)
     model = checkpoint.build(state, path, device)
-    data = Dataset(dataset or state.get("dataset") or state["meta"]["name"])
+    data = dataset_of(state, path, dataset)
     checkpoint.same_vocabulary(state, data, path)
-    T = model.config.block_size
-    if not 0 <= stride <= T:
-        raise checkpoint.CheckpointError(f"--stride={stride} must be from 1 to block_size={T} (0: disjoint)")
-    began = time.perf_counter()
+    windows(len(data.tokens(split)), model.config.block_size, stride or model.config.block_size)
+    return state, model, data
+
+
+def evaluate(path, split, stride, device, dataset=None, progress=True):
+    """Everything that is reported of one checkpoint, as a dict. Raises CheckpointError, DataError, ValueError."""
+    state, model, data = opened(path, split, stride, device, dataset)
+    T, size, began = model.config.block_size, data.splits[split], time.perf_counter()
     nats, tokens = score(model, data, split, stride, progress=progress)
     seconds = time.perf_counter() - began
-    size = data.splits[split]
-    return dict(name=str(path), dataset=data.meta["name"], split=split, step=state.get("step"), tokens=tokens, bytes=size["bytes"],
-                nats_per_token=nats / tokens, ppl=math.exp(min(nats / tokens, 700)),
-                bpb=bits(nats, size["bytes"]), bpc=bits(nats, size["chars"]),
-                params=model.num_params(), params_non_embedding=model.num_params(non_embedding=True),
-                flops_per_token=model.flops_per_token(), tokens_per_s=tokens / seconds,
-                context=f"stride {stride} of {T}" if stride and stride < T else f"disjoint {T}", device=device)
+    if not math.isfinite(nats):
+        raise CheckpointError(f"{path} gives {nats} nats on {split}: its weights are damaged, or its training diverged")
+    stride = stride or T
+    return dict(name=str(path), dataset=data.meta["name"], split=split, tokens=tokens, bytes=size["bytes"], chars=size["chars"],
+                context=f"disjoint windows of {T:,}" if stride == T else f"windows of {T:,}, stride {stride:,}",
+                block_size=T, stride=stride, bpb=bits(nats, size["bytes"]), bpc=bits(nats, size["chars"]),
+                nats_per_token=nats / tokens, ppl=math.exp(min(nats / tokens, 700)), params=model.num_params(),
+                params_non_embedding=model.num_params(non_embedding=True), flops_per_token=model.flops_per_token(),
+                tokens_per_s=tokens / seconds, step=state.get("step"), device=device)
 
 
-def table(runs):
-    """The runs as aligned lines, best bits per byte last column first in the eye: name, split, counts, scores."""
-    head = ["run", "split", "context", "tokens", "bytes", "nats/token", "perplexity", "bits/char", "bits/byte", "params", "tokens/s"]
-    rows = [[r["name"], r["split"], r["context"], f"{r['tokens']:,}", f"{r['bytes']:,}", f"{r['nats_per_token']:.4f}", f"{r['ppl']:.3f}",
-             f"{r['bpc']:.4f}", f"{r['bpb']:.4f}", f"{r['params']:,}", f"{r['tokens_per_s']:,.0f}"] for r in runs]
-    wide = [max(len(row[i]) for row in [head] + rows) for i in range(len(head))]
-    return "\n".join("  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(row, wide))) for row in [head] + rows)
+# ---- output ----
+
+HEAD = ("run", "bits/byte", "bits/char", "nats/token", "perplexity", "params", "non-embed.", "FLOPs/token", "tokens/s")
+
+
+def table(runs, width=120):
+    """The runs in the order given, one aligned line each, under a line that says what was scored and how."""
+    rows = [(r["name"].removesuffix("/best.pt"), f"{r['bpb']:.4f}", f"{r['bpc']:.4f}", f"{r['nats_per_token']:.4f}", f"{r['ppl']:.5g}",
+             f"{r['params']:,}", f"{r['params_non_embedding']:,}", f"{r['flops_per_token'] / 1e6:,.2f}M", f"{r['tokens_per_s']:,.0f}")
+            for r in runs]
+    wide = [max(map(len, column)) for column in zip(HEAD, *rows)]
+    wide[0] = min(wide[0], max(12, width - sum(2 + w for w in wide[1:])))
+    lines, above = [], None
+    for r, row in zip(runs, rows):
+        scored = (f"{r['dataset']}, {r['split']}: {r['tokens']:,} tokens, {r['bytes']:,} bytes, {r['chars']:,} characters, "
+                  f"each once, in {r['context']}")
+        if scored != above:
+            lines += [""] * bool(lines) + [scored, aligned(HEAD, wide)]
+        lines, above = lines + [aligned(row, wide)], scored
+    return "\n".join(lines)
+
+
+def aligned(row, wide):
+    """One line: the name on the left (its end, where it is too long), numbers on the right."""
+    name = row[0] if len(row[0]) <= wide[0] else "…" + row[0][1 - wide[0]:]
+    return "  ".join([name.ljust(wide[0]), *(cell.rjust(w) for cell, w in zip(row[1:], wide[1:]))])
+
+
+def writable(path):
+    """The Path to write, checked before hours of scoring. Raises CheckpointError."""
+    path = Path(path).resolve()
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"--json: {path} is not a file")
+    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise CheckpointError(f"--json: cannot write into {path.parent}: no such folder, or not allowed")
+    return path
 
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--ckpt", action="append", required=True, help="a checkpoint or a run folder (its best.pt); may be repeated")
-    p.add_argument("--split", default="test", help="train, val or test")
-    p.add_argument("--stride", type=int, default=0, help="move the window by this many tokens; 0: disjoint windows")
-    p.add_argument("--dataset", help="score another dataset with the same vocabulary")
+    p.add_argument("--split", default="test", help="train, val or test (default: test)")
+    p.add_argument("--stride", type=int, default=0, help="move the window by so many tokens; 0: disjoint windows (default)")
+    p.add_argument("--dataset", help="score this dataset, which must have the same vocabulary (default: the one trained on)")
     p.add_argument("--json", help="write the scores to this file as well")
-    p.add_argument("--device", default="auto")
+    p.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
     a = p.parse_args(argv)
+    runs = []
     try:
-        runs = [evaluate(path, a.split, a.stride, checkpoint.pick_device(a.device), a.dataset, sys.stderr.isatty()) for path in a.ckpt]
-        print(table(runs))
-        if a.json:
-            checkpoint.write_atomic(a.json, lambda f: f.write(json.dumps({"runs": runs}, indent=1).encode()))
-            print(a.json)
-    except (checkpoint.CheckpointError, DataError) as e:
+        device, out = checkpoint.pick_device(a.device), writable(a.json) if a.json else None
+        for path in a.ckpt[1:]:  # what is wrong with the last should not cost the time of those before it
+            opened(path, a.split, a.stride, device, a.dataset)
+        for path in a.ckpt:
+            runs.append(evaluate(path, a.split, a.stride, device, a.dataset, progress=sys.stderr.isatty()))
+        if out:
+            checkpoint.write_atomic(out, lambda f: f.write(json.dumps({"runs": runs}, indent=1).encode() + b"\n"))
+        print(table(runs), *([a.json] if out else []), sep="\n")
+    except (CheckpointError, DataError, ValueError) as e:
         sys.exit(f"evaluate: {e}")
+    except KeyboardInterrupt:
+        if runs:
+            print(table(runs))
+        print("\nevaluate: interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ checkpoint and one sample the text appears as it is made.
 
 import argparse
 import codecs
+import math
+import os
 import shutil
 import sys
-import textwrap
 import time
+import unicodedata
 from contextlib import nullcontext
 from itertools import zip_longest
 from pathlib import Path
@@ -21,90 +23,170 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from dataset import DataError, Dataset
+from checkpoint import CheckpointError
+from dataset import DataError
+from evaluate import dataset_of
+from model import check_sampling
 from tokenizer import Tokenizer
 
 
 def prompt(text):
-    """The prompt itself; FILE:name reads it from a file, and \\n, \\t stand for what they usually do."""
+    """The prompt itself; FILE:name reads it from a file as it is, elsewhere \\n and \\t stand for what they usually do."""
     if not text.startswith("FILE:"):
         return text.replace("\\n", "\n").replace("\\t", "\t")
     try:
-        return Path(text[5:]).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise checkpoint.CheckpointError(f"--start: {text[5:]} cannot be read as UTF-8 text ({e})")
+        return Path(text[5:]).read_bytes().decode()
+    except OSError as e:
+        raise ValueError(f"--start: {text[5:]} cannot be read: {e.strerror}")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"--start: {text[5:]} is not UTF-8 text: {e.reason} at byte {e.start:,}")
 
 
-def load(path, device):
-    """(model, tokenizer) of a checkpoint; nanoGPT's take their vocabulary from the dataset that they name."""
-    state = checkpoint.read(path, device)
-    meta = state["meta"] or Dataset(state["dataset"] or "?").meta
-    return checkpoint.build(state, path, device), Tokenizer.from_meta(meta)
+def load(path, device, dataset=None):
+    """(model, tokenizer) of a checkpoint; nanoGPT's take their vocabulary from a dataset: the one they name, or `dataset`."""
+    state = checkpoint.read(path)
+    model, meta = checkpoint.build(state, path, device), state["meta"]
+    if not meta:
+        data = dataset_of(state, path, dataset)
+        checkpoint.same_vocabulary(state, data, path)
+        meta = data.meta
+    return model, Tokenizer.from_meta(meta)
 
 
-def generate(model, tokenizer, text, args, on_piece=None):
-    """args.num_samples continuations of `text`, as a list of str (the prompt not included), and tokens per second."""
+def encode(tokenizer, text, path):
+    """The prompt's token ids, [1, T]; an empty prompt is the corpus separator: the beginning of a text."""
+    try:
+        return torch.tensor([tokenizer.encode(text).tolist() or [tokenizer.separator]])
+    except ValueError as e:
+        raise ValueError(f"--start, for {path}: {e}")
+
+
+def generate(model, tokenizer, ids, args, on_piece=None):
+    """(texts, tokens per second): args.num_samples continuations of ids [1, T].
+
+    on_piece is called with every new piece of the first text, in whole characters.
+    """
     device = next(model.parameters()).device
-    ids = tokenizer.encode(text).astype("int64") if text else [tokenizer.separator]  # an empty prompt: a text's beginning
-    idx = torch.as_tensor(ids, device=device).repeat(args.num_samples, 1)
-    generator = torch.Generator(device).manual_seed(args.seed)
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be several tokens
+    stop = tokenizer.separator if args.stop else None
     autocast = torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
-    rows, began = [], time.perf_counter()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be several tokens
+
+    def spell(tokens):
+        """Bytes up to the stop token; ids above the vocabulary, which a padded model may say, have no text."""
+        tokens = tokens[:tokens.index(stop)] if stop in tokens else tokens
+        return tokenizer.decode_bytes([t for t in tokens if t < tokenizer.vocab_size])
+
+    steps, began = [], time.perf_counter()
     with autocast:
-        for token in model.stream(idx, args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.repetition_penalty,
-                                  tokenizer.separator if args.stop else None, generator=generator):
-            rows.append(token)
+        for token in model.stream(ids.to(device).repeat(args.num_samples, 1), args.max_new_tokens, args.temperature, args.top_k,
+                                  args.top_p, args.repetition_penalty, stop, generator=torch.Generator(device).manual_seed(args.seed)):
+            steps.append(token)
             if on_piece:
-                on_piece(decoder.decode(tokenizer.decode_bytes(token.clamp_max(tokenizer.vocab_size - 1).tolist())))
-    new = torch.stack(rows, dim=1).tolist()
-    speed = len(new) * len(rows) / (time.perf_counter() - began)
-    texts = [tokenizer.decode([t for t in row if t < tokenizer.vocab_size]) for row in new]  # a padded vocabulary may say nothing
-    return texts, speed
+                on_piece(decoder.decode(spell(token[:1].tolist())))
+    if on_piece:
+        on_piece(decoder.decode(b"", final=True))
+    texts = [spell(row).decode("utf-8", "replace") for row in torch.stack(steps, dim=1).tolist()]
+    return texts, len(texts) * len(steps) / (time.perf_counter() - began)
+
+
+# ---- columns ----
+
+def cells(text):
+    """Terminal cells that a text takes."""
+    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
+
+
+def wrap(line, width):
+    """Cut a line into rows of at most `width` cells, after a space where there is one."""
+    line = "".join("\ufffd" if unicodedata.category(c)[0] == "C" else c for c in line.expandtabs(4))  # controls move the cursor
+    rows, row = [], ""
+    for c in line:
+        if cells(row + c) > width:
+            cut = row.rfind(" ") + 1 or len(row)
+            rows, row = rows + [row[:cut]], row[cut:]
+        row += c
+    return [*rows, row]
 
 
 def side_by_side(titles, texts, width):
-    """Texts in columns of equal width, each wrapped to fit under its title."""
-    each = max(20, (width - 3 * (len(texts) - 1)) // len(texts))
-    columns = []
-    for title, text in zip(titles, texts):
-        lines = [w for line in text.splitlines() or [""] for w in (textwrap.wrap(line, each, drop_whitespace=False) or [""])]
-        columns.append([title[-each:], "-" * min(each, len(title)), *lines])
-    return "\n".join(" | ".join(cell.ljust(each) for cell in row).rstrip() for row in zip_longest(*columns, fillvalue=""))
+    """Texts in columns of equal width under their titles; columns that find no room come below."""
+    fit = max(1, (width + 3) // 23)  # 20 cells and a rule
+    if len(texts) > fit:
+        return "\n\n".join(side_by_side(titles[i:i + fit], texts[i:i + fit], width) for i in range(0, len(texts), fit))
+    each = (width + 3) // len(texts) - 3
+    columns = [[title[-each:], "-" * min(each, len(title)), *(row for line in text.split("\n") for row in wrap(line, each))]
+               for title, text in zip(titles, texts)]
+    return "\n".join(" | ".join(cell + " " * (each - cells(cell)) for cell in row).rstrip() for row in zip_longest(*columns, fillvalue=""))
+
+
+# ---- command line ----
+
+def check(args):
+    """Raise ValueError for the first setting that makes no sense."""
+    for name in ("num_samples", "max_new_tokens"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name}={getattr(args, name)} must be at least 1")
+    for name in ("temperature", "top_p", "repetition_penalty"):
+        if not math.isfinite(getattr(args, name) or 0):
+            raise ValueError(f"{name}={getattr(args, name)} must be a finite number")
+    if not 0 <= args.seed < 1 << 63:
+        raise ValueError(f"seed={args.seed} must be from 0 to 2^63 - 1")
+    check_sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
+
+
+def run(args):
+    """Load, generate, print."""
+    check(args)
+    device, text = checkpoint.pick_device(args.device), prompt(args.start)
+    models = [load(path, device, args.dataset) for path in args.ckpt]
+    prompts = [encode(tokenizer, text, path) for (_, tokenizer), path in zip(models, args.ckpt)]
+    if len(models) == args.num_samples == 1:
+        say = lambda piece: print(piece, end="", flush=True)
+        say(text)
+        speeds = [generate(*models[0], prompts[0], args, say)[1]]
+        print()
+    else:
+        texts, speeds = zip(*(generate(*model, ids, args) for model, ids in zip(models, prompts)))
+        for i in range(args.num_samples):
+            if args.num_samples > 1:
+                print(f"==== sample {i + 1} ====")
+            each = [text + t[i] for t in texts]
+            print(each[0] if len(each) == 1 else side_by_side(args.ckpt, each, shutil.get_terminal_size((120, 40)).columns), end="\n\n")
+    sys.stdout.flush()
+    for path, speed in zip(args.ckpt, speeds):
+        print(f"{path}: {speed:,.0f} tokens/s", file=sys.stderr)
 
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--ckpt", action="append", required=True, help="a checkpoint or a run folder; may be repeated")
-    p.add_argument("--start", default="\n", help='the prompt, or FILE:prompt.txt; "" begins at the corpus separator')
-    p.add_argument("--num_samples", type=int, default=1)
-    p.add_argument("--max_new_tokens", type=int, default=300)
-    p.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
-    p.add_argument("--top_k", type=int, default=None, help="only the k likeliest tokens")
-    p.add_argument("--top_p", type=float, default=None, help="only the likeliest tokens that hold this much of the mass")
-    p.add_argument("--repetition_penalty", type=float, default=1.0, help="above 1: tokens already there become less likely")
+    p.add_argument("--ckpt", action="append", required=True, help="a checkpoint or a run folder (its best.pt); may be repeated")
+    p.add_argument("--start", default="\n", help='the prompt, or FILE:prompt.txt; \\n is a newline (the default); "" is the corpus separator')
+    p.add_argument("--num_samples", type=int, default=1, help="continuations from each checkpoint (default: 1)")
+    p.add_argument("--max_new_tokens", type=int, default=300, help="length of each, in tokens (default: 300)")
+    p.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
+    p.add_argument("--top_k", type=int, help="only the k likeliest tokens (default: all)")
+    p.add_argument("--top_p", type=float, help="only the likeliest tokens that hold this much of the mass (default: all)")
+    p.add_argument("--repetition_penalty", type=float, default=1.0, help="above 1: tokens already there become less likely (default: 1)")
     p.add_argument("--stop", action="store_true", help="stop at the corpus separator (a newline, or end of text)")
-    p.add_argument("--seed", type=int, default=1337)
-    p.add_argument("--device", default="auto")
+    p.add_argument("--seed", type=int, default=1337, help="same seed, same text (default: 1337)")
+    p.add_argument("--dataset", help="where a nanoGPT checkpoint's vocabulary is, if not in the dataset that it names")
+    p.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
     args = p.parse_args(argv)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # what the terminal cannot show becomes "?"
     try:
-        if args.num_samples < 1 or args.max_new_tokens < 1:
-            raise checkpoint.CheckpointError("--num_samples and --max_new_tokens must be at least 1")
-        device, text = checkpoint.pick_device(args.device), prompt(args.start)
-        models = [load(path, device) for path in args.ckpt]
-        if len(models) == args.num_samples == 1:
-            sys.stdout.write(text)
-            _, speed = generate(*models[0], text, args, lambda piece: (sys.stdout.write(piece), sys.stdout.flush()))
-            print(f"\n\n{speed:,.0f} tokens/s", file=sys.stderr)
-            return
-        made = [generate(model, tokenizer, text, args) for model, tokenizer in models]
-        for i in range(args.num_samples):
-            print(f"\n==== sample {i + 1} ====")
-            print(side_by_side(args.ckpt, [text + texts[i] for texts, _ in made], shutil.get_terminal_size((120, 40)).columns))
-        for path, (_, speed) in zip(args.ckpt, made):
-            print(f"{path}: {speed:,.0f} tokens/s", file=sys.stderr)
-    except (checkpoint.CheckpointError, DataError, ValueError) as e:
+        run(args)
+    except (CheckpointError, DataError, ValueError) as e:
         sys.exit(f"sample: {e}")
+    except RuntimeError as e:
+        if "probability tensor" not in str(e):
+            raise
+        sys.exit("sample: the probabilities are not numbers: damaged weights, or an extreme temperature or repetition_penalty")
+    except KeyboardInterrupt:
+        print("\nsample: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader, such as head, has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ Train a GPT, with any mechanism that its flags turn on.
 
     python train.py config/x.py [--key=value ...]              # one process: cuda, mps or cpu, whichever is there
     python train.py config/x.py --resume                       # go on exactly where the last save was
+    python train.py --init_from=out/x --dataset=y              # fine-tune: the model of a checkpoint, a fresh optimizer
     torchrun --standalone --nproc_per_node=8 train.py config/x.py   # data parallel, the same global batch
 
 A run is a folder (out_dir): config.json, log.jsonl, ckpt.pt (last), best.pt (lowest validation loss).
@@ -19,18 +20,20 @@ import subprocess
 import sys
 import time
 import zlib
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Optional
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from tqdm import tqdm
 
 import checkpoint
 import configurator
+from checkpoint import CheckpointError
 from dataset import Batches, DataError, Dataset
 from evaluate import bits, score
 from model import GPT, GPTConfig
@@ -64,7 +67,7 @@ class TrainConfig:
     lr: Optional[float] = None           # peak learning rate of AdamW
     min_lr: Optional[float] = None       # where lr ends; every other rate falls by the same factor
     muon_lr: float = 0.02                # peak learning rate of Muon
-    muon_momentum: float = 0.9           # momentum of Muon
+    muon_momentum: float = 0.95          # momentum of Muon
     embed_lr: Optional[float] = None     # peak learning rate of the embeddings; None: 5 * lr with muon, lr with adamw
     beta1: float = 0.9                   # AdamW
     beta2: Optional[float] = None        # AdamW
@@ -88,16 +91,16 @@ class TrainConfig:
     wandb_tags: Optional[list[str]] = None
 
     def for_recipe(self, recipe):
-        """Fill in what follows from the recipe and the optimizer; returns self."""
-        self.optimizer = self.optimizer or ("muon" if recipe == "modern" else "adamw")
-        for key, value in OPTIMIZERS[self.optimizer].items():
-            if getattr(self, key) is None:
-                setattr(self, key, value)
-        if self.embed_lr is None:
-            self.embed_lr = 5 * self.lr if self.optimizer == "muon" else self.lr
-        self.min_lr = min(self.min_lr, self.lr)
-        self.save_interval = self.save_interval or self.eval_interval
-        return self
+        """A copy in which every key has its value: those left at None follow from the recipe and the optimizer."""
+        c = replace(self, optimizer=self.optimizer or ("muon" if recipe == "modern" else "adamw"))
+        values, end = OPTIMIZERS[c.optimizer], c.lr_decay_iters or c.max_iters
+        c.lr = values["lr"] if c.lr is None else c.lr
+        values = {**values, "min_lr": min(values["min_lr"], c.lr), "warmup_iters": min(values["warmup_iters"], end // 10),
+                  "embed_lr": 5 * c.lr if c.optimizer == "muon" else c.lr, "save_interval": c.eval_interval}
+        for key, value in values.items():
+            if getattr(c, key) is None:
+                setattr(c, key, value)
+        return c
 
     def problems(self):
         """Everything that is wrong with this config, as a list of sentences (empty: fine)."""
@@ -106,7 +109,8 @@ class TrainConfig:
                                  schedule=(None, "cosine", "trapezoid"), wandb_mode=("online", "offline")).items():
             if getattr(self, key) not in allowed:
                 bad.append(f"{key}={getattr(self, key)!r} must be one of {', '.join(map(str, allowed))}")
-        for key in ("batch_size", "grad_accum", "max_iters", "eval_interval", "log_interval", "save_interval", "lr", "muon_lr", "embed_lr"):
+        for key in ("batch_size", "grad_accum", "max_iters", "eval_interval", "log_interval", "save_interval", "lr_decay_iters",
+                    "lr", "muon_lr", "embed_lr"):
             if getattr(self, key) is not None and getattr(self, key) <= 0:
                 bad.append(f"{key}={getattr(self, key)} must be positive")
         for key in ("eval_tokens", "warmup_iters", "weight_decay", "grad_clip", "min_lr"):
@@ -119,11 +123,37 @@ class TrainConfig:
             bad.append(f"decay_frac={self.decay_frac} must be in (0, 1]")
         if self.lr and self.min_lr and self.min_lr > self.lr:
             bad.append(f"min_lr={self.min_lr} must not be above lr={self.lr}")
-        if (self.warmup_iters or 0) >= (self.lr_decay_iters or self.max_iters):
-            bad.append(f"warmup_iters={self.warmup_iters} must be below lr_decay_iters or max_iters={self.lr_decay_iters or self.max_iters}")
-        if self.resume and (self.init_from or self.overwrite):
-            bad.append("resume goes with neither init_from nor overwrite: it takes weights and state from out_dir/ckpt.pt")
+        end = "lr_decay_iters" if self.lr_decay_iters else "max_iters"
+        if (self.warmup_iters or 0) >= getattr(self, end) > 0:
+            bad.append(f"warmup_iters={self.warmup_iters} must be below {end}={getattr(self, end)}")
+        if self.resume and self.overwrite:
+            bad.append("resume goes on with what overwrite would remove: give one of them")
+        if self.init_from in ("scratch", "resume"):
+            bad.append(f"init_from={self.init_from!r} is nanoGPT's; here it is {'--resume' if self.init_from == 'resume' else 'left out'}")
         return bad
+
+
+def conflicts(model_config, config):
+    """What is wrong with both configs, the data and the number of ranks taken together, as a list of sentences."""
+    bad, world, known = [], int(os.environ.get("WORLD_SIZE", 1)), config.optimizer in (None, *OPTIMIZERS)
+    rows = config.batch_size * config.grad_accum
+    if rows % world or (config.grad_accum > 1 and config.grad_accum % world):
+        bad.append(f"batch_size={config.batch_size} * grad_accum={config.grad_accum} sequences cannot be shared evenly by {world} ranks")
+    if known:
+        bad += [p for p in config.for_recipe(model_config.recipe).problems() if p not in config.problems()]
+    try:
+        dataset = Dataset(config.dataset)
+    except DataError as e:
+        return bad + [f"dataset={config.dataset}: {e}"]
+    if (model_config.vocab_size or dataset.vocab_size) < dataset.vocab_size:
+        bad.append(f"vocab_size={model_config.vocab_size} is smaller than {dataset.meta['name']}'s {dataset.vocab_size:,}")
+    from_checkpoint = config.init_from or config.eval_only  # then block_size is the checkpoint's
+    for split, pieces in () if from_checkpoint or model_config.block_size < 1 else (("train", 2), ("val", 1)):
+        try:
+            dataset.need(split, pieces * model_config.block_size, model_config.block_size)
+        except DataError as e:
+            bad.append(str(e))
+    return bad
 
 
 class TrainError(Exception):
@@ -136,10 +166,16 @@ def find_ranks(device):
     """(rank, world, local device) from torchrun's environment, after joining its process group."""
     if "RANK" not in os.environ:
         return 0, 1, device
+    if device == "mps":
+        raise TrainError("torchrun needs cuda or cpu: give --device=cpu, or leave torchrun out")
     if device == "cuda":
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        local = int(os.environ["LOCAL_RANK"])
+        if local >= torch.cuda.device_count():
+            raise TrainError(f"torchrun started more processes than there are GPUs ({torch.cuda.device_count()}) on this machine")
+        device = f"cuda:{local}"
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    if not dist.is_initialized():
+        dist.init_process_group(dist.get_default_backend_for_device(device))
     return dist.get_rank(), dist.get_world_size(), device
 
 
@@ -152,44 +188,60 @@ def all_sum(values, device, world):
     return total.tolist()
 
 
-def describe(model_config, config):
-    """What config.json holds: both configs, and what is needed to run this again."""
-    def git(*args):
-        return subprocess.run(["git", *args], cwd=configurator.ROOT, capture_output=True, text=True).stdout.strip()
-    return dict(model=asdict(model_config), train=asdict(config), command=shlex.join(["python", *sys.argv]),
-                commit=git("describe", "--always", "--dirty") or None,
-                versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__))
+def seed_step(kind, *key):
+    """Make all randomness of a step a function of `key`, so that a resumed run draws the same dropout masks."""
+    seed = zlib.crc32(repr(key).encode())
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every backend there is, and takes 0.1 ms
+    if kind in ("cuda", "mps"):
+        getattr(torch, kind).manual_seed(seed)
+
+
+def describe(model_config, config, step, path):
+    """What config.json (at `path`) holds: both configs, what it takes to run this again, and every launch so far."""
+    commit = None
+    with suppress(OSError):  # no git on this machine
+        commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], cwd=configurator.ROOT,
+                                capture_output=True, text=True).stdout.strip() or None
+    launch = dict(step=step, command=shlex.join(["python", *sys.argv]), commit=commit,
+                  versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__))
+    before = []
+    if step:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            before = json.loads(path.read_text())["launches"]
+    return dict(model=asdict(model_config), train=asdict(config), **launch, launches=[*before, launch])
 
 
 class StopSignal:
-    """Remembers the first SIGINT or SIGTERM; a second one ends the process the hard way."""
+    """Remembers the first SIGINT or SIGTERM. A second one ends the process at once, unless torchrun passes signals on."""
 
-    def __init__(self):
+    def __init__(self, closing):
         self.name = None
-        for s in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(s, self.catch)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            closing.callback(signal.signal, number, signal.signal(number, self.catch))
 
     def catch(self, number, frame):
         self.name = signal.Signals(number).name
-        signal.signal(number, signal.SIG_DFL)
+        if "RANK" not in os.environ:
+            signal.signal(number, signal.SIG_DFL)
 
 
-class Wandb:
-    """Weights & Biases, or nothing at all; whatever fails there is said once and never stops the training."""
+class Log:
+    """log.jsonl, one row a line, and Weights & Biases when asked; a failure there is said once and stops nothing."""
 
-    def __init__(self, config, details, run_id, out_dir):
-        self.run = None
+    def __init__(self, config, details, run_id, out_dir, closing):
+        self.path, self.run = out_dir / "log.jsonl", None
+        self.file = closing.enter_context(open(self.path, "ab", buffering=0))  # a row is in the file or was refused
         if config.wandb_log:
-            self.attempt(lambda: self.start(config, details, run_id, out_dir))
+            self.attempt(lambda: self.start_wandb(config, details, run_id, out_dir))
+            closing.callback(lambda: self.run and self.attempt(self.run.finish))
 
-    def start(self, config, details, run_id, out_dir):
+    def start_wandb(self, config, details, run_id, out_dir):
         import wandb  # only here: an optional dependency
-        self.run = wandb.init(project=config.wandb_project, name=config.wandb_run_name or out_dir.name, id=run_id, resume="allow",
-                              config=details, mode=config.wandb_mode, tags=config.wandb_tags, dir=str(out_dir))
+        self.run = wandb.init(project=config.wandb_project, name=config.wandb_run_name or out_dir.resolve().name, id=run_id,
+                              resume="allow", config=details, mode=config.wandb_mode, tags=config.wandb_tags, dir=str(out_dir))
         code = wandb.Artifact(f"code-{run_id}", type="code")
-        for path in sorted(configurator.ROOT.glob("*.py")):
+        for path in [*sorted(configurator.ROOT.glob("*.py")), out_dir / "config.json"]:
             code.add_file(str(path))
-        code.add_file(str(out_dir / "config.json"))
         self.run.log_artifact(code)
 
     def attempt(self, action):
@@ -197,163 +249,185 @@ class Wandb:
             action()
         except Exception as e:  # a network, a login or a disk quota must not cost a training run
             self.run = None
-            tqdm.write(f"wandb: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}; training goes on without it", file=sys.stderr)
+            tqdm.write(f"wandb: {' '.join(f'{type(e).__name__}: {e}'.split())[:200]}; training goes on without it", file=sys.stderr)
 
-    def log(self, row):
+    def write(self, row):
+        row = {k: v if math.isfinite(v) else None for k, v in row.items()}  # JSON has no NaN
+        try:
+            self.file.write((json.dumps(row) + "\n").encode())
+        except OSError as e:
+            raise TrainError(f"could not write {self.path} ({e.strerror}); {last_save(self.path.parent)}")
         if self.run:
             self.attempt(lambda: self.run.log({k: v for k, v in row.items() if k != "step"}, step=row["step"]))
 
-    def finish(self):
-        if self.run:
-            self.attempt(self.run.finish)
+
+def cut_log(path, step, evaluated):
+    """Keep the rows of log.jsonl up to `step` and the evaluations up to `evaluated`: the others are about to be written again."""
+    rows = []
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+        with suppress(ValueError, KeyError, TypeError):  # a line that was half-written when the process died
+            row = json.loads(line)
+            if row["step"] <= (evaluated if "val_loss" in row else step):
+                rows.append(line + "\n")
+    checkpoint.write_atomic(path, lambda f: f.write("".join(rows).encode()))
 
 
-def cut_log(path, step):
-    """Drop the rows of log.jsonl after `step` (and a half-written last line): they are about to be written again."""
-    if path.is_file():
-        rows = []
-        for line in path.read_text().splitlines():
-            try:
-                rows += [line] if json.loads(line)["step"] <= step else []
-            except (ValueError, KeyError, TypeError):
-                pass
-        checkpoint.write_atomic(path, lambda f: f.write("".join(r + "\n" for r in rows).encode()))
+def last_save(out_dir):
+    path = out_dir / "ckpt.pt"
+    return f"the last save is {path}, --resume goes on from it" if path.is_file() else "nothing was saved yet"
 
 
-def load_run(model_config, config, dataset, out_dir, device):
-    """(model config with the dataset's vocabulary, state to resume or None, weights to start from or None)."""
-    last = out_dir / "ckpt.pt"
-    if model_config.vocab_size is None:
-        model_config.vocab_size = dataset.vocab_size
-    if model_config.vocab_size < dataset.vocab_size:
-        raise TrainError(f"vocab_size={model_config.vocab_size} is smaller than {dataset.meta['name']}'s {dataset.vocab_size:,}")
-    if config.init_from:
-        state = checkpoint.read(config.init_from, device)
-        checkpoint.same_vocabulary(state, dataset, config.init_from)
-        kept = dict(dropout=model_config.dropout, attn_dropout=model_config.attn_dropout, seed=model_config.seed,
-                    checkpoint_activations=model_config.checkpoint_activations)
-        weights = checkpoint.build(state, config.init_from, device, **kept)
-        if model_config.block_size < weights.config.block_size:
-            weights.crop_block_size(model_config.block_size)
-        return weights.config, None, weights
-    if not config.resume or not last.is_file():
-        return model_config, None, None
-    state = checkpoint.read(last, device)
-    checkpoint.same_vocabulary(state, dataset, last)
-    old, new = state["config"], asdict(model_config)
-    differ = [f"{k}: {old.get(k)!r} there, {new[k]!r} here" for k in new if k in old and old[k] != new[k] and k != "checkpoint_activations"]
-    if differ:
-        raise TrainError(f"--resume: {last} has another model ({'; '.join(differ)}); give the same config, or another out_dir")
-    return model_config, state, None
+def starting_point(model_config, config, dataset, out_dir, device):
+    """(model, state to resume or None, config with every value): from ckpt.pt, from a checkpoint's weights, or new."""
+    resume = config.resume and not config.eval_only and (out_dir / "ckpt.pt").is_file()
+    path = out_dir / "ckpt.pt" if resume else config.init_from or (out_dir if config.eval_only else None)
+    if path is None:
+        model = GPT(replace(model_config, vocab_size=model_config.vocab_size or dataset.vocab_size))
+        return model.to(device), None, config.for_recipe(model.config.recipe)
+    state = checkpoint.read(path, device)
+    checkpoint.same_vocabulary(state, dataset, path)
+    # what may differ: how it is trained on; in a new run also a shorter context
+    free = {"checkpoint_activations"} if resume else {"checkpoint_activations", "dropout", "attn_dropout", "seed", "block_size"}
+    # a checkpoint's model needs no flags: then only those that were given can be wrong
+    flags = getattr(model_config, "given", set()) if config.init_from or config.eval_only else {f.name for f in fields(GPTConfig)}
+    checkpoint.same_model(state, path, model_config, flags - free)
+    keep = {key: getattr(model_config, key) for key in free - {"block_size"}}
+    model = checkpoint.build(state, path, device, **keep)
+    if not resume and "block_size" in flags and model_config.block_size != model.config.block_size:
+        if model_config.block_size > model.config.block_size:
+            raise CheckpointError(f"{path} has block_size={model.config.block_size}, which can be made shorter, not {model_config.block_size}")
+        model.crop_block_size(model_config.block_size)
+    config = config.for_recipe(model.config.recipe)
+    if resume:
+        checkpoint.same_run(state, path, config, dataset)
+    return model, state if resume or config.eval_only else None, config
+
+
+def train_line(row):
+    return (f"step {row['step']:>7,}   loss  {row['loss']:.4f}   lr {row['lr']:.2e}   {row['tokens_per_s']:>9,.0f} tokens/s   "
+            f"{row['elapsed_s']:,.1f} s")
+
+
+def eval_line(row):
+    return (f"step {row['step']:>7,}   train {row['train_loss']:.4f}   val {row['val_loss']:.4f} nats/token   "
+            f"val {row['val_bpb']:.4f} bits/byte   {row['elapsed_s']:,.1f} s")
 
 
 # ---- the run ----
 
 def train(model_config, config):
     """Train as configured; returns the last evaluation's row of log.jsonl."""
-    config.for_recipe(model_config.recipe)
-    device = checkpoint.pick_device(config.device)
-    rank, world, device = find_ranks(device)
-    main_rank, kind = rank == 0, torch.device(device).type
-    say = (lambda text: tqdm.write(text)) if main_rank else (lambda text: None)
-    torch.set_float32_matmul_precision("high")
+    with ExitStack() as closing:
+        return run(model_config, config, closing)
 
-    dataset, out_dir = Dataset(config.dataset), Path(config.out_dir)
-    if not config.eval_only and not (config.resume or config.overwrite) and (out_dir / "ckpt.pt").is_file():
+
+def run(model_config, config, closing):
+    rank, world, device = find_ranks(checkpoint.pick_device(config.device))
+    main_rank, kind, out_dir = rank == 0, torch.device(device).type, Path(config.out_dir)
+
+    def say(text):
+        if main_rank:
+            tqdm.write(text)
+            sys.stdout.flush()  # into a file or a pipe, too, line by line
+
+    if not (config.eval_only or config.resume or config.overwrite) and any((out_dir / n).is_file() for n in ("ckpt.pt", "best.pt")):
         raise TrainError(f"{out_dir} already holds a run; go on with --resume, start over with --overwrite, or choose another --out_dir")
-    model_config, state, raw = load_run(model_config, config, dataset, out_dir, device)
-    rows = config.batch_size * config.grad_accum
-    if rows % world or (config.grad_accum > 1 and config.grad_accum % world):
-        raise TrainError(f"batch_size={config.batch_size} * grad_accum={config.grad_accum} sequences cannot be shared evenly by {world} ranks")
-    micro_steps = max(1, config.grad_accum // world)
-    batches = Batches(dataset, "train", model_config.block_size, rows, model_config.seed)
+    dataset = Dataset(config.dataset)
+    raw, state, config = starting_point(model_config, config, dataset, out_dir, device)  # `raw`: never compiled or wrapped
+    model_config = raw.config
+    tokens_per_step = config.batch_size * config.grad_accum * model_config.block_size
+    step, best, elapsed, run_id, last = 0, math.inf, 0.0, os.urandom(4).hex(), dict(step=-1)
+    if state:
+        step, best, elapsed, run_id, last = (state.get(k) for k in ("step", "best_val_loss", "elapsed_s", "run_id", "last_eval"))
 
     # precision
     dtype = config.dtype
     if dtype == "auto":
-        dtype = "float32" if kind != "cuda" else "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+        dtype = "float32" if kind != "cuda" else "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     autocast = torch.autocast(kind, getattr(torch, dtype)) if dtype != "float32" else nullcontext()
     scaler = torch.amp.GradScaler(kind, enabled=dtype == "float16")
-
-    # model and optimizers; `raw` is the plain module, `model` what the training step calls
-    raw = raw or GPT(model_config).to(device)
-    raw.train()
-    optimizers = make_optimizers(raw, config)
-    peaks = [[group["lr"] for group in o.param_groups] for o in optimizers]
-    step, best, elapsed, run_id, evaluated = 0, math.inf, 0.0, os.urandom(4).hex(), -1
-    if state:
-        raw.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"]):
-            optimizer.load_state_dict(saved)
-        scaler.load_state_dict(state["scaler"])
-        step, best, elapsed, run_id, evaluated = (state[k] for k in ("step", "best_val_loss", "elapsed_s", "run_id", "evaluated"))
-        del state
-    model = torch.compile(raw) if (config.compile if config.compile is not None else kind == "cuda") else raw
-    if world > 1:
-        model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[device] if kind == "cuda" else None)
-
-    # the run folder
-    details = describe(model_config, config)
-    log, wandb = None, None
-    if main_rank and not config.eval_only:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_atomic(out_dir / "config.json", lambda f: f.write(json.dumps(details, indent=1).encode()))
-        cut_log(out_dir / "log.jsonl", step if step else -1)
-        log = open(out_dir / "log.jsonl", "a")
-        wandb = Wandb(config, details, run_id, out_dir)
-    tokens_per_step = rows * model_config.block_size
-    say(f"{model_config.recipe}: {raw.num_params():,} parameters, {tokens_per_step:,} tokens a step, {kind} {dtype} x {world}, "
-        + (f"going on at step {step:,} of {config.max_iters:,}" if step else f"{config.max_iters:,} steps") + f" in {out_dir}")
-
-    def record(row):
-        if log:
-            log.write(json.dumps(row) + "\n")
-            log.flush()
-        if wandb:
-            wandb.log(row)
+    if kind == "cuda":
+        torch.set_float32_matmul_precision("high")
 
     def evaluation():
         """Train and val loss on fixed tokens, dropout off; every rank scores its share."""
         row = dict(step=step, tokens=step * tokens_per_step)
         for split in ("train", "val"):
-            nats, count = all_sum(score(raw, dataset, split, max_tokens=config.eval_tokens or (0 if split == "val" else 1 << 20),
-                                        rank=rank, world=world, autocast=autocast), device, world)
+            tokens = config.eval_tokens or (0 if split == "val" else 1 << 20)
+            nats, count = all_sum(score(raw, dataset, split, max_tokens=tokens, rank=rank, world=world, autocast=autocast), device, world)
             row[f"{split}_loss"] = nats / count
         row["val_bpb"] = bits(row["val_loss"], dataset.bytes_per_token("val"))
-        return {**row, "elapsed_s": round(elapsed, 3)}
+        return {**row, "elapsed_s": round(elapsed or 0.0, 3)}
 
-    def save(name, full=True):
-        if main_rank:
-            content = dict(model=raw.state_dict(), config=asdict(model_config), meta=dataset.meta, train=asdict(config), step=step,
-                           best_val_loss=best, elapsed_s=elapsed, run_id=run_id, evaluated=evaluated)
-            if full:
-                content.update(optimizers=[o.state_dict() for o in optimizers], scaler=scaler.state_dict())
-            checkpoint.save(out_dir / name, content)
-
-    def fetch(at):
-        """This rank's rows of batch `at`, on their way to the device."""
-        x, y = batches(at, rank, world)
-        if kind == "cuda":
-            return x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(device, non_blocking=True)
-        return x.to(device), y.to(device)
-
-    stop = StopSignal()
-    last = dict(step=step, val_loss=best)
     if config.eval_only:
         last = evaluation()
         say(eval_line(last))
         return last
-    bar = tqdm(total=config.max_iters, initial=step, unit="step", disable=not main_rank, dynamic_ncols=True,
-               mininterval=0.1 if sys.stderr.isatty() else 15)
-    shown, timed_steps, clock = {}, 0, time.perf_counter()
+    if last["step"] >= config.max_iters:
+        say(f"{out_dir} is finished: {step:,} of {config.max_iters:,} steps, best val loss {best:.4f} nats; a larger max_iters goes on")
+        return last
+
+    batches = Batches(dataset, "train", model_config.block_size, config.batch_size * config.grad_accum, model_config.seed)
+    micro_steps = max(1, config.grad_accum // world)
+    raw.train()
+    optimizers = make_optimizers(raw, config)
+    peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    if state:
+        for optimizer, saved in zip(optimizers, state["optimizers"]):
+            checkpoint.restore(optimizer, saved, out_dir / "ckpt.pt")
+        scaler.load_state_dict(state["scaler"])
+        for key in sorted(set(asdict(config)) - {"resume", "overwrite", "init_from"}):
+            if getattr(config, key) != state["train"].get(key):
+                say(f"changed since the last save: {key}={getattr(config, key)}, was {state['train'].get(key)}")
+        state = None  # so that its tensors can go
+    model = torch.compile(raw) if (config.compile if config.compile is not None else kind == "cuda") else raw
+    if world > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[device] if kind == "cuda" else None)
+
+    # the run folder
+    log = None
+    if main_rank:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        if not step:
+            for name in ("ckpt.pt", "best.pt"):  # of the run that overwrite gives up
+                (out_dir / name).unlink(missing_ok=True)
+        details = describe(model_config, config, step, out_dir / "config.json")
+        checkpoint.write_atomic(out_dir / "config.json", lambda f: f.write(json.dumps(details, indent=1).encode()))
+        cut_log(out_dir / "log.jsonl", step or -1, last["step"])
+        log = Log(config, details, run_id, out_dir, closing)
+    say(f"{model_config.recipe}: {raw.num_params():,} parameters, {tokens_per_step:,} tokens a step, {kind} {dtype} x {world}, "
+        + (f"going on at step {step:,} of {config.max_iters:,}" if step else f"{config.max_iters:,} steps") + f" in {out_dir}")
+
+    def save(name, full=True):
+        if not main_rank:
+            return
+        if not get_total_norm([p.detach() for p in raw.parameters()]).isfinite():
+            raise TrainError(f"the weights are no longer finite at step {step}, not saved; {last_save(out_dir)}, with a lower lr or muon_lr")
+        content = dict(model=raw.state_dict(), config=asdict(model_config), meta=dataset.meta, dataset=config.dataset,
+                       train=asdict(config), step=step, best_val_loss=best, elapsed_s=elapsed, run_id=run_id, last_eval=last)
+        if full:
+            content.update(optimizers=[o.state_dict() for o in optimizers], scaler=scaler.state_dict())
+        checkpoint.save(out_dir / name, content)
+
+    def fetch(at):
+        """This rank's rows of batch `at`, on their way to the device."""
+        ids = batches(at, rank, world)
+        ids = ids.pin_memory().to(device, non_blocking=True) if kind == "cuda" else ids.to(device)
+        return ids[:, :-1], ids[:, 1:]
+
+    stop = StopSignal(closing)
+    bar = tqdm(total=config.max_iters, initial=step, unit="step", disable=not (main_rank and sys.stderr.isatty()), dynamic_ncols=True)
+    closing.callback(bar.close)
+    shown, spoke, timed_steps, clock = {}, -math.inf, 0, time.perf_counter()
     x, y = fetch(step)
     while True:
-        if (step % config.eval_interval == 0 or step == config.max_iters) and evaluated < step:
-            last, evaluated = evaluation(), step
-            record(last)
+        if (step % config.eval_interval == 0 or step == config.max_iters) and last["step"] < step:
+            last = evaluation()
+            if log:
+                log.write(last)
             shown["val bpb"] = f"{last['val_bpb']:.3f}"
             say(eval_line(last))
-            if last["val_loss"] < best:
+            if last["val_loss"] < best and step:
                 best = last["val_loss"]
                 save("best.pt", full=False)
             if step == config.max_iters:
@@ -367,30 +441,30 @@ def train(model_config, config):
         for optimizer, lrs in zip(optimizers, peaks):
             for group, lr in zip(optimizer.param_groups, lrs):
                 group["lr"] = lr * multiplier
-        if model_config.dropout or model_config.attn_dropout:  # masks are a function of (seed, step, rank), so resuming is exact
-            torch.manual_seed(zlib.crc32(f"{model_config.seed} {step} {rank}".encode()))
-        total, aux = 0.0, {}
+        seed_step(kind, model_config.seed, step, rank)
+        loss, aux, norm = 0.0, {}, None
         for micro, (xm, ym) in enumerate(zip(x.chunk(micro_steps), y.chunk(micro_steps))):
-            last_micro = micro == micro_steps - 1
-            with autocast, (nullcontext() if last_micro or world == 1 else model.no_sync()):
+            with autocast, (nullcontext() if world == 1 or micro == micro_steps - 1 else model.no_sync()):
                 out = model(xm, ym)
-                loss = sum(out.aux.values(), out.loss) / micro_steps
-            scaler.scale(loss).backward()
-            total = total + out.loss.detach() / micro_steps
+                scaler.scale(sum(out.aux.values(), out.loss) / micro_steps).backward()
+            loss = loss + out.loss.detach() / micro_steps
             for name, term in out.aux.items():
                 aux[f"aux/{name}"] = aux.get(f"aux/{name}", 0.0) + term.detach() / micro_steps
         if step + 1 < config.max_iters:
             x, y = fetch(step + 1)  # while the device is busy
-        norm = None
         if config.grad_clip:
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), config.grad_clip)
-        # one exchange tells every rank the mean loss and whether any of them was asked to stop
-        total, stopping = all_sum([float(total) / world, float(stop.name is not None)], device, world)
-        if not math.isfinite(total):
-            raise TrainError(f"the loss is {total} at step {step}: stopped before the update; {out_dir / 'ckpt.pt'} is the last save; "
-                             "lower lr or muon_lr, or use dtype=bfloat16 or float32")
+            norm = clip_grad_norm_(raw.parameters(), config.grad_clip)
+        # one look at the device and one exchange tell every rank the means, and whether any of them was asked to stop
+        seen = {"loss": loss, **aux, **({} if norm is None else {"grad_norm": norm})}
+        values = [v / world for v in torch.stack(list(seen.values())).tolist()]
+        *values, stopping = all_sum([*values, float(stop.name is not None)], device, world)
+        seen = dict(zip(seen, values))
+        for name, value in seen.items():
+            if not math.isfinite(value) and not (name == "grad_norm" and scaler.is_enabled()):  # the scaler skips such a step
+                raise TrainError(f"{name} is {value} in step {step + 1}: stopped before the update; {last_save(out_dir)}, "
+                                 "with a lower lr or muon_lr, or another dtype")
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
@@ -399,54 +473,57 @@ def train(model_config, config):
         step, timed_steps = step + 1, timed_steps + 1
         elapsed += time.perf_counter() - began
 
-        if step % config.log_interval == 0 or step == config.max_iters:
-            speed = timed_steps * tokens_per_step / (time.perf_counter() - clock)
-            timed_steps, clock = 0, time.perf_counter()
-            row = dict(step=step, tokens=step * tokens_per_step, loss=total, lr=config.lr * multiplier)
-            row.update({k: float(v) for k, v in aux.items()}, tokens_per_s=round(speed, 1), elapsed_s=round(elapsed, 3))
-            if norm is not None:
-                row["grad_norm"] = float(norm)
+        if (step % config.log_interval == 0 or step == config.max_iters) and log:
+            now = time.perf_counter()
+            speed = timed_steps * tokens_per_step / (now - clock)
+            timed_steps, clock = 0, now
+            row = dict(step=step, tokens=step * tokens_per_step, **seen, lr=config.lr * multiplier, tokens_per_s=round(speed, 1),
+                       elapsed_s=round(elapsed, 3))
             mfu = raw.mfu(speed / world, device, dtype)
             if mfu is not None:
                 row["mfu"] = round(mfu, 4)
-            record(row)
-            shown.update({"loss": f"{total:.3f}", "tok/s": f"{speed:,.0f}", **({"mfu": f"{mfu:.1%}"} if mfu else {})})
+            log.write(row)
+            shown.update({"loss": f"{row['loss']:.3f}", "tok/s": f"{speed:,.0f}", **({"mfu": f"{mfu:.1%}"} if mfu else {})})
             bar.set_postfix(shown, refresh=False)
+            if bar.disable and now - spoke > 10:  # a file or a pipe gets a line now and then instead of the bar
+                spoke = now
+                say(train_line(row))
         bar.update(1)
         if stopping or (step % config.save_interval == 0 and step < config.max_iters):
             save("ckpt.pt")
         if stopping:
-            bar.close()
-            say(f"stopped by {stop.name or 'another rank'} at step {step}: saved {out_dir / 'ckpt.pt'}; go on with --resume")
+            say(f"stopped by {stop.name or 'a signal to another rank'} at step {step:,}: saved {out_dir / 'ckpt.pt'}; go on with --resume")
             raise SystemExit(128 + getattr(signal, stop.name or "SIGTERM"))
-    bar.close()
-    if wandb:
-        wandb.finish()
     say(f"best val loss {best:.4f} nats; wrote {out_dir / 'ckpt.pt'}, {out_dir / 'best.pt'}, {out_dir / 'log.jsonl'}")
     return last
 
 
-def eval_line(row):
-    return (f"step {row['step']:>7,}   train {row['train_loss']:.4f}   val {row['val_loss']:.4f} nats/token   "
-            f"val {row['val_bpb']:.4f} bits/byte   {row['elapsed_s']:,.1f} s")
-
-
 def main(argv=None):
     try:
-        model_config, config = configurator.load((GPTConfig, TrainConfig), sys.argv[1:] if argv is None else argv, __doc__)
-        train(model_config, config)
-    except (configurator.ConfigError, checkpoint.CheckpointError, DataError, TrainError) as e:
-        sys.exit("\n".join(f"train: {line}" for line in str(e).splitlines()))
+        configs = configurator.load((GPTConfig, TrainConfig), sys.argv[1:] if argv is None else argv, __doc__, conflicts)
+        train(*configs)
+    except (configurator.ConfigError, CheckpointError, DataError, TrainError) as e:
+        problem = str(e)
+    except KeyboardInterrupt:
+        problem = "interrupted before the first step"
     except OSError as e:
-        sys.exit(f"train: {e.strerror or e}: {e.filename or ''}".rstrip(": "))
-    except (torch.OutOfMemoryError, RuntimeError) as e:
-        if "out of memory" not in str(e) and "can't allocate memory" not in str(e):
+        problem = f"{e.filename or 'input or output'}: {e.strerror or e}"
+    except (RuntimeError, MemoryError) as e:
+        if isinstance(e, MemoryError) or "out of memory" in str(e) or "can't allocate memory" in str(e):
+            problem = ("out of memory; lower batch_size (and raise grad_accum to keep the batch) or block_size, "
+                       "or set checkpoint_activations=True")
+        elif type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            problem = f"torch.compile failed ({' '.join(str(e).split())[:200]}); --compile=False does without"
+        else:
             raise
-        sys.exit("train: out of memory; lower batch_size (and raise grad_accum to keep the batch), lower block_size, "
-                 "or set checkpoint_activations=True")
+    else:
+        return
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+    if os.environ.get("LOCAL_RANK", "0") != "0" and "out of memory" not in problem:
+        sys.exit(1)  # the first rank of this machine says the same
+    sys.exit("\n".join(f"train: {line}" for line in problem.splitlines()))
 
 
 if __name__ == "__main__":

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from model import GPT, GPTConfig
-from optim import NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Muon, lr_multiplier, make_optimizers, orthogonalise
+from optim import QUINTICS, Muon, lr_multiplier, make_optimizers, orthogonalise
 from train import TrainConfig
 
 
 def slow_orthogonalise(G):
     """The iteration as it is written in the paper, one float64 matrix at a time."""
-    X, (a, b, c) = G.double() / G.double().norm(), NEWTON_SCHULZ
-    for _ in range(NEWTON_SCHULZ_STEPS):
+    X = G.double() / G.double().norm()
+    for a, b, c in QUINTICS:
         A = X @ X.T
         X = a * X + (b * A + c * A @ A) @ X
     return X
@@ -33,19 +33,20 @@ def test_orthogonalise_equals_the_written_iteration(shape, condition):
     assert orthogonalise(torch.zeros(1, 4, 4)).isfinite().all()
 
 
-def test_singular_values_come_out_near_one():
+def test_singular_values_come_out_around_one():
     torch.manual_seed(0)
     values = torch.linalg.svdvals(orthogonalise(torch.randn(4, 32, 128)))
-    assert 0.4 < values.min() and values.max() < 1.3
+    assert 0.4 < values.min() and values.max() < 1.6
 
 
-def test_muon_agrees_with_pytorchs_muon():
-    """Same momentum, same scaling by the shape, same decoupled decay; the polynomial is checked above."""
+def test_muon_agrees_with_pytorchs_muon(monkeypatch):
+    """Same momentum, same scaling by the shape, same decoupled decay, once both use the same polynomial."""
+    monkeypatch.setattr("optim.QUINTICS", [(3.4445, -4.7750, 2.0315)] * 5)
     torch.manual_seed(0)
     start = [torch.randn(24, 24), torch.randn(24, 96), torch.randn(96, 24)]
     ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
     a = Muon([(p, 1) for p in ours], lr=0.05, momentum=0.9, weight_decay=0.1)
-    b = torch.optim.Muon(theirs, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True, ns_steps=NEWTON_SCHULZ_STEPS)
+    b = torch.optim.Muon(theirs, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True)
     for _ in range(4):
         for p, q in zip(ours, theirs):
             p.grad = torch.randn_like(p)
@@ -57,7 +58,7 @@ def test_muon_agrees_with_pytorchs_muon():
         # PyTorch's runs in bfloat16: the same direction and length to its precision
         cosine = (ours_moved * theirs_moved).sum() / ours_moved.norm() / theirs_moved.norm()
         assert cosine > 0.995
-        assert ours_moved.norm() / theirs_moved.norm() == pytest.approx(1.0, abs=0.03)
+        assert (ours_moved.norm() / theirs_moved.norm()).item() == pytest.approx(1.0, abs=0.03)
 
 
 def test_stacked_matrices_are_orthogonalised_one_by_one():
