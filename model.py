@@ -388,8 +388,6 @@ class GPT(nn.Module):
         from there. A row that said stop_token repeats it; when all have, the stream ends.
         """
         check_sampling(temperature, top_k, top_p, repetition_penalty)
-        was_training = self.training
-        self.eval()
         B, T, block_size = *idx.shape, self.config.block_size
         text = torch.cat((idx, idx.new_empty(B, max_new_tokens)), dim=1)
         first = torch.zeros(B, dtype=torch.long) if lengths is None else T - torch.as_tensor(lengths).cpu()
@@ -397,31 +395,32 @@ class GPT(nn.Module):
             raise ValueError("every prompt needs at least one token and at most the width of idx")
         begin = torch.maximum(first, torch.tensor(T - block_size))  # the first column that each row still reads
         done = torch.zeros(B, dtype=torch.bool, device=idx.device)
-        cache = None
-        for n in range(T, T + max_new_tokens):
-            if cache is None:
-                left = int(begin.min())
-                pad = (begin - left).to(idx.device) if (begin > left).any() else None
-                cache = KVCache(self.config)
-                x = self.hidden(text[:, left:n], cache, pad)
-            else:
-                x = self.hidden(text[:, n - 1:n], cache, pad)
-            logits = self.head(x[:, -1])
-            if repetition_penalty != 1.0:
-                for row, seen in enumerate(text[b, int(f):n] for b, f in enumerate(first)):
-                    penalise(logits[row], seen, repetition_penalty)
-            token = pick(logits, temperature, top_k, top_p, generator)
-            if stop_token is not None:
-                token = torch.where(done, stop_token, token)
-                done |= token == stop_token
-            text[:, n] = token
-            yield token
-            if stop_token is not None and bool(done.all()):
-                break
-            if n + 1 - left > block_size:  # the longest row is full: those that are keep half, and all are read anew
-                begin = torch.where(n + 1 - begin > block_size, n + 1 - max(1, block_size // 2), begin)
-                cache = None
-        self.train(was_training)
+        was_training, cache = self.training, None
+        self.eval()
+        try:
+            for n in range(T, T + max_new_tokens):
+                if cache is None:
+                    left = int(begin.min())
+                    pad = (begin - left).to(idx.device) if (begin > left).any() else None
+                    cache, unread = KVCache(self.config), text[:, left:n]
+                logits = self.head(self.hidden(unread, cache, pad)[:, -1])
+                if repetition_penalty != 1.0:
+                    for row in range(B):
+                        penalise(logits[row], text[row, int(first[row]):n], repetition_penalty)
+                token = pick(logits, temperature, top_k, top_p, generator)
+                if stop_token is not None:
+                    token = torch.where(done, stop_token, token)
+                    done |= token == stop_token
+                text[:, n] = token
+                unread = text[:, n:n + 1]
+                yield token
+                if stop_token is not None and bool(done.all()):
+                    break
+                if n + 1 - left > block_size:  # the longest row is full: those that are keep half, and all are read anew
+                    begin = torch.where(n + 1 - begin > block_size, n + 1 - max(1, block_size // 2), begin)
+                    cache = None
+        finally:
+            self.train(was_training)
 
     def generate(self, idx, max_new_tokens, **sampling):
         """idx [B, T] -> [B, T + new]: the prompts and what follows them. Arguments as for stream()."""
@@ -480,13 +479,14 @@ PEAK_TFLOPS = (("B200", 2250), ("GH200", 989), ("H200", 989), ("H100 PCIe", 756)
 # ---- sampling ----
 
 def check_sampling(temperature, top_k, top_p, repetition_penalty):
-    if temperature < 0:
+    """Raise ValueError for settings that mean nothing (written so that NaN fails too)."""
+    if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature={temperature} must be 0 (the likeliest token) or positive")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k} must be at least 1")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must be in (0, 1]")
-    if repetition_penalty <= 0:
+    if not 0 < repetition_penalty < math.inf:
         raise ValueError(f"repetition_penalty={repetition_penalty} must be positive (1: off)")
 
 
@@ -500,7 +500,7 @@ def pick(logits, temperature, top_k, top_p, generator):
     """One token per row, [B], from logits [B, V]: the k likeliest, then the likeliest that hold top_p of the mass."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits / temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0, so that a tiny temperature cannot overflow
     if top_k is not None and top_k < logits.size(-1):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     probs = F.softmax(logits, dim=-1)

@@ -280,6 +280,10 @@ def test_generation_returns_to_training_mode_and_leaves_no_gradient():
     model = tiny().train()
     out = model.generate(tokens(1, 4), 3, temperature=0)
     assert model.training and not out.requires_grad
+    stream = model.stream(tokens(1, 4), 10)
+    next(stream)
+    stream.close()  # given up half-way
+    assert model.training
 
 
 def test_sampling_by_hand():
@@ -294,6 +298,7 @@ def test_sampling_by_hand():
     assert torch.allclose(share(draw(t=0.5)), torch.tensor([0.6849, 0.2466, 0.0616, 0.0068]), atol=0.03)
     assert pick(logits, 0, None, None, None).item() == 0
     assert set(draw(k=99).tolist()) == {0, 1, 2, 3}
+    assert set(draw(t=1e-40).tolist()) == {0}  # no overflow on the way to the likeliest
 
 
 def test_repetition_penalty_pushes_down_what_was_said():
@@ -306,7 +311,7 @@ def test_repetition_penalty_pushes_down_what_was_said():
     assert len(set(pushed[0].tolist())) > len(set(plain[0].tolist()))
 
 
-@pytest.mark.parametrize("bad", [dict(temperature=-1), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.5), dict(repetition_penalty=0)])
+@pytest.mark.parametrize("bad", [dict(temperature=-1), dict(temperature=math.nan), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.5), dict(repetition_penalty=0)])
 def test_impossible_sampling_is_refused_by_name(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         check_sampling(**{**dict(temperature=1.0, top_k=None, top_p=None, repetition_penalty=1.0), **bad})

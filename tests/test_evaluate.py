@@ -1,0 +1,439 @@
+"""Scores: every token once, in the context that the policy grants, against an oracle that takes one position at a time."""
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import checkpoint
+import dataset
+import evaluate
+from dataset import Dataset
+from evaluate import main, nats_of, score, table, windows
+from model import GPT, GPTConfig, Output
+
+ROOT = Path(__file__).resolve().parents[1]
+VOCAB = [chr(c) for c in range(97, 108)] + ["\n", "é"]
+KEYS = {"name", "split", "tokens", "bytes", "nats_per_token", "ppl", "bpb", "bpc", "params", "params_non_embedding",
+        "flops_per_token", "tokens_per_s", "context"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def write_data(folder, encoding="byte", n=23, sizes=None, seed=0):
+    """A data folder whose three splits hold n random tokens each; sizes: {"bytes": .., "chars": ..} of a split."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab, dtype, symbols, separator = dict(byte=(None, "uint8", 256, 10), char=(VOCAB, "uint16", len(VOCAB), 11),
+                                            gpt2=(None, "uint16", 50257, 50256))[encoding]
+    counts = dict(tokens=n, bytes=n, chars=n) | (sizes or {})
+    meta = dict(name=folder.name, encoding=encoding, vocab_size=symbols, dtype=dtype, separator=separator,
+                splits={s: counts for s in ("train", "val", "test")}, **({"vocab": vocab} if vocab else {}))
+    (folder / "meta.json").write_text(json.dumps(meta))
+    for i, split in enumerate(("train", "val", "test")):
+        np.random.default_rng([seed, i]).integers(0, symbols, n).astype(dtype).tofile(folder / f"{split}.bin")
+    return Dataset(folder)
+
+
+def make_model(vocab_size=256, spread=8.0, **flags):
+    """A tiny model whose weights are large enough that every token of context shows in the logits."""
+    model = GPT(GPTConfig(**{**dict(block_size=8, vocab_size=vocab_size, n_layer=2, n_head=2, n_embd=16), **flags})).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(spread)
+    return model
+
+
+def write_checkpoint(path, model, data, **more):
+    torch.save(dict(model=model.state_dict(), config=asdict(model.config), meta=data.meta, train=dict(dataset=str(data.dir)),
+                    step=7, **more), path)
+    return str(path)
+
+
+@pytest.fixture
+def byte_run(tmp_path):
+    """(checkpoint path, model, Dataset) of bytes."""
+    data, model = write_data(tmp_path / "toy"), make_model()
+    return write_checkpoint(tmp_path / "a.pt", model, data), model, data
+
+
+@torch.no_grad()
+def oracle(model, data, split, stride):
+    """Nats of every position, one at a time in float64, each in exactly the context that the policy grants."""
+    model, tokens, T = model.double(), [data.separator, *data.tokens(split).tolist()], model.config.block_size
+    step, nats = stride or T, []
+    for t in range(len(tokens) - 1):
+        moves = 0 if t < T else (t - T) // step + 1  # of the window, before it first holds position t
+        logits = model(torch.tensor([tokens[moves * step:t + 1]])).logits[0, -1].double()
+        nats.append(-F.log_softmax(logits, -1)[tokens[t + 1]].item())
+    model.float()
+    return np.array(nats)
+
+
+def agrees(model, data, split, stride):
+    nats, count = score(model, data, split, stride)
+    truth = oracle(model, data, split, stride)
+    return count == len(truth) and abs(nats - truth.sum()) < 1e-4 * len(truth)
+
+
+# ---- every token once, in its context ----
+
+CASES = [(1, 8, 0), (5, 8, 0), (5, 8, 3), (8, 8, 0), (8, 8, 1), (16, 8, 0), (17, 8, 0), (17, 8, 8), (23, 8, 0), (23, 8, 1),
+         (24, 8, 3), (17, 8, 7), (26, 8, 4), (9, 1, 0)]
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
+@pytest.mark.parametrize("n, block_size, stride", CASES)
+def test_scores_are_those_of_one_position_at_a_time(tmp_path, n, block_size, stride, recipe):
+    assert agrees(make_model(block_size=block_size, recipe=recipe, zero_init=False), write_data(tmp_path, n=n), "test", stride)
+
+
+def drop_the_rest(n, block_size, stride):
+    return [c for c in windows(n, block_size, stride) if c[1] - c[0] == block_size]
+
+
+def overlaps_twice(n, block_size, stride):
+    return [(start, end, end - start) for start, end, _ in windows(n, block_size, stride)]
+
+
+def less_context(n, block_size, stride):
+    return [(end - scored, end, scored) for _, end, scored in windows(n, block_size, stride)]
+
+
+def more_context(n, block_size, stride):
+    return [(max(0, end - block_size), end, scored) for _, end, scored in windows(n, block_size, stride)]
+
+
+@pytest.mark.parametrize("wrong, n, stride", [(drop_the_rest, 23, 0), (overlaps_twice, 23, 3), (less_context, 23, 3), (more_context, 23, 0)])
+def test_the_oracle_catches_a_wrong_scorer(tmp_path, monkeypatch, wrong, n, stride):
+    model, data = make_model(), write_data(tmp_path, n=n)
+    assert agrees(model, data, "test", stride)
+    monkeypatch.setattr(evaluate, "windows", wrong)
+    assert not agrees(model, data, "test", stride)
+
+
+def test_windows_score_each_position_once_and_in_order():
+    for n in (1, 7, 8, 9, 16, 17, 40):
+        for block_size in (1, 2, 8, 50):
+            for stride in range(1, block_size + 1):
+                cuts = windows(n, block_size, stride)
+                assert [t for _, end, scored in cuts for t in range(end - scored, end)] == list(range(n))
+                assert all(0 <= start < end <= start + block_size for start, end, _ in cuts)
+                assert all(end - scored - start == block_size - stride for start, end, scored in cuts[1:])
+
+
+@pytest.mark.parametrize("stride", [-1, 9, 100])
+def test_a_stride_outside_the_window_is_refused(tmp_path, stride):
+    with pytest.raises(ValueError, match=f"stride={stride} must be from 1 to block_size=8"):
+        score(make_model(), write_data(tmp_path), "test", stride)
+
+
+def test_the_first_token_is_conditioned_on_the_separator(tmp_path):
+    data, model = write_data(tmp_path, n=1), make_model()
+    with torch.no_grad():
+        want = F.cross_entropy(model(torch.tensor([[10]])).logits[0], torch.tensor(data.tokens("test").astype(int)))
+    assert score(model, data, "test")[0] == pytest.approx(want.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("stride", [0, 3])
+def test_per_token_nats_are_in_the_splits_order(tmp_path, stride):
+    model, data = make_model(), write_data(tmp_path, n=43)
+    every = score(model, data, "test", stride, per_token=True)
+    assert every.dtype == np.float32 and np.allclose(every, oracle(model, data, "test", stride), atol=1e-4)
+    assert every.sum(dtype=np.float64) == pytest.approx(score(model, data, "test", stride)[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 20])  # 20: more ranks than windows
+@pytest.mark.parametrize("stride, max_tokens", [(0, 0), (5, 0), (0, 20)])
+def test_the_parts_of_the_ranks_sum_to_the_whole(tmp_path, world, stride, max_tokens):
+    model, data = make_model(), write_data(tmp_path, n=43)
+    whole = score(model, data, "test", stride, max_tokens)
+    parts = [score(model, data, "test", stride, max_tokens, rank=r, world=world) for r in range(world)]
+    assert np.sum(parts, axis=0) == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 8, 16, 1 << 20])
+@pytest.mark.parametrize("stride", [0, 3])
+def test_the_batch_size_does_not_change_the_score(tmp_path, batch_tokens, stride):
+    model, data = make_model(), write_data(tmp_path, n=43)
+    assert score(model, data, "test", stride, batch_tokens=batch_tokens) == pytest.approx(score(model, data, "test", stride), rel=1e-6)
+
+
+# ---- a part of a split ----
+
+class Watcher(nn.Module):
+    """Uniform over its vocabulary; remembers what it was given."""
+
+    def __init__(self, vocab_size=256, block_size=8):
+        super().__init__()
+        self.weight, self.config, self.seen = nn.Parameter(torch.zeros(1)), GPTConfig(vocab_size=vocab_size, block_size=block_size), []
+
+    def forward(self, idx):
+        self.seen.append(idx.clone())
+        return Output(torch.zeros(*idx.shape, self.config.vocab_size), None, {}, None)
+
+
+def windows_read(data, stride, max_tokens, block_size=8):
+    """First positions of the windows that score() reads; the tokens of `data` are their own positions."""
+    model = Watcher(data.vocab_size, block_size)
+    _, count = score(model, data, "test", stride, max_tokens)
+    return [-1 if row[0] == data.separator else int(row[0]) for x in model.seen for row in x], count
+
+
+@pytest.fixture
+def numbered(tmp_path):
+    """203 tokens, each its own position."""
+    data = write_data(tmp_path, "gpt2", n=203)
+    np.arange(203, dtype="uint16").tofile(tmp_path / "test.bin")
+    return data
+
+
+@pytest.mark.parametrize("stride, max_tokens", [(0, 40), (0, 16), (0, 193), (4, 60), (1, 50)])
+def test_max_tokens_takes_evenly_spaced_windows_from_the_first_to_the_last(numbered, stride, max_tokens):
+    starts, count = windows_read(numbered, stride, max_tokens)
+    gaps, step = np.diff(starts), stride or 8
+    assert starts[0] == -1 and 0 <= 203 - (starts[-1] + 1 + 8) < step and gaps.max() - gaps.min() <= step and gaps.min() > 0
+    assert max_tokens - step < count <= max_tokens and (count - 8) % step == 0  # whole windows
+    assert windows_read(numbered, stride, max_tokens) == (starts, count)  # the same at each call
+
+
+@pytest.mark.parametrize("max_tokens", [0, 203, 10 ** 9])
+def test_max_tokens_of_zero_or_beyond_the_split_is_the_whole_split(numbered, max_tokens):
+    assert windows_read(numbered, 0, max_tokens)[1] == 203
+
+
+def test_max_tokens_below_one_window_takes_one_window(numbered):
+    assert windows_read(numbered, 0, 3)[1] == 8
+    assert windows_read(numbered, 0, 3, block_size=500)[1] == 203  # the split is shorter than a window
+
+
+def test_batches_stay_within_batch_tokens(numbered):
+    model = Watcher(numbered.vocab_size)
+    score(model, numbered, "test", batch_tokens=33)
+    assert {tuple(x.shape) for x in model.seen} == {(4, 8), (1, 8), (1, 3)}
+
+
+# ---- the numbers ----
+
+def test_a_uniform_model_gives_exactly_8_bits_per_byte(tmp_path, capsys):
+    data = write_data(tmp_path / "toy", n=1001)
+    path = write_checkpoint(tmp_path / "a.pt", make_model(recipe="modern", block_size=64), data)  # its head starts at zero
+    for stride in ("0", "5"):
+        main(["--ckpt", path, "--stride", stride, "--json", str(tmp_path / "s.json")])
+        run = json.loads((tmp_path / "s.json").read_text())["runs"][0]
+        assert run["bpb"] == pytest.approx(8, abs=1e-12) and run["ppl"] == pytest.approx(256, abs=1e-9)
+        assert "  8.0000  " in capsys.readouterr().out
+
+
+def test_nats_stay_exact_where_logits_are_large():
+    logits, targets = torch.randn(3, 50, 300, generator=torch.Generator().manual_seed(0)) * 1e3, torch.arange(150).view(3, 50)
+    want = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="none")
+    assert np.allclose(nats_of(logits, targets).ravel(), want, rtol=1e-6)
+
+
+def test_bytes_and_characters_come_from_meta_not_from_the_token_count(tmp_path):
+    data = write_data(tmp_path / "bpe", "gpt2", n=17, sizes=dict(bytes=70, chars=60))
+    path = write_checkpoint(tmp_path / "a.pt", make_model(50257), data)
+    run = evaluate.evaluate(path, "test", 0, "cpu", progress=False)
+    nats, count = score(make_model(50257), data, "test")
+    assert (run["tokens"], run["bytes"], run["chars"]) == (count, 70, 60) == (17, 70, 60)
+    assert run["nats_per_token"] == pytest.approx(nats / 17) and run["ppl"] == pytest.approx(math.exp(nats / 17))
+    assert run["bpb"] == pytest.approx(nats / math.log(2) / 70) and run["bpc"] == pytest.approx(nats / math.log(2) / 60)
+
+
+def test_the_json_holds_every_promised_key_for_every_checkpoint_in_order(tmp_path, byte_run, capsys):
+    path, model, data = byte_run
+    (tmp_path / "run").mkdir()
+    write_checkpoint(tmp_path / "run/best.pt", make_model(n_layer=1), data)
+    main(["--ckpt", path, "--ckpt", str(tmp_path / "run"), "--split", "val", "--stride", "2", "--json", str(tmp_path / "s.json")])
+    runs = json.loads((tmp_path / "s.json").read_text())["runs"]
+    assert [r["name"] for r in runs] == [path, str(tmp_path / "run")] and all(KEYS <= set(r) for r in runs)
+    assert {r["context"] for r in runs} == {"windows of 8, stride 2"} and {r["split"] for r in runs} == {"val"}
+    nats, count = score(model, data, "val", 2)
+    assert runs[0]["nats_per_token"] == nats / count and runs[0]["tokens"] == runs[0]["bytes"] == count == 23
+    assert runs[0]["params"] == sum(p.numel() for p in model.parameters()) and runs[0]["flops_per_token"] == model.flops_per_token()
+    assert runs[0]["params_non_embedding"] == model.num_params(non_embedding=True) and runs[0]["tokens_per_s"] > 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "s.json")
+
+
+@pytest.mark.parametrize("stride, context", [("0", "disjoint windows of 8"), ("8", "disjoint windows of 8"), ("3", "windows of 8, stride 3")])
+def test_the_context_policy_is_named(byte_run, capsys, stride, context):
+    main(["--ckpt", byte_run[0], "--stride", stride])
+    assert capsys.readouterr().out.splitlines()[0] == f"toy, test: 23 tokens, 23 bytes, 23 characters, each once, in {context}"
+
+
+# ---- nothing but the weights and the data matters ----
+
+def test_scores_are_the_same_each_time_and_whatever_the_training_rng_is(tmp_path):
+    model, data = make_model(dropout=0.5).train(), write_data(tmp_path)
+    torch.manual_seed(1)
+    first, state = score(model, data, "test"), torch.get_rng_state()
+    torch.manual_seed(2)
+    assert score(model, data, "test") == first == score(model.eval(), data, "test")
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), state)  # scoring drew nothing
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_the_model_returns_to_its_mode(tmp_path, mode):
+    model, data = make_model().train(mode), write_data(tmp_path)
+    score(model, data, "test")
+    assert model.training is mode
+    data.separator = 999  # no such token: the forward pass fails
+    with pytest.raises(IndexError):
+        score(model, data, "test")
+    assert model.training is mode
+
+
+def test_no_gradient_is_kept(tmp_path):
+    model = make_model()
+    score(model, write_data(tmp_path), "test")
+    assert all(p.grad is None for p in model.parameters()) and torch.is_grad_enabled()
+
+
+def test_autocast_is_used_and_changes_little(tmp_path):
+    model, data = make_model(spread=3.0), write_data(tmp_path, n=200)
+    plain, low = (score(model, data, "test", autocast=a)[0] for a in (None, torch.autocast("cpu", torch.bfloat16)))
+    assert plain != low and low == pytest.approx(plain, rel=0.02)
+
+
+# ---- the table ----
+
+def fake_run(name, **more):
+    return dict(dict(name=name, dataset="enwik8", split="test", tokens=5000000, bytes=5000000, chars=4978313, context="windows of 1,024, stride 128",
+                     bpb=1.12345, bpc=1.12834, nats_per_token=0.77871, ppl=2.17868, params=124439808, params_non_embedding=123653376,
+                     flops_per_token=8.5e8, tokens_per_s=123456.7), **more)
+
+
+def test_the_table_is_aligned_in_the_order_given_and_fits_120_columns():
+    names = ["out/enwik8_modern_seed3", "out/b/best.pt", "/a/very/long/path/to/some/experiments/folder/seed2/best.pt"]
+    lines = table([fake_run(n, bpb=b, ppl=3.2e9) for n, b in zip(names, (2, 1, 3))]).splitlines()
+    assert len(lines) == 5 and max(map(len, lines)) <= 120 and len(set(map(len, lines[1:]))) == 1
+    assert lines[2].startswith("out/enwik8_modern_seed3 ") and lines[3].startswith("out/b ") and lines[4].startswith("…")
+    assert "folder/seed2 " in lines[4] and [line.split()[1] for line in lines[2:]] == ["2.0000", "1.0000", "3.0000"]
+    for title in evaluate.HEAD[1:]:
+        assert all(line[lines[1].index(title) + len(title) - 1] != " " for line in lines[2:])  # numbers end under their titles
+
+
+def test_what_was_scored_is_said_again_where_it_changes():
+    lines = table([fake_run("a"), fake_run("b"), fake_run("c", dataset="bpe", tokens=9)]).splitlines()
+    assert [line.split(":")[0] for line in lines if "each once" in line] == ["enwik8, test", "bpe, test"]
+    assert [line[0] for line in lines if line and line[0] in "abc" and "each" not in line] == ["a", "b", "c"]
+
+
+# ---- whose data ----
+
+def nanogpt(path, model, **config):
+    args = {k: getattr(model.config, k) for k in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")}
+    torch.save(dict(model={"_orig_mod." + k: v for k, v in model.state_dict().items()}, model_args=args, iter_num=3, config=config), path)
+    return str(path)
+
+
+def test_a_nanogpt_checkpoint_is_scored_on_the_dataset_that_it_names(tmp_path, monkeypatch):
+    data = write_data(tmp_path / "data/toy", "char")
+    monkeypatch.setattr(dataset, "ROOT", tmp_path)
+    model = make_model(len(VOCAB))
+    named, unnamed = nanogpt(tmp_path / "n.pt", model, dataset="toy"), nanogpt(tmp_path / "u.pt", model)
+    want = score(model, data, "test")[0] / 23
+    assert evaluate.evaluate(named, "test", 0, "cpu", progress=False)["nats_per_token"] == pytest.approx(want)
+    assert evaluate.evaluate(unnamed, "test", 0, "cpu", "toy", progress=False)["nats_per_token"] == pytest.approx(want)
+    with pytest.raises(SystemExit, match="u.pt does not say what it was trained on; name it with --dataset$"):
+        main(["--ckpt", unnamed])
+
+
+def test_data_is_found_by_name_where_the_path_of_training_leads_nowhere(tmp_path, monkeypatch):
+    data = write_data(tmp_path / "data/toy")
+    monkeypatch.setattr(dataset, "ROOT", tmp_path)
+    state = dict(meta=data.meta, train=dict(dataset="../elsewhere/toy"))
+    assert evaluate.dataset_of(state, "a.pt").dir == tmp_path / "data/toy"
+    with pytest.raises(dataset.DataError, match="no dataset wrong"):
+        evaluate.dataset_of(state, "a.pt", "wrong")  # what the user names is not replaced
+
+
+def test_another_dataset_of_the_same_vocabulary_can_be_scored(tmp_path, byte_run):
+    other = write_data(tmp_path / "other", n=31, seed=5)
+    run = evaluate.evaluate(byte_run[0], "test", 0, "cpu", str(other.dir), progress=False)
+    assert run["dataset"] == "other" and run["tokens"] == 31
+
+
+# ---- bad input: one line ----
+
+def refusal(args, capsys):
+    """The one line that main() ends with."""
+    with pytest.raises(SystemExit) as e:
+        main(args)
+    assert isinstance(e.value.code, str) and "\n" not in e.value.code and e.value.code.startswith("evaluate: ")
+    assert capsys.readouterr().out == ""
+    return e.value.code
+
+
+@pytest.mark.parametrize("args, line", [
+    (["--split", "dev"], "no split 'dev'; it has train, val, test"),
+    (["--stride", "9"], "stride=9 must be from 1 to block_size=8"),
+    (["--stride", "-1"], "stride=-1 must be from 1 to block_size=8"),
+    (["--ckpt", "nowhere.pt"], "no checkpoint nowhere.pt"),
+    (["--ckpt", "broken.pt"], "broken.pt cannot be read as a checkpoint"),
+    (["--ckpt", "foreign.pt"], "neither nanoHeads' nor nanoGPT's"),
+    (["--ckpt", "nan.pt"], "nan.pt gives nan nats"),
+    (["--dataset", "nothing_like_it"], "no dataset nothing_like_it"),
+    (["--dataset", "other"], "whose vocabulary is not that of other (char, 13)"),
+    (["--json", "no/such/folder.json"], "cannot write into"),
+    (["--json", "."], "is not a file"),
+    (["--json", "pipe"], "is not a file"),
+    (["--device", "gpu"], "device=gpu cannot be used"),
+])
+def test_bad_input_is_one_clear_line(tmp_path, byte_run, capsys, monkeypatch, args, line):
+    path, model, data = byte_run
+    monkeypatch.chdir(tmp_path)
+    Path("broken.pt").write_bytes(Path(path).read_bytes()[:-500])
+    torch.save([1, 2], "foreign.pt")
+    os.mkfifo("pipe")
+    write_data(tmp_path / "other", "char")
+    write_checkpoint("nan.pt", make_model(spread=math.nan), data)
+    assert line in refusal((["--ckpt", path] if "--ckpt" not in args else []) + args, capsys)
+
+
+def test_a_mistake_in_the_last_checkpoint_is_found_before_the_first_is_scored(byte_run, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate, "score", lambda *a, **k: pytest.fail("scored"))
+    assert "no checkpoint" in refusal(["--ckpt", byte_run[0], "--ckpt", "nowhere.pt"], capsys)
+
+
+def test_an_old_json_stays_when_scoring_fails(tmp_path, byte_run, capsys):
+    out = tmp_path / "s.json"
+    out.write_text("old")
+    refusal(["--ckpt", byte_run[0], "--split", "dev", "--json", str(out)], capsys)
+    assert out.read_text() == "old"
+
+
+def test_ctrl_c_prints_the_runs_that_are_done(byte_run, capsys, monkeypatch):
+    calls = []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return score(*args, **kwargs)
+
+    monkeypatch.setattr(evaluate, "score", interrupted)
+    with pytest.raises(SystemExit) as e:
+        main(["--ckpt", byte_run[0], "--ckpt", byte_run[0]])
+    shown = capsys.readouterr()
+    assert e.value.code == 130 and shown.out.count("a.pt") == 1 and shown.err.strip() == "evaluate: interrupted"
+
+
+def test_it_runs_as_a_script_from_anywhere(tmp_path, byte_run):
+    made = subprocess.run([sys.executable, ROOT / "evaluate.py", "--ckpt", byte_run[0]], cwd=tmp_path, capture_output=True, text=True)
+    assert made.returncode == 0 and made.stderr == "" and "bits/byte" in made.stdout
