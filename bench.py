@@ -18,7 +18,6 @@ import math
 import multiprocessing
 import os
 import re
-import resource
 import statistics
 import subprocess
 import sys
@@ -135,19 +134,24 @@ def rounds(contestants, action, args, what):
     return seconds
 
 
-def peak_memory_cpu(make, args):
-    """Peak resident bytes that building and three training steps add, in a process of its own."""
+def peak_memory_cpu(name, args):
+    """Peak resident bytes that building and three training steps add, in a process of its own; None without /proc."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(memory_worker, (make, args))
+        return pool.apply(memory_worker, (name, args))
 
 
-def memory_worker(make, args):
+def memory_worker(name, args):
+    def peak():
+        try:
+            return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+        except OSError:
+            return None
     torch.set_num_threads(args.threads)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    _, step, _ = contestants_of(args)[make]()
+    before = peak()
+    _, step, _ = contestants_of(args)[name]()
     for _ in range(3):
         step(*batch(args))
-    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return None if before is None else peak() - before
 
 
 def batch(args):
@@ -214,7 +218,7 @@ def peak_memory(name, built, x, y, args):
 def table(rows):
     lines = [f"{'work':<7}{'model':<10}{'tokens/s':>12}{'ms':>10}   {'time ratio [95 %]':<24}{'speed':>7}   {'peak memory':>12}  utilisation"]
     for r in rows:
-        memory = f"{r['peak_bytes'] / 2**20:,.0f} MiB" if "peak_bytes" in r else ""
+        memory = f"{r['peak_bytes'] / 2**20:,.0f} MiB" if r.get("peak_bytes") else ""
         share = f"{r['share_of_matmul_rate']:.1%} of the measured rate" if "share_of_matmul_rate" in r else ""
         ratio = f"{r['time_ratio']:.3f} [{r['time_ratio_low']:.3f}, {r['time_ratio_high']:.3f}]"
         lines.append(f"{r['what']:<7}{r['name']:<10}{r['tokens_per_s']:>12,.0f}{r['ms']:>10.3f}   {ratio:<24}{1 / r['time_ratio']:>6.2f}x   {memory:>12}  {share}")

@@ -1,9 +1,9 @@
-"""Checkpoints: written whole or not at all, read without running anybody's code, resumed only as the same run."""
+"""Checkpoints: written whole or not at all, read without running anybody's code, and what a run starts from."""
 
 import os
 import zipfile
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
@@ -70,7 +70,7 @@ def read(path, device="cpu"):
     except torch.OutOfMemoryError:
         raise
     except Exception as e:  # damage shows in many ways, all meaning the same to the reader
-        why = str(e) if type(e) is ValueError else type(e).__name__
+        why = str(e).splitlines()[0][:80] if type(e) is ValueError else type(e).__name__
         raise CheckpointError(f"{path} cannot be read as a checkpoint ({why})") from None
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise CheckpointError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
@@ -112,40 +112,64 @@ def build(state, path, device="cpu", **overrides):
     return model.to(device).eval()
 
 
-# ---- is it the same thing? ----
+# ---- what a run starts from ----
+
+def starting_point(model_config, config, dataset, device):
+    """(model, the state to go on from or None) of a run: out_dir/ckpt.pt, another checkpoint's weights, or a new model.
+
+    Raises CheckpointError when what there is does not fit what is asked for.
+    """
+    last = Path(config.out_dir) / "ckpt.pt"
+    new_run = config.eval_only or not config.resume or not last.is_file()
+    path = last if not new_run else config.init_from or (config.out_dir if config.eval_only else None)
+    if path is None:
+        return GPT(replace(model_config, vocab_size=model_config.vocab_size or dataset.vocab_size)).to(device), None
+    state = read(path, device)
+    same_vocabulary(state, dataset, path)
+    # a model that comes from elsewhere needs no flags: only those that were given can be wrong
+    flags = getattr(model_config, "given", set()) if config.init_from or config.eval_only else {f.name for f in fields(GPTConfig)}
+    # what may change: how it is trained; in a new run also dropout, the data order, and the context if it gets shorter
+    keep = {"checkpoint_activations"} | ({"dropout", "attn_dropout", "seed"} if new_run else set())
+    crop = new_run and "block_size" in flags and model_config.block_size < state["config"].get("block_size", 0)
+    same_model(state, path, model_config, flags - keep - ({"block_size"} if crop else set()))
+    model = build(state, path, device, **{key: getattr(model_config, key) for key in keep})
+    if crop:
+        model.crop_block_size(model_config.block_size)
+    if not new_run:
+        same_run(state, path, config.for_recipe(model.config.recipe), dataset)
+    return model, None if new_run and not config.eval_only else state
+
 
 def same_vocabulary(state, dataset, path):
     """Raise CheckpointError unless the checkpoint's token ids mean what the dataset's do."""
-    meta = state["meta"] or {}
-    for key in ("encoding", "vocab") if meta else ():
-        if meta.get(key) != dataset.meta.get(key):
-            raise CheckpointError(f"{path} was trained on {meta['name']} ({meta['encoding']}, {meta['vocab_size']:,} symbols), "
-                                  f"whose vocabulary is not that of {dataset.meta['name']} ({dataset.meta['encoding']}, {dataset.vocab_size:,})")
-    if (state["config"].get("vocab_size") or 0) < dataset.vocab_size:
-        raise CheckpointError(f"{path} knows {state['config'].get('vocab_size') or 0:,} tokens; {dataset.meta['name']} has {dataset.vocab_size:,}")
+    meta, size, here = state["meta"], state["config"].get("vocab_size") or 0, dataset.meta
+    if meta and any(meta.get(key) != here.get(key) for key in ("encoding", "vocab")):
+        raise CheckpointError(f"{path} was trained on {meta['name']} ({meta['encoding']}, {meta['vocab_size']:,} symbols), "
+                              f"whose vocabulary is not that of {here['name']} ({here['encoding']}, {dataset.vocab_size:,})")
+    if size < dataset.vocab_size:
+        raise CheckpointError(f"{path} knows {size:,} tokens; {here['name']} has {dataset.vocab_size:,}")
 
 
-def same_model(state, path, config, keys):
-    """Raise CheckpointError, naming the flags, unless those of `config` among `keys` are the checkpoint's."""
+def same_model(state, path, config, flags):
+    """Raise CheckpointError, naming the flags, unless those of `config` among `flags` are the checkpoint's."""
     old, new = asdict(config_of(state, path)), asdict(config)
     new["vocab_size"] = new["vocab_size"] or old["vocab_size"]
-    differ = [f"{k}={new[k]!r} is {old[k]!r} there" for k in old if k in keys and new[k] != old[k]]
+    differ = [f"{k}={new[k]!r} here is {old[k]!r} there" for k in old if k in flags and new[k] != old[k]]
     if differ:
-        raise CheckpointError(f"{path} has another model: {'; '.join(differ)}")
+        raise CheckpointError(f"{path} holds another model: {'; '.join(differ)}")
 
 
 def same_run(state, path, config, dataset):
     """Raise CheckpointError unless a run that goes on from `state` as configured is still the same run."""
+    instead = f"to begin a new run with its weights: --init_from={path} and another --out_dir"
     if lacks := sorted(RESUMABLE - set(state)):
-        raise CheckpointError(f"{path} holds no state to go on from ({', '.join(lacks)}); begin a new run with its weights: --init_from={path}")
-    old, new = state["train"], asdict(config)
-    differ = [f"{k}={new[k]!r} is {old[k]!r} there" for k in ("optimizer", "batch_size", "grad_accum") if new[k] != old[k]]
-    if old["batch_size"] * old["grad_accum"] == new["batch_size"] * new["grad_accum"]:
-        differ = [d for d in differ if d.startswith("optimizer")]  # the same batch, in other portions
+        raise CheckpointError(f"{path} holds no state to go on from (no {', '.join(lacks)}); {instead}")
+    old, new = ({**c, "batch_size * grad_accum": c["batch_size"] * c["grad_accum"]} for c in (state["train"], asdict(config)))
+    differ = [f"{k}={new[k]!r} here is {old[k]!r} there" for k in ("optimizer", "batch_size * grad_accum") if new[k] != old[k]]
     if state["meta"]["splits"] != dataset.meta["splits"]:
         differ.append(f"{dataset.dir} holds other data than {state['meta']['name']} did")
     if differ:
-        raise CheckpointError(f"{path} cannot go on as configured: {'; '.join(differ)}; begin a new run with its weights: --init_from={path}")
+        raise CheckpointError(f"{path} cannot go on like this: {'; '.join(differ)}; {instead}")
 
 
 def restore(optimizer, saved, path):
@@ -159,10 +183,17 @@ def restore(optimizer, saved, path):
         group.update(values)
 
 
+def last_save(out_dir):
+    path = Path(out_dir) / "ckpt.pt"
+    return f"the last save is {path}, --resume goes on from it" if path.is_file() else "nothing was saved yet"
+
+
 def pick_device(name):
     """'auto' -> cuda, mps or cpu, whichever is there first; else the name, checked. Raises CheckpointError."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda" and torch.cuda.is_available():
+        return name  # without touching it: under torchrun each process has a GPU of its own
     try:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as e:

@@ -141,7 +141,7 @@ def split_args(argv, keys):
         key, eq, text = arg[2:].partition("=")
         key = key.replace("-", "_")
         if not eq:
-            is_bool = bool in alternatives(keys[key][0]) if key in keys else True
+            is_bool = key in keys and bool in alternatives(keys[key][0])
             takes = rest and not rest[0].startswith("--") and (not is_bool or rest[0].lower() in TRUE + FALSE + NONE)
             text = rest.pop(0) if takes else "True" if is_bool else None
         given.append((key, text))
@@ -170,7 +170,7 @@ def load(classes, argv, doc="", together=None):
         if key not in keys:
             meant, words = nearest(key, keys)
             bad.append(f"{source}: unknown key {key}; {words}")
-            wrong.add(meant)
+            wrong.update([meant] if meant else [])
         elif value is None and read is parse:
             bad.append(f"{source}: --{key} needs a value ({type_name(keys[key][0])})")
             wrong.add(key)

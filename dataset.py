@@ -39,7 +39,8 @@ class Dataset:
         """The split as a read-only memory map, [n]."""
         path = self.dir / f"{split}.bin"
         if split not in self.splits or not path.is_file():
-            raise DataError(f"{self.dir} has no split {split!r}; it has {', '.join(s for s in self.splits if (self.dir / f'{s}.bin').is_file())}")
+            there = [s for s in self.splits if (self.dir / f"{s}.bin").is_file()]
+            raise DataError(f"{self.dir} has no split {split!r}; it has {', '.join(there) or 'none'}")
         want = self.sizes[split][0]
         if path.stat().st_size != want * self.dtype.itemsize or not want:
             raise DataError(f"{path} holds {path.stat().st_size // self.dtype.itemsize:,} tokens where meta.json says {want:,}; "
@@ -61,7 +62,8 @@ def missing(name):
     """One line about a data folder that is not there, with the command that makes it or the nearest name."""
     known = {p.parent.name: "" for p in (ROOT / "data").glob("*/prepare.py")}
     # a second encoding has a folder of its own but no script of its own
-    base, encoding = (re.match(r"(.*)_(byte|char|gpt2)$", Path(name).name) or [None, "", ""])[1:]
+    match = re.match(r"(.*)_(byte|char|gpt2)$", Path(name).name)
+    base, encoding = match.groups() if match else ("", "")
     if base in known:
         known.setdefault(f"{base}_{encoding}", f" --encoding={encoding}")
     close = difflib.get_close_matches(Path(name).name, known, 1, 0.6)

@@ -13,13 +13,13 @@ QUINTICS = ((8.28721, -23.59589, 17.30039), (4.10706, -2.94785, 0.54484), (3.948
 def orthogonalise(G):
     """The nearest semi-orthogonal matrices to G [n, r, c], r <= c, as nearly as Muon needs.
 
-    A step maps X to (aI + bA + cA^2) X with A = XX', which pulls every singular value towards 1. On CUDA
-    in bf16, step by step. Elsewhere in float32 on A alone, X being multiplied once at the end: the same
-    polynomial, with r x r products in place of r x c ones, half the time for an MLP's matrices.
+    A step maps X to (aI + bA + cA^2) X with A = XX', which pulls every singular value towards 1. In bf16
+    on CUDA. Wide matrices elsewhere go in float32 on A alone, and X is multiplied once at the end: the
+    same polynomial in r x r products, half the time for an MLP's matrices.
     """
     X = G.bfloat16() if G.is_cuda else G.float()
     X = X / X.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
-    if G.is_cuda:
+    if G.is_cuda or G.size(-1) < 2 * G.size(-2):
         for a, b, c in QUINTICS:
             A = X @ X.mT
             X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
@@ -96,15 +96,15 @@ def make_optimizers(model, config):
     """
     matrices = model.block_matrices() if config.optimizer == "muon" else []
     taken = {id(p) for p, _ in matrices}
-    groups = {}
+    groups = {}  # by role, not by value: the same groups whatever the rates, so that a resumed run may change them
     for name, p in model.named_parameters():
         if id(p) not in taken:
+            embeds = "wte" in name or "wpe" in name
             decays = p.dim() >= 2 and not getattr(p, "no_decay", False)
-            lr = config.embed_lr if "wte" in name or "wpe" in name else config.lr
-            groups.setdefault((lr, config.weight_decay if decays else 0.0), []).append(p)
+            group = dict(params=[], lr=config.embed_lr if embeds else config.lr, weight_decay=config.weight_decay if decays else 0.0)
+            groups.setdefault((embeds, decays), group)["params"].append(p)
     device = next(model.parameters()).device.type
-    adamw = torch.optim.AdamW([dict(params=ps, lr=lr, weight_decay=wd) for (lr, wd), ps in groups.items()],
-                              betas=(config.beta1, config.beta2), fused=device in ("cuda", "cpu"))
+    adamw = torch.optim.AdamW(list(groups.values()), betas=(config.beta1, config.beta2), fused=device in ("cuda", "cpu"))
     if not matrices:
         return [adamw]
     return [Muon(matrices, config.muon_lr, config.muon_momentum, config.weight_decay), adamw]

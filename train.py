@@ -10,22 +10,17 @@ A run is a folder (out_dir): config.json, log.jsonl, ckpt.pt (last), best.pt (lo
 `python train.py --help` lists every key.
 """
 
-import json
 import math
 import os
-import platform
-import shlex
 import signal
-import subprocess
 import sys
 import time
 import zlib
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Optional
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_, get_total_norm
@@ -33,11 +28,12 @@ from tqdm import tqdm
 
 import checkpoint
 import configurator
-from checkpoint import CheckpointError
+from checkpoint import CheckpointError, last_save
 from dataset import Batches, DataError, Dataset
 from evaluate import bits, score
 from model import GPT, GPTConfig
 from optim import lr_multiplier, make_optimizers
+from runlog import Log, write_config
 
 # What an optimizer means for the keys that were left at None. Muon's were tuned on Shakespeare characters (docs/log.md).
 OPTIMIZERS = {
@@ -80,15 +76,15 @@ class TrainConfig:
     lr_decay_iters: Optional[int] = None  # the step at which the rate is down; None: max_iters
     # ---- evaluation and saving ----
     eval_interval: int = 250             # steps between evaluations
-    eval_tokens: int = 131072            # tokens of train and of val to score each time, evenly spaced; 0: the whole split
+    eval_tokens: int = 131072            # tokens of train and of val to score each time, evenly spaced; 0: all of val, 1M of train
     save_interval: Optional[int] = None  # steps between saves of ckpt.pt; None: at each evaluation
     # ---- logging ----
     log_interval: int = 10               # steps between rows of log.jsonl
     wandb_log: bool = False              # also log to Weights & Biases
-    wandb_project: str = "nanoheads"
+    wandb_project: str = "nanoheads"     # the project that the run is filed under
     wandb_run_name: Optional[str] = None  # None: the name of out_dir
     wandb_mode: str = "online"           # online | offline
-    wandb_tags: Optional[list[str]] = None
+    wandb_tags: Optional[list[str]] = None  # words to find the run by
 
     def for_recipe(self, recipe):
         """A copy in which every key has its value: those left at None follow from the recipe and the optimizer."""
@@ -105,54 +101,48 @@ class TrainConfig:
     def problems(self):
         """Everything that is wrong with this config, as a list of sentences (empty: fine)."""
         bad = []
-        for key, allowed in dict(dtype=("auto", "float32", "bfloat16", "float16"), optimizer=(None, *OPTIMIZERS),
-                                 schedule=(None, "cosine", "trapezoid"), wandb_mode=("online", "offline")).items():
-            if getattr(self, key) not in allowed:
-                bad.append(f"{key}={getattr(self, key)!r} must be one of {', '.join(map(str, allowed))}")
-        for key in ("batch_size", "grad_accum", "max_iters", "eval_interval", "log_interval", "save_interval", "lr_decay_iters",
-                    "lr", "muon_lr", "embed_lr"):
-            if getattr(self, key) is not None and getattr(self, key) <= 0:
-                bad.append(f"{key}={getattr(self, key)} must be positive")
-        for key in ("eval_tokens", "warmup_iters", "weight_decay", "grad_clip", "min_lr"):
-            if (getattr(self, key) or 0) < 0:
-                bad.append(f"{key}={getattr(self, key)} must not be negative")
-        for key in ("beta1", "beta2", "muon_momentum"):
-            if not 0 <= (getattr(self, key) or 0) < 1:
-                bad.append(f"{key}={getattr(self, key)} must be in [0, 1)")
-        if not 0 < self.decay_frac <= 1:
-            bad.append(f"decay_frac={self.decay_frac} must be in (0, 1]")
-        if self.lr and self.min_lr and self.min_lr > self.lr:
-            bad.append(f"min_lr={self.min_lr} must not be above lr={self.lr}")
-        end = "lr_decay_iters" if self.lr_decay_iters else "max_iters"
-        if (self.warmup_iters or 0) >= getattr(self, end) > 0:
-            bad.append(f"warmup_iters={self.warmup_iters} must be below {end}={getattr(self, end)}")
-        if self.resume and self.overwrite:
-            bad.append("resume goes on with what overwrite would remove: give one of them")
-        if self.init_from in ("scratch", "resume"):
-            bad.append(f"init_from={self.init_from!r} is nanoGPT's; here it is {'--resume' if self.init_from == 'resume' else 'left out'}")
+
+        def rule(words, holds, *keys):
+            values = ((key, getattr(self, key)) for key in keys)
+            bad.extend(f"{key}={value!r} must {words}" for key, value in values if value is not None and not holds(value))
+
+        for key, allowed in dict(dtype=("auto", "float32", "bfloat16", "float16"), optimizer=tuple(OPTIMIZERS),
+                                 schedule=("cosine", "trapezoid"), wandb_mode=("online", "offline")).items():
+            rule(f"be one of {', '.join(allowed)}", lambda v: v in allowed, key)
+        rule("be positive", lambda v: v > 0, "batch_size", "grad_accum", "max_iters", "eval_interval", "log_interval", "save_interval",
+             "lr_decay_iters", "lr", "muon_lr", "embed_lr", "decay_frac")
+        rule("not be negative", lambda v: v >= 0, "eval_tokens", "warmup_iters", "weight_decay", "grad_clip", "min_lr", "beta1", "beta2",
+             "muon_momentum")
+        rule("be below 1", lambda v: v < 1, "beta1", "beta2", "muon_momentum")
+        rule("be at most 1", lambda v: v <= 1, "decay_frac")
+        if self.lr is not None:
+            rule(f"not be above lr={self.lr}", lambda v: v <= self.lr, "min_lr")
+        rule(f"be below the end of the schedule at step {self.lr_decay_iters or self.max_iters}",
+             lambda v: v < max(1, self.lr_decay_iters or self.max_iters), "warmup_iters")
+        rule("not be given with resume, which goes on with what it would remove", lambda v: not (v and self.resume), "overwrite")
+        rule("be a checkpoint; to go on with a run there is --resume", lambda v: v not in ("scratch", "resume"), "init_from")
         return bad
 
 
 def conflicts(model_config, config):
     """What is wrong with both configs, the data and the number of ranks taken together, as a list of sentences."""
-    bad, world, known = [], int(os.environ.get("WORLD_SIZE", 1)), config.optimizer in (None, *OPTIMIZERS)
-    rows = config.batch_size * config.grad_accum
-    if rows % world or (config.grad_accum > 1 and config.grad_accum % world):
+    bad, world = [], int(os.environ.get("WORLD_SIZE", 1))
+    if config.batch_size * config.grad_accum % world or (config.grad_accum > 1 and config.grad_accum % world):
         bad.append(f"batch_size={config.batch_size} * grad_accum={config.grad_accum} sequences cannot be shared evenly by {world} ranks")
-    if known:
+    if config.optimizer in (None, *OPTIMIZERS):
         bad += [p for p in config.for_recipe(model_config.recipe).problems() if p not in config.problems()]
     try:
         dataset = Dataset(config.dataset)
     except DataError as e:
-        return bad + [f"dataset={config.dataset}: {e}"]
+        return bad + [str(e)]
     if (model_config.vocab_size or dataset.vocab_size) < dataset.vocab_size:
         bad.append(f"vocab_size={model_config.vocab_size} is smaller than {dataset.meta['name']}'s {dataset.vocab_size:,}")
-    from_checkpoint = config.init_from or config.eval_only  # then block_size is the checkpoint's
-    for split, pieces in () if from_checkpoint or model_config.block_size < 1 else (("train", 2), ("val", 1)):
-        try:
-            dataset.need(split, pieces * model_config.block_size, model_config.block_size)
-        except DataError as e:
-            bad.append(str(e))
+    if not (config.init_from or config.eval_only or model_config.block_size < 1):  # a checkpoint brings a block_size of its own
+        for split, pieces in (("train", 2), ("val", 1)):
+            try:
+                dataset.need(split, pieces * model_config.block_size, model_config.block_size)
+            except DataError as e:
+                bad.append(str(e))
     return bad
 
 
@@ -162,20 +152,17 @@ class TrainError(Exception):
 
 # ---- small helpers ----
 
-def find_ranks(device):
-    """(rank, world, local device) from torchrun's environment, after joining its process group."""
+def find_ranks(name):
+    """(rank, world, device) of this process: from torchrun's environment, after joining its process group, or alone."""
+    device, local = checkpoint.pick_device(name), int(os.environ.get("LOCAL_RANK", 0))
     if "RANK" not in os.environ:
         return 0, 1, device
-    if device == "mps":
-        raise TrainError("torchrun needs cuda or cpu: give --device=cpu, or leave torchrun out")
+    if device == "mps" or device == "cuda" and local >= torch.cuda.device_count():
+        raise TrainError(f"torchrun started more processes than there are GPUs ({torch.cuda.device_count()}): fewer, or --device=cpu")
     if device == "cuda":
-        local = int(os.environ["LOCAL_RANK"])
-        if local >= torch.cuda.device_count():
-            raise TrainError(f"torchrun started more processes than there are GPUs ({torch.cuda.device_count()}) on this machine")
         device = f"cuda:{local}"
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        dist.init_process_group(dist.get_default_backend_for_device(device))
+    dist.init_process_group(dist.get_default_backend_for_device(device))
     return dist.get_rank(), dist.get_world_size(), device
 
 
@@ -192,23 +179,8 @@ def seed_step(kind, *key):
     """Make all randomness of a step a function of `key`, so that a resumed run draws the same dropout masks."""
     seed = zlib.crc32(repr(key).encode())
     torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every backend there is, and takes 0.1 ms
-    if kind in ("cuda", "mps"):
+    if kind != "cpu":
         getattr(torch, kind).manual_seed(seed)
-
-
-def describe(model_config, config, step, path):
-    """What config.json (at `path`) holds: both configs, what it takes to run this again, and every launch so far."""
-    commit = None
-    with suppress(OSError):  # no git on this machine
-        commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], cwd=configurator.ROOT,
-                                capture_output=True, text=True).stdout.strip() or None
-    launch = dict(step=step, command=shlex.join(["python", *sys.argv]), commit=commit,
-                  versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__))
-    before = []
-    if step:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            before = json.loads(path.read_text())["launches"]
-    return dict(model=asdict(model_config), train=asdict(config), **launch, launches=[*before, launch])
 
 
 class StopSignal:
@@ -225,89 +197,6 @@ class StopSignal:
             signal.signal(number, signal.SIG_DFL)
 
 
-class Log:
-    """log.jsonl, one row a line, and Weights & Biases when asked; a failure there is said once and stops nothing."""
-
-    def __init__(self, config, details, run_id, out_dir, closing):
-        self.path, self.run = out_dir / "log.jsonl", None
-        self.file = closing.enter_context(open(self.path, "ab", buffering=0))  # a row is in the file or was refused
-        if config.wandb_log:
-            self.attempt(lambda: self.start_wandb(config, details, run_id, out_dir))
-            closing.callback(lambda: self.run and self.attempt(self.run.finish))
-
-    def start_wandb(self, config, details, run_id, out_dir):
-        import wandb  # only here: an optional dependency
-        self.run = wandb.init(project=config.wandb_project, name=config.wandb_run_name or out_dir.resolve().name, id=run_id,
-                              resume="allow", config=details, mode=config.wandb_mode, tags=config.wandb_tags, dir=str(out_dir))
-        code = wandb.Artifact(f"code-{run_id}", type="code")
-        for path in [*sorted(configurator.ROOT.glob("*.py")), out_dir / "config.json"]:
-            code.add_file(str(path))
-        self.run.log_artifact(code)
-
-    def attempt(self, action):
-        try:
-            action()
-        except Exception as e:  # a network, a login or a disk quota must not cost a training run
-            self.run = None
-            tqdm.write(f"wandb: {' '.join(f'{type(e).__name__}: {e}'.split())[:200]}; training goes on without it", file=sys.stderr)
-
-    def write(self, row):
-        row = {k: v if math.isfinite(v) else None for k, v in row.items()}  # JSON has no NaN
-        try:
-            self.file.write((json.dumps(row) + "\n").encode())
-        except OSError as e:
-            raise TrainError(f"could not write {self.path} ({e.strerror}); {last_save(self.path.parent)}")
-        if self.run:
-            self.attempt(lambda: self.run.log({k: v for k, v in row.items() if k != "step"}, step=row["step"]))
-
-
-def cut_log(path, step, evaluated):
-    """Keep the rows of log.jsonl up to `step` and the evaluations up to `evaluated`: the others are about to be written again."""
-    rows = []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-        with suppress(ValueError, KeyError, TypeError):  # a line that was half-written when the process died
-            row = json.loads(line)
-            if row["step"] <= (evaluated if "val_loss" in row else step):
-                rows.append(line + "\n")
-    checkpoint.write_atomic(path, lambda f: f.write("".join(rows).encode()))
-
-
-def last_save(out_dir):
-    path = out_dir / "ckpt.pt"
-    return f"the last save is {path}, --resume goes on from it" if path.is_file() else "nothing was saved yet"
-
-
-def starting_point(model_config, config, dataset, out_dir, device):
-    """(model, state to resume or None, config with every value): from ckpt.pt, from a checkpoint's weights, or new."""
-    resume = config.resume and not config.eval_only and (out_dir / "ckpt.pt").is_file()
-    path = out_dir / "ckpt.pt" if resume else config.init_from or (out_dir if config.eval_only else None)
-    if path is None:
-        model = GPT(replace(model_config, vocab_size=model_config.vocab_size or dataset.vocab_size))
-        return model.to(device), None, config.for_recipe(model.config.recipe)
-    state = checkpoint.read(path, device)
-    checkpoint.same_vocabulary(state, dataset, path)
-    # what may differ: how it is trained on; in a new run also a shorter context
-    free = {"checkpoint_activations"} if resume else {"checkpoint_activations", "dropout", "attn_dropout", "seed", "block_size"}
-    # a checkpoint's model needs no flags: then only those that were given can be wrong
-    flags = getattr(model_config, "given", set()) if config.init_from or config.eval_only else {f.name for f in fields(GPTConfig)}
-    checkpoint.same_model(state, path, model_config, flags - free)
-    keep = {key: getattr(model_config, key) for key in free - {"block_size"}}
-    model = checkpoint.build(state, path, device, **keep)
-    if not resume and "block_size" in flags and model_config.block_size != model.config.block_size:
-        if model_config.block_size > model.config.block_size:
-            raise CheckpointError(f"{path} has block_size={model.config.block_size}, which can be made shorter, not {model_config.block_size}")
-        model.crop_block_size(model_config.block_size)
-    config = config.for_recipe(model.config.recipe)
-    if resume:
-        checkpoint.same_run(state, path, config, dataset)
-    return model, state if resume or config.eval_only else None, config
-
-
-def train_line(row):
-    return (f"step {row['step']:>7,}   loss  {row['loss']:.4f}   lr {row['lr']:.2e}   {row['tokens_per_s']:>9,.0f} tokens/s   "
-            f"{row['elapsed_s']:,.1f} s")
-
-
 def eval_line(row):
     return (f"step {row['step']:>7,}   train {row['train_loss']:.4f}   val {row['val_loss']:.4f} nats/token   "
             f"val {row['val_bpb']:.4f} bits/byte   {row['elapsed_s']:,.1f} s")
@@ -322,7 +211,7 @@ def train(model_config, config):
 
 
 def run(model_config, config, closing):
-    rank, world, device = find_ranks(checkpoint.pick_device(config.device))
+    rank, world, device = find_ranks(config.device)
     main_rank, kind, out_dir = rank == 0, torch.device(device).type, Path(config.out_dir)
 
     def say(text):
@@ -330,11 +219,13 @@ def run(model_config, config, closing):
             tqdm.write(text)
             sys.stdout.flush()  # into a file or a pipe, too, line by line
 
-    if not (config.eval_only or config.resume or config.overwrite) and any((out_dir / n).is_file() for n in ("ckpt.pt", "best.pt")):
-        raise TrainError(f"{out_dir} already holds a run; go on with --resume, start over with --overwrite, or choose another --out_dir")
+    there = [name for name in ("ckpt.pt", "best.pt") if (out_dir / name).is_file()]
+    if there and not (config.eval_only or config.overwrite or (config.resume and "ckpt.pt" in there)):
+        how = "go on with --resume" if "ckpt.pt" in there else f"take its weights with --init_from={out_dir / 'best.pt'}"
+        raise TrainError(f"{out_dir} already holds a run; {how}, start over with --overwrite, or choose another --out_dir")
     dataset = Dataset(config.dataset)
-    raw, state, config = starting_point(model_config, config, dataset, out_dir, device)  # `raw`: never compiled or wrapped
-    model_config = raw.config
+    raw, state = checkpoint.starting_point(model_config, config, dataset, device)  # `raw`: never compiled, never wrapped
+    model_config, config = raw.config, config.for_recipe(raw.config.recipe)
     tokens_per_step = config.batch_size * config.grad_accum * model_config.block_size
     step, best, elapsed, run_id, last = 0, math.inf, 0.0, os.urandom(4).hex(), dict(step=-1)
     if state:
@@ -369,13 +260,14 @@ def run(model_config, config, closing):
 
     batches = Batches(dataset, "train", model_config.block_size, config.batch_size * config.grad_accum, model_config.seed)
     micro_steps = max(1, config.grad_accum // world)
-    raw.train()
+    params = list(raw.train().parameters())
     optimizers = make_optimizers(raw, config)
     peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     if state:
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             checkpoint.restore(optimizer, saved, out_dir / "ckpt.pt")
-        scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:  # empty when dtype was another one
+            scaler.load_state_dict(state["scaler"])
         for key in sorted(set(asdict(config)) - {"resume", "overwrite", "init_from"}):
             if getattr(config, key) != state["train"].get(key):
                 say(f"changed since the last save: {key}={getattr(config, key)}, was {state['train'].get(key)}")
@@ -388,21 +280,21 @@ def run(model_config, config, closing):
     log = None
     if main_rank:
         out_dir.mkdir(parents=True, exist_ok=True)
-        if not step:
-            for name in ("ckpt.pt", "best.pt"):  # of the run that overwrite gives up
-                (out_dir / name).unlink(missing_ok=True)
-        details = describe(model_config, config, step, out_dir / "config.json")
-        checkpoint.write_atomic(out_dir / "config.json", lambda f: f.write(json.dumps(details, indent=1).encode()))
-        cut_log(out_dir / "log.jsonl", step or -1, last["step"])
-        log = Log(config, details, run_id, out_dir, closing)
+        for name in there if config.overwrite else ():
+            (out_dir / name).unlink()
+        details = write_config(out_dir / "config.json", model_config, config, step)
+        log = Log(out_dir, step or -1, last["step"], closing)
+        if config.wandb_log:
+            log.start_wandb(config, details, run_id, closing)
     say(f"{model_config.recipe}: {raw.num_params():,} parameters, {tokens_per_step:,} tokens a step, {kind} {dtype} x {world}, "
         + (f"going on at step {step:,} of {config.max_iters:,}" if step else f"{config.max_iters:,} steps") + f" in {out_dir}")
 
     def save(name, full=True):
         if not main_rank:
             return
-        if not get_total_norm([p.detach() for p in raw.parameters()]).isfinite():
-            raise TrainError(f"the weights are no longer finite at step {step}, not saved; {last_save(out_dir)}, with a lower lr or muon_lr")
+        if not get_total_norm([p.detach() for p in params]).isfinite():
+            raise TrainError(f"the weights are no longer finite at step {step}, not saved; {last_save(out_dir)}, "
+                             "with a lower lr or muon_lr")
         content = dict(model=raw.state_dict(), config=asdict(model_config), meta=dataset.meta, dataset=config.dataset,
                        train=asdict(config), step=step, best_val_loss=best, elapsed_s=elapsed, run_id=run_id, last_eval=last)
         if full:
@@ -446,7 +338,7 @@ def run(model_config, config, closing):
         for micro, (xm, ym) in enumerate(zip(x.chunk(micro_steps), y.chunk(micro_steps))):
             with autocast, (nullcontext() if world == 1 or micro == micro_steps - 1 else model.no_sync()):
                 out = model(xm, ym)
-                scaler.scale(sum(out.aux.values(), out.loss) / micro_steps).backward()
+            scaler.scale(sum(out.aux.values(), out.loss) / micro_steps).backward()
             loss = loss + out.loss.detach() / micro_steps
             for name, term in out.aux.items():
                 aux[f"aux/{name}"] = aux.get(f"aux/{name}", 0.0) + term.detach() / micro_steps
@@ -455,7 +347,7 @@ def run(model_config, config, closing):
         if config.grad_clip:
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
-            norm = clip_grad_norm_(raw.parameters(), config.grad_clip)
+            norm = clip_grad_norm_(params, config.grad_clip)
         # one look at the device and one exchange tell every rank the means, and whether any of them was asked to stop
         seen = {"loss": loss, **aux, **({} if norm is None else {"grad_norm": norm})}
         values = [v / world for v in torch.stack(list(seen.values())).tolist()]
@@ -487,7 +379,7 @@ def run(model_config, config, closing):
             bar.set_postfix(shown, refresh=False)
             if bar.disable and now - spoke > 10:  # a file or a pipe gets a line now and then instead of the bar
                 spoke = now
-                say(train_line(row))
+                say(f"step {step:>7,}   loss  {row['loss']:.4f}   lr {row['lr']:.2e}   {speed:>10,.0f} tokens/s   {elapsed:,.1f} s")
         bar.update(1)
         if stopping or (step % config.save_interval == 0 and step < config.max_iters):
             save("ckpt.pt")
@@ -509,7 +401,7 @@ def main(argv=None):
     except OSError as e:
         problem = f"{e.filename or 'input or output'}: {e.strerror or e}"
     except (RuntimeError, MemoryError) as e:
-        if isinstance(e, MemoryError) or "out of memory" in str(e) or "can't allocate memory" in str(e):
+        if isinstance(e, MemoryError) or any(s in str(e) for s in ("out of memory", "can't allocate memory", "ALLOC_FAILED")):
             problem = ("out of memory; lower batch_size (and raise grad_accum to keep the batch) or block_size, "
                        "or set checkpoint_activations=True")
         elif type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):

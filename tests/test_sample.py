@@ -294,13 +294,12 @@ def test_a_bad_checkpoint_is_one_clear_line(tmp_path, capsys, content, line):
     assert line in refusal(["--ckpt", str(path)], capsys)
 
 
-def test_damaged_weights_and_extreme_settings_are_one_clear_line(tmp_path, ckpt, capsys):
+def test_damaged_weights_are_one_clear_line(tmp_path, ckpt, capsys):
     state = torch.load(ckpt, weights_only=True)
     state["model"]["lm_head.weight"].fill_(float("nan"))
     torch.save(state, tmp_path / "nan.pt")
-    for args in (["--ckpt", str(tmp_path / "nan.pt")], ["--ckpt", ckpt, "--temperature", "1e-42"]):
-        with pytest.raises(SystemExit, match="sample: the probabilities are not numbers"):
-            main(args)
+    with pytest.raises(SystemExit, match="sample: the probabilities are not numbers"):
+        main(["--ckpt", str(tmp_path / "nan.pt")])
 
 
 # ---- as a process ----

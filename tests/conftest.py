@@ -1,0 +1,50 @@
+"""What all tests share: the repository on the path, one thread, and a tiny data folder."""
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from data.common import Writer  # noqa: E402
+from tokenizer import Tokenizer  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+def write_dataset(folder, splits, encoding="byte", vocab=None):
+    """A data folder as a prepare script writes it, from {split: bytes}."""
+    tokenizer = Tokenizer(encoding, vocab)
+    with Writer(SimpleNamespace(out=folder, name=folder.name), tokenizer, {"file": "made up"}) as writer:
+        for split, text in splits.items():
+            writer.add_pieces(split, [text])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def bytes_data(tmp_path_factory):
+    """A byte dataset: 20,000 bytes of easily learnt text to train on, 2,000 to validate, 1,000 to test."""
+    text = b"".join(b"%d plus %d is %d.\n" % (i % 13, i % 7, i % 13 + i % 7) for i in range(2000))
+    folder = tmp_path_factory.mktemp("data") / "sums"
+    return write_dataset(folder, {"train": text[:20000], "val": text[20000:22000], "test": text[22000:23000]})
+
+
+@pytest.fixture(scope="session")
+def chars_data(tmp_path_factory):
+    """A char dataset with a vocabulary of ten symbols."""
+    text = "".join("abcdefgh \n"[i * i % 10] for i in range(2000))
+    folder = tmp_path_factory.mktemp("data") / "letters"
+    return write_dataset(folder, {"train": text[:1500], "val": text[1500:1800], "test": text[1800:]}, "char", sorted(set("abcdefgh \n")))
+
+
+@pytest.fixture
+def rows():
+    """rows(run folder) -> (training rows, evaluation rows) of its log.jsonl."""
+    def read(out):
+        every = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
+        return [r for r in every if "loss" in r], [r for r in every if "val_loss" in r]
+    return read

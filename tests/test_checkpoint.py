@@ -1,0 +1,294 @@
+"""Checkpoints: whole or not at all, foreign ones read or refused in one line, resumed only as the same run."""
+import io
+import os
+import pickle
+import resource
+import signal
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoint
+from checkpoint import CheckpointError
+from dataset import Dataset
+from model import GPT, GPTConfig
+from train import TrainConfig
+
+TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=256)
+
+
+def line(action, *args, **kw):
+    with pytest.raises(CheckpointError) as e:
+        action(*args, **kw)
+    assert len(str(e.value).splitlines()) == 1 and len(str(e.value)) < 500
+    return str(e.value)
+
+
+@pytest.fixture
+def state(bytes_data):
+    """What train.py saves, in little."""
+    config = GPTConfig(**TINY)
+    return dict(model=GPT(config).state_dict(), config=vars(config).copy(), meta=Dataset(bytes_data).meta, step=3)
+
+
+@pytest.fixture
+def saved(state, tmp_path):
+    checkpoint.save(tmp_path / "ckpt.pt", state)
+    return tmp_path / "ckpt.pt"
+
+
+@pytest.fixture
+def limit():
+    """limit(n): no file may grow beyond n bytes, as if the disk were full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda n: resource.setrlimit(resource.RLIMIT_FSIZE, (n, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# ---- writing ----
+
+def test_a_checkpoint_comes_back_as_it_was(state, saved):
+    back = checkpoint.read(saved)
+    assert back.keys() == state.keys() and back["config"] == state["config"] and back["meta"] == state["meta"]
+    assert all(torch.equal(back["model"][k], v) for k, v in state["model"].items())
+    assert os.listdir(saved.parent) == ["ckpt.pt"]
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_previous_checkpoint_intact(state, saved, limit):
+    before = saved.read_bytes()
+    limit(len(before) // 2)
+    said = line(checkpoint.save, saved, {**state, "step": 4})
+    assert "could not write" in said and "File too large" in said and "the previous one is intact" in said
+    limit(resource.RLIM_INFINITY)
+    assert saved.read_bytes() == before and os.listdir(saved.parent) == ["ckpt.pt"]
+
+
+def test_a_full_disk_at_the_first_save_leaves_nothing(state, tmp_path, limit):
+    limit(1000)
+    assert "there is no previous one" in line(checkpoint.save, tmp_path / "ckpt.pt", state)
+    limit(resource.RLIM_INFINITY)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_is_wrong_in_the_state_is_not_called_a_full_disk(tmp_path):
+    with pytest.raises(Exception) as e:
+        checkpoint.save(tmp_path / "ckpt.pt", {"f": lambda: 0})
+    assert not isinstance(e.value, CheckpointError)
+
+
+def test_content_reaches_the_disk_before_the_name_does(state, saved, monkeypatch):
+    calls, fsync, rename = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda f: (calls.append("fsync"), fsync(f)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("rename"), rename(a, b)))
+    checkpoint.save(saved, state)
+    assert calls == ["fsync", "rename", "fsync"], "content, name, folder"
+
+
+@pytest.mark.parametrize("moment", ["before writing", "half-written", "written, not renamed"])
+def test_killing_the_writer_at_any_moment_leaves_the_old_file_or_the_new_one(state, saved, moment):
+    new = io.BytesIO()
+    torch.save({**state, "step": 4}, new)
+    child = os.fork()
+    if child == 0:
+        def write(f):
+            f.write(new.getvalue()[:dict(zip(("b", "h"), (0, 5000))).get(moment[0])])
+            f.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        checkpoint.write_atomic(saved, write)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert checkpoint.read(saved)["step"] == 3
+    checkpoint.save(saved, {**state, "step": 4})  # what was left behind is in nobody's way
+    assert checkpoint.read(saved)["step"] == 4 and os.listdir(saved.parent) == ["ckpt.pt"]
+
+
+# ---- reading ----
+
+def test_a_run_folder_means_its_best_checkpoint(state, saved):
+    assert checkpoint.read(saved.parent)["step"] == 3
+    checkpoint.save(saved.with_name("best.pt"), {**state, "step": 2})
+    assert checkpoint.read(saved.parent)["step"] == 2
+
+
+def test_a_missing_checkpoint_is_one_line(tmp_path):
+    assert line(checkpoint.read, tmp_path / "no.pt") == f"no checkpoint {tmp_path / 'no.pt'}"
+    assert line(checkpoint.read, tmp_path).endswith("ckpt.pt")
+
+
+@pytest.mark.parametrize("keep", [0, 10, 0.5, -1])
+def test_a_truncated_checkpoint_is_one_line(saved, keep):
+    whole = saved.read_bytes()
+    saved.write_bytes(whole[:int(keep * len(whole)) if isinstance(keep, float) else keep])
+    assert "cannot be read as a checkpoint" in line(checkpoint.read, saved)
+
+
+@pytest.mark.parametrize("where", [0.001, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999])
+def test_one_damaged_byte_is_noticed(saved, where):
+    damaged = bytearray(saved.read_bytes())
+    with zipfile.ZipFile(saved) as z:  # where it matters: the content of an entry
+        at = int(where * len(damaged))
+        inside = [i for i in z.infolist() if i.header_offset + 128 <= at < i.header_offset + 64 + i.file_size]
+    damaged[at] ^= 0xFF
+    saved.write_bytes(damaged)
+    try:
+        checkpoint.read(saved)
+        assert not inside
+    except CheckpointError as e:
+        assert "cannot be read as a checkpoint" in str(e)
+
+
+def test_a_damaged_weight_is_noticed(state, saved):
+    content = saved.read_bytes()
+    at = content.index(state["model"]["transformer.wte.weight"].numpy().tobytes()[:64])
+    saved.write_bytes(content[:at + 9] + bytes([content[at + 9] ^ 1]) + content[at + 10:])
+    assert "damaged in " in line(checkpoint.read, saved)
+
+
+@pytest.mark.parametrize("content", ["text", "pickle", "zip", "tensor", "list", "dict", "weights alone", "config of another kind"])
+def test_a_foreign_file_is_one_line(saved, state, content):
+    if content == "text":
+        saved.write_text("not a checkpoint\n" * 100)
+    elif content == "pickle":
+        saved.write_bytes(pickle.dumps({"model": {}, "config": {}, "meta": None}))
+    elif content == "zip":
+        with zipfile.ZipFile(saved, "w") as z:
+            z.writestr("readme", "hello")
+    else:
+        torch.save({"tensor": torch.zeros(3), "list": [1], "dict": {"a": 1}, "weights alone": state["model"],
+                    "config of another kind": {**state, "config": ["n_layer"]}}[content], saved)
+    said = line(checkpoint.read, saved)
+    assert "cannot be read as a checkpoint" in said or "neither nanoHeads' nor nanoGPT's" in said
+
+
+class Attack:
+    def __reduce__(self):
+        return os.mkdir, ("attacked",)
+
+
+def test_reading_a_checkpoint_runs_nobodys_code(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {}, "config": {}, "meta": Attack()}, "ckpt.pt")
+    assert "cannot be read" in line(checkpoint.read, "ckpt.pt")
+    assert not Path("attacked").exists()
+
+
+def test_running_out_of_memory_is_not_called_damage(saved, monkeypatch):
+    def load(*args, **kw):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(torch.OutOfMemoryError):
+        checkpoint.read(saved)
+
+
+# ---- nanoGPT's ----
+
+def nanogpt_state(bias=False, prefix="", old_masks=False):
+    """A checkpoint as nanoGPT writes it, with the weights of a model of ours, and that model."""
+    ours = GPT(GPTConfig(**TINY, bias=bias, dropout=0.2, seed=3)).eval()
+    weights = {prefix + k: v for k, v in ours.state_dict().items()}
+    if old_masks:
+        weights |= {f"{prefix}transformer.h.{i}.attn.bias": torch.ones(1, 1, 16, 16).tril() for i in range(2)}
+    args = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, bias=bias, vocab_size=256, dropout=0.2)
+    optimizer = torch.optim.AdamW(ours.parameters()).state_dict()
+    return dict(model=weights, optimizer=optimizer, model_args=args, iter_num=70, best_val_loss=torch.tensor(1.5),
+                config=dict(dataset="sums", learning_rate=1e-3, compile=True)), ours
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_nanogpts_checkpoints_are_read(tmp_path, bias, prefix):
+    theirs, ours = nanogpt_state(bias, prefix, old_masks=True)
+    torch.save(theirs, tmp_path / "ckpt.pt")
+    state = checkpoint.read(tmp_path / "ckpt.pt")
+    assert (state["step"], state["dataset"], state["meta"]) == (70, "sums", None)
+    model = checkpoint.build(state, "ckpt.pt")
+    x = torch.arange(16)[None]
+    assert torch.equal(model(x).logits, ours(x).logits) and model.config.dropout == 0.2
+
+
+def test_an_incomplete_nanogpt_checkpoint_is_one_line(tmp_path):
+    theirs, _ = nanogpt_state()
+    del theirs["model_args"]["vocab_size"], theirs["model"]["transformer.ln_f.weight"]
+    torch.save(theirs, tmp_path / "ckpt.pt")
+    state = checkpoint.read(tmp_path / "ckpt.pt")
+    assert "do not fit its config" in line(checkpoint.build, state, "ckpt.pt")
+
+
+# ---- building ----
+
+def test_flags_that_a_checkpoint_does_not_know_take_their_defaults(state):
+    del state["config"]["softcap"], state["config"]["checkpoint_activations"]
+    assert checkpoint.build(state, "x").config == GPTConfig(**TINY)
+
+
+def test_a_checkpoint_of_a_newer_version_is_one_line(state):
+    state["config"]["flux"] = 3
+    assert line(checkpoint.build, state, "x.pt") == "x.pt was written by a newer version: unknown flags flux"
+
+
+@pytest.mark.parametrize("change", [dict(n_layer=3), dict(n_embd=15), dict(n_embd="wide"), dict(vocab_size=None), dict(pos="rope")])
+def test_weights_that_do_not_fit_the_config_are_one_line(state, change):
+    state["config"].update(change)
+    assert line(checkpoint.build, state, "x.pt").startswith("x.pt: its ")
+
+
+def test_a_vocabulary_that_means_something_else_is_one_line(state, chars_data, bytes_data):
+    checkpoint.same_vocabulary(state, Dataset(bytes_data), "x.pt")
+    assert line(checkpoint.same_vocabulary, state, Dataset(chars_data), "x.pt") == (
+        "x.pt was trained on sums (byte, 256 symbols), whose vocabulary is not that of letters (char, 10)")
+    state["meta"] = None  # nanoGPT's: only the size can be compared
+    checkpoint.same_vocabulary(state, Dataset(chars_data), "x.pt")
+    state["config"]["vocab_size"] = 9
+    assert line(checkpoint.same_vocabulary, state, Dataset(chars_data), "x.pt") == "x.pt knows 9 tokens; letters has 10"
+
+
+# ---- where a run starts ----
+
+def test_an_optimizer_keeps_its_moments_and_takes_the_new_rates():
+    p = torch.nn.Parameter(torch.ones(3))
+    old, new = torch.optim.AdamW([p], lr=1.0, weight_decay=0.1), torch.optim.AdamW([p], lr=2.0, weight_decay=0.3)
+    p.grad = torch.ones(3)
+    old.step()
+    checkpoint.restore(new, old.state_dict(), "x.pt")
+    assert (new.param_groups[0]["lr"], new.param_groups[0]["weight_decay"]) == (2.0, 0.3)
+    assert torch.equal(new.state[p]["exp_avg"], old.state[p]["exp_avg"])
+
+
+def test_an_optimizer_state_that_does_not_fit_is_one_line():
+    old = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
+    new = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))])
+    assert "does not fit this config" in line(checkpoint.restore, new, old.state_dict(), "x.pt")
+
+
+def test_resuming_with_changed_model_flags_names_them_all(state):
+    checkpoint.same_model(state, "x.pt", replace(GPTConfig(**TINY), vocab_size=None), set(TINY))
+    said = line(checkpoint.same_model, state, "x.pt", GPTConfig(**{**TINY, "n_layer": 3, "n_head": 4}), {"n_layer", "n_head", "dropout"})
+    assert said == "x.pt holds another model: n_layer=3 here is 2 there; n_head=4 here is 2 there"
+    assert "qk_norm" in line(checkpoint.same_model, state, "x.pt", GPTConfig(**TINY, qk_norm=True), set(state["config"]))
+
+
+def test_a_flag_that_the_checkpoint_does_not_know_yet_counts_as_its_default(state):
+    del state["config"]["softcap"]
+    checkpoint.same_model(state, "x.pt", GPTConfig(**TINY), {"softcap"})
+    assert "softcap=5.0 here is 0.0 there" in line(checkpoint.same_model, state, "x.pt", GPTConfig(**TINY, softcap=5.0), {"softcap"})
+
+
+def test_a_checkpoint_without_a_state_to_go_on_from_is_one_line(state, bytes_data):
+    said = line(checkpoint.same_run, state, "best.pt", TrainConfig().for_recipe("gpt2"), Dataset(bytes_data))
+    assert "best.pt holds no state to go on from" in said and "--init_from=best.pt" in said
+
+
+@pytest.mark.parametrize("name", ["cpu:x", "gpu", "cuda:99"])
+def test_a_device_that_is_not_there_is_one_line(name):
+    if name == "cuda:99" and torch.cuda.device_count() > 99:
+        pytest.skip("it is there")
+    assert f"device={name} cannot be used" in line(checkpoint.pick_device, name)
+
+
+def test_the_device_is_detected():
+    there = [name for name, kind in (("cuda", torch.cuda), ("mps", torch.backends.mps)) if kind.is_available()]
+    assert checkpoint.pick_device("auto") == [*there, "cpu"][0]
+    assert checkpoint.pick_device("cpu") == "cpu"

@@ -1,0 +1,184 @@
+"""Data folders and the order in which training reads them."""
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import dataset
+from data import sources
+from dataset import Batches, DataError, Dataset
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def copy(bytes_data, tmp_path):
+    """A copy of the byte dataset, to be damaged."""
+    return Path(shutil.copytree(bytes_data, tmp_path / "copy"))
+
+
+def line(action):
+    with pytest.raises(DataError) as e:
+        action()
+    assert len(str(e.value).splitlines()) == 1
+    return str(e.value)
+
+
+def pieces_of(batches, steps):
+    return [(s, s + batches.block_size) for step in steps for s in batches.starts(step)]
+
+
+# ---- folders ----
+
+def test_a_split_is_a_read_only_memory_map(bytes_data):
+    tokens = Dataset(bytes_data).tokens("train")
+    assert isinstance(tokens, np.memmap) and len(tokens) == 20000 and not tokens.flags.writeable
+    assert Dataset(bytes_data).bytes_per_token("val") == 1.0
+
+
+def test_one_error_class_covers_all_data():
+    assert DataError is sources.DataError
+
+
+def test_a_dataset_that_is_not_prepared_names_the_command(tmp_path, monkeypatch):
+    for name in ("enwik8_char", "wikitext9"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "prepare.py").touch()
+    monkeypatch.setattr(dataset, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert line(lambda: Dataset("wikitext9")) == "dataset wikitext9 is not prepared; run: python data/wikitext9/prepare.py"
+    assert line(lambda: Dataset("data/wikitext9")).endswith("run: python data/wikitext9/prepare.py")
+    assert line(lambda: Dataset("wikitext9_byte")).endswith("run: python data/wikitext9/prepare.py --encoding=byte")
+    assert line(lambda: Dataset("enwik8_char")).endswith("run: python data/enwik8_char/prepare.py")
+    assert line(lambda: Dataset("wikitxt9")) == "no dataset wikitxt9; did you mean wikitext9?"
+    assert line(lambda: Dataset("zzz")) == "no dataset zzz: neither a folder with a meta.json nor one of enwik8_char, wikitext9"
+
+
+def without_counts(folder):
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, "splits": {"train": 3}}))
+
+
+@pytest.mark.parametrize("damage,words", [
+    (lambda d: (d / "meta.json").write_text("{"), "is not what a prepare script writes"),
+    (lambda d: (d / "meta.json").write_text("[]"), "is not what a prepare script writes"),
+    (without_counts, "is not what a prepare script writes"),
+    (lambda d: (d / "train.bin").write_bytes(b"abc"), "train.bin holds 3 tokens where meta.json says 20,000"),
+    (lambda d: (d / "train.bin").write_bytes(b""), "train.bin holds 0 tokens"),
+    (lambda d: (d / "train.bin").unlink(), "has no split 'train'; it has val, test"),
+])
+def test_a_damaged_folder_is_one_line(copy, damage, words):
+    damage(copy)
+    assert words in line(lambda: Dataset(copy).tokens("train"))
+
+
+def test_a_token_outside_the_vocabulary_is_one_line(chars_data, tmp_path):
+    folder = Path(shutil.copytree(chars_data, tmp_path / "copy"))
+    np.full(1500, 99, "<u2").tofile(folder / "train.bin")
+    assert "holds the token 99, and the vocabulary ends at 9" in line(lambda: Batches(Dataset(folder), "train", 16, 4, 0)(0))
+
+
+# ---- batches ----
+
+def test_the_batch_is_a_function_of_seed_and_step(bytes_data):
+    d = Dataset(bytes_data)
+    a, b, other = (Batches(d, "train", 16, 8, seed) for seed in (1, 1, 2))
+    forward = [a(step) for step in range(20)]
+    assert all(torch.equal(b(step), forward[step]) for step in reversed(range(20))), "whatever was read before"
+    assert not torch.equal(other(3), forward[3])
+
+
+def test_targets_are_the_next_tokens(bytes_data):
+    tokens = Dataset(bytes_data).tokens("train")
+    batches = Batches(Dataset(bytes_data), "train", 16, 8, 0)
+    ids = batches(5)
+    assert ids.shape == (8, 17) and ids.dtype == torch.int64
+    for row, start in zip(ids, batches.starts(5)):
+        assert row.tolist() == tokens[start:start + 17].tolist()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_share_the_global_batch(bytes_data, world):
+    batches = Batches(Dataset(bytes_data), "train", 16, 8, 0)
+    shares = [batches(7, rank, world) for rank in range(world)]
+    assert all(len(s) == 8 // world for s in shares)
+    assert torch.equal(torch.stack(shares, dim=1).flatten(0, 1), batches(7))
+
+
+def test_a_pass_is_shuffled_and_without_replacement(bytes_data):
+    batches = Batches(Dataset(bytes_data), "train", 16, 31, 0)
+    assert batches.pieces == 20000 // 16 - 1
+    starts = [s for step in range(3 * batches.pieces // 31 + 1) for s in batches.starts(step)]
+    one, two = (starts[i * batches.pieces:(i + 1) * batches.pieces] for i in (0, 1))
+    for each in (one, two):
+        assert len(set(each)) == batches.pieces and len({s % 16 for s in each}) == 1, "every piece once, cut at one offset"
+        assert min(each) >= 0 and max(each) + 17 <= 20000
+        assert np.diff(sorted(each)).tolist() == [16] * (batches.pieces - 1), "the pieces lie side by side"
+        assert each != sorted(each)
+    assert one != two and one[0] % 16 != two[0] % 16, "each pass has its own order and its own cuts"
+
+
+def test_a_batch_may_be_larger_than_a_pass(chars_data):
+    batches = Batches(Dataset(chars_data), "train", 300, 11, 0)
+    assert batches.pieces == 4 and len(set(batches.starts(0)[:4])) == 4 and batches(2).shape == (11, 301)
+
+
+def test_every_cut_fits_into_the_split(chars_data):
+    batches = Batches(Dataset(chars_data), "train", 750, 8, 0)  # the largest block size that 1,500 tokens allow
+    assert all(0 <= s and s + 751 <= 1500 for step in range(200) for s in batches.starts(step))
+
+
+def test_a_block_size_larger_than_the_split_is_one_line(chars_data):
+    assert "block_size=751 needs at least 1,502 tokens of train" in line(lambda: Batches(Dataset(chars_data), "train", 751, 4, 0))
+
+
+def test_reading_a_batch_is_fast(bytes_data):
+    """Against a 20 ms step; the bound is far above what it takes (0.1 ms), for slow machines."""
+    import time
+    batches = Batches(Dataset(bytes_data), "train", 64, 12, 0)
+    batches(0)
+    times = []
+    for step in range(200):
+        began = time.perf_counter()
+        batches(step)
+        times.append(time.perf_counter() - began)
+    assert np.median(times) < 1e-3
+
+
+def test_a_pass_over_a_large_file_keeps_memory_bounded(tmp_path):
+    """300 MB, sparse, in a process of its own; the file's pages would all stay resident in one mapping."""
+    size = 300 << 20
+    for split, n in (("train", size), ("val", 1000), ("test", 1000)):
+        with open(tmp_path / f"{split}.bin", "wb") as f:
+            f.truncate(n)
+    meta = dict(name="large", encoding="byte", vocab_size=256, dtype="uint8", separator=10,
+                splits={s: {"tokens": n, "bytes": n} for s, n in (("train", size), ("val", 1000), ("test", 1000))})
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    code = f"""
+import resource, sys
+sys.path.insert(0, {str(ROOT)!r})
+from dataset import Batches, Dataset
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+batches = Batches(Dataset({str(tmp_path)!r}), "train", 4096, 64, 0)
+batches(0)
+before = most = resident()
+for step in range(1, batches.pieces // 64):
+    batches(step)
+    if step % 8 == 0:
+        most = max(most, resident())
+print(batches.pieces * 4096, most - before)
+"""
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("resident memory is read from /proc")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    read, grown = map(int, done.stdout.split())
+    assert read > 290 << 20 and grown < 100 << 20, f"{grown >> 20} MB more after {read >> 20} MB"
