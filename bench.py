@@ -285,7 +285,7 @@ def main(argv=None):
     p.add_argument("--recipes", nargs="+", default=["gpt2", "modern"])
     p.add_argument("--race", action="store_true", help="train both to nanoGPT's published loss (needs --nanogpt, its data prepared)")
     p.add_argument("--seeds", type=int, default=3, help="race: how many")
-    p.add_argument("--iters", type=int, default=250, help="race: our training steps")
+    p.add_argument("--iters", type=int, default=240, help="race: our training steps")
     for name, cpu, cuda in (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024), ("batch_size", 12, 32)):
         p.add_argument(f"--{name}", type=int, help=f"default {cpu} on cpu, {cuda} on cuda")
     p.add_argument("--vocab_size", type=int, default=256)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from model import GPT, GPTConfig
+from model import GPT, RECIPES, GPTConfig
 
 # what a run needs to go on, beside model, config and meta
 RESUMABLE = {"optimizers", "scaler", "train", "step", "best_val_loss", "elapsed_s", "run_id", "last_eval"}
@@ -92,12 +92,12 @@ def from_nanogpt(state):
 
 
 def config_of(state, path, **overrides):
-    """The GPTConfig of a read checkpoint; flags that it does not know take their defaults. Raises CheckpointError."""
+    """The GPTConfig of a read checkpoint; flags younger than it are off, as in the plain GPT. Raises CheckpointError."""
     unknown = sorted(set(state["config"]) - set(GPTConfig.__dataclass_fields__))
     if unknown:
         raise CheckpointError(f"{path} was written by a newer version: unknown flags {', '.join(unknown)}")
     try:
-        return GPTConfig(**{**state["config"], **overrides})
+        return GPTConfig(**{**RECIPES["gpt2"], **state["config"], **overrides})
     except (ValueError, TypeError) as e:
         raise CheckpointError(f"{path}: its config is impossible: {' '.join(str(e).split())}")
 

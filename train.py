@@ -244,7 +244,7 @@ def run(model_config, config, closing):
         """Train and val loss on fixed tokens, dropout off; every rank scores its share."""
         row = dict(step=step, tokens=step * tokens_per_step)
         for split in ("train", "val"):
-            tokens = config.eval_tokens or (0 if split == "val" else 1 << 20)
+            tokens = config.eval_tokens or dataset.splits["val"]["tokens"]
             nats, count = all_sum(score(raw, dataset, split, max_tokens=tokens, rank=rank, world=world, autocast=autocast), device, world)
             row[f"{split}_loss"] = nats / count
         row["val_bpb"] = bits(row["val_loss"], dataset.bytes_per_token("val"))

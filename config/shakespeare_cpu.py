@@ -1,5 +1,5 @@
 # nanoGPT's CPU setting (4 layers, 4 heads, 128 wide, context 64, batch 12) with the modern recipe: its validation
-# loss of 1.886 after 250 steps instead of 2,000. python bench.py --race runs both.
+# loss of 1.886 after 240 steps instead of 2,000. python bench.py --race runs both.
 
 out_dir = "out/shakespeare-cpu"
 dataset = "shakespeare_char"
@@ -12,9 +12,9 @@ block_size = 64
 dropout = 0.0
 
 batch_size = 12
-max_iters = 250
+max_iters = 240
 muon_lr = 0.03        # both tuned for this short run, see docs/log.md
 muon_momentum = 0.85
 
-eval_interval = 250
+eval_interval = 240
 eval_tokens = 0       # the whole validation split

@@ -5,7 +5,7 @@ import pickle
 import resource
 import signal
 import zipfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -292,3 +292,10 @@ def test_the_device_is_detected():
     there = [name for name, kind in (("cuda", torch.cuda), ("mps", torch.backends.mps)) if kind.is_available()]
     assert checkpoint.pick_device("auto") == [*there, "cpu"][0]
     assert checkpoint.pick_device("cpu") == "cpu"
+
+
+def test_flags_younger_than_a_checkpoint_are_off(tmp_path):
+    """A flag that a recipe gained later must not change what an older checkpoint computes."""
+    model = GPT(GPTConfig(vocab_size=7, block_size=4, n_layer=1, n_head=1, n_embd=8, recipe="modern", embed_norm=False))
+    config = {k: v for k, v in asdict(model.config).items() if k != "embed_norm"}
+    assert checkpoint.build(dict(model=model.state_dict(), config=config, meta=None), "old.pt").config.embed_norm is False
