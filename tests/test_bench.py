@@ -1,0 +1,63 @@
+"""The benchmark: its interval is what it says, and it runs end to end with a stand-in for a nanoGPT checkout."""
+
+import json
+import math
+
+import pytest
+
+import bench
+
+STAND_IN = '''
+from dataclasses import dataclass
+import torch
+
+@dataclass
+class GPTConfig:
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    dropout: float
+    bias: bool
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.table = torch.nn.Embedding(config.vocab_size, config.vocab_size)
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate)
+    def forward(self, x, y):
+        logits = self.table(x)
+        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+    def generate(self, idx, n):
+        return idx.repeat(1, n + 1)
+'''
+
+
+@pytest.mark.parametrize("n, cut", [(5, 0), (6, 0), (8, 0), (9, 1), (11, 1), (15, 3)])
+def test_the_interval_of_the_median_covers_95_percent(n, cut):
+    values = [3.0 * i for i in range(n)][::-1]
+    median, low, high = bench.median_interval(values)
+    assert (low, high) == (3.0 * cut, 3.0 * (n - 1 - cut)) and median == 3.0 * (n - 1) / 2
+    coverage = lambda c: 1 - 2 * sum(math.comb(n, i) for i in range(c + 1)) / 2**n
+    assert n < 6 or coverage(cut) >= 0.95 > coverage(cut + 1)  # the narrowest that does
+
+
+def test_all_contestants_are_measured_in_one_run_and_written_as_json(tmp_path, capsys):
+    (tmp_path / "nanoGPT").mkdir()
+    (tmp_path / "nanoGPT" / "model.py").write_text(STAND_IN)
+    bench.main(["--nanogpt", str(tmp_path / "nanoGPT"), "--n_layer=1", "--n_head=1", "--n_embd=8", "--block_size=8", "--batch_size=2",
+                "--vocab_size=11", "--rounds=3", "--steps=1", "--threads=1", "--device=cpu", "--json", str(tmp_path / "b.json")])
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert [(r["what"], r["name"]) for r in rows] == [(w, n) for w in ("train", "decode") for n in ("nanogpt", "gpt2", "modern")]
+    for r in rows:
+        assert r["tokens_per_s"] > 0 and r["reference"] == "nanogpt" and r["time_ratio_low"] <= r["time_ratio"] <= r["time_ratio_high"]
+    assert rows[0]["time_ratio"] == 1 and "decode" in capsys.readouterr().out
+
+
+def test_a_missing_checkout_is_one_line(tmp_path):
+    with pytest.raises(SystemExit, match="--nanogpt must name a nanoGPT checkout"):
+        bench.main(["--nanogpt", str(tmp_path)])
+    with pytest.raises(SystemExit, match="--nanogpt must name"):
+        bench.main(["--race"])
