@@ -1,7 +1,7 @@
 """
-The GPT, and every head mechanism as a flag of GPTConfig, in one file to be read top to bottom.
+The GPT in one file, to be read top to bottom.
 
-One attention equation holds everything together (docs/decisions.md says where each mechanism joins it):
+One attention equation holds everything together; each mechanism is to be a flag that joins at one of its steps:
 
     q, k, v = project(x)                 # 1. project
     y       = attend(q, k, v)            # 2. attend: causal, a fused kernel, no stored T x T
@@ -145,8 +145,9 @@ class CpuSquaredReLU(torch.autograd.Function):
 
 
 def training_on_cpu(x):
-    """True where the hand-written gradients above pay; compiled code fuses by itself."""
-    return x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    """True where the hand-written gradients above pay; compiled code fuses by itself, and bfloat16 wants float32 sums."""
+    return (x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and torch.is_grad_enabled()
+            and not torch.compiler.is_compiling())
 
 
 def rms_norm(x):
