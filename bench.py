@@ -36,6 +36,7 @@ from optim import make_optimizers
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent
+SIZES = (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024), ("batch_size", 12, 32))  # on cpu, on cuda
 REFERENCE_LOSS = 1.886  # nats per character: what nanoGPT's README reports after 2,000 iterations of its CPU setting
 
 
@@ -216,12 +217,13 @@ def peak_memory(name, built, x, y, args):
 
 
 def table(rows):
-    lines = [f"{'work':<7}{'model':<10}{'tokens/s':>12}{'ms':>10}   {'time ratio [95 %]':<24}{'speed':>7}   {'peak memory':>12}  utilisation"]
+    lines = [f"{'work':<7}{'model':<10}{'tokens/s':>12}{'ms':>10}   {'time ratio [95 %]':<24}{'speed':>7}   {'peak memory':>12}  use"]
     for r in rows:
         memory = f"{r['peak_bytes'] / 2**20:,.0f} MiB" if r.get("peak_bytes") else ""
         share = f"{r['share_of_matmul_rate']:.1%} of the measured rate" if "share_of_matmul_rate" in r else ""
         ratio = f"{r['time_ratio']:.3f} [{r['time_ratio_low']:.3f}, {r['time_ratio_high']:.3f}]"
-        lines.append(f"{r['what']:<7}{r['name']:<10}{r['tokens_per_s']:>12,.0f}{r['ms']:>10.3f}   {ratio:<24}{1 / r['time_ratio']:>6.2f}x   {memory:>12}  {share}")
+        lines.append(f"{r['what']:<7}{r['name']:<10}{r['tokens_per_s']:>12,.0f}{r['ms']:>10.3f}   {ratio:<24}"
+                     f"{1 / r['time_ratio']:>6.2f}x   {memory:>12}  {share}".rstrip())
     return "\n".join(lines)
 
 
@@ -286,7 +288,7 @@ def main(argv=None):
     p.add_argument("--race", action="store_true", help="train both to nanoGPT's published loss (needs --nanogpt, its data prepared)")
     p.add_argument("--seeds", type=int, default=3, help="race: how many")
     p.add_argument("--iters", type=int, default=240, help="race: our training steps")
-    for name, cpu, cuda in (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024), ("batch_size", 12, 32)):
+    for name, cpu, cuda in SIZES:
         p.add_argument(f"--{name}", type=int, help=f"default {cpu} on cpu, {cuda} on cuda")
     p.add_argument("--vocab_size", type=int, default=256)
     p.add_argument("--device", default="auto")
@@ -304,8 +306,7 @@ def main(argv=None):
     except checkpoint.CheckpointError as e:
         sys.exit(f"bench: {e}")
     cuda = torch.device(args.device).type == "cuda"
-    for name, on_cpu, on_cuda in (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024), ("batch_size", 12, 32),
-                                  ("dtype", "float32", "bfloat16"), ("compile", False, True)):
+    for name, on_cpu, on_cuda in (*SIZES, ("dtype", "float32", "bfloat16"), ("compile", False, True)):
         if getattr(args, name) is None:
             setattr(args, name, on_cuda if cuda else on_cpu)
     torch.set_num_threads(args.threads)

@@ -25,13 +25,19 @@ def orthogonalise(G):
             X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
         return X.to(G.dtype)
     A = X @ X.mT
-    for i, (a, b, c) in enumerate(QUINTICS):
-        if i > 0:
-            A = P @ A @ P
-        P = torch.baddbmm(A, A, A, beta=b, alpha=c)
-        P.diagonal(dim1=-2, dim2=-1).add_(a)
-        total = P @ total if i > 0 else P
+    P = total = quintic(A, *QUINTICS[0])
+    for coefficients in QUINTICS[1:]:
+        A = P @ A @ P
+        P = quintic(A, *coefficients)
+        total = P @ total
     return (total @ X).to(G.dtype)
+
+
+def quintic(A, a, b, c):
+    """aI + bA + cA^2, for A [n, r, r]."""
+    P = torch.baddbmm(A, A, A, beta=b, alpha=c)
+    P.diagonal(dim1=-2, dim2=-1).add_(a)
+    return P
 
 
 class Muon(torch.optim.Optimizer):

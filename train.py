@@ -31,7 +31,7 @@ import configurator
 from checkpoint import CheckpointError, last_save
 from dataset import Batches, DataError, Dataset
 from evaluate import bits, score
-from model import GPT, GPTConfig
+from model import GPTConfig
 from optim import lr_multiplier, make_optimizers
 from runlog import Log, write_config
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import checkpoint
 import dataset
 import evaluate
 from dataset import Dataset
