@@ -29,9 +29,10 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-from dataset import Dataset
-from evaluate import score
-from model import GPT, GPTConfig
+from checkpoint import CheckpointError
+from dataset import DataError, Dataset
+from evaluate import score, writable
+from model import GPT, RECIPES, GPTConfig
 from optim import make_optimizers
 from train import TrainConfig
 
@@ -148,6 +149,8 @@ def memory_worker(name, args):
         except OSError:
             return None
     torch.set_num_threads(args.threads)
+    tiny = argparse.Namespace(**{**vars(args), "n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "batch_size": 1})
+    contestants_of(tiny)[name]()[1](*batch(tiny))  # what the libraries load at a first step is nobody's memory
     before = peak()
     _, step, _ = contestants_of(args)[name]()
     for _ in range(3):
@@ -176,9 +179,16 @@ def matmul_rate(args, n=8192):
 def bench(args):
     """All figures as rows: one per contestant and kind of work."""
     names = list(contestants_of(args))
-    rows, rate = [], matmul_rate(args) if torch.device(args.device).type == "cuda" else None
-    built = {name: build() for name, build in contestants_of(args).items()}
+    cuda = torch.device(args.device).type == "cuda"
+    rows, rate = [], matmul_rate(args) if cuda else None
     x, y = batch(args)
+    built, kept = {}, {}
+    for name, build in contestants_of(args).items():
+        before = torch.cuda.memory_allocated() if cuda else 0
+        built[name] = build()
+        if cuda:
+            built[name][1](x, y)  # a first step makes the optimizer's state
+            kept[name] = torch.cuda.memory_allocated() - before
     for what in args.what.split(","):
         if what == "train":
             tokens = args.batch_size * args.block_size * args.steps
@@ -199,25 +209,25 @@ def bench(args):
                        time_ratio=ratio[0], time_ratio_low=ratio[1], time_ratio_high=ratio[2], reference=names[0], rounds=args.rounds)
             if what == "train":
                 model = built[name][0]
-                if rate and isinstance(model, GPT):
+                if cuda and isinstance(model, GPT):
                     row["share_of_matmul_rate"] = model.flops_per_token() * row["tokens_per_s"] / (rate * 1e12)
                     row["mfu"] = model.mfu(row["tokens_per_s"], args.device, args.dtype)
-                row["peak_bytes"] = peak_memory(name, built, x, y, args)
+                row["peak_bytes"] = kept[name] + peak_memory_cuda(built[name][1], x, y) if cuda else peak_memory_cpu(name, args)
             rows.append(row)
     return rows, rate
 
 
-def peak_memory(name, built, x, y, args):
-    if torch.device(args.device).type != "cuda":
-        return peak_memory_cpu(name, args)
+def peak_memory_cuda(step, x, y):
+    """Peak bytes of a step beyond what the weights and optimizer states of all contestants take."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    built[name][1](x, y)
-    return torch.cuda.max_memory_allocated() - before  # beyond what all contestants' weights already take
+    step(x, y)
+    return torch.cuda.max_memory_allocated() - before
 
 
 def table(rows):
-    lines = [f"{'work':<7}{'model':<10}{'tokens/s':>12}{'ms':>10}   {'time ratio [95 %]':<24}{'speed':>7}   {'peak memory':>12}  use"]
+    interval = "[95 %]" if rows[0]["rounds"] >= 6 else "[range]"
+    lines = [f"{'work':<7}{'model':<10}{'tokens/s':>12}{'ms':>10}   {f'time ratio {interval}':<24}{'speed':>7}   {'peak memory':>12}  use"]
     for r in rows:
         memory = f"{r['peak_bytes'] / 2**20:,.0f} MiB" if r.get("peak_bytes") else ""
         share = f"{r['share_of_matmul_rate']:.1%} of the measured rate" if "share_of_matmul_rate" in r else ""
@@ -282,9 +292,9 @@ def run_timed(command, folder):
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--what", default="train,decode")
+    p.add_argument("--what", choices=["train", "decode", "train,decode"], default="train,decode")
     p.add_argument("--nanogpt", help="a nanoGPT checkout to run side by side")
-    p.add_argument("--recipes", nargs="+", default=["gpt2", "modern"])
+    p.add_argument("--recipes", nargs="+", choices=sorted(RECIPES), default=["gpt2", "modern"])
     p.add_argument("--race", action="store_true", help="train both to nanoGPT's published loss (needs --nanogpt, its data prepared)")
     p.add_argument("--seeds", type=int, default=3, help="race: how many")
     p.add_argument("--iters", type=int, default=240, help="race: our training steps")
@@ -301,19 +311,33 @@ def main(argv=None):
     args = p.parse_args(argv)
     try:
         args.device = checkpoint.pick_device(args.device)
+        for name in ("rounds", "steps", "threads", "seeds", "iters"):
+            if getattr(args, name) < 1:
+                raise CheckpointError(f"--{name} must be at least 1")
+        if args.json:
+            args.json = str(writable(args.json))
         if args.race and not args.nanogpt or args.nanogpt and not (Path(args.nanogpt) / "model.py").is_file():
-            raise checkpoint.CheckpointError("--nanogpt must name a nanoGPT checkout (a folder with model.py)")
-    except checkpoint.CheckpointError as e:
+            raise CheckpointError("--nanogpt must name a nanoGPT checkout (a folder with model.py)")
+        measure(args)
+    except (CheckpointError, DataError, ValueError) as e:
         sys.exit(f"bench: {e}")
+
+
+def measure(args):
     cuda = torch.device(args.device).type == "cuda"
     for name, on_cpu, on_cuda in (*SIZES, ("dtype", "float32", "bfloat16"), ("compile", False, True)):
         if getattr(args, name) is None:
             setattr(args, name, on_cuda if cuda else on_cpu)
     torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision("high")
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if cuda else f'cpu, {args.threads} threads'}, {args.dtype}"
-          f"{', compiled' if args.compile else ''}: {args.n_layer} layers, {args.n_head} heads, {args.n_embd} wide, "
-          f"context {args.block_size}, batch {args.batch_size}, vocabulary {args.vocab_size}")
+    if not 2 <= args.block_size:
+        raise ValueError(f"--block_size={args.block_size} must be at least 2")
+    if args.race:
+        print(f"torch {torch.__version__}, cpu, float32: nanoGPT's CPU setting (4 layers, 4 heads, 128 wide, context 64, batch 12)")
+    else:
+        print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if cuda else f'cpu, {args.threads} threads'}, {args.dtype}"
+              f"{', compiled' if args.compile else ''}: {args.n_layer} layers, {args.n_head} heads, {args.n_embd} wide, "
+              f"context {args.block_size}, batch {args.batch_size}, vocabulary {args.vocab_size}")
     if args.race:
         rows, rate = race(args), None
     else:
@@ -322,7 +346,7 @@ def main(argv=None):
         if rate:
             print(f"measured bf16 matrix product: {rate:.0f} TFLOP/s")
     if args.json:
-        result = dict(torch=torch.__version__, arguments=vars(args), measured_matmul_tflops=rate, rows=rows)
+        result = dict(torch=torch.__version__, arguments=dict(seeds=args.seeds, iters=args.iters) if args.race else vars(args), measured_matmul_tflops=rate, rows=rows)
         checkpoint.write_atomic(args.json, lambda f: f.write(json.dumps(result, indent=1).encode()))
         print(args.json)
 

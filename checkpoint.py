@@ -185,7 +185,7 @@ def restore(optimizer, saved, path):
 
 def last_save(out_dir):
     path = Path(out_dir) / "ckpt.pt"
-    return f"the last save is {path}, --resume goes on from it" if path.is_file() else "nothing was saved yet"
+    return f"the last save is {path}, --resume goes on from it" if path.is_file() else "nothing was saved yet: start again"
 
 
 def pick_device(name):
@@ -196,6 +196,8 @@ def pick_device(name):
         return name  # without touching it: under torchrun each process has a GPU of its own
     try:
         torch.empty(1, device=name)
+        if torch.device(name).type == "cuda":
+            torch.cuda.set_device(name)  # seeds, streams and statistics are those of the current device
     except (RuntimeError, AssertionError) as e:
         raise CheckpointError(f"device={name} cannot be used: {(str(e) or 'not there').splitlines()[0][:120]}")
     return name

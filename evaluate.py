@@ -120,6 +120,10 @@ def opened(path, split, stride, device, dataset=None):
     model = checkpoint.build(state, path, device)
     data = dataset_of(state, path, dataset)
     checkpoint.same_vocabulary(state, data, path)
+    then, now = ((m or {}).get("splits", {}).get(split, {}).get("sha256") for m in (state["meta"], data.meta))
+    if then != now and then and not dataset:
+        raise CheckpointError(f"{path}: the {split} split of {data.dir} is not the one of its training, and may hold what it was "
+                              f"trained on; --dataset={data.dir} scores it all the same")
     windows(len(data.tokens(split)), model.config.block_size, stride or model.config.block_size)
     return state, model, data
 
@@ -138,7 +142,8 @@ def evaluate(path, split, stride, device, dataset=None, progress=True):
                 block_size=T, stride=stride, bpb=bits(nats, size["bytes"]), bpc=bits(nats, size["chars"]),
                 nats_per_token=nats / tokens, ppl=math.exp(min(nats / tokens, 700)), params=model.num_params(),
                 params_non_embedding=model.num_params(non_embedding=True), flops_per_token=model.flops_per_token(),
-                tokens_per_s=tokens / seconds, step=state.get("step"), device=device)
+                tokens_per_s=tokens / seconds, step=state.get("step"), device=device, split_sha256=size.get("sha256"),
+                note=data.meta.get("note"))
 
 
 # ---- output ----
@@ -158,7 +163,7 @@ def table(runs, width=120):
         scored = (f"{r['dataset']}, {r['split']}: {r['tokens']:,} tokens, {r['bytes']:,} bytes, {r['chars']:,} characters, "
                   f"each once, in {r['context']}")
         if scored != above:
-            lines += [""] * bool(lines) + [scored, aligned(HEAD, wide)]
+            lines += [""] * bool(lines) + [scored, *([f"note: {r['note']}"] if r.get("note") else []), aligned(HEAD, wide)]
         lines, above = lines + [aligned(row, wide)], scored
     return "\n".join(lines)
 

@@ -84,6 +84,8 @@ class GPTConfig:
         for name in ("dropout", "attn_dropout"):
             if getattr(self, name) is not None and not 0.0 <= getattr(self, name) < 1.0:
                 bad.append(f"{name}={getattr(self, name)} must be in [0, 1)")
+        if self.seed < 0:
+            bad.append(f"seed={self.seed} must not be negative")
         if self.softcap is not None and self.softcap < 0:
             bad.append(f"softcap={self.softcap} must be 0 (off) or positive")
         return bad

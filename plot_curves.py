@@ -194,6 +194,14 @@ def draw(runs, stem, title=""):
     return [Path(f"{stem}.png"), Path(f"{stem}.svg")]
 
 
+def dataset_of(run_dir):
+    """The dataset that a run's config.json names, '?' where it names none."""
+    try:
+        return Path(json.loads((Path(run_dir) / "config.json").read_text())["train"]["dataset"]).name
+    except (OSError, ValueError, KeyError, TypeError):
+        return "?"
+
+
 def plot_run(run_dir, colour=COLOURS[0], x="step"):
     """Draw one run -> [curves.png, curves.svg]; [] if its log has nothing to draw."""
     run_dir = Path(run_dir)
@@ -216,12 +224,15 @@ def main(argv=None):
             parser.exit(2, f"{run}: no such run folder; {hint}\n")
     given = list({run.resolve(): run for run in args.runs or known}.values())  # a run named twice is one run
     parent = Path(os.path.commonpath([run.resolve().parent for run in given])) if given else out
-    runs, written = [], []
+    runs, written, datasets = [], [], [dataset_of(run) for run in given]
+    if len(set(datasets)) > 1:
+        print("runs on different datasets: their losses and bits per byte do not compare", file=sys.stderr)
     for i, run in enumerate(given):
         c = load(run, args.x)
         if c:  # a run that is skipped keeps its place, so the others' colours do not move when it fills up
             name, colour = os.path.relpath(run.resolve(), parent), COLOURS[i % len(COLOURS)]
-            runs.append((name, c, colour, DASHES[i // len(COLOURS) % len(DASHES)]))
+            shown = f"{name} ({datasets[i]})" if len(set(datasets)) > 1 else name
+            runs.append((shown, c, colour, DASHES[i // len(COLOURS) % len(DASHES)]))
             written += draw([(name, c, colour, "-")], run / "figures" / "curves", title=name)
     if len(runs) > 1:
         written += draw(runs, (args.out or Path(os.path.relpath(parent)) / "figures") / "comparison")

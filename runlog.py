@@ -19,13 +19,13 @@ from checkpoint import CheckpointError, last_save, write_atomic
 ROOT = Path(__file__).resolve().parent
 
 
-def write_config(path, model_config, config, step):
-    """Write config.json: both configs, what it takes to run this again, and every launch so far. Returns its content."""
+def write_config(path, model_config, config, step, machine):
+    """Write config.json: both configs, what it takes to run this again, what it ran on, and every launch so far."""
     commit = None
     with suppress(OSError):  # no git on this machine
         commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], cwd=ROOT,
                                 capture_output=True, text=True).stdout.strip() or None
-    launch = dict(command=shlex.join(["python", *sys.argv]), commit=commit,
+    launch = dict(command=shlex.join(["python", *sys.argv]), commit=commit, machine=machine,
                   versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__))
     before = []
     if step:

@@ -76,7 +76,7 @@ class TrainConfig:
     lr_decay_iters: Optional[int] = None  # the step at which the rate is down; None: max_iters
     # ---- evaluation and saving ----
     eval_interval: int = 250             # steps between evaluations
-    eval_tokens: int = 131072            # tokens of train and of val to score each time, evenly spaced; 0: all of val, 1M of train
+    eval_tokens: int = 131072            # tokens of train and of val to score each time, evenly spaced; 0: all of val, as many of train
     save_interval: Optional[int] = None  # steps between saves of ckpt.pt; None: at each evaluation
     # ---- logging ----
     log_interval: int = 10               # steps between rows of log.jsonl
@@ -117,7 +117,7 @@ class TrainConfig:
         rule("be at most 1", lambda v: v <= 1, "decay_frac")
         if self.lr is not None:
             rule(f"not be above lr={self.lr}", lambda v: v <= self.lr, "min_lr")
-        rule(f"be below the end of the schedule at step {self.lr_decay_iters or self.max_iters}",
+        rule(f"be below the end of the schedule at step {self.lr_decay_iters or self.max_iters} (lower it too)",
              lambda v: v < max(1, self.lr_decay_iters or self.max_iters), "warmup_iters")
         rule("not be given with resume, which goes on with what it would remove", lambda v: not (v and self.resume), "overwrite")
         rule("be a checkpoint; to go on with a run there is --resume", lambda v: v not in ("scratch", "resume"), "init_from")
@@ -157,6 +157,8 @@ def find_ranks(name):
     device, local = checkpoint.pick_device(name), int(os.environ.get("LOCAL_RANK", 0))
     if "RANK" not in os.environ:
         return 0, 1, device
+    if device.startswith("cuda:"):
+        raise TrainError(f"device={device} under torchrun would put every process on one GPU; say device=cuda")
     if device == "mps" or device == "cuda" and local >= torch.cuda.device_count():
         raise TrainError(f"torchrun started more processes than there are GPUs ({torch.cuda.device_count()}): fewer, or --device=cpu")
     if device == "cuda":
@@ -173,6 +175,12 @@ def all_sum(values, device, world):
     total = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return total.tolist()
+
+
+def leave_together(world):
+    """Wait for all ranks: one that takes the process group down while another still saves may abort it."""
+    if world > 1:
+        dist.barrier()
 
 
 def seed_step(kind, *key):
@@ -272,9 +280,11 @@ def run(model_config, config, closing):
             if getattr(config, key) != state["train"].get(key):
                 say(f"changed since the last save: {key}={getattr(config, key)}, was {state['train'].get(key)}")
         state = None  # so that its tensors can go
-    model = torch.compile(raw) if (config.compile if config.compile is not None else kind == "cuda") else raw
+    compiles = config.compile if config.compile is not None else kind == "cuda"
+    model = torch.compile(raw) if compiles else raw
     if world > 1:
-        model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[device] if kind == "cuda" else None)
+        model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[device] if kind == "cuda" else None,
+                                                          broadcast_buffers=False)  # RoPE's tables are the same everywhere
 
     # the run folder
     log = None
@@ -282,12 +292,14 @@ def run(model_config, config, closing):
         out_dir.mkdir(parents=True, exist_ok=True)
         for name in there if config.overwrite else ():
             (out_dir / name).unlink()
-        details = write_config(out_dir / "config.json", model_config, config, step)
+        machine = dict(device=torch.cuda.get_device_name(device) if kind == "cuda" else kind, dtype=dtype, compile=compiles, ranks=world)
+        details = write_config(out_dir / "config.json", model_config, config, step, machine)
         log = Log(out_dir, step or -1, last["step"], closing)
         if config.wandb_log:
             log.start_wandb(config, details, run_id, closing)
     say(f"{model_config.recipe}: {raw.num_params():,} parameters, {tokens_per_step:,} tokens a step, {kind} {dtype} x {world}, "
-        + (f"going on at step {step:,} of {config.max_iters:,}" if step else f"{config.max_iters:,} steps") + f" in {out_dir}")
+        + (f"going on at step {step:,} of {config.max_iters:,}" if step else f"{config.max_iters:,} steps") + f" in {out_dir}"
+        + (", where no checkpoint is yet: starting anew" if config.resume and not there else ""))
 
     def save(name, full=True):
         if not main_rank:
@@ -319,7 +331,7 @@ def run(model_config, config, closing):
                 log.write(last)
             shown["val bpb"] = f"{last['val_bpb']:.3f}"
             say(eval_line(last))
-            if last["val_loss"] < best and step:
+            if last["val_loss"] < best and (step or config.init_from):  # untrained weights are nobody's best
                 best = last["val_loss"]
                 save("best.pt", full=False)
             if step == config.max_iters:
@@ -344,10 +356,10 @@ def run(model_config, config, closing):
                 aux[f"aux/{name}"] = aux.get(f"aux/{name}", 0.0) + term.detach() / micro_steps
         if step + 1 < config.max_iters:
             x, y = fetch(step + 1)  # while the device is busy
-        if config.grad_clip:
+        if config.grad_clip or scaler.is_enabled():
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
-            norm = clip_grad_norm_(params, config.grad_clip)
+            norm = clip_grad_norm_(params, config.grad_clip or math.inf)
         # one look at the device and one exchange tell every rank the means, and whether any of them was asked to stop
         seen = {"loss": loss, **aux, **({} if norm is None else {"grad_norm": norm})}
         values = [v / world for v in torch.stack(list(seen.values())).tolist()]
@@ -357,8 +369,9 @@ def run(model_config, config, closing):
             if not math.isfinite(value) and not (name == "grad_norm" and scaler.is_enabled()):  # the scaler skips such a step
                 raise TrainError(f"{name} is {value} in step {step + 1}: stopped before the update; {last_save(out_dir)}, "
                                  "with a lower lr or muon_lr, or another dtype")
-        for optimizer in optimizers:
-            scaler.step(optimizer)
+        if math.isfinite(seen.get("grad_norm", 0.0)):  # in fp16 an overflow skips the step of every optimizer, not of one
+            for optimizer in optimizers:
+                scaler.step(optimizer)
         scaler.update()
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -384,8 +397,10 @@ def run(model_config, config, closing):
         if stopping or (step % config.save_interval == 0 and step < config.max_iters):
             save("ckpt.pt")
         if stopping:
+            leave_together(world)
             say(f"stopped by {stop.name or 'a signal to another rank'} at step {step:,}: saved {out_dir / 'ckpt.pt'}; go on with --resume")
             raise SystemExit(128 + getattr(signal, stop.name or "SIGTERM"))
+    leave_together(world)
     say(f"best val loss {best:.4f} nats; wrote {out_dir / 'ckpt.pt'}, {out_dir / 'best.pt'}, {out_dir / 'log.jsonl'}")
     return last
 

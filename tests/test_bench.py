@@ -1,5 +1,6 @@
 """The benchmark: its interval is what it says, and it runs end to end with a stand-in for a nanoGPT checkout."""
 
+import argparse
 import json
 import math
 
@@ -61,3 +62,18 @@ def test_a_missing_checkout_is_one_line(tmp_path):
         bench.main(["--nanogpt", str(tmp_path)])
     with pytest.raises(SystemExit, match="--nanogpt must name"):
         bench.main(["--race"])
+
+
+@pytest.mark.parametrize("bad, line", [(["--rounds=0"], "--rounds must be"), (["--block_size=1"], "--block_size=1"), (["--n_head=3"], "n_embd=128"),
+                                       (["--json", "/nowhere/x"], "--json"), (["--device=cuda:99"], "device=cuda:99")])
+def test_impossible_arguments_are_one_line_before_anything_runs(bad, line):
+    with pytest.raises(SystemExit) as e:
+        bench.main([*bad, "--rounds=1"] if "--rounds=0" not in bad else bad)
+    assert str(e.value.code).startswith("bench: ") and line in e.value.code
+
+
+def test_peak_memory_counts_the_model_and_not_the_libraries(tmp_path):
+    args = dict(nanogpt=None, recipes=["gpt2"], threads=1, device="cpu", dtype="float32", compile=False, vocab_size=64, n_head=1, block_size=8, batch_size=1)
+    small = bench.peak_memory_cpu("gpt2", argparse.Namespace(**args, n_layer=1, n_embd=8))
+    large = bench.peak_memory_cpu("gpt2", argparse.Namespace(**args, n_layer=4, n_embd=512))
+    assert small is None or small < 8 << 20 and large > 3 * 4 * 12 * 4 * 512**2  # weights and two moments, in float32

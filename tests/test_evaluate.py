@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -436,3 +437,23 @@ def test_ctrl_c_prints_the_runs_that_are_done(byte_run, capsys, monkeypatch):
 def test_it_runs_as_a_script_from_anywhere(tmp_path, byte_run):
     made = subprocess.run([sys.executable, ROOT / "evaluate.py", "--ckpt", byte_run[0]], cwd=tmp_path, capture_output=True, text=True)
     assert made.returncode == 0 and made.stderr == "" and "bits/byte" in made.stdout
+
+
+def test_a_split_that_is_not_the_one_of_the_training_is_refused_unless_named(byte_run, tmp_path, capsys):
+    """Prepared anew with other fractions, the test split may hold what the model was trained on."""
+    path, model, data = byte_run
+    meta = json.loads((data.dir / "meta.json").read_text())
+    for split in meta["splits"].values():
+        split["sha256"] = "as it was"
+    trained = SimpleNamespace(meta=json.loads(json.dumps(meta)), dir=data.dir)
+    path = write_checkpoint(tmp_path / "b.pt", model, trained)
+    meta["splits"]["test"] = {**meta["splits"]["test"], "sha256": "another"}
+    meta["note"] = "made up"
+    (data.dir / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(SystemExit, match="test split of .* is not the one of its training"):
+        main(["--ckpt", str(path)])
+    main(["--ckpt", str(path), "--split", "val"])  # the others are as they were
+    out = tmp_path / "s.json"
+    main(["--ckpt", str(path), "--dataset", str(data.dir), "--json", str(out)])
+    run, = json.loads(out.read_text())["runs"]
+    assert run["split_sha256"] == "another" and run["note"] == "made up" and "note: made up" in capsys.readouterr().out

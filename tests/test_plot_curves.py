@@ -235,3 +235,14 @@ def test_bad_axis_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["--x", "epochs"])
     assert "invalid choice: 'epochs'" in capsys.readouterr().err
+
+
+def test_runs_on_different_datasets_are_named_and_said_not_to_compare(tmp_path, capsys):
+    rows = [dict(step=s, tokens=s, train_loss=2.0, val_loss=2.0 - s / 100, val_bpb=3.0 - s / 100, elapsed_s=1.0) for s in (0, 10, 20)]
+    for name, dataset in (("a", "data/one"), ("b", "two")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"train": {"dataset": dataset}}))
+        (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert plot_curves.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path)]) == 0
+    assert "do not compare" in capsys.readouterr().err
+    assert plot_curves.dataset_of(tmp_path / "a") == "one" and plot_curves.dataset_of(tmp_path) == "?"

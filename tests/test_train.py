@@ -228,6 +228,15 @@ def test_what_changes_at_a_resume_takes_effect_and_is_said(args, rows, tmp_path,
     assert checkpoint.read(tmp_path / "run/ckpt.pt")["optimizers"][0]["param_groups"][0]["weight_decay"] == 0.7
 
 
+def test_resume_where_nothing_is_says_that_it_starts_anew(args, capsys):
+    main(args(resume=True))
+    assert "no checkpoint is yet: starting anew" in capsys.readouterr().out
+
+
+def test_a_negative_seed_is_refused(args, fails):
+    assert "seed=-1 must not be negative" in fails(args(seed=-1))
+
+
 def test_a_finished_run_says_so_and_stays_as_it_is(args, tmp_path, capsys):
     main(args())
     before = {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in (tmp_path / "run").iterdir()}
@@ -286,6 +295,13 @@ def test_flags_that_contradict_the_checkpoint_are_refused(args, fails, tmp_path)
     main(args("base"))
     said, = fails(args("tuned", n_layer=2, init_from=tmp_path / "base", block_size=32))
     assert said == f"{tmp_path}/base holds another model: block_size=32 here is 16 there; n_layer=2 here is 1 there"
+
+
+def test_the_best_checkpoint_of_a_fine_tuning_may_be_its_start(args, rows, tmp_path):
+    main(args("a", max_iters=60, eval_interval=60, lr_decay_iters=60))
+    main(args("b", init_from=tmp_path / "a", lr=0.5, min_lr=0.5, warmup_iters=0, n_layer=..., n_head=..., n_embd=..., block_size=...))
+    assert rows(tmp_path / "b")[1][0]["val_loss"] < rows(tmp_path / "b")[1][-1]["val_loss"], "this training only spoils"
+    assert same(weights(tmp_path / "b" / "best.pt"), weights(tmp_path / "a" / "best.pt"))
 
 
 def test_eval_only_scores_the_best_checkpoint_and_writes_nothing(args, rows, tmp_path, capsys, fails):
@@ -362,6 +378,22 @@ def broken_gradient(out):
 def test_a_gradient_that_is_not_finite_stops_before_the_update(args, fails, tmp_path, at_step):
     at_step(5, broken_gradient)
     assert fails(args(save_interval=2))[0].startswith("grad_norm is nan in step 5: stopped before the update")
+
+
+def test_in_fp16_an_overflow_skips_the_step_of_every_optimizer(args, rows, tmp_path, at_step):
+    def overflow(out):  # the head alone is fed an infinite gradient: AdamW's, while Muon's stay finite
+        out.logits.register_hook(lambda g: g)
+        return out._replace(loss=out.loss + (weight[0].sum() - weight[0].sum().detach()) * 1e30)
+    weight = []
+    init = GPT.__init__
+    GPT.__init__ = lambda self, *a, **kw: (init(self, *a, **kw), weight.insert(0, self.lm_head.weight))[0]
+    try:
+        at_step(1, overflow)
+        main(args("skip", recipe="modern", dtype="float16", max_iters=1, eval_interval=1))
+    finally:
+        GPT.__init__ = init
+    fresh = GPT(GPTConfig(vocab_size=256, recipe="modern", **{k: TINY[k] for k in ("n_layer", "n_head", "n_embd", "block_size")}))
+    assert same(weights(tmp_path / "skip" / "ckpt.pt"), fresh.state_dict())
 
 
 def test_weights_that_are_not_finite_are_never_saved(args, fails, tmp_path, at_step):
