@@ -334,19 +334,17 @@ def measure(args):
         raise ValueError(f"--block_size={args.block_size} must be at least 2")
     if args.race:
         print(f"torch {torch.__version__}, cpu, float32: nanoGPT's CPU setting (4 layers, 4 heads, 128 wide, context 64, batch 12)")
+        rows, rate, arguments = race(args), None, dict(seeds=args.seeds, iters=args.iters)
     else:
         print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if cuda else f'cpu, {args.threads} threads'}, {args.dtype}"
               f"{', compiled' if args.compile else ''}: {args.n_layer} layers, {args.n_head} heads, {args.n_embd} wide, "
               f"context {args.block_size}, batch {args.batch_size}, vocabulary {args.vocab_size}")
-    if args.race:
-        rows, rate = race(args), None
-    else:
-        rows, rate = bench(args)
+        (rows, rate), arguments = bench(args), vars(args)
         print(table(rows))
         if rate:
             print(f"measured bf16 matrix product: {rate:.0f} TFLOP/s")
     if args.json:
-        result = dict(torch=torch.__version__, arguments=dict(seeds=args.seeds, iters=args.iters) if args.race else vars(args), measured_matmul_tflops=rate, rows=rows)
+        result = dict(torch=torch.__version__, arguments=arguments, measured_matmul_tflops=rate, rows=rows)
         checkpoint.write_atomic(args.json, lambda f: f.write(json.dumps(result, indent=1).encode()))
         print(args.json)
 
