@@ -1,26 +1,32 @@
 """
-The GPT in one file, to be read top to bottom.
+The GPT in one file, to be read top to bottom. Every head mechanism is a flag that joins one equation at one step:
 
-One attention equation holds everything together; each mechanism is to be a flag that joins at one of its steps:
-
-    q, k, v = project(x)                 # 1. project
-    y       = attend(q, k, v)            # 2. attend: causal, a fused kernel, no stored T x T
-    y       = y * factors                # 3. one factor per head and token (mechanisms; none in the plain GPT)
+    q, k, v = project(x)                 # 1. project: A2C rewrites q, k (and v); constraint heads add theirs
+    y       = attend(q, k, v)            # 2. attend: causal, a fused kernel, no stored T x T; windows say who is seen
+    y       = y * factors                # 3. one factor per head and token: sentinel, agency, routing, ACAG, output gate, ...
     x       = x + merge(y)               # 4. merge the heads and project out
+    x       = fuse(x, skip)              # 5. between blocks: U-Net skips
+
+A flag that is off creates no parameter and no buffer, and leaves the computation as it was. MECHANISMS names the
+flags of each mechanism and mode; docs/mechanisms.md has formulas, shapes, costs and what is wrong in the sources.
 
 References: Radford et al. 2019 (GPT-2); Su et al. 2021, arXiv 2104.09864 (RoPE); Henry et al. 2020,
 arXiv 2010.04245 (QK-norm); Zhang & Sennrich 2019, arXiv 1910.07467 (RMSNorm); So et al. 2021,
-arXiv 2109.08668 (squared ReLU).
+arXiv 2109.08668 (squared ReLU). The mechanisms' own are at their classes.
 """
 
+import copy
+import functools
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, Optional
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 # What a recipe means: the values taken by the flags that were left at None.
@@ -57,15 +63,92 @@ class GPTConfig:
     rope_base: float = 10000.0           # wavelength base of the rotary positions
     # ---- memory ----
     checkpoint_activations: bool = False  # recompute each block in the backward pass: less memory, slower
+    # ---- routing: a token uses its best heads only ----
+    routing: Optional[str] = None        # seed (weights sum to 1) | moh (mean 1) | sigmoid (each for itself); None: off
+    routing_top_k: Optional[int] = None  # heads that a token uses, shared ones included; None: half
+    routing_shared: int = 0              # moh: heads that every token uses
+    routing_hidden: Optional[int] = None  # width inside the router, 0: one linear layer; None: n_embd // 2 in seed, else 0
+    routing_coef: float = 0.01           # weight of seed's token entropy, or of the load balance of moh and sigmoid
+    routing_mask: str = "inf"            # seed: an unselected logit becomes -inf (inf) or is multiplied by 0 (zero)
+    routing_eval_gate: bool = True       # False: gates in training only, as in the write-up's code
+    routing_skip: bool = True            # decoding reads the keys and values of the selected heads alone, where that pays
+    # ---- sentinel gates: one learned gate per head ----
+    sentinel: Optional[str] = None       # sigmoid | hard_concrete (L0: real zeros); None: off
+    sentinel_init: float = 3.0           # initial logit: gates start near 1
+    lambda_gate: float = 1e-4            # weight of the sum of all gates (sigmoid), or of P(gate != 0) (hard_concrete)
+    head_norm: bool = False              # RMS-normalise every head's output, per token, before the gates
+    # ---- agency: states and consent per head, moved from outside between steps ----
+    agency: bool = False                 # active 1, overloaded 0.5, misaligned 0.7, withdrawn or no consent 0
+    agency_enforce: bool = True          # False: heads without consent run all the same (counted as forced)
+    agency_threshold: float = 0.05       # a gate above it counts as in use
+    # ---- U-Net skips: the output of block i joins the output of block N - i + 1 ----
+    unet: Optional[str] = None           # concat (h + W[skip; h]) | add (h + s * skip) | seed (Linear([skip; h])); None: off
+    unet_init: float = 0.5               # concat, add: weight of the first decoder block's skip; later ones fall to 0
+    unet_skips: bool = True              # False: the skip half contributes nothing (a switch for trained models)
+    # ---- constraint heads: extra heads with a router, scores per token, and names ----
+    constraint_names: Optional[list[str]] = None  # what the extra heads are for; None: off
+    constraint_heads: int = 1            # heads per name
+    constraint_variant: str = "A"        # A: the concat gets wider | B: all heads of the layer get smaller
+    constraint_layers: Optional[list[int]] = None  # blocks that have them, from 0; None: the one at 2/3 depth
+    constraint_mode: str = "query"       # query (gate the outputs, score before the gate) | seed (gate the values, score after)
+    constraint_hidden: int = 128         # width inside the router
+    constraint_lambda: float = 0.2       # weight of the constraint loss, when targets are given
+    constraint_weights: Optional[list[float]] = None  # weight of each name in that loss; None: 1 each
+    constraint_focal: float = 0.0        # focal exponent of that loss; 0: plain cross-entropy
+    constraint_positive: float = 1.0     # weight of positive targets in it
+    constraint_sparsity: float = 0.0     # weight of the router's mean gate (L1)
+    # ---- A2C attention ----
+    a2c: Optional[str] = None            # seed (q * a, k = q, v = x) | temperature (q * exp a) | key_bias (logit + w * a); None: off
+    a2c_gamma: float = 0.9               # discount of the return, per token
+    a2c_value_coef: float = 0.1          # weight of the value head's squared error
+    a2c_advantage_coef: float = 0.01     # weight of the squared error of the predicted advantages
+    # ---- ACAG: a gate from context length and the shape of the attention row ----
+    acag: Optional[str] = None           # headwise | elementwise; None: off
+    acag_mode: str = "normalised"        # normalised (entropy and concentration, starts at 1) | seed (mean and std of the row)
+    acag_detach: bool = False            # no gradient into the row's statistics: cheaper
+    acag_length: Optional[int] = None    # the context length that counts as full; None: block_size
+    # ---- rivals ----
+    gated: Optional[str] = None          # output gate sigmoid(x W): headwise | elementwise; None: off
+    window: Optional[int] = None         # tokens seen back, oneself included; 0: a quarter of block_size; None: all
+    window_global: int = 0               # the first tokens, seen by all
+    window_random: int = 0               # earlier blocks, drawn at random, that each block of tokens also sees
+    window_block: Optional[int] = None   # tokens in such a block; None: block_size // 16
+    # ---- pruning ----
+    heads: Optional[list[list[int]]] = None  # the heads that are left in each layer; None: all
 
     def __post_init__(self):
         for name, value in RECIPES.get(self.recipe, {}).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        if self.acag:  # sizes that must stay when the context is cropped
+            self.acag_length = self.acag_length or self.block_size
+        if self.window is not None:
+            self.window = self.window or max(1, self.block_size // 4)
+            self.window_block = self.window_block or max(1, self.block_size // 16)
 
     @property
     def head_size(self):
         return self.n_embd // self.n_head
+
+    @property
+    def top_k(self):
+        """Heads that a routed token uses."""
+        return max(1, self.n_head // 2) if self.routing_top_k is None else self.routing_top_k
+
+    @property
+    def n_constraint(self):
+        return self.constraint_heads * len(self.constraint_names or ())
+
+    def constraint_in(self, layer):
+        """Whether block `layer` has constraint heads."""
+        layers = [2 * self.n_layer // 3] if self.constraint_layers is None else self.constraint_layers
+        return bool(self.constraint_names) and layer in layers
+
+    def head_size_in(self, layer):
+        """Head size in block `layer`: variant B shares n_embd among more heads, floored to a multiple of 8."""
+        if self.constraint_variant == "B" and self.constraint_in(layer):
+            return self.n_embd // (self.n_head + self.n_constraint) // 8 * 8
+        return self.head_size
 
     def problems(self):
         """Everything that is wrong with this config, as a list of sentences (empty: fine)."""
@@ -88,6 +171,63 @@ class GPTConfig:
             bad.append(f"seed={self.seed} must not be negative")
         if self.softcap is not None and self.softcap < 0:
             bad.append(f"softcap={self.softcap} must be 0 (off) or positive")
+        return bad or self.mechanism_problems()  # those assume that the sizes make sense
+
+    def mechanism_problems(self):
+        """What is wrong with the flags of the mechanisms, or meaningless about them together."""
+        bad, H, N = [], self.n_head, self.n_layer
+
+        def need(holds, words):
+            if not holds:
+                bad.append(words)
+
+        for name, allowed in dict(routing=("seed", "moh", "sigmoid"), routing_mask=("inf", "zero"), sentinel=("sigmoid", "hard_concrete"),
+                                  unet=("concat", "add", "seed"), constraint_variant=("A", "B"), constraint_mode=("query", "seed"),
+                                  a2c=("seed", "temperature", "key_bias"), acag=("headwise", "elementwise"),
+                                  acag_mode=("normalised", "seed"), gated=("headwise", "elementwise")).items():
+            value = getattr(self, name)
+            need(value is None or value in allowed, f"{name}={value!r} must be one of {', '.join(allowed)}")
+        for parent in ("routing", "sentinel", "agency", "unet", "constraint_names", "a2c", "acag", "window"):
+            for f in fields(self):
+                of_parent = f.name.startswith(parent.split("_")[0] + "_") or (parent, f.name) == ("sentinel", "lambda_gate")
+                if of_parent and f.name != parent and getattr(self, parent) in (None, False) and getattr(self, f.name) != f.default:
+                    bad.append(f"{f.name}={getattr(self, f.name)!r} means nothing while {parent} is off")
+        for name in ("routing_coef", "lambda_gate", "constraint_lambda", "constraint_focal", "constraint_positive", "constraint_sparsity",
+                     "a2c_value_coef", "a2c_advantage_coef", "routing_shared", "window_global", "window_random", "agency_threshold"):
+            need(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")
+        if self.routing:
+            k, shared = self.top_k, self.routing_shared
+            need(1 <= k <= H, f"routing_top_k={k} must be from 1 to n_head={H}")
+            need(not shared or self.routing == "moh", f"routing_shared={shared} needs routing='moh', not {self.routing!r}")
+            need(shared < k or shared == 0, f"routing_shared={shared} must be below routing_top_k={k}, which counts the shared heads too")
+            need(k - shared != 1 or self.routing == "sigmoid" or self.routing_mask == "zero",
+                 f"routing_top_k={k} leaves one routed head, whose renormalised weight is always 1: its router would never learn")
+            need(self.routing_mask == "inf" or self.routing == "seed", f"routing_mask='zero' needs routing='seed', not {self.routing!r}")
+            need(self.routing_hidden is None or self.routing_hidden >= 0, f"routing_hidden={self.routing_hidden} must not be negative")
+        need(not self.unet or N >= 2, f"unet={self.unet!r} needs at least two layers to join")
+        need(self.unet_init >= 0, f"unet_init={self.unet_init} must not be negative")
+        if self.constraint_names is not None:
+            names, sizes = self.constraint_names, [self.head_size_in(layer) for layer in range(N)]
+            need(len(names) == len(set(names)) > 0, f"constraint_names={names} must be different names, at least one")
+            need(self.constraint_heads >= 1, f"constraint_heads={self.constraint_heads} must be at least 1")
+            need(self.constraint_hidden >= 1, f"constraint_hidden={self.constraint_hidden} must be at least 1")
+            need(all(0 <= layer < N for layer in self.constraint_layers or ()) and self.constraint_layers != [],
+                 f"constraint_layers={self.constraint_layers} must be blocks from 0 to {N - 1}")
+            need(min(sizes) >= 8, f"constraint_variant='B' leaves {self.n_embd} / {H + self.n_constraint} heads, less than 8 wide each")
+            need(not (self.a2c == "seed" and self.constraint_variant == "B"),
+                 "a2c='seed' takes x in n_head slices as values, which constraint_variant='B' makes too narrow")
+            weights = self.constraint_weights
+            need(weights is None or len(weights) == len(names), f"constraint_weights={weights} must be one for each name")
+        need(0 <= self.a2c_gamma < 1, f"a2c_gamma={self.a2c_gamma} must be in [0, 1)")
+        need(self.acag_length is None or self.acag_length >= 1, f"acag_length={self.acag_length} must be at least 1")
+        for name in ("window", "window_block"):
+            need(getattr(self, name) is None or getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be positive")
+        kernel = "acag" if self.acag else "window" if self.window else None
+        need(not (kernel and (self.dropout if self.attn_dropout is None else self.attn_dropout)),
+             f"{kernel} has no fused kernel with dropout on the attention weights: set attn_dropout=0 (and on what it is compared with)")
+        if self.heads is not None:
+            need(len(self.heads) == N and all(h == sorted(set(h)) and set(h) <= set(range(H)) for h in self.heads),
+                 f"heads={self.heads} must list, for each of the {N} layers, heads from 0 to {H - 1} in order")
         return bad
 
 
@@ -98,6 +238,64 @@ class Output(NamedTuple):
     loss: Optional[torch.Tensor]
     aux: dict
     traces: Optional[dict]
+
+
+THREE = ["reciprocity", "testifiability", "decidability"]  # the names of the constraint write-up
+
+# name -> flags: every mechanism in each of its modes. Tests, bench.py and the docs read this list; a new mechanism is one line.
+MECHANISMS = {
+    "routing_seed": dict(routing="seed"),                    # no neutral setting: its weights sum to 1, not to n_head
+    "routing_zero": dict(routing="seed", routing_mask="zero"),  # none
+    "routing_train_only": dict(routing="seed", routing_eval_gate=False),  # none; not the same function in train and eval mode
+    "routing_moh": dict(routing="moh"),
+    "routing_sigmoid": dict(routing="sigmoid"),
+    "sentinel": dict(sentinel="sigmoid"),
+    "sentinel_l0": dict(sentinel="hard_concrete"),
+    "head_norm": dict(head_norm=True),                       # none
+    "agency": dict(agency=True),
+    "unet_concat": dict(unet="concat"),
+    "unet_add": dict(unet="add"),
+    "unet_seed": dict(unet="seed"),                          # the identity, set by hand
+    "constraint_a": dict(constraint_names=THREE),            # the extra heads' projection at 0
+    "constraint_b": dict(constraint_names=THREE, constraint_variant="B"),  # none: the heads have another size
+    "constraint_seed": dict(constraint_names=THREE, constraint_mode="seed"),
+    "a2c_seed": dict(a2c="seed"),                            # none: keys are queries
+    "a2c_temperature": dict(a2c="temperature"),
+    "a2c_key_bias": dict(a2c="key_bias"),
+    "acag": dict(acag="headwise"),
+    "acag_elementwise": dict(acag="elementwise"),
+    "acag_detach": dict(acag="headwise", acag_detach=True),
+    "acag_seed": dict(acag="headwise", acag_mode="seed"),    # the bias at +inf
+    "moh": dict(routing="moh", routing_shared=1),            # the rivals: as published, none is neutral at the start
+    "gated": dict(gated="headwise"),
+    "gated_elementwise": dict(gated="elementwise"),
+    "window": dict(window=0),
+    "window_global_random": dict(window=0, window_global=1, window_random=1),
+}
+
+# The corrected form of all seven together, as in config/*_all.py.
+ALL_ON = {**MECHANISMS["routing_moh"], **MECHANISMS["sentinel"], **MECHANISMS["agency"], **MECHANISMS["unet_concat"],
+          **MECHANISMS["constraint_a"], **MECHANISMS["a2c_temperature"], **MECHANISMS["acag"]}
+
+# name -> (more flags, {end of a parameter's name: value}) that make it equal to the plain GPT, where such a setting exists.
+NEUTRAL = {
+    "routing_moh": (dict(routing_top_k=-1), {"router.out.weight": 0.0}),  # -1: n_head
+    "routing_sigmoid": (dict(routing_top_k=-1), {"router.out.weight": 0.0}),
+    "moh": (dict(routing_top_k=-1), {"router.out.weight": 0.0, "router.shared.weight": 0.0, "router.split.weight": 0.0}),
+    "sentinel": ({}, {"sentinel.logit": 50.0}),
+    "sentinel_l0": ({}, {}),                                 # as it starts, when evaluated
+    "agency": ({}, {}),                                      # as it starts: all heads active
+    "unet_concat": (dict(unet_init=0.0), {}),
+    "unet_add": (dict(unet_init=0.0), {}),
+    "constraint_a": ({}, {"constraint.c_proj.weight": 0.0}),
+    "constraint_seed": ({}, {"constraint.c_proj.weight": 0.0}),
+    "a2c_temperature": ({}, {}),                             # as it starts
+    "a2c_key_bias": ({}, {}),
+    "acag": ({}, {}),
+    "acag_elementwise": ({}, {}),
+    "acag_detach": ({}, {}),
+    "acag_seed": ({}, {"acag.weight": 0.0, "acag.bias": 50.0}),
+}
 
 
 # ---- pieces ----
@@ -170,12 +368,12 @@ def make_norm(config):
     return RMSNorm() if config.norm == "rmsnorm" else LayerNorm(config.n_embd, config.bias)
 
 
-def rope_tables(config):
+def rope_tables(config, head_size=None):
     """cos and signed sin of every position's angles, each [block_size, head_size] (RoPE, eq. 34).
 
     Dimension i is paired with i + head_size / 2, so rotating is x * cos + (x, halves swapped) * sin.
     """
-    half = config.head_size // 2
+    half = (head_size or config.head_size) // 2
     freq = config.rope_base ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = torch.arange(config.block_size, dtype=torch.float64)[:, None] * freq
     return torch.cat((angle.cos(), angle.cos()), -1).float(), torch.cat((-angle.sin(), angle.sin()), -1).float()
@@ -186,11 +384,21 @@ def rotate(x, cos, sin):
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin).type_as(x)
 
 
+def random_blocks(config):
+    """Which earlier blocks of tokens each block also sees, bool [blocks, blocks]: window_random of them (BigBird, arXiv 2007.14062)."""
+    n = -(-config.block_size // config.window_block)
+    generator, table = torch.Generator().manual_seed(config.seed), torch.zeros(n, n, dtype=torch.bool)
+    for block in range(1, n):
+        table[block, torch.randperm(block, generator=generator)[:config.window_random]] = True
+    return table
+
+
 class KVCache:
     """Keys and values of the tokens already read, per block: [B, H, block_size, D], filled up to `length`."""
 
     def __init__(self, config):
         self.k, self.v = [None] * config.n_layer, [None] * config.n_layer
+        self.sums = {}  # of the inputs of the blocks with constraint heads, [B, 1, C]
         self.block_size, self.length = config.block_size, 0
 
     def append(self, layer, k, v):
@@ -202,49 +410,610 @@ class KVCache:
         self.v[layer][:, :, self.length:end] = v
         return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
 
+    def carry(self, layer, total):
+        """Running sums [B, T, C] of the new tokens, going on from those before; the last is kept."""
+        if layer in self.sums:
+            total = total + self.sums[layer]
+        self.sums[layer] = total[:, -1:]
+        return total
+
+
+class Context(NamedTuple):
+    """What blocks need beside x, made once per forward pass. Fields that no flag asks for are None."""
+
+    rope: Optional[dict] = None             # head size -> (cos, sin) of the positions
+    cache: Optional[KVCache] = None
+    mask: object = None                     # who sees whom: bool [1 or B, 1, T, S], a BlockMask, or None: all before
+    at: Optional[torch.Tensor] = None       # tokens before each token, [T] or [B, T]
+    n: Optional[torch.Tensor] = None        # keys that each query sees, [T] or [B, 1, T]
+    real: Optional[torch.Tensor] = None     # 0 where there is only padding, [B, T, 1]
+    hint: Optional[torch.Tensor] = None     # the caller's input of the constraint router, [B, C]
+    losses: bool = False                    # are auxiliary losses wanted?
+    traces: object = False                  # are traces wanted? "maps": attention maps too
+
+
+# ---- attention kernels ----
+
+class CpuFlash(torch.autograd.Function):
+    """Flash attention on CPU that also returns each row's log-sum-exp [B, H, T], with gradients through both.
+
+    PyTorch's CPU kernel computes the log-sum-exp but passes no gradient through it. With P the weights, that gradient
+    adds g * P to dS = P * (dO V' - delta), where delta = rowsum(dO * O): the same as lowering delta by g. The kernel sums
+    delta up itself, so it gets one column more, in which dO is 1, V is 0 and O is said to be -g.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask, scale):
+        D, W = q.size(-1), v.size(-1)
+        width = -(-max(D, W + 1) // 8) * 8  # the kernel wants all three of one width
+        q, k, v = (F.pad(t, (0, width - t.size(-1))) for t in (q, k, v))
+        bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+        y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, mask is None, attn_mask=bias, scale=scale)
+        ctx.save_for_backward(q, k, v, y, lse, bias)
+        ctx.D, ctx.W, ctx.scale = D, W, scale
+        return y[..., :W], lse
+
+    @staticmethod
+    def backward(ctx, dy, dlse):
+        q, k, v, y, lse, bias = ctx.saved_tensors
+        D, W, width = ctx.D, ctx.W, q.size(-1)
+        dy = F.pad(torch.cat((dy, torch.ones_like(dy[..., :1])), -1), (0, width - W - 1))
+        y = F.pad(torch.cat((y[..., :W], -dlse[..., None].to(y.dtype)), -1), (0, width - W - 1))
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dy, q, k, v, y, lse, 0.0, bias is None, attn_mask=bias, scale=ctx.scale)
+        return dq[..., :D], dk[..., :D], dv[..., :W], None, None
+
+
+@functools.cache
+def compiled_flex():
+    """FlexAttention is a fused kernel only when compiled, also where the model around it is not."""
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex(q, k, v, scale, mask):
+    """FlexAttention on CUDA: (y, log-sum-exp), differentiable in both; mask is a BlockMask."""
+    kernel = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else compiled_flex()
+    y, aux = kernel(q, k, v, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True))
+    return y, aux.lse
+
+
+def written_out(q, k, v, scale, mask):
+    """(y, log-sum-exp) with all logits in memory: for one query, and for padded prompts on CUDA."""
+    s = (q @ k.mT).float() * scale
+    if mask is not None:
+        s = s.masked_fill(~mask, -math.inf)
+    return (s.softmax(-1).to(v.dtype) @ v), s.logsumexp(-1)
+
+
+def attend_lse(q, k, v, scale, mask):
+    """Causal attention with each row's log-sum-exp: y [B, H, T, W], lse [B, H, T] in float32 or better."""
+    if isinstance(mask, BlockMask):
+        return flex(q, k, v, scale, mask)
+    if q.size(2) == 1 or q.device.type != "cpu":
+        return written_out(q, k, v, scale, mask)
+    return CpuFlash.apply(q, k, v, mask, scale)
+
+
+def row_statistics(q, k, v, scale, mask, n, detach, dropout=0.0):
+    """y [B, H, T, D] and, of every attention row, entropy in nats and log of the sum of squared weights, each [B, H, T].
+
+    With s the logits, entropy = LSE(s) - scale q.SDPA(q, k, k) and log sum p^2 = LSE(2s) - 2 LSE(s): no T x T tensor.
+    n: how many keys each row sees. detach: no gradient into the statistics, and none of its cost.
+    """
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
+        if detach:
+            expected, lse = attend_lse(q, k, k, scale, mask)
+        else:  # one pass over the logits serves both values
+            both, lse = attend_lse(q, k, torch.cat((v, k), -1), scale, mask)
+            y, expected = both.split((v.size(-1), k.size(-1)), -1)
+        lse2 = attend_lse(q, k, k[..., :0] if q.device.type == "cpu" else k, 2 * scale, mask)[1]
+        entropy = lse - scale * (q.float() * expected.float()).sum(-1)
+        entropy, log_p2 = entropy.clamp_min(0).minimum(n.log()), lse2 - 2 * lse
+    return attend(q, k, v, scale, mask, dropout) if detach else y, entropy, log_p2
+
+
+def attend(q, k, v, scale, mask, dropout):
+    """Causal attention of q [B, H, T, D] over k, v [B, H, S, D], the last T of S being the queries' own tokens."""
+    if isinstance(mask, BlockMask):
+        return flex(q, k, v, scale, mask)[0]
+    causal = mask is None and q.size(2) > 1  # one query sees all there is
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout)
+
+
+# ---- the mechanisms ----
+
+def weight(*shape, start=None):
+    """A parameter that does not decay. start: its initial value, "linear" for nn.Linear's own, None for GPT-2's."""
+    p = nn.Parameter(torch.empty(*shape))
+    p.start, p.no_decay = start, True
+    return p
+
+
+def float32_linear(layer, x):
+    """layer(x) in float32 also under autocast, whose rounding would make ties of near logits."""
+    with torch.autocast(x.device.type, enabled=False):
+        bias = None if layer.bias is None else layer.bias.to(torch.promote_types(layer.bias.dtype, torch.float32))
+        return F.linear(x.to(torch.promote_types(x.dtype, torch.float32)), layer.weight, bias)
+
+
+class HeadRouter(nn.Module):
+    """Which heads each token uses and how much, x [B, T, C] -> weights [B, T, H], exactly 0 where not selected.
+
+    seed: softmax over the top k of an MLP's logits, summing to 1 (Learnable Attention Head Routing, model_novel.py).
+    moh: the same times k, so that the mean is 1; shared heads are always on, and a second softmax weighs the two
+    groups (MoH, arXiv 2410.11842, eqs. 5-8, in the scale of its published code). sigmoid: 2 sigmoid(logit), each for itself.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        C, hidden = config.n_embd, config.routing_hidden
+        hidden = (C // 2 if config.routing == "seed" else 0) if hidden is None else hidden
+        self.mode, self.zero, self.coef = config.routing, config.routing_mask == "zero", config.routing_coef
+        self.n_shared, self.k = config.routing_shared, config.top_k - config.routing_shared
+        self.fc = nn.Linear(C, hidden) if hidden else None
+        self.out = nn.Linear(hidden or C, config.n_head - self.n_shared, bias=hidden > 0)
+        if self.n_shared:
+            self.shared = nn.Linear(C, self.n_shared, bias=False)
+            self.split = nn.Linear(C, 2, bias=False)
+
+    def forward(self, x):
+        """(weights, selected: which of the routed heads [B, T, R], logits [B, T, R])."""
+        logits = float32_linear(self.out, F.gelu(self.fc(x)) if self.fc else x)
+        selected = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, logits.topk(self.k, -1).indices, True)
+        if self.mode == "sigmoid":
+            return 2 * logits.sigmoid() * selected, selected, logits
+        w = logits.masked_fill(~selected, 0.0 if self.zero else -math.inf).softmax(-1)
+        if self.mode == "moh":
+            w = self.k * w
+            if self.n_shared:
+                s = self.n_shared * float32_linear(self.shared, x).softmax(-1)
+                split = 2 * float32_linear(self.split, x).softmax(-1)
+                w = torch.cat((split[..., :1] * s, split[..., 1:] * w), -1)
+        return w, selected, logits
+
+    def penalty(self, weights, selected, logits):
+        """{name: weighted loss}: seed's token entropy in nats, or the load balance R sum_i P_i f_i (MoH, eq. 9)."""
+        if self.mode == "seed":
+            return {"routing_entropy": self.coef * -(weights * (weights + 1e-8).log()).sum(-1).mean()}
+        share, load = logits.softmax(-1).flatten(0, -2).mean(0), selected.flatten(0, -2).to(logits.dtype).mean(0)
+        if dist.is_available() and dist.is_initialized():  # the product of two means is not the mean of the ranks' products
+            dist.all_reduce(load)
+            load = load / dist.get_world_size()
+        return {"routing_balance": self.coef * load.numel() * (share * load).sum()}
+
+
+class SentinelGate(nn.Module):
+    """One learned gate per head, [H] (Adaptive Transformer, section 2.1; hard concrete: arXiv 1712.01312, eqs. 10-13).
+
+    sigmoid: g = sigmoid(logit). hard_concrete: a stretched, clamped sigmoid, noisy while training, with real zeros.
+    """
+
+    BETA, LOW, HIGH = 2 / 3, -0.1, 1.1  # the paper's values
+
+    def __init__(self, config, n_head):
+        super().__init__()
+        self.hard, self.coef = config.sentinel == "hard_concrete", config.lambda_gate
+        self.logit = weight(n_head, start=config.sentinel_init)
+
+    def forward(self):
+        if not self.hard:
+            return self.logit.sigmoid()
+        s = self.logit
+        if self.training:  # one draw for the whole batch: the gates are weights
+            u = torch.rand_like(s).clamp(1e-6, 1 - 1e-6)
+            s = (u.log() - (1 - u).log() + s) / self.BETA
+        return (s.sigmoid() * (self.HIGH - self.LOW) + self.LOW).clamp(0, 1)
+
+    def penalty(self):
+        """{name: weighted loss}: the sum of the gates (L1), or of the probabilities that they are not zero (L0)."""
+        if not self.hard:
+            return {"gate_l1": self.coef * self.logit.sigmoid().sum()}
+        return {"gate_l0": self.coef * (self.logit - self.BETA * math.log(-self.LOW / self.HIGH)).sigmoid().sum()}
+
+
+class Agency(nn.Module):
+    """States and consent of the heads, as buffers: moved between steps, a state never recompiles (Adaptive Transformer, 2.2)."""
+
+    STATES = {"active": 1.0, "overloaded": 0.5, "misaligned": 0.7, "withdrawn": 0.0}  # and their factors
+
+    def __init__(self, config, n_head):
+        super().__init__()
+        self.enforce, self.threshold = config.agency_enforce, config.agency_threshold
+        self.register_buffer("state", torch.zeros(n_head, dtype=torch.long))
+        self.register_buffer("consent", torch.ones(n_head, dtype=torch.bool))
+        self.register_buffer("utilisation", torch.zeros(n_head))
+        self.register_buffer("last_signal", torch.zeros(n_head, dtype=torch.long))  # the step of the last change
+        *factors, withdrawn = self.STATES.values()
+        self.register_buffer("factors", torch.tensor([*factors, withdrawn if self.enforce else 1.0]), persistent=False)
+
+    def forward(self):
+        """Factor of each head, [H]; no consent means withdrawn."""
+        return self.factors[self.state.masked_fill(~self.consent, len(self.STATES) - 1)]
+
+
+class SkipFusion(nn.Module):
+    """Joins an encoder block's output `skip` to a decoder block's output h, both [B, T, C] (Adaptive Transformer, 2.3).
+
+    concat: h + W [skip; h]; add: h + sigmoid(logit) skip; seed: the write-up's Linear([skip; h]). The initial weight
+    of the skip falls with depth (its section 5.3).
+    """
+
+    def __init__(self, config, depth):
+        super().__init__()
+        C, share = config.n_embd, config.unet_init * (1 - depth / (config.n_layer // 2))
+        self.mode, self.on = config.unet, config.unet_skips
+        if self.mode == "add":
+            self.logit = weight(1, start=math.log(share / (1 - share)) if 0 < share < 1 else math.copysign(50, share - 0.5))
+        elif self.mode == "concat":
+            self.weight = weight(C, 2 * C, start=torch.cat((share * torch.eye(C), torch.zeros(C, C)), 1))
+        else:
+            self.weight, self.bias = weight(C, 2 * C, start="linear"), weight(C, start=0.0)
+
+    def forward(self, h, skip):
+        if self.mode == "add":
+            return h + self.logit.sigmoid() * skip if self.on else h
+        mixed = F.linear(torch.cat((skip if self.on else torch.zeros_like(skip), h), -1), self.weight, getattr(self, "bias", None))
+        return mixed if self.mode == "seed" else h + mixed
+
+
+class ConstraintHeads(nn.Module):
+    """Heads of their own for named constraints: projections, a router over them, a score per token (constraint write-up).
+
+    The router reads the running mean of x, or a hint [B, C]; the write-up's mean over the whole sequence would leak.
+    """
+
+    def __init__(self, config, head_size):
+        super().__init__()
+        n, C, D = config.n_constraint, config.n_embd, head_size
+        self.names, self.n_head, self.per_name = config.constraint_names, n, config.constraint_heads
+        self.seed, self.sparsity = config.constraint_mode == "seed", config.constraint_sparsity
+        self.c_attn = nn.Linear(C, 3 * n * D, bias=config.bias)
+        self.c_proj = nn.Linear(n * D, C, bias=False)
+        self.fc, self.out = nn.Linear(C, config.constraint_hidden), nn.Linear(config.constraint_hidden, n)
+        self.w1, self.b1 = weight(n, D, D), weight(n, D, start=0.0)  # the scorers, one MLP per head
+        self.w2, self.b2 = weight(n, D), weight(n, start=0.0)
+
+    def gates(self, x, ctx, layer):
+        """Router gates in (0, 1), [B, T, heads] (T is 1 for a hint)."""
+        if ctx.hint is not None:
+            mean = ctx.hint[:, None].to(x.dtype)
+        else:
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            total = (x if ctx.real is None else x * ctx.real).cumsum(1)
+            if ctx.cache is not None:
+                total = ctx.cache.carry(layer, total)
+            mean = total / (ctx.at + 1)[..., None]
+        return float32_linear(self.out, F.relu(self.fc(mean))).sigmoid()
+
+    def scores(self, y):
+        """One logit per head and token, [B, heads, T], of the heads' outputs y [B, heads, T, D]."""
+        hidden = torch.einsum("bhtd,hed->bhte", y, self.w1.to(y.dtype)) + self.b1[:, None].to(y.dtype)
+        return torch.einsum("bhtd,hd->bht", F.relu(hidden).float(), self.w2) + self.b2[:, None]
+
+    def named(self, scores):
+        """{name: [B, T]}, the mean over each name's heads of scores [B, heads, T]."""
+        return dict(zip(self.names, scores.unflatten(1, (len(self.names), self.per_name)).mean(2).unbind(1)))
+
+
+class AdvantageAttention(nn.Module):
+    """A2C attention: a critic's scalar a [B, T, H], linear in x, acts on the logits of its head (A2C-Attention).
+
+    seed: a_t q_t . q_s / sqrt(d), a signed temperature of the query. temperature: exp(a_t) instead. key_bias: w a_s is
+    added to the logits of key s. In the corrected modes a is trained to predict the advantage, which needs the future.
+    """
+
+    PAD = 8  # key_bias: the bias is one more dimension of q and k, and kernels want multiples of 8
+
+    def __init__(self, config, n_head):
+        super().__init__()
+        self.mode = config.a2c
+        self.critic = nn.Linear(config.n_embd, n_head, bias=self.mode == "seed")
+        if self.mode == "temperature":
+            self.critic.weight.start = 0.0
+        if self.mode == "key_bias":
+            self.mix = weight(n_head, start=0.0)
+
+    def forward(self, q, k, v, x, scale):
+        """q, k, v [B, H, T, D (+ PAD)] with the critic's a [B, T, H] worked in, and a."""
+        a = float32_linear(self.critic, x)
+        per_head = a.transpose(1, 2)[..., None]
+        if self.mode == "seed":
+            return q * per_head.to(q.dtype), k, v, a
+        if self.mode == "temperature":
+            return q * per_head.exp().to(q.dtype), k, v, a
+        bias = (self.mix[:, None, None] * per_head / scale).to(k.dtype)
+        q, k, v = (F.pad(t, (0, self.PAD - n)) for t, n in ((torch.cat((q, torch.ones_like(bias)), -1), 1), (torch.cat((k, bias), -1), 1), (v, 0)))
+        return q, k, v, a
+
+
+def discounted_return(r, gamma):
+    """G_t = (1 - gamma) sum_k gamma^k r_(t+k), [B, T]: doubling steps, so log2(T) passes and no T x T matrix."""
+    step = 1
+    while step < r.size(1):
+        r = r + gamma**step * F.pad(r[:, step:], (0, step))
+        step *= 2
+    return (1 - gamma) * r
+
+
+class ContextGate(nn.Module):
+    """ACAG: a gate per head from context length and the shape of the head's attention row (ACAG README, architecture).
+
+    seed: sigmoid(W [c, mean, std] + b). normalised: 2 sigmoid(W [c, 1 - entropy / log n, log(n sum p^2)] + b), zero at the
+    start: the mean is always 1/n, and the raw std shrinks with n.
+    """
+
+    def __init__(self, config, n_head, head_size):
+        super().__init__()
+        shape = (n_head,) if config.acag == "headwise" else (n_head, head_size)
+        self.seed, self.detach, self.length = config.acag_mode == "seed", config.acag_detach, config.acag_length
+        self.weight, self.bias = (weight(*shape, *last, start="linear" if self.seed else 0.0) for last in ((3,), ()))
+
+    def forward(self, entropy, log_p2, n, at):
+        """Gate [B, H, T, 1 or D] from the statistics [B, H, T], the keys seen n and the tokens before, at."""
+        alone = n == 1  # nothing to choose from: no statistics, and no logarithm or root whose gradient is not a number
+        m = n.masked_fill(alone, 2).to(entropy.dtype)
+        if self.seed:
+            variance = torch.where(alone, 0.0, log_p2.exp() / m - 1 / m**2)
+            spread = torch.where(alone, 0.0, (variance.clamp_min(0) + 1e-12).sqrt())
+            features = (at + 1) / self.length, 1 / n, spread
+        else:
+            features = ((1 + at).log() / math.log(1 + self.length), torch.where(alone, 0.0, 1 - entropy / m.log()),
+                        torch.where(alone, 0.0, m.log() + log_p2))
+        z = torch.stack([f.expand_as(entropy).to(entropy.dtype) for f in features], -1)
+        w = self.weight if self.weight.dim() == 3 else self.weight[:, None]  # (H, 1 or D, 3)
+        z = torch.einsum("bhtf,hdf->bhtd", z, w.to(z.dtype)) + self.bias.view(len(w), 1, -1)
+        return z.sigmoid() if self.seed else 2 * z.sigmoid()
+
+
+class OutputGate(nn.Module):
+    """Gated attention, the rival: sigmoid(x W) on the heads' outputs, per head or per element (arXiv 2505.06708, eq. 5)."""
+
+    def __init__(self, config, n_head, head_size):
+        super().__init__()
+        self.n_head, self.proj = n_head, nn.Linear(config.n_embd, n_head * (head_size if config.gated == "elementwise" else 1), bias=False)
+
+    def forward(self, x):
+        """[B, H, T, 1 or D]."""
+        return self.proj(x).sigmoid().unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+
+
+def explain(traces, tokens, name, k=5, row=0):
+    """One line: the k tokens of a sequence with the highest scores for a constraint, by block, from model(..., traces=True).
+
+    tokens: the sequence's tokens as text. Raises ValueError when there is no such trace.
+    """
+    found = {key: value for key, value in traces.items() if key.endswith(f".constraint.{name}")}
+    if not found:
+        names = sorted({key.rsplit(".", 1)[1] for key in traces if ".constraint." in key})
+        raise ValueError(f"no scores for {name!r}" + (f"; there are {', '.join(names)}" if names else ": the model has no constraint heads"))
+    lines = []
+    for key, value in found.items():
+        top = value[row].topk(min(k, len(tokens)))
+        lines.append(f"{name} (block {key.split('.')[1]}): " + ", ".join(f"{tokens[i]!r} {s:.2f}" for s, i in zip(top.values.tolist(), top.indices.tolist())))
+    return "\n".join(lines)
+
+
+def constraint_loss(scores, targets, weights=None, focal=0.0, positive=1.0):
+    """Mean over names of weighted BCE with logits, nats. scores, targets: {name: [B, T]}; targets in [0, 1], negative: ignored.
+
+    focal: factor |target - p|^focal (focal loss, arXiv 1708.02002, for soft targets); positive: weight of positive targets.
+    Raises ValueError for a name that has no scores.
+    """
+    unknown = set(targets) - set(scores)
+    if unknown or not targets:
+        raise ValueError(f"constraint targets for {sorted(unknown) or 'nothing'}; the heads are for {', '.join(scores)}")
+    total = 0.0
+    for name, y in targets.items():
+        s, y = scores[name].float(), y.float()
+        known, y = y >= 0, y.clamp_min(0)
+        nats = F.binary_cross_entropy_with_logits(s, y, reduction="none", pos_weight=torch.tensor(positive, device=s.device))
+        nats = nats * (y - s.sigmoid()).abs() ** focal if focal else nats
+        total = total + (weights or {}).get(name, 1.0) * (nats * known).sum() / known.sum().clamp_min(1)
+    return total / len(targets)
+
 
 # ---- the transformer ----
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head causal attention, [B, T, C] -> [B, T, C]."""
+    """Multi-head causal attention with the mechanisms of its config, [B, T, C] -> [B, T, C]."""
 
     def __init__(self, config, layer):
         super().__init__()
-        self.layer, self.n_head, self.head_size = layer, config.n_head, config.head_size
-        self.rope, self.qk_norm = config.pos == "rope", config.qk_norm
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.layer, self.head_size, self.scale = layer, config.head_size_in(layer), config.head_size_in(layer) ** -0.5
+        self.kept = list(range(config.n_head)) if config.heads is None else config.heads[layer]  # what pruning left
+        self.n_head, D = len(self.kept), self.head_size
+        self.rope, self.qk_norm, self.head_norm = config.pos == "rope", config.qk_norm, config.head_norm
+        self.tied = config.a2c == "seed"  # keys are queries, values are x
+        self.parts = 1 if self.tied else 3  # q, k, v in c_attn
+        self.c_attn = nn.Linear(config.n_embd, self.parts * self.n_head * D, bias=config.bias)
+        self.c_proj = nn.Linear(self.n_head * D, config.n_embd, bias=config.bias)
         self.attn_dropout = config.dropout if config.attn_dropout is None else config.attn_dropout
         self.resid_dropout = nn.Dropout(config.dropout)
+        self.constraint = ConstraintHeads(config, D) if config.constraint_in(layer) else None
+        self.n_extra = config.n_constraint if self.constraint else 0
+        n = self.n_head + self.n_extra
+        self.router = HeadRouter(config) if config.routing else None
+        self.route_in_eval, self.route_skip = config.routing_eval_gate, config.routing_skip
+        self.sentinel = SentinelGate(config, n) if config.sentinel else None
+        self.agency = Agency(config, n) if config.agency else None
+        self.a2c = AdvantageAttention(config, self.n_head) if config.a2c else None
+        self.acag = ContextGate(config, n, D) if config.acag else None
+        self.gated = OutputGate(config, n, D) if config.gated else None
+        self.register_buffer("hand", None, persistent=False)  # gates set by hand, [heads], NaN: not set
 
-    def project(self, x, rope):
-        """Queries, keys and values of x, each [B, H, T, D]."""
-        B, T, _ = x.shape
-        qk, v = self.c_attn(x).view(B, T, 3, self.n_head, self.head_size).split((2, 1), dim=2)
+    def split(self, qkv, n_head, ctx, tied_to=None):
+        """[B, T, (3 or 1) * H * D] -> normed and rotated queries and keys, and values, each [B, H, T, D]."""
+        B, T, _ = qkv.shape
+        if tied_to is None:
+            qk, v = qkv.view(B, T, 3, n_head, self.head_size).split((2, 1), dim=2)
+        else:  # keys are queries, values are slices of x
+            qk, v = qkv.view(B, T, 1, n_head, self.head_size), tied_to.unflatten(-1, (1, -1, self.head_size))
+            v = v if v.size(3) == n_head else v[..., self.kept, :]
         if self.qk_norm:
             qk = rms_norm(qk)
         if self.rope:
-            qk = rotate(qk, *rope)
-        q, k = qk.transpose(1, 3).unbind(2)  # (B, H, 2, T, D) -> 2 x (B, H, T, D)
-        return q, k, v.squeeze(2).transpose(1, 2)
+            qk = rotate(qk, *ctx.rope[self.head_size])
+        qk = qk.transpose(1, 3).unbind(2)  # (B, H, 2, T, D) -> 2 x (B, H, T, D)
+        return qk[0], qk[-1], v.squeeze(2).transpose(1, 2)
 
-    def attend(self, q, k, v, mask):
-        """Causal attention of q [B, H, T, D] over k, v [B, H, S, D], the last T of S being the queries' own tokens."""
-        causal = mask is None and q.size(2) > 1  # one query sees all there is
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal,
-                                              dropout_p=self.attn_dropout if self.training else 0.0)
+    def project(self, x, ctx):
+        """q, k, v of x, each [B, H, T, D], base heads before constraint heads; what the critic and the router said."""
+        q, k, v = self.split(self.c_attn(x), self.n_head, ctx, x if self.tied else None)
+        said = {}
+        if self.a2c:
+            q, k, v, said["advantage"] = self.a2c(q, k, v, x, self.scale)
+        if self.constraint:
+            more = self.split(self.constraint.c_attn(x), self.n_extra, ctx)
+            said["router_gates"] = gates = self.constraint.gates(x, ctx, self.layer)
+            if self.constraint.seed:  # the write-up gates the values
+                more = more[0], more[1], more[2] * gates.transpose(1, 2)[..., None].to(x.dtype)
+            q, k, v = (torch.cat((t, F.pad(u, (0, t.size(-1) - self.head_size))), 1) for t, u in zip((q, k, v), more))
+        return q, k, v, said
+
+    def attend(self, q, k, v, ctx):
+        """y [B, H, T, D], and (entropy, log sum p^2) of the attention rows where somebody asks for them."""
+        dropout = self.attn_dropout if self.training else 0.0
+        if self.acag or ctx.traces:
+            detach = self.acag is None or self.acag.detach
+            y, *rows = row_statistics(q, k, v, self.scale, ctx.mask, ctx.n, detach, dropout)
+        else:
+            y, rows = attend(q, k, v, self.scale, ctx.mask, dropout), None
+        return y[..., :self.head_size], rows
+
+    def static_gate(self):
+        """Sentinel gate times agency factor of each head, [H], or what was set by hand; None where there is nothing."""
+        gates = [m() for m in (self.sentinel, self.agency) if m]
+        gate = math.prod(gates) if gates else None
+        if self.hand is not None:
+            gate = torch.where(self.hand.isnan(), 1.0 if gate is None else gate, self.hand)
+        return gate
+
+    def factors(self, x, rows, said, ctx):
+        """{name: factor, broadcasting over the heads' outputs [B, H, T, D]}, and auxiliary losses."""
+        found, losses = {}, {}
+        gate = self.static_gate()
+        if gate is not None:
+            found["gate"] = gate[:, None, None]
+        if self.router and (self.training or self.route_in_eval):
+            w, selected, logits = self.router(x)
+            losses.update(self.router.penalty(w, selected, logits) if ctx.losses else {})
+            said["routing_weights"], said["routing_logits"] = w, logits
+            w = w if self.n_head == w.size(-1) else w[..., self.kept]
+            found["routing"] = F.pad(w, (0, self.n_extra), value=1.0).transpose(1, 2)[..., None]
+        if self.gated:
+            found["output_gate"] = self.gated(x)
+        if self.acag:
+            found["acag_gate"] = self.acag(*rows, ctx.n, ctx.at)
+        if self.constraint and not self.constraint.seed:
+            found["router"] = F.pad(said["router_gates"], (self.n_head, 0), value=1.0).transpose(1, 2)[..., None]
+        if ctx.losses:
+            losses.update(self.sentinel.penalty() if self.sentinel else {})
+            if self.constraint and self.constraint.sparsity:
+                losses["constraint_router"] = self.constraint.sparsity * said["router_gates"].mean()
+        return found, losses
 
     def merge(self, y):
         """Heads side by side, [B, H, T, D] -> [B, T, C], and out into the residual stream."""
+        if self.constraint:
+            y, extra = y.split((self.n_head, self.n_extra), 1)
+            return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)) + self.constraint.c_proj(extra.transpose(1, 2).flatten(2)))
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
 
-    def forward(self, x, rope=None, cache=None, mask=None):
-        q, k, v = self.project(x, rope)
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        y = self.attend(q, k, v, mask)
-        # per-head factors join here: y = y * factor, [B, H, T, 1], one line per mechanism
-        return self.merge(y)
+    def forward(self, x, ctx):
+        """(what joins the residual stream, {name: auxiliary loss}, {name: trace})."""
+        q, k, v, said = self.project(x, ctx)
+        if ctx.cache is not None:
+            k, v = ctx.cache.append(self.layer, k, v)
+        y, rows = self.attend(q, k, v, ctx)
+        y = rms_norm(y) if self.head_norm else y
+        found, losses = self.factors(x, rows, said, ctx)
+        out = y
+        if found:  # one pass over y: the small factors are multiplied first
+            out = y * math.prod(sorted(found.values(), key=lambda f: f.size(-1))).to(y.dtype)
+        return self.merge(out), losses, self.traces(q, k, y, rows, found, said, ctx)
+
+    def traces(self, q, k, y, rows, found, said, ctx):
+        """{name: tensor} of what was asked for; losses need the advantages and the constraint scores."""
+        seen = {"advantage": said["advantage"]} if "advantage" in said else {}
+        if self.constraint and (ctx.losses or ctx.traces):
+            scores = self.constraint.scores(y[:, self.n_head:])
+            seen.update({f"constraint.{name}": score for name, score in self.constraint.named(scores).items()}, head_scores=scores)
+        if ctx.traces:
+            seen.update(said, entropy=rows[0], concentration=rows[1].exp(), **{n: f for n, f in found.items() if n not in ("routing", "router")})
+            if "routing_weights" in said:
+                seen.update(routing_summary(said["routing_weights"]))
+            if self.agency:
+                seen["agency"] = self.agency()
+            if ctx.traces == "maps":
+                seen["map"] = ((q @ k.mT).float() * self.scale).masked_fill(~ctx.mask, -math.inf).softmax(-1)
+        return seen
+
+    # ---- heads set by hand, and gone ----
+
+    def off(self):
+        """The base heads whose gate is exactly 0 when evaluated, by their original numbers."""
+        was_training = self.training
+        self.eval()
+        gate = self.static_gate()
+        self.train(was_training)
+        return [] if gate is None else [h for h, g in zip(self.kept, gate.tolist()) if g == 0]
+
+    @torch.no_grad()
+    def prune(self, gone, optimizers=()):
+        """Drop base heads, by their original numbers, from every tensor, and from the optimizers' moments."""
+        keep = [i for i, h in enumerate(self.kept) if h not in gone]
+        H, D = self.n_head, self.head_size
+
+        def index(parts, per, extra=True):
+            """What stays of a dimension that holds parts x heads x per entries, and then the constraint heads'."""
+            base = torch.arange(parts * H * per).view(parts, H, per)[:, keep].flatten()
+            return torch.cat((base, torch.arange(parts * H * per, parts * H * per + extra * self.n_extra * per)))
+
+        todo = [(self.c_attn, ("weight", "bias"), 0, index(self.parts, D, False)), (self.c_proj, ("weight",), 1, index(1, D, False)), (self, ("hand",), 0, index(1, 1))]
+        todo += [(self.sentinel, ("logit",), 0, index(1, 1))] if self.sentinel else []
+        todo += [(self.agency, ("state", "consent", "utilisation", "last_signal"), 0, index(1, 1))] if self.agency else []
+        todo += [(self.acag, ("weight", "bias"), 0, index(1, 1))] if self.acag else []
+        todo += [(self.a2c.critic, ("weight", "bias"), 0, index(1, 1, False)), (self.a2c, ("mix",), 0, index(1, 1, False))] if self.a2c else []
+        todo += [(self.gated.proj, ("weight",), 0, index(1, self.gated.proj.out_features // (H + self.n_extra)))] if self.gated and H + self.n_extra else []
+        for module, names, dim, rows in todo:
+            for name in names:
+                take(module, name, dim, rows, optimizers)
+        self.kept, self.n_head = [self.kept[i] for i in keep], len(keep)
+        self.c_attn.out_features, self.c_proj.in_features = self.c_attn.weight.size(0), self.c_proj.weight.size(1)
+        if self.gated:
+            self.gated.n_head = self.n_head + self.n_extra
+
+
+def take(module, name, dim, rows, optimizers):
+    """Keep only `rows` of a module's parameter or buffer along `dim`, and of what optimizers hold about it."""
+    old = getattr(module, name, None)
+    if old is None:
+        return
+    rows = rows.to(old.device)
+    if not isinstance(old, nn.Parameter):
+        return setattr(module, name, old.index_select(dim, rows))
+    new = nn.Parameter(old.index_select(dim, rows), old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    new.grad = None if old.grad is None else old.grad.index_select(dim, rows)
+    setattr(module, name, new)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [new if p is old else p for p in group["params"]]
+        if old in optimizer.state:
+            state = optimizer.state.pop(old)
+            optimizer.state[new] = {k: t.index_select(dim, rows) if torch.is_tensor(t) and t.shape == old.shape else t for k, t in state.items()}
+
+
+def routing_summary(weights):
+    """What a router does, from its weights [B, T, H]: load per head, dead heads, and three ways to say how spread it is.
+
+    effective_heads: exp of the load's entropy; token_entropy: of one token's weights, batch_entropy: of all tokens' mean, nats.
+    """
+    used = (weights > 0).flatten(0, 1).float().mean(0)
+    entropy = lambda p: -(p * p.clamp_min(1e-12).log()).sum(-1)
+    share = lambda w: w / w.sum(-1, keepdim=True).clamp_min(1e-12)
+    return dict(routing_load=used, dead_heads=(used == 0).sum(), effective_heads=entropy(share(used)).exp(),
+                token_entropy=entropy(share(weights)).mean(), batch_entropy=entropy(share(weights.flatten(0, 1).mean(0))))
 
 
 class MLP(nn.Module):
@@ -276,9 +1045,10 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x, rope=None, cache=None, mask=None):
-        x = x + self.attn(self.ln_1(x), rope, cache, mask)
-        return x + self.mlp(self.ln_2(x))
+    def forward(self, x, ctx):
+        y, losses, traces = self.attn(self.ln_1(x), ctx)
+        x = x + y
+        return x + self.mlp(self.ln_2(x)), losses, traces
 
 
 class GPT(nn.Module):
@@ -298,11 +1068,22 @@ class GPT(nn.Module):
         if config.pos == "learned":
             self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
         else:
-            for name, table in zip(("cos", "sin"), rope_tables(config)):
-                self.register_buffer(name, table, persistent=False)
+            for size in {config.head_size_in(layer) for layer in range(config.n_layer)}:
+                for name, table in zip(("cos", "sin"), rope_tables(config, size)):
+                    self.register_buffer(f"{name}{size}", table, persistent=False)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
             self.lm_head.weight = self.transformer.wte.weight
+        if config.unet:
+            self.fuse = nn.ModuleList(SkipFusion(config, depth) for depth in range(config.n_layer // 2))
+        if config.a2c in ("temperature", "key_bias"):
+            self.value = nn.Linear(config.n_embd, 1)
+        if config.window:
+            if config.window_random:
+                self.register_buffer("random_blocks", random_blocks(config), persistent=False)
+            t = torch.arange(config.block_size)
+            n = torch.cat([self.sees(rows[:, None], t).sum(-1) for rows in t.split(256)])
+            self.register_buffer("n_seen", n, persistent=False)
         self.init_weights()
 
     @torch.no_grad()
@@ -315,7 +1096,12 @@ class GPT(nn.Module):
             digest = hashlib.sha256(f"{self.config.seed}:{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
             out = name.endswith("c_proj.weight")  # writes into the residual stream
-            if p.dim() < 2:
+            start = getattr(p, "start", None)  # a mechanism's own initial value
+            if isinstance(start, str):  # "linear": uniform within 1 / sqrt(inputs), as nn.Linear does
+                p.uniform_(-p.size(-1) ** -0.5, p.size(-1) ** -0.5, generator=generator)
+            elif start is not None:
+                p.copy_(torch.as_tensor(start))
+            elif p.dim() < 2:
                 p.fill_(0.0 if name.endswith("bias") else 1.0)
             elif self.config.zero_init and (out or name == "lm_head.weight"):
                 p.zero_()
@@ -326,43 +1112,108 @@ class GPT(nn.Module):
 
     def hidden(self, idx, cache=None, pad=None):
         """Final hidden states [B, T, C] of idx [B, T], after what `cache` holds; row b's first pad[b] columns are empty."""
+        return self.trunk(idx, cache, pad)[0]
+
+    def trunk(self, idx, cache=None, pad=None, **asked):
+        """hidden(), auxiliary losses {name: sum over blocks}, and traces {"blocks.<i>.<name>": tensor}."""
+        c, N = self.config, self.config.n_layer
         B, T = idx.shape
         past = cache.length if cache else 0
-        if past + T > self.config.block_size:
-            raise ValueError(f"{past + T} tokens do not fit block_size={self.config.block_size}")
-        mask = None
+        if past + T > c.block_size:
+            raise ValueError(f"{past + T} tokens do not fit block_size={c.block_size}")
         if pad is None:
             at = slice(past, past + T)
         else:
             at = (torch.arange(past, past + T, device=idx.device) - pad[:, None]).clamp_min(0)  # (B, T)
-        if pad is not None or (past and T > 1):
-            mask = self.mask(past, T, pad, idx.device)
+        ctx = self.context(at, past, T, cache, pad, idx.device, **asked)
         x = self.transformer.wte(idx)
-        rope = None
-        if self.config.pos == "learned":
+        if c.pos == "learned":
             x = x + self.transformer.wpe.weight[at]
-        else:
-            rope = self.cos[at][..., None, None, :], self.sin[at][..., None, None, :]  # over [B, T, (q, k), H, D]
-        if self.config.embed_norm:
+        if c.embed_norm:
             x = rms_norm(x)
         x = self.transformer.drop(x)
-        for block in self.transformer.h:
-            if self.config.checkpoint_activations and self.training:
-                x = checkpoint(block, x, rope, use_reentrant=False)
+        losses, traces, skips = {}, {}, []
+        for i, block in enumerate(self.transformer.h):
+            if c.checkpoint_activations and self.training:
+                x, more, seen = checkpoint(block, x, ctx, use_reentrant=False)
             else:
-                x = block(x, rope, cache, mask)
+                x, more, seen = block(x, ctx)
+            if c.unet and i < N // 2:
+                skips.append(x)
+            elif c.unet and i >= N - N // 2:  # an odd number of blocks leaves the middle one without a partner
+                x = self.fuse[i - (N - N // 2)](x, skips.pop())
+            for name, loss in more.items():
+                losses[name] = losses[name] + loss if name in losses else loss
+            traces.update({f"blocks.{i}.{name}": value for name, value in seen.items()})
         if cache:
             cache.length += T
-        return self.transformer.ln_f(x)
+        return self.transformer.ln_f(x), losses, traces
+
+    def context(self, at, past, T, cache, pad, device, losses=False, traces=False, hint=None):
+        """The Context of a forward pass: only what its flags ask for."""
+        c, mask, rope, n, real = self.config, None, None, None, None
+        counts = c.acag or traces
+        if pad is not None or (past and T > 1) or c.window or counts:
+            if device.type == "cuda" and not cache and traces != "maps":
+                mask = self.block_mask(T, device)
+            elif pad is not None or (past and T > 1) or c.window or traces == "maps":
+                mask = self.mask(past, T, pad, device)
+        if c.pos == "rope":  # over [B, T, (q, k), H, D]
+            sizes = {block.attn.head_size for block in self.transformer.h}
+            rope = {d: tuple(getattr(self, f"{name}{d}")[at][..., None, None, :] for name in ("cos", "sin")) for d in sizes}
+        if isinstance(at, slice):
+            at = torch.arange(past, past + T, device=device) if counts or c.constraint_names else None
+        elif c.constraint_names:
+            real = (torch.arange(past, past + T, device=device) >= pad[:, None])[..., None]
+        if counts:
+            n = (self.n_seen[at] if c.window else at + 1).to(torch.promote_types(self.transformer.wte.weight.dtype, torch.float32))
+            n = n if pad is None else n[:, None]
+        return Context(rope, cache, mask, at, n, real, hint, losses, traces)
+
+    def sees(self, query, key):
+        """Whether the token at position `query` may read position `key`, both from 0, broadcast."""
+        sees = key <= query
+        if self.config.window:
+            near = (query - key < self.config.window) | (key < self.config.window_global)
+            if self.config.window_random:
+                size = self.config.window_block
+                near = near | self.random_blocks[query.clamp_min(0) // size, key.clamp_min(0) // size]
+            sees = sees & near
+        return sees
 
     def mask(self, past, T, pad, device):
-        """Who sees whom, True for yes, [1 or B, 1, T, past + T]: causal, and no row sees its padding."""
+        """Who sees whom, True for yes, [1 or B, 1, T, past + T]: causal, within the window, and no row sees its padding."""
         query, key = torch.arange(past, past + T, device=device)[:, None], torch.arange(past + T, device=device)
-        sees = key <= query
-        if pad is not None:  # an empty query sees itself, since a softmax over nothing is not a number
-            sees = sees & (key >= pad[:, None, None]) | (key == query)
-            return sees[:, None]
-        return sees[None, None]
+        if pad is None:
+            return self.sees(query, key)[None, None]
+        query, key = query - pad[:, None, None], key - pad[:, None, None]
+        return (self.sees(query, key) & (key >= 0) | (key == query))[:, None]  # an empty query sees itself: a softmax needs something
+
+    def block_mask(self, T, device, size=128):
+        """The same for FlexAttention, from blocks alone: which are seen in part, and which whole. Nothing is T x T."""
+        i, j = torch.arange(-(-T // size), device=device)[:, None], torch.arange(-(-T // size), device=device)
+        some, whole = i >= j, i > j
+        if self.config.window:
+            window, first = self.config.window, self.config.window_global
+            near = ((i - j) * size - (size - 1) < window) | (j * size < first)
+            if self.config.window_random:
+                cells, step = self.random_blocks, self.config.window_block
+                rows, columns = cells.nonzero().unbind(1)
+                hits = torch.zeros_like(some)
+                ends = torch.arange(-(-step // size) + 1, device=device)
+                a = ((rows * step)[:, None] // size + ends).minimum(((rows * step + step - 1) // size)[:, None]).clamp_max(len(some) - 1)
+                b = ((columns * step)[:, None] // size + ends).minimum(((columns * step + step - 1) // size)[:, None]).clamp_max(len(some) - 1)
+                hits[a[:, :, None], b[:, None, :]] = True
+                near = near | hits
+            some = some & near
+            whole = whole & (((i - j) * size + size - 1 < window) | (j * size + size - 1 < first))
+
+        def listed(table):
+            """How many blocks each row of a table has, and which, in the form of BlockMask."""
+            return table.sum(-1, dtype=torch.int32)[None, None], table.int().argsort(-1, descending=True, stable=True).int()[None, None]
+
+        return BlockMask.from_kv_blocks(*listed(some & ~whole), *listed(whole), BLOCK_SIZE=size, seq_lengths=(T, T),
+                                        mask_mod=lambda b, h, q, k: self.sees(q, k))
 
     def head(self, x):
         """Logits in float32, [..., C] -> [..., V]."""
@@ -371,13 +1222,118 @@ class GPT(nn.Module):
             logits = self.config.softcap * torch.tanh(logits / self.config.softcap)
         return logits
 
-    def forward(self, idx, targets=None, traces=False):
-        """idx, targets [B, T] -> Output; targets of -1 are not scored. Without targets the loss is None."""
-        logits = self.head(self.hidden(idx))
-        loss = None
-        if targets is not None:
+    def forward(self, idx, targets=None, traces=False, constraint_targets=None, router_hint=None):
+        """idx, targets [B, T] -> Output; targets of -1 are not scored. Without targets there are no losses.
+
+        traces: True, or "maps" for attention maps too. constraint_targets: {name: [B, T]}, see constraint_loss().
+        router_hint [B, C]: read by the constraint router instead of the text so far.
+        """
+        c = self.config
+        x, losses, seen = self.trunk(idx, losses=targets is not None, traces=traces, hint=router_hint)
+        logits, loss = self.head(x), None
+        if targets is not None and c.a2c in ("temperature", "key_bias"):
+            nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none").view_as(targets)
+            scored = targets != -1
+            loss = nats.sum() / scored.sum()
+            losses.update(self.critic_losses(x, nats.detach(), scored, seen))
+        elif targets is not None:
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-        return Output(logits, loss, {}, {} if traces else None)
+        if constraint_targets is not None:
+            each = [{n: seen[f"blocks.{i}.constraint.{n}"] for n in c.constraint_names or ()} for i in range(c.n_layer) if c.constraint_in(i)]
+            weights = dict(zip(c.constraint_names or (), c.constraint_weights or ()))
+            terms = [constraint_loss(scores, constraint_targets, weights, c.constraint_focal, c.constraint_positive) for scores in each or [{}]]
+            losses["constraint"] = c.constraint_lambda * sum(terms) / len(terms)
+        return Output(logits, loss, losses, seen if traces else None)
+
+    def critic_losses(self, x, nats, scored, seen):
+        """A2C's two auxiliary losses; adds return, value and advantage [B, T] and how well they are predicted to `seen`.
+
+        The return G_s discounts the log-probabilities of the tokens to come, so it is a target only, never an input. The
+        value reads the last hidden state and A its block's input; no gradient of the value's error reaches the blocks.
+        """
+        G = discounted_return(-nats, self.config.a2c_gamma)
+        V = float32_linear(self.value, x.detach()).squeeze(-1)
+        advantage = (G - V).detach()
+        predicted = {key: a for key, a in seen.items() if key.endswith(".advantage") and a.size(-1)}
+        error = sum(((a - advantage[..., None]).square().mean(-1) * scored).sum() for a in predicted.values()) / max(1, len(predicted))
+        share = lambda rest, whole: 1 - rest[scored].var() / whole[scored].var()
+        if seen and "blocks.0.entropy" in seen:  # traces were asked for
+            seen.update({"a2c.return": G, "a2c.value": V, "a2c.advantage": advantage, "a2c.explained_variance": share(G - V, G)})
+            for key, a in predicted.items():
+                pairs = torch.stack((a.mean(-1)[scored].to(G.dtype), advantage[scored]))
+                seen[key.replace("advantage", "advantage_correlation")] = torch.corrcoef(pairs)[0, 1]
+        return {"a2c_value": self.config.a2c_value_coef * ((V - G).square() * scored).sum() / scored.sum(),
+                "a2c_advantage": self.config.a2c_advantage_coef * error / scored.sum()}
+
+    # ---- heads ----
+
+    def set_head(self, layer, head, gate=None, state=None, consent=None, step=0):
+        """Set a head's gate by hand (overrides sentinel and agency; None leaves it), its agency state, its consent.
+
+        Raises ValueError for a head or state that there is not.
+        """
+        if not 0 <= layer < self.config.n_layer:
+            raise ValueError(f"there is no block {layer}; they go from 0 to {self.config.n_layer - 1}")
+        attn = self.transformer.h[layer].attn
+        heads = attn.kept + [self.config.n_head + i for i in range(attn.n_extra)]  # constraint heads are numbered on
+        if head not in heads:
+            raise ValueError(f"block {layer} has no head {head}; it has {', '.join(map(str, heads))}")
+        i = heads.index(head)
+        if gate is not None:
+            if attn.hand is None:
+                attn.hand = torch.full((len(heads),), math.nan, device=attn.c_proj.weight.device)
+            attn.hand[i] = gate
+        if state is not None or consent is not None:
+            if attn.agency is None:
+                raise ValueError("the model has no head states: it was trained with agency off")
+            if state is not None:
+                if state not in Agency.STATES:
+                    raise ValueError(f"state {state!r} must be one of {', '.join(Agency.STATES)}")
+                attn.agency.state[i] = list(Agency.STATES).index(state)
+                consent = state != "withdrawn" if consent is None else consent
+            attn.agency.consent[i] = consent
+            attn.agency.last_signal[i] = step
+
+    def violations(self):
+        """Heads without consent whose gate says that they are in use, as dicts of layer, head, type, gate and state.
+
+        type: "blocked" (held back all the same) or "forced" (it runs: agency_enforce is off, or its gate was set by hand).
+        """
+        found = []
+        for layer, block in enumerate(self.transformer.h):
+            a = block.attn
+            if a.agency is None:
+                continue
+            n = len(a.agency.state)
+            gate = (a.sentinel() if a.sentinel else torch.ones(n)).tolist()
+            hand = [math.nan] * n if a.hand is None else a.hand.tolist()
+            heads = a.kept + [self.config.n_head + i for i in range(a.n_extra)]
+            for i in (~a.agency.consent).nonzero().flatten().tolist():
+                by_hand = not math.isnan(hand[i])
+                g = hand[i] if by_hand else gate[i]
+                if g > a.agency.threshold:
+                    found.append(dict(layer=layer, head=heads[i], type="forced" if by_hand or not a.agency.enforce else "blocked", gate=g,
+                                      state=list(Agency.STATES)[a.agency.state[i]]))
+        return found
+
+    def prune_heads(self, heads, optimizers=()):
+        """Remove heads for good, {layer: [head, ...]} by their original numbers: parameters, cache, optimizer moments.
+
+        The logits are those of the model with these heads' gates at 0. Constraint heads stay: their scores are what they
+        are for. A compiled or data-parallel wrapper has to be made anew. Raises ValueError for a head that is not there.
+        """
+        for layer, gone in heads.items():
+            if not 0 <= layer < self.config.n_layer or set(gone) - set(self.transformer.h[layer].attn.kept):
+                raise ValueError(f"cannot prune {sorted(gone)} from block {layer}: not all of them are there")
+        for layer, gone in heads.items():
+            self.transformer.h[layer].attn.prune(gone, optimizers)
+        self.config = replace(self.config, heads=[block.attn.kept for block in self.transformer.h])
+
+    def packed(self):
+        """A copy for evaluation and decoding without the heads whose gate is 0: withdrawn, closed, or set by hand. Same logits."""
+        model = copy.deepcopy(self).eval()
+        model.prune_heads({layer: block.attn.off() for layer, block in enumerate(model.transformer.h)})
+        return model
 
     # ---- generation ----
 
@@ -443,10 +1399,14 @@ class GPT(nn.Module):
     def flops_per_token(self):
         """Floating-point operations to train on one token, forward and backward, at block_size (PaLM, appendix B).
 
-        6 per parameter in a matrix product, 12 * n_layer * n_embd * block_size for attention, causality not deducted.
+        6 per parameter in a matrix product, 12 * n_embd * block_size for each block's attention, causality not deducted;
+        a window counts as the context that sees as many keys. All heads are computed, selected or not. ACAG's statistics
+        are half of another attention, or a whole one with its gradients.
         """
         c = self.config
-        return 6 * self.num_params(non_embedding=True) + 12 * c.n_layer * c.n_embd * c.block_size
+        width = sum((block.attn.n_head + block.attn.n_extra) * block.attn.head_size for block in self.transformer.h)
+        context = c.block_size if not c.window else 2 * self.n_seen.float().mean().item() - 1
+        return int(6 * self.num_params(non_embedding=True) + 12 * width * context * (1 + (0.5 if c.acag_detach else 1.0) * bool(c.acag)))
 
     def mfu(self, tokens_per_s, device, dtype):
         """Share of the device's peak that this training speed is; None where the peak is not known."""
@@ -459,7 +1419,9 @@ class GPT(nn.Module):
     def block_matrices(self):
         """[(weight, number of matrices stacked in it by rows)] of the blocks' attention and MLP, for Muon."""
         return [(w, n) for block in self.transformer.h
-                for w, n in ((block.attn.c_attn.weight, 3), (block.attn.c_proj.weight, 1),
+                for w, n in ((block.attn.c_attn.weight, block.attn.parts), (block.attn.c_proj.weight, 1),
+                             *([(block.attn.constraint.c_attn.weight, 3), (block.attn.constraint.c_proj.weight, 1)]
+                               if block.attn.constraint else []),
                              (block.mlp.c_fc.weight, 1), (block.mlp.c_proj.weight, 1))]
 
     def crop_block_size(self, block_size):
@@ -471,7 +1433,11 @@ class GPT(nn.Module):
             self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size].detach().clone())
             self.transformer.wpe.num_embeddings = block_size
         else:
-            self.cos, self.sin = self.cos[:block_size], self.sin[:block_size]
+            for name, buffer in list(self.named_buffers(recurse=False)):
+                if name.startswith(("cos", "sin")):
+                    setattr(self, name, buffer[:block_size])
+        if self.config.window:
+            self.n_seen = self.n_seen[:block_size]
 
 
 # Dense bf16 peaks in TFLOP/s by a part of the device's name, from NVIDIA's datasheets; the first match counts.

@@ -284,7 +284,8 @@ def run(model_config, config, closing):
     model = torch.compile(raw) if compiles else raw
     if world > 1:
         model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[device] if kind == "cuda" else None,
-                                                          broadcast_buffers=False)  # RoPE's tables are the same everywhere
+                                                          broadcast_buffers=False,  # they are the same everywhere
+                                                          find_unused_parameters=bool(model_config.constraint_names))  # scorers, without targets
 
     # the run folder
     log = None

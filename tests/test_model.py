@@ -1,13 +1,12 @@
 """The plain GPT: equal to independent references, causal, the same with and without cache, compiled and eager."""
 
 import math
-from dataclasses import fields
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from model import GPT, KVCache, GPTConfig, check_sampling, penalise, pick, relu2, rms_norm, rope_tables, rotate
+from model import GPT, RECIPES, KVCache, GPTConfig, check_sampling, penalise, pick, relu2, rms_norm, rope_tables, rotate
 
 TINY = dict(block_size=16, vocab_size=37, n_layer=2, n_head=4, n_embd=32)
 FLAGS = [dict(recipe="gpt2"), dict(recipe="gpt2", bias=True), dict(recipe="gpt2", tied=False), dict(recipe="gpt2", pos="rope"),
@@ -178,7 +177,7 @@ def test_the_leak_test_catches_a_leak():
     """Negative control: attention without its causal mask must fail the test above."""
     model = tiny()
     for block in model.transformer.h:
-        block.attn.attend = lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v)
+        block.attn.attend = lambda q, k, v, ctx: (F.scaled_dot_product_attention(q, k, v), None)
     idx = tokens(2, 16)
     other = idx.clone()
     other[:, 15] = (other[:, 15] + 1) % 37
@@ -439,7 +438,7 @@ def test_an_impossible_config_names_every_problem():
 def test_a_recipe_sets_only_the_flags_left_open():
     assert GPTConfig(recipe="modern").act == "relu2" and GPTConfig(recipe="modern", act="gelu").act == "gelu"
     assert GPTConfig(recipe="modern", tied=True).tied and not GPTConfig(recipe="modern").tied
-    assert all(f.default is not None or getattr(GPTConfig(), f.name) is not None or f.name in ("vocab_size", "attn_dropout") for f in fields(GPTConfig))
+    assert all(getattr(GPTConfig(recipe=recipe), flag) is not None for recipe in RECIPES for flag in RECIPES[recipe])
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
