@@ -5,6 +5,10 @@ Speed and memory, as ratios measured in one run: training step and cached decodi
     python bench.py --nanogpt ../nanoGPT              # nanoGPT in the same run, and the ratios are to it
     python bench.py --n_layer 6 --n_head 6 --n_embd 384 --block_size 256 --what decode --nanogpt ../nanoGPT
     python bench.py --race --nanogpt ../nanoGPT       # train both for real, to the loss that nanoGPT's README names
+    python bench.py --mechanisms all --recipes modern # every mechanism against the plain GPT of one recipe
+    python bench.py --mechanisms acag,gated --what memory --block_size 4096 --batch_size 1     # peak memory alone
+    python bench.py --heads_off 0 .25 .5 .75          # the plain GPT with heads pruned
+    python bench.py --contexts 1024 4096 16384        # decoding one token after so many: routing with and without skipping
 
 Contestants take turns, a few steps each, round after round: a machine that slows down slows all of them.
 The ratio of a round is within that round; what is printed is the median over rounds with a 95 % interval
@@ -32,7 +36,7 @@ import checkpoint
 from checkpoint import CheckpointError
 from dataset import DataError, Dataset
 from evaluate import score, writable
-from model import GPT, RECIPES, GPTConfig
+from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache
 from optim import make_optimizers
 from train import TrainConfig
 
@@ -50,24 +54,32 @@ def median_interval(values):
     return statistics.median(s), s[cut], s[n - 1 - cut]
 
 
+# beside model.MECHANISMS: everything together, and routing that computes the selected queries alone (on cuda)
+MORE = {"all_on": ALL_ON, "routing_packed": dict(routing="moh", routing_capacity=1.25)}
+
+
 # ---- contestants: {name: build() -> (model, train step, decode)} ----
 
-def ours(recipe, args):
+def ours(recipe, args, flags={}, off=0.0):
+    """A GPT with a mechanism's flags, and this share of each layer's heads pruned."""
     def build():
         config = GPTConfig(block_size=args.block_size, vocab_size=args.vocab_size, n_layer=args.n_layer, n_head=args.n_head,
-                           n_embd=args.n_embd, recipe=recipe)
-        model = GPT(config).to(args.device)
+                           n_embd=args.n_embd, recipe=recipe, **flags)
+        model = GPT(config)
+        if off:
+            model.prune_heads({layer: range(round(off * args.n_head)) for layer in range(args.n_layer)})
+        model.to(args.device)
         settings = TrainConfig().for_recipe(recipe)
         optimizers = make_optimizers(model, settings)
         fast = torch.compile(model) if args.compile else model
 
         def step(x, y):
             with autocast(args):
-                loss = fast(x, y).loss
-            loss.backward()
+                out = fast(x, y)
+            sum(out.aux.values(), out.loss).backward()
             if settings.grad_clip:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
-            loss.item()
+            out.loss.item()
             for optimizer in optimizers:
                 optimizer.step()
             for optimizer in optimizers:
@@ -149,7 +161,7 @@ def memory_worker(name, args):
         except OSError:
             return None
     torch.set_num_threads(args.threads)
-    tiny = argparse.Namespace(**{**vars(args), "n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "batch_size": 1})
+    tiny = argparse.Namespace(**{**vars(args), "n_layer": 2, "n_head": 6, "n_embd": 96, "block_size": 16, "batch_size": 1})
     contestants_of(tiny)[name]()[1](*batch(tiny))  # what the libraries load at a first step is nobody's memory
     before = peak()
     _, step, _ = contestants_of(args)[name]()
@@ -165,6 +177,14 @@ def batch(args):
 
 
 def contestants_of(args):
+    """The first one is what the ratios are to."""
+    recipe = args.recipes[0]
+    if args.heads_off:
+        return {f"{recipe}-{share:.0%}": ours(recipe, args, off=share) for share in args.heads_off}
+    if args.mechanisms:
+        known = {**MECHANISMS, **MORE}
+        names = [*MECHANISMS, "all_on"] if args.mechanisms == "all" else args.mechanisms.split(",")
+        return {recipe: ours(recipe, args), **{name: ours(recipe, args, known[name]) for name in names}}
     made = {"nanogpt": nanogpt(args.nanogpt, args)} if args.nanogpt else {}
     return {**made, **{recipe: ours(recipe, args) for recipe in args.recipes}}
 
@@ -183,6 +203,10 @@ def bench(args):
     rows, rate = [], matmul_rate(args) if cuda else None
     x, y = batch(args)
     built, kept = {}, {}
+    if args.what == "memory":
+        for name, build in tqdm(contestants_of(args).items(), desc="memory", leave=False, disable=not sys.stderr.isatty()):
+            rows.append(dict(what="memory", name=name, peak_bytes=fresh_peak_cuda(build, x, y) if cuda else peak_memory_cpu(name, args)))
+        return rows, rate
     for name, build in contestants_of(args).items():
         before = torch.cuda.memory_allocated() if cuda else 0
         built[name] = build()
@@ -225,15 +249,60 @@ def peak_memory_cuda(step, x, y):
     return torch.cuda.max_memory_allocated() - before
 
 
+def fresh_peak_cuda(build, x, y):
+    """Peak bytes of a model built, trained for two steps and thrown away again."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    _, step, _ = build()
+    step(x, y)
+    torch.cuda.reset_peak_memory_stats()
+    step(x, y)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def decode_rows(args):
+    """Milliseconds of one cached token after `context` others: all heads read, or only those that the router selects."""
+    cuda, rows = torch.device(args.device).type == "cuda", []
+    for context in tqdm(args.contexts, desc="contexts", leave=False, disable=not sys.stderr.isatty()):
+        built = {}
+        for name, flags in dict(plain={}, dense=dict(routing="moh", routing_skip=False), skip=dict(routing="moh")).items():
+            model = GPT(GPTConfig(block_size=context + 1, vocab_size=args.vocab_size, n_layer=args.n_layer, n_head=args.n_head,
+                                  n_embd=args.n_embd, recipe=args.recipes[0], **flags)).to(args.device).eval()
+            cache, size = KVCache(model.config), model.config.head_size
+            for layer in range(args.n_layer):  # what the keys say does not change the time
+                cache.append(layer, *torch.randn(2, args.batch_size, args.n_head, context, size, device=args.device))
+            cache.length = context
+            built[name] = model, cache
+        token = torch.zeros(args.batch_size, 1, dtype=torch.long, device=args.device)
+
+        def action(name):
+            model, cache = built[name]
+            with torch.inference_mode(), autocast(args):
+                for _ in range(args.steps):
+                    model.head(model.hidden(token, cache))
+                    cache.length = context
+        seconds = rounds(list(built), action, args, f"context {context}")
+        for name in built:
+            ratio = median_interval([a / b for a, b in zip(seconds[name], seconds["dense"])])
+            rows.append(dict(what=f"{context:,}", name=name, tokens_per_s=args.steps * args.batch_size / statistics.median(seconds[name]),
+                             ms=1000 * statistics.median(seconds[name]) / args.steps, time_ratio=ratio[0], time_ratio_low=ratio[1],
+                             time_ratio_high=ratio[2], reference="dense", rounds=args.rounds))
+    return rows
+
+
 def table(rows):
+    if rows[0]["what"] == "memory":
+        first = rows[0]["peak_bytes"]
+        return "\n".join([f"{'model':<22}{'peak memory':>14}{'ratio':>8}"] + [f"{r['name']:<22}{r['peak_bytes'] / 2**20:>10,.0f} MiB{r['peak_bytes'] / first:>8.2f}" for r in rows])
     interval = "[95 %]" if rows[0]["rounds"] >= 6 else "[range]"
-    lines = [f"{'work':<7}{'model':<10}{'tokens/s':>12}{'ms':>10}   {f'time ratio {interval}':<24}{'speed':>7}   {'peak memory':>12}  use"]
+    lines = [f"{'work':<7}{'model':<22}{'tokens/s':>12}{'ms':>10}   {f'time ratio {interval}':<24}{'speed':>7}   {'peak memory, ratio':>18}  use"]
     for r in rows:
-        memory = f"{r['peak_bytes'] / 2**20:,.0f} MiB" if r.get("peak_bytes") else ""
+        first = next((o["peak_bytes"] for o in rows if o.get("peak_bytes")), None)
+        memory = f"{r['peak_bytes'] / 2**20:,.0f} MiB {r['peak_bytes'] / first:.2f}" if r.get("peak_bytes") else ""
         share = f"{r['share_of_matmul_rate']:.1%} of the measured rate" if "share_of_matmul_rate" in r else ""
         ratio = f"{r['time_ratio']:.3f} [{r['time_ratio_low']:.3f}, {r['time_ratio_high']:.3f}]"
-        lines.append(f"{r['what']:<7}{r['name']:<10}{r['tokens_per_s']:>12,.0f}{r['ms']:>10.3f}   {ratio:<24}"
-                     f"{1 / r['time_ratio']:>6.2f}x   {memory:>12}  {share}".rstrip())
+        lines.append(f"{r['what']:<7}{r['name']:<22}{r['tokens_per_s']:>12,.0f}{r['ms']:>10.3f}   {ratio:<24}"
+                     f"{1 / r['time_ratio']:>6.2f}x   {memory:>18}  {share}".rstrip())
     return "\n".join(lines)
 
 
@@ -292,9 +361,12 @@ def run_timed(command, folder):
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--what", choices=["train", "decode", "train,decode"], default="train,decode")
+    p.add_argument("--what", choices=["train", "decode", "train,decode", "memory"], help="default train,decode; with --mechanisms train")
     p.add_argument("--nanogpt", help="a nanoGPT checkout to run side by side")
     p.add_argument("--recipes", nargs="+", choices=sorted(RECIPES), default=["gpt2", "modern"])
+    p.add_argument("--mechanisms", help="all, or names of model.MECHANISMS, all_on, routing_packed, with commas between: each against the first of --recipes")
+    p.add_argument("--heads_off", nargs="+", type=float, help="shares of pruned heads, from 0 to below 1, each against the first")
+    p.add_argument("--contexts", nargs="+", type=int, help="decode one token after so many, with routing dense and skipping")
     p.add_argument("--race", action="store_true", help="train both to nanoGPT's published loss (needs --nanogpt, its data prepared)")
     p.add_argument("--seeds", type=int, default=3, help="race: how many")
     p.add_argument("--iters", type=int, default=240, help="race: our training steps")
@@ -314,6 +386,11 @@ def main(argv=None):
         for name in ("rounds", "steps", "threads", "seeds", "iters"):
             if getattr(args, name) < 1:
                 raise CheckpointError(f"--{name} must be at least 1")
+        args.what = args.what or ("train" if args.mechanisms else "train,decode")
+        if args.mechanisms and (unknown := sorted({*args.mechanisms.split(",")} - {"all", *MECHANISMS, *MORE})):
+            raise CheckpointError(f"--mechanisms: no {', '.join(unknown)}; there are all, {', '.join([*MECHANISMS, *MORE])}")
+        if any(not 0 <= share < 1 for share in args.heads_off or ()) or any(context < 1 for context in args.contexts or ()):
+            raise CheckpointError("--heads_off takes shares from 0 to below 1, --contexts positive numbers")
         if args.json:
             args.json = str(writable(args.json))
         if args.race and not args.nanogpt or args.nanogpt and not (Path(args.nanogpt) / "model.py").is_file():
@@ -339,7 +416,7 @@ def measure(args):
         print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if cuda else f'cpu, {args.threads} threads'}, {args.dtype}"
               f"{', compiled' if args.compile else ''}: {args.n_layer} layers, {args.n_head} heads, {args.n_embd} wide, "
               f"context {args.block_size}, batch {args.batch_size}, vocabulary {args.vocab_size}")
-        (rows, rate), arguments = bench(args), vars(args)
+        (rows, rate), arguments = (decode_rows(args), None) if args.contexts else bench(args), vars(args)
         print(table(rows))
         if rate:
             print(f"measured bf16 matrix product: {rate:.0f} TFLOP/s")

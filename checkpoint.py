@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from configurator import keys_of, nearest, parse, type_name
 from model import GPT, RECIPES, GPTConfig
 
 # what a run needs to go on, beside model, config and meta
@@ -102,14 +103,80 @@ def config_of(state, path, **overrides):
         raise CheckpointError(f"{path}: its config is impossible: {' '.join(str(e).split())}")
 
 
-def build(state, path, device="cpu", **overrides):
-    """The GPT of a read checkpoint, in eval mode. Raises CheckpointError when the weights and the config disagree."""
+def build(state, path, device="cpu", settings=(), **overrides):
+    """The GPT of a read checkpoint, in eval mode, with switches moved by `settings` (texts, see read_settings()).
+
+    Raises CheckpointError, also when the weights and the config disagree.
+    """
+    flags, by_hand = read_settings(settings)
     try:
-        model = GPT(config_of(state, path, **overrides))
+        model = GPT(config_of(state, path, **overrides, **switchable(state, path, flags)))
         model.load_state_dict(state["model"])
     except (ValueError, TypeError, AttributeError, RuntimeError) as e:
         raise CheckpointError(f"{path}: its weights do not fit its config: {' '.join(str(e).split())[:300]}")
-    return model.to(device).eval()
+    model.to(device).eval()
+    for kind, layer, head, value in by_hand:
+        try:
+            model.set_head(layer, head, **{kind: value})
+        except ValueError as e:
+            raise CheckpointError(f"{path}: --set {kind}.{layer}.{head}={value}: {e}")
+    return model
+
+
+# ---- switches of a trained model ----
+
+HEAD_KEYS = {"gate": float, "state": str, "consent": bool}  # <key>.<layer>.<head>, for GPT.set_head()
+FIXED = ("recipe", "n_layer", "n_head", "tied")  # what the tensors mean, even where their shapes stay
+
+
+def read_settings(settings):
+    """Texts "flag=value" and "gate.<layer>.<head>=value" -> ({flag: value}, [(key, layer, head, value)]). Raises CheckpointError."""
+    types, flags, by_hand = {key: t for key, (t, _, _) in keys_of((GPTConfig,)).items()} | HEAD_KEYS, {}, []
+    for text in settings:
+        (name, equals, value), where = text.partition("="), []
+        if (key := name.split(".")[0]) in HEAD_KEYS:
+            where = name.split(".")[1:]
+            if not equals or len(where) != 2 or not all(w.isdecimal() for w in where):
+                raise CheckpointError(f"--set {text}: it must be {key}.<layer>.<head>=value")
+        elif name not in types:
+            meant, words = nearest(key, types)
+            raise CheckpointError(f"--set {text}: unknown key {name}; " + (words if meant else "train.py --help lists the flags of a model"))
+        elif not equals:
+            raise CheckpointError(f"--set {text}: it must be {key}=value")
+        try:
+            value = parse(value, types[key])
+        except ValueError:
+            raise CheckpointError(f"--set {text}: {value!r} is not {type_name(types[key])}")
+        if where:
+            by_hand.append((key, *map(int, where), value))
+        else:
+            flags[key] = value
+    return flags, by_hand
+
+
+def switchable(state, path, flags):
+    """{flag: value} for config_of(), after checking that no tensor of a read checkpoint depends on them. Raises CheckpointError."""
+    old, details = tensors(config_of(state, path)) if flags else None, {}
+    for key, value in flags.items():
+        # what is off has no details: window=None takes window_block with it
+        off = {f.name: f.default for f in fields(GPTConfig) if (value is None or value is False) and f.name.startswith(key + "_")}
+        details.update(off)
+        try:
+            new = old if key in FIXED else tensors(config_of(state, path, **{**off, key: value}))
+        except ValueError:  # impossible by itself; all of them together are judged below
+            continue
+        changed = sorted(name for name in {**old, **new} if old.get(name) != new.get(name))
+        if changed or key in FIXED:
+            raise CheckpointError(f"{path}: {key} cannot be changed after training" + (f": {changed[0]} depends on it" if changed else ""))
+    if bad := config_of(state, path, **{**details, **flags}).problems() if flags else []:
+        raise CheckpointError(f"{path}: {'; '.join(bad)}")
+    return {**details, **flags}
+
+
+def tensors(config):
+    """{name: shape} of all that a checkpoint of this config holds. Raises ValueError on an impossible one."""
+    with torch.device("meta"):
+        return {name: t.shape for name, t in GPT(config).state_dict().items()}
 
 
 # ---- what a run starts from ----

@@ -2,6 +2,7 @@
 Score whole splits: every token once, bits per byte first.
 
     python evaluate.py --ckpt out/a [--ckpt out/b/ckpt.pt ...] [--split test] [--stride 128] [--json scores.json]
+    python evaluate.py --ckpt out/a --set unet_skips=False --set gate.0.3=0     # with switches moved, heads by hand
 
 The context policy is part of the number. Without --stride the split is cut into disjoint windows of
 block_size tokens, and a token sees from 1 to block_size tokens before it. With --stride S the window moves on
@@ -114,10 +115,10 @@ def dataset_of(state, path, name=None):
     return Dataset(names[-1])
 
 
-def opened(path, split, stride, device, dataset=None):
+def opened(path, split, stride, device, dataset=None, settings=()):
     """(state, model, Dataset) of one checkpoint, after every check that needs no scoring."""
     state = checkpoint.read(path)
-    model = checkpoint.build(state, path, device)
+    model = checkpoint.build(state, path, device, settings)
     data = dataset_of(state, path, dataset)
     checkpoint.same_vocabulary(state, data, path)
     then, now = ((m or {}).get("splits", {}).get(split, {}).get("sha256") for m in (state["meta"], data.meta))
@@ -128,9 +129,9 @@ def opened(path, split, stride, device, dataset=None):
     return state, model, data
 
 
-def evaluate(path, split, stride, device, dataset=None, progress=True):
+def evaluate(path, split, stride, device, dataset=None, settings=(), progress=True):
     """Everything that is reported of one checkpoint, as a dict. Raises CheckpointError, DataError, ValueError."""
-    state, model, data = opened(path, split, stride, device, dataset)
+    state, model, data = opened(path, split, stride, device, dataset, settings)
     T, size, began = model.config.block_size, data.splits[split], time.perf_counter()
     nats, tokens = score(model, data, split, stride, progress=progress)
     seconds = time.perf_counter() - began
@@ -143,7 +144,7 @@ def evaluate(path, split, stride, device, dataset=None, progress=True):
                 nats_per_token=nats / tokens, ppl=math.exp(min(nats / tokens, 700)), params=model.num_params(),
                 params_non_embedding=model.num_params(non_embedding=True), flops_per_token=model.flops_per_token(),
                 tokens_per_s=tokens / seconds, step=state.get("step"), device=device, split_sha256=size.get("sha256"),
-                note=data.meta.get("note"))
+                note=data.meta.get("note"), set=list(settings))
 
 
 # ---- output ----
@@ -161,7 +162,7 @@ def table(runs, width=120):
     lines, above = [], None
     for r, row in zip(runs, rows):
         scored = (f"{r['dataset']}, {r['split']}: {r['tokens']:,} tokens, {r['bytes']:,} bytes, {r['chars']:,} characters, "
-                  f"each once, in {r['context']}")
+                  f"each once, in {r['context']}" + (f", with {', '.join(r['set'])}" if r.get("set") else ""))
         if scored != above:
             lines += [""] * bool(lines) + [scored, *([f"note: {r['note']}"] if r.get("note") else []), aligned(HEAD, wide)]
         lines, above = lines + [aligned(row, wide)], scored
@@ -190,6 +191,9 @@ def main(argv=None):
     p.add_argument("--split", default="test", help="train, val or test (default: test)")
     p.add_argument("--stride", type=int, default=0, help="move the window by so many tokens; 0: disjoint windows (default)")
     p.add_argument("--dataset", help="score this dataset, which must have the same vocabulary (default: the one trained on)")
+    p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+                   help="change a flag that no weight depends on, as in unet_skips=False, or a head by layer and number: gate.0.3=0, "
+                        "state.0.3=withdrawn, consent.0.3=False; may be repeated")
     p.add_argument("--json", help="write the scores to this file as well")
     p.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
     a = p.parse_args(argv)
@@ -197,9 +201,9 @@ def main(argv=None):
     try:
         device, out = checkpoint.pick_device(a.device), writable(a.json) if a.json else None
         for path in a.ckpt[1:]:  # what is wrong with the last should not cost the time of those before it
-            opened(path, a.split, a.stride, device, a.dataset)
+            opened(path, a.split, a.stride, device, a.dataset, a.settings)
         for path in a.ckpt:
-            runs.append(evaluate(path, a.split, a.stride, device, a.dataset, progress=sys.stderr.isatty()))
+            runs.append(evaluate(path, a.split, a.stride, device, a.dataset, a.settings, progress=sys.stderr.isatty()))
         if out:
             checkpoint.write_atomic(out, lambda f: f.write(json.dumps({"runs": runs}, indent=1).encode() + b"\n"))
         print(table(runs), *([a.json] if out else []), sep="\n")

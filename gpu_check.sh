@@ -2,6 +2,8 @@
 # Everything that needs a CUDA GPU, one part at a time, each under ten minutes:
 #   ./gpu_check.sh test     the test suite on a machine with CUDA (torch 2.11 to 2.13)
 #   ./gpu_check.sh bench    bench.py at 12 layers, 12 heads, 768 wide, context 1,024, bf16, compiled; NANOGPT=/path runs nanoGPT beside it
+#   ./gpu_check.sh mechanisms   training step of each mechanism against the plain GPT at the same size; MECHS names others (compiling each takes a while)
+#   ./gpu_check.sh long     peak memory at context 16,384; routing packed, dense and plain at 1,024 and 16,384; decoding; pruned heads
 #   ./gpu_check.sh train    both recipes on the same bytes, same tokens, scored on the whole test split, with curves
 # Results go to $OUT (default out/gpu). PY names the interpreter, DATASET a byte dataset (default pystdlib), STEPS and SHAPE the training.
 set -euo pipefail
@@ -15,6 +17,19 @@ test)
   "$PY" -m pytest -q 2>&1 | tee "$OUT/tests.txt" ;;
 bench)
   "$PY" bench.py --rounds 11 --json "$OUT/bench.json" ${NANOGPT:+--nanogpt "$NANOGPT"} 2>&1 | tee "$OUT/bench.txt" ;;
+mechanisms)
+  "$PY" bench.py --mechanisms "${MECHS:-routing_moh,sentinel,agency,unet_concat,constraint_a,a2c_temperature,acag_detach,acag,gated,all_on}" \
+    --rounds 7 --steps 5 --json "$OUT/mechanisms.json" 2>&1 | tee "$OUT/mechanisms.txt" ;;
+long)
+  ONE="--n_layer 2 --n_head 12 --n_embd 768 --batch_size 1"
+  "$PY" bench.py --what memory $ONE --block_size 16384 --json "$OUT/memory.json" \
+    --mechanisms "${MECHS:-routing_moh,a2c_key_bias,constraint_a,acag_detach,acag,window,gated_elementwise,all_on}" 2>&1 | tee "$OUT/memory.txt"
+  for context in 1024 16384; do
+    "$PY" bench.py --what train $ONE --block_size $context --mechanisms routing_moh,routing_packed --rounds 7 --steps 5 \
+      --json "$OUT/routing-$context.json" 2>&1 | tee "$OUT/routing-$context.txt"
+  done
+  "$PY" bench.py --contexts 1024 4096 16384 --batch_size 1 --rounds 7 --steps 5 --no-compile --json "$OUT/decode.json" 2>&1 | tee "$OUT/decode.txt"
+  "$PY" bench.py --heads_off 0 .25 .5 .75 --rounds 7 --steps 5 --json "$OUT/pruned.json" 2>&1 | tee "$OUT/pruned.txt" ;;
 train)
   [ -f "data/$DATASET/meta.json" ] || "$PY" "data/$DATASET/prepare.py"
   for recipe in gpt2 modern; do
@@ -23,5 +38,5 @@ train)
   "$PY" evaluate.py --ckpt "$OUT/gpt2" --ckpt "$OUT/modern" --json "$OUT/scores.json"
   "$PY" plot_curves.py "$OUT/gpt2" "$OUT/modern" --out "$OUT" ;;
 *)
-  sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 2 ;;
+  sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac

@@ -56,6 +56,7 @@ class GPTConfig:
     act: Optional[str] = None            # gelu | gelu_tanh (OpenAI's own weights) | relu2
     bias: Optional[bool] = None          # biases in the linear layers and LayerNorms
     qk_norm: Optional[bool] = None       # RMS-normalise every query and key
+    qk_max: Optional[float] = None       # the largest logit that qk_norm allows; None: sqrt(head size), soft where heads are small
     embed_norm: Optional[bool] = None    # RMS-normalise the embedding before the first block
     tied: Optional[bool] = None          # output head shares the embedding's weights
     zero_init: Optional[bool] = None     # projections back into the residual stream and the head start at zero
@@ -72,6 +73,7 @@ class GPTConfig:
     routing_mask: str = "inf"            # seed: an unselected logit becomes -inf (inf) or is multiplied by 0 (zero)
     routing_eval_gate: bool = True       # False: gates in training only, as in the write-up's code
     routing_skip: bool = True            # decoding reads the keys and values of the selected heads alone, where that pays
+    routing_capacity: float = 0.0        # cuda: compute only selected queries, up to so many times their mean number; 0: all, masked
     # ---- sentinel gates: one learned gate per head ----
     sentinel: Optional[str] = None       # sigmoid | hard_concrete (L0: real zeros); None: off
     sentinel_init: float = 3.0           # initial logit: gates start near 1
@@ -171,6 +173,8 @@ class GPTConfig:
             bad.append(f"seed={self.seed} must not be negative")
         if self.softcap is not None and self.softcap < 0:
             bad.append(f"softcap={self.softcap} must be 0 (off) or positive")
+        if self.qk_max is not None and not (self.qk_max > 0 and self.qk_norm):
+            bad.append(f"qk_max={self.qk_max} must be positive and needs qk_norm, without which nothing bounds the logits")
         return bad or self.mechanism_problems()  # those assume that the sizes make sense
 
     def mechanism_problems(self):
@@ -204,8 +208,12 @@ class GPTConfig:
                  f"routing_top_k={k} leaves one routed head, whose renormalised weight is always 1: its router would never learn")
             need(self.routing_mask == "inf" or self.routing == "seed", f"routing_mask='zero' needs routing='seed', not {self.routing!r}")
             need(self.routing_hidden is None or self.routing_hidden >= 0, f"routing_hidden={self.routing_hidden} must not be negative")
+            need(self.routing_capacity == 0 or self.routing_capacity >= 1, f"routing_capacity={self.routing_capacity} must be 0 (off) or at least 1")
+            for other in ("acag", "routing_shared", "constraint_names"):
+                need(not (self.routing_capacity and getattr(self, other)), f"routing_capacity packs the queries of selected heads alone: not with {other}")
         need(not self.unet or N >= 2, f"unet={self.unet!r} needs at least two layers to join")
         need(self.unet_init >= 0, f"unet_init={self.unet_init} must not be negative")
+        need(self.unet != "add" or self.unet_init < 1, f"unet_init={self.unet_init} must be below 1 for unet='add', whose weight is a sigmoid")
         if self.constraint_names is not None:
             names, sizes = self.constraint_names, [self.head_size_in(layer) for layer in range(N)]
             need(len(names) == len(set(names)) > 0, f"constraint_names={names} must be different names, at least one")
@@ -222,7 +230,7 @@ class GPTConfig:
         need(self.acag_length is None or self.acag_length >= 1, f"acag_length={self.acag_length} must be at least 1")
         for name in ("window", "window_block"):
             need(getattr(self, name) is None or getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be positive")
-        kernel = "acag" if self.acag else "window" if self.window else None
+        kernel = "acag" if self.acag else "window" if self.window else "routing_capacity" if self.routing_capacity else None
         need(not (kernel and (self.dropout if self.attn_dropout is None else self.attn_dropout)),
              f"{kernel} has no fused kernel with dropout on the attention weights: set attn_dropout=0 (and on what it is compared with)")
         if self.heads is not None:
@@ -385,11 +393,12 @@ def rotate(x, cos, sin):
 
 
 def random_blocks(config):
-    """Which earlier blocks of tokens each block also sees, bool [blocks, blocks]: window_random of them (BigBird, arXiv 2007.14062)."""
-    n = -(-config.block_size // config.window_block)
+    """Which blocks before its window each block of tokens also sees, bool [blocks, blocks] (BigBird, arXiv 2007.14062)."""
+    size = config.window_block
+    n, reach = -(-config.block_size // size), -(-(config.window - 1) // size)  # blocks that the window touches
     generator, table = torch.Generator().manual_seed(config.seed), torch.zeros(n, n, dtype=torch.bool)
-    for block in range(1, n):
-        table[block, torch.randperm(block, generator=generator)[:config.window_random]] = True
+    for block in range(reach + 1, n):
+        table[block, torch.randperm(block - reach, generator=generator)[:config.window_random]] = True
     return table
 
 
@@ -427,6 +436,7 @@ class Context(NamedTuple):
     at: Optional[torch.Tensor] = None       # tokens before each token, [T] or [B, T]
     n: Optional[torch.Tensor] = None        # keys that each query sees, [T] or [B, 1, T]
     real: Optional[torch.Tensor] = None     # 0 where there is only padding, [B, T, 1]
+    sees: object = None                     # function of (query, key) positions: whether the one may read the other
     hint: Optional[torch.Tensor] = None     # the caller's input of the constraint router, [B, C]
     losses: bool = False                    # are auxiliary losses wanted?
     traces: object = False                  # are traces wanted? "maps": attention maps too
@@ -439,29 +449,45 @@ class CpuFlash(torch.autograd.Function):
 
     PyTorch's CPU kernel computes the log-sum-exp but passes no gradient through it. With P the weights, that gradient
     adds g * P to dS = P * (dO V' - delta), where delta = rowsum(dO * O): the same as lowering delta by g. The kernel sums
-    delta up itself, so it gets one column more, in which dO is 1, V is 0 and O is said to be -g.
+    delta up itself, so it gets one column more, in which dO is 1, V is 0 and O is said to be -g. Several values, given
+    as a tuple, share one pass over the logits; padded copies, which the kernel wants, are not kept for the backward pass.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, mask, scale):
-        D, W = q.size(-1), v.size(-1)
-        width = -(-max(D, W + 1) // 8) * 8  # the kernel wants all three of one width
-        q, k, v = (F.pad(t, (0, width - t.size(-1))) for t in (q, k, v))
+    def forward(ctx, q, k, mask, scale, *values):
+        widths = [v.size(-1) for v in values]
         bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
-        y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, mask is None, attn_mask=bias, scale=scale)
-        ctx.save_for_backward(q, k, v, y, lse, bias)
-        ctx.D, ctx.W, ctx.scale = D, W, scale
-        return y[..., :W], lse
+        q_, k_, v_ = CpuFlash.padded(q, k, values)
+        y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_, k_, v_, 0.0, mask is None, attn_mask=bias, scale=scale)
+        outputs = [t.contiguous() for t in y[..., :sum(widths)].split(widths, -1)]
+        ctx.save_for_backward(q, k, mask, lse, *values, *outputs)
+        ctx.scale = scale
+        return lse, *outputs
 
     @staticmethod
-    def backward(ctx, dy, dlse):
-        q, k, v, y, lse, bias = ctx.saved_tensors
-        D, W, width = ctx.D, ctx.W, q.size(-1)
-        dy = F.pad(torch.cat((dy, torch.ones_like(dy[..., :1])), -1), (0, width - W - 1))
-        y = F.pad(torch.cat((y[..., :W], -dlse[..., None].to(y.dtype)), -1), (0, width - W - 1))
+    def padded(q, k, values):
+        width = max(q.size(-1), sum(v.size(-1) for v in values) + 1)  # the kernel wants all three of one width
+        return [F.pad(t, (0, width - t.size(-1))) for t in (q, k, torch.cat((*values, values[0][..., :0]), -1))]
+
+    @staticmethod
+    def backward(ctx, dlse, *dy):
+        q, k, mask, lse, *rest = ctx.saved_tensors
+        values, y = rest[:len(dy)], rest[len(dy):]
+        widths = [v.size(-1) for v in values]
+        q_, k_, v_ = CpuFlash.padded(q, k, values)
+        bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+        more = (0, q_.size(-1) - sum(widths) - 1)
+        dy = F.pad(torch.cat((*dy, torch.ones_like(q[..., :1])), -1), more)
+        y = F.pad(torch.cat((*y, -dlse[..., None].to(q.dtype)), -1), more)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dy, q, k, v, y, lse, 0.0, bias is None, attn_mask=bias, scale=ctx.scale)
-        return dq[..., :D], dk[..., :D], dv[..., :W], None, None
+            dy, q_, k_, v_, y, lse, 0.0, bias is None, attn_mask=bias, scale=ctx.scale)
+        dv = dv[..., :sum(widths)].split(widths, -1)
+        return dq[..., :q.size(-1)], dk[..., :k.size(-1)], None, None, *dv
+
+
+def flexes(device):
+    """Whether FlexAttention has fused kernels here, forward and backward."""
+    return device.type == "cuda"
 
 
 @functools.cache
@@ -477,21 +503,17 @@ def flex(q, k, v, scale, mask):
     return y, aux.lse
 
 
-def written_out(q, k, v, scale, mask):
-    """(y, log-sum-exp) with all logits in memory: for one query, and for padded prompts on CUDA."""
-    s = (q @ k.mT).float() * scale
-    if mask is not None:
-        s = s.masked_fill(~mask, -math.inf)
-    return (s.softmax(-1).to(v.dtype) @ v), s.logsumexp(-1)
-
-
-def attend_lse(q, k, v, scale, mask):
-    """Causal attention with each row's log-sum-exp: y [B, H, T, W], lse [B, H, T] in float32 or better."""
+def attend_lse(q, k, scale, mask, *values):
+    """Causal attention over one or more values with each row's log-sum-exp: (lse [B, H, T] in float32 or better, y, ...)."""
     if isinstance(mask, BlockMask):
-        return flex(q, k, v, scale, mask)
-    if q.size(2) == 1 or q.device.type != "cpu":
-        return written_out(q, k, v, scale, mask)
-    return CpuFlash.apply(q, k, v, mask, scale)
+        y, lse = flex(q, k, torch.cat(values, -1), scale, mask)
+    elif q.size(2) > 1 and q.device.type == "cpu":
+        return CpuFlash.apply(q, k, mask, scale, *values)
+    else:  # all logits in memory: for one query, and for prompts outside the CPU
+        s = (q @ k.mT).float() * scale if q.dtype != torch.float64 else q @ k.mT * scale
+        s = s if mask is None else s.masked_fill(~mask, -math.inf)
+        y, lse = s.softmax(-1).to(q.dtype) @ torch.cat(values, -1), s.logsumexp(-1)
+    return lse, *y.split([v.size(-1) for v in values], -1)
 
 
 def row_statistics(q, k, v, scale, mask, n, detach, dropout=0.0):
@@ -500,30 +522,70 @@ def row_statistics(q, k, v, scale, mask, n, detach, dropout=0.0):
     With s the logits, entropy = LSE(s) - scale q.SDPA(q, k, k) and log sum p^2 = LSE(2s) - 2 LSE(s): no T x T tensor.
     n: how many keys each row sees. detach: no gradient into the statistics, and none of its cost.
     """
+    together = not detach and (q.device.type != "cpu" or q.size(2) <= 1024)  # faster, but on CPU all becomes as wide as v and k
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
-        if detach:
-            expected, lse = attend_lse(q, k, k, scale, mask)
-        else:  # one pass over the logits serves both values
-            both, lse = attend_lse(q, k, torch.cat((v, k), -1), scale, mask)
-            y, expected = both.split((v.size(-1), k.size(-1)), -1)
-        lse2 = attend_lse(q, k, k[..., :0] if q.device.type == "cpu" else k, 2 * scale, mask)[1]
-        entropy = lse - scale * (q.float() * expected.float()).sum(-1)
-        entropy, log_p2 = entropy.clamp_min(0).minimum(n.log()), lse2 - 2 * lse
-    return attend(q, k, v, scale, mask, dropout) if detach else y, entropy, log_p2
+        lse, mean_key, *y = attend_lse(q, k, scale, mask, k, *([v] if together else []))
+        lse2 = attend_lse(q, k, 2 * scale, mask, k[..., :16 * isinstance(mask, BlockMask)])[0]  # its values do not matter
+        entropy = (lse - scale * (q.to(lse.dtype) * mean_key.to(lse.dtype)).sum(-1)).clamp_min(0).minimum(n.log())
+    return y[0] if together else attend(q, k, v, scale, mask, dropout), entropy, lse2 - 2 * lse
 
 
 def attend(q, k, v, scale, mask, dropout):
     """Causal attention of q [B, H, T, D] over k, v [B, H, S, D], the last T of S being the queries' own tokens."""
     if isinstance(mask, BlockMask):
-        return flex(q, k, v, scale, mask)[0]
+        if not dropout:
+            return flex(q, k, v, scale, mask)[0]
+        mask = None  # it is there for traces alone: a window is refused with dropout
     causal = mask is None and q.size(2) > 1  # one query sees all there is
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout)
 
 
+SKIP_FROM = 1024  # keys from which skipping heads pays at decode on CPU (measured: docs/results.md)
+
+
+def attend_selected(q, k, v, scale, used, mask):
+    """One query per row, q [B, H, 1, D], through the heads that are `used` [B, H] alone; the others give 0.
+
+    A head is read where it lies: gathering the chosen keys and values into one tensor costs more than it saves.
+    """
+    y = torch.zeros_like(q)
+    for b, h in used.nonzero().tolist():
+        m = None if mask is None else mask[min(b, len(mask) - 1), 0]
+        y[b, h] = F.scaled_dot_product_attention(q[b:b + 1, h], k[b:b + 1, h], v[b:b + 1, h], attn_mask=m, scale=scale)[0]
+    return y
+
+
+def attend_packed(q, k, v, scale, used, capacity, sees, size=128):
+    """Attention of the selected queries alone: used [B, H, T] -> (y [B, H, T, D], 0 where not used; queries dropped [B, H]).
+
+    Each head's queries are packed in order of position, and FlexAttention is told the positions; a block of queries reads
+    the keys up to its last position. A head takes `capacity` queries of a sequence: later ones are dropped, which no
+    earlier token can notice.
+    """
+    B, H, T, D = q.shape
+    rooms = min(math.ceil(capacity / size), -(-T // size)) * size
+    place = used.int().argsort(dim=-1, descending=True, stable=True)[..., :rooms]  # positions of the used queries, in order
+    count = used.sum(-1, keepdim=True)
+    place = F.pad(place, (0, rooms - place.size(-1)))
+    real = torch.arange(rooms, device=q.device) < count
+    blocks = torch.where(real, place, 0).unflatten(-1, (-1, size))
+    needed = torch.where(real.unflatten(-1, (-1, size)).any(-1), blocks.amax(-1) // size + 1, 0).int()  # blocks of keys
+    every = torch.arange(-(-T // size), dtype=torch.int32, device=q.device).expand(*needed.shape, -1).contiguous()
+    mask = BlockMask.from_kv_blocks(needed, every, BLOCK_SIZE=size, seq_lengths=(rooms, T),
+                                    mask_mod=lambda b, h, i, j: real[b, h, i] & sees(place[b, h, i], j))
+    packed = flex(q.gather(2, place[..., None].expand(-1, -1, -1, D)), k, v, scale, mask)[0]
+    packed = torch.where(real[..., None], packed, 0.0)
+    y = torch.zeros(B, H, T, v.size(-1), dtype=packed.dtype, device=q.device)
+    return y.scatter_add(2, place[..., None].expand_as(packed), packed), (count.squeeze(-1) - rooms).clamp_min(0)
+
+
 # ---- the mechanisms ----
 
+LINEAR = lambda inputs: ("uniform", inputs ** -0.5)
+
+
 def weight(*shape, start=None):
-    """A parameter that does not decay. start: its initial value, "linear" for nn.Linear's own, None for GPT-2's."""
+    """A parameter that does not decay. start: its initial value, LINEAR(inputs) for nn.Linear's own, None for GPT-2's."""
     p = nn.Parameter(torch.empty(*shape))
     p.start, p.no_decay = start, True
     return p
@@ -532,8 +594,8 @@ def weight(*shape, start=None):
 def float32_linear(layer, x):
     """layer(x) in float32 also under autocast, whose rounding would make ties of near logits."""
     with torch.autocast(x.device.type, enabled=False):
-        bias = None if layer.bias is None else layer.bias.to(torch.promote_types(layer.bias.dtype, torch.float32))
-        return F.linear(x.to(torch.promote_types(x.dtype, torch.float32)), layer.weight, bias)
+        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
+        return F.linear(x.to(dtype), layer.weight.to(dtype), None if layer.bias is None else layer.bias.to(dtype))
 
 
 class HeadRouter(nn.Module):
@@ -552,12 +614,13 @@ class HeadRouter(nn.Module):
         self.n_shared, self.k = config.routing_shared, config.top_k - config.routing_shared
         self.fc = nn.Linear(C, hidden) if hidden else None
         self.out = nn.Linear(hidden or C, config.n_head - self.n_shared, bias=hidden > 0)
-        if self.n_shared:
+        if self.n_shared > 1:  # one alone has nothing to share
             self.shared = nn.Linear(C, self.n_shared, bias=False)
+        if self.n_shared:
             self.split = nn.Linear(C, 2, bias=False)
 
     def forward(self, x):
-        """(weights, selected: which of the routed heads [B, T, R], logits [B, T, R])."""
+        """(weights and which heads are selected, each [B, T, H], shared heads first; logits of the routed ones [B, T, R])."""
         logits = float32_linear(self.out, F.gelu(self.fc(x)) if self.fc else x)
         selected = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, logits.topk(self.k, -1).indices, True)
         if self.mode == "sigmoid":
@@ -566,16 +629,16 @@ class HeadRouter(nn.Module):
         if self.mode == "moh":
             w = self.k * w
             if self.n_shared:
-                s = self.n_shared * float32_linear(self.shared, x).softmax(-1)
                 split = 2 * float32_linear(self.split, x).softmax(-1)
+                s = self.n_shared * float32_linear(self.shared, x).softmax(-1) if self.n_shared > 1 else 1.0
                 w = torch.cat((split[..., :1] * s, split[..., 1:] * w), -1)
-        return w, selected, logits
+        return w, F.pad(selected, (self.n_shared, 0), value=True), logits
 
     def penalty(self, weights, selected, logits):
         """{name: weighted loss}: seed's token entropy in nats, or the load balance R sum_i P_i f_i (MoH, eq. 9)."""
         if self.mode == "seed":
             return {"routing_entropy": self.coef * -(weights * (weights + 1e-8).log()).sum(-1).mean()}
-        share, load = logits.softmax(-1).flatten(0, -2).mean(0), selected.flatten(0, -2).to(logits.dtype).mean(0)
+        share, load = logits.softmax(-1).flatten(0, -2).mean(0), selected[..., self.n_shared:].flatten(0, -2).to(logits.dtype).mean(0)
         if dist.is_available() and dist.is_initialized():  # the product of two means is not the mean of the ranks' products
             dist.all_reduce(load)
             load = load / dist.get_world_size()
@@ -627,8 +690,8 @@ class Agency(nn.Module):
         self.register_buffer("factors", torch.tensor([*factors, withdrawn if self.enforce else 1.0]), persistent=False)
 
     def forward(self):
-        """Factor of each head, [H]; no consent means withdrawn."""
-        return self.factors[self.state.masked_fill(~self.consent, len(self.STATES) - 1)]
+        """Factor of each head, [H]; no consent means withdrawn, unless that is not enforced."""
+        return self.factors[self.state.masked_fill(~self.consent, len(self.STATES) - 1) if self.enforce else self.state]
 
 
 class SkipFusion(nn.Module):
@@ -643,11 +706,11 @@ class SkipFusion(nn.Module):
         C, share = config.n_embd, config.unet_init * (1 - depth / (config.n_layer // 2))
         self.mode, self.on = config.unet, config.unet_skips
         if self.mode == "add":
-            self.logit = weight(1, start=math.log(share / (1 - share)) if 0 < share < 1 else math.copysign(50, share - 0.5))
+            self.logit = weight(1, start=math.log(share / (1 - share)) if share else -50.0)
         elif self.mode == "concat":
             self.weight = weight(C, 2 * C, start=torch.cat((share * torch.eye(C), torch.zeros(C, C)), 1))
         else:
-            self.weight, self.bias = weight(C, 2 * C, start="linear"), weight(C, start=0.0)
+            self.weight, self.bias = weight(C, 2 * C, start=LINEAR(2 * C)), weight(C, start=LINEAR(2 * C))
 
     def forward(self, h, skip):
         if self.mode == "add":
@@ -683,12 +746,12 @@ class ConstraintHeads(nn.Module):
             if ctx.cache is not None:
                 total = ctx.cache.carry(layer, total)
             mean = total / (ctx.at + 1)[..., None]
-        return float32_linear(self.out, F.relu(self.fc(mean))).sigmoid()
+        return float32_linear(self.out, F.relu(self.fc(mean.to(self.fc.weight.dtype)))).sigmoid()
 
     def scores(self, y):
         """One logit per head and token, [B, heads, T], of the heads' outputs y [B, heads, T, D]."""
         hidden = torch.einsum("bhtd,hed->bhte", y, self.w1.to(y.dtype)) + self.b1[:, None].to(y.dtype)
-        return torch.einsum("bhtd,hd->bht", F.relu(hidden).float(), self.w2) + self.b2[:, None]
+        return torch.einsum("bhtd,hd->bht", F.relu(hidden), self.w2.to(y.dtype)) + self.b2[:, None]
 
     def named(self, scores):
         """{name: [B, T]}, the mean over each name's heads of scores [B, heads, T]."""
@@ -708,6 +771,8 @@ class AdvantageAttention(nn.Module):
         super().__init__()
         self.mode = config.a2c
         self.critic = nn.Linear(config.n_embd, n_head, bias=self.mode == "seed")
+        if self.mode == "seed":
+            self.critic.weight.start = self.critic.bias.start = LINEAR(config.n_embd)
         if self.mode == "temperature":
             self.critic.weight.start = 0.0
         if self.mode == "key_bias":
@@ -727,12 +792,16 @@ class AdvantageAttention(nn.Module):
 
 
 def discounted_return(r, gamma):
-    """G_t = (1 - gamma) sum_k gamma^k r_(t+k), [B, T]: doubling steps, so log2(T) passes and no T x T matrix."""
-    step = 1
-    while step < r.size(1):
+    """G_t = (1 - gamma) sum_k gamma^k r_(t+k), [B, T]: doubling steps, so log2(T) passes and no T x T matrix.
+
+    The text goes on after its last token here; the weights beyond it are shared out, so that G stays a weighted mean.
+    """
+    T, step = r.size(1), 1
+    while step < T:
         r = r + gamma**step * F.pad(r[:, step:], (0, step))
         step *= 2
-    return (1 - gamma) * r
+    left = torch.arange(T, 0, -1, device=r.device)
+    return (1 - gamma) / (1 - gamma**left) * r
 
 
 class ContextGate(nn.Module):
@@ -746,10 +815,11 @@ class ContextGate(nn.Module):
         super().__init__()
         shape = (n_head,) if config.acag == "headwise" else (n_head, head_size)
         self.seed, self.detach, self.length = config.acag_mode == "seed", config.acag_detach, config.acag_length
-        self.weight, self.bias = (weight(*shape, *last, start="linear" if self.seed else 0.0) for last in ((3,), ()))
+        self.weight, self.bias = (weight(*shape, *last, start=LINEAR(3) if self.seed else 0.0) for last in ((3,), ()))
 
     def forward(self, entropy, log_p2, n, at):
         """Gate [B, H, T, 1 or D] from the statistics [B, H, T], the keys seen n and the tokens before, at."""
+        at = (at if at.dim() == 1 else at[:, None]).to(entropy.dtype)  # padded rows have positions of their own
         alone = n == 1  # nothing to choose from: no statistics, and no logarithm or root whose gradient is not a number
         m = n.masked_fill(alone, 2).to(entropy.dtype)
         if self.seed:
@@ -819,7 +889,8 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.layer, self.head_size, self.scale = layer, config.head_size_in(layer), config.head_size_in(layer) ** -0.5
+        self.layer, self.head_size = layer, config.head_size_in(layer)
+        self.scale = config.qk_max / self.head_size if config.qk_max else self.head_size ** -0.5
         self.kept = list(range(config.n_head)) if config.heads is None else config.heads[layer]  # what pruning left
         self.n_head, D = len(self.kept), self.head_size
         self.rope, self.qk_norm, self.head_norm = config.pos == "rope", config.qk_norm, config.head_norm
@@ -833,7 +904,7 @@ class CausalSelfAttention(nn.Module):
         self.n_extra = config.n_constraint if self.constraint else 0
         n = self.n_head + self.n_extra
         self.router = HeadRouter(config) if config.routing else None
-        self.route_in_eval, self.route_skip = config.routing_eval_gate, config.routing_skip
+        self.route_in_eval, self.route_skip, self.capacity = config.routing_eval_gate, config.routing_skip, config.routing_capacity
         self.sentinel = SentinelGate(config, n) if config.sentinel else None
         self.agency = Agency(config, n) if config.agency else None
         self.a2c = AdvantageAttention(config, self.n_head) if config.a2c else None
@@ -857,9 +928,13 @@ class CausalSelfAttention(nn.Module):
         return qk[0], qk[-1], v.squeeze(2).transpose(1, 2)
 
     def project(self, x, ctx):
-        """q, k, v of x, each [B, H, T, D], base heads before constraint heads; what the critic and the router said."""
+        """q, k, v of x, each [B, H, T, D], base heads before constraint heads; what the critic and the routers said."""
         q, k, v = self.split(self.c_attn(x), self.n_head, ctx, x if self.tied else None)
         said = {}
+        if self.router and (self.training or self.route_in_eval):
+            said["routing_weights"], said["selected"], said["routing_logits"] = w, *_ = self.router(x)
+            w = w if self.n_head == w.size(-1) else w[..., self.kept]
+            said["routing"] = F.pad(w, (0, self.n_extra), value=1.0).transpose(1, 2)  # (B, H, T); constraint heads are always on
         if self.a2c:
             q, k, v, said["advantage"] = self.a2c(q, k, v, x, self.scale)
         if self.constraint:
@@ -870,14 +945,19 @@ class CausalSelfAttention(nn.Module):
             q, k, v = (torch.cat((t, F.pad(u, (0, t.size(-1) - self.head_size))), 1) for t, u in zip((q, k, v), more))
         return q, k, v, said
 
-    def attend(self, q, k, v, ctx):
+    def attend(self, q, k, v, said, ctx):
         """y [B, H, T, D], and (entropy, log sum p^2) of the attention rows where somebody asks for them."""
-        dropout = self.attn_dropout if self.training else 0.0
+        dropout, rows = self.attn_dropout if self.training else 0.0, None
         if self.acag or ctx.traces:
             detach = self.acag is None or self.acag.detach
             y, *rows = row_statistics(q, k, v, self.scale, ctx.mask, ctx.n, detach, dropout)
+        elif "routing" in said and self.route_skip and q.size(2) == 1 and k.size(2) >= SKIP_FROM and not (k.is_cuda or torch.is_grad_enabled()):
+            y = attend_selected(q, k, v, self.scale, said["routing"].squeeze(-1) > 0, ctx.mask)
+        elif "routing" in said and self.capacity and flexes(q.device) and ctx.cache is None and not isinstance(ctx.mask, torch.Tensor):
+            share = self.router.k / self.router.out.out_features
+            y, said["dropped"] = attend_packed(q, k, v, self.scale, said["routing"] > 0, self.capacity * share * q.size(2), ctx.sees)
         else:
-            y, rows = attend(q, k, v, self.scale, ctx.mask, dropout), None
+            y = attend(q, k, v, self.scale, ctx.mask, dropout)
         return y[..., :self.head_size], rows
 
     def static_gate(self):
@@ -894,12 +974,9 @@ class CausalSelfAttention(nn.Module):
         gate = self.static_gate()
         if gate is not None:
             found["gate"] = gate[:, None, None]
-        if self.router and (self.training or self.route_in_eval):
-            w, selected, logits = self.router(x)
-            losses.update(self.router.penalty(w, selected, logits) if ctx.losses else {})
-            said["routing_weights"], said["routing_logits"] = w, logits
-            w = w if self.n_head == w.size(-1) else w[..., self.kept]
-            found["routing"] = F.pad(w, (0, self.n_extra), value=1.0).transpose(1, 2)[..., None]
+        if "routing" in said:
+            found["routing"] = said.pop("routing")[..., None]
+            losses.update(self.router.penalty(said["routing_weights"], said["selected"], said["routing_logits"]) if ctx.losses else {})
         if self.gated:
             found["output_gate"] = self.gated(x)
         if self.acag:
@@ -924,7 +1001,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v, said = self.project(x, ctx)
         if ctx.cache is not None:
             k, v = ctx.cache.append(self.layer, k, v)
-        y, rows = self.attend(q, k, v, ctx)
+        y, rows = self.attend(q, k, v, said, ctx)
         y = rms_norm(y) if self.head_norm else y
         found, losses = self.factors(x, rows, said, ctx)
         out = y
@@ -941,7 +1018,7 @@ class CausalSelfAttention(nn.Module):
         if ctx.traces:
             seen.update(said, entropy=rows[0], concentration=rows[1].exp(), **{n: f for n, f in found.items() if n not in ("routing", "router")})
             if "routing_weights" in said:
-                seen.update(routing_summary(said["routing_weights"]))
+                seen.update(routing_summary(said["routing_weights"], said["selected"]))
             if self.agency:
                 seen["agency"] = self.agency()
             if ctx.traces == "maps":
@@ -1004,12 +1081,12 @@ def take(module, name, dim, rows, optimizers):
             optimizer.state[new] = {k: t.index_select(dim, rows) if torch.is_tensor(t) and t.shape == old.shape else t for k, t in state.items()}
 
 
-def routing_summary(weights):
-    """What a router does, from its weights [B, T, H]: load per head, dead heads, and three ways to say how spread it is.
+def routing_summary(weights, selected):
+    """What a router does, from weights and selection [B, T, H]: load per head, dead heads, and how spread it is.
 
     effective_heads: exp of the load's entropy; token_entropy: of one token's weights, batch_entropy: of all tokens' mean, nats.
     """
-    used = (weights > 0).flatten(0, 1).float().mean(0)
+    used = selected.flatten(0, 1).float().mean(0)
     entropy = lambda p: -(p * p.clamp_min(1e-12).log()).sum(-1)
     share = lambda w: w / w.sum(-1, keepdim=True).clamp_min(1e-12)
     return dict(routing_load=used, dead_heads=(used == 0).sum(), effective_heads=entropy(share(used)).exp(),
@@ -1097,8 +1174,8 @@ class GPT(nn.Module):
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
             out = name.endswith("c_proj.weight")  # writes into the residual stream
             start = getattr(p, "start", None)  # a mechanism's own initial value
-            if isinstance(start, str):  # "linear": uniform within 1 / sqrt(inputs), as nn.Linear does
-                p.uniform_(-p.size(-1) ** -0.5, p.size(-1) ** -0.5, generator=generator)
+            if isinstance(start, tuple):
+                p.uniform_(-start[1], start[1], generator=generator)
             elif start is not None:
                 p.copy_(torch.as_tensor(start))
             elif p.dim() < 2:
@@ -1153,11 +1230,10 @@ class GPT(nn.Module):
         """The Context of a forward pass: only what its flags ask for."""
         c, mask, rope, n, real = self.config, None, None, None, None
         counts = c.acag or traces
-        if pad is not None or (past and T > 1) or c.window or counts:
-            if device.type == "cuda" and not cache and traces != "maps":
-                mask = self.block_mask(T, device)
-            elif pad is not None or (past and T > 1) or c.window or traces == "maps":
-                mask = self.mask(past, T, pad, device)
+        if flexes(device) and cache is None and pad is None and traces != "maps":
+            mask = self.block_mask(T, device) if c.window or counts else None
+        elif pad is not None or (past and T > 1) or c.window or traces == "maps" or (counts and T > 1 and device.type != "cpu"):
+            mask = self.mask(past, T, pad, device)
         if c.pos == "rope":  # over [B, T, (q, k), H, D]
             sizes = {block.attn.head_size for block in self.transformer.h}
             rope = {d: tuple(getattr(self, f"{name}{d}")[at][..., None, None, :] for name in ("cos", "sin")) for d in sizes}
@@ -1168,7 +1244,7 @@ class GPT(nn.Module):
         if counts:
             n = (self.n_seen[at] if c.window else at + 1).to(torch.promote_types(self.transformer.wte.weight.dtype, torch.float32))
             n = n if pad is None else n[:, None]
-        return Context(rope, cache, mask, at, n, real, hint, losses, traces)
+        return Context(rope, cache, mask, at, n, real, self.sees, hint, losses, traces)
 
     def sees(self, query, key):
         """Whether the token at position `query` may read position `key`, both from 0, broadcast."""
@@ -1210,7 +1286,7 @@ class GPT(nn.Module):
 
         def listed(table):
             """How many blocks each row of a table has, and which, in the form of BlockMask."""
-            return table.sum(-1, dtype=torch.int32)[None, None], table.int().argsort(-1, descending=True, stable=True).int()[None, None]
+            return table.sum(-1, dtype=torch.int32)[None, None], table.int().argsort(dim=-1, descending=True, stable=True).int()[None, None]
 
         return BlockMask.from_kv_blocks(*listed(some & ~whole), *listed(whole), BLOCK_SIZE=size, seq_lengths=(T, T),
                                         mask_mod=lambda b, h, q, k: self.sees(q, k))
@@ -1229,7 +1305,8 @@ class GPT(nn.Module):
         router_hint [B, C]: read by the constraint router instead of the text so far.
         """
         c = self.config
-        x, losses, seen = self.trunk(idx, losses=targets is not None, traces=traces, hint=router_hint)
+        wants = targets is not None or constraint_targets is not None
+        x, losses, seen = self.trunk(idx, losses=wants, traces=traces, hint=router_hint)
         logits, loss = self.head(x), None
         if targets is not None and c.a2c in ("temperature", "key_bias"):
             nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none").view_as(targets)

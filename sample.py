@@ -3,6 +3,7 @@ Generate text from one checkpoint, or from several side by side.
 
     python sample.py --ckpt out/a [--ckpt out/b ...] --start "To be" [--num_samples 3] [--max_new_tokens 300]
     python sample.py --ckpt out/a --start FILE:prompt.txt --temperature 0.8 --top_p 0.95
+    python sample.py --ckpt out/a --set unet_skips=False --set gate.0.3=0     # with switches moved, heads by hand
 
 A run folder stands for its best.pt. Every checkpoint gets the same prompt, seed and settings; with one
 checkpoint and one sample the text appears as it is made.
@@ -42,10 +43,10 @@ def prompt(text):
         raise ValueError(f"--start: {text[5:]} is not UTF-8 text: {e.reason} at byte {e.start:,}")
 
 
-def load(path, device, dataset=None):
+def load(path, device, dataset=None, settings=()):
     """(model, tokenizer) of a checkpoint; nanoGPT's take their vocabulary from a dataset: the one they name, or `dataset`."""
     state = checkpoint.read(path)
-    model, meta = checkpoint.build(state, path, device), state["meta"]
+    model, meta = checkpoint.build(state, path, device, settings), state["meta"]
     if not meta:
         data = dataset_of(state, path, dataset)
         checkpoint.same_vocabulary(state, data, path)
@@ -138,7 +139,8 @@ def run(args):
     """Load, generate, print."""
     check(args)
     device, text = checkpoint.pick_device(args.device), prompt(args.start)
-    models = [load(path, device, args.dataset) for path in args.ckpt]
+    models = [load(path, device, args.dataset, args.settings) for path in args.ckpt]
+    changed = f"with {', '.join(args.settings)}" if args.settings else ""
     prompts = [encode(tokenizer, text, path) for (_, tokenizer), path in zip(models, args.ckpt)]
     if len(models) == args.num_samples == 1:
         say = lambda piece: print(piece, end="", flush=True)
@@ -147,6 +149,8 @@ def run(args):
         print()
     else:
         texts, speeds = zip(*(generate(*model, ids, args) for model, ids in zip(models, prompts)))
+        if changed:
+            print(changed, end="\n\n")
         for i in range(args.num_samples):
             if args.num_samples > 1:
                 print(f"==== sample {i + 1} ====")
@@ -154,7 +158,7 @@ def run(args):
             print(each[0] if len(each) == 1 else side_by_side(args.ckpt, each, shutil.get_terminal_size((120, 40)).columns), end="\n\n")
     sys.stdout.flush()
     for path, speed in zip(args.ckpt, speeds):
-        print(f"{path}: {speed:,.0f} tokens/s", file=sys.stderr)
+        print(f"{path}{', ' * bool(changed)}{changed}: {speed:,.0f} tokens/s", file=sys.stderr)
 
 
 def main(argv=None):
@@ -168,6 +172,9 @@ def main(argv=None):
     p.add_argument("--top_p", type=float, help="only the likeliest tokens that hold this much of the mass (default: all)")
     p.add_argument("--repetition_penalty", type=float, default=1.0, help="above 1: tokens already there become less likely (default: 1)")
     p.add_argument("--stop", action="store_true", help="stop at the corpus separator (a newline, or end of text)")
+    p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+                   help="change a flag that no weight depends on, as in unet_skips=False, or a head by layer and number: gate.0.3=0, "
+                        "state.0.3=withdrawn, consent.0.3=False; may be repeated")
     p.add_argument("--seed", type=int, default=1337, help="same seed, same text (default: 1337)")
     p.add_argument("--dataset", help="where a nanoGPT checkpoint's vocabulary is, if not in the dataset that it names")
     p.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")

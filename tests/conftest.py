@@ -42,6 +42,31 @@ def chars_data(tmp_path_factory):
 
 
 @pytest.fixture
+def refusal(request, capsys):
+    """refusal(args) -> the one line that main(args) of the script under test ends with, nothing being printed before it."""
+    def call(args):
+        script = request.module.main
+        with pytest.raises(SystemExit) as e:
+            script(args)
+        assert isinstance(e.value.code, str) and "\n" not in e.value.code and e.value.code.startswith(f"{script.__module__}: ")
+        assert capsys.readouterr().out == ""
+        return e.value.code
+    return call
+
+
+@pytest.fixture(params=["missing", "cut short", "no torch file", "foreign"])
+def bad_checkpoint(request, tmp_path):
+    """(path, words that must be said about it)."""
+    path = tmp_path / "bad.pt"
+    if request.param == "missing":
+        return str(path), f"no checkpoint {path}"
+    torch.save([1, 2], path)
+    if request.param != "foreign":
+        path.write_bytes(path.read_bytes()[:-100] if request.param == "cut short" else b"PK broken")
+    return str(path), "neither nanoHeads' nor nanoGPT's" if request.param == "foreign" else "bad.pt cannot be read as a checkpoint"
+
+
+@pytest.fixture
 def rows():
     """rows(run folder) -> (training rows, evaluation rows) of its log.jsonl."""
     def read(out):

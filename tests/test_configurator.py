@@ -1,19 +1,24 @@
 """Config files and arguments: what works, and that whatever does not is said in full, in plain lines."""
+import os
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Optional
 
 import pytest
+import torch
 
 import configurator
 from configurator import ConfigError, help_text, load
-from model import GPTConfig
+from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from train import OPTIMIZERS, TrainConfig, conflicts
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = sorted((ROOT / "config").rglob("*.py"))
+CONFIGS = [p for p in sorted((ROOT / "config").rglob("*.py")) if p.stem != "__init__"]
+TWELVE = "baseline routing sentinel agency unet constraint a2c acag moh gated window all".split()
+FAMILIES = {family: [p.stem for p in CONFIGS if p.stem.startswith(family) and p.stem != "enwiki15_quick"]
+            for family in ("tiny_", "enwiki15_", "enwik8_")}
 
 
 @dataclass
@@ -118,6 +123,61 @@ def test_every_config_file_loads(path):
     model_config, config = load((GPTConfig, TrainConfig), [str(path)])
     assert not config.for_recipe(model_config.recipe).problems()
     assert model_config.given | config.given, "a config file says something"
+
+
+# ---- the families of configs ----
+
+def shipped(name):
+    return load((GPTConfig, TrainConfig), [f"config/{name}.py"])
+
+
+def differing(one, other):
+    """The keys in which two configs differ."""
+    one, other = asdict(one), asdict(other)
+    return {key for key in one if one[key] != other[key]}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_has_the_plain_gpt_and_every_mechanism(family):
+    assert {family + name for name in TWELVE} <= set(FAMILIES[family])
+
+
+@pytest.mark.parametrize("family, name", [(f, name) for f, names in FAMILIES.items() for name in names])
+def test_a_family_differs_in_mechanisms_alone(family, name):
+    (base, train_base), (model, config) = shipped(family + "baseline"), shipped(name)
+    every = [f.name for f in fields(GPTConfig)]
+    mechanisms = every[every.index("routing"):every.index("heads")]
+    differs = differing(base, model)
+    assert config.out_dir == f"out/{name.replace('_', '-', 1)}" and differing(train_base, config) <= {"out_dir"}
+    assert differs <= {*mechanisms, "attn_dropout"} and bool(differs) == (base != model) == (name != family + "baseline")
+    assert ("attn_dropout" in differs) == bool(base.dropout and (model.acag or model.window))  # those have no fused kernel with it
+
+
+@pytest.mark.parametrize("flags", MECHANISMS.values(), ids=MECHANISMS)
+def test_every_mechanism_has_a_tiny_config(flags):
+    want = replace(shipped("tiny_baseline")[0], **flags)
+    assert sum(shipped(name)[0] == want for name in FAMILIES["tiny_"]) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_is_the_corrected_form_of_all_seven(family):
+    base, model = shipped(family + "baseline")[0], shipped(family + "all")[0]
+    assert model == replace(base, attn_dropout=model.attn_dropout, **ALL_ON)
+
+
+@pytest.mark.parametrize("name, count", [("enwik8_baseline", 90_397_440), ("enwik8_routing", 93_996_432)])
+def test_the_enwik8_pair_has_the_size_of_its_write_up(name, count):
+    with torch.device("meta"):
+        model = GPT(replace(shipped(name)[0], vocab_size=6064))
+    assert model.num_params() == count and model.num_params(non_embedding=True) == count - 1024 * 768
+
+
+def test_a_config_starts_from_another_wherever_train_runs_and_whatever_else_is_called_config(tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/__init__.py").write_text("")
+    done = subprocess.run([sys.executable, str(ROOT / "train.py"), "config/tiny_all.py", "--n_layer=x"], cwd=tmp_path,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.stderr.splitlines()[0] == "train: command line: n_layer='x' is not int" and "config/" not in done.stderr
 
 
 # ---- what does not ----

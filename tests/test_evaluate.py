@@ -369,24 +369,88 @@ def test_another_dataset_of_the_same_vocabulary_can_be_scored(tmp_path, byte_run
     assert run["dataset"] == "other" and run["tokens"] == 31
 
 
+# ---- switches of a trained model ----
+
+@pytest.fixture
+def switched(tmp_path):
+    """(checkpoint path, model, Dataset) of a model with something to switch."""
+    data = write_data(tmp_path / "toy")
+    model = make_model(n_head=4, spread=3.0, unet="concat", agency=True, routing="moh", routing_top_k=3)
+    return write_checkpoint(tmp_path / "a.pt", model, data), model, data
+
+
+def scored(path, *settings):
+    return evaluate.evaluate(path, "test", 0, "cpu", settings=settings, progress=False)["nats_per_token"]
+
+
+@pytest.mark.parametrize("key, value", [("unet_skips", False), ("routing_eval_gate", False), ("routing_top_k", 2), ("routing", "sigmoid"),
+                                        ("window", 3), ("act", "relu2")])
+def test_a_flag_that_is_set_makes_the_model_with_that_flag(switched, key, value):
+    path, model, data = switched
+    other = make_model(n_head=4, **{**dict(unet="concat", agency=True, routing="moh", routing_top_k=3), key: value})
+    other.load_state_dict(model.state_dict())
+    assert scored(path, f"{key}={value}") == score(other, data, "test")[0] / 23 != scored(path)
+
+
+def test_a_window_can_be_taken_away(tmp_path):
+    data, model = write_data(tmp_path / "toy"), make_model(window=2, window_global=1)
+    path, plain = write_checkpoint(tmp_path / "a.pt", model, data), make_model()
+    assert scored(path, "window=None") == score(plain, data, "test")[0] / 23 != scored(path)
+
+
+def test_a_gate_of_zero_by_hand_a_withdrawn_head_and_no_consent_are_the_same(switched):
+    path, model, data = switched
+    with torch.no_grad():
+        model.transformer.h[1].attn.c_proj.weight[:, 4:8] = 0  # what head 1 gives
+    gone = score(model, data, "test")[0] / 23
+    assert scored(path) != gone
+    for setting in ("gate.1.1=0", "state.1.1=withdrawn", "consent.1.1=false"):
+        assert scored(path, setting) == pytest.approx(gone, rel=1e-6)
+    assert scored(path, "consent.1.1=false", "agency_enforce=False") == scored(path)
+    assert scored(path, "gate.1.1=0.5") == pytest.approx(scored(path, "state.1.1=overloaded")) != scored(path)
+    assert scored(path, "gate.1.1=0", "gate.1.1=1") == scored(path)  # the last one counts
+
+
+def test_what_was_set_is_said_and_written(switched, tmp_path, capsys):
+    path, out = switched[0], tmp_path / "s.json"
+    main(["--ckpt", path, "--set", "unet_skips=False", "--set", "gate.0.3=0.25", "--json", str(out)])
+    assert capsys.readouterr().out.splitlines()[0].endswith("in disjoint windows of 8, with unet_skips=False, gate.0.3=0.25")
+    assert json.loads(out.read_text())["runs"][0]["set"] == ["unet_skips=False", "gate.0.3=0.25"]
+    main(["--ckpt", path, "--json", str(out)])
+    assert capsys.readouterr().out.splitlines()[0].endswith("windows of 8") and json.loads(out.read_text())["runs"][0]["set"] == []
+
+
+@pytest.mark.parametrize("setting, line", [
+    ("unet_skip=False", "--set unet_skip=False: unknown key unet_skip; did you mean unet_skips?"),
+    ("gates.0.1=0", "unknown key gates.0.1; did you mean gate?"), ("zzz=1", "unknown key zzz; train.py --help lists"),
+    ("unet_skips", "--set unet_skips: it must be unet_skips=value"), ("unet_skips=maybe", "'maybe' is not bool"),
+    ("routing_top_k=2.5", "'2.5' is not int or None"), ("unet_init=nan", "'nan' is not float"),
+    ("gate=0", "--set gate=0: it must be gate.<layer>.<head>=value"), ("gate.0=0", "it must be gate."), ("gate.0.x=0", "it must be gate."),
+    ("gate.0.1", "it must be gate."), ("gate.0.-1=0", "it must be gate."), ("gate.0.1.2=0", "it must be gate."),
+    ("gate.0.1=high", "'high' is not float"), ("gate.0.1=nan", "'nan' is not float"), ("consent.0.1=perhaps", "'perhaps' is not bool"),
+    ("gate.0.4=0", "--set gate.0.4=0.0: block 0 has no head 4; it has 0, 1, 2, 3"), ("consent.2.0=no", "there is no block 2; they go from 0 to 1"),
+    ("state.0.1=asleep", "state 'asleep' must be one of active, overloaded, misaligned, withdrawn"),
+    ("n_embd=32", "n_embd cannot be changed after training: "), ("block_size=4", "block_size cannot be changed after training: transformer.wpe"),
+    ("unet=add", "unet cannot be changed after training: fuse.0.logit"), ("routing=None", "routing cannot be changed after training"),
+    ("sentinel=sigmoid", "sentinel cannot be changed"), ("n_head=2", "n_head cannot be changed"), ("tied=False", "tied cannot be changed"),
+    ("recipe=modern", "recipe cannot be changed after training"), ("n_layer=1", "n_layer cannot be changed after training"),
+    ("routing_top_k=5", "a.pt: routing_top_k=5 must be from 1 to n_head=4"), ("window_global=1", "means nothing while window is off"),
+])
+def test_a_setting_that_cannot_be_is_one_clear_line(switched, refusal, setting, line):
+    assert line in refusal(["--ckpt", switched[0], "--set", setting])
+
+
+def test_a_model_without_head_states_takes_gates_alone(byte_run, refusal):
+    assert "state.0.1=withdrawn: the model has no head states" in refusal(["--ckpt", byte_run[0], "--set", "state.0.1=withdrawn"])
+    assert scored(byte_run[0], "gate.0.1=0") != scored(byte_run[0])
+
+
 # ---- bad input: one line ----
-
-def refusal(args, capsys):
-    """The one line that main() ends with."""
-    with pytest.raises(SystemExit) as e:
-        main(args)
-    assert isinstance(e.value.code, str) and "\n" not in e.value.code and e.value.code.startswith("evaluate: ")
-    assert capsys.readouterr().out == ""
-    return e.value.code
-
 
 @pytest.mark.parametrize("args, line", [
     (["--split", "dev"], "no split 'dev'; it has train, val, test"),
     (["--stride", "9"], "stride=9 must be from 1 to block_size=8"),
     (["--stride", "-1"], "stride=-1 must be from 1 to block_size=8"),
-    (["--ckpt", "nowhere.pt"], "no checkpoint nowhere.pt"),
-    (["--ckpt", "broken.pt"], "broken.pt cannot be read as a checkpoint"),
-    (["--ckpt", "foreign.pt"], "neither nanoHeads' nor nanoGPT's"),
     (["--ckpt", "nan.pt"], "nan.pt gives nan nats"),
     (["--dataset", "nothing_like_it"], "no dataset nothing_like_it"),
     (["--dataset", "other"], "whose vocabulary is not that of other (char, 13)"),
@@ -395,26 +459,29 @@ def refusal(args, capsys):
     (["--json", "pipe"], "is not a file"),
     (["--device", "gpu"], "device=gpu cannot be used"),
 ])
-def test_bad_input_is_one_clear_line(tmp_path, byte_run, capsys, monkeypatch, args, line):
+def test_bad_input_is_one_clear_line(tmp_path, byte_run, refusal, monkeypatch, args, line):
     path, model, data = byte_run
     monkeypatch.chdir(tmp_path)
-    Path("broken.pt").write_bytes(Path(path).read_bytes()[:-500])
-    torch.save([1, 2], "foreign.pt")
     os.mkfifo("pipe")
     write_data(tmp_path / "other", "char")
     write_checkpoint("nan.pt", make_model(spread=math.nan), data)
-    assert line in refusal((["--ckpt", path] if "--ckpt" not in args else []) + args, capsys)
+    assert line in refusal((["--ckpt", path] if "--ckpt" not in args else []) + args)
 
 
-def test_a_mistake_in_the_last_checkpoint_is_found_before_the_first_is_scored(byte_run, capsys, monkeypatch):
+def test_a_bad_checkpoint_is_one_clear_line(refusal, bad_checkpoint):
+    path, line = bad_checkpoint
+    assert line in refusal(["--ckpt", path])
+
+
+def test_a_mistake_in_the_last_checkpoint_is_found_before_the_first_is_scored(byte_run, refusal, monkeypatch):
     monkeypatch.setattr(evaluate, "score", lambda *a, **k: pytest.fail("scored"))
-    assert "no checkpoint" in refusal(["--ckpt", byte_run[0], "--ckpt", "nowhere.pt"], capsys)
+    assert "no checkpoint" in refusal(["--ckpt", byte_run[0], "--ckpt", "nowhere.pt"])
 
 
-def test_an_old_json_stays_when_scoring_fails(tmp_path, byte_run, capsys):
+def test_an_old_json_stays_when_scoring_fails(tmp_path, byte_run, refusal):
     out = tmp_path / "s.json"
     out.write_text("old")
-    refusal(["--ckpt", byte_run[0], "--split", "dev", "--json", str(out)], capsys)
+    refusal(["--ckpt", byte_run[0], "--split", "dev", "--json", str(out)])
     assert out.read_text() == "old"
 
 

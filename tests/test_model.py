@@ -13,7 +13,7 @@ FLAGS = [dict(recipe="gpt2"), dict(recipe="gpt2", bias=True), dict(recipe="gpt2"
          dict(recipe="gpt2", qk_norm=True), dict(recipe="gpt2", norm="rmsnorm"), dict(recipe="gpt2", act="relu2"),
          dict(recipe="gpt2", act="gelu_tanh"), dict(recipe="gpt2", zero_init=True), dict(recipe="gpt2", softcap=15.0),
          dict(recipe="gpt2", embed_norm=True), dict(recipe="modern"), dict(recipe="modern", pos="learned"),
-         dict(recipe="modern", softcap=15.0, bias=True, norm="layernorm")]
+         dict(recipe="modern", qk_max=12.0), dict(recipe="modern", softcap=15.0, bias=True, norm="layernorm")]
 all_flags = pytest.mark.parametrize("flags", FLAGS, ids=lambda f: "+".join(f"{k}={v}" for k, v in f.items()))
 
 
@@ -80,7 +80,7 @@ def reference(model, idx):
                     qh, kh = (a / torch.sqrt(a.square().mean(-1, keepdim=True) + 1e-6) for a in (qh, kh))
                 if c.pos == "rope":
                     qh, kh = (torch.stack([turn(a[t], t) for t in range(T)]) for a in (qh, kh))
-                score = qh @ kh.T / math.sqrt(D)
+                score = qh @ kh.T * (c.qk_max / D if c.qk_max else 1 / math.sqrt(D))
                 score = score.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
                 heads.append(score.softmax(-1) @ vh)
             x = x + linear(torch.cat(heads, dim=-1), name + "attn.c_proj")
@@ -177,7 +177,7 @@ def test_the_leak_test_catches_a_leak():
     """Negative control: attention without its causal mask must fail the test above."""
     model = tiny()
     for block in model.transformer.h:
-        block.attn.attend = lambda q, k, v, ctx: (F.scaled_dot_product_attention(q, k, v), None)
+        block.attn.attend = lambda q, k, v, said, ctx: (F.scaled_dot_product_attention(q, k, v), None)
     idx = tokens(2, 16)
     other = idx.clone()
     other[:, 15] = (other[:, 15] + 1) % 37

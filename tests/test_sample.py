@@ -222,6 +222,40 @@ def test_wrapping_loses_nothing_and_fits(line):
     assert "".join(wrap(line, 20)) == line and all(cells(row) <= 20 for row in wrap(line, 20))
 
 
+# ---- switches of a trained model ----
+
+@pytest.fixture
+def switched(tmp_path):
+    return make_checkpoint(tmp_path / "s.pt", n_layer=2, unet="concat", agency=True)
+
+
+def test_switches_and_heads_by_hand_change_the_text(switched, out):
+    args = "--ckpt", switched, "--start", "abc", "--temperature", 0
+    plain = out(*args)
+    without = [out(*args, "--set", setting) for setting in ("unet_skips=False", "gate.0.1=0", "state.0.1=withdrawn", "gate.0.1=1")]
+    assert without[0] != plain != without[1] == without[2] and without[3] == plain
+
+
+def test_what_was_set_is_said(switched, ckpt, capsys):
+    settings = "--set", "gate.0.1=0", "--set", "attn_dropout=0"
+    main(["--ckpt", switched, "--ckpt", ckpt, *settings])
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[0] == "with gate.0.1=0, attn_dropout=0" and shown.err.count("s.pt, with gate.0.1=0, attn_dropout=0: ") == 1
+    main(["--ckpt", switched, *settings, "--start", "abc"])  # a single text is streamed as it is
+    shown = capsys.readouterr()
+    assert shown.out.startswith("abc") and "with gate.0.1=0, attn_dropout=0: " in shown.err
+    main(["--ckpt", switched, "--ckpt", ckpt])
+    assert "with" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("setting, line", [
+    ("unet_skip=False", "unknown key unet_skip; did you mean unet_skips?"), ("unet_skips=3", "'3' is not bool"),
+    ("gate.0.5=0", "block 0 has no head 5"), ("n_layer=1", "s.pt: n_layer cannot be changed after training"),
+])
+def test_a_setting_that_cannot_be_is_one_clear_line(switched, refusal, setting, line):
+    assert line in refusal(["--ckpt", switched, "--set", setting])
+
+
 # ---- nanoGPT's checkpoints ----
 
 def nanogpt(path, vocab_size=len(VOCAB), **config):
@@ -252,20 +286,11 @@ def test_a_nanogpt_checkpoint_speaks_the_dataset_that_it_names(tmp_path, prepare
     (dict(dataset=None), 13, "does not say what it was trained on"),
     (dict(dataset="toy"), 5, "knows 5 tokens; toy has 13"),
 ])
-def test_a_nanogpt_checkpoint_without_its_dataset_is_one_line(tmp_path, prepared, capsys, config, vocab_size, line):
-    assert line in refusal(["--ckpt", nanogpt(tmp_path / "n.pt", vocab_size, **config)], capsys)
+def test_a_nanogpt_checkpoint_without_its_dataset_is_one_line(tmp_path, prepared, refusal, config, vocab_size, line):
+    assert line in refusal(["--ckpt", nanogpt(tmp_path / "n.pt", vocab_size, **config)])
 
 
 # ---- bad input: one line ----
-
-def refusal(args, capsys):
-    """The one line that main() ends with, nothing being printed before it."""
-    with pytest.raises(SystemExit) as e:
-        main(args)
-    assert isinstance(e.value.code, str) and "\n" not in e.value.code and e.value.code.startswith("sample: ")
-    assert capsys.readouterr().out == ""
-    return e.value.code
-
 
 @pytest.mark.parametrize("flag, value, line", [
     ("--temperature", "-1", "temperature=-1.0 must be 0"), ("--temperature", "nan", "temperature=nan"), ("--top_k", "0", "top_k=0"),
@@ -275,23 +300,21 @@ def refusal(args, capsys):
     ("--seed", "-1", "seed=-1"), ("--seed", "9" * 30, "seed=999"), ("--device", "gpu", "device=gpu cannot be used"),
     ("--start", "FILE:nowhere.txt", "nowhere.txt cannot be read: No such file"), ("--start", "FILE:latin1.txt", "latin1.txt is not UTF-8 text"),
 ])
-def test_a_bad_setting_is_one_clear_line(ckpt, capsys, tmp_path, monkeypatch, flag, value, line):
+def test_a_bad_setting_is_one_clear_line(ckpt, refusal, tmp_path, monkeypatch, flag, value, line):
     monkeypatch.chdir(tmp_path)
     Path("latin1.txt").write_bytes(b"caf\xe9")
-    assert line in refusal(["--ckpt", ckpt, flag, value], capsys)
+    assert line in refusal(["--ckpt", ckpt, flag, value])
 
 
-def test_a_character_outside_the_vocabulary_is_named_and_nothing_is_printed(ckpt, tmp_path, capsys):
+def test_a_character_outside_the_vocabulary_is_named_and_nothing_is_printed(ckpt, tmp_path, refusal):
     other = make_checkpoint(tmp_path / "b.pt", "byte")
-    line = refusal(["--ckpt", other, "--ckpt", ckpt, "--start", "abcZ"], capsys)
+    line = refusal(["--ckpt", other, "--ckpt", ckpt, "--start", "abcZ"])
     assert "'Z' (U+005A) at position 3" in line and ckpt in line
 
 
-@pytest.mark.parametrize("content, line", [(None, "no checkpoint"), (b"PK broken", "cannot be read as a checkpoint"), ([1], "neither nanoHeads' nor nanoGPT's")])
-def test_a_bad_checkpoint_is_one_clear_line(tmp_path, capsys, content, line):
-    path = tmp_path / "x.pt"
-    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path) if content else None
-    assert line in refusal(["--ckpt", str(path)], capsys)
+def test_a_bad_checkpoint_is_one_clear_line(refusal, bad_checkpoint):
+    path, line = bad_checkpoint
+    assert line in refusal(["--ckpt", path])
 
 
 def test_damaged_weights_are_one_clear_line(tmp_path, ckpt, capsys):

@@ -1,0 +1,1 @@
+"""A package, so that no other `config` on the path can stand in for this folder: configs start from one another."""

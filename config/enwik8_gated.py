@@ -1,0 +1,6 @@
+# The rival gated attention: a gate per head, computed from the token
+from config.enwik8_baseline import *
+
+out_dir = "out/enwik8-gated"
+
+gated = "headwise"

@@ -1,0 +1,6 @@
+# The rival gated attention: a gate per head, computed from the token
+from config.enwiki15_baseline import *
+
+out_dir = "out/enwiki15-gated"
+
+gated = "headwise"

@@ -1,0 +1,6 @@
+# ACAG with a gate for each of a head's dimensions
+from config.tiny_baseline import *
+
+out_dir = "out/tiny-acag_elementwise"
+
+acag = "elementwise"

@@ -1,0 +1,6 @@
+# The rival gated attention: a gate per head, computed from the token
+from config.tiny_baseline import *
+
+out_dir = "out/tiny-gated"
+
+gated = "headwise"

@@ -1,0 +1,6 @@
+# The rival gated attention with a gate for each of a head's dimensions
+from config.tiny_baseline import *
+
+out_dir = "out/tiny-gated_elementwise"
+
+gated = "elementwise"

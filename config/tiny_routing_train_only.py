@@ -1,0 +1,7 @@
+# Head routing with gates in training only, as its write-up's code has it: evaluated, it is another function
+from config.tiny_baseline import *
+
+out_dir = "out/tiny-routing_train_only"
+
+routing = "seed"
+routing_eval_gate = False

@@ -1,0 +1,7 @@
+# Head routing as its published snippet has it: unselected logits become 0, which leaves those heads some weight
+from config.tiny_baseline import *
+
+out_dir = "out/tiny-routing_zero"
+
+routing = "seed"
+routing_mask = "zero"
