@@ -800,7 +800,7 @@ def discounted_return(r, gamma):
     while step < T:
         r = r + gamma**step * F.pad(r[:, step:], (0, step))
         step *= 2
-    left = torch.arange(T, 0, -1, device=r.device)
+    left = torch.arange(T, 0, -1, dtype=r.dtype, device=r.device)
     return (1 - gamma) / (1 - gamma**left) * r
 
 
