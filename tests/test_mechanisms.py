@@ -1,0 +1,1030 @@
+"""Every mechanism's formula, written out slowly in float64, against the fast path: values and gradients."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import model as model_py
+import optim
+from model import (ALL_ON, GPT, MECHANISMS, THREE, AdvantageAttention, GPTConfig, KVCache, SentinelGate, SkipFusion, attend_lse, attend_packed,
+                   attend_selected, constraint_loss, discounted_return, explain, flex, random_blocks, row_statistics)
+from train import TrainConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # on CPU it is the reference, not a kernel
+TINY = dict(block_size=16, vocab_size=37, n_layer=2, n_head=6, n_embd=96)
+STATES = {"active": 1.0, "overloaded": 0.5, "misaligned": 0.7, "withdrawn": 0.0}
+
+
+def tiny(flags={}, alive=True, **more):
+    """A small GPT in float64; alive: no zero weights and heads in every state, so that every path carries a signal."""
+    model = GPT(GPTConfig(**{**TINY, **flags, **more})).double().eval()
+    torch.manual_seed(0)
+    for p in model.parameters() if alive else ():
+        torch.nn.init.normal_(p, *((0, 0.08) if p.dim() >= 2 else (1, 0.1)))
+    if alive and model.config.agency:
+        for layer, (head, state) in itertools.product(range(model.config.n_layer), enumerate(STATES)):
+            model.set_head(layer, head, state=state)
+    return model
+
+
+def tokens(*shape, seed=1):
+    return torch.randint(TINY["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+def normal(*shape, seed=1, grad=False):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_(grad)
+
+
+def close(a, b, tol):
+    assert a.shape == b.shape
+    assert torch.allclose(a, b, rtol=0, atol=tol), f"off by {(a - b).abs().max():.1e}"
+
+
+def gradients(outputs, inputs):
+    """Of a random weighing of all outputs; zeros where an input was not used."""
+    total = sum((y * normal(*y.shape, seed=7 + i)).sum() for i, y in enumerate(outputs))
+    return torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True, materialize_grads=True)
+
+
+def agree(got, want, inputs, tol):
+    """Two lists of outputs and their gradients to all inputs are the same, and no gradient is nothing but zeros by accident."""
+    for a, b in zip(got, want, strict=True):
+        close(a, b, tol)
+    pairs = list(zip(gradients(got, inputs), gradients(want, inputs)))
+    assert any(b.any() for _, b in pairs)
+    for a, b in pairs:
+        close(a, b, 10 * tol)
+
+
+# ---- the oracle: one sequence at a time, loops over heads and queries ----
+
+def visible(model, t):
+    """The keys that query t reads: itself and those before; with a window the near, the first, and those in drawn blocks."""
+    c, size = model.config, model.config.window_block
+    drawn = lambda s: c.window_random and bool(random_blocks(c)[t // size, s // size])
+    return [s for s in range(t + 1) if not c.window or t - s < c.window or s < c.window_global or drawn(s)]
+
+
+def softmax(s):
+    return s.exp() / s.exp().sum()
+
+
+def sigmoid(x):
+    return 1 / (1 + (-x).exp())
+
+
+def gelu(x):
+    return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def rms(x):
+    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-6)
+
+
+def turn(x, t, base):
+    """RoPE in complex numbers: pair (i, i + D/2) times e^(i t theta)."""
+    half = len(x) // 2
+    theta = torch.tensor([t * base ** (-i / half) for i in range(half)], dtype=torch.float64)
+    z = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones_like(theta), theta)
+    return torch.cat((z.real, z.imag))
+
+
+def router_logits(p, token):
+    if "router.fc.weight" not in p:
+        return p["router.out.weight"] @ token
+    return p["router.out.weight"] @ gelu(p["router.fc.weight"] @ token + p["router.fc.bias"]) + p["router.out.bias"]
+
+
+def routing_weights(c, p, token):
+    """One token's factor for each head, [H]: shared heads, then the best of the others."""
+    z = router_logits(p, token)
+    k = c.top_k - c.routing_shared
+    chosen = sorted(range(len(z)), key=lambda h: -z[h].item())[:k]
+    if c.routing == "sigmoid":
+        return torch.stack([2 * sigmoid(z[h]) if h in chosen else 0 * z[h] for h in range(len(z))])
+    if c.routing_mask == "zero":
+        return softmax(torch.stack([z[h] if h in chosen else 0 * z[h] for h in range(len(z))]))
+    total = sum(z[h].exp() for h in chosen)
+    w = torch.stack([z[h].exp() / total if h in chosen else 0 * z[h] for h in range(len(z))])
+    if c.routing == "seed":
+        return w
+    if not c.routing_shared:
+        return k * w
+    to_shared, to_routed = 2 * softmax(p["router.split.weight"] @ token)
+    shared = softmax(p["router.shared.weight"] @ token) if c.routing_shared > 1 else torch.ones(1, dtype=token.dtype)
+    return torch.cat((to_shared * c.routing_shared * shared, to_routed * k * w))
+
+
+def acag_gate(c, p, head, t, weights):
+    """The gate of one head at query t, [] or [D], from the attention row `weights` over the n keys it sees."""
+    n = len(weights)
+    if c.acag_detach:
+        weights = weights.detach()
+    if c.acag_mode == "seed":
+        std = ((weights - 1 / n).square().mean() + 1e-12).sqrt() if n > 1 else 0.0
+        features = ((t + 1) / c.acag_length, 1 / n, std)
+    else:
+        entropy, p2 = -(weights * weights.log()).sum(), (weights**2).sum()
+        features = (math.log(1 + t) / math.log(1 + c.acag_length), *((1 - entropy / math.log(n), (n * p2).log()) if n > 1 else (0.0, 0.0)))
+    z = sum(p["acag.weight"][head][..., i] * feature for i, feature in enumerate(features)) + p["acag.bias"][head]
+    return sigmoid(z) if c.acag_mode == "seed" else 2 * sigmoid(z)
+
+
+def slow_attention(model, layer, x, hint=None):
+    """x [T, C], one sequence, through an attention layer: (what joins the stream [T, C], {name: what was seen on the way})."""
+    c, attn = model.config, model.transformer.h[layer].attn
+    p, D, H, T = dict(attn.named_parameters()), c.head_size_in(layer), c.n_head, len(x)
+    E = c.n_constraint if c.constraint_in(layer) else 0
+    linear = lambda x, name, rows=slice(None): x @ p[name + ".weight"][rows].T + (p[name + ".bias"][rows] if name + ".bias" in p else 0)
+    routed = c.routing and (model.training or c.routing_eval_gate)
+    routing = [routing_weights(c, p, token) for token in x] if routed else None
+    if E:
+        pooled = torch.stack([x[:t + 1].mean(0) if hint is None else hint for t in range(T)])
+        router = sigmoid(linear(linear(pooled, "constraint.fc").clamp_min(0), "constraint.out"))  # (T, E)
+    seen = dict(entropy=torch.zeros(H + E, T), concentration=torch.zeros(H + E, T), head_scores=[], routing_weights=routing)
+    out = torch.zeros(T, c.n_embd, dtype=torch.float64)
+    for i in range(H + E):
+        base, h = i < H, i if i < H else i - H
+        name, heads = ("c_attn", H) if base else ("constraint.c_attn", E)
+        q, k, v = (linear(x, name, slice((part * heads + h) * D, (part * heads + h + 1) * D)) for part in range(3))
+        if base and c.a2c == "seed":
+            k, v = q, x[:, h * D:(h + 1) * D]
+        if c.qk_norm:
+            q, k = rms(q), rms(k)
+        if c.pos == "rope":
+            q, k = (torch.stack([turn(r[t], t, c.rope_base) for t in range(T)]) for r in (q, k))
+        a = linear(x, "a2c.critic")[:, h] if base and c.a2c else None
+        if not base and c.constraint_mode == "seed":
+            v = v * router[:, h:h + 1]
+        y, gates = [], []
+        for t in range(T):
+            keys = visible(model, t)
+            s = torch.stack([q[t] @ k[key] for key in keys]) / math.sqrt(D)
+            if a is not None and c.a2c == "seed":
+                s = s * a[t]
+            if a is not None and c.a2c == "temperature":
+                s = s * a[t].exp()
+            if a is not None and c.a2c == "key_bias":
+                s = s + p["a2c.mix"][h] * a[keys]
+            weights = softmax(s)
+            y.append(sum(weights[j] * v[key] for j, key in enumerate(keys)))
+            gates.append(acag_gate(c, p, i, t, weights) if c.acag else torch.ones(()).double())
+            seen["entropy"][i, t], seen["concentration"][i, t] = -(weights * weights.log()).sum(), (weights**2).sum()
+        y = torch.stack(y)  # (T, D)
+        if c.head_norm:
+            y = rms(y)
+        if not base:
+            hidden = (y @ p["constraint.w1"][h].T + p["constraint.b1"][h]).clamp_min(0)
+            seen["head_scores"].append(hidden @ p["constraint.w2"][h] + p["constraint.b2"][h])
+        if c.acag:
+            y = torch.stack([y[t] * gates[t] for t in range(T)])
+        if c.sentinel:
+            g = sigmoid(p["sentinel.logit"][i])
+            y = y * (g if c.sentinel == "sigmoid" else (1.2 * g - 0.1).clamp(0, 1))
+        if c.agency:
+            consent = bool(attn.agency.consent[i])
+            factor = list(STATES.values())[attn.agency.state[i]] if consent or not c.agency_enforce else 0.0
+            y = y * torch.tensor(1.0 if factor == 0.0 and not c.agency_enforce else factor).double()  # 0.7 is kept in float32
+        if routing and base:
+            y = torch.stack([y[t] * routing[t][h] for t in range(T)])
+        if c.gated == "headwise":
+            y = y * sigmoid(x @ p["gated.proj.weight"][i])[:, None]
+        if c.gated == "elementwise":
+            y = y * sigmoid(x @ p["gated.proj.weight"][i * D:(i + 1) * D].T)
+        if not base and c.constraint_mode == "query":
+            y = y * router[:, h:h + 1]
+        out = out + y @ p["c_proj.weight" if base else "constraint.c_proj.weight"][:, h * D:(h + 1) * D].T
+    return out + p.get("c_proj.bias", 0), dict(seen, router_gates=router if E else None)
+
+
+def slow_hidden(model, idx, hint=None):
+    """The whole forward pass up to the output head, [B, T, C]."""
+    c, p, N = model.config, dict(model.named_parameters()), model.config.n_layer
+
+    def norm(x, name):
+        if c.norm == "rmsnorm":
+            return rms(x)
+        y = (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5)
+        return y * p[name + ".weight"] + p.get(name + ".bias", 0)
+
+    rows = []
+    for b, row in enumerate(idx):
+        x = p["transformer.wte.weight"][row]
+        x = x + p["transformer.wpe.weight"][:len(row)] if c.pos == "learned" else x
+        x = rms(x) if c.embed_norm else x
+        outputs = []
+        for i in range(N):
+            name = f"transformer.h.{i}."
+            x = x + slow_attention(model, i, norm(x, name + "ln_1"), None if hint is None else hint[b])[0]
+            inner = norm(x, name + "ln_2") @ p[name + "mlp.c_fc.weight"].T + p.get(name + "mlp.c_fc.bias", 0)
+            x = x + (gelu(inner) if c.act == "gelu" else inner.clamp_min(0) ** 2) @ p[name + "mlp.c_proj.weight"].T + p.get(name + "mlp.c_proj.bias", 0)
+            partner = N - 1 - i  # blocks counted from 0
+            if c.unet and partner < i:
+                skip, fuse = outputs[partner] * float(c.unet_skips), f"fuse.{i - (N + 1) // 2}."
+                if c.unet == "add":
+                    x = x + sigmoid(p[fuse + "logit"]) * skip
+                if c.unet == "concat":
+                    x = x + torch.cat((skip, x), -1) @ p[fuse + "weight"].T
+                if c.unet == "seed":
+                    x = torch.cat((skip, x), -1) @ p[fuse + "weight"].T + p[fuse + "bias"]
+            outputs.append(x)
+        rows.append(norm(x, "transformer.ln_f"))
+    return torch.stack(rows)
+
+
+def equals_the_oracle(model, idx=tokens(2, 7), hint=None, tol=1e-9):
+    got, want = model.trunk(idx, hint=hint)[0], slow_hidden(model, idx, hint)
+    scale = want.detach().abs().max().item()
+    agree([got / scale], [want / scale], list(model.parameters()), tol)
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_values_and_gradients_equal_the_written_out_formula(name):
+    equals_the_oracle(tiny(MECHANISMS[name]))
+
+
+MIXTURES = [dict(routing="seed", routing_top_k=4, sentinel="hard_concrete", unet="seed", constraint_names=THREE, constraint_mode="seed", a2c="seed"),
+            dict(routing="moh", routing_shared=1, head_norm=True, constraint_names=["a"], constraint_heads=2, constraint_variant="B", a2c="key_bias",
+                 constraint_layers=[0, 1], unet="add", acag="elementwise", acag_mode="seed", gated="elementwise", window=3, window_global=1),
+            dict(routing="sigmoid", agency=True, agency_enforce=False, unet="concat", unet_skips=False, acag="headwise", window=2, bias=True)]
+
+
+@pytest.mark.parametrize("flags", MIXTURES, ids=["write-ups", "widths", "switches"])
+def test_other_mixtures_equal_the_written_out_formula(flags):
+    equals_the_oracle(tiny(flags))
+
+
+@pytest.mark.parametrize("recipe", [dict(recipe="gpt2", bias=True), dict(recipe="modern")], ids=["gpt2", "modern"])
+def test_all_mechanisms_together_equal_the_written_out_formula(recipe):
+    model, idx = tiny(ALL_ON, n_layer=3, **recipe), tokens(2, 7)
+    equals_the_oracle(model, idx, tol=1e-9 if model.config.pos == "learned" else 1e-6)  # RoPE's tables are float32
+    want = slow_hidden(model, idx) @ model.lm_head.weight.T
+    assert torch.allclose(model(idx).logits.double(), want, rtol=1e-5, atol=1e-5)  # logits are float32
+
+
+# ---- attention kernels ----
+
+def dense(q, k, v, scale, mask=None):
+    """Attention with the T x T logits in memory: y, log-sum-exp, weights."""
+    mask = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool).tril() if mask is None else mask
+    s = (scale * q @ k.mT).masked_fill(~mask, -math.inf)
+    lse = s.exp().sum(-1).log()
+    p = (s - lse[..., None]).exp()
+    return p @ v, lse, p
+
+
+def statistics(p):
+    """Entropy and log sum p^2 of rows that are 0 where nothing is seen."""
+    return -(p * p.clamp_min(1e-300).log()).sum(-1), (p**2).sum(-1).log()
+
+
+def windowed(T, window):
+    t = torch.arange(T)
+    return ((t <= t[:, None]) & (t[:, None] - t < window))[None, None]
+
+
+@pytest.mark.parametrize("widths", [(16,), (0,), (5,), (40,), (16, 16), (16, 0, 7)], ids=str)
+@pytest.mark.parametrize("mask", [None, windowed(21, 4), windowed(21, 9) | (torch.arange(21) < 2) & windowed(21, 99)],
+                         ids=["causal", "window", "window+global"])
+def test_cpu_flash_equals_dense_attention_in_values_log_sum_exp_and_both_gradients(mask, widths):
+    q, k = normal(2, 3, 21, 16, grad=True), normal(2, 3, 21, 16, seed=2, grad=True)
+    values = [normal(2, 3, 21, width, seed=3 + i, grad=True) for i, width in enumerate(widths)]
+    got = attend_lse(q, k, 0.3, mask, *values)
+    want = [dense(q, k, values[0], 0.3, mask)[1], *(dense(q, k, v, 0.3, mask)[0] for v in values)]
+    agree(got, want, [q, k, *values], 1e-12)
+    for i in range(len(got)):  # each output's gradient alone
+        for a, b in zip(gradients(got[i:i + 1], [q, k]), gradients(want[i:i + 1], [q, k])):
+            close(a, b, 1e-11)
+
+
+def test_one_query_over_many_keys_equals_the_last_row_of_dense_attention():
+    q, k, v = (normal(2, 3, 21, 16, seed=s) for s in (1, 2, 3))
+    y, lse, _ = dense(q, k, v, 0.3)
+    for a, b in zip(attend_lse(q[:, :, -1:], k, 0.3, None, v), (lse, y)):
+        close(a, b[:, :, -1:], 1e-12)
+
+
+@pytest.mark.parametrize("mask", [None, windowed(21, 4), windowed(21, 1)], ids=["causal", "window", "oneself"])
+def test_row_statistics_equal_those_of_the_stored_attention(mask):
+    q, k, v = (normal(2, 3, 21, 16, seed=s, grad=True) for s in (1, 2, 3))
+    n = torch.ones(21, 21).tril().double().sum(-1) if mask is None else mask.double().sum(-1)
+    y, _, p = dense(q, k, v, 0.3, mask)
+    want = [y, *statistics(p)]
+    agree(row_statistics(q, k, v, 0.3, mask, n, detach=False), want, [q, k, v], 1e-10)
+    y, *rows = row_statistics(q, k, v, 0.3, mask, n, detach=True)
+    for a, b in zip((y, *rows), want):
+        close(a, b, 1e-10)
+    assert not any(row.requires_grad for row in rows)
+    for a, b in zip(gradients([y], [q, k, v]), gradients(want[:1], [q, k, v])):
+        close(a, b, 1e-11)
+
+
+def test_row_statistics_of_uniform_and_of_one_hot_rows_are_the_two_extremes():
+    q, k, n = torch.zeros(1, 1, 12, 16).double(), normal(1, 1, 12, 16), torch.arange(1, 13).double()
+    _, entropy, log_p2 = row_statistics(q, k, k, 0.25, None, n, detach=True)
+    close(entropy[0, 0], n.log(), 1e-10)
+    close(log_p2[0, 0], -n.log(), 1e-10)
+    _, entropy, log_p2 = row_statistics(1e4 * k, k, k, 0.25, None, n, detach=True)
+    assert (entropy >= 0).all() and (entropy < 1e-4).all() and log_p2.abs().max() < 1e-4
+
+
+def test_bfloat16_entropy_is_within_a_tenth_of_a_nat():
+    q, k, v = (normal(2, 4, 256, 64, seed=s).bfloat16() for s in (1, 2, 3))
+    _, entropy, _ = row_statistics(q, k, v, 64**-0.5, None, torch.arange(1.0, 257.0), detach=False)
+    want, _ = statistics(dense(q.double(), k.double(), v.double(), 64**-0.5)[2])
+    assert (entropy.double() - want).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("flags", [dict(acag="headwise"), dict(acag="elementwise", acag_mode="seed"), dict(acag="headwise", window=1),
+                                   dict(acag="headwise", acag_mode="seed", window=1)], ids=lambda f: "+".join(map(str, f.values())))
+@pytest.mark.parametrize("T", [1, 9])
+def test_a_token_that_sees_only_itself_has_finite_values_and_gradients(flags, T):
+    model = tiny(flags)
+    out = model(tokens(2, T), tokens(2, T, seed=2))
+    grads = torch.autograd.grad(out.loss, list(model.parameters()))
+    assert out.logits.isfinite().all() and all(g.isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize("mode", ["seed", "normalised"])
+def test_uniform_attention_rows_have_finite_gradients(mode):
+    """The other place where the spread is exactly 0, at any n: queries that are all alike to every key."""
+    model = tiny(dict(acag="headwise", acag_mode=mode))
+    for block in model.transformer.h:
+        torch.nn.init.zeros_(block.attn.c_attn.weight[:96])
+    grads = torch.autograd.grad(model(tokens(2, 9), tokens(2, 9, seed=2)).loss, list(model.parameters()))
+    assert all(g.isfinite().all() for g in grads) and any(g.any() for g in grads)
+
+
+def test_a_root_guarded_only_afterwards_gives_nan():
+    """Negative control: at n = 1 the variance is exactly 0, and choosing another value after the root is too late."""
+    s = torch.zeros(1, requires_grad=True)  # the one logit of the first row
+    variance = s.softmax(0).square().sum() - 1
+    torch.where(torch.tensor(True), 0.0, variance.sqrt()).backward()
+    assert s.grad.isnan()
+
+
+WINDOWS = [dict(), dict(window=70), dict(window=1), dict(window=200), dict(window=70, window_global=3), dict(window=20, window_global=140)]
+WINDOWS += [dict(window=30, window_global=5, window_random=2, window_block=size) for size in (7, 16, 48, 128, 150, 299)]
+
+
+@pytest.mark.parametrize("flags", WINDOWS, ids=lambda f: "-".join(map(str, f.values())) or "causal")
+@pytest.mark.parametrize("block_size", [300, 500])
+def test_flex_attention_under_its_block_mask_sees_what_the_dense_mask_says(flags, block_size):
+    T, size = 300, 128
+    model = GPT(GPTConfig(block_size=block_size, vocab_size=5, n_layer=1, n_head=1, n_embd=16, **flags))
+    mask, blocks = model.mask(0, T, None, torch.device("cpu")), model.block_mask(T, torch.device("cpu"))
+    tiles = [[mask[0, 0, i:i + size, j:j + size] for j in range(0, T, size)] for i in range(0, T, size)]
+    some = torch.tensor([[bool(tile.any()) for tile in row] for row in tiles])
+    listed = blocks.to_dense()[0, 0].bool()
+    assert not (some & ~listed).any()  # nothing that is seen is left out
+    if block_size == T:
+        assert torch.equal(listed, some)  # and nothing is computed in vain
+    for i, row in enumerate(tiles):  # what counts as seen whole is not masked any more
+        for j in blocks.full_kv_indices[0, 0, i, :blocks.full_kv_num_blocks[0, 0, i]].tolist():
+            assert row[j].all()
+    q, k, v = (normal(1, 1, T, 16, seed=s).float() for s in (1, 2, 3))
+    with torch.no_grad():  # FlexAttention has no backward pass on CPU
+        lse, y = attend_lse(q, k, 0.3, mask, v)
+        for got, want, flash in zip(flex(q, k, v, 0.3, blocks), dense(q, k, v, 0.3, mask), (y, lse)):
+            close(got, want, 1e-5)
+            close(got, flash, 1e-5)
+
+
+@pytest.mark.parametrize("flags", [dict(window=5), dict(window=3, window_global=2), dict(window=2, window_global=1, window_random=2, window_block=3),
+                                   dict(window=0, window_random=1)], ids=lambda f: "-".join(map(str, f.values())))
+def test_a_window_sees_the_near_the_first_and_the_drawn(flags):
+    model = tiny(flags, block_size=32)
+    mask = model.mask(0, 32, None, torch.device("cpu"))[0, 0]
+    for t in range(32):
+        assert mask[t].nonzero().flatten().tolist() == visible(model, t)
+        assert model.n_seen[t] == len(visible(model, t))
+    if "window_random" in flags:
+        table = random_blocks(model.config)
+        size, window = model.config.window_block, model.config.window
+        before = [[j for j in range(len(table)) if (j + 1) * size - 1 <= i * size - window] for i in range(len(table))]
+        assert [row.sum().item() for row in table] == [min(len(b), flags["window_random"]) for b in before]
+        assert all(set(row.nonzero().flatten().tolist()) <= set(b) for row, b in zip(table, before))  # before the window alone
+
+
+# ---- routing ----
+
+ROUTERS = {"seed": dict(routing="seed"), "seed-3": dict(routing="seed", routing_top_k=2), "zero": dict(routing="seed", routing_mask="zero"),
+           "seed-linear": dict(routing="seed", routing_hidden=0), "moh": dict(routing="moh"), "moh-hidden": dict(routing="moh", routing_hidden=24),
+           "moh-shared": dict(routing="moh", routing_shared=2, routing_top_k=4), "sigmoid": dict(routing="sigmoid", routing_top_k=2)}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routing_weights_and_penalty_equal_loops_over_tokens(name):
+    model = tiny(ROUTERS[name], routing_coef=0.3)
+    c, router, x = model.config, model.transformer.h[0].attn.router, normal(3, 7, 96, grad=True)
+    p = {f"router.{n}": v for n, v in router.named_parameters()}
+    got, selected, logits = router(x)
+    want = torch.stack([torch.stack([routing_weights(c, p, token) for token in row]) for row in x])
+    penalty, = router.penalty(got, selected, logits).values()
+    if c.routing == "seed":  # the mean over tokens of the weights' entropy
+        slow = sum(-(w * w.log()) for w in want.flatten() if w > 0) / 21
+    else:  # heads times the sum over heads of (mean probability) x (share of tokens that chose it)
+        z = [router_logits(p, token) for token in x.flatten(0, 1)]
+        k = c.top_k - c.routing_shared
+        slow = sum(sum(softmax(row)[h] for row in z) / 21 * sum(h in row.topk(k).indices.tolist() for row in z) / 21 for h in range(len(z[0])))
+        slow = slow * len(z[0])
+    agree([got], [want], [x, *router.parameters()], 1e-10)
+    agree([penalty[None]], [0.3 * slow[None]], [x, *router.parameters()], 1e-6)  # seed keeps 1e-8 away from log 0
+    model_penalty = sum(model(tokens(2, 9), tokens(2, 9)).aux.values())
+    assert model_penalty > 0
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_an_unselected_head_has_weight_zero_except_under_the_zero_mask(name):
+    model = tiny(ROUTERS[name])
+    c = model.config
+    w, selected, _ = model.transformer.h[0].attn.router(normal(3, 7, 96))
+    assert selected[..., :c.routing_shared].all()
+    shared, routed, selected = w[..., :c.routing_shared], w[..., c.routing_shared:], selected[..., c.routing_shared:]
+    assert (selected.sum(-1) == c.top_k - c.routing_shared).all()
+    assert (routed[selected] > 0).all() and (shared > 0).all()
+    assert (routed[~selected] > 0).all() if name == "zero" else (routed[~selected] == 0).all()
+    total = {"seed": 1.0, "moh": float(c.top_k - c.routing_shared)}
+    if c.routing in total and not c.routing_shared:
+        close(w.sum(-1), torch.full((3, 7), total[c.routing]).double(), 1e-12)
+
+
+def test_the_gates_of_the_seed_shrink_the_heads_to_about_one_in_h_at_the_start():
+    x = normal(2, 16, 96)
+
+    def size(**flags):
+        model = tiny(flags, alive=False)
+        attn = model.transformer.h[0].attn  # the other weights are the same in all of these
+        return attn(x, model.context(slice(0, 16), 0, 16, None, None, x.device))[0].norm().item()
+
+    plain = size()
+    assert size(routing="seed", routing_top_k=6) / plain == pytest.approx(1 / 6, rel=0.02)
+    assert size(routing="seed") / plain == pytest.approx(1 / math.sqrt(3 * 6), rel=0.1)  # half the heads, a third each
+    assert size(routing="moh", routing_top_k=6) / plain == pytest.approx(1, rel=0.1)
+
+
+@pytest.mark.parametrize("flags", [dict(routing="seed"), dict(routing="moh"), dict(routing="sigmoid")], ids=lambda f: f["routing"])
+def test_different_tokens_select_different_heads_at_the_start(flags):
+    router, x = tiny(flags, alive=False).transformer.h[0].attn.router, normal(1, 64, 96)
+    choices = lambda: {tuple(row) for row in router(x)[1][0].tolist()}
+    assert len(choices()) >= 10  # of the 20 ways to choose 3 heads of 6
+    torch.nn.init.zeros_(router.out.weight)
+    if router.out.bias is not None:
+        torch.nn.init.zeros_(router.out.bias)
+    assert len(choices()) == 1  # negative control: ties
+
+
+@pytest.mark.parametrize("flags", [dict(routing="seed", routing_top_k=1), dict(routing="moh", routing_top_k=1),
+                                   dict(routing="moh", routing_top_k=3, routing_shared=2)], ids=str)
+def test_a_single_routed_head_is_refused_because_its_router_would_never_learn(flags):
+    with pytest.raises(ValueError, match="would never learn"):
+        GPT(GPTConfig(**TINY, **flags))
+    GPT(GPTConfig(**TINY, routing="sigmoid", routing_top_k=1))  # not renormalised: it learns
+
+
+@pytest.mark.parametrize("flags, total", [({}, 90_397_440), (dict(routing="seed"), 93_996_432)], ids=["plain", "routed"])
+def test_parameter_counts_are_those_of_the_routing_write_up(flags, total, monkeypatch):
+    monkeypatch.setattr(GPT, "init_weights", lambda self: None)
+    with torch.device("meta"):
+        model = GPT(GPTConfig(block_size=1024, vocab_size=6064, n_layer=12, n_head=12, n_embd=768, **flags))
+    assert model.num_params() == total
+    assert model.num_params(non_embedding=True) == total - 786_432
+    assert (total - 786_432) in (89_611_008, 93_210_000)
+
+
+def test_gates_in_training_alone_make_two_different_models():
+    """The write-up's code: what is evaluated is not what was trained. The default does not do that."""
+    idx = tokens(2, 9)
+    for flags, same in ((dict(routing="seed"), True), (dict(routing="seed", routing_eval_gate=False), False)):
+        model = tiny(flags)
+        assert torch.equal(model(idx).logits, model.train()(idx).logits) == same
+
+
+# ---- sentinel gates ----
+
+def test_hard_concrete_gates_are_the_papers_distribution_in_training_and_its_formula_in_evaluation():
+    gate = SentinelGate(GPTConfig(sentinel="hard_concrete"), 7).double()
+    gate.logit.data = torch.linspace(-3, 3, 7).double()
+    fixed = [min(1.0, max(0.0, 1.2 / (1 + math.exp(-s)) - 0.1)) for s in gate.logit.tolist()]
+    close(gate.eval()(), torch.tensor(fixed, dtype=torch.float64), 1e-12)
+    torch.manual_seed(0)
+    draws = torch.stack([gate.train()() for _ in range(4000)])
+    u = (torch.arange(10000).double() + 0.5) / 10000  # every quantile of the noise, evenly
+    exact = (1.2 * sigmoid(((u / (1 - u)).log()[:, None] + gate.logit) / (2 / 3)) - 0.1).clamp(0, 1)
+    assert (draws.mean(0) - exact.mean(0)).abs().max() < 0.03 and (draws.std(0) - exact.std(0)).abs().max() < 0.03
+    assert (draws.mean(0) - gate.eval()()).abs().max() < 0.12  # deterministic evaluation is near the mean
+    zeros = (draws == 0).double().mean(0)
+    assert zeros[0] > 0.5 and (draws == 1).double().mean(0)[-1] > 0.5
+    alive = sigmoid(gate.logit - 2 / 3 * math.log(0.1 / 1.1))  # arXiv 1712.01312, eq. 12
+    assert (1 - alive - zeros).abs().max() < 0.03
+    close(gate.penalty()["gate_l0"], 1e-4 * alive.sum(), 1e-12)
+
+
+def test_the_training_gradient_of_a_hard_concrete_gate_is_that_of_its_draw():
+    gate = SentinelGate(GPTConfig(sentinel="hard_concrete", sentinel_init=0.2), 5).double()
+    gate.logit.data = torch.linspace(-1, 1, 5).double()
+    torch.manual_seed(3)
+    got = gate.train()()
+    torch.manual_seed(3)
+    u = torch.rand(5, dtype=torch.float64)
+    agree([got], [(1.2 * sigmoid(((u / (1 - u)).log() + gate.logit) / (2 / 3)) - 0.1).clamp(0, 1)], [gate.logit], 1e-10)
+
+
+@pytest.mark.parametrize("mode, name", [("sigmoid", "gate_l1"), ("hard_concrete", "gate_l0")])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_one_step_on_the_penalty_alone_closes_every_gate_a_little(mode, name, optimizer):
+    model = GPT(GPTConfig(**TINY, sentinel=mode, constraint_names=THREE)).eval()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizers = optim.make_optimizers(model, TrainConfig(optimizer=optimizer).for_recipe("gpt2"))
+    model(tokens(2, 9), tokens(2, 9)).aux[name].backward()
+    for o in optimizers:
+        o.step()
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {f"transformer.h.{i}.attn.sentinel.logit" for i in range(2)}
+    assert all((p < before[n]).all() for n, p in model.named_parameters() if n in moved)
+    assert len(model.transformer.h[1].attn.sentinel.logit) == 9  # constraint heads have gates too
+
+
+@pytest.mark.parametrize("mode", ["sigmoid", "hard_concrete"])
+def test_the_gate_penalty_sums_over_all_blocks_and_heads(mode):
+    model = tiny(dict(sentinel=mode, lambda_gate=0.25))
+    logits = [s for block in model.transformer.h for s in block.attn.sentinel.logit]
+    shift = 0 if mode == "sigmoid" else -2 / 3 * math.log(0.1 / 1.1)
+    aux, = model(tokens(2, 9), tokens(2, 9)).aux.values()
+    close(aux, 0.25 * sum(sigmoid(s + shift) for s in logits), 1e-12)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_gates_and_fusions_never_decay_and_stay_with_adamw_while_routers_decay(optimizer):
+    model = GPT(GPTConfig(**TINY, **{**ALL_ON, "a2c": "key_bias"}, gated="headwise"))
+    *_, adamw = optim.make_optimizers(model, TrainConfig(optimizer=optimizer, weight_decay=0.1).for_recipe("gpt2"))
+    decay = {id(p): group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
+    decays = {n: decay.get(id(p)) for n, p in model.named_parameters()}
+    still = ("sentinel.logit", "acag.weight", "acag.bias", "a2c.mix", "fuse.0.weight", "constraint.w1", "constraint.w2")
+    for part in still:
+        assert {d for n, d in decays.items() if n.endswith(part)} == {0.0}, part
+    for part in ("router.out.weight", "gated.proj.weight", "critic.weight", "value.weight", "constraint.fc.weight"):
+        assert all(d > 0 for n, d in decays.items() if n.endswith(part)), part
+
+
+def test_head_norm_normalises_each_head_of_each_token_before_the_gates():
+    model, seen = tiny(dict(head_norm=True, sentinel="sigmoid")), []
+    attn = model.transformer.h[0].attn
+    merge = attn.merge
+    attn.merge = lambda y: seen.append(y) or merge(y)  # y (B, H, T, D)
+    model(tokens(2, 9))
+    close(seen[0].square().mean(-1).sqrt(), sigmoid(attn.sentinel.logit)[None, :, None].expand(2, 6, 9), 1e-3)
+
+
+def test_a_norm_over_batch_and_sequence_lets_rows_see_each_other(monkeypatch):
+    """Negative control: the source's normalisation. Per token, no row sees another."""
+    model, idx = tiny(dict(head_norm=True)), tokens(2, 9)
+    other = torch.stack((idx[0], (idx[1] + 1) % 37))
+    assert torch.equal(model(idx).logits[0], model(other).logits[0])
+    monkeypatch.setattr(model_py, "rms_norm", lambda y: (y - y.mean((0, 2, 3), keepdim=True)) / y.std((0, 2, 3), keepdim=True))
+    assert not torch.allclose(model(idx).logits[0], model(other).logits[0], atol=1e-3)
+
+
+# ---- agency ----
+
+@pytest.mark.parametrize("enforce", [True, False])
+def test_the_factor_of_every_state_with_and_without_consent(enforce):
+    model = tiny(dict(agency=True, agency_enforce=enforce), alive=False)
+    agency = model.transformer.h[1].attn.agency
+    for head, (state, factor) in enumerate(STATES.items()):
+        for consent in (True, False):
+            model.set_head(1, head, state=state, consent=consent, step=12)
+            want = factor if enforce and consent else 0.0 if enforce else factor or 1.0
+            assert agency()[head].item() == pytest.approx(want, abs=1e-7)
+            assert agency.last_signal[head] == 12
+    assert agency()[4:].tolist() == [1.0, 1.0] and agency.last_signal[4:].tolist() == [0, 0]
+
+
+def test_withdrawing_a_head_withdraws_consent_and_any_other_state_gives_it_back():
+    model = tiny(dict(agency=True))
+    agency = model.transformer.h[0].attn.agency
+    model.set_head(0, 4, state="withdrawn")
+    assert not agency.consent[4]
+    model.set_head(0, 4, state="overloaded")
+    assert agency.consent[4] and agency()[4] == 0.5
+    model.set_head(0, 4, consent=False)
+    assert agency()[4] == 0 and agency.state[4] == 1  # the state is kept
+
+
+def test_a_head_without_consent_is_blocked_or_forced_by_whether_it_runs():
+    flags = dict(agency=True, sentinel="sigmoid")
+    model = GPT(GPTConfig(**TINY, **flags))
+    assert model.violations() == []
+    for head in (1, 2, 3):
+        model.set_head(0, head, state="withdrawn")
+    model.set_head(0, 2, gate=0.5)  # by hand: it runs
+    model.set_head(0, 3, gate=0.0)  # not in use, so nothing is violated
+    model.set_head(1, 5, gate=0.5)  # consents
+    gate = 1 / (1 + math.exp(-3.0))
+    assert model.violations() == [dict(layer=0, head=1, type="blocked", gate=pytest.approx(gate), state="withdrawn"),
+                                  dict(layer=0, head=2, type="forced", gate=0.5, state="withdrawn")]
+    free = GPT(GPTConfig(**TINY, **flags, agency_enforce=False))
+    free.set_head(1, 4, consent=False)
+    assert free.violations() == [dict(layer=1, head=4, type="forced", gate=pytest.approx(gate), state="active")]
+    torch.nn.init.constant_(free.transformer.h[1].attn.sentinel.logit, -5.0)  # 0.007 is below the threshold of 0.05
+    assert free.violations() == []
+
+
+def test_a_gate_set_by_hand_overrides_sentinel_and_agency_and_leaves_other_heads_alone():
+    model, idx = tiny(dict(agency=True, sentinel="sigmoid", constraint_names=["a"])), tokens(2, 9)
+    before = model(idx, traces=True).traces["blocks.1.gate"].flatten()
+    model.set_head(1, 3, gate=0.25)  # a withdrawn one
+    model.set_head(1, 6, gate=0.75)  # constraint heads are numbered on
+    after = model(idx, traces=True).traces["blocks.1.gate"].flatten()
+    assert before[3] == 0 and after[3] == 0.25 and after[6] == 0.75
+    assert torch.equal(after[[0, 1, 2, 4, 5]], before[[0, 1, 2, 4, 5]])
+    plain = tiny()
+    want = plain(idx).logits
+    plain.set_head(0, 2, gate=0.0)  # works without any mechanism, as does zeroing what the head sends out
+    got = plain(idx).logits
+    plain.set_head(0, 2, gate=1.0)
+    assert torch.equal(plain(idx).logits, want)
+    plain.transformer.h[0].attn.c_proj.weight.data[:, 32:48] = 0
+    assert torch.allclose(plain(idx).logits, got, atol=1e-6) and not torch.allclose(want, got, atol=1e-3)
+
+
+@pytest.mark.parametrize("arguments, words", [((2, 0, 1.0), "no block 2"), ((-1, 0, 1.0), "no block -1"), ((0, 6, 1.0), "no head 6"),
+                                              ((0, 0, None, "tired"), "must be one of active")])
+def test_setting_a_head_that_there_is_not_says_so_in_one_line(arguments, words):
+    model = tiny(dict(agency=True))
+    with pytest.raises(ValueError, match=words) as e:
+        model.set_head(*arguments)
+    assert "\n" not in str(e.value)
+
+
+def test_a_state_without_agency_is_refused_in_one_line():
+    with pytest.raises(ValueError, match="agency off") as e:
+        tiny().set_head(0, 0, state="active")
+    assert "\n" not in str(e.value)
+
+
+# ---- U-Net skips ----
+
+@pytest.mark.parametrize("mode", ["concat", "add", "seed"])
+@pytest.mark.parametrize("n_layer", [2, 3, 4, 5])
+@pytest.mark.parametrize("on", [True, False])
+def test_block_i_joins_the_output_of_block_n_minus_i_plus_1(mode, n_layer, on):
+    equals_the_oracle(tiny(dict(unet=mode, unet_skips=on), n_layer=n_layer, n_embd=24, n_head=2), tokens(1, 5))
+
+
+@pytest.mark.parametrize("n_layer, weights", [(2, [0.5]), (3, [0.5]), (8, [0.5, 0.375, 0.25, 0.125]), (9, [0.5, 0.375, 0.25, 0.125])])
+def test_skips_start_as_a_share_that_falls_with_depth(n_layer, weights):
+    concat = tiny(dict(unet="concat"), alive=False, n_layer=n_layer)
+    eye, zero = torch.eye(96).double(), torch.zeros(96, 96).double()
+    assert len(concat.fuse) == len(weights)
+    for fuse, share in zip(concat.fuse, weights):
+        close(fuse.weight, torch.cat((share * eye, zero), 1), 0)
+    for fuse, share in zip(tiny(dict(unet="add"), alive=False, n_layer=n_layer).fuse, weights):
+        assert sigmoid(fuse.logit).item() == pytest.approx(share, abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["concat", "add", "seed"])
+def test_with_skips_off_the_skip_contributes_nothing(mode):
+    fuse, h, skip = SkipFusion(GPTConfig(n_embd=8, unet=mode), 0).double(), normal(2, 3, 8), normal(2, 3, 8, seed=2)
+    for p in fuse.parameters():
+        torch.nn.init.normal_(p)
+    assert not torch.equal(fuse(h, skip), fuse(h, -skip))
+    fuse.on = False
+    assert torch.equal(fuse(h, skip), fuse(h, -skip))
+    if mode == "add":
+        assert torch.equal(fuse(h, skip), h)
+    else:  # the other half goes on working
+        close(fuse(h, skip), (h if mode == "concat" else fuse.bias) + h @ fuse.weight[:, 8:].T, 1e-12)
+
+
+@pytest.mark.parametrize("n_layer", [4, 5, 6, 7])
+def test_a_skip_never_meets_itself_and_is_its_blocks_own_input_only_in_the_innermost_pair_of_an_even_stack(n_layer):
+    """Joined to a block's input, as in the source, the innermost skip would be joined to itself."""
+    model, inputs, pairs = tiny(dict(unet="concat"), n_layer=n_layer), [], []
+    for block in model.transformer.h:
+        block.register_forward_hook(lambda module, args, out: inputs.append(args[0]))
+    for fuse in model.fuse:
+        fuse.register_forward_hook(lambda module, args, out: pairs.append(args))
+    model(tokens(2, 9))
+    decoder = inputs[n_layer - n_layer // 2:]
+    assert len(pairs) == len(decoder) == n_layer // 2
+    assert not any(torch.equal(h, skip) for h, skip in pairs)
+    own = [torch.equal(x, skip) for x, (h, skip) in zip(decoder, pairs)]
+    assert own == [n_layer % 2 == 0] + [False] * (n_layer // 2 - 1)
+
+
+# ---- what the traces say ----
+
+def attention_inputs(model, idx, **asked):
+    """The model's output and what each block's attention read, [B, T, C] each."""
+    read = []
+    hooks = [block.attn.register_forward_hook(lambda module, args, out: read.append(args[0])) for block in model.transformer.h]
+    out = model(idx, **asked)
+    for hook in hooks:
+        hook.remove()
+    return out, read
+
+
+TRACED = {n: MECHANISMS[n] for n in ("constraint_a", "constraint_b", "constraint_seed", "a2c_key_bias", "acag", "window_global_random", "moh", "head_norm")}
+TRACED.update(all=ALL_ON, two_each=dict(constraint_names=["a", "b"], constraint_heads=2, constraint_layers=[0, 1]))
+
+
+@pytest.mark.parametrize("name, hinted", [(name, False) for name in TRACED] + [(name, True) for name in ("constraint_a", "constraint_seed", "two_each")])
+def test_traces_equal_what_the_slow_layer_saw(name, hinted):
+    model, idx, hint = tiny(TRACED[name]), tokens(2, 9), normal(2, 96, seed=5) if hinted else None
+    c = model.config
+    out, read = attention_inputs(model, idx, traces=True, router_hint=hint)
+    for layer, x in enumerate(read):
+        slow = [slow_attention(model, layer, row, None if hint is None else hint[b])[1] for b, row in enumerate(x)]
+        trace = lambda key: out.traces[f"blocks.{layer}.{key}"].double()
+        for key in ("entropy", "concentration"):
+            close(trace(key), torch.stack([s[key] for s in slow]).double(), 1e-6)
+        if c.routing:
+            close(trace("routing_weights"), torch.stack([torch.stack(s["routing_weights"]) for s in slow]), 1e-9)
+        if c.constraint_in(layer):
+            scores = torch.stack([torch.stack(s["head_scores"]) for s in slow])
+            close(trace("head_scores"), scores, 1e-9)
+            close(trace("router_gates").expand(2, 9, -1), torch.stack([s["router_gates"] for s in slow]), 1e-9)
+            for i, constraint in enumerate(c.constraint_names):
+                heads = range(i * c.constraint_heads, (i + 1) * c.constraint_heads)
+                close(trace(f"constraint.{constraint}"), sum(scores[:, h] for h in heads) / c.constraint_heads, 1e-9)
+    if hinted:
+        equals_the_oracle(model, idx, hint)
+        assert not torch.allclose(model(idx, router_hint=hint).logits, model(idx).logits, atol=1e-4)
+
+
+def test_attention_maps_are_the_weights():
+    model, idx = tiny(window=3), tokens(2, 9)
+    out, read = attention_inputs(model, idx, traces="maps")
+    mask = model.mask(0, 9, None, idx.device)
+    for layer, x in enumerate(read):
+        q, k, _ = (x @ w.T for w in model.transformer.h[layer].attn.c_attn.weight.chunk(3))
+        heads = lambda a: a.unflatten(-1, (6, 16)).transpose(1, 2)
+        p = dense(heads(q), heads(k), heads(k), 0.25, mask)[2]
+        close(out.traces[f"blocks.{layer}.map"].double(), p, 1e-6)
+        entropy, log_p2 = statistics(p)
+        close(out.traces[f"blocks.{layer}.entropy"].double(), entropy, 1e-6)
+
+
+# ---- constraint heads ----
+
+def test_variant_a_widens_the_concat_and_variant_b_shrinks_the_heads():
+    C, H, n = 96, 6, 3
+    shapes = lambda variant: {k: tuple(p.shape) for k, p in GPT(GPTConfig(**TINY, constraint_names=THREE, constraint_variant=variant)).named_parameters()}
+    for variant, D in (("A", 16), ("B", 8)):  # 96 / 9 heads is 10, floored to 8: 24 dimensions are left over
+        s, at = shapes(variant), "transformer.h.1.attn."  # the block at 2/3 of depth 2
+        assert s[at + "c_attn.weight"] == (3 * H * D, C) and s[at + "constraint.c_attn.weight"] == (3 * n * D, C)
+        assert s[at + "c_proj.weight"] == (C, H * D) and s[at + "constraint.c_proj.weight"] == (C, n * D)
+        assert s[at + "constraint.fc.weight"] == (128, C) and s[at + "constraint.out.weight"] == (n, 128)
+        assert s[at + "constraint.w1"] == (n, D, D) and s[at + "constraint.w2"] == (n, D)
+        assert s["transformer.h.0.attn.c_attn.weight"] == (3 * C, C) and not any(k.startswith("transformer.h.0.attn.constraint") for k in s)
+    with pytest.raises(ValueError, match="less than 8 wide"):
+        GPT(GPTConfig(**{**TINY, "n_embd": 48}, constraint_names=THREE, constraint_variant="B"))
+
+
+def test_scores_read_the_ungated_output_except_in_seed_mode():
+    for mode, same in (("query", True), ("seed", False)):
+        model, idx = tiny(dict(constraint_names=THREE, constraint_mode=mode)), tokens(2, 9)
+        before = model(idx, traces=True).traces["blocks.1.head_scores"]
+        torch.nn.init.constant_(model.transformer.h[1].attn.constraint.out.bias, -30.0)  # close the router
+        after = model(idx, traces=True)
+        assert after.traces["blocks.1.router_gates"].max() < 1e-6
+        assert torch.equal(before, after.traces["blocks.1.head_scores"]) == same
+
+
+def slow_constraint_loss(scores, targets, weights, focal, positive):
+    total = 0.0
+    for name, rows in targets.items():
+        terms = []
+        for y, s in zip(rows.flatten().tolist(), scores[name].flatten()):
+            if y >= 0:
+                p = sigmoid(s)
+                terms.append(-(positive * y * p.log() + (1 - y) * (1 - p).log()) * abs(y - p) ** focal)
+        total = total + weights.get(name, 1.0) * sum(terms) / max(1, len(terms))
+    return total / len(targets)
+
+
+@pytest.mark.parametrize("weights", [{}, {"a": 0.3, "b": 2.0}], ids=["even", "weighted"])
+@pytest.mark.parametrize("focal, positive", [(0.0, 1.0), (2.0, 1.0), (0.0, 3.0), (1.5, 0.5)])
+def test_constraint_loss_equals_a_loop_over_tokens(weights, focal, positive):
+    scores = {name: normal(2, 9, seed=i, grad=True) for i, name in enumerate("abc")}
+    targets = {"a": torch.tensor([0.0, 1.0, -1.0]).repeat(6).view(2, 9), "b": normal(2, 9, seed=5).sigmoid()}  # hard and unknown, soft
+    inputs = [scores["a"], scores["b"]]
+    got, want = (f(scores, targets, weights, focal, positive) for f in (constraint_loss, slow_constraint_loss))
+    agree([got[None].double()], [want[None]], inputs, 1e-6)
+    nobody = constraint_loss(scores, {"a": -torch.ones(2, 9)}, weights, focal, positive)
+    assert nobody == 0 and not torch.autograd.grad(nobody, scores["a"])[0].any()
+    for bad in ({"d": targets["a"]}, {}):
+        with pytest.raises(ValueError, match="the heads are for a, b, c"):
+            constraint_loss(scores, bad)
+
+
+def test_the_models_constraint_loss_is_the_mean_over_blocks_times_lambda_and_the_router_pays_for_open_gates():
+    model = tiny(dict(constraint_names=["a", "b"], constraint_heads=2, constraint_layers=[0, 1], constraint_lambda=0.7, constraint_weights=[2.0, 0.5],
+                      constraint_focal=1.0, constraint_positive=2.0, constraint_sparsity=0.3))
+    idx, targets = tokens(2, 9), {"b": tokens(2, 9, seed=4) % 2, "a": tokens(2, 9, seed=5) % 3 - 1}
+    out = model(idx, idx, traces=True, constraint_targets=targets)
+    each = [{n: out.traces[f"blocks.{i}.constraint.{n}"] for n in "ab"} for i in range(2)]
+    want = 0.7 / 2 * sum(slow_constraint_loss(s, targets, {"a": 2.0, "b": 0.5}, 1.0, 2.0) for s in each)
+    assert out.aux["constraint"].item() == pytest.approx(want.item(), abs=1e-6)
+    gates = sum(out.traces[f"blocks.{i}.router_gates"].mean() for i in range(2))
+    close(out.aux["constraint_router"], 0.3 * gates, 1e-9)
+    close(out.loss, model(idx, idx).loss, 0)  # reported apart
+
+
+def test_explain_names_the_tokens_with_the_highest_scores():
+    score = torch.tensor([[0.0, 3.0, -1.0, 2.0], [5.0, 0.0, 0.0, 0.0]])
+    traces = {"blocks.3.constraint.b": score, "blocks.7.constraint.b": -score, "blocks.3.constraint.ab": score, "blocks.3.entropy": score}
+    assert explain(traces, list("wxyz"), "b", k=2) == "b (block 3): 'x' 3.00, 'z' 2.00\nb (block 7): 'y' 1.00, 'w' -0.00"
+    assert explain(traces, list("wxyz"), "ab", k=1, row=1) == "ab (block 3): 'w' 5.00"
+    with pytest.raises(ValueError, match="no scores for 'c'; there are ab, b"):
+        explain(traces, list("wxyz"), "c")
+    with pytest.raises(ValueError, match="no constraint heads"):
+        explain({}, list("wxyz"), "b")
+    model = tiny(dict(constraint_names=THREE))
+    assert explain(model(tokens(1, 3), traces=True).traces, ["u", "v", "w"], "decidability").startswith("decidability (block 1): '")
+
+
+# ---- A2C ----
+
+@pytest.mark.parametrize("mode", ["seed", "temperature", "key_bias"])
+def test_the_critic_changes_the_logits_as_its_mode_says(mode):
+    c = GPTConfig(n_embd=12, a2c=mode)
+    a2c = AdvantageAttention(c, 3).double()
+    for i, p in enumerate(a2c.parameters()):
+        p.data = normal(*p.shape, seed=i)
+    q, k, v = (normal(2, 3, 5, 4, seed=s, grad=True) for s in (1, 2, 3))
+    x = normal(2, 5, 12, seed=4, grad=True)
+    got_q, got_k, got_v, a = a2c(q, k, v, x, 0.4)
+    got = 0.4 * got_q @ got_k.mT
+    want = torch.empty_like(got)
+    for b, h, t, s in itertools.product(range(2), range(3), range(5), range(5)):
+        said = lambda token: a2c.critic.weight[h] @ x[b, token] + (a2c.critic.bias[h] if mode == "seed" else 0)
+        logit = 0.4 * q[b, h, t] @ k[b, h, s]
+        if mode == "seed":
+            want[b, h, t, s] = said(t) * logit
+        elif mode == "temperature":
+            want[b, h, t, s] = said(t).exp() * logit
+        else:
+            want[b, h, t, s] = logit + a2c.mix[h] * said(s)
+    agree([got], [want], [q, k, x, *a2c.parameters()], 1e-10)
+    assert torch.equal(got_v[..., :4], v) and not got_v[..., 4:].any()  # values are only padded
+
+
+def test_a_negative_critic_attends_most_to_the_least_similar_key():
+    model = tiny(dict(a2c="seed"))
+    attn, x = model.transformer.h[0].attn, normal(2, 9, 96)
+    q, k, v, said = attn.project(x, model.context(slice(0, 9), 0, 9, None, None, x.device))
+    similar, p, a = k @ k.mT, dense(q, k, v, attn.scale)[2], said["advantage"]
+    assert (a < 0).any() and (a > 0).any()
+    for b, h, t in itertools.product(range(2), range(6), range(1, 9)):
+        row = similar[b, h, t, :t + 1]
+        assert p[b, h, t].argmax() == (row.argmax() if a[b, t, h] > 0 else row.argmin())
+    corrected = tiny(dict(a2c="temperature")).transformer.h[0].attn  # exp(a) keeps the order of the keys whatever a says
+    q, k, v, _ = corrected.project(x, model.context(slice(0, 9), 0, 9, None, None, x.device))
+    plain = corrected.c_attn(x)[..., :96].unflatten(-1, (6, 16)).transpose(1, 2) @ k.mT
+    assert all(torch.equal((q @ k.mT)[..., t, :t + 1].argmax(-1), plain[..., t, :t + 1].argmax(-1)) for t in range(9))
+
+
+@pytest.mark.parametrize("T", [1, 2, 7, 16, 33])
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 0.999])
+def test_the_discounted_return_equals_the_double_loop(T, gamma):
+    r = normal(2, T, grad=True)
+    share = lambda t: sum(gamma**k for k in range(T - t))  # what lies beyond the end is shared out
+    want = torch.stack([sum(gamma**k * r[:, t + k] for k in range(T - t)) / share(t) for t in range(T)], 1)
+    agree([discounted_return(r, gamma)], [want], [r], 1e-12)
+
+
+@pytest.mark.parametrize("mode", ["temperature", "key_bias"])
+def test_critic_losses_and_their_metrics_equal_loops(mode):
+    model = tiny(dict(a2c=mode, a2c_gamma=0.8, a2c_value_coef=0.3, a2c_advantage_coef=0.2))
+    idx, targets = tokens(2, 9), tokens(2, 9, seed=2)
+    targets[0, :3] = targets[1, 5] = -1
+    out, x = model(idx, targets, traces=True), model.hidden(idx)
+    logp = out.logits.double().log_softmax(-1)
+    G, A = torch.zeros(2, 9).double(), torch.zeros(2, 9).double()
+    value_error, advantage_error, scored = [], [], []
+    for b, t in itertools.product(range(2), range(9)):
+        G[b, t] = sum(0.8 ** (s - t) * logp[b, s, targets[b, s]].item() for s in range(t, 9) if targets[b, s] >= 0)
+        G[b, t] /= sum(0.8 ** (s - t) for s in range(t, 9))
+        V = (model.value.weight[0] @ x[b, t] + model.value.bias[0]).item()
+        A[b, t] = G[b, t] - V
+        if targets[b, t] >= 0:
+            scored.append((b, t))
+            value_error.append(A[b, t].item() ** 2)
+            said = [a for i in range(2) for a in out.traces[f"blocks.{i}.advantage"][b, t].tolist()]
+            advantage_error.append(sum((a - A[b, t].item()) ** 2 for a in said) / len(said))
+    n = len(scored)
+    assert n == 14
+    assert out.aux["a2c_value"].item() == pytest.approx(0.3 * sum(value_error) / n, rel=1e-5)
+    assert out.aux["a2c_advantage"].item() == pytest.approx(0.2 * sum(advantage_error) / n, rel=1e-5)
+    close(out.traces["a2c.return"].double(), G, 1e-5)
+    close(out.traces["a2c.advantage"].double(), A, 1e-5)
+    rows, columns = zip(*scored)
+    pick = lambda table: table[list(rows), list(columns)]
+    assert out.traces["a2c.explained_variance"].item() == pytest.approx((1 - pick(A).var() / pick(G).var()).item(), abs=1e-4)
+    for i in range(2):
+        said, real = pick(out.traces[f"blocks.{i}.advantage"].mean(-1)), pick(A)
+        cosine = F.cosine_similarity(said - said.mean(), real - real.mean(), dim=0)  # Pearson's correlation
+        assert out.traces[f"blocks.{i}.advantage_correlation"].item() == pytest.approx(cosine.item(), abs=1e-4)
+    close(out.loss, F.cross_entropy(out.logits[targets >= 0], targets[targets >= 0]), 1e-5)
+
+
+def test_the_value_head_learns_from_its_own_loss_alone_and_gives_the_blocks_no_gradient():
+    model = tiny(dict(a2c="temperature"))
+    out = model(tokens(2, 9), tokens(2, 9, seed=2))
+    names = [n for n, _ in model.named_parameters()]
+    moved = lambda loss: {n for n, g in zip(names, torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, allow_unused=True))
+                          if g is not None and g.any()}
+    assert moved(out.aux["a2c_value"]) == {"value.weight", "value.bias"}
+    by_advantage = moved(out.aux["a2c_advantage"])
+    assert {f"transformer.h.{i}.attn.a2c.critic.weight" for i in range(2)} <= by_advantage
+    assert not by_advantage & {"value.weight", "value.bias"} and not moved(out.loss) & {"value.weight", "value.bias"}
+
+
+# ---- ACAG and the output gate ----
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("detach", [False, True])
+@pytest.mark.parametrize("mode", ["seed", "normalised"])
+@pytest.mark.parametrize("acag", ["headwise", "elementwise"])
+def test_context_gates_equal_the_written_out_formula(acag, mode, detach, window):
+    equals_the_oracle(tiny(dict(acag=acag, acag_mode=mode, acag_detach=detach, window=window), n_layer=1, n_embd=32, n_head=2))
+
+
+def test_detached_statistics_leave_the_function_and_change_only_the_gradient():
+    grads = []
+    for detach in (False, True):
+        model = tiny(dict(acag="headwise", acag_detach=detach), n_layer=1)
+        out = model(tokens(2, 9), tokens(2, 9, seed=2))
+        grads.append((out.loss, *torch.autograd.grad(out.loss, [model.transformer.h[0].attn.acag.weight, model.transformer.h[0].attn.c_attn.weight])))
+    (loss, gate, qkv), (other, gate_other, qkv_other) = grads
+    close(loss, other, 1e-6)
+    close(gate, gate_other, 1e-6)
+    assert not torch.allclose(qkv, qkv_other, atol=1e-6)
+    assert torch.allclose(qkv[64 * 3:], qkv_other[64 * 3:], atol=1e-6)  # values are not in the statistics
+
+
+@pytest.mark.parametrize("gated", ["headwise", "elementwise"])
+@pytest.mark.parametrize("more", [{}, dict(constraint_names=["a"]), dict(recipe="modern")], ids=["plain", "constraint", "modern"])
+def test_output_gates_equal_the_written_out_formula(gated, more):
+    equals_the_oracle(tiny(dict(gated=gated, **more), n_layer=1, n_embd=32, n_head=2), tol=1e-6 if "recipe" in more else 1e-9)
+
+
+# ---- what runs on CUDA alone, as far as a CPU can tell ----
+
+ON_CUDA = {"plain": {}, "acag": MECHANISMS["acag"], "acag_detach+random": {**MECHANISMS["acag_detach"], **MECHANISMS["window_global_random"]},
+           "window": MECHANISMS["window"], "key_bias+acag": {**MECHANISMS["a2c_key_bias"], **MECHANISMS["acag"]},
+           "packed": dict(routing="moh", routing_capacity=2.0), "packed+window": dict(routing="seed", routing_capacity=2.0, window=40), "ALL_ON": ALL_ON}
+
+
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_the_flex_attention_branch_computes_what_the_cpu_branch_does(name, monkeypatch):
+    model, idx = tiny(ON_CUDA[name], block_size=200, n_embd=96), tokens(2, 150)
+    with torch.no_grad():  # FlexAttention on CPU has no backward pass
+        want, traced = model.hidden(idx), model(idx, traces=True).traces
+        monkeypatch.setattr(model_py, "flexes", lambda device: True)
+        close(model.hidden(idx), want, 1e-9)
+        again = model(idx, traces=True).traces
+        assert set(again) == set(traced)
+        for key, value in traced.items():
+            close(again[key].double(), value.double(), 1e-6)
+        cache = KVCache(model.config)  # with a cache the mask is dense
+        close(torch.cat([model.hidden(part, cache) for part in idx.split((100, 1, 49), 1)], 1), want, 1e-9)
+
+
+@pytest.mark.parametrize("name", ["acag_detach+random", "packed", "ALL_ON"])
+def test_the_flex_attention_branch_has_no_graph_breaks(name, monkeypatch):
+    monkeypatch.setattr(model_py, "flexes", lambda device: True)
+    torch._dynamo.reset()
+    model, idx = GPT(GPTConfig(**{**TINY, "n_layer": 2, "block_size": 160}, **ON_CUDA[name])).eval(), tokens(2, 160)
+    with torch.no_grad():
+        close(torch.compile(model, fullgraph=True, backend="eager")(idx, idx).loss, model(idx, idx).loss, 1e-5)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("capacity", [1, 130, 256, 1000])
+def test_packed_queries_are_the_masked_ones_and_late_ones_are_dropped_and_counted(capacity):
+    q, k, v = (normal(2, 3, 290, 16, seed=s) for s in (1, 2, 3))
+    used = normal(2, 3, 290, seed=4) > torch.tensor([-0.8, 0.0, 3.0])[:, None]  # busy, half, nearly idle
+    with torch.no_grad():
+        y, dropped = attend_packed(q, k, v, 0.3, used, capacity, lambda query, key: key <= query)
+    rooms = 128 * math.ceil(capacity / 128)  # whole blocks of queries
+    kept = used & (used.cumsum(-1) <= rooms)
+    close(y, dense(q, k, v, 0.3)[0] * kept[..., None], 1e-9)
+    assert torch.equal(dropped, (used & ~kept).sum(-1))
+    assert bool(dropped.any()) == (rooms == 128)
+
+
+def test_selected_heads_alone_are_read_at_decode():
+    q, k, v, used = normal(3, 4, 1, 8), normal(3, 4, 9, 8, seed=2), normal(3, 4, 9, 8, seed=3), normal(3, 4, seed=4) > 0
+    mask = torch.ones(3, 1, 1, 9, dtype=torch.bool)
+    mask[1, ..., :4] = False  # padding
+    for m in (None, mask, mask[1:2]):
+        want = F.scaled_dot_product_attention(q, k, v, attn_mask=m, scale=0.3) * used[..., None, None]
+        close(attend_selected(q, k, v, 0.3, used, m), want, 1e-12)
+    broken = torch.where(used[..., None, None], math.nan, k)
+    assert attend_selected(q, broken, v, 0.3, ~used, None).isfinite().all()  # the others' keys are never looked at
