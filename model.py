@@ -289,7 +289,7 @@ ALL_ON = {**MECHANISMS["routing_moh"], **MECHANISMS["sentinel"], **MECHANISMS["a
 NEUTRAL = {
     "routing_moh": (dict(routing_top_k=-1), {"router.out.weight": 0.0}),  # -1: n_head
     "routing_sigmoid": (dict(routing_top_k=-1), {"router.out.weight": 0.0}),
-    "moh": (dict(routing_top_k=-1), {"router.out.weight": 0.0, "router.shared.weight": 0.0, "router.split.weight": 0.0}),
+    "moh": (dict(routing_top_k=-1), {"router.out.weight": 0.0, "router.split.weight": 0.0}),
     "sentinel": ({}, {"sentinel.logit": 50.0}),
     "sentinel_l0": ({}, {}),                                 # as it starts, when evaluated
     "agency": ({}, {}),                                      # as it starts: all heads active
@@ -454,7 +454,8 @@ class CpuFlash(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, mask, scale, *values):
+    def forward(ctx, q, k, mask, scale, v, more=None):
+        values = (v,) if more is None else (v, more)
         widths = [v.size(-1) for v in values]
         bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
         q_, k_, v_ = CpuFlash.padded(q, k, values)
@@ -507,7 +508,7 @@ def attend_lse(q, k, scale, mask, *values):
     """Causal attention over one or more values with each row's log-sum-exp: (lse [B, H, T] in float32 or better, y, ...)."""
     if isinstance(mask, BlockMask):
         y, lse = flex(q, k, torch.cat(values, -1), scale, mask)
-    elif q.size(2) > 1 and q.device.type == "cpu":
+    elif q.size(2) > 1 and q.device.type == "cpu" and q.numel():
         return CpuFlash.apply(q, k, mask, scale, *values)
     else:  # all logits in memory: for one query, and for prompts outside the CPU
         s = (q @ k.mT).float() * scale if q.dtype != torch.float64 else q @ k.mT * scale
@@ -524,7 +525,7 @@ def row_statistics(q, k, v, scale, mask, n, detach, dropout=0.0):
     """
     together = not detach and (q.device.type != "cpu" or q.size(2) <= 1024)  # faster, but on CPU all becomes as wide as v and k
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
-        lse, mean_key, *y = attend_lse(q, k, scale, mask, k, *([v] if together else []))
+        lse, mean_key, *y = attend_lse(q, k, scale, mask, k.view_as(k), *([v] if together else []))
         lse2 = attend_lse(q, k, 2 * scale, mask, k[..., :16 * isinstance(mask, BlockMask)])[0]  # its values do not matter
         entropy = (lse - scale * (q.to(lse.dtype) * mean_key.to(lse.dtype)).sum(-1)).clamp_min(0).minimum(n.log())
     return y[0] if together else attend(q, k, v, scale, mask, dropout), entropy, lse2 - 2 * lse
@@ -658,11 +659,11 @@ class SentinelGate(nn.Module):
         self.hard, self.coef = config.sentinel == "hard_concrete", config.lambda_gate
         self.logit = weight(n_head, start=config.sentinel_init)
 
-    def forward(self):
+    def forward(self, noisy=None):
         if not self.hard:
             return self.logit.sigmoid()
         s = self.logit
-        if self.training:  # one draw for the whole batch: the gates are weights
+        if self.training if noisy is None else noisy:  # one draw for the whole batch: the gates are weights
             u = torch.rand_like(s).clamp(1e-6, 1 - 1e-6)
             s = (u.log() - (1 - u).log() + s) / self.BETA
         return (s.sigmoid() * (self.HIGH - self.LOW) + self.LOW).clamp(0, 1)
@@ -831,7 +832,7 @@ class ContextGate(nn.Module):
                         torch.where(alone, 0.0, m.log() + log_p2))
         z = torch.stack([f.expand_as(entropy).to(entropy.dtype) for f in features], -1)
         w = self.weight if self.weight.dim() == 3 else self.weight[:, None]  # (H, 1 or D, 3)
-        z = torch.einsum("bhtf,hdf->bhtd", z, w.to(z.dtype)) + self.bias.view(len(w), 1, -1)
+        z = torch.einsum("bhtf,hdf->bhtd", z, w.to(z.dtype)) + self.bias.view(len(w), 1, w.size(1))
         return z.sigmoid() if self.seed else 2 * z.sigmoid()
 
 
@@ -840,11 +841,12 @@ class OutputGate(nn.Module):
 
     def __init__(self, config, n_head, head_size):
         super().__init__()
-        self.n_head, self.proj = n_head, nn.Linear(config.n_embd, n_head * (head_size if config.gated == "elementwise" else 1), bias=False)
+        self.n_head, self.per = n_head, head_size if config.gated == "elementwise" else 1
+        self.proj = nn.Linear(config.n_embd, n_head * self.per, bias=False)
 
     def forward(self, x):
         """[B, H, T, 1 or D]."""
-        return self.proj(x).sigmoid().unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+        return self.proj(x).sigmoid().unflatten(-1, (self.n_head, self.per)).transpose(1, 2)
 
 
 def explain(traces, tokens, name, k=5, row=0):
@@ -960,9 +962,9 @@ class CausalSelfAttention(nn.Module):
             y = attend(q, k, v, self.scale, ctx.mask, dropout)
         return y[..., :self.head_size], rows
 
-    def static_gate(self):
+    def static_gate(self, noisy=None):
         """Sentinel gate times agency factor of each head, [H], or what was set by hand; None where there is nothing."""
-        gates = [m() for m in (self.sentinel, self.agency) if m]
+        gates = ([self.sentinel(noisy)] if self.sentinel else []) + ([self.agency()] if self.agency else [])
         gate = math.prod(gates) if gates else None
         if self.hand is not None:
             gate = torch.where(self.hand.isnan(), 1.0 if gate is None else gate, self.hand)
@@ -1029,10 +1031,7 @@ class CausalSelfAttention(nn.Module):
 
     def off(self):
         """The base heads whose gate is exactly 0 when evaluated, by their original numbers."""
-        was_training = self.training
-        self.eval()
-        gate = self.static_gate()
-        self.train(was_training)
+        gate = self.static_gate(noisy=False)
         return [] if gate is None else [h for h, g in zip(self.kept, gate.tolist()) if g == 0]
 
     @torch.no_grad()
@@ -1382,7 +1381,7 @@ class GPT(nn.Module):
             if a.agency is None:
                 continue
             n = len(a.agency.state)
-            gate = (a.sentinel() if a.sentinel else torch.ones(n)).tolist()
+            gate = (a.sentinel(noisy=False) if a.sentinel else torch.ones(n)).tolist()
             hand = [math.nan] * n if a.hand is None else a.hand.tolist()
             heads = a.kept + [self.config.n_head + i for i in range(a.n_extra)]
             for i in (~a.agency.consent).nonzero().flatten().tolist():

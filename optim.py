@@ -63,7 +63,7 @@ class Muon(torch.optim.Optimizer):
         loss = closure() if closure is not None else None
         by_shape = {}
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
+            params = [p for p in group["params"] if p.grad is not None and p.numel()]
             for p in params:
                 if "momentum" not in self.state[p]:
                     self.state[p]["momentum"] = torch.zeros_like(p)

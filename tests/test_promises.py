@@ -1,0 +1,768 @@
+"""What every mechanism promises: alone with both recipes, with every other mechanism, and all of them together.
+
+All lists come from model.py, where a new mechanism is one line. Where a promise can be broken by a plausible mistake, a
+negative control makes that mistake and has to be caught. Equalities are in float64.
+"""
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import checkpoint
+import model as model_py
+import train
+from model import ALL_ON, GPT, MECHANISMS, NEUTRAL, RECIPES, THREE, Agency, ConstraintHeads, GPTConfig, HeadRouter, KVCache, SentinelGate
+from optim import make_optimizers
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = dict(block_size=16, vocab_size=37, n_layer=2, n_head=6, n_embd=72)  # six heads: moh routes two; 72: variant B keeps 8 wide heads
+T = 13                                                                     # tokens; no other dimension has this size
+
+
+# ---- what is tested: {id: [(name, flags), ...]} ----
+
+def together(a, b):
+    """The flags of two mechanisms, or None where both set the same flag: two modes of one thing are no pair."""
+    return None if set(MECHANISMS[a]) & set(MECHANISMS[b]) else {**MECHANISMS[a], **MECHANISMS[b]}
+
+
+def fine(flags):
+    return not GPTConfig(**TINY, **flags).problems()
+
+
+def small(flags):
+    """One block, which is enough for a pair; U-Net needs two."""
+    return {**flags, "n_layer": 2 if "unet" in flags else 1}
+
+
+PAIRS = {(a, b): flags for a, b in itertools.combinations(MECHANISMS, 2) if (flags := together(a, b))}
+REFUSED = {pair: flags for pair, flags in PAIRS.items() if not fine(flags)}
+SINGLES = {name: [(f"{name}, {recipe}", {**flags, "recipe": recipe}) for recipe in RECIPES] for name, flags in {**MECHANISMS, "ALL_ON": ALL_ON}.items()}
+WITH = {f"{first}+": [(f"{a}+{b}", small(flags)) for (a, b), flags in PAIRS.items() if a == first and fine(flags)] for first in MECHANISMS}
+ALL = {**SINGLES, **{first: cases for first, cases in WITH.items() if cases}}
+singles = pytest.mark.parametrize("cases", SINGLES.values(), ids=SINGLES)
+every = pytest.mark.parametrize("cases", ALL.values(), ids=ALL)
+
+
+def test_every_pair_is_tested_but_those_that_are_refused_for_a_reason():
+    assert {pair: GPTConfig(**TINY, **flags).problems() for pair, flags in REFUSED.items()} == {
+        ("constraint_b", "a2c_seed"): ["a2c='seed' takes x in n_head slices as values, which constraint_variant='B' makes too narrow"]}
+    modes = {}  # mechanisms that turn on the same thing
+    for name, flags in MECHANISMS.items():
+        modes.setdefault(next(iter(flags)), []).append(name)
+    n = len(MECHANISMS)
+    clashing = sum(math.comb(len(names), 2) for names in modes.values())
+    assert sum(len(cases) for first, cases in ALL.items() if first.endswith("+")) == n * (n - 1) // 2 - clashing - len(REFUSED)
+
+
+# ---- helpers ----
+
+def fresh(flags, **more):
+    return GPT(GPTConfig(**{**TINY, **flags, **more})).double().eval()
+
+
+def enliven(model):
+    """No weight is zero, no two heads are alike, one head of each layer is in each state: every path carries a signal."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0.0, 0.15) if p.dim() >= 2 else p.normal_(1.0, 0.1)
+    if model.config.agency:
+        for layer, state in itertools.product(range(model.config.n_layer), enumerate(Agency.STATES)):
+            model.set_head(layer, state[0], state=state[1])
+    return model
+
+
+def alive(flags, **more):
+    """A GPT with these flags in float64, alive."""
+    return enliven(fresh(flags, **more))
+
+
+def open_noisy_gates(model):
+    """Hard-concrete gates at 1, where their noise does nothing."""
+    for block in model.transformer.h:
+        if block.attn.sentinel and block.attn.sentinel.hard:
+            block.attn.sentinel.logit.data.fill_(50.0)
+    return model
+
+
+def tokens(*shape, seed=1):
+    return torch.randint(TINY["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+def near(a, b, atol=1e-9):
+    return torch.allclose(a, b, rtol=0, atol=atol)
+
+
+def share(model, other):
+    """Give `model` the values of the parameters that it has in common with `other`."""
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, p in other.named_parameters():
+            if name in own and own[name].shape == p.shape:
+                own[name].copy_(p)
+    return model
+
+
+def total(model, n=2, length=T):
+    """Cross-entropy and every auxiliary loss that there is."""
+    c = model.config
+    wanted = {name: (tokens(n, length, seed=3) % 4 - 1) / 2 for name in c.constraint_names or ()}  # -0.5: ignored
+    out = model(tokens(n, length), tokens(n, length, seed=2), constraint_targets=wanted or None)
+    return sum(out.aux.values(), out.loss)
+
+
+def gradients(model, **kw):
+    """{name: gradient} of all losses."""
+    model.zero_grad()
+    total(model, **kw).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+# ---- 1. off: bit-identical to the plain GPT, without a parameter or a buffer ----
+
+def plain(model, idx):
+    """The plain GPT's logits once more, from its parameters, in as few of PyTorch's operations as it takes."""
+    c, w, (B, T) = model.config, dict(model.named_parameters()), idx.shape
+    D = c.n_embd // c.n_head
+
+    def norm(x, name):
+        return F.layer_norm(x, (c.n_embd,), w[name + ".weight"], None, 1e-5) if c.recipe == "gpt2" else F.rms_norm(x, (c.n_embd,), eps=1e-6)
+
+    def turn(x):
+        angle = torch.arange(T, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(D // 2, dtype=torch.float64) / (D // 2))
+        cos, sin = (f.repeat(1, 2).float()[:, None] for f in (angle.cos(), angle.sin()))
+        sin[..., :D // 2] *= -1
+        x = F.rms_norm(x, (D,), eps=1e-6)
+        return torch.addcmul(x * cos, torch.cat((x[..., D // 2:], x[..., :D // 2]), -1), sin)
+
+    x = F.embedding(idx, w["transformer.wte.weight"])
+    x = x + w["transformer.wpe.weight"][:T] if c.recipe == "gpt2" else F.rms_norm(x, (c.n_embd,), eps=1e-6)
+    for i in range(c.n_layer):
+        name = f"transformer.h.{i}."
+        q, k, v = (F.linear(norm(x, name + "ln_1"), w[name + "attn.c_attn.weight"]).view(B, T, 3, c.n_head, D).unbind(2))
+        q, k = (q, k) if c.recipe == "gpt2" else (turn(q), turn(k))
+        y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        x = x + F.linear(y.transpose(1, 2).reshape(B, T, c.n_embd), w[name + "attn.c_proj.weight"])
+        x1 = F.linear(norm(x, name + "ln_2"), w[name + "mlp.c_fc.weight"])
+        x = x + F.linear(F.gelu(x1) if c.recipe == "gpt2" else F.relu(x1) ** 2, w[name + "mlp.c_proj.weight"])
+    return F.linear(norm(x, "transformer.ln_f"), w["transformer.wte.weight" if c.recipe == "gpt2" else "lm_head.weight"])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_off_is_the_plain_gpt_to_the_last_bit(recipe):
+    model = GPT(GPTConfig(**TINY, recipe=recipe, zero_init=False)).eval()
+    inside = {"gpt2": ["ln_1", "ln_2"], "modern": []}[recipe] + ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+    around = {"gpt2": ["transformer.wte", "transformer.wpe", "transformer.ln_f"], "modern": ["transformer.wte", "lm_head"]}[recipe]
+    assert {n for n, _ in model.named_parameters()} == {f"{n}.weight" for n in around + [f"transformer.h.{i}.{n}" for i in range(2) for n in inside]}
+    assert {n for n, _ in model.named_buffers()} == {"gpt2": set(), "modern": {"cos12", "sin12"}}[recipe]
+    with torch.no_grad():
+        out = model(tokens(3, T), tokens(3, T, seed=2))
+        assert torch.equal(out.logits, plain(model, tokens(3, T))) and out.aux == {} and out.traces is None
+        assert torch.equal(enliven(model)(tokens(3, T)).logits, plain(model, tokens(3, T)))
+
+
+@singles
+def test_on_is_not_off(cases):
+    """The control of what equals the plain GPT here and below: with weights that are alive, no mechanism does."""
+    for name, flags in cases:
+        base = alive(dict(recipe=flags["recipe"]))
+        with torch.no_grad():
+            assert not near(share(alive(flags), base).train().hidden(tokens(2, T)), base.hidden(tokens(2, T)), 1e-3), name
+
+
+# ---- 2. neutral: a setting at which it equals the plain GPT ----
+
+def neutral(names, more):
+    """A model with these mechanisms, as NEUTRAL sets them, and a plain one with the same weights."""
+    flags, values = dict(more), {}
+    for name in names:
+        flags.update({**MECHANISMS[name], **NEUTRAL[name][0]})
+        values.update(NEUTRAL[name][1])
+    if flags.get("routing_top_k") == -1:
+        flags["routing_top_k"] = TINY["n_head"]
+    base = alive(more)
+    model = share(fresh(flags), base)
+    for end, value in values.items():
+        hit = [p for name, p in model.named_parameters() if name.endswith(end)]
+        assert hit, f"no parameter's name ends with {end}"
+        for p in hit:
+            p.data.fill_(value)
+    return model, base
+
+
+@pytest.mark.parametrize("first", NEUTRAL)
+def test_neutral_equals_the_plain_gpt(first):
+    groups = [((first,), dict(recipe=recipe)) for recipe in RECIPES]
+    groups += [((a, b), dict(n_layer=small(flags)["n_layer"])) for (a, b), flags in PAIRS.items() if a == first and b in NEUTRAL]
+    assert set(NEUTRAL) <= set(MECHANISMS)
+    for names, more in groups:
+        model, base = neutral(names, more)
+        with torch.no_grad():
+            assert near(model.hidden(tokens(2, T)), base.hidden(tokens(2, T))), "+".join(names)
+
+
+@pytest.mark.parametrize("name, flags, values", [
+    ("unet_seed", {}, {"fuse.0.weight": torch.cat((torch.zeros(72, 72), torch.eye(72)), 1), "fuse.0.bias": torch.zeros(72)}),
+    ("window", dict(window=16), {})], ids=["unet_seed", "window"])
+def test_what_is_neutral_when_set_by_hand(name, flags, values):
+    base = alive({})
+    model = share(fresh({**MECHANISMS[name], **flags}), base)
+    model.load_state_dict({**model.state_dict(), **values})
+    with torch.no_grad():
+        assert near(model.hidden(tokens(2, 16)), base.hidden(tokens(2, 16)))
+
+
+# ---- 3. the same start ----
+
+@every
+def test_shared_parameters_start_bit_identical(cases):
+    for name, flags in cases:
+        plain = {key: flags[key] for key in ("recipe", "n_layer") if key in flags}
+        base, own = (dict(GPT(GPTConfig(**{**TINY, **f})).named_parameters()) for f in (plain, flags))
+        shared = [n for n in base if n in own and own[n].shape == base[n].shape]
+        resized = "a2c_seed" in name or "constraint_b" in name  # projections of another size
+        assert len(shared) == len(base) or resized and len(shared) >= len(base) - 4, name
+        assert all(torch.equal(own[n], base[n]) for n in shared), name
+
+
+# ---- 4. causal ----
+
+def seen(model, idx, traces):
+    """{name: what the model computes, per token}: logits and the traces that have a time axis, or the hidden states."""
+    with torch.no_grad():
+        if not traces:
+            return {"hidden": model.hidden(idx)}
+        out = model(idx, traces=traces)
+    return {"logits": out.logits, **{name: t for name, t in out.traces.items() if idx.size(1) in t.shape}}
+
+
+def leaks(model, traces=True, at=(1, 6, 12)):
+    """What a changed token changes before itself, by name; nothing, if the model is causal."""
+    idx, found = tokens(2, T), set()
+    before = seen(model, idx, traces)
+    for t in at:
+        other = idx.clone()
+        other[:, t] = (other[:, t] + 1) % 37
+        after = seen(model, other, traces)
+        last = "logits" if traces else "hidden"
+        assert not near(before[last][:, t], after[last][:, t], 1e-4), f"the change of token {t} is not seen at all"
+        for name, value in before.items():
+            axis = value.shape.index(T)
+            if not torch.equal(value.narrow(axis, 0, t), after[name].narrow(axis, 0, t)):
+                found.add(name)
+    return found
+
+
+@every
+def test_future_tokens_do_not_leak(cases):
+    for name, flags in cases:
+        model = alive(flags)
+        assert leaks(model, "maps", (1, 6, 12) if "recipe" in flags else (6,)) == set(), name
+        if "recipe" in flags:
+            assert leaks(model.train() if "sentinel_l0" not in name else model, False) == set(), name
+
+
+def test_traces_that_are_looked_at_are_all_there():
+    found = {name.split(".", 2)[-1] for name in seen(alive(ALL_ON), tokens(2, T), "maps")}
+    assert found >= {"advantage", "routing_weights", "routing_logits", "router_gates", "head_scores", "entropy", "concentration", "acag_gate",
+                     "map", *(f"constraint.{name}" for name in THREE)}
+
+
+def pooled_router(monkeypatch):
+    """The constraint write-up's router: the mean of the whole sequence."""
+    gates = ConstraintHeads.gates
+    monkeypatch.setattr(ConstraintHeads, "gates", lambda self, x, ctx, layer: gates(self, x, ctx._replace(hint=x.mean(1)), layer))
+
+
+def full_matrix_statistics(monkeypatch):
+    """ACAG's statistics taken over the rows of all tokens."""
+    rows = model_py.row_statistics
+    pool = lambda t: t.mean(-1, keepdim=True).expand_as(t)
+    monkeypatch.setattr(model_py, "row_statistics", lambda *a, **kw: (lambda y, e, c: (y, pool(e), pool(c)))(*rows(*a, **kw)))
+
+
+def pooled_norm(*dims):
+    """The write-up's normalisation of a head's output, over batch and sequence."""
+    def patch(monkeypatch):
+        monkeypatch.setattr(model_py, "rms_norm", lambda y: y / y.square().mean(dims, keepdim=True).sqrt())
+    return patch
+
+
+@pytest.mark.parametrize("name, mistake", [("constraint_a", pooled_router), ("constraint_seed", pooled_router), ("acag", full_matrix_statistics),
+                                           ("acag_seed", full_matrix_statistics), ("head_norm", pooled_norm(0, 2, 3))],
+                         ids=["constraint_a", "constraint_seed", "acag", "acag_seed", "head_norm"])
+def test_the_leak_test_catches(name, mistake, monkeypatch):
+    mistake(monkeypatch)
+    assert "logits" in leaks(alive(MECHANISMS[name])) and leaks(alive(MECHANISMS[name]), False) == {"hidden"}
+
+
+# ---- 5. rows of a batch ----
+
+def meets_its_neighbours(model):
+    idx = tokens(2, T)
+    with torch.no_grad():
+        whole = model.hidden(idx)
+        return not all(near(whole[row], model.hidden(idx[row:row + 1])[0]) for row in range(2))
+
+
+@singles
+def test_rows_of_a_batch_do_not_see_each_other(cases):
+    for name, flags in cases:
+        assert not meets_its_neighbours(alive(flags)), name
+
+
+def test_the_batch_test_catches_a_norm_over_the_batch(monkeypatch):
+    pooled_norm(0)(monkeypatch)
+    assert meets_its_neighbours(alive(MECHANISMS["head_norm"]))
+
+
+# ---- 6. training and evaluation ----
+
+def same_in_training(model):
+    """Whether training mode, with and without losses, computes what evaluation does."""
+    idx = tokens(2, T)
+    with torch.no_grad():
+        want = model.eval().hidden(idx)
+        return near(model.train().hidden(idx), want) and near(model.trunk(idx, losses=True)[0], want)
+
+
+@every
+def test_training_and_evaluation_are_the_same_function(cases):
+    """But routing_train_only, whose gates the write-up's code drops after training: it has to be caught."""
+    for name, flags in cases:
+        assert same_in_training(open_noisy_gates(alive(flags))) == ("routing_train_only" not in name), name
+
+
+def test_hard_concrete_gates_are_the_same_in_expectation():
+    """Over many draws a gate's mean is near the gate of evaluation (not at it: the paper's is an estimate), and so is what
+
+    the model computes; one draw is not.
+    """
+    gate = SentinelGate(GPTConfig(sentinel="hard_concrete"), 7)
+    gate.logit.data = torch.linspace(-3, 3, 7)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        draws = torch.stack([gate.train()() for _ in range(4000)])
+        assert near(draws.mean(0), gate.eval()(), 0.12) and not near(draws[0], gate(), 0.12)
+        assert (draws == 0).any() and (draws == 1).any() and draws.min() == 0 and draws.max() == 1
+        model, idx = alive(MECHANISMS["sentinel_l0"], n_layer=1), tokens(1, 4)
+        want = model.hidden(idx)
+        model.train()
+        draws = torch.stack([model.hidden(idx) for _ in range(400)])
+        assert (draws.mean(0) - want).norm() < 0.4 * (draws - want).norm(dim=(-2, -1)).mean()
+
+
+# ---- 7. the KV cache ----
+
+def cache_differs(model, *splits):
+    """The splits of a text at which reading it in pieces is not reading it at once."""
+    idx = tokens(2, sum(splits[0]))
+    with torch.no_grad():
+        want = model.hidden(idx)
+        found = []
+        for sizes in splits:
+            cache = KVCache(model.config)
+            got = torch.cat([model.hidden(piece, cache) for piece in idx.split(sizes, dim=1)], dim=1)
+            found += [] if near(got, want) and cache.length == idx.size(1) else [sizes]
+        return found
+
+
+ONE_BY_ONE, UNEVEN = [1] * 9, [4, 1, 1, 3]
+
+
+@singles
+def test_cached_equals_uncached(cases):
+    for name, flags in cases:
+        assert cache_differs(alive(flags), ONE_BY_ONE, UNEVEN, [9]) == [], name
+
+
+@every
+def test_rows_padded_and_read_in_pieces_equal_rows_alone(cases):
+    """Each row of an unevenly long batch, whatever stands in its padding, gives what it gives alone, without a cache."""
+    lengths, idx = [3, 9, 6], tokens(3, 9)
+    pad = 9 - torch.tensor(lengths)
+    filled = torch.where(torch.arange(9) < pad[:, None], 36, idx)
+    for name, flags in cases:
+        model = alive(flags)
+        with torch.no_grad():
+            cache = KVCache(model.config)
+            pieces = torch.cat([model.hidden(piece, cache, pad) for piece in filled.split([4, 4, 1], dim=1)], 1)
+            whole = model.hidden(filled, pad=pad) if "recipe" in flags else pieces
+            for row, n in enumerate(lengths):
+                alone = model.hidden(idx[row:row + 1, 9 - n:])[0]
+                assert near(whole[row, 9 - n:], alone), f"{name}: row of {n}"
+                assert near(pieces[row, 9 - n:], alone), f"{name}: row of {n} in pieces"
+
+
+@singles
+def test_unequal_prompts_generate_what_each_does_alone(cases):
+    """Past the end of the context, too."""
+    idx, lengths = tokens(3, 9), [1, 9, 4]
+    for name, flags in cases:
+        model = alive(flags)
+        got = model.generate(idx, 9, temperature=0, lengths=lengths)
+        for row, n in enumerate(lengths):
+            assert torch.equal(got[row, 9:], model.generate(idx[row:row + 1, 9 - n:], 9, temperature=0)[0, n:]), f"{name}: prompt of {n}"
+
+
+@pytest.mark.parametrize("name", ["constraint_a", "constraint_b", "constraint_seed"])
+def test_the_cache_test_catches_a_running_mean_that_starts_anew(name, monkeypatch):
+    monkeypatch.setattr(KVCache, "carry", lambda self, layer, total: total)
+    assert cache_differs(alive(MECHANISMS[name]), ONE_BY_ONE, UNEVEN) == [ONE_BY_ONE, UNEVEN]
+
+
+@pytest.mark.parametrize("name", [n for n in MECHANISMS if n.startswith("routing") or n == "moh"])
+def test_decoding_that_skips_heads_equals_decoding_that_does_not(name, monkeypatch):
+    """Alone, with every other mechanism, and with heads that are gone."""
+    calls, skipping = [], model_py.attend_selected
+    monkeypatch.setattr(model_py, "SKIP_FROM", 1)
+    monkeypatch.setattr(model_py, "attend_selected", lambda *a: (calls.append(1), skipping(*a))[1])
+    for other, flags in SINGLES[name] + [case for cases in WITH.values() for case in cases if name in case[0].split("+")]:
+        model = alive(flags)
+        calls.clear()
+        assert cache_differs(model, [4] + [1] * 4) == [], other
+        model.prune_heads({0: [1, 4]})
+        assert cache_differs(model, [4] + [1] * 4) == [], other
+        reads_rows = model.config.acag is not None or name == "routing_train_only"
+        assert bool(calls) != reads_rows, other
+
+
+# ---- 8. compiled: one graph, and no other when a head's state moves ----
+
+FAMILIES = ["routing_moh", "sentinel", "agency", "unet_concat", "constraint_a", "a2c_key_bias", "acag", "gated", "window"]
+AT_ONCE = {"ALL_ON": ALL_ON}  # and then every mechanism, as many together as go
+for name, flags in MECHANISMS.items():
+    room = next((n for n, there in AT_ONCE.items() if n != "ALL_ON" and not set(flags) & set(there) and fine({**there, **flags})), None)
+    AT_ONCE[f"{room}+{name}" if room else name] = {**(AT_ONCE.pop(room) if room else {}), **flags}
+TWO = {f"{a}+": [(f"{a}+{b}", PAIRS[a, b]) for b in FAMILIES[i + 1:]] for i, a in enumerate(FAMILIES[:-1])}
+
+
+def losses_of(model, forward, idx, targets):
+    model.zero_grad()
+    out = forward(idx, targets)
+    loss = sum(out.aux.values(), out.loss)
+    loss.backward()
+    return loss.item(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def compiles_like_eager(flags, name, **options):
+    torch._dynamo.reset()
+    model = GPT(GPTConfig(**{**TINY, "block_size": 8, **small(flags)}))
+    open_noisy_gates(enliven(model)).train()  # compiled, noise is other noise
+    fast, idx, targets = torch.compile(model, fullgraph=True, **options), tokens(2, 8), tokens(2, 8, seed=2)
+    (want, grads), (got, fast_grads) = losses_of(model, model, idx, targets), losses_of(model, fast, idx, targets)
+    assert got == pytest.approx(want, abs=1e-4) and len(grads) == len(fast_grads), name
+    assert all(near(a, b, 1e-3) for a, b in zip(grads, fast_grads)), name
+    return model, fast, idx, targets
+
+
+@pytest.mark.parametrize("flags", AT_ONCE.values(), ids=AT_ONCE)
+def test_compiles_in_one_graph_and_trains_the_same(flags):
+    compiles_like_eager(flags, "", backend="aot_eager")
+
+
+@pytest.mark.parametrize("cases", TWO.values(), ids=TWO)
+def test_compiles_in_one_graph_with_every_other_family(cases):
+    """Here the graph is captured and run as it is; what autograd makes of graphs is tested above."""
+    for name, flags in cases:
+        compiles_like_eager(flags, name, backend="eager")
+
+
+@pytest.mark.parametrize("flags", [{}, ALL_ON], ids=["plain", "ALL_ON"])
+@pytest.mark.skipif("INDUCTOR" not in os.environ, reason="C++ takes minutes to compile at first: INDUCTOR=1 compiles it")
+def test_compiles_with_inductor_and_trains_the_same(flags):
+    compiles_like_eager(flags, "inductor")
+
+
+def test_a_heads_state_moves_without_recompiling():
+    torch._dynamo.reset()
+    model = alive(ALL_ON).float()
+    fast, idx = torch.compile(model, fullgraph=True, backend="aot_eager"), tokens(2, 8)
+    with torch.no_grad():
+        before = fast(idx).logits
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for change in (dict(state="misaligned"), dict(state="overloaded"), dict(consent=False), dict(state="active")):
+                model.set_head(1, 4, **change, step=7)
+                after = fast(idx).logits
+                assert near(after, model(idx).logits, 1e-4) and not near(after, before, 1e-3)
+                before = after
+            with pytest.raises(Exception, match="[Rr]ecompil"):  # what the guard is worth: another shape is noticed
+                fast(tokens(2, 7))
+    torch._dynamo.reset()
+
+
+# ---- 9. gradients and bfloat16 ----
+
+def more_losses(flags):
+    """The losses that have a weight of 0 unless asked for."""
+    return {**flags, **(dict(constraint_sparsity=0.1) if "constraint_names" in flags else {})}
+
+
+@every
+def test_every_parameter_has_a_gradient(cases):
+    """With all auxiliary losses on; finite from the first step on, and not zero once the weights are alive."""
+    for name, flags in cases:
+        model = GPT(GPTConfig(**{**TINY, **more_losses(flags)})).train()
+        assert "recipe" not in flags or all(g is not None and g.isfinite().all() for g in gradients(model).values()), name
+        dead = [n for n, g in gradients(enliven(model)).items() if g is None or not g.isfinite().all() or not g.any()]
+        assert dead == [], name
+
+
+def test_every_auxiliary_loss_is_there():
+    model = GPT(GPTConfig(**TINY, **more_losses(ALL_ON))).train()
+    out = model(tokens(2, T), tokens(2, T, seed=2), constraint_targets={name: torch.ones(2, T) for name in THREE})
+    assert set(out.aux) == {"routing_balance", "gate_l1", "constraint", "constraint_router", "a2c_value", "a2c_advantage"}
+    assert model(tokens(2, T)).aux == {} and model(tokens(2, T)).loss is None
+
+
+@pytest.mark.parametrize("how", ["weights", "autocast"])
+@singles
+def test_bfloat16_is_finite(cases, how):
+    for name, flags in cases:
+        model = GPT(GPTConfig(**TINY, **more_losses(flags))).train()
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            loss = total(model.bfloat16() if how == "weights" else model)
+        loss.backward()
+        assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters()), name
+        assert loss.item() == pytest.approx(total(GPT(GPTConfig(**TINY, **more_losses(flags))).train()).item(), abs=0.2), name
+
+
+# ---- 10. checkpoints ----
+
+@singles
+def test_a_saved_model_is_the_same_model(cases, tmp_path, monkeypatch):
+    """Head states included; also after heads are pruned, and the context is cropped."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # takes most of the time, and no power fails here
+    for name, flags in cases:
+        model, idx = alive(flags).float(), tokens(2, 8)
+        for change in ([lambda: None] if flags["recipe"] == "gpt2" else []) + [lambda: (model.prune_heads({0: [0, 5], 1: list(range(6))}), model.crop_block_size(8))]:
+            change()
+            checkpoint.save(tmp_path / "ckpt.pt", dict(model=model.state_dict(), config=asdict(model.config), meta=None))
+            again = checkpoint.build(checkpoint.read(tmp_path / "ckpt.pt"), tmp_path / "ckpt.pt")
+            with torch.no_grad():
+                assert torch.equal(again(idx).logits, model(idx).logits), name
+            assert again.config == model.config and again.violations() == model.violations(), name
+        assert [len(block.attn.kept) for block in again.transformer.h] == [4, 0]
+        if model.config.agency:
+            assert again.transformer.h[0].attn.agency.state.tolist() == [1, 2, 3, 0]
+
+
+# ---- 11. two ranks ----
+
+def test_two_ranks_train_as_one_process_does_with_everything_on(bytes_data, rows, tmp_path):
+    settings = dict(dataset=bytes_data, n_layer=2, n_head=6, n_embd=48, block_size=16, batch_size=4, max_iters=6, eval_interval=6, eval_tokens=256,
+                    log_interval=1, device="cpu", **{**ALL_ON, "routing_coef": 1.0})
+    argv = lambda out: [f"--{key}={value}" for key, value in settings.items()] + [f"--out_dir={tmp_path / out}"]
+    train.main(argv("one"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"), *argv("two")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for one, two in zip(rows(tmp_path / "one"), rows(tmp_path / "two")):
+        assert len(one) == len(two) > 0
+        for a, b in zip(one, two):
+            assert a.keys() == b.keys()
+            assert all(a[k] == pytest.approx(b[k], abs=1e-5) for k in a if k not in ("elapsed_s", "tokens_per_s")), (a, b)
+    assert {"aux/routing_balance", "aux/gate_l1", "aux/a2c_value", "aux/a2c_advantage"} <= set(rows(tmp_path / "two")[0][-1])
+    one, two = (checkpoint.read(tmp_path / out / "ckpt.pt")["model"] for out in ("one", "two"))
+    assert one.keys() == two.keys() and all(near(one[k].float(), two[k].float(), 1e-4) for k in one)
+
+
+def test_load_balance_is_that_of_the_whole_batch(monkeypatch):
+    """Two halves of a batch, as two ranks see them. The control: without the exchange their mean is another number."""
+    router = HeadRouter(GPTConfig(**TINY, routing="moh", routing_coef=1.0)).double()
+    x = torch.randn(2, T, 72, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + torch.tensor([[[1.0]], [[-1.0]]])
+    penalty = lambda x: router.penalty(*router(x))["routing_balance"].item()
+    load = [router(half)[1].flatten(0, 1).double().mean(0) for half in x[:, None]]
+    whole, alone = penalty(x), [penalty(half) for half in x[:, None]]
+    assert abs(sum(alone) / 2 - whole) > 1e-3
+    monkeypatch.setattr(model_py.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(model_py.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(model_py.dist, "all_reduce", lambda t: t.copy_(load[0] + load[1]))
+    assert sum(penalty(half) for half in x[:, None]) / 2 == pytest.approx(whole, abs=1e-12)
+
+
+# ---- 12. heads that are closed, packed away, and pruned ----
+
+def close(model, gone):
+    """Close heads, {layer: [head, ...]}, in turn by every means that the model has: by hand, withdrawn, a gate learned to be 0."""
+    for layer, heads in gone.items():
+        attn = model.transformer.h[layer].attn
+        means = ["hand"] + ["withdrawn"] * bool(attn.agency) + ["learned"] * bool(attn.sentinel and attn.sentinel.hard)
+        for i, head in enumerate(heads):
+            how = means[i % len(means)]
+            if how == "learned":
+                attn.sentinel.logit.data[head] = -50.0
+            else:
+                model.set_head(layer, head, **(dict(gate=0.0) if how == "hand" else dict(state="withdrawn")))
+    return model
+
+
+GONE = {0: [0, 3], 1: [0, 1, 2, 3, 4, 5]}
+
+
+@every
+def test_packed_is_the_same_function_without_the_closed_heads(cases):
+    """Read in pieces with a cache that is smaller; the router still selects among all heads."""
+    idx = tokens(2, 16)
+    for name, flags in cases:
+        gone = GONE if "recipe" in flags else {0: GONE[0]}
+        model = alive(flags)
+        with torch.no_grad():
+            before = model.hidden(idx)
+            packed = close(model, gone).packed()
+            want, cache = model.hidden(idx), KVCache(packed.config)
+            got = torch.cat([packed.hidden(piece, cache) for piece in idx.split([7, 1, 8], dim=1)], dim=1)
+        assert near(got, want) and not near(want, before), name
+        assert model.config.heads is None and not any(set(gone[layer]) & set(packed.config.heads[layer]) for layer in gone), name
+        assert [k.size(1) for k in cache.k] == [len(b.attn.kept) + b.attn.n_extra for b in packed.transformer.h], name
+        assert cache.k[0].size(1) < 6 + packed.transformer.h[0].attn.n_extra and ("recipe" not in flags or packed.config.heads[1] == []), name
+        assert packed.num_params() < model.num_params(), name
+
+
+def trained(flags, optimizer, gone=None, prune=False):
+    """(model, optimizers) after two steps, then with heads closed or pruned, and three steps more."""
+    model = open_noisy_gates(alive(flags)).train()
+    optimizers = make_optimizers(model, train.TrainConfig(optimizer=optimizer).for_recipe("gpt2"))
+    for step in range(5):
+        if step == 2 and gone:
+            if prune:
+                model.prune_heads(gone, optimizers)
+            for layer, heads in gone.items() if not prune else ():
+                for head in heads:
+                    model.set_head(layer, head, gate=0.0)
+        model(tokens(2, T, seed=step), tokens(2, T, seed=step + 9)).loss.backward()
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
+    return model, optimizers
+
+
+@singles
+def test_training_goes_on_after_pruning_as_with_closed_heads(cases):
+    """AdamW's moments are those of the heads that are left, so both go the same way; the control: with others they do not."""
+    (name, flags), _ = cases
+    pruned, _ = trained(flags, "adamw", GONE, prune=True)
+    masked, _ = trained(flags, "adamw", GONE)
+    masked.prune_heads(GONE)
+    assert all(near(a, b) for a, b in zip(pruned.parameters(), masked.parameters(), strict=True))
+    never, _ = trained(flags, "adamw")
+    never.prune_heads(GONE)
+    assert not all(near(a, b) for a, b in zip(pruned.parameters(), never.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("flags", [{}, ALL_ON, MECHANISMS["a2c_seed"], MECHANISMS["gated_elementwise"]], ids=["plain", "ALL_ON", "a2c_seed", "gated_elementwise"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_pruning_takes_rows_from_projections_and_moments(flags, optimizer):
+    model, optimizers = trained(flags, optimizer)
+    D, attn = 12, model.transformer.h[0].attn
+    held = lambda p: next({k: v for k, v in o.state[p].items() if v.shape == p.shape} for o in optimizers if p in o.state)
+    rows = torch.cat([torch.arange(part * 72 + h * D, part * 72 + (h + 1) * D) for part in range(attn.parts) for h in (1, 2, 4, 5)])
+    columns = torch.cat([torch.arange(h * D, (h + 1) * D) for h in (1, 2, 4, 5)])
+    want = [{"": attn.c_attn.weight, **held(attn.c_attn.weight)}, {"": attn.c_proj.weight, **held(attn.c_proj.weight)}]
+    want = [{k: v.detach()[rows].clone() for k, v in want[0].items()}, {k: v.detach()[:, columns].clone() for k, v in want[1].items()}]
+    model.prune_heads(GONE, optimizers)
+    got = [{"": w, **held(w)} for w in (attn.c_attn.weight, attn.c_proj.weight)]
+    assert all(torch.equal(a[k], b[k]) for a, b in zip(want, got, strict=True) for k in a | b) and len(want[0]) > 1
+    inside = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    assert inside == {id(p) for p in model.parameters()} and all(p in inside for p in map(id, (p for o in optimizers for p in o.state)))
+    losses = []
+    for _ in range(8):
+        losses.append(total(model))
+        losses[-1].backward()
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
+    assert all(p.isfinite().all() for p in model.parameters()) and losses[-1] < losses[0]
+
+
+def test_heads_that_are_not_there_are_refused():
+    model = alive(MECHANISMS["agency"])
+    model.prune_heads({0: [2]})
+    for wrong in (lambda: model.prune_heads({0: [2]}), lambda: model.prune_heads({2: [0]}), lambda: model.set_head(0, 2, gate=0.0),
+                  lambda: model.set_head(0, 6, gate=0.0), lambda: model.set_head(-1, 0, gate=0.0), lambda: model.set_head(0, 0, state="asleep"),
+                  lambda: alive({}).set_head(0, 0, state="active")):
+        with pytest.raises(ValueError) as e:
+            wrong()
+        assert "\n" not in str(e.value)
+
+
+# ---- 13. what is refused ----
+
+CONSTRAINED = dict(constraint_names=THREE)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (dict(routing="best"), "routing='best' must be one of"),
+    (dict(routing="seed", routing_top_k=1), "routing_top_k=1 leaves one routed head"),
+    (dict(routing="moh", routing_top_k=2, routing_shared=1), "routing_top_k=2 leaves one routed head"),
+    (dict(routing="moh", routing_top_k=7), "routing_top_k=7 must be from 1 to n_head=6"),
+    (dict(routing="moh", routing_shared=3), "routing_shared=3 must be below routing_top_k=3"),
+    (dict(routing="seed", routing_shared=1), "routing_shared=1 needs routing='moh'"),
+    (dict(routing="moh", routing_mask="zero"), "routing_mask='zero' needs routing='seed'"),
+    (dict(unet="concat", n_layer=1), "unet='concat' needs at least two layers"),
+    (dict(CONSTRAINED, constraint_variant="B", n_embd=48), "constraint_variant='B' leaves 48 / 9 heads"),
+    (dict(CONSTRAINED, constraint_variant="B", a2c="seed"), "a2c='seed' takes x in n_head slices"),
+    (dict(CONSTRAINED, constraint_layers=[2]), "constraint_layers=[2] must be blocks from 0 to 1"),
+    (dict(CONSTRAINED, constraint_layers=[-1]), "constraint_layers=[-1] must be blocks from 0 to 1"),
+    (dict(CONSTRAINED, constraint_layers=[]), "constraint_layers=[] must be blocks from 0 to 1"),
+    (dict(CONSTRAINED, constraint_weights=[1.0]), "constraint_weights=[1.0] must be one for each name"),
+    (dict(CONSTRAINED, constraint_heads=0), "constraint_heads=0 must be at least 1"),
+    (dict(constraint_names=["a", "a"]), "constraint_names=['a', 'a'] must be different names"),
+    (dict(acag="headwise", dropout=0.1), "acag has no fused kernel with dropout on the attention weights: set attn_dropout=0"),
+    (dict(window=0, dropout=0.1), "window has no fused kernel with dropout on the attention weights: set attn_dropout=0"),
+    (dict(window=4, attn_dropout=0.1), "window has no fused kernel with dropout on the attention weights: set attn_dropout=0"),
+    (dict(a2c="temperature", a2c_gamma=1.0), "a2c_gamma=1.0 must be in [0, 1)"),
+    (dict(heads=[[0, 1]]), "heads=[[0, 1]] must list, for each of the 2 layers"),
+    *((flags, f"{key}={value!r} means nothing while {parent} is off") for parent, flags in dict(
+        routing=dict(routing_top_k=2), sentinel=dict(lambda_gate=1.0), agency=dict(agency_enforce=False), unet=dict(unet_skips=False),
+        constraint_names=dict(constraint_heads=2), a2c=dict(a2c_value_coef=1.0), acag=dict(acag_detach=True),
+        window=dict(window_global=1)).items() for key, value in flags.items())],
+    ids=lambda v: "+".join(v) if isinstance(v, dict) else "")
+def test_what_means_nothing_together_is_refused_in_one_line(flags, words):
+    problem, = GPTConfig(**{**TINY, **flags}).problems()
+    assert problem.startswith(words) and "\n" not in problem
+    with pytest.raises(ValueError, match="^" + words.split("=")[0].split()[0]):
+        GPT(GPTConfig(**{**TINY, **flags}))
+
+
+@pytest.mark.parametrize("flags", [dict(routing="sigmoid", routing_top_k=1), dict(routing="seed", routing_mask="zero", routing_top_k=1),
+                                   dict(acag="headwise", dropout=0.1, attn_dropout=0.0), dict(window=0, dropout=0.1, attn_dropout=0.0),
+                                   dict(CONSTRAINED, constraint_layers=[0, 1])], ids=lambda v: "+".join(v))
+def test_what_is_near_a_refusal_but_means_something_trains(flags):
+    assert all(g is not None and g.isfinite().all() for g in gradients(GPT(GPTConfig(**TINY, **flags)).train()).values())
+
+
+# ---- 14. recomputed, and with a shorter context ----
+
+@singles
+def test_activation_checkpointing_changes_nothing(cases):
+    for name, flags in cases:
+        found = []
+        for on in (False, True):
+            model = alive(flags, checkpoint_activations=on).train()
+            torch.manual_seed(3)  # for hard-concrete noise
+            found.append(gradients(model))
+        assert all(near(found[0][n], found[1][n]) for n in found[0]), name
+
+
+@singles
+def test_cropping_the_context_keeps_the_function(cases):
+    """Unlike a model of the shorter context with the same weights, where length or window follow from it."""
+    for name, flags in cases:
+        model, idx = alive(flags), tokens(2, 8)
+        short = share(fresh(flags, block_size=8), model)
+        with torch.no_grad():
+            want = model.hidden(idx)
+            model.crop_block_size(8)
+            assert near(model.hidden(idx), want) and cache_differs(model, [3, 1, 4]) == [], name
+            if flags.get("acag") or "window" in flags:
+                assert not near(short.hidden(idx), want), name
