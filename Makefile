@@ -24,8 +24,9 @@ demo: .venv/ready
 	@echo
 	$(PY) plot_curves.py $(DEMO)
 
+# a process per core, each with one thread: threads that wait for each other spin
 test: .venv/ready-test
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
 
 bench: .venv/ready
 	$(PY) bench.py
