@@ -183,7 +183,7 @@ def contestants_of(args):
         return {f"{recipe}-{share:.0%}": ours(recipe, args, off=share) for share in args.heads_off}
     if args.mechanisms:
         known = {**MECHANISMS, **MORE}
-        names = [*MECHANISMS, "all_on"] if args.mechanisms == "all" else args.mechanisms.split(",")
+        names = [n for name in args.mechanisms.split(",") for n in ([*MECHANISMS, "all_on"] if name == "all" else [name])]
         return {recipe: ours(recipe, args), **{name: ours(recipe, args, known[name]) for name in names}}
     made = {"nanogpt": nanogpt(args.nanogpt, args)} if args.nanogpt else {}
     return {**made, **{recipe: ours(recipe, args) for recipe in args.recipes}}
@@ -270,7 +270,7 @@ def decode_rows(args):
                                   n_embd=args.n_embd, recipe=args.recipes[0], **flags)).to(args.device).eval()
             cache, size = KVCache(model.config), model.config.head_size
             for layer in range(args.n_layer):  # what the keys say does not change the time
-                cache.append(layer, *torch.randn(2, args.batch_size, args.n_head, context, size, device=args.device))
+                cache.append(layer, *torch.randn(2, args.batch_size, args.n_head, context, size, device=args.device, dtype=getattr(torch, args.dtype)))
             cache.length = context
             built[name] = model, cache
         token = torch.zeros(args.batch_size, 1, dtype=torch.long, device=args.device)
@@ -292,12 +292,12 @@ def decode_rows(args):
 
 def table(rows):
     if rows[0]["what"] == "memory":
-        first = rows[0]["peak_bytes"]
-        return "\n".join([f"{'model':<22}{'peak memory':>14}{'ratio':>8}"] + [f"{r['name']:<22}{r['peak_bytes'] / 2**20:>10,.0f} MiB{r['peak_bytes'] / first:>8.2f}" for r in rows])
+        first = rows[0]["peak_bytes"] or math.nan
+        return "\n".join([f"{'model':<22}{'peak memory':>14}{'ratio':>8}"] + [f"{r['name']:<22}{(r['peak_bytes'] or math.nan) / 2**20:>10,.0f} MiB{(r['peak_bytes'] or math.nan) / first:>8.2f}" for r in rows])
     interval = "[95 %]" if rows[0]["rounds"] >= 6 else "[range]"
     lines = [f"{'work':<7}{'model':<22}{'tokens/s':>12}{'ms':>10}   {f'time ratio {interval}':<24}{'speed':>7}   {'peak memory, ratio':>18}  use"]
     for r in rows:
-        first = next((o["peak_bytes"] for o in rows if o.get("peak_bytes")), None)
+        first = rows[0].get("peak_bytes") or math.nan
         memory = f"{r['peak_bytes'] / 2**20:,.0f} MiB {r['peak_bytes'] / first:.2f}" if r.get("peak_bytes") else ""
         share = f"{r['share_of_matmul_rate']:.1%} of the measured rate" if "share_of_matmul_rate" in r else ""
         ratio = f"{r['time_ratio']:.3f} [{r['time_ratio_low']:.3f}, {r['time_ratio_high']:.3f}]"
@@ -389,6 +389,8 @@ def main(argv=None):
         args.what = args.what or ("train" if args.mechanisms else "train,decode")
         if args.mechanisms and (unknown := sorted({*args.mechanisms.split(",")} - {"all", *MECHANISMS, *MORE})):
             raise CheckpointError(f"--mechanisms: no {', '.join(unknown)}; there are all, {', '.join([*MECHANISMS, *MORE])}")
+        if sum(map(bool, (args.mechanisms, args.heads_off, args.contexts, args.race))) > 1:
+            raise CheckpointError("--mechanisms, --heads_off, --contexts and --race are four different benchmarks: one at a time")
         if any(not 0 <= share < 1 for share in args.heads_off or ()) or any(context < 1 for context in args.contexts or ()):
             raise CheckpointError("--heads_off takes shares from 0 to below 1, --contexts positive numbers")
         if args.json:
@@ -407,6 +409,8 @@ def measure(args):
             setattr(args, name, on_cuda if cuda else on_cpu)
     torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.recompile_limit = 256  # each contestant is one more graph of GPT.forward: beyond 8 they would silently run eager
+    torch._dynamo.config.accumulated_recompile_limit = 4096
     if not 2 <= args.block_size:
         raise ValueError(f"--block_size={args.block_size} must be at least 2")
     if args.race:

@@ -126,7 +126,7 @@ def build(state, path, device="cpu", settings=(), **overrides):
 # ---- switches of a trained model ----
 
 HEAD_KEYS = {"gate": float, "state": str, "consent": bool}  # <key>.<layer>.<head>, for GPT.set_head()
-FIXED = ("recipe", "n_layer", "n_head", "tied")  # what the tensors mean, even where their shapes stay
+FIXED = ("recipe", "n_layer", "n_head", "tied", "heads", "constraint_names")  # what the tensors mean, even where their shapes stay
 
 
 def read_settings(settings):

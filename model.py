@@ -209,6 +209,7 @@ class GPTConfig:
             need(self.routing_mask == "inf" or self.routing == "seed", f"routing_mask='zero' needs routing='seed', not {self.routing!r}")
             need(self.routing_hidden is None or self.routing_hidden >= 0, f"routing_hidden={self.routing_hidden} must not be negative")
             need(self.routing_capacity == 0 or self.routing_capacity >= 1, f"routing_capacity={self.routing_capacity} must be 0 (off) or at least 1")
+            need(not (self.routing_capacity and self.routing_mask == "zero"), "routing_capacity needs routing_mask='inf': with 'zero' every head is used")
             for other in ("acag", "routing_shared", "constraint_names"):
                 need(not (self.routing_capacity and getattr(self, other)), f"routing_capacity packs the queries of selected heads alone: not with {other}")
         need(not self.unet or N >= 2, f"unet={self.unet!r} needs at least two layers to join")
@@ -216,7 +217,8 @@ class GPTConfig:
         need(self.unet != "add" or self.unet_init < 1, f"unet_init={self.unet_init} must be below 1 for unet='add', whose weight is a sigmoid")
         if self.constraint_names is not None:
             names, sizes = self.constraint_names, [self.head_size_in(layer) for layer in range(N)]
-            need(len(names) == len(set(names)) > 0, f"constraint_names={names} must be different names, at least one")
+            need(len(names) == len(set(names)) > 0 and not any("." in name for name in names),
+                 f"constraint_names={names} must be different names, at least one, without dots")
             need(self.constraint_heads >= 1, f"constraint_heads={self.constraint_heads} must be at least 1")
             need(self.constraint_hidden >= 1, f"constraint_hidden={self.constraint_hidden} must be at least 1")
             need(all(0 <= layer < N for layer in self.constraint_layers or ()) and self.constraint_layers != [],
@@ -393,10 +395,13 @@ def rotate(x, cos, sin):
 
 
 def random_blocks(config):
-    """Which blocks before its window each block of tokens also sees, bool [blocks, blocks] (BigBird, arXiv 2007.14062)."""
+    """Which blocks before its window each block of tokens also sees, bool [blocks, blocks] (BigBird, arXiv 2007.14062).
+
+    Drawn alike for every seed: a checkpoint keeps its pattern when it is trained on with another seed.
+    """
     size = config.window_block
     n, reach = -(-config.block_size // size), -(-(config.window - 1) // size)  # blocks that the window touches
-    generator, table = torch.Generator().manual_seed(config.seed), torch.zeros(n, n, dtype=torch.bool)
+    generator, table = torch.Generator().manual_seed(1337), torch.zeros(n, n, dtype=torch.bool)
     for block in range(reach + 1, n):
         table[block, torch.randperm(block - reach, generator=generator)[:config.window_random]] = True
     return table
@@ -439,6 +444,7 @@ class Context(NamedTuple):
     sees: object = None                     # function of (query, key) positions: whether the one may read the other
     hint: Optional[torch.Tensor] = None     # the caller's input of the constraint router, [B, C]
     losses: bool = False                    # are auxiliary losses wanted?
+    scores: bool = False                    # are the constraint heads' scores wanted?
     traces: object = False                  # are traces wanted? "maps": attention maps too
 
 
@@ -494,6 +500,7 @@ def flexes(device):
 @functools.cache
 def compiled_flex():
     """FlexAttention is a fused kernel only when compiled, also where the model around it is not."""
+    torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)  # one for each shape; beyond it, silently, T x T
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -541,7 +548,7 @@ def attend(q, k, v, scale, mask, dropout):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout)
 
 
-SKIP_FROM = 1024  # keys from which skipping heads pays at decode on CPU (measured: docs/results.md)
+SKIP_FROM = 1024  # keys from which skipping heads pays at decode on CPU (measured: docs/log.md)
 
 
 def attend_selected(q, k, v, scale, used, mask):
@@ -792,17 +799,17 @@ class AdvantageAttention(nn.Module):
         return q, k, v, a
 
 
-def discounted_return(r, gamma):
-    """G_t = (1 - gamma) sum_k gamma^k r_(t+k), [B, T]: doubling steps, so log2(T) passes and no T x T matrix.
+def discounted_return(r, scored, gamma):
+    """G_t = sum_k gamma^k r_(t+k) / sum_k gamma^k over the `scored` tokens that are left, [B, T].
 
-    The text goes on after its last token here; the weights beyond it are shared out, so that G stays a weighted mean.
+    That is (1 - gamma) sum_k gamma^k r_(t+k), the weights beyond the text's end shared out among the rest. The sums are
+    made by doubling steps: log2(T) passes and no T x T matrix.
     """
-    T, step = r.size(1), 1
-    while step < T:
-        r = r + gamma**step * F.pad(r[:, step:], (0, step))
+    both, step = torch.stack((r * scored, scored.to(r.dtype))), 1
+    while step < r.size(1):
+        both = both + gamma**step * F.pad(both[..., step:], (0, step))
         step *= 2
-    left = torch.arange(T, 0, -1, dtype=r.dtype, device=r.device)
-    return (1 - gamma) / (1 - gamma**left) * r
+    return both[0] / both[1].clamp_min(1e-12)
 
 
 class ContextGate(nn.Module):
@@ -945,7 +952,9 @@ class CausalSelfAttention(nn.Module):
             if self.constraint.seed:  # the write-up gates the values
                 more = more[0], more[1], more[2] * gates.transpose(1, 2)[..., None].to(x.dtype)
             q, k, v = (torch.cat((t, F.pad(u, (0, t.size(-1) - self.head_size))), 1) for t, u in zip((q, k, v), more))
-        return q, k, v, said
+        kind = x.device.type  # under autocast a norm may have made q and k float32, and x is it anyway
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v.dtype
+        return q.to(dtype), k.to(dtype), v.to(dtype), said
 
     def attend(self, q, k, v, said, ctx):
         """y [B, H, T, D], and (entropy, log sum p^2) of the attention rows where somebody asks for them."""
@@ -1014,7 +1023,7 @@ class CausalSelfAttention(nn.Module):
     def traces(self, q, k, y, rows, found, said, ctx):
         """{name: tensor} of what was asked for; losses need the advantages and the constraint scores."""
         seen = {"advantage": said["advantage"]} if "advantage" in said else {}
-        if self.constraint and (ctx.losses or ctx.traces):
+        if self.constraint and (ctx.scores or ctx.traces):
             scores = self.constraint.scores(y[:, self.n_head:])
             seen.update({f"constraint.{name}": score for name, score in self.constraint.named(scores).items()}, head_scores=scores)
         if ctx.traces:
@@ -1050,14 +1059,14 @@ class CausalSelfAttention(nn.Module):
         todo += [(self.agency, ("state", "consent", "utilisation", "last_signal"), 0, index(1, 1))] if self.agency else []
         todo += [(self.acag, ("weight", "bias"), 0, index(1, 1))] if self.acag else []
         todo += [(self.a2c.critic, ("weight", "bias"), 0, index(1, 1, False)), (self.a2c, ("mix",), 0, index(1, 1, False))] if self.a2c else []
-        todo += [(self.gated.proj, ("weight",), 0, index(1, self.gated.proj.out_features // (H + self.n_extra)))] if self.gated and H + self.n_extra else []
+        todo += [(self.gated.proj, ("weight",), 0, index(1, self.gated.per))] if self.gated else []
         for module, names, dim, rows in todo:
             for name in names:
                 take(module, name, dim, rows, optimizers)
         self.kept, self.n_head = [self.kept[i] for i in keep], len(keep)
         self.c_attn.out_features, self.c_proj.in_features = self.c_attn.weight.size(0), self.c_proj.weight.size(1)
         if self.gated:
-            self.gated.n_head = self.n_head + self.n_extra
+            self.gated.n_head, self.gated.proj.out_features = self.n_head + self.n_extra, self.gated.proj.weight.size(0)
 
 
 def take(module, name, dim, rows, optimizers):
@@ -1225,7 +1234,7 @@ class GPT(nn.Module):
             cache.length += T
         return self.transformer.ln_f(x), losses, traces
 
-    def context(self, at, past, T, cache, pad, device, losses=False, traces=False, hint=None):
+    def context(self, at, past, T, cache, pad, device, losses=False, scores=False, traces=False, hint=None):
         """The Context of a forward pass: only what its flags ask for."""
         c, mask, rope, n, real = self.config, None, None, None, None
         counts = c.acag or traces
@@ -1243,7 +1252,7 @@ class GPT(nn.Module):
         if counts:
             n = (self.n_seen[at] if c.window else at + 1).to(torch.promote_types(self.transformer.wte.weight.dtype, torch.float32))
             n = n if pad is None else n[:, None]
-        return Context(rope, cache, mask, at, n, real, self.sees, hint, losses, traces)
+        return Context(rope, cache, mask, at, n, real, self.sees, hint, losses, scores, traces)
 
     def sees(self, query, key):
         """Whether the token at position `query` may read position `key`, both from 0, broadcast."""
@@ -1304,8 +1313,7 @@ class GPT(nn.Module):
         router_hint [B, C]: read by the constraint router instead of the text so far.
         """
         c = self.config
-        wants = targets is not None or constraint_targets is not None
-        x, losses, seen = self.trunk(idx, losses=wants, traces=traces, hint=router_hint)
+        x, losses, seen = self.trunk(idx, losses=targets is not None, scores=constraint_targets is not None, traces=traces, hint=router_hint)
         logits, loss = self.head(x), None
         if targets is not None and c.a2c in ("temperature", "key_bias"):
             nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none").view_as(targets)
@@ -1327,10 +1335,11 @@ class GPT(nn.Module):
         The return G_s discounts the log-probabilities of the tokens to come, so it is a target only, never an input. The
         value reads the last hidden state and A its block's input; no gradient of the value's error reaches the blocks.
         """
-        G = discounted_return(-nats, self.config.a2c_gamma)
+        G = discounted_return(-nats, scored, self.config.a2c_gamma)
         V = float32_linear(self.value, x.detach()).squeeze(-1)
         advantage = (G - V).detach()
-        predicted = {key: a for key, a in seen.items() if key.endswith(".advantage") and a.size(-1)}
+        keys = [f"blocks.{i}.advantage" for i in range(self.config.n_layer)]
+        predicted = {key: seen[key] for key in keys if seen[key].size(-1)}
         error = sum(((a - advantage[..., None]).square().mean(-1) * scored).sum() for a in predicted.values()) / max(1, len(predicted))
         share = lambda rest, whole: 1 - rest[scored].var() / whole[scored].var()
         if seen and "blocks.0.entropy" in seen:  # traces were asked for
@@ -1365,9 +1374,12 @@ class GPT(nn.Module):
             if state is not None:
                 if state not in Agency.STATES:
                     raise ValueError(f"state {state!r} must be one of {', '.join(Agency.STATES)}")
-                attn.agency.state[i] = list(Agency.STATES).index(state)
-                consent = state != "withdrawn" if consent is None else consent
-            attn.agency.consent[i] = consent
+                was, now = attn.agency.state[i].item(), list(Agency.STATES).index(state)
+                attn.agency.state[i] = now
+                if consent is None and "withdrawn" in (state, list(Agency.STATES)[was]):  # else consent is another matter
+                    consent = state != "withdrawn"
+            if consent is not None:
+                attn.agency.consent[i] = consent
             attn.agency.last_signal[i] = step
 
     def violations(self):

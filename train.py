@@ -285,7 +285,7 @@ def run(model_config, config, closing):
     if world > 1:
         model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[device] if kind == "cuda" else None,
                                                           broadcast_buffers=False,  # they are the same everywhere
-                                                          find_unused_parameters=bool(model_config.constraint_names))  # scorers, without targets
+                                                          find_unused_parameters=bool(model_config.constraint_names) or not model_config.unet_skips)
 
     # the run folder
     log = None

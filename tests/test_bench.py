@@ -73,7 +73,32 @@ def test_impossible_arguments_are_one_line_before_anything_runs(bad, line):
 
 
 def test_peak_memory_counts_the_model_and_not_the_libraries(tmp_path):
-    args = dict(nanogpt=None, recipes=["gpt2"], threads=1, device="cpu", dtype="float32", compile=False, vocab_size=64, n_head=1, block_size=8, batch_size=1)
+    args = dict(nanogpt=None, mechanisms=None, heads_off=None, recipes=["gpt2"], threads=1, device="cpu", dtype="float32", compile=False, vocab_size=64, n_head=1, block_size=8, batch_size=1)
     small = bench.peak_memory_cpu("gpt2", argparse.Namespace(**args, n_layer=1, n_embd=8))
     large = bench.peak_memory_cpu("gpt2", argparse.Namespace(**args, n_layer=4, n_embd=512))
     assert small is None or small < 8 << 20 and large > 3 * 4 * 12 * 4 * 512**2  # weights and two moments, in float32
+
+
+def test_every_mechanism_is_a_contestant_against_the_plain_gpt():
+    args = argparse.Namespace(nanogpt=None, mechanisms="all", heads_off=None, recipes=["gpt2"])
+    assert list(bench.contestants_of(args)) == ["gpt2", *bench.MECHANISMS, "all_on"]
+    args = argparse.Namespace(nanogpt=None, mechanisms=None, heads_off=[0, 0.5], recipes=["gpt2"], block_size=8, vocab_size=16, n_layer=2, n_head=4,
+                              n_embd=32, device="cpu", dtype="float32", compile=False)
+    whole, half = (build()[0] for build in bench.contestants_of(args).values())
+    assert [block.attn.n_head for block in half.transformer.h] == [2, 2] and whole.num_params() > half.num_params()
+
+
+@pytest.mark.parametrize("options, words", [(["--mechanisms", "routng"], "no routng"), (["--heads_off", "1"], "below 1"), (["--contexts", "0"], "positive"),
+                                            (["--mechanisms", "all", "--heads_off", "0"], "one at a time")])
+def test_what_cannot_be_measured_is_refused_in_one_line(options, words):
+    with pytest.raises(SystemExit, match=words):
+        bench.main(options)
+
+
+def test_decoding_after_a_context_and_memory_are_measured(capsys, tmp_path):
+    size = ["--n_layer", "1", "--n_head", "6", "--n_embd", "48", "--rounds", "1", "--steps", "1", "--threads", "1", "--device", "cpu"]
+    bench.main(["--contexts", "8", *size])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("plain", "dense", "skip"))
+    bench.main(["--what", "memory", "--mechanisms", "gated", "--block_size", "32", "--batch_size", "2", *size])
+    assert "gated" in capsys.readouterr().out

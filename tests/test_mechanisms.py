@@ -903,7 +903,7 @@ def test_the_discounted_return_equals_the_double_loop(T, gamma):
     r = normal(2, T, grad=True)
     share = lambda t: sum(gamma**k for k in range(T - t))  # what lies beyond the end is shared out
     want = torch.stack([sum(gamma**k * r[:, t + k] for k in range(T - t)) / share(t) for t in range(T)], 1)
-    agree([discounted_return(r, gamma)], [want], [r], 1e-12)
+    agree([discounted_return(r, torch.ones_like(r), gamma)], [want], [r], 1e-12)
 
 
 @pytest.mark.parametrize("mode", ["temperature", "key_bias"])
@@ -917,7 +917,7 @@ def test_critic_losses_and_their_metrics_equal_loops(mode):
     value_error, advantage_error, scored = [], [], []
     for b, t in itertools.product(range(2), range(9)):
         G[b, t] = sum(0.8 ** (s - t) * logp[b, s, targets[b, s]].item() for s in range(t, 9) if targets[b, s] >= 0)
-        G[b, t] /= sum(0.8 ** (s - t) for s in range(t, 9))
+        G[b, t] /= sum(0.8 ** (s - t) for s in range(t, 9) if targets[b, s] >= 0)
         V = (model.value.weight[0] @ x[b, t] + model.value.bias[0]).item()
         A[b, t] = G[b, t] - V
         if targets[b, t] >= 0:
@@ -1036,3 +1036,68 @@ def test_selected_heads_alone_are_read_at_decode():
         close(attend_selected(q, k, v, 0.3, used, m), want, 1e-12)
     broken = torch.where(used[..., None, None], math.nan, k)
     assert attend_selected(q, broken, v, 0.3, ~used, None).isfinite().all()  # the others' keys are never looked at
+
+
+# ---- mistakes once made ----
+
+@pytest.mark.parametrize("pair", [("acag", "a2c_seed"), ("acag", "constraint_seed"), ("acag_detach", "window")], ids="+".join)
+@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
+def test_queries_keys_and_values_have_one_type_under_autocast(pair, recipe, monkeypatch):
+    model = GPT(GPTConfig(**TINY, recipe=recipe, **MECHANISMS[pair[0]], **MECHANISMS[pair[1]]))
+    attention, seen = model.transformer.h[1].attn, []
+    project = attention.project
+    monkeypatch.setattr(attention, "project", lambda *a: seen.append(project(*a)) or seen[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(tokens(2, 9), tokens(2, 9))
+    out.loss.backward()
+    assert [t.dtype for t in seen[0][:3]] == [torch.bfloat16] * 3 and out.loss.isfinite()
+
+
+@pytest.mark.parametrize("gated", ["headwise", "elementwise"])
+def test_heads_can_go_one_after_the_other(gated):
+    model, idx = tiny(dict(gated=gated, agency=True), alive=True), tokens(2, 9)
+    for head in (1, 4, 0):
+        model.set_head(0, head, gate=0.0)
+    want = model.hidden(idx)
+    for head in (1, 4, 0):
+        model.prune_heads({0: [head]})
+    close(model.hidden(idx), want, 1e-9)
+    close(model.packed().hidden(idx), want, 1e-9)
+
+
+def test_a_constraint_may_be_called_advantage_but_not_have_a_dot():
+    model = tiny({**MECHANISMS["a2c_temperature"], "constraint_names": ["advantage"]})
+    other = tiny({**MECHANISMS["a2c_temperature"], "constraint_names": ["another"]})
+    targets = tokens(1, 9, seed=2)
+    ask = lambda model: model(tokens(1, 9), targets, constraint_targets={model.config.constraint_names[0]: torch.ones(1, 9)}).aux["a2c_advantage"]
+    assert ask(model) == ask(other)
+    assert "without dots" in GPTConfig(vocab_size=5, constraint_names=["a.b"]).problems()[0]
+
+
+def test_the_return_counts_scored_tokens_alone():
+    r, scored = -normal(1, 12).abs(), torch.ones(1, 12, dtype=torch.bool)
+    scored[:, 8:] = False
+    close(discounted_return(r, scored, 0.9)[:, :8], discounted_return(r[:, :8], scored[:, :8], 0.9), 1e-12)
+    assert not discounted_return(r, scored, 0.9)[:, 8:].any()
+
+
+def test_random_blocks_do_not_follow_the_seed():
+    one, other = (GPTConfig(block_size=64, vocab_size=5, window=4, window_random=2, seed=seed) for seed in (1, 2))
+    assert torch.equal(random_blocks(one), random_blocks(other))
+
+
+def test_a_new_state_does_not_give_consent_back_unless_the_head_was_withdrawn():
+    model = tiny(dict(agency=True), alive=False)
+    agency = model.transformer.h[0].attn.agency
+    model.set_head(0, 1, consent=False)
+    model.set_head(0, 1, state="overloaded")
+    assert not agency.consent[1]
+    model.set_head(0, 1, state="withdrawn", consent=True)
+    model.set_head(0, 1, state="withdrawn")
+    assert not agency.consent[1]
+    model.set_head(0, 1, state="active")
+    assert agency.consent[1]
+
+
+def test_packing_queries_needs_heads_that_are_not_all_used():
+    assert "routing_mask" in GPTConfig(vocab_size=5, routing="seed", routing_mask="zero", routing_capacity=1.5).problems()[0]
