@@ -231,7 +231,7 @@ def bench(args):
             median = statistics.median(seconds[name])
             row = dict(what=what, name=name, tokens_per_s=tokens / median, ms=1000 * median / (args.steps if what == "train" else tokens),
                        time_ratio=ratio[0], time_ratio_low=ratio[1], time_ratio_high=ratio[2], reference=names[0], rounds=args.rounds)
-            if what == "train":
+            if what == "train" and (cuda or args.memory):
                 model = built[name][0]
                 if cuda and isinstance(model, GPT):
                     row["share_of_matmul_rate"] = model.flops_per_token() * row["tokens_per_s"] / (rate * 1e12)
@@ -376,6 +376,7 @@ def main(argv=None):
     p.add_argument("--device", default="auto")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], help="default float32 on cpu, bfloat16 on cuda")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default on cuda only")
+    p.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="on cpu: measure peak memory too, a process each")
     p.add_argument("--rounds", type=int, default=11)
     p.add_argument("--steps", type=int, default=10, help="training steps in a round")
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
