@@ -548,7 +548,7 @@ def attend(q, k, v, scale, mask, dropout):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout)
 
 
-SKIP_FROM = 1024  # keys from which skipping heads pays at decode on CPU (measured: docs/log.md)
+SKIP_FROM = 2048  # keys from which skipping heads pays at decode on CPU (measured: docs/results.md)
 
 
 def attend_selected(q, k, v, scale, used, mask):
