@@ -490,7 +490,7 @@ def test_a_heads_state_moves_without_recompiling():
     with torch.no_grad():
         before = fast(idx).logits
         with torch._dynamo.config.patch(error_on_recompile=True):
-            for change in (dict(state="misaligned"), dict(state="overloaded"), dict(consent=False), dict(state="active")):
+            for change in (dict(state="misaligned"), dict(state="overloaded"), dict(consent=False), dict(state="active", consent=True)):
                 model.set_head(1, 4, **change, step=7)
                 after = fast(idx).logits
                 assert near(after, model(idx).logits, 1e-4) and not near(after, before, 1e-3)
