@@ -463,8 +463,7 @@ class CpuFlash(torch.autograd.Function):
     def forward(ctx, q, k, mask, scale, v, more=None):
         values = (v,) if more is None else (v, more)
         widths = [v.size(-1) for v in values]
-        bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
-        q_, k_, v_ = CpuFlash.padded(q, k, values)
+        q_, k_, v_, bias = CpuFlash.inputs(q, k, mask, values)
         y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_, k_, v_, 0.0, mask is None, attn_mask=bias, scale=scale)
         outputs = [t.contiguous() for t in y[..., :sum(widths)].split(widths, -1)]
         ctx.save_for_backward(q, k, mask, lse, *values, *outputs)
@@ -472,17 +471,18 @@ class CpuFlash(torch.autograd.Function):
         return lse, *outputs
 
     @staticmethod
-    def padded(q, k, values):
+    def inputs(q, k, mask, values):
+        """What the kernel takes: q, k and v padded, and the mask as something to add to the logits."""
+        bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
         width = max(q.size(-1), sum(v.size(-1) for v in values) + 1)  # the kernel wants all three of one width
-        return [F.pad(t, (0, width - t.size(-1))) for t in (q, k, torch.cat((*values, values[0][..., :0]), -1))]
+        return *(F.pad(t, (0, width - t.size(-1))) for t in (q, k, torch.cat(values, -1))), bias
 
     @staticmethod
     def backward(ctx, dlse, *dy):
         q, k, mask, lse, *rest = ctx.saved_tensors
         values, y = rest[:len(dy)], rest[len(dy):]
         widths = [v.size(-1) for v in values]
-        q_, k_, v_ = CpuFlash.padded(q, k, values)
-        bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+        q_, k_, v_, bias = CpuFlash.inputs(q, k, mask, values)
         more = (0, q_.size(-1) - sum(widths) - 1)
         dy = F.pad(torch.cat((*dy, torch.ones_like(q[..., :1])), -1), more)
         y = F.pad(torch.cat((*y, -dlse[..., None].to(q.dtype)), -1), more)
@@ -901,7 +901,7 @@ class CausalSelfAttention(nn.Module):
         self.layer, self.head_size = layer, config.head_size_in(layer)
         self.scale = config.qk_max / self.head_size if config.qk_max else self.head_size ** -0.5
         self.kept = list(range(config.n_head)) if config.heads is None else config.heads[layer]  # what pruning left
-        self.n_head, D = len(self.kept), self.head_size
+        self.n_base, self.n_head, D = config.n_head, len(self.kept), self.head_size  # n_base: before pruning
         self.rope, self.qk_norm, self.head_norm = config.pos == "rope", config.qk_norm, config.head_norm
         self.tied = config.a2c == "seed"  # keys are queries, values are x
         self.parts = 1 if self.tied else 3  # q, k, v in c_attn
@@ -1037,6 +1037,10 @@ class CausalSelfAttention(nn.Module):
         return seen
 
     # ---- heads set by hand, and gone ----
+
+    def numbers(self):
+        """The heads that are here, by their original numbers; constraint heads are numbered on from n_head."""
+        return self.kept + [self.n_base + i for i in range(self.n_extra)]
 
     def off(self):
         """The base heads whose gate is exactly 0 when evaluated, by their original numbers."""
@@ -1285,9 +1289,8 @@ class GPT(nn.Module):
                 rows, columns = cells.nonzero().unbind(1)
                 hits = torch.zeros_like(some)
                 ends = torch.arange(-(-step // size) + 1, device=device)
-                a = ((rows * step)[:, None] // size + ends).minimum(((rows * step + step - 1) // size)[:, None]).clamp_max(len(some) - 1)
-                b = ((columns * step)[:, None] // size + ends).minimum(((columns * step + step - 1) // size)[:, None]).clamp_max(len(some) - 1)
-                hits[a[:, :, None], b[:, None, :]] = True
+                touched = lambda cell: (cell[:, None] * step // size + ends).minimum((cell[:, None] * step + step - 1) // size).clamp_max(len(some) - 1)
+                hits[touched(rows)[:, :, None], touched(columns)[:, None, :]] = True
                 near = near | hits
             some = some & near
             whole = whole & (((i - j) * size + size - 1 < window) | (j * size + size - 1 < first))
@@ -1360,7 +1363,7 @@ class GPT(nn.Module):
         if not 0 <= layer < self.config.n_layer:
             raise ValueError(f"there is no block {layer}; they go from 0 to {self.config.n_layer - 1}")
         attn = self.transformer.h[layer].attn
-        heads = attn.kept + [self.config.n_head + i for i in range(attn.n_extra)]  # constraint heads are numbered on
+        heads = attn.numbers()
         if head not in heads:
             raise ValueError(f"block {layer} has no head {head}; it has {', '.join(map(str, heads))}")
         i = heads.index(head)
@@ -1395,7 +1398,7 @@ class GPT(nn.Module):
             n = len(a.agency.state)
             gate = (a.sentinel(noisy=False) if a.sentinel else torch.ones(n)).tolist()
             hand = [math.nan] * n if a.hand is None else a.hand.tolist()
-            heads = a.kept + [self.config.n_head + i for i in range(a.n_extra)]
+            heads = a.numbers()
             for i in (~a.agency.consent).nonzero().flatten().tolist():
                 by_hand = not math.isnan(hand[i])
                 g = hand[i] if by_hand else gate[i]
