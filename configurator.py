@@ -150,8 +150,10 @@ def split_args(argv, keys):
     return files, given
 
 
-def load(classes, argv, doc="", together=None):
+def load(classes, argv, doc="", together=None, more=None):
     """One instance per dataclass, from config files and arguments; `given` on each is the set of keys that they set.
+
+    more: {where it comes from: {key: value}} wins over the files, and the command line over both.
 
     Raises ConfigError with every problem there is: unknown keys, wrong types, what each class's problems()
     says, and what together(*instances) says of all of them side by side. `--help` prints the keys and exits.
@@ -168,6 +170,8 @@ def load(classes, argv, doc="", together=None):
         except ConfigError as e:
             bad.append(str(e))
             lost = True  # what it would have set is not known, so the values cannot be judged
+    for source, given_there in (more or {}).items():
+        sources += [(source, key, value, check) for key, value in given_there.items()]
     for source, key, value, read in sources + [("command line", key, text, parse) for key, text in given]:
         if key not in keys:
             meant, words = nearest(key, keys)

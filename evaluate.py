@@ -42,6 +42,17 @@ def windows(n, block_size, stride):
     return cuts
 
 
+def windows_of(dataset, split, block_size, stride=0, max_tokens=0):
+    """The windows of a split that score() scores; max_tokens > 0: evenly spaced whole ones, so many tokens at most (at least one)."""
+    n, step = len(dataset.tokens(split)), stride or block_size
+    cuts = windows(n, block_size, step)
+    if 0 < max_tokens < n:
+        cuts = [c for c in cuts if c[1] - c[0] == block_size] or cuts
+        keep = max(1, 1 + (max_tokens - block_size) // step)
+        cuts = [cuts[i * (len(cuts) - 1) // max(1, keep - 1)] for i in range(keep)]  # from the first to the last
+    return cuts
+
+
 def nats_of(logits, targets):
     """-log p(target), float64 [B, T] on the CPU, from logits [B, T, V]: a sum over V in float32, its log in float64."""
     top = logits.amax(-1)
@@ -56,17 +67,11 @@ def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, ran
           per_token=False, progress=False):
     """Cross-entropy of a split under a model: (nats summed, tokens scored), or the nats of every token, [n] float32.
 
-    stride 0: disjoint windows. max_tokens > 0 scores at most so many tokens in evenly spaced whole windows (at least
-    one), the same at each call. Windows go to ranks in turn; the caller adds the ranks' sums up.
+    stride 0: disjoint windows. max_tokens > 0 scores at most so many tokens, the same at each call (windows_of()).
+    Windows go to ranks in turn; the caller adds the ranks' sums up.
     """
-    device, T = next(model.parameters()).device, model.config.block_size
-    tokens, step = dataset.tokens(split), stride or T
-    cuts = windows(len(tokens), T, step)
-    if 0 < max_tokens < len(tokens):
-        cuts = [c for c in cuts if c[1] - c[0] == T] or cuts
-        keep = max(1, 1 + (max_tokens - T) // step)
-        cuts = [cuts[i * (len(cuts) - 1) // max(1, keep - 1)] for i in range(keep)]  # from the first to the last
-    cuts = cuts[rank::world]
+    device, T, tokens = next(model.parameters()).device, model.config.block_size, dataset.tokens(split)
+    cuts = windows_of(dataset, split, T, stride, max_tokens)[rank::world]
     # logits are vocab_size floats a token: 256 MB of them at most; a CPU is fastest while a batch fits its caches
     at_once = min(batch_tokens, (1 << 26) // model.config.vocab_size, 4096 if device.type == "cpu" else batch_tokens)
     rows = max(1, at_once // T)

@@ -46,6 +46,7 @@ class GPTConfig:
     n_layer: int = 12                    # number of blocks
     n_head: int = 12                     # attention heads per block
     n_embd: int = 768                    # width of the residual stream
+    n_inner: Optional[int] = None        # width inside the MLP; None: 4 * n_embd
     dropout: float = 0.0                 # on the embedding, the attention weights and both projections
     attn_dropout: Optional[float] = None  # on the attention weights alone; None: same as dropout
     seed: int = 1337                     # initial values and data order
@@ -155,7 +156,7 @@ class GPTConfig:
     def problems(self):
         """Everything that is wrong with this config, as a list of sentences (empty: fine)."""
         bad = []
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_inner"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 bad.append(f"{name}={getattr(self, name)} must be at least 1")
         for name, allowed in dict(recipe=tuple(RECIPES), pos=("learned", "rope"), norm=("layernorm", "rmsnorm"),
@@ -1106,12 +1107,13 @@ def routing_summary(weights, selected):
 
 
 class MLP(nn.Module):
-    """Two linear layers, four times wider inside, [B, T, C] -> [B, T, C]."""
+    """Two linear layers, n_inner (usually 4 C) wide inside, [B, T, C] -> [B, T, C]."""
 
     def __init__(self, config):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        inner = 4 * config.n_embd if config.n_inner is None else config.n_inner
+        self.c_fc = nn.Linear(config.n_embd, inner, bias=config.bias)
+        self.c_proj = nn.Linear(inner, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
         self.act = config.act
 

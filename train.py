@@ -406,26 +406,30 @@ def run(model_config, config, closing):
     return last
 
 
+def in_words(e):
+    """What a user can make of an exception that ended a training; None: nothing, it is a bug, and its traceback is wanted."""
+    if isinstance(e, (configurator.ConfigError, CheckpointError, DataError, TrainError)):
+        return str(e)
+    if isinstance(e, KeyboardInterrupt):
+        return "interrupted before the first step"
+    if isinstance(e, OSError):
+        return f"{e.filename or 'input or output'}: {e.strerror or e}"
+    if isinstance(e, MemoryError) or any(s in str(e) for s in ("out of memory", "can't allocate memory", "ALLOC_FAILED")):
+        return ("out of memory; lower batch_size (and raise grad_accum to keep the batch) or block_size, "
+                "or set checkpoint_activations=True")
+    if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return f"torch.compile failed ({' '.join(str(e).split())[:200]}); --compile=False does without"
+
+
 def main(argv=None):
     try:
         configs = configurator.load((GPTConfig, TrainConfig), sys.argv[1:] if argv is None else argv, __doc__, conflicts)
         train(*configs)
-    except (configurator.ConfigError, CheckpointError, DataError, TrainError) as e:
-        problem = str(e)
-    except KeyboardInterrupt:
-        problem = "interrupted before the first step"
-    except OSError as e:
-        problem = f"{e.filename or 'input or output'}: {e.strerror or e}"
-    except (RuntimeError, MemoryError) as e:
-        if isinstance(e, MemoryError) or any(s in str(e) for s in ("out of memory", "can't allocate memory", "ALLOC_FAILED")):
-            problem = ("out of memory; lower batch_size (and raise grad_accum to keep the batch) or block_size, "
-                       "or set checkpoint_activations=True")
-        elif type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            problem = f"torch.compile failed ({' '.join(str(e).split())[:200]}); --compile=False does without"
-        else:
-            raise
-    else:
         return
+    except (Exception, KeyboardInterrupt) as e:
+        problem = in_words(e)
+        if problem is None:
+            raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -15,7 +15,7 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from train import OPTIMIZERS, TrainConfig, conflicts
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = [p for p in sorted((ROOT / "config").rglob("*.py")) if p.stem != "__init__"]
+CONFIGS = sorted(p for p in (ROOT / "config").glob("*.py") if p.name != "__init__.py" and not p.name.startswith("study_"))  # tests/test_compare.py has the studies
 TWELVE = "baseline routing sentinel agency unet constraint a2c acag moh gated window all".split()
 FAMILIES = {family: [p.stem for p in CONFIGS if p.stem.startswith(family) and p.stem != "enwiki15_quick"]
             for family in ("tiny_", "enwiki15_", "enwik8_")}
