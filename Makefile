@@ -1,9 +1,9 @@
-# make demo · make test · make bench · make plots · make clean
+# make demo · make test · make compare · make bench · make plots · make clean
 PYTHON ?= python3
 PY := .venv/bin/python
-DEMO := out/demo
+STUDY ?= config/study_all.py
 
-.PHONY: demo test bench plots clean
+.PHONY: demo test compare bench plots clean
 
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
@@ -14,19 +14,18 @@ DEMO := out/demo
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
 	@touch $@
 
-# train a small GPT on Python's own source code, score it, sample from it, draw its curves
+# train a plain GPT and one variant on Python's own source code, three seeds each, and compare them
 demo: .venv/ready
 	$(PY) data/pystdlib/prepare.py
-	$(PY) train.py config/demo.py --out_dir=$(DEMO) --resume
-	$(PY) evaluate.py --ckpt $(DEMO)
-	@echo
-	$(PY) sample.py --ckpt $(DEMO) --start "def " --max_new_tokens 400
-	@echo
-	$(PY) plot_curves.py $(DEMO)
+	$(PY) compare.py config/study_demo.py
 
 # a process per core, each with one thread: threads that wait for each other spin
 test: .venv/ready-test
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
+
+# STUDY=config/study_routing.py for another one; it goes on where it stopped
+compare: .venv/ready
+	$(PY) compare.py $(STUDY)
 
 bench: .venv/ready
 	$(PY) bench.py

@@ -4,8 +4,9 @@
 #   ./gpu_check.sh bench    bench.py at 12 layers, 12 heads, 768 wide, context 1,024, bf16, compiled; NANOGPT=/path runs nanoGPT beside it
 #   ./gpu_check.sh mechanisms   training step of each mechanism against the plain GPT at the same size; MECHS names others (compiling each takes a while)
 #   ./gpu_check.sh long     peak memory at context 16,384; routing packed, dense and plain at 1,024 and 16,384; decoding; pruned heads
+#   ./gpu_check.sh compare  a study at the small scale on enwiki15, COMPARE_STEPS steps, three seeds; what is done is kept in out/trials
 #   ./gpu_check.sh train    both recipes on the same bytes, same tokens, scored on the whole test split, with curves
-# Results go to $OUT (default out/gpu). PY names the interpreter, DATASET a byte dataset (default pystdlib), STEPS and SHAPE the training.
+# Results go to $OUT (default out/gpu). STUDY names a study, LIMIT its seconds. PY names the interpreter, DATASET a byte dataset (default pystdlib), STEPS and SHAPE the training.
 set -euo pipefail
 cd "$(dirname "$0")"
 PY=${PY:-python3} OUT=${OUT:-out/gpu} DATASET=${DATASET:-pystdlib} STEPS=${STEPS:-1500}
@@ -30,6 +31,14 @@ long)
   done
   "$PY" bench.py --contexts 1024 4096 16384 --batch_size 1 --rounds 7 --steps 5 --no-compile --json "$OUT/decode.json" 2>&1 | tee "$OUT/decode.txt"
   "$PY" bench.py --heads_off 0 .25 .5 .75 --rounds 7 --steps 5 --json "$OUT/pruned.json" 2>&1 | tee "$OUT/pruned.txt" ;;
+compare)
+  [ -f data/enwiki15/meta.json ] || "$PY" data/enwiki15/prepare.py
+  [ ! -f "$OUT/trials.tar" ] || tar xf "$OUT/trials.tar"  # of an earlier call, where out/ does not stay
+  ARGS=("${STUDY:-config/study_all.py}" --scale=small --seeds=1,2,3 --matched=2 --jobs="${JOBS:-2}" --test_tokens=1048576
+        --settings="{'max_iters': ${COMPARE_STEPS:-300}, 'eval_interval': 100}")
+  timeout --signal=INT "${LIMIT:-540}" "$PY" compare.py "${ARGS[@]}" --out_dir="$OUT/study" 2>&1 | tee "$OUT/compare.txt" || true
+  "$PY" compare.py "${ARGS[@]}" --out_dir="$OUT/study" --report_only
+  tar cf "$OUT/trials.tar" --exclude='*.pt' out/trials ;;
 train)
   [ -f "data/$DATASET/meta.json" ] || "$PY" "data/$DATASET/prepare.py"
   for recipe in gpt2 modern; do
@@ -38,5 +47,5 @@ train)
   "$PY" evaluate.py --ckpt "$OUT/gpt2" --ckpt "$OUT/modern" --json "$OUT/scores.json"
   "$PY" plot_curves.py "$OUT/gpt2" "$OUT/modern" --out "$OUT" ;;
 *)
-  sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2 ;;
+  sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac

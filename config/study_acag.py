@@ -1,0 +1,5 @@
+# ACAG: gates from context length and the shape of the attention row, and the output gate that needs neither
+
+question = "Do gates from attention statistics beat a plain GPT, or a gate without them?"
+
+mechanisms = ["acag", "acag_elementwise", "acag_detach", "acag_seed", "gated", "gated_elementwise"]

@@ -1,0 +1,10 @@
+# Every mechanism in every mode, and every rival, against plain GPTs: the same hyperparameters, parameters, training FLOPs
+# Tiny scale: 28 variants and the plain GPT, 5 seeds, under a minute each on a core; then the best four against all three baselines
+
+question = "Does any head mechanism or rival beat a plain GPT?"
+
+mechanisms = ["routing_seed", "routing_zero", "routing_train_only", "routing_moh", "routing_sigmoid", "sentinel", "sentinel_l0", "head_norm",
+              "agency", "unet_concat", "unet_add", "unet_seed", "constraint_a", "constraint_b", "constraint_seed", "a2c_seed",
+              "a2c_temperature", "a2c_key_bias", "acag", "acag_elementwise", "acag_detach", "acag_seed",
+              "moh", "gated", "gated_elementwise", "window", "window_global_random", "all_on"]
+matched = 4

@@ -1,0 +1,10 @@
+# What `make demo` runs: the plain GPT and the write-up's head routing on the source code of your own Python's standard library,
+# three seeds each, about four minutes on two cores
+
+question = "Does top-k head routing, as its write-up has it, beat a plain GPT? (a demonstration: three seeds)"
+
+mechanisms = ["routing_seed"]
+settings = dict(dataset="pystdlib")
+seeds = [1, 2, 3]
+match = []
+out_dir = "out/demo"

@@ -1,0 +1,5 @@
+# The query-dependent output gate (arXiv 2505.06708), a rival
+
+question = "Does an output gate beat a plain GPT?"
+
+mechanisms = ["gated", "gated_elementwise"]

@@ -1,0 +1,361 @@
+"""A study: baselines that match, runs that are never repeated, failures that sink nothing, numbers that add up."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import compare
+import configurator
+import jobs
+import trial
+from compare import Maker, Study, StudyConfig, StudyError, main, size_of, variants_of
+from dataset import Dataset
+from model import GPT, MECHANISMS, GPTConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+STUDIES = sorted(p.name for p in (ROOT / "config").glob("study_*.py"))
+SMALL = "n_layer = 1\nn_head = 2\nn_embd = 16\nblock_size = 16\nbatch_size = 4\nmax_iters = 6\neval_interval = 3\neval_tokens = 64\nrecipe = 'modern'\n"
+
+
+@pytest.fixture
+def plain(tmp_path, bytes_data, monkeypatch):
+    """The config file of a plain GPT that trains in a moment, and an empty folder for runs."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "plain.py"
+    path.write_text(SMALL + f"dataset = {str(bytes_data)!r}\n")
+    return path
+
+
+def study_of(plain, **keys):
+    return Study(StudyConfig(**{"base": str(plain), "device": "cpu", "seeds": [1, 2], "match": [], "mechanisms": ["gated"], **keys}), "test")
+
+
+class Here:
+    """A place to run trials without a process, one at a time."""
+    slots = 1
+
+    def __init__(self):
+        self.started = []
+
+    def start(self, folder):
+        self.started.append(folder)
+        try:
+            trial.run(folder)
+            return ""
+        except Exception as e:
+            return str(e)
+
+    def ended(self, job, folder):
+        return job
+
+    def stop(self, running):
+        pass
+
+
+@pytest.fixture
+def here(monkeypatch):
+    monkeypatch.setattr(compare.jobs.time, "sleep", lambda s: None)
+    return Here()
+
+
+# ---- baselines ----
+
+class Bytes:
+    """A dataset that is not there, for plans."""
+    vocab_size = 256
+
+    def __init__(self, name):
+        self.vocab_size = 6064 if "char" in str(name) else 256
+        self.splits = {s: dict(sha256=s, tokens=10**6, bytes=10**6) for s in ("train", "val", "test")}
+
+
+@pytest.mark.parametrize("scale", ["tiny", "small"])
+def test_baselines_have_the_parameters_and_the_flops_of_their_variants(scale, monkeypatch):
+    monkeypatch.setattr(compare, "Dataset", Bytes)
+    study = Study(StudyConfig(mechanisms=list(MECHANISMS), scale=scale), "test")
+    study.add_baselines(list(study.baselines))
+    plain = study.arms["plain"]
+    for name, baselines in study.baselines.items():
+        variant, wide, long = study.arms[name], study.arms[baselines["parameters"]], study.arms[baselines["FLOPs"]]
+        assert baselines["hyperparameters"] == "plain"
+        assert abs(wide.params - variant.params) <= 1e-3 * variant.params
+        assert wide.params == GPT(wide.model).num_params() if scale == "tiny" else True  # counted, not solved for
+        assert abs(long.flops - variant.flops) <= 0.5 * plain.flops / plain.train.max_iters * 1.0001  # half a step
+        for baseline in (wide, long):  # nothing else differs from the plain GPT
+            differ = {k for k, v in asdict(baseline.model).items() if v != asdict(plain.model)[k]}
+            differ |= {k for k, v in asdict(baseline.train).items() if v != asdict(plain.train)[k]}
+            assert differ <= {"n_inner"} or differ <= {"max_iters"}
+
+
+def test_variants_whose_parameters_agree_share_a_baseline(monkeypatch):
+    monkeypatch.setattr(compare, "Dataset", Bytes)
+    study = Study(StudyConfig(mechanisms=["routing_moh", "moh", "gated", "sentinel", "unet_concat", "gated_elementwise"]), "test")
+    study.add_baselines(list(study.baselines))
+    shared = {name: baselines["parameters"] for name, baselines in study.baselines.items()}
+    assert shared["routing_moh"] == shared["moh"] == shared["gated"] != "plain"
+    assert shared["sentinel"] == "plain"  # 32 parameters are less than 0.1 %
+    assert shared["unet_concat"] == shared["gated_elementwise"]
+    assert len(study.arms) == 7 + 2 + len({b["FLOPs"] for b in study.baselines.values()} - {"plain"})
+
+
+def test_a_wider_mlp_is_the_only_difference_and_survives_a_checkpoint():
+    sizes = [size_of(GPTConfig(vocab_size=65, n_layer=2, n_head=2, n_embd=16, block_size=8, n_inner=w))[0] for w in (None, 64, 65)]
+    assert sizes[0] == sizes[1] and sizes[2] - sizes[1] == 2 * 2 * 16
+    assert GPTConfig(n_inner=0).problems() == ["n_inner=0 must be at least 1"]
+
+
+def test_what_cannot_be_matched_is_said(plain):
+    study = study_of(plain, mechanisms=["a2c_seed"], match=["parameters"], settings=dict(n_inner=1))
+    with pytest.raises(StudyError, match=r"a2c_seed has [\d,]+ parameters, fewer than a plain GPT without its MLPs"):
+        study.add_baselines(["a2c_seed"])
+
+
+def test_the_same_wall_clock_is_measured_once(plain, monkeypatch):
+    asked = []
+    monkeypatch.setattr(compare, "step_time_ratio", lambda a, b, device: asked.append(a.name) or 1.5)
+    for _ in range(2):
+        study = study_of(plain, match=["wall-clock"])
+        study.add_baselines(["gated"])
+        assert study.arms[study.baselines["gated"]["wall-clock"]].train.max_iters == 9
+    assert asked == ["gated"]
+
+
+def test_a_model_takes_as_long_as_itself_and_less_than_a_bigger_one(plain):
+    study = study_of(plain, variants={"deep": dict(n_layer=6)}, mechanisms=[])
+    assert compare.step_time_ratio(study.arms["deep"], study.arms["plain"], "cpu", steps=2) > 1.5
+
+
+@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("scale", ["tiny", "small", "seed"])
+def test_every_shipped_study_makes_its_arms(name, scale, monkeypatch):
+    monkeypatch.setattr(compare, "Dataset", Bytes)
+    monkeypatch.setattr(compare, "size_of", lambda config: (1000, 1000))  # 90 million numbers take their time; sizes have their own test
+    config, = configurator.load((StudyConfig,), [f"config/{name}", f"--scale={scale}"])
+    maker = Maker(config)
+    arms = maker.variants()
+    assert config.question and arms
+    for arm in arms:
+        assert not arm.model.problems() and arm.train.max_iters == maker.plain.train.max_iters
+        assert arm.model.attn_dropout == maker.plain.model.attn_dropout  # on both sides or on none
+
+
+def test_every_mechanism_and_rival_is_in_study_all():
+    config, = configurator.load((StudyConfig,), ["config/study_all.py"])
+    assert set(config.mechanisms) == {*MECHANISMS, "all_on"}
+    in_others = set()
+    for name in STUDIES:
+        other, = configurator.load((StudyConfig,), [f"config/{name}"])
+        in_others |= set(other.mechanisms) if name != "study_all.py" else set()
+    assert in_others == set(MECHANISMS)
+
+
+# ---- runs ----
+
+def test_a_finished_study_repeats_nothing_and_a_change_only_what_it_touches(plain, here):
+    study = study_of(plain)
+    study.run(here)
+    assert len(here.started) == 4 and not study.failures
+    first, here.started = study.results(), []
+    study_of(plain).run(here)
+    assert here.started == []
+    changed = study_of(plain, mechanisms=[], variants={"gated": dict(gated="headwise", lr=5e-4)})
+    changed.run(here)
+    assert len(here.started) == 2
+    assert changed.results()["plain", 1] == first["plain", 1] and changed.results()["gated", 1] != first["gated", 1]
+
+
+def test_a_trial_is_the_training_and_the_scoring_of_the_command_that_is_shown_for_it(plain, here, monkeypatch):
+    import evaluate
+    import train
+    study = study_of(plain, seeds=[3])
+    study.run(here)
+    summary = study.summary("test")
+    command = summary["arms"]["gated"]["commands"][0].split()
+    train.main(command[2:])
+    (again,) = [evaluate.evaluate(Path("out/gated"), "test", 0, "cpu")]
+    assert command[1] == "train.py" and again["bpb"] == pytest.approx(summary["arms"]["gated"]["bpb"][0], abs=1e-7)  # kept in float32
+    nats = np.load(study.trials()["gated", 3] / "nats.npy")
+    assert nats.sum() == pytest.approx(study.results()["gated", 3]["nats"]) and len(nats) == -(-1000 // 16)
+
+
+def test_a_slice_is_scored_window_by_window_and_its_bytes_are_its_own(plain, here, bytes_data):
+    study = study_of(plain, seeds=[3], test_tokens=160, mechanisms=["agency"])
+    study.run(here)
+    found = study.results()["plain", 3]
+    assert found["tokens"] == found["bytes"] == 160 and np.load(study.trials()["plain", 3] / "nats.npy").shape == (10,)
+
+
+def test_the_hash_sees_flags_seeds_data_and_code_but_no_comments(plain, monkeypatch, tmp_path):
+    study = study_of(plain)
+    arm = study.arms["gated"]
+    folders = {study.folder(arm, 1), study.folder(arm, 2), study.folder(study.arms["plain"], 1), study.folder(arm, 1, data=dict(train="other"))}
+    assert len(folders) == 4
+    for name in jobs.CODE:
+        (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setattr(jobs, "ROOT", tmp_path)
+    digest = lambda: jobs.code_digest.__wrapped__()
+    before = digest()
+    source = (tmp_path / "model.py").read_text(encoding="utf-8")
+    (tmp_path / "model.py").write_text(source.replace('"""Two linear layers', '"""Two quite linear layers') + "\n# a remark\n", encoding="utf-8")
+    assert digest() == before
+    (tmp_path / "model.py").write_text(source.replace("0.02 / math.sqrt", "0.03 / math.sqrt"), encoding="utf-8")
+    assert digest() != before
+
+
+def test_a_run_that_crashes_is_reported_and_sinks_nothing(plain, here):
+    study = study_of(plain, variants={"hot": dict(lr=1e9, muon_lr=1e9, min_lr=1e9, recipe="gpt2", optimizer="adamw", grad_clip=0.0)})
+    study.run(here)
+    summary = study.summary("test")
+    assert {f["arm"] for f in summary["failures"]} == {"hot"} and all("stopped before the update" in f["why"] for f in summary["failures"])
+    words = {row["variant"]: row["words"] for row in summary["comparisons"]}
+    assert "no verdict" in words["hot"] and summary["done"] == 4 and summary["planned"] == 6
+    assert all(x is not None for x in summary["arms"]["gated"]["bpb"])
+
+
+def test_a_study_is_cut_short_and_goes_on_to_the_same_numbers(plain):
+    """The real thing: processes, a Ctrl-C while two runs train, and the same command again."""
+    (Path.cwd() / "study.py").write_text(f"base = {str(plain)!r}\nmechanisms = ['gated']\nseeds = [1]\nmatch = []\njobs = 2\ndevice = 'cpu'\n"
+                                         "settings = dict(max_iters=160, eval_interval=10)\n")
+    command = [sys.executable, str(ROOT / "compare.py"), "study.py"]
+    job = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    logs, until = lambda: [p for p in Path("out/trials").glob("*/log.jsonl") if p.read_text().count("val_bpb") > 1], time.monotonic() + 60
+    while len(logs()) < 2 and time.monotonic() < until and job.poll() is None:
+        time.sleep(0.05)
+    job.send_signal(signal.SIGINT)
+    _, said = job.communicate(timeout=60)
+    assert job.returncode == 130 and "the same command goes on" in said
+    assert not list(Path("out/trials").glob("*/result.json"))
+    saved = {p.parent: torch.load(p, weights_only=True)["step"] for p in Path("out/trials").glob("*/ckpt.pt")}
+    assert len(saved) == 2 and all(0 < step < 160 for step in saved.values())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "gated" in done.stdout and "report.html" in done.stdout
+    cut = json.loads(next(Path("out/trials").glob("*/result.json")).read_text())
+    folder = next(Path("out/trials").glob("*/result.json")).parent
+    assert "going on at step" in (folder / "trial.log").read_text()
+    alone = Path("alone") / folder.name
+    alone.mkdir(parents=True)
+    (alone / "trial.json").write_text((folder / "trial.json").read_text())
+    assert trial.run(alone)["bpb"] == cut["bpb"]  # to the last bit
+
+
+def test_the_same_study_runs_through_submitit(plain):
+    pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
+    study = study_of(plain, submit="local", seeds=[1], mechanisms=["agency"])
+    study.run(jobs.Cluster("local", 2, {"timeout_min": 5}))
+    assert study.summary("test")["comparisons"][0]["differences"] == [0.0] and not study.failures
+
+
+def test_a_failure_on_the_cluster_is_said(plain):
+    pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
+    place, folder = jobs.Cluster("local", 1, {"timeout_min": 5}), Path("out/trials/broken")
+    folder.mkdir(parents=True)
+    (folder / "trial.json").write_text(json.dumps({"model": {}, "train": {"dataset": "nowhere"}, "score": {}}))
+    assert "nowhere" in jobs.run_all([folder], place)[folder]
+
+
+def test_cores_and_gpus_are_shared_out(monkeypatch):
+    monkeypatch.setattr(jobs.os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert (jobs.Processes(0, "cpu").slots, jobs.Processes(0, "cpu").threads) == (8, 1)
+    assert (jobs.Processes(3, "cpu").slots, jobs.Processes(3, "cpu").threads) == (3, 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert jobs.Processes(0, "cuda").places == ["4", "6"] and jobs.Processes(3, "cuda").places == ["4", "6", "4"]
+
+
+def test_a_killed_run_is_named(tmp_path):
+    place = jobs.Processes(1, "cpu")
+    job = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    job.place = place.places.pop()
+    job.kill()
+    job.wait()
+    assert place.ended(job, tmp_path) == "killed by SIGKILL: out of memory?" and place.places == [None]
+
+
+# ---- learning rates ----
+
+def test_both_sides_get_the_rate_that_validates_best(plain, here, monkeypatch):
+    study = study_of(plain, tune_lr=True, tune_factors=[0.01, 1.0, 30.0])
+    study.run(here)
+    short = [f for f in here.started if json.loads((f / "trial.json").read_text())["score"]["split"] == "val"]
+    assert len(short) == 6 and {json.loads((f / "trial.json").read_text())["model"]["seed"] for f in short} == {1002}
+    for arm in study.arms.values():
+        tried = study.tune([arm], here)
+        best = min(tried, key=lambda key: jobs.result(tried[key])["bpb"])
+        assert arm.lr_factor == best[1] and arm.edge == (best[1] != 1.0)
+        used = json.loads((study.trials()[arm.name, 1] / "trial.json").read_text())["train"]
+        assert used["muon_lr"] == pytest.approx(arm.train.muon_lr * arm.lr_factor)
+
+
+# ---- what it says ----
+
+def test_differences_pair_the_seeds(plain, here):
+    study = study_of(plain, seeds=[5, 6, 7])
+    study.run(here)
+    summary, found = study.summary("test"), study.results()
+    row, = summary["comparisons"]
+    assert row["differences"] == [found["gated", s]["bpb"] - found["plain", s]["bpb"] for s in (5, 6, 7)]
+    assert row["mean"] == pytest.approx(np.mean(row["differences"])) and row["low"] <= row["mean"] <= row["high"]
+    for each, difference in zip(row["bootstrap"], row["differences"]):
+        assert each["mean"] == pytest.approx(difference, abs=1e-7)
+    json.dumps(summary, allow_nan=False)
+
+
+def test_a_mechanism_that_does_nothing_is_identical_and_another_seed_is_not(plain, here):
+    study = study_of(plain, mechanisms=["agency"], variants={"again": dict(seed=1000)})
+    study.run(here)
+    rows = {row["variant"]: row for row in study.summary("test")["comparisons"]}
+    assert rows["agency"]["words"] == "identical: the same numbers on every seed"
+    assert 0.0 not in rows["again"]["differences"]
+
+
+def test_only_the_best_get_all_baselines(plain, here):
+    study = study_of(plain, mechanisms=["gated", "unet_concat", "constraint_a"], settings=dict(n_layer=2, n_embd=32), match=["parameters", "FLOPs"], matched=1)
+    study.run(here)
+    found = study.results()
+    means = {name: np.mean(study.differences(name, "plain", found)) for name in study.baselines}
+    best = min(means, key=means.get)
+    assert set(study.baselines[best]) == {"hyperparameters", "parameters", "FLOPs"}
+    assert set(study.summary("test")["missing"]) == set(means) - {best} and "best 1 of 3" in study.selection
+
+
+def test_a_plan_runs_nothing(plain, capsys):
+    main(["--base", str(plain), "--mechanisms=gated", "--dry_run", "--device=cpu"])
+    said = capsys.readouterr().out
+    assert "15 runs, 15 of them to do" in said or "20 runs, 20 of them to do" in said
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("args, words", [
+    (["--mechanisms=gatd"], "unknown 'gatd'; did you mean gated?"),
+    (["--mechanisms=gated", "--scale=huge"], "scale='huge' must be one of tiny, small, seed"),
+    ([], "name at least one variant"),
+    (["--mechanisms=gated", "--seeds=1,1"], "seeds=[1, 1] must be different numbers"),
+    (["--variants={'x': {'gatedd': 1}}"], "x: variant with {'gatedd': 1}: unknown key gatedd; did you mean gated?"),
+    (["--mechanisms=gated", "--match=flops"], "match='flops' must be among"),
+    (["--mechanisms=gated", "--tune_lr", "--tune_factors=2,4"], "have 1 among them"),
+    (["--mechanisms=gated", "--settings={'dataset': 'nowhere'}"], "no dataset nowhere"),
+])
+def test_what_is_wrong_with_a_study_is_one_line(plain, args, words, refusal):
+    assert words in refusal(["--base", str(plain), "--device=cpu", *args])
+
+
+@pytest.mark.parametrize("flags", [{}, *({"routing": "moh"}, {"acag": "elementwise", "gated": "elementwise"}), compare.ALL_ON, MECHANISMS["a2c_seed"]])
+def test_head_statistics_are_one_row_a_layer(flags):
+    model = GPT(GPTConfig(vocab_size=9, n_layer=3, n_head=4, n_embd=32, block_size=8, **flags)).eval()
+    with torch.no_grad():
+        seen = compare.heads_of(model, torch.randint(9, (2, 9)))
+    assert {"entropy", "concentration"} <= set(seen) and json.dumps(seen)
+    assert ("gate" in seen) == bool(model.config.sentinel) and ("routing_load" in seen) == bool(model.config.routing)
+    for name, layers in seen.items():
+        if isinstance(layers, list):
+            assert len(layers) == (3 if name != "router_gates" else 1), name
+    assert all(len(row) == 4 + block.attn.n_extra for row, block in zip(seen["entropy"], model.transformer.h))
