@@ -1101,3 +1101,20 @@ def test_a_new_state_does_not_give_consent_back_unless_the_head_was_withdrawn():
 
 def test_packing_queries_needs_heads_that_are_not_all_used():
     assert "routing_mask" in GPTConfig(vocab_size=5, routing="seed", routing_mask="zero", routing_capacity=1.5).problems()[0]
+
+
+@pytest.mark.parametrize("mode, moves", [("seed", False), ("temperature", False), ("key_bias", True)])
+def test_a2c_as_published_cannot_move_one_position_past_another(mode, moves):
+    """Its advantage is one scalar a query row: with another critic a row's order of keys stays, or turns round. A bias of the keys moves them."""
+    model, idx, orders = tiny(dict(a2c=mode), n_layer=1), tokens(2, 12), []
+    for seed in (3, 4):
+        critic = model.transformer.h[0].attn.a2c.critic
+        torch.nn.init.normal_(critic.weight, 0.0, 0.1, generator=torch.Generator().manual_seed(seed))
+        if mode == "seed":
+            torch.nn.init.zeros_(critic.bias)  # so that a has either sign
+        row = model(idx, traces="maps").traces["blocks.0.map"][:, :, -1]
+        orders.append(row.argsort(-1))
+    same = (orders[0] == orders[1]).all(-1) | (orders[0] == orders[1].flip(-1)).all(-1)
+    assert same.all() if not moves else not same.any()
+    if mode == "seed":
+        assert (orders[0] != orders[1]).any(), "some rows turn round: a negative scalar inverts attention"
