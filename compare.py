@@ -198,9 +198,9 @@ class Maker:
                              f"{arm.params:,}, more than 0.1 % off")
         return arm
 
-    def same_cost(self, variant, made, ratio):
-        """The plain GPT trained for `ratio` times the variant's steps; one of `made` where it is the same."""
-        steps = max(1, round(variant.train.max_iters * ratio))
+    def same_cost(self, steps, made):
+        """The plain GPT trained for so many steps, rounded; one of `made` where it is the same."""
+        steps = max(1, round(steps))
         if found := next((arm for arm in [self.plain, *made] if arm.train.max_iters == steps and arm.params == self.plain.params), None):
             return found
         return self.arm(f"plain, {steps} steps", "baseline", f"plain GPT, {steps:,} steps", {"max_iters": steps})
@@ -296,8 +296,10 @@ class Study:
                 if what == "parameters":
                     arm = self.maker.same_parameters(variant, made)
                 else:
-                    ratio = variant.flops_per_token / self.maker.plain.flops_per_token if what == "FLOPs" else self.clock(variant)
-                    arm = self.maker.same_cost(variant, made, ratio)
+                    plain = self.maker.plain
+                    steps = (variant.flops / (plain.flops / plain.train.max_iters) if what == "FLOPs" else
+                             variant.train.max_iters * self.clock(variant))
+                    arm = self.maker.same_cost(steps, made)
                 self.arms.setdefault(arm.name, arm)
                 self.baselines[name][what] = arm.name
 
@@ -523,7 +525,9 @@ def plan_of(study):
         lines.append(f"{arm.name:<{wide}}  {arm.params:>12,}  {arm.train.max_iters:>8,}  {arm.flops:>9.3g}  "
                      + " ".join(f"{k}={v}" for k, v in arm.flags.items())[:80])
     left = sum(not jobs.done(folder) for folder in trials.values())
-    return "\n".join(lines + [f"{len(trials):,} runs, {left:,} of them to do, in {jobs.TRIALS}"])
+    later = study.config.matched is not None and study.config.matched < len(study.baselines)
+    return "\n".join(lines + [f"{len(trials):,} runs, {left:,} of them to do, in {jobs.TRIALS}"
+                              + (f"; then the other baselines of the best {study.config.matched}" if later and study.config.matched else "")])
 
 
 def run(argv):

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import trial
 from checkpoint import write_atomic
 
 ROOT = Path(__file__).resolve().parent
@@ -91,7 +92,7 @@ class Processes:
             env["CUDA_VISIBLE_DEVICES"] = place
         with open(folder / "trial.log", "ab") as log:
             # a session of its own: Ctrl-C reaches this program alone, which then asks each trial to save
-            job = subprocess.Popen([sys.executable, str(ROOT / "trial.py"), str(folder)], stdout=log, stderr=log, env=env, start_new_session=True)
+            job = subprocess.Popen([sys.executable, str(ROOT / "jobs.py"), str(folder)], stdout=log, stderr=log, env=env, start_new_session=True)
         job.place = place
         return job
 
@@ -129,7 +130,7 @@ class Cluster:
         self.slots = jobs or (1000 if self.executor.cluster == "slurm" else os.cpu_count())  # a cluster queues by itself
 
     def start(self, folder):
-        return self.executor.submit(self.command([sys.executable, str(ROOT / "trial.py"), str(folder)], cwd=str(Path.cwd()), verbose=False))
+        return self.executor.submit(self.command([sys.executable, str(ROOT / "jobs.py"), str(folder)], cwd=str(Path.cwd()), verbose=False))
 
     def ended(self, job, folder):
         if not job.done():
@@ -196,3 +197,20 @@ def run_all(folders, place, what="runs", poll=0.5):
             place.stop(list(running.values()))
             raise
     return failed
+
+
+# ---- a job ----
+
+def main(argv):
+    """trial.main(), alone in its folder: where two studies want the same run, or a dead study's run goes on, the second waits."""
+    with open(Path(argv[0]) / "lock", "w") as f:
+        try:
+            import fcntl  # not on every system
+            fcntl.flock(f, fcntl.LOCK_EX)
+        except (ImportError, OSError):  # OSError: a file system without locks
+            pass
+        trial.main(argv)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -263,6 +263,14 @@ def test_a_failure_on_the_cluster_is_said(plain):
     assert "nowhere" in jobs.run_all([folder], place)[folder]
 
 
+def test_two_studies_that_want_the_same_run_train_it_once(plain):
+    study = study_of(plain, seeds=[1], settings=dict(max_iters=30))
+    folder = study.trials()["plain", 1]
+    pair = [subprocess.Popen([sys.executable, str(ROOT / "jobs.py"), str(folder)], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = "".join(job.communicate(timeout=120)[0] for job in pair)
+    assert [job.returncode for job in pair] == [0, 0] and said.count("starting anew") == 1 and "going on" not in said
+
+
 def test_cores_and_gpus_are_shared_out(monkeypatch):
     monkeypatch.setattr(jobs.os, "sched_getaffinity", lambda pid: set(range(8)))
     assert (jobs.Processes(0, "cpu").slots, jobs.Processes(0, "cpu").threads) == (8, 1)
