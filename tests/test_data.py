@@ -24,7 +24,7 @@ from tokenizer import Tokenizer
 ROOT = Path(__file__).resolve().parents[1]
 REAL = os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data"
 NAMES = ["pystdlib", "shakespeare_char", "shakespeare", "enwik8", "enwik8_char", "wikitext2", "wikitext103",
-         "openwebtext", "enwiki15"]
+         "openwebtext", "enwiki15", "needle"]
 SCRIPTS = {name: importlib.import_module(f"data.{name}.prepare") for name in NAMES}
 
 

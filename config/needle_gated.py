@@ -1,0 +1,6 @@
+# The rival gated attention: a gate per head, computed from the token
+from config.needle_baseline import *
+
+out_dir = "out/needle-gated"
+
+gated = "headwise"

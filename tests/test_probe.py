@@ -1,0 +1,463 @@
+"""Probes against slow references and hand-made models: who remembers, who ignores, what removing a key or a head means."""
+import importlib
+import json
+import math
+import re
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import write_dataset
+from scipy.stats import t as student
+from torch import nn
+from torch.nn import functional as F
+
+import checkpoint
+import probe
+from data.sources import DataError
+from dataset import Dataset
+from evaluate import score, windows_of
+from model import MECHANISMS, GPT, GPTConfig
+from probe import (DIGITS, answers, around, gone, gradient_times_input, haystacks, head_metrics, main, nats_without, rankings, recalled,
+                   window_effects, without_head, without_keys)
+
+prepare = importlib.import_module("data.needle.prepare")
+LINE = re.compile(rb"\n\[([A-Z]{3})(\d{4})\]\n")
+
+
+def words(n, seed):
+    rng = np.random.default_rng(seed)
+    pool = ["".join(rng.choice(list("abcdeilnorst"), rng.integers(2, 8))) for _ in range(200)]
+    return (" ".join(rng.choice(pool, n // 4))[:n]).encode()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A byte dataset of made-up words without any fact."""
+    folder = tmp_path_factory.mktemp("data") / "words"
+    return write_dataset(folder, {"train": words(40000, 0), "val": words(8000, 1), "test": words(9000, 2)})
+
+
+@pytest.fixture(scope="module")
+def facts(source, tmp_path_factory):
+    """The same with facts in it, as data/needle/prepare.py writes it."""
+    out = tmp_path_factory.mktemp("data") / "needle"
+    prepare.main([f"--source={source}", f"--out={out}"])
+    return Dataset(out)
+
+
+def make_model(seed=1, spread=6.0, **flags):
+    """A tiny model in float64 whose weights are large enough that every key shows in the logits."""
+    sizes = dict(block_size=32, vocab_size=256, n_layer=2, n_head=2, n_embd=16, seed=seed)
+    model = GPT(GPTConfig(**{**sizes, **flags})).double().eval()
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.mul_(spread).add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=p.dtype))  # zero_init too
+    return model
+
+
+def save(path, model, data):
+    state = dict(model=model.float().state_dict(), config=asdict(model.config), meta=data.meta, train=dict(dataset=str(data.dir)), step=1)
+    torch.save(state, path)
+    return str(path)
+
+
+@pytest.fixture
+def checkpoint_of(tmp_path, facts):
+    """checkpoint_of(name, data=facts, **flags) -> path of a tiny model's checkpoint."""
+    def make(name, data=facts, **flags):
+        return save(tmp_path / f"{name}.pt", make_model(**flags), data)
+    return make
+
+
+def say(capsys, tmp_path, *args):
+    """(what main(args) writes as JSON, what it prints)."""
+    out = tmp_path / "out.json"
+    main([*args, f"--json={out}", "--device=cpu"])
+    return json.loads(out.read_text()), capsys.readouterr().out
+
+
+# ---- the data ----
+
+def test_facts_are_planted_the_same_every_time_and_leave_the_text_as_it_was(source, facts, tmp_path, capsys):
+    again = tmp_path / "needle"
+    prepare.main([f"--source={source}", f"--out={again}"])
+    assert [facts.splits[s]["sha256"] for s in facts.splits] == [Dataset(again).splits[s]["sha256"] for s in facts.splits]
+    for split in facts.splits:
+        assert LINE.sub(b"", facts.tokens(split).tobytes()) == Dataset(source).tokens(split).tobytes()
+    prepare.main([f"--source={source}", f"--out={again}"])
+    assert "already prepared, verified" in capsys.readouterr().out
+    prepare.main([f"--source={source}", f"--out={again}", "--seed=1"])
+    assert Dataset(again).splits["test"]["sha256"] != facts.splits["test"]["sha256"]
+
+
+def test_every_question_has_its_answer_before_it_and_no_name_two_answers_at_once(source):
+    text, far = Dataset(source).tokens("train").tobytes() * 4, 4000
+    planted = b"".join(prepare.plant(text, "test", per_kib=16, asks=2, near=64, far=far, seed=3))
+    lines, last, runs, distances = list(LINE.finditer(planted)), {}, {}, []
+    for m in lines:
+        if last.get(m[1], (None,))[0] != m[2]:  # a new fact
+            last[m[1]], runs[m[1]] = (m[2], m.start()), runs.get(m[1], 0) + 1
+        else:
+            distances.append(m.start() - last[m[1]][1])
+    assert len(lines) > 5000 and max(runs.values()) > 1, "names come back"
+    assert len(distances) > 0.6 * len(lines) and min(distances) > 40 and max(distances) < 1.2 * far
+    assert sum(runs.values()) == len(lines) - len(distances) <= 16 * len(text) / 1024, "every other line repeats the last of its name"
+
+
+def test_names_of_the_test_are_never_trained_on(facts):
+    seen = {split: {m[1] for m in LINE.finditer(facts.tokens(split).tobytes())} for split in facts.splits}
+    assert all(seen.values()) and not seen["train"] & seen["test"] and not seen["train"] & seen["val"] and not seen["val"] & seen["test"]
+    assert sum(len(prepare.names(s)) for s in facts.splits) == len(set().union(*(prepare.names(s) for s in facts.splits))) == 26 ** 3
+
+
+def test_what_cannot_be_planted_is_refused(source, chars_data, tmp_path, monkeypatch):
+    for args, said in (([f"--source={chars_data}"], "is char, not byte"), ([f"--source={source}", "--per-kib=0"], "--per-kib=0"),
+                       ([f"--source={tmp_path / 'none'}"], "no dataset")):
+        with pytest.raises(DataError, match=said):
+            prepare.main([*args, f"--out={tmp_path / 'out'}"])
+    damaged = write_dataset(tmp_path / "damaged", {s: words(2000, 1) for s in ("train", "val", "test")})
+    (damaged / "val.bin").write_bytes(b"x" * 2000)
+    with pytest.raises(DataError, match="val.bin differs from its checksum"):
+        prepare.main([f"--source={damaged}", f"--out={tmp_path / 'out'}"])
+    monkeypatch.setattr(prepare, "names", lambda split: [b"ABC", b"DEF"])
+    with pytest.raises(DataError, match="need more than the 2 names of train"):
+        prepare.main([f"--source={source}", f"--out={tmp_path / 'out'}"])
+    assert not (tmp_path / "out/meta.json").exists()
+
+
+# ---- needle ----
+
+def test_contexts_differ_in_the_fact_alone(facts):
+    text, depths = facts.tokens("test").tobytes(), [0.0, 0.5, 1.0]
+    ids = haystacks(text, "test", 300, depths, 12, 7)
+    assert ids.shape == (12, 4, 300) and (ids == haystacks(text, "test", 300, depths, 12, 7)).all()
+    for control, *planted in ids.astype(np.uint8):
+        control = control.tobytes()
+        name, digits = control[-7:-4], control[-4:]
+        line = b"\n[" + name + digits + b"]\n"
+        assert control[-9:-7] == b"\n[" and control.count(b"[" + name) == 1 and name in prepare.names("test")
+        places = []
+        for row in planted:
+            row = row.tobytes()
+            places.append(row.index(line))
+            assert row.count(b"[" + name) == 2 and row.replace(line, b"", 1) == control[len(line):]
+        assert places[0] < 64 and 130 < places[1] < 214 and places[2] == 300 - 9 - len(line)
+
+
+class Reader(nn.Module):
+    """Knows that digits come next. remembers: looks the name up in its last `memory` tokens; else every digit is as likely."""
+
+    def __init__(self, memory):
+        super().__init__()
+        self.memory, self.at = memory, nn.Parameter(torch.zeros(1))
+
+    def hidden(self, idx):
+        logits = torch.full((*idx.shape, 256), -100.0)
+        logits[..., 48:58] = 0.0
+        for row, out in zip(idx, logits):
+            text = bytes(row.tolist())
+            for t in range(len(text) - DIGITS, len(text)):
+                asked = text[text.rindex(b"["):t + 1]
+                found = text[:t].rfind(asked, max(0, t - self.memory), t)
+                if found >= 0:
+                    out[t, text[found + len(asked)]] = 20.0
+        return logits
+
+    def head(self, x):
+        return x
+
+
+def test_recall_gain_tells_who_remembers_from_who_ignores(facts):
+    ids = haystacks(facts.tokens("test").tobytes(), "test", 256, [0.1, 0.9], 8, 0)
+    gains = {}
+    for memory in (0, 100, 1000):
+        nats, right = (part.reshape(8, 3, DIGITS) for part in answers(Reader(memory), ids.reshape(-1, 256)))
+        gains[memory], rows = recalled(nats, right)
+        assert nats[:, 0] == pytest.approx(math.log(10)) and rows[0]["control_nats_per_byte"] == pytest.approx(math.log(10))
+        assert [r["exact"] == 1 for r in rows] == [memory > 256, memory > 50]
+    assert np.allclose(gains[0], 0) and np.allclose(gains[1000], DIGITS * math.log2(10), atol=1e-3)
+    assert np.allclose(gains[100][:, 0], 0) and np.allclose(gains[100][:, 1], DIGITS * math.log2(10), atol=1e-3)
+
+
+def test_answers_are_scored_as_the_whole_model_does(facts):
+    model = make_model(block_size=128, recipe="modern")
+    ids = haystacks(facts.tokens("test").tobytes(), "test", 128, [0.5], 3, 0).reshape(-1, 128)
+    x, (nats, right) = torch.from_numpy(ids), answers(model, ids, batch_tokens=256)
+    logp = F.log_softmax(model(x[:, :-1]).logits.double(), -1)[:, -DIGITS:]
+    assert np.allclose(nats, -logp.gather(-1, x[:, -DIGITS:, None])[..., 0].detach().numpy(), atol=1e-5)
+    assert (right == (logp.argmax(-1) == x[:, -DIGITS:]).numpy()).all()
+
+
+def test_needle_reports_every_context_and_depth_of_every_run(checkpoint_of, tmp_path, capsys):
+    a, b = checkpoint_of("a", block_size=64, recipe="modern"), checkpoint_of("b", block_size=64, recipe="modern", seed=2)
+    found, text = say(capsys, tmp_path, "needle", "--ckpt", a, "--ckpt", b, "--ckpt", a, "--contexts", "64", "100", "--depths", "0.2", "0.8",
+                      "--samples=4")
+    first, other, same = (run["results"] for run in found["runs"])
+    assert [(r["context"], r["depth"], r["beyond_training"]) for r in first] == [(c, d, c > 64) for c in (64, 100) for d in (0.2, 0.8)]
+    assert text.count("beyond training length") == 6 and first[0]["over_first"] is None
+    assert all(r["over_first"] == [0, 0, 0] for r in same) and all(r["over_first"][0] != 0 for r in other), "the same texts for all"
+    assert [r["nats_per_byte"] for r in same] == [r["nats_per_byte"] for r in first]
+
+
+def test_a_longer_context_leaves_lengths_of_the_training_alone(checkpoint_of, facts):
+    path = checkpoint_of("a", block_size=64, recipe="modern", acag="headwise", window=0)
+    a = SimpleNamespace(ckpt=[path], split="test", device="cpu", dataset=None, settings=[])
+    (run,), _, context = probe.open_runs(a, 200)
+    assert (context, run.trained, run.model.config.block_size) == (200, 64, 200)
+    assert (run.model.config.acag_length, run.model.config.window) == (64, 16)
+    (short,), *_ = probe.open_runs(a, 64)
+    x = torch.randint(256, (2, 64))
+    assert torch.equal(run.model(x).logits, short.model(x).logits)
+
+
+# ---- late ----
+
+def test_loss_by_position_is_that_of_every_position(checkpoint_of, facts, tmp_path, capsys):
+    a, b = checkpoint_of("a", block_size=24), checkpoint_of("b", seed=2, block_size=24)
+    found, text = say(capsys, tmp_path, "late", "--ckpt", a, "--ckpt", b, "--context=20", "--tokens=0")
+    models = [checkpoint.build(checkpoint.read(path), path) for path in (a, b)]
+    nats = []
+    for model in models:
+        model.crop_block_size(20)
+        tokens, each = facts.tokens("test"), []
+        for start, end, _ in windows_of(facts, "test", 20):
+            ids = torch.tensor([facts.separator if i < 0 else int(tokens[i]) for i in range(start - 1, end)])
+            logp = F.log_softmax(model(ids[None, :-1]).logits.double(), -1)[0]
+            each.append((torch.arange(end - start), -logp.gather(-1, ids[1:, None])[:, 0].detach()))
+        nats.append([torch.cat(parts) for parts in zip(*each)])
+    for run, (position, values) in zip(found["runs"], nats):
+        *buckets, whole = run["results"]
+        assert [r["positions"] for r in buckets] == [[0, 0], [1, 1], [2, 3], [4, 7], [8, 15], [16, 19]]
+        for r in buckets:
+            here = (position >= r["positions"][0]) & (position <= r["positions"][1])
+            assert r["tokens"] == here.sum() and r["nats_per_token"][0] == pytest.approx(values[here].mean().item(), abs=1e-5)
+        total, count = score(models[found["runs"].index(run)], facts, "test")
+        assert sum(r["tokens"] * r["nats_per_token"][0] for r in buckets) / count == pytest.approx(total / count, abs=1e-5)
+        assert whole["tokens"] == count and whole["nats_per_token"][0] == pytest.approx(total / count, abs=1e-5)
+    difference = found["runs"][1]["results"][-1]["over_first"]
+    assert difference[0] == pytest.approx((nats[1][1] - nats[0][1]).mean().item(), abs=1e-5)
+    assert difference[1] < difference[0] < difference[2]
+    assert "16-19" in text
+
+
+def test_intervals_are_of_blocks_of_neighbouring_windows():
+    values, window = np.arange(640.0), np.arange(640) // 10  # 64 windows in 32 blocks of 20 values
+    mean, low, high = around(values, window, 64)
+    means = values.reshape(32, 20).mean(1)
+    half = student.ppf(0.975, 31) * means.std(ddof=1) / math.sqrt(32)
+    assert (mean, high - mean, mean - low) == pytest.approx((values.mean(), half, half))
+
+
+def test_positions_beyond_the_training_are_marked(checkpoint_of, tmp_path, capsys):
+    found, _ = say(capsys, tmp_path, "late", "--ckpt", checkpoint_of("a", recipe="modern"), "--context=64", "--tokens=1024")
+    assert {tuple(r["positions"]) for r in found["runs"][0]["results"] if r["beyond_training"]} == {(32, 63)}
+
+
+def test_windows_read_one_token_back(facts):
+    tokens = torch.from_numpy(facts.tokens("val")[:40].astype(np.int64))
+    (first, after), (ids, targets) = probe.text_of(facts, "val", 0, 16, "cpu"), probe.text_of(facts, "val", 16, 32, "cpu")
+    assert first[0] == facts.separator and torch.equal(first[1:], tokens[:15]) and torch.equal(after, tokens[:16])
+    assert torch.equal(ids, tokens[15:31]) and torch.equal(targets, tokens[16:32])
+
+
+# ---- keys ----
+
+def reference(model, ids, gone):
+    """Logits [T, V] of a plain gpt2-recipe model, all in sight: columns of the keys gone are -inf below the diagonal."""
+    T, D = len(ids), model.config.head_size
+    x = model.transformer.wte.weight[ids] + model.transformer.wpe.weight[:T]
+    later = torch.arange(T)[:, None] > torch.arange(T)
+    unseen = later.T | (later & torch.as_tensor(gone))
+    norm = lambda x, m: (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt() * m.weight
+    for block in model.transformer.h:
+        q, k, v = (norm(x, block.ln_1) @ block.attn.c_attn.weight.T).split(model.config.n_embd, -1)
+        y = []
+        for h in range(model.config.n_head):
+            s = slice(h * D, (h + 1) * D)
+            y.append((q[:, s] @ k[:, s].T / math.sqrt(D)).masked_fill(unseen, -math.inf).softmax(-1) @ v[:, s])
+        x = x + torch.cat(y, -1) @ block.attn.c_proj.weight.T
+        x = x + F.gelu(norm(x, block.ln_2) @ block.mlp.c_fc.weight.T) @ block.mlp.c_proj.weight.T
+    return norm(x, model.transformer.ln_f) @ model.lm_head.weight.T
+
+
+def test_removal_is_a_column_of_minus_infinity():
+    model, ids = make_model(), torch.randint(256, (20,), generator=torch.Generator().manual_seed(0))
+    sets = np.stack([gone(20, keys) for keys in ([], [3], [0, 7, 18], [2, 4, 5, 6, 11])])
+    nats = nats_without(model, ids, torch.tensor(65), sets)
+    assert len(set(nats.round(4))) == 4
+    for n, removed in zip(nats, sets):
+        truth = -F.log_softmax(reference(model, ids, removed).float().double(), -1)[-1, 65].item()
+        assert n == pytest.approx(truth, abs=1e-5)
+        with without_keys(model, torch.from_numpy(removed)[None]):
+            assert torch.allclose(model(ids[None]).logits[0], reference(model, ids, removed).float(), atol=1e-5)
+    assert "context" not in vars(model), "afterwards all is as before"
+
+
+SEEN = ["routing_sigmoid", "sentinel", "unet_concat", "a2c_seed", "a2c_temperature", "a2c_key_bias", "acag", "acag_seed", "gated",
+        "window", "head_norm"]
+
+
+@pytest.mark.parametrize("name", [None, *SEEN, "constraint_a"])
+def test_nobody_can_tell_what_a_removed_key_was(name):
+    model = make_model(recipe="modern", **MECHANISMS.get(name, {}))
+    ids = torch.randint(256, (1, 24), generator=torch.Generator().manual_seed(0))
+    other = ids.clone()
+    other[0, 19] = (ids[0, 19] + 1) % 256
+    removed = torch.from_numpy(gone(24, [19]))[None]
+    told = lambda: (model(ids).logits - model(other).logits)[0].abs().amax(-1)
+    with without_keys(model, removed):
+        hidden = told()
+    assert told()[20:].max() > 1e-4 and hidden[:19].max() < 1e-9 < hidden[19]
+    if name == "constraint_a":  # its router reads a running mean: the docstring says so
+        assert hidden[20:].max() > 1e-6
+    else:
+        assert hidden[20:].max() < 1e-9
+
+
+def test_removing_nothing_changes_nothing():
+    for flags in ({}, MECHANISMS["acag"], MECHANISMS["window"]):
+        model, ids = make_model(recipe="modern", **flags), torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
+        plain = model(ids).logits
+        with without_keys(model, torch.zeros(2, 24, dtype=torch.bool)):
+            assert torch.allclose(model(ids).logits, plain, atol=1e-6)
+
+
+def test_statistics_count_the_keys_that_are_left():
+    model, removed = make_model(recipe="modern", acag="headwise"), torch.from_numpy(np.stack([gone(8, []), gone(8, [1, 5])]))
+    with without_keys(model, removed):
+        ctx = model.context(slice(0, 8), 0, 8, None, None, torch.device("cpu"))
+    assert ctx.n.shape == (2, 1, 8) and ctx.n[:, 0].tolist() == [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 2, 3, 4, 5, 5, 6]]
+
+
+def test_gradient_times_input_is_the_slope_of_the_loss_as_an_input_fades():
+    model, ids = make_model(recipe="modern"), torch.randint(256, (13,), generator=torch.Generator().manual_seed(0))
+    found = gradient_times_input(model, ids[:-1], ids[1:], np.array([6, 11]))
+    assert found.shape == (2, 12) and not found[0, 7:].any(), "what comes later has no say"
+    model.head = lambda x: model.lm_head(x)  # without the rounding to float32
+    for s in (2, 6):
+        loss = []
+        for fade in (1e-5, -1e-5):
+            scale = torch.ones(12, 1, dtype=torch.float64)
+            scale[s] -= fade
+            hook = model.transformer.drop.register_forward_hook(lambda module, inputs, x: x * scale)
+            loss.append(F.cross_entropy(model(ids[None, :-1]).logits[0, 6], ids[7]).item())
+            hook.remove()
+        assert (loss[0] - loss[1]) / 2e-5 == pytest.approx(found[0, s].item(), abs=1e-4)
+
+
+def test_rankings_are_what_they_are_called():
+    ids, queries = torch.randint(256, (21,), generator=torch.Generator().manual_seed(0)), np.array([15, 19])
+    plain, biased = make_model(recipe="modern"), make_model(recipe="modern", **MECHANISMS["a2c_key_bias"])
+    found = rankings(plain, ids[:-1], ids[1:], queries)
+    assert list(found) == ["attention", "gradient", "recency"] and {s.shape for s in found.values()} == {(2, 20)}
+    assert np.allclose(found["attention"].sum(-1), 1) and not found["attention"][0, 16:].any()
+    found, traces = rankings(biased, ids[:-1], ids[1:], queries), biased(ids[None, :-1], traces=True).traces
+    advantages = [traces[f"blocks.{i}.advantage"][0].detach() for i in range(2)]
+    assert list(found)[:2] == ["advantage", "key bias"]
+    assert np.allclose(found["advantage"][1], torch.cat(advantages, -1).mean(-1))
+    assert np.allclose(found["key bias"][0], sum((a * b.attn.a2c.mix).sum(-1) for a, b in zip(advantages, biased.transformer.h)).detach() / 4)
+
+
+def test_effects_of_a_window_are_those_of_each_set_alone(monkeypatch):
+    model, ids = make_model(recipe="modern"), torch.randint(256, (33,), generator=torch.Generator().manual_seed(0))
+    a = SimpleNamespace(queries=2, nearest=3, remove=[2, 4], draws=3, singles=8)
+    base, rise, like = window_effects(model, ids[:-1], ids[1:], a, np.random.default_rng(5))
+    queries = np.sort(np.random.default_rng(5).choice(np.arange(24, 32), 2, replace=False))
+    each = [nats_without(model, ids[:t + 1], ids[t + 1], np.stack([gone(t + 1, k) for k in ([], [t - 3, t - 4])])) for t in queries]
+    assert base == pytest.approx(np.mean([e[0] for e in each])) and rise["recency", 2] == pytest.approx(np.mean([e[1] - e[0] for e in each]))
+    assert set(rise) == {(n, m) for n in ("attention", "gradient", "recency", "random") for m in (2, 4)}
+    assert set(like) == {"attention", "gradient", "recency"}
+    # a ranking that knows the answer wins, and its opposite loses
+    truth = {int(t): nats_without(model, ids[:t + 1], ids[t + 1], np.eye(t + 1, dtype=bool)) for t in queries}
+    scores = np.stack([np.pad(truth[int(t)], (0, 31 - t)) for t in queries])
+    monkeypatch.setattr(probe, "rankings", lambda *args: {"oracle": scores, "opposite": -scores})
+    _, rise, like = window_effects(model, ids[:-1], ids[1:], a, np.random.default_rng(5))
+    assert rise["oracle", 2] > rise["random", 2] > rise["opposite", 2] and like == pytest.approx({"oracle": 1, "opposite": -1})
+
+
+def test_keys_asks_all_runs_the_same(checkpoint_of, tmp_path, capsys):
+    a, b = checkpoint_of("a", recipe="modern"), checkpoint_of("b", recipe="modern", seed=2, **MECHANISMS["a2c_temperature"])
+    found, text = say(capsys, tmp_path, "keys", "--ckpt", a, "--ckpt", b, "--ckpt", a, "--windows=3", "--queries=2", "--remove", "2",
+                      "--draws=2", "--singles=6")
+    first, other, same = (run["results"] for run in found["runs"])
+    assert first == same and [r["ranking"] for r in other["rankings"]] == ["advantage", "attention", "gradient", "recency", "random"]
+    assert all(r["removed"][0]["over_random"] for r in other["rankings"][:-1]) and "3 windows of 32" in text
+    rows = {r["ranking"]: r["removed"][0] for r in other["rankings"]}
+    assert rows["advantage"]["over_random"][0] == pytest.approx(rows["advantage"]["rise"][0] - rows["random"]["rise"][0])
+
+
+# ---- heads ----
+
+@pytest.mark.parametrize("flags", [{}, dict(recipe="modern"), dict(recipe="modern", sentinel="sigmoid", acag="headwise")],
+                         ids=["gpt2", "modern", "gates"])
+def test_a_head_off_is_its_columns_of_the_projection_at_zero(facts, flags):
+    model = make_model(**flags)
+    before = score(model, facts, "val", max_tokens=512, per_token=True)
+    for layer, head in ((0, 1), (1, 0)):
+        off, other = without_head(model, layer, head, facts, "val", 512), make_model(**flags)
+        with torch.no_grad():
+            other.transformer.h[layer].attn.c_proj.weight[:, head * 8:head * 8 + 8] = 0
+        assert np.allclose(off, score(other, facts, "val", max_tokens=512, per_token=True), atol=1e-5)
+        assert np.abs(off - before).max() > 1e-3
+    assert (score(model, facts, "val", max_tokens=512, per_token=True) == before).all() and model.transformer.h[0].attn.hand is None
+
+
+@pytest.mark.parametrize("flags", [{}, dict(sentinel="sigmoid", constraint_names=["one"])], ids=["plain", "gates"])
+def test_head_metrics_are_entropy_and_slope(facts, flags):
+    model = make_model(recipe="modern", **flags)
+    model.head = lambda x: model.lm_head(x)
+    cuts = windows_of(facts, "val", 32, 0, 32)
+    entropy, slope = head_metrics(model, facts, "val", cuts)
+    ids, targets = probe.text_of(facts, "val", *cuts[0][:2], "cpu")
+    traces, at = model(ids[None], traces="maps").traces, 0
+    for i, block in enumerate(model.transformer.h):
+        p = traces[f"blocks.{i}.map"][0].detach()
+        for j, head in enumerate(block.attn.numbers()):
+            assert entropy[at] == pytest.approx(-(p[j] * p[j].clamp_min(1e-30).log()).sum(-1).mean().item(), abs=1e-5)
+            gate = block.attn.static_gate(noisy=False)
+            gate, loss = 1.0 if gate is None else gate[j].item(), []
+            for step in (1e-4, -1e-4):
+                model.set_head(i, head, gate=gate + step)
+                loss.append(model(ids[None], targets[None]).loss.item())
+                block.attn.hand = None
+            assert slope[at] == pytest.approx(abs(loss[0] - loss[1]) / 2e-4, rel=0.02, abs=1e-3)
+            at += 1
+    assert at == len(entropy) == len(slope)
+
+
+def test_a_head_that_does_nothing_has_no_slope_and_can_go(checkpoint_of, facts, tmp_path, capsys):
+    model = make_model(recipe="modern")
+    with torch.no_grad():
+        model.transformer.h[1].attn.c_proj.weight[:, 8:] = 0
+    found, text = say(capsys, tmp_path, "heads", "--ckpt", save(tmp_path / "a.pt", model, facts), "--tokens=256")
+    run = found["runs"][0]["results"]
+    *others, idle = run["heads"]
+    assert (idle["layer"], idle["head"], idle["gate_gradient"], idle["change"]) == (1, 1, 0, [0, 0, 0])
+    assert all(h["gate_gradient"] > 0 and h["change"][0] != 0 for h in others) and run["n"] == 4
+    assert set(run["spearman"]) == {"entropy", "gate gradient", "both ranks"} and "n = 4 heads" in text
+
+
+# ---- refusals ----
+
+def test_what_cannot_be_probed_is_one_line(checkpoint_of, facts, source, chars_data, tmp_path, refusal):
+    rope, learned = checkpoint_of("rope", recipe="modern"), checkpoint_of("learned")
+    other, chars = checkpoint_of("other", data=Dataset(source)), checkpoint_of("chars", data=Dataset(chars_data), recipe="modern")
+    assert "no checkpoint" in refusal(["late", "--ckpt", str(tmp_path / "none")])
+    assert "a context of 99,999 is longer than the test split" in refusal(["late", "--ckpt", rope, "--context=99999"])
+    for args in (["late", "--context=64"], ["needle", "--contexts", "64", "128"], ["heads", "--context=33"], ["keys", "--context=64"]):
+        assert "learned positions, which end at 32" in refusal([*args, "--ckpt", learned])
+    assert "trained on different data" in refusal(["late", "--ckpt", rope, "--ckpt", other])
+    assert "not byte" in refusal(["needle", "--ckpt", chars, "--contexts", "64"])
+    assert "too short for a fact" in refusal(["needle", "--ckpt", rope, "--contexts", "32"])
+    assert "must be from 0 (the beginning) to 1" in refusal(["needle", "--ckpt", rope, "--depths", "0.5", "1.5"])
+    assert "--seed=-1 must not be negative" in refusal(["keys", "--ckpt", rope, "--seed=-1"])
+    assert "leaves 5 keys to remove 8 of" in refusal(["keys", "--ckpt", rope, "--nearest=20"])
+    assert "no split 'dev'" in refusal(["late", "--ckpt", rope, "--split=dev"])
+    assert "is not a file" in refusal(["late", "--ckpt", rope, f"--json={tmp_path}"])
+    broken = make_model(recipe="modern")
+    with torch.no_grad():
+        broken.lm_head.weight[0, 0] = math.nan
+    assert "its weights are damaged" in refusal(["late", "--ckpt", save(tmp_path / "broken.pt", broken, facts)])
