@@ -110,7 +110,7 @@ def headline(study):
 def notices(study):
     """What a reader must know before the numbers."""
     edge, failed, found = [label for label, arm in labelled(study) if arm.get("edge")], len(study["failures"]), []
-    if study["done"] < study["planned"]:
+    if study["done"] + failed < study["planned"]:
         found.append(f"This study is not finished: {study['done']} of {study['planned']} runs are done; all of this may still change.")
     if failed:
         found.append(f"{failed} failed {'run is' if failed == 1 else 'runs are'} missing from the numbers: see Failures.")
@@ -121,7 +121,7 @@ def notices(study):
 
 def corrected(study):
     """How p was corrected, how small a difference could have been seen, and who got which baselines."""
-    sizes = [c["detectable"] for c in study["comparisons"] if known(c["detectable"])]
+    sizes = [c["detectable"] for c in study["comparisons"] if known(c["detectable"]) and c["detectable"] > 0]  # 0: identical on every seed
     seen = (f"With {len(study['seeds'])} seeds a difference of {np.median(sizes):.4f} bits/byte (median; {min(sizes):.4f} to "
             f"{max(sizes):.4f}) would have been found with 80 % power." if sizes else "How small a difference shows is not known yet.")
     chosen = f" Selection: {study['selection']}." if study.get("selection") else ""
@@ -135,7 +135,9 @@ def rows_of(study):
         score = show(mean_of(study["arms"][name]), ".4f")
         for c in comparisons:
             p = "<0.001" if number(c["p_holm"]) < 0.001 else show(c["p_holm"], ".3f")
-            rows.append((name, c["baseline"], c["matched"], score, interval(c), p, verdict_of(c), show(c["detectable"], ".4f")))
+            n = sum(map(known, c["differences"]))
+            few = f" ({n} of {len(study['seeds'])} seeds)" * (0 < n < len(study["seeds"]) and known(c["low"]))
+            rows.append((name, c["baseline"], c["matched"], score, interval(c), p, verdict_of(c) + few, show(c["detectable"], ".4f")))
         rows += [] if comparisons else [(name, "–", [], score, "–", "–", *said(study, name, []), "–")]
     return rows
 
@@ -148,6 +150,7 @@ def settings_of(study):
             ("Scored", f"{d['dataset']}, {d['split']} split: {d['name']}, {d['context']}; {show(d['tokens'])} tokens, "
                        f"{show(d['bytes'])}{part} bytes"),
             *([("Note on the data", d["note"])] if d.get("note") else []),
+            *([("On both sides", ", ".join(f"{k}={v}" for k, v in study["settings"].items()))] if study.get("settings") else []),
             ("Machine", f"{m['device']}, {show(m['cores'])} cores; runs at once: {show(m['jobs'])}, threads of each: {show(m['threads'])}"),
             ("Versions", ", ".join(f"{package} {version}" for package, version in study["versions"].items()))]
 
@@ -194,7 +197,8 @@ def markdown(study):
     lines += ["", "## Failures", *lost] if lost else []
     lines += ["", "## Commands", "", f"    {study['command']}"]
     for label, arm in labelled(study):
-        lines += ["", f"{plain(label)}:", "", *("    " + " ".join(command.splitlines()) for command in arm.get("commands") or ["–"])]
+        lines += ["", f"{plain(label)}, kept in {plain(', '.join(arm.get('folders') or ['–']))}:", "",
+                  *("    " + " ".join(command.splitlines()) for command in arm.get("commands") or ["–"])]
     return "\n".join(lines) + "\n"
 
 
@@ -391,7 +395,8 @@ def costs(study):
         ratio = number(arm.get(key)) / (number(base.get(key)) or math.nan)
         return Html(e(form(arm.get(key))) + tag("small", f"{show(ratio, '.2f')}×" if known(ratio) and arm is not base else ""))
     rows = [(label, *(cell(arm, *column) for column in columns.values())) for label, arm in labelled(study)]
-    words = "Medians over the runs of an arm; × is the ratio to the plain GPT. Training seconds leave evaluation out."
+    words = ("Medians over the runs of an arm; × is the ratio to the plain GPT. Training seconds leave evaluation out. Where several runs shared "
+             "a machine, seconds and tokens/s hang on its load, so take them as a rough guide: bench.py measures them in turn.")
     return tag("div", note(words), grid(("arm", *columns), rows))
 
 
@@ -449,7 +454,8 @@ def configs(study):
 
 
 def commands(study):
-    each = [tag("div", tag("h3", label), tag("pre", "\n".join(arm.get("commands") or ["–"]))) for label, arm in labelled(study)]
+    each = [tag("div", tag("h3", label), tag("pre", "\n".join(arm.get("commands") or ["–"])), note(f"Runs: {', '.join(arm.get('folders') or ['–'])}"))
+            for label, arm in labelled(study)]
     return tag("div", tag("pre", study["command"]), details(f"Each of the {len(each)} arms by itself", *each))
 
 
@@ -463,7 +469,7 @@ def reading(study):
         "Equal: a variant often has more parameters or costs more per token, and may win by that alone. So besides the plain GPT with "
         "the same hyperparameters it may meet one with as many parameters, one that trains for as many FLOPs, one that trains for as long.",
         "Holm: among many comparisons some look good by chance. The correction raises each p so that the risk of one false verdict or "
-        f"more among all {study['comparisons_made']} stays below {100 * alpha:g} %. A verdict needs a corrected p of at most {alpha:g}: "
+        f"more among all {study['comparisons_made']} (those that the best were chosen from included) stays below {100 * alpha:g} %. A verdict needs a corrected p of at most {alpha:g}: "
         "an interval may leave out zero and still give none.",
         "Smallest detectable: the difference that this many seeds, as noisy as these, would find four times in five, correction "
         "included. “No difference shown” is not “equal”: a smaller difference may be there."]

@@ -48,21 +48,6 @@ def paired(differences, level=0.95):
     return Paired(n, mean, mean - half, mean + half, sd, float(2 * t.sf(abs(mean) / error, n - 1)))
 
 
-def seed_band(values, level=0.95):
-    """(mean, low, high), each [n_points], of curves [n_seeds, n_points]: a t interval at each point.
-
-    nan is a value that is not there. Where one seed is left the band is the line; where none is, nan.
-    """
-    values = np.asarray(values, np.float64)
-    there = ~np.isnan(values)
-    n = there.sum(0)
-    mean = np.where(n, np.where(there, values, 0).sum(0) / np.maximum(n, 1), math.nan)
-    df = np.maximum(n - 1, 1)
-    variance = np.where(there, (values - mean) ** 2, 0).sum(0) / df
-    half = t.isf((1 - level) / 2, df) * np.sqrt(variance / np.maximum(n, 1))
-    return mean, mean - half, mean + half
-
-
 # ---- over comparisons ----
 
 def holm(p_values):
@@ -103,7 +88,7 @@ def detectable(sd, n, alpha=0.05, power=0.8):
 def block_bootstrap(variant_nats, baseline_nats, bytes_scored, block, level=0.95, resamples=2000, seed=0):
     """(mean, low, high): the difference of two models on a text in bits/byte, and its interval over text.
 
-    The nats, [n_windows] each, are of the same consecutive windows. Neighbours resemble each other, so whole blocks of
+    The nats, [n_windows] each, are of the same windows in the order of the text. Neighbours resemble each other, so whole blocks of
     `block` windows are drawn, the same for both models. Take blocks longer than the resemblance lasts, but keep 30 of
     them or more. One block: an infinite interval. ValueError where the windows differ in number.
     """

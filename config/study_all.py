@@ -1,5 +1,5 @@
 # Every mechanism in every mode, and every rival, against plain GPTs: the same hyperparameters, parameters, training FLOPs
-# Tiny scale: 28 variants and the plain GPT, 5 seeds, under a minute each on a core; then the best four against all three baselines
+# Tiny scale: 28 variants and the plain GPT, 5 seeds, about a minute each on a core; then the best four against all three baselines
 
 question = "Does any head mechanism or rival beat a plain GPT?"
 

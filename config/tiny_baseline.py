@@ -1,4 +1,4 @@
-# The plain GPT that the other config/tiny_*.py are compared with: WikiText-2 as bytes, under a minute on one CPU core
+# The plain GPT that the other config/tiny_*.py are compared with: WikiText-2 as bytes, about a minute on one CPU core
 # 16 sequences x 128 bytes = 2,048 bytes a step, 150 steps = 0.31 MB read: short enough for all of study_all in two hours on two cores
 
 out_dir = "out/tiny-baseline"

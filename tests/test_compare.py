@@ -17,9 +17,10 @@ import compare
 import configurator
 import jobs
 import trial
-from compare import Maker, Study, StudyConfig, StudyError, main, size_of, variants_of
-from dataset import Dataset
-from model import GPT, MECHANISMS, GPTConfig
+import study as making
+from compare import Study, main
+from model import ALL_ON, GPT, MECHANISMS, GPTConfig
+from study import Maker, StudyConfig, StudyError, size_of, step_time_ratio
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted(p.name for p in (ROOT / "config").glob("study_*.py"))
@@ -75,12 +76,13 @@ class Bytes:
 
     def __init__(self, name):
         self.vocab_size = 6064 if "char" in str(name) else 256
+        self.tokens = lambda split: range(10**6)
         self.splits = {s: dict(sha256=s, tokens=10**6, bytes=10**6) for s in ("train", "val", "test")}
 
 
 @pytest.mark.parametrize("scale", ["tiny", "small"])
 def test_baselines_have_the_parameters_and_the_flops_of_their_variants(scale, monkeypatch):
-    monkeypatch.setattr(compare, "Dataset", Bytes)
+    monkeypatch.setattr(making, "Dataset", Bytes)
     study = Study(StudyConfig(mechanisms=list(MECHANISMS), scale=scale), "test")
     study.add_baselines(list(study.baselines))
     plain = study.arms["plain"]
@@ -97,7 +99,7 @@ def test_baselines_have_the_parameters_and_the_flops_of_their_variants(scale, mo
 
 
 def test_variants_whose_parameters_agree_share_a_baseline(monkeypatch):
-    monkeypatch.setattr(compare, "Dataset", Bytes)
+    monkeypatch.setattr(making, "Dataset", Bytes)
     study = Study(StudyConfig(mechanisms=["routing_moh", "moh", "gated", "sentinel", "unet_concat", "gated_elementwise"]), "test")
     study.add_baselines(list(study.baselines))
     shared = {name: baselines["parameters"] for name, baselines in study.baselines.items()}
@@ -121,7 +123,7 @@ def test_what_cannot_be_matched_is_said(plain):
 
 def test_the_same_wall_clock_is_measured_once(plain, monkeypatch):
     asked = []
-    monkeypatch.setattr(compare, "step_time_ratio", lambda a, b, device: asked.append(a.name) or 1.5)
+    monkeypatch.setattr(compare, "step_time_ratio", lambda a, b, device, threads: asked.append(a.name) or 1.5)
     for _ in range(2):
         study = study_of(plain, match=["wall-clock"])
         study.add_baselines(["gated"])
@@ -131,14 +133,16 @@ def test_the_same_wall_clock_is_measured_once(plain, monkeypatch):
 
 def test_a_model_takes_as_long_as_itself_and_less_than_a_bigger_one(plain):
     study = study_of(plain, variants={"deep": dict(n_layer=6)}, mechanisms=[])
-    assert compare.step_time_ratio(study.arms["deep"], study.arms["plain"], "cpu", steps=2) > 1.5
+    assert step_time_ratio(study.arms["deep"], study.arms["plain"], "cpu", threads=1, steps=2) > 1.5
 
 
 @pytest.mark.parametrize("name", STUDIES)
 @pytest.mark.parametrize("scale", ["tiny", "small", "seed"])
 def test_every_shipped_study_makes_its_arms(name, scale, monkeypatch):
-    monkeypatch.setattr(compare, "Dataset", Bytes)
-    monkeypatch.setattr(compare, "size_of", lambda config: (1000, 1000))  # 90 million numbers take their time; sizes have their own test
+    monkeypatch.setattr(making, "Dataset", Bytes)
+    monkeypatch.setattr(making, "size_of", lambda config: (1000, 1000))  # 90 million numbers take their time; sizes have their own test
+    if scale != "tiny" and "\nbase = " in (ROOT / "config" / name).read_text():
+        scale = "tiny"  # its plain GPT is its own
     config, = configurator.load((StudyConfig,), [f"config/{name}", f"--scale={scale}"])
     maker = Maker(config)
     arms = maker.variants()
@@ -163,7 +167,7 @@ def test_every_mechanism_and_rival_is_in_study_all():
 def test_a_finished_study_repeats_nothing_and_a_change_only_what_it_touches(plain, here):
     study = study_of(plain)
     study.run(here)
-    assert len(here.started) == 4 and not study.failures
+    assert len(here.started) == 4 and not study.summary("test")["failures"]
     first, here.started = study.results(), []
     study_of(plain).run(here)
     assert here.started == []
@@ -219,6 +223,9 @@ def test_a_run_that_crashes_is_reported_and_sinks_nothing(plain, here):
     words = {row["variant"]: row["words"] for row in summary["comparisons"]}
     assert "no verdict" in words["hot"] and summary["done"] == 4 and summary["planned"] == 6
     assert all(x is not None for x in summary["arms"]["gated"]["bpb"])
+    again = study_of(plain, variants=study.config.variants, report_only=True)
+    again.run(here)
+    assert len(again.summary("test")["failures"]) == 2  # told again, without running anything
 
 
 def test_a_study_is_cut_short_and_goes_on_to_the_same_numbers(plain):
@@ -252,7 +259,8 @@ def test_the_same_study_runs_through_submitit(plain):
     pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
     study = study_of(plain, submit="local", seeds=[1], mechanisms=["agency"])
     study.run(jobs.Cluster("local", 2, {"timeout_min": 5}))
-    assert study.summary("test")["comparisons"][0]["differences"] == [0.0] and not study.failures
+    assert study.summary("test")["comparisons"][0]["differences"] == [0.0]
+    assert study.spec(study.arms["plain"], 1) == study_of(plain).spec(study.arms["plain"], 1)  # the same runs as without it
 
 
 def test_a_failure_on_the_cluster_is_said(plain):
@@ -260,23 +268,52 @@ def test_a_failure_on_the_cluster_is_said(plain):
     place, folder = jobs.Cluster("local", 1, {"timeout_min": 5}), Path("out/trials/broken")
     folder.mkdir(parents=True)
     (folder / "trial.json").write_text(json.dumps({"model": {}, "train": {"dataset": "nowhere"}, "score": {}}))
-    assert "nowhere" in jobs.run_all([folder], place)[folder]
+    assert "no dataset nowhere" in jobs.run_all([folder], place)[folder]
+    assert "no dataset nowhere" in jobs.failure(folder)
 
 
 def test_two_studies_that_want_the_same_run_train_it_once(plain):
     study = study_of(plain, seeds=[1], settings=dict(max_iters=30))
     folder = study.trials()["plain", 1]
-    pair = [subprocess.Popen([sys.executable, str(ROOT / "jobs.py"), str(folder)], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = "".join(job.communicate(timeout=120)[0] for job in pair)
-    assert [job.returncode for job in pair] == [0, 0] and said.count("starting anew") == 1 and "going on" not in said
+    pair = [subprocess.Popen(jobs.command_of(folder)) for _ in range(2)]
+    assert [job.wait(timeout=120) for job in pair] == [0, 0]
+    said = (folder / "trial.log").read_text()
+    assert said.count("starting anew") == 1 and "going on" not in said
+
+
+def test_a_run_does_not_begin_with_other_code_or_data_than_was_planned(plain):
+    study = study_of(plain, seeds=[1])
+    for part in ("code", "data"):
+        folder = jobs.make({**study.spec(study.arms["plain"], 1), part: {"train": "x"} if part == "data" else "x"})
+        assert jobs.run_all([folder], jobs.Processes(1, "cpu"))[folder] == f"trial: the {part} changed after this run was planned; start the study again"
+
+
+def test_a_best_checkpoint_alone_does_not_block_a_run(plain):
+    study = study_of(plain, seeds=[1])
+    folder = study.trials()["plain", 1]
+    (folder / "best.pt").write_bytes(b"left behind by a full disk")
+    assert jobs.run_all([folder], jobs.Processes(1, "cpu")) == {} and jobs.done(folder)
+
+
+def test_what_cannot_be_started_is_a_failure_and_no_end(here, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    class Full(Here):
+        def start(self, folder):
+            raise RuntimeError("no such\npartition")
+    assert jobs.run_all([Path("a"), Path("b")], Full()) == dict.fromkeys([Path("a"), Path("b")], "could not be started: no such partition")
 
 
 def test_cores_and_gpus_are_shared_out(monkeypatch):
     monkeypatch.setattr(jobs.os, "sched_getaffinity", lambda pid: set(range(8)))
     assert (jobs.Processes(0, "cpu").slots, jobs.Processes(0, "cpu").threads) == (8, 1)
     assert (jobs.Processes(3, "cpu").slots, jobs.Processes(3, "cpu").threads) == (3, 2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert jobs.Processes(0, "cuda").places == ["4", "6"] and jobs.Processes(3, "cuda").places == ["4", "6", "4"]
+    monkeypatch.setattr(jobs, "pick_device", lambda name: "cuda")
+    monkeypatch.setattr(jobs.torch.cuda, "device_count", lambda: 2)
+    for visible, places in {"4,6": ["4", "6"], "7,": ["7"], "": ["0", "1"], "GPU-abc,GPU-def": ["GPU-abc", "GPU-def"]}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert jobs.Processes(0, "auto").places == places
+    assert jobs.Processes(3, "auto").places == ["GPU-abc", "GPU-def", "GPU-abc"]
 
 
 def test_a_killed_run_is_named(tmp_path):
@@ -294,7 +331,7 @@ def test_both_sides_get_the_rate_that_validates_best(plain, here, monkeypatch):
     study = study_of(plain, tune_lr=True, tune_factors=[0.01, 1.0, 30.0])
     study.run(here)
     short = [f for f in here.started if json.loads((f / "trial.json").read_text())["score"]["split"] == "val"]
-    assert len(short) == 6 and {json.loads((f / "trial.json").read_text())["model"]["seed"] for f in short} == {1002}
+    assert len(short) == 6 and {json.loads((f / "trial.json").read_text())["model"]["seed"] for f in short} == {1000002}
     for arm in study.arms.values():
         tried = study.tune([arm], here)
         best = min(tried, key=lambda key: jobs.result(tried[key])["bpb"])
@@ -332,13 +369,17 @@ def test_only_the_best_get_all_baselines(plain, here):
     means = {name: np.mean(study.differences(name, "plain", found)) for name in study.baselines}
     best = min(means, key=means.get)
     assert set(study.baselines[best]) == {"hyperparameters", "parameters", "FLOPs"}
-    assert set(study.summary("test")["missing"]) == set(means) - {best} and "best 1 of 3" in study.selection
+    summary = study.summary("test")
+    assert set(summary["missing"]) == set(means) - {best} and "best 1 of 3" in study.selection
+    every = study_of(plain, mechanisms=["gated", "unet_concat", "constraint_a"], settings=dict(n_layer=2, n_embd=32), match=["parameters", "FLOPs"])
+    every.add_baselines(list(every.baselines))  # to choose the best by the scores that are judged is to have looked at all of these
+    assert summary["comparisons_made"] == sum(len(set(own.values())) for own in every.baselines.values()) > len(summary["comparisons"])
 
 
 def test_a_plan_runs_nothing(plain, capsys):
     main(["--base", str(plain), "--mechanisms=gated", "--dry_run", "--device=cpu"])
     said = capsys.readouterr().out
-    assert "15 runs, 15 of them to do" in said or "20 runs, 20 of them to do" in said
+    assert "plain, MLP 65" in said and "15 runs, 15 of them to do" in said
     assert not Path("out").exists()
 
 
@@ -351,12 +392,18 @@ def test_a_plan_runs_nothing(plain, capsys):
     (["--mechanisms=gated", "--match=flops"], "match='flops' must be among"),
     (["--mechanisms=gated", "--tune_lr", "--tune_factors=2,4"], "have 1 among them"),
     (["--mechanisms=gated", "--settings={'dataset': 'nowhere'}"], "no dataset nowhere"),
+    (["--mechanisms=gated", "--settings={'init_from': 'x', 'seed': 3}"], "settings: init_from, seed cannot be set here"),
+    (["--mechanisms=gated", "--split=tset"], "split='tset' must be test or val"),
+    (["--mechanisms=gated", "--split=val", "--tune_lr"], "since val chooses the learning rate"),
+    (["--mechanisms=gated", "--scale=small"], "scale='small' means nothing beside base="),
+    (["--mechanisms=gated", "--submit=slurm"], "submit=slurm: "),
+    (["--mechanisms=gated", "--out_dir=/proc/none"], "/proc/none: "),
 ])
 def test_what_is_wrong_with_a_study_is_one_line(plain, args, words, refusal):
     assert words in refusal(["--base", str(plain), "--device=cpu", *args])
 
 
-@pytest.mark.parametrize("flags", [{}, *({"routing": "moh"}, {"acag": "elementwise", "gated": "elementwise"}), compare.ALL_ON, MECHANISMS["a2c_seed"]])
+@pytest.mark.parametrize("flags", [{}, *({"routing": "moh"}, {"acag": "elementwise", "gated": "elementwise"}), ALL_ON, MECHANISMS["a2c_seed"]])
 def test_head_statistics_are_one_row_a_layer(flags):
     model = GPT(GPTConfig(vocab_size=9, n_layer=3, n_head=4, n_embd=32, block_size=8, **flags)).eval()
     with torch.no_grad():

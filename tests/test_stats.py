@@ -7,7 +7,7 @@ import pytest
 from scipy import stats as scipy_stats
 from scipy.signal import lfilter
 
-from stats import Paired, block_bootstrap, detectable, holm, in_words, paired, seed_band, verdict
+from stats import Paired, block_bootstrap, detectable, holm, in_words, paired, verdict
 
 pytestmark = pytest.mark.filterwarnings("error")  # a division by zero is a warning in numpy
 
@@ -64,21 +64,6 @@ def test_differences_without_spread_do_not_divide_by_zero(n):
 def test_a_diverged_run_is_refused(bad):
     with pytest.raises(ValueError, match="difference 1 of 3 is not a finite number"):
         paired([0.1, bad, 0.2])
-
-
-def test_a_band_is_the_paired_interval_at_each_point():
-    values = rng(1).normal(3, 1, (6, 9))
-    values[:3, 1], values[:4, 2], values[5, 3], values[:5, 4], values[:, 5] = (math.nan,) * 5
-    mean, low, high = seed_band(values, 0.9)
-    for i, column in enumerate(values.T):
-        there = column[~np.isnan(column)]
-        want = paired(there, 0.9)[1:4] if len(there) > 1 else [there[0] if len(there) else math.nan] * 3
-        assert np.allclose((mean[i], low[i], high[i]), want, equal_nan=True), i
-
-
-def test_the_band_of_one_seed_is_its_line():
-    line = rng(2).normal(size=(1, 5))
-    assert all(np.array_equal(edge, line[0]) for edge in seed_band(line))
 
 
 # ---- many comparisons ----
