@@ -122,10 +122,12 @@ def notices(study):
 def corrected(study):
     """How p was corrected, how small a difference could have been seen, and who got which baselines."""
     sizes = [c["detectable"] for c in study["comparisons"] if known(c["detectable"]) and c["detectable"] > 0]  # 0: identical on every seed
-    seen = (f"With {len(study['seeds'])} seeds a difference of {np.median(sizes):.4f} bits/byte (median; {min(sizes):.4f} to "
-            f"{max(sizes):.4f}) would have been found with 80 % power." if sizes else "How small a difference shows is not known yet.")
+    spread = f" (median; {min(sizes):.4f} to {max(sizes):.4f})" if len(sizes) > 1 else ""
+    seen = (f"With {len(study['seeds'])} seeds a difference of {np.median(sizes):.4f} bits/byte{spread} would have been found with 80 % power."
+            if sizes else "How small a difference shows is not known yet.")
     chosen = f" Selection: {study['selection']}." if study.get("selection") else ""
-    return f"p is corrected for {study['comparisons_made']} comparisons (Holm). {seen}{chosen}"
+    made = study["comparisons_made"]
+    return (f"p is corrected for {made} comparisons (Holm). " if made > 1 else "One comparison: p is as it is. ") + seen + chosen
 
 
 def rows_of(study):
