@@ -16,6 +16,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -388,6 +389,7 @@ def run(argv):
 
 
 def main(argv=None):
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it, too, stops the runs before it ends this program
     try:
         run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
@@ -397,8 +399,8 @@ def main(argv=None):
         sys.exit("\n".join(f"compare: {line}" for line in str(e).splitlines()))
     except OSError as e:
         sys.exit(f"compare: {train.in_words(e)}")
-    except ModuleNotFoundError as e:
-        sys.exit(f"compare: {e.name} is not installed: pip install {e.name}")
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

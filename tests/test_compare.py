@@ -229,7 +229,7 @@ def test_a_run_that_crashes_is_reported_and_sinks_nothing(plain, here):
 
 
 def test_a_study_is_cut_short_and_goes_on_to_the_same_numbers(plain):
-    """The real thing: processes, a Ctrl-C while two runs train, and the same command again."""
+    """The real thing: processes, a signal while two runs train (as Ctrl-C is one), and the same command again."""
     (Path.cwd() / "study.py").write_text(f"base = {str(plain)!r}\nmechanisms = ['gated']\nseeds = [1]\nmatch = []\njobs = 2\ndevice = 'cpu'\n"
                                          "settings = dict(max_iters=160, eval_interval=10)\n")
     command = [sys.executable, str(ROOT / "compare.py"), "study.py"]
@@ -237,7 +237,7 @@ def test_a_study_is_cut_short_and_goes_on_to_the_same_numbers(plain):
     logs, until = lambda: [p for p in Path("out/trials").glob("*/log.jsonl") if p.read_text().count("val_bpb") > 1], time.monotonic() + 60
     while len(logs()) < 2 and time.monotonic() < until and job.poll() is None:
         time.sleep(0.05)
-    job.send_signal(signal.SIGINT)
+    job.send_signal(signal.SIGTERM)
     _, said = job.communicate(timeout=60)
     assert job.returncode == 130 and "the same command goes on" in said
     assert not list(Path("out/trials").glob("*/result.json"))
