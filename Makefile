@@ -1,9 +1,9 @@
-# make demo · make test · make compare · make bench · make plots · make clean
+# make demo · make test · make lint · make compare · make bench · make plots · make clean
 PYTHON ?= python3
 PY := .venv/bin/python
 STUDY ?= config/study_all.py
 
-.PHONY: demo test compare bench plots clean
+.PHONY: demo test lint compare bench plots clean
 
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
@@ -22,6 +22,10 @@ demo: .venv/ready
 # a process per core, each with one thread: threads that wait for each other spin
 test: .venv/ready-test
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
+
+# long lines, unused names, named lambdas: pyproject.toml says what
+lint: .venv/ready-test
+	$(PY) -m ruff check .
 
 # STUDY=config/study_routing.py for another one; it goes on where it stopped
 compare: .venv/ready

@@ -6,7 +6,7 @@ Speed and memory, as ratios measured in one run: training step and cached decodi
     python bench.py --n_layer 6 --n_head 6 --n_embd 384 --block_size 256 --what decode --nanogpt ../nanoGPT
     python bench.py --race --nanogpt ../nanoGPT       # train both for real, to the loss that nanoGPT's README names
     python bench.py --mechanisms all --recipes modern # every mechanism against the plain GPT of one recipe
-    python bench.py --mechanisms acag,gated --what memory --block_size 4096 --batch_size 1     # peak memory alone
+    python bench.py --mechanisms acag,output_gate --what memory --block_size 4096 --batch_size 1     # peak memory alone
     python bench.py --heads_off 0 .25 .5 .75          # the plain GPT with heads pruned
     python bench.py --contexts 1024 4096 16384        # decoding one token after so many: routing with and without skipping
 
@@ -33,8 +33,8 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-from checkpoint import CheckpointError
-from dataset import DataError, Dataset
+from common import UserError, pick_device, write_atomic
+from dataset import Dataset
 from evaluate import score, writable
 from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache
 from optim import make_optimizers
@@ -383,23 +383,23 @@ def main(argv=None):
     p.add_argument("--json", help="write all figures to this file")
     args = p.parse_args(argv)
     try:
-        args.device = checkpoint.pick_device(args.device)
+        args.device = pick_device(args.device)
         for name in ("rounds", "steps", "threads", "seeds", "iters"):
             if getattr(args, name) < 1:
-                raise CheckpointError(f"--{name} must be at least 1")
+                raise UserError(f"--{name} must be at least 1")
         args.what = args.what or ("train" if args.mechanisms else "train,decode")
         if args.mechanisms and (unknown := sorted({*args.mechanisms.split(",")} - {"all", *MECHANISMS, *MORE})):
-            raise CheckpointError(f"--mechanisms: no {', '.join(unknown)}; there are all, {', '.join([*MECHANISMS, *MORE])}")
+            raise UserError(f"--mechanisms: no {', '.join(unknown)}; there are all, {', '.join([*MECHANISMS, *MORE])}")
         if sum(map(bool, (args.mechanisms, args.heads_off, args.contexts, args.race))) > 1:
-            raise CheckpointError("--mechanisms, --heads_off, --contexts and --race are four different benchmarks: one at a time")
+            raise UserError("--mechanisms, --heads_off, --contexts and --race are four different benchmarks: one at a time")
         if any(not 0 <= share < 1 for share in args.heads_off or ()) or any(context < 1 for context in args.contexts or ()):
-            raise CheckpointError("--heads_off takes shares from 0 to below 1, --contexts positive numbers")
+            raise UserError("--heads_off takes shares from 0 to below 1, --contexts positive numbers")
         if args.json:
             args.json = str(writable(args.json))
         if args.race and not args.nanogpt or args.nanogpt and not (Path(args.nanogpt) / "model.py").is_file():
-            raise CheckpointError("--nanogpt must name a nanoGPT checkout (a folder with model.py)")
+            raise UserError("--nanogpt must name a nanoGPT checkout (a folder with model.py)")
         measure(args)
-    except (CheckpointError, DataError, ValueError) as e:
+    except ValueError as e:
         sys.exit(f"bench: {e}")
 
 
@@ -427,7 +427,7 @@ def measure(args):
             print(f"measured bf16 matrix product: {rate:.0f} TFLOP/s")
     if args.json:
         result = dict(torch=torch.__version__, arguments=arguments, measured_matmul_tflops=rate, rows=rows)
-        checkpoint.write_atomic(args.json, lambda f: f.write(json.dumps(result, indent=1).encode()))
+        write_atomic(args.json, lambda f: f.write(json.dumps(result, indent=1).encode()))
         print(args.json)
 
 

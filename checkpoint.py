@@ -1,13 +1,12 @@
 """Checkpoints: written whole or not at all, read without running anybody's code, and what a run starts from."""
 
-import os
 import zipfile
-from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
 
+from common import UserError, write_atomic
 from configurator import keys_of, nearest, parse, type_name
 from model import GPT, RECIPES, GPTConfig
 
@@ -15,39 +14,7 @@ from model import GPT, RECIPES, GPTConfig
 RESUMABLE = {"optimizers", "scaler", "train", "step", "best_val_loss", "elapsed_s", "run_id", "last_eval"}
 
 
-class CheckpointError(Exception):
-    """What is wrong with a checkpoint, or with writing it, in one line."""
-
-
 # ---- write ----
-
-def write_atomic(path, write):
-    """write(file) into a temporary name, fsync, rename: after a crash `path` is the old file or the new one.
-
-    Raises CheckpointError when the disk is full or refuses, and then leaves the old file as it was.
-    """
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    try:
-        with open(part, "wb") as f:
-            write(f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(part, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the rename itself must reach the disk
-        finally:
-            os.close(folder)
-    except (OSError, RuntimeError) as e:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        cause = e.__context__ if isinstance(e.__context__, OSError) else e  # torch wraps a failed write in a RuntimeError
-        if not isinstance(cause, OSError):
-            raise
-        before = "the previous one is intact" if path.exists() else "there is no previous one"
-        raise CheckpointError(f"could not write {path} ({cause.strerror or cause}); {before}") from None
-
 
 def save(path, state):
     write_atomic(path, lambda f: torch.save(state, f))
@@ -56,12 +23,12 @@ def save(path, state):
 # ---- read ----
 
 def read(path, device="cpu"):
-    """The dict in a checkpoint file: ours, or nanoGPT's put into our form. Raises CheckpointError."""
+    """The dict in a checkpoint file: ours, or nanoGPT's put into our form. Raises UserError."""
     path = Path(path)
     if path.is_dir():  # a run folder means its best checkpoint
         path = next((path / n for n in ("best.pt", "ckpt.pt") if (path / n).is_file()), path / "ckpt.pt")
     if not path.is_file():
-        raise CheckpointError(f"no checkpoint {path}")
+        raise UserError(f"no checkpoint {path}")
     try:
         if not zipfile.is_zipfile(path):
             raise ValueError("cut short, or no torch file at all")
@@ -72,13 +39,13 @@ def read(path, device="cpu"):
         raise
     except Exception as e:  # damage shows in many ways, all meaning the same to the reader
         why = str(e).splitlines()[0][:80] if type(e) is ValueError else type(e).__name__
-        raise CheckpointError(f"{path} cannot be read as a checkpoint ({why})") from None
+        raise UserError(f"{path} cannot be read as a checkpoint ({why})") from None
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
-        raise CheckpointError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
+        raise UserError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
     if isinstance(state.get("model_args"), dict):
         return from_nanogpt(state)
     if not {"config", "meta"} <= set(state) or not isinstance(state["config"], dict):
-        raise CheckpointError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
+        raise UserError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
     return state
 
 
@@ -93,33 +60,34 @@ def from_nanogpt(state):
 
 
 def config_of(state, path, **overrides):
-    """The GPTConfig of a read checkpoint; flags younger than it are off, as in the plain GPT. Raises CheckpointError."""
+    """The GPTConfig of a read checkpoint; flags younger than it are off, as in the plain GPT. Raises UserError."""
     unknown = sorted(set(state["config"]) - set(GPTConfig.__dataclass_fields__))
     if unknown:
-        raise CheckpointError(f"{path} was written by a newer version: unknown flags {', '.join(unknown)}")
+        raise UserError(f"{path} was written by a newer version: unknown flags {', '.join(unknown)}")
     try:
         return GPTConfig(**{**RECIPES["gpt2"], **state["config"], **overrides})
     except (ValueError, TypeError) as e:
-        raise CheckpointError(f"{path}: its config is impossible: {' '.join(str(e).split())}")
+        raise UserError(f"{path}: its config is impossible: {' '.join(str(e).split())}")
 
 
 def build(state, path, device="cpu", settings=(), **overrides):
     """The GPT of a read checkpoint, in eval mode, with switches moved by `settings` (texts, see read_settings()).
 
-    Raises CheckpointError, also when the weights and the config disagree.
+    Raises UserError, also when the weights and the config disagree.
     """
     flags, by_hand = read_settings(settings)
+    config = config_of(state, path, **overrides, **switchable(state, path, flags))
     try:
-        model = GPT(config_of(state, path, **overrides, **switchable(state, path, flags)))
+        model = GPT(config)
         model.load_state_dict(state["model"])
     except (ValueError, TypeError, AttributeError, RuntimeError) as e:
-        raise CheckpointError(f"{path}: its weights do not fit its config: {' '.join(str(e).split())[:300]}")
+        raise UserError(f"{path}: its weights do not fit its config: {' '.join(str(e).split())[:300]}")
     model.to(device).eval()
     for kind, layer, head, value in by_hand:
         try:
             model.set_head(layer, head, **{kind: value})
         except ValueError as e:
-            raise CheckpointError(f"{path}: --set {kind}.{layer}.{head}={value}: {e}")
+            raise UserError(f"{path}: --set {kind}.{layer}.{head}={value}: {e}")
     return model
 
 
@@ -130,23 +98,23 @@ FIXED = ("recipe", "n_layer", "n_head", "tied", "heads", "constraint_names")  # 
 
 
 def read_settings(settings):
-    """Texts "flag=value" and "gate.<layer>.<head>=value" -> ({flag: value}, [(key, layer, head, value)]). Raises CheckpointError."""
+    """Texts "flag=value" and "gate.<layer>.<head>=value" -> ({flag: value}, [(key, layer, head, value)]). Raises UserError."""
     types, flags, by_hand = {key: t for key, (t, _, _) in keys_of((GPTConfig,)).items()} | HEAD_KEYS, {}, []
     for text in settings:
         (name, equals, value), where = text.partition("="), []
         if (key := name.split(".")[0]) in HEAD_KEYS:
             where = name.split(".")[1:]
             if not equals or len(where) != 2 or not all(w.isdecimal() for w in where):
-                raise CheckpointError(f"--set {text}: it must be {key}.<layer>.<head>=value")
+                raise UserError(f"--set {text}: it must be {key}.<layer>.<head>=value")
         elif name not in types:
             meant, words = nearest(key, types)
-            raise CheckpointError(f"--set {text}: unknown key {name}; " + (words if meant else "train.py --help lists the flags of a model"))
+            raise UserError(f"--set {text}: unknown key {name}; " + (words if meant else "train.py --help lists the flags of a model"))
         elif not equals:
-            raise CheckpointError(f"--set {text}: it must be {key}=value")
+            raise UserError(f"--set {text}: it must be {key}=value")
         try:
             value = parse(value, types[key])
         except ValueError:
-            raise CheckpointError(f"--set {text}: {value!r} is not {type_name(types[key])}")
+            raise UserError(f"--set {text}: {value!r} is not {type_name(types[key])}")
         if where:
             by_hand.append((key, *map(int, where), value))
         else:
@@ -155,7 +123,7 @@ def read_settings(settings):
 
 
 def switchable(state, path, flags):
-    """{flag: value} for config_of(), after checking that no tensor of a read checkpoint depends on them. Raises CheckpointError."""
+    """{flag: value} for config_of(), after checking that no tensor of a read checkpoint depends on them. Raises UserError."""
     old, details = tensors(config_of(state, path)) if flags else None, {}
     for key, value in flags.items():
         # what is off has no details: window=None takes window_block with it
@@ -167,9 +135,9 @@ def switchable(state, path, flags):
             continue
         changed = sorted(name for name in {**old, **new} if old.get(name) != new.get(name))
         if changed or key in FIXED:
-            raise CheckpointError(f"{path}: {key} cannot be changed after training" + (f": {changed[0]} depends on it" if changed else ""))
+            raise UserError(f"{path}: {key} cannot be changed after training" + (f": {changed[0]} depends on it" if changed else ""))
     if bad := config_of(state, path, **{**details, **flags}).problems() if flags else []:
-        raise CheckpointError(f"{path}: {'; '.join(bad)}")
+        raise UserError(f"{path}: {'; '.join(bad)}")
     return {**details, **flags}
 
 
@@ -184,7 +152,7 @@ def tensors(config):
 def starting_point(model_config, config, dataset, device):
     """(model, the state to go on from or None) of a run: out_dir/ckpt.pt, another checkpoint's weights, or a new model.
 
-    Raises CheckpointError when what there is does not fit what is asked for.
+    Raises UserError when what there is does not fit what is asked for.
     """
     last = Path(config.out_dir) / "ckpt.pt"
     new_run = config.eval_only or not config.resume or not last.is_file()
@@ -208,44 +176,44 @@ def starting_point(model_config, config, dataset, device):
 
 
 def same_vocabulary(state, dataset, path):
-    """Raise CheckpointError unless the checkpoint's token ids mean what the dataset's do."""
+    """Raise UserError unless the checkpoint's token ids mean what the dataset's do."""
     meta, size, here = state["meta"], state["config"].get("vocab_size") or 0, dataset.meta
     if meta and any(meta.get(key) != here.get(key) for key in ("encoding", "vocab")):
-        raise CheckpointError(f"{path} was trained on {meta['name']} ({meta['encoding']}, {meta['vocab_size']:,} symbols), "
+        raise UserError(f"{path} was trained on {meta['name']} ({meta['encoding']}, {meta['vocab_size']:,} symbols), "
                               f"whose vocabulary is not that of {here['name']} ({here['encoding']}, {dataset.vocab_size:,})")
     if size < dataset.vocab_size:
-        raise CheckpointError(f"{path} knows {size:,} tokens; {here['name']} has {dataset.vocab_size:,}")
+        raise UserError(f"{path} knows {size:,} tokens; {here['name']} has {dataset.vocab_size:,}")
 
 
 def same_model(state, path, config, flags):
-    """Raise CheckpointError, naming the flags, unless those of `config` among `flags` are the checkpoint's."""
+    """Raise UserError, naming the flags, unless those of `config` among `flags` are the checkpoint's."""
     old, new = asdict(config_of(state, path)), asdict(config)
     new["vocab_size"] = new["vocab_size"] or old["vocab_size"]
     differ = [f"{k}={new[k]!r} here is {old[k]!r} there" for k in old if k in flags and new[k] != old[k]]
     if differ:
-        raise CheckpointError(f"{path} holds another model: {'; '.join(differ)}")
+        raise UserError(f"{path} holds another model: {'; '.join(differ)}")
 
 
 def same_run(state, path, config, dataset):
-    """Raise CheckpointError unless a run that goes on from `state` as configured is still the same run."""
+    """Raise UserError unless a run that goes on from `state` as configured is still the same run."""
     instead = f"to begin a new run with its weights: --init_from={path} and another --out_dir"
     if lacks := sorted(RESUMABLE - set(state)):
-        raise CheckpointError(f"{path} holds no state to go on from (no {', '.join(lacks)}); {instead}")
+        raise UserError(f"{path} holds no state to go on from (no {', '.join(lacks)}); {instead}")
     old, new = ({**c, "batch_size * grad_accum": c["batch_size"] * c["grad_accum"]} for c in (state["train"], asdict(config)))
     differ = [f"{k}={new[k]!r} here is {old[k]!r} there" for k in ("optimizer", "batch_size * grad_accum") if new[k] != old[k]]
     if state["meta"]["splits"] != dataset.meta["splits"]:
         differ.append(f"{dataset.dir} holds other data than {state['meta']['name']} did")
     if differ:
-        raise CheckpointError(f"{path} cannot go on like this: {'; '.join(differ)}; {instead}")
+        raise UserError(f"{path} cannot go on like this: {'; '.join(differ)}; {instead}")
 
 
 def restore(optimizer, saved, path):
-    """Load an optimizer's moments; rates, betas and decay stay those of the config. Raises CheckpointError."""
+    """Load an optimizer's moments; rates, betas and decay stay those of the config. Raises UserError."""
     fresh = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(saved)
     except (ValueError, KeyError) as e:
-        raise CheckpointError(f"{path}: its optimizer state does not fit this config ({' '.join(str(e).split())[:120]})")
+        raise UserError(f"{path}: its optimizer state does not fit this config ({' '.join(str(e).split())[:120]})")
     for group, values in zip(optimizer.param_groups, fresh):
         group.update(values)
 
@@ -253,18 +221,3 @@ def restore(optimizer, saved, path):
 def last_save(out_dir):
     path = Path(out_dir) / "ckpt.pt"
     return f"the last save is {path}, --resume goes on from it" if path.is_file() else "nothing was saved yet: start again"
-
-
-def pick_device(name):
-    """'auto' -> cuda, mps or cpu, whichever is there first; else the name, checked. Raises CheckpointError."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if name == "cuda" and torch.cuda.is_available():
-        return name  # without touching it: under torchrun each process has a GPU of its own
-    try:
-        torch.empty(1, device=name)
-        if torch.device(name).type == "cuda":
-            torch.cuda.set_device(name)  # seeds, streams and statistics are those of the current device
-    except (RuntimeError, AssertionError) as e:
-        raise CheckpointError(f"device={name} cannot be used: {(str(e) or 'not there').splitlines()[0][:120]}")
-    return name

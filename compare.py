@@ -18,7 +18,6 @@ import os
 import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -35,12 +34,11 @@ import configurator
 import jobs
 import report
 import stats
-import train
-from checkpoint import CheckpointError, write_atomic
-from dataset import DataError, Dataset
+from common import UserError, explain, git_commit, json_safe, pick_device, write_atomic
+from dataset import Dataset
 from evaluate import windows_of
 from model import GPTConfig
-from study import NOT_ITS_OWN, Maker, StudyConfig, StudyError, step_time_ratio
+from study import NOT_ITS_OWN, Maker, StudyConfig, step_time_ratio
 
 # ---- trials: an arm with a seed ----
 
@@ -60,7 +58,7 @@ class Study:
         data, config, factor = self.maker.data, arm.train, arm.lr_factor
         model = replace(arm.model, seed=seed + arm.flags.get("seed", 0))
         rates = {key: getattr(config, key) * factor for key in ("lr", "muon_lr", "embed_lr", "min_lr")}
-        device = self.config.device if jobs.on_slurm(self.config.submit) else checkpoint.pick_device(self.config.device).split(":")[0]
+        device = self.config.device if jobs.on_slurm(self.config.submit) else pick_device(self.config.device).split(":")[0]
         flags = {k: v for k, v in asdict(replace(config, **rates)).items() if k not in NOT_ITS_OWN} | {"device": device}
         spec = dict(model=asdict(model), train=flags, score=dict(split=self.config.split, tokens=self.maker.test_tokens),
                     code=jobs.code_digest(), data={k: s["sha256"] for k, s in data.splits.items()}, torch=torch.__version__)
@@ -101,7 +99,7 @@ class Study:
         known = json.loads(path.read_text()) if path.is_file() else {}
         if key not in known:
             threads = jobs.Processes(self.config.jobs, self.config.device).threads
-            known[key] = step_time_ratio(variant, self.maker.plain, checkpoint.pick_device(self.config.device), threads)
+            known[key] = step_time_ratio(variant, self.maker.plain, pick_device(self.config.device), threads)
             self.out.mkdir(parents=True, exist_ok=True)
             write_atomic(path, lambda f: f.write(json.dumps(known).encode()))
         return known[key]
@@ -219,8 +217,8 @@ class Study:
                      for (name, factor), folder in self.tried.items() if (why := jobs.failure(folder))]
         threads = sorted({r["threads"] for r in found.values()})
         lacks = {name: [what for what in c.match if what not in baselines] for name, baselines in self.baselines.items()}
-        return clean(dict(
-            name=self.name, scale=self.scale, question=c.question, command=command, date=date.today().isoformat(), commit=commit(),
+        return json_safe(dict(
+            name=self.name, scale=self.scale, question=c.question, command=command, date=date.today().isoformat(), commit=git_commit(),
             versions=dict(python=sys.version.split()[0], **{name: version(name) for name in ("torch", "numpy", "scipy")}),
             settings=maker.settings,
             machine=dict(device=machine_of(trials[one]) if one else None, cores=os.cpu_count(), jobs=c.jobs or jobs.Processes(0, c.device).slots,
@@ -294,7 +292,7 @@ def observed(folder, quiet=True):
 @torch.no_grad()
 def observe(folder):
     """Decoding speed with the cache (batch 1, the better of two), a sample, and what the heads do on 15 windows of val."""
-    state, device = checkpoint.read(folder), checkpoint.pick_device("auto")
+    state, device = checkpoint.read(folder), pick_device("auto")
     model = checkpoint.build(state, folder, device)
     data, T = Dataset(state["train"]["dataset"]), model.config.block_size
     ids = torch.tensor([data.tokenizer.encode(PROMPT).tolist()], device=device)
@@ -330,23 +328,6 @@ def machine_of(folder):
     """What a run trained on, from its config.json; None where that is not there."""
     with suppress(OSError, ValueError, KeyError):
         return json.loads((folder / "config.json").read_text(encoding="utf-8"))["machine"]["device"]
-
-
-def clean(value):
-    """The same with NaN, infinities and numpy numbers made plain: JSON has none of them."""
-    if isinstance(value, dict):
-        return {str(k): clean(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [clean(v) for v in value]
-    if isinstance(value, (np.floating, np.integer)):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def commit():
-    with suppress(OSError):
-        out = subprocess.run(["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=jobs.ROOT, capture_output=True, text=True)
-        return out.stdout.strip() or None
 
 
 # ---- command line ----
@@ -395,10 +376,10 @@ def main(argv=None):
     except KeyboardInterrupt:
         print("\ncompare: stopped; what is done is kept, and the same command goes on", file=sys.stderr)
         sys.exit(130)
-    except (configurator.ConfigError, StudyError, DataError, CheckpointError, jobs.JobError) as e:
+    except UserError as e:
         sys.exit("\n".join(f"compare: {line}" for line in str(e).splitlines()))
     except OSError as e:
-        sys.exit(f"compare: {train.in_words(e)}")
+        sys.exit(f"compare: {explain(e)}")
     finally:
         signal.signal(signal.SIGTERM, before)
 

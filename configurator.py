@@ -20,16 +20,14 @@ import typing
 from dataclasses import MISSING, fields
 from pathlib import Path
 
+from common import UserError
+
 ROOT = Path(__file__).resolve().parent
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 # nanoGPT's names for what is called otherwise here, for those who bring a config along
 OLD_NAMES = {"learning_rate": "lr", "gradient_accumulation_steps": "grad_accum", "eval_iters": "eval_tokens (counted in tokens)",
              "decay_lr": "schedule (cosine or trapezoid)", "backend": "device (it decides the backend)",
              "always_save_checkpoint": "save_interval (ckpt.pt is always the last, best.pt the best)"}
-
-
-class ConfigError(Exception):
-    """What is wrong with a configuration, one problem a line."""
 
 
 # ---- types ----
@@ -116,19 +114,19 @@ def help_text(classes, doc):
 # ---- sources ----
 
 def read_file(path):
-    """The public assignments of a config file, as a dict; looked for here, then in the repository. ConfigError."""
+    """The public assignments of a config file, as a dict; looked for here, then in the repository. UserError."""
     found = next((p for p in (Path(path), ROOT / path) if p.is_file()), None)
     if found is None:
         if "=" in path:
-            raise ConfigError(f"no config file {path}; a key takes two dashes: --{path.lstrip('-')}")
+            raise UserError(f"no config file {path}; a key takes two dashes: --{path.lstrip('-')}")
         near = difflib.get_close_matches(Path(path).name, [p.name for p in (ROOT / "config").glob("*.py")], 1, 0.4)
-        raise ConfigError(f"no config file {path}" + (f"; did you mean config/{near[0]}?" if near else ""))
+        raise UserError(f"no config file {path}" + (f"; did you mean config/{near[0]}?" if near else ""))
     try:
         names = runpy.run_path(str(found))
     except Exception as e:
         lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == str(found)]
         line = getattr(e, "lineno", None) or (lines[-1] if lines else "?")
-        raise ConfigError(f"{path}, line {line}: {type(e).__name__}: {' '.join(str(getattr(e, 'msg', e)).split())}")
+        raise UserError(f"{path}, line {line}: {type(e).__name__}: {' '.join(str(getattr(e, 'msg', e)).split())}")
     return {k: v for k, v in names.items() if not k.startswith("_") and not isinstance(v, types.ModuleType) and not callable(v)}
 
 
@@ -155,7 +153,7 @@ def load(classes, argv, doc="", together=None, more=None):
 
     more: {where it comes from: {key: value}} wins over the files, and the command line over both.
 
-    Raises ConfigError with every problem there is: unknown keys, wrong types, what each class's problems()
+    Raises UserError with every problem there is: unknown keys, wrong types, what each class's problems()
     says, and what together(*instances) says of all of them side by side. `--help` prints the keys and exits.
     """
     if "--help" in argv or "-h" in argv:
@@ -167,7 +165,7 @@ def load(classes, argv, doc="", together=None, more=None):
     for path in files:
         try:
             sources += [(path, key, value, check) for key, value in read_file(path).items()]
-        except ConfigError as e:
+        except UserError as e:
             bad.append(str(e))
             lost = True  # what it would have set is not known, so the values cannot be judged
     for source, given_there in (more or {}).items():
@@ -195,5 +193,5 @@ def load(classes, argv, doc="", together=None, more=None):
         # a key named in `wrong` kept its default, which nobody asked for: what follows from that is no news
         bad += [p for p in found if not any(re.search(rf"\b{key}\b", p) for key in wrong)]
     if bad:
-        raise ConfigError("\n".join(bad))
+        raise UserError("\n".join(bad))
     return made

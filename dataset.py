@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.sources import DataError
+from common import UserError
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent
@@ -18,12 +18,12 @@ REOPEN_AFTER = 64 << 20  # bytes read through one mapping before it is dropped, 
 
 
 class Dataset:
-    """data/<name>, or any folder that a prepare script wrote. Raises DataError when it is missing or damaged."""
+    """data/<name>, or any folder that a prepare script wrote. Raises UserError when it is missing or damaged."""
 
     def __init__(self, name):
         self.dir = next((p for p in (Path(name), ROOT / "data" / name, ROOT / name) if (p / "meta.json").is_file()), None)
         if self.dir is None:
-            raise DataError(missing(name))
+            raise UserError(missing(name))
         try:
             self.meta = json.loads((self.dir / "meta.json").read_text(encoding="utf-8"))
             self.splits, _ = self.meta["splits"], self.meta["name"]
@@ -32,7 +32,7 @@ class Dataset:
             self.vocab_size, self.separator = self.meta["vocab_size"], self.meta["separator"]
             self.sizes = {split: (size["tokens"], size["bytes"]) for split, size in self.splits.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise DataError(f"{self.dir / 'meta.json'} is not what a prepare script writes ({type(e).__name__}: {e}); "
+            raise UserError(f"{self.dir / 'meta.json'} is not what a prepare script writes ({type(e).__name__}: {e}); "
                             "run it again with --force")
 
     def tokens(self, split):
@@ -40,17 +40,17 @@ class Dataset:
         path = self.dir / f"{split}.bin"
         if split not in self.splits or not path.is_file():
             there = [s for s in self.splits if (self.dir / f"{s}.bin").is_file()]
-            raise DataError(f"{self.dir} has no split {split!r}; it has {', '.join(there) or 'none'}")
+            raise UserError(f"{self.dir} has no split {split!r}; it has {', '.join(there) or 'none'}")
         want = self.sizes[split][0]
         if path.stat().st_size != want * self.dtype.itemsize or not want:
-            raise DataError(f"{path} holds {path.stat().st_size // self.dtype.itemsize:,} tokens where meta.json says {want:,}; "
+            raise UserError(f"{path} holds {path.stat().st_size // self.dtype.itemsize:,} tokens where meta.json says {want:,}; "
                             "run its prepare script with --force")
         return np.memmap(path, self.dtype, "r")
 
     def need(self, split, tokens, block_size):
-        """Raise DataError unless the split has as many tokens as a use of it with this block_size takes."""
+        """Raise UserError unless the split has as many tokens as a use of it with this block_size takes."""
         if len(self.tokens(split)) < tokens:
-            raise DataError(f"block_size={block_size} needs at least {tokens:,} tokens of {split}; "
+            raise UserError(f"block_size={block_size} needs at least {tokens:,} tokens of {split}; "
                             f"{self.dir} has {len(self.tokens(split)):,}")
 
     def bytes_per_token(self, split):
@@ -112,6 +112,6 @@ class Batches:
             self.data, self.read = np.asarray(self.dataset.tokens(self.split)), 0
         ids = np.stack([self.data[s:s + T + 1] for s in starts])
         if ids.max() >= self.dataset.vocab_size:  # on a gpu this would be an assertion somewhere in a kernel
-            raise DataError(f"{self.dataset.dir / self.split}.bin holds the token {ids.max()}, and the vocabulary ends at "
+            raise UserError(f"{self.dataset.dir / self.split}.bin holds the token {ids.max()}, and the vocabulary ends at "
                             f"{self.dataset.vocab_size - 1}; run its prepare script with --force")
         return torch.from_numpy(ids.astype(np.int64))

@@ -25,8 +25,8 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-from checkpoint import CheckpointError
-from dataset import DataError, Dataset
+from common import UserError, pick_device, write_atomic
+from dataset import Dataset
 
 
 # ---- scoring ----
@@ -107,15 +107,15 @@ def bits(nats, count):
 # ---- checkpoints and their data ----
 
 def dataset_of(state, path, name=None):
-    """The Dataset called `name`, or else the one that a read checkpoint was trained on. DataError, CheckpointError."""
+    """The Dataset called `name`, or else the one that a read checkpoint was trained on. UserError."""
     meta, train = state["meta"] or {}, state.get("train") or {}
     names = [name] if name else [n for n in (train.get("dataset"), state.get("dataset"), meta.get("name")) if n]
     if not names:
-        raise CheckpointError(f"{path} does not say what it was trained on; name it with --dataset")
+        raise UserError(f"{path} does not say what it was trained on; name it with --dataset")
     for other in names[:-1]:  # a relative path to a folder may lead nowhere from here, while data/<name> is there
         try:
             return Dataset(other)
-        except DataError:
+        except UserError:
             pass
     return Dataset(names[-1])
 
@@ -128,20 +128,20 @@ def opened(path, split, stride, device, dataset=None, settings=()):
     checkpoint.same_vocabulary(state, data, path)
     then, now = ((m or {}).get("splits", {}).get(split, {}).get("sha256") for m in (state["meta"], data.meta))
     if then != now and then and not dataset:
-        raise CheckpointError(f"{path}: the {split} split of {data.dir} is not the one of its training, and may hold what it was "
+        raise UserError(f"{path}: the {split} split of {data.dir} is not the one of its training, and may hold what it was "
                               f"trained on; --dataset={data.dir} scores it all the same")
     windows(len(data.tokens(split)), model.config.block_size, stride or model.config.block_size)
     return state, model, data
 
 
 def evaluate(path, split, stride, device, dataset=None, settings=(), progress=True):
-    """Everything that is reported of one checkpoint, as a dict. Raises CheckpointError, DataError, ValueError."""
+    """Everything that is reported of one checkpoint, as a dict. Raises UserError, ValueError."""
     state, model, data = opened(path, split, stride, device, dataset, settings)
     T, size, began = model.config.block_size, data.splits[split], time.perf_counter()
     nats, tokens = score(model, data, split, stride, progress=progress)
     seconds = time.perf_counter() - began
     if not math.isfinite(nats):
-        raise CheckpointError(f"{path} gives {nats} nats on {split}: its weights are damaged, or its training diverged")
+        raise UserError(f"{path} gives {nats} nats on {split}: its weights are damaged, or its training diverged")
     stride = stride or T
     return dict(name=str(path), dataset=data.meta["name"], split=split, tokens=tokens, bytes=size["bytes"], chars=size["chars"],
                 context=f"disjoint windows of {T:,}" if stride == T else f"windows of {T:,}, stride {stride:,}",
@@ -181,12 +181,12 @@ def aligned(row, wide):
 
 
 def writable(path):
-    """The Path to write, checked before hours of scoring. Raises CheckpointError."""
+    """The Path to write, checked before hours of scoring. Raises UserError."""
     path = Path(path).resolve()
     if path.exists() and not path.is_file():
-        raise CheckpointError(f"--json: {path} is not a file")
+        raise UserError(f"--json: {path} is not a file")
     if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        raise CheckpointError(f"--json: cannot write into {path.parent}: no such folder, or not allowed")
+        raise UserError(f"--json: cannot write into {path.parent}: no such folder, or not allowed")
     return path
 
 
@@ -204,15 +204,15 @@ def main(argv=None):
     a = p.parse_args(argv)
     runs = []
     try:
-        device, out = checkpoint.pick_device(a.device), writable(a.json) if a.json else None
+        device, out = pick_device(a.device), writable(a.json) if a.json else None
         for path in a.ckpt[1:]:  # what is wrong with the last should not cost the time of those before it
             opened(path, a.split, a.stride, device, a.dataset, a.settings)
         for path in a.ckpt:
             runs.append(evaluate(path, a.split, a.stride, device, a.dataset, a.settings, progress=sys.stderr.isatty()))
         if out:
-            checkpoint.write_atomic(out, lambda f: f.write(json.dumps({"runs": runs}, indent=1).encode() + b"\n"))
+            write_atomic(out, lambda f: f.write(json.dumps({"runs": runs}, indent=1).encode() + b"\n"))
         print(table(runs), *([a.json] if out else []), sep="\n")
-    except (CheckpointError, DataError, ValueError) as e:
+    except ValueError as e:
         sys.exit(f"evaluate: {e}")
     except KeyboardInterrupt:
         if runs:

@@ -24,7 +24,7 @@ mechanisms)
 long)
   ONE="--n_layer 2 --n_head 12 --n_embd 768 --batch_size 1"
   "$PY" bench.py --what memory $ONE --block_size 16384 --json "$OUT/memory.json" \
-    --mechanisms "${MECHS:-routing_moh,a2c_key_bias,constraint_a,acag_detach,acag,window,gated_elementwise,all_on}" 2>&1 | tee "$OUT/memory.txt"
+    --mechanisms "${MECHS:-routing_moh,a2c_key_bias,constraint_a,acag_detach,acag,window,output_gate_elementwise,all_on}" 2>&1 | tee "$OUT/memory.txt"
   for context in 1024 16384; do
     "$PY" bench.py --what train $ONE --block_size $context --mechanisms routing_moh,routing_packed --rounds 7 --steps 5 \
       --json "$OUT/routing-$context.json" 2>&1 | tee "$OUT/routing-$context.txt"

@@ -21,10 +21,9 @@ import torch
 from tqdm import tqdm
 
 import trial
-from checkpoint import CheckpointError, pick_device, write_atomic
+from common import ROOT, UserError, pick_device, write_atomic
 from dataset import Dataset
 
-ROOT = Path(__file__).resolve().parent
 TRIALS = Path("out/trials")
 CODE = ("model.py", "optim.py", "dataset.py", "train.py", "evaluate.py", "trial.py")  # what the numbers of a run come from
 
@@ -57,7 +56,7 @@ def make(spec, trials=TRIALS):
     if not (folder / "trial.json").is_file():
         try:
             write_atomic(folder / "trial.json", lambda f: f.write(json.dumps(spec, indent=1).encode()))
-        except CheckpointError:  # another study that begins in this instant writes the same
+        except UserError:  # another study that begins in this instant writes the same
             if not (folder / "trial.json").is_file():
                 raise
     return folder
@@ -87,16 +86,12 @@ def last_words(folder):
 
 # ---- places to run ----
 
-class JobError(Exception):
-    """Why there is no place to run, in one line."""
-
-
 def cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 class Processes:
-    """The GPUs of this machine, a trial each, or its CPU cores shared among `jobs` trials. CheckpointError without the device."""
+    """The GPUs of this machine, a trial each, or its CPU cores shared among `jobs` trials. UserError without the device."""
 
     def __init__(self, jobs, device):
         device, gpus = pick_device(device), [None]
@@ -150,14 +145,14 @@ class Cluster:
         try:
             import submitit  # only here: an optional dependency
         except ModuleNotFoundError:
-            raise JobError("submit needs submitit, which is not installed: pip install submitit")
+            raise UserError("submit needs submitit, which is not installed: pip install submitit")
         self.command, slurm = submitit.helpers.CommandFunction, on_slurm(submit)
         options = {"timeout_min": 240, "gpus_per_node": 1 if slurm else min(1, torch.cuda.device_count()), "name": "nanoheads", **options}
         try:
             self.executor = submitit.AutoExecutor(folder=str(TRIALS / "submitit" / "%j"), cluster="slurm" if slurm else "local")
             self.executor.update_parameters(**({"cpus_per_task": 8} if slurm else {}), **options)
         except (RuntimeError, NameError, TypeError, ValueError, AssertionError) as e:
-            raise JobError(f"submit={submit}: {' '.join(str(e).split())[:300]}")
+            raise UserError(f"submit={submit}: {' '.join(str(e).split())[:300]}")
         self.slots = jobs or (1000 if slurm else cores())  # a cluster queues by itself
         self.env = {} if slurm else {"OMP_NUM_THREADS": str(max(1, cores() // self.slots))}
 

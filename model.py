@@ -78,7 +78,7 @@ class GPTConfig:
     # ---- sentinel gates: one learned gate per head ----
     sentinel: Optional[str] = None       # sigmoid | hard_concrete (L0: real zeros); None: off
     sentinel_init: float = 3.0           # initial logit: gates start near 1
-    lambda_gate: float = 1e-4            # weight of the sum of all gates (sigmoid), or of P(gate != 0) (hard_concrete)
+    sentinel_coef: float = 1e-4            # weight of the sum of all gates (sigmoid), or of P(gate != 0) (hard_concrete)
     head_norm: bool = False              # RMS-normalise every head's output, per token, before the gates
     # ---- agency: states and consent per head, moved from outside between steps ----
     agency: bool = False                 # active 1, overloaded 0.5, misaligned 0.7, withdrawn or no consent 0
@@ -95,11 +95,11 @@ class GPTConfig:
     constraint_layers: Optional[list[int]] = None  # blocks that have them, from 0; None: the one at 2/3 depth
     constraint_mode: str = "query"       # query (gate the outputs, score before the gate) | seed (gate the values, score after)
     constraint_hidden: int = 128         # width inside the router
-    constraint_lambda: float = 0.2       # weight of the constraint loss, when targets are given
-    constraint_weights: Optional[list[float]] = None  # weight of each name in that loss; None: 1 each
+    constraint_coef: float = 0.2       # weight of the constraint loss, when targets are given
+    constraint_name_coef: Optional[list[float]] = None  # weight of each name in that loss; None: 1 each
     constraint_focal: float = 0.0        # focal exponent of that loss; 0: plain cross-entropy
-    constraint_positive: float = 1.0     # weight of positive targets in it
-    constraint_sparsity: float = 0.0     # weight of the router's mean gate (L1)
+    constraint_positive_coef: float = 1.0     # weight of positive targets in it
+    constraint_sparsity_coef: float = 0.0     # weight of the router's mean gate (L1)
     # ---- A2C attention ----
     a2c: Optional[str] = None            # seed (q * a, k = q, v = x) | temperature (q * exp a) | key_bias (logit + w * a); None: off
     a2c_gamma: float = 0.9               # discount of the return, per token
@@ -111,7 +111,7 @@ class GPTConfig:
     acag_detach: bool = False            # no gradient into the row's statistics: cheaper
     acag_length: Optional[int] = None    # the context length that counts as full; None: block_size
     # ---- rivals ----
-    gated: Optional[str] = None          # output gate sigmoid(x W): headwise | elementwise; None: off
+    output_gate: Optional[str] = None          # output gate sigmoid(x W): headwise | elementwise; None: off
     window: Optional[int] = None         # tokens seen back, oneself included; 0: a quarter of block_size; None: all
     window_global: int = 0               # the first tokens, seen by all
     window_random: int = 0               # earlier blocks, drawn at random, that each block of tokens also sees
@@ -186,18 +186,18 @@ class GPTConfig:
             if not holds:
                 bad.append(words)
 
-        for name, allowed in dict(routing=("seed", "moh", "sigmoid"), routing_mask=("inf", "zero"), sentinel=("sigmoid", "hard_concrete"),
-                                  unet=("concat", "add", "seed"), constraint_variant=("A", "B"), constraint_mode=("query", "seed"),
-                                  a2c=("seed", "temperature", "key_bias"), acag=("headwise", "elementwise"),
-                                  acag_mode=("normalised", "seed"), gated=("headwise", "elementwise")).items():
+        for name, allowed in dict(routing=("published", "moh", "sigmoid"), routing_mask=("inf", "zero"), sentinel=("sigmoid", "hard_concrete"),
+                                  unet=("concat", "add", "published"), constraint_variant=("A", "B"), constraint_mode=("query", "published"),
+                                  a2c=("published", "temperature", "key_bias"), acag=("headwise", "elementwise"),
+                                  acag_mode=("normalised", "published"), output_gate=("headwise", "elementwise")).items():
             value = getattr(self, name)
             need(value is None or value in allowed, f"{name}={value!r} must be one of {', '.join(allowed)}")
         for parent in ("routing", "sentinel", "agency", "unet", "constraint_names", "a2c", "acag", "window"):
             for f in fields(self):
-                of_parent = f.name.startswith(parent.split("_")[0] + "_") or (parent, f.name) == ("sentinel", "lambda_gate")
+                of_parent = f.name.startswith(parent.split("_")[0] + "_") or (parent, f.name) == ("sentinel", "sentinel_coef")
                 if of_parent and f.name != parent and getattr(self, parent) in (None, False) and getattr(self, f.name) != f.default:
                     bad.append(f"{f.name}={getattr(self, f.name)!r} means nothing while {parent} is off")
-        for name in ("routing_coef", "lambda_gate", "constraint_lambda", "constraint_focal", "constraint_positive", "constraint_sparsity",
+        for name in ("routing_coef", "sentinel_coef", "constraint_coef", "constraint_focal", "constraint_positive_coef", "constraint_sparsity_coef",
                      "a2c_value_coef", "a2c_advantage_coef", "routing_shared", "window_global", "window_random", "agency_threshold"):
             need(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")
         if self.routing:
@@ -207,7 +207,7 @@ class GPTConfig:
             need(shared < k or shared == 0, f"routing_shared={shared} must be below routing_top_k={k}, which counts the shared heads too")
             need(k - shared != 1 or self.routing == "sigmoid" or self.routing_mask == "zero",
                  f"routing_top_k={k} leaves one routed head, whose renormalised weight is always 1: its router would never learn")
-            need(self.routing_mask == "inf" or self.routing == "seed", f"routing_mask='zero' needs routing='seed', not {self.routing!r}")
+            need(self.routing_mask == "inf" or self.routing == "published", f"routing_mask='zero' needs routing='published', not {self.routing!r}")
             need(self.routing_hidden is None or self.routing_hidden >= 0, f"routing_hidden={self.routing_hidden} must not be negative")
             need(self.routing_capacity == 0 or self.routing_capacity >= 1, f"routing_capacity={self.routing_capacity} must be 0 (off) or at least 1")
             need(not (self.routing_capacity and self.routing_mask == "zero"), "routing_capacity needs routing_mask='inf': with 'zero' every head is used")
@@ -225,10 +225,10 @@ class GPTConfig:
             need(all(0 <= layer < N for layer in self.constraint_layers or ()) and self.constraint_layers != [],
                  f"constraint_layers={self.constraint_layers} must be blocks from 0 to {N - 1}")
             need(min(sizes) >= 8, f"constraint_variant='B' leaves {self.n_embd} / {H + self.n_constraint} heads, less than 8 wide each")
-            need(not (self.a2c == "seed" and self.constraint_variant == "B"),
-                 "a2c='seed' takes x in n_head slices as values, which constraint_variant='B' makes too narrow")
-            weights = self.constraint_weights
-            need(weights is None or len(weights) == len(names), f"constraint_weights={weights} must be one for each name")
+            need(not (self.a2c == "published" and self.constraint_variant == "B"),
+                 "a2c='published' takes x in n_head slices as values, which constraint_variant='B' makes too narrow")
+            weights = self.constraint_name_coef
+            need(weights is None or len(weights) == len(names), f"constraint_name_coef={weights} must be one for each name")
         need(0 <= self.a2c_gamma < 1, f"a2c_gamma={self.a2c_gamma} must be in [0, 1)")
         need(self.acag_length is None or self.acag_length >= 1, f"acag_length={self.acag_length} must be at least 1")
         for name in ("window", "window_block"):
@@ -255,9 +255,9 @@ THREE = ["reciprocity", "testifiability", "decidability"]  # the names of the co
 
 # name -> flags: every mechanism in each of its modes. Tests, bench.py and the docs read this list; a new mechanism is one line.
 MECHANISMS = {
-    "routing_seed": dict(routing="seed"),                    # no neutral setting: its weights sum to 1, not to n_head
-    "routing_zero": dict(routing="seed", routing_mask="zero"),  # none
-    "routing_train_only": dict(routing="seed", routing_eval_gate=False),  # none; not the same function in train and eval mode
+    "routing_inf": dict(routing="published"),                    # no neutral setting: its weights sum to 1, not to n_head
+    "routing_zero": dict(routing="published", routing_mask="zero"),  # none
+    "routing_train_only": dict(routing="published", routing_eval_gate=False),  # none; not the same function in train and eval mode
     "routing_moh": dict(routing="moh"),
     "routing_sigmoid": dict(routing="sigmoid"),
     "sentinel": dict(sentinel="sigmoid"),
@@ -266,20 +266,20 @@ MECHANISMS = {
     "agency": dict(agency=True),
     "unet_concat": dict(unet="concat"),
     "unet_add": dict(unet="add"),
-    "unet_seed": dict(unet="seed"),                          # the identity, set by hand
+    "unet_published": dict(unet="published"),                          # the identity, set by hand
     "constraint_a": dict(constraint_names=THREE),            # the extra heads' projection at 0
     "constraint_b": dict(constraint_names=THREE, constraint_variant="B"),  # none: the heads have another size
-    "constraint_seed": dict(constraint_names=THREE, constraint_mode="seed"),
-    "a2c_seed": dict(a2c="seed"),                            # none: keys are queries
+    "constraint_published": dict(constraint_names=THREE, constraint_mode="published"),
+    "a2c_published": dict(a2c="published"),                            # none: keys are queries
     "a2c_temperature": dict(a2c="temperature"),
     "a2c_key_bias": dict(a2c="key_bias"),
     "acag": dict(acag="headwise"),
     "acag_elementwise": dict(acag="elementwise"),
     "acag_detach": dict(acag="headwise", acag_detach=True),
-    "acag_seed": dict(acag="headwise", acag_mode="seed"),    # the bias at +inf
+    "acag_published": dict(acag="headwise", acag_mode="published"),    # the bias at +inf
     "moh": dict(routing="moh", routing_shared=1),            # the rivals: as published, none is neutral at the start
-    "gated": dict(gated="headwise"),
-    "gated_elementwise": dict(gated="elementwise"),
+    "output_gate": dict(output_gate="headwise"),
+    "output_gate_elementwise": dict(output_gate="elementwise"),
     "window": dict(window=0),
     "window_global_random": dict(window=0, window_global=1, window_random=1),
 }
@@ -299,13 +299,13 @@ NEUTRAL = {
     "unet_concat": (dict(unet_init=0.0), {}),
     "unet_add": (dict(unet_init=0.0), {}),
     "constraint_a": ({}, {"constraint.c_proj.weight": 0.0}),
-    "constraint_seed": ({}, {"constraint.c_proj.weight": 0.0}),
+    "constraint_published": ({}, {"constraint.c_proj.weight": 0.0}),
     "a2c_temperature": ({}, {}),                             # as it starts
     "a2c_key_bias": ({}, {}),
     "acag": ({}, {}),
     "acag_elementwise": ({}, {}),
     "acag_detach": ({}, {}),
-    "acag_seed": ({}, {"acag.weight": 0.0, "acag.bias": 50.0}),
+    "acag_published": ({}, {"acag.weight": 0.0, "acag.bias": 50.0}),
 }
 
 
@@ -618,7 +618,7 @@ class HeadRouter(nn.Module):
     def __init__(self, config):
         super().__init__()
         C, hidden = config.n_embd, config.routing_hidden
-        hidden = (C // 2 if config.routing == "seed" else 0) if hidden is None else hidden
+        hidden = (C // 2 if config.routing == "published" else 0) if hidden is None else hidden
         self.mode, self.zero, self.coef = config.routing, config.routing_mask == "zero", config.routing_coef
         self.n_shared, self.k = config.routing_shared, config.top_k - config.routing_shared
         self.fc = nn.Linear(C, hidden) if hidden else None
@@ -645,7 +645,7 @@ class HeadRouter(nn.Module):
 
     def penalty(self, weights, selected, logits):
         """{name: weighted loss}: seed's token entropy in nats, or the load balance R sum_i P_i f_i (MoH, eq. 9)."""
-        if self.mode == "seed":
+        if self.mode == "published":
             return {"routing_entropy": self.coef * -(weights * (weights + 1e-8).log()).sum(-1).mean()}
         share, load = logits.softmax(-1).flatten(0, -2).mean(0), selected[..., self.n_shared:].flatten(0, -2).to(logits.dtype).mean(0)
         if dist.is_available() and dist.is_initialized():  # the product of two means is not the mean of the ranks' products
@@ -664,7 +664,7 @@ class SentinelGate(nn.Module):
 
     def __init__(self, config, n_head):
         super().__init__()
-        self.hard, self.coef = config.sentinel == "hard_concrete", config.lambda_gate
+        self.hard, self.coef = config.sentinel == "hard_concrete", config.sentinel_coef
         self.logit = weight(n_head, start=config.sentinel_init)
 
     def forward(self, noisy=None):
@@ -725,7 +725,7 @@ class SkipFusion(nn.Module):
         if self.mode == "add":
             return h + self.logit.sigmoid() * skip if self.on else h
         mixed = F.linear(torch.cat((skip if self.on else torch.zeros_like(skip), h), -1), self.weight, getattr(self, "bias", None))
-        return mixed if self.mode == "seed" else h + mixed
+        return mixed if self.mode == "published" else h + mixed
 
 
 class ConstraintHeads(nn.Module):
@@ -738,7 +738,7 @@ class ConstraintHeads(nn.Module):
         super().__init__()
         n, C, D = config.n_constraint, config.n_embd, head_size
         self.names, self.n_head, self.per_name = config.constraint_names, n, config.constraint_heads
-        self.seed, self.sparsity = config.constraint_mode == "seed", config.constraint_sparsity
+        self.seed, self.sparsity = config.constraint_mode == "published", config.constraint_sparsity_coef
         self.c_attn = nn.Linear(C, 3 * n * D, bias=config.bias)
         self.c_proj = nn.Linear(n * D, C, bias=False)
         self.fc, self.out = nn.Linear(C, config.constraint_hidden), nn.Linear(config.constraint_hidden, n)
@@ -779,8 +779,8 @@ class AdvantageAttention(nn.Module):
     def __init__(self, config, n_head):
         super().__init__()
         self.mode = config.a2c
-        self.critic = nn.Linear(config.n_embd, n_head, bias=self.mode == "seed")
-        if self.mode == "seed":
+        self.critic = nn.Linear(config.n_embd, n_head, bias=self.mode == "published")
+        if self.mode == "published":
             self.critic.weight.start = self.critic.bias.start = LINEAR(config.n_embd)
         if self.mode == "temperature":
             self.critic.weight.start = 0.0
@@ -791,7 +791,7 @@ class AdvantageAttention(nn.Module):
         """q, k, v [B, H, T, D (+ PAD)] with the critic's a [B, T, H] worked in, and a."""
         a = float32_linear(self.critic, x)
         per_head = a.transpose(1, 2)[..., None]
-        if self.mode == "seed":
+        if self.mode == "published":
             return q * per_head.to(q.dtype), k, v, a
         if self.mode == "temperature":
             return q * per_head.exp().to(q.dtype), k, v, a
@@ -823,7 +823,7 @@ class ContextGate(nn.Module):
     def __init__(self, config, n_head, head_size):
         super().__init__()
         shape = (n_head,) if config.acag == "headwise" else (n_head, head_size)
-        self.seed, self.detach, self.length = config.acag_mode == "seed", config.acag_detach, config.acag_length
+        self.seed, self.detach, self.length = config.acag_mode == "published", config.acag_detach, config.acag_length
         self.weight, self.bias = (weight(*shape, *last, start=LINEAR(3) if self.seed else 0.0) for last in ((3,), ()))
 
     def forward(self, entropy, log_p2, n, at):
@@ -849,7 +849,7 @@ class OutputGate(nn.Module):
 
     def __init__(self, config, n_head, head_size):
         super().__init__()
-        self.n_head, self.per = n_head, head_size if config.gated == "elementwise" else 1
+        self.n_head, self.per = n_head, head_size if config.output_gate == "elementwise" else 1
         self.proj = nn.Linear(config.n_embd, n_head * self.per, bias=False)
 
     def forward(self, x):
@@ -904,7 +904,7 @@ class CausalSelfAttention(nn.Module):
         self.kept = list(range(config.n_head)) if config.heads is None else config.heads[layer]  # what pruning left
         self.n_base, self.n_head, D = config.n_head, len(self.kept), self.head_size  # n_base: before pruning
         self.rope, self.qk_norm, self.head_norm = config.pos == "rope", config.qk_norm, config.head_norm
-        self.tied = config.a2c == "seed"  # keys are queries, values are x
+        self.tied = config.a2c == "published"  # keys are queries, values are x
         self.parts = 1 if self.tied else 3  # q, k, v in c_attn
         self.c_attn = nn.Linear(config.n_embd, self.parts * self.n_head * D, bias=config.bias)
         self.c_proj = nn.Linear(self.n_head * D, config.n_embd, bias=config.bias)
@@ -919,7 +919,7 @@ class CausalSelfAttention(nn.Module):
         self.agency = Agency(config, n) if config.agency else None
         self.a2c = AdvantageAttention(config, self.n_head) if config.a2c else None
         self.acag = ContextGate(config, n, D) if config.acag else None
-        self.gated = OutputGate(config, n, D) if config.gated else None
+        self.output_gate = OutputGate(config, n, D) if config.output_gate else None
         self.register_buffer("hand", None, persistent=False)  # gates set by hand, [heads], NaN: not set
 
     def split(self, qkv, n_head, ctx, tied_to=None):
@@ -989,8 +989,8 @@ class CausalSelfAttention(nn.Module):
         if "routing" in said:
             found["routing"] = said.pop("routing")[..., None]
             losses.update(self.router.penalty(said["routing_weights"], said["selected"], said["routing_logits"]) if ctx.losses else {})
-        if self.gated:
-            found["output_gate"] = self.gated(x)
+        if self.output_gate:
+            found["output_gate"] = self.output_gate(x)
         if self.acag:
             found["acag_gate"] = self.acag(*rows, ctx.n, ctx.at)
         if self.constraint and not self.constraint.seed:
@@ -1064,14 +1064,14 @@ class CausalSelfAttention(nn.Module):
         todo += [(self.agency, ("state", "consent", "utilisation", "last_signal"), 0, index(1, 1))] if self.agency else []
         todo += [(self.acag, ("weight", "bias"), 0, index(1, 1))] if self.acag else []
         todo += [(self.a2c.critic, ("weight", "bias"), 0, index(1, 1, False)), (self.a2c, ("mix",), 0, index(1, 1, False))] if self.a2c else []
-        todo += [(self.gated.proj, ("weight",), 0, index(1, self.gated.per))] if self.gated else []
+        todo += [(self.output_gate.proj, ("weight",), 0, index(1, self.output_gate.per))] if self.output_gate else []
         for module, names, dim, rows in todo:
             for name in names:
                 take(module, name, dim, rows, optimizers)
         self.kept, self.n_head = [self.kept[i] for i in keep], len(keep)
         self.c_attn.out_features, self.c_proj.in_features = self.c_attn.weight.size(0), self.c_proj.weight.size(1)
-        if self.gated:
-            self.gated.n_head, self.gated.proj.out_features = self.n_head + self.n_extra, self.gated.proj.weight.size(0)
+        if self.output_gate:
+            self.output_gate.n_head, self.output_gate.proj.out_features = self.n_head + self.n_extra, self.output_gate.proj.weight.size(0)
 
 
 def take(module, name, dim, rows, optimizers):
@@ -1329,9 +1329,9 @@ class GPT(nn.Module):
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         if constraint_targets is not None:
             each = [{n: seen[f"blocks.{i}.constraint.{n}"] for n in c.constraint_names or ()} for i in range(c.n_layer) if c.constraint_in(i)]
-            weights = dict(zip(c.constraint_names or (), c.constraint_weights or ()))
-            terms = [constraint_loss(scores, constraint_targets, weights, c.constraint_focal, c.constraint_positive) for scores in each or [{}]]
-            losses["constraint"] = c.constraint_lambda * sum(terms) / len(terms)
+            weights = dict(zip(c.constraint_names or (), c.constraint_name_coef or ()))
+            terms = [constraint_loss(scores, constraint_targets, weights, c.constraint_focal, c.constraint_positive_coef) for scores in each or [{}]]
+            losses["constraint"] = c.constraint_coef * sum(terms) / len(terms)
         return Output(logits, loss, losses, seen if traces else None)
 
     def critic_losses(self, x, nats, scored, seen):

@@ -37,9 +37,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import checkpoint
-from checkpoint import CheckpointError
+from common import UserError, pick_device, write_atomic
 from data.needle.prepare import DIGITS, digits_of, fact, names, question
-from dataset import DataError
 from evaluate import aligned, nats_of, opened, score, windows_of, writable
 from model import GPT
 from stats import paired
@@ -57,27 +56,27 @@ class Run(NamedTuple):
 # ---- checkpoints and windows ----
 
 def open_runs(a, context=None):
-    """([Run], Dataset, context), all checkpoints at one context (None: the shortest training). CheckpointError, DataError."""
+    """([Run], Dataset, context), all checkpoints at one context (None: the shortest training). UserError."""
     found = [(path, *opened(path, a.split, 0, a.device, a.dataset, a.settings)) for path in a.ckpt]
     data = found[0][3]
     for path, *_, other in found:
         if other.splits[a.split] != data.splits[a.split]:
-            raise CheckpointError(f"{path} and {a.ckpt[0]} were trained on different data; name one for both with --dataset")
+            raise UserError(f"{path} and {a.ckpt[0]} were trained on different data; name one for both with --dataset")
     context = context or min(model.config.block_size for _, _, model, _ in found)
     if context > (n := len(data.tokens(a.split))):
-        raise DataError(f"a context of {context:,} is longer than the {a.split} split of {data.dir}, {n:,} tokens")
+        raise UserError(f"a context of {context:,} is longer than the {a.split} split of {data.dir}, {n:,} tokens")
     return [Run(path.removesuffix("/best.pt"), at_context(model, context, state, path, a), checkpoint.config_of(state, path).block_size)
             for path, state, model, _ in found], data, context
 
 
 def at_context(model, context, state, path, a):
-    """The model with block_size=context; the checkpoint holds ACAG's length and the window, which stay. CheckpointError."""
+    """The model with block_size=context; the checkpoint holds ACAG's length and the window, which stay. UserError."""
     longest = model.config.block_size
     if context <= longest:
         model.crop_block_size(context)
         return model
     if model.config.pos == "learned":
-        raise CheckpointError(f"{path} has learned positions, which end at {longest:,}: it cannot read a context of {context:,}")
+        raise UserError(f"{path} has learned positions, which end at {longest:,}: it cannot read a context of {context:,}")
     return checkpoint.build(state, path, a.device, [*a.settings, f"block_size={context}"])
 
 
@@ -91,7 +90,7 @@ def text_of(data, split, start, end, device):
 
 def finite(nats, run):
     if not np.isfinite(nats).all():
-        raise CheckpointError(f"{run.name} gives {nats[~np.isfinite(nats)][0]} nats: its weights are damaged, or its training diverged")
+        raise UserError(f"{run.name} gives {nats[~np.isfinite(nats)][0]} nats: its weights are damaged, or its training diverged")
     return nats
 
 
@@ -171,7 +170,7 @@ def needle(a):
         raise ValueError(f"--depths: {' '.join(f'{d:g}' for d in a.depths)} must be from 0 (the beginning) to 1 (before the question)")
     runs, data, _ = open_runs(a, max(a.contexts))
     if data.meta["encoding"] != "byte":
-        raise DataError(f"{data.dir} is {data.meta['encoding']}, not byte: the facts are bytes")
+        raise UserError(f"{data.dir} is {data.meta['encoding']}, not byte: the facts are bytes")
     text, rows = data.tokens(a.split).tobytes(), [[] for _ in runs]
     with progress_bar(len(runs) * len(a.contexts) * a.samples * (1 + len(a.depths)), "needle") as progress:
         for context in a.contexts:
@@ -512,12 +511,12 @@ def main(argv=None):
     try:
         if bad := [f"--{key}={vars(a)[key]}" for key in ("seed", "tokens", "singles") if vars(a).get(key, 0) < 0]:
             raise ValueError(f"{bad[0]} must not be negative")
-        a.device, out = checkpoint.pick_device(a.device), writable(a.json) if a.json else None
+        a.device, out = pick_device(a.device), writable(a.json) if a.json else None
         found, text = PROBES[a.what][0](a)
         if out:
-            checkpoint.write_atomic(out, lambda f: f.write(json.dumps(plain_json(found), indent=1).encode() + b"\n"))
+            write_atomic(out, lambda f: f.write(json.dumps(plain_json(found), indent=1).encode() + b"\n"))
         print(*text, *([a.json] if out else []), sep="\n")
-    except (CheckpointError, DataError, ValueError) as e:
+    except ValueError as e:
         sys.exit(f"probe: {e}")
     except KeyboardInterrupt:
         print("\nprobe: interrupted", file=sys.stderr)

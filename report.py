@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from checkpoint import CheckpointError, write_atomic
 from plot_curves import COLOURS, number
+
+from common import write_atomic
 
 EQUAL = {"hyperparameters": "hyper", "parameters": "params", "FLOPs": "FLOPs", "wall-clock": "clock"}  # what a comparison holds equal
 BETTER, WORSE, SAME, OPEN = "better", "worse", "no difference shown", "no verdict yet"
@@ -583,7 +584,7 @@ def html(study):
 # ---- files ----
 
 def write(study, folder):
-    """Write report.md and report.html -> their paths. Raises CheckpointError when the disk refuses."""
+    """Write report.md and report.html -> their paths. Raises UserError when the disk refuses."""
     paths = [Path(folder) / "report.md", Path(folder) / "report.html"]
     for path, text in zip(paths, (markdown(study), html(study))):
         write_atomic(path, lambda f: f.write(text.encode("utf-8", "replace")))
@@ -611,7 +612,7 @@ def main(argv=None):
     try:
         study = read(files[0])
         print(table(study), *write(study, Path(files[0]).parent), sep="\n")
-    except (CheckpointError, ValueError) as error:
+    except ValueError as error:
         sys.exit(f"report: {error}")
 
 

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from checkpoint import CheckpointError, last_save, write_atomic
+from checkpoint import last_save
+
+from common import UserError, write_atomic
 
 ROOT = Path(__file__).resolve().parent
 
@@ -58,7 +60,7 @@ class Log:
         try:
             self.file.write((json.dumps(row) + "\n").encode())
         except OSError as e:
-            raise CheckpointError(f"could not write {self.path} ({e.strerror}); {last_save(self.path.parent)}")
+            raise UserError(f"could not write {self.path} ({e.strerror}); {last_save(self.path.parent)}")
         if self.run:
             self.attempt(lambda: self.run.log({k: v for k, v in row.items() if k != "step"}, step=row["step"]))
 

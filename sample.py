@@ -24,8 +24,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from checkpoint import CheckpointError
-from dataset import DataError
+from common import pick_device
 from evaluate import dataset_of
 from model import check_sampling
 from tokenizer import Tokenizer
@@ -138,7 +137,7 @@ def check(args):
 def run(args):
     """Load, generate, print."""
     check(args)
-    device, text = checkpoint.pick_device(args.device), prompt(args.start)
+    device, text = pick_device(args.device), prompt(args.start)
     models = [load(path, device, args.dataset, args.settings) for path in args.ckpt]
     changed = f"with {', '.join(args.settings)}" if args.settings else ""
     prompts = [encode(tokenizer, text, path) for (_, tokenizer), path in zip(models, args.ckpt)]
@@ -183,7 +182,7 @@ def main(argv=None):
         sys.stdout.reconfigure(errors="replace")  # what the terminal cannot show becomes "?"
     try:
         run(args)
-    except (CheckpointError, DataError, ValueError) as e:
+    except ValueError as e:
         sys.exit(f"sample: {e}")
     except RuntimeError as e:
         if "probability tensor" not in str(e):

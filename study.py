@@ -10,6 +10,7 @@ from typing import Optional
 
 import torch
 
+from common import UserError
 import configurator
 from dataset import Dataset
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
@@ -102,10 +103,6 @@ class StudyConfig:
         return bad
 
 
-class StudyError(Exception):
-    """Why a study cannot be made, in one line."""
-
-
 # ---- arms: the models that are compared ----
 
 @dataclass
@@ -132,7 +129,7 @@ class Arm:
 
 
 class Maker:
-    """Makes arms from flags on top of a study's plain GPT. Raises StudyError, ConfigError, DataError."""
+    """Makes arms from flags on top of a study's plain GPT. Raises UserError."""
 
     def __init__(self, study):
         self.study, self.base = study, study.base or SCALES[study.scale]["base"]
@@ -150,15 +147,15 @@ class Maker:
         self.plain = self.arm("plain", "plain", "plain GPT", {})
 
     def configs(self, flags):
-        """(GPTConfig, TrainConfig) of the plain GPT with these flags. ConfigError."""
+        """(GPTConfig, TrainConfig) of the plain GPT with these flags. UserError."""
         return configurator.load((GPTConfig, TrainConfig), [self.base], more={"settings": self.settings, f"variant with {flags}": flags})
 
     def arm(self, name, kind, label, flags):
         flags = {k: RELATIVE[v](self.plain.model) if isinstance(v, str) and v in RELATIVE else v for k, v in flags.items()}
         try:
             model, config = self.configs(flags)
-        except configurator.ConfigError as e:
-            raise StudyError(f"{name}: {' '.join(str(e).split())}")
+        except UserError as e:
+            raise UserError(f"{name}: {' '.join(str(e).split())}")
         model = replace(model, vocab_size=model.vocab_size or self.data.vocab_size)
         params, flops = size_of(model)
         return Arm(name, kind, label, flags, model, config.for_recipe(model.recipe), params, flops)
@@ -177,10 +174,10 @@ class Maker:
         per_unit = size_of(replace(self.plain.model, n_inner=width + 1))[0] - self.plain.params
         width += round((variant.params - self.plain.params) / per_unit)
         if width < 1:
-            raise StudyError(f"{variant.name} has {variant.params:,} parameters, fewer than a plain GPT without its MLPs: no baseline has as few")
+            raise UserError(f"{variant.name} has {variant.params:,} parameters, fewer than a plain GPT without its MLPs: no baseline has as few")
         arm = self.arm(f"plain, MLP {width}", "baseline", f"plain GPT, MLP {width} wide", {"n_inner": width})
         if not fits(arm):
-            raise StudyError(f"{variant.name} has {variant.params:,} parameters; the nearest plain GPT, with n_inner={width}, has "
+            raise UserError(f"{variant.name} has {variant.params:,} parameters; the nearest plain GPT, with n_inner={width}, has "
                              f"{arm.params:,}, more than 0.1 % off")
         return arm
 

@@ -28,8 +28,9 @@ from tqdm import tqdm
 
 import checkpoint
 import configurator
-from checkpoint import CheckpointError, last_save
-from dataset import Batches, DataError, Dataset
+from checkpoint import last_save
+from common import UserError, explain, pick_device
+from dataset import Batches, Dataset
 from evaluate import bits, score
 from model import GPTConfig
 from optim import lr_multiplier, make_optimizers
@@ -133,7 +134,7 @@ def conflicts(model_config, config):
         bad += [p for p in config.for_recipe(model_config.recipe).problems() if p not in config.problems()]
     try:
         dataset = Dataset(config.dataset)
-    except DataError as e:
+    except UserError as e:
         return bad + [str(e)]
     if (model_config.vocab_size or dataset.vocab_size) < dataset.vocab_size:
         bad.append(f"vocab_size={model_config.vocab_size} is smaller than {dataset.meta['name']}'s {dataset.vocab_size:,}")
@@ -141,26 +142,22 @@ def conflicts(model_config, config):
         for split, pieces in (("train", 2), ("val", 1)):
             try:
                 dataset.need(split, pieces * model_config.block_size, model_config.block_size)
-            except DataError as e:
+            except UserError as e:
                 bad.append(str(e))
     return bad
-
-
-class TrainError(Exception):
-    """Why training stopped, in one line."""
 
 
 # ---- small helpers ----
 
 def find_ranks(name):
     """(rank, world, device) of this process: from torchrun's environment, after joining its process group, or alone."""
-    device, local = checkpoint.pick_device(name), int(os.environ.get("LOCAL_RANK", 0))
+    device, local = pick_device(name), int(os.environ.get("LOCAL_RANK", 0))
     if "RANK" not in os.environ:
         return 0, 1, device
     if device.startswith("cuda:"):
-        raise TrainError(f"device={device} under torchrun would put every process on one GPU; say device=cuda")
+        raise UserError(f"device={device} under torchrun would put every process on one GPU; say device=cuda")
     if device == "mps" or device == "cuda" and local >= torch.cuda.device_count():
-        raise TrainError(f"torchrun started more processes than there are GPUs ({torch.cuda.device_count()}): fewer, or --device=cpu")
+        raise UserError(f"torchrun started more processes than there are GPUs ({torch.cuda.device_count()}): fewer, or --device=cpu")
     if device == "cuda":
         device = f"cuda:{local}"
         torch.cuda.set_device(device)
@@ -230,7 +227,7 @@ def run(model_config, config, closing):
     there = [name for name in ("ckpt.pt", "best.pt") if (out_dir / name).is_file()]
     if there and not (config.eval_only or config.overwrite or (config.resume and "ckpt.pt" in there)):
         how = "go on with --resume" if "ckpt.pt" in there else f"take its weights with --init_from={out_dir / 'best.pt'}"
-        raise TrainError(f"{out_dir} already holds a run; {how}, start over with --overwrite, or choose another --out_dir")
+        raise UserError(f"{out_dir} already holds a run; {how}, start over with --overwrite, or choose another --out_dir")
     dataset = Dataset(config.dataset)
     raw, state = checkpoint.starting_point(model_config, config, dataset, device)  # `raw`: never compiled, never wrapped
     model_config, config = raw.config, config.for_recipe(raw.config.recipe)
@@ -306,7 +303,7 @@ def run(model_config, config, closing):
         if not main_rank:
             return
         if not get_total_norm([p.detach() for p in params]).isfinite():
-            raise TrainError(f"the weights are no longer finite at step {step}, not saved; {last_save(out_dir)}, "
+            raise UserError(f"the weights are no longer finite at step {step}, not saved; {last_save(out_dir)}, "
                              "with a lower lr or muon_lr")
         content = dict(model=raw.state_dict(), config=asdict(model_config), meta=dataset.meta, dataset=config.dataset,
                        train=asdict(config), step=step, best_val_loss=best, elapsed_s=elapsed, run_id=run_id, last_eval=last)
@@ -368,7 +365,7 @@ def run(model_config, config, closing):
         seen = dict(zip(seen, values))
         for name, value in seen.items():
             if not math.isfinite(value) and not (name == "grad_norm" and scaler.is_enabled()):  # the scaler skips such a step
-                raise TrainError(f"{name} is {value} in step {step + 1}: stopped before the update; {last_save(out_dir)}, "
+                raise UserError(f"{name} is {value} in step {step + 1}: stopped before the update; {last_save(out_dir)}, "
                                  "with a lower lr or muon_lr, or another dtype")
         if math.isfinite(seen.get("grad_norm", 0.0)):  # in fp16 an overflow skips the step of every optimizer, not of one
             for optimizer in optimizers:
@@ -406,28 +403,13 @@ def run(model_config, config, closing):
     return last
 
 
-def in_words(e):
-    """What a user can make of an exception that ended a training; None: nothing, it is a bug, and its traceback is wanted."""
-    if isinstance(e, (configurator.ConfigError, CheckpointError, DataError, TrainError)):
-        return str(e)
-    if isinstance(e, KeyboardInterrupt):
-        return "interrupted before the first step"
-    if isinstance(e, OSError):
-        return f"{e.filename or 'input or output'}: {e.strerror or e}"
-    if isinstance(e, MemoryError) or any(s in str(e) for s in ("out of memory", "can't allocate memory", "ALLOC_FAILED")):
-        return ("out of memory; lower batch_size (and raise grad_accum to keep the batch) or block_size, "
-                "or set checkpoint_activations=True")
-    if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
-        return f"torch.compile failed ({' '.join(str(e).split())[:200]}); --compile=False does without"
-
-
 def main(argv=None):
     try:
         configs = configurator.load((GPTConfig, TrainConfig), sys.argv[1:] if argv is None else argv, __doc__, conflicts)
         train(*configs)
         return
     except (Exception, KeyboardInterrupt) as e:
-        problem = in_words(e)
+        problem = explain(e)
         if problem is None:
             raise
     finally:

@@ -9,7 +9,6 @@ nats.npy (float64, nats of each scored window, in order) and, last, result.json:
 """
 
 import json
-import os
 import statistics
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 
 import checkpoint
 import train
-from checkpoint import write_atomic
+from common import UserError, explain, pick_device, write_atomic
 from dataset import Dataset
 from evaluate import bits, score, windows_of
 from model import GPTConfig
@@ -35,11 +34,11 @@ def run(folder):
     memory = None if libraries is None else peak_memory() - libraries
 
     state = checkpoint.read(folder)  # best.pt: the lowest validation loss
-    model = checkpoint.build(state, folder, checkpoint.pick_device(spec["train"].get("device", "auto")))
+    model = checkpoint.build(state, folder, pick_device(spec["train"].get("device", "auto")))
     data, split, T = Dataset(spec["train"]["dataset"]), spec["score"]["split"], model.config.block_size
     nats = score(model, data, split, max_tokens=spec["score"]["tokens"], per_token=True).astype(np.float64)
     if not np.isfinite(nats).all():
-        raise train.TrainError(f"the trained model gives {nats.sum()} nats on {split}: its training diverged")
+        raise UserError(f"the trained model gives {nats.sum()} nats on {split}: its training diverged")
     cuts = windows_of(data, split, T, max_tokens=spec["score"]["tokens"])
     size = data.splits[split]["bytes"]
     if nats.size < data.splits[split]["tokens"]:  # a slice, whose tokens may be longer or shorter than the others
@@ -75,7 +74,7 @@ def main(argv=None):
     try:
         run(folders[0])
     except (Exception, KeyboardInterrupt) as e:
-        problem = train.in_words(e)
+        problem = explain(e)
         if problem is None:
             raise
         sys.exit(f"trial: {problem}")

@@ -3,6 +3,6 @@ from config.enwik8_baseline import *
 
 out_dir = "out/enwik8-routing"
 
-routing = "seed"
+routing = "published"
 routing_top_k = 6
 routing_coef = 0.01   # of the token entropy

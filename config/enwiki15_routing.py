@@ -3,5 +3,5 @@ from config.enwiki15_baseline import *
 
 out_dir = "out/enwiki15-routing"
 
-routing = "seed"
+routing = "published"
 routing_coef = 0.01   # of the token entropy

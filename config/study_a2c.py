@@ -2,4 +2,4 @@
 
 question = "Does attention scaled by an advantage beat a plain GPT?"
 
-mechanisms = ["a2c_seed", "a2c_temperature", "a2c_key_bias"]
+mechanisms = ["a2c_published", "a2c_temperature", "a2c_key_bias"]

@@ -2,4 +2,4 @@
 
 question = "Do constraint heads help the language model, before anything is asked of them?"
 
-mechanisms = ["constraint_a", "constraint_b", "constraint_seed"]
+mechanisms = ["constraint_a", "constraint_b", "constraint_published"]

@@ -3,7 +3,7 @@
 
 question = "Does top-k head routing, as its write-up has it, beat a plain GPT? (a demonstration: three seeds)"
 
-mechanisms = ["routing_seed"]
+mechanisms = ["routing_inf"]
 settings = dict(dataset="pystdlib")
 seeds = [1, 2, 3]
 match = []

@@ -4,5 +4,5 @@
 question = "Do gates from the shape of the attention row help over a long context?"
 
 base = "config/needle_baseline.py"
-mechanisms = ["acag", "acag_detach", "gated"]
+mechanisms = ["acag", "acag_detach", "output_gate"]
 match = []

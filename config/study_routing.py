@@ -3,9 +3,9 @@
 
 question = "Does top-k head routing beat a plain GPT, and if so, which part of it?"
 
-mechanisms = ["routing_seed", "routing_zero", "routing_train_only", "routing_moh", "routing_sigmoid"]
+mechanisms = ["routing_inf", "routing_zero", "routing_train_only", "routing_moh", "routing_sigmoid"]
 variants = {
-    "routing, all heads": dict(routing="seed", routing_top_k="n_head"),       # the router without the selection
+    "routing, all heads": dict(routing="published", routing_top_k="n_head"),       # the router without the selection
     "routing, rescaled": dict(routing="moh", routing_hidden="n_embd // 2", routing_coef=0.0),  # the same router, weights of mean 1
-    "routing, no entropy": dict(routing="seed", routing_coef=0.0),            # without the term that should make heads specialise
+    "routing, no entropy": dict(routing="published", routing_coef=0.0),            # without the term that should make heads specialise
 }

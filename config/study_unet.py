@@ -2,4 +2,4 @@
 
 question = "Do U-Net skips beat a plain GPT?"
 
-mechanisms = ["unet_concat", "unet_add", "unet_seed"]
+mechanisms = ["unet_concat", "unet_add", "unet_published"]

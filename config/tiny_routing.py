@@ -3,5 +3,5 @@ from config.tiny_baseline import *
 
 out_dir = "out/tiny-routing"
 
-routing = "seed"
+routing = "published"
 routing_coef = 0.01   # of the token entropy

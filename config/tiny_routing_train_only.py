@@ -3,5 +3,5 @@ from config.tiny_baseline import *
 
 out_dir = "out/tiny-routing_train_only"
 
-routing = "seed"
+routing = "published"
 routing_eval_gate = False

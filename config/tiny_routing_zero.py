@@ -3,5 +3,5 @@ from config.tiny_baseline import *
 
 out_dir = "out/tiny-routing_zero"
 
-routing = "seed"
+routing = "published"
 routing_mask = "zero"

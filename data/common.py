@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.sources import HOME, SPLITS, DataError, atomic, count_chars, digest, find, identity, origin, read
+from common import UserError
+from data.sources import HOME, SPLITS, atomic, count_chars, digest, find, identity, origin, read
 from tokenizer import Tokenizer, cut_at_spaces
 
 
@@ -69,7 +70,7 @@ class Writer:
         """Give the files their final names. Without meta.json a folder counts as not prepared, so it leaves first."""
         for split in SPLITS:
             if not self.splits[split]["tokens"]:
-                raise DataError(f"{self.out}: the {split} split would be empty; take a larger source or other shares")
+                raise UserError(f"{self.out}: the {split} split would be empty; take a larger source or other shares")
             self.splits[split]["sha256"] = self.sha[split].hexdigest()
         with self.disk():
             for file in self.files.values():
@@ -86,7 +87,7 @@ class Writer:
         try:
             yield
         except OSError as error:
-            raise DataError(f"{self.out}: cannot write ({error.strerror}); make room or take another --out") from None
+            raise UserError(f"{self.out}: cannot write ({error.strerror}); make room or take another --out") from None
 
 
 def prepared(out, **want):
@@ -142,7 +143,7 @@ def arguments(doc, name, encodings, argv=None, **more):
 
 
 def prepare(args, files, splits=None, note="", options=None):
-    """Find the files {key: File} and build from them, unless the folder is there already. DataError.
+    """Find the files {key: File} and build from them, unless the folder is there already. UserError.
 
     splits(read) -> [(split, stream)], where read(key) streams a file; the default takes one file a split.
     """
@@ -151,7 +152,7 @@ def prepare(args, files, splits=None, note="", options=None):
     if (known or not args.source) and already(args, options=options, **known):
         return  # a corpus with fixed content is recognised without its source
     if args.source and len(files) > 1 and Path(args.source).is_file() and not args.source.endswith(".zip"):
-        raise DataError(f"{args.source}: is one file; name the folder that holds all {len(files)} with --source")
+        raise UserError(f"{args.source}: is one file; name the folder that holds all {len(files)} with --source")
     found = {key: find(file, args.source) for key, file in files.items()}
     splits = splits or (lambda read: [(split, read(split)) for split in SPLITS])
     build(args, origin(found.values()), lambda: splits(lambda key: read(*found[key], args.encoding)), note, options)
@@ -179,7 +180,7 @@ def run(main):
     """Run a script: what goes wrong outside the code is one line on stderr and exit code 1."""
     try:
         main()
-    except DataError as error:
+    except UserError as error:
         sys.exit(f"error: {error}")
     except OSError as error:
         sys.exit(f"error: {error.filename or 'input or output'}: {error.strerror or error}")

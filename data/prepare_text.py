@@ -12,31 +12,32 @@ from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import UserError
 from data.common import already, arguments, build, run
-from data.sources import DataError, File, cut, digest, origin, read, wrong
+from data.sources import File, cut, digest, origin, read, wrong
 
 
 def main(argv=None):
     shares = {split: {"type": float, "default": 0.05, "help": f"share of {split}"} for split in ("val", "test")}
     args = arguments(__doc__, "", ["byte", "char", "gpt2"], argv, **shares)
     if not args.source or not args.out:
-        raise DataError(f"{'--out' if args.source else '--source'} is missing: --source=my.txt --out=data/mine")
+        raise UserError(f"{'--out' if args.source else '--source'} is missing: --source=my.txt --out=data/mine")
     if not (args.val > 0 and args.test > 0 and args.val + args.test < 1):
-        raise DataError(f"--val={args.val:g} --test={args.test:g}: both must be above 0, and leave something for train")
+        raise UserError(f"--val={args.val:g} --test={args.test:g}: both must be above 0, and leave something for train")
     source, args.name = Path(args.source).expanduser(), args.out.resolve().name
     if not source.exists():
-        raise DataError(f"{source}: no such file or folder; correct --source")
+        raise UserError(f"{source}: no such file or folder; correct --source")
     paths = [source] if source.is_file() else sorted(p for e in ("", ".gz", ".xz") for p in source.glob("*.txt" + e))
     if not paths:
-        raise DataError(f"{source}: holds no .txt file; correct --source")
+        raise UserError(f"{source}: holds no .txt file; correct --source")
     for path in paths:
         if complaint := wrong(path, File(())):
-            raise DataError(f"{path}: {complaint}; remove it, or choose another --source")
+            raise UserError(f"{path}: {complaint}; remove it, or choose another --source")
     found = [(path, None) for path in paths]
     total = sum(digest(*where)["bytes" if args.encoding == "byte" else "chars"] for where in found)
     val, test = int(total * args.val), int(total * args.test)
     if not (val and test):
-        raise DataError(f"{source}: is too small ({total:,}): a split would be empty; take larger --val and --test")
+        raise UserError(f"{source}: is too small ({total:,}): a split would be empty; take larger --val and --test")
     about, options = origin(found), {"val": args.val, "test": args.test}
     if not already(args, sha256=about["sha256"], options=options):
         text = lambda: chain.from_iterable(read(*where, args.encoding) for where in found)

@@ -23,14 +23,12 @@ from pathlib import Path
 
 import numpy as np
 
+from common import UserError
+
 HOME = Path(__file__).resolve().parent
 SPLITS = ("train", "val", "test")
 BLOCK = 1 << 22  # bytes read at a time
 ADVICE = "replace it with a whole copy, or remove it"
-
-
-class DataError(ValueError):
-    """One line for the reader: the file, what is wrong with it, what to do."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +52,12 @@ GPT2_ENCODER = File(("gpt2_bpe/encoder.json",), "196139668be63f3b5d6574427317ae8
 # ---- find and check ----
 
 def find(file, source=None):
-    """(path, member of the zip or None) of a checked copy, downloaded if need be. DataError."""
+    """(path, member of the zip or None) of a checked copy, downloaded if need be. UserError."""
     env = os.environ.get("NANOHEADS_DATA")
     for folder in [source] if source else [env, HOME] if env else [HOME]:
         folder = Path(folder).expanduser()
         if not folder.exists():
-            raise DataError(f"{folder}: no such file or folder; correct {'--source' if source else 'NANOHEADS_DATA'}")
+            raise UserError(f"{folder}: no such file or folder; correct {'--source' if source else 'NANOHEADS_DATA'}")
         names = [n + end for n in file.names for end in ("", ".gz", ".xz")]
         names += file.archive.names if file.archive else ()
         names += [Path(n).name for n in names] if source else []  # --source may name the corpus' own folder
@@ -67,25 +65,25 @@ def find(file, source=None):
             if path.is_file():
                 return check(path, file)
     if source:
-        raise DataError(f"{folder}: holds no {Path(file.names[0]).name} (plain, .gz or .xz); correct --source")
+        raise UserError(f"{folder}: holds no {Path(file.names[0]).name} (plain, .gz or .xz); correct --source")
     target = file.archive or file
     if not target.url:
-        raise DataError(f"{file.names[0]}: not found, and it has no download; "
+        raise UserError(f"{file.names[0]}: not found, and it has no download; "
                         f"put it into the folder NANOHEADS_DATA, or name its folder with --source")
     return check(download(target, HOME / target.names[0]), file)
 
 
 def check(path, file):
-    """(path, member) of a file, once its raw content is what `file` says. DataError, naming the file."""
+    """(path, member) of a file, once its raw content is what `file` says. UserError, naming the file."""
     member = None
     if path.suffix == ".zip":
         with reading(path):
             wanted = {Path(name).name for name in file.names}
             member = next((n for n in zipfile.ZipFile(path).namelist() if Path(n).name in wanted), None)
         if not member:
-            raise DataError(f"{path}: holds no {' or '.join(sorted(wanted))}; {ADVICE}")
+            raise UserError(f"{path}: holds no {' or '.join(sorted(wanted))}; {ADVICE}")
     if complaint := wrong(path, file, member):
-        raise DataError(f"{path}: {complaint}; {ADVICE}")
+        raise UserError(f"{path}: {complaint}; {ADVICE}")
     return path, member
 
 
@@ -149,7 +147,7 @@ def download(file, path, tries=3):
                 raise requests.ConnectionError(f"{temp.stat().st_size:,} of {size:,} bytes came")
             digest.cache_clear()  # the temporary name may have been seen with other content
             if complaint := wrong(temp, file):  # not tried again: it came whole
-                raise DataError(f"{file.url}: the download {complaint}; put {file.names[0]} from elsewhere "
+                raise UserError(f"{file.url}: the download {complaint}; put {file.names[0]} from elsewhere "
                                 f"into the folder NANOHEADS_DATA")
             os.replace(temp, path)
             return path
@@ -158,11 +156,11 @@ def download(file, path, tries=3):
             if attempt == tries or reply is not None and 400 <= reply.status_code < 500:
                 why = why if len(why) < 80 else type(error).__name__  # some are a paragraph
                 why = why if reply is None else f"HTTP {reply.status_code}"
-                raise DataError(f"{file.url}: the download failed ({why}); try later, or put {file.names[0]} "
+                raise UserError(f"{file.url}: the download failed ({why}); try later, or put {file.names[0]} "
                                 f"into the folder NANOHEADS_DATA by hand") from None
             time.sleep(2 * attempt)
         except OSError as error:
-            raise DataError(f"{path}: cannot write ({error.strerror}); make room") from None
+            raise UserError(f"{path}: cannot write ({error.strerror}); make room") from None
         finally:
             temp.unlink(missing_ok=True)
 
@@ -201,15 +199,15 @@ def atomic(path, data):
 
 @contextlib.contextmanager
 def reading(path):
-    """Damage in a compressed file -> DataError naming it."""
+    """Damage in a compressed file -> UserError naming it."""
     try:
         yield
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile) as error:
-        raise DataError(f"{path}: damaged ({error}); {ADVICE}") from None
+        raise UserError(f"{path}: damaged ({error}); {ADVICE}") from None
 
 
 def blocks(path, member=None):
-    """A file's raw bytes, block by block; .gz, .xz and the member of a .zip are decompressed. DataError."""
+    """A file's raw bytes, block by block; .gz, .xz and the member of a .zip are decompressed. UserError."""
     path = Path(path)
     with reading(path):
         with (zipfile.ZipFile(path).open(member) if member
@@ -219,7 +217,7 @@ def blocks(path, member=None):
 
 
 def read(path, member, encoding):
-    """A file's content as an encoding wants it, piece by piece: bytes for byte, str for char and gpt2. DataError."""
+    """A file's content as an encoding wants it, piece by piece: bytes for byte, str for char and gpt2. UserError."""
     if encoding == "byte":
         yield from blocks(path, member)
         return
@@ -230,11 +228,11 @@ def read(path, member, encoding):
             yield decoder.decode(block, final=not block)
     except UnicodeDecodeError as error:
         at = end - len(block) - pending + error.start
-        raise DataError(f"{path}: is not UTF-8 at byte {at:,}; convert it, or take --encoding=byte") from None
+        raise UserError(f"{path}: is not UTF-8 at byte {at:,}; convert it, or take --encoding=byte") from None
 
 
 def cut(pieces, sizes):
-    """A stream of bytes or str -> (split, its pieces) for train, val, test in a row. DataError: another total."""
+    """A stream of bytes or str -> (split, its pieces) for train, val, test in a row. UserError: another total."""
     pieces, rest = filter(None, pieces), None
 
     def take(split, n):
@@ -243,9 +241,9 @@ def cut(pieces, sizes):
             yield piece[:n]
             rest, n = piece[n:], n - len(piece)
         if n > 0:
-            raise DataError(f"the source ends {n:,} short of its {split} split")
+            raise UserError(f"the source ends {n:,} short of its {split} split")
 
     for split, size in zip(SPLITS, sizes):
         yield split, take(split, size)
     if rest or next(pieces, None):
-        raise DataError(f"the source goes on after its {split} split: it is larger than {sum(sizes):,}")
+        raise UserError(f"the source goes on after its {split} split: it is larger than {sum(sizes):,}")

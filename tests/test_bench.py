@@ -100,5 +100,5 @@ def test_decoding_after_a_context_and_memory_are_measured(capsys, tmp_path):
     bench.main(["--contexts", "8", *size])
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("plain", "dense", "skip"))
-    bench.main(["--what", "memory", "--mechanisms", "gated", "--block_size", "32", "--batch_size", "2", *size])
-    assert "gated" in capsys.readouterr().out
+    bench.main(["--what", "memory", "--mechanisms", "output_gate", "--block_size", "32", "--batch_size", "2", *size])
+    assert "output_gate" in capsys.readouterr().out

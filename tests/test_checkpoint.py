@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import checkpoint
-from checkpoint import CheckpointError
+from common import UserError, pick_device
 from dataset import Dataset
 from model import GPT, GPTConfig
 from train import TrainConfig
@@ -21,7 +21,7 @@ TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=256)
 
 
 def line(action, *args, **kw):
-    with pytest.raises(CheckpointError) as e:
+    with pytest.raises(UserError) as e:
         action(*args, **kw)
     assert len(str(e.value).splitlines()) == 1 and len(str(e.value)) < 500
     return str(e.value)
@@ -76,7 +76,7 @@ def test_a_full_disk_at_the_first_save_leaves_nothing(state, tmp_path, limit):
 def test_what_is_wrong_in_the_state_is_not_called_a_full_disk(tmp_path):
     with pytest.raises(Exception) as e:
         checkpoint.save(tmp_path / "ckpt.pt", {"f": lambda: 0})
-    assert not isinstance(e.value, CheckpointError)
+    assert not isinstance(e.value, UserError)
 
 
 def test_content_reaches_the_disk_before_the_name_does(state, saved, monkeypatch):
@@ -136,7 +136,7 @@ def test_one_damaged_byte_is_noticed(saved, where):
     try:
         checkpoint.read(saved)
         assert not inside
-    except CheckpointError as e:
+    except UserError as e:
         assert "cannot be read as a checkpoint" in str(e)
 
 
@@ -285,13 +285,13 @@ def test_a_checkpoint_without_a_state_to_go_on_from_is_one_line(state, bytes_dat
 def test_a_device_that_is_not_there_is_one_line(name):
     if name == "cuda:99" and torch.cuda.device_count() > 99:
         pytest.skip("it is there")
-    assert f"device={name} cannot be used" in line(checkpoint.pick_device, name)
+    assert f"device={name} cannot be used" in line(pick_device, name)
 
 
 def test_the_device_is_detected():
     there = [name for name, kind in (("cuda", torch.cuda), ("mps", torch.backends.mps)) if kind.is_available()]
-    assert checkpoint.pick_device("auto") == [*there, "cpu"][0]
-    assert checkpoint.pick_device("cpu") == "cpu"
+    assert pick_device("auto") == [*there, "cpu"][0]
+    assert pick_device("cpu") == "cpu"
 
 
 def test_flags_younger_than_a_checkpoint_are_off(tmp_path):

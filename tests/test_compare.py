@@ -14,13 +14,14 @@ import pytest
 import torch
 
 import compare
+from common import UserError
 import configurator
 import jobs
 import trial
 import study as making
 from compare import Study, main
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from study import Maker, StudyConfig, StudyError, size_of, step_time_ratio
+from study import Maker, StudyConfig, size_of, step_time_ratio
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted(p.name for p in (ROOT / "config").glob("study_*.py"))
@@ -37,7 +38,7 @@ def plain(tmp_path, bytes_data, monkeypatch):
 
 
 def study_of(plain, **keys):
-    return Study(StudyConfig(**{"base": str(plain), "device": "cpu", "seeds": [1, 2], "match": [], "mechanisms": ["gated"], **keys}), "test")
+    return Study(StudyConfig(**{"base": str(plain), "device": "cpu", "seeds": [1, 2], "match": [], "mechanisms": ["output_gate"], **keys}), "test")
 
 
 class Here:
@@ -100,12 +101,12 @@ def test_baselines_have_the_parameters_and_the_flops_of_their_variants(scale, mo
 
 def test_variants_whose_parameters_agree_share_a_baseline(monkeypatch):
     monkeypatch.setattr(making, "Dataset", Bytes)
-    study = Study(StudyConfig(mechanisms=["routing_moh", "moh", "gated", "sentinel", "unet_concat", "gated_elementwise"]), "test")
+    study = Study(StudyConfig(mechanisms=["routing_moh", "moh", "output_gate", "sentinel", "unet_concat", "output_gate_elementwise"]), "test")
     study.add_baselines(list(study.baselines))
     shared = {name: baselines["parameters"] for name, baselines in study.baselines.items()}
-    assert shared["routing_moh"] == shared["moh"] == shared["gated"] != "plain"
+    assert shared["routing_moh"] == shared["moh"] == shared["output_gate"] != "plain"
     assert shared["sentinel"] == "plain"  # 32 parameters are less than 0.1 %
-    assert shared["unet_concat"] == shared["gated_elementwise"]
+    assert shared["unet_concat"] == shared["output_gate_elementwise"]
     assert len(study.arms) == 7 + 2 + len({b["FLOPs"] for b in study.baselines.values()} - {"plain"})
 
 
@@ -116,9 +117,9 @@ def test_a_wider_mlp_is_the_only_difference_and_survives_a_checkpoint():
 
 
 def test_what_cannot_be_matched_is_said(plain):
-    study = study_of(plain, mechanisms=["a2c_seed"], match=["parameters"], settings=dict(n_inner=1))
-    with pytest.raises(StudyError, match=r"a2c_seed has [\d,]+ parameters, fewer than a plain GPT without its MLPs"):
-        study.add_baselines(["a2c_seed"])
+    study = study_of(plain, mechanisms=["a2c_published"], match=["parameters"], settings=dict(n_inner=1))
+    with pytest.raises(UserError, match=r"a2c_published has [\d,]+ parameters, fewer than a plain GPT without its MLPs"):
+        study.add_baselines(["a2c_published"])
 
 
 def test_the_same_wall_clock_is_measured_once(plain, monkeypatch):
@@ -126,9 +127,9 @@ def test_the_same_wall_clock_is_measured_once(plain, monkeypatch):
     monkeypatch.setattr(compare, "step_time_ratio", lambda a, b, device, threads: asked.append(a.name) or 1.5)
     for _ in range(2):
         study = study_of(plain, match=["wall-clock"])
-        study.add_baselines(["gated"])
-        assert study.arms[study.baselines["gated"]["wall-clock"]].train.max_iters == 9
-    assert asked == ["gated"]
+        study.add_baselines(["output_gate"])
+        assert study.arms[study.baselines["output_gate"]["wall-clock"]].train.max_iters == 9
+    assert asked == ["output_gate"]
 
 
 def test_a_model_takes_as_long_as_itself_and_less_than_a_bigger_one(plain):
@@ -171,10 +172,10 @@ def test_a_finished_study_repeats_nothing_and_a_change_only_what_it_touches(plai
     first, here.started = study.results(), []
     study_of(plain).run(here)
     assert here.started == []
-    changed = study_of(plain, mechanisms=[], variants={"gated": dict(gated="headwise", lr=5e-4)})
+    changed = study_of(plain, mechanisms=[], variants={"output_gate": dict(output_gate="headwise", lr=5e-4)})
     changed.run(here)
     assert len(here.started) == 2
-    assert changed.results()["plain", 1] == first["plain", 1] and changed.results()["gated", 1] != first["gated", 1]
+    assert changed.results()["plain", 1] == first["plain", 1] and changed.results()["output_gate", 1] != first["output_gate", 1]
 
 
 def test_a_trial_is_the_training_and_the_scoring_of_the_command_that_is_shown_for_it(plain, here, monkeypatch):
@@ -183,12 +184,12 @@ def test_a_trial_is_the_training_and_the_scoring_of_the_command_that_is_shown_fo
     study = study_of(plain, seeds=[3])
     study.run(here)
     summary = study.summary("test")
-    command = summary["arms"]["gated"]["commands"][0].split()
+    command = summary["arms"]["output_gate"]["commands"][0].split()
     train.main(command[2:])
-    (again,) = [evaluate.evaluate(Path("out/gated"), "test", 0, "cpu")]
-    assert command[1] == "train.py" and again["bpb"] == pytest.approx(summary["arms"]["gated"]["bpb"][0], abs=1e-7)  # kept in float32
-    nats = np.load(study.trials()["gated", 3] / "nats.npy")
-    assert nats.sum() == pytest.approx(study.results()["gated", 3]["nats"]) and len(nats) == -(-1000 // 16)
+    (again,) = [evaluate.evaluate(Path("out/output_gate"), "test", 0, "cpu")]
+    assert command[1] == "train.py" and again["bpb"] == pytest.approx(summary["arms"]["output_gate"]["bpb"][0], abs=1e-7)  # kept in float32
+    nats = np.load(study.trials()["output_gate", 3] / "nats.npy")
+    assert nats.sum() == pytest.approx(study.results()["output_gate", 3]["nats"]) and len(nats) == -(-1000 // 16)
 
 
 def test_a_slice_is_scored_window_by_window_and_its_bytes_are_its_own(plain, here, bytes_data):
@@ -200,7 +201,7 @@ def test_a_slice_is_scored_window_by_window_and_its_bytes_are_its_own(plain, her
 
 def test_the_hash_sees_flags_seeds_data_and_code_but_no_comments(plain, monkeypatch, tmp_path):
     study = study_of(plain)
-    arm = study.arms["gated"]
+    arm = study.arms["output_gate"]
     folders = {study.folder(arm, 1), study.folder(arm, 2), study.folder(study.arms["plain"], 1), study.folder(arm, 1, data=dict(train="other"))}
     assert len(folders) == 4
     for name in jobs.CODE:
@@ -222,7 +223,7 @@ def test_a_run_that_crashes_is_reported_and_sinks_nothing(plain, here):
     assert {f["arm"] for f in summary["failures"]} == {"hot"} and all("stopped before the update" in f["why"] for f in summary["failures"])
     words = {row["variant"]: row["words"] for row in summary["comparisons"]}
     assert "no verdict" in words["hot"] and summary["done"] == 4 and summary["planned"] == 6
-    assert all(x is not None for x in summary["arms"]["gated"]["bpb"])
+    assert all(x is not None for x in summary["arms"]["output_gate"]["bpb"])
     again = study_of(plain, variants=study.config.variants, report_only=True)
     again.run(here)
     assert len(again.summary("test")["failures"]) == 2  # told again, without running anything
@@ -230,7 +231,7 @@ def test_a_run_that_crashes_is_reported_and_sinks_nothing(plain, here):
 
 def test_a_study_is_cut_short_and_goes_on_to_the_same_numbers(plain):
     """The real thing: processes, a signal while two runs train (as Ctrl-C is one), and the same command again."""
-    (Path.cwd() / "study.py").write_text(f"base = {str(plain)!r}\nmechanisms = ['gated']\nseeds = [1]\nmatch = []\njobs = 2\ndevice = 'cpu'\n"
+    (Path.cwd() / "study.py").write_text(f"base = {str(plain)!r}\nmechanisms = ['output_gate']\nseeds = [1]\nmatch = []\njobs = 2\ndevice = 'cpu'\n"
                                          "settings = dict(max_iters=160, eval_interval=10)\n")
     command = [sys.executable, str(ROOT / "compare.py"), "study.py"]
     job = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -245,7 +246,7 @@ def test_a_study_is_cut_short_and_goes_on_to_the_same_numbers(plain):
     assert len(saved) == 2 and all(0 < step < 160 for step in saved.values())
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "gated" in done.stdout and "report.html" in done.stdout
+    assert "output_gate" in done.stdout and "report.html" in done.stdout
     cut = json.loads(next(Path("out/trials").glob("*/result.json")).read_text())
     folder = next(Path("out/trials").glob("*/result.json")).parent
     assert "going on at step" in (folder / "trial.log").read_text()
@@ -347,7 +348,7 @@ def test_differences_pair_the_seeds(plain, here):
     study.run(here)
     summary, found = study.summary("test"), study.results()
     row, = summary["comparisons"]
-    assert row["differences"] == [found["gated", s]["bpb"] - found["plain", s]["bpb"] for s in (5, 6, 7)]
+    assert row["differences"] == [found["output_gate", s]["bpb"] - found["plain", s]["bpb"] for s in (5, 6, 7)]
     assert row["mean"] == pytest.approx(np.mean(row["differences"])) and row["low"] <= row["mean"] <= row["high"]
     for each, difference in zip(row["bootstrap"], row["differences"]):
         assert each["mean"] == pytest.approx(difference, abs=1e-7)
@@ -363,7 +364,7 @@ def test_a_mechanism_that_does_nothing_is_identical_and_another_seed_is_not(plai
 
 
 def test_only_the_best_get_all_baselines(plain, here):
-    study = study_of(plain, mechanisms=["gated", "unet_concat", "constraint_a"], settings=dict(n_layer=2, n_embd=32), match=["parameters", "FLOPs"], matched=1)
+    study = study_of(plain, mechanisms=["output_gate", "unet_concat", "constraint_a"], settings=dict(n_layer=2, n_embd=32), match=["parameters", "FLOPs"], matched=1)
     study.run(here)
     found = study.results()
     means = {name: np.mean(study.differences(name, "plain", found)) for name in study.baselines}
@@ -371,39 +372,39 @@ def test_only_the_best_get_all_baselines(plain, here):
     assert set(study.baselines[best]) == {"hyperparameters", "parameters", "FLOPs"}
     summary = study.summary("test")
     assert set(summary["missing"]) == set(means) - {best} and "best 1 of 3" in study.selection
-    every = study_of(plain, mechanisms=["gated", "unet_concat", "constraint_a"], settings=dict(n_layer=2, n_embd=32), match=["parameters", "FLOPs"])
+    every = study_of(plain, mechanisms=["output_gate", "unet_concat", "constraint_a"], settings=dict(n_layer=2, n_embd=32), match=["parameters", "FLOPs"])
     every.add_baselines(list(every.baselines))  # to choose the best by the scores that are judged is to have looked at all of these
     assert summary["comparisons_made"] == sum(len(set(own.values())) for own in every.baselines.values()) > len(summary["comparisons"])
 
 
 def test_a_plan_runs_nothing(plain, capsys):
-    main(["--base", str(plain), "--mechanisms=gated", "--dry_run", "--device=cpu"])
+    main(["--base", str(plain), "--mechanisms=output_gate", "--dry_run", "--device=cpu"])
     said = capsys.readouterr().out
     assert "plain, MLP 65" in said and "15 runs, 15 of them to do" in said
     assert not Path("out").exists()
 
 
 @pytest.mark.parametrize("args, words", [
-    (["--mechanisms=gatd"], "unknown 'gatd'; did you mean gated?"),
-    (["--mechanisms=gated", "--scale=huge"], "scale='huge' must be one of tiny, small, seed"),
+    (["--mechanisms=output_gat"], "unknown 'output_gat'; did you mean output_gate?"),
+    (["--mechanisms=output_gate", "--scale=huge"], "scale='huge' must be one of tiny, small, seed"),
     ([], "name at least one variant"),
-    (["--mechanisms=gated", "--seeds=1,1"], "seeds=[1, 1] must be different numbers"),
-    (["--variants={'x': {'gatedd': 1}}"], "x: variant with {'gatedd': 1}: unknown key gatedd; did you mean gated?"),
-    (["--mechanisms=gated", "--match=flops"], "match='flops' must be among"),
-    (["--mechanisms=gated", "--tune_lr", "--tune_factors=2,4"], "have 1 among them"),
-    (["--mechanisms=gated", "--settings={'dataset': 'nowhere'}"], "no dataset nowhere"),
-    (["--mechanisms=gated", "--settings={'init_from': 'x', 'seed': 3}"], "settings: init_from, seed cannot be set here"),
-    (["--mechanisms=gated", "--split=tset"], "split='tset' must be test or val"),
-    (["--mechanisms=gated", "--split=val", "--tune_lr"], "since val chooses the learning rate"),
-    (["--mechanisms=gated", "--scale=small"], "scale='small' means nothing beside base="),
-    (["--mechanisms=gated", "--submit=slurm"], "submit=slurm: "),
-    (["--mechanisms=gated", "--out_dir=/proc/none"], "/proc/none: "),
+    (["--mechanisms=output_gate", "--seeds=1,1"], "seeds=[1, 1] must be different numbers"),
+    (["--variants={'x': {'output_gatee': 1}}"], "x: variant with {'output_gatee': 1}: unknown key output_gatee; did you mean output_gate?"),
+    (["--mechanisms=output_gate", "--match=flops"], "match='flops' must be among"),
+    (["--mechanisms=output_gate", "--tune_lr", "--tune_factors=2,4"], "have 1 among them"),
+    (["--mechanisms=output_gate", "--settings={'dataset': 'nowhere'}"], "no dataset nowhere"),
+    (["--mechanisms=output_gate", "--settings={'init_from': 'x', 'seed': 3}"], "settings: init_from, seed cannot be set here"),
+    (["--mechanisms=output_gate", "--split=tset"], "split='tset' must be test or val"),
+    (["--mechanisms=output_gate", "--split=val", "--tune_lr"], "since val chooses the learning rate"),
+    (["--mechanisms=output_gate", "--scale=small"], "scale='small' means nothing beside base="),
+    (["--mechanisms=output_gate", "--submit=slurm"], "submit=slurm: "),
+    (["--mechanisms=output_gate", "--out_dir=/proc/none"], "/proc/none: "),
 ])
 def test_what_is_wrong_with_a_study_is_one_line(plain, args, words, refusal):
     assert words in refusal(["--base", str(plain), "--device=cpu", *args])
 
 
-@pytest.mark.parametrize("flags", [{}, *({"routing": "moh"}, {"acag": "elementwise", "gated": "elementwise"}), ALL_ON, MECHANISMS["a2c_seed"]])
+@pytest.mark.parametrize("flags", [{}, *({"routing": "moh"}, {"acag": "elementwise", "output_gate": "elementwise"}), ALL_ON, MECHANISMS["a2c_published"]])
 def test_head_statistics_are_one_row_a_layer(flags):
     model = GPT(GPTConfig(vocab_size=9, n_layer=3, n_head=4, n_embd=32, block_size=8, **flags)).eval()
     with torch.no_grad():

@@ -9,14 +9,15 @@ from typing import Optional
 import pytest
 import torch
 
+from common import UserError
 import configurator
-from configurator import ConfigError, help_text, load
+from configurator import help_text, load
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from train import OPTIMIZERS, TrainConfig, conflicts
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(p for p in (ROOT / "config").glob("*.py") if p.name != "__init__.py" and not p.name.startswith("study_"))  # tests/test_compare.py has the studies
-TWELVE = "baseline routing sentinel agency unet constraint a2c acag moh gated window all".split()
+TWELVE = "baseline routing sentinel agency unet constraint a2c acag moh output_gate window all".split()
 FAMILIES = {family: [p.stem for p in CONFIGS if p.stem.startswith(family) and p.stem != "enwiki15_quick"]
             for family in ("tiny_", "enwiki15_", "enwik8_")}
 
@@ -53,7 +54,7 @@ def settings(*argv):
 
 
 def problems(*argv, classes=(Sizes, Settings), together=None):
-    with pytest.raises(ConfigError) as e:
+    with pytest.raises(UserError) as e:
         load(classes, list(argv), together=together)
     return str(e.value).splitlines()
 

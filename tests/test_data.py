@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from data import common, prepare_text, sources
-from data.sources import DataError, File
+from common import UserError
+from data.sources import File
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,7 +87,7 @@ def mine(tmp_path, source, *more):
 
 def refused(call, *words):
     """The one line with which a call is refused; every word is in it."""
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UserError) as error:
         call()
     line = str(error.value)
     assert "\n" not in line and all(word in line for word in words), line
@@ -327,7 +328,7 @@ def test_an_interrupted_run_leaves_no_half_folder(tmp_path, monkeypatch, capsys,
             m.setattr(Tokenizer, "encode", fail)
         else:
             m.setattr(os, "fsync" if moment == "before renaming" else "replace", fail)
-        with pytest.raises((KeyboardInterrupt, DataError, OSError)):
+        with pytest.raises((KeyboardInterrupt, UserError, OSError)):
             mine(tmp_path, source)
     names = sorted(p.name for p in (tmp_path / "mine").iterdir())
     if moment == "while renaming":

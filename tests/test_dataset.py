@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from common import UserError
 import dataset
 from data import sources
-from dataset import Batches, DataError, Dataset
+from dataset import Batches, Dataset
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -23,7 +24,7 @@ def copy(bytes_data, tmp_path):
 
 
 def line(action):
-    with pytest.raises(DataError) as e:
+    with pytest.raises(UserError) as e:
         action()
     assert len(str(e.value).splitlines()) == 1
     return str(e.value)
@@ -42,7 +43,7 @@ def test_a_split_is_a_read_only_memory_map(bytes_data):
 
 
 def test_one_error_class_covers_all_data():
-    assert DataError is sources.DataError
+    assert UserError is sources.UserError
 
 
 def test_a_dataset_that_is_not_prepared_names_the_command(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from common import UserError
 import dataset
 import evaluate
 from dataset import Dataset
@@ -359,7 +360,7 @@ def test_data_is_found_by_name_where_the_path_of_training_leads_nowhere(tmp_path
     monkeypatch.setattr(dataset, "ROOT", tmp_path)
     state = dict(meta=data.meta, train=dict(dataset="../elsewhere/toy"))
     assert evaluate.dataset_of(state, "a.pt").dir == tmp_path / "data/toy"
-    with pytest.raises(dataset.DataError, match="no dataset wrong"):
+    with pytest.raises(UserError, match="no dataset wrong"):
         evaluate.dataset_of(state, "a.pt", "wrong")  # what the user names is not replaced
 
 

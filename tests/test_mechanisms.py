@@ -109,7 +109,7 @@ def routing_weights(c, p, token):
         return softmax(torch.stack([z[h] if h in chosen else 0 * z[h] for h in range(len(z))]))
     total = sum(z[h].exp() for h in chosen)
     w = torch.stack([z[h].exp() / total if h in chosen else 0 * z[h] for h in range(len(z))])
-    if c.routing == "seed":
+    if c.routing == "published":
         return w
     if not c.routing_shared:
         return k * w
@@ -123,14 +123,14 @@ def acag_gate(c, p, head, t, weights):
     n = len(weights)
     if c.acag_detach:
         weights = weights.detach()
-    if c.acag_mode == "seed":
+    if c.acag_mode == "published":
         std = ((weights - 1 / n).square().mean() + 1e-12).sqrt() if n > 1 else 0.0
         features = ((t + 1) / c.acag_length, 1 / n, std)
     else:
         entropy, p2 = -(weights * weights.log()).sum(), (weights**2).sum()
         features = (math.log(1 + t) / math.log(1 + c.acag_length), *((1 - entropy / math.log(n), (n * p2).log()) if n > 1 else (0.0, 0.0)))
     z = sum(p["acag.weight"][head][..., i] * feature for i, feature in enumerate(features)) + p["acag.bias"][head]
-    return sigmoid(z) if c.acag_mode == "seed" else 2 * sigmoid(z)
+    return sigmoid(z) if c.acag_mode == "published" else 2 * sigmoid(z)
 
 
 def slow_attention(model, layer, x, hint=None):
@@ -150,20 +150,20 @@ def slow_attention(model, layer, x, hint=None):
         base, h = i < H, i if i < H else i - H
         name, heads = ("c_attn", H) if base else ("constraint.c_attn", E)
         q, k, v = (linear(x, name, slice((part * heads + h) * D, (part * heads + h + 1) * D)) for part in range(3))
-        if base and c.a2c == "seed":
+        if base and c.a2c == "published":
             k, v = q, x[:, h * D:(h + 1) * D]
         if c.qk_norm:
             q, k = rms(q), rms(k)
         if c.pos == "rope":
             q, k = (torch.stack([turn(r[t], t, c.rope_base) for t in range(T)]) for r in (q, k))
         a = linear(x, "a2c.critic")[:, h] if base and c.a2c else None
-        if not base and c.constraint_mode == "seed":
+        if not base and c.constraint_mode == "published":
             v = v * router[:, h:h + 1]
         y, gates = [], []
         for t in range(T):
             keys = visible(model, t)
             s = torch.stack([q[t] @ k[key] for key in keys]) / math.sqrt(D)
-            if a is not None and c.a2c == "seed":
+            if a is not None and c.a2c == "published":
                 s = s * a[t]
             if a is not None and c.a2c == "temperature":
                 s = s * a[t].exp()
@@ -190,10 +190,10 @@ def slow_attention(model, layer, x, hint=None):
             y = y * torch.tensor(1.0 if factor == 0.0 and not c.agency_enforce else factor).double()  # 0.7 is kept in float32
         if routing and base:
             y = torch.stack([y[t] * routing[t][h] for t in range(T)])
-        if c.gated == "headwise":
-            y = y * sigmoid(x @ p["gated.proj.weight"][i])[:, None]
-        if c.gated == "elementwise":
-            y = y * sigmoid(x @ p["gated.proj.weight"][i * D:(i + 1) * D].T)
+        if c.output_gate == "headwise":
+            y = y * sigmoid(x @ p["output_gate.proj.weight"][i])[:, None]
+        if c.output_gate == "elementwise":
+            y = y * sigmoid(x @ p["output_gate.proj.weight"][i * D:(i + 1) * D].T)
         if not base and c.constraint_mode == "query":
             y = y * router[:, h:h + 1]
         out = out + y @ p["c_proj.weight" if base else "constraint.c_proj.weight"][:, h * D:(h + 1) * D].T
@@ -228,7 +228,7 @@ def slow_hidden(model, idx, hint=None):
                     x = x + sigmoid(p[fuse + "logit"]) * skip
                 if c.unet == "concat":
                     x = x + torch.cat((skip, x), -1) @ p[fuse + "weight"].T
-                if c.unet == "seed":
+                if c.unet == "published":
                     x = torch.cat((skip, x), -1) @ p[fuse + "weight"].T + p[fuse + "bias"]
             outputs.append(x)
         rows.append(norm(x, "transformer.ln_f"))
@@ -246,9 +246,9 @@ def test_values_and_gradients_equal_the_written_out_formula(name):
     equals_the_oracle(tiny(MECHANISMS[name]))
 
 
-MIXTURES = [dict(routing="seed", routing_top_k=4, sentinel="hard_concrete", unet="seed", constraint_names=THREE, constraint_mode="seed", a2c="seed"),
+MIXTURES = [dict(routing="published", routing_top_k=4, sentinel="hard_concrete", unet="published", constraint_names=THREE, constraint_mode="published", a2c="published"),
             dict(routing="moh", routing_shared=1, head_norm=True, constraint_names=["a"], constraint_heads=2, constraint_variant="B", a2c="key_bias",
-                 constraint_layers=[0, 1], unet="add", acag="elementwise", acag_mode="seed", gated="elementwise", window=3, window_global=1),
+                 constraint_layers=[0, 1], unet="add", acag="elementwise", acag_mode="published", output_gate="elementwise", window=3, window_global=1),
             dict(routing="sigmoid", agency=True, agency_enforce=False, unet="concat", unet_skips=False, acag="headwise", window=2, bias=True)]
 
 
@@ -346,8 +346,8 @@ def test_bfloat16_entropy_is_within_a_tenth_of_a_nat():
     assert (entropy.double() - want).abs().max() < 0.1
 
 
-@pytest.mark.parametrize("flags", [dict(acag="headwise"), dict(acag="elementwise", acag_mode="seed"), dict(acag="headwise", window=1),
-                                   dict(acag="headwise", acag_mode="seed", window=1)], ids=lambda f: "+".join(map(str, f.values())))
+@pytest.mark.parametrize("flags", [dict(acag="headwise"), dict(acag="elementwise", acag_mode="published"), dict(acag="headwise", window=1),
+                                   dict(acag="headwise", acag_mode="published", window=1)], ids=lambda f: "+".join(map(str, f.values())))
 @pytest.mark.parametrize("T", [1, 9])
 def test_a_token_that_sees_only_itself_has_finite_values_and_gradients(flags, T):
     model = tiny(flags)
@@ -356,7 +356,7 @@ def test_a_token_that_sees_only_itself_has_finite_values_and_gradients(flags, T)
     assert out.logits.isfinite().all() and all(g.isfinite().all() for g in grads)
 
 
-@pytest.mark.parametrize("mode", ["seed", "normalised"])
+@pytest.mark.parametrize("mode", ["published", "normalised"])
 def test_uniform_attention_rows_have_finite_gradients(mode):
     """The other place where the spread is exactly 0, at any n: queries that are all alike to every key."""
     model = tiny(dict(acag="headwise", acag_mode=mode))
@@ -419,8 +419,8 @@ def test_a_window_sees_the_near_the_first_and_the_drawn(flags):
 
 # ---- routing ----
 
-ROUTERS = {"seed": dict(routing="seed"), "seed-3": dict(routing="seed", routing_top_k=2), "zero": dict(routing="seed", routing_mask="zero"),
-           "seed-linear": dict(routing="seed", routing_hidden=0), "moh": dict(routing="moh"), "moh-hidden": dict(routing="moh", routing_hidden=24),
+ROUTERS = {"published": dict(routing="published"), "seed-3": dict(routing="published", routing_top_k=2), "zero": dict(routing="published", routing_mask="zero"),
+           "seed-linear": dict(routing="published", routing_hidden=0), "moh": dict(routing="moh"), "moh-hidden": dict(routing="moh", routing_hidden=24),
            "moh-shared": dict(routing="moh", routing_shared=2, routing_top_k=4), "sigmoid": dict(routing="sigmoid", routing_top_k=2)}
 
 
@@ -432,7 +432,7 @@ def test_routing_weights_and_penalty_equal_loops_over_tokens(name):
     got, selected, logits = router(x)
     want = torch.stack([torch.stack([routing_weights(c, p, token) for token in row]) for row in x])
     penalty, = router.penalty(got, selected, logits).values()
-    if c.routing == "seed":  # the mean over tokens of the weights' entropy
+    if c.routing == "published":  # the mean over tokens of the weights' entropy
         slow = sum(-(w * w.log()) for w in want.flatten() if w > 0) / 21
     else:  # heads times the sum over heads of (mean probability) x (share of tokens that chose it)
         z = [router_logits(p, token) for token in x.flatten(0, 1)]
@@ -455,7 +455,7 @@ def test_an_unselected_head_has_weight_zero_except_under_the_zero_mask(name):
     assert (selected.sum(-1) == c.top_k - c.routing_shared).all()
     assert (routed[selected] > 0).all() and (shared > 0).all()
     assert (routed[~selected] > 0).all() if name == "zero" else (routed[~selected] == 0).all()
-    total = {"seed": 1.0, "moh": float(c.top_k - c.routing_shared)}
+    total = {"published": 1.0, "moh": float(c.top_k - c.routing_shared)}
     if c.routing in total and not c.routing_shared:
         close(w.sum(-1), torch.full((3, 7), total[c.routing]).double(), 1e-12)
 
@@ -469,12 +469,12 @@ def test_the_gates_of_the_seed_shrink_the_heads_to_about_one_in_h_at_the_start()
         return attn(x, model.context(slice(0, 16), 0, 16, None, None, x.device))[0].norm().item()
 
     plain = size()
-    assert size(routing="seed", routing_top_k=6) / plain == pytest.approx(1 / 6, rel=0.02)
-    assert size(routing="seed") / plain == pytest.approx(1 / math.sqrt(3 * 6), rel=0.1)  # half the heads, a third each
+    assert size(routing="published", routing_top_k=6) / plain == pytest.approx(1 / 6, rel=0.02)
+    assert size(routing="published") / plain == pytest.approx(1 / math.sqrt(3 * 6), rel=0.1)  # half the heads, a third each
     assert size(routing="moh", routing_top_k=6) / plain == pytest.approx(1, rel=0.1)
 
 
-@pytest.mark.parametrize("flags", [dict(routing="seed"), dict(routing="moh"), dict(routing="sigmoid")], ids=lambda f: f["routing"])
+@pytest.mark.parametrize("flags", [dict(routing="published"), dict(routing="moh"), dict(routing="sigmoid")], ids=lambda f: f["routing"])
 def test_different_tokens_select_different_heads_at_the_start(flags):
     router, x = tiny(flags, alive=False).transformer.h[0].attn.router, normal(1, 64, 96)
     choices = lambda: {tuple(row) for row in router(x)[1][0].tolist()}
@@ -485,7 +485,7 @@ def test_different_tokens_select_different_heads_at_the_start(flags):
     assert len(choices()) == 1  # negative control: ties
 
 
-@pytest.mark.parametrize("flags", [dict(routing="seed", routing_top_k=1), dict(routing="moh", routing_top_k=1),
+@pytest.mark.parametrize("flags", [dict(routing="published", routing_top_k=1), dict(routing="moh", routing_top_k=1),
                                    dict(routing="moh", routing_top_k=3, routing_shared=2)], ids=str)
 def test_a_single_routed_head_is_refused_because_its_router_would_never_learn(flags):
     with pytest.raises(ValueError, match="would never learn"):
@@ -493,7 +493,7 @@ def test_a_single_routed_head_is_refused_because_its_router_would_never_learn(fl
     GPT(GPTConfig(**TINY, routing="sigmoid", routing_top_k=1))  # not renormalised: it learns
 
 
-@pytest.mark.parametrize("flags, total", [({}, 90_397_440), (dict(routing="seed"), 93_996_432)], ids=["plain", "routed"])
+@pytest.mark.parametrize("flags, total", [({}, 90_397_440), (dict(routing="published"), 93_996_432)], ids=["plain", "routed"])
 def test_parameter_counts_are_those_of_the_routing_write_up(flags, total, monkeypatch):
     monkeypatch.setattr(GPT, "init_weights", lambda self: None)
     with torch.device("meta"):
@@ -506,7 +506,7 @@ def test_parameter_counts_are_those_of_the_routing_write_up(flags, total, monkey
 def test_gates_in_training_alone_make_two_different_models():
     """The write-up's code: what is evaluated is not what was trained. The default does not do that."""
     idx = tokens(2, 9)
-    for flags, same in ((dict(routing="seed"), True), (dict(routing="seed", routing_eval_gate=False), False)):
+    for flags, same in ((dict(routing="published"), True), (dict(routing="published", routing_eval_gate=False), False)):
         model = tiny(flags)
         assert torch.equal(model(idx).logits, model.train()(idx).logits) == same
 
@@ -558,7 +558,7 @@ def test_one_step_on_the_penalty_alone_closes_every_gate_a_little(mode, name, op
 
 @pytest.mark.parametrize("mode", ["sigmoid", "hard_concrete"])
 def test_the_gate_penalty_sums_over_all_blocks_and_heads(mode):
-    model = tiny(dict(sentinel=mode, lambda_gate=0.25))
+    model = tiny(dict(sentinel=mode, sentinel_coef=0.25))
     logits = [s for block in model.transformer.h for s in block.attn.sentinel.logit]
     shift = 0 if mode == "sigmoid" else -2 / 3 * math.log(0.1 / 1.1)
     aux, = model(tokens(2, 9), tokens(2, 9)).aux.values()
@@ -567,14 +567,14 @@ def test_the_gate_penalty_sums_over_all_blocks_and_heads(mode):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_gates_and_fusions_never_decay_and_stay_with_adamw_while_routers_decay(optimizer):
-    model = GPT(GPTConfig(**TINY, **{**ALL_ON, "a2c": "key_bias"}, gated="headwise"))
+    model = GPT(GPTConfig(**TINY, **{**ALL_ON, "a2c": "key_bias"}, output_gate="headwise"))
     *_, adamw = optim.make_optimizers(model, TrainConfig(optimizer=optimizer, weight_decay=0.1).for_recipe("gpt2"))
     decay = {id(p): group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
     decays = {n: decay.get(id(p)) for n, p in model.named_parameters()}
     still = ("sentinel.logit", "acag.weight", "acag.bias", "a2c.mix", "fuse.0.weight", "constraint.w1", "constraint.w2")
     for part in still:
         assert {d for n, d in decays.items() if n.endswith(part)} == {0.0}, part
-    for part in ("router.out.weight", "gated.proj.weight", "critic.weight", "value.weight", "constraint.fc.weight"):
+    for part in ("router.out.weight", "output_gate.proj.weight", "critic.weight", "value.weight", "constraint.fc.weight"):
         assert all(d > 0 for n, d in decays.items() if n.endswith(part)), part
 
 
@@ -676,7 +676,7 @@ def test_a_state_without_agency_is_refused_in_one_line():
 
 # ---- U-Net skips ----
 
-@pytest.mark.parametrize("mode", ["concat", "add", "seed"])
+@pytest.mark.parametrize("mode", ["concat", "add", "published"])
 @pytest.mark.parametrize("n_layer", [2, 3, 4, 5])
 @pytest.mark.parametrize("on", [True, False])
 def test_block_i_joins_the_output_of_block_n_minus_i_plus_1(mode, n_layer, on):
@@ -694,7 +694,7 @@ def test_skips_start_as_a_share_that_falls_with_depth(n_layer, weights):
         assert sigmoid(fuse.logit).item() == pytest.approx(share, abs=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["concat", "add", "seed"])
+@pytest.mark.parametrize("mode", ["concat", "add", "published"])
 def test_with_skips_off_the_skip_contributes_nothing(mode):
     fuse, h, skip = SkipFusion(GPTConfig(n_embd=8, unet=mode), 0).double(), normal(2, 3, 8), normal(2, 3, 8, seed=2)
     for p in fuse.parameters():
@@ -736,11 +736,11 @@ def attention_inputs(model, idx, **asked):
     return out, read
 
 
-TRACED = {n: MECHANISMS[n] for n in ("constraint_a", "constraint_b", "constraint_seed", "a2c_key_bias", "acag", "window_global_random", "moh", "head_norm")}
+TRACED = {n: MECHANISMS[n] for n in ("constraint_a", "constraint_b", "constraint_published", "a2c_key_bias", "acag", "window_global_random", "moh", "head_norm")}
 TRACED.update(all=ALL_ON, two_each=dict(constraint_names=["a", "b"], constraint_heads=2, constraint_layers=[0, 1]))
 
 
-@pytest.mark.parametrize("name, hinted", [(name, False) for name in TRACED] + [(name, True) for name in ("constraint_a", "constraint_seed", "two_each")])
+@pytest.mark.parametrize("name, hinted", [(name, False) for name in TRACED] + [(name, True) for name in ("constraint_a", "constraint_published", "two_each")])
 def test_traces_equal_what_the_slow_layer_saw(name, hinted):
     model, idx, hint = tiny(TRACED[name]), tokens(2, 9), normal(2, 96, seed=5) if hinted else None
     c = model.config
@@ -793,8 +793,8 @@ def test_variant_a_widens_the_concat_and_variant_b_shrinks_the_heads():
         GPT(GPTConfig(**{**TINY, "n_embd": 48}, constraint_names=THREE, constraint_variant="B"))
 
 
-def test_scores_read_the_ungated_output_except_in_seed_mode():
-    for mode, same in (("query", True), ("seed", False)):
+def test_scores_read_the_ungated_output_except_in_published_mode():
+    for mode, same in (("query", True), ("published", False)):
         model, idx = tiny(dict(constraint_names=THREE, constraint_mode=mode)), tokens(2, 9)
         before = model(idx, traces=True).traces["blocks.1.head_scores"]
         torch.nn.init.constant_(model.transformer.h[1].attn.constraint.out.bias, -30.0)  # close the router
@@ -831,8 +831,8 @@ def test_constraint_loss_equals_a_loop_over_tokens(weights, focal, positive):
 
 
 def test_the_models_constraint_loss_is_the_mean_over_blocks_times_lambda_and_the_router_pays_for_open_gates():
-    model = tiny(dict(constraint_names=["a", "b"], constraint_heads=2, constraint_layers=[0, 1], constraint_lambda=0.7, constraint_weights=[2.0, 0.5],
-                      constraint_focal=1.0, constraint_positive=2.0, constraint_sparsity=0.3))
+    model = tiny(dict(constraint_names=["a", "b"], constraint_heads=2, constraint_layers=[0, 1], constraint_coef=0.7, constraint_name_coef=[2.0, 0.5],
+                      constraint_focal=1.0, constraint_positive_coef=2.0, constraint_sparsity_coef=0.3))
     idx, targets = tokens(2, 9), {"b": tokens(2, 9, seed=4) % 2, "a": tokens(2, 9, seed=5) % 3 - 1}
     out = model(idx, idx, traces=True, constraint_targets=targets)
     each = [{n: out.traces[f"blocks.{i}.constraint.{n}"] for n in "ab"} for i in range(2)]
@@ -858,7 +858,7 @@ def test_explain_names_the_tokens_with_the_highest_scores():
 
 # ---- A2C ----
 
-@pytest.mark.parametrize("mode", ["seed", "temperature", "key_bias"])
+@pytest.mark.parametrize("mode", ["published", "temperature", "key_bias"])
 def test_the_critic_changes_the_logits_as_its_mode_says(mode):
     c = GPTConfig(n_embd=12, a2c=mode)
     a2c = AdvantageAttention(c, 3).double()
@@ -870,9 +870,9 @@ def test_the_critic_changes_the_logits_as_its_mode_says(mode):
     got = 0.4 * got_q @ got_k.mT
     want = torch.empty_like(got)
     for b, h, t, s in itertools.product(range(2), range(3), range(5), range(5)):
-        said = lambda token: a2c.critic.weight[h] @ x[b, token] + (a2c.critic.bias[h] if mode == "seed" else 0)
+        said = lambda token: a2c.critic.weight[h] @ x[b, token] + (a2c.critic.bias[h] if mode == "published" else 0)
         logit = 0.4 * q[b, h, t] @ k[b, h, s]
-        if mode == "seed":
+        if mode == "published":
             want[b, h, t, s] = said(t) * logit
         elif mode == "temperature":
             want[b, h, t, s] = said(t).exp() * logit
@@ -883,7 +883,7 @@ def test_the_critic_changes_the_logits_as_its_mode_says(mode):
 
 
 def test_a_negative_critic_attends_most_to_the_least_similar_key():
-    model = tiny(dict(a2c="seed"))
+    model = tiny(dict(a2c="published"))
     attn, x = model.transformer.h[0].attn, normal(2, 9, 96)
     q, k, v, said = attn.project(x, model.context(slice(0, 9), 0, 9, None, None, x.device))
     similar, p, a = k @ k.mT, dense(q, k, v, attn.scale)[2], said["advantage"]
@@ -957,7 +957,7 @@ def test_the_value_head_learns_from_its_own_loss_alone_and_gives_the_blocks_no_g
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("detach", [False, True])
-@pytest.mark.parametrize("mode", ["seed", "normalised"])
+@pytest.mark.parametrize("mode", ["published", "normalised"])
 @pytest.mark.parametrize("acag", ["headwise", "elementwise"])
 def test_context_gates_equal_the_written_out_formula(acag, mode, detach, window):
     equals_the_oracle(tiny(dict(acag=acag, acag_mode=mode, acag_detach=detach, window=window), n_layer=1, n_embd=32, n_head=2))
@@ -979,14 +979,14 @@ def test_detached_statistics_leave_the_function_and_change_only_the_gradient():
 @pytest.mark.parametrize("gated", ["headwise", "elementwise"])
 @pytest.mark.parametrize("more", [{}, dict(constraint_names=["a"]), dict(recipe="modern")], ids=["plain", "constraint", "modern"])
 def test_output_gates_equal_the_written_out_formula(gated, more):
-    equals_the_oracle(tiny(dict(gated=gated, **more), n_layer=1, n_embd=32, n_head=2), tol=1e-6 if "recipe" in more else 1e-9)
+    equals_the_oracle(tiny(dict(output_gate=gated, **more), n_layer=1, n_embd=32, n_head=2), tol=1e-6 if "recipe" in more else 1e-9)
 
 
 # ---- what runs on CUDA alone, as far as a CPU can tell ----
 
 ON_CUDA = {"plain": {}, "acag": MECHANISMS["acag"], "acag_detach+random": {**MECHANISMS["acag_detach"], **MECHANISMS["window_global_random"]},
            "window": MECHANISMS["window"], "key_bias+acag": {**MECHANISMS["a2c_key_bias"], **MECHANISMS["acag"]},
-           "packed": dict(routing="moh", routing_capacity=2.0), "packed+window": dict(routing="seed", routing_capacity=2.0, window=40), "ALL_ON": ALL_ON}
+           "packed": dict(routing="moh", routing_capacity=2.0), "packed+window": dict(routing="published", routing_capacity=2.0, window=40), "ALL_ON": ALL_ON}
 
 
 @pytest.mark.parametrize("name", ON_CUDA)
@@ -1040,7 +1040,7 @@ def test_selected_heads_alone_are_read_at_decode():
 
 # ---- mistakes once made ----
 
-@pytest.mark.parametrize("pair", [("acag", "a2c_seed"), ("acag", "constraint_seed"), ("acag_detach", "window")], ids="+".join)
+@pytest.mark.parametrize("pair", [("acag", "a2c_published"), ("acag", "constraint_published"), ("acag_detach", "window")], ids="+".join)
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 def test_queries_keys_and_values_have_one_type_under_autocast(pair, recipe, monkeypatch):
     model = GPT(GPTConfig(**TINY, recipe=recipe, **MECHANISMS[pair[0]], **MECHANISMS[pair[1]]))
@@ -1055,7 +1055,7 @@ def test_queries_keys_and_values_have_one_type_under_autocast(pair, recipe, monk
 
 @pytest.mark.parametrize("gated", ["headwise", "elementwise"])
 def test_heads_can_go_one_after_the_other(gated):
-    model, idx = tiny(dict(gated=gated, agency=True), alive=True), tokens(2, 9)
+    model, idx = tiny(dict(output_gate=gated, agency=True), alive=True), tokens(2, 9)
     for head in (1, 4, 0):
         model.set_head(0, head, gate=0.0)
     want = model.hidden(idx)
@@ -1100,21 +1100,21 @@ def test_a_new_state_does_not_give_consent_back_unless_the_head_was_withdrawn():
 
 
 def test_packing_queries_needs_heads_that_are_not_all_used():
-    assert "routing_mask" in GPTConfig(vocab_size=5, routing="seed", routing_mask="zero", routing_capacity=1.5).problems()[0]
+    assert "routing_mask" in GPTConfig(vocab_size=5, routing="published", routing_mask="zero", routing_capacity=1.5).problems()[0]
 
 
-@pytest.mark.parametrize("mode, moves", [("seed", False), ("temperature", False), ("key_bias", True)])
+@pytest.mark.parametrize("mode, moves", [("published", False), ("temperature", False), ("key_bias", True)])
 def test_a2c_as_published_cannot_move_one_position_past_another(mode, moves):
     """Its advantage is one scalar a query row: with another critic a row's order of keys stays, or turns round. A bias of the keys moves them."""
     model, idx, orders = tiny(dict(a2c=mode), n_layer=1), tokens(2, 12), []
     for seed in (3, 4):
         critic = model.transformer.h[0].attn.a2c.critic
         torch.nn.init.normal_(critic.weight, 0.0, 0.1, generator=torch.Generator().manual_seed(seed))
-        if mode == "seed":
+        if mode == "published":
             torch.nn.init.zeros_(critic.bias)  # so that a has either sign
         row = model(idx, traces="maps").traces["blocks.0.map"][:, :, -1]
         orders.append(row.argsort(-1))
     same = (orders[0] == orders[1]).all(-1) | (orders[0] == orders[1].flip(-1)).all(-1)
     assert same.all() if not moves else not same.any()
-    if mode == "seed":
+    if mode == "published":
         assert (orders[0] != orders[1]).any(), "some rows turn round: a negative scalar inverts attention"

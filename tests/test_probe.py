@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import checkpoint
 import probe
-from data.sources import DataError
+from common import UserError
 from dataset import Dataset
 from evaluate import score, windows_of
 from model import MECHANISMS, GPT, GPTConfig
@@ -116,14 +116,14 @@ def test_names_of_the_test_are_never_trained_on(facts):
 def test_what_cannot_be_planted_is_refused(source, chars_data, tmp_path, monkeypatch):
     for args, said in (([f"--source={chars_data}"], "is char, not byte"), ([f"--source={source}", "--per-kib=0"], "--per-kib=0"),
                        ([f"--source={tmp_path / 'none'}"], "no dataset")):
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(UserError, match=said):
             prepare.main([*args, f"--out={tmp_path / 'out'}"])
     damaged = write_dataset(tmp_path / "damaged", {s: words(2000, 1) for s in ("train", "val", "test")})
     (damaged / "val.bin").write_bytes(b"x" * 2000)
-    with pytest.raises(DataError, match="val.bin differs from its checksum"):
+    with pytest.raises(UserError, match="val.bin differs from its checksum"):
         prepare.main([f"--source={damaged}", f"--out={tmp_path / 'out'}"])
     monkeypatch.setattr(prepare, "names", lambda split: [b"ABC", b"DEF"])
-    with pytest.raises(DataError, match="need more than the 2 names of train"):
+    with pytest.raises(UserError, match="need more than the 2 names of train"):
         prepare.main([f"--source={source}", f"--out={tmp_path / 'out'}"])
     assert not (tmp_path / "out/meta.json").exists()
 
@@ -296,7 +296,7 @@ def test_removal_is_a_column_of_minus_infinity():
     assert "context" not in vars(model), "afterwards all is as before"
 
 
-SEEN = ["routing_sigmoid", "sentinel", "unet_concat", "a2c_seed", "a2c_temperature", "a2c_key_bias", "acag", "acag_seed", "gated",
+SEEN = ["routing_sigmoid", "sentinel", "unet_concat", "a2c_published", "a2c_temperature", "a2c_key_bias", "acag", "acag_published", "output_gate",
         "window", "head_norm"]
 
 

@@ -54,7 +54,7 @@ every = pytest.mark.parametrize("cases", ALL.values(), ids=ALL)
 
 def test_every_pair_is_tested_but_those_that_are_refused_for_a_reason():
     assert {pair: GPTConfig(**TINY, **flags).problems() for pair, flags in REFUSED.items()} == {
-        ("constraint_b", "a2c_seed"): ["a2c='seed' takes x in n_head slices as values, which constraint_variant='B' makes too narrow"]}
+        ("constraint_b", "a2c_published"): ["a2c='published' takes x in n_head slices as values, which constraint_variant='B' makes too narrow"]}
     modes = {}  # mechanisms that turn on the same thing
     for name, flags in MECHANISMS.items():
         modes.setdefault(next(iter(flags)), []).append(name)
@@ -211,8 +211,8 @@ def test_neutral_equals_the_plain_gpt(first):
 
 
 @pytest.mark.parametrize("name, flags, values", [
-    ("unet_seed", {}, {"fuse.0.weight": torch.cat((torch.zeros(72, 72), torch.eye(72)), 1), "fuse.0.bias": torch.zeros(72)}),
-    ("window", dict(window=16), {})], ids=["unet_seed", "window"])
+    ("unet_published", {}, {"fuse.0.weight": torch.cat((torch.zeros(72, 72), torch.eye(72)), 1), "fuse.0.bias": torch.zeros(72)}),
+    ("window", dict(window=16), {})], ids=["unet_published", "window"])
 def test_what_is_neutral_when_set_by_hand(name, flags, values):
     base = alive({})
     model = share(fresh({**MECHANISMS[name], **flags}), base)
@@ -229,7 +229,7 @@ def test_shared_parameters_start_bit_identical(cases):
         plain = {key: flags[key] for key in ("recipe", "n_layer") if key in flags}
         base, own = (dict(GPT(GPTConfig(**{**TINY, **f})).named_parameters()) for f in (plain, flags))
         shared = [n for n in base if n in own and own[n].shape == base[n].shape]
-        resized = "a2c_seed" in name or "constraint_b" in name  # projections of another size
+        resized = "a2c_published" in name or "constraint_b" in name  # projections of another size
         assert len(shared) == len(base) or resized and len(shared) >= len(base) - 4, name
         assert all(torch.equal(own[n], base[n]) for n in shared), name
 
@@ -297,9 +297,9 @@ def pooled_norm(*dims):
     return patch
 
 
-@pytest.mark.parametrize("name, mistake", [("constraint_a", pooled_router), ("constraint_seed", pooled_router), ("acag", full_matrix_statistics),
-                                           ("acag_seed", full_matrix_statistics), ("head_norm", pooled_norm(0, 2, 3))],
-                         ids=["constraint_a", "constraint_seed", "acag", "acag_seed", "head_norm"])
+@pytest.mark.parametrize("name, mistake", [("constraint_a", pooled_router), ("constraint_published", pooled_router), ("acag", full_matrix_statistics),
+                                           ("acag_published", full_matrix_statistics), ("head_norm", pooled_norm(0, 2, 3))],
+                         ids=["constraint_a", "constraint_published", "acag", "acag_published", "head_norm"])
 def test_the_leak_test_catches(name, mistake, monkeypatch):
     mistake(monkeypatch)
     assert "logits" in leaks(alive(MECHANISMS[name])) and leaks(alive(MECHANISMS[name]), False) == {"hidden"}
@@ -414,7 +414,7 @@ def test_unequal_prompts_generate_what_each_does_alone(cases):
             assert torch.equal(got[row, 9:], model.generate(idx[row:row + 1, 9 - n:], 9, temperature=0)[0, n:]), f"{name}: prompt of {n}"
 
 
-@pytest.mark.parametrize("name", ["constraint_a", "constraint_b", "constraint_seed"])
+@pytest.mark.parametrize("name", ["constraint_a", "constraint_b", "constraint_published"])
 def test_the_cache_test_catches_a_running_mean_that_starts_anew(name, monkeypatch):
     monkeypatch.setattr(KVCache, "carry", lambda self, layer, total: total)
     assert cache_differs(alive(MECHANISMS[name]), ONE_BY_ONE, UNEVEN) == [ONE_BY_ONE, UNEVEN]
@@ -438,7 +438,7 @@ def test_decoding_that_skips_heads_equals_decoding_that_does_not(name, monkeypat
 
 # ---- 8. compiled: one graph, and no other when a head's state moves ----
 
-FAMILIES = ["routing_moh", "sentinel", "agency", "unet_concat", "constraint_a", "a2c_key_bias", "acag", "gated", "window"]
+FAMILIES = ["routing_moh", "sentinel", "agency", "unet_concat", "constraint_a", "a2c_key_bias", "acag", "output_gate", "window"]
 AT_ONCE = {"ALL_ON": ALL_ON}  # and then every mechanism, as many together as go
 for name, flags in MECHANISMS.items():
     room = next((n for n, there in AT_ONCE.items() if n != "ALL_ON" and not set(flags) & set(there) and fine({**there, **flags})), None)
@@ -504,7 +504,7 @@ def test_a_heads_state_moves_without_recompiling():
 
 def more_losses(flags):
     """The losses that have a weight of 0 unless asked for."""
-    return {**flags, **(dict(constraint_sparsity=0.1) if "constraint_names" in flags else {})}
+    return {**flags, **(dict(constraint_sparsity_coef=0.1) if "constraint_names" in flags else {})}
 
 
 @every
@@ -659,7 +659,7 @@ def test_training_goes_on_after_pruning_as_with_closed_heads(cases):
     assert not all(near(a, b) for a, b in zip(pruned.parameters(), never.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("flags", [{}, ALL_ON, MECHANISMS["a2c_seed"], MECHANISMS["gated_elementwise"]], ids=["plain", "ALL_ON", "a2c_seed", "gated_elementwise"])
+@pytest.mark.parametrize("flags", [{}, ALL_ON, MECHANISMS["a2c_published"], MECHANISMS["output_gate_elementwise"]], ids=["plain", "ALL_ON", "a2c_published", "output_gate_elementwise"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_pruning_takes_rows_from_projections_and_moments(flags, optimizer):
     model, optimizers = trained(flags, optimizer)
@@ -702,19 +702,19 @@ CONSTRAINED = dict(constraint_names=THREE)
 
 @pytest.mark.parametrize("flags, words", [
     (dict(routing="best"), "routing='best' must be one of"),
-    (dict(routing="seed", routing_top_k=1), "routing_top_k=1 leaves one routed head"),
+    (dict(routing="published", routing_top_k=1), "routing_top_k=1 leaves one routed head"),
     (dict(routing="moh", routing_top_k=2, routing_shared=1), "routing_top_k=2 leaves one routed head"),
     (dict(routing="moh", routing_top_k=7), "routing_top_k=7 must be from 1 to n_head=6"),
     (dict(routing="moh", routing_shared=3), "routing_shared=3 must be below routing_top_k=3"),
-    (dict(routing="seed", routing_shared=1), "routing_shared=1 needs routing='moh'"),
-    (dict(routing="moh", routing_mask="zero"), "routing_mask='zero' needs routing='seed'"),
+    (dict(routing="published", routing_shared=1), "routing_shared=1 needs routing='moh'"),
+    (dict(routing="moh", routing_mask="zero"), "routing_mask='zero' needs routing='published'"),
     (dict(unet="concat", n_layer=1), "unet='concat' needs at least two layers"),
     (dict(CONSTRAINED, constraint_variant="B", n_embd=48), "constraint_variant='B' leaves 48 / 9 heads"),
-    (dict(CONSTRAINED, constraint_variant="B", a2c="seed"), "a2c='seed' takes x in n_head slices"),
+    (dict(CONSTRAINED, constraint_variant="B", a2c="published"), "a2c='published' takes x in n_head slices"),
     (dict(CONSTRAINED, constraint_layers=[2]), "constraint_layers=[2] must be blocks from 0 to 1"),
     (dict(CONSTRAINED, constraint_layers=[-1]), "constraint_layers=[-1] must be blocks from 0 to 1"),
     (dict(CONSTRAINED, constraint_layers=[]), "constraint_layers=[] must be blocks from 0 to 1"),
-    (dict(CONSTRAINED, constraint_weights=[1.0]), "constraint_weights=[1.0] must be one for each name"),
+    (dict(CONSTRAINED, constraint_name_coef=[1.0]), "constraint_name_coef=[1.0] must be one for each name"),
     (dict(CONSTRAINED, constraint_heads=0), "constraint_heads=0 must be at least 1"),
     (dict(constraint_names=["a", "a"]), "constraint_names=['a', 'a'] must be different names"),
     (dict(acag="headwise", dropout=0.1), "acag has no fused kernel with dropout on the attention weights: set attn_dropout=0"),
@@ -723,7 +723,7 @@ CONSTRAINED = dict(constraint_names=THREE)
     (dict(a2c="temperature", a2c_gamma=1.0), "a2c_gamma=1.0 must be in [0, 1)"),
     (dict(heads=[[0, 1]]), "heads=[[0, 1]] must list, for each of the 2 layers"),
     *((flags, f"{key}={value!r} means nothing while {parent} is off") for parent, flags in dict(
-        routing=dict(routing_top_k=2), sentinel=dict(lambda_gate=1.0), agency=dict(agency_enforce=False), unet=dict(unet_skips=False),
+        routing=dict(routing_top_k=2), sentinel=dict(sentinel_coef=1.0), agency=dict(agency_enforce=False), unet=dict(unet_skips=False),
         constraint_names=dict(constraint_heads=2), a2c=dict(a2c_value_coef=1.0), acag=dict(acag_detach=True),
         window=dict(window_global=1)).items() for key, value in flags.items())],
     ids=lambda v: "+".join(v) if isinstance(v, dict) else "")
@@ -734,7 +734,7 @@ def test_what_means_nothing_together_is_refused_in_one_line(flags, words):
         GPT(GPTConfig(**{**TINY, **flags}))
 
 
-@pytest.mark.parametrize("flags", [dict(routing="sigmoid", routing_top_k=1), dict(routing="seed", routing_mask="zero", routing_top_k=1),
+@pytest.mark.parametrize("flags", [dict(routing="sigmoid", routing_top_k=1), dict(routing="published", routing_mask="zero", routing_top_k=1),
                                    dict(acag="headwise", dropout=0.1, attn_dropout=0.0), dict(window=0, dropout=0.1, attn_dropout=0.0),
                                    dict(CONSTRAINED, constraint_layers=[0, 1])], ids=lambda v: "+".join(v))
 def test_what_is_near_a_refusal_but_means_something_trains(flags):

@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from common import UserError
 from data.common import arguments, prepare, run
-from data.sources import HOME, DataError, File, cut
+from data.sources import HOME, File, cut
 
 ENWIK8 = File(  # its md5 is a1fa5ffddb56f4953e226637dabbb36a
     ("enwik8/enwik8", "enwik8"), "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8", 100_000_000,
@@ -27,14 +28,14 @@ def main(argv=None, name="enwik8", encoding="byte", sizes=(90_000_000, 5_000_000
                      split={"metavar": "TRAIN,VAL,TEST", "help": "sizes of its splits, with --no-verify"})
     note = ""
     if args.split and not args.no_verify:
-        raise DataError("--split: the split of enwik8 is fixed; it goes with --no-verify")
+        raise UserError("--split: the split of enwik8 is fixed; it goes with --no-verify")
     if args.no_verify:
         if not (args.source and args.split):
-            raise DataError("--no-verify: needs --source and --split=TRAIN,VAL,TEST")
+            raise UserError("--no-verify: needs --source and --split=TRAIN,VAL,TEST")
         try:
             sizes = tuple(int(n) for n in args.split.split(","))
         except ValueError:
-            raise DataError(f"--split={args.split}: three whole numbers with commas are expected") from None
+            raise UserError(f"--split={args.split}: three whole numbers with commas are expected") from None
         args.out = HOME / f"{name}_unverified" if args.out == HOME / name else args.out
         args.name, file = f"{name}_unverified", replace(file, sha256="", bytes=0)
         note = "this is not enwik8 but an unverified source: figures on it compare with nothing published"

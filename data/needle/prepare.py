@@ -17,8 +17,9 @@ from string import ascii_uppercase
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from common import UserError
 from data.common import already, arguments, build, run
-from data.sources import SPLITS, DataError, digest, identity
+from data.sources import SPLITS, digest, identity
 from dataset import Dataset
 
 DIGITS = 4
@@ -49,14 +50,14 @@ def digits_of(number):
 def plant(text, split, per_kib, asks, near, far, seed):
     """Pieces of bytes: the text, with per_kib facts in each KiB of it, each again `asks` times, near to far bytes later.
 
-    DataError where the names do not suffice: a name would come back while its first fact is still being asked.
+    UserError where the names do not suffice: a name would come back while its first fact is still being asked.
     """
     rng, pool = np.random.default_rng([seed, SPLITS.index(split)]), names(split)
     longer = 1 + per_kib * (1 + asks) * len(fact(pool[0], digits_of(0))) / 1024  # the facts between two places move them apart
     first = np.sort(rng.integers(0, len(text), int(per_kib * len(text) / 1024)))
     again = first + (np.exp(rng.uniform(np.log(near), np.log(far), (asks, len(first)))) / longer).astype(int)
     if (first[len(pool):] <= again.max(0)[:-len(pool)]).any():
-        raise DataError(f"{per_kib:g} facts per KiB, asked up to {far:,} bytes later, need more than the {len(pool):,} names of "
+        raise UserError(f"{per_kib:g} facts per KiB, asked up to {far:,} bytes later, need more than the {len(pool):,} names of "
                         f"{split}; take a smaller --per-kib or --far")
     values, deck = rng.integers(0, 10 ** DIGITS, len(first)), rng.permutation(len(pool))
     lines = [fact(pool[deck[i % len(pool)]], digits_of(value)) for i, value in enumerate(values)]
@@ -74,14 +75,14 @@ def plant(text, split, per_kib, asks, near, far, seed):
 
 
 def source_of(name):
-    """The Dataset of bytes to plant into, after comparing its files with their checksums. DataError."""
+    """The Dataset of bytes to plant into, after comparing its files with their checksums. UserError."""
     data = Dataset(name)
     if data.meta["encoding"] != "byte":
-        raise DataError(f"{data.dir} is {data.meta['encoding']}, not byte: facts are planted between bytes")
+        raise UserError(f"{data.dir} is {data.meta['encoding']}, not byte: facts are planted between bytes")
     for split in SPLITS:
         data.tokens(split)
         if digest(data.dir / f"{split}.bin")["sha256"] != data.splits[split].get("sha256"):
-            raise DataError(f"{data.dir / split}.bin differs from its checksum; run its prepare script with --force")
+            raise UserError(f"{data.dir / split}.bin differs from its checksum; run its prepare script with --force")
     return data
 
 
@@ -93,7 +94,7 @@ def main(argv=None):
                    seed=dict(type=int, default=1337, help="of places, names and digits (default: 1337)"))
     args = arguments(__doc__, "needle", ["byte"], argv, **numbers)
     if not (0 < args.per_kib <= 32 and 1 <= args.asks <= 16 and 32 <= args.near < args.far and args.seed >= 0):
-        raise DataError(f"--per-kib={args.per_kib:g} --asks={args.asks} --near={args.near} --far={args.far} --seed={args.seed}: "
+        raise UserError(f"--per-kib={args.per_kib:g} --asks={args.asks} --near={args.near} --far={args.far} --seed={args.seed}: "
                         "take up to 32 facts per KiB, 1 to 16 questions, 32 <= near < far, and no negative seed")
     data = source_of(args.source or "wikitext2_byte")
     about = {"file": data.meta["name"], "bytes": sum(data.splits[s]["bytes"] for s in SPLITS),

@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from common import UserError
 from data.common import Writer, already, arguments, report, run
-from data.sources import SPLITS, DataError, count_chars
+from data.sources import SPLITS, count_chars
 from tokenizer import END_OF_TEXT, Tokenizer
 
 # the commit with all 80 parquet files; the Hub's own refs/convert/parquet holds but a part of them
@@ -52,11 +53,11 @@ def write(args, documents, origin, share=0.0005, options=None, expected=0):
 
 
 def stream(parquet):
-    """The documents of a list of parquet files, or of the Hub where there are none. DataError."""
+    """The documents of a list of parquet files, or of the Hub where there are none. UserError."""
     try:
         from datasets import load_dataset
     except ImportError:
-        raise DataError("openwebtext: Hugging Face datasets, is missing; pip install datasets") from None
+        raise UserError("openwebtext: Hugging Face datasets, is missing; pip install datasets") from None
     try:
         where = {"path": REPO, "revision": REVISION}
         if parquet:
@@ -65,7 +66,7 @@ def stream(parquet):
             yield row["text"]
     except Exception as error:  # the libraries below raise kinds of their own
         why = (str(error) or repr(error)).splitlines()[0]
-        raise DataError(f"{parquet[0].parent if parquet else REPO}: cannot be read ({why})") from error
+        raise UserError(f"{parquet[0].parent if parquet else REPO}: cannot be read ({why})") from error
 
 
 def main(argv=None):
@@ -74,7 +75,7 @@ def main(argv=None):
     folder = Path(args.source).expanduser() if args.source else Path(env) / "openwebtext" if env else None
     parquet = sorted(folder.rglob("*.parquet")) if folder else []
     if args.source and not parquet:
-        raise DataError(f"{folder}: holds no .parquet file; correct --source")
+        raise UserError(f"{folder}: holds no .parquet file; correct --source")
     origin = f"{len(parquet)} files of {folder.resolve().name}" if parquet else f"{REPO}@{REVISION}"
     if not already(args, options={"from": origin}):
         meta = write(args, stream(parquet), origin, options={"from": origin}, expected=DOCUMENTS)

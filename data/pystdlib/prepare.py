@@ -14,8 +14,8 @@ import sysconfig
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from common import UserError
 from data.common import already, arguments, build, run
-from data.sources import DataError
 
 # not the library itself, or different on every machine, or (tests) full of broken text
 LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -45,7 +45,7 @@ def main(argv=None):
     texts = [(split, f"# ---- {name} ----\n".encode() + data.rstrip() + b"\n\n\n")
              for split, name, data in library(folder)]
     if not texts:
-        raise DataError(f"{folder}: holds no .py file; name the standard library's folder with --source")
+        raise UserError(f"{folder}: holds no .py file; name the standard library's folder with --source")
     whole = b"".join(text for _, text in texts)
     source = {"file": f"standard library of Python {platform.python_version()}, {len(texts)} files",
               "bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}

@@ -1,6 +1,6 @@
 # The rival gated attention: a gate per head, computed from the token
 from config.tiny_baseline import *
 
-out_dir = "out/tiny-gated"
+out_dir = "out/tiny-output_gate"
 
-gated = "headwise"
+output_gate = "headwise"

@@ -1,6 +1,6 @@
 # The rival gated attention: a gate per head, computed from the token
 from config.enwik8_baseline import *
 
-out_dir = "out/enwik8-gated"
+out_dir = "out/enwik8-output_gate"
 
-gated = "headwise"
+output_gate = "headwise"

@@ -1,7 +1,7 @@
 # ACAG as its write-up has it: context length, mean and standard deviation of the row as they are
 from config.tiny_baseline import *
 
-out_dir = "out/tiny-acag_seed"
+out_dir = "out/tiny-acag_published"
 
 acag = "headwise"
-acag_mode = "seed"
+acag_mode = "published"

@@ -1,6 +1,6 @@
 # The rival gated attention with a gate for each of a head's dimensions
 from config.tiny_baseline import *
 
-out_dir = "out/tiny-gated_elementwise"
+out_dir = "out/tiny-output_gate_elementwise"
 
-gated = "elementwise"
+output_gate = "elementwise"

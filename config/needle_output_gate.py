@@ -1,6 +1,6 @@
 # The rival gated attention: a gate per head, computed from the token
 from config.needle_baseline import *
 
-out_dir = "out/needle-gated"
+out_dir = "out/needle-output_gate"
 
-gated = "headwise"
+output_gate = "headwise"

@@ -2,4 +2,4 @@
 
 question = "Does an output gate beat a plain GPT?"
 
-mechanisms = ["gated", "gated_elementwise"]
+mechanisms = ["output_gate", "output_gate_elementwise"]

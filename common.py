@@ -1,0 +1,108 @@
+"""What every program needs once: an error for the person, whole files or none, a device, JSON, tables, the commit."""
+
+import math
+import os
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent
+
+
+class UserError(ValueError):
+    """What is wrong and what to do, for the person at the terminal: one problem a line, shown without a traceback."""
+
+
+def explain(e):
+    """What a user can make of an exception that ended a program; None: nothing, it is a bug, and its traceback is wanted."""
+    if isinstance(e, UserError):
+        return str(e)
+    if isinstance(e, KeyboardInterrupt):
+        return "interrupted before the first step"
+    if isinstance(e, OSError):
+        return f"{e.filename or 'input or output'}: {e.strerror or e}"
+    if isinstance(e, MemoryError) or any(s in str(e) for s in ("out of memory", "can't allocate memory", "ALLOC_FAILED")):
+        return ("out of memory; lower batch_size (and raise grad_accum to keep the batch) or block_size, "
+                "or set checkpoint_activations=True")
+    if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return f"torch.compile failed ({' '.join(str(e).split())[:200]}); --compile=False does without"
+
+
+def write_atomic(path, write):
+    """write(file) into a temporary name, fsync, rename: after a crash `path` is the old file or the new one.
+
+    Raises UserError when the disk is full or refuses, and then leaves the old file as it was.
+    """
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, "wb") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the rename itself must reach the disk
+        finally:
+            os.close(folder)
+    except (OSError, RuntimeError) as e:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        cause = e.__context__ if isinstance(e.__context__, OSError) else e  # torch wraps a failed write in a RuntimeError
+        if not isinstance(cause, OSError):
+            raise
+        before = "the previous one is intact" if path.exists() else "there is no previous one"
+        raise UserError(f"could not write {path} ({cause.strerror or cause}); {before}") from None
+
+
+def pick_device(name):
+    """'auto' -> cuda, mps or cpu, whichever is there first; else the name, checked. Raises UserError."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda" and torch.cuda.is_available():
+        return name  # without touching it: under torchrun each process has a GPU of its own
+    try:
+        torch.empty(1, device=name)
+        if torch.device(name).type == "cuda":
+            torch.cuda.set_device(name)  # seeds, streams and statistics are those of the current device
+    except (RuntimeError, AssertionError) as e:
+        raise UserError(f"device={name} cannot be used: {(str(e) or 'not there').splitlines()[0][:120]}")
+    return name
+
+
+def json_safe(value):
+    """The same with NaN, infinities and numpy numbers made plain: JSON has none of them."""
+    if isinstance(value, dict):
+        return {str(k): json_safe(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(v) for v in value]
+    if hasattr(value, "item"):  # a number of numpy's
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def table(head, rows, left=1, width=None):
+    """Aligned lines, without a rule: the first `left` columns to the left, the others to the right, two spaces between.
+
+    width: where a line would be longer, the first column loses its beginning, not below 12 cells.
+    """
+    rows = [[str(cell) for cell in row] for row in (head, *rows)]
+    wide = [max(map(len, column)) for column in zip(*rows)]
+    if width:
+        wide[0] = min(wide[0], max(12, width - sum(2 + w for w in wide[1:])))
+    lines = []
+    for first, *rest in rows:
+        first = first if len(first) <= wide[0] else "…" + first[1 - wide[0]:]
+        cells = [first, *rest]
+        lines.append("  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, wide))).rstrip())
+    return "\n".join(lines)
+
+
+def git_commit():
+    """The commit of this tree, with "-dirty" where it has changed; None without git."""
+    with suppress(OSError):
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() or None

@@ -1,0 +1,129 @@
+"""
+What every model computes, written down before a refactor and compared after it, bit for bit.
+
+    python tests/sameness.py write before.pt                 # in the old tree
+    python tests/sameness.py compare before.pt               # in the new one, on the same machine and torch
+    python tests/sameness.py compare before.pt --renamed '{"gated": "output_gate"}'    # where names changed
+
+For the plain GPT, every entry of MECHANISMS and all of them together, with both recipes, in training and evaluation, float64:
+logits, loss, auxiliary losses, traces with attention maps, hidden states with a cache and with padding, gradients. The file
+holds the parameters too, so that the comparison does not depend on how they are made. Digests would be shorter, but say nothing
+of how far off a value is. It is no test: another machine's matrix product has other last bits.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from model import ALL_ON, GPT, MECHANISMS, GPTConfig, KVCache  # noqa: E402
+
+SHAPE = dict(block_size=16, vocab_size=37, n_layer=3, n_head=6, n_embd=72, seed=7)
+T = 13
+
+
+def cases():
+    """{name: flags}."""
+    return {f"{name}, {recipe}": {**flags, "recipe": recipe} for recipe in ("gpt2", "modern")
+            for name, flags in {"plain": {}, **MECHANISMS, "all_on": ALL_ON}.items()}
+
+
+def tokens(seed, *shape):
+    return torch.randint(SHAPE["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+def built(flags):
+    return GPT(GPTConfig(**SHAPE, **flags)).double()
+
+
+def liven(model):
+    """Parameters drawn one after the other: none is zero, no two heads are alike, one head of each layer is in each state."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.15 + (p.dim() < 2))
+    if model.config.agency:
+        for layer in range(SHAPE["n_layer"]):
+            for head, state in enumerate(("active", "overloaded", "misaligned", "withdrawn")):
+                model.set_head(layer, head, state=state)
+    return model
+
+
+def computed(model):
+    """{what: tensor} of everything that a model gives."""
+    found, idx, targets = {}, tokens(1, 2, T), tokens(2, 2, T)
+    targets[0, 3] = -1
+    for mode in ("train", "eval"):
+        getattr(model, mode)()
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(3)  # the noise of hard-concrete gates
+        wanted = {name: (tokens(4, 2, T) % 4 - 1) / 2 for name in model.config.constraint_names or ()}
+        out = model(idx, targets, constraint_targets=wanted or None)
+        sum(out.aux.values(), out.loss).backward()
+        found.update({f"{mode}.logits": out.logits, f"{mode}.loss": out.loss, **{f"{mode}.aux.{k}": v for k, v in out.aux.items()}})
+        found.update({f"{mode}.gradient.{name}": p.grad for name, p in model.named_parameters()})
+        torch.manual_seed(3)
+        out = model(idx, targets, traces="maps")
+        found.update({f"{mode}.traces.{k}": v for k, v in out.traces.items()})
+    with torch.no_grad():
+        cache, pad = KVCache(model.config), torch.tensor([0, 4])
+        found["cached"] = torch.cat([model.hidden(piece, cache, pad) for piece in idx.split([6, 1, 1, 5], dim=1)], 1)
+        found["generated"] = model.generate(idx[:, :5], 20, temperature=0)
+        model.prune_heads({0: [1, 4], 1: [0]})
+        found["pruned"] = model.hidden(idx)
+    return {name: None if t is None else t.detach().clone() for name, t in found.items()}
+
+
+def write(path):
+    found = {}
+    for name, flags in cases().items():
+        model = liven(built(flags))
+        state = {key: value.clone() for key, value in model.state_dict().items()}
+        found[name] = dict(state=state, values=computed(model))
+    torch.save(found, path)
+
+
+def compare(path, renamed, tolerance):
+    """Print what differs; returns how many values of how many cases do."""
+    def rename(text):
+        for old, new in renamed.items():
+            text = text.replace(old, new)
+        return text
+
+    before, now, differ, count = {rename(k): v for k, v in torch.load(path).items()}, cases(), 0, 0
+    print("only here:", sorted(set(now) - set(before)), "\nonly there:", sorted(set(before) - set(now)))
+    for name in sorted(set(now) & set(before)):
+        model = built(now[name])
+        model.load_state_dict({rename(k): v for k, v in before[name]["state"].items()})
+        old, new = {rename(k): v for k, v in before[name]["values"].items()}, computed(model)
+        for what in sorted(set(old) | set(new)):
+            a, b, count = old.get(what), new.get(what), count + 1
+            if a is None and b is None:
+                continue
+            if a is None or b is None or a.shape != b.shape:
+                far = f"there {None if a is None else tuple(a.shape)}, here {None if b is None else tuple(b.shape)}"
+            elif torch.equal(a, b) or (a.isnan() == b.isnan()).all() and torch.equal(a.nan_to_num(), b.nan_to_num()):
+                continue
+            elif (off := (a.double() - b.double()).abs().max().item()) <= (tolerance if "all_on" in name else 0):
+                continue
+            else:
+                far = f"off by {off:.1e}"
+            print(f"{name}: {what}: {far}")
+            differ += 1
+    print(f"{len(set(now) & set(before))} models, {count:,} values, {differ} differ")
+    return differ
+
+
+if __name__ == "__main__":
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("what", choices=("write", "compare"))
+    p.add_argument("path")
+    p.add_argument("--renamed", type=json.loads, default={}, help="JSON: {old part of a name: new part}")
+    p.add_argument("--tolerance", type=float, default=1e-13, help="of all_on alone, whose factors are multiplied in another order")
+    a = p.parse_args()
+    torch.set_num_threads(1)
+    sys.exit(write(a.path) if a.what == "write" else compare(a.path, a.renamed, a.tolerance) > 0)
