@@ -1,14 +1,16 @@
 """
-The GPT in one file, to be read top to bottom. Every head mechanism is a flag that joins one equation at one step:
+The GPT in one file, to be read top to bottom. Every head mechanism is a flag that joins one equation:
 
-    q, k, v = project(x)                 # 1. project: A2C rewrites q, k (and v); constraint heads add theirs
-    y       = attend(q, k, v)            # 2. attend: causal, a fused kernel, no stored T x T; windows say who is seen
-    y       = y * factors                # 3. one factor per head and token: sentinel, agency, routing, ACAG, output gate, ...
-    x       = x + merge(y)               # 4. merge the heads and project out
-    x       = fuse(x, skip)              # 5. between blocks: U-Net skips
+    q, k, v = project(x)          # 1. project; A2C and key offset rewrite q, k; constraint heads add theirs
+    y       = attend(q, k, v)     # 2. attend: causal, fused, no stored T x T; CausalMask says who is seen
+    y       = y * gates           # 3. a factor per head and token: sentinel, agency, routing, ACAG, sink, ...
+    x       = x + merge(y)        # 4. merge the heads and project out
+    x       = fuse(x, skip)       # 5. between blocks: U-Net skips
 
-A flag that is off creates no parameter and no buffer, and leaves the computation as it was. MECHANISMS names the
-flags of each mechanism and mode; docs/mechanisms.md has formulas, shapes, costs and what is wrong in the sources.
+A flag that is off creates no parameter and no buffer, and leaves the computation as it was. Everything about
+a mechanism stands in its class, and HEAD_MECHANISMS lists the classes; MECHANISMS, made from them, names the
+flags of each mechanism and mode. docs/mechanisms.md has formulas, shapes, costs and what is wrong in the
+sources; docs/add-a-mechanism.md how to add one. Attention kernels are in kernels.py.
 
 References: Radford et al. 2019 (GPT-2); Su et al. 2021, arXiv 2104.09864 (RoPE); Henry et al. 2020,
 arXiv 2010.04245 (QK-norm); Zhang & Sennrich 2019, arXiv 1910.07467 (RMSNorm); So et al. 2021,
@@ -19,15 +21,20 @@ import copy
 import functools
 import hashlib
 import math
-from dataclasses import dataclass, fields, replace
-from typing import NamedTuple, Optional
+import typing
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatch
+from typing import Literal, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
+
+from kernels import (SKIP_FROM, RowStats, attend, attend_packed, attend_selected, has_flex_attention, relu2,
+                     rms_norm, row_statistics)
 
 # What a recipe means: the values taken by the flags that were left at None.
 RECIPES = {
@@ -51,195 +58,141 @@ class GPTConfig:
     attn_dropout: Optional[float] = None  # on the attention weights alone; None: same as dropout
     seed: int = 1337                     # initial values and data order
     # ---- recipe: a preset for the flags below; a flag that is set wins ----
-    recipe: str = "gpt2"                 # gpt2 | modern
-    pos: Optional[str] = None            # positions: learned | rope
-    norm: Optional[str] = None           # layernorm | rmsnorm (no learned scale)
-    act: Optional[str] = None            # gelu | gelu_tanh (OpenAI's own weights) | relu2
+    recipe: Literal["gpt2", "modern"] = "gpt2"  # as nanoGPT trains it | RoPE, QK-norm, RMSNorm, ReLU^2, Muon
+    pos: Optional[Literal["learned", "rope"]] = None  # positions
+    norm: Optional[Literal["layernorm", "rmsnorm"]] = None  # rmsnorm has no learned scale
+    act: Optional[Literal["gelu", "gelu_tanh", "relu2"]] = None  # gelu_tanh: OpenAI's own weights
     bias: Optional[bool] = None          # biases in the linear layers and LayerNorms
     qk_norm: Optional[bool] = None       # RMS-normalise every query and key
-    qk_max: Optional[float] = None       # the largest logit that qk_norm allows; None: sqrt(head size), soft where heads are small
+    qk_max: Optional[float] = None       # the largest logit that qk_norm allows; None: sqrt(head size)
     embed_norm: Optional[bool] = None    # RMS-normalise the embedding before the first block
     tied: Optional[bool] = None          # output head shares the embedding's weights
-    zero_init: Optional[bool] = None     # projections back into the residual stream and the head start at zero
+    zero_init: Optional[bool] = None     # projections into the residual stream and the head start at zero
     softcap: Optional[float] = None      # logits = cap * tanh(logits / cap); 0: off
     rope_base: float = 10000.0           # wavelength base of the rotary positions
     # ---- memory ----
     checkpoint_activations: bool = False  # recompute each block in the backward pass: less memory, slower
     # ---- routing: a token uses its best heads only ----
-    routing: Optional[str] = None        # seed (weights sum to 1) | moh (mean 1) | sigmoid (each for itself); None: off
+    routing: Optional[Literal["published", "moh", "sigmoid"]] = None  # weights of sum 1 | mean 1 | one by one
     routing_top_k: Optional[int] = None  # heads that a token uses, shared ones included; None: half
     routing_shared: int = 0              # moh: heads that every token uses
-    routing_hidden: Optional[int] = None  # width inside the router, 0: one linear layer; None: n_embd // 2 in seed, else 0
-    routing_coef: float = 0.01           # weight of seed's token entropy, or of the load balance of moh and sigmoid
-    routing_mask: str = "inf"            # seed: an unselected logit becomes -inf (inf) or is multiplied by 0 (zero)
-    routing_eval_gate: bool = True       # False: gates in training only, as in the write-up's code
-    routing_skip: bool = True            # decoding reads the keys and values of the selected heads alone, where that pays
-    routing_capacity: float = 0.0        # cuda: compute only selected queries, up to so many times their mean number; 0: all, masked
+    routing_hidden: Optional[int] = None  # width inside the router; 0: linear; None: published n_embd // 2
+    routing_coef: float = 0.01           # published: of the token entropy; moh, sigmoid: of the load balance
+    routing_mask: Optional[Literal["inf", "zero"]] = None  # unselected logits; None: published zero
+    routing_eval_gate: Optional[bool] = None  # False: gates in training only; None: False if published
+    routing_skip: bool = True            # decoding reads the selected heads alone, where that pays
+    routing_capacity: float = 0.0        # cuda: compute so many times the mean number of queries; 0: all
     # ---- sentinel gates: one learned gate per head ----
-    sentinel: Optional[str] = None       # sigmoid | hard_concrete (L0: real zeros); None: off
+    sentinel: Optional[Literal["sigmoid", "hard_concrete"]] = None  # hard_concrete (L0) has real zeros
     sentinel_init: float = 3.0           # initial logit: gates start near 1
-    sentinel_coef: float = 1e-4            # weight of the sum of all gates (sigmoid), or of P(gate != 0) (hard_concrete)
+    sentinel_coef: float = 1e-4          # of the sum of gates (sigmoid), or of P(gate != 0) (hard_concrete)
     head_norm: bool = False              # RMS-normalise every head's output, per token, before the gates
     # ---- agency: states and consent per head, moved from outside between steps ----
     agency: bool = False                 # active 1, overloaded 0.5, misaligned 0.7, withdrawn or no consent 0
     agency_enforce: bool = True          # False: heads without consent run all the same (counted as forced)
     agency_threshold: float = 0.05       # a gate above it counts as in use
     # ---- U-Net skips: the output of block i joins the output of block N - i + 1 ----
-    unet: Optional[str] = None           # concat (h + W[skip; h]) | add (h + s * skip) | seed (Linear([skip; h])); None: off
-    unet_init: float = 0.5               # concat, add: weight of the first decoder block's skip; later ones fall to 0
-    unet_skips: bool = True              # False: the skip half contributes nothing (a switch for trained models)
+    unet: Optional[Literal["concat", "add", "published"]] = None  # h + W[skip; h] | h + w skip | Linear
+    unet_init: float = 0.5               # concat, add: weight of the first decoder block's skip; then falling
+    unet_skips: bool = True              # False: the skip half gives nothing (a switch for trained models)
     # ---- constraint heads: extra heads with a router, scores per token, and names ----
     constraint_names: Optional[list[str]] = None  # what the extra heads are for; None: off
     constraint_heads: int = 1            # heads per name
-    constraint_variant: str = "A"        # A: the concat gets wider | B: all heads of the layer get smaller
+    constraint_variant: Literal["A", "B"] = "A"  # the concat gets wider | all heads of the layer get smaller
     constraint_layers: Optional[list[int]] = None  # blocks that have them, from 0; None: the one at 2/3 depth
-    constraint_mode: str = "query"       # query (gate the outputs, score before the gate) | seed (gate the values, score after)
+    constraint_mode: Literal["query", "published"] = "query"  # gate outputs | gate values
     constraint_hidden: int = 128         # width inside the router
-    constraint_coef: float = 0.2       # weight of the constraint loss, when targets are given
-    constraint_name_coef: Optional[list[float]] = None  # weight of each name in that loss; None: 1 each
+    constraint_coef: float = 0.2         # of the constraint loss, when targets are given
+    constraint_name_coef: Optional[list[float]] = None  # of each name in that loss; None: 1 each
+    constraint_positive_coef: float = 1.0  # of positive targets in it
+    constraint_sparsity_coef: float = 0.0  # of the router's mean gate (L1)
     constraint_focal: float = 0.0        # focal exponent of that loss; 0: plain cross-entropy
-    constraint_positive_coef: float = 1.0     # weight of positive targets in it
-    constraint_sparsity_coef: float = 0.0     # weight of the router's mean gate (L1)
     # ---- A2C attention ----
-    a2c: Optional[str] = None            # seed (q * a, k = q, v = x) | temperature (q * exp a) | key_bias (logit + w * a); None: off
+    a2c: Optional[Literal["published", "temperature", "key_bias"]] = None  # a*q, k=q, v=x | exp(a)*q | + w*a
     a2c_gamma: float = 0.9               # discount of the return, per token
-    a2c_value_coef: float = 0.1          # weight of the value head's squared error
-    a2c_advantage_coef: float = 0.01     # weight of the squared error of the predicted advantages
+    a2c_value_coef: float = 0.1          # of the value head's squared error
+    a2c_advantage_coef: float = 0.01     # of the squared error of the predicted advantages
     # ---- ACAG: a gate from context length and the shape of the attention row ----
-    acag: Optional[str] = None           # headwise | elementwise; None: off
-    acag_mode: str = "normalised"        # normalised (entropy and concentration, starts at 1) | seed (mean and std of the row)
+    acag: Optional[Literal["headwise", "elementwise"]] = None  # a gate per head | per dimension of each head
+    acag_mode: Literal["normalised", "published"] = "normalised"  # entropy, concentration | mean, std
     acag_detach: bool = False            # no gradient into the row's statistics: cheaper
     acag_length: Optional[int] = None    # the context length that counts as full; None: block_size
     # ---- rivals ----
-    output_gate: Optional[str] = None          # output gate sigmoid(x W): headwise | elementwise; None: off
-    window: Optional[int] = None         # tokens seen back, oneself included; 0: a quarter of block_size; None: all
+    output_gate: Optional[Literal["headwise", "elementwise"]] = None  # sigmoid(x W) on the outputs
+    output_gate_width: Optional[int] = None  # channels of x that the gate reads; None: all
+    xsa: bool = False                    # take out of each output what points along the token's own value
+    sink: bool = False                   # a learned logit in every softmax, to attend to nothing
+    key_offset: bool = False             # half of each key's dimensions come from the token before
+    window: Optional[int] = None         # tokens seen, oneself too; 0: a quarter of block_size; None: all
     window_global: int = 0               # the first tokens, seen by all
-    window_random: int = 0               # earlier blocks, drawn at random, that each block of tokens also sees
+    window_random: int = 0               # earlier blocks, drawn at random, that a block of tokens also sees
     window_block: Optional[int] = None   # tokens in such a block; None: block_size // 16
     # ---- pruning ----
-    heads: Optional[list[list[int]]] = None  # the heads that are left in each layer; None: all
+    head_ids: Optional[list[list[int]]] = None  # the heads that are left in each layer; None: all
 
     def __post_init__(self):
         for name, value in RECIPES.get(self.recipe, {}).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        if self.acag:  # sizes that must stay when the context is cropped
-            self.acag_length = self.acag_length or self.block_size
-        if self.window is not None:
-            self.window = self.window or max(1, self.block_size // 4)
-            self.window_block = self.window_block or max(1, self.block_size // 16)
+        for cls in MECHANISM_CLASSES:
+            cls.settle(self)
 
     @property
     def head_size(self):
         return self.n_embd // self.n_head
 
     @property
-    def top_k(self):
-        """Heads that a routed token uses."""
-        return max(1, self.n_head // 2) if self.routing_top_k is None else self.routing_top_k
-
-    @property
-    def n_constraint(self):
-        return self.constraint_heads * len(self.constraint_names or ())
-
-    def constraint_in(self, layer):
-        """Whether block `layer` has constraint heads."""
-        layers = [2 * self.n_layer // 3] if self.constraint_layers is None else self.constraint_layers
-        return bool(self.constraint_names) and layer in layers
-
-    def head_size_in(self, layer):
-        """Head size in block `layer`: variant B shares n_embd among more heads, floored to a multiple of 8."""
-        if self.constraint_variant == "B" and self.constraint_in(layer):
-            return self.n_embd // (self.n_head + self.n_constraint) // 8 * 8
-        return self.head_size
+    def weight_dropout(self):
+        """Dropout on the attention weights."""
+        return self.dropout if self.attn_dropout is None else self.attn_dropout
 
     def problems(self):
         """Everything that is wrong with this config, as a list of sentences (empty: fine)."""
-        bad = []
+        bad = [*self.size_problems()]
+        for name, allowed in choices(type(self)).items():
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                bad.append(f"{name}={value!r} must be one of {', '.join(allowed)}")
+        if bad:
+            return bad  # the mechanisms' checks assume that the sizes make sense
+        bad = [problem for cls in MECHANISM_CLASSES for problem in cls.all_problems(self)]
+        if self.head_ids is not None:
+            there = set(range(self.n_head))
+            if len(self.head_ids) != self.n_layer or any(h != sorted(set(h) & there) for h in self.head_ids):
+                bad.append(f"head_ids={self.head_ids} must list, for each of the {self.n_layer} layers, "
+                           f"heads from 0 to {self.n_head - 1} in order")
+        return bad
+
+    def size_problems(self):
+        """What is wrong with sizes and numbers, sentence by sentence."""
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_inner"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                bad.append(f"{name}={getattr(self, name)} must be at least 1")
-        for name, allowed in dict(recipe=tuple(RECIPES), pos=("learned", "rope"), norm=("layernorm", "rmsnorm"),
-                                  act=("gelu", "gelu_tanh", "relu2")).items():
-            if getattr(self, name) not in allowed and (name == "recipe" or self.recipe in RECIPES):
-                bad.append(f"{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
+                yield f"{name}={getattr(self, name)} must be at least 1"
         if self.n_head > 0 and self.n_embd % self.n_head:
-            bad.append(f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}")
+            yield f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}"
         elif self.n_head > 0 and self.pos == "rope" and self.head_size % 2:
-            bad.append(f"pos='rope' needs an even head size, n_embd/n_head={self.head_size}")
+            yield f"pos='rope' needs an even head size, n_embd/n_head={self.head_size}"
         for name in ("dropout", "attn_dropout"):
             if getattr(self, name) is not None and not 0.0 <= getattr(self, name) < 1.0:
-                bad.append(f"{name}={getattr(self, name)} must be in [0, 1)")
+                yield f"{name}={getattr(self, name)} must be in [0, 1)"
         if self.seed < 0:
-            bad.append(f"seed={self.seed} must not be negative")
+            yield f"seed={self.seed} must not be negative"
         if self.softcap is not None and self.softcap < 0:
-            bad.append(f"softcap={self.softcap} must be 0 (off) or positive")
+            yield f"softcap={self.softcap} must be 0 (off) or positive"
         if self.qk_max is not None and not (self.qk_max > 0 and self.qk_norm):
-            bad.append(f"qk_max={self.qk_max} must be positive and needs qk_norm, without which nothing bounds the logits")
-        return bad or self.mechanism_problems()  # those assume that the sizes make sense
+            yield (f"qk_max={self.qk_max} must be positive and needs qk_norm, "
+                   "without which nothing bounds the logits")
 
-    def mechanism_problems(self):
-        """What is wrong with the flags of the mechanisms, or meaningless about them together."""
-        bad, H, N = [], self.n_head, self.n_layer
 
-        def need(holds, words):
-            if not holds:
-                bad.append(words)
-
-        for name, allowed in dict(routing=("published", "moh", "sigmoid"), routing_mask=("inf", "zero"), sentinel=("sigmoid", "hard_concrete"),
-                                  unet=("concat", "add", "published"), constraint_variant=("A", "B"), constraint_mode=("query", "published"),
-                                  a2c=("published", "temperature", "key_bias"), acag=("headwise", "elementwise"),
-                                  acag_mode=("normalised", "published"), output_gate=("headwise", "elementwise")).items():
-            value = getattr(self, name)
-            need(value is None or value in allowed, f"{name}={value!r} must be one of {', '.join(allowed)}")
-        for parent in ("routing", "sentinel", "agency", "unet", "constraint_names", "a2c", "acag", "window"):
-            for f in fields(self):
-                of_parent = f.name.startswith(parent.split("_")[0] + "_") or (parent, f.name) == ("sentinel", "sentinel_coef")
-                if of_parent and f.name != parent and getattr(self, parent) in (None, False) and getattr(self, f.name) != f.default:
-                    bad.append(f"{f.name}={getattr(self, f.name)!r} means nothing while {parent} is off")
-        for name in ("routing_coef", "sentinel_coef", "constraint_coef", "constraint_focal", "constraint_positive_coef", "constraint_sparsity_coef",
-                     "a2c_value_coef", "a2c_advantage_coef", "routing_shared", "window_global", "window_random", "agency_threshold"):
-            need(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")
-        if self.routing:
-            k, shared = self.top_k, self.routing_shared
-            need(1 <= k <= H, f"routing_top_k={k} must be from 1 to n_head={H}")
-            need(not shared or self.routing == "moh", f"routing_shared={shared} needs routing='moh', not {self.routing!r}")
-            need(shared < k or shared == 0, f"routing_shared={shared} must be below routing_top_k={k}, which counts the shared heads too")
-            need(k - shared != 1 or self.routing == "sigmoid" or self.routing_mask == "zero",
-                 f"routing_top_k={k} leaves one routed head, whose renormalised weight is always 1: its router would never learn")
-            need(self.routing_mask == "inf" or self.routing == "published", f"routing_mask='zero' needs routing='published', not {self.routing!r}")
-            need(self.routing_hidden is None or self.routing_hidden >= 0, f"routing_hidden={self.routing_hidden} must not be negative")
-            need(self.routing_capacity == 0 or self.routing_capacity >= 1, f"routing_capacity={self.routing_capacity} must be 0 (off) or at least 1")
-            need(not (self.routing_capacity and self.routing_mask == "zero"), "routing_capacity needs routing_mask='inf': with 'zero' every head is used")
-            for other in ("acag", "routing_shared", "constraint_names"):
-                need(not (self.routing_capacity and getattr(self, other)), f"routing_capacity packs the queries of selected heads alone: not with {other}")
-        need(not self.unet or N >= 2, f"unet={self.unet!r} needs at least two layers to join")
-        need(self.unet_init >= 0, f"unet_init={self.unet_init} must not be negative")
-        need(self.unet != "add" or self.unet_init < 1, f"unet_init={self.unet_init} must be below 1 for unet='add', whose weight is a sigmoid")
-        if self.constraint_names is not None:
-            names, sizes = self.constraint_names, [self.head_size_in(layer) for layer in range(N)]
-            need(len(names) == len(set(names)) > 0 and not any("." in name for name in names),
-                 f"constraint_names={names} must be different names, at least one, without dots")
-            need(self.constraint_heads >= 1, f"constraint_heads={self.constraint_heads} must be at least 1")
-            need(self.constraint_hidden >= 1, f"constraint_hidden={self.constraint_hidden} must be at least 1")
-            need(all(0 <= layer < N for layer in self.constraint_layers or ()) and self.constraint_layers != [],
-                 f"constraint_layers={self.constraint_layers} must be blocks from 0 to {N - 1}")
-            need(min(sizes) >= 8, f"constraint_variant='B' leaves {self.n_embd} / {H + self.n_constraint} heads, less than 8 wide each")
-            need(not (self.a2c == "published" and self.constraint_variant == "B"),
-                 "a2c='published' takes x in n_head slices as values, which constraint_variant='B' makes too narrow")
-            weights = self.constraint_name_coef
-            need(weights is None or len(weights) == len(names), f"constraint_name_coef={weights} must be one for each name")
-        need(0 <= self.a2c_gamma < 1, f"a2c_gamma={self.a2c_gamma} must be in [0, 1)")
-        need(self.acag_length is None or self.acag_length >= 1, f"acag_length={self.acag_length} must be at least 1")
-        for name in ("window", "window_block"):
-            need(getattr(self, name) is None or getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be positive")
-        kernel = "acag" if self.acag else "window" if self.window else "routing_capacity" if self.routing_capacity else None
-        need(not (kernel and (self.dropout if self.attn_dropout is None else self.attn_dropout)),
-             f"{kernel} has no fused kernel with dropout on the attention weights: set attn_dropout=0 (and on what it is compared with)")
-        if self.heads is not None:
-            need(len(self.heads) == N and all(h == sorted(set(h)) and set(h) <= set(range(H)) for h in self.heads),
-                 f"heads={self.heads} must list, for each of the {N} layers, heads from 0 to {H - 1} in order")
-        return bad
+@functools.cache
+def choices(cls):
+    """{name: values that may be chosen} of a dataclass's fields of a Literal type, optional or not."""
+    found = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        for t in (hint, *typing.get_args(hint)):
+            if typing.get_origin(t) is Literal:
+                found[name] = typing.get_args(t)
+    return found
 
 
 class Output(NamedTuple):
@@ -249,64 +202,6 @@ class Output(NamedTuple):
     loss: Optional[torch.Tensor]
     aux: dict
     traces: Optional[dict]
-
-
-THREE = ["reciprocity", "testifiability", "decidability"]  # the names of the constraint write-up
-
-# name -> flags: every mechanism in each of its modes. Tests, bench.py and the docs read this list; a new mechanism is one line.
-MECHANISMS = {
-    "routing_inf": dict(routing="published"),                    # no neutral setting: its weights sum to 1, not to n_head
-    "routing_zero": dict(routing="published", routing_mask="zero"),  # none
-    "routing_train_only": dict(routing="published", routing_eval_gate=False),  # none; not the same function in train and eval mode
-    "routing_moh": dict(routing="moh"),
-    "routing_sigmoid": dict(routing="sigmoid"),
-    "sentinel": dict(sentinel="sigmoid"),
-    "sentinel_l0": dict(sentinel="hard_concrete"),
-    "head_norm": dict(head_norm=True),                       # none
-    "agency": dict(agency=True),
-    "unet_concat": dict(unet="concat"),
-    "unet_add": dict(unet="add"),
-    "unet_published": dict(unet="published"),                          # the identity, set by hand
-    "constraint_a": dict(constraint_names=THREE),            # the extra heads' projection at 0
-    "constraint_b": dict(constraint_names=THREE, constraint_variant="B"),  # none: the heads have another size
-    "constraint_published": dict(constraint_names=THREE, constraint_mode="published"),
-    "a2c_published": dict(a2c="published"),                            # none: keys are queries
-    "a2c_temperature": dict(a2c="temperature"),
-    "a2c_key_bias": dict(a2c="key_bias"),
-    "acag": dict(acag="headwise"),
-    "acag_elementwise": dict(acag="elementwise"),
-    "acag_detach": dict(acag="headwise", acag_detach=True),
-    "acag_published": dict(acag="headwise", acag_mode="published"),    # the bias at +inf
-    "moh": dict(routing="moh", routing_shared=1),            # the rivals: as published, none is neutral at the start
-    "output_gate": dict(output_gate="headwise"),
-    "output_gate_elementwise": dict(output_gate="elementwise"),
-    "window": dict(window=0),
-    "window_global_random": dict(window=0, window_global=1, window_random=1),
-}
-
-# The corrected form of all seven together, as in config/*_all.py.
-ALL_ON = {**MECHANISMS["routing_moh"], **MECHANISMS["sentinel"], **MECHANISMS["agency"], **MECHANISMS["unet_concat"],
-          **MECHANISMS["constraint_a"], **MECHANISMS["a2c_temperature"], **MECHANISMS["acag"]}
-
-# name -> (more flags, {end of a parameter's name: value}) that make it equal to the plain GPT, where such a setting exists.
-NEUTRAL = {
-    "routing_moh": (dict(routing_top_k=-1), {"router.out.weight": 0.0}),  # -1: n_head
-    "routing_sigmoid": (dict(routing_top_k=-1), {"router.out.weight": 0.0}),
-    "moh": (dict(routing_top_k=-1), {"router.out.weight": 0.0, "router.split.weight": 0.0}),
-    "sentinel": ({}, {"sentinel.logit": 50.0}),
-    "sentinel_l0": ({}, {}),                                 # as it starts, when evaluated
-    "agency": ({}, {}),                                      # as it starts: all heads active
-    "unet_concat": (dict(unet_init=0.0), {}),
-    "unet_add": (dict(unet_init=0.0), {}),
-    "constraint_a": ({}, {"constraint.c_proj.weight": 0.0}),
-    "constraint_published": ({}, {"constraint.c_proj.weight": 0.0}),
-    "a2c_temperature": ({}, {}),                             # as it starts
-    "a2c_key_bias": ({}, {}),
-    "acag": ({}, {}),
-    "acag_elementwise": ({}, {}),
-    "acag_detach": ({}, {}),
-    "acag_published": ({}, {"acag.weight": 0.0, "acag.bias": 50.0}),
-}
 
 
 # ---- pieces ----
@@ -321,53 +216,6 @@ class LayerNorm(nn.Module):
 
     def forward(self, x):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
-
-
-class CpuRMSNorm(torch.autograd.Function):
-    """rms_norm with a hand-written gradient: half the time of PyTorch's own on CPU, which has no fused kernel."""
-
-    @staticmethod
-    def forward(ctx, x):
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(1e-6).rsqrt_()
-        y = x * scale
-        ctx.save_for_backward(y, scale)
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        y, scale = ctx.saved_tensors
-        along = (g * y).mean(-1, keepdim=True)
-        return torch.addcmul(g, y, along, value=-1).mul_(scale)
-
-
-class CpuSquaredReLU(torch.autograd.Function):
-    """relu(x)^2 with a hand-written gradient: a third of the time on CPU, where every pass over memory counts."""
-
-    @staticmethod
-    def forward(ctx, x):
-        r = x.clamp_min(0)
-        ctx.save_for_backward(r)
-        return r * r
-
-    @staticmethod
-    def backward(ctx, g):
-        r, = ctx.saved_tensors
-        return (g * r).mul_(2)
-
-
-def training_on_cpu(x):
-    """True where the hand-written gradients above pay; compiled code fuses by itself, and bfloat16 wants float32 sums."""
-    return (x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and torch.is_grad_enabled()
-            and not torch.compiler.is_compiling())
-
-
-def rms_norm(x):
-    """x / rms(x) over the last dimension, without a learned scale."""
-    return CpuRMSNorm.apply(x) if training_on_cpu(x) else F.rms_norm(x, (x.size(-1),), eps=1e-6)
-
-
-def relu2(x):
-    return CpuSquaredReLU.apply(x) if training_on_cpu(x) else F.relu(x).square()
 
 
 class RMSNorm(nn.Module):
@@ -387,7 +235,9 @@ def rope_tables(config, head_size=None):
     half = (head_size or config.head_size) // 2
     freq = config.rope_base ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = torch.arange(config.block_size, dtype=torch.float64)[:, None] * freq
-    return torch.cat((angle.cos(), angle.cos()), -1).float(), torch.cat((-angle.sin(), angle.sin()), -1).float()
+    cos = torch.cat((angle.cos(), angle.cos()), -1)
+    sin = torch.cat((-angle.sin(), angle.sin()), -1)
+    return cos.float(), sin.float()
 
 
 def rotate(x, cos, sin):
@@ -395,232 +245,313 @@ def rotate(x, cos, sin):
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin).type_as(x)
 
 
-def random_blocks(config):
-    """Which blocks before its window each block of tokens also sees, bool [blocks, blocks] (BigBird, arXiv 2007.14062).
-
-    Drawn alike for every seed: a checkpoint keeps its pattern when it is trained on with another seed.
-    """
-    size = config.window_block
-    n, reach = -(-config.block_size // size), -(-(config.window - 1) // size)  # blocks that the window touches
-    generator, table = torch.Generator().manual_seed(1337), torch.zeros(n, n, dtype=torch.bool)
-    for block in range(reach + 1, n):
-        table[block, torch.randperm(block - reach, generator=generator)[:config.window_random]] = True
-    return table
+def float32_linear(layer, x):
+    """layer(x) in float32 also under autocast, whose rounding would make ties of near logits."""
+    with torch.autocast(x.device.type, enabled=False):
+        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
+        bias = None if layer.bias is None else layer.bias.to(dtype)
+        return F.linear(x.to(dtype), layer.weight.to(dtype), bias)
 
 
 class KVCache:
     """Keys and values of the tokens already read, per block: [B, H, block_size, D], filled up to `length`."""
 
     def __init__(self, config):
-        self.k, self.v = [None] * config.n_layer, [None] * config.n_layer
-        self.sums = {}  # of the inputs of the blocks with constraint heads, [B, 1, C]
-        self.block_size, self.length = config.block_size, 0
+        self.k = [None] * config.n_layer
+        self.v = [None] * config.n_layer
+        self.sums = {}       # of the inputs of the blocks with constraint heads, [B, 1, C]
+        self.last_keys = {}  # of the blocks with key offset, before it, [B, H, 1, D]
+        self.block_size = config.block_size
+        self.length = 0
 
     def append(self, layer, k, v):
         """Store k, v [B, H, T, D] after what is there; return all keys and values so far."""
         if self.k[layer] is None:  # made here, where the dtype under autocast is known
-            self.k[layer], self.v[layer] = (t.new_empty(*t.shape[:2], self.block_size, t.size(3)) for t in (k, v))
+            self.k[layer] = k.new_empty(*k.shape[:2], self.block_size, k.size(3))
+            self.v[layer] = v.new_empty(*v.shape[:2], self.block_size, v.size(3))
         end = self.length + k.size(2)
         self.k[layer][:, :, self.length:end] = k
         self.v[layer][:, :, self.length:end] = v
         return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
 
-    def carry(self, layer, total):
+    def running_sum(self, layer, total):
         """Running sums [B, T, C] of the new tokens, going on from those before; the last is kept."""
         if layer in self.sums:
             total = total + self.sums[layer]
         self.sums[layer] = total[:, -1:]
         return total
 
+    def last_key(self, layer, k):
+        """The key [B, H, 1, D] of the token before k [B, H, T, D], None at first; k's last is kept."""
+        before = self.last_keys.get(layer)
+        self.last_keys[layer] = k[:, :, -1:]
+        return before
+
 
 class Context(NamedTuple):
     """What blocks need beside x, made once per forward pass. Fields that no flag asks for are None."""
 
-    rope: Optional[dict] = None             # head size -> (cos, sin) of the positions
+    rope: Optional[dict] = None               # head size -> (cos, sin) of the positions
     cache: Optional[KVCache] = None
-    mask: object = None                     # who sees whom: bool [1 or B, 1, T, S], a BlockMask, or None: all before
-    at: Optional[torch.Tensor] = None       # tokens before each token, [T] or [B, T]
-    n: Optional[torch.Tensor] = None        # keys that each query sees, [T] or [B, 1, T]
-    real: Optional[torch.Tensor] = None     # 0 where there is only padding, [B, T, 1]
-    sees: object = None                     # function of (query, key) positions: whether the one may read the other
-    hint: Optional[torch.Tensor] = None     # the caller's input of the constraint router, [B, C]
-    losses: bool = False                    # are auxiliary losses wanted?
-    scores: bool = False                    # are the constraint heads' scores wanted?
-    traces: object = False                  # are traces wanted? "maps": attention maps too
+    mask: object = None                       # who sees whom: bool [1 or B, 1, T, S], BlockMask, None: causal
+    mask_mod: object = None                   # the same as a function of (query, key) positions
+    positions: Optional[torch.Tensor] = None  # tokens before each token, [T] or [B, T]
+    n_keys: Optional[torch.Tensor] = None     # keys that each query sees, [T] or [B, 1, T]
+    valid: Optional[torch.Tensor] = None      # 0 where there is only padding, [B, T, 1]
+    hint: Optional[torch.Tensor] = None       # the caller's input of the constraint router, [B, C]
+    losses: bool = False                      # are auxiliary losses wanted?
+    scores: bool = False                      # are the constraint heads' scores wanted?
+    traces: object = False                    # are traces wanted? "maps": attention maps too
 
 
-# ---- attention kernels ----
+# ---- what a mechanism may change ----
 
-class CpuFlash(torch.autograd.Function):
-    """Flash attention on CPU that also returns each row's log-sum-exp [B, H, T], with gradients through both.
+@dataclass
+class Heads:
+    """The heads of one layer in one forward pass. Mechanisms rewrite it."""
 
-    PyTorch's CPU kernel computes the log-sum-exp but passes no gradient through it. With P the weights, that gradient
-    adds g * P to dS = P * (dO V' - delta), where delta = rowsum(dO * O): the same as lowering delta by g. The kernel sums
-    delta up itself, so it gets one column more, in which dO is 1, V is 0 and O is said to be -g. Several values, given
-    as a tuple, share one pass over the logits; padded copies, which the kernel wants, are not kept for the backward pass.
+    x: torch.Tensor                         # the layer's normed input, [B, T, C]
+    q: torch.Tensor                         # queries, keys, values, each [B, H, T, D]
+    k: torch.Tensor                         # (after attention with those of the cache: [B, H, S, D])
+    v: torch.Tensor
+    y: Optional[torch.Tensor] = None        # outputs before the gates, [B, H, T, D]
+    row_stats: Optional[RowStats] = None    # of the attention rows, where somebody asked
+    used: Optional[torch.Tensor] = None     # the heads to compute, bool [B, H, T]; None: all
+    capacity: float = 0.0                   # of those, queries per head and sequence at most
+    gates: dict = field(default_factory=dict)        # name -> factor on y, broadcasting over [B, H, T, D]
+    losses: dict = field(default_factory=dict)       # name -> weighted auxiliary loss
+    predictions: dict = field(default_factory=dict)  # name -> what a loss over the logits will judge
+    traces: dict = field(default_factory=dict)       # name -> tensor, where traces are wanted
+
+
+class Extras(NamedTuple):
+    """What a block gives beside x: Heads' losses, predictions and traces."""
+
+    losses: dict
+    predictions: dict
+    traces: dict
+
+
+class HeadAxis(NamedTuple):
+    """A tensor with a head axis: what pruning slices."""
+
+    module: nn.Module
+    tensor: str         # its name there; a name without a tensor is passed over
+    dim: int = 0
+    size: int = 1       # entries of one head along dim
+    extra: bool = True  # constraint heads come behind the base heads
+    parts: int = 1      # how often all that is repeated: q, k, v
+
+
+class Uniform(NamedTuple):
+    """An initial value: uniform in (-bound, bound)."""
+
+    bound: float
+
+
+class Mechanism(nn.Module):
+    """One change to the heads of a layer, built where its flag is on. A subclass overrides what it changes.
+
+    Its own parameters (those of layers inside it aside) never decay. It must not keep `attn`: modules would
+    contain each other.
     """
+
+    name = ""               # its attribute of CausalSelfAttention, hence the prefix of its parameters
+    flag = ""               # the field of GPTConfig that turns it on; fields named <flag>_... are its details
+    modes = {}              # name -> flags: its entries of MECHANISMS
+    neutral = {}            # mode -> {parameter, * allowed, or flag: value}: the plain GPT; missing: none is
+    needs_row_stats = None  # does after() read Heads.row_stats? "lse" | "shape" (entropy and log_p2 too)
+    detach = False          # ... without a gradient into them?
+    needs_positions = False  # does it read Context.positions?
+    attention_cost = 0.0    # FLOPs beyond those of plain attention, as a share of them
+
+    # ---- flags ----
+
+    @classmethod
+    def prefix(cls):
+        return cls.flag + "_"
+
+    @classmethod
+    def is_on(cls, config):
+        """Whether a model has it."""
+        return getattr(config, cls.flag) not in (None, False)
+
+    @classmethod
+    def on(cls, config, layer):
+        """Whether block `layer` has it."""
+        return cls.is_on(config)
 
     @staticmethod
-    def forward(ctx, q, k, mask, scale, v, more=None):
-        values = (v,) if more is None else (v, more)
-        widths = [v.size(-1) for v in values]
-        q_, k_, v_, bias = CpuFlash.inputs(q, k, mask, values)
-        y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_, k_, v_, 0.0, mask is None, attn_mask=bias, scale=scale)
-        outputs = [t.contiguous() for t in y[..., :sum(widths)].split(widths, -1)]
-        ctx.save_for_backward(q, k, mask, lse, *values, *outputs)
-        ctx.scale = scale
-        return lse, *outputs
+    def settle(config):
+        """Set flags that follow from others, once, when a config is made."""
 
     @staticmethod
-    def inputs(q, k, mask, values):
-        """What the kernel takes: q, k and v padded, and the mask as something to add to the logits."""
-        bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
-        width = max(q.size(-1), sum(v.size(-1) for v in values) + 1)  # the kernel wants all three of one width
-        return *(F.pad(t, (0, width - t.size(-1))) for t in (q, k, torch.cat(values, -1))), bias
+    def problems(config):
+        """Yield what is wrong with its flags where it is on, sentence by sentence."""
+        return ()
 
-    @staticmethod
-    def backward(ctx, dlse, *dy):
-        q, k, mask, lse, *rest = ctx.saved_tensors
-        values, y = rest[:len(dy)], rest[len(dy):]
-        widths = [v.size(-1) for v in values]
-        q_, k_, v_, bias = CpuFlash.inputs(q, k, mask, values)
-        more = (0, q_.size(-1) - sum(widths) - 1)
-        dy = F.pad(torch.cat((*dy, torch.ones_like(q[..., :1])), -1), more)
-        y = F.pad(torch.cat((*y, -dlse[..., None].to(q.dtype)), -1), more)
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dy, q_, k_, v_, y, lse, 0.0, bias is None, attn_mask=bias, scale=ctx.scale)
-        dv = dv[..., :sum(widths)].split(widths, -1)
-        return dq[..., :q.size(-1)], dk[..., :k.size(-1)], None, None, *dv
+    @classmethod
+    def all_problems(cls, config):
+        """Yield all that is wrong with its flags: details of what is off, and what goes with no kernel."""
+        if cls.is_on(config):
+            yield from cls.problems(config)
+            if cls.needs_row_stats:
+                yield from no_dropout(config, cls.flag)
+            return
+        for f in fields(config):
+            value = getattr(config, f.name)
+            if f.name.startswith(cls.prefix()) and f.name != cls.flag and value != f.default:
+                yield f"{f.name}={value!r} means nothing while {cls.flag} is off"
 
+    # ---- tensors ----
 
-def flexes(device):
-    """Whether FlexAttention has fused kernels here, forward and backward."""
-    return device.type == "cuda"
+    def initial_values(self):
+        """{parameter: number, tensor or Uniform} of those that do not start as GPT-2's would."""
+        return {}
 
+    def head_axes(self):
+        """The HeadAxis of each tensor that has one."""
+        return ()
 
-@functools.cache
-def compiled_flex():
-    """FlexAttention is a fused kernel only when compiled, also where the model around it is not."""
-    torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)  # one for each shape; beyond it, silently, T x T
-    return torch.compile(flex_attention, dynamic=False)
+    def matrices(self):
+        """[(weight, matrices stacked in it by rows)] that are like those of attention, for Muon."""
+        return []
 
+    # ---- the forward pass ----
 
-def flex(q, k, v, scale, mask):
-    """FlexAttention on CUDA: (y, log-sum-exp), differentiable in both; mask is a BlockMask."""
-    kernel = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else compiled_flex()
-    y, aux = kernel(q, k, v, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True))
-    return y, aux.lse
+    def before(self, attn, h, ctx):
+        """Before attention: rewrite h.q, h.k, h.v; add gates and losses that need h.x alone."""
 
+    def after(self, attn, h, ctx):
+        """After attention: rewrite h.y; add gates that need h.y, h.v or h.row_stats."""
 
-def attend_lse(q, k, scale, mask, *values):
-    """Causal attention over one or more values with each row's log-sum-exp: (lse [B, H, T] in float32 or better, y, ...)."""
-    if isinstance(mask, BlockMask):
-        y, lse = flex(q, k, torch.cat(values, -1), scale, mask)
-    elif q.size(2) > 1 and q.device.type == "cpu" and q.numel():
-        return CpuFlash.apply(q, k, mask, scale, *values)
-    else:  # all logits in memory: for one query, and for prompts outside the CPU
-        s = (q @ k.mT).float() * scale if q.dtype != torch.float64 else q @ k.mT * scale
-        s = s if mask is None else s.masked_fill(~mask, -math.inf)
-        y, lse = s.softmax(-1).to(q.dtype) @ torch.cat(values, -1), s.logsumexp(-1)
-    return lse, *y.split([v.size(-1) for v in values], -1)
+    def static_gate(self, noisy=None):
+        """A factor per head that depends on no token, [H], or None."""
 
 
-def row_statistics(q, k, v, scale, mask, n, detach, dropout=0.0):
-    """y [B, H, T, D] and, of every attention row, entropy in nats and log of the sum of squared weights, each [B, H, T].
-
-    With s the logits, entropy = LSE(s) - scale q.SDPA(q, k, k) and log sum p^2 = LSE(2s) - 2 LSE(s): no T x T tensor.
-    n: how many keys each row sees. detach: no gradient into the statistics, and none of its cost.
-    """
-    together = not detach and (q.device.type != "cpu" or q.size(2) <= 1024)  # faster, but on CPU all becomes as wide as v and k
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
-        lse, mean_key, *y = attend_lse(q, k, scale, mask, k.view_as(k), *([v] if together else []))
-        lse2 = attend_lse(q, k, 2 * scale, mask, k[..., :16 * isinstance(mask, BlockMask)])[0]  # its values do not matter
-        entropy = (lse - scale * (q.to(lse.dtype) * mean_key.to(lse.dtype)).sum(-1)).clamp_min(0).minimum(n.log())
-    return y[0] if together else attend(q, k, v, scale, mask, dropout), entropy, lse2 - 2 * lse
+def no_dropout(config, flag):
+    """The sentence where attention dropout is on and `flag` needs a kernel that has none."""
+    if config.weight_dropout:
+        yield (f"{flag} has no fused kernel with dropout on the attention weights: set attn_dropout=0 "
+               "(and on what it is compared with)")
 
 
-def attend(q, k, v, scale, mask, dropout):
-    """Causal attention of q [B, H, T, D] over k, v [B, H, S, D], the last T of S being the queries' own tokens."""
-    if isinstance(mask, BlockMask):
-        if not dropout:
-            return flex(q, k, v, scale, mask)[0]
-        mask = None  # it is there for traces alone: a window is refused with dropout
-    causal = mask is None and q.size(2) > 1  # one query sees all there is
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout)
-
-
-SKIP_FROM = 2048  # keys from which skipping heads pays at decode on CPU (measured: docs/results.md)
-
-
-def attend_selected(q, k, v, scale, used, mask):
-    """One query per row, q [B, H, 1, D], through the heads that are `used` [B, H] alone; the others give 0.
-
-    A head is read where it lies: gathering the chosen keys and values into one tensor costs more than it saves.
-    """
-    y = torch.zeros_like(q)
-    for b, h in used.nonzero().tolist():
-        m = None if mask is None else mask[min(b, len(mask) - 1), 0]
-        y[b, h] = F.scaled_dot_product_attention(q[b:b + 1, h], k[b:b + 1, h], v[b:b + 1, h], attn_mask=m, scale=scale)[0]
-    return y
-
-
-def attend_packed(q, k, v, scale, used, capacity, sees, size=128):
-    """Attention of the selected queries alone: used [B, H, T] -> (y [B, H, T, D], 0 where not used; queries dropped [B, H]).
-
-    Each head's queries are packed in order of position, and FlexAttention is told the positions; a block of queries reads
-    the keys up to its last position. A head takes `capacity` queries of a sequence: later ones are dropped, which no
-    earlier token can notice.
-    """
-    B, H, T, D = q.shape
-    rooms = min(math.ceil(capacity / size), -(-T // size)) * size
-    place = used.int().argsort(dim=-1, descending=True, stable=True)[..., :rooms]  # positions of the used queries, in order
-    count = used.sum(-1, keepdim=True)
-    place = F.pad(place, (0, rooms - place.size(-1)))
-    real = torch.arange(rooms, device=q.device) < count
-    blocks = torch.where(real, place, 0).unflatten(-1, (-1, size))
-    needed = torch.where(real.unflatten(-1, (-1, size)).any(-1), blocks.amax(-1) // size + 1, 0).int()  # blocks of keys
-    every = torch.arange(-(-T // size), dtype=torch.int32, device=q.device).expand(*needed.shape, -1).contiguous()
-    mask = BlockMask.from_kv_blocks(needed, every, BLOCK_SIZE=size, seq_lengths=(rooms, T),
-                                    mask_mod=lambda b, h, i, j: real[b, h, i] & sees(place[b, h, i], j))
-    packed = flex(q.gather(2, place[..., None].expand(-1, -1, -1, D)), k, v, scale, mask)[0]
-    packed = torch.where(real[..., None], packed, 0.0)
-    y = torch.zeros(B, H, T, v.size(-1), dtype=packed.dtype, device=q.device)
-    return y.scatter_add(2, place[..., None].expand_as(packed), packed), (count.squeeze(-1) - rooms).clamp_min(0)
+def not_negative(config, *names):
+    """Yield a sentence for each of these flags that is below 0."""
+    for name in names:
+        if getattr(config, name) < 0:
+            yield f"{name}={getattr(config, name)} must not be negative"
 
 
 # ---- the mechanisms ----
 
-LINEAR = lambda inputs: ("uniform", inputs ** -0.5)
+class KeyOffset(Mechanism):
+    """Half of each key's dimensions come from the token before (modded-nanogpt, 2025-12).
 
-
-def weight(*shape, start=None):
-    """A parameter that does not decay. start: its initial value, LINEAR(inputs) for nn.Linear's own, None for GPT-2's."""
-    p = nn.Parameter(torch.empty(*shape))
-    p.start, p.no_decay = start, True
-    return p
-
-
-def float32_linear(layer, x):
-    """layer(x) in float32 also under autocast, whose rounding would make ties of near logits."""
-    with torch.autocast(x.device.type, enabled=False):
-        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-        return F.linear(x.to(dtype), layer.weight.to(dtype), None if layer.bias is None else layer.bias.to(dtype))
-
-
-class HeadRouter(nn.Module):
-    """Which heads each token uses and how much, x [B, T, C] -> weights [B, T, H], exactly 0 where not selected.
-
-    seed: softmax over the top k of an MLP's logits, summing to 1 (Learnable Attention Head Routing, model_novel.py).
-    moh: the same times k, so that the mean is 1; shared heads are always on, and a second softmax weighs the two
-    groups (MoH, arXiv 2410.11842, eqs. 5-8, in the scale of its published code). sigmoid: 2 sigmoid(logit), each for itself.
+    One layer then finds what followed an earlier copy of a token, which else takes two. Moved are the
+    dimensions that RoPE turns slowest; the first token keeps its own. Constraint heads are left as they are.
     """
 
-    def __init__(self, config):
+    name = flag = "key_offset"
+    modes = {"key_offset": dict(key_offset=True)}
+    needs_positions = True
+
+    def __init__(self, config, attn):
         super().__init__()
-        C, hidden = config.n_embd, config.routing_hidden
-        hidden = (C // 2 if config.routing == "published" else 0) if hidden is None else hidden
-        self.mode, self.zero, self.coef = config.routing, config.routing_mask == "zero", config.routing_coef
-        self.n_shared, self.k = config.routing_shared, config.top_k - config.routing_shared
+        half = attn.head_size // 2
+        moved = torch.arange(attn.head_size) % half >= (half + 1) // 2
+        self.register_buffer("moved", moved, persistent=False)
+
+    @staticmethod
+    def problems(config):
+        if config.head_size < 4:
+            yield f"key_offset moves a part of each key: a head size of {config.head_size} is below 4"
+
+    def before(self, attn, h, ctx):
+        last = None if ctx.cache is None else ctx.cache.last_key(attn.layer, h.k)
+        before = torch.cat((h.k[:, :, :1] if last is None else last, h.k[:, :, :-1]), 2)
+        begins = (ctx.positions if ctx.positions.dim() == 1 else ctx.positions[:, None])[..., None] == 0
+        h.k = torch.where(self.moved & ~begins, before, h.k)
+
+
+class ExclusiveAttention(Mechanism):
+    """XSA: take out of each head's output what its own value says (arXiv 2603.09078, eq. 3).
+
+    y - tanh(strength_h) * (y . v) v / |v|^2, with strength 0 at the start: neutral.
+    """
+
+    name = flag = "xsa"
+    modes = {"xsa": dict(xsa=True)}
+    neutral = {"xsa": {}}
+
+    def __init__(self, config, attn):
+        super().__init__()
+        self.strength = nn.Parameter(torch.empty(attn.n_total))
+
+    def initial_values(self):
+        return {"strength": 0.0}
+
+    def head_axes(self):
+        return [HeadAxis(self, "strength")]
+
+    def after(self, attn, h, ctx):
+        v = h.v[:, :, -h.y.size(2):, :attn.head_size]  # a cache holds earlier tokens too
+        share = (h.y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
+        h.y = h.y - self.strength.tanh()[:, None, None].to(v.dtype) * share * v
+
+
+class HeadNorm(Mechanism):
+    """RMS-normalise every head's output, per token, before the gates (Adaptive Transformer, section 5.3).
+
+    The write-up's own, over batch and sequence, would leak.
+    """
+
+    name = flag = "head_norm"
+    modes = {"head_norm": dict(head_norm=True)}
+
+    def __init__(self, config, attn):
+        super().__init__()
+
+    def after(self, attn, h, ctx):
+        h.y = rms_norm(h.y)
+
+
+class HeadRouter(Mechanism):
+    """Which heads each token uses and how much, x [B, T, C] -> weights [B, T, H].
+
+    published: softmax of an MLP's logits, summing to 1 (Learnable Attention Head Routing). The write-up's
+    printed code multiplies the logits of heads beyond the top k by 0, which leaves them weight, and gates in
+    training only; routing_mask=inf and routing_eval_gate undo the one and the other. moh: softmax over the
+    top k, times k, so that the mean is 1; shared heads are always on, and a second softmax weighs the two
+    groups (MoH, arXiv 2410.11842, eqs. 5-8, in the scale of its published code). sigmoid: 2 sigmoid(logit) of
+    the top k, each for itself. Unselected weights are exactly 0.
+    """
+
+    name, flag = "router", "routing"
+    modes = {
+        "routing_published": dict(routing="published", routing_mask="zero", routing_eval_gate=False),
+        "routing_inf": dict(routing="published", routing_mask="inf", routing_eval_gate=True),
+        "routing_zero": dict(routing="published", routing_mask="zero", routing_eval_gate=True),
+        "routing_train_only": dict(routing="published", routing_mask="inf", routing_eval_gate=False),
+        "routing_moh": dict(routing="moh"),
+        "routing_sigmoid": dict(routing="sigmoid"),
+        "moh": dict(routing="moh", routing_shared=1),  # the rival, as published
+    }
+    uniform = {"routing_top_k": "n_head", "router.out.weight": 0.0, "router.split.weight": 0.0,
+               "router.shared.weight": 0.0}
+    neutral = {"routing_moh": uniform, "routing_sigmoid": uniform, "moh": uniform}
+
+    def __init__(self, config, attn):
+        super().__init__()
+        C, published = config.n_embd, config.routing == "published"
+        hidden = config.routing_hidden
+        hidden = (C // 2 if published else 0) if hidden is None else hidden
+        self.mode, self.coef = config.routing, config.routing_coef
+        self.zero = self.zero_mask(config)
+        self.in_eval = not published if config.routing_eval_gate is None else config.routing_eval_gate
+        self.skip, self.capacity = config.routing_skip, config.routing_capacity
+        self.n_shared = config.routing_shared
+        self.k = self.top_k(config) - self.n_shared
         self.fc = nn.Linear(C, hidden) if hidden else None
         self.out = nn.Linear(hidden or C, config.n_head - self.n_shared, bias=hidden > 0)
         if self.n_shared > 1:  # one alone has nothing to share
@@ -628,46 +559,148 @@ class HeadRouter(nn.Module):
         if self.n_shared:
             self.split = nn.Linear(C, 2, bias=False)
 
+    @staticmethod
+    def top_k(config):
+        """Heads that a token uses."""
+        return max(1, config.n_head // 2) if config.routing_top_k is None else config.routing_top_k
+
+    @staticmethod
+    def zero_mask(config):
+        """Are unselected logits multiplied by 0 (else they go to -inf)?"""
+        return config.routing == "published" if config.routing_mask is None else config.routing_mask == "zero"
+
+    @staticmethod
+    def problems(c):
+        k, shared, zero = HeadRouter.top_k(c), c.routing_shared, HeadRouter.zero_mask(c)
+        yield from not_negative(c, "routing_coef", "routing_shared")
+        if not 1 <= k <= c.n_head:
+            yield f"routing_top_k={k} must be from 1 to n_head={c.n_head}"
+        if shared and c.routing != "moh":
+            yield f"routing_shared={shared} needs routing='moh', not {c.routing!r}"
+        if shared and shared >= k:
+            yield f"routing_shared={shared} must be below routing_top_k={k}, which counts shared heads too"
+        if k - shared == 1 and c.routing != "sigmoid" and not zero:
+            yield (f"routing_top_k={k} leaves one routed head, whose renormalised weight is always 1: "
+                   "its router would never learn")
+        if c.routing_mask == "zero" and c.routing != "published":
+            yield f"routing_mask='zero' needs routing='published', not {c.routing!r}"
+        if c.routing_hidden is not None:
+            yield from not_negative(c, "routing_hidden")
+        if c.routing_capacity:
+            if c.routing_capacity < 1:
+                yield f"routing_capacity={c.routing_capacity} must be 0 (off) or at least 1"
+            if zero:
+                yield "routing_capacity needs routing_mask='inf': with 'zero' every head is used"
+            readers = [cls.flag for cls in HEAD_MECHANISMS if cls.needs_row_stats]
+            for other in (*readers, "routing_shared", "constraint_names"):
+                if getattr(c, other):
+                    yield f"routing_capacity packs the queries of selected heads alone: not with {other}"
+            yield from no_dropout(c, "routing_capacity")
+
     def forward(self, x):
-        """(weights and which heads are selected, each [B, T, H], shared heads first; logits of the routed ones [B, T, R])."""
+        """(weights, which heads are selected, each [B, T, H], shared heads first; logits of the routed)."""
         logits = float32_linear(self.out, F.gelu(self.fc(x)) if self.fc else x)
-        selected = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, logits.topk(self.k, -1).indices, True)
+        top = logits.topk(self.k, -1).indices
+        selected = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, top, True)
         if self.mode == "sigmoid":
             return 2 * logits.sigmoid() * selected, selected, logits
-        w = logits.masked_fill(~selected, 0.0 if self.zero else -math.inf).softmax(-1)
+        weights = logits.masked_fill(~selected, 0.0 if self.zero else -math.inf).softmax(-1)
         if self.mode == "moh":
-            w = self.k * w
+            weights = self.k * weights
             if self.n_shared:
                 split = 2 * float32_linear(self.split, x).softmax(-1)
-                s = self.n_shared * float32_linear(self.shared, x).softmax(-1) if self.n_shared > 1 else 1.0
-                w = torch.cat((split[..., :1] * s, split[..., 1:] * w), -1)
-        return w, F.pad(selected, (self.n_shared, 0), value=True), logits
+                shared = 1.0
+                if self.n_shared > 1:
+                    shared = self.n_shared * float32_linear(self.shared, x).softmax(-1)
+                weights = torch.cat((split[..., :1] * shared, split[..., 1:] * weights), -1)
+        return weights, F.pad(selected, (self.n_shared, 0), value=True), logits
+
+    def before(self, attn, h, ctx):
+        if not (self.training or self.in_eval):
+            return
+        weights, selected, logits = self(h.x)
+        # the router knows of no pruning
+        left = weights if attn.n_head == weights.size(-1) else weights[..., attn.head_ids]
+        gate = F.pad(left, (0, attn.n_extra), value=1.0).transpose(1, 2)  # constraint heads are always on
+        h.gates["routing"] = gate[..., None]
+        self.compute_less(gate, h, ctx)
+        if ctx.losses:
+            h.losses.update(self.penalty(weights, selected, logits))
+        if ctx.traces:
+            h.traces.update(routing_weights=weights, selected=selected, routing_logits=logits,
+                            **routing_summary(weights, selected))
+
+    def compute_less(self, gate, h, ctx):
+        """Where it pays, have only the heads of one query computed, or only the selected queries of many."""
+        T = h.x.size(1)
+        if T == 1:
+            keys = T + (ctx.cache.length if ctx.cache is not None else 0)
+            if self.skip and keys >= SKIP_FROM and not (h.x.is_cuda or torch.is_grad_enabled()):
+                h.used = gate > 0
+        elif self.capacity and has_flex_attention(h.x.device) and ctx.cache is None \
+                and not isinstance(ctx.mask, torch.Tensor):
+            h.used = gate > 0
+            h.capacity = self.capacity * self.k / self.out.out_features * T
 
     def penalty(self, weights, selected, logits):
-        """{name: weighted loss}: seed's token entropy in nats, or the load balance R sum_i P_i f_i (MoH, eq. 9)."""
+        """{name: weighted loss}: token entropy in nats, or the load balance R sum_i P_i f_i (MoH, eq. 9)."""
         if self.mode == "published":
             return {"routing_entropy": self.coef * -(weights * (weights + 1e-8).log()).sum(-1).mean()}
-        share, load = logits.softmax(-1).flatten(0, -2).mean(0), selected[..., self.n_shared:].flatten(0, -2).to(logits.dtype).mean(0)
-        if dist.is_available() and dist.is_initialized():  # the product of two means is not the mean of the ranks' products
+        share = logits.softmax(-1).flatten(0, -2).mean(0)
+        load = selected[..., self.n_shared:].flatten(0, -2).to(logits.dtype).mean(0)
+        if dist.is_available() and dist.is_initialized():  # a product of means is no mean of products
             dist.all_reduce(load)
             load = load / dist.get_world_size()
         return {"routing_balance": self.coef * load.numel() * (share * load).sum()}
 
 
-class SentinelGate(nn.Module):
-    """One learned gate per head, [H] (Adaptive Transformer, section 2.1; hard concrete: arXiv 1712.01312, eqs. 10-13).
+def routing_summary(weights, selected):
+    """What a router does, from weights and selection [B, T, H]: load of each head, and how spread it is.
 
-    sigmoid: g = sigmoid(logit). hard_concrete: a stretched, clamped sigmoid, noisy while training, with real zeros.
+    effective_heads: exp of the load's entropy; token_entropy: of one token's weights, batch_entropy: of all
+    tokens' mean, in nats.
+    """
+    def entropy(p):
+        return -(p * p.clamp_min(1e-12).log()).sum(-1)
+
+    def share(w):
+        return w / w.sum(-1, keepdim=True).clamp_min(1e-12)
+
+    load = selected.flatten(0, 1).float().mean(0)
+    return dict(routing_load=load, dead_heads=(load == 0).sum(), effective_heads=entropy(share(load)).exp(),
+                token_entropy=entropy(share(weights)).mean(),
+                batch_entropy=entropy(share(weights.flatten(0, 1).mean(0))))
+
+
+class SentinelGate(Mechanism):
+    """One learned gate per head, [H] (Adaptive Transformer, section 2.1).
+
+    sigmoid: g = sigmoid(logit). hard_concrete: a stretched, clamped sigmoid, noisy while training, with real
+    zeros (arXiv 1712.01312, eqs. 10-13).
     """
 
+    name = flag = "sentinel"
+    modes = {"sentinel": dict(sentinel="sigmoid"), "sentinel_l0": dict(sentinel="hard_concrete")}
+    neutral = {"sentinel": {"sentinel.logit": 50.0}, "sentinel_l0": {}}  # l0: as it starts, when evaluated
     BETA, LOW, HIGH = 2 / 3, -0.1, 1.1  # the paper's values
 
-    def __init__(self, config, n_head):
+    def __init__(self, config, attn):
         super().__init__()
-        self.hard, self.coef = config.sentinel == "hard_concrete", config.sentinel_coef
-        self.logit = weight(n_head, start=config.sentinel_init)
+        self.hard = config.sentinel == "hard_concrete"
+        self.coef, self.start = config.sentinel_coef, config.sentinel_init
+        self.logit = nn.Parameter(torch.empty(attn.n_total))
 
-    def forward(self, noisy=None):
+    @staticmethod
+    def problems(config):
+        yield from not_negative(config, "sentinel_coef")
+
+    def initial_values(self):
+        return {"logit": self.start}
+
+    def head_axes(self):
+        return [HeadAxis(self, "logit")]
+
+    def static_gate(self, noisy=None):
         if not self.hard:
             return self.logit.sigmoid()
         s = self.logit
@@ -676,135 +709,182 @@ class SentinelGate(nn.Module):
             s = (u.log() - (1 - u).log() + s) / self.BETA
         return (s.sigmoid() * (self.HIGH - self.LOW) + self.LOW).clamp(0, 1)
 
+    def before(self, attn, h, ctx):
+        if ctx.losses:
+            h.losses.update(self.penalty())
+
     def penalty(self):
-        """{name: weighted loss}: the sum of the gates (L1), or of the probabilities that they are not zero (L0)."""
+        """{name: weighted loss}: the sum of the gates (L1), or of P(gate != 0) (L0)."""
         if not self.hard:
             return {"gate_l1": self.coef * self.logit.sigmoid().sum()}
-        return {"gate_l0": self.coef * (self.logit - self.BETA * math.log(-self.LOW / self.HIGH)).sigmoid().sum()}
+        zero = self.BETA * math.log(-self.LOW / self.HIGH)
+        return {"gate_l0": self.coef * (self.logit - zero).sigmoid().sum()}
 
 
-class Agency(nn.Module):
-    """States and consent of the heads, as buffers: moved between steps, a state never recompiles (Adaptive Transformer, 2.2)."""
+class Agency(Mechanism):
+    """States and consent of the heads, as buffers: moved between steps, a state never recompiles.
 
+    Source: Adaptive Transformer, section 2.2.
+    """
+
+    name = flag = "agency"
+    modes = {"agency": dict(agency=True)}
+    neutral = {"agency": {}}  # all heads active
     STATES = {"active": 1.0, "overloaded": 0.5, "misaligned": 0.7, "withdrawn": 0.0}  # and their factors
 
-    def __init__(self, config, n_head):
+    def __init__(self, config, attn):
         super().__init__()
+        n = attn.n_total
         self.enforce, self.threshold = config.agency_enforce, config.agency_threshold
-        self.register_buffer("state", torch.zeros(n_head, dtype=torch.long))
-        self.register_buffer("consent", torch.ones(n_head, dtype=torch.bool))
-        self.register_buffer("utilisation", torch.zeros(n_head))
-        self.register_buffer("last_signal", torch.zeros(n_head, dtype=torch.long))  # the step of the last change
+        self.register_buffer("state", torch.zeros(n, dtype=torch.long))
+        self.register_buffer("consent", torch.ones(n, dtype=torch.bool))
+        self.register_buffer("utilisation", torch.zeros(n))
+        self.register_buffer("last_signal", torch.zeros(n, dtype=torch.long))  # the step of the last change
         *factors, withdrawn = self.STATES.values()
-        self.register_buffer("factors", torch.tensor([*factors, withdrawn if self.enforce else 1.0]), persistent=False)
+        factors = torch.tensor([*factors, withdrawn if self.enforce else 1.0])
+        self.register_buffer("factors", factors, persistent=False)
 
-    def forward(self):
+    @staticmethod
+    def problems(config):
+        yield from not_negative(config, "agency_threshold")
+
+    def head_axes(self):
+        return [HeadAxis(self, name) for name in ("state", "consent", "utilisation", "last_signal")]
+
+    def static_gate(self, noisy=None):
         """Factor of each head, [H]; no consent means withdrawn, unless that is not enforced."""
-        return self.factors[self.state.masked_fill(~self.consent, len(self.STATES) - 1) if self.enforce else self.state]
+        withdrawn = len(self.STATES) - 1
+        return self.factors[self.state.masked_fill(~self.consent, withdrawn) if self.enforce else self.state]
+
+    def before(self, attn, h, ctx):
+        if ctx.traces:
+            h.traces["agency"] = self.static_gate()
+
+    def set(self, i, state=None, consent=None, step=0):
+        """Move head i to a state, or set its consent. Raises ValueError for a state that there is not."""
+        names = list(self.STATES)
+        if state is not None:
+            if state not in names:
+                raise ValueError(f"state {state!r} must be one of {', '.join(names)}")
+            old = names[self.state[i]]
+            self.state[i] = names.index(state)
+            if consent is None and "withdrawn" in (state, old):  # else consent is another matter
+                consent = state != "withdrawn"
+        if consent is not None:
+            self.consent[i] = consent
+        self.last_signal[i] = step
+
+    def violations(self, gate, override):
+        """Yield (i, type, gate, state) of each head without consent whose gate says that it is in use.
+
+        gate, override: [H], the learned gate and what was set by hand (NaN: not set).
+        """
+        for i in (~self.consent).nonzero().flatten().tolist():
+            by_hand = not override[i].isnan()
+            value = (override if by_hand else gate)[i].item()
+            if value > self.threshold:
+                forced = by_hand or not self.enforce
+                yield i, "forced" if forced else "blocked", value, list(self.STATES)[self.state[i]]
 
 
-class SkipFusion(nn.Module):
-    """Joins an encoder block's output `skip` to a decoder block's output h, both [B, T, C] (Adaptive Transformer, 2.3).
+class AdvantageAttention(Mechanism):
+    """A2C attention: a critic's scalar a [B, T, H], linear in x, acts on the logits of its head.
 
-    concat: h + W [skip; h]; add: h + sigmoid(logit) skip; seed: the write-up's Linear([skip; h]). The initial weight
-    of the skip falls with depth (its section 5.3).
+    published: a_t q_t . q_s / sqrt(d), a signed temperature of the query. temperature: exp(a_t) instead.
+    key_bias: w a_s is added to the logits of key s. In the corrected modes a is trained to predict the
+    advantage, which needs the future.
     """
 
-    def __init__(self, config, depth):
-        super().__init__()
-        C, share = config.n_embd, config.unet_init * (1 - depth / (config.n_layer // 2))
-        self.mode, self.on = config.unet, config.unet_skips
-        if self.mode == "add":
-            self.logit = weight(1, start=math.log(share / (1 - share)) if share else -50.0)
-        elif self.mode == "concat":
-            self.weight = weight(C, 2 * C, start=torch.cat((share * torch.eye(C), torch.zeros(C, C)), 1))
-        else:
-            self.weight, self.bias = weight(C, 2 * C, start=LINEAR(2 * C)), weight(C, start=LINEAR(2 * C))
-
-    def forward(self, h, skip):
-        if self.mode == "add":
-            return h + self.logit.sigmoid() * skip if self.on else h
-        mixed = F.linear(torch.cat((skip if self.on else torch.zeros_like(skip), h), -1), self.weight, getattr(self, "bias", None))
-        return mixed if self.mode == "published" else h + mixed
-
-
-class ConstraintHeads(nn.Module):
-    """Heads of their own for named constraints: projections, a router over them, a score per token (constraint write-up).
-
-    The router reads the running mean of x, or a hint [B, C]; the write-up's mean over the whole sequence would leak.
-    """
-
-    def __init__(self, config, head_size):
-        super().__init__()
-        n, C, D = config.n_constraint, config.n_embd, head_size
-        self.names, self.n_head, self.per_name = config.constraint_names, n, config.constraint_heads
-        self.seed, self.sparsity = config.constraint_mode == "published", config.constraint_sparsity_coef
-        self.c_attn = nn.Linear(C, 3 * n * D, bias=config.bias)
-        self.c_proj = nn.Linear(n * D, C, bias=False)
-        self.fc, self.out = nn.Linear(C, config.constraint_hidden), nn.Linear(config.constraint_hidden, n)
-        self.w1, self.b1 = weight(n, D, D), weight(n, D, start=0.0)  # the scorers, one MLP per head
-        self.w2, self.b2 = weight(n, D), weight(n, start=0.0)
-
-    def gates(self, x, ctx, layer):
-        """Router gates in (0, 1), [B, T, heads] (T is 1 for a hint)."""
-        if ctx.hint is not None:
-            mean = ctx.hint[:, None].to(x.dtype)
-        else:
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
-            total = (x if ctx.real is None else x * ctx.real).cumsum(1)
-            if ctx.cache is not None:
-                total = ctx.cache.carry(layer, total)
-            mean = total / (ctx.at + 1)[..., None]
-        return float32_linear(self.out, F.relu(self.fc(mean.to(self.fc.weight.dtype)))).sigmoid()
-
-    def scores(self, y):
-        """One logit per head and token, [B, heads, T], of the heads' outputs y [B, heads, T, D]."""
-        hidden = torch.einsum("bhtd,hed->bhte", y, self.w1.to(y.dtype)) + self.b1[:, None].to(y.dtype)
-        return torch.einsum("bhtd,hd->bht", F.relu(hidden), self.w2.to(y.dtype)) + self.b2[:, None]
-
-    def named(self, scores):
-        """{name: [B, T]}, the mean over each name's heads of scores [B, heads, T]."""
-        return dict(zip(self.names, scores.unflatten(1, (len(self.names), self.per_name)).mean(2).unbind(1)))
-
-
-class AdvantageAttention(nn.Module):
-    """A2C attention: a critic's scalar a [B, T, H], linear in x, acts on the logits of its head (A2C-Attention).
-
-    seed: a_t q_t . q_s / sqrt(d), a signed temperature of the query. temperature: exp(a_t) instead. key_bias: w a_s is
-    added to the logits of key s. In the corrected modes a is trained to predict the advantage, which needs the future.
-    """
-
+    name = flag = "a2c"
+    modes = {"a2c_published": dict(a2c="published"), "a2c_temperature": dict(a2c="temperature"),
+             "a2c_key_bias": dict(a2c="key_bias")}
+    neutral = {"a2c_temperature": {}, "a2c_key_bias": {}}  # as they start
     PAD = 8  # key_bias: the bias is one more dimension of q and k, and kernels want multiples of 8
+    MAX = 8.0  # temperature: a is held below it, since exp(a) overflows at 88 in float32 and at 11 in float16
 
-    def __init__(self, config, n_head):
+    def __init__(self, config, attn):
         super().__init__()
         self.mode = config.a2c
-        self.critic = nn.Linear(config.n_embd, n_head, bias=self.mode == "published")
-        if self.mode == "published":
-            self.critic.weight.start = self.critic.bias.start = LINEAR(config.n_embd)
-        if self.mode == "temperature":
-            self.critic.weight.start = 0.0
+        self.critic = nn.Linear(config.n_embd, attn.n_head, bias=self.mode == "published")
         if self.mode == "key_bias":
-            self.mix = weight(n_head, start=0.0)
+            self.mix = nn.Parameter(torch.empty(attn.n_head))
 
-    def forward(self, q, k, v, x, scale):
-        """q, k, v [B, H, T, D (+ PAD)] with the critic's a [B, T, H] worked in, and a."""
-        a = float32_linear(self.critic, x)
+    @staticmethod
+    def problems(config):
+        yield from not_negative(config, "a2c_value_coef", "a2c_advantage_coef")
+        if not 0 <= config.a2c_gamma < 1:
+            yield f"a2c_gamma={config.a2c_gamma} must be in [0, 1)"
+
+    @staticmethod
+    def learns(config):
+        """Whether a critic and a value head are trained on the returns to come."""
+        return config.a2c in ("temperature", "key_bias")
+
+    def initial_values(self):
+        linear = Uniform(self.critic.in_features ** -0.5)  # nn.Linear's own
+        return {"published": {"critic.weight": linear, "critic.bias": linear},
+                "temperature": {"critic.weight": 0.0}, "key_bias": {"mix": 0.0}}[self.mode]
+
+    def head_axes(self):
+        return [HeadAxis(self.critic, "weight", extra=False), HeadAxis(self.critic, "bias", extra=False),
+                HeadAxis(self, "mix", extra=False)]
+
+    def before(self, attn, h, ctx):
+        a = float32_linear(self.critic, h.x)
+        h.predictions["advantage"] = a
+        if ctx.traces:
+            h.traces["advantage"] = a
         per_head = a.transpose(1, 2)[..., None]
         if self.mode == "published":
-            return q * per_head.to(q.dtype), k, v, a
-        if self.mode == "temperature":
-            return q * per_head.exp().to(q.dtype), k, v, a
-        bias = (self.mix[:, None, None] * per_head / scale).to(k.dtype)
-        q, k, v = (F.pad(t, (0, self.PAD - n)) for t, n in ((torch.cat((q, torch.ones_like(bias)), -1), 1), (torch.cat((k, bias), -1), 1), (v, 0)))
-        return q, k, v, a
+            h.q = h.q * per_head.to(h.q.dtype)
+        elif self.mode == "temperature":
+            h.q = h.q * per_head.clamp_max(self.MAX).exp().to(h.q.dtype)
+        else:  # q . k + bias as one dimension more: (q, 1) . (k, bias)
+            bias = (self.mix[:, None, None] * per_head / attn.scale).to(h.k.dtype)
+            h.q = F.pad(torch.cat((h.q, torch.ones_like(bias)), -1), (0, self.PAD - 1))
+            h.k = F.pad(torch.cat((h.k, bias), -1), (0, self.PAD - 1))
+            h.v = F.pad(h.v, (0, self.PAD))
+
+
+class ValueHead(nn.Linear):
+    """A2C's value of the text so far, [B, T, C] -> [B, T, 1], and the two losses that need the logits.
+
+    The return G_s discounts the log-probabilities of the tokens to come, so it is a target only, never an
+    input. The value reads the last hidden state and A its block's input; no gradient of the value's error
+    reaches them.
+    """
+
+    def __init__(self, config):
+        super().__init__(config.n_embd, 1)
+        self.gamma = config.a2c_gamma
+        self.value_coef, self.advantage_coef = config.a2c_value_coef, config.a2c_advantage_coef
+
+    def losses(self, x, nats, scored, predictions, traces=None):
+        """{name: weighted loss} from x [B, T, C], nats and scored [B, T] and the advantages that blocks
+        predict.
+
+        traces: gets return, value, advantage [B, T] and how well they are predicted.
+        """
+        G = discounted_return(-nats, scored, self.gamma)
+        V = float32_linear(self, x.detach()).squeeze(-1)
+        advantage = (G - V).detach()
+        predicted = {key: a for key, a in predictions.items() if key.endswith(".advantage") and a.size(-1)}
+        errors = [((a - advantage[..., None]).square().mean(-1) * scored).sum() for a in predicted.values()]
+        if traces is not None:
+            traces.update({"a2c.return": G, "a2c.value": V, "a2c.advantage": advantage,
+                           "a2c.explained_variance": 1 - variance(G - V, scored) / variance(G, scored)})
+            for key, a in predicted.items():
+                found = correlation(a.mean(-1).to(G.dtype), advantage, scored)
+                traces[key.replace("advantage", "advantage_correlation")] = found
+        return {"a2c_value": self.value_coef * ((V - G).square() * scored).sum() / scored.sum(),
+                "a2c_advantage": self.advantage_coef * (sum(errors) / max(1, len(predicted))) / scored.sum()}
 
 
 def discounted_return(r, scored, gamma):
     """G_t = sum_k gamma^k r_(t+k) / sum_k gamma^k over the `scored` tokens that are left, [B, T].
 
-    That is (1 - gamma) sum_k gamma^k r_(t+k), the weights beyond the text's end shared out among the rest. The sums are
-    made by doubling steps: log2(T) passes and no T x T matrix.
+    That is (1 - gamma) sum_k gamma^k r_(t+k), the weights beyond the text's end shared out among the rest.
+    The sums are made by doubling steps: log2(T) passes and no T x T matrix.
     """
     both, step = torch.stack((r * scored, scored.to(r.dtype))), 1
     while step < r.size(1):
@@ -813,123 +893,623 @@ def discounted_return(r, scored, gamma):
     return both[0] / both[1].clamp_min(1e-12)
 
 
-class ContextGate(nn.Module):
-    """ACAG: a gate per head from context length and the shape of the head's attention row (ACAG README, architecture).
+def centred(x, scored):
+    """x [B, T] less its mean over the scored tokens, 0 at the others (indexing by a mask would break a
+    graph).
+    """
+    return (x - (x * scored).sum() / scored.sum()) * scored
 
-    seed: sigmoid(W [c, mean, std] + b). normalised: 2 sigmoid(W [c, 1 - entropy / log n, log(n sum p^2)] + b), zero at the
-    start: the mean is always 1/n, and the raw std shrinks with n.
+
+def variance(x, scored):
+    """The variance of x [B, T] over the scored tokens, times their number."""
+    return centred(x, scored).square().sum()
+
+
+def correlation(a, b, scored):
+    """Pearson's correlation of a and b [B, T] over the scored tokens."""
+    a, b = centred(a, scored), centred(b, scored)
+    return (a * b).sum() / (a.square().sum() * b.square().sum()).sqrt()
+
+
+class OutputGate(Mechanism):
+    """Gated attention, a rival: sigmoid(x W) on the outputs, per head or element (arXiv 2505.06708, eq. 5).
+
+    width: the gate reads the first channels of x alone (12 in modded-nanogpt, 2025-08).
     """
 
-    def __init__(self, config, n_head, head_size):
-        super().__init__()
-        shape = (n_head,) if config.acag == "headwise" else (n_head, head_size)
-        self.seed, self.detach, self.length = config.acag_mode == "published", config.acag_detach, config.acag_length
-        self.weight, self.bias = (weight(*shape, *last, start=LINEAR(3) if self.seed else 0.0) for last in ((3,), ()))
+    name = flag = "output_gate"
+    modes = {"output_gate": dict(output_gate="headwise"),
+             "output_gate_elementwise": dict(output_gate="elementwise"),
+             "output_gate_narrow": dict(output_gate="headwise", output_gate_width=12)}
 
-    def forward(self, entropy, log_p2, n, at):
-        """Gate [B, H, T, 1 or D] from the statistics [B, H, T], the keys seen n and the tokens before, at."""
-        at = (at if at.dim() == 1 else at[:, None]).to(entropy.dtype)  # padded rows have positions of their own
-        alone = n == 1  # nothing to choose from: no statistics, and no logarithm or root whose gradient is not a number
-        m = n.masked_fill(alone, 2).to(entropy.dtype)
-        if self.seed:
-            variance = torch.where(alone, 0.0, log_p2.exp() / m - 1 / m**2)
-            spread = torch.where(alone, 0.0, (variance.clamp_min(0) + 1e-12).sqrt())
-            features = (at + 1) / self.length, 1 / n, spread
+    def __init__(self, config, attn):
+        super().__init__()
+        self.size = attn.head_size if config.output_gate == "elementwise" else 1
+        self.width = config.output_gate_width or config.n_embd
+        self.proj = nn.Linear(self.width, attn.n_total * self.size, bias=False)
+
+    @staticmethod
+    def problems(c):
+        if c.output_gate_width is not None and not 1 <= c.output_gate_width <= c.n_embd:
+            yield f"output_gate_width={c.output_gate_width} must be from 1 to n_embd={c.n_embd}"
+
+    def head_axes(self):
+        return [HeadAxis(self.proj, "weight", size=self.size)]
+
+    def before(self, attn, h, ctx):
+        gate = self.proj(h.x[..., :self.width]).sigmoid().unflatten(-1, (attn.n_total, self.size))
+        h.gates["output_gate"] = gate.transpose(1, 2)  # (B, H, T, 1 or D)
+
+
+CONSTRAINTS = ["reciprocity", "testifiability", "decidability"]  # the names of the constraint write-up
+
+
+class ConstraintHeads(Mechanism):
+    """Heads of their own for named constraints: projections, a router over them, a score per token.
+
+    Source: the constraint write-up. The router reads the running mean of x, or a hint [B, C]; the write-up's
+    mean over the whole sequence would leak. published: the router gates the values, and scores read the gated
+    outputs.
+    """
+
+    name, flag = "constraint", "constraint_names"
+    modes = {"constraint_a": dict(constraint_names=CONSTRAINTS),
+             "constraint_b": dict(constraint_names=CONSTRAINTS, constraint_variant="B"),
+             "constraint_published": dict(constraint_names=CONSTRAINTS, constraint_mode="published")}
+    neutral = {"constraint_a": {"constraint.c_proj.weight": 0.0},
+               "constraint_published": {"constraint.c_proj.weight": 0.0}}  # b: its heads have another size
+    needs_positions = True
+
+    @classmethod
+    def prefix(cls):
+        return "constraint_"
+
+    @classmethod
+    def on(cls, config, layer):
+        layers = [2 * config.n_layer // 3] if config.constraint_layers is None else config.constraint_layers
+        return cls.is_on(config) and layer in layers
+
+    @classmethod
+    def count(cls, config, layer):
+        """Constraint heads of block `layer`."""
+        return config.constraint_heads * len(config.constraint_names) if cls.on(config, layer) else 0
+
+    @classmethod
+    def head_size(cls, config, layer):
+        """Head size in block `layer`: B shares n_embd among more heads, floored to a multiple of 8."""
+        if config.constraint_variant == "B" and cls.on(config, layer):
+            return config.n_embd // (config.n_head + cls.count(config, layer)) // 8 * 8
+        return config.head_size
+
+    def __init__(self, config, attn):
+        super().__init__()
+        n, C, D = attn.n_extra, config.n_embd, attn.head_size
+        self.names, self.n_head, self.per_name = config.constraint_names, n, config.constraint_heads
+        self.published = config.constraint_mode == "published"
+        self.sparsity_coef = config.constraint_sparsity_coef
+        self.c_attn = nn.Linear(C, 3 * n * D, bias=config.bias)
+        self.c_proj = nn.Linear(n * D, C, bias=False)
+        self.fc = nn.Linear(C, config.constraint_hidden)
+        self.out = nn.Linear(config.constraint_hidden, n)
+        # the scorers, one MLP per head
+        self.w1 = nn.Parameter(torch.empty(n, D, D))
+        self.b1 = nn.Parameter(torch.empty(n, D))
+        self.w2 = nn.Parameter(torch.empty(n, D))
+        self.b2 = nn.Parameter(torch.empty(n))
+
+    @staticmethod
+    def problems(c):
+        names = c.constraint_names
+        yield from not_negative(c, "constraint_coef", "constraint_focal", "constraint_positive_coef",
+                                "constraint_sparsity_coef")
+        if not len(names) == len(set(names)) > 0 or any("." in name for name in names):
+            yield f"constraint_names={names} must be different names, at least one, without dots"
+        for name in ("constraint_heads", "constraint_hidden"):
+            if getattr(c, name) < 1:
+                yield f"{name}={getattr(c, name)} must be at least 1"
+        if c.constraint_layers is not None and not set() < set(c.constraint_layers) <= set(range(c.n_layer)):
+            yield f"constraint_layers={c.constraint_layers} must be blocks from 0 to {c.n_layer - 1}"
+        if c.constraint_variant == "B":
+            n = c.n_head + c.constraint_heads * len(names)
+            if c.n_embd // n < 8:
+                yield f"constraint_variant='B' leaves {c.n_embd} / {n} heads, less than 8 wide each"
+            if c.a2c == "published":
+                yield ("a2c='published' takes x in n_head slices as values, which constraint_variant='B' "
+                       "makes too narrow")
+        if c.constraint_name_coef is not None and len(c.constraint_name_coef) != len(names):
+            yield f"constraint_name_coef={c.constraint_name_coef} must be one for each name"
+
+    def initial_values(self):
+        return {"b1": 0.0, "b2": 0.0}
+
+    def matrices(self):
+        return [(self.c_attn.weight, 3), (self.c_proj.weight, 1)]
+
+    def before(self, attn, h, ctx):
+        q, k, v = attn.split(self.c_attn(h.x), self.n_head, ctx)
+        gates = self.router_gates(h.x, ctx, attn.layer)
+        if self.published:
+            v = v * gates.transpose(1, 2)[..., None].to(h.x.dtype)
         else:
-            features = ((1 + at).log() / math.log(1 + self.length), torch.where(alone, 0.0, 1 - entropy / m.log()),
-                        torch.where(alone, 0.0, m.log() + log_p2))
-        z = torch.stack([f.expand_as(entropy).to(entropy.dtype) for f in features], -1)
-        w = self.weight if self.weight.dim() == 3 else self.weight[:, None]  # (H, 1 or D, 3)
-        z = torch.einsum("bhtf,hdf->bhtd", z, w.to(z.dtype)) + self.bias.view(len(w), 1, w.size(1))
-        return z.sigmoid() if self.seed else 2 * z.sigmoid()
+            h.gates["router"] = F.pad(gates, (attn.n_head, 0), value=1.0).transpose(1, 2)[..., None]
+        width = h.q.size(-1) - attn.head_size  # A2C may have widened the base heads
+        h.q, h.k, h.v = (torch.cat((t, F.pad(u, (0, width))), 1) for t, u in ((h.q, q), (h.k, k), (h.v, v)))
+        if ctx.losses and self.sparsity_coef:
+            h.losses["constraint_router"] = self.sparsity_coef * gates.mean()
+        if ctx.traces:
+            h.traces["router_gates"] = gates
+
+    def after(self, attn, h, ctx):
+        if not (ctx.scores or ctx.traces):
+            return
+        scores = self.scores(h.y[:, attn.n_head:])
+        means = scores.unflatten(1, (len(self.names), self.per_name)).mean(2).unbind(1)
+        named = {f"constraint.{name}": score for name, score in zip(self.names, means)}
+        h.predictions.update(named)
+        if ctx.traces:
+            h.traces.update(named, head_scores=scores)
+
+    def router_gates(self, x, ctx, layer):
+        """Gates in (0, 1), [B, T, heads] (T is 1 for a hint)."""
+        if ctx.hint is not None:
+            mean = ctx.hint[:, None].to(x.dtype)
+        else:
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            total = (x if ctx.valid is None else x * ctx.valid).cumsum(1)
+            if ctx.cache is not None:
+                total = ctx.cache.running_sum(layer, total)
+            mean = total / (ctx.positions + 1)[..., None]
+        return float32_linear(self.out, F.relu(self.fc(mean.to(self.fc.weight.dtype)))).sigmoid()
+
+    def scores(self, y):
+        """One logit per head and token, [B, heads, T], of the heads' outputs y [B, heads, T, D]."""
+        hidden = torch.einsum("bhtd,hed->bhte", y, self.w1.to(y.dtype)) + self.b1[:, None].to(y.dtype)
+        return torch.einsum("bhtd,hd->bht", F.relu(hidden), self.w2.to(y.dtype)) + self.b2[:, None]
+
+    @staticmethod
+    def loss(config, predictions, targets):
+        """The weighted constraint loss, mean over the blocks that have heads. Raises ValueError, see below.
+        """
+        names = config.constraint_names or ()
+        coefs = dict(zip(names, config.constraint_name_coef or ()))
+        blocks = [layer for layer in range(config.n_layer) if ConstraintHeads.on(config, layer)]
+        scores = [{n: predictions[f"blocks.{i}.constraint.{n}"] for n in names} for i in blocks] or [{}]
+        terms = [constraint_loss(s, targets, coefs, config.constraint_focal, config.constraint_positive_coef)
+                 for s in scores]
+        return config.constraint_coef * sum(terms) / len(terms)
 
 
-class OutputGate(nn.Module):
-    """Gated attention, the rival: sigmoid(x W) on the heads' outputs, per head or per element (arXiv 2505.06708, eq. 5)."""
+def constraint_loss(scores, targets, coefs=None, focal=0.0, positive=1.0):
+    """Mean over names of weighted BCE with logits, in nats. scores, targets: {name: [B, T]}.
 
-    def __init__(self, config, n_head, head_size):
-        super().__init__()
-        self.n_head, self.per = n_head, head_size if config.output_gate == "elementwise" else 1
-        self.proj = nn.Linear(config.n_embd, n_head * self.per, bias=False)
-
-    def forward(self, x):
-        """[B, H, T, 1 or D]."""
-        return self.proj(x).sigmoid().unflatten(-1, (self.n_head, self.per)).transpose(1, 2)
-
-
-def explain(traces, tokens, name, k=5, row=0):
-    """One line: the k tokens of a sequence with the highest scores for a constraint, by block, from model(..., traces=True).
-
-    tokens: the sequence's tokens as text. Raises ValueError when there is no such trace.
-    """
-    found = {key: value for key, value in traces.items() if key.endswith(f".constraint.{name}")}
-    if not found:
-        names = sorted({key.rsplit(".", 1)[1] for key in traces if ".constraint." in key})
-        raise ValueError(f"no scores for {name!r}" + (f"; there are {', '.join(names)}" if names else ": the model has no constraint heads"))
-    lines = []
-    for key, value in found.items():
-        top = value[row].topk(min(k, len(tokens)))
-        lines.append(f"{name} (block {key.split('.')[1]}): " + ", ".join(f"{tokens[i]!r} {s:.2f}" for s, i in zip(top.values.tolist(), top.indices.tolist())))
-    return "\n".join(lines)
-
-
-def constraint_loss(scores, targets, weights=None, focal=0.0, positive=1.0):
-    """Mean over names of weighted BCE with logits, nats. scores, targets: {name: [B, T]}; targets in [0, 1], negative: ignored.
-
-    focal: factor |target - p|^focal (focal loss, arXiv 1708.02002, for soft targets); positive: weight of positive targets.
-    Raises ValueError for a name that has no scores.
+    Targets are in [0, 1], those below 0 are ignored. focal: factor |target - p|^focal (focal loss, arXiv
+    1708.02002, for soft targets); positive: weight of positive targets. Raises ValueError for a name that has
+    no scores.
     """
     unknown = set(targets) - set(scores)
     if unknown or not targets:
-        raise ValueError(f"constraint targets for {sorted(unknown) or 'nothing'}; the heads are for {', '.join(scores)}")
+        raise ValueError(f"constraint targets for {sorted(unknown) or 'nothing'}; "
+                         f"the heads are for {', '.join(scores)}")
     total = 0.0
     for name, y in targets.items():
         s, y = scores[name].float(), y.float()
         known, y = y >= 0, y.clamp_min(0)
-        nats = F.binary_cross_entropy_with_logits(s, y, reduction="none", pos_weight=torch.tensor(positive, device=s.device))
-        nats = nats * (y - s.sigmoid()).abs() ** focal if focal else nats
-        total = total + (weights or {}).get(name, 1.0) * (nats * known).sum() / known.sum().clamp_min(1)
+        weight = torch.tensor(positive, device=s.device)
+        nats = F.binary_cross_entropy_with_logits(s, y, reduction="none", pos_weight=weight)
+        if focal:  # below an exponent of 1 the slope at 0 is infinite, and infinity times 0 is not a number
+            nats = nats * (y - s.sigmoid()).abs().clamp_min(1e-12) ** focal
+        total = total + (coefs or {}).get(name, 1.0) * (nats * known).sum() / known.sum().clamp_min(1)
     return total / len(targets)
+
+
+def explain(traces, tokens, name, k=5, row=0):
+    """One line a block: the k tokens of a sequence with the highest scores for a constraint.
+
+    traces: of model(..., traces=True). tokens: the sequence's tokens as text. Raises ValueError when there is
+    no such trace.
+    """
+    scores = {key: value for key, value in traces.items() if key.endswith(f".constraint.{name}")}
+    if not scores:
+        names = sorted({key.rsplit(".", 1)[1] for key in traces if ".constraint." in key})
+        raise ValueError(f"no scores for {name!r}" + (f"; there are {', '.join(names)}" if names else
+                                                      ": the model has no constraint heads"))
+    lines = []
+    for key, value in scores.items():
+        top = value[row].topk(min(k, len(tokens)))
+        words = [f"{tokens[i]!r} {s:.2f}" for s, i in zip(top.values.tolist(), top.indices.tolist())]
+        lines.append(f"{name} (block {key.split('.')[1]}): {', '.join(words)}")
+    return "\n".join(lines)
+
+
+class ContextGate(Mechanism):
+    """ACAG: a gate per head from context length and the shape of the attention row (ACAG README,
+    architecture).
+
+    published: sigmoid(W [c, mean, std] + b). normalised: 2 sigmoid(W [c, 1 - entropy / log n, log(n sum p^2)]
+    + b), zero at the start: the mean is always 1/n, and the raw std shrinks with n.
+    """
+
+    name = flag = "acag"
+    modes = {"acag": dict(acag="headwise"), "acag_elementwise": dict(acag="elementwise"),
+             "acag_detach": dict(acag="headwise", acag_detach=True),
+             "acag_published": dict(acag="headwise", acag_mode="published")}
+    neutral = {"acag": {}, "acag_elementwise": {}, "acag_detach": {},  # as they start
+               "acag_published": {"acag.weight": 0.0, "acag.bias": 50.0}}
+    needs_row_stats = "shape"
+
+    def __init__(self, config, attn):
+        super().__init__()
+        shape = (attn.n_total,) if config.acag == "headwise" else (attn.n_total, attn.head_size)
+        self.published, self.detach = config.acag_mode == "published", config.acag_detach
+        self.length = config.acag_length
+        self.attention_cost = 0.5 if self.detach else 1.0
+        self.weight = nn.Parameter(torch.empty(*shape, 3))
+        self.bias = nn.Parameter(torch.empty(*shape))
+
+    @staticmethod
+    def settle(config):
+        if config.acag and config.acag_length is None:
+            config.acag_length = config.block_size  # stays when the context is cropped
+
+    @staticmethod
+    def problems(config):
+        if config.acag_length < 1:
+            yield f"acag_length={config.acag_length} must be at least 1"
+
+    def initial_values(self):
+        start = Uniform(3 ** -0.5) if self.published else 0.0
+        return {"weight": start, "bias": start}
+
+    def head_axes(self):
+        return [HeadAxis(self, "weight"), HeadAxis(self, "bias")]
+
+    def forward(self, stats, n_keys, positions):
+        """Gate [B, H, T, 1 or D] from RowStats, the keys seen and the tokens before each token."""
+        entropy, log_p2 = stats.entropy, stats.log_p2
+        if self.detach:  # another mechanism may have asked for the gradient
+            entropy, log_p2 = entropy.detach(), log_p2.detach()
+        before = (positions if positions.dim() == 1 else positions[:, None]).to(entropy.dtype)
+        alone = n_keys == 1  # nothing to choose from: no logarithm or root whose gradient is not a number
+        n = n_keys.masked_fill(alone, 2).to(entropy.dtype)
+        if self.published:
+            spread = torch.where(alone, 0.0, log_p2.exp() / n - 1 / n**2)  # the population's variance
+            spread = torch.where(alone, 0.0, (spread.clamp_min(0) + 1e-12).sqrt())
+            features = (before + 1) / self.length, 1 / n_keys, spread
+        else:
+            features = ((1 + before).log() / math.log(1 + self.length),
+                        torch.where(alone, 0.0, 1 - entropy / n.log()),
+                        torch.where(alone, 0.0, n.log() + log_p2))
+        z = torch.stack([f.expand_as(entropy).to(entropy.dtype) for f in features], -1)
+        w = self.weight if self.weight.dim() == 3 else self.weight[:, None]  # (H, 1 or D, 3)
+        z = torch.einsum("bhtf,hdf->bhtd", z, w.to(z.dtype)) + self.bias.view(len(w), 1, w.size(1))
+        return z.sigmoid() if self.published else 2 * z.sigmoid()
+
+    def after(self, attn, h, ctx):
+        h.gates["acag_gate"] = self(h.row_stats, ctx.n_keys, ctx.positions)
+
+
+class Sink(Mechanism):
+    """A learned logit in each head's softmax, to attend to nothing: y * sigmoid(LSE - logit_h).
+
+    Source: gpt-oss (2025). The same as one key more, of that logit, whose value is 0.
+    """
+
+    name = flag = "sink"
+    modes = {"sink": dict(sink=True)}
+    neutral = {"sink": {"sink.logit": -50.0}}
+    needs_row_stats = "lse"
+
+    def __init__(self, config, attn):
+        super().__init__()
+        self.logit = nn.Parameter(torch.empty(attn.n_total))
+
+    def initial_values(self):
+        return {"logit": 0.0}
+
+    def head_axes(self):
+        return [HeadAxis(self, "logit")]
+
+    def after(self, attn, h, ctx):
+        h.gates["sink_gate"] = (h.row_stats.lse - self.logit[:, None]).sigmoid()[..., None]
+
+
+# The mechanisms of a layer, in the order in which they act. A new one is a class above and a name here.
+HEAD_MECHANISMS = (KeyOffset, ExclusiveAttention, HeadNorm, HeadRouter, SentinelGate, Agency,
+                   AdvantageAttention, OutputGate, ConstraintHeads, ContextGate, Sink)
+
+
+# ---- mechanisms outside the layers ----
+
+def identity_of_h(shape):
+    """[0, I], the matrix that takes h out of [skip; h], in the shape [C, 2 C]."""
+    return torch.cat((torch.zeros(shape[0], shape[0]), torch.eye(shape[0])), 1)
+
+
+class SkipFusion(Mechanism):
+    """U-Net: joins an encoder block's output `skip` to a decoder block's output h, both [B, T, C].
+
+    Source: Adaptive Transformer, section 2.3. concat: h + W [skip; h]; add: h + sigmoid(logit) skip;
+    published: the write-up's Linear([skip; h]). The initial weight of the skip falls with depth (its section
+    5.3).
+    """
+
+    name, flag = "fuse", "unet"
+    modes = {"unet_concat": dict(unet="concat"), "unet_add": dict(unet="add"),
+             "unet_published": dict(unet="published")}
+    neutral = {"unet_concat": {"fuse.*.weight": 0.0}, "unet_add": {"fuse.*.logit": -50.0},
+               "unet_published": {"fuse.*.weight": identity_of_h, "fuse.*.bias": 0.0}}
+
+    def __init__(self, config, depth):
+        super().__init__()
+        C = config.n_embd
+        self.mode, self.skips = config.unet, config.unet_skips
+        self.share = config.unet_init * (1 - depth / (config.n_layer // 2))
+        if self.mode == "add":
+            self.logit = nn.Parameter(torch.empty(1))
+        else:
+            self.weight = nn.Parameter(torch.empty(C, 2 * C))
+        if self.mode == "published":
+            self.bias = nn.Parameter(torch.empty(C))
+
+    @staticmethod
+    def problems(c):
+        yield from not_negative(c, "unet_init")
+        if c.n_layer < 2:
+            yield f"unet={c.unet!r} needs at least two layers to join"
+        if c.unet == "add" and c.unet_init > 1:
+            yield f"unet_init={c.unet_init} must be at most 1 for unet='add', whose weight is a sigmoid"
+
+    def initial_values(self):
+        if self.mode == "add":
+            # 7 is 0.999: at 1 itself the sigmoid has no slope to learn by
+            return {"logit": max(-50.0, min(7.0, logit(self.share)))}
+        if self.mode == "concat":
+            C = len(self.weight)
+            return {"weight": torch.cat((self.share * torch.eye(C), torch.zeros(C, C)), 1)}
+        linear = Uniform(self.weight.size(1) ** -0.5)  # nn.Linear's own
+        return {"weight": linear, "bias": linear}
+
+    def forward(self, h, skip):
+        if self.mode == "add":
+            return h + self.logit.sigmoid() * skip if self.skips else h
+        both = torch.cat((skip if self.skips else torch.zeros_like(skip), h), -1)
+        mixed = F.linear(both, self.weight, getattr(self, "bias", None))
+        return mixed if self.mode == "published" else h + mixed
+
+
+def logit(p):
+    """log(p / (1 - p)), infinite at 0 and 1."""
+    return math.log(p / (1 - p)) if 0 < p < 1 else math.copysign(math.inf, p - 0.5)
+
+
+class CausalMask(Mechanism):
+    """Who sees whom: a token itself and those before; with a window the near, the first, and blocks at
+    random.
+
+    Source: Longformer (arXiv 2004.05150), BigBird (arXiv 2007.14062). Every model has one, most without a
+    window.
+    """
+
+    name, flag = "mask", "window"
+    modes = {"window": dict(window=0),
+             "window_global_random": dict(window=0, window_global=1, window_random=1)}
+    neutral = {"window": {"window": "block_size"}, "window_global_random": {"window": "block_size"}}
+
+    def __init__(self, config):
+        super().__init__()
+        self.block_size, self.window = config.block_size, config.window
+        self.n_global, self.n_random = config.window_global, config.window_random
+        self.cell = config.window_block
+        if not self.window:
+            return
+        if self.n_random:
+            self.register_buffer("random_cells", self.draw_cells(), persistent=False)
+        t = torch.arange(self.block_size)
+        n = torch.cat([self.mask_mod(rows[:, None], t).sum(-1) for rows in t.split(256)])
+        self.register_buffer("n_seen", n, persistent=False)
+
+    @staticmethod
+    def settle(config):
+        if config.window is not None:  # sizes that must stay when the context is cropped
+            config.window = config.window or max(1, config.block_size // 4)
+            config.window_block = config.window_block or max(1, config.block_size // 16)
+
+    @staticmethod
+    def problems(config):
+        yield from not_negative(config, "window_global", "window_random")
+        for name in ("window", "window_block"):
+            if getattr(config, name) < 1:
+                yield f"{name}={getattr(config, name)} must be positive"
+        yield from no_dropout(config, "window")
+
+    def draw_cells(self):
+        """Which blocks before its window each block of tokens also sees, bool [blocks, blocks] (BigBird).
+
+        Drawn alike for every seed: a checkpoint keeps its pattern when it is trained on with another seed.
+        """
+        n = -(-self.block_size // self.cell)
+        reach = -(-(self.window - 1) // self.cell)  # blocks that the window touches
+        generator, table = torch.Generator().manual_seed(1337), torch.zeros(n, n, dtype=torch.bool)
+        for block in range(reach + 1, n):
+            table[block, torch.randperm(block - reach, generator=generator)[:self.n_random]] = True
+        return table
+
+    def crop(self, block_size):
+        self.block_size = block_size
+        if self.window:
+            self.n_seen = self.n_seen[:block_size]
+
+    def n_keys(self, positions):
+        """How many keys the tokens at these positions see."""
+        return self.n_seen[positions] if self.window else positions + 1
+
+    def mean_context(self):
+        """The block_size of a model without a window whose tokens see as many keys, on average."""
+        return 2 * self.n_seen.float().mean().item() - 1 if self.window else self.block_size
+
+    def mask_mod(self, query, key):
+        """Whether the token at position `query` may read position `key`, both from 0, broadcast."""
+        visible = key <= query
+        if self.window:
+            near = (query - key < self.window) | (key < self.n_global)
+            if self.n_random:
+                row, column = query.clamp_min(0) // self.cell, key.clamp_min(0) // self.cell
+                near = near | self.random_cells[row, column]
+            visible = visible & near
+        return visible
+
+    def make(self, past, T, pad, device, cached, counted, maps):
+        """What the kernel needs for T tokens after `past`: BlockMask, bool [1 or B, 1, T, past + T], None:
+        causal.
+
+        counted: are row statistics taken? maps: is the dense mask wanted?
+        """
+        if has_flex_attention(device) and not cached and pad is None and not maps:
+            return self.block_mask(T, device) if self.window or counted else None
+        off_cpu = counted and T > 1 and device.type != "cpu"
+        if pad is not None or (past and T > 1) or self.window or maps or off_cpu:
+            return self.dense(past, T, pad, device)
+        return None
+
+    def dense(self, past, T, pad, device):
+        """Who sees whom, True for yes, [1 or B, 1, T, past + T]; no row sees its padding."""
+        query = torch.arange(past, past + T, device=device)[:, None]
+        key = torch.arange(past + T, device=device)
+        if pad is None:
+            return self.mask_mod(query, key)[None, None]
+        query, key = query - pad[:, None, None], key - pad[:, None, None]
+        # an empty query sees itself: a softmax needs something
+        return (self.mask_mod(query, key) & (key >= 0) | (key == query))[:, None]
+
+    def block_mask(self, T, device, size=128):
+        """The same for FlexAttention: which blocks are seen in part, and which whole. Nothing is T x T."""
+        i = torch.arange(-(-T // size), device=device)[:, None]
+        j = i.T
+        partial_blocks, full_blocks = i >= j, i > j
+        if self.window:
+            near = ((i - j) * size - (size - 1) < self.window) | (j * size < self.n_global)
+            if self.n_random:
+                near = near | self.random_partial_blocks(partial_blocks, size)
+            partial_blocks = partial_blocks & near
+            full_blocks = full_blocks & (((i - j) * size + size - 1 < self.window)
+                                         | (j * size + size - 1 < self.n_global))
+
+        def listed(table):
+            """How many blocks each row of a table has, and which, in the form of BlockMask."""
+            order = table.int().argsort(dim=-1, descending=True, stable=True)
+            return table.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+        def mask_mod(b, h, query, key):
+            return self.mask_mod(query, key)
+
+        return BlockMask.from_kv_blocks(*listed(partial_blocks & ~full_blocks), *listed(full_blocks),
+                                        BLOCK_SIZE=size, seq_lengths=(T, T), mask_mod=mask_mod)
+
+    def random_partial_blocks(self, table, size):
+        """The kernel's blocks that random cells reach into, bool like `table`."""
+        hits = torch.zeros_like(table)
+        ends = torch.arange(-(-self.cell // size) + 1, device=table.device)
+
+        def blocks_of(cells):
+            begin = cells[:, None] * self.cell
+            last = (begin + self.cell - 1) // size
+            return (begin // size + ends).minimum(last).clamp_max(len(table) - 1)
+
+        rows, columns = self.random_cells.nonzero().unbind(1)
+        hits[blocks_of(rows)[:, :, None], blocks_of(columns)[:, None, :]] = True
+        return hits
+
+
+MECHANISM_CLASSES = (*HEAD_MECHANISMS, SkipFusion, CausalMask)
+
+# name -> flags: every mechanism in each of its modes. Tests, bench.py, compare.py and the docs read it.
+MECHANISMS = {name: flags for cls in MECHANISM_CLASSES for name, flags in cls.modes.items()}
+
+# name -> {flag or parameter: value} that makes it equal to the plain GPT, where such a setting exists. A
+# value may be the name of a size, and a function of the parameter's shape.
+NEUTRAL = {name: values for cls in MECHANISM_CLASSES for name, values in cls.neutral.items()}
+
+# The corrected form of all seven together.
+ALL_ON = {**MECHANISMS["routing_moh"], **MECHANISMS["sentinel"], **MECHANISMS["agency"],
+          **MECHANISMS["unet_concat"], **MECHANISMS["constraint_a"], **MECHANISMS["a2c_temperature"],
+          **MECHANISMS["acag"]}
 
 
 # ---- the transformer ----
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head causal attention with the mechanisms of its config, [B, T, C] -> [B, T, C]."""
+    """Multi-head causal attention and the mechanisms of its config, [B, T, C] -> [B, T, C].
+
+    Two mechanisms are named here, since they change what the projections are. Constraint heads have
+    projections of their own, which make the layer's heads more and its output wider (n_extra, merge); A2C as
+    published has no keys and values of its own (tied).
+    """
 
     def __init__(self, config, layer):
         super().__init__()
-        self.layer, self.head_size = layer, config.head_size_in(layer)
+        self.layer = layer
+        self.head_size = ConstraintHeads.head_size(config, layer)
         self.scale = config.qk_max / self.head_size if config.qk_max else self.head_size ** -0.5
-        self.kept = list(range(config.n_head)) if config.heads is None else config.heads[layer]  # what pruning left
-        self.n_base, self.n_head, D = config.n_head, len(self.kept), self.head_size  # n_base: before pruning
-        self.rope, self.qk_norm, self.head_norm = config.pos == "rope", config.qk_norm, config.head_norm
-        self.tied = config.a2c == "published"  # keys are queries, values are x
+        # what pruning left, by the original numbers; constraint heads are numbered on from n_base
+        self.head_ids = list(range(config.n_head)) if config.head_ids is None else config.head_ids[layer]
+        self.n_base = config.n_head
+        self.n_head = len(self.head_ids)
+        self.n_extra = ConstraintHeads.count(config, layer)
+        self.rope, self.qk_norm = config.pos == "rope", config.qk_norm
+        self.tied = config.a2c == "published"  # keys are queries, values are slices of x
         self.parts = 1 if self.tied else 3  # q, k, v in c_attn
-        self.c_attn = nn.Linear(config.n_embd, self.parts * self.n_head * D, bias=config.bias)
-        self.c_proj = nn.Linear(self.n_head * D, config.n_embd, bias=config.bias)
-        self.attn_dropout = config.dropout if config.attn_dropout is None else config.attn_dropout
+        self.c_attn = nn.Linear(config.n_embd, self.parts * self.n_head * self.head_size, bias=config.bias)
+        self.c_proj = nn.Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias)
+        self.attn_dropout = config.weight_dropout
         self.resid_dropout = nn.Dropout(config.dropout)
-        self.constraint = ConstraintHeads(config, D) if config.constraint_in(layer) else None
-        self.n_extra = config.n_constraint if self.constraint else 0
-        n = self.n_head + self.n_extra
-        self.router = HeadRouter(config) if config.routing else None
-        self.route_in_eval, self.route_skip, self.capacity = config.routing_eval_gate, config.routing_skip, config.routing_capacity
-        self.sentinel = SentinelGate(config, n) if config.sentinel else None
-        self.agency = Agency(config, n) if config.agency else None
-        self.a2c = AdvantageAttention(config, self.n_head) if config.a2c else None
-        self.acag = ContextGate(config, n, D) if config.acag else None
-        self.output_gate = OutputGate(config, n, D) if config.output_gate else None
-        self.register_buffer("hand", None, persistent=False)  # gates set by hand, [heads], NaN: not set
+        for cls in HEAD_MECHANISMS:
+            self.register_module(cls.name, cls(config, self) if cls.on(config, layer) else None)
+        self.register_buffer("gate_override", None, persistent=False)  # gates set by hand, [H], NaN: not set
+        readers = [m for m in self.mechanisms() if m.needs_row_stats]
+        needs = {m.needs_row_stats for m in readers}
+        self.needs_row_stats = "shape" if "shape" in needs else "lse" if needs else None
+        self.detach_row_stats = all(m.detach for m in readers)
 
-    def split(self, qkv, n_head, ctx, tied_to=None):
-        """[B, T, (3 or 1) * H * D] -> normed and rotated queries and keys, and values, each [B, H, T, D]."""
+    @property
+    def n_total(self):
+        """All heads: those of the layer, then the constraint heads."""
+        return self.n_head + self.n_extra
+
+    def mechanisms(self):
+        return [m for m in self.children() if isinstance(m, Mechanism)]
+
+    def forward(self, x, ctx):
+        """(what joins the residual stream, Extras)."""
+        h = Heads(x, *self.split(self.c_attn(x), self.n_head, ctx, x if self.tied else None))
+        gate = self.static_gate()
+        if gate is not None:
+            h.gates["gate"] = gate[:, None, None]
+        for m in self.mechanisms():
+            m.before(self, h, ctx)
+        self.one_dtype(h)
+        if ctx.cache is not None:
+            h.k, h.v = ctx.cache.append(self.layer, h.k, h.v)
+        self.attend(h, ctx)
+        for m in self.mechanisms():
+            m.after(self, h, ctx)
+        y = h.y
+        if h.gates:  # one pass over y: the small factors are multiplied first
+            y = y * math.prod(sorted(h.gates.values(), key=lambda g: g.size(-1))).to(y.dtype)
+        if ctx.traces:
+            self.trace(h, ctx)
+        return self.merge(y), Extras(h.losses, h.predictions, h.traces)
+
+    def split(self, qkv, n_head, ctx, values=None):
+        """[B, T, (3 or 1) * H * D] -> normed and rotated queries and keys, and values, each [B, H, T, D].
+
+        values: x, where keys are queries and values are slices of x.
+        """
         B, T, _ = qkv.shape
-        if tied_to is None:
+        if values is None:
             qk, v = qkv.view(B, T, 3, n_head, self.head_size).split((2, 1), dim=2)
-        else:  # keys are queries, values are slices of x
-            qk, v = qkv.view(B, T, 1, n_head, self.head_size), tied_to.unflatten(-1, (1, -1, self.head_size))
-            v = v if v.size(3) == n_head else v[..., self.kept, :]
+        else:
+            qk, v = qkv.view(B, T, 1, n_head, self.head_size), values.unflatten(-1, (1, -1, self.head_size))
+            v = v if v.size(3) == n_head else v[..., self.head_ids, :]
         if self.qk_norm:
             qk = rms_norm(qk)
         if self.rope:
@@ -937,145 +1517,96 @@ class CausalSelfAttention(nn.Module):
         qk = qk.transpose(1, 3).unbind(2)  # (B, H, 2, T, D) -> 2 x (B, H, T, D)
         return qk[0], qk[-1], v.squeeze(2).transpose(1, 2)
 
-    def project(self, x, ctx):
-        """q, k, v of x, each [B, H, T, D], base heads before constraint heads; what the critic and the routers said."""
-        q, k, v = self.split(self.c_attn(x), self.n_head, ctx, x if self.tied else None)
-        said = {}
-        if self.router and (self.training or self.route_in_eval):
-            said["routing_weights"], said["selected"], said["routing_logits"] = w, *_ = self.router(x)
-            w = w if self.n_head == w.size(-1) else w[..., self.kept]
-            said["routing"] = F.pad(w, (0, self.n_extra), value=1.0).transpose(1, 2)  # (B, H, T); constraint heads are always on
-        if self.a2c:
-            q, k, v, said["advantage"] = self.a2c(q, k, v, x, self.scale)
-        if self.constraint:
-            more = self.split(self.constraint.c_attn(x), self.n_extra, ctx)
-            said["router_gates"] = gates = self.constraint.gates(x, ctx, self.layer)
-            if self.constraint.seed:  # the write-up gates the values
-                more = more[0], more[1], more[2] * gates.transpose(1, 2)[..., None].to(x.dtype)
-            q, k, v = (torch.cat((t, F.pad(u, (0, t.size(-1) - self.head_size))), 1) for t, u in zip((q, k, v), more))
-        kind = x.device.type  # under autocast a norm may have made q and k float32, and x is it anyway
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v.dtype
-        return q.to(dtype), k.to(dtype), v.to(dtype), said
+    def one_dtype(self, h):
+        """Under autocast a norm may have made q and k float32, and x is it anyway; kernels want one dtype."""
+        kind = h.x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.v.dtype
+        h.q, h.k, h.v = h.q.to(dtype), h.k.to(dtype), h.v.to(dtype)
 
-    def attend(self, q, k, v, said, ctx):
-        """y [B, H, T, D], and (entropy, log sum p^2) of the attention rows where somebody asks for them."""
-        dropout, rows = self.attn_dropout if self.training else 0.0, None
-        if self.acag or ctx.traces:
-            detach = self.acag is None or self.acag.detach
-            y, *rows = row_statistics(q, k, v, self.scale, ctx.mask, ctx.n, detach, dropout)
-        elif "routing" in said and self.route_skip and q.size(2) == 1 and k.size(2) >= SKIP_FROM and not (k.is_cuda or torch.is_grad_enabled()):
-            y = attend_selected(q, k, v, self.scale, said["routing"].squeeze(-1) > 0, ctx.mask)
-        elif "routing" in said and self.capacity and flexes(q.device) and ctx.cache is None and not isinstance(ctx.mask, torch.Tensor):
-            share = self.router.k / self.router.out.out_features
-            y, said["dropped"] = attend_packed(q, k, v, self.scale, said["routing"] > 0, self.capacity * share * q.size(2), ctx.sees)
+    def attend(self, h, ctx):
+        """Set h.y [B, H, T, D], and h.row_stats where somebody reads them."""
+        q, k, v = h.q, h.k, h.v
+        dropout = self.attn_dropout if self.training else 0.0
+        needs = "shape" if ctx.traces else self.needs_row_stats
+        if needs:
+            y, h.row_stats = row_statistics(q, k, v, self.scale, ctx.mask, ctx.n_keys, self.detach_row_stats,
+                                            dropout, shape=needs == "shape")
+        elif h.used is not None and q.size(2) == 1:
+            y = attend_selected(q, k, v, self.scale, h.used.squeeze(-1), ctx.mask)
+        elif h.used is not None:
+            y, _ = attend_packed(q, k, v, self.scale, h.used, h.capacity, ctx.mask_mod)
         else:
             y = attend(q, k, v, self.scale, ctx.mask, dropout)
-        return y[..., :self.head_size], rows
-
-    def static_gate(self, noisy=None):
-        """Sentinel gate times agency factor of each head, [H], or what was set by hand; None where there is nothing."""
-        gates = ([self.sentinel(noisy)] if self.sentinel else []) + ([self.agency()] if self.agency else [])
-        gate = math.prod(gates) if gates else None
-        if self.hand is not None:
-            gate = torch.where(self.hand.isnan(), 1.0 if gate is None else gate, self.hand)
-        return gate
-
-    def factors(self, x, rows, said, ctx):
-        """{name: factor, broadcasting over the heads' outputs [B, H, T, D]}, and auxiliary losses."""
-        found, losses = {}, {}
-        gate = self.static_gate()
-        if gate is not None:
-            found["gate"] = gate[:, None, None]
-        if "routing" in said:
-            found["routing"] = said.pop("routing")[..., None]
-            losses.update(self.router.penalty(said["routing_weights"], said["selected"], said["routing_logits"]) if ctx.losses else {})
-        if self.output_gate:
-            found["output_gate"] = self.output_gate(x)
-        if self.acag:
-            found["acag_gate"] = self.acag(*rows, ctx.n, ctx.at)
-        if self.constraint and not self.constraint.seed:
-            found["router"] = F.pad(said["router_gates"], (self.n_head, 0), value=1.0).transpose(1, 2)[..., None]
-        if ctx.losses:
-            losses.update(self.sentinel.penalty() if self.sentinel else {})
-            if self.constraint and self.constraint.sparsity:
-                losses["constraint_router"] = self.constraint.sparsity * said["router_gates"].mean()
-        return found, losses
+        h.y = y[..., :self.head_size]
 
     def merge(self, y):
         """Heads side by side, [B, H, T, D] -> [B, T, C], and out into the residual stream."""
-        if self.constraint:
+        if self.n_extra:  # constraint heads come out through a projection of their own
             y, extra = y.split((self.n_head, self.n_extra), 1)
-            return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)) + self.constraint.c_proj(extra.transpose(1, 2).flatten(2)))
+            out = self.c_proj(y.transpose(1, 2).flatten(2))
+            return self.resid_dropout(out + self.constraint.c_proj(extra.transpose(1, 2).flatten(2)))
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
 
-    def forward(self, x, ctx):
-        """(what joins the residual stream, {name: auxiliary loss}, {name: trace})."""
-        q, k, v, said = self.project(x, ctx)
-        if ctx.cache is not None:
-            k, v = ctx.cache.append(self.layer, k, v)
-        y, rows = self.attend(q, k, v, said, ctx)
-        y = rms_norm(y) if self.head_norm else y
-        found, losses = self.factors(x, rows, said, ctx)
-        out = y
-        if found:  # one pass over y: the small factors are multiplied first
-            out = y * math.prod(sorted(found.values(), key=lambda f: f.size(-1))).to(y.dtype)
-        return self.merge(out), losses, self.traces(q, k, y, rows, found, said, ctx)
+    def static_gate(self, noisy=None):
+        """Product of the gates that depend on no token, or what was set by hand, [H]; None: there is nothing.
+        """
+        gates = [m.static_gate(noisy) for m in self.mechanisms()]
+        gates = [gate for gate in gates if gate is not None]
+        gate = math.prod(gates) if gates else None
+        if self.gate_override is not None:
+            gate = torch.where(self.gate_override.isnan(), 1.0 if gate is None else gate, self.gate_override)
+        return gate
 
-    def traces(self, q, k, y, rows, found, said, ctx):
-        """{name: tensor} of what was asked for; losses need the advantages and the constraint scores."""
-        seen = {"advantage": said["advantage"]} if "advantage" in said else {}
-        if self.constraint and (ctx.scores or ctx.traces):
-            scores = self.constraint.scores(y[:, self.n_head:])
-            seen.update({f"constraint.{name}": score for name, score in self.constraint.named(scores).items()}, head_scores=scores)
-        if ctx.traces:
-            seen.update(said, entropy=rows[0], concentration=rows[1].exp(), **{n: f for n, f in found.items() if n not in ("routing", "router")})
-            if "routing_weights" in said:
-                seen.update(routing_summary(said["routing_weights"], said["selected"]))
-            if self.agency:
-                seen["agency"] = self.agency()
-            if ctx.traces == "maps":
-                seen["map"] = ((q @ k.mT).float() * self.scale).masked_fill(~ctx.mask, -math.inf).softmax(-1)
-        return seen
+    def trace(self, h, ctx):
+        """What every model's traces hold, beside those of its mechanisms."""
+        gates = {name: gate for name, gate in h.gates.items() if name not in ("routing", "router")}
+        h.traces.update(entropy=h.row_stats.entropy, concentration=h.row_stats.log_p2.exp(), **gates)
+        if ctx.traces == "maps":
+            logits = (h.q @ h.k.mT).float() * self.scale
+            h.traces["map"] = logits.masked_fill(~ctx.mask, -math.inf).softmax(-1)
 
     # ---- heads set by hand, and gone ----
 
-    def numbers(self):
-        """The heads that are here, by their original numbers; constraint heads are numbered on from n_head."""
-        return self.kept + [self.n_base + i for i in range(self.n_extra)]
+    def all_head_ids(self):
+        """The heads that are here, by their original numbers, constraint heads too."""
+        return self.head_ids + [self.n_base + i for i in range(self.n_extra)]
 
-    def off(self):
+    def closed_heads(self):
         """The base heads whose gate is exactly 0 when evaluated, by their original numbers."""
         gate = self.static_gate(noisy=False)
-        return [] if gate is None else [h for h, g in zip(self.kept, gate.tolist()) if g == 0]
+        return [] if gate is None else [i for i, g in zip(self.head_ids, gate.tolist()) if g == 0]
+
+    def head_axes(self):
+        """Every HeadAxis of the layer and its mechanisms."""
+        D = self.head_size
+        own = [HeadAxis(self.c_attn, "weight", size=D, extra=False, parts=self.parts),
+               HeadAxis(self.c_attn, "bias", size=D, extra=False, parts=self.parts),
+               HeadAxis(self.c_proj, "weight", dim=1, size=D, extra=False), HeadAxis(self, "gate_override")]
+        return own + [axis for m in self.mechanisms() for axis in m.head_axes()]
+
+    def matrices(self):
+        """[(weight, matrices stacked in it by rows)], for Muon."""
+        own = [(self.c_attn.weight, self.parts), (self.c_proj.weight, 1)]
+        return own + [matrix for m in self.mechanisms() for matrix in m.matrices()]
 
     @torch.no_grad()
     def prune(self, gone, optimizers=()):
         """Drop base heads, by their original numbers, from every tensor, and from the optimizers' moments."""
-        keep = [i for i, h in enumerate(self.kept) if h not in gone]
-        H, D = self.n_head, self.head_size
-
-        def index(parts, per, extra=True):
-            """What stays of a dimension that holds parts x heads x per entries, and then the constraint heads'."""
-            base = torch.arange(parts * H * per).view(parts, H, per)[:, keep].flatten()
-            return torch.cat((base, torch.arange(parts * H * per, parts * H * per + extra * self.n_extra * per)))
-
-        todo = [(self.c_attn, ("weight", "bias"), 0, index(self.parts, D, False)), (self.c_proj, ("weight",), 1, index(1, D, False)), (self, ("hand",), 0, index(1, 1))]
-        todo += [(self.sentinel, ("logit",), 0, index(1, 1))] if self.sentinel else []
-        todo += [(self.agency, ("state", "consent", "utilisation", "last_signal"), 0, index(1, 1))] if self.agency else []
-        todo += [(self.acag, ("weight", "bias"), 0, index(1, 1))] if self.acag else []
-        todo += [(self.a2c.critic, ("weight", "bias"), 0, index(1, 1, False)), (self.a2c, ("mix",), 0, index(1, 1, False))] if self.a2c else []
-        todo += [(self.output_gate.proj, ("weight",), 0, index(1, self.output_gate.per))] if self.output_gate else []
-        for module, names, dim, rows in todo:
-            for name in names:
-                take(module, name, dim, rows, optimizers)
-        self.kept, self.n_head = [self.kept[i] for i in keep], len(keep)
-        self.c_attn.out_features, self.c_proj.in_features = self.c_attn.weight.size(0), self.c_proj.weight.size(1)
-        if self.output_gate:
-            self.output_gate.n_head, self.output_gate.proj.out_features = self.n_head + self.n_extra, self.output_gate.proj.weight.size(0)
+        left = torch.tensor([i not in gone for i in self.head_ids], dtype=torch.bool)
+        for axis in self.head_axes():
+            heads = torch.cat((left, torch.ones(self.n_extra * axis.extra, dtype=torch.bool)))
+            rows = heads.repeat(axis.parts).repeat_interleave(axis.size).nonzero().flatten()
+            keep_rows(axis.module, axis.tensor, axis.dim, rows, optimizers)
+        self.head_ids = [i for i in self.head_ids if i not in gone]
+        self.n_head = len(self.head_ids)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.out_features, module.in_features = module.weight.shape
 
 
-def take(module, name, dim, rows, optimizers):
-    """Keep only `rows` of a module's parameter or buffer along `dim`, and of what optimizers hold about it."""
+def keep_rows(module, name, dim, rows, optimizers):
+    """Keep only `rows` of a module's parameter or buffer along `dim`, and of what optimizers hold about it.
+    """
     old = getattr(module, name, None)
     if old is None:
         return
@@ -1083,7 +1614,6 @@ def take(module, name, dim, rows, optimizers):
     if not isinstance(old, nn.Parameter):
         return setattr(module, name, old.index_select(dim, rows))
     new = nn.Parameter(old.index_select(dim, rows), old.requires_grad)
-    new.__dict__.update(old.__dict__)
     new.grad = None if old.grad is None else old.grad.index_select(dim, rows)
     setattr(module, name, new)
     for optimizer in optimizers:
@@ -1091,19 +1621,9 @@ def take(module, name, dim, rows, optimizers):
             group["params"] = [new if p is old else p for p in group["params"]]
         if old in optimizer.state:
             state = optimizer.state.pop(old)
-            optimizer.state[new] = {k: t.index_select(dim, rows) if torch.is_tensor(t) and t.shape == old.shape else t for k, t in state.items()}
-
-
-def routing_summary(weights, selected):
-    """What a router does, from weights and selection [B, T, H]: load per head, dead heads, and how spread it is.
-
-    effective_heads: exp of the load's entropy; token_entropy: of one token's weights, batch_entropy: of all tokens' mean, nats.
-    """
-    used = selected.flatten(0, 1).float().mean(0)
-    entropy = lambda p: -(p * p.clamp_min(1e-12).log()).sum(-1)
-    share = lambda w: w / w.sum(-1, keepdim=True).clamp_min(1e-12)
-    return dict(routing_load=used, dead_heads=(used == 0).sum(), effective_heads=entropy(share(used)).exp(),
-                token_entropy=entropy(share(weights)).mean(), batch_entropy=entropy(share(weights.flatten(0, 1).mean(0))))
+            optimizer.state[new] = {
+                key: t.index_select(dim, rows) if torch.is_tensor(t) and t.shape == old.shape else t
+                for key, t in state.items()}
 
 
 class MLP(nn.Module):
@@ -1137,9 +1657,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, ctx):
-        y, losses, traces = self.attn(self.ln_1(x), ctx)
+        y, extras = self.attn(self.ln_1(x), ctx)
         x = x + y
-        return x + self.mlp(self.ln_2(x)), losses, traces
+        return x + self.mlp(self.ln_2(x)), extras
 
 
 class GPT(nn.Module):
@@ -1156,10 +1676,11 @@ class GPT(nn.Module):
             drop=nn.Dropout(config.dropout),
             h=nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
             ln_f=make_norm(config)))
+        layers = [block.attn for block in self.transformer.h]
         if config.pos == "learned":
             self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
         else:
-            for size in {config.head_size_in(layer) for layer in range(config.n_layer)}:
+            for size in {attn.head_size for attn in layers}:
                 for name, table in zip(("cos", "sin"), rope_tables(config, size)):
                     self.register_buffer(f"{name}{size}", table, persistent=False)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -1167,29 +1688,29 @@ class GPT(nn.Module):
             self.lm_head.weight = self.transformer.wte.weight
         if config.unet:
             self.fuse = nn.ModuleList(SkipFusion(config, depth) for depth in range(config.n_layer // 2))
-        if config.a2c in ("temperature", "key_bias"):
-            self.value = nn.Linear(config.n_embd, 1)
-        if config.window:
-            if config.window_random:
-                self.register_buffer("random_blocks", random_blocks(config), persistent=False)
-            t = torch.arange(config.block_size)
-            n = torch.cat([self.sees(rows[:, None], t).sum(-1) for rows in t.split(256)])
-            self.register_buffer("n_seen", n, persistent=False)
+        if AdvantageAttention.learns(config):
+            self.value = ValueHead(config)
+        self.mask = CausalMask(config)
+        self.needs_row_stats = any(attn.needs_row_stats for attn in layers)
+        self.needs_positions = any(m.needs_positions for attn in layers for m in attn.mechanisms())
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
-        """GPT-2's initial values, each drawn from a generator of its own that is keyed by (seed, parameter name).
+        """GPT-2's initial values, or a mechanism's own; each parameter's generator is keyed by (seed, its
+        name).
 
         Two models therefore start bit-identical in every parameter that they share, whatever else they have.
         """
+        starts = {f"{path}.{name}": value for path, m in self.named_modules() if isinstance(m, Mechanism)
+                  for name, value in m.initial_values().items()}
         for name, p in self.named_parameters():
             digest = hashlib.sha256(f"{self.config.seed}:{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
             out = name.endswith("c_proj.weight")  # writes into the residual stream
-            start = getattr(p, "start", None)  # a mechanism's own initial value
-            if isinstance(start, tuple):
-                p.uniform_(-start[1], start[1], generator=generator)
+            start = starts.get(name)
+            if isinstance(start, Uniform):
+                p.uniform_(-start.bound, start.bound, generator=generator)
             elif start is not None:
                 p.copy_(torch.as_tensor(start))
             elif p.dim() < 2:
@@ -1197,112 +1718,84 @@ class GPT(nn.Module):
             elif self.config.zero_init and (out or name == "lm_head.weight"):
                 p.zero_()
             else:
-                p.normal_(0.0, 0.02 / math.sqrt(2 * self.config.n_layer) if out else 0.02, generator=generator)
+                std = 0.02 / math.sqrt(2 * self.config.n_layer) if out else 0.02
+                p.normal_(0.0, std, generator=generator)
+
+    def no_decay(self):
+        """Names of the parameters that weight decay leaves alone whatever their shape: mechanisms' own."""
+        return {f"{path}.{name}" for path, m in self.named_modules() if isinstance(m, Mechanism)
+                for name, _ in m.named_parameters(recurse=False)}
 
     # ---- forward ----
 
     def hidden(self, idx, cache=None, pad=None):
-        """Final hidden states [B, T, C] of idx [B, T], after what `cache` holds; row b's first pad[b] columns are empty."""
-        return self.trunk(idx, cache, pad)[0]
+        """Final hidden states [B, T, C] of idx [B, T] after what `cache` holds; row b begins at column
+        pad[b].
+        """
+        return self.run_blocks(idx, cache, pad)[0]
 
-    def trunk(self, idx, cache=None, pad=None, **asked):
-        """hidden(), auxiliary losses {name: sum over blocks}, and traces {"blocks.<i>.<name>": tensor}."""
+    def run_blocks(self, idx, cache=None, pad=None, **wanted):
+        """(hidden(), Extras): losses {name: sum over blocks}, predictions and traces {"blocks.<i>.<name>":
+        tensor}.
+        """
         c, N = self.config, self.config.n_layer
         B, T = idx.shape
         past = cache.length if cache else 0
         if past + T > c.block_size:
             raise ValueError(f"{past + T} tokens do not fit block_size={c.block_size}")
         if pad is None:
-            at = slice(past, past + T)
+            positions = slice(past, past + T)
         else:
-            at = (torch.arange(past, past + T, device=idx.device) - pad[:, None]).clamp_min(0)  # (B, T)
-        ctx = self.context(at, past, T, cache, pad, idx.device, **asked)
+            columns = torch.arange(past, past + T, device=idx.device)
+            positions = (columns - pad[:, None]).clamp_min(0)  # (B, T)
+        ctx = self.context(positions, past, T, cache, pad, idx.device, **wanted)
         x = self.transformer.wte(idx)
         if c.pos == "learned":
-            x = x + self.transformer.wpe.weight[at]
+            x = x + self.transformer.wpe.weight[positions]
         if c.embed_norm:
             x = rms_norm(x)
         x = self.transformer.drop(x)
-        losses, traces, skips = {}, {}, []
+        total, skips = Extras({}, {}, {}), []
         for i, block in enumerate(self.transformer.h):
             if c.checkpoint_activations and self.training:
-                x, more, seen = checkpoint(block, x, ctx, use_reentrant=False)
+                x, extras = checkpoint(block, x, ctx, use_reentrant=False)
             else:
-                x, more, seen = block(x, ctx)
+                x, extras = block(x, ctx)
             if c.unet and i < N // 2:
                 skips.append(x)
-            elif c.unet and i >= N - N // 2:  # an odd number of blocks leaves the middle one without a partner
+            elif c.unet and i >= N - N // 2:  # of an odd number, the middle one has no partner
                 x = self.fuse[i - (N - N // 2)](x, skips.pop())
-            for name, loss in more.items():
-                losses[name] = losses[name] + loss if name in losses else loss
-            traces.update({f"blocks.{i}.{name}": value for name, value in seen.items()})
+            for name, loss in extras.losses.items():
+                total.losses[name] = total.losses[name] + loss if name in total.losses else loss
+            total.predictions.update({f"blocks.{i}.{name}": t for name, t in extras.predictions.items()})
+            total.traces.update({f"blocks.{i}.{name}": t for name, t in extras.traces.items()})
         if cache:
             cache.length += T
-        return self.transformer.ln_f(x), losses, traces
+        return self.transformer.ln_f(x), total
 
-    def context(self, at, past, T, cache, pad, device, losses=False, scores=False, traces=False, hint=None):
-        """The Context of a forward pass: only what its flags ask for."""
-        c, mask, rope, n, real = self.config, None, None, None, None
-        counts = c.acag or traces
-        if flexes(device) and cache is None and pad is None and traces != "maps":
-            mask = self.block_mask(T, device) if c.window or counts else None
-        elif pad is not None or (past and T > 1) or c.window or traces == "maps" or (counts and T > 1 and device.type != "cpu"):
-            mask = self.mask(past, T, pad, device)
-        if c.pos == "rope":  # over [B, T, (q, k), H, D]
+    def context(self, positions, past, T, cache, pad, device,
+                losses=False, scores=False, traces=False, hint=None):
+        """The Context of a forward pass: only what is asked for. positions: a slice, or [B, T] of padded
+        rows.
+        """
+        counted = self.needs_row_stats or bool(traces)
+        mask = self.mask.make(past, T, pad, device, cache is not None, counted, traces == "maps")
+        rope = n_keys = valid = None
+        if self.config.pos == "rope":  # over [B, T, (q, k), H, D]
             sizes = {block.attn.head_size for block in self.transformer.h}
-            rope = {d: tuple(getattr(self, f"{name}{d}")[at][..., None, None, :] for name in ("cos", "sin")) for d in sizes}
-        if isinstance(at, slice):
-            at = torch.arange(past, past + T, device=device) if counts or c.constraint_names else None
-        elif c.constraint_names:
-            real = (torch.arange(past, past + T, device=device) >= pad[:, None])[..., None]
-        if counts:
-            n = (self.n_seen[at] if c.window else at + 1).to(torch.promote_types(self.transformer.wte.weight.dtype, torch.float32))
-            n = n if pad is None else n[:, None]
-        return Context(rope, cache, mask, at, n, real, self.sees, hint, losses, scores, traces)
-
-    def sees(self, query, key):
-        """Whether the token at position `query` may read position `key`, both from 0, broadcast."""
-        sees = key <= query
-        if self.config.window:
-            near = (query - key < self.config.window) | (key < self.config.window_global)
-            if self.config.window_random:
-                size = self.config.window_block
-                near = near | self.random_blocks[query.clamp_min(0) // size, key.clamp_min(0) // size]
-            sees = sees & near
-        return sees
-
-    def mask(self, past, T, pad, device):
-        """Who sees whom, True for yes, [1 or B, 1, T, past + T]: causal, within the window, and no row sees its padding."""
-        query, key = torch.arange(past, past + T, device=device)[:, None], torch.arange(past + T, device=device)
-        if pad is None:
-            return self.sees(query, key)[None, None]
-        query, key = query - pad[:, None, None], key - pad[:, None, None]
-        return (self.sees(query, key) & (key >= 0) | (key == query))[:, None]  # an empty query sees itself: a softmax needs something
-
-    def block_mask(self, T, device, size=128):
-        """The same for FlexAttention, from blocks alone: which are seen in part, and which whole. Nothing is T x T."""
-        i, j = torch.arange(-(-T // size), device=device)[:, None], torch.arange(-(-T // size), device=device)
-        some, whole = i >= j, i > j
-        if self.config.window:
-            window, first = self.config.window, self.config.window_global
-            near = ((i - j) * size - (size - 1) < window) | (j * size < first)
-            if self.config.window_random:
-                cells, step = self.random_blocks, self.config.window_block
-                rows, columns = cells.nonzero().unbind(1)
-                hits = torch.zeros_like(some)
-                ends = torch.arange(-(-step // size) + 1, device=device)
-                touched = lambda cell: (cell[:, None] * step // size + ends).minimum((cell[:, None] * step + step - 1) // size).clamp_max(len(some) - 1)
-                hits[touched(rows)[:, :, None], touched(columns)[:, None, :]] = True
-                near = near | hits
-            some = some & near
-            whole = whole & (((i - j) * size + size - 1 < window) | (j * size + size - 1 < first))
-
-        def listed(table):
-            """How many blocks each row of a table has, and which, in the form of BlockMask."""
-            return table.sum(-1, dtype=torch.int32)[None, None], table.int().argsort(dim=-1, descending=True, stable=True).int()[None, None]
-
-        return BlockMask.from_kv_blocks(*listed(some & ~whole), *listed(whole), BLOCK_SIZE=size, seq_lengths=(T, T),
-                                        mask_mod=lambda b, h, q, k: self.sees(q, k))
+            rope = {size: tuple(getattr(self, f"{name}{size}")[positions][..., None, None, :]
+                                for name in ("cos", "sin")) for size in sizes}
+        if isinstance(positions, slice):
+            wanted = counted or self.needs_positions
+            positions = torch.arange(past, past + T, device=device) if wanted else None
+        elif self.needs_positions:
+            valid = (torch.arange(past, past + T, device=device) >= pad[:, None])[..., None]
+        if counted:
+            dtype = torch.promote_types(self.transformer.wte.weight.dtype, torch.float32)
+            n_keys = self.mask.n_keys(positions).to(dtype)
+            n_keys = n_keys if pad is None else n_keys[:, None]
+        return Context(rope, cache, mask, self.mask.mask_mod, positions, n_keys, valid,
+                       hint, losses, scores, traces)
 
     def head(self, x):
         """Logits in float32, [..., C] -> [..., V]."""
@@ -1314,119 +1807,100 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, traces=False, constraint_targets=None, router_hint=None):
         """idx, targets [B, T] -> Output; targets of -1 are not scored. Without targets there are no losses.
 
-        traces: True, or "maps" for attention maps too. constraint_targets: {name: [B, T]}, see constraint_loss().
-        router_hint [B, C]: read by the constraint router instead of the text so far.
+        traces: True, or "maps" for attention maps too. constraint_targets: {name: [B, T]}, see
+        constraint_loss(). router_hint [B, C]: read by the constraint router instead of the text so far.
         """
-        c = self.config
-        x, losses, seen = self.trunk(idx, losses=targets is not None, scores=constraint_targets is not None, traces=traces, hint=router_hint)
-        logits, loss = self.head(x), None
-        if targets is not None and c.a2c in ("temperature", "key_bias"):
-            nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none").view_as(targets)
-            scored = targets != -1
+        x, extras = self.run_blocks(idx, losses=targets is not None, scores=constraint_targets is not None,
+                                    traces=traces, hint=router_hint)
+        logits, loss, aux = self.head(x), None, extras.losses
+        if targets is not None and AdvantageAttention.learns(self.config):
+            nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+            nats, scored = nats.view_as(targets), targets != -1
             loss = nats.sum() / scored.sum()
-            losses.update(self.critic_losses(x, nats.detach(), scored, seen))
+            into = extras.traces if traces else None
+            aux.update(self.value.losses(x, nats.detach(), scored, extras.predictions, into))
         elif targets is not None:
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         if constraint_targets is not None:
-            each = [{n: seen[f"blocks.{i}.constraint.{n}"] for n in c.constraint_names or ()} for i in range(c.n_layer) if c.constraint_in(i)]
-            weights = dict(zip(c.constraint_names or (), c.constraint_name_coef or ()))
-            terms = [constraint_loss(scores, constraint_targets, weights, c.constraint_focal, c.constraint_positive_coef) for scores in each or [{}]]
-            losses["constraint"] = c.constraint_coef * sum(terms) / len(terms)
-        return Output(logits, loss, losses, seen if traces else None)
-
-    def critic_losses(self, x, nats, scored, seen):
-        """A2C's two auxiliary losses; adds return, value and advantage [B, T] and how well they are predicted to `seen`.
-
-        The return G_s discounts the log-probabilities of the tokens to come, so it is a target only, never an input. The
-        value reads the last hidden state and A its block's input; no gradient of the value's error reaches the blocks.
-        """
-        G = discounted_return(-nats, scored, self.config.a2c_gamma)
-        V = float32_linear(self.value, x.detach()).squeeze(-1)
-        advantage = (G - V).detach()
-        keys = [f"blocks.{i}.advantage" for i in range(self.config.n_layer)]
-        predicted = {key: seen[key] for key in keys if seen[key].size(-1)}
-        error = sum(((a - advantage[..., None]).square().mean(-1) * scored).sum() for a in predicted.values()) / max(1, len(predicted))
-        share = lambda rest, whole: 1 - rest[scored].var() / whole[scored].var()
-        if seen and "blocks.0.entropy" in seen:  # traces were asked for
-            seen.update({"a2c.return": G, "a2c.value": V, "a2c.advantage": advantage, "a2c.explained_variance": share(G - V, G)})
-            for key, a in predicted.items():
-                pairs = torch.stack((a.mean(-1)[scored].to(G.dtype), advantage[scored]))
-                seen[key.replace("advantage", "advantage_correlation")] = torch.corrcoef(pairs)[0, 1]
-        return {"a2c_value": self.config.a2c_value_coef * ((V - G).square() * scored).sum() / scored.sum(),
-                "a2c_advantage": self.config.a2c_advantage_coef * error / scored.sum()}
+            aux["constraint"] = ConstraintHeads.loss(self.config, extras.predictions, constraint_targets)
+        return Output(logits, loss, aux, extras.traces if traces else None)
 
     # ---- heads ----
 
     def set_head(self, layer, head, gate=None, state=None, consent=None, step=0):
-        """Set a head's gate by hand (overrides sentinel and agency; None leaves it), its agency state, its consent.
+        """Set a head's gate by hand (over sentinel and agency; None leaves it), its agency state, its
+        consent.
 
         Raises ValueError for a head or state that there is not.
         """
         if not 0 <= layer < self.config.n_layer:
             raise ValueError(f"there is no block {layer}; they go from 0 to {self.config.n_layer - 1}")
         attn = self.transformer.h[layer].attn
-        heads = attn.numbers()
+        heads = attn.all_head_ids()
         if head not in heads:
             raise ValueError(f"block {layer} has no head {head}; it has {', '.join(map(str, heads))}")
         i = heads.index(head)
         if gate is not None:
-            if attn.hand is None:
-                attn.hand = torch.full((len(heads),), math.nan, device=attn.c_proj.weight.device)
-            attn.hand[i] = gate
+            if attn.gate_override is None:
+                attn.gate_override = torch.full((len(heads),), math.nan, device=attn.c_proj.weight.device)
+            attn.gate_override[i] = gate
         if state is not None or consent is not None:
             if attn.agency is None:
                 raise ValueError("the model has no head states: it was trained with agency off")
-            if state is not None:
-                if state not in Agency.STATES:
-                    raise ValueError(f"state {state!r} must be one of {', '.join(Agency.STATES)}")
-                was, now = attn.agency.state[i].item(), list(Agency.STATES).index(state)
-                attn.agency.state[i] = now
-                if consent is None and "withdrawn" in (state, list(Agency.STATES)[was]):  # else consent is another matter
-                    consent = state != "withdrawn"
-            if consent is not None:
-                attn.agency.consent[i] = consent
-            attn.agency.last_signal[i] = step
+            attn.agency.set(i, state, consent, step)
 
     def violations(self):
-        """Heads without consent whose gate says that they are in use, as dicts of layer, head, type, gate and state.
+        """Heads without consent whose gate says that they are in use: dicts of layer, head, type, gate,
+        state.
 
-        type: "blocked" (held back all the same) or "forced" (it runs: agency_enforce is off, or its gate was set by hand).
+        type: "blocked" (held back all the same) or "forced" (it runs: agency_enforce is off, or its gate was
+        set by hand).
         """
         found = []
         for layer, block in enumerate(self.transformer.h):
-            a = block.attn
-            if a.agency is None:
+            attn = block.attn
+            if attn.agency is None:
                 continue
-            n = len(a.agency.state)
-            gate = (a.sentinel(noisy=False) if a.sentinel else torch.ones(n)).tolist()
-            hand = [math.nan] * n if a.hand is None else a.hand.tolist()
-            heads = a.numbers()
-            for i in (~a.agency.consent).nonzero().flatten().tolist():
-                by_hand = not math.isnan(hand[i])
-                g = hand[i] if by_hand else gate[i]
-                if g > a.agency.threshold:
-                    found.append(dict(layer=layer, head=heads[i], type="forced" if by_hand or not a.agency.enforce else "blocked", gate=g,
-                                      state=list(Agency.STATES)[a.agency.state[i]]))
+            heads = attn.all_head_ids()
+            gate = attn.sentinel.static_gate(noisy=False) if attn.sentinel else torch.ones(len(heads))
+            override = attn.gate_override
+            override = torch.full((len(heads),), math.nan) if override is None else override
+            for i, kind, value, state in attn.agency.violations(gate, override):
+                found.append(dict(layer=layer, head=heads[i], type=kind, gate=value, state=state))
         return found
 
     def prune_heads(self, heads, optimizers=()):
-        """Remove heads for good, {layer: [head, ...]} by their original numbers: parameters, cache, optimizer moments.
+        """Remove heads for good, {layer: [head, ...]} by their original numbers: parameters, cache, moments.
 
-        The logits are those of the model with these heads' gates at 0. Constraint heads stay: their scores are what they
-        are for. A compiled or data-parallel wrapper has to be made anew. Raises ValueError for a head that is not there.
+        The logits are those of the model with these heads' gates at 0. Constraint heads stay: their scores
+        are what they are for. A compiled or data-parallel wrapper has to be made anew. Raises ValueError for
+        a head that is not there.
         """
         for layer, gone in heads.items():
-            if not 0 <= layer < self.config.n_layer or set(gone) - set(self.transformer.h[layer].attn.kept):
+            there = self.transformer.h[layer].attn.head_ids if 0 <= layer < self.config.n_layer else ()
+            if layer < 0 or layer >= self.config.n_layer or set(gone) - set(there):
                 raise ValueError(f"cannot prune {sorted(gone)} from block {layer}: not all of them are there")
         for layer, gone in heads.items():
             self.transformer.h[layer].attn.prune(gone, optimizers)
-        self.config = replace(self.config, heads=[block.attn.kept for block in self.transformer.h])
+        self.config = replace(self.config, head_ids=[block.attn.head_ids for block in self.transformer.h])
 
     def packed(self):
-        """A copy for evaluation and decoding without the heads whose gate is 0: withdrawn, closed, or set by hand. Same logits."""
+        """A copy for evaluation without the heads whose gate is 0: withdrawn, closed, set by hand. Same
+        logits.
+        """
         model = copy.deepcopy(self).eval()
-        model.prune_heads({layer: block.attn.off() for layer, block in enumerate(model.transformer.h)})
+        closed = {layer: block.attn.closed_heads() for layer, block in enumerate(model.transformer.h)}
+        model.prune_heads(closed)
         return model
+
+    @torch.no_grad()
+    def make_neutral(self, names):
+        """Set the parameters of these entries of NEUTRAL: where their flags hold too, the plain GPT's logits.
+        """
+        for pattern, value in (item for name in names for item in NEUTRAL[name].items()):
+            for name, p in self.named_parameters():
+                if fnmatch(name, f"*{pattern}"):
+                    p.copy_(value(p.shape) if callable(value) else torch.as_tensor(value))
 
     # ---- generation ----
 
@@ -1445,7 +1919,7 @@ class GPT(nn.Module):
         first = torch.zeros(B, dtype=torch.long) if lengths is None else T - torch.as_tensor(lengths).cpu()
         if T < 1 or first.min() < 0 or first.max() >= T:
             raise ValueError("every prompt needs at least one token and at most the width of idx")
-        begin = torch.maximum(first, torch.tensor(T - block_size))  # the first column that each row still reads
+        begin = torch.maximum(first, torch.tensor(T - block_size))  # the first column that a row still reads
         done = torch.zeros(B, dtype=torch.bool, device=idx.device)
         was_training, cache = self.training, None
         self.eval()
@@ -1459,7 +1933,7 @@ class GPT(nn.Module):
                 if repetition_penalty != 1.0:
                     for row in range(B):
                         penalise(logits[row], text[row, int(first[row]):n], repetition_penalty)
-                token = pick(logits, temperature, top_k, top_p, generator)
+                token = sample_token(logits, temperature, top_k, top_p, generator)
                 if stop_token is not None:
                     token = torch.where(done, stop_token, token)
                     done |= token == stop_token
@@ -1468,7 +1942,7 @@ class GPT(nn.Module):
                 yield token
                 if stop_token is not None and bool(done.all()):
                     break
-                if n + 1 - left > block_size:  # the longest row is full: those that are keep half, and all are read anew
+                if n + 1 - left > block_size:  # the longest row is full: such rows keep half, all start anew
                     begin = torch.where(n + 1 - begin > block_size, n + 1 - max(1, block_size // 2), begin)
                     cache = None
         finally:
@@ -1482,7 +1956,9 @@ class GPT(nn.Module):
     # ---- sizes ----
 
     def num_params(self, non_embedding=False):
-        """Number of parameters; non_embedding leaves out what is only looked up: positions, and an untied embedding."""
+        """Number of parameters; non_embedding leaves out what is looked up: positions, and an untied
+        embedding.
+        """
         n = sum(p.numel() for p in self.parameters())
         if non_embedding:
             n -= self.transformer.wpe.weight.numel() if self.config.pos == "learned" else 0
@@ -1490,16 +1966,18 @@ class GPT(nn.Module):
         return n
 
     def flops_per_token(self):
-        """Floating-point operations to train on one token, forward and backward, at block_size (PaLM, appendix B).
+        """Floating-point operations to train on one token, forward and backward, at block_size (PaLM,
+        appendix B).
 
-        6 per parameter in a matrix product, 12 * n_embd * block_size for each block's attention, causality not deducted;
-        a window counts as the context that sees as many keys. All heads are computed, selected or not. ACAG's statistics
-        are half of another attention, or a whole one with its gradients.
+        6 per parameter in a matrix product, 12 * n_embd * block_size for each block's attention, causality
+        not deducted; a window counts as the context that sees as many keys. All heads are computed, selected
+        or not.
         """
-        c = self.config
-        width = sum((block.attn.n_head + block.attn.n_extra) * block.attn.head_size for block in self.transformer.h)
-        context = c.block_size if not c.window else 2 * self.n_seen.float().mean().item() - 1
-        return int(6 * self.num_params(non_embedding=True) + 12 * width * context * (1 + (0.5 if c.acag_detach else 1.0) * bool(c.acag)))
+        attention = 0
+        for block in self.transformer.h:
+            width = block.attn.n_total * block.attn.head_size
+            attention += width * (1 + sum(m.attention_cost for m in block.attn.mechanisms()))
+        return int(6 * self.num_params(non_embedding=True) + 12 * attention * self.mask.mean_context())
 
     def mfu(self, tokens_per_s, device, dtype):
         """Share of the device's peak that this training speed is; None where the peak is not known."""
@@ -1511,31 +1989,31 @@ class GPT(nn.Module):
 
     def block_matrices(self):
         """[(weight, number of matrices stacked in it by rows)] of the blocks' attention and MLP, for Muon."""
-        return [(w, n) for block in self.transformer.h
-                for w, n in ((block.attn.c_attn.weight, block.attn.parts), (block.attn.c_proj.weight, 1),
-                             *([(block.attn.constraint.c_attn.weight, 3), (block.attn.constraint.c_proj.weight, 1)]
-                               if block.attn.constraint else []),
-                             (block.mlp.c_fc.weight, 1), (block.mlp.c_proj.weight, 1))]
+        return [matrix for block in self.transformer.h
+                for matrix in (*block.attn.matrices(), (block.mlp.c_fc.weight, 1),
+                               (block.mlp.c_proj.weight, 1))]
 
     def crop_block_size(self, block_size):
-        """Shorten the context in place, for instance to fine-tune a long-context checkpoint on short texts."""
+        """Shorten the context in place, for instance to fine-tune a long-context checkpoint on short texts.
+        """
         if not 1 <= block_size <= self.config.block_size:
             raise ValueError(f"block_size={block_size} must be from 1 to {self.config.block_size}")
-        self.config.block_size = block_size
+        self.config = replace(self.config, block_size=block_size)  # the caller's config stays as it is
         if self.config.pos == "learned":
-            self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size].detach().clone())
-            self.transformer.wpe.num_embeddings = block_size
+            wpe = self.transformer.wpe
+            wpe.weight = nn.Parameter(wpe.weight[:block_size].detach().clone())
+            wpe.num_embeddings = block_size
         else:
             for name, buffer in list(self.named_buffers(recurse=False)):
                 if name.startswith(("cos", "sin")):
                     setattr(self, name, buffer[:block_size])
-        if self.config.window:
-            self.n_seen = self.n_seen[:block_size]
+        self.mask.crop(block_size)
 
 
-# Dense bf16 peaks in TFLOP/s by a part of the device's name, from NVIDIA's datasheets; the first match counts.
-PEAK_TFLOPS = (("B200", 2250), ("GH200", 989), ("H200", 989), ("H100 PCIe", 756), ("H100 NVL", 835), ("H100", 989),
-               ("A100", 312), ("L40S", 362), ("L40", 181), ("L4", 121), ("A10G", 70), ("A10", 125), ("RTX 4090", 165), ("RTX 3090", 71))
+# Dense bf16 peaks in TFLOP/s by a part of the device's name, from NVIDIA's datasheets; the first counts.
+PEAK_TFLOPS = (("B200", 2250), ("GH200", 989), ("H200", 989), ("H100 PCIe", 756), ("H100 NVL", 835),
+               ("H100", 989), ("A100", 312), ("L40S", 362), ("L40", 181), ("L4", 121), ("A10G", 70),
+               ("A10", 125), ("RTX 4090", 165), ("RTX 3090", 71))
 
 
 # ---- sampling ----
@@ -1558,16 +2036,17 @@ def penalise(logits, seen, penalty):
     logits[seen] = torch.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
 
 
-def pick(logits, temperature, top_k, top_p, generator):
-    """One token per row, [B], from logits [B, V]: the k likeliest, then the likeliest that hold top_p of the mass."""
+def sample_token(logits, temperature, top_k, top_p, generator):
+    """One token per row, [B], from logits [B, V]: of the k likeliest, of those that hold top_p of the mass.
+    """
     if temperature == 0:
         return logits.argmax(-1)
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0, so that a tiny temperature cannot overflow
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0: cannot overflow
     if top_k is not None and top_k < logits.size(-1):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     probs = F.softmax(logits, dim=-1)
     if top_p is not None and top_p < 1:
         ranked, order = probs.sort(descending=True)
-        beyond = ranked.cumsum(-1) - ranked >= top_p  # the mass before it is already enough; the first is never beyond
+        beyond = ranked.cumsum(-1) - ranked >= top_p  # the mass before it is enough; never the first
         probs = probs.masked_fill(beyond.scatter(-1, order, beyond), 0.0)
     return torch.multinomial(probs, 1, generator=generator).squeeze(-1)

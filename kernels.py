@@ -1,0 +1,261 @@
+"""
+The kernels that PyTorch lacks, none of which stores a T x T tensor: attention that returns the log-sum-exp of
+its rows, their statistics, attention of selected heads and queries; and hand-written gradients for the CPU,
+where each pass over memory counts.
+
+Nothing here knows of a model: tensors in, tensors out. B: batch, H: heads, T: queries, S: keys, D: head size.
+"""
+
+import functools
+import math
+from typing import NamedTuple, Optional
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+# ---- norms and activations on CPU ----
+
+class CpuRMSNorm(torch.autograd.Function):
+    """rms_norm with a hand-written gradient: half the time of PyTorch's own on CPU, which has no fused
+    kernel.
+    """
+
+    @staticmethod
+    def forward(ctx, x):
+        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1))
+        scale = mean_square.add_(1e-6).rsqrt_()
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    # y and scale are no functions of x here: a second derivative would be wrong without a word
+    @once_differentiable
+    def backward(ctx, g):
+        y, scale = ctx.saved_tensors
+        along = (g * y).mean(-1, keepdim=True)
+        return torch.addcmul(g, y, along, value=-1).mul_(scale)
+
+
+class CpuSquaredReLU(torch.autograd.Function):
+    """relu(x)^2 with a hand-written gradient: a third of the time on CPU."""
+
+    @staticmethod
+    def forward(ctx, x):
+        r = x.clamp_min(0)
+        ctx.save_for_backward(r)
+        return r * r
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        r, = ctx.saved_tensors
+        return (g * r).mul_(2)
+
+
+def training_on_cpu(x):
+    """True where these gradients pay; compiled code fuses by itself, and bfloat16 wants float32 sums."""
+    return (x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and torch.is_grad_enabled()
+            and not torch.compiler.is_compiling())
+
+
+def rms_norm(x):
+    """x / rms(x) over the last dimension, without a learned scale."""
+    return CpuRMSNorm.apply(x) if training_on_cpu(x) else F.rms_norm(x, (x.size(-1),), eps=1e-6)
+
+
+def relu2(x):
+    """relu(x)^2."""
+    return CpuSquaredReLU.apply(x) if training_on_cpu(x) else F.relu(x).square()
+
+
+# ---- attention ----
+
+def attend(q, k, v, scale, mask, dropout):
+    """Causal attention of q [B, H, T, D] over k, v [B, H, S, D], the last T of S being the queries' own
+    tokens.
+    """
+    if isinstance(mask, BlockMask):
+        if not dropout:
+            return flex(q, k, v, scale, mask)[0]
+        mask = None  # it is there for traces alone: a window is refused with dropout
+    causal = mask is None and q.size(2) > 1  # one query sees all there is
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask,
+                                          is_causal=causal, scale=scale, dropout_p=dropout)
+
+
+class CpuFlash(torch.autograd.Function):
+    """Flash attention on CPU that also returns each row's log-sum-exp [B, H, T], with gradients through both.
+
+    PyTorch's CPU kernel computes the log-sum-exp but passes no gradient through it. With P the weights, that
+    gradient adds g * P to dS = P * (dO V' - delta), where delta = rowsum(dO * O): the same as lowering delta
+    by g. The kernel sums delta up itself, so it gets one column more, in which dO is 1, V is 0 and O is said
+    to be -g. Several values, given as a tuple, share one pass over the logits; padded copies, which the
+    kernel wants, are not kept for the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, mask, scale, v, more=None):
+        values = (v,) if more is None else (v, more)
+        widths = [v.size(-1) for v in values]
+        q_, k_, v_, bias = CpuFlash.inputs(q, k, mask, values)
+        y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_, k_, v_, 0.0, mask is None, attn_mask=bias, scale=scale)
+        outputs = [t.contiguous() for t in y[..., :sum(widths)].split(widths, -1)]
+        ctx.save_for_backward(q, k, mask, lse, *values, *outputs)
+        ctx.scale = scale
+        return lse, *outputs
+
+    @staticmethod
+    def inputs(q, k, mask, values):
+        """What the kernel takes: q, k and v of one width, and the mask as something to add to the logits."""
+        bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+        width = max(q.size(-1), sum(v.size(-1) for v in values) + 1)
+        return *(CpuFlash.padded(t, width) for t in (q, k, torch.cat(values, -1))), bias
+
+    @staticmethod
+    def padded(t, width):
+        """t [..., D] with zeros up to `width`. The kernel steps by 1 along the last dimension, whatever its
+        stride is.
+        """
+        t = F.pad(t, (0, width - t.size(-1)))
+        return t if t.stride(-1) == 1 else t.contiguous()
+
+    @staticmethod
+    def backward(ctx, dlse, *dy):
+        q, k, mask, lse, *rest = ctx.saved_tensors
+        values, y = rest[:len(dy)], rest[len(dy):]
+        widths = [v.size(-1) for v in values]
+        q_, k_, v_, bias = CpuFlash.inputs(q, k, mask, values)
+        dy = CpuFlash.padded(torch.cat((*dy, torch.ones_like(q[..., :1])), -1), q_.size(-1))
+        y = CpuFlash.padded(torch.cat((*y, -dlse[..., None].to(q.dtype)), -1), q_.size(-1))
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dy, q_, k_, v_, y, lse, 0.0, bias is None, attn_mask=bias, scale=ctx.scale)
+        dv = dv[..., :sum(widths)].split(widths, -1)
+        return dq[..., :q.size(-1)], dk[..., :k.size(-1)], None, None, *dv
+
+
+def has_flex_attention(device):
+    """Whether FlexAttention has fused kernels here, forward and backward."""
+    return device.type == "cuda"
+
+
+@functools.cache
+def compiled_flex():
+    """FlexAttention is a fused kernel only when compiled, also where the model around it is not."""
+    # one for each shape; beyond the limit it is T x T without a word
+    torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
+    return torch.compile(flex_attention, dynamic=False)
+
+
+FLEX_MIN = 16  # head sizes below it are refused by FlexAttention on CUDA
+
+
+def flex(q, k, v, scale, mask):
+    """FlexAttention: (y, log-sum-exp), differentiable in both; mask is a BlockMask. Narrow heads are padded
+    with zeros.
+    """
+    width = v.size(-1)
+    q, k, v = (F.pad(t, (0, FLEX_MIN - t.size(-1))) if t.size(-1) < FLEX_MIN else t for t in (q, k, v))
+    kernel = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else compiled_flex()
+    y, aux = kernel(q, k, v, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True))
+    return y[..., :width], aux.lse
+
+
+def attend_lse(q, k, scale, mask, *values):
+    """Causal attention over one or more values: (log-sum-exp of each row [B, H, T] in float32 or better, y,
+    ...).
+    """
+    if isinstance(mask, BlockMask):
+        y, lse = flex(q, k, torch.cat(values, -1), scale, mask)
+    elif q.size(2) > 1 and q.device.type == "cpu" and q.numel():
+        return CpuFlash.apply(q, k, mask, scale, *values)
+    else:  # all logits in memory: for one query, and for prompts outside the CPU
+        s = (q @ k.mT).float() * scale if q.dtype != torch.float64 else q @ k.mT * scale
+        s = s if mask is None else s.masked_fill(~mask, -math.inf)
+        y, lse = s.softmax(-1).to(q.dtype) @ torch.cat(values, -1), s.logsumexp(-1)
+    return lse, *y.split([v.size(-1) for v in values], -1)
+
+
+class RowStats(NamedTuple):
+    """What is known of every attention row, each [B, H, T]; None where nobody asked."""
+
+    lse: torch.Tensor                       # log-sum-exp of its logits
+    entropy: Optional[torch.Tensor] = None  # in nats
+    log_p2: Optional[torch.Tensor] = None   # log of the sum of its squared weights
+
+
+def row_statistics(q, k, v, scale, mask, n_keys, detach=False, dropout=0.0, shape=True):
+    """(y [B, H, T, D], RowStats), with s the logits: entropy = LSE(s) - scale q.SDPA(q, k, k), log p2 =
+    LSE(2s) - 2 LSE(s).
+
+    n_keys: how many keys each row sees. detach: no gradient into the statistics, and none of its cost.
+    shape: entropy and log_p2 too, which take another pass over the logits; else the log-sum-exp alone.
+    """
+    if not shape:
+        lse, y = attend_lse(q, k, scale, mask, v)
+        return y, RowStats(lse.detach() if detach else lse)
+    # faster, but on CPU all becomes as wide as v and k
+    together = not detach and (q.device.type != "cpu" or q.size(2) <= 1024)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
+        lse, mean_key, *y = attend_lse(q, k, scale, mask, k.view_as(k), *([v] if together else []))
+        lse2 = attend_lse(q, k, 2 * scale, mask, k[..., :0])[0]  # its values do not matter
+        mean_logit = scale * (q.to(lse.dtype) * mean_key.to(lse.dtype)).sum(-1)
+        entropy = (lse - mean_logit).clamp_min(0).minimum(n_keys.log())
+    y = y[0] if together else attend(q, k, v, scale, mask, dropout)
+    return y, RowStats(lse, entropy, lse2 - 2 * lse)
+
+
+# ---- attention of some heads or some queries ----
+
+SKIP_FROM = 2048  # keys from which skipping heads pays at decode on CPU (measured: docs/results.md)
+
+
+def attend_selected(q, k, v, scale, used, mask):
+    """One query per row, q [B, H, 1, D], through the heads that are `used` [B, H] alone; the others give 0.
+
+    A head is read where it lies: gathering the chosen keys and values into one tensor costs more than it
+    saves.
+    """
+    y = torch.zeros_like(q)
+    for b, h in used.nonzero().tolist():
+        m = None if mask is None else mask[min(b, len(mask) - 1), 0]
+        row = slice(b, b + 1)
+        y[b, h] = F.scaled_dot_product_attention(q[row, h], k[row, h], v[row, h], attn_mask=m, scale=scale)[0]
+    return y
+
+
+def attend_packed(q, k, v, scale, used, capacity, mask_mod, size=128):
+    """Attention of the selected queries alone: used [B, H, T] -> (y [B, H, T, D], queries dropped [B, H]); 0
+    where not used.
+
+    Each head's queries are packed in order of position, and FlexAttention is told the positions; a block of
+    queries reads the keys up to its last position. A head takes `capacity` queries of a sequence: later ones
+    are dropped, which no earlier token can notice. mask_mod(query, key): who sees whom, by position.
+    """
+    B, H, T, D = q.shape
+    rooms = min(math.ceil(capacity / size), -(-T // size)) * size
+    # positions of used queries, in order
+    place = used.int().argsort(dim=-1, descending=True, stable=True)[..., :rooms]
+    count = used.sum(-1, keepdim=True)
+    place = F.pad(place, (0, rooms - place.size(-1)))
+    filled = torch.arange(rooms, device=q.device) < count
+    blocks = torch.where(filled, place, 0).unflatten(-1, (-1, size))
+    block_filled = filled.unflatten(-1, (-1, size)).any(-1)
+    # how many each block of queries reads
+    key_blocks = torch.where(block_filled, blocks.amax(-1) // size + 1, 0).int()
+    every = torch.arange(-(-T // size), dtype=torch.int32,
+                         device=q.device).expand(*key_blocks.shape, -1).contiguous()
+
+    def packed_mask(b, h, i, j):
+        return filled[b, h, i] & mask_mod(place[b, h, i], j)
+
+    mask = BlockMask.from_kv_blocks(key_blocks, every, BLOCK_SIZE=size,
+                                    seq_lengths=(rooms, T), mask_mod=packed_mask)
+    packed = flex(q.gather(2, place[..., None].expand(-1, -1, -1, D)), k, v, scale, mask)[0]
+    packed = torch.where(filled[..., None], packed, 0.0)
+    y = torch.zeros(B, H, T, v.size(-1), dtype=packed.dtype, device=q.device)
+    return y.scatter_add(2, place[..., None].expand_as(packed),
+                         packed), (count.squeeze(-1) - rooms).clamp_min(0)
