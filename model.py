@@ -868,7 +868,7 @@ class ValueHead(nn.Linear):
         G = discounted_return(-nats, scored, self.gamma)
         V = float32_linear(self, x.detach()).squeeze(-1)
         advantage = (G - V).detach()
-        predicted = {key: a for key, a in predictions.items() if key.endswith(".advantage") and a.size(-1)}
+        predicted = {key: a for key, a in predictions.items() if key.split(".", 2)[2] == "advantage" and a.size(-1)}
         errors = [((a - advantage[..., None]).square().mean(-1) * scored).sum() for a in predicted.values()]
         if traces is not None:
             traces.update({"a2c.return": G, "a2c.value": V, "a2c.advantage": advantage,
@@ -1489,7 +1489,9 @@ class CausalSelfAttention(nn.Module):
         self.one_dtype(h)
         if ctx.cache is not None:
             h.k, h.v = ctx.cache.append(self.layer, h.k, h.v)
-        self.attend(h, ctx)
+        y, row_stats = self.attend(h, ctx)
+        # a new object: torch.compile loses what is set on an old one behind FlexAttention (torch 2.13)
+        h = replace(h, y=y, row_stats=row_stats)
         for m in self.mechanisms():
             m.after(self, h, ctx)
         y = h.y
@@ -1524,20 +1526,20 @@ class CausalSelfAttention(nn.Module):
         h.q, h.k, h.v = h.q.to(dtype), h.k.to(dtype), h.v.to(dtype)
 
     def attend(self, h, ctx):
-        """Set h.y [B, H, T, D], and h.row_stats where somebody reads them."""
-        q, k, v = h.q, h.k, h.v
+        """(y [B, H, T, D], RowStats where somebody reads them, else None)."""
+        q, k, v, row_stats = h.q, h.k, h.v, None
         dropout = self.attn_dropout if self.training else 0.0
         needs = "shape" if ctx.traces else self.needs_row_stats
         if needs:
-            y, h.row_stats = row_statistics(q, k, v, self.scale, ctx.mask, ctx.n_keys, self.detach_row_stats,
-                                            dropout, shape=needs == "shape")
+            y, row_stats = row_statistics(q, k, v, self.scale, ctx.mask, ctx.n_keys, self.detach_row_stats,
+                                          dropout, shape=needs == "shape")
         elif h.used is not None and q.size(2) == 1:
             y = attend_selected(q, k, v, self.scale, h.used.squeeze(-1), ctx.mask)
         elif h.used is not None:
             y, _ = attend_packed(q, k, v, self.scale, h.used, h.capacity, ctx.mask_mod)
         else:
             y = attend(q, k, v, self.scale, ctx.mask, dropout)
-        h.y = y[..., :self.head_size]
+        return y[..., :self.head_size], row_stats
 
     def merge(self, y):
         """Heads side by side, [B, H, T, D] -> [B, T, C], and out into the residual stream."""

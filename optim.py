@@ -108,11 +108,12 @@ def make_optimizers(model, config):
     """
     matrices = model.block_matrices() if config.optimizer == "muon" else []
     taken = {id(p) for p, _ in matrices}
+    no_decay = model.no_decay()
     groups = {}  # by role, not by value: the same groups whatever the rates, so that a resumed run may change them
     for name, p in model.named_parameters():
         if id(p) not in taken:
             embeds = "wte" in name or "wpe" in name
-            decays = p.dim() >= 2 and not getattr(p, "no_decay", False)
+            decays = p.dim() >= 2 and name not in no_decay
             group = dict(params=[], lr=config.embed_lr if embeds else config.lr, weight_decay=config.weight_decay if decays else 0.0)
             groups.setdefault((embeds, decays), group)["params"].append(p)
     device = next(model.parameters()).device.type

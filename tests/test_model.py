@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import GPT, RECIPES, KVCache, GPTConfig, check_sampling, penalise, pick, relu2, rms_norm, rope_tables, rotate
+from model import GPT, RECIPES, KVCache, GPTConfig, check_sampling, penalise, sample_token, relu2, rms_norm, rope_tables, rotate
 
 TINY = dict(block_size=16, vocab_size=37, n_layer=2, n_head=4, n_embd=32)
 FLAGS = [dict(recipe="gpt2"), dict(recipe="gpt2", bias=True), dict(recipe="gpt2", tied=False), dict(recipe="gpt2", pos="rope"),
@@ -177,7 +177,7 @@ def test_the_leak_test_catches_a_leak():
     """Negative control: attention without its causal mask must fail the test above."""
     model = tiny()
     for block in model.transformer.h:
-        block.attn.attend = lambda q, k, v, said, ctx: (F.scaled_dot_product_attention(q, k, v), None)
+        block.attn.attend = lambda h, ctx: (F.scaled_dot_product_attention(h.q, h.k, h.v), None)
     idx = tokens(2, 16)
     other = idx.clone()
     other[:, 15] = (other[:, 15] + 1) % 37
@@ -227,7 +227,7 @@ def slow_generate(model, prompt, n, **sampling):
     for _ in range(n):
         with torch.no_grad():
             logits = model(torch.tensor([window])).logits[:, -1]
-        token = pick(logits, sampling.get("temperature", 0), sampling.get("top_k"), sampling.get("top_p"), None).item()
+        token = sample_token(logits, sampling.get("temperature", 0), sampling.get("top_k"), sampling.get("top_p"), None).item()
         out.append(token)
         window.append(token)
         if len(window) > block_size:
@@ -287,7 +287,7 @@ def test_generation_returns_to_training_mode_and_leaves_no_gradient():
 
 def test_sampling_by_hand():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
-    draw = lambda **kw: torch.stack([pick(logits, kw.get("t", 1.0), kw.get("k"), kw.get("p"), g) for _ in range(4000)]).flatten()
+    draw = lambda **kw: torch.stack([sample_token(logits, kw.get("t", 1.0), kw.get("k"), kw.get("p"), g) for _ in range(4000)]).flatten()
     g = torch.Generator().manual_seed(0)
     share = lambda d: torch.bincount(d, minlength=4) / len(d)
     assert torch.allclose(share(draw()), torch.tensor([0.5, 0.3, 0.15, 0.05]), atol=0.03)
@@ -295,7 +295,7 @@ def test_sampling_by_hand():
     assert torch.allclose(share(draw(p=0.7)), torch.tensor([0.625, 0.375, 0, 0]), atol=0.03)  # 0.5 is not yet 0.7
     assert set(draw(p=0.5).tolist()) == {0} and set(draw(p=1e-9).tolist()) == {0}
     assert torch.allclose(share(draw(t=0.5)), torch.tensor([0.6849, 0.2466, 0.0616, 0.0068]), atol=0.03)
-    assert pick(logits, 0, None, None, None).item() == 0
+    assert sample_token(logits, 0, None, None, None).item() == 0
     assert set(draw(k=99).tolist()) == {0, 1, 2, 3}
     assert set(draw(t=1e-40).tolist()) == {0}  # no overflow on the way to the likeliest
 
