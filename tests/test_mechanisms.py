@@ -1070,6 +1070,39 @@ def test_selected_heads_alone_are_read_at_decode():
 
 # ---- mistakes once made ----
 
+def test_a_temperature_that_would_overflow_is_bounded():
+    """exp(a) is infinite from a = 89 in float32 and from 12 in float16; held at exp(8), with any larger a alike."""
+    attn = SimpleNamespace(n_head=2, scale=0.5)
+    a2c = AdvantageAttention(GPTConfig(n_embd=4, a2c="temperature"), attn)
+    torch.nn.init.constant_(a2c.critic.weight, 100.0)
+    for dtype in (torch.float32, torch.float16):
+        q = torch.ones(1, 2, 3, 2, dtype=dtype)
+        h = Heads(torch.ones(1, 3, 4, dtype=dtype), q, q, q)
+        a2c.before(attn, h, Context())
+        assert h.q.isfinite().all() and (h.q - math.exp(8)).abs().max() < 2
+    torch.nn.init.constant_(a2c.critic.weight, 1.0)  # a = 4 is as ever
+    h = Heads(torch.ones(1, 3, 4), torch.ones(1, 2, 3, 2), torch.ones(1, 2, 3, 2), torch.ones(1, 2, 3, 2))
+    a2c.before(attn, h, Context())
+    close(h.q, torch.full((1, 2, 3, 2), math.exp(4)), 1e-4)
+
+
+@pytest.mark.parametrize("focal", [0.3, 0.5, 0.99])
+def test_a_weak_focus_has_a_finite_gradient_where_a_score_is_right(focal):
+    scores = torch.tensor([[40.0, -40.0, 0.3, 120.0]], requires_grad=True)  # sigmoid(40) is 1 in float32
+    loss = constraint_loss({"a": scores}, {"a": torch.tensor([[1.0, 0.0, 1.0, 1.0]])}, focal=focal)
+    gradient, = torch.autograd.grad(loss, scores)
+    assert gradient.isfinite().all() and gradient[0, 2] < 0
+    want = slow_constraint_loss({"a": scores[:, 2:3].double()}, {"a": torch.ones(1, 1)}, {}, focal, 1.0) / 4
+    assert loss.item() == pytest.approx(want.item(), rel=1e-5)
+
+
+def test_variant_a_takes_narrow_heads():
+    """Only variant B shrinks heads, and only it has a least size."""
+    model = tiny(dict(constraint_names=["a"]), n_embd=24)
+    assert model.transformer.h[1].attn.head_size == 4
+    equals_the_oracle(model)
+
+
 @pytest.mark.parametrize("pair", [("acag", "a2c_published"), ("acag", "constraint_published"), ("acag_detach", "window")], ids="+".join)
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 def test_queries_keys_and_values_have_one_type_under_autocast(pair, recipe, monkeypatch):

@@ -4,6 +4,7 @@ All lists come from model.py, where a new mechanism is one line. Where a promise
 negative control makes that mistake and has to be caught. Equalities are in float64.
 """
 
+import copy
 import itertools
 import math
 import os
@@ -20,8 +21,8 @@ from torch.nn import functional as F
 import checkpoint
 import model as model_py
 import train
-from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, RECIPES, Agency, ConstraintHeads, GPTConfig, HeadRouter,
-                   KVCache, SentinelGate)
+from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, NEUTRAL, RECIPES, Agency, ConstraintHeads, GPTConfig, HeadRouter, KVCache,
+                   SentinelGate)
 from optim import make_optimizers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -473,6 +474,19 @@ def test_compiles_with_inductor_and_trains_the_same(flags):
     compiles_like_eager(flags, "inductor")
 
 
+@pytest.mark.parametrize("name", ["a2c_temperature", "a2c_key_bias"])
+def test_traces_and_losses_of_the_critic_compile_in_one_graph(name):
+    torch._dynamo.reset()
+    model, idx, targets = alive(MECHANISMS[name]).float(), tokens(2, 8), tokens(2, 8, seed=2)
+    targets[0, :3] = -1
+    fast = torch.compile(lambda *a: model(*a, traces=True), fullgraph=True, backend="eager")
+    with torch.no_grad():
+        got, want = fast(idx, targets).traces, model(idx, targets, traces=True).traces
+    assert got.keys() == want.keys() and {"a2c.explained_variance", "blocks.1.advantage_correlation"} <= set(got)
+    assert all(near(got[key].double(), want[key].double(), 1e-4) for key in want)
+    torch._dynamo.reset()
+
+
 def test_a_heads_state_moves_without_recompiling():
     torch._dynamo.reset()
     model = alive(ALL_ON).float()
@@ -672,6 +686,62 @@ def test_pruning_takes_rows_from_projections_and_moments(flags, optimizer):
             o.step()
             o.zero_grad()
     assert all(p.isfinite().all() for p in model.parameters()) and losses[-1] < losses[0]
+
+
+def shapes(flags, n_left):
+    """{parameter or buffer: shape} of a model of which this many heads are left in each layer."""
+    left = [list(range(n_left))] * flags.get("n_layer", TINY["n_layer"])
+    model = GPT(GPTConfig(**{**TINY, **flags, "head_ids": left}))
+    return {name: t.shape for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+def named_axes(flags):
+    """The names of the tensors that head_axes() lists."""
+    model = GPT(GPTConfig(**{**TINY, **flags}))
+    paths = {id(module): path for path, module in model.named_modules()}
+    return {f"{paths[id(axis.module)]}.{axis.tensor}" for block in model.transformer.h for axis in block.attn.head_axes()}
+
+
+@singles
+def test_every_tensor_with_a_head_axis_is_named(cases):
+    """And therefore pruned: built with four heads left and with two, no other tensor has another shape."""
+    for name, flags in cases:
+        four, two = shapes(flags, 4), shapes(flags, 2)
+        changed = {tensor for tensor in four if four[tensor] != two[tensor]}
+        assert changed <= named_axes(flags) and len(changed) >= 4, name
+        pruned = GPT(GPTConfig(**{**TINY, **flags}))
+        pruned.prune_heads({layer: [2, 3, 4, 5] for layer in range(2)})
+        assert {n: t.shape for n, t in (*pruned.named_parameters(), *pruned.named_buffers())} == two, name
+
+
+def test_the_head_axis_test_catches_a_tensor_that_is_not_named(monkeypatch):
+    monkeypatch.setattr(SentinelGate, "head_axes", lambda self: [])
+    flags = MECHANISMS["sentinel"]
+    four, two = shapes(flags, 4), shapes(flags, 2)
+    assert {"transformer.h.0.attn.sentinel.logit"} <= {t for t in four if four[t] != two[t]} - named_axes(flags)
+
+
+@singles
+def test_a_deep_copy_is_optimised_and_initialised_alike(cases):
+    for name, flags in cases:
+        model = GPT(GPTConfig(**{**TINY, **flags}))
+        groups = []
+        for m in (model, copy.deepcopy(model)):
+            names = {id(p): n for n, p in m.named_parameters()}
+            optimizers = make_optimizers(m, train.TrainConfig(optimizer="muon", weight_decay=0.1).for_recipe("gpt2"))
+            groups.append([[(sorted(names[id(p)] for p in group["params"]), group["weight_decay"])
+                            for group in o.param_groups] for o in optimizers])
+        assert groups[0] == groups[1], name
+        again = enliven(copy.deepcopy(model))
+        again.init_weights()
+        assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters())), name
+
+
+def test_cropping_leaves_the_callers_config_alone():
+    config = GPTConfig(**TINY, acag="headwise", window=6)
+    model = GPT(config)
+    model.crop_block_size(8)
+    assert (config.block_size, model.config.block_size) == (16, 8)
 
 
 def test_heads_that_are_not_there_are_refused():

@@ -1,0 +1,130 @@
+"""The rivals against other people's classes and against what they promise; their slow oracles are in test_mechanisms.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from model import GPT, MECHANISMS, GPTConfig
+from test_mechanisms import TINY, close, dense, normal, tiny
+
+
+def attention_of(model, x):
+    """What the first block's attention adds to the stream for x [B, T, C], without its output projection: [B, H, T, D]."""
+    attn, merged = model.transformer.h[0].attn, []
+    attn.merge = lambda y: merged.append(y) or y
+    T = x.size(1)
+    attn(x, model.context(slice(0, T), 0, T, None, None, x.device))
+    del attn.merge
+    return merged[0]
+
+
+def test_the_sink_is_that_of_gpt_oss():
+    gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss", reason="transformers is optional")
+    model, x = tiny(dict(sink=True)), normal(2, 9, 96)
+    attn = model.transformer.h[0].attn
+    q, k, v = (t.unflatten(-1, (6, 16)).transpose(1, 2) for t in attn.c_attn(x).chunk(3, -1))
+    theirs = SimpleNamespace(num_key_value_groups=1, sinks=attn.sink.logit, training=False)
+    mask = torch.full((9, 9), -torch.inf, dtype=torch.float64).triu(1)
+    y, _ = gpt_oss.eager_attention_forward(theirs, q, k, v, mask, attn.scale)
+    close(attention_of(model, x), y.transpose(1, 2), 1e-12)
+
+
+def test_the_elementwise_output_gate_is_that_of_afmoe():
+    """A layer without rotary positions of transformers' AFMoE, whole: projections, normed queries and keys, gate, output."""
+    afmoe = pytest.importorskip("transformers.models.afmoe.modeling_afmoe", reason="transformers is optional")
+    model, x = tiny(dict(output_gate="elementwise"), qk_norm=True), normal(2, 9, 96)
+    config = afmoe.AfmoeConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=6, head_dim=16,
+                               num_hidden_layers=1, layer_types=["full_attention"], attention_bias=False,
+                               attention_dropout=0.0, rms_norm_eps=1e-6)
+    config._attn_implementation = "eager"
+    theirs, attn = afmoe.AfmoeAttention(config, 0).double().eval(), model.transformer.h[0].attn
+    for layer, w in zip((theirs.q_proj, theirs.k_proj, theirs.v_proj), attn.c_attn.weight.chunk(3)):
+        layer.weight.data = w
+    theirs.gate_proj.weight.data = attn.output_gate.proj.weight
+    theirs.o_proj.weight.data = attn.c_proj.weight
+    mask = torch.full((1, 1, 9, 9), -torch.inf, dtype=torch.float64).triu(1)
+    want, _ = theirs(x, position_embeddings=None, attention_mask=mask)
+    got, _ = attn(x, model.context(slice(0, 9), 0, 9, None, None, x.device))
+    close(got, want, 1e-6)  # their norms are in float32
+
+
+def test_at_full_strength_an_output_is_orthogonal_to_its_own_value():
+    model, x = tiny(dict(xsa=True)), normal(2, 9, 96)
+    v = model.transformer.h[0].attn.c_attn(x).chunk(3, -1)[2].unflatten(-1, (6, 16)).transpose(1, 2)
+    for strength, orthogonal in ((50.0, True), (0.3, False)):
+        model.transformer.h[0].attn.xsa.strength.data.fill_(strength)
+        cosine = F.cosine_similarity(attention_of(model, x)[:, :, 1:], v[:, :, 1:], dim=-1)  # the first sees itself alone
+        assert (cosine.abs().max() < 1e-9) == orthogonal
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
+def test_a_key_offset_lets_one_layer_find_what_followed(recipe):
+    """The moved half of a key is the token's before; logits still depend on distance alone under RoPE."""
+    plain, moved = tiny(dict(recipe=recipe)), tiny(dict(recipe=recipe, key_offset=True))
+    x = normal(2, 9, 96)
+    attn = plain.transformer.h[0].attn
+    own = attn.split(attn.c_attn(x), 6, plain.context(slice(0, 9), 0, 9, None, None, x.device))[1]
+    attn = moved.transformer.h[0].attn
+    h = SimpleNamespace(k=own)
+    ctx = moved.context(slice(0, 9), 0, 9, None, None, x.device)
+    attn.key_offset.before(attn, h, ctx)
+    shifted = [*range(4, 8), *range(12, 16)]
+    kept = [d for d in range(16) if d not in shifted]
+    assert torch.equal(h.k[:, :, 1:, shifted], own[:, :, :-1, shifted]) and torch.equal(h.k[..., kept], own[..., kept])
+    assert torch.equal(h.k[:, :, 0], own[:, :, 0])
+
+
+def test_a_narrow_gate_reads_the_first_channels_alone():
+    model = tiny(MECHANISMS["output_gate_narrow"])
+    assert model.transformer.h[0].attn.output_gate.proj.weight.shape == (6, 12)
+    x, other = normal(2, 9, 96), normal(2, 9, 96, seed=2)
+    other[..., :12] = x[..., :12]
+    gates = []
+    for inputs in (x, other):
+        h = SimpleNamespace(x=inputs, gates={})
+        model.transformer.h[0].attn.output_gate.before(model.transformer.h[0].attn, h, None)
+        gates.append(h.gates["output_gate"])
+    assert torch.equal(*gates)
+    bad = GPTConfig(**{**TINY, "n_embd": 6}, **MECHANISMS["output_gate_narrow"]).problems()
+    assert bad == ["output_gate_width=12 must be from 1 to n_embd=6"]
+
+
+def test_a_head_too_small_for_a_key_offset_is_refused():
+    assert GPTConfig(vocab_size=5, n_embd=9, n_head=3, key_offset=True).problems() == [
+        "key_offset moves a part of each key: a head size of 3 is below 4"]
+
+
+def test_skips_may_start_at_one():
+    """What others report gains with (modded-nanogpt); at 1 itself the sigmoid could not learn."""
+    model = GPT(GPTConfig(**TINY, unet="add", unet_init=1.0))
+    share = model.fuse[0].logit.sigmoid()
+    assert share.item() == pytest.approx(1.0, abs=1e-3)
+    share.sum().backward()
+    assert model.fuse[0].logit.grad > 1e-4
+
+
+# ---- the write-up's routing, as printed ----
+
+def test_routing_published_is_the_printed_code():
+    """Logits times the mask, softmax, gates in training only, and the entropy term; the -inf form is another function."""
+    model, x = tiny(MECHANISMS["routing_published"]), normal(2, 9, 96)
+    router, plain = model.transformer.h[0].attn.router, attention_of(model.eval(), x)
+    logits = router.out(F.gelu(router.fc(x)))
+    mask = torch.zeros_like(logits).scatter_(-1, torch.topk(logits, 3, dim=-1).indices, 1)
+    gates = F.softmax(logits * mask, dim=-1)
+    entropy = -(gates * torch.log(gates + 1e-8)).sum(dim=-1).mean() * 0.01
+    model.train()
+    close(attention_of(model, x), plain * gates.transpose(1, 2)[..., None], 1e-12)
+    ctx = model.context(slice(0, 9), 0, 9, None, None, x.device, losses=True)
+    close(model.transformer.h[0].attn(x, ctx)[1].losses["routing_entropy"], entropy, 1e-12)
+    q, k, v = (t.unflatten(-1, (6, 16)).transpose(1, 2) for t in model.transformer.h[0].attn.c_attn(x).chunk(3, -1))
+    close(attention_of(model.eval(), x), dense(q, k, v, 0.25)[0], 1e-12)  # evaluated, there are no gates
+    for name in ("routing_inf", "routing_zero", "routing_train_only"):
+        other = tiny(MECHANISMS[name])
+        same = [torch.allclose(attention_of(getattr(other, mode)(), x), attention_of(getattr(model, mode)(), x))
+                for mode in ("train", "eval")]
+        assert same == [name == "routing_zero", name == "routing_train_only"], name
+    assert MECHANISMS["routing_published"].items() >= dict(routing_mask="zero", routing_eval_gate=False).items()
+
