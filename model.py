@@ -359,7 +359,7 @@ class Mechanism(nn.Module):
     name = ""               # its attribute of CausalSelfAttention, hence the prefix of its parameters
     flag = ""               # the field of GPTConfig that turns it on; fields named <flag>_... are its details
     modes = {}              # name -> flags: its entries of MECHANISMS
-    neutral = {}            # mode -> {parameter, * allowed, or flag: value}: the plain GPT; missing: none is
+    neutral = {}            # mode -> {flag, or parameter, * allowed: value}: the plain GPT; missing: none is
     needs_row_stats = None  # does after() read Heads.row_stats? "lse" | "shape" (entropy and log_p2 too)
     detach = False          # ... without a gradient into them?
     needs_positions = False  # does it read Context.positions?
@@ -380,6 +380,17 @@ class Mechanism(nn.Module):
     def on(cls, config, layer):
         """Whether block `layer` has it."""
         return cls.is_on(config)
+
+    @classmethod
+    def mode_of(cls, config):
+        """The name of the mode that a config's flags are, the most specific one; None: none of them."""
+        def fits(mode):
+            for key, value in cls.modes[mode].items():
+                free = key == cls.flag and not isinstance(value, (str, bool))  # names, or a number of tokens
+                if getattr(config, key) != value and not free:
+                    return False
+            return True
+        return max(filter(fits, cls.modes), key=lambda mode: len(cls.modes[mode]), default=None)
 
     @staticmethod
     def settle(config):
@@ -681,7 +692,7 @@ class SentinelGate(Mechanism):
 
     name = flag = "sentinel"
     modes = {"sentinel": dict(sentinel="sigmoid"), "sentinel_l0": dict(sentinel="hard_concrete")}
-    neutral = {"sentinel": {"sentinel.logit": 50.0}, "sentinel_l0": {}}  # l0: as it starts, when evaluated
+    neutral = {"sentinel": {"sentinel_init": 50.0}, "sentinel_l0": {}}  # l0: as it starts, when evaluated
     BETA, LOW, HIGH = 2 / 3, -0.1, 1.1  # the paper's values
 
     def __init__(self, config, attn):
@@ -1236,7 +1247,7 @@ class SkipFusion(Mechanism):
     name, flag = "fuse", "unet"
     modes = {"unet_concat": dict(unet="concat"), "unet_add": dict(unet="add"),
              "unet_published": dict(unet="published")}
-    neutral = {"unet_concat": {"fuse.*.weight": 0.0}, "unet_add": {"fuse.*.logit": -50.0},
+    neutral = {"unet_concat": {"unet_init": 0.0}, "unet_add": {"unet_init": 0.0},
                "unet_published": {"fuse.*.weight": identity_of_h, "fuse.*.bias": 0.0}}
 
     def __init__(self, config, depth):
@@ -1425,7 +1436,7 @@ MECHANISM_CLASSES = (*HEAD_MECHANISMS, SkipFusion, CausalMask)
 # name -> flags: every mechanism in each of its modes. Tests, bench.py, compare.py and the docs read it.
 MECHANISMS = {name: flags for cls in MECHANISM_CLASSES for name, flags in cls.modes.items()}
 
-# name -> {flag or parameter: value} that makes it equal to the plain GPT, where such a setting exists. A
+# name -> {flag, or parameter: value} that makes it equal to the plain GPT, where such a setting exists. A
 # value may be the name of a size, and a function of the parameter's shape.
 NEUTRAL = {name: values for cls in MECHANISM_CLASSES for name, values in cls.neutral.items()}
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import checkpoint
 import model as model_py
 import train
-from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, NEUTRAL, RECIPES, Agency, ConstraintHeads, GPTConfig, HeadRouter, KVCache,
+from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, RECIPES, Agency, ConstraintHeads, GPTConfig, HeadRouter, KVCache,
                    SentinelGate)
 from optim import make_optimizers
 
@@ -189,10 +189,12 @@ def neutral(names, more):
     flags = dict(more)
     for name in names:
         flags.update(MECHANISMS[name])
-        flags.update({key: TINY[value] for key, value in NEUTRAL[name].items() if key in GPTConfig.__dataclass_fields__})
+        flags.update({key: TINY[value] if isinstance(value, str) else value for key, value in NEUTRAL[name].items()
+                      if key in GPTConfig.__dataclass_fields__})
     base = alive(more)
     model = share(fresh(flags), base)
     model.make_neutral(names)
+    assert all(cls.mode_of(model.config) in (*names, None) for cls in MECHANISM_CLASSES if cls.is_on(model.config))
     return model, base
 
 
