@@ -154,6 +154,18 @@ def rows_of(study):
     return rows
 
 
+def range_of(comparisons):
+    """(left, right) of an axis for these differences, with zero well inside; what lies far out is cut off."""
+    spans = [(c["low"], c["high"], c["mean"], *c["differences"]) for c in comparisons]
+    spans = [[v for v in span if known(v)] for span in spans]
+    far = 3 * np.median([max(map(abs, span)) for span in spans]) or math.inf
+    near = [v for span in spans if max(map(abs, span)) <= far for v in span]
+    left, right = min(near), max(near)
+    left, right = min(left, -0.25 * right), max(right, -0.25 * left)  # zero stands well inside
+    pad = 0.05 * (right - left) or 0.01
+    return left - pad, right + pad
+
+
 def settings_of(study):
     """[(heading, text)]: what was run, on what, with what."""
     d, m = study["data"], study["machine"]

@@ -13,8 +13,8 @@ from matplotlib.ticker import MaxNLocator
 
 from plot_curves import COLOURS, number
 from study.findings import (BETTER, SAME, WORSE, corrected, headline, interval, known, label_of, labelled,
-                            level, listed, mean_of, notices, printable, ranked, rows_of, settings_of, short,
-                            show, verdict_of, verdicts_of)
+                            level, listed, mean_of, notices, printable, range_of, ranked, rows_of,
+                            settings_of, short, show, verdict_of, verdicts_of)
 
 FEW = 8  # arms that can be told apart by colour; of more, the best and the worst are
 FEW_IN_SENTENCES = 6  # variants whose verdicts stand at the top as sentences; more become a list
@@ -119,13 +119,7 @@ def forest(study):
     found = [(name, c) for name, comparisons in ranked(study) for c in comparisons if known(c["mean"])]
     if not found:
         return note("No two runs to compare yet.")
-    spans = [[v for v in (c["low"], c["high"], c["mean"], *c["differences"]) if known(v)] for _, c in found]
-    far = 3 * np.median([max(map(abs, span)) for span in spans]) or math.inf
-    near = [v for span in spans if max(map(abs, span)) <= far for v in span]
-    left, right = min(near), max(near)
-    left, right = min(left, -0.25 * right), max(right, -0.25 * left)  # zero stands well inside
-    pad = 0.05 * (right - left) or 0.01
-    left, right = left - pad, right + pad
+    left, right = range_of([c for _, c in found])
 
     def x(value):
         return 1000 * (value - left) / (right - left)

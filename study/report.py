@@ -19,8 +19,8 @@ from common import UserError, table, write_atomic
 from plot_curves import RC
 from study import page
 from study.findings import (BETTER, EQUAL, SAME, WORSE, corrected, headline, known, label_of, labelled,
-                            level, listed, notices, printable, ranked, rows_of, settings_of, short, show,
-                            verdict_of, verdicts_of)
+                            level, listed, notices, printable, range_of, ranked, rows_of, settings_of,
+                            short, show, verdict_of, verdicts_of)
 
 # keys of a results.json that the report cannot do without
 KEYS = dict(name=str, question=str, command=str, seeds=list,
@@ -102,31 +102,48 @@ def forest_plot(study):
             if "hyperparameters" in c["matched"] and known(c["mean"])]
     if not rows:
         return None
-    figure = Figure(figsize=(8.6, 1.5 + 0.27 * len(rows)), facecolor="white", layout="constrained")
+    figure = Figure(figsize=(8.6, 1.8 + 0.27 * len(rows)), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(facecolor="white")
+    left, right = range_of([c for _, c in rows])
     axes.axvline(0, color="black", linewidth=1.2, zorder=1)
     for y, (_, c) in enumerate(rows):
-        colour = VERDICT_COLOURS.get(verdict_of(c), VERDICT_COLOURS[SAME])
-        seeds = [d for d in c["differences"] if known(d)]
-        axes.plot(seeds, [y] * len(seeds), "o", color=colour, alpha=0.3, markersize=3, markeredgewidth=0)
-        if known(c["low"]):
-            axes.plot([c["low"], c["high"]], [y, y], color=colour, linewidth=2, solid_capstyle="round")
-        axes.plot([c["mean"]], [y], "o", color=colour, markersize=6)
+        draw_row(axes, y, c, left, right)
     labels = [" ".join(printable(label_of(study, name)).split()) for name, _ in rows]
-    axes.set_yticks(range(len(rows)), [textwrap.shorten(label, 40, placeholder="…") for label in labels])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
+    labels = [textwrap.shorten(label, 40, placeholder="…") for label in labels]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.set(xlim=(left, right), ylim=(len(rows) - 0.4, -0.6))
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel(f"bits/byte, variant − plain GPT: mean and {level(study)} interval over "
-                    f"{len(study['seeds'])} seeds (left is better)")
     title = f"{study['data']['dataset']}, {study.get('scale')} scale, equal hyperparameters"
     axes.set_title(title, fontsize=11)
+    axes.set_xlabel("bits/byte, variant − plain GPT (left is better)")
+    n = study["comparisons_made"]
+    words = f"mean and {level(study)} interval over {len(study['seeds'])} seeds; small dots: the seeds"
+    words += f"; colour: verdict, corrected for {n} comparisons" if n > 1 else ""
     shown = {verdict_of(c) for _, c in rows}
     handles = [Line2D([], [], color=colour, marker="o", linewidth=2, label=verdict)
                for verdict, colour in VERDICT_COLOURS.items() if verdict in shown]
     if handles:
-        axes.legend(handles=handles, title=f"p corrected for {study['comparisons_made']}", fontsize=10)
+        figure.legend(handles=handles, title=words, loc="outside lower center", ncols=3, frameon=False,
+                      fontsize=10, title_fontsize=10)
     return figure
+
+
+def draw_row(axes, y, c, left, right):
+    """One comparison: interval, mean, and below the line the seeds; a triangle at the edge: it goes on."""
+    colour = VERDICT_COLOURS.get(verdict_of(c), VERDICT_COLOURS[SAME])
+    seeds = [d for d in c["differences"] if known(d)]
+    axes.plot(seeds, [y + 0.25] * len(seeds), "o", color=colour, alpha=0.45, markersize=3, markeredgewidth=0)
+    ends = [c["low"], c["high"]] if known(c["low"]) else [c["mean"], c["mean"]]
+    axes.plot(ends, [y, y], color=colour, linewidth=2, solid_capstyle="round")
+    axes.plot([c["mean"]], [y], "o", color=colour, markersize=6)
+    for edge, marker, beyond in ((left, "<", ends[0] < left), (right, ">", ends[1] > right)):
+        if beyond:
+            axes.plot([edge], [y], marker, color=colour, markersize=8, clip_on=False)
+    if not left <= c["mean"] <= right:
+        at, side = (right, "right") if c["mean"] > right else (left, "left")
+        axes.annotate(f"{c['mean']:+.3f}", (at, y), (-10 if side == "right" else 10, 0), color=colour,
+                      textcoords="offset points", ha=side, va="center", fontsize=9)
 
 
 # ---- files ----

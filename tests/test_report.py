@@ -345,7 +345,7 @@ def test_the_forest_plot_has_every_variant_once_best_on_top_in_the_colour_of_its
     assert [text.get_text() for text in axes.get_yticklabels()] == [study["arms"][c["variant"]]["label"]
                                                                     for c in ranked]
     zero, *lines = axes.get_lines()
-    assert list(zero.get_xdata()) == [0, 0] and len(lines) == 3 * 30  # seeds, interval, mean
+    assert list(zero.get_xdata()) == [0, 0] and len(lines) == 3 * 30  # seeds, interval, mean; nothing goes on
     for c, seeds, interval, mean in zip(ranked, lines[::3], lines[1::3], lines[2::3]):
         assert list(seeds.get_xdata()) == c["differences"]
         assert list(interval.get_xdata()) == [c["low"], c["high"]] and list(mean.get_xdata()) == [c["mean"]]
@@ -355,11 +355,22 @@ def test_the_forest_plot_has_every_variant_once_best_on_top_in_the_colour_of_its
     assert report.forest_plot(emptied(make_study(3))) is None
 
 
+def test_what_lies_far_outside_the_forest_plot_is_cut_off_and_marked():
+    study = make_study(8)
+    worst = max((c for c in study["comparisons"] if c["baseline"] == "plain"), key=lambda c: c["mean"])
+    far = {key: worst[key] + 5 for key in ("mean", "low", "high")}
+    worst.update(far, differences=[d + 5 for d in worst["differences"]])
+    axes, = report.forest_plot(study).axes
+    assert axes.get_xlim()[1] < 0.5
+    marks = [line for line in axes.get_lines() if line.get_marker() == ">"]
+    assert [list(mark.get_ydata()) for mark in marks] == [[7]]
+
+
 def test_one_seed_still_has_a_forest_plot(tmp_path):
     study = make_study(2, seeds=2)
     for c in study["comparisons"]:
         c.update(low=None, high=None)
-    assert len(report.forest_plot(study).axes[0].get_lines()) == 1 + 2 * 2
+    assert len(report.forest_plot(study).axes[0].get_lines()) == 1 + 3 * 2
     assert len(report.write(study, tmp_path)) == 4
 
 
