@@ -203,6 +203,7 @@ def main(argv=None):
     if len(folders) != 1 or not Path(folders[0], "trial.json").is_file():
         sys.exit("trial: give one folder that holds a trial.json; compare.py makes them")
     folder = Path(folders[0])
+    print(f"what it prints is in {folder / 'trial.log'}", flush=True)
     log_to(folder / "trial.log")
     try:
         with open(folder / "lock", "w") as file:
