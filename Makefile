@@ -1,7 +1,7 @@
 # make demo · make test · make lint · make compare · make bench · make plots · make clean
 PYTHON ?= python3
 PY := .venv/bin/python
-STUDY ?= config/study_all.py
+STUDY ?= config/studies/all.py
 
 .PHONY: demo test lint compare bench plots clean
 
@@ -17,7 +17,7 @@ STUDY ?= config/study_all.py
 # train a plain GPT and one variant on Python's own source code, three seeds each, and compare them
 demo: .venv/ready
 	$(PY) data/pystdlib/prepare.py
-	$(PY) compare.py config/study_demo.py
+	$(PY) compare.py config/studies/demo.py
 
 # a process per core, each with one thread: threads that wait for each other spin
 test: .venv/ready-test
@@ -27,7 +27,7 @@ test: .venv/ready-test
 lint: .venv/ready-test
 	$(PY) -m ruff check .
 
-# STUDY=config/study_routing.py for another one; it goes on where it stopped
+# STUDY=config/studies/routing.py for another one; it goes on where it stopped
 compare: .venv/ready
 	$(PY) compare.py $(STUDY)
 

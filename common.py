@@ -85,10 +85,12 @@ def json_safe(value):
 
 
 def table(head, rows, left=1, width=None):
-    """Aligned lines, without a rule: the first `left` columns to the left, the others to the right, two spaces between.
+    """Aligned lines, no rule, two spaces between: the columns `left` to the left, the others to the right.
 
+    left: how many columns, from the first; or their numbers.
     width: where a line would be longer, the first column loses its beginning, not below 12 cells.
     """
+    left = range(left) if isinstance(left, int) else left
     rows = [[str(cell) for cell in row] for row in (head, *rows)]
     wide = [max(map(len, column)) for column in zip(*rows)]
     if width:
@@ -96,8 +98,8 @@ def table(head, rows, left=1, width=None):
     lines = []
     for first, *rest in rows:
         first = first if len(first) <= wide[0] else "…" + first[1 - wide[0]:]
-        cells = [first, *rest]
-        lines.append("  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, wide))).rstrip())
+        cells = [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip([first, *rest], wide))]
+        lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 

@@ -34,7 +34,7 @@ long)
 compare)
   [ -f data/enwiki15/meta.json ] || "$PY" data/enwiki15/prepare.py
   [ ! -f "$OUT/trials.tar" ] || tar xf "$OUT/trials.tar" --skip-old-files  # of an earlier call, where out/ does not stay
-  ARGS=("${STUDY:-config/study_all.py}" --scale=small --seeds=1,2,3 --matched=2 --jobs="${JOBS:-2}" --test_tokens=1048576
+  ARGS=("${STUDY:-config/studies/all.py}" --scale=small --seeds=1,2,3 --matched=2 --jobs="${JOBS:-2}" --test_tokens=1048576
         --settings="{'max_iters': ${COMPARE_STEPS:-300}, 'eval_interval': 100}")
   timeout --signal=INT "${LIMIT:-540}" "$PY" compare.py "${ARGS[@]}" --out_dir="$OUT/study" 2>&1 | tee "$OUT/compare.txt" || true
   "$PY" compare.py "${ARGS[@]}" --out_dir="$OUT/study" --report_only

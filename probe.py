@@ -41,7 +41,7 @@ from common import UserError, pick_device, write_atomic
 from data.needle.prepare import DIGITS, digits_of, fact, names, question
 from evaluate import aligned, nats_of, opened, score, windows_of, writable
 from model import GPT
-from stats import paired
+from study.stats import paired
 
 BLOCKS = 32  # of neighbouring windows, at most: what intervals over text rest on
 

@@ -1,5 +1,5 @@
 # Agency: states and consent per head. While nothing moves them every head is active, and this is the plain GPT
-from config.enwik8_baseline import *
+from config.paper import *
 
 out_dir = "out/enwik8-agency"
 

@@ -1,5 +1,5 @@
 # The rival MoH: each token uses 2 shared heads and the best 4 of the other 10, load balanced
-from config.enwik8_baseline import *
+from config.paper import *
 
 out_dir = "out/enwik8-moh"
 

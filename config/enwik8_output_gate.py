@@ -1,5 +1,5 @@
 # The rival gated attention: a gate per head, computed from the token
-from config.enwik8_baseline import *
+from config.paper import *
 
 out_dir = "out/enwik8-output_gate"
 

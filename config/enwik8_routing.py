@@ -1,5 +1,5 @@
 # Head routing as its write-up has it: each token uses 6 of 12 heads; their weights sum to 1 (the output starts small)
-from config.enwik8_baseline import *
+from config.paper import *
 
 out_dir = "out/enwik8-routing"
 

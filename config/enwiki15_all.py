@@ -1,5 +1,5 @@
 # All seven mechanisms at once, each in its corrected form
-from config.enwiki15_baseline import *
+from config.small import *
 
 out_dir = "out/enwiki15-all"
 

@@ -1,5 +1,5 @@
 # The rival MoH: each token uses 2 shared heads and the best 4 of the other 6, load balanced
-from config.enwiki15_baseline import *
+from config.small import *
 
 out_dir = "out/enwiki15-moh"
 

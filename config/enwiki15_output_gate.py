@@ -1,5 +1,5 @@
 # The rival gated attention: a gate per head, computed from the token
-from config.enwiki15_baseline import *
+from config.small import *
 
 out_dir = "out/enwiki15-output_gate"
 

@@ -1,5 +1,5 @@
 # The rival sliding window: a token sees the last 256, itself included, and the first 4
-from config.enwiki15_baseline import *
+from config.small import *
 
 out_dir = "out/enwiki15-window"
 

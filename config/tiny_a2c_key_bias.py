@@ -1,5 +1,5 @@
 # A2C attention, corrected: each key's predicted advantage is added to its logits
-from config.tiny_baseline import *
+from config.tiny import *
 
 out_dir = "out/tiny-a2c_key_bias"
 

@@ -1,5 +1,5 @@
 # A2C attention as its write-up has it: keys are queries, values are slices of x, the critic scales the logits
-from config.tiny_baseline import *
+from config.tiny import *
 
 out_dir = "out/tiny-a2c_published"
 

@@ -1,5 +1,5 @@
 # ACAG without gradients into the statistics of the row: cheaper
-from config.tiny_baseline import *
+from config.tiny import *
 
 out_dir = "out/tiny-acag_detach"
 

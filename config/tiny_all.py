@@ -1,5 +1,5 @@
 # All seven mechanisms at once, each in its corrected form
-from config.tiny_baseline import *
+from config.tiny import *
 
 out_dir = "out/tiny-all"
 

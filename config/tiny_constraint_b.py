@@ -1,5 +1,5 @@
 # Constraint heads, variant B: all heads of the layer get smaller, and its width stays (128 / 11 heads, floored to 8)
-from config.tiny_baseline import *
+from config.tiny import *
 
 out_dir = "out/tiny-constraint_b"
 

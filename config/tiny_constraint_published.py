@@ -1,5 +1,5 @@
 # Constraint heads as the write-up has them: the router gates the values
-from config.tiny_baseline import *
+from config.tiny import *
 
 out_dir = "out/tiny-constraint_published"
 

@@ -1,5 +1,5 @@
 # The rival MoH: each token uses 1 shared head and the best 3 of the other 7, load balanced
-from config.tiny_baseline import *
+from config.tiny import *
 
 out_dir = "out/tiny-moh"
 

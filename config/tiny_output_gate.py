@@ -1,5 +1,5 @@
 # The rival gated attention: a gate per head, computed from the token
-from config.tiny_baseline import *
+from config.tiny import *
 
 out_dir = "out/tiny-output_gate"
 

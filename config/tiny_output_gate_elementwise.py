@@ -1,5 +1,5 @@
 # The rival gated attention with a gate for each of a head's dimensions
-from config.tiny_baseline import *
+from config.tiny import *
 
 out_dir = "out/tiny-output_gate_elementwise"
 

@@ -1,5 +1,5 @@
 # Head routing as its write-up has it: each token uses 4 of 8 heads; their weights sum to 1 (the output starts small)
-from config.tiny_baseline import *
+from config.tiny import *
 
 out_dir = "out/tiny-routing"
 

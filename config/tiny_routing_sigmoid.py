@@ -1,5 +1,5 @@
 # Head routing with a gate for each of the 4 chosen heads by itself
-from config.tiny_baseline import *
+from config.tiny import *
 
 out_dir = "out/tiny-routing_sigmoid"
 

@@ -1,5 +1,5 @@
 # Head routing as its published snippet has it: unselected logits become 0, which leaves those heads some weight
-from config.tiny_baseline import *
+from config.tiny import *
 
 out_dir = "out/tiny-routing_zero"
 

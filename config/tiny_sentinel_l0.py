@@ -1,5 +1,5 @@
 # Sentinel gates that can close for good: hard concrete, with the L0 penalty
-from config.tiny_baseline import *
+from config.tiny import *
 
 out_dir = "out/tiny-sentinel_l0"
 

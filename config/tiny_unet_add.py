@@ -1,5 +1,5 @@
 # U-Net skips as a weighted sum: one number per pair of blocks
-from config.tiny_baseline import *
+from config.tiny import *
 
 out_dir = "out/tiny-unet_add"
 

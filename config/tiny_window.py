@@ -1,5 +1,5 @@
 # The rival sliding window: a token sees the last 32, itself included
-from config.tiny_baseline import *
+from config.tiny import *
 
 out_dir = "out/tiny-window"
 

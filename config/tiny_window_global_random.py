@@ -1,5 +1,5 @@
 # The rival sliding window as in BigBird: the last 32 tokens, the first one, and one earlier block of 8 at random
-from config.tiny_baseline import *
+from config.tiny import *
 
 out_dir = "out/tiny-window_global_random"
 

@@ -1,4 +1,4 @@
-"""Verdicts: each number against another way to it, each promised rate by simulation, and what would break it as a control."""
+"""Verdicts: each number against another way to it, each rate by simulation, and controls that break it."""
 import math
 from itertools import product
 
@@ -7,7 +7,7 @@ import pytest
 from scipy import stats as scipy_stats
 from scipy.signal import lfilter
 
-from stats import Paired, block_bootstrap, detectable, holm, in_words, paired, verdict
+from study.stats import Paired, block_bootstrap, detectable, holm, in_words, paired, verdict
 
 pytestmark = pytest.mark.filterwarnings("error")  # a division by zero is a warning in numpy
 
@@ -34,24 +34,29 @@ def test_paired_is_the_paired_t_test_of_scipy(n, level):
     variant, baseline = rng(0, n).normal(1, 0.01, (2, n))
     got, want = paired(variant - baseline, level), scipy_stats.ttest_rel(variant, baseline)
     interval = want.confidence_interval(level)
-    assert np.allclose(got, (n, np.mean(variant - baseline), interval.low, interval.high, np.std(variant - baseline, ddof=1),
+    assert np.allclose(got, (n, np.mean(variant - baseline),
+                             interval.low, interval.high, np.std(variant - baseline, ddof=1),
                              want.pvalue), rtol=1e-9)
 
 
 def test_paired_by_hand():
-    # mean 3, squares 4 + 1 + 0 + 1 + 4 = 10, sd sqrt(10 / 4), error sqrt(1 / 2); the table says 2.776 at 4 degrees and 97.5 %
+    # mean 3, squares 4 + 1 + 0 + 1 + 4 = 10, sd sqrt(10 / 4), error sqrt(1 / 2)
+    # the table says 2.776 at 4 degrees and 97.5 %
     got = paired([1, 2, 3, 4, 5])
     assert got.mean == 3 and got.sd == math.sqrt(2.5)
     assert got.low == pytest.approx(3 - 2.776 * math.sqrt(0.5), abs=5e-4)
     assert got.high == pytest.approx(3 + 2.776 * math.sqrt(0.5), abs=5e-4)
-    u = got.mean / math.sqrt(0.5) / 2  # t / sqrt(df), in the closed form of the distribution of t at 4 degrees
+    # t / sqrt(df), in the closed form of the distribution of t at 4 degrees
+    u = got.mean / math.sqrt(0.5) / 2
     assert got.p == pytest.approx(1 - (u / math.sqrt(1 + u * u)) * (1 + 0.5 / (1 + u * u)))
 
 
 def test_one_seed_shows_nothing():
-    assert paired([-0.5])._replace(sd=0) == Paired(1, -0.5, -math.inf, math.inf, 0, 1.0) and math.isnan(paired([-0.5]).sd)
+    assert paired([-0.5])._replace(sd=0) == Paired(1, -0.5, -math.inf,
+                                                   math.inf, 0, 1.0) and math.isnan(paired([-0.5]).sd)
     none = paired([])
-    assert none.n == 0 and math.isnan(none.mean) and none.p == 1 and (none.low, none.high) == (-math.inf, math.inf)
+    assert none.n == 0 and math.isnan(none.mean) and none.p == 1 and (none.low,
+                                                                      none.high) == (-math.inf, math.inf)
 
 
 @pytest.mark.parametrize("n", (2, 3, 7))
@@ -69,7 +74,7 @@ def test_a_diverged_run_is_refused(bad):
 # ---- many comparisons ----
 
 def slow_holm(p):
-    """Step down: the smallest p times m, the next times m - 1, ...; none below the one before it, none above 1."""
+    """Step down: the smallest p times m, the next times m - 1; none below the one before, none above 1."""
     adjusted, before = [0.0] * len(p), 0.0
     for step, i in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
         before = adjusted[i] = max(before, min(1.0, p[i] * (len(p) - step)))
@@ -82,7 +87,8 @@ def test_holm_steps_down(m):
         p = rng(3, m, seed).random(m) ** 3
         p[m // 2] = p[0]  # a tie
         assert np.allclose(holm(p), slow_holm(p), rtol=1e-12)
-        for alpha in (0.01, 0.05):  # the adjusted p decide as the textbook does: stop at the first above alpha / (m - step)
+        # the adjusted p decide as the textbook does: stop at the first above alpha / (m - step)
+        for alpha in (0.01, 0.05):
             kept = np.sort(p) > alpha / np.arange(m, 0, -1)
             assert (holm(p) <= alpha).sum() == (kept.argmax() if kept.any() else m)
 
@@ -96,7 +102,7 @@ def test_a_failed_comparison_stays_nan_and_makes_no_other_look_better():
 # ---- how often a verdict is wrong: two models that are the same ----
 
 def test_five_seeds_of_the_same_model_differ_in_one_comparison_of_twenty():
-    trials, smallest = 2000, detectable(0.01, 5)
+    trials = 2000
     seen = dict.fromkeys(("better", "worse", "no difference shown"), 0)
     for d in rng(4).normal(0, 0.01, (trials, 5)):
         result = paired(d)
@@ -106,7 +112,7 @@ def test_five_seeds_of_the_same_model_differ_in_one_comparison_of_twenty():
 
 
 def families(shared, trials=2000, m=28, seeds=5):
-    """Differences [trials, m, seeds] of m variants that are the baseline; shared: all m from the same baseline runs."""
+    """Differences [trials, m, seeds] of m variants that are the baseline; shared: one baseline for all."""
     r = rng(5, shared)
     return r.normal(1, 0.01, (trials, m, seeds)) - r.normal(1, 0.01, (trials, 1 if shared else m, seeds))
 
@@ -126,7 +132,8 @@ def test_twenty_eight_comparisons_together_are_wrong_in_one_family_of_twenty(sha
 
 def test_a_sign_test_of_five_seeds_could_show_nothing():
     smallest = min(scipy_stats.binomtest(k, 5).pvalue for k in range(6))
-    assert smallest == 0.0625 == scipy_stats.wilcoxon([1, 2, 3, 4, 5]).pvalue  # ranks do no better: hence the t-test
+    # ranks do no better: hence the t-test
+    assert smallest == 0.0625 == scipy_stats.wilcoxon([1, 2, 3, 4, 5]).pvalue
     assert paired([-1.0, -1.1, -0.9, -1.2, -0.8]).p < 0.001
 
 
@@ -151,7 +158,8 @@ def test_the_detectable_difference_is_found_four_times_in_five(n, m):
     assert (halved <= 0.05 / m).mean() < 0.6  # control
 
 
-@pytest.mark.parametrize("n, alpha, power", ((5, 0.05, 0.8), (3, 0.05, 0.8), (10, 0.05 / 28, 0.8), (8, 0.01, 0.95),
+@pytest.mark.parametrize("n, alpha, power",
+                         ((5, 0.05, 0.8), (3, 0.05, 0.8), (10, 0.05 / 28, 0.8), (8, 0.01, 0.95),
                                              (30, 0.05, 0.5)))
 def test_the_detectable_difference_has_its_power_under_the_noncentral_t(n, alpha, power):
     critical, shift = scipy_stats.t.isf(alpha / 2, n - 1), detectable(1.0, n, alpha, power) * math.sqrt(n)
@@ -162,7 +170,8 @@ def test_the_detectable_difference_has_its_power_under_the_noncentral_t(n, alpha
 def test_detectable_at_its_edges():
     assert math.isnan(detectable(0.01, 1)) and math.isnan(detectable(math.nan, 0)) and detectable(0.0, 5) == 0
     assert detectable(0.02, 5) == pytest.approx(2 * detectable(0.01, 5))
-    assert detectable(1, 2, 1e-6) > detectable(1, 2, 1e-3) > detectable(1, 3, 1e-3) > detectable(1, 1000, 1e-3) > 0
+    assert detectable(1, 2, 1e-6) > detectable(1, 2,
+                                               1e-3) > detectable(1, 3, 1e-3) > detectable(1, 1000, 1e-3) > 0
 
 
 # ---- one pair of models, over text ----
@@ -175,7 +184,7 @@ def nats(bits_per_byte):
 
 
 def autocorrelated(trials, n, phi):
-    """[trials, n]: unit variance, correlation phi between neighbours, phi^2 one further, ..., from the first window on."""
+    """[trials, n]: unit variance, correlation phi between neighbours, phi^2 one further, from the first."""
     noise = rng(9).normal(size=(trials, n)) * math.sqrt(1 - phi * phi)
     noise[:, 0] /= math.sqrt(1 - phi * phi)
     return lfilter([1], [1, -phi], noise)
@@ -205,7 +214,8 @@ def test_the_interval_over_text_is_that_of_all_possible_draws():
 def test_a_short_last_block_adds_no_spread(n, block):
     baseline = rng(12).normal(200, 30, n)
     mean, low, high = block_bootstrap(baseline + nats(0.25 / n), baseline, BYTES, block)
-    assert np.allclose((mean, low, high), 0.25, rtol=1e-9)  # summed without weights, a draw of short blocks would be less
+    # summed without weights, a draw of short blocks would be less
+    assert np.allclose((mean, low, high), 0.25, rtol=1e-9)
 
 
 def test_the_interval_over_text_is_the_same_at_each_call_and_mirrored_when_the_models_swap():
@@ -214,11 +224,12 @@ def test_the_interval_over_text_is_the_same_at_each_call_and_mirrored_when_the_m
     assert (mean, low, high) == block_bootstrap(list(variant), list(baseline), BYTES, 8)
     assert np.allclose(block_bootstrap(baseline, variant, BYTES, 8), (-mean, -high, -low), rtol=1e-9)
     other = block_bootstrap(variant, baseline, BYTES, 8, seed=1)
-    assert other[0] == mean and other[1] != low and np.allclose(other, (mean, low, high), atol=0.15 * (high - low))
+    assert other[0] == mean and other[1] != low and np.allclose(other,
+                                                                (mean, low, high), atol=0.15 * (high - low))
 
 
 def coverage(block, phi=0.7, trials=200, n=1000, true=0.02):
-    """How often the interval of blocks holds the true difference of texts whose windows resemble their neighbours."""
+    """How often the interval of blocks holds the true difference of texts whose neighbours are alike."""
     baseline, found = rng(14).normal(200, 30, n), 0
     for noise in autocorrelated(trials, n, phi):
         variant = baseline + nats(true / n + 0.01 * noise)
@@ -241,7 +252,8 @@ def test_pairing_takes_away_what_makes_text_hard_for_both():
     hard = 200 + 40 * autocorrelated(1, n, 0.5)[0]
     variant, baseline = hard + rng(15).normal(-1, 3, (1, n))[0], hard + rng(16).normal(0, 3, n)
     mean, low, high = block_bootstrap(variant, baseline, BYTES, block)
-    draws = rng(17).integers(n // block, size=(2, 1000, n // block))  # control: each model with blocks of its own
+    # control: each model with blocks of its own
+    draws = rng(17).integers(n // block, size=(2, 1000, n // block))
     sums = [each.reshape(-1, block).sum(1)[drawn].sum(1) for each, drawn in zip((variant, baseline), draws)]
     wide = np.quantile((sums[0] - sums[1]) / math.log(2) / BYTES, (0.025, 0.975))
     assert high < 0 and wide[0] < 0 < wide[1] and wide[1] - wide[0] > 5 * (high - low)
@@ -256,16 +268,21 @@ def test_other_windows_are_refused():
 
 # ---- in words ----
 
-BETTER, WORSE = Paired(5, -0.0123, -0.0145, -0.0101, 0.0018, 0.0001), Paired(5, 0.0123, 0.0101, 0.0145, 0.0018, 0.0001)
+BETTER, WORSE = Paired(5, -0.0123, -0.0145, -0.0101, 0.0018,
+                       0.0001), Paired(5, 0.0123, 0.0101, 0.0145, 0.0018, 0.0001)
 UNCLEAR = Paired(5, 0.0011, -0.0030, 0.0052, 0.0033, 0.49)
 
 
 @pytest.mark.parametrize("result, p, smallest, short, sentence", (
-    (BETTER, 0.004, 0.003, "better", "better by 0.0123 bits/byte (95 % interval 0.0101 to 0.0145, corrected p = 0.004)"),
-    (WORSE, 3e-6, 0.003, "worse", "worse by 0.0123 bits/byte (95 % interval 0.0101 to 0.0145, corrected p < 0.0001)"),
-    (UNCLEAR, 1.0, 0.008, "no difference shown", "no difference shown at this budget: +0.0011 bits/byte (interval -0.0030 to "
+    (BETTER, 0.004, 0.003, "better",
+     "better by 0.0123 bits/byte (95 % interval 0.0101 to 0.0145, corrected p = 0.004)"),
+    (WORSE, 3e-6, 0.003, "worse",
+     "worse by 0.0123 bits/byte (95 % interval 0.0101 to 0.0145, corrected p < 0.0001)"),
+    (UNCLEAR, 1.0, 0.008, "no difference shown",
+     "no difference shown at this budget: +0.0011 bits/byte (interval -0.0030 to "
      "+0.0052, corrected p = 1); a difference of 0.0080 would have been found four times in five"),
-    (BETTER, 0.0501, 0.02, "no difference shown", "no difference shown at this budget: -0.0123 bits/byte (interval -0.0145 to "
+    (BETTER, 0.0501, 0.02, "no difference shown",
+     "no difference shown at this budget: -0.0123 bits/byte (interval -0.0145 to "
      "-0.0101, corrected p = 0.0501); a difference of 0.0200 would have been found four times in five"),
     (paired([-0.3]), 1.0, math.nan, "no difference shown", "only one seed: no verdict"),
     (paired([]), math.nan, math.nan, "no difference shown", "no pair of runs: no verdict"),
@@ -279,6 +296,7 @@ def test_a_verdict_reads_as_it_should(result, p, smallest, short, sentence):
 
 
 def test_a_verdict_is_at_the_alpha_that_was_asked_for():
-    assert [verdict(BETTER, 0.03, alpha) for alpha in (0.05, 0.03, 0.01)] == ["better", "better", "no difference shown"]
+    assert [verdict(BETTER, 0.03, alpha) for alpha in (0.05, 0.03, 0.01)] == ["better",
+                                                                              "better", "no difference shown"]
     assert verdict(BETTER, math.nan) == "no difference shown"
     assert "(99 % interval" in in_words(BETTER, 0.001, 0.0, alpha=0.01)

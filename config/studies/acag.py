@@ -2,4 +2,4 @@
 
 question = "Do gates from attention statistics beat a plain GPT, or a gate without them?"
 
-mechanisms = ["acag", "acag_elementwise", "acag_detach", "acag_published", "output_gate", "output_gate_elementwise"]
+mechanisms = ["acag*", "output_gate", "output_gate_elementwise"]

@@ -1,9 +1,11 @@
 """
-From paired runs to a verdict: t intervals over seeds, Holm's correction, what could have been found, a bootstrap over text.
+From paired runs to a verdict: t intervals over seeds, Holm's correction, what could have been found, and a
+bootstrap over text.
 
-A difference is variant minus baseline in test bits per byte, where both trained from the same seed: below 0 is better.
-Two spreads answer two questions. Over seeds (paired): would it win again if both were trained again? Over text
-(block_bootstrap): would these two trained models rank the same on other text of this kind? Verdicts rest on the first.
+A difference is variant minus baseline in test bits per byte, where both trained from the same seed: below 0
+is better. Two spreads answer two questions. Over seeds (paired): would it win again if both were trained
+again? Over text (block_bootstrap): would these two trained models rank the same on other text of this kind?
+Verdicts rest on the first.
 """
 
 import math
@@ -16,7 +18,8 @@ from scipy.stats import chi2, norm, t
 
 
 class Paired(NamedTuple):
-    """What n differences (bits/byte) say of the true mean: interval [low, high] and two-sided p, before any correction."""
+    """What n differences (bits/byte) say of the true mean: interval [low, high], two-sided p, uncorrected."""
+
     n: int
     mean: float
     low: float
@@ -28,10 +31,10 @@ class Paired(NamedTuple):
 # ---- over seeds ----
 
 def paired(differences, level=0.95):
-    """Paired of differences, [n], one per seed. ValueError where one is not finite: a diverged run is not a number.
+    """Paired of differences [n], one per seed. ValueError where one is not finite: a run that diverged.
 
-    Below two seeds nothing can be shown: the interval is infinite, p is 1. Where all seeds give exactly the same
-    difference, the interval is that point: p is 1 at zero, and otherwise 0, the limit of t as sd goes to 0.
+    Below two seeds nothing can be shown: the interval is infinite, p is 1. Where all seeds give exactly the
+    same difference, the interval is that point: p is 1 at zero, else 0, the limit of t as sd goes to 0.
     """
     d = np.asarray(differences, np.float64)
     if not np.isfinite(d).all():
@@ -39,7 +42,7 @@ def paired(differences, level=0.95):
     n = len(d)
     if n < 2:
         return Paired(n, float(d[0]) if n else math.nan, -math.inf, math.inf, math.nan, 1.0)
-    if (d == d[0]).all():  # std() would leave a rounding error of the mean here, and t = mean / rounding error
+    if (d == d[0]).all():  # std() would be a rounding error of the mean here, and t = mean / rounding error
         same = float(d[0])
         return Paired(n, same, same, same, 0.0, float(same == 0))
     mean, sd = float(d.mean()), float(d.std(ddof=1))
@@ -51,7 +54,7 @@ def paired(differences, level=0.95):
 # ---- over comparisons ----
 
 def holm(p_values):
-    """Holm's adjusted p values, [m]: holding each to alpha keeps the chance of any false claim among the m below alpha.
+    """Holm's adjusted p values [m]: each held to alpha, the chance of any false claim is below alpha.
 
     nan stays nan and yet counts among the m: a comparison that failed must not make the others look better.
     """
@@ -64,10 +67,11 @@ def holm(p_values):
 
 
 def detectable(sd, n, alpha=0.05, power=0.8):
-    """The smallest true mean difference (bits/byte) that n pairs show with this power, if sd is the true spread.
+    """The smallest true mean difference (bits/byte) that n pairs show with this power, if sd is true.
 
-    For a two-sided paired t-test at alpha; pass alpha / m for the most cautious of Holm's m steps. nan below two pairs.
-    scipy's nct gives nan for some of these tails (and what builds on it, wrong answers), so the power is summed up here: P(|Z + shift| > critical * S), with Z normal and S the ratio of estimated to true sd.
+    For a two-sided paired t-test at alpha; pass alpha / m for the most cautious of Holm's m steps. nan below
+    two pairs. scipy's nct gives nan for some of these tails (and what builds on it, wrong answers), so the
+    power is summed up here: P(|Z + shift| > critical * S), Z normal, S the ratio of estimated to true sd.
     """
     if n < 2:
         return math.nan
@@ -78,7 +82,8 @@ def detectable(sd, n, alpha=0.05, power=0.8):
     def surplus(shift):
         return weight @ chdtr(df, df * ((z + shift) / critical) ** 2) - power
 
-    q = math.sqrt(power)  # with chance q, S is below its quantile, and so is -Z: together they suffice at this shift
+    # with chance q, S is below its quantile, and so is -Z: together they suffice at this shift
+    q = math.sqrt(power)
     enough = critical * math.sqrt(chi2.ppf(q, df) / df) + norm.ppf(q)
     return float(sd / math.sqrt(n) * brentq(surplus, 0, enough))
 
@@ -88,13 +93,15 @@ def detectable(sd, n, alpha=0.05, power=0.8):
 def block_bootstrap(variant_nats, baseline_nats, bytes_scored, block, level=0.95, resamples=2000, seed=0):
     """(mean, low, high): the difference of two models on a text in bits/byte, and its interval over text.
 
-    The nats, [n_windows] each, are of the same windows in the order of the text. Neighbours resemble each other, so whole blocks of
-    `block` windows are drawn, the same for both models. Take blocks longer than the resemblance lasts, but keep 30 of
-    them or more. One block: an infinite interval. ValueError where the windows differ in number.
+    The nats, [n_windows] each, are of the same windows in the order of the text. Neighbours resemble each
+    other, so whole blocks of `block` windows are drawn, the same for both models. Take blocks longer than the
+    resemblance lasts, but keep 30 of them or more. One block: an infinite interval. ValueError where the
+    windows differ in number.
     """
     variant, baseline = np.asarray(variant_nats, np.float64), np.asarray(baseline_nats, np.float64)
     if variant.shape != baseline.shape:
-        raise ValueError(f"the variant has {len(variant):,} windows and the baseline {len(baseline):,}: not the same text")
+        raise ValueError(f"the variant has {len(variant):,} windows and the baseline {len(baseline):,}: "
+                         "not the same text")
     if block < 1:
         raise ValueError(f"block={block} must be at least 1 window")
     difference, n = variant - baseline, len(variant)
@@ -107,8 +114,9 @@ def block_bootstrap(variant_nats, baseline_nats, bytes_scored, block, level=0.95
     at_once = max(1, (1 << 20) // blocks)  # resamples: some 8 MB of indices
     for done in range(0, resamples, at_once):
         drawn = rng.integers(blocks, size=(min(at_once, resamples - done), blocks))
-        per_window.append(nats[drawn].sum(1) / size[drawn].sum(1))  # the last block is short: a ratio gives it its weight
-    # percentiles of few blocks are too narrow, as z is beside t: the expanded percentile interval of Hesterberg (2015)
+        # the last block is short: a ratio gives it its weight
+        per_window.append(nats[drawn].sum(1) / size[drawn].sum(1))
+    # percentiles of few blocks are too narrow, as z is beside t: Hesterberg's expanded percentiles (2015)
     tail = norm.sf(math.sqrt(blocks / (blocks - 1)) * t.isf((1 - level) / 2, blocks - 1))
     low, high = np.quantile(np.concatenate(per_window), (tail, 1 - tail)) * n / (math.log(2) * bytes_scored)
     return mean, float(low), float(high)
@@ -124,17 +132,20 @@ def verdict(paired, p_adjusted, alpha=0.05):
 
 
 def in_words(paired, p_adjusted, smallest, alpha=0.05):
-    """The verdict as one sentence; smallest is what detectable() gave, and the interval is of level 1 - alpha."""
+    """The verdict as one sentence; smallest is what detectable() gave, the interval is of level 1 - alpha."""
     if paired.n < 2:
         return f"{'only one seed' if paired.n else 'no pair of runs'}: no verdict"
     if paired.mean == paired.sd == 0:
         return "identical: the same numbers on every seed"
-    found = verdict(paired, p_adjusted, alpha)
+    called = verdict(paired, p_adjusted, alpha)
     p = "corrected p < 0.0001" if p_adjusted < 1e-4 else f"corrected p = {p_adjusted:.3g}"
-    if found == "no difference shown":
-        return (f"{found} at this budget: {paired.mean:+.4f} bits/byte (interval {paired.low:+.4f} to {paired.high:+.4f}, {p}); "
+    if called == "no difference shown":
+        interval = f"interval {paired.low:+.4f} to {paired.high:+.4f}"
+        return (f"{called} at this budget: {paired.mean:+.4f} bits/byte ({interval}, {p}); "
                 f"a difference of {smallest:.4f} would have been found four times in five")
+    size = f"{called} by {abs(paired.mean):.4f} bits/byte"
     if paired.sd == 0:
-        return f"{found} by {abs(paired.mean):.4f} bits/byte, exactly so on every seed: does the seed change anything?"
-    low, high = (-paired.high, -paired.low) if found == "better" else (paired.low, paired.high)  # the word says the sign
-    return f"{found} by {abs(paired.mean):.4f} bits/byte ({100 * (1 - alpha):g} % interval {low:.4f} to {high:.4f}, {p})"
+        return f"{size}, exactly so on every seed: does the seed change anything?"
+    # the word says the sign
+    low, high = (-paired.high, -paired.low) if called == "better" else (paired.low, paired.high)
+    return f"{size} ({100 * (1 - alpha):g} % interval {low:.4f} to {high:.4f}, {p})"
