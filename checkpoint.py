@@ -176,8 +176,8 @@ def tensors(config):
 def starting_point(model_config, config, dataset, device):
     """(model, the state to go on from or None) of a run.
 
-    The model is out_dir/ckpt.pt, has another checkpoint's weights, or is new. Raises UserError when what there
-    is does not fit what is asked for.
+    The model is out_dir/ckpt.pt, has another checkpoint's weights, or is new. Raises UserError when what
+    there is does not fit what is asked for.
     """
     last = Path(config.out_dir) / "ckpt.pt"
     new_run = config.eval_only or not config.resume or not last.is_file()
@@ -191,7 +191,7 @@ def starting_point(model_config, config, dataset, device):
     if config.init_from or config.eval_only:
         # a model that comes from elsewhere needs no flags: only those that were given can be wrong
         flags = getattr(model_config, "given", set())
-    # what may change: how it is trained; in a new run also dropout, data order, and a shorter context
+    # what may change: how it is trained; in a new run also dropout, data order, a shorter context
     free = {"checkpoint_activations"} | ({"dropout", "attn_dropout", "seed"} if new_run else set())
     longest = state["config"].get("block_size", 0)
     crop = new_run and "block_size" in flags and model_config.block_size < longest
@@ -210,7 +210,8 @@ def same_vocabulary(state, dataset, path):
     if old and any(old.get(key) != new.get(key) for key in ("encoding", "vocab")):
         raise UserError(f"{path} was trained on {old['name']} "
                         f"({old['encoding']}, {old['vocab_size']:,} symbols), "
-                        f"whose vocabulary is not that of {new['name']} ({new['encoding']}, {dataset.vocab_size:,})")
+                        f"whose vocabulary is not that of {new['name']} "
+                        f"({new['encoding']}, {dataset.vocab_size:,})")
     size = state["config"].get("vocab_size") or 0
     if size < dataset.vocab_size:
         raise UserError(f"{path} knows {size:,} tokens; {new['name']} has {dataset.vocab_size:,}")
