@@ -182,7 +182,7 @@ def answers(model, ids, progress=None, batch_tokens=16384):
 
 
 def recalled(nats, right):
-    """Gain in bits [samples, depths], and a dict a depth, from nats and hits [samples, 1 + depths, DIGITS]."""
+    """Gain in bits [samples, depths] and a dict a depth, of nats and hits [samples, 1 + depths, DIGITS]."""
     bits = nats.sum(-1) / math.log(2)
     gain = bits[:, :1] - bits[:, 1:]
     rows = []
