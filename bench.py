@@ -4,11 +4,13 @@ Speed and memory, as ratios measured in one run: training step and cached decodi
     python bench.py                                   # our recipes against the plain GPT (recipe=gpt2)
     python bench.py --nanogpt ../nanoGPT              # nanoGPT in the same run, and the ratios are to it
     python bench.py --n_layer 6 --n_head 6 --n_embd 384 --block_size 256 --what decode --nanogpt ../nanoGPT
-    python bench.py --race --nanogpt ../nanoGPT       # train both for real, to the loss that nanoGPT's README names
+    python bench.py --race --nanogpt ../nanoGPT       # train both to the loss that nanoGPT's README names
     python bench.py --mechanisms all --recipes modern # every mechanism against the plain GPT of one recipe
-    python bench.py --mechanisms acag,output_gate --what memory --block_size 4096 --batch_size 1     # peak memory alone
+    python bench.py --mechanisms acag,output_gate --what memory --block_size 4096 --batch_size 1
     python bench.py --heads_off 0 .25 .5 .75          # the plain GPT with heads pruned
-    python bench.py --contexts 1024 4096 16384        # decoding one token after so many: routing with and without skipping
+    python bench.py --contexts 1024 4096 16384        # decoding after so many: routing that skips or not
+
+A training step is the Trainer's in optim.py, the same that train.py makes.
 
 Contestants take turns, a few steps each, round after round: a machine that slows down slows all of them.
 The ratio of a round is within that round; what is printed is the median over rounds with a 95 % interval
@@ -26,83 +28,66 @@ import statistics
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 import checkpoint
-from common import UserError, pick_device, write_atomic
+from common import ROOT, UserError, pick_device, table, write_atomic
 from dataset import Dataset
 from evaluate import score, writable
 from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache
-from optim import make_optimizers
+from optim import Trainer, precision
+from ranks import Process
 from train import TrainConfig
 
-ROOT = Path(__file__).resolve().parent
-SIZES = (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024), ("batch_size", 12, 32))  # on cpu, on cuda
-REFERENCE_LOSS = 1.886  # nats per character: what nanoGPT's README reports after 2,000 iterations of its CPU setting
-
-
-def median_interval(values):
-    """Median and its 95 % interval from order statistics (from 6 values on; below that the range)."""
-    s, n = sorted(values), len(values)
-    cut = 0
-    while cut < (n - 1) // 2 and 2 * sum(math.comb(n, i) for i in range(cut + 2)) / 2**n <= 0.05:
-        cut += 1
-    return statistics.median(s), s[cut], s[n - 1 - cut]
-
-
+# option, default on cpu, default on cuda
+SIZES = (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024),
+         ("batch_size", 12, 32))
 # beside model.MECHANISMS: everything together, and routing that computes the selected queries alone (on cuda)
 MORE = {"all_on": ALL_ON, "routing_packed": dict(routing="moh", routing_capacity=1.25)}
+# nats per character: what nanoGPT's README reports after 2,000 iterations of its CPU setting
+REFERENCE_LOSS = 1.886
 
 
 # ---- contestants: {name: build() -> (model, train step, decode)} ----
 
+def config_of(args, block_size, **flags):
+    return GPTConfig(vocab_size=args.vocab_size, block_size=block_size, n_layer=args.n_layer,
+                     n_head=args.n_head, n_embd=args.n_embd, **flags)
+
+
 def ours(recipe, args, flags={}, off=0.0):
     """A GPT with a mechanism's flags, and this share of each layer's heads pruned."""
     def build():
-        config = GPTConfig(block_size=args.block_size, vocab_size=args.vocab_size, n_layer=args.n_layer, n_head=args.n_head,
-                           n_embd=args.n_embd, recipe=recipe, **flags)
-        model = GPT(config)
+        model = GPT(config_of(args, args.block_size, recipe=recipe, **flags))
         if off:
             model.prune_heads({layer: range(round(off * args.n_head)) for layer in range(args.n_layer)})
-        model.to(args.device)
-        settings = TrainConfig().for_recipe(recipe)
-        optimizers = make_optimizers(model, settings)
-        fast = torch.compile(model) if args.compile else model
-
-        def step(x, y):
-            with autocast(args):
-                out = fast(x, y)
-            sum(out.aux.values(), out.loss).backward()
-            if settings.grad_clip:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
-            out.loss.item()
-            for optimizer in optimizers:
-                optimizer.step()
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=True)
-        return model, step, lambda idx, n: model.generate(idx, n)
+        config = TrainConfig(dtype=args.dtype, compile=args.compile).for_recipe(recipe)
+        trainer = Trainer(model.to(args.device), config, Process(args.device))
+        return model, trainer.step, model.generate
     return build
 
 
 def nanogpt(path, args):
+    """nanoGPT's model, and the step of its train.py."""
     def build():
         spec = importlib.util.spec_from_file_location("nanogpt_model", Path(path) / "model.py")
         module = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         stdout, sys.stdout = sys.stdout, open(os.devnull, "w")  # it prints what it counts
-        model = module.GPT(module.GPTConfig(block_size=args.block_size, vocab_size=args.vocab_size, n_layer=args.n_layer,
-                                            n_head=args.n_head, n_embd=args.n_embd, dropout=0.0, bias=False)).to(args.device)
+        config = module.GPTConfig(vocab_size=args.vocab_size, block_size=args.block_size,
+                                  n_layer=args.n_layer, n_head=args.n_head, n_embd=args.n_embd,
+                                  dropout=0.0, bias=False)
+        model = module.GPT(config).to(args.device)
         optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), torch.device(args.device).type)
         sys.stdout = stdout
-        fast = torch.compile(model) if args.compile else model
+        compiled = torch.compile(model) if args.compile else model
 
-        def step(x, y):  # the order of its train.py
+        def step(x, y):
             with autocast(args):
-                _, loss = fast(x, y)
+                _, loss = compiled(x, y)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -118,38 +103,97 @@ def nanogpt(path, args):
     return build
 
 
-def autocast(args):
-    return torch.autocast(torch.device(args.device).type, torch.bfloat16) if args.dtype == "bfloat16" else nullcontext()
+def contestants_of(args):
+    """{name: build}; the first one is what the ratios are to."""
+    recipe = args.recipes[0]
+    if args.heads_off:
+        return {f"{recipe}-{share:.0%}": ours(recipe, args, off=share) for share in args.heads_off}
+    if args.mechanisms:
+        flags = {**MECHANISMS, **MORE}
+        names = []
+        for name in args.mechanisms.split(","):
+            names += [*MECHANISMS, "all_on"] if name == "all" else [name]
+        return {recipe: ours(recipe, args), **{name: ours(recipe, args, flags[name]) for name in names}}
+    first = {"nanogpt": nanogpt(args.nanogpt, args)} if args.nanogpt else {}
+    return {**first, **{recipe: ours(recipe, args) for recipe in args.recipes}}
 
 
 # ---- measuring ----
 
-def wait(args):
-    if torch.device(args.device).type == "cuda":
-        torch.cuda.synchronize()
+def on_cuda(args):
+    return torch.device(args.device).type == "cuda"
+
+
+def autocast(args):
+    return precision(args.dtype, torch.device(args.device).type)[1]
+
+
+def progress_bar(items, what):
+    return tqdm(items, desc=what, leave=False, disable=not sys.stderr.isatty())
+
+
+def batch(args):
+    """Random inputs and targets, [B, T] each."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(args.vocab_size, (2, args.batch_size, args.block_size), generator=generator)
+    return ids.to(args.device)
 
 
 def timed(action, args):
-    wait(args)
+    """Seconds that action() takes, the device's work included."""
+    if on_cuda(args):
+        torch.cuda.synchronize()
     began = time.perf_counter()
     action()
-    wait(args)
+    if on_cuda(args):
+        torch.cuda.synchronize()
     return time.perf_counter() - began
 
 
-def rounds(contestants, action, args, what):
-    """{name: [seconds of one action, a round each]}, the contestants taking turns."""
-    seconds = {name: [] for name in contestants}
-    for name in contestants:  # warm up: compilation, allocation, caches
-        action(name), action(name)
-    for _ in tqdm(range(args.rounds), desc=what, leave=False, disable=not sys.stderr.isatty()):
-        for name in contestants:
+def take_turns(names, action, args, what):
+    """{name: [seconds of action(name), a round each]}, the contestants taking turns."""
+    seconds = {name: [] for name in names}
+    for name in names:  # warm up: compilation, allocation, caches
+        action(name)
+        action(name)
+    for _ in progress_bar(range(args.rounds), what):
+        for name in names:
             seconds[name].append(timed(lambda: action(name), args))
     return seconds
 
 
+def median_interval(values):
+    """Median and its 95 % interval from order statistics (from 6 values on; below that the range)."""
+    s, n = sorted(values), len(values)
+    cut = 0
+    while cut < (n - 1) // 2 and 2 * sum(math.comb(n, i) for i in range(cut + 2)) / 2**n <= 0.05:
+        cut += 1
+    return statistics.median(s), s[cut], s[n - 1 - cut]
+
+
+def time_rows(what, seconds, reference, tokens, repeats):
+    """A row for each name in `seconds`, of take_turns(); a round was `tokens` tokens in `repeats` actions."""
+    rows = []
+    for name, each in seconds.items():
+        median = statistics.median(each)
+        ratio, low, high = median_interval([a / b for a, b in zip(each, seconds[reference])])
+        rows.append(dict(what=what, name=name, tokens_per_s=tokens / median, ms=1000 * median / repeats,
+                         time_ratio=ratio, time_ratio_low=low, time_ratio_high=high,
+                         reference=reference, rounds=len(each)))
+    return rows
+
+
+def matmul_rate(args, n=8192):
+    """Measured bf16 matrix-product rate in TFLOP/s: the ceiling that utilisation is a share of."""
+    a, b = torch.randn(2, n, n, device=args.device, dtype=torch.bfloat16)
+    seconds = [timed(lambda: [a @ b for _ in range(10)], args) / 10 for _ in range(5)]
+    return 2 * n**3 / statistics.median(seconds) / 1e12
+
+
+# ---- peak memory ----
+
 def peak_memory_cpu(name, args):
-    """Peak resident bytes that building and three training steps add, in a process of its own; None without /proc."""
+    """Peak resident bytes that building and three steps add, in a process of its own; None without /proc."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(memory_worker, (name, args))
 
@@ -161,8 +205,10 @@ def memory_worker(name, args):
         except OSError:
             return None
     torch.set_num_threads(args.threads)
-    tiny = argparse.Namespace(**{**vars(args), "n_layer": 2, "n_head": 6, "n_embd": 96, "block_size": 16, "batch_size": 1})
-    contestants_of(tiny)[name]()[1](*batch(tiny))  # what the libraries load at a first step is nobody's memory
+    # what the libraries load at a first step is nobody's memory
+    tiny = argparse.Namespace(**{**vars(args), "n_layer": 2, "n_head": 6, "n_embd": 96, "block_size": 16,
+                                 "batch_size": 1})
+    contestants_of(tiny)[name]()[1](*batch(tiny))
     before = peak()
     _, step, _ = contestants_of(args)[name]()
     for _ in range(3):
@@ -170,86 +216,15 @@ def memory_worker(name, args):
     return None if before is None else peak() - before
 
 
-def batch(args):
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(args.vocab_size, (2, args.batch_size, args.block_size), generator=generator).to(args.device)
-    return ids[0], ids[1]
-
-
-def contestants_of(args):
-    """The first one is what the ratios are to."""
-    recipe = args.recipes[0]
-    if args.heads_off:
-        return {f"{recipe}-{share:.0%}": ours(recipe, args, off=share) for share in args.heads_off}
-    if args.mechanisms:
-        known = {**MECHANISMS, **MORE}
-        names = [n for name in args.mechanisms.split(",") for n in ([*MECHANISMS, "all_on"] if name == "all" else [name])]
-        return {recipe: ours(recipe, args), **{name: ours(recipe, args, known[name]) for name in names}}
-    made = {"nanogpt": nanogpt(args.nanogpt, args)} if args.nanogpt else {}
-    return {**made, **{recipe: ours(recipe, args) for recipe in args.recipes}}
-
-
-def matmul_rate(args, n=8192):
-    """Measured bf16 matrix-product rate of the device in TFLOP/s: the ceiling that utilisation is a share of."""
-    a, b = (torch.randn(n, n, device=args.device, dtype=torch.bfloat16) for _ in range(2))
-    seconds = [timed(lambda: [a @ b for _ in range(10)], args) / 10 for _ in range(5)]
-    return 2 * n**3 / statistics.median(seconds) / 1e12
-
-
-def bench(args):
-    """All figures as rows: one per contestant and kind of work."""
-    names = list(contestants_of(args))
-    cuda = torch.device(args.device).type == "cuda"
-    rows, rate = [], matmul_rate(args) if cuda else None
-    x, y = batch(args)
-    built, kept = {}, {}
-    if args.what == "memory":
-        for name, build in tqdm(contestants_of(args).items(), desc="memory", leave=False, disable=not sys.stderr.isatty()):
-            rows.append(dict(what="memory", name=name, peak_bytes=fresh_peak_cuda(build, x, y) if cuda else peak_memory_cpu(name, args)))
-        return rows, rate
-    for name, build in contestants_of(args).items():
-        before = torch.cuda.memory_allocated() if cuda else 0
-        built[name] = build()
-        if cuda:
-            built[name][1](x, y)  # a first step makes the optimizer's state
-            kept[name] = torch.cuda.memory_allocated() - before
-    for what in args.what.split(","):
-        if what == "train":
-            tokens = args.batch_size * args.block_size * args.steps
-            def action(name):
-                for _ in range(args.steps):
-                    built[name][1](x, y)
-        else:
-            tokens = args.block_size - 1
-            start = torch.zeros(1, 1, dtype=torch.long, device=args.device)
-            def action(name):
-                with autocast(args):
-                    built[name][2](start, tokens)
-        seconds = rounds(names, action, args, what)
-        for name in names:
-            ratio = median_interval([a / b for a, b in zip(seconds[name], seconds[names[0]])])
-            median = statistics.median(seconds[name])
-            row = dict(what=what, name=name, tokens_per_s=tokens / median, ms=1000 * median / (args.steps if what == "train" else tokens),
-                       time_ratio=ratio[0], time_ratio_low=ratio[1], time_ratio_high=ratio[2], reference=names[0], rounds=args.rounds)
-            if what == "train" and (cuda or args.memory):
-                model = built[name][0]
-                if cuda and isinstance(model, GPT):
-                    row["share_of_matmul_rate"] = model.flops_per_token() * row["tokens_per_s"] / (rate * 1e12)
-                    row["mfu"] = model.mfu(row["tokens_per_s"], args.device, args.dtype)
-                row["peak_bytes"] = kept[name] + peak_memory_cuda(built[name][1], x, y) if cuda else peak_memory_cpu(name, args)
-            rows.append(row)
-    return rows, rate
-
-
-def peak_memory_cuda(step, x, y):
-    """Peak bytes of a step beyond what the weights and optimizer states of all contestants take."""
+def step_peak_cuda(step, x, y):
+    """Peak bytes of a step beyond the weights and optimizer states of all contestants."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     step(x, y)
     return torch.cuda.max_memory_allocated() - before
 
 
-def fresh_peak_cuda(build, x, y):
+def build_peak_cuda(build, x, y):
     """Peak bytes of a model built, trained for two steps and thrown away again."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -260,98 +235,182 @@ def fresh_peak_cuda(build, x, y):
     return torch.cuda.max_memory_allocated() - before
 
 
-def decode_rows(args):
-    """Milliseconds of one cached token after `context` others: all heads read, or only those that the router selects."""
-    cuda, rows = torch.device(args.device).type == "cuda", []
-    for context in tqdm(args.contexts, desc="contexts", leave=False, disable=not sys.stderr.isatty()):
-        built = {}
-        for name, flags in dict(plain={}, dense=dict(routing="moh", routing_skip=False), skip=dict(routing="moh")).items():
-            model = GPT(GPTConfig(block_size=context + 1, vocab_size=args.vocab_size, n_layer=args.n_layer, n_head=args.n_head,
-                                  n_embd=args.n_embd, recipe=args.recipes[0], **flags)).to(args.device).eval()
-            cache, size = KVCache(model.config), model.config.head_size
-            for layer in range(args.n_layer):  # what the keys say does not change the time
-                cache.append(layer, *torch.randn(2, args.batch_size, args.n_head, context, size, device=args.device, dtype=getattr(torch, args.dtype)))
-            cache.length = context
-            built[name] = model, cache
-        token = torch.zeros(args.batch_size, 1, dtype=torch.long, device=args.device)
+def memory_rows(args):
+    """Peak memory of each contestant alone."""
+    rows = []
+    for name, build in progress_bar(contestants_of(args).items(), "memory"):
+        peak = build_peak_cuda(build, *batch(args)) if on_cuda(args) else peak_memory_cpu(name, args)
+        rows.append(dict(what="memory", name=name, peak_bytes=peak))
+    return rows
 
-        def action(name):
+
+# ---- training steps and decoding ----
+
+def bench(args, rate):
+    """A row for each contestant and kind of work; rate: matmul_rate() on cuda."""
+    cuda = on_cuda(args)
+    x, y = batch(args)
+    built, own_bytes = {}, {}
+    for name, build in contestants_of(args).items():
+        before = torch.cuda.memory_allocated() if cuda else 0
+        built[name] = build()
+        if cuda:
+            _, step, _ = built[name]
+            step(x, y)  # a first step makes the optimizer's state
+            own_bytes[name] = torch.cuda.memory_allocated() - before
+
+    def train(name):
+        _, step, _ = built[name]
+        for _ in range(args.steps):
+            step(x, y)
+
+    def decode(name):
+        _, _, generate = built[name]
+        with autocast(args):
+            generate(torch.zeros(1, 1, dtype=torch.long, device=args.device), args.block_size - 1)
+
+    rows, first = [], next(iter(built))
+    for what in args.what.split(","):
+        if what == "decode":
+            seconds = take_turns(built, decode, args, what)
+            rows += time_rows(what, seconds, first, args.block_size - 1, args.block_size - 1)
+            continue
+        seconds = take_turns(built, train, args, what)
+        tokens = args.steps * args.batch_size * args.block_size
+        trained = time_rows(what, seconds, first, tokens, args.steps)
+        rows += trained
+        for row in trained:
+            model, step, _ = built[row["name"]]
+            if cuda and isinstance(model, GPT):
+                row["share_of_matmul_rate"] = model.flops_per_token() * row["tokens_per_s"] / (rate * 1e12)
+                row["mfu"] = model.mfu(row["tokens_per_s"], args.device, args.dtype)
+            if cuda:
+                row["peak_bytes"] = own_bytes[row["name"]] + step_peak_cuda(step, x, y)
+            elif args.memory:
+                row["peak_bytes"] = peak_memory_cpu(row["name"], args)
+    return rows
+
+
+def decode_rows(args):
+    """Time of one cached token after each of args.contexts: all heads read, or only the selected ones."""
+    rows = []
+    token = torch.zeros(args.batch_size, 1, dtype=torch.long, device=args.device)
+    variants = dict(plain={}, dense=dict(routing="moh", routing_skip=False), skip=dict(routing="moh"))
+    for context in progress_bar(args.contexts, "contexts"):
+        built = {name: filled_cache(context, flags, args) for name, flags in variants.items()}
+
+        def decode(name):
             model, cache = built[name]
             with torch.inference_mode(), autocast(args):
                 for _ in range(args.steps):
                     model.head(model.hidden(token, cache))
                     cache.length = context
-        seconds = rounds(list(built), action, args, f"context {context}")
-        for name in built:
-            ratio = median_interval([a / b for a, b in zip(seconds[name], seconds["dense"])])
-            rows.append(dict(what=f"{context:,}", name=name, tokens_per_s=args.steps * args.batch_size / statistics.median(seconds[name]),
-                             ms=1000 * statistics.median(seconds[name]) / args.steps, time_ratio=ratio[0], time_ratio_low=ratio[1],
-                             time_ratio_high=ratio[2], reference="dense", rounds=args.rounds))
+        seconds = take_turns(built, decode, args, f"context {context}")
+        rows += time_rows(f"{context:,}", seconds, "dense", args.steps * args.batch_size, args.steps)
     return rows
 
 
-def table(rows):
-    if rows[0]["what"] == "memory":
-        first = rows[0]["peak_bytes"] or math.nan
-        return "\n".join([f"{'model':<22}{'peak memory':>14}{'ratio':>8}"] + [f"{r['name']:<22}{(r['peak_bytes'] or math.nan) / 2**20:>10,.0f} MiB{(r['peak_bytes'] or math.nan) / first:>8.2f}" for r in rows])
-    interval = "[95 %]" if rows[0]["rounds"] >= 6 else "[range]"
-    lines = [f"{'work':<7}{'model':<22}{'tokens/s':>12}{'ms':>10}   {f'time ratio {interval}':<24}{'speed':>7}   {'peak memory, ratio':>18}  use"]
+def filled_cache(context, flags, args):
+    """(model, cache that holds `context` tokens): what the keys say does not change the time."""
+    model = GPT(config_of(args, context + 1, recipe=args.recipes[0], **flags)).to(args.device).eval()
+    cache = KVCache(model.config)
+    shape = (2, args.batch_size, args.n_head, context, model.config.head_size)
+    for layer in range(args.n_layer):
+        cache.append(layer, *torch.randn(shape, device=args.device, dtype=getattr(torch, args.dtype)))
+    cache.length = context
+    return model, cache
+
+
+# ---- output ----
+
+def memory_table(rows):
+    first = rows[0]["peak_bytes"] or math.nan
+    cells = []
     for r in rows:
-        first = rows[0].get("peak_bytes") or math.nan
-        memory = f"{r['peak_bytes'] / 2**20:,.0f} MiB {r['peak_bytes'] / first:.2f}" if r.get("peak_bytes") else ""
-        share = f"{r['share_of_matmul_rate']:.1%} of the measured rate" if "share_of_matmul_rate" in r else ""
-        ratio = f"{r['time_ratio']:.3f} [{r['time_ratio_low']:.3f}, {r['time_ratio_high']:.3f}]"
-        lines.append(f"{r['what']:<7}{r['name']:<22}{r['tokens_per_s']:>12,.0f}{r['ms']:>10.3f}   {ratio:<24}"
-                     f"{1 / r['time_ratio']:>6.2f}x   {memory:>18}  {share}".rstrip())
-    return "\n".join(lines)
+        peak = r["peak_bytes"] or math.nan
+        cells.append((r["name"], f"{peak / 2**20:,.0f} MiB", f"{peak / first:.2f}"))
+    return table(("model", "peak memory", "ratio"), cells)
+
+
+def time_table(rows):
+    """Times; of training steps also peak memory and the share of the device's rate, where measured."""
+    interval = "[95 %]" if rows[0]["rounds"] >= 6 else "[range]"
+    head = ["work", "model", "tokens/s", "ms", f"time ratio {interval}", "speed"]
+    cells = [[r["what"], r["name"], f"{r['tokens_per_s']:,.0f}", f"{r['ms']:.3f}",
+              f"{r['time_ratio']:.3f} [{r['time_ratio_low']:.3f}, {r['time_ratio_high']:.3f}]",
+              f"{1 / r['time_ratio']:.2f}x"] for r in rows]
+    if first := rows[0].get("peak_bytes"):
+        head += ["peak memory", "ratio"]
+        for row, r in zip(cells, rows):
+            peak = r.get("peak_bytes")
+            row += [f"{peak / 2**20:,.0f} MiB", f"{peak / first:.2f}"] if peak else ["", ""]
+    if any("share_of_matmul_rate" in r for r in rows):
+        head.append("of the measured rate")
+        for row, r in zip(cells, rows):
+            row.append(f"{r['share_of_matmul_rate']:.1%}" if "share_of_matmul_rate" in r else "")
+    return table(head, cells, left=2)
 
 
 # ---- the race: how soon is nanoGPT's own result reached? ----
 
 def race(args):
-    """Train nanoGPT and recipe=modern as their users would, in turn, and score both on the whole validation split."""
-    out, rows = Path("out/race"), []
-    data = Dataset("shakespeare_char")
+    """Train nanoGPT and recipe=modern as their users would, in turn; score both on all of validation."""
+    rows, data, out = [], Dataset("shakespeare_char"), Path("out/race").resolve()
     out.mkdir(parents=True, exist_ok=True)
-    shape = "--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --dropout=0.0 --device=cpu --compile=False".split()
     for seed in range(1337, 1337 + args.seeds):
-        results = {}
+        row = dict(seed=seed)
         for name in ("nanogpt", "modern") if seed % 2 else ("modern", "nanogpt"):
-            folder = (out / f"{name}-{seed}").resolve()
-            if name == "nanogpt":  # its README's CPU command; its seed is fixed in the script, so each run gets another by text
-                source = (Path(args.nanogpt) / "train.py").read_text().replace("torch.manual_seed(1337", f"torch.manual_seed({seed}")
-                command = ["-c", f"__file__ = 'train.py'\n{source}", "config/train_shakespeare_char.py", *shape, "--eval_iters=1",
-                           "--eval_interval=2000", "--log_interval=10", "--max_iters=2000", "--lr_decay_iters=2000", f"--out_dir={folder}",
-                           "--always_save_checkpoint=True"]
-                lines = run_timed(command, args.nanogpt)
-                stamps = [at for at, line in lines if re.match(r"iter \d+:", line)]
-                loop, score_this = stamps[-1] - stamps[0], folder / "ckpt.pt"
-                steps = 2000
+            folder = out / f"{name}-{seed}"
+            if name == "nanogpt":
+                steps, loop, process = 2000, *race_nanogpt(args.nanogpt, seed, folder)
             else:
-                command = [str(ROOT / "train.py"), "config/shakespeare_cpu.py", "--device=cpu", f"--max_iters={args.iters}",
-                           "--eval_interval=1000000", "--eval_tokens=1000", f"--seed={seed}", f"--out_dir={folder}", "--overwrite"]
-                lines = run_timed(command, ROOT)
-                log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-                loop, score_this, steps = log[-1]["elapsed_s"], folder / "ckpt.pt", args.iters
-            model = checkpoint.build(checkpoint.read(score_this), score_this)
+                steps, loop, process = args.iters, *race_modern(args.iters, seed, folder)
+            model = checkpoint.build(checkpoint.read(folder / "ckpt.pt"), folder)
             nats, count = score(model, data, "val")
-            results[name] = dict(seed=seed, name=name, steps=steps, val_loss=nats / count, loop_s=loop, process_s=lines[-1][0])
-            print(f"seed {seed}  {name:<8} {steps:>5} steps  val {nats / count:.4f} nats/char over {count:,}  "
-                  f"loop {loop:6.1f} s  process {lines[-1][0]:6.1f} s", flush=True)
-        rows.append(dict(seed=seed, **{f"{k}_{n}": v for n, r in results.items() for k, v in r.items() if k not in ("seed", "name")}))
-    mean = {n: statistics.mean(r[f"val_loss_{n}"] for r in rows) for n in ("nanogpt", "modern")}
+            result = dict(steps=steps, val_loss=nats / count, loop_s=loop, process_s=process)
+            row.update({f"{key}_{name}": value for key, value in result.items()})
+            print(f"seed {seed}  {name:<8} {steps:>5} steps  val {nats / count:.4f} nats/char "
+                  f"over {count:,}  loop {loop:6.1f} s  process {process:6.1f} s", flush=True)
+        rows.append(row)
     for part in ("loop", "process"):
         ratios = [r[f"{part}_s_modern"] / r[f"{part}_s_nanogpt"] for r in rows]
-        print(f"wall time of the {part}: {statistics.mean(ratios):.3f} of nanoGPT's (each seed: {', '.join(f'{x:.3f}' for x in ratios)})")
-    print(f"mean val loss: modern {mean['modern']:.4f} after {args.iters} steps, nanoGPT {mean['nanogpt']:.4f} after 2,000; "
-          f"{REFERENCE_LOSS} {'reached' if mean['modern'] <= REFERENCE_LOSS else 'not reached'}")
+        print(f"wall time of the {part}: {statistics.mean(ratios):.3f} of nanoGPT's "
+              f"(each seed: {', '.join(f'{x:.3f}' for x in ratios)})")
+    modern = statistics.mean(r["val_loss_modern"] for r in rows)
+    theirs = statistics.mean(r["val_loss_nanogpt"] for r in rows)
+    print(f"mean val loss: modern {modern:.4f} after {args.iters} steps, nanoGPT {theirs:.4f} after 2,000; "
+          f"{REFERENCE_LOSS} {'reached' if modern <= REFERENCE_LOSS else 'not reached'}")
     return rows
+
+
+def race_nanogpt(path, seed, folder):
+    """(seconds of the loop, of the process) of its README's CPU command."""
+    # its seed is fixed in the script, so each run gets another by text
+    source = (Path(path) / "train.py").read_text()
+    source = source.replace("torch.manual_seed(1337", f"torch.manual_seed({seed}")
+    options = ("--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --dropout=0.0 "
+               "--device=cpu --compile=False --eval_iters=1 --eval_interval=2000 --log_interval=10 "
+               "--max_iters=2000 --lr_decay_iters=2000 --always_save_checkpoint=True")
+    lines = run_timed(["-c", f"__file__ = 'train.py'\n{source}", "config/train_shakespeare_char.py",
+                       *options.split(), f"--out_dir={folder}"], path)
+    stamps = [at for at, line in lines if re.match(r"iter \d+:", line)]
+    return stamps[-1] - stamps[0], lines[-1][0]
+
+
+def race_modern(iters, seed, folder):
+    """(seconds of the loop, of the process) of our config for the same model."""
+    lines = run_timed([str(ROOT / "train.py"), "config/shakespeare_cpu.py", "--device=cpu",
+                       f"--max_iters={iters}", "--eval_interval=1000000", "--eval_tokens=1000",
+                       f"--seed={seed}", f"--out_dir={folder}", "--overwrite"], ROOT)
+    log = (folder / "log.jsonl").read_text().splitlines()
+    return json.loads(log[-1])["elapsed_s"], lines[-1][0]
 
 
 def run_timed(command, folder):
     """[(seconds since the start, line)] of a Python command's output, with one more entry for its end."""
     began, lines = time.perf_counter(), []
-    process = subprocess.Popen([sys.executable, "-u", *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-u", *command], cwd=folder, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     for line in process.stdout:
         lines.append((time.perf_counter() - began, line.rstrip()))
     if process.wait():
@@ -359,76 +418,109 @@ def run_timed(command, folder):
     return lines + [(time.perf_counter() - began, "")]
 
 
-def main(argv=None):
+# ---- command line ----
+
+def arguments(argv):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--what", choices=["train", "decode", "train,decode", "memory"], help="default train,decode; with --mechanisms train")
+    p.add_argument("--what", choices=["train", "decode", "train,decode", "memory"],
+                   help="default train,decode; with --mechanisms train")
     p.add_argument("--nanogpt", help="a nanoGPT checkout to run side by side")
     p.add_argument("--recipes", nargs="+", choices=sorted(RECIPES), default=["gpt2", "modern"])
-    p.add_argument("--mechanisms", help="all, or names of model.MECHANISMS, all_on, routing_packed, with commas between: each against the first of --recipes")
-    p.add_argument("--heads_off", nargs="+", type=float, help="shares of pruned heads, from 0 to below 1, each against the first")
-    p.add_argument("--contexts", nargs="+", type=int, help="decode one token after so many, with routing dense and skipping")
-    p.add_argument("--race", action="store_true", help="train both to nanoGPT's published loss (needs --nanogpt, its data prepared)")
+    p.add_argument("--mechanisms",
+                   help="all, or names of model.MECHANISMS, all_on, routing_packed, with commas between: "
+                        "each against the first of --recipes")
+    p.add_argument("--heads_off", nargs="+", type=float,
+                   help="shares of pruned heads, from 0 to below 1, each against the first")
+    p.add_argument("--contexts", nargs="+", type=int,
+                   help="decode one token after so many, with routing dense and skipping")
+    p.add_argument("--race", action="store_true",
+                   help="train both to nanoGPT's published loss (needs --nanogpt, its data prepared)")
     p.add_argument("--seeds", type=int, default=3, help="race: how many")
     p.add_argument("--iters", type=int, default=240, help="race: our training steps")
     for name, cpu, cuda in SIZES:
         p.add_argument(f"--{name}", type=int, help=f"default {cpu} on cpu, {cuda} on cuda")
     p.add_argument("--vocab_size", type=int, default=256)
     p.add_argument("--device", default="auto")
-    p.add_argument("--dtype", choices=["float32", "bfloat16"], help="default float32 on cpu, bfloat16 on cuda")
+    p.add_argument("--dtype", choices=["float32", "bfloat16"],
+                   help="default float32 on cpu, bfloat16 on cuda")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default on cuda only")
-    p.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="on cpu: measure peak memory too, a process each")
+    p.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True,
+                   help="on cpu: measure peak memory too, a process each")
     p.add_argument("--rounds", type=int, default=11)
     p.add_argument("--steps", type=int, default=10, help="training steps in a round")
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
     p.add_argument("--json", help="write all figures to this file")
-    args = p.parse_args(argv)
-    try:
-        args.device = pick_device(args.device)
-        for name in ("rounds", "steps", "threads", "seeds", "iters"):
-            if getattr(args, name) < 1:
-                raise UserError(f"--{name} must be at least 1")
-        args.what = args.what or ("train" if args.mechanisms else "train,decode")
-        if args.mechanisms and (unknown := sorted({*args.mechanisms.split(",")} - {"all", *MECHANISMS, *MORE})):
-            raise UserError(f"--mechanisms: no {', '.join(unknown)}; there are all, {', '.join([*MECHANISMS, *MORE])}")
-        if sum(map(bool, (args.mechanisms, args.heads_off, args.contexts, args.race))) > 1:
-            raise UserError("--mechanisms, --heads_off, --contexts and --race are four different benchmarks: one at a time")
-        if any(not 0 <= share < 1 for share in args.heads_off or ()) or any(context < 1 for context in args.contexts or ()):
-            raise UserError("--heads_off takes shares from 0 to below 1, --contexts positive numbers")
-        if args.json:
-            args.json = str(writable(args.json))
-        if args.race and not args.nanogpt or args.nanogpt and not (Path(args.nanogpt) / "model.py").is_file():
-            raise UserError("--nanogpt must name a nanoGPT checkout (a folder with model.py)")
-        measure(args)
-    except ValueError as e:
-        sys.exit(f"bench: {e}")
+    return p.parse_args(argv)
+
+
+def check(args):
+    """Fill in what follows from the device. Raises UserError for the first argument that makes no sense."""
+    args.device = pick_device(args.device)
+    for name, cpu, cuda in (*SIZES, ("dtype", "float32", "bfloat16"), ("compile", False, True)):
+        if getattr(args, name) is None:
+            setattr(args, name, cuda if on_cuda(args) else cpu)
+    for name in ("rounds", "steps", "threads", "seeds", "iters"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name} must be at least 1")
+    args.what = args.what or ("train" if args.mechanisms else "train,decode")
+    if args.mechanisms:
+        if unknown := sorted({*args.mechanisms.split(",")} - {"all", *MECHANISMS, *MORE}):
+            known = ", ".join(["all", *MECHANISMS, *MORE])
+            raise UserError(f"--mechanisms: no {', '.join(unknown)}; there are {known}")
+    if sum(map(bool, (args.mechanisms, args.heads_off, args.contexts, args.race))) > 1:
+        raise UserError("--mechanisms, --heads_off, --contexts and --race are four different benchmarks: "
+                        "one at a time")
+    if any(not 0 <= share < 1 for share in args.heads_off or ()) or any(n < 1 for n in args.contexts or ()):
+        raise UserError("--heads_off takes shares from 0 to below 1, --contexts positive numbers")
+    if args.json:
+        args.json = str(writable(args.json))
+    if args.race and not args.nanogpt or args.nanogpt and not (Path(args.nanogpt) / "model.py").is_file():
+        raise UserError("--nanogpt must name a nanoGPT checkout (a folder with model.py)")
+    if args.block_size < 2:
+        raise UserError(f"--block_size={args.block_size} must be at least 2")
 
 
 def measure(args):
-    cuda = torch.device(args.device).type == "cuda"
-    for name, on_cpu, on_cuda in (*SIZES, ("dtype", "float32", "bfloat16"), ("compile", False, True)):
-        if getattr(args, name) is None:
-            setattr(args, name, on_cuda if cuda else on_cpu)
+    """Measure what is asked for, print it, write it to --json."""
     torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision("high")
-    torch._dynamo.config.recompile_limit = 256  # each contestant is one more graph of GPT.forward: beyond 8 they would silently run eager
+    # each contestant is one more graph of GPT.forward: beyond 8 they would silently run eager
+    torch._dynamo.config.recompile_limit = 256
     torch._dynamo.config.accumulated_recompile_limit = 4096
-    if not 2 <= args.block_size:
-        raise ValueError(f"--block_size={args.block_size} must be at least 2")
+    arguments, rate = vars(args), None
     if args.race:
-        print(f"torch {torch.__version__}, cpu, float32: nanoGPT's CPU setting (4 layers, 4 heads, 128 wide, context 64, batch 12)")
-        rows, rate, arguments = race(args), None, dict(seeds=args.seeds, iters=args.iters)
+        arguments = dict(seeds=args.seeds, iters=args.iters)
+        print(f"torch {torch.__version__}, cpu, float32: "
+              "nanoGPT's CPU setting (4 layers, 4 heads, 128 wide, context 64, batch 12)")
+        rows = race(args)
     else:
-        print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if cuda else f'cpu, {args.threads} threads'}, {args.dtype}"
-              f"{', compiled' if args.compile else ''}: {args.n_layer} layers, {args.n_head} heads, {args.n_embd} wide, "
+        machine = torch.cuda.get_device_name() if on_cuda(args) else f"cpu, {args.threads} threads"
+        print(f"torch {torch.__version__}, {machine}, {args.dtype}{', compiled' if args.compile else ''}: "
+              f"{args.n_layer} layers, {args.n_head} heads, {args.n_embd} wide, "
               f"context {args.block_size}, batch {args.batch_size}, vocabulary {args.vocab_size}")
-        (rows, rate), arguments = (decode_rows(args), None) if args.contexts else bench(args), vars(args)
-        print(table(rows))
+        if args.contexts:
+            rows = decode_rows(args)
+        elif args.what == "memory":
+            rows = memory_rows(args)
+        else:
+            rate = matmul_rate(args) if on_cuda(args) else None
+            rows = bench(args, rate)
+        print(memory_table(rows) if rows[0]["what"] == "memory" else time_table(rows))
         if rate:
             print(f"measured bf16 matrix product: {rate:.0f} TFLOP/s")
     if args.json:
         result = dict(torch=torch.__version__, arguments=arguments, measured_matmul_tflops=rate, rows=rows)
         write_atomic(args.json, lambda f: f.write(json.dumps(result, indent=1).encode()))
         print(args.json)
+
+
+def main(argv=None):
+    args = arguments(argv)
+    try:
+        check(args)
+        measure(args)
+    except ValueError as e:
+        sys.exit(f"bench: {e}")
 
 
 if __name__ == "__main__":

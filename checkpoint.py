@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, read without running anybody's code, and what a run starts from."""
+"""Checkpoints: written whole or not at all, read without running their code, and what a run starts from."""
 
 import zipfile
 from dataclasses import asdict, fields, replace
@@ -50,17 +50,17 @@ def read(path, device="cpu"):
 
 
 def from_nanogpt(state):
-    """nanoGPT's checkpoint in our form; it names the dataset but does not hold its vocabulary (meta: None)."""
-    args, weights = state["model_args"], {k.removeprefix("_orig_mod."): v for k, v in state["model"].items()}
-    config = dict(recipe="gpt2", **{k: args[k] for k in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")
-                                    if k in args})
-    weights = {k: v for k, v in weights.items() if not k.endswith((".attn.bias", ".attn.masked_bias"))}  # masks, not weights
+    """nanoGPT's checkpoint in our form; it names the dataset but lacks its vocabulary (meta: None)."""
+    flags = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")
+    config = dict(recipe="gpt2", **{k: state["model_args"][k] for k in flags if k in state["model_args"]})
+    masks = (".attn.bias", ".attn.masked_bias")
+    weights = {k.removeprefix("_orig_mod."): v for k, v in state["model"].items() if not k.endswith(masks)}
     return dict(model=weights, config=config, meta=None, step=state.get("iter_num", 0),
                 dataset=state.get("config", {}).get("dataset"))
 
 
 def config_of(state, path, **overrides):
-    """The GPTConfig of a read checkpoint; flags younger than it are off, as in the plain GPT. Raises UserError."""
+    """The GPTConfig of a read checkpoint; flags younger than it are off, as in the plain GPT. UserError."""
     unknown = sorted(set(state["config"]) - set(GPTConfig.__dataclass_fields__))
     if unknown:
         raise UserError(f"{path} was written by a newer version: unknown flags {', '.join(unknown)}")
@@ -71,11 +71,11 @@ def config_of(state, path, **overrides):
 
 
 def build(state, path, device="cpu", settings=(), **overrides):
-    """The GPT of a read checkpoint, in eval mode, with switches moved by `settings` (texts, see read_settings()).
+    """The GPT of a read checkpoint, in eval mode, with switches moved by `settings`, see read_settings().
 
     Raises UserError, also when the weights and the config disagree.
     """
-    flags, by_hand = read_settings(settings)
+    flags, heads = read_settings(settings)
     config = config_of(state, path, **overrides, **switchable(state, path, flags))
     try:
         model = GPT(config)
@@ -83,51 +83,74 @@ def build(state, path, device="cpu", settings=(), **overrides):
     except (ValueError, TypeError, AttributeError, RuntimeError) as e:
         raise UserError(f"{path}: its weights do not fit its config: {' '.join(str(e).split())[:300]}")
     model.to(device).eval()
-    for kind, layer, head, value in by_hand:
+    for key, layer, head, value in heads:
         try:
-            model.set_head(layer, head, **{kind: value})
+            model.set_head(layer, head, **{key: value})
         except ValueError as e:
-            raise UserError(f"{path}: --set {kind}.{layer}.{head}={value}: {e}")
+            raise UserError(f"{path}: --set {key}.{layer}.{head}={value}: {e}")
     return model
+
+
+def add_arguments(parser):
+    """The arguments of every program that reads checkpoints."""
+    parser.add_argument("--ckpt", action="append", required=True,
+                        help="a checkpoint or a run folder (its best.pt); may be repeated")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+                        help="change a flag that no weight depends on, as in unet_skips=False, or a head by "
+                             "layer and number: gate.0.3=0, state.0.3=withdrawn, consent.0.3=False; "
+                             "may be repeated")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
 
 
 # ---- switches of a trained model ----
 
 HEAD_KEYS = {"gate": float, "state": str, "consent": bool}  # <key>.<layer>.<head>, for GPT.set_head()
-FIXED = ("recipe", "n_layer", "n_head", "tied", "heads", "constraint_names")  # what the tensors mean, even where their shapes stay
+# what the tensors mean depends on these, even where their shapes do not
+FIXED = ("recipe", "n_layer", "n_head", "tied", "heads", "constraint_names")
 
 
 def read_settings(settings):
-    """Texts "flag=value" and "gate.<layer>.<head>=value" -> ({flag: value}, [(key, layer, head, value)]). Raises UserError."""
-    types, flags, by_hand = {key: t for key, (t, _, _) in keys_of((GPTConfig,)).items()} | HEAD_KEYS, {}, []
+    """({flag: value}, [(key, layer, head, value)]) from texts "flag=value" and "gate.<layer>.<head>=value".
+
+    Raises UserError.
+    """
+    types = {key: t for key, (t, _, _) in keys_of((GPTConfig,)).items()} | HEAD_KEYS
+    flags, heads = {}, []
     for text in settings:
-        (name, equals, value), where = text.partition("="), []
-        if (key := name.split(".")[0]) in HEAD_KEYS:
-            where = name.split(".")[1:]
-            if not equals or len(where) != 2 or not all(w.isdecimal() for w in where):
+        name, equals, value = text.partition("=")
+        key, *place = name.split(".")
+        if key in HEAD_KEYS:
+            if not equals or len(place) != 2 or not all(number.isdecimal() for number in place):
                 raise UserError(f"--set {text}: it must be {key}.<layer>.<head>=value")
         elif name not in types:
             meant, words = nearest(key, types)
-            raise UserError(f"--set {text}: unknown key {name}; " + (words if meant else "train.py --help lists the flags of a model"))
+            words = words if meant else "train.py --help lists the flags of a model"
+            raise UserError(f"--set {text}: unknown key {name}; {words}")
         elif not equals:
             raise UserError(f"--set {text}: it must be {key}=value")
         try:
             value = parse(value, types[key])
         except ValueError:
             raise UserError(f"--set {text}: {value!r} is not {type_name(types[key])}")
-        if where:
-            by_hand.append((key, *map(int, where), value))
+        if key in HEAD_KEYS:
+            heads.append((key, *map(int, place), value))
         else:
             flags[key] = value
-    return flags, by_hand
+    return flags, heads
 
 
 def switchable(state, path, flags):
-    """{flag: value} for config_of(), after checking that no tensor of a read checkpoint depends on them. Raises UserError."""
-    old, details = tensors(config_of(state, path)) if flags else None, {}
+    """{flag: value} for config_of(): the flags, and those that go with them.
+
+    Raises UserError where a tensor of the read checkpoint depends on one.
+    """
+    if not flags:
+        return {}
+    old, details = tensors(config_of(state, path)), {}
     for key, value in flags.items():
-        # what is off has no details: window=None takes window_block with it
-        off = {f.name: f.default for f in fields(GPTConfig) if (value is None or value is False) and f.name.startswith(key + "_")}
+        off = {}
+        if value is None or value is False:  # what is off has no details: window=None means no window_block
+            off = {f.name: f.default for f in fields(GPTConfig) if f.name.startswith(key + "_")}
         details.update(off)
         try:
             new = old if key in FIXED else tensors(config_of(state, path, **{**off, key: value}))
@@ -135,8 +158,9 @@ def switchable(state, path, flags):
             continue
         changed = sorted(name for name in {**old, **new} if old.get(name) != new.get(name))
         if changed or key in FIXED:
-            raise UserError(f"{path}: {key} cannot be changed after training" + (f": {changed[0]} depends on it" if changed else ""))
-    if bad := config_of(state, path, **{**details, **flags}).problems() if flags else []:
+            why = f": {changed[0]} depends on it" if changed else ""
+            raise UserError(f"{path}: {key} cannot be changed after training{why}")
+    if bad := config_of(state, path, **{**details, **flags}).problems():
         raise UserError(f"{path}: {'; '.join(bad)}")
     return {**details, **flags}
 
@@ -150,24 +174,29 @@ def tensors(config):
 # ---- what a run starts from ----
 
 def starting_point(model_config, config, dataset, device):
-    """(model, the state to go on from or None) of a run: out_dir/ckpt.pt, another checkpoint's weights, or a new model.
+    """(model, the state to go on from or None) of a run.
 
-    Raises UserError when what there is does not fit what is asked for.
+    The model is out_dir/ckpt.pt, has another checkpoint's weights, or is new. Raises UserError when what
+    there is does not fit what is asked for.
     """
     last = Path(config.out_dir) / "ckpt.pt"
     new_run = config.eval_only or not config.resume or not last.is_file()
     path = last if not new_run else config.init_from or (config.out_dir if config.eval_only else None)
     if path is None:
-        return GPT(replace(model_config, vocab_size=model_config.vocab_size or dataset.vocab_size)).to(device), None
+        vocab_size = model_config.vocab_size or dataset.vocab_size
+        return GPT(replace(model_config, vocab_size=vocab_size)).to(device), None
     state = read(path, device)
     same_vocabulary(state, dataset, path)
-    # a model that comes from elsewhere needs no flags: only those that were given can be wrong
-    flags = getattr(model_config, "given", set()) if config.init_from or config.eval_only else {f.name for f in fields(GPTConfig)}
-    # what may change: how it is trained; in a new run also dropout, the data order, and the context if it gets shorter
-    keep = {"checkpoint_activations"} | ({"dropout", "attn_dropout", "seed"} if new_run else set())
-    crop = new_run and "block_size" in flags and model_config.block_size < state["config"].get("block_size", 0)
-    same_model(state, path, model_config, flags - keep - ({"block_size"} if crop else set()))
-    model = build(state, path, device, **{key: getattr(model_config, key) for key in keep})
+    flags = {f.name for f in fields(GPTConfig)}
+    if config.init_from or config.eval_only:
+        # a model that comes from elsewhere needs no flags: only those that were given can be wrong
+        flags = getattr(model_config, "given", set())
+    # what may change: how it is trained; in a new run also dropout, data order, a shorter context
+    free = {"checkpoint_activations"} | ({"dropout", "attn_dropout", "seed"} if new_run else set())
+    longest = state["config"].get("block_size", 0)
+    crop = new_run and "block_size" in flags and model_config.block_size < longest
+    same_model(state, path, model_config, flags - free - ({"block_size"} if crop else set()))
+    model = build(state, path, device, **{key: getattr(model_config, key) for key in free})
     if crop:
         model.crop_block_size(model_config.block_size)
     if not new_run:
@@ -177,12 +206,15 @@ def starting_point(model_config, config, dataset, device):
 
 def same_vocabulary(state, dataset, path):
     """Raise UserError unless the checkpoint's token ids mean what the dataset's do."""
-    meta, size, here = state["meta"], state["config"].get("vocab_size") or 0, dataset.meta
-    if meta and any(meta.get(key) != here.get(key) for key in ("encoding", "vocab")):
-        raise UserError(f"{path} was trained on {meta['name']} ({meta['encoding']}, {meta['vocab_size']:,} symbols), "
-                              f"whose vocabulary is not that of {here['name']} ({here['encoding']}, {dataset.vocab_size:,})")
+    old, new = state["meta"], dataset.meta
+    if old and any(old.get(key) != new.get(key) for key in ("encoding", "vocab")):
+        raise UserError(f"{path} was trained on {old['name']} "
+                        f"({old['encoding']}, {old['vocab_size']:,} symbols), "
+                        f"whose vocabulary is not that of {new['name']} "
+                        f"({new['encoding']}, {dataset.vocab_size:,})")
+    size = state["config"].get("vocab_size") or 0
     if size < dataset.vocab_size:
-        raise UserError(f"{path} knows {size:,} tokens; {here['name']} has {dataset.vocab_size:,}")
+        raise UserError(f"{path} knows {size:,} tokens; {new['name']} has {dataset.vocab_size:,}")
 
 
 def same_model(state, path, config, flags):
@@ -199,8 +231,12 @@ def same_run(state, path, config, dataset):
     instead = f"to begin a new run with its weights: --init_from={path} and another --out_dir"
     if lacks := sorted(RESUMABLE - set(state)):
         raise UserError(f"{path} holds no state to go on from (no {', '.join(lacks)}); {instead}")
-    old, new = ({**c, "batch_size * grad_accum": c["batch_size"] * c["grad_accum"]} for c in (state["train"], asdict(config)))
-    differ = [f"{k}={new[k]!r} here is {old[k]!r} there" for k in ("optimizer", "batch_size * grad_accum") if new[k] != old[k]]
+    fixed = []
+    for train in (state["train"], asdict(config)):
+        batch = train["batch_size"] * train["grad_accum"]
+        fixed.append({"optimizer": train["optimizer"], "batch_size * grad_accum": batch})
+    old, new = fixed
+    differ = [f"{key}={new[key]!r} here is {old[key]!r} there" for key in old if new[key] != old[key]]
     if state["meta"]["splits"] != dataset.meta["splits"]:
         differ.append(f"{dataset.dir} holds other data than {state['meta']['name']} did")
     if differ:
@@ -213,11 +249,15 @@ def restore(optimizer, saved, path):
     try:
         optimizer.load_state_dict(saved)
     except (ValueError, KeyError) as e:
-        raise UserError(f"{path}: its optimizer state does not fit this config ({' '.join(str(e).split())[:120]})")
+        why = " ".join(str(e).split())[:120]
+        raise UserError(f"{path}: its optimizer state does not fit this config ({why})")
     for group, values in zip(optimizer.param_groups, fresh):
         group.update(values)
 
 
 def last_save(out_dir):
+    """Half a sentence about what can be done after a failure."""
     path = Path(out_dir) / "ckpt.pt"
-    return f"the last save is {path}, --resume goes on from it" if path.is_file() else "nothing was saved yet: start again"
+    if path.is_file():
+        return f"the last save is {path}, --resume goes on from it"
+    return "nothing was saved yet: start again"

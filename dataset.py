@@ -1,4 +1,4 @@
-"""A prepared data folder (data/<name>/): its meta.json, its splits, and the order in which training reads them."""
+"""A prepared data folder (data/<name>/): meta.json, the splits, the order in which training reads them."""
 
 import difflib
 import json
@@ -10,18 +10,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import UserError
+from common import ROOT, UserError
 from tokenizer import Tokenizer
 
-ROOT = Path(__file__).resolve().parent
-REOPEN_AFTER = 64 << 20  # bytes read through one mapping before it is dropped, so that resident memory stays bounded
+REOPEN_AFTER = 64 << 20  # bytes read through one mapping before it is dropped: resident memory stays bounded
 
 
 class Dataset:
-    """data/<name>, or any folder that a prepare script wrote. Raises UserError when it is missing or damaged."""
+    """data/<name>, or any folder that a prepare script wrote. UserError when it is missing or damaged."""
 
     def __init__(self, name):
-        self.dir = next((p for p in (Path(name), ROOT / "data" / name, ROOT / name) if (p / "meta.json").is_file()), None)
+        folders = (Path(name), ROOT / "data" / name, ROOT / name)
+        self.dir = next((folder for folder in folders if (folder / "meta.json").is_file()), None)
         if self.dir is None:
             raise UserError(missing(name))
         try:
@@ -32,19 +32,20 @@ class Dataset:
             self.vocab_size, self.separator = self.meta["vocab_size"], self.meta["separator"]
             self.sizes = {split: (size["tokens"], size["bytes"]) for split, size in self.splits.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise UserError(f"{self.dir / 'meta.json'} is not what a prepare script writes ({type(e).__name__}: {e}); "
-                            "run it again with --force")
+            raise UserError(f"{self.dir / 'meta.json'} is not what a prepare script writes "
+                            f"({type(e).__name__}: {e}); run it again with --force")
 
     def tokens(self, split):
         """The split as a read-only memory map, [n]."""
         path = self.dir / f"{split}.bin"
         if split not in self.splits or not path.is_file():
-            there = [s for s in self.splits if (self.dir / f"{s}.bin").is_file()]
-            raise UserError(f"{self.dir} has no split {split!r}; it has {', '.join(there) or 'none'}")
-        want = self.sizes[split][0]
-        if path.stat().st_size != want * self.dtype.itemsize or not want:
-            raise UserError(f"{path} holds {path.stat().st_size // self.dtype.itemsize:,} tokens where meta.json says {want:,}; "
-                            "run its prepare script with --force")
+            splits = [s for s in self.splits if (self.dir / f"{s}.bin").is_file()]
+            raise UserError(f"{self.dir} has no split {split!r}; it has {', '.join(splits) or 'none'}")
+        tokens, _ = self.sizes[split]
+        size = path.stat().st_size
+        if size != tokens * self.dtype.itemsize or not tokens:
+            raise UserError(f"{path} holds {size // self.dtype.itemsize:,} tokens "
+                            f"where meta.json says {tokens:,}; run its prepare script with --force")
         return np.memmap(path, self.dtype, "r")
 
     def need(self, split, tokens, block_size):
@@ -67,9 +68,10 @@ def missing(name):
     if base in known:
         known.setdefault(f"{base}_{encoding}", f" --encoding={encoding}")
     close = difflib.get_close_matches(Path(name).name, known, 1, 0.6)
+    if not close:
+        return f"no dataset {name}: neither a folder with a meta.json nor one of {', '.join(sorted(known))}"
     if close != [Path(name).name]:
-        return f"no dataset {name}" + (f"; did you mean {close[0]}?" if close else
-                                       f": neither a folder with a meta.json nor one of {', '.join(sorted(known))}")
+        return f"no dataset {name}; did you mean {close[0]}?"
     script = ROOT / "data" / (base if known[close[0]] else close[0]) / "prepare.py"
     return f"dataset {name} is not prepared; run: python {os.path.relpath(script)}{known[close[0]]}"
 
@@ -82,10 +84,15 @@ class Batches:
     """
 
     def __init__(self, dataset, split, block_size, rows, seed):
-        self.dataset, self.split, self.block_size, self.rows, self.seed = dataset, split, block_size, rows, seed
         dataset.need(split, 2 * block_size, block_size)
+        self.dataset = dataset
+        self.split = split
+        self.block_size = block_size
+        self.rows = rows
+        self.seed = seed
         self.data, self.read = np.asarray(dataset.tokens(split)), 0
-        self.pieces = len(self.data) // block_size - 1  # one less than fit, so that every offset below block_size does
+        # one less than fit, so that every offset below block_size does
+        self.pieces = len(self.data) // block_size - 1
         self.one_pass = lru_cache(maxsize=2)(self.one_pass)
 
     def one_pass(self, number):
@@ -97,21 +104,24 @@ class Batches:
 
     def starts(self, step, rank=0, world=1):
         """First token of each of this rank's rows of the batch at `step`, as a list."""
-        number, place = np.divmod(np.arange(step * self.rows + rank, (step + 1) * self.rows, world), self.pieces)
-        found = []
-        for n in range(number[0], number[-1] + 1) if len(number) else ():  # a batch may reach into the next pass
+        rows = np.arange(step * self.rows + rank, (step + 1) * self.rows, world)
+        number, place = np.divmod(rows, self.pieces)  # pass, place in it: a batch may reach into the next
+        starts = []
+        for n in range(number[0], number[-1] + 1) if len(rows) else ():
             offset, order = self.one_pass(n)
-            found += (offset + order[place[number == n]].astype(np.int64) * self.block_size).tolist()
-        return found
+            starts += (offset + order[place[number == n]].astype(np.int64) * self.block_size).tolist()
+        return starts
 
     def __call__(self, step, rank=0, world=1):
-        """This rank's rows of the batch at `step`, int64 [rows / world, T + 1]: inputs [:, :-1], targets [:, 1:]."""
+        """This rank's rows of the batch at `step`, int64 [rows / world, T + 1]: inputs, shifted targets."""
         T, starts = self.block_size, self.starts(step, rank, world)
-        self.read += len(starts) * max(T * self.data.itemsize, 1 << 16)  # the kernel maps 64 KiB around each fault
+        # the kernel maps 64 KiB around each fault
+        self.read += len(starts) * max(T * self.data.itemsize, 1 << 16)
         if self.read > REOPEN_AFTER:
             self.data, self.read = np.asarray(self.dataset.tokens(self.split)), 0
         ids = np.stack([self.data[s:s + T + 1] for s in starts])
         if ids.max() >= self.dataset.vocab_size:  # on a gpu this would be an assertion somewhere in a kernel
-            raise UserError(f"{self.dataset.dir / self.split}.bin holds the token {ids.max()}, and the vocabulary ends at "
-                            f"{self.dataset.vocab_size - 1}; run its prepare script with --force")
+            raise UserError(f"{self.dataset.dir / self.split}.bin holds the token {ids.max()}, "
+                            f"and the vocabulary ends at {self.dataset.vocab_size - 1}; "
+                            "run its prepare script with --force")
         return torch.from_numpy(ids.astype(np.int64))

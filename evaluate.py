@@ -1,8 +1,8 @@
 """
 Score whole splits: every token once, bits per byte first.
 
-    python evaluate.py --ckpt out/a [--ckpt out/b/ckpt.pt ...] [--split test] [--stride 128] [--json scores.json]
-    python evaluate.py --ckpt out/a --set unet_skips=False --set gate.0.3=0     # with switches moved, heads by hand
+    python evaluate.py --ckpt out/a [--ckpt out/b/ckpt.pt ...] [--split test] [--stride 128] [--json FILE]
+    python evaluate.py --ckpt out/a --set unet_skips=False --set gate.0.3=0    # switches moved, heads set
 
 The context policy is part of the number. Without --stride the split is cut into disjoint windows of
 block_size tokens, and a token sees from 1 to block_size tokens before it. With --stride S the window moves on
@@ -25,14 +25,14 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-from common import UserError, pick_device, write_atomic
+from common import UserError, pick_device, table, write_atomic
 from dataset import Dataset
 
 
 # ---- scoring ----
 
 def windows(n, block_size, stride):
-    """[(start, end, scored)]: read tokens [start, end), score the last `scored` of them; each of n is scored once."""
+    """[(start, end, scored)]: read tokens [start, end), score the last `scored`; each of n is scored once."""
     if not 1 <= stride <= block_size:
         raise ValueError(f"stride={stride} must be from 1 to block_size={block_size} (0: disjoint windows)")
     cuts = [(0, min(block_size, n), min(block_size, n))]
@@ -43,18 +43,31 @@ def windows(n, block_size, stride):
 
 
 def windows_of(dataset, split, block_size, stride=0, max_tokens=0):
-    """The windows of a split that score() scores; max_tokens > 0: evenly spaced whole ones, so many tokens at most (at least one)."""
+    """The windows of a split that score() scores.
+
+    max_tokens > 0: whole windows, evenly spaced from the first to the last, at least one, and beyond that so
+    many tokens at most.
+    """
     n, step = len(dataset.tokens(split)), stride or block_size
     cuts = windows(n, block_size, step)
     if 0 < max_tokens < n:
         cuts = [c for c in cuts if c[1] - c[0] == block_size] or cuts
-        keep = max(1, 1 + (max_tokens - block_size) // step)
-        cuts = [cuts[i * (len(cuts) - 1) // max(1, keep - 1)] for i in range(keep)]  # from the first to the last
+        count = max(1, 1 + (max_tokens - block_size) // step)
+        cuts = [cuts[i * (len(cuts) - 1) // max(1, count - 1)] for i in range(count)]
     return cuts
 
 
+def window_ids(tokens, separator, start, end):
+    """Tokens [start, end) after the one before them, at the beginning the separator; int64 [1 + n]."""
+    ids = tokens[start - 1:end] if start else np.concatenate(([separator], tokens[:end]))
+    return ids.astype(np.int64)
+
+
 def nats_of(logits, targets):
-    """-log p(target), float64 [B, T] on the CPU, from logits [B, T, V]: a sum over V in float32, its log in float64."""
+    """-log p(target), float64 [B, T] on the CPU, from logits [B, T, V].
+
+    The sum over V is float32, its log float64.
+    """
     top = logits.amax(-1)
     mass = (logits - top[..., None]).exp().sum(-1)
     short = top - logits.gather(-1, targets[..., None]).squeeze(-1)
@@ -65,42 +78,46 @@ def nats_of(logits, targets):
 @torch.no_grad()
 def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, rank=0, world=1, autocast=None,
           per_token=False, progress=False):
-    """Cross-entropy of a split under a model: (nats summed, tokens scored), or the nats of every token, [n] float32.
+    """Cross-entropy of a split: (nats summed, tokens scored), or with per_token those of each, [n] float32.
 
-    stride 0: disjoint windows. max_tokens > 0 scores at most so many tokens, the same at each call (windows_of()).
-    Windows go to ranks in turn; the caller adds the ranks' sums up.
+    stride 0: disjoint windows. max_tokens > 0 scores at most so many tokens, the same at each call, see
+    windows_of(). Windows go to ranks in turn; the caller adds the ranks' sums up.
     """
     device, T, tokens = next(model.parameters()).device, model.config.block_size, dataset.tokens(split)
     cuts = windows_of(dataset, split, T, stride, max_tokens)[rank::world]
-    # logits are vocab_size floats a token: 256 MB of them at most; a CPU is fastest while a batch fits its caches
-    at_once = min(batch_tokens, (1 << 26) // model.config.vocab_size, 4096 if device.type == "cpu" else batch_tokens)
-    rows = max(1, at_once // T)
+    # logits are vocab_size floats a token, 256 MB of them at most; a CPU is fastest while they fit its caches
+    batch_tokens = min(batch_tokens, (1 << 26) // model.config.vocab_size)
+    if device.type == "cpu":
+        batch_tokens = min(batch_tokens, 4096)
+    rows = max(1, batch_tokens // T)
 
-    def text(start, end):
-        """Tokens [start, end) and the one before them, which is the separator at the beginning of the split."""
-        return tokens[start - 1:end] if start else np.concatenate(([dataset.separator], tokens[:end]))
-
-    nats, count, every, was_training = 0.0, 0, [np.empty(0, np.float32)], model.training
+    nats, count, parts = 0.0, 0, [np.empty(0, np.float32)]
+    bar = tqdm(total=sum(scored for _, _, scored in cuts), desc=split, unit="tok", unit_scale=True,
+               disable=not progress, leave=False, mininterval=0.5)
+    was_training = model.training
     model.eval()
     try:
-        with autocast or nullcontext(), tqdm(total=sum(c[2] for c in cuts), desc=split, unit="tok", unit_scale=True,
-                                             disable=not progress, leave=False, mininterval=0.5) as bar:
-            for (_, scored), alike in groupby(cuts, lambda c: (c[1] - c[0], c[2])):
-                alike = list(alike)
-                for at in range(0, len(alike), rows):
-                    ids = np.stack([text(start, end) for start, end, _ in alike[at:at + rows]]).astype(np.int64)
+        with autocast or nullcontext(), bar:
+            # windows of one length and one scored part go together
+            for (_, scored), group in groupby(cuts, lambda c: (c[1] - c[0], c[2])):
+                group = list(group)
+                for at in range(0, len(group), rows):
+                    ids = np.stack([window_ids(tokens, dataset.separator, start, end)
+                                    for start, end, _ in group[at:at + rows]])
                     ids = torch.from_numpy(ids).to(device)
                     each = nats_of(model(ids[:, :-1]).logits[:, -scored:], ids[:, -scored:])
-                    nats, count = nats + float(each.sum()), count + each.size
+                    nats += float(each.sum())
+                    count += each.size
                     if per_token:
-                        every.append(each.astype(np.float32).ravel())
+                        parts.append(each.astype(np.float32).ravel())
                     bar.update(each.size)
     finally:
         model.train(was_training)
-    return np.concatenate(every) if per_token else (nats, count)
+    return np.concatenate(parts) if per_token else (nats, count)
 
 
 def bits(nats, count):
+    """Bits for each of `count` bytes (or characters)."""
     return nats / (math.log(2) * count)
 
 
@@ -109,10 +126,11 @@ def bits(nats, count):
 def dataset_of(state, path, name=None):
     """The Dataset called `name`, or else the one that a read checkpoint was trained on. UserError."""
     meta, train = state["meta"] or {}, state.get("train") or {}
-    names = [name] if name else [n for n in (train.get("dataset"), state.get("dataset"), meta.get("name")) if n]
+    names = [name] if name else [train.get("dataset"), state.get("dataset"), meta.get("name")]
+    names = [n for n in names if n]
     if not names:
         raise UserError(f"{path} does not say what it was trained on; name it with --dataset")
-    for other in names[:-1]:  # a relative path to a folder may lead nowhere from here, while data/<name> is there
+    for other in names[:-1]:  # a path may lead nowhere from here, while data/<name> is there
         try:
             return Dataset(other)
         except UserError:
@@ -120,64 +138,70 @@ def dataset_of(state, path, name=None):
     return Dataset(names[-1])
 
 
-def opened(path, split, stride, device, dataset=None, settings=()):
+def load(path, split, stride, device, dataset=None, settings=()):
     """(state, model, Dataset) of one checkpoint, after every check that needs no scoring."""
     state = checkpoint.read(path)
     model = checkpoint.build(state, path, device, settings)
     data = dataset_of(state, path, dataset)
     checkpoint.same_vocabulary(state, data, path)
     then, now = ((m or {}).get("splits", {}).get(split, {}).get("sha256") for m in (state["meta"], data.meta))
-    if then != now and then and not dataset:
-        raise UserError(f"{path}: the {split} split of {data.dir} is not the one of its training, and may hold what it was "
-                              f"trained on; --dataset={data.dir} scores it all the same")
+    if then and then != now and not dataset:
+        raise UserError(f"{path}: the {split} split of {data.dir} is not the one of its training, "
+                        f"and may hold what it was trained on; --dataset={data.dir} scores it all the same")
     windows(len(data.tokens(split)), model.config.block_size, stride or model.config.block_size)
     return state, model, data
 
 
 def evaluate(path, split, stride, device, dataset=None, settings=(), progress=True):
     """Everything that is reported of one checkpoint, as a dict. Raises UserError, ValueError."""
-    state, model, data = opened(path, split, stride, device, dataset, settings)
-    T, size, began = model.config.block_size, data.splits[split], time.perf_counter()
+    state, model, data = load(path, split, stride, device, dataset, settings)
+    T, size = model.config.block_size, data.splits[split]
+    began = time.perf_counter()
     nats, tokens = score(model, data, split, stride, progress=progress)
     seconds = time.perf_counter() - began
     if not math.isfinite(nats):
-        raise UserError(f"{path} gives {nats} nats on {split}: its weights are damaged, or its training diverged")
+        raise UserError(f"{path} gives {nats} nats on {split}: "
+                        "its weights are damaged, or its training diverged")
     stride = stride or T
-    return dict(name=str(path), dataset=data.meta["name"], split=split, tokens=tokens, bytes=size["bytes"], chars=size["chars"],
-                context=f"disjoint windows of {T:,}" if stride == T else f"windows of {T:,}, stride {stride:,}",
-                block_size=T, stride=stride, bpb=bits(nats, size["bytes"]), bpc=bits(nats, size["chars"]),
-                nats_per_token=nats / tokens, ppl=math.exp(min(nats / tokens, 700)), params=model.num_params(),
-                params_non_embedding=model.num_params(non_embedding=True), flops_per_token=model.flops_per_token(),
-                tokens_per_s=tokens / seconds, step=state.get("step"), device=device, split_sha256=size.get("sha256"),
+    context = f"disjoint windows of {T:,}" if stride == T else f"windows of {T:,}, stride {stride:,}"
+    return dict(name=str(path), dataset=data.meta["name"], split=split, tokens=tokens, bytes=size["bytes"],
+                chars=size["chars"], context=context, block_size=T, stride=stride,
+                bpb=bits(nats, size["bytes"]), bpc=bits(nats, size["chars"]),
+                nats_per_token=nats / tokens, ppl=math.exp(min(nats / tokens, 700)),
+                params=model.num_params(), params_non_embedding=model.num_params(non_embedding=True),
+                flops_per_token=model.flops_per_token(), tokens_per_s=tokens / seconds,
+                step=state.get("step"), device=device, split_sha256=size.get("sha256"),
                 note=data.meta.get("note"), set=list(settings))
 
 
 # ---- output ----
 
-HEAD = ("run", "bits/byte", "bits/char", "nats/token", "perplexity", "params", "non-embed.", "FLOPs/token", "tokens/s")
+HEAD = ("run", "bits/byte", "bits/char", "nats/token", "perplexity", "params", "non-embed.", "FLOPs/token",
+        "tokens/s")
 
 
-def table(runs, width=120):
+def scored_line(run):
+    """What was scored, and how."""
+    line = (f"{run['dataset']}, {run['split']}: {run['tokens']:,} tokens, {run['bytes']:,} bytes, "
+            f"{run['chars']:,} characters, each once, in {run['context']}")
+    return line + (f", with {', '.join(run['set'])}" if run.get("set") else "")
+
+
+def score_table(runs, width=120):
     """The runs in the order given, one aligned line each, under a line that says what was scored and how."""
-    rows = [(r["name"].removesuffix("/best.pt"), f"{r['bpb']:.4f}", f"{r['bpc']:.4f}", f"{r['nats_per_token']:.4f}", f"{r['ppl']:.5g}",
-             f"{r['params']:,}", f"{r['params_non_embedding']:,}", f"{r['flops_per_token'] / 1e6:,.2f}M", f"{r['tokens_per_s']:,.0f}")
-            for r in runs]
-    wide = [max(map(len, column)) for column in zip(HEAD, *rows)]
-    wide[0] = min(wide[0], max(12, width - sum(2 + w for w in wide[1:])))
-    lines, above = [], None
-    for r, row in zip(runs, rows):
-        scored = (f"{r['dataset']}, {r['split']}: {r['tokens']:,} tokens, {r['bytes']:,} bytes, {r['chars']:,} characters, "
-                  f"each once, in {r['context']}" + (f", with {', '.join(r['set'])}" if r.get("set") else ""))
-        if scored != above:
-            lines += [""] * bool(lines) + [scored, *([f"note: {r['note']}"] if r.get("note") else []), aligned(HEAD, wide)]
-        lines, above = lines + [aligned(row, wide)], scored
+    rows = [(r["name"].removesuffix("/best.pt"), f"{r['bpb']:.4f}", f"{r['bpc']:.4f}",
+             f"{r['nats_per_token']:.4f}", f"{r['ppl']:.5g}",
+             f"{r['params']:,}", f"{r['params_non_embedding']:,}",
+             f"{r['flops_per_token'] / 1e6:,.2f}M", f"{r['tokens_per_s']:,.0f}") for r in runs]
+    head, *rows = table(HEAD, rows, width=width).splitlines()
+    lines, before = [], None
+    for run, row in zip(runs, rows):
+        if scored_line(run) != before:
+            before = scored_line(run)
+            lines += ["", before] if lines else [before]
+            lines += [f"note: {run['note']}", head] if run.get("note") else [head]
+        lines.append(row)
     return "\n".join(lines)
-
-
-def aligned(row, wide):
-    """One line: the name on the left (its end, where it is too long), numbers on the right."""
-    name = row[0] if len(row[0]) <= wide[0] else "…" + row[0][1 - wide[0]:]
-    return "  ".join([name.ljust(wide[0]), *(cell.rjust(w) for cell, w in zip(row[1:], wide[1:]))])
 
 
 def writable(path):
@@ -190,33 +214,38 @@ def writable(path):
     return path
 
 
+def add_arguments(parser, split):
+    """The arguments of every program that scores checkpoints; split: the default one."""
+    checkpoint.add_arguments(parser)
+    parser.add_argument("--split", default=split, help=f"train, val or test (default: {split})")
+    parser.add_argument("--dataset", help="read this dataset, which must have the same vocabulary "
+                                          "(default: the one trained on)")
+    parser.add_argument("--json", help="write the numbers to this file as well")
+
+
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--ckpt", action="append", required=True, help="a checkpoint or a run folder (its best.pt); may be repeated")
-    p.add_argument("--split", default="test", help="train, val or test (default: test)")
-    p.add_argument("--stride", type=int, default=0, help="move the window by so many tokens; 0: disjoint windows (default)")
-    p.add_argument("--dataset", help="score this dataset, which must have the same vocabulary (default: the one trained on)")
-    p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
-                   help="change a flag that no weight depends on, as in unet_skips=False, or a head by layer and number: gate.0.3=0, "
-                        "state.0.3=withdrawn, consent.0.3=False; may be repeated")
-    p.add_argument("--json", help="write the scores to this file as well")
-    p.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
-    a = p.parse_args(argv)
+    add_arguments(p, "test")
+    p.add_argument("--stride", type=int, default=0,
+                   help="move the window by so many tokens; 0: disjoint windows (default)")
+    args = p.parse_args(argv)
     runs = []
     try:
-        device, out = pick_device(a.device), writable(a.json) if a.json else None
-        for path in a.ckpt[1:]:  # what is wrong with the last should not cost the time of those before it
-            opened(path, a.split, a.stride, device, a.dataset, a.settings)
-        for path in a.ckpt:
-            runs.append(evaluate(path, a.split, a.stride, device, a.dataset, a.settings, progress=sys.stderr.isatty()))
+        device = pick_device(args.device)
+        out = writable(args.json) if args.json else None
+        options = args.split, args.stride, device, args.dataset, args.settings
+        for path in args.ckpt[1:]:  # what is wrong with the last should not cost the time of those before it
+            load(path, *options)
+        for path in args.ckpt:
+            runs.append(evaluate(path, *options, progress=sys.stderr.isatty()))
         if out:
             write_atomic(out, lambda f: f.write(json.dumps({"runs": runs}, indent=1).encode() + b"\n"))
-        print(table(runs), *([a.json] if out else []), sep="\n")
+        print(score_table(runs), *([args.json] if out else []), sep="\n")
     except ValueError as e:
         sys.exit(f"evaluate: {e}")
     except KeyboardInterrupt:
         if runs:
-            print(table(runs))
+            print(score_table(runs))
         print("\nevaluate: interrupted", file=sys.stderr)
         sys.exit(130)
 

@@ -1,51 +1,63 @@
 #!/usr/bin/env bash
 # Everything that needs a CUDA GPU, one part at a time, each under ten minutes:
-#   ./gpu_check.sh test     the test suite on a machine with CUDA (torch 2.11 to 2.13)
-#   ./gpu_check.sh bench    bench.py at 12 layers, 12 heads, 768 wide, context 1,024, bf16, compiled; NANOGPT=/path runs nanoGPT beside it
-#   ./gpu_check.sh mechanisms   training step of each mechanism against the plain GPT at the same size; MECHS names others (compiling each takes a while)
-#   ./gpu_check.sh long     peak memory at context 16,384; routing packed, dense and plain at 1,024 and 16,384; decoding; pruned heads
-#   ./gpu_check.sh compare  a study at the small scale on enwiki15, COMPARE_STEPS steps, three seeds; what is done is kept in out/trials
-#   ./gpu_check.sh train    both recipes on the same bytes, same tokens, scored on the whole test split, with curves
-# Results go to $OUT (default out/gpu). STUDY names a study, LIMIT its seconds. PY names the interpreter, DATASET a byte dataset (default pystdlib), STEPS and SHAPE the training.
+#   ./gpu_check.sh test         the test suite on a machine with CUDA (torch 2.11 to 2.15)
+#   ./gpu_check.sh bench        bench.py at 12 layers, 12 heads, 768 wide, context 1,024, bf16, compiled;
+#                               NANOGPT=/path runs nanoGPT beside it
+#   ./gpu_check.sh mechanisms   training step of each mechanism against the plain GPT at the same size;
+#                               MECHS names others (compiling each takes a while)
+#   ./gpu_check.sh long         peak memory at context 16,384; routing packed, dense and plain at 1,024 and
+#                               16,384; decoding; pruned heads
+#   ./gpu_check.sh compare      a study at the small scale on enwiki15, COMPARE_STEPS steps, three seeds;
+#                               what is done is kept in out/trials
+#   ./gpu_check.sh train        both recipes on the same bytes, same tokens, scored on the whole test split,
+#                               with curves
+# Results go to $OUT (default out/gpu). STUDY names a study, LIMIT its seconds. PY names the interpreter,
+# DATASET a byte dataset (default pystdlib), STEPS and SHAPE the training.
 set -euo pipefail
 cd "$(dirname "$0")"
 PY=${PY:-python3} OUT=${OUT:-out/gpu} DATASET=${DATASET:-pystdlib} STEPS=${STEPS:-1500}
 SHAPE=${SHAPE:---n_layer=6 --n_head=6 --n_embd=384 --block_size=512 --batch_size=64 --eval_interval=250}
 mkdir -p "$OUT"
 
+# run NAME ARGS...: bench.py, its table in $OUT/NAME.txt and its figures in $OUT/NAME.json
+run() { "$PY" bench.py "${@:2}" --json "$OUT/$1.json" 2>&1 | tee "$OUT/$1.txt"; }
+
 case "${1:-}" in
 test)
   "$PY" -m pytest -q 2>&1 | tee "$OUT/tests.txt" ;;
 bench)
-  "$PY" bench.py --rounds 11 --json "$OUT/bench.json" ${NANOGPT:+--nanogpt "$NANOGPT"} 2>&1 | tee "$OUT/bench.txt" ;;
+  run bench --rounds 11 ${NANOGPT:+--nanogpt "$NANOGPT"} ;;
 mechanisms)
-  "$PY" bench.py --mechanisms "${MECHS:-routing_moh,sentinel,agency,unet_concat,constraint_a,a2c_temperature,acag_detach,acag,gated,all_on}" \
-    --rounds 7 --steps 5 --json "$OUT/mechanisms.json" 2>&1 | tee "$OUT/mechanisms.txt" ;;
+  ALL=routing_moh,sentinel,agency,unet_concat,constraint_a,a2c_temperature,acag_detach,acag,output_gate,all_on
+  run mechanisms --mechanisms "${MECHS:-$ALL}" --rounds 7 --steps 5 ;;
 long)
-  ONE="--n_layer 2 --n_head 12 --n_embd 768 --batch_size 1"
-  "$PY" bench.py --what memory $ONE --block_size 16384 --json "$OUT/memory.json" \
-    --mechanisms "${MECHS:-routing_moh,a2c_key_bias,constraint_a,acag_detach,acag,window,output_gate_elementwise,all_on}" 2>&1 | tee "$OUT/memory.txt"
+  ONE="--n_layer 2 --n_head 12 --n_embd 768 --batch_size 1" TIMES="--rounds 7 --steps 5"
+  ALL=routing_moh,a2c_key_bias,constraint_a,acag_detach,acag,window,output_gate_elementwise,all_on
+  run memory --what memory $ONE --block_size 16384 --mechanisms "${MECHS:-$ALL}"
   for context in 1024 16384; do
-    "$PY" bench.py --what train $ONE --block_size $context --mechanisms routing_moh,routing_packed --rounds 7 --steps 5 \
-      --json "$OUT/routing-$context.json" 2>&1 | tee "$OUT/routing-$context.txt"
+    run routing-$context --what train $ONE --block_size $context $TIMES \
+      --mechanisms routing_moh,routing_packed
   done
-  "$PY" bench.py --contexts 1024 4096 16384 --batch_size 1 --rounds 7 --steps 5 --no-compile --json "$OUT/decode.json" 2>&1 | tee "$OUT/decode.txt"
-  "$PY" bench.py --heads_off 0 .25 .5 .75 --rounds 7 --steps 5 --json "$OUT/pruned.json" 2>&1 | tee "$OUT/pruned.txt" ;;
+  run decode --contexts 1024 4096 16384 --batch_size 1 $TIMES --no-compile
+  run pruned --heads_off 0 .25 .5 .75 $TIMES ;;
 compare)
   [ -f data/enwiki15/meta.json ] || "$PY" data/enwiki15/prepare.py
-  [ ! -f "$OUT/trials.tar" ] || tar xf "$OUT/trials.tar" --skip-old-files  # of an earlier call, where out/ does not stay
-  ARGS=("${STUDY:-config/studies/all.py}" --scale=small --seeds=1,2,3 --matched=2 --jobs="${JOBS:-2}" --test_tokens=1048576
-        --settings="{'max_iters': ${COMPARE_STEPS:-300}, 'eval_interval': 100}")
-  timeout --signal=INT "${LIMIT:-540}" "$PY" compare.py "${ARGS[@]}" --out_dir="$OUT/study" 2>&1 | tee "$OUT/compare.txt" || true
+  # of an earlier call, where out/ does not stay
+  [ ! -f "$OUT/trials.tar" ] || tar xf "$OUT/trials.tar" --skip-old-files
+  ARGS=("${STUDY:-config/studies/all.py}" --scale=small --seeds=1,2,3 --matched=2 --jobs="${JOBS:-2}"
+        --test_tokens=1048576 --settings="{'max_iters': ${COMPARE_STEPS:-300}, 'eval_interval': 100}")
+  timeout --signal=INT "${LIMIT:-540}" "$PY" compare.py "${ARGS[@]}" --out_dir="$OUT/study" 2>&1 |
+    tee "$OUT/compare.txt" || true
   "$PY" compare.py "${ARGS[@]}" --out_dir="$OUT/study" --report_only
   tar cf "$OUT/trials.tar" --exclude='*.pt' out/trials ;;
 train)
   [ -f "data/$DATASET/meta.json" ] || "$PY" "data/$DATASET/prepare.py"
   for recipe in gpt2 modern; do
-    "$PY" train.py --dataset="$DATASET" $SHAPE --max_iters="$STEPS" --recipe="$recipe" --out_dir="$OUT/$recipe" --overwrite
+    "$PY" train.py --dataset="$DATASET" $SHAPE --max_iters="$STEPS" --recipe="$recipe" \
+      --out_dir="$OUT/$recipe" --overwrite
   done
   "$PY" evaluate.py --ckpt "$OUT/gpt2" --ckpt "$OUT/modern" --json "$OUT/scores.json"
   "$PY" plot_curves.py "$OUT/gpt2" "$OUT/modern" --out "$OUT" ;;
 *)
-  sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 2 ;;
+  sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac

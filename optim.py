@@ -1,17 +1,25 @@
-"""Optimizers and the learning-rate schedule: AdamW, Muon for the blocks' matrices, and one multiplier over time."""
+"""AdamW, Muon for the blocks' matrices, the learning-rate schedule, and one training step with them."""
 
 import math
+import zlib
+from contextlib import nullcontext
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 
-# The first four quintics of Polar Express (Amsel et al. 2025, arXiv 2505.16932), as (a, b, c) of ax + bx^3 + cx^5.
-# Alone they throw a singular value that rounding has put a little above 1 out to infinity, so, like the paper, we
-# leave room: all but the last are stretched by MARGIN, and so is the norm. Singular values above 0.1 % of the
-# matrix's norm come out between 0.4 and 1.6. Muon's own choice is five times the same (3.4445, -4.7750, 2.0315);
-# these four train better at 4/5 of the cost (docs/log.md).
+import checkpoint
+from checkpoint import last_save
+from common import UserError
+
+# The first four quintics of Polar Express (Amsel et al. 2025, arXiv 2505.16932), as (a, b, c) of
+# ax + bx^3 + cx^5. Alone they throw a singular value that rounding has put a little above 1 out to infinity,
+# so, like the paper, we leave room: all but the last are stretched by MARGIN, and so is the norm. Singular
+# values above 0.1 % of the matrix's norm come out between 0.4 and 1.6. Muon's own choice is five times the
+# same (3.4445, -4.7750, 2.0315); these four train better at 4/5 of the cost (docs/log.md).
 MARGIN = 1.02
-QUINTICS = [(a / MARGIN, b / MARGIN**3, c / MARGIN**5) for a, b, c in
-            ((8.28721, -23.59589, 17.30039), (4.10706, -2.94785, 0.54484), (3.94869, -2.90890, 0.55182))] + [(3.31842, -2.48849, 0.51005)]
+STRETCHED = ((8.28721, -23.59589, 17.30039), (4.10706, -2.94785, 0.54484), (3.94869, -2.90890, 0.55182))
+QUINTICS = [(a / MARGIN, b / MARGIN**3, c / MARGIN**5) for a, b, c in STRETCHED]
+QUINTICS += [(3.31842, -2.48849, 0.51005)]
 
 
 def orthogonalise(G, low_precision):
@@ -55,35 +63,40 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, matrices, lr=0.02, momentum=0.95, weight_decay=0.0):
-        super().__init__([dict(params=[p for p, n in matrices if n == s], slices=s) for s in sorted({n for _, n in matrices})],
-                         dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        groups = [dict(params=[p for p, n in matrices if n == slices], slices=slices)
+                  for slices in sorted({n for _, n in matrices})]
+        super().__init__(groups, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
 
     @torch.no_grad()
     def step(self, closure=None):
         loss = closure() if closure is not None else None
-        by_shape = {}
+        by_shape = {}  # {shape: [(weight, update, step size)]}, a slice each
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None and p.numel()]
+            if not params:
+                continue
             for p in params:
                 if "momentum" not in self.state[p]:
                     self.state[p]["momentum"] = torch.zeros_like(p)
-            grads, buffers = [p.grad for p in params], [self.state[p]["momentum"] for p in params]
-            if not params:
-                continue
+            grads = [p.grad for p in params]
+            buffers = [self.state[p]["momentum"] for p in params]
             torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
             nesterov = torch._foreach_lerp(grads, buffers, group["momentum"])
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            for p, u in zip(params, nesterov):
-                for weight, update in zip(p.chunk(group["slices"]), u.chunk(group["slices"])):
+            for p, updates in zip(params, nesterov):
+                for weight, update in zip(p.chunk(group["slices"]), updates.chunk(group["slices"])):
                     rows, cols = weight.shape
-                    step = -group["lr"] * math.sqrt(max(1.0, rows / cols))  # the same change of output per unit of input
+                    # the same change of output per unit of input
+                    step_size = -group["lr"] * math.sqrt(max(1.0, rows / cols))
                     if rows > cols:  # orthogonalise lying down: the Gram matrix is then the small one
                         weight, update = weight.mT, update.mT
-                    by_shape.setdefault(weight.shape, []).append((weight, update, step))
-        for todo in by_shape.values():
-            for (weight, _, step), update in zip(todo, orthogonalise(torch.stack([u for _, u, _ in todo]), todo[0][0].is_cuda)):
-                weight.add_(update, alpha=step)
+                    by_shape.setdefault(weight.shape, []).append((weight, update, step_size))
+        for slices in by_shape.values():
+            weights, updates, step_sizes = zip(*slices)
+            orthogonal = orthogonalise(torch.stack(updates), low_precision=weights[0].is_cuda)
+            for weight, update, step_size in zip(weights, orthogonal, step_sizes):
+                weight.add_(update, alpha=step_size)
         return loss
 
 
@@ -102,22 +115,133 @@ def lr_multiplier(step, config):
 
 
 def make_optimizers(model, config):
-    """[AdamW] or [Muon, AdamW]: Muon takes the blocks' matrices, AdamW embeddings, head, biases, norms and gates.
+    """[AdamW] or [Muon, AdamW]: Muon takes the blocks' matrices, AdamW all the rest.
 
     Only matrices decay: a gate, a norm or a bias has no reason to go to zero. Learning rates are peaks.
     """
     matrices = model.block_matrices() if config.optimizer == "muon" else []
-    taken = {id(p) for p, _ in matrices}
+    muons = {id(p) for p, _ in matrices}
     no_decay = model.no_decay()
-    groups = {}  # by role, not by value: the same groups whatever the rates, so that a resumed run may change them
+    groups = {}  # by role, not by value: the same whatever the rates, so that a resumed run may change them
     for name, p in model.named_parameters():
-        if id(p) not in taken:
+        if id(p) not in muons:
             embeds = "wte" in name or "wpe" in name
             decays = p.dim() >= 2 and name not in no_decay
-            group = dict(params=[], lr=config.embed_lr if embeds else config.lr, weight_decay=config.weight_decay if decays else 0.0)
+            group = dict(params=[], lr=config.embed_lr if embeds else config.lr,
+                         weight_decay=config.weight_decay if decays else 0.0)
             groups.setdefault((embeds, decays), group)["params"].append(p)
-    device = next(model.parameters()).device.type
-    adamw = torch.optim.AdamW(list(groups.values()), betas=(config.beta1, config.beta2), fused=device in ("cuda", "cpu"))
+    fused = next(model.parameters()).device.type in ("cuda", "cpu")
+    adamw = torch.optim.AdamW(list(groups.values()), betas=(config.beta1, config.beta2), fused=fused)
     if not matrices:
         return [adamw]
     return [Muon(matrices, config.muon_lr, config.muon_momentum, config.weight_decay), adamw]
+
+
+# ---- one step ----
+
+def precision(dtype, kind):
+    """(float32 | bfloat16 | float16, the autocast context for it) on a kind of device; dtype may be auto."""
+    if dtype == "auto" and kind == "cuda":
+        dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    elif dtype == "auto":
+        dtype = "float32"
+    return dtype, torch.autocast(kind, getattr(torch, dtype)) if dtype != "float32" else nullcontext()
+
+
+def seed_step(kind, *key):
+    """Make all randomness of a step follow from `key`, so that a resumed run draws the same dropout masks."""
+    seed = zlib.crc32(repr(key).encode())
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every backend, and takes 0.1 ms
+    if kind != "cpu":
+        getattr(torch, kind).manual_seed(seed)
+
+
+class Trainer:
+    """A model in training. One step of it is what train() does, and what bench.py and a comparison time.
+
+    config: a TrainConfig in which every key has its value, as for_recipe() makes it.
+    """
+
+    def __init__(self, model, config, process):
+        self.raw = model.train()  # never compiled, never wrapped
+        self.config = config
+        self.process = process
+        self.params = list(model.parameters())
+        self.optimizers = make_optimizers(model, config)
+        self.peak_lrs = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
+        self.dtype, self.autocast = precision(config.dtype, process.kind)
+        self.scaler = torch.amp.GradScaler(process.kind, enabled=self.dtype == "float16")
+        self.micro_steps = max(1, config.grad_accum // process.world)
+        self.compiled = config.compile if config.compile is not None else process.kind == "cuda"
+        self.model = torch.compile(model) if self.compiled else model
+        if process.world > 1:
+            self.model = torch.nn.parallel.DistributedDataParallel(
+                self.model, device_ids=[process.device] if process.kind == "cuda" else None,
+                broadcast_buffers=False,  # they are the same everywhere
+                find_unused_parameters=bool(model.config.constraint_names) or not model.config.unet_skips)
+
+    def load(self, state, path):
+        """Take the optimizers' moments and the scaler from a read checkpoint. Raises UserError."""
+        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
+            checkpoint.restore(optimizer, saved, path)
+        if state["scaler"]:  # empty when dtype was another one
+            self.scaler.load_state_dict(state["scaler"])
+
+    def step(self, x, y, step=0):
+        """Forward, backward, clip and update on x, y [B, T]; returns {name: value}, the loss first."""
+        return self.update(step, self.backward(step, x, y))[0]
+
+    def backward(self, step, x, y):
+        """Forward and backward on this rank's rows x, y [B, T], a portion at a time.
+
+        Returns {name: 0-dim tensor}, the loss and the aux terms, means over these rows. A GPU may still be
+        busy with them.
+        """
+        # the rates and the randomness of a step follow from its number
+        multiplier = lr_multiplier(step, self.config)
+        for optimizer, peak_lrs in zip(self.optimizers, self.peak_lrs):
+            for group, lr in zip(optimizer.param_groups, peak_lrs):
+                group["lr"] = lr * multiplier
+        seed_step(self.process.kind, self.raw.config.seed, step, self.process.rank)
+
+        loss, aux, n = 0.0, {}, self.micro_steps
+        for micro, (xm, ym) in enumerate(zip(x.chunk(n), y.chunk(n))):
+            # ranks exchange their gradients with the last portion
+            defer = self.process.world > 1 and micro < n - 1
+            with self.autocast, self.model.no_sync() if defer else nullcontext():
+                out = self.model(xm, ym)
+            self.scaler.scale(sum(out.aux.values(), out.loss) / n).backward()
+            loss = loss + out.loss.detach() / n
+            for name, term in out.aux.items():
+                aux[f"aux/{name}"] = aux.get(f"aux/{name}", 0.0) + term.detach() / n
+        return {"loss": loss, **aux}
+
+    def update(self, step, means, stopping=False):
+        """Clip the gradients, agree with the other ranks, update the weights.
+
+        Returns ({name: value}, means over all ranks; whether any rank is stopping). Raises UserError before
+        the update where a value is not finite.
+        """
+        # in fp16 the norm is needed without clipping too: it shows an overflow
+        if self.config.grad_clip or self.scaler.is_enabled():
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
+            means = {**means, "grad_norm": clip_grad_norm_(self.params, self.config.grad_clip or math.inf)}
+
+        # one look at the device and one exchange between ranks a step
+        values = [value / self.process.world for value in torch.stack(list(means.values())).tolist()]
+        *values, stopping = self.process.all_reduce_sum([*values, float(stopping)])
+        metrics = dict(zip(means, values))
+
+        overflow = self.scaler.is_enabled() and not math.isfinite(metrics["grad_norm"])
+        for name, value in metrics.items():
+            if not math.isfinite(value) and not (overflow and name == "grad_norm"):
+                raise UserError(f"{name} is {value} in step {step + 1}: stopped before the update; "
+                                f"{last_save(self.config.out_dir)}, with a lower lr or muon_lr, "
+                                "or another dtype")
+        for optimizer in () if overflow else self.optimizers:  # of every optimizer, or of none
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return metrics, bool(stopping)

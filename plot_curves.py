@@ -26,10 +26,14 @@ from matplotlib.ticker import EngFormatter, FuncFormatter
 # Okabe-Ito, safe for colour-blind readers; its yellow is left out, too pale on white
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 DASHES = ["-", "--", ":", "-."]  # beyond 7 runs the colours repeat; dash and number tell them apart
-AXES = {"step": ("step", "step"), "tokens": ("tokens", "training tokens"), "time": ("elapsed_s", "elapsed minutes")}
+# what --x names -> key of log.jsonl, label
+AXES = {"step": ("step", "step"), "tokens": ("tokens", "training tokens"),
+        "time": ("elapsed_s", "elapsed minutes")}
+TITLES = ("Bits per byte", "Loss, nats per token", "Learning rate", "Gap, val − train loss")
 GREY = "0.4"
-RC = {"figure.figsize": (11, 7.5), "figure.dpi": 160, "savefig.dpi": 160, "font.size": 12, "axes.titlesize": 13,
-      "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
+RC = {"figure.figsize": (11, 7.5), "figure.dpi": 160, "savefig.dpi": 160, "font.size": 12,
+      "axes.titlesize": 13, "axes.titleweight": "bold", "axes.titlelocation": "left",
+      "axes.spines.top": False, "axes.spines.right": False,
       "axes.grid": True, "axes.axisbelow": True, "grid.color": "0.9", "text.parse_math": False,
       "svg.hashsalt": "curves"}  # the same log gives the same bytes
 
@@ -72,19 +76,29 @@ def read_log(run_dir):
     return [train[s] for s in sorted(train)], [evals[s] for s in sorted(evals)]
 
 
+def column(rows, key):
+    """One key of all rows, [n]."""
+    return np.array([number(row.get(key)) for row in rows])
+
+
 def load(run_dir, x="step"):
-    """The log as arrays, with one line to stderr for each thing that is wrong; None if there is nothing to draw."""
+    """The log as arrays, None if there is nothing to draw; a line to stderr for each thing that is wrong."""
     train, evals = read_log(run_dir)
     if not train and not evals:
         return None
-    def column(rows, key):
-        return np.array([number(row.get(key)) for row in rows])
-    unit = 60 if x == "time" else 1
-    c = SimpleNamespace(x=x, tx=column(train, AXES[x][0]) / unit, ex=column(evals, AXES[x][0]) / unit,
-                        loss=column(train, "loss"), lr=column(train, "lr"), step=column(evals, "step"),
-                        val=column(evals, "val_loss"), bpb=column(evals, "val_bpb"), etrain=column(evals, "train_loss"))
+    key, unit = AXES[x][0], 60 if x == "time" else 1
+    c = SimpleNamespace(
+        x=x,
+        tx=column(train, key) / unit,
+        loss=column(train, "loss"),
+        lr=column(train, "lr"),
+        ex=column(evals, key) / unit,
+        step=column(evals, "step"),
+        etrain=column(evals, "train_loss"),
+        val=column(evals, "val_loss"),
+        bpb=column(evals, "val_bpb"))
     if not np.isfinite(np.r_[c.tx, c.ex]).any():
-        return warn(run_dir, f"no {AXES[x][0]!r} in log.jsonl, skipped")
+        return warn(run_dir, f"no {key!r} in log.jsonl, skipped")
     if x == "time" and (np.diff(c.tx) < 0).any():
         warn(run_dir, "elapsed_s restarts in log.jsonl, so its curves fold back; --x step does not")
     if not evals:
@@ -94,13 +108,21 @@ def load(run_dir, x="step"):
         warn(run_dir, f"{lost.size} loss(es) not finite, the first at step {lost.min():g}; drawn as gaps")
     c.gap = c.val - c.etrain
     both = np.isfinite(c.bpb) & (c.val > 0)
-    c.ratio = np.median(c.bpb[both] / c.val[both]) if both.any() else np.nan  # nats per token -> bits per byte
+    # nats per token -> bits per byte
+    c.ratio = np.median(c.bpb[both] / c.val[both]) if both.any() else np.nan
     c.window = len(train) // 40 * 2 + 1
-    def windowed(v):
-        return np.convolve(v, np.ones(c.window), "same") if train else v
-    seen = np.isfinite(c.loss)
-    c.smooth = np.where(seen, windowed(np.nan_to_num(c.loss)) / np.maximum(windowed(seen), 1), np.nan)
+    c.smooth = moving_mean(c.loss, c.window)
     return c
+
+
+def moving_mean(values, window):
+    """The mean of the finite ones among `window` values around each; NaN where the value itself is."""
+    if not len(values):
+        return values
+    finite = np.isfinite(values)
+    total = np.convolve(np.nan_to_num(values), np.ones(window), "same")
+    count = np.convolve(finite, np.ones(window), "same")
+    return np.where(finite, total / np.maximum(count, 1), np.nan)
 
 
 def points(line):
@@ -119,11 +141,12 @@ def fit_y(ax):
         pad = 0.06 * (high - y.min()) or 0.1
         ax.set_ylim(y.min() - pad, high + pad)
         if y.max() > high + pad:
-            ax.text(0.98, 0.97, f"↑ from {y.max():.2f}", transform=ax.transAxes, ha="right", va="top", color=GREY)
+            ax.text(0.98, 0.97, f"↑ from {y.max():.2f}", transform=ax.transAxes, ha="right", va="top",
+                    color=GREY)
 
 
 def label_right(ax, labels):
-    """[(y, text, colour)] written right of the axes at their heights, pushed apart where they would overlap."""
+    """Write [(y, text, colour)] right of the axes at their heights, pushed apart where they would overlap."""
     ax.get_ylim()  # settles the autoscale that transData needs
     labels, gap = sorted(labels), min(0.07, 1 / max(len(labels), 1))
     at = [ax.transAxes.inverted().transform(ax.transData.transform((0, y)))[1] for y, _, _ in labels]
@@ -132,44 +155,40 @@ def label_right(ax, labels):
     for i in reversed(range(len(at))):  # and back down from the top
         at[i] = min(at[i], at[i + 1] - gap if i + 1 < len(at) else 1)
     for height, (_, text, colour) in zip(at, labels):
-        ax.text(1.02, height, text, transform=ax.transAxes, va="center", color=colour, fontsize=min(12, 170 * gap))
+        ax.text(1.02, height, text, transform=ax.transAxes, va="center", color=colour,
+                fontsize=min(12, 170 * gap))
 
 
-@mpl.rc_context(RC)
-def draw(runs, stem, title=""):
-    """runs: [(name, curves, colour, dash)] -> the paths of one figure; a run alone also gets its training loss."""
-    fig = Figure(layout="constrained")
-    FigureCanvasAgg(fig)
-    fig.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
-    axes = bpb, loss, lr, gap = fig.subplots(2, 2, sharex=True).ravel()
-    alone, handles, labels = len(runs) == 1, [], {ax: [] for ax in axes}
-    for n, (name, c, colour, dash) in enumerate(runs):
-        tag = f"{n + 1}: " if len(runs) > len(COLOURS) else ""
-        style = {"color": colour, "ls": dash, "lw": 2, "ms": 4, "marker": "o" if len(c.ex) <= 60 else ""}
-        if alone:
-            mean = f"train, mean of {c.window} logged steps" if c.window > 1 else "train, as logged"
-            for ax, ratio in ((bpb, c.ratio), (loss, 1)):
-                raw, = ax.plot(c.tx, c.loss * ratio, color=colour, lw=0.8, alpha=0.3, label="train, minibatch")
-                smooth, = ax.plot(c.tx, c.smooth * ratio, color=colour, lw=1.4, alpha=0.7, label=mean)
-            fixed, = loss.plot(c.ex, c.etrain, color=colour, lw=1.4, ls="--", label="train, evaluated")
-            handles += [line for line in (raw, smooth, fixed) if points(line).size]
-        # equal schedules lie on each other: the earlier run is wider, so that each stays visible
-        lr.plot(c.tx, c.lr, color=colour, ls=dash, lw=2 + min(2, 6 / len(runs)) * (len(runs) - 1 - n))
-        for ax, y in ((bpb, c.bpb), (loss, c.val), (gap, c.gap)):
-            ax.plot(c.ex, y, **style)
-            if np.isfinite(y).any():
-                i = np.flatnonzero(np.isfinite(y))[-1] if ax is gap else np.nanargmin(y)
-                text = f"{y[i]:+.3f}" if ax is gap else f"{y[i]:.3f}"
-                if alone:
-                    text = f"{'last' if ax is gap else 'best'} {text}\nstep {c.step[i]:,g}"
-                labels[ax].append((y[i], tag + text, colour))
-                if ax is not gap:
-                    ax.plot(c.ex[i], y[i], "o", ms=9, mfc="white", mec=colour, mew=2.2, zorder=5)
-        if not alone or len(c.ex):  # a leading _ would hide the label
-            handles.append(Line2D([], [], label="val" if alone else tag + name.lstrip("_"), **style))
-    if labels[bpb] or labels[loss]:
-        handles.append(Line2D([], [], ls="", marker="o", ms=9, mfc="white", mec=GREY, mew=2.2, label="best val"))
-    for ax, name in zip(axes, ("Bits per byte", "Loss, nats per token", "Learning rate", "Gap, val − train loss")):
+def draw_training(axes, c, colour):
+    """The minibatch losses of a run alone; returns their lines for the legend."""
+    bpb, loss, _, _ = axes
+    mean = f"train, mean of {c.window} logged steps" if c.window > 1 else "train, as logged"
+    for ax, ratio in ((bpb, c.ratio), (loss, 1)):
+        raw, = ax.plot(c.tx, c.loss * ratio, color=colour, lw=0.8, alpha=0.3, label="train, minibatch")
+        smooth, = ax.plot(c.tx, c.smooth * ratio, color=colour, lw=1.4, alpha=0.7, label=mean)
+    fixed, = loss.plot(c.ex, c.etrain, color=colour, lw=1.4, ls="--", label="train, evaluated")
+    return [line for line in (raw, smooth, fixed) if points(line).size]
+
+
+def draw_validation(axes, c, style, tag, alone, labels):
+    """The evaluations of a run, its best marked; what stands beside them goes into labels {axes: [...]}."""
+    bpb, loss, _, gap = axes
+    for ax, y in ((bpb, c.bpb), (loss, c.val), (gap, c.gap)):
+        ax.plot(c.ex, y, **style)
+        if np.isfinite(y).any():
+            i = np.flatnonzero(np.isfinite(y))[-1] if ax is gap else np.nanargmin(y)
+            text = f"{y[i]:+.3f}" if ax is gap else f"{y[i]:.3f}"
+            if alone:
+                text = f"{'last' if ax is gap else 'best'} {text}\nstep {c.step[i]:,g}"
+            labels[ax].append((y[i], tag + text, style["color"]))
+            if ax is not gap:
+                ax.plot(c.ex[i], y[i], "o", ms=9, mfc="white", mec=style["color"], mew=2.2, zorder=5)
+
+
+def finish_axes(axes, x, alone, labels):
+    """Titles, limits, units, and the labels at the right."""
+    bpb, loss, lr, gap = axes
+    for ax, name in zip(axes, TITLES):
         ax.set_title(name if alone or ax in (lr, gap) else f"Validation {name[0].lower()}{name[1:]}")
         if not any(points(line).size for line in ax.lines):
             ax.text(0.5, 0.5, "not in the log", transform=ax.transAxes, ha="center", color=GREY)
@@ -181,13 +200,38 @@ def draw(runs, stem, title=""):
     for ax in axes:
         label_right(ax, labels[ax])
     for ax in (lr, gap):
-        ax.set_xlabel(AXES[c.x][1])
+        ax.set_xlabel(AXES[x][1])
         short, plain = EngFormatter(sep=""), FuncFormatter(lambda v, _: f"{v:,.10g}")
-        ax.xaxis.set_major_formatter(short if c.x == "tokens" else plain)
+        ax.xaxis.set_major_formatter(short if x == "tokens" else plain)
     lr.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.6g}"))
+
+
+@mpl.rc_context(RC)
+def draw(runs, stem, title=""):
+    """[(name, curves, colour, dash)] -> the paths of one figure; a run alone also gets its training loss."""
+    fig = Figure(layout="constrained")
+    FigureCanvasAgg(fig)
+    fig.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
+    axes = bpb, loss, lr, _ = fig.subplots(2, 2, sharex=True).ravel()
+    alone, handles, labels = len(runs) == 1, [], {ax: [] for ax in axes}
+    for n, (name, c, colour, dash) in enumerate(runs):
+        tag = f"{n + 1}: " if len(runs) > len(COLOURS) else ""
+        style = {"color": colour, "ls": dash, "lw": 2, "ms": 4, "marker": "o" if len(c.ex) <= 60 else ""}
+        if alone:
+            handles += draw_training(axes, c, colour)
+        # equal schedules lie on each other: the earlier run is wider, so that each stays visible
+        lr.plot(c.tx, c.lr, color=colour, ls=dash, lw=2 + min(2, 6 / len(runs)) * (len(runs) - 1 - n))
+        draw_validation(axes, c, style, tag, alone, labels)
+        if not alone or len(c.ex):  # a leading _ would hide the label
+            handles.append(Line2D([], [], label="val" if alone else tag + name.lstrip("_"), **style))
+    if labels[bpb] or labels[loss]:
+        handles.append(Line2D([], [], ls="", marker="o", ms=9, mfc="white", mec=GREY, mew=2.2,
+                              label="best val"))
+    finish_axes(axes, c.x, alone, labels)
     fig.suptitle(title, x=0.01, ha="left", weight="bold")
     columns = 5 if alone else max(1, 120 // (max(len(h.get_label()) for h in handles) + 8))
-    fig.legend(handles=handles, loc="outside lower center", ncol=min(columns, len(handles) or 1), frameon=False)
+    fig.legend(handles=handles, loc="outside lower center", ncol=min(columns, len(handles) or 1),
+               frameon=False)
     stem.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(f"{stem}.png")
     fig.savefig(f"{stem}.svg", metadata={"Date": None})
@@ -210,9 +254,12 @@ def plot_run(run_dir, colour=COLOURS[0], x="step"):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="Draw the curves of runs, and several runs against each other.")
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folders (default: all under out/)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="for the comparison (default: figures/ by the runs)")
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN",
+                        help="run folders (default: all under out/)")
+    parser.add_argument("--out", type=Path, metavar="DIR",
+                        help="for the comparison (default: figures/ by the runs)")
     parser.add_argument("--x", choices=list(AXES), default="step", help="horizontal axis (default: step)")
     args = parser.parse_args(argv)
     out = Path("out") if Path("out").is_dir() else Path(__file__).resolve().parent / "out"

@@ -3,7 +3,7 @@ Generate text from one checkpoint, or from several side by side.
 
     python sample.py --ckpt out/a [--ckpt out/b ...] --start "To be" [--num_samples 3] [--max_new_tokens 300]
     python sample.py --ckpt out/a --start FILE:prompt.txt --temperature 0.8 --top_p 0.95
-    python sample.py --ckpt out/a --set unet_skips=False --set gate.0.3=0     # with switches moved, heads by hand
+    python sample.py --ckpt out/a --set unet_skips=False --set gate.0.3=0    # switches moved, heads set
 
 A run folder stands for its best.pt. Every checkpoint gets the same prompt, seed and settings; with one
 checkpoint and one sample the text appears as it is made.
@@ -18,6 +18,7 @@ import sys
 import time
 import unicodedata
 from contextlib import nullcontext
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from tokenizer import Tokenizer
 
 
 def prompt(text):
-    """The prompt itself; FILE:name reads it from a file as it is, elsewhere \\n and \\t stand for what they usually do."""
+    """The prompt, in which \\n and \\t mean what they usually do; FILE:name reads it from a file as it is."""
     if not text.startswith("FILE:"):
         return text.replace("\\n", "\n").replace("\\t", "\t")
     try:
@@ -43,7 +44,10 @@ def prompt(text):
 
 
 def load(path, device, dataset=None, settings=()):
-    """(model, tokenizer) of a checkpoint; nanoGPT's take their vocabulary from a dataset: the one they name, or `dataset`."""
+    """(model, tokenizer) of a checkpoint.
+
+    nanoGPT's take their vocabulary from a dataset: the one they name, or `dataset`.
+    """
     state = checkpoint.read(path)
     model, meta = checkpoint.build(state, path, device, settings), state["meta"]
     if not meta:
@@ -72,14 +76,16 @@ def generate(model, tokenizer, ids, args, on_piece=None):
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be several tokens
 
     def spell(tokens):
-        """Bytes up to the stop token; ids above the vocabulary, which a padded model may say, have no text."""
+        """Bytes up to the stop token; ids beyond the vocabulary, which a padded model may say, have none."""
         tokens = tokens[:tokens.index(stop)] if stop in tokens else tokens
         return tokenizer.decode_bytes([t for t in tokens if t < tokenizer.vocab_size])
 
+    prompts = ids.to(device).repeat(args.num_samples, 1)
+    generator = torch.Generator(device).manual_seed(args.seed)
     steps, began = [], time.perf_counter()
     with autocast:
-        for token in model.stream(ids.to(device).repeat(args.num_samples, 1), args.max_new_tokens, args.temperature, args.top_k,
-                                  args.top_p, args.repetition_penalty, stop, generator=torch.Generator(device).manual_seed(args.seed)):
+        for token in model.stream(prompts, args.max_new_tokens, args.temperature, args.top_k, args.top_p,
+                                  args.repetition_penalty, stop, generator=generator):
             steps.append(token)
             if on_piece:
                 on_piece(decoder.decode(spell(token[:1].tolist())))
@@ -98,9 +104,10 @@ def cells(text):
 
 def wrap(line, width):
     """Cut a line into rows of at most `width` cells, after a space where there is one."""
-    line = "".join("\ufffd" if unicodedata.category(c)[0] == "C" else c for c in line.expandtabs(4))  # controls move the cursor
     rows, row = [], ""
-    for c in line:
+    for c in line.expandtabs(4):
+        if unicodedata.category(c)[0] == "C":  # controls move the cursor
+            c = "\ufffd"
         if cells(row + c) > width:
             cut = row.rfind(" ") + 1 or len(row)
             rows, row = rows + [row[:cut]], row[cut:]
@@ -112,11 +119,17 @@ def side_by_side(titles, texts, width):
     """Texts in columns of equal width under their titles; columns that find no room come below."""
     fit = max(1, (width + 3) // 23)  # 20 cells and a rule
     if len(texts) > fit:
-        return "\n\n".join(side_by_side(titles[i:i + fit], texts[i:i + fit], width) for i in range(0, len(texts), fit))
+        return "\n\n".join(side_by_side(titles[i:i + fit], texts[i:i + fit], width)
+                           for i in range(0, len(texts), fit))
     each = (width + 3) // len(texts) - 3
-    columns = [[title[-each:], "-" * min(each, len(title)), *(row for line in text.split("\n") for row in wrap(line, each))]
-               for title, text in zip(titles, texts)]
-    return "\n".join(" | ".join(cell + " " * (each - cells(cell)) for cell in row).rstrip() for row in zip_longest(*columns, fillvalue=""))
+    columns = []
+    for title, text in zip(titles, texts):
+        rows = [row for line in text.split("\n") for row in wrap(line, each)]
+        columns.append([title[-each:], "-" * min(each, len(title)), *rows])
+    lines = []
+    for row in zip_longest(*columns, fillvalue=""):
+        lines.append(" | ".join(cell + " " * (each - cells(cell)) for cell in row).rstrip())
+    return "\n".join(lines)
 
 
 # ---- command line ----
@@ -139,22 +152,26 @@ def run(args):
     check(args)
     device, text = pick_device(args.device), prompt(args.start)
     models = [load(path, device, args.dataset, args.settings) for path in args.ckpt]
-    changed = f"with {', '.join(args.settings)}" if args.settings else ""
     prompts = [encode(tokenizer, text, path) for (_, tokenizer), path in zip(models, args.ckpt)]
+    changed = f"with {', '.join(args.settings)}" if args.settings else ""
+
+    # one text appears as it is made
     if len(models) == args.num_samples == 1:
-        say = lambda piece: print(piece, end="", flush=True)
-        say(text)
-        speeds = [generate(*models[0], prompts[0], args, say)[1]]
+        print(text, end="", flush=True)
+        _, speed = generate(*models[0], prompts[0], args, on_piece=partial(print, end="", flush=True))
+        speeds = [speed]
         print()
+    # several stand side by side
     else:
         texts, speeds = zip(*(generate(*model, ids, args) for model, ids in zip(models, prompts)))
+        columns = shutil.get_terminal_size((120, 40)).columns
         if changed:
             print(changed, end="\n\n")
         for i in range(args.num_samples):
             if args.num_samples > 1:
                 print(f"==== sample {i + 1} ====")
-            each = [text + t[i] for t in texts]
-            print(each[0] if len(each) == 1 else side_by_side(args.ckpt, each, shutil.get_terminal_size((120, 40)).columns), end="\n\n")
+            samples = [text + t[i] for t in texts]
+            print(samples[0] if len(samples) == 1 else side_by_side(args.ckpt, samples, columns), end="\n\n")
     sys.stdout.flush()
     for path, speed in zip(args.ckpt, speeds):
         print(f"{path}{', ' * bool(changed)}{changed}: {speed:,.0f} tokens/s", file=sys.stderr)
@@ -162,21 +179,25 @@ def run(args):
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--ckpt", action="append", required=True, help="a checkpoint or a run folder (its best.pt); may be repeated")
-    p.add_argument("--start", default="\n", help='the prompt, or FILE:prompt.txt; \\n is a newline (the default); "" is the corpus separator')
-    p.add_argument("--num_samples", type=int, default=1, help="continuations from each checkpoint (default: 1)")
-    p.add_argument("--max_new_tokens", type=int, default=300, help="length of each, in tokens (default: 300)")
-    p.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
+    checkpoint.add_arguments(p)
+    p.add_argument("--start", default="\n",
+                   help='the prompt, or FILE:prompt.txt; \\n is a newline (the default); "" is the separator')
+    p.add_argument("--num_samples", type=int, default=1,
+                   help="continuations from each checkpoint (default: 1)")
+    p.add_argument("--max_new_tokens", type=int, default=300,
+                   help="length of each, in tokens (default: 300)")
+    p.add_argument("--temperature", type=float, default=0.8,
+                   help="0: always the likeliest token (default: 0.8)")
     p.add_argument("--top_k", type=int, help="only the k likeliest tokens (default: all)")
-    p.add_argument("--top_p", type=float, help="only the likeliest tokens that hold this much of the mass (default: all)")
-    p.add_argument("--repetition_penalty", type=float, default=1.0, help="above 1: tokens already there become less likely (default: 1)")
-    p.add_argument("--stop", action="store_true", help="stop at the corpus separator (a newline, or end of text)")
-    p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
-                   help="change a flag that no weight depends on, as in unet_skips=False, or a head by layer and number: gate.0.3=0, "
-                        "state.0.3=withdrawn, consent.0.3=False; may be repeated")
+    p.add_argument("--top_p", type=float,
+                   help="only the likeliest tokens that hold this much of the mass (default: all)")
+    p.add_argument("--repetition_penalty", type=float, default=1.0,
+                   help="above 1: tokens already there become less likely (default: 1)")
+    p.add_argument("--stop", action="store_true",
+                   help="stop at the corpus separator (a newline, or end of text)")
     p.add_argument("--seed", type=int, default=1337, help="same seed, same text (default: 1337)")
-    p.add_argument("--dataset", help="where a nanoGPT checkpoint's vocabulary is, if not in the dataset that it names")
-    p.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
+    p.add_argument("--dataset",
+                   help="where a nanoGPT checkpoint's vocabulary is, if not in the dataset that it names")
     args = p.parse_args(argv)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # what the terminal cannot show becomes "?"
@@ -187,7 +208,8 @@ def main(argv=None):
     except RuntimeError as e:
         if "probability tensor" not in str(e):
             raise
-        sys.exit("sample: the probabilities are not numbers: damaged weights, or an extreme temperature or repetition_penalty")
+        sys.exit("sample: the probabilities are not numbers: damaged weights, or an extreme temperature "
+                 "or repetition_penalty")
     except KeyboardInterrupt:
         print("\nsample: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -28,8 +28,10 @@ class Tokenizer:
         self.vocab_size = {"byte": 256, "gpt2": 50257}.get(encoding) or len(self.vocab)
         self.separator = {"byte": 10, "gpt2": END_OF_TEXT}.get(encoding, 0)
         if encoding == "char":
-            if len(set(self.vocab)) < self.vocab_size or set(map(len, self.vocab)) != {1} or self.vocab_size > 65536:
-                raise ValueError("a character vocabulary is a list of at most 65,536 different single characters")
+            different = len(set(self.vocab)) == self.vocab_size
+            if not different or set(map(len, self.vocab)) != {1} or self.vocab_size > 65536:
+                raise ValueError("a character vocabulary is a list of at most 65,536 different single "
+                                 "characters")
             self.symbols = np.array([ord(c) for c in self.vocab], "<u4")
             self.ids = np.full(0x110000, -1, np.int32)  # code point -> id, -1: not in the vocabulary
             self.ids[self.symbols] = np.arange(self.vocab_size)
@@ -42,7 +44,8 @@ class Tokenizer:
 
     def encode(self, text):
         """str -> [n] token ids, typed as on disk. ValueError: a character that the vocabulary lacks."""
-        if self.encoding == "byte":  # surrogateescape: bytes of a shell argument that were not UTF-8 come back
+        if self.encoding == "byte":
+            # surrogateescape: bytes of a shell argument that were not UTF-8 come back
             data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
             return np.frombuffer(data, self.dtype)
         if self.encoding == "gpt2":
@@ -66,7 +69,8 @@ class Tokenizer:
         """[n] token ids -> the UTF-8 bytes of their text. ValueError: an id outside the vocabulary."""
         ids = np.asarray(ids, np.int64).reshape(-1)
         if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
-            raise ValueError(f"token ids reach from {ids.min()} to {ids.max()}, the vocabulary has {self.vocab_size:,}")
+            raise ValueError(f"token ids reach from {ids.min()} to {ids.max()}, "
+                             f"the vocabulary has {self.vocab_size:,}")
         if self.encoding == "byte":
             return ids.astype(np.uint8).tobytes()
         if self.encoding == "gpt2":
@@ -79,10 +83,11 @@ class Tokenizer:
 
 
 def cut_at_spaces(texts, size=1 << 20):
-    """Re-cut a stream of str into pieces of about `size` characters whose GPT-2 tokens join to those of the whole.
+    """Cut a stream of str into pieces of about `size` characters whose GPT-2 tokens join to the whole's.
 
-    GPT-2's pattern never puts a non-space and the space or newline after it into one pre-token, and it looks ahead
-    only out of a run of spaces: between those two characters, and nowhere later in the run, a cut changes nothing.
+    GPT-2's pattern never puts a non-space and the space or newline after it into one pre-token, and it looks
+    ahead only out of a run of spaces: between those two characters, and nowhere later in the run, a cut
+    changes nothing.
     """
     tail = ""
     for text in texts:
@@ -102,7 +107,8 @@ def gpt2():
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     from data.sources import GPT2_ENCODER, GPT2_MERGES, keep
     merges, encoder = keep(GPT2_MERGES), keep(GPT2_ENCODER)
-    ranks = data_gym_to_mergeable_bpe_ranks(str(merges), str(encoder), GPT2_MERGES.sha256, GPT2_ENCODER.sha256)
+    ranks = data_gym_to_mergeable_bpe_ranks(str(merges), str(encoder),
+                                            GPT2_MERGES.sha256, GPT2_ENCODER.sha256)
     pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
     return tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks,
                              special_tokens={"<|endoftext|>": END_OF_TEXT}, explicit_n_vocab=50257)

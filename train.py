@@ -1,10 +1,10 @@
 """
 Train a GPT, with any mechanism that its flags turn on.
 
-    python train.py config/x.py [--key=value ...]              # one process: cuda, mps or cpu, whichever is there
-    python train.py config/x.py --resume                       # go on exactly where the last save was
-    python train.py --init_from=out/x --dataset=y              # fine-tune: the model of a checkpoint, a fresh optimizer
-    torchrun --standalone --nproc_per_node=8 train.py config/x.py   # data parallel, the same global batch
+    python train.py config/x.py [--key=value ...]    # one process: cuda, mps or cpu, whichever is there
+    python train.py config/x.py --resume             # go on exactly where the last save was
+    python train.py --init_from=out/x --dataset=y    # fine-tune: a checkpoint's model, a fresh optimizer
+    torchrun --standalone --nproc_per_node=8 train.py config/x.py    # data parallel, the same global batch
 
 A run is a folder (out_dir): config.json, log.jsonl, ckpt.pt (last), best.pt (lowest validation loss).
 `python train.py --help` lists every key.
@@ -15,25 +15,25 @@ import os
 import signal
 import sys
 import time
-import zlib
-from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Optional
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from tqdm import tqdm
 
 import checkpoint
 import configurator
 from checkpoint import last_save
-from common import UserError, explain, pick_device
+from common import UserError, explain
 from dataset import Batches, Dataset
 from evaluate import bits, score
-from model import GPTConfig
-from optim import lr_multiplier, make_optimizers
+from model import GPT, GPTConfig
+from optim import Trainer, lr_multiplier, precision
+from ranks import Process, StopSignal, join_ranks
 from runlog import Log, write_config
 
 # What an optimizer means for the keys that were left at None. Muon's were tuned on Shakespeare characters (docs/log.md).
@@ -126,19 +126,25 @@ class TrainConfig:
 
 
 def conflicts(model_config, config):
-    """What is wrong with both configs, the data and the number of ranks taken together, as a list of sentences."""
-    bad, world = [], int(os.environ.get("WORLD_SIZE", 1))
-    if config.batch_size * config.grad_accum % world or (config.grad_accum > 1 and config.grad_accum % world):
-        bad.append(f"batch_size={config.batch_size} * grad_accum={config.grad_accum} sequences cannot be shared evenly by {world} ranks")
+    """What is wrong with both configs, the data and the number of ranks together, as a list of sentences."""
+    bad = []
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    sequences = config.batch_size * config.grad_accum
+    if sequences % world or (config.grad_accum > 1 and config.grad_accum % world):
+        bad.append(f"batch_size={config.batch_size} * grad_accum={config.grad_accum} sequences "
+                   f"cannot be shared evenly by {world} ranks")
     if config.optimizer in (None, *OPTIMIZERS):
-        bad += [p for p in config.for_recipe(model_config.recipe).problems() if p not in config.problems()]
+        resolved = config.for_recipe(model_config.recipe)
+        bad += [problem for problem in resolved.problems() if problem not in config.problems()]
     try:
         dataset = Dataset(config.dataset)
     except UserError as e:
         return bad + [str(e)]
     if (model_config.vocab_size or dataset.vocab_size) < dataset.vocab_size:
-        bad.append(f"vocab_size={model_config.vocab_size} is smaller than {dataset.meta['name']}'s {dataset.vocab_size:,}")
-    if not (config.init_from or config.eval_only or model_config.block_size < 1):  # a checkpoint brings a block_size of its own
+        bad.append(f"vocab_size={model_config.vocab_size} is smaller than {dataset.meta['name']}'s "
+                   f"{dataset.vocab_size:,}")
+    # a checkpoint brings a block_size of its own
+    if not (config.init_from or config.eval_only or model_config.block_size < 1):
         for split, pieces in (("train", 2), ("val", 1)):
             try:
                 dataset.need(split, pieces * model_config.block_size, model_config.block_size)
@@ -147,266 +153,262 @@ def conflicts(model_config, config):
     return bad
 
 
-# ---- small helpers ----
+# ---- a run: its state, and what is done with it ----
 
-def find_ranks(name):
-    """(rank, world, device) of this process: from torchrun's environment, after joining its process group, or alone."""
-    device, local = pick_device(name), int(os.environ.get("LOCAL_RANK", 0))
-    if "RANK" not in os.environ:
-        return 0, 1, device
-    if device.startswith("cuda:"):
-        raise UserError(f"device={device} under torchrun would put every process on one GPU; say device=cuda")
-    if device == "mps" or device == "cuda" and local >= torch.cuda.device_count():
-        raise UserError(f"torchrun started more processes than there are GPUs ({torch.cuda.device_count()}): fewer, or --device=cpu")
-    if device == "cuda":
-        device = f"cuda:{local}"
-        torch.cuda.set_device(device)
-    dist.init_process_group(dist.get_default_backend_for_device(device))
-    return dist.get_rank(), dist.get_world_size(), device
+PROGRESS = ("step", "best_val_loss", "elapsed_s", "run_id", "last_eval")  # of a Run, in its checkpoints
 
 
-def all_sum(values, device, world):
-    """The sum over ranks of a few numbers."""
-    if world == 1:
-        return values
-    total = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(total)
-    return total.tolist()
+@dataclass
+class Run:
+    """A run, and how far it is."""
+    config: TrainConfig              # every key has its value
+    model: GPT                       # never compiled, never wrapped
+    dataset: Dataset
+    process: Process
+    # in every checkpoint
+    step: int = 0                    # steps done
+    best_val_loss: float = math.inf
+    elapsed_s: float = 0.0           # in training steps, over all launches
+    run_id: str = field(default_factory=lambda: os.urandom(4).hex())
+    last_eval: dict = field(default_factory=lambda: dict(step=-1))
+    # of this launch
+    trainer: Optional[Trainer] = None
+    log: Optional[Log] = None        # on the first rank
+    bar: Optional[tqdm] = None
+    bar_values: dict = field(default_factory=dict)
+    last_line: float = -math.inf     # when a line about a step was printed
+    timed_from: tuple = (0, 0.0)     # (step, time) since which tokens/s is measured
+
+    @property
+    def out_dir(self):
+        return Path(self.config.out_dir)
+
+    @property
+    def tokens_per_step(self):
+        return self.config.batch_size * self.config.grad_accum * self.model.config.block_size
 
 
-def leave_together(world):
-    """Wait for all ranks: one that takes the process group down while another still saves may abort it."""
-    if world > 1:
-        dist.barrier()
-
-
-def seed_step(kind, *key):
-    """Make all randomness of a step a function of `key`, so that a resumed run draws the same dropout masks."""
-    seed = zlib.crc32(repr(key).encode())
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed asks every backend there is, and takes 0.1 ms
-    if kind != "cpu":
-        getattr(torch, kind).manual_seed(seed)
-
-
-class StopSignal:
-    """Remembers the first SIGINT or SIGTERM. A second one ends the process at once, unless torchrun passes signals on."""
-
-    def __init__(self, closing):
-        self.name = None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            closing.callback(signal.signal, number, signal.signal(number, self.catch))
-
-    def catch(self, number, frame):
-        self.name = signal.Signals(number).name
-        if "RANK" not in os.environ:
-            signal.signal(number, signal.SIG_DFL)
+def evaluate(run):
+    """A row of log.jsonl: train and val loss on fixed tokens, dropout off; every rank scores its share."""
+    process, dataset = run.process, run.dataset
+    row = dict(step=run.step, tokens=run.step * run.tokens_per_step)
+    for split in ("train", "val"):
+        share = score(run.model, dataset, split, rank=process.rank, world=process.world,
+                      max_tokens=run.config.eval_tokens or dataset.splits["val"]["tokens"],
+                      autocast=precision(run.config.dtype, process.kind)[1])
+        nats, count = process.all_reduce_sum(share)
+        row[f"{split}_loss"] = nats / count
+    row["val_bpb"] = bits(row["val_loss"], dataset.bytes_per_token("val"))
+    row["elapsed_s"] = round(run.elapsed_s, 3)
+    return row
 
 
 def eval_line(row):
-    return (f"step {row['step']:>7,}   train {row['train_loss']:.4f}   val {row['val_loss']:.4f} nats/token   "
+    return (f"step {row['step']:>7,}   "
+            f"train {row['train_loss']:.4f}   val {row['val_loss']:.4f} nats/token   "
             f"val {row['val_bpb']:.4f} bits/byte   {row['elapsed_s']:,.1f} s")
 
 
-# ---- the run ----
+def log_eval(run):
+    """The last evaluation, into the log, onto the bar and as a line."""
+    if run.log:
+        run.log.write(run.last_eval)
+    run.bar_values["val bpb"] = f"{run.last_eval['val_bpb']:.3f}"
+    run.process.print0(eval_line(run.last_eval))
+
+
+def log_step(run, metrics):
+    """A row of the log, and of the bar; without a bar a line now and then."""
+    config, now = run.config, time.perf_counter()
+    since_step, since = run.timed_from
+    speed = (run.step - since_step) * run.tokens_per_step / (now - since)
+    run.timed_from = run.step, now
+    row = dict(step=run.step, tokens=run.step * run.tokens_per_step, **metrics,
+               lr=config.lr * lr_multiplier(run.step - 1, config), tokens_per_s=round(speed, 1),
+               elapsed_s=round(run.elapsed_s, 3))
+    mfu = run.model.mfu(speed / run.process.world, run.process.device, run.trainer.dtype)
+    if mfu is not None:
+        row["mfu"] = round(mfu, 4)
+    run.log.write(row)
+
+    run.bar_values.update({"loss": f"{row['loss']:.3f}", "tok/s": f"{speed:,.0f}"})
+    if mfu:
+        run.bar_values["mfu"] = f"{mfu:.1%}"
+    run.bar.set_postfix(run.bar_values, refresh=False)
+    if run.bar.disable and now - run.last_line > 10:
+        run.last_line = now
+        run.process.print0(f"step {run.step:>7,}   loss  {row['loss']:.4f}   lr {row['lr']:.2e}   "
+                           f"{speed:>10,.0f} tokens/s   {run.elapsed_s:,.1f} s")
+
+
+def save_checkpoint(run, name, resumable=True):
+    """Write out_dir/name, from the first rank alone. UserError where the weights are not finite."""
+    if run.process.rank:
+        return
+    if not get_total_norm([p.detach() for p in run.model.parameters()]).isfinite():
+        raise UserError(f"the weights are no longer finite at step {run.step}, not saved; "
+                        f"{last_save(run.out_dir)}, with a lower lr or muon_lr")
+    content = dict(model=run.model.state_dict(), config=asdict(run.model.config), meta=run.dataset.meta,
+                   dataset=run.config.dataset, train=asdict(run.config))
+    content.update({key: getattr(run, key) for key in PROGRESS})
+    if resumable:
+        content["optimizers"] = [optimizer.state_dict() for optimizer in run.trainer.optimizers]
+        content["scaler"] = run.trainer.scaler.state_dict()
+    checkpoint.save(run.out_dir / name, content)
+
+
+# ---- setting up ----
+
+def saves_in(config):
+    """Names of the checkpoints in out_dir. UserError unless the config says what becomes of them."""
+    out_dir = Path(config.out_dir)
+    names = [name for name in ("ckpt.pt", "best.pt") if (out_dir / name).is_file()]
+    resumes = config.resume and "ckpt.pt" in names
+    if names and not (config.eval_only or config.overwrite or resumes):
+        instead = f"take its weights with --init_from={out_dir / 'best.pt'}"
+        how = "go on with --resume" if "ckpt.pt" in names else instead
+        raise UserError(f"{out_dir} already holds a run; {how}, start over with --overwrite, "
+                        "or choose another --out_dir")
+    return names
+
+
+def print_changes(run, state):
+    """A line for each key of training that is not what it was at the last save."""
+    for key in sorted(set(asdict(run.config)) - {"resume", "overwrite", "init_from"}):
+        now, before = getattr(run.config, key), state["train"].get(key)
+        if now != before:
+            run.process.print0(f"changed since the last save: {key}={now}, was {before}")
+
+
+def open_folder(run, saves, closing):
+    """Make the run's folder, write config.json, open the log, which `closing` closes.
+
+    saves: what an overwritten run leaves there, to be removed.
+    """
+    config, process = run.config, run.process
+    run.out_dir.mkdir(parents=True, exist_ok=True)
+    for name in saves if config.overwrite else ():
+        (run.out_dir / name).unlink()
+    device = torch.cuda.get_device_name(process.device) if process.kind == "cuda" else process.kind
+    machine = dict(device=device, dtype=run.trainer.dtype, compile=run.trainer.compiled, ranks=process.world)
+    details = write_config(run.out_dir / "config.json", run.model.config, config, run.step, machine)
+    run.log = Log(run.out_dir, run.step or -1, run.last_eval["step"], closing)
+    if config.wandb_log:
+        run.log.start_wandb(config, details, run.run_id, closing)
+
 
 def train(model_config, config):
     """Train as configured; returns the last evaluation's row of log.jsonl."""
-    with ExitStack() as closing:
-        return run(model_config, config, closing)
-
-
-def run(model_config, config, closing):
-    rank, world, device = find_ranks(config.device)
-    main_rank, kind, out_dir = rank == 0, torch.device(device).type, Path(config.out_dir)
-
-    def say(text):
-        if main_rank:
-            tqdm.write(text)
-            sys.stdout.flush()  # into a file or a pipe, too, line by line
-
-    there = [name for name in ("ckpt.pt", "best.pt") if (out_dir / name).is_file()]
-    if there and not (config.eval_only or config.overwrite or (config.resume and "ckpt.pt" in there)):
-        how = "go on with --resume" if "ckpt.pt" in there else f"take its weights with --init_from={out_dir / 'best.pt'}"
-        raise UserError(f"{out_dir} already holds a run; {how}, start over with --overwrite, or choose another --out_dir")
+    # the model and how far it is: new, from another checkpoint, or where this run was left
+    process = join_ranks(config.device)
+    saves = saves_in(config)
     dataset = Dataset(config.dataset)
-    raw, state = checkpoint.starting_point(model_config, config, dataset, device)  # `raw`: never compiled, never wrapped
-    model_config, config = raw.config, config.for_recipe(raw.config.recipe)
-    tokens_per_step = config.batch_size * config.grad_accum * model_config.block_size
-    step, best, elapsed, run_id, last = 0, math.inf, 0.0, os.urandom(4).hex(), dict(step=-1)
-    if state:
-        step, best, elapsed, run_id, last = (state.get(k) for k in ("step", "best_val_loss", "elapsed_s", "run_id", "last_eval"))
-
-    # precision
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = "float32" if kind != "cuda" else "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    autocast = torch.autocast(kind, getattr(torch, dtype)) if dtype != "float32" else nullcontext()
-    scaler = torch.amp.GradScaler(kind, enabled=dtype == "float16")
-    if kind == "cuda":
+    model, state = checkpoint.starting_point(model_config, config, dataset, process.device)
+    progress = {key: state[key] for key in PROGRESS if key in state} if state else {}
+    run = Run(config.for_recipe(model.config.recipe), model, dataset, process, **progress)
+    config, step = run.config, run.step
+    if process.kind == "cuda":
         torch.set_float32_matmul_precision("high")
 
-    def evaluation():
-        """Train and val loss on fixed tokens, dropout off; every rank scores its share."""
-        row = dict(step=step, tokens=step * tokens_per_step)
-        for split in ("train", "val"):
-            tokens = config.eval_tokens or dataset.splits["val"]["tokens"]
-            nats, count = all_sum(score(raw, dataset, split, max_tokens=tokens, rank=rank, world=world, autocast=autocast), device, world)
-            row[f"{split}_loss"] = nats / count
-        row["val_bpb"] = bits(row["val_loss"], dataset.bytes_per_token("val"))
-        return {**row, "elapsed_s": round(elapsed or 0.0, 3)}
-
     if config.eval_only:
-        last = evaluation()
-        say(eval_line(last))
-        return last
-    if last["step"] >= config.max_iters:
-        say(f"{out_dir} is finished: {step:,} of {config.max_iters:,} steps, best val loss {best:.4f} nats; a larger max_iters goes on")
-        return last
+        row = evaluate(run)
+        process.print0(eval_line(row))
+        return row
+    if run.last_eval["step"] >= config.max_iters:
+        process.print0(f"{run.out_dir} is finished: {step:,} of {config.max_iters:,} steps, "
+                       f"best val loss {run.best_val_loss:.4f} nats; a larger max_iters goes on")
+        return run.last_eval
 
-    batches = Batches(dataset, "train", model_config.block_size, config.batch_size * config.grad_accum, model_config.seed)
-    micro_steps = max(1, config.grad_accum // world)
-    params = list(raw.train().parameters())
-    optimizers = make_optimizers(raw, config)
-    peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    # batches, optimizers, precision
+    batches = Batches(dataset, "train", model.config.block_size, config.batch_size * config.grad_accum,
+                      model.config.seed)
+    run.trainer = Trainer(model, config, process)
     if state:
-        for optimizer, saved in zip(optimizers, state["optimizers"]):
-            checkpoint.restore(optimizer, saved, out_dir / "ckpt.pt")
-        if state["scaler"]:  # empty when dtype was another one
-            scaler.load_state_dict(state["scaler"])
-        for key in sorted(set(asdict(config)) - {"resume", "overwrite", "init_from"}):
-            if getattr(config, key) != state["train"].get(key):
-                say(f"changed since the last save: {key}={getattr(config, key)}, was {state['train'].get(key)}")
+        run.trainer.load(state, run.out_dir / "ckpt.pt")
+        print_changes(run, state)
         state = None  # so that its tensors can go
-    compiles = config.compile if config.compile is not None else kind == "cuda"
-    model = torch.compile(raw) if compiles else raw
-    if world > 1:
-        model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[device] if kind == "cuda" else None,
-                                                          broadcast_buffers=False,  # they are the same everywhere
-                                                          find_unused_parameters=bool(model_config.constraint_names) or not model_config.unet_skips)
+    with ExitStack() as closing:
+        if process.rank == 0:
+            open_folder(run, saves, closing)
+        steps = f"{config.max_iters:,} steps"
+        if step:
+            steps = f"going on at step {step:,} of {config.max_iters:,}"
+        anew = ", where no checkpoint is yet: starting anew" if config.resume and not saves else ""
+        process.print0(f"{model.config.recipe}: {model.num_params():,} parameters, "
+                       f"{run.tokens_per_step:,} tokens a step, {process.kind} {run.trainer.dtype} "
+                       f"x {process.world}, {steps} in {run.out_dir}{anew}")
+        return loop(run, batches, closing)
 
-    # the run folder
-    log = None
-    if main_rank:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        for name in there if config.overwrite else ():
-            (out_dir / name).unlink()
-        machine = dict(device=torch.cuda.get_device_name(device) if kind == "cuda" else kind, dtype=dtype, compile=compiles, ranks=world)
-        details = write_config(out_dir / "config.json", model_config, config, step, machine)
-        log = Log(out_dir, step or -1, last["step"], closing)
-        if config.wandb_log:
-            log.start_wandb(config, details, run_id, closing)
-    say(f"{model_config.recipe}: {raw.num_params():,} parameters, {tokens_per_step:,} tokens a step, {kind} {dtype} x {world}, "
-        + (f"going on at step {step:,} of {config.max_iters:,}" if step else f"{config.max_iters:,} steps") + f" in {out_dir}"
-        + (", where no checkpoint is yet: starting anew" if config.resume and not there else ""))
 
-    def save(name, full=True):
-        if not main_rank:
-            return
-        if not get_total_norm([p.detach() for p in params]).isfinite():
-            raise UserError(f"the weights are no longer finite at step {step}, not saved; {last_save(out_dir)}, "
-                             "with a lower lr or muon_lr")
-        content = dict(model=raw.state_dict(), config=asdict(model_config), meta=dataset.meta, dataset=config.dataset,
-                       train=asdict(config), step=step, best_val_loss=best, elapsed_s=elapsed, run_id=run_id, last_eval=last)
-        if full:
-            content.update(optimizers=[o.state_dict() for o in optimizers], scaler=scaler.state_dict())
-        checkpoint.save(out_dir / name, content)
+# ---- the loop ----
 
-    def fetch(at):
-        """This rank's rows of batch `at`, on their way to the device."""
-        ids = batches(at, rank, world)
-        ids = ids.pin_memory().to(device, non_blocking=True) if kind == "cuda" else ids.to(device)
+def loop(run, batches, closing):
+    """Steps until max_iters, or until a rank is asked to stop; returns the last evaluation's row."""
+    config, trainer, process = run.config, run.trainer, run.process
+
+    def fetch(step):
+        """This rank's rows of the batch at `step`, x and y [B, T], on their way to the device."""
+        ids = batches(step, process.rank, process.world)
+        ids = ids.pin_memory() if process.kind == "cuda" else ids
+        ids = ids.to(process.device, non_blocking=process.kind == "cuda")
         return ids[:, :-1], ids[:, 1:]
 
     stop = StopSignal(closing)
-    bar = tqdm(total=config.max_iters, initial=step, unit="step", disable=not (main_rank and sys.stderr.isatty()), dynamic_ncols=True)
-    closing.callback(bar.close)
-    shown, spoke, timed_steps, clock = {}, -math.inf, 0, time.perf_counter()
-    x, y = fetch(step)
+    run.bar = tqdm(total=config.max_iters, initial=run.step, unit="step", dynamic_ncols=True,
+                   disable=not (process.rank == 0 and sys.stderr.isatty()))
+    closing.callback(run.bar.close)
+    run.timed_from = run.step, time.perf_counter()
+    x, y = fetch(run.step)
     while True:
-        if (step % config.eval_interval == 0 or step == config.max_iters) and last["step"] < step:
-            last = evaluation()
-            if log:
-                log.write(last)
-            shown["val bpb"] = f"{last['val_bpb']:.3f}"
-            say(eval_line(last))
-            if last["val_loss"] < best and (step or config.init_from):  # untrained weights are nobody's best
-                best = last["val_loss"]
-                save("best.pt", full=False)
-            if step == config.max_iters:
-                save("ckpt.pt")
-            timed_steps, clock = 0, time.perf_counter()
-        if step >= config.max_iters:
+        # evaluate, and keep the weights with the lowest validation loss
+        due = run.step % config.eval_interval == 0 or run.step == config.max_iters
+        if due and run.last_eval["step"] < run.step:
+            run.last_eval = evaluate(run)
+            log_eval(run)
+            trained = run.step or config.init_from  # untrained weights are nobody's best
+            if trained and run.last_eval["val_loss"] < run.best_val_loss:
+                run.best_val_loss = run.last_eval["val_loss"]
+                save_checkpoint(run, "best.pt", resumable=False)
+            if run.step == config.max_iters:
+                save_checkpoint(run, "ckpt.pt")
+            run.timed_from = run.step, time.perf_counter()
+        if run.step >= config.max_iters:
             break
 
+        # forward and backward; the next batch is fetched while the device is busy with them
         began = time.perf_counter()
-        multiplier = lr_multiplier(step, config)
-        for optimizer, lrs in zip(optimizers, peaks):
-            for group, lr in zip(optimizer.param_groups, lrs):
-                group["lr"] = lr * multiplier
-        seed_step(kind, model_config.seed, step, rank)
-        loss, aux, norm = 0.0, {}, None
-        for micro, (xm, ym) in enumerate(zip(x.chunk(micro_steps), y.chunk(micro_steps))):
-            with autocast, (nullcontext() if world == 1 or micro == micro_steps - 1 else model.no_sync()):
-                out = model(xm, ym)
-            scaler.scale(sum(out.aux.values(), out.loss) / micro_steps).backward()
-            loss = loss + out.loss.detach() / micro_steps
-            for name, term in out.aux.items():
-                aux[f"aux/{name}"] = aux.get(f"aux/{name}", 0.0) + term.detach() / micro_steps
-        if step + 1 < config.max_iters:
-            x, y = fetch(step + 1)  # while the device is busy
-        if config.grad_clip or scaler.is_enabled():
-            for optimizer in optimizers:
-                scaler.unscale_(optimizer)
-            norm = clip_grad_norm_(params, config.grad_clip or math.inf)
-        # one look at the device and one exchange tell every rank the means, and whether any of them was asked to stop
-        seen = {"loss": loss, **aux, **({} if norm is None else {"grad_norm": norm})}
-        values = [v / world for v in torch.stack(list(seen.values())).tolist()]
-        *values, stopping = all_sum([*values, float(stop.name is not None)], device, world)
-        seen = dict(zip(seen, values))
-        for name, value in seen.items():
-            if not math.isfinite(value) and not (name == "grad_norm" and scaler.is_enabled()):  # the scaler skips such a step
-                raise UserError(f"{name} is {value} in step {step + 1}: stopped before the update; {last_save(out_dir)}, "
-                                 "with a lower lr or muon_lr, or another dtype")
-        if math.isfinite(seen.get("grad_norm", 0.0)):  # in fp16 an overflow skips the step of every optimizer, not of one
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-        scaler.update()
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        step, timed_steps = step + 1, timed_steps + 1
-        elapsed += time.perf_counter() - began
+        means = trainer.backward(run.step, x, y)
+        if run.step + 1 < config.max_iters:
+            x, y = fetch(run.step + 1)
 
-        if (step % config.log_interval == 0 or step == config.max_iters) and log:
-            now = time.perf_counter()
-            speed = timed_steps * tokens_per_step / (now - clock)
-            timed_steps, clock = 0, now
-            row = dict(step=step, tokens=step * tokens_per_step, **seen, lr=config.lr * multiplier, tokens_per_s=round(speed, 1),
-                       elapsed_s=round(elapsed, 3))
-            mfu = raw.mfu(speed / world, device, dtype)
-            if mfu is not None:
-                row["mfu"] = round(mfu, 4)
-            log.write(row)
-            shown.update({"loss": f"{row['loss']:.3f}", "tok/s": f"{speed:,.0f}", **({"mfu": f"{mfu:.1%}"} if mfu else {})})
-            bar.set_postfix(shown, refresh=False)
-            if bar.disable and now - spoke > 10:  # a file or a pipe gets a line now and then instead of the bar
-                spoke = now
-                say(f"step {step:>7,}   loss  {row['loss']:.4f}   lr {row['lr']:.2e}   {speed:>10,.0f} tokens/s   {elapsed:,.1f} s")
-        bar.update(1)
-        if stopping or (step % config.save_interval == 0 and step < config.max_iters):
-            save("ckpt.pt")
+        # clip, agree with the other ranks, update
+        metrics, stopping = trainer.update(run.step, means, stop.name is not None)
+        run.step += 1
+        run.elapsed_s += time.perf_counter() - began
+
+        # log and save
+        if run.log and (run.step % config.log_interval == 0 or run.step == config.max_iters):
+            log_step(run, metrics)
+        run.bar.update(1)
+        if stopping or (run.step % config.save_interval == 0 and run.step < config.max_iters):
+            save_checkpoint(run, "ckpt.pt")
+
+        # stop, all ranks in the same step
         if stopping:
-            leave_together(world)
-            say(f"stopped by {stop.name or 'a signal to another rank'} at step {step:,}: saved {out_dir / 'ckpt.pt'}; go on with --resume")
+            process.barrier()
+            process.print0(f"stopped by {stop.name or 'a signal to another rank'} at step {run.step:,}: "
+                           f"saved {run.out_dir / 'ckpt.pt'}; go on with --resume")
             raise SystemExit(128 + getattr(signal, stop.name or "SIGTERM"))
-    leave_together(world)
-    say(f"best val loss {best:.4f} nats; wrote {out_dir / 'ckpt.pt'}, {out_dir / 'best.pt'}, {out_dir / 'log.jsonl'}")
-    return last
+    process.barrier()
+    process.print0(f"best val loss {run.best_val_loss:.4f} nats; wrote {run.out_dir / 'ckpt.pt'}, "
+                   f"{run.out_dir / 'best.pt'}, {run.out_dir / 'log.jsonl'}")
+    return run.last_eval
 
 
 def main(argv=None):
     try:
-        configs = configurator.load((GPTConfig, TrainConfig), sys.argv[1:] if argv is None else argv, __doc__, conflicts)
-        train(*configs)
+        argv = sys.argv[1:] if argv is None else argv
+        train(*configurator.load((GPTConfig, TrainConfig), argv, __doc__, conflicts))
         return
     except (Exception, KeyboardInterrupt) as e:
         problem = explain(e)

@@ -18,7 +18,7 @@ from common import UserError
 import dataset
 import evaluate
 from dataset import Dataset
-from evaluate import main, nats_of, score, table, windows
+from evaluate import main, nats_of, score, score_table, windows
 from model import GPT, GPTConfig, Output
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -321,7 +321,7 @@ def fake_run(name, **more):
 
 def test_the_table_is_aligned_in_the_order_given_and_fits_120_columns():
     names = ["out/enwik8_modern_seed3", "out/b/best.pt", "/a/very/long/path/to/some/experiments/folder/seed2/best.pt"]
-    lines = table([fake_run(n, bpb=b, ppl=3.2e9) for n, b in zip(names, (2, 1, 3))]).splitlines()
+    lines = score_table([fake_run(n, bpb=b, ppl=3.2e9) for n, b in zip(names, (2, 1, 3))]).splitlines()
     assert len(lines) == 5 and max(map(len, lines)) <= 120 and len(set(map(len, lines[1:]))) == 1
     assert lines[2].startswith("out/enwik8_modern_seed3 ") and lines[3].startswith("out/b ") and lines[4].startswith("…")
     assert "folder/seed2 " in lines[4] and [line.split()[1] for line in lines[2:]] == ["2.0000", "1.0000", "3.0000"]
@@ -330,7 +330,7 @@ def test_the_table_is_aligned_in_the_order_given_and_fits_120_columns():
 
 
 def test_what_was_scored_is_said_again_where_it_changes():
-    lines = table([fake_run("a"), fake_run("b"), fake_run("c", dataset="bpe", tokens=9)]).splitlines()
+    lines = score_table([fake_run("a"), fake_run("b"), fake_run("c", dataset="bpe", tokens=9)]).splitlines()
     assert [line.split(":")[0] for line in lines if "each once" in line] == ["enwik8, test", "bpe, test"]
     assert [line[0] for line in lines if line and line[0] in "abc" and "each" not in line] == ["a", "b", "c"]
 
