@@ -19,9 +19,9 @@ from train import TrainConfig
 
 # what a scale means: the plain GPT, and how much of the test split is scored (0: all of it)
 SCALES = {
-    "tiny": dict(base="config/tiny_baseline.py", test_tokens=196608),  # two CPU cores; a slice, so that scoring costs less than training
-    "small": dict(base="config/enwiki15_baseline.py", test_tokens=0),  # one GPU, half an hour a run
-    "seed": dict(base="config/enwik8_baseline.py", test_tokens=0),     # the size of the head-routing write-up
+    "tiny": dict(base="config/tiny.py", test_tokens=196608),  # two CPU cores; a slice, so that scoring costs less than training
+    "small": dict(base="config/small.py", test_tokens=0),  # one GPU, half an hour a run
+    "seed": dict(base="config/paper.py", test_tokens=0),     # the size of the head-routing write-up
 }
 # values of a variant's flags that follow the size of the plain GPT
 RELATIVE = {"n_head": lambda model: model.n_head, "n_embd // 2": lambda model: model.n_embd // 2}
