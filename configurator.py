@@ -262,8 +262,8 @@ def read_values(settings, keys):
         except ValueError:
             words = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
             meant = [near(str(word), choices(t)) for word in words if word not in choices(t)]
-            bad.append(f"{source}: {key}={value!r} is not {type_name(t)}"
-                       + (f"; did you mean {meant[0]}?" if meant and meant[0] else ""))
+            hint = f"; did you mean {meant[0]}?" if any(meant[:1]) else ""
+            bad.append(f"{source}: {key}={value!r} is not {type_name(t)}{hint}")
             wrong.add(key)
     return values, bad, wrong
 
@@ -278,8 +278,8 @@ def scale_of(path):
             return found.stem
 
 
-def preset_values(scale, names, mechanisms):
-    """What a scale and mechanisms mean -> ([(source, key, value, check)], [problems])."""
+def preset_values(scale, names, mechanisms, source):
+    """What a scale and mechanisms, named in `source`, mean -> ([(source, key, value, check)], [problems])."""
     settings, bad, first = [], [], {}
     if scale:
         file = f"config/{scale}.py"
@@ -287,13 +287,14 @@ def preset_values(scale, names, mechanisms):
     for name in names:
         if name not in mechanisms:
             meant = near(name, mechanisms)
-            bad.append(f"unknown mechanism {name}; "
+            bad.append(f"{source}: unknown mechanism {name}; "
                        + (f"did you mean {meant}?" if meant else f"there are {', '.join(mechanisms)}"))
             continue
         for key, value in mechanisms[name].items():
             other, before = first.setdefault(key, (name, value))
             if value != before:
-                bad.append(f"mechanisms {other} and {name} exclude each other: {key}={before!r} or {value!r}")
+                bad.append(f"{source}: mechanisms {other} and {name} exclude each other: "
+                           f"{key}={before!r} or {value!r}")
             settings.append((f"mechanism {name}", key, value, check))
     return settings, bad
 
@@ -329,20 +330,21 @@ def load(classes, argv, doc="", together=None, more=None, mechanisms=None):
             settings += [(path, key, value, check) for key, value in values.items()]
         except UserError as e:
             bad.append(str(e))
+    lost = bool(bad)  # what such a file would have set is not known, so the values cannot be judged
     for source, values in (more or {}).items():
         settings += [(source, key, value, check) for key, value in values.items()]
     settings += [("command line", key, text, parse) for key, text in texts]
-    lost = bool(bad)  # what such a file would have set is not known, so the values cannot be judged
     values, problems, wrong = read_values(settings, keys)
     bad += problems
 
-    if presets:
+    if presets:  # their values are weaker than all of these
         scale, names = values.pop("scale", None), values.pop("mechanism", None) or []
         names = re.findall(r"\w+", names) if isinstance(names, str) else names
-        settings, problems = preset_values(scale, names, mechanisms)
-        lost = lost or bool(problems) or bool(wrong & {"scale", "mechanism"})
+        sources = {key: source for source, key, *_ in settings}
+        settings, problems = preset_values(scale, names, mechanisms, sources.get("mechanism"))
         defaults, more_problems, _ = read_values(settings, keys_of(classes))
         bad += problems + more_problems
+        lost = lost or bool(problems) or bool(wrong & {"scale", "mechanism"})
         values = {**defaults, **values}
     given = set(values)
     if presets and values.get("out_dir") is None:

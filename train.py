@@ -148,8 +148,8 @@ def conflicts(model_config, config):
     if sequences % world or (config.grad_accum > 1 and config.grad_accum % world):
         bad.append(f"batch_size={config.batch_size} * grad_accum={config.grad_accum} sequences cannot be shared "
                    f"evenly by {world} ranks")
-    known = config.problems()
-    bad += [p for p in config.for_recipe(model_config.recipe).problems() if p not in known]
+    if not config.problems():  # else what follows from a wrong value is no news
+        bad += config.for_recipe(model_config.recipe).problems()
     try:
         dataset = Dataset(config.dataset)
     except UserError as e:
