@@ -65,12 +65,13 @@ class TrainConfig:
     max_iters: int = 2000                # steps
     # ---- optimizer: keys left at None follow from the optimizer ----
     optimizer: Optional[Literal["adamw", "muon"]] = None
-                                         # muon: the blocks' matrices, AdamW for the rest; None: with recipe=modern
+                                         # muon: for the blocks' matrices, AdamW for the rest;
+                                         # None: muon for recipe=modern, else adamw
     lr: Optional[float] = None           # peak learning rate of AdamW
     min_lr: Optional[float] = None       # where lr ends; every other rate falls by the same factor
     muon_lr: float = 0.02                # peak learning rate of Muon
     muon_momentum: float = 0.95          # momentum of Muon
-    embed_lr: Optional[float] = None     # peak learning rate of the embeddings; None: 5 * lr with muon, else lr
+    embed_lr: Optional[float] = None     # the embeddings' peak learning rate; None: lr, with muon 5 * lr
     beta1: float = 0.9                   # AdamW
     beta2: Optional[float] = None        # AdamW
     weight_decay: Optional[float] = None  # of matrices; never of biases, norms and gates
@@ -98,7 +99,7 @@ class TrainConfig:
         self.out_dir = self.out_dir or "out/gpt"  # the configurator knows better, from the names
 
     def for_recipe(self, recipe):
-        """A copy in which every key has its value: what was None follows from the recipe and the optimizer."""
+        """A copy in which every key has a value: what was None follows from recipe and optimizer."""
         c = replace(self, optimizer=self.optimizer or ("muon" if recipe == "modern" else "adamw"))
         values, end = OPTIMIZERS[c.optimizer], c.lr_decay_iters or c.max_iters
         c.lr = values["lr"] if c.lr is None else c.lr
@@ -146,8 +147,8 @@ def conflicts(model_config, config):
     bad, world = [], int(os.environ.get("WORLD_SIZE", 1))
     sequences = config.batch_size * config.grad_accum
     if sequences % world or (config.grad_accum > 1 and config.grad_accum % world):
-        bad.append(f"batch_size={config.batch_size} * grad_accum={config.grad_accum} sequences cannot be shared "
-                   f"evenly by {world} ranks")
+        bad.append(f"batch_size={config.batch_size} * grad_accum={config.grad_accum} sequences cannot be "
+                   f"shared evenly by {world} ranks")
     if not config.problems():  # else what follows from a wrong value is no news
         bad += config.for_recipe(model_config.recipe).problems()
     try:
@@ -170,8 +171,8 @@ def conflicts(model_config, config):
 def flags_by_name():
     """{name: flags} that `mechanism` chooses from: model.MECHANISMS and all_on.
 
-    A scale may have dropout, and some mechanisms have no kernel for it on the attention weights: their names turn
-    that off too, and the plain GPT to compare with is the one with --attn_dropout=0.
+    A scale may have dropout, and some mechanisms have no kernel for it on the attention weights: their names
+    turn that off too, and the plain GPT to compare with is the one with --attn_dropout=0.
     """
     named = {**MECHANISMS, "all_on": ALL_ON}
     for name, flags in named.items():
@@ -181,7 +182,7 @@ def flags_by_name():
 
 
 def note_on_dropout(model_config):
-    """What to compare with, where a mechanism takes the attention weights' dropout from a model; None elsewhere."""
+    """What to compare with, where a mechanism takes a model's dropout on the attention weights; else None."""
     if model_config.attn_dropout == 0 and replace(model_config, attn_dropout=None).problems():
         return ("no dropout on the attention weights, for which there is no fused kernel here: "
                 "the plain GPT to compare with is the one with --attn_dropout=0")
