@@ -1,10 +1,11 @@
 """
 Train a GPT, with any mechanism that its flags turn on.
 
-    python train.py config/x.py [--key=value ...]    # one process: cuda, mps or cpu, whichever is there
-    python train.py config/x.py --resume             # go on exactly where the last save was
-    python train.py --init_from=out/x --dataset=y    # fine-tune: a checkpoint's model, a fresh optimizer
-    torchrun --standalone --nproc_per_node=8 train.py config/x.py    # data parallel, the same global batch
+    python train.py config/x.py [--key=value ...]         # one process: cuda, mps or cpu, whichever is there
+    python train.py --scale=tiny --mechanism=moh,agency   # the plain GPT of a scale, with mechanisms by name
+    python train.py config/x.py --resume                  # go on exactly where the last save was
+    python train.py --init_from=out/x --dataset=y         # fine-tune: a checkpoint's model, a fresh optimizer
+    torchrun --standalone --nproc_per_node=8 train.py config/x.py   # data parallel, the same global batch
 
 A run is a folder (out_dir): config.json, log.jsonl, ckpt.pt (last), best.pt (lowest validation loss).
 `python train.py --help` lists every key.
@@ -18,7 +19,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Optional
+from typing import Literal, Optional
 
 import torch
 import torch.distributed as dist
@@ -31,69 +32,84 @@ from checkpoint import last_save
 from common import UserError, explain
 from dataset import Batches, Dataset
 from evaluate import bits, score
-from model import GPT, GPTConfig
+from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from optim import Trainer, lr_multiplier, precision
 from ranks import Process, StopSignal, join_ranks
 from runlog import Log, write_config
 
-# What an optimizer means for the keys that were left at None. Muon's were tuned on Shakespeare characters (docs/log.md).
+# What an optimizer means for keys left at None. Muon's were tuned on Shakespeare's characters (docs/log.md).
 OPTIMIZERS = {
-    "adamw": dict(lr=1e-3, min_lr=1e-4, beta2=0.95, weight_decay=0.1, grad_clip=1.0, schedule="cosine", warmup_iters=100),
-    "muon": dict(lr=4e-3, min_lr=0.0, beta2=0.95, weight_decay=0.0, grad_clip=0.0, schedule="trapezoid", warmup_iters=0),
+    "adamw": dict(lr=1e-3, min_lr=1e-4, beta2=0.95, weight_decay=0.1, grad_clip=1.0, schedule="cosine",
+                  warmup_iters=100),
+    "muon": dict(lr=4e-3, min_lr=0.0, beta2=0.95, weight_decay=0.0, grad_clip=0.0, schedule="trapezoid",
+                 warmup_iters=0),
 }
 
 
 @dataclass
 class TrainConfig:
     # ---- run ----
-    out_dir: str = "out/gpt"             # the run's folder
+    out_dir: Optional[str] = None        # the run's folder; None: out/<scale or config file>-<mechanisms>
     dataset: str = "shakespeare_char"    # a folder under data/, or a path to one
     resume: bool = False                 # go on from out_dir/ckpt.pt, if there is one
     overwrite: bool = False              # start over in a folder that already holds a run
     init_from: Optional[str] = None      # a checkpoint (ours or nanoGPT's) whose weights to start from
     eval_only: bool = False              # evaluate once and stop
     device: str = "auto"                 # auto: cuda, mps or cpu, whichever is there first
-    dtype: str = "auto"                  # float32 | bfloat16 | float16; auto: bfloat16 (or float16) on cuda, else float32
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+                                         # auto: bfloat16 (or float16) on cuda, else float32
     compile: Optional[bool] = None       # torch.compile; None: on cuda only
     # ---- batch: batch_size * grad_accum sequences of block_size tokens each step, over all ranks ----
     batch_size: int = 12                 # sequences in one forward pass
     grad_accum: int = 1                  # forward passes in one step; a multiple of the number of ranks, or 1
     max_iters: int = 2000                # steps
     # ---- optimizer: keys left at None follow from the optimizer ----
-    optimizer: Optional[str] = None      # adamw | muon (matrices of the blocks; AdamW for the rest); None: muon for recipe=modern
+    optimizer: Optional[Literal["adamw", "muon"]] = None
+                                         # muon: for the blocks' matrices, AdamW for the rest;
+                                         # None: muon for recipe=modern, else adamw
     lr: Optional[float] = None           # peak learning rate of AdamW
     min_lr: Optional[float] = None       # where lr ends; every other rate falls by the same factor
     muon_lr: float = 0.02                # peak learning rate of Muon
     muon_momentum: float = 0.95          # momentum of Muon
-    embed_lr: Optional[float] = None     # peak learning rate of the embeddings; None: 5 * lr with muon, lr with adamw
+    embed_lr: Optional[float] = None     # the embeddings' peak learning rate; None: lr, with muon 5 * lr
     beta1: float = 0.9                   # AdamW
     beta2: Optional[float] = None        # AdamW
     weight_decay: Optional[float] = None  # of matrices; never of biases, norms and gates
     grad_clip: Optional[float] = None    # clip the gradient's norm; 0: off
     # ---- schedule ----
-    schedule: Optional[str] = None       # cosine | trapezoid (stable, then a straight line down)
+    schedule: Optional[Literal["cosine", "trapezoid"]] = None
+                                         # trapezoid: stable, then a straight line down
     warmup_iters: Optional[int] = None   # linear warm-up, in steps
     decay_frac: float = 0.5              # trapezoid: the last part of the steps, in which the rate falls
     lr_decay_iters: Optional[int] = None  # the step at which the rate is down; None: max_iters
     # ---- evaluation and saving ----
     eval_interval: int = 250             # steps between evaluations
-    eval_tokens: int = 131072            # tokens of train and of val to score each time, evenly spaced; 0: all of val, as many of train
+    eval_tokens: int = 131072            # tokens of train and of val to score each time, evenly spaced;
+                                         # 0: all of val, as many of train
     save_interval: Optional[int] = None  # steps between saves of ckpt.pt; None: at each evaluation
     # ---- logging ----
     log_interval: int = 10               # steps between rows of log.jsonl
     wandb_log: bool = False              # also log to Weights & Biases
     wandb_project: str = "nanoheads"     # the project that the run is filed under
     wandb_run_name: Optional[str] = None  # None: the name of out_dir
-    wandb_mode: str = "online"           # online | offline
+    wandb_mode: Literal["online", "offline"] = "online"  # offline: kept here, for `wandb sync`
     wandb_tags: Optional[list[str]] = None  # words to find the run by
 
+    def __post_init__(self):
+        self.out_dir = self.out_dir or "out/gpt"  # the configurator knows better, from the names
+
     def for_recipe(self, recipe):
-        """A copy in which every key has its value: those left at None follow from the recipe and the optimizer."""
+        """A copy in which every key has a value: what was None follows from recipe and optimizer."""
         c = replace(self, optimizer=self.optimizer or ("muon" if recipe == "modern" else "adamw"))
         values, end = OPTIMIZERS[c.optimizer], c.lr_decay_iters or c.max_iters
         c.lr = values["lr"] if c.lr is None else c.lr
-        values = {**values, "min_lr": min(values["min_lr"], c.lr), "warmup_iters": min(values["warmup_iters"], end // 10),
-                  "embed_lr": 5 * c.lr if c.optimizer == "muon" else c.lr, "save_interval": c.eval_interval}
+        values = {
+            **values,
+            "min_lr": min(values["min_lr"], c.lr),
+            "warmup_iters": min(values["warmup_iters"], end // 10),
+            "embed_lr": 5 * c.lr if c.optimizer == "muon" else c.lr,
+            "save_interval": c.eval_interval,
+        }
         for key, value in values.items():
             if getattr(c, key) is None:
                 setattr(c, key, value)
@@ -101,41 +117,40 @@ class TrainConfig:
 
     def problems(self):
         """Everything that is wrong with this config, as a list of sentences (empty: fine)."""
-        bad = []
+        bad, end = [], self.lr_decay_iters or self.max_iters
 
         def rule(words, holds, *keys):
-            values = ((key, getattr(self, key)) for key in keys)
-            bad.extend(f"{key}={value!r} must {words}" for key, value in values if value is not None and not holds(value))
+            for key in keys:
+                value = getattr(self, key)
+                if value is not None and not holds(value):
+                    bad.append(f"{key}={value!r} must {words}")
 
-        for key, allowed in dict(dtype=("auto", "float32", "bfloat16", "float16"), optimizer=tuple(OPTIMIZERS),
-                                 schedule=("cosine", "trapezoid"), wandb_mode=("online", "offline")).items():
-            rule(f"be one of {', '.join(allowed)}", lambda v: v in allowed, key)
-        rule("be positive", lambda v: v > 0, "batch_size", "grad_accum", "max_iters", "eval_interval", "log_interval", "save_interval",
-             "lr_decay_iters", "lr", "muon_lr", "embed_lr", "decay_frac")
-        rule("not be negative", lambda v: v >= 0, "eval_tokens", "warmup_iters", "weight_decay", "grad_clip", "min_lr", "beta1", "beta2",
-             "muon_momentum")
+        rule("be positive", lambda v: v > 0, "batch_size", "grad_accum", "max_iters", "eval_interval",
+             "log_interval", "save_interval", "lr_decay_iters", "lr", "muon_lr", "embed_lr", "decay_frac")
+        rule("not be negative", lambda v: v >= 0, "eval_tokens", "warmup_iters", "weight_decay", "grad_clip",
+             "min_lr", "beta1", "beta2", "muon_momentum")
         rule("be below 1", lambda v: v < 1, "beta1", "beta2", "muon_momentum")
         rule("be at most 1", lambda v: v <= 1, "decay_frac")
         if self.lr is not None:
             rule(f"not be above lr={self.lr}", lambda v: v <= self.lr, "min_lr")
-        rule(f"be below the end of the schedule at step {self.lr_decay_iters or self.max_iters} (lower it too)",
-             lambda v: v < max(1, self.lr_decay_iters or self.max_iters), "warmup_iters")
-        rule("not be given with resume, which goes on with what it would remove", lambda v: not (v and self.resume), "overwrite")
-        rule("be a checkpoint; to go on with a run there is --resume", lambda v: v not in ("scratch", "resume"), "init_from")
+        rule(f"be below the end of the schedule at step {end} (lower it too)", lambda v: v < max(1, end),
+             "warmup_iters")
+        rule("not be given with resume, which goes on with what it would remove",
+             lambda v: not (v and self.resume), "overwrite")
+        rule("be a checkpoint; to go on with a run there is --resume",
+             lambda v: v not in ("scratch", "resume"), "init_from")
         return bad
 
 
 def conflicts(model_config, config):
-    """What is wrong with both configs, the data and the number of ranks together, as a list of sentences."""
-    bad = []
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    """What is wrong with both configs, the data and the number of ranks taken together, as sentences."""
+    bad, world = [], int(os.environ.get("WORLD_SIZE", 1))
     sequences = config.batch_size * config.grad_accum
     if sequences % world or (config.grad_accum > 1 and config.grad_accum % world):
-        bad.append(f"batch_size={config.batch_size} * grad_accum={config.grad_accum} sequences "
-                   f"cannot be shared evenly by {world} ranks")
-    if config.optimizer in (None, *OPTIMIZERS):
-        resolved = config.for_recipe(model_config.recipe)
-        bad += [problem for problem in resolved.problems() if problem not in config.problems()]
+        bad.append(f"batch_size={config.batch_size} * grad_accum={config.grad_accum} sequences cannot be "
+                   f"shared evenly by {world} ranks")
+    if not config.problems():  # else what follows from a wrong value is no news
+        bad += config.for_recipe(model_config.recipe).problems()
     try:
         dataset = Dataset(config.dataset)
     except UserError as e:
@@ -151,6 +166,26 @@ def conflicts(model_config, config):
             except UserError as e:
                 bad.append(str(e))
     return bad
+
+
+def flags_by_name():
+    """{name: flags} that `mechanism` chooses from: model.MECHANISMS and all_on.
+
+    A scale may have dropout, and some mechanisms have no kernel for it on the attention weights: their names
+    turn that off too, and the plain GPT to compare with is the one with --attn_dropout=0.
+    """
+    named = {**MECHANISMS, "all_on": ALL_ON}
+    for name, flags in named.items():
+        if GPTConfig(dropout=0.1, **flags).problems() and not GPTConfig(**flags).problems():
+            named[name] = {**flags, "attn_dropout": 0.0}
+    return named
+
+
+def note_on_dropout(model_config):
+    """What to compare with, where a mechanism takes a model's dropout on the attention weights; else None."""
+    if model_config.attn_dropout == 0 and replace(model_config, attn_dropout=None).problems():
+        return ("no dropout on the attention weights, for which there is no fused kernel here: "
+                "the plain GPT to compare with is the one with --attn_dropout=0")
 
 
 # ---- a run: its state, and what is done with it ----
@@ -407,8 +442,12 @@ def loop(run, batches, closing):
 
 def main(argv=None):
     try:
-        argv = sys.argv[1:] if argv is None else argv
-        train(*configurator.load((GPTConfig, TrainConfig), argv, __doc__, conflicts))
+        configs = configurator.load((GPTConfig, TrainConfig), sys.argv[1:] if argv is None else argv, __doc__,
+                                    conflicts, mechanisms=flags_by_name())
+        note = note_on_dropout(configs[0])
+        if note and os.environ.get("RANK", "0") == "0":
+            print(note, flush=True)
+        train(*configs)
         return
     except (Exception, KeyboardInterrupt) as e:
         problem = explain(e)

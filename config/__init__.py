@@ -1,1 +1,1 @@
-"""A package, so that no other `config` on the path can stand in for this folder: configs start from one another."""
+"""A package: no other `config` on the path stands in for this folder in `from config.tiny import *`."""

@@ -1,7 +1,6 @@
 # `make demo`: a small GPT on Python's own source code, bytes, about two minutes on two CPU cores
 # 16 sequences x 128 bytes = 2,048 bytes a step, 700 steps = 1.4 MB read
 
-out_dir = "out/demo"
 dataset = "pystdlib"
 
 recipe = "modern"
@@ -12,6 +11,7 @@ block_size = 128
 
 batch_size = 16
 max_iters = 700
+warmup_iters = 0      # whatever --scale has
 muon_lr = 0.03
 muon_momentum = 0.9
 

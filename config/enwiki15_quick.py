@@ -1,7 +1,6 @@
 # Wikipedia as bytes, a few hundred steps: a check that everything works, some minutes on two CPU cores
 # 16 sequences x 256 bytes = 4,096 bytes a step
 
-out_dir = "out/enwiki15-quick"
 dataset = "enwiki15"
 
 recipe = "modern"
@@ -12,6 +11,7 @@ block_size = 256
 
 batch_size = 16
 max_iters = 400
+warmup_iters = 0      # whatever --scale has
 muon_lr = 0.03
 muon_momentum = 0.9
 

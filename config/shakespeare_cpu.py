@@ -1,7 +1,6 @@
-# nanoGPT's CPU setting (4 layers, 4 heads, 128 wide, context 64, batch 12) with the modern recipe: its validation
-# loss of 1.886 after 240 steps instead of 2,000. python bench.py --race runs both.
+# nanoGPT's CPU setting (4 layers, 4 heads, 128 wide, context 64, batch 12) with the modern recipe: its
+# validation loss of 1.886 after 240 steps instead of 2,000. python bench.py --race runs both.
 
-out_dir = "out/shakespeare-cpu"
 dataset = "shakespeare_char"
 
 recipe = "modern"
@@ -13,6 +12,7 @@ dropout = 0.0
 
 batch_size = 12
 max_iters = 240
+warmup_iters = 0      # whatever --scale has
 muon_lr = 0.03        # both tuned for this short run, see docs/log.md
 muon_momentum = 0.85
 

@@ -1,7 +1,6 @@
-# The model and data of config/train_shakespeare_char.py with the modern recipe and its own optimizer settings:
-# not `--recipe=modern` on that file, whose learning rates were chosen for AdamW.
+# The model and data of config/train_shakespeare_char.py with the modern recipe and its own optimizer
+# settings: not `--recipe=modern` on that file, whose learning rates were chosen for AdamW.
 
-out_dir = "out/shakespeare-modern"
 dataset = "shakespeare_char"
 
 recipe = "modern"

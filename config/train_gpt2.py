@@ -1,8 +1,7 @@
 # torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
-# GPT-2 (124M) on OpenWebText: about 4 days on 8 x A100 40GB, to a validation loss near 2.85 (nanoGPT's figures).
+# GPT-2 (124M) on OpenWebText: about 4 days on 8 x A100 40GB, to a validation loss of 2.85 (nanoGPT's figures)
 # 12 sequences x 1,024 tokens x 5 micro-steps x 8 ranks = 491,520 tokens a step
 
-out_dir = "out/gpt2"
 dataset = "openwebtext"
 
 vocab_size = 50304    # GPT-2's 50,257 rounded up to a multiple of 64, which GPUs like

@@ -1,7 +1,6 @@
 # WikiText-2 in GPT-2's tokens, a few hundred steps: the same check with a vocabulary of 50,257
 # 8 sequences x 128 tokens = 1,024 tokens a step
 
-out_dir = "out/wikitext2-quick"
 dataset = "wikitext2"
 
 recipe = "modern"
@@ -12,6 +11,7 @@ block_size = 128
 
 batch_size = 8
 max_iters = 300
+warmup_iters = 0      # whatever --scale has
 
 eval_interval = 100
 eval_tokens = 16384

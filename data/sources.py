@@ -1,11 +1,11 @@
 """
 Where raw text comes from: find a source file, check it, download it, read it.
 
-A source is looked for in --source (a file or a folder); else in the folder $NANOHEADS_DATA; else here in data/,
-where a download is kept. Those folders have one layout, and each file may be plain, .gz or .xz:
+A source is looked for in --source (a file or a folder); else in the folder $NANOHEADS_DATA; else here in
+data/, where a download is kept. Those folders have one layout, and each file may be plain, .gz or .xz:
   tinyshakespeare/input.txt           enwik8 or enwik8.zip, there or in enwik8/
-  wikitext-2/{train,valid,test}.txt   wikitext-103/wiki.{train,valid,test}.tokens or {train,valid,test}.txt, or its zip
-  enwiki15/{train,valid,test}.txt     gpt2_bpe/{vocab.bpe,encoder.json}
+  wikitext-2/{train,valid,test}.txt   wikitext-103/wiki.{train,valid,test}.tokens or {train,valid,test}.txt,
+  enwiki15/{train,valid,test}.txt     or its zip; gpt2_bpe/{vocab.bpe,encoder.json}
 """
 import codecs
 import contextlib
@@ -13,6 +13,7 @@ import gzip
 import hashlib
 import lzma
 import os
+import re
 import time
 import zipfile
 import zlib
@@ -23,17 +24,18 @@ from pathlib import Path
 
 import numpy as np
 
-from common import UserError
+from common import UserError, write_atomic
 
 HOME = Path(__file__).resolve().parent
 SPLITS = ("train", "val", "test")
 BLOCK = 1 << 22  # bytes read at a time
+STRAY = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of a byte that is not UTF-8
 ADVICE = "replace it with a whole copy, or remove it"
 
 
 @dataclass(frozen=True)
 class File:
-    """A source file: where it lies in a folder of sources (a download takes the first name), and how it is known."""
+    """A source file: where it lies in a folder of sources (a download takes the first name), its content."""
     names: tuple
     sha256: str = ""        # sha256, bytes, lines: of the raw, decompressed content
     bytes: int = 0
@@ -43,9 +45,11 @@ class File:
 
 
 BPE_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-GPT2_MERGES = File(("gpt2_bpe/vocab.bpe",), "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+GPT2_MERGES = File(("gpt2_bpe/vocab.bpe",),
+                   "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
                    456_318, url=BPE_URL + "vocab.bpe")
-GPT2_ENCODER = File(("gpt2_bpe/encoder.json",), "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+GPT2_ENCODER = File(("gpt2_bpe/encoder.json",),
+                    "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
                     1_042_301, url=BPE_URL + "encoder.json")
 
 
@@ -57,7 +61,8 @@ def find(file, source=None):
     for folder in [source] if source else [env, HOME] if env else [HOME]:
         folder = Path(folder).expanduser()
         if not folder.exists():
-            raise UserError(f"{folder}: no such file or folder; correct {'--source' if source else 'NANOHEADS_DATA'}")
+            raise UserError(
+                f"{folder}: no such file or folder; correct {'--source' if source else 'NANOHEADS_DATA'}")
         names = [n + end for n in file.names for end in ("", ".gz", ".xz")]
         names += file.archive.names if file.archive else ()
         names += [Path(n).name for n in names] if source else []  # --source may name the corpus' own folder
@@ -65,7 +70,8 @@ def find(file, source=None):
             if path.is_file():
                 return check(path, file)
     if source:
-        raise UserError(f"{folder}: holds no {Path(file.names[0]).name} (plain, .gz or .xz); correct --source")
+        raise UserError(
+            f"{folder}: holds no {Path(file.names[0]).name} (plain, .gz or .xz); correct --source")
     target = file.archive or file
     if not target.url:
         raise UserError(f"{file.names[0]}: not found, and it has no download; "
@@ -95,12 +101,14 @@ def wrong(path, file, member=None):
     for key in ("bytes", "lines"):
         if getattr(file, key) not in (0, got[key]):
             return f"holds {got[key]:,} {key} where {getattr(file, key):,} are expected"
-    return f"has the sha256 {got['sha256']}, not {file.sha256}" if file.sha256 not in ("", got["sha256"]) else ""
+    if file.sha256 not in ("", got["sha256"]):
+        return f"has the sha256 {got['sha256']}, not {file.sha256}"
+    return ""
 
 
 @lru_cache
 def digest(path, member=None):
-    """bytes, chars, lines and sha256 of a file's raw content. Cached: check it and describe it in one reading."""
+    """bytes, chars, lines and sha256 of a file's raw content. Cached: one reading checks and describes it."""
     sha, total = hashlib.sha256(), {"bytes": 0, "chars": 0, "lines": 0}
     for block in blocks(path, member):
         sha.update(block)
@@ -115,7 +123,7 @@ def count_chars(data):
 
 
 def identity(shas):
-    """One sha256 for a source: its file's own; of several files, that of their hex digests one after the other."""
+    """One sha256 for a source: its file's own; of several files, that of their hex digests in a row."""
     return shas[0] if len(shas) == 1 else hashlib.sha256("".join(shas).encode()).hexdigest()
 
 
@@ -128,7 +136,7 @@ def origin(found):
 
 
 def download(file, path, tries=3):
-    """Fetch file.url to `path`: progress, timeout, retries, size and checksum; only a checked file gets the name."""
+    """Fetch file.url to `path`: progress, timeout, retries, checks; only a checked file gets the name."""
     import requests
     from tqdm import tqdm
     temp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -166,7 +174,7 @@ def download(file, path, tries=3):
 
 
 def keep(file):
-    """The path of a checked copy in data/, made at first use, so that later runs need neither folder nor network."""
+    """The path of a checked copy in data/, made at first use: later runs need neither folder nor network."""
     path = HOME / file.names[0]
     if path.is_file():
         if not wrong(path, file):
@@ -176,23 +184,12 @@ def keep(file):
     if found != path:
         try:
             path.parent.mkdir(exist_ok=True)
-            atomic(path, b"".join(blocks(found)))
-        except OSError:  # a read-only checkout
+            own = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # several runs may be the first one
+            write_atomic(own, lambda file: file.writelines(blocks(found)))
+            os.replace(own, path)
+        except (OSError, UserError):  # a read-only checkout
             return found
     return path
-
-
-def atomic(path, data):
-    """Write bytes to `path`: all of them or none."""
-    temp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temp, "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temp, path)
-    finally:
-        temp.unlink(missing_ok=True)
 
 
 # ---- read ----
@@ -216,23 +213,50 @@ def blocks(path, member=None):
                 yield block
 
 
-def read(path, member, encoding):
-    """A file's content as an encoding wants it, piece by piece: bytes for byte, str for char and gpt2. UserError."""
+def decoded(path, member=None):
+    """A file's text in pieces: (place of the first byte, str). Bytes that are not UTF-8 are STRAY in it."""
+    decoder, end, start = codecs.getincrementaldecoder("utf-8")("surrogateescape"), 0, 0
+    for block in chain(blocks(path, member), [b""]):
+        yield start, decoder.decode(block, final=not block)
+        end += len(block)
+        start = end - len(decoder.getstate()[0])  # a character may go on in the next block
+
+
+def first_stray(start, text):
+    """The place in the file of the first byte of a piece of decoded() that is not UTF-8; None if all are."""
+    stray = STRAY.search(text)
+    return start + len(text[:stray.start()].encode()) if stray else None
+
+
+def stray_bytes(path, member=None):
+    """(characters, how many of them stand for a byte that is not UTF-8, the first one's place or None)."""
+    chars, count, first = 0, 0, None
+    for start, text in decoded(path, member):
+        first = first_stray(start, text) if first is None else first
+        chars, count = chars + len(text), count + len(STRAY.findall(text))
+    return chars, count, first
+
+
+def read(path, member, encoding, errors=None):
+    """A file's content as an encoding wants it, piece by piece: bytes for byte, str for char and gpt2.
+
+    errors="replace": each byte that is not UTF-8 becomes U+FFFD. Otherwise it is refused (UserError), and
+    where the script has that option (errors="strict") it is named.
+    """
     if encoding == "byte":
         yield from blocks(path, member)
         return
-    decoder, end, pending = codecs.getincrementaldecoder("utf-8")(), 0, 0
-    try:
-        for block in chain(blocks(path, member), [b""]):
-            pending, end = len(decoder.getstate()[0]), end + len(block)
-            yield decoder.decode(block, final=not block)
-    except UnicodeDecodeError as error:
-        at = end - len(block) - pending + error.start
-        raise UserError(f"{path}: is not UTF-8 at byte {at:,}; convert it, or take --encoding=byte") from None
+    for start, text in decoded(path, member):
+        if errors == "replace":
+            text = STRAY.sub("\ufffd", text)
+        elif (place := first_stray(start, text)) is not None:
+            ways = ["convert it", *(["take --errors=replace or --encoding=byte"] if errors else [])]
+            raise UserError(f"{path}: is not UTF-8 at byte {place:,}; {', or '.join(ways)}")
+        yield text
 
 
 def cut(pieces, sizes):
-    """A stream of bytes or str -> (split, its pieces) for train, val, test in a row. UserError: another total."""
+    """A stream of bytes or str -> (split, its pieces): train, val, test. UserError: another total."""
     pieces, rest = filter(None, pieces), None
 
     def take(split, n):

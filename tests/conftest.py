@@ -10,7 +10,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from data.common import Writer  # noqa: E402
+from data.writing import Writer  # noqa: E402
 from tokenizer import Tokenizer  # noqa: E402
 
 torch.set_num_threads(1)

@@ -2,25 +2,23 @@
 import os
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Optional
+from typing import Literal, Optional, get_args
 
 import pytest
 import torch
 
 from common import UserError
 import configurator
-from configurator import help_text, load
+from configurator import Presets, Scale, help_text, load, near
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from train import OPTIMIZERS, TrainConfig, conflicts
+from train import OPTIMIZERS, TrainConfig, conflicts, flags_by_name, main, note_on_dropout
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = sorted(p for p in (ROOT / "config").glob("*.py") if p.name != "__init__.py")  # tests/test_compare.py has the studies
-TWELVE = "routing sentinel agency unet constraint a2c acag moh output_gate window all".split()
-FAMILIES = {family: [p.stem for p in CONFIGS if p.stem.startswith(family) and p.stem != "enwiki15_quick"]
-            for family in ("tiny_", "enwiki15_", "enwik8_")}
-PLAIN = {"tiny_": "tiny", "enwiki15_": "small", "enwik8_": "paper"}
+SCALES = get_args(Scale)
+# the studies are tests/test_compare.py's
+CONFIGS = [p for p in sorted((ROOT / "config").glob("[!_]*.py")) if not p.name.startswith("study_")]
 
 
 @dataclass
@@ -31,7 +29,8 @@ class Sizes:
     depth: Optional[int] = None          # None: as wide
 
     def problems(self):
-        return [f"width={self.width} must be a multiple of heads={self.heads}"] if self.width % self.heads else []
+        bad = self.width % self.heads
+        return [f"width={self.width} must be a multiple of heads={self.heads}"] if bad else []
 
 
 @dataclass
@@ -48,6 +47,21 @@ class Settings:
 
     def problems(self):
         return [f"lr={self.lr} must be positive"] if self.lr <= 0 else []
+
+
+@dataclass
+class Choices:
+    # ---- choices ----
+    shape: Literal["round", "square"] = "round"
+                                         # how it looks
+    size: Optional[Literal[1, 2, 4]] = None  # how big; None:
+                                         # as big as can be
+    mode: Literal["auto", True, None] = "auto"  # on, off or either
+    sides: list[Literal["left", "right"]] | None = None  # which
+    steps: Optional[list[Literal[1, 2]]] = None  # how far
+
+    def problems(self):
+        return []
 
 
 def settings(*argv):
@@ -71,14 +85,21 @@ def config_file(tmp_path):
 # ---- what works ----
 
 @pytest.mark.parametrize("argv,key,value", [
-    (["--lr=3e-4"], "lr", 3e-4), (["--lr", "3e-4"], "lr", 3e-4), (["--lr=1"], "lr", 1.0), (["--lr", "-2"], "lr", ValueError),
-    (["--compile", "False"], "compile", False), (["--compile=no"], "compile", False), (["--compile"], "compile", True),
-    (["--compile=None"], "compile", None), (["--fast"], "fast", True), (["--fast=0"], "fast", False), (["--fast", "true"], "fast", True),
-    (["--name=a=b=c"], "name", "a=b=c"), (["--name=3"], "name", "3"), (["--name=none"], "name", "none"), (["--name="], "name", ""),
+    (["--lr=3e-4"], "lr", 3e-4), (["--lr", "3e-4"], "lr", 3e-4),
+    (["--lr=1"], "lr", 1.0), (["--lr", "-2"], "lr", ValueError),
+    (["--compile", "False"], "compile", False), (["--compile=no"], "compile", False),
+    (["--compile"], "compile", True),
+    (["--compile=None"], "compile", None), (["--fast"], "fast", True),
+    (["--fast=0"], "fast", False), (["--fast", "true"], "fast", True),
+    (["--name=a=b=c"], "name", "a=b=c"), (["--name=3"], "name", "3"),
+    (["--name=none"], "name", "none"), (["--name="], "name", ""),
     (["--note=none"], "note", None), (["--note", "two words"], "note", "two words"),
-    (["--tags=a,b"], "tags", ["a", "b"]), (["--tags=['a', 'b']"], "tags", ["a", "b"]), (["--tags=[a, b]"], "tags", ["a", "b"]),
-    (["--tags=1,2"], "tags", ["1", "2"]), (["--tags=a"], "tags", ["a"]), (["--tags=[]"], "tags", []), (["--tags=None"], "tags", None),
-    (["--layers=1,2"], "layers", [1, 2]), (["--layers", "[3]"], "layers", [3]), (["--layers=4"], "layers", [4]),
+    (["--tags=a,b"], "tags", ["a", "b"]), (["--tags=['a', 'b']"], "tags", ["a", "b"]),
+    (["--tags=[a, b]"], "tags", ["a", "b"]),
+    (["--tags=1,2"], "tags", ["1", "2"]), (["--tags=a"], "tags", ["a"]),
+    (["--tags=[]"], "tags", []), (["--tags=None"], "tags", None),
+    (["--layers=1,2"], "layers", [1, 2]), (["--layers", "[3]"], "layers", [3]),
+    (["--layers=4"], "layers", [4]),
     (["--lr-scale=2"], "lr_scale", 2), (["--lr_scale=0.5,1"], "lr_scale", [0.5, 1.0]),
     (["--lr=1", "--lr=2"], "lr", 2.0),
 ])
@@ -101,7 +122,8 @@ def test_a_flag_before_a_config_file_does_not_swallow_it(config_file):
 
 
 def test_config_files_may_compute(config_file):
-    assert settings(config_file("import math\nfrom math import sqrt\n_half = 0.5\nlr = sqrt(4) * _half")).lr == 1.0
+    assert settings(
+        config_file("import math\nfrom math import sqrt\n_half = 0.5\nlr = sqrt(4) * _half")).lr == 1.0
 
 
 def test_integers_are_floats_and_round_floats_integers(config_file):
@@ -112,7 +134,7 @@ def test_integers_are_floats_and_round_floats_integers(config_file):
 def test_config_files_are_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert CONFIGS
-    load((GPTConfig, TrainConfig), [str(CONFIGS[0].relative_to(ROOT))])
+    named(str(CONFIGS[0].relative_to(ROOT)))
 
 
 def test_what_was_given_is_known():
@@ -120,66 +142,265 @@ def test_what_was_given_is_known():
     assert sizes.given == {"width"} and s.given == {"lr"}
 
 
+# ---- values that may be chosen ----
+
+@pytest.mark.parametrize("argv,key,value", [
+    (["--shape=square"], "shape", "square"), (["--size=2"], "size", 2), (["--size=None"], "size", None),
+    (["--mode=auto"], "mode", "auto"), (["--mode=yes"], "mode", True), (["--mode=none"], "mode", None),
+    (["--sides=left,right"], "sides", ["left", "right"]), (["--sides=['left']"], "sides", ["left"]),
+    (["--sides=right"], "sides", ["right"]), (["--sides=none"], "sides", None),
+    (["--steps=1,2"], "steps", [1, 2]),
+])
+def test_choices_on_the_command_line_and_in_a_file(argv, key, value, config_file):
+    for source in (argv, [config_file(f"{key} = {value!r}")]):
+        got = getattr(load((Choices,), source)[0], key)
+        assert got == value and type(got) is type(value)
+
+
+@pytest.mark.parametrize("key,value,words", [
+    ("shape", "sqare", "shape='sqare' is not round or square; did you mean square?"),
+    ("shape", "oval", "shape='oval' is not round or square"),
+    ("size", "3", "size='3' is not 1, 2, 4 or None"),
+    ("size", "True", "size='True' is not 1, 2, 4 or None"),
+    ("mode", "no", "mode='no' is not auto, True or None"),
+    ("sides", "left,rihgt", "sides='left,rihgt' is not list of left or right or None; did you mean right?"),
+    ("steps", "1,3", "steps='1,3' is not list of 1 or 2 or None"),
+])
+def test_a_wrong_choice_is_one_line_with_the_choices_and_a_near_one(key, value, words):
+    assert problems(f"--{key}={value}", classes=(Choices,)) == [f"command line: {words}"]
+
+
+@pytest.mark.parametrize("line,words", [
+    ("shape = 'Square'", "shape='Square' is not round or square; did you mean square?"),
+    ("shape = 1", "shape=1 is not round or square"),
+    ("size = True", "size=True is not 1, 2, 4 or None"),
+    ("mode = False", "mode=False is not auto, True or None"),
+    ("sides = ['left', 'rigth']",
+     "sides=['left', 'rigth'] is not list of left or right or None; did you mean right?"),
+    ("sides = 'left'", "sides='left' is not list of left or right or None"),
+])
+def test_a_wrong_choice_in_a_file_is_one_line(config_file, line, words):
+    path = config_file(line)
+    assert problems(path, classes=(Choices,)) == [f"{path}: {words}"]
+
+
+def test_help_shows_the_choices_as_the_type_and_comments_that_go_on_below():
+    lines = [line.split(None, 1) for line in help_text((Choices,), "").splitlines() if "--" in line[:4]]
+    assert [(key, " ".join(rest.split())) for key, rest in lines if key != "----"] == [
+        ("--shape", "round or square 'round' how it looks"),
+        ("--size", "1, 2, 4 or None None how big; None: as big as can be"),
+        ("--mode", "auto, True or None 'auto' on, off or either"),
+        ("--sides", "list of left or right or None None which"),
+        ("--steps", "list of 1 or 2 or None None how far")]
+
+
+@pytest.mark.parametrize("key,near_by", [
+    ("dtype", "bfloat16"), ("optimizer", "muon"), ("schedule", "trapezoid"), ("wandb_mode", "offline")])
+def test_the_words_of_training_are_refused_with_their_choices(key, near_by):
+    line, = problems(f"--{key}={near_by[:-1]}x", classes=(GPTConfig, TrainConfig))
+    assert line.startswith(f"command line: {key}=") and line.endswith(f"; did you mean {near_by}?")
+    assert all(str(word) in line
+               for word in configurator.choices(configurator.keys_of((TrainConfig,))[key][0]))
+
+
+# ---- scale and mechanism ----
+
+def named(*argv, **more):
+    """(GPTConfig, TrainConfig) as train.py loads them."""
+    return load((GPTConfig, TrainConfig), list(argv), mechanisms=flags_by_name(), **more)
+
+
+def refused(*argv):
+    with pytest.raises(UserError) as e:
+        named(*argv)
+    return str(e.value).splitlines()
+
+
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
-def test_every_config_file_loads(path):
-    model_config, config = load((GPTConfig, TrainConfig), [str(path)])
-    assert not config.for_recipe(model_config.recipe).problems()
-    assert model_config.given | config.given, "a config file says something"
+def test_every_config_file_loads_at_every_scale(path, scale):
+    for argv in ([str(path)], [str(path), f"--scale={scale}"],
+                 [str(path), f"--scale={scale}", "--mechanism=acag"]):
+        model_config, config = named(*argv)
+        assert not config.for_recipe(model_config.recipe).problems()
+        assert model_config.given | config.given, "a config file says something"
 
 
-# ---- the families of configs ----
-
-def shipped(name):
-    return load((GPTConfig, TrainConfig), [f"config/{name}.py"])
-
-
-def differing(one, other):
-    """The keys in which two configs differ."""
-    one, other = asdict(one), asdict(other)
-    return {key for key in one if one[key] != other[key]}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_has_the_plain_gpt_and_every_mechanism(family):
-    assert {family + name for name in TWELVE} <= set(FAMILIES[family])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", flags_by_name())
+def test_every_mechanism_loads_at_every_scale_and_changes_nothing_else(name, scale):
+    plain, train_plain = named(f"--scale={scale}")
+    model, train = named(f"--scale={scale}", f"--mechanism={name}")
+    flags = ALL_ON if name == "all_on" else MECHANISMS[name]
+    no_kernel = model.attn_dropout is not None  # for dropout on the attention weights
+    assert model == replace(plain, **flags, **(dict(attn_dropout=0.0) if no_kernel else {}))
+    assert no_kernel == (model.acag is not None or model.window is not None)
+    assert bool(note_on_dropout(model)) == (no_kernel and scale == "paper") and not note_on_dropout(plain)
+    assert train == replace(train_plain, out_dir=f"out/{scale}-{name}")
+    assert named(f"--scale={scale}", "--attn_dropout=0")[0] == replace(plain, attn_dropout=0.0)
+    assert set(flags) <= model.given and plain.given <= model.given
 
 
-@pytest.mark.parametrize("family, name", [(f, name) for f, names in FAMILIES.items() for name in names])
-def test_a_family_differs_in_mechanisms_alone(family, name):
-    (base, train_base), (model, config) = shipped(PLAIN[family]), shipped(name)
-    every = [f.name for f in fields(GPTConfig)]
-    mechanisms = every[every.index("routing"):every.index("heads")]
-    differs = differing(base, model)
-    assert config.out_dir == f"out/{name.replace('_', '-', 1)}" and differing(train_base, config) <= {"out_dir"}
-    assert differs <= {*mechanisms, "attn_dropout"} and differs and base != model
-    assert ("attn_dropout" in differs) == bool(base.dropout and (model.acag or model.window))  # those have no fused kernel with it
+def test_a_mechanism_does_not_overrule_dropout_that_was_asked_for():
+    line, = refused("--scale=tiny", "--mechanism=acag", "--attn_dropout=0.1")
+    assert line.startswith("acag has no fused kernel with dropout on the attention weights")
 
 
-@pytest.mark.parametrize("flags", MECHANISMS.values(), ids=MECHANISMS)
-def test_every_mechanism_has_a_tiny_config(flags):
-    want = replace(shipped("tiny")[0], **flags)
-    assert sum(shipped(name)[0] == want for name in FAMILIES["tiny_"]) == 1
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_scale_is_its_file(scale):
+    by_name, by_file = named(f"--scale={scale}"), named(f"config/{scale}.py")
+    assert by_name == by_file and by_file[1].out_dir == f"out/{scale}"
+    values = configurator.read_file(f"config/{scale}.py")
+    assert by_name[0].given | by_name[1].given == set(values)
+    assert all(value == getattr(by_name[0], key, getattr(by_name[1], key, None))
+               for key, value in values.items())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_all_is_the_corrected_form_of_all_seven(family):
-    base, model = shipped(PLAIN[family])[0], shipped(family + "all")[0]
-    assert model == replace(base, attn_dropout=model.attn_dropout, **ALL_ON)
+def test_every_mechanism_is_named_in_a_file_of_its_family():
+    text = "".join(path.read_text() for path in CONFIGS)
+    assert not [name for name in flags_by_name()
+                if name not in text.replace(",", " ").replace('"', " ").split()
+                and f"{name}:" not in text and f"{name};" not in text]
 
 
-@pytest.mark.parametrize("name, count", [("paper", 90_397_440), ("enwik8_routing", 93_996_432)])
-def test_the_enwik8_pair_has_the_size_of_its_write_up(name, count):
+@pytest.mark.parametrize("argv,want", [
+    # what a file sets wins over both
+    (["x.py"], dict(n_layer=4, n_head=16, routing="moh", lr=1e-3)),
+    # the command line's scale replaces it
+    (["x.py", "--scale=small"], dict(n_layer=6, n_head=16, routing="moh", lr=1e-3)),
+    (["x.py", "--n_head=32"], dict(n_layer=4, n_head=32, routing="moh")),
+    (["--n_head=32", "--scale=small", "x.py"], dict(n_layer=6, n_head=32)),
+    (["x.py", "config/small.py"], dict(n_layer=6, n_head=16, routing="moh")),  # a scale's file is a scale
+    (["config/tiny.py", "--scale=small"], dict(n_layer=6, n_head=8, block_size=1024)),
+    (["x.py", "--mechanism=agency"], dict(routing=None, routing_shared=0, agency=True)),
+    (["x.py", "--mechanism=none"], dict(routing=None, routing_shared=0, n_layer=4)),
+    (["x.py", "--scale=none"], dict(n_layer=12, n_head=16, routing="moh")),
+    (["x.py", "--mechanism=moh,unet_add", "--routing_shared=2"],
+     dict(routing="moh", routing_shared=2, unet="add")),
+    (["--mechanism", "[moh, 'unet_add']"], dict(routing="moh", unet="add", n_layer=12)),
+    (["y.py"], dict(routing="moh", unet="add", n_layer=4)),
+    (["x.py", "y.py"], dict(n_head=16, routing="moh", unet="add")),
+])
+def test_what_is_set_wins_over_scale_and_mechanism(argv, want, config_file):
+    files = {"x.py": config_file("n_head = 16\nlr = 1e-3\nscale = 'tiny'\nmechanism = ['moh']"),
+             "y.py": config_file("mechanism = 'moh, unet_add'\nscale = 'tiny'", "y.py")}
+    model, train = named(*(files.get(arg, arg) for arg in argv))
+    assert {key: getattr(model, key, getattr(train, key, None)) for key in want} == want
+
+
+@pytest.mark.parametrize("argv,folder", [
+    ([], "out/gpt"), (["--mechanism=moh"], "out/gpt-moh"), (["--scale=tiny"], "out/tiny"),
+    (["config/tiny.py", "--mechanism=moh,unet_add"], "out/tiny-moh+unet_add"),
+    (["config/acag.py", "--scale=small"], "out/small-acag"),
+    (["config/shakespeare_modern.py"], "out/shakespeare_modern"),
+    (["config/needle.py", "--mechanism=acag"], "out/needle-acag"),
+    (["config/tiny.py", "--out_dir=here"], "here"), (["config/tiny.py", "--out_dir=None"], "out/tiny"),
+])
+def test_the_run_folder_follows_from_the_names(argv, folder):
+    config = named(*argv)[1]
+    assert config.out_dir == folder and ("out_dir" in config.given) == any("out_dir" in arg for arg in argv)
+
+
+def test_a_config_made_without_names_has_a_folder_too():
+    assert TrainConfig().out_dir == "out/gpt" and TrainConfig(out_dir="x").for_recipe("gpt2").out_dir == "x"
+
+
+def test_what_is_wrong_with_scale_and_mechanism_is_one_line(config_file):
+    assert refused("--scale=tniy", "--n_head=7") == [
+        "command line: scale='tniy' is not tiny, small, paper or None; did you mean tiny?"]
+    assert refused("--mechanism=mohh,agency") == ["command line: unknown mechanism mohh; did you mean moh?"]
+    assert refused("--mechanism=sentinl_l0") == [
+        "command line: unknown mechanism sentinl_l0; did you mean sentinel_l0?"]
+    line, = refused("--mechanism=zzz")
+    assert line == f"command line: unknown mechanism zzz; there are {', '.join(flags_by_name())}"
+    assert refused("--mechanism=acag,agency,acag_elementwise") == [
+        "command line: mechanisms acag and acag_elementwise exclude each other: "
+        "acag='headwise' or 'elementwise'"]
+    path = config_file("mechanism = ['moh', 'sentinal']")
+    assert refused(path, "--n_head=7") == [f"{path}: unknown mechanism sentinal; did you mean sentinel?"]
+    path = config_file("mechanism = 3\nscale = 'huge'")
+    assert refused(path) == [f"{path}: mechanism=3 is not str, list[str] or None",
+                             f"{path}: scale='huge' is not tiny, small, paper or None"]
+    assert refused("--mechanism") == ["command line: --mechanism needs a value (str, list[str] or None)"]
+
+
+def test_without_mechanisms_the_two_keys_do_not_exist():
+    lines = problems("--scale=tiny", "--mechanism=moh")
+    assert [line.split(";")[0] for line in lines] == [f"command line: unknown key {key}"
+                                                      for key in ("scale", "mechanism")]
+    lines = help_text((Presets, GPTConfig), "", flags_by_name()).splitlines()
+    assert "tiny, small, paper or None" in next(line for line in lines if "--scale" in line)
+    at = next(i for i, line in enumerate(lines) if "--mechanism" in line)
+    listed = " ".join(lines[at + 1:lines.index("", at)]).replace(",", " ").split()
+    assert listed == list(flags_by_name())
+
+
+def test_more_wins_over_scale_and_files(config_file):
+    model, _ = named(config_file("scale = 'tiny'\nn_layer = 3"),
+                     more={"variant": dict(n_layer=5, mechanism=["agency"])})
+    assert (model.n_layer, model.n_head, model.agency) == (5, 8, True)
+
+
+@pytest.fixture
+def small(bytes_data, tmp_path, monkeypatch):
+    """Arguments that make any scale small enough to train; out/ is in a temporary folder."""
+    monkeypatch.chdir(tmp_path)
+    sizes = dict(n_layer=2, n_head=8, n_embd=32, block_size=16, batch_size=4, eval_tokens=64, warmup_iters=0)
+    return [f"--dataset={bytes_data}", "--device=cpu", *(f"--{key}={value}" for key, value in sizes.items())]
+
+
+def test_a_run_by_names_goes_on_and_is_scored(small, capsys):
+    run = ["--scale=tiny", "--mechanism=moh,acag", *small]
+    main([*run, "--max_iters=2"])
+    main([*run, "--max_iters=3", "--resume"])
+    assert "going on at step 2 of 3 in out/tiny-moh+acag" in capsys.readouterr().out
+    main([*run, "--eval_only"])
+    main([*small[:2], "--eval_only", "--eval_tokens=64", "--out_dir=out/tiny-moh+acag"])
+
+
+def test_names_that_contradict_a_checkpoint_are_refused(small):
+    """Flags out of a scale or a mechanism are given flags, where a model is read from disk, too."""
+    main(["--scale=tiny", "--mechanism=moh,acag", *small, "--max_iters=1"])
+    here, it = "--out_dir=out/tiny-moh+acag", "--init_from=out/tiny-moh+acag"
+    for argv, words in [
+        ([*small, "--mechanism=agency", "--eval_only", here], "agency=True here is False there"),
+        ([*small, "--mechanism=moh,agency", it], "agency=True here is False there"),
+        ([*small, "--mechanism=moh", "--resume", here], "acag=None here is 'headwise' there"),
+        ([*small[:2], it], "n_layer=4 here is 2 there"),
+    ]:
+        with pytest.raises(SystemExit) as e:
+            main(["--scale=tiny", *argv])
+        assert "holds another model" in e.value.code and words in e.value.code
+
+
+def test_dropout_that_a_mechanism_takes_away_is_said(small, capsys):
+    main(["--scale=paper", "--mechanism=window", *small, "--max_iters=1"])
+    assert capsys.readouterr().out.startswith("no dropout on the attention weights, ")
+    main(["--scale=paper", "--mechanism=agency", *small, "--max_iters=1"])
+    assert "no dropout" not in capsys.readouterr().out
+
+
+def test_all_is_the_corrected_form_of_all_seven():
+    assert named("config/all.py")[0] == replace(named("--scale=tiny")[0], attn_dropout=0.0, **ALL_ON)
+
+
+@pytest.mark.parametrize("argv, count", [
+    (["config/paper.py"], 90_397_440), (["--scale=paper", "--mechanism=routing_inf"], 93_996_432)])
+def test_the_pair_at_paper_scale_has_the_size_of_its_write_up(argv, count):
     with torch.device("meta"):
-        model = GPT(replace(shipped(name)[0], vocab_size=6064))
+        model = GPT(replace(named(*argv)[0], vocab_size=6064))
     assert model.num_params() == count and model.num_params(non_embedding=True) == count - 1024 * 768
 
 
-def test_a_config_starts_from_another_wherever_train_runs_and_whatever_else_is_called_config(tmp_path):
+def test_a_config_starts_from_another_whatever_else_is_called_config(tmp_path):
     (tmp_path / "config").mkdir()
     (tmp_path / "config/__init__.py").write_text("")
-    done = subprocess.run([sys.executable, str(ROOT / "train.py"), "config/tiny_all.py", "--n_layer=x"], cwd=tmp_path,
-                          env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
-    assert done.stderr.splitlines()[0] == "train: command line: n_layer='x' is not int" and "config/" not in done.stderr
+    (tmp_path / "mine.py").write_text("from config.tiny import *\n\nagency = True\n")
+    for argv in (["mine.py"], ["config/all.py"]):  # where the data is not prepared, a second line says so
+        done = subprocess.run([sys.executable, str(ROOT / "train.py"), *argv, "--n_layer=x"], cwd=tmp_path,
+                              env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+        assert done.stderr.splitlines()[0] == "train: command line: n_layer='x' is not int"
+        assert "no config" not in done.stderr and "Error" not in done.stderr
 
 
 # ---- what does not ----
@@ -191,23 +412,24 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(config_file):
     assert problems("--zzz", "5") == ["command line: unknown key zzz; --help lists the keys"]
 
 
-@pytest.mark.parametrize("theirs,ours", [("learning_rate=1e-3", "lr"), ("gradient_accumulation_steps=8", "grad_accum"),
-                                         ("decay_lr=True", "schedule"), ("eval_iters=200", "eval_tokens"), ("backend=nccl", "device"),
-                                         ("always_save_checkpoint=False", "save_interval")])
+@pytest.mark.parametrize("theirs,ours", [
+    ("learning_rate=1e-3", "lr"), ("gradient_accumulation_steps=8", "grad_accum"),
+    ("decay_lr=True", "schedule"), ("eval_iters=200", "eval_tokens"),
+    ("backend=nccl", "device"), ("always_save_checkpoint=False", "save_interval")])
 def test_nanogpts_names_are_translated(theirs, ours):
     line, = problems(f"--{theirs}", classes=(GPTConfig, TrainConfig))
     assert f"nanoGPT's {theirs.split('=')[0]} is {ours} " in line
 
 
-@pytest.mark.parametrize("arg", ["--lr=fast", "--lr=nan", "--lr=inf", "--width=1.5", "--width=True", "--width=[1]", "--fast=maybe",
-                                 "--layers=a,b"])
+@pytest.mark.parametrize("arg", ["--lr=fast", "--lr=nan", "--lr=inf", "--width=1.5", "--width=True",
+                                 "--width=[1]", "--fast=maybe", "--layers=a,b"])
 def test_a_wrong_type_is_refused(arg):
     line, = problems(arg)
     assert line.startswith(f"command line: {arg[2:].split('=')[0]}=") and " is not " in line
 
 
-@pytest.mark.parametrize("line", ["lr = 'fast'", "lr = True", "lr = float('nan')", "width = 1.5", "tags = 'a'", "tags = [1]", "fast = 1",
-                                  "name = None", "layers = [1.5]"])
+@pytest.mark.parametrize("line", ["lr = 'fast'", "lr = True", "lr = float('nan')", "width = 1.5",
+                                  "tags = 'a'", "tags = [1]", "fast = 1", "name = None", "layers = [1.5]"])
 def test_a_wrong_type_in_a_file_is_refused(config_file, line):
     path = config_file(line)
     got, = problems(path)
@@ -220,10 +442,16 @@ def test_a_key_without_its_value_is_refused():
 
 def test_all_problems_come_at_once(config_file):
     path = config_file("heds = 2\nlr = -1\nname = 3")
-    assert problems(path, "--fast=maybe", "--lrr=1", "--note", together=lambda sizes, s: ["together they are wrong"]) == [
-        f"{path}: unknown key heds; did you mean heads?", f"{path}: name=3 is not str", "command line: fast='maybe' is not bool",
-        "command line: unknown key lrr; did you mean lr?", "command line: --note needs a value (str or None)", "together they are wrong"]
-    assert problems("--width=9", "--lr=0") == ["width=9 must be a multiple of heads=2", "lr=0.0 must be positive"]
+    argv = [path, "--fast=maybe", "--lrr=1", "--note"]
+    assert problems(*argv, together=lambda sizes, s: ["together they are wrong"]) == [
+        f"{path}: unknown key heds; did you mean heads?",
+        f"{path}: name=3 is not str",
+        "command line: fast='maybe' is not bool",
+        "command line: unknown key lrr; did you mean lr?",
+        "command line: --note needs a value (str or None)",
+        "together they are wrong"]
+    assert problems("--width=9", "--lr=0") == ["width=9 must be a multiple of heads=2",
+                                               "lr=0.0 must be positive"]
 
 
 def test_a_default_that_stands_in_for_a_wrong_value_is_not_blamed():
@@ -234,13 +462,46 @@ def test_a_missing_config_file_is_one_line(config_file):
     assert problems("config/nowhere.py")[0].startswith("no config file config/nowhere.py")
     assert problems("lr=3") == ["no config file lr=3; a key takes two dashes: --lr=3"]
     assert problems("-lr=3") == ["no config file -lr=3; a key takes two dashes: --lr=3"]
-    near = [p for p in CONFIGS if p.stem == "demo"]
-    assert not near or problems("config/demmo.py") == ["no config file config/demmo.py; did you mean config/demo.py?"]
+    assert problems("config/demmo.py") == ["no config file config/demmo.py; did you mean config/demo.py?"]
+
+
+@pytest.mark.parametrize("name,meant", [
+    ("routng", "routing"), ("uent", "unet"), ("outputgate", "output_gate"),
+                                        ("constraints", "constraint"), ("acg", "acag"),
+    ("shakespeare_mod", "shakespeare_modern"), ("gpt2", "train_gpt2"), ("tinny", "tiny"),
+    ("nosuch", None), ("nowhere", None), ("tiny_moh", None), ("mine", None), ("x", None)])
+def test_only_near_files_are_suggested(name, meant):
+    line, = problems(f"config/{name}.py")
+    assert line == f"no config file config/{name}.py" + (f"; did you mean config/{meant}.py?"
+                                                         if meant else "")
+
+
+@pytest.mark.parametrize("name,meant", [
+    ("nlayer", "n_layer"), ("n_layers", "n_layer"), ("batchsize", "batch_size"),
+                                        ("sched", "schedule"), ("blok_sise", "block_size"),
+    ("N_EMBD", "n_embd"), ("warmup", "warmup_iters"), ("clip", "grad_clip"),
+                                        ("lrr", "lr"), ("dtpye", "dtype"),
+    ("wandb", None), ("epochs", None), ("iters", None), ("temperature", None),
+                                        ("l", "lr"), ("zzz", None), ("model", None)])
+def test_only_near_keys_are_suggested(name, meant):
+    line, = problems(f"--{name}=1", classes=(GPTConfig, TrainConfig))
+    assert line == f"command line: unknown key {name}; " + (f"did you mean {meant}?"
+                                                            if meant else "--help lists the keys")
+
+
+def test_a_letter_too_few_too_many_or_swapped_is_near_to_every_key_and_mechanism():
+    for names in (configurator.keys_of((GPTConfig, TrainConfig)), flags_by_name()):
+        for name in names:
+            for typo in (name[:2] + name[3:], name[:2] + "q" + name[2:],
+                         name[:1] + name[2:3] + name[1:2] + name[3:]):
+                if typo not in names and len(name) > 2:
+                    assert near(typo, names), (name, typo)
 
 
 @pytest.mark.parametrize("text,words", [("lr = 1\nx = (", "line 2: SyntaxError: '(' was never closed"),
                                         ("lr = 1\nname = foo", "line 2: NameError"),
-                                        ("import nowhere_at_all", "line 1: ModuleNotFoundError"), ("\0", ": "),
+                                        ("import nowhere_at_all", "line 1: ModuleNotFoundError"),
+                                        ("\0", ": "),
                                         ("raise ValueError('a\\nb')", "line 1: ValueError: a b")])
 def test_a_broken_config_file_is_one_line(config_file, text, words):
     path = config_file(text)
@@ -249,10 +510,13 @@ def test_a_broken_config_file_is_one_line(config_file, text, words):
 
 
 def test_impossible_values_of_the_real_configs_come_at_once(bytes_data):
-    bad = problems("--n_embd=10", "--n_head=3", "--dropout=1.5", "--recipe=old", "--optimizer=sgd", "--lr=-1", "--warmup_iters=30",
-                   "--max_iters=20", "--block_size=15000", f"--dataset={bytes_data}", "--vocab_size=5", "--resume", "--overwrite",
+    bad = problems("--n_embd=10", "--n_head=3", "--dropout=1.5",
+                   "--recipe=old", "--optimizer=sgd", "--lr=-1", "--warmup_iters=30",
+                   "--max_iters=20", "--block_size=15000", f"--dataset={bytes_data}",
+                   "--vocab_size=5", "--resume", "--overwrite",
                    classes=(GPTConfig, TrainConfig), together=conflicts)
-    for words in ("n_embd=10 must be a multiple of n_head=3", "dropout=1.5", "recipe='old'", "optimizer='sgd'", "lr=-1.0",
+    for words in ("n_embd=10 must be a multiple of n_head=3",
+                  "dropout=1.5", "recipe='old'", "optimizer='sgd'", "lr=-1.0",
                   "warmup_iters=30", "block_size=15000 needs at least 30,000 tokens of train", "of val",
                   "vocab_size=5 is smaller than sums's 256", "overwrite=True"):
         assert sum(words in line for line in bad) == 1, (words, bad)
@@ -260,12 +524,14 @@ def test_impossible_values_of_the_real_configs_come_at_once(bytes_data):
 
 
 def test_values_that_conflict_only_after_the_defaults_are_filled_in_are_refused(bytes_data):
-    assert problems("--min_lr=1", f"--dataset={bytes_data}", "--block_size=16", classes=(GPTConfig, TrainConfig), together=conflicts) \
+    assert problems("--min_lr=1", f"--dataset={bytes_data}",
+                    "--block_size=16", classes=(GPTConfig, TrainConfig), together=conflicts) \
         == ["min_lr=1.0 must not be above lr=0.001"]
 
 
 def test_nanogpts_init_from_is_explained(bytes_data):
-    assert problems("--init_from=resume", f"--dataset={bytes_data}", classes=(GPTConfig, TrainConfig), together=conflicts) \
+    assert problems("--init_from=resume", f"--dataset={bytes_data}",
+                    classes=(GPTConfig, TrainConfig), together=conflicts) \
         == ["init_from='resume' must be a checkpoint; to go on with a run there is --resume"]
 
 
@@ -309,11 +575,13 @@ def test_every_key_of_the_real_configs_has_a_comment():
 
 def test_the_script_runs_from_any_folder_and_ends_without_a_traceback(tmp_path):
     def train(*argv):
-        return subprocess.run([sys.executable, str(ROOT / "train.py"), *argv], cwd=tmp_path, capture_output=True, text=True)
+        return subprocess.run([sys.executable, str(ROOT / "train.py"), *argv],
+                              cwd=tmp_path, capture_output=True, text=True)
     done = train("--help")
     assert done.returncode == 0 and "--n_layer" in done.stdout and not done.stderr
     done = train("--lrr=1", "--n_layer=x")
     assert done.returncode == 1 and done.stdout == ""
     lines = done.stderr.splitlines()  # where the default dataset is not prepared, a third line says so
-    assert lines[:2] == ["train: command line: unknown key lrr; did you mean lr?", "train: command line: n_layer='x' is not int"]
+    assert lines[:2] == ["train: command line: unknown key lrr; did you mean lr?",
+                         "train: command line: n_layer='x' is not int"]
     assert all(line.startswith("train: dataset shakespeare_char is not prepared") for line in lines[2:])

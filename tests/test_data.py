@@ -1,4 +1,4 @@
-"""The data scripts: exact counts, refusals by name, atomic writing, verified second runs, downloads. Never into data/."""
+"""The data scripts: exact counts, refusals by name, whole files, verified second runs, downloads."""
 import gzip
 import http.server
 import importlib
@@ -17,7 +17,7 @@ from time import perf_counter
 import numpy as np
 import pytest
 
-from data import common, prepare_text, sources
+from data import prepare_text, sources, writing
 from common import UserError
 from data.sources import File
 from tokenizer import Tokenizer
@@ -34,7 +34,7 @@ def elsewhere(tmp_path, monkeypatch):
     """No script sees this machine's data: downloads go to a temporary folder, $NANOHEADS_DATA is unset."""
     monkeypatch.delenv("NANOHEADS_DATA", raising=False)
     (tmp_path / "home").mkdir()
-    for module in (sources, common, SCRIPTS["enwik8"]):
+    for module in (sources, writing, SCRIPTS["enwik8"]):
         monkeypatch.setattr(module, "HOME", tmp_path / "home")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     sources.digest.cache_clear()
@@ -43,7 +43,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def corpora(*names):
-    """The folder of real corpora: $NANOHEADS_DATA, else a sibling folder of real corpora; else the test is skipped."""
+    """The folder of real corpora: $NANOHEADS_DATA, else a sibling folder; else the test is skipped."""
     folder = Path(REAL).resolve()
     for name in names:
         if not (folder / name).exists():
@@ -64,7 +64,8 @@ def load(out):
     """meta.json and the three splits of a data folder, each checked against the other."""
     meta = json.loads((out / "meta.json").read_text())
     bins = {s: np.fromfile(out / f"{s}.bin", dtype=meta["dtype"]) for s in ("train", "val", "test")}
-    assert sorted(p.name for p in out.iterdir()) == ["meta.json", "test.bin", "train.bin", "val.bin"]  # nothing left over
+    # nothing left over
+    assert sorted(p.name for p in out.iterdir()) == ["meta.json", "test.bin", "train.bin", "val.bin"]
     for split, ids in bins.items():
         assert len(ids) == meta["splits"][split]["tokens"] and ids.max() < meta["vocab_size"]
         assert sources.digest.__wrapped__(out / f"{split}.bin")["sha256"] == meta["splits"][split]["sha256"]
@@ -102,10 +103,12 @@ def test_shakespeare_char_has_nanogpt_counts(tmp_path, capsys):
     meta, bins = load(tmp_path / "out")
     assert counts(meta) == (1_003_854, 111_540, 111_540) and meta["vocab_size"] == len(meta["vocab"]) == 65
     assert meta["vocab"] == sorted(meta["vocab"]) and meta["separator"] == 0 and meta["vocab"][0] == "\n"
-    assert (bins["val"] == bins["test"]).all() and "test is val" in meta["note"] and "test is val" in capsys.readouterr().out
+    assert (bins["val"] == bins["test"]).all() and "test is val" in meta["note"]
+    assert "test is val" in capsys.readouterr().out
     text = (source / "tinyshakespeare/input.txt").read_text()
     assert Tokenizer.from_meta(meta).decode(np.concatenate([bins["train"], bins["val"]])) == text
-    assert meta["source"] == {"file": "input.txt", "bytes": 1_115_394, "sha256": SCRIPTS["shakespeare_char"].TEXT.sha256}
+    assert meta["source"] == {"file": "input.txt", "bytes": 1_115_394,
+                              "sha256": SCRIPTS["shakespeare_char"].TEXT.sha256}
 
 
 def test_shakespeare_has_nanogpt_counts(tmp_path, gpt2):
@@ -122,15 +125,18 @@ def test_wikitext2_has_its_published_counts(tmp_path, gpt2):
     meta, _ = load(tmp_path / "bpe")
     assert counts(meta) == (2_448_382, 258_659, 295_877) and meta["name"] == "wikitext2"
     byte, bins = load(tmp_path / "byte")
-    assert counts(byte) == counts(byte, "bytes") == counts(meta, "bytes") == (10_797_148, 1_121_681, 1_256_449)
-    assert counts(byte, "chars") == counts(meta, "chars") and byte["name"] == "wikitext2_byte" and "vocab" not in byte
+    assert counts(byte) == counts(byte, "bytes") == counts(meta, "bytes")
+    assert counts(byte) == (10_797_148, 1_121_681, 1_256_449)
+    assert counts(byte, "chars") == counts(meta, "chars") and byte["name"] == "wikitext2_byte"
+    assert "vocab" not in byte
     with gzip.open(corpora("wikitext-2") / "wikitext-2/test.txt.gz") as f:
         assert f.read() == bins["test"].tobytes()
 
 
 def test_enwiki15_reads_xz(tmp_path, monkeypatch):
     script, folder = SCRIPTS["enwiki15"], corpora("enwiki15")
-    monkeypatch.setattr(script, "FILES", {s: script.FILES["test"] for s in ("train", "val", "test")})  # the small one only
+    # the small one only
+    monkeypatch.setattr(script, "FILES", {s: script.FILES["test"] for s in ("train", "val", "test")})
     script.main([f"--source={folder}", f"--out={tmp_path / 'out'}"])
     assert counts(load(tmp_path / "out")[0]) == (5_972_296,) * 3
 
@@ -138,7 +144,8 @@ def test_enwiki15_reads_xz(tmp_path, monkeypatch):
 def test_enwiki15_without_a_copy_says_so_in_one_line():
     env = {k: v for k, v in os.environ.items() if k != "NANOHEADS_DATA"}
     for more in ([], ["--source=/nowhere"]):
-        done = subprocess.run([sys.executable, ROOT / "data/enwiki15/prepare.py", "--out=/nowhere/out", *more], env=env,
+        done = subprocess.run([sys.executable, ROOT / "data/enwiki15/prepare.py",
+                               "--out=/nowhere/out", *more], env=env,
                               capture_output=True, text=True, cwd="/")
         if (ROOT / "data/enwiki15/train.txt.xz").exists():
             pytest.skip("data/enwiki15/ holds a copy")
@@ -174,9 +181,11 @@ def test_enwik8_is_cut_in_bytes_from_any_form(tmp_path, form, monkeypatch):
     SCRIPTS["enwik8"].main([f"--out={tmp_path / 'out'}"] + ([] if form == "folder" else [f"--source={path}"]),
                            sizes=sizes, file=file)
     meta, bins = load(tmp_path / "out")
-    assert counts(meta) == counts(meta, "bytes") == sizes and meta["dtype"] == "uint8" and meta["separator"] == 10
+    assert counts(meta) == counts(meta, "bytes") == sizes and meta["dtype"] == "uint8"
+    assert meta["separator"] == 10
     assert b"".join(bins[s].tobytes() for s in bins) == TEXT8
-    assert sum(counts(meta, "chars")) == len(TEXT8.decode()) and meta["name"] == "enwik8" and "note" not in meta
+    assert sum(counts(meta, "chars")) == len(TEXT8.decode()) and meta["name"] == "enwik8"
+    assert "note" not in meta
 
 
 def test_enwik8_char_is_cut_in_characters(tmp_path, monkeypatch):
@@ -195,11 +204,13 @@ def test_a_foreign_source_never_passes_for_enwik8(tmp_path):
     path, main = text_file(tmp_path / "some"), SCRIPTS["enwik8"].main
     refused(lambda: main([f"--source={path}", f"--out={tmp_path / 'out'}"]), str(path), "100,000,000")
     same_size = replace(SCRIPTS["enwik8"].ENWIK8, bytes=path.stat().st_size)
-    refused(lambda: main([f"--source={path}", f"--out={tmp_path / 'out'}"], file=same_size), str(path), "sha256", "replace it")
+    refused(lambda: main([f"--source={path}", f"--out={tmp_path / 'out'}"], file=same_size),
+            str(path), "sha256", "replace it")
     refused(lambda: main([f"--source={path}", f"--out={tmp_path / 'out'}", "--split=1,2,3"]), "--no-verify")
     refused(lambda: main([f"--source={path}", f"--out={tmp_path / 'out'}", "--no-verify"]), "--split")
     for sizes in ("4000,200,99", "4000,200,101"):  # 4,300 bytes
-        refused(lambda: main([f"--source={path}", f"--out={tmp_path / 'out'}", "--no-verify", f"--split={sizes}"]), "test")
+        refused(lambda: main([f"--source={path}", f"--out={tmp_path / 'out'}",
+                              "--no-verify", f"--split={sizes}"]), "test")
     assert not list((tmp_path / "out").glob("*"))
     main([f"--source={path}", f"--out={tmp_path / 'out'}", "--no-verify", "--split=4000,200,100"])
     meta, _ = load(tmp_path / "out")
@@ -214,17 +225,21 @@ def test_enwik8_facts():
 
 # ---- sources that are refused by name ----
 
-@pytest.mark.parametrize("damage", ["empty", "short", "wrong", "gz cut off", "gz rotten", "xz cut off", "xz rotten", "no zip"])
+@pytest.mark.parametrize("damage", ["empty", "short", "wrong", "gz cut off", "gz rotten", "xz cut off",
+                                    "xz rotten", "no zip"])
 def test_bad_sources_are_refused_by_name(tmp_path, damage):
     whole = TEXT8 * 3
     _, file = as_enwik8(tmp_path, whole)
     kind = damage.split()[0] if damage[:2] in ("gz", "xz") else "zip" if damage == "no zip" else "txt"
     packed = {"gz": gzip.compress, "xz": lzma.compress}.get(kind, bytes)(whole)
-    content = {"empty": b"", "short": whole[:-1], "wrong": b"x" + whole[1:], "cut off": packed[:-20], "no zip": b"PK",
-               "rotten": packed[:50] + bytes(20) + packed[70:]}[damage if kind in ("txt", "zip") else damage[3:]]
+    content = {"empty": b"", "short": whole[:-1], "wrong": b"x" + whole[1:],
+               "cut off": packed[:-20], "no zip": b"PK",
+               "rotten": packed[:50] + bytes(20) + packed[70:]}
+    content = content[damage if kind in ("txt", "zip") else damage[3:]]
     path = tmp_path / f"source.{kind}"
     path.write_bytes(content)
-    line = refused(lambda: SCRIPTS["enwik8"].main([f"--source={path}", f"--out={tmp_path / 'out'}"], file=file), str(path))
+    line = refused(lambda: SCRIPTS["enwik8"].main([f"--source={path}", f"--out={tmp_path / 'out'}"],
+                                                  file=file), str(path))
     assert {"empty": "is empty", "short": "are expected", "wrong": "sha256"}.get(damage, "damaged") in line
     assert "replace it" in line and not (tmp_path / "out").exists()
 
@@ -246,7 +261,8 @@ def test_wikitext103_takes_a_folder_or_its_zip_and_counts_lines(tmp_path, monkey
     with zipfile.ZipFile(tmp_path / "wikitext-103-v1.zip", "w") as z:
         for split, file in script.FILES.items():
             z.writestr(file.names[0], "word <unk> @-@\n" * lines[split])
-    script.main([f"--source={tmp_path / 'wikitext-103-v1.zip'}", f"--out={tmp_path / 'a'}", "--encoding=byte"])
+    script.main([f"--source={tmp_path / 'wikitext-103-v1.zip'}",
+                 f"--out={tmp_path / 'a'}", "--encoding=byte"])
     zipfile.ZipFile(tmp_path / "wikitext-103-v1.zip").extractall(tmp_path)
     (tmp_path / "wikitext-103-v1.zip").unlink()
     script.main([f"--source={tmp_path}", f"--out={tmp_path / 'b'}", "--encoding=byte"])
@@ -254,7 +270,8 @@ def test_wikitext103_takes_a_folder_or_its_zip_and_counts_lines(tmp_path, monkey
     assert a == b and counts(a) == (750, 105, 135) and a["name"] == "wikitext103_byte"
     text_file(folder / "wiki.valid.tokens", "too\nfew\n")
     sources.digest.cache_clear()
-    refused(lambda: script.main([f"--source={tmp_path}", f"--out={tmp_path / 'c'}"]), "wiki.valid.tokens", "7 are expected")
+    refused(lambda: script.main([f"--source={tmp_path}", f"--out={tmp_path / 'c'}"]),
+            "wiki.valid.tokens", "7 are expected")
 
 
 # ---- writing ----
@@ -282,8 +299,8 @@ def test_second_run_of_a_known_corpus_needs_no_source(tmp_path, capsys):
     assert "already prepared, verified" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("change", ["bin", "short bin", "no bin", "meta", "no meta", "meta of another kind", "source", "share",
-                                    "encoding"])
+@pytest.mark.parametrize("change", ["bin", "short bin", "no bin", "meta", "no meta", "meta of another kind",
+                                    "source", "share", "encoding", "errors"])
 def test_whatever_changed_is_noticed_and_built_anew(tmp_path, capsys, change):
     source, more = text_file(tmp_path / "a.txt"), []
     good, _ = mine(tmp_path, source)
@@ -301,11 +318,12 @@ def test_whatever_changed_is_noticed_and_built_anew(tmp_path, capsys, change):
     if change == "source":
         text_file(source, source.read_text() + "More.\n")
         sources.digest.cache_clear()
-    more += {"share": ["--val=0.1"], "encoding": ["--encoding=char"]}.get(change, [])
+    more += {"share": ["--val=0.1"], "encoding": ["--encoding=char"],
+             "errors": ["--encoding=char", "--errors=replace"]}.get(change, [])
     capsys.readouterr()
     meta, _ = mine(tmp_path, source, *more)
     assert "already prepared" not in capsys.readouterr().out
-    assert (meta == good) == (change not in ("source", "share", "encoding"))
+    assert (meta == good) == (change not in ("source", "share", "encoding", "errors"))
 
 
 @pytest.mark.parametrize("moment", ["writing", "before renaming", "while renaming"])
@@ -341,15 +359,18 @@ def test_an_interrupted_run_leaves_no_half_folder(tmp_path, monkeypatch, capsys,
 
 def test_a_full_disk_is_one_line(tmp_path):
     source = text_file(tmp_path / "a.txt", b"x" * 3_000_000)
-    command = f"ulimit -f 1000; exec {sys.executable} {ROOT / 'data/prepare_text.py'} --source={source} --out={tmp_path / 'o'}"
+    command = f"ulimit -f 1000; exec {sys.executable} {ROOT / 'data/prepare_text.py'} --source={source}"
+    command += f" --out={tmp_path / 'o'}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd="/")
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
-    assert str(tmp_path / "o") in done.stderr and "make room" in done.stderr and not list((tmp_path / "o").iterdir())
+    assert str(tmp_path / "o") in done.stderr and "make room" in done.stderr
+    assert not list((tmp_path / "o").iterdir())
 
 
 def test_an_impossible_folder_is_one_line(tmp_path):
     source = text_file(tmp_path / "a.txt")
-    done = subprocess.run([sys.executable, ROOT / "data/prepare_text.py", f"--source={source}", f"--out={source}/out"],
+    done = subprocess.run([sys.executable, ROOT / "data/prepare_text.py",
+                           f"--source={source}", f"--out={source}/out"],
                           capture_output=True, text=True, cwd="/")
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and f"{source}/out" in done.stderr
 
@@ -422,7 +443,8 @@ def test_a_bad_download_is_refused_and_leaves_nothing(server, tmp_path, path, wo
 
 
 def test_a_server_that_is_down_is_one_short_line(tmp_path):
-    line = refused(lambda: sources.find(remote("http://127.0.0.1:9", tmp_path, "/x")), "http://127.0.0.1:9/x", "by hand")
+    line = refused(lambda: sources.find(remote("http://127.0.0.1:9", tmp_path, "/x")),
+                   "http://127.0.0.1:9/x", "by hand")
     assert len(line) < 250
 
 
@@ -432,9 +454,11 @@ def test_a_download_in_a_zip_is_unpacked(server, tmp_path, monkeypatch):
     monkeypatch.setattr(Server, "data", (tmp_path / "a.zip").read_bytes())
     _, file = as_enwik8(tmp_path)
     packed = sources.digest.__wrapped__(text_file(tmp_path / "b", Server.data))
-    file = replace(file, archive=File(("enwik8/enwik8.zip",), packed["sha256"], packed["bytes"], url=server + "/good"))
+    file = replace(file, archive=File(("enwik8/enwik8.zip",),
+                                      packed["sha256"], packed["bytes"], url=server + "/good"))
     SCRIPTS["enwik8"].main([f"--out={tmp_path / 'out'}"], sizes=(len(TEXT8) - 20, 10, 10), file=file)
-    assert sum(counts(load(tmp_path / "out")[0])) == len(TEXT8) and (sources.HOME / "enwik8/enwik8.zip").is_file()
+    assert sum(counts(load(tmp_path / "out")[0])) == len(TEXT8)
+    assert (sources.HOME / "enwik8/enwik8.zip").is_file()
 
 
 def test_gpt2_files_are_kept_so_that_later_runs_need_no_folder(tmp_path, monkeypatch):
@@ -470,7 +494,8 @@ def test_pystdlib_is_the_same_every_time_and_quick(tmp_path):
 
 
 def test_pystdlib_splits_by_file(tmp_path):
-    for name in ("a.py", "pkg/b.py", "pkg/test/c.py", "site-packages/d.py", "__pycache__/e.py", "_sysconfigdata_x.py"):
+    for name in ("a.py", "pkg/b.py", "pkg/test/c.py", "site-packages/d.py",
+                 "__pycache__/e.py", "_sysconfigdata_x.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         text_file(tmp_path / name, f"name = {name!r}\n")
     text_file(tmp_path / "latin.py", "# é\n".encode("latin-1"))
@@ -479,13 +504,15 @@ def test_pystdlib_splits_by_file(tmp_path):
         text_file(tmp_path / f"m{i}.py", "x = 1\n")
     SCRIPTS["pystdlib"].main([f"--source={tmp_path}", f"--out={tmp_path / 'out'}"])
     _, bins = load(tmp_path / "out")
-    names = [set(line for line in ids.tobytes().splitlines() if line.startswith(b"# ----")) for ids in bins.values()]
+    names = [set(line for line in ids.tobytes().splitlines() if line.startswith(b"# ----"))
+             for ids in bins.values()]
     assert len(set.union(*names)) == sum(map(len, names)) == 302  # each file in one split
     assert len(names[0]) > 240 and min(map(len, names)) > 3
 
 
 def test_pystdlib_without_files_says_so(tmp_path):
-    refused(lambda: SCRIPTS["pystdlib"].main([f"--source={tmp_path}", f"--out={tmp_path / 'out'}"]), str(tmp_path), "no .py")
+    refused(lambda: SCRIPTS["pystdlib"].main([f"--source={tmp_path}", f"--out={tmp_path / 'out'}"]),
+            str(tmp_path), "no .py")
 
 
 # ---- any text ----
@@ -495,11 +522,14 @@ def test_any_text_in_any_encoding(tmp_path, encoding, request):
     if encoding == "gpt2":
         request.getfixturevalue("gpt2")
     text = "naïve — 日本語\n" * 400
-    meta, bins = mine(tmp_path, text_file(tmp_path / "a.txt", text), f"--encoding={encoding}", "--val=0.1", "--test=0.2")
+    meta, bins = mine(tmp_path, text_file(tmp_path / "a.txt", text),
+                      f"--encoding={encoding}", "--val=0.1", "--test=0.2")
     tok = Tokenizer.from_meta(meta)
     assert b"".join(tok.decode_bytes(ids) for ids in bins.values()) == text.encode()
-    assert meta["encoding"] == encoding and meta["name"] == "mine" and sum(counts(meta, "bytes")) == len(text.encode())
-    assert counts(meta, "chars" if encoding != "byte" else "bytes")[2] == int(0.2 * len(text if encoding != "byte" else text.encode()))
+    assert meta["encoding"] == encoding and meta["name"] == "mine"
+    assert sum(counts(meta, "bytes")) == len(text.encode())
+    cut_in = ("bytes", text.encode()) if encoding == "byte" else ("chars", text)
+    assert counts(meta, cut_in[0])[2] == int(0.2 * len(cut_in[1]))
 
 
 def test_a_folder_of_texts_is_read_in_order_of_name(tmp_path):
@@ -510,8 +540,10 @@ def test_a_folder_of_texts_is_read_in_order_of_name(tmp_path):
     text_file(folder / "ignored.md")
     (folder / "d.txt.gz").write_bytes(gzip.compress(b"d" * 100))
     meta, bins = mine(tmp_path, folder)
-    assert b"".join(ids.tobytes() for ids in bins.values()) == b"a" * 100 + b"b" * 100 + b"c" * 100 + b"d" * 100
-    assert meta["source"]["file"] == ["a.txt", "b.txt", "c.txt", "d.txt.gz"] and meta["source"]["bytes"] == 400
+    text = b"".join(ids.tobytes() for ids in bins.values())
+    assert text == b"a" * 100 + b"b" * 100 + b"c" * 100 + b"d" * 100
+    assert meta["source"]["file"] == ["a.txt", "b.txt", "c.txt", "d.txt.gz"]
+    assert meta["source"]["bytes"] == 400
 
 
 def test_bytes_need_not_be_text(tmp_path):
@@ -532,20 +564,72 @@ def test_unusable_texts_are_refused_in_one_line(tmp_path, monkeypatch):
     assert "too small" in run(text_file(tmp_path / "small.txt", "tiny"))
     assert "--val" in run(text_file(tmp_path / "a.txt"), "--val=0.6", "--test=0.5")
     assert "--val" in run(text_file(tmp_path / "a.txt"), "--val=0")
-    latin = text_file(tmp_path / "latin.txt", b"x" * 1999 + "é".encode() + "é".encode("latin-1") + b"x" * 1000)
+    latin = text_file(tmp_path / "latin.txt", b"x" * 1999 + "é".encode() + b"\xe9" + b"x" * 1000)
     for encoding in ("char", "gpt2"):
         line = run(latin, f"--encoding={encoding}")
-        assert "latin.txt" in line and "not UTF-8 at byte 2,001" in line and "--encoding=byte" in line
-    assert "at byte 2,000" in run(text_file(tmp_path / "cut.txt", b"x" * 2000 + "é".encode()[:1]), "--encoding=char")
+        assert "latin.txt" in line and "not UTF-8 at byte 2,001" in line
+        assert line.endswith("; convert it, or take --errors=replace or --encoding=byte")
+    assert "at byte 2,000" in run(text_file(tmp_path / "cut.txt", b"x" * 2000 + "é".encode()[:1]),
+                                  "--encoding=char")
     assert "--out" in refused(lambda: prepare_text.main([f"--source={tmp_path}"]))
     assert "--source" in refused(lambda: prepare_text.main([f"--out={tmp_path}"]))
     assert not list((tmp_path / "mine").glob("*"))
 
 
+@pytest.mark.parametrize("encoding", ["char", "gpt2"])
+@pytest.mark.parametrize("block", [7, 1 << 22])
+def test_what_is_not_utf8_is_replaced_and_counted(tmp_path, encoding, block, request, monkeypatch, capsys):
+    if encoding == "gpt2":
+        request.getfixturevalue("gpt2")
+    monkeypatch.setattr(sources, "BLOCK", block)  # blocks end inside characters
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    text_file(folder / "a.txt", "naïve — 日本語 \ufffd\n" * 50)  # whole, and U+FFFD of its own is not counted
+    # a lone byte of Latin-1, a stray continuation, a character cut short, surrogates, and the end cut short
+    broken = "naïve caf".encode() + b"\xe9 \x80 \xe6\x97" + b" \xed\xb2\x80 ok" * 20 + b" \xe6\x97"
+    text_file(folder / "b.txt", broken)
+    argv = [f"--encoding={encoding}", "--errors=replace", "--val=0.2", "--test=0.2"]
+    meta, bins = mine(tmp_path, folder, *argv)
+    tok, strays = Tokenizer.from_meta(meta), 1 + 1 + 2 + 3 * 20 + 2
+    text = b"".join(tok.decode_bytes(ids) for ids in bins.values()).decode()
+    want = (folder / "a.txt").read_text() + broken.decode("utf-8", "surrogateescape")
+    assert text == "".join("\ufffd" if "\udc80" <= c <= "\udcff" else c for c in want)
+    assert text.count("\ufffd") == 50 + strays
+    assert meta["options"] == {"val": 0.2, "test": 0.2, "errors": "replace"}
+    assert meta["note"] == ("bytes that are not UTF-8, replaced by U+FFFD, which counts as 3 bytes: "
+                            f"{strays}, the first at byte 10 of b.txt")
+    assert f"note: {meta['note']}" in capsys.readouterr().out
+    assert sum(counts(meta, "bytes")) == len(text.encode())
+    assert counts(meta, "chars")[1:] == (int(0.2 * len(text)),) * 2
+
+
+def test_replacing_in_a_text_that_is_whole_changes_nothing(tmp_path):
+    source = text_file(tmp_path / "a.txt", "naïve\n" * 100)
+    plain, before = mine(tmp_path, source, "--encoding=char")
+    meta, bins = mine(tmp_path, source, "--encoding=char", "--errors=replace")
+    assert all((bins[split] == before[split]).all() for split in bins) and "note" not in meta
+    assert meta == {**plain, "options": {**plain["options"], "errors": "replace"}}
+
+
+def test_bytes_need_no_replacing_which_is_said(tmp_path, capsys):
+    data = bytes(range(256)) * 10
+    meta, bins = mine(tmp_path, text_file(tmp_path / "a.bin", data), "--errors=replace")
+    assert b"".join(ids.tobytes() for ids in bins.values()) == data and "note" not in meta
+    assert capsys.readouterr().out.startswith("--errors=replace changes nothing here: with --encoding=byte")
+    assert "errors" not in meta["options"]
+
+
+def test_a_corpus_script_does_not_name_an_option_it_lacks(tmp_path):
+    path = text_file(tmp_path / "some", b"caf\xe9" * 100)
+    line = refused(lambda: SCRIPTS["enwik8_char"].main([f"--source={path}", f"--out={tmp_path / 'out'}",
+                                                        "--no-verify", "--split=200,50,50"]))
+    assert line == f"{path}: is not UTF-8 at byte 3; convert it"
+
+
 # ---- openwebtext ----
 
 def arguments(tmp_path):
-    return common.arguments("", "openwebtext", ["gpt2"], [f"--out={tmp_path / 'out'}"])
+    return writing.arguments("", "openwebtext", ["gpt2"], [f"--out={tmp_path / 'out'}"])
 
 
 def test_openwebtext_documents_end_in_end_of_text(tmp_path, gpt2):
@@ -584,7 +668,8 @@ def test_openwebtext_says_what_it_lacks(tmp_path, monkeypatch):
     script = SCRIPTS["openwebtext"]
     monkeypatch.setitem(sys.modules, "datasets", None)  # importing it fails
     refused(lambda: next(script.stream([])), "pip install datasets")
-    refused(lambda: script.main([f"--source={tmp_path}", f"--out={tmp_path / 'o'}"]), str(tmp_path), ".parquet")
+    refused(lambda: script.main([f"--source={tmp_path}", f"--out={tmp_path / 'o'}"]),
+            str(tmp_path), ".parquet")
 
 
 def test_openwebtext_is_streamed_from_a_fixed_commit(tmp_path, gpt2, monkeypatch, capsys):
@@ -614,5 +699,6 @@ def test_scripts_start_from_any_folder_and_begin_with_their_command(script):
     doc = text.split('"""')[1]
     assert f"python data/{script}" in doc and "ou should see" in doc and len(doc.splitlines()) < 15
     if script in ("pystdlib/prepare.py", "prepare_text.py"):  # the others share their frame
-        done = subprocess.run([sys.executable, ROOT / "data" / script, "--help"], capture_output=True, text=True, cwd="/")
+        done = subprocess.run([sys.executable, ROOT / "data" / script, "--help"],
+                              capture_output=True, text=True, cwd="/")
         assert done.returncode == 0 and "--source" in done.stdout

@@ -4,7 +4,7 @@ enwik8: the first 10^8 bytes of the English Wikipedia dump of 2006-03-03, byte b
 python data/enwik8/prepare.py
 
 You should see 90,000,000 train, 5,000,000 val and 5,000,000 test tokens: the standard split, in bytes.
-A source with another checksum is refused. --no-verify takes it, under another name, noted as not being enwik8:
+A source with another checksum is refused. --no-verify takes it, under another name, noted as not enwik8:
 python data/enwik8/prepare.py --source=some.txt --no-verify --split=9000,500,500
 """
 import sys
@@ -13,18 +13,23 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common import UserError
-from data.common import arguments, prepare, run
+from data.writing import arguments, prepare, run
 from data.sources import HOME, File, cut
 
 ENWIK8 = File(  # its md5 is a1fa5ffddb56f4953e226637dabbb36a
-    ("enwik8/enwik8", "enwik8"), "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8", 100_000_000,
-    archive=File(("enwik8/enwik8.zip", "enwik8.zip"), bytes=36_445_475, url="http://mattmahoney.net/dc/enwik8.zip",
+    ("enwik8/enwik8", "enwik8"),
+    "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8",
+    100_000_000,
+    archive=File(("enwik8/enwik8.zip", "enwik8.zip"), bytes=36_445_475,
+                 url="http://mattmahoney.net/dc/enwik8.zip",
                  sha256="547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"))
 
 
-def main(argv=None, name="enwik8", encoding="byte", sizes=(90_000_000, 5_000_000, 5_000_000), file=ENWIK8, doc=__doc__):
+def main(argv=None, name="enwik8", encoding="byte", sizes=(90_000_000, 5_000_000, 5_000_000),
+         file=ENWIK8, doc=__doc__):
     args = arguments(doc, name, [encoding], argv,
-                     no_verify={"action": "store_true", "help": "take a source that is not enwik8, and note it"},
+                     no_verify={"action": "store_true",
+                                "help": "take a source that is not enwik8, and note it"},
                      split={"metavar": "TRAIN,VAL,TEST", "help": "sizes of its splits, with --no-verify"})
     note = ""
     if args.split and not args.no_verify:

@@ -3,14 +3,14 @@ enwik8 one token a character: the variant with which published BPC figures of ch
 
 python data/enwik8_char/prepare.py
 
-99,621,832 characters, 6,064 symbols. You should see 90,000,000 train, 5,000,000 val and 4,621,832 test tokens:
-cut in characters, so these splits are not those of data/enwik8. --no-verify and --split as there.
+99,621,832 characters, 6,064 symbols. You should see 90,000,000 train, 5,000,000 val and 4,621,832 test
+tokens: cut in characters, so these splits are not those of data/enwik8. --no-verify and --split as there.
 """
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.common import run
+from data.writing import run
 from data.enwik8 import prepare
 
 

@@ -1,18 +1,19 @@
 """
-enwiki15: plain text of whole English Wikipedia articles from a 2015 dump, byte by byte or in GPT-2 byte pairs.
+enwiki15: plain text of English Wikipedia articles from a 2015 dump, byte by byte or in GPT-2 byte pairs.
 It is not enwik8, and no standard benchmark: figures on it compare only with others on these same files.
 
 python data/enwiki15/prepare.py                    writes data/enwiki15/
 python data/enwiki15/prepare.py --encoding=gpt2    writes data/enwiki15_gpt2/
 
 There is no download: put enwiki15/{train,valid,test}.txt.xz into the folder NANOHEADS_DATA.
-You should see 123,191,546 train, 7,467,041 val and 5,972,296 test bytes; 26,706,806 / 1,611,367 / 1,294,810 byte pairs.
+You should see 123,191,546 / 7,467,041 / 5,972,296 bytes of train, val and test, or 26,706,806 / 1,611,367 /
+1,294,810 byte pairs.
 """
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.common import arguments, prepare, run
+from data.writing import arguments, prepare, run
 from data.sources import File
 
 FILES = {split: File((f"enwiki15/{name}.txt",), sha256, size) for split, name, size, sha256 in (

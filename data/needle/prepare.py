@@ -1,12 +1,13 @@
 """
-Long-context recall out of real text: facts like "[QZX4831]" planted in a prepared byte dataset, and asked again later.
+Long-context recall out of real text: facts like "[QZX4831]" planted in a byte dataset, and asked again later.
 
 python data/needle/prepare.py                       plants into data/wikitext2_byte
 python data/needle/prepare.py --source=enwiki15     into any other dataset of bytes
 
-A line with a name and four random digits comes eight times, the last seven about 64 to 16,384 bytes (log-uniform) after
-the first: there nobody can know the digits, later whoever remembers. Names of val and test never occur in train, and no
-name comes back with other digits before the last question. The text between is the source's: facts go in after spaces.
+A line with a name and four random digits comes eight times, the last seven about 64 to 16,384 bytes
+(log-uniform) after the first: there nobody can know the digits, later whoever remembers. Names of val and
+test never occur in train, and no name comes back with other digits before the last question. The text
+between is the source's: facts go in after spaces.
 From WikiText-2 you should see 14,508,020 train, 1,506,637 val and 1,687,759 test bytes.
 """
 import sys
@@ -18,15 +19,16 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common import UserError
-from data.common import already, arguments, build, run
+from data.writing import already, arguments, build, run
 from data.sources import SPLITS, digest, identity
 from dataset import Dataset
 
 DIGITS = 4
 
 
-# Nothing stands between name and digits: to find where the last letter was before and to read on is then most of recall.
-# Each is asked seven times: 44 % of all lines then have an earlier one in the same 1,024 bytes; 16 % if asked once, twice as many.
+# Nothing stands between name and digits: to find where the last letter was before and to read on is then most
+# of recall. Each is asked seven times: 44 % of all lines then have an earlier one in the same 1,024 bytes;
+# asked once, twice as many, it is 16 %.
 def question(name):
     return b"\n[%s" % name
 
@@ -36,9 +38,10 @@ def fact(name, digits):
 
 
 def names(split):
-    """The names of a split, three capitals each, in an order that means nothing: train has 8 of 10, val and test one each."""
+    """The names of a split, three capitals each, in no order: train has 8 of 10, val and test one each."""
     every = ["".join(letters).encode() for letters in product(ascii_uppercase, repeat=3)]
-    order = np.random.default_rng(0).permutation(len(every))  # the same for every seed: what is learnt can never be tested
+    # the same for every seed: what is learnt can never be tested
+    order = np.random.default_rng(0).permutation(len(every))
     cut = {"train": (0.0, 0.8), "val": (0.8, 0.9), "test": (0.9, 1.0)}[split]
     return [every[i] for i in order[int(cut[0] * len(every)):int(cut[1] * len(every))]]
 
@@ -48,23 +51,26 @@ def digits_of(number):
 
 
 def plant(text, split, per_kib, asks, near, far, seed):
-    """Pieces of bytes: the text, with per_kib facts in each KiB of it, each again `asks` times, near to far bytes later.
+    """Pieces of bytes: the text with per_kib facts in each KiB, each `asks` times again near to far bytes on.
 
-    UserError where the names do not suffice: a name would come back while its first fact is still being asked.
+    UserError where there are too few names: one would come back while its first fact is still being asked.
     """
     rng, pool = np.random.default_rng([seed, SPLITS.index(split)]), names(split)
-    longer = 1 + per_kib * (1 + asks) * len(fact(pool[0], digits_of(0))) / 1024  # the facts between two places move them apart
+    # the facts between two places move them apart
+    longer = 1 + per_kib * (1 + asks) * len(fact(pool[0], digits_of(0))) / 1024
     first = np.sort(rng.integers(0, len(text), int(per_kib * len(text) / 1024)))
     again = first + (np.exp(rng.uniform(np.log(near), np.log(far), (asks, len(first)))) / longer).astype(int)
     if (first[len(pool):] <= again.max(0)[:-len(pool)]).any():
-        raise UserError(f"{per_kib:g} facts per KiB, asked up to {far:,} bytes later, need more than the {len(pool):,} names of "
+        raise UserError(f"{per_kib:g} facts per KiB, asked up to {far:,} bytes later, need more than the "
+                        f"{len(pool):,} names of "
                         f"{split}; take a smaller --per-kib or --far")
     values, deck = rng.integers(0, 10 ** DIGITS, len(first)), rng.permutation(len(pool))
     lines = [fact(pool[deck[i % len(pool)]], digits_of(value)) for i, value in enumerate(values)]
     places = np.concatenate((first, again.ravel()))
     spaces = np.flatnonzero(np.frombuffer(text, np.uint8) == 32) + 1
     if len(spaces):
-        places = np.where(places < len(text), spaces[np.searchsorted(spaces, places).clip(max=len(spaces) - 1)], places)
+        places = np.where(places < len(text),
+                          spaces[np.searchsorted(spaces, places).clip(max=len(spaces) - 1)], places)
     done = 0
     for i in np.argsort(places, kind="stable"):  # of two at one place the fact comes before its question
         if places[i] > len(text):  # the text ends before it is asked
@@ -82,27 +88,32 @@ def source_of(name):
     for split in SPLITS:
         data.tokens(split)
         if digest(data.dir / f"{split}.bin")["sha256"] != data.splits[split].get("sha256"):
-            raise UserError(f"{data.dir / split}.bin differs from its checksum; run its prepare script with --force")
+            raise UserError(
+                f"{data.dir / split}.bin differs from its checksum; run its prepare script with --force")
     return data
 
 
 def main(argv=None):
     numbers = dict(per_kib=dict(type=float, default=4.0, help="facts per KiB of source (default: 4)"),
                    asks=dict(type=int, default=7, help="how often each is asked (default: 7)"),
-                   near=dict(type=int, default=64, help="shortest distance between fact and question, bytes (default: 64)"),
+                   near=dict(type=int, default=64,
+                             help="shortest distance between fact and question, bytes (default: 64)"),
                    far=dict(type=int, default=16384, help="longest distance (default: 16384)"),
                    seed=dict(type=int, default=1337, help="of places, names and digits (default: 1337)"))
     args = arguments(__doc__, "needle", ["byte"], argv, **numbers)
-    if not (0 < args.per_kib <= 32 and 1 <= args.asks <= 16 and 32 <= args.near < args.far and args.seed >= 0):
-        raise UserError(f"--per-kib={args.per_kib:g} --asks={args.asks} --near={args.near} --far={args.far} --seed={args.seed}: "
-                        "take up to 32 facts per KiB, 1 to 16 questions, 32 <= near < far, and no negative seed")
+    if not (0 < args.per_kib <= 32 and 1 <= args.asks <= 16
+            and 32 <= args.near < args.far and args.seed >= 0):
+        raise UserError(f"--per-kib={args.per_kib:g} --asks={args.asks} --near={args.near} "
+                        f"--far={args.far} --seed={args.seed}: "
+                        "take up to 32 facts per KiB, 1 to 16 questions, 32 <= near < far, seed >= 0")
     data = source_of(args.source or "wikitext2_byte")
     about = {"file": data.meta["name"], "bytes": sum(data.splits[s]["bytes"] for s in SPLITS),
              "sha256": identity([data.splits[s]["sha256"] for s in SPLITS])}
     options = {key: getattr(args, key) for key in numbers}
     if not already(args, sha256=about["sha256"], options=options):
-        pieces = lambda split: plant(data.tokens(split).tobytes(), split, **options)
-        build(args, about, lambda: [(split, pieces(split)) for split in SPLITS], options=options)
+        def splits():
+            return [(split, plant(data.tokens(split).tobytes(), split, **options)) for split in SPLITS]
+        build(args, about, splits, options=options)
 
 
 if __name__ == "__main__":

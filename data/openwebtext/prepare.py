@@ -1,12 +1,12 @@
 """
-OpenWebText in GPT-2 byte pairs, one end-of-text token after each document (it counts as a token, not as text).
+OpenWebText in GPT-2 byte pairs, one end-of-text token after each document (a token, but no text).
 
 pip install datasets
 python data/openwebtext/prepare.py
 
-8,013,769 documents, streamed: 24 GB of download, an 18 GB train.bin, hours of one or two cores. Where there are parquet
-files in openwebtext/ of the folder NANOHEADS_DATA, or in --source, they are read instead.
-You should see about 9.0 billion train tokens, and some 4.5 million each in val and test: 0.05 % of the documents.
+8,013,769 documents, streamed: 24 GB of download, an 18 GB train.bin, hours of one or two cores. Where there
+are parquet files in openwebtext/ of the folder NANOHEADS_DATA, or in --source, they are read instead.
+You should see about 9.0 billion train tokens, and 4.5 million each in val and test: 0.05 % of the documents.
 """
 import hashlib
 import os
@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common import UserError
-from data.common import Writer, already, arguments, report, run
+from data.writing import Writer, already, arguments, report, run
 from data.sources import SPLITS, count_chars
 from tokenizer import END_OF_TEXT, Tokenizer
 
@@ -28,14 +28,15 @@ BATCH = 256  # documents encoded at a time
 
 
 def split_of(data, share):
-    """bytes of a document -> its split, by a hash: no matter the order, and copies of a document stay together."""
+    """bytes of a document -> its split, by a hash: in whatever order, copies of a document stay together."""
     point = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") / 2**64
     return "val" if point < share else "test" if point < 2 * share else "train"
 
 
 def write(args, documents, origin, share=0.0005, options=None, expected=0):
     """Write an iterator of documents (str), holding no more than BATCH of them -> meta (a dict)."""
-    tok, sha, count, size, documents = Tokenizer("gpt2"), hashlib.sha256(), dict.fromkeys(SPLITS, 0), 0, iter(documents)
+    tok, sha, documents = Tokenizer("gpt2"), hashlib.sha256(), iter(documents)
+    count, size = dict.fromkeys(SPLITS, 0), 0
     with Writer(args, tok, {}, options=options) as writer:
         while batch := [text.encode("utf-8", "replace") for text in islice(documents, BATCH)]:
             for data, ids in zip(batch, tok.encode_batch([data.decode() for data in batch])):

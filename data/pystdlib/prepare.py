@@ -1,11 +1,11 @@
 """
-The Python standard library's own source, byte by byte: a real corpus of some megabytes that is on every machine.
+The Python standard library's own source, byte by byte: some megabytes of real text that every machine has.
 
 python data/pystdlib/prepare.py
 
 With Python 3.11.7 you should see 11,036,122 train, 710,763 val and 357,768 test tokens.
 A file goes to train, val or test (about 90/5/5) by a hash of its path, and begins with a line that names it.
-The text differs from one Python version to the next: compare runs only on the same one (meta.json says which).
+The text differs from one Python version to the next: compare runs on the same one (meta.json says which).
 """
 import hashlib
 import platform
@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common import UserError
-from data.common import already, arguments, build, run
+from data.writing import already, arguments, build, run
 
 # not the library itself, or different on every machine, or (tests) full of broken text
 LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.common import run
+from data.writing import run
 from data.shakespeare_char import prepare
 
 

@@ -3,17 +3,18 @@ Tiny Shakespeare, one token a character.
 
 python data/shakespeare_char/prepare.py
 
-65 symbols. You should see 1,003,854 train and 111,540 val tokens. There is no third part: test is val over again.
+65 symbols. You should see 1,003,854 train and 111,540 val tokens. There is no third part: test is val again.
 """
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.common import arguments, prepare, run
+from data.writing import arguments, prepare, run
 from data.sources import File
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-TEXT = File(("tinyshakespeare/input.txt",), "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+TEXT = File(("tinyshakespeare/input.txt",),
+            "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
             1_115_394, url=URL)
 NOTE = "the corpus has no third part: test is val over again, so a test figure here is a validation figure"
 

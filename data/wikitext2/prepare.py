@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.common import arguments, prepare, run
+from data.writing import arguments, prepare, run
 from data.sources import File
 
 URL = "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2/"
-FILES = {split: File((f"wikitext-2/{name}.txt",), sha, size, url=f"{URL}{name}.txt") for split, name, size, sha in (
+FILES = {split: File((f"wikitext-2/{name}.txt",), sha, size, url=f"{URL}{name}.txt")
+         for split, name, size, sha in (
     ("train", "train", 10_797_148, "9e9fa1ad55b1c2c95b08e37dd8e653f638fac2c6de904b79e813611eefbc985f"),
     ("val", "valid", 1_121_681, "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8"),
     ("test", "test", 1_256_449, "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0"))}

@@ -12,23 +12,26 @@ from pathlib import Path
 
 import numpy as np
 
-from common import UserError
-from data.sources import HOME, SPLITS, atomic, count_chars, digest, find, identity, origin, read
+from common import UserError, write_atomic
+from data.sources import HOME, SPLITS, count_chars, digest, find, identity, origin, read
 from tokenizer import Tokenizer, cut_at_spaces
 
 
 # ---- write ----
 
 class Writer:
-    """The three .bin files of a data folder under temporary names, which become final together, meta.json last.
+    """The .bin files of a data folder under temporary names; they get their own together, meta.json last.
 
     A context manager: leaving it by an exception removes the temporary files and leaves the folder as it was.
     """
 
     def __init__(self, args, tok, source, note="", options=None):
         self.out, self.tok = args.out, tok
-        meta = {"name": args.name, "encoding": tok.encoding, "vocab_size": tok.vocab_size, "dtype": tok.dtype.name,
-                "vocab": tok.vocab, "separator": tok.separator, "source": source, "note": note, "options": options}
+        meta = {
+            "name": args.name, "encoding": tok.encoding, "vocab_size": tok.vocab_size,
+            "dtype": tok.dtype.name, "vocab": tok.vocab, "separator": tok.separator,
+            "source": source, "note": note, "options": options,
+        }
         self.meta = {key: value for key, value in meta.items() if value not in (None, "")}
         self.splits = {s: {"tokens": 0, "bytes": 0, "chars": 0} for s in SPLITS}
         self.sha = {s: hashlib.sha256() for s in SPLITS}
@@ -67,10 +70,11 @@ class Writer:
                 Path(file.name).unlink(missing_ok=True)
 
     def finish(self):
-        """Give the files their final names. Without meta.json a folder counts as not prepared, so it leaves first."""
+        """Give the files their names. Without meta.json a folder is not prepared, so it leaves first."""
         for split in SPLITS:
             if not self.splits[split]["tokens"]:
-                raise UserError(f"{self.out}: the {split} split would be empty; take a larger source or other shares")
+                raise UserError(
+                    f"{self.out}: the {split} split would be empty; take a larger source or other shares")
             self.splits[split]["sha256"] = self.sha[split].hexdigest()
         with self.disk():
             for file in self.files.values():
@@ -80,18 +84,20 @@ class Writer:
             for split in SPLITS:
                 os.replace(self.files[split].name, self.out / f"{split}.bin")
             self.meta["splits"] = self.splits
-            atomic(self.out / "meta.json", json.dumps(self.meta, indent=1, ensure_ascii=False).encode())
+            meta = json.dumps(self.meta, indent=1, ensure_ascii=False).encode()
+            write_atomic(self.out / "meta.json", lambda file: file.write(meta))
 
     @contextlib.contextmanager
     def disk(self):
         try:
             yield
         except OSError as error:
-            raise UserError(f"{self.out}: cannot write ({error.strerror}); make room or take another --out") from None
+            raise UserError(
+                f"{self.out}: cannot write ({error.strerror}); make room or take another --out") from None
 
 
 def prepared(out, **want):
-    """The meta.json of a whole folder, made as `want` says and with undamaged bins; else None, after saying why."""
+    """The meta.json of a whole, undamaged folder made as `want` says; else None, after saying why."""
     try:
         meta = json.loads((out / "meta.json").read_bytes())
         for key, value in want.items():
@@ -120,7 +126,8 @@ def report(out, meta, head=""):
     print(f"{head}{os.path.relpath(out)}: {meta['encoding']}, {meta['vocab_size']:,} symbols")
     print(f"{'split':<6}{'tokens':>16}{'bytes':>16}{'characters':>16}")
     for split in SPLITS:
-        print(f"{split:<6}" + "".join(f"{meta['splits'][split][k]:>16,}" for k in ("tokens", "bytes", "chars")))
+        print(f"{split:<6}" + "".join(f"{meta['splits'][split][k]:>16,}"
+                                      for k in ("tokens", "bytes", "chars")))
     if "note" in meta:
         print(f"note: {meta['note']}")
 
@@ -128,7 +135,7 @@ def report(out, meta, head=""):
 # ---- a whole script ----
 
 def arguments(doc, name, encodings, argv=None, **more):
-    """The command line of a prepare script; args.name and args.out follow the encoding, the first being the default."""
+    """The command line of a prepare script; args.name and args.out follow the encoding (the first one)."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", help="file or folder to read (default: $NANOHEADS_DATA, else a download)")
     parser.add_argument("--out", type=Path, help="folder to write (default: data/<name>)")
@@ -152,10 +159,12 @@ def prepare(args, files, splits=None, note="", options=None):
     if (known or not args.source) and already(args, options=options, **known):
         return  # a corpus with fixed content is recognised without its source
     if args.source and len(files) > 1 and Path(args.source).is_file() and not args.source.endswith(".zip"):
-        raise UserError(f"{args.source}: is one file; name the folder that holds all {len(files)} with --source")
+        raise UserError(
+            f"{args.source}: is one file; name the folder that holds all {len(files)} with --source")
     found = {key: find(file, args.source) for key, file in files.items()}
     splits = splits or (lambda read: [(split, read(split)) for split in SPLITS])
-    build(args, origin(found.values()), lambda: splits(lambda key: read(*found[key], args.encoding)), note, options)
+    build(args, origin(found.values()), lambda: splits(lambda key: read(*found[key], args.encoding)),
+          note, options)
 
 
 def build(args, source, splits, note="", options=None):

@@ -1,7 +1,7 @@
-# The plain GPT that the other config/needle_*.py are compared with: facts planted in WikiText-2, asked again up to 16 KiB later
-# 8 sequences x 1,024 bytes = 8,192 bytes a step, 800 steps = 6.55 MB read, 0.45 passes over the training split
+# Recall over a long context: facts planted in WikiText-2, asked again up to 16 KiB later
+# python train.py config/needle.py --mechanism=acag    # or acag_detach, output_gate
+# 8 sequences x 1,024 bytes = 8,192 bytes a step, 800 steps = 6.55 MB read, 0.45 passes over train
 
-out_dir = "out/needle-baseline"
 dataset = "needle"
 
 recipe = "modern"
@@ -13,6 +13,7 @@ block_size = 1024     # python probe.py needle reads on, up to 16 KiB
 
 batch_size = 8
 max_iters = 800
+warmup_iters = 0      # whatever --scale has
 muon_lr = 0.03
 muon_momentum = 0.9
 

@@ -1,0 +1,4 @@
+# Agency: states and consent per head. While nothing moves them every head is active: this is the plain GPT
+
+scale = "tiny"
+mechanism = ["agency"]

@@ -1,0 +1,5 @@
+# The rival gated attention: a gate per head, computed from the token
+# output_gate_elementwise: a gate for each of a head's dimensions
+
+scale = "tiny"
+mechanism = ["output_gate"]
