@@ -106,7 +106,7 @@ def add_arguments(parser):
 
 HEAD_KEYS = {"gate": float, "state": str, "consent": bool}  # <key>.<layer>.<head>, for GPT.set_head()
 # what the tensors mean depends on these, even where their shapes do not
-FIXED = ("recipe", "n_layer", "n_head", "tied", "heads", "constraint_names")
+FIXED = ("recipe", "n_layer", "n_head", "tied", "head_ids", "constraint_names")
 
 
 def read_settings(settings):

@@ -119,12 +119,15 @@ def test_only_matrices_decay(optimizer):
     assert sum(len(g["params"]) for o in make_optimizers(model, TrainConfig().for_recipe("gpt2")) for g in o.param_groups) == len(list(model.parameters()))
 
 
-def test_a_marked_parameter_never_decays():
-    model = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=1, n_head=2, n_embd=16))
-    model.transformer.wte.weight.no_decay = True
+def test_a_mechanisms_own_parameter_never_decays():
+    """Whatever its shape; the layers inside a mechanism decay like any other."""
+    model = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16, acag="elementwise",
+                          output_gate="headwise"))
     adamw, = make_optimizers(model, TrainConfig().for_recipe("gpt2"))
-    group = next(g for g in adamw.param_groups if any(p is model.transformer.wte.weight for p in g["params"]))
-    assert group["weight_decay"] == 0
+    attn = model.transformer.h[0].attn
+    for p, decays in ((attn.acag.weight, False), (attn.output_gate.proj.weight, True)):
+        group = next(g for g in adamw.param_groups if any(q is p for q in g["params"]))
+        assert p.dim() >= 2 and (group["weight_decay"] > 0) == decays
 
 
 def test_muon_state_survives_saving():
