@@ -1,4 +1,6 @@
-"""What every program needs once: an error for the person, whole files or none, a device, JSON, tables, the commit."""
+"""What every program needs once: an error for the person, whole files or none, a device, JSON, tables, the
+commit.
+"""
 
 import math
 import os
@@ -12,11 +14,15 @@ ROOT = Path(__file__).resolve().parent
 
 
 class UserError(ValueError):
-    """What is wrong and what to do, for the person at the terminal: one problem a line, shown without a traceback."""
+    """What is wrong and what to do, for the person at the terminal: one problem a line, shown without a
+    traceback.
+    """
 
 
 def explain(e):
-    """What a user can make of an exception that ended a program; None: nothing, it is a bug, and its traceback is wanted."""
+    """What a user can make of an exception that ended a program; None: nothing, it is a bug, and its
+    traceback is wanted.
+    """
     if isinstance(e, UserError):
         return str(e)
     if isinstance(e, KeyboardInterrupt):

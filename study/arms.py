@@ -35,7 +35,7 @@ MATCHES = ("parameters", "FLOPs", "wall-clock")
 # keys of training that no trial.json has: they say where a run goes, and nothing of its numbers
 BOOKKEEPING = {"out_dir", "resume", "overwrite", "eval_only",
                "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode", "wandb_tags"}
-FIXED_BY_STUDY = BOOKKEEPING | {"init_from", "device"}  # what settings and variants cannot say
+FIXED_BY_STUDY = BOOKKEEPING | {"init_from", "init_anyway", "device"}  # what settings and variants cannot say
 
 
 @dataclass
