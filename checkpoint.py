@@ -257,12 +257,13 @@ def extended(state, path, device, model_config, given, classes, anyway, override
             raise ValueError(f"no weights for {', '.join([*unknown, *missing][:3])}")
     except (ValueError, RuntimeError) as e:
         names = ", ".join(cls.flag for cls in classes)
-        raise UserError(f"{path}: {names} cannot be turned on over its weights: {' '.join(str(e).split())[:300]}")
+        why = " ".join(str(e).split())[:300]
+        raise UserError(f"{path}: {names} cannot be turned on over its weights: {why}")
     model.make_neutral(modes)
     model.to(device).eval()
     if len(modes) == len(classes) and not same_logits(model, build(state, path, device)):
-        raise UserError(f"{path}: with {', '.join(modes)} the model is not the checkpoint's at the start, as it should "
-                        "be; --init_anyway starts it all the same")
+        raise UserError(f"{path}: with {', '.join(modes)} the model is not the checkpoint's at the start; "
+                        "--init_anyway starts it all the same")
     return model
 
 

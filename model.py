@@ -884,7 +884,8 @@ class ValueHead(nn.Linear):
         G = discounted_return(-nats, scored, self.gamma)
         V = float32_linear(self, x.detach()).squeeze(-1)
         advantage = (G - V).detach()
-        predicted = {key: a for key, a in predictions.items() if key.split(".", 2)[2] == "advantage" and a.size(-1)}
+        predicted = {key: a for key, a in predictions.items()
+                     if key.split(".", 2)[2] == "advantage" and a.size(-1)}
         errors = [((a - advantage[..., None]).square().mean(-1) * scored).sum() for a in predicted.values()]
         if traces is not None:
             traces.update({"a2c.return": G, "a2c.value": V, "a2c.advantage": advantage,

@@ -54,7 +54,7 @@ class TrainConfig:
     resume: bool = False                 # go on from out_dir/ckpt.pt, if there is one
     overwrite: bool = False              # start over in a folder that already holds a run
     init_from: Optional[str] = None      # a checkpoint (ours or nanoGPT's) whose weights to start from
-    init_anyway: bool = False            # also with mechanisms that have no setting at which they change nothing
+    init_anyway: bool = False            # also with mechanisms that have no neutral setting to start from
     eval_only: bool = False              # evaluate once and stop
     device: str = "auto"                 # auto: cuda, mps or cpu, whichever is there first
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -364,7 +364,7 @@ def test_names_that_contradict_a_checkpoint_are_refused(small):
     here, it = "--out_dir=out/tiny-moh+acag", "--init_from=out/tiny-moh+acag"
     for argv, words in [
         ([*small, "--mechanism=agency", "--eval_only", here], "agency=True here is False there"),
-        ([*small, "--mechanism=moh,agency", it], "agency=True here is False there"),
+        ([*small, "--mechanism=routing_sigmoid,agency", it], "routing='sigmoid' here is 'moh' there"),
         ([*small, "--mechanism=moh", "--resume", here], "acag=None here is 'headwise' there"),
         ([*small[:2], it], "n_layer=4 here is 2 there"),
     ]:
