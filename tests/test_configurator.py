@@ -462,7 +462,8 @@ def test_a_missing_config_file_is_one_line(config_file):
     assert problems("config/nowhere.py")[0].startswith("no config file config/nowhere.py")
     assert problems("lr=3") == ["no config file lr=3; a key takes two dashes: --lr=3"]
     assert problems("-lr=3") == ["no config file -lr=3; a key takes two dashes: --lr=3"]
-    assert problems("config/ruoting.py") == ["no config file config/ruoting.py; did you mean config/routing.py?"]
+    assert problems("config/ruoting.py") == [
+        "no config file config/ruoting.py; did you mean config/routing.py?"]
 
 
 @pytest.mark.parametrize("name,meant", [

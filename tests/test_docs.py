@@ -19,9 +19,15 @@ def test_files_named_in_the_docs_exist(page):
 
 
 def test_every_flag_named_in_the_readme_is_a_key_or_an_argument():
-    sources = "".join((ROOT / f).read_text() for f in ("model.py", "train.py", "study/arms.py", "compare.py", "configurator.py", "evaluate.py", "sample.py", "bench.py", "probe.py", "plot_curves.py", "data/needle/prepare.py",
-                                                       "data/writing.py", "data/sources.py", "data/prepare_text.py"))
-    for flag in set(re.findall(r"(?<!\w)--(\w+)", (ROOT / "README.md").read_text())) - {"standalone", "nproc_per_node", "learning_rate"}:
+    sources = "".join((ROOT / f).read_text() for f in ("model.py", "train.py", "study/arms.py", "compare.py",
+                                                       "configurator.py", "evaluate.py", "sample.py",
+                                                       "bench.py",
+                                                       "probe.py", "plot_curves.py", "data/needle/prepare.py",
+                                                       "data/writing.py",
+                                                       "data/sources.py", "data/prepare_text.py"))
+    for flag in set(re.findall(r"(?<!\w)--(\w+)", (ROOT / "README.md").read_text())) - {"standalone",
+                                                                                        "nproc_per_node",
+                                                                                        "learning_rate"}:
         assert re.search(rf"^    {flag}: |--{flag}\b", sources, re.M), f"--{flag}"
 
 

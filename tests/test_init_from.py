@@ -1,4 +1,6 @@
-"""From a plain checkpoint to a model with heads: a mechanism turned on starts where the checkpoint's logits are."""
+"""From a plain checkpoint to a model with heads: a mechanism turned on starts where the checkpoint's logits
+are.
+"""
 
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -78,7 +80,8 @@ def test_one_without_a_neutral_setting_is_refused_by_name(name, tmp_path, data):
 def test_a_flag_that_was_given_is_not_overruled(tmp_path, data):
     saved(tmp_path / "plain.pt", {})
     assert started(tmp_path / "plain.pt", data, dict(routing="moh")).config.routing_top_k == 6
-    for flags, words in ((dict(routing="moh", routing_top_k=3), "routing='moh' has no neutral setting but with routing_top_k=6"),
+    for flags, words in ((dict(routing="moh", routing_top_k=3),
+                          "routing='moh' has no neutral setting but with routing_top_k=6"),
                          (dict(sentinel="sigmoid", sentinel_init=2.0), "but with sentinel_init=50.0"),
                          (dict(window=4), "window=4 has no neutral setting but with window=16")):
         with pytest.raises(UserError, match=words):
@@ -107,27 +110,32 @@ def test_nanogpts_checkpoint_gets_heads(tmp_path, data):
     sizes = dict(n_layer=2, n_head=2, n_embd=8, block_size=32, vocab_size=300, bias=True, dropout=0.0)
     theirs = GPT(GPTConfig(**sizes)).eval()
     weights = {f"_orig_mod.{k}": v for k, v in theirs.state_dict().items()}
-    torch.save(dict(model=weights, model_args=sizes, iter_num=5, config=dict(dataset="x")), tmp_path / "theirs.pt")
+    torch.save(dict(model=weights, model_args=sizes, iter_num=5, config=dict(dataset="x")),
+               tmp_path / "theirs.pt")
     model = started(tmp_path / "theirs.pt", data, dict(agency=True, unet="concat"))
     with torch.no_grad():
         assert torch.allclose(model(IDX).logits, theirs(IDX).logits, atol=1e-5)
 
 
 def test_init_anyway_alone_is_refused():
-    assert train.TrainConfig(init_anyway=True).problems() == ["init_anyway=True means nothing without init_from"]
+    assert train.TrainConfig(init_anyway=True).problems() == [
+        "init_anyway=True means nothing without init_from"]
 
 
 def test_a_run_over_a_checkpoint_trains_and_goes_on(bytes_data, tmp_path, capsys):
     """As at the command line; the second call resumes with the very same flags."""
-    common = [f"--dataset={bytes_data}", "--device=cpu", "--batch_size=4", "--eval_tokens=256", "--eval_interval=3"]
+    common = [f"--dataset={bytes_data}", "--device=cpu", "--batch_size=4",
+              "--eval_tokens=256", "--eval_interval=3"]
     sizes = [f"--{key}={value}" for key, value in {**SIZES, "n_layer": 1}.items()]
     train.main([*common, *sizes, "--max_iters=3", f"--out_dir={tmp_path}/plain"])
     over = [*common, f"--init_from={tmp_path}/plain", "--sentinel=sigmoid", f"--out_dir={tmp_path}/gates"]
     train.main([*over, "--max_iters=3"])
     train.main([*over, "--max_iters=6", "--resume"])
     state = checkpoint.read(tmp_path / "gates/ckpt.pt")
-    assert state["step"] == 6 and state["config"]["sentinel"] == "sigmoid" and state["config"]["sentinel_init"] == 50.0
+    assert state["step"] == 6 and state["config"]["sentinel"] == "sigmoid"
+    assert state["config"]["sentinel_init"] == 50.0
     with pytest.raises(SystemExit) as e:
-        train.main([*common, f"--init_from={tmp_path}/plain", "--routing=published", f"--out_dir={tmp_path}/x"])
+        train.main([*common, f"--init_from={tmp_path}/plain",
+                    "--routing=published", f"--out_dir={tmp_path}/x"])
     assert "routing='published' has no neutral setting" in str(e.value) and "\n" not in str(e.value)
     assert SimpleNamespace(**state["train"]).init_anyway is False

@@ -154,14 +154,16 @@ def config(**kw):
 
 
 def test_cosine_schedule_by_hand():
-    f = lambda step: lr_multiplier(step, config())
+    def f(step):
+        return lr_multiplier(step, config())
     assert f(0) == pytest.approx(1 / 11) and f(9) == pytest.approx(10 / 11)
     assert f(10) == pytest.approx(1.0) and f(60) == pytest.approx(0.55) and f(110) == 0.1 and f(500) == 0.1
     assert f(35) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
 
 
 def test_trapezoid_schedule_by_hand():
-    f = lambda step: lr_multiplier(step, config(schedule="trapezoid", min_lr=0.0, warmup_iters=0, max_iters=100, decay_frac=0.5))
+    def f(step):
+        return lr_multiplier(step, config(schedule="trapezoid", min_lr=0.0, warmup_iters=0, max_iters=100, decay_frac=0.5))
     assert f(0) == f(49) == f(50) == 1.0
     assert f(75) == pytest.approx(0.5) and f(99) == pytest.approx(0.02) and f(100) == 0
 

@@ -271,7 +271,8 @@ def reference(model, ids, gone):
     x = model.transformer.wte.weight[ids] + model.transformer.wpe.weight[:T]
     later = torch.arange(T)[:, None] > torch.arange(T)
     unseen = later.T | (later & torch.as_tensor(gone))
-    norm = lambda x, m: (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt() * m.weight
+    def norm(x, m):
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt() * m.weight
     for block in model.transformer.h:
         q, k, v = (norm(x, block.ln_1) @ block.attn.c_attn.weight.T).split(model.config.n_embd, -1)
         y = []
@@ -307,7 +308,8 @@ def test_nobody_can_tell_what_a_removed_key_was(name):
     other = ids.clone()
     other[0, 19] = (ids[0, 19] + 1) % 256
     removed = torch.from_numpy(gone(24, [19]))[None]
-    told = lambda: (model(ids).logits - model(other).logits)[0].abs().amax(-1)
+    def told():
+        return (model(ids).logits - model(other).logits)[0].abs().amax(-1)
     with without_keys(model, removed):
         hidden = told()
     assert told()[20:].max() > 1e-4 and hidden[:19].max() < 1e-9 < hidden[19]
