@@ -323,6 +323,12 @@ class Heads:
     predictions: dict = field(default_factory=dict)  # name -> what a loss over the logits will judge
     traces: dict = field(default_factory=dict)       # name -> tensor, where traces are wanted
 
+    def add_gate(self, name, gate, ctx):
+        """Multiply y by a gate, broadcasting over [B, H, T, D], and trace it."""
+        self.gates[name] = gate
+        if ctx.traces:
+            self.traces[name] = gate
+
 
 class Extras(NamedTuple):
     """What a block gives beside x: Heads' losses, predictions and traces."""
@@ -955,7 +961,7 @@ class OutputGate(Mechanism):
 
     def before(self, attn, h, ctx):
         gate = self.proj(h.x[..., :self.width]).sigmoid().unflatten(-1, (attn.n_total, self.size))
-        h.gates["output_gate"] = gate.transpose(1, 2)  # (B, H, T, 1 or D)
+        h.add_gate("output_gate", gate.transpose(1, 2), ctx)  # (B, H, T, 1 or D)
 
 
 CONSTRAINTS = ["reciprocity", "testifiability", "decidability"]  # the names of the constraint write-up
@@ -1202,7 +1208,7 @@ class ContextGate(Mechanism):
         return z.sigmoid() if self.published else 2 * z.sigmoid()
 
     def after(self, attn, h, ctx):
-        h.gates["acag_gate"] = self(h.row_stats, ctx.n_keys, ctx.positions)
+        h.add_gate("acag_gate", self(h.row_stats, ctx.n_keys, ctx.positions), ctx)
 
 
 class Sink(Mechanism):
@@ -1227,7 +1233,7 @@ class Sink(Mechanism):
         return [HeadAxis(self, "logit")]
 
     def after(self, attn, h, ctx):
-        h.gates["sink_gate"] = (h.row_stats.lse - self.logit[:, None]).sigmoid()[..., None]
+        h.add_gate("sink_gate", (h.row_stats.lse - self.logit[:, None]).sigmoid()[..., None], ctx)
 
 
 # The mechanisms of a layer, in the order in which they act. A new one is a class above and a name here.
@@ -1500,7 +1506,7 @@ class CausalSelfAttention(nn.Module):
         h = Heads(x, *self.split(self.c_attn(x), self.n_head, ctx, x if self.tied else None))
         gate = self.static_gate()
         if gate is not None:
-            h.gates["gate"] = gate[:, None, None]
+            h.add_gate("gate", gate[:, None, None], ctx)
         for m in self.mechanisms():
             m.before(self, h, ctx)
         self.one_dtype(h)
@@ -1578,8 +1584,7 @@ class CausalSelfAttention(nn.Module):
 
     def trace(self, h, ctx):
         """What every model's traces hold, beside those of its mechanisms."""
-        gates = {name: gate for name, gate in h.gates.items() if name not in ("routing", "router")}
-        h.traces.update(entropy=h.row_stats.entropy, concentration=h.row_stats.log_p2.exp(), **gates)
+        h.traces.update(entropy=h.row_stats.entropy, concentration=h.row_stats.log_p2.exp())
         if ctx.traces == "maps":
             logits = (h.q @ h.k.mT).float() * self.scale
             h.traces["map"] = logits.masked_fill(~ctx.mask, -math.inf).softmax(-1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import GPT, MECHANISMS, GPTConfig
+from model import GPT, MECHANISMS, Context, GPTConfig, Heads
 from test_mechanisms import TINY, close, dense, normal, tiny
 
 
@@ -92,8 +92,8 @@ def test_a_narrow_gate_reads_the_first_channels_alone():
     other[..., :12] = x[..., :12]
     gates = []
     for inputs in (x, other):
-        h = SimpleNamespace(x=inputs, gates={})
-        model.transformer.h[0].attn.output_gate.before(model.transformer.h[0].attn, h, None)
+        h = Heads(inputs, None, None, None)
+        model.transformer.h[0].attn.output_gate.before(model.transformer.h[0].attn, h, Context())
         gates.append(h.gates["output_gate"])
     assert torch.equal(*gates)
     bad = GPTConfig(**{**TINY, "n_embd": 6}, **MECHANISMS["output_gate_narrow"]).problems()
