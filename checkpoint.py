@@ -8,7 +8,7 @@ import torch
 
 from common import UserError, write_atomic
 from configurator import keys_of, nearest, parse, type_name
-from model import GPT, RECIPES, GPTConfig
+from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, GPTConfig
 
 # what a run needs to go on, beside model, config and meta
 RESUMABLE = {"optimizers", "scaler", "train", "step", "best_val_loss", "elapsed_s", "run_id", "last_eval"}
@@ -106,7 +106,7 @@ def add_arguments(parser):
 
 HEAD_KEYS = {"gate": float, "state": str, "consent": bool}  # <key>.<layer>.<head>, for GPT.set_head()
 # what the tensors mean depends on these, even where their shapes do not
-FIXED = ("recipe", "n_layer", "n_head", "tied", "heads", "constraint_names")
+FIXED = ("recipe", "n_layer", "n_head", "tied", "head_ids", "constraint_names")
 
 
 def read_settings(settings):
@@ -195,13 +195,85 @@ def starting_point(model_config, config, dataset, device):
     free = {"checkpoint_activations"} | ({"dropout", "attn_dropout", "seed"} if new_run else set())
     longest = state["config"].get("block_size", 0)
     crop = new_run and "block_size" in flags and model_config.block_size < longest
-    same_model(state, path, model_config, flags - free - ({"block_size"} if crop else set()))
-    model = build(state, path, device, **{key: getattr(model_config, key) for key in free})
+    new = turned_on(state, path, model_config, flags) if new_run and config.init_from else []
+    held = flags - free - ({"block_size"} if crop else set())
+    same_model(state, path, model_config, held - {name for cls in new for name in cls.fields()})
+    overrides = {key: getattr(model_config, key) for key in free}
+    if new:
+        model = extended(state, path, device, model_config, flags, new, config.init_anyway, overrides)
+    else:
+        model = build(state, path, device, **overrides)
     if crop:
         model.crop_block_size(model_config.block_size)
     if not new_run:
         same_run(state, path, config.for_recipe(model.config.recipe), dataset)
     return model, None if new_run and not config.eval_only else state
+
+
+def turned_on(state, path, config, given):
+    """The classes of the mechanisms that the given flags turn on and a read checkpoint does not have."""
+    old = config_of(state, path)
+    return [cls for cls in MECHANISM_CLASSES
+            if cls.flag in given and cls.is_on(config) and not cls.is_on(old)]
+
+
+def neutral_flags(cls, config, given):
+    """{flag: value} at which a mechanism of this config equals the plain GPT; flags that were given stay.
+
+    Raises UserError, naming the mechanism, where it has no such setting.
+    """
+    mode, flags = cls.mode_of(config), {}
+    refused = f"{cls.flag}={getattr(config, cls.flag)!r} has no neutral setting"
+    anyway = "--init_anyway starts it as in a new model"
+    if mode not in NEUTRAL:
+        raise UserError(f"{refused}, at which it would be the checkpoint's model; {anyway}")
+    for key, value in NEUTRAL[mode].items():
+        if key not in GPTConfig.__dataclass_fields__:
+            continue  # a parameter
+        flags[key] = getattr(config, value) if isinstance(value, str) else value
+        if key in given and getattr(config, key) != flags[key]:
+            raise UserError(f"{refused} but with {key}={flags[key]}; {anyway}")
+    return flags
+
+
+def extended(state, path, device, model_config, given, classes, anyway, overrides):
+    """The GPT of a read checkpoint with mechanisms turned on, each at its neutral setting: the same logits.
+
+    anyway: one without such a setting starts as in a new model. Raises UserError without, naming it.
+    """
+    flags = {name: getattr(model_config, name) for cls in classes for name in cls.fields() if name in given}
+    config, modes = config_of(state, path, **overrides, **flags), []
+    for cls in classes:
+        try:
+            flags.update(neutral_flags(cls, config, given))
+            modes.append(cls.mode_of(config))
+        except UserError as e:
+            if not anyway:
+                raise UserError(f"{path}: {e}") from None
+    try:
+        model = GPT(config_of(state, path, **overrides, **flags))
+        missing, unknown = model.load_state_dict(state["model"], strict=False)
+        if unknown or set(missing) & set(tensors(config_of(state, path))):
+            raise ValueError(f"no weights for {', '.join([*unknown, *missing][:3])}")
+    except (ValueError, RuntimeError) as e:
+        names = ", ".join(cls.flag for cls in classes)
+        why = " ".join(str(e).split())[:300]
+        raise UserError(f"{path}: {names} cannot be turned on over its weights: {why}")
+    model.make_neutral(modes)
+    model.to(device).eval()
+    if len(modes) == len(classes) and not same_logits(model, build(state, path, device)):
+        raise UserError(f"{path}: with {', '.join(modes)} the model is not the checkpoint's at the start; "
+                        "--init_anyway starts it all the same")
+    return model
+
+
+@torch.no_grad()
+def same_logits(model, other):
+    """Whether two models in eval mode say the same of a few random tokens, but for rounding."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(other.config.vocab_size, (2, min(64, other.config.block_size)), generator=generator)
+    got, want = (m(ids.to(next(m.parameters()).device)).logits for m in (model, other))
+    return (got - want).abs().max() <= 1e-4 * want.abs().max()
 
 
 def same_vocabulary(state, dataset, path):

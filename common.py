@@ -1,4 +1,6 @@
-"""What every program needs once: an error for the person, whole files or none, a device, JSON, tables, the commit."""
+"""What every program needs once: an error for the person, whole files or none, a device, JSON, tables, the
+commit.
+"""
 
 import math
 import os
@@ -12,18 +14,23 @@ ROOT = Path(__file__).resolve().parent
 
 
 class UserError(ValueError):
-    """What is wrong and what to do, for the person at the terminal: one problem a line, shown without a traceback."""
+    """What is wrong and what to do, for the person at the terminal: one problem a line, shown without a
+    traceback.
+    """
 
 
 def explain(e):
-    """What a user can make of an exception that ended a program; None: nothing, it is a bug, and its traceback is wanted."""
+    """What a user can make of an exception that ended a program; None: nothing, it is a bug, and its
+    traceback is wanted.
+    """
     if isinstance(e, UserError):
         return str(e)
     if isinstance(e, KeyboardInterrupt):
         return "interrupted before the first step"
     if isinstance(e, OSError):
         return f"{e.filename or 'input or output'}: {e.strerror or e}"
-    if isinstance(e, MemoryError) or any(s in str(e) for s in ("out of memory", "can't allocate memory", "ALLOC_FAILED")):
+    signs = "out of memory", "can't allocate memory", "ALLOC_FAILED"
+    if isinstance(e, MemoryError) or any(sign in str(e) for sign in signs):
         return ("out of memory; lower batch_size (and raise grad_accum to keep the batch) or block_size, "
                 "or set checkpoint_activations=True")
     if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
@@ -51,7 +58,8 @@ def write_atomic(path, write):
     except (OSError, RuntimeError) as e:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-        cause = e.__context__ if isinstance(e.__context__, OSError) else e  # torch wraps a failed write in a RuntimeError
+        # torch wraps a failed write in a RuntimeError
+        cause = e.__context__ if isinstance(e.__context__, OSError) else e
         if not isinstance(cause, OSError):
             raise
         before = "the previous one is intact" if path.exists() else "there is no previous one"
@@ -98,7 +106,8 @@ def table(head, rows, left=1, width=None):
     lines = []
     for first, *rest in rows:
         first = first if len(first) <= wide[0] else "…" + first[1 - wide[0]:]
-        cells = [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip([first, *rest], wide))]
+        cells = [c.ljust(w) if i in left else c.rjust(w)
+                 for i, (c, w) in enumerate(zip([first, *rest], wide))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 

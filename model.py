@@ -372,6 +372,11 @@ class Mechanism(nn.Module):
         return cls.flag + "_"
 
     @classmethod
+    def fields(cls):
+        """The names of its fields in GPTConfig."""
+        return [f.name for f in fields(GPTConfig) if f.name == cls.flag or f.name.startswith(cls.prefix())]
+
+    @classmethod
     def is_on(cls, config):
         """Whether a model has it."""
         return getattr(config, cls.flag) not in (None, False)
@@ -409,10 +414,10 @@ class Mechanism(nn.Module):
             if cls.needs_row_stats:
                 yield from no_dropout(config, cls.flag)
             return
-        for f in fields(config):
-            value = getattr(config, f.name)
-            if f.name.startswith(cls.prefix()) and f.name != cls.flag and value != f.default:
-                yield f"{f.name}={value!r} means nothing while {cls.flag} is off"
+        for name in cls.fields():
+            value = getattr(config, name)
+            if name != cls.flag and value != GPTConfig.__dataclass_fields__[name].default:
+                yield f"{name}={value!r} means nothing while {cls.flag} is off"
 
     # ---- tensors ----
 
@@ -879,7 +884,8 @@ class ValueHead(nn.Linear):
         G = discounted_return(-nats, scored, self.gamma)
         V = float32_linear(self, x.detach()).squeeze(-1)
         advantage = (G - V).detach()
-        predicted = {key: a for key, a in predictions.items() if key.split(".", 2)[2] == "advantage" and a.size(-1)}
+        predicted = {key: a for key, a in predictions.items()
+                     if key.split(".", 2)[2] == "advantage" and a.size(-1)}
         errors = [((a - advantage[..., None]).square().mean(-1) * scored).sum() for a in predicted.values()]
         if traces is not None:
             traces.update({"a2c.return": G, "a2c.value": V, "a2c.advantage": advantage,

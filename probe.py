@@ -278,11 +278,12 @@ def without_keys(model, removed):
     """
     plain = model.context
 
-    def context(at, past, T, cache, pad, device, **asked):
-        ctx = plain(at, past, T, cache, pad, device, **asked)
+    def context(positions, past, T, cache, pad, device, **wanted):
+        ctx = plain(positions, past, T, cache, pad, device, **wanted)
         itself = torch.eye(T, dtype=torch.bool, device=device)
-        mask = model.mask(past, T, pad, device) & ~removed[:, None, None] | itself
-        return ctx._replace(mask=mask, n=None if ctx.n is None else mask.sum(-1).to(ctx.n.dtype))
+        mask = model.mask.dense(past, T, pad, device) & ~removed[:, None, None] | itself
+        n_keys = None if ctx.n_keys is None else mask.sum(-1).to(ctx.n_keys.dtype)
+        return ctx._replace(mask=mask, n_keys=n_keys)
 
     model.context = context  # on the instance, where it hides the method
     try:
@@ -444,37 +445,37 @@ def keys(args):
 def head_metrics(model, data, split, cuts, progress=None):
     """(entropy of its rows in nats, |d loss / d gate|) of every head, block by block, [heads] each: means."""
     device, blocks = next(model.parameters()).device, model.transformer.h
-    before, entropy, slope = [block.attn.hand for block in blocks], [], []
+    before, entropy, slope = [block.attn.gate_override for block in blocks], [], []
     try:
         for block in blocks:  # the gates as they are, set by hand, so that each has a gradient
             gate = block.attn.static_gate(noisy=False)
             if gate is None:
-                gate = torch.ones(len(block.attn.numbers()), device=device)
-            block.attn.hand = gate.detach().clone().requires_grad_()
+                gate = torch.ones(len(block.attn.all_head_ids()), device=device)
+            block.attn.gate_override = gate.detach().clone().requires_grad_()
         for start, end, _ in cuts:
             ids, targets = text_of(data, split, start, end, device)
             out = model(ids[None], targets[None], traces=True)
-            grads = torch.autograd.grad(out.loss, [block.attn.hand for block in blocks])
+            grads = torch.autograd.grad(out.loss, [block.attn.gate_override for block in blocks])
             rows = [out.traces[f"blocks.{i}.entropy"].detach()[0].mean(-1) for i in range(len(blocks))]
             slope.append(torch.cat(grads).abs().double().cpu())
             entropy.append(torch.cat(rows).double().cpu())
             if progress is not None:
                 progress.update(1)
     finally:
-        for block, hand in zip(blocks, before):
-            block.attn.hand = hand
+        for block, override in zip(blocks, before):
+            block.attn.gate_override = override
     return torch.stack(entropy).mean(0).numpy(), torch.stack(slope).mean(0).numpy()
 
 
 def without_head(model, layer, head, data, split, tokens=0):
     """Nats of every token, [n] float64, with one head's gate at 0."""
     attn = model.transformer.h[layer].attn
-    before = None if attn.hand is None else attn.hand.clone()
+    before = None if attn.gate_override is None else attn.gate_override.clone()
     try:
         model.set_head(layer, head, gate=0.0)
         return score(model, data, split, max_tokens=tokens, per_token=True).astype(np.float64)
     finally:
-        attn.hand = before
+        attn.gate_override = before
 
 
 def spearman_tests(change, entropy, slope):
@@ -496,7 +497,7 @@ def heads(args):
     cuts = windows_of(data, args.split, context, 0, args.tokens)
     window, _ = position_in_windows(cuts)
     heads_of = [[(layer, head) for layer, block in enumerate(run.model.transformer.h)
-                 for head in block.attn.numbers()] for run in runs]
+                 for head in block.attn.all_head_ids()] for run in runs]
     rows = []
     with progress_bar(sum(len(cuts) + len(each) for each in heads_of), "heads") as progress:
         for run, each in zip(runs, heads_of):

@@ -54,6 +54,7 @@ class TrainConfig:
     resume: bool = False                 # go on from out_dir/ckpt.pt, if there is one
     overwrite: bool = False              # start over in a folder that already holds a run
     init_from: Optional[str] = None      # a checkpoint (ours or nanoGPT's) whose weights to start from
+    init_anyway: bool = False            # also with mechanisms that have no neutral setting to start from
     eval_only: bool = False              # evaluate once and stop
     device: str = "auto"                 # auto: cuda, mps or cpu, whichever is there first
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -139,6 +140,8 @@ class TrainConfig:
              lambda v: not (v and self.resume), "overwrite")
         rule("be a checkpoint; to go on with a run there is --resume",
              lambda v: v not in ("scratch", "resume"), "init_from")
+        if self.init_anyway and not self.init_from:
+            bad.append("init_anyway=True means nothing without init_from")
         return bad
 
 
@@ -309,7 +312,7 @@ def saves_in(config):
 
 def print_changes(run, state):
     """A line for each key of training that is not what it was at the last save."""
-    for key in sorted(set(asdict(run.config)) - {"resume", "overwrite", "init_from"}):
+    for key in sorted(set(asdict(run.config)) - {"resume", "overwrite", "init_from", "init_anyway"}):
         now, before = getattr(run.config, key), state["train"].get(key)
         if now != before:
             run.process.print0(f"changed since the last save: {key}={now}, was {before}")

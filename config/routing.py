@@ -1,5 +1,7 @@
-# Head routing as its write-up has it: each token uses half of the heads, whose weights sum to 1 (the output
-# starts small). Its other forms: routing_zero, routing_train_only, routing_moh, routing_sigmoid
+# Head routing as its write-up prints it: each token uses half of the heads, unselected logits are multiplied
+# by 0, and the gates, which sum to 1, work in training alone. Its other forms: routing_inf (the softmax over
+# the selected alone), routing_zero, routing_train_only, routing_moh, routing_sigmoid; and the rival moh,
+# which with more heads shares more of them: --routing_shared=2 --routing_top_k=6
 
 scale = "tiny"
-mechanism = ["routing_inf"]
+mechanism = ["routing_published"]

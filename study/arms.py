@@ -6,7 +6,6 @@ made to match them.
 import fnmatch
 import statistics
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Optional
 
@@ -16,7 +15,8 @@ import configurator
 from common import UserError
 from dataset import Dataset
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from optim import make_optimizers
+from optim import Trainer
+from ranks import Process
 from train import TrainConfig
 
 # what a scale means: the plain GPT, and how much of the test split is scored (0: all of it)
@@ -35,7 +35,7 @@ MATCHES = ("parameters", "FLOPs", "wall-clock")
 # keys of training that no trial.json has: they say where a run goes, and nothing of its numbers
 BOOKKEEPING = {"out_dir", "resume", "overwrite", "eval_only",
                "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode", "wandb_tags"}
-FIXED_BY_STUDY = BOOKKEEPING | {"init_from", "device"}  # what settings and variants cannot say
+FIXED_BY_STUDY = BOOKKEEPING | {"init_from", "init_anyway", "device"}  # what settings and variants cannot say
 
 
 @dataclass
@@ -245,36 +245,22 @@ def step_time_ratio(a, b, device, threads, steps=4, rounds=7):
 
     Threads and precision are those of a run.
     """
-    kind = torch.device(device).type
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high")
 
     def stepper(arm):
-        c, model = arm.train, GPT(arm.model).to(device)
-        run = torch.compile(model) if (kind == "cuda" if c.compile is None else c.compile) else model
-        auto = torch.bfloat16 if kind == "cuda" else None
-        half = {"auto": auto, "float32": None}.get(c.dtype, getattr(torch, c.dtype, None))
-        ids = torch.randint(arm.model.vocab_size, (c.batch_size, arm.model.block_size + 1), device=device)
-        optimizers, params = make_optimizers(model, c), list(model.parameters())
-
-        def step():
-            for _ in range(c.grad_accum):
-                with torch.autocast(kind, half) if half else nullcontext():
-                    out = run(ids[:, :-1], ids[:, 1:])
-                sum(out.aux.values(), out.loss).backward()
-            if c.grad_clip:
-                torch.nn.utils.clip_grad_norm_(params, c.grad_clip)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-        return step
+        model = GPT(arm.model).to(device)
+        rows = arm.train.batch_size * arm.train.grad_accum
+        ids = torch.randint(arm.model.vocab_size, (rows, arm.model.block_size + 1), device=device)
+        trainer = Trainer(model, arm.train, Process(device))
+        return lambda: trainer.step(ids[:, :-1], ids[:, 1:])
 
     def timed(step):
         began = time.perf_counter()
         for _ in range(steps):
             step()
-        if kind == "cuda":
+        if torch.device(device).type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - began
 

@@ -38,17 +38,21 @@ def chars_data(tmp_path_factory):
     """A char dataset with a vocabulary of ten symbols."""
     text = "".join("abcdefgh \n"[i * i % 10] for i in range(2000))
     folder = tmp_path_factory.mktemp("data") / "letters"
-    return write_dataset(folder, {"train": text[:1500], "val": text[1500:1800], "test": text[1800:]}, "char", sorted(set("abcdefgh \n")))
+    return write_dataset(folder, {"train": text[:1500], "val": text[1500:1800], "test": text[1800:]},
+                         "char", sorted(set("abcdefgh \n")))
 
 
 @pytest.fixture
 def refusal(request, capsys):
-    """refusal(args) -> the one line that main(args) of the script under test ends with, nothing being printed before it."""
+    """refusal(args) -> the one line that main(args) of the script under test ends with, nothing being printed
+    before it.
+    """
     def call(args):
         script = request.module.main
         with pytest.raises(SystemExit) as e:
             script(args)
-        assert isinstance(e.value.code, str) and "\n" not in e.value.code and e.value.code.startswith(f"{script.__module__}: ")
+        assert isinstance(e.value.code, str) and "\n" not in e.value.code
+        assert e.value.code.startswith(f"{script.__module__}: ")
         assert capsys.readouterr().out == ""
         return e.value.code
     return call

@@ -5,10 +5,11 @@ What every model computes, written down before a refactor and compared after it,
     python tests/sameness.py compare before.pt               # in the new one, on the same machine and torch
     python tests/sameness.py compare before.pt --renamed '{"gated": "output_gate"}'    # where names changed
 
-For the plain GPT, every entry of MECHANISMS and all of them together, with both recipes, in training and evaluation, float64:
-logits, loss, auxiliary losses, traces with attention maps, hidden states with a cache and with padding, gradients. The file
-holds the parameters too, so that the comparison does not depend on how they are made. Digests would be shorter, but say nothing
-of how far off a value is. It is no test: another machine's matrix product has other last bits.
+For the plain GPT, every entry of MECHANISMS and all of them together, with both recipes, in training and
+evaluation, float64: logits, loss, auxiliary losses, traces with attention maps, hidden states with a cache
+and with padding, gradients. The file holds the parameters too, so that the comparison does not depend on how
+they are made. Digests would be shorter, but say nothing of how far off a value is. It is no test: another
+machine's matrix product has other last bits.
 """
 
 import argparse
@@ -41,7 +42,9 @@ def built(flags):
 
 
 def liven(model):
-    """Parameters drawn one after the other: none is zero, no two heads are alike, one head of each layer is in each state."""
+    """Parameters drawn one after the other: none is zero, no two heads are alike, one head of each layer is
+    in each state.
+    """
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in model.parameters():
@@ -64,14 +67,16 @@ def computed(model):
         wanted = {name: (tokens(4, 2, T) % 4 - 1) / 2 for name in model.config.constraint_names or ()}
         out = model(idx, targets, constraint_targets=wanted or None)
         sum(out.aux.values(), out.loss).backward()
-        found.update({f"{mode}.logits": out.logits, f"{mode}.loss": out.loss, **{f"{mode}.aux.{k}": v for k, v in out.aux.items()}})
+        found.update({f"{mode}.logits": out.logits, f"{mode}.loss": out.loss,
+                      **{f"{mode}.aux.{k}": v for k, v in out.aux.items()}})
         found.update({f"{mode}.gradient.{name}": p.grad for name, p in model.named_parameters()})
         torch.manual_seed(3)
         out = model(idx, targets, traces="maps")
         found.update({f"{mode}.traces.{k}": v for k, v in out.traces.items()})
     with torch.no_grad():
         cache, pad = KVCache(model.config), torch.tensor([0, 4])
-        found["cached"] = torch.cat([model.hidden(piece, cache, pad) for piece in idx.split([6, 1, 1, 5], dim=1)], 1)
+        found["cached"] = torch.cat([model.hidden(piece, cache,
+                                                  pad) for piece in idx.split([6, 1, 1, 5], dim=1)], 1)
         found["generated"] = model.generate(idx[:, :5], 20, temperature=0)
         model.prune_heads({0: [1, 4], 1: [0]})
         found["pruned"] = model.hidden(idx)
@@ -106,9 +111,11 @@ def compare(path, renamed, tolerance):
                 continue
             if a is None or b is None or a.shape != b.shape:
                 far = f"there {None if a is None else tuple(a.shape)}, here {None if b is None else tuple(b.shape)}"
-            elif torch.equal(a, b) or (a.isnan() == b.isnan()).all() and torch.equal(a.nan_to_num(), b.nan_to_num()):
+            elif torch.equal(a, b) or (a.isnan() == b.isnan()).all() and torch.equal(a.nan_to_num(),
+                                                                                     b.nan_to_num()):
                 continue
-            elif (off := (a.double() - b.double()).abs().max().item()) <= (tolerance if "all_on" in name else 0):
+            elif (off := (a.double() - b.double()).abs().max().item()) <= (tolerance
+                                                                           if "all_on" in name else 0):
                 continue
             else:
                 far = f"off by {off:.1e}"
@@ -123,7 +130,8 @@ if __name__ == "__main__":
     p.add_argument("what", choices=("write", "compare"))
     p.add_argument("path")
     p.add_argument("--renamed", type=json.loads, default={}, help="JSON: {old part of a name: new part}")
-    p.add_argument("--tolerance", type=float, default=1e-13, help="of all_on alone, whose factors are multiplied in another order")
+    p.add_argument("--tolerance", type=float, default=1e-13,
+                   help="of all_on alone, whose factors are multiplied in another order")
     a = p.parse_args()
     torch.set_num_threads(1)
     sys.exit(write(a.path) if a.what == "write" else compare(a.path, a.renamed, a.tolerance) > 0)

@@ -234,7 +234,7 @@ def test_every_mechanism_loads_at_every_scale_and_changes_nothing_else(name, sca
     flags = ALL_ON if name == "all_on" else MECHANISMS[name]
     no_kernel = model.attn_dropout is not None  # for dropout on the attention weights
     assert model == replace(plain, **flags, **(dict(attn_dropout=0.0) if no_kernel else {}))
-    assert no_kernel == (model.acag is not None or model.window is not None)
+    assert no_kernel == (model.acag is not None or model.window is not None or model.sink)
     assert bool(note_on_dropout(model)) == (no_kernel and scale == "paper") and not note_on_dropout(plain)
     assert train == replace(train_plain, out_dir=f"out/{scale}-{name}")
     assert named(f"--scale={scale}", "--attn_dropout=0")[0] == replace(plain, attn_dropout=0.0)
@@ -364,7 +364,7 @@ def test_names_that_contradict_a_checkpoint_are_refused(small):
     here, it = "--out_dir=out/tiny-moh+acag", "--init_from=out/tiny-moh+acag"
     for argv, words in [
         ([*small, "--mechanism=agency", "--eval_only", here], "agency=True here is False there"),
-        ([*small, "--mechanism=moh,agency", it], "agency=True here is False there"),
+        ([*small, "--mechanism=routing_sigmoid,agency", it], "routing='sigmoid' here is 'moh' there"),
         ([*small, "--mechanism=moh", "--resume", here], "acag=None here is 'headwise' there"),
         ([*small[:2], it], "n_layer=4 here is 2 there"),
     ]:
@@ -462,7 +462,8 @@ def test_a_missing_config_file_is_one_line(config_file):
     assert problems("config/nowhere.py")[0].startswith("no config file config/nowhere.py")
     assert problems("lr=3") == ["no config file lr=3; a key takes two dashes: --lr=3"]
     assert problems("-lr=3") == ["no config file -lr=3; a key takes two dashes: --lr=3"]
-    assert problems("config/demmo.py") == ["no config file config/demmo.py; did you mean config/demo.py?"]
+    assert problems("config/ruoting.py") == [
+        "no config file config/ruoting.py; did you mean config/routing.py?"]
 
 
 @pytest.mark.parametrize("name,meant", [

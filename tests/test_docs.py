@@ -97,9 +97,8 @@ def test_the_readme_lists_every_mechanism():
 
 def flags_of_mechanisms():
     """The fields of GPTConfig that turn a mechanism on, or are its details; and what pruning leaves."""
-    prefixes = tuple(cls.prefix() for cls in MECHANISM_CLASSES)
-    flags = {cls.flag for cls in MECHANISM_CLASSES} | {"head_ids"}
-    return [f for f in fields(GPTConfig) if f.name in flags or f.name.startswith(prefixes)]
+    names = {name for cls in MECHANISM_CLASSES for name in cls.fields()} | {"head_ids"}
+    return [f for f in fields(GPTConfig) if f.name in names]
 
 
 @pytest.mark.parametrize("flag", flags_of_mechanisms(), ids=lambda f: f.name)

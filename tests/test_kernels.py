@@ -9,7 +9,9 @@ from test_mechanisms import agree, dense, normal, tokens
 
 
 def laid_out(*shape, seed):
-    """A tensor [B, H, T, D] whose last dimension lies apart in memory, as a projection of narrow heads leaves it."""
+    """A tensor [B, H, T, D] whose last dimension lies apart in memory, as a projection of narrow heads leaves
+    it.
+    """
     B, H, T, D = shape
     return normal(B, T, D, H, seed=seed).permute(0, 3, 1, 2).detach().requires_grad_()
 
@@ -26,7 +28,8 @@ def test_cpu_flash_reads_any_layout(D, widths):
 
 
 def test_heads_of_size_one_give_the_same_twice():
-    config = GPTConfig(block_size=16, vocab_size=37, n_layer=2, n_embd=8, n_head=8, a2c="temperature", acag="headwise")
+    config = GPTConfig(block_size=16, vocab_size=37, n_layer=2,
+                       n_embd=8, n_head=8, a2c="temperature", acag="headwise")
     model = GPT(config).double()
     for p in model.parameters():
         torch.nn.init.normal_(p, 0, 0.3)

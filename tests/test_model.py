@@ -1,4 +1,6 @@
-"""The plain GPT: equal to independent references, causal, the same with and without cache, compiled and eager."""
+"""The plain GPT: equal to independent references, causal, the same with and without cache, compiled and
+eager.
+"""
 
 import math
 
@@ -9,9 +11,12 @@ from torch.nn import functional as F
 from model import GPT, RECIPES, KVCache, GPTConfig, check_sampling, penalise, sample_token, relu2, rms_norm, rope_tables, rotate
 
 TINY = dict(block_size=16, vocab_size=37, n_layer=2, n_head=4, n_embd=32)
-FLAGS = [dict(recipe="gpt2"), dict(recipe="gpt2", bias=True), dict(recipe="gpt2", tied=False), dict(recipe="gpt2", pos="rope"),
-         dict(recipe="gpt2", qk_norm=True), dict(recipe="gpt2", norm="rmsnorm"), dict(recipe="gpt2", act="relu2"),
-         dict(recipe="gpt2", act="gelu_tanh"), dict(recipe="gpt2", zero_init=True), dict(recipe="gpt2", softcap=15.0),
+FLAGS = [dict(recipe="gpt2"), dict(recipe="gpt2", bias=True),
+         dict(recipe="gpt2", tied=False), dict(recipe="gpt2", pos="rope"),
+         dict(recipe="gpt2", qk_norm=True), dict(recipe="gpt2", norm="rmsnorm"),
+         dict(recipe="gpt2", act="relu2"),
+         dict(recipe="gpt2", act="gelu_tanh"), dict(recipe="gpt2", zero_init=True),
+         dict(recipe="gpt2", softcap=15.0),
          dict(recipe="gpt2", embed_norm=True), dict(recipe="modern"), dict(recipe="modern", pos="learned"),
          dict(recipe="modern", qk_max=12.0), dict(recipe="modern", softcap=15.0, bias=True, norm="layernorm")]
 all_flags = pytest.mark.parametrize("flags", FLAGS, ids=lambda f: "+".join(f"{k}={v}" for k, v in f.items()))
@@ -37,7 +42,9 @@ def tokens(*shape, seed=1):
 # ---- oracles ----
 
 def reference(model, idx):
-    """The whole forward pass written out for one sequence at a time: loops over heads and queries, a T x T softmax."""
+    """The whole forward pass written out for one sequence at a time: loops over heads and queries, a T x T
+    softmax.
+    """
     c, w = model.config, dict(model.named_parameters())
 
     def norm(x, name):
@@ -85,7 +92,8 @@ def reference(model, idx):
                 heads.append(score.softmax(-1) @ vh)
             x = x + linear(torch.cat(heads, dim=-1), name + "attn.c_proj")
             x = x + linear(act(linear(norm(x, name + "ln_2"), name + "mlp.c_fc")), name + "mlp.c_proj")
-        logits = norm(x, "transformer.ln_f") @ (w["transformer.wte.weight"] if c.tied else w["lm_head.weight"]).T
+        logits = norm(x, "transformer.ln_f") @ (w["transformer.wte.weight"]
+                                                if c.tied else w["lm_head.weight"]).T
         out.append(c.softcap * torch.tanh(logits / c.softcap) if c.softcap else logits)
     return torch.stack(out)
 
@@ -111,23 +119,30 @@ def test_equals_an_independent_gpt2_style_forward_with_copied_weights():
     x = model.transformer.wte.weight[idx] + model.transformer.wpe.weight
     mask = torch.nn.Transformer.generate_square_subsequent_mask(16, dtype=torch.float64)
     for block in model.transformer.h:
-        layer = torch.nn.TransformerEncoderLayer(c.n_embd, c.n_head, 4 * c.n_embd, 0.0, "gelu", batch_first=True, norm_first=True,
+        layer = torch.nn.TransformerEncoderLayer(c.n_embd, c.n_head,
+                                                 4 * c.n_embd, 0.0, "gelu", batch_first=True, norm_first=True,
                                                  dtype=torch.float64).eval()
         layer.load_state_dict({
-            "self_attn.in_proj_weight": block.attn.c_attn.weight, "self_attn.in_proj_bias": block.attn.c_attn.bias,
-            "self_attn.out_proj.weight": block.attn.c_proj.weight, "self_attn.out_proj.bias": block.attn.c_proj.bias,
+            "self_attn.in_proj_weight": block.attn.c_attn.weight,
+                               "self_attn.in_proj_bias": block.attn.c_attn.bias,
+            "self_attn.out_proj.weight": block.attn.c_proj.weight,
+                               "self_attn.out_proj.bias": block.attn.c_proj.bias,
             "linear1.weight": block.mlp.c_fc.weight, "linear1.bias": block.mlp.c_fc.bias,
             "linear2.weight": block.mlp.c_proj.weight, "linear2.bias": block.mlp.c_proj.bias,
-            "norm1.weight": block.ln_1.weight, "norm1.bias": block.ln_1.bias, "norm2.weight": block.ln_2.weight, "norm2.bias": block.ln_2.bias})
+            "norm1.weight": block.ln_1.weight, "norm1.bias": block.ln_1.bias,
+                               "norm2.weight": block.ln_2.weight, "norm2.bias": block.ln_2.bias})
         x = layer(x, src_mask=mask, is_causal=True)
-    want = F.layer_norm(x, (c.n_embd,), model.transformer.ln_f.weight, model.transformer.ln_f.bias) @ model.transformer.wte.weight.T
+    want = F.layer_norm(x, (c.n_embd,), model.transformer.ln_f.weight,
+                        model.transformer.ln_f.bias) @ model.transformer.wte.weight.T
     assert torch.allclose(model(idx).logits.double(), want, atol=1e-5)
 
 
 def test_equals_hugging_face_gpt2_with_copied_weights():
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: requirements-test.txt has it")
+    transformers = pytest.importorskip("transformers",
+                                       reason="transformers is not installed: requirements-test.txt has it")
     torch.manual_seed(0)
-    hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=37, n_positions=16, n_embd=32, n_layer=2, n_head=4,
+    hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=37,
+                                                              n_positions=16, n_embd=32, n_layer=2, n_head=4,
                                                               initializer_range=0.2)).eval()
     model = GPT(GPTConfig(**TINY, recipe="gpt2", bias=True, act="gelu_tanh")).eval()
     theirs = hf.state_dict()
@@ -154,8 +169,10 @@ def test_rotated_logits_depend_on_distance_alone():
     config = GPTConfig(**TINY, recipe="modern")
     cos, sin = (t.double() for t in rope_tables(config))
     q, k = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
-    at = lambda x, t: rotate(x, cos[t], sin[t])
-    assert at(q, 9) @ at(k, 5) == pytest.approx((at(q, 6) @ at(k, 2)).item(), abs=1e-6)  # the tables are float32
+    def at(x, t):
+        return rotate(x, cos[t], sin[t])
+    # the tables are float32
+    assert at(q, 9) @ at(k, 5) == pytest.approx((at(q, 6) @ at(k, 2)).item(), abs=1e-6)
     assert at(q, 9) @ at(k, 5) != pytest.approx((at(q, 9) @ at(k, 4)).item(), abs=1e-3)
 
 
@@ -222,12 +239,14 @@ def test_left_padding_is_never_seen(flags):
 
 
 def slow_generate(model, prompt, n, **sampling):
-    """The policy in words: read at most block_size tokens; on overflow keep the last half; no cache, one row."""
+    """The policy in words: read at most block_size tokens; on overflow keep the last half; no cache, one row.
+    """
     block_size, window, out = model.config.block_size, list(prompt)[-model.config.block_size:], []
     for _ in range(n):
         with torch.no_grad():
             logits = model(torch.tensor([window])).logits[:, -1]
-        token = sample_token(logits, sampling.get("temperature", 0), sampling.get("top_k"), sampling.get("top_p"), None).item()
+        token = sample_token(logits, sampling.get("temperature", 0),
+                             sampling.get("top_k"), sampling.get("top_p"), None).item()
         out.append(token)
         window.append(token)
         if len(window) > block_size:
@@ -250,7 +269,8 @@ def test_a_batch_of_unequal_prompts_generates_what_each_does_alone(recipe):
     idx = tokens(4, 20)
     got = model.generate(idx, 40, temperature=0, lengths=lengths)
     for row, n in enumerate(lengths):
-        assert got[row, 20:].tolist() == slow_generate(model, idx[row, 20 - n:].tolist(), 40), f"prompt of {n}"
+        assert got[row, 20:].tolist() == slow_generate(model,
+                                                       idx[row, 20 - n:].tolist(), 40), f"prompt of {n}"
 
 
 def test_generation_beyond_block_size_differs_from_a_sliding_window():
@@ -287,12 +307,16 @@ def test_generation_returns_to_training_mode_and_leaves_no_gradient():
 
 def test_sampling_by_hand():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
-    draw = lambda **kw: torch.stack([sample_token(logits, kw.get("t", 1.0), kw.get("k"), kw.get("p"), g) for _ in range(4000)]).flatten()
+    def draw(**kw):
+        return torch.stack([sample_token(logits, kw.get("t", 1.0), kw.get("k"),
+                                                      kw.get("p"), g) for _ in range(4000)]).flatten()
     g = torch.Generator().manual_seed(0)
-    share = lambda d: torch.bincount(d, minlength=4) / len(d)
+    def share(d):
+        return torch.bincount(d, minlength=4) / len(d)
     assert torch.allclose(share(draw()), torch.tensor([0.5, 0.3, 0.15, 0.05]), atol=0.03)
     assert torch.allclose(share(draw(k=2)), torch.tensor([0.625, 0.375, 0, 0]), atol=0.03)
-    assert torch.allclose(share(draw(p=0.7)), torch.tensor([0.625, 0.375, 0, 0]), atol=0.03)  # 0.5 is not yet 0.7
+    # 0.5 is not yet 0.7
+    assert torch.allclose(share(draw(p=0.7)), torch.tensor([0.625, 0.375, 0, 0]), atol=0.03)
     assert set(draw(p=0.5).tolist()) == {0} and set(draw(p=1e-9).tolist()) == {0}
     assert torch.allclose(share(draw(t=0.5)), torch.tensor([0.6849, 0.2466, 0.0616, 0.0068]), atol=0.03)
     assert sample_token(logits, 0, None, None, None).item() == 0
@@ -310,7 +334,8 @@ def test_repetition_penalty_pushes_down_what_was_said():
     assert len(set(pushed[0].tolist())) > len(set(plain[0].tolist()))
 
 
-@pytest.mark.parametrize("bad", [dict(temperature=-1), dict(temperature=math.nan), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.5), dict(repetition_penalty=0)])
+@pytest.mark.parametrize("bad", [dict(temperature=-1), dict(temperature=math.nan),
+                                 dict(top_k=0), dict(top_p=0.0), dict(top_p=1.5), dict(repetition_penalty=0)])
 def test_impossible_sampling_is_refused_by_name(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         check_sampling(**{**dict(temperature=1.0, top_k=None, top_p=None, repetition_penalty=1.0), **bad})
@@ -324,7 +349,8 @@ def test_compiles_in_one_graph_and_computes_the_same(recipe):
     fast = torch.compile(model, backend="aot_eager", fullgraph=True)  # fullgraph: a graph break is an error
     want, got = model(idx, targets), fast(idx, targets)
     assert torch.allclose(want.logits, got.logits, atol=1e-5)
-    for a, b in zip(torch.autograd.grad(want.loss, list(model.parameters())), torch.autograd.grad(got.loss, list(model.parameters()))):
+    for a, b in zip(torch.autograd.grad(want.loss, list(model.parameters())),
+                    torch.autograd.grad(got.loss, list(model.parameters()))):
         assert torch.allclose(a, b, atol=1e-6)
 
 
@@ -353,15 +379,18 @@ def test_unscored_targets_do_not_count():
     part = targets.clone()
     part[:, :4] = -1
     logits = model(idx).logits
-    assert model(idx, part).loss.item() == pytest.approx(F.cross_entropy(logits[0, 4:], targets[0, 4:]).item(), abs=1e-6)
+    assert model(idx, part).loss.item() == pytest.approx(F.cross_entropy(logits[0, 4:],
+                                                                         targets[0, 4:]).item(), abs=1e-6)
 
 
 # ---- initial values ----
 
-@pytest.mark.parametrize("one, other", [(dict(recipe="gpt2"), dict(recipe="modern")), (dict(n_layer=2), dict(n_layer=4)),
+@pytest.mark.parametrize("one, other",
+                         [(dict(recipe="gpt2"), dict(recipe="modern")), (dict(n_layer=2), dict(n_layer=4)),
                                         (dict(pos="rope"), dict(pos="learned"))])
 def test_shared_parameters_start_bit_identical(one, other):
-    a, b = (dict(GPT(GPTConfig(**{**TINY, "zero_init": False, **f})).named_parameters()) for f in (one, other))
+    a, b = (dict(GPT(GPTConfig(**{**TINY, "zero_init": False, **f})).named_parameters()) for f in (one,
+                                                                                                   other))
     shared = [n for n in a if n in b and a[n].shape == b[n].shape and not n.endswith("c_proj.weight")]
     assert len(shared) > 4
     assert all(torch.equal(a[n], b[n]) for n in shared)
@@ -376,7 +405,8 @@ def test_initial_values_follow_the_seed_and_gpt2s_scales():
     assert block.mlp.c_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)  # / sqrt(2 * 8 layers)
     zero = GPT(GPTConfig(**big, recipe="modern"))
     assert not zero.lm_head.weight.any() and not zero.transformer.h[3].mlp.c_proj.weight.any()
-    assert zero(tokens(2, 16), tokens(2, 16)).loss.item() == pytest.approx(math.log(37), abs=1e-6)  # a uniform start
+    # a uniform start
+    assert zero(tokens(2, 16), tokens(2, 16)).loss.item() == pytest.approx(math.log(37), abs=1e-6)
 
 
 # ---- sizes and refusals ----
@@ -386,7 +416,8 @@ def test_parameter_counts_are_those_of_gpt2():
         model = GPT.__new__(GPT)
         GPT.init_weights, keep = lambda self: None, GPT.init_weights
         try:
-            model.__init__(GPTConfig(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=768, bias=True))
+            model.__init__(GPTConfig(block_size=1024, vocab_size=50257,
+                                     n_layer=12, n_head=12, n_embd=768, bias=True))
         finally:
             GPT.init_weights = keep
     assert model.num_params() == 124_439_808  # OpenAI's smallest GPT-2
@@ -398,9 +429,11 @@ def test_flops_count_agrees_with_pytorchs_counter():
     from torch.utils.flop_counter import FlopCounterMode
     model = GPT(GPTConfig(**{**TINY, "n_embd": 64, "block_size": 16}, tied=False, pos="rope"))
     idx = tokens(4, 16)
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the counter knows no CPU flash attention
+    # the counter knows no CPU flash attention
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(idx, idx).loss.backward()
-    norms = 6 * sum(p.numel() for p in model.parameters() if p.dim() < 2)  # ours counts them as if they were matrices
+    # ours counts them as if they were matrices
+    norms = 6 * sum(p.numel() for p in model.parameters() if p.dim() < 2)
     assert model.flops_per_token() - norms == counter.get_total_flops() / idx.numel()
 
 
@@ -438,7 +471,8 @@ def test_an_impossible_config_names_every_problem():
 def test_a_recipe_sets_only_the_flags_left_open():
     assert GPTConfig(recipe="modern").act == "relu2" and GPTConfig(recipe="modern", act="gelu").act == "gelu"
     assert GPTConfig(recipe="modern", tied=True).tied and not GPTConfig(recipe="modern").tied
-    assert all(getattr(GPTConfig(recipe=recipe), flag) is not None for recipe in RECIPES for flag in RECIPES[recipe])
+    assert all(getattr(GPTConfig(recipe=recipe),
+                       flag) is not None for recipe in RECIPES for flag in RECIPES[recipe])
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

@@ -119,12 +119,15 @@ def test_only_matrices_decay(optimizer):
     assert sum(len(g["params"]) for o in make_optimizers(model, TrainConfig().for_recipe("gpt2")) for g in o.param_groups) == len(list(model.parameters()))
 
 
-def test_a_marked_parameter_never_decays():
-    model = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=1, n_head=2, n_embd=16))
-    model.transformer.wte.weight.no_decay = True
+def test_a_mechanisms_own_parameter_never_decays():
+    """Whatever its shape; the layers inside a mechanism decay like any other."""
+    model = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16, acag="elementwise",
+                          output_gate="headwise"))
     adamw, = make_optimizers(model, TrainConfig().for_recipe("gpt2"))
-    group = next(g for g in adamw.param_groups if any(p is model.transformer.wte.weight for p in g["params"]))
-    assert group["weight_decay"] == 0
+    attn = model.transformer.h[0].attn
+    for p, decays in ((attn.acag.weight, False), (attn.output_gate.proj.weight, True)):
+        group = next(g for g in adamw.param_groups if any(q is p for q in g["params"]))
+        assert p.dim() >= 2 and (group["weight_decay"] > 0) == decays
 
 
 def test_muon_state_survives_saving():
@@ -151,14 +154,16 @@ def config(**kw):
 
 
 def test_cosine_schedule_by_hand():
-    f = lambda step: lr_multiplier(step, config())
+    def f(step):
+        return lr_multiplier(step, config())
     assert f(0) == pytest.approx(1 / 11) and f(9) == pytest.approx(10 / 11)
     assert f(10) == pytest.approx(1.0) and f(60) == pytest.approx(0.55) and f(110) == 0.1 and f(500) == 0.1
     assert f(35) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
 
 
 def test_trapezoid_schedule_by_hand():
-    f = lambda step: lr_multiplier(step, config(schedule="trapezoid", min_lr=0.0, warmup_iters=0, max_iters=100, decay_frac=0.5))
+    def f(step):
+        return lr_multiplier(step, config(schedule="trapezoid", min_lr=0.0, warmup_iters=0, max_iters=100, decay_frac=0.5))
     assert f(0) == f(49) == f(50) == 1.0
     assert f(75) == pytest.approx(0.5) and f(99) == pytest.approx(0.02) and f(100) == 0
 

@@ -271,7 +271,8 @@ def reference(model, ids, gone):
     x = model.transformer.wte.weight[ids] + model.transformer.wpe.weight[:T]
     later = torch.arange(T)[:, None] > torch.arange(T)
     unseen = later.T | (later & torch.as_tensor(gone))
-    norm = lambda x, m: (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt() * m.weight
+    def norm(x, m):
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt() * m.weight
     for block in model.transformer.h:
         q, k, v = (norm(x, block.ln_1) @ block.attn.c_attn.weight.T).split(model.config.n_embd, -1)
         y = []
@@ -307,7 +308,8 @@ def test_nobody_can_tell_what_a_removed_key_was(name):
     other = ids.clone()
     other[0, 19] = (ids[0, 19] + 1) % 256
     removed = torch.from_numpy(gone(24, [19]))[None]
-    told = lambda: (model(ids).logits - model(other).logits)[0].abs().amax(-1)
+    def told():
+        return (model(ids).logits - model(other).logits)[0].abs().amax(-1)
     with without_keys(model, removed):
         hidden = told()
     assert told()[20:].max() > 1e-4 and hidden[:19].max() < 1e-9 < hidden[19]
@@ -329,7 +331,7 @@ def test_statistics_count_the_keys_that_are_left():
     model, removed = make_model(recipe="modern", acag="headwise"), torch.from_numpy(np.stack([gone(8, []), gone(8, [1, 5])]))
     with without_keys(model, removed):
         ctx = model.context(slice(0, 8), 0, 8, None, None, torch.device("cpu"))
-    assert ctx.n.shape == (2, 1, 8) and ctx.n[:, 0].tolist() == [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 2, 3, 4, 5, 5, 6]]
+    assert ctx.n_keys.shape == (2, 1, 8) and ctx.n_keys[:, 0].tolist() == [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 2, 3, 4, 5, 5, 6]]
 
 
 def test_gradient_times_input_is_the_slope_of_the_loss_as_an_input_fades():
@@ -402,7 +404,7 @@ def test_a_head_off_is_its_columns_of_the_projection_at_zero(facts, flags):
             other.transformer.h[layer].attn.c_proj.weight[:, head * 8:head * 8 + 8] = 0
         assert np.allclose(off, score(other, facts, "val", max_tokens=512, per_token=True), atol=1e-5)
         assert np.abs(off - before).max() > 1e-3
-    assert (score(model, facts, "val", max_tokens=512, per_token=True) == before).all() and model.transformer.h[0].attn.hand is None
+    assert (score(model, facts, "val", max_tokens=512, per_token=True) == before).all() and model.transformer.h[0].attn.gate_override is None
 
 
 @pytest.mark.parametrize("flags", [{}, dict(sentinel="sigmoid", constraint_names=["one"])], ids=["plain", "gates"])
@@ -415,14 +417,14 @@ def test_head_metrics_are_entropy_and_slope(facts, flags):
     traces, at = model(ids[None], traces="maps").traces, 0
     for i, block in enumerate(model.transformer.h):
         p = traces[f"blocks.{i}.map"][0].detach()
-        for j, head in enumerate(block.attn.numbers()):
+        for j, head in enumerate(block.attn.all_head_ids()):
             assert entropy[at] == pytest.approx(-(p[j] * p[j].clamp_min(1e-30).log()).sum(-1).mean().item(), abs=1e-5)
             gate = block.attn.static_gate(noisy=False)
             gate, loss = 1.0 if gate is None else gate[j].item(), []
             for step in (1e-4, -1e-4):
                 model.set_head(i, head, gate=gate + step)
                 loss.append(model(ids[None], targets[None]).loss.item())
-                block.attn.hand = None
+                block.attn.gate_override = None
             assert slope[at] == pytest.approx(abs(loss[0] - loss[1]) / 2e-4, rel=0.02, abs=1e-3)
             at += 1
     assert at == len(entropy) == len(slope)

@@ -1,4 +1,6 @@
-"""The rivals against other people's classes and against what they promise; their slow oracles are in test_mechanisms.py."""
+"""The rivals against other people's classes and against what they promise; their slow oracles are in
+test_mechanisms.py.
+"""
 
 from types import SimpleNamespace
 
@@ -11,7 +13,9 @@ from test_mechanisms import TINY, close, dense, normal, tiny
 
 
 def attention_of(model, x):
-    """What the first block's attention adds to the stream for x [B, T, C], without its output projection: [B, H, T, D]."""
+    """What the first block's attention adds to the stream for x [B, T, C], without its output projection: [B,
+    H, T, D].
+    """
     attn, merged = model.transformer.h[0].attn, []
     attn.merge = lambda y: merged.append(y) or y
     T = x.size(1)
@@ -21,7 +25,8 @@ def attention_of(model, x):
 
 
 def test_the_sink_is_that_of_gpt_oss():
-    gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss", reason="transformers is optional")
+    gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss",
+                                  reason="transformers is optional")
     model, x = tiny(dict(sink=True)), normal(2, 9, 96)
     attn = model.transformer.h[0].attn
     q, k, v = (t.unflatten(-1, (6, 16)).transpose(1, 2) for t in attn.c_attn(x).chunk(3, -1))
@@ -32,7 +37,9 @@ def test_the_sink_is_that_of_gpt_oss():
 
 
 def test_the_elementwise_output_gate_is_that_of_afmoe():
-    """A layer without rotary positions of transformers' AFMoE, whole: projections, normed queries and keys, gate, output."""
+    """A layer without rotary positions of transformers' AFMoE, whole: projections, normed queries and keys,
+    gate, output.
+    """
     afmoe = pytest.importorskip("transformers.models.afmoe.modeling_afmoe", reason="transformers is optional")
     model, x = tiny(dict(output_gate="elementwise"), qk_norm=True), normal(2, 9, 96)
     config = afmoe.AfmoeConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=6, head_dim=16,
@@ -55,7 +62,8 @@ def test_at_full_strength_an_output_is_orthogonal_to_its_own_value():
     v = model.transformer.h[0].attn.c_attn(x).chunk(3, -1)[2].unflatten(-1, (6, 16)).transpose(1, 2)
     for strength, orthogonal in ((50.0, True), (0.3, False)):
         model.transformer.h[0].attn.xsa.strength.data.fill_(strength)
-        cosine = F.cosine_similarity(attention_of(model, x)[:, :, 1:], v[:, :, 1:], dim=-1)  # the first sees itself alone
+        # the first sees itself alone
+        cosine = F.cosine_similarity(attention_of(model, x)[:, :, 1:], v[:, :, 1:], dim=-1)
         assert (cosine.abs().max() < 1e-9) == orthogonal
 
 
@@ -72,7 +80,8 @@ def test_a_key_offset_lets_one_layer_find_what_followed(recipe):
     attn.key_offset.before(attn, h, ctx)
     shifted = [*range(4, 8), *range(12, 16)]
     kept = [d for d in range(16) if d not in shifted]
-    assert torch.equal(h.k[:, :, 1:, shifted], own[:, :, :-1, shifted]) and torch.equal(h.k[..., kept], own[..., kept])
+    assert torch.equal(h.k[:, :, 1:, shifted], own[:, :, :-1, shifted])
+    assert torch.equal(h.k[..., kept], own[..., kept])
     assert torch.equal(h.k[:, :, 0], own[:, :, 0])
 
 
@@ -108,7 +117,9 @@ def test_skips_may_start_at_one():
 # ---- the write-up's routing, as printed ----
 
 def test_routing_published_is_the_printed_code():
-    """Logits times the mask, softmax, gates in training only, and the entropy term; the -inf form is another function."""
+    """Logits times the mask, softmax, gates in training only, and the entropy term; the -inf form is another
+    function.
+    """
     model, x = tiny(MECHANISMS["routing_published"]), normal(2, 9, 96)
     router, plain = model.transformer.h[0].attn.router, attention_of(model.eval(), x)
     logits = router.out(F.gelu(router.fc(x)))
@@ -119,12 +130,16 @@ def test_routing_published_is_the_printed_code():
     close(attention_of(model, x), plain * gates.transpose(1, 2)[..., None], 1e-12)
     ctx = model.context(slice(0, 9), 0, 9, None, None, x.device, losses=True)
     close(model.transformer.h[0].attn(x, ctx)[1].losses["routing_entropy"], entropy, 1e-12)
-    q, k, v = (t.unflatten(-1, (6, 16)).transpose(1, 2) for t in model.transformer.h[0].attn.c_attn(x).chunk(3, -1))
+    q, k, v = (t.unflatten(-1, (6, 16)).transpose(1,
+                                                  2) for t in model.transformer.h[0].attn.c_attn(x).chunk(3,
+                                                                                                          -1))
     close(attention_of(model.eval(), x), dense(q, k, v, 0.25)[0], 1e-12)  # evaluated, there are no gates
     for name in ("routing_inf", "routing_zero", "routing_train_only"):
         other = tiny(MECHANISMS[name])
-        same = [torch.allclose(attention_of(getattr(other, mode)(), x), attention_of(getattr(model, mode)(), x))
+        same = [torch.allclose(attention_of(getattr(other, mode)(), x),
+                               attention_of(getattr(model, mode)(), x))
                 for mode in ("train", "eval")]
         assert same == [name == "routing_zero", name == "routing_train_only"], name
-    assert MECHANISMS["routing_published"].items() >= dict(routing_mask="zero", routing_eval_gate=False).items()
+    assert MECHANISMS["routing_published"].items() >= dict(routing_mask="zero",
+                                                           routing_eval_gate=False).items()
 
