@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, foreign ones read or refused in one line, resumed only as the same run."""
+"""Checkpoints: whole or not at all, foreign ones read or refused in a line, resumed only as the same run."""
 import io
 import os
 import pickle
@@ -31,7 +31,8 @@ def line(action, *args, **kw):
 def state(bytes_data):
     """What train.py saves, in little."""
     config = GPTConfig(**TINY)
-    return dict(model=GPT(config).state_dict(), config=vars(config).copy(), meta=Dataset(bytes_data).meta, step=3)
+    return dict(model=GPT(config).state_dict(), config=vars(config).copy(),
+                meta=Dataset(bytes_data).meta, step=3)
 
 
 @pytest.fixture
@@ -147,7 +148,8 @@ def test_a_damaged_weight_is_noticed(state, saved):
     assert "damaged in " in line(checkpoint.read, saved)
 
 
-@pytest.mark.parametrize("content", ["text", "pickle", "zip", "tensor", "list", "dict", "weights alone", "config of another kind"])
+@pytest.mark.parametrize("content", ["text", "pickle", "zip",
+                                     "tensor", "list", "dict", "weights alone", "config of another kind"])
 def test_a_foreign_file_is_one_line(saved, state, content):
     if content == "text":
         saved.write_text("not a checkpoint\n" * 100)
@@ -193,7 +195,8 @@ def nanogpt_state(bias=False, prefix="", old_masks=False):
         weights |= {f"{prefix}transformer.h.{i}.attn.bias": torch.ones(1, 1, 16, 16).tril() for i in range(2)}
     args = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, bias=bias, vocab_size=256, dropout=0.2)
     optimizer = torch.optim.AdamW(ours.parameters()).state_dict()
-    return dict(model=weights, optimizer=optimizer, model_args=args, iter_num=70, best_val_loss=torch.tensor(1.5),
+    return dict(model=weights, optimizer=optimizer, model_args=args,
+                iter_num=70, best_val_loss=torch.tensor(1.5),
                 config=dict(dataset="sums", learning_rate=1e-3, compile=True)), ours
 
 
@@ -229,7 +232,8 @@ def test_a_checkpoint_of_a_newer_version_is_one_line(state):
     assert line(checkpoint.build, state, "x.pt") == "x.pt was written by a newer version: unknown flags flux"
 
 
-@pytest.mark.parametrize("change", [dict(n_layer=3), dict(n_embd=15), dict(n_embd="wide"), dict(vocab_size=None), dict(pos="rope")])
+@pytest.mark.parametrize("change", [dict(n_layer=3), dict(n_embd=15),
+                                    dict(n_embd="wide"), dict(vocab_size=None), dict(pos="rope")])
 def test_weights_that_do_not_fit_the_config_are_one_line(state, change):
     state["config"].update(change)
     assert line(checkpoint.build, state, "x.pt").startswith("x.pt: its ")
@@ -242,14 +246,16 @@ def test_a_vocabulary_that_means_something_else_is_one_line(state, chars_data, b
     state["meta"] = None  # nanoGPT's: only the size can be compared
     checkpoint.same_vocabulary(state, Dataset(chars_data), "x.pt")
     state["config"]["vocab_size"] = 9
-    assert line(checkpoint.same_vocabulary, state, Dataset(chars_data), "x.pt") == "x.pt knows 9 tokens; letters has 10"
+    assert line(checkpoint.same_vocabulary, state, Dataset(chars_data),
+                "x.pt") == "x.pt knows 9 tokens; letters has 10"
 
 
 # ---- where a run starts ----
 
 def test_an_optimizer_keeps_its_moments_and_takes_the_new_rates():
     p = torch.nn.Parameter(torch.ones(3))
-    old, new = torch.optim.AdamW([p], lr=1.0, weight_decay=0.1), torch.optim.AdamW([p], lr=2.0, weight_decay=0.3)
+    old = torch.optim.AdamW([p], lr=1.0, weight_decay=0.1)
+    new = torch.optim.AdamW([p], lr=2.0, weight_decay=0.3)
     p.grad = torch.ones(3)
     old.step()
     checkpoint.restore(new, old.state_dict(), "x.pt")
@@ -265,15 +271,18 @@ def test_an_optimizer_state_that_does_not_fit_is_one_line():
 
 def test_resuming_with_changed_model_flags_names_them_all(state):
     checkpoint.same_model(state, "x.pt", replace(GPTConfig(**TINY), vocab_size=None), set(TINY))
-    said = line(checkpoint.same_model, state, "x.pt", GPTConfig(**{**TINY, "n_layer": 3, "n_head": 4}), {"n_layer", "n_head", "dropout"})
+    said = line(checkpoint.same_model, state, "x.pt", GPTConfig(**{**TINY, "n_layer": 3, "n_head": 4}),
+                {"n_layer", "n_head", "dropout"})
     assert said == "x.pt holds another model: n_layer=3 here is 2 there; n_head=4 here is 2 there"
-    assert "qk_norm" in line(checkpoint.same_model, state, "x.pt", GPTConfig(**TINY, qk_norm=True), set(state["config"]))
+    assert "qk_norm" in line(checkpoint.same_model, state, "x.pt",
+                             GPTConfig(**TINY, qk_norm=True), set(state["config"]))
 
 
 def test_a_flag_that_the_checkpoint_does_not_know_yet_counts_as_its_default(state):
     del state["config"]["softcap"]
     checkpoint.same_model(state, "x.pt", GPTConfig(**TINY), {"softcap"})
-    assert "softcap=5.0 here is 0.0 there" in line(checkpoint.same_model, state, "x.pt", GPTConfig(**TINY, softcap=5.0), {"softcap"})
+    softcap = line(checkpoint.same_model, state, "x.pt", GPTConfig(**TINY, softcap=5.0), {"softcap"})
+    assert "softcap=5.0 here is 0.0 there" in softcap
 
 
 def test_a_checkpoint_without_a_state_to_go_on_from_is_one_line(state, bytes_data):
@@ -289,13 +298,16 @@ def test_a_device_that_is_not_there_is_one_line(name):
 
 
 def test_the_device_is_detected():
-    there = [name for name, kind in (("cuda", torch.cuda), ("mps", torch.backends.mps)) if kind.is_available()]
+    there = [name for name, kind in (("cuda", torch.cuda), ("mps", torch.backends.mps))
+             if kind.is_available()]
     assert pick_device("auto") == [*there, "cpu"][0]
     assert pick_device("cpu") == "cpu"
 
 
 def test_flags_younger_than_a_checkpoint_are_off(tmp_path):
     """A flag that a recipe gained later must not change what an older checkpoint computes."""
-    model = GPT(GPTConfig(vocab_size=7, block_size=4, n_layer=1, n_head=1, n_embd=8, recipe="modern", embed_norm=False))
+    model = GPT(GPTConfig(vocab_size=7, block_size=4, n_layer=1,
+                          n_head=1, n_embd=8, recipe="modern", embed_norm=False))
     config = {k: v for k, v in asdict(model.config).items() if k != "embed_norm"}
-    assert checkpoint.build(dict(model=model.state_dict(), config=config, meta=None), "old.pt").config.embed_norm is False
+    old = checkpoint.build(dict(model=model.state_dict(), config=config, meta=None), "old.pt")
+    assert old.config.embed_norm is False

@@ -52,12 +52,15 @@ def test_a_dataset_that_is_not_prepared_names_the_command(tmp_path, monkeypatch)
         (tmp_path / "data" / name / "prepare.py").touch()
     monkeypatch.setattr(dataset, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert line(lambda: Dataset("wikitext9")) == "dataset wikitext9 is not prepared; run: python data/wikitext9/prepare.py"
+    message = "dataset wikitext9 is not prepared; run: python data/wikitext9/prepare.py"
+    assert line(lambda: Dataset("wikitext9")) == message
     assert line(lambda: Dataset("data/wikitext9")).endswith("run: python data/wikitext9/prepare.py")
-    assert line(lambda: Dataset("wikitext9_byte")).endswith("run: python data/wikitext9/prepare.py --encoding=byte")
+    message = "run: python data/wikitext9/prepare.py --encoding=byte"
+    assert line(lambda: Dataset("wikitext9_byte")).endswith(message)
     assert line(lambda: Dataset("enwik8_char")).endswith("run: python data/enwik8_char/prepare.py")
     assert line(lambda: Dataset("wikitxt9")) == "no dataset wikitxt9; did you mean wikitext9?"
-    assert line(lambda: Dataset("zzz")) == "no dataset zzz: neither a folder with a meta.json nor one of enwik8_char, wikitext9"
+    message = "no dataset zzz: neither a folder with a meta.json nor one of enwik8_char, wikitext9"
+    assert line(lambda: Dataset("zzz")) == message
 
 
 def without_counts(folder):
@@ -81,7 +84,8 @@ def test_a_damaged_folder_is_one_line(copy, damage, words):
 def test_a_token_outside_the_vocabulary_is_one_line(chars_data, tmp_path):
     folder = Path(shutil.copytree(chars_data, tmp_path / "copy"))
     np.full(1500, 99, "<u2").tofile(folder / "train.bin")
-    assert "holds the token 99, and the vocabulary ends at 9" in line(lambda: Batches(Dataset(folder), "train", 16, 4, 0)(0))
+    message = line(lambda: Batches(Dataset(folder), "train", 16, 4, 0)(0))
+    assert "holds the token 99, and the vocabulary ends at 9" in message
 
 
 # ---- batches ----
@@ -90,7 +94,8 @@ def test_the_batch_is_a_function_of_seed_and_step(bytes_data):
     d = Dataset(bytes_data)
     a, b, other = (Batches(d, "train", 16, 8, seed) for seed in (1, 1, 2))
     forward = [a(step) for step in range(20)]
-    assert all(torch.equal(b(step), forward[step]) for step in reversed(range(20))), "whatever was read before"
+    assert all(torch.equal(b(step), forward[step])
+               for step in reversed(range(20))), "whatever was read before"
     assert not torch.equal(other(3), forward[3])
 
 
@@ -117,7 +122,8 @@ def test_a_pass_is_shuffled_and_without_replacement(bytes_data):
     starts = [s for step in range(3 * batches.pieces // 31 + 1) for s in batches.starts(step)]
     one, two = (starts[i * batches.pieces:(i + 1) * batches.pieces] for i in (0, 1))
     for each in (one, two):
-        assert len(set(each)) == batches.pieces and len({s % 16 for s in each}) == 1, "every piece once, cut at one offset"
+        assert len(set(each)) == batches.pieces, "every piece once"
+        assert len({s % 16 for s in each}) == 1, "cut at one offset"
         assert min(each) >= 0 and max(each) + 17 <= 20000
         assert np.diff(sorted(each)).tolist() == [16] * (batches.pieces - 1), "the pieces lie side by side"
         assert each != sorted(each)
@@ -130,12 +136,14 @@ def test_a_batch_may_be_larger_than_a_pass(chars_data):
 
 
 def test_every_cut_fits_into_the_split(chars_data):
-    batches = Batches(Dataset(chars_data), "train", 750, 8, 0)  # the largest block size that 1,500 tokens allow
+    # the largest block size that 1,500 tokens allow
+    batches = Batches(Dataset(chars_data), "train", 750, 8, 0)
     assert all(0 <= s and s + 751 <= 1500 for step in range(200) for s in batches.starts(step))
 
 
 def test_a_block_size_larger_than_the_split_is_one_line(chars_data):
-    assert "block_size=751 needs at least 1,502 tokens of train" in line(lambda: Batches(Dataset(chars_data), "train", 751, 4, 0))
+    message = line(lambda: Batches(Dataset(chars_data), "train", 751, 4, 0))
+    assert "block_size=751 needs at least 1,502 tokens of train" in message
 
 
 def test_reading_a_batch_is_fast(bytes_data):
@@ -158,7 +166,8 @@ def test_a_pass_over_a_large_file_keeps_memory_bounded(tmp_path):
         with open(tmp_path / f"{split}.bin", "wb") as f:
             f.truncate(n)
     meta = dict(name="large", encoding="byte", vocab_size=256, dtype="uint8", separator=10,
-                splits={s: {"tokens": n, "bytes": n} for s, n in (("train", size), ("val", 1000), ("test", 1000))})
+                splits={split: {"tokens": n, "bytes": n}
+                        for split, n in (("train", size), ("val", 1000), ("test", 1000))})
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     code = f"""
 import resource, sys

@@ -1,4 +1,4 @@
-"""Scores: every token once, in the context that the policy grants, against an oracle that takes one position at a time."""
+"""Scores: every token once, in the context that the policy grants, against an oracle of single positions."""
 import json
 import math
 import os
@@ -23,7 +23,8 @@ from model import GPT, GPTConfig, Output
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = [chr(c) for c in range(97, 108)] + ["\n", "é"]
-KEYS = {"name", "split", "tokens", "bytes", "nats_per_token", "ppl", "bpb", "bpc", "params", "params_non_embedding",
+KEYS = {"name", "split", "tokens", "bytes", "nats_per_token",
+        "ppl", "bpb", "bpc", "params", "params_non_embedding",
         "flops_per_token", "tokens_per_s", "context"}
 
 
@@ -36,9 +37,10 @@ def one_thread():
 
 
 def write_data(folder, encoding="byte", n=23, sizes=None, seed=0):
-    """A data folder whose three splits hold n random tokens each; sizes: {"bytes": .., "chars": ..} of a split."""
+    """A data folder whose splits hold n random tokens each; sizes: {"bytes": .., "chars": ..} of a split."""
     folder.mkdir(parents=True, exist_ok=True)
-    vocab, dtype, symbols, separator = dict(byte=(None, "uint8", 256, 10), char=(VOCAB, "uint16", len(VOCAB), 11),
+    vocab, dtype, symbols, separator = dict(byte=(None, "uint8", 256, 10),
+                                            char=(VOCAB, "uint16", len(VOCAB), 11),
                                             gpt2=(None, "uint16", 50257, 50256))[encoding]
     counts = dict(tokens=n, bytes=n, chars=n) | (sizes or {})
     meta = dict(name=folder.name, encoding=encoding, vocab_size=symbols, dtype=dtype, separator=separator,
@@ -51,7 +53,8 @@ def write_data(folder, encoding="byte", n=23, sizes=None, seed=0):
 
 def make_model(vocab_size=256, spread=8.0, **flags):
     """A tiny model whose weights are large enough that every token of context shows in the logits."""
-    model = GPT(GPTConfig(**{**dict(block_size=8, vocab_size=vocab_size, n_layer=2, n_head=2, n_embd=16), **flags})).eval()
+    model = GPT(GPTConfig(**{**dict(block_size=8, vocab_size=vocab_size, n_layer=2, n_head=2, n_embd=16),
+                             **flags})).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(spread)
@@ -59,7 +62,8 @@ def make_model(vocab_size=256, spread=8.0, **flags):
 
 
 def write_checkpoint(path, model, data, **more):
-    torch.save(dict(model=model.state_dict(), config=asdict(model.config), meta=data.meta, train=dict(dataset=str(data.dir)),
+    torch.save(dict(model=model.state_dict(), config=asdict(model.config),
+                    meta=data.meta, train=dict(dataset=str(data.dir)),
                     step=7, **more), path)
     return str(path)
 
@@ -73,7 +77,7 @@ def byte_run(tmp_path):
 
 @torch.no_grad()
 def oracle(model, data, split, stride):
-    """Nats of every position, one at a time in float64, each in exactly the context that the policy grants."""
+    """Nats of every position, one at a time in float64, each in the context that the policy grants."""
     model, tokens, T = model.double(), [data.separator, *data.tokens(split).tolist()], model.config.block_size
     step, nats = stride or T, []
     for t in range(len(tokens) - 1):
@@ -92,14 +96,16 @@ def agrees(model, data, split, stride):
 
 # ---- every token once, in its context ----
 
-CASES = [(1, 8, 0), (5, 8, 0), (5, 8, 3), (8, 8, 0), (8, 8, 1), (16, 8, 0), (17, 8, 0), (17, 8, 8), (23, 8, 0), (23, 8, 1),
+CASES = [(1, 8, 0), (5, 8, 0), (5, 8, 3), (8, 8, 0), (8, 8, 1),
+         (16, 8, 0), (17, 8, 0), (17, 8, 8), (23, 8, 0), (23, 8, 1),
          (24, 8, 3), (17, 8, 7), (26, 8, 4), (9, 1, 0)]
 
 
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 @pytest.mark.parametrize("n, block_size, stride", CASES)
 def test_scores_are_those_of_one_position_at_a_time(tmp_path, n, block_size, stride, recipe):
-    assert agrees(make_model(block_size=block_size, recipe=recipe, zero_init=False), write_data(tmp_path, n=n), "test", stride)
+    assert agrees(make_model(block_size=block_size, recipe=recipe, zero_init=False),
+                  write_data(tmp_path, n=n), "test", stride)
 
 
 def drop_the_rest(n, block_size, stride):
@@ -118,7 +124,9 @@ def more_context(n, block_size, stride):
     return [(max(0, end - block_size), end, scored) for _, end, scored in windows(n, block_size, stride)]
 
 
-@pytest.mark.parametrize("wrong, n, stride", [(drop_the_rest, 23, 0), (overlaps_twice, 23, 3), (less_context, 23, 3), (more_context, 23, 0)])
+@pytest.mark.parametrize("wrong, n, stride",
+                         [(drop_the_rest, 23, 0), (overlaps_twice, 23, 3),
+                          (less_context, 23, 3), (more_context, 23, 0)])
 def test_the_oracle_catches_a_wrong_scorer(tmp_path, monkeypatch, wrong, n, stride):
     model, data = make_model(), write_data(tmp_path, n=n)
     assert agrees(model, data, "test", stride)
@@ -145,7 +153,8 @@ def test_a_stride_outside_the_window_is_refused(tmp_path, stride):
 def test_the_first_token_is_conditioned_on_the_separator(tmp_path):
     data, model = write_data(tmp_path, n=1), make_model()
     with torch.no_grad():
-        want = F.cross_entropy(model(torch.tensor([[10]])).logits[0], torch.tensor(data.tokens("test").astype(int)))
+        want = F.cross_entropy(model(torch.tensor([[10]])).logits[0],
+                               torch.tensor(data.tokens("test").astype(int)))
     assert score(model, data, "test")[0] == pytest.approx(want.item(), rel=1e-6)
 
 
@@ -170,7 +179,8 @@ def test_the_parts_of_the_ranks_sum_to_the_whole(tmp_path, world, stride, max_to
 @pytest.mark.parametrize("stride", [0, 3])
 def test_the_batch_size_does_not_change_the_score(tmp_path, batch_tokens, stride):
     model, data = make_model(), write_data(tmp_path, n=43)
-    assert score(model, data, "test", stride, batch_tokens=batch_tokens) == pytest.approx(score(model, data, "test", stride), rel=1e-6)
+    whole = score(model, data, "test", stride)
+    assert score(model, data, "test", stride, batch_tokens=batch_tokens) == pytest.approx(whole, rel=1e-6)
 
 
 # ---- a part of a split ----
@@ -180,7 +190,9 @@ class Watcher(nn.Module):
 
     def __init__(self, vocab_size=256, block_size=8):
         super().__init__()
-        self.weight, self.config, self.seen = nn.Parameter(torch.zeros(1)), GPTConfig(vocab_size=vocab_size, block_size=block_size), []
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.config = GPTConfig(vocab_size=vocab_size, block_size=block_size)
+        self.seen = []
 
     def forward(self, idx):
         self.seen.append(idx.clone())
@@ -206,7 +218,8 @@ def numbered(tmp_path):
 def test_max_tokens_takes_evenly_spaced_windows_from_the_first_to_the_last(numbered, stride, max_tokens):
     starts, count = windows_read(numbered, stride, max_tokens)
     gaps, step = np.diff(starts), stride or 8
-    assert starts[0] == -1 and 0 <= 203 - (starts[-1] + 1 + 8) < step and gaps.max() - gaps.min() <= step and gaps.min() > 0
+    assert starts[0] == -1 and 0 <= 203 - (starts[-1] + 1 + 8) < step and gaps.max() - gaps.min() <= step
+    assert gaps.min() > 0
     assert max_tokens - step < count <= max_tokens and (count - 8) % step == 0  # whole windows
     assert windows_read(numbered, stride, max_tokens) == (starts, count)  # the same at each call
 
@@ -231,7 +244,8 @@ def test_batches_stay_within_batch_tokens(numbered):
 
 def test_a_uniform_model_gives_exactly_8_bits_per_byte(tmp_path, capsys):
     data = write_data(tmp_path / "toy", n=1001)
-    path = write_checkpoint(tmp_path / "a.pt", make_model(recipe="modern", block_size=64), data)  # its head starts at zero
+    # its head starts at zero
+    path = write_checkpoint(tmp_path / "a.pt", make_model(recipe="modern", block_size=64), data)
     for stride in ("0", "5"):
         main(["--ckpt", path, "--stride", stride, "--json", str(tmp_path / "s.json")])
         run = json.loads((tmp_path / "s.json").read_text())["runs"][0]
@@ -240,7 +254,8 @@ def test_a_uniform_model_gives_exactly_8_bits_per_byte(tmp_path, capsys):
 
 
 def test_nats_stay_exact_where_logits_are_large():
-    logits, targets = torch.randn(3, 50, 300, generator=torch.Generator().manual_seed(0)) * 1e3, torch.arange(150).view(3, 50)
+    logits = torch.randn(3, 50, 300, generator=torch.Generator().manual_seed(0)) * 1e3
+    targets = torch.arange(150).view(3, 50)
     want = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="none")
     assert np.allclose(nats_of(logits, targets).ravel(), want, rtol=1e-6)
 
@@ -251,29 +266,37 @@ def test_bytes_and_characters_come_from_meta_not_from_the_token_count(tmp_path):
     run = evaluate.evaluate(path, "test", 0, "cpu", progress=False)
     nats, count = score(make_model(50257), data, "test")
     assert (run["tokens"], run["bytes"], run["chars"]) == (count, 70, 60) == (17, 70, 60)
-    assert run["nats_per_token"] == pytest.approx(nats / 17) and run["ppl"] == pytest.approx(math.exp(nats / 17))
-    assert run["bpb"] == pytest.approx(nats / math.log(2) / 70) and run["bpc"] == pytest.approx(nats / math.log(2) / 60)
+    assert run["nats_per_token"] == pytest.approx(nats / 17)
+    assert run["ppl"] == pytest.approx(math.exp(nats / 17))
+    assert run["bpb"] == pytest.approx(nats / math.log(2) / 70)
+    assert run["bpc"] == pytest.approx(nats / math.log(2) / 60)
 
 
 def test_the_json_holds_every_promised_key_for_every_checkpoint_in_order(tmp_path, byte_run, capsys):
     path, model, data = byte_run
     (tmp_path / "run").mkdir()
     write_checkpoint(tmp_path / "run/best.pt", make_model(n_layer=1), data)
-    main(["--ckpt", path, "--ckpt", str(tmp_path / "run"), "--split", "val", "--stride", "2", "--json", str(tmp_path / "s.json")])
+    main(["--ckpt", path, "--ckpt", str(tmp_path / "run"), "--split",
+          "val", "--stride", "2", "--json", str(tmp_path / "s.json")])
     runs = json.loads((tmp_path / "s.json").read_text())["runs"]
     assert [r["name"] for r in runs] == [path, str(tmp_path / "run")] and all(KEYS <= set(r) for r in runs)
-    assert {r["context"] for r in runs} == {"windows of 8, stride 2"} and {r["split"] for r in runs} == {"val"}
+    assert {r["context"] for r in runs} == {"windows of 8, stride 2"}
+    assert {r["split"] for r in runs} == {"val"}
     nats, count = score(model, data, "val", 2)
     assert runs[0]["nats_per_token"] == nats / count and runs[0]["tokens"] == runs[0]["bytes"] == count == 23
-    assert runs[0]["params"] == sum(p.numel() for p in model.parameters()) and runs[0]["flops_per_token"] == model.flops_per_token()
-    assert runs[0]["params_non_embedding"] == model.num_params(non_embedding=True) and runs[0]["tokens_per_s"] > 0
+    assert runs[0]["params"] == sum(p.numel() for p in model.parameters())
+    assert runs[0]["flops_per_token"] == model.flops_per_token()
+    assert runs[0]["params_non_embedding"] == model.num_params(non_embedding=True)
+    assert runs[0]["tokens_per_s"] > 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "s.json")
 
 
-@pytest.mark.parametrize("stride, context", [("0", "disjoint windows of 8"), ("8", "disjoint windows of 8"), ("3", "windows of 8, stride 3")])
+@pytest.mark.parametrize("stride, context", [("0", "disjoint windows of 8"),
+                                             ("8", "disjoint windows of 8"), ("3", "windows of 8, stride 3")])
 def test_the_context_policy_is_named(byte_run, capsys, stride, context):
     main(["--ckpt", byte_run[0], "--stride", stride])
-    assert capsys.readouterr().out.splitlines()[0] == f"toy, test: 23 tokens, 23 bytes, 23 characters, each once, in {context}"
+    scored, *_ = capsys.readouterr().out.splitlines()
+    assert scored == f"toy, test: 23 tokens, 23 bytes, 23 characters, each once, in {context}"
 
 
 # ---- nothing but the weights and the data matters ----
@@ -307,26 +330,33 @@ def test_no_gradient_is_kept(tmp_path):
 
 def test_autocast_is_used_and_changes_little(tmp_path):
     model, data = make_model(spread=3.0), write_data(tmp_path, n=200)
-    plain, low = (score(model, data, "test", autocast=a)[0] for a in (None, torch.autocast("cpu", torch.bfloat16)))
+    plain, low = (score(model, data, "test", autocast=a)[0]
+                  for a in (None, torch.autocast("cpu", torch.bfloat16)))
     assert plain != low and low == pytest.approx(plain, rel=0.02)
 
 
 # ---- the table ----
 
 def fake_run(name, **more):
-    return dict(dict(name=name, dataset="enwik8", split="test", tokens=5000000, bytes=5000000, chars=4978313, context="windows of 1,024, stride 128",
-                     bpb=1.12345, bpc=1.12834, nats_per_token=0.77871, ppl=2.17868, params=124439808, params_non_embedding=123653376,
+    return dict(dict(name=name, dataset="enwik8", split="test",
+                     tokens=5000000, bytes=5000000, chars=4978313, context="windows of 1,024, stride 128",
+                     bpb=1.12345, bpc=1.12834, nats_per_token=0.77871,
+                     ppl=2.17868, params=124439808, params_non_embedding=123653376,
                      flops_per_token=8.5e8, tokens_per_s=123456.7), **more)
 
 
 def test_the_table_is_aligned_in_the_order_given_and_fits_120_columns():
-    names = ["out/enwik8_modern_seed3", "out/b/best.pt", "/a/very/long/path/to/some/experiments/folder/seed2/best.pt"]
+    names = ["out/enwik8_modern_seed3", "out/b/best.pt",
+             "/a/very/long/path/to/some/experiments/folder/seed2/best.pt"]
     lines = score_table([fake_run(n, bpb=b, ppl=3.2e9) for n, b in zip(names, (2, 1, 3))]).splitlines()
     assert len(lines) == 5 and max(map(len, lines)) <= 120 and len(set(map(len, lines[1:]))) == 1
-    assert lines[2].startswith("out/enwik8_modern_seed3 ") and lines[3].startswith("out/b ") and lines[4].startswith("…")
-    assert "folder/seed2 " in lines[4] and [line.split()[1] for line in lines[2:]] == ["2.0000", "1.0000", "3.0000"]
+    assert lines[2].startswith("out/enwik8_modern_seed3 ") and lines[3].startswith("out/b ")
+    assert lines[4].startswith("…")
+    assert "folder/seed2 " in lines[4]
+    assert [line.split()[1] for line in lines[2:]] == ["2.0000", "1.0000", "3.0000"]
     for title in evaluate.HEAD[1:]:
-        assert all(line[lines[1].index(title) + len(title) - 1] != " " for line in lines[2:])  # numbers end under their titles
+        # numbers end under their titles
+        assert all(line[lines[1].index(title) + len(title) - 1] != " " for line in lines[2:])
 
 
 def test_what_was_scored_is_said_again_where_it_changes():
@@ -338,8 +368,10 @@ def test_what_was_scored_is_said_again_where_it_changes():
 # ---- whose data ----
 
 def nanogpt(path, model, **config):
-    args = {k: getattr(model.config, k) for k in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")}
-    torch.save(dict(model={"_orig_mod." + k: v for k, v in model.state_dict().items()}, model_args=args, iter_num=3, config=config), path)
+    args = {k: getattr(model.config, k)
+            for k in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")}
+    torch.save(dict(model={"_orig_mod." + k: v for k, v in model.state_dict().items()},
+                    model_args=args, iter_num=3, config=config), path)
     return str(path)
 
 
@@ -350,7 +382,8 @@ def test_a_nanogpt_checkpoint_is_scored_on_the_dataset_that_it_names(tmp_path, m
     named, unnamed = nanogpt(tmp_path / "n.pt", model, dataset="toy"), nanogpt(tmp_path / "u.pt", model)
     want = score(model, data, "test")[0] / 23
     assert evaluate.evaluate(named, "test", 0, "cpu", progress=False)["nats_per_token"] == pytest.approx(want)
-    assert evaluate.evaluate(unnamed, "test", 0, "cpu", "toy", progress=False)["nats_per_token"] == pytest.approx(want)
+    by_name = evaluate.evaluate(unnamed, "test", 0, "cpu", "toy", progress=False)
+    assert by_name["nats_per_token"] == pytest.approx(want)
     with pytest.raises(SystemExit, match="u.pt does not say what it was trained on; name it with --dataset$"):
         main(["--ckpt", unnamed])
 
@@ -384,11 +417,13 @@ def scored(path, *settings):
     return evaluate.evaluate(path, "test", 0, "cpu", settings=settings, progress=False)["nats_per_token"]
 
 
-@pytest.mark.parametrize("key, value", [("unet_skips", False), ("routing_eval_gate", False), ("routing_top_k", 2), ("routing", "sigmoid"),
+@pytest.mark.parametrize("key, value", [("unet_skips", False), ("routing_eval_gate", False),
+                                        ("routing_top_k", 2), ("routing", "sigmoid"),
                                         ("window", 3), ("act", "relu2")])
 def test_a_flag_that_is_set_makes_the_model_with_that_flag(switched, key, value):
     path, model, data = switched
-    other = make_model(n_head=4, **{**dict(unet="concat", agency=True, routing="moh", routing_top_k=3), key: value})
+    other = make_model(n_head=4, **{**dict(unet="concat", agency=True, routing="moh", routing_top_k=3),
+                                    key: value})
     other.load_state_dict(model.state_dict())
     assert scored(path, f"{key}={value}") == score(other, data, "test")[0] / 23 != scored(path)
 
@@ -415,34 +450,53 @@ def test_a_gate_of_zero_by_hand_a_withdrawn_head_and_no_consent_are_the_same(swi
 def test_what_was_set_is_said_and_written(switched, tmp_path, capsys):
     path, out = switched[0], tmp_path / "s.json"
     main(["--ckpt", path, "--set", "unet_skips=False", "--set", "gate.0.3=0.25", "--json", str(out)])
-    assert capsys.readouterr().out.splitlines()[0].endswith("in disjoint windows of 8, with unet_skips=False, gate.0.3=0.25")
+    scored, *_ = capsys.readouterr().out.splitlines()
+    assert scored.endswith("in disjoint windows of 8, with unet_skips=False, gate.0.3=0.25")
     assert json.loads(out.read_text())["runs"][0]["set"] == ["unet_skips=False", "gate.0.3=0.25"]
     main(["--ckpt", path, "--json", str(out)])
-    assert capsys.readouterr().out.splitlines()[0].endswith("windows of 8") and json.loads(out.read_text())["runs"][0]["set"] == []
+    assert capsys.readouterr().out.splitlines()[0].endswith("windows of 8")
+    assert json.loads(out.read_text())["runs"][0]["set"] == []
 
 
 @pytest.mark.parametrize("setting, line", [
     ("unet_skip=False", "--set unet_skip=False: unknown key unet_skip; did you mean unet_skips?"),
-    ("gates.0.1=0", "unknown key gates.0.1; did you mean gate?"), ("zzz=1", "unknown key zzz; train.py --help lists"),
-    ("unet_skips", "--set unet_skips: it must be unet_skips=value"), ("unet_skips=maybe", "'maybe' is not bool"),
-    ("routing_top_k=2.5", "'2.5' is not int or None"), ("unet_init=nan", "'nan' is not float"),
-    ("gate=0", "--set gate=0: it must be gate.<layer>.<head>=value"), ("gate.0=0", "it must be gate."), ("gate.0.x=0", "it must be gate."),
-    ("gate.0.1", "it must be gate."), ("gate.0.-1=0", "it must be gate."), ("gate.0.1.2=0", "it must be gate."),
-    ("gate.0.1=high", "'high' is not float"), ("gate.0.1=nan", "'nan' is not float"), ("consent.0.1=perhaps", "'perhaps' is not bool"),
-    ("gate.0.4=0", "--set gate.0.4=0.0: block 0 has no head 4; it has 0, 1, 2, 3"), ("consent.2.0=no", "there is no block 2; they go from 0 to 1"),
+    ("gates.0.1=0", "unknown key gates.0.1; did you mean gate?"),
+    ("zzz=1", "unknown key zzz; train.py --help lists"),
+    ("unet_skips", "--set unet_skips: it must be unet_skips=value"),
+    ("unet_skips=maybe", "'maybe' is not bool"),
+    ("routing_top_k=2.5", "'2.5' is not int or None"),
+    ("unet_init=nan", "'nan' is not float"),
+    ("gate=0", "--set gate=0: it must be gate.<layer>.<head>=value"),
+    ("gate.0=0", "it must be gate."),
+    ("gate.0.x=0", "it must be gate."),
+    ("gate.0.1", "it must be gate."),
+    ("gate.0.-1=0", "it must be gate."),
+    ("gate.0.1.2=0", "it must be gate."),
+    ("gate.0.1=high", "'high' is not float"),
+    ("gate.0.1=nan", "'nan' is not float"),
+    ("consent.0.1=perhaps", "'perhaps' is not bool"),
+    ("gate.0.4=0", "--set gate.0.4=0.0: block 0 has no head 4; it has 0, 1, 2, 3"),
+    ("consent.2.0=no", "there is no block 2; they go from 0 to 1"),
     ("state.0.1=asleep", "state 'asleep' must be one of active, overloaded, misaligned, withdrawn"),
-    ("n_embd=32", "n_embd cannot be changed after training: "), ("block_size=4", "block_size cannot be changed after training: transformer.wpe"),
-    ("unet=add", "unet cannot be changed after training: fuse.0.logit"), ("routing=None", "routing cannot be changed after training"),
-    ("sentinel=sigmoid", "sentinel cannot be changed"), ("n_head=2", "n_head cannot be changed"), ("tied=False", "tied cannot be changed"),
-    ("recipe=modern", "recipe cannot be changed after training"), ("n_layer=1", "n_layer cannot be changed after training"),
-    ("routing_top_k=5", "a.pt: routing_top_k=5 must be from 1 to n_head=4"), ("window_global=1", "means nothing while window is off"),
+    ("n_embd=32", "n_embd cannot be changed after training: "),
+    ("block_size=4", "block_size cannot be changed after training: transformer.wpe"),
+    ("unet=add", "unet cannot be changed after training: fuse.0.logit"),
+    ("routing=None", "routing cannot be changed after training"),
+    ("sentinel=sigmoid", "sentinel cannot be changed"),
+    ("n_head=2", "n_head cannot be changed"),
+    ("tied=False", "tied cannot be changed"),
+    ("recipe=modern", "recipe cannot be changed after training"),
+    ("n_layer=1", "n_layer cannot be changed after training"),
+    ("routing_top_k=5", "a.pt: routing_top_k=5 must be from 1 to n_head=4"),
+    ("window_global=1", "means nothing while window is off"),
 ])
 def test_a_setting_that_cannot_be_is_one_clear_line(switched, refusal, setting, line):
     assert line in refusal(["--ckpt", switched[0], "--set", setting])
 
 
 def test_a_model_without_head_states_takes_gates_alone(byte_run, refusal):
-    assert "state.0.1=withdrawn: the model has no head states" in refusal(["--ckpt", byte_run[0], "--set", "state.0.1=withdrawn"])
+    message = refusal(["--ckpt", byte_run[0], "--set", "state.0.1=withdrawn"])
+    assert "state.0.1=withdrawn: the model has no head states" in message
     assert scored(byte_run[0], "gate.0.1=0") != scored(byte_run[0])
 
 
@@ -499,11 +553,13 @@ def test_ctrl_c_prints_the_runs_that_are_done(byte_run, capsys, monkeypatch):
     with pytest.raises(SystemExit) as e:
         main(["--ckpt", byte_run[0], "--ckpt", byte_run[0]])
     shown = capsys.readouterr()
-    assert e.value.code == 130 and shown.out.count("a.pt") == 1 and shown.err.strip() == "evaluate: interrupted"
+    assert e.value.code == 130 and shown.out.count("a.pt") == 1
+    assert shown.err.strip() == "evaluate: interrupted"
 
 
 def test_it_runs_as_a_script_from_anywhere(tmp_path, byte_run):
-    made = subprocess.run([sys.executable, ROOT / "evaluate.py", "--ckpt", byte_run[0]], cwd=tmp_path, capture_output=True, text=True)
+    made = subprocess.run([sys.executable, ROOT / "evaluate.py", "--ckpt", byte_run[0]],
+                          cwd=tmp_path, capture_output=True, text=True)
     assert made.returncode == 0 and made.stderr == "" and "bits/byte" in made.stdout
 
 
@@ -524,4 +580,5 @@ def test_a_split_that_is_not_the_one_of_the_training_is_refused_unless_named(byt
     out = tmp_path / "s.json"
     main(["--ckpt", str(path), "--dataset", str(data.dir), "--json", str(out)])
     run, = json.loads(out.read_text())["runs"]
-    assert run["split_sha256"] == "another" and run["note"] == "made up" and "note: made up" in capsys.readouterr().out
+    assert run["split_sha256"] == "another" and run["note"] == "made up"
+    assert "note: made up" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Muon against PyTorch's own and against float64, which parameters go where, and the learning-rate schedules."""
+"""Muon against PyTorch's own and against float64, which parameters go where, the learning-rate schedules."""
 
 import copy
 import math
@@ -43,7 +43,10 @@ def test_singular_values_come_out_around_one():
 @pytest.mark.parametrize("shape", [(64, 64), (128, 512), (256, 1024)])
 @pytest.mark.parametrize("noise", [0.0, 0.003, 0.01, 0.1])
 def test_a_nearly_rank_one_update_does_not_blow_up(shape, noise, low_precision):
-    """One singular value carries the whole norm, as in the first steps after a zero start, and rounding may lift it above 1."""
+    """One singular value carries the whole norm, as in the first steps after a zero start.
+
+    Rounding may lift it above 1.
+    """
     torch.manual_seed(0)
     rows, cols = shape
     G = torch.randn(6, rows, 1) @ torch.randn(6, 1, cols)
@@ -55,7 +58,9 @@ def test_a_nearly_rank_one_update_does_not_blow_up(shape, noise, low_precision):
 def test_the_blow_up_is_real_without_the_margin(monkeypatch):
     """Negative control: the published quintics as they stand send a singular value of 1.004 far away."""
     monkeypatch.setattr("optim.MARGIN", 1 / 1.004)
-    monkeypatch.setattr("optim.QUINTICS", [(a * MARGIN, b * MARGIN**3, c * MARGIN**5) for a, b, c in QUINTICS[:3]] + QUINTICS[3:])
+    monkeypatch.setattr("optim.QUINTICS",
+                        [(a * MARGIN, b * MARGIN**3, c * MARGIN**5) for a, b, c in QUINTICS[:3]]
+                        + QUINTICS[3:])
     G = torch.outer(torch.randn(16), torch.randn(16))[None]
     assert torch.linalg.matrix_norm(orthogonalise(G, False), 2).item() > 1e6
 
@@ -100,12 +105,14 @@ def test_stacked_matrices_are_orthogonalised_one_by_one():
 
 
 def test_muon_takes_the_blocks_matrices_and_nothing_else():
-    model = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16, recipe="modern", pos="learned", bias=True, norm="layernorm"))
+    model = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=2,
+                          n_head=2, n_embd=16, recipe="modern", pos="learned", bias=True, norm="layernorm"))
     muon, adamw = make_optimizers(model, TrainConfig().for_recipe("modern"))
     names = {id(p): n for n, p in model.named_parameters()}
     taken = {names[id(p)] for g in muon.param_groups for p in g["params"]}
     rest = {names[id(p)] for g in adamw.param_groups for p in g["params"]}
-    assert taken == {f"transformer.h.{i}.{m}.weight" for i in (0, 1) for m in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    assert taken == {f"transformer.h.{i}.{m}.weight" for i in (0, 1)
+                     for m in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
     assert taken | rest == set(names.values()) and not taken & rest
     assert {g["slices"]: len(g["params"]) for g in muon.param_groups} == {1: 6, 3: 2}
 
@@ -116,7 +123,8 @@ def test_only_matrices_decay(optimizer):
     for o in make_optimizers(model, TrainConfig(optimizer=optimizer, weight_decay=0.1).for_recipe("gpt2")):
         for group in o.param_groups:
             assert all((p.dim() >= 2) == (group["weight_decay"] > 0) for p in group["params"])
-    assert sum(len(g["params"]) for o in make_optimizers(model, TrainConfig().for_recipe("gpt2")) for g in o.param_groups) == len(list(model.parameters()))
+    assert sum(len(g["params"]) for o in make_optimizers(model, TrainConfig().for_recipe("gpt2"))
+               for g in o.param_groups) == len(list(model.parameters()))
 
 
 def test_a_mechanisms_own_parameter_never_decays():
@@ -150,12 +158,14 @@ def test_muon_state_survives_saving():
 # ---- schedules ----
 
 def config(**kw):
-    return TrainConfig(**{**dict(lr=1.0, min_lr=0.1, warmup_iters=10, max_iters=110, schedule="cosine"), **kw}).for_recipe("gpt2")
+    return TrainConfig(**{**dict(lr=1.0, min_lr=0.1, warmup_iters=10, max_iters=110, schedule="cosine"),
+                          **kw}).for_recipe("gpt2")
 
 
 def test_cosine_schedule_by_hand():
     def f(step):
         return lr_multiplier(step, config())
+
     assert f(0) == pytest.approx(1 / 11) and f(9) == pytest.approx(10 / 11)
     assert f(10) == pytest.approx(1.0) and f(60) == pytest.approx(0.55) and f(110) == 0.1 and f(500) == 0.1
     assert f(35) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
@@ -163,7 +173,9 @@ def test_cosine_schedule_by_hand():
 
 def test_trapezoid_schedule_by_hand():
     def f(step):
-        return lr_multiplier(step, config(schedule="trapezoid", min_lr=0.0, warmup_iters=0, max_iters=100, decay_frac=0.5))
+        return lr_multiplier(step, config(schedule="trapezoid", min_lr=0.0, warmup_iters=0,
+                                          max_iters=100, decay_frac=0.5))
+
     assert f(0) == f(49) == f(50) == 1.0
     assert f(75) == pytest.approx(0.5) and f(99) == pytest.approx(0.02) and f(100) == 0
 

@@ -17,7 +17,8 @@ from plot_curves import COLOURS, main, plot_run, read_log
 
 def rows(steps=60, every=20, floor=1.0):
     for step in range(steps + 1):
-        loss, at = floor + 4 * math.exp(-step / 15), {"step": step, "tokens": step * 768, "elapsed_s": step * 0.1}
+        loss = floor + 4 * math.exp(-step / 15)
+        at = {"step": step, "tokens": step * 768, "elapsed_s": step * 0.1}
         yield {**at, "loss": loss, "lr": 1e-3 * (1 - step / 100), "grad_norm": 0.9, "aux/penalty": 0.1}
         if step % every == 0:
             yield {**at, "train_loss": loss, "val_loss": loss + 0.1, "val_bpb": (loss + 0.1) * 1.5}
@@ -26,7 +27,8 @@ def rows(steps=60, every=20, floor=1.0):
 def write(run_dir, log):
     run_dir.mkdir(parents=True)
     (run_dir / "config.json").write_text("{}")
-    (run_dir / "log.jsonl").write_text(log if isinstance(log, str) else "".join(json.dumps(r) + "\n" for r in log))
+    (run_dir / "log.jsonl").write_text(log if isinstance(log, str)
+                                       else "".join(json.dumps(r) + "\n" for r in log))
     return run_dir
 
 
@@ -60,7 +62,8 @@ def three(tmp_path_factory):
 def test_no_argument_draws_every_run_under_out_and_the_comparison(three):
     home, done = three
     assert (done.returncode, done.stderr) == (0, "")
-    paths = [f"out/{name}/figures/curves.{ext}" for name in ("base", "routing", "unet_short") for ext in ("png", "svg")]
+    paths = [f"out/{name}/figures/curves.{ext}" for name in ("base", "routing", "unet_short")
+             for ext in ("png", "svg")]
     assert done.stdout.split() == paths + ["out/figures/comparison.png", "out/figures/comparison.svg"]
     assert all((home / path).is_file() for path in done.stdout.split())
 
@@ -72,13 +75,15 @@ def test_png_has_its_size_and_is_not_blank(three):
         ink = (image[..., :3].min(axis=2) < 0.9)
         assert ink.mean() > 0.01
         # each quarter, and so each panel, has ink
-        assert all(q.mean() > 0.005 for half in np.array_split(ink, 2) for q in np.array_split(half, 2, axis=1))
+        assert all(q.mean() > 0.005 for half in np.array_split(ink, 2)
+                   for q in np.array_split(half, 2, axis=1))
 
 
 def test_svg_is_xml_and_has_the_panels(three):
     for path in (three[0] / "out").rglob("*.svg"):
         assert ET.parse(path).getroot().tag.endswith("svg")
-        for title in ("its per byte", "oss, nats per token", "Learning rate", "Gap, val − train loss", "best val"):
+        for title in ("its per byte", "oss, nats per token",
+                      "Learning rate", "Gap, val − train loss", "best val"):
             assert title in text(path), (path, title)
 
 
@@ -122,7 +127,8 @@ def test_a_line_cut_in_half_is_named_and_the_rest_drawn(home, capsys):
     run = write(home / "run", "".join(json.dumps(r) + "\n" for r in rows(20, 10)) + '{"step": 21, "lo')
     train, evals = read_log(run)
     assert [r["step"] for r in train] == list(range(21)) and [r["step"] for r in evals] == [0, 10, 20]
-    assert capsys.readouterr().err == f"{run}: 1 broken line(s) in log.jsonl, the first is line 25; the rest is used\n"
+    message = f"{run}: 1 broken line(s) in log.jsonl, the first is line 25; the rest is used\n"
+    assert capsys.readouterr().err == message
     assert len(plot_run(run)) == 2
 
 
@@ -141,7 +147,8 @@ def test_what_is_no_row_is_passed_over(home, capsys):
 
 
 def test_after_a_resume_the_later_row_wins(home, capsys):
-    run = write(home / "run", list(rows(30, 10)) + [{**r, **({"loss": 9.0} if "loss" in r else {"val_loss": 9.0})}
+    run = write(home / "run", list(rows(30, 10))
+                + [{**r, **({"loss": 9.0} if "loss" in r else {"val_loss": 9.0})}
                                                    for r in rows(40, 10) if r["step"] >= 20])
     train, evals = read_log(run)
     assert [r["step"] for r in train] == list(range(41)) and [r["step"] for r in evals] == [0, 10, 20, 30, 40]
@@ -170,13 +177,15 @@ def test_the_running_mean_is_centred_and_steps_over_nan(home, capsys):
     ([r for r in rows(20) if "loss" in r], "no evaluation rows yet"),
     ([r for r in rows(20) if "val_loss" in r], ""),
     (list(rows(0)), ""),
-    ([{**r, "loss": math.nan} if "loss" in r else {**r, "val_loss": math.inf} for r in rows(20)], "not finite"),
+    ([{**r, "loss": math.nan} if "loss" in r else {**r, "val_loss": math.inf} for r in rows(20)],
+     "not finite"),
     ([{"step": 3, "loss": None}], "not finite"),
 ], ids=["training rows only", "evaluation rows only", "one step", "every loss NaN or inf", "null loss"])
 @pytest.mark.filterwarnings("error")
 def test_an_odd_log_is_drawn_all_the_same(home, capsys, log, said):
     paths = plot_run(write(home / "out" / "run", log))
-    assert [p.name for p in paths] == ["curves.png", "curves.svg"] and all(p.stat().st_size > 5000 for p in paths)
+    assert [p.name for p in paths] == ["curves.png", "curves.svg"]
+    assert all(p.stat().st_size > 5000 for p in paths)
     err = capsys.readouterr().err
     assert said in err and bool(said) == bool(err)
 
@@ -188,7 +197,8 @@ def test_one_bad_run_does_not_stop_the_others(home, capsys):
     assert main([]) == 0
     printed = capsys.readouterr()
     assert printed.err == "out/lost: no log.jsonl, skipped\n"
-    assert printed.out == "out/good/figures/curves.png\nout/good/figures/curves.svg\n"  # one run: no comparison
+    # one run: no comparison
+    assert printed.out == "out/good/figures/curves.png\nout/good/figures/curves.svg\n"
 
 
 def test_exit_1_when_nothing_can_be_plotted(home, capsys):
@@ -238,7 +248,8 @@ def test_bad_axis_is_refused(capsys):
 
 
 def test_runs_on_different_datasets_are_named_and_said_not_to_compare(tmp_path, capsys):
-    rows = [dict(step=s, tokens=s, train_loss=2.0, val_loss=2.0 - s / 100, val_bpb=3.0 - s / 100, elapsed_s=1.0) for s in (0, 10, 20)]
+    rows = [dict(step=s, tokens=s, train_loss=2.0, val_loss=2.0 - s / 100,
+                 val_bpb=3.0 - s / 100, elapsed_s=1.0) for s in (0, 10, 20)]
     for name, dataset in (("a", "data/one"), ("b", "two")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"train": {"dataset": dataset}}))

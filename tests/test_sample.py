@@ -1,4 +1,4 @@
-"""Generation from the command line: the same seed, the same text; whole characters; one line for what goes wrong."""
+"""Generation from the command line: same seed, same text; whole characters; a line for what goes wrong."""
 import io
 import json
 import re
@@ -30,16 +30,19 @@ def one_thread():
 
 
 def meta_of(encoding, name="toy"):
-    vocab, size, separator = dict(byte=(None, 256, 10), char=(VOCAB, len(VOCAB), 0), gpt2=(None, 50257, 50256))[encoding]
+    vocab, size, separator = dict(byte=(None, 256, 10), char=(VOCAB, len(VOCAB), 0),
+                                  gpt2=(None, 50257, 50256))[encoding]
     counts = dict(tokens=1, bytes=1, chars=1)
-    return dict(name=name, encoding=encoding, vocab_size=size, separator=separator, dtype="uint16", **({"vocab": vocab} if vocab else {}),
+    return dict(name=name, encoding=encoding, vocab_size=size,
+                separator=separator, dtype="uint16", **({"vocab": vocab} if vocab else {}),
                 splits={s: counts for s in ("train", "val", "test")})
 
 
 def make_checkpoint(path, encoding="char", seed=0, vocab_size=None, **flags):
     """A checkpoint of a tiny random model; padded when vocab_size is above the encoding's."""
     meta = meta_of(encoding)
-    model = GPT(GPTConfig(**{**dict(block_size=16, vocab_size=vocab_size or meta["vocab_size"], n_layer=1, n_head=2, n_embd=16, seed=seed), **flags}))
+    model = GPT(GPTConfig(**{**dict(block_size=16, vocab_size=vocab_size or meta["vocab_size"],
+                                    n_layer=1, n_head=2, n_embd=16, seed=seed), **flags}))
     weights = {k: 4 * v for k, v in model.state_dict().items()}  # so that the context shows in the text
     torch.save(dict(model=weights, config=asdict(model.config), meta=meta, step=1), path)
     return str(path)
@@ -113,19 +116,24 @@ def test_temperature_zero_is_deterministic_whatever_the_seed(ckpt, out):
 def test_several_samples_of_one_checkpoint_differ_and_begin_with_the_prompt(ckpt, out):
     several = blocks(out("--ckpt", ckpt, "--num_samples", 4, "--start", "abba"))
     assert list(several) == [1, 2, 3, 4] and len(set(several.values())) == 4
-    assert all(text.startswith("abba") and len(text) == 4 + 300 + 2 for text in several.values())  # as it is, unwrapped
+    # as it is, unwrapped
+    assert all(text.startswith("abba") and len(text) == 4 + 300 + 2 for text in several.values())
 
 
 def test_the_text_is_the_models_own_continuation(ckpt, out):
     model, tokenizer = sample.load(ckpt, "cpu")
     idx = torch.tensor([tokenizer.encode("head").tolist()])
-    want = model.generate(idx, 40, temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.2, generator=torch.Generator().manual_seed(3))
-    got = out("--ckpt", ckpt, "--start", "head", "--max_new_tokens", 40, "--temperature", 0.7, "--top_k", 5, "--top_p", 0.9,
+    want = model.generate(idx, 40, temperature=0.7, top_k=5,
+                          top_p=0.9, repetition_penalty=1.2, generator=torch.Generator().manual_seed(3))
+    got = out("--ckpt", ckpt, "--start", "head", "--max_new_tokens",
+              40, "--temperature", 0.7, "--top_k", 5, "--top_p", 0.9,
               "--repetition_penalty", 1.2, "--seed", 3)
     assert got == tokenizer.decode(want[0].tolist()) + "\n"
 
 
-@pytest.mark.parametrize("flag, value", [("--top_k", 1), ("--top_p", 1e-9), ("--repetition_penalty", 5), ("--temperature", 0.01)])
+@pytest.mark.parametrize("flag, value",
+                         [("--top_k", 1), ("--top_p", 1e-9),
+                          ("--repetition_penalty", 5), ("--temperature", 0.01)])
 def test_each_sampling_setting_matters(ckpt, out, flag, value):
     assert out("--ckpt", ckpt, flag, value) != out("--ckpt", ckpt)
 
@@ -133,7 +141,9 @@ def test_each_sampling_setting_matters(ckpt, out, flag, value):
 def test_an_empty_prompt_begins_at_the_separator(ckpt, out, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     newline = out("--ckpt", ckpt, "--start", "\n")  # this vocabulary's separator
-    assert "\n" + out("--ckpt", ckpt, "--start", "") == newline == "\n" + out("--ckpt", ckpt, "--start", f"FILE:{tmp_path}/empty.txt")
+    empty = out("--ckpt", ckpt, "--start", "")
+    from_file = out("--ckpt", ckpt, "--start", f"FILE:{tmp_path}/empty.txt")
+    assert "\n" + empty == newline == "\n" + from_file
 
 
 def test_a_prompt_file_is_taken_as_it_is(tmp_path, out):
@@ -149,7 +159,8 @@ def test_a_prompt_longer_than_the_block_goes_on(ckpt, out):
 
 def test_stop_ends_each_text_before_the_separator(ckpt, out):
     several = blocks(out("--ckpt", ckpt, "--num_samples", 5, "--start", "a", "--stop"))
-    assert all("\n" not in text.rstrip("\n") for text in several.values()) and len(set(map(len, several.values()))) > 1
+    assert all("\n" not in text.rstrip("\n") for text in several.values())
+    assert len(set(map(len, several.values()))) > 1
     assert out("--ckpt", ckpt, "--start", "a", "--stop").count("\n") == 1
 
 
@@ -181,19 +192,24 @@ def test_the_streamed_pieces_are_the_text(tmp_path, encoding):
     path, pieces, state = make_checkpoint(tmp_path / "b.pt", encoding), [], torch.get_rng_state()
     model, tokenizer = sample.load(path, "cpu")
     torch.set_rng_state(state)  # making a model draws from it
-    args = SimpleNamespace(num_samples=1, max_new_tokens=200, temperature=1.0, top_k=None, top_p=None, repetition_penalty=1.0, seed=1, stop=False)
+    args = SimpleNamespace(num_samples=1, max_new_tokens=200, temperature=1.0,
+                           top_k=None, top_p=None, repetition_penalty=1.0, seed=1, stop=False)
     model.train()
-    (text,), speed = sample.generate(model, tokenizer, sample.encode(tokenizer, "a", path), args, pieces.append)
+    (text,), speed = sample.generate(model, tokenizer, sample.encode(tokenizer, "a", path),
+                                     args, pieces.append)
     assert "".join(pieces) == text and speed > 0
-    assert model.training and torch.equal(torch.get_rng_state(), state)  # generation draws nothing from it, and keeps the mode
+    # generation draws nothing from it, and keeps the mode
+    assert model.training and torch.equal(torch.get_rng_state(), state)
 
 
 # ---- side by side ----
 
 def test_several_checkpoints_stand_side_by_side(tmp_path, out, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    paths = [make_checkpoint(tmp_path / f"{n}.pt", encoding, seed) for seed, (n, encoding) in enumerate([("a", "char"), ("b", "byte"), ("a2", "char")])]
-    text = out(*(x for p in paths for x in ("--ckpt", p)), "--start", "abc", "--max_new_tokens", 100, "--num_samples", 2)
+    paths = [make_checkpoint(tmp_path / f"{n}.pt", encoding, seed)
+             for seed, (n, encoding) in enumerate([("a", "char"), ("b", "byte"), ("a2", "char")])]
+    text = out(*(x for p in paths for x in ("--ckpt", p)), "--start",
+               "abc", "--max_new_tokens", 100, "--num_samples", 2)
     for part in blocks(text).values():
         lines = part.rstrip().splitlines()
         assert [c.strip()[-4:] for c in lines[0].split(" | ")] == ["a.pt", "b.pt", "2.pt"]
@@ -202,7 +218,8 @@ def test_several_checkpoints_stand_side_by_side(tmp_path, out, monkeypatch):
 
 def test_each_checkpoint_gets_the_same_seed_and_prompt(ckpt, out):
     rows = out("--ckpt", ckpt, "--ckpt", ckpt, "--max_new_tokens", 30).rstrip().splitlines()
-    assert all(left.strip() == right.strip() for left, right in (row.split(" | ") for row in rows[2:] if " | " in row))
+    pairs = [row.split(" | ") for row in rows[2:] if " | " in row]
+    assert all(left.strip() == right.strip() for left, right in pairs)
 
 
 def test_columns_align_with_wide_and_control_characters():
@@ -214,10 +231,12 @@ def test_columns_align_with_wide_and_control_characters():
 
 def test_columns_that_find_no_room_come_below():
     shown = side_by_side(list("abcde"), ["x" * 30] * 5, 50)
-    assert max(map(len, shown.splitlines())) <= 50 and [b.split()[0] for b in shown.split("\n\n")] == ["a", "c", "e"]
+    assert max(map(len, shown.splitlines())) <= 50
+    assert [b.split()[0] for b in shown.split("\n\n")] == ["a", "c", "e"]
 
 
-@pytest.mark.parametrize("line", ["", "a", "to be or not to be that is the question", "x" * 45, "日本 " * 9, "ab " + "c" * 30])
+@pytest.mark.parametrize("line", ["", "a", "to be or not to be that is the question",
+                                  "x" * 45, "日本 " * 9, "ab " + "c" * 30])
 def test_wrapping_loses_nothing_and_fits(line):
     assert "".join(wrap(line, 20)) == line and all(cells(row) <= 20 for row in wrap(line, 20))
 
@@ -232,7 +251,8 @@ def switched(tmp_path):
 def test_switches_and_heads_by_hand_change_the_text(switched, out):
     args = "--ckpt", switched, "--start", "abc", "--temperature", 0
     plain = out(*args)
-    without = [out(*args, "--set", setting) for setting in ("unet_skips=False", "gate.0.1=0", "state.0.1=withdrawn", "gate.0.1=1")]
+    without = [out(*args, "--set", setting)
+               for setting in ("unet_skips=False", "gate.0.1=0", "state.0.1=withdrawn", "gate.0.1=1")]
     assert without[0] != plain != without[1] == without[2] and without[3] == plain
 
 
@@ -240,7 +260,8 @@ def test_what_was_set_is_said(switched, ckpt, capsys):
     settings = "--set", "gate.0.1=0", "--set", "attn_dropout=0"
     main(["--ckpt", switched, "--ckpt", ckpt, *settings])
     shown = capsys.readouterr()
-    assert shown.out.splitlines()[0] == "with gate.0.1=0, attn_dropout=0" and shown.err.count("s.pt, with gate.0.1=0, attn_dropout=0: ") == 1
+    assert shown.out.splitlines()[0] == "with gate.0.1=0, attn_dropout=0"
+    assert shown.err.count("s.pt, with gate.0.1=0, attn_dropout=0: ") == 1
     main(["--ckpt", switched, *settings, "--start", "abc"])  # a single text is streamed as it is
     shown = capsys.readouterr()
     assert shown.out.startswith("abc") and "with gate.0.1=0, attn_dropout=0: " in shown.err
@@ -249,8 +270,10 @@ def test_what_was_set_is_said(switched, ckpt, capsys):
 
 
 @pytest.mark.parametrize("setting, line", [
-    ("unet_skip=False", "unknown key unet_skip; did you mean unet_skips?"), ("unet_skips=3", "'3' is not bool"),
-    ("gate.0.5=0", "block 0 has no head 5"), ("n_layer=1", "s.pt: n_layer cannot be changed after training"),
+    ("unet_skip=False", "unknown key unet_skip; did you mean unet_skips?"),
+    ("unet_skips=3", "'3' is not bool"),
+    ("gate.0.5=0", "block 0 has no head 5"),
+    ("n_layer=1", "s.pt: n_layer cannot be changed after training"),
 ])
 def test_a_setting_that_cannot_be_is_one_clear_line(switched, refusal, setting, line):
     assert line in refusal(["--ckpt", switched, "--set", setting])
@@ -260,7 +283,8 @@ def test_a_setting_that_cannot_be_is_one_clear_line(switched, refusal, setting, 
 
 def nanogpt(path, vocab_size=len(VOCAB), **config):
     model = GPT(GPTConfig(block_size=16, vocab_size=vocab_size, n_layer=1, n_head=2, n_embd=16))
-    args = {k: getattr(model.config, k) for k in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")}
+    args = {k: getattr(model.config, k)
+            for k in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")}
     torch.save(dict(model=model.state_dict(), model_args=args, iter_num=3, config=config), path)
     return str(path)
 
@@ -286,19 +310,29 @@ def test_a_nanogpt_checkpoint_speaks_the_dataset_that_it_names(tmp_path, prepare
     (dict(dataset=None), 13, "does not say what it was trained on"),
     (dict(dataset="toy"), 5, "knows 5 tokens; toy has 13"),
 ])
-def test_a_nanogpt_checkpoint_without_its_dataset_is_one_line(tmp_path, prepared, refusal, config, vocab_size, line):
+def test_a_nanogpt_checkpoint_without_its_dataset_is_one_line(tmp_path,
+                                                              prepared, refusal, config, vocab_size, line):
     assert line in refusal(["--ckpt", nanogpt(tmp_path / "n.pt", vocab_size, **config)])
 
 
 # ---- bad input: one line ----
 
 @pytest.mark.parametrize("flag, value, line", [
-    ("--temperature", "-1", "temperature=-1.0 must be 0"), ("--temperature", "nan", "temperature=nan"), ("--top_k", "0", "top_k=0"),
-    ("--top_p", "0", "top_p=0.0"), ("--top_p", "1.5", "top_p=1.5"), ("--top_p", "nan", "top_p=nan"),
-    ("--repetition_penalty", "0", "repetition_penalty=0.0"), ("--repetition_penalty", "inf", "repetition_penalty=inf"),
-    ("--num_samples", "0", "num_samples=0 must be at least 1"), ("--max_new_tokens", "0", "max_new_tokens=0 must be at least 1"),
-    ("--seed", "-1", "seed=-1"), ("--seed", "9" * 30, "seed=999"), ("--device", "gpu", "device=gpu cannot be used"),
-    ("--start", "FILE:nowhere.txt", "nowhere.txt cannot be read: No such file"), ("--start", "FILE:latin1.txt", "latin1.txt is not UTF-8 text"),
+    ("--temperature", "-1", "temperature=-1.0 must be 0"),
+    ("--temperature", "nan", "temperature=nan"),
+    ("--top_k", "0", "top_k=0"),
+    ("--top_p", "0", "top_p=0.0"),
+    ("--top_p", "1.5", "top_p=1.5"),
+    ("--top_p", "nan", "top_p=nan"),
+    ("--repetition_penalty", "0", "repetition_penalty=0.0"),
+    ("--repetition_penalty", "inf", "repetition_penalty=inf"),
+    ("--num_samples", "0", "num_samples=0 must be at least 1"),
+    ("--max_new_tokens", "0", "max_new_tokens=0 must be at least 1"),
+    ("--seed", "-1", "seed=-1"),
+    ("--seed", "9" * 30, "seed=999"),
+    ("--device", "gpu", "device=gpu cannot be used"),
+    ("--start", "FILE:nowhere.txt", "nowhere.txt cannot be read: No such file"),
+    ("--start", "FILE:latin1.txt", "latin1.txt is not UTF-8 text"),
 ])
 def test_a_bad_setting_is_one_clear_line(ckpt, refusal, tmp_path, monkeypatch, flag, value, line):
     monkeypatch.chdir(tmp_path)
@@ -328,7 +362,8 @@ def test_damaged_weights_are_one_clear_line(tmp_path, ckpt, capsys):
 # ---- as a process ----
 
 def start(*args, **more):
-    return subprocess.Popen([sys.executable, ROOT / "sample.py", *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more)
+    return subprocess.Popen([sys.executable, ROOT / "sample.py", *map(str, args)],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more)
 
 
 @pytest.mark.parametrize("samples", [1, 2])

@@ -13,11 +13,12 @@ from tokenizer import Tokenizer, cut_at_spaces
 
 ROOT = Path(__file__).resolve().parents[1]
 REAL = os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data"
-TEXTS = ["", "a", "To be, or not to be\n", "naïve — 日本語 😀\r\n\x00\t", "  \n\n  x\n\n\n", "<|endoftext|> is text here"]
+TEXTS = ["", "a", "To be, or not to be\n", "naïve — 日本語 😀\r\n\x00\t",
+         "  \n\n  x\n\n\n", "<|endoftext|> is text here"]
 
 
 def corpora():
-    """The folder of real corpora: $NANOHEADS_DATA, else a sibling folder of real corpora; else the test is skipped."""
+    """The folder of real corpora: $NANOHEADS_DATA, else a sibling folder; else the test is skipped."""
     folder = Path(REAL).resolve()
     if not folder.is_dir():
         pytest.skip("no real corpora: set NANOHEADS_DATA to their folder")
@@ -64,7 +65,8 @@ def test_unknown_character_is_named_with_its_position():
     vocab = [chr(c) for c in range(32, 97)]
     with pytest.raises(ValueError) as error:
         Tokenizer("char", vocab).encode("ABCéD")
-    assert str(error.value) == "'é' (U+00E9) at position 3 is not among the 65 symbols of this model's vocabulary"
+    assert str(error.value) == ("'é' (U+00E9) at position 3 is not among the 65 symbols "
+                                "of this model's vocabulary")
     with pytest.raises(ValueError, match="at position 0"):
         Tokenizer("char", vocab).encode("\ud800")  # a lone surrogate is a character too
 
@@ -76,7 +78,9 @@ def test_ids_outside_the_vocabulary_are_refused(gpt2):
                 tok.decode([0, bad])
 
 
-@pytest.mark.parametrize("arguments", [("bpe",), ("char",), ("char", []), ("byte", "ab"), ("char", "aa"), ("char", ["ab"])])
+@pytest.mark.parametrize("arguments",
+                         [("bpe",), ("char",), ("char", []),
+                          ("byte", "ab"), ("char", "aa"), ("char", ["ab"])])
 def test_bad_tokenizers_are_refused(arguments):
     with pytest.raises(ValueError):
         Tokenizer(*arguments)
@@ -95,7 +99,8 @@ def test_end_of_text_is_a_token_only_when_it_is_an_id(gpt2):
 
 def test_cutting_at_spaces_loses_nothing_and_changes_no_token(gpt2):
     rng = random.Random(0)
-    parts = ["it's", " ", "  ", "\n", "\n\n", "\t", "don't", "'", "日本", "\u3000", "\xa0", "\x1c", "12", "...", "é", " \n"]
+    parts = ["it's", " ", "  ", "\n", "\n\n", "\t", "don't",
+             "'", "日本", "\u3000", "\xa0", "\x1c", "12", "...", "é", " \n"]
     whole = tokenizer.gpt2().encode_ordinary
     for size in (1, 3, 10, 50):
         text = "".join(rng.choices(parts, k=3000))

@@ -1,4 +1,4 @@
-"""The training loop: exact resumes, nothing lost to a kill or a full disk, ranks that agree, and no tracebacks."""
+"""The training loop: exact resumes, nothing lost to a kill or a full disk, ranks that agree, clear errors."""
 import io
 import json
 import os
@@ -16,11 +16,15 @@ import torch
 
 import checkpoint
 import train
+from dataset import Batches, Dataset
 from model import GPT, GPTConfig
+from optim import Trainer
+from ranks import Process
 from train import main
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4, max_iters=6, eval_interval=3, eval_tokens=512, log_interval=1,
+TINY = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4,
+            max_iters=6, eval_interval=3, eval_tokens=512, log_interval=1,
             device="cpu", lr_decay_iters=100)
 
 
@@ -35,7 +39,7 @@ def args(bytes_data, tmp_path):
 
 @pytest.fixture
 def fails(capsys):
-    """fails(argv) -> what a run that the user got wrong says: some lines, each "train: ...", and exit code 1."""
+    """fails(argv) -> what a run that the user got wrong says: lines, each "train: ...", and exit code 1."""
     def run(argv):
         with pytest.raises(SystemExit) as e:
             main(argv)
@@ -77,9 +81,12 @@ def untimed(rows):
 
 # ---- learning ----
 
-@pytest.mark.parametrize("keys", [dict(recipe="gpt2"), dict(recipe="modern"), dict(recipe="gpt2", optimizer="muon"),
-                                  dict(recipe="modern", optimizer="adamw", schedule="trapezoid"), dict(dtype="bfloat16"),
-                                  dict(dtype="float16", lr=1e-2)], ids=lambda k: "-".join(map(str, k.values())))
+@pytest.mark.parametrize("keys", [dict(recipe="gpt2"), dict(recipe="modern"),
+                                  dict(recipe="gpt2", optimizer="muon"),
+                                  dict(recipe="modern", optimizer="adamw", schedule="trapezoid"),
+                                  dict(dtype="bfloat16"),
+                                  dict(dtype="float16", lr=1e-2)],
+                         ids=lambda k: "-".join(map(str, k.values())))
 def test_a_tiny_model_learns(args, rows, tmp_path, keys):
     main(args(max_iters=60, eval_interval=30, lr_decay_iters=60, **keys))
     losses, evals = rows(tmp_path / "run")
@@ -91,7 +98,8 @@ def test_the_log_has_what_its_readers_rely_on(args, rows, tmp_path):
     main(args(grad_clip=1.0))
     losses, evals = rows(tmp_path / "run")
     assert [r["step"] for r in losses] == [1, 2, 3, 4, 5, 6] and [r["step"] for r in evals] == [0, 3, 6]
-    assert all(set(r) == {"step", "tokens", "loss", "lr", "tokens_per_s", "elapsed_s", "grad_norm"} for r in losses)
+    assert all(set(r) == {"step", "tokens", "loss", "lr", "tokens_per_s", "elapsed_s", "grad_norm"}
+               for r in losses)
     assert all(set(r) == {"step", "tokens", "train_loss", "val_loss", "val_bpb", "elapsed_s"} for r in evals)
     assert all(r["tokens"] == r["step"] * 4 * 16 for r in losses + evals)
     assert [r["elapsed_s"] for r in losses] == sorted(r["elapsed_s"] for r in losses)
@@ -99,7 +107,8 @@ def test_the_log_has_what_its_readers_rely_on(args, rows, tmp_path):
 
 def test_train_returns_the_last_evaluation(args, rows, tmp_path):
     config = GPTConfig(**{k: TINY[k] for k in ("n_layer", "n_head", "n_embd", "block_size")})
-    settings = train.TrainConfig(out_dir=str(tmp_path / "run"), dataset=args()[0].split("=")[1], batch_size=4, max_iters=4, eval_tokens=512)
+    settings = train.TrainConfig(out_dir=str(tmp_path / "run"),
+                                 dataset=args()[0].split("=")[1], batch_size=4, max_iters=4, eval_tokens=512)
     assert train.train(config, settings) == rows(tmp_path / "run")[1][-1]
     assert config.vocab_size is None and settings.optimizer is None, "what the caller passed stays as it was"
 
@@ -108,8 +117,10 @@ def test_a_run_folder_says_how_to_run_it_again(args, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr=1", "a b"])
     main(args(optimizer="muon"))
     said = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert said["model"]["vocab_size"] == 256 and said["train"]["muon_lr"] == 0.02 and said["train"]["lr"] == 4e-3
-    assert said["command"] == "python train.py --lr=1 'a b'" and said["versions"]["torch"] == torch.__version__
+    assert said["model"]["vocab_size"] == 256 and said["train"]["muon_lr"] == 0.02
+    assert said["train"]["lr"] == 4e-3
+    assert said["command"] == "python train.py --lr=1 'a b'"
+    assert said["versions"]["torch"] == torch.__version__
     if (ROOT / ".git").exists():
         assert len(said["commit"].removesuffix("-dirty")) == 40
     main([*args(optimizer="muon", max_iters=8), "--resume"])
@@ -134,14 +145,17 @@ def test_evaluation_never_changes_the_training_losses(args, rows, tmp_path):
     assert same(weights(tmp_path / "every2/ckpt.pt"), weights(tmp_path / "every5/ckpt.pt"))
 
 
-@pytest.mark.parametrize("change", [dict(checkpoint_activations=True), dict(compile=True)], ids=lambda k: next(iter(k)))
+@pytest.mark.parametrize("change", [dict(checkpoint_activations=True), dict(compile=True)],
+                         ids=lambda k: next(iter(k)))
 def test_the_same_losses_with(args, rows, tmp_path, change, monkeypatch):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # everything but the C++ compiler
+    # everything but the C++ compiler
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     for out, keys in (("plain", {}), ("changed", change)):
         main(args(out, dropout=0.2 if "compile" not in change else 0.0, n_layer=2, **keys))
     a, b = (rows(tmp_path / out) for out in ("plain", "changed"))
     assert [r["loss"] for r in a[0]] == pytest.approx([r["loss"] for r in b[0]], abs=1e-6)
-    assert weights(tmp_path / "changed/ckpt.pt").keys() == weights(tmp_path / "plain/ckpt.pt").keys(), "uncompiled names"
+    names = [weights(tmp_path / out / "ckpt.pt").keys() for out in ("plain", "changed")]
+    assert names[0] == names[1], "uncompiled names"
 
 
 def test_gradient_accumulation_is_the_same_batch_in_portions(args, rows, tmp_path):
@@ -152,12 +166,28 @@ def test_gradient_accumulation_is_the_same_batch_in_portions(args, rows, tmp_pat
     assert [r["tokens"] for r in a] == [r["tokens"] for r in b]
 
 
+@pytest.mark.parametrize("keys", [dict(recipe="gpt2", grad_accum=2), dict(recipe="modern", dropout=0.2)],
+                         ids=["gpt2", "modern"])
+def test_the_step_that_benchmarks_time_is_the_step_of_a_run(args, tmp_path, keys):
+    main(args(max_iters=1, **keys))
+    said = json.loads((tmp_path / "run/config.json").read_text())
+    model_config, config = GPTConfig(**said["model"]), train.TrainConfig(**said["train"])
+    rows = config.batch_size * config.grad_accum
+    batches = Batches(Dataset(config.dataset), "train", model_config.block_size, rows, model_config.seed)
+    trainer = Trainer(GPT(model_config), config, Process())
+    trainer.step(batches(0)[:, :-1], batches(0)[:, 1:])
+    assert same(trainer.raw.state_dict(), weights(tmp_path / "run/ckpt.pt"))
+
+
 def torchrun(argv, ranks, **env):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(ROOT / "train.py"), *argv]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, timeout=120)
+    command = [sys.executable, "-m", "torch.distributed.run",
+               "--standalone", f"--nproc_per_node={ranks}", str(ROOT / "train.py"), *argv]
+    return subprocess.run(command, capture_output=True, text=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", **env}, timeout=120)
 
 
-@pytest.mark.parametrize("portions", [dict(batch_size=8), dict(batch_size=2, grad_accum=4, optimizer="muon")], ids=["whole", "portions"])
+@pytest.mark.parametrize("portions", [dict(batch_size=8), dict(batch_size=2, grad_accum=4, optimizer="muon")],
+                         ids=["whole", "portions"])
 def test_two_ranks_train_as_one_process_does(args, rows, tmp_path, portions):
     main(args("one", **portions))
     done = torchrun(args("two", **portions), 2)
@@ -166,7 +196,8 @@ def test_two_ranks_train_as_one_process_does(args, rows, tmp_path, portions):
         assert len(one) == len(two)
         for a, b in zip(one, two):
             assert a.keys() == b.keys()
-            assert all(a[k] == pytest.approx(b[k], abs=1e-5) for k in a if k not in ("elapsed_s", "tokens_per_s"))
+            assert all(a[k] == pytest.approx(b[k], abs=1e-5)
+                       for k in a if k not in ("elapsed_s", "tokens_per_s"))
     one, two = weights(tmp_path / "one/ckpt.pt"), weights(tmp_path / "two/ckpt.pt")
     assert one.keys() == two.keys() and max((one[k] - two[k]).abs().max() for k in one) < 1e-4
     assert done.stdout.count("best val loss") == 1, "one rank speaks"
@@ -175,13 +206,16 @@ def test_two_ranks_train_as_one_process_does(args, rows, tmp_path, portions):
 def test_a_batch_that_ranks_cannot_share_is_one_line(args, fails, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert fails(args()) == ["batch_size=4 * grad_accum=1 sequences cannot be shared evenly by 3 ranks"]
-    assert fails(args(batch_size=3, grad_accum=4)) == ["batch_size=3 * grad_accum=4 sequences cannot be shared evenly by 3 ranks"]
+    message, = fails(args(batch_size=3, grad_accum=4))
+    assert message == "batch_size=3 * grad_accum=4 sequences cannot be shared evenly by 3 ranks"
 
 
 # ---- resuming ----
 
-@pytest.mark.parametrize("keys", [dict(recipe="gpt2", dropout=0.2, grad_accum=2), dict(recipe="modern", dropout=0.2),
-                                  dict(dropout=0.2, dtype="float16"), dict(dropout=0.2, checkpoint_activations=True, weight_decay=0.3)],
+@pytest.mark.parametrize("keys", [dict(recipe="gpt2", dropout=0.2, grad_accum=2),
+                                  dict(recipe="modern", dropout=0.2),
+                                  dict(dropout=0.2, dtype="float16"),
+                                  dict(dropout=0.2, checkpoint_activations=True, weight_decay=0.3)],
                          ids=lambda k: "-".join(map(str, k)))
 def test_20_steps_equal_10_and_10(args, rows, tmp_path, keys):
     keys = dict(eval_interval=5, lr_decay_iters=20, **keys)
@@ -204,28 +238,35 @@ def test_resuming_with_changed_model_flags_is_refused_by_name(args, fails, tmp_p
     main(args())
     before = (tmp_path / "run/ckpt.pt").read_bytes()
     assert fails([*args(n_layer=2, recipe="modern", max_iters=12), "--resume"]) == [
-        f"{tmp_path}/run/ckpt.pt holds another model: n_layer=2 here is 1 there; recipe='modern' here is 'gpt2' there; pos='rope' here is "
-        "'learned' there; norm='rmsnorm' here is 'layernorm' there; act='relu2' here is 'gelu' there; qk_norm=True here is False there; "
-        "embed_norm=True here is False there; tied=False here is True there; zero_init=True here is False there"]
+        f"{tmp_path}/run/ckpt.pt holds another model: n_layer=2 here is 1 there; "
+        "recipe='modern' here is 'gpt2' there; pos='rope' here is 'learned' there; "
+        "norm='rmsnorm' here is 'layernorm' there; act='relu2' here is 'gelu' there; "
+        "qk_norm=True here is False there; embed_norm=True here is False there; "
+        "tied=False here is True there; zero_init=True here is False there"]
     assert (tmp_path / "run/ckpt.pt").read_bytes() == before
 
 
 def test_resuming_as_another_run_is_refused_by_name(args, fails, chars_data, tmp_path):
     main(args())
     said, = fails([*args(optimizer="muon", batch_size=8, max_iters=12), "--resume"])
-    assert "optimizer='muon' here is 'adamw' there; batch_size * grad_accum=8 here is 4 there" in said and "--init_from" in said
-    assert "whose vocabulary is not that of letters" in fails([*args(dataset=chars_data, max_iters=12), "--resume"])[0]
+    assert "optimizer='muon' here is 'adamw' there; batch_size * grad_accum=8 here is 4 there" in said
+    assert "--init_from" in said
+    message, = fails([*args(dataset=chars_data, max_iters=12), "--resume"])
+    assert "whose vocabulary is not that of letters" in message
 
 
 def test_what_changes_at_a_resume_takes_effect_and_is_said(args, rows, tmp_path, capsys):
     main(args(weight_decay=0.1, warmup_iters=0))
     capsys.readouterr()
-    main([*args(max_iters=8, lr=0.1, min_lr=0.1, weight_decay=0.7, batch_size=2, grad_accum=2, warmup_iters=0), "--resume"])
+    main([*args(max_iters=8, lr=0.1, min_lr=0.1, weight_decay=0.7,
+                batch_size=2, grad_accum=2, warmup_iters=0), "--resume"])
     said = capsys.readouterr().out
-    for words in ("max_iters=8, was 6", "lr=0.1, was 0.001", "weight_decay=0.7, was 0.1", "batch_size=2, was 4"):
+    for words in ("max_iters=8, was 6", "lr=0.1, was 0.001",
+                  "weight_decay=0.7, was 0.1", "batch_size=2, was 4"):
         assert f"changed since the last save: {words}" in said
     assert rows(tmp_path / "run")[0][-1]["lr"] == pytest.approx(0.1)
-    assert checkpoint.read(tmp_path / "run/ckpt.pt")["optimizers"][0]["param_groups"][0]["weight_decay"] == 0.7
+    adamw, = checkpoint.read(tmp_path / "run/ckpt.pt")["optimizers"]
+    assert adamw["param_groups"][0]["weight_decay"] == 0.7
 
 
 def test_resume_where_nothing_is_says_that_it_starts_anew(args, capsys):
@@ -254,7 +295,8 @@ def test_resume_without_a_save_starts_at_the_beginning(args, rows, tmp_path):
 
 def test_a_folder_that_holds_a_run_is_never_written_over(args, fails, tmp_path):
     main(args())
-    assert fails(args()) == [f"{tmp_path}/run already holds a run; go on with --resume, start over with --overwrite, "
+    assert fails(args()) == [
+        f"{tmp_path}/run already holds a run; go on with --resume, start over with --overwrite, "
                              "or choose another --out_dir"]
     (tmp_path / "run/ckpt.pt").unlink()
     for resume in ([], ["--resume"]):
@@ -275,9 +317,11 @@ def test_fine_tuning_takes_the_model_and_a_fresh_optimizer(args, rows, tmp_path)
     keys = dict(n_layer=..., n_head=..., n_embd=..., block_size=8, init_from=tmp_path / "base", dropout=0.1)
     main(args("tuned", **keys))
     state = checkpoint.read(tmp_path / "tuned/ckpt.pt")
-    assert state["step"] == 6 and state["train"]["optimizer"] == "muon", "what follows from the recipe follows from the checkpoint's"
+    assert state["step"] == 6
+    assert state["train"]["optimizer"] == "muon", "what follows from the recipe follows from the checkpoint's"
     assert state["config"].items() >= dict(recipe="modern", n_layer=2, block_size=8, dropout=0.1).items()
-    assert rows(tmp_path / "tuned")[1][0]["val_loss"] < 0.97 * rows(tmp_path / "base")[1][0]["val_loss"], "it begins where the other ended"
+    base, tuned = (rows(tmp_path / out)[1][0]["val_loss"] for out in ("base", "tuned"))
+    assert tuned < 0.97 * base, "it begins where the other ended"
     main([*args("tuned", **keys, max_iters=9), "--resume"])
     assert checkpoint.read(tmp_path / "tuned/ckpt.pt")["step"] == 9, "and is resumed with the same command"
 
@@ -285,7 +329,8 @@ def test_fine_tuning_takes_the_model_and_a_fresh_optimizer(args, rows, tmp_path)
 def test_fine_tuning_a_nanogpt_checkpoint(args, rows, tmp_path):
     sizes = dict(n_layer=2, n_head=2, n_embd=8, block_size=32, vocab_size=300, bias=True, dropout=0.0)
     weights = {f"_orig_mod.{k}": v for k, v in GPT(GPTConfig(**sizes)).state_dict().items()}
-    torch.save(dict(model=weights, optimizer={}, model_args=sizes, iter_num=5, best_val_loss=torch.tensor(9.0), config=dict(dataset="x")),
+    torch.save(dict(model=weights, optimizer={}, model_args=sizes,
+                    iter_num=5, best_val_loss=torch.tensor(9.0), config=dict(dataset="x")),
                tmp_path / "theirs.pt")
     main(args(n_layer=..., n_head=..., n_embd=..., block_size=..., init_from=tmp_path / "theirs.pt"))
     assert checkpoint.read(tmp_path / "run/ckpt.pt")["config"].items() >= sizes.items()
@@ -294,13 +339,16 @@ def test_fine_tuning_a_nanogpt_checkpoint(args, rows, tmp_path):
 def test_flags_that_contradict_the_checkpoint_are_refused(args, fails, tmp_path):
     main(args("base"))
     said, = fails(args("tuned", n_layer=2, init_from=tmp_path / "base", block_size=32))
-    assert said == f"{tmp_path}/base holds another model: block_size=32 here is 16 there; n_layer=2 here is 1 there"
+    assert said == (f"{tmp_path}/base holds another model: block_size=32 here is 16 there; "
+                    "n_layer=2 here is 1 there")
 
 
 def test_the_best_checkpoint_of_a_fine_tuning_may_be_its_start(args, rows, tmp_path):
     main(args("a", max_iters=60, eval_interval=60, lr_decay_iters=60))
-    main(args("b", init_from=tmp_path / "a", lr=0.5, min_lr=0.5, warmup_iters=0, n_layer=..., n_head=..., n_embd=..., block_size=...))
-    assert rows(tmp_path / "b")[1][0]["val_loss"] < rows(tmp_path / "b")[1][-1]["val_loss"], "this training only spoils"
+    main(args("b", init_from=tmp_path / "a", lr=0.5, min_lr=0.5,
+              warmup_iters=0, n_layer=..., n_head=..., n_embd=..., block_size=...))
+    _, evals = rows(tmp_path / "b")
+    assert evals[0]["val_loss"] < evals[-1]["val_loss"], "this training only spoils"
     assert same(weights(tmp_path / "b" / "best.pt"), weights(tmp_path / "a" / "best.pt"))
 
 
@@ -308,10 +356,12 @@ def test_eval_only_scores_the_best_checkpoint_and_writes_nothing(args, rows, tmp
     main(args())
     before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "run").iterdir()}
     capsys.readouterr()
-    argv = [f"--out_dir={tmp_path}/run", f"--dataset={args()[0].split('=')[1]}", "--eval_only", "--eval_tokens=512"]
+    argv = [f"--out_dir={tmp_path}/run", f"--dataset={args()[0].split('=')[1]}",
+            "--eval_only", "--eval_tokens=512"]
     main(argv)
     best = min(rows(tmp_path / "run")[1][1:], key=lambda r: r["val_loss"])
-    assert f"step {best['step']:>7,}   train {best['train_loss']:.4f}   val {best['val_loss']:.4f}" in capsys.readouterr().out
+    line = f"step {best['step']:>7,}   train {best['train_loss']:.4f}   val {best['val_loss']:.4f}"
+    assert line in capsys.readouterr().out
     main([*argv, f"--init_from={tmp_path}/run/ckpt.pt"])
     assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "run").iterdir()} == before
     assert fails([*argv, "--n_layer=7"]) == [f"{tmp_path}/run holds another model: n_layer=7 here is 1 there"]
@@ -330,7 +380,8 @@ def test_a_signal_saves_and_leaves_with_one_line(args, rows, tmp_path, at_step, 
         main(args(dropout=0.2))
     assert e.value.code == code and signal.getsignal(number) is handler
     said = capsys.readouterr()
-    assert said.out.splitlines()[-1] == f"stopped by {number.name} at step 5: saved {tmp_path}/run/ckpt.pt; go on with --resume"
+    *_, last = said.out.splitlines()
+    assert last == f"stopped by {number.name} at step 5: saved {tmp_path}/run/ckpt.pt; go on with --resume"
     assert not said.err
     main([*args(dropout=0.2), "--resume"])
     assert [untimed(r) for r in rows(tmp_path / "run")] == [untimed(r) for r in rows(tmp_path / "whole")]
@@ -339,7 +390,8 @@ def test_a_signal_saves_and_leaves_with_one_line(args, rows, tmp_path, at_step, 
 
 def test_killing_the_process_loses_only_unsaved_steps(args, rows, tmp_path):
     keys = dict(max_iters=100000, lr_decay_iters=100000, eval_interval=10, save_interval=5, dropout=0.2)
-    process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *args(**keys)], stdout=subprocess.DEVNULL,
+    process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *args(**keys)],
+                               stdout=subprocess.DEVNULL,
                                env={**os.environ, "OMP_NUM_THREADS": "1"})
     log, deadline = tmp_path / "run/log.jsonl", time.time() + 100
     while not log.is_file() or log.read_bytes().count(b"\n") < 40:
@@ -355,7 +407,8 @@ def test_killing_the_process_loses_only_unsaved_steps(args, rows, tmp_path):
     keys["max_iters"] = step + 7
     main([*args(**keys), "--resume"])
     main(args("whole", **keys))
-    assert [untimed(r) for r in rows(tmp_path / "run")] == [untimed(r) for r in rows(tmp_path / "whole")], "each row once, and the same"
+    killed, whole = ([untimed(r) for r in rows(tmp_path / out)] for out in ("run", "whole"))
+    assert killed == whole, "each row once, and the same"
     assert same(weights(tmp_path / "run/ckpt.pt"), weights(tmp_path / "whole/ckpt.pt"))
 
 
@@ -392,7 +445,8 @@ def test_in_fp16_an_overflow_skips_the_step_of_every_optimizer(args, rows, tmp_p
         main(args("skip", recipe="modern", dtype="float16", max_iters=1, eval_interval=1))
     finally:
         GPT.__init__ = init
-    fresh = GPT(GPTConfig(vocab_size=256, recipe="modern", **{k: TINY[k] for k in ("n_layer", "n_head", "n_embd", "block_size")}))
+    fresh = GPT(GPTConfig(vocab_size=256, recipe="modern",
+                          **{k: TINY[k] for k in ("n_layer", "n_head", "n_embd", "block_size")}))
     assert same(weights(tmp_path / "skip" / "ckpt.pt"), fresh.state_dict())
 
 
@@ -415,7 +469,8 @@ def test_a_full_disk_keeps_the_previous_checkpoint(args, fails, tmp_path, at_ste
     said, = fails(args(save_interval=2))
     limit(resource.RLIM_INFINITY)
     assert said == f"could not write {tmp_path}/run/best.pt (File too large); the previous one is intact"
-    assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 4 and checkpoint.read(tmp_path / "run/best.pt")["step"] == 3
+    assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 4
+    assert checkpoint.read(tmp_path / "run/best.pt")["step"] == 3
     assert not list((tmp_path / "run").glob("*.part"))
     main([*args(save_interval=2), "--resume"])
 
@@ -424,7 +479,8 @@ def test_a_full_disk_under_the_log_is_one_line(args, fails, rows, tmp_path, at_s
     at_step(5, lambda out: (limit((tmp_path / "run/log.jsonl").stat().st_size + 30), out)[1])
     said, = fails(args(save_interval=4, eval_interval=50))
     limit(resource.RLIM_INFINITY)
-    assert said.startswith(f"could not write {tmp_path}/run/log.jsonl (File too large); the last save is {tmp_path}/run/ckpt.pt")
+    assert said.startswith(
+        f"could not write {tmp_path}/run/log.jsonl (File too large); the last save is {tmp_path}/run/ckpt.pt")
     main([*args(save_interval=4, eval_interval=50), "--resume"])
     assert [r["step"] for r in rows(tmp_path / "run")[0]] == [1, 2, 3, 4, 5, 6], "the half row is gone"
 
@@ -438,11 +494,13 @@ def test_a_folder_that_cannot_be_written_is_one_line(args, fails, tmp_path):
 # ---- what the user got wrong ----
 
 @pytest.mark.parametrize("error", [lambda out: torch.empty(1 << 60), lambda out: bytearray(1 << 60),
-                                   lambda out: exec("raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20 GiB.')")],
+                                   lambda out: exec("raise torch.OutOfMemoryError('CUDA out of memory. "
+                                                    "Tried to allocate 20 GiB.')")],
                          ids=["cpu", "python", "cuda"])
 def test_running_out_of_memory_is_one_line(args, fails, at_step, error):
     at_step(2, error)
-    assert fails(args()) == ["out of memory; lower batch_size (and raise grad_accum to keep the batch) or block_size, "
+    assert fails(args()) == [
+        "out of memory; lower batch_size (and raise grad_accum to keep the batch) or block_size, "
                              "or set checkpoint_activations=True"]
 
 
@@ -458,10 +516,13 @@ def test_what_is_missing_or_damaged_is_one_line(args, fails, tmp_path):
     (tmp_path / "run/ckpt.pt").write_text("hello")
     assert fails(args("x", dataset="enwik9")) == ["no dataset enwik9; did you mean enwik8?"]
     assert fails(args("x", init_from=tmp_path / "no.pt")) == [f"no checkpoint {tmp_path}/no.pt"]
-    assert fails(args("x", init_from=tmp_path / "damaged.pt"))[0].startswith(f"{tmp_path}/damaged.pt cannot be read as a checkpoint")
-    assert fails([*args(), "--resume"])[0].startswith(f"{tmp_path}/run/ckpt.pt cannot be read as a checkpoint")
+    message, = fails(args("x", init_from=tmp_path / "damaged.pt"))
+    assert message.startswith(f"{tmp_path}/damaged.pt cannot be read as a checkpoint")
+    message, = fails([*args(), "--resume"])
+    assert message.startswith(f"{tmp_path}/run/ckpt.pt cannot be read as a checkpoint")
     assert fails(args("x", device="cuda:77"))[0].startswith("device=cuda:77 cannot be used")
-    assert fails(args("x", block_size=3000)) == [f"block_size=3000 needs at least 3,000 tokens of val; {args()[0].split('=')[1]} has 2,000"]
+    data, (message,) = args()[0].split("=")[1], fails(args("x", block_size=3000))
+    assert message == f"block_size=3000 needs at least 3,000 tokens of val; {data} has 2,000"
 
 
 def test_resuming_from_a_best_checkpoint_is_explained(args, fails, tmp_path):
@@ -495,12 +556,16 @@ def test_on_a_terminal_there_is_a_bar(args, monkeypatch):
 
 
 def test_without_a_terminal_there_are_only_lines(args, tmp_path):
-    done = subprocess.run([sys.executable, str(ROOT / "train.py"), *args(max_iters=40, eval_interval=20)], cwd=tmp_path,
+    done = subprocess.run([sys.executable, str(ROOT / "train.py"), *args(max_iters=40, eval_interval=20)],
+                          cwd=tmp_path,
                           capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "" and "\r" not in done.stdout
     lines = done.stdout.splitlines()
-    assert len(lines) < 8 and [line[:12] for line in lines if "bits/byte" in line] == ["step       0", "step      20", "step      40"]
-    assert lines[-1].endswith(f"wrote {tmp_path}/run/ckpt.pt, {tmp_path}/run/best.pt, {tmp_path}/run/log.jsonl")
+    assert len(lines) < 8
+    evals = [line[:12] for line in lines if "bits/byte" in line]
+    assert evals == ["step       0", "step      20", "step      40"]
+    assert lines[-1].endswith(
+        f"wrote {tmp_path}/run/ckpt.pt, {tmp_path}/run/best.pt, {tmp_path}/run/log.jsonl")
 
 
 # ---- Weights & Biases ----
@@ -514,26 +579,32 @@ def test_a_wandb_failure_never_stops_training(args, rows, tmp_path, monkeypatch,
             return value
         return call
     run = SimpleNamespace(log=step("log"), finish=step("finish"), log_artifact=step("artifact"))
-    fake = SimpleNamespace(init=step("init", run), Artifact=lambda *a, **kw: SimpleNamespace(add_file=lambda path: None))
+    artifact = SimpleNamespace(add_file=lambda path: None)
+    fake = SimpleNamespace(init=step("init", run), Artifact=lambda *a, **kw: artifact)
     monkeypatch.setitem(sys.modules, "wandb", None if broken == "import" else fake)
     main(args(wandb_log=True))
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1 and said[0].startswith("wandb: ") and said[0].endswith("training goes on without it")
+    assert len(said) == 1 and said[0].startswith("wandb: ")
+    assert said[0].endswith("training goes on without it")
     assert len(rows(tmp_path / "run")[0]) == 6
 
 
 def test_wandb_gets_rows_config_code_and_the_same_id_again(args, tmp_path, monkeypatch):
     calls, logged, files = [], [], []
-    run = SimpleNamespace(log=lambda row, step: logged.append((step, set(row))), finish=lambda: calls.append("finish"),
+    run = SimpleNamespace(log=lambda row, step: logged.append((step, set(row))),
+                          finish=lambda: calls.append("finish"),
                           log_artifact=lambda artifact: None)
+    artifact = SimpleNamespace(add_file=lambda path: files.append(Path(path).name))
     fake = SimpleNamespace(init=lambda **kw: (calls.append(kw), run)[1],
-                           Artifact=lambda *a, **kw: SimpleNamespace(add_file=lambda path: files.append(Path(path).name)))
+                           Artifact=lambda *a, **kw: artifact)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     main(args(wandb_log=True, wandb_mode="offline", wandb_tags="a,b"))
     main([*args(wandb_log=True, wandb_mode="offline", wandb_tags="a,b", max_iters=8), "--resume"])
     first, _, second, _ = calls
-    assert first["id"] == second["id"] and first["resume"] == "allow" and first["mode"] == "offline" and first["tags"] == ["a", "b"]
-    assert first["config"]["model"]["n_embd"] == 16 and first["config"]["train"]["lr"] == 1e-3 and first["name"] == "run"
+    assert first["id"] == second["id"] and first["resume"] == "allow" and first["mode"] == "offline"
+    assert first["tags"] == ["a", "b"]
+    assert first["config"]["model"]["n_embd"] == 16 and first["config"]["train"]["lr"] == 1e-3
+    assert first["name"] == "run"
     assert {"train.py", "model.py", "config.json"} <= set(files)
     assert [s for s, keys in logged if "loss" in keys] == list(range(1, 9))
     assert [s for s, keys in logged if "val_bpb" in keys] == [0, 3, 6, 8]
@@ -549,6 +620,7 @@ def test_wandb_offline_for_real(args, tmp_path, monkeypatch):
     run_id = checkpoint.read(tmp_path / "run/ckpt.pt")["run_id"]
     written, = (tmp_path / "run/wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")
     deadline = time.time() + 30  # a process of wandb's own writes the file
-    while not all(word in written.read_bytes() for word in (b"val_bpb", b"n_embd", f"code-{run_id}".encode())):
+    while not all(word in written.read_bytes()
+                  for word in (b"val_bpb", b"n_embd", f"code-{run_id}".encode())):
         assert time.time() < deadline
         time.sleep(0.1)
