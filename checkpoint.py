@@ -223,6 +223,8 @@ def neutral_flags(cls, config, given):
     Raises UserError, naming the mechanism, where it has no such setting.
     """
     mode, flags = cls.mode_of(config), {}
+    if cls.absorbs:
+        return flags
     refused = f"{cls.flag}={getattr(config, cls.flag)!r} has no neutral setting"
     anyway = "--init_anyway starts it as in a new model"
     if mode not in NEUTRAL:
@@ -260,6 +262,10 @@ def extended(state, path, device, model_config, given, classes, anyway, override
         why = " ".join(str(e).split())[:300]
         raise UserError(f"{path}: {names} cannot be turned on over its weights: {why}")
     model.make_neutral(modes)
+    for block in model.transformer.h:
+        for m in block.attn.mechanisms():
+            if m.absorbs and type(m) in classes:
+                m.absorb(block.attn)
     model.to(device).eval()
     if len(modes) == len(classes) and not same_logits(model, build(state, path, device)):
         raise UserError(f"{path}: with {', '.join(modes)} the model is not the checkpoint's at the start; "

@@ -369,6 +369,7 @@ class Mechanism(nn.Module):
     needs_row_stats = None  # does after() read Heads.row_stats? "lse" | "shape" (entropy and log_p2 too)
     detach = False          # ... without a gradient into them?
     needs_positions = False  # does it read Context.positions?
+    absorbs = False         # can a checkpoint's own weights make up for its start? see absorb()
     attention_cost = 0.0    # FLOPs beyond those of plain attention, as a share of them
 
     # ---- flags ----
@@ -449,6 +450,9 @@ class Mechanism(nn.Module):
 
     def static_gate(self, noisy=None):
         """A factor per head that depends on no token, [H], or None."""
+
+    def absorb(self, attn):
+        """Where `absorbs`: change attn's weights so that the layer does what it did without the mechanism."""
 
 
 def no_dropout(config, flag):
@@ -704,6 +708,7 @@ class SentinelGate(Mechanism):
     name = flag = "sentinel"
     modes = {"sentinel": dict(sentinel="sigmoid"), "sentinel_l0": dict(sentinel="hard_concrete")}
     neutral = {"sentinel": {"sentinel_init": 50.0}, "sentinel_l0": {}}  # l0: as it starts, when evaluated
+    absorbs = True  # at its neutral setting a sigmoid has no slope left to learn by
     BETA, LOW, HIGH = 2 / 3, -0.1, 1.1  # the paper's values
 
     def __init__(self, config, attn):
@@ -730,6 +735,9 @@ class SentinelGate(Mechanism):
             u = torch.rand_like(s).clamp(1e-6, 1 - 1e-6)
             s = (u.log() - (1 - u).log() + s) / self.BETA
         return (s.sigmoid() * (self.HIGH - self.LOW) + self.LOW).clamp(0, 1)
+
+    def absorb(self, attn):
+        attn.scale_heads(1 / self.static_gate(noisy=False))
 
     def before(self, attn, h, ctx):
         if ctx.losses:
@@ -1595,6 +1603,13 @@ class CausalSelfAttention(nn.Module):
         """The heads that are here, by their original numbers, constraint heads too."""
         return self.head_ids + [self.n_base + i for i in range(self.n_extra)]
 
+    @torch.no_grad()
+    def scale_heads(self, factor):
+        """Multiply what each head sends out by factor [H], for good."""
+        self.c_proj.weight.mul_(factor[:self.n_head].repeat_interleave(self.head_size))
+        if self.n_extra:
+            self.constraint.c_proj.weight.mul_(factor[self.n_head:].repeat_interleave(self.head_size))
+
     def closed_heads(self):
         """The base heads whose gate is exactly 0 when evaluated, by their original numbers."""
         gate = self.static_gate(noisy=False)
@@ -1921,7 +1936,7 @@ class GPT(nn.Module):
     def make_neutral(self, names):
         """Set the parameters of these entries of NEUTRAL: where their flags hold too, the plain GPT's logits.
         """
-        for pattern, value in (item for name in names for item in NEUTRAL[name].items()):
+        for pattern, value in (item for name in names for item in NEUTRAL.get(name, {}).items()):
             for name, p in self.named_parameters():
                 if fnmatch(name, f"*{pattern}"):
                     p.copy_(value(p.shape) if callable(value) else torch.as_tensor(value))

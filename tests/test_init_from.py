@@ -12,7 +12,7 @@ import checkpoint
 import train
 from common import UserError
 from dataset import Dataset
-from model import ALL_ON, GPT, MECHANISMS, NEUTRAL, GPTConfig
+from model import ALL_ON, GPT, MECHANISMS, NEUTRAL, GPTConfig, SentinelGate
 
 SIZES = dict(block_size=16, vocab_size=256, n_layer=2, n_head=6, n_embd=72)
 NEUTRAL_FLAGS = {"window": 16}  # what has to be said for a setting to be neutral
@@ -82,17 +82,28 @@ def test_a_flag_that_was_given_is_not_overruled(tmp_path, data):
     assert started(tmp_path / "plain.pt", data, dict(routing="moh")).config.routing_top_k == 6
     for flags, words in ((dict(routing="moh", routing_top_k=3),
                           "routing='moh' has no neutral setting but with routing_top_k=6"),
-                         (dict(sentinel="sigmoid", sentinel_init=2.0), "but with sentinel_init=50.0"),
                          (dict(window=4), "window=4 has no neutral setting but with window=16")):
         with pytest.raises(UserError, match=words):
             started(tmp_path / "plain.pt", data, flags)
-    model = started(tmp_path / "plain.pt", data, dict(sentinel="sigmoid", sentinel_init=2.0), anyway=True)
-    assert (model.transformer.h[0].attn.sentinel.logit == 2.0).all()
+
+
+@pytest.mark.parametrize("flags", [dict(sentinel="sigmoid"), dict(sentinel="sigmoid", sentinel_init=-1.0),
+                                   dict(sentinel="hard_concrete", sentinel_init=0.5)], ids=str)
+def test_gates_over_a_checkpoint_can_learn(flags, tmp_path, data):
+    """Gates at 1 sharp would have no slope: the projection behind them makes up for where they start."""
+    plain = saved(tmp_path / "plain.pt", dict(constraint_names=["a"]))
+    model = started(tmp_path / "plain.pt", data, flags)
+    with torch.no_grad():
+        assert torch.allclose(model(IDX).logits, plain(IDX).logits, atol=1e-4)
+    attn = model.transformer.h[1].attn
+    assert (attn.sentinel.logit == flags.get("sentinel_init", 3.0)).all() and len(attn.sentinel.logit) == 7
+    model(IDX, IDX).loss.backward()
+    assert (attn.sentinel.logit.grad.abs() > 1e-8).all()
 
 
 def test_a_setting_that_is_not_neutral_after_all_is_noticed(tmp_path, data, monkeypatch):
     saved(tmp_path / "plain.pt", {})
-    monkeypatch.setitem(NEUTRAL, "sentinel", {"sentinel_init": 0.0})
+    monkeypatch.setattr(SentinelGate, "absorb", lambda self, attn: None)
     with pytest.raises(UserError, match="with sentinel the model is not the checkpoint's at the start"):
         started(tmp_path / "plain.pt", data, dict(sentinel="sigmoid"))
 
@@ -133,7 +144,7 @@ def test_a_run_over_a_checkpoint_trains_and_goes_on(bytes_data, tmp_path, capsys
     train.main([*over, "--max_iters=6", "--resume"])
     state = checkpoint.read(tmp_path / "gates/ckpt.pt")
     assert state["step"] == 6 and state["config"]["sentinel"] == "sigmoid"
-    assert state["config"]["sentinel_init"] == 50.0
+    assert state["config"]["sentinel_init"] == 3.0
     with pytest.raises(SystemExit) as e:
         train.main([*common, f"--init_from={tmp_path}/plain",
                     "--routing=published", f"--out_dir={tmp_path}/x"])

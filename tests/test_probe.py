@@ -449,7 +449,7 @@ def test_a_head_off_is_its_columns_of_the_projection_at_zero(facts, flags):
         assert np.allclose(off, score(other, facts, "val", max_tokens=512, per_token=True), atol=1e-5)
         assert np.abs(off - before).max() > 1e-3
     assert (score(model, facts, "val", max_tokens=512, per_token=True) == before).all()
-    assert model.transformer.h[0].attn.hand is None
+    assert model.transformer.h[0].attn.gate_override is None
 
 
 @pytest.mark.parametrize("flags", [{}, dict(sentinel="sigmoid", constraint_names=["one"])],
@@ -463,7 +463,7 @@ def test_head_metrics_are_entropy_and_slope(facts, flags):
     traces, at = model(ids[None], traces="maps").traces, 0
     for i, block in enumerate(model.transformer.h):
         p = traces[f"blocks.{i}.map"][0].detach()
-        for j, head in enumerate(block.attn.numbers()):
+        for j, head in enumerate(block.attn.all_head_ids()):
             want = -(p[j] * p[j].clamp_min(1e-30).log()).sum(-1).mean().item()
             assert entropy[at] == pytest.approx(want, abs=1e-5)
             gate = block.attn.static_gate(noisy=False)
