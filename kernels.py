@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 def first_derivative_only(backward):
     """A backward pass that refuses create_graph=True.
 
-    What it saved is no function of x: a second derivative would be wrong, or drop out of a sum, without a word.
+    What it saved is no function of x: a second derivative would be wrong, or drop out of a sum, unnoticed.
     """
     @functools.wraps(backward)
     def checked(ctx, g):

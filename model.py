@@ -503,7 +503,7 @@ class KeyOffset(Mechanism):
 class ExclusiveAttention(Mechanism):
     """XSA: take out of each head's output what its own value says (arXiv 2603.09078, eq. 3).
 
-    y - tanh(strength_h) * (y . v) v / |v|^2, with strength 0 at the start: neutral.
+    y - tanh(strength_h) * (y . v) v / |v|^2. The paper takes all of it out; at 0, the start, it is neutral.
     """
 
     name = flag = "xsa"

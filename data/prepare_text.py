@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import UserError
-from data.sources import File, cut, digest, origin, read, stray_bytes, wrong
+from sources import File, cut, digest, origin, read, stray_bytes, wrong
 from data.writing import already, arguments, build, run
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from common import UserError, write_atomic
-from data.sources import HOME, SPLITS, count_chars, digest, find, identity, origin, read
+from sources import HOME, SPLITS, count_chars, digest, find, identity, origin, read
 from tokenizer import Tokenizer, cut_at_spaces
 
 

@@ -17,9 +17,10 @@ from time import perf_counter
 import numpy as np
 import pytest
 
-from data import prepare_text, sources, writing
+import sources
+from data import prepare_text, writing
 from common import UserError
-from data.sources import File
+from sources import File
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,7 +11,7 @@ import torch
 
 from common import UserError
 import dataset
-from data import sources
+import sources
 from dataset import Batches, Dataset
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tokenizer
-from data import sources
+import sources
 from tokenizer import Tokenizer, cut_at_spaces
 
 ROOT = Path(__file__).resolve().parents[1]

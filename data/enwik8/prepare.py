@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common import UserError
 from data.writing import arguments, prepare, run
-from data.sources import HOME, File, cut
+from sources import HOME, File, cut
 
 ENWIK8 = File(  # its md5 is a1fa5ffddb56f4953e226637dabbb36a
     ("enwik8/enwik8", "enwik8"),

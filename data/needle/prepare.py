@@ -20,7 +20,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common import UserError
 from data.writing import already, arguments, build, run
-from data.sources import SPLITS, digest, identity
+from sources import SPLITS, digest, identity
 from dataset import Dataset
 
 DIGITS = 4

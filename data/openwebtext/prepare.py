@@ -19,7 +19,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common import UserError
 from data.writing import Writer, already, arguments, report, run
-from data.sources import SPLITS, count_chars
+from sources import SPLITS, count_chars
 from tokenizer import END_OF_TEXT, Tokenizer
 
 # the commit with all 80 parquet files; the Hub's own refs/convert/parquet holds but a part of them

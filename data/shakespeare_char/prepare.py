@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.writing import arguments, prepare, run
-from data.sources import File
+from sources import File
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TEXT = File(("tinyshakespeare/input.txt",),

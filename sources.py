@@ -26,7 +26,7 @@ import numpy as np
 
 from common import UserError, write_atomic
 
-HOME = Path(__file__).resolve().parent
+HOME = Path(__file__).resolve().parent / "data"
 SPLITS = ("train", "val", "test")
 BLOCK = 1 << 22  # bytes read at a time
 STRAY = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of a byte that is not UTF-8
