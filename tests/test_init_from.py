@@ -1,6 +1,4 @@
-"""From a plain checkpoint to a model with heads: a mechanism turned on starts where the checkpoint's logits
-are.
-"""
+"""From a plain checkpoint to a model with heads: with a mechanism turned on the logits start the same."""
 
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -23,7 +21,8 @@ def saved(path, flags):
     model = GPT(GPTConfig(**SIZES, **flags)).eval()
     torch.manual_seed(0)
     for p in model.parameters():
-        torch.nn.init.normal_(p, *((0, 0.15) if p.dim() >= 2 else (1, 0.1)))
+        mean, std = (0, 0.15) if p.dim() >= 2 else (1, 0.1)
+        torch.nn.init.normal_(p, mean, std)
     checkpoint.save(path, dict(model=model.state_dict(), config=asdict(model.config), meta=None))
     return model
 
@@ -80,10 +79,14 @@ def test_one_without_a_neutral_setting_is_refused_by_name(name, tmp_path, data):
 def test_a_flag_that_was_given_is_not_overruled(tmp_path, data):
     saved(tmp_path / "plain.pt", {})
     assert started(tmp_path / "plain.pt", data, dict(routing="moh")).config.routing_top_k == 6
-    for flags, words in ((dict(routing="moh", routing_top_k=3),
-                          "routing='moh' has no neutral setting but with routing_top_k=6"),
-                         (dict(sentinel="sigmoid", sentinel_init=2.0), "but with sentinel_init=50.0"),
-                         (dict(window=4), "window=4 has no neutral setting but with window=16")):
+    for flags, words in [
+        (dict(routing="moh", routing_top_k=3),
+         "routing='moh' has no neutral setting but with routing_top_k=6"),
+        (dict(sentinel="sigmoid", sentinel_init=2.0),
+         "but with sentinel_init=50.0"),
+        (dict(window=4),
+         "window=4 has no neutral setting but with window=16"),
+    ]:
         with pytest.raises(UserError, match=words):
             started(tmp_path / "plain.pt", data, flags)
     model = started(tmp_path / "plain.pt", data, dict(sentinel="sigmoid", sentinel_init=2.0), anyway=True)
@@ -124,8 +127,8 @@ def test_init_anyway_alone_is_refused():
 
 def test_a_run_over_a_checkpoint_trains_and_goes_on(bytes_data, tmp_path, capsys):
     """As at the command line; the second call resumes with the very same flags."""
-    common = [f"--dataset={bytes_data}", "--device=cpu", "--batch_size=4",
-              "--eval_tokens=256", "--eval_interval=3"]
+    common = [f"--dataset={bytes_data}", "--device=cpu", "--batch_size=4", "--eval_tokens=256",
+              "--eval_interval=3"]
     sizes = [f"--{key}={value}" for key, value in {**SIZES, "n_layer": 1}.items()]
     train.main([*common, *sizes, "--max_iters=3", f"--out_dir={tmp_path}/plain"])
     over = [*common, f"--init_from={tmp_path}/plain", "--sentinel=sigmoid", f"--out_dir={tmp_path}/gates"]
@@ -134,8 +137,8 @@ def test_a_run_over_a_checkpoint_trains_and_goes_on(bytes_data, tmp_path, capsys
     state = checkpoint.read(tmp_path / "gates/ckpt.pt")
     assert state["step"] == 6 and state["config"]["sentinel"] == "sigmoid"
     assert state["config"]["sentinel_init"] == 50.0
+    refused = [f"--init_from={tmp_path}/plain", "--routing=published", f"--out_dir={tmp_path}/x"]
     with pytest.raises(SystemExit) as e:
-        train.main([*common, f"--init_from={tmp_path}/plain",
-                    "--routing=published", f"--out_dir={tmp_path}/x"])
+        train.main([*common, *refused])
     assert "routing='published' has no neutral setting" in str(e.value) and "\n" not in str(e.value)
     assert SimpleNamespace(**state["train"]).init_anyway is False
