@@ -44,9 +44,7 @@ def chars_data(tmp_path_factory):
 
 @pytest.fixture
 def refusal(request, capsys):
-    """refusal(args) -> the one line that main(args) of the script under test ends with, nothing being printed
-    before it.
-    """
+    """refusal(args) -> the one line that the tested script's main(args) ends with, nothing printed before."""
     def call(args):
         script = request.module.main
         with pytest.raises(SystemExit) as e:
@@ -65,9 +63,10 @@ def bad_checkpoint(request, tmp_path):
     if request.param == "missing":
         return str(path), f"no checkpoint {path}"
     torch.save([1, 2], path)
-    if request.param != "foreign":
-        path.write_bytes(path.read_bytes()[:-100] if request.param == "cut short" else b"PK broken")
-    return str(path), "neither nanoHeads' nor nanoGPT's" if request.param == "foreign" else "bad.pt cannot be read as a checkpoint"
+    if request.param == "foreign":
+        return str(path), "neither nanoHeads' nor nanoGPT's"
+    path.write_bytes(path.read_bytes()[:-100] if request.param == "cut short" else b"PK broken")
+    return str(path), "bad.pt cannot be read as a checkpoint"
 
 
 @pytest.fixture

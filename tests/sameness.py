@@ -42,9 +42,7 @@ def built(flags):
 
 
 def liven(model):
-    """Parameters drawn one after the other: none is zero, no two heads are alike, one head of each layer is
-    in each state.
-    """
+    """Parameters drawn one after the other: none is zero, no two heads are alike, every state has a head."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in model.parameters():
@@ -75,8 +73,8 @@ def computed(model):
         found.update({f"{mode}.traces.{k}": v for k, v in out.traces.items()})
     with torch.no_grad():
         cache, pad = KVCache(model.config), torch.tensor([0, 4])
-        found["cached"] = torch.cat([model.hidden(piece, cache,
-                                                  pad) for piece in idx.split([6, 1, 1, 5], dim=1)], 1)
+        pieces = [model.hidden(piece, cache, pad) for piece in idx.split([6, 1, 1, 5], dim=1)]
+        found["cached"] = torch.cat(pieces, 1)
         found["generated"] = model.generate(idx[:, :5], 20, temperature=0)
         model.prune_heads({0: [1, 4], 1: [0]})
         found["pruned"] = model.hidden(idx)
@@ -92,36 +90,42 @@ def write(path):
     torch.save(found, path)
 
 
+def difference(a, b, tolerance):
+    """How two values differ, in words; None where they do not. Each may be None: not there."""
+    if a is None and b is None:
+        return None
+    if a is None or b is None or a.shape != b.shape:
+        there, here = (None if t is None else tuple(t.shape) for t in (a, b))
+        return f"there {there}, here {here}"
+    if torch.equal(a, b):
+        return None
+    if torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()):
+        return None
+    off = (a.double() - b.double()).abs().max().item()
+    return None if off <= tolerance else f"off by {off:.1e}"
+
+
 def compare(path, renamed, tolerance):
-    """Print what differs; returns how many values of how many cases do."""
+    """Print what differs; returns how many values do."""
     def rename(text):
         for old, new in renamed.items():
             text = text.replace(old, new)
         return text
 
     before, now, differ, count = {rename(k): v for k, v in torch.load(path).items()}, cases(), 0, 0
+    both = sorted(set(now) & set(before))
     print("only here:", sorted(set(now) - set(before)), "\nonly there:", sorted(set(before) - set(now)))
-    for name in sorted(set(now) & set(before)):
+    for name in both:
         model = built(now[name])
         model.load_state_dict({rename(k): v for k, v in before[name]["state"].items()})
         old, new = {rename(k): v for k, v in before[name]["values"].items()}, computed(model)
         for what in sorted(set(old) | set(new)):
-            a, b, count = old.get(what), new.get(what), count + 1
-            if a is None and b is None:
-                continue
-            if a is None or b is None or a.shape != b.shape:
-                far = f"there {None if a is None else tuple(a.shape)}, here {None if b is None else tuple(b.shape)}"
-            elif torch.equal(a, b) or (a.isnan() == b.isnan()).all() and torch.equal(a.nan_to_num(),
-                                                                                     b.nan_to_num()):
-                continue
-            elif (off := (a.double() - b.double()).abs().max().item()) <= (tolerance
-                                                                           if "all_on" in name else 0):
-                continue
-            else:
-                far = f"off by {off:.1e}"
-            print(f"{name}: {what}: {far}")
-            differ += 1
-    print(f"{len(set(now) & set(before))} models, {count:,} values, {differ} differ")
+            count += 1
+            far = difference(old.get(what), new.get(what), tolerance if "all_on" in name else 0)
+            if far:
+                print(f"{name}: {what}: {far}")
+                differ += 1
+    print(f"{len(both)} models, {count:,} values, {differ} differ")
     return differ
 
 

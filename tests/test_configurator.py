@@ -9,8 +9,8 @@ from typing import Literal, Optional, get_args
 import pytest
 import torch
 
-from common import UserError
 import configurator
+from common import UserError
 from configurator import Presets, Scale, help_text, load, near
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from train import OPTIMIZERS, TrainConfig, conflicts, flags_by_name, main, note_on_dropout
@@ -85,22 +85,35 @@ def config_file(tmp_path):
 # ---- what works ----
 
 @pytest.mark.parametrize("argv,key,value", [
-    (["--lr=3e-4"], "lr", 3e-4), (["--lr", "3e-4"], "lr", 3e-4),
-    (["--lr=1"], "lr", 1.0), (["--lr", "-2"], "lr", ValueError),
-    (["--compile", "False"], "compile", False), (["--compile=no"], "compile", False),
+    (["--lr=3e-4"], "lr", 3e-4),
+    (["--lr", "3e-4"], "lr", 3e-4),
+    (["--lr=1"], "lr", 1.0),
+    (["--lr", "-2"], "lr", ValueError),
+    (["--compile", "False"], "compile", False),
+    (["--compile=no"], "compile", False),
     (["--compile"], "compile", True),
-    (["--compile=None"], "compile", None), (["--fast"], "fast", True),
-    (["--fast=0"], "fast", False), (["--fast", "true"], "fast", True),
-    (["--name=a=b=c"], "name", "a=b=c"), (["--name=3"], "name", "3"),
-    (["--name=none"], "name", "none"), (["--name="], "name", ""),
-    (["--note=none"], "note", None), (["--note", "two words"], "note", "two words"),
-    (["--tags=a,b"], "tags", ["a", "b"]), (["--tags=['a', 'b']"], "tags", ["a", "b"]),
+    (["--compile=None"], "compile", None),
+    (["--fast"], "fast", True),
+    (["--fast=0"], "fast", False),
+    (["--fast", "true"], "fast", True),
+    (["--name=a=b=c"], "name", "a=b=c"),
+    (["--name=3"], "name", "3"),
+    (["--name=none"], "name", "none"),
+    (["--name="], "name", ""),
+    (["--note=none"], "note", None),
+    (["--note", "two words"], "note", "two words"),
+    (["--tags=a,b"], "tags", ["a", "b"]),
+    (["--tags=['a', 'b']"], "tags", ["a", "b"]),
     (["--tags=[a, b]"], "tags", ["a", "b"]),
-    (["--tags=1,2"], "tags", ["1", "2"]), (["--tags=a"], "tags", ["a"]),
-    (["--tags=[]"], "tags", []), (["--tags=None"], "tags", None),
-    (["--layers=1,2"], "layers", [1, 2]), (["--layers", "[3]"], "layers", [3]),
+    (["--tags=1,2"], "tags", ["1", "2"]),
+    (["--tags=a"], "tags", ["a"]),
+    (["--tags=[]"], "tags", []),
+    (["--tags=None"], "tags", None),
+    (["--layers=1,2"], "layers", [1, 2]),
+    (["--layers", "[3]"], "layers", [3]),
     (["--layers=4"], "layers", [4]),
-    (["--lr-scale=2"], "lr_scale", 2), (["--lr_scale=0.5,1"], "lr_scale", [0.5, 1.0]),
+    (["--lr-scale=2"], "lr_scale", 2),
+    (["--lr_scale=0.5,1"], "lr_scale", [0.5, 1.0]),
     (["--lr=1", "--lr=2"], "lr", 2.0),
 ])
 def test_command_line_values(argv, key, value):
@@ -122,8 +135,8 @@ def test_a_flag_before_a_config_file_does_not_swallow_it(config_file):
 
 
 def test_config_files_may_compute(config_file):
-    assert settings(
-        config_file("import math\nfrom math import sqrt\n_half = 0.5\nlr = sqrt(4) * _half")).lr == 1.0
+    path = config_file("import math\nfrom math import sqrt\n_half = 0.5\nlr = sqrt(4) * _half")
+    assert settings(path).lr == 1.0
 
 
 def test_integers_are_floats_and_round_floats_integers(config_file):
@@ -145,10 +158,16 @@ def test_what_was_given_is_known():
 # ---- values that may be chosen ----
 
 @pytest.mark.parametrize("argv,key,value", [
-    (["--shape=square"], "shape", "square"), (["--size=2"], "size", 2), (["--size=None"], "size", None),
-    (["--mode=auto"], "mode", "auto"), (["--mode=yes"], "mode", True), (["--mode=none"], "mode", None),
-    (["--sides=left,right"], "sides", ["left", "right"]), (["--sides=['left']"], "sides", ["left"]),
-    (["--sides=right"], "sides", ["right"]), (["--sides=none"], "sides", None),
+    (["--shape=square"], "shape", "square"),
+    (["--size=2"], "size", 2),
+    (["--size=None"], "size", None),
+    (["--mode=auto"], "mode", "auto"),
+    (["--mode=yes"], "mode", True),
+    (["--mode=none"], "mode", None),
+    (["--sides=left,right"], "sides", ["left", "right"]),
+    (["--sides=['left']"], "sides", ["left"]),
+    (["--sides=right"], "sides", ["right"]),
+    (["--sides=none"], "sides", None),
     (["--steps=1,2"], "steps", [1, 2]),
 ])
 def test_choices_on_the_command_line_and_in_a_file(argv, key, value, config_file):
@@ -195,12 +214,16 @@ def test_help_shows_the_choices_as_the_type_and_comments_that_go_on_below():
 
 
 @pytest.mark.parametrize("key,near_by", [
-    ("dtype", "bfloat16"), ("optimizer", "muon"), ("schedule", "trapezoid"), ("wandb_mode", "offline")])
+    ("dtype", "bfloat16"),
+    ("optimizer", "muon"),
+    ("schedule", "trapezoid"),
+    ("wandb_mode", "offline"),
+])
 def test_the_words_of_training_are_refused_with_their_choices(key, near_by):
     line, = problems(f"--{key}={near_by[:-1]}x", classes=(GPTConfig, TrainConfig))
     assert line.startswith(f"command line: {key}=") and line.endswith(f"; did you mean {near_by}?")
-    assert all(str(word) in line
-               for word in configurator.choices(configurator.keys_of((TrainConfig,))[key][0]))
+    kind, *_ = configurator.keys_of((TrainConfig,))[key]
+    assert all(str(word) in line for word in configurator.choices(kind))
 
 
 # ---- scale and mechanism ----
@@ -219,9 +242,8 @@ def refused(*argv):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
 def test_every_config_file_loads_at_every_scale(path, scale):
-    for argv in ([str(path)], [str(path), f"--scale={scale}"],
-                 [str(path), f"--scale={scale}", "--mechanism=acag"]):
-        model_config, config = named(*argv)
+    for more in ([], [f"--scale={scale}"], [f"--scale={scale}", "--mechanism=acag"]):
+        model_config, config = named(str(path), *more)
         assert not config.for_recipe(model_config.recipe).problems()
         assert model_config.given | config.given, "a config file says something"
 
@@ -289,12 +311,15 @@ def test_what_is_set_wins_over_scale_and_mechanism(argv, want, config_file):
 
 
 @pytest.mark.parametrize("argv,folder", [
-    ([], "out/gpt"), (["--mechanism=moh"], "out/gpt-moh"), (["--scale=tiny"], "out/tiny"),
+    ([], "out/gpt"),
+    (["--mechanism=moh"], "out/gpt-moh"),
+    (["--scale=tiny"], "out/tiny"),
     (["config/tiny.py", "--mechanism=moh,unet_add"], "out/tiny-moh+unet_add"),
     (["config/acag.py", "--scale=small"], "out/small-acag"),
     (["config/shakespeare_modern.py"], "out/shakespeare_modern"),
     (["config/needle.py", "--mechanism=acag"], "out/needle-acag"),
-    (["config/tiny.py", "--out_dir=here"], "here"), (["config/tiny.py", "--out_dir=None"], "out/tiny"),
+    (["config/tiny.py", "--out_dir=here"], "here"),
+    (["config/tiny.py", "--out_dir=None"], "out/tiny"),
 ])
 def test_the_run_folder_follows_from_the_names(argv, folder):
     config = named(*argv)[1]
@@ -325,9 +350,9 @@ def test_what_is_wrong_with_scale_and_mechanism_is_one_line(config_file):
 
 
 def test_without_mechanisms_the_two_keys_do_not_exist():
-    lines = problems("--scale=tiny", "--mechanism=moh")
-    assert [line.split(";")[0] for line in lines] == [f"command line: unknown key {key}"
-                                                      for key in ("scale", "mechanism")]
+    scale, mechanism = problems("--scale=tiny", "--mechanism=moh")
+    assert scale.split(";")[0] == "command line: unknown key scale"
+    assert mechanism.split(";")[0] == "command line: unknown key mechanism"
     lines = help_text((Presets, GPTConfig), "", flags_by_name()).splitlines()
     assert "tiny, small, paper or None" in next(line for line in lines if "--scale" in line)
     at = next(i for i, line in enumerate(lines) if "--mechanism" in line)
@@ -385,7 +410,9 @@ def test_all_is_the_corrected_form_of_all_seven():
 
 
 @pytest.mark.parametrize("argv, count", [
-    (["config/paper.py"], 90_397_440), (["--scale=paper", "--mechanism=routing_inf"], 93_996_432)])
+    (["config/paper.py"], 90_397_440),
+    (["--scale=paper", "--mechanism=routing_inf"], 93_996_432),
+])
 def test_the_pair_at_paper_scale_has_the_size_of_its_write_up(argv, count):
     with torch.device("meta"):
         model = GPT(replace(named(*argv)[0], vocab_size=6064))
@@ -396,9 +423,10 @@ def test_a_config_starts_from_another_whatever_else_is_called_config(tmp_path):
     (tmp_path / "config").mkdir()
     (tmp_path / "config/__init__.py").write_text("")
     (tmp_path / "mine.py").write_text("from config.tiny import *\n\nagency = True\n")
-    for argv in (["mine.py"], ["config/all.py"]):  # where the data is not prepared, a second line says so
-        done = subprocess.run([sys.executable, str(ROOT / "train.py"), *argv, "--n_layer=x"], cwd=tmp_path,
-                              env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for path in ("mine.py", "config/all.py"):  # where the data is not prepared, a second line says so
+        done = subprocess.run([sys.executable, str(ROOT / "train.py"), path, "--n_layer=x"],
+                              cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.stderr.splitlines()[0] == "train: command line: n_layer='x' is not int"
         assert "no config" not in done.stderr and "Error" not in done.stderr
 
@@ -413,9 +441,13 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(config_file):
 
 
 @pytest.mark.parametrize("theirs,ours", [
-    ("learning_rate=1e-3", "lr"), ("gradient_accumulation_steps=8", "grad_accum"),
-    ("decay_lr=True", "schedule"), ("eval_iters=200", "eval_tokens"),
-    ("backend=nccl", "device"), ("always_save_checkpoint=False", "save_interval")])
+    ("learning_rate=1e-3", "lr"),
+    ("gradient_accumulation_steps=8", "grad_accum"),
+    ("decay_lr=True", "schedule"),
+    ("eval_iters=200", "eval_tokens"),
+    ("backend=nccl", "device"),
+    ("always_save_checkpoint=False", "save_interval"),
+])
 def test_nanogpts_names_are_translated(theirs, ours):
     line, = problems(f"--{theirs}", classes=(GPTConfig, TrainConfig))
     assert f"nanoGPT's {theirs.split('=')[0]} is {ours} " in line
@@ -450,8 +482,9 @@ def test_all_problems_come_at_once(config_file):
         "command line: unknown key lrr; did you mean lr?",
         "command line: --note needs a value (str or None)",
         "together they are wrong"]
-    assert problems("--width=9", "--lr=0") == ["width=9 must be a multiple of heads=2",
-                                               "lr=0.0 must be positive"]
+    assert problems("--width=9", "--lr=0") == [
+        "width=9 must be a multiple of heads=2",
+        "lr=0.0 must be positive"]
 
 
 def test_a_default_that_stands_in_for_a_wrong_value_is_not_blamed():
@@ -467,27 +500,40 @@ def test_a_missing_config_file_is_one_line(config_file):
 
 
 @pytest.mark.parametrize("name,meant", [
-    ("routng", "routing"), ("uent", "unet"), ("outputgate", "output_gate"),
-                                        ("constraints", "constraint"), ("acg", "acag"),
-    ("shakespeare_mod", "shakespeare_modern"), ("gpt2", "train_gpt2"), ("tinny", "tiny"),
-    ("nosuch", None), ("nowhere", None), ("tiny_moh", None), ("mine", None), ("x", None)])
+    ("routng", "routing"),
+    ("uent", "unet"),
+    ("outputgate", "output_gate"),
+    ("constraints", "constraint"),
+    ("acg", "acag"),
+    ("shakespeare_mod", "shakespeare_modern"),
+    ("gpt2", "train_gpt2"),
+    ("tinny", "tiny"),
+    *((name, None) for name in ("nosuch", "nowhere", "tiny_moh", "mine", "x")),
+])
 def test_only_near_files_are_suggested(name, meant):
     line, = problems(f"config/{name}.py")
-    assert line == f"no config file config/{name}.py" + (f"; did you mean config/{meant}.py?"
-                                                         if meant else "")
+    suggestion = f"; did you mean config/{meant}.py?" if meant else ""
+    assert line == f"no config file config/{name}.py{suggestion}"
 
 
 @pytest.mark.parametrize("name,meant", [
-    ("nlayer", "n_layer"), ("n_layers", "n_layer"), ("batchsize", "batch_size"),
-                                        ("sched", "schedule"), ("blok_sise", "block_size"),
-    ("N_EMBD", "n_embd"), ("warmup", "warmup_iters"), ("clip", "grad_clip"),
-                                        ("lrr", "lr"), ("dtpye", "dtype"),
-    ("wandb", None), ("epochs", None), ("iters", None), ("temperature", None),
-                                        ("l", "lr"), ("zzz", None), ("model", None)])
+    ("nlayer", "n_layer"),
+    ("n_layers", "n_layer"),
+    ("batchsize", "batch_size"),
+    ("sched", "schedule"),
+    ("blok_sise", "block_size"),
+    ("N_EMBD", "n_embd"),
+    ("warmup", "warmup_iters"),
+    ("clip", "grad_clip"),
+    ("lrr", "lr"),
+    ("dtpye", "dtype"),
+    ("l", "lr"),
+    *((name, None) for name in ("wandb", "epochs", "iters", "temperature", "zzz", "model")),
+])
 def test_only_near_keys_are_suggested(name, meant):
     line, = problems(f"--{name}=1", classes=(GPTConfig, TrainConfig))
-    assert line == f"command line: unknown key {name}; " + (f"did you mean {meant}?"
-                                                            if meant else "--help lists the keys")
+    suggestion = f"did you mean {meant}?" if meant else "--help lists the keys"
+    assert line == f"command line: unknown key {name}; {suggestion}"
 
 
 def test_a_letter_too_few_too_many_or_swapped_is_near_to_every_key_and_mechanism():
@@ -499,11 +545,13 @@ def test_a_letter_too_few_too_many_or_swapped_is_near_to_every_key_and_mechanism
                     assert near(typo, names), (name, typo)
 
 
-@pytest.mark.parametrize("text,words", [("lr = 1\nx = (", "line 2: SyntaxError: '(' was never closed"),
-                                        ("lr = 1\nname = foo", "line 2: NameError"),
-                                        ("import nowhere_at_all", "line 1: ModuleNotFoundError"),
-                                        ("\0", ": "),
-                                        ("raise ValueError('a\\nb')", "line 1: ValueError: a b")])
+@pytest.mark.parametrize("text,words", [
+    ("lr = 1\nx = (", "line 2: SyntaxError: '(' was never closed"),
+    ("lr = 1\nname = foo", "line 2: NameError"),
+    ("import nowhere_at_all", "line 1: ModuleNotFoundError"),
+    ("\0", ": "),
+    ("raise ValueError('a\\nb')", "line 1: ValueError: a b"),
+])
 def test_a_broken_config_file_is_one_line(config_file, text, words):
     path = config_file(text)
     line, = problems(path)
@@ -511,29 +559,28 @@ def test_a_broken_config_file_is_one_line(config_file, text, words):
 
 
 def test_impossible_values_of_the_real_configs_come_at_once(bytes_data):
-    bad = problems("--n_embd=10", "--n_head=3", "--dropout=1.5",
-                   "--recipe=old", "--optimizer=sgd", "--lr=-1", "--warmup_iters=30",
-                   "--max_iters=20", "--block_size=15000", f"--dataset={bytes_data}",
-                   "--vocab_size=5", "--resume", "--overwrite",
+    bad = problems("--n_embd=10", "--n_head=3", "--dropout=1.5", "--recipe=old", "--optimizer=sgd",
+                   "--lr=-1", "--warmup_iters=30", "--max_iters=20", "--block_size=15000", "--vocab_size=5",
+                   "--resume", "--overwrite", f"--dataset={bytes_data}",
                    classes=(GPTConfig, TrainConfig), together=conflicts)
-    for words in ("n_embd=10 must be a multiple of n_head=3",
-                  "dropout=1.5", "recipe='old'", "optimizer='sgd'", "lr=-1.0",
-                  "warmup_iters=30", "block_size=15000 needs at least 30,000 tokens of train", "of val",
+    for words in ("n_embd=10 must be a multiple of n_head=3", "dropout=1.5", "recipe='old'",
+                  "optimizer='sgd'", "lr=-1.0", "warmup_iters=30",
+                  "block_size=15000 needs at least 30,000 tokens of train", "of val",
                   "vocab_size=5 is smaller than sums's 256", "overwrite=True"):
         assert sum(words in line for line in bad) == 1, (words, bad)
     assert len(bad) == 10
 
 
 def test_values_that_conflict_only_after_the_defaults_are_filled_in_are_refused(bytes_data):
-    assert problems("--min_lr=1", f"--dataset={bytes_data}",
-                    "--block_size=16", classes=(GPTConfig, TrainConfig), together=conflicts) \
-        == ["min_lr=1.0 must not be above lr=0.001"]
+    bad = problems("--min_lr=1", f"--dataset={bytes_data}", "--block_size=16",
+                   classes=(GPTConfig, TrainConfig), together=conflicts)
+    assert bad == ["min_lr=1.0 must not be above lr=0.001"]
 
 
 def test_nanogpts_init_from_is_explained(bytes_data):
-    assert problems("--init_from=resume", f"--dataset={bytes_data}",
-                    classes=(GPTConfig, TrainConfig), together=conflicts) \
-        == ["init_from='resume' must be a checkpoint; to go on with a run there is --resume"]
+    bad = problems("--init_from=resume", f"--dataset={bytes_data}",
+                   classes=(GPTConfig, TrainConfig), together=conflicts)
+    assert bad == ["init_from='resume' must be a checkpoint; to go on with a run there is --resume"]
 
 
 # ---- defaults and help ----
@@ -576,8 +623,9 @@ def test_every_key_of_the_real_configs_has_a_comment():
 
 def test_the_script_runs_from_any_folder_and_ends_without_a_traceback(tmp_path):
     def train(*argv):
-        return subprocess.run([sys.executable, str(ROOT / "train.py"), *argv],
-                              cwd=tmp_path, capture_output=True, text=True)
+        command = [sys.executable, str(ROOT / "train.py"), *argv]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
     done = train("--help")
     assert done.returncode == 0 and "--n_layer" in done.stdout and not done.stderr
     done = train("--lrr=1", "--n_layer=x")

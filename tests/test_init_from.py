@@ -1,6 +1,4 @@
-"""From a plain checkpoint to a model with heads: a mechanism turned on starts where the checkpoint's logits
-are.
-"""
+"""From a plain checkpoint to a model with heads: with a mechanism turned on the logits start the same."""
 
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -23,7 +21,8 @@ def saved(path, flags):
     model = GPT(GPTConfig(**SIZES, **flags)).eval()
     torch.manual_seed(0)
     for p in model.parameters():
-        torch.nn.init.normal_(p, *((0, 0.15) if p.dim() >= 2 else (1, 0.1)))
+        mean, std = (0, 0.15) if p.dim() >= 2 else (1, 0.1)
+        torch.nn.init.normal_(p, mean, std)
     checkpoint.save(path, dict(model=model.state_dict(), config=asdict(model.config), meta=None))
     return model
 
@@ -135,8 +134,8 @@ def test_init_anyway_alone_is_refused():
 
 def test_a_run_over_a_checkpoint_trains_and_goes_on(bytes_data, tmp_path, capsys):
     """As at the command line; the second call resumes with the very same flags."""
-    common = [f"--dataset={bytes_data}", "--device=cpu", "--batch_size=4",
-              "--eval_tokens=256", "--eval_interval=3"]
+    common = [f"--dataset={bytes_data}", "--device=cpu", "--batch_size=4", "--eval_tokens=256",
+              "--eval_interval=3"]
     sizes = [f"--{key}={value}" for key, value in {**SIZES, "n_layer": 1}.items()]
     train.main([*common, *sizes, "--max_iters=3", f"--out_dir={tmp_path}/plain"])
     over = [*common, f"--init_from={tmp_path}/plain", "--sentinel=sigmoid", f"--out_dir={tmp_path}/gates"]
@@ -145,8 +144,8 @@ def test_a_run_over_a_checkpoint_trains_and_goes_on(bytes_data, tmp_path, capsys
     state = checkpoint.read(tmp_path / "gates/ckpt.pt")
     assert state["step"] == 6 and state["config"]["sentinel"] == "sigmoid"
     assert state["config"]["sentinel_init"] == 3.0
+    refused = [f"--init_from={tmp_path}/plain", "--routing=published", f"--out_dir={tmp_path}/x"]
     with pytest.raises(SystemExit) as e:
-        train.main([*common, f"--init_from={tmp_path}/plain",
-                    "--routing=published", f"--out_dir={tmp_path}/x"])
+        train.main([*common, *refused])
     assert "routing='published' has no neutral setting" in str(e.value) and "\n" not in str(e.value)
     assert SimpleNamespace(**state["train"]).init_anyway is False

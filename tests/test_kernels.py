@@ -3,15 +3,14 @@
 import pytest
 import torch
 
+import kernels
 from kernels import CpuRMSNorm, CpuSquaredReLU, attend_lse, flex
 from model import GPT, CausalMask, GPTConfig
 from test_mechanisms import agree, dense, normal, tokens
 
 
 def laid_out(*shape, seed):
-    """A tensor [B, H, T, D] whose last dimension lies apart in memory, as a projection of narrow heads leaves
-    it.
-    """
+    """A tensor [B, H, T, D] whose last dimension lies apart in memory, as in a projection of narrow heads."""
     B, H, T, D = shape
     return normal(B, T, D, H, seed=seed).permute(0, 3, 1, 2).detach().requires_grad_()
 
@@ -28,8 +27,8 @@ def test_cpu_flash_reads_any_layout(D, widths):
 
 
 def test_heads_of_size_one_give_the_same_twice():
-    config = GPTConfig(block_size=16, vocab_size=37, n_layer=2,
-                       n_embd=8, n_head=8, a2c="temperature", acag="headwise")
+    config = GPTConfig(block_size=16, vocab_size=37, n_layer=2, n_embd=8, n_head=8,
+                       a2c="temperature", acag="headwise")
     model = GPT(config).double()
     for p in model.parameters():
         torch.nn.init.normal_(p, 0, 0.3)
@@ -59,7 +58,6 @@ def test_no_gradient_of_flash_attention_is_differentiated_twice():
 @pytest.mark.parametrize("D", [1, 8, 15])
 def test_flex_attention_takes_narrow_heads(D, monkeypatch):
     """On CUDA it refuses heads below 16; here a stand-in does."""
-    import kernels
     real = kernels.flex_attention
 
     def cuda_like(q, k, v, **kw):

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 import model as model_py
 import optim
 from kernels import attend_lse, attend_packed, attend_selected, flex, row_statistics
-from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, AdvantageAttention,
-                   CausalMask, ConstraintHeads, Context, GPTConfig, HeadRouter,
-                   Heads, KVCache, SentinelGate, SkipFusion, constraint_loss, discounted_return, explain)
+from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, AdvantageAttention, CausalMask, ConstraintHeads,
+                   Context, GPTConfig, HeadRouter, Heads, KVCache, SentinelGate, SkipFusion, constraint_loss,
+                   discounted_return, explain)
 from train import TrainConfig
 
 # on CPU it is the reference, not a kernel
@@ -24,14 +24,15 @@ STATES = {"active": 1.0, "overloaded": 0.5, "misaligned": 0.7, "withdrawn": 0.0}
 
 
 def tiny(flags={}, alive=True, **more):
-    """A small GPT in float64; alive: no zero weights and heads in every state, so that every path carries a
-    signal.
-    """
+    """A small GPT in float64; alive: with a signal in every path, no weight zero, heads in every state."""
     model = GPT(GPTConfig(**{**TINY, **flags, **more})).double().eval()
     torch.manual_seed(0)
-    for p in model.parameters() if alive else ():
-        torch.nn.init.normal_(p, *((0, 0.08) if p.dim() >= 2 else (1, 0.1)))
-    if alive and model.config.agency:
+    if not alive:
+        return model
+    for p in model.parameters():
+        mean, std = (0, 0.08) if p.dim() >= 2 else (1, 0.1)
+        torch.nn.init.normal_(p, mean, std)
+    if model.config.agency:
         for layer, (head, state) in itertools.product(range(model.config.n_layer), enumerate(STATES)):
             model.set_head(layer, head, state=state)
     return model
@@ -42,8 +43,8 @@ def tokens(*shape, seed=1):
 
 
 def normal(*shape, seed=1, grad=False):
-    return torch.randn(shape, dtype=torch.float64,
-                       generator=torch.Generator().manual_seed(seed)).requires_grad_(grad)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_(grad)
 
 
 def close(a, b, tol):
@@ -58,9 +59,7 @@ def gradients(outputs, inputs):
 
 
 def agree(got, want, inputs, tol):
-    """Two lists of outputs and their gradients to all inputs are the same, and no gradient is nothing but
-    zeros by accident.
-    """
+    """Two lists of outputs and their gradients to all inputs are the same, and not all zeros by accident."""
     for a, b in zip(got, want, strict=True):
         close(a, b, tol)
     pairs = list(zip(gradients(got, inputs), gradients(want, inputs)))
@@ -72,12 +71,12 @@ def agree(got, want, inputs, tol):
 # ---- the oracle: one sequence at a time, loops over heads and queries ----
 
 def visible(model, t):
-    """The keys that query t reads: itself and those before; with a window the near, the first, and those in
-    drawn blocks.
-    """
+    """The keys that query t reads, up to itself; with a window the near, the first, those in drawn blocks."""
     c, size = model.config, model.config.window_block
+
     def drawn(s):
         return c.window_random and bool(model.mask.random_cells[t // size, s // size])
+
     return [s for s in range(t + 1) if not c.window or t - s < c.window or s < c.window_global or drawn(s)]
 
 
@@ -108,8 +107,8 @@ def turn(x, t, base):
 def router_logits(p, token):
     if "router.fc.weight" not in p:
         return p["router.out.weight"] @ token
-    return p["router.out.weight"] @ gelu(p["router.fc.weight"] @ token
-                                         + p["router.fc.bias"]) + p["router.out.bias"]
+    hidden = gelu(p["router.fc.weight"] @ token + p["router.fc.bias"])
+    return p["router.out.weight"] @ hidden + p["router.out.bias"]
 
 
 def routing_weights(c, p, token):
@@ -128,14 +127,15 @@ def routing_weights(c, p, token):
     if not c.routing_shared:
         return k * w
     to_shared, to_routed = 2 * softmax(p["router.split.weight"] @ token)
-    shared = softmax(p["router.shared.weight"] @ token) if c.routing_shared > 1 else torch.ones(1,
-                                                                                                dtype=token.dtype)
+    if c.routing_shared > 1:
+        shared = softmax(p["router.shared.weight"] @ token)
+    else:
+        shared = torch.ones(1, dtype=token.dtype)
     return torch.cat((to_shared * c.routing_shared * shared, to_routed * k * w))
 
 
 def acag_gate(c, p, head, t, weights):
-    """The gate of one head at query t, [] or [D], from the attention row `weights` over the n keys it sees.
-    """
+    """The gate of one head at query t, [] or [D], from its attention row `weights`, over the keys it sees."""
     n = len(weights)
     if c.acag_detach:
         weights = weights.detach()
@@ -146,22 +146,24 @@ def acag_gate(c, p, head, t, weights):
         entropy, p2 = -(weights * weights.log()).sum(), (weights**2).sum()
         features = (math.log(1 + t) / math.log(1 + c.acag_length),
                     *((1 - entropy / math.log(n), (n * p2).log()) if n > 1 else (0.0, 0.0)))
-    z = sum(p["acag.weight"][head][..., i] * feature for i, feature in enumerate(features)) + p[
-        "acag.bias"][head]
+    z = sum(p["acag.weight"][head][..., i] * feature for i, feature in enumerate(features))
+    z = z + p["acag.bias"][head]
     return sigmoid(z) if c.acag_mode == "published" else 2 * sigmoid(z)
 
 
 def slow_attention(model, layer, x, hint=None):
-    """x [T, C], one sequence, through an attention layer: (what joins the stream [T, C], {name: what was seen
-    on the way}).
+    """x [T, C], one sequence, through an attention layer.
+
+    Returns (what joins the stream [T, C], {name: what was seen on the way}).
     """
     c, attn = model.config, model.transformer.h[layer].attn
     p, D, H, T = dict(attn.named_parameters()), ConstraintHeads.head_size(c, layer), c.n_head, len(x)
     E = ConstraintHeads.count(c, layer)
+
     def linear(x, name, rows=slice(None)):
-        return x @ p[name + ".weight"][rows].T + (p[name + ".bias"][rows]
-                                                                                      if name + ".bias" in p
-                                                                                      else 0)
+        y = x @ p[name + ".weight"][rows].T
+        return y + p[name + ".bias"][rows] if name + ".bias" in p else y
+
     routed = c.routing and (model.training or attn.router.in_eval)
     routing = [routing_weights(c, p, token) for token in x] if routed else None
     if E:
@@ -173,8 +175,8 @@ def slow_attention(model, layer, x, hint=None):
     for i in range(H + E):
         base, h = i < H, i if i < H else i - H
         name, heads = ("c_attn", H) if base else ("constraint.c_attn", E)
-        q, k, v = (linear(x, name, slice((part * heads + h) * D,
-                                         (part * heads + h + 1) * D)) for part in range(3))
+        starts = [(part * heads + h) * D for part in range(3)]
+        q, k, v = (linear(x, name, slice(start, start + D)) for start in starts)
         if base and c.a2c == "published":
             k, v = q, x[:, h * D:(h + 1) * D]
         if c.qk_norm:
@@ -208,8 +210,8 @@ def slow_attention(model, layer, x, hint=None):
                 own = v[t] / v[t].norm()
                 y[-1] = y[-1] - p["xsa.strength"][i].tanh() * (y[-1] @ own) * own
             gates.append(acag_gate(c, p, i, t, weights) if c.acag else torch.ones(()).double())
-            seen["entropy"][i, t], seen["concentration"][i, t] = -(
-                weights * weights.log()).sum(), (weights**2).sum()
+            seen["entropy"][i, t] = -(weights * weights.log()).sum()
+            seen["concentration"][i, t] = (weights**2).sum()
         y = torch.stack(y)  # (T, D)
         if c.head_norm:
             y = rms(y)
@@ -258,9 +260,8 @@ def slow_hidden(model, idx, hint=None):
             name = f"transformer.h.{i}."
             x = x + slow_attention(model, i, norm(x, name + "ln_1"), None if hint is None else hint[b])[0]
             inner = norm(x, name + "ln_2") @ p[name + "mlp.c_fc.weight"].T + p.get(name + "mlp.c_fc.bias", 0)
-            x = x + (gelu(inner) if c.act == "gelu"
-                     else inner.clamp_min(0) ** 2) @ p[name + "mlp.c_proj.weight"].T + p.get(name
-                                                                                             + "mlp.c_proj.bias", 0)
+            inner = gelu(inner) if c.act == "gelu" else inner.clamp_min(0) ** 2
+            x = x + inner @ p[name + "mlp.c_proj.weight"].T + p.get(name + "mlp.c_proj.bias", 0)
             partner = N - 1 - i  # blocks counted from 0
             if c.unet and partner < i:
                 skip, fuse = outputs[partner] * float(c.unet_skips), f"fuse.{i - (N + 1) // 2}."
@@ -286,17 +287,18 @@ def test_values_and_gradients_equal_the_written_out_formula(name):
     equals_the_oracle(tiny(MECHANISMS[name]))
 
 
-MIXTURES = [dict(INF, routing_top_k=4, sentinel="hard_concrete", unet="published",
-                 constraint_names=CONSTRAINTS, constraint_mode="published", a2c="published"),
-            dict(routing="moh", routing_shared=1, head_norm=True,
-                 constraint_names=["a"], constraint_heads=2, constraint_variant="B", a2c="key_bias",
-                 constraint_layers=[0, 1], unet="add", acag="elementwise",
-                 acag_mode="published", output_gate="elementwise", window=3, window_global=1),
-            dict(routing="sigmoid", agency=True, agency_enforce=False,
-                 unet="concat", unet_skips=False, acag="headwise", window=2, bias=True)]
+MIXTURES = {
+    "write-ups": dict(INF, routing_top_k=4, sentinel="hard_concrete", unet="published", a2c="published",
+                      constraint_names=CONSTRAINTS, constraint_mode="published"),
+    "widths": dict(routing="moh", routing_shared=1, head_norm=True, unet="add", a2c="key_bias",
+                   constraint_names=["a"], constraint_heads=2, constraint_variant="B",
+                   constraint_layers=[0, 1], acag="elementwise", acag_mode="published",
+                   output_gate="elementwise", window=3, window_global=1),
+    "switches": dict(routing="sigmoid", agency=True, agency_enforce=False, unet="concat", unet_skips=False,
+                     acag="headwise", window=2, bias=True)}
 
 
-@pytest.mark.parametrize("flags", MIXTURES, ids=["write-ups", "widths", "switches"])
+@pytest.mark.parametrize("flags", MIXTURES.values(), ids=MIXTURES)
 def test_other_mixtures_equal_the_written_out_formula(flags):
     equals_the_oracle(tiny(flags))
 
@@ -332,10 +334,13 @@ def windowed(T, window):
     return ((t <= t[:, None]) & (t[:, None] - t < window))[None, None]
 
 
+MASKS = {"causal": None,
+         "window": windowed(21, 4),
+         "window+global": windowed(21, 9) | (torch.arange(21) < 2) & windowed(21, 99)}
+
+
 @pytest.mark.parametrize("widths", [(16,), (0,), (5,), (40,), (16, 16), (0, 7)], ids=str)
-@pytest.mark.parametrize("mask",
-                         [None, windowed(21, 4), windowed(21, 9) | (torch.arange(21) < 2) & windowed(21, 99)],
-                         ids=["causal", "window", "window+global"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_cpu_flash_equals_dense_attention_in_values_log_sum_exp_and_both_gradients(mask, widths):
     q, k = normal(2, 3, 21, 16, grad=True), normal(2, 3, 21, 16, seed=2, grad=True)
     values = [normal(2, 3, 21, width, seed=3 + i, grad=True) for i, width in enumerate(widths)]
@@ -399,10 +404,12 @@ def test_bfloat16_entropy_is_within_a_tenth_of_a_nat():
     assert (entropy.double() - want).abs().max() < 0.1
 
 
-@pytest.mark.parametrize("flags", [dict(acag="headwise"), dict(acag="elementwise", acag_mode="published"),
-                                   dict(acag="headwise", window=1),
-                                   dict(acag="headwise", acag_mode="published", window=1)],
-                         ids=lambda f: "+".join(map(str, f.values())))
+@pytest.mark.parametrize("flags", [
+    dict(acag="headwise"),
+    dict(acag="elementwise", acag_mode="published"),
+    dict(acag="headwise", window=1),
+    dict(acag="headwise", acag_mode="published", window=1),
+], ids=lambda f: "+".join(map(str, f.values())))
 @pytest.mark.parametrize("T", [1, 9])
 def test_a_token_that_sees_only_itself_has_finite_values_and_gradients(flags, T):
     model = tiny(flags)
@@ -422,9 +429,7 @@ def test_uniform_attention_rows_have_finite_gradients(mode):
 
 
 def test_a_root_guarded_only_afterwards_gives_nan():
-    """Negative control: at n = 1 the variance is exactly 0, and choosing another value after the root is too
-    late.
-    """
+    """Negative control: at n = 1 the variance is exactly 0; to choose a value after the root is too late."""
     s = torch.zeros(1, requires_grad=True)  # the one logit of the first row
     variance = s.softmax(0).square().sum() - 1
     torch.where(torch.tensor(True), 0.0, variance.sqrt()).backward()
@@ -433,8 +438,8 @@ def test_a_root_guarded_only_afterwards_gives_nan():
 
 WINDOWS = [dict(), dict(window=70), dict(window=1), dict(window=200),
            dict(window=70, window_global=3), dict(window=20, window_global=140)]
-WINDOWS += [dict(window=30, window_global=5, window_random=2,
-                 window_block=size) for size in (7, 16, 48, 128, 150, 299)]
+WINDOWS += [dict(window=30, window_global=5, window_random=2, window_block=size)
+            for size in (7, 16, 48, 128, 150, 299)]
 
 
 @pytest.mark.parametrize("flags", WINDOWS, ids=lambda f: "-".join(map(str, f.values())) or "causal")
@@ -442,8 +447,8 @@ WINDOWS += [dict(window=30, window_global=5, window_random=2,
 def test_flex_attention_under_its_block_mask_sees_what_the_dense_mask_says(flags, block_size):
     T, size = 300, 128
     model = GPT(GPTConfig(block_size=block_size, vocab_size=5, n_layer=1, n_head=1, n_embd=16, **flags))
-    mask, blocks = model.mask.dense(0, T, None,
-                                    torch.device("cpu")), model.mask.block_mask(T, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    mask, blocks = model.mask.dense(0, T, None, cpu), model.mask.block_mask(T, cpu)
     tiles = [[mask[0, 0, i:i + size, j:j + size] for j in range(0, T, size)] for i in range(0, T, size)]
     some = torch.tensor([[bool(tile.any()) for tile in row] for row in tiles])
     listed = blocks.to_dense()[0, 0].bool()
@@ -461,10 +466,12 @@ def test_flex_attention_under_its_block_mask_sees_what_the_dense_mask_says(flags
             close(got, flash, 1e-5)
 
 
-@pytest.mark.parametrize("flags", [dict(window=5), dict(window=3, window_global=2),
-                                   dict(window=2, window_global=1, window_random=2, window_block=3),
-                                   dict(window=0, window_random=1)],
-                         ids=lambda f: "-".join(map(str, f.values())))
+@pytest.mark.parametrize("flags", [
+    dict(window=5),
+    dict(window=3, window_global=2),
+    dict(window=2, window_global=1, window_random=2, window_block=3),
+    dict(window=0, window_random=1),
+], ids=lambda f: "-".join(map(str, f.values())))
 def test_a_window_sees_the_near_the_first_and_the_drawn(flags):
     model = tiny(flags, block_size=32)
     mask = model.mask.dense(0, 32, None, torch.device("cpu"))[0, 0]
@@ -474,18 +481,20 @@ def test_a_window_sees_the_near_the_first_and_the_drawn(flags):
     if "window_random" in flags:
         table = model.mask.random_cells
         size, window = model.config.window_block, model.config.window
-        before = [[j for j in range(len(table)) if (j + 1) * size
-                   - 1 <= i * size - window] for i in range(len(table))]
-        assert [row.sum().item() for row in table] == [min(len(b), flags["window_random"]) for b in before]
-        # before the window alone
-        assert all(set(row.nonzero().flatten().tolist()) <= set(b) for row, b in zip(table, before))
+        for i, row in enumerate(table):  # drawn blocks lie before the window
+            before = [j for j in range(len(table)) if (j + 1) * size - 1 <= i * size - window]
+            assert row.sum() == min(len(before), flags["window_random"])
+            assert set(row.nonzero().flatten().tolist()) <= set(before)
 
 
 # ---- routing ----
 
-ROUTERS = {"published": dict(routing="published"), "inf": INF,
-           "inf-2": {**INF, "routing_top_k": 2}, "zero": MECHANISMS["routing_zero"],
-           "inf-linear": {**INF, "routing_hidden": 0}, "moh": dict(routing="moh"),
+ROUTERS = {"published": dict(routing="published"),
+           "inf": INF,
+           "inf-2": {**INF, "routing_top_k": 2},
+           "zero": MECHANISMS["routing_zero"],
+           "inf-linear": {**INF, "routing_hidden": 0},
+           "moh": dict(routing="moh"),
            "moh-hidden": dict(routing="moh", routing_hidden=24),
            "moh-shared": dict(routing="moh", routing_shared=2, routing_top_k=4),
            "sigmoid": dict(routing="sigmoid", routing_top_k=2)}
@@ -504,11 +513,13 @@ def test_routing_weights_and_penalty_equal_loops_over_tokens(name):
     else:  # heads times the sum over heads of (mean probability) x (share of tokens that chose it)
         z = [router_logits(p, token) for token in x.flatten(0, 1)]
         k = HeadRouter.top_k(c) - c.routing_shared
-        slow = sum(sum(softmax(row)[h] for row in z) / 21 * sum(
-            h in row.topk(k).indices.tolist() for row in z) / 21 for h in range(len(z[0])))
+        slow = 0.0
+        for h in range(len(z[0])):
+            probability = sum(softmax(row)[h] for row in z) / 21
+            slow = slow + probability * sum(h in row.topk(k).indices.tolist() for row in z) / 21
         slow = slow * len(z[0])
     agree([got], [want], [x, *router.parameters()], 1e-10)
-    # seed keeps 1e-8 away from log 0
+    # the write-up's code keeps 1e-8 away from log 0
     agree([penalty[None]], [0.3 * slow[None]], [x, *router.parameters()], 1e-6)
     model_penalty = sum(model(tokens(2, 9), tokens(2, 9)).aux.values())
     assert model_penalty > 0
@@ -520,8 +531,8 @@ def test_an_unselected_head_has_weight_zero_except_under_the_zero_mask(name):
     c = model.config
     w, selected, _ = model.transformer.h[0].attn.router(normal(3, 7, 96))
     assert selected[..., :c.routing_shared].all()
-    shared, routed, selected = w[..., :c.routing_shared], w[
-        ..., c.routing_shared:], selected[..., c.routing_shared:]
+    shared, routed = w[..., :c.routing_shared], w[..., c.routing_shared:]
+    selected = selected[..., c.routing_shared:]
     assert (selected.sum(-1) == HeadRouter.top_k(c) - c.routing_shared).all()
     assert (routed[selected] > 0).all() and (shared > 0).all()
     assert (routed[~selected] > 0).all() if name in ("zero", "published") else (routed[~selected] == 0).all()
@@ -530,7 +541,7 @@ def test_an_unselected_head_has_weight_zero_except_under_the_zero_mask(name):
         close(w.sum(-1), torch.full((3, 7), total[c.routing]).double(), 1e-12)
 
 
-def test_the_gates_of_the_seed_shrink_the_heads_to_about_one_in_h_at_the_start():
+def test_the_write_ups_gates_shrink_the_heads_to_about_one_in_h_at_the_start():
     x = normal(2, 16, 96)
 
     def size(**flags):
@@ -548,8 +559,10 @@ def test_the_gates_of_the_seed_shrink_the_heads_to_about_one_in_h_at_the_start()
                          ids=lambda f: f["routing"])
 def test_different_tokens_select_different_heads_at_the_start(flags):
     router, x = tiny(flags, alive=False).transformer.h[0].attn.router, normal(1, 64, 96)
+
     def choices():
         return {tuple(row) for row in router(x)[1][0].tolist()}
+
     assert len(choices()) >= 10  # of the 20 ways to choose 3 heads of 6
     torch.nn.init.zeros_(router.out.weight)
     if router.out.bias is not None:
@@ -557,8 +570,11 @@ def test_different_tokens_select_different_heads_at_the_start(flags):
     assert len(choices()) == 1  # negative control: ties
 
 
-@pytest.mark.parametrize("flags", [dict(INF, routing_top_k=1), dict(routing="moh", routing_top_k=1),
-                                   dict(routing="moh", routing_top_k=3, routing_shared=2)], ids=str)
+@pytest.mark.parametrize("flags", [
+    dict(INF, routing_top_k=1),
+    dict(routing="moh", routing_top_k=1),
+    dict(routing="moh", routing_top_k=3, routing_shared=2),
+], ids=str)
 def test_a_single_routed_head_is_refused_because_its_router_would_never_learn(flags):
     with pytest.raises(ValueError, match="would never learn"):
         GPT(GPTConfig(**TINY, **flags))
@@ -608,15 +624,15 @@ def test_hard_concrete_gates_are_the_papers_distribution_in_training_and_its_for
 
 
 def test_the_training_gradient_of_a_hard_concrete_gate_is_that_of_its_draw():
-    gate = SentinelGate(GPTConfig(sentinel="hard_concrete", sentinel_init=0.2),
-                        SimpleNamespace(n_total=5)).double()
+    config = GPTConfig(sentinel="hard_concrete", sentinel_init=0.2)
+    gate = SentinelGate(config, SimpleNamespace(n_total=5)).double()
     gate.logit.data = torch.linspace(-1, 1, 5).double()
     torch.manual_seed(3)
     got = gate.train().static_gate()
     torch.manual_seed(3)
     u = torch.rand(5, dtype=torch.float64)
-    agree([got], [(1.2 * sigmoid(((u / (1 - u)).log() + gate.logit) / (2 / 3)) - 0.1).clamp(0, 1)],
-          [gate.logit], 1e-10)
+    want = (1.2 * sigmoid(((u / (1 - u)).log() + gate.logit) / (2 / 3)) - 0.1).clamp(0, 1)
+    agree([got], [want], [gate.logit], 1e-10)
 
 
 @pytest.mark.parametrize("mode, name", [("sigmoid", "gate_l1"), ("hard_concrete", "gate_l0")])
@@ -646,16 +662,15 @@ def test_the_gate_penalty_sums_over_all_blocks_and_heads(mode):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_gates_and_fusions_never_decay_and_stay_with_adamw_while_routers_decay(optimizer):
     model = GPT(GPTConfig(**TINY, **{**ALL_ON, "a2c": "key_bias"}, output_gate="headwise"))
-    *_, adamw = optim.make_optimizers(model,
-                                      TrainConfig(optimizer=optimizer, weight_decay=0.1).for_recipe("gpt2"))
+    config = TrainConfig(optimizer=optimizer, weight_decay=0.1).for_recipe("gpt2")
+    *_, adamw = optim.make_optimizers(model, config)
     decay = {id(p): group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
     decays = {n: decay.get(id(p)) for n, p in model.named_parameters()}
-    still = ("sentinel.logit", "acag.weight", "acag.bias", "a2c.mix",
-             "fuse.0.weight", "constraint.w1", "constraint.w2")
-    for part in still:
+    for part in ("sentinel.logit", "acag.weight", "acag.bias", "a2c.mix", "fuse.0.weight",
+                 "constraint.w1", "constraint.w2"):
         assert {d for n, d in decays.items() if n.endswith(part)} == {0.0}, part
-    for part in ("router.out.weight", "output_gate.proj.weight",
-                 "critic.weight", "value.weight", "constraint.fc.weight"):
+    for part in ("router.out.weight", "output_gate.proj.weight", "critic.weight", "value.weight",
+                 "constraint.fc.weight"):
         assert all(d > 0 for n, d in decays.items() if n.endswith(part)), part
 
 
@@ -714,13 +729,13 @@ def test_a_head_without_consent_is_blocked_or_forced_by_whether_it_runs():
     model.set_head(0, 3, gate=0.0)  # not in use, so nothing is violated
     model.set_head(1, 5, gate=0.5)  # consents
     gate = 1 / (1 + math.exp(-3.0))
-    assert model.violations() == [dict(layer=0, head=1, type="blocked",
-                                       gate=pytest.approx(gate), state="withdrawn"),
-                                  dict(layer=0, head=2, type="forced", gate=0.5, state="withdrawn")]
+    assert model.violations() == [
+        dict(layer=0, head=1, type="blocked", gate=pytest.approx(gate), state="withdrawn"),
+        dict(layer=0, head=2, type="forced", gate=0.5, state="withdrawn")]
     free = GPT(GPTConfig(**TINY, **flags, agency_enforce=False))
     free.set_head(1, 4, consent=False)
-    assert free.violations() == [dict(layer=1, head=4, type="forced",
-                                      gate=pytest.approx(gate), state="active")]
+    assert free.violations() == [
+        dict(layer=1, head=4, type="forced", gate=pytest.approx(gate), state="active")]
     # 0.007 is below the threshold of 0.05
     torch.nn.init.constant_(free.transformer.h[1].attn.sentinel.logit, -5.0)
     assert free.violations() == []
@@ -744,10 +759,12 @@ def test_a_gate_set_by_hand_overrides_sentinel_and_agency_and_leaves_other_heads
     assert torch.allclose(plain(idx).logits, got, atol=1e-6) and not torch.allclose(want, got, atol=1e-3)
 
 
-@pytest.mark.parametrize("arguments, words",
-                         [((2, 0, 1.0), "no block 2"), ((-1, 0, 1.0), "no block -1"),
-                          ((0, 6, 1.0), "no head 6"),
-                                              ((0, 0, None, "tired"), "must be one of active")])
+@pytest.mark.parametrize("arguments, words", [
+    ((2, 0, 1.0), "no block 2"),
+    ((-1, 0, 1.0), "no block -1"),
+    ((0, 6, 1.0), "no head 6"),
+    ((0, 0, None, "tired"), "must be one of active"),
+])
 def test_setting_a_head_that_there_is_not_says_so_in_one_line(arguments, words):
     model = tiny(dict(agency=True))
     with pytest.raises(ValueError, match=words) as e:
@@ -767,13 +784,16 @@ def test_a_state_without_agency_is_refused_in_one_line():
 @pytest.mark.parametrize("n_layer", [2, 3, 4, 5])
 @pytest.mark.parametrize("on", [True, False])
 def test_block_i_joins_the_output_of_block_n_minus_i_plus_1(mode, n_layer, on):
-    equals_the_oracle(tiny(dict(unet=mode, unet_skips=on), n_layer=n_layer, n_embd=24, n_head=2),
-                      tokens(1, 5))
+    model = tiny(dict(unet=mode, unet_skips=on), n_layer=n_layer, n_embd=24, n_head=2)
+    equals_the_oracle(model, tokens(1, 5))
 
 
-@pytest.mark.parametrize("n_layer, weights",
-                         [(2, [0.5]), (3, [0.5]), (8, [0.5, 0.375, 0.25, 0.125]),
-                          (9, [0.5, 0.375, 0.25, 0.125])])
+@pytest.mark.parametrize("n_layer, weights", [
+    (2, [0.5]),
+    (3, [0.5]),
+    (8, [0.5, 0.375, 0.25, 0.125]),
+    (9, [0.5, 0.375, 0.25, 0.125]),
+])
 def test_skips_start_as_a_share_that_falls_with_depth(n_layer, weights):
     concat = tiny(dict(unet="concat"), alive=False, n_layer=n_layer)
     eye, zero = torch.eye(96).double(), torch.zeros(96, 96).double()
@@ -786,8 +806,8 @@ def test_skips_start_as_a_share_that_falls_with_depth(n_layer, weights):
 
 @pytest.mark.parametrize("mode", ["concat", "add", "published"])
 def test_with_skips_off_the_skip_contributes_nothing(mode):
-    fuse, h, skip = SkipFusion(GPTConfig(n_embd=8, unet=mode),
-                               0).double(), normal(2, 3, 8), normal(2, 3, 8, seed=2)
+    fuse = SkipFusion(GPTConfig(n_embd=8, unet=mode), 0).double()
+    h, skip = normal(2, 3, 8), normal(2, 3, 8, seed=2)
     for p in fuse.parameters():
         torch.nn.init.normal_(p)
     assert not torch.equal(fuse(h, skip), fuse(h, -skip))
@@ -800,9 +820,11 @@ def test_with_skips_off_the_skip_contributes_nothing(mode):
 
 
 @pytest.mark.parametrize("n_layer", [4, 5, 6, 7])
-def test_a_skip_never_meets_itself_and_is_its_blocks_own_input_only_in_the_innermost_pair_of_an_even_stack(
-    n_layer):
-    """Joined to a block's input, as in the source, the innermost skip would be joined to itself."""
+def test_a_skip_never_meets_itself(n_layer):
+    """And it is its block's own input only in the innermost pair of an even stack.
+
+    Joined to a block's input, as in the source, the innermost skip would be joined to itself.
+    """
     model, inputs, pairs = tiny(dict(unet="concat"), n_layer=n_layer), [], []
     for block in model.transformer.h:
         block.register_forward_hook(lambda module, args, out: inputs.append(args[0]))
@@ -821,41 +843,46 @@ def test_a_skip_never_meets_itself_and_is_its_blocks_own_input_only_in_the_inner
 def attention_inputs(model, idx, **asked):
     """The model's output and what each block's attention read, [B, T, C] each."""
     read = []
-    hooks = [block.attn.register_forward_hook(lambda module, args,
-                                              out: read.append(args[0])) for block in model.transformer.h]
+
+    def note(module, args, out):
+        read.append(args[0])
+    hooks = [block.attn.register_forward_hook(note) for block in model.transformer.h]
     out = model(idx, **asked)
     for hook in hooks:
         hook.remove()
     return out, read
 
 
-TRACED = {n: MECHANISMS[n] for n in ("constraint_a", "constraint_b", "constraint_published",
-                                     "a2c_key_bias", "acag", "window_global_random", "moh", "head_norm")}
-TRACED.update(all=ALL_ON, two_each=dict(constraint_names=["a", "b"],
-                                        constraint_heads=2, constraint_layers=[0, 1]))
+TRACED = {n: MECHANISMS[n] for n in ("constraint_a", "constraint_b", "constraint_published", "a2c_key_bias",
+                                     "acag", "window_global_random", "moh", "head_norm")}
+TRACED["all"] = ALL_ON
+TRACED["two_each"] = dict(constraint_names=["a", "b"], constraint_heads=2, constraint_layers=[0, 1])
+HINTED = [(name, False) for name in TRACED]
+HINTED += [(name, True) for name in ("constraint_a", "constraint_published", "two_each")]
 
 
-@pytest.mark.parametrize("name, hinted", [(name, False) for name in TRACED]
-                         + [(name, True) for name in ("constraint_a", "constraint_published", "two_each")])
+@pytest.mark.parametrize("name, hinted", HINTED)
 def test_traces_equal_what_the_slow_layer_saw(name, hinted):
     model, idx, hint = tiny(TRACED[name]), tokens(2, 9), normal(2, 96, seed=5) if hinted else None
     c = model.config
+    hints = [None, None] if hint is None else hint
     out, read = attention_inputs(model, idx, traces=True, router_hint=hint)
     for layer, x in enumerate(read):
-        slow = [slow_attention(model, layer, row, None if hint is None
-                               else hint[b])[1] for b, row in enumerate(x)]
+        slow = [slow_attention(model, layer, *row)[1] for row in zip(x, hints, strict=True)]
+
         def trace(key):
             return out.traces[f"blocks.{layer}.{key}"].double()
+
         for key in ("entropy", "concentration"):
             close(trace(key), torch.stack([s[key] for s in slow]).double(), 1e-6)
         if c.routing:
-            close(trace("routing_weights"), torch.stack([torch.stack(s["routing_weights"]) for s in slow]),
-                  1e-9)
+            weights = torch.stack([torch.stack(s["routing_weights"]) for s in slow])
+            close(trace("routing_weights"), weights, 1e-9)
         if ConstraintHeads.on(c, layer):
             scores = torch.stack([torch.stack(s["head_scores"]) for s in slow])
             close(trace("head_scores"), scores, 1e-9)
-            close(trace("router_gates").expand(2, 9, -1), torch.stack([s["router_gates"] for s in slow]),
-                  1e-9)
+            gates = torch.stack([s["router_gates"] for s in slow])
+            close(trace("router_gates").expand(2, 9, -1), gates, 1e-9)
             for i, constraint in enumerate(c.constraint_names):
                 heads = range(i * c.constraint_heads, (i + 1) * c.constraint_heads)
                 close(trace(f"constraint.{constraint}"),
@@ -870,10 +897,9 @@ def test_attention_maps_are_the_weights():
     out, read = attention_inputs(model, idx, traces="maps")
     mask = model.mask.dense(0, 9, None, idx.device)
     for layer, x in enumerate(read):
-        q, k, _ = (x @ w.T for w in model.transformer.h[layer].attn.c_attn.weight.chunk(3))
-        def heads(a):
-            return a.unflatten(-1, (6, 16)).transpose(1, 2)
-        p = dense(heads(q), heads(k), heads(k), 0.25, mask)[2]
+        qkv = (x @ w.T for w in model.transformer.h[layer].attn.c_attn.weight.chunk(3))
+        q, k, v = (a.unflatten(-1, (6, 16)).transpose(1, 2) for a in qkv)
+        p = dense(q, k, v, 0.25, mask)[2]
         close(out.traces[f"blocks.{layer}.map"].double(), p, 1e-6)
         entropy, log_p2 = statistics(p)
         close(out.traces[f"blocks.{layer}.entropy"].double(), entropy, 1e-6)
@@ -883,12 +909,10 @@ def test_attention_maps_are_the_weights():
 
 def test_variant_a_widens_the_concat_and_variant_b_shrinks_the_heads():
     C, H, n = 96, 6, 3
-    def shapes(variant):
-        return {k: tuple(p.shape) for k, p in GPT(GPTConfig(**TINY,
-                                                                              constraint_names=CONSTRAINTS,
-                                                                              constraint_variant=variant)).named_parameters()}
     for variant, D in (("A", 16), ("B", 8)):  # 96 / 9 heads is 10, floored to 8: 24 dimensions are left over
-        s, at = shapes(variant), "transformer.h.1.attn."  # the block at 2/3 of depth 2
+        model = GPT(GPTConfig(**TINY, constraint_names=CONSTRAINTS, constraint_variant=variant))
+        s = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        at = "transformer.h.1.attn."  # the block at 2/3 of depth 2
         assert s[at + "c_attn.weight"] == (3 * H * D, C)
         assert s[at + "constraint.c_attn.weight"] == (3 * n * D, C)
         assert s[at + "c_proj.weight"] == (C, H * D) and s[at + "constraint.c_proj.weight"] == (C, n * D)
@@ -926,11 +950,11 @@ def slow_constraint_loss(scores, targets, weights, focal, positive):
 @pytest.mark.parametrize("focal, positive", [(0.0, 1.0), (2.0, 1.0), (0.0, 3.0), (1.5, 0.5)])
 def test_constraint_loss_equals_a_loop_over_tokens(weights, focal, positive):
     scores = {name: normal(2, 9, seed=i, grad=True) for i, name in enumerate("abc")}
-    # hard and unknown, soft
-    targets = {"a": torch.tensor([0.0, 1.0, -1.0]).repeat(6).view(2, 9), "b": normal(2, 9, seed=5).sigmoid()}
+    targets = {"a": torch.tensor([0.0, 1.0, -1.0]).repeat(6).view(2, 9),  # hard and unknown
+               "b": normal(2, 9, seed=5).sigmoid()}  # soft
     inputs = [scores["a"], scores["b"]]
-    got, want = (f(scores, targets, weights, focal, positive) for f in (constraint_loss,
-                                                                        slow_constraint_loss))
+    got = constraint_loss(scores, targets, weights, focal, positive)
+    want = slow_constraint_loss(scores, targets, weights, focal, positive)
     agree([got[None].double()], [want[None]], inputs, 1e-6)
     nobody = constraint_loss(scores, {"a": -torch.ones(2, 9)}, weights, focal, positive)
     assert nobody == 0 and not torch.autograd.grad(nobody, scores["a"])[0].any()
@@ -940,9 +964,9 @@ def test_constraint_loss_equals_a_loop_over_tokens(weights, focal, positive):
 
 
 def test_the_models_constraint_loss_is_the_mean_over_blocks_times_lambda_and_the_router_pays_for_open_gates():
-    model = tiny(dict(constraint_names=["a", "b"], constraint_heads=2,
-                      constraint_layers=[0, 1], constraint_coef=0.7, constraint_name_coef=[2.0, 0.5],
-                      constraint_focal=1.0, constraint_positive_coef=2.0, constraint_sparsity_coef=0.3))
+    model = tiny(dict(constraint_names=["a", "b"], constraint_heads=2, constraint_layers=[0, 1],
+                      constraint_coef=0.7, constraint_name_coef=[2.0, 0.5], constraint_focal=1.0,
+                      constraint_positive_coef=2.0, constraint_sparsity_coef=0.3))
     idx, targets = tokens(2, 9), {"b": tokens(2, 9, seed=4) % 2, "a": tokens(2, 9, seed=5) % 3 - 1}
     out = model(idx, idx, traces=True, constraint_targets=targets)
     each = [{n: out.traces[f"blocks.{i}.constraint.{n}"] for n in "ab"} for i in range(2)]
@@ -957,16 +981,15 @@ def test_explain_names_the_tokens_with_the_highest_scores():
     score = torch.tensor([[0.0, 3.0, -1.0, 2.0], [5.0, 0.0, 0.0, 0.0]])
     traces = {"blocks.3.constraint.b": score, "blocks.7.constraint.b": -score,
               "blocks.3.constraint.ab": score, "blocks.3.entropy": score}
-    assert explain(traces, list("wxyz"), "b",
-                   k=2) == "b (block 3): 'x' 3.00, 'z' 2.00\nb (block 7): 'y' 1.00, 'w' -0.00"
+    lines = explain(traces, list("wxyz"), "b", k=2)
+    assert lines == "b (block 3): 'x' 3.00, 'z' 2.00\nb (block 7): 'y' 1.00, 'w' -0.00"
     assert explain(traces, list("wxyz"), "ab", k=1, row=1) == "ab (block 3): 'w' 5.00"
     with pytest.raises(ValueError, match="no scores for 'c'; there are ab, b"):
         explain(traces, list("wxyz"), "c")
     with pytest.raises(ValueError, match="no constraint heads"):
         explain({}, list("wxyz"), "b")
-    model = tiny(dict(constraint_names=CONSTRAINTS))
-    assert explain(model(tokens(1, 3), traces=True).traces, ["u", "v", "w"],
-                   "decidability").startswith("decidability (block 1): '")
+    traces = tiny(dict(constraint_names=CONSTRAINTS))(tokens(1, 3), traces=True).traces
+    assert explain(traces, ["u", "v", "w"], "decidability").startswith("decidability (block 1): '")
 
 
 # ---- A2C ----
@@ -985,16 +1008,14 @@ def test_the_critic_changes_the_logits_as_its_mode_says(mode):
     got, got_v = 0.4 * h.q @ h.k.mT, h.v
     want = torch.empty_like(got)
     for b, h, t, s in itertools.product(range(2), range(3), range(5), range(5)):
-        def said(token):
-            return a2c.critic.weight[h] @ x[b, token] + (a2c.critic.bias[h]
-                                                                           if mode == "published" else 0)
         logit = 0.4 * q[b, h, t] @ k[b, h, s]
+        of_query, of_key = a2c.critic.weight[h] @ x[b, t], a2c.critic.weight[h] @ x[b, s]
         if mode == "published":
-            want[b, h, t, s] = said(t) * logit
+            want[b, h, t, s] = (of_query + a2c.critic.bias[h]) * logit
         elif mode == "temperature":
-            want[b, h, t, s] = said(t).clamp_max(8).exp() * logit
+            want[b, h, t, s] = of_query.clamp_max(8).exp() * logit
         else:
-            want[b, h, t, s] = logit + a2c.mix[h] * said(s)
+            want[b, h, t, s] = logit + a2c.mix[h] * of_key
     agree([got], [want], [q, k, x, *a2c.parameters()], 1e-10)
     assert torch.equal(got_v[..., :4], v) and not got_v[..., 4:].any()  # values are only padded
 
@@ -1012,28 +1033,29 @@ def rewritten(model, x):
 def test_a_negative_critic_attends_most_to_the_least_similar_key():
     model = tiny(dict(a2c="published"))
     attn, x = model.transformer.h[0].attn, normal(2, 9, 96)
-    h, advantages = rewritten(model, x)
-    similar, p, a = h.k @ h.k.mT, dense(h.q, h.k, h.v, attn.scale)[2], advantages
+    h, a = rewritten(model, x)
+    similar, p = h.k @ h.k.mT, dense(h.q, h.k, h.v, attn.scale)[2]
     assert (a < 0).any() and (a > 0).any()
     for b, h, t in itertools.product(range(2), range(6), range(1, 9)):
         row = similar[b, h, t, :t + 1]
         assert p[b, h, t].argmax() == (row.argmax() if a[b, t, h] > 0 else row.argmin())
     corrected = tiny(dict(a2c="temperature"))  # exp(a) keeps the order of the keys whatever a says
     h, _ = rewritten(corrected, x)
-    plain = corrected.transformer.h[0].attn.c_attn(x)[..., :96].unflatten(-1,
-                                                                          (6, 16)).transpose(1, 2) @ h.k.mT
-    assert all(torch.equal((h.q @ h.k.mT)[..., t, :t + 1].argmax(-1),
-                           plain[..., t, :t + 1].argmax(-1)) for t in range(9))
+    q = corrected.transformer.h[0].attn.c_attn(x)[..., :96].unflatten(-1, (6, 16)).transpose(1, 2)
+    scaled, plain = h.q @ h.k.mT, q @ h.k.mT
+    for t in range(9):
+        assert torch.equal(scaled[..., t, :t + 1].argmax(-1), plain[..., t, :t + 1].argmax(-1))
 
 
 @pytest.mark.parametrize("T", [1, 2, 7, 16, 33])
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 0.999])
 def test_the_discounted_return_equals_the_double_loop(T, gamma):
     r = normal(2, T, grad=True)
-    def share(t):
-        return sum(gamma**k for k in range(T - t))  # what lies beyond the end is shared out
-    want = torch.stack([sum(gamma**k * r[:, t + k] for k in range(T - t)) / share(t) for t in range(T)], 1)
-    agree([discounted_return(r, torch.ones_like(r), gamma)], [want], [r], 1e-12)
+    want = []
+    for t in range(T):
+        share = sum(gamma**k for k in range(T - t))  # what lies beyond the end is shared out
+        want.append(sum(gamma**k * r[:, t + k] for k in range(T - t)) / share)
+    agree([discounted_return(r, torch.ones_like(r), gamma)], [torch.stack(want, 1)], [r], 1e-12)
 
 
 @pytest.mark.parametrize("mode", ["temperature", "key_bias"])
@@ -1046,9 +1068,9 @@ def test_critic_losses_and_their_metrics_equal_loops(mode):
     G, A = torch.zeros(2, 9).double(), torch.zeros(2, 9).double()
     value_error, advantage_error, scored = [], [], []
     for b, t in itertools.product(range(2), range(9)):
-        G[b, t] = sum(0.8 ** (s - t) * logp[b, s, targets[b, s]].item() for s in range(t, 9)
-                      if targets[b, s] >= 0)
-        G[b, t] /= sum(0.8 ** (s - t) for s in range(t, 9) if targets[b, s] >= 0)
+        ahead = [s for s in range(t, 9) if targets[b, s] >= 0]
+        G[b, t] = sum(0.8 ** (s - t) * logp[b, s, targets[b, s]].item() for s in ahead)
+        G[b, t] /= sum(0.8 ** (s - t) for s in ahead)
         V = (model.value.weight[0] @ x[b, t] + model.value.bias[0]).item()
         A[b, t] = G[b, t] - V
         if targets[b, t] >= 0:
@@ -1062,29 +1084,26 @@ def test_critic_losses_and_their_metrics_equal_loops(mode):
     assert out.aux["a2c_advantage"].item() == pytest.approx(0.2 * sum(advantage_error) / n, rel=1e-5)
     close(out.traces["a2c.return"].double(), G, 1e-5)
     close(out.traces["a2c.advantage"].double(), A, 1e-5)
-    rows, columns = zip(*scored)
-    def pick(table):
-        return table[list(rows), list(columns)]
-    assert out.traces["a2c.explained_variance"].item() == pytest.approx((1
-                                                                         - pick(
-        A).var() / pick(G).var()).item(), abs=1e-4)
+    at = tuple(map(list, zip(*scored)))  # rows and columns
+    explained = 1 - A[at].var() / G[at].var()
+    assert out.traces["a2c.explained_variance"].item() == pytest.approx(explained.item(), abs=1e-4)
     for i in range(2):
-        said, real = pick(out.traces[f"blocks.{i}.advantage"].mean(-1)), pick(A)
+        said, real = out.traces[f"blocks.{i}.advantage"].mean(-1)[at], A[at]
         cosine = F.cosine_similarity(said - said.mean(), real - real.mean(), dim=0)  # Pearson's correlation
-        assert out.traces[f"blocks.{i}.advantage_correlation"].item() == pytest.approx(cosine.item(),
-                                                                                       abs=1e-4)
+        correlation = out.traces[f"blocks.{i}.advantage_correlation"].item()
+        assert correlation == pytest.approx(cosine.item(), abs=1e-4)
     close(out.loss, F.cross_entropy(out.logits[targets >= 0], targets[targets >= 0]), 1e-5)
 
 
 def test_the_value_head_learns_from_its_own_loss_alone_and_gives_the_blocks_no_gradient():
     model = tiny(dict(a2c="temperature"))
     out = model(tokens(2, 9), tokens(2, 9, seed=2))
-    names = [n for n, _ in model.named_parameters()]
+    names, parameters = zip(*model.named_parameters())
+
     def moved(loss):
-        return {n for n, g in zip(names,
-                                                torch.autograd.grad(loss, list(model.parameters()),
-                                                                    retain_graph=True, allow_unused=True))
-                              if g is not None and g.any()}
+        grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        return {n for n, g in zip(names, grads) if g is not None and g.any()}
+
     assert moved(out.aux["a2c_value"]) == {"value.weight", "value.bias"}
     by_advantage = moved(out.aux["a2c_advantage"])
     assert {f"transformer.h.{i}.attn.a2c.critic.weight" for i in range(2)} <= by_advantage
@@ -1099,18 +1118,16 @@ def test_the_value_head_learns_from_its_own_loss_alone_and_gives_the_blocks_no_g
 @pytest.mark.parametrize("mode", ["published", "normalised"])
 @pytest.mark.parametrize("acag", ["headwise", "elementwise"])
 def test_context_gates_equal_the_written_out_formula(acag, mode, detach, window):
-    equals_the_oracle(tiny(dict(acag=acag, acag_mode=mode, acag_detach=detach, window=window),
-                           n_layer=1, n_embd=32, n_head=2))
+    flags = dict(acag=acag, acag_mode=mode, acag_detach=detach, window=window)
+    equals_the_oracle(tiny(flags, n_layer=1, n_embd=32, n_head=2))
 
 
 def test_detached_statistics_leave_the_function_and_change_only_the_gradient():
     grads = []
     for detach in (False, True):
         model = tiny(dict(acag="headwise", acag_detach=detach), n_layer=1)
-        out = model(tokens(2, 9), tokens(2, 9, seed=2))
-        grads.append((out.loss, *torch.autograd.grad(out.loss,
-                                                     [model.transformer.h[0].attn.acag.weight,
-                                                      model.transformer.h[0].attn.c_attn.weight])))
+        out, attn = model(tokens(2, 9), tokens(2, 9, seed=2)), model.transformer.h[0].attn
+        grads.append((out.loss, *torch.autograd.grad(out.loss, [attn.acag.weight, attn.c_attn.weight])))
     (loss, gate, qkv), (other, gate_other, qkv_other) = grads
     close(loss, other, 1e-6)
     close(gate, gate_other, 1e-6)
@@ -1122,13 +1139,14 @@ def test_detached_statistics_leave_the_function_and_change_only_the_gradient():
 @pytest.mark.parametrize("more", [{}, dict(constraint_names=["a"]), dict(recipe="modern")],
                          ids=["plain", "constraint", "modern"])
 def test_output_gates_equal_the_written_out_formula(gated, more):
-    equals_the_oracle(tiny(dict(output_gate=gated, **more), n_layer=1, n_embd=32, n_head=2),
-                      tol=1e-6 if "recipe" in more else 1e-9)
+    model = tiny(dict(output_gate=gated, **more), n_layer=1, n_embd=32, n_head=2)
+    equals_the_oracle(model, tol=1e-6 if "recipe" in more else 1e-9)
 
 
 # ---- what runs on CUDA alone, as far as a CPU can tell ----
 
-ON_CUDA = {"plain": {}, "acag": MECHANISMS["acag"],
+ON_CUDA = {"plain": {},
+           "acag": MECHANISMS["acag"],
            "acag_detach+random": {**MECHANISMS["acag_detach"], **MECHANISMS["window_global_random"]},
            "window": MECHANISMS["window"],
            "key_bias+acag": {**MECHANISMS["a2c_key_bias"], **MECHANISMS["acag"]},
@@ -1156,11 +1174,11 @@ def test_the_flex_attention_branch_computes_what_the_cpu_branch_does(name, monke
 def test_the_flex_attention_branch_has_no_graph_breaks(name, monkeypatch):
     monkeypatch.setattr(model_py, "has_flex_attention", lambda device: True)
     torch._dynamo.reset()
-    model, idx = GPT(GPTConfig(**{**TINY, "n_layer": 2, "block_size": 160},
-                               **ON_CUDA[name])).eval(), tokens(2, 160)
+    config = GPTConfig(**{**TINY, "n_layer": 2, "block_size": 160}, **ON_CUDA[name])
+    model, idx = GPT(config).eval(), tokens(2, 160)
+    fast = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
-        close(torch.compile(model, fullgraph=True, backend="eager")(idx, idx).loss,
-              model(idx, idx).loss, 1e-5)
+        close(fast(idx, idx).loss, model(idx, idx).loss, 1e-5)
     torch._dynamo.reset()
 
 
@@ -1178,8 +1196,8 @@ def test_packed_queries_are_the_masked_ones_and_late_ones_are_dropped_and_counte
 
 
 def test_selected_heads_alone_are_read_at_decode():
-    q, k, v, used = normal(3, 4, 1, 8), normal(3, 4, 9, 8,
-                                               seed=2), normal(3, 4, 9, 8, seed=3), normal(3, 4, seed=4) > 0
+    q, k, v = normal(3, 4, 1, 8), normal(3, 4, 9, 8, seed=2), normal(3, 4, 9, 8, seed=3)
+    used = normal(3, 4, seed=4) > 0
     mask = torch.ones(3, 1, 1, 9, dtype=torch.bool)
     mask[1, ..., :4] = False  # padding
     for m in (None, mask, mask[1:2]):
@@ -1193,9 +1211,7 @@ def test_selected_heads_alone_are_read_at_decode():
 # ---- mistakes once made ----
 
 def test_a_temperature_that_would_overflow_is_bounded():
-    """exp(a) is infinite from a = 89 in float32 and from 12 in float16; held at exp(8), with any larger a
-    alike.
-    """
+    """exp(a) is infinite from a = 89 in float32 and from 12 in float16: held at exp(8) for any larger a."""
     attn = SimpleNamespace(n_head=2, scale=0.5)
     a2c = AdvantageAttention(GPTConfig(n_embd=4, a2c="temperature"), attn)
     torch.nn.init.constant_(a2c.critic.weight, 100.0)
@@ -1227,8 +1243,11 @@ def test_variant_a_takes_narrow_heads():
     equals_the_oracle(model)
 
 
-@pytest.mark.parametrize("pair", [("acag", "a2c_published"),
-                                  ("acag", "constraint_published"), ("acag_detach", "window")], ids="+".join)
+@pytest.mark.parametrize("pair", [
+    ("acag", "a2c_published"),
+    ("acag", "constraint_published"),
+    ("acag_detach", "window"),
+], ids="+".join)
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 def test_queries_keys_and_values_have_one_type_under_autocast(pair, recipe, monkeypatch):
     model = GPT(GPTConfig(**TINY, recipe=recipe, **MECHANISMS[pair[0]], **MECHANISMS[pair[1]]))
@@ -1254,14 +1273,12 @@ def test_heads_can_go_one_after_the_other(gated):
 
 
 def test_a_constraint_may_be_called_advantage_but_not_have_a_dot():
-    model = tiny({**MECHANISMS["a2c_temperature"], "constraint_names": ["advantage"]})
-    other = tiny({**MECHANISMS["a2c_temperature"], "constraint_names": ["another"]})
-    targets = tokens(1, 9, seed=2)
-    def ask(model):
-        return model(tokens(1, 9), targets,
-                                  constraint_targets={model.config.constraint_names[0]: torch.ones(1, 9)}).aux[
-            "a2c_advantage"]
-    assert ask(model) == ask(other)
+    losses = []
+    for name in ("advantage", "another"):
+        model = tiny({**MECHANISMS["a2c_temperature"], "constraint_names": [name]})
+        out = model(tokens(1, 9), tokens(1, 9, seed=2), constraint_targets={name: torch.ones(1, 9)})
+        losses.append(out.aux["a2c_advantage"])
+    assert losses[0] == losses[1]
     assert "without dots" in GPTConfig(vocab_size=5, constraint_names=["a.b"]).problems()[0]
 
 
@@ -1273,9 +1290,9 @@ def test_the_return_counts_scored_tokens_alone():
 
 
 def test_random_blocks_do_not_follow_the_seed():
-    one, other = (GPTConfig(block_size=64, vocab_size=5, window=4,
-                            window_random=2, seed=seed) for seed in (1, 2))
-    assert torch.equal(CausalMask(one).random_cells, CausalMask(other).random_cells)
+    one, other = (CausalMask(GPTConfig(block_size=64, vocab_size=5, window=4, window_random=2, seed=seed))
+                  for seed in (1, 2))
+    assert torch.equal(one.random_cells, other.random_cells)
 
 
 def test_a_new_state_does_not_give_consent_back_unless_the_head_was_withdrawn():
@@ -1292,14 +1309,15 @@ def test_a_new_state_does_not_give_consent_back_unless_the_head_was_withdrawn():
 
 
 def test_packing_queries_needs_heads_that_are_not_all_used():
-    assert "routing_mask" in GPTConfig(vocab_size=5, routing="published",
-                                       routing_mask="zero", routing_capacity=1.5).problems()[0]
+    config = GPTConfig(vocab_size=5, routing="published", routing_mask="zero", routing_capacity=1.5)
+    assert "routing_mask" in config.problems()[0]
 
 
 @pytest.mark.parametrize("mode, moves", [("published", False), ("temperature", False), ("key_bias", True)])
 def test_a2c_as_published_cannot_move_one_position_past_another(mode, moves):
-    """Its advantage is one scalar a query row: with another critic a row's order of keys stays, or turns
-    round. A bias of the keys moves them.
+    """Its advantage is one scalar a query row: with another critic a row's order of keys stays, or turns.
+
+    A bias of the keys moves them.
     """
     model, idx, orders = tiny(dict(a2c=mode), n_layer=1), tokens(2, 12), []
     for seed in (3, 4):

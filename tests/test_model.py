@@ -1,6 +1,4 @@
-"""The plain GPT: equal to independent references, causal, the same with and without cache, compiled and
-eager.
-"""
+"""The plain GPT: equal to independent references, causal, the same with a cache and compiled as without."""
 
 import math
 
@@ -8,17 +6,25 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import GPT, RECIPES, KVCache, GPTConfig, check_sampling, penalise, sample_token, relu2, rms_norm, rope_tables, rotate
+from model import (GPT, RECIPES, GPTConfig, KVCache, check_sampling, penalise, relu2, rms_norm, rope_tables,
+                   rotate, sample_token)
 
 TINY = dict(block_size=16, vocab_size=37, n_layer=2, n_head=4, n_embd=32)
-FLAGS = [dict(recipe="gpt2"), dict(recipe="gpt2", bias=True),
-         dict(recipe="gpt2", tied=False), dict(recipe="gpt2", pos="rope"),
-         dict(recipe="gpt2", qk_norm=True), dict(recipe="gpt2", norm="rmsnorm"),
+FLAGS = [dict(recipe="gpt2"),
+         dict(recipe="gpt2", bias=True),
+         dict(recipe="gpt2", tied=False),
+         dict(recipe="gpt2", pos="rope"),
+         dict(recipe="gpt2", qk_norm=True),
+         dict(recipe="gpt2", norm="rmsnorm"),
          dict(recipe="gpt2", act="relu2"),
-         dict(recipe="gpt2", act="gelu_tanh"), dict(recipe="gpt2", zero_init=True),
+         dict(recipe="gpt2", act="gelu_tanh"),
+         dict(recipe="gpt2", zero_init=True),
          dict(recipe="gpt2", softcap=15.0),
-         dict(recipe="gpt2", embed_norm=True), dict(recipe="modern"), dict(recipe="modern", pos="learned"),
-         dict(recipe="modern", qk_max=12.0), dict(recipe="modern", softcap=15.0, bias=True, norm="layernorm")]
+         dict(recipe="gpt2", embed_norm=True),
+         dict(recipe="modern"),
+         dict(recipe="modern", pos="learned"),
+         dict(recipe="modern", qk_max=12.0),
+         dict(recipe="modern", softcap=15.0, bias=True, norm="layernorm")]
 all_flags = pytest.mark.parametrize("flags", FLAGS, ids=lambda f: "+".join(f"{k}={v}" for k, v in f.items()))
 
 
@@ -42,9 +48,7 @@ def tokens(*shape, seed=1):
 # ---- oracles ----
 
 def reference(model, idx):
-    """The whole forward pass written out for one sequence at a time: loops over heads and queries, a T x T
-    softmax.
-    """
+    """The forward pass written out, one sequence at a time: loops over heads and queries, a T x T softmax."""
     c, w = model.config, dict(model.named_parameters())
 
     def norm(x, name):
@@ -92,8 +96,7 @@ def reference(model, idx):
                 heads.append(score.softmax(-1) @ vh)
             x = x + linear(torch.cat(heads, dim=-1), name + "attn.c_proj")
             x = x + linear(act(linear(norm(x, name + "ln_2"), name + "mlp.c_fc")), name + "mlp.c_proj")
-        logits = norm(x, "transformer.ln_f") @ (w["transformer.wte.weight"]
-                                                if c.tied else w["lm_head.weight"]).T
+        logits = norm(x, "transformer.ln_f") @ w["transformer.wte.weight" if c.tied else "lm_head.weight"].T
         out.append(c.softcap * torch.tanh(logits / c.softcap) if c.softcap else logits)
     return torch.stack(out)
 
@@ -119,21 +122,24 @@ def test_equals_an_independent_gpt2_style_forward_with_copied_weights():
     x = model.transformer.wte.weight[idx] + model.transformer.wpe.weight
     mask = torch.nn.Transformer.generate_square_subsequent_mask(16, dtype=torch.float64)
     for block in model.transformer.h:
-        layer = torch.nn.TransformerEncoderLayer(c.n_embd, c.n_head,
-                                                 4 * c.n_embd, 0.0, "gelu", batch_first=True, norm_first=True,
-                                                 dtype=torch.float64).eval()
+        layer = torch.nn.TransformerEncoderLayer(c.n_embd, c.n_head, 4 * c.n_embd, 0.0, "gelu",
+                                                 batch_first=True, norm_first=True, dtype=torch.float64)
         layer.load_state_dict({
             "self_attn.in_proj_weight": block.attn.c_attn.weight,
-                               "self_attn.in_proj_bias": block.attn.c_attn.bias,
+            "self_attn.in_proj_bias": block.attn.c_attn.bias,
             "self_attn.out_proj.weight": block.attn.c_proj.weight,
-                               "self_attn.out_proj.bias": block.attn.c_proj.bias,
-            "linear1.weight": block.mlp.c_fc.weight, "linear1.bias": block.mlp.c_fc.bias,
-            "linear2.weight": block.mlp.c_proj.weight, "linear2.bias": block.mlp.c_proj.bias,
-            "norm1.weight": block.ln_1.weight, "norm1.bias": block.ln_1.bias,
-                               "norm2.weight": block.ln_2.weight, "norm2.bias": block.ln_2.bias})
-        x = layer(x, src_mask=mask, is_causal=True)
-    want = F.layer_norm(x, (c.n_embd,), model.transformer.ln_f.weight,
-                        model.transformer.ln_f.bias) @ model.transformer.wte.weight.T
+            "self_attn.out_proj.bias": block.attn.c_proj.bias,
+            "linear1.weight": block.mlp.c_fc.weight,
+            "linear1.bias": block.mlp.c_fc.bias,
+            "linear2.weight": block.mlp.c_proj.weight,
+            "linear2.bias": block.mlp.c_proj.bias,
+            "norm1.weight": block.ln_1.weight,
+            "norm1.bias": block.ln_1.bias,
+            "norm2.weight": block.ln_2.weight,
+            "norm2.bias": block.ln_2.bias})
+        x = layer.eval()(x, src_mask=mask, is_causal=True)
+    ln_f = model.transformer.ln_f
+    want = F.layer_norm(x, (c.n_embd,), ln_f.weight, ln_f.bias) @ model.transformer.wte.weight.T
     assert torch.allclose(model(idx).logits.double(), want, atol=1e-5)
 
 
@@ -141,9 +147,9 @@ def test_equals_hugging_face_gpt2_with_copied_weights():
     transformers = pytest.importorskip("transformers",
                                        reason="transformers is not installed: requirements-test.txt has it")
     torch.manual_seed(0)
-    hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=37,
-                                                              n_positions=16, n_embd=32, n_layer=2, n_head=4,
-                                                              initializer_range=0.2)).eval()
+    config = transformers.GPT2Config(vocab_size=37, n_positions=16, n_embd=32, n_layer=2, n_head=4,
+                                     initializer_range=0.2)
+    hf = transformers.GPT2LMHeadModel(config).eval()
     model = GPT(GPTConfig(**TINY, recipe="gpt2", bias=True, act="gelu_tanh")).eval()
     theirs = hf.state_dict()
     with torch.no_grad():
@@ -169,8 +175,10 @@ def test_rotated_logits_depend_on_distance_alone():
     config = GPTConfig(**TINY, recipe="modern")
     cos, sin = (t.double() for t in rope_tables(config))
     q, k = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+
     def at(x, t):
         return rotate(x, cos[t], sin[t])
+
     # the tables are float32
     assert at(q, 9) @ at(k, 5) == pytest.approx((at(q, 6) @ at(k, 2)).item(), abs=1e-6)
     assert at(q, 9) @ at(k, 5) != pytest.approx((at(q, 9) @ at(k, 4)).item(), abs=1e-3)
@@ -239,14 +247,13 @@ def test_left_padding_is_never_seen(flags):
 
 
 def slow_generate(model, prompt, n, **sampling):
-    """The policy in words: read at most block_size tokens; on overflow keep the last half; no cache, one row.
-    """
+    """The policy: read at most block_size tokens; on overflow keep the last half; no cache, one row."""
     block_size, window, out = model.config.block_size, list(prompt)[-model.config.block_size:], []
+    temperature, top_k, top_p = sampling.get("temperature", 0), sampling.get("top_k"), sampling.get("top_p")
     for _ in range(n):
         with torch.no_grad():
             logits = model(torch.tensor([window])).logits[:, -1]
-        token = sample_token(logits, sampling.get("temperature", 0),
-                             sampling.get("top_k"), sampling.get("top_p"), None).item()
+        token = sample_token(logits, temperature, top_k, top_p, None).item()
         out.append(token)
         window.append(token)
         if len(window) > block_size:
@@ -269,8 +276,8 @@ def test_a_batch_of_unequal_prompts_generates_what_each_does_alone(recipe):
     idx = tokens(4, 20)
     got = model.generate(idx, 40, temperature=0, lengths=lengths)
     for row, n in enumerate(lengths):
-        assert got[row, 20:].tolist() == slow_generate(model,
-                                                       idx[row, 20 - n:].tolist(), 40), f"prompt of {n}"
+        want = slow_generate(model, idx[row, 20 - n:].tolist(), 40)
+        assert got[row, 20:].tolist() == want, f"prompt of {n}"
 
 
 def test_generation_beyond_block_size_differs_from_a_sliding_window():
@@ -307,18 +314,20 @@ def test_generation_returns_to_training_mode_and_leaves_no_gradient():
 
 def test_sampling_by_hand():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
-    def draw(**kw):
-        return torch.stack([sample_token(logits, kw.get("t", 1.0), kw.get("k"),
-                                                      kw.get("p"), g) for _ in range(4000)]).flatten()
     g = torch.Generator().manual_seed(0)
-    def share(d):
-        return torch.bincount(d, minlength=4) / len(d)
-    assert torch.allclose(share(draw()), torch.tensor([0.5, 0.3, 0.15, 0.05]), atol=0.03)
-    assert torch.allclose(share(draw(k=2)), torch.tensor([0.625, 0.375, 0, 0]), atol=0.03)
-    # 0.5 is not yet 0.7
-    assert torch.allclose(share(draw(p=0.7)), torch.tensor([0.625, 0.375, 0, 0]), atol=0.03)
+
+    def draw(t=1.0, k=None, p=None):
+        return torch.stack([sample_token(logits, t, k, p, g) for _ in range(4000)]).flatten()
+
+    def is_drawn(shares, **kw):
+        d = draw(**kw)
+        return torch.allclose(torch.bincount(d, minlength=4) / len(d), torch.tensor(shares), atol=0.03)
+
+    assert is_drawn([0.5, 0.3, 0.15, 0.05])
+    assert is_drawn([0.625, 0.375, 0, 0], k=2)
+    assert is_drawn([0.625, 0.375, 0, 0], p=0.7)  # 0.5 is not yet 0.7
     assert set(draw(p=0.5).tolist()) == {0} and set(draw(p=1e-9).tolist()) == {0}
-    assert torch.allclose(share(draw(t=0.5)), torch.tensor([0.6849, 0.2466, 0.0616, 0.0068]), atol=0.03)
+    assert is_drawn([0.6849, 0.2466, 0.0616, 0.0068], t=0.5)
     assert sample_token(logits, 0, None, None, None).item() == 0
     assert set(draw(k=99).tolist()) == {0, 1, 2, 3}
     assert set(draw(t=1e-40).tolist()) == {0}  # no overflow on the way to the likeliest
@@ -334,11 +343,12 @@ def test_repetition_penalty_pushes_down_what_was_said():
     assert len(set(pushed[0].tolist())) > len(set(plain[0].tolist()))
 
 
-@pytest.mark.parametrize("bad", [dict(temperature=-1), dict(temperature=math.nan),
-                                 dict(top_k=0), dict(top_p=0.0), dict(top_p=1.5), dict(repetition_penalty=0)])
+@pytest.mark.parametrize("bad", [dict(temperature=-1), dict(temperature=math.nan), dict(top_k=0),
+                                 dict(top_p=0.0), dict(top_p=1.5), dict(repetition_penalty=0)])
 def test_impossible_sampling_is_refused_by_name(bad):
+    fine = dict(temperature=1.0, top_k=None, top_p=None, repetition_penalty=1.0)
     with pytest.raises(ValueError, match=next(iter(bad))):
-        check_sampling(**{**dict(temperature=1.0, top_k=None, top_p=None, repetition_penalty=1.0), **bad})
+        check_sampling(**{**fine, **bad})
 
 
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
@@ -361,6 +371,7 @@ def test_activation_checkpointing_changes_nothing(recipe):
         torch.manual_seed(3)
         model(tokens(2, 16), tokens(2, 16, seed=2)).loss.backward()
         return [p.grad for p in model.parameters()]
+
     for a, b in zip(grads(), grads(checkpoint_activations=True)):
         assert torch.allclose(a, b, atol=1e-7)
 
@@ -378,19 +389,20 @@ def test_unscored_targets_do_not_count():
     model, idx, targets = tiny(), tokens(1, 8), tokens(1, 8, seed=2)
     part = targets.clone()
     part[:, :4] = -1
-    logits = model(idx).logits
-    assert model(idx, part).loss.item() == pytest.approx(F.cross_entropy(logits[0, 4:],
-                                                                         targets[0, 4:]).item(), abs=1e-6)
+    want = F.cross_entropy(model(idx).logits[0, 4:], targets[0, 4:])
+    assert model(idx, part).loss.item() == pytest.approx(want.item(), abs=1e-6)
 
 
 # ---- initial values ----
 
-@pytest.mark.parametrize("one, other",
-                         [(dict(recipe="gpt2"), dict(recipe="modern")), (dict(n_layer=2), dict(n_layer=4)),
-                                        (dict(pos="rope"), dict(pos="learned"))])
+@pytest.mark.parametrize("one, other", [
+    (dict(recipe="gpt2"), dict(recipe="modern")),
+    (dict(n_layer=2), dict(n_layer=4)),
+    (dict(pos="rope"), dict(pos="learned")),
+])
 def test_shared_parameters_start_bit_identical(one, other):
-    a, b = (dict(GPT(GPTConfig(**{**TINY, "zero_init": False, **f})).named_parameters()) for f in (one,
-                                                                                                   other))
+    a, b = (dict(GPT(GPTConfig(**{**TINY, "zero_init": False, **flags})).named_parameters())
+            for flags in (one, other))
     shared = [n for n in a if n in b and a[n].shape == b[n].shape and not n.endswith("c_proj.weight")]
     assert len(shared) > 4
     assert all(torch.equal(a[n], b[n]) for n in shared)
@@ -405,21 +417,17 @@ def test_initial_values_follow_the_seed_and_gpt2s_scales():
     assert block.mlp.c_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)  # / sqrt(2 * 8 layers)
     zero = GPT(GPTConfig(**big, recipe="modern"))
     assert not zero.lm_head.weight.any() and not zero.transformer.h[3].mlp.c_proj.weight.any()
-    # a uniform start
-    assert zero(tokens(2, 16), tokens(2, 16)).loss.item() == pytest.approx(math.log(37), abs=1e-6)
+    uniform = math.log(37)
+    assert zero(tokens(2, 16), tokens(2, 16)).loss.item() == pytest.approx(uniform, abs=1e-6)
 
 
 # ---- sizes and refusals ----
 
-def test_parameter_counts_are_those_of_gpt2():
+def test_parameter_counts_are_those_of_gpt2(monkeypatch):
+    monkeypatch.setattr(GPT, "init_weights", lambda self: None)
+    config = GPTConfig(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=768, bias=True)
     with torch.device("meta"):
-        model = GPT.__new__(GPT)
-        GPT.init_weights, keep = lambda self: None, GPT.init_weights
-        try:
-            model.__init__(GPTConfig(block_size=1024, vocab_size=50257,
-                                     n_layer=12, n_head=12, n_embd=768, bias=True))
-        finally:
-            GPT.init_weights = keep
+        model = GPT(config)
     assert model.num_params() == 124_439_808  # OpenAI's smallest GPT-2
     assert model.num_params(non_embedding=True) == 124_439_808 - 1024 * 768
 
@@ -471,8 +479,8 @@ def test_an_impossible_config_names_every_problem():
 def test_a_recipe_sets_only_the_flags_left_open():
     assert GPTConfig(recipe="modern").act == "relu2" and GPTConfig(recipe="modern", act="gelu").act == "gelu"
     assert GPTConfig(recipe="modern", tied=True).tied and not GPTConfig(recipe="modern").tied
-    assert all(getattr(GPTConfig(recipe=recipe),
-                       flag) is not None for recipe in RECIPES for flag in RECIPES[recipe])
+    for recipe, flags in RECIPES.items():
+        assert all(getattr(GPTConfig(recipe=recipe), flag) is not None for flag in flags)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

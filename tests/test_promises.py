@@ -1,5 +1,4 @@
-"""What every mechanism promises: alone with both recipes, with every other mechanism, and all of them
-together.
+"""What every mechanism promises: alone with both recipes, with each other one, and with all together.
 
 All lists come from model.py, where a new mechanism is one line. Where a promise can be broken by a plausible
 mistake, a negative control makes that mistake and has to be caught. Equalities are in float64.
@@ -22,9 +21,8 @@ from torch.nn import functional as F
 import checkpoint
 import model as model_py
 import train
-from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES,
-                   MECHANISMS, NEUTRAL, RECIPES, Agency, ConstraintHeads, GPTConfig, HeadRouter, KVCache,
-                   SentinelGate)
+from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, RECIPES, Agency,
+                   ConstraintHeads, GPTConfig, HeadRouter, KVCache, SentinelGate)
 from optim import make_optimizers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,8 +35,7 @@ T = 13
 # ---- what is tested: {id: [(name, flags), ...]} ----
 
 def together(a, b):
-    """The flags of two mechanisms, or None where both set the same flag: two modes of one thing are no pair.
-    """
+    """The flags of two mechanisms; None where both set the same flag: two modes of one thing are no pair."""
     return None if set(MECHANISMS[a]) & set(MECHANISMS[b]) else {**MECHANISMS[a], **MECHANISMS[b]}
 
 
@@ -53,28 +50,28 @@ def small(flags):
 
 PAIRS = {(a, b): flags for a, b in itertools.combinations(MECHANISMS, 2) if (flags := together(a, b))}
 REFUSED = {pair: flags for pair, flags in PAIRS.items() if not fine(flags)}
-SINGLES = {name: [(f"{name}, {recipe}",
-                   {**flags, "recipe": recipe}) for recipe in RECIPES] for name, flags in {**MECHANISMS,
-                                                                                           "ALL_ON": ALL_ON}.items()}
+SINGLES = {name: [(f"{name}, {recipe}", {**flags, "recipe": recipe}) for recipe in RECIPES]
+           for name, flags in {**MECHANISMS, "ALL_ON": ALL_ON}.items()}
 WITH = {f"{first}+": [(f"{a}+{b}", small(flags)) for (a, b), flags in PAIRS.items()
-                      if a == first and fine(flags)] for first in MECHANISMS}
+                      if a == first and fine(flags)]
+        for first in MECHANISMS}
 ALL = {**SINGLES, **{first: cases for first, cases in WITH.items() if cases}}
 singles = pytest.mark.parametrize("cases", SINGLES.values(), ids=SINGLES)
 every = pytest.mark.parametrize("cases", ALL.values(), ids=ALL)
 
 
 def test_every_pair_is_tested_but_those_that_are_refused_for_a_reason():
-    assert {pair: GPTConfig(**TINY, **flags).problems() for pair, flags in REFUSED.items()} == {
-        ("a2c_published",
-         "constraint_b"): [
-        "a2c='published' takes x in n_head slices as values, which constraint_variant='B' makes too narrow"]}
+    problems = {pair: GPTConfig(**TINY, **flags).problems() for pair, flags in REFUSED.items()}
+    reason = ("a2c='published' takes x in n_head slices as values, "
+              "which constraint_variant='B' makes too narrow")
+    assert problems == {("a2c_published", "constraint_b"): [reason]}
     modes = {}  # mechanisms that turn on the same thing
     for name, flags in MECHANISMS.items():
         modes.setdefault(next(iter(flags)), []).append(name)
     n = len(MECHANISMS)
     clashing = sum(math.comb(len(names), 2) for names in modes.values())
-    assert sum(len(cases) for first, cases in ALL.items()
-               if first.endswith("+")) == n * (n - 1) // 2 - clashing - len(REFUSED)
+    tested = sum(len(cases) for first, cases in ALL.items() if first.endswith("+"))
+    assert tested == n * (n - 1) // 2 - clashing - len(REFUSED)
 
 
 # ---- helpers ----
@@ -84,16 +81,17 @@ def fresh(flags, **more):
 
 
 def enliven(model):
-    """No weight is zero, no two heads are alike, one head of each layer is in each state: every path carries
-    a signal.
-    """
+    """No weight is zero, no two heads are alike, every state has a head: every path carries a signal."""
     torch.manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
-            p.normal_(0.0, 0.15) if p.dim() >= 2 else p.normal_(1.0, 0.1)
+            if p.dim() >= 2:
+                p.normal_(0.0, 0.15)
+            else:
+                p.normal_(1.0, 0.1)
     if model.config.agency:
-        for layer, state in itertools.product(range(model.config.n_layer), enumerate(Agency.STATES)):
-            model.set_head(layer, state[0], state=state[1])
+        for layer, (head, state) in itertools.product(range(model.config.n_layer), enumerate(Agency.STATES)):
+            model.set_head(layer, head, state=state)
     return model
 
 
@@ -147,50 +145,54 @@ def gradients(model, **kw):
 # ---- 1. off: bit-identical to the plain GPT, without a parameter or a buffer ----
 
 def plain(model, idx):
-    """The plain GPT's logits once more, from its parameters, in as few of PyTorch's operations as it takes.
-    """
+    """The plain GPT's logits once more, from its parameters, in few of PyTorch's operations."""
     c, w, (B, T) = model.config, dict(model.named_parameters()), idx.shape
+    gpt2 = c.recipe == "gpt2"
     D = c.n_embd // c.n_head
+    half = D // 2
 
     def norm(x, name):
-        return F.layer_norm(x, (c.n_embd,), w[name + ".weight"],
-                            None, 1e-5) if c.recipe == "gpt2" else F.rms_norm(x, (c.n_embd,), eps=1e-6)
+        if gpt2:
+            return F.layer_norm(x, (c.n_embd,), w[name + ".weight"], None, 1e-5)
+        return F.rms_norm(x, (c.n_embd,), eps=1e-6)
 
     def turn(x):
-        angle = torch.arange(T,
-                             dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(D // 2,
-                                                                                       dtype=torch.float64) / (D // 2))
+        frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        angle = torch.arange(T, dtype=torch.float64)[:, None] * frequency
         cos, sin = (f.repeat(1, 2).float()[:, None] for f in (angle.cos(), angle.sin()))
-        sin[..., :D // 2] *= -1
+        sin[..., :half] *= -1
         x = F.rms_norm(x, (D,), eps=1e-6)
-        return torch.addcmul(x * cos, torch.cat((x[..., D // 2:], x[..., :D // 2]), -1), sin)
+        return torch.addcmul(x * cos, torch.cat((x[..., half:], x[..., :half]), -1), sin)
 
     x = F.embedding(idx, w["transformer.wte.weight"])
-    x = x + w["transformer.wpe.weight"][:T] if c.recipe == "gpt2" else F.rms_norm(x, (c.n_embd,), eps=1e-6)
+    x = x + w["transformer.wpe.weight"][:T] if gpt2 else F.rms_norm(x, (c.n_embd,), eps=1e-6)
     for i in range(c.n_layer):
         name = f"transformer.h.{i}."
-        q, k, v = (F.linear(norm(x, name + "ln_1"),
-                            w[name + "attn.c_attn.weight"]).view(B, T, 3, c.n_head, D).unbind(2))
-        q, k = (q, k) if c.recipe == "gpt2" else (turn(q), turn(k))
+        qkv = F.linear(norm(x, name + "ln_1"), w[name + "attn.c_attn.weight"])
+        q, k, v = qkv.view(B, T, 3, c.n_head, D).unbind(2)
+        q, k = (q, k) if gpt2 else (turn(q), turn(k))
         y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
         x = x + F.linear(y.transpose(1, 2).reshape(B, T, c.n_embd), w[name + "attn.c_proj.weight"])
-        x1 = F.linear(norm(x, name + "ln_2"), w[name + "mlp.c_fc.weight"])
-        x = x + F.linear(F.gelu(x1) if c.recipe == "gpt2" else F.relu(x1) ** 2, w[name + "mlp.c_proj.weight"])
-    return F.linear(norm(x, "transformer.ln_f"),
-                    w["transformer.wte.weight" if c.recipe == "gpt2" else "lm_head.weight"])
+        inner = F.linear(norm(x, name + "ln_2"), w[name + "mlp.c_fc.weight"])
+        inner = F.gelu(inner) if gpt2 else F.relu(inner) ** 2
+        x = x + F.linear(inner, w[name + "mlp.c_proj.weight"])
+    return F.linear(norm(x, "transformer.ln_f"), w["transformer.wte.weight" if gpt2 else "lm_head.weight"])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_off_is_the_plain_gpt_to_the_last_bit(recipe):
     model = GPT(GPTConfig(**TINY, recipe=recipe, zero_init=False)).eval()
-    inside = {"gpt2": ["ln_1", "ln_2"], "modern": []}[recipe] + ["attn.c_attn",
-                                                                 "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
-    around = {"gpt2": ["transformer.wte", "transformer.wpe", "transformer.ln_f"],
-              "modern": ["transformer.wte", "lm_head"]}[recipe]
-    assert {n for n, _ in model.named_parameters()} == {f"{n}.weight" for n in around
-                                                        + [
-        f"transformer.h.{i}.{n}" for i in range(2) for n in inside]}
-    assert {n for n, _ in model.named_buffers()} == {"gpt2": set(), "modern": {"cos12", "sin12"}}[recipe]
+    inside = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+    if recipe == "gpt2":
+        inside += ["ln_1", "ln_2"]
+        around = ["transformer.wte", "transformer.wpe", "transformer.ln_f"]
+        buffers = set()
+    else:
+        around = ["transformer.wte", "lm_head"]
+        buffers = {"cos12", "sin12"}
+    parameters = around + [f"transformer.h.{i}.{n}" for i in range(2) for n in inside]
+    assert {n for n, _ in model.named_parameters()} == {f"{n}.weight" for n in parameters}
+    assert {n for n, _ in model.named_buffers()} == buffers
     with torch.no_grad():
         out = model(tokens(3, T), tokens(3, T, seed=2))
         assert torch.equal(out.logits, plain(model, tokens(3, T))) and out.aux == {} and out.traces is None
@@ -199,14 +201,12 @@ def test_off_is_the_plain_gpt_to_the_last_bit(recipe):
 
 @singles
 def test_on_is_not_off(cases):
-    """The control of what equals the plain GPT here and below: with weights that are alive, no mechanism
-    does.
-    """
+    """The control of what equals the plain GPT here and below: with live weights no mechanism does."""
     for name, flags in cases:
         base = alive(dict(recipe=flags["recipe"]))
+        model = share(alive(flags), base).train()
         with torch.no_grad():
-            assert not near(share(alive(flags), base).train().hidden(tokens(2, T)),
-                            base.hidden(tokens(2, T)), 1e-3), name
+            assert not near(model.hidden(tokens(2, T)), base.hidden(tokens(2, T)), 1e-3), name
 
 
 # ---- 2. neutral: a setting at which it equals the plain GPT ----
@@ -216,9 +216,9 @@ def neutral(names, more):
     flags = dict(more)
     for name in names:
         flags.update(MECHANISMS[name])
-        flags.update({key: TINY[value] if isinstance(value, str)
-                      else value for key, value in NEUTRAL[name].items()
-                      if key in GPTConfig.__dataclass_fields__})
+        for key, value in NEUTRAL[name].items():
+            if key in GPTConfig.__dataclass_fields__:
+                flags[key] = TINY[value] if isinstance(value, str) else value
     base = alive(more)
     model = share(fresh(flags), base)
     model.make_neutral(names)
@@ -255,9 +255,7 @@ def test_shared_parameters_start_bit_identical(cases):
 # ---- 4. causal ----
 
 def seen(model, idx, traces):
-    """{name: what the model computes, per token}: logits and the traces that have a time axis, or the hidden
-    states.
-    """
+    """{name: what the model computes, per token}: logits and traces with a time axis, or hidden states."""
     with torch.no_grad():
         if not traces:
             return {"hidden": model.hidden(idx)}
@@ -274,8 +272,8 @@ def leaks(model, traces=True, at=(1, 6, 12)):
         other[:, t] = (other[:, t] + 1) % 37
         after = seen(model, other, traces)
         last = "logits" if traces else "hidden"
-        assert not near(before[last][:, t], after[last][:, t],
-                        1e-4), f"the change of token {t} is not seen at all"
+        noticed = not near(before[last][:, t], after[last][:, t], 1e-4)
+        assert noticed, f"the change of token {t} is not seen at all"
         for name, value in before.items():
             axis = value.shape.index(T)
             if not torch.equal(value.narrow(axis, 0, t), after[name].narrow(axis, 0, t)):
@@ -286,24 +284,28 @@ def leaks(model, traces=True, at=(1, 6, 12)):
 @every
 def test_future_tokens_do_not_leak(cases):
     for name, flags in cases:
-        model = alive(flags)
-        assert leaks(model, "maps", (1, 6, 12) if "recipe" in flags else (6,)) == set(), name
-        if "recipe" in flags:
-            assert leaks(model.train() if "sentinel_l0" not in name else model, False) == set(), name
+        model, single = alive(flags), "recipe" in flags
+        assert leaks(model, "maps", (1, 6, 12) if single else (6,)) == set(), name
+        if single:
+            if "sentinel_l0" not in name:  # whose gates are noisy in training
+                model.train()
+            assert leaks(model, False) == set(), name
 
 
 def test_traces_that_are_looked_at_are_all_there():
     found = {name.split(".", 2)[-1] for name in seen(alive(ALL_ON), tokens(2, T), "maps")}
-    assert found >= {"advantage", "routing_weights", "routing_logits",
-                     "router_gates", "head_scores", "entropy", "concentration", "acag_gate",
-                     "map", *(f"constraint.{name}" for name in CONSTRAINTS)}
+    assert found >= {"advantage", "routing_weights", "routing_logits", "router_gates", "head_scores",
+                     "entropy", "concentration", "acag_gate", "map",
+                     *(f"constraint.{name}" for name in CONSTRAINTS)}
 
 
 def pooled_router(monkeypatch):
     """The constraint write-up's router: the mean of the whole sequence."""
     gates = ConstraintHeads.router_gates
-    monkeypatch.setattr(ConstraintHeads, "router_gates", lambda self,
-                        x, ctx, layer: gates(self, x, ctx._replace(hint=x.mean(1)), layer))
+
+    def pooled(self, x, ctx, layer):
+        return gates(self, x, ctx._replace(hint=x.mean(1)), layer)
+    monkeypatch.setattr(ConstraintHeads, "router_gates", pooled)
 
 
 def full_matrix_statistics(monkeypatch):
@@ -323,15 +325,18 @@ def pooled_norm(*dims):
     return patch
 
 
-@pytest.mark.parametrize("name, mistake", [("constraint_a", pooled_router),
-                                           ("constraint_published", pooled_router),
-                                           ("acag", full_matrix_statistics),
-                                           ("acag_published", full_matrix_statistics),
-                                           ("head_norm", pooled_norm(0, 2, 3))],
-                         ids=["constraint_a", "constraint_published", "acag", "acag_published", "head_norm"])
+MISTAKES = {"constraint_a": pooled_router,
+            "constraint_published": pooled_router,
+            "acag": full_matrix_statistics,
+            "acag_published": full_matrix_statistics,
+            "head_norm": pooled_norm(0, 2, 3)}
+
+
+@pytest.mark.parametrize("name, mistake", MISTAKES.items(), ids=MISTAKES)
 def test_the_leak_test_catches(name, mistake, monkeypatch):
     mistake(monkeypatch)
-    assert "logits" in leaks(alive(MECHANISMS[name])) and leaks(alive(MECHANISMS[name]), False) == {"hidden"}
+    assert "logits" in leaks(alive(MECHANISMS[name]))
+    assert leaks(alive(MECHANISMS[name]), False) == {"hidden"}
 
 
 # ---- 5. rows of a batch ----
@@ -358,6 +363,7 @@ def test_the_batch_test_catches_a_norm_over_the_batch(monkeypatch):
 
 DROPS_GATES = {"routing_published", "routing_train_only"}
 
+
 def same_in_training(model):
     """Whether training mode, with and without losses, computes what evaluation does."""
     idx = tokens(2, T)
@@ -370,16 +376,14 @@ def same_in_training(model):
 def test_training_and_evaluation_are_the_same_function(cases):
     """But the two whose gates the write-up's code drops after training: they have to be caught."""
     for name, flags in cases:
-        assert same_in_training(open_noisy_gates(alive(flags))) == (not DROPS_GATES
-                                                                    & set(
-            name.split(", ")[0].split("+"))), name
+        mechanisms = set(name.split(", ")[0].split("+"))
+        assert same_in_training(open_noisy_gates(alive(flags))) == (not DROPS_GATES & mechanisms), name
 
 
 def test_hard_concrete_gates_are_the_same_in_expectation():
-    """Over many draws a gate's mean is near the gate of evaluation (not at it: the paper's is an estimate),
-    and so is what
+    """Over many draws a gate's mean is near the gate of evaluation, and so is what the model computes.
 
-    the model computes; one draw is not.
+    Near, not at it: the paper's is an estimate. One draw is not near.
     """
     gate = SentinelGate(GPTConfig(sentinel="hard_concrete"), SimpleNamespace(n_total=7))
     gate.logit.data = torch.linspace(-3, 3, 7)
@@ -422,9 +426,7 @@ def test_cached_equals_uncached(cases):
 
 @every
 def test_rows_padded_and_read_in_pieces_equal_rows_alone(cases):
-    """Each row of an unevenly long batch, whatever stands in its padding, gives what it gives alone, without
-    a cache.
-    """
+    """Each row of an unevenly long batch, whatever its padding, gives what it gives alone without a cache."""
     lengths, idx = [3, 9, 6], tokens(3, 9)
     pad = 9 - torch.tensor(lengths)
     filled = torch.where(torch.arange(9) < pad[:, None], 36, idx)
@@ -432,8 +434,8 @@ def test_rows_padded_and_read_in_pieces_equal_rows_alone(cases):
         model = alive(flags)
         with torch.no_grad():
             cache = KVCache(model.config)
-            pieces = torch.cat([model.hidden(piece, cache, pad) for piece in filled.split([4, 4, 1], dim=1)],
-                               1)
+            pieces = [model.hidden(piece, cache, pad) for piece in filled.split([4, 4, 1], dim=1)]
+            pieces = torch.cat(pieces, dim=1)
             whole = model.hidden(filled, pad=pad) if "recipe" in flags else pieces
             for row, n in enumerate(lengths):
                 alone = model.hidden(idx[row:row + 1, 9 - n:])[0]
@@ -449,8 +451,8 @@ def test_unequal_prompts_generate_what_each_does_alone(cases):
         model = alive(flags)
         got = model.generate(idx, 9, temperature=0, lengths=lengths)
         for row, n in enumerate(lengths):
-            assert torch.equal(got[row, 9:], model.generate(idx[row:row + 1, 9 - n:], 9,
-                                                            temperature=0)[0, n:]), f"{name}: prompt of {n}"
+            alone = model.generate(idx[row:row + 1, 9 - n:], 9, temperature=0)
+            assert torch.equal(got[row, 9:], alone[0, n:]), f"{name}: prompt of {n}"
 
 
 @pytest.mark.parametrize("name", ["constraint_a", "constraint_b", "constraint_published"])
@@ -463,10 +465,14 @@ def test_the_cache_test_catches_a_running_mean_that_starts_anew(name, monkeypatc
 def test_decoding_that_skips_heads_equals_decoding_that_does_not(name, monkeypatch):
     """Alone, with every other mechanism, and with heads that are gone."""
     calls, skipping = [], model_py.attend_selected
+
+    def counted(*a):
+        calls.append(1)
+        return skipping(*a)
     monkeypatch.setattr(model_py, "SKIP_FROM", 1)
-    monkeypatch.setattr(model_py, "attend_selected", lambda *a: (calls.append(1), skipping(*a))[1])
-    for other, flags in SINGLES[name] + [case for cases in WITH.values() for case in cases
-                                         if name in case[0].split("+")]:
+    monkeypatch.setattr(model_py, "attend_selected", counted)
+    pairs = [case for cases in WITH.values() for case in cases if name in case[0].split("+")]
+    for other, flags in SINGLES[name] + pairs:
         model = alive(flags)
         calls.clear()
         assert cache_differs(model, [4] + [1] * 4) == [], other
@@ -479,8 +485,8 @@ def test_decoding_that_skips_heads_equals_decoding_that_does_not(name, monkeypat
 
 # ---- 8. compiled: one graph, and no other when a head's state moves ----
 
-FAMILIES = ["routing_moh", "sentinel", "agency", "a2c_key_bias",
-            "output_gate", "constraint_a", "acag", "unet_concat", "window"]
+FAMILIES = ["routing_moh", "sentinel", "agency", "a2c_key_bias", "output_gate",
+            "constraint_a", "acag", "unet_concat", "window"]
 AT_ONCE = {"ALL_ON": ALL_ON}  # and then every mechanism, as many together as go
 for name, flags in MECHANISMS.items():
     room = next((n for n, there in AT_ONCE.items() if n != "ALL_ON"
@@ -502,8 +508,8 @@ def compiles_like_eager(flags, name, **options):
     model = GPT(GPTConfig(**{**TINY, "block_size": 8, **small(flags)}))
     open_noisy_gates(enliven(model)).train()  # compiled, noise is other noise
     fast, idx, targets = torch.compile(model, fullgraph=True, **options), tokens(2, 8), tokens(2, 8, seed=2)
-    (want, grads), (got, fast_grads) = losses_of(model, model,
-                                                 idx, targets), losses_of(model, fast, idx, targets)
+    want, grads = losses_of(model, model, idx, targets)
+    got, fast_grads = losses_of(model, fast, idx, targets)
     assert got == pytest.approx(want, abs=1e-4) and len(grads) == len(fast_grads), name
     assert all(near(a, b, 1e-3) for a, b in zip(grads, fast_grads)), name
     return model, fast, idx, targets
@@ -549,8 +555,8 @@ def test_a_heads_state_moves_without_recompiling():
     with torch.no_grad():
         before = fast(idx).logits
         with torch._dynamo.config.patch(error_on_recompile=True):
-            for change in (dict(state="misaligned"), dict(state="overloaded"),
-                           dict(consent=False), dict(state="active", consent=True)):
+            for change in (dict(state="misaligned"), dict(state="overloaded"), dict(consent=False),
+                           dict(state="active", consent=True)):
                 model.set_head(1, 4, **change, step=7)
                 after = fast(idx).logits
                 assert near(after, model(idx).logits, 1e-4) and not near(after, before, 1e-3)
@@ -570,12 +576,11 @@ def more_losses(flags):
 
 @every
 def test_every_parameter_has_a_gradient(cases):
-    """With all auxiliary losses on; finite from the first step on, and not zero once the weights are alive.
-    """
+    """With all auxiliary losses on; finite from the first step on, not zero once the weights are alive."""
     for name, flags in cases:
         model = GPT(GPTConfig(**{**TINY, **more_losses(flags)})).train()
-        assert "recipe" not in flags or all(g is not None
-                                            and g.isfinite().all() for g in gradients(model).values()), name
+        if "recipe" in flags:
+            assert all(g is not None and g.isfinite().all() for g in gradients(model).values()), name
         dead = [n for n, g in gradients(enliven(model)).items()
                 if g is None or not g.isfinite().all() or not g.any()]
         assert dead == [], name
@@ -585,8 +590,8 @@ def test_every_auxiliary_loss_is_there():
     model = GPT(GPTConfig(**TINY, **more_losses(ALL_ON))).train()
     out = model(tokens(2, T), tokens(2, T, seed=2),
                 constraint_targets={name: torch.ones(2, T) for name in CONSTRAINTS})
-    assert set(out.aux) == {"routing_balance", "gate_l1", "constraint",
-                            "constraint_router", "a2c_value", "a2c_advantage"}
+    assert set(out.aux) == {"routing_balance", "gate_l1", "constraint", "constraint_router",
+                            "a2c_value", "a2c_advantage"}
     assert model(tokens(2, T)).aux == {} and model(tokens(2, T)).loss is None
 
 
@@ -594,14 +599,14 @@ def test_every_auxiliary_loss_is_there():
 @singles
 def test_bfloat16_is_finite(cases, how):
     for name, flags in cases:
-        model = GPT(GPTConfig(**TINY, **more_losses(flags))).train()
+        config = GPTConfig(**TINY, **more_losses(flags))
+        model = GPT(config).train()
+        want = total(model).item()
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
             loss = total(model.bfloat16() if how == "weights" else model)
         loss.backward()
         assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters()), name
-        assert loss.item() == pytest.approx(total(GPT(GPTConfig(**TINY,
-                                                                **more_losses(flags))).train()).item(),
-                                            abs=0.2), name
+        assert loss.item() == pytest.approx(want, abs=0.2), name
 
 
 # ---- 10. checkpoints ----
@@ -611,14 +616,13 @@ def test_a_saved_model_is_the_same_model(cases, tmp_path, monkeypatch):
     """Head states included; also after heads are pruned, and the context is cropped."""
     monkeypatch.setattr(os, "fsync", lambda file: None)  # takes most of the time, and no power fails here
     for name, flags in cases:
-        model, idx = alive(flags).float(), tokens(2, 8)
-        for change in ([lambda: None] if flags["recipe"] == "gpt2"
-                       else []) + [lambda: (model.prune_heads({0: [0, 5], 1: list(range(6))}),
-                                            model.crop_block_size(8))]:
-            change()
-            checkpoint.save(tmp_path / "ckpt.pt",
-                            dict(model=model.state_dict(), config=asdict(model.config), meta=None))
-            again = checkpoint.build(checkpoint.read(tmp_path / "ckpt.pt"), tmp_path / "ckpt.pt")
+        model, idx, path = alive(flags).float(), tokens(2, 8), tmp_path / "ckpt.pt"
+        for smaller in (False, True) if flags["recipe"] == "gpt2" else (True,):
+            if smaller:
+                model.prune_heads({0: [0, 5], 1: list(range(6))})
+                model.crop_block_size(8)
+            checkpoint.save(path, dict(model=model.state_dict(), config=asdict(model.config), meta=None))
+            again = checkpoint.build(checkpoint.read(path), path)
             with torch.no_grad():
                 assert torch.equal(again(idx).logits, model(idx).logits), name
             assert again.config == model.config and again.violations() == model.violations(), name
@@ -630,39 +634,37 @@ def test_a_saved_model_is_the_same_model(cases, tmp_path, monkeypatch):
 # ---- 11. two ranks ----
 
 def test_two_ranks_train_as_one_process_does_with_everything_on(bytes_data, rows, tmp_path):
-    settings = dict(dataset=bytes_data, n_layer=2, n_head=6,
-                    n_embd=48, block_size=16, batch_size=4, max_iters=6, eval_interval=6, eval_tokens=256,
-                    log_interval=1, device="cpu", **{**ALL_ON, "routing_coef": 1.0})
-    def argv(out):
-        return [f"--{key}={value}" for key, value in settings.items()] + [
-            f"--out_dir={tmp_path / out}"]
-    train.main(argv("one"))
-    command = [sys.executable, "-m", "torch.distributed.run",
-               "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"), *argv("two")]
-    done = subprocess.run(command, capture_output=True, text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+    settings = dict(dataset=bytes_data, n_layer=2, n_head=6, n_embd=48, block_size=16, batch_size=4,
+                    max_iters=6, eval_interval=6, eval_tokens=256, log_interval=1, device="cpu",
+                    **{**ALL_ON, "routing_coef": 1.0})
+    argv = [f"--{key}={value}" for key, value in settings.items()]
+    train.main([*argv, f"--out_dir={tmp_path / 'one'}"])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               str(ROOT / "train.py"), *argv, f"--out_dir={tmp_path / 'two'}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     for one, two in zip(rows(tmp_path / "one"), rows(tmp_path / "two")):
         assert len(one) == len(two) > 0
         for a, b in zip(one, two):
             assert a.keys() == b.keys()
-            assert all(a[k] == pytest.approx(b[k], abs=1e-5) for k in a
-                       if k not in ("elapsed_s", "tokens_per_s")), (a, b)
-    assert {"aux/routing_balance", "aux/gate_l1", "aux/a2c_value",
-            "aux/a2c_advantage"} <= set(rows(tmp_path / "two")[0][-1])
+            same = set(a) - {"elapsed_s", "tokens_per_s"}
+            assert all(a[k] == pytest.approx(b[k], abs=1e-5) for k in same), (a, b)
+    losses = {"aux/routing_balance", "aux/gate_l1", "aux/a2c_value", "aux/a2c_advantage"}
+    assert losses <= set(rows(tmp_path / "two")[0][-1])
     one, two = (checkpoint.read(tmp_path / out / "ckpt.pt")["model"] for out in ("one", "two"))
     assert one.keys() == two.keys() and all(near(one[k].float(), two[k].float(), 1e-4) for k in one)
 
 
 def test_load_balance_is_that_of_the_whole_batch(monkeypatch):
-    """Two halves of a batch, as two ranks see them. The control: without the exchange their mean is another
-    number.
-    """
+    """Two halves of a batch, as two ranks see them. The control: without the exchange the mean differs."""
     router = HeadRouter(GPTConfig(**TINY, routing="moh", routing_coef=1.0), None).double()
-    x = torch.randn(2, T, 72, dtype=torch.float64,
-                    generator=torch.Generator().manual_seed(0)) + torch.tensor([[[1.0]], [[-1.0]]])
+    x = torch.randn(2, T, 72, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = x + torch.tensor([[[1.0]], [[-1.0]]])
+
     def penalty(x):
         return router.penalty(*router(x))["routing_balance"].item()
+
     load = [router(half)[1].flatten(0, 1).double().mean(0) for half in x[:, None]]
     whole, alone = penalty(x), [penalty(half) for half in x[:, None]]
     assert abs(sum(alone) / 2 - whole) > 1e-3
@@ -675,19 +677,24 @@ def test_load_balance_is_that_of_the_whole_batch(monkeypatch):
 # ---- 12. heads that are closed, packed away, and pruned ----
 
 def close(model, gone):
-    """Close heads, {layer: [head, ...]}, in turn by every means that the model has: by hand, withdrawn, a
-    gate learned to be 0.
+    """Close heads, {layer: [head, ...]}, by every means that the model has in turn.
+
+    By hand, withdrawn, by a gate that has learned to be 0.
     """
     for layer, heads in gone.items():
         attn = model.transformer.h[layer].attn
-        means = ["hand"] + ["withdrawn"] * bool(attn.agency) + ["learned"] * bool(attn.sentinel
-                                                                                  and attn.sentinel.hard)
-        for i, head in enumerate(heads):
-            how = means[i % len(means)]
-            if how == "learned":
-                attn.sentinel.logit.data[head] = -50.0
+        means = ["hand"]
+        if attn.agency:
+            means.append("withdrawn")
+        if attn.sentinel and attn.sentinel.hard:
+            means.append("learned")
+        for head, how in zip(heads, itertools.cycle(means)):
+            if how == "hand":
+                model.set_head(layer, head, gate=0.0)
+            elif how == "withdrawn":
+                model.set_head(layer, head, state="withdrawn")
             else:
-                model.set_head(layer, head, **(dict(gate=0.0) if how == "hand" else dict(state="withdrawn")))
+                attn.sentinel.logit.data[head] = -50.0
     return model
 
 
@@ -699,7 +706,8 @@ def test_packed_is_the_same_function_without_the_closed_heads(cases):
     """Read in pieces with a cache that is smaller; the router still selects among all heads."""
     idx = tokens(2, 16)
     for name, flags in cases:
-        gone = GONE if "recipe" in flags else {0: GONE[0]}
+        single = "recipe" in flags
+        gone = GONE if single else {0: GONE[0]}
         model = alive(flags)
         with torch.no_grad():
             before = model.hidden(idx)
@@ -707,14 +715,13 @@ def test_packed_is_the_same_function_without_the_closed_heads(cases):
             want, cache = model.hidden(idx), KVCache(packed.config)
             got = torch.cat([packed.hidden(piece, cache) for piece in idx.split([7, 1, 8], dim=1)], dim=1)
         assert near(got, want) and not near(want, before), name
-        assert model.config.head_ids is None and not any(set(gone[layer])
-                                                         & set(
-            packed.config.head_ids[layer]) for layer in gone), name
-        assert [k.size(1) for k in cache.k] == [len(b.attn.head_ids)
-                                                + b.attn.n_extra for b in packed.transformer.h], name
-        assert cache.k[0].size(1) < 6 + packed.transformer.h[0].attn.n_extra and ("recipe" not in flags
-                                                                                  or packed.config.head_ids[
-            1] == []), name
+        left = packed.config.head_ids
+        assert model.config.head_ids is None, name
+        assert not any(set(gone[layer]) & set(left[layer]) for layer in gone), name
+        assert not single or left[1] == [], name
+        attentions = [block.attn for block in packed.transformer.h]
+        assert [k.size(1) for k in cache.k] == [len(a.head_ids) + a.n_extra for a in attentions], name
+        assert cache.k[0].size(1) < 6 + attentions[0].n_extra, name
         assert packed.num_params() < model.num_params(), name
 
 
@@ -723,10 +730,10 @@ def trained(flags, optimizer, gone=None, prune=False):
     model = open_noisy_gates(alive(flags)).train()
     optimizers = make_optimizers(model, train.TrainConfig(optimizer=optimizer).for_recipe("gpt2"))
     for step in range(5):
-        if step == 2 and gone:
-            if prune:
-                model.prune_heads(gone, optimizers)
-            for layer, heads in gone.items() if not prune else ():
+        if step == 2 and gone and prune:
+            model.prune_heads(gone, optimizers)
+        elif step == 2 and gone:
+            for layer, heads in gone.items():
                 for head in heads:
                     model.set_head(layer, head, gate=0.0)
         model(tokens(2, T, seed=step), tokens(2, T, seed=step + 9)).loss.backward()
@@ -738,9 +745,7 @@ def trained(flags, optimizer, gone=None, prune=False):
 
 @singles
 def test_training_goes_on_after_pruning_as_with_closed_heads(cases):
-    """AdamW's moments are those of the heads that are left, so both go the same way; the control: with others
-    they do not.
-    """
+    """AdamW's moments are those of the heads that are left. The control: with others the ways part."""
     (name, flags), _ = cases
     pruned, _ = trained(flags, "adamw", GONE, prune=True)
     masked, _ = trained(flags, "adamw", GONE)
@@ -751,26 +756,30 @@ def test_training_goes_on_after_pruning_as_with_closed_heads(cases):
     assert not all(near(a, b) for a, b in zip(pruned.parameters(), never.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("flags", [{}, ALL_ON, MECHANISMS["a2c_published"],
-                                   MECHANISMS["output_gate_elementwise"]],
-                         ids=["plain", "ALL_ON", "a2c_published", "output_gate_elementwise"])
+PRUNED = {"plain": {},
+          "ALL_ON": ALL_ON,
+          "a2c_published": MECHANISMS["a2c_published"],
+          "output_gate_elementwise": MECHANISMS["output_gate_elementwise"]}
+
+
+@pytest.mark.parametrize("flags", PRUNED.values(), ids=PRUNED)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_pruning_takes_rows_from_projections_and_moments(flags, optimizer):
     model, optimizers = trained(flags, optimizer)
-    D, attn = 12, model.transformer.h[0].attn
+    attn = model.transformer.h[0].attn
+
     def held(p):
-        return next({k: v for k, v in o.state[p].items() if v.shape == p.shape} for o in optimizers
-                              if p in o.state)
-    rows = torch.cat([torch.arange(part * 72 + h * D,
-                                   part * 72
-                                   + (h + 1) * D) for part in range(attn.parts) for h in (1, 2, 4, 5)])
-    columns = torch.cat([torch.arange(h * D, (h + 1) * D) for h in (1, 2, 4, 5)])
-    want = [{"": attn.c_attn.weight, **held(attn.c_attn.weight)},
-            {"": attn.c_proj.weight, **held(attn.c_proj.weight)}]
-    want = [{k: v.detach()[rows].clone() for k, v in want[0].items()},
-            {k: v.detach()[:, columns].clone() for k, v in want[1].items()}]
+        """A parameter, under "", and its moments."""
+        state = next(o.state[p] for o in optimizers if p in o.state)
+        return {"": p, **{k: v for k, v in state.items() if v.shape == p.shape}}
+
+    D, left = 12, (1, 2, 4, 5)
+    columns = torch.cat([torch.arange(h * D, (h + 1) * D) for h in left])
+    rows = torch.cat([part * 72 + columns for part in range(attn.parts)])
+    want = [{k: v.detach()[rows].clone() for k, v in held(attn.c_attn.weight).items()},
+            {k: v.detach()[:, columns].clone() for k, v in held(attn.c_proj.weight).items()}]
     model.prune_heads(GONE, optimizers)
-    got = [{"": w, **held(w)} for w in (attn.c_attn.weight, attn.c_proj.weight)]
+    got = [held(attn.c_attn.weight), held(attn.c_proj.weight)]
     assert all(torch.equal(a[k], b[k]) for a, b in zip(want, got, strict=True) for k in a | b)
     assert len(want[0]) > 1
     inside = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
@@ -797,7 +806,8 @@ def named_axes(flags):
     """The names of the tensors that head_axes() lists."""
     model = GPT(GPTConfig(**{**TINY, **flags}))
     paths = {id(module): path for path, module in model.named_modules()}
-    return {f"{paths[id(axis.module)]}.{axis.tensor}" for block in model.transformer.h for axis in block.attn.head_axes()}
+    axes = [axis for block in model.transformer.h for axis in block.attn.head_axes()]
+    return {f"{paths[id(axis.module)]}.{axis.tensor}" for axis in axes}
 
 
 @singles
@@ -816,20 +826,19 @@ def test_the_head_axis_test_catches_a_tensor_that_is_not_named(monkeypatch):
     monkeypatch.setattr(SentinelGate, "head_axes", lambda self: [])
     flags = MECHANISMS["sentinel"]
     four, two = shapes(flags, 4), shapes(flags, 2)
-    assert {"transformer.h.0.attn.sentinel.logit"} <= {t for t in four
-                                                       if four[t] != two[t]} - named_axes(flags)
+    changed = {tensor for tensor in four if four[tensor] != two[tensor]}
+    assert "transformer.h.0.attn.sentinel.logit" in changed - named_axes(flags)
 
 
 @singles
 def test_a_deep_copy_is_optimised_and_initialised_alike(cases):
+    settings = train.TrainConfig(optimizer="muon", weight_decay=0.1).for_recipe("gpt2")
     for name, flags in cases:
         model = GPT(GPTConfig(**{**TINY, **flags}))
         groups = []
         for m in (model, copy.deepcopy(model)):
             names = {id(p): n for n, p in m.named_parameters()}
-            optimizers = make_optimizers(m,
-                                         train.TrainConfig(optimizer="muon",
-                                                           weight_decay=0.1).for_recipe("gpt2"))
+            optimizers = make_optimizers(m, settings)
             groups.append([[(sorted(names[id(p)] for p in group["params"]), group["weight_decay"])
                             for group in o.param_groups] for o in optimizers])
         assert groups[0] == groups[1], name
@@ -848,9 +857,11 @@ def test_cropping_leaves_the_callers_config_alone():
 def test_heads_that_are_not_there_are_refused():
     model = alive(MECHANISMS["agency"])
     model.prune_heads({0: [2]})
-    for wrong in (lambda: model.prune_heads({0: [2]}), lambda: model.prune_heads({2: [0]}),
+    for wrong in (lambda: model.prune_heads({0: [2]}),
+                  lambda: model.prune_heads({2: [0]}),
                   lambda: model.set_head(0, 2, gate=0.0),
-                  lambda: model.set_head(0, 6, gate=0.0), lambda: model.set_head(-1, 0, gate=0.0),
+                  lambda: model.set_head(0, 6, gate=0.0),
+                  lambda: model.set_head(-1, 0, gate=0.0),
                   lambda: model.set_head(0, 0, state="asleep"),
                   lambda: alive({}).set_head(0, 0, state="active")):
         with pytest.raises(ValueError) as e:
@@ -861,6 +872,14 @@ def test_heads_that_are_not_there_are_refused():
 # ---- 13. what is refused ----
 
 CONSTRAINED = dict(constraint_names=CONSTRAINTS)
+NEEDS_ITS_PARENT = dict(routing=dict(routing_top_k=2),
+                        sentinel=dict(sentinel_coef=1.0),
+                        agency=dict(agency_enforce=False),
+                        unet=dict(unet_skips=False),
+                        constraint_names=dict(constraint_heads=2),
+                        a2c=dict(a2c_value_coef=1.0),
+                        acag=dict(acag_detach=True),
+                        window=dict(window_global=1))
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -889,13 +908,9 @@ CONSTRAINED = dict(constraint_names=CONSTRAINTS)
      "window has no fused kernel with dropout on the attention weights: set attn_dropout=0"),
     (dict(a2c="temperature", a2c_gamma=1.0), "a2c_gamma=1.0 must be in [0, 1)"),
     (dict(head_ids=[[0, 1]]), "head_ids=[[0, 1]] must list, for each of the 2 layers"),
-    *((flags, f"{key}={value!r} means nothing while {parent} is off") for parent, flags in dict(
-        routing=dict(routing_top_k=2), sentinel=dict(sentinel_coef=1.0), agency=dict(agency_enforce=False),
-                                                                                                unet=dict(
-    unet_skips=False),
-        constraint_names=dict(constraint_heads=2), a2c=dict(a2c_value_coef=1.0), acag=dict(acag_detach=True),
-        window=dict(window_global=1)).items() for key, value in flags.items())],
-    ids=lambda v: "+".join(v) if isinstance(v, dict) else "")
+    *((flags, f"{key}={value!r} means nothing while {parent} is off")
+      for parent, flags in NEEDS_ITS_PARENT.items() for key, value in flags.items()),
+], ids=lambda v: "+".join(v) if isinstance(v, dict) else "")
 def test_what_means_nothing_together_is_refused_in_one_line(flags, words):
     problem, = GPTConfig(**{**TINY, **flags}).problems()
     assert problem.startswith(words) and "\n" not in problem
@@ -903,14 +918,16 @@ def test_what_means_nothing_together_is_refused_in_one_line(flags, words):
         GPT(GPTConfig(**{**TINY, **flags}))
 
 
-@pytest.mark.parametrize("flags", [dict(routing="sigmoid", routing_top_k=1),
-                                   dict(routing="published", routing_mask="zero", routing_top_k=1),
-                                   dict(acag="headwise", dropout=0.1, attn_dropout=0.0),
-                                   dict(window=0, dropout=0.1, attn_dropout=0.0),
-                                   dict(CONSTRAINED, constraint_layers=[0, 1])], ids=lambda v: "+".join(v))
+@pytest.mark.parametrize("flags", [
+    dict(routing="sigmoid", routing_top_k=1),
+    dict(routing="published", routing_mask="zero", routing_top_k=1),
+    dict(acag="headwise", dropout=0.1, attn_dropout=0.0),
+    dict(window=0, dropout=0.1, attn_dropout=0.0),
+    dict(CONSTRAINED, constraint_layers=[0, 1]),
+], ids=lambda v: "+".join(v))
 def test_what_is_near_a_refusal_but_means_something_trains(flags):
-    assert all(g is not None
-               and g.isfinite().all() for g in gradients(GPT(GPTConfig(**TINY, **flags)).train()).values())
+    model = GPT(GPTConfig(**TINY, **flags)).train()
+    assert all(g is not None and g.isfinite().all() for g in gradients(model).values())
 
 
 # ---- 14. recomputed, and with a shorter context ----

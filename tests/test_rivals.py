@@ -1,6 +1,4 @@
-"""The rivals against other people's classes and against what they promise; their slow oracles are in
-test_mechanisms.py.
-"""
+"""The rivals against other people's classes and their promises; slow oracles are in test_mechanisms.py."""
 
 from types import SimpleNamespace
 
@@ -13,9 +11,7 @@ from test_mechanisms import TINY, close, dense, normal, tiny
 
 
 def attention_of(model, x):
-    """What the first block's attention adds to the stream for x [B, T, C], without its output projection: [B,
-    H, T, D].
-    """
+    """What the first block's attention projects and adds to the stream for x [B, T, C]: [B, H, T, D]."""
     attn, merged = model.transformer.h[0].attn, []
     attn.merge = lambda y: merged.append(y) or y
     T = x.size(1)
@@ -37,9 +33,7 @@ def test_the_sink_is_that_of_gpt_oss():
 
 
 def test_the_elementwise_output_gate_is_that_of_afmoe():
-    """A layer without rotary positions of transformers' AFMoE, whole: projections, normed queries and keys,
-    gate, output.
-    """
+    """A whole layer of transformers' AFMoE without rotary positions: projections, q/k norm, gate, output."""
     afmoe = pytest.importorskip("transformers.models.afmoe.modeling_afmoe", reason="transformers is optional")
     model, x = tiny(dict(output_gate="elementwise"), qk_norm=True), normal(2, 9, 96)
     config = afmoe.AfmoeConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=6, head_dim=16,
@@ -62,7 +56,7 @@ def test_at_full_strength_an_output_is_orthogonal_to_its_own_value():
     v = model.transformer.h[0].attn.c_attn(x).chunk(3, -1)[2].unflatten(-1, (6, 16)).transpose(1, 2)
     for strength, orthogonal in ((50.0, True), (0.3, False)):
         model.transformer.h[0].attn.xsa.strength.data.fill_(strength)
-        # the first sees itself alone
+        # but the first token's, which sees itself alone
         cosine = F.cosine_similarity(attention_of(model, x)[:, :, 1:], v[:, :, 1:], dim=-1)
         assert (cosine.abs().max() < 1e-9) == orthogonal
 
@@ -86,14 +80,14 @@ def test_a_key_offset_lets_one_layer_find_what_followed(recipe):
 
 
 def test_a_narrow_gate_reads_the_first_channels_alone():
-    model = tiny(MECHANISMS["output_gate_narrow"])
-    assert model.transformer.h[0].attn.output_gate.proj.weight.shape == (6, 12)
+    attn = tiny(MECHANISMS["output_gate_narrow"]).transformer.h[0].attn
+    assert attn.output_gate.proj.weight.shape == (6, 12)
     x, other = normal(2, 9, 96), normal(2, 9, 96, seed=2)
     other[..., :12] = x[..., :12]
     gates = []
     for inputs in (x, other):
         h = Heads(inputs, None, None, None)
-        model.transformer.h[0].attn.output_gate.before(model.transformer.h[0].attn, h, Context())
+        attn.output_gate.before(attn, h, Context())
         gates.append(h.gates["output_gate"])
     assert torch.equal(*gates)
     bad = GPTConfig(**{**TINY, "n_embd": 6}, **MECHANISMS["output_gate_narrow"]).problems()
@@ -117,29 +111,24 @@ def test_skips_may_start_at_one():
 # ---- the write-up's routing, as printed ----
 
 def test_routing_published_is_the_printed_code():
-    """Logits times the mask, softmax, gates in training only, and the entropy term; the -inf form is another
-    function.
-    """
+    """Logits times the mask, softmax, gates in training only, the entropy term; -inf is another function."""
     model, x = tiny(MECHANISMS["routing_published"]), normal(2, 9, 96)
-    router, plain = model.transformer.h[0].attn.router, attention_of(model.eval(), x)
-    logits = router.out(F.gelu(router.fc(x)))
+    attn, plain = model.transformer.h[0].attn, attention_of(model.eval(), x)
+    logits = attn.router.out(F.gelu(attn.router.fc(x)))
     mask = torch.zeros_like(logits).scatter_(-1, torch.topk(logits, 3, dim=-1).indices, 1)
     gates = F.softmax(logits * mask, dim=-1)
     entropy = -(gates * torch.log(gates + 1e-8)).sum(dim=-1).mean() * 0.01
     model.train()
     close(attention_of(model, x), plain * gates.transpose(1, 2)[..., None], 1e-12)
     ctx = model.context(slice(0, 9), 0, 9, None, None, x.device, losses=True)
-    close(model.transformer.h[0].attn(x, ctx)[1].losses["routing_entropy"], entropy, 1e-12)
-    q, k, v = (t.unflatten(-1, (6, 16)).transpose(1,
-                                                  2) for t in model.transformer.h[0].attn.c_attn(x).chunk(3,
-                                                                                                          -1))
+    close(attn(x, ctx)[1].losses["routing_entropy"], entropy, 1e-12)
+    q, k, v = (t.unflatten(-1, (6, 16)).transpose(1, 2) for t in attn.c_attn(x).chunk(3, -1))
     close(attention_of(model.eval(), x), dense(q, k, v, 0.25)[0], 1e-12)  # evaluated, there are no gates
     for name in ("routing_inf", "routing_zero", "routing_train_only"):
         other = tiny(MECHANISMS[name])
-        same = [torch.allclose(attention_of(getattr(other, mode)(), x),
-                               attention_of(getattr(model, mode)(), x))
-                for mode in ("train", "eval")]
+        same = [torch.allclose(attention_of(other.train(mode), x), attention_of(model.train(mode), x))
+                for mode in (True, False)]
         assert same == [name == "routing_zero", name == "routing_train_only"], name
-    assert MECHANISMS["routing_published"].items() >= dict(routing_mask="zero",
-                                                           routing_eval_gate=False).items()
+    pair = dict(routing_mask="zero", routing_eval_gate=False)
+    assert MECHANISMS["routing_published"].items() >= pair.items()
 
