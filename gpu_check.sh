@@ -28,11 +28,12 @@ test)
 bench)
   run bench --rounds 11 ${NANOGPT:+--nanogpt "$NANOGPT"} ;;
 mechanisms)
-  ALL=routing_moh,sentinel,agency,unet_concat,constraint_a,a2c_temperature,acag_detach,acag,output_gate,all_on
+  ALL=routing_moh,sentinel,agency,unet_concat,constraint_a,a2c_temperature,acag_detach,acag,output_gate,xsa,sink
+  ALL=$ALL,key_offset,all_on
   run mechanisms --mechanisms "${MECHS:-$ALL}" --rounds 7 --steps 5 ;;
 long)
   ONE="--n_layer 2 --n_head 12 --n_embd 768 --batch_size 1" TIMES="--rounds 7 --steps 5"
-  ALL=routing_moh,a2c_key_bias,constraint_a,acag_detach,acag,window,output_gate_elementwise,all_on
+  ALL=routing_moh,a2c_key_bias,constraint_a,acag_detach,acag,window,output_gate_elementwise,sink,all_on
   run memory --what memory $ONE --block_size 16384 --mechanisms "${MECHS:-$ALL}"
   for context in 1024 16384; do
     run routing-$context --what train $ONE --block_size $context $TIMES \
