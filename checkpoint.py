@@ -225,16 +225,16 @@ def neutral_flags(cls, config, given):
     mode, flags = cls.mode_of(config), {}
     if cls.absorbs:
         return flags
-    refused = f"{cls.flag}={getattr(config, cls.flag)!r} has no neutral setting"
+    what = f"{cls.flag}={config.unsettled[cls.flag]!r}"
     anyway = "--init_anyway starts it as in a new model"
     if mode not in NEUTRAL:
-        raise UserError(f"{refused}, at which it would be the checkpoint's model; {anyway}")
+        raise UserError(f"{what} has no neutral setting, that is, the checkpoint's logits; {anyway}")
     for key, value in NEUTRAL[mode].items():
         if key not in GPTConfig.__dataclass_fields__:
             continue  # a parameter
         flags[key] = getattr(config, value) if isinstance(value, str) else value
         if key in given and getattr(config, key) != flags[key]:
-            raise UserError(f"{refused} but with {key}={flags[key]}; {anyway}")
+            raise UserError(f"{what} is neutral only with {key}={flags[key]}; {anyway}")
     return flags
 
 
@@ -243,7 +243,8 @@ def extended(state, path, device, model_config, given, classes, anyway, override
 
     anyway: one without such a setting starts as in a new model. Raises UserError without, naming it.
     """
-    flags = {name: getattr(model_config, name) for cls in classes for name in cls.fields() if name in given}
+    # as given: sizes that follow from block_size follow from the checkpoint's
+    flags = {name: model_config.unsettled[name] for cls in classes for name in cls.fields() if name in given}
     config, modes = config_of(state, path, **overrides, **flags), []
     for cls in classes:
         try:

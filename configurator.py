@@ -290,6 +290,11 @@ def preset_values(scale, names, mechanisms, source):
             bad.append(f"{source}: unknown mechanism {name}; "
                        + (f"did you mean {meant}?" if meant else f"there are {', '.join(mechanisms)}"))
             continue
+        flag = next(iter(mechanisms[name]), None)  # the one that turns it on
+        if flag in first:
+            other, _ = first[flag]
+            bad.append(f"{source}: mechanisms {other} and {name} exclude each other: both set {flag}")
+            continue
         for key, value in mechanisms[name].items():
             other, before = first.setdefault(key, (name, value))
             if value != before:

@@ -124,8 +124,9 @@ class CpuFlash(torch.autograd.Function):
     def inputs(q, k, mask, values):
         """What the kernel takes: q, k and v of one width, and the mask as something to add to the logits."""
         bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
-        width = max(q.size(-1), sum(v.size(-1) for v in values) + 1)
-        return *(CpuFlash.padded(t, width) for t in (q, k, torch.cat(values, -1))), bias
+        v = torch.cat(values, -1)
+        width = max(q.size(-1), v.size(-1) + 1)
+        return CpuFlash.padded(q, width), CpuFlash.padded(k, width), CpuFlash.padded(v, width), bias
 
     @staticmethod
     def padded(t, width):

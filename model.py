@@ -131,6 +131,7 @@ class GPTConfig:
     head_ids: Optional[list[list[int]]] = None  # the heads that are left in each layer; None: all
 
     def __post_init__(self):
+        self.unsettled = dict(vars(self))  # as given, before sizes follow from one another
         for name, value in RECIPES.get(self.recipe, {}).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -1348,9 +1349,10 @@ class CausalMask(Mechanism):
     @staticmethod
     def problems(config):
         yield from not_negative(config, "window_global", "window_random")
-        for name in ("window", "window_block"):
-            if getattr(config, name) < 1:
-                yield f"{name}={getattr(config, name)} must be positive"
+        if config.window < 1:
+            yield f"window={config.window} must be positive, or 0 for a quarter of block_size"
+        if config.window_block < 1:
+            yield f"window_block={config.window_block} must be positive"
         yield from no_dropout(config, "window")
 
     def draw_cells(self):

@@ -338,9 +338,10 @@ def test_what_is_wrong_with_scale_and_mechanism_is_one_line(config_file):
         "command line: unknown mechanism sentinl_l0; did you mean sentinel_l0?"]
     line, = refused("--mechanism=zzz")
     assert line == f"command line: unknown mechanism zzz; there are {', '.join(flags_by_name())}"
-    assert refused("--mechanism=acag,agency,acag_elementwise") == [
-        "command line: mechanisms acag and acag_elementwise exclude each other: "
-        "acag='headwise' or 'elementwise'"]
+    for one, other in (("acag", "acag_elementwise"), ("acag", "acag_published"), ("sink", "sink")):
+        # also where no flag differs: two modes of one mechanism are no pair
+        assert refused(f"--mechanism={one},agency,{other}") == [
+            f"command line: mechanisms {one} and {other} exclude each other: both set {one}"]
     path = config_file("mechanism = ['moh', 'sentinal']")
     assert refused(path, "--n_head=7") == [f"{path}: unknown mechanism sentinal; did you mean sentinel?"]
     path = config_file("mechanism = 3\nscale = 'huge'")

@@ -65,7 +65,8 @@ def test_one_without_a_neutral_setting_is_refused_by_name(name, tmp_path, data):
     with pytest.raises(UserError) as e:
         started(tmp_path / "plain.pt", data, flags)
     said = str(e.value)
-    assert "\n" not in said and "has no neutral setting" in said and "--init_anyway" in said
+    assert "\n" not in said and "--init_anyway" in said
+    assert ("is neutral only with window=16" if name.startswith("window") else "has no neutral setting") in said
     assert f"{next(iter(flags))}=" in said
     if name in ("constraint_b", "a2c_published"):  # whose projections have other shapes
         with pytest.raises(UserError, match="cannot be turned on over its weights"):
@@ -80,10 +81,22 @@ def test_a_flag_that_was_given_is_not_overruled(tmp_path, data):
     saved(tmp_path / "plain.pt", {})
     assert started(tmp_path / "plain.pt", data, dict(routing="moh")).config.routing_top_k == 6
     for flags, words in ((dict(routing="moh", routing_top_k=3),
-                          "routing='moh' has no neutral setting but with routing_top_k=6"),
-                         (dict(window=4), "window=4 has no neutral setting but with window=16")):
+                          "routing='moh' is neutral only with routing_top_k=6"),
+                         (dict(window=4), "window=4 is neutral only with window=16")):
         with pytest.raises(UserError, match=words):
             started(tmp_path / "plain.pt", data, flags)
+
+
+@pytest.mark.parametrize("name", ["window", "window_global_random"])
+def test_a_window_over_a_checkpoint_follows_its_context(name, tmp_path, data):
+    """window=0 is a quarter of the checkpoint's block_size, not of the default's."""
+    saved(tmp_path / "plain.pt", {})
+    config = GPTConfig(**MECHANISMS[name])  # of which nothing else is known, as at the command line
+    config.given = set(MECHANISMS[name])
+    assert config.window == 256
+    run = train.TrainConfig(init_from=str(tmp_path / "plain.pt"), init_anyway=True, out_dir=str(tmp_path))
+    model, _ = checkpoint.starting_point(config, run, data, "cpu")
+    assert (model.config.block_size, model.config.window, model.mask.window) == (16, 4, 4)
 
 
 @pytest.mark.parametrize("flags", [dict(sentinel="sigmoid"), dict(sentinel="sigmoid", sentinel_init=-1.0),
