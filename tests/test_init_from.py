@@ -66,7 +66,8 @@ def test_one_without_a_neutral_setting_is_refused_by_name(name, tmp_path, data):
         started(tmp_path / "plain.pt", data, flags)
     said = str(e.value)
     assert "\n" not in said and "--init_anyway" in said
-    assert ("is neutral only with window=16" if name.startswith("window") else "has no neutral setting") in said
+    words = "is neutral only with window=16" if name.startswith("window") else "has no neutral setting"
+    assert words in said
     assert f"{next(iter(flags))}=" in said
     if name in ("constraint_b", "a2c_published"):  # whose projections have other shapes
         with pytest.raises(UserError, match="cannot be turned on over its weights"):
