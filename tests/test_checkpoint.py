@@ -31,7 +31,7 @@ def line(action, *args, **kw):
 def state(bytes_data):
     """What train.py saves, in little."""
     config = GPTConfig(**TINY)
-    return dict(model=GPT(config).state_dict(), config=vars(config).copy(),
+    return dict(model=GPT(config).state_dict(), config=asdict(config),
                 meta=Dataset(bytes_data).meta, step=3)
 
 
