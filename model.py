@@ -158,8 +158,8 @@ class GPTConfig:
             return bad  # the mechanisms' checks assume that the sizes make sense
         bad = [problem for cls in MECHANISM_CLASSES for problem in cls.all_problems(self)]
         if self.head_ids is not None:
-            there = set(range(self.n_head))
-            if len(self.head_ids) != self.n_layer or any(h != sorted(set(h) & there) for h in self.head_ids):
+            every = set(range(self.n_head))
+            if len(self.head_ids) != self.n_layer or any(h != sorted(set(h) & every) for h in self.head_ids):
                 bad.append(f"head_ids={self.head_ids} must list, for each of the {self.n_layer} layers, "
                            f"heads from 0 to {self.n_head - 1} in order")
         return bad
@@ -188,12 +188,12 @@ class GPTConfig:
 @functools.cache
 def choices(cls):
     """{name: values that may be chosen} of a dataclass's fields of a Literal type, optional or not."""
-    found = {}
+    allowed = {}
     for name, hint in typing.get_type_hints(cls).items():
         for t in (hint, *typing.get_args(hint)):
             if typing.get_origin(t) is Literal:
-                found[name] = typing.get_args(t)
-    return found
+                allowed[name] = typing.get_args(t)
+    return allowed
 
 
 class Output(NamedTuple):
@@ -906,8 +906,8 @@ class ValueHead(nn.Linear):
             traces.update({"a2c.return": G, "a2c.value": V, "a2c.advantage": advantage,
                            "a2c.explained_variance": 1 - variance(G - V, scored) / variance(G, scored)})
             for key, a in predicted.items():
-                found = correlation(a.mean(-1).to(G.dtype), advantage, scored)
-                traces[key.replace("advantage", "advantage_correlation")] = found
+                name = key.replace("advantage", "advantage_correlation")
+                traces[name] = correlation(a.mean(-1).to(G.dtype), advantage, scored)
         return {"a2c_value": self.value_coef * ((V - G).square() * scored).sum() / scored.sum(),
                 "a2c_advantage": self.advantage_coef * (sum(errors) / max(1, len(predicted))) / scored.sum()}
 
@@ -1897,7 +1897,7 @@ class GPT(nn.Module):
         type: "blocked" (held back all the same) or "forced" (it runs: agency_enforce is off, or its gate was
         set by hand).
         """
-        found = []
+        rows = []
         for layer, block in enumerate(self.transformer.h):
             attn = block.attn
             if attn.agency is None:
@@ -1907,8 +1907,8 @@ class GPT(nn.Module):
             override = attn.gate_override
             override = torch.full((len(heads),), math.nan) if override is None else override
             for i, kind, value, state in attn.agency.violations(gate, override):
-                found.append(dict(layer=layer, head=heads[i], type=kind, gate=value, state=state))
-        return found
+                rows.append(dict(layer=layer, head=heads[i], type=kind, gate=value, state=state))
+        return rows
 
     def prune_heads(self, heads, optimizers=()):
         """Remove heads for good, {layer: [head, ...]} by their original numbers: parameters, cache, moments.
@@ -1918,8 +1918,9 @@ class GPT(nn.Module):
         a head that is not there.
         """
         for layer, gone in heads.items():
-            there = self.transformer.h[layer].attn.head_ids if 0 <= layer < self.config.n_layer else ()
-            if layer < 0 or layer >= self.config.n_layer or set(gone) - set(there):
+            if not 0 <= layer < self.config.n_layer:
+                raise ValueError(f"cannot prune block {layer}; they go from 0 to {self.config.n_layer - 1}")
+            if set(gone) - set(self.transformer.h[layer].attn.head_ids):
                 raise ValueError(f"cannot prune {sorted(gone)} from block {layer}: not all of them are there")
         for layer, gone in heads.items():
             self.transformer.h[layer].attn.prune(gone, optimizers)
@@ -2071,10 +2072,10 @@ def check_sampling(temperature, top_k, top_p, repetition_penalty):
         raise ValueError(f"repetition_penalty={repetition_penalty} must be positive (1: off)")
 
 
-def penalise(logits, seen, penalty):
-    """Make the tokens in `seen` less likely, in place; logits [V] (CTRL, arXiv 1909.05858, section 4.1)."""
-    seen = seen.unique()
-    logits[seen] = torch.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+def penalise(logits, tokens, penalty):
+    """Make the tokens in `tokens` less likely, in place; logits [V] (CTRL, arXiv 1909.05858, section 4.1)."""
+    tokens = tokens.unique()
+    logits[tokens] = torch.where(logits[tokens] > 0, logits[tokens] / penalty, logits[tokens] * penalty)
 
 
 def sample_token(logits, temperature, top_k, top_p, generator):
