@@ -281,6 +281,7 @@ def scale_of(path):
 def preset_values(scale, names, mechanisms, source):
     """What a scale and mechanisms, named in `source`, mean -> ([(source, key, value, check)], [problems])."""
     settings, bad, first = [], [], {}
+    turn_on = {next(iter(flags)) for flags in mechanisms.values() if flags}
     if scale:
         file = f"config/{scale}.py"
         settings = [(file, key, value, check) for key, value in read_file(ROOT / file).items()]
@@ -290,17 +291,15 @@ def preset_values(scale, names, mechanisms, source):
             bad.append(f"{source}: unknown mechanism {name}; "
                        + (f"did you mean {meant}?" if meant else f"there are {', '.join(mechanisms)}"))
             continue
-        flag = next(iter(mechanisms[name]), None)  # the one that turns it on
-        if flag in first:
-            other, _ = first[flag]
-            bad.append(f"{source}: mechanisms {other} and {name} exclude each other: both set {flag}")
+        # flags that turn one on belong to one name; others may be said twice, if alike
+        clash = next((key for key, value in mechanisms[name].items() if key in first
+                      and (key in turn_on or first[key][1] != value)), None)
+        if clash:
+            other = first[clash][0]
+            bad.append(f"{source}: mechanisms {other} and {name} exclude each other: both set {clash}")
             continue
-        for key, value in mechanisms[name].items():
-            other, before = first.setdefault(key, (name, value))
-            if value != before:
-                bad.append(f"{source}: mechanisms {other} and {name} exclude each other: "
-                           f"{key}={before!r} or {value!r}")
-            settings.append((f"mechanism {name}", key, value, check))
+        first.update({key: (name, value) for key, value in mechanisms[name].items()})
+        settings += [(f"mechanism {name}", key, value, check) for key, value in mechanisms[name].items()]
     return settings, bad
 
 

@@ -338,10 +338,13 @@ def test_what_is_wrong_with_scale_and_mechanism_is_one_line(config_file):
         "command line: unknown mechanism sentinl_l0; did you mean sentinel_l0?"]
     line, = refused("--mechanism=zzz")
     assert line == f"command line: unknown mechanism zzz; there are {', '.join(flags_by_name())}"
-    for one, other in (("acag", "acag_elementwise"), ("acag", "acag_published"), ("sink", "sink")):
-        # also where no flag differs: two modes of one mechanism are no pair
-        assert refused(f"--mechanism={one},agency,{other}") == [
-            f"command line: mechanisms {one} and {other} exclude each other: both set {one}"]
+    # also where no flag differs: two modes of one mechanism are no pair, in either order
+    for names, flag in (("acag,agency,acag_elementwise", "acag"), ("acag,sink,acag_published", "acag"),
+                        ("sink,agency,sink", "sink"), ("all_on,sink,acag", "acag"),
+                        ("acag,sink,all_on", "acag")):
+        one, _, other = names.split(",")
+        assert refused(f"--mechanism={names}") == [
+            f"command line: mechanisms {one} and {other} exclude each other: both set {flag}"]
     path = config_file("mechanism = ['moh', 'sentinal']")
     assert refused(path, "--n_head=7") == [f"{path}: unknown mechanism sentinal; did you mean sentinel?"]
     path = config_file("mechanism = 3\nscale = 'huge'")
