@@ -38,10 +38,10 @@ from common import UserError, explain, git_commit, json_safe, pick_device, table
 from dataset import Dataset
 from evaluate import windows_of
 from model import GPTConfig
-from study import queue, report, stats, trial
+from study import fingerprint, queue, report, stats, trial
 from study.arms import BOOKKEEPING, ArmBuilder, StudyConfig, step_time_ratio
 
-RATES = ("lr", "muon_lr", "embed_lr", "min_lr")
+RATES = ("lr", "muon_lr", "embed_lr", "mechanism_lr", "min_lr")
 CURVE_POINTS = 25  # of a run's validation curve that results.json keeps, the last one among them
 
 
@@ -72,10 +72,10 @@ class Study:
         # a cluster's node picks its own device; here, GPUs are handed out by number
         on_slurm = queue.on_slurm(self.config.submit)
         flags["device"] = self.config.device if on_slurm else pick_device(self.config.device).split(":")[0]
-        spec = dict(model=asdict(model), train=flags,
-                    score=dict(split=self.config.split, tokens=self.builder.test_tokens),
+        spec = dict(model=fingerprint.own_flags(model), train=flags,
+                    score=dict(split=self.config.split, tokens=self.config.test_tokens),
                     data={name: split["sha256"] for name, split in data.splits.items()},
-                    code=trial.code_digest(), torch=torch.__version__)
+                    code=fingerprint.code_digest(model), torch=torch.__version__)
         for part, values in changes.items():
             spec[part] = {**spec[part], **values}
         return spec
@@ -134,7 +134,7 @@ class Study:
         Their seed is one that no comparison uses.
         """
         c, runs = self.config, {}
-        score = dict(split="val", tokens=self.builder.test_tokens)
+        score = dict(split="val", tokens=self.config.test_tokens)
         for arm in arms:
             steps = c.tune_steps or max(1, arm.train.max_iters // 3)
             warmup = round(arm.train.warmup_iters * steps / arm.train.max_iters)
@@ -289,7 +289,7 @@ class Study:
         """Which text was scored, and how."""
         data, T = self.builder.data, self.builder.plain.model.block_size
         split = data.splits[self.config.split]
-        windows = windows_of(data, self.config.split, T, max_tokens=self.builder.test_tokens)
+        windows = windows_of(data, self.config.split, T, max_tokens=self.config.test_tokens)
         part = f"{len(windows):,} evenly spaced windows" if len(windows) < -(-split["tokens"] // T) else "all"
         first = next(iter(results.values()), {})
         return dict(dataset=data.meta["name"], split=self.config.split, sha256=split["sha256"],

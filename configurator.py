@@ -37,7 +37,7 @@ OLD_NAMES = {
     "backend": "device (it decides the backend)",
     "always_save_checkpoint": "save_interval (ckpt.pt is always the last, best.pt the best)",
 }
-Scale = Literal["tiny", "small", "paper"]
+Scale = Literal["tiny", "nano", "mid", "small", "paper"]
 
 
 @dataclass

@@ -74,7 +74,7 @@ class GPTConfig:
     checkpoint_activations: bool = False  # recompute each block in the backward pass: less memory, slower
     # ---- routing: a token uses its best heads only ----
     routing: Optional[Literal["published", "moh", "sigmoid"]] = None  # weights of sum 1 | mean 1 | one by one
-    routing_top_k: Optional[int] = None  # heads that a token uses, shared ones included; None: half
+    routing_top_k: Optional[int] = None  # heads that a token uses, shared ones too; None: half, shared + 2
     routing_shared: int = 0              # moh: heads that every token uses
     routing_hidden: Optional[int] = None  # width inside the router; 0: linear; None: published n_embd // 2
     routing_coef: float = 0.01           # published: of the token entropy; moh, sigmoid: of the load balance
@@ -588,8 +588,10 @@ class HeadRouter(Mechanism):
 
     @staticmethod
     def top_k(config):
-        """Heads that a token uses."""
-        return max(1, config.n_head // 2) if config.routing_top_k is None else config.routing_top_k
+        """Heads that a token uses; half of them, or two beside the shared ones, where nothing is said."""
+        if config.routing_top_k is not None:
+            return config.routing_top_k
+        return max(1, config.n_head // 2, config.routing_shared and config.routing_shared + 2)
 
     @staticmethod
     def zero_mask(config):
@@ -1766,6 +1768,11 @@ class GPT(nn.Module):
         """Names of the parameters that weight decay leaves alone whatever their shape: mechanisms' own."""
         return {f"{path}.{name}" for path, m in self.named_modules() if isinstance(m, Mechanism)
                 for name, _ in m.named_parameters(recurse=False)}
+
+    def of_mechanisms(self):
+        """Names of the parameters that mechanisms add to the plain GPT, layers inside them included."""
+        return {f"{path}.{name}" for path, m in self.named_modules() if isinstance(m, (Mechanism, ValueHead))
+                for name, _ in m.named_parameters()}
 
     # ---- forward ----
 

@@ -121,15 +121,15 @@ def make_optimizers(model, config):
     """
     matrices = model.block_matrices() if config.optimizer == "muon" else []
     muons = {id(p) for p, _ in matrices}
-    no_decay = model.no_decay()
+    no_decay, added = model.no_decay(), model.of_mechanisms()
     groups = {}  # by role, not by value: the same whatever the rates, so that a resumed run may change them
     for name, p in model.named_parameters():
         if id(p) not in muons:
-            embeds = "wte" in name or "wpe" in name
+            role = "embed_lr" if "wte" in name or "wpe" in name else "mechanism_lr" if name in added else "lr"
             decays = p.dim() >= 2 and name not in no_decay
-            group = dict(params=[], lr=config.embed_lr if embeds else config.lr,
+            group = dict(params=[], lr=getattr(config, role),
                          weight_decay=config.weight_decay if decays else 0.0)
-            groups.setdefault((embeds, decays), group)["params"].append(p)
+            groups.setdefault((role, decays), group)["params"].append(p)
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
     adamw = torch.optim.AdamW(list(groups.values()), betas=(config.beta1, config.beta2), fused=fused)
     if not matrices:

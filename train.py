@@ -73,6 +73,7 @@ class TrainConfig:
     muon_lr: float = 0.02                # peak learning rate of Muon
     muon_momentum: float = 0.95          # momentum of Muon
     embed_lr: Optional[float] = None     # the embeddings' peak learning rate; None: lr, with muon 5 * lr
+    mechanism_lr: Optional[float] = None  # of what a mechanism adds, Muon's matrices aside; None: lr
     beta1: float = 0.9                   # AdamW
     beta2: Optional[float] = None        # AdamW
     weight_decay: Optional[float] = None  # of matrices; never of biases, norms and gates
@@ -109,6 +110,7 @@ class TrainConfig:
             "min_lr": min(values["min_lr"], c.lr),
             "warmup_iters": min(values["warmup_iters"], end // 10),
             "embed_lr": 5 * c.lr if c.optimizer == "muon" else c.lr,
+            "mechanism_lr": c.lr,
             "save_interval": c.eval_interval,
         }
         for key, value in values.items():
@@ -127,7 +129,8 @@ class TrainConfig:
                     bad.append(f"{key}={value!r} must {words}")
 
         rule("be positive", lambda v: v > 0, "batch_size", "grad_accum", "max_iters", "eval_interval",
-             "log_interval", "save_interval", "lr_decay_iters", "lr", "muon_lr", "embed_lr", "decay_frac")
+             "log_interval", "save_interval", "lr_decay_iters", "lr", "muon_lr", "embed_lr", "mechanism_lr",
+             "decay_frac")
         rule("not be negative", lambda v: v >= 0, "eval_tokens", "warmup_iters", "weight_decay", "grad_clip",
              "min_lr", "beta1", "beta2", "muon_momentum")
         rule("be below 1", lambda v: v < 1, "beta1", "beta2", "muon_momentum")

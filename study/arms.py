@@ -13,20 +13,19 @@ import torch
 
 import configurator
 from common import UserError
+from configurator import Scale
 from dataset import Dataset
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from optim import Trainer
 from ranks import Process
 from train import TrainConfig
 
-# what a scale means: the plain GPT, and how much of the test split is scored (0: all of it)
-SCALES = {
-    # two CPU cores; a slice, so that scoring costs less than training
-    "tiny": dict(base="config/tiny.py", test_tokens=196608),
-    # one GPU, half an hour a run
-    "small": dict(base="config/small.py", test_tokens=0),
-    # the size of the head-routing write-up
-    "paper": dict(base="config/paper.py", test_tokens=0),
+# plain GPTs by size, the parameters of their blocks, for a ladder on one scale's data and recipe
+SIZES = {
+    "0.1M": dict(n_layer=2, n_head=4, n_embd=64),    # 98,304
+    "0.33M": dict(n_layer=3, n_head=6, n_embd=96),   # 331,776
+    "1M": dict(n_layer=5, n_head=8, n_embd=128),     # 983,040
+    "10M": dict(n_layer=6, n_head=6, n_embd=384),    # 10,616,832
 }
 # values of a variant's flags that follow the size of the plain GPT
 RELATIVE = {"n_head": lambda model: model.n_head, "n_embd // 2": lambda model: model.n_embd // 2}
@@ -44,13 +43,15 @@ class StudyConfig:
     question: str = ""                   # one line, at the top of the report
     mechanisms: list[str] = field(default_factory=list)  # variants: in model.MECHANISMS (also acag*), all_on
     variants: dict = field(default_factory=dict)  # more variants: name -> flags; seed: added
-    scale: str = "tiny"                  # tiny | small | paper: which plain GPT
+    scale: Scale = "tiny"                # which plain GPT: config/<scale>.py
+    size: Optional[str] = None           # 0.1M | 0.33M | 1M | 10M: another size of it, see study/arms.py
     base: Optional[str] = None           # config file of another plain GPT
     settings: dict = field(default_factory=dict)  # flags for both sides, on top of the plain GPT's
     # ---- the budget ----
+    tokens_per_param: Optional[float] = None  # train for so many a parameter of the plain GPT's blocks
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5])  # each is one pair of runs
     split: str = "test"                  # what is scored
-    test_tokens: Optional[int] = None    # of it, evenly spaced; 0: all; None: the scale's
+    test_tokens: int = 0                 # of it, evenly spaced; 0: all
     # ---- baselines, beside the one with the same hyperparameters ----
     match: list[str] = field(default_factory=lambda: ["parameters", "FLOPs"])  # or wall-clock
     matched: Optional[int] = None        # only for so many variants, the best ones; None: for all
@@ -97,8 +98,10 @@ class StudyConfig:
 
     def problems_of_budget(self):
         bad = []
-        if self.scale not in SCALES:
-            bad.append(f"scale={self.scale!r} must be one of {', '.join(SCALES)}")
+        if self.size not in (None, *SIZES):
+            bad.append(f"size={self.size!r} must be one of {', '.join(SIZES)}")
+        if self.tokens_per_param is not None and not self.tokens_per_param > 0:
+            bad.append(f"tokens_per_param={self.tokens_per_param} must be positive")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             bad.append(f"seeds={self.seeds} must be different numbers, at least one, none negative")
         for what in self.match:
@@ -113,7 +116,7 @@ class StudyConfig:
             bad.append(f"tune_steps={self.tune_steps} and block={self.block} must be at least 1")
         if not 0 < self.alpha < 1:
             bad.append(f"alpha={self.alpha} must be between 0 and 1")
-        if self.base and self.scale in ("small", "paper"):
+        if self.base and self.scale != "tiny":
             bad.append(f"scale={self.scale!r} means nothing beside base={self.base!r}, "
                        "which is the plain GPT already")
         if self.split not in ("val", "test") or self.split == "val" and self.tune_lr:
@@ -165,9 +168,12 @@ class ArmBuilder:
 
     def __init__(self, config):
         self.config = config
-        self.base = config.base or SCALES[config.scale]["base"]
-        self.settings = dict(config.settings)
+        self.base = config.base or f"config/{config.scale}.py"
+        self.settings = {**SIZES.get(config.size, {}), **config.settings}
         model, training = self.load({})
+        if config.tokens_per_param:
+            self.settings.update(budget_of(model, training, config.tokens_per_param))
+            model, training = self.load({})
         # these have no fused kernel with dropout on the attention weights, and both sides have it or none
         without = any(flags.get("acag") or "window" in flags or flags.get("routing_capacity")
                       for flags in variants_of(config).values())
@@ -176,9 +182,6 @@ class ArmBuilder:
         self.data = Dataset(training.dataset)
         for split in (config.split, "val"):
             self.data.tokens(split)  # what is missing is said now, not after all runs
-        self.test_tokens = config.test_tokens
-        if config.test_tokens is None:
-            self.test_tokens = 0 if config.base else SCALES[config.scale]["test_tokens"]
         self.plain = self.arm("plain", "plain", "plain GPT", {})
 
     def load(self, flags):
@@ -230,6 +233,15 @@ class ArmBuilder:
                 return arm
         label = f"plain GPT, {steps:,} steps"
         return self.arm(f"plain, {steps} steps", "baseline", label, {"max_iters": steps})
+
+
+def budget_of(model, training, tokens_per_param):
+    """{max_iters, eval_interval} that train a plain GPT for so many tokens a parameter of its blocks."""
+    with torch.device("meta"):
+        blocks = sum(p.numel() for p in GPT(replace(model, vocab_size=1)).transformer.h.parameters())
+    tokens = training.batch_size * training.grad_accum * model.block_size
+    steps = max(1, round(tokens_per_param * blocks / tokens))
+    return dict(max_iters=steps, eval_interval=max(1, steps // 10))
 
 
 def size_of(config):

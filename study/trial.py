@@ -16,8 +16,6 @@ import sys
 if __name__ == "__main__":  # the path begins with study/ then, whose queue.py would hide Python's own
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-import ast
-import functools
 import hashlib
 import json
 import statistics
@@ -28,48 +26,13 @@ import torch
 
 import checkpoint
 import train
-from common import ROOT, UserError, explain, pick_device, write_atomic
+from common import UserError, explain, pick_device, write_atomic
 from dataset import Dataset
 from evaluate import bits, score, windows_of
 from model import GPTConfig
+from study.fingerprint import code_digest
 
 TRIALS = Path("out/trials")
-# modules that a run imports and that its numbers do not come from: a change there repeats nothing
-NO_NUMBERS = {"checkpoint", "common", "configurator", "runlog", "tokenizer"}
-
-
-# ---- what the numbers depend on ----
-
-def code_files(root=ROOT):
-    """The files that a run's numbers come from: this one and what it imports of ours, but for NO_NUMBERS."""
-    found, waiting = set(), ["study/trial.py"]
-    while waiting:
-        name = waiting.pop()
-        found.add(name)
-        for node in ast.walk(ast.parse(Path(root, name).read_text(encoding="utf-8"))):
-            modules = []
-            if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            files = [f"{module.replace('.', '/')}.py" for module in modules if module not in NO_NUMBERS]
-            waiting += [file for file in files if file not in found and Path(root, file).is_file()]
-    return sorted(found)
-
-
-@functools.cache
-def code_digest(root=ROOT):
-    """A hash of code_files() that comments, line breaks and the words of a docstring do not change."""
-    digest = hashlib.sha256()
-    for name in code_files(root):
-        tree = ast.parse(Path(root, name).read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            body = getattr(node, "body", None)
-            is_text = isinstance(body, list) and body and isinstance(body[0], ast.Expr)
-            if is_text and isinstance(body[0].value, ast.Constant):
-                body[0] = ast.Pass()
-        digest.update(ast.unparse(tree).encode())
-    return digest.hexdigest()
 
 
 # ---- folders ----
@@ -190,7 +153,8 @@ def lock(file):
 def check_unchanged(folder):
     """UserError where the code or the data is not what this run was planned with."""
     spec = json.loads((folder / "trial.json").read_text(encoding="utf-8"))
-    if spec.get("code", code_digest()) != code_digest():
+    code = code_digest(GPTConfig(**spec["model"]))
+    if spec.get("code", code) != code:
         raise UserError("the code changed after this run was planned; start the study again")
     data = {name: split["sha256"] for name, split in Dataset(spec["train"]["dataset"]).splits.items()}
     if spec.get("data", data) != data:

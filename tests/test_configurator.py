@@ -287,20 +287,20 @@ def test_every_mechanism_is_named_in_a_file_of_its_family():
 
 @pytest.mark.parametrize("argv,want", [
     # what a file sets wins over both
-    (["x.py"], dict(n_layer=4, n_head=16, routing="moh", lr=1e-3)),
+    (["x.py"], dict(n_layer=2, n_head=16, routing="moh", lr=1e-3)),
     # the command line's scale replaces it
     (["x.py", "--scale=small"], dict(n_layer=6, n_head=16, routing="moh", lr=1e-3)),
-    (["x.py", "--n_head=32"], dict(n_layer=4, n_head=32, routing="moh")),
+    (["x.py", "--n_head=32"], dict(n_layer=2, n_head=32, routing="moh")),
     (["--n_head=32", "--scale=small", "x.py"], dict(n_layer=6, n_head=32)),
     (["x.py", "config/small.py"], dict(n_layer=6, n_head=16, routing="moh")),  # a scale's file is a scale
     (["config/tiny.py", "--scale=small"], dict(n_layer=6, n_head=8, block_size=1024)),
     (["x.py", "--mechanism=agency"], dict(routing=None, routing_shared=0, agency=True)),
-    (["x.py", "--mechanism=none"], dict(routing=None, routing_shared=0, n_layer=4)),
+    (["x.py", "--mechanism=none"], dict(routing=None, routing_shared=0, n_layer=2)),
     (["x.py", "--scale=none"], dict(n_layer=12, n_head=16, routing="moh")),
     (["x.py", "--mechanism=moh,unet_add", "--routing_shared=2"],
      dict(routing="moh", routing_shared=2, unet="add")),
     (["--mechanism", "[moh, 'unet_add']"], dict(routing="moh", unet="add", n_layer=12)),
-    (["y.py"], dict(routing="moh", unet="add", n_layer=4)),
+    (["y.py"], dict(routing="moh", unet="add", n_layer=2)),
     (["x.py", "y.py"], dict(n_head=16, routing="moh", unet="add")),
 ])
 def test_what_is_set_wins_over_scale_and_mechanism(argv, want, config_file):
@@ -332,7 +332,7 @@ def test_a_config_made_without_names_has_a_folder_too():
 
 def test_what_is_wrong_with_scale_and_mechanism_is_one_line(config_file):
     assert refused("--scale=tniy", "--n_head=7") == [
-        "command line: scale='tniy' is not tiny, small, paper or None; did you mean tiny?"]
+        "command line: scale='tniy' is not tiny, nano, mid, small, paper or None; did you mean tiny?"]
     assert refused("--mechanism=mohh,agency") == ["command line: unknown mechanism mohh; did you mean moh?"]
     assert refused("--mechanism=sentinl_l0") == [
         "command line: unknown mechanism sentinl_l0; did you mean sentinel_l0?"]
@@ -349,7 +349,7 @@ def test_what_is_wrong_with_scale_and_mechanism_is_one_line(config_file):
     assert refused(path, "--n_head=7") == [f"{path}: unknown mechanism sentinal; did you mean sentinel?"]
     path = config_file("mechanism = 3\nscale = 'huge'")
     assert refused(path) == [f"{path}: mechanism=3 is not str, list[str] or None",
-                             f"{path}: scale='huge' is not tiny, small, paper or None"]
+                             f"{path}: scale='huge' is not tiny, nano, mid, small, paper or None"]
     assert refused("--mechanism") == ["command line: --mechanism needs a value (str, list[str] or None)"]
 
 
@@ -358,7 +358,7 @@ def test_without_mechanisms_the_two_keys_do_not_exist():
     assert scale.split(";")[0] == "command line: unknown key scale"
     assert mechanism.split(";")[0] == "command line: unknown key mechanism"
     lines = help_text((Presets, GPTConfig), "", flags_by_name()).splitlines()
-    assert "tiny, small, paper or None" in next(line for line in lines if "--scale" in line)
+    assert "tiny, nano, mid, small, paper or None" in next(line for line in lines if "--scale" in line)
     at = next(i for i, line in enumerate(lines) if "--mechanism" in line)
     listed = " ".join(lines[at + 1:lines.index("", at)]).replace(",", " ").split()
     assert listed == list(flags_by_name())
@@ -367,7 +367,7 @@ def test_without_mechanisms_the_two_keys_do_not_exist():
 def test_more_wins_over_scale_and_files(config_file):
     model, _ = named(config_file("scale = 'tiny'\nn_layer = 3"),
                      more={"variant": dict(n_layer=5, mechanism=["agency"])})
-    assert (model.n_layer, model.n_head, model.agency) == (5, 8, True)
+    assert (model.n_layer, model.n_head, model.agency) == (5, 4, True)
 
 
 @pytest.fixture
@@ -395,7 +395,7 @@ def test_names_that_contradict_a_checkpoint_are_refused(small):
         ([*small, "--mechanism=agency", "--eval_only", here], "agency=True here is False there"),
         ([*small, "--mechanism=routing_sigmoid,agency", it], "routing='sigmoid' here is 'moh' there"),
         ([*small, "--mechanism=moh", "--resume", here], "acag=None here is 'headwise' there"),
-        ([*small[:2], it], "n_layer=4 here is 2 there"),
+        ([*small[:2], it], "n_embd=64 here is 32 there"),
     ]:
         with pytest.raises(SystemExit) as e:
             main(["--scale=tiny", *argv])
