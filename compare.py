@@ -1,434 +1,240 @@
 """
-Does a mechanism beat a plain GPT? A study: baselines that match, runs paired by seed, intervals, a report.
+Does a mechanism beat a plain GPT? A study in two stages, intervals, effects as compute, a report.
 
-    python compare.py config/studies/routing.py                  # this machine: its GPUs, or its cores
+    python compare.py --mechanism=mine                           # the challenge: screened, judged, one folder
+    python compare.py config/studies/all.py                      # this machine: its GPUs, or its cores
     python compare.py --mechanisms=unet_concat,unet_add          # without a file; unet_* is each that fits
-    python compare.py config/studies/all.py --scale=small        # tiny | small | paper: which plain GPT
-    python compare.py config/studies/all.py --seeds=1,2 --matched=0    # any key of a study can be set here
+    python compare.py config/studies/all.py --scale=mid          # tiny | nano | mid | small | paper
     python compare.py config/studies/all.py --submit=auto        # through submitit: Slurm where there is one
-    python compare.py config/studies/all.py --dry_run            # what would run
-    python compare.py --from_results=results/all-tiny.json       # a report once more, from its numbers alone
+    python compare.py config/studies/all.py --dry_run            # what would run, and for how long
+    python compare.py --from_results=results/all-tiny.json.gz    # a report once more, from its numbers alone
+    python compare.py --recheck=results/all-tiny.json.gz         # every figure of it, computed once more
+    python compare.py --again=results/all-tiny.json.gz           # every run of it once more: do they agree?
 
-Every run is kept in out/trials, under a hash of its flags, its data and the code that matters: start a study
-again and it goes on where it stopped; change a flag and only what depends on it runs again. --help: all keys.
+Every run is kept in out/trials, under a hash of its flags, its data and the code that it uses, and one that
+is in results/ counts as done: start a study again and it goes on where it stopped, here or elsewhere; change
+a flag or a mechanism and only what depends on it runs again. --help: all keys.
 """
 
-import copy
-import json
-import math
-import os
 import re
 import shlex
 import signal
-import statistics
 import sys
-import time
-from contextlib import suppress
-from dataclasses import asdict, fields, replace
-from datetime import date
-from importlib.metadata import version
+from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
-import checkpoint
 import configurator
-from common import UserError, explain, git_commit, json_safe, pick_device, table, write_atomic
-from dataset import Dataset
-from evaluate import windows_of
-from model import GPTConfig
-from study import fingerprint, queue, report, stats, trial
-from study.arms import BOOKKEEPING, ArmBuilder, StudyConfig, step_time_ratio
+from common import UserError, explain, pick_device, table
+from study import analysis, costs, fingerprint, queue, report, results, tables, trial
+from study.arms import BOOKKEEPING, ArmBuilder, StudyConfig
 
-RATES = ("lr", "muon_lr", "embed_lr", "mechanism_lr", "min_lr")
-CURVE_POINTS = 25  # of a run's validation curve that results.json keeps, the last one among them
+PLAIN = "plain"
 
-
-# ---- a study: arms, baselines, trials ----
 
 class Study:
-    """A study's arms, baselines and trials: which there are, which are done."""
+    """A study: its arms, the runs that it consists of so far, and which arm is compared with which."""
 
     def __init__(self, config, name):
         self.config, self.name = config, name
         self.builder = ArmBuilder(config)
         self.scale = Path(config.base).stem if config.base else config.scale
+        if config.size:
+            self.scale += f"-{config.size}"
         self.out = Path(config.out_dir or f"out/{name}-{self.scale}")
-        self.arms = {"plain": self.builder.plain, **{arm.name: arm for arm in self.builder.variants()}}
-        # variant -> {what is equal: name of the arm that it is compared with}
-        self.baselines = {name: {"hyperparameters": "plain"} for name in self.arms if name != "plain"}
-        self.tuning_runs = {}  # (arm name, learning-rate factor): folder
-        self.selection = None  # in words, which variants got all baselines
-
-    # ---- trials: an arm with a seed ----
-
-    def spec(self, arm, seed, **changes):
-        """trial.json of one run."""
-        data = self.builder.data
-        model = replace(arm.model, seed=seed + arm.flags.get("seed", 0))
-        training = replace(arm.train, **{key: getattr(arm.train, key) * arm.lr_factor for key in RATES})
-        flags = {key: value for key, value in asdict(training).items() if key not in BOOKKEEPING}
-        # a cluster's node picks its own device; here, GPUs are handed out by number
-        on_slurm = queue.on_slurm(self.config.submit)
-        flags["device"] = self.config.device if on_slurm else pick_device(self.config.device).split(":")[0]
-        spec = dict(model=fingerprint.own_flags(model), train=flags,
-                    score=dict(split=self.config.split, tokens=self.config.test_tokens),
-                    data={name: split["sha256"] for name, split in data.splits.items()},
-                    code=fingerprint.code_digest(model), torch=torch.__version__)
-        for part, values in changes.items():
-            spec[part] = {**spec[part], **values}
-        return spec
-
-    def folder(self, arm, seed, **changes):
-        spec = self.spec(arm, seed, **changes)
-        return trial.folder_of(spec) if self.config.dry_run else trial.make(spec)
-
-    def trials(self):
-        """{(arm name, seed): folder}, seed by seed, so that a study that is cut short has whole pairs."""
-        arms = self.arms.items()
-        return {(name, seed): self.folder(arm, seed) for seed in self.config.seeds for name, arm in arms}
-
-    def results(self):
-        """{(arm name, seed): result.json} of what is done."""
-        results = {key: trial.result(folder) for key, folder in self.trials().items()}
-        return {key: result for key, result in results.items() if result}
-
-    # ---- baselines made to match ----
-
-    def add_baselines(self, names):
-        """Make the baselines that match these variants, beside the one with the same hyperparameters."""
-        plain = self.builder.plain
-        for name in names:
-            variant = self.arms[name]
-            for what in self.config.match:
-                baselines = [arm for arm in self.arms.values() if arm.kind == "baseline"]
-                if what == "parameters":
-                    arm = self.builder.same_parameters(variant, baselines)
-                elif what == "FLOPs":
-                    steps = variant.flops / (plain.flops / plain.train.max_iters)
-                    arm = self.builder.same_cost(steps, baselines)
-                else:
-                    steps = variant.train.max_iters * self.time_ratio(variant)
-                    arm = self.builder.same_cost(steps, baselines)
-                self.arms.setdefault(arm.name, arm)
-                self.baselines[name][what] = arm.name
-
-    def time_ratio(self, variant):
-        """step_time_ratio() of a variant to the plain GPT, measured once and kept in the study's folder."""
-        plain, path = self.builder.plain, self.out / "clock.json"
-        key = trial.folder_of([self.spec(variant, 0), self.spec(plain, 0)]).name
-        ratios = json.loads(path.read_text()) if path.is_file() else {}
-        if key not in ratios:
-            threads = queue.Processes(self.config.jobs, self.config.device).threads
-            ratios[key] = step_time_ratio(variant, plain, pick_device(self.config.device), threads)
-            self.out.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, lambda f: f.write(json.dumps(ratios).encode()))
-        return ratios[key]
+        self.variants = {arm.name: arm for arm in self.builder.variants()}
+        self.arms = {PLAIN: self.builder.plain}  # those that are judged, by and by
+        self.pairs = []      # (variant, baseline, what is equal beside the hyperparameters)
+        self.runs = {}       # (stage, arm, seed): folder; a stage is screen, judge or tune
+        self.specs = {}      # folder: its trial.json
+        self.screened = None  # what results.json.gz says of the first stage
+        self.tuned = {}      # arm: {group: {factor: bits/byte on validation}}
 
     # ---- runs ----
 
-    def tune(self, arms, place):
-        """Choose each arm's learning-rate factor: the lowest validation loss of short runs.
+    def spec(self, arm, seed, split):
+        """trial.json of one run."""
+        model = replace(arm.model, seed=seed + arm.flags.get("seed", 0))
+        flags = {key: value for key, value in asdict(arm.train).items() if key not in BOOKKEEPING}
+        # a cluster's node picks its own device; here, GPUs are handed out by number
+        on_slurm = queue.on_slurm(self.config.submit)
+        flags["device"] = self.config.device if on_slurm else pick_device(self.config.device).split(":")[0]
+        return dict(model=fingerprint.own_flags(model), train=flags,
+                    score=dict(split=split, tokens=self.config.test_tokens),
+                    data={name: part["sha256"] for name, part in self.builder.data.splits.items()},
+                    code=fingerprint.code_digest(model), torch=torch.__version__)
 
-        Their seed is one that no comparison uses.
-        """
-        c, runs = self.config, {}
-        score = dict(split="val", tokens=self.config.test_tokens)
-        for arm in arms:
-            steps = c.tune_steps or max(1, arm.train.max_iters // 3)
-            warmup = round(arm.train.warmup_iters * steps / arm.train.max_iters)
-            short = dict(max_iters=steps, warmup_iters=warmup, lr_decay_iters=None, eval_interval=steps)
-            for factor in c.tune_factors:
-                arm_at = replace(arm, lr_factor=factor)
-                runs[arm.name, factor] = self.folder(arm_at, max(c.seeds) + 10**6, train=short, score=score)
-        if not c.report_only:
-            queue.run_all(list(runs.values()), place, "learning rates")
-        for arm in arms:
-            scores = {factor: trial.result(runs[arm.name, factor]) for factor in c.tune_factors}
-            scores = {factor: result["bpb"] for factor, result in scores.items() if result}
-            if scores:
-                arm.lr_factor = min(scores, key=scores.get)
-                edges = min(c.tune_factors), max(c.tune_factors)
-                arm.edge = len(c.tune_factors) > 1 and arm.lr_factor in edges
-        self.tuning_runs.update(runs)
-        return runs
+    def plan(self, stage, arms, seeds, split=None):
+        """Add runs of these arms, seed by seed: a stage that is cut short has whole seeds; folders."""
+        folders = []
+        for seed in seeds:
+            for arm in arms:
+                spec = self.spec(arm, seed, split or self.config.split)
+                folder = trial.folder_of(spec)
+                self.specs[folder] = spec
+                self.runs[stage, arm.name, seed] = folder
+                folders.append(folder)
+        return folders
 
-    def run_arms(self, arms, place):
-        if self.config.tune_lr:
-            self.tune(arms, place)
-        if not self.config.report_only:
-            queue.run_all(list(self.trials().values()), place)
+    def execute(self, folders, place, what="runs"):
+        """Run what is not done."""
+        if self.config.report_only or place is None:
+            return
+        for folder in folders:
+            if not trial.done(folder):
+                trial.make(self.specs[folder])
+        queue.run_all(folders, place, what)
+
+    def scores(self, stage):
+        """{arm: {seed: bits/byte}} of what is done in a stage."""
+        found = {}
+        for (at, name, seed), folder in self.runs.items():
+            if at == stage and (result := trial.result(folder)):
+                found.setdefault(name, {})[seed] = result["bpb"]
+        return found
+
+    # ---- the stages ----
 
     def run(self, place):
-        """Run what is not done, in two rounds where only the best variants get all baselines."""
-        variants, best_n = list(self.baselines), self.config.matched
-        if best_n is None or best_n >= len(variants):
-            self.add_baselines(variants)
-            self.run_arms(list(self.arms.values()), place)
+        """Screen, judge, compare winners with plain GPTs of their size, tune; place None: plan alone."""
+        c, chosen = self.config, list(self.variants)
+        if c.screen:
+            arms = [self.builder.plain, *self.variants.values()]
+            self.execute(self.plan("screen", arms, c.screen_seeds, "val"), place, "screening")
+            chosen = self.choose()
+        self.judge(chosen, place)
+        if place is None and not c.report_only:
             return
-        self.run_arms(list(self.arms.values()), place)
-        results = self.results()
-        differences = {name: self.differences(name, "plain", results) for name in variants}
-        paired = {name: [d for d in values if d is not None] for name, values in differences.items()}
-        means = {name: np.mean(values) for name, values in paired.items() if values}
-        self.add_baselines(sorted(means, key=means.get)[:best_n])
-        if best_n:
-            self.selection = (f"the best {best_n} of {len(variants)} by mean difference to the plain GPT "
-                              "got all baselines")
-        self.run_arms([arm for arm in self.arms.values() if arm.kind == "baseline"], place)
+        if c.match_parameters:
+            self.match_parameters(place)
+        if c.tune_lr:
+            self.tune(place)
 
-    # ---- comparisons ----
+    def choose(self):
+        """The variants to judge: the best and the worst on validation, those asked for, those contrasted."""
+        c, scores = self.config, self.scores("screen")
+        means = {name: sum(own.values()) / len(own) for name, own in scores.items() if name in self.variants}
+        ranked = sorted(means, key=means.get) or list(self.variants)  # none is known before the first run
+        named = [*c.always, *(name for pair in c.contrasts for name in pair if name != PLAIN)]
+        others = [name for name in ranked if name not in named]
+        chosen = {*named, *others[:c.best], *others[max(c.best, len(others) - c.worst):]}
+        self.screened = dict(seeds=c.screen_seeds, split="val", scores=scores,
+                             chosen=[name for name in self.variants if name in chosen],
+                             rule=f"the best {c.best} and the worst {c.worst} on validation"
+                                  + (f", and {', '.join(dict.fromkeys(named))}" if named else ""))
+        return self.screened["chosen"]
 
-    def differences(self, variant, baseline, results):
-        """Variant minus baseline in bits per byte for each seed; None where one of the two is not done."""
-        pairs = [(results.get((variant, seed)), results.get((baseline, seed))) for seed in self.config.seeds]
-        return [a["bpb"] - b["bpb"] if a and b else None for a, b in pairs]
+    def plain_seeds(self, judged):
+        """The seeds of the plain GPT, which stands in every comparison: more than a variant has."""
+        c, seeds = self.config, list(self.config.seeds)
+        n = c.plain_seeds or round(len(seeds) * max(1, judged) ** 0.5)
+        more = (seed for seed in range(max(seeds) + 1, 10**9) if seed not in c.screen_seeds)
+        return [*seeds, *(next(more) for _ in range(n - len(seeds)))]
 
-    def comparisons(self, results, trials):
-        """One row for each variant and baseline, corrected together.
-
-        Where only the best variants meet all baselines, those that the others would have met are corrected
-        for too: choosing by the scores that are then judged is another way of looking often.
-        """
-        rows, paired = [], []
-        for variant, baselines in self.baselines.items():
-            for baseline in dict.fromkeys(baselines.values()):
-                differences = self.differences(variant, baseline, results)
-                finished = [d for d in differences if d is not None]
-                paired.append(stats.paired(finished, 1 - self.config.alpha))
-                rows.append(dict(variant=variant, baseline=baseline, differences=differences,
-                                 matched=[what for what, name in baselines.items() if name == baseline]))
-        n = self.comparisons_made(len(rows))
-        p_holm = stats.holm([each.p for each in paired] + [math.nan] * (n - len(rows)))
-        for row, each, p in zip(rows, paired, p_holm):
-            row.update(self.judged(row["variant"], each, float(p), n, trials))
-            row["bootstrap"] = [self.bootstrap(row["variant"], row["baseline"], seed, results, trials)
-                                for seed in self.config.seeds]
-        return rows
-
-    def judged(self, variant, paired, p_holm, n, trials):
-        """What n corrected comparisons let one of them say, in numbers and in words."""
+    def judge(self, chosen, place):
+        """Train the chosen with fresh seeds, the plain GPT with more of them and at the other budgets."""
         c = self.config
-        detectable = stats.detectable(paired.sd, paired.n, c.alpha / n)
-        verdict = stats.verdict(paired, p_holm, c.alpha)
-        words = stats.in_words(paired, p_holm, detectable, c.alpha)
-        if paired.n < len(c.seeds):
-            words += f" ({paired.n} of {len(c.seeds)} seeds)"
-        failed = sum(trial.failure(trials[variant, seed]) is not None for seed in c.seeds)
-        if failed and verdict == "better":  # those that diverged would have said something else
-            verdict = "no difference shown"
-            words = f"not called better, since {failed} of its {len(c.seeds)} runs failed; else {words}"
-        return dict(mean=paired.mean, low=paired.low, high=paired.high, p=paired.p, p_holm=p_holm,
-                    detectable=detectable, verdict=verdict, words=words)
+        arms = [self.variants[name] for name in chosen]
+        budgets = [self.builder.at_budget(multiple) for multiple in c.budgets]
+        self.arms.update({arm.name: arm for arm in [*budgets, *arms]})
+        self.pairs += [(name, PLAIN, []) for name in chosen]
+        self.pairs += [(one, other, []) for one, other in c.contrasts if other != PLAIN]
+        folders = self.plan("judge", [self.builder.plain, *arms, *budgets], c.seeds)
+        folders += self.plan("judge", [self.builder.plain], self.plain_seeds(len(arms))[len(c.seeds):])
+        self.execute(folders, place)
 
-    def comparisons_made(self, rows):
-        """How many comparisons are corrected for: those made, or all that the best were chosen from."""
-        if not self.selection:
-            return max(1, rows)
-        every = copy.copy(self)
-        every.arms = dict(self.arms)
-        every.baselines = {name: dict(own) for name, own in self.baselines.items()}
-        every.config = replace(self.config,
-                               match=[what for what in self.config.match if what != "wall-clock"])
-        every.add_baselines(list(every.baselines))
-        clocks = len(self.baselines) * ("wall-clock" in self.config.match)
-        return sum(len(set(own.values())) for own in every.baselines.values()) + clocks
+    def verdicts(self):
+        """{variant: (verdict against the plain GPT, difference)} of what is done."""
+        pairs = [pair for pair in self.pairs if not pair[2]]
+        rows = analysis.judged(self.scores("judge"), pairs, self.config.alpha, self.config.margin)
+        return {row["variant"]: (row["verdict"], row["mean"]) for row in rows if row["baseline"] == PLAIN}
 
-    def bootstrap(self, variant, baseline, seed, results, trials):
-        """The paired block bootstrap over the test set for one seed; blocks are of tokens scored."""
-        if not {(variant, seed), (baseline, seed)} <= results.keys():
-            return None
-        a, b = (np.load(trials[name, seed] / "nats.npy") for name in (variant, baseline))
-        windows = max(1, self.config.block // self.builder.plain.model.block_size)
-        size = results[variant, seed]["bytes"]
-        mean, low, high = stats.block_bootstrap(a, b, size, windows, 1 - self.config.alpha)
-        return dict(seed=seed, mean=mean, low=low, high=high)
+    def match_parameters(self, place):
+        """Whoever looks better meets a plain GPT with as many parameters."""
+        before = None
+        while before != len(self.pairs):  # more runs, more known of the spread: others may look better then
+            before = len(self.pairs)
+            for name, (verdict, difference) in self.verdicts().items():
+                if verdict == "better" or verdict == "leaning" and difference < 0:
+                    baselines = [arm for arm in self.arms.values() if arm.kind == "baseline"]
+                    arm = self.builder.same_parameters(self.arms[name], baselines)
+                    self.arms.setdefault(arm.name, arm)
+                    if arm.name != PLAIN and (name, arm.name, ["parameters"]) not in self.pairs:
+                        self.pairs.append((name, arm.name, ["parameters"]))
+            wider = [arm for arm in self.arms.values() if arm.kind == "baseline"]
+            self.execute(self.plan("judge", wider, self.config.seeds), place)
 
-    # ---- results.json ----
+    def tune(self, place):
+        """Judge those that are better or worse again, and the plain GPT, each at its own best rates.
 
-    def summary(self, command):
-        """Everything that the report shows, as a dict for results.json."""
-        c, results, trials = self.config, self.results(), self.trials()
-        rows, failures = self.comparisons(results, trials), self.failures(trials)
-        missing = {name: [what for what in c.match if what not in baselines]
-                   for name, baselines in self.baselines.items()}
-        plain, steps = self.builder.plain, c.tune_steps or max(1, self.builder.plain.train.max_iters // 3)
-        nothing_runs = len(results) + len(failures) >= len(trials)
-        return json_safe(dict(
-            name=self.name, scale=self.scale, question=c.question, command=command,
-            date=date.today().isoformat(), commit=git_commit(),
-            versions=dict(python=sys.version.split()[0],
-                          **{name: version(name) for name in ("torch", "numpy", "scipy")}),
-            settings=self.builder.settings,
-            plain={"base": self.builder.base, **flags_of(plain)},
-            machine=self.machine(results, trials), data=self.scored(results),
-            seeds=c.seeds, alpha=c.alpha, comparisons_made=self.comparisons_made(len(rows)),
-            tuned=dict(factors=c.tune_factors, steps=steps) if c.tune_lr else None,
-            arms={name: self.arm_summary(arm, results, trials, nothing_runs)
-                  for name, arm in self.arms.items()},
-            comparisons=rows, missing={name: what for name, what in missing.items() if what},
-            selection=self.selection, failures=failures, planned=len(trials), done=len(results)))
+        One seed of the first stage, whole runs, validation. Each group of rates by itself, by factors of 2,
+        further while the best lies at an end, twice at most; then the best of all groups together.
+        """
+        names = [name for name, (verdict, _) in self.verdicts().items() if verdict in ("better", "worse")]
+        arms = [self.arms[name] for name in (PLAIN, *names)] if names else []
+        groups, seed = {arm.name: arm.groups() for arm in arms}, self.config.screen_seeds[:1]
+        tried = {arm.name: {group: {0.5, 1.0, 2.0} for group in groups[arm.name]} for arm in arms}
+        for _ in range(3):
+            runs = {(arm.name, group, factor): self.plan("tune", [arm.at_rates(
+                {group: factor}, f"{arm.name}, {group} x {factor:g}")], seed, "val")[0]
+                for arm in arms for group in groups[arm.name] for factor in sorted(tried[arm.name][group])}
+            self.execute(list(dict.fromkeys(runs.values())), place, "learning rates")
+            found = {key: result["bpb"] for key, folder in runs.items() if (result := trial.result(folder))}
+            self.tuned = {}
+            for (name, group, factor), bpb in found.items():
+                self.tuned.setdefault(name, {}).setdefault(group, {})[factor] = bpb
+            for name, own in self.tuned.items():
+                for group, scores in own.items():
+                    best = min(scores, key=scores.get)
+                    if best == min(tried[name][group]):
+                        tried[name][group].add(best / 2)
+                    elif best == max(tried[name][group]):
+                        tried[name][group].add(best * 2)
+        self.judge_tuned(arms, place)
 
-    def failures(self, trials):
-        runs = [(name, seed, folder) for (name, seed), folder in trials.items()]
-        runs += [(f"{name}, learning rate x {factor:g}", "–", folder)
-                 for (name, factor), folder in self.tuning_runs.items()]
-        rows = [dict(arm=name, seed=seed, why=trial.failure(folder), log=str(folder / "trial.log"))
-                for name, seed, folder in runs]
-        return [row for row in rows if row["why"]]
-
-    def machine(self, results, trials):
-        threads = sorted({result["threads"] for result in results.values()})
-        first = next((trials[key] for key in results), None)
-        return dict(device=device_of(first) if first else None, cores=os.cpu_count(),
-                    jobs=self.config.jobs or queue.Processes(0, self.config.device).slots,
-                    threads=threads[0] if len(threads) == 1 else ", ".join(map(str, threads)) or None)
-
-    def scored(self, results):
-        """Which text was scored, and how."""
-        data, T = self.builder.data, self.builder.plain.model.block_size
-        split = data.splits[self.config.split]
-        windows = windows_of(data, self.config.split, T, max_tokens=self.config.test_tokens)
-        part = f"{len(windows):,} evenly spaced windows" if len(windows) < -(-split["tokens"] // T) else "all"
-        first = next(iter(results.values()), {})
-        return dict(dataset=data.meta["name"], split=self.config.split, sha256=split["sha256"],
-                    tokens=first.get("tokens"), bytes=first.get("bytes"), of_bytes=split["bytes"],
-                    name=f"{part} of {T:,} tokens", context=f"disjoint windows of {T:,}",
-                    note=data.meta.get("note"))
-
-    def arm_summary(self, arm, results, trials, nothing_runs):
-        """One arm for the report: sizes, costs, each seed's score and curve, and a look inside a run."""
-        seeds = self.config.seeds
-        folders = [trials[arm.name, seed] for seed in seeds]
-        found = [results.get((arm.name, seed)) for seed in seeds]
-
-        def median(key):
-            values = [result[key] for result in found if result and result.get(key) is not None]
-            return statistics.median(values) if values else None
-
-        first = next((folder for folder, result in zip(folders, found) if result), None)
-        tuned = {"lr_factor": arm.lr_factor} if arm.lr_factor != 1 else {}
-        inside = inspected(first, nothing_runs) if first else NOT_INSPECTED
-        return dict(kind=arm.kind, label=arm.label, flags={**arm.flags, **tuned}, steps=arm.train.max_iters,
-                    params=arm.params, flops_per_token=arm.flops_per_token, train_flops=float(arm.flops),
-                    seconds=median("seconds"), tokens_per_s=median("tokens_per_s"),
-                    memory_mib=median("memory_mib"), lr_factor=arm.lr_factor, edge=arm.edge,
-                    bpb=[result and result["bpb"] for result in found],
-                    curves=[curve_of(folder) if result else None for folder, result in zip(folders, found)],
-                    commands=[self.command_of(arm)], folders=[str(folder) for folder in folders], **inside)
-
-    def command_of(self, arm):
-        """The train.py line that repeats a run of this arm, for the first seed."""
-        seed = self.config.seeds[0] + arm.flags.get("seed", 0)
-        changed = {**self.builder.settings, **arm.flags, "seed": seed}
-        if arm.lr_factor != 1:
-            changed.update({key: getattr(arm.train, key) * arm.lr_factor for key in RATES})
-        name = "".join(ch if ch.isalnum() else "_" for ch in arm.name)
-        flags = (f"--{key}={value}" for key, value in changed.items())
-        return shlex.join(["python", "train.py", self.builder.base, *flags, f"--out_dir=out/{name}"])
-
-
-def flags_of(arm):
-    """Every flag of the model and of its training that has a say in an arm's numbers."""
-    flags = {**{f.name: getattr(arm.model, f.name) for f in fields(GPTConfig)}, **asdict(arm.train)}
-    return {key: value for key, value in flags.items() if key not in BOOKKEEPING | {"seed", "device"}}
-
-
-def curve_of(folder):
-    """Validation bits per byte of one run against tokens and seconds, at most CURVE_POINTS of them."""
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in rows if "val_bpb" in row]
-    rows = rows[::-1][::math.ceil(len(rows) / CURVE_POINTS) or 1][::-1]
-    return dict(tokens=[row["tokens"] for row in rows], seconds=[round(row["elapsed_s"], 2) for row in rows],
-                bpb=[round(row["val_bpb"], 6) for row in rows])
-
-
-def device_of(folder):
-    """What a run trained on, from its config.json; None where that is not there."""
-    with suppress(OSError, ValueError, KeyError):
-        return json.loads((folder / "config.json").read_text(encoding="utf-8"))["machine"]["device"]
-
-
-# ---- inside a trained model ----
-
-PROMPT, SAMPLE_TOKENS = "\n", 300  # what samples continue, and for how long
-NOT_INSPECTED = dict(decode_tokens_per_s=None, heads=None, sample=None)
-# traces of the heads that the report shows -> the dimensions over which their mean is taken
-HEAD_TRACES = dict(
-    entropy=(0, 2), concentration=(0, 2), gate=(1, 2), output_gate=(0, 2, 3), acag_gate=(0, 2, 3),
-    router_gates=(0, 1), advantage=(0, 1), advantage_correlation=None, routing_load=None, dead_heads=None,
-    effective_heads=None, token_entropy=None, batch_entropy=None)
-
-
-def inspected(folder, nothing_runs=True):
-    """{decode_tokens_per_s, heads, sample} of a finished run; measured once, when nothing runs, and kept."""
-    path = folder / "inspected.json"
-    if not path.is_file():
-        # the weights may be on another machine
-        if not nothing_runs or not (folder / "best.pt").is_file():
-            return NOT_INSPECTED
-        inside = inspect(folder)
-        write_atomic(path, lambda f: f.write(json.dumps(inside).encode()))
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-@torch.no_grad()
-def inspect(folder):
-    """Decoding speed (cache, batch 1, the better of two), a sample, the heads on 15 windows of val."""
-    state, device = checkpoint.read(folder), pick_device("auto")
-    model = checkpoint.build(state, folder, device)
-    data, T = Dataset(state["train"]["dataset"]), model.config.block_size
-    ids = torch.tensor([data.tokenizer.encode(PROMPT).tolist()], device=device)
-    best = math.inf
-    for _ in range(2):
-        began = time.perf_counter()
-        generator = torch.Generator(device).manual_seed(1)
-        tokens = model.generate(ids, SAMPLE_TOKENS, temperature=0.8, generator=generator)[0].tolist()
-        best = min(best, time.perf_counter() - began)
-    text = data.tokenizer.decode_bytes([t for t in tokens if t < data.vocab_size]).decode("utf-8", "replace")
-    starts = [start for start, _, _ in windows_of(data, "val", T, max_tokens=16 * T)]
-    starts = starts[:-1]  # the last may have no token after it
-    windows = [data.tokens("val")[start:start + T + 1].astype(np.int64) for start in starts]
-    x = torch.stack([torch.from_numpy(window) for window in windows]).to(device)
-    return dict(decode_tokens_per_s=SAMPLE_TOKENS / best, sample=text, heads=heads_of(model, x))
-
-
-def heads_of(model, x):
-    """{name of a trace: a row for each layer} of the heads on the tokens x [B, T + 1], to 4 digits."""
-    traces, found = model(x[:, :-1], x[:, 1:], traces=True).traces, {}
-    for key, value in traces.items():
-        name = key.split(".", 2)[-1]
-        if key.startswith("blocks.") and name in HEAD_TRACES and value.numel():
-            over = HEAD_TRACES[name]
-            value = value.float() if over is None else value.float().mean(over)
-            found.setdefault(name, []).append(rounded(value.tolist()))
-    if "a2c.explained_variance" in traces:
-        found["critic's explained variance"] = rounded(float(traces["a2c.explained_variance"]))
-    return found
-
-
-def rounded(value):
-    return [rounded(v) for v in value] if isinstance(value, list) else float(f"{value:.4g}")
+    def judge_tuned(self, arms, place):
+        best = {name: {group: min(scores, key=scores.get) for group, scores in own.items()}
+                for name, own in self.tuned.items()}
+        if any(set(best.get(arm.name, ())) < set(arm.groups()) for arm in arms):
+            return  # not all of it is done
+        tuned = {arm.name: arm.at_rates(best[arm.name], f"{arm.name}, tuned") for arm in arms}
+        for name, arm in tuned.items():
+            self.arms[arm.name] = replace(arm, kind="baseline" if name == PLAIN else "variant")
+            if name != PLAIN:
+                self.pairs.append((arm.name, f"{PLAIN}, tuned", ["tuned rates"]))
+        folders = self.plan("judge", tuned.values(), self.config.seeds)
+        more = self.plain_seeds(len(arms) - 1)[len(self.config.seeds):]
+        folders += self.plan("judge", [tuned[PLAIN]], more) if arms else []
+        self.execute(folders, place)
 
 
 # ---- command line ----
 
 def plan_of(study):
-    """What a study consists of, as text: every arm with its size, and how many runs are left."""
-    trials, c = study.trials(), study.config
+    """What a study consists of, as text: every arm with its cost, how many runs are left, how long."""
+    c, place = study.config, queue.Processes(study.config.jobs, study.config.device)
+    arms = {**study.variants, **study.arms}
+    device = pick_device(c.device)
+    plain, sizes = study.builder.plain, study.builder.data.splits
+    seconds = costs.seconds_per_run(plain, device, place.threads, c.test_tokens or sizes[c.split]["tokens"],
+                                    sizes["val"]["tokens"])
     rows = []
-    for arm in study.arms.values():
-        flags = " ".join(f"{key}={value}" for key, value in arm.flags.items())[:80]
-        rows.append((arm.name, f"{arm.params:,}", f"{arm.train.max_iters:,}", f"{arm.flops:.3g}", flags))
-    left = sum(not trial.done(folder) for folder in trials.values())
-    notes = [f"{len(trials):,} runs, {left:,} of them to do, in {trial.TRIALS}"]
+    for arm in arms.values():
+        flags = " ".join(f"{key}={value}" for key, value in arm.flags.items())[:70]
+        rows.append((arm.name, f"{arm.params:,}", f"{arm.train.max_iters:,}",
+                     f"{arm.tokens * arm.flops_per_token:.3g}", flags))
+    left = [key for key, folder in study.runs.items() if not trial.done(folder)]
+    budget = sum(arms[name].train.max_iters for _, name, _ in left) / plain.train.max_iters
+    hours = budget * seconds / place.slots / 3600
+    notes = [f"{len(study.runs):,} runs, {len(left):,} of them to do, in {trial.TRIALS}",
+             f"about {hours:.2g} hours, {place.slots} at once, if each took as long as the plain GPT's here, "
+             f"{seconds:,.0f} s; what the others take: bench.py --mechanisms"]
+    if c.screen and c.best + c.worst < len(study.variants):
+        notes.append("who is judged is not known before the screening; here it is taken for the first ones")
     if c.tune_lr:
-        notes.append("learning rates are tuned before, which is not counted")
-    if c.matched and c.matched < len(study.baselines):
-        notes.append(f"then come the other baselines of the best {c.matched}")
-    arms = table(("arm", "parameters", "steps", "FLOPs", "flags"), rows, left=(0, 4))
-    return f"{arms}\n{'; '.join(notes)}"
+        notes.append("rates of those with a verdict are tuned after that, which is not counted")
+    return "\n".join([table(("arm", "parameters", "steps", "FLOPs", "flags"), rows, left=(0, 4)), *notes])
 
 
 def name_of(config, files):
@@ -436,46 +242,93 @@ def name_of(config, files):
     names = [Path(file).stem for file in files]
     for name in [] if files else [*config.mechanisms, *config.variants]:
         names.append(re.sub(r"_?\*", "-all", name).lstrip("-"))
+    if config.mechanism and not files:
+        names = [f"challenge-{config.mechanism}"]
     return re.sub(r"[^\w+.-]", "_", "+".join(names))[:100]
 
 
-def write_report(results, folder):
-    """Print the table, write report.md, report.html and the forest plot; says where they are."""
-    print(report.table_of(results))
-    print(*report.write(results, folder), sep="\n")
+def place_for(config):
+    if config.submit:
+        return queue.Cluster(config.submit, config.jobs, config.submit_options)
+    return queue.Processes(config.jobs, config.device)
+
+
+def study_of(config, name, command):
+    """Run one study, write its results and its report; the results."""
+    study = Study(config, name)
+    study.out.mkdir(parents=True, exist_ok=True)  # refused now rather than after the last run
+    study.run(place_for(config))
+    found = results.collect(study, command)
+    results.write(found, study.out)
+    return found
+
+
+def at_size(config, size, **keys):
+    """The config of one size of a ladder."""
+    return replace(config, **{"size": size, "sizes": [], "held_out": None, "at": {}, **keys,
+                              **config.at.get(size, {})})
+
+
+def ladder_of(config, name, command):
+    """The study at each of its sizes, and how the effects go with size."""
+    out = Path(config.out_dir or f"out/{name}-{config.scale}")
+    found = {}
+    for size in config.sizes:
+        own = at_size(config, size, out_dir=str(out / size))
+        found[size] = study_of(own, name, command)
+        print(report.table_of(found[size]))
+    both = analysis.ladder(found, config.held_out, name, command)
+    results.write(both, out)
+    return both, out
 
 
 def run(argv):
     config, = configurator.load((StudyConfig,), argv, __doc__)
+    command = shlex.join(["python", "compare.py", *argv])
+    if config.tables:
+        print(*tables.write() or ["every table is as results/ has it"], sep="\n")
+        return
+    if config.recheck:
+        print(results.recheck(config.recheck))
+        return
     if config.from_results:
-        results = report.read(config.from_results)
-        out = Path(config.out_dir or f"out/{Path(config.from_results).stem}-report")
+        found = results.read(config.from_results)
+        out = Path(config.out_dir or f"out/{Path(config.from_results).name.split('.')[0]}-report")
         out.mkdir(parents=True, exist_ok=True)
-        write_report(results, out)
+        report.write_all(found, out)
         return
     files = configurator.split_args(argv, configurator.keys_of((StudyConfig,)))[0]
-    study = Study(config, name_of(config, files))
+    name = name_of(config, files)
+    if config.again:
+        before = results.read(config.again)
+        trial.USE_FILED = False
+        config = results.config_of(before, StudyConfig, config)
+        name = before["name"] + "-again"
     if config.dry_run:
-        config.match = [what for what in config.match if what != "wall-clock"]  # which would be measured
-        if config.matched is None or config.matched >= len(study.baselines):
-            study.add_baselines(list(study.baselines))
-        print(plan_of(study))
+        for size in config.sizes or [config.size]:
+            study = Study(at_size(config, size), name)
+            study.run(None)
+            print(plan_of(study))
         return
-    study.out.mkdir(parents=True, exist_ok=True)  # refused now rather than after the last run
-    place = (queue.Cluster(config.submit, config.jobs, config.submit_options) if config.submit
-             else queue.Processes(config.jobs, config.device))
-    study.run(place)
-    results = study.summary(shlex.join(["python", "compare.py", *argv]))
-    write_atomic(study.out / "results.json", lambda f: f.write(json.dumps(results).encode()))
-    write_report(results, study.out)
-    if results["failures"]:
-        sys.exit(f"compare: {len(results['failures'])} run(s) failed, the report names them; "
+    if config.sizes:
+        found, out = ladder_of(config, name, command)
+    else:
+        found = study_of(config, name, command)
+        out = Path(found["out"])
+    report.write_all(found, out)
+    results.write_sums(out)
+    if config.again:
+        print(results.agreement(before, found))
+    if failures := results.failures_in(found):
+        sys.exit(f"compare: {failures} run(s) failed, the report names them; "
                  "start again to try them once more")
 
 
 def main(argv=None):
-    # so that SIGTERM, too, stops the runs before it ends this program
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # so that SIGTERM and a closed terminal, but for nohup's, stop the runs before they end this program
+    signals = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    signals = [each for each in signals if signal.getsignal(each) != signal.SIG_IGN]
+    before = {each: signal.signal(each, signal.default_int_handler) for each in signals}
     try:
         run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
@@ -486,7 +339,8 @@ def main(argv=None):
     except OSError as e:
         sys.exit(f"compare: {explain(e)}")
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@
 #                               MECHS names others (compiling each takes a while)
 #   ./gpu_check.sh long         peak memory at context 16,384; routing packed, dense and plain at 1,024 and
 #                               16,384; decoding; pruned heads
-#   ./gpu_check.sh compare      a study at the small scale on enwiki15, COMPARE_STEPS steps, three seeds;
-#                               what is done is kept in out/trials
+#   ./gpu_check.sh compare      a study at the middle scale on enwiki15, COMPARE_STEPS steps; what is done is
+#                               kept in out/trials, and in $OUT/study/results.json.gz, which belongs in results/
 #   ./gpu_check.sh train        both recipes on the same bytes, same tokens, scored on the whole test split,
 #                               with curves
 # Results go to $OUT (default out/gpu). STUDY names a study, LIMIT its seconds. PY names the interpreter,
@@ -45,8 +45,9 @@ compare)
   [ -f data/enwiki15/meta.json ] || "$PY" data/enwiki15/prepare.py
   # of an earlier call, where out/ does not stay
   [ ! -f "$OUT/trials.tar" ] || tar xf "$OUT/trials.tar" --skip-old-files
-  ARGS=("${STUDY:-config/studies/all.py}" --scale=small --seeds=1,2,3 --matched=2 --jobs="${JOBS:-2}"
-        --test_tokens=1048576 --settings="{'max_iters': ${COMPARE_STEPS:-300}, 'eval_interval': 100}")
+  ARGS=("${STUDY:-config/studies/all.py}" --scale=mid --screen_seeds=101 --seeds=1,2,3 --jobs="${JOBS:-2}"
+        --budgets=0.7,1.4 --settings="{'dataset': 'enwiki15', 'max_iters': ${COMPARE_STEPS:-300},
+                                       'eval_interval': 100}")
   timeout --signal=INT "${LIMIT:-540}" "$PY" compare.py "${ARGS[@]}" --out_dir="$OUT/study" 2>&1 |
     tee "$OUT/compare.txt" || true
   "$PY" compare.py "${ARGS[@]}" --out_dir="$OUT/study" --report_only

@@ -1,12 +1,10 @@
 """
-What a study compares: its config, and the arms made from it - the plain GPT, variants, and plain GPTs
-made to match them.
+What a study compares: its config, and the arms made from it - the plain GPT, variants, the plain GPT at other
+budgets, and plain GPTs with a variant's parameters.
 """
 
 import fnmatch
-import statistics
-import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Optional
 
 import torch
@@ -16,8 +14,6 @@ from common import UserError
 from configurator import Scale
 from dataset import Dataset
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from optim import Trainer
-from ranks import Process
 from train import TrainConfig
 
 # plain GPTs by size, the parameters of their blocks, for a ladder on one scale's data and recipe
@@ -29,47 +25,71 @@ SIZES = {
 }
 # values of a variant's flags that follow the size of the plain GPT
 RELATIVE = {"n_head": lambda model: model.n_head, "n_embd // 2": lambda model: model.n_embd // 2}
-# beside the same hyperparameters, which every variant is compared at
-MATCHES = ("parameters", "FLOPs", "wall-clock")
 # keys of training that no trial.json has: they say where a run goes, and nothing of its numbers
 BOOKKEEPING = {"out_dir", "resume", "overwrite", "eval_only",
                "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode", "wandb_tags"}
 FIXED_BY_STUDY = BOOKKEEPING | {"init_from", "init_anyway", "device"}  # what settings and variants cannot say
+SAME_TEXT = {"dataset", "block_size"}  # what variants cannot say: the two sides would be scored on other text
+# what is tuned together: the rates of an optimizer's group. min_lr goes with lr, which it must not exceed
+RATES = {"muon_lr": ("muon_lr",), "lr": ("lr", "embed_lr", "min_lr"), "mechanism_lr": ("mechanism_lr",)}
 
 
 @dataclass
 class StudyConfig:
     # ---- what is asked ----
     question: str = ""                   # one line, at the top of the report
+    mechanism: Optional[str] = None      # the challenge: this one of model.MECHANISMS, screened and judged
     mechanisms: list[str] = field(default_factory=list)  # variants: in model.MECHANISMS (also acag*), all_on
     variants: dict = field(default_factory=dict)  # more variants: name -> flags; seed: added
+    contrasts: list = field(default_factory=list)  # pairs of variants to compare too: [["a", "b"]]
     scale: Scale = "tiny"                # which plain GPT: config/<scale>.py
     size: Optional[str] = None           # 0.1M | 0.33M | 1M | 10M: another size of it, see study/arms.py
+    sizes: list[str] = field(default_factory=list)  # a ladder: the study once for each of these sizes
+    held_out: Optional[str] = None       # of the ladder's sizes, the one that its fit must predict
+    at: dict = field(default_factory=dict)  # other keys at one size of the ladder: {"1M": {"seeds": [1]}}
     base: Optional[str] = None           # config file of another plain GPT
     settings: dict = field(default_factory=dict)  # flags for both sides, on top of the plain GPT's
     # ---- the budget ----
-    tokens_per_param: Optional[float] = None  # train for so many a parameter of the plain GPT's blocks
-    seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5])  # each is one pair of runs
-    split: str = "test"                  # what is scored
+    tokens_per_param: Optional[float] = None  # tokens to train on, a parameter of the plain blocks
+    # multiples of the budget at which the plain GPT is trained too, to know what compute is worth
+    budgets: list[float] = field(default_factory=lambda: [0.7, 1.4, 2.0])
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5])
+    plain_seeds: Optional[int] = None    # of the plain GPT; None: sqrt(variants judged) times as many
+    split: str = "test"                  # what is scored in the end
     test_tokens: int = 0                 # of it, evenly spaced; 0: all
-    # ---- baselines, beside the one with the same hyperparameters ----
-    match: list[str] = field(default_factory=lambda: ["parameters", "FLOPs"])  # or wall-clock
-    matched: Optional[int] = None        # only for so many variants, the best ones; None: for all
-    tune_lr: bool = False                # choose each side's learning rate first, by validation loss
-    tune_factors: list[float] = field(default_factory=lambda: [0.5, 1.0, 2.0])  # times the configured rates
-    tune_steps: Optional[int] = None     # steps of a trial of a rate; None: a third of the run's
+    # ---- two stages: all variants on validation, some of them with fresh seeds on the test split ----
+    screen: bool = False                 # choose the variants to judge by validation first
+    screen_seeds: list[int] = field(default_factory=lambda: [101, 102])
+    best: int = 6                        # so many of the best are judged
+    worst: int = 2                       # and so many of the worst
+    always: list[str] = field(default_factory=list)  # and these, wherever they stand
+    # ---- fairness ----
+    match_parameters: bool = True        # who looks better also meets a plain GPT with as many parameters
+    tune_lr: bool = False                # who is better or worse is judged again at its own best rates
     # ---- where it runs ----
     out_dir: Optional[str] = None        # the report's folder; None: out/<config or mechanisms>-<scale>
     jobs: int = 0                        # runs at once; 0: one for each GPU, or one for each CPU core
     device: str = "auto"                 # auto | cpu | cuda | mps
     submit: Optional[str] = None         # submitit: auto (Slurm if there) | slurm | local; None: no
     submit_options: dict = field(default_factory=dict)  # submitit's: {"slurm_partition": "gpu"}
-    dry_run: bool = False                # say what would run
+    dry_run: bool = False                # say what would run, and for how long
     report_only: bool = False            # write the report from what is done
-    from_results: Optional[str] = None   # write the report from this results.json, without the runs
+    # ---- from a results.json.gz ----
+    from_results: Optional[str] = None   # write its report once more, without the runs
+    recheck: Optional[str] = None        # compute every figure of it once more, and compare
+    again: Optional[str] = None          # run its study once more, all of it, and say where the two agree
+    tables: bool = False                 # write the tables in README.md and docs/ from results/
     # ---- statistics ----
-    alpha: float = 0.05                  # false alarms of the whole study (Holm); intervals are 1 - alpha
-    block: int = 4096                    # tokens in a block of the bootstrap over the test set
+    alpha: float = 0.05                  # false verdicts of the whole study; intervals are 1 - alpha
+    margin: float = 0.01                 # bits/byte: a difference below it is called the same
+
+    def __post_init__(self):
+        if self.mechanism:
+            self.mechanisms, self.screen = [self.mechanism], True
+
+    @property
+    def has_results_already(self):
+        return self.from_results or self.recheck or self.again or self.tables
 
     def problems(self):
         """Everything that is wrong with this study, as a list of sentences (empty: fine)."""
@@ -82,45 +102,59 @@ class StudyConfig:
                 meant, hint = configurator.nearest(pattern, [*MECHANISMS, "all_on"])
                 hint = hint if meant else "model.MECHANISMS lists them"
                 bad.append(f"mechanisms: unknown {pattern!r}; {hint}")
-        if not self.mechanisms and not self.variants and not self.from_results:
+        if not self.mechanisms and not self.variants and not self.has_results_already:
             bad.append("mechanisms and variants are empty: name at least one variant to compare")
         for name, flags in [("settings", self.settings), *self.variants.items()]:
             if not isinstance(flags, dict):
                 bad.append(f"variants: {name!r} must be a dict of flags, not {flags!r}")
                 continue
-            fixed = FIXED_BY_STUDY | ({"seed"} if name == "settings" else set())
+            fixed = FIXED_BY_STUDY | ({"seed"} if name == "settings" else SAME_TEXT)
             if refused := sorted(set(flags) & fixed):
+                where = "; settings can" if set(refused) <= SAME_TEXT else ""
                 bad.append(f"{name}: {', '.join(refused)} cannot be set here: "
-                           "a study decides it for every run")
+                           f"a study decides it for every run{where}")
         names = {"plain", *(name for pattern in self.mechanisms for name in matching(pattern))}
         bad += [f"variants: the name {name!r} is taken" for name in self.variants if name in names]
+        names |= set(self.variants)
+        for pair in self.contrasts:
+            if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and set(pair) <= names):
+                bad.append(f"contrasts: {pair!r} must be two of this study's variants")
+        bad += [f"always: {name!r} is no variant of this study" for name in self.always if name not in names]
         return bad
 
     def problems_of_budget(self):
         bad = []
-        if self.size not in (None, *SIZES):
-            bad.append(f"size={self.size!r} must be one of {', '.join(SIZES)}")
+        for size in [self.size, self.held_out, *self.sizes]:
+            if size not in (None, *SIZES):
+                bad.append(f"size={size!r} must be one of {', '.join(SIZES)}")
+        if self.held_out and self.held_out not in self.sizes or self.sizes and self.size:
+            bad.append(f"sizes={self.sizes} must hold held_out={self.held_out!r}, and no size beside them")
+        for size, keys in self.at.items():
+            known = isinstance(keys, dict) and set(keys) <= {f.name for f in fields(self)}
+            if size not in self.sizes or not known:
+                bad.append(f"at={{{size!r}: {keys!r}}} must be one of sizes={self.sizes} and keys of a study")
         if self.tokens_per_param is not None and not self.tokens_per_param > 0:
             bad.append(f"tokens_per_param={self.tokens_per_param} must be positive")
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
-            bad.append(f"seeds={self.seeds} must be different numbers, at least one, none negative")
-        for what in self.match:
-            if what not in MATCHES:
-                bad.append(f"match={what!r} must be among {', '.join(MATCHES)}")
-        for name in ("jobs", "test_tokens", "matched"):
-            if getattr(self, name) is not None and getattr(self, name) < 0:
+        if any(not b > 0 or b == 1 for b in self.budgets) or len(set(self.budgets)) < len(self.budgets):
+            bad.append(f"budgets={self.budgets} must be different, positive, and not 1, the plain GPT's own")
+        for name in ("seeds", "screen_seeds"):
+            seeds = getattr(self, name)
+            if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+                bad.append(f"{name}={seeds} must be different numbers, at least one, none negative")
+        if (self.screen or self.tune_lr) and set(self.seeds) & set(self.screen_seeds):
+            bad.append(f"screen_seeds={self.screen_seeds} choose, and seeds={self.seeds} judge: none in both")
+        if self.plain_seeds is not None and self.plain_seeds < len(self.seeds):
+            bad.append(f"plain_seeds={self.plain_seeds} must be at least a variant's, {len(self.seeds)}")
+        for name in ("jobs", "test_tokens", "best", "worst"):
+            if getattr(self, name) < 0:
                 bad.append(f"{name}={getattr(self, name)} must not be negative")
-        if not self.tune_factors or min(self.tune_factors) <= 0 or 1.0 not in self.tune_factors:
-            bad.append(f"tune_factors={self.tune_factors} must be positive and have 1 among them")
-        if self.tune_steps is not None and self.tune_steps < 1 or self.block < 1:
-            bad.append(f"tune_steps={self.tune_steps} and block={self.block} must be at least 1")
-        if not 0 < self.alpha < 1:
-            bad.append(f"alpha={self.alpha} must be between 0 and 1")
+        if not 0 < self.alpha < 1 or not self.margin > 0:
+            bad.append(f"alpha={self.alpha} must be between 0 and 1 and margin={self.margin} positive")
         if self.base and self.scale != "tiny":
             bad.append(f"scale={self.scale!r} means nothing beside base={self.base!r}, "
                        "which is the plain GPT already")
-        if self.split not in ("val", "test") or self.split == "val" and self.tune_lr:
-            reason = ", since val chooses the learning rate" if self.tune_lr else " or val"
+        if self.split not in ("val", "test") or self.split == "val" and (self.tune_lr or self.screen):
+            reason = ", since val chooses" if self.tune_lr or self.screen else " or val"
             bad.append(f"split={self.split!r} must be test{reason}")
         if self.submit not in (None, "auto", "slurm", "local"):
             bad.append(f"submit={self.submit!r} must be one of auto, slurm, local")
@@ -142,25 +176,36 @@ def variants_of(config):
 
 @dataclass
 class Arm:
-    """One model and its training, for all seeds: the plain GPT, a variant, or a baseline that matches one."""
+    """One model and its training, for all seeds."""
     name: str
-    kind: str                # plain | variant | baseline
+    kind: str                # plain | variant | budget (the plain GPT at another one) | baseline (wider)
     label: str
     flags: dict              # what differs from the plain GPT
     model: GPTConfig
     train: TrainConfig       # every key resolved
     params: int
-    flops_per_token: int
-    lr_factor: float = 1.0   # of the rates, found by tuning
-    edge: bool = False       # that factor is the smallest or the largest that was tried
+    flops_per_token: int     # as the algorithm needs them
 
     @property
     def tokens(self):
         return self.train.max_iters * self.train.batch_size * self.train.grad_accum * self.model.block_size
 
-    @property
-    def flops(self):
-        return self.tokens * self.flops_per_token
+    def at_rates(self, factors, name=None):
+        """This arm with the rates of some groups of RATES times a factor each."""
+        flags = {key: getattr(self.train, key) * factor for group, factor in factors.items() if factor != 1
+                 for key in RATES[group]}
+        return replace(self, name=name or self.name, label=name or self.label,
+                       train=replace(self.train, **flags), flags={**self.flags, **flags})
+
+    def groups(self):
+        """The groups of RATES that this arm's optimizers have."""
+        with torch.device("cpu" if self.model.window else "meta"):
+            model = GPT(self.model)
+        muons = {id(p) for p, _ in model.block_matrices()} if self.train.optimizer == "muon" else set()
+        added = model.of_mechanisms()
+        has = {"muon_lr": muons, "lr": True, "mechanism_lr":
+               [p for name, p in model.named_parameters() if name in added and id(p) not in muons]}
+        return [group for group in RATES if has[group]]
 
 
 class ArmBuilder:
@@ -204,11 +249,16 @@ class ArmBuilder:
     def variants(self):
         return [self.arm(name, "variant", name, flags) for name, flags in variants_of(self.config).items()]
 
+    def at_budget(self, multiple):
+        """The plain GPT trained for so many times as many steps."""
+        steps = max(1, round(multiple * self.plain.train.max_iters))
+        label = f"plain GPT, {multiple:g} x the budget"
+        return self.arm(f"plain x {multiple:g}", "budget", label, {"max_iters": steps})
+
     def same_parameters(self, variant, baselines):
         """A plain GPT with the variant's parameters to 0.1 %, by MLP width; one of `baselines` if it fits."""
         def fits(arm):
-            close = abs(arm.params - variant.params) <= 1e-3 * variant.params
-            return close and arm.train.max_iters == self.plain.train.max_iters
+            return abs(arm.params - variant.params) <= 1e-3 * variant.params
 
         fitting = [arm for arm in [self.plain, *baselines] if fits(arm)]
         if fitting:
@@ -219,20 +269,7 @@ class ArmBuilder:
         if width < 1:
             raise UserError(f"{variant.name} has {variant.params:,} parameters, "
                             "fewer than a plain GPT without its MLPs: no baseline has as few")
-        arm = self.arm(f"plain, MLP {width}", "baseline", f"plain GPT, MLP {width} wide", {"n_inner": width})
-        if not fits(arm):
-            raise UserError(f"{variant.name} has {variant.params:,} parameters; the nearest plain GPT, "
-                            f"with n_inner={width}, has {arm.params:,}, more than 0.1 % off")
-        return arm
-
-    def same_cost(self, steps, baselines):
-        """The plain GPT trained for so many steps, rounded; one of `baselines` where it is the same."""
-        steps = max(1, round(steps))
-        for arm in [self.plain, *baselines]:
-            if arm.train.max_iters == steps and arm.params == self.plain.params:
-                return arm
-        label = f"plain GPT, {steps:,} steps"
-        return self.arm(f"plain, {steps} steps", "baseline", label, {"max_iters": steps})
+        return self.arm(f"plain, MLP {width}", "baseline", f"plain GPT, MLP {width} wide", {"n_inner": width})
 
 
 def budget_of(model, training, tokens_per_param):
@@ -250,36 +287,3 @@ def size_of(config):
     with torch.device("cpu" if config.window else "meta"):
         model = GPT(config)
     return model.num_params(), model.flops_per_token()
-
-
-def step_time_ratio(a, b, device, threads, steps=4, rounds=7):
-    """Time of a training step of arm a over that of b: the median ratio over alternating rounds.
-
-    Threads and precision are those of a run.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    torch.set_float32_matmul_precision("high")
-
-    def stepper(arm):
-        model = GPT(arm.model).to(device)
-        rows = arm.train.batch_size * arm.train.grad_accum
-        ids = torch.randint(arm.model.vocab_size, (rows, arm.model.block_size + 1), device=device)
-        trainer = Trainer(model, arm.train, Process(device))
-        return lambda: trainer.step(ids[:, :-1], ids[:, 1:])
-
-    def timed(step):
-        began = time.perf_counter()
-        for _ in range(steps):
-            step()
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-    try:
-        pair = stepper(a), stepper(b)
-        for step in pair:
-            timed(step)  # compilation, allocation, caches
-        return statistics.median(timed(pair[0]) / timed(pair[1]) for _ in range(rounds))
-    finally:
-        torch.set_num_threads(before)

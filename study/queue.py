@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from common import ROOT, UserError, pick_device
-from study.trial import TRIALS, done, last_line
+from study.trial import TRIALS, WITH_PARENT, done, last_line
 
 
 def command_of(folder):
@@ -31,6 +31,13 @@ def cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
+def threads_each(slots):
+    """Threads for each of so many trials at once: the cores shared out, OMP_NUM_THREADS at most."""
+    most = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    shared = cores() // slots
+    return max(1, min(shared, int(most)) if most.isdigit() else shared)
+
+
 class Processes:
     """This machine: a GPU for each trial, or its cores shared among `jobs` trials. UserError: no device."""
 
@@ -42,7 +49,7 @@ class Processes:
             count = torch.cuda.device_count()
             gpus = visible[:count] or [str(i) for i in range(count)]
         self.slots = jobs or (cores() if device == "cpu" else len(gpus))
-        self.threads = max(1, cores() // self.slots)
+        self.threads = threads_each(self.slots)
         self.free_gpus = [gpus[i % len(gpus)] for i in range(self.slots)]
 
     def start(self, folder):
@@ -50,9 +57,10 @@ class Processes:
         env = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
         if gpu is not None:
             env["CUDA_VISIBLE_DEVICES"] = gpu
-        # a session of its own: Ctrl-C reaches this program alone, which then asks each trial to save
-        job = subprocess.Popen(command_of(folder), env=env, start_new_session=True,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        # a session of its own: Ctrl-C reaches this program alone, which then asks each trial to save;
+        # a pipe that only this program holds: when it is killed, the trial finds the pipe closed
+        job = subprocess.Popen([*command_of(folder), WITH_PARENT], env=env, start_new_session=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         job.gpu = gpu
         return job
 
@@ -60,6 +68,7 @@ class Processes:
         """None while it runs, "" when it is done, else why it is not."""
         if job.poll() is None:
             return None
+        job.stdin.close()
         self.free_gpus.append(job.gpu)
         if done(folder):
             return ""
@@ -104,7 +113,7 @@ class Cluster:
             raise UserError(f"submit={submit}: {' '.join(str(e).split())[:300]}")
         self.command = submitit.helpers.CommandFunction
         self.slots = jobs or (1000 if slurm else cores())  # a cluster queues by itself
-        self.env = {} if slurm else {"OMP_NUM_THREADS": str(max(1, cores() // self.slots))}
+        self.env = {} if slurm else {"OMP_NUM_THREADS": str(threads_each(self.slots))}
 
     def start(self, folder):
         # a command rather than trial.run itself: a node would have to import the module before it has a path
@@ -186,7 +195,15 @@ def start(folder, place, running, failed):
     try:
         running[folder] = place.start(folder)
     except Exception as e:  # a full queue, a wrong partition: what runs already should not be lost with it
-        failed[folder] = f"could not be started: {' '.join(str(e).split())[:300]}"
+        fail(folder, f"could not be started: {' '.join(str(e).split())[:300]}", failed)
+
+
+def fail(folder, why, failed):
+    """Keep why a trial failed, in its folder too, where trial.failure() looks for it, and say it."""
+    failed[folder] = why
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "failed.txt").write_text(why, encoding="utf-8")
+    tqdm.write(f"{folder} failed: {why}", file=sys.stderr)
 
 
 def collect(place, running, failed):
@@ -194,11 +211,8 @@ def collect(place, running, failed):
     before = len(running)
     for folder, job in list(running.items()):
         why = place.ended(job, folder)
-        if why is None:
-            continue
-        del running[folder]
+        if why is not None:
+            del running[folder]
         if why:
-            failed[folder] = why
-            (folder / "failed.txt").write_text(why, encoding="utf-8")
-            tqdm.write(f"{folder} failed: {why}", file=sys.stderr)
+            fail(folder, why, failed)
     return before - len(running)

@@ -1,48 +1,39 @@
 """
-The report of a study: a table for the terminal, report.md, report.html (page.py), the forest plot.
+The report of a study: a table for the terminal, report.md, report.html (page.py), the forest plot; of a
+ladder, ladder.md and its picture, and the report of each size.
 
-All of it comes from a results.json: `python compare.py --from_results=FILE` makes it again without the runs.
+All of it comes from a results.json.gz: `python compare.py --from_results=FILE` makes it again.
 """
 
 import html as escaping
-import json
 import re
 import textwrap
 from pathlib import Path
 
-import matplotlib as mpl
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-
-from common import UserError, table, write_atomic
-from plot_curves import RC
-from study import page
-from study.findings import (BETTER, EQUAL, SAME, WORSE, corrected, headline, known, label_of, labelled,
-                            level, listed, notices, printable, range_of, ranked, rows_of, settings_of,
-                            short, show, verdict_of, verdicts_of)
-
-# keys of a results.json that the report cannot do without
-KEYS = dict(name=str, question=str, command=str, seeds=list,
-            alpha=float, data=dict, machine=dict, versions=dict,
-            arms=dict, comparisons=list, missing=dict, failures=list,
-            comparisons_made=int, planned=int, done=int)
-
+from common import table, write_atomic
+from study import page, pictures
+from study.findings import (Table, against_plain, costs_table, equal_of, headline, label_of, labelled,
+                            ladder_sentences, ladder_table, notices, others, others_table, printable, remarks,
+                            screened_table, sentence_of, settings_of, tuned_table, verdicts_table, without)
 
 # ---- terminal ----
 
-def table_of(study, width=120):
-    """One line a comparison, the best variant first; long names lose their beginning to keep to `width`."""
-    difference = f"difference [{level(study)}]"
-    head = ("variant", "matched", "params", "bits/byte", difference, "p (Holm)", "verdict")
-    rows = []
-    for name, _, matched, *cells, _ in rows_of(study):
-        equal = "+".join(EQUAL[what] for what in matched) or "–"
-        rows.append((name, equal, short(study["arms"][name].get("params")), *cells))
-    above = [f"{study['name']}: {headline(study)}", *notices(study)]
-    above = [line for text in above for line in textwrap.wrap(text, width)]
-    below = textwrap.wrap(corrected(study), width)
-    return "\n".join([*above, table(head, rows, left=(0, 1, 6), width=width), *below])
+def table_of(found, width=120):
+    """The plain GPT and each variant, the best first; long names lose their beginning to keep to `width`."""
+    if "sizes" in found:
+        above, tables = [f"{found['name']}: effects over sizes"], [ladder_table(found)]
+        below = [f"{name}: {text}" for name, text in ladder_sentences(found)]
+    else:
+        above, below = [f"{found['name']}: {headline(found)}", *notices(found)], [" ".join(remarks(found))]
+        main, more = (without(part(found), "seeds", "corrected p") for part in (verdicts_table, others_table))
+        # of differences at equal cost the mean alone: intervals and costs are on the page
+        rows = [[cell.split()[0] if title.startswith("at equal") else cell
+                 for title, cell in zip(main.head, row)] for row in main.rows]
+        tables = [Table([title.removeprefix("at ") for title in main.head], rows, main.words), more]
+    above, below = ([line for text in texts for line in textwrap.wrap(printable(text), width)]
+                    for texts in (above, below))
+    tables = [table(head, rows, left=words, width=width) + "\n" for head, rows, words in tables if rows]
+    return "\n".join([*above, *tables, *below])
 
 
 # ---- markdown ----
@@ -52,132 +43,110 @@ def escaped(text):
     return re.sub(r"([\\`*_|\[\]#~])", r"\\\1", " ".join(escaping.escape(str(text), quote=False).split()))
 
 
-def markdown(study):
-    lines = [f"# {escaped(study['question'] or study['name'])}", "", f"**{escaped(headline(study))}**", "",
-             *(f"> {escaped(text)}\n" for text in notices(study)),
-             *markdown_table(study), "", escaped(corrected(study)), "", "## Verdicts in words"]
-    for name, comparisons in ranked(study):
-        label = escaped(label_of(study, name))
-        for c in comparisons:
-            lines.append(f"- **{label}**, at equal {listed(c['matched'])}: {escaped(c['words'])}")
-        if not comparisons:
-            lines.append(f"- **{label}**: {listed([*verdicts_of(study, name, [])])}")
-    lines += ["", "## Settings", *(f"- {key}: {escaped(value)}" for key, value in settings_of(study))]
-    if study["failures"]:
+def in_markdown(head, rows, words):
+    rule = ["---" if i in words else "---:" for i in range(len(head))]
+    return "\n".join([f"| {' | '.join(map(escaped, head))} |", f"|{'|'.join(rule)}|",
+                      *(f"| {' | '.join(map(escaped, row))} |" for row in rows)])
+
+
+def verdicts(found, only=None, drop=("params", "seeds")):
+    tables = verdicts_table(found, only), others_table(found, only)
+    return "\n\n".join(in_markdown(*without(each, *drop)) for each in tables if each.rows)
+
+
+def short_verdicts(found, only=None):
+    """The first of the two tables alone, of differences at equal FLOPs the mean alone."""
+    more = ("params", "seeds", "corrected p", "at equal time")
+    head, rows, words = without(verdicts_table(found, only), *more)
+    at = list(head).index("at equal FLOPs")
+    rows = [[*row[:at], re.sub(r" \[.*\]", "", row[at]), *row[at + 1:]] for row in rows]
+    return in_markdown(head, rows, words)
+
+
+def of_each_size(make):
+    """The table of a study; of a ladder, one for each size under its name."""
+    def text(found, only=None):
+        if "sizes" in found:
+            return "\n\n".join(f"**{size}**\n\n{make(study, only)}" for size, study in found["sizes"].items())
+        return make(found, only)
+    return text
+
+
+# what README.md and docs/ can hold of a results file: kind -> text(found, names of arms or None: all)
+TABLES = {
+    "verdicts": of_each_size(verdicts),
+    "short": of_each_size(short_verdicts),
+    "screened": of_each_size(lambda found, only=None: in_markdown(*screened_table(found, only))),
+    "costs": of_each_size(lambda found, only=None: in_markdown(*costs_table(found, only))),
+    "tuned": of_each_size(lambda found, only=None: in_markdown(*tuned_table(found, only))),
+    "ladder": lambda found, only=None: in_markdown(*ladder_table(found, only)),
+}
+
+
+def markdown(found):
+    lines = [f"# {escaped(found['question'] or found['name'])}", "", f"**{escaped(headline(found))}**", "",
+             *(f"> {escaped(text)}\n" for text in notices(found)),
+             verdicts(found, drop=()), "", escaped(" ".join(remarks(found))), "", "## Verdicts in words"]
+    for c in [*against_plain(found), *others(found)]:
+        who, other = escaped(label_of(found, c["variant"])), escaped(label_of(found, c["baseline"]))
+        words = escaped(sentence_of(found, c))
+        lines.append(f"- **{who}** against {other}, at equal {equal_of(c)}: {words}")
+    for title, part in (("All variants on validation", screened_table(found)), ("Costs", costs_table(found)),
+                        ("Learning rates", tuned_table(found))):
+        if part.rows:
+            lines += ["", f"## {title}", "", in_markdown(*part)]
+    lines += ["", "## Settings", *(f"- {key}: {escaped(value)}" for key, value in settings_of(found))]
+    if found["failures"]:
         lines += ["", "## Failures"]
-    for f in study["failures"]:
+    for f in found["failures"]:
         lines.append(f"- {escaped(f['arm'])}, seed {f['seed']}: {escaped(f['why'])} ({escaped(f['log'])})")
-    lines += ["", "## Commands", "", f"    {study['command']}"]
-    for label, arm in labelled(study):
-        folders = escaped(", ".join(arm.get("folders") or ["–"]))
+    lines += ["", "## Commands", "", "    " + " ".join(found["command"].splitlines())]
+    for label, arm in labelled(found):
         commands = ["    " + " ".join(command.splitlines()) for command in arm.get("commands") or ["–"]]
-        lines += ["", f"{escaped(label)}, kept in {folders}:", "", *commands]
+        lines += ["", f"{escaped(label)}, runs {', '.join(arm.get('runs') or ['–'])}:", "", *commands]
     return "\n".join(lines) + "\n"
 
 
-def markdown_table(study):
-    head = ("variant", "baseline", "matched by", "parameters", "bits/byte", f"difference [{level(study)}]",
-            "p (Holm)", "verdict", "smallest detectable")
-    rule = ["---" if i in (0, 1, 2, 7) else "---:" for i in range(len(head))]
-    rows = []
-    for name, baseline, matched, *cells in rows_of(study):
-        params = show(study["arms"][name].get("params"))
-        rows.append((name, baseline, ", ".join(matched) or "–", params, *cells))
-    return [f"| {' | '.join(head)} |", f"|{'|'.join(rule)}|",
-            *(f"| {' | '.join(map(escaped, row))} |" for row in rows)]
-
-
-# ---- the forest plot ----
-
-# blue, orange, grey: as on the page
-VERDICT_COLOURS = {BETTER: "#0067a3", WORSE: "#a94400", SAME: "#5a636d"}
-
-
-def forest_plot(study):
-    """A Figure: each variant against the plain GPT at equal hyperparameters, mean and interval over seeds.
-
-    The best on top; None before there is a difference to show. White, so that it reads on a dark page too.
-    """
-    rows = [(name, c) for name, comparisons in ranked(study) for c in comparisons
-            if "hyperparameters" in c["matched"] and known(c["mean"])]
-    if not rows:
-        return None
-    figure = Figure(figsize=(8.6, 1.8 + 0.27 * len(rows)), facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot(facecolor="white")
-    left, right = range_of([c for _, c in rows])
-    axes.axvline(0, color="black", linewidth=1.2, zorder=1)
-    for y, (_, c) in enumerate(rows):
-        draw_row(axes, y, c, left, right)
-    labels = [" ".join(printable(label_of(study, name)).split()) for name, _ in rows]
-    labels = [textwrap.shorten(label, 40, placeholder="…") for label in labels]
-    axes.set_yticks(range(len(rows)), labels)
-    axes.set(xlim=(left, right), ylim=(len(rows) - 0.4, -0.6))
-    axes.grid(axis="y", visible=False)
-    title = f"{study['data']['dataset']}, {study.get('scale')} scale, equal hyperparameters"
-    axes.set_title(title, fontsize=11)
-    axes.set_xlabel("bits/byte, variant − plain GPT (left is better)")
-    n = study["comparisons_made"]
-    words = f"mean and {level(study)} interval over {len(study['seeds'])} seeds; small dots: the seeds"
-    words += f"; colour: verdict, corrected for {n} comparisons" if n > 1 else ""
-    shown = {verdict_of(c) for _, c in rows}
-    handles = [Line2D([], [], color=colour, marker="o", linewidth=2, label=verdict)
-               for verdict, colour in VERDICT_COLOURS.items() if verdict in shown]
-    if handles:
-        figure.legend(handles=handles, title=words, loc="outside lower center", ncols=3, frameon=False,
-                      fontsize=10, title_fontsize=10)
-    return figure
-
-
-def draw_row(axes, y, c, left, right):
-    """One comparison: interval, mean, and below the line the seeds; a triangle at the edge: it goes on."""
-    colour = VERDICT_COLOURS.get(verdict_of(c), VERDICT_COLOURS[SAME])
-    seeds = [d for d in c["differences"] if known(d)]
-    axes.plot(seeds, [y + 0.25] * len(seeds), "o", color=colour, alpha=0.45, markersize=3, markeredgewidth=0)
-    ends = [c["low"], c["high"]] if known(c["low"]) else [c["mean"], c["mean"]]
-    axes.plot(ends, [y, y], color=colour, linewidth=2, solid_capstyle="round")
-    axes.plot([c["mean"]], [y], "o", color=colour, markersize=6)
-    for edge, marker, beyond in ((left, "<", ends[0] < left), (right, ">", ends[1] > right)):
-        if beyond:
-            axes.plot([edge], [y], marker, color=colour, markersize=8, clip_on=False)
-    if not left <= c["mean"] <= right:
-        at, side = (right, "right") if c["mean"] > right else (left, "left")
-        axes.annotate(f"{c['mean']:+.3f}", (at, y), (-10 if side == "right" else 10, 0), color=colour,
-                      textcoords="offset points", ha=side, va="center", fontsize=9)
+def ladder_markdown(found):
+    lines = [f"# {escaped(found['name'])}: effects over sizes", "", in_markdown(*ladder_table(found)), "",
+             *(f"- **{escaped(name)}**: {escaped(text)}" for name, text in ladder_sentences(found)), "",
+             "![worth of each arm against size](ladder.svg)", "",
+             "Worth: at that multiple of its training compute the plain GPT of that size has the same score.",
+             "Reports: " + ", ".join(f"[{size}]({size}/report.md)" for size in found["sizes"])]
+    return "\n".join([*lines, "", "    " + " ".join(found["command"].splitlines())]) + "\n"
 
 
 # ---- files ----
 
-def write(study, folder):
-    """Write report.md, report.html, forest.svg and forest.png -> their paths. UserError: the disk refuses."""
+def write_all(found, folder):
+    """Print the table, write every file of the report, print their paths. UserError: the disk refuses."""
+    print(table_of(found))
+    print(*write(found, folder), sep="\n")
+
+
+def write(found, folder):
+    """Write every file of the report -> their paths. UserError: the disk refuses."""
     folder, paths = Path(folder), []
+    folder.mkdir(parents=True, exist_ok=True)
 
     def save(name, put):
         write_atomic(folder / name, put)
         paths.append(folder / name)
 
-    save("report.md", lambda f: f.write(markdown(study).encode("utf-8", "replace")))
-    save("report.html", lambda f: f.write(page.html(study).encode("utf-8", "replace")))
-    with mpl.rc_context({**RC, "font.size": 11, "svg.hashsalt": "forest"}):
-        figure = forest_plot(study)
-        if figure:  # without the date: the same results give the same bytes
-            save("forest.svg", lambda f: figure.savefig(f, format="svg", metadata={"Date": None}))
-            save("forest.png", lambda f: figure.savefig(f, format="png"))
+    def save_text(name, text):
+        save(name, lambda f: f.write(text.encode("utf-8", "replace")))
+
+    if "sizes" in found:
+        save_text("ladder.md", ladder_markdown(found))
+        main, drawn = "ladder", {"ladder": pictures.drawn(pictures.ladder, found)}
+    else:
+        main, drawn = "forest", {draw.__name__: pictures.drawn(draw, found)
+                                 for draw in (pictures.forest, pictures.learning, pictures.compute)}
+        save_text("report.md", markdown(found))
+        save_text("report.html", page.html(found, drawn))
+    if drawn[main]:
+        save(f"{main}.svg", lambda f: f.write(drawn[main]))
+        save(f"{main}.png", lambda f: f.write(pictures.drawn(getattr(pictures, main), found, "png")))
+    for size, study in found.get("sizes", {}).items():
+        paths += write(study, folder / size)
     return paths
-
-
-def read(path):
-    """The study in a results.json. Raises UserError, in one line, where there is none."""
-    try:
-        study = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as e:
-        raise UserError(f"cannot read {path}: {e.strerror}") from None
-    except ValueError:
-        raise UserError(f"{path} is not JSON") from None
-    if not isinstance(study, dict):
-        study = {}
-    wrong = [key for key, kind in KEYS.items() if not isinstance(study.get(key), kind)]
-    if wrong:
-        raise UserError(f"{path} is not what compare.py writes: {', '.join(wrong[:4])} "
-                        "missing or of another kind")
-    return study

@@ -1,57 +1,291 @@
 """
-From paired runs to a verdict: t intervals over seeds, Holm's correction, what could have been found, and a
+From scores to verdicts: one model of all arms and seeds, Holm's correction, what could have been found, and a
 bootstrap over text.
 
-A difference is variant minus baseline in test bits per byte, where both trained from the same seed: below 0
-is better. Two spreads answer two questions. Over seeds (paired): would it win again if both were trained
-again? Over text (block_bootstrap): would these two trained models rank the same on other text of this kind?
-Verdicts rest on the first.
+A difference is variant minus baseline in test bits per byte: below 0 is better. Two spreads answer two
+questions. Over seeds (judge): would it win again if both were trained again? Over text (block_bootstrap):
+would these two trained models rank the same on other text of this kind? Verdicts rest on the first.
+
+    score[arm, seed] = mean[arm] + effect[seed] + noise,    the noise with a variance for each arm
+
+A few seeds say little of an arm's own spread, so all arms are fitted together. What a seed does to all of
+them is taken out where it shows at all: without it a difference is the unpaired one, with nothing but it the
+paired one. The variances of arms that are alike are drawn to each other (Smyth 2004, limma); an arm that
+is clearly not alike keeps its own. tests/simulate.py counts the wrong verdicts: each rule here is there
+because that count was too high without it.
 """
 
 import math
+from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import brentq
-from scipy.special import chdtr
-from scipy.stats import chi2, norm, t
+from scipy.special import chdtri, digamma, fdtr, fdtrc, polygamma, stdtr, stdtrit
+from scipy.stats import norm, t
+
+SEEDS_MATTER = 0.01  # the p at which a shared seed is believed to move the arms together
+OUTLIER = 0.001      # the p at which an arm's spread is not that of the others
+LOUD = 8             # times the median spread: so far off that chance hardly brings such an arm near it
+LEAST_ARMS = 4       # fewer do not tell how alike their spreads are
+PRIOR_COUNTS = 0.6   # this share of the prior's degrees of freedom: it is an estimate from the same scores
 
 
-class Paired(NamedTuple):
-    """What n differences (bits/byte) say of the true mean: interval [low, high], two-sided p, uncorrected."""
+class Judged(NamedTuple):
+    """What the seeds say of one comparison: difference and uncorrected interval in bits/byte; p two-sided."""
 
-    n: int
+    n: int              # seeds of the variant
+    n_baseline: int
     mean: float
     low: float
     high: float
-    sd: float
+    se: float
+    df: float
     p: float
+    p_corrected: float  # Holm's; never below the p that the two arms' own spreads give
+    p_same: float       # of a difference of margin or more; corrected likewise
+    verdict: str        # "better", "worse", "same", "leaning" or "undecided"
+    more_seeds: int | None  # of the variant, for a verdict four times in five if the difference is as seen
 
 
-# ---- over seeds ----
+# ---- the model of arms and seeds ----
 
-def paired(differences, level=0.95):
-    """Paired of differences [n], one per seed. ValueError where one is not finite: a run that diverged.
+def prior_of(var, df):
+    """(variance, degrees of freedom) [...] that the arms' var, df [..., A] together expect of one more arm.
 
-    Below two seeds nothing can be shown: the interval is infinite, p is 1. Where all seeds give exactly the
-    same difference, the interval is that point: p is 1 at zero, else 0, the limit of t as sd goes to 0.
+    By mean and variance of log var (limma's fitFDist). Never more degrees of freedom than the arms have.
     """
-    d = np.asarray(differences, np.float64)
-    if not np.isfinite(d).all():
-        raise ValueError(f"difference {int(np.argmin(np.isfinite(d)))} of {len(d)} is not a finite number")
-    n = len(d)
-    if n < 2:
-        return Paired(n, float(d[0]) if n else math.nan, -math.inf, math.inf, math.nan, 1.0)
-    if (d == d[0]).all():  # std() would be a rounding error of the mean here, and t = mean / rounding error
-        same = float(d[0])
-        return Paired(n, same, same, same, 0.0, float(same == 0))
-    mean, sd = float(d.mean()), float(d.std(ddof=1))
-    error = sd / math.sqrt(n)
-    half = float(t.isf((1 - level) / 2, n - 1)) * error
-    return Paired(n, mean, mean - half, mean + half, sd, float(2 * t.sf(abs(mean) / error, n - 1)))
+    log_var, most = np.log(var) - digamma(df / 2) + np.log(df / 2), df.sum(-1)
+    unlike = log_var.var(-1, ddof=1) - polygamma(1, df / 2).mean(-1)  # beyond what sampling does
+    unlike = np.maximum(unlike, polygamma(1, most / 2))
+    half = 0.5 + 1 / unlike  # solve trigamma(half) = unlike by Newton's steps
+    for _ in range(6):
+        half = half + polygamma(1, half) * (1 - polygamma(1, half) / unlike) / polygamma(2, half)
+    centre = np.exp(log_var.mean(-1) + digamma(half) - np.log(half))
+    pooled = (df * var).sum(-1) / most
+    return np.where(2 * half > 0.999 * most, pooled, centre), np.minimum(2 * half, most)
 
 
-# ---- over comparisons ----
+def alike(var, df):
+    """Indices of the arms whose spread the prior of the others explains; where few have one, of all those.
+
+    First against the median spread, since several loud arms would hide each other in a prior.
+    """
+    found = np.flatnonzero((var > 0) & (df > 0.5))
+    if len(found) > LEAST_ARMS:
+        typical = np.median(var[found] * df[found] / chdtri(df[found], 0.5))
+        found = found[var[found] < LOUD ** 2 * typical]
+    if len(found) <= LEAST_ARMS:
+        return found
+    others = np.array([found[found != arm] for arm in found])
+    prior, prior_df = prior_of(var[others], df[others])
+    below = fdtr(df[found], prior_df, var[found] / prior)
+    return found[np.minimum(below, 1 - below) > OUTLIER / 2]
+
+
+def moderated(var, df):
+    """(variances [A], degrees of freedom [A]): the arms' own, those of arms alike drawn to their prior."""
+    kept = alike(var, df)
+    if len(kept) < LEAST_ARMS:
+        return var, df
+    var, df = var.copy(), df.copy()
+    prior, prior_df = prior_of(var[kept], df[kept])
+    var[kept] = (prior_df * prior + df[kept] * var[kept]) / (prior_df + df[kept])
+    df[kept] += PRIOR_COUNTS * prior_df
+    return var, df
+
+
+def least_squares(there, var, seed_var):
+    """(precision [A, A, S], weights [A, A, S]): the inverse covariance of the scores of each seed, and the
+    weight of each score in each arm's mean (generalised least squares)."""
+    own = there / var[:, None]
+    precision = -own[:, None] * own * (seed_var / (1 + seed_var * own.sum(0)))
+    precision[range(len(var)), range(len(var))] += own
+    return precision, np.einsum("ab,bcs->acs", np.linalg.inv(precision.sum(2)), precision)
+
+
+def seed_variance(residual, there, var):
+    """The variance of what a seed does to all arms; 0 where an F-test does not show it (SEEDS_MATTER).
+
+    Believing in it wrongly makes intervals too short, not believing only too long: hence the test.
+    """
+    n, shared = there.sum(1), there.sum(0) > 1
+    arms, seeds = there[:, shared].sum(0), shared.sum()
+    scaled = (residual / np.sqrt(var)[:, None])[:, shared]
+    between = (scaled.sum(0) ** 2 / arms).sum()
+    within = (scaled ** 2).sum() - between
+    lost = 1 if len(var) == 2 else 0  # two arms: their own spreads were divided out
+    df = seeds - 1 - lost, arms.sum() - len(var) - seeds + 1 - lost
+    if min(df) < 1 or fdtrc(*df, between / df[0] / max(within / df[1], 1e-30)) > SEEDS_MATTER:
+        return 0.0
+    # mean covariance of two arms; arms of little spread say more of it
+    both = there.astype(float) @ there.T
+    expected = both * (1 - 1 / n - 1 / n[:, None] + both / n / n[:, None]) / var / var[:, None]
+    weighted = residual / var[:, None]
+    found = (weighted.sum(0) ** 2).sum() - (weighted ** 2).sum()
+    return max(0.0, float(found / (expected.sum() - np.trace(expected))))
+
+
+class Fit(NamedTuple):
+    mean: np.ndarray      # [A]
+    weights: np.ndarray   # [A, A, S], of the scores in each mean
+    own: tuple            # variances [A] and degrees of freedom [A] by each arm's scores alone
+    drawn: tuple          # the same after moderated()
+    seed_var: float
+    seed_df: float
+
+
+def fit(y):
+    """Fit of scores y [A, S], nan where an arm has no run of that seed; each arm has two or more."""
+    there = ~np.isnan(y)
+    y = np.where(there, y, 0)
+    df = there.sum(1) - 1.0
+    residual = np.where(there, y - (y.sum(1) / there.sum(1))[:, None], 0)
+    least = 1e-24 * (y ** 2).max() + 1e-60  # less is rounding
+
+    def variances(squares, df):
+        own = np.where(squares / df > least, squares / df, 0)
+        drawn, drawn_df = moderated(own, df)
+        return (np.maximum(own, least), df), (np.maximum(drawn, least), drawn_df)
+
+    own, drawn = variances((residual ** 2).sum(1), df)
+    seed_var = seed_variance(residual, there, drawn[0])
+    if seed_var:  # the variances above hold the seed's: again, from what is left beside it
+        var = drawn[0] * max(1e-6, 1 - seed_var / np.median(drawn[0]))
+        precision, weights = least_squares(there, var, seed_var)
+        residual = np.where(there, y - np.einsum("abs,bs->a", weights, y)[:, None], 0)
+        noise = var[:, None] * np.einsum("abs,bs->as", precision, residual)
+        left = precision.diagonal().T - np.einsum("abs,bas->as", precision, weights)
+        own, drawn = variances((noise ** 2).sum(1), var * left.sum(1))
+    _, weights = least_squares(there, drawn[0], seed_var)
+    shared = (there.sum(0) > 1).sum()
+    return Fit(np.einsum("abs,bs->a", weights, y), weights, own, drawn, seed_var, max(shared - 1.0, 1.0))
+
+
+def error_of(weights, variances, fitted):
+    """(se, df) of a difference: the sum of scores with these weights [A, S].
+
+    Degrees of freedom by Satterthwaite's formula (Welch's), but never more than for equal spreads: where an
+    arm's spread is small by chance, the formula would believe the baseline's many seeds instead.
+    """
+    var, df = variances
+    squares, seeds = (weights ** 2).sum(1), fitted.seed_var * (weights.sum(0) ** 2).sum()
+    total = squares @ var + seeds
+    parts = [np.append(squares * v, seeds) for v in (var, squares @ var / squares.sum())]
+    dfs = [float(p.sum() ** 2 / (p ** 2 / np.append(df, fitted.seed_df)).sum()) for p in parts]
+    return math.sqrt(total), min(*dfs, float(fitted.own[1].sum()))
+
+
+# ---- verdicts ----
+
+NOTHING = Judged(0, 0, mean=math.nan, low=-math.inf, high=math.inf, se=math.inf, df=0.0, p=math.nan,
+                 p_corrected=math.nan, p_same=1.0, verdict="undecided", more_seeds=None)
+
+
+def repeats_of(scores):
+    """{arm: the arm whose scores it repeats on all seeds that both have, two or more; else itself}."""
+    found = {}
+    for arm in sorted(scores, key=lambda arm: -len(scores[arm])):  # stable: equals stay in their order
+        for other in [other for other in found if found[other] == other]:
+            shared = scores[arm].keys() & scores[other].keys()
+            if len(shared) > 1 and all(scores[arm][s] == scores[other][s] for s in shared):
+                found[arm] = other
+                break
+        else:
+            found[arm] = arm
+    return found
+
+
+def judge(scores, comparisons, alpha=0.05, margin=0.01):
+    """[Judged], one for each (variant, baseline), from scores {arm: {seed: bits/byte}}.
+
+    All arms of scores tell of the spread, also those that are not compared. ValueError: a score is not
+    finite. Below two seeds, or one degree of freedom, the verdict is "undecided" and the interval infinite.
+    """
+    for arm, of_arm in scores.items():
+        for seed, score in of_arm.items():
+            if not math.isfinite(score):
+                raise ValueError(f"the score of {arm}, seed {seed}, is {score}: not a finite number")
+    same_as = repeats_of(scores)
+    arms = [arm for arm in scores if same_as[arm] == arm and len(scores[arm]) > 1]
+    seeds = sorted({seed for arm in arms for seed in scores[arm]})
+    y = np.array([[scores[arm].get(seed, math.nan) for seed in seeds] for arm in arms])
+    fitted = fit(y) if arms else None
+    rows, own_p, m = [], [], len(comparisons)
+    for variant, baseline in comparisons:
+        n = len(scores.get(variant, ())), len(scores.get(baseline, ()))
+        own, row = math.nan, NOTHING._replace(n=n[0], n_baseline=n[1])
+        a, b = same_as.get(variant), same_as.get(baseline)
+        if min(n) > 1 and a == b:
+            own, row = 1.0, row._replace(mean=0.0, low=0.0, high=0.0, se=0.0, df=math.inf, p=1.0, p_same=0.0)
+        elif min(n) > 1:
+            a, b = arms.index(a), arms.index(b)
+            mean, weights = float(fitted.mean[a] - fitted.mean[b]), fitted.weights[a] - fitted.weights[b]
+            se, df = error_of(weights, fitted.drawn, fitted)
+            row = row._replace(mean=mean, se=se, df=df)
+            if df > 1 - 1e-9:
+                p, p_same = p_values(mean, se, df, margin)
+                own, own_same = p_values(mean, *error_of(weights, fitted.own, fitted), margin)
+                half = float(stdtrit(df, 1 - alpha / 2)) * se
+                row = row._replace(low=mean - half, high=mean + half, p=p,
+                                   p_same=max(min(1.0, m * p_same), own_same))
+        elif min(n) == 1:
+            one, other = ([*scores[arm].values()] for arm in (variant, baseline))
+            row = row._replace(mean=float(np.mean(one) - np.mean(other)))
+        rows.append(row)
+        own_p.append(own)
+    corrected = np.maximum(holm([row.p for row in rows]), own_p)
+    return [decided(row, float(p), alpha, margin, m) for row, p in zip(rows, corrected)]
+
+
+def p_values(mean, se, df, margin):
+    """p of no difference, two-sided; the larger p of the one-sided tests of a difference beyond +-margin."""
+    return float(2 * stdtr(df, -abs(mean) / se)), float(stdtr(df, (abs(mean) - margin) / se))
+
+
+def decided(row, p_corrected, alpha, margin, m):
+    """The row with its verdict; nan decides nothing."""
+    verdict, wanted = "undecided", None
+    if p_corrected <= alpha:
+        verdict = "better" if row.mean < 0 else "worse"
+    elif row.p_same <= alpha:
+        verdict = "same"
+    elif math.isfinite(row.low):
+        verdict = "undecided" if row.low <= 0 <= row.high else "leaning"
+        wanted = seeds_wanted(row, alpha, margin, m)
+    return row._replace(p_corrected=p_corrected, verdict=verdict, more_seeds=wanted)
+
+
+def seeds_wanted(row, alpha, margin, m, power=0.8, most=1000):
+    """Seeds of the variant, the baseline's in proportion, at which row.mean is found, or shown the same."""
+    def enough(n):
+        se, df = row.se * math.sqrt(row.n / n), row.df * n / row.n
+        found = stdtr(df, abs(row.mean) / se - stdtrit(df, 1 - alpha / m / 2))
+        inside = stdtrit(df, 1 - alpha / m)
+        outside = stdtr(df, inside - (margin - row.mean) / se) + stdtr(df, inside - (margin + row.mean) / se)
+        return max(found, 1 - outside) >= power
+
+    n = row.n + 1 + bisect_left(range(row.n + 1, most + 1), True, key=enough)
+    return n if n <= most else None
+
+
+def findable(scores, n, n_baseline, m, alpha=0.05, power=0.8):
+    """The smallest true difference (bits/byte) that n seeds find with this power, in Holm's first of m steps.
+
+    From the upper 90 % bound of the spread that arms alike have together; nan where no arm shows a spread.
+    """
+    several = [[*of_arm.values()] for of_arm in scores.values() if len(of_arm) > 1]
+    df = np.array([len(s) - 1.0 for s in several])
+    var = np.array([np.var(s, ddof=1) if len({*s}) > 1 else 0.0 for s in several])
+    kept = alike(var, df)
+    if not len(kept) or min(n, n_baseline) < 2:
+        return math.nan
+    se = math.sqrt(df[kept] @ var[kept] / chdtri(df[kept].sum(), 0.9) * (1 / n + 1 / n_baseline))
+    if m + 1 < LEAST_ARMS:  # Welch's, for equal spreads
+        df = (1 / n + 1 / n_baseline) ** 2 / (1 / n ** 2 / (n - 1) + 1 / n_baseline ** 2 / (n_baseline - 1))
+    else:
+        df = m * (n - 1) + n_baseline - 1
+    return float(se * (stdtrit(df, 1 - alpha / m / 2) + stdtrit(df, power)))
+
 
 def holm(p_values):
     """Holm's adjusted p values [m]: each held to alpha, the chance of any false claim is below alpha.
@@ -64,28 +298,6 @@ def holm(p_values):
     adjusted = np.empty_like(p)
     adjusted[order] = np.minimum(np.maximum.accumulate(times_left), 1)
     return np.where(np.isnan(p), math.nan, adjusted)
-
-
-def detectable(sd, n, alpha=0.05, power=0.8):
-    """The smallest true mean difference (bits/byte) that n pairs show with this power, if sd is true.
-
-    For a two-sided paired t-test at alpha; pass alpha / m for the most cautious of Holm's m steps. nan below
-    two pairs. scipy's nct gives nan for some of these tails (and what builds on it, wrong answers), so the
-    power is summed up here: P(|Z + shift| > critical * S), Z normal, S the ratio of estimated to true sd.
-    """
-    if n < 2:
-        return math.nan
-    df, critical = n - 1, t.isf(alpha / 2, n - 1)
-    z = np.linspace(-9, 9, 4001)
-    weight = norm.pdf(z) / norm.pdf(z).sum()
-
-    def surplus(shift):
-        return weight @ chdtr(df, df * ((z + shift) / critical) ** 2) - power
-
-    # with chance q, S is below its quantile, and so is -Z: together they suffice at this shift
-    q = math.sqrt(power)
-    enough = critical * math.sqrt(chi2.ppf(q, df) / df) + norm.ppf(q)
-    return float(sd / math.sqrt(n) * brentq(surplus, 0, enough))
 
 
 # ---- over text ----
@@ -124,28 +336,22 @@ def block_bootstrap(variant_nats, baseline_nats, bytes_scored, block, level=0.95
 
 # ---- in words ----
 
-def verdict(paired, p_adjusted, alpha=0.05):
-    """"better", "worse" or "no difference shown"."""
-    if paired.n < 2 or paired.mean == 0 or not p_adjusted <= alpha:  # `not <=`, so that nan shows nothing
-        return "no difference shown"
-    return "better" if paired.mean < 0 else "worse"
-
-
-def in_words(paired, p_adjusted, smallest, alpha=0.05):
-    """The verdict as one sentence; smallest is what detectable() gave, the interval is of level 1 - alpha."""
-    if paired.n < 2:
-        return f"{'only one seed' if paired.n else 'no pair of runs'}: no verdict"
-    if paired.mean == paired.sd == 0:
-        return "identical: the same numbers on every seed"
-    called = verdict(paired, p_adjusted, alpha)
-    p = "corrected p < 0.0001" if p_adjusted < 1e-4 else f"corrected p = {p_adjusted:.3g}"
-    if called == "no difference shown":
-        interval = f"interval {paired.low:+.4f} to {paired.high:+.4f}"
-        return (f"{called} at this budget: {paired.mean:+.4f} bits/byte ({interval}, {p}); "
-                f"a difference of {smallest:.4f} would have been found four times in five")
-    size = f"{called} by {abs(paired.mean):.4f} bits/byte"
-    if paired.sd == 0:
-        return f"{size}, exactly so on every seed: does the seed change anything?"
-    # the word says the sign
-    low, high = (-paired.high, -paired.low) if called == "better" else (paired.low, paired.high)
-    return f"{size} ({100 * (1 - alpha):g} % interval {low:.4f} to {high:.4f}, {p})"
+def in_words(judged, alpha=0.05, margin=0.01):
+    """The verdict as one sentence."""
+    j, level = judged, f"{100 * (1 - alpha):g} % interval"
+    if math.isinf(j.low):
+        return f"undecided: {j.n} and {j.n_baseline} seeds are too few, each side needs two or more"
+    if j.se == 0:
+        return "the same: identical scores on every shared seed"
+    p = "corrected p < 0.0001" if j.p_corrected < 1e-4 else f"corrected p = {j.p_corrected:.3g}"
+    if j.verdict in ("better", "worse"):  # the word says the sign
+        low, high = (-j.high, -j.low) if j.mean < 0 else (j.low, j.high)
+        return f"{j.verdict} by {abs(j.mean):.4f} bits/byte ({level} {low:.4f} to {high:.4f}, {p})"
+    seen = f"{j.mean:+.4f} bits/byte ({level} {j.low:+.4f} to {j.high:+.4f}"
+    if j.verdict == "same":
+        return f"the same within {margin:g} bits/byte: {seen})"
+    more = f"about {j.more_seeds}" if j.more_seeds else "more than 1000"
+    wanted = f"{more} seeds, now {j.n}, would probably decide"
+    if j.verdict == "leaning":
+        return f"leaning to {'better' if j.mean < 0 else 'worse'}, not certain: {seen}, {p}); {wanted}"
+    return f"undecided, better and worse are both possible: {seen}, {p}); {wanted}"

@@ -6,7 +6,8 @@ One run of a study: its folder, what its numbers depend on, and the run itself: 
 trial.json: {"model": {flags}, "train": {flags}, "score": {"split", "tokens"}}, where tokens 0 means the whole
 split, and "code", "data", "torch": what else the numbers depend on. The folder's name is a hash of it. Beside
 a run's usual files it gets trial.log, nats.npy (float64, nats of each scored window, in order) and, last,
-result.json: what has that is done.
+result.json: what has that, in agreement with its nats.npy, is done. So is a run of the same hash whose result
+is in a results/*.json.gz. What is damaged is set aside, as <name>.damaged, and made again.
 """
 
 # ruff: noqa: E402
@@ -16,9 +17,14 @@ import sys
 if __name__ == "__main__":  # the path begins with study/ then, whose queue.py would hide Python's own
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
+import functools
+import gzip
 import hashlib
 import json
+import math
+import signal
 import statistics
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +36,13 @@ from common import UserError, explain, pick_device, write_atomic
 from dataset import Dataset
 from evaluate import bits, score, windows_of
 from model import GPTConfig
+from runlog import peak_memory, processor, read_json, read_rows, set_aside, stamps
 from study.fingerprint import code_digest
 
 TRIALS = Path("out/trials")
+USE_FILED = True  # a run in results/ counts as done; False: for reruns that check what is there
+BLOCK = 4096      # tokens in each of block_nats
+WITH_PARENT = "--stop_with_parent"  # of the command line: standard input is a pipe that the parent holds
 
 
 # ---- folders ----
@@ -46,7 +56,8 @@ def make(spec, trials=TRIALS):
     """folder_of(), made and with its trial.json."""
     folder = folder_of(spec, trials)
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "trial.json").is_file():
+    planned = read_json(folder / "trial.json")
+    if planned is None or folder_of(planned) != folder_of(spec):
         try:
             write_atomic(folder / "trial.json", lambda f: f.write(json.dumps(spec, indent=1).encode()))
         except UserError:  # another study that begins in this instant writes the same
@@ -56,12 +67,20 @@ def make(spec, trials=TRIALS):
 
 
 def done(folder):
-    return (folder / "result.json").is_file()
+    return result(folder) is not None
 
 
-def result(folder):
-    """The result.json of a finished trial, as a dict; None while it is not done."""
-    return json.loads((folder / "result.json").read_text(encoding="utf-8")) if done(folder) else None
+def result(folder, filed=True):
+    """The result.json of a finished trial, or the same from results/; None while it is not done."""
+    found = checked(folder, stamps(folder / name for name in ("result.json", "nats.npy", "trial.json")))
+    if found is None and filed and USE_FILED:
+        found = on_file().get(folder.name)
+    return found and dict(found)
+
+
+def rows(folder):
+    """The rows of a trial's log.jsonl; once nothing writes there, a damaged one is set aside and repaired."""
+    return read_rows(folder / "log.jsonl", repair=result(folder, filed=False) is not None)
 
 
 def failure(folder):
@@ -77,27 +96,79 @@ def last_line(folder):
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it left no message")
 
 
+def check_figures(found, parts, to):
+    """ValueError where a result's bits per byte do not follow from its nats, or those from their parts."""
+    nats = found["nats"]
+    if not (math.isfinite(nats) and math.isclose(found["bpb"], bits(nats, found["bytes"]), rel_tol=1e-9)
+            and math.isclose(np.sum(parts), nats, rel_tol=to)):
+        raise ValueError("a figure was changed")
+
+
+@functools.cache
+def checked(folder, at):
+    """result.json with its block_nats; None where there is none, or nats.npy does not bear it out."""
+    found, spec = (read_json(folder / name) for name in ("result.json", "trial.json"))
+    if found is None:
+        return None
+    try:
+        per_window = np.load(folder / "nats.npy")
+        check_figures(found, per_window, 1e-9)
+    except Exception as e:  # numpy has no one error for a file that is damaged
+        if isinstance(e, OSError) and not isinstance(e, FileNotFoundError):
+            raise
+        return set_aside(folder / "nats.npy", folder / "result.json", why="does not bear out its result.json")
+    if spec:
+        found["block_nats"] = sums_of_blocks(per_window, spec["model"]["block_size"])
+    return found
+
+
+def on_file(folder="results"):
+    """{hash: result with its "spec"}: the "runs" of every *.json.gz; a damaged file is named and left out."""
+    return runs_in(stamps(sorted(Path(folder).glob("*.json.gz"))))
+
+
+@functools.lru_cache(maxsize=8)
+def runs_in(files):
+    found = {}
+    for path, *_ in files:
+        try:
+            runs = json.loads(gzip.decompress(path.read_bytes()))["runs"]
+            for name, run in runs.items():
+                check_figures(run, run.get("block_nats", run["nats"]), 1e-6)  # blocks are rounded
+                if folder_of(run["spec"]).name != name:
+                    raise ValueError(f"run {name} has another spec")
+            found.update(runs)
+        except Exception as e:  # whatever gzip, json and a foreign file come to
+            print(f"{path} is damaged and left out ({type(e).__name__}: {e})", file=sys.stderr)
+    return found
+
+
 # ---- the run ----
 
 def run(folder):
     """Train (or go on), score, measure; returns what it wrote into result.json."""
     folder = Path(folder)
-    if done(folder):
-        return result(folder)
+    if found := result(folder, filed=False):
+        return found
     spec = json.loads((folder / "trial.json").read_text(encoding="utf-8"))
+    # a best.pt alone, left where the disk was full or the result damaged, is nothing to go on from
+    if not (folder / "ckpt.pt").is_file():
+        (folder / "best.pt").unlink(missing_ok=True)
     libraries = peak_memory()
     config = train.TrainConfig(**spec["train"], out_dir=str(folder), resume=True)
     last = train.train(GPTConfig(**spec["model"]), config)
     memory = None if libraries is None else peak_memory() - libraries
 
     state = checkpoint.read(folder)  # best.pt: the lowest validation loss
-    model = checkpoint.build(state, folder, pick_device(spec["train"].get("device", "auto")))
+    device = pick_device(spec["train"].get("device", "auto"))
+    model = checkpoint.build(state, folder, device)
     per_window, scored = score_windows(model, Dataset(spec["train"]["dataset"]), **spec["score"])
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    speed = statistics.median(row["tokens_per_s"] for row in rows if "tokens_per_s" in row)
+    speeds = [row["tokens_per_s"] for row in rows(folder) if "tokens_per_s" in row]
     found = dict(**scored, params=model.num_params(), flops_per_token=model.flops_per_token(),
-                 best_step=state["step"], steps=last["step"], seconds=last["elapsed_s"], tokens_per_s=speed,
-                 memory_mib=memory, threads=torch.get_num_threads())
+                 best_step=state["step"], steps=last["step"], seconds=last["elapsed_s"],
+                 tokens_per_s=statistics.median(speeds) if speeds else None,
+                 memory_mib=memory, threads=torch.get_num_threads(), processor=processor(device),
+                 torch=torch.__version__, block_nats=sums_of_blocks(per_window, model.config.block_size))
     write_atomic(folder / "nats.npy", lambda f: np.save(f, per_window))
     write_atomic(folder / "result.json", lambda f: f.write(json.dumps(found, indent=1).encode()))
     # the optimizer's moments: three times the weights, and nothing goes on from them
@@ -121,15 +192,10 @@ def score_windows(model, data, split, tokens):
     return per_window, dict(nats=total, tokens=int(nats.size), bytes=size, bpb=bits(total, size))
 
 
-def peak_memory():
-    """Peak memory of this process so far, MiB: allocated on the GPU, else resident; None where not known."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**20
-    try:
-        import resource  # not on every system
-    except ImportError:
-        return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+def sums_of_blocks(per_window, block_size):
+    """Nats of each BLOCK tokens in a row, in whole windows, the last block what is left; to 6 decimals."""
+    windows = max(1, BLOCK // block_size)
+    return np.add.reduceat(per_window, np.arange(0, len(per_window), windows)).round(6).tolist()
 
 
 # ---- the process ----
@@ -150,6 +216,12 @@ def lock(file):
         pass
 
 
+def stop_with_parent():
+    """Wait until nobody holds the other end of standard input; then this process saves and stops."""
+    os.read(0, 1)  # nobody writes there
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def check_unchanged(folder):
     """UserError where the code or the data is not what this run was planned with."""
     spec = json.loads((folder / "trial.json").read_text(encoding="utf-8"))
@@ -163,21 +235,21 @@ def check_unchanged(folder):
 
 def main(argv=None):
     """run(), its output in trial.log, alone in its folder: of two that want one run, the second waits."""
-    folders = sys.argv[1:] if argv is None else argv
-    if len(folders) != 1 or not Path(folders[0], "trial.json").is_file():
+    argv = sys.argv[1:] if argv is None else argv
+    folders = [arg for arg in argv if arg != WITH_PARENT]
+    if len(folders) != 1 or read_json(Path(folders[0], "trial.json")) is None:
         sys.exit("trial: give one folder that holds a trial.json; compare.py makes them")
     folder = Path(folders[0])
     print(f"what it prints is in {folder / 'trial.log'}", flush=True)
     log_to(folder / "trial.log")
+    if WITH_PARENT in argv:
+        threading.Thread(target=stop_with_parent, daemon=True).start()
     try:
         with open(folder / "lock", "w") as file:
             lock(file)
-            if done(folder):
+            if result(folder, filed=False):
                 return
             check_unchanged(folder)
-            # a best.pt alone, left where the disk was full, is nothing to go on from
-            if not (folder / "ckpt.pt").is_file():
-                (folder / "best.pt").unlink(missing_ok=True)
             run(folder)
     except (Exception, KeyboardInterrupt) as e:
         problem = explain(e)

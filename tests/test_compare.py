@@ -1,13 +1,14 @@
-"""A study: baselines that match, runs never repeated, failures that sink nothing, numbers that add up."""
+"""A study: two stages, seeds, baselines that match, results that anybody can compute again."""
 
 import ast
+import gzip
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,12 @@ import configurator
 from common import UserError
 from compare import Study, main
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from study import queue, report, stats, trial
-from study.arms import ArmBuilder, StudyConfig, size_of, step_time_ratio, variants_of
+from study import analysis, costs, queue, results, stats, tables, trial
+from study.arms import SIZES, ArmBuilder, StudyConfig, size_of, variants_of
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted(p.name for p in (ROOT / "config" / "studies").glob("*.py"))
+
 SMALL = """
 n_layer = 1
 n_head = 2
@@ -47,8 +49,15 @@ def plain(tmp_path, bytes_data, monkeypatch):
 
 
 def study_of(plain, **keys):
-    return Study(StudyConfig(**{"base": str(plain), "device": "cpu",
-                                "seeds": [1, 2], "match": [], "mechanisms": ["output_gate"], **keys}), "test")
+    return Study(StudyConfig(**{"base": str(plain), "device": "cpu", "seeds": [1, 2], "plain_seeds": 2,
+                                "budgets": [], "mechanisms": ["output_gate"], **keys}), "test")
+
+
+def started(here, study):
+    """[(arm, split)] of the runs that a place started, by the flags of the study's specs."""
+    names = {folder: (name, study.specs[folder]["score"]["split"])
+             for (_, name, _), folder in study.runs.items()}
+    return [names[folder] for folder in here.started]
 
 
 class Here:
@@ -76,10 +85,12 @@ class Here:
 @pytest.fixture
 def here(monkeypatch):
     monkeypatch.setattr(queue.time, "sleep", lambda s: None)
+    row = dict(ratio=1.1, low=1.0, high=1.2, clock="wall", load=0.0, cores=2, threads=1)
+    monkeypatch.setattr(costs, "step_time_ratios", lambda arms, *args: {arm.name: row for arm in arms})
     return Here()
 
 
-# ---- baselines ----
+# ---- arms ----
 
 class Bytes:
     """A dataset that is not there, for plans."""
@@ -92,36 +103,27 @@ class Bytes:
 
 
 @pytest.mark.parametrize("scale", ["tiny", "small"])
-def test_baselines_have_the_parameters_and_the_flops_of_their_variants(scale, monkeypatch):
+def test_a_matched_baseline_has_the_parameters_of_its_variant_and_nothing_else_differs(scale, monkeypatch):
     monkeypatch.setattr("study.arms.Dataset", Bytes)
-    study = Study(StudyConfig(mechanisms=list(MECHANISMS), scale=scale), "test")
-    study.add_baselines(list(study.baselines))
-    plain = study.arms["plain"]
-    for name, baselines in study.baselines.items():
-        variant, wide, long = study.arms[name], study.arms[baselines["parameters"]], study.arms[
-            baselines["FLOPs"]]
-        assert baselines["hyperparameters"] == "plain"
-        assert abs(wide.params - variant.params) <= 1e-3 * variant.params
+    builder = ArmBuilder(StudyConfig(mechanisms=list(MECHANISMS), scale=scale))
+    for variant in builder.variants():
+        wide = builder.same_parameters(variant, [])
+        per_unit = 2 * builder.plain.model.n_embd * builder.plain.model.n_layer
+        assert abs(wide.params - variant.params) <= max(1e-3 * variant.params, per_unit / 2)
         # counted, not solved for
-        assert wide.params == GPT(wide.model).num_params() if scale == "tiny" else True
-        # half a step
-        assert abs(long.flops - variant.flops) <= 0.5 * plain.flops / plain.train.max_iters * 1.0001
-        for baseline in (wide, long):  # nothing else differs from the plain GPT
-            differ = {k for k, v in asdict(baseline.model).items() if v != asdict(plain.model)[k]}
-            differ |= {k for k, v in asdict(baseline.train).items() if v != asdict(plain.train)[k]}
-            assert differ <= {"n_inner"} or differ <= {"max_iters"}
+        assert scale != "tiny" or wide.params == GPT(wide.model).num_params()
+        differ = {k for k, v in asdict(wide.model).items() if v != asdict(builder.plain.model)[k]}
+        differ |= {k for k, v in asdict(wide.train).items() if v != asdict(builder.plain.train)[k]}
+        assert differ <= {"n_inner"}
 
 
 def test_variants_whose_parameters_agree_share_a_baseline(monkeypatch):
     monkeypatch.setattr("study.arms.Dataset", Bytes)
-    study = Study(StudyConfig(mechanisms=["routing_moh", "moh", "output_gate",
-                                          "sentinel", "unet_concat", "output_gate_elementwise"]), "test")
-    study.add_baselines(list(study.baselines))
-    shared = {name: baselines["parameters"] for name, baselines in study.baselines.items()}
-    assert shared["routing_moh"] == shared["moh"] == shared["output_gate"] != "plain"
-    assert shared["sentinel"] == "plain"  # 32 parameters are less than 0.1 %
-    assert shared["unet_concat"] == shared["output_gate_elementwise"]
-    assert len(study.arms) == 7 + 2 + len({b["FLOPs"] for b in study.baselines.values()} - {"plain"})
+    builder = ArmBuilder(StudyConfig(mechanisms=["routing_moh", "output_gate", "sentinel"]))
+    first, same, few = builder.variants()
+    wide = builder.same_parameters(first, [])
+    assert builder.same_parameters(same, [wide]) is wide
+    assert builder.same_parameters(few, [wide]) is builder.plain  # 8 parameters are less than 0.1 %
 
 
 def test_a_wider_mlp_is_the_only_difference_and_survives_a_checkpoint():
@@ -132,35 +134,50 @@ def test_a_wider_mlp_is_the_only_difference_and_survives_a_checkpoint():
 
 
 def test_what_cannot_be_matched_is_said(plain):
-    study = study_of(plain, mechanisms=["a2c_published"], match=["parameters"], settings=dict(n_inner=1))
+    study = study_of(plain, mechanisms=["a2c_published"], settings=dict(n_inner=1))
     with pytest.raises(UserError,
                        match=r"a2c_published has [\d,]+ parameters, fewer than a plain GPT without its MLPs"):
-        study.add_baselines(["a2c_published"])
+        study.builder.same_parameters(study.variants["a2c_published"], [])
 
 
-def test_the_same_wall_clock_is_measured_once(plain, monkeypatch):
-    asked = []
-    monkeypatch.setattr(compare, "step_time_ratio", lambda a, b, device, threads: asked.append(a.name) or 1.5)
-    for _ in range(2):
-        study = study_of(plain, match=["wall-clock"])
-        study.add_baselines(["output_gate"])
-        assert study.arms[study.baselines["output_gate"]["wall-clock"]].train.max_iters == 9
-    assert asked == ["output_gate"]
+def test_a_budget_is_given_in_tokens_a_parameter_and_a_size_by_name(monkeypatch):
+    monkeypatch.setattr("study.arms.Dataset", Bytes)
+    for size, steps in {"0.1M": 960, "0.33M": 3240, "1M": 9600}.items():
+        builder = ArmBuilder(StudyConfig(mechanisms=["xsa"], scale="nano", size=size, tokens_per_param=20.0))
+        plain = builder.plain
+        blocks = sum(p.numel() for p in GPT(plain.model).transformer.h.parameters())
+        assert blocks == 12 * plain.model.n_layer * plain.model.n_embd ** 2
+        assert plain.train.max_iters == steps == round(20 * blocks / 2048)
+        assert all(getattr(plain.model, key) == value for key, value in SIZES[size].items())
+        assert builder.at_budget(0.7).train.max_iters == round(0.7 * steps)
+    # the smallest of the ladder is the tiny scale: their runs have the same hashes
+    spec = [Study(StudyConfig(mechanisms=["xsa"], device="cpu", **keys), "x").spec
+            for keys in (dict(), dict(scale="nano", size="0.1M", tokens_per_param=20.0))]
+    arms = [ArmBuilder(StudyConfig(mechanisms=["xsa"], **keys)).plain
+            for keys in (dict(), dict(scale="nano", size="0.1M", tokens_per_param=20.0))]
+    assert spec[0](arms[0], 1, "test") == spec[1](arms[1], 1, "test")
 
 
-def test_a_model_takes_as_long_as_itself_and_less_than_a_bigger_one(plain):
-    study = study_of(plain, variants={"deep": dict(n_layer=6)}, mechanisms=[])
-    assert step_time_ratio(study.arms["deep"], study.arms["plain"], "cpu", threads=1, steps=2) > 1.5
+def test_the_groups_of_rates_are_those_that_the_optimizers_have(plain):
+    study = study_of(plain, mechanisms=["output_gate", "window"], settings=dict(n_layer=2),
+                     variants={"adamw": dict(optimizer="adamw")})
+    assert study.builder.plain.groups() == ["muon_lr", "lr"] == study.variants["window"].groups()
+    assert study.variants["output_gate"].groups() == ["muon_lr", "lr", "mechanism_lr"]
+    assert study.variants["adamw"].groups() == ["lr"]
+    twice = study.variants["output_gate"].at_rates({"lr": 2.0, "muon_lr": 1.0}, "twice")
+    assert twice.train.lr == 8e-3 and twice.train.embed_lr == 4e-2 and twice.train.mechanism_lr == 4e-3
+    assert twice.flags == dict(output_gate="headwise", lr=8e-3, embed_lr=4e-2, min_lr=0.0)
 
 
 @pytest.mark.parametrize("name", STUDIES)
-@pytest.mark.parametrize("scale", ["tiny", "small", "paper"])
+@pytest.mark.parametrize("scale", ["tiny", "mid", "paper"])
 def test_every_shipped_study_makes_its_arms(name, scale, monkeypatch):
     monkeypatch.setattr("study.arms.Dataset", Bytes)
     # 90 million numbers take their time; sizes have their own test
     monkeypatch.setattr("study.arms.size_of", lambda config: (1000, 1000))
-    if scale != "tiny" and "\nbase = " in (ROOT / "config" / "studies" / name).read_text():
-        scale = "tiny"  # its plain GPT is its own
+    own = "\nbase = " in (ROOT / "config" / "studies" / name).read_text()  # its plain GPT, or its steps
+    if own or name in ("demo.py", "ladder.py"):
+        scale = "nano" if name == "ladder.py" else "tiny"
     config, = configurator.load((StudyConfig,), [f"config/studies/{name}", f"--scale={scale}"])
     builder = ArmBuilder(config)
     arms = builder.variants()
@@ -204,86 +221,110 @@ def test_the_ablations_of_routing_say_which_form_they_take_apart():
         assert flags["routing_mask"] == "inf" and flags["routing_eval_gate"] is True
 
 
-# ---- runs ----
+# ---- stages ----
 
 def test_a_finished_study_repeats_nothing_and_a_change_only_what_it_touches(plain, here):
     study = study_of(plain)
     study.run(here)
-    assert len(here.started) == 4 and not study.summary("test")["failures"]
-    first, here.started = study.results(), []
+    assert len(here.started) == 4 and not results.collect(study, "test")["failures"]
+    first, here.started = study.scores("judge"), []
     study_of(plain).run(here)
     assert here.started == []
     changed = study_of(plain, mechanisms=[], variants={"output_gate": dict(output_gate="headwise", lr=5e-4)})
     changed.run(here)
     assert len(here.started) == 2
-    assert changed.results()["plain", 1] == first["plain",
-                                                  1] and changed.results()["output_gate",
-                                                                           1] != first["output_gate", 1]
+    again = changed.scores("judge")
+    assert again["plain"] == first["plain"] and again["output_gate"] != first["output_gate"]
 
 
-def test_a_trial_is_the_training_and_the_scoring_of_the_command_that_is_shown_for_it(plain,
-                                                                                     here, monkeypatch):
-    import evaluate
-    import train
-    study = study_of(plain, seeds=[3])
+def test_the_plain_gpt_has_more_seeds_and_other_budgets(plain, here):
+    study = study_of(plain, mechanisms=["output_gate", "xsa", "sink", "key_offset"], plain_seeds=None,
+                     budgets=[0.5, 2.0], seeds=[3, 4])
     study.run(here)
-    summary = study.summary("test")
-    command = summary["arms"]["output_gate"]["commands"][0].split()
-    train.main(command[2:])
-    (again,) = [evaluate.evaluate(Path("out/output_gate"), "test", 0, "cpu")]
-    # kept in float32
-    assert command[1] == "train.py" and again["bpb"] == pytest.approx(
-        summary["arms"]["output_gate"]["bpb"][0], abs=1e-7)
-    nats = np.load(study.trials()["output_gate", 3] / "nats.npy")
-    assert nats.sum() == pytest.approx(study.results()["output_gate",
-                                                       3]["nats"]) and len(nats) == -(-1000 // 16)
+    seeds = {name: list(own) for name, own in study.scores("judge").items()}
+    assert seeds["plain"] == [3, 4, 5, 6] and seeds["xsa"] == [3, 4] == seeds["plain x 0.5"]
+    found = results.collect(study, "test")
+    assert [found["arms"][name]["steps"] for name in ("plain x 0.5", "plain", "plain x 2")] == [3, 6, 12]
+    row = found["comparisons"][0]
+    assert (row["n"], row["n_baseline"]) == (2, 4) and {"worth", "equal_flops", "equal_time"} <= set(row)
 
 
-def test_a_slice_is_scored_window_by_window_and_its_bytes_are_its_own(plain, here, bytes_data):
-    study = study_of(plain, seeds=[3], test_tokens=160, mechanisms=["agency"])
+def test_the_best_and_the_worst_on_validation_are_judged_with_fresh_seeds_on_test(plain, here):
+    names = ["output_gate", "xsa", "sink", "key_offset", "head_norm"]
+    study = study_of(plain, mechanisms=names, screen=True, best=1, worst=1, always=["sink"],
+                     contrasts=[["xsa", "plain"]])
     study.run(here)
-    found = study.results()["plain", 3]
-    assert found["tokens"] == found["bytes"] == 160 and np.load(study.trials()["plain",
-                                                                               3] / "nats.npy").shape == (10,)
+    runs = started(here, study)
+    assert set(runs[:12]) == {(name, "val") for name in ("plain", *names)}
+    means = {name: np.mean(list(own.values())) for name, own in study.scores("screen").items()}
+    others = sorted({"output_gate", "key_offset", "head_norm"}, key=means.get)
+    chosen = {"sink", "xsa", others[0], others[-1]}
+    assert set(study.screened["chosen"]) == chosen and {name for name, _ in runs[12:]} == {"plain", *chosen}
+    assert {split for _, split in runs[12:]} == {"test"}
+    found = results.collect(study, "test")
+    assert len(found["comparisons"]) == 4  # what was judged, and no more, is corrected for
+    assert [row["variant"] for row in found["screened"]] == sorted(names, key=means.get)
+    assert {row["variant"] for row in found["screened"] if row["chosen"]} == chosen
+    assert found["screened_out"] == [name for name in names if name not in chosen]
 
 
-def test_nothing_in_the_study_folder_imports_what_uses_it():
-    """Down alone: findings, page, report; trial, queue; no program but those that a run is made of."""
-    for path in sorted((ROOT / "study").glob("*.py")):
-        imported = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            imported |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
-            if isinstance(node, ast.ImportFrom):
-                imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        assert "compare" not in imported, path.name
-        allowed = {"queue": {"trial"}, "trial": {"fingerprint"}, "page": {"findings"},
-                   "report": {"page", "findings"}}.get(path.stem, set())
-        assert {name.split(".")[1] for name in imported if name.startswith("study.")} & {
-            p.stem for p in (ROOT / "study").glob("*.py")} == allowed, path.name
+def test_who_looks_better_meets_a_plain_gpt_of_its_size(plain, here, monkeypatch):
+    def verdicts(scores, pairs, alpha, margin):
+        return [dict(variant=v, baseline=b, verdict={"unet_concat": "better"}.get(v, "worse"), mean=-1.0)
+                for v, b, _ in pairs]
+
+    monkeypatch.setattr(analysis, "judged", verdicts)
+    study = study_of(plain, mechanisms=["output_gate", "unet_concat"], settings=dict(n_layer=2, n_embd=32))
+    study.run(here)
+    (_, wide, equal), = [pair for pair in study.pairs if pair[2]]
+    assert equal == ["parameters"] and study.arms[wide].kind == "baseline"
+    assert abs(study.arms[wide].params - study.variants["unet_concat"].params) < 70
+    assert list(study.scores("judge")[wide]) == [1, 2]
+
+
+def test_who_has_a_verdict_is_judged_again_at_its_own_best_rates(plain, here, monkeypatch):
+    """One seed that no comparison uses, on validation; each group of rates by itself, then all together."""
+    study = study_of(plain, tune_lr=True, screen_seeds=[9], match_parameters=False)
+    monkeypatch.setattr(study, "verdicts", lambda: {"output_gate": ("worse", 0.1)})
+    study.run(here)
+    tuning = [study.specs[f] for (stage, _, _), f in study.runs.items() if stage == "tune"]
+    assert {(spec["model"]["seed"], spec["score"]["split"]) for spec in tuning} == {(9, "val")}
+    both = ["muon_lr", "lr"]
+    for name, groups in {"plain": both, "output_gate": [*both, "mechanism_lr"]}.items():
+        assert list(study.tuned[name]) == groups
+        best = {group: min(scores, key=scores.get) for group, scores in study.tuned[name].items()}
+        for group, scores in study.tuned[name].items():
+            assert {0.5, 1.0, 2.0} <= set(scores)
+            # an end is tried further out, twice at most
+            inside = min(scores) < best[group] < max(scores)
+            assert inside or best[group] in (0.125, 8.0)
+        used = study.arms[f"{name}, tuned"].train
+        own = study.arms[name].train
+        assert used.muon_lr == own.muon_lr * best["muon_lr"] and used.lr == own.lr * best["lr"]
+    assert study.pairs[-1] == ("output_gate, tuned", "plain, tuned", ["tuned rates"])
+    assert list(study.scores("judge")["output_gate, tuned"]) == [1, 2]
 
 
 def test_a_run_that_crashes_is_reported_and_sinks_nothing(plain, here):
-    study = study_of(plain,
-                     variants={"hot": dict(lr=1e9, muon_lr=1e9,
-                                           min_lr=1e9, recipe="gpt2", optimizer="adamw", grad_clip=0.0)})
+    hot = dict(lr=1e9, muon_lr=1e9, min_lr=1e9, recipe="gpt2", optimizer="adamw", grad_clip=0.0)
+    study = study_of(plain, variants={"hot": hot})
     study.run(here)
-    summary = study.summary("test")
-    assert {f["arm"] for f in summary["failures"]} == {"hot"} and all("stopped before the update" in f["why"]
-                                                                      for f in summary["failures"])
-    words = {row["variant"]: row["words"] for row in summary["comparisons"]}
-    assert "no verdict" in words["hot"] and summary["done"] == 4 and summary["planned"] == 6
-    assert all(x is not None for x in summary["arms"]["output_gate"]["bpb"])
+    found = results.collect(study, "test")
+    assert {f["arm"] for f in found["failures"]} == {"hot"}
+    assert all("stopped before the update" in f["why"] for f in found["failures"])
+    verdicts = {row["variant"]: row["verdict"] for row in found["comparisons"]}
+    assert verdicts["hot"] == "undecided" and found["done"] == 4 and found["planned"] == 6
+    assert all(x is not None for x in found["arms"]["output_gate"]["bpb"])
     again = study_of(plain, variants=study.config.variants, report_only=True)
     again.run(here)
-    assert len(again.summary("test")["failures"]) == 2  # told again, without running anything
+    assert len(results.collect(again, "test")["failures"]) == 2  # told again, without running anything
 
 
 def test_a_study_is_cut_short_and_goes_on_to_the_same_numbers(plain):
     """The real thing: processes, a signal while two runs train (as Ctrl-C is one), the same command again."""
     (Path.cwd() / "study.py").write_text(
-        f"base = {str(plain)!r}\nmechanisms = ['output_gate']\nseeds = [1]\nmatch = []\n"
-        "jobs = 2\ndevice = 'cpu'\n"
-                                         "settings = dict(max_iters=160, eval_interval=10)\n")
+        f"base = {str(plain)!r}\nmechanisms = ['output_gate']\nseeds = [1]\nbudgets = []\n"
+        "jobs = 2\ndevice = 'cpu'\nsettings = dict(max_iters=160, eval_interval=10)\n")
     command = [sys.executable, str(ROOT / "compare.py"), "study.py"]
     job = subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
                            env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -314,180 +355,198 @@ def test_a_study_is_cut_short_and_goes_on_to_the_same_numbers(plain):
 
 def test_the_same_study_runs_through_submitit(plain):
     pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
-    study = study_of(plain, submit="local", seeds=[1], mechanisms=["agency"])
+    study = study_of(plain, submit="local", seeds=[1], plain_seeds=1, mechanisms=["agency"])
     study.run(queue.Cluster("local", 2, {"timeout_min": 5}))
-    assert study.summary("test")["comparisons"][0]["differences"] == [0.0]
+    assert results.collect(study, "test")["comparisons"][0]["differences"] == [0.0]
     # the same runs as without it
-    assert study.spec(study.arms["plain"], 1) == study_of(plain).spec(study.arms["plain"], 1)
+    plain_arm = study.builder.plain
+    assert study.spec(plain_arm, 1, "test") == study_of(plain).spec(plain_arm, 1, "test")
 
 
-def test_a_failure_on_the_cluster_is_said(plain):
-    pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
-    place, folder = queue.Cluster("local", 1, {"timeout_min": 5}), Path("out/trials/broken")
-    folder.mkdir(parents=True)
-    (folder / "trial.json").write_text(json.dumps({"model": {},
-                                                   "train": {"dataset": "nowhere"}, "score": {}}))
-    assert "no dataset nowhere" in queue.run_all([folder], place)[folder]
-    assert "no dataset nowhere" in trial.failure(folder)
+# ---- results ----
 
-
-def test_two_studies_that_want_the_same_run_train_it_once(plain):
-    study = study_of(plain, seeds=[1], settings=dict(max_iters=30))
-    folder = study.trials()["plain", 1]
-    pair = [subprocess.Popen(queue.command_of(folder)) for _ in range(2)]
-    assert [job.wait(timeout=120) for job in pair] == [0, 0]
-    said = (folder / "trial.log").read_text()
-    assert said.count("starting anew") == 1 and "going on" not in said
-
-
-def test_a_run_does_not_begin_with_other_code_or_data_than_was_planned(plain):
-    study = study_of(plain, seeds=[1])
-    for part in ("code", "data"):
-        folder = trial.make({**study.spec(study.arms["plain"], 1),
-                             part: {"train": "x"} if part == "data" else "x"})
-        assert queue.run_all([folder],
-                             queue.Processes(1,
-                                             "cpu"))[
-            folder] == f"trial: the {part} changed after this run was planned; start the study again"
-
-
-def test_a_best_checkpoint_alone_does_not_block_a_run(plain):
-    study = study_of(plain, seeds=[1])
-    folder = study.trials()["plain", 1]
-    (folder / "best.pt").write_bytes(b"left behind by a full disk")
-    assert queue.run_all([folder], queue.Processes(1, "cpu")) == {} and trial.done(folder)
-
-
-def test_what_cannot_be_started_is_a_failure_and_no_end(here, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    class Full(Here):
-        def start(self, folder):
-            raise RuntimeError("no such\npartition")
-    folders = [Path("a"), Path("b")]
-    assert queue.run_all(folders, Full()) == dict.fromkeys(folders, "could not be started: no such partition")
-
-
-def test_cores_and_gpus_are_shared_out(monkeypatch):
-    monkeypatch.setattr(queue.os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert (queue.Processes(0, "cpu").slots, queue.Processes(0, "cpu").threads) == (8, 1)
-    assert (queue.Processes(3, "cpu").slots, queue.Processes(3, "cpu").threads) == (3, 2)
-    monkeypatch.setattr(queue, "pick_device", lambda name: "cuda")
-    monkeypatch.setattr(queue.torch.cuda, "device_count", lambda: 2)
-    for visible, places in {"4,6": ["4", "6"], "7,": ["7"], "": ["0", "1"],
-                            "GPU-abc,GPU-def": ["GPU-abc", "GPU-def"]}.items():
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert queue.Processes(0, "auto").free_gpus == places
-    assert queue.Processes(3, "auto").free_gpus == ["GPU-abc", "GPU-def", "GPU-abc"]
-
-
-def test_a_killed_run_is_named(tmp_path):
-    place = queue.Processes(1, "cpu")
-    job = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    job.gpu = place.free_gpus.pop()
-    job.kill()
-    job.wait()
-    assert place.ended(job, tmp_path) == "killed by SIGKILL: out of memory?" and place.free_gpus == [None]
-
-
-# ---- learning rates ----
-
-def test_both_sides_get_the_rate_that_validates_best(plain, here, monkeypatch):
-    study = study_of(plain, tune_lr=True, tune_factors=[0.01, 1.0, 30.0])
+def test_the_displayed_commands_give_the_displayed_score(plain, here, monkeypatch):
+    """Word for word, in a shell, with the threads that they name: the same digits."""
+    study = study_of(plain, seeds=[3], plain_seeds=1)
     study.run(here)
-    short = [f for f in here.started if json.loads((f / "trial.json").read_text())["score"]["split"] == "val"]
-    assert len(short) == 6 and {json.loads((f / "trial.json").read_text())["model"]["seed"]
-                                for f in short} == {1000002}
-    for arm in study.arms.values():
-        tried = study.tune([arm], here)
-        best = min(tried, key=lambda key: trial.result(tried[key])["bpb"])
-        assert arm.lr_factor == best[1] and arm.edge == (best[1] != 1.0)
-        used = json.loads((study.trials()[arm.name, 1] / "trial.json").read_text())["train"]
-        assert used["muon_lr"] == pytest.approx(arm.train.muon_lr * arm.lr_factor)
+    arm = results.collect(study, "test")["arms"]["output_gate"]
+    train, evaluate = arm["commands"]
+    assert train.startswith(f"OMP_NUM_THREADS={torch.get_num_threads()} python train.py ")
+    for line in (train, f"{evaluate} --json=score.json"):
+        words = line.replace(" python ", f" {sys.executable} {ROOT}/", 1)
+        done = subprocess.run(words, shell=True, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    score, = json.loads(Path("score.json").read_text())["runs"]
+    assert score["bpb"] == pytest.approx(arm["bpb"][0], rel=1e-7)  # of a token's nats, 32 bits are kept
+    assert f"{arm['bpb'][0]:.4f}" in done.stdout
 
 
-# ---- what it says ----
-
-def test_results_hold_what_the_statistics_need(plain, here):
-    """From the scores of each seed alone: the same differences, intervals and corrected p."""
-    study = study_of(plain, seeds=[5, 6, 7], mechanisms=["output_gate", "unet_concat"],
-                     settings=dict(n_layer=2))
+def test_a_slice_is_scored_window_by_window_and_its_bytes_are_its_own(plain, here, bytes_data):
+    study = study_of(plain, seeds=[3], plain_seeds=1, test_tokens=160, mechanisms=["agency"])
     study.run(here)
-    summary = json.loads(json.dumps(study.summary("python compare.py test")))
-    assert summary["command"] and summary["commit"] and summary["versions"]["torch"] == torch.__version__
-    assert summary["plain"]["n_layer"] == 2 and summary["plain"]["base"] == str(plain)
-    assert not {"seed", "out_dir", "device"} & set(summary["plain"])
-    paired = []
-    for row in summary["comparisons"]:
-        bpb = [summary["arms"][row[side]]["bpb"] for side in ("variant", "baseline")]
-        assert row["differences"] == [a - b for a, b in zip(*bpb)]
-        paired.append(stats.paired(row["differences"], 1 - summary["alpha"]))
-        assert [row["mean"], row["low"], row["high"], row["p"]] == [paired[-1].mean,
-                                                                    paired[-1].low, paired[-1].high,
-                                                                    paired[-1].p]
-    assert [row["p_holm"]
-            for row in summary["comparisons"]] == stats.holm([each.p for each in paired]).tolist()
+    folder = study.runs["judge", "plain", 3]
+    found = trial.result(folder)
+    assert found["tokens"] == found["bytes"] == 160 and np.load(folder / "nats.npy").shape == (10,)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*.json")), ids=lambda path: path.stem)
-def test_shipped_results_give_their_report_again_and_are_small(path, tmp_path, capsys):
-    main([f"--from_results={path}", f"--out_dir={tmp_path}"])
-    study = report.read(path)
-    assert study["name"] in capsys.readouterr().out and path.stat().st_size < 300_000
-    assert {p.name for p in tmp_path.iterdir()} == {"report.md", "report.html", "forest.svg", "forest.png"}
-    for row in study["comparisons"]:
-        variant, baseline = (study["arms"][row[side]]["bpb"] for side in ("variant", "baseline"))
-        again = stats.paired([a - b for a, b in zip(variant, baseline)], 1 - study["alpha"])
-        assert [row["mean"], row["low"], row["high"]] == pytest.approx([again.mean, again.low, again.high])
-    assert study["command"].startswith("python compare.py ") and study["done"] == study["planned"]
-
-
-def test_differences_pair_the_seeds(plain, here):
-    study = study_of(plain, seeds=[5, 6, 7])
+@pytest.fixture
+def finished(plain, here):
+    """A finished study of three seeds, and its results, in out/test."""
+    study = study_of(plain, seeds=[5, 6, 7], plain_seeds=4, mechanisms=["output_gate", "unet_concat"],
+                     settings=dict(n_layer=2), budgets=[0.5], out_dir="out/test")
     study.run(here)
-    summary, found = study.summary("test"), study.results()
-    row, = summary["comparisons"]
-    assert row["differences"] == [found["output_gate", s]["bpb"] - found["plain", s]["bpb"]
-                                  for s in (5, 6, 7)]
-    assert row["mean"] == pytest.approx(np.mean(row["differences"])) and row[
-        "low"] <= row["mean"] <= row["high"]
-    for each, difference in zip(row["bootstrap"], row["differences"]):
-        assert each["mean"] == pytest.approx(difference, abs=1e-7)
-    json.dumps(summary, allow_nan=False)
+    found = results.collect(study, "python compare.py test")
+    study.out.mkdir(exist_ok=True)
+    results.write(found, study.out)
+    return study, found
+
+
+def test_results_hold_what_the_statistics_need(finished):
+    """From the scores of each seed alone: the same figures; from the blocks alone: the same scores."""
+    _, found = finished
+    assert found == json.loads(json.dumps(found, allow_nan=False)) == results.read("out/test/results.json.gz")
+    assert found["command"] and found["commit"] and found["versions"]["torch"] == torch.__version__
+    assert found["plain"]["n_layer"] == 2 and not {"seed", "out_dir", "device"} & set(found["plain"])
+    scores = {name: dict(zip(map(str, arm["seeds"]), arm["bpb"])) for name, arm in found["arms"].items()}
+    rows = stats.judge(scores, [(row["variant"], row["baseline"]) for row in found["comparisons"]],
+                       found["alpha"], found["margin"])
+    for row, each in zip(found["comparisons"], rows):
+        assert [row[key] for key in ("mean", "low", "high", "p")] == pytest.approx(each[2:5] + (each.p,))
+    for arm in found["arms"].values():
+        for run, bpb in zip(arm["runs"], arm["bpb"]):
+            nats = sum(found["runs"][run]["block_nats"])
+            assert nats / np.log(2) / found["data"]["bytes"] == pytest.approx(bpb, rel=1e-8)
+
+
+def test_a_recheck_computes_every_figure_and_finds_a_changed_one(finished, capsys):
+    _, found = finished
+    main(["--recheck=out/test/results.json.gz"])
+    assert "all of them the same" in capsys.readouterr().out
+
+    said = []
+
+    def changed(change):
+        copy = json.loads(json.dumps(found))
+        change(copy)
+        results.write(copy, ".")
+        with pytest.raises(SystemExit) as e:
+            main(["--recheck=results.json.gz"])
+        assert "figures are not what its runs give" in e.value.code and "\n" not in e.value.code
+        said.append(capsys.readouterr().err)
+        return said[-1]
+
+    assert "output_gate: " in changed(lambda f: f["arms"]["output_gate"]["bpb"].__setitem__(0, 2.0))
+    assert "comparisons[0].mean" in changed(lambda f: f["comparisons"][0].__setitem__("mean", -0.5))
+    assert "verdict" in changed(lambda f: f["comparisons"][1].__setitem__("verdict", "better"))
+    run = found["arms"]["plain"]["runs"][0]
+    assert "blocks sum up" in changed(lambda f: f["runs"][run]["block_nats"].__setitem__(0, 3.0))
+
+
+def test_a_run_on_file_counts_as_done_and_can_be_run_again(plain, finished, here, monkeypatch, tmp_path):
+    study, found = finished
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "x.json.gz").write_bytes(gzip.compress(json.dumps(found).encode()))
+    for path in Path("out/trials").glob("*/*"):
+        path.unlink()
+    here.started = []
+    elsewhere = Study(replace(study.config, out_dir="out/elsewhere"), "test")
+    elsewhere.run(here)
+    assert here.started == []
+    again = results.collect(elsewhere, "test")
+    assert again["comparisons"] == found["comparisons"] and "all of them the same" in results.recheck(
+        tmp_path / "results" / "x.json.gz")
+    monkeypatch.setattr(trial, "USE_FILED", False)
+    Study(replace(study.config, out_dir="out/again"), "test").run(here)
+    assert len(here.started) == len(found["runs"])
+
+
+def test_a_study_is_run_again_from_its_file_and_told_where_it_agrees(finished, monkeypatch, capsys):
+    _, found = finished
+    monkeypatch.setattr(compare, "place_for", lambda config: Here())
+    monkeypatch.setattr(trial, "USE_FILED", True)
+    monkeypatch.setattr(queue.time, "sleep", lambda s: None)
+    main(["--again=out/test/results.json.gz", "--device=cpu", "--out_dir=out/b"])
+    said = capsys.readouterr().out
+    assert "13 of 13 scores are the same to the last digit" in said and "2 of 2 verdicts are the same" in said
+
+
+def test_a_report_of_nothing_does_not_replace_one_of_something(plain, finished, refusal):
+    study, _ = finished
+    before = Path("out/test/results.json.gz").read_bytes()
+    said = refusal(["--base", str(plain), "--mechanisms=sink", "--seeds=8,9", "--device=cpu", "--report_only",
+                    "--out_dir=out/test"])
+    assert "none is done with today's code" in said
+    assert Path("out/test/results.json.gz").read_bytes() == before
 
 
 def test_a_mechanism_that_does_nothing_is_identical_and_another_seed_is_not(plain, here):
-    study = study_of(plain, mechanisms=["agency"], variants={"again": dict(seed=1000)})
+    study = study_of(plain, mechanisms=["agency"], variants={"again": dict(seed=1000)}, plain_seeds=3)
     study.run(here)
-    rows = {row["variant"]: row for row in study.summary("test")["comparisons"]}
-    assert rows["agency"]["words"] == "identical: the same numbers on every seed"
-    assert 0.0 not in rows["again"]["differences"]
+    rows = {row["variant"]: row for row in results.collect(study, "test")["comparisons"]}
+    assert rows["agency"]["verdict"] == "same" and rows["agency"]["mean"] == 0.0
+    assert "identical" in rows["agency"]["words"] and rows["again"]["mean"] != 0.0
 
 
-def test_only_the_best_get_all_baselines(plain, here):
-    study = study_of(plain, mechanisms=["output_gate", "unet_concat", "constraint_a"],
-                     settings=dict(n_layer=2, n_embd=32), match=["parameters", "FLOPs"], matched=1)
-    study.run(here)
-    found = study.results()
-    means = {name: np.mean(study.differences(name, "plain", found)) for name in study.baselines}
-    best = min(means, key=means.get)
-    assert set(study.baselines[best]) == {"hyperparameters", "parameters", "FLOPs"}
-    summary = study.summary("test")
-    assert set(summary["missing"]) == set(means) - {best} and "best 1 of 3" in study.selection
-    every = study_of(plain, mechanisms=["output_gate", "unet_concat", "constraint_a"],
-                     settings=dict(n_layer=2, n_embd=32), match=["parameters", "FLOPs"])
-    # to choose the best by the scores that are judged is to have looked at all of these
-    every.add_baselines(list(every.baselines))
-    assert summary["comparisons_made"] == sum(len(set(own.values()))
-                                              for own in every.baselines.values()) > len(
-        summary["comparisons"])
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*.json.gz")), ids=lambda path: path.stem)
+def test_shipped_results_are_what_their_runs_give_and_make_their_report(path, tmp_path, capsys):
+    main([f"--recheck={path}"])
+    main([f"--from_results={path}", f"--out_dir={tmp_path}"])
+    study = results.read(path)
+    assert study["name"] in capsys.readouterr().out and path.stat().st_size < 2_000_000
+    assert study["command"].startswith("python compare.py ")
+    for each in study.get("sizes", {"": study}).values():
+        assert each["done"] == each["planned"]
+
+
+def test_a_table_is_written_between_its_marks_and_a_wrong_one_is_named(finished, monkeypatch, tmp_path):
+    _, found = finished
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "PAGES", ("page.md",))
+    (tmp_path / "results").mkdir()
+    results.write(found, tmp_path / "results")
+    text = "before\n<!-- table: verdicts results.json.gz unet_concat -->\nold\n<!-- end -->\nafter\n"
+    (tmp_path / "page.md").write_text(text)
+    assert tables.write() == ["page.md: tables written from results/"] and tables.write() == []
+    after = (tmp_path / "page.md").read_text()
+    assert after.startswith("before\n<!--") and after.endswith("<!-- end -->\nafter\n") and "old" not in after
+    assert f"{np.mean(found['arms']['unet_concat']['bpb']):.4f}" in after and "output_gate" not in after
+    with pytest.raises(UserError, match="page: no table is called verdict; there are verdicts"):
+        tables.filled(text.replace("verdicts", "verdict"), "page")
+
+
+def test_the_tables_of_the_pages_are_those_of_the_results():
+    for page in tables.PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert tables.filled(text, page) == text, f"{page}: run python compare.py --tables"
+
+
+# ---- the command line ----
+
+def test_nothing_in_the_study_folder_imports_what_uses_it():
+    """Down alone: findings, page, report; trial, queue; no program but those that a run is made of."""
+    for path in sorted((ROOT / "study").glob("*.py")):
+        imported = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            imported |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
+            if isinstance(node, ast.ImportFrom):
+                imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        assert "compare" not in imported, path.name
+        allowed = {"queue": {"trial"}, "trial": {"fingerprint"}, "page": {"findings"},
+                   "report": {"page", "findings", "pictures"},
+                   "analysis": {"compute", "stats"}, "tables": {"report", "results"},
+                   "pictures": {"findings"},
+                   "results": {"analysis", "arms", "costs", "queue", "trial"}}.get(path.stem, set())
+        assert {name.split(".")[1] for name in imported if name.startswith("study.")} & {
+            p.stem for p in (ROOT / "study").glob("*.py")} == allowed, path.name
 
 
 def test_a_plan_runs_nothing(plain, capsys):
-    main(["--base", str(plain), "--mechanisms=output_gate", "--dry_run", "--device=cpu"])
+    main(["--base", str(plain), "--mechanisms=output_gate,xsa", "--dry_run", "--device=cpu", "--screen",
+          "--best=1", "--worst=0"])
     said = capsys.readouterr().out
-    assert "plain, MLP 65" in said and "15 runs, 15 of them to do" in said
-    assert not Path("out").exists()
+    assert "plain x 0.7" in said and "xsa" in said and " hours, " in said
+    # 3 arms x 2 seeds on validation, then 5 of one variant, 5 of the plain GPT and of each of 3 budgets
+    assert "31 runs, 31 of them to do" in said and not Path("out").exists()
 
 
 @pytest.mark.parametrize("args, words", [
@@ -497,13 +556,18 @@ def test_a_plan_runs_nothing(plain, capsys):
     (["--mechanisms=output_gate", "--seeds=1,1"], "seeds=[1, 1] must be different numbers"),
     (["--variants={'x': {'output_gatee': 1}}"],
      "x: variant with {'output_gatee': 1}: unknown key output_gatee; did you mean output_gate?"),
-    (["--mechanisms=output_gate", "--match=flops"], "match='flops' must be among"),
-    (["--mechanisms=output_gate", "--tune_lr", "--tune_factors=2,4"], "have 1 among them"),
+    (["--variants={'x': {'block_size': 8}}"], "x: block_size cannot be set here"),
+    (["--variants={'x': {'dataset': 'needle'}}"], "x: dataset cannot be set here"),
+    (["--mechanisms=output_gate", "--screen", "--seeds=101,3"], "none in both"),
+    (["--mechanisms=output_gate", "--size=3M"], "size='3M' must be one of 0.1M"),
+    (["--mechanisms=output_gate", "--contrasts=[['output_gate', 'sink']]"], "must be two of this study's"),
+    (["--mechanisms=output_gate", "--budgets=1,2"], "must be different, positive, and not 1"),
+    (["--recheck=nowhere.json.gz"], "cannot read nowhere.json.gz"),
     (["--mechanisms=output_gate", "--settings={'dataset': 'nowhere'}"], "no dataset nowhere"),
     (["--mechanisms=output_gate", "--settings={'init_from': 'x', 'seed': 3}"],
      "settings: init_from, seed cannot be set here"),
     (["--mechanisms=output_gate", "--split=tset"], "split='tset' must be test or val"),
-    (["--mechanisms=output_gate", "--split=val", "--tune_lr"], "since val chooses the learning rate"),
+    (["--mechanisms=output_gate", "--split=val", "--tune_lr"], "since val chooses"),
     (["--mechanisms=output_gate", "--scale=small"], "scale='small' means nothing beside base="),
     (["--mechanisms=output_gate", "--submit=slurm"], "submit=slurm: "),
     (["--mechanisms=output_gate", "--out_dir=/proc/none"], "/proc/none: "),
@@ -518,7 +582,7 @@ def test_what_is_wrong_with_a_study_is_one_line(plain, args, words, refusal):
 def test_head_statistics_are_one_row_a_layer(flags):
     model = GPT(GPTConfig(vocab_size=9, n_layer=3, n_head=4, n_embd=32, block_size=8, **flags)).eval()
     with torch.no_grad():
-        seen = compare.heads_of(model, torch.randint(9, (2, 9)))
+        seen = results.heads_of(model, torch.randint(9, (2, 9)))
     assert {"entropy", "concentration"} <= set(seen) and json.dumps(seen)
     assert ("gate" in seen) == bool(model.config.sentinel) and (
         "routing_load" in seen) == bool(model.config.routing)

@@ -37,7 +37,7 @@ def anchors(text):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_files_named_in_the_docs_exist(page):
-    named = set(re.findall(rf"(?:{FOLDERS})/[\w/\-]+\.(?:py|md|json|css)|\b\w+\.(?:py|sh)\b",
+    named = set(re.findall(rf"(?:{FOLDERS})/[\w/\-]+\.(?:py|md|json(?:\.gz)?|css)|\b\w+\.(?:py|sh)\b",
                            page.read_text(encoding="utf-8")))
     places = {p.name for p in [*ROOT.glob("*"), *ROOT.glob("study/*")]} | {"prepare.py"}
     missing = {n for n in named if not ((ROOT / n).exists() or n in places)}

@@ -1,4 +1,4 @@
-"""The report: the verdict first, every number as measured, one file that needs nobody, at any width."""
+"""The report: one table of numbers as measured, five words, one file that needs nobody, at any width."""
 
 import html
 import json
@@ -11,118 +11,161 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from compare import main
-from study import report
-from study.findings import EQUAL, headline
+from study import findings, pictures, report
+from study.findings import headline
 from study.page import html as html_of
-from study.page import mean_curve
-
-WORDS = {"better": "better by 0.0300 bits/byte", "worse": "worse by 0.0300 bits/byte",
-         "no difference shown": "no difference shown at this budget"}
 
 
-def make_study(variants=2, seeds=5, evals=12):
-    """A made-up study: a plain GPT, `variants` variants, wider plain GPTs for the best half, four at most."""
+def make_found(variants=2, seeds=5, screened=0, evals=12, size=None):
+    """A study: a plain GPT at four budgets, `variants` judged, the best against a wider one and tuned."""
     rng = np.random.default_rng(1)
     names = [f"routing_{i}" if i else "acag+elementwise" for i in range(variants)]
     effect = dict(zip(names, np.linspace(-0.05, 0.06, variants)))
-    effect |= {f"plain, {w} % wider": -0.002 * w for w in range(1, min(4, (variants + 1) // 2) + 1)}
-    luck = rng.normal(0, 0.02, seeds)
-    labels = {"plain": "plain GPT", "acag+elementwise": "ACAG, a gate for each element"}
+    budgets = {"plain": 1.0, "plain x 0.7": 0.7, "plain x 1.4": 1.4, "plain x 2": 2.0}
+    effect |= {name: -0.15 * math.log(multiple) for name, multiple in budgets.items()}
+    tuned = f"{names[0]}, tuned"
+    effect |= {"plain, MLP 280": -0.01, "plain, tuned": -0.01, tuned: -0.05}
+    labels = {"plain": "plain GPT", "acag+elementwise": "ACAG, a gate for each element",
+              "plain, MLP 280": "plain GPT, MLP 280 wide"}
 
     def arm(name, i):
-        bpb = (2.3 + effect.get(name, 0) + luck + rng.normal(0, 0.01, seeds)).tolist()
+        kind = ("plain" if name == "plain" else "budget" if name in budgets else
+                "baseline" if name.startswith("plain") else "variant")
+        own = list(range(1, 1 + (2 * seeds if kind == "plain" else seeds)))
+        bpb = (2.3 + effect[name] + rng.normal(0, 0.01, len(own))).tolist()
         tokens = [25600 * t for t in range(evals)]
 
         def curve(b):
             return dict(tokens=tokens, seconds=[round(t / 7000 * (1 + i / 40), 2) for t in tokens],
                         bpb=[round(b + 5.7 * math.exp(-4 * t / evals), 6) for t in range(evals)])
 
-        kind = "plain" if name == "plain" else "baseline" if name.startswith("plain") else "variant"
-        flags = {"plain": {}, "variant": {"routing": "published", "routing_top_k": i},
-                 "baseline": {"n_embd": 128 + 8 * i, "lr_factor": 0.5}}[kind]
-        entropy = rng.random((4, 8)).round(4).tolist()
-        heads = {"entropy": entropy, "dead_heads": [0.0, 1.0, 0.0, 2.0], "heat": 0.7}
-        command = f"python train.py config/tiny.py --routing=published --routing_top_k={i} --max_iters=150"
-        return dict(kind=kind, label=labels.get(name, name), flags=flags, steps=150, params=851968 + 4096 * i,
-                    flops_per_token=5.7e6 * (1 + i / 50), train_flops=1.75e12 * (1 + i / 50),
-                    seconds=44.1 + i, tokens_per_s=6900.0 - 50 * i, decode_tokens_per_s=700.0 + i,
-                    memory_mib=120.0 + i,
-                    lr_factor=1.0, edge=False, bpb=bpb, curves=[curve(b) for b in bpb],
-                    heads=heads if kind == "variant" else None,
-                    sample=f"\nThe cat of {name} sat and looked at = the = station , <unk> in 1887 . " * 4,
-                    commands=[command])
+        flags = {"variant": {"routing": "published", "routing_top_k": i}, "baseline": {"n_embd": 128 + 8 * i},
+                 "budget": {"max_iters": 150 * budgets.get(name, 1)}, "plain": {}}[kind]
+        ratio = 1 if kind in ("plain", "budget") else 1 + i / 50
+        return dict(kind=kind, label=labels.get(name, name), flags=flags, steps=150,
+                    multiple=budgets.get(name, 1.0), params=851968 + 4096 * i, tokens=3_000_000,
+                    flops_per_token=5.7e6 * ratio, executed_flops_per_token=6e6 * ratio ** 2,
+                    time_ratio=dict(mean=ratio, low=ratio - 0.01, high=ratio + 0.01), seconds=44.1 + i,
+                    tokens_per_s=6900.0 - 50 * i, memory_mib=120.0 + i, seeds=own, bpb=bpb,
+                    runs=[f"{i:02x}{seed:014x}" for seed in own], curves=[curve(b) for b in bpb],
+                    commands=[f"OMP_NUM_THREADS=1 python train.py config/tiny.py --routing_top_k={i}",
+                              "OMP_NUM_THREADS=1 python evaluate.py --ckpt out/x --split test"],
+                    decode_tokens_per_s=700.0 + i,
+                    sample=f"\nThe cat of {name} sat = the = station , <unk> . " * 4,
+                    heads={"entropy": rng.random((4, 8)).round(4).tolist(), "heat": 0.7,
+                           "dead_heads": [0.0, 1.0, 0.0, 2.0]} if kind == "variant" else None)
 
-    arms = {name: arm(name, i) for i, name in enumerate(["plain", *effect])}
-
-    def comparison(variant, baseline, matched):
-        d = np.subtract(arms[variant]["bpb"], arms[baseline]["bpb"])
-        half = 2.776 * d.std(ddof=1) / math.sqrt(seeds)
-        verdict = "better" if d.mean() < 0 else "worse"
-        verdict = "no difference shown" if abs(d.mean()) < 1.7 * half else verdict
-        return dict(variant=variant, baseline=baseline, matched=matched, differences=d.tolist(),
-                    mean=d.mean(), low=d.mean() - half, high=d.mean() + half,
-                    p=0.01, p_holm=min(1.0, 0.0004 + abs(half / d.mean()) / 20),
-                    detectable=2 * half, verdict=verdict, words=WORDS[verdict],
-                    bootstrap=[dict(seed=s + 1, mean=v, low=v - 0.004, high=v + 0.004)
-                               for s, v in enumerate(d)])
-    comparisons = [comparison(name, "plain", ["hyperparameters"]) for name in names]
-    baselines = [n for n in arms if n.startswith("plain,")]
-    comparisons += [comparison(name, base, ["parameters", "FLOPs"]) for name, base in zip(names, baselines)]
-    missing = {name: ["parameters", "FLOPs"] for name in names[len(baselines):]}
-    selection = f"the best {len(baselines)} of {variants} by mean difference got all three baselines"
-    study = dict(name="routing", scale="tiny",
+    arms = {name: arm(name, i) for i, name in enumerate(["plain", *(n for n in effect if n != "plain")])}
+    pairs = [(name, "plain", []) for name in names]
+    pairs += [(names[0], "plain, MLP 280", ["parameters"]), (tuned, "plain, tuned", ["tuned rates"])]
+    pairs += [(names[0], names[1], [])] if variants > 1 else []
+    comparisons = [comparison(arms, *pair) for pair in pairs]
+    first = [f"screened_{i}" for i in range(screened)]
+    scores = {name: {"101": 2.2 + 0.01 * i, "102": 2.21 + 0.01 * i}
+              for i, name in enumerate(["plain", *names, *first])}
+    rows = [dict(variant=name, bpb=own["101"] + 0.005, chosen=name in names, mean=own["101"] - 2.2,
+                 low=own["101"] - 2.22, high=own["101"] - 2.18)
+            for name, own in scores.items() if name != "plain"]
+    screen = dict(seeds=[101, 102], split="val", scores=scores, chosen=names,
+                  rule="the best 6 and the worst 2 on validation")
+    rates = {"lr": {"0.5": 2.4, "1.0": 2.3, "2.0": 2.31},
+             "muon_lr": {"0.5": 2.3, "1.0": 2.3, "2.0": 2.31, "4.0": 2.2}}
+    n = sum(len(a["seeds"]) for a in arms.values())
+    found = dict(name="routing", scale="tiny", size=size, out="out/routing-tiny", patch=None,
                  question="Does routing tokens to their best heads beat a plain GPT?",
-                 command="python compare.py config/studies/routing.py",
-                 date="2026-11-21", commit="abc123-dirty",
-                 versions=dict(python="3.11.7", torch="2.13.0", numpy="2.3", scipy="1.16"),
-                 machine=dict(device="cpu", cores=2, jobs=2, threads=1),
-                 seeds=list(range(1, seeds + 1)), alpha=0.05,
-                 comparisons_made=len(comparisons),
-                 data=dict(dataset="wikitext2_byte", split="test",
-                           tokens=200064, bytes=200064, of_bytes=1292014,
-                           name="every 6th window of 128 of the test split",
-                           context="disjoint windows of 128", note=None),
-                 tuned=None, arms=arms, comparisons=comparisons, missing=missing,
-                 selection=selection if missing else None,
-                 failures=[], planned=len(arms) * seeds, done=len(arms) * seeds)
-    return json.loads(json.dumps(study))
+                 command="python compare.py config/studies/routing.py", date="2026-11-21",
+                 commit="abc123-dirty",
+                 versions=dict(python="3.11.7", torch="2.13.0"), config=dict(alpha=0.05), settings={},
+                 plain=dict(base="config/tiny.py", n_layer=2, n_embd=64, block_size=256),
+                 machine=dict(processor="AMD EPYC", cores=2, system="Linux", jobs=2, threads="1"),
+                 data=dict(dataset="wikitext2_byte", split="test", tokens=1292014, bytes=1292014,
+                           of_bytes=1292014, name="all of 256 tokens", context="disjoint windows of 256",
+                           note=None),
+                 alpha=0.05, margin=0.01, seeds=list(range(1, seeds + 1)), pairs=pairs,
+                 screen=screen if screened else None, screened=rows if screened else [], screened_out=first,
+                 tuned={"plain": rates, names[0]: rates}, budgets=[1.0, 0.7, 1.4, 2.0], arms=arms, runs={},
+                 failures=[], planned=n, done=n, comparisons=comparisons, findable=0.0123,
+                 margin_as_compute=[0.93, 1.08])
+    return json.loads(json.dumps(found))
 
 
-def test_33_arms_of_5_seeds_stay_a_small_results_file():
-    """With head statistics, samples and 25 points of every curve, as compare.py keeps them."""
-    study = make_study(29, evals=25)
-    assert len(study["arms"]) == 34 and len(json.dumps(study)) < 300_000
+def comparison(arms, variant, baseline, equal):
+    """One row as analysis.py makes it; the figures are made up of the scores, simply."""
+    a, b = (np.array(arms[name]["bpb"]) for name in (variant, baseline))
+    mean, se = a.mean() - b.mean(), 0.004
+    low, high, p = mean - 2 * se, mean + 2 * se, math.exp(-abs(mean) / se)
+    verdict = ("better" if mean < -0.02 else "worse" if mean > 0.02 else "same" if abs(mean) < 0.004 else
+               "leaning" if abs(mean) > 0.01 else "undecided")
+    found = dict(variant=variant, baseline=baseline, equal=equal, n=len(a), n_baseline=len(b), mean=mean,
+                 low=low, high=high, se=se, df=20.0, p=p, p_corrected=min(1.0, 10 * p), p_same=1 - p,
+                 verdict=verdict, more_seeds=14 if verdict == "undecided" else None,
+                 words=f"{verdict} by {abs(mean):.4f} bits/byte", differences=(a - b.mean()).tolist(),
+                 text=dict(low=mean - 0.002, high=mean + 0.002))
+    if baseline == "plain":
+        worth = math.exp(-mean / 0.15)
+        out = dict(mean=None, low=None, high=None, p=None)
+        ratio = arms[variant]["executed_flops_per_token"] / 6e6
+        gap = dict(mean=mean + 0.15 * math.log(ratio), low=low, high=high, p=p) if ratio < 2 else out
+        found.update(equal_flops=dict(ratio=ratio, **gap), equal_time=dict(ratio=1.1, **gap), worth=dict(
+            mean=worth, low=worth - 0.05, high=None, smallest=0.7, largest=2.0, beyond=None, problem=None,
+            words=f"worth {worth:.2f} x of the plain GPT's training compute"))
+    return found
 
 
-def poisoned(study):
+def make_ladder(variants=2):
+    """Three sizes, the largest held out; ladder as compute.py's function of that name gives it."""
+    sizes = {size: make_found(variants, size=size) for size in ("0.1M", "0.33M", "1M")}
+    blocks = (98304, 331776, 983040)
+    names = [c["variant"] for c in sizes["1M"]["comparisons"] if "worth" in c]
+    for k, study in enumerate(sizes.values()):
+        study["arms"]["plain"]["params"] = blocks[k]
+    held_out = dict(predicted=1.1, low=0.9, high=1.3, measured=1.2, inside=True,
+                    sentence="the held-out size 983,040: predicted 1.1 x [0.9, 1.3], measured 1.2 x: inside")
+    worth = {name: {str(n): dict(mean=1.1 - 0.1 * i + 0.05 * k, low=1.0 - 0.1 * i, high=None if k else 1.3,
+                                 smallest=0.7, largest=2.0, beyond=None, problem=None, words="worth 1.1 x")
+                    for k, n in enumerate(blocks)} for i, name in enumerate(names)}
+    arms = {name: dict(effects={str(n): [-0.01, 0.004, 20.0] for n in blocks}, worth=worth[name], slope=None,
+                       verdict="grows with size", held_out=held_out, sentence=f"grows with size: {name}")
+            for name in names}
+    ladder = dict(level=0.95, fitted=blocks[:2], held_out=blocks[2], arms=arms,
+                  plain=dict(scores={str(n): 2.3 for n in blocks}, alpha={}, held_out=held_out,
+                             sentence="the plain GPT falls as floor + A N^-alpha"),
+                  exponent=dict(arms=names, b=None, low=None, high=None, p_shared=None,
+                                held_out={names[0]: held_out}, sentence="one exponent: cannot be told"))
+    return json.loads(json.dumps(dict(name="ladder", command="python compare.py config/studies/ladder.py",
+                                      held_out="1M", sizes=sizes, ladder=ladder)))
+
+
+def poisoned(found):
     """The study, all text but keys and verdicts replaced by one that wants to be HTML, Markdown, wide."""
-    bad = "<script>alert('x')</script><img src=http://evil.example/a.png>| `a` **b**\n & \x00\x1b[31m \ud800 "
-    bad += "w" * 300
-    study.update(question=bad, name=bad.replace("\ud800", ""), command=bad, commit=bad)
-    study["failures"] = [dict(arm="plain", seed=1, why=bad, log=bad)]
-    study["data"].update(note=bad, name=bad)
-    for arm in study["arms"].values():
+    bad = "<script>alert('x')</script><img src=http://evil.example/a.png>| `a` **b**\n & \x00\x1b[31m "
+    bad += "\ud800 " + "w" * 300
+    found.update(question=bad, name=bad.replace("\ud800", ""), command=bad, commit=bad, patch=bad)
+    found["failures"] = [dict(arm="plain", seed=1, why=bad, log=bad)]
+    found["data"].update(note=bad, name=bad)
+    found["machine"]["processor"] = bad
+    for arm in found["arms"].values():
         arm.update(label=bad, sample=bad, commands=[bad], flags={bad: bad}, heads={bad: [1.0, 2.0]})
-    for c in study["comparisons"]:
+    for c in found["comparisons"]:
         c["words"] = bad
-    return study
+    return found
 
 
-def emptied(study):
+def emptied(found):
     """The study before its first run: no score, no cost, no curve, no comparison with a number."""
-    nothing = len(study["seeds"]) * [None]
-    for arm in study["arms"].values():
-        arm.update(bpb=nothing, curves=nothing, heads=None, sample=None,
-                   seconds=None, tokens_per_s=math.nan, decode_tokens_per_s=None,
-                   memory_mib=None)
-    for c in study["comparisons"]:
-        c.update({key: math.nan for key in ("mean", "low", "high", "p", "p_holm", "detectable")},
-                 differences=nothing, bootstrap=nothing,
-                 verdict="no difference shown", words="only failed runs: no verdict")
-    study["data"].update(tokens=None, bytes=None)
-    study["machine"]["threads"] = None
-    return {**study, "done": 0, "commit": None}
+    for arm in found["arms"].values():
+        nothing = len(arm["seeds"]) * [None]
+        arm.update(bpb=nothing, curves=nothing, heads=None, sample=None, seconds=None, tokens_per_s=math.nan,
+                   decode_tokens_per_s=None, memory_mib=None, time_ratio=None)
+    for c in found["comparisons"]:
+        c.update(dict.fromkeys(("mean", "low", "high", "se", "df", "p", "p_corrected", "p_same")), text=None,
+                 differences=[], verdict="undecided", words="no runs", n=0, n_baseline=0)
+        for key in ("worth", "equal_flops", "equal_time"):
+            c.pop(key, None)
+    found["data"].update(tokens=None, bytes=None)
+    found["machine"].update(threads="", processor="")
+    return {**found, "done": 0, "commit": None, "findable": None, "margin_as_compute": None, "tuned": {},
+            "screened": [], "screen": None}
 
 
 class Page(HTMLParser):
@@ -146,247 +189,349 @@ class Page(HTMLParser):
 
 
 def cells(line):
-    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+    return [cell.strip().replace("\\", "") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 
 def rows_in(markdown):
-    """The table of report.md as [{head: cell}]."""
-    head, _, *rows = [cells(line) for line in markdown.splitlines() if line.startswith("|")]
+    """The first table of a text as [{head: cell}]."""
+    lines = markdown[markdown.index("\n|" if markdown[0] != "|" else "|"):].strip().split("\n\n")[0]
+    head, _, *rows = [cells(line) for line in lines.splitlines()]
     assert all(len(row) == len(head) for row in rows)
     return [dict(zip(head, row)) for row in rows]
+
+
+def main_rows(found):
+    return [c for c in found["comparisons"] if c["baseline"] == "plain" and not c["equal"]]
 
 
 every_size = pytest.mark.parametrize("variants", [1, 2, 30])
 
 
+# ---- what is said first ----
+
 @every_size
-def test_the_verdict_on_every_variant_stands_before_everything_else(variants):
-    study = make_study(variants)
-    page = html_of(study)
+def test_table_with_every_verdict_comes_first(variants):
+    found = make_found(variants)
+    page = html_of(found)
     top = page[page.index("<h1>"):page.index("<section>")]
-    items = [Page(item).text for item in re.findall(r"<li>.*?</li>", top, re.S)]
-    for c in study["comparisons"]:
-        label = study["arms"][c["variant"]]["label"]
-        assert any(label in item and c["verdict"] in item for item in items)
-    assert top.index("class=lead") < top.index("<li>")
+    rows = [Page(row).text for row in re.findall(r"<tr>.*?</tr>", top, re.S)]
+    assert rows[1].startswith("plain GPT")
+    for c in main_rows(found):
+        label = found["arms"][c["variant"]]["label"]
+        assert any(row.startswith(label) and row.endswith(c["verdict"]) for row in rows)
+    assert top.index("class=lead") < top.index("<table>")
 
 
-def test_the_headline_counts_what_the_comparisons_say():
-    study = make_study(30)
-    best = set(study["arms"]) - {c["variant"] for c in study["comparisons"]
-                                 if c["verdict"] != "better"} - set(study["missing"])
-    best = {name for name in best if study["arms"][name]["kind"] == "variant"}
-    assert 0 < len(best) < 30
-    assert headline(study).startswith(f"{len(best)} of 30 variants")
-    for c in study["comparisons"]:
-        c["verdict"] = "no difference shown"
-    assert headline(
-        study) == "Not one of 30 variants was shown to be better than the plain GPT; 30 no difference shown."
+def test_headline_counts_verdicts():
+    found = make_found(5, screened=3)
+    for c, word in zip(main_rows(found), findings.MEANING):
+        c["verdict"] = word
+    assert headline(found) == (
+        "8 variants were screened. 1 of 5 variants was shown to be better than the plain GPT; 1 worse; 1 the "
+        "same within ±0.01 bits/byte; 1 leaning; 1 undecided.")
+    for c in found["comparisons"]:
+        c["verdict"] = "undecided"
+    assert "Not one of 5 variants was shown to be better than the plain GPT; 5 undecided." in headline(found)
 
 
-def test_a_variant_that_only_beats_the_smaller_baseline_is_not_called_better():
-    study = make_study(2)
-    one = [c for c in study["comparisons"] if c["variant"] == "acag+elementwise"]
-    one[0]["verdict"], one[1]["verdict"] = "better", "no difference shown"
-    assert headline(study) == ("Not one of 2 variants was shown to be better than the plain GPT; "
-                                      "1 better in some comparisons only; 1 worse.")
+def test_better_only_than_a_smaller_baseline_is_told():
+    found = make_found(2)
+    wider = next(c for c in found["comparisons"] if c["equal"] == ["parameters"])
+    wider["verdict"] = "leaning"
+    assert "1 of 2 variants was shown to be better than the plain GPT, 1 of them not at" in headline(found)
+    alone = make_found(1)
+    next(c for c in alone["comparisons"] if c["equal"] == ["tuned rates"])["verdict"] = "undecided"
+    assert headline(alone).endswith("bits/byte; not shown to be better at equal tuned rates.")
 
 
-def test_one_seed_gives_no_verdict():
-    study = make_study(2)
-    c = study["comparisons"][0]
-    c.update(low=None, high=None, p=None, p_holm=None, detectable=None,
-             verdict="no difference shown", words="only one seed: no verdict")
-    rows = report.table_of(study).splitlines()
-    row = next(r for r in rows if r.startswith("acag+elementwise  hyper ")).split()
-    assert row[4:] == [f"{c['mean']:+.4f}", "–", "no", "verdict", "yet"]
+def test_unfinished_study_says_so_at_the_top():
+    found = make_found(30)
+    assert not any("not finished" in f(found) for f in (report.table_of, report.markdown, html_of))
+    n, found["done"] = found["done"], found["done"] - 7
+    for text in (report.table_of(found), report.markdown(found), html_of(found).split("<body>")[1]):
+        assert f"not finished: {n - 7} of {n} runs are done" in text[:1000]
 
+
+def test_failures_edges_and_patches_are_told():
+    found = make_found(3)
+    found["failures"] = [dict(arm="routing_1", seed=4, why="loss is nan in step 73", log="out/0f/trial.log")]
+    found["patch"] = "--- a/model.py"
+    for text in (report.markdown(found).replace("\\", ""), Page(html_of(found)).text):
+        for words in ("1 failed run is missing", "loss is nan in step 73", "out/0f/trial.log", "patch.diff",
+                      "edge of the grid for plain GPT (muon_lr) and ACAG, a gate for each element (muon_lr)"):
+            assert words in text
+
+
+def test_variant_whose_runs_all_failed_is_listed_as_failed():
+    found, row = make_found(3), None
+    for c in found["comparisons"]:
+        if c["variant"] == "routing_1":
+            c.update(dict.fromkeys(("mean", "low", "high", "p_corrected")), differences=[])
+    found["failures"] = [dict(arm="routing_1", seed=s, why="out of memory", log="x") for s in found["seeds"]]
+    assert re.search(r"^routing_1 .* failed$", report.table_of(found), re.M)
+    row = rows_in(report.markdown(found))[-1]
+    assert row["variant"] == "routing_1" and row["verdict"] == "failed"
+    assert "1 failed" in headline(found)
+    assert ">failed</span>" in html_of(found)
+
+
+def test_one_seed_has_a_mean_and_no_interval():
+    found = make_found(2)
+    c = main_rows(found)[0]
+    c.update(low=None, high=None, p_corrected=None, verdict="undecided", worth=None)
+    row, = (line for line in report.table_of(found).splitlines() if f"{c['mean']:+.4f}  " in line)
+    assert "[" not in row and row.endswith("undecided")
+
+
+# ---- safe and whole ----
 
 @pytest.mark.parametrize("change", [lambda s: s, poisoned, emptied], ids=["plain", "poisoned", "empty"])
 @every_size
-def test_the_page_asks_the_network_for_nothing_and_runs_nothing(variants, change):
-    page = Page(html_of(change(make_study(variants))))
-    assert not {tag for tag, _ in page.tags} & {"script", "img",
-                                                "iframe", "object", "embed", "base", "form", "image", "use"}
-    for tag, attrs in page.tags:
+def test_page_asks_the_network_for_nothing_and_runs_nothing(variants, change):
+    found = change(make_found(variants, screened=3))
+    page = Page(html_of(found, {"forest": b"<svg/>", "learning": b"<svg/>", "compute": None}))
+    assert not {tag for tag, _ in page.tags} & {"script", "iframe", "object", "embed", "base", "form", "use"}
+    for _, attrs in page.tags:
         assert not [k for k in attrs if k.startswith("on")]
-        assert all(attrs.get(k, "data:,") == "data:,"
+        assert all(attrs.get(k, "data:,").startswith("data:")
                    for k in ("src", "href", "xlink:href", "srcset", "poster"))
+    assert sum(tag == "img" for tag, _ in page.tags) == 2
     styles = " ".join(page.css) + " ".join(attrs.get("style") or "" for _, attrs in page.tags)
     assert not re.search(r"url\(|@import|https?:", styles)
     assert any("default-src 'none'" in (attrs.get("content") or "") for _, attrs in page.tags)
 
 
 def test_text_from_the_study_stays_text():
-    page = Page(html_of(poisoned(make_study(3))))
+    found = poisoned(make_found(3))
+    page = Page(html_of(found))
     assert page.text.count("<script>alert('x')</script><img src=http://evil.example/a.png>") > 20
-    assert not re.search(r"[\x00-\x08\x0b-\x1f]", page.text)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", page.text + report.table_of(found).replace("\n", ""))
     assert not {tag for tag, _ in page.tags} & {"script", "img"}
-    assert len(rows_in(report.markdown(poisoned(make_study(3))))) == 5
+    assert len(rows_in(report.markdown(found))) == 4
 
 
 @every_size
 def test_what_is_not_known_is_a_dash(variants):
-    study = emptied(make_study(variants))
-    for text in (Page(html_of(study)).text, report.markdown(study), report.table_of(study)):
-        assert "–" in text
-        assert not re.search(r"\b(nan|NaN|None|null)\b", text)
-        assert "no verdict yet" in text
+    found = emptied(make_found(variants))
+    for text in (Page(html_of(found)).text, report.markdown(found), report.table_of(found),
+                 *(table(found) for kind, table in report.TABLES.items() if kind != "ladder")):
+        assert not re.search(r"\b(nan|NaN|None|null|inf)\b", text)
+    assert "no runs yet" in report.table_of(found) and "–" in report.table_of(found)
 
 
-def test_a_study_that_is_not_finished_says_so_at_the_top():
-    study = make_study(30)
-    assert not any("not finished" in f(study) for f in (report.table_of, report.markdown, html_of))
-    study["done"] -= 7
-    for text in (report.table_of(study), report.markdown(study), html_of(study).split("<body>")[1]):
-        assert "not finished: 168 of 175 runs are done" in text[:1000]
+def test_every_tag_is_closed_where_it_was_opened():
+    class Nested(HTMLParser):
+        open = []
+
+        def handle_starttag(self, tag, attrs):
+            if tag not in ("meta", "link", "img"):
+                self.open.append(tag)
+
+        def handle_endtag(self, tag):
+            assert self.open.pop() == tag
+
+    Nested().feed(html_of(make_found(3, screened=2), {"forest": b"<svg/>"}))
+    assert Nested.open == []
 
 
-def test_failures_and_rates_at_the_edge_are_told():
-    study = make_study(3)
-    study["failures"] = [dict(arm="routing_1", seed=4, why="loss is nan in step 73",
-                              log="out/trials/0f/trial.log")]
-    study["tuned"] = dict(factors=[0.5, 1, 2], steps=50)
-    study["arms"]["routing_2"].update(lr_factor=2, edge=True)
-    for text in (report.markdown(study).replace("\\", ""), Page(html_of(study)).text):
-        for words in ("1 failed run is missing", "loss is nan in step 73",
-                      "out/trials/0f/trial.log", "edge of the grid for routing_2"):
-            assert words in text
-    assert "at the edge of the grid" in html_of(study).split("<h2>Configurations")[1]
-
-
-def test_a_variant_whose_runs_all_failed_is_listed_as_failed():
-    study = make_study(3)
-    study["comparisons"] = [c for c in study["comparisons"] if c["variant"] != "routing_1"]
-    study["failures"] = [dict(arm="routing_1", seed=s, why="out of memory", log="x") for s in study["seeds"]]
-    assert re.search(r"^routing_1 .* failed$", report.table_of(study), re.M)
-    assert rows_in(report.markdown(study))[-1]["verdict"] == "failed"
-    assert re.search(r"<strong>routing_1</strong>.*?failed", html_of(study))
-
+# ---- numbers ----
 
 @every_size
-def test_the_terminal_table_fits_and_holds_the_numbers_best_first(variants):
-    study = make_study(variants)
-    study["comparisons"][0]["matched"] = ["hyperparameters", "parameters", "FLOPs", "wall-clock"]
-    study["arms"]["plain"]["params"] = 124_439_808
-    lines = report.table_of(study).splitlines()
+def test_terminal_table_fits_and_holds_the_numbers_best_first(variants):
+    found = make_found(variants)
+    found["arms"]["plain"]["params"] = 124_439_808
+    lines = report.table_of(found).splitlines()
     assert max(map(len, lines)) <= 120
-    rows = [re.fullmatch(r"(\S+) +(\S+) +\S+ +([\d.]+) +(\S+) \[(\S+), (\S+)\] +(\S+)  (.*)", line)
-            for line in lines]
-    rows = [row.groups() for row in rows if row]
-    assert len(rows) == len(study["comparisons"])
-    for c in study["comparisons"]:
-        row = next(r for r in rows if r[0] == c["variant"] and r[1].split("+")[0] == EQUAL[c["matched"][0]])
-        assert float(row[2]) == pytest.approx(np.mean(study["arms"][c["variant"]]["bpb"]), abs=5e-5)
-        assert [float(v) for v in row[3:6]] == pytest.approx([c["mean"], c["low"], c["high"]], abs=5e-5)
-        assert float(row[6]) == pytest.approx(c["p_holm"], abs=5e-4) and row[7] == c["verdict"]
-    first = [next(float(r[3]) for r in rows if r[0] == name) for name in dict.fromkeys(r[0] for r in rows)]
-    assert first == sorted(first)
-    assert f"corrected for {study['comparisons_made']} comparisons" in " ".join(lines)
+    head = next(i for i, line in enumerate(lines) if line.startswith("variant "))
+    plain = lines[head + 1].split()
+    mean = np.mean(found["arms"]["plain"]["bpb"])
+    assert plain[:3] == ["plain", "GPT", "124M"] and float(plain[3]) == pytest.approx(mean, abs=5e-5)
+    rows = lines[head + 2:head + 2 + variants]
+    shown = [[float(v) for v in re.findall(r"(?<![\w.])[-+][\d.]+", row)] for row in rows]
+    ranked = sorted(main_rows(found), key=lambda c: c["mean"])
+    for c, numbers, row in zip(ranked, shown, rows):
+        assert numbers[:3] == pytest.approx([c["mean"], c["low"], c["high"]], abs=5e-5)
+        assert row.endswith(c["verdict"]) and f"{c['worth']['mean']:.2f} [" in row
+        assert numbers[3:] == pytest.approx([c[key]["mean"] for key in ("equal_flops", "equal_time")
+                                             if c[key]["mean"] is not None], abs=5e-5)
+    assert f"corrected for {len(found['comparisons'])} comparisons" in " ".join(lines)
+    assert "0.0123 bits/byte would be found" in " ".join(lines)
 
 
 @every_size
 def test_markdown_and_page_hold_the_same_table(variants):
-    study = make_study(variants)
-    rows, page = rows_in(report.markdown(study)), Page(html_of(study)).text.replace("−", "-")
-    assert len(rows) == len(study["comparisons"])
-    for row in rows:
-        name = row["variant"].replace("\\", "")
-        gap = row["difference [95 %]"].replace("\\", "")
-        c = next(c for c in study["comparisons"] if c["variant"] == name
-                 and row["matched by"] == ", ".join(c["matched"]))
-        assert [float(v) for v in re.findall(r"[-+][\d.]+",
-                                             gap)] == pytest.approx([c["mean"], c["low"], c["high"]],
-                                                                    abs=5e-5)
-        assert row["verdict"] == c["verdict"] and int(row["parameters"].replace(",",
-                                                                                "")) == study[
-            "arms"][name]["params"]
-        assert gap in page and row["smallest detectable"] in page
+    found = make_found(variants)
+    plain, *rows = rows_in(report.markdown(found))
+    page = Page(html_of(found)).text.replace("−", "-")
+    assert plain["variant"] == "plain GPT" and plain["seeds"] == "10" and len(rows) == variants
+    for c, row in zip(sorted(main_rows(found), key=lambda c: c["mean"]), rows):
+        gap = row["difference [95 %]"]
+        assert [float(v) for v in re.findall(r"[-+][\d.]+", gap)] == pytest.approx(
+            [c["mean"], c["low"], c["high"]], abs=5e-5)
+        assert row["verdict"] == c["verdict"] and gap in page
+        assert row["at equal FLOPs"] in page
 
 
-def test_of_many_arms_a_few_are_coloured_and_the_page_says_so():
-    few, many = (html_of(make_study(n)).split("<h2>Learning curves")[1].split("<h2>")[0] for n in (3, 30))
-    # 3 pictures and the legend; 3 variants, 2 wider, plain
-    assert "class=thin" not in few and few.count("path class=curve") == 4 * 6
-    assert many.count("path class=thin") == 3 * (35 - 6) and many.count("path class=curve") == 4 * 6
-    assert "Of 35 arms the plain GPT, the best three and the worst two variants have a colour" in many
+@pytest.mark.parametrize("worth, text", [
+    (dict(mean=0.93, low=0.88, high=0.99), "0.93 [0.88, 0.99]"),
+    (dict(mean=None, low=None, high=0.72, beyond="less"), "<0.7 [<0.7, 0.72]"),
+    (dict(mean=None, low=1.9, high=None, beyond="more"), ">2 [1.90, >2]"),
+    (dict(mean=None, low=0.7, high=0.7, beyond="less"), "<0.7"),
+    (dict(mean=None, low=None, high=None, beyond="less"), "<0.7 [<0.7, >2]"),
+    (dict(mean=None, low=None, high=None, problem="it does not fall"), "–")])
+def test_worth_says_where_it_was_not_measured(worth, text):
+    assert findings.worth_of(dict(worth=dict(smallest=0.7, largest=2.0, **worth))) == text
+
+
+def test_tables_keep_the_arms_that_are_asked_for_in_that_order():
+    found, only = make_found(4, screened=3), ["routing_3", "routing_1"]
+    names = [row["variant"] for row in rows_in(report.TABLES["verdicts"](found, only))]
+    assert names == ["plain GPT", *only]
+    assert len(rows_in(report.TABLES["screened"](found, None))) == 1 + 4 + 3
+    assert [row["judged"] for row in rows_in(report.TABLES["screened"](found, None))][-3:] == ["no"] * 3
+    costs = rows_in(report.TABLES["costs"](found, ["routing_1"]))
+    assert [row["arm"] for row in costs] == ["plain GPT", "routing_1"]
+    arm = found["arms"]["routing_1"]
+    assert costs[1]["FLOPs/token, needed"].endswith(f"({arm['flops_per_token'] / 5.7e6:.2f} ×)")
+    assert costs[1]["FLOPs/token, executed"].endswith(f"({arm['executed_flops_per_token'] / 6e6:.2f} ×)")
+    assert costs[1]["time of a step × [95 %]"] == findings.interval(arm["time_ratio"], ".2f")
+
+
+def test_grid_of_rates_says_what_was_chosen_and_what_lies_at_the_edge():
+    rows = rows_in(report.TABLES["tuned"](make_found(2), None))
+    assert [row["rates"] for row in rows] == ["lr", "muon_lr"] * 2
+    assert [row["chosen"] for row in rows] == ["× 1", "× 4, at the edge"] * 2
+    # factor 1 once for both groups, 0.5 and 2 of each, 4 of one
+    assert {row["runs of the arm"] for row in rows} == {"6"} and rows[0]["× 4"] == "–"
+
+
+def test_text_and_seeds_have_an_interval_each():
+    found = make_found(1)
+    text = Page(html_of(found)).text.split("Intervals over seeds and over text")[1]
+    c = found["comparisons"][0]
+    assert f"[{c['text']['low']:+.4f}, {c['text']['high']:+.4f}]".replace("-", "−") in text
+
+
+# ---- pictures and files ----
+
+def test_forest_has_plain_and_every_variant_once_in_the_colour_of_its_verdict():
+    found = make_found(30)
+    axes, = pictures.forest(found).axes
+    ranked = sorted(main_rows(found), key=lambda c: c["mean"])
+    assert [text.get_text() for text in axes.get_yticklabels()] == [
+        "plain GPT", *(found["arms"][c["variant"]]["label"] for c in ranked)]
+    zero, *lines = axes.get_lines()
+    assert list(zero.get_xdata()) == [0, 0] and len(lines) == 3 * 31  # seeds, interval, mean; nothing goes on
+    assert len(lines[0].get_xdata()) == 10 and sum(lines[0].get_xdata()) == pytest.approx(0)
+    for c, seeds, interval, mean in zip(ranked, lines[3::3], lines[4::3], lines[5::3]):
+        assert list(seeds.get_xdata()) == c["differences"]
+        assert list(interval.get_xdata()) == [c["low"], c["high"]] and list(mean.get_xdata()) == [c["mean"]]
+        assert mean.get_color() == pictures.VERDICT_COLOURS[c["verdict"]]
+    assert axes.yaxis_inverted() and "left is better" in axes.get_xlabel()
+    for draw in (pictures.forest, pictures.learning, pictures.compute):
+        assert draw(emptied(make_found(3))) is None
+
+
+def test_what_lies_far_outside_the_forest_is_cut_off_and_marked():
+    found = make_found(8)
+    worst = max(main_rows(found), key=lambda c: c["mean"])
+    far = {key: worst[key] + 5 for key in ("mean", "low", "high")}
+    worst.update(far, differences=[d + 5 for d in worst["differences"]])
+    axes, = pictures.forest(found).axes
+    assert axes.get_xlim()[1] < 0.5
+    marks = [line for line in axes.get_lines() if line.get_marker() == ">"]
+    assert [list(mark.get_ydata()) for mark in marks] == [[8]]
 
 
 def test_seeds_that_failed_or_stopped_early_do_not_bend_the_mean_curve():
-    arm = make_study(1)["arms"]["plain"]
-    whole = mean_curve({**arm, "curves": arm["curves"][:3], "bpb": arm["bpb"][:3]})
+    arm = make_found(1)["arms"]["acag+elementwise"]
+    whole = pictures.mean_curve({**arm, "curves": arm["curves"][:3], "bpb": arm["bpb"][:3]})
     arm["bpb"][3:], arm["curves"][3]["bpb"], arm["curves"][4] = [None, None], [99.0] * 12, None
-    assert np.array_equal(mean_curve(arm)["mean"], whole["mean"])
+    assert np.array_equal(pictures.mean_curve(arm)["mean"], whole["mean"])
     assert (whole["low"] <= whole["mean"]).all() and (whole["mean"] <= whole["high"]).all()
 
 
-def test_35_arms_of_5_seeds_stay_a_small_page():
-    assert len(html_of(make_study(30, evals=400)).encode()) < 1_000_000
+def test_of_many_arms_a_few_curves_have_a_colour():
+    few, many = (pictures.learning(make_found(n)) for n in (3, 30))
+    # the plain GPT and its three budgets, a wider and a tuned one, a tuned variant
+    assert [len(figure.axes[0].get_lines()) for figure in (few, many)] == [3 + 7, 30 + 7]
+    assert [len(figure.legends[0].get_texts()) for figure in (few, many)] == [4, 6]
 
 
-def test_files_are_written_whole_and_again_from_results_json(tmp_path, capsys):
-    study = poisoned(make_study(3))
-    (tmp_path / "results.json").write_text(json.dumps({**study, "alpha": 0.05}))
-    paths = report.write(study, tmp_path)
-    before = [path.read_bytes() for path in paths]
+def test_compute_shows_plain_budgets_and_variants_at_their_cost():
+    found = make_found(3)
+    line, *dots = pictures.compute(found).axes[0].get_lines()
+    assert list(line.get_xdata()) == [0.7, 1.0, 1.4, 2.0]
+    assert [dot.get_xdata()[0] for dot in dots] == [c["equal_flops"]["ratio"] for c in
+                                                    sorted(main_rows(found), key=lambda c: c["mean"])]
+
+
+def test_files_are_whole_and_the_same_each_time(tmp_path, capsys):
+    found = poisoned(make_found(3, screened=2))
+    report.write_all(found, tmp_path / "one")
     names = ["report.md", "report.html", "forest.svg", "forest.png"]
-    assert [path.name for path in paths] == names and not list(tmp_path.glob("*.part"))
-    main([f"--from_results={tmp_path / 'results.json'}", f"--out_dir={tmp_path / 'again'}"])
-    again = [tmp_path / "again" / name for name in names]
-    assert [path.read_bytes() for path in again] == before
-    assert capsys.readouterr().out.splitlines()[-4:] == [str(path) for path in again]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-4:] == [str(tmp_path / "one" / name) for name in names]
+    again = report.write(found, tmp_path / "two")
+    assert [path.read_bytes() for path in again] == [(tmp_path / "one" / name).read_bytes() for name in names]
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == sorted(names)
+    assert len(again[1].read_bytes()) < 1_000_000
 
 
-def test_the_forest_plot_has_every_variant_once_best_on_top_in_the_colour_of_its_verdict():
-    study = make_study(30)
-    axes, = report.forest_plot(study).axes
-    equal = [c for c in study["comparisons"] if "hyperparameters" in c["matched"]]
-    ranked = sorted(equal, key=lambda c: c["mean"])
-    assert [text.get_text() for text in axes.get_yticklabels()] == [study["arms"][c["variant"]]["label"]
-                                                                    for c in ranked]
-    zero, *lines = axes.get_lines()
-    assert list(zero.get_xdata()) == [0, 0] and len(lines) == 3 * 30  # seeds, interval, mean; nothing goes on
-    for c, seeds, interval, mean in zip(ranked, lines[::3], lines[1::3], lines[2::3]):
-        assert list(seeds.get_xdata()) == c["differences"]
-        assert list(interval.get_xdata()) == [c["low"], c["high"]] and list(mean.get_xdata()) == [c["mean"]]
-        assert mean.get_color() == report.VERDICT_COLOURS[c["verdict"]]
-    assert axes.yaxis_inverted() and "bits/byte" in axes.get_xlabel(
-        ) and "left is better" in axes.get_xlabel()
-    assert report.forest_plot(emptied(make_study(3))) is None
+def test_one_seed_still_has_pictures(tmp_path):
+    found = make_found(2, seeds=1)
+    for c in found["comparisons"]:
+        c.update(low=None, high=None, se=None, df=None)
+    assert len(pictures.forest(found).axes[0].get_lines()) == 1 + 3 * 3
+    assert len(report.write(found, tmp_path)) == 4
 
 
-def test_what_lies_far_outside_the_forest_plot_is_cut_off_and_marked():
-    study = make_study(8)
-    worst = max((c for c in study["comparisons"] if c["baseline"] == "plain"), key=lambda c: c["mean"])
-    far = {key: worst[key] + 5 for key in ("mean", "low", "high")}
-    worst.update(far, differences=[d + 5 for d in worst["differences"]])
-    axes, = report.forest_plot(study).axes
-    assert axes.get_xlim()[1] < 0.5
-    marks = [line for line in axes.get_lines() if line.get_marker() == ">"]
-    assert [list(mark.get_ydata()) for mark in marks] == [[7]]
+def test_36_arms_stay_a_small_page():
+    found = make_found(30, screened=6)
+    drawn = {draw.__name__: pictures.drawn(draw, found)
+             for draw in (pictures.forest, pictures.learning, pictures.compute)}
+    assert len(html_of(found, drawn).encode()) < 1_000_000
 
 
-def test_one_seed_still_has_a_forest_plot(tmp_path):
-    study = make_study(2, seeds=2)
-    for c in study["comparisons"]:
-        c.update(low=None, high=None)
-    assert len(report.forest_plot(study).axes[0].get_lines()) == 1 + 3 * 2
-    assert len(report.write(study, tmp_path)) == 4
+# ---- ladders ----
+
+def test_ladder_has_a_table_sentences_a_picture_and_each_size_its_report(tmp_path, capsys):
+    found = make_ladder()
+    report.write_all(found, tmp_path)
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= max(120, len(str(tmp_path)) + 20)
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*") if path.is_file()}
+    own = {"report.md", "report.html", "forest.svg", "forest.png"}
+    assert files == {"ladder.md", "ladder.svg", "ladder.png"} | {
+        f"{size}/{name}" for size in found["sizes"] for name in own}
+    text = (tmp_path / "ladder.md").read_text()
+    plain, *rows = rows_in(text)
+    assert len(rows) == 2 + 2 * 3 and rows[1]["size"] == "1M, held out"
+    c = main_rows(found["sizes"]["0.1M"])[0]
+    assert rows[2]["difference [95 %]"] == findings.interval(c)
+    for name, part in findings.ladder_sentences(found):
+        assert part in text.replace("\\", "")
+    assert rows_in(report.TABLES["ladder"](found, ["routing_1"]))[3]["variant"] == "routing_1"
+    assert report.TABLES["costs"](found, None).count("**") == 6
 
 
-@pytest.mark.parametrize("text, words",
-                         [(None, "cannot read"), ("{", "is not JSON"),
-                          ("[]", "is not what compare.py writes"),
-                                         ('{"runs": []}', "is not what compare.py writes: name, question"),
-                          ('{"arms": []}', "is not what")])
-def test_a_missing_or_foreign_file_gives_one_line(tmp_path, refusal, text, words):
-    path = tmp_path / "results.json"
-    if text:
-        path.write_text(text)
-    said = refusal([f"--from_results={path}", f"--out_dir={tmp_path}"])
-    assert words in said and str(path) in said
-    assert not (tmp_path / "report.html").exists()
+def test_ladder_picture_has_worth_at_each_size_and_hollow_where_held_out():
+    found = make_ladder()
+    one, other = (arm["worth"]["98304"] for arm in found["ladder"]["arms"].values())
+    one.update(mean=None, low=None, high=None, beyond="more")
+    other["mean"] = None
+    axes, = pictures.ladder(found).axes
+    curves = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
+    assert [len(line.get_xdata()) for line in curves] == [3, 2] and curves[0].get_ydata()[0] == 2.0
+    assert [line.get_ydata()[0] for line in axes.get_lines() if line.get_marker() == "^"] == [2.0]
+    assert sum(line.get_markerfacecolor() == "white" for line in axes.get_lines()) == 2
+    for arm in found["ladder"]["arms"].values():
+        for worth in arm["worth"].values():
+            worth.update(mean=None, beyond=None)
+    assert pictures.ladder(found) is None
 
+
+# ---- a browser ----
 
 BROWSER = next(filter(None,
                       map(shutil.which,
@@ -414,11 +559,11 @@ for (const [name, width] of ask) {
 
 @pytest.mark.skipif(not BROWSER, reason="no Chromium or Chrome is installed, so no page can be opened")
 def test_in_a_real_browser_the_page_fits_a_phone_and_a_desk_loads_nothing_and_logs_nothing(tmp_path):
-    pages = {"three.html": make_study(3), "thirty.html": make_study(30),
-             "poisoned.html": poisoned(make_study(8)),
-             "empty.html": emptied(make_study(2))}
-    for name, study in pages.items():
-        (tmp_path / name).write_bytes(html_of(study).encode("utf-8", "replace"))
+    pages = {"three.html": make_found(3), "thirty.html": make_found(30),
+             "poisoned.html": poisoned(make_found(8)),
+             "empty.html": emptied(make_found(2))}
+    for name, found in pages.items():
+        (tmp_path / name).write_bytes(html_of(found).encode("utf-8", "replace"))
     # in frames: a window of Chromium has at least 500 px
     ask = [[name, width] for name in pages for width in (360, 390, 1280)]
     (tmp_path / "measure.html").write_text(MEASURE.replace("PAGES", json.dumps(ask)))
@@ -428,9 +573,19 @@ def test_in_a_real_browser_the_page_fits_a_phone_and_a_desk_loads_nothing_and_lo
                            f"--user-data-dir={tmp_path / 'profile'}",
                            "--virtual-time-budget=8000", "--dump-dom", (tmp_path / "measure.html").as_uri()],
                           capture_output=True, text=True, timeout=60)
-    found = json.loads(html.unescape(re.search("FOUND(.*)END", done.stdout).group(1)))
-    assert len(found) == len(ask)
-    for f in found:
+    measured = json.loads(html.unescape(re.search("FOUND(.*)END", done.stdout).group(1)))
+    assert len(measured) == len(ask)
+    for f in measured:
         assert f["closed"] <= f["width"] and f["open"] <= f["width"] and f["tall"] > 800, f
         assert f["loaded"] == [] and f["small"] == 0, f
     assert "CONSOLE" not in done.stderr
+
+
+def test_a_winner_that_loses_at_the_cost_it_takes_is_no_plain_winner():
+    small = make_found(1)
+    row = next(c for c in small["comparisons"] if c["baseline"] == "plain" and not c["equal"])
+    row.update(verdict="better", mean=-0.02, low=-0.03, high=-0.01,
+               equal_flops=dict(ratio=1.2, mean=0.01, low=0.005, high=0.015, p=0.01), equal_time=None)
+    assert "at equal FLOPs" in findings.headline(small)
+    row["equal_flops"].update(mean=-0.01, low=-0.015, high=-0.005)
+    assert "FLOPs" not in findings.headline(small)

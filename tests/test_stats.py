@@ -5,9 +5,13 @@ from itertools import product
 import numpy as np
 import pytest
 from scipy import stats as scipy_stats
+from scipy.optimize import brentq
 from scipy.signal import lfilter
+from scipy.special import digamma, polygamma
 
-from study.stats import Paired, block_bootstrap, detectable, holm, in_words, paired, verdict
+from study import stats
+from study.stats import (Judged, alike, block_bootstrap, error_of, findable, fit, holm, in_words, judge,
+                         least_squares, moderated, prior_of, seed_variance)
 
 pytestmark = pytest.mark.filterwarnings("error")  # a division by zero is a warning in numpy
 
@@ -21,54 +25,437 @@ def within(count, trials, rate, sigmas=4):
     return abs(count - trials * rate) <= sigmas * math.sqrt(trials * rate * (1 - rate))
 
 
-def p_values(differences):
-    """The p of paired(), [...], of differences [..., n_seeds], all at once."""
-    return scipy_stats.ttest_1samp(differences, 0, axis=-1).pvalue
+def named(*arms):
+    """Scores of arms "0", "1", ...: each a list over seeds, nan where there is no run."""
+    return {str(i): {s: float(x) for s, x in enumerate(arm) if x == x} for i, arm in enumerate(arms)}
 
 
-# ---- one comparison ----
+def against_first(scores):
+    return [(arm, "0") for arm in list(scores)[1:]]
+
+
+def judged(*arms, **settings):
+    scores = named(*arms)
+    return judge(scores, against_first(scores), **settings)
+
+
+def unequal(seed, *counts, spread=1.0, shared=0.0):
+    """y [A, S] with so many seeds for each arm, nan beyond; shared: sd of what a seed does to all arms."""
+    y = rng(seed).normal(size=(len(counts), max(counts))) * spread
+    y += shared * rng(seed, 1).normal(size=max(counts))
+    for row, count in zip(y, counts):
+        row[count:] = math.nan
+    return y
+
+
+# ---- special cases that have a name ----
 
 @pytest.mark.parametrize("n", (2, 3, 5, 40))
 @pytest.mark.parametrize("level", (0.8, 0.95, 0.999))
-def test_paired_is_the_paired_t_test_of_scipy(n, level):
-    variant, baseline = rng(0, n).normal(1, 0.01, (2, n))
-    got, want = paired(variant - baseline, level), scipy_stats.ttest_rel(variant, baseline)
+def test_two_arms_of_equal_size_are_welchs_t_test(n, level):
+    baseline, variant = rng(0, n).normal(1, [[0.01], [0.03]], (2, n))
+    if n == 40:  # so that chance correlation is not taken for the seeds' doing
+        variant = variant[::-1]
+    got, = judged(baseline, variant, alpha=1 - level)
+    want = scipy_stats.ttest_ind(variant, baseline, equal_var=False)
     interval = want.confidence_interval(level)
-    assert np.allclose(got, (n, np.mean(variant - baseline),
-                             interval.low, interval.high, np.std(variant - baseline, ddof=1),
-                             want.pvalue), rtol=1e-9)
+    se = math.sqrt((variant.var(ddof=1) + baseline.var(ddof=1)) / n)
+    assert np.allclose(got[2:9], (variant.mean() - baseline.mean(), interval.low, interval.high, se, want.df,
+                                  want.pvalue, want.pvalue), rtol=1e-9)
 
 
-def test_paired_by_hand():
-    # mean 3, squares 4 + 1 + 0 + 1 + 4 = 10, sd sqrt(10 / 4), error sqrt(1 / 2)
-    # the table says 2.776 at 4 degrees and 97.5 %
-    got = paired([1, 2, 3, 4, 5])
-    assert got.mean == 3 and got.sd == math.sqrt(2.5)
-    assert got.low == pytest.approx(3 - 2.776 * math.sqrt(0.5), abs=5e-4)
-    assert got.high == pytest.approx(3 + 2.776 * math.sqrt(0.5), abs=5e-4)
-    # t / sqrt(df), in the closed form of the distribution of t at 4 degrees
-    u = got.mean / math.sqrt(0.5) / 2
-    assert got.p == pytest.approx(1 - (u / math.sqrt(1 + u * u)) * (1 + 0.5 / (1 + u * u)))
+@pytest.mark.parametrize("n, n_baseline", ((3, 16), (5, 14), (14, 5)))
+def test_with_more_seeds_of_the_baseline_df_are_welchs_or_those_of_equal_spreads(n, n_baseline):
+    smaller = set()
+    for seed in range(20):
+        y = unequal(seed, n_baseline, n)
+        got, = judged(*y)
+        variant, baseline = y[1, :n], y[0, :n_baseline]
+        want = scipy_stats.ttest_ind(variant, baseline, equal_var=False)
+        one, other = 1 / n, 1 / n_baseline
+        equal = (one + other) ** 2 / (one ** 2 / (n - 1) + other ** 2 / (n_baseline - 1))
+        if got.df == pytest.approx(min(want.df, equal)):
+            assert got.mean / got.se == pytest.approx(want.statistic)
+            smaller.add(want.df < equal)
+    assert smaller == {True, False}
 
 
-def test_one_seed_shows_nothing():
-    assert paired([-0.5])._replace(sd=0) == Paired(1, -0.5, -math.inf,
-                                                   math.inf, 0, 1.0) and math.isnan(paired([-0.5]).sd)
-    none = paired([])
-    assert none.n == 0 and math.isnan(none.mean) and none.p == 1 and (none.low,
-                                                                      none.high) == (-math.inf, math.inf)
+@pytest.mark.parametrize("n", (5, 8, 30))
+def test_two_arms_that_a_seed_moves_alike_are_the_paired_t_test(n):
+    shared = 100 * rng(1, n).normal(size=n)
+    baseline, variant = shared + rng(2, n).normal(0, 1, (2, n))
+    got, want = judged(baseline, variant)[0], scipy_stats.ttest_rel(variant, baseline)
+    interval = want.confidence_interval(0.95)
+    assert np.allclose((got.mean, got.low, got.high, got.p),
+                       (np.mean(variant - baseline), interval.low, interval.high, want.pvalue), rtol=2e-2)
+    assert got.df == pytest.approx(n - 1, rel=1e-2)
+    assert got.se < 0.02 * scipy_stats.ttest_ind(variant, baseline)._standard_error  # control
 
 
-@pytest.mark.parametrize("n", (2, 3, 7))
-def test_differences_without_spread_do_not_divide_by_zero(n):
-    assert paired([0.0] * n) == Paired(n, 0, 0, 0, 0, 1)
-    assert paired([0.1] * n) == Paired(n, 0.1, 0.1, 0.1, 0, 0)
+def test_seeds_of_the_baseline_alone_add_nothing_where_a_seed_moves_all_alike():
+    shared = 1000 * rng(3).normal(size=14)
+    y = shared + rng(4).normal(size=(2, 14))
+    y[1, 6:] = math.nan
+    got, = judged(*y)
+    assert got.mean == pytest.approx(np.mean(y[1, :6] - y[0, :6]), abs=0.02)
+    assert abs(np.nanmean(y[1]) - y[0].mean()) > 10  # control: the unpaired difference is the seeds' doing
+
+
+# ---- the model, by explicit matrices ----
+
+def slow_least_squares(y, var, seed_var):
+    """(mean [A], covariance of the means, residual degrees of freedom [A], weights by score) of scores y."""
+    arm, seed = np.nonzero(~np.isnan(y))
+    design = (arm[:, None] == np.arange(len(y))).astype(float)
+    covariance = np.diag(var[arm]) + seed_var * (seed[:, None] == seed)
+    inverse = np.linalg.inv(covariance)
+    of_means = np.linalg.inv(design.T @ inverse @ design)
+    weights = of_means @ design.T @ inverse
+    left = inverse - inverse @ design @ weights
+    df = [(left @ np.diag(var[arm] * (arm == a))).trace() for a in range(len(y))]
+    return weights @ y[arm, seed], of_means, np.array(df), weights
+
+
+@pytest.mark.parametrize("seed_var", (0.0, 0.3, 50.0))
+@pytest.mark.parametrize("counts", ((5, 5), (14, 5, 5, 3), (9, 4, 4, 4, 2, 7)))
+def test_weights_are_those_of_generalised_least_squares(counts, seed_var):
+    y = unequal(5, *counts)
+    y[0, 1] = math.nan  # and a hole
+    var, there = rng(6, len(counts)).random(len(counts)) + 0.1, ~np.isnan(y)
+    precision, weights = least_squares(there, var, seed_var)
+    mean, of_means, df, slow = slow_least_squares(y, var, seed_var)
+    assert np.allclose(weights[:, there], slow, atol=1e-9) and not weights[:, ~there].any()
+    assert np.allclose(np.einsum("abs,bs->a", weights, np.nan_to_num(y)), mean)
+    left = precision.diagonal().T - np.einsum("abs,bas->as", precision, weights)
+    assert np.allclose(var * left.sum(1), df)
+    # the error of a difference from the same weights
+    fitted = stats.Fit(mean, weights, (var, df), (var, df), seed_var, 4.0)
+    contrast = np.eye(len(y))[1] - np.eye(len(y))[0]
+    se, _ = error_of(weights[1] - weights[0], (var, df), fitted)
+    assert se ** 2 == pytest.approx(contrast @ of_means @ contrast)
+
+
+def test_satterthwaite_is_the_moment_match():
+    y = unequal(7, 6, 6, 6)
+    fitted = fit(y)
+    var, df = np.array([1.0, 4.0, 1.0]), np.array([5.0, 5.0, 5.0])
+    se, got = error_of(fitted.weights[1] - fitted.weights[0], (var, df), fitted)
+    assert se ** 2 == pytest.approx(5 / 6)
+    draws = (rng(8).chisquare(5, (200_000, 2)) / 5 * [1, 4]).sum(1) / 6  # of the squared error
+    assert got == pytest.approx(2 * draws.mean() ** 2 / draws.var(), rel=0.02)
+
+
+def test_the_variance_of_seeds_is_found_where_it_is_and_nowhere_else():
+    found = {}
+    for shared in (0.0, 1.0):
+        each = []
+        for seed in range(300):
+            y = unequal(1000 + seed, 14, *[5] * 8, shared=shared)
+            there = ~np.isnan(y)
+            residual = np.where(there, y - np.nanmean(y, 1, keepdims=True), 0)
+            each.append(seed_variance(residual, there, np.ones(9)))
+        found[shared] = np.array(each)
+    assert (found[0.0] > 0).mean() <= 0.03
+    assert (found[1.0] > 0).mean() > 0.75 and found[1.0].mean() == pytest.approx(1, abs=0.15)
+
+
+# ---- spreads drawn to each other ----
+
+def test_the_prior_solves_its_equation():
+    var, df = rng(9).chisquare(4, 30) * rng(10).lognormal(0, 1, 30), np.full(30, 4.0)
+    centre, prior_df = prior_of(var, df)
+    log_var = np.log(var) - digamma(2) + np.log(2)
+    half = brentq(lambda y: polygamma(1, y) - (log_var.var(ddof=1) - polygamma(1, 2)), 1e-3, 1e6)
+    assert prior_df == pytest.approx(2 * half)
+    assert math.log(centre) == pytest.approx(log_var.mean() + digamma(half) - math.log(half))
+    # all rows at once is row by row
+    rows = rng(11).chisquare(4, (7, 6))
+    assert np.allclose(prior_of(rows, np.full((7, 6), 4.0)),
+                       np.transpose([prior_of(row, np.full(6, 4.0)) for row in rows]))
+
+
+def test_the_prior_of_many_arms_is_the_true_one():
+    true = 2.5 * 6 / rng(12).chisquare(6, 20_000)
+    centre, prior_df = prior_of(true * rng(13).chisquare(4, 20_000) / 4, np.full(20_000, 4.0))
+    assert centre == pytest.approx(2.5, rel=0.05) and prior_df == pytest.approx(6, rel=0.1)
+
+
+def test_equal_spreads_are_pooled_and_hold_no_more_than_all_arms_do():
+    var, df = np.array([1.0, 1.1, 0.9, 1.05, 0.95]), np.array([13.0, 4, 4, 4, 4])
+    centre, prior_df = prior_of(var, df)
+    assert prior_df == 29 and centre == pytest.approx(df @ var / 29)
+    fitted = judged(*unequal(14, 14, *[5] * 8))
+    assert all(j.df <= 13 + 8 * 4 for j in fitted)
+
+
+def test_a_few_arms_are_not_moderated():
+    var, df = np.array([1.0, 2.0, 3.0]), np.full(3, 4.0)
+    assert moderated(var, df) == (var, df)
+
+
+@pytest.mark.parametrize("loud", (10.0, 0.001))
+def test_an_arm_of_another_spread_is_left_alone(loud):
+    var, df = rng(15).chisquare(4, 9) / 4, np.full(9, 4.0)
+    var[3] = loud ** 2
+    assert alike(var, df).tolist() == [0, 1, 2, 4, 5, 6, 7, 8]
+    got, got_df = moderated(var, df)
+    assert got[3] == var[3] and got_df[3] == 4
+    others = np.delete(np.arange(9), 3)
+    want = moderated(var[others], df[others])
+    assert np.allclose(got[others], want[0]) and np.allclose(got_df[others], want[1])
+
+
+# ---- how often a verdict is wrong ----
+
+def loud_arm_errors(trials=300, n=5):
+    """How often the arm of ten times the spread, and any other arm, is called different; none is."""
+    r, loud, others = rng(16), 0, 0
+    for _ in range(trials):
+        y = r.normal(size=(9, n))
+        y[1] *= 10
+        verdicts = [j.verdict for j in judged(*y, margin=1e-9)]
+        loud += verdicts[0] in ("better", "worse")
+        others += any(v in ("better", "worse") for v in verdicts[1:])
+    return loud / trials, others / trials
+
+
+def test_an_arm_of_ten_times_the_spread_is_not_called_different():
+    loud, others = loud_arm_errors()
+    assert loud <= 0.03 and others <= 0.09, (loud, others)
+
+
+def test_pooling_it_in_would_call_it_different(monkeypatch):
+    """Negative control: one spread for all arms, and no look at the arm's own."""
+    def pooled(var, df):
+        return (df * var).sum(-1) / df.sum(-1), df.sum(-1)
+    monkeypatch.setattr(stats, "prior_of", pooled)
+    monkeypatch.setattr(stats, "OUTLIER", -1)
+    monkeypatch.setattr(stats, "error_of", lambda weights, _, fitted: error_of(weights, fitted.drawn, fitted))
+    loud, _ = loud_arm_errors(200)
+    assert loud > 0.12, loud
+
+
+def families(n, n_plain, m, trials, seed=17, spread=0.0):
+    r = rng(seed, n, m)
+    for _ in range(trials):
+        y = r.normal(size=(m + 1, max(n, n_plain))) * np.exp(spread * r.normal(size=(m + 1, 1)))
+        y[1:, n:] = math.nan
+        y[0, n_plain:] = math.nan
+        yield y
+
+
+@pytest.mark.parametrize("n, n_plain, m", ((3, 8, 8), (5, 14, 8), (3, 16, 30)))
+def test_a_study_is_wrong_in_one_of_twenty(n, n_plain, m):
+    trials = 300 if m < 30 else 150
+    wrong = sum(any(j.p_corrected <= 0.05 for j in judged(*y)) for y in families(n, n_plain, m, trials))
+    assert wrong <= trials * 0.05 or within(wrong, trials, 0.05, 3), wrong / trials
+    assert wrong > 0  # control: the simulation can be wrong at all
+
+
+def test_welchs_own_degrees_of_freedom_would_be_wrong_five_times_as_often():
+    """Negative control: a small spread by chance makes Welch's formula believe the baseline's many seeds."""
+    wrong, trials = 0, 200
+    for y in families(3, 16, 30, trials):
+        p = scipy_stats.ttest_ind(y[1:, :3], y[:1], axis=1, equal_var=False).pvalue
+        wrong += (holm(p) <= 0.05).any()
+    assert wrong / trials > 0.18, wrong / trials
+
+
+def test_drawing_spreads_together_alone_would_be_too_sure():
+    """Negative control: limma's p alone, without the arms' own; unequal spreads."""
+    wrong = naive = 0
+    for y in families(3, 16, 30, 150, spread=0.4):
+        rows = judged(*y)
+        wrong += any(j.p_corrected <= 0.05 for j in rows)
+        naive += (holm([j.p for j in rows]) <= 0.05).any()
+    assert wrong / 150 <= 0.1 and naive >= wrong + 5, (wrong, naive)
+
+
+def test_same_is_wrong_in_one_of_twenty_at_the_margin():
+    wrong = 0
+    for y in families(10, 20, 3, 300):
+        y[1:] += 1.0
+        wrong += any(j.verdict == "same" for j in judged(*y, margin=1.0))
+    assert wrong <= 300 * 0.05 + 3 * math.sqrt(300 * 0.05), wrong / 300
+
+
+# ---- what is found ----
+
+def found(true, n=5, n_plain=14, m=8, trials=400):
+    """How often the first arm's true difference, in its seeds' sd, is found."""
+    r, count = rng(18), 0
+    for _ in range(trials):
+        y = r.normal(size=(m + 1, n_plain))
+        y[1:, n:] = math.nan
+        y[1] += true
+        count += judged(*y)[0].verdict == "worse"
+    return count / trials
+
+
+def test_two_sd_are_found_about_four_times_in_five():
+    assert found(2.0) >= 0.74  # 79 % of 8,000; tests/simulate.py
+
+
+def test_paired_t_and_69_comparisons_found_one_of_twenty():
+    y = rng(19).normal(size=(2000, 5)) - rng(20).normal(size=(2000, 5)) + 2
+    assert (scipy_stats.ttest_1samp(y, 0, axis=1).pvalue * 69 <= 0.05).mean() < 0.07
+
+
+@pytest.mark.parametrize("n, n_plain, m", ((5, 14, 8), (10, 10, 1), (5, 10, 2)))
+def test_findable_is_found_four_times_in_five_with_the_spread_known(n, n_plain, m, monkeypatch):
+    monkeypatch.setattr(stats, "chdtri", lambda df, q: df)  # the spread itself, not its upper bound
+    quiet = rng(21).normal(size=(4, 100))
+    quiet = (quiet - quiet.mean(1, keepdims=True)) / quiet.std(1, ddof=1, keepdims=True)
+    smallest = findable(named(*quiet), n, n_plain, m)
+    assert 0.74 <= found(smallest, n, n_plain, m, 300) <= 0.87
+
+
+def test_findable_rests_on_the_upper_bound_of_the_spread():
+    above = 0
+    for seed in range(200):
+        scores = named(*unequal(seed, 14, *[5] * 8))
+        own = [np.var([*arm.values()], ddof=1) for arm in scores.values()]
+        got = findable(scores, 5, 14, 8)
+        pooled, df = np.average(own, weights=[13] + [4] * 8), 45
+        se = math.sqrt(pooled * 45 / scipy_stats.chi2.ppf(0.1, df) * (1 / 5 + 1 / 14))
+        if len(alike(np.array(own), np.array([13.0] + [4.0] * 8))) == 9:
+            want = se * (scipy_stats.t.isf(0.025 / 8, 45) + scipy_stats.t.ppf(0.8, 45))
+            assert got == pytest.approx(want)
+        true = math.sqrt(1 / 5 + 1 / 14) * (scipy_stats.t.isf(0.025 / 8, 45) + scipy_stats.t.ppf(0.8, 45))
+        above += got > true
+    assert within(above, 200, 0.9)
+
+
+def test_findable_at_its_edges():
+    scores = named(*unequal(22, 6, 6, 6))
+    assert math.isnan(findable({}, 5, 5, 1)) and math.isnan(findable({"a": {1: 2.0}}, 5, 5, 1))
+    assert math.isnan(findable(scores, 1, 5, 1))
+    assert findable(scores, 3, 3, 8) > findable(scores, 5, 5, 8) > findable(scores, 5, 14, 8) > 0
+    assert findable(scores, 5, 5, 30) > findable(scores, 5, 5, 1)
+
+
+@pytest.mark.parametrize("true, word", ((0.9, "worse"), (0.1, "same")))
+def test_more_seeds_decide_four_times_in_five(true, word):
+    """With a pilot that shows exactly the true difference and the true spread."""
+    base = unequal(23, 8, *[4] * 5)
+    base = (base - np.nanmean(base, 1, keepdims=True)) / np.nanstd(base, 1, ddof=1, keepdims=True)
+    base[1] += true
+    pilot = judged(*base, margin=1.0 if word == "same" else 0.01)[0]
+    assert pilot.mean == pytest.approx(true) and pilot.verdict in ("undecided", "leaning")
+    n, decided, r = pilot.more_seeds, 0, rng(24)
+    for _ in range(250):
+        y = r.normal(size=(6, 2 * n))
+        y[1:, n:] = math.nan
+        y[1] += true
+        decided += judged(*y, margin=1.0 if word == "same" else 0.01)[0].verdict == word
+    assert 0.7 <= decided / 250 <= 0.92, (n, decided / 250)
+
+
+def test_no_number_of_seeds_up_to_1000_tells_almost_nothing_from_nothing():
+    y = unequal(25, 5, 5)
+    y = (y - y.mean(1, keepdims=True)) / y.std(1, ddof=1, keepdims=True)
+    assert judged(y[0], y[1] + 0.02, margin=0.03)[0].more_seeds is None
+
+
+# ---- verdicts ----
+
+def test_each_verdict():
+    """Spread 1, four seeds an arm and nine of plain: by size of the difference alone."""
+    y = unequal(26, 9, *[4] * 5)
+    y = (y - np.nanmean(y, 1, keepdims=True)) / np.nanstd(y, 1, ddof=1, keepdims=True)
+    y[1:] += np.array([-3, 3, 0.1, 1.4, -0.5])[:, None]
+    rows = judged(*y, margin=0.01)
+    assert [j.verdict for j in rows] == ["better", "worse", "undecided", "leaning", "undecided"]
+    assert [j.verdict for j in judged(*y, margin=2.6)] == ["better", "worse", "same", "leaning", "same"]
+    for j in rows:
+        assert (j.n, j.n_baseline) == (4, 9) and (j.more_seeds or 5) > 4
+        assert j.low < j.mean < j.high and j.p <= j.p_corrected
+        assert (j.p <= 0.05) == (not j.low <= 0 <= j.high)
+
+
+def test_p_are_holms_and_two_one_sided_tests_times_m():
+    y = unequal(27, 9, *[6] * 5)
+    y[1:] += np.array([-0.9, 0.8, 0, 0.4, 1.2])[:, None]
+    rows = judged(*y, margin=1.5)
+    own = [tost_and_p(row, fit(y), i, 1.5) for i, row in enumerate(rows, 1)]
+    assert np.allclose([j.p_corrected for j in rows],
+                       np.maximum(slow_holm([j.p for j in rows]), [p for _, p in own]))
+    for j, (own_same, _) in zip(rows, own):
+        below = scipy_stats.t.sf((j.mean + 1.5) / j.se, j.df)   # of a true difference of -1.5 or less
+        above = scipy_stats.t.cdf((j.mean - 1.5) / j.se, j.df)  # of 1.5 or more
+        assert j.p_same == pytest.approx(max(min(1, 5 * max(below, above)), own_same))
+        assert j.p == pytest.approx(2 * scipy_stats.t.sf(abs(j.mean) / j.se, j.df))
+    assert any(j.p_corrected > h for j, h in zip(rows, slow_holm([j.p for j in rows])))  # own p is in use
+
+
+def tost_and_p(row, fitted, i, margin):
+    """(p of the larger one-sided test, two-sided p) by the arms' own spreads."""
+    se, df = error_of(fitted.weights[i] - fitted.weights[0], fitted.own, fitted)
+    return scipy_stats.t.cdf((abs(row.mean) - margin) / se, df), 2 * scipy_stats.t.sf(abs(row.mean) / se, df)
+
+
+def test_a_contrast_between_variants_is_a_comparison_like_any():
+    scores = named(*unequal(28, 9, 5, 5, 5, 5))
+    there, back = judge(scores, [("1", "2"), ("2", "1")])
+    assert there.mean == -back.mean and (there.low, there.p) == (-back.high, back.p)
+    mean = np.mean([*scores["1"].values()]) - np.mean([*scores["2"].values()])
+    assert there.mean == pytest.approx(mean) and there.n_baseline == 5
+
+
+def test_verdicts_depend_on_neither_order_nor_level_nor_unit():
+    y = unequal(29, 9, *[5] * 6, shared=2.0)
+    y[2] += 1.5
+    rows = judged(*y)
+    scores = named(*y)
+    backwards = {arm: dict(reversed(scores[arm].items())) for arm in reversed(scores)}
+    assert np.allclose([j[:10] for j in judge(backwards, against_first(scores))], [j[:10] for j in rows])
+    moved = judged(*(0.006 * y + 2.4), margin=0.006 * 0.01)
+    assert np.allclose([j.p_corrected for j in moved], [j.p_corrected for j in rows])
+    assert np.allclose([j.low for j in moved], [0.006 * j.low for j in rows])
+
+
+def test_identical_scores_are_the_same_and_move_no_other_verdict():
+    y = unequal(30, 14, *[5] * 6)
+    scores = named(*y)
+    comparisons = [("3", "0"), ("4", "0")]
+    alone = judge(scores, comparisons)
+    scores["copy"] = dict(list(scores["0"].items())[:5])
+    got = judge(scores, [*comparisons, ("copy", "0"), ("3", "copy")])
+    assert (got[2].verdict, got[2].mean, got[2].low, got[2].high, got[2].n) == ("same", 0, 0, 0, 5)
+    assert got[3].mean == got[0].mean
+    assert [j[:8] for j in got[:2]] == [j[:8] for j in alone]
+    scores["copy"][4] += 1e-9  # not the same model after all
+    assert judge(scores, [("copy", "0")])[0].mean != 0
+
+
+@pytest.mark.parametrize("variant, baseline", (([1.0], [1.0, 2.0]), ([], [1.0, 2.0]), ([1.0, 2.0], [1.0]),
+                                               ([1.0], [1.0])))
+def test_below_two_seeds_nothing_is_decided(variant, baseline):
+    got, = judged(baseline, variant)
+    assert got.verdict == "undecided" and (got.low, got.high) == (-math.inf, math.inf)
+    assert math.isnan(got.p) and math.isnan(got.p_corrected) and got.more_seeds is None
+    assert math.isnan(got.mean) if not variant else got.mean == np.mean(variant) - np.mean(baseline)
+
+
+def test_an_arm_without_runs_counts_and_makes_no_other_look_better():
+    scores = named(*unequal(31, 5, 5))
+    alone, = judge(scores, [("1", "0")])
+    with_it, missing = judge(scores, [("1", "0"), ("not run", "0")])
+    assert with_it.p_corrected == pytest.approx(min(1, 2 * alone.p)) and missing.verdict == "undecided"
+    assert judge({}, []) == [] and judge({}, [("a", "b")])[0].n == 0
 
 
 @pytest.mark.parametrize("bad", (math.nan, math.inf, -math.inf))
-def test_a_diverged_run_is_refused(bad):
-    with pytest.raises(ValueError, match="difference 1 of 3 is not a finite number"):
-        paired([0.1, bad, 0.2])
+def test_a_diverged_run_is_refused_by_name(bad):
+    with pytest.raises(ValueError, match="the score of window, seed 7, is .*: not a finite number"):
+        judge({"plain": {7: 1.0, 8: 1.1}, "window": {7: bad, 8: 1.0}}, [("window", "plain")])
+
+
+def test_scores_without_spread_do_not_divide_by_zero():
+    got, = judged([0.1] * 3, [0.2] * 3)
+    assert got.verdict == "worse" and got.low == pytest.approx(0.1) == got.high
+    noisy = judged(*unequal(32, 6, *[5] * 5), [2.0] * 5)
+    assert all(math.isfinite(j.p) for j in noisy)
 
 
 # ---- many comparisons ----
@@ -97,81 +484,6 @@ def test_a_failed_comparison_stays_nan_and_makes_no_other_look_better():
     p = [0.01, math.nan, 0.02, math.nan]
     assert np.allclose(holm(p), [0.04, math.nan, 0.06, math.nan], equal_nan=True)
     assert np.isnan(holm([math.nan])).all() and holm([]).shape == (0,)
-
-
-# ---- how often a verdict is wrong: two models that are the same ----
-
-def test_five_seeds_of_the_same_model_differ_in_one_comparison_of_twenty():
-    trials = 2000
-    seen = dict.fromkeys(("better", "worse", "no difference shown"), 0)
-    for d in rng(4).normal(0, 0.01, (trials, 5)):
-        result = paired(d)
-        seen[verdict(result, holm([result.p])[0])] += 1
-    assert within(trials - seen["no difference shown"], trials, 0.05), seen
-    assert within(seen["better"], trials, 0.025) and within(seen["worse"], trials, 0.025), seen
-
-
-def families(shared, trials=2000, m=28, seeds=5):
-    """Differences [trials, m, seeds] of m variants that are the baseline; shared: one baseline for all."""
-    r = rng(5, shared)
-    return r.normal(1, 0.01, (trials, m, seeds)) - r.normal(1, 0.01, (trials, 1 if shared else m, seeds))
-
-
-@pytest.mark.parametrize("shared", (False, True), ids=("own-baseline", "shared-baseline"))
-def test_twenty_eight_comparisons_together_are_wrong_in_one_family_of_twenty(shared):
-    differences = families(shared)
-    p, trials = p_values(differences), len(differences)
-    wrong = sum((holm(row) <= 0.05).any() for row in p)
-    assert wrong <= trials * 0.05 or within(wrong, trials, 0.05), wrong
-    assert wrong > 0  # control: the simulation can be wrong at all
-    uncorrected = (p <= 0.05).any(1).mean()  # negative control
-    assert uncorrected > (0.4 if shared else 0.7), uncorrected
-    for d, row in zip(differences[:20], p[:20]):  # and these p are the ones of paired()
-        assert np.allclose([paired(each).p for each in d], row, rtol=1e-9)
-
-
-def test_a_sign_test_of_five_seeds_could_show_nothing():
-    smallest = min(scipy_stats.binomtest(k, 5).pvalue for k in range(6))
-    # ranks do no better: hence the t-test
-    assert smallest == 0.0625 == scipy_stats.wilcoxon([1, 2, 3, 4, 5]).pvalue
-    assert paired([-1.0, -1.1, -0.9, -1.2, -0.8]).p < 0.001
-
-
-# ---- how often a difference is found ----
-
-def test_a_difference_of_three_sd_at_five_seeds_is_found():
-    seen = []
-    for d in rng(6).normal(-0.03, 0.01, (500, 5)):
-        result = paired(d)
-        seen.append(verdict(result, result.p))
-    assert seen.count("better") >= 0.95 * len(seen) and "worse" not in seen
-
-
-@pytest.mark.parametrize("m", (1, 28))
-@pytest.mark.parametrize("n", (2, 3, 5, 20))
-def test_the_detectable_difference_is_found_four_times_in_five(n, m):
-    sd, trials = 0.004, 20000
-    smallest = detectable(sd, n, 0.05 / m)
-    p = p_values(rng(7, n, m).normal(smallest, sd, (trials, n)))
-    assert within((p <= 0.05 / m).sum(), trials, 0.8), (p <= 0.05 / m).mean()
-    halved = p_values(rng(8, n, m).normal(smallest / 2, sd, (trials, n)))
-    assert (halved <= 0.05 / m).mean() < 0.6  # control
-
-
-@pytest.mark.parametrize("n, alpha, power",
-                         ((5, 0.05, 0.8), (3, 0.05, 0.8), (10, 0.05 / 28, 0.8), (8, 0.01, 0.95),
-                                             (30, 0.05, 0.5)))
-def test_the_detectable_difference_has_its_power_under_the_noncentral_t(n, alpha, power):
-    critical, shift = scipy_stats.t.isf(alpha / 2, n - 1), detectable(1.0, n, alpha, power) * math.sqrt(n)
-    upper = 1 - scipy_stats.nct.cdf(critical, n - 1, shift)  # the other tail holds less than 1e-4 here
-    assert upper == pytest.approx(power, abs=2e-4)
-
-
-def test_detectable_at_its_edges():
-    assert math.isnan(detectable(0.01, 1)) and math.isnan(detectable(math.nan, 0)) and detectable(0.0, 5) == 0
-    assert detectable(0.02, 5) == pytest.approx(2 * detectable(0.01, 5))
-    assert detectable(1, 2, 1e-6) > detectable(1, 2,
-                                               1e-3) > detectable(1, 3, 1e-3) > detectable(1, 1000, 1e-3) > 0
 
 
 # ---- one pair of models, over text ----
@@ -266,37 +578,60 @@ def test_other_windows_are_refused():
         block_bootstrap(np.ones(3), np.ones(3), BYTES, 0)
 
 
+@pytest.mark.parametrize("n, m", ((2, 1), (2, 8), (3, 30)))
+def test_nothing_overflows_at_the_fewest_seeds(n, m):
+    """Warnings are errors here; an arm of 1000 times the spread, and arms that a seed moves alike."""
+    for y in families(n, 2 * n, m, 40):
+        y[1] *= 1000
+        for each in (y, y + 30 * rng(34).normal(size=y.shape[1])):
+            assert all(0 <= j.p <= j.p_corrected <= 1 for j in judged(*each) if math.isfinite(j.low))
+
+
 # ---- in words ----
 
-BETTER, WORSE = Paired(5, -0.0123, -0.0145, -0.0101, 0.0018,
-                       0.0001), Paired(5, 0.0123, 0.0101, 0.0145, 0.0018, 0.0001)
-UNCLEAR = Paired(5, 0.0011, -0.0030, 0.0052, 0.0033, 0.49)
+BETTER = Judged(5, 14, -0.0123, -0.0145, -0.0101, 0.001, 30.0, 1e-4, 0.004, 1.0, "better", None)
 
 
-@pytest.mark.parametrize("result, p, smallest, short, sentence", (
-    (BETTER, 0.004, 0.003, "better",
-     "better by 0.0123 bits/byte (95 % interval 0.0101 to 0.0145, corrected p = 0.004)"),
-    (WORSE, 3e-6, 0.003, "worse",
+@pytest.mark.parametrize("change, sentence", (
+    ({}, "better by 0.0123 bits/byte (95 % interval 0.0101 to 0.0145, corrected p = 0.004)"),
+    (dict(mean=0.0123, low=0.0101, high=0.0145, verdict="worse", p_corrected=3e-6),
      "worse by 0.0123 bits/byte (95 % interval 0.0101 to 0.0145, corrected p < 0.0001)"),
-    (UNCLEAR, 1.0, 0.008, "no difference shown",
-     "no difference shown at this budget: +0.0011 bits/byte (interval -0.0030 to "
-     "+0.0052, corrected p = 1); a difference of 0.0080 would have been found four times in five"),
-    (BETTER, 0.0501, 0.02, "no difference shown",
-     "no difference shown at this budget: -0.0123 bits/byte (interval -0.0145 to "
-     "-0.0101, corrected p = 0.0501); a difference of 0.0200 would have been found four times in five"),
-    (paired([-0.3]), 1.0, math.nan, "no difference shown", "only one seed: no verdict"),
-    (paired([]), math.nan, math.nan, "no difference shown", "no pair of runs: no verdict"),
-    (paired([0.0] * 5), 1.0, 0.0, "no difference shown", "identical: the same numbers on every seed"),
-    (paired([-0.25] * 5), 0.0, 0.0, "better",
-     "better by 0.2500 bits/byte, exactly so on every seed: does the seed change anything?"),
-), ids=("better", "worse", "unclear", "lost-in-correction", "one-seed", "no-seed", "identical", "no-spread"))
-def test_a_verdict_reads_as_it_should(result, p, smallest, short, sentence):
-    assert verdict(result, p) == short
-    assert in_words(result, p, smallest) == sentence
+    (dict(mean=0.0011, low=-0.003, high=0.0052, verdict="same", p_corrected=1.0),
+     "the same within 0.01 bits/byte: +0.0011 bits/byte (95 % interval -0.0030 to +0.0052)"),
+    (dict(verdict="leaning", p_corrected=0.0812, more_seeds=9),
+     "leaning to better, not certain: -0.0123 bits/byte (95 % interval -0.0145 to -0.0101, "
+     "corrected p = 0.0812); about 9 seeds, now 5, would probably decide"),
+    (dict(mean=0.0011, low=-0.003, high=0.0052, verdict="undecided", p_corrected=1.0),
+     "undecided, better and worse are both possible: +0.0011 bits/byte (95 % interval -0.0030 to +0.0052, "
+     "corrected p = 1); more than 1000 seeds, now 5, would probably decide"),
+    (dict(n=1, low=-math.inf, high=math.inf, verdict="undecided"),
+     "undecided: 1 and 14 seeds are too few, each side needs two or more"),
+    (dict(mean=0.0, low=0.0, high=0.0, se=0.0, df=math.inf, verdict="same"),
+     "the same: identical scores on every shared seed"),
+), ids=("better", "worse", "same", "leaning", "undecided", "one-seed", "identical"))
+def test_a_verdict_reads_as_it_should(change, sentence):
+    assert in_words(BETTER._replace(**change), 0.05, 0.01) == sentence
 
 
-def test_a_verdict_is_at_the_alpha_that_was_asked_for():
-    assert [verdict(BETTER, 0.03, alpha) for alpha in (0.05, 0.03, 0.01)] == ["better",
-                                                                              "better", "no difference shown"]
-    assert verdict(BETTER, math.nan) == "no difference shown"
-    assert "(99 % interval" in in_words(BETTER, 0.001, 0.0, alpha=0.01)
+def test_words_are_at_the_level_and_margin_that_were_asked_for():
+    assert "(99 % interval" in in_words(BETTER, alpha=0.01)
+    assert "within 0.002 bits/byte" in in_words(BETTER._replace(verdict="same"), margin=0.002)
+    y = unequal(33, 9, *[4] * 5)
+    y[1] += 2.0
+    p = judged(*y)[0].p_corrected
+    assert judged(*y, alpha=p * 1.01)[0].verdict == "worse"
+    assert judged(*y, alpha=p * 0.99)[0].verdict != "worse"
+
+
+def test_several_loud_arms_do_not_hide_each_other(monkeypatch):
+    """Four arms of thirty times the spread: the others are judged as if they were not there."""
+    spread = np.array([1.0] * 9 + [30.0] * 4)
+    y = 0.006 * spread[:, None] * rng(11).normal(size=(13, 5))
+    scores = {f"arm {i}": dict(enumerate(row.tolist())) for i, row in enumerate(y)}
+    quiet = {name: scores[name] for name in list(scores)[:9]}
+    pair = [("arm 1", "arm 0")]
+    alone, beside = judge(quiet, pair)[0], judge(scores, pair)[0]
+    assert beside.se == pytest.approx(alone.se) and beside.df >= alone.df
+    assert findable(scores, 5, 5, 8) == pytest.approx(findable(quiet, 5, 5, 8))
+    monkeypatch.setattr(stats, "LOUD", math.inf)  # the control: one prior for all hides them
+    assert judge(scores, pair)[0].df < 0.8 * alone.df

@@ -6,4 +6,4 @@ question = "Do gates from the shape of the attention row help over a long contex
 
 base = "config/needle.py"
 mechanisms = ["acag", "acag_detach", "output_gate"]
-match = []
+budgets = []

@@ -11,3 +11,4 @@ variants = {
     "routing, rescaled": dict(routing="moh", routing_hidden="n_embd // 2", routing_coef=0.0),  # mean weight 1
     "routing, no entropy": dict(_inf, routing_coef=0.0),        # without what should make heads specialise
 }
+contrasts = [["routing_inf", "routing, no entropy"], ["routing_inf", "routing, all heads"]]

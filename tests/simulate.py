@@ -1,0 +1,190 @@
+"""
+How often the verdicts of study/stats.py are wrong, and how often they find what is there: simulated studies.
+
+    python tests/simulate.py                  # all tables: about 20 minutes on one idle core
+    python tests/simulate.py --sims=200       # a first look
+
+Each simulated study goes through judge() as a real one would. Spreads are in units of a typical arm's, the
+margin is one of those; true differences are 0, or exactly the margin, which is where "same" is wrong most
+often. It is no test: tests/test_stats.py holds a small part of it.
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scipy.stats import ttest_1samp  # noqa: E402
+
+from study.stats import findable, judge  # noqa: E402
+
+# how the scores of a study may be: keywords of study()
+WORLDS = {
+    "normal": {},
+    "t3 tails": dict(tails=3),
+    "spreads 1.6x": dict(unequal=0.25),
+    "spreads 2.2x": dict(unequal=0.4),
+    "one arm 10x": dict(loud=10),
+    "corr. 0.5": dict(correlation=0.5),
+    "corr. 0.95": dict(correlation=0.95),
+}
+
+
+def study(rng, n, n_plain, m, tails=0, unequal=0.0, loud=1, correlation=0.0, true=0.0):
+    """(scores, comparisons) of m arms with n seeds and the plain GPT; true [m]: their true differences.
+
+    unequal: sd of the log of the arms' spreads, two arms in three lie within a factor exp(2 * unequal).
+    loud: factor of the first arm's. correlation: of two arms at a seed. tails: of t, its degrees of freedom;
+    0 is normal.
+    """
+    def noise(*shape):
+        if tails:
+            return rng.standard_t(tails, shape) * math.sqrt((tails - 2) / tails)  # variance 1
+        return rng.normal(size=shape)
+
+    spread = np.exp(unequal * rng.normal(size=(m + 1, 1)))
+    spread[1] *= loud
+    seeds = max(n, n_plain)
+    y = spread * (math.sqrt(1 - correlation) * noise(m + 1, seeds) + math.sqrt(correlation) * noise(seeds))
+    y[1:] += np.reshape(true, (-1, 1))
+    counts = [n_plain] + [n] * m
+    names = ["plain"] + [f"arm {i}" for i in range(m)]
+    scores = {name: dict(enumerate(row[:count].tolist())) for name, row, count in zip(names, y, counts)}
+    return scores, [(name, "plain") for name in names[1:]]
+
+
+def wrong(judged, true, margin):
+    """Whether a verdict says what is not so."""
+    if judged.verdict == "better":
+        return true >= 0
+    if judged.verdict == "worse":
+        return true <= 0
+    return judged.verdict == "same" and abs(true) >= margin
+
+
+def error_rates(n, n_plain, m, sims, **world):
+    """Percent of single comparisons with p <= 0.05 and of studies with a wrong verdict, where no arm differs;
+    of studies with a wrong verdict where every second arm (or the only one) differs by the margin."""
+    rng = np.random.default_rng([n, n_plain, m])
+    single = studies = mixed = 0
+    half = np.where(np.arange(m) % 2, 1.0, 0.0) if m > 1 else np.ones(1)
+    for _ in range(sims):
+        judged = judge(*study(rng, n, n_plain, m, **world), margin=1.0)
+        single += np.mean([j.p <= 0.05 for j in judged])
+        studies += any(wrong(j, 0, 1.0) for j in judged)
+        scores, comparisons = study(rng, n, n_plain, m, **world, true=half)
+        mixed += any(wrong(j, t, 1.0) for j, t in zip(judge(scores, comparisons, margin=1.0), half))
+    return tuple(100 * x / sims for x in (single, studies, mixed))
+
+
+def print_error_rates(sims):
+    error, with_30 = (100 * math.sqrt(0.05 * 0.95 / n) for n in (sims, sims // 2))
+    print("\nPercent: single comparisons with p <= 0.05 / studies with a wrong verdict where no arm differs\n"
+          "/ studies with a wrong verdict where every second arm (or the only one) differs by the margin.\n"
+          f"Monte-Carlo error (one sd at 5 %): {error:.1f}; with 30 arms {with_30:.1f}.")
+    print("arms  seeds  plain " + "".join(f"{name:>17}" for name in WORLDS))
+    for m in (1, 8, 30):
+        for n in (2, 3, 5, 10):
+            for n_plain in sorted({n, round(n * math.sqrt(m))}):
+                repeats = sims if m < 30 else sims // 2
+                cells = [error_rates(n, n_plain, m, repeats, **world) for world in WORLDS.values()]
+                row = "".join(f"{'/'.join(f'{x:.1f}' for x in cell):>17}" for cell in cells)
+                print(f"{m:4} {n:6} {n_plain:6} {row}", flush=True)
+
+
+# ---- screened, then judged ----
+
+def two_stages(rng, fresh, true, sd=0.006, text=0.006, n=5, n_plain=14, **world):
+    """(any wrong verdict, arms of the judged that do differ, found): 34 arms, two seeds each on validation.
+
+    The best six and the worst two go on. Validation and test differ by what their texts do to an arm (sd
+    `text`). fresh=False judges on the screening's own seeds (and more): what must not be done.
+    """
+    m = len(true)
+    y = np.asarray(true)[:, None] + sd * rng.normal(size=(m, 2))
+    validation = y.mean(1) + text * rng.normal(size=m) / 2
+    order = validation.argsort()
+    chosen = np.concatenate([order[:6], order[-2:]])
+    unit, comparisons = study(rng, n, n_plain, len(chosen), true=true[chosen] / sd, **world)
+    scores = {arm: {seed: sd * score for seed, score in of_arm.items()} for arm, of_arm in unit.items()}
+    if not fresh:
+        for (arm, _), i in zip(comparisons, chosen):
+            scores[arm].update(enumerate(y[i].tolist()))
+    judged = judge(scores, comparisons)
+    false = [wrong(j, t, 0.01) for j, t in zip(judged, true[chosen])]
+    found = sum(j.verdict in ("better", "worse") and not bad for j, bad in zip(judged, false))
+    return any(false), (true[chosen] != 0).sum(), found
+
+
+def print_two_stages(sims):
+    error = 100 * math.sqrt(0.05 * 0.95 / sims)
+    print("\n34 arms screened with 2 seeds, best 6 and worst 2 judged with 5 (plain 14): studies with a "
+          f"wrong verdict.\nMonte-Carlo error (one sd at 5 %): {error:.1f}")
+    some = np.zeros(34)
+    some[:6] = (-0.012, -0.012, -0.01, 0.01, 0.012, 0.03)
+    for name, true in (("no arm differs", np.zeros(34)), ("six arms differ", some)):
+        for fresh in (True, False):
+            for world in ("normal", "t3 tails", "one arm 10x"):
+                rng = np.random.default_rng(5)
+                seen = np.array([two_stages(rng, fresh, true, **WORLDS[world]) for _ in range(sims)], float)
+                bad, differ, found = seen.mean(0)
+                power = f", found {100 * found / differ:.0f} % of those that differ" if differ else ""
+                print(f"  {name}, {'fresh seeds' if fresh else 'two seeds used twice'}, {world}: "
+                      f"{100 * bad:.1f} %{power}", flush=True)
+
+
+# ---- power ----
+
+def paired_and_holm(scores, comparisons, m):
+    """Whether a paired t-test on shared seeds finds the first comparison, in Holm's first of m steps."""
+    variant, baseline = (scores[arm] for arm in comparisons[0])
+    return ttest_1samp([variant[s] - baseline[s] for s in variant], 0).pvalue * m <= 0.05
+
+
+def print_power(sims, sd=0.006):
+    print(f"\nFound, percent, of true differences (sd {sd} a seed, 5 seeds an arm, plain 14, 8 comparisons). "
+          f"Monte-Carlo error:\nup to {50 / math.sqrt(sims):.1f}")
+    heads = ("judge", "plain 5", "spreads 1.6x", "spreads 2.2x", "corr. 0.5", "paired t of 69")
+    print("difference" + "".join(f"{head:>15}" for head in heads))
+    cases = [(14, {}), (5, {}), (14, WORLDS["spreads 1.6x"]), (14, WORLDS["spreads 2.2x"]),
+             (14, WORLDS["corr. 0.5"])]
+    for true in (0.006, 0.009, 0.012, 0.015, 0.02, 0.03):
+        row, old = [], 0
+        for n_plain, world in cases:
+            rng, found = np.random.default_rng(3), 0
+            for _ in range(sims):
+                scores, comparisons = study(rng, 5, n_plain, 8, **world, true=[true / sd] + [0] * 7)
+                found += judge(scores, comparisons, margin=0.01 / sd)[0].verdict == "worse"
+                if not world and n_plain == 5:
+                    old += paired_and_holm(scores, comparisons, 69)
+            row.append(100 * found / sims)
+        print(f"{true:10.3f}" + "".join(f"{x:15.1f}" for x in (*row, 100 * old / sims)), flush=True)
+    rng = np.random.default_rng(4)
+    quoted = [findable(study(rng, 5, 14, 8)[0], 5, 14, 8) * sd for _ in range(200)]
+    print(f"findable() quotes {np.mean(quoted):.4f} (middle 80 %: {np.quantile(quoted, 0.1):.4f} to "
+          f"{np.quantile(quoted, 0.9):.4f})")
+    print_decided(sims, sd)
+
+
+def print_decided(sims, sd):
+    print("\nNo true difference: called the same within 0.01, percent of arms")
+    for n in (3, 5, 10, 20):
+        rng, same = np.random.default_rng(n), 0
+        for _ in range(sims // 4):
+            judged = judge(*study(rng, n, round(n * math.sqrt(8)), 8), margin=0.01 / sd)
+            same += np.mean([j.verdict == "same" for j in judged])
+        print(f"  {n} seeds an arm: {400 * same / sims:.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--sims", type=int, default=1000, help="simulated studies a cell")
+    p.add_argument("--only", choices=("errors", "stages", "power"))
+    a = p.parse_args()
+    for name, table in (("power", print_power), ("stages", print_two_stages), ("errors", print_error_rates)):
+        if a.only in (None, name):
+            table(a.sims)

@@ -1,0 +1,400 @@
+"""One run and the queue of runs: done once, damage found and named, nothing left running, numbers on file."""
+
+import fcntl
+import gzip
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import compare
+import runlog
+from common import ROOT
+from dataset import Dataset
+from model import GPTConfig
+from study import fingerprint, queue, trial
+
+
+def spec_of(data, tokens=0, **keys):
+    """trial.json of a run that trains in a moment."""
+    model = GPTConfig(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16, recipe="modern", seed=1)
+    training = dict(dataset=str(data), device="cpu", batch_size=4, max_iters=6, eval_interval=3,
+                    eval_tokens=64, log_interval=2)
+    return dict(model=fingerprint.own_flags(model), train={**training, **keys},
+                score=dict(split="test", tokens=tokens), code=fingerprint.code_digest(model),
+                data={name: split["sha256"] for name, split in Dataset(data).splits.items()},
+                torch=torch.__version__)
+
+
+@pytest.fixture
+def spec(bytes_data, tmp_path, monkeypatch):
+    """spec_of(), and an empty folder to work in."""
+    monkeypatch.chdir(tmp_path)
+    return spec_of(bytes_data)
+
+
+@pytest.fixture(scope="module")
+def trained(bytes_data, tmp_path_factory):
+    folder = trial.make(spec_of(bytes_data), tmp_path_factory.mktemp("trials"))
+    trial.run(folder)
+    return folder
+
+
+@pytest.fixture
+def finished(trained, spec):
+    """The folder of a run that is done."""
+    return Path(shutil.copytree(trained, trial.TRIALS / trained.name))
+
+
+def rewrite(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+# ---- damage ----
+
+def truncated(content):
+    return content[:len(content) // 2]
+
+
+def emptied(content):
+    return b""
+
+
+def zeroed(content):
+    return b"\0" * len(content)
+
+
+DAMAGE = [truncated, emptied, zeroed]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", ["result.json", "nats.npy"])
+def test_a_damaged_result_is_set_aside_and_run_again(name, damage, finished, capsys):
+    before = trial.result(finished)
+    (finished / name).write_bytes(damage((finished / name).read_bytes()))
+    assert trial.result(finished) is None and not trial.done(finished)
+    assert trial.result(finished) is None
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and str(finished / name) in said and f"{name}.damaged" in said
+    assert (finished / f"{name}.damaged").is_file() and not (finished / name).exists()
+    again = trial.run(finished)
+    assert again["bpb"] == before["bpb"] and trial.done(finished)
+
+
+def test_a_result_without_its_nats_is_no_result(finished, capsys):
+    (finished / "nats.npy").unlink()
+    assert not trial.done(finished) and (finished / "result.json.damaged").is_file()
+    assert str(finished) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", [
+    dict(bpb=2.0), dict(nats=1000.0), dict(bytes=999), dict(bpb=math.nan), dict(nats=math.inf, bpb=math.inf),
+    dict(bpb=None), dict(bytes=0), dict(nats="7"), "last digit", "nats.npy"])
+def test_a_changed_figure_is_not_believed(change, finished, capsys):
+    found = trial.result(finished)  # what is remembered of it does not hide the change
+    if change == "nats.npy":
+        nats = np.load(finished / "nats.npy")
+        nats[3] += 1e-4
+        np.save(finished / "nats.npy", nats)
+    else:
+        rewrite(finished / "result.json", **(dict(bpb=found["bpb"] * (1 + 1e-8)) if change == "last digit"
+                                             else change))
+    assert trial.result(finished) is None
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and str(finished) in said
+
+
+def test_rounding_is_no_change_and_what_today_wrote_stays_valid(finished):
+    found = trial.result(finished)
+    old = {key: value for key, value in found.items() if key not in ("block_nats", "processor", "torch")}
+    (finished / "result.json").write_text(json.dumps({**old, "nats": old["nats"] * (1 + 1e-13)}))
+    again = trial.result(finished)
+    assert again["bpb"] == found["bpb"] and again["block_nats"] == found["block_nats"]
+
+
+def test_a_result_is_checked_once(finished, monkeypatch):
+    loads, load = [], np.load
+    monkeypatch.setattr(trial.np, "load", lambda path: loads.append(path) or load(path))
+    for _ in range(100):
+        trial.result(finished)["bpb"] = 0  # nor can a caller change what the next one gets
+    assert len(loads) == 1 and trial.result(finished)["bpb"] > 1
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_plan_is_written_again(damage, spec, capsys):
+    folder = trial.make(spec)
+    path = folder / "trial.json"
+    path.write_bytes(damage(path.read_bytes()))
+    assert trial.make(spec) == folder and json.loads(path.read_text()) == spec
+    said = capsys.readouterr().err
+    assert said == f"{path} is damaged; set aside as trial.json.damaged\n"
+    path.write_text(json.dumps({**spec, "torch": "another"}))  # not what the folder is named after
+    assert trial.make(spec) == folder and json.loads(path.read_text()) == spec
+
+
+@pytest.mark.parametrize("damage", [*DAMAGE, lambda content: b"[1, 2]"])
+def test_a_damaged_json_is_set_aside(damage, tmp_path, capsys):
+    path = tmp_path / "inspected.json"
+    assert trial.read_json(path) is None and capsys.readouterr().err == ""
+    path.write_text('{"heads": 3}')
+    assert trial.read_json(path) == {"heads": 3}
+    path.write_bytes(damage(path.read_bytes()))
+    assert trial.read_json(path) is None and not path.exists()
+    assert capsys.readouterr().err == f"{path} is damaged; set aside as inspected.json.damaged\n"
+
+
+def test_a_damaged_log_keeps_its_good_lines_and_its_run(finished, capsys):
+    path, before = finished / "log.jsonl", trial.rows(finished)
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(before) == len(lines) > 4 and any("val_bpb" in row for row in before)
+    path.write_bytes(lines[0] + b"\0\xff\n" + b"".join(lines[1:-1]) + lines[-1][:20])
+    assert trial.rows(finished) == before[:-1] == trial.rows(finished) and trial.done(finished)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{path} has 2 damaged" in said
+    assert path.read_bytes() == b"".join(lines[:-1])  # as they were, to the byte
+    assert (finished / "log.jsonl.damaged").is_file()
+
+
+def test_the_log_of_a_run_that_goes_on_is_left_alone(finished, capsys):
+    (finished / "result.json").unlink()
+    with open(finished / "log.jsonl", "a") as log:
+        log.write('{"step": 7, "lo')
+    before = (finished / "log.jsonl").read_bytes()
+    assert trial.rows(finished) and (finished / "log.jsonl").read_bytes() == before
+    assert capsys.readouterr().err == "" and trial.rows(Path("nowhere")) == []
+
+
+def test_evaluations_reach_the_disk_and_so_does_the_end(tmp_path, monkeypatch):
+    synced, sync = [], os.fsync
+    with ExitStack() as closing:
+        log = runlog.Log(tmp_path, -1, -1, closing)
+        monkeypatch.setattr(runlog.os, "fsync", lambda f: synced.append(f == log.file.fileno()) or sync(f))
+        log.write(dict(step=10, loss=1.0))
+        assert synced == []
+        log.write(dict(step=10, val_loss=1.0))
+        assert synced == [True]
+        log.write(dict(step=20, loss=1.0))
+    assert synced == [True, True] and len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
+
+
+# ---- what a run leaves ----
+
+def test_blocks_are_sums_of_whole_windows_in_order():
+    nats = np.random.default_rng(0).uniform(100, 300, 1001)
+    for block_size in (16, 100, 5000):
+        windows, expected, i = max(1, 4096 // block_size), [], 0
+        while i < len(nats):
+            total = 0.0
+            for value in nats[i:i + windows]:
+                total += float(value)
+            expected.append(total)
+            i += windows
+        found = trial.sums_of_blocks(nats, block_size)
+        assert found == pytest.approx(expected, abs=6e-7) and all(round(x, 6) == x for x in found)
+        assert found != pytest.approx(np.add.reduceat(nats, np.arange(0, 1001, windows + 1)), abs=1e-3)
+
+
+def test_a_result_says_what_it_was_computed_on_and_its_blocks(spec, monkeypatch):
+    monkeypatch.setattr(trial, "BLOCK", 64)
+    folder = trial.make(spec)
+    found = trial.run(folder)
+    nats = np.load(folder / "nats.npy")
+    assert len(nats) == -(-1000 // 16) and nats.sum() == pytest.approx(found["nats"], rel=1e-12)
+    assert found["block_nats"] == [round(float(nats[i:i + 4].sum()), 6) for i in range(0, len(nats), 4)]
+    assert found == trial.result(folder) == json.loads((folder / "result.json").read_text())
+    assert found["torch"] == torch.__version__ and found["threads"] == 1 and found["processor"].strip()
+
+
+def test_a_slice_is_scored_window_by_window_and_its_bytes_are_its_own(bytes_data, spec):
+    folder = trial.make(spec_of(bytes_data, tokens=160))
+    found = trial.run(folder)
+    assert found["tokens"] == found["bytes"] == 160 and np.load(folder / "nats.npy").shape == (10,)
+
+
+# ---- results on file ----
+
+def file_of(runs, name="study"):
+    Path("results").mkdir(exist_ok=True)
+    path = Path("results", f"{name}.json.gz")
+    path.write_bytes(gzip.compress(json.dumps({"runs": runs}).encode()))
+    return path
+
+
+def test_a_run_on_file_is_done(finished, spec, monkeypatch, capsys):
+    assert trial.on_file() == {}
+    found = {**trial.result(finished), "spec": spec}
+    file_of({finished.name: found})
+    shutil.rmtree(finished)
+    folder = trial.make(spec)
+    assert trial.on_file() == {folder.name: found} and trial.on_file("elsewhere") == {}
+    assert trial.done(folder) and trial.result(folder) == found and trial.failure(folder) is None
+    assert queue.run_all([folder], None) == {}  # no place is needed
+    monkeypatch.setattr(trial, "USE_FILED", False)
+    assert not trial.done(folder) and trial.result(folder) is None
+    monkeypatch.setattr(trial, "USE_FILED", True)
+    again = trial.run(folder)  # whoever starts a run has asked; it is not looked up again
+    assert again["bpb"] == found["bpb"] and "spec" not in trial.result(folder)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("damage", [
+    *DAMAGE, lambda content: gzip.compress(b"[]"), lambda content: gzip.compress(b'{"arms": {}}'), "figure",
+    "block", "spec"])
+def test_a_damaged_file_of_results_is_named_and_left_out(damage, finished, spec, capsys):
+    found = {**trial.result(finished), "spec": spec}
+    file_of({finished.name: found}, "good")
+    if damage == "figure":
+        path = file_of({finished.name: {**found, "bpb": found["bpb"] + 1e-4}})
+    elif damage == "block":
+        path = file_of({finished.name: {**found, "block_nats": [found["block_nats"][0] + 0.1]}})
+    elif damage == "spec":
+        path = file_of({finished.name: {**found, "spec": {**spec, "torch": "0.1"}}})
+    else:
+        path = file_of({"0123456789abcdef": found})
+        path.write_bytes(damage(path.read_bytes()))
+    for _ in range(3):
+        assert trial.on_file() == {finished.name: found}
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and str(path) in said
+    path.unlink()
+    assert trial.on_file() == {finished.name: found} and capsys.readouterr().err == ""
+
+
+# ---- processes ----
+
+def test_what_cannot_be_started_is_a_failure_and_no_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(queue.time, "sleep", lambda s: None)
+
+    class Full:
+        slots = 1
+
+        def start(self, folder):
+            raise RuntimeError("no such\npartition")
+    folders = [Path("a"), Path("b")]
+    why = "could not be started: no such partition"
+    assert queue.run_all(folders, Full()) == dict.fromkeys(folders, why)
+    assert [trial.failure(folder) for folder in folders] == [why, why]
+
+
+def test_a_study_that_cannot_start_a_run_ends_with_an_error(bytes_data, spec, monkeypatch, capsys):
+    def refuse(self, folder):
+        raise RuntimeError("the queue is full")
+    monkeypatch.setattr(queue.Processes, "start", refuse)
+    Path("plain.py").write_text("n_layer = 1\nn_head = 2\nn_embd = 16\nblock_size = 16\nmax_iters = 6\n"
+                                f"eval_interval = 3\nrecipe = 'modern'\ndataset = {str(bytes_data)!r}\n")
+    with pytest.raises(SystemExit) as e:
+        compare.main(["--base=plain.py", "--mechanisms=output_gate", "--seeds=1,2", "--budgets=[]",
+                      "--device=cpu"])
+    assert e.value.code not in (0, None) and "the queue is full" in capsys.readouterr().err
+
+
+def test_a_run_stops_when_whoever_started_it_is_killed(bytes_data, spec):
+    """The real thing: a parent that SIGKILL gives no time to stop anything."""
+    folder = trial.make(spec_of(bytes_data, max_iters=20000, eval_interval=10000))
+    script = ("import sys, time; from pathlib import Path; from study import queue; "
+              "job = queue.Processes(1, 'cpu').start(Path(sys.argv[1])); time.sleep(100)")
+    parent = subprocess.Popen([sys.executable, "-c", script, str(folder)],
+                              env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+    def wait_until(what):
+        until = time.monotonic() + 60
+        while not what() and time.monotonic() < until:
+            time.sleep(0.05)
+        return what()
+
+    def let_go():
+        with open(folder / "lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return False
+        return True
+    try:
+        assert wait_until(lambda: queue.progress_of(folder))
+        time.sleep(0.2)
+        assert not let_go()  # it trains on while its parent lives
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    assert wait_until(let_go)
+    assert "stopped by SIGTERM" in (folder / "trial.log").read_text()
+    assert 0 < torch.load(folder / "ckpt.pt", weights_only=True)["step"] < 20000
+
+
+def test_a_failure_on_the_cluster_is_said(spec):
+    pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
+    place, folder = queue.Cluster("local", 1, {"timeout_min": 5}), Path("out/trials/broken")
+    folder.mkdir(parents=True)
+    (folder / "trial.json").write_text(json.dumps({"model": {},
+                                                   "train": {"dataset": "nowhere"}, "score": {}}))
+    assert "no dataset nowhere" in queue.run_all([folder], place)[folder]
+    assert "no dataset nowhere" in trial.failure(folder)
+
+
+def test_two_studies_that_want_the_same_run_train_it_once(bytes_data, spec):
+    folder = trial.make(spec_of(bytes_data, max_iters=30))
+    # by hand, and with nothing at their standard input
+    pair = [subprocess.Popen(queue.command_of(folder), stdin=subprocess.DEVNULL) for _ in range(2)]
+    assert [job.wait(timeout=120) for job in pair] == [0, 0]
+    said = (folder / "trial.log").read_text()
+    assert said.count("starting anew") == 1 and "going on" not in said
+
+
+def test_a_run_does_not_begin_with_other_code_or_data_than_was_planned(spec):
+    folder = trial.make({**spec, "code": "x"})
+    why = queue.run_all([folder], queue.Processes(1, "cpu"))[folder]
+    assert why == "trial: the code changed after this run was planned; start the study again"
+    with pytest.raises(ValueError, match="the data changed after this run was planned"):
+        trial.check_unchanged(trial.make({**spec, "data": {"train": "x"}}))
+
+
+def test_a_best_checkpoint_alone_does_not_block_a_run(spec):
+    folder = trial.make(spec)
+    (folder / "best.pt").write_bytes(b"left behind by a full disk")
+    trial.run(folder)
+    assert trial.done(folder)
+
+
+def test_cores_and_gpus_are_shared_out(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(queue.os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert (queue.Processes(0, "cpu").slots, queue.Processes(0, "cpu").threads) == (8, 1)
+    assert (queue.Processes(3, "cpu").slots, queue.Processes(3, "cpu").threads) == (3, 2)
+    monkeypatch.setattr(queue, "pick_device", lambda name: "cuda")
+    monkeypatch.setattr(queue.torch.cuda, "device_count", lambda: 2)
+    for visible, places in {"4,6": ["4", "6"], "7,": ["7"], "": ["0", "1"],
+                            "GPU-abc,GPU-def": ["GPU-abc", "GPU-def"]}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert queue.Processes(0, "auto").free_gpus == places
+    assert queue.Processes(3, "auto").free_gpus == ["GPU-abc", "GPU-def", "GPU-abc"]
+
+
+@pytest.mark.parametrize("asked, threads", [("1", [1, 1]), ("3,2", [3, 2]), ("64", [8, 2]), ("", [8, 2]),
+                                            ("many", [8, 2])])
+def test_no_more_threads_than_were_asked_for(asked, threads, monkeypatch):
+    monkeypatch.setattr(queue.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert [queue.Processes(jobs, "cpu").threads for jobs in (1, 3)] == threads
+    pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
+    for jobs, each in zip((1, 3), threads):
+        assert queue.Cluster("local", jobs, {}).env == {"OMP_NUM_THREADS": str(each)}
+
+
+def test_a_killed_run_is_named(tmp_path):
+    place = queue.Processes(1, "cpu")
+    job = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdin=subprocess.PIPE)
+    job.gpu = place.free_gpus.pop()
+    job.kill()
+    job.wait()
+    assert place.ended(job, tmp_path) == "killed by SIGKILL: out of memory?" and place.free_gpus == [None]
