@@ -148,6 +148,12 @@ def notices(found):
     if edge:
         lines.append(f"The best learning rate tried lies at the edge of the grid for {listed(edge)}: "
                      "a better one may lie beyond.")
+    early = [f"{label_of(found, name)} (step {show(arm['best_step'])} of {show(arm['steps'])})"
+             for name, arm in found["arms"].items()
+             if known(arm.get("best_step")) and arm["best_step"] < 0.9 * arm["steps"]]
+    if early:
+        lines.append("Scored long before the end, where validation was best, since it got worse after: "
+                     f"{listed(early)}.")
     if found.get("patch"):
         lines.append("The code is not that of its commit: what differs is in the results file, and in "
                      "patch.diff beside it.")

@@ -126,7 +126,7 @@ def arm_summary(study, arm, folders, done, nothing_runs, plain_folder):
                 executed_flops_per_token=costs.executed_flops(arm.model, pick_device(study.config.device)),
                 time_ratio=time_ratio(study, arm, nothing_runs),
                 seconds=median("seconds"), tokens_per_s=median("tokens_per_s"),
-                memory_mib=median("memory_mib"),
+                memory_mib=median("memory_mib"), best_step=median("best_step"),
                 seeds=list(folders), bpb=[result and result["bpb"] for result in found],
                 runs=[folder.name for folder in folders.values()],
                 commands=commands_of(study, arm, next(iter(folders), 1), found), **inside)

@@ -589,3 +589,14 @@ def test_a_winner_that_loses_at_the_cost_it_takes_is_no_plain_winner():
     assert "at equal FLOPs" in findings.headline(small)
     row["equal_flops"].update(mean=-0.01, low=-0.015, high=-0.005)
     assert "FLOPs" not in findings.headline(small)
+
+
+def test_an_arm_whose_best_step_lies_long_before_the_end_is_named():
+    found = make_found(2)
+    names = [name for name, arm in found["arms"].items() if arm["kind"] == "variant"]
+    for name, arm in found["arms"].items():
+        arm["best_step"] = arm["steps"]
+    assert not any("validation was best" in line for line in findings.notices(found))
+    found["arms"][names[0]]["best_step"] = 0.4 * found["arms"][names[0]]["steps"]
+    told, = [line for line in findings.notices(found) if "validation was best" in line]
+    assert findings.label_of(found, names[0]) in told and findings.label_of(found, names[1]) not in told
