@@ -284,7 +284,7 @@ def ladder_of(config, name, command):
 
 def run(argv):
     config, = configurator.load((StudyConfig,), argv, __doc__)
-    command = shlex.join(["python", "compare.py", *argv])
+    command = shlex.join(["python", "compare.py", *(arg for arg in argv if arg != "--report_only")])
     if config.tables:
         print(*tables.write() or ["every table is as results/ has it"], sep="\n")
         return

@@ -91,7 +91,7 @@ def failures_in(found):
 
 def machine(study, done):
     threads = sorted({result["threads"] for result in done.values()})
-    processors = sorted({str(result.get("processor")) for result in done.values()})
+    processors = sorted({result["processor"] for result in done.values() if result.get("processor")})
     return dict(processor=", ".join(processors), cores=os.cpu_count(), system=platform.system(),
                 jobs=study.config.jobs or queue.Processes(0, study.config.device).slots,
                 threads=", ".join(map(str, threads)))
