@@ -111,9 +111,10 @@ def draw_row(axes, y, c, left, right):
 
 # ---- learning curves ----
 
-def mean_curve(arm):
+def mean_curve(arm, runs):
     """Mean, lowest, highest validation bits/byte where all finished seeds have one; None without a curve."""
-    curves = [c for c, bpb in zip(arm.get("curves") or [], arm.get("bpb") or []) if c and known(bpb)]
+    curves = [runs.get(run, {}).get("curve") for run in arm.get("runs") or []]
+    curves = [c for c, bpb in zip(curves, arm.get("bpb") or []) if c and known(bpb)]
     seeds = [{t: (t, s, b) for t, s, b in np.array([c["tokens"], c["seconds"], c["bpb"]], float).T
               if np.isfinite(b)} for c in curves]
     at = sorted(set.intersection(*map(set, seeds))) if seeds else []
@@ -127,7 +128,7 @@ def mean_curve(arm):
 
 def learning(found):
     """A Figure: validation bits/byte of each arm against tokens, FLOPs and time; None: no curves yet."""
-    curves = {name: c for name, arm in found["arms"].items() if (c := mean_curve(arm))}
+    curves = {name: c for name, arm in found["arms"].items() if (c := mean_curve(arm, found["runs"]))}
     if not curves:
         return None
     order = [c["variant"] for c in against_plain(found) if c["variant"] in curves]

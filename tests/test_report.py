@@ -28,6 +28,12 @@ def make_found(variants=2, seeds=5, screened=0, evals=12, size=None):
     labels = {"plain": "plain GPT", "acag+elementwise": "ACAG, a gate for each element",
               "plain, MLP 280": "plain GPT, MLP 280 wide"}
 
+    runs = {}
+
+    def run(i, seed, curve):
+        runs[name := f"{i:02x}{seed:014x}"] = dict(curve=curve)
+        return name
+
     def arm(name, i):
         kind = ("plain" if name == "plain" else "budget" if name in budgets else
                 "baseline" if name.startswith("plain") else "variant")
@@ -47,7 +53,7 @@ def make_found(variants=2, seeds=5, screened=0, evals=12, size=None):
                     flops_per_token=5.7e6 * ratio, executed_flops_per_token=6e6 * ratio ** 2,
                     time_ratio=dict(mean=ratio, low=ratio - 0.01, high=ratio + 0.01), seconds=44.1 + i,
                     tokens_per_s=6900.0 - 50 * i, memory_mib=120.0 + i, seeds=own, bpb=bpb,
-                    runs=[f"{i:02x}{seed:014x}" for seed in own], curves=[curve(b) for b in bpb],
+                    runs=[run(i, seed, curve(b)) for seed, b in zip(own, bpb)],
                     commands=[f"OMP_NUM_THREADS=1 python train.py config/tiny.py --routing_top_k={i}",
                               "OMP_NUM_THREADS=1 python evaluate.py --ckpt out/x --split test"],
                     decode_tokens_per_s=700.0 + i,
@@ -83,7 +89,7 @@ def make_found(variants=2, seeds=5, screened=0, evals=12, size=None):
                            note=None),
                  alpha=0.05, margin=0.01, seeds=list(range(1, seeds + 1)), pairs=pairs,
                  screen=screen if screened else None, screened=rows if screened else [], screened_out=first,
-                 tuned={"plain": rates, names[0]: rates}, budgets=[1.0, 0.7, 1.4, 2.0], arms=arms, runs={},
+                 tuned={"plain": rates, names[0]: rates}, arms=arms, runs=runs,
                  failures=[], planned=n, done=n, comparisons=comparisons, findable=0.0123,
                  margin_as_compute=[0.93, 1.08])
     return json.loads(json.dumps(found))
@@ -155,7 +161,7 @@ def emptied(found):
     """The study before its first run: no score, no cost, no curve, no comparison with a number."""
     for arm in found["arms"].values():
         nothing = len(arm["seeds"]) * [None]
-        arm.update(bpb=nothing, curves=nothing, heads=None, sample=None, seconds=None, tokens_per_s=math.nan,
+        arm.update(bpb=nothing, heads=None, sample=None, seconds=None, tokens_per_s=math.nan,
                    decode_tokens_per_s=None, memory_mib=None, time_ratio=None)
     for c in found["comparisons"]:
         c.update(dict.fromkeys(("mean", "low", "high", "se", "df", "p", "p_corrected", "p_same")), text=None,
@@ -163,6 +169,7 @@ def emptied(found):
         for key in ("worth", "equal_flops", "equal_time"):
             c.pop(key, None)
     found["data"].update(tokens=None, bytes=None)
+    found["runs"] = {}
     found["machine"].update(threads="", processor="")
     return {**found, "done": 0, "commit": None, "findable": None, "margin_as_compute": None, "tuned": {},
             "screened": [], "screen": None}
@@ -444,10 +451,12 @@ def test_what_lies_far_outside_the_forest_is_cut_off_and_marked():
 
 
 def test_seeds_that_failed_or_stopped_early_do_not_bend_the_mean_curve():
-    arm = make_found(1)["arms"]["acag+elementwise"]
-    whole = pictures.mean_curve({**arm, "curves": arm["curves"][:3], "bpb": arm["bpb"][:3]})
-    arm["bpb"][3:], arm["curves"][3]["bpb"], arm["curves"][4] = [None, None], [99.0] * 12, None
-    assert np.array_equal(pictures.mean_curve(arm)["mean"], whole["mean"])
+    found = make_found(1)
+    arm, runs = found["arms"]["acag+elementwise"], found["runs"]
+    whole = pictures.mean_curve({**arm, "runs": arm["runs"][:3], "bpb": arm["bpb"][:3]}, runs)
+    arm["bpb"][3:], runs[arm["runs"][3]]["curve"]["bpb"] = [None, None], [99.0] * 12
+    del runs[arm["runs"][4]]
+    assert np.array_equal(pictures.mean_curve(arm, runs)["mean"], whole["mean"])
     assert (whole["low"] <= whole["mean"]).all() and (whole["mean"] <= whole["high"]).all()
 
 
