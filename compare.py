@@ -140,9 +140,13 @@ class Study:
         self.arms.update({arm.name: arm for arm in [*budgets, *arms]})
         self.pairs += [(name, PLAIN, []) for name in chosen]
         self.pairs += [(one, other, []) for one, other in c.contrasts if other != PLAIN]
-        folders = self.plan("judge", [self.builder.plain, *arms, *budgets], c.seeds)
-        folders += self.plan("judge", [self.builder.plain], self.plain_seeds(len(arms))[len(c.seeds):])
-        self.execute(folders, place)
+        self.execute(self.plan_judged(self.builder.plain, arms, budgets), place)
+
+    def plan_judged(self, plain, arms, budgets=()):
+        """Add the runs that judge arms against a plain GPT, which has more seeds; folders."""
+        seeds = self.config.seeds
+        folders = self.plan("judge", [plain, *arms, *budgets], seeds)
+        return folders + self.plan("judge", [plain], self.plain_seeds(len(arms))[len(seeds):])
 
     def verdicts(self):
         """{variant: (verdict against the plain GPT, difference)} of what is done."""
@@ -172,7 +176,9 @@ class Study:
         further while the best lies at an end, twice at most; then the best of all groups together.
         """
         names = [name for name, (verdict, _) in self.verdicts().items() if verdict in ("better", "worse")]
-        arms = [self.arms[name] for name in (PLAIN, *names)] if names else []
+        if not names:
+            return
+        arms = [self.arms[name] for name in (PLAIN, *names)]
         groups, seed = {arm.name: arm.groups() for arm in arms}, self.config.screen_seeds[:1]
         tried = {arm.name: {group: {0.5, 1.0, 2.0} for group in groups[arm.name]} for arm in arms}
         for _ in range(3):
@@ -203,10 +209,8 @@ class Study:
             self.arms[arm.name] = replace(arm, kind="baseline" if name == PLAIN else "variant")
             if name != PLAIN:
                 self.pairs.append((arm.name, f"{PLAIN}, tuned", ["tuned rates"]))
-        folders = self.plan("judge", tuned.values(), self.config.seeds)
-        more = self.plain_seeds(len(arms) - 1)[len(self.config.seeds):]
-        folders += self.plan("judge", [tuned[PLAIN]], more) if arms else []
-        self.execute(folders, place)
+        plain = tuned.pop(PLAIN)
+        self.execute(self.plan_judged(plain, tuned.values()), place)
 
 
 # ---- command line ----
@@ -254,7 +258,7 @@ def place_for(config):
 
 
 def study_of(config, name, command):
-    """Run one study, write its results and its report; the results."""
+    """Run one study and write its results; the results."""
     study = Study(config, name)
     study.out.mkdir(parents=True, exist_ok=True)  # refused now rather than after the last run
     study.run(place_for(config))
@@ -277,7 +281,7 @@ def ladder_of(config, name, command):
         own = at_size(config, size, out_dir=str(out / size))
         found[size] = study_of(own, name, command)
         print(report.table_of(found[size]))
-    both = analysis.ladder(found, config.held_out, name, command)
+    both = {**analysis.ladder(found, config.held_out, name, command), "config": asdict(config)}
     results.write(both, out)
     return both, out
 
@@ -302,7 +306,7 @@ def run(argv):
     if config.again:
         before = results.read(config.again)
         trial.USE_FILED = False
-        config = results.config_of(before, StudyConfig, config)
+        config = results.config_of(before, config)
         name = before["name"] + "-again"
     if config.dry_run:
         for size in config.sizes or [config.size]:

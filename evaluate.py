@@ -29,6 +29,9 @@ from common import UserError, pick_device, table, write_atomic
 from dataset import Dataset
 
 
+BLOCK = 4096  # tokens whose nats a study keeps as one sum: neighbours resemble each other for less than that
+
+
 # ---- scoring ----
 
 def windows(n, block_size, stride):

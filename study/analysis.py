@@ -7,9 +7,8 @@ import json
 
 import numpy as np
 
+from evaluate import BLOCK
 from study import compute, stats
-
-BLOCK = 4096  # tokens in each of a run's block_nats, see trial.py
 
 
 def judged(scores, pairs, alpha, margin):
@@ -77,10 +76,18 @@ def findable(scores, rows, alpha):
 
 def curve_of(arms):
     """The plain GPT's score against its compute, from its runs at several budgets; None: only one."""
-    plain = {arm["multiple"]: list(known(arm).values()) for arm in arms.values()
-             if arm["kind"] in ("plain", "budget")}
-    plain = {multiple: scores for multiple, scores in plain.items() if scores}
-    return compute.Curve(plain) if len(plain) > 1 and 1.0 in plain else None
+    plain = by_budget(arms)
+    return compute.Curve(plain) if tells_of_compute(plain) else None
+
+
+def by_budget(arms):
+    """{multiple of the budget: bits/byte of the plain GPT's finished runs at it}."""
+    return {arm["multiple"]: list(known(arm).values()) for arm in arms.values()
+            if arm["kind"] in ("plain", "budget") and known(arm)}
+
+
+def tells_of_compute(plain):
+    return len(plain) > 1 and 1.0 in plain
 
 
 def as_compute(curve, row, arms, alpha):
@@ -140,11 +147,10 @@ def ladder(sizes, held_out, name, command):
     inputs, left_out, alpha = {}, None, next(iter(sizes.values()))["alpha"]
     for size, study in sizes.items():
         blocks = 12 * study["plain"]["n_layer"] * study["plain"]["n_embd"] ** 2
-        budgets = {arm["multiple"]: list(known(arm).values()) for arm in study["arms"].values()
-                   if arm["kind"] in ("plain", "budget") and known(arm)}
-        if len(budgets) > 1 and 1.0 in budgets:
+        plain = by_budget(study["arms"])
+        if tells_of_compute(plain):
             left_out = blocks if size == held_out else left_out
-            inputs[blocks] = dict(plain=budgets, arms={
+            inputs[blocks] = dict(plain=plain, arms={
                 row["variant"]: (row["mean"], row["se"], row["df"] or np.inf) for row in study["comparisons"]
                 if row["baseline"] == "plain" and not row["equal"] and row["se"] is not None})
     if len(set(inputs) - {left_out}) > 1:

@@ -30,6 +30,9 @@ BOOKKEEPING = {"out_dir", "resume", "overwrite", "eval_only",
                "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode", "wandb_tags"}
 FIXED_BY_STUDY = BOOKKEEPING | {"init_from", "init_anyway", "device"}  # what settings and variants cannot say
 SAME_TEXT = {"dataset", "block_size"}  # what variants cannot say: the two sides would be scored on other text
+# keys that say where a study runs and what is done with it now: not those of the study that a file holds
+HERE = {"out_dir", "jobs", "device", "submit", "submit_options", "dry_run", "report_only",
+        "from_results", "recheck", "again", "tables"}
 # what is tuned together: the rates of an optimizer's group. min_lr goes with lr, which it must not exceed
 RATES = {"muon_lr": ("muon_lr",), "lr": ("lr", "embed_lr", "min_lr"), "mechanism_lr": ("mechanism_lr",)}
 
@@ -190,17 +193,16 @@ class Arm:
     def tokens(self):
         return self.train.max_iters * self.train.batch_size * self.train.grad_accum * self.model.block_size
 
-    def at_rates(self, factors, name=None):
-        """This arm with the rates of some groups of RATES times a factor each."""
+    def at_rates(self, factors, name):
+        """This arm, under another name, with the rates of some groups of RATES times a factor each."""
         flags = {key: getattr(self.train, key) * factor for group, factor in factors.items() if factor != 1
                  for key in RATES[group]}
-        return replace(self, name=name or self.name, label=name or self.label,
-                       train=replace(self.train, **flags), flags={**self.flags, **flags})
+        return replace(self, name=name, label=name, train=replace(self.train, **flags),
+                       flags={**self.flags, **flags})
 
     def groups(self):
         """The groups of RATES that this arm's optimizers have."""
-        with torch.device("cpu" if self.model.window else "meta"):
-            model = GPT(self.model)
+        model = built(self.model)
         muons = {id(p) for p, _ in model.block_matrices()} if self.train.optimizer == "muon" else set()
         added = model.of_mechanisms()
         has = {"muon_lr": muons, "lr": True, "mechanism_lr":
@@ -274,16 +276,20 @@ class ArmBuilder:
 
 def budget_of(model, training, tokens_per_param):
     """{max_iters, eval_interval} that train a plain GPT for so many tokens a parameter of its blocks."""
-    with torch.device("meta"):
-        blocks = sum(p.numel() for p in GPT(replace(model, vocab_size=1)).transformer.h.parameters())
+    blocks = sum(p.numel() for p in built(replace(model, vocab_size=1)).transformer.h.parameters())
     tokens = training.batch_size * training.grad_accum * model.block_size
     steps = max(1, round(tokens_per_param * blocks / tokens))
     return dict(max_iters=steps, eval_interval=max(1, steps // 10))
 
 
-def size_of(config):
-    """(parameters, training FLOPs per token) of a model; built without memory where that is possible."""
+def built(config):
+    """A GPT to count things in, without memory where that is possible."""
     # a window's FLOPs need its table of how many keys each token sees
     with torch.device("cpu" if config.window else "meta"):
-        model = GPT(config)
+        return GPT(config)
+
+
+def size_of(config):
+    """(parameters, training FLOPs per token) of a model."""
+    model = built(config)
     return model.num_params(), model.flops_per_token()

@@ -176,13 +176,17 @@ def remarks(found):
 
 # ---- tables ----
 
-def verdicts_table(found, only=None):
-    """The plain GPT, then each variant against it, the best first."""
+def verdicts_table(found, only=None, difference=interval):
+    """The plain GPT, then each variant against it, the best first.
+
+    difference: how a difference at equal cost is shown.
+    """
     head = ("variant", "params", "seeds", "bits/byte", f"difference [{level(found)}]", "corrected p",
             "worth × compute", "at equal FLOPs", "at equal time", "verdict")
     rows = [(*of_arm(found, "plain"), "–", "–", "1", "–", "–", "–")]
-    rows += [(*of_arm(found, c["variant"]), interval(c), p_of(c), worth_of(c), at_cost(c, "equal_flops"),
-              at_cost(c, "equal_time"), verdict_of(found, c)) for c in against_plain(found, only)]
+    rows += [(*of_arm(found, c["variant"]), interval(c), p_of(c), worth_of(c),
+              at_cost(c, "equal_flops", difference), at_cost(c, "equal_time", difference),
+              verdict_of(found, c)) for c in against_plain(found, only)]
     return Table(head, rows, (0, len(head) - 1))
 
 
@@ -213,10 +217,14 @@ def worth_of(c):
     return f"{mean} [{low}, {high}]"
 
 
-def at_cost(c, key):
+def at_cost(c, key, difference):
     """What is left of a difference at equal cost, and that cost; – where no plain GPT was that dear."""
     each = c.get(key)
-    return f"{interval(each)} at {show(each['ratio'], '.2f')} ×" if each else "–"
+    return f"{difference(each)} at {show(each['ratio'], '.2f')} ×" if each else "–"
+
+
+def mean_alone(c):
+    return show(c["mean"], "+.4f")
 
 
 def others_table(found, only=None):

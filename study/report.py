@@ -13,8 +13,9 @@ from pathlib import Path
 from common import table, write_atomic
 from study import page, pictures
 from study.findings import (Table, against_plain, costs_table, equal_of, headline, label_of, labelled,
-                            ladder_sentences, ladder_table, notices, others, others_table, printable, remarks,
-                            screened_table, sentence_of, settings_of, tuned_table, verdicts_table, without)
+                            ladder_sentences, ladder_table, mean_alone, notices, others, others_table,
+                            printable, remarks, screened_table, sentence_of, settings_of, tuned_table,
+                            verdicts_table, without)
 
 # ---- terminal ----
 
@@ -57,10 +58,7 @@ def verdicts(found, only=None, drop=("params", "seeds")):
 def short_verdicts(found, only=None):
     """The first of the two tables alone, of differences at equal FLOPs the mean alone."""
     more = ("params", "seeds", "corrected p", "at equal time")
-    head, rows, words = without(verdicts_table(found, only), *more)
-    at = list(head).index("at equal FLOPs")
-    rows = [[*row[:at], re.sub(r" \[.*\]", "", row[at]), *row[at + 1:]] for row in rows]
-    return in_markdown(head, rows, words)
+    return in_markdown(*without(verdicts_table(found, only, mean_alone), *more))
 
 
 def of_each_size(make):

@@ -28,10 +28,10 @@ import torch
 import checkpoint
 from common import ROOT, UserError, git_commit, json_safe, pick_device, write_atomic
 from dataset import Dataset
-from evaluate import windows_of
+from evaluate import bits, windows_of
 from model import GPTConfig
 from study import analysis, costs, queue, trial
-from study.arms import BOOKKEEPING, StudyConfig
+from study.arms import BOOKKEEPING, HERE, StudyConfig
 
 CURVE_POINTS = 25  # of a run's validation curve that are kept, the last one among them
 # what nothing can do without
@@ -44,30 +44,29 @@ KEYS = dict(name=str, question=str, command=str, alpha=float, margin=float, data
 
 def collect(study, command):
     """A study as a dict: what its runs gave, and every figure that follows. UserError: nothing is done."""
-    c, done = study.config, {folder: trial.result(folder) for folder in set(study.runs.values())}
-    done = {folder: result for folder, result in done.items() if result}
+    c, planned = study.config, set(study.runs.values())
+    done = {folder: result for folder in planned if (result := trial.result(folder))}
     refuse_to_lose(study, done)
     judged = {name: {seed: folder for (stage, arm, seed), folder in study.runs.items()
                      if stage == "judge" and arm == name} for name in study.arms}
     failures = failures_of(study)
-    nothing_runs = len(done) + len(failures) >= len(set(study.runs.values()))
-    first = next((folder for folder in judged["plain"].values() if folder in done), None)
+    nothing_runs = len(done) + len(failures) >= len(planned)
     found = json.loads(json.dumps(json_safe(dict(  # as it will be read: what follows is the same then
         name=study.name, scale=study.scale, size=c.size, question=c.question, command=command,
         out=str(study.out), date=date.today().isoformat(), commit=git_commit(), patch=patch(),
         versions=dict(python=sys.version.split()[0],
                       **{name: version(name) for name in ("torch", "numpy", "scipy")}),
-        config={f.name: getattr(c, f.name) for f in fields(StudyConfig)},
+        config=asdict(c),
         settings=study.builder.settings, plain={"base": study.builder.base, **flags_of(study.builder.plain)},
         machine=machine(study, done), data=scored(study, done),
         alpha=c.alpha, margin=c.margin, seeds=c.seeds, pairs=[list(pair) for pair in study.pairs],
-        screen=study.screened, tuned=study.tuned, budgets=[1.0, *c.budgets], screened_out=[
-            name for name in study.variants if name not in study.arms],
-        arms={name: arm_summary(study, arm, judged[name], done, nothing_runs, first)
+        screen=study.screened, tuned=study.tuned,
+        screened_out=[name for name in study.variants if name not in study.arms],
+        arms={name: arm_summary(study, arm, judged[name], done, nothing_runs)
               for name, arm in study.arms.items()},
         runs={folder.name: {**result, "spec": study.specs[folder], "curve": curve_of(folder, result)}
               for folder, result in done.items()},
-        failures=failures, planned=len(set(study.runs.values())), done=len(done)))))
+        failures=failures, planned=len(planned), done=len(done)))))
     return {**found, **json_safe(analysis.figures(found))}
 
 
@@ -85,8 +84,13 @@ def failures_of(study):
     return [row for row in rows if row["why"]]
 
 
+def studies_in(found):
+    """{size: study} of a ladder's file; of a study's, itself under ""."""
+    return found.get("sizes", {"": found})
+
+
 def failures_in(found):
-    return sum(len(each["failures"]) for each in found.get("sizes", {"": found}).values())
+    return sum(len(study["failures"]) for study in studies_in(found).values())
 
 
 def machine(study, done):
@@ -110,8 +114,8 @@ def scored(study, done):
                 context=f"disjoint windows of {T:,}", note=data.meta.get("note"))
 
 
-def arm_summary(study, arm, folders, done, nothing_runs, plain_folder):
-    """One arm: sizes, costs, each seed's score and curve, the command of a run, and a look inside one."""
+def arm_summary(study, arm, folders, done, nothing_runs):
+    """One arm: sizes, costs, each seed's score, the command of a run, and a look inside one."""
     found = [done.get(folder) for folder in folders.values()]
 
     def median(key):
@@ -283,7 +287,7 @@ def read(path):
         raise UserError(f"cannot read {path}: {e.strerror or 'damaged'}") from None
     except (ValueError, EOFError):
         raise UserError(f"{path} is not JSON, gzip'd or not") from None
-    for study in found.get("sizes", {"": found}).values() if isinstance(found, dict) else [{}]:
+    for study in studies_in(found).values() if isinstance(found, dict) else [{}]:
         wrong = [key for key, kind in KEYS.items() if not isinstance(study.get(key), kind)]
         if wrong:
             raise UserError(f"{path} is not what compare.py writes: {', '.join(wrong[:4])} "
@@ -296,12 +300,12 @@ def read(path):
 def recheck(path):
     """Compute every figure of a results file from its runs once more; a line. UserError: one differs."""
     found, wrong, count = read(path), [], 0
-    for size, study in found.get("sizes", {"": found}).items():
+    for size, study in studies_in(found).items():
         where = f"{size}: " * bool(size)
         for name, arm in study["arms"].items():
             for run, bpb in zip(arm["runs"], arm["bpb"]):
                 wrong += [f"{where}{name}: {problem}" for problem in wrong_score(study["runs"].get(run), bpb)]
-        for key, value in analysis.figures({k: v for k, v in study.items()}).items():
+        for key, value in analysis.figures(study).items():
             each, differing = differences(json_safe(value), study.get(key), f"{where}{key}")
             count, wrong = count + each, wrong + differing
     if "sizes" in found:
@@ -318,7 +322,7 @@ def wrong_score(run, bpb):
     """What is wrong between a score and the nats of the run that it comes from, as sentences."""
     if run is None:
         return [] if bpb is None else ["a score without its run"]
-    fresh = run["nats"] / (math.log(2) * run["bytes"])
+    fresh = bits(run["nats"], run["bytes"])
     parts, wrong = sum(run.get("block_nats") or [run["nats"]]), []
     if not math.isclose(bpb, fresh, rel_tol=1e-12):
         wrong.append(f"{bpb} is not {fresh}")
@@ -340,21 +344,17 @@ def differences(a, b, where):
     return sum(n for n, _ in parts), [line for _, lines in parts for line in lines]
 
 
-def config_of(found, cls, config):
+def config_of(found, config):
     """The config of the study that a results file holds; where it runs is this call's."""
-    here = ("jobs", "device", "submit", "submit_options", "out_dir", "dry_run", "again")
-    kept = {**found.get("config", next(iter(found.get("sizes", {}).values()), {}).get("config"))}
-    if "sizes" in found:
-        kept.update(sizes=list(found["sizes"]), held_out=found["held_out"], size=None)
-    known = {f.name for f in fields(cls)}
-    return replace(config, **{key: value for key, value in kept.items() if key in known and key not in here})
+    known = {f.name for f in fields(StudyConfig)} - HERE
+    return replace(config, **{key: value for key, value in found["config"].items() if key in known})
 
 
 def agreement(before, after):
     """Where a study and its repetition agree, run by run and verdict by verdict, as text."""
     lines = []
-    for size, old in before.get("sizes", {"": before}).items():
-        new = after.get("sizes", {"": after})[size]
+    for size, old in studies_in(before).items():
+        new = studies_in(after)[size]
         pairs = [(x, y) for name in old["arms"] if name in new["arms"] for x, y in zip(
             old["arms"][name]["bpb"], new["arms"][name]["bpb"]) if x is not None and y is not None]
         equal, far = sum(x == y for x, y in pairs), max((abs(x - y) for x, y in pairs), default=math.nan)

@@ -34,14 +34,13 @@ import checkpoint
 import train
 from common import UserError, explain, pick_device, write_atomic
 from dataset import Dataset
-from evaluate import bits, score, windows_of
+from evaluate import BLOCK, bits, score, windows_of
 from model import GPTConfig
 from runlog import peak_memory, processor, read_json, read_rows, set_aside, stamps
 from study.fingerprint import code_digest
 
 TRIALS = Path("out/trials")
 USE_FILED = True  # a run in results/ counts as done; False: for reruns that check what is there
-BLOCK = 4096      # tokens in each of block_nats
 WITH_PARENT = "--stop_with_parent"  # of the command line: standard input is a pipe that the parent holds
 
 

@@ -20,7 +20,7 @@ import configurator
 from common import UserError
 from compare import Study, main
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from study import analysis, costs, queue, results, stats, tables, trial
+from study import analysis, costs, pictures, queue, results, stats, tables, trial
 from study.arms import SIZES, ArmBuilder, StudyConfig, size_of, variants_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -406,6 +406,8 @@ def test_results_hold_what_the_statistics_need(finished):
     _, found = finished
     assert found == json.loads(json.dumps(found, allow_nan=False)) == results.read("out/test/results.json.gz")
     assert found["command"] and found["commit"] and found["versions"]["torch"] == torch.__version__
+    for draw in (pictures.forest, pictures.learning, pictures.compute):  # all that they need is in it
+        assert draw(found).axes[0].get_lines()
     assert found["plain"]["n_layer"] == 2 and not {"seed", "out_dir", "device"} & set(found["plain"])
     scores = {name: dict(zip(map(str, arm["seeds"]), arm["bpb"])) for name, arm in found["arms"].items()}
     rows = stats.judge(scores, [(row["variant"], row["baseline"]) for row in found["comparisons"]],
@@ -461,7 +463,9 @@ def test_a_run_on_file_counts_as_done_and_can_be_run_again(plain, finished, here
 
 
 def test_a_study_is_run_again_from_its_file_and_told_where_it_agrees(finished, monkeypatch, capsys):
-    _, found = finished
+    study, found = finished
+    found["config"]["report_only"] = True  # how the file came to be written is not part of the study
+    results.write(found, study.out)
     monkeypatch.setattr(compare, "place_for", lambda config: Here())
     monkeypatch.setattr(trial, "USE_FILED", True)
     monkeypatch.setattr(queue.time, "sleep", lambda s: None)
