@@ -92,8 +92,9 @@ class GPTConfig:
     agency_enforce: bool = True          # False: heads without consent run all the same (counted as forced)
     agency_threshold: float = 0.05       # a gate above it counts as in use
     # ---- U-Net skips: the output of block i joins the output of block N - i + 1 ----
-    unet: Optional[Literal["concat", "add", "published"]] = None  # h + W[skip; h] | h + w skip | Linear
-    unet_init: float = 0.5               # concat, add: weight of the first decoder block's skip; then falling
+    unet: Optional[Literal["concat", "add", "scalar", "published"]] = None
+                                         # h + W[skip; h] | h + sigmoid(l) skip | h + w skip | Linear
+    unet_init: float = 0.5               # all but published: the first decoder block's skip; then falling
     unet_skips: bool = True              # False: the skip half gives nothing (a switch for trained models)
     # ---- constraint heads: extra heads with a router, scores per token, and names ----
     constraint_names: Optional[list[str]] = None  # what the extra heads are for; None: off
@@ -1263,14 +1264,16 @@ class SkipFusion(Mechanism):
     """U-Net: joins an encoder block's output `skip` to a decoder block's output h, both [B, T, C].
 
     Source: Adaptive Transformer, section 2.3. concat: h + W [skip; h]; add: h + sigmoid(logit) skip;
-    published: the write-up's Linear([skip; h]). The initial weight of the skip falls with depth (its section
-    5.3).
+    scalar: h + weight skip, as speedruns have it; published: the write-up's Linear([skip; h]). The initial
+    weight of the skip falls with depth (its section 5.3).
     """
 
     name, flag = "fuse", "unet"
     modes = {"unet_concat": dict(unet="concat"), "unet_add": dict(unet="add"),
+             "unet_scalar": dict(unet="scalar", unet_init=1.0),  # where others report that skips help
              "unet_published": dict(unet="published")}
     neutral = {"unet_concat": {"unet_init": 0.0}, "unet_add": {"unet_init": 0.0},
+               "unet_scalar": {"unet_init": 0.0},
                "unet_published": {"fuse.*.weight": identity_of_h, "fuse.*.bias": 0.0}}
 
     def __init__(self, config, depth):
@@ -1281,7 +1284,7 @@ class SkipFusion(Mechanism):
         if self.mode == "add":
             self.logit = nn.Parameter(torch.empty(1))
         else:
-            self.weight = nn.Parameter(torch.empty(C, 2 * C))
+            self.weight = nn.Parameter(torch.empty(1) if self.mode == "scalar" else torch.empty(C, 2 * C))
         if self.mode == "published":
             self.bias = nn.Parameter(torch.empty(C))
 
@@ -1297,6 +1300,8 @@ class SkipFusion(Mechanism):
         if self.mode == "add":
             # 7 is 0.999: at 1 itself the sigmoid has no slope to learn by
             return {"logit": max(-50.0, min(7.0, logit(self.share)))}
+        if self.mode == "scalar":
+            return {"weight": self.share}
         if self.mode == "concat":
             C = len(self.weight)
             return {"weight": torch.cat((self.share * torch.eye(C), torch.zeros(C, C)), 1)}
@@ -1304,8 +1309,9 @@ class SkipFusion(Mechanism):
         return {"weight": linear, "bias": linear}
 
     def forward(self, h, skip):
-        if self.mode == "add":
-            return h + self.logit.sigmoid() * skip if self.skips else h
+        if self.mode in ("add", "scalar"):
+            share = self.logit.sigmoid() if self.mode == "add" else self.weight
+            return h + share * skip if self.skips else h
         both = torch.cat((skip if self.skips else torch.zeros_like(skip), h), -1)
         mixed = F.linear(both, self.weight, getattr(self, "bias", None))
         return mixed if self.mode == "published" else h + mixed

@@ -267,6 +267,8 @@ def slow_hidden(model, idx, hint=None):
                 skip, fuse = outputs[partner] * float(c.unet_skips), f"fuse.{i - (N + 1) // 2}."
                 if c.unet == "add":
                     x = x + sigmoid(p[fuse + "logit"]) * skip
+                if c.unet == "scalar":
+                    x = x + p[fuse + "weight"] * skip
                 if c.unet == "concat":
                     x = x + torch.cat((skip, x), -1) @ p[fuse + "weight"].T
                 if c.unet == "published":
@@ -780,7 +782,7 @@ def test_a_state_without_agency_is_refused_in_one_line():
 
 # ---- U-Net skips ----
 
-@pytest.mark.parametrize("mode", ["concat", "add", "published"])
+@pytest.mark.parametrize("mode", ["concat", "add", "scalar", "published"])
 @pytest.mark.parametrize("n_layer", [2, 3, 4, 5])
 @pytest.mark.parametrize("on", [True, False])
 def test_block_i_joins_the_output_of_block_n_minus_i_plus_1(mode, n_layer, on):
@@ -802,9 +804,11 @@ def test_skips_start_as_a_share_that_falls_with_depth(n_layer, weights):
         close(fuse.weight, torch.cat((share * eye, zero), 1), 0)
     for fuse, share in zip(tiny(dict(unet="add"), alive=False, n_layer=n_layer).fuse, weights):
         assert sigmoid(fuse.logit).item() == pytest.approx(share, abs=1e-6)
+    for fuse, share in zip(tiny(dict(unet="scalar"), alive=False, n_layer=n_layer).fuse, weights):
+        assert fuse.weight.item() == share
 
 
-@pytest.mark.parametrize("mode", ["concat", "add", "published"])
+@pytest.mark.parametrize("mode", ["concat", "add", "scalar", "published"])
 def test_with_skips_off_the_skip_contributes_nothing(mode):
     fuse = SkipFusion(GPTConfig(n_embd=8, unet=mode), 0).double()
     h, skip = normal(2, 3, 8), normal(2, 3, 8, seed=2)
@@ -813,7 +817,7 @@ def test_with_skips_off_the_skip_contributes_nothing(mode):
     assert not torch.equal(fuse(h, skip), fuse(h, -skip))
     fuse.skips = False
     assert torch.equal(fuse(h, skip), fuse(h, -skip))
-    if mode == "add":
+    if mode in ("add", "scalar"):
         assert torch.equal(fuse(h, skip), h)
     else:  # the other half goes on working
         close(fuse(h, skip), (h if mode == "concat" else fuse.bias) + h @ fuse.weight[:, 8:].T, 1e-12)

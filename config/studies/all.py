@@ -6,7 +6,6 @@ question = "Does any head mechanism or rival beat a plain GPT?"
 
 mechanisms = ["*", "all_on"]  # each entry of model.MECHANISMS, and all seven mechanisms at once
 variants = {
-    "unet_add at 1": dict(unet="add", unet_init=1.0),  # where others report that skips help
     "routing, no entropy": dict(routing="published", routing_mask="zero", routing_eval_gate=False,
                                 routing_coef=0.0),
 }
@@ -14,4 +13,4 @@ contrasts = [["routing_published", "routing, no entropy"]]  # what its entropy t
 
 screen = True
 best, worst = 4, 2
-always = ["output_gate", "xsa", "key_offset", "unet_add at 1"]  # those that published speedruns gained with
+always = ["output_gate", "xsa", "key_offset", "unet_scalar"]  # those that published speedruns gained with
