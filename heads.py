@@ -1,0 +1,267 @@
+"""
+The heads of a model, seen from outside: what each does on given text, closing, and inserting them.
+
+controller.py, prune.py and inspect_heads.py read this. Nothing here touches the training step.
+"""
+
+import math
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from common import UserError
+from model import GPT
+
+# what measure() gives of every head
+METRICS = {
+    "entropy": "of its attention rows, over the log of the row's length: 0 one key, 1 all alike",
+    "gradient": "norm of the loss's gradient in the head's slices of the projections, nats",
+    "importance": "|y . d loss / d y| a sequence, its output times the gradient there, nats a token",
+    "utilisation": "share of the layer's output norm",
+    "gate": "mean over tokens of all factors on its output",
+    "conflict": "cosine of its gradients on two halves of the text",
+}
+GATES = ("gate", "output_gate", "acag_gate", "sink_gate")  # traces that are factors on y, over [B, H, T, D]
+
+
+def attentions(model):
+    return [block.attn for block in model.transformer.h]
+
+
+def places(model):
+    """[(layer, head)] of every head, constraint heads too, by the original numbers."""
+    return [(layer, head) for layer, attn in enumerate(attentions(model)) for head in attn.all_head_ids()]
+
+
+# ---- text to measure on ----
+
+def fixed_text(data, split, block_size, n_tokens, rank=0, world=1):
+    """(x, y) [B, T] each, evenly spaced windows of a split, always the same; a rank gets its share.
+
+    At least two windows a rank. UserError where the split has not as many.
+    """
+    tokens = data.tokens(split)
+    n = max(2, n_tokens // block_size // world) * world
+    if len(tokens) < n * block_size + 1 or block_size < 2:
+        raise UserError(f"measuring heads takes {n} windows of {max(2, block_size)} tokens; "
+                        f"{data.dir} has {len(tokens):,} tokens of {split}, block_size={block_size}")
+    starts = np.linspace(0, len(tokens) - block_size - 1, n).astype(np.int64)[rank::world]
+    ids = torch.from_numpy(np.stack([tokens[s:s + block_size + 1] for s in starts]).astype(np.int64))
+    return ids[:, :-1], ids[:, 1:]
+
+
+@contextmanager
+def evaluating(model):
+    """The model in eval mode, and then as it was."""
+    before = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(before)
+
+
+@torch.no_grad()
+def nats_on(model, x, y, autocast=None, rows=16):
+    """Mean nats per token of y after x, [B, T] each, dropout off."""
+    total = 0.0
+    with evaluating(model), autocast or nullcontext():
+        for xs, ys in zip(x.split(rows), y.split(rows)):
+            total += model(xs, ys).loss.double().item() * len(xs)
+    return total / len(x)
+
+
+# ---- metrics ----
+
+def measure(model, x, y, autocast=None):
+    """{metric: [a float64 tensor [H] for each block]} of METRICS on x, y [B, T], B and T at least 2; eval mode.
+
+    Importance is Michel et al.'s (arXiv 1905.10650, eq. 2). Raises ValueError where one is not finite.
+    """
+    layers, halves = attentions(model), list(zip(x.chunk(2), y.chunk(2)))
+    if len(halves) < 2 or x.size(1) < 2:
+        raise ValueError(f"measuring heads takes two sequences of two tokens, not {tuple(x.shape)}")
+    parts, kept = [], {}
+    weights = [w for attn in layers for w in projections(attn)]
+
+    def keep(i):
+        def hook(module, args):
+            kept[i] = args[0]
+        return hook
+
+    outs = [p for attn in layers for p in out_projections(attn)]
+    hooks = [p.register_forward_pre_hook(keep(i)) for i, p in enumerate(outs)]
+    try:
+        with evaluating(model), torch.enable_grad():
+            for xs, ys in halves:
+                with autocast or nullcontext():
+                    out = model(xs, ys, traces=True)
+                ys_of = [kept[i] for i in range(len(outs))]
+                found = torch.autograd.grad(out.loss, [*weights, *ys_of], allow_unused=True)
+                found = [torch.zeros_like(t) if g is None else g
+                         for t, g in zip([*weights, *ys_of], found)]
+                parts.append(half_metrics(model, out.traces, found, ys_of))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    metrics = {name: [] for name in METRICS}
+    for layer, (a, b) in enumerate(zip(*parts)):
+        both = (a["slope"] + b["slope"]) / 2
+        metrics["gradient"].append(both.norm(dim=-1))
+        metrics["conflict"].append(F.cosine_similarity(a["slope"], b["slope"], dim=-1, eps=1e-30))
+        norms = ((a["power"] + b["power"]) / 2).clamp_min(0).sqrt()
+        metrics["utilisation"].append(norms / norms.sum().clamp_min(1e-30))
+        for name in ("entropy", "importance", "gate"):
+            metrics[name].append((a[name] + b[name]) / 2)
+    for name, values in metrics.items():
+        for layer, value in enumerate(values):
+            if not value.isfinite().all():
+                raise ValueError(f"{name} of a head in block {layer} is not finite")
+    return metrics
+
+
+def projections(attn):
+    """The weights that are a head's own: into q, k, v and out, of the layer's heads and constraint heads."""
+    own = [attn.c_attn.weight, attn.c_proj.weight]
+    return own + ([attn.constraint.c_attn.weight, attn.constraint.c_proj.weight] if attn.n_extra else [])
+
+
+def out_projections(attn):
+    return [attn.c_proj] + ([attn.constraint.c_proj] if attn.n_extra else [])
+
+
+def half_metrics(model, traces, found, outputs):
+    """[dict of [H] tensors] a block, from gradients `found` of the projections and of what goes into c_proj."""
+    layers, rows = attentions(model), []
+    slopes, grads = found[:-len(outputs)], found[-len(outputs):]
+    slopes, grads, outputs = iter(slopes), iter(grads), iter(outputs)
+    for layer, attn in enumerate(layers):
+        row = dict(slope=[], power=[], importance=[])
+        width = {}
+        groups = [(attn.n_head, attn.parts, attn.c_proj)]
+        if attn.n_extra:
+            groups.append((attn.n_extra, 3, attn.constraint.c_proj))
+        for n, count, out in groups:
+            D = attn.head_size
+            into, away = next(slopes).double(), next(slopes).double()
+            own = into.view(count, n, D * into.size(1)).transpose(0, 1).flatten(1)
+            row["slope"].append(torch.cat((own, away.view(len(away), n, D).transpose(0, 1).flatten(1)), 1))
+            y, g = (next(each).detach().double().unflatten(-1, (n, D)) for each in (outputs, grads))
+            # the loss is a mean over sequences: times their number, a sequence's own
+            row["importance"].append((y * g).sum((1, 3)).abs().mean(0) * len(y))
+            weight = out.weight.detach().double().view(len(away), n, D)
+            gram = torch.einsum("cnd,cne->nde", weight, weight)
+            row["power"].append(torch.einsum("btnd,nde,btne->n", y, gram, y) / (y.size(0) * y.size(1)))
+            width = y.shape
+        row = {name: torch.cat(values) for name, values in row.items()}
+        own = {key.split(".", 2)[2]: t for key, t in traces.items() if key.startswith(f"blocks.{layer}.")}
+        T = width[1]
+        positions = torch.arange(T, device=row["power"].device)
+        n_keys = model.mask.n_keys(positions).double()
+        seen = n_keys > 1  # a row of one key has no entropy to speak of
+        entropy = own["entropy"].detach().double()[..., seen] / n_keys[seen].log()
+        row["entropy"] = entropy.mean((0, 2))
+        row["gate"] = mean_gate(attn, own)
+        rows.append(row)
+    return rows
+
+
+def mean_gate(attn, traces):
+    """[H]: the mean over tokens of the product of all that multiplies a head's output."""
+    gate = torch.ones(1, attn.n_total, 1, 1, dtype=torch.float64, device=attn.c_proj.weight.device)
+    for name in GATES:
+        if name in traces:
+            each = traces[name].detach().double()
+            gate = gate * (each if each.dim() == 4 else each[None])
+    if "routing_weights" in traces:
+        each = traces["routing_weights"].detach().double()
+        each = each if each.size(-1) == attn.n_head else each[..., attn.head_ids]
+        gate = gate * F.pad(each, (0, attn.n_extra), value=1.0).transpose(1, 2)[..., None]
+    if "router_gates" in traces:
+        each = F.pad(traces["router_gates"].detach().double(), (attn.n_head, 0), value=1.0)
+        gate = gate * each.transpose(1, 2)[..., None]
+    return gate.mean((0, 2, 3))
+
+
+# ---- closing ----
+
+@contextmanager
+def closed(model, heads):
+    """The model with these (layer, head) at gate 0, and then as it was."""
+    before = [attn.gate_override if attn.gate_override is None else attn.gate_override.clone()
+              for attn in attentions(model)]
+    try:
+        for layer, head in heads:
+            model.set_head(layer, head, gate=0.0)
+        yield
+    finally:
+        for attn, override in zip(attentions(model), before):
+            attn.gate_override = override
+
+
+# ---- inserting ----
+
+@torch.no_grad()
+def insert_heads(model, heads, optimizers=(), seed=0):
+    """Put heads {layer: [head, ...]} into the free numbers below n_head; the logits stay what they are.
+
+    A new head begins as in a new model of another `seed`, but what it sends out is 0, and so are the optimizers'
+    moments. A compiled or data-parallel wrapper has to be made anew. Raises ValueError for a number that is
+    taken, or that there is not.
+    """
+    for layer, new in heads.items():
+        if not 0 <= layer < model.config.n_layer:
+            raise ValueError(f"cannot insert into block {layer}; they go from 0 to {model.config.n_layer - 1}")
+        free = set(range(model.config.n_head)) - set(attentions(model)[layer].head_ids)
+        if not set(new) <= free:
+            raise ValueError(f"cannot insert {sorted(new)} into block {layer}: "
+                             f"free are {', '.join(map(str, sorted(free))) or 'none'}")
+    ids = [sorted([*attn.head_ids, *heads.get(layer, ())]) for layer, attn in enumerate(attentions(model))]
+    config = replace(model.config, head_ids=ids, seed=model.config.seed + seed)
+    fresh = GPT(config).to(model.transformer.wte.weight.device, model.transformer.wte.weight.dtype)
+    for layer in heads:
+        attn, other = attentions(model)[layer], attentions(fresh)[layer]
+        old = torch.tensor([i in attn.head_ids for i in ids[layer]])
+        other.c_proj.weight[:, (~old).repeat_interleave(attn.head_size)] = 0.0
+        if attn.gate_override is not None:
+            other.gate_override = torch.full((other.n_total,), math.nan, device=attn.gate_override.device)
+        for axis, start in zip(attn.head_axes(), other.head_axes()):
+            kept = torch.cat((old, torch.ones(attn.n_extra * axis.extra, dtype=torch.bool)))
+            rows = kept.repeat(axis.parts).repeat_interleave(axis.size).nonzero().flatten()
+            put_rows(axis, getattr(start.module, start.tensor, None), rows, optimizers)
+        attn.head_ids, attn.n_head = ids[layer], len(ids[layer])
+        for module in attn.modules():
+            if isinstance(module, nn.Linear):
+                module.out_features, module.in_features = module.weight.shape
+    model.config = replace(model.config, head_ids=ids)
+
+
+def put_rows(axis, fresh, rows, optimizers):
+    """Put the tensor of a HeadAxis at `rows` of a fresh, larger one, which takes its place.
+
+    What optimizers hold of the old rows moves along; of the new ones they begin at 0.
+    """
+    module, name, dim = axis.module, axis.tensor, axis.dim
+    old = getattr(module, name, None)
+    if old is None:
+        return
+    rows = rows.to(old.device)
+
+    def larger(t, start):
+        return start.clone().index_copy_(dim, rows, t)
+
+    if not isinstance(old, nn.Parameter):
+        return setattr(module, name, larger(old, fresh))
+    new = nn.Parameter(larger(old.detach(), fresh.detach()), old.requires_grad)
+    setattr(module, name, new)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [new if p is old else p for p in group["params"]]
+        if old in optimizer.state:
+            optimizer.state[new] = {
+                key: larger(t, torch.zeros_like(new)) if torch.is_tensor(t) and t.shape == old.shape else t
+                for key, t in optimizer.state.pop(old).items()}
