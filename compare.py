@@ -56,14 +56,15 @@ class Study:
     def spec(self, arm, seed, split):
         """trial.json of one run."""
         model = replace(arm.model, seed=seed + arm.flags.get("seed", 0))
-        flags = {key: value for key, value in asdict(arm.train).items() if key not in BOOKKEEPING}
+        training = fingerprint.own_training(arm.train)
+        flags = {key: value for key, value in training.items() if key not in BOOKKEEPING}
         # a cluster's node picks its own device; here, GPUs are handed out by number
         on_slurm = queue.on_slurm(self.config.submit)
         flags["device"] = self.config.device if on_slurm else pick_device(self.config.device).split(":")[0]
         return dict(model=fingerprint.own_flags(model), train=flags,
                     score=dict(split=split, tokens=self.config.test_tokens),
                     data={name: part["sha256"] for name, part in self.builder.data.splits.items()},
-                    code=fingerprint.code_digest(model), torch=torch.__version__)
+                    code=fingerprint.code_digest(model, arm.train), torch=torch.__version__)
 
     def plan(self, stage, arms, seeds, split=None):
         """Add runs of these arms, seed by seed: a stage that is cut short has whole seeds; folders."""

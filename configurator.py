@@ -132,10 +132,15 @@ def parse(text, t):
 
 # ---- keys ----
 
+def source_lines(cls):
+    """The lines of a dataclass's source, and before them those of the dataclasses that it extends."""
+    return [line for each in reversed(cls.__mro__[:-1]) for line in inspect.getsource(each).splitlines()]
+
+
 def comments(cls):
     """{field: its comment}: behind the field in the source, and going on below it, indented further."""
     found, field = {}, None
-    for line in inspect.getsource(cls).splitlines():
+    for line in source_lines(cls):
         if start := re.match(r"    (\w+):", line):
             field = start[1]
         elif not re.match(r"     +\S", line):
@@ -181,7 +186,7 @@ def nearest(key, keys):
 def help_text(classes, doc, mechanisms=()):
     """Every key with type, default and comment, under the headings of the dataclasses' source."""
     lines, keys = [doc.strip()], keys_of(classes)
-    for line in (line for cls in classes for line in inspect.getsource(cls).splitlines()):
+    for line in (line for cls in classes for line in source_lines(cls)):
         if heading := re.match(r"    # (---- .*)", line):
             lines += ["", heading[1]]
         elif (field := re.match(r"    (\w+):", line)) and field[1] in keys:

@@ -78,7 +78,7 @@ def nats_on(model, x, y, autocast=None, rows=16):
 # ---- metrics ----
 
 def measure(model, x, y, autocast=None):
-    """{metric: [a float64 tensor [H] for each block]} of METRICS on x, y [B, T], B and T at least 2; eval mode.
+    """{metric: [a float64 tensor [H] a block]} of METRICS on x, y [B, T], B and T at least 2, in eval mode.
 
     Importance is Michel et al.'s (arXiv 1905.10650, eq. 2). Raises ValueError where one is not finite.
     """
@@ -135,7 +135,7 @@ def out_projections(attn):
 
 
 def half_metrics(model, traces, found, outputs):
-    """[dict of [H] tensors] a block, from gradients `found` of the projections and of what goes into c_proj."""
+    """A dict of [H] tensors a block, from gradients `found` of projections and of what goes into c_proj."""
     layers, rows = attentions(model), []
     slopes, grads = found[:-len(outputs)], found[-len(outputs):]
     slopes, grads, outputs = iter(slopes), iter(grads), iter(outputs)
@@ -171,7 +171,10 @@ def half_metrics(model, traces, found, outputs):
 
 
 def mean_gate(attn, traces):
-    """[H]: the mean over tokens of the product of all that multiplies a head's output."""
+    """[H]: the mean over tokens of the product of all that multiplies a head's output.
+
+    Of constraint heads as published, what multiplies their values.
+    """
     gate = torch.ones(1, attn.n_total, 1, 1, dtype=torch.float64, device=attn.c_proj.weight.device)
     for name in GATES:
         if name in traces:
@@ -209,13 +212,14 @@ def closed(model, heads):
 def insert_heads(model, heads, optimizers=(), seed=0):
     """Put heads {layer: [head, ...]} into the free numbers below n_head; the logits stay what they are.
 
-    A new head begins as in a new model of another `seed`, but what it sends out is 0, and so are the optimizers'
-    moments. A compiled or data-parallel wrapper has to be made anew. Raises ValueError for a number that is
-    taken, or that there is not.
+    A new head begins as in a new model of another `seed`, but what it sends out is 0, and so are the
+    optimizers' moments. A compiled or data-parallel wrapper has to be made anew. Raises ValueError for a
+    number that is taken, or that there is not.
     """
     for layer, new in heads.items():
         if not 0 <= layer < model.config.n_layer:
-            raise ValueError(f"cannot insert into block {layer}; they go from 0 to {model.config.n_layer - 1}")
+            raise ValueError(f"cannot insert into block {layer}; "
+                             f"they go from 0 to {model.config.n_layer - 1}")
         free = set(range(model.config.n_head)) - set(attentions(model)[layer].head_ids)
         if not set(new) <= free:
             raise ValueError(f"cannot insert {sorted(new)} into block {layer}: "

@@ -28,8 +28,10 @@ from tqdm import tqdm
 
 import checkpoint
 import configurator
+import controller
 from checkpoint import last_save
 from common import UserError, explain
+from controller import Controller, ControllerConfig
 from dataset import Batches, Dataset
 from evaluate import bits, score
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
@@ -47,7 +49,7 @@ OPTIMIZERS = {
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(ControllerConfig):
     # ---- run ----
     out_dir: Optional[str] = None        # the run's folder; None: out/<scale or config file>-<mechanisms>
     dataset: str = "shakespeare_char"    # a folder under data/, or a path to one
@@ -157,6 +159,8 @@ def conflicts(model_config, config):
                    f"shared evenly by {world} ranks")
     if not config.problems():  # else what follows from a wrong value is no news
         bad += config.for_recipe(model_config.recipe).problems()
+    if not model_config.problems():
+        bad += controller.conflicts(model_config, config)
     try:
         dataset = Dataset(config.dataset)
     except UserError as e:
@@ -214,6 +218,7 @@ class Run:
     last_eval: dict = field(default_factory=lambda: dict(step=-1))
     # of this launch
     trainer: Optional[Trainer] = None
+    controller: Optional[Controller] = None  # where heads are measured or moved
     log: Optional[Log] = None        # on the first rank
     bar: Optional[tqdm] = None
     bar_values: dict = field(default_factory=dict)
@@ -295,6 +300,8 @@ def save_checkpoint(run, name, resumable=True):
     if resumable:
         content["optimizers"] = [optimizer.state_dict() for optimizer in run.trainer.optimizers]
         content["scaler"] = run.trainer.scaler.state_dict()
+        if run.controller:
+            content["controller"] = run.controller.state()
     checkpoint.save(run.out_dir / name, content)
 
 
@@ -344,6 +351,7 @@ def train(model_config, config):
     process = join_ranks(config.device)
     saves = saves_in(config)
     dataset = Dataset(config.dataset)
+    model_config = controller.starting_config(model_config, config)
     model, state = checkpoint.starting_point(model_config, config, dataset, process.device)
     progress = {key: state[key] for key in PROGRESS if key in state} if state else {}
     run = Run(config.for_recipe(model.config.recipe), model, dataset, process, **progress)
@@ -364,6 +372,7 @@ def train(model_config, config):
     batches = Batches(dataset, "train", model.config.block_size, config.batch_size * config.grad_accum,
                       model.config.seed)
     run.trainer = Trainer(model, config, process)
+    controller.start(run, state)
     if state:
         run.trainer.load(state, run.out_dir / "ckpt.pt")
         print_changes(run, state)
@@ -425,6 +434,8 @@ def loop(run, batches, closing):
         # clip, agree with the other ranks, update
         metrics, stopping = trainer.update(run.step, means, stop.name is not None)
         run.step += 1
+        if run.controller:
+            trainer = controller.step(run)
         run.elapsed_s += time.perf_counter() - began
 
         # log and save

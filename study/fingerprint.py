@@ -1,16 +1,19 @@
 """
 The code that a run's numbers come from, as one hash: each definition that training and scoring reach.
 
-Comments, line breaks and docstrings do not count, nor do definitions that nothing reaches, nor the mechanisms
-that are off: a change inside one mechanism repeats its own runs alone, a new one repeats none.
+Comments, line breaks and docstrings do not count, nor do definitions that nothing reaches, nor the
+mechanisms that are off: a change inside one mechanism repeats its own runs alone, a new one repeats none.
+Where no head is moved during training, nor do the statements that name what comes from controller.py.
 """
 
 import ast
 import functools
 import hashlib
+from dataclasses import asdict
 from pathlib import Path
 
 from common import ROOT
+from controller import ControllerConfig, lives
 from model import MECHANISM_CLASSES, CausalMask
 
 # (file, definition) from which a run is made; what these reach follows
@@ -18,11 +21,18 @@ ROOTS = (("train.py", "train"), ("checkpoint.py", "build"), ("study/trial.py", "
 # modules that a run uses and that its numbers do not come from: a change there repeats nothing
 NO_NUMBERS = {"common", "configurator", "runlog"}
 LISTS = {"modes", "neutral"}  # of a mechanism: names for flags, which a run has been given already
+MOVER = "controller.py"
 
 
 def off_mechanisms(config):
     """The mechanisms of model.py that a GPTConfig leaves off; every model has a CausalMask."""
     return [cls for cls in MECHANISM_CLASSES if cls is not CausalMask and not cls.is_on(config)]
+
+
+def own_training(config):
+    """{key: value} of a TrainConfig that its run depends on: no key of a controller that does nothing."""
+    return {name: value for name, value in asdict(config).items()
+            if lives(config) or name not in ControllerConfig.__dataclass_fields__}
 
 
 def own_flags(config):
@@ -57,15 +67,34 @@ def parsed(path):
                                   or not isinstance(node.value, ast.Constant)]
 
 
-def without(node, names, fields):
-    """A copy of a definition without docstrings, LISTS, these names in tuples and these fields of a class."""
+def without(node, names, fields, unnamed=frozenset()):
+    """A copy of a definition without docstrings, LISTS, these names in tuples and these fields of a class.
+
+    unnamed: names whose statements are left out, an `if` on one of them whole.
+    """
     node = ast.parse(ast.unparse(node)).body[0]
     for part in ast.walk(node):
         if isinstance(part, ast.Tuple):
             part.elts = [e for e in part.elts if not (isinstance(e, ast.Name) and e.id in names)]
         if isinstance(part, (ast.FunctionDef, ast.ClassDef)):
             part.body = [line for line in part.body if not dropped(line, fields)] or [ast.Pass()]
+        if isinstance(part, ast.ClassDef):
+            part.bases = [base for base in part.bases if not mentions(base, unnamed)]
+        for block in ("body", "orelse", "finalbody"):
+            if isinstance(lines := getattr(part, block, None), list):
+                left = [line for line in lines if not mentions(line, unnamed)]
+                setattr(part, block, left or ([ast.Pass()] if lines else []))
     return node
+
+
+def mentions(node, names):
+    """Whether a statement names one of these; of one that holds others, what stands before those does."""
+    if hasattr(node, "body") and not isinstance(node, (ast.If, ast.IfExp, ast.Lambda)):
+        return False
+    of_if = [node.test] if isinstance(node, ast.If) else [node]
+    return any(isinstance(part, ast.Name) and part.id in names
+               or isinstance(part, ast.Attribute) and part.attr == "controller" and names
+               for each in of_if for part in ast.walk(each))
 
 
 def dropped(line, fields):
@@ -76,7 +105,7 @@ def dropped(line, fields):
     return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
 
 
-def reached(root, names, fields):
+def reached(root, names, fields, moved):
     """{(file, name): its node} of everything that ROOTS reach."""
     found, waiting = {}, list(ROOTS)
     while waiting:
@@ -93,7 +122,8 @@ def reached(root, names, fields):
         for at, node in [(name, definitions[name]), *lines]:
             if (file, at) in found:
                 continue
-            found[file, at] = node = without(node, names, fields)
+            still = set() if moved else {each for each, (module, _) in imports.items() if module == MOVER}
+            found[file, at] = node = without(node, names, fields, still)
             for part in ast.walk(node):
                 if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name):
                     module, member = imports.get(part.value.id, (None, ""))
@@ -103,15 +133,16 @@ def reached(root, names, fields):
     return found
 
 
-def code_digest(config, root=ROOT):
-    """A hash of the code that training and scoring a model of this GPTConfig reaches."""
+def code_digest(config, training=None, root=ROOT):
+    """A hash of the code that training and scoring a model of this GPTConfig, so trained, reaches."""
     off = off_mechanisms(config)
+    moved = training is not None and lives(training)
     return digest(root, frozenset(cls.__name__ for cls in off),
-                  frozenset(name for cls in off for name in cls.fields()))
+                  frozenset(name for cls in off for name in cls.fields()), moved)
 
 
 @functools.cache
-def digest(root, names, fields):
-    found = reached(root, names, fields)
+def digest(root, names, fields, moved):
+    found = reached(root, names, fields, moved)
     lines = sorted(f"{file}: {ast.unparse(node)}" for (file, _), node in found.items())
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

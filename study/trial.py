@@ -224,7 +224,7 @@ def stop_with_parent():
 def check_unchanged(folder):
     """UserError where the code or the data is not what this run was planned with."""
     spec = json.loads((folder / "trial.json").read_text(encoding="utf-8"))
-    code = code_digest(GPTConfig(**spec["model"]))
+    code = code_digest(GPTConfig(**spec["model"]), train.TrainConfig(**spec["train"]))
     if spec.get("code", code) != code:
         raise UserError("the code changed after this run was planned; start the study again")
     data = {name: split["sha256"] for name, split in Dataset(spec["train"]["dataset"]).splits.items()}

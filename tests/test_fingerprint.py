@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from common import ROOT
+from controller import ControllerConfig
 from model import ALL_ON, MECHANISMS, GPTConfig
 from study import fingerprint
 from tests.test_add_a_mechanism import TOY, apply
+from train import TrainConfig
 
 SIZE = dict(vocab_size=256, block_size=32, n_layer=2, n_head=8, n_embd=64, recipe="modern")
 CONFIGS = {"plain": GPTConfig(**SIZE), "xsa": GPTConfig(**SIZE, **MECHANISMS["xsa"]),
@@ -34,7 +36,7 @@ def tree(tmp_path):
     def digests():
         fingerprint.parsed.cache_clear()
         fingerprint.digest.cache_clear()
-        return {name: fingerprint.code_digest(config, tmp_path) for name, config in CONFIGS.items()}
+        return {name: fingerprint.code_digest(config, root=tmp_path) for name, config in CONFIGS.items()}
 
     edit.digests, edit.root = digests, tmp_path
     return edit
@@ -97,6 +99,29 @@ def test_flags_of_what_is_off_are_not_in_it():
     assert GPTConfig(**lists["moh"]) == CONFIGS["moh"]
 
 
+def test_what_moves_heads_counts_where_heads_are_moved(tree):
+    """And an edit of it, or of the statements that call it, repeats no other run."""
+    off, on = TrainConfig(), TrainConfig(controller_log=True)
+
+    def digest(training):
+        fingerprint.parsed.cache_clear()
+        fingerprint.digest.cache_clear()
+        return fingerprint.code_digest(CONFIGS["plain"], training, root=tree.root)
+    for file, before, after in (
+            ("controller.py", "    controller.set_sparsity(run)\n    controller.look(run)",
+             "    controller.look(run)\n    controller.set_sparsity(run)"),
+            ("heads.py", "* len(y)", "* len(y) * 2"),
+            ("train.py", "            trainer = controller.step(run)", "            controller.step(run)")):
+        plain, moved = digest(off), digest(on)
+        tree(file, before, after)
+        assert digest(off) == plain and digest(on) != moved, file
+    plain = digest(off)
+    tree("train.py", "run.step += 1", "run.step += 2")
+    assert digest(off) != plain
+    assert fingerprint.own_training(on).keys() - fingerprint.own_training(off).keys() == set(
+        ControllerConfig.__dataclass_fields__)
+
+
 def test_the_hash_reaches_every_module_that_a_run_imports():
     """Against what Python itself loads: a module that the numbers come from cannot be forgotten."""
     script = ("import sys; sys.path.insert(0, sys.argv[1]); import study.trial; "
@@ -106,14 +131,14 @@ def test_the_hash_reaches_every_module_that_a_run_imports():
     own = {Path(line) for line in done.stdout.splitlines() if line != "None"}
     own = {path.relative_to(ROOT).as_posix() for path in own if path.is_relative_to(ROOT)
            and "site-packages" not in path.parts and path.name != "__init__.py"}
-    files = {file for file, _ in fingerprint.reached(ROOT, frozenset(), frozenset())}
+    files = {file for file, _ in fingerprint.reached(ROOT, frozenset(), frozenset(), moved=True)}
     without = {f"{name}.py" for name in fingerprint.NO_NUMBERS} | {"study/fingerprint.py"}
     assert own == files | without and not files & without
 
 
 def test_each_definition_that_is_reached_is_found_by_name():
     """Every name of ours that a reached definition uses is reached too, or left out on purpose."""
-    found = fingerprint.reached(ROOT, frozenset(), frozenset())
+    found = fingerprint.reached(ROOT, frozenset(), frozenset(), moved=True)
     assert {("model.py", "GPT"), ("kernels.py", "CpuFlash"), ("optim.py", "Muon"), ("dataset.py", "Batches"),
             ("evaluate.py", "score"), ("tokenizer.py", "Tokenizer")} <= set(found)
     for (file, _), node in found.items():

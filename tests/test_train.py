@@ -20,35 +20,10 @@ from dataset import Batches, Dataset
 from model import GPT, GPTConfig
 from optim import Trainer
 from ranks import Process
+from tests.conftest import TINY
 from train import main
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4,
-            max_iters=6, eval_interval=3, eval_tokens=512, log_interval=1,
-            device="cpu", lr_decay_iters=100)
-
-
-@pytest.fixture
-def args(bytes_data, tmp_path):
-    """args(out="run", **keys) -> a command line for a tiny run in tmp_path / out."""
-    def make(out="run", **keys):
-        keys = {"dataset": bytes_data, **TINY, "out_dir": tmp_path / out, **keys}
-        return [f"--{key}={value}" for key, value in keys.items() if value is not ...]
-    return make
-
-
-@pytest.fixture
-def fails(capsys):
-    """fails(argv) -> what a run that the user got wrong says: lines, each "train: ...", and exit code 1."""
-    def run(argv):
-        with pytest.raises(SystemExit) as e:
-            main(argv)
-        assert isinstance(e.value.code, str) and "Traceback" not in capsys.readouterr().err
-        lines = e.value.code.splitlines()
-        assert all(line.startswith("train: ") and len(line) < 500 for line in lines)
-        return [line.removeprefix("train: ") for line in lines]
-    return run
-
 
 @pytest.fixture
 def at_step(monkeypatch):
