@@ -164,16 +164,14 @@ def worth(curve, mean, se, df, level=0.95):
 
     beyond = "less" if difference(curve.low) > 0 else "more" if difference(curve.high) < 0 else None
     root = None if beyond else float(brentq(difference, curve.low, curve.high))
-    tried = np.linspace(curve.low, curve.high, 501)
-    if root is not None:
-        tried = np.unique(np.append(tried, root))
+    tried = np.union1d(np.linspace(curve.low, curve.high, 501), [1.0] if beyond else [1.0, root])
     held = (surplus(tried) <= 0) | (tried == root)
     if not held.any():
         end = curve.low if beyond == "less" else curve.high
         return Worth(None, end, end, curve.low, curve.high, beyond)
     first, last = np.flatnonzero(held)[[0, -1]]
-    low = None if first == 0 else edge(tried[first], tried[first - 1])
-    high = None if last == len(tried) - 1 else edge(tried[last], tried[last + 1])
+    low = None if first == 0 or beyond == "less" else edge(tried[first], tried[first - 1])
+    high = None if last == len(tried) - 1 or beyond == "more" else edge(tried[last], tried[last + 1])
     return Worth(root, low, high, curve.low, curve.high, beyond)
 
 

@@ -114,12 +114,13 @@ def headline(found):
     """The study in one sentence."""
     rows = against_plain(found)
     best = [c["variant"] for c in rows if verdict_of(found, c) == "better"]
-    # (whose, what must be equal) where the better ones are not better any more
+    # (whose, what must be equal) where the better ones are not shown to be better: at equal cost also those
+    # that cost more than any plain GPT that was trained
     lost = [(name, equal_of(c)) for name in best for c in others(found) if c["equal"]
             and c["variant"].removesuffix(", tuned") == name and c["verdict"] != "better"]
     lost += [(c["variant"], what) for c in rows if c["variant"] in best
              for key, what in (("equal_flops", "FLOPs"), ("equal_time", "time"))
-             if c.get(key) and known(c[key]["high"]) and c[key]["high"] >= 0]
+             if (each := c.get(key)) and (each["high"] >= 0 if known(each["high"]) else each["ratio"] > 1)]
     if len(rows) == 1:
         but = f"; not shown to be better at equal {listed([what for _, what in lost])}" * bool(lost)
         return f"{label_of(found, rows[0]['variant'])}: {sentence_of(found, rows[0]).rstrip('.')}{but}."

@@ -181,9 +181,9 @@ def reading(found):
         f"Difference [{level(found)}]: the variant's mean minus the other's, and the interval that holds the "
         "true one so often. One model of all arms and seeds takes out what arms share at the same seed, "
         "where that shows, and draws the spreads of arms that are alike to each other.",
-        f"Corrected: among {made} comparisons some look good by chance. The risk of one false verdict or "
-        f"more in the whole study stays below {100 * alpha:g} %. So an interval may leave out zero and the "
-        "verdict still be leaning.",
+        f"Corrected: among {made} comparisons some look good by chance. The risk that even one better or "
+        f"worse of the whole study is false stays below {100 * alpha:g} %, and so does the risk of a false "
+        "same. So an interval may leave out zero and the verdict still be leaning.",
         f"Margin: ±{found['margin']:g} bits/byte, set beforehand; what lies within it counts as the same.",
         "Worth × compute: the plain GPT was also trained for less and for more. Worth 0.9: with 0.9 times "
         "its training compute it is as good as the variant, which is therefore worse; above 1, better. < and "

@@ -66,15 +66,15 @@ def prior_of(var, df):
 
 
 def alike(var, df):
-    """Indices of the arms whose spread the prior of the others explains; where few have one, of all those.
+    """Indices of the arms whose spread the prior of the others explains; of three or fewer with one, all.
 
     First against the median spread, since several loud arms would hide each other in a prior.
     """
     found = np.flatnonzero((var > 0) & (df > 0.5))
-    if len(found) > LEAST_ARMS:
+    if len(found) >= LEAST_ARMS:
         typical = np.median(var[found] * df[found] / chdtri(df[found], 0.5))
         found = found[var[found] < LOUD ** 2 * typical]
-    if len(found) <= LEAST_ARMS:
+    if len(found) < LEAST_ARMS:
         return found
     others = np.array([found[found != arm] for arm in found])
     prior, prior_df = prior_of(var[others], df[others])
@@ -243,11 +243,11 @@ def p_values(mean, se, df, margin):
 
 
 def decided(row, p_corrected, alpha, margin, m):
-    """The row with its verdict; nan decides nothing."""
+    """The row with its verdict; nan decides nothing. "same" has its whole interval within the margin."""
     verdict, wanted = "undecided", None
     if p_corrected <= alpha:
         verdict = "better" if row.mean < 0 else "worse"
-    elif row.p_same <= alpha:
+    elif row.p_same <= alpha and max(-row.low, row.high) <= margin:  # one comparison: p_same asks for less
         verdict = "same"
     elif math.isfinite(row.low):
         verdict = "undecided" if row.low <= 0 <= row.high else "leaning"
@@ -260,7 +260,7 @@ def seeds_wanted(row, alpha, margin, m, power=0.8, most=1000):
     def enough(n):
         se, df = row.se * math.sqrt(row.n / n), row.df * n / row.n
         found = stdtr(df, abs(row.mean) / se - stdtrit(df, 1 - alpha / m / 2))
-        inside = stdtrit(df, 1 - alpha / m)
+        inside = stdtrit(df, 1 - alpha / max(m, 2))  # the interval, too, within the margin
         outside = stdtr(df, inside - (margin - row.mean) / se) + stdtr(df, inside - (margin + row.mean) / se)
         return max(found, 1 - outside) >= power
 
@@ -339,6 +339,8 @@ def block_bootstrap(variant_nats, baseline_nats, bytes_scored, block, level=0.95
 def in_words(judged, alpha=0.05, margin=0.01):
     """The verdict as one sentence."""
     j, level = judged, f"{100 * (1 - alpha):g} % interval"
+    if math.isinf(j.low) and min(j.n, j.n_baseline) > 1:
+        return f"undecided: {j.n} and {j.n_baseline} seeds do not tell the spread of these scores"
     if math.isinf(j.low):
         return f"undecided: {j.n} and {j.n_baseline} seeds are too few, each side needs two or more"
     if j.se == 0:

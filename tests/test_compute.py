@@ -148,6 +148,25 @@ def test_words():
     assert "worth less than 0.7 x [less than 0.7, 0.7" in reaching.words()
 
 
+def test_a_worth_holds_1_where_the_difference_holds_0():
+    """The difference's interval just reaches 0; beside 1 the two are told apart, farther off not."""
+    curve = Curve({0.7: [2.134, 2.159], 1.0: [2.084, 2.069, 2.051], 1.4: [2.022, 2.013], 2.0: [1.955, 1.918]})
+    half = 0.0162 * t.isf(0.025, 1)
+    w = worth(curve, -0.9999 * half, 0.0162, 1)
+    assert w.low <= 1 and w.high is None, w
+    w = worth(curve, -1.001 * half, 0.0162, 1)  # control
+    assert w.low > 1.1, w
+
+
+def test_an_estimate_beyond_the_budgets_lies_in_its_own_interval():
+    """Told apart at the near end, where the error is small, and not farther off."""
+    curve = Curve({1.0: [2.05, 2.02], 1.4: [1.94, 2.06]})
+    w = worth(curve, 0.148, 0.0517, 5)
+    difference, error, df = minus_plain(curve, 0.148, 0.0517, 5, 1.0)
+    assert difference > t.isf(0.025, df) * error and w.beyond == "less" and w.low is None, w
+    assert w.words().startswith("worth less than 1 x [less than 1, 1.28]")
+
+
 # ---- odd input ----
 
 def test_an_arm_equal_to_plain_is_worth_1():

@@ -598,6 +598,11 @@ def test_a_winner_that_loses_at_the_cost_it_takes_is_no_plain_winner():
     assert "at equal FLOPs" in findings.headline(small)
     row["equal_flops"].update(mean=-0.01, low=-0.015, high=-0.005)
     assert "FLOPs" not in findings.headline(small)
+    # no plain GPT was as dear, or as cheap: the first shows nothing, the second only helps the variant
+    row["equal_flops"].update(ratio=2.4, mean=None, low=None, high=None, p=None)
+    assert "at equal FLOPs" in findings.headline(small)
+    row["equal_flops"].update(ratio=0.6)
+    assert "FLOPs" not in findings.headline(small)
 
 
 def test_an_arm_whose_best_step_lies_long_before_the_end_is_named():

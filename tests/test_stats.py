@@ -205,6 +205,15 @@ def test_an_arm_of_another_spread_is_left_alone(loud):
     assert np.allclose(got[others], want[0]) and np.allclose(got_df[others], want[1])
 
 
+@pytest.mark.parametrize("arms", (4, 5))
+def test_one_loud_arm_among_the_fewest_is_left_alone(arms):
+    """The prior of four arms, one of them with 10 times the spread, would shorten that one's interval."""
+    var, df = np.array([0.8, 100.0, 1.3, 1.0, 0.9][:arms]), np.full(arms, 4.0)
+    got, got_df = moderated(var, df)
+    assert 1 not in alike(var, df) and got[1] == 100 and got_df[1] == 4
+    assert len(alike(np.append(var[[0, 2, 3]], 1.1), df[:4])) == 4  # control: four alike are kept
+
+
 # ---- how often a verdict is wrong ----
 
 def loud_arm_errors(trials=300, n=5):
@@ -392,6 +401,19 @@ def tost_and_p(row, fitted, i, margin):
     """(p of the larger one-sided test, two-sided p) by the arms' own spreads."""
     se, df = error_of(fitted.weights[i] - fitted.weights[0], fitted.own, fitted)
     return scipy_stats.t.cdf((abs(row.mean) - margin) / se, df), 2 * scipy_stats.t.sf(abs(row.mean) / se, df)
+
+
+def test_the_interval_of_same_lies_within_the_margin():
+    """A lone comparison too, where the one-sided tests at 5 % ask for the 90 % interval alone."""
+    lone = several = 0
+    for trial in range(200):
+        y = rng(37, trial).normal(size=(3, 10))
+        for arms in (y[:2], y):
+            for j in judged(*arms, margin=1.7):
+                assert j.verdict != "same" or -1.7 <= j.low and j.high <= 1.7, j
+                hidden = j.verdict == "undecided" and j.p_same <= 0.05
+                lone, several = lone + (hidden and len(arms) == 2), several + (hidden and len(arms) == 3)
+    assert lone > 0 and several == 0  # control: the tests alone would have called these the same
 
 
 def test_a_contrast_between_variants_is_a_comparison_like_any():
@@ -606,9 +628,12 @@ BETTER = Judged(5, 14, -0.0123, -0.0145, -0.0101, 0.001, 30.0, 1e-4, 0.004, 1.0,
      "corrected p = 1); more than 1000 seeds, now 5, would probably decide"),
     (dict(n=1, low=-math.inf, high=math.inf, verdict="undecided"),
      "undecided: 1 and 14 seeds are too few, each side needs two or more"),
+    (dict(low=-math.inf, high=math.inf, df=0.7, verdict="undecided"),
+     "undecided: 5 and 14 seeds do not tell the spread of these scores"),
     (dict(mean=0.0, low=0.0, high=0.0, se=0.0, df=math.inf, verdict="same"),
      "the same: identical scores on every shared seed"),
-), ids=("better", "worse", "same", "leaning", "undecided", "one-seed", "identical"))
+), ids=("better", "worse", "same", "leaning", "undecided", "one-seed",
+        "no-spread", "identical"))
 def test_a_verdict_reads_as_it_should(change, sentence):
     assert in_words(BETTER._replace(**change), 0.05, 0.01) == sentence
 
