@@ -1,7 +1,7 @@
 """
 The GPT in one file, to be read top to bottom. Every head mechanism is a flag that joins one equation:
 
-    q, k, v = project(x)          # 1. project; A2C and key offset rewrite q, k; constraint heads add theirs
+    q, k, v = project(x)          # 1. project; A2C, key offset, roles change q, k; constraint heads add some
     y       = attend(q, k, v)     # 2. attend: causal, fused, no stored T x T; CausalMask says who is seen
     y       = y * gates           # 3. a factor per head and token: sentinel, agency, routing, ACAG, sink, ...
     x       = x + merge(y)        # 4. merge the heads and project out
@@ -118,6 +118,10 @@ class GPTConfig:
     acag_mode: Literal["normalised", "published"] = "normalised"  # entropy, concentration | mean, std
     acag_detach: bool = False            # no gradient into the row's statistics: cheaper
     acag_length: Optional[int] = None    # the context length that counts as full; None: block_size
+    # ---- head roles: a prior over distances in the logits of each head ----
+    roles: Optional[list[str]] = None    # local | long | previous | free, head by head, repeated; None: off
+    roles_strength: float = 4.0          # initial strength of each head's prior, in nats of logit at its peak
+    roles_waves: Optional[int] = None    # cosines in a prior, in fours; None: log2 of block_size, rounded up
     # ---- rivals ----
     output_gate: Optional[Literal["headwise", "elementwise"]] = None  # sigmoid(x W) on the outputs
     output_gate_width: Optional[int] = None  # channels of x that the gate reads; None: all
@@ -946,6 +950,71 @@ def correlation(a, b, scored):
     return (a * b).sum() / (a.square().sum() * b.square().sum()).sqrt()
 
 
+class HeadRoles(Mechanism):
+    """A prior over distances for each base head, by its role: logits[t, s] += sign strength_h p(t - s).
+
+    Source: Adaptive Transformer, section 5.4 (specialised heads, without a formula). p(d) is the mean of
+    cos(2 pi (d - offset) / wavelength) over growing wavelengths, 1 at d = offset and below it elsewhere: an
+    inner product of features of the two positions, by which queries and keys get wider. Nothing is T x T.
+    """
+
+    name = flag = "roles"
+    modes = {"roles": dict(roles=["local", "long", "previous", "free"])}
+    neutral = {"roles": {"roles_strength": 0.0}}
+    needs_positions = True
+    # sign, offset and shortest wavelength in tokens: to the near, away from them, to the token before, none
+    ROLES = {"local": (1, 0, 16), "long": (-1, 0, 16), "previous": (1, 1, 2), "free": (0, 0, 16)}
+    GROWTH = 1.5  # of the wavelengths: at 2 they agree with one another far from the peak, too
+
+    def __init__(self, config, attn):
+        super().__init__()
+        self.waves, self.start = config.roles_waves, config.roles_strength
+        self.attention_cost = self.waves / attn.head_size  # 2 waves wider, in half of the products
+        self.strength = nn.Parameter(torch.empty(attn.n_head))
+        priors = torch.tensor([self.ROLES[self.role_of(config, head)] for head in attn.head_ids])
+        self.register_buffer("priors", priors.view(-1, 3), persistent=False)
+
+    @staticmethod
+    def settle(config):
+        if config.roles and config.roles_waves is None:  # stays when the context is cropped
+            config.roles_waves = 4 * max(1, -(-(config.block_size - 1).bit_length() // 4))
+
+    @staticmethod
+    def problems(c):
+        yield from not_negative(c, "roles_strength")
+        if not 1 <= len(c.roles) <= c.n_head or set(c.roles) - set(HeadRoles.ROLES):
+            yield f"roles={c.roles} must be one to n_head={c.n_head} of {', '.join(HeadRoles.ROLES)}"
+        elif c.roles_waves < 4 or c.roles_waves % 4:  # kernels want widths in eights
+            yield f"roles_waves={c.roles_waves} must be a multiple of 4, at least 4"
+
+    @staticmethod
+    def role_of(config, head):
+        """The role of a base head, by its original number."""
+        return config.roles[head % len(config.roles)]
+
+    def initial_values(self):
+        return {"strength": self.start}
+
+    def head_axes(self):
+        return [HeadAxis(self, "strength", extra=False), HeadAxis(self, "priors", extra=False)]
+
+    def before(self, attn, h, ctx):
+        dtype = torch.promote_types(self.strength.dtype, torch.float32)  # bfloat16 cannot count to 257
+        t = (ctx.positions if ctx.positions.dim() == 1 else ctx.positions[:, None])[..., None].to(dtype)
+        sign, offset, shortest = self.priors.to(dtype)[..., None, None].unbind(1)  # (H, 1, 1)
+        wavelength = shortest * self.GROWTH ** torch.arange(self.waves, dtype=dtype, device=t.device)
+        speed = 2 * math.pi / wavelength  # radians per token, (H, 1, waves)
+        strength = sign * self.strength[:, None, None] / (self.waves * attn.scale)
+
+        def widened(x, angle, factor):
+            features = factor * torch.cat((angle.cos(), angle.sin()), -1)  # ([B,] H, T, 2 waves)
+            return torch.cat((x, features.to(x.dtype).expand(*x.shape[:3], -1)), -1)
+
+        h.q = widened(h.q, (t - offset) * speed, strength)
+        h.k = widened(h.k, t * speed, 1.0)
+        h.v = F.pad(h.v, (0, 2 * self.waves))
+
+
 class OutputGate(Mechanism):
     """Gated attention, a rival: sigmoid(x W) on the outputs, per head or element (arXiv 2505.06708, eq. 5).
 
@@ -1250,7 +1319,7 @@ class Sink(Mechanism):
 
 # The mechanisms of a layer, in the order in which they act. A new one is a class above and a name here.
 HEAD_MECHANISMS = (KeyOffset, ExclusiveAttention, HeadNorm, HeadRouter, SentinelGate, Agency,
-                   AdvantageAttention, OutputGate, ConstraintHeads, ContextGate, Sink)
+                   AdvantageAttention, HeadRoles, OutputGate, ConstraintHeads, ContextGate, Sink)
 
 
 # ---- mechanisms outside the layers ----

@@ -62,6 +62,8 @@ def passes(name, size):
     D, heads = C // H, H * L
     if name == "a2c_key_bias":                         # the bias is a dimension more, made a multiple of 8
         return [(heads * (D + 8), 2, 5)]
+    if name == "roles":                                # sine and cosine of 8 waves
+        return [(heads * (D + 16), 2, 5)]
     if name in ("constraint_a", "constraint_published"):
         return [((heads + 3) * D, 2, 5)]
     if name == "constraint_b":
@@ -112,6 +114,8 @@ def algorithmic_by_hand(name, size):
         needed = 12 / 6                                # and their gradients: 3 more
     elif name == "a2c_key_bias":
         needed = 1 + 1 / (2 * D)                       # half of the products are one dimension wider
+    elif name == "roles":
+        needed = 1 + 16 / (2 * D)
     return 6 * matrices(name, size) + 12 * width * (2 * keys_seen(name, size) - 1) * needed
 
 
@@ -136,7 +140,7 @@ def test_the_algorithms_flops_are_those_counted_by_hand(name):
 
 
 @pytest.mark.parametrize("name", ["acag", "acag_detach", "acag_elementwise", "acag_published", "a2c_key_bias",
-                                  "constraint_a", "constraint_b", "all_on"])
+                                  "roles", "constraint_a", "constraint_b", "all_on"])
 def test_a_count_without_the_mechanisms_own_attention_is_noticed(name):
     wrong = executed_by_hand(name, SIZES[0], passes=lambda name, size: passes("plain", size))
     assert costs.executed_flops(config_of(name, SIZES[0])) != pytest.approx(wrong, rel=0.01)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,11 @@ from torch.nn import functional as F
 
 import model as model_py
 import optim
+from common import ROOT
 from kernels import attend_lse, attend_packed, attend_selected, flex, row_statistics
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, AdvantageAttention, CausalMask, ConstraintHeads,
-                   Context, GPTConfig, HeadRouter, Heads, KVCache, SentinelGate, SkipFusion, constraint_loss,
-                   discounted_return, explain)
+                   Context, GPTConfig, HeadRoles, HeadRouter, Heads, KVCache, SentinelGate, SkipFusion,
+                   constraint_loss, discounted_return, explain)
 from train import TrainConfig
 
 # on CPU it is the reference, not a kernel
@@ -151,6 +153,15 @@ def acag_gate(c, p, head, t, weights):
     return sigmoid(z) if c.acag_mode == "published" else 2 * sigmoid(z)
 
 
+def prior(role, d, n):
+    """What a role adds to the logit of the key d tokens back, for each nat of its strength; n waves."""
+    if role == "free":
+        return 0.0
+    peak, shortest = (1, 2) if role == "previous" else (0, 16)
+    p = sum(math.cos(2 * math.pi * (d - peak) / (shortest * 1.5**i)) for i in range(n)) / n
+    return -p if role == "long" else p
+
+
 def slow_attention(model, layer, x, hint=None):
     """x [T, C], one sequence, through an attention layer.
 
@@ -200,6 +211,9 @@ def slow_attention(model, layer, x, hint=None):
                 s = s * a[t].exp()
             if a is not None and c.a2c == "key_bias":
                 s = s + p["a2c.mix"][h] * a[keys]
+            if base and c.roles:
+                biases = [prior(c.roles[h % len(c.roles)], t - key, c.roles_waves) for key in keys]
+                s = s + p["roles.strength"][h] * torch.tensor(biases, dtype=torch.float64)
             weights = softmax(s)
             if c.sink:  # one key more, whose value is 0
                 sunk = softmax(torch.cat((s, p["sink.logit"][i:i + 1])))[:-1]
@@ -296,6 +310,10 @@ MIXTURES = {
                    constraint_names=["a"], constraint_heads=2, constraint_variant="B",
                    constraint_layers=[0, 1], acag="elementwise", acag_mode="published",
                    output_gate="elementwise", window=3, window_global=1),
+    "roles": dict(roles=["previous", "long", "local"], a2c="key_bias", constraint_names=["a"], window=4,
+                  routing="sigmoid", acag="headwise", key_offset=True),
+    "tempered": dict(roles=["long", "free", "previous"], roles_waves=8, a2c="temperature", xsa=True,
+                     constraint_names=["a"], constraint_variant="B", constraint_layers=[0]),
     "switches": dict(routing="sigmoid", agency=True, agency_enforce=False, unet="concat", unet_skips=False,
                      acag="headwise", window=2, bias=True)}
 
@@ -1115,6 +1133,128 @@ def test_the_value_head_learns_from_its_own_loss_alone_and_gives_the_blocks_no_g
     assert not moved(out.loss) & {"value.weight", "value.bias"}
 
 
+# ---- head roles ----
+
+ROLES = MECHANISMS["roles"]["roles"]
+LAYER = SimpleNamespace(n_head=4, head_ids=[0, 1, 2, 3], scale=0.4, head_size=16)
+
+
+def priors(T, dtype=torch.float64):
+    """{role: what it adds by distance, [T]} at strength 1, as the class computes it for the last token."""
+    config = GPTConfig(block_size=T, n_embd=64, n_head=4, roles=ROLES)
+    roles, zero = HeadRoles(config, LAYER).to(dtype), torch.zeros(1, 4, T, 16, dtype=dtype)
+    roles.strength.data.fill_(1.0)
+    h = Heads(zero, zero, zero, zero)
+    roles.before(LAYER, h, Context(positions=torch.arange(T)))
+    assert h.q.dtype == h.k.dtype == h.v.dtype == dtype
+    assert h.q.shape == h.k.shape == h.v.shape == (1, 4, T, 16 + 2 * config.roles_waves)
+    bias = LAYER.scale * h.q[0, :, -1:].double() @ h.k[0].double().mT
+    return dict(zip(ROLES, bias.squeeze(1).flip(-1).detach()))
+
+
+@pytest.mark.parametrize("positions", [[0, 1, 2, 40, 1023], [[0, 0, 0, 1, 2], [5, 6, 7, 8, 9]]],
+                         ids=["one", "padded"])
+def test_a_role_adds_its_prior_to_the_logits(positions):
+    positions = torch.tensor(positions)
+    roles = HeadRoles(GPTConfig(n_embd=64, n_head=4, roles=ROLES), LAYER).double()
+    roles.strength.data = normal(4, seed=5)
+    q, k, v = (normal(2, 4, 5, 16, seed=s, grad=True) for s in (1, 2, 3))
+    h = Heads(normal(2, 5, 64), q, k, v)
+    roles.before(LAYER, h, Context(positions=positions))
+    want, at = torch.empty(2, 4, 5, 5).double(), positions.expand(2, 5)
+    for b, i, t, s in itertools.product(range(2), range(4), range(5), range(5)):
+        p = prior(ROLES[i], (at[b, t] - at[b, s]).item(), 12)
+        want[b, i, t, s] = 0.4 * q[b, i, t] @ k[b, i, s] + roles.strength[i] * p
+    agree([0.4 * h.q @ h.k.mT], [want], [q, k, roles.strength], 1e-9)
+    assert torch.equal(h.v[..., :16], v) and not h.v[..., 16:].any()  # values are only padded
+
+
+@pytest.mark.parametrize("mistake", [dict(local=(1, 1, 16)), dict(long=(1, 0, 16)), dict(previous=(1, 0, 2)),
+                                     dict(previous=(1, 1, 4)), dict(free=(1, 0, 16))], ids=str)
+def test_the_oracle_catches_another_prior(mistake, monkeypatch):
+    monkeypatch.setattr(HeadRoles, "ROLES", {**HeadRoles.ROLES, **mistake})
+    with pytest.raises(AssertionError, match="off by"):
+        equals_the_oracle(tiny(MECHANISMS["roles"]))
+
+
+def is_a_peak(p, at):
+    """Whether a prior [T] by distance is 1 at one distance alone and at most 2/3 away from it."""
+    far = [d for d in range(len(p)) if abs(d - at) > (8 if at == 0 else 0)]
+    return p[at].item() == pytest.approx(1) and p[far].max() <= 2 / 3
+
+
+@pytest.mark.parametrize("T", [64, 128, 256, 1024, 2048])
+def test_priors_have_one_peak_within_the_context(T):
+    p = priors(T)
+    assert is_a_peak(p["local"], 0) and is_a_peak(p["previous"], 1)
+    assert (p["local"][:9].diff() < 0).all() and 0.35 < p["local"][8] < 0.6
+    close(p["long"], -p["local"], 1e-12)
+    assert not p["free"].any()
+
+
+def test_the_table_of_priors_is_what_is_computed():
+    head, *rows = re.findall(r"^\| (p|local|previous), (\w+) waves \| (.*) \|$",
+                             (ROOT / "docs/mechanisms.md").read_text(encoding="utf-8"), re.M)
+    distances = [int(d) for d in head[2].split(" | ")]
+    assert len(rows) == 4
+    for role, waves, said in rows:
+        p = priors({"8": 128, "12": 1024}[waves])[role]
+        assert said == " | ".join(f"{p[d]:.2f}" for d in distances)
+
+
+@pytest.mark.parametrize("T", [256, 1024, 2048])
+def test_the_peak_test_catches_octaves(T, monkeypatch):
+    """Wavelengths that double agree far away, too."""
+    monkeypatch.setattr(HeadRoles, "GROWTH", 2.0)
+    assert not is_a_peak(priors(T)["previous"], 1)
+
+
+def test_positions_are_counted_in_float32_under_bfloat16(monkeypatch):
+    """The control counts in bfloat16, where 1,000 and 1,001 are one number."""
+    want = priors(1024)
+
+    def error():
+        return max((p - want[role]).abs().max() for role, p in priors(1024, torch.bfloat16).items())
+
+    assert error() < 0.005
+    monkeypatch.setattr(torch, "promote_types", lambda a, b: a)
+    assert error() > 0.5
+
+
+def test_a_prior_learns_from_strength_0_and_a_free_head_has_none():
+    model = tiny(MECHANISMS["roles"], alive=False, roles_strength=0.0)
+    model(tokens(2, 9), tokens(2, 9, seed=2)).loss.backward()
+    for block in model.transformer.h:
+        slope = block.attn.roles.strength.grad
+        assert [bool(g) for g in slope] == [role != "free" for role in (*ROLES, "local", "long")]
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_head_keeps_its_role_when_others_go(shifted, monkeypatch):
+    """Rebuilt from its config, too. The control gives each of the heads that are left its neighbour's."""
+    model, idx = tiny(MECHANISMS["roles"]), tokens(2, 9)
+    model.prune_heads({0: [0, 2], 1: list(range(6))})
+    if shifted:
+        monkeypatch.setattr(HeadRoles, "role_of", lambda self, config, head: config.roles[(head + 1) % 4])
+    again = GPT(model.config).double()
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again.hidden(idx), model.hidden(idx)) != shifted
+
+
+def test_a_shorter_context_keeps_the_waves():
+    """Unlike a model made for it."""
+    model, idx = tiny(MECHANISMS["roles"], block_size=32, recipe="modern"), tokens(2, 8)
+    short = tiny(MECHANISMS["roles"], block_size=8, recipe="modern")
+    want = model.hidden(idx)
+    model.crop_block_size(8)
+    close(model.hidden(idx), want, 1e-12)
+    again = GPT(model.config).double()
+    again.load_state_dict(model.state_dict())
+    close(again.hidden(idx), want, 1e-12)
+    short.load_state_dict(model.state_dict())
+    assert not torch.allclose(short.hidden(idx), want, atol=1e-4)
+
+
 # ---- ACAG and the output gate ----
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -1153,6 +1293,8 @@ ON_CUDA = {"plain": {},
            "acag": MECHANISMS["acag"],
            "acag_detach+random": {**MECHANISMS["acag_detach"], **MECHANISMS["window_global_random"]},
            "window": MECHANISMS["window"],
+           "roles": MECHANISMS["roles"],
+           "roles+key_bias+acag": {**MECHANISMS["roles"], **MECHANISMS["a2c_key_bias"], **MECHANISMS["acag"]},
            "key_bias+acag": {**MECHANISMS["a2c_key_bias"], **MECHANISMS["acag"]},
            "packed": dict(routing="moh", routing_capacity=2.0),
            "packed+window": dict(MECHANISMS["routing_inf"], routing_capacity=2.0, window=40),
