@@ -3,11 +3,15 @@ Score whole splits: every token once, bits per byte first.
 
     python evaluate.py --ckpt out/a [--ckpt out/b/ckpt.pt ...] [--split test] [--stride 128] [--json FILE]
     python evaluate.py --ckpt out/a --set unet_skips=False --set gate.0.3=0    # switches moved, heads set
+    python evaluate.py --text --ckpt out/a [--ckpt out/b ...] [--judge out/big]    # what they write
 
 The context policy is part of the number. Without --stride the split is cut into disjoint windows of
 block_size tokens, and a token sees from 1 to block_size tokens before it. With --stride S the window moves on
 by S tokens and scores its last S: after the first window, every token sees more than block_size - S. The very
 first token is conditioned on the corpus separator. FLOPs/token count training: forward and backward.
+
+--text lets each model go on from the same prompts, and measures what it says: repetition, diversity, loops,
+and its bits per byte under a larger model, beside the text's own continuation (docs/results.md, section 9).
 """
 
 import argparse
@@ -19,14 +23,16 @@ import time
 from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 import checkpoint
-from common import UserError, pick_device, table, write_atomic
+from common import UserError, json_safe, pick_device, table, write_atomic
 from dataset import Dataset
+from model import GPT, check_sampling
 
 
 BLOCK = 4096  # tokens whose nats a study keeps as one sum: neighbours resemble each other for less than that
@@ -177,6 +183,222 @@ def evaluate(path, split, stride, device, dataset=None, settings=(), progress=Tr
                 note=data.meta.get("note"), set=list(settings))
 
 
+# ---- what a model writes ----
+
+TEXT = "the text itself"
+SHORT = 4  # words: fewer have no rep-4
+SHOWN = dict(rep_4="rep-4", distinct_2="distinct-2", self_bleu="self-BLEU", loop="loop",
+             first_repeat="first repeat", judge="bits/byte")  # of a measure, in the table; all are in --json
+
+
+class Writer(NamedTuple):
+    """A checkpoint that writes: name, model, the data of its vocabulary, the prompts [P], lists of its ids.
+
+    A judge has no prompts.
+    """
+    name: str
+    model: GPT
+    data: Dataset
+    prompts: list | None = None
+
+    @property
+    def tokenizer(self):
+        return self.data.tokenizer
+
+
+def said(ids, tokenizer, stop=None):
+    """The ids up to a stop token, without those beyond the vocabulary, which a padded model may say."""
+    ids = ids[:ids.index(stop)] if stop in ids else ids
+    return [i for i in ids if i < tokenizer.vocab_size]
+
+
+def same_tokens(one, other):
+    """Whether the ids of two tokenizers mean the same."""
+    return (one.encoding, one.vocab) == (other.encoding, other.vocab)
+
+
+def reread(ids, tokenizer, other):
+    """The ids that another tokenizer has for the text of these. ValueError: it cannot spell a character."""
+    if same_tokens(tokenizer, other):
+        return ids
+    raw = tokenizer.decode_bytes(ids)
+    return other.encode(raw if other.encoding == "byte" else raw.decode("utf-8", "replace")).tolist()
+
+
+def read_prompts(path, tokenizer):
+    """[P] lists of ids: the lines of a file, where \\n and \\t mean what they usually do. UserError."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as e:
+        why = getattr(e, "strerror", None) or "it is not UTF-8 text"
+        raise UserError(f"--prompts: {path} cannot be read: {why}")
+    found = []
+    for i, line in enumerate(lines, 1):
+        try:
+            found.append(tokenizer.encode(line.replace("\\n", "\n").replace("\\t", "\t")).tolist())
+        except ValueError as e:
+            raise UserError(f"--prompts: {path}, line {i}: {e}")
+    found = [ids for ids in found if ids]
+    if not found:
+        raise UserError(f"--prompts: {path} holds no prompt; it takes one a line")
+    return found
+
+
+def cut_prompts(args, data):
+    """([P] lists of ids, [P] what follows each of them), cut evenly from the split. UserError."""
+    split, size = data.tokens(args.split), args.prompt_tokens + args.tokens
+    step = len(split) // args.num_prompts
+    if step < size:
+        raise UserError(f"{args.num_prompts:,} prompts of {args.prompt_tokens:,} tokens, each with the "
+                        f"{args.tokens:,} after it, need {args.num_prompts * size:,} tokens; "
+                        f"the {args.split} split of {data.dir} has {len(split):,}")
+    cuts = [split[i * step:i * step + size].tolist() for i in range(args.num_prompts)]
+    return [cut[:args.prompt_tokens] for cut in cuts], [cut[args.prompt_tokens:] for cut in cuts]
+
+
+def open_writers(args, device):
+    """([Writer], the judge or None, what follows the prompts [P] or None), after every check that needs no
+    generation. Prompts and what follows are from the data of the first. UserError, ValueError.
+    """
+    for name, least in (("num_prompts", 2), ("prompt_tokens", 1), ("samples", 1), ("tokens", 1)):
+        if getattr(args, name) < least:
+            raise UserError(f"{name}={getattr(args, name)} must be at least {least}")
+    if not 0 <= args.seed < 1 << 62:
+        raise UserError(f"seed={args.seed} must be from 0 to 2^62 - 1")
+    check_sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
+
+    def opened(path, settings=()):
+        _, model, data = load(path, args.split, 0, device, args.dataset, settings)
+        return Writer(str(path).removesuffix("/best.pt"), model, data)
+
+    writers = [opened(path, args.settings) for path in args.ckpt]
+    judge = opened(args.judge) if args.judge else None
+    first = writers[0]
+    if args.prompts:
+        prompts, real = read_prompts(args.prompts, first.tokenizer), None
+    else:
+        prompts, real = cut_prompts(args, first.data)
+    for i, writer in enumerate(writers):
+        own = []
+        for number, ids in enumerate(prompts, 1):
+            try:
+                own.append(reread(ids, first.tokenizer, writer.tokenizer))
+            except ValueError as e:
+                raise UserError(f"prompt {number}, for {writer.name}: {e}")
+        writers[i] = writer._replace(prompts=own)
+        if judge and judge.tokenizer.vocab and not same_tokens(writer.tokenizer, judge.tokenizer):
+            raise UserError(f"--judge {judge.name}: its {judge.data.vocab_size:,} characters cannot spell "
+                            f"all that {writer.name} may say")
+    return writers, judge, real
+
+
+def continuations(writer, length, args, progress=False):
+    """(what it says [P][S], lists of ids, tokens per second): args.samples continuations of each prompt.
+
+    Prompt i has the seed args.seed + i: what is said to it does not depend on the other prompts.
+    """
+    device, tokenizer = next(writer.model.parameters()).device, writer.tokenizer
+    stop = tokenizer.separator if args.stop else None
+    autocast = torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+    found, made, seconds = [], 0, 0.0
+    for i, prompt in enumerate(tqdm(writer.prompts, writer.name, disable=not progress, leave=False)):
+        idx = torch.tensor([prompt] * args.samples, device=device)
+        generator = torch.Generator(device).manual_seed(args.seed + i)
+        began = time.perf_counter()
+        try:
+            with autocast:
+                steps = list(writer.model.stream(idx, length, args.temperature, args.top_k, args.top_p,
+                                                 args.repetition_penalty, stop, generator=generator))
+                new = torch.stack(steps, dim=1).tolist()
+        except RuntimeError as e:
+            if "probability tensor" not in str(e):
+                raise
+            raise UserError(f"{writer.name}: the probabilities are not numbers: damaged weights, "
+                            "or an extreme temperature or repetition_penalty")
+        seconds += time.perf_counter() - began
+        made += args.samples * len(steps)
+        found.append([said(row, tokenizer, stop) for row in new])
+    return found, made / seconds
+
+
+@torch.no_grad()
+def nats_after(model, separator, pairs):
+    """Nats [n] of each continuation given its prompt, from pairs (prompt, continuation) of ids.
+
+    Windows move by half a block: beyond the first, a token sees at least half a block before it.
+    """
+    device, T = next(model.parameters()).device, model.config.block_size
+    batch = max(1, min(4096, (1 << 26) // model.config.vocab_size) // T)
+    found, pieces = np.zeros(len(pairs)), []
+    for i, (before, after) in enumerate(pairs):
+        text = np.array([*before, *after])
+        for start, end, new in windows(len(text), T, max(1, T // 2)):
+            new = min(new, end - len(before))  # the prompt is context alone
+            if new > 0:
+                pieces.append((i, window_ids(text, separator, start, end), new))
+
+    # windows of one length and one scored part go together
+    def shape(piece):
+        return len(piece[1]), piece[2]
+    for (_, new), alike in groupby(sorted(pieces, key=shape), shape):
+        alike = list(alike)
+        for first in range(0, len(alike), batch):
+            part = alike[first:first + batch]
+            ids = torch.from_numpy(np.stack([piece[1] for piece in part])).to(device)
+            nats = nats_of(model(ids[:, :-1]).logits[:, -new:], ids[:, -new:])
+            np.add.at(found, [piece[0] for piece in part], nats.sum(1))
+    return found
+
+
+def judged(judge, writer, samples):
+    """Bits [P][S] of samples [P][S] of ids, given the writer's prompts, under a judge. UserError."""
+    pairs = []
+    for prompt, row in zip(writer.prompts, samples):
+        prompt, *row = [reread(ids, writer.tokenizer, judge.tokenizer) for ids in (prompt, *row)]
+        pairs += [(prompt, ids) for ids in row]
+    nats = nats_after(judge.model, judge.data.separator, pairs)
+    if not np.isfinite(nats).all():
+        raise UserError(f"--judge {judge.name} gives {nats[~np.isfinite(nats)][0]} nats: "
+                        "its weights are damaged, or its training diverged")
+    return bits(nats, 1).reshape(len(samples), -1).tolist()
+
+
+def text_runs(args, device, progress=True):
+    """Yield what is reported of each checkpoint's samples, a dict; the last is of the text itself.
+
+    The first checkpoint is the baseline of the others. Raises UserError, ValueError.
+    """
+    writers, judge, real = open_writers(args, device)
+    first, baseline = writers[0], None
+    about = text_line(args, writers, judge)
+    for writer in writers:
+        length = args.tokens
+        if not same_tokens(writer.tokenizer, first.tokenizer):  # as many as make the same number of bytes
+            sizes = [one.data.bytes_per_token(args.split) for one in (first, writer)]
+            length = max(1, round(length * sizes[0] / sizes[1]))
+        samples, speed = continuations(writer, length, args, progress)
+        found, run = text_run(writer, samples, judge, baseline)
+        baseline = baseline or found
+        yield dict(name=writer.name, about=about, tokens=length, tokens_per_s=speed, set=args.settings, **run)
+    if real:
+        stop = first.tokenizer.separator if args.stop else None
+        _, run = text_run(first, [[said(ids, first.tokenizer, stop)] for ids in real], judge)
+        yield dict(name=TEXT, about=about, tokens=args.tokens, tokens_per_s=None, set=[], **run)
+
+
+def text_run(writer, samples, judge=None, baseline=None):
+    """(what measure() gives, the same for a report), of samples [P][S] in a writer's ids."""
+    import textquality  # not part of a run, which scores with this file
+    raw = [[writer.tokenizer.decode_bytes(ids) for ids in row] for row in samples]
+    found = textquality.measure(raw, judged(judge, writer, samples) if judge else None)
+    less = {key: textquality.interval(found[key] - baseline[key]) for key in found} if baseline else None
+    return found, dict(
+        figures={key: textquality.interval(values) for key, values in found.items()}, less_the_first=less,
+        short=sum(len(textquality.words(one)) < SHORT for row in raw for one in row),
+        prompts=[writer.tokenizer.decode(ids) for ids in writer.prompts],
+        samples=[[one.decode("utf-8", "replace") for one in row] for row in raw])
+
+
 # ---- output ----
 
 HEAD = ("run", "bits/byte", "bits/char", "nats/token", "perplexity", "params", "non-embed.", "FLOPs/token",
@@ -207,6 +429,48 @@ def score_table(runs, width=120):
     return "\n".join(lines)
 
 
+def text_line(args, writers, judge):
+    """What was written, and how; in a second line, who judges."""
+    source = args.prompts or f"{writers[0].data.meta['name']}, {args.split}"
+    prompts = len(writers[0].prompts)
+    line = (f"{source}: {prompts:,} prompts, {args.samples:,} sample{'s' * (args.samples > 1)} of "
+            f"{args.tokens:,} tokens each, seed {args.seed}, temperature {args.temperature:g}")
+    for name, off in (("top_k", None), ("top_p", None), ("repetition_penalty", 1.0), ("stop", False)):
+        if getattr(args, name) != off:
+            line += f", {name} {getattr(args, name)}"
+    line += f", with {', '.join(args.settings)}" if args.settings else ""
+    if judge is None:
+        return line
+    size, largest = judge.model.num_params(), max(writer.model.num_params() for writer in writers)
+    larger = "" if size > largest else f", no more than the {largest:,} of those it judges"
+    return f"{line}\njudge: {judge.name}, {size:,} parameters{larger}"
+
+
+def text_table(runs, width=120):
+    """The runs in the order given under a line that says how; each after the first also less the first."""
+    shown = {key: title for key, title in SHOWN.items() if key in runs[0]["figures"]}
+
+    def cells(figures, sign=""):
+        for key in shown:
+            value, half = figures[key]
+            digits = 1 if key == "first_repeat" else 3
+            spread = "" if math.isnan(half) else f" ±{half:.{digits}f}"
+            yield "–" if math.isnan(value) else f"{value:{sign}.{digits}f}{spread}"
+
+    rows, notes = [], []
+    for run in runs:
+        speed = "–" if run["tokens_per_s"] is None else f"{run['tokens_per_s']:,.0f}"
+        rows.append((run["name"], *cells(run["figures"]), speed))
+        if run["less_the_first"]:
+            rows.append(("  less the first", *cells(run["less_the_first"], "+"), ""))
+        if run["short"]:
+            count = sum(map(len, run["samples"]))
+            notes.append(f"note: {run['short']:,} of {count:,} samples of {run['name']} have fewer than "
+                         f"{SHORT} words and no rep-4")
+    head = ("run", *shown.values(), "tokens/s")
+    return "\n".join([runs[0]["about"], table(head, rows, width=width), *notes])
+
+
 def writable(path):
     """The Path to write, checked before hours of scoring. Raises UserError."""
     path = Path(path).resolve()
@@ -226,29 +490,73 @@ def add_arguments(parser, split):
     parser.add_argument("--json", help="write the numbers to this file as well")
 
 
+def add_text_arguments(parser):
+    """The arguments of --text; the actions, which mean nothing without it."""
+    add = parser.add_argument_group("text").add_argument
+    return [
+        add("--prompts", metavar="FILE", help="a prompt a line; \\n is a newline (default: from the split)"),
+        add("--num_prompts", type=int, default=16, help="or so many cut evenly from the split (default: 16)"),
+        add("--prompt_tokens", type=int, default=64, help="of so many tokens each (default: 64)"),
+        add("--samples", type=int, default=8, help="continuations of each prompt (default: 8)"),
+        add("--tokens", type=int, default=256,
+            help="length of each (default: 256); a checkpoint whose vocabulary is not the first one's says "
+                 "what makes as many bytes"),
+        add("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)"),
+        add("--top_k", type=int, help="only the k likeliest tokens (default: all)"),
+        add("--top_p", type=float, help="only the likeliest that hold this much of the mass (default: all)"),
+        add("--repetition_penalty", type=float, default=1.0,
+            help="above 1: tokens already there become less likely (default: 1)"),
+        add("--stop", action="store_true", help="a sample ends at the corpus separator"),
+        add("--seed", type=int, default=1337, help="same seed, same samples (default: 1337)"),
+        add("--judge", metavar="CKPT", help="a larger model, for the bits per byte of the samples under it"),
+    ]
+
+
+def refuse_what_means_nothing(args, text):
+    """Raise UserError for flags that another one makes idle; text: the actions of --text."""
+    given = ["--" + a.dest for a in text if getattr(args, a.dest) != a.default]
+    if given and not args.text:
+        raise UserError(f"{given[0]} means nothing without --text")
+    if args.text and args.stride:
+        raise UserError("--stride means nothing with --text")
+    idle = [flag for flag in given if flag in ("--num_prompts", "--prompt_tokens")]
+    if idle and args.prompts:
+        raise UserError(f"{idle[0]} means nothing with --prompts")
+
+
+def scored_runs(args, device, progress):
+    """Yield what evaluate() reports of each checkpoint; the last are opened before the first is scored."""
+    options = args.split, args.stride, device, args.dataset, args.settings
+    for path in args.ckpt[1:]:  # what is wrong with the last should not cost the time of those before it
+        load(path, *options)
+    for path in args.ckpt:
+        yield evaluate(path, *options, progress=progress)
+
+
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(p, "test")
     p.add_argument("--stride", type=int, default=0,
                    help="move the window by so many tokens; 0: disjoint windows (default)")
+    p.add_argument("--text", action="store_true", help="measure what the models write instead")
+    text = add_text_arguments(p)
     args = p.parse_args(argv)
-    runs = []
+    runs, show = [], text_table if args.text else score_table
     try:
         device = pick_device(args.device)
         out = writable(args.json) if args.json else None
-        options = args.split, args.stride, device, args.dataset, args.settings
-        for path in args.ckpt[1:]:  # what is wrong with the last should not cost the time of those before it
-            load(path, *options)
-        for path in args.ckpt:
-            runs.append(evaluate(path, *options, progress=sys.stderr.isatty()))
+        refuse_what_means_nothing(args, text)
+        for run in (text_runs if args.text else scored_runs)(args, device, sys.stderr.isatty()):
+            runs.append(run)
         if out:
-            write_atomic(out, lambda f: f.write(json.dumps({"runs": runs}, indent=1).encode() + b"\n"))
-        print(score_table(runs), *([args.json] if out else []), sep="\n")
+            found = json.dumps({"runs": json_safe(runs)}, indent=1).encode()
+            write_atomic(out, lambda f: f.write(found + b"\n"))
+        print(show(runs), *([args.json] if out else []), sep="\n")
     except ValueError as e:
         sys.exit(f"evaluate: {e}")
     except KeyboardInterrupt:
         if runs:
-            print(score_table(runs))
+            print(show(runs))
         print("\nevaluate: interrupted", file=sys.stderr)
         sys.exit(130)
 

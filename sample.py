@@ -26,7 +26,7 @@ import torch
 
 import checkpoint
 from common import pick_device
-from evaluate import dataset_of
+from evaluate import dataset_of, said
 from model import check_sampling
 from tokenizer import Tokenizer
 
@@ -76,9 +76,7 @@ def generate(model, tokenizer, ids, args, on_piece=None):
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be several tokens
 
     def spell(tokens):
-        """Bytes up to the stop token; ids beyond the vocabulary, which a padded model may say, have none."""
-        tokens = tokens[:tokens.index(stop)] if stop in tokens else tokens
-        return tokenizer.decode_bytes([t for t in tokens if t < tokenizer.vocab_size])
+        return tokenizer.decode_bytes(said(tokens, tokenizer, stop))
 
     prompts = ids.to(device).repeat(args.num_samples, 1)
     generator = torch.Generator(device).manual_seed(args.seed)

@@ -1,0 +1,133 @@
+"""
+How a text reads, in numbers: repetition, diversity, loops. No model here; `evaluate.py --text` has them.
+
+Words are what lies between white space, whatever the tokens of a model are, so that vocabularies of different
+kinds compare. Loops and first repeats are counted in bytes, where one without white space shows as well. NaN:
+not defined for such a text.
+"""
+
+import math
+
+import numpy as np
+
+ORDERS = (1, 2, 3, 4)  # n of rep-n and distinct-n
+REPEAT = 16            # bytes that come back: three words or so
+
+
+# ---- a text: a list of words, or bytes ----
+
+def words(raw):
+    """bytes -> [str], what lies between white space; bytes that are not UTF-8 show as U+FFFD."""
+    return raw.decode("utf-8", "replace").split()
+
+
+def ngrams(items, n):
+    """[tuple], the runs of n neighbours; none where there are fewer than n items."""
+    return list(zip(*(items[i:] for i in range(n))))
+
+
+def rep_n(items, n):
+    """Share of one text's n-grams that it said before: 1 - different / all (seq-rep-n, arXiv 1908.04319)."""
+    every = ngrams(items, n)
+    return 1 - len(set(every)) / len(every) if every else math.nan
+
+
+def loop(items):
+    """Share of one text that its longest loop takes up: a stretch of one period, twice round at least."""
+    codes, longest = np.unique(list(items), return_inverse=True)[1], 0
+    for period in range(1, len(codes) // 2 + 1):
+        same = codes[period:] == codes[:-period]
+        ends = np.flatnonzero(np.concatenate(([True], ~same, [True])))
+        run = int(np.diff(ends).max()) - 1  # so many neighbours are what stands a period later
+        if run >= period:
+            longest = max(longest, run + period)
+    return longest / len(codes) if len(codes) else math.nan
+
+
+def first_repeat(items, n):
+    """How many items were read when for the first time their last n had been there before; None: never."""
+    seen = set()
+    for i, gram in enumerate(ngrams(items, n)):
+        if gram in seen:
+            return i + n
+        seen.add(gram)
+
+
+# ---- a set of texts ----
+
+def distinct_n(texts, n):
+    """Share of the n-grams of all texts, [[word]], that are different (arXiv 1510.03055); none spans two."""
+    every = [gram for text in texts for gram in ngrams(text, n)]
+    return len(set(every)) / len(every) if every else math.nan
+
+
+def self_bleu(texts):
+    """BLEU of each text, [[word]], against all others, their mean, 0 to 1 (arXiv 1802.01886).
+
+    sacrebleu's sentence BLEU: 4-grams, shorter ones in a shorter text, exponential smoothing. Empty texts are
+    left out.
+    """
+    from sacrebleu.metrics import BLEU
+    lines = [" ".join(text) for text in texts if text]
+    if len(lines) < 2:
+        return math.nan
+    bleu = BLEU(tokenize="none", effective_order=True)
+    return sum(bleu.sentence_score(line, lines[:i] + lines[i + 1:]).score
+               for i, line in enumerate(lines)) / len(lines) / 100
+
+
+# ---- many samples of many prompts ----
+
+def of_sample(raw):
+    """{measure: value} of one sample, bytes; one that says nothing twice counts with its length."""
+    text, repeat = words(raw), first_repeat(raw, REPEAT)
+    found = {f"rep_{n}": rep_n(text, n) for n in ORDERS}
+    return found | dict(loop=loop(raw), repeats=float(repeat is not None) if raw else math.nan,
+                        first_repeat=repeat or len(raw) or math.nan)
+
+
+def of_sets(sets):
+    """{measure: value} of sets of texts, [[[word]]]: the mean over the sets."""
+    found = {f"distinct_{n}": [distinct_n(texts, n) for texts in sets] for n in ORDERS}
+    found["self_bleu"] = [self_bleu(texts) for texts in sets]
+    return {name: mean(values) for name, values in found.items()}
+
+
+def mean(values):
+    """The mean of those that are defined; NaN where none is."""
+    values = [v for v in values if not math.isnan(v)]
+    return sum(values) / len(values) if values else math.nan
+
+
+def measure(samples, bits=None):
+    """{measure: [P + 1]}: of all samples, then without those of each prompt in turn. See interval().
+
+    samples [P][S] are bytes: S of each of P prompts. A set is one sample of each prompt; where there is one
+    prompt, its samples. bits [P][S]: of each under a judge, which gives "judge", bits per byte.
+    """
+    each = [[of_sample(raw) for raw in row] for row in samples]
+    texts = [[words(raw) for raw in row] for row in samples]
+    P, found = len(samples), []
+    for keep in [list(range(P)), *([p for p in range(P) if p != left] for left in range(P) if P > 1)]:
+        rows = [texts[p] for p in keep]
+        now = {name: mean([one[name] for p in keep for one in each[p]]) for name in each[0][0]}
+        now |= of_sets(list(zip(*rows)) if P > 1 else rows)
+        if bits is not None:
+            size = sum(len(raw) for p in keep for raw in samples[p])
+            now["judge"] = sum(sum(bits[p]) for p in keep) / size if size else math.nan
+        found.append(now)
+    return {name: np.array([now[name] for now in found]) for name in found[0]}
+
+
+def interval(values):
+    """(value, half of its 95 % interval) of what measure() gives, [P + 1], by the jackknife over prompts.
+
+    For a mean that is the t interval. It holds for shares and for what compares samples with each other, too,
+    where the prompts' own figures would not be independent. NaN: one prompt, or not defined without another.
+    """
+    from scipy.special import stdtrit
+    value, without = values[0], values[1:]
+    n = len(without)
+    if n < 2:
+        return float(value), math.nan
+    return float(value), float(stdtrit(n - 1, 0.975) * math.sqrt((n - 1) * np.var(without)))
