@@ -971,7 +971,8 @@ class HeadRoles(Mechanism):
         self.waves, self.start = config.roles_waves, config.roles_strength
         self.attention_cost = self.waves / attn.head_size  # 2 waves wider, in half of the products
         self.strength = nn.Parameter(torch.empty(attn.n_head))
-        priors = torch.tensor([self.ROLES[self.role_of(config, head)] for head in attn.head_ids])
+        priors = torch.tensor([self.ROLES[self.role_of(config, head)] for head in attn.head_ids],
+                              dtype=torch.float32)
         self.register_buffer("priors", priors.view(-1, 3), persistent=False)
 
     @staticmethod
