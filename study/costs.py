@@ -23,7 +23,7 @@ from ranks import Process
 
 # ---- FLOPs ----
 
-# the CPU's attention, which torch's counter does not know; it passes shapes for tensors
+# the CPU's attention, which the counter of torch 2.11 and 2.13 does not know; it passes shapes for tensors
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 FORMULAS = {

@@ -54,8 +54,9 @@ def collect(study, command):
     found = json.loads(json.dumps(json_safe(dict(  # as it will be read: what follows is the same then
         name=study.name, scale=study.scale, size=c.size, question=c.question, command=command,
         out=str(study.out), date=date.today().isoformat(), commit=git_commit(), patch=patch(),
-        versions=dict(python=sys.version.split()[0],
-                      **{name: version(name) for name in ("torch", "numpy", "scipy")}),
+        # torch's own name says which build it is; the package's may not
+        versions=dict(python=sys.version.split()[0], torch=torch.__version__,
+                      **{name: version(name) for name in ("numpy", "scipy")}),
         config=asdict(c),
         settings=study.builder.settings, plain={"base": study.builder.base, **flags_of(study.builder.plain)},
         machine=machine(study, done), data=scored(study, done),

@@ -173,12 +173,18 @@ def test_tensors_without_memory_are_counted_as_real_ones(name):
     assert round(counter.get_total_flops() / ids[:, 1:].numel()) == costs.executed_flops(config)
 
 
-def test_torchs_counter_alone_misses_attention():
-    """Why FORMULAS is there: when torch knows these kernels, it can go."""
-    model, ids = GPT(config_of("plain", SIZES[0])), torch.randint(256, (1, 129))
-    with costs.FlopCounterMode(display=False) as counter:
-        model(ids[:, :-1], ids[:, 1:]).loss.backward()
-    assert counter.get_total_flops() / 128 < 0.9 * costs.executed_flops(config_of("plain", SIZES[0]))
+def test_torchs_counter_misses_attention_or_counts_it_alike():
+    """Why FORMULAS is there: torch 2.11 and 2.13 miss these kernels. 2.15 does not: one day it can go."""
+    def counted(formulas):
+        model, ids = GPT(config_of("plain", SIZES[0])), torch.randint(256, (1, 129))
+        with costs.FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+            model(ids[:, :-1], ids[:, 1:]).loss.backward()
+        return counter.get_total_flops() / 128
+
+    executed = costs.executed_flops(config_of("plain", SIZES[0]))
+    blind = counted({kernel: lambda *shapes, **kw: 0 for kernel in costs.FORMULAS})
+    assert blind < 0.9 * executed
+    assert counted(None) in (blind, executed)
 
 
 def test_the_largest_model_is_counted_in_seconds_and_once():
