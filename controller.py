@@ -752,6 +752,10 @@ def step(run):
     controller.seconds += time.perf_counter() - began
     append(run, "heads.jsonl", controller.row(run))
     controller.events = []
+    if run.step + c.controller_interval > c.max_iters:
+        share = controller.seconds / max(run.elapsed_s + time.perf_counter() - began, 1e-9)
+        run.process.print0(f"heads: {controller.measured} measurements took {share:.1%} of the training "
+                           f"time; wrote {run.out_dir / 'heads.jsonl'}")
     if surgery:
         run.trainer = rewired(run)
     return run.trainer

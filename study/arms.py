@@ -69,6 +69,7 @@ class StudyConfig:
     # ---- fairness ----
     match_parameters: bool = True        # who looks better also meets a plain GPT with as many parameters
     tune_lr: bool = False                # who is better or worse is judged again at its own best rates
+    lives: bool = False                  # also say what became of the heads: states, speed, samples
     # ---- where it runs ----
     out_dir: Optional[str] = None        # the report's folder; None: out/<config or mechanisms>-<scale>
     jobs: int = 0                        # runs at once; 0: one for each GPU, or one for each CPU core

@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.ticker import EngFormatter
 
 from plot_curves import number
+from study.lives import FIGURES, shares, summary
 
 # the verdicts, and what each means
 MEANING = {
@@ -266,6 +267,33 @@ def costs_table(found, only=None):
              interval(arm["time_ratio"], ".2f") if arm.get("time_ratio") else "–")
             for name, arm in found["arms"].items() if only is None or name in ("plain", *only)]
     return Table(("arm", *columns, f"time of a step × [{level(found)}]"), rows)
+
+
+def lives_tables(found, only=None):
+    """What became of the heads: figures a row, arms a column; then states, and roles; [] where not asked."""
+    lives = {name: seeds for name, seeds in (found.get("lives") or {}).items()
+             if only is None or name in ("plain", *only)}
+    if not lives:
+        return []
+
+    def cell(value, digits):
+        if value is None:
+            return "–"
+        mean, half = value
+        return show(mean, f".{digits}f") + (f" ±{show(half, f'.{digits}f')}" if half else "")
+
+    arms, means = list(lives), summary(lives)
+    head = ("mean over seeds, ± 95 %", *(label_of(found, name) for name in arms))
+    rows = [(title, *(cell(means[name][key], digits) for name in arms))
+            for key, (title, digits) in FIGURES.items() if any(means[name][key] for name in arms)]
+    tables = [Table(head, rows, (0,))]
+    for what, title in (("occupancy", "share of time in a state"),
+                        ("engagement", "output sent, x equal share")):
+        each = shares(lives, what)
+        keys = dict.fromkeys(key for own in each.values() for key in own)
+        rows = [(key, *(show(each.get(name, {}).get(key), ".3f") for name in arms)) for key in keys]
+        tables += [Table((title, *head[1:]), rows, (0,))] if rows else []
+    return tables
 
 
 def at_edge(scores):

@@ -10,9 +10,9 @@ import math
 from pathlib import Path
 
 from study.findings import (MEANING, Table, against_plain, costs_table, equal_of, headline, interval, known,
-                            label_of, labelled, level, mean_of, notices, others, others_table,
-                            printable, remarks, screened_table, sentence_of, settings_of, show,
-                            tuned_table, verdict_of, verdicts_table)
+                            label_of, labelled, level, lives_tables, mean_of, notices, others,
+                            others_table, printable, remarks, screened_table, sentence_of, settings_of,
+                            show, tuned_table, verdict_of, verdicts_table)
 
 BADGES = (*MEANING, "failed", "no runs yet")
 CSS = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
@@ -90,6 +90,10 @@ WORDS = {
     "Seed by seed":
         "Over seeds: would it come out so again if both were trained again? Over text: would these trained "
         "models rank so on other text of this kind? Verdicts rest on the first.",
+    "What became of the heads":
+        "Of every judged run, when it was done: means over seeds, intervals not corrected. Generation and "
+        "cache: of the model without the heads that are off, beside the plain GPT of the same seed. Samples "
+        "are of fixed prompts at temperature 0.8.",
     "Inside the heads":
         "Of one finished run of each arm: a row for each layer, a column for each head; or one cell for each "
         "layer. Deeper colour: larger.",
@@ -209,6 +213,7 @@ def html(found, pictures=None):
         "Effect as compute": image(pictures.get("compute"), "score against compute"),
         "Learning curves": image(pictures.get("learning"), "learning curves"),
         "Costs": grid(costs_table(found)), "Learning rates": grid(tuned_table(found)),
+        "What became of the heads": Html("".join(map(grid, lives_tables(found)))),
         "Seed by seed": seeds_of(found), "Inside the heads": heads_of(found), "Samples": samples(found),
         "Configurations": configs(found), "Commands": commands(found),
         "Settings": tag("dl", *(tag(kind, text) for pair in settings_of(found)

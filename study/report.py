@@ -13,9 +13,9 @@ from pathlib import Path
 from common import table, write_atomic
 from study import page, pictures
 from study.findings import (Table, against_plain, costs_table, equal_of, headline, label_of, labelled,
-                            ladder_sentences, ladder_table, mean_alone, notices, others, others_table,
-                            printable, remarks, screened_table, sentence_of, settings_of, tuned_table,
-                            verdicts_table, without)
+                            ladder_sentences, ladder_table, lives_tables, mean_alone, notices, others,
+                            others_table, printable, remarks, screened_table, sentence_of, settings_of,
+                            tuned_table, verdicts_table, without)
 
 # ---- terminal ----
 
@@ -30,7 +30,8 @@ def table_of(found, width=120):
         # of differences at equal cost the mean alone: intervals and costs are on the page
         rows = [[cell.split()[0] if title.startswith("at equal") else cell
                  for title, cell in zip(main.head, row)] for row in main.rows]
-        tables = [Table([title.removeprefix("at ") for title in main.head], rows, main.words), more]
+        tables = [Table([title.removeprefix("at ") for title in main.head], rows, main.words), more,
+                  *lives_tables(found)]
     above, below = ([line for text in texts for line in textwrap.wrap(printable(text), width)]
                     for texts in (above, below))
     tables = [table(head, rows, left=words, width=width) + "\n" for head, rows, words in tables if rows]
@@ -76,6 +77,8 @@ TABLES = {
     "short": of_each_size(short_verdicts),
     "screened": of_each_size(lambda found, only=None: in_markdown(*screened_table(found, only))),
     "costs": of_each_size(lambda found, only=None: in_markdown(*costs_table(found, only))),
+    "lives": of_each_size(lambda found, only=None: "\n\n".join(
+        in_markdown(*each) for each in lives_tables(found, only))),
     "tuned": of_each_size(lambda found, only=None: in_markdown(*tuned_table(found, only))),
     "ladder": lambda found, only=None: in_markdown(*ladder_table(found, only)),
 }
@@ -93,6 +96,9 @@ def markdown(found):
                         ("Learning rates", tuned_table(found))):
         if part.rows:
             lines += ["", f"## {title}", "", in_markdown(*part)]
+    for each in lives_tables(found):
+        lines += ["", "## What became of the heads" if each.head[0].startswith("mean") else "",
+                  in_markdown(*each)]
     lines += ["", "## Settings", *(f"- {key}: {escaped(value)}" for key, value in settings_of(found))]
     if found["failures"]:
         lines += ["", "## Failures"]

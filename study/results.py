@@ -30,7 +30,7 @@ from common import ROOT, UserError, git_commit, json_safe, pick_device, write_at
 from dataset import Dataset
 from evaluate import bits, windows_of
 from model import GPTConfig
-from study import analysis, costs, queue, trial
+from study import analysis, costs, lives, queue, trial
 from study.arms import BOOKKEEPING, HERE, StudyConfig
 
 CURVE_POINTS = 25  # of a run's validation curve that are kept, the last one among them
@@ -67,6 +67,7 @@ def collect(study, command):
               for name, arm in study.arms.items()},
         runs={folder.name: {**result, "spec": study.specs[folder], "curve": curve_of(folder, result)}
               for folder, result in done.items()},
+        lives=lives.of_study(study, judged, done) if c.lives and nothing_runs else None,
         failures=failures, planned=len(planned), done=len(done)))))
     return {**found, **json_safe(analysis.figures(found))}
 

@@ -1,0 +1,23 @@
+# Gates that close while training: L0 with a warm-up, then who moves them (rules, a network, reward), heads
+# dropped for good; growth from half the heads, beside half the heads from the start
+# Tiny scale: 45 runs of a minute on a core, those of the plain GPT being on file
+
+question = "Can heads be pruned or grown while training, at no loss?"
+
+_gates = dict(sentinel="hard_concrete", sentinel_coef=0.01, mechanism_lr=0.04)
+_prune = dict(prune_gate=0.05, prune_margin=0.02, controller_interval=60, controller_patience=2)
+_moved = dict(_prune, sentinel="sigmoid", controller_step=1.5)
+
+variants = {
+    "l0": _gates,
+    "l0, warm-up": dict(_gates, sparsity_warmup=480, controller_interval=60),
+    "l0, pruned": dict(_gates, sparsity_warmup=480, **_prune),
+    "rules, pruned": dict(_moved, controller="rules", controller_entropy=0.35),
+    "ann, pruned": dict(_moved, controller="ann", controller_cost=0.01),
+    "rl, pruned": dict(_moved, controller="rl", controller_cost=0.01),
+    "grown from 2": dict(grow_from=2, grow_heads=1, grow_delta=0.05, grow_used=0.2, controller_interval=60,
+                         controller_patience=2),
+    "2 heads of 4": dict(head_ids=[[0, 1], [0, 1]]),
+}
+lives = True
+match_parameters = False

@@ -1,0 +1,21 @@
+# The write-up's five scenarios of agency, on one corpus, five seeds each, with what became of the heads
+# Tiny scale: 25 runs of half a minute to a minute on a core, those of the plain GPT being on file
+
+import runpy as _runpy
+from pathlib import Path as _Path
+
+
+def _flags(name):
+    path = _Path(__file__).parent.parent / "scenarios" / f"{name}.py"
+    return {key: value for key, value in _runpy.run_path(str(path)).items() if not key.startswith("_")}
+
+
+question = "Does a GPT whose heads have states and roles beat a plain one?"
+
+variants = {name: _flags(name) for name in ("default", "specialised", "mixed", "constrained")}
+# what the roles do without states, the states without roles; and consent that is withheld, and disregarded
+variants["roles alone"] = dict(roles=["local", "long", "previous", "free"])
+variants["no consent, disregarded"] = dict(agency=True, agency_enforce=False, policy=True, policy_dwell=1000,
+                                           policy_no_consent=["0.0", "1.3"], controller_interval=60)
+lives = True
+match_parameters = False
