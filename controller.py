@@ -22,7 +22,8 @@ from torch import nn
 
 import checkpoint
 from common import UserError, json_safe
-from heads import METRICS, attentions, closed, fixed_text, insert_heads, measure, nats_on, places
+from heads import (attentions, closed, fixed_text, insert_heads, measure, nats_on, places,
+                   stack_blocks)
 from model import Agency, ConstraintHeads
 from optim import Trainer, precision
 from runlog import read_rows, write_rows
@@ -55,6 +56,7 @@ class ControllerConfig:
     grow_delta: float = 0.002            # nats that the held-out loss must fall within patience, else grow
     grow_used: float = 0.5               # where no head sends less than this x an equal share of its layer
     grow_ramp: int = 100                 # steps over which a new head's gate opens
+    grow_stack: bool = False             # a control: once, on a plateau, the blocks are doubled instead
     # ---- agency's policy: states that follow from the metrics ----
     policy: bool = False                 # move the states and consent of agency's heads
     policy_budget: float = 1.0           # part of the heads that may be at work; the least important withdraw
@@ -87,17 +89,17 @@ class ControllerConfig:
 def lives(config):
     """Whether anything is measured or changed during a run."""
     return bool(config.controller or config.controller_log or config.prune_gate or config.grow_heads
-                or config.policy or config.sparsity_warmup)
+                or config.grow_stack or config.policy or config.sparsity_warmup)
 
 
 def conflicts(model, config):
     """What is wrong with the controller's keys beside a GPTConfig, as sentences."""
     bad = [*config.controller_problems()]
     defaults = {name: f.default for name, f in ControllerConfig.__dataclass_fields__.items()}
-    for what, on in (("controller", lives(config)), ("prune", config.prune_gate), ("grow", config.grow_heads),
-                     ("policy", config.policy)):
+    for what, on in (("controller", lives(config)), ("prune", config.prune_gate), ("policy", config.policy),
+                     ("grow", config.grow_heads or config.grow_stack)):
         loose = [key for key, default in defaults.items() if key.startswith(f"{what}_") and not on
-                 and key not in ("grow_from", "grow_heads", "prune_gate")
+                 and key not in ("grow_from", "grow_heads", "grow_stack", "prune_gate")
                  and getattr(config, key) not in (default, [])]
         bad += [f"{key}={getattr(config, key)!r} means nothing while nothing does it: see {what} in --help"
                 for key in loose]
@@ -115,6 +117,8 @@ def conflicts(model, config):
     if config.grow_heads and config.grow_from is None and model.head_ids is None and not config.prune_gate:
         bad.append(f"grow_heads={config.grow_heads}: all {model.n_head} heads are there from the start; "
                    "set grow_from, the number to begin with")
+    if config.grow_stack and (config.grow_heads or model.unet or model.constraint_names):
+        bad.append("grow_stack doubles blocks that are alike: not with grow_heads, unet or constraint_names")
     if lives(config) and model.block_size < 2:
         bad.append("block_size must be at least 2 to measure heads")
     for place in config.policy_no_consent:
@@ -136,7 +140,8 @@ def starting_config(model_config, config):
     """The GPTConfig to build: with the first grow_from heads of every layer, or those of the last save."""
     last = Path(config.out_dir) / "ckpt.pt"
     if lives(config) and config.resume and last.is_file():
-        return replace(model_config, head_ids=checkpoint.read(last)["config"].get("head_ids"))
+        saved = checkpoint.read(last)["config"]
+        return replace(model_config, head_ids=saved.get("head_ids"), n_layer=saved["n_layer"])
     if config.grow_from is None:
         return model_config
     return replace(model_config, head_ids=[list(range(config.grow_from))] * model_config.n_layer)
@@ -347,22 +352,26 @@ class Controller:
                       fixed_text(run.dataset, "train", T, c.controller_tokens, process.rank, process.world)]
         self.judge = [t.to(device) for t in
                       fixed_text(run.dataset, "val", T, c.controller_heldout, process.rank, process.world)]
-        extra = max(attn.n_extra for attn in attentions(model))
-        self.shape = (model.config.n_layer, model.config.n_head + extra)
         self.generator = torch.Generator().manual_seed(model.config.seed)
         self.mover = MOVERS[c.controller](c, self.generator)
         self.rules = Rules.read(c.policy_rules) if c.policy_rules else Rules()
         self.autocast = precision(c.dtype, process.kind)[1]
         self.measured, self.seconds = 0, 0.0
-        self.mean, self.now = {}, {}
-        self.counts = {name: self.full(0) for name in ("high", "small", "low", "rest")}
-        self.high = self.full(False)
-        self.since = self.full(-10**9)          # measurement of the last change of state
         self.frozen, self.ramps = [], {}        # closed and to be dropped; {(layer, head): first step}
-        self.losses = []                        # held-out, since the last growth
+        self.losses, self.stacked = [], False   # held-out, since the last growth
+        self.begin()
         self.violating, self.refused = set(), set()
         self.heldout_now = math.nan
         self.events = []
+
+    def begin(self):
+        """Nothing is known of any head of the model."""
+        extra = max(attn.n_extra for attn in attentions(self.model))
+        self.shape = (self.model.config.n_layer, self.model.config.n_head + extra)
+        self.mean, self.now = {}, {}
+        self.counts = {name: self.full(0) for name in ("high", "small", "low")}
+        self.high = self.full(False)
+        self.since = self.full(-10**9)          # measurement of the last change of state
 
     def full(self, value):
         return np.full(self.shape, value)
@@ -370,7 +379,7 @@ class Controller:
     # ---- keeping ----
 
     ARRAYS = ("high", "since")
-    VALUES = ("measured", "seconds", "frozen", "losses", "heldout_now")
+    VALUES = ("measured", "seconds", "frozen", "losses", "stacked", "heldout_now")
 
     def state(self):
         """For a checkpoint: a dict of tensors, lists and numbers."""
@@ -522,13 +531,26 @@ class Controller:
 
     # ---- growth ----
 
+    def plateau(self):
+        """Whether the held-out loss has fallen by less than grow_delta within the last measurements."""
+        n = self.config.controller_patience
+        return len(self.losses) > n and min(self.losses[:-n]) - min(self.losses[-n:]) < self.config.grow_delta
+
+    def stack(self, run):
+        """On a plateau, once, double the blocks; {new parameter: the one it copies}."""
+        if self.stacked or not self.plateau():
+            return {}
+        copied = stack_blocks(run.model)
+        for layer, head in places(run.model)[len(places(run.model)) // 2:]:
+            self.event("stacked", layer, head)
+        self.stacked, self.losses = True, []
+        self.begin()
+        return copied
+
     def grow(self, run):
         """Insert heads where all are used and the held-out loss no longer falls."""
         c, model = self.config, run.model
-        if len(self.losses) <= c.controller_patience or self.ramps:
-            return False
-        earlier, late = self.losses[:-c.controller_patience], self.losses[-c.controller_patience:]
-        if min(earlier) - min(late) >= c.grow_delta:
+        if self.ramps or not self.plateau():
             return False
         new = {}
         for layer, attn in enumerate(attentions(model)):
@@ -662,8 +684,8 @@ class Controller:
         model, ids = run.model, [attn.all_head_ids() for attn in attentions(run.model)]
         found = dict(step=run.step, heldout=round(self.heldout_now, 6), seconds=round(self.seconds, 3),
                      heads=ids)
-        for name in METRICS:
-            found[name] = [[float(f"{v:.5g}") for v in self.now[name][layer, own]] if self.measured else []
+        for name in self.now:  # nothing is known of a model that was just stacked
+            found[name] = [[float(f"{v:.5g}") for v in self.now[name][layer, own]]
                            for layer, own in enumerate(ids)]
         found["static_gate"] = [[round(g, 5) for g in gate.tolist()] for gate in gates_of(model)]
         found["active"] = sum(g > model.config.agency_threshold for g in sum(found["static_gate"], []))
@@ -736,7 +758,7 @@ def step(run):
     controller.set_sparsity(run)
     controller.look(run)
     controller.tell_agency(run)
-    surgery = False
+    surgery, copied = False, {}
     if controller.measured >= c.controller_warmup:
         if c.policy:
             controller.signals(run)
@@ -746,6 +768,8 @@ def step(run):
             surgery |= controller.prune(run)
         if c.grow_heads:
             surgery |= controller.grow(run)
+        if c.grow_stack:
+            copied = controller.stack(run)
     if run.model.config.agency:
         controller.watch(run)
     controller.measured += 1
@@ -756,16 +780,23 @@ def step(run):
         share = controller.seconds / max(run.elapsed_s + time.perf_counter() - began, 1e-9)
         run.process.print0(f"heads: {controller.measured} measurements took {share:.1%} of the training "
                            f"time; wrote {run.out_dir / 'heads.jsonl'}")
-    if surgery:
-        run.trainer = rewired(run)
+    if surgery or copied:
+        run.trainer = rewired(run, copied)
     return run.trainer
 
 
-def rewired(run):
-    """A Trainer of the changed model that goes on with the optimizers' moments; compiled and wrapped anew."""
+def rewired(run, copied):
+    """A Trainer of the changed model that goes on with the optimizers' moments; compiled and wrapped anew.
+
+    copied: {new parameter: the one whose moments it begins with}.
+    """
     old = run.trainer
-    state = dict(optimizers=[optimizer.state_dict() for optimizer in old.optimizers],
-                 scaler=old.scaler.state_dict())
+    moments = {p: state for optimizer in old.optimizers for p, state in optimizer.state.items()}
     new = Trainer(run.model, run.config, run.process)
-    new.load(state, run.out_dir)
+    for optimizer in new.optimizers:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            state = moments.get(copied.get(p, p))
+            if state is not None:
+                optimizer.state[p] = {key: t.clone() if torch.is_tensor(t) else t for key, t in state.items()}
+    new.scaler.load_state_dict(old.scaler.state_dict())
     return new

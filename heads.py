@@ -4,6 +4,7 @@ The heads of a model, seen from outside: what each does on given text, closing, 
 controller.py, prune.py and inspect_heads.py read this. Nothing here touches the training step.
 """
 
+import copy
 import math
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -242,6 +243,23 @@ def insert_heads(model, heads, optimizers=(), seed=0):
             if isinstance(module, nn.Linear):
                 module.out_features, module.in_features = module.weight.shape
     model.config = replace(model.config, head_ids=ids)
+
+
+def stack_blocks(model):
+    """Put a copy of all blocks on top of them (stacking, arXiv 2405.15319); {new parameter: what it copies}.
+
+    Another function than before: a control for growth by heads. Raises ValueError where blocks are not alike.
+    """
+    if model.config.unet or model.config.constraint_names:
+        raise ValueError("blocks with U-Net skips or constraint heads are not alike: they cannot be stacked")
+    blocks, ids = model.transformer.h, model.config.head_ids
+    copies = copy.deepcopy(blocks)
+    for block in copies:
+        block.attn.layer += len(blocks)
+    copied = dict(zip(copies.parameters(), blocks.parameters()))
+    model.transformer.h = nn.ModuleList([*blocks, *copies])
+    model.config = replace(model.config, n_layer=2 * len(blocks), head_ids=ids and [*ids, *map(list, ids)])
+    return copied
 
 
 def put_rows(axis, fresh, rows, optimizers):

@@ -19,7 +19,7 @@ import train
 from common import UserError
 from controller import Controller, Rules
 from dataset import Dataset
-from heads import attentions, places
+from heads import METRICS, attentions, places
 from model import GPT, GPTConfig
 from optim import Trainer
 from ranks import Process
@@ -115,7 +115,7 @@ def test_measuring_changes_no_digit_of_the_training(args, tmp_path):
     assert same(weights(tmp_path / "off" / "ckpt.pt"), weights(tmp_path / "on" / "ckpt.pt"))
     found = rows_of(tmp_path / "on")
     assert [row["step"] for row in found] == list(range(2, 17, 2))
-    assert all(len(row[name]) == 2 and len(row[name][0]) == 4 for row in found for name in controller.METRICS)
+    assert all(len(row[name]) == 2 and len(row[name][0]) == 4 for row in found for name in METRICS)
     assert found[-1]["active"] == 8 and found[-1]["heldout"] < found[0]["heldout"]
 
 
@@ -341,6 +341,26 @@ def test_no_growth_while_the_loss_falls_or_heads_idle_or_none_is_free(run, monke
     assert r.model.config.head_ids == [[0, 1, 2, 3]] * 2
 
 
+def test_stacking_doubles_the_blocks_once_with_their_moments(run, monkeypatch):
+    monkeypatch.setattr(Controller, "heldout", lambda self, run: 2.0)
+    r = run(grow_stack=True)
+    x = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(1))
+    r.trainer.step(x[:, :-1], x[:, 1:])
+    first = r.model.transformer.h[0].attn.c_attn.weight
+    moments = r.trainer.optimizers[0].state[first]["momentum"].clone()
+    measured(r, 12)
+    assert r.model.config.n_layer == 4 and [attn.layer for attn in attentions(r.model)] == [0, 1, 2, 3]
+    for one, other in ((0, 2), (1, 3)):
+        a, b = (r.model.transformer.h[i].state_dict() for i in (one, other))
+        assert all(torch.equal(a[key], b[key]) for key in a)
+    copy = r.model.transformer.h[2].attn.c_attn.weight
+    assert torch.equal(r.trainer.optimizers[0].state[copy]["momentum"], moments)
+    assert torch.equal(r.trainer.optimizers[0].state[first]["momentum"], moments)
+    r.trainer.step(x[:, :-1], x[:, 1:])
+    assert not torch.equal(copy, first), "they go ways of their own"
+    assert {e[1] for e in events(r.out_dir)} == {"stacked"} and len(events(r.out_dir)) == 8
+
+
 # ---- whole runs ----
 
 LIFE = dict(sentinel="hard_concrete", agency=True, controller="ann", prune_gate=0.4, prune_margin=5.0,
@@ -349,14 +369,17 @@ LIFE = dict(sentinel="hard_concrete", agency=True, controller="ann", prune_gate=
             sentinel_coef=0.01, controller_interval=1)
 
 
-@pytest.mark.parametrize("who", ["rules", "ann", "rl"])
+@pytest.mark.parametrize("who", ["rules", "ann", "rl", "stack"])
 def test_a_life_of_16_steps_equals_8_and_8(args, rows, tmp_path, who):
     keys = {**LIVE, **LIFE, "controller": who}
+    if who == "stack":
+        keys = {**LIVE, "controller_interval": 1, "grow_stack": True, "grow_delta": 1.0}
     main(args("whole", **keys))
     main(args("parts", **{**keys, "max_iters": 7}))
     main([*args("parts", **keys), "--resume"])
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert {"pruned", "grown", "state"} <= {e[1] for e in events(whole)}, "a life in which something happens"
+    happened = {"stacked"} if who == "stack" else {"pruned", "grown", "state"}
+    assert happened <= {e[1] for e in events(whole)}, "a life in which something happens"
     assert same(weights(whole / "ckpt.pt"), weights(parts / "ckpt.pt"))
     a, b = (checkpoint.read(folder / "ckpt.pt") for folder in (whole, parts))
     assert a["config"]["head_ids"] == b["config"]["head_ids"]
@@ -529,6 +552,7 @@ def test_rules_say_who_may_change_what_and_refusals_are_logged_once(run, tmp_pat
     (dict(grow_heads=1, grow_from=5), "grow_from=5 must be from 1 to n_head=2"),
     (dict(controller_log=True, controller_interval=0), "controller_interval=0 must be at least 1"),
     (dict(controller_step=3.0), "controller_step=3.0 means nothing"),
+    (dict(grow_stack=True, n_layer=2, unet="add"), "grow_stack doubles blocks that are alike"),
     (dict(sparsity_warmup=5), "sparsity_warmup=5 needs gates"),
     (dict(controller_log=True, controller_tokens=10**7), "measuring heads takes"),
 ])

@@ -11,8 +11,9 @@ from heads import attentions
 from model import GPT, GPTConfig
 from study import findings, lives
 
-ROWS = [dict(step=10 * i, heads=[[0, 1]], state=[[a, b]], active=2) for i, (a, b) in enumerate([
-    ("active", "active"), ("active", "overloaded"), ("withdrawn", "overloaded"), ("active", "overloaded")], 1)]
+STATES = [("active", "active"), ("active", "overloaded"), ("withdrawn", "overloaded"),
+          ("active", "overloaded")]
+ROWS = [dict(step=10 * i, heads=[[0, 1]], state=[list(both)], active=2) for i, both in enumerate(STATES, 1)]
 
 
 def written(folder, rows, violations=()):
