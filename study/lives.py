@@ -106,7 +106,7 @@ def written(model, data):
 
 
 def size_of_cache(model):
-    """Bytes of keys and values that a token leaves behind."""
+    """Bytes that keys and values of a full context take."""
     cache = KVCache(model.config)
     model.hidden(torch.zeros(1, 1, dtype=torch.long, device=model.lm_head.weight.device), cache)
     return sum(t.numel() * t.element_size() for t in [*cache.k, *cache.v] if t is not None)

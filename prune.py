@@ -1,0 +1,471 @@
+"""
+Take heads out of trained checkpoints by several criteria; measure what that costs and brings.
+
+    python prune.py --ckpt out/a --to 0.5 --by importance_rescored --out_dir out/half   # out/half/best.pt
+    python prune.py --ckpt out/a --to 1 0.5 --by magnitude --out_dir out/b --recover 200
+    python prune.py --ckpt out/a --ckpt out/b --to 0.75 0.5 0.25 --by all --json out/pruning.json
+
+--to is the share kept of the heads that a checkpoint has, to the nearest head, and each layer keeps --floor.
+The lowest score goes first, constraint heads never. Criteria read --text tokens of the training split.
+
+random               by --seed, another draw for each checkpoint
+magnitude            norm of its slice of the value weights, times that of the output weights
+gate                 its gate that depends on no token: sentinel, agency
+entropy              of its attention rows over log of their length; the highest goes first
+importance           |y . dL/dy| a sequence (Michel et al., arXiv 1905.10650, eq. 2), no norm over layers
+importance_rescored  the same, measured again after every removal
+fitted               gates fitted with the model frozen, once drawn open, once closed (arXiv 2505.13737)
+blocks               the control: whole blocks, as many as save no more FLOPs than the heads would have, each
+                     time the one whose absence costs least; without --floor
+
+One checkpoint, criterion and share: out_dir gets best.pt. Several: a folder <criterion>-<share> each, for
+several checkpoints under <number>-<run>. --recover trains on, on batches in another order, at rates that fall
+in a straight line from RECOVER_FROM of the run's peaks to 0, without a controller; pruned.pt is what it
+started from. Longer training helps the whole model too: --to 1 shows how much. Speed is that of decoding one
+text with a cache, in turns with the whole model; MiB are weights, buffers and the cache of one full context.
+"""
+
+import argparse
+import copy
+import json
+import sys
+from contextlib import redirect_stdout
+from dataclasses import asdict, fields, replace
+from itertools import product
+from pathlib import Path
+from statistics import mean
+
+import numpy as np
+import torch
+
+import checkpoint
+from bench import progress_bar, take_turns, time_rows
+from common import UserError, json_safe, pick_device, table, write_atomic
+from configurator import near
+from controller import ControllerConfig
+from evaluate import load, writable
+from heads import attentions, closed, evaluating, fixed_text, measure, nats_on
+from model import GPT, KVCache
+from plot_curves import COLOURS
+from study.pictures import canvas, drawn
+from study.trial import score_windows
+from train import TrainConfig, train
+
+RECOVER_FROM = 0.3   # of the peak learning rates
+DECODED = 256        # tokens that a timed text has at most
+# weight and clip as in the paper's code; at its lr of 1 gates saturate and learn no more
+FIT = dict(steps=100, rows=16, lr=0.1, weight=0.1, clip=4.0)
+
+
+# ---- criteria: (model, x, y, seed) -> [a score of each head] of each block; constraint heads last ----
+
+def random(model, x, y, seed):
+    rng = np.random.default_rng(seed)
+    return [rng.random(attn.n_head) for attn in attentions(model)]
+
+
+def magnitude(model, x, y, seed):
+    norms = []
+    for attn in attentions(model):
+        n, D = attn.n_head, attn.head_size
+        each = attn.c_proj.weight.detach().unflatten(1, (n, D)).norm(dim=(0, 2))
+        if not attn.tied:  # else slices of x are the values
+            each = each * attn.c_attn.weight.detach().unflatten(0, (3, n, D))[2].norm(dim=(1, 2))
+        norms.append(each)
+    return norms
+
+
+def gate(model, x, y, seed):
+    return [attn.static_gate(noisy=False).detach() for attn in attentions(model)]
+
+
+def entropy(model, x, y, seed):
+    return [-each for each in measure(model, x, y)["entropy"]]
+
+
+def importance(model, x, y, seed):
+    return measure(model, x, y)["importance"]
+
+
+def fitted(model, x, y, seed):
+    """G+ + G-: near 2 for a head that is needed, 1 for one that does not matter, 0 for one that does harm."""
+    return [opened + shut for opened, shut in zip(*fit_gates(model, x, y, seed))]
+
+
+def fit_gates(model, x, y, seed):
+    """(G+, G-), each [the gate of each head] of each block, on top of the model's own gates; weights stay.
+
+    They are fitted to the loss alone, and from there once more with a term that opens them (G+), and with one
+    that closes them (G-).
+    """
+    layers, generator = attentions(model), torch.Generator().manual_seed(seed)
+    sizes, own = [attn.n_head for attn in layers], [attn.static_gate(noisy=False) for attn in layers]
+    own = [x.new_ones(attn.n_total, dtype=torch.float32) if each is None else each.detach()
+           for attn, each in zip(layers, own)]
+
+    def fit(start, sign):
+        logits = start.clone().requires_grad_()
+        adam = torch.optim.Adam([logits], FIT["lr"])
+        for _ in range(FIT["steps"]):
+            for attn, factor, each in zip(layers, own, logits.split(sizes)):
+                n = attn.n_head
+                attn.gate_override = torch.cat((factor[:n] * each.sigmoid(), factor[n:]))
+            rows = torch.randint(len(x), (FIT["rows"],), generator=generator).to(x.device)
+            pull = FIT["weight"] * logits.clamp(-FIT["clip"], FIT["clip"]).mean()
+            logits.grad, = torch.autograd.grad(model(x[rows], y[rows]).loss - sign * pull, logits)
+            adam.step()
+        return logits.detach()
+
+    with closed(model, []), evaluating(model):  # closed() puts the gates back
+        free = fit(torch.zeros(sum(sizes), device=x.device), 0)
+        return [fit(free, sign).sigmoid().split(sizes) for sign in (1, -1)]
+
+
+CRITERIA = {"random": random, "magnitude": magnitude, "gate": gate, "entropy": entropy,
+            "importance": importance, "importance_rescored": importance, "fitted": fitted, "blocks": random}
+
+
+# ---- what goes ----
+
+def removal_order(model, by, n, floor, x, y, seed):
+    """[(layer, head)] of the n heads to remove, in that order, by their original numbers."""
+    gone, left, scores = [], [attn.n_head for attn in attentions(model)], {}
+    for _ in range(n):
+        if not scores or by == "importance_rescored":
+            with closed(model, gone):
+                found = CRITERIA[by](model, x, y, seed)
+            scores = {(layer, head): score for layer, attn in enumerate(attentions(model))
+                      for head, score in zip(attn.head_ids, found[layer].tolist())}
+        may_go = [place for place in scores if place not in gone and left[place[0]] > floor]
+        gone.append(min(may_go, key=scores.get))
+        left[gone[-1][0]] -= 1
+    return gone
+
+
+def without_heads(model, gone):
+    """A copy of the model without these (layer, head)."""
+    smaller = copy.deepcopy(model)
+    smaller.prune_heads({layer: [head for at, head in gone if at == layer] for layer, _ in gone})
+    return smaller
+
+
+def without_blocks(model, gone):
+    """A copy of the model without these blocks; those behind them move up. Not for U-Net skips."""
+    c, wte = model.config, model.transformer.wte.weight
+    left = [i for i in range(c.n_layer) if i not in gone]
+    extra = [at for at, i in enumerate(left) if attentions(model)[i].n_extra]
+    config = replace(c, n_layer=len(left), head_ids=c.head_ids and [c.head_ids[i] for i in left],
+                     constraint_layers=extra if c.constraint_names else None)
+    smaller = GPT(config).to(wte.device, wte.dtype).eval()
+    blocks = torch.nn.ModuleList(model.transformer.h[i] for i in left)
+    others = {name: t for name, t in model.state_dict().items() if not name.startswith("transformer.h.")}
+    smaller.load_state_dict({**others, **blocks.state_dict(prefix="transformer.h.")})
+    return smaller
+
+
+def blocks_to_drop(model, saved, x, y):
+    """[block]: as many as save at most so many FLOPs a token, each time what costs least in loss.
+
+    Blocks with constraint heads stay, and one block in any case.
+    """
+    gone, whole = [], model.flops_per_token()
+    while len(gone) < model.config.n_layer - 1:
+        costs = {}
+        for i, attn in enumerate(attentions(model)):
+            if i not in gone and not attn.n_extra:
+                smaller = without_blocks(model, [*gone, i])
+                if whole - smaller.flops_per_token() <= saved:
+                    costs[i] = nats_on(smaller, x, y)
+        if not costs:
+            break
+        gone.append(min(costs, key=costs.get))
+    return gone
+
+
+# ---- what it costs and brings ----
+
+@torch.no_grad()
+def held_bytes(model):
+    """Bytes of weights and buffers, and of the cache of one full context."""
+    cache = KVCache(model.config)
+    model.hidden(torch.zeros(1, 1, dtype=torch.long, device=model.transformer.wte.weight.device), cache)
+    tensors = [*model.parameters(), *model.buffers(), *cache.k, *cache.v]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def decoding(model, smaller, args):
+    """{figure: value} of memory and cached decoding, both models packed and in turns; speed: whole = 1."""
+    models = dict(whole=model.packed(), pruned=smaller.packed())
+    found = dict(bytes=held_bytes(models["pruned"]), bytes_before=held_bytes(models["whole"]))
+    if args.rounds:
+        n = min(model.config.block_size - 1, DECODED)
+        idx = torch.zeros(1, 1, dtype=torch.long, device=args.device)
+        seconds = take_turns(models, lambda name: models[name].generate(idx, n), args, "decoding")
+        _, row = time_rows("decode", seconds, "whole", n, n)
+        found.update(tokens_per_s=row["tokens_per_s"], speed=1 / row["time_ratio"],
+                     speed_low=1 / row["time_ratio_high"], speed_high=1 / row["time_ratio_low"])
+    return found
+
+
+def save(path, state, model, row):
+    """Write a pruned model as a checkpoint: what was read, less what belongs to the whole model."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = {key: state[key] for key in ("meta", "dataset", "train", "step") if key in state}
+    checkpoint.save(path, dict(kept, model=model.state_dict(), config=asdict(model.config), pruned=row))
+
+
+def recovered(path, state, model, data, args):
+    """Train on from a pruned checkpoint into its folder; the model of the lowest validation loss."""
+    known = {f.name for f in fields(TrainConfig)} - {f.name for f in fields(ControllerConfig)}
+    config = TrainConfig(**{key: value for key, value in state["train"].items() if key in known})
+    config = config.for_recipe(model.config.recipe)
+    rates = ("lr", "muon_lr", "embed_lr", "mechanism_lr")
+    rates = {key: RECOVER_FROM * getattr(config, key) for key in rates}
+    launch = dict(resume=False, overwrite=False, eval_only=False, init_anyway=False, wandb_log=False)
+    config = replace(config, **rates, **launch, out_dir=str(path.parent), init_from=str(path),
+                     dataset=str(data.dir), device=args.device, max_iters=args.recover, lr_decay_iters=None,
+                     min_lr=0.0, schedule="trapezoid", decay_frac=1.0, warmup_iters=0,
+                     eval_interval=max(1, args.recover // 4), save_interval=args.recover)
+    with redirect_stdout(sys.stderr):
+        train(replace(model.config, seed=model.config.seed + 1), config)
+    return checkpoint.build(checkpoint.read(path.parent), path.parent, args.device)
+
+
+def rows_of(args, number):
+    """Yield a row for each criterion and share of one checkpoint; of blocks, where one is cheap enough."""
+    state, model, data = args.loaded[number]
+    x, y = (t.to(args.device) for t in fixed_text(data, "train", model.config.block_size, args.text))
+    heads, whole = sum(attn.n_head for attn in attentions(model)), model.flops_per_token()
+    goes = {to: heads - round(to * heads) for to in args.to}
+
+    def bits_of(each):
+        return score_windows(each, data, args.split, args.tokens)[1]["bpb"]
+
+    before = bits_of(model)
+    for by in progress_bar(args.by, f"checkpoint {number + 1}"):
+        order = removal_order(model, by, max(goes.values()), args.floor, x, y, args.seed + number)
+        for to in args.to:
+            gone, blocks = order[:goes[to]], []
+            smaller = without_heads(model, gone)
+            if by == "blocks":
+                gone, blocks = [], blocks_to_drop(model, whole - smaller.flops_per_token(), x, y)
+                if not blocks:
+                    continue
+                smaller = without_blocks(model, blocks)
+            kept = sum(attn.n_head for attn in attentions(smaller))
+            row = dict(ckpt=args.ckpt[number], by=by, to=to, heads=heads, kept=kept, gone=gone,
+                       blocks=smaller.config.n_layer, blocks_gone=blocks,
+                       bpb_before=before, bpb=bits_of(smaller),
+                       params_before=model.num_params(), params=smaller.num_params(),
+                       flops_before=whole, flops=smaller.flops_per_token(), **decoding(model, smaller, args))
+            if args.out_dir:
+                folder = args.folders[number, by, to]
+                save(folder / ("pruned.pt" if args.recover else "best.pt"), state, smaller, dict(row))
+                row["folder"] = str(folder)
+            if args.recover:
+                row["bpb_recovered"] = bits_of(recovered(folder / "pruned.pt", state, smaller, data, args))
+            yield row
+
+
+# ---- output ----
+
+def groups(rows):
+    """{(criterion, share): [its row of each checkpoint]}, in the order of the rows."""
+    found = {}
+    for row in rows:
+        found.setdefault((row["by"], row["to"]), []).append(row)
+    return found
+
+
+def result_table(rows):
+    """A line for each criterion and share: means over checkpoints, of bits per byte also the range."""
+    def cell(key, digits=4, unit=1.0, over=None, span=False):
+        values = [row[key] / (row[over] if over else unit) for row in each if key in row]
+        text = f" [{min(values):.4f}, {max(values):.4f}]" if span and len(values) > 1 else ""
+        return f"{mean(values):,.{digits}f}{text}" if values else "-"
+
+    lines = []
+    for (by, _), each in groups(rows).items():
+        what = f"{each[0]['blocks']} blocks" if by == "blocks" else f"{each[0]['kept']} heads"
+        lines.append((by, what, cell("bpb_before"), cell("bpb", span=True),
+                      cell("bpb_recovered", span=True), cell("tokens_per_s", 0), cell("speed", 2),
+                      cell("bytes", 2, 2**20), cell("bytes", 2, over="bytes_before"),
+                      cell("params", 0), cell("flops", 2, 1e6), cell("flops", 2, over="flops_before")))
+    head = ("criterion", "kept", "bits/byte", "pruned", "recovered", "tokens/s", "speed", "MiB", "ratio",
+            "parameters", "MFLOPs/token", "ratio")
+    shown = [column for column in zip(head, *lines) if set(column[1:]) != {"-"}]
+    first, *rest = zip(*shown)
+    return table(first, rest)
+
+
+def spread(values, gap):
+    """The values moved at least `gap` apart, in their order and about their mean."""
+    order, moved = np.argsort(values), np.array(values, float)
+    for low, high in zip(order, order[1:]):
+        moved[high] = max(moved[high], moved[low] + gap)
+    return moved - (moved - values).mean()
+
+
+def draw_curves(rows):
+    """A Figure: bits per byte against heads kept, by criterion, mean and range; None: one share alone.
+
+    Models that were trained on stand beside, where there are any.
+    """
+    shares = sorted({100 * row["to"] for row in rows})
+    if len(shares) == 1:
+        return None
+    found, names = groups(rows), [by for by in CRITERIA if any(row["by"] == by for row in rows)]
+    colours = dict(zip(CRITERIA, ("0.45", *COLOURS)))
+    titles = {key: title for key, title in (("bpb", "pruned"), ("bpb_recovered", "pruned, then trained on"))
+              if all(key in row for row in rows)}
+    whole, highest = mean(row["bpb_before"] for row in rows), max(row[key] for row in rows for key in titles)
+    figure, axes = canvas(1.2 + 5.6 * len(titles), 5, len(titles))
+    axes = np.atleast_1d(axes)
+    for ax, (key, title) in zip(axes, titles.items()):
+        ends = []
+        for by, aside in zip(names, np.linspace(0.2, -0.2, len(names)) * min(np.diff(shares))):
+            points = [(100 * to, [row[key] for row in each]) for (b, to), each in found.items() if b == by]
+            x, y = [x + aside for x, _ in points], [mean(each) for _, each in points]
+            low, high = zip(*((min(each), max(each)) for _, each in points))
+            ax.vlines(x, low, high, color=colours[by], linewidth=1)
+            dash = "--" if by in ("random", "blocks") else "-"
+            ax.plot(x, y, "o" + dash, color=colours[by], markersize=4, linewidth=1.5)
+            ends.append((x[-1], y[-1]))
+        places = spread([y for _, y in ends], (highest - whole) / 20)
+        for by, end, place in zip(names, ends, places):
+            line = dict(arrowstyle="-", color=colours[by], linewidth=0.6, relpos=(0, 0.5))
+            ax.annotate(by, end, (shares[0] - 0.07 * np.ptp(shares), place), color=colours[by],
+                        va="center", annotation_clip=False, arrowprops=line)
+        ax.axhline(whole, color="black", linewidth=1)
+        ax.set(title=title, xlabel="heads kept, %" + ", or FLOPs alike (blocks)" * ("blocks" in names),
+               xlim=(shares[-1] + 3, shares[0] - 3))
+        ax.set_xticks(shares, [f"{share:g}" for share in shares])
+    axes[0].set_ylabel("bits/byte, mean and range; black: the whole model")
+    return figure
+
+
+# ---- command line ----
+
+def arguments(argv):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--ckpt", action="append", required=True,
+                   help="a checkpoint or a run folder (its best.pt); may be repeated, for seeds")
+    p.add_argument("--to", type=float, nargs="+", required=True, help="share of the heads to keep")
+    p.add_argument("--by", nargs="+", required=True, help="criteria, as above, or all")
+    p.add_argument("--out_dir", help="where the pruned checkpoints go (default: they are not kept)")
+    p.add_argument("--recover", type=int, default=0, metavar="STEPS", help="train on for so many steps")
+    p.add_argument("--floor", type=int, default=1, help="heads that each layer keeps (default: 1)")
+    p.add_argument("--seed", type=int, default=1337, help="of random and fitted (default: 1337)")
+    p.add_argument("--split", default="val", help="train, val or test (default: val)")
+    p.add_argument("--tokens", type=int, default=131072, help="to score, 0: all (default: 131072)")
+    p.add_argument("--text", type=int, default=16384, help="tokens that criteria read (default: 16384)")
+    p.add_argument("--rounds", type=int, default=7, help="of timed decoding (default: 7); 0: none")
+    p.add_argument("--dataset", help="read this dataset (default: the one trained on)")
+    p.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
+    p.add_argument("--json", help="write the rows to this file; several shares: pruning.png beside it")
+    return p.parse_args(argv)
+
+
+def unfit(by, model):
+    """Why a criterion means nothing for a model; None: it does."""
+    if by == "gate" and any(attn.static_gate(noisy=False) is None for attn in attentions(model)):
+        return "has no gates: it was trained without sentinel and agency"
+    if by == "blocks" and model.config.unet:
+        return "has U-Net skips, which join blocks in pairs"
+
+
+def check_model(args, path, state, model):
+    """Raise UserError where a checkpoint does not go with the arguments."""
+    sizes = [attn.n_head for attn in attentions(model)]
+    kept, least = round(min(args.to) * sum(sizes)), sum(min(args.floor, n) for n in sizes)
+    if args.floor > model.config.n_head:
+        raise UserError(f"--floor {args.floor} is above {path}'s n_head={model.config.n_head}")
+    if kept < least:
+        raise UserError(f"--to {min(args.to):g} keeps {kept} of {path}'s {sum(sizes)} heads, "
+                        f"and --floor {args.floor} keeps {least}")
+    if args.recover and not state.get("train"):
+        raise UserError(f"{path} does not say how it was trained, which --recover goes on with")
+    for by in args.by:
+        if by != "all" and (why := unfit(by, model)):
+            raise UserError(f"--by {by}: {path} {why}")
+
+
+def folders(args):
+    """{(number of the checkpoint, criterion, share): folder}. UserError where one holds a run already."""
+    found = {}
+    for (number, path), by, to in product(enumerate(args.ckpt, 1), args.by, args.to):
+        run = Path(path) if Path(path).is_dir() else Path(path).parent
+        names = [f"{number}-{run.resolve().name}"] if len(args.ckpt) > 1 else []
+        names += [f"{by}-{to:g}"] if len(args.by) * len(args.to) > 1 else []
+        folder = found[number - 1, by, to] = Path(args.out_dir, *names)
+        if any((folder / name).exists() for name in ("best.pt", "ckpt.pt", "pruned.pt")):
+            raise UserError(f"{folder} already holds a run; choose another --out_dir")
+    return found
+
+
+def check(args):
+    """Settle the arguments and load the checkpoints. Raises UserError for what makes no sense."""
+    for name in ("recover", "floor", "seed", "tokens", "rounds"):
+        if vars(args)[name] < 0:
+            raise UserError(f"--{name} {vars(args)[name]} must not be negative")
+    if bad := [to for to in args.to if not 0 < to <= 1]:
+        raise UserError(f"--to {bad[0]:g} must be above 0 and at most 1")
+    for by in args.by:
+        if by not in (*CRITERIA, "all"):
+            meant = near(by, CRITERIA)
+            words = f"did you mean {meant}?" if meant else f"there are {', '.join(CRITERIA)}, all"
+            raise UserError(f"--by {by}: unknown criterion; {words}")
+    if args.recover and not args.out_dir:
+        raise UserError("--recover needs --out_dir, where the training goes")
+    args.to = sorted(set(args.to), reverse=True)
+    args.device = pick_device(args.device)
+    args.json = writable(args.json) if args.json else None
+    args.loaded = [load(path, args.split, 0, args.device, args.dataset) for path in args.ckpt]
+    ids = [[attn.head_ids for attn in attentions(model)] for _, model, _ in args.loaded]
+    for path, (state, model, data), own in zip(args.ckpt, args.loaded, ids):
+        check_model(args, path, state, model)
+        if own != ids[0] or data.splits != args.loaded[0][2].splits:
+            raise UserError(f"{path} and {args.ckpt[0]} have other heads or other data: one at a time")
+    args.by = [by for by in CRITERIA if by in args.by or "all" in args.by]
+    args.by = [by for by in args.by if not any(unfit(by, model) for _, model, _ in args.loaded)]
+    args.folders = folders(args) if args.out_dir else {}
+
+
+def run(args):
+    """Prune, measure, write, print."""
+    rows = [row for number in range(len(args.ckpt)) for row in rows_of(args, number)]
+    if not rows:
+        raise UserError("--by blocks: so few heads save fewer FLOPs than any block")
+    _, _, data = args.loaded[0]
+    options = ("split", "tokens", "text", "floor", "seed", "recover", "rounds", "device")
+    found = dict(dataset=data.meta["name"], split_sha256=data.splits[args.split].get("sha256"),
+                 torch=torch.__version__, **{name: vars(args)[name] for name in options}, rows=rows)
+    written = sorted({row["folder"] for row in rows if "folder" in row})
+    if args.json:
+        write_atomic(args.json, lambda f: f.write(json.dumps(json_safe(found), indent=1).encode() + b"\n"))
+        written.append(args.json)
+        if picture := drawn(draw_curves, rows, "png"):
+            written.append(args.json.with_name("pruning.png"))
+            write_atomic(written[-1], lambda f: f.write(picture))
+    tokens = args.tokens or data.splits[args.split]["tokens"]
+    many = f"; {len(args.ckpt)} checkpoints, mean and [range]" if len(args.ckpt) > 1 else ""
+    if "blocks" in args.by and not any(row["blocks_gone"] for row in rows):
+        many += "; blocks: each costs more FLOPs than all the heads that go"
+    print(f"{data.meta['name']}, {args.split}: {tokens:,} tokens{many}")
+    print(result_table(rows), *written, sep="\n")
+
+
+def main(argv=None):
+    args = arguments(argv)
+    try:
+        check(args)
+        run(args)
+    except ValueError as e:
+        sys.exit(f"prune: {e}")
+    except KeyboardInterrupt:
+        print("\nprune: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

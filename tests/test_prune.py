@@ -1,0 +1,453 @@
+"""Pruning trained checkpoints: every criterion against brute force, what is written, and what is refused."""
+
+import json
+import math
+from dataclasses import asdict
+from itertools import product
+
+import pytest
+import torch
+
+import checkpoint
+import prune
+import train
+from configurator import load as configure
+from dataset import Dataset
+from evaluate import evaluate, score
+from heads import closed, fixed_text, measure, nats_on
+from model import ALL_ON, GPT, MECHANISMS, GPTConfig
+from prune import (CRITERIA, attentions, blocks_to_drop, draw_curves, held_bytes, main, magnitude,
+                   removal_order, spread, without_blocks, without_heads)
+
+SIZES = dict(block_size=16, vocab_size=256, n_layer=3, n_head=4, n_embd=32)
+MODELS = {"gpt2": {}, "modern": dict(recipe="modern"), "all_on": ALL_ON,
+          "constraint_b": dict(MECHANISMS["constraint_b"], n_embd=64), "moh": MECHANISMS["moh"],
+          "unet": MECHANISMS["unet_concat"], "tied": MECHANISMS["a2c_published"],
+          "roles": MECHANISMS["roles"]}
+
+
+def alive(seed=0, **flags):
+    """A small GPT in float64 in which every path carries a signal."""
+    model = GPT(GPTConfig(**{**SIZES, **flags})).double().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * (0.3 if p.dim() > 1 else 0.1))
+            if p.dim() == 1:
+                p.add_(1)
+    return model
+
+
+def text(B=6, T=16, seed=1):
+    ids = torch.randint(256, (B, T + 1), generator=torch.Generator().manual_seed(seed))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def ascending(scores, n, floor=0):
+    """The oracle of an order: all places sorted by score, and those passed over that a layer has to keep."""
+    order, left = [], {layer: len(each) for layer, each in enumerate(scores)}
+    for _, layer, head in sorted((v, layer, head) for layer, each in enumerate(scores)
+                                 for head, v in each.items()):
+        if left[layer] > floor and len(order) < n:
+            order.append((layer, head))
+            left[layer] -= 1
+    return order
+
+
+@pytest.fixture(scope="module")
+def data(bytes_data):
+    return Dataset(bytes_data)
+
+
+@pytest.fixture(scope="module")
+def run(bytes_data, tmp_path_factory):
+    """A run folder: a model that was trained for a few steps."""
+    out = tmp_path_factory.mktemp("runs") / "plain"
+    argv = [f"--out_dir={out}", f"--dataset={bytes_data}", "--recipe=modern", "--device=cpu",
+            "--max_iters=80", "--eval_interval=80", "--eval_tokens=512", "--log_interval=1",
+            "--batch_size=16", "--block_size=32", "--n_layer=2", "--n_head=4", "--n_embd=32"]
+    train.train(*configure((GPTConfig, train.TrainConfig), argv))
+    return out
+
+
+def saved(path, model, data):
+    checkpoint.save(path, dict(model=model.float().state_dict(), config=asdict(model.config), meta=data.meta,
+                               dataset=str(data.dir)))
+    return str(path)
+
+
+def model_of(path):
+    return checkpoint.build(checkpoint.read(path), path)
+
+
+def prune_json(argv, tmp_path):
+    out = tmp_path / "rows.json"
+    main([*map(str, argv), "--device=cpu", f"--json={out}"])
+    return json.loads(out.read_text())
+
+
+# ---- criteria, each against brute force ----
+
+def order_of(by, model, n=11, floor=0, seed=3, B=6):
+    return removal_order(model, by, n, floor, *text(B), seed)
+
+
+def test_magnitude_is_the_norm_of_values_times_that_of_the_output():
+    model, C, D = alive(), SIZES["n_embd"], 8
+    scores = []
+    for attn in attentions(model):
+        into, out = attn.c_attn.weight.tolist(), attn.c_proj.weight.tolist()
+        scores.append({})
+        for h in range(4):
+            values = sum(v * v for row in into[2 * C + h * D:2 * C + (h + 1) * D] for v in row)
+            outputs = sum(row[i] ** 2 for row in out for i in range(h * D, (h + 1) * D))
+            scores[-1][h] = math.sqrt(values) * math.sqrt(outputs)
+    assert order_of("magnitude", model) == ascending(scores, 11)
+
+
+def test_magnitude_of_tied_heads_is_that_of_their_output():
+    model = alive(**MODELS["tied"])
+    out = attentions(model)[1].c_proj.weight[:, 8:16]
+    assert torch.isclose(magnitude(model, None, None, 0)[1][1], out.norm())
+
+
+def test_gate_takes_the_lowest_product_of_sentinel_and_agency():
+    model = alive(**MECHANISMS["sentinel"], **MECHANISMS["agency"])
+    model.set_head(2, 1, state="overloaded")
+    model.set_head(0, 3, consent=False)
+    factors = {(2, 1): 0.5, (0, 3): 0.0}
+    scores = [{h: factors.get((layer, h), 1.0) / (1 + math.exp(-attn.sentinel.logit[h].item()))
+               for h in range(4)} for layer, attn in enumerate(attentions(model))]
+    assert order_of("gate", model) == ascending(scores, 11)
+
+
+def test_entropy_takes_the_highest_first():
+    model, (x, y) = alive(), text()
+    with torch.no_grad():
+        traces = model(x, y, traces="maps").traces
+    scores = []
+    for layer in range(3):
+        p = traces[f"blocks.{layer}.map"]
+        rows = [-torch.special.entr(p[:, :, t, :t + 1]).sum(-1) / math.log(t + 1) for t in range(1, 16)]
+        scores.append(dict(enumerate(torch.stack(rows).mean((0, 1)).tolist())))
+    assert order_of("entropy", model) == ascending(scores, 11)
+
+
+def gate_slopes(model, x, y):
+    """[{head: mean over sequences of |d loss / d gate|}], from gates that are there to be differentiated."""
+    layers, slopes = attentions(model), []
+    with closed(model, []):
+        for attn in layers:
+            attn.gate_override = torch.ones(attn.n_head, dtype=torch.float64, requires_grad=True)
+        gates = [attn.gate_override for attn in layers]
+        for i in range(len(x)):
+            each = torch.autograd.grad(model(x[i:i + 1], y[i:i + 1]).loss, gates)
+            slopes.append(torch.stack([g.abs() for g in each]))
+    return [dict(zip(attn.head_ids, v.tolist())) for attn, v in zip(layers, torch.stack(slopes).mean(0))]
+
+
+def test_importance_is_the_slope_of_the_loss_by_the_gate():
+    model, (x, y) = alive(), text(4)
+    assert order_of("importance", model, B=4) == ascending(gate_slopes(model, x, y), 11)
+
+
+@pytest.mark.parametrize("floor", [0, 1, 2])
+def test_rescored_importance_is_that_of_the_model_without_what_went(floor):
+    model, order, n = alive(seed=2), [], 12 - 3 * max(1, floor)
+    for _ in range(n):
+        smaller = without_heads(model, order)
+        values = measure(smaller, *text())["importance"]
+        scores = [dict(zip(attn.head_ids, each.tolist())) for attn, each in zip(attentions(smaller), values)]
+        order += ascending(scores, 1, floor)
+    assert order_of("importance_rescored", model, n, floor) == order
+    assert order != order_of("importance", model, n, floor)  # else it says nothing here
+
+
+def test_random_is_a_draw_by_the_seed():
+    model = alive()
+    assert order_of("random", model) == order_of("random", model)
+    assert sorted(order_of("random", model, 12)) == list(product(range(3), range(4)))
+    assert order_of("random", model) != order_of("random", model, seed=4)
+
+
+def test_fitted_tells_harm_from_no_matter_from_need(run, data, monkeypatch):
+    model = model_of(run)
+    x, y = fixed_text(data, "train", 32, 2048)
+    useless, harmful = removal_order(model, "importance", 2, 1, x, y, 0)
+    for (layer, head), scale in ((useless, 0.0), (harmful, 1.0)):
+        part = attentions(model)[layer].c_proj.weight.detach()[:, 8 * head:8 * head + 8]
+        part.copy_(scale * torch.randn(part.shape, generator=torch.Generator().manual_seed(0)))
+    monkeypatch.setitem(prune.FIT, "steps", 60)
+    before = nats_on(model, x, y)
+    opened, shut = prune.fit_gates(model, x, y, 0)
+    assert nats_on(model, x, y) == before  # the gates are as they were, and no weight has moved
+    (i, j), (k, m) = useless, harmful
+    assert opened[i][j] > 0.9 and shut[i][j] < 0.1
+    assert shut[k][m] < opened[k][m] < 0.5
+    assert max(each.max() for each in shut) > 0.6
+    assert removal_order(model, "fitted", 2, 1, x, y, 0) == [harmful, useless]
+
+
+def test_fitting_keeps_the_models_own_gates(run, data, monkeypatch):
+    """A withdrawn head stays shut whatever its gate, so that the loss does not depend on it."""
+    model = alive(**MECHANISMS["agency"]).float()
+    model.set_head(1, 2, state="withdrawn")
+    monkeypatch.setitem(prune.FIT, "steps", 40)
+    score = prune.fitted(model, *text(20), 0)[1][2].item()
+    assert abs(score - 1) < 1e-5  # opened and closed by the same steps, in opposite directions
+
+
+def test_importance_beats_its_reverse(run, data, monkeypatch):
+    """The control: the same heads in the other order must cost more."""
+    model = model_of(run)
+    x, y = fixed_text(data, "train", 32, 2048)
+    xv, yv = fixed_text(data, "val", 32, 1900)
+    monkeypatch.setitem(CRITERIA, "reverse", lambda *args: [-v for v in CRITERIA["importance"](*args)])
+    cost = {by: nats_on(without_heads(model, removal_order(model, by, 4, 1, x, y, 0)), xv, yv)
+            for by in ("importance", "importance_rescored", "reverse")}
+    assert cost["importance"] < cost["reverse"] - 0.1
+    assert cost["importance_rescored"] < cost["reverse"] - 0.1
+
+
+# ---- what goes ----
+
+@pytest.mark.parametrize("by", [by for by in CRITERIA if by != "gate"])
+@pytest.mark.parametrize("floor", [1, 3])
+def test_every_layer_keeps_the_floor(by, floor, monkeypatch):
+    monkeypatch.setitem(prune.FIT, "steps", 1)
+    model = alive(**MODELS["constraint_b"]).float()
+    order = order_of(by, model, 12 - 3 * floor, floor)
+    assert [len(attn.head_ids) for attn in attentions(without_heads(model, order))] == [floor] * 3
+
+
+def test_without_a_floor_a_layer_can_be_emptied():
+    model = alive()
+    with torch.no_grad():
+        attentions(model)[1].c_proj.weight.mul_(1e-3)
+    assert order_of("magnitude", model, 4, 0) == ascending(
+        [{h: 1.0 for h in range(4)}, dict(enumerate(magnitude(model, None, None, 0)[1].tolist())), {}], 4)
+    smaller = without_heads(model, order_of("magnitude", model, 4, 0))
+    assert [attn.n_head for attn in attentions(smaller)] == [4, 0, 4]
+    assert len(order_of("importance", smaller, 3, 1)) == 3  # and it can be pruned further
+
+
+@pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS)
+def test_a_pruned_model_is_the_model_with_gates_at_0(flags):
+    model, (x, _) = alive(**flags), text()
+    order = order_of("importance", model, 6, 1)
+    extra = [attn.n_extra for attn in attentions(model)]
+    with torch.no_grad():
+        for gone in (order[:2], order):  # the second from what the first left, by the same numbers
+            smaller = without_heads(without_heads(model, gone[:2]), gone[2:])
+            assert [attn.n_extra for attn in attentions(smaller)] == extra
+            with closed(model, gone):
+                want = model(x).logits
+            assert (smaller(x).logits - want).abs().max() <= 1e-9 * want.abs().max()
+            assert (model(x).logits - want).abs().max() > 1e-6 * want.abs().max()
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"unet"}))
+def test_a_model_without_a_block_passes_the_stream_by_it(name):
+    flags = {k: v for k, v in MODELS[name].items() if not k.startswith("unet")}
+    model, (x, _) = alive(**flags, n_layer=4), text()
+    model.prune_heads({3: [1]})
+    has_extra = [i for i, attn in enumerate(attentions(model)) if attn.n_extra]
+    for gone in ([0], [1], [0, 1]):
+        assert not set(gone) & set(has_extra)
+        hooks = [model.transformer.h[i].register_forward_hook(lambda m, args, out: (args[0], out[1]))
+                 for i in gone]
+        with torch.no_grad():
+            want = model(x).logits
+            for hook in hooks:
+                hook.remove()
+            smaller = without_blocks(model, gone)
+            assert (smaller(x).logits - want).abs().max() <= 1e-9 * want.abs().max()
+            assert (model(x).logits - want).abs().max() > 1e-6 * want.abs().max()
+        assert smaller.config.n_layer == 4 - len(gone)
+        assert attentions(smaller)[-1].head_ids == [0, 2, 3]
+
+
+def test_blocks_are_those_that_cost_least_at_no_more_flops():
+    model, (x, y) = alive(n_layer=5), text()
+    one = model.flops_per_token() - without_blocks(model, [0]).flops_per_token()
+    costs = {i: nats_on(without_blocks(model, [i]), x, y) for i in range(5)}
+    first = min(costs, key=costs.get)
+    costs = {i: nats_on(without_blocks(model, [first, i]), x, y) for i in range(5) if i != first}
+    second = min(costs, key=costs.get)
+    assert blocks_to_drop(model, one - 1, x, y) == []
+    assert blocks_to_drop(model, one, x, y) == [first]
+    assert blocks_to_drop(model, 2 * one + 1, x, y) == [first, second]
+    assert len(blocks_to_drop(model, 9 * one, x, y)) == 4  # one stays
+
+
+def test_blocks_with_constraint_heads_stay():
+    model = alive(**MODELS["constraint_b"])
+    assert [attn.n_extra for attn in attentions(model)] == [0, 0, 3]
+    assert sorted(blocks_to_drop(model, 10**12, *text())) == [0, 1]
+
+
+def test_memory_is_weights_and_cache():
+    model = alive().float()
+    n = sum(p.numel() for p in model.parameters())
+    assert held_bytes(model) == 4 * (n + 2 * 3 * 16 * 32)  # k and v, blocks, positions, width
+    smaller = without_heads(model, [(0, 1), (2, 3)])
+    assert held_bytes(model) - held_bytes(smaller) == 4 * (2 * 4 * 32 * 8 + 2 * 2 * 16 * 8)
+
+
+# ---- the program ----
+
+def test_best_pt_is_the_model_with_these_heads_closed(run, data, tmp_path):
+    found = prune_json(["--ckpt", run, "--to", "0.5", "--by", "importance_rescored", "--out_dir",
+                        tmp_path / "half", "--tokens", "0", "--rounds", "1"], tmp_path)
+    row, = found["rows"]
+    assert row["kept"] == 4 and row["speed"] > 0
+    again = evaluate(tmp_path / "half", "val", 0, "cpu", progress=False)
+    assert math.isclose(again["bpb"], row["bpb"], rel_tol=1e-7)
+    assert (again["params"], again["flops_per_token"]) == (row["params"], row["flops"])
+    assert again["params"] == evaluate(run, "val", 0, "cpu", progress=False)["params"] - 4 * 4 * 32 * 8
+    model = model_of(run)
+    with closed(model, map(tuple, row["gone"])):
+        nats, count = score(model, data, "val")
+    assert math.isclose(row["bpb"], nats / count / math.log(2), rel_tol=1e-6)
+    assert row["bpb"] > row["bpb_before"]
+
+
+def test_what_was_pruned_can_be_pruned_again(run, tmp_path):
+    prune_json(["--ckpt", run, "--to", "0.5", "--by", "importance", "--out_dir", tmp_path / "half"], tmp_path)
+    found = prune_json(["--ckpt", tmp_path / "half", "--to", "0.5", "--by", "importance", "--out_dir",
+                        tmp_path / "quarter", "--rounds", "0"], tmp_path)
+    row, = found["rows"]
+    first, second = (model_of(tmp_path / name).config.head_ids for name in ("half", "quarter"))
+    assert [len(ids) for ids in second] == [1, 1]
+    assert {(0, h) for h in first[0]} | {(1, h) for h in first[1]} == \
+        {(0, *second[0]), (1, *second[1]), *map(tuple, row["gone"])}
+
+
+def test_recovery_goes_on_from_the_pruned_weights(run, tmp_path, rows):
+    out = tmp_path / "out"
+    found = prune_json(["--ckpt", run, "--to", "0.5", "--by", "random", "--out_dir", out, "--recover", "20",
+                        "--rounds", "0", "--tokens", "0"], tmp_path)
+    row, = found["rows"]
+    assert math.isclose(evaluate(out / "pruned.pt", "val", 0, "cpu", progress=False)["bpb"], row["bpb"],
+                        rel_tol=1e-7)
+    assert math.isclose(evaluate(out, "val", 0, "cpu", progress=False)["bpb"], row["bpb_recovered"],
+                        rel_tol=1e-7)
+    assert row["bpb_recovered"] < row["bpb"] - 0.01
+    assert model_of(out).config.head_ids == model_of(out / "pruned.pt").config.head_ids
+    assert model_of(out).config.seed == model_of(run).config.seed + 1  # batches in another order
+    lr = checkpoint.read(run)["train"]["lr"]
+    steps, _ = rows(out)
+    for at, step in enumerate(steps):
+        assert math.isclose(step["lr"], 0.3 * lr * (20 - at) / 20, rel_tol=1e-9)
+
+
+def test_recovery_moves_no_heads(run, tmp_path):
+    """Whatever changed heads during the run: only what was pruned is gone afterwards."""
+    state = checkpoint.read(run)
+    state["train"].update(grow_from=4, controller_log=True, controller_interval=1, controller_tokens=64,
+                          controller_heldout=64)
+    checkpoint.save(tmp_path / "grown.pt", state)
+    out = tmp_path / "out"
+    prune_json(["--ckpt", tmp_path / "grown.pt", "--to", "0.5", "--by", "random", "--out_dir", out,
+                "--recover", "2", "--rounds", "0", "--tokens", "512"], tmp_path)
+    assert model_of(out).config.head_ids == model_of(out / "pruned.pt").config.head_ids
+    assert not (out / "heads.jsonl").exists()
+
+
+def test_a_curve_has_a_folder_each_and_a_picture(run, tmp_path, capsys):
+    found = prune_json(["--ckpt", run, "--ckpt", run / "best.pt", "--to", "0.5", "0.75", "--by", "random",
+                        "magnitude", "--out_dir", tmp_path / "out", "--rounds", "0"], tmp_path)
+    assert {(tmp_path / "out" / f"{n}-plain" / f"{by}-{to}" / "best.pt").is_file()
+            for n in (1, 2) for by in ("random", "magnitude") for to in (0.5, 0.75)} == {True}
+    rows = found["rows"]
+    for row in rows:
+        assert len(row["gone"]) == 8 - row["kept"] == 8 * (1 - row["to"])
+    drawn = {(row["ckpt"], row["to"]): row["gone"] for row in rows if row["by"] == "random"}
+    assert len({str(gone) for gone in drawn.values()}) == 4  # another draw for each checkpoint
+    for ckpt in {row["ckpt"] for row in rows}:
+        assert drawn[ckpt, 0.5][:2] == drawn[ckpt, 0.75]  # one order
+    assert (tmp_path / "pruning.png").read_bytes().startswith(b"\x89PNG")
+    assert "2 checkpoints" in capsys.readouterr().out
+
+
+def test_the_picture_shows_means_and_names_every_criterion():
+    rows = [dict(by=by, to=to, bpb_before=2.0, bpb=2 + k * (1 - to) + 0.1 * seed)
+            for k, by in enumerate(CRITERIA, 1) for to in (1.0, 0.5) for seed in (0, 1)]
+    axes, = draw_curves(rows).axes
+    assert [label.get_text() for label in axes.texts] == list(CRITERIA)
+    for k, line in enumerate(axes.lines[:-1], 1):  # the last is the whole model's
+        assert line.get_xdata().tolist() == pytest.approx([100, 50], abs=11)  # each a little aside
+        assert line.get_ydata().tolist() == pytest.approx([2.05, 2.05 + k / 2])
+    assert draw_curves([row for row in rows if row["to"] == 0.5]) is None
+    assert len(draw_curves([dict(row, bpb_recovered=2.0) for row in rows]).axes) == 2
+
+
+def test_labels_are_moved_apart_in_their_order():
+    assert spread([3.0, 1.0, 1.1, 1.2], 0.2) == pytest.approx([2.925, 0.925, 1.125, 1.325])
+    assert spread([3.0, 1.0, 2.0], 0.2) == pytest.approx([3.0, 1.0, 2.0])
+
+
+def test_all_leaves_out_what_a_checkpoint_has_not(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(prune.FIT, "steps", 2)
+    found = prune_json(["--ckpt", run, "--to", "0.25", "--by", "all", "--rounds", "0"], tmp_path)
+    assert [row["by"] for row in found["rows"]] == [by for by in CRITERIA if by not in ("gate", "blocks")]
+    assert not (tmp_path / "pruning.png").exists()  # one share is no curve
+
+
+def test_blocks_go_at_the_flops_of_heads(data, tmp_path):
+    deep = saved(tmp_path / "deep.pt", alive(n_layer=8), data)
+    found = prune_json(["--ckpt", deep, "--to", "0.25", "--by", "blocks", "magnitude", "--out_dir",
+                        tmp_path / "out", "--rounds", "0"], tmp_path)
+    heads, blocks = found["rows"]
+    saves = blocks["flops_before"] - blocks["flops"]
+    one = saves / len(blocks["blocks_gone"])
+    assert saves <= heads["flops_before"] - heads["flops"] < saves + one
+    left = evaluate(tmp_path / "out/blocks-0.25", "val", 0, "cpu", progress=False)
+    assert left["flops_per_token"] == blocks["flops"]
+    assert model_of(tmp_path / "out/blocks-0.25").config.n_layer == 8 - len(blocks["blocks_gone"])
+
+
+# ---- what is refused, each in one line ----
+
+@pytest.mark.parametrize("argv, words", [
+    (["--by", "importanse"], "unknown criterion; did you mean importance?"),
+    (["--by", "charm"], "there are random, magnitude"),
+    (["--to", "0"], "--to 0 must be above 0 and at most 1"),
+    (["--to", "0.5", "1.5"], "--to 1.5 must be"),
+    (["--to", "nan"], "--to nan must be"),
+    (["--floor", "5"], "--floor 5 is above"),
+    (["--floor", "-1"], "--floor -1 must not be negative"),
+    (["--floor", "3"], "keeps 4 of"),
+    (["--by", "gate"], "has no gates"),
+    (["--by", "blocks"], "save fewer FLOPs than any block"),
+    (["--recover", "5"], "--recover needs --out_dir"),
+    (["--split", "dev"], "has no split 'dev'"),
+    (["--json", "/nowhere/x.json"], "cannot write into"),
+    (["--text", "900000"], "measuring heads takes"),
+])
+def test_bad_input_is_one_line(argv, words, run, refusal):
+    given = {"--ckpt": [str(run)], "--to": ["0.5"], "--by": ["random"], argv[0]: argv[1:]}
+    assert words in refusal([text for key, values in given.items() for text in (key, *values)])
+
+
+@pytest.mark.parametrize("name", ["best.pt", "ckpt.pt", "pruned.pt"])
+def test_a_folder_with_a_run_is_left_alone(name, run, tmp_path, refusal):
+    (tmp_path / name).write_text("here")
+    said = refusal(["--ckpt", str(run), "--to", "0.5", "--by", "random", "--out_dir", str(tmp_path)])
+    assert f"{tmp_path} already holds a run" in said
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_checkpoint_that_does_not_fit_is_named(run, data, tmp_path, refusal):
+    other = saved(tmp_path / "other.pt", alive(), data)
+    unet = saved(tmp_path / "unet.pt", alive(**MECHANISMS["unet_add"]), data)
+    assert f"{other} and {run} have other heads" in refusal(
+        ["--ckpt", str(run), "--ckpt", other, "--to", "0.5", "--by", "random"])
+    assert f"{other} does not say how it was trained" in refusal(
+        ["--ckpt", other, "--to", "0.5", "--by", "random", "--recover", "5", f"--out_dir={tmp_path / 'y'}"])
+    assert f"{unet} has U-Net skips" in refusal(["--ckpt", unet, "--to", "0.5", "--by", "blocks"])
+
+
+def test_bad_checkpoints_are_refused(bad_checkpoint, refusal):
+    path, words = bad_checkpoint
+    assert words in refusal(["--ckpt", path, "--to", "0.5", "--by", "random"])
