@@ -108,6 +108,10 @@ def conflicts(model, config):
             bad.append(f"{key}={getattr(config, key)!r} needs gates: set sentinel")
     if config.policy and not model.agency:
         bad.append("policy needs states: set agency")
+    if config.policy and model.agency_learned:
+        bad.append("policy and agency_learned both move the states: set one of them")
+    if model.agency_learned and not lives(config):
+        bad.append("agency_learned predicts from what is measured of the heads: set controller_log")
     if config.prune_floor > model.n_head:
         bad.append(f"prune_floor={config.prune_floor} is above n_head={model.n_head}")
     if config.grow_from is not None and not 1 <= config.grow_from <= model.n_head:
@@ -655,11 +659,26 @@ class Controller:
         return out
 
     def tell_agency(self, run):
-        """Write `utilisation` into agency's buffers."""
-        for layer, attn in enumerate(attentions(run.model)):
+        """Write `utilisation` into agency's buffers, and `metrics` where states are predicted from them."""
+        layers = attentions(run.model)
+        features = self.features()[:, :-1].split([attn.n_total for attn in layers])  # not the depth
+        for layer, attn in enumerate(layers):
             if attn.agency is not None:
                 values = torch.from_numpy(self.now["utilisation"][layer, attn.all_head_ids()])
                 attn.agency.utilisation.copy_(values)
+            if attn.agency is not None and attn.agency.learned:
+                attn.agency.metrics.copy_(features[layer])
+
+    def predict(self, run):
+        """Move each head that consents to the state that learned agency gives the largest logit."""
+        names = list(Agency.STATES)
+        for layer, attn in enumerate(attentions(run.model)):
+            agency = attn.agency
+            wanted = torch.where(agency.consent, agency.logits().argmax(-1), agency.state)
+            for i in (wanted != agency.state).nonzero().flatten().tolist():
+                state = names[wanted[i]]
+                agency.set(i, state, consent=True, step=run.step)  # it may come back by itself
+                self.event("state", layer, attn.all_head_ids()[i], state=state, who="learned")
 
     def watch(self, run):
         """Log each head whose consent begins to be disregarded."""
@@ -762,6 +781,8 @@ def step(run):
     if controller.measured >= c.controller_warmup:
         if c.policy:
             controller.signals(run)
+        if run.model.config.agency_learned:
+            controller.predict(run)
         if c.controller:
             controller.move_gates(run)
         if c.prune_gate:

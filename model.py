@@ -91,6 +91,7 @@ class GPTConfig:
     agency: bool = False                 # active 1, overloaded 0.5, misaligned 0.7, withdrawn or no consent 0
     agency_enforce: bool = True          # False: heads without consent run all the same (counted as forced)
     agency_threshold: float = 0.05       # a gate above it counts as in use
+    agency_learned: bool = False         # states predicted from the heads' metrics; needs controller_log
     # ---- U-Net skips: the output of block i joins the output of block N - i + 1 ----
     unet: Optional[Literal["concat", "add", "scalar", "published"]] = None
                                          # h + W[skip; h] | h + sigmoid(l) skip | h + w skip | Linear
@@ -762,18 +763,26 @@ class SentinelGate(Mechanism):
 class Agency(Mechanism):
     """States and consent of the heads, as buffers: moved between steps, a state never recompiles.
 
-    Source: Adaptive Transformer, section 2.2.
+    Source: Adaptive Transformer, section 2.2. agency_learned: a layer's heads share a linear map from what
+    was measured of a head to the logits of its states. Between two steps a head takes the likeliest; the
+    gradient is that of the expected factor (straight-through, arXiv 1308.3432).
     """
 
     name = flag = "agency"
-    modes = {"agency": dict(agency=True)}
-    neutral = {"agency": {}}  # all heads active
+    modes = {"agency": dict(agency=True), "agency_learned": dict(agency=True, agency_learned=True)}
+    neutral = {"agency": {}, "agency_learned": {}}  # all heads active
     STATES = {"active": 1.0, "overloaded": 0.5, "misaligned": 0.7, "withdrawn": 0.0}  # and their factors
+    METRICS = 6  # what is measured of a head: Controller.features() but depth
 
     def __init__(self, config, attn):
         super().__init__()
         n = attn.n_total
         self.enforce, self.threshold = config.agency_enforce, config.agency_threshold
+        self.learned = config.agency_learned
+        if self.learned:
+            self.weight = nn.Parameter(torch.empty(len(self.STATES), self.METRICS))
+            self.bias = nn.Parameter(torch.empty(len(self.STATES)))
+            self.register_buffer("metrics", torch.zeros(n, self.METRICS))
         self.register_buffer("state", torch.zeros(n, dtype=torch.long))
         self.register_buffer("consent", torch.ones(n, dtype=torch.bool))
         self.register_buffer("utilisation", torch.zeros(n))
@@ -786,13 +795,25 @@ class Agency(Mechanism):
     def problems(config):
         yield from not_negative(config, "agency_threshold")
 
+    def initial_values(self):
+        return {"weight": 0.0, "bias": torch.tensor([3.0, 0.0, 0.0, 0.0])} if self.learned else {}
+
     def head_axes(self):
-        return [HeadAxis(self, name) for name in ("state", "consent", "utilisation", "last_signal")]
+        names = ("state", "consent", "utilisation", "last_signal", "metrics")
+        return [HeadAxis(self, name) for name in names]
+
+    def logits(self):
+        """Of each head's states, [H, states], where they are learned."""
+        return float32_linear(self, self.metrics)
 
     def static_gate(self, noisy=None):
         """Factor of each head, [H]; no consent means withdrawn, unless that is not enforced."""
         withdrawn = len(self.STATES) - 1
-        return self.factors[self.state.masked_fill(~self.consent, withdrawn) if self.enforce else self.state]
+        gate = self.factors[self.state.masked_fill(~self.consent, withdrawn) if self.enforce else self.state]
+        if self.learned:  # adds 0, and the gradient; from a head without consent nothing is learned
+            expected = (self.logits().softmax(-1) * self.factors).sum(-1)
+            gate = gate + torch.where(self.consent, expected - expected.detach(), 0.0)
+        return gate
 
     def before(self, attn, h, ctx):
         if ctx.traces:

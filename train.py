@@ -182,12 +182,15 @@ def flags_by_name():
     """{name: flags} that `mechanism` chooses from: model.MECHANISMS and all_on.
 
     A scale may have dropout, and some mechanisms have no kernel for it on the attention weights: their names
-    turn that off too, and the plain GPT to compare with is the one with --attn_dropout=0.
+    turn that off too, and the plain GPT to compare with is the one with --attn_dropout=0. The name of learned
+    agency has its heads measured.
     """
     named = {**MECHANISMS, "all_on": ALL_ON}
     for name, flags in named.items():
         if GPTConfig(dropout=0.1, **flags).problems() and not GPTConfig(**flags).problems():
             named[name] = {**flags, "attn_dropout": 0.0}
+        if "agency_learned" in flags:
+            named[name] = {**flags, "controller_log": True}
     return named
 
 

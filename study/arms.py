@@ -10,6 +10,7 @@ from typing import Optional
 import torch
 
 import configurator
+import controller
 from common import UserError
 from configurator import Scale
 from dataset import Dataset
@@ -173,7 +174,11 @@ def matching(pattern):
 def variants_of(config):
     """{name: flags} of everything that is compared with the plain GPT."""
     names = dict.fromkeys(name for pattern in config.mechanisms for name in matching(pattern))
-    return {**{name: ALL_ON if name == "all_on" else MECHANISMS[name] for name in names}, **config.variants}
+    flags = {name: ALL_ON if name == "all_on" else MECHANISMS[name] for name in names}
+    for name in flags:
+        if "agency_learned" in flags[name]:  # it predicts from what is measured
+            flags[name] = {**flags[name], "controller_log": True}
+    return {**flags, **config.variants}
 
 
 # ---- arms: the models that are compared ----
@@ -245,6 +250,8 @@ class ArmBuilder:
             model, training = self.load(flags)
         except UserError as e:
             raise UserError(f"{name}: {' '.join(str(e).split())}")
+        if bad := controller.conflicts(model, training):
+            raise UserError(f"{name}: {'; '.join(bad)}")
         model = replace(model, vocab_size=model.vocab_size or self.data.vocab_size)
         params, flops = size_of(model)
         return Arm(name, kind, label, flags, model, training.for_recipe(model.recipe), params, flops)

@@ -1,5 +1,5 @@
 # The write-up's five scenarios of agency, on one corpus, five seeds each, with what became of the heads
-# Tiny scale: 25 runs of half a minute to a minute on a core, those of the plain GPT being on file
+# Tiny scale: 40 runs of half a minute to a minute on a core, those of the plain GPT being on file
 
 import runpy as _runpy
 from pathlib import Path as _Path
@@ -13,6 +13,8 @@ def _flags(name):
 question = "Does a GPT whose heads have states and roles beat a plain one?"
 
 variants = {name: _flags(name) for name in ("default", "specialised", "mixed", "constrained")}
+# states that a small map predicts from the metrics, trained with the model
+variants["learned states"] = dict(agency=True, agency_learned=True, controller_log=True, controller_interval=60)
 # what the roles do without states, the states without roles; and consent that is withheld, and disregarded
 variants["roles alone"] = dict(roles=["local", "long", "previous", "free"])
 variants["no consent, disregarded"] = dict(agency=True, agency_enforce=False, policy=True, policy_dwell=1000,
