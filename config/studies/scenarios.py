@@ -14,7 +14,8 @@ question = "Does a GPT whose heads have states and roles beat a plain one?"
 
 variants = {name: _flags(name) for name in ("default", "specialised", "mixed", "constrained")}
 # states that a small map predicts from the metrics, trained with the model
-variants["learned states"] = dict(agency=True, agency_learned=True, controller_log=True, controller_interval=60)
+variants["learned states"] = dict(agency=True, agency_learned=True, controller_log=True,
+                                  controller_interval=60)
 # what the roles do without states, the states without roles; and consent that is withheld, and disregarded
 variants["roles alone"] = dict(roles=["local", "long", "previous", "free"])
 variants["no consent, disregarded"] = dict(agency=True, agency_enforce=False, policy=True, policy_dwell=1000,
