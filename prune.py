@@ -323,7 +323,8 @@ def draw_curves(rows):
     axes = np.atleast_1d(axes)
     for ax, (key, title) in zip(axes, titles.items()):
         ends = []
-        for by, aside in zip(names, np.linspace(0.2, -0.2, len(names)) * min(np.diff(shares))):
+        asides = np.linspace(0.2, -0.2, len(names)) if len(names) > 1 else np.zeros(1)
+        for by, aside in zip(names, asides * min(np.diff(shares))):
             points = [(100 * to, [row[key] for row in each]) for (b, to), each in found.items() if b == by]
             x, y = [x + aside for x, _ in points], [mean(each) for _, each in points]
             low, high = zip(*((min(each), max(each)) for _, each in points))
