@@ -4,9 +4,14 @@ Draw the curves of runs, and several runs against each other.
 $ python plot_curves.py                          # every run under out/
 $ python plot_curves.py out/base out/routing     # these two
 $ python plot_curves.py out/base --x tokens
+$ python plot_curves.py out/base --heads         # its heads: gates, states, metrics, attention
+$ python plot_curves.py out/base --heads --text "To be or not to be" --show 0.1 1.2
 
 A run gets RUN/figures/curves.png and .svg. Two or more also get comparison.png and .svg in --out.
 A run's colour follows its place in the list and is the same in its own figure.
+
+--heads draws what heads.jsonl holds of a run that measures its heads, and its checkpoint (plot_heads.py):
+gates, states, active, metrics and attention.png and .svg. Two or more also get active.png and .svg in --out.
 """
 import argparse
 import difflib
@@ -51,26 +56,43 @@ def parse(line):
         return None
 
 
+def place(word):
+    """(layer, head) of a word L.H, for argparse."""
+    layer, dot, head = word.partition(".")
+    if not (dot and layer.isdecimal() and head.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{word!r} is no head; write layer.head, as in 0.3")
+    return int(layer), int(head)
+
+
 def warn(run_dir, message):
     print(f"{run_dir}: {message}", file=sys.stderr)
 
 
+def read_rows(run_dir, name, sound=bool):
+    """The rows of a log that are `sound`, in the file's order; a line to stderr where some are broken."""
+    rows, bad = [], []
+    for n, line in enumerate((Path(run_dir) / name).read_text(errors="replace").split("\n"), 1):
+        row = parse(line)
+        if not (row and sound(row)) and line.strip():
+            bad.append(n)
+            row = parse(line[line.rfind('{"step"'):])  # a resume after a kill appends a row to the half one
+        if row and sound(row):
+            rows.append(row)
+    if bad:
+        warn(run_dir, f"{len(bad)} broken line(s) in {name}, the first is line {bad[0]}; the rest is used")
+    return rows
+
+
 def read_log(run_dir):
     """log.jsonl -> (training rows, evaluation rows), by step; of a step logged twice the later row wins."""
-    path, train, evals, bad = Path(run_dir) / "log.jsonl", {}, {}, []
-    if not path.is_file():
+    if not (Path(run_dir) / "log.jsonl").is_file():
         warn(run_dir, "no log.jsonl, skipped")
         return [], []
-    for n, line in enumerate(path.read_text(errors="replace").split("\n"), 1):
-        row = parse(line)
-        if row is None and line.strip():
-            bad.append(n)
-            row = parse(line[line.rfind("{"):])  # a resume after a kill appends a whole row to the half one
+    train, evals = {}, {}
+    for row in read_rows(run_dir, "log.jsonl"):
         for rows, key in ((train, "loss"), (evals, "val_loss")):
-            if row and key in row:
+            if key in row:
                 rows[row["step"]] = row
-    if bad:
-        warn(run_dir, f"{len(bad)} broken line(s) in log.jsonl, the first is line {bad[0]}; the rest is used")
     if not train and not evals:
         warn(run_dir, "log.jsonl has no rows to plot, skipped")
     return [train[s] for s in sorted(train)], [evals[s] for s in sorted(evals)]
@@ -232,6 +254,11 @@ def draw(runs, stem, title=""):
     columns = 5 if alone else max(1, 120 // (max(len(h.get_label()) for h in handles) + 8))
     fig.legend(handles=handles, loc="outside lower center", ncol=min(columns, len(handles) or 1),
                frameon=False)
+    return save(fig, stem)
+
+
+def save(fig, stem):
+    """Write STEM.png and STEM.svg -> their paths."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(f"{stem}.png")
     fig.savefig(f"{stem}.svg", metadata={"Date": None})
@@ -253,6 +280,23 @@ def plot_run(run_dir, colour=COLOURS[0], x="step"):
     return draw([(name, c, colour, "-")], run_dir / "figures" / "curves", title=name) if c else []
 
 
+def plot_runs(given, names, together, x="step"):
+    """Draw each run by itself, and into the folder `together` all of them -> the paths."""
+    runs, written, datasets = [], [], [dataset_of(run) for run in given]
+    if len(set(datasets)) > 1:
+        print("runs on different datasets: their losses and bits per byte do not compare", file=sys.stderr)
+    for i, (run, name) in enumerate(zip(given, names)):
+        c = load(run, x)
+        if c:  # a run that is skipped keeps its place, so the others' colours do not move when it fills up
+            colour = COLOURS[i % len(COLOURS)]
+            shown = f"{name} ({datasets[i]})" if len(set(datasets)) > 1 else name
+            runs.append((shown, c, colour, DASHES[i // len(COLOURS) % len(DASHES)]))
+            written += draw([(name, c, colour, "-")], run / "figures" / "curves", title=name)
+    if len(runs) > 1:
+        written += draw(runs, together / "comparison")
+    return written
+
+
 def main(argv=None):
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
@@ -261,32 +305,38 @@ def main(argv=None):
     parser.add_argument("--out", type=Path, metavar="DIR",
                         help="for the comparison (default: figures/ by the runs)")
     parser.add_argument("--x", choices=list(AXES), default="step", help="horizontal axis (default: step)")
+    heads = parser.add_argument_group("heads that are measured (controller.py)")
+    heads.add_argument("--heads", action="store_true", help="draw these instead; default: all under out/")
+    heads.add_argument("--text", help="what attention.png shows heads reading, or FILE:name; "
+                                      "\\n is a newline (default: a sentence)")
+    heads.add_argument("--show", nargs="+", type=place, default=[], metavar="L.H",
+                       help="whose attention, as in 0.3 (default: each layer's most and least important)")
     args = parser.parse_args(argv)
+    if not args.heads and (args.show or args.text is not None):
+        parser.error("--text and --show go with --heads")
+    if args.heads and args.x != "step":
+        parser.error("--heads knows steps alone, no other --x")
+    what, file = ("measured runs", "heads.jsonl") if args.heads else ("runs", "config.json")
     out = Path("out") if Path("out").is_dir() else Path(__file__).resolve().parent / "out"
-    known = sorted({path.parent for path in out.rglob("config.json")})
+    known = sorted({path.parent for path in out.rglob(file)})
     for run in args.runs:
         if not run.is_dir():
             near = difflib.get_close_matches(str(run), map(str, known), n=1, cutoff=0)
-            hint = f"did you mean {near[0]}?" if near else f"no runs under {out}"
+            hint = f"did you mean {near[0]}?" if near else f"no {what} under {out}"
             parser.exit(2, f"{run}: no such run folder; {hint}\n")
     given = list({run.resolve(): run for run in args.runs or known}.values())  # a run named twice is one run
     parent = Path(os.path.commonpath([run.resolve().parent for run in given])) if given else out
-    runs, written, datasets = [], [], [dataset_of(run) for run in given]
-    if len(set(datasets)) > 1:
-        print("runs on different datasets: their losses and bits per byte do not compare", file=sys.stderr)
-    for i, run in enumerate(given):
-        c = load(run, args.x)
-        if c:  # a run that is skipped keeps its place, so the others' colours do not move when it fills up
-            name, colour = os.path.relpath(run.resolve(), parent), COLOURS[i % len(COLOURS)]
-            shown = f"{name} ({datasets[i]})" if len(set(datasets)) > 1 else name
-            runs.append((shown, c, colour, DASHES[i // len(COLOURS) % len(DASHES)]))
-            written += draw([(name, c, colour, "-")], run / "figures" / "curves", title=name)
-    if len(runs) > 1:
-        written += draw(runs, (args.out or Path(os.path.relpath(parent)) / "figures") / "comparison")
+    names = [os.path.relpath(run.resolve(), parent) for run in given]
+    together = args.out or Path(os.path.relpath(parent)) / "figures"
+    if args.heads:
+        from plot_heads import plot_heads  # here: it needs torch
+        written = plot_heads(given, names, together, args.text, args.show)
+    else:
+        written = plot_runs(given, names, together, args.x)
     for path in written:
         print(path)
     if not written:
-        print("nothing to plot" + ("" if given else f": no runs under {out}"), file=sys.stderr)
+        print("nothing to plot" + ("" if given else f": no {what} under {out}"), file=sys.stderr)
     return 0 if written else 1
 
 

@@ -6,13 +6,18 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import asdict
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.image import imread
 
 import plot_curves
+import plot_heads
+from model import GPT, GPTConfig
 from plot_curves import COLOURS, main, plot_run, read_log
+from tokenizer import Tokenizer
 
 
 def rows(steps=60, every=20, floor=1.0):
@@ -257,3 +262,266 @@ def test_runs_on_different_datasets_are_named_and_said_not_to_compare(tmp_path, 
     assert plot_curves.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path)]) == 0
     assert "do not compare" in capsys.readouterr().err
     assert plot_curves.dataset_of(tmp_path / "a") == "one" and plot_curves.dataset_of(tmp_path) == "?"
+
+
+# ---- heads ----
+
+NAN = math.nan
+# step, heads of each layer, what happened: in layer 0 head 1 is pruned and comes back
+LIFE = [(10, [[0, 1, 2], [0, 2]], []),
+        (20, [[0, 1, 2], [0, 2]], [("frozen", 0, 1), ("kept", 1, 2)]),
+        (30, [[0, 2], [0, 2]], [("pruned", 0, 1)]),
+        (40, [[0, 1, 2], [0, 2]], [("grown", 0, 1)])]
+
+
+def metric(step, layer, head):
+    """What the made-up metrics are; of a head that has just grown nothing is known."""
+    return None if (step, layer, head) == (40, 0, 1) else (step + 3 * layer + head) / 100
+
+
+def measured(life=LIFE):
+    """Rows of heads.jsonl: all metrics are metric(), the gate a little more."""
+    for step, heads, events in life:
+        values = [[metric(step, layer, head) for head in own] for layer, own in enumerate(heads)]
+        row = dict(step=step, heldout=2.0, seconds=0.1, heads=heads, active=len(sum(heads, [])),
+                   entropy=values, importance=values, utilisation=values,
+                   gate=[[v and v + 0.1 for v in own] for own in values],
+                   static_gate=[[v or 0.0 for v in own] for own in values],
+                   state=[["withdrawn" if step > 20 and head == 2 else "active" for head in own]
+                          for own in heads])
+        if events:
+            row["events"] = [dict(what=what, layer=layer, head=head) for what, layer, head in events]
+        yield row
+
+
+def write_heads(run_dir, heads=None, log=None):
+    write(run_dir, rows(40, 10) if log is None else log)
+    heads = measured() if heads is None else heads
+    (run_dir / "heads.jsonl").write_text("".join(json.dumps(row) + "\n" for row in heads))
+    return run_dir
+
+
+def make_model(**flags):
+    """A tiny random model whose heads differ."""
+    model = GPT(GPTConfig(n_layer=2, n_head=3, n_embd=24, block_size=32, vocab_size=256, seed=1, **flags))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3).add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    return model.eval()
+
+
+def save_model(run_dir, model, step=40):
+    meta = dict(encoding="byte", vocab_size=256, name="made up")
+    torch.save(dict(model=model.state_dict(), config=asdict(model.config), meta=meta, step=step),
+               run_dir / "best.pt")
+
+
+def test_heads_stand_under_their_own_numbers(home):
+    h = plot_heads.history(write_heads(home / "run"))
+    assert h.step.tolist() == [10, 20, 30, 40] and h.active.tolist() == [5, 5, 4, 5]
+    for i, (step, heads, _) in enumerate(LIFE):
+        want = [[metric(step, layer, head) if head in own else None for head in range(3)]
+                for layer, own in enumerate(heads)]
+        want = np.array(want, float)
+        assert np.array_equal(h.entropy[i], want, equal_nan=True)
+        assert np.array_equal(h.gate[i], want + 0.1, equal_nan=True)
+    assert h.here.sum((1, 2)).tolist() == [5, 5, 4, 5]
+    # grown: it is there, its gate is known, its metrics are not
+    assert h.here[3, 0, 1] and np.isnan(h.entropy[3, 0, 1]) and h.static_gate[3, 0, 1] == 0
+    # by place in the list head 2 of the second layer, which has no head 1, would be head 1
+    assert np.isnan(h.entropy[:, 1, 1]).all() and np.isfinite(h.entropy[:, 1, 2]).all()
+
+
+def test_states_events_and_forced_violations_are_read(home):
+    run = write_heads(home / "run")
+    kinds = [(30, "forced"), (30, "blocked"), (40, "refused to policy"), (40, "forced")]
+    (run / "violations.jsonl").write_text("".join(
+        json.dumps(dict(layer=0, head=2, type=kind, gate=1.0, state="withdrawn", step=step, time=0)) + "\n"
+        for step, kind in kinds))
+    h = plot_heads.history(run)
+    assert h.forced == [("forced", 30, 0, 2), ("forced", 40, 0, 2)]
+    assert h.events == [("frozen", 20, 0, 1), ("kept", 20, 1, 2), ("pruned", 30, 0, 1), ("grown", 40, 0, 1)]
+    withdrawn = plot_heads.STATES.index("withdrawn")
+    assert h.state[:, 0, 2].tolist() == [0, 0, withdrawn, withdrawn]
+    assert np.isnan(h.state[2, 0, 1])  # gone
+
+
+def test_a_measurement_speaks_until_the_next(home):
+    assert plot_heads.edges(np.array([10, 20, 35])).tolist() == [10, 20, 35, 47.5]
+    assert plot_heads.edges(np.array([10])).tolist() == [10, 11]
+    h = plot_heads.history(write_heads(home / "run"))
+    c = plot_curves.load(home / "run")
+    step, n, bpb = plot_heads.at_evaluations(h, c)  # the evaluation at 0 comes before all measurements
+    assert step.tolist() == [10, 20, 30, 40] and n.tolist() == [5, 5, 4, 5]
+    assert bpb.tolist() == c.bpb[1:].tolist()
+    c.step = c.step + 5
+    assert plot_heads.at_evaluations(h, c)[1].tolist() == [5, 5, 4, 5]
+    c.step = c.step - 6
+    assert plot_heads.at_evaluations(h, c)[1].tolist() == [5, 5, 4]
+
+
+def test_gates_are_drawn_where_heads_are_and_events_where_they_happened(home):
+    h = plot_heads.history(write_heads(home / "run"))
+    figure = plot_heads.gates(h, "run")
+    top, bottom = figure.axes[:2]
+    for layer, ax in enumerate((top, bottom)):
+        mesh = ax.collections[0]
+        assert np.array_equal(mesh.get_array().filled(NAN), h.static_gate[:, layer].T, equal_nan=True)
+    assert mesh.get_coordinates()[0, :, 0].tolist() == [10, 20, 30, 40, 50]
+    marks = {line.get_marker(): line.get_xydata()[0].tolist() for line in top.lines + bottom.lines}
+    assert {marker: y for marker, (_, y) in marks.items()} == {"s": 1, "X": 1, "^": 1, "o": 2}
+    # what ends a head stands before its step, what begins behind it
+    assert marks["X"][0] < 30 < marks["X"][0] + 3 and 40 < marks["^"][0] < 43 and 20 < marks["s"][0] < 23
+    words = [t.get_text() for t in top.texts]
+    assert words == ["0.40", "0.00", "0.42", "at the end"]
+    assert [t.get_text() for t in bottom.texts] == ["0.43", "–", "0.45"]  # there never was a head 1
+    h = plot_heads.history(write_heads(home / "cut", measured(LIFE[:3])))
+    assert [t.get_text() for t in plot_heads.gates(h, "run").axes[0].texts][:3] == ["0.30", "gone", "0.32"]
+
+
+def test_gates_that_depend_on_tokens_alone_are_drawn_as_their_mean(home):
+    same = [dict(row, static_gate=[[1.0] * len(own) for own in row["heads"]]) for row in measured(LIFE[:2])]
+    h = plot_heads.history(write_heads(home / "run", same))
+    mesh = plot_heads.gates(h, "run").axes[0].collections[0]
+    assert np.array_equal(mesh.get_array().filled(NAN), h.gate[:, 0].T, equal_nan=True)
+    for row in same:
+        row.update(gate=row["static_gate"], events=[])
+    h = plot_heads.history(write_heads(home / "shut", same))
+    assert plot_heads.gates(h, "run") is None  # nothing to see
+
+
+def test_metrics_are_those_of_the_last_measurement(home):
+    figure = plot_heads.metrics(plot_heads.history(write_heads(home / "run")), "run")
+    entropy, importance, _ = figure.axes[:3]
+    assert [t.get_text() for t in entropy.texts] == ["0.40", "new", "0.42", "0.43", "–", "0.45"]
+    assert [t.get_text() for t in importance.texts] == ["4.00", "new", "4.20", "4.30", "–", "4.50"]
+    assert "10⁻¹ nats" in importance.get_title()
+
+
+def test_active_heads_of_several_runs_lie_in_one_picture(home):
+    found = []
+    for i, name in enumerate("ab"):
+        h = plot_heads.history(write_heads(home / name))
+        found.append((name, h, plot_curves.load(home / name), COLOURS[i], plot_heads.SHAPES[i]))
+    ax = plot_heads.active(found, "").axes[0]
+    lines = [line for line in ax.lines if len(line.get_xdata()) == 4 and line.get_linestyle() == "-"]
+    assert [line.get_color() for line in lines] == COLOURS[:2]
+    for line, (_, h, c, *_) in zip(lines, found):
+        assert np.allclose(line.get_xdata(), [5, 5, 4, 5], atol=0.1)
+        assert np.array_equal(line.get_ydata(), c.bpb[1:])
+    words = [t.get_text() for t in ax.texts]
+    assert "step 40" in words and f"a\n{c.bpb[-1]:.3f}" in words
+    assert plot_heads.active([("a", h, None, "", "")], "") is None
+
+
+def test_the_extremes_are_by_importance_at_the_checkpoint(home):
+    life = [(10, [[0, 1, 2], [0, 1, 2]], []), (20, [[0, 1, 2], [0, 1, 2]], [])]
+    found = list(measured(life))
+    found[0]["importance"] = [[0.1, 0.3, 0.2], [0.5, 0.4, 0.6]]
+    found[1]["importance"] = [[0.3, 0.1, 0.2], [None, 0.4, 0.6]]
+    h, model = plot_heads.history(write_heads(home / "run", found)), make_model()
+    assert [*plot_heads.extremes(h, 19, model)] == [(0, 1), (0, 0), (1, 2), (1, 1)]
+    assert [*plot_heads.extremes(h, 20, model)] == [(0, 0), (0, 1), (1, 2), (1, 1)]
+    model.prune_heads({0: [0], 1: [0, 1]})  # who is gone is no extreme
+    got = plot_heads.extremes(h, 20, model)
+    assert got == {(0, 2): "most important, 0.2 nats", (0, 1): "least important, 0.1 nats",
+                   (1, 2): "only head, 0.6 nats"}
+
+
+def test_attention_is_that_of_the_head_with_this_number(home):
+    run, model = write_heads(home / "run"), make_model()
+    ids = torch.tensor([list(b"to be, or not to")])
+    before = model(ids, traces="maps").traces["blocks.0.map"][0].detach()
+    model.prune_heads({0: [0]})
+    save_model(run, model)
+    chosen, maps, tokens, step = plot_heads.attention_maps(run, None, "to be, or not to", [(0, 2), (0, 1)])
+    assert [*chosen] == [(0, 2), (0, 1)] and step == 40 and "".join(tokens) == "to·be,·or·not·to"
+    assert np.allclose(maps[0], before[2], atol=1e-6) and np.allclose(maps[1], before[1], atol=1e-6)
+    assert not np.allclose(before[1], before[2], atol=1e-3)
+    axes = plot_heads.attention((chosen, maps, tokens, step), "run").axes[0]
+    drawn = axes.images[0].get_array().filled(NAN)
+    assert np.allclose(drawn[np.tri(16, dtype=bool)], maps[0][np.tri(16, dtype=bool)])
+    assert np.isnan(drawn[~np.tri(16, dtype=bool)]).all()  # the future is no zero
+    assert [t.get_text() for t in axes.get_xticklabels()] == tokens
+    # beyond the context the text is cut
+    assert len(plot_heads.attention_maps(run, None, "a" * 99, [(0, 1)])[2]) == 32
+
+
+def test_every_token_can_be_read():
+    byte, char = Tokenizer("byte"), Tokenizer("char", ["a", " ", "\n", "é", "\0"])
+    assert [plot_heads.spelled(byte, i) for i in b"a \n\t\xc3\0"] == ["a", "·", "↵", "→", "c3", "00"]
+    assert [plot_heads.spelled(char, i) for i in range(5)] == ["a", "·", "↵", "é", "00"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_heads_draws_every_picture_of_a_run_and_the_comparison(home, capsys):
+    for name in "ab":
+        write_heads(home / "out" / name)
+        save_model(home / "out" / name, make_model(head_ids=LIFE[-1][1]))
+    assert main(["--heads", "--text", "to be", "--out", "all"]) == 0
+    done = capsys.readouterr()
+    pictures = ("gates", "states", "active", "metrics", "attention")
+    stems = [f"out/{name}/figures/{picture}" for name in "ab" for picture in pictures] + ["all/active"]
+    assert done.err == ""
+    assert done.out.split() == [f"{stem}.{ext}" for stem in stems for ext in ("png", "svg")]
+    words = {picture: text(home / f"out/a/figures/{picture}.svg") for picture in pictures}
+    for picture, want in (("gates", "layer 1 | step | head | pruned | grown | closed, to be pruned"),
+                          ("states", "active (× 1) | withdrawn (× 0) | step"),
+                          ("active", "bits/byte, validation | heads at work"),
+                          ("metrics", "Entropy | Importance | Utilisation | 0.45 | new | layer"),
+                          ("attention", "layer 0, head 2 | most important | attention weight | query | key")):
+        assert all(word in words[picture] for word in want.split(" | ")), picture
+    for path in (home / "out/a/figures").glob("*.png"):
+        assert (imread(path)[..., :3].min(axis=2) < 0.9).mean() > 0.01, path
+
+
+def test_one_head_measured_once_without_gates_states_or_checkpoint(home, capsys):
+    row = next(measured([(10, [[0]], [])]))
+    row.update(gate=[[1.0]], static_gate=[[1.0]])
+    del row["state"]
+    run = write_heads(home / "run", [row])
+    assert main([str(run), "--heads"]) == 0
+    done = capsys.readouterr()
+    assert re.findall(r"(\w+)\.png", done.out) == ["active", "metrics"]
+    assert done.err.splitlines() == [
+        f"{run}: all gates are 1: no gates.png",
+        f"{run}: heads have no states, agency is off: no states.png",
+        f"{run}: no checkpoint {run}/ckpt.pt: no attention.png"]
+
+
+def test_damaged_measurements_are_named_and_the_rest_drawn(home, capsys):
+    run = write_heads(home / "run")
+    lines = (run / "heads.jsonl").read_text().splitlines()
+    lines[1] = lines[1][:90]
+    lines.insert(3, '{"step": 35, "heads": 7}')
+    (run / "heads.jsonl").write_text("\n".join(lines))
+    assert plot_heads.history(run).step.tolist() == [10, 30, 40]
+    assert capsys.readouterr().err == \
+        f"{run}: 2 broken line(s) in heads.jsonl, the first is line 2; the rest is used\n"
+
+
+def test_a_run_whose_heads_were_not_measured_is_said(home, capsys):
+    run = write(home / "out/run", rows(4, 2))
+    assert main([str(run), "--heads"]) == 1
+    said = f"{run}: no heads.jsonl; train with --controller_log to have the heads measured\nnothing to plot\n"
+    assert capsys.readouterr().err == said
+    assert main(["--heads"]) == 1
+    assert capsys.readouterr().err == "nothing to plot: no measured runs under out\n"
+    save_model(run, make_model())
+    assert main([str(run), "--heads", "--show", "0.1"]) == 0  # attention needs none
+    assert capsys.readouterr().out.split()[0] == f"{run}/figures/attention.png"
+    assert main([str(run), "--heads", "--show", "0.7"]) == 1
+    assert "--show 0.7: block 0 has no head 7; it has 0, 1, 2: no attention.png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["--show", "0.1"], "--text and --show go with --heads"),
+    (["--text", ""], "--text and --show go with --heads"),
+    (["--heads", "--x", "tokens"], "--heads knows steps alone"),
+    (["--heads", "--show", "1"], "'1' is no head; write layer.head, as in 0.3"),
+    (["--heads", "--text", "FILE:none"], "plot_curves: --text: none cannot be read: No such file"),
+])
+def test_what_heads_cannot_take_is_said_in_a_line(home, capsys, argv, said):
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert said in (stop.value.code if isinstance(stop.value.code, str) else capsys.readouterr().err)
