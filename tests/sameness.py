@@ -51,6 +51,8 @@ def liven(model):
         for layer in range(SHAPE["n_layer"]):
             for head, state in enumerate(("active", "overloaded", "misaligned", "withdrawn")):
                 model.set_head(layer, head, state=state)
+            if model.config.agency_learned:
+                model.transformer.h[layer].attn.agency.metrics.normal_(generator=generator)
     return model
 
 

@@ -189,7 +189,9 @@ def test_every_shipped_study_makes_its_arms(name, scale, monkeypatch):
 
 def test_every_mechanism_and_rival_is_in_the_study_of_all():
     config, = configurator.load((StudyConfig,), ["config/studies/all.py"])
-    assert variants_of(config) == {**MECHANISMS, "all_on": ALL_ON, **config.variants}
+    want = {**MECHANISMS, "all_on": ALL_ON, **config.variants}
+    want["agency_learned"] = {**want["agency_learned"], "controller_log": True}
+    assert variants_of(config) == want
 
 
 @pytest.mark.parametrize("mechanisms, names", [
@@ -561,6 +563,8 @@ def test_a_plan_runs_nothing(plain, capsys):
     (["--variants={'x': {'output_gatee': 1}}"],
      "x: variant with {'output_gatee': 1}: unknown key output_gatee; did you mean output_gate?"),
     (["--variants={'x': {'block_size': 8}}"], "x: block_size cannot be set here"),
+    (["--variants={'x': {'agency': True, 'agency_learned': True}}"],
+     "x: agency_learned predicts from what is measured of the heads: set controller_log"),
     (["--variants={'x': {'dataset': 'needle'}}"], "x: dataset cannot be set here"),
     (["--mechanisms=output_gate", "--screen", "--seeds=101,3"], "none in both"),
     (["--mechanisms=output_gate", "--size=3M"], "size='3M' must be one of 0.1M"),

@@ -258,7 +258,8 @@ def test_every_mechanism_loads_at_every_scale_and_changes_nothing_else(name, sca
     assert model == replace(plain, **flags, **(dict(attn_dropout=0.0) if no_kernel else {}))
     assert no_kernel == (model.acag is not None or model.window is not None or model.sink)
     assert bool(note_on_dropout(model)) == (no_kernel and scale == "paper") and not note_on_dropout(plain)
-    assert train == replace(train_plain, out_dir=f"out/{scale}-{name}")
+    more = dict(controller_log=True) if "agency_learned" in flags else {}
+    assert train == replace(train_plain, out_dir=f"out/{scale}-{name}", **more)
     assert named(f"--scale={scale}", "--attn_dropout=0")[0] == replace(plain, attn_dropout=0.0)
     assert set(flags) <= model.given and plain.given <= model.given
 

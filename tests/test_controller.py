@@ -18,9 +18,9 @@ import controller
 import train
 from common import UserError
 from controller import Controller, Rules
-from dataset import Dataset
+from dataset import Batches, Dataset
 from heads import METRICS, attentions, places
-from model import GPT, GPTConfig
+from model import GPT, Agency, GPTConfig
 from optim import Trainer
 from ranks import Process
 from tests.conftest import ROOT, TINY
@@ -54,15 +54,18 @@ def plain(state):
 
 @pytest.fixture
 def run(bytes_data, tmp_path):
-    """run(flags of the model, **keys of training) -> a Run with Trainer and Controller, nothing trained."""
-    def make(flags=None, process=None, **keys):
+    """run(flags of the model, **keys of training) -> a Run with Trainer and Controller, nothing trained.
+
+    fresh: with the initial values, not alive.
+    """
+    def make(flags=None, process=None, fresh=False, **keys):
         config = TrainConfig(**{**OFTEN, "dataset": str(bytes_data), "out_dir": str(tmp_path / "run"),
                                 "batch_size": 4, "device": "cpu", **keys}).for_recipe("modern")
         model = GPT(GPTConfig(**{**SMALL, **(flags or {})}))
         torch.manual_seed(0)
         with torch.no_grad():
             for p in model.parameters():
-                p.add_(torch.randn_like(p) * 0.1)
+                p.add_(torch.randn_like(p) * 0.1 * (not fresh))
         found = train.Run(config, model, Dataset(bytes_data), process or Process())
         found.trainer = Trainer(model, config, found.process)
         found.out_dir.mkdir(parents=True, exist_ok=True)
@@ -369,11 +372,19 @@ LIFE = dict(sentinel="hard_concrete", agency=True, controller="ann", prune_gate=
             sentinel_coef=0.01, controller_interval=1)
 
 
-@pytest.mark.parametrize("who", ["rules", "ann", "rl", "stack"])
+# without the policy, which moves states too; measured at every other step: the last metrics count in between
+LEARNED = {**LIFE, "policy": ..., "policy_budget": ..., "policy_dwell": ..., "sparsity_warmup": ...,
+           "agency_learned": True, "mechanism_lr": 0.3, "lr": 0.01, "warmup_iters": 0,
+           "prune_floor": 2, "controller_interval": 2}
+
+
+@pytest.mark.parametrize("who", ["rules", "ann", "rl", "stack", "learned"])
 def test_a_life_of_16_steps_equals_8_and_8(args, rows, tmp_path, who):
     keys = {**LIVE, **LIFE, "controller": who}
     if who == "stack":
         keys = {**LIVE, "controller_interval": 1, "grow_stack": True, "grow_delta": 1.0}
+    if who == "learned":
+        keys = {**LIVE, **LEARNED}
     main(args("whole", **keys))
     main(args("parts", **{**keys, "max_iters": 7}))
     main([*args("parts", **keys), "--resume"])
@@ -536,6 +547,74 @@ def test_rules_say_who_may_change_what_and_refusals_are_logged_once(run, tmp_pat
     assert who.allow("hand", 0, 1, "misaligned") and not who.allow("policy", 0, 1, "misaligned")
 
 
+# ---- learned agency ----
+
+def test_learned_agency_is_told_the_features_and_takes_the_likeliest_state(run, monkeypatch):
+    r = run(dict(agency=True, agency_learned=True, constraint_names=["a"], constraint_layers=[1],
+                 head_ids=[[0, 2], [1, 2, 3]]), controller_log=True)
+    given(monkeypatch, entropy=lambda layer, head: 0.9 if head == 2 else 0.1,
+          gate=lambda layer, head: 0.1 * head, conflict=-0.3)
+    with torch.no_grad():
+        for attn in attentions(r.model):
+            attn.agency.weight.zero_(), attn.agency.bias.copy_(torch.tensor([0.5, 0.0, 0.0, 0.0]))
+            attn.agency.weight[3, 0] = 1.0  # withdrawn from an entropy of 0.5 on
+    r.model.set_head(0, 2, consent=False)
+    measured(r)
+    told = [attn.agency.metrics for attn in attentions(r.model)]
+    assert [len(t) for t in told] == [2, 4], "a constraint head, too"
+    assert torch.allclose(told[1], torch.tensor(
+        [[entropy, 0.0, 0.0, 1.0, gate, -0.3] for entropy, gate in ((0.1, 0.1), (0.9, 0.2), (0.1, 0.3),
+                                                                    (0.1, 0.4))]))
+    assert set(controller.states_of(r.model).values()) == {"active"}, "warm-up"
+    found = measured(r)[-1]
+    assert controller.states_of(r.model)[1, 2] == "withdrawn" and attentions(r.model)[0].agency.state[1] == 0
+    assert events(r.out_dir) == [(4, "state", 1, 2)] and found["events"][0]["who"] == "learned"
+    agency = attentions(r.model)[1].agency
+    assert agency.last_signal.tolist() == [0, 4, 0, 0]
+    assert agency.consent.all() and agency.static_gate()[1] == 0
+    assert found["state"] == [["active"] * 2, ["active", "withdrawn", "active", "active"]]
+    assert found["active"] == 4 and found["blocked"] == 1, "of the one without consent"
+    assert r.model.packed().config.head_ids == [[0], [1, 3]]
+    with torch.no_grad():
+        agency.bias[0] = 1.0
+    measured(r)
+    assert agency.state.tolist() == [0] * 4 and (agency.static_gate() == 1).all(), "and back by itself"
+
+
+def noisy_life(run, noise=3.0):
+    """The states after 24 steps, measured every 2, with noise in place of what head 0.1 reads."""
+    r = run(dict(agency=True, agency_learned=True), fresh=True, controller_log=True, batch_size=16,
+            mechanism_lr=0.03)
+    attn, generator = attentions(r.model)[0], torch.Generator().manual_seed(0)
+    attend = attn.attend
+
+    def attend_noise(h, ctx):
+        y, stats = attend(h, ctx)
+        y = y.clone()
+        y[:, 1] = noise * torch.randn(y[:, 1].shape, generator=generator)
+        return y, stats
+    if noise:
+        attn.attend = attend_noise
+    batches = Batches(r.dataset, "train", 16, 16, 1)
+    for step in range(24):
+        ids = batches(step, 0, 1)
+        r.trainer.step(ids[:, :-1], ids[:, 1:], step)
+        r.step += 1
+        r.trainer = controller.step(r)
+    return {at: state for at, state in controller.states_of(r.model).items() if state != "active"}
+
+
+def test_learned_agency_withdraws_a_head_that_says_nothing(run):
+    """The control: where it reads the text, no head moves."""
+    assert noisy_life(run) == {(0, 1): "withdrawn"}
+    assert noisy_life(run, noise=None) == {}
+
+
+def test_without_straight_through_no_state_is_learned(run, monkeypatch):
+    monkeypatch.setattr(Agency, "static_gate", lambda self, noisy=None: self.factors[self.state])
+    assert noisy_life(run) == {}
+
+
 # ---- what is wrong ----
 
 @pytest.mark.parametrize("keys, words", [
@@ -548,6 +627,8 @@ def test_rules_say_who_may_change_what_and_refusals_are_logged_once(run, tmp_pat
     (dict(policy=True, agency=True, policy_no_consent="[5.1]"), "must be layer.head"),
     (dict(policy=True, agency=True, policy_no_consent="0.7"), "block 0 has no head 7"),
     (dict(policy=True, agency=True, policy_rules="nowhere.json"), "cannot read nowhere.json"),
+    (dict(agency=True, agency_learned=True), "agency_learned predicts from what is measured"),
+    (dict(agency=True, agency_learned=True, policy=True), "both move the states"),
     (dict(grow_heads=1), "all 2 heads are there from the start"),
     (dict(grow_heads=1, grow_from=5), "grow_from=5 must be from 1 to n_head=2"),
     (dict(controller_log=True, controller_interval=0), "controller_interval=0 must be at least 1"),

@@ -13,9 +13,9 @@ import model as model_py
 import optim
 from common import ROOT
 from kernels import attend_lse, attend_packed, attend_selected, flex, row_statistics
-from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, AdvantageAttention, CausalMask, ConstraintHeads,
-                   Context, GPTConfig, HeadRoles, HeadRouter, Heads, KVCache, SentinelGate, SkipFusion,
-                   constraint_loss, discounted_return, explain)
+from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, AdvantageAttention, Agency, CausalMask,
+                   ConstraintHeads, Context, GPTConfig, HeadRoles, HeadRouter, Heads, KVCache, SentinelGate,
+                   SkipFusion, constraint_loss, discounted_return, explain)
 from train import TrainConfig
 
 # on CPU it is the reference, not a kernel
@@ -37,6 +37,9 @@ def tiny(flags={}, alive=True, **more):
     if model.config.agency:
         for layer, (head, state) in itertools.product(range(model.config.n_layer), enumerate(STATES)):
             model.set_head(layer, head, state=state)
+    if model.config.agency_learned:
+        for block in model.transformer.h:
+            block.attn.agency.metrics.normal_()
     return model
 
 
@@ -162,6 +165,14 @@ def prior(role, d, n):
     return -p if role == "long" else p
 
 
+def expected_factor(c, p, metrics):
+    """The mean factor of a head whose states have the chances that learned agency gives them."""
+    factors = [*STATES.values()][:3] + [0.0 if c.agency_enforce else 1.0]
+    logits = [p["agency.weight"][s] @ metrics + p["agency.bias"][s] for s in range(4)]
+    total = sum(z.exp() for z in logits)
+    return sum(z.exp() / total * torch.tensor(f).double() for z, f in zip(logits, factors))
+
+
 def slow_attention(model, layer, x, hint=None):
     """x [T, C], one sequence, through an attention layer.
 
@@ -241,7 +252,11 @@ def slow_attention(model, layer, x, hint=None):
             consent = bool(attn.agency.consent[i])
             factor = list(STATES.values())[attn.agency.state[i]] if consent or not c.agency_enforce else 0.0
             # 0.7 is kept in float32
-            y = y * torch.tensor(1.0 if factor == 0.0 and not c.agency_enforce else factor).double()
+            factor = torch.tensor(1.0 if factor == 0.0 and not c.agency_enforce else factor).double()
+            if c.agency_learned and consent:  # its value is 0
+                expected = expected_factor(c, p, attn.agency.metrics[i])
+                factor = factor + expected - expected.detach()
+            y = y * factor
         if routing and base:
             y = torch.stack([y[t] * routing[t][h] for t in range(T)])
         if c.output_gate == "headwise":
@@ -315,7 +330,9 @@ MIXTURES = {
     "tempered": dict(roles=["long", "free", "previous"], roles_waves=8, a2c="temperature", xsa=True,
                      constraint_names=["a"], constraint_variant="B", constraint_layers=[0]),
     "switches": dict(routing="sigmoid", agency=True, agency_enforce=False, unet="concat", unet_skips=False,
-                     acag="headwise", window=2, bias=True)}
+                     acag="headwise", window=2, bias=True),
+    "learned": dict(agency=True, agency_learned=True, agency_enforce=False, sentinel="sigmoid",
+                    constraint_names=["a"], constraint_layers=[0, 1], head_norm=True)}
 
 
 @pytest.mark.parametrize("flags", MIXTURES.values(), ids=MIXTURES)
@@ -737,6 +754,86 @@ def test_withdrawing_a_head_withdraws_consent_and_any_other_state_gives_it_back(
     assert agency.consent[4] and agency.static_gate()[4] == 0.5
     model.set_head(0, 4, consent=False)
     assert agency.static_gate()[4] == 0 and agency.state[4] == 1  # the state is kept
+
+
+LEARNED = MECHANISMS["agency_learned"]
+
+
+def slopes_of_states(model, idx, targets, layer, eps=1e-5):
+    """Gradients of learned agency's weight and bias, from nothing but losses with gates set by hand.
+
+    d loss / d factor by a difference of two; the chain rule of a softmax's mean written out.
+    """
+    attn, agency = model.transformer.h[layer].attn, model.transformer.h[layer].attn.agency
+    attn.gate_override = torch.full((6,), math.nan, dtype=torch.float64)
+    weight, bias = torch.zeros_like(agency.weight), torch.zeros_like(agency.bias)
+    for head in range(6):
+        if not agency.consent[head]:
+            continue
+        gate, losses = agency.static_gate()[head].item(), []
+        for change in (eps, -eps):
+            model.set_head(layer, head, gate=gate + change)
+            losses.append(F.cross_entropy(model.lm_head(model.hidden(idx)).flatten(0, 1), targets.flatten()))
+            model.set_head(layer, head, gate=math.nan)
+        slope = (losses[0] - losses[1]) / (2 * eps)
+        chances = softmax(agency.weight @ agency.metrics[head] + agency.bias)
+        mean = sum(p * f for p, f in zip(chances, STATES.values()))
+        for s, factor in enumerate(STATES.values()):
+            into = slope * chances[s] * (factor - mean)
+            bias[s] += into
+            weight[s] += into * agency.metrics[head]
+    return weight, bias
+
+
+def learns_states(model):
+    """Whether the gradients of learned agency are those of slopes_of_states(), and none is all zeros."""
+    idx, targets = tokens(2, 9), tokens(2, 9, seed=2)
+    model.zero_grad(set_to_none=True)
+    F.cross_entropy(model.lm_head(model.hidden(idx)).flatten(0, 1), targets.flatten()).backward()
+    for layer, block in enumerate(model.transformer.h):
+        agency = block.attn.agency
+        with torch.no_grad():
+            want = slopes_of_states(model, idx, targets, layer)
+        for parameter, slope in zip((agency.weight, agency.bias), want):
+            assert slope.any()
+            got = torch.zeros_like(slope) if parameter.grad is None else parameter.grad
+            if not torch.allclose(got, slope, rtol=1e-5, atol=1e-8 * slope.abs().max().item()):
+                return False
+    return True
+
+
+def test_learned_states_pass_the_gradient_of_the_expected_factor():
+    """The value is the state's factor to the last bit. The control has the factor alone, and no gradient."""
+    model, plain = tiny(LEARNED), tiny(dict(agency=True))
+    plain.load_state_dict(model.state_dict(), strict=False)
+    assert torch.equal(model(tokens(2, 9)).logits, plain(tokens(2, 9)).logits)
+    assert learns_states(model)
+
+
+def test_states_without_straight_through_learn_nothing(monkeypatch):
+    monkeypatch.setattr(Agency, "static_gate",
+                        lambda self, noisy=None: self.factors[self.logits().argmax(-1)] * self.consent)
+    model = tiny(LEARNED)
+    assert not learns_states(model)
+    assert all(block.attn.agency.weight.grad is None for block in model.transformer.h)
+
+
+def test_a_head_without_consent_is_withdrawn_and_teaches_nothing():
+    model = tiny(LEARNED)
+    for layer, head in itertools.product(range(2), range(6)):
+        model.set_head(layer, head, consent=layer == 1)
+    model(tokens(2, 9), tokens(2, 9, seed=2)).loss.backward()
+    none, all_of_them = (block.attn.agency for block in model.transformer.h)
+    assert not none.static_gate().any() and not none.weight.grad.any() and not none.bias.grad.any()
+    assert all_of_them.static_gate()[0] == 1 and all_of_them.weight.grad.any()
+
+
+def test_learned_states_start_active():
+    model = tiny(LEARNED, alive=False)
+    for agency in (block.attn.agency for block in model.transformer.h):
+        assert (agency.static_gate() == 1).all() and not agency.metrics.any()
+        agency.metrics.normal_()
+        assert (agency.logits().argmax(-1) == 0).all(), "whatever is measured first"
 
 
 def test_a_head_without_consent_is_blocked_or_forced_by_whether_it_runs():

@@ -92,6 +92,9 @@ def enliven(model):
     if model.config.agency:
         for layer, (head, state) in itertools.product(range(model.config.n_layer), enumerate(Agency.STATES)):
             model.set_head(layer, head, state=state)
+    if model.config.agency_learned:
+        for block in model.transformer.h:
+            block.attn.agency.metrics.normal_()
     return model
 
 
@@ -548,9 +551,10 @@ def test_traces_and_losses_of_the_critic_compile_in_one_graph(name):
     torch._dynamo.reset()
 
 
-def test_a_heads_state_moves_without_recompiling():
+@pytest.mark.parametrize("flags", [ALL_ON, {**ALL_ON, "agency_learned": True}], ids=["ALL_ON", "learned"])
+def test_a_heads_state_moves_without_recompiling(flags):
     torch._dynamo.reset()
-    model = alive(ALL_ON).float()
+    model = alive(flags).float()
     fast, idx = torch.compile(model, fullgraph=True, backend="aot_eager"), tokens(2, 8)
     with torch.no_grad():
         before = fast(idx).logits
@@ -558,6 +562,8 @@ def test_a_heads_state_moves_without_recompiling():
             for change in (dict(state="misaligned"), dict(state="overloaded"), dict(consent=False),
                            dict(state="active", consent=True)):
                 model.set_head(1, 4, **change, step=7)
+                if model.config.agency_learned:
+                    model.transformer.h[1].attn.agency.metrics.normal_()
                 after = fast(idx).logits
                 assert near(after, model(idx).logits, 1e-4) and not near(after, before, 1e-3)
                 before = after
@@ -915,6 +921,7 @@ NEEDS_ITS_PARENT = dict(routing=dict(routing_top_k=2),
     (dict(roles=["long"], roles_strength=-1.0), "roles_strength=-1.0 must not be negative"),
     (dict(roles=["long"], roles_waves=6), "roles_waves=6 must be a multiple of 4, at least 4"),
     (dict(roles=["long"], roles_waves=0), "roles_waves=0 must be a multiple of 4, at least 4"),
+    (dict(agency_learned=True), "agency_learned=True means nothing while agency is off"),
     (dict(head_ids=[[0, 1]]), "head_ids=[[0, 1]] must list, for each of the 2 layers"),
     *((flags, f"{key}={value!r} means nothing while {parent} is off")
       for parent, flags in NEEDS_ITS_PARENT.items() for key, value in flags.items()),
