@@ -501,7 +501,9 @@ class Controller:
             run.model.prune_heads(dropped, run.trainer.optimizers)
             self.frozen = []
             self.forget(run)
-        gates = self.spread([g.detach() for g in gates_of(run.model)], run.model)
+        # the sentinel's own gate: who withdrew may come back
+        gates = self.spread([attn.sentinel.static_gate(noisy=False).detach()
+                             for attn in attentions(run.model)], run.model)
         gates[:, run.model.config.n_head:] = math.nan  # constraint heads stay: their scores are their purpose
         with np.errstate(invalid="ignore"):
             low = self.lasting("low", gates < c.prune_gate)
@@ -569,7 +571,6 @@ class Controller:
                 self.ramps[layer, head] = run.step
                 self.event("grown", layer, head)
         self.losses = []
-        self.open_ramps(run)
         return True
 
     def open_ramps(self, run):
@@ -770,8 +771,8 @@ def start(run, state):
 def step(run):
     """Between two steps: measure where it is due and let heads move; the Trainer to go on with."""
     c, controller = run.config, run.controller
-    controller.open_ramps(run)
     if run.step % c.controller_interval:
+        controller.open_ramps(run)
         return run.trainer
     began = time.perf_counter()
     controller.set_sparsity(run)
@@ -791,6 +792,7 @@ def step(run):
             surgery |= controller.grow(run)
         if c.grow_stack:
             copied = controller.stack(run)
+    controller.open_ramps(run)  # by hand, so after the states: who was withdrawn just now stays so
     if run.model.config.agency:
         controller.watch(run)
     controller.measured += 1

@@ -9,6 +9,8 @@
 #                               16,384; decoding; pruned heads
 #   ./gpu_check.sh compare      a study at the middle scale on enwiki15, COMPARE_STEPS steps; what is done is
 #                               kept in out/trials, and in $OUT/study/results.json.gz, which belongs in results/
+#   ./gpu_check.sh heads        one life of heads at 12 layers, 12 heads, 768 wide: gates moved, pruned, grown,
+#                               killed in the middle and resumed; pictures, and the share of time it takes
 #   ./gpu_check.sh train        both recipes on the same bytes, same tokens, scored on the whole test split,
 #                               with curves
 # Results go to $OUT (default out/gpu). STUDY names a study, LIMIT its seconds. PY names the interpreter,
@@ -29,7 +31,7 @@ bench)
   run bench --rounds 11 ${NANOGPT:+--nanogpt "$NANOGPT"} ;;
 mechanisms)
   ALL=routing_moh,sentinel,agency,unet_concat,constraint_a,a2c_temperature,acag_detach,acag,output_gate,xsa,sink
-  ALL=$ALL,key_offset,all_on
+  ALL=$ALL,key_offset,roles,all_on
   run mechanisms --mechanisms "${MECHS:-$ALL}" --rounds 7 --steps 5 ;;
 long)
   ONE="--n_layer 2 --n_head 12 --n_embd 768 --batch_size 1" TIMES="--rounds 7 --steps 5"
@@ -52,6 +54,18 @@ compare)
     tee "$OUT/compare.txt" || true
   "$PY" compare.py "${ARGS[@]}" --out_dir="$OUT/study" --report_only
   tar cf "$OUT/trials.tar" --exclude='*.pt' out/trials ;;
+heads)
+  [ -f "data/$DATASET/meta.json" ] || "$PY" "data/$DATASET/prepare.py"
+  LIFE=(config/life.py --dataset="$DATASET" --n_layer=12 --n_head=12 --n_embd=768 --block_size=1024
+        --batch_size=16 --max_iters="${LIFE_STEPS:-600}" --eval_interval=100 --save_interval=50
+        --sparsity_warmup=200 --controller_tokens=16384 --controller_heldout=16384 --controller_interval=50)
+  rm -rf "$OUT/life"
+  "$PY" train.py "${LIFE[@]}" --out_dir="$OUT/life" & RUN=$!
+  while [ ! -f "$OUT/life/ckpt.pt" ] && kill -0 $RUN; do sleep 1; done
+  kill -9 $RUN || true
+  wait $RUN || true
+  "$PY" train.py "${LIFE[@]}" --out_dir="$OUT/life" --resume 2>&1 | tee "$OUT/life.txt"
+  "$PY" plot_curves.py --heads "$OUT/life" ;;
 train)
   [ -f "data/$DATASET/meta.json" ] || "$PY" "data/$DATASET/prepare.py"
   for recipe in gpt2 modern; do
@@ -61,5 +75,5 @@ train)
   "$PY" evaluate.py --ckpt "$OUT/gpt2" --ckpt "$OUT/modern" --json "$OUT/scores.json"
   "$PY" plot_curves.py "$OUT/gpt2" "$OUT/modern" --out "$OUT" ;;
 *)
-  sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 2 ;;
+  sed -n '2,19s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac

@@ -329,6 +329,23 @@ def test_growth_on_a_plateau_preserves_the_logits_and_opens_slowly(run, monkeypa
     r.trainer.step(x[:, :-1], x[:, 1:])
 
 
+def test_a_head_that_opens_is_not_taken_for_one_that_closes(run, monkeypatch):
+    """Its gate is low by hand: it is neither pruned for that, nor when withdrawn, nor does it then run on."""
+    monkeypatch.setattr(Controller, "heldout", lambda self, run: 2.0)
+    flags = dict(head_ids=[[0, 1]] * 2, sentinel="sigmoid", agency=True)
+    r = run(flags, grow_heads=1, grow_ramp=100, grow_used=0.0, prune_gate=0.3, policy=True,
+            policy_no_consent=[])
+    measured(r, 12)
+    assert {e[1] for e in events(r.out_dir)} <= {"grown", "state"} and len(r.controller.ramps) == 2
+    r.controller.signal(r, "policy", 0, 2, "withdrawn")
+    r.controller.open_ramps(r)
+    assert attentions(r.model)[0].static_gate(noisy=False)[2] == 0
+    r.config.policy_dwell = 1000
+    measured(r, 6)
+    assert "frozen" not in {e[1] for e in events(r.out_dir)}
+    assert rows_of(r.out_dir, "violations.jsonl") == []
+
+
 def test_no_growth_while_the_loss_falls_or_heads_idle_or_none_is_free(run, monkeypatch):
     falling = iter(np.linspace(3, 1, 100))
     monkeypatch.setattr(Controller, "heldout", lambda self, run: float(next(falling)))
