@@ -272,7 +272,7 @@ def costs_table(found, only=None):
 def lives_tables(found, only=None):
     """What became of the heads: figures a row, arms a column; then states, and roles; [] where not asked."""
     lives = {name: seeds for name, seeds in (found.get("lives") or {}).items()
-             if only is None or name in ("plain", *only)}
+             if found["arms"][name].get("kind") != "budget" and (only is None or name in ("plain", *only))}
     if not lives:
         return []
 

@@ -164,10 +164,14 @@ def look(folder, plain_folder, nats_per_token):
 # ---- all runs of a study ----
 
 def of_study(study, judged, done):
-    """{arm: {seed: look()}} of the finished runs whose weights are here."""
+    """{arm: {seed: look()}} of the finished runs whose weights are here, of the seeds that all arms have."""
     found = {}
     for name, folders in judged.items():
+        if study.arms[name].kind == "budget":
+            continue
         for seed, folder in folders.items():
+            if seed not in study.config.seeds:
+                continue
             beside = judged["plain"].get(seed)
             if folder in done and beside in done and Path(folder, "best.pt").is_file():
                 nats = done[folder]["nats"] / done[folder]["tokens"]

@@ -1,5 +1,6 @@
 """What README.md and docs/ say is there is there, and what is there is said."""
 
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -10,10 +11,18 @@ from configurator import choices
 from model import MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("*.ipynb"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MECHANISMS_PAGE = (ROOT / "docs/mechanisms.md").read_text(encoding="utf-8")
 FOLDERS = "data|config|docs|tests|study|results"
+
+
+def text_of(page):
+    """The text of a page; of a notebook, that of its cells."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    return text
 
 
 def section(name):
@@ -37,8 +46,8 @@ def anchors(text):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_files_named_in_the_docs_exist(page):
-    named = set(re.findall(rf"(?:{FOLDERS})/[\w/\-]+\.(?:py|md|json(?:\.gz)?|css)|\b\w+\.(?:py|sh)\b",
-                           page.read_text(encoding="utf-8")))
+    named = set(re.findall(rf"(?:{FOLDERS})/[\w/\-]+\.(?:py|md|ipynb|json(?:\.gz)?|css)|\b\w+\.(?:py|sh)\b",
+                           text_of(page)))
     places = {p.name for p in [*ROOT.glob("*"), *ROOT.glob("study/*")]} | {"prepare.py"}
     missing = {n for n in named if not ((ROOT / n).exists() or n in places)}
     assert not missing
@@ -46,7 +55,7 @@ def test_files_named_in_the_docs_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+    for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
         if link.startswith("http"):
             continue
         path, _, anchor = link.partition("#")
@@ -58,7 +67,7 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_no_line_is_wider_than_a_screen(page):
     """110 columns, as in the code; only the tables of docs/ may need more."""
-    lines = page.read_text(encoding="utf-8").splitlines()
+    lines = text_of(page).splitlines()
     in_docs = page.parent.name == "docs"
     assert not [line for line in lines if len(line) > 110 and not (in_docs and line.startswith("|"))]
 
