@@ -133,7 +133,8 @@ def flops_of(folder, model):
     per_step = last["tokens"] / last["step"]
     for row in rows:
         ids = [[h for h in own if h < c.n_head] for own in row["heads"]]
-        total += (row["step"] - before) * per_step * built(replace(c, head_ids=ids)).flops_per_token()
+        then = built(replace(c, head_ids=ids, n_layer=len(ids)))
+        total += (row["step"] - before) * per_step * then.flops_per_token()
         before = row["step"]
     return total + (last["step"] - before) * per_step * model.flops_per_token()
 

@@ -56,6 +56,9 @@ def test_flops_of_a_run_whose_heads_went(tmp_path):
     counts = [GPT(c).flops_per_token() for c in (config, small)]
     assert counts[1] < counts[0]
     assert lives.flops_of(folder, GPT(small)) == pytest.approx(1000 * sum(counts))
+    stacked = GPTConfig(**{**vars(config)["unsettled"], "n_layer": 2})  # one block became two
+    counts.append(GPT(stacked).flops_per_token())
+    assert lives.flops_of(folder, GPT(stacked)) == pytest.approx(1000 * sum(counts[:2]))
     plain = written(tmp_path / "plain", [])
     (plain / "log.jsonl").write_text(json.dumps(dict(step=20, tokens=2000)) + "\n")
     assert lives.flops_of(plain, GPT(config)) == pytest.approx(2000 * counts[0])
