@@ -8,6 +8,7 @@ heads.jsonl        a row each measurement: the metrics of every head, states, an
 violations.jsonl   a row each time that consent begins to be disregarded, or a rule stops somebody
 """
 
+import copy
 import json
 import math
 import os
@@ -413,6 +414,19 @@ class Controller:
         for attn, override in zip(attentions(run.model), state["overrides"]):
             attn.gate_override = override
         self.set_sparsity(run)
+
+    def as_scored(self, run):
+        """The model's state with gates set by hand multiplied into what heads send out, for a best.pt."""
+        model = copy.deepcopy(run.model)
+        for attn in attentions(model):
+            override, attn.gate_override = attn.gate_override, None
+            if override is None:
+                continue
+            own = attn.static_gate(noisy=False)
+            own = torch.ones_like(override) if own is None else own.detach()
+            # a head whose own gate is 0 sends nothing, whatever the factor
+            attn.scale_heads(torch.where(override.isnan() | (own == 0), 1.0, override / own))
+        return model.state_dict()
 
     # ---- measuring ----
 

@@ -36,8 +36,9 @@ STATES = list(Agency.STATES)
 STATE_COLOURS = ["#d6e2ec", "#E69F00", "#0072B2", "#000000"]  # ever darker, so that grey tells them apart too
 # event: marker, in words, side of the step: what ends a head stands before it
 MARKS = {"frozen": ("s", "closed, to be pruned", 1), "pruned": ("X", "pruned", -1),
-         "kept": ("o", "kept: closing it cost too much", 1), "grown": ("^", "grown", 1)}
-FORCED = ("D", "forced, no consent", 1)
+         "kept": ("o", "kept: closing it cost too much", 1), "grown": ("^", "grown", 1),
+         "stacked": ("v", "copied, blocks stacked", 1)}
+FORCED = ("D", "forced without consent, from here", 1)
 SHAPES = "osD^vPX"
 TEXT = "the cat saw the dog, and the dog saw the cat"  # nothing that a small vocabulary lacks
 NAMED = 48  # tokens that have room for their names
@@ -174,7 +175,7 @@ def gates(h, name):
     figure.colorbar(mesh, ax=axes, label=f"{what} (white: no such head)", pad=0.02, aspect=30)
     handles = []
     mark(h, axes, h.events, MARKS, handles)
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=11)
     return figure
 
 
@@ -186,9 +187,8 @@ def states(h, name):
             for layer in zip(h.state[-1], h.absent)]
     figure, axes, _ = time_lines(h, h.state, ends, f"{name}: states", ListedColormap(STATE_COLOURS),
                                  Normalize(-0.5, len(STATES) - 0.5))
-    handles = [Patch(color=colour, label=f"{state} (× {factor:g})")
-               for i, (colour, (state, factor)) in enumerate(zip(STATE_COLOURS, Agency.STATES.items()))
-               if (h.state == i).any()]
+    handles = [Patch(color=colour, label=state)
+               for i, (colour, state) in enumerate(zip(STATE_COLOURS, STATES)) if (h.state == i).any()]
     mark(h, axes, h.forced, {"forced": FORCED}, handles, colour="#D55E00", edge="white")
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=11,
                   columnspacing=1.2, handletextpad=0.5)

@@ -305,6 +305,8 @@ def save_checkpoint(run, name, resumable=True):
         content["scaler"] = run.trainer.scaler.state_dict()
         if run.controller:
             content["controller"] = run.controller.state()
+    if run.controller and not resumable:
+        content["model"] = run.controller.as_scored(run)
     checkpoint.save(run.out_dir / name, content)
 
 

@@ -346,6 +346,29 @@ def test_a_head_that_opens_is_not_taken_for_one_that_closes(run, monkeypatch):
     assert rows_of(r.out_dir, "violations.jsonl") == []
 
 
+def test_the_best_checkpoint_says_what_was_scored(run, monkeypatch):
+    """Also while a head opens and another is frozen; the buffers of gates set by hand are in no checkpoint."""
+    monkeypatch.setattr(Controller, "heldout", lambda self, run: 2.0)
+    r = run(dict(head_ids=[[0, 1]] * 2, sentinel="hard_concrete"), grow_heads=1, grow_ramp=10,
+            grow_used=0.0)
+    measured(r, 3)
+    r.step += 3
+    r.trainer = controller.step(r)
+    with torch.no_grad():  # as if the new heads had learned to send something
+        for attn in attentions(r.model):
+            attn.c_proj.weight.normal_()
+    r.model.set_head(1, 0, gate=0.0)
+    x = torch.arange(32).view(2, 16)
+    scored = r.model.eval()(x).logits
+    train.save_checkpoint(r, "best.pt", resumable=False)
+    best = checkpoint.build(checkpoint.read(r.out_dir / "best.pt"), "best.pt")
+    assert torch.allclose(best(x).logits, scored, atol=1e-5)
+    train.save_checkpoint(r, "best.pt")  # negative control: as it is, it is another model
+    plain = checkpoint.build(checkpoint.read(r.out_dir / "best.pt"), "best.pt")
+    assert not torch.allclose(plain(x).logits, scored, atol=1e-3)
+    assert torch.equal(r.model(x).logits, scored)
+
+
 def test_no_growth_while_the_loss_falls_or_heads_idle_or_none_is_free(run, monkeypatch):
     falling = iter(np.linspace(3, 1, 100))
     monkeypatch.setattr(Controller, "heldout", lambda self, run: float(next(falling)))

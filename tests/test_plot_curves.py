@@ -379,6 +379,19 @@ def test_gates_are_drawn_where_heads_are_and_events_where_they_happened(home):
     assert [t.get_text() for t in plot_heads.gates(h, "run").axes[0].texts][:3] == ["0.30", "gone", "0.32"]
 
 
+def test_blocks_that_were_stacked_begin_where_they_do(home):
+    life = [(10, [[0, 1]], []), (20, [[0, 1], [0, 1]], [("stacked", 1, 0), ("stacked", 1, 1)])]
+    found = list(measured(life))
+    for name in ("entropy", "importance", "utilisation", "gate"):
+        del found[1][name]  # of a model that was just stacked nothing is known
+    h = plot_heads.history(write_heads(home / "run", found))
+    assert h.here.tolist() == [[[True, True], [False, False]], [[True, True], [True, True]]]
+    assert np.isnan(h.entropy[1]).all() and np.isfinite(h.static_gate[1]).all()
+    figure = plot_heads.gates(h, "run")
+    assert [line.get_marker() for line in figure.axes[1].lines] == ["v", "v"] and not figure.axes[0].lines
+    assert {t.get_text() for t in plot_heads.metrics(h, "run").axes[0].texts} == {"new"}
+
+
 def test_gates_that_depend_on_tokens_alone_are_drawn_as_their_mean(home):
     same = [dict(row, static_gate=[[1.0] * len(own) for own in row["heads"]]) for row in measured(LIFE[:2])]
     h = plot_heads.history(write_heads(home / "run", same))
@@ -466,7 +479,7 @@ def test_heads_draws_every_picture_of_a_run_and_the_comparison(home, capsys):
     assert done.out.split() == [f"{stem}.{ext}" for stem in stems for ext in ("png", "svg")]
     words = {picture: text(home / f"out/a/figures/{picture}.svg") for picture in pictures}
     for picture, want in (("gates", "layer 1 | step | head | pruned | grown | closed, to be pruned"),
-                          ("states", "active (× 1) | withdrawn (× 0) | step"),
+                          ("states", "active | withdrawn | step"),
                           ("active", "bits/byte, validation | heads at work"),
                           ("metrics", "Entropy | Importance | Utilisation | 0.45 | new | layer"),
                           ("attention", "layer 0, head 2 | most important | attention weight | query | key")):
