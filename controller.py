@@ -498,8 +498,10 @@ class Controller:
             at += len(logit)
 
     def set_sparsity(self, run):
+        """The weight of the gates' penalty, which stays from one measurement to the next."""
         if self.config.sparsity_warmup:
-            done = min(1.0, run.step / self.config.sparsity_warmup)
+            measured = run.step - run.step % self.config.controller_interval
+            done = min(1.0, measured / self.config.sparsity_warmup)
             for attn in attentions(run.model):
                 attn.sentinel.coef = run.model.config.sentinel_coef * done
 
@@ -768,6 +770,7 @@ def start(run, state):
     if not lives(run.config):
         return None
     run.controller = controller = Controller(run)
+    controller.set_sparsity(run)
     if state and "controller" in state:
         controller.load(state["controller"], run)
     elif run.config.policy:

@@ -95,7 +95,7 @@ class GPTConfig:
     # ---- U-Net skips: the output of block i joins the output of block N - i + 1 ----
     unet: Optional[Literal["concat", "add", "scalar", "published"]] = None
                                          # h + W[skip; h] | h + sigmoid(l) skip | h + w skip | Linear
-    unet_init: float = 0.5               # all but published: the first decoder block's skip; then falling
+    unet_init: Optional[float] = None    # the first decoder block's skip, then falling; None: 0.5, scalar 1
     unet_skips: bool = True              # False: the skip half gives nothing (a switch for trained models)
     # ---- constraint heads: extra heads with a router, scores per token, and names ----
     constraint_names: Optional[list[str]] = None  # what the extra heads are for; None: off
@@ -1361,7 +1361,7 @@ class SkipFusion(Mechanism):
 
     name, flag = "fuse", "unet"
     modes = {"unet_concat": dict(unet="concat"), "unet_add": dict(unet="add"),
-             "unet_scalar": dict(unet="scalar", unet_init=1.0),  # where others report that skips help
+             "unet_scalar": dict(unet="scalar"),
              "unet_published": dict(unet="published")}
     neutral = {"unet_concat": {"unet_init": 0.0}, "unet_add": {"unet_init": 0.0},
                "unet_scalar": {"unet_init": 0.0},
@@ -1378,6 +1378,11 @@ class SkipFusion(Mechanism):
             self.weight = nn.Parameter(torch.empty(1) if self.mode == "scalar" else torch.empty(C, 2 * C))
         if self.mode == "published":
             self.bias = nn.Parameter(torch.empty(C))
+
+    @staticmethod
+    def settle(config):
+        if config.unet and config.unet_init is None:  # at 1 others report that a free number helps
+            config.unet_init = 1.0 if config.unet == "scalar" else 0.5
 
     @staticmethod
     def problems(c):

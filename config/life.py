@@ -3,8 +3,9 @@
 # (docs/heads.md). Kill it, even with -9, and --resume: it goes on exactly
 
 scale = "tiny"
-mechanism = ["sentinel_l0", "agency"]
 
+sentinel = "hard_concrete"
+agency = True
 mechanism_lr = 0.04        # at the plain GPT's rate no gate closes
 sentinel_coef = 0.03
 sparsity_warmup = 300

@@ -25,7 +25,8 @@ SIZES = {
     "10M": dict(n_layer=6, n_head=6, n_embd=384),    # 10,616,832
 }
 # values of a variant's flags that follow the size of the plain GPT
-RELATIVE = {"n_head": lambda model: model.n_head, "n_embd // 2": lambda model: model.n_embd // 2}
+RELATIVE = {"n_head": lambda model: model.n_head, "n_embd // 2": lambda model: model.n_embd // 2,
+            "half the heads": lambda model: [list(range((model.n_head + 1) // 2))] * model.n_layer}
 # keys of training that no trial.json has: they say where a run goes, and nothing of its numbers
 BOOKKEEPING = {"out_dir", "resume", "overwrite", "eval_only",
                "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode", "wandb_tags"}

@@ -238,11 +238,11 @@ def test_bounds_hold_back_and_never_push():
 
 def test_sparsity_warms_up(run):
     r = run(dict(sentinel="hard_concrete", sentinel_coef=0.01), sparsity_warmup=20)
-    seen = []
+    seen = [attentions(r.model)[1].sentinel.coef]
     for _ in range(12):
         measured(r)
         seen.append(attentions(r.model)[1].sentinel.coef)
-    assert seen == pytest.approx([0.01 * min(1, step / 20) for step in range(2, 26, 2)])
+    assert seen == pytest.approx([0.01 * min(1, step / 20) for step in range(0, 26, 2)])
 
 
 # ---- pruning ----
@@ -347,7 +347,7 @@ def test_a_head_that_opens_is_not_taken_for_one_that_closes(run, monkeypatch):
 
 
 def test_the_best_checkpoint_says_what_was_scored(run, monkeypatch):
-    """Also while a head opens and another is frozen; the buffers of gates set by hand are in no checkpoint."""
+    """Also while a head opens and another is frozen; gates set by hand are in no checkpoint."""
     monkeypatch.setattr(Controller, "heldout", lambda self, run: 2.0)
     r = run(dict(head_ids=[[0, 1]] * 2, sentinel="hard_concrete"), grow_heads=1, grow_ramp=10,
             grow_used=0.0)
@@ -413,7 +413,7 @@ LIFE = dict(sentinel="hard_concrete", agency=True, controller="ann", prune_gate=
 
 
 # without the policy, which moves states too; measured at every other step: the last metrics count in between
-LEARNED = {**LIFE, "policy": ..., "policy_budget": ..., "policy_dwell": ..., "sparsity_warmup": ...,
+LEARNED = {**LIFE, "policy": ..., "policy_budget": ..., "policy_dwell": ...,
            "agency_learned": True, "mechanism_lr": 0.3, "lr": 0.01, "warmup_iters": 0,
            "prune_floor": 2, "controller_interval": 2}
 

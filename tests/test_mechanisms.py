@@ -919,7 +919,8 @@ def test_skips_start_as_a_share_that_falls_with_depth(n_layer, weights):
         close(fuse.weight, torch.cat((share * eye, zero), 1), 0)
     for fuse, share in zip(tiny(dict(unet="add"), alive=False, n_layer=n_layer).fuse, weights):
         assert sigmoid(fuse.logit).item() == pytest.approx(share, abs=1e-6)
-    for fuse, share in zip(tiny(dict(unet="scalar"), alive=False, n_layer=n_layer).fuse, weights):
+    for fuse, share in zip(tiny(dict(unet="scalar", unet_init=0.5), alive=False,
+                                n_layer=n_layer).fuse, weights):
         assert fuse.weight.item() == share
 
 

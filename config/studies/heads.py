@@ -17,7 +17,7 @@ variants = {
     "rl, pruned": dict(_moved, controller="rl", controller_cost=0.01),
     "grown from 2": dict(grow_from=2, grow_heads=1, grow_delta=0.05, grow_used=0.2, controller_interval=60,
                          controller_patience=2),
-    "2 heads of 4": dict(head_ids=[[0, 1], [0, 1]]),
+    "2 heads of 4": dict(head_ids="half the heads"),
     "stacked from 1 block": dict(n_layer=1, grow_stack=True, grow_delta=0.05, controller_interval=60,
                                  controller_patience=2),
 }
