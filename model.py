@@ -1383,7 +1383,7 @@ class SkipFusion(Mechanism):
     def settle(config):
         if config.unet and config.unet_init is None:  # at 1 others report that a free number helps
             config.unet_init = 1.0 if config.unet == "scalar" else 0.5
-        if not config.unet and config.unet_init == 0.5:  # as checkpoints of plain GPTs had it until 2026-11-22
+        if not config.unet and config.unet_init == 0.5:  # so say older checkpoints
             config.unet_init = None
 
     @staticmethod
