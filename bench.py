@@ -34,7 +34,7 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-from common import ROOT, UserError, pick_device, table, write_atomic
+from common import ROOT, UserError, last_words, pick_device, table, write_atomic
 from dataset import Dataset
 from evaluate import score, writable
 from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache
@@ -516,11 +516,9 @@ def measure(args):
 
 def main(argv=None):
     args = arguments(argv)
-    try:
+    with last_words("bench"):
         check(args)
         measure(args)
-    except ValueError as e:
-        sys.exit(f"bench: {e}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ commit.
 import math
 import os
 import subprocess
-from contextlib import suppress
+import sys
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -35,6 +36,20 @@ def explain(e):
                 "or set checkpoint_activations=True")
     if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
         return f"torch.compile failed ({' '.join(str(e).split())[:200]}); --compile=False does without"
+
+
+@contextmanager
+def last_words(program):
+    """End a program in one line where it cannot go on, and quietly where its reader has seen enough."""
+    try:
+        yield
+    except ValueError as e:
+        sys.exit(f"{program}: {e}")
+    except KeyboardInterrupt:
+        print(f"\n{program}: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def write_atomic(path, write):

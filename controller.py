@@ -8,7 +8,6 @@ heads.jsonl        a row each measurement: the metrics of every head, states, an
 violations.jsonl   a row each time that consent begins to be disregarded, or a rule stops somebody
 """
 
-import copy
 import json
 import math
 import os
@@ -23,8 +22,8 @@ from torch import nn
 
 import checkpoint
 from common import UserError, json_safe
-from heads import (attentions, closed, fixed_text, insert_heads, measure, nats_on, places,
-                   stack_blocks)
+from heads import (attentions, closed, fixed_text, fold_gates, insert_heads, measure, nats_on, places,
+                   stack_blocks, static_gates)
 from model import Agency, ConstraintHeads
 from optim import Trainer, precision
 from runlog import read_rows, write_rows
@@ -417,16 +416,7 @@ class Controller:
 
     def as_scored(self, run):
         """The model's state with gates set by hand multiplied into what heads send out, for a best.pt."""
-        model = copy.deepcopy(run.model)
-        for attn in attentions(model):
-            override, attn.gate_override = attn.gate_override, None
-            if override is None:
-                continue
-            own = attn.static_gate(noisy=False)
-            own = torch.ones_like(override) if own is None else own.detach()
-            # a head whose own gate is 0 sends nothing, whatever the factor
-            attn.scale_heads(torch.where(override.isnan() | (own == 0), 1.0, override / own))
-        return model.state_dict()
+        return fold_gates(run.model)[0].state_dict()
 
     # ---- measuring ----
 
@@ -609,7 +599,8 @@ class Controller:
         change = (who, layer, head, state)
         if not self.rules.allow(*change):
             if change not in self.refused:
-                gate = gates_of(run.model)[layer][attentions(run.model)[layer].all_head_ids().index(head)]
+                i = attentions(run.model)[layer].all_head_ids().index(head)
+                gate = static_gates(run.model)[layer][i]
                 self.violation(run, layer, head, f"refused to {who}", gate.item(), state)
             self.refused.add(change)
             return
@@ -677,14 +668,16 @@ class Controller:
 
     def tell_agency(self, run):
         """Write `utilisation` into agency's buffers, and `metrics` where states are predicted from them."""
+        if not run.model.config.agency:
+            return
         layers = attentions(run.model)
-        features = self.features()[:, :-1].split([attn.n_total for attn in layers])  # not the depth
         for layer, attn in enumerate(layers):
-            if attn.agency is not None:
-                values = torch.from_numpy(self.now["utilisation"][layer, attn.all_head_ids()])
-                attn.agency.utilisation.copy_(values)
-            if attn.agency is not None and attn.agency.learned:
-                attn.agency.metrics.copy_(features[layer])
+            values = torch.from_numpy(self.now["utilisation"][layer, attn.all_head_ids()])
+            attn.agency.utilisation.copy_(values)
+        if run.model.config.agency_learned:
+            features = self.features()[:, :-1].split([attn.n_total for attn in layers])  # not the depth
+            for attn, own in zip(layers, features):
+                attn.agency.metrics.copy_(own)
 
     def predict(self, run):
         """Move each head that consents to the state that learned agency gives the largest logit."""
@@ -723,7 +716,7 @@ class Controller:
         for name in self.now:  # nothing is known of a model that was just stacked
             found[name] = [[float(f"{v:.5g}") for v in self.now[name][layer, own]]
                            for layer, own in enumerate(ids)]
-        found["static_gate"] = [[round(g, 5) for g in gate.tolist()] for gate in gates_of(model)]
+        found["static_gate"] = [[round(g, 5) for g in gate.tolist()] for gate in static_gates(model)]
         found["active"] = sum(g > model.config.agency_threshold for g in sum(found["static_gate"], []))
         if model.config.agency:
             states = states_of(model)
@@ -733,15 +726,6 @@ class Controller:
         if self.events:
             found["events"] = self.events
         return found
-
-
-def gates_of(model):
-    """[a tensor [H] a block]: the factor of each head that depends on no token, as evaluated."""
-    found = []
-    for attn in attentions(model):
-        gate = attn.static_gate(noisy=False)
-        found.append(torch.ones(attn.n_total) if gate is None else gate.detach())
-    return found
 
 
 def states_of(model):

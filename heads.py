@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from common import UserError
-from model import GPT
+from model import GPT, KVCache
 
 # what measure() gives of every head
 METRICS = {
@@ -31,6 +31,21 @@ GATES = ("gate", "output_gate", "acag_gate", "sink_gate")  # traces that are fac
 
 def attentions(model):
     return [block.attn for block in model.transformer.h]
+
+
+def static_gates(model):
+    """[a tensor [H] a block]: the factor of each head that depends on no token, as evaluated; 1: no gate."""
+    gates = [attn.static_gate(noisy=False) for attn in attentions(model)]
+    return [attn.c_proj.weight.new_ones(attn.n_total) if gate is None else gate.detach()
+            for attn, gate in zip(attentions(model), gates)]
+
+
+@torch.no_grad()
+def cache_bytes(model):
+    """Bytes that keys and values of a full context take."""
+    cache = KVCache(model.config)
+    model.hidden(torch.zeros(1, 1, dtype=torch.long, device=model.transformer.wte.weight.device), cache)
+    return sum(t.numel() * t.element_size() for t in [*cache.k, *cache.v] if t is not None)
 
 
 def places(model):
@@ -137,12 +152,11 @@ def out_projections(attn):
 
 def half_metrics(model, traces, found, outputs):
     """A dict of [H] tensors a block, from gradients `found` of projections and of what goes into c_proj."""
-    layers, rows = attentions(model), []
+    layers, rows, T = attentions(model), [], outputs[0].size(1)
     slopes, grads = found[:-len(outputs)], found[-len(outputs):]
     slopes, grads, outputs = iter(slopes), iter(grads), iter(outputs)
     for layer, attn in enumerate(layers):
         row = dict(slope=[], power=[], importance=[])
-        width = {}
         groups = [(attn.n_head, attn.parts, attn.c_proj)]
         if attn.n_extra:
             groups.append((attn.n_extra, 3, attn.constraint.c_proj))
@@ -157,10 +171,8 @@ def half_metrics(model, traces, found, outputs):
             weight = out.weight.detach().double().view(len(away), n, D)
             gram = torch.einsum("cnd,cne->nde", weight, weight)
             row["power"].append(torch.einsum("btnd,nde,btne->n", y, gram, y) / (y.size(0) * y.size(1)))
-            width = y.shape
         row = {name: torch.cat(values) for name, values in row.items()}
         own = {key.split(".", 2)[2]: t for key, t in traces.items() if key.startswith(f"blocks.{layer}.")}
-        T = width[1]
         positions = torch.arange(T, device=row["power"].device)
         n_keys = model.mask.n_keys(positions).double()
         seen = n_keys > 1  # a row of one key has no entropy to speak of
@@ -191,7 +203,7 @@ def mean_gate(attn, traces):
     return gate.mean((0, 2, 3))
 
 
-# ---- closing ----
+# ---- closing, and gates set by hand ----
 
 @contextmanager
 def closed(model, heads):
@@ -205,6 +217,23 @@ def closed(model, heads):
     finally:
         for attn, override in zip(attentions(model), before):
             attn.gate_override = override
+
+
+def fold_gates(model):
+    """(a copy whose output projections hold the gates that were set by hand, [(layer, head)] it cannot hold).
+
+    No factor leads from a head's own gate of 0 to another: in the copy such a head stays closed.
+    """
+    model, stuck = copy.deepcopy(model), []
+    for layer, attn in enumerate(attentions(model)):
+        hand, attn.gate_override = attn.gate_override, None
+        if hand is None:
+            continue
+        own = static_gates(model)[layer]
+        factor = torch.where(hand.isnan() | (hand == own), 1.0, hand / own)
+        stuck += [(layer, head) for head, f in zip(attn.all_head_ids(), factor) if not f.isfinite()]
+        attn.scale_heads(torch.where(factor.isfinite(), factor, 1.0))
+    return model, stuck
 
 
 # ---- inserting ----

@@ -13,7 +13,6 @@ checkpoint: save puts it into the head's output projection.
 import argparse
 import copy
 import math
-import os
 import re
 import shutil
 import sys
@@ -21,13 +20,12 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
 
 import checkpoint
-from common import UserError, explain, pick_device, table
+from common import UserError, explain, last_words, pick_device, table
 from configurator import near
 from evaluate import bits, load, score, windows_of
-from heads import METRICS, attentions, fixed_text, measure
+from heads import METRICS, attentions, fixed_text, fold_gates, measure
 from model import Agency
 from sample import check, encode, generate, prompt, side_by_side
 
@@ -87,21 +85,12 @@ def folded(model):
 
     UserError for a head that runs by hand while its own gate is 0: no factor leads from there.
     """
-    model = copy.deepcopy(model)
-    for layer, attn in enumerate(attentions(model)):
-        gates, hand = by_hand(attn), attn.gate_override
-        attn.gate_override = None
-        if not gates:
-            continue
-        own = attn.static_gate(noisy=False)
-        own = torch.ones_like(hand) if own is None else own
-        factor = torch.where(hand.isnan() | (hand == own), 1.0, hand / own)
-        for head, each in zip(attn.all_head_ids(), factor.tolist()):
-            if not math.isfinite(each):
-                raise UserError(f"head {layer}.{head} is at {gates[head]:g} by hand while its own gate is 0, "
-                                f"which no checkpoint can hold; say gate {layer}.{head} auto first")
-        attn.scale_heads(factor)
-    return model
+    copied, stuck = fold_gates(model)
+    for layer, head in stuck:
+        gate = by_hand(attentions(model)[layer])[head]
+        raise UserError(f"head {layer}.{head} is at {gate:g} by hand while its own gate is 0, "
+                        f"which no checkpoint can hold; say gate {layer}.{head} auto first")
+    return copied
 
 
 # ---- a session ----
@@ -355,7 +344,7 @@ def main(argv=None):
             stream.reconfigure(errors=errors)  # bytes that are no text come through, as in sample.py
     with suppress(ImportError):
         import readline  # noqa: F401  arrow keys and a history for input()
-    try:
+    with last_words("inspect_heads"):
         check(args)
         if len(args.ckpt) > 1:
             raise UserError(f"--ckpt: one at a time, not {len(args.ckpt)}")
@@ -365,13 +354,6 @@ def main(argv=None):
         wrong = Session(args).run()
         if wrong and not sys.stdin.isatty():
             sys.exit(1)
-    except ValueError as e:
-        sys.exit(f"inspect_heads: {e}")
-    except KeyboardInterrupt:
-        print("\ninspect_heads: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:  # the reader, such as head, has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

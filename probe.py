@@ -42,9 +42,10 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import checkpoint
-from common import UserError, json_safe, pick_device, table, write_atomic
+from common import UserError, json_safe, last_words, pick_device, table, write_atomic
 from data.needle.prepare import DIGITS, digits_of, fact, names, question
 from evaluate import add_arguments, load, nats_of, score, window_ids, windows_of, writable
+from heads import attentions, closed, places, static_gates
 from model import GPT
 
 BLOCKS = 32  # of neighbouring windows, at most: what intervals over text rest on
@@ -445,38 +446,26 @@ def keys(args):
 
 def head_metrics(model, data, split, cuts, progress=None):
     """(entropy of its rows in nats, |d loss / d gate|) of every head, block by block, [heads] each: means."""
-    device, blocks = next(model.parameters()).device, model.transformer.h
-    before, entropy, slope = [block.attn.gate_override for block in blocks], [], []
-    try:
-        for block in blocks:  # the gates as they are, set by hand, so that each has a gradient
-            gate = block.attn.static_gate(noisy=False)
-            if gate is None:
-                gate = torch.ones(len(block.attn.all_head_ids()), device=device)
-            block.attn.gate_override = gate.detach().clone().requires_grad_()
+    device, layers, entropy, slope = next(model.parameters()).device, attentions(model), [], []
+    with closed(model, []):  # it puts the gates back
+        for attn, gate in zip(layers, static_gates(model)):  # set by hand as they are: each has a gradient
+            attn.gate_override = gate.clone().requires_grad_()
         for start, end, _ in cuts:
             ids, targets = text_of(data, split, start, end, device)
             out = model(ids[None], targets[None], traces=True)
-            grads = torch.autograd.grad(out.loss, [block.attn.gate_override for block in blocks])
-            rows = [out.traces[f"blocks.{i}.entropy"].detach()[0].mean(-1) for i in range(len(blocks))]
+            grads = torch.autograd.grad(out.loss, [attn.gate_override for attn in layers])
+            rows = [out.traces[f"blocks.{i}.entropy"].detach()[0].mean(-1) for i in range(len(layers))]
             slope.append(torch.cat(grads).abs().double().cpu())
             entropy.append(torch.cat(rows).double().cpu())
             if progress is not None:
                 progress.update(1)
-    finally:
-        for block, override in zip(blocks, before):
-            block.attn.gate_override = override
     return torch.stack(entropy).mean(0).numpy(), torch.stack(slope).mean(0).numpy()
 
 
 def without_head(model, layer, head, data, split, tokens=0):
     """Nats of every token, [n] float64, with one head's gate at 0."""
-    attn = model.transformer.h[layer].attn
-    before = None if attn.gate_override is None else attn.gate_override.clone()
-    try:
-        model.set_head(layer, head, gate=0.0)
+    with closed(model, [(layer, head)]):
         return score(model, data, split, max_tokens=tokens, per_token=True).astype(np.float64)
-    finally:
-        attn.gate_override = before
 
 
 def spearman_tests(change, entropy, slope):
@@ -497,8 +486,7 @@ def heads(args):
     runs, data, context = open_runs(args, args.context)
     cuts = windows_of(data, args.split, context, 0, args.tokens)
     window, _ = position_in_windows(cuts)
-    heads_of = [[(layer, head) for layer, block in enumerate(run.model.transformer.h)
-                 for head in block.attn.all_head_ids()] for run in runs]
+    heads_of = [places(run.model) for run in runs]
     rows = []
     with progress_bar(sum(len(cuts) + len(each) for each in heads_of), "heads") as progress:
         for run, each in zip(runs, heads_of):
@@ -611,7 +599,7 @@ def arguments(argv):
 
 def main(argv=None):
     args = arguments(argv)
-    try:
+    with last_words("probe"):
         for key in ("seed", "tokens", "singles"):
             if vars(args).get(key, 0) < 0:
                 raise ValueError(f"--{key}={vars(args)[key]} must not be negative")
@@ -622,11 +610,6 @@ def main(argv=None):
         if out:
             write_atomic(out, lambda f: f.write(json.dumps(json_safe(numbers), indent=1).encode() + b"\n"))
         print(*lines, *([args.json] if out else []), sep="\n")
-    except ValueError as e:
-        sys.exit(f"probe: {e}")
-    except KeyboardInterrupt:
-        print("\nprobe: interrupted", file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -40,12 +40,12 @@ import torch
 
 import checkpoint
 from bench import progress_bar, take_turns, time_rows
-from common import UserError, json_safe, pick_device, table, write_atomic
+from common import UserError, json_safe, last_words, pick_device, table, write_atomic
 from configurator import near
 from controller import ControllerConfig
 from evaluate import load, writable
-from heads import attentions, closed, evaluating, fixed_text, measure, nats_on
-from model import GPT, KVCache
+from heads import attentions, cache_bytes, closed, evaluating, fixed_text, measure, nats_on, static_gates
+from model import GPT
 from plot_curves import COLOURS
 from study.pictures import canvas, drawn
 from study.trial import score_windows
@@ -76,7 +76,7 @@ def magnitude(model, x, y, seed):
 
 
 def gate(model, x, y, seed):
-    return [attn.static_gate(noisy=False).detach() for attn in attentions(model)]
+    return static_gates(model)
 
 
 def entropy(model, x, y, seed):
@@ -99,9 +99,7 @@ def fit_gates(model, x, y, seed):
     that closes them (G-).
     """
     layers, generator = attentions(model), torch.Generator().manual_seed(seed)
-    sizes, own = [attn.n_head for attn in layers], [attn.static_gate(noisy=False) for attn in layers]
-    own = [x.new_ones(attn.n_total, dtype=torch.float32) if each is None else each.detach()
-           for attn, each in zip(layers, own)]
+    sizes, own = [attn.n_head for attn in layers], static_gates(model)
 
     def fit(start, sign):
         logits = start.clone().requires_grad_()
@@ -184,13 +182,9 @@ def blocks_to_drop(model, saved, x, y):
 
 # ---- what it costs and brings ----
 
-@torch.no_grad()
 def held_bytes(model):
     """Bytes of weights and buffers, and of the cache of one full context."""
-    cache = KVCache(model.config)
-    model.hidden(torch.zeros(1, 1, dtype=torch.long, device=model.transformer.wte.weight.device), cache)
-    tensors = [*model.parameters(), *model.buffers(), *cache.k, *cache.v]
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return cache_bytes(model) + sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
 
 
 def decoding(model, smaller, args):
@@ -458,14 +452,9 @@ def run(args):
 
 def main(argv=None):
     args = arguments(argv)
-    try:
+    with last_words("prune"):
         check(args)
         run(args)
-    except ValueError as e:
-        sys.exit(f"prune: {e}")
-    except KeyboardInterrupt:
-        print("\nprune: interrupted", file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

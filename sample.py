@@ -12,7 +12,6 @@ checkpoint and one sample the text appears as it is made.
 import argparse
 import codecs
 import math
-import os
 import shutil
 import sys
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from common import pick_device
+from common import UserError, last_words, pick_device
 from evaluate import dataset_of, said
 from model import check_sampling
 from tokenizer import Tokenizer
@@ -199,20 +198,14 @@ def main(argv=None):
     args = p.parse_args(argv)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # what the terminal cannot show becomes "?"
-    try:
-        run(args)
-    except ValueError as e:
-        sys.exit(f"sample: {e}")
-    except RuntimeError as e:
-        if "probability tensor" not in str(e):
-            raise
-        sys.exit("sample: the probabilities are not numbers: damaged weights, or an extreme temperature "
-                 "or repetition_penalty")
-    except KeyboardInterrupt:
-        print("\nsample: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:  # the reader, such as head, has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with last_words("sample"):
+        try:
+            run(args)
+        except RuntimeError as e:
+            if "probability tensor" not in str(e):
+                raise
+            raise UserError("the probabilities are not numbers: damaged weights, or an extreme temperature "
+                            "or repetition_penalty") from None
 
 
 if __name__ == "__main__":

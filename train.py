@@ -189,9 +189,13 @@ def flags_by_name():
     for name, flags in named.items():
         if GPTConfig(dropout=0.1, **flags).problems() and not GPTConfig(**flags).problems():
             named[name] = {**flags, "attn_dropout": 0.0}
-        if "agency_learned" in flags:
-            named[name] = {**flags, "controller_log": True}
+        named[name] = with_log(named[name])
     return named
+
+
+def with_log(flags):
+    """A variant's flags, and that of measuring heads where learned agency predicts from what is measured."""
+    return {**flags, "controller_log": True} if "agency_learned" in flags else flags
 
 
 def note_on_dropout(model_config):

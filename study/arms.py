@@ -15,7 +15,7 @@ from common import UserError
 from configurator import Scale
 from dataset import Dataset
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from train import TrainConfig
+from train import TrainConfig, with_log
 
 # plain GPTs by size, the parameters of their blocks, for a ladder on one scale's data and recipe
 SIZES = {
@@ -175,10 +175,7 @@ def matching(pattern):
 def variants_of(config):
     """{name: flags} of everything that is compared with the plain GPT."""
     names = dict.fromkeys(name for pattern in config.mechanisms for name in matching(pattern))
-    flags = {name: ALL_ON if name == "all_on" else MECHANISMS[name] for name in names}
-    for name in flags:
-        if "agency_learned" in flags[name]:  # it predicts from what is measured
-            flags[name] = {**flags[name], "controller_log": True}
+    flags = {name: with_log(ALL_ON if name == "all_on" else MECHANISMS[name]) for name in names}
     return {**flags, **config.variants}
 
 

@@ -8,9 +8,9 @@ and violations.jsonl tell the life, best.pt writes the samples and is timed with
 import json
 import math
 import statistics
-import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -18,10 +18,12 @@ from scipy.stats import t as student
 
 import checkpoint
 import textquality
+from bench import take_turns
 from common import pick_device, write_atomic
 from dataset import Dataset
-from heads import fixed_text, measure, places
-from model import HeadRoles, KVCache
+from evaluate import said
+from heads import cache_bytes, fixed_text, measure, places
+from model import HeadRoles
 from runlog import read_json, read_rows
 from study.arms import built
 
@@ -51,7 +53,7 @@ FIGURES = {
 def told(folder):
     """{figure: value} of a run's heads.jsonl and violations.jsonl; of a run without, what that means."""
     rows = read_rows(Path(folder) / "heads.jsonl")
-    found = dict(forced=0, blocked=0, occupancy={}, dwell=None, roles={})
+    found = dict(forced=0, blocked=0, occupancy={}, dwell=None, active=rows[-1]["active"] if rows else None)
     for row in read_rows(Path(folder) / "violations.jsonl"):
         if row["type"] in found:
             found[row["type"]] += 1
@@ -99,25 +101,22 @@ def written(model, data):
     for seed in range(SAMPLES):
         generator = torch.Generator(device).manual_seed(seed)
         ids = model.generate(prompts.to(device), TOKENS, temperature=0.8, generator=generator)
-        samples.append([data.tokenizer.decode_bytes([i for i in row if i < data.vocab_size])
+        samples.append([data.tokenizer.decode_bytes(said(row, data.tokenizer))
                         for row in ids[:, PROMPT_TOKENS:].tolist()])
     found = textquality.measure([list(each) for each in zip(*samples)])
     return {name: float(found[name][0]) for name in ("rep_4", "distinct_2", "self_bleu", "loop")}
 
 
-def size_of_cache(model):
-    """Bytes that keys and values of a full context take."""
-    cache = KVCache(model.config)
-    model.hidden(torch.zeros(1, 1, dtype=torch.long, device=model.lm_head.weight.device), cache)
-    return sum(t.numel() * t.element_size() for t in [*cache.k, *cache.v] if t is not None)
+def speed_of_writing(models):
+    """Of models {packed, plain}: how much faster the first writes a context, the median of ROUNDS turns."""
+    args = SimpleNamespace(rounds=ROUNDS, device=pick_device("auto"))
+    start = torch.zeros(1, 1, dtype=torch.long, device=args.device)
 
+    def write(name):
+        models[name].generate(start, models[name].config.block_size - 1, temperature=0)
 
-@torch.no_grad()
-def seconds_to_write(model):
-    began = time.perf_counter()
-    model.generate(torch.zeros(1, 1, dtype=torch.long, device=model.lm_head.weight.device),
-                   model.config.block_size - 1, temperature=0)
-    return time.perf_counter() - began
+    seconds = take_turns(models, write, args, "decoding")
+    return statistics.median(b / a for a, b in zip(seconds["packed"], seconds["plain"]))
 
 
 def opened(folder):
@@ -148,15 +147,13 @@ def look(folder, plain_folder, nats_per_token):
     packed = model.packed()
     plain = opened(plain_folder)[0] if Path(plain_folder, "best.pt").is_file() else None
     found = told(folder)
-    rows = read_rows(Path(folder) / "heads.jsonl")
+    if found["active"] is None:
+        found["active"] = len(places(packed))
     found.update(perplexity=math.exp(nats_per_token), heads=len(places(model)),
-                 active=rows[-1]["active"] if rows else len(places(packed)),
                  engagement=engagement(model, data), **written(model, data))
     if plain is not None:
-        ratios = []
-        for _ in range(ROUNDS):
-            ratios.append(seconds_to_write(plain) / seconds_to_write(packed))
-        found.update(decode=statistics.median(ratios), cache=size_of_cache(packed) / size_of_cache(plain),
+        found.update(decode=speed_of_writing(dict(packed=packed, plain=plain)),
+                     cache=cache_bytes(packed) / cache_bytes(plain),
                      flops=flops_of(folder, model) / flops_of(plain_folder, plain))
     write_atomic(path, lambda f: f.write(json.dumps(found).encode()))
     return found

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats as scipy_stats
 
-from heads import attentions
+from heads import attentions, cache_bytes
 from model import GPT, GPTConfig
 from study import findings, lives
 
@@ -34,8 +34,8 @@ def test_occupancy_and_dwell_are_counted_by_hand(tmp_path):
 
 
 def test_a_head_that_comes_late_or_goes_is_counted_while_it_is_there(tmp_path):
-    rows = [dict(step=10, heads=[[0, 3]], state=[["active", "active"]]),
-            dict(step=20, heads=[[3]], state=[["misaligned"]])]
+    rows = [dict(step=10, heads=[[0, 3]], state=[["active", "active"]], active=2),
+            dict(step=20, heads=[[3]], state=[["misaligned"]], active=1)]
     found = lives.told(written(tmp_path / "run", rows))
     assert found["occupancy"] == {"active": 2 / 3, "misaligned": 1 / 3}
 
@@ -80,9 +80,9 @@ def test_engagement_is_the_share_of_what_a_role_sends(bytes_data):
 
 def test_the_cache_of_a_packed_model_is_smaller():
     model = GPT(GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=19, agency=True))
-    whole = lives.size_of_cache(model.eval())
+    whole = cache_bytes(model.eval())
     model.set_head(0, 1, state="withdrawn")
-    assert lives.size_of_cache(model.packed()) == whole * 7 / 8
+    assert cache_bytes(model.packed()) == whole * 7 / 8
 
 
 def test_means_have_the_interval_of_a_t_test():
