@@ -5,6 +5,7 @@ Ask trained checkpoints what one loss does not say; paired, since all checkpoint
     python probe.py late   --ckpt out/a [--ckpt out/b ...] [--context 1024]
     python probe.py keys   --ckpt out/a [--remove 4 8] [--nearest 2]
     python probe.py heads  --ckpt out/a
+    python probe.py states --ckpt out/a [--pieces 64]
 
 needle  Does a fact far back help? A fact "[QZX4831]" (data/needle) is planted into real text at a depth (0:
         the beginning, 1: just before the question), the text ends in "[QZX", and the four digits are scored,
@@ -21,6 +22,8 @@ keys    Do the tokens matter that a ranking calls important? The first m of each
         running mean that a constraint router reads still holds what is removed.
 heads   Which heads can go? Entropy of a head's rows and gradient of its gate, beside the loss with its gate
         at 0.
+states  Do states follow how hard the text is? Heads are measured on pieces of text, and those counted that
+        agency's policy would call overloaded, misaligned or idle at its default thresholds, beside the loss.
 
 Intervals are 95 %, by t over samples (needle), windows (keys) or blocks of neighbouring windows (late,
 heads). Contexts beyond the training length take rotary positions; ACAG's length and a window stay those of
@@ -43,9 +46,10 @@ from tqdm import tqdm
 
 import checkpoint
 from common import UserError, json_safe, last_words, pick_device, table, write_atomic
+from controller import ControllerConfig
 from data.needle.prepare import DIGITS, digits_of, fact, names, question
 from evaluate import add_arguments, load, nats_of, score, window_ids, windows_of, writable
-from heads import attentions, closed, places, static_gates
+from heads import attentions, closed, measure, nats_on, places, static_gates
 from model import GPT
 
 BLOCKS = 32  # of neighbouring windows, at most: what intervals over text rest on
@@ -468,17 +472,22 @@ def without_head(model, layer, head, data, split, tokens=0):
         return score(model, data, split, max_tokens=tokens, per_token=True).astype(np.float64)
 
 
-def spearman_tests(change, entropy, slope):
-    """{metric: dict(rho, p) of its rank correlation with the loss change; None where there are no ranks}."""
+def spearman_tests(loss, metrics):
+    """{metric: dict(rho, p) of its rank correlation with a loss; None where there are no ranks}."""
     tests = {}
-    both = rankdata(slope) - rankdata(entropy)
-    for name, metric in {"entropy": entropy, "gate gradient": slope, "both ranks": both}.items():
-        if len(change) > 2 and np.ptp(metric) and np.ptp(change):
-            rho, p = spearmanr(metric, change)
+    for name, metric in metrics.items():
+        if len(loss) > 2 and np.ptp(metric) and np.ptp(loss):
+            rho, p = spearmanr(metric, loss)
             tests[name] = dict(rho=float(rho), p=float(p))
         else:
             tests[name] = None
     return tests
+
+
+def told(tests):
+    """Those tests in words."""
+    return ", ".join(f"{name} {t['rho']:+.2f} (p = {t['p']:.2g})" if t else f"{name} -"
+                     for name, t in tests.items())
 
 
 def heads(args):
@@ -499,18 +508,64 @@ def heads(args):
                                       change=around(change, window, len(cuts))))
                 progress.update(1)
             change = np.array([row["change"][0] for row in head_rows])
+            metrics = {"entropy": entropy, "gate gradient": slope,
+                       "both ranks": rankdata(slope) - rankdata(entropy)}
             rows.append(dict(nats_per_token=float(plain.mean()), heads=head_rows, n=len(head_rows),
-                             spearman=spearman_tests(change, entropy, slope)))
+                             spearman=spearman_tests(change, metrics)))
     head = ("run", "block", "head", "entropy, nats", "|d loss / d gate|", "loss change when off, nats")
     cells = [(run.name, r["layer"], r["head"], f"{r['entropy']:.3f}", f"{r['gate_gradient']:.2e}",
               spell(r["change"])) for run, row in zip(runs, rows) for r in row["heads"]]
     above, below = [about_windows(data, args, cuts, context)], []
     for run, row in zip(runs, rows):
         above.append(f"{run.name}: {row['nats_per_token']:.4f} nats per token with all heads")
-        tests = ", ".join(f"{name} {t['rho']:+.2f} (p = {t['p']:.2g})" if t else f"{name} -"
-                          for name, t in row["spearman"].items())
-        below.append(f"{run.name}, Spearman with the loss change, n = {row['n']} heads: {tests}")
+        below.append(f"{run.name}, Spearman with the loss change, n = {row['n']} heads: "
+                     f"{told(row['spearman'])}")
     return results(runs, data, args, rows), [*above, table(head, cells), *below]
+
+
+# ---- states ----
+
+STATES = ("largest", "overloaded", "misaligned", "idle")
+
+
+def states_on(model, x, y):
+    """{what: number} of x, y [B, T]: the loss, the largest share sent, heads in each state of the policy."""
+    limits, found = ControllerConfig(), measure(model, x, y)
+    sent = torch.cat([each * len(each) for each in found["utilisation"]])  # 1: an equal share of its layer
+    entropy, conflict = torch.cat(found["entropy"]), torch.cat(found["conflict"])
+    return dict(nats=nats_on(model, x, y), largest=sent.max().item(),
+                overloaded=(sent > limits.policy_overloaded).sum().item(),
+                misaligned=(conflict < limits.policy_conflict).sum().item(),
+                idle=((entropy > limits.policy_entropy) & (sent < 0.5)).sum().item())
+
+
+def states(args):
+    """Heads that agency's policy would call overloaded, misaligned or idle by pieces of text, and the loss."""
+    runs, data, context = open_runs(args, args.context)
+    tokens, size = data.tokens(args.split), args.windows * context
+    if len(tokens) < args.pieces * size + 1 or args.windows < 2 or args.pieces < 3:
+        raise UserError(f"--pieces {args.pieces} (at least 3) of {args.windows} windows (at least 2) of "
+                        f"{context:,}: {args.split} has {len(tokens):,} tokens")
+    starts = np.linspace(0, len(tokens) - size - 1, args.pieces).astype(np.int64)
+    rows, cells, below = [], [], []
+    with progress_bar(len(runs) * len(starts), "states") as progress:
+        for run in runs:
+            pieces = []
+            for start in starts:
+                ids = torch.from_numpy(tokens[start:start + size + 1].astype(np.int64)).to(args.device)
+                pieces.append(states_on(run.model, ids[:-1].view(-1, context), ids[1:].view(-1, context)))
+                progress.update(1)
+            by = {key: np.array([piece[key] for piece in pieces]) for key in pieces[0]}
+            finite(by["nats"], run)
+            tests = spearman_tests(by["nats"], {key: by[key] for key in STATES})
+            for third, part in zip(("easiest", "middle", "hardest"), np.array_split(by["nats"].argsort(), 3)):
+                cells.append((run.name, third, len(part), f"{by['nats'][part].mean():.3f}",
+                              *(spell(interval(by[key][part]), 2, sign=False) for key in STATES)))
+            rows.append(dict(pieces=pieces, spearman=tests))
+            below.append(f"{run.name}, Spearman with the loss, n = {len(starts)} pieces: {told(tests)}")
+    above = [f"{about_text(data, args)}: {len(starts)} pieces of {size:,} tokens"]
+    head = ("run", "pieces", "n", "nats", "largest share", "overloaded", "misaligned", "idle")
+    return results(runs, data, args, rows), [*above, table(head, cells, left=2), *below]
 
 
 # ---- output ----
@@ -576,13 +631,17 @@ PROBES = {
     "heads": (heads, "val", dict(
         context=CONTEXT,
         tokens=(int, 16384, "tokens to score for each head, in evenly spaced windows; 0: all"))),
+    "states": (states, "val", dict(
+        context=CONTEXT,
+        pieces=(positive, 64, "pieces of text, evenly spaced"),
+        windows=(positive, 4, "windows in a piece, one after the other"))),
 }
 
 
 def arguments(argv):
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
-    commands = parser.add_subparsers(dest="what", required=True, metavar="needle|late|keys|heads")
+    commands = parser.add_subparsers(dest="what", required=True, metavar="|".join(PROBES))
     for name, (probe, split, options) in PROBES.items():
         p = commands.add_parser(name, help=probe.__doc__, description=probe.__doc__)
         add_arguments(p, split)

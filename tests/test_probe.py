@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import write_dataset
+from scipy.stats import spearmanr
 from scipy.stats import t as student
 from torch import nn
 from torch.nn import functional as F
@@ -17,8 +18,10 @@ from torch.nn import functional as F
 import checkpoint
 import probe
 from common import UserError
+from controller import ControllerConfig
 from dataset import Dataset
 from evaluate import score, windows_of
+from heads import measure
 from model import MECHANISMS, GPT, GPTConfig
 from probe import (DIGITS, answers, around, gone, gradient_times_input,
                    haystacks, head_metrics, main, nats_without, rankings, recalled,
@@ -490,6 +493,32 @@ def test_a_head_that_does_nothing_has_no_slope_and_can_go(checkpoint_of, facts, 
     assert set(run["spearman"]) == {"entropy", "gate gradient", "both ranks"} and "n = 4 heads" in text
 
 
+# ---- states ----
+
+def test_states_are_those_of_the_policy_piece_by_piece(facts, tmp_path, capsys):
+    """Counted once more from the metrics of each piece; ranks by scipy."""
+    model = make_model(recipe="modern")
+    found, text = say(capsys, tmp_path, "states", "--ckpt", save(tmp_path / "a.pt", model, facts),
+                      "--pieces=7", "--windows=3")
+    result = found["runs"][0]["results"]
+    tokens, limits = facts.tokens("val").astype(np.int64), ControllerConfig()
+    for start, piece in zip(np.linspace(0, len(tokens) - 97, 7).astype(int), result["pieces"]):
+        ids = torch.from_numpy(tokens[start:start + 97])
+        x, y = ids[:96].view(3, 32), ids[1:].view(3, 32)
+        metrics, counts = measure(model, x, y), dict(overloaded=0, misaligned=0, idle=0)
+        for i, layer in enumerate(metrics["utilisation"]):
+            for h, share in enumerate(layer.tolist()):
+                counts["overloaded"] += share > limits.policy_overloaded / 2
+                counts["misaligned"] += metrics["conflict"][i][h].item() < limits.policy_conflict
+                counts["idle"] += metrics["entropy"][i][h].item() > limits.policy_entropy and share < 0.25
+        assert {key: piece[key] for key in counts} == counts
+        assert piece["largest"] == pytest.approx(2 * max(t.max().item() for t in metrics["utilisation"]))
+        assert piece["nats"] == pytest.approx(model(x, y).loss.item(), rel=1e-5)
+    want = spearmanr(*([piece[key] for piece in result["pieces"]] for key in ("largest", "nats")))
+    assert result["spearman"]["largest"]["rho"] == pytest.approx(want.statistic)
+    assert "7 pieces of 96 tokens" in text and text.count("hardest") == 1
+
+
 # ---- refusals ----
 
 def test_what_cannot_be_probed_is_one_line(checkpoint_of, facts, source, chars_data, tmp_path, refusal):
@@ -509,6 +538,7 @@ def test_what_cannot_be_probed_is_one_line(checkpoint_of, facts, source, chars_d
     assert "must be from 0 (the beginning) to 1" in message
     assert "--seed=-1 must not be negative" in refusal(["keys", "--ckpt", rope, "--seed=-1"])
     assert "leaves 5 keys to remove 8 of" in refusal(["keys", "--ckpt", rope, "--nearest=20"])
+    assert "--pieces 2 (at least 3)" in refusal(["states", "--ckpt", rope, "--pieces=2"])
     assert "no split 'dev'" in refusal(["late", "--ckpt", rope, "--split=dev"])
     assert "is not a file" in refusal(["late", "--ckpt", rope, f"--json={tmp_path}"])
     broken = make_model(recipe="modern")

@@ -1,6 +1,6 @@
 # Gates that close while training: L0 with a warm-up, then who moves them (rules, a network, reward), heads
 # dropped for good; growth from half the heads, beside half the heads from the start
-# Tiny scale: 45 runs of a minute on a core, those of the plain GPT being on file
+# Tiny scale: 50 runs of a minute on a core, those of the plain GPT being on file
 
 question = "Can heads be pruned or grown while training, at no loss?"
 
@@ -12,6 +12,7 @@ variants = {
     "l0": _gates,
     "l0, warm-up": dict(_gates, sparsity_warmup=480, controller_interval=60),
     "l0, pruned": dict(_gates, sparsity_warmup=480, **_prune),
+    "l0, pruned, policy": dict(_gates, sparsity_warmup=480, **_prune, agency=True, policy=True),
     "rules, pruned": dict(_moved, controller="rules", controller_entropy=0.35),
     "ann, pruned": dict(_moved, controller="ann", controller_cost=0.01),
     "rl, pruned": dict(_moved, controller="rl", controller_cost=0.01),
@@ -21,5 +22,6 @@ variants = {
     "stacked from 1 block": dict(n_layer=1, grow_stack=True, grow_delta=0.05, controller_interval=60,
                                  controller_patience=2),
 }
+contrasts = [["l0, warm-up", "l0"], ["l0, pruned, policy", "l0, pruned"]]
 lives = True
 match_parameters = False
