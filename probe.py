@@ -540,7 +540,7 @@ def states_on(model, x, y):
 
 
 def states(args):
-    """Heads that agency's policy would call overloaded, misaligned or idle by pieces of text, and the loss."""
+    """Heads that agency would call overloaded, misaligned or idle on pieces of text, beside the loss."""
     runs, data, context = open_runs(args, args.context)
     tokens, size = data.tokens(args.split), args.windows * context
     if len(tokens) < args.pieces * size + 1 or args.windows < 2 or args.pieces < 3:
