@@ -1,0 +1,93 @@
+"""targets.py: labels on disk, aligned with the tokens, and refused where they are not."""
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from common import UserError
+from dataset import Batches, Dataset
+from targets import UNKNOWN, Targets, decode, encode, label_file, write_meta
+
+
+@pytest.fixture
+def labelled(bytes_data, tmp_path):
+    """(Dataset, folder of labels): "digit" is 1 on a digit, "soft" is byte / 255 on every other token."""
+    dataset, folder = Dataset(bytes_data), tmp_path / "weak"
+    folder.mkdir()
+    for split in ("train", "val"):
+        tokens = np.asarray(dataset.tokens(split))
+        soft = np.where(np.arange(len(tokens)) % 2, tokens / 255, np.nan)
+        encode((tokens >= 48) & (tokens < 58)).tofile(label_file(folder, "digit", split))
+        encode(soft).tofile(label_file(folder, "soft", split))
+    write_meta(folder, dataset, ["digit", "soft"], ["train", "val"], weak=True, note="made up")
+    return dataset, folder
+
+
+def test_a_byte_holds_a_value_or_nothing():
+    values = np.array([0, 1, 0.5, 0.251, np.nan])
+    codes = encode(values)
+    assert codes.tolist() == [0, 254, 127, 64, UNKNOWN] and codes.dtype == np.uint8
+    back = decode(codes)
+    assert back[:2].tolist() == [0, 1] and back[4] == -1
+    assert (back[:4] - torch.tensor(values[:4])).abs().max() <= 0.5 / 254
+    every = decode(np.arange(255, dtype=np.uint8))
+    assert (encode(every.numpy()) == np.arange(255)).all()
+    for wrong in ([1.1], [-0.1], [np.inf]):
+        with pytest.raises(ValueError, match=r"must be in \[0, 1\]"):
+            encode(wrong)
+
+
+def test_targets_stand_beside_the_tokens_that_are_read(labelled):
+    """A batch's x[t] is a digit exactly where its target is 1: shifted by one, the test fails."""
+    dataset, folder = labelled
+    targets, batches = Targets(dataset, folder), Batches(dataset, "train", 16, 4, seed=3)
+    for step in (0, 5, 400):  # in the second pass, too
+        ids = batches(step)
+        found = targets.rows("train", batches.starts(step), 16)
+        x, y = ids[:, :-1], ids[:, 1:]
+        assert (found["digit"] == ((x >= 48) & (x < 58))).all()
+        assert (found["digit"] != ((y >= 48) & (y < 58))).any()
+        known = found["soft"] >= 0
+        assert 0.4 < known.float().mean() < 0.6
+        assert (found["soft"][known] - x[known] / 255).abs().max() < 0.002
+    window = targets.window("val", 7, 30)
+    assert window["digit"].shape == (23,) and set(window) == {"digit", "soft"}
+
+
+def test_labels_say_what_they_are(labelled):
+    dataset, folder = labelled
+    meta = json.loads((folder / "labels.json").read_text())
+    row = meta["splits"]["train"]
+    assert meta["weak"] and meta["names"] == ["digit", "soft"] and row["tokens"] == 20000
+    tokens = np.asarray(dataset.tokens("train"))
+    assert row["names"]["digit"] == dict(
+        sha256=row["names"]["digit"]["sha256"], labelled=20000,
+        mean=pytest.approx(np.mean((tokens >= 48) & (tokens < 58))))
+    assert row["names"]["soft"]["labelled"] == 10000
+    assert Targets(dataset, folder, ["soft"]).unread == ["digit"]
+
+
+def test_what_does_not_belong_to_the_tokens_is_refused_by_name(labelled, chars_data, tmp_path):
+    dataset, folder = labelled
+
+    def refused(words, labels=folder, data=dataset, split="train", names=None):
+        with pytest.raises(UserError, match=words) as e:
+            Targets(data, labels, names).rows(split, [0], 4)
+        assert "\n" not in str(e.value)
+
+    refused("no labels 'none' for .*there are none", "none")
+    refused("labels no split 'test'", split="test")
+    refused("no labels for truth; it has digit, soft", names=["digit", "truth"])
+    refused("made for another train split", data=Dataset(chars_data))
+    path = label_file(folder, "digit", "train")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    refused("digit.train.u8 holds 19,999 bytes for 20,000 tokens")
+    path.write_bytes(whole[1:] + b"\0")  # as long, and one token off
+    refused("digit.train.u8 differs from its checksum")
+    path.unlink()
+    refused("digit.train.u8 is missing")
+    path.write_bytes(whole)
+    (folder / "labels.json").write_text('{"names": ["digit"], "splits": {"train": {"tokens": 4}}}')
+    refused("labels.json is not what data/label.py writes")
