@@ -816,7 +816,7 @@ def rewired(run, copied):
     """
     old = run.trainer
     moments = {p: state for optimizer in old.optimizers for p, state in optimizer.state.items()}
-    new = Trainer(run.model, run.config, run.process)
+    new = Trainer(run.model, run.config, run.process, old.teacher)
     for optimizer in new.optimizers:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             state = moments.get(copied.get(p, p))

@@ -89,6 +89,8 @@ def attend(q, k, v, scale, mask, dropout):
     """Causal attention of q [B, H, T, D] over k, v [B, H, S, D], the last T of S being the queries' own
     tokens.
     """
+    if not q.numel():
+        return q @ k.mT @ v  # torch 2.11 divides by the number of heads
     if isinstance(mask, BlockMask):
         if not dropout:
             return flex(q, k, v, scale, mask)[0]
@@ -237,6 +239,21 @@ def attend_selected(q, k, v, scale, used, mask):
         m = None if mask is None else mask[min(b, len(mask) - 1), 0]
         row = slice(b, b + 1)
         y[b, h] = F.scaled_dot_product_attention(q[row, h], k[row, h], v[row, h], attn_mask=m, scale=scale)[0]
+    return y
+
+
+def attend_in_rows(q, k, v, scale, rows, n, mask):
+    """attend() of the first n heads, and of those after them in some rows alone: y of the others is 0.
+
+    rows: [indices of rows] of each later head. q, k, v hold them, or the first n heads where no row has any.
+    """
+    y = F.pad(attend(q[:, :n], k[:, :n], v[:, :n], scale, mask, 0.0), (0, 0, 0, 0, 0, len(rows)))
+    for head, some in enumerate(rows, n):
+        if len(some) == len(q):
+            y[:, head] = attend(*(t[:, head:head + 1] for t in (q, k, v)), scale, mask, 0.0)[:, 0]
+        elif len(some):
+            seen = mask if mask is None or len(mask) == 1 else mask[some]
+            y[some, head] = attend(*(t[some, head:head + 1] for t in (q, k, v)), scale, seen, 0.0)[:, 0]
     return y
 
 

@@ -33,8 +33,8 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from kernels import (SKIP_FROM, RowStats, attend, attend_packed, attend_selected, has_flex_attention, relu2,
-                     rms_norm, row_statistics)
+from kernels import (SKIP_FROM, RowStats, attend, attend_in_rows, attend_packed, attend_selected,
+                     has_flex_attention, relu2, rms_norm, row_statistics)
 
 # What a recipe means: the values taken by the flags that were left at None.
 RECIPES = {
@@ -102,13 +102,24 @@ class GPTConfig:
     constraint_heads: int = 1            # heads per name
     constraint_variant: Literal["A", "B"] = "A"  # the concat gets wider | all heads of the layer get smaller
     constraint_layers: Optional[list[int]] = None  # blocks that have them, from 0; None: the one at 2/3 depth
-    constraint_mode: Literal["query", "published"] = "query"  # gate outputs | gate values
+    constraint_mode: Literal["query", "published"] = "query"  # scores before | after the gate
+    constraint_gate: Optional[Literal["output", "value", "score"]] = None
+                                         # where the router gates; None: outputs, published: values
+    constraint_router: Literal["sigmoid", "hard_concrete"] = "sigmoid"  # gates in (0, 1) | with real zeros
+    constraint_router_input: Literal["mean", "first"] = "mean"  # it reads the running mean | the first token
     constraint_hidden: int = 128         # width inside the router
+    constraint_skip: float = 0.0         # evaluated, gates below this are 0, and such heads not computed
     constraint_coef: float = 0.2         # of the constraint loss, when targets are given
+    constraint_warmup: int = 0           # training steps over which that and match_coef rise from 0
+    constraint_stop: int = 0             # training steps in which these heads send no gradient into the trunk
+    constraint_loss_layers: Optional[list[int]] = None  # blocks whose scores are judged; None: all with heads
     constraint_name_coef: Optional[list[float]] = None  # of each name in that loss; None: 1 each
     constraint_positive_coef: float = 1.0  # of positive targets in it
-    constraint_sparsity_coef: float = 0.0  # of the router's mean gate (L1)
     constraint_focal: float = 0.0        # focal exponent of that loss; 0: plain cross-entropy
+    constraint_sparsity_coef: float = 0.0  # of the router's mean gate (L1), hard_concrete: of those open (L0)
+    constraint_entropy_coef: float = 0.0  # of the mean entropy of its gates, each taken as a coin
+    constraint_match: Optional[Literal["kl", "huber"]] = None  # match a teacher's scores | its outputs
+    constraint_match_coef: float = 1.0   # of that
     # ---- A2C attention ----
     a2c: Optional[Literal["published", "temperature", "key_bias"]] = None  # a*q, k=q, v=x | exp(a)*q | + w*a
     a2c_gamma: float = 0.9               # discount of the return, per token
@@ -325,6 +336,8 @@ class Heads:
     row_stats: Optional[RowStats] = None    # of the attention rows, where somebody asked
     used: Optional[torch.Tensor] = None     # the heads to compute, bool [B, H, T]; None: all
     capacity: float = 0.0                   # of those, queries per head and sequence at most
+    open_rows: Optional[list] = None        # the rows in which to compute each constraint head; None: all
+    self_factor: Optional[torch.Tensor] = None  # of a constraint head's weight on the token itself
     gates: dict = field(default_factory=dict)        # name -> factor on y, broadcasting over [B, H, T, D]
     losses: dict = field(default_factory=dict)       # name -> weighted auxiliary loss
     predictions: dict = field(default_factory=dict)  # name -> what a loss over the logits will judge
@@ -739,11 +752,22 @@ class SentinelGate(Mechanism):
     def static_gate(self, noisy=None):
         if not self.hard:
             return self.logit.sigmoid()
-        s = self.logit
-        if self.training if noisy is None else noisy:  # one draw for the whole batch: the gates are weights
-            u = torch.rand_like(s).clamp(1e-6, 1 - 1e-6)
-            s = (u.log() - (1 - u).log() + s) / self.BETA
-        return (s.sigmoid() * (self.HIGH - self.LOW) + self.LOW).clamp(0, 1)
+        noisy = self.training if noisy is None else noisy
+        # one draw for the whole batch: the gates are weights
+        return self.hard_concrete(self.logit, torch.rand_like(self.logit) if noisy else None)
+
+    @classmethod
+    def hard_concrete(cls, s, u=None):
+        """Gates in [0, 1] of logits s, with real zeros; u: uniform noise, which training takes."""
+        if u is not None:
+            u = u.clamp(1e-6, 1 - 1e-6)
+            s = (u.log() - (1 - u).log() + s) / cls.BETA
+        return (s.sigmoid() * (cls.HIGH - cls.LOW) + cls.LOW).clamp(0, 1)
+
+    @classmethod
+    def chance_open(cls, s):
+        """P(gate != 0) of those."""
+        return (s - cls.BETA * math.log(-cls.LOW / cls.HIGH)).sigmoid()
 
     def absorb(self, attn):
         attn.scale_heads(1 / self.static_gate(noisy=False))
@@ -756,8 +780,7 @@ class SentinelGate(Mechanism):
         """{name: weighted loss}: the sum of the gates (L1), or of P(gate != 0) (L0)."""
         if not self.hard:
             return {"gate_l1": self.coef * self.logit.sigmoid().sum()}
-        zero = self.BETA * math.log(-self.LOW / self.HIGH)
-        return {"gate_l0": self.coef * (self.logit - zero).sigmoid().sum()}
+        return {"gate_l0": self.coef * self.chance_open(self.logit).sum()}
 
 
 class Agency(Mechanism):
@@ -1073,9 +1096,10 @@ CONSTRAINTS = ["reciprocity", "testifiability", "decidability"]  # the names of 
 class ConstraintHeads(Mechanism):
     """Heads of their own for named constraints: projections, a router over them, a score per token.
 
-    Source: the constraint write-up. The router reads the running mean of x, or a hint [B, C]; the write-up's
-    mean over the whole sequence would leak. published: the router gates the values, and scores read the gated
-    outputs.
+    Source: the constraint write-up. The router reads the running mean of x, or its first token, or a hint
+    [B, C]; the write-up's mean over the whole sequence would leak. It gates outputs, or values, or (score)
+    multiplies each token's weight on itself, the write-up's log(gate) on the diagonal of the logits.
+    published: gated values, and scores that read the gated outputs.
     """
 
     name, flag = "constraint", "constraint_names"
@@ -1111,8 +1135,14 @@ class ConstraintHeads(Mechanism):
         super().__init__()
         n, C, D = attn.n_extra, config.n_embd, attn.head_size
         self.names, self.n_head, self.per_name = config.constraint_names, n, config.constraint_heads
-        self.published = config.constraint_mode == "published"
+        self.published, self.gate = config.constraint_mode == "published", config.constraint_gate
+        if self.gate == "score":
+            self.needs_row_stats = "lse"
+        self.hard = config.constraint_router == "hard_concrete"
+        self.of_first = config.constraint_router_input == "first"
         self.sparsity_coef = config.constraint_sparsity_coef
+        self.entropy_coef = config.constraint_entropy_coef
+        self.skip, self.stopped = config.constraint_skip, False
         self.c_attn = nn.Linear(C, 3 * n * D, bias=config.bias)
         self.c_proj = nn.Linear(n * D, C, bias=False)
         self.fc = nn.Linear(C, config.constraint_hidden)
@@ -1127,7 +1157,8 @@ class ConstraintHeads(Mechanism):
     def problems(c):
         names = c.constraint_names
         yield from not_negative(c, "constraint_coef", "constraint_focal", "constraint_positive_coef",
-                                "constraint_sparsity_coef")
+                                "constraint_sparsity_coef", "constraint_entropy_coef", "constraint_skip",
+                                "constraint_warmup", "constraint_stop", "constraint_match_coef")
         if not len(names) == len(set(names)) > 0 or any("." in name for name in names):
             yield f"constraint_names={names} must be different names, at least one, without dots"
         for name in ("constraint_heads", "constraint_hidden"):
@@ -1135,6 +1166,16 @@ class ConstraintHeads(Mechanism):
                 yield f"{name}={getattr(c, name)} must be at least 1"
         if c.constraint_layers is not None and not set() < set(c.constraint_layers) <= set(range(c.n_layer)):
             yield f"constraint_layers={c.constraint_layers} must be blocks from 0 to {c.n_layer - 1}"
+        judged, blocks = c.constraint_loss_layers, ConstraintHeads.blocks(c)
+        if judged is not None and not set() < set(judged) <= set(blocks):
+            yield f"constraint_loss_layers={judged} must be of the blocks with constraint heads, {blocks}"
+        if c.constraint_gate == "score":
+            yield from no_dropout(c, "constraint_gate='score'")
+            if c.xsa or c.head_norm:
+                yield "constraint_gate='score' comes after xsa and head_norm, and changes what they read"
+        if c.constraint_skip and c.constraint_gate != "output":
+            yield (f"constraint_skip={c.constraint_skip} needs constraint_gate='output': a gate on "
+                   f"{c.constraint_gate}s does not turn a head off")
         if c.constraint_variant == "B":
             n = c.n_head + c.constraint_heads * len(names)
             if c.n_embd // n < 8:
@@ -1145,6 +1186,16 @@ class ConstraintHeads(Mechanism):
         if c.constraint_name_coef is not None and len(c.constraint_name_coef) != len(names):
             yield f"constraint_name_coef={c.constraint_name_coef} must be one for each name"
 
+    @staticmethod
+    def settle(config):
+        if config.constraint_names and config.constraint_gate is None:
+            config.constraint_gate = "value" if config.constraint_mode == "published" else "output"
+
+    @classmethod
+    def blocks(cls, config):
+        """The blocks that have such heads."""
+        return [layer for layer in range(config.n_layer) if cls.on(config, layer)]
+
     def initial_values(self):
         return {"b1": 0.0, "b2": 0.0}
 
@@ -1152,40 +1203,91 @@ class ConstraintHeads(Mechanism):
         return [(self.c_attn.weight, 3), (self.c_proj.weight, 1)]
 
     def before(self, attn, h, ctx):
-        q, k, v = attn.split(self.c_attn(h.x), self.n_head, ctx)
-        gates = self.router_gates(h.x, ctx, attn.layer)
-        if self.published:
-            v = v * gates.transpose(1, 2)[..., None].to(h.x.dtype)
-        else:
-            h.gates["router"] = F.pad(gates, (attn.n_head, 0), value=1.0).transpose(1, 2)[..., None]
-        width = h.q.size(-1) - attn.head_size  # A2C may have widened the base heads
-        h.q, h.k, h.v = (torch.cat((t, F.pad(u, (0, width))), 1) for t, u in ((h.q, q), (h.k, k), (h.v, v)))
-        if ctx.losses and self.sparsity_coef:
-            h.losses["constraint_router"] = self.sparsity_coef * gates.mean()
+        x = h.x.detach() if self.stopped else h.x
+        logits = self.router_logits(x, ctx, attn.layer)
+        gates = self.router_gates(logits)
+        if ctx.losses:
+            self.penalties(h, logits, gates)
         if ctx.traces:
             h.traces["router_gates"] = gates
+        factor = gates.transpose(1, 2)[..., None]  # (B, heads, T or 1, 1)
+        if self.gate == "output":
+            h.gates["router"] = F.pad(gates, (attn.n_head, 0), value=1.0).transpose(1, 2)[..., None]
+            h.open_rows = self.open_rows(attn, h, ctx, gates)
+            if ctx.cache is None and h.open_rows and not any(map(len, h.open_rows)):
+                return  # not even projected
+        q, k, v = attn.split(self.c_attn(x), self.n_head, ctx)
+        if self.gate == "value":
+            v = v * factor.to(h.x.dtype)
+        if self.gate == "score":
+            h.self_factor = factor
+        width = h.q.size(-1) - attn.head_size  # A2C may have widened the base heads
+        h.q, h.k, h.v = (torch.cat((t, F.pad(u, (0, width))), 1) for t, u in ((h.q, q), (h.k, k), (h.v, v)))
+
+    def open_rows(self, attn, h, ctx, gates):
+        """[the rows in which it has a gate above 0] of each head, where others can be skipped; else None."""
+        if self.training or not self.skip or ctx.scores or ctx.traces or h.used is not None or attn.xsa \
+                or attn.needs_row_stats or isinstance(ctx.mask, BlockMask):
+            return None
+        return [rows.nonzero().flatten() for rows in (gates > 0).any(1).unbind(1)]
+
+    def penalties(self, h, logits, gates):
+        """Add the router's own losses: its gates shall be few (sparsity), and decided (entropy, nats)."""
+        if self.sparsity_coef:
+            few = SentinelGate.chance_open(logits) if self.hard else gates
+            h.losses["constraint_router"] = self.sparsity_coef * few.mean()
+        if self.entropy_coef:
+            coins = F.binary_cross_entropy_with_logits(logits, logits.sigmoid(), reduction="none")
+            h.losses["constraint_entropy"] = self.entropy_coef * coins.mean()
+
+    def reweigh_self(self, attn, h):
+        """Multiply each token's weight on itself by its gate, and let the row's weights sum to 1 again."""
+        n, T, D = attn.n_head, h.q.size(2), attn.head_size
+        own = (h.q[:, n:] * h.k[:, n:, -T:]).sum(-1).to(h.row_stats.lse.dtype) * attn.scale
+        taken = (1 - h.self_factor) * (own - h.row_stats.lse[:, n:]).exp()[..., None].clamp_max(1)
+        y, v = h.y[:, n:].to(taken.dtype), h.v[:, n:, -T:, :D].to(taken.dtype)
+        y = (y - taken * v) / (1 - taken).clamp_min(1e-6)
+        h.y = torch.cat((h.y[:, :n], y.to(h.y.dtype)), 1)
 
     def after(self, attn, h, ctx):
+        if self.gate == "score":
+            self.reweigh_self(attn, h)
         if not (ctx.scores or ctx.traces):
             return
-        scores = self.scores(h.y[:, attn.n_head:])
+        y = h.y[:, attn.n_head:]
+        if self.published and self.gate == "output":
+            y = y * h.gates["router"][:, attn.n_head:].to(y.dtype)
+        if ctx.scores:
+            h.predictions["constraint_y"] = y
+        scores = self.scores(y)
         means = scores.unflatten(1, (len(self.names), self.per_name)).mean(2).unbind(1)
         named = {f"constraint.{name}": score for name, score in zip(self.names, means)}
         h.predictions.update(named)
         if ctx.traces:
             h.traces.update(named, head_scores=scores)
 
-    def router_gates(self, x, ctx, layer):
-        """Gates in (0, 1), [B, T, heads] (T is 1 for a hint)."""
+    def router_logits(self, x, ctx, layer):
+        """[B, T, heads] (T is 1 for a hint)."""
         if ctx.hint is not None:
-            mean = ctx.hint[:, None].to(x.dtype)
+            read = ctx.hint[:, None].to(x.dtype)
         else:
             x = x.to(torch.promote_types(x.dtype, torch.float32))
-            total = (x if ctx.valid is None else x * ctx.valid).cumsum(1)
+            x = x if ctx.valid is None else x * ctx.valid
+            read = (x * (ctx.positions == 0)[..., None] if self.of_first else x).cumsum(1)
             if ctx.cache is not None:
-                total = ctx.cache.running_sum(layer, total)
-            mean = total / (ctx.positions + 1)[..., None]
-        return float32_linear(self.out, F.relu(self.fc(mean.to(self.fc.weight.dtype)))).sigmoid()
+                read = ctx.cache.running_sum(layer, read)
+            if not self.of_first:
+                read = read / (ctx.positions + 1)[..., None]
+        return float32_linear(self.out, F.relu(self.fc(read.to(self.fc.weight.dtype))))
+
+    def router_gates(self, logits):
+        """Gates in [0, 1] of logits [B, T, heads]; hard_concrete: one draw of noise a sequence and head."""
+        if not self.hard:
+            gates = logits.sigmoid()
+        else:
+            noise = torch.rand_like(logits[:, :1]) if self.training else None
+            gates = SentinelGate.hard_concrete(logits, noise)
+        return gates if self.training or not self.skip else gates * (gates >= self.skip)
 
     def scores(self, y):
         """One logit per head and token, [B, heads, T], of the heads' outputs y [B, heads, T, D]."""
@@ -1193,30 +1295,59 @@ class ConstraintHeads(Mechanism):
         return torch.einsum("bhtd,hd->bht", F.relu(hidden), self.w2.to(y.dtype)) + self.b2[:, None]
 
     @staticmethod
-    def loss(config, predictions, targets):
-        """The weighted constraint loss, mean over the blocks that have heads. Raises ValueError, see below.
-        """
+    def losses(config, predictions, targets):
+        """{constraint.<name>: its part of the weighted loss}, means over blocks. ValueError: see below."""
         names = config.constraint_names or ()
         coefs = dict(zip(names, config.constraint_name_coef or ()))
-        blocks = [layer for layer in range(config.n_layer) if ConstraintHeads.on(config, layer)]
+        blocks = config.constraint_loss_layers or ConstraintHeads.blocks(config)
         scores = [{n: predictions[f"blocks.{i}.constraint.{n}"] for n in names} for i in blocks] or [{}]
-        terms = [constraint_loss(s, targets, coefs, config.constraint_focal, config.constraint_positive_coef)
-                 for s in scores]
-        return config.constraint_coef * sum(terms) / len(terms)
+        focal, positive = config.constraint_focal, config.constraint_positive_coef
+        terms = [constraint_losses(s, targets, coefs, focal, positive) for s in scores]
+        return {f"constraint.{name}": config.constraint_coef * sum(term[name] for term in terms) / len(terms)
+                for name in targets}
+
+    @staticmethod
+    def match(config, predictions, teacher):
+        """{constraint_match: weighted distance of the scores or outputs from a teacher's}, mean over blocks.
+
+        kl: of the teacher's probabilities to these, nats a token and name; huber: of the heads' outputs. The
+        teacher's blocks with heads are taken in their order.
+        """
+        keys = [f"constraint.{name}" for name in config.constraint_names]
+        keys, terms = keys if config.constraint_match == "kl" else ["constraint_y"], []
+        for key in keys:
+            ours, theirs = ([value.float() for name, value in each.items() if name.split(".", 2)[2] == key]
+                            for each in (predictions, teacher))
+            for s, t in zip(ours, theirs, strict=True):
+                if config.constraint_match == "huber":
+                    terms.append(F.huber_loss(s, t))
+                    continue
+                p = t.sigmoid()
+                terms += [F.binary_cross_entropy_with_logits(s, p) - F.binary_cross_entropy_with_logits(t, p)]
+        return {"constraint_match": config.constraint_match_coef * sum(terms) / len(terms)}
+
+    @staticmethod
+    def at_step(config, aux, step):
+        """The losses `aux` at a training step: constraint_warmup is over when its last step has been made."""
+        share = min(1.0, (step + 1) / config.constraint_warmup) if config.constraint_warmup else 1.0
+        if share == 1.0:
+            return aux
+        return {name: term * share if name.startswith("constraint.") or name == "constraint_match" else term
+                for name, term in aux.items()}
 
 
-def constraint_loss(scores, targets, coefs=None, focal=0.0, positive=1.0):
-    """Mean over names of weighted BCE with logits, in nats. scores, targets: {name: [B, T]}.
+def constraint_losses(scores, targets, coefs=None, focal=0.0, positive=1.0):
+    """{name: its part of the mean over names} of weighted BCE with logits, in nats.
 
-    Targets are in [0, 1], those below 0 are ignored. focal: factor |target - p|^focal (focal loss, arXiv
-    1708.02002, for soft targets); positive: weight of positive targets. Raises ValueError for a name that has
-    no scores.
+    scores, targets: {name: [B, T]}. Targets are in [0, 1], those below 0 are ignored: where all are, the part
+    is 0. focal: factor |target - p|^focal (focal loss, arXiv 1708.02002, for soft targets); positive: weight
+    of positive targets. Raises ValueError for a name that has no scores.
     """
     unknown = set(targets) - set(scores)
     if unknown or not targets:
         raise ValueError(f"constraint targets for {sorted(unknown) or 'nothing'}; "
                          f"the heads are for {', '.join(scores)}")
-    total = 0.0
+    terms = {}
     for name, y in targets.items():
         s, y = scores[name].float(), y.float()
         known, y = y >= 0, y.clamp_min(0)
@@ -1224,8 +1355,9 @@ def constraint_loss(scores, targets, coefs=None, focal=0.0, positive=1.0):
         nats = F.binary_cross_entropy_with_logits(s, y, reduction="none", pos_weight=weight)
         if focal:  # below an exponent of 1 the slope at 0 is infinite, and infinity times 0 is not a number
             nats = nats * (y - s.sigmoid()).abs().clamp_min(1e-12) ** focal
-        total = total + (coefs or {}).get(name, 1.0) * (nats * known).sum() / known.sum().clamp_min(1)
-    return total / len(targets)
+        mean = (nats * known).sum() / known.sum().clamp_min(1)
+        terms[name] = (coefs or {}).get(name, 1.0) * mean / len(targets)
+    return terms
 
 
 def explain(traces, tokens, name, k=5, row=0):
@@ -1638,7 +1770,7 @@ class CausalSelfAttention(nn.Module):
             y = y * math.prod(sorted(h.gates.values(), key=lambda g: g.size(-1))).to(y.dtype)
         if ctx.traces:
             self.trace(h, ctx)
-        return self.merge(y), Extras(h.losses, h.predictions, h.traces)
+        return self.merge(y, h.open_rows), Extras(h.losses, h.predictions, h.traces)
 
     def split(self, qkv, n_head, ctx, values=None):
         """[B, T, (3 or 1) * H * D] -> normed and rotated queries and keys, and values, each [B, H, T, D].
@@ -1676,15 +1808,19 @@ class CausalSelfAttention(nn.Module):
             y = attend_selected(q, k, v, self.scale, h.used.squeeze(-1), ctx.mask)
         elif h.used is not None:
             y, _ = attend_packed(q, k, v, self.scale, h.used, h.capacity, ctx.mask_mod)
+        elif h.open_rows:
+            y = attend_in_rows(q, k, v, self.scale, h.open_rows, self.n_head, ctx.mask)
         else:
             y = attend(q, k, v, self.scale, ctx.mask, dropout)
         return y[..., :self.head_size], row_stats
 
-    def merge(self, y):
+    def merge(self, y, open_rows=None):
         """Heads side by side, [B, H, T, D] -> [B, T, C], and out into the residual stream."""
         if self.n_extra:  # constraint heads come out through a projection of their own
             y, extra = y.split((self.n_head, self.n_extra), 1)
             out = self.c_proj(y.transpose(1, 2).flatten(2))
+            if open_rows and not any(map(len, open_rows)):
+                return out
             return self.resid_dropout(out + self.constraint.c_proj(extra.transpose(1, 2).flatten(2)))
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
 
@@ -1880,11 +2016,26 @@ class GPT(nn.Module):
 
     # ---- forward ----
 
-    def hidden(self, idx, cache=None, pad=None):
+    def hidden(self, idx, cache=None, pad=None, hint=None):
         """Final hidden states [B, T, C] of idx [B, T] after what `cache` holds; row b begins at column
         pad[b].
         """
-        return self.run_blocks(idx, cache, pad)[0]
+        return self.run_blocks(idx, cache, pad, hint=hint)[0]
+
+    def at_step(self, step):
+        """What of the model depends on the number of a training step, before that step."""
+        for block in self.transformer.h:
+            if block.attn.constraint is not None:
+                block.attn.constraint.stopped = step < self.config.constraint_stop
+
+    def aux_at_step(self, aux, step):
+        """The losses of an Output at their weights in a training step."""
+        return ConstraintHeads.at_step(self.config, aux, step)
+
+    @torch.no_grad()
+    def predictions(self, idx):
+        """{"blocks.<i>.<name>": what constraint heads and A2C say of idx [B, T]}: what a student matches."""
+        return self.run_blocks(idx, scores=True)[1].predictions
 
     def run_blocks(self, idx, cache=None, pad=None, **wanted):
         """(hidden(), Extras): losses {name: sum over blocks}, predictions and traces {"blocks.<i>.<name>":
@@ -1956,14 +2107,17 @@ class GPT(nn.Module):
             logits = self.config.softcap * torch.tanh(logits / self.config.softcap)
         return logits
 
-    def forward(self, idx, targets=None, traces=False, constraint_targets=None, router_hint=None):
+    def forward(self, idx, targets=None, traces=False, constraint_targets=None, router_hint=None,
+                teacher=None):
         """idx, targets [B, T] -> Output; targets of -1 are not scored. Without targets there are no losses.
 
         traces: True, or "maps" for attention maps too. constraint_targets: {name: [B, T]}, see
-        constraint_loss(). router_hint [B, C]: read by the constraint router instead of the text so far.
+        constraint_losses(). router_hint [B, C]: read by the constraint router instead of the text so far.
+        teacher: another model's predictions() on idx, which constraint_match compares with.
         """
-        x, extras = self.run_blocks(idx, losses=targets is not None, scores=constraint_targets is not None,
-                                    traces=traces, hint=router_hint)
+        scores = constraint_targets is not None or teacher is not None
+        x, extras = self.run_blocks(idx, losses=targets is not None, scores=scores, traces=traces,
+                                    hint=router_hint)
         logits, loss, aux = self.head(x), None, extras.losses
         if targets is not None and AdvantageAttention.learns(self.config):
             nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
@@ -1974,7 +2128,9 @@ class GPT(nn.Module):
         elif targets is not None:
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         if constraint_targets is not None:
-            aux["constraint"] = ConstraintHeads.loss(self.config, extras.predictions, constraint_targets)
+            aux.update(ConstraintHeads.losses(self.config, extras.predictions, constraint_targets))
+        if teacher is not None:
+            aux.update(ConstraintHeads.match(self.config, extras.predictions, teacher))
         return Output(logits, loss, aux, extras.traces if traces else None)
 
     # ---- heads ----
@@ -2059,12 +2215,13 @@ class GPT(nn.Module):
 
     @torch.inference_mode()
     def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, repetition_penalty=1.0,
-               stop_token=None, lengths=None, generator=None):
+               stop_token=None, lengths=None, generator=None, router_hint=None):
         """Yield the next token of every row, [B], up to max_new_tokens times.
 
         idx [B, T] holds the prompts, flush right where `lengths` [B] are unequal (left padding, never seen).
         A row reads at most block_size tokens; when it would read more it keeps the last half and goes on
-        from there. A row that said stop_token repeats it; when all have, the stream ends.
+        from there. A row that said stop_token repeats it; when all have, the stream ends. router_hint [B, C]:
+        what the constraint router reads instead of the text.
         """
         check_sampling(temperature, top_k, top_p, repetition_penalty)
         B, T, block_size = *idx.shape, self.config.block_size
@@ -2082,7 +2239,7 @@ class GPT(nn.Module):
                     left = int(begin.min())
                     pad = (begin - left).to(idx.device) if (begin > left).any() else None
                     cache, unread = KVCache(self.config), text[:, left:n]
-                logits = self.head(self.hidden(unread, cache, pad)[:, -1])
+                logits = self.head(self.hidden(unread, cache, pad, router_hint)[:, -1])
                 if repetition_penalty != 1.0:
                     for row in range(B):
                         penalise(logits[row], text[row, int(first[row]):n], repetition_penalty)

@@ -159,13 +159,15 @@ def seed_step(kind, *key):
 class Trainer:
     """A model in training. One step of it is what train() does, and what bench.py and a comparison time.
 
-    config: a TrainConfig in which every key has its value, as for_recipe() makes it.
+    config: a TrainConfig in which every key has its value, as for_recipe() makes it. teacher: a GPT in eval
+    mode, for constraint_match.
     """
 
-    def __init__(self, model, config, process):
+    def __init__(self, model, config, process, teacher=None):
         self.raw = model.train()  # never compiled, never wrapped
         self.config = config
         self.process = process
+        self.teacher = teacher
         self.params = list(model.parameters())
         self.optimizers = make_optimizers(model, config)
         self.peak_lrs = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
@@ -191,8 +193,10 @@ class Trainer:
         """Forward, backward, clip and update on x, y [B, T]; returns {name: value}, the loss first."""
         return self.update(step, self.backward(step, x, y))[0]
 
-    def backward(self, step, x, y):
+    def backward(self, step, x, y, targets=None):
         """Forward and backward on this rank's rows x, y [B, T], a portion at a time.
+
+        targets: {name: [B, T]} of constraint heads; -1: unknown.
 
         Returns {name: 0-dim tensor}, the loss and the aux terms, means over these rows. A GPU may still be
         busy with them.
@@ -203,18 +207,30 @@ class Trainer:
             for group, lr in zip(optimizer.param_groups, peak_lrs):
                 group["lr"] = lr * multiplier
         seed_step(self.process.kind, self.raw.config.seed, step, self.process.rank)
+        self.raw.at_step(step)
 
         loss, aux, n = 0.0, {}, self.micro_steps
         for micro, (xm, ym) in enumerate(zip(x.chunk(n), y.chunk(n))):
             # ranks exchange their gradients with the last portion
             defer = self.process.world > 1 and micro < n - 1
             with self.autocast, self.model.no_sync() if defer else nullcontext():
-                out = self.model(xm, ym)
-            self.scaler.scale(sum(out.aux.values(), out.loss) / n).backward()
+                out = self.model(xm, ym, **self.judged_by(xm, targets, micro))
+            terms = self.raw.aux_at_step(out.aux, step)
+            self.scaler.scale(sum(terms.values(), out.loss) / n).backward()
             loss = loss + out.loss.detach() / n
-            for name, term in out.aux.items():
+            for name, term in terms.items():
                 aux[f"aux/{name}"] = aux.get(f"aux/{name}", 0.0) + term.detach() / n
         return {"loss": loss, **aux}
+
+    def judged_by(self, x, targets, micro):
+        """The model's arguments for what constraint heads are trained on, of one portion x [B, T]."""
+        found = {}
+        if targets:
+            n = self.micro_steps
+            found["constraint_targets"] = {name: t.chunk(n)[micro] for name, t in targets.items()}
+        if self.teacher is not None:
+            found["teacher"] = self.teacher.predictions(x)
+        return found
 
     def update(self, step, means, stopping=False):
         """Clip the gradients, agree with the other ranks, update the weights.

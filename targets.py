@@ -113,6 +113,11 @@ class Targets:
         self.files[name, split] = np.memmap(path, np.uint8, "r")
         return self.files[name, split]
 
+    def check(self, split):
+        """Verify all files of a split. Raises UserError."""
+        for name in self.names:
+            self.codes(name, split)
+
     def rows(self, split, starts, length):
         """{name: float32 [rows, length]}: the targets of the tokens from each start on; -1: unknown."""
         return {name: decode(np.stack([self.codes(name, split)[s:s + length] for s in starts]))

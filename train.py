@@ -38,6 +38,7 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from optim import Trainer, lr_multiplier, precision
 from ranks import Process, StopSignal, join_ranks
 from runlog import Log, write_config
+from targets import Targets
 
 # What an optimizer means for keys left at None. Muon's were tuned on Shakespeare's characters (docs/log.md).
 OPTIMIZERS = {
@@ -53,6 +54,8 @@ class TrainConfig(ControllerConfig):
     # ---- run ----
     out_dir: Optional[str] = None        # the run's folder; None: out/<scale or config file>-<mechanisms>
     dataset: str = "shakespeare_char"    # a folder under data/, or a path to one
+    labels: Optional[str] = None         # what constraint heads are trained on: a folder of <dataset>/labels
+    teacher: Optional[str] = None        # a checkpoint that constraint_match compares with
     resume: bool = False                 # go on from out_dir/ckpt.pt, if there is one
     overwrite: bool = False              # start over in a folder that already holds a run
     init_from: Optional[str] = None      # a checkpoint (ours or nanoGPT's) whose weights to start from
@@ -160,9 +163,11 @@ def conflicts(model_config, config):
     if not config.problems():  # else what follows from a wrong value is no news
         bad += config.for_recipe(model_config.recipe).problems()
     if not model_config.problems():
-        bad += controller.conflicts(model_config, config)
+        bad += controller.conflicts(model_config, config) + constraint_conflicts(model_config, config)
     try:
         dataset = Dataset(config.dataset)
+        if config.labels and model_config.constraint_names:
+            Targets(dataset, config.labels, model_config.constraint_names)
     except UserError as e:
         return bad + [str(e)]
     if (model_config.vocab_size or dataset.vocab_size) < dataset.vocab_size:
@@ -205,6 +210,44 @@ def note_on_dropout(model_config):
                 "the plain GPT to compare with is the one with --attn_dropout=0")
 
 
+def constraint_conflicts(model_config, config):
+    """What is wrong with labels and teacher beside a GPTConfig, as sentences."""
+    c, given = model_config, dict(labels=config.labels, teacher=config.teacher)
+    if not c.constraint_names:  # a checkpoint may bring them
+        return [f"{key}={value!r} is for constraint heads: set constraint_names"
+                for key, value in given.items() if value and not config.init_from]
+    bad = []
+    if bool(config.teacher) != bool(c.constraint_match):
+        bad.append(f"teacher={config.teacher!r} and constraint_match={c.constraint_match!r} go together: "
+                   "whom to be like, and in what")
+    idle = [] if config.labels else ["loss_layers", "name_coef", "positive_coef", "focal"]
+    idle += [] if config.labels or config.teacher else ["warmup", "stop"]
+    for key in (f"constraint_{name}" for name in idle):
+        if getattr(c, key) != GPTConfig.__dataclass_fields__[key].default:
+            bad.append(f"{key}={getattr(c, key)!r} is of the loss on labels: set labels")
+    return bad
+
+
+def teacher_of(config, model, device):
+    """The model that `teacher` names, in eval mode; None: nobody. UserError where it does not fit."""
+    if not config.teacher:
+        return None
+    state = checkpoint.read(config.teacher)
+    teacher = checkpoint.build(state, config.teacher, device).requires_grad_(False)
+    ours, theirs = model.config, teacher.config
+    heads = [[(attn.n_extra, attn.head_size) for attn in (block.attn for block in each.transformer.h)
+              if attn.n_extra] for each in (model, teacher)]
+    for what, same in (("vocab_size", ours.vocab_size == theirs.vocab_size),
+                       ("constraint_names", ours.constraint_names == theirs.constraint_names),
+                       ("blocks with constraint heads", len(heads[0]) == len(heads[1])),
+                       ("constraint heads' sizes", heads[0] == heads[1] or ours.constraint_match == "kl"),
+                       ("block_size", ours.block_size <= theirs.block_size)):
+        if not same:
+            raise UserError(f"teacher={config.teacher}: its {what} are not this model's, "
+                            f"so that constraint_match={ours.constraint_match} cannot compare them")
+    return teacher
+
+
 # ---- a run: its state, and what is done with it ----
 
 PROGRESS = ("step", "best_val_loss", "elapsed_s", "run_id", "last_eval")  # of a Run, in its checkpoints
@@ -217,6 +260,7 @@ class Run:
     model: GPT                       # never compiled, never wrapped
     dataset: Dataset
     process: Process
+    targets: Optional[Targets] = None  # of constraint heads
     # in every checkpoint
     step: int = 0                    # steps done
     best_val_loss: float = math.inf
@@ -363,7 +407,13 @@ def train(model_config, config):
     model_config = controller.starting_config(model_config, config)
     model, state = checkpoint.starting_point(model_config, config, dataset, process.device)
     progress = {key: state[key] for key in PROGRESS if key in state} if state else {}
-    run = Run(config.for_recipe(model.config.recipe), model, dataset, process, **progress)
+    targets = None
+    if config.labels and not model.config.constraint_names:
+        raise UserError(f"labels={config.labels!r} is for constraint heads, and {config.init_from} has none")
+    if config.labels:
+        targets = Targets(dataset, config.labels, model.config.constraint_names)
+        targets.check("train")
+    run = Run(config.for_recipe(model.config.recipe), model, dataset, process, targets, **progress)
     config, step = run.config, run.step
     if process.kind == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -380,7 +430,7 @@ def train(model_config, config):
     # batches, optimizers, precision
     batches = Batches(dataset, "train", model.config.block_size, config.batch_size * config.grad_accum,
                       model.config.seed)
-    run.trainer = Trainer(model, config, process)
+    run.trainer = Trainer(model, config, process, teacher_of(config, model, process.device))
     controller.start(run, state)
     if state:
         run.trainer.load(state, run.out_dir / "ckpt.pt")
@@ -392,6 +442,10 @@ def train(model_config, config):
         steps = f"{config.max_iters:,} steps"
         if step:
             steps = f"going on at step {step:,} of {config.max_iters:,}"
+        if targets:
+            weak = "weak " if targets.meta.get("weak") else ""
+            unread = f"; not read: {', '.join(targets.unread)}" if targets.unread else ""
+            process.print0(f"{weak}labels {targets.dir}: {', '.join(targets.names)}{unread}")
         anew = ", where no checkpoint is yet: starting anew" if config.resume and not saves else ""
         process.print0(f"{model.config.recipe}: {model.num_params():,} parameters, "
                        f"{run.tokens_per_step:,} tokens a step, {process.kind} {run.trainer.dtype} "
@@ -405,19 +459,27 @@ def loop(run, batches, closing):
     """Steps until max_iters, or until a rank is asked to stop; returns the last evaluation's row."""
     config, trainer, process = run.config, run.trainer, run.process
 
+    def send(t):
+        t = t.pin_memory() if process.kind == "cuda" else t
+        return t.to(process.device, non_blocking=process.kind == "cuda")
+
     def fetch(step):
-        """This rank's rows of the batch at `step`, x and y [B, T], on their way to the device."""
-        ids = batches(step, process.rank, process.world)
-        ids = ids.pin_memory() if process.kind == "cuda" else ids
-        ids = ids.to(process.device, non_blocking=process.kind == "cuda")
-        return ids[:, :-1], ids[:, 1:]
+        """This rank's rows of the batch at `step` on their way to the device: x and y [B, T], and targets of
+        constraint heads, {name: [B, T]}, beside x.
+        """
+        ids, targets = send(batches(step, process.rank, process.world)), None
+        if run.targets:
+            starts = batches.starts(step, process.rank, process.world)
+            targets = run.targets.rows("train", starts, batches.block_size)
+            targets = {name: send(t) for name, t in targets.items()}
+        return ids[:, :-1], ids[:, 1:], targets
 
     stop = StopSignal(closing)
     run.bar = tqdm(total=config.max_iters, initial=run.step, unit="step", dynamic_ncols=True,
                    disable=not (process.rank == 0 and sys.stderr.isatty()))
     closing.callback(run.bar.close)
     run.timed_from = run.step, time.perf_counter()
-    x, y = fetch(run.step)
+    batch = fetch(run.step)
     while True:
         # evaluate, and keep the weights with the lowest validation loss
         due = run.step % config.eval_interval == 0 or run.step == config.max_iters
@@ -436,9 +498,9 @@ def loop(run, batches, closing):
 
         # forward and backward; the next batch is fetched while the device is busy with them
         began = time.perf_counter()
-        means = trainer.backward(run.step, x, y)
+        means = trainer.backward(run.step, *batch)
         if run.step + 1 < config.max_iters:
-            x, y = fetch(run.step + 1)
+            batch = fetch(run.step + 1)
 
         # clip, agree with the other ranks, update
         metrics, stopping = trainer.update(run.step, means, stop.name is not None)

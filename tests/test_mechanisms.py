@@ -15,7 +15,7 @@ from common import ROOT
 from kernels import attend_lse, attend_packed, attend_selected, flex, row_statistics
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, AdvantageAttention, Agency, CausalMask,
                    ConstraintHeads, Context, GPTConfig, HeadRoles, HeadRouter, Heads, KVCache, SentinelGate,
-                   SkipFusion, constraint_loss, discounted_return, explain)
+                   SkipFusion, constraint_losses, discounted_return, explain)
 from train import TrainConfig
 
 # on CPU it is the reference, not a kernel
@@ -715,7 +715,7 @@ def test_head_norm_normalises_each_head_of_each_token_before_the_gates():
     model, seen = tiny(dict(head_norm=True, sentinel="sigmoid")), []
     attn = model.transformer.h[0].attn
     merge = attn.merge
-    attn.merge = lambda y: seen.append(y) or merge(y)  # y (B, H, T, D)
+    attn.merge = lambda y, rows: seen.append(y) or merge(y, rows)  # y (B, H, T, D)
     model(tokens(2, 9))
     close(seen[0].square().mean(-1).sqrt(), sigmoid(attn.sentinel.logit)[None, :, None].expand(2, 6, 9), 1e-3)
 
@@ -1073,14 +1073,18 @@ def test_constraint_loss_equals_a_loop_over_tokens(weights, focal, positive):
     targets = {"a": torch.tensor([0.0, 1.0, -1.0]).repeat(6).view(2, 9),  # hard and unknown
                "b": normal(2, 9, seed=5).sigmoid()}  # soft
     inputs = [scores["a"], scores["b"]]
-    got = constraint_loss(scores, targets, weights, focal, positive)
+    terms = constraint_losses(scores, targets, weights, focal, positive)
+    for name, term in terms.items():  # each name's part, and their sum
+        alone = slow_constraint_loss(scores, {name: targets[name]}, weights, focal, positive) / 2
+        assert term.item() == pytest.approx(alone.item(), rel=1e-6)
+    got = sum(terms.values())
     want = slow_constraint_loss(scores, targets, weights, focal, positive)
     agree([got[None].double()], [want[None]], inputs, 1e-6)
-    nobody = constraint_loss(scores, {"a": -torch.ones(2, 9)}, weights, focal, positive)
+    nobody = constraint_losses(scores, {"a": -torch.ones(2, 9)}, weights, focal, positive)["a"]
     assert nobody == 0 and not torch.autograd.grad(nobody, scores["a"])[0].any()
     for bad in ({"d": targets["a"]}, {}):
         with pytest.raises(ValueError, match="the heads are for a, b, c"):
-            constraint_loss(scores, bad)
+            constraint_losses(scores, bad)
 
 
 def test_the_models_constraint_loss_is_the_mean_over_blocks_times_lambda_and_the_router_pays_for_open_gates():
@@ -1091,7 +1095,7 @@ def test_the_models_constraint_loss_is_the_mean_over_blocks_times_lambda_and_the
     out = model(idx, idx, traces=True, constraint_targets=targets)
     each = [{n: out.traces[f"blocks.{i}.constraint.{n}"] for n in "ab"} for i in range(2)]
     want = 0.7 / 2 * sum(slow_constraint_loss(s, targets, {"a": 2.0, "b": 0.5}, 1.0, 2.0) for s in each)
-    assert out.aux["constraint"].item() == pytest.approx(want.item(), abs=1e-6)
+    assert sum(out.aux[f"constraint.{n}"].item() for n in "ab") == pytest.approx(want.item(), abs=1e-6)
     gates = sum(out.traces[f"blocks.{i}.router_gates"].mean() for i in range(2))
     close(out.aux["constraint_router"], 0.3 * gates, 1e-9)
     close(out.loss, model(idx, idx).loss, 0)  # reported apart
@@ -1473,7 +1477,7 @@ def test_a_temperature_that_would_overflow_is_bounded():
 @pytest.mark.parametrize("focal", [0.3, 0.5, 0.99])
 def test_a_weak_focus_has_a_finite_gradient_where_a_score_is_right(focal):
     scores = torch.tensor([[40.0, -40.0, 0.3, 120.0]], requires_grad=True)  # sigmoid(40) is 1 in float32
-    loss = constraint_loss({"a": scores}, {"a": torch.tensor([[1.0, 0.0, 1.0, 1.0]])}, focal=focal)
+    loss = constraint_losses({"a": scores}, {"a": torch.tensor([[1.0, 0.0, 1.0, 1.0]])}, focal=focal)["a"]
     gradient, = torch.autograd.grad(loss, scores)
     assert gradient.isfinite().all() and gradient[0, 2] < 0
     want = slow_constraint_loss({"a": scores[:, 2:3].double()}, {"a": torch.ones(1, 1)}, {}, focal, 1.0) / 4

@@ -304,11 +304,11 @@ def test_traces_that_are_looked_at_are_all_there():
 
 def pooled_router(monkeypatch):
     """The constraint write-up's router: the mean of the whole sequence."""
-    gates = ConstraintHeads.router_gates
+    logits = ConstraintHeads.router_logits
 
     def pooled(self, x, ctx, layer):
-        return gates(self, x, ctx._replace(hint=x.mean(1)), layer)
-    monkeypatch.setattr(ConstraintHeads, "router_gates", pooled)
+        return logits(self, x, ctx._replace(hint=x.mean(1)), layer)
+    monkeypatch.setattr(ConstraintHeads, "router_logits", pooled)
 
 
 def full_matrix_statistics(monkeypatch):
@@ -577,7 +577,8 @@ def test_a_heads_state_moves_without_recompiling(flags):
 
 def more_losses(flags):
     """The losses that have a weight of 0 unless asked for."""
-    return {**flags, **(dict(constraint_sparsity_coef=0.1) if "constraint_names" in flags else {})}
+    router = dict(constraint_sparsity_coef=0.1, constraint_entropy_coef=0.1)
+    return {**flags, **(router if "constraint_names" in flags else {})}
 
 
 @every
@@ -596,8 +597,8 @@ def test_every_auxiliary_loss_is_there():
     model = GPT(GPTConfig(**TINY, **more_losses(ALL_ON))).train()
     out = model(tokens(2, T), tokens(2, T, seed=2),
                 constraint_targets={name: torch.ones(2, T) for name in CONSTRAINTS})
-    assert set(out.aux) == {"routing_balance", "gate_l1", "constraint", "constraint_router",
-                            "a2c_value", "a2c_advantage"}
+    assert set(out.aux) == {"routing_balance", "gate_l1", "constraint_router", "constraint_entropy",
+                            "a2c_value", "a2c_advantage", *(f"constraint.{name}" for name in CONSTRAINTS)}
     assert model(tokens(2, T)).aux == {} and model(tokens(2, T)).loss is None
 
 

@@ -1,0 +1,11 @@
+# Constraint heads whose scorers are trained, here on weak labels (nobody has checked them), made by
+#     python data/label.py --dataset=wikitext2_byte --by=weak
+# Then python constraints.py score --ckpt out/constraint_train --plain out/<a plain GPT> --labels=weak
+# Tiny scale: a minute on a core
+
+scale = "tiny"
+constraint_names = ["reciprocity", "testifiability", "decidability"]
+
+labels = "weak"
+constraint_coef = 0.2      # the write-up's 0.1 to 0.3
+constraint_warmup = 100
