@@ -4,6 +4,7 @@ Score whole splits: every token once, bits per byte first.
     python evaluate.py --ckpt out/a [--ckpt out/b/ckpt.pt ...] [--split test] [--stride 128] [--json FILE]
     python evaluate.py --ckpt out/a --set unet_skips=False --set gate.0.3=0    # switches moved, heads set
     python evaluate.py --text --ckpt out/a [--ckpt out/b ...] [--judge out/big]    # what they write
+    python evaluate.py --audit --ckpt out/a --text FILE [--maps] [--out audit.jsonl]   # what its heads say
 
 The context policy is part of the number. Without --stride the split is cut into disjoint windows of
 block_size tokens, and a token sees from 1 to block_size tokens before it. With --stride S the window moves on
@@ -12,6 +13,9 @@ first token is conditioned on the corpus separator. FLOPs/token count training: 
 
 --text lets each model go on from the same prompts, and measures what it says: repetition, diversity, loops,
 and its bits per byte under a larger model, beside the text's own continuation (docs/results.md, section 9).
+
+--audit writes what the constraint heads of a checkpoint think of each token of a file, as JSON lines and as a
+page for the browser (docs/audit.md).
 """
 
 import argparse
@@ -471,13 +475,13 @@ def text_table(runs, width=120):
     return "\n".join([runs[0]["about"], table(head, rows, width=width), *notes])
 
 
-def writable(path):
+def writable(path, flag="--json"):
     """The Path to write, checked before hours of scoring. Raises UserError."""
     path = Path(path).resolve()
     if path.exists() and not path.is_file():
-        raise UserError(f"--json: {path} is not a file")
+        raise UserError(f"{flag}: {path} is not a file")
     if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        raise UserError(f"--json: cannot write into {path.parent}: no such folder, or not allowed")
+        raise UserError(f"{flag}: cannot write into {path.parent}: no such folder, or not allowed")
     return path
 
 
@@ -515,6 +519,13 @@ def add_text_arguments(parser):
 def refuse_what_means_nothing(args, text):
     """Raise UserError for flags that another one makes idle; text: the actions of --text."""
     given = ["--" + a.dest for a in text if getattr(args, a.dest) != a.default]
+    if args.audit:
+        refuse_beside_audit(args, given)
+        return
+    if args.maps or args.out:
+        raise UserError(f"{'--maps' if args.maps else '--out'} means nothing without --audit")
+    if args.text not in (True, False):
+        raise UserError(f"--text {args.text}: a file means nothing without --audit")
     if given and not args.text:
         raise UserError(f"{given[0]} means nothing without --text")
     if args.text and args.stride:
@@ -522,6 +533,18 @@ def refuse_what_means_nothing(args, text):
     idle = [flag for flag in given if flag in ("--num_prompts", "--prompt_tokens")]
     if idle and args.prompts:
         raise UserError(f"{idle[0]} means nothing with --prompts")
+
+
+def refuse_beside_audit(args, given):
+    """Raise UserError for what does not go with --audit; given: flags of --text."""
+    if args.text in (True, False):
+        raise UserError("--audit needs the text to read: --text FILE")
+    if len(args.ckpt) > 1:
+        raise UserError("--audit reads with one checkpoint")
+    idle = [*given, *(f"--{key}" for key in ("stride", "dataset", "json") if getattr(args, key)),
+            *(["--split"] if args.split != "test" else [])]
+    if idle:
+        raise UserError(f"{idle[0]} means nothing with --audit")
 
 
 def scored_runs(args, device, progress):
@@ -538,7 +561,12 @@ def main(argv=None):
     add_arguments(p, "test")
     p.add_argument("--stride", type=int, default=0,
                    help="move the window by so many tokens; 0: disjoint windows (default)")
-    p.add_argument("--text", action="store_true", help="measure what the models write instead")
+    p.add_argument("--text", nargs="?", const=True, default=False, metavar="FILE",
+                   help="measure what the models write instead; with --audit: the text to read")
+    p.add_argument("--audit", action="store_true", help="write what the constraint heads say of --text FILE")
+    p.add_argument("--maps", action="store_true", help="with --audit: their attention maps too")
+    p.add_argument("--out", help="of --audit, JSON lines; a page of that name, .html, comes beside them "
+                                 "(default: audit.jsonl)")
     text = add_text_arguments(p)
     args = p.parse_args(argv)
     runs, show = [], text_table if args.text else score_table
@@ -546,6 +574,11 @@ def main(argv=None):
         device = pick_device(args.device)
         out = writable(args.json) if args.json else None
         refuse_what_means_nothing(args, text)
+        if args.audit:
+            from audit import of_file  # which imports this module
+            print(of_file(args.ckpt[0], args.text, args.out or "audit.jsonl", device, args.maps,
+                          args.settings, sys.stderr.isatty()))
+            return
         for run in (text_runs if args.text else scored_runs)(args, device, sys.stderr.isatty()):
             runs.append(run)
         if out:

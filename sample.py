@@ -4,9 +4,11 @@ Generate text from one checkpoint, or from several side by side.
     python sample.py --ckpt out/a [--ckpt out/b ...] --start "To be" [--num_samples 3] [--max_new_tokens 300]
     python sample.py --ckpt out/a --start FILE:prompt.txt --temperature 0.8 --top_p 0.95
     python sample.py --ckpt out/a --set unet_skips=False --set gate.0.3=0    # switches moved, heads set
+    python sample.py --ckpt out/a --start "To be" --audit audit.jsonl    # what its constraint heads say of it
 
 A run folder stands for its best.pt. Every checkpoint gets the same prompt, seed and settings; with one
-checkpoint and one sample the text appears as it is made.
+checkpoint and one sample the text appears as it is made. --audit says under each text which of its tokens
+score highest, and writes the rest to a file and a page (docs/audit.md).
 """
 
 import argparse
@@ -64,10 +66,11 @@ def encode(tokenizer, text, path):
         raise ValueError(f"--start, for {path}: {e}")
 
 
-def generate(model, tokenizer, ids, args, on_piece=None):
+def generate(model, tokenizer, ids, args, on_piece=None, rows=None):
     """(texts, tokens per second): args.num_samples continuations of ids [1, T].
 
-    on_piece is called with every new piece of the first text, in whole characters.
+    on_piece is called with every new piece of the first text, in whole characters. rows, a list, gets the ids
+    of each text, a stop token and what follows it left out.
     """
     device = next(model.parameters()).device
     stop = tokenizer.separator if args.stop else None
@@ -88,7 +91,10 @@ def generate(model, tokenizer, ids, args, on_piece=None):
                 on_piece(decoder.decode(spell(token[:1].tolist())))
     if on_piece:
         on_piece(decoder.decode(b"", final=True))
-    texts = [spell(row).decode("utf-8", "replace") for row in torch.stack(steps, dim=1).tolist()]
+    made = torch.stack(steps, dim=1).tolist()
+    if rows is not None:
+        rows += [row[:row.index(stop)] if stop in row else row for row in made]
+    texts = [spell(row).decode("utf-8", "replace") for row in made]
     return texts, len(texts) * len(steps) / (time.perf_counter() - began)
 
 
@@ -144,6 +150,23 @@ def check(args):
     check_sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
 
 
+def audit_files(args, models):
+    """Where --audit writes to, after every check that needs no text; None without it. UserError."""
+    if not args.audit:
+        return None
+    from audit import auditable, paths  # which imports this module
+    if len(models) > 1:
+        raise UserError("--audit takes one checkpoint")
+    auditable(models[0][0], args.ckpt[0])
+    return paths(args.audit, "--audit")
+
+
+def explained(args, models, prompts, rows, files):
+    """Write the audit of samples, lists of ids; returns explain()'s lines for each. files: audit_files()."""
+    from audit import of_samples
+    return of_samples(*models[0], args.ckpt[0], args.settings, prompts[0][0].tolist(), rows, files)
+
+
 def run(args):
     """Load, generate, print."""
     check(args)
@@ -151,16 +174,20 @@ def run(args):
     models = [load(path, device, args.dataset, args.settings) for path in args.ckpt]
     prompts = [encode(tokenizer, text, path) for (_, tokenizer), path in zip(models, args.ckpt)]
     changed = f"with {', '.join(args.settings)}" if args.settings else ""
+    files, rows = audit_files(args, models), []
 
     # one text appears as it is made
     if len(models) == args.num_samples == 1:
         print(text, end="", flush=True)
-        _, speed = generate(*models[0], prompts[0], args, on_piece=partial(print, end="", flush=True))
+        _, speed = generate(*models[0], prompts[0], args, partial(print, end="", flush=True), rows)
         speeds = [speed]
         print()
+        if files:
+            print("", *explained(args, models, prompts, rows, files), sep="\n")
     # several stand side by side
     else:
-        texts, speeds = zip(*(generate(*model, ids, args) for model, ids in zip(models, prompts)))
+        texts, speeds = zip(*(generate(*model, ids, args, rows=rows) for model, ids in zip(models, prompts)))
+        said_of = explained(args, models, prompts, rows, files) if files else None
         columns = shutil.get_terminal_size((120, 40)).columns
         if changed:
             print(changed, end="\n\n")
@@ -169,9 +196,13 @@ def run(args):
                 print(f"==== sample {i + 1} ====")
             samples = [text + t[i] for t in texts]
             print(samples[0] if len(samples) == 1 else side_by_side(args.ckpt, samples, columns), end="\n\n")
+            if said_of:
+                print(said_of[i], end="\n\n")
     sys.stdout.flush()
     for path, speed in zip(args.ckpt, speeds):
         print(f"{path}{', ' * bool(changed)}{changed}: {speed:,.0f} tokens/s", file=sys.stderr)
+    for path in files or ():
+        print(path, file=sys.stderr)
 
 
 def main(argv=None):
@@ -193,6 +224,9 @@ def main(argv=None):
     p.add_argument("--stop", action="store_true",
                    help="stop at the corpus separator (a newline, or end of text)")
     p.add_argument("--seed", type=int, default=1337, help="same seed, same text (default: 1337)")
+    p.add_argument("--audit", metavar="FILE",
+                   help="write what the constraint heads say of each text, as JSON lines; a page of that "
+                        "name, .html, comes beside them")
     p.add_argument("--dataset",
                    help="where a nanoGPT checkpoint's vocabulary is, if not in the dataset that it names")
     args = p.parse_args(argv)
