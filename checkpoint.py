@@ -22,11 +22,17 @@ def save(path, state):
 
 # ---- read ----
 
+def file_of(path):
+    """The checkpoint file that a path means: of a run folder its best."""
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    return next((path / n for n in ("best.pt", "ckpt.pt") if (path / n).is_file()), path / "ckpt.pt")
+
+
 def read(path, device="cpu"):
     """The dict in a checkpoint file: ours, or nanoGPT's put into our form. Raises UserError."""
-    path = Path(path)
-    if path.is_dir():  # a run folder means its best checkpoint
-        path = next((path / n for n in ("best.pt", "ckpt.pt") if (path / n).is_file()), path / "ckpt.pt")
+    path = file_of(path)
     if not path.is_file():
         raise UserError(f"no checkpoint {path}")
     try:

@@ -63,7 +63,7 @@ class Study:
         flags["device"] = self.config.device if on_slurm else pick_device(self.config.device).split(":")[0]
         return dict(model=fingerprint.own_flags(model), train=flags,
                     score=dict(split=split, tokens=self.config.test_tokens),
-                    data={name: part["sha256"] for name, part in self.builder.data.splits.items()},
+                    data=trial.data_of(self.builder.data, arm.train.labels, arm.train.teacher),
                     code=fingerprint.code_digest(model, arm.train), torch=torch.__version__)
 
     def plan(self, stage, arms, seeds, split=None):

@@ -15,7 +15,7 @@ from common import UserError
 from configurator import Scale
 from dataset import Dataset
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from train import TrainConfig, with_log
+from train import TrainConfig, constraint_conflicts, with_log
 
 # plain GPTs by size, the parameters of their blocks, for a ladder on one scale's data and recipe
 SIZES = {
@@ -248,7 +248,7 @@ class ArmBuilder:
             model, training = self.load(flags)
         except UserError as e:
             raise UserError(f"{name}: {' '.join(str(e).split())}")
-        if bad := controller.conflicts(model, training):
+        if bad := controller.conflicts(model, training) + constraint_conflicts(model, training):
             raise UserError(f"{name}: {'; '.join(bad)}")
         model = replace(model, vocab_size=model.vocab_size or self.data.vocab_size)
         params, flops = size_of(model)

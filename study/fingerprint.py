@@ -30,9 +30,10 @@ def off_mechanisms(config):
 
 
 def own_training(config):
-    """{key: value} of a TrainConfig that its run depends on: no key of a controller that does nothing."""
+    """{key: value} of a TrainConfig that its run depends on: no key of what it does without."""
     return {name: value for name, value in asdict(config).items()
-            if lives(config) or name not in ControllerConfig.__dataclass_fields__}
+            if (lives(config) or name not in ControllerConfig.__dataclass_fields__)
+            and (value or name not in ("labels", "teacher"))}
 
 
 def own_flags(config):

@@ -38,6 +38,7 @@ from evaluate import BLOCK, bits, score, windows_of
 from model import GPTConfig
 from runlog import peak_memory, processor, read_json, read_rows, set_aside, stamps
 from study.fingerprint import code_digest
+from targets import Targets, sha256
 
 TRIALS = Path("out/trials")
 USE_FILED = True  # a run in results/ counts as done; False: for reruns that check what is there
@@ -221,13 +222,24 @@ def stop_with_parent():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def data_of(dataset, labels=None, teacher=None):
+    """{what: sha256} of all that a run reads: the splits, its labels, its teacher."""
+    found = {name: split["sha256"] for name, split in dataset.splits.items()}
+    for split, row in Targets(dataset, labels).splits.items() if labels else ():
+        found.update({f"labels {name}.{split}": file["sha256"] for name, file in row["names"].items()})
+    if teacher:
+        found["teacher"] = sha256(checkpoint.file_of(teacher))
+    return found
+
+
 def check_unchanged(folder):
     """UserError where the code or the data is not what this run was planned with."""
     spec = json.loads((folder / "trial.json").read_text(encoding="utf-8"))
     code = code_digest(GPTConfig(**spec["model"]), train.TrainConfig(**spec["train"]))
     if spec.get("code", code) != code:
         raise UserError("the code changed after this run was planned; start the study again")
-    data = {name: split["sha256"] for name, split in Dataset(spec["train"]["dataset"]).splits.items()}
+    training = spec["train"]
+    data = data_of(Dataset(training["dataset"]), training.get("labels"), training.get("teacher"))
     if spec.get("data", data) != data:
         raise UserError("the data changed after this run was planned; start the study again")
 

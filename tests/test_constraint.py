@@ -13,9 +13,10 @@ import kernels
 import model as model_py
 from dataset import Dataset
 from model import GPT, ConstraintHeads, GPTConfig, SentinelGate
-from targets import encode, label_file, write_meta
+from study import fingerprint, trial
+from targets import encode, label_file, sha256, write_meta
 from tests.conftest import TINY
-from train import main
+from train import TrainConfig, main
 
 SMALL = dict(block_size=16, vocab_size=37, n_layer=2, n_head=3, n_embd=24, constraint_names=["a", "b"],
              constraint_layers=[0, 1])
@@ -372,3 +373,19 @@ def test_a_checkpoint_from_before_there_were_these_flags_is_read(tmp_path):
     again = GPT(GPTConfig(**config)).double().eval()
     again.load_state_dict(model.state_dict())
     assert torch.equal(again(tokens(2, 9)).logits, model(tokens(2, 9)).logits)
+
+
+# ---- in a study ----
+
+def test_labels_and_teacher_are_part_of_what_a_run_reads(labelled, tmp_path, run):
+    """Other labels are another run; a run of none keeps its folder."""
+    data = Dataset(labelled)
+    bare = trial.data_of(data)
+    assert set(bare) == {"train", "val", "test"}
+    with_labels = trial.data_of(data, "truth")
+    assert {"labels digit.train", "labels even.val"} < set(with_labels) and bare.items() < with_labels.items()
+    run("teacher", max_iters=3)
+    one = trial.data_of(data, "truth", tmp_path / "teacher")["teacher"]
+    assert one == sha256(tmp_path / "teacher" / "best.pt") != with_labels["labels digit.train"]
+    assert not {"labels", "teacher"} & set(fingerprint.own_training(TrainConfig()))
+    assert fingerprint.own_training(TrainConfig(labels="truth"))["labels"] == "truth"

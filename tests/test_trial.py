@@ -32,7 +32,7 @@ def spec_of(data, tokens=0, **keys):
                     eval_tokens=64, log_interval=2)
     return dict(model=fingerprint.own_flags(model), train={**training, **keys},
                 score=dict(split="test", tokens=tokens), code=fingerprint.code_digest(model),
-                data={name: split["sha256"] for name, split in Dataset(data).splits.items()},
+                data=trial.data_of(Dataset(data)),
                 torch=torch.__version__)
 
 
