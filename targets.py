@@ -58,7 +58,9 @@ def write_meta(folder, dataset, names, splits, weak, note):
                                            sha256=dataset.splits[split]["sha256"], names={})
         for name in names:
             path = label_file(folder, name, split)
-            counts = np.bincount(np.fromfile(path, np.uint8), minlength=256)[:UNKNOWN]
+            codes = np.memmap(path, np.uint8, "r")  # in blocks: bincount takes eight times their size
+            counts = sum(np.bincount(codes[i:i + (1 << 22)], minlength=256)
+                         for i in range(0, len(codes), 1 << 22))[:UNKNOWN]
             known = int(counts.sum())
             mean = float(counts @ VALUES[:UNKNOWN].double().numpy() / known) if known else None
             row["names"][name] = dict(sha256=sha256(path), labelled=known, mean=mean)

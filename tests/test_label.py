@@ -1,0 +1,568 @@
+"""data/label.py: labels lie where they belong, never know what comes later, and come back after a kill."""
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from common import UserError
+from conftest import ROOT, write_dataset
+from data import label, labellers, weak
+from data.label import main
+from data.labellers import TASKS, Text, to_tokens, truth
+from dataset import Dataset
+from targets import UNKNOWN, Targets, decode, encode, label_file
+
+WIKI = """
+ = Homarus = 
+
+ Homarus is a lobster of H. americanus 's kind . It may grow to 60 cm ( 24 in )
+and is caught by people who trade with each other . According to Dr. Smith it is blue !
+
+ = = Life = = 
+
+ Females were recently seen . Is that so ? They lived there , perhaps in May 1901 , and were happy . 
+"""
+PLAY = """First Citizen:
+Before we proceed any further, hear me speak.
+
+All:
+Speak, speak.
+
+First Citizen:
+You are all resolved rather to die
+Than to famish? I have three daughters.
+
+MENENIUS:
+It is the café of Élan, methinks.
+
+CORIOLANUS:
+Thanks. I'll repay thee; what is it
+To them?
+"""
+LONG_LINE = "\n\n\n  " + "a long line, without a Break. " * 60 + "\n \t\n"
+SLOW_PLAY = PLAY.replace("Speak, speak.", "Speak, speak. " * 30)
+MIXED = (WIKI + "\n" + PLAY + "\n") * 6 + LONG_LINE + SLOW_PLAY + "\n" + WIKI + PLAY
+
+
+@pytest.fixture
+def gpt2(monkeypatch):
+    """GPT-2's files, out of data/ or out of the real corpora."""
+    folders = ROOT / "data", Path(os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data")
+    found = [folder for folder in folders if (folder / "gpt2_bpe/vocab.bpe").is_file()]
+    if not found:
+        pytest.skip("no GPT-2 files: put gpt2_bpe/ into the folder NANOHEADS_DATA")
+    monkeypatch.setenv("NANOHEADS_DATA", str(found[0].resolve()))
+
+
+def made(folder, text, encoding="byte"):
+    """A Dataset of one text in all its splits."""
+    vocab = sorted(set(text)) if encoding == "char" else None
+    text = text if encoding != "byte" or isinstance(text, bytes) else text.encode()
+    return Dataset(write_dataset(folder, dict.fromkeys(("train", "val", "test"), text), encoding, vocab))
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    return made(tmp_path / "mixed", MIXED)
+
+
+def run(dataset, *args):
+    """Label; {name.split: values, -1 unknown} of the set, which Targets must accept."""
+    out = next((arg.removeprefix("--out=") for arg in args if arg.startswith("--out=")), args[0][5:])
+    main([f"--dataset={dataset.dir}", *args])
+    targets = Targets(dataset, out)
+    return {f"{name}.{split}": decode(np.array(targets.codes(name, split))).numpy()
+            for name in targets.names for split in targets.splits}
+
+
+def refused(dataset, words, *args):
+    with pytest.raises(UserError, match=words) as e:
+        main([f"--dataset={dataset.dir}", *args])
+    assert "\n" not in str(e.value)
+
+
+def labelled(text, value, spans):
+    """The stretches of a text that spans give a value, in order."""
+    return [" ".join(text[a:b].split()) for a, b, v in spans if v == value]
+
+
+# ---- weak labels ----
+
+def test_sentences_are_found_in_articles_and_plays():
+    found = [" ".join(WIKI[a:b].split()) for a, b in weak.sentences(WIKI)]
+    assert found == ["Homarus is a lobster of H. americanus 's kind .",
+                     "It may grow to 60 cm ( 24 in ) and is caught by people who trade with each other .",
+                     "According to Dr. Smith it is blue !", "Females were recently seen .", "Is that so ?",
+                     "They lived there , perhaps in May 1901 , and were happy ."]
+    found = [" ".join(PLAY[a:b].split()) for a, b in weak.sentences(PLAY)]
+    assert found[2:] == ["You are all resolved rather to die Than to famish?", "I have three daughters.",
+                         "It is the café of Élan, methinks.", "Thanks.",
+                         "I'll repay thee; what is it To them?"]
+    assert weak.sentences("Title Without End\n\nName:\n* an item.\n") == []
+
+
+def test_testifiability_begins_with_what_can_be_checked():
+    spans = weak.testifiability(WIKI)
+    assert labelled(WIKI, 1, spans) == [
+        "0 cm ( 24 in ) and is caught by people who trade with each other .",
+        "Dr. Smith it is blue !", "901 , and were happy ."]
+    assert labelled(WIKI, 0, spans) == [
+        "Homarus is a lobster of H. americanus 's kind .", "It may grow to 6", "According to",
+        "Females were recently seen .", "Is that so ?", "They lived there , perhaps in May 1"]
+    assert labelled(PLAY, 1, weak.testifiability(PLAY)) == ["daughters."]
+
+
+def test_reciprocity_is_a_word_of_exchange_or_a_third_turn():
+    assert labelled(WIKI, 1, weak.reciprocity(WIKI)) == ["each other ."]  # after "trade with"
+    third = ["You are all resolved rather to die Than to famish?", "I have three daughters."]
+    assert labelled(PLAY, 1, weak.reciprocity(PLAY)) == [*third, "thee; what is it To them?"]
+    other = PLAY.replace("First Citizen:\nYou", "Second Citizen:\nYou")
+    assert labelled(other, 1, weak.reciprocity(other)) == ["thee; what is it To them?"]
+    far = PLAY.replace("Speak, speak.", "Speak, speak. " * (weak.WINDOW // 14))
+    assert third[0] not in labelled(far, 1, weak.reciprocity(far))
+    at = PLAY.index("You are")  # a text that begins there knows its speakers from what was before
+    assert labelled(PLAY[at:], 1, weak.reciprocity(PLAY[at:], PLAY[:at]))[:2] == third
+    assert labelled(PLAY[at:], 1, weak.reciprocity(PLAY[at:])) == ["thee; what is it To them?"]
+
+
+def test_decidability_ends_with_a_hedge_and_leaves_questions_out():
+    spans = weak.decidability(WIKI)
+    assert labelled(WIKI, 1, spans) == ["a lobster of H. americanus 's kind .", "recently seen .",
+                                        "there , perhaps"]
+    assert labelled(WIKI, 0, spans) == [
+        "grow to 60 cm ( 24 in ) and is caught by people who trade with each other .",
+        "in May 1901 , and were happy ."]
+    assert labelled(PLAY, 0, weak.decidability(PLAY)) == ["."]  # after "methinks"
+    whole = labelled(WIKI, 0, weak.decidability(WIKI, whole=True))
+    assert whole[1] == "They lived there , perhaps in May 1901 , and were happy ."
+
+
+@pytest.mark.parametrize("name", weak.LABELLERS)
+def test_a_label_follows_from_the_text_up_to_it(name):
+    """What a label says must not change with what comes later; labels of whole sentences do change."""
+    def changes(whole):
+        count = 0
+        full = labellers.paint(weak.LABELLERS[name](text, "", whole), len(text)).astype(int)
+        for stop in range(1, len(text)):
+            part = labellers.paint(weak.LABELLERS[name](text[:stop] + ".", "", whole), stop + 1)[:stop]
+            both = (part != UNKNOWN) & (full[:stop] != UNKNOWN)
+            count += int((part[both] != full[:stop][both]).any())
+        return count
+    text = WIKI + PLAY
+    assert changes(whole=False) == 0
+    assert changes(whole=True) > 20
+
+
+# ---- a known truth ----
+
+def test_synthetic_truth_is_what_it_says():
+    text = "Ab, e 1e (Capital. eee" + "x" * 70 + ",y,ee" + "q" * 65 + "Z"
+    for i, c in enumerate(text):
+        seen = text[max(0, i - 63):i + 1]
+        marks = [c for c in seen if c in ",.;:?!()"]
+        assert truth("comma", text)[i] == (marks[-1:] == [","])
+        assert truth("parity", text)[i] == text[max(0, i - 7):i + 1].count("e") % 2
+        behind = [k for k, c in enumerate(reversed(text[:i + 1])) if "A" <= c <= "Z"]
+        assert truth("capital", text)[i] == pytest.approx(max(0, 1 - behind[0] / 16) if behind else 0)
+    assert set(TASKS) == {"comma", "parity", "capital"}
+
+
+def test_noise_turns_a_share_of_the_labels(mixed, capsys):
+    clean = run(mixed, "--by=synthetic", "--names", "a=comma", "b=capital")
+    noisy = run(mixed, "--by=synthetic", "--names", "a=comma", "b=capital", "--noise=0.1", "--out=noisy")
+    again = run(mixed, "--by=synthetic", "--names", "a=comma", "b=capital", "--noise=0.1", "--out=again")
+    other = run(mixed, "--by=synthetic", "--names", "a=comma", "b=capital", "--noise=0.1", "--seed=1",
+                "--out=other")
+    for name in clean:
+        turned = noisy[name] != clean[name]
+        np.testing.assert_allclose(noisy[name][turned], 1 - clean[name][turned], atol=1e-6)
+        assert 0.07 < np.mean(turned) < 0.13
+        assert (again[name] == noisy[name]).all() and (other[name] != noisy[name]).any()
+    assert ((noisy["a.train"] != clean["a.train"]) != (noisy["b.train"] != clean["b.train"])).any()
+    first = [MIXED[:i + 1].encode() for i in range(len(MIXED))]
+    np.testing.assert_array_equal(clean["a.val"][[len(seen) - 1 for seen in first]], truth("comma", MIXED))
+    assert not Targets(mixed, "synthetic").meta["weak"]
+
+
+# ---- pieces ----
+
+def pieces(dataset, size, split="train", start=0):
+    return list(Text(dataset, size).pieces(split, start))
+
+
+@pytest.mark.parametrize("encoding", ["byte", "char", "gpt2"])
+def test_no_label_knows_where_pieces_are_cut(tmp_path, encoding, request, monkeypatch):
+    if encoding == "gpt2":
+        request.getfixturevalue("gpt2")
+    dataset = made(tmp_path / "data", MIXED, encoding)
+    monkeypatch.setattr(labellers, "LONG", 300)  # tokens: some blocks are longer
+    args = SimpleNamespace(names=None, reach=None, noise=0.2, seed=3)
+    for kind in (labellers.Weak, labellers.Synthetic):
+        found = {}
+        for size in (1, 90, 1000, 1 << 20):
+            text = pieces(dataset, size)
+            assert "".join(p.text for p in text) == MIXED
+            assert [p.start for p in text[1:]] == [p.stop for p in text[:-1]]
+            assert len(text) > 1
+            found[size] = [kind(args, dataset)(p) for p in text]
+        for name in found[1][0]:
+            rows = [np.concatenate([one[name] for one in row]) for row in found.values()]
+            assert all((row == rows[0]).all() for row in rows[1:])
+    # cut anywhere, labels do change
+    whole = labellers.paint(weak.testifiability(MIXED), len(MIXED))
+    parts = [labellers.paint(weak.testifiability(MIXED[i:i + 37]), 37)[:len(MIXED[i:i + 37])]
+             for i in range(0, len(MIXED), 37)]
+    assert (np.concatenate(parts) != whole).any()
+
+
+def test_blocks_start_after_the_last_blank_line():
+    assert labellers.block_starts(b"a\nb\n\nc\n \t\n\n d\n") == [5, 11]
+    # what follows may be blank, too, and then no block starts there
+    assert labellers.block_starts(b"a\n\n") == labellers.block_starts(b"a\n\n  ") == []
+    assert labellers.block_starts(b"a\n\n  b") == [3]
+
+
+def test_a_long_block_is_not_cut_inside_a_character(tmp_path, monkeypatch):
+    monkeypatch.setattr(labellers, "LONG", 10)
+    raw = "é€😀".encode() * 30 + b"\xe2\x82" + b"\x80" * 40 + b"\xff" + "é".encode() * 9
+    dataset = made(tmp_path / "data", raw)
+    for size in (1, 50, 1 << 20):
+        cut = pieces(dataset, size)
+        assert "".join(p.text for p in cut) == raw.decode("utf-8", "surrogateescape")
+        assert max(p.stop - p.start for p in cut) <= 13
+
+
+# ---- a user's labels ----
+
+def spans_file(folder, *rows):
+    path = folder / "labels.jsonl"
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return f"--file={path}"
+
+
+def span(start, end, value=1.0, name="truth"):
+    return dict(name=name, start=start, end=end, value=value)
+
+
+@pytest.mark.parametrize("encoding", ["byte", "char", "gpt2"])
+def test_spans_of_characters_reach_their_tokens(tmp_path, encoding, request):
+    """The oracle goes through the text token by token; emoji are several GPT-2 tokens, and words are one."""
+    if encoding == "gpt2":
+        request.getfixturevalue("gpt2")
+    text = "Le café 😀😀 coûte 12 € à Élan.\n\nUn second paragraph, naïve.\n" * 3
+    dataset = made(tmp_path / "data", text, encoding)
+    ask = [(3, 7, 1.0), (8, 9, 0.25), (20, 21, 0.0), (40, 77, 0.5)]
+    file = spans_file(tmp_path, *(span(*row) for row in ask), "", span(41, 60, 0.5))
+    found = run(dataset, "--by=spans", file, "--split=val")["truth.val"]
+    per_byte = []  # the character that each byte is part of
+    for i, c in enumerate(text):
+        per_byte += [i] * len(c.encode())
+    at, several = 0, 0
+    for i, token in enumerate(dataset.tokens("val")):
+        size = len(dataset.tokenizer.decode_bytes([token]))
+        held, at = per_byte[at:at + size], at + size
+        want = {value for a, b, value in ask if any(a <= char < b for char in held)}
+        assert found[i] == pytest.approx(want.pop() if want else -1, abs=0.5 / 254)
+        several += len(set(held)) > 1 and any(a in held[1:] for a, _, _ in ask)
+    assert at == len(text.encode()) and (several > 0) == (encoding == "gpt2")
+    assert (found >= 0).sum() > 15
+
+
+def test_a_token_has_the_value_of_the_last_span_it_touches():
+    piece = labellers.Piece("val", 0, 2, np.array([3, 4]), "abcdefg", "")
+    codes = encode([np.nan, 1, 0, np.nan, 0.5, np.nan, np.nan])
+    assert to_tokens(codes, piece).tolist() == [0, 127]
+    assert to_tokens(encode([np.nan] * 3 + [1] + [np.nan] * 3), piece).tolist() == [UNKNOWN, 254]
+
+
+def test_scores_of_tokens_and_the_rest(mixed, tmp_path):
+    n = len(mixed.tokens("val"))
+    rows = [dict(name="soft", token=5, values=[0.5, None, 1]), dict(name="soft", token=n - 1, value=0.0),
+            dict(name="soft", token=5, value=0.5), span(0, 2, name="hard"), span(4, 6, None, name="hard")]
+    found = run(mixed, "--by=spans", spans_file(tmp_path, *rows), "--split=val")
+    want = np.full(n, -1.0)
+    want[[5, 7, n - 1]] = 0.5, 1, 0
+    np.testing.assert_allclose(found["soft.val"], want, atol=1e-6)
+    assert found["hard.val"][:7].tolist() == [1, 1, -1, -1, -1, -1, -1]
+    found = run(mixed, "--by=spans", spans_file(tmp_path, *rows), "--split=val", "--rest=0", "--out=zero")
+    np.testing.assert_allclose(found["soft.val"], np.where(np.arange(n) == 6, -1, want.clip(0)), atol=1e-6)
+    assert found["hard.val"][:7].tolist() == [1, 1, 0, 0, -1, -1, 0]
+    assert list(Targets(mixed, "zero").splits) == ["val"] and not Targets(mixed, "zero").meta["weak"]
+
+
+def test_a_byte_that_is_not_utf8_is_a_character(tmp_path):
+    raw = b"\xc3\xa9\xff\xe2\x82a\xe2\x82\xacz\n"  # é, three strays, a, €, z
+    found = run(made(tmp_path / "data", raw), "--by=spans", "--split=val",
+                spans_file(tmp_path, span(1, 2), span(4, 5, 0.0), span(5, 6)))["truth.val"]
+    assert found.tolist() == [-1, -1, 1, -1, -1, 0, 1, 1, 1, -1, -1]
+
+
+def test_a_span_goes_over_many_pieces(mixed, tmp_path, monkeypatch):
+    monkeypatch.setattr(labellers.Spans, "size", 200)
+    monkeypatch.setattr(labellers, "LONG", 200)
+    file = spans_file(tmp_path, span(50, 3000), span(60, 70), span(100, 1500), span(3000, 3001, 0.0))
+    found = run(mixed, "--by=spans", file, "--split=val")["truth.val"]
+    starts = [len(MIXED[:at].encode()) for at in (50, 3000, 3001)]
+    want = np.full(len(found), -1)
+    want[starts[0]:starts[1]], want[starts[1]:starts[2]] = 1, 0
+    np.testing.assert_array_equal(found, want)
+
+
+def test_several_files_each_for_its_split(mixed, tmp_path):
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    one.write_text(json.dumps(span(0, 3)))
+    two.write_text(json.dumps(span(1, 2, 0.0)) + "\n" + json.dumps(span(1, 2, name="only")))
+    found = run(mixed, "--by=spans", f"--file={one}", "--split=val", f"--file={two}", "--split=test")
+    assert found["truth.val"][:4].tolist() == [1, 1, 1, -1]
+    assert found["truth.test"][:3].tolist() == [-1, 0, -1]
+    assert (found["only.val"] == -1).all() and found["only.test"][1] == 1
+
+
+@pytest.mark.parametrize("row, words", [
+    (span(0, 10**9), "ends at 1,000,000,000; the split has [0-9,]+ characters"),
+    (dict(name="truth", token=10**9, value=1), "ends at 1,000,000,001; the split has [0-9,]+ tokens"),
+    (span(5, 5), "the span from 5 to 5 holds nothing"), (span(6, 5), "holds nothing"),
+    (span(-1, 5), "must be whole numbers"), (span(1.0, 5), "must be whole numbers"),
+    (span(0, 5, 10**400), "too large"), ("[" * 99999, "is not JSON"), (span(0, 5, np.inf), "must be in"),
+    (span(0, 5, 1.01), r"1.01 must be in \[0, 1\]"), (span(0, 5, "1"), "numbers from 0 to 1, or null"),
+    (span(0, 5, True), "must be numbers from 0 to 1"),
+    (dict(span(0, 5), label="x"), "has the keys name, start, end, value, label where it needs"),
+    (dict(name="truth", start=0, end=5), "has the keys name, start, end where it needs"),
+    (span(0, 5, name="a.b"), "'a.b' is no name"), ("[1]", "has no keys"), ("{", "is not JSON"),
+    (dict(name="truth", token=1, values=[]), "must be numbers"),
+    (dict(name="truth", token=1, value=1), "counts tokens, and line 1 counts characters for truth")],
+    ids=lambda value: str(value)[:40])
+def test_a_bad_line_is_refused_with_its_number(mixed, tmp_path, row, words):
+    file = spans_file(tmp_path, span(0, 1), "", row)
+    refused(mixed, f"labels.jsonl, line 3: .*{words}", "--by=spans", file, "--split=val")
+    assert not (mixed.dir / "labels").exists()
+
+
+def test_spans_that_overlap_must_agree(mixed, tmp_path):
+    long, short, later = span(0, 100), span(10, 20), span(30, 40, 0.0)
+    ask = "--by=spans", "--split=val"
+    assert run(mixed, *ask, spans_file(tmp_path, long, short))["truth.val"][:101].sum() == 99  # -1 at the end
+    refused(mixed, "labels.jsonl, lines 1 and 3: spans of truth overlap and disagree", *ask,
+            spans_file(tmp_path, long, short, later), "--force")
+    refused(mixed, "lines 1 and 3", *ask, spans_file(tmp_path, later, short, long), "--force")
+    scores = dict(name="truth", token=0, values=[0, 1]), dict(name="truth", token=1, value=0.9)
+    refused(mixed, "lines 1 and 2", *ask, spans_file(tmp_path, *scores), "--force")
+    run(mixed, *ask, spans_file(tmp_path, short, dict(later, start=20)), "--force")  # side by side
+    run(mixed, *ask, spans_file(tmp_path, long, dict(later, name="other")), "--force")
+
+
+# ---- the program ----
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+def test_a_second_run_verifies_and_mends(mixed, capsys):
+    first = run(mixed, "--by=weak", "--splits", "val")
+    said = capsys.readouterr().out
+    assert "weak: nobody has checked" in said and "already" not in said
+    assert "\ntestifiability  val" in said and said.count("{1}") > 3
+    folder = mixed.dir / "labels/weak"
+    before = files_of(folder)
+    run(mixed, "--by=weak", "--splits", "val")
+    assert "already labelled, verified" in capsys.readouterr().out
+    path = label_file(folder, "testifiability", "val")
+    path.write_bytes(b"\0" + before[path.name][1:])
+    run(mixed, "--by=weak", "--splits", "val")
+    assert "differs from its checksum" in capsys.readouterr().out and files_of(folder) == before
+    both = run(mixed, "--by=weak", "--splits", "train")  # one split more
+    assert (both["testifiability.val"] == first["testifiability.val"]).all()
+    assert set(Targets(mixed, "weak").splits) == {"val", "train"}
+    refused(mixed, "holds other labels, of mixed: .*--force replaces", "--by=weak", "--from=start")
+    run(mixed, "--by=weak", "--from=start", "--force")
+
+
+def test_a_killed_run_goes_on(mixed, tmp_path, monkeypatch):
+    """By SIGKILL in the middle of a piece of the second split: the bytes are those of a whole run."""
+    monkeypatch.setattr(labellers.Weak, "size", 400)
+    run(mixed, "--by=weak", f"--out={tmp_path}/whole")
+    code = """if True:
+        import os, signal, sys
+        from data import label, labellers
+        labellers.Weak.size, calls, ask = 400, [], labellers.Weak.__call__
+        def dies(self, piece):
+            calls.append(piece)
+            if piece.split == "val" and piece.start > 2000:
+                part = next(label.Path(sys.argv[2]).glob("*.val.u8.part"))
+                with open(part, "ab") as file:
+                    file.write(b"torn" * 5000)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return ask(self, piece)
+        labellers.Weak.__call__ = dies
+        label.main([f"--dataset={sys.argv[1]}", "--by=weak", f"--out={sys.argv[2]}"])"""
+    out = tmp_path / "killed"
+    ended = subprocess.run([sys.executable, "-c", code, mixed.dir, out], cwd=ROOT, capture_output=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert (out / "progress.json").is_file() and not (out / "labels.json").exists()
+    asked, ask = [], labellers.Weak.__call__
+    monkeypatch.setattr(labellers.Weak, "__call__", lambda self, p: asked.append(p) or ask(self, p))
+    run(mixed, "--by=weak", f"--out={out}")
+    assert asked[0].split == "val" and asked[0].start > 2000  # no piece twice
+    assert files_of(out) == files_of(tmp_path / "whole")
+
+
+def test_a_forced_run_goes_on_too(mixed, tmp_path, monkeypatch):
+    monkeypatch.setattr(labellers.Weak, "size", 400)
+    run(mixed, "--by=weak", "--from=start", f"--out={tmp_path}/whole")
+    run(mixed, "--by=weak", f"--out={tmp_path}/forced")
+    asked, ask = [], labellers.Weak.__call__
+
+    def stops(self, piece):
+        asked.append(piece.start)
+        if len(asked) == 5:
+            raise KeyboardInterrupt
+        return ask(self, piece)
+
+    monkeypatch.setattr(labellers.Weak, "__call__", stops)
+    with pytest.raises(KeyboardInterrupt):
+        run(mixed, "--by=weak", "--from=start", f"--out={tmp_path}/forced", "--force")
+    with pytest.raises(UserError, match="no labels"):
+        Targets(mixed, tmp_path / "forced")
+    run(mixed, "--by=weak", "--from=start", f"--out={tmp_path}/forced", "--force")
+    assert asked[5] == asked[4] > 0
+    assert files_of(tmp_path / "forced") == files_of(tmp_path / "whole")
+
+
+def test_what_is_half_done_otherwise_is_not_gone_on_with(mixed, tmp_path, monkeypatch):
+    run(mixed, "--by=weak", "--from=start", f"--out={tmp_path}/whole")
+    ask = labellers.Weak.__call__
+
+    def stops(self, piece):
+        if piece.split == "val":
+            raise KeyboardInterrupt
+        return ask(self, piece)
+
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(labellers.Weak, "__call__", stops)
+        run(mixed, "--by=weak", f"--out={tmp_path}/other")
+    run(mixed, "--by=weak", "--from=start", f"--out={tmp_path}/other")
+    assert files_of(tmp_path / "other") == files_of(tmp_path / "whole")
+
+
+def test_what_cannot_be_meant_is_refused(mixed, tmp_path):
+    refused(mixed, "--noise is for --by=synthetic, not for --by=weak", "--by=weak", "--noise=0.1")
+    refused(mixed, "--from is for --by=weak", "--by=synthetic", "--from=start")
+    refused(mixed, "no weak labeller 'truth'; there are reciprocity", "--by=weak", "--names", "truth")
+    refused(mixed, "no synthetic task 'x'; there are comma", "--by=synthetic", "--names", "a=x")
+    refused(mixed, "'a.b' is no name", "--by=synthetic", "--names", "a.b")
+    refused(mixed, "must be from 0 to 0.5", "--by=synthetic", "--noise=0.7")
+    refused(mixed, "has no split 'dev'", "--by=weak", "--splits", "dev")
+    refused(mixed, "several such pairs", "--by=spans", "--split=val")
+    refused(mixed, "several such pairs", "--by=spans", "--split=val", "--split=val", "--file=a", "--file=b")
+    file = spans_file(tmp_path, span(0, 1))
+    refused(mixed, "nothing about 'x'; there is truth", "--by=spans", file, "--split=val", "--names", "x")
+    refused(mixed, "holds no label", "--by=spans", spans_file(tmp_path), "--split=val")
+    refused(mixed, "--by=hf needs --model", "--by=hf", "--model=nowhere")
+    with label.alone(tmp_path), pytest.raises(UserError, match="another process is labelling there"):
+        with label.alone(tmp_path):
+            pass
+
+
+# ---- a Hugging Face model ----
+
+HYPOTHESIS = "this can be checked"
+
+
+def tiny_model(folder, kind, pad="[PAD]"):
+    """A random BERT of one layer and a tokenizer of whole words, saved to disk."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers: requirements-test.txt")
+    tokenizers = pytest.importorskip("tokenizers")
+    every = sorted(set(MIXED.split()) | set(HYPOTHESIS.split()))
+    vocab = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *every])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "[UNK]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    tok = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=pad, unk_token="[UNK]",
+                                               cls_token="[CLS]", sep_token="[SEP]", model_max_length=12,
+                                               model_input_names=["input_ids", "token_type_ids",
+                                                                  "attention_mask"])
+    config = transformers.BertConfig(
+        vocab_size=len(vocab), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_labels=3,
+        intermediate_size=16, max_position_embeddings=32, initializer_range=1.0)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"BertFor{kind}Classification")(config).eval()
+    model.save_pretrained(folder)
+    tok.save_pretrained(folder)
+    return model, vocab
+
+
+@pytest.mark.parametrize("pad", ["[PAD]", None])
+def test_a_classifier_of_tokens_labels_its_words(tmp_path, pad):
+    model, vocab = tiny_model(tmp_path / "model", "Token", pad)
+    dataset = made(tmp_path / "data", MIXED)
+    ask = "--by=hf", f"--model={tmp_path}/model", '--map={"truth": "LABEL_2"}'
+    found, long = run(dataset, *ask, "--splits", "val")["truth.val"], 0
+    assert Targets(dataset, "hf").meta["weak"]
+    raw, want = MIXED.encode(), np.full(len(MIXED.encode()), -1.0)
+    for start, end in weak.sentences(MIXED):
+        text, at = MIXED[start:end], len(MIXED[:start].encode())
+        words = text.split()
+        long += len(words) > 10
+        for first in range(0, len(words), 10):  # 12 places, two of them [CLS] and [SEP]
+            some = words[first:first + 10]
+            ids = torch.tensor([[2, *(vocab[word] for word in some), 3]])
+            with torch.no_grad():
+                chances = model(ids).logits[0].softmax(-1)[1:-1, 2]
+            for word, chance in zip(some, chances):
+                at = raw.index(word.encode(), at)
+                want[at:at + len(word.encode())] = chance
+                at += len(word.encode())
+    np.testing.assert_allclose(found, want, atol=0.51 / 254)
+    assert long and found[want >= 0].std() > 0.05
+
+
+def test_a_classifier_of_inference_labels_sentences(tmp_path):
+    model, vocab = tiny_model(tmp_path / "model", "Sequence")
+    dataset = made(tmp_path / "data", WIKI)
+    ask = "--by=hf", f"--model={tmp_path}/model", '--map={"truth": "LABEL_1", "plain": "LABEL_0"}'
+    found = run(dataset, *ask, f"--hypothesis=truth={HYPOTHESIS}", "--splits", "val")
+    for start, end in weak.sentences(WIKI):
+        words = [vocab.get(word, 1) for word in WIKI[start:end].split()]
+        told = [vocab[word] for word in HYPOTHESIS.split()]
+        pair = [2, *words[:12 - 3 - len(told)], 3, *told, 3]
+        kinds = [0] * (len(pair) - len(told) - 1) + [1] * (len(told) + 1)
+        with torch.no_grad():
+            truth = model(torch.tensor([pair]), token_type_ids=torch.tensor([kinds])).logits.softmax(-1)[0, 1]
+            plain = model(torch.tensor([[2, *words[:10], 3]])).logits.softmax(-1)[0, 0]
+        np.testing.assert_allclose(found["truth.val"][start:end], truth, atol=0.51 / 254)
+        np.testing.assert_allclose(found["plain.val"][start:end], plain, atol=0.51 / 254)
+    outside = np.ones(len(WIKI), bool)
+    for start, end in weak.sentences(WIKI):
+        outside[start:end] = False
+    assert outside.any() and (found["truth.val"][outside] == -1).all()
+
+
+def test_a_model_that_does_not_fit_is_refused(tmp_path, mixed, monkeypatch):
+    tiny_model(tmp_path / "model", "Token")
+    ask = "--by=hf", f"--model={tmp_path}/model"
+    refused(mixed, "--map=None: must be JSON such as", *ask)
+    refused(mixed, "--map=x: must be JSON", *ask, "--map=x")
+    refused(mixed, "has no label 'yes'; it has LABEL_0, LABEL_1, LABEL_2", *ask, '--map={"truth": "yes"}')
+    refused(mixed, "--map says no label for b; it has truth", *ask, '--map={"truth": "LABEL_1"}',
+            "--names", "b")
+    refused(mixed, "--hypothesis is for sequence classification", *ask, '--map={"truth": "LABEL_1"}',
+            "--hypothesis=truth=so")
+    weights = next((tmp_path / "model").glob("*.safetensors"))
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    refused(mixed, "model cannot be loaded: ", *ask, '--map={"truth": "LABEL_1"}')
+    weights.write_bytes(whole)
+    config = tmp_path / "model/config.json"
+    config.write_text(config.read_text().replace("ForTokenClassification", "ForMaskedLM"))
+    refused(mixed, "no token or sequence classifier", *ask, '--map={"truth": "LABEL_1"}')
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    refused(mixed, "--by=hf needs transformers: pip install", *ask, '--map={"truth": "LABEL_1"}')
