@@ -4,6 +4,7 @@
 # Tiny scale: a minute on a core
 
 scale = "tiny"
+out_dir = "out/constraint_train"
 constraint_names = ["reciprocity", "testifiability", "decidability"]
 
 labels = "weak"
