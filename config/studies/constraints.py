@@ -1,0 +1,31 @@
+# Constraint heads trained on weak labels: what the loss on labels costs the language model, by its weight,
+# warm-up, stopped gradient, place, gate and router. What the heads then know: constraints.py on these runs
+# Tiny scale: 39 runs of about a minute on a core, those of the plain GPT aside; the labels first:
+#     python data/label.py --dataset=wikitext2_byte --by=weak        # and --by=synthetic
+
+question = "Do constraint heads learn their labels, at what cost in bits per byte?"
+
+_names = ["reciprocity", "testifiability", "decidability"]
+_heads = dict(constraint_names=_names)
+_labels = dict(_heads, labels="weak", constraint_warmup=100)
+
+variants = {
+    "no labels": _heads,
+    "labels": _labels,
+    "coef 0.05": dict(_labels, constraint_coef=0.05),
+    "coef 1": dict(_labels, constraint_coef=1.0),
+    "coef 1, no warm-up": dict(_labels, constraint_coef=1.0, constraint_warmup=0),
+    "coef 1, stopped": dict(_labels, constraint_coef=1.0, constraint_stop=480),
+    "block 0": dict(_labels, constraint_layers=[0]),
+    "B": dict(_labels, constraint_variant="B"),
+    "published": dict(_labels, constraint_mode="published"),
+    "gate on scores": dict(_labels, constraint_gate="score"),
+    "router pays": dict(_labels, constraint_entropy_coef=0.02, constraint_sparsity_coef=0.02),
+    "positives": dict(_labels, constraint_focal=2.0, constraint_positive_coef=5.0),
+    "synthetic": dict(_labels, labels="synthetic"),
+}
+contrasts = [["labels", "no labels"], ["coef 1", "no labels"], ["coef 1, stopped", "coef 1"]]
+seeds = [1, 2, 3]
+plain_seeds = 6
+budgets = []
+match_parameters = True
