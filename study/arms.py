@@ -227,6 +227,7 @@ class ArmBuilder:
             model, training = self.load({})
         # these have no fused kernel with dropout on the attention weights, and both sides have it or none
         without = any(flags.get("acag") or "window" in flags or flags.get("routing_capacity")
+                      or flags.get("constraint_gate") == "score"
                       for flags in variants_of(config).values())
         if without and (model.dropout if model.attn_dropout is None else model.attn_dropout):
             self.settings["attn_dropout"] = 0.0
