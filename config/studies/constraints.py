@@ -26,6 +26,6 @@ variants = {
 }
 contrasts = [["labels", "no labels"], ["coef 1", "no labels"], ["coef 1, stopped", "coef 1"]]
 seeds = [1, 2, 3]
-plain_seeds = 6
+plain_seeds = 4
 budgets = []
-match_parameters = True
+match_parameters = False
