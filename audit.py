@@ -30,12 +30,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 from tqdm import tqdm
 
-from common import UserError, write_atomic
-from evaluate import nats_of, writable
+from common import UserError, writable, write_atomic
 from model import explain
-from sample import load
 
 TOP = 5  # tokens that explain() names
 PAGE_TOKENS = 32768  # a page of more is slow in a browser; the lines hold them all
@@ -109,7 +108,7 @@ def audit(model, text, source, maps=False, prompt=0, start=0, end=None):
     idx = torch.tensor([ids], device=next(model.parameters()).device)
     output = model(idx, traces="maps" if maps else True)
     traces, tokens = output.traces, [printed(piece) for piece in raw]
-    nats = nats_of(output.logits[:, :-1], idx[:, 1:])[0] if len(ids) > 1 else np.empty(0)
+    nats = F.cross_entropy(output.logits[0, :-1].double(), idx[0, 1:], reduction="none").cpu().numpy()
     path, settings, name = source
     line = dict(checkpoint=printable(path), set=list(settings), text=printable(name), first=start,
                 prompt=min(max(prompt - start, 0), len(ids)), ids=ids, tokens=tokens, offsets=offsets,
@@ -234,16 +233,17 @@ def write(found, out, page_path):
     return explained
 
 
-def of_file(checkpoint, path, out, device, maps=False, settings=(), progress=False):
-    """evaluate.py --audit: a file in windows of block_size, each token once. Returns what to print."""
-    out, page_path = paths(out, "--out")
+def of_file(model, tokenizer, source, out, maps=False, progress=False):
+    """evaluate.py --audit: a file in windows of block_size, each token once. Returns what to print.
+
+    source: (checkpoint, its settings, the file).
+    """
+    (checkpoint, _, path), (out, page_path) = source, paths(out, "--out")
     if Path(path).resolve() in (out, page_path):
         raise UserError(f"--out: {path} is the text itself, and would be lost")
-    model, tokenizer = load(checkpoint, device, settings=settings)
     auditable(model, checkpoint)
     text, T = spell(tokenizer, read_ids(path, tokenizer)), model.config.block_size
     starts = tqdm(range(0, len(text.ids), T), "audit", disable=not progress, leave=False)
-    source = checkpoint, settings, path
     found = ((audit(model, text, source, maps, start=s, end=s + T), text.raw[s:s + T]) for s in starts)
     write(found, out, page_path)
     names = ", ".join(model.config.constraint_names)

@@ -34,9 +34,9 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-from common import ROOT, UserError, last_words, pick_device, table, write_atomic
+from common import ROOT, UserError, last_words, pick_device, table, writable, write_atomic
 from dataset import Dataset
-from evaluate import score, writable
+from evaluate import score
 from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache
 from optim import Trainer, precision
 from ranks import Process

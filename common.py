@@ -52,6 +52,16 @@ def last_words(program):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def writable(path, flag="--json"):
+    """The Path to write, checked before hours of work. Raises UserError."""
+    path = Path(path).resolve()
+    if path.exists() and not path.is_file():
+        raise UserError(f"{flag}: {path} is not a file")
+    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise UserError(f"{flag}: cannot write into {path.parent}: no such folder, or not allowed")
+    return path
+
+
 def write_atomic(path, write):
     """write(file) into a temporary name, fsync, rename: after a crash `path` is the old file or the new one.
 

@@ -34,8 +34,8 @@ from sklearn.metrics import (average_precision_score, brier_score_loss, f1_score
 from sklearn.preprocessing import StandardScaler
 
 from bench import take_turns, time_rows
-from common import UserError, json_safe, last_words, pick_device, table, write_atomic
-from evaluate import add_arguments, writable
+from common import UserError, json_safe, last_words, pick_device, table, writable, write_atomic
+from evaluate import add_arguments
 from heads import attentions
 from plot_curves import COLOURS
 from probe import BLOCKS, around, interval, positive, spell, without_keys

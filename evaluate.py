@@ -21,7 +21,6 @@ page for the browser (docs/audit.md).
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from contextlib import nullcontext
@@ -33,10 +32,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import audit
 import checkpoint
-from common import UserError, json_safe, pick_device, table, write_atomic
+from common import UserError, json_safe, pick_device, table, writable, write_atomic
 from dataset import Dataset
 from model import GPT, check_sampling
+from tokenizer import Tokenizer
 
 
 BLOCK = 4096  # tokens whose nats a study keeps as one sum: neighbours resemble each other for less than that
@@ -208,6 +209,20 @@ class Writer(NamedTuple):
     @property
     def tokenizer(self):
         return self.data.tokenizer
+
+
+def model_and_tokenizer(path, device, dataset=None, settings=()):
+    """(model, tokenizer) of a checkpoint.
+
+    nanoGPT's take their vocabulary from a dataset: the one they name, or `dataset`.
+    """
+    state = checkpoint.read(path)
+    model, meta = checkpoint.build(state, path, device, settings), state["meta"]
+    if not meta:
+        data = dataset_of(state, path, dataset)
+        checkpoint.same_vocabulary(state, data, path)
+        meta = data.meta
+    return model, Tokenizer.from_meta(meta)
 
 
 def said(ids, tokenizer, stop=None):
@@ -475,16 +490,6 @@ def text_table(runs, width=120):
     return "\n".join([runs[0]["about"], table(head, rows, width=width), *notes])
 
 
-def writable(path, flag="--json"):
-    """The Path to write, checked before hours of scoring. Raises UserError."""
-    path = Path(path).resolve()
-    if path.exists() and not path.is_file():
-        raise UserError(f"{flag}: {path} is not a file")
-    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        raise UserError(f"{flag}: cannot write into {path.parent}: no such folder, or not allowed")
-    return path
-
-
 def add_arguments(parser, split):
     """The arguments of every program that scores checkpoints; split: the default one."""
     checkpoint.add_arguments(parser)
@@ -575,9 +580,10 @@ def main(argv=None):
         out = writable(args.json) if args.json else None
         refuse_what_means_nothing(args, text)
         if args.audit:
-            from audit import of_file  # which imports this module
-            print(of_file(args.ckpt[0], args.text, args.out or "audit.jsonl", device, args.maps,
-                          args.settings, sys.stderr.isatty()))
+            model, tokenizer = model_and_tokenizer(args.ckpt[0], device, settings=args.settings)
+            source = args.ckpt[0], args.settings, args.text
+            print(audit.of_file(model, tokenizer, source, args.out or "audit.jsonl", args.maps,
+                                sys.stderr.isatty()))
             return
         for run in (text_runs if args.text else scored_runs)(args, device, sys.stderr.isatty()):
             runs.append(run)

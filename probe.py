@@ -45,10 +45,10 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import checkpoint
-from common import UserError, json_safe, last_words, pick_device, table, write_atomic
+from common import UserError, json_safe, last_words, pick_device, table, writable, write_atomic
 from controller import ControllerConfig
 from data.needle.prepare import DIGITS, digits_of, fact, names, question
-from evaluate import add_arguments, load, nats_of, score, window_ids, windows_of, writable
+from evaluate import add_arguments, load, nats_of, score, window_ids, windows_of
 from heads import attentions, closed, measure, nats_on, places, static_gates
 from model import GPT
 

@@ -40,10 +40,10 @@ import torch
 
 import checkpoint
 from bench import progress_bar, take_turns, time_rows
-from common import UserError, json_safe, last_words, pick_device, table, write_atomic
+from common import UserError, json_safe, last_words, pick_device, table, writable, write_atomic
 from configurator import near
 from controller import ControllerConfig
-from evaluate import load, writable
+from evaluate import load
 from heads import attentions, cache_bytes, closed, evaluating, fixed_text, measure, nats_on, static_gates
 from model import GPT
 from plot_curves import COLOURS

@@ -25,11 +25,11 @@ from pathlib import Path
 
 import torch
 
+import audit
 import checkpoint
 from common import UserError, last_words, pick_device
-from evaluate import dataset_of, said
+from evaluate import model_and_tokenizer, said
 from model import check_sampling
-from tokenizer import Tokenizer
 
 
 def prompt(text):
@@ -42,20 +42,6 @@ def prompt(text):
         raise ValueError(f"--start: {text[5:]} cannot be read: {e.strerror}")
     except UnicodeDecodeError as e:
         raise ValueError(f"--start: {text[5:]} is not UTF-8 text: {e.reason} at byte {e.start:,}")
-
-
-def load(path, device, dataset=None, settings=()):
-    """(model, tokenizer) of a checkpoint.
-
-    nanoGPT's take their vocabulary from a dataset: the one they name, or `dataset`.
-    """
-    state = checkpoint.read(path)
-    model, meta = checkpoint.build(state, path, device, settings), state["meta"]
-    if not meta:
-        data = dataset_of(state, path, dataset)
-        checkpoint.same_vocabulary(state, data, path)
-        meta = data.meta
-    return model, Tokenizer.from_meta(meta)
 
 
 def encode(tokenizer, text, path):
@@ -154,24 +140,22 @@ def audit_files(args, models):
     """Where --audit writes to, after every check that needs no text; None without it. UserError."""
     if not args.audit:
         return None
-    from audit import auditable, paths  # which imports this module
     if len(models) > 1:
         raise UserError("--audit takes one checkpoint")
-    auditable(models[0][0], args.ckpt[0])
-    return paths(args.audit, "--audit")
+    audit.auditable(models[0][0], args.ckpt[0])
+    return audit.paths(args.audit, "--audit")
 
 
 def explained(args, models, prompts, rows, files):
     """Write the audit of samples, lists of ids; returns explain()'s lines for each. files: audit_files()."""
-    from audit import of_samples
-    return of_samples(*models[0], args.ckpt[0], args.settings, prompts[0][0].tolist(), rows, files)
+    return audit.of_samples(*models[0], args.ckpt[0], args.settings, prompts[0][0].tolist(), rows, files)
 
 
 def run(args):
     """Load, generate, print."""
     check(args)
     device, text = pick_device(args.device), prompt(args.start)
-    models = [load(path, device, args.dataset, args.settings) for path in args.ckpt]
+    models = [model_and_tokenizer(path, device, args.dataset, args.settings) for path in args.ckpt]
     prompts = [encode(tokenizer, text, path) for (_, tokenizer), path in zip(models, args.ckpt)]
     changed = f"with {', '.join(args.settings)}" if args.settings else ""
     files, rows = audit_files(args, models), []

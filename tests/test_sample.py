@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import dataset
+import evaluate
 import sample
 from model import GPT, GPTConfig
 from sample import cells, main, side_by_side, wrap
@@ -121,7 +122,7 @@ def test_several_samples_of_one_checkpoint_differ_and_begin_with_the_prompt(ckpt
 
 
 def test_the_text_is_the_models_own_continuation(ckpt, out):
-    model, tokenizer = sample.load(ckpt, "cpu")
+    model, tokenizer = evaluate.model_and_tokenizer(ckpt, "cpu")
     idx = torch.tensor([tokenizer.encode("head").tolist()])
     want = model.generate(idx, 40, temperature=0.7, top_k=5,
                           top_p=0.9, repetition_penalty=1.2, generator=torch.Generator().manual_seed(3))
@@ -190,7 +191,7 @@ def test_a_character_of_several_tokens_is_streamed_whole(tmp_path, monkeypatch):
 @pytest.mark.parametrize("encoding", ["byte", "char"])
 def test_the_streamed_pieces_are_the_text(tmp_path, encoding):
     path, pieces, state = make_checkpoint(tmp_path / "b.pt", encoding), [], torch.get_rng_state()
-    model, tokenizer = sample.load(path, "cpu")
+    model, tokenizer = evaluate.model_and_tokenizer(path, "cpu")
     torch.set_rng_state(state)  # making a model draws from it
     args = SimpleNamespace(num_samples=1, max_new_tokens=200, temperature=1.0,
                            top_k=None, top_p=None, repetition_penalty=1.0, seed=1, stop=False)
