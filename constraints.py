@@ -394,7 +394,8 @@ def classes(labels, name, parts):
     """(which passages [n] of each part, their class, bool, terciles): of labels [passages, length].
 
     The class is the mean of the known labels, above the upper tercile of the training passages or at most
-    the lower; those between are left out. UserError where a part has one class.
+    the lower; those between are left out. Where a third of them have the highest mean, they are the upper
+    class. UserError where a part has one class.
     """
     means = []
     for each in labels:
@@ -404,6 +405,10 @@ def classes(labels, name, parts):
     if np.isnan(means[0]).all():
         raise UserError(f"{name}: no passage of train has a label")
     low, high = np.nanquantile(means[0], (1 / 3, 2 / 3))
+    below = means[0][means[0] < high]
+    if high == np.nanmax(means[0]) and below.size:  # nothing is above it: it is the upper class itself
+        high = below.max()
+        low = min(low, high)
     chosen = [np.flatnonzero((mean <= low) | (mean > high)) for mean in means]
     y = [two_classes(mean[c] > high, f"passages by {name}", part)
          for mean, c, part in zip(means, chosen, parts)]
@@ -616,6 +621,8 @@ def arguments(argv):
 def main(argv=None):
     args = arguments(argv)
     with last_words("constraints"):
+        if not all(0 < below <= 1 for below in vars(args).get("below", ())):
+            raise ValueError(f"--below={' '.join(map(str, args.below))} must be above 0 and at most 1")
         for key in ("seed", "tokens"):
             if vars(args).get(key, 0) < 0:
                 raise ValueError(f"--{key}={vars(args)[key]} must not be negative")

@@ -186,7 +186,7 @@ def half_metrics(model, traces, found, outputs):
 def mean_gate(attn, traces):
     """[H]: the mean over tokens of the product of all that multiplies a head's output.
 
-    Of constraint heads as published, what multiplies their values.
+    Of constraint heads as published, what multiplies their values; a gate on their scores is no factor.
     """
     gate = torch.ones(1, attn.n_total, 1, 1, dtype=torch.float64, device=attn.c_proj.weight.device)
     for name in GATES:
@@ -197,7 +197,7 @@ def mean_gate(attn, traces):
         each = traces["routing_weights"].detach().double()
         each = each if each.size(-1) == attn.n_head else each[..., attn.head_ids]
         gate = gate * F.pad(each, (0, attn.n_extra), value=1.0).transpose(1, 2)[..., None]
-    if "router_gates" in traces:
+    if "router_gates" in traces and attn.constraint.gate != "score":
         each = F.pad(traces["router_gates"].detach().double(), (attn.n_head, 0), value=1.0)
         gate = gate * each.transpose(1, 2)[..., None]
     return gate.mean((0, 2, 3))

@@ -1185,6 +1185,8 @@ class ConstraintHeads(Mechanism):
                        "makes too narrow")
         if c.constraint_name_coef is not None and len(c.constraint_name_coef) != len(names):
             yield f"constraint_name_coef={c.constraint_name_coef} must be one for each name"
+        if min(c.constraint_name_coef or [0.0]) < 0:
+            yield f"constraint_name_coef={c.constraint_name_coef} must not be negative"
 
     @staticmethod
     def settle(config):
@@ -1240,18 +1242,20 @@ class ConstraintHeads(Mechanism):
             coins = F.binary_cross_entropy_with_logits(logits, logits.sigmoid(), reduction="none")
             h.losses["constraint_entropy"] = self.entropy_coef * coins.mean()
 
-    def reweigh_self(self, attn, h):
+    def reweigh_self(self, attn, h, ctx):
         """Multiply each token's weight on itself by its gate, and let the row's weights sum to 1 again."""
-        n, T, D = attn.n_head, h.q.size(2), attn.head_size
-        own = (h.q[:, n:] * h.k[:, n:, -T:]).sum(-1).to(h.row_stats.lse.dtype) * attn.scale
+        n, T, D, dtype = attn.n_head, h.q.size(2), attn.head_size, h.row_stats.lse.dtype
+        own = (h.q[:, n:].to(dtype) * h.k[:, n:, -T:]).sum(-1) * attn.scale
         taken = (1 - h.self_factor) * (own - h.row_stats.lse[:, n:]).exp()[..., None].clamp_max(1)
+        # a row of one key stays as it is: rounding errors are all that would be left of it
+        taken = taken.masked_fill((ctx.n_keys == 1)[..., None], 0.0)
         y, v = h.y[:, n:].to(taken.dtype), h.v[:, n:, -T:, :D].to(taken.dtype)
         y = (y - taken * v) / (1 - taken).clamp_min(1e-6)
         h.y = torch.cat((h.y[:, :n], y.to(h.y.dtype)), 1)
 
     def after(self, attn, h, ctx):
         if self.gate == "score":
-            self.reweigh_self(attn, h)
+            self.reweigh_self(attn, h, ctx)
         if not (ctx.scores or ctx.traces):
             return
         y = h.y[:, attn.n_head:]

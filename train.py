@@ -232,6 +232,9 @@ def teacher_of(config, model, device):
     """The model that `teacher` names, in eval mode; None: nobody. UserError where it does not fit."""
     if not config.teacher:
         return None
+    if not model.config.constraint_match:  # one that comes from a checkpoint, where no flag was asked
+        raise UserError(f"teacher={config.teacher} has nothing to compare: the model of {config.init_from} "
+                        "was made without constraint_match")
     state = checkpoint.read(config.teacher)
     teacher = checkpoint.build(state, config.teacher, device).requires_grad_(False)
     ours, theirs = model.config, teacher.config

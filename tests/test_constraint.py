@@ -71,6 +71,39 @@ def test_a_gate_on_scores_is_a_factor_on_the_diagonal():
         assert own[p].any() and (own[p] - want).abs().max() < 1e-5 * want.abs().max()
 
 
+@pytest.mark.parametrize("gate", [0.0, 1e-8, 1e-4])
+def test_a_token_that_sees_itself_alone_keeps_its_output(gate):
+    """Its weight is 1 whatever the gate; in float32 what is left of it without would be rounding errors."""
+    heads, generator = alive(constraint_gate="score").transformer.h[0].attn, torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(4, 5, 3, 8, generator=generator) for _ in range(3))
+    logits = (4 * q @ k.mT * heads.scale).masked_fill(torch.ones(3, 3).triu(1).bool(), -math.inf)
+    h = model_py.Heads(None, 4 * q, k, v, y=logits.softmax(-1) @ v,
+                       row_stats=kernels.RowStats(logits.logsumexp(-1), None, None),
+                       self_factor=torch.full((4, 2, 3, 1), gate))
+    heads.constraint.reweigh_self(heads, h, model_py.Context(n_keys=torch.arange(1.0, 4)))
+    assert torch.equal(h.y[:, 3:, 0], v[:, 3:, 0])
+    weights = logits.double().softmax(-1) * (1 - (1 - gate) * torch.eye(3))
+    want = (weights / weights.sum(-1, keepdim=True)) @ v.double()
+    assert (h.y - want)[:, 3:, 1:].abs().max() < 1e-3
+    assert (h.y - want)[:, :3, 1:].abs().max() > 0.1, "a control: base heads are left as they were"
+
+
+def test_a_gate_on_scores_is_exact_in_bfloat16():
+    """Logits of tokens with themselves are not rounded to bfloat16, whose errors the division would blow up.
+    """
+    heads, generator = alive(constraint_gate="score").transformer.h[0].attn, torch.Generator().manual_seed(0)
+    q, v = (torch.randn(2, 5, 16, 8, generator=generator).bfloat16() for _ in range(2))
+    logits = (4 * q.float() @ q.float().mT * heads.scale)
+    logits = logits.masked_fill(torch.ones(16, 16).triu(1).bool(), -math.inf)
+    h = model_py.Heads(None, 4 * q, q, v, y=logits.softmax(-1) @ v.float(),
+                       row_stats=kernels.RowStats(logits.logsumexp(-1), None, None),
+                       self_factor=torch.full((2, 2, 16, 1), 0.01))
+    heads.constraint.reweigh_self(heads, h, model_py.Context(n_keys=torch.arange(1.0, 17)))
+    weights = logits.softmax(-1) * (1 - 0.99 * torch.eye(16))
+    want = (weights / weights.sum(-1, keepdim=True)) @ v.float()
+    assert (h.y - want)[:, 3:].abs().max() < 1e-2
+
+
 @pytest.mark.parametrize("mode, gate", [("query", "output"), ("published", "value")])
 def test_where_the_router_gates_follows_the_mode(mode, gate):
     assert alive(constraint_mode=mode).config.constraint_gate == gate
@@ -339,6 +372,21 @@ def test_a_run_may_have_a_teacher(run, tmp_path, kind):
     assert rows[-1]["aux/constraint_match"] < 0.5 * max(row["aux/constraint_match"] for row in rows)
 
 
+def test_a_checkpoint_that_matches_nobody_takes_no_teacher(run, labelled, tmp_path):
+    run("alone")
+    run("pupil", teacher=tmp_path / "alone", constraint_match="kl")
+
+    def tuned(name):
+        main([f"--{key}={TINY[key]}" for key in ("max_iters", "eval_tokens", "lr_decay_iters", "device")]
+             + [f"--dataset={labelled}", f"--init_from={tmp_path / name}", f"--teacher={tmp_path / 'alone'}",
+                f"--out_dir={tmp_path / name}_on"])
+
+    tuned("pupil")
+    with pytest.raises(SystemExit, match="has nothing to compare"):
+        tuned("alone")
+    assert not (tmp_path / "alone_on").exists()
+
+
 def test_what_does_not_go_together_is_refused(run, tmp_path, capsys):
     def refused(words, **keys):
         with pytest.raises(SystemExit) as e:
@@ -358,6 +406,7 @@ def test_what_does_not_go_together_is_refused(run, tmp_path, capsys):
     refused("constraint_skip=0.1 needs constraint_gate='output'", constraint_skip=0.1,
             constraint_gate="value")
     refused("comes after xsa and head_norm", constraint_gate="score", xsa=True)
+    refused("constraint_name_coef=[-1.0] must not be negative", constraint_name_coef="[-1]")
     refused("has no fused kernel with dropout", constraint_gate="score", dropout=0.1)
     run("small", max_iters=3, constraint_heads=2)
     refused("its constraint heads' sizes are not this model's", teacher=tmp_path / "small",

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import checkpoint
 import constraints
 import token_probes
+from common import UserError
 from constraints import (PRIOR, aggregated, best_threshold, bins, classes, compared, documents, figures,
                          judged, main, over_documents, over_text, passages, removal_sets, scores_without,
                          window_changes)
@@ -447,6 +448,19 @@ def test_classes_are_outer_thirds_by_the_terciles_of_train():
     assert [c.tolist() for c in y] == [[False, False, True, True], [False, True], [True, False, False]]
 
 
+def test_a_highest_mean_that_a_third_have_is_the_upper_class():
+    def rows(*means):
+        return np.array([[m, m] for m in means])
+    parts = [Part(s, 0, 1) for s in ("train", "val", "test")]
+    train = rows(0.2, 0.4, 0.9, 1.0, 1.0, 1.0, 1.0)
+    chosen, y, (low, high) = classes([train, rows(1.0, 0.9, 0.95), rows(0.0, 1.0)], "n", parts)
+    assert low == high == 0.9, "the lower tercile is 0.9 at most, so that no passage is in both"
+    assert [c.tolist() for c in chosen] == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2], [0, 1]]
+    assert [c.tolist() for c in y] == [[False] * 3 + [True] * 4, [True, False, True], [False, True]]
+    with pytest.raises(UserError, match="one class only"):
+        classes([rows(1.0, 1.0, 1.0)] * 3, "n", parts)
+
+
 def test_draws_of_documents_are_weighted_figures():
     rng = np.random.default_rng(0)
     y, p, document = rng.random(60) < 0.5, rng.random(60).round(1), np.repeat(np.arange(3, 15), 5)
@@ -607,6 +621,7 @@ def test_what_cannot_be_compared_is_one_line(models, saved, labels, data, bytes_
     assert "no passage of 3,200 tokens" in refusal(["adjudicate", "--ckpt", heads, "--labels", labels,
                                                     "--passage=3200"])
     assert "--k 16: highest and lowest" in refusal(["explain", "--ckpt", heads, "--k=16"])
+    assert "--below=0.5 nan must be" in refusal(["skip", "--ckpt", heads, "--below", "0.5", "nan"])
     assert "--split train" in refusal([*base, "--split=train"])
     assert "no split 'dev'" in refusal([*base, "--split=dev"])
     assert "--tokens=-1 must not be negative" in refusal([*base, "--tokens=-1"])
@@ -625,7 +640,7 @@ def test_skipping_counts_what_is_closed_and_scores_what_is_left(data, saved, tmp
     """Shares counted gate by gate; bits per byte of a model with that threshold in its config."""
     model = with_heads(spread=4.0)
     path = saved("a", model)
-    main(["skip", "--ckpt", path, "--below", "0.5", "2", "--rounds", "1", "--batch", "4", "--tokens", "640",
+    main(["skip", "--ckpt", path, "--below", "0.5", "1", "--rounds", "1", "--batch", "4", "--tokens", "640",
           "--json", str(tmp_path / "f.json")])
     rows = json.loads((tmp_path / "f.json").read_text())["rows"]
     starts = starts_of(Part("test", 0, 6001), 32, 128)
@@ -637,7 +652,7 @@ def test_skipping_counts_what_is_closed_and_scores_what_is_left(data, saved, tmp
     assert (whole["below"], whole["windows"]) == ("all", 0) and (none["windows"], none["tokens"]) == (1, 1)
     assert half["windows"] == pytest.approx(closed) and half["tokens"] == pytest.approx(np.mean(low))
     assert half["tokens"] not in (0, 1)
-    for below, row in ((0.0, whole), (0.5, half), (2.0, none)):
+    for below, row in ((0.0, whole), (0.5, half), (1.0, none)):
         other = GPT(GPTConfig(**{**asdict(model.config), "constraint_skip": below})).eval()
         other.load_state_dict(model.state_dict())
         nats, count = lm_score(other, data, "test", max_tokens=640)

@@ -98,6 +98,12 @@ def test_metrics_are_those_of_a_head_at_a_time(size, ids):
     assert all((gate == 1).all() for gate in got["gate"])
 
 
+@pytest.mark.parametrize("gate", ["output", "score"])
+def test_a_gate_on_scores_is_no_factor_on_an_output(gate):
+    model = tiny(dict(constraint_names=["a"], constraint_layers=[1], constraint_gate=gate))
+    assert (measure(model, X, Y)["gate"][1] == 1).tolist() == [True] * 4 + [gate == "score"]
+
+
 def test_the_metrics_that_a_slip_would_give_are_others():
     """Negative controls: importance of the whole batch at once, entropy without the row's length."""
     model = tiny()
@@ -132,9 +138,9 @@ def test_every_mechanism_is_measured_and_its_gate_is_what_multiplies(name, ids):
             seen["before"], stats = attend(h, ctx)
             return seen["before"], stats
 
-        def merging(y):
+        def merging(y, *rest):
             seen["after"] = y
-            return merge(y)
+            return merge(y, *rest)
         attn.attend, attn.merge = attending, merging
         model(X)
         del attn.attend, attn.merge
