@@ -26,9 +26,10 @@ from heads import cache_bytes, fixed_text, measure, places
 from model import HeadRoles
 from runlog import read_json, read_rows
 from study.arms import built
+from study.costs import as_in_a_run
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 8, 4, 32, 96  # what is written: samples of each prompt, tokens each
-ROUNDS = 5  # of timing, in alternation with the plain GPT of the same seed
+ROUNDS = 9  # of timing, in alternation with the plain GPT of the same seed
 
 # what is reported of a run: name -> (title, digits after the point)
 FIGURES = {
@@ -115,7 +116,8 @@ def speed_of_writing(models):
     def write(name):
         models[name].generate(start, models[name].config.block_size - 1, temperature=0)
 
-    seconds = take_turns(models, write, args, "decoding")
+    with as_in_a_run(args.device, 1):  # two threads on a busy machine wait for each other, by turns
+        seconds = take_turns(models, write, args, "decoding")
     return statistics.median(b / a for a, b in zip(seconds["packed"], seconds["plain"]))
 
 
