@@ -1171,8 +1171,6 @@ class ConstraintHeads(Mechanism):
             yield f"constraint_loss_layers={judged} must be of the blocks with constraint heads, {blocks}"
         if c.constraint_gate == "score":
             yield from no_dropout(c, "constraint_gate='score'")
-            if c.xsa or c.head_norm:
-                yield "constraint_gate='score' comes after xsa and head_norm, and changes what they read"
         if c.constraint_skip and c.constraint_gate != "output":
             yield (f"constraint_skip={c.constraint_skip} needs constraint_gate='output': a gate on "
                    f"{c.constraint_gate}s does not turn a head off")
@@ -1217,6 +1215,7 @@ class ConstraintHeads(Mechanism):
             h.gates["router"] = F.pad(gates, (attn.n_head, 0), value=1.0).transpose(1, 2)[..., None]
             h.open_rows = self.open_rows(attn, h, ctx, gates)
             if ctx.cache is None and h.open_rows and not any(map(len, h.open_rows)):
+                h.v = F.pad(h.v, (0, 0, 0, 0, 0, self.n_head))  # for who reads all values
                 return  # not even projected
         q, k, v = attn.split(self.c_attn(x), self.n_head, ctx)
         if self.gate == "value":
@@ -1228,7 +1227,7 @@ class ConstraintHeads(Mechanism):
 
     def open_rows(self, attn, h, ctx, gates):
         """[the rows in which it has a gate above 0] of each head, where others can be skipped; else None."""
-        if self.training or not self.skip or ctx.scores or ctx.traces or h.used is not None or attn.xsa \
+        if self.training or not self.skip or ctx.scores or ctx.traces or h.used is not None \
                 or attn.needs_row_stats or isinstance(ctx.mask, BlockMask):
             return None
         return [rows.nonzero().flatten() for rows in (gates > 0).any(1).unbind(1)]
@@ -1254,8 +1253,6 @@ class ConstraintHeads(Mechanism):
         h.y = torch.cat((h.y[:, :n], y.to(h.y.dtype)), 1)
 
     def after(self, attn, h, ctx):
-        if self.gate == "score":
-            self.reweigh_self(attn, h, ctx)
         if not (ctx.scores or ctx.traces):
             return
         y = h.y[:, attn.n_head:]
@@ -1767,6 +1764,8 @@ class CausalSelfAttention(nn.Module):
         y, row_stats = self.attend(h, ctx)
         # a new object: torch.compile loses what is set on an old one behind FlexAttention (torch 2.13)
         h = replace(h, y=y, row_stats=row_stats)
+        if h.self_factor is not None:
+            self.constraint.reweigh_self(self, h, ctx)
         for m in self.mechanisms():
             m.after(self, h, ctx)
         y = h.y

@@ -19,7 +19,7 @@ from model import MECHANISM_CLASSES, CausalMask
 # (file, definition) from which a run is made; what these reach follows
 ROOTS = (("train.py", "train"), ("checkpoint.py", "build"), ("study/trial.py", "score_windows"))
 # modules that a run uses and that its numbers do not come from: a change there repeats nothing
-NO_NUMBERS = {"common", "configurator", "runlog"}
+NO_NUMBERS = {"audit", "common", "configurator", "runlog"}
 LISTS = {"modes", "neutral"}  # of a mechanism: names for flags, which a run has been given already
 MOVER = "controller.py"
 

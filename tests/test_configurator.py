@@ -508,7 +508,7 @@ def test_a_missing_config_file_is_one_line(config_file):
     ("routng", "routing"),
     ("uent", "unet"),
     ("outputgate", "output_gate"),
-    ("constraints", "constraint"),
+    ("constrant", "constraint"),
     ("acg", "acag"),
     ("shakespeare_mod", "shakespeare_modern"),
     ("gpt2", "train_gpt2"),

@@ -141,7 +141,8 @@ def test_the_router_reads_the_first_token_or_a_hint():
 
 ROUTED = {"first": dict(constraint_router_input="first"), "score": dict(constraint_gate="score"),
           "hard": dict(constraint_router="hard_concrete"), "value": dict(constraint_gate="value"),
-          "skip": dict(constraint_skip=0.5),
+          "skip": dict(constraint_skip=0.5), "skip xsa": dict(constraint_skip=0.5, xsa=True, head_norm=True),
+          "score xsa": dict(constraint_gate="score", xsa=True, head_norm=True),
           "skip first": dict(constraint_skip=0.5, constraint_router_input="first")}
 
 
@@ -282,7 +283,7 @@ def test_heads_below_the_threshold_are_not_computed(monkeypatch, cached):
 
 
 def test_a_layer_whose_heads_are_all_closed_does_not_even_project_them():
-    model, idx, called = alive(constraint_skip=0.5), tokens(2, 9), []
+    model, idx, called = alive(constraint_skip=0.5, xsa=True), tokens(2, 9), []
     with torch.no_grad():
         for block in model.transformer.h:
             block.attn.constraint.out.bias.fill_(-99.0)
@@ -405,7 +406,6 @@ def test_what_does_not_go_together_is_refused(run, tmp_path, capsys):
             constraint_loss_layers=[1])
     refused("constraint_skip=0.1 needs constraint_gate='output'", constraint_skip=0.1,
             constraint_gate="value")
-    refused("comes after xsa and head_norm", constraint_gate="score", xsa=True)
     refused("constraint_name_coef=[-1.0] must not be negative", constraint_name_coef="[-1]")
     refused("has no fused kernel with dropout", constraint_gate="score", dropout=0.1)
     run("small", max_iters=3, constraint_heads=2)

@@ -13,7 +13,7 @@ from test_mechanisms import TINY, close, dense, normal, tiny
 def attention_of(model, x):
     """What the first block's attention projects and adds to the stream for x [B, T, C]: [B, H, T, D]."""
     attn, merged = model.transformer.h[0].attn, []
-    attn.merge = lambda y: merged.append(y) or y
+    attn.merge = lambda y, rows: merged.append(y) or y
     T = x.size(1)
     attn(x, model.context(slice(0, T), 0, T, None, None, x.device))
     del attn.merge

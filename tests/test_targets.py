@@ -76,7 +76,7 @@ def test_what_does_not_belong_to_the_tokens_is_refused_by_name(labelled, chars_d
             Targets(data, labels, names).rows(split, [0], 4)
         assert "\n" not in str(e.value)
 
-    refused("no labels 'none' for .*there are none", "none")
+    refused("no labels 'none' for .*there are (none|truth): python data/label.py", "none")
     refused("labels no split 'test'", split="test")
     refused("no labels for truth; it has digit, soft", names=["digit", "truth"])
     refused("made for another train split", data=Dataset(chars_data))
