@@ -11,6 +11,8 @@
 #                               kept in out/trials, and in $OUT/study/results.json.gz, which belongs in results/
 #   ./gpu_check.sh heads        one life of heads at 12 layers, 12 heads, 768 wide: gates moved, pruned, grown,
 #                               killed in the middle and resumed; pictures, and the share of time it takes
+#   ./gpu_check.sh constraints  constraint heads on synthetic labels at 12/12/768, beside a plain GPT; their scores
+#                               against probes, heads skipped, and an audit page
 #   ./gpu_check.sh train        both recipes on the same bytes, same tokens, scored on the whole test split,
 #                               with curves
 # Results go to $OUT (default out/gpu). STUDY names a study, LIMIT its seconds. PY names the interpreter,
@@ -66,6 +68,17 @@ heads)
   wait $RUN || true
   "$PY" train.py "${LIFE[@]}" --out_dir="$OUT/life" --resume 2>&1 | tee "$OUT/life.txt"
   "$PY" plot_curves.py --heads "$OUT/life" ;;
+constraints)
+  [ -f "data/$DATASET/meta.json" ] || "$PY" "data/$DATASET/prepare.py"
+  "$PY" data/label.py --dataset="$DATASET" --by=synthetic --show=0
+  BIG=${BIG:---n_layer=12 --n_head=12 --n_embd=768 --block_size=1024 --batch_size=16 --max_iters=300 --eval_interval=100}
+  "$PY" train.py --recipe=modern --dataset="$DATASET" $BIG --out_dir="$OUT/plain12" --overwrite
+  "$PY" train.py --recipe=modern --dataset="$DATASET" $BIG --mechanism=constraint_a --labels=synthetic \
+    --constraint_warmup=50 --out_dir="$OUT/constraint12" --overwrite
+  "$PY" constraints.py score --ckpt "$OUT/constraint12" --plain "$OUT/plain12" --labels synthetic \
+    --tokens 65536 --fit 50000 --json "$OUT/constraints.json" 2>&1 | tee "$OUT/constraints.txt"
+  "$PY" constraints.py skip --ckpt "$OUT/constraint12" --tokens 65536 2>&1 | tee -a "$OUT/constraints.txt"
+  "$PY" evaluate.py --audit --ckpt "$OUT/constraint12" --text README.md --out "$OUT/audit.jsonl" ;;
 train)
   [ -f "data/$DATASET/meta.json" ] || "$PY" "data/$DATASET/prepare.py"
   for recipe in gpt2 modern; do
@@ -75,5 +88,5 @@ train)
   "$PY" evaluate.py --ckpt "$OUT/gpt2" --ckpt "$OUT/modern" --json "$OUT/scores.json"
   "$PY" plot_curves.py "$OUT/gpt2" "$OUT/modern" --out "$OUT" ;;
 *)
-  sed -n '2,19s/^# \{0,1\}//p' "$0"; exit 2 ;;
+  sed -n '2,21s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
