@@ -71,7 +71,7 @@ heads)
 constraints)
   [ -f "data/$DATASET/meta.json" ] || "$PY" "data/$DATASET/prepare.py"
   "$PY" data/label.py --dataset="$DATASET" --by=synthetic --show=0
-  BIG=${BIG:---n_layer=12 --n_head=12 --n_embd=768 --block_size=1024 --batch_size=16 --max_iters=300 --eval_interval=100}
+  BIG=${BIG:---n_layer=12 --n_head=12 --n_embd=768 --block_size=1024 --batch_size=16 --max_iters=300}
   "$PY" train.py --recipe=modern --dataset="$DATASET" $BIG --out_dir="$OUT/plain12" --overwrite
   "$PY" train.py --recipe=modern --dataset="$DATASET" $BIG --mechanism=constraint_a --labels=synthetic \
     --constraint_warmup=50 --out_dir="$OUT/constraint12" --overwrite
