@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 from common import UserError, writable, write_atomic
 from model import explain
+from tokenizer import char_sizes
 
 TOP = 5  # tokens that explain() names
 PAGE_TOKENS = 32768  # a page of more is slow in a browser; the lines hold them all
@@ -55,10 +56,7 @@ def spell(tokenizer, ids):
     known = {i: tokenizer.decode_bytes([i]) if i < tokenizer.vocab_size else b"" for i in set(ids)}
     raw = [known[i] for i in ids]
     whole = b"".join(raw).decode("utf-8", "surrogateescape")
-    codes = np.frombuffer(whole.encode("utf-32-le", "surrogatepass"), "<u4")
-    size = 1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000)
-    size[(codes >= 0xDC80) & (codes <= 0xDCFF)] = 1  # bytes that are no UTF-8
-    character = np.append(np.repeat(np.arange(len(codes)), size), len(codes))  # of each byte
+    character = np.append(np.repeat(np.arange(len(whole)), char_sizes(whole)), len(whole))  # of each byte
     ends = np.cumsum([len(piece) for piece in raw])
     begins = ends - [len(piece) for piece in raw]
     last = np.where(ends > begins, character[ends - 1] + 1, character[begins])

@@ -33,7 +33,7 @@ from sklearn.metrics import (average_precision_score, brier_score_loss, f1_score
                              precision_recall_curve, roc_auc_score)
 from sklearn.preprocessing import StandardScaler
 
-from bench import take_turns, time_rows
+from bench import progress_bar, take_turns, time_rows
 from common import UserError, json_safe, last_words, pick_device, table, writable, write_atomic
 from evaluate import add_arguments
 from heads import attentions
@@ -43,8 +43,9 @@ from study.pictures import canvas, drawn
 from study.trial import score_windows
 from targets import UNKNOWN
 from textquality import interval as jackknife
-from token_probes import (Part, layers_of, branch_size, open_setup, names_of, starts_of, labels_of, read,
-                          outputs, bar, takers_of, HEADS)
+from token_probes import (HEADS, Part, branch_size, labels_of, layers_of, names_of, open_setup, outputs, read,
+                          starts_of, takers_of)
+from tokenizer import token_sizes
 
 PRIOR, STATE = "prior", "mean hidden state"
 METRICS = dict(auroc="AUROC", ap="av. precision", f1="F1", ece="ECE", brier="Brier")
@@ -193,7 +194,7 @@ def score(args):
     for n, (name, (chosen, y)) in enumerate(zip(setup.names, truth)):
         before, after = (each[:, n] for each in known)
         found, calibration, thresholds = [], {}, {}
-        for each in bar(said, f"figures of {name}"):
+        for each in progress_bar(said, f"figures of {name}"):
             found.append({})
             for scorer, (p_chosen, p) in each.items():
                 threshold = best_threshold(chosen, p_chosen[before, n])
@@ -206,7 +207,7 @@ def score(args):
         rows.append(dict(name=name, tokens=len(y), positive=float(y.mean()), prior=float(prior[n]),
                          figures=whole, heads_less=less, thresholds=thresholds, calibration=calibration))
     bpb = {run.name: score_windows(run.model, setup.data, args.split, args.tokens)[1]["bpb"]
-           for run in bar([*setup.runs, *setup.plain], "bits per byte")}
+           for run in progress_bar([*setup.runs, *setup.plain], "bits per byte")}
     lines = [about(setup, args), *(f"{row['name']}: {row['tokens']:,} labelled tokens, "
                                    f"{row['positive']:.4f} positive" for row in rows),
              comparison_table([(r["name"], r["figures"], r["heads_less"]) for r in rows], METRICS, sizes),
@@ -264,8 +265,7 @@ def documents(data, part):
     titles = [match.start() for match in TITLE.finditer(raw)]
     titles = np.array([at for at in titles if at or not part.first], np.int64)  # a line that was cut is none
     if data.meta["encoding"] != "byte":
-        sizes = np.array([len(data.tokenizer.decode_bytes([i])) for i in range(data.tokenizer.vocab_size)])
-        titles = np.searchsorted(sizes[tokens].cumsum(), titles, "right")
+        titles = np.searchsorted(token_sizes(data.tokenizer)[tokens].cumsum(), titles, "right")
     cuts = [*(part.first + titles).tolist(), part.last]
     return list(zip(cuts, cuts[1:]))
 
@@ -360,7 +360,7 @@ def adjudicate(args):
     metrics, rows = dict(accuracy="accuracy", f1="F1", auroc="AUROC"), []
     for (task, name), (chosen, y, terciles) in zip(tasks.items(), sorts):
         document, found = cuts[2][1][chosen[2]], []
-        for features in bar(said, task):
+        for features in progress_bar(said, task):
             found.append({})
             for scorer, x in features.items():
                 p, threshold = judged([each[c] for each, c in zip(x, chosen)], y)
@@ -477,7 +477,7 @@ def explain(args):
     rows, cells = [], []
     for run in setup.runs:
         device, found = next(run.model.parameters()).device, []
-        for w, start in enumerate(bar(starts, run.name)):
+        for w, start in enumerate(progress_bar(starts, run.name)):
             ids = torch.from_numpy(tokens[start:start + setup.context].astype(np.int64)).to(device)
             rng = np.random.default_rng([args.seed, w])
             found.append(window_changes(run.model, ids, args.k, args.draws, rng))

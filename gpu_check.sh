@@ -11,8 +11,8 @@
 #                               kept in out/trials, and in $OUT/study/results.json.gz, which belongs in results/
 #   ./gpu_check.sh heads        one life of heads at 12 layers, 12 heads, 768 wide: gates moved, pruned, grown,
 #                               killed in the middle and resumed; pictures, and the share of time it takes
-#   ./gpu_check.sh constraints  constraint heads on synthetic labels at 12/12/768, beside a plain GPT; their scores
-#                               against probes, heads skipped, and an audit page
+#   ./gpu_check.sh constraints  constraint heads on synthetic labels at 12/12/768, beside a plain GPT: their
+#                               scores against probes, heads skipped, and an audit page
 #   ./gpu_check.sh train        both recipes on the same bytes, same tokens, scored on the whole test split,
 #                               with curves
 # Results go to $OUT (default out/gpu). STUDY names a study, LIMIT its seconds. PY names the interpreter,

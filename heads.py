@@ -71,6 +71,24 @@ def fixed_text(data, split, block_size, n_tokens, rank=0, world=1):
 
 
 @contextmanager
+def inputs_of(modules):
+    """A list of what each of these modules was given last, filled by forward passes meanwhile."""
+    kept = [None] * len(modules)
+
+    def keep(i):
+        def hook(module, args):
+            kept[i] = args[0]
+        return hook
+
+    hooks = [module.register_forward_pre_hook(keep(i)) for i, module in enumerate(modules)]
+    try:
+        yield kept
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
 def evaluating(model):
     """The model in eval mode, and then as it was."""
     before = model.training
@@ -101,29 +119,15 @@ def measure(model, x, y, autocast=None):
     layers, halves = attentions(model), list(zip(x.chunk(2), y.chunk(2)))
     if len(halves) < 2 or x.size(1) < 2:
         raise ValueError(f"measuring heads takes two sequences of two tokens, not {tuple(x.shape)}")
-    parts, kept = [], {}
-    weights = [w for attn in layers for w in projections(attn)]
-
-    def keep(i):
-        def hook(module, args):
-            kept[i] = args[0]
-        return hook
-
+    parts, weights = [], [w for attn in layers for w in projections(attn)]
     outs = [p for attn in layers for p in out_projections(attn)]
-    hooks = [p.register_forward_pre_hook(keep(i)) for i, p in enumerate(outs)]
-    try:
-        with evaluating(model), torch.enable_grad():
-            for xs, ys in halves:
-                with autocast or nullcontext():
-                    out = model(xs, ys, traces=True)
-                ys_of = [kept[i] for i in range(len(outs))]
-                found = torch.autograd.grad(out.loss, [*weights, *ys_of], allow_unused=True)
-                found = [torch.zeros_like(t) if g is None else g
-                         for t, g in zip([*weights, *ys_of], found)]
-                parts.append(half_metrics(model, out.traces, found, ys_of))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with inputs_of(outs) as ys_of, evaluating(model), torch.enable_grad():
+        for xs, ys in halves:
+            with autocast or nullcontext():
+                out = model(xs, ys, traces=True)
+            found = torch.autograd.grad(out.loss, [*weights, *ys_of], allow_unused=True)
+            found = [torch.zeros_like(t) if g is None else g for t, g in zip([*weights, *ys_of], found)]
+            parts.append(half_metrics(model, out.traces, found, ys_of))
     metrics = {name: [] for name in METRICS}
     for layer, (a, b) in enumerate(zip(*parts)):
         both = (a["slope"] + b["slope"]) / 2

@@ -124,7 +124,3 @@ class Targets:
         """{name: float32 [rows, length]}: the targets of the tokens from each start on; -1: unknown."""
         return {name: decode(np.stack([self.codes(name, split)[s:s + length] for s in starts]))
                 for name in self.names}
-
-    def window(self, split, start, end):
-        """{name: float32 [end - start]} of tokens `start` to `end`."""
-        return {name: rows[0] for name, rows in self.rows(split, [start], end - start).items()}

@@ -6,7 +6,6 @@ probe reads what the attention of the heads' blocks reads.
 """
 
 import copy
-import sys
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -14,11 +13,11 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from tqdm import tqdm
 
+from bench import progress_bar
 from common import UserError
 from dataset import Dataset
-from heads import attentions
+from heads import attentions, inputs_of
 from model import ConstraintHeads
 from probe import Run, open_runs
 from targets import Targets, decode
@@ -144,23 +143,12 @@ def read(model, ids, layers):
     States are what the attention of these blocks reads: the residual stream that enters them, normed. Scores
     are logits, the mean over layers_of(model); a model without such heads has no names.
     """
-    kept = {}
-
-    def keep(i):
-        def hook(module, args):
-            kept[i] = args[0]
-        return hook
-
-    hooks = [attentions(model)[i].register_forward_pre_hook(keep(i)) for i in layers]
-    try:
+    with inputs_of([attentions(model)[i] for i in layers]) as kept:
         _, extras = model.run_blocks(ids, scores=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
     said = [torch.stack([extras.predictions[f"blocks.{i}.constraint.{name}"] for i in layers_of(model)])
             for name in names_of(model)]
     scores = torch.stack([each.mean(0) for each in said], -1) if said else ids.new_empty(*ids.shape, 0)
-    states = torch.cat([kept[i] for i in layers], -1) if layers else ids.new_empty(*ids.shape, 0)
+    states = torch.cat(kept, -1) if layers else ids.new_empty(*ids.shape, 0)
     return states.float(), scores.float()
 
 
@@ -171,7 +159,7 @@ def outputs(run, setup, split, starts, length, takers):
     device, tokens = next(run.model.parameters()).device, setup.data.tokens(split)
     rows = max(1, (4096 if device.type == "cpu" else 65536) // length)
     found = {name: [] for name in takers}
-    for at in bar(range(0, len(starts), rows), f"{run.name}, {split}"):
+    for at in progress_bar(range(0, len(starts), rows), f"{run.name}, {split}"):
         ids = np.stack([tokens[s:s + length] for s in starts[at:at + rows]]).astype(np.int64)
         states, scores = read(run.model, torch.from_numpy(ids).to(device), setup.layers)
         for name, take in takers.items():
@@ -180,10 +168,6 @@ def outputs(run, setup, split, starts, length, takers):
     if bad := [name for name, each in found.items() if not each.isfinite().all()]:
         raise UserError(f"{run.name}: {bad[0]} not finite: its weights are damaged, or its training diverged")
     return found
-
-
-def bar(items, what):
-    return tqdm(items, what, leave=False, mininterval=0.5, disable=not sys.stderr.isatty())
 
 
 # ---- probes ----
@@ -265,7 +249,7 @@ def fit_probe(fitted, chosen, width, seed):
     best = Probe(*fitted, width, seed)
     with torch.no_grad():
         lowest = nats_of_names(best(chosen[0]), chosen[1])
-    for decay in bar(DECAYS, "MLP probe" if width else "linear probe"):
+    for decay in progress_bar(DECAYS, "MLP probe" if width else "linear probe"):
         probe = Probe(*fitted, width, seed)
         for _ in descend(probe, *fitted, decay, seed):
             with torch.no_grad():

@@ -100,6 +100,19 @@ def cut_at_spaces(texts, size=1 << 20):
         yield tail
 
 
+def token_sizes(tokenizer):
+    """Bytes of each token of a vocabulary, [V]."""
+    return np.array([len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)])
+
+
+def char_sizes(text):
+    """Bytes of each character of a text decoded with surrogateescape, [n]: what is no UTF-8 has one."""
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+    size = 1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000)
+    size[(points >= 0xDC80) & (points <= 0xDCFF)] = 1
+    return size
+
+
 @lru_cache(maxsize=1)
 def gpt2():
     """tiktoken's GPT-2 encoding, built from local files, so that nothing here needs the network twice."""

@@ -20,6 +20,7 @@ from common import UserError, pick_device
 from data import weak
 from model import CONSTRAINTS
 from targets import UNKNOWN, encode, sha256
+from tokenizer import char_sizes, token_sizes
 
 LONG = 1 << 20    # tokens: a block of text without a blank line is cut there
 BLANK = re.compile(rb"(?<=\n)[ \t\r]*\n")
@@ -42,8 +43,7 @@ class Text:
     """The text of a dataset's splits, in pieces of about `size` tokens."""
 
     def __init__(self, dataset, size):
-        self.dataset, self.size, tok = dataset, size, dataset.tokenizer
-        self.sizes = np.array([len(tok.decode_bytes([i])) for i in range(tok.vocab_size)])
+        self.dataset, self.size, self.sizes = dataset, size, token_sizes(dataset.tokenizer)
 
     def bytes(self, split, start, stop):
         return self.dataset.tokenizer.decode_bytes(self.dataset.tokens(split)[max(start, 0):stop])
@@ -101,10 +101,7 @@ def to_tokens(codes, piece):
 
     So a token that overlaps a span by a character, or by a byte of one, belongs to it.
     """
-    points = np.frombuffer(piece.text.encode("utf-32-le", "surrogatepass"), "<u4")
-    width = 1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000)
-    width[(points >= 0xDC80) & (points <= 0xDCFF)] = 1  # a byte that is not UTF-8
-    codes = np.repeat(codes, width)
+    codes = np.repeat(codes, char_sizes(piece.text))
     last = np.maximum.accumulate(np.where(codes != UNKNOWN, np.arange(len(codes)), -1))
     ends = np.cumsum(piece.sizes)
     last = last[ends - 1]

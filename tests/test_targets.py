@@ -51,8 +51,8 @@ def test_targets_stand_beside_the_tokens_that_are_read(labelled):
         known = found["soft"] >= 0
         assert 0.4 < known.float().mean() < 0.6
         assert (found["soft"][known] - x[known] / 255).abs().max() < 0.002
-    window = targets.window("val", 7, 30)
-    assert window["digit"].shape == (23,) and set(window) == {"digit", "soft"}
+    one = targets.rows("val", [7], 23)
+    assert one["digit"].shape == (1, 23) and set(one) == {"digit", "soft"}
 
 
 def test_labels_say_what_they_are(labelled):

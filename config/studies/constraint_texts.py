@@ -1,0 +1,19 @@
+# Constraint heads on other text than WikiText-2: what their labels cost, and then what the heads know
+# (constraints.py on these runs). For plays: --settings='{"dataset": "shakespeare_char"}', another --out_dir
+# Tiny scale: 9 runs of about a minute on a core; the labels first:
+#     python data/label.py --dataset=enwiki15 --by=weak        # and shakespeare_char
+
+question = "Do constraint heads learn their labels on other text?"
+
+_heads = dict(constraint_names=["reciprocity", "testifiability", "decidability"])
+
+settings = dict(dataset="enwiki15")
+variants = {
+    "no labels": _heads,
+    "labels": dict(_heads, labels="weak", constraint_warmup=100),
+}
+contrasts = [["labels", "no labels"]]
+seeds = [1, 2, 3]
+plain_seeds = 3
+budgets = []
+match_parameters = False
