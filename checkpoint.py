@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+import hf
 from common import UserError, write_atomic
 from configurator import keys_of, nearest, parse, type_name
 from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, GPTConfig
@@ -31,7 +32,14 @@ def file_of(path):
 
 
 def read(path, device="cpu"):
-    """The dict in a checkpoint file: ours, or nanoGPT's put into our form. Raises UserError."""
+    """The dict in a checkpoint file: ours, or nanoGPT's, or a Hugging Face folder's, put into our form.
+
+    Raises UserError.
+    """
+    if hf.is_folder(path):
+        return hf.read(path)
+    if hf.is_name(path) and not Path(path).exists():
+        return hf.read(hf.fetch(path))
     path = file_of(path)
     if not path.is_file():
         raise UserError(f"no checkpoint {path}")

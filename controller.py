@@ -121,8 +121,10 @@ def conflicts(model, config):
     if config.grow_heads and config.grow_from is None and model.head_ids is None and not config.prune_gate:
         bad.append(f"grow_heads={config.grow_heads}: all {model.n_head} heads are there from the start; "
                    "set grow_from, the number to begin with")
-    if config.grow_stack and (config.grow_heads or model.unet or model.constraint_names):
-        bad.append("grow_stack doubles blocks that are alike: not with grow_heads, unet or constraint_names")
+    if config.grow_stack and (config.grow_heads or model.unet or model.constraint_names
+                              or model.window_layers is not None):
+        bad.append("grow_stack doubles blocks that are alike: not with grow_heads, unet, constraint_names or "
+                   "window_layers")
     if lives(config) and model.block_size < 2:
         bad.append("block_size must be at least 2 to measure heads")
     for place in config.policy_no_consent:

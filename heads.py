@@ -178,7 +178,7 @@ def half_metrics(model, traces, found, outputs):
         row = {name: torch.cat(values) for name, values in row.items()}
         own = {key.split(".", 2)[2]: t for key, t in traces.items() if key.startswith(f"blocks.{layer}.")}
         positions = torch.arange(T, device=row["power"].device)
-        n_keys = model.mask.n_keys(positions).double()
+        n_keys = model.mask_of(layer).n_keys(positions).double()
         seen = n_keys > 1  # a row of one key has no entropy to speak of
         entropy = own["entropy"].detach().double()[..., seen] / n_keys[seen].log()
         row["entropy"] = entropy.mean((0, 2))
@@ -283,8 +283,10 @@ def stack_blocks(model):
 
     Another function than before: a control for growth by heads. Raises ValueError where blocks are not alike.
     """
-    if model.config.unet or model.config.constraint_names:
-        raise ValueError("blocks with U-Net skips or constraint heads are not alike: they cannot be stacked")
+    c = model.config
+    if c.unet or c.constraint_names or c.window_layers is not None:
+        raise ValueError("blocks with U-Net skips, constraint heads or window_layers are not alike: "
+                         "they cannot be stacked")
     blocks, ids = model.transformer.h, model.config.head_ids
     copies = copy.deepcopy(blocks)
     for block in copies:

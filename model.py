@@ -70,6 +70,8 @@ class GPTConfig:
     zero_init: Optional[bool] = None     # projections into the residual stream and the head start at zero
     softcap: Optional[float] = None      # logits = cap * tanh(logits / cap); 0: off
     rope_base: float = 10000.0           # wavelength base of the rotary positions
+    rope_share: float = 1.0              # share of each head's dimensions that they turn
+    parallel: bool = False               # attention and MLP read the same input and add to it together
     # ---- memory ----
     checkpoint_activations: bool = False  # recompute each block in the backward pass: less memory, slower
     # ---- routing: a token uses its best heads only ----
@@ -144,6 +146,7 @@ class GPTConfig:
     window_global: int = 0               # the first tokens, seen by all
     window_random: int = 0               # earlier blocks, drawn at random, that a block of tokens also sees
     window_block: Optional[int] = None   # tokens in such a block; None: block_size // 16
+    window_layers: Optional[list[int]] = None  # blocks that have the window, from 0; None: all
     # ---- pruning ----
     head_ids: Optional[list[list[int]]] = None  # the heads that are left in each layer; None: all
 
@@ -190,6 +193,8 @@ class GPTConfig:
             yield f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}"
         elif self.n_head > 0 and self.pos == "rope" and self.head_size % 2:
             yield f"pos='rope' needs an even head size, n_embd/n_head={self.head_size}"
+        if not 0 < self.rope_share <= 1:
+            yield f"rope_share={self.rope_share} must be above 0, and 1 at most"
         for name in ("dropout", "attn_dropout"):
             if getattr(self, name) is not None and not 0.0 <= getattr(self, name) < 1.0:
                 yield f"{name}={getattr(self, name)} must be in [0, 1)"
@@ -248,10 +253,13 @@ def make_norm(config):
 def rope_tables(config, head_size=None):
     """cos and signed sin of every position's angles, each [block_size, head_size] (RoPE, eq. 34).
 
-    Dimension i is paired with i + head_size / 2, so rotating is x * cos + (x, halves swapped) * sin.
+    Dimension i is paired with i + head_size / 2, so rotating is x * cos + (x, halves swapped) * sin. Of those
+    pairs the first rope_share turn, at frequencies as of a head of that size; the others stand still.
     """
     half = (head_size or config.head_size) // 2
-    freq = config.rope_base ** (-torch.arange(half, dtype=torch.float64) / half)
+    turned = max(1, round(config.rope_share * half))
+    freq = config.rope_base ** (-torch.arange(half, dtype=torch.float64) / turned)
+    freq[turned:] = 0.0
     angle = torch.arange(config.block_size, dtype=torch.float64)[:, None] * freq
     cos = torch.cat((angle.cos(), angle.cos()), -1)
     sin = torch.cat((-angle.sin(), angle.sin()), -1)
@@ -1566,9 +1574,9 @@ class CausalMask(Mechanism):
              "window_global_random": dict(window=0, window_global=1, window_random=1)}
     neutral = {"window": {"window": "block_size"}, "window_global_random": {"window": "block_size"}}
 
-    def __init__(self, config):
+    def __init__(self, config, window=True):
         super().__init__()
-        self.block_size, self.window = config.block_size, config.window
+        self.block_size, self.window = config.block_size, config.window if window else None
         self.n_global, self.n_random = config.window_global, config.window_random
         self.cell = config.window_block
         if not self.window:
@@ -1592,6 +1600,9 @@ class CausalMask(Mechanism):
             yield f"window={config.window} must be positive, or 0 for a quarter of block_size"
         if config.window_block < 1:
             yield f"window_block={config.window_block} must be positive"
+        blocks = config.window_layers
+        if blocks is not None and (not blocks or sorted(set(blocks) & {*range(config.n_layer)}) != blocks):
+            yield f"window_layers={blocks} must list blocks from 0 to {config.n_layer - 1} in order"
         yield from no_dropout(config, "window")
 
     def draw_cells(self):
@@ -1933,7 +1944,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each reading the normed residual stream and adding to it."""
+    """Attention, then MLP, each reading the normed residual stream and adding to it.
+
+    parallel: both at once, as in GPT-J and GPT-NeoX (arXiv 2204.06745, section 2.1.2).
+    """
 
     def __init__(self, config, layer):
         super().__init__()
@@ -1941,9 +1955,12 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, layer)
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
+        self.parallel = config.parallel
 
     def forward(self, x, ctx):
         y, extras = self.attn(self.ln_1(x), ctx)
+        if self.parallel:
+            return x + y + self.mlp(self.ln_2(x)), extras
         x = x + y
         return x + self.mlp(self.ln_2(x)), extras
 
@@ -1977,6 +1994,7 @@ class GPT(nn.Module):
         if AdvantageAttention.learns(config):
             self.value = ValueHead(config)
         self.mask = CausalMask(config)
+        self.whole_mask = None if config.window_layers is None else CausalMask(config, window=False)
         self.needs_row_stats = any(attn.needs_row_stats for attn in layers)
         self.needs_positions = any(m.needs_positions for attn in layers for m in attn.mechanisms())
         self.init_weights()
@@ -2054,7 +2072,9 @@ class GPT(nn.Module):
         else:
             columns = torch.arange(past, past + T, device=idx.device)
             positions = (columns - pad[:, None]).clamp_min(0)  # (B, T)
-        ctx = self.context(positions, past, T, cache, pad, idx.device, **wanted)
+        masks = [self.mask_of(i) for i in range(N)]
+        contexts = {who: self.context(positions, past, T, cache, pad, idx.device, who=who, **wanted)
+                    for who in dict.fromkeys(masks)}
         x = self.transformer.wte(idx)
         if c.pos == "learned":
             x = x + self.transformer.wpe.weight[positions]
@@ -2063,6 +2083,7 @@ class GPT(nn.Module):
         x = self.transformer.drop(x)
         total, skips = Extras({}, {}, {}), []
         for i, block in enumerate(self.transformer.h):
+            ctx = contexts[masks[i]]
             if c.checkpoint_activations and self.training:
                 x, extras = checkpoint(block, x, ctx, use_reentrant=False)
             else:
@@ -2079,13 +2100,18 @@ class GPT(nn.Module):
             cache.length += T
         return self.transformer.ln_f(x), total
 
+    def mask_of(self, layer):
+        """The CausalMask of a block."""
+        windowed = self.config.window_layers is None or layer in self.config.window_layers
+        return self.mask if windowed else self.whole_mask
+
     def context(self, positions, past, T, cache, pad, device,
-                losses=False, scores=False, traces=False, hint=None):
+                losses=False, scores=False, traces=False, hint=None, who=None):
         """The Context of a forward pass: only what is asked for. positions: a slice, or [B, T] of padded
-        rows.
+        rows; who: the CausalMask of the blocks that it is for, None: the model's first.
         """
-        counted = self.needs_row_stats or bool(traces)
-        mask = self.mask.make(past, T, pad, device, cache is not None, counted, traces == "maps")
+        who, counted = who or self.mask, self.needs_row_stats or bool(traces)
+        mask = who.make(past, T, pad, device, cache is not None, counted, traces == "maps")
         rope = n_keys = valid = None
         if self.config.pos == "rope":  # over [B, T, (q, k), H, D]
             sizes = {block.attn.head_size for block in self.transformer.h}
@@ -2098,9 +2124,9 @@ class GPT(nn.Module):
             valid = (torch.arange(past, past + T, device=device) >= pad[:, None])[..., None]
         if counted:
             dtype = torch.promote_types(self.transformer.wte.weight.dtype, torch.float32)
-            n_keys = self.mask.n_keys(positions).to(dtype)
+            n_keys = who.n_keys(positions).to(dtype)
             n_keys = n_keys if pad is None else n_keys[:, None]
-        return Context(rope, cache, mask, self.mask.mask_mod, positions, n_keys, valid,
+        return Context(rope, cache, mask, who.mask_mod, positions, n_keys, valid,
                        hint, losses, scores, traces)
 
     def head(self, x):
@@ -2287,10 +2313,10 @@ class GPT(nn.Module):
         or not.
         """
         attention = 0
-        for block in self.transformer.h:
-            width = block.attn.n_total * block.attn.head_size
+        for layer, block in enumerate(self.transformer.h):
+            width = block.attn.n_total * block.attn.head_size * self.mask_of(layer).mean_context()
             attention += width * (1 + sum(m.attention_cost for m in block.attn.mechanisms()))
-        return int(6 * self.num_params(non_embedding=True) + 12 * attention * self.mask.mean_context())
+        return int(6 * self.num_params(non_embedding=True) + 12 * attention)
 
     def mfu(self, tokens_per_s, device, dtype):
         """Share of the device's peak that this training speed is; None where the peak is not known."""
@@ -2320,7 +2346,8 @@ class GPT(nn.Module):
             for name, buffer in list(self.named_buffers(recurse=False)):
                 if name.startswith(("cos", "sin")):
                     setattr(self, name, buffer[:block_size])
-        self.mask.crop(block_size)
+        for mask in {self.mask_of(i) for i in range(self.config.n_layer)}:
+            mask.crop(block_size)
 
 
 # Dense bf16 peaks in TFLOP/s by a part of the device's name, from NVIDIA's datasheets; the first counts.

@@ -287,7 +287,7 @@ def without_keys(model, removed):
     def context(positions, past, T, cache, pad, device, **wanted):
         ctx = plain(positions, past, T, cache, pad, device, **wanted)
         itself = torch.eye(T, dtype=torch.bool, device=device)
-        mask = model.mask.dense(past, T, pad, device) & ~removed[:, None, None] | itself
+        mask = wanted.get("who", model.mask).dense(past, T, pad, device) & ~removed[:, None, None] | itself
         n_keys = None if ctx.n_keys is None else mask.sum(-1).to(ctx.n_keys.dtype)
         return ctx._replace(mask=mask, n_keys=n_keys)
 

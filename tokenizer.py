@@ -1,10 +1,12 @@
 """
-Text <-> token ids, for the three encodings that the data scripts write.
+Text <-> token ids, for the encodings that the data scripts write.
 
 byte   one token a byte, 256 of them: any input at all
 char   one token a character, out of the vocabulary in meta.json
 gpt2   GPT-2's byte pairs, 50,257 tokens, through tiktoken; text that looks like a special token is plain text
+hf     byte pairs of another model, out of the tokenizer.json in meta.json, through Hugging Face's tokenizers
 """
+import json
 import re
 from functools import lru_cache
 from itertools import islice
@@ -16,14 +18,17 @@ SAFE_CUT = re.compile(r"\S(?=[ \n])")
 
 
 class Tokenizer:
-    """Text <-> token ids for the three encodings: byte, char, gpt2."""
+    """Text <-> token ids. vocab: char: the list of characters; hf: the text of a tokenizer.json."""
 
     def __init__(self, encoding, vocab=None):
-        if encoding not in ("byte", "char", "gpt2"):
-            raise ValueError(f"encoding must be byte, char or gpt2, not {encoding!r}")
-        if (encoding == "char") != bool(vocab):
-            raise ValueError("the char encoding needs a vocabulary, the others have none")
-        self.encoding, self.vocab = encoding, list(vocab) if vocab else None
+        if encoding not in ("byte", "char", "gpt2", "hf"):
+            raise ValueError(f"encoding must be byte, char, gpt2 or hf, not {encoding!r}")
+        if (encoding in ("char", "hf")) != bool(vocab):
+            raise ValueError("the char and hf encodings need a vocabulary, the others have none")
+        self.encoding, self.vocab = encoding, vocab
+        if encoding == "hf":
+            return self.open_hf()
+        self.vocab = list(vocab) if vocab else None
         self.dtype = np.dtype("u1" if encoding == "byte" else "<u2")
         self.vocab_size = {"byte": 256, "gpt2": 50257}.get(encoding) or len(self.vocab)
         self.separator = {"byte": 10, "gpt2": END_OF_TEXT}.get(encoding, 0)
@@ -36,6 +41,29 @@ class Tokenizer:
             self.ids = np.full(0x110000, -1, np.int32)  # code point -> id, -1: not in the vocabulary
             self.ids[self.symbols] = np.arange(self.vocab_size)
             self.separator = max(int(self.ids[10]), 0)
+
+    def open_hf(self):
+        """The parts of a tokenizer whose tokens are byte pairs; ValueError for others."""
+        try:
+            from tokenizers import Tokenizer as Pairs
+        except ImportError:
+            raise ValueError("this vocabulary is read by Hugging Face's tokenizers: pip install tokenizers"
+                             ) from None
+        about = json.loads(self.vocab)
+        if "ByteLevel" not in json.dumps(about.get("decoder")):
+            raise ValueError("only tokenizers of byte pairs (a ByteLevel decoder) are known here")
+        self.pairs = Pairs.from_str(self.vocab)
+        self.pairs.encode_special_tokens = True  # text that looks like one is plain text
+        ids = self.pairs.get_vocab(with_added_tokens=True)
+        added = {each["id"] for each in about.get("added_tokens", ())}
+        symbols = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
+        self.vocab_size = max(ids.values()) + 1
+        self.pieces = [b""] * self.vocab_size
+        for token, i in ids.items():
+            plain = i in added or not set(token) <= set(symbols)
+            self.pieces[i] = token.encode() if plain else bytes(symbols[c] for c in token)
+        self.dtype = np.dtype("<u2" if self.vocab_size <= 65536 else "<u4")
+        self.separator = next((ids[end] for end in ("<|endoftext|>", "</s>") if end in ids), 0)
 
     @classmethod
     def from_meta(cls, meta):
@@ -53,6 +81,8 @@ class Tokenizer:
             while batch := list(islice(pieces, 4)):  # a few at a time: lists of Python ints are large
                 parts += self.encode_batch(batch)
             return np.concatenate(parts)
+        if self.encoding == "hf":
+            return np.array(self.pairs.encode(text, add_special_tokens=False).ids, self.dtype)
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
         ids = self.ids[codes]
         if ids.size and ids.min() < 0:
@@ -75,6 +105,8 @@ class Tokenizer:
             return ids.astype(np.uint8).tobytes()
         if self.encoding == "gpt2":
             return gpt2().decode_bytes(ids.tolist())
+        if self.encoding == "hf":
+            return b"".join(self.pieces[i] for i in ids.tolist())
         return self.symbols[ids].tobytes().decode("utf-32-le").encode()
 
     def decode(self, ids):
@@ -98,6 +130,13 @@ def cut_at_spaces(texts, size=1 << 20):
         tail = tail[start:]
     if tail:
         yield tail
+
+
+def byte_symbols():
+    """The printable character that stands for each byte in a byte-pair vocabulary, GPT-2's convention."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
 
 
 def token_sizes(tokenizer):

@@ -54,8 +54,8 @@ class Writer:
             self.splits[split][key] += n
 
     def add_pieces(self, split, pieces):
-        """Append the encoding of a stream of bytes (byte) or str (char, gpt2)."""
-        for piece in cut_at_spaces(pieces) if self.tok.encoding == "gpt2" else pieces:
+        """Append the encoding of a stream of bytes (byte) or str (the others)."""
+        for piece in cut_at_spaces(pieces) if self.tok.encoding in ("gpt2", "hf") else pieces:
             data = piece if isinstance(piece, bytes) else piece.encode()
             self.add(split, self.tok.encode(piece), len(data), count_chars(data))
 
@@ -169,7 +169,8 @@ def prepare(args, files, splits=None, note="", options=None):
 
 def build(args, source, splits, note="", options=None):
     """Write a data folder: source as in meta.json, splits() -> [(split, stream of bytes or str)]."""
-    tok = Tokenizer(args.encoding, symbols(splits()) if args.encoding == "char" else None)
+    vocab = symbols(splits()) if args.encoding == "char" else getattr(args, "vocab", None)
+    tok = Tokenizer(args.encoding, vocab)
     with Writer(args, tok, source, note, options) as writer:
         for split, pieces in splits():
             writer.add_pieces(split, pieces)

@@ -75,9 +75,11 @@ def agree(got, want, inputs, tol):
 
 # ---- the oracle: one sequence at a time, loops over heads and queries ----
 
-def visible(model, t):
+def visible(model, t, layer=0):
     """The keys that query t reads, up to itself; with a window the near, the first, those in drawn blocks."""
     c, size = model.config, model.config.window_block
+    if c.window_layers is not None and layer not in c.window_layers:
+        return list(range(t + 1))
 
     def drawn(s):
         return c.window_random and bool(model.mask.random_cells[t // size, s // size])
@@ -101,10 +103,11 @@ def rms(x):
     return x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-6)
 
 
-def turn(x, t, base):
-    """RoPE in complex numbers: pair (i, i + D/2) times e^(i t theta)."""
+def turn(x, t, c):
+    """RoPE in complex numbers: pair (i, i + D/2) times e^(i t theta), the first rope_share of the pairs."""
     half = len(x) // 2
-    theta = torch.tensor([t * base ** (-i / half) for i in range(half)], dtype=torch.float64)
+    n = max(1, round(c.rope_share * half))
+    theta = torch.tensor([t * c.rope_base ** (-i / n) * (i < n) for i in range(half)], dtype=torch.float64)
     z = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones_like(theta), theta)
     return torch.cat((z.real, z.imag))
 
@@ -204,7 +207,7 @@ def slow_attention(model, layer, x, hint=None):
         if c.qk_norm:
             q, k = rms(q), rms(k)
         if c.pos == "rope":
-            q, k = (torch.stack([turn(r[t], t, c.rope_base) for t in range(T)]) for r in (q, k))
+            q, k = (torch.stack([turn(r[t], t, c) for t in range(T)]) for r in (q, k))
         if base and c.key_offset:  # dimensions D/4 to D/2 and 3D/4 to D, as in modded-nanogpt
             own, k = k, k.clone()
             for t, d in itertools.product(range(1, T), (*range(D // 4, D // 2), *range(3 * D // 4, D))):
@@ -214,7 +217,7 @@ def slow_attention(model, layer, x, hint=None):
             v = v * router[:, h:h + 1]
         y, gates = [], []
         for t in range(T):
-            keys = visible(model, t)
+            keys = visible(model, t, layer)
             s = torch.stack([q[t] @ k[key] for key in keys]) / math.sqrt(D)
             if a is not None and c.a2c == "published":
                 s = s * a[t]
@@ -287,8 +290,10 @@ def slow_hidden(model, idx, hint=None):
         outputs = []
         for i in range(N):
             name = f"transformer.h.{i}."
+            read = x
             x = x + slow_attention(model, i, norm(x, name + "ln_1"), None if hint is None else hint[b])[0]
-            inner = norm(x, name + "ln_2") @ p[name + "mlp.c_fc.weight"].T + p.get(name + "mlp.c_fc.bias", 0)
+            inner = norm(read if c.parallel else x, name + "ln_2") @ p[name + "mlp.c_fc.weight"].T
+            inner = inner + p.get(name + "mlp.c_fc.bias", 0)
             inner = gelu(inner) if c.act == "gelu" else inner.clamp_min(0) ** 2
             x = x + inner @ p[name + "mlp.c_proj.weight"].T + p.get(name + "mlp.c_proj.bias", 0)
             partner = N - 1 - i  # blocks counted from 0
@@ -325,6 +330,8 @@ MIXTURES = {
                    constraint_names=["a"], constraint_heads=2, constraint_variant="B",
                    constraint_layers=[0, 1], acag="elementwise", acag_mode="published",
                    output_gate="elementwise", window=3, window_global=1),
+    "some blocks": dict(window=2, window_layers=[1], parallel=True, xsa=True, acag="headwise", routing="moh",
+                        constraint_names=["a"], constraint_layers=[0, 1]),
     "roles": dict(roles=["previous", "long", "local"], a2c="key_bias", constraint_names=["a"], window=4,
                   routing="sigmoid", acag="headwise", key_offset=True),
     "tempered": dict(roles=["long", "free", "previous"], roles_waves=8, a2c="temperature", xsa=True,

@@ -24,6 +24,8 @@ FLAGS = [dict(recipe="gpt2"),
          dict(recipe="modern"),
          dict(recipe="modern", pos="learned"),
          dict(recipe="modern", qk_max=12.0),
+         dict(recipe="gpt2", parallel=True, pos="rope", rope_share=0.25, bias=True, tied=False),
+         dict(recipe="modern", rope_share=0.5),
          dict(recipe="modern", softcap=15.0, bias=True, norm="layernorm")]
 all_flags = pytest.mark.parametrize("flags", FLAGS, ids=lambda f: "+".join(f"{k}={v}" for k, v in f.items()))
 
@@ -60,9 +62,11 @@ def reference(model, idx):
     def linear(x, name):
         return x @ w[name + ".weight"].T + (w[name + ".bias"] if c.bias else 0)
 
-    def turn(x, t):  # complex numbers: pair (i, i + D/2) times e^(i t theta)
+    def turn(x, t):  # complex numbers: pair (i, i + D/2) times e^(i t theta), theta 0 beyond rope_share
         half = x.size(-1) // 2
-        theta = torch.tensor([t * c.rope_base ** (-i / half) for i in range(half)], dtype=torch.float64)
+        n = round(half * c.rope_share)
+        theta = torch.tensor([t * c.rope_base ** (-i / n) * (i < n) for i in range(half)],
+                             dtype=torch.float64)
         z = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones_like(theta), theta)
         return torch.cat((z.real, z.imag))
 
@@ -94,8 +98,10 @@ def reference(model, idx):
                 score = qh @ kh.T * (c.qk_max / D if c.qk_max else 1 / math.sqrt(D))
                 score = score.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
                 heads.append(score.softmax(-1) @ vh)
-            x = x + linear(torch.cat(heads, dim=-1), name + "attn.c_proj")
-            x = x + linear(act(linear(norm(x, name + "ln_2"), name + "mlp.c_fc")), name + "mlp.c_proj")
+            attended = x + linear(torch.cat(heads, dim=-1), name + "attn.c_proj")
+            read = x if c.parallel else attended
+            inner = act(linear(norm(read, name + "ln_2"), name + "mlp.c_fc"))
+            x = attended + linear(inner, name + "mlp.c_proj")
         logits = norm(x, "transformer.ln_f") @ w["transformer.wte.weight" if c.tied else "lm_head.weight"].T
         out.append(c.softcap * torch.tanh(logits / c.softcap) if c.softcap else logits)
     return torch.stack(out)

@@ -1,0 +1,44 @@
+"""
+A checkpoint as a Hugging Face folder: config.json, model.safetensors, tokenizer files.
+
+    python export_hf.py --ckpt out/a --out exported/a
+    python export_hf.py --ckpt out/a --out exported/a --as nanoheads    # our class where GPT-2's would do
+
+A plain GPT becomes GPT2LMHeadModel (recipe=gpt2) or NanoChatForCausalLM (recipe=modern without qk_max), which
+transformers knows. A model with mechanisms, or pruned, comes with this repository's code and loads with
+trust_remote_code=True. docs/hugging-face.md.
+"""
+
+import argparse
+from pathlib import Path
+
+import checkpoint
+import hf
+from common import last_words
+
+
+def arguments(argv):
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ckpt", required=True, help="a checkpoint or a run folder (its best.pt)")
+    parser.add_argument("--out", required=True, type=Path, help="the folder to write")
+    parser.add_argument("--as", choices=list(hf.WRITERS), dest="family",
+                        help="the class to write (default: the plainest that says the same)")
+    parser.add_argument("--force", action="store_true", help="replace a folder that is there")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = arguments(argv)
+    with last_words("export_hf"):
+        state = checkpoint.read(args.ckpt)
+        model = checkpoint.build(state, args.ckpt)
+        family, why = hf.export(model, state["meta"], args.out, args.family, args.force)
+        print(f"wrote {args.out}: {family}{f' ({why})' if why else ''}, {model.num_params():,} parameters, "
+              f"tokenizer {state['meta']['encoding'] if state['meta'] else 'none'}")
+        code = ", trust_remote_code=True" if family == "nanoheads" else ""
+        print(f'AutoModelForCausalLM.from_pretrained("{args.out}"{code})')
+
+
+if __name__ == "__main__":
+    main()

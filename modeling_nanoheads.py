@@ -1,0 +1,99 @@
+"""A GPT of model.py as a model of transformers: what an exported folder loads with trust_remote_code=True."""
+
+import torch
+from torch.nn import functional as F
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from model import GPT, GPTConfig, KVCache
+
+
+class NanoHeadsConfig(PretrainedConfig):
+    """gpt: the fields of GPTConfig; beside it the names by which transformers asks for sizes."""
+
+    model_type = "nanoheads"
+
+    def __init__(self, gpt=None, **kwargs):
+        self.gpt = gpt or {}
+        super().__init__(**kwargs)
+
+
+class Cache(KVCache):
+    """KVCache, with what generate() asks of one."""
+
+    def get_seq_length(self, layer=0):
+        return self.length
+
+    def reorder_cache(self, beams):
+        """Keep these rows, [B]: what beam search goes on with."""
+        for kept in (self.k, self.v, self.sums, self.last_keys):
+            for layer, t in kept.items() if isinstance(kept, dict) else enumerate(kept):
+                if t is not None:
+                    kept[layer] = t.index_select(0, beams)
+
+
+class NanoHeadsForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = NanoHeadsConfig
+    base_model_prefix = "gpt"
+    _tied_weights_keys = {"gpt.lm_head.weight": "gpt.transformer.wte.weight"}  # where the config says so
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.gpt = GPT(GPTConfig(**{**config.gpt, "vocab_size": config.gpt.get("vocab_size")}))
+        self.post_init()
+
+    def _init_weights(self, module):
+        """Tables that no file holds: transformers builds models without memory, and loses them."""
+        if module is not self.gpt:
+            return
+        with torch.device("cpu"):
+            fresh = dict(GPT(self.gpt.config).named_buffers())
+        stored = self.gpt.state_dict()
+        for name, t in self.gpt.named_buffers():
+            if name not in stored and name in fresh:
+                t.copy_(fresh[name])
+
+    def get_input_embeddings(self):
+        return self.gpt.transformer.wte
+
+    def set_input_embeddings(self, embedding):
+        self.gpt.transformer.wte = embedding
+
+    def get_output_embeddings(self):
+        return self.gpt.lm_head
+
+    def set_output_embeddings(self, head):
+        self.gpt.lm_head = head
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls):
+        return False  # it makes its own: constraint heads and key offset keep more than keys and values
+
+    def forward(self, input_ids, attention_mask=None, past_key_values=None, labels=None, use_cache=None,
+                logits_to_keep=0, return_dict=None, **ignored):
+        """input_ids [B, T] -> logits [B, T, V]; labels as everywhere in transformers: -100 is not scored.
+
+        Padding may stand left, or right where no cache is kept: no token sees it.
+        """
+        cache = past_key_values
+        if cache is None and use_cache:
+            cache = Cache(self.gpt.config)
+        x = self.gpt.hidden(input_ids, cache, padding(attention_mask, cache is not None))
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits, loss = self.gpt.head(x if labels is not None else x[:, keep]), None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+            logits = logits[:, keep]
+        out = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        return out if return_dict is not False else out.to_tuple()
+
+
+def padding(mask, cached):
+    """The columns of padding before each row, [B]; None: there are none. mask [B, S]: 0 at padding."""
+    if mask is None or bool(mask.all()):
+        return None
+    before = (mask.cumsum(1) == 0).sum(1)
+    inside = mask.sum(1) + before != mask.size(1)
+    if bool(inside.any()) and (cached or bool((mask.diff(dim=1).abs().sum(1) > 2).any())):
+        raise ValueError("attention_mask has zeros behind a row's text: pad left to generate")
+    return before if bool(before.any()) else None

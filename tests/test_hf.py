@@ -1,0 +1,435 @@
+"""Hugging Face folders: read, they say what the original says; written, transformers says what we say."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import checkpoint
+import hf
+import train
+from common import UserError
+from conftest import ROOT, TINY, write_dataset
+from data.prepare_text import main as prepare_text
+from dataset import Dataset
+from export_hf import main
+from model import ALL_ON, GPT, MECHANISMS, GPTConfig
+from tokenizer import Tokenizer, byte_symbols
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: requirements-test.txt")
+safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors: requirements-test.txt")
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+SIZES = dict(block_size=32, vocab_size=61, n_layer=3, n_head=4, n_embd=32)
+GPT2 = dict(vocab_size=61, n_positions=32, n_embd=32, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0)
+NEO = dict(vocab_size=61, max_position_embeddings=32, hidden_size=32, num_layers=4, num_heads=4,
+           window_size=5, attention_types=[[["global", "local"], 2]], bos_token_id=0, eos_token_id=0)
+NEOX = dict(vocab_size=61, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96,
+            max_position_embeddings=32, bos_token_id=0, eos_token_id=0)
+NANOCHAT = dict(vocab_size=61, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+                intermediate_size=128, max_position_embeddings=32, pad_token_id=None, eos_token_id=0)
+ORIGINALS = {  # name: (family, fields of its config)
+    "gpt2": ("GPT2", GPT2),
+    "gpt2, other fields": ("GPT2", dict(GPT2, n_inner=48, activation_function="gelu",
+                                        tie_word_embeddings=False, scale_attn_weights=False,
+                                        scale_attn_by_inverse_layer_idx=True)),
+    "gpt_neo": ("GPTNeo", NEO),
+    "gpt_neo, all global": ("GPTNeo", dict(NEO, attention_types=[[["global"], 4]], intermediate_size=40)),
+    "gpt_neox": ("GPTNeoX", NEOX),
+    "gpt_neox, one after the other": ("GPTNeoX", dict(NEOX, use_parallel_residual=False, attention_bias=False,
+                                                      rotary_pct=0.5, rotary_emb_base=500)),
+    "nanochat": ("NanoChat", NANOCHAT),
+    "nanochat, other fields": ("NanoChat", dict(NANOCHAT, final_logit_softcapping=None,
+                                                tie_word_embeddings=True)),
+}
+IDS = torch.randint(1, 61, (2, 32), generator=torch.Generator().manual_seed(1))
+
+
+def awake(model):
+    """The model in eval mode with no weight at zero or one, so that every path carries a signal."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.15) if p.dim() >= 2 else p.add_(torch.randn_like(p) / 5)
+    return model.eval()
+
+
+def original(family, fields):
+    config = getattr(transformers, f"{family}Config")(**fields)
+    kind = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    return awake(getattr(transformers, family + kind)(config))
+
+
+def ours(path):
+    return checkpoint.build(checkpoint.read(path), path)
+
+
+def apart(model, other, ids=IDS):
+    """The largest difference between two models' logits, as a share of the largest logit."""
+    with torch.no_grad():
+        got, want = model(ids).logits, other(ids).logits
+    assert want.std() > 0.05
+    return ((got - want).abs().max() / want.abs().max()).item()
+
+
+# ---- in ----
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_a_folder_read_says_what_the_original_says(name, tmp_path):
+    there = original(*ORIGINALS[name])
+    there.save_pretrained(tmp_path)
+    here = ours(tmp_path)
+    assert apart(here, there) < 1e-5
+    prompt = IDS[:, :9]
+    with torch.no_grad():
+        want = there.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(here.generate(prompt, 12, temperature=0), want)  # through our cache and theirs
+
+
+def test_what_makes_the_families_differ_is_seen(tmp_path):
+    """Negative controls: without each of these flags the logits are others."""
+    for name, changed in (("gpt_neo", dict(window_layers=[0, 2])), ("gpt_neo", dict(window=6)),
+                          ("gpt_neox", dict(parallel=False)), ("gpt_neox", dict(rope_share=0.5)),
+                          ("gpt2", dict(act="gelu")), ("nanochat", dict(softcap=0.0))):
+        there = original(*ORIGINALS[name])
+        there.save_pretrained(tmp_path / name)
+        state = checkpoint.read(tmp_path / name)
+        assert apart(checkpoint.build(state, "x", **changed), there) > 1e-4, changed
+
+
+def test_names_without_prefix_and_mask_tables_of_old_files(tmp_path):
+    there = original(*ORIGINALS["gpt2"])
+    there.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): t for name, t in safetensors.load_file(path).items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
+    safetensors.save_file(tensors, path)
+    assert apart(ours(tmp_path), there) < 1e-5
+
+
+def test_sharded_weights_are_read_and_a_missing_file_is_named(tmp_path):
+    there = original(*ORIGINALS["gpt_neox"])
+    there.save_pretrained(tmp_path, max_shard_size="60KB")
+    files = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(files) > 2 and not (tmp_path / "model.safetensors").exists()
+    assert apart(ours(tmp_path), there) < 1e-5
+    files[1].unlink()
+    refused(tmp_path, f"lacks {files[1].name}")
+
+
+def refused(path, *words):
+    with pytest.raises(UserError) as e:
+        checkpoint.read(path)
+    said = str(e.value)
+    assert "\n" not in said and all(word in said for word in words), said
+
+
+def edit(folder, **fields):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.fixture(scope="module")
+def gpt2_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub") / "gpt2"
+    original(*ORIGINALS["gpt2"]).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("what, words", [
+    ("no config", ["has no config.json"]),
+    ("no weights", ["holds no model.safetensors"]),
+    ("a .bin", ["holds no model.safetensors; pytorch_model.bin is not read"]),
+    ("half", ["cut short or damaged", "fetch it again"]),
+    ("config", ["cannot be read as JSON"]),
+    ("family", ["holds a bloom model; known are gpt2, gpt_neo"]),
+    ("a tensor less", ["lacks the tensor h.1.mlp.c_fc.weight"]),
+    ("a tensor more", ["no place for: h.0.adapter.weight"]),
+    ("eps", ["layer_norm_epsilon=1e-06 is not known here, only 1e-05"]),
+    ("activation", ["the activation 'silu' is not known here; known are gelu_new"]),
+    ("sizes", ["its config.json and its tensors do not make a gpt2 model"]),
+    ("vocabulary", ["its tokenizer has 256 tokens, its model knows 61"]),
+    ("tokenizer", ["tokenizer files", "are damaged"]),
+])
+def test_what_is_wrong_with_a_folder_is_one_line(what, words, gpt2_folder, tmp_path):
+    folder = shutil.copytree(gpt2_folder, tmp_path / "gpt2")
+    weights = folder / "model.safetensors"
+    tensors = safetensors.load_file(weights)
+    if what == "no config":
+        (folder / "config.json").unlink()
+    elif what in ("no weights", "a .bin"):
+        weights.unlink()
+        if what == "a .bin":
+            (folder / "pytorch_model.bin").write_bytes(b"x")
+    elif what == "half":
+        weights.write_bytes(weights.read_bytes()[:5000])
+    elif what == "config":
+        (folder / "config.json").write_text("{")
+        weights.rename(folder / "model.safetensors")
+    elif what == "family":
+        edit(folder, model_type="bloom")
+    elif what == "a tensor less":
+        del tensors["transformer.h.1.mlp.c_fc.weight"]
+        safetensors.save_file(tensors, weights)
+    elif what == "a tensor more":
+        safetensors.save_file({**tensors, "transformer.h.0.adapter.weight": torch.ones(2)}, weights)
+    elif what == "eps":
+        edit(folder, layer_norm_epsilon=1e-6)
+    elif what == "activation":
+        edit(folder, activation_function="silu")
+    elif what == "sizes":
+        edit(folder, n_embd="many")
+    elif what == "vocabulary":
+        vocab = {symbol: i for i, symbol in enumerate(byte_symbols())}
+        (folder / "vocab.json").write_text(json.dumps(vocab))
+    elif what == "tokenizer":
+        (folder / "tokenizer.json").write_text("{}")
+    refused(folder, *words)
+
+
+def test_sizes_that_disagree_with_the_weights_are_refused(gpt2_folder, tmp_path):
+    folder = shutil.copytree(gpt2_folder, tmp_path / "gpt2")
+    edit(folder, n_positions=16)
+    with pytest.raises(UserError, match="its weights do not fit its config"):
+        ours(folder)
+
+
+def test_names_of_the_hub_and_a_hub_out_of_reach(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    for name in ("gpt2", "distilgpt2", "gpt2-xl", "EleutherAI/gpt-neo-125m", "pythia-70m-deduped"):
+        assert hf.is_name(name)
+        refused(name, f"no checkpoint {name}", "give that folder")
+    for path in ("nowhere", "out/a", "gpt2.pt", "gpt2/ckpt.pt"):
+        assert not hf.is_name(path)
+        refused(path, "no checkpoint")
+
+
+# ---- from there to a run ----
+
+def test_a_run_starts_from_a_folder_with_mechanisms_neutral(tmp_path, bytes_data):
+    there = original("GPTNeo", dict(NEO, vocab_size=256))
+    there.save_pretrained(tmp_path / "neo")
+    args = [f"--{key}={value}" for key, value in TINY.items() if not key.startswith(("n_", "block"))]
+    args += [f"--dataset={bytes_data}", f"--init_from={tmp_path / 'neo'}", "--acag=headwise"]
+    train.main([*args, f"--out_dir={tmp_path / 'run'}", "--max_iters=1", "--eval_interval=1", "--lr=1e-12",
+                "--min_lr=0", "--warmup_iters=0"])
+    model = ours(tmp_path / "run")
+    assert model.config.acag == "headwise" and model.config.window_layers == [1, 3]
+    assert apart(model, there) < 1e-4  # a step of no length away
+    with pytest.raises(SystemExit, match="no neutral setting"):
+        train.main([*args, f"--out_dir={tmp_path / 'other'}", "--key_offset=True"])
+
+
+def test_another_vocabulary_than_the_datasets_is_refused(tmp_path, bytes_data):
+    model = awake(GPT(GPTConfig(**SIZES)))
+    hf.export(model, dict(name="x", encoding="char", vocab=[chr(65 + i) for i in range(58)]), tmp_path / "x")
+    state = checkpoint.read(tmp_path / "x")
+    with pytest.raises(UserError, match="whose vocabulary is not that of sums"):
+        checkpoint.same_vocabulary(state, Dataset(bytes_data), "x")
+
+
+# ---- out ----
+
+WRITTEN = {"gpt2": dict(recipe="gpt2"),
+           "gpt2, all biases": dict(recipe="gpt2", bias=True, act="gelu_tanh", tied=False, n_inner=48),
+           "modern": dict(recipe="modern"),
+           "modern, capped": dict(recipe="modern", softcap=15.0, tied=True, rope_base=500.0),
+           "qk_max": dict(recipe="modern", qk_max=12.0),
+           "parallel": dict(recipe="gpt2", pos="rope", rope_share=0.25, parallel=True),
+           "all on": dict(recipe="modern", **ALL_ON, n_embd=64)}
+CLASSES = {"gpt2": "GPT2LMHeadModel", "gpt2, all biases": "GPT2LMHeadModel", "modern": "NanoChatForCausalLM",
+           "modern, capped": "NanoChatForCausalLM"}
+
+
+def written(model, folder, meta=None, **options):
+    """(what export() says, the model as transformers loads it)."""
+    said = hf.export(model, meta, folder, **options)
+    own = said[0] == "nanoheads"
+    return said, transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=own).eval()
+
+
+def same_everywhere(model, there):
+    assert apart(there, model) < 1e-5
+    prompt = IDS[:, :9]
+    want = model.generate(prompt, 12, temperature=0)
+    for use_cache in (True, False):
+        got = there.generate(prompt, max_new_tokens=12, do_sample=False, use_cache=use_cache, pad_token_id=0)
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", [*WRITTEN, *(name for name in MECHANISMS if name != "constraint_b")])
+def test_transformers_says_what_we_say(name, tmp_path):
+    flags = WRITTEN.get(name) or dict(MECHANISMS[name], recipe="modern")
+    model = awake(GPT(GPTConfig(**{**SIZES, **flags})))
+    said, there = written(model, tmp_path / "out")
+    assert type(there).__name__ == CLASSES.get(name, "NanoHeadsForCausalLM")
+    same_everywhere(model, there)
+    assert apart(ours(tmp_path / "out"), model) < 1e-6  # and read back
+
+
+def test_pruned_models_and_another_class_than_the_plainest(tmp_path):
+    model = awake(GPT(GPTConfig(**SIZES)))
+    said, there = written(model, tmp_path / "own", family="nanoheads")
+    assert said == ("nanoheads", "")
+    same_everywhere(model, there)
+    model.prune_heads({0: [1, 2], 2: [0, 1, 2, 3]})
+    said, there = written(model, tmp_path / "pruned")
+    assert said == ("nanoheads", "heads were pruned")
+    same_everywhere(model, there)
+    assert sum(p.numel() for p in there.parameters()) == model.num_params()
+    with pytest.raises(UserError, match="this model is no gpt2: heads were pruned"):
+        hf.export(model, None, tmp_path / "no", family="gpt2")
+    assert not (tmp_path / "no").exists()
+
+
+def test_as_a_model_of_transformers(tmp_path):
+    """Left padding, labels, beams, save_pretrained and back, another dtype: as everywhere there."""
+    flags = dict(MECHANISMS["constraint_a"], **MECHANISMS["key_offset"], acag="headwise", recipe="modern")
+    model = awake(GPT(GPTConfig(**SIZES, **flags)))
+    _, there = written(model, tmp_path / "out")
+    row = IDS[:1, :7]
+    padded = torch.cat((torch.zeros(1, 4, dtype=torch.long), row), 1)
+    mask = (torch.arange(11) >= 4).long()[None]
+    with torch.no_grad():
+        assert torch.allclose(there(padded, attention_mask=mask).logits[:, 4:], model(row).logits, atol=1e-5)
+        right = there(padded.flip(1), attention_mask=mask.flip(1)).logits[:, :7]
+        assert torch.allclose(right, model(row.flip(1)).logits, atol=1e-5)
+        out = there(IDS, labels=IDS)
+        shifted = model(IDS[:, :-1], IDS[:, 1:])
+        assert torch.allclose(out.loss, shifted.loss, atol=1e-5)
+        assert there(IDS, logits_to_keep=1).logits.shape == (2, 1, 61)
+    both = torch.cat((padded, IDS[1:, :11]))
+    masks = torch.cat((mask, torch.ones(1, 11, dtype=torch.long)))
+    got = there.generate(both, attention_mask=masks, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(got[:1, 4:], model.generate(row, 8, temperature=0))
+    beams = [there.generate(row, max_new_tokens=8, num_beams=3, do_sample=False, use_cache=cached,
+                            pad_token_id=0) for cached in (True, False)]
+    assert torch.equal(*beams)
+    with pytest.raises(ValueError, match="pad left to generate"):
+        there.generate(padded.flip(1), attention_mask=mask.flip(1), max_new_tokens=2, pad_token_id=0)
+    there.save_pretrained(tmp_path / "again")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True)
+    assert apart(again.eval(), model) < 1e-5
+    half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True,
+                                                             dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16 and apart(half.eval(), model) < 0.1
+
+
+def test_the_folder_needs_nothing_of_this_repository(tmp_path):
+    model = awake(GPT(GPTConfig(**SIZES, **MECHANISMS["acag"])))
+    hf.export(model, None, tmp_path / "out")
+    code = ("import sys, torch, transformers\n"
+            "there = transformers.AutoModelForCausalLM.from_pretrained('out', trust_remote_code=True)\n"
+            f"assert not any(str(p).startswith({str(ROOT)!r}) and 'site-packages' not in str(p)\n"
+            "               for p in (sys.modules[type(there).__module__].__file__,))\n"
+            "print(there(torch.arange(1, 9)[None]).logits.sum().item())\n")
+    said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr[-2000:]
+    want = model(torch.arange(1, 9)[None]).logits.sum().item()
+    assert float(said.stdout) == pytest.approx(want, abs=1e-3)
+
+
+TEXT = "Hello  world,\n\n it's naïve — 12345 ok \U0001f600\t\n  end "
+
+
+@pytest.mark.parametrize("encoding", ["byte", "char", "gpt2", "hf"])
+def test_tokenizers_come_along(encoding, tmp_path):
+    pairs = json.dumps(hf.own_tokenizer(dict(encoding="byte")) | {
+        "added_tokens": [dict(id=257, content="<|endoftext|>", single_word=False, lstrip=False, rstrip=False,
+                              normalized=False, special=True)]})
+    pairs = json.loads(pairs)
+    pairs["model"]["vocab"]["He"], pairs["model"]["merges"] = 256, [["H", "e"]]
+    vocab = {"char": sorted(set(TEXT)), "hf": json.dumps(pairs)}.get(encoding)
+    try:
+        tok = Tokenizer(encoding, vocab)
+        want = tok.encode(TEXT)
+    except (UserError, OSError) as e:
+        pytest.skip(f"GPT-2's byte pairs are not here: {e}")
+    meta = dict(name="x", encoding=encoding, **({"vocab": vocab} if vocab else {}))
+    hf.export(GPT(GPTConfig(**{**SIZES, "vocab_size": tok.vocab_size})), meta, tmp_path / "out")
+    there = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert there.encode(TEXT, add_special_tokens=False) == want.tolist()
+    assert there.decode(want.tolist()) == tok.decode(want) == TEXT
+    there.save_pretrained(tmp_path / "again")  # in whatever form
+    shutil.copy(tmp_path / "out" / "config.json", tmp_path / "again")
+    for folder in ("out", "again"):
+        meta = hf.tokenizer_of(tmp_path / folder, dict(vocab_size=tok.vocab_size))
+        assert meta["encoding"] == encoding
+        assert Tokenizer.from_meta(meta).encode(TEXT).tolist() == want.tolist()
+
+
+def test_gpt2_files_are_kept_out_of_any_folder_that_has_them(tmp_path, monkeypatch):
+    """So that a GPT-2 folder alone is enough: no network, no other copy of the byte pairs."""
+    merges, encoder = (hf.HOME / file.names[0] for file in (hf.GPT2_MERGES, hf.GPT2_ENCODER))
+    if not (merges.is_file() and encoder.is_file()):
+        pytest.skip("GPT-2's byte pairs are not here")
+    lines = merges.read_text(encoding="utf-8").split("\n")[1:-1]
+    ids = json.loads(encoder.read_text(encoding="utf-8"))
+    whole = dict(model=dict(vocab=ids, merges=[line.split(" ") for line in lines]))
+    for name, content in (("old", {"vocab.json": ids}), ("new", {"tokenizer.json": whole})):
+        (tmp_path / name).mkdir()
+        for file, data in content.items():
+            (tmp_path / name / file).write_text(json.dumps(data))
+        shutil.copy(merges, tmp_path / name / "merges.txt") if name == "old" else None
+        monkeypatch.setattr(hf, "HOME", tmp_path / f"home {name}")
+        (tmp_path / f"home {name}").mkdir()
+        assert hf.tokenizer_of(tmp_path / name, dict(vocab_size=50304))["encoding"] == "gpt2"
+        for path in (merges, encoder):
+            kept = tmp_path / f"home {name}" / path.parent.name / path.name
+            assert kept.read_bytes() == path.read_bytes()
+
+
+# ---- the program ----
+
+def test_the_program_and_its_refusals(tmp_path, bytes_data, refusal, capsys):
+    train.main([*(f"--{key}={value}" for key, value in TINY.items()), f"--dataset={bytes_data}",
+                f"--out_dir={tmp_path / 'run'}", "--sentinel=sigmoid"])
+    capsys.readouterr()
+    out = str(tmp_path / "hf")
+    main(["--ckpt", str(tmp_path / "run"), "--out", out])
+    said = capsys.readouterr().out
+    assert "nanoheads (sentinel is on)" in said and "tokenizer byte" in said
+    assert "trust_remote_code=True" in said
+    assert apart(ours(out), ours(tmp_path / "run"), IDS[:, :16]) < 1e-6
+    assert "is there already" in refusal(["--ckpt", str(tmp_path / "run"), "--out", out])
+    assert "this model is no nanochat: sentinel is on" in refusal(
+        ["--ckpt", str(tmp_path / "run"), "--out", out, "--force", "--as", "nanochat"])
+    main(["--ckpt", str(tmp_path / "run"), "--out", out, "--force"])
+    capsys.readouterr()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "run"]  # nothing half-written lies about
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    assert "is no folder of a model" in refusal(
+        ["--ckpt", str(tmp_path / "run"), "--out", str(tmp_path / "mine"), "--force"])
+    assert (tmp_path / "mine" / "thesis.txt").exists()
+
+
+def test_without_safetensors_one_line_says_what_to_install(tmp_path, monkeypatch, gpt2_folder):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    refused(gpt2_folder, "pip install safetensors")
+    with pytest.raises(UserError, match="pip install safetensors"):
+        hf.export(GPT(GPTConfig(**SIZES)), None, tmp_path / "out")
+
+
+def test_a_dataset_in_another_models_byte_pairs(tmp_path):
+    text = json.dumps(hf.own_tokenizer(dict(encoding="byte")))
+    folder = write_dataset(tmp_path / "pairs", {s: TEXT * 9 for s in ("train", "val", "test")}, "hf", text)
+    data = Dataset(folder)
+    assert data.vocab_size == 256 and data.tokenizer.decode(data.tokens("val")) == TEXT * 9
+    (tmp_path / "tokenizer.json").write_text(text)
+    (tmp_path / "my.txt").write_text(TEXT * 30)
+    args = [f"--source={tmp_path / 'my.txt'}", "--encoding=hf", f"--out={tmp_path / 'mine'}"]
+    prepare_text([*args, f"--tokenizer={tmp_path}"])
+    assert Dataset(tmp_path / "mine").meta["encoding"] == "hf"
+    with pytest.raises(UserError, match="go together"):
+        prepare_text(args)
+    with pytest.raises(UserError, match="no tokenizer.json|No such file"):
+        prepare_text([*args, f"--tokenizer={tmp_path / 'pairs'}"])
+    with pytest.raises(ValueError, match="only tokenizers of byte pairs"):
+        Tokenizer("hf", json.dumps(hf.own_tokenizer(dict(encoding="char", vocab=["a"]))))
