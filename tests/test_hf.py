@@ -1,6 +1,9 @@
 """Hugging Face folders: read, they say what the original says; written, transformers says what we say."""
 
+import importlib
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -407,6 +410,50 @@ def test_the_program_and_its_refusals(tmp_path, bytes_data, refusal, capsys):
     assert "is no folder of a model" in refusal(
         ["--ckpt", str(tmp_path / "run"), "--out", str(tmp_path / "mine"), "--force"])
     assert (tmp_path / "mine" / "thesis.txt").exists()
+
+
+PAGE = (ROOT / "docs" / "hugging-face.md").read_text(encoding="utf-8")
+FEW = ["--max_iters=1", "--eval_interval=1", "--eval_tokens=64", "--batch_size=2", "--lr_decay_iters=9",
+       "--warmup_iters=0", "--device=cpu"]  # what the page's training commands get here, beside their own
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory):
+    """A folder with what the page's commands name: small models and texts under those names."""
+    desk = tmp_path_factory.mktemp("desk")
+    pairs = hf.own_tokenizer(dict(encoding="byte"))
+    pairs["model"]["vocab"]["th"], pairs["model"]["merges"] = 256, [["t", "h"]]
+    for name, family, fields, tokenizer in (
+            ("gpt2", "GPT2", dict(GPT2, vocab_size=256), dict(encoding="byte")),
+            ("EleutherAI/gpt-neo-125m", "GPTNeo", dict(NEO, vocab_size=256), dict(encoding="byte")),
+            ("pythia-70m", "GPTNeoX", dict(NEOX, vocab_size=300), dict(encoding="hf", vocab=json.dumps(pairs)))):
+        original(family, fields).save_pretrained(desk / name)
+        for file, text in hf.tokenizer_files(tokenizer, 32).items():
+            (desk / name / file).write_text(text)
+    text = b"The head that says what the other says is no other head.\n" * 80
+    write_dataset(desk / "shakespeare", dict(train=text, val=text[:900], test=text[:900]))
+    (desk / "my.txt").write_bytes(text)
+    train.main([*(f"--{key}={value}" for key, value in TINY.items()), f"--dataset={desk / 'shakespeare'}",
+                f"--out_dir={desk / 'out' / 'a'}", "--sentinel=sigmoid", "--block_size=64"])
+    return desk
+
+
+@pytest.mark.parametrize("language", ["sh", "python"])
+def test_every_command_of_the_page_runs(language, desk, monkeypatch, capsys):
+    """In the order of the page, the Python parts after the commands whose files they read."""
+    monkeypatch.chdir(desk)
+    ran = 0
+    for block in re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL):
+        if language == "python":
+            exec(compile(block, "docs/hugging-face.md", "exec"), {})
+            ran += 1
+            continue
+        for line in block.replace("\\\n", " ").strip().split("\n"):
+            python, script, *args = shlex.split(line, comments=True)
+            module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+            module.main([*args, *(FEW if script == "train.py" else ())])
+            ran += 1
+    assert ran >= (7 if language == "sh" else 1)
 
 
 def test_without_safetensors_one_line_says_what_to_install(tmp_path, monkeypatch, gpt2_folder):
