@@ -423,10 +423,11 @@ def desk(tmp_path_factory):
     desk = tmp_path_factory.mktemp("desk")
     pairs = hf.own_tokenizer(dict(encoding="byte"))
     pairs["model"]["vocab"]["th"], pairs["model"]["merges"] = 256, [["t", "h"]]
+    own, another = dict(encoding="byte"), dict(encoding="hf", vocab=json.dumps(pairs))
     for name, family, fields, tokenizer in (
-            ("gpt2", "GPT2", dict(GPT2, vocab_size=256), dict(encoding="byte")),
-            ("EleutherAI/gpt-neo-125m", "GPTNeo", dict(NEO, vocab_size=256), dict(encoding="byte")),
-            ("pythia-70m", "GPTNeoX", dict(NEOX, vocab_size=300), dict(encoding="hf", vocab=json.dumps(pairs)))):
+            ("gpt2", "GPT2", dict(GPT2, vocab_size=256), own),
+            ("EleutherAI/gpt-neo-125m", "GPTNeo", dict(NEO, vocab_size=256), own),
+            ("pythia-70m", "GPTNeoX", dict(NEOX, vocab_size=300), another)):
         original(family, fields).save_pretrained(desk / name)
         for file, text in hf.tokenizer_files(tokenizer, 32).items():
             (desk / name / file).write_text(text)
