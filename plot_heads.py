@@ -1,11 +1,13 @@
 """
-The pictures of a run's heads, for plot_curves.py --heads: from heads.jsonl, log.jsonl and a checkpoint.
+The pictures of a run's heads, for plot_curves.py --heads: from heads.jsonl, log.jsonl and a checkpoint; and
+for probe.py detectors.
 
 gates      each head's gate over the run, and when heads were closed, pruned, kept and grown
 states     each head's state over the run (agency), and when it was forced to work without consent
 active     heads at work against bits per byte
 metrics    entropy, importance and utilisation of each head at the last measurement
 attention  what chosen heads look at in a text
+scores     what each head of a checkpoint is like, by its detectors
 """
 
 import sys
@@ -25,7 +27,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 import checkpoint
-from common import UserError
+from common import UserError, write_atomic
 from heads import attentions
 from model import Agency
 from plot_curves import COLOURS, GREY, RC, label_right, load, number, read_rows, save, warn
@@ -250,23 +252,69 @@ def metrics(h, name):
     maps = (("Entropy (1: all keys alike)", h.entropy[-1]),
             (f"Importance (10{unit} nats a token)", h.importance[-1] / 10.0 ** power),
             ("Utilisation (share of layer)", h.utilisation[-1]))
+    absent = np.where(here, "new", h.absent)
     for ax, (title, values) in zip(figure.subplots(1, 3, sharey=True), maps):
         top = 1 if title.startswith("Entropy") else np.nanmax(np.append(values, 1e-12))
-        ax.pcolormesh(values, cmap="viridis", vmin=0, vmax=top, edgecolor="white", lw=1.5)
-        for layer, head in np.ndindex(here.shape):
-            v = values[layer, head]
-            words = f"{v:.2f}" if np.isfinite(v) else "new" if here[layer, head] else h.absent[layer, head]
-            dark = np.isfinite(v) and v < 0.6 * top
-            ax.text(head + 0.5, layer + 0.5, words, ha="center", va="center", fontsize=9,
-                    color="white" if dark else "black" if np.isfinite(v) else GREY)
-        ax.set_title(title, fontsize=11)
-        ax.set(xlabel="head", ylim=(n_layer, 0))
-        ax.set_xticks(np.arange(n_head) + 0.5, range(n_head))
-        ax.set_yticks(np.arange(n_layer) + 0.5, range(n_layer))
-        ax.tick_params(length=0)
-        ax.grid(False)
-        ax.spines[:].set_visible(False)
+        squares(ax, title, values, absent, Normalize(0, top))
     figure.axes[0].set_ylabel("layer")
+    return figure
+
+
+def squares(ax, title, values, absent, norm):
+    """A panel of values [layers, heads], as colours and as numbers; `absent` says why one is NaN."""
+    ax.pcolormesh(values, cmap="viridis", norm=norm, edgecolor="white", lw=1.5)
+    for (layer, head), v in np.ndenumerate(values):
+        there = np.isfinite(v)
+        dark = there and norm(v) < 0.6
+        ax.text(head + 0.5, layer + 0.5, f"{v:.2f}" if there else absent[layer, head], ha="center",
+                va="center", fontsize=9, color="white" if dark else "black" if there else GREY)
+    n_layer, n_head = values.shape
+    ax.set_title(title, fontsize=11)
+    ax.set(xlabel="head", ylim=(n_layer, 0))
+    ax.set_xticks(np.arange(n_head) + 0.5, range(n_head))
+    ax.set_yticks(np.arange(n_layer) + 0.5, range(n_layer))
+    ax.tick_params(length=0)
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+
+
+# ---- detectors ----
+
+@mpl.rc_context(RC)
+def draw_head_scores(runs, ends, path):
+    """head_scores() as a file of the kind that its name says: .png, .svg, .pdf."""
+    figure = head_scores(runs, ends)
+    write_atomic(path, lambda f: figure.savefig(f, format=path.suffix[1:].lower()))
+
+
+def head_scores(runs, ends):
+    """A Figure, a panel a detector, of [(name, model, [dict(layer, head, detector=[mean, ...]), ...])].
+
+    ends: {detector: (where its colours begin, the score of a head that does nothing else, where they end)}.
+    """
+    n_layer = max(model.config.n_layer for _, model, _ in runs)
+    n_head = max(attn.n_base + attn.n_extra for _, model, _ in runs for attn in attentions(model))
+    columns = len(ends) if n_head <= 8 else 3
+    lines = -(-len(ends) // columns)
+    height = len(runs) * (lines * (0.42 * n_layer + 1) + 0.5)
+    figure = canvas(columns * max(2.8, 0.42 * n_head + 0.7) + 0.6, height, "")
+    parts = figure.subfigures(len(runs), 1, squeeze=False).ravel()
+    for part, (run, model, rows) in zip(parts, runs):
+        part.suptitle(run, x=0.01, ha="left", weight="bold")
+        absent = np.full((n_layer, n_head), "–", "<U4")
+        for layer, attn in enumerate(attentions(model)):
+            absent[layer, sorted(set(range(attn.n_base)) - set(attn.head_ids))] = "gone"
+        axes = part.subplots(lines, columns, squeeze=False, sharey=True)
+        for ax, (name, (low, top)) in zip(axes.ravel(), ends.items()):
+            values = np.full((n_layer, n_head), np.nan)
+            for row in rows:
+                values[row["layer"], row["head"]] = row[name][0]
+            norm = Normalize(low, top) if low else PowerNorm(0.5, 0, max(top, 1e-9))  # most are small
+            squares(ax, f"{name} (best: {top:.2f})", values, absent, norm)
+        for ax in axes.ravel()[len(ends):]:
+            ax.set_visible(False)
+        for ax in axes[:, 0]:
+            ax.set_ylabel("layer")
     return figure
 
 

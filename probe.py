@@ -6,6 +6,8 @@ Ask trained checkpoints what one loss does not say; paired, since all checkpoint
     python probe.py keys   --ckpt out/a [--remove 4 8] [--nearest 2]
     python probe.py heads  --ckpt out/a
     python probe.py states --ckpt out/a [--pieces 64]
+    python probe.py detectors --ckpt out/a [--ckpt out/b ...] [--picture heads.png]
+    python probe.py arrays --ckpt out/a --text FILE [--out maps.npz] [--results]
 
 needle  Does a fact far back help? A fact "[QZX4831]" (data/needle) is planted into real text at a depth (0:
         the beginning, 1: just before the question), the text ends in "[QZX", and the four digits are scored,
@@ -24,10 +26,18 @@ heads   Which heads can go? Entropy of a head's rows and gradient of its gate, b
         at 0.
 states  Do states follow how hard the text is? Heads are measured on pieces of text, and those counted that
         agency's policy would call overloaded, misaligned or idle at its default thresholds, beside the loss.
+detectors
+        What does a head look at? On random tokens that come twice: the token before, earlier copies of the
+        token, what followed them (induction), as transformer_lens.head_detector scores attention. On text
+        with a planted needle, which begins again at the end: how often its next token is what the head looks
+        at most (at needle), and also what the model says (retrieval, arXiv 2404.15574). Random tokens are
+        the frequent ones of the split, each as likely.
+arrays  The attention maps of a text and what each head puts out, as arrays that other tools take
+        (bertviz, circuitsvis).
 
-Intervals are 95 %, by t over samples (needle), windows (keys) or blocks of neighbouring windows (late,
-heads). Contexts beyond the training length take rotary positions; ACAG's length and a window stay those of
-the training.
+Intervals are 95 %, by t over samples (needle, detectors), windows (keys) or blocks of neighbouring windows
+(late, heads). Contexts beyond the training length take rotary positions; ACAG's length and a window stay
+those of the training.
 """
 
 import argparse
@@ -35,6 +45,7 @@ import json
 import math
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -45,12 +56,16 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import checkpoint
+from audit import read_ids
 from common import UserError, json_safe, last_words, pick_device, table, writable, write_atomic
 from controller import ControllerConfig
 from data.needle.prepare import DIGITS, digits_of, fact, names, question
-from evaluate import add_arguments, load, nats_of, score, window_ids, windows_of
+from detectors import (ARRAYS, EXCLUDED, MEASURES, PATTERNS, common_tokens, head_arrays, needles,
+                       pattern_scores, repeats, retrieval_scores, similarity, typical_maps)
+from evaluate import add_arguments, load, model_and_tokenizer, nats_of, score, window_ids, windows_of
 from heads import attentions, closed, measure, nats_on, places, static_gates
 from model import GPT
+from plot_heads import draw_head_scores, spelled
 
 BLOCKS = 32  # of neighbouring windows, at most: what intervals over text rest on
 
@@ -568,7 +583,103 @@ def states(args):
     return results(runs, data, args, rows), [*above, table(head, cells, left=2), *below]
 
 
+# ---- detectors ----
+
+NEEDLE = ("retrieval", "at needle")  # scores on a needle: copied, looked at
+
+
+def detector_tokens(args, data, context):
+    """(repeats(), texts and starts of needles(), tokens in a needle), on the device. ValueError."""
+    rng, text = np.random.default_rng(args.seed), data.tokens(args.split)
+    length = args.length or max(1, min(64, (context - 2) // 2))
+    if 2 * length + 1 > context:
+        raise ValueError(f"--length={length}: the separator and so many tokens twice are more than "
+                         f"a context of {context:,}")
+    size = args.needle or max(2, min(12, context // 3))
+    if not 2 <= size <= context // 3:
+        raise ValueError(f"--needle={size} must be from 2 to {context // 3}, a third of the context")
+    alphabet = common_tokens(text)
+    twice = repeats(alphabet, length, args.samples, data.separator, rng)
+    texts, begins = needles(text, alphabet, context, size, args.samples, rng)
+    return *(torch.from_numpy(each).to(args.device) for each in (twice, texts, begins)), size
+
+
+def typical_scores(twice, args):
+    """{detector: [its score where attention is alike to all keys, where it is on the pattern alone]}."""
+    scores = {name: [] for name in PATTERNS}
+    for ids in twice.cpu():
+        for name, pattern in PATTERNS.items():
+            maps = torch.stack(typical_maps(pattern(ids)))
+            scores[name].append(similarity(maps, pattern(ids), args.measure, args.exclude).tolist())
+    return {name: np.mean(each, 0).tolist() for name, each in scores.items()}
+
+
+def detectors(args):
+    """What each head looks at: the token before, copies of the token, what followed them, a needle."""
+    picture = picture_path(args.picture) if args.picture else None
+    runs, data, context = open_runs(args, args.context)
+    twice, texts, begins, size = detector_tokens(args, data, context)
+    typical, half, asked = typical_scores(twice, args), twice.size(1) // 2, max(1, size // 3)
+    cells = [(what, "", "", *(f"{typical[name][i]:.3f}" for name in PATTERNS), "", "")
+             for i, what in enumerate(("if alike to all keys", "if on that alone"))]
+    rows, below = [], []
+    for run in runs:
+        scores, nats = pattern_scores(run.model, twice, args.measure, args.exclude)
+        finite(nats, run)
+        *of_needle, said = retrieval_scores(run.model, texts, begins, size, asked)
+        scores.update(zip(NEEDLE, of_needle))
+        head_rows = []
+        for i, (layer, head) in enumerate(places(run.model)):
+            own = {name: interval(each[:, i]) for name, each in scores.items()}
+            head_rows.append(dict(layer=layer, head=head, **own))
+            cells.append((run.name, layer, head, *(spell(each, 3, sign=False) for each in own.values())))
+        first, again = interval(nats[:, :half].mean(1)), interval(nats[:, half:].mean(1))
+        rows.append(dict(heads=head_rows, nats_first=first, nats_again=again, said=interval(said)))
+        below.append(f"{run.name}: {spell(first, 3, False)} nats per random token, {spell(again, 3, False)} "
+                     f"where it comes again; says {spell(interval(said), 2, False)} of a needle")
+    above = [f"{about_text(data, args)}: {args.samples} x {half:,} random tokens twice; {args.samples} texts "
+             f"of {context:,} with a needle of {size}, {asked} of which ask for the others"]
+    head = ("run", "block", "head", *PATTERNS, *NEEDLE)
+    lines = [*above, table(head, cells), *below]
+    if picture:
+        drawn = [(run.name, run.model, row["heads"]) for run, row in zip(runs, rows)]
+        ends = {name: ends if args.measure == "abs" else (0, ends[1]) for name, ends in typical.items()}
+        draw_head_scores(drawn, ends | dict.fromkeys(NEEDLE, (0, 1)), picture)
+        lines.append(args.picture)
+    return results(runs, data, args, rows) | dict(typical=typical), lines
+
+
+# ---- arrays ----
+
+def arrays(args):
+    """The attention maps of a text and what each head puts out, as arrays that other tools take."""
+    if len(args.ckpt) > 1:
+        raise UserError(f"--ckpt: one at a time, not {len(args.ckpt)}")
+    if not args.text:
+        raise UserError("--text: name the file to read")
+    out = writable(args.out, "--out")
+    model, tokenizer = model_and_tokenizer(args.ckpt[0], args.device, args.dataset, args.settings)
+    ids = read_ids(args.text, tokenizer)
+    n = min(args.tokens or len(ids), len(ids), model.config.block_size)
+    found = head_arrays(model, torch.tensor(ids[:n], device=args.device), args.results)
+    if not np.isfinite(found["z"]).all():
+        raise UserError(f"{args.ckpt[0]}: its heads put out what is no number: its weights are damaged")
+    found = dict(tokens=np.array([spelled(tokenizer, i) for i in ids[:n]]), **found)
+    write_atomic(out, lambda f: np.savez_compressed(f, **found))
+    cells = [(name, " x ".join(map(str, found[name].shape)), *about)
+             for name, about in ARRAYS.items() if name in found]
+    return None, [f"{args.text}: {n:,} of {len(ids):,} tokens",
+                  table(("array", "shape", "axes", ""), cells, left=4), args.out]
+
+
 # ---- output ----
+
+def picture_path(path):
+    """The Path of a picture to write, of a kind that can be drawn. UserError."""
+    if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--picture: {path} must end in .png, .svg or .pdf")
+    return writable(path, "--picture")
+
 
 def about_text(data, args):
     settings = f", with {', '.join(args.settings)}" if args.settings else ""
@@ -594,7 +705,7 @@ def spell(bounds, digits=4, sign=True):
 
 def results(runs, data, args, rows):
     """What --json writes: every number, intervals as [mean, low, high]."""
-    own = ("ckpt", "json", "what", "settings")
+    own = ("ckpt", "json", "what", "settings", "picture")
     options = {key: value for key, value in vars(args).items() if key not in own}
     return dict(what=args.what, dataset=data.meta["name"],
                 split_sha256=data.splits[args.split].get("sha256"), set=args.settings, options=options,
@@ -610,7 +721,16 @@ def positive(text):
     return number
 
 
-# what -> (function, split, {flag: (type, default, words)}); a list as default takes several
+def one_of(names):
+    def choice(text):
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} must be {' or '.join(names)}")
+        return text
+    return choice
+
+
+# what -> (function, split, {flag: (type, default, words)}); a list as default takes several, False is a
+# switch. Without a split no text of a dataset is read.
 CONTEXT = (positive, None, "tokens in a window (default: the shortest training length)")
 PROBES = {
     "needle": (needle, "test", dict(
@@ -635,6 +755,22 @@ PROBES = {
         context=CONTEXT,
         pieces=(positive, 64, "pieces of text, evenly spaced"),
         windows=(positive, 4, "windows in a piece, one after the other"))),
+    "detectors": (detectors, "val", dict(
+        context=CONTEXT,
+        samples=(positive, 32, "sequences of random tokens, and texts"),
+        length=(positive, None, "random tokens before they come again (default: 64, or what fits)"),
+        needle=(positive, None, "tokens of a needle, the first third of which asks for the others "
+                                "(default: 12, or a third of the context)"),
+        measure=(one_of(MEASURES), "mul", "mul: the share of a head's attention that is on the pattern; "
+                                          "abs: how near its attention comes to the pattern"),
+        exclude=(one_of(EXCLUDED), [], "leave out attention to the first token, to the token itself, or "
+                                       "both: first self"),
+        picture=(str, None, "draw the scores into this file, .png, .svg or .pdf"))),
+    "arrays": (arrays, None, dict(
+        text=(str, None, "the file to read"),
+        out=(str, "maps.npz", "the file to write"),
+        tokens=(int, 0, "tokens to read, from the first; 0: as many as a context holds"),
+        results=(bool, False, "also what each head adds to the residual stream"))),
 }
 
 
@@ -644,15 +780,22 @@ def arguments(argv):
     commands = parser.add_subparsers(dest="what", required=True, metavar="|".join(PROBES))
     for name, (probe, split, options) in PROBES.items():
         p = commands.add_parser(name, help=probe.__doc__, description=probe.__doc__)
-        add_arguments(p, split)
+        if split:
+            add_arguments(p, split)
+            p.add_argument("--seed", type=int, default=1337,
+                           help="of texts, queries and random keys (default: 1337)")
+        else:
+            checkpoint.add_arguments(p)
+            p.add_argument("--dataset", help="where a checkpoint without a vocabulary of its own has it")
         for flag, (kind, default, words) in options.items():
+            if default is False:
+                p.add_argument(f"--{flag}", action="store_true", help=words)
+                continue
             several = isinstance(default, list)
-            if default is not None:
+            if default not in (None, []):
                 words += f" (default: {' '.join(map(str, default)) if several else default})"
             nargs = "+" if several else None
             p.add_argument(f"--{flag}", type=kind, default=default, nargs=nargs, help=words)
-        p.add_argument("--seed", type=int, default=1337,
-                       help="of texts, queries and random keys (default: 1337)")
     return parser.parse_args(argv)
 
 
@@ -663,8 +806,8 @@ def main(argv=None):
             if vars(args).get(key, 0) < 0:
                 raise ValueError(f"--{key}={vars(args)[key]} must not be negative")
         args.device = pick_device(args.device)
-        out = writable(args.json) if args.json else None
-        probe, _, _ = PROBES[args.what]
+        probe, split, _ = PROBES[args.what]
+        out = writable(args.json) if split and args.json else None
         numbers, lines = probe(args)
         if out:
             write_atomic(out, lambda f: f.write(json.dumps(json_safe(numbers), indent=1).encode() + b"\n"))

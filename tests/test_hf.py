@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -434,8 +435,9 @@ def desk(tmp_path_factory):
     text = b"The head that says what the other says is no other head.\n" * 80
     write_dataset(desk / "shakespeare", dict(train=text, val=text[:900], test=text[:900]))
     (desk / "my.txt").write_bytes(text)
-    train.main([*(f"--{key}={value}" for key, value in TINY.items()), f"--dataset={desk / 'shakespeare'}",
-                f"--out_dir={desk / 'out' / 'a'}", "--sentinel=sigmoid", "--block_size=64"])
+    for name, flag in (("a", "--sentinel=sigmoid"), ("plain", "--recipe=gpt2")):
+        train.main([*(f"--{key}={value}" for key, value in TINY.items()), f"--dataset={desk / 'shakespeare'}",
+                    f"--out_dir={desk / 'out' / name}", flag, "--block_size=64"])
     return desk
 
 
@@ -446,8 +448,10 @@ def test_every_command_of_the_page_runs(language, desk, monkeypatch, capsys):
     ran = 0
     for block in re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL):
         if language == "python":
-            exec(compile(block, "docs/hugging-face.md", "exec"), {})
-            ran += 1
+            others = re.findall(r"\b(bertviz|circuitsvis|transformer_lens)\b", block)
+            if all(map(find_spec, others)):
+                exec(compile(block, "docs/hugging-face.md", "exec"), {})
+                ran += 1
             continue
         for line in block.replace("\\\n", " ").strip().split("\n"):
             python, script, *args = shlex.split(line, comments=True)
