@@ -200,6 +200,9 @@ def read_gpt2(c, t):
         recipe="gpt2", bias=True, act=activation(c.get("activation_function", "gelu_new")),
         tied=c.get("tie_word_embeddings", True), vocab_size=c["vocab_size"], block_size=c["n_positions"],
         n_layer=c["n_layer"], n_head=c["n_head"], n_embd=c["n_embd"], n_inner=c.get("n_inner"))
+    if gone := {int(i): heads for i, heads in (c.get("pruned_heads") or {}).items()}:
+        config["head_ids"] = [[head for head in range(c["n_head"]) if head not in gone.get(i, ())]
+                              for i in range(c["n_layer"])]
     weights, D = plain(t, config["tied"]), c["n_embd"] // c["n_head"]
     for i in range(config["n_layer"]):
         h = {}
@@ -210,7 +213,8 @@ def read_gpt2(c, t):
         scale = 1.0 if c.get("scale_attn_weights", True) else math.sqrt(D)
         scale /= i + 1 if c.get("scale_attn_by_inverse_layer_idx") else 1
         for part in ("weight", "bias"):  # ours always divides by the root
-            h[f"attn.c_attn.{part}"][:c["n_embd"]] *= scale
+            w = h[f"attn.c_attn.{part}"]
+            w[:len(w) // 3] *= scale
         weights.update({f"transformer.h.{i}.{name}": w for name, w in h.items()})
     return config, weights
 

@@ -19,6 +19,7 @@ from common import UserError
 from conftest import ROOT, TINY, write_dataset
 from data.prepare_text import main as prepare_text
 from dataset import Dataset
+from dropin import prune_heads
 from export_hf import main
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from tokenizer import Tokenizer, byte_symbols
@@ -123,6 +124,14 @@ def test_sharded_weights_are_read_and_a_missing_file_is_named(tmp_path):
     assert apart(ours(tmp_path), there) < 1e-5
     files[1].unlink()
     refused(tmp_path, f"lacks {files[1].name}")
+
+
+def test_a_gpt2_whose_heads_are_gone(tmp_path):
+    there = original(*ORIGINALS["gpt2, other fields"])
+    prune_heads(there, {0: [1, 3], 2: [0]})
+    there.save_pretrained(tmp_path)
+    here = ours(tmp_path)
+    assert here.config.head_ids == [[0, 2], [0, 1, 2, 3], [1, 2, 3]] and apart(here, there) < 1e-5
 
 
 def refused(path, *words):
