@@ -9,7 +9,8 @@ Score whole splits: every token once, bits per byte first.
 The context policy is part of the number. Without --stride the split is cut into disjoint windows of
 block_size tokens, and a token sees from 1 to block_size tokens before it. With --stride S the window moves on
 by S tokens and scores its last S: after the first window, every token sees more than block_size - S. The very
-first token is conditioned on the corpus separator. FLOPs/token count training: forward and backward.
+first token is conditioned on the corpus separator. Words are what whitespace parts, as lm-evaluation-harness
+counts them. FLOPs/token count training: forward and backward.
 
 --text lets each model go on from the same prompts, and measures what it says: repetition, diversity, loops,
 and its bits per byte under a larger model, beside the text's own continuation (docs/results.md, section 9).
@@ -19,8 +20,10 @@ page for the browser (docs/audit.md).
 """
 
 import argparse
+import codecs
 import json
 import math
+import re
 import sys
 import time
 from contextlib import nullcontext
@@ -135,6 +138,25 @@ def bits(nats, count):
     return nats / (math.log(2) * count)
 
 
+def count_words(dataset, split, piece=1 << 20):
+    """Words of a split, one more than its runs of whitespace, as lm-evaluation-harness counts them.
+
+    Where a text begins or ends with whitespace, nothing before or after it counts as one. None: GPT-2's byte
+    pairs, where nobody has their spelling.
+    """
+    from sources import GPT2_ENCODER, GPT2_MERGES, here  # not part of a run
+    if dataset.tokenizer.encoding == "gpt2" and not here(GPT2_MERGES, GPT2_ENCODER):
+        return None
+    tokens, decoder = dataset.tokens(split), codecs.getincrementaldecoder("utf-8")("replace")
+    count, space = 1, False
+    for at in range(0, len(tokens), piece):
+        text = decoder.decode(dataset.tokenizer.decode_bytes(tokens[at:at + piece]))
+        if text:
+            count += len(re.findall(r"\s+", text)) - (space and text[0].isspace())
+            space = text[-1].isspace()
+    return count
+
+
 # ---- checkpoints and their data ----
 
 def dataset_of(state, path, name=None):
@@ -176,12 +198,13 @@ def evaluate(path, split, stride, device, dataset=None, settings=(), progress=Tr
     if not math.isfinite(nats):
         raise UserError(f"{path} gives {nats} nats on {split}: "
                         "its weights are damaged, or its training diverged")
-    stride = stride or T
+    stride, words = stride or T, count_words(data, split)
     context = f"disjoint windows of {T:,}" if stride == T else f"windows of {T:,}, stride {stride:,}"
     return dict(name=str(path), dataset=data.meta["name"], split=split, tokens=tokens, bytes=size["bytes"],
-                chars=size["chars"], context=context, block_size=T, stride=stride,
+                chars=size["chars"], words=words, context=context, block_size=T, stride=stride,
                 bpb=bits(nats, size["bytes"]), bpc=bits(nats, size["chars"]),
                 nats_per_token=nats / tokens, ppl=math.exp(min(nats / tokens, 700)),
+                word_ppl=words and math.exp(min(nats / words, 700)),
                 params=model.num_params(), params_non_embedding=model.num_params(non_embedding=True),
                 flops_per_token=model.flops_per_token(), tokens_per_s=tokens / seconds,
                 step=state.get("step"), device=device, split_sha256=size.get("sha256"),
@@ -432,19 +455,24 @@ def scored_line(run):
 
 
 def score_table(runs, width=120):
-    """The runs in the order given, one aligned line each, under a line that says what was scored and how."""
+    """The runs in the order given, one aligned line each, under a line that says what was scored and how, and
+    over one with their perplexities of a word.
+    """
     rows = [(r["name"].removesuffix("/best.pt"), f"{r['bpb']:.4f}", f"{r['bpc']:.4f}",
              f"{r['nats_per_token']:.4f}", f"{r['ppl']:.5g}",
              f"{r['params']:,}", f"{r['params_non_embedding']:,}",
              f"{r['flops_per_token'] / 1e6:,.2f}M", f"{r['tokens_per_s']:,.0f}") for r in runs]
     head, *rows = table(HEAD, rows, width=width).splitlines()
-    lines, before = [], None
-    for run, row in zip(runs, rows):
-        if scored_line(run) != before:
-            before = scored_line(run)
-            lines += ["", before] if lines else [before]
-            lines += [f"note: {run['note']}", head] if run.get("note") else [head]
-        lines.append(row)
+    lines = []
+    for scored, group in groupby(zip(runs, rows), lambda pair: scored_line(pair[0])):
+        group = list(group)
+        run = group[0][0]
+        lines += ["", scored] if lines else [scored]
+        lines += [f"note: {run['note']}", head] if run.get("note") else [head]
+        lines += [row for _, row in group]
+        if run["words"]:
+            lines.append(f"perplexity of a word, of {run['words']:,} parted by whitespace: "
+                         + ", ".join(f"{r['word_ppl']:.6g}" for r, _ in group))
     return "\n".join(lines)
 
 

@@ -79,6 +79,12 @@ def find(file, source=None):
     return check(download(target, HOME / target.names[0]), file)
 
 
+def here(*files):
+    """Whether copies of all of them can be read without a download, as far as their names say."""
+    folders = [HOME, *filter(None, [os.environ.get("NANOHEADS_DATA")])]
+    return any(all((Path(folder) / file.names[0]).is_file() for file in files) for folder in folders)
+
+
 def check(path, file):
     """(path, member) of a file, once its raw content is what `file` says. UserError, naming the file."""
     member = None

@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -17,14 +18,16 @@ from torch.nn import functional as F
 from common import UserError
 import dataset
 import evaluate
+import sources
 from dataset import Dataset
 from evaluate import main, nats_of, score, score_table, windows
 from model import GPT, GPTConfig, Output
+from tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = [chr(c) for c in range(97, 108)] + ["\n", "é"]
 KEYS = {"name", "split", "tokens", "bytes", "nats_per_token",
-        "ppl", "bpb", "bpc", "params", "params_non_embedding",
+        "ppl", "words", "word_ppl", "bpb", "bpc", "params", "params_non_embedding",
         "flops_per_token", "tokens_per_s", "context"}
 
 
@@ -272,6 +275,40 @@ def test_bytes_and_characters_come_from_meta_not_from_the_token_count(tmp_path):
     assert run["bpc"] == pytest.approx(nats / math.log(2) / 60)
 
 
+def test_the_perplexity_of_a_word_is_that_of_the_splits_words(tmp_path, capsys):
+    data = write_data(tmp_path / "toy", n=60)
+    text = b"one two  three\nfour five six seven eight nine ten, 11 12 13."
+    (tmp_path / "toy/test.bin").write_bytes(text)
+    path = write_checkpoint(tmp_path / "a.pt", make_model(spread=2.0), data)
+    run = evaluate.evaluate(path, "test", 0, "cpu", progress=False)
+    assert run["words"] == len(text.split()) == 13
+    assert run["word_ppl"] == pytest.approx(math.exp(run["nats_per_token"] * 60 / 13))
+    main(["--ckpt", path])
+    said = f"perplexity of a word, of 13 parted by whitespace: {run['word_ppl']:.6g}"
+    assert capsys.readouterr().out.splitlines()[-1] == said
+
+
+def test_words_of_gpt2_tokens_are_not_counted_where_that_needs_a_download(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "HOME", tmp_path)
+    monkeypatch.delenv("NANOHEADS_DATA", raising=False)
+    data = write_data(tmp_path / "bpe", "gpt2", n=17)
+    run = evaluate.evaluate(write_checkpoint(tmp_path / "a.pt", make_model(50257), data), "test", 0, "cpu",
+                            progress=False)
+    assert run["words"] is run["word_ppl"] is None and "word" not in score_table([run])
+
+
+SPACED = "", "a", " ", " a  b\n\n c", "a b ", "\u3000é \xa0\u2003x\n", " \n" * 9 + "ab c"
+
+
+@pytest.mark.parametrize("text", SPACED)
+@pytest.mark.parametrize("piece", [1, 2, 3, 1000])
+def test_words_are_counted_as_by_lm_evaluation_harness(text, piece):
+    """Whatever pieces the split is read in; the harness's count is that of re.split()."""
+    ids = np.frombuffer(text.encode(), np.uint8)
+    data = SimpleNamespace(tokens=lambda split: ids, tokenizer=Tokenizer("byte"))
+    assert evaluate.count_words(data, "test", piece) == len(re.split(r"\s+", text))
+
+
 def test_the_json_holds_every_promised_key_for_every_checkpoint_in_order(tmp_path, byte_run, capsys):
     path, model, data = byte_run
     (tmp_path / "run").mkdir()
@@ -339,7 +376,8 @@ def test_autocast_is_used_and_changes_little(tmp_path):
 
 def fake_run(name, **more):
     return dict(dict(name=name, dataset="enwik8", split="test",
-                     tokens=5000000, bytes=5000000, chars=4978313, context="windows of 1,024, stride 128",
+                     tokens=5000000, bytes=5000000, chars=4978313, words=793210,
+                     context="windows of 1,024, stride 128", word_ppl=135.4213,
                      bpb=1.12345, bpc=1.12834, nats_per_token=0.77871,
                      ppl=2.17868, params=124439808, params_non_embedding=123653376,
                      flops_per_token=8.5e8, tokens_per_s=123456.7), **more)
@@ -349,14 +387,15 @@ def test_the_table_is_aligned_in_the_order_given_and_fits_120_columns():
     names = ["out/enwik8_modern_seed3", "out/b/best.pt",
              "/a/very/long/path/to/some/experiments/folder/seed2/best.pt"]
     lines = score_table([fake_run(n, bpb=b, ppl=3.2e9) for n, b in zip(names, (2, 1, 3))]).splitlines()
-    assert len(lines) == 5 and max(map(len, lines)) <= 120 and len(set(map(len, lines[1:]))) == 1
+    assert len(lines) == 6 and max(map(len, lines)) <= 120 and len(set(map(len, lines[1:5]))) == 1
     assert lines[2].startswith("out/enwik8_modern_seed3 ") and lines[3].startswith("out/b ")
     assert lines[4].startswith("…")
     assert "folder/seed2 " in lines[4]
-    assert [line.split()[1] for line in lines[2:]] == ["2.0000", "1.0000", "3.0000"]
+    assert [line.split()[1] for line in lines[2:5]] == ["2.0000", "1.0000", "3.0000"]
     for title in evaluate.HEAD[1:]:
         # numbers end under their titles
-        assert all(line[lines[1].index(title) + len(title) - 1] != " " for line in lines[2:])
+        assert all(line[lines[1].index(title) + len(title) - 1] != " " for line in lines[2:5])
+    assert lines[5] == "perplexity of a word, of 793,210 parted by whitespace: 135.421, 135.421, 135.421"
 
 
 def test_what_was_scored_is_said_again_where_it_changes():
