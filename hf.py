@@ -100,7 +100,9 @@ def read(folder):
     tensors = Tensors(folder)
     try:
         config, weights = FAMILIES[c["model_type"]](c, tensors)
-    except (KeyError, TypeError, ValueError, RuntimeError) as e:
+    except UserError as e:
+        raise UserError(str(e) if str(folder) in str(e) else f"{folder}: {e}") from None
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, ZeroDivisionError) as e:
         raise UserError(f"{folder}: its config.json and its tensors do not make a {c['model_type']} model "
                         f"({type(e).__name__}: {' '.join(str(e).split())[:150]})") from None
     if tensors.left():
@@ -141,6 +143,10 @@ class Tensors:
             raise UserError(f"{folder} holds no model.safetensors{instead}")
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            if outside := [name for name in names if Path(name).name != name]:
+                raise UserError(f"{index} names {outside[0]}, which is no file of {folder}")
+        except UserError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{index} is damaged: fetch it again") from None
         for name in names:
@@ -155,7 +161,11 @@ class Tensors:
         """The first of these tensors that there is. UserError."""
         for each in (name, *others):
             if each in self.found:
-                return self.found.pop(each).float()
+                t = self.found.pop(each)
+                if not t.is_floating_point():
+                    raise UserError(f"{self.folder}: {each} is {str(t.dtype).removeprefix('torch.')}: "
+                                    "quantised weights are not known here")
+                return t.float()
         raise UserError(f"{self.folder} lacks the tensor {name}: a half download, or another model")
 
     def left(self):
@@ -186,8 +196,10 @@ def activation(name):
 def plain(t, tied):
     """What stands around the blocks of a GPT-2: {our name: tensor}."""
     weights = {"transformer.wte.weight": t.take("wte.weight"), "transformer.wpe.weight": t.take("wpe.weight")}
-    head = t.take("lm_head.weight") if "lm_head.weight" in t else weights["transformer.wte.weight"]
-    weights["lm_head.weight"] = weights["transformer.wte.weight"] if tied else head
+    if not tied or "lm_head.weight" in t:
+        weights["lm_head.weight"] = t.take("lm_head.weight")
+    if tied:
+        weights["lm_head.weight"] = weights["transformer.wte.weight"]
     for part in ("weight", "bias"):
         weights[f"transformer.ln_f.{part}"] = t.take(f"ln_f.{part}")
     return weights
@@ -330,7 +342,7 @@ def read_nanoheads(c, t):
     t.found = {}
     if c["gpt"].get("tied"):
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    return c["gpt"], weights
+    return {**c["gpt"], "vocab_size": c.get("vocab_size") or c["gpt"].get("vocab_size")}, weights
 
 
 FAMILIES = dict(gpt2=read_gpt2, gpt_neo=read_gpt_neo, gpt_neox=read_gpt_neox, nanochat=read_nanochat,
@@ -351,11 +363,13 @@ def tokenizer_of(folder, config):
     try:
         text = whole.read_text(encoding="utf-8") if whole.is_file() else ""
         ids = vocabulary(json.loads(text)) if text else json.loads(vocab.read_text(encoding="utf-8"))
-        digest = fingerprint(ids)
+        digest, size = fingerprint(ids), max(ids.values()) + 1
+    except UserError as e:
+        raise UserError(f"{folder}: {e}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise UserError(f"the tokenizer files of {folder} are damaged ({type(e).__name__}): fetch them again"
                         ) from None
-    meta = dict(name=folder.name, vocab_size=max(ids.values()) + 1)
+    meta = dict(name=folder.name, vocab_size=size)
     if digest == GPT2_VOCABULARY:
         meta.update(encoding="gpt2")
         keep_gpt2(folder, ids, text)
@@ -389,7 +403,9 @@ def keep_gpt2(folder, ids, text):
 
 
 def vocabulary(tokenizer):
-    """{token: id} of the dict in a tokenizer.json, added tokens too."""
+    """{token: id} of the dict in a tokenizer.json, added tokens too. UserError."""
+    if isinstance(tokenizer["model"].get("vocab"), list):  # Unigram's
+        raise UserError("only tokenizers of byte pairs (a ByteLevel decoder) are known here")
     return {**tokenizer["model"]["vocab"],
             **{each["content"]: each["id"] for each in tokenizer.get("added_tokens", ())}}
 
@@ -542,22 +558,27 @@ def as_package(code):
 @contextmanager
 def new_folder(out, force):
     """A folder that gets its name when all is written, and leaves nothing behind otherwise. UserError."""
+    from safetensors import SafetensorError
     out = Path(out)
     if out.exists() and not force:
         raise UserError(f"{out} is there already: choose another folder, or --force replaces it")
-    if out.exists() and not (out / "config.json").is_file():
-        raise UserError(f"{out} is no folder of a model: it is not replaced")
-    folder = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    # a run has a config.json, too
+    if out.exists() and (out.is_symlink() or not is_folder(out) or any(out.glob("*.pt"))):
+        raise UserError(f"{out} is no folder of a model in Hugging Face's form: it is not replaced")
+    folder, old = (out.with_name(f"{out.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
     try:
         folder.mkdir(parents=True)
         yield folder
         if out.exists():
-            shutil.rmtree(out)
+            out.rename(old)
         folder.rename(out)
-    except OSError as e:
-        raise UserError(f"cannot write {out}: {e.strerror or e}") from None
+    except (OSError, SafetensorError) as e:  # the latter wraps what the system said
+        raise UserError(f"cannot write {out}: {getattr(e, 'strerror', None) or e}") from None
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if old.exists() and not out.exists():
+            old.rename(out)
+        for path in (folder, old):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def write_json(path, data):

@@ -1,5 +1,7 @@
 """A GPT of model.py as a model of transformers: what an exported folder loads with trust_remote_code=True."""
 
+from dataclasses import replace
+
 import torch
 from torch.nn import functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
@@ -35,23 +37,32 @@ class Cache(KVCache):
 class NanoHeadsForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NanoHeadsConfig
     base_model_prefix = "gpt"
+    tables = None  # {name: tensor} of a GPT of this config, made where they were lost
     _tied_weights_keys = {"gpt.lm_head.weight": "gpt.transformer.wte.weight"}  # where the config says so
 
     def __init__(self, config):
         super().__init__(config)
-        self.gpt = GPT(GPTConfig(**{**config.gpt, "vocab_size": config.gpt.get("vocab_size")}))
+        # the outer size is the one that resize_token_embeddings() changes
+        vocab_size = getattr(config, "vocab_size", None) or config.gpt.get("vocab_size")
+        self.gpt = GPT(GPTConfig(**{**config.gpt, "vocab_size": vocab_size}))
         self.post_init()
 
     def _init_weights(self, module):
-        """Tables that no file holds: transformers builds models without memory, and loses them."""
-        if module is not self.gpt:
+        """Tables that no file holds: transformers builds models without memory, and loses them.
+
+        It asks for each module of which something was not in the file: the tables' own, never the model.
+        """
+        lost = [name for name, _ in module.named_buffers(recurse=False)
+                if name in module._non_persistent_buffers_set]
+        if not lost:
             return
-        with torch.device("cpu"):
-            fresh = dict(GPT(self.gpt.config).named_buffers())
-        stored = self.gpt.state_dict()
-        for name, t in self.gpt.named_buffers():
-            if name not in stored and name in fresh:
-                t.copy_(fresh[name])
+        if self.tables is None:
+            small = replace(self.gpt.config, vocab_size=1, n_inner=1)  # tables depend on neither
+            with torch.device("cpu"):
+                self.tables = dict(GPT(small).named_buffers())
+        path = next(path for path, m in self.gpt.named_modules() if m is module)
+        for name in lost:
+            module.get_buffer(name).copy_(self.tables[f"{path}.{name}" if path else name])
 
     def get_input_embeddings(self):
         return self.gpt.transformer.wte
@@ -70,8 +81,10 @@ class NanoHeadsForCausalLM(PreTrainedModel, GenerationMixin):
         return False  # it makes its own: constraint heads and key offset keep more than keys and values
 
     def forward(self, input_ids, attention_mask=None, past_key_values=None, labels=None, use_cache=None,
-                logits_to_keep=0, return_dict=None, **ignored):
+                logits_to_keep=0, return_dict=None, num_items_in_batch=None, **ignored):
         """input_ids [B, T] -> logits [B, T, V]; labels as everywhere in transformers: -100 is not scored.
+
+        num_items_in_batch: what Trainer divides the sum over a whole batch by; None: the labels here.
 
         Padding may stand left, or right where no cache is kept: no token sees it.
         """
@@ -82,7 +95,9 @@ class NanoHeadsForCausalLM(PreTrainedModel, GenerationMixin):
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits, loss = self.gpt.head(x if labels is not None else x[:, keep]), None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+            nats = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100,
+                                   reduction="mean" if num_items_in_batch is None else "sum")
+            loss = nats if num_items_in_batch is None else nats / num_items_in_batch
             logits = logits[:, keep]
         out = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
         return out if return_dict is not False else out.to_tuple()

@@ -52,7 +52,12 @@ class Tokenizer:
         about = json.loads(self.vocab)
         if "ByteLevel" not in json.dumps(about.get("decoder")):
             raise ValueError("only tokenizers of byte pairs (a ByteLevel decoder) are known here")
-        self.pairs = Pairs.from_str(self.vocab)
+        try:
+            self.pairs = Pairs.from_str(self.vocab)
+        except Exception as e:  # it knows no kind of its own
+            raise ValueError(f"tokenizer.json cannot be read: {' '.join(str(e).split())[:100]}") from None
+        self.pairs.no_truncation()  # what the last caller of transformers had set is saved with it
+        self.pairs.no_padding()
         self.pairs.encode_special_tokens = True  # text that looks like one is plain text
         ids = self.pairs.get_vocab(with_added_tokens=True)
         added = {each["id"] for each in about.get("added_tokens", ())}
@@ -62,6 +67,9 @@ class Tokenizer:
         for token, i in ids.items():
             plain = i in added or not set(token) <= set(symbols)
             self.pieces[i] = token.encode() if plain else bytes(symbols[c] for c in token)
+        # without a token of its own, or one for the unknown, a byte would vanish
+        lost = () if about["model"].get("unk_token") else set(symbols) - set(ids)
+        self.lost = {symbols[symbol] for symbol in lost}
         self.dtype = np.dtype("<u2" if self.vocab_size <= 65536 else "<u4")
         self.separator = next((ids[end] for end in ("<|endoftext|>", "</s>") if end in ids), 0)
 
@@ -82,6 +90,10 @@ class Tokenizer:
                 parts += self.encode_batch(batch)
             return np.concatenate(parts)
         if self.encoding == "hf":
+            lost = self.lost and self.lost & set(text.encode("utf-8", "surrogatepass"))
+            if lost:
+                raise ValueError(f"the text has the byte 0x{min(lost):02X}, for which this vocabulary has no "
+                                 "token")
             return np.array(self.pairs.encode(text, add_special_tokens=False).ids, self.dtype)
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
         ids = self.ids[codes]

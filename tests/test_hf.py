@@ -162,11 +162,17 @@ def gpt2_folder(tmp_path_factory):
     ("family", ["holds a bloom model; known are gpt2, gpt_neo"]),
     ("a tensor less", ["lacks the tensor h.1.mlp.c_fc.weight"]),
     ("a tensor more", ["no place for: h.0.adapter.weight"]),
-    ("eps", ["layer_norm_epsilon=1e-06 is not known here, only 1e-05"]),
+    ("eps", ["gpt2: a gpt2 model with layer_norm_epsilon=1e-06 is not known here, only 1e-05"]),
     ("activation", ["the activation 'silu' is not known here; known are gelu_new"]),
     ("sizes", ["its config.json and its tensors do not make a gpt2 model"]),
     ("vocabulary", ["its tokenizer has 256 tokens, its model knows 61"]),
+    ("no heads", ["its config.json and its tensors do not make a gpt2 model"]),
+    ("integers", ["h.1.mlp.c_fc.weight is int8: quantised weights are not known here"]),
+    ("an index that leaves", ["model.safetensors.index.json names ../x.safetensors, which is no file of"]),
+    ("an index of numbers", ["model.safetensors.index.json is damaged"]),
     ("tokenizer", ["tokenizer files", "are damaged"]),
+    ("no tokens", ["tokenizer files", "are damaged"]),
+    ("unigram", ["gpt2: only tokenizers of byte pairs"]),
 ])
 def test_what_is_wrong_with_a_folder_is_one_line(what, words, gpt2_folder, tmp_path):
     folder = shutil.copytree(gpt2_folder, tmp_path / "gpt2")
@@ -199,8 +205,21 @@ def test_what_is_wrong_with_a_folder_is_one_line(what, words, gpt2_folder, tmp_p
     elif what == "vocabulary":
         vocab = {symbol: i for i, symbol in enumerate(byte_symbols())}
         (folder / "vocab.json").write_text(json.dumps(vocab))
+    elif what == "no heads":
+        edit(folder, n_head=0)
+    elif what == "integers":
+        tensors["transformer.h.1.mlp.c_fc.weight"] = torch.ones(32, 128, dtype=torch.int8)
+        safetensors.save_file(tensors, weights)
+    elif what.startswith("an index"):
+        weights.rename(tmp_path / "x.safetensors")
+        where = 5 if what.endswith("numbers") else "../x.safetensors"
+        index = dict(weight_map=dict.fromkeys(tensors, where))
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     elif what == "tokenizer":
         (folder / "tokenizer.json").write_text("{}")
+    elif what in ("no tokens", "unigram"):
+        vocab = {} if what == "no tokens" else [["the", -1.0], ["a", -2.0]]
+        (folder / "tokenizer.json").write_text(json.dumps(dict(model=dict(vocab=vocab))))
     refused(folder, *words)
 
 
@@ -285,6 +304,20 @@ def test_transformers_says_what_we_say(name, tmp_path):
     assert apart(ours(tmp_path / "out"), model) < 1e-6  # and read back
 
 
+@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
+@pytest.mark.parametrize("name", ["agency", "key_offset", "roles", "window_global_random"])
+def test_tables_that_no_file_holds_are_made_anew(name, recipe, tmp_path, monkeypatch):
+    """Whatever lies in the memory in which transformers builds a model."""
+    model = awake(GPT(GPTConfig(**{**SIZES, **MECHANISMS[name]}, recipe=recipe)))
+    empty = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **more: empty(*args, **more).fill_(1))
+    _, there = written(model, tmp_path / "hf")
+    tables = dict(there.gpt.named_buffers())
+    lost = set(tables) - set(model.state_dict())
+    assert lost and all(torch.equal(tables[key], t) for key, t in model.named_buffers() if key in lost)
+    assert apart(model, there) < 1e-6
+
+
 def test_pruned_models_and_another_class_than_the_plainest(tmp_path):
     model = awake(GPT(GPTConfig(**SIZES)))
     said, there = written(model, tmp_path / "own", family="nanoheads")
@@ -315,6 +348,9 @@ def test_as_a_model_of_transformers(tmp_path):
         out = there(IDS, labels=IDS)
         shifted = model(IDS[:, :-1], IDS[:, 1:])
         assert torch.allclose(out.loss, shifted.loss, atol=1e-5)
+        # Trainer divides by what a whole batch scores, and believes a forward pass that takes **kwargs
+        parts = [there(ids, labels=ids, num_items_in_batch=torch.tensor(62)).loss for ids in IDS.split(1)]
+        assert torch.allclose(sum(parts), shifted.loss, atol=1e-5)
         assert there(IDS, logits_to_keep=1).logits.shape == (2, 1, 61)
     both = torch.cat((padded, IDS[1:, :11]))
     masks = torch.cat((mask, torch.ones(1, 11, dtype=torch.long)))
@@ -328,6 +364,11 @@ def test_as_a_model_of_transformers(tmp_path):
     there.save_pretrained(tmp_path / "again")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True)
     assert apart(again.eval(), model) < 1e-5
+    again.resize_token_embeddings(64)
+    again.save_pretrained(tmp_path / "more tokens")
+    more = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "more tokens", trust_remote_code=True)
+    assert torch.equal(more.eval()(IDS).logits, again(IDS).logits) and more(IDS).logits.size(-1) == 64
+    assert apart(ours(tmp_path / "more tokens"), more) < 1e-5
     half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True,
                                                              dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16 and apart(half.eval(), model) < 0.1
@@ -422,6 +463,36 @@ def test_the_program_and_its_refusals(tmp_path, bytes_data, refusal, capsys):
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
+def test_force_replaces_no_run_and_loses_nothing_on_the_way(tmp_path, monkeypatch):
+    model, run, out = awake(GPT(GPTConfig(**SIZES))), tmp_path / "run", tmp_path / "hf"
+    run.mkdir()
+    (run / "config.json").write_text('{"train": {}}')
+    (run / "best.pt").write_bytes(b"hours of work")
+    with pytest.raises(UserError, match="is no folder of a model"):
+        hf.export(model, None, run, force=True)
+    assert (run / "best.pt").read_bytes() == b"hours of work"
+
+    hf.export(model, None, out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    def full(*args, **options):
+        raise importlib.import_module("safetensors").SafetensorError("No space left on device")
+
+    rename = type(out).rename
+    for place, stop in ((safetensors, ("save_file", full)), (type(out), ("write_text", interrupted)),
+                        (type(out), ("rename", lambda path, to: interrupted() if to == out and
+                                     path.name.endswith(".tmp") else rename(path, to)))):
+        with monkeypatch.context() as m, pytest.raises((UserError, KeyboardInterrupt)) as e:
+            m.setattr(place, *stop)
+            hf.export(model, None, out, force=True)
+        assert stop[1] is not full or "No space left" in str(e.value)
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
+
+
 PAGE = (ROOT / "docs" / "hugging-face.md").read_text(encoding="utf-8")
 FEW = ["--max_iters=1", "--eval_interval=1", "--eval_tokens=64", "--batch_size=2", "--lr_decay_iters=9",
        "--warmup_iters=0", "--device=cpu"]  # what the page's training commands get here, beside their own
@@ -496,3 +567,23 @@ def test_a_dataset_in_another_models_byte_pairs(tmp_path):
         prepare_text([*args, f"--tokenizer={tmp_path / 'pairs'}"])
     with pytest.raises(ValueError, match="only tokenizers of byte pairs"):
         Tokenizer("hf", json.dumps(hf.own_tokenizer(dict(encoding="char", vocab=["a"]))))
+
+
+def test_a_tokenizer_cuts_pads_and_loses_nothing():
+    """transformers keeps a caller's truncation and padding in tokenizer.json; a text is whole here."""
+    about = hf.own_tokenizer(dict(encoding="byte"))
+    text, plain = "the cat sat", Tokenizer("hf", json.dumps(about))
+    about["truncation"] = dict(direction="Right", max_length=3, strategy="LongestFirst", stride=0)
+    about["padding"] = dict(strategy=dict(Fixed=20), direction="Right", pad_to_multiple_of=None, pad_id=5,
+                            pad_type_id=0, pad_token="x")
+    assert Tokenizer("hf", json.dumps(about)).encode(text).tolist() == plain.encode(text).tolist()
+
+    del about["model"]["vocab"]["a"]
+    few = Tokenizer("hf", json.dumps(about))
+    assert few.decode(few.encode("the mt")) == "the mt"
+    with pytest.raises(ValueError, match="has the byte 0x61, for which this vocabulary has no token"):
+        few.encode("the mat")
+
+    about["model"]["vocab"]["b"] = -1
+    with pytest.raises(ValueError, match="tokenizer.json cannot be read"):
+        Tokenizer("hf", json.dumps(about))
