@@ -1,5 +1,6 @@
 """Checkpoints: written whole or not at all, read without running their code, and what a run starts from."""
 
+import math
 import zipfile
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -97,6 +98,8 @@ def build(state, path, device="cpu", settings=(), **overrides):
     except (ValueError, TypeError, AttributeError, RuntimeError) as e:
         raise UserError(f"{path}: its weights do not fit its config: {' '.join(str(e).split())[:300]}")
     model.to(device).eval()
+    if config.unet_from or config.unet_ramp:  # its skips as in the last step before it was saved
+        model.at_step(max(0, state.get("step", math.inf) - 1))
     for key, layer, head, value in heads:
         try:
             model.set_head(layer, head, **{key: value})
@@ -207,6 +210,7 @@ def starting_point(model_config, config, dataset, device):
         flags = getattr(model_config, "given", set())
     # what may change: how it is trained; in a new run also dropout, data order, a shorter context
     free = {"checkpoint_activations"} | ({"dropout", "attn_dropout", "seed"} if new_run else set())
+    free |= {"unet_from", "unet_ramp"} if new_run and config.init_from else set()  # the new run's own
     longest = state["config"].get("block_size", 0)
     crop = new_run and "block_size" in flags and model_config.block_size < longest
     new = turned_on(state, path, model_config, flags) if new_run and config.init_from else []
@@ -259,7 +263,8 @@ def extended(state, path, device, model_config, given, classes, anyway, override
     """
     # as given: sizes that follow from block_size follow from the checkpoint's
     flags = {name: model_config.unsettled[name] for cls in classes for name in cls.fields() if name in given}
-    config, modes = config_of(state, path, **overrides, **flags), []
+    flags = {**overrides, **flags}
+    config, modes = config_of(state, path, **flags), []
     for cls in classes:
         try:
             flags.update(neutral_flags(cls, config, given))
@@ -268,7 +273,7 @@ def extended(state, path, device, model_config, given, classes, anyway, override
             if not anyway:
                 raise UserError(f"{path}: {e}") from None
     try:
-        model = GPT(config_of(state, path, **overrides, **flags))
+        model = GPT(config_of(state, path, **flags))
         missing, unknown = model.load_state_dict(state["model"], strict=False)
         if unknown or set(missing) & set(tensors(config_of(state, path))):
             raise ValueError(f"no weights for {', '.join([*unknown, *missing][:3])}")

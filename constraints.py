@@ -24,7 +24,6 @@ checkpoint: 95 % intervals over text; several: by t over checkpoints, which pair
 import argparse
 import copy
 import json
-import re
 
 import numpy as np
 import torch
@@ -35,6 +34,7 @@ from sklearn.preprocessing import StandardScaler
 
 from bench import progress_bar, take_turns, time_rows
 from common import UserError, json_safe, last_words, pick_device, table, writable, write_atomic
+from dataset import TITLE, beginnings
 from evaluate import add_arguments
 from heads import attentions
 from plot_curves import COLOURS
@@ -45,7 +45,6 @@ from targets import UNKNOWN
 from textquality import interval as jackknife
 from token_probes import (HEADS, Part, branch_size, labels_of, layers_of, names_of, open_setup, outputs, read,
                           starts_of, takers_of)
-from tokenizer import token_sizes
 
 PRIOR, STATE = "prior", "mean hidden state"
 METRICS = dict(auroc="AUROC", ap="av. precision", f1="F1", ece="ECE", brier="Brier")
@@ -55,7 +54,6 @@ QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)   # of a passage's scores, beside their 
 TASKS = dict(cited="testifiability", hedged="decidability", dialogue="reciprocity")
 DOCUMENT = 16                    # passages: a document of text without titles
 DRAWS = 1000                     # of documents, for an interval
-TITLE = re.compile(rb"^ = (?!= )[^\n]* = $", re.M)  # WikiText's, of an article; " = = " is a section's
 
 
 # ---- figures ----
@@ -261,12 +259,9 @@ def documents(data, part):
     What stands before the first title is left out: it may belong to an article of another part.
     """
     tokens = np.asarray(data.tokens(part.split)[part.first:part.last])
-    raw = data.tokenizer.decode_bytes(tokens)
-    titles = [match.start() for match in TITLE.finditer(raw)]
-    titles = np.array([at for at in titles if at or not part.first], np.int64)  # a line that was cut is none
-    if data.meta["encoding"] != "byte":
-        titles = np.searchsorted(token_sizes(data.tokenizer)[tokens].cumsum(), titles, "right")
-    cuts = [*(part.first + titles).tolist(), part.last]
+    titles = beginnings(data.tokenizer, tokens, TITLE).tolist()
+    cuts = [part.first + at for at in titles if at or not part.first]  # a line that was cut is none
+    cuts.append(part.last)
     return list(zip(cuts, cuts[1:]))
 
 

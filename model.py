@@ -99,6 +99,8 @@ class GPTConfig:
                                          # h + W[skip; h] | h + sigmoid(l) skip | h + w skip | Linear
     unet_init: Optional[float] = None    # the first decoder block's skip, then falling; None: 0.5, scalar 1
     unet_skips: bool = True              # False: the skip half gives nothing (a switch for trained models)
+    unet_from: int = 0                   # training steps in which the skip half gives nothing yet
+    unet_ramp: int = 0                   # training steps over which it then rises to all that it gives
     # ---- constraint heads: extra heads with a router, scores per token, and names ----
     constraint_names: Optional[list[str]] = None  # what the extra heads are for; None: off
     constraint_heads: int = 1            # heads per name
@@ -1513,6 +1515,8 @@ class SkipFusion(Mechanism):
         C = config.n_embd
         self.mode, self.skips = config.unet, config.unet_skips
         self.share = config.unet_init * (1 - depth / (config.n_layer // 2))
+        ramp = torch.ones(()) if config.unet_from or config.unet_ramp else None
+        self.register_buffer("ramp", ramp, persistent=False)  # a tensor: moving it compiles nothing anew
         if self.mode == "add":
             self.logit = nn.Parameter(torch.empty(1))
         else:
@@ -1529,7 +1533,7 @@ class SkipFusion(Mechanism):
 
     @staticmethod
     def problems(c):
-        yield from not_negative(c, "unet_init")
+        yield from not_negative(c, "unet_init", "unet_from", "unet_ramp")
         if c.n_layer < 2:
             yield f"unet={c.unet!r} needs at least two layers to join"
         if c.unet == "add" and c.unet_init > 1:
@@ -1547,7 +1551,14 @@ class SkipFusion(Mechanism):
         linear = Uniform(self.weight.size(1) ** -0.5)  # nn.Linear's own
         return {"weight": linear, "bias": linear}
 
+    @staticmethod
+    def share_at_step(config, step):
+        """The part of the skips that acts in a training step, from 0 to 1."""
+        return min(1.0, max(0.0, (step + 1 - config.unet_from) / max(1, config.unet_ramp)))
+
     def forward(self, h, skip):
+        if self.ramp is not None:
+            skip = self.ramp * skip
         if self.mode in ("add", "scalar"):
             share = self.logit.sigmoid() if self.mode == "add" else self.weight
             return h + share * skip if self.skips else h
@@ -2048,6 +2059,9 @@ class GPT(nn.Module):
         for block in self.transformer.h:
             if block.attn.constraint is not None:
                 block.attn.constraint.stopped = step < self.config.constraint_stop
+        if self.config.unet and (self.config.unet_from or self.config.unet_ramp):
+            for fuse in self.fuse:
+                fuse.ramp.fill_(SkipFusion.share_at_step(self.config, step))
 
     def aux_at_step(self, aux, step):
         """The losses of an Output at their weights in a training step."""

@@ -10,6 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 import checkpoint
 from checkpoint import last_save
 from common import UserError
+from model import SkipFusion
 
 # The first four quintics of Polar Express (Amsel et al. 2025, arXiv 2505.16932), as (a, b, c) of
 # ax + bx^3 + cx^5. Alone they throw a singular value that rounding has put a little above 1 out to infinity,
@@ -117,7 +118,8 @@ def lr_multiplier(step, config):
 def make_optimizers(model, config):
     """[AdamW] or [Muon, AdamW]: Muon takes the blocks' matrices, AdamW all the rest.
 
-    Only matrices decay: a gate, a norm or a bias has no reason to go to zero. Learning rates are peaks.
+    Only matrices decay: a gate, a norm or a bias has no reason to go to zero. Learning rates are peaks; a
+    skip_lr of None is mechanism_lr.
     """
     matrices = model.block_matrices() if config.optimizer == "muon" else []
     muons = {id(p) for p, _ in matrices}
@@ -126,8 +128,9 @@ def make_optimizers(model, config):
     for name, p in model.named_parameters():
         if id(p) not in muons:
             role = "embed_lr" if "wte" in name or "wpe" in name else "mechanism_lr" if name in added else "lr"
+            role = "skip_lr" if name.startswith(f"{SkipFusion.name}.") else role
             decays = p.dim() >= 2 and name not in no_decay
-            group = dict(params=[], lr=getattr(config, role),
+            group = dict(params=[], lr=getattr(config, role) or config.mechanism_lr,
                          weight_decay=config.weight_decay if decays else 0.0)
             groups.setdefault((role, decays), group)["params"].append(p)
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
@@ -146,6 +149,11 @@ def precision(dtype, kind):
     elif dtype == "auto":
         dtype = "float32"
     return dtype, torch.autocast(kind, getattr(torch, dtype)) if dtype != "float32" else nullcontext()
+
+
+def compiles(config, process):
+    """Whether a run's model is compiled."""
+    return process.kind == "cuda" if config.compile is None else config.compile
 
 
 def seed_step(kind, *key):
@@ -169,18 +177,38 @@ class Trainer:
         self.process = process
         self.teacher = teacher
         self.params = list(model.parameters())
+        added = model.of_mechanisms()
+        self.trunk = [p for name, p in model.named_parameters() if name not in added]
+        self.frozen = None  # whether the trunk is, once a step has said so
         self.optimizers = make_optimizers(model, config)
         self.peak_lrs = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.dtype, self.autocast = precision(config.dtype, process.kind)
         self.scaler = torch.amp.GradScaler(process.kind, enabled=self.dtype == "float16")
         self.micro_steps = max(1, config.grad_accum // process.world)
-        self.compiled = config.compile if config.compile is not None else process.kind == "cuda"
-        self.model = torch.compile(model) if self.compiled else model
+        self.compiled = compiles(config, process)
+        if self.compiled and config.documents:  # for each width, and once more when the trunk thaws
+            torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
+        self.wrap()
+
+    def wrap(self):
+        """self.model: the model compiled and shared with the other ranks, where that is wanted."""
+        model, process = self.raw, self.process
+        dynamic = False if self.config.documents else None
+        self.model = torch.compile(model, dynamic=dynamic) if self.compiled else model
         if process.world > 1:
             self.model = torch.nn.parallel.DistributedDataParallel(
                 self.model, device_ids=[process.device] if process.kind == "cuda" else None,
                 broadcast_buffers=False,  # they are the same everywhere
                 find_unused_parameters=bool(model.config.constraint_names) or not model.config.unet_skips)
+
+    def freeze(self, step):
+        """Freeze the trunk, or thaw it, where a step asks for that. Frozen: no gradient, no moments."""
+        frozen = self.config.thaw_from is None or step < self.config.thaw_from
+        if self.config.freeze_trunk and frozen != self.frozen:
+            self.frozen = frozen
+            for p in self.trunk:
+                p.requires_grad_(not frozen)
+            self.wrap()  # which parameters ranks exchange gradients of is settled when a model is wrapped
 
     def load(self, state, path):
         """Take the optimizers' moments and the scaler from a read checkpoint. Raises UserError."""
@@ -193,10 +221,11 @@ class Trainer:
         """Forward, backward, clip and update on x, y [B, T]; returns {name: value}, the loss first."""
         return self.update(step, self.backward(step, x, y))[0]
 
-    def backward(self, step, x, y, targets=None):
+    def backward(self, step, x, y, targets=None, scored=None):
         """Forward and backward on this rank's rows x, y [B, T], a portion at a time.
 
-        targets: {name: [B, T]} of constraint heads; -1: unknown.
+        targets: {name: [B, T]} of constraint heads; -1: unknown. scored: the tokens of this step with a
+        target, over all portions and ranks, where rows differ in them; None: portions weigh alike.
 
         Returns {name: 0-dim tensor}, the loss and the aux terms, means over these rows. A GPU may still be
         busy with them.
@@ -208,6 +237,7 @@ class Trainer:
                 group["lr"] = lr * multiplier
         seed_step(self.process.kind, self.raw.config.seed, step, self.process.rank)
         self.raw.at_step(step)
+        self.freeze(step)
 
         loss, aux, n = 0.0, {}, self.micro_steps
         for micro, (xm, ym) in enumerate(zip(x.chunk(n), y.chunk(n))):
@@ -216,10 +246,12 @@ class Trainer:
             with self.autocast, self.model.no_sync() if defer else nullcontext():
                 out = self.model(xm, ym, **self.judged_by(xm, targets, micro))
             terms = self.raw.aux_at_step(out.aux, step)
-            self.scaler.scale(sum(terms.values(), out.loss) / n).backward()
-            loss = loss + out.loss.detach() / n
+            # the loss is a mean over this portion's tokens; ranks are averaged
+            parts = n if scored is None else scored / ((ym != -1).sum() * self.process.world)
+            self.scaler.scale(sum(terms.values(), out.loss) / parts).backward()
+            loss = loss + out.loss.detach() / parts
             for name, term in terms.items():
-                aux[f"aux/{name}"] = aux.get(f"aux/{name}", 0.0) + term.detach() / n
+                aux[f"aux/{name}"] = aux.get(f"aux/{name}", 0.0) + term.detach() / parts
         return {"loss": loss, **aux}
 
     def judged_by(self, x, targets, micro):
@@ -238,9 +270,13 @@ class Trainer:
         Returns ({name: value}, means over all ranks; whether any rank is stopping). Raises UserError before
         the update where a value is not finite.
         """
+        optimizers = self.optimizers
+        if self.frozen:  # Muon may have nothing to do
+            optimizers = [o for o in optimizers if any(p.grad is not None for g in o.param_groups
+                                                       for p in g["params"])]
         # in fp16 the norm is needed without clipping too: it shows an overflow
         if self.config.grad_clip or self.scaler.is_enabled():
-            for optimizer in self.optimizers:
+            for optimizer in optimizers:
                 self.scaler.unscale_(optimizer)
             means = {**means, "grad_norm": clip_grad_norm_(self.params, self.config.grad_clip or math.inf)}
 
@@ -255,7 +291,7 @@ class Trainer:
                 raise UserError(f"{name} is {value} in step {step + 1}: stopped before the update; "
                                 f"{last_save(self.config.out_dir)}, with a lower lr or muon_lr, "
                                 "or another dtype")
-        for optimizer in () if overflow else self.optimizers:  # of every optimizer, or of none
+        for optimizer in () if overflow else optimizers:  # of every optimizer, or of none
             self.scaler.step(optimizer)
         self.scaler.update()
         for optimizer in self.optimizers:

@@ -8,6 +8,7 @@ Ask trained checkpoints what one loss does not say; paired, since all checkpoint
     python probe.py states --ckpt out/a [--pieces 64]
     python probe.py detectors --ckpt out/a [--ckpt out/b ...] [--picture heads.png]
     python probe.py arrays --ckpt out/a --text FILE [--out maps.npz] [--results]
+    python probe.py fewshot --ckpt out/a [--ckpt out/b ...] [--file items.jsonl] [--shots 0 1 2 4 8]
 
 needle  Does a fact far back help? A fact "[QZX4831]" (data/needle) is planted into real text at a depth (0:
         the beginning, 1: just before the question), the text ends in "[QZX", and the four digits are scored,
@@ -34,10 +35,14 @@ detectors
         the frequent ones of the split, each as likely.
 arrays  The attention maps of a text and what each head puts out, as arrays that other tools take
         (bertviz, circuitsvis).
+fewshot Does it learn from examples in front? Of several choices the likeliest after a prompt is the answer;
+        before the prompt stand so many others of the same task with their right choices, the earliest left
+        out where the context is too short. Items are a file's (fewshot.py says how one is written), or made
+        of the split's own words: copy one, its first letter, its plural, the next letter, the word left out.
 
-Intervals are 95 %, by t over samples (needle, detectors), windows (keys) or blocks of neighbouring windows
-(late, heads). Contexts beyond the training length take rotary positions; ACAG's length and a window stay
-those of the training.
+Intervals are 95 %, by t over samples (needle, detectors), windows (keys), items (fewshot) or blocks of
+neighbouring windows (late, heads). Contexts beyond the training length take rotary positions; ACAG's length
+and a window stay those of the training.
 """
 
 import argparse
@@ -63,6 +68,7 @@ from data.needle.prepare import DIGITS, digits_of, fact, names, question
 from detectors import (ARRAYS, EXCLUDED, MEASURES, PATTERNS, common_tokens, head_arrays, needles,
                        pattern_scores, repeats, retrieval_scores, similarity, typical_maps)
 from evaluate import add_arguments, load, model_and_tokenizer, nats_of, score, window_ids, windows_of
+from fewshot import choice_nats, contexts, judged, made_items, read_items, save_items
 from heads import attentions, closed, measure, nats_on, places, static_gates
 from model import GPT
 from plot_heads import draw_head_scores, spelled
@@ -672,6 +678,69 @@ def arrays(args):
                   table(("array", "shape", "axes", ""), cells, left=4), args.out]
 
 
+# ---- fewshot ----
+
+def items_of(args, data):
+    """The Items of a command line, at most args.items of each task. UserError."""
+    if not args.file:
+        text = data.tokenizer.decode(data.tokens(args.split)[:1 << 21])
+        return made_items(text, args.items, args.seed)
+    if args.split != "test":
+        raise UserError(f"--split {args.split} means nothing with --file")
+    every = read_items(args.file)
+    of_task = {task: [item for item in every if item.task == task] for task in {item.task for item in every}}
+    few = {id(items[i * len(items) // n]) for items in of_task.values()
+           for n in [min(len(items), args.items)] for i in range(n)}
+    return [item for item in every if id(item) in few]
+
+
+def fewshot(args):
+    """Accuracy on items of several choices, with examples in front."""
+    if min(args.shots) < 0:
+        raise UserError(f"--shots {min(args.shots)} must not be negative")
+    runs, data, context = open_runs(args)
+    items = items_of(args, data)
+    if args.save:
+        save_items(writable(args.save, "--save"), items)
+    texts, answer = contexts(items, max(args.shots), args.seed), np.array([item.answer for item in items])
+    chance = np.array([1 / len(item.choices) for item in items])
+    tasks = [*dict.fromkeys(item.task for item in items), "all"]
+    of_task = {task: np.array([task in (item.task, "all") for item in items]) for task in tasks}
+    rows, first = [], {}
+    with progress_bar(len(runs) * len(args.shots), "fewshot") as progress:
+        for run in runs:
+            scored = {}
+            for shots in args.shots:
+                cut = [of_item[:shots + 1] for of_item in texts]
+                nats, read = choice_nats(run.model, data.tokenizer, items, cut, context)
+                right, surprise = judged(nats, answer)
+                scored[shots] = read, right.astype(float), finite(surprise, run)
+                progress.update(1)
+            first = first or scored
+            run_rows = []
+            for task, shots in ((task, shots) for task in tasks for shots in args.shots):
+                read, right, surprise = (each[of_task[task]] for each in scored[shots])
+                _, right_of_first, surprise_of_first = (each[of_task[task]] for each in first[shots])
+                over = run is not runs[0]
+                run_rows.append(dict(
+                    task=task, shots=shots, items=len(read), read=float(read.mean()),
+                    chance=float(chance[of_task[task]].mean()), accuracy=interval(right),
+                    accuracy_over_first=interval(right - right_of_first) if over else None,
+                    nats=interval(surprise),
+                    nats_over_first=interval(surprise - surprise_of_first) if over else None))
+            rows.append(run_rows)
+    over = ["over the first"] * (len(runs) > 1)
+    head = ("run", "task", "shots", "read", "items", "chance", "accuracy", *over, "nats", *over)
+    cells = [(run.name, r["task"], r["shots"], f"{r['read']:.1f}", r["items"], f"{r['chance']:.2f}",
+              spell(r["accuracy"], 3, sign=False), *[spell(r["accuracy_over_first"], 3) for _ in over],
+              spell(r["nats"], 3, sign=False), *[spell(r["nats_over_first"], 3) for _ in over])
+             for run, run_rows in zip(runs, rows) for r in run_rows]
+    source = args.file or f"made of the words of {about_text(data, args)}"
+    what = (f"{len(items):,} items, {source}; read: examples that fit into {context:,} tokens; "
+            "nats: of the right choice among all")
+    return results(runs, data, args, rows), [what, table(head, cells, left=2)]
+
+
 # ---- output ----
 
 def picture_path(path):
@@ -771,6 +840,11 @@ PROBES = {
         out=(str, "maps.npz", "the file to write"),
         tokens=(int, 0, "tokens to read, from the first; 0: as many as a context holds"),
         results=(bool, False, "also what each head adds to the residual stream"))),
+    "fewshot": (fewshot, "test", dict(
+        file=(str, None, "items, a JSON object a line (default: made of the split's words)"),
+        items=(positive, 200, "items of each task, at most"),
+        shots=(int, [0, 1, 2, 4, 8], "examples before an item"),
+        save=(str, None, "write the items to this file, as --file reads them"))),
 }
 
 

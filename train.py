@@ -32,10 +32,10 @@ import controller
 from checkpoint import last_save
 from common import UserError, explain
 from controller import Controller, ControllerConfig
-from dataset import Batches, Dataset
+from dataset import Batches, Dataset, DocumentBatches
 from evaluate import bits, score
-from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from optim import Trainer, lr_multiplier, precision
+from model import ALL_ON, GPT, MECHANISMS, GPTConfig, SkipFusion
+from optim import Trainer, compiles, lr_multiplier, precision
 from ranks import Process, StopSignal, join_ranks
 from runlog import Log, write_config
 from targets import Targets
@@ -60,6 +60,8 @@ class TrainConfig(ControllerConfig):
     overwrite: bool = False              # start over in a folder that already holds a run
     init_from: Optional[str] = None      # a checkpoint (ours or nanoGPT's) whose weights to start from
     init_anyway: bool = False            # also with mechanisms that have no neutral setting to start from
+    freeze_trunk: bool = False           # init_from: train what mechanisms add, and nothing else
+    thaw_from: Optional[int] = None      # freeze_trunk: the step from which all is trained; None: never
     eval_only: bool = False              # evaluate once and stop
     device: str = "auto"                 # auto: cuda, mps or cpu, whichever is there first
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -69,6 +71,8 @@ class TrainConfig(ControllerConfig):
     batch_size: int = 12                 # sequences in one forward pass
     grad_accum: int = 1                  # forward passes in one step; a multiple of the number of ranks, or 1
     max_iters: int = 2000                # steps
+    documents: Optional[int] = None      # rows are documents, each by itself, of so many tokens at least,
+                                         # block_size at most; None: block_size tokens from anywhere
     # ---- optimizer: keys left at None follow from the optimizer ----
     optimizer: Optional[Literal["adamw", "muon"]] = None
                                          # muon: for the blocks' matrices, AdamW for the rest;
@@ -79,6 +83,7 @@ class TrainConfig(ControllerConfig):
     muon_momentum: float = 0.95          # momentum of Muon
     embed_lr: Optional[float] = None     # the embeddings' peak learning rate; None: lr, with muon 5 * lr
     mechanism_lr: Optional[float] = None  # of what a mechanism adds, Muon's matrices aside; None: lr
+    skip_lr: Optional[float] = None      # of what U-Net skips add; None: mechanism_lr
     beta1: float = 0.9                   # AdamW
     beta2: Optional[float] = None        # AdamW
     weight_decay: Optional[float] = None  # of matrices; never of biases, norms and gates
@@ -135,7 +140,7 @@ class TrainConfig(ControllerConfig):
 
         rule("be positive", lambda v: v > 0, "batch_size", "grad_accum", "max_iters", "eval_interval",
              "log_interval", "save_interval", "lr_decay_iters", "lr", "muon_lr", "embed_lr", "mechanism_lr",
-             "decay_frac")
+             "skip_lr", "decay_frac", "documents", "thaw_from")
         rule("not be negative", lambda v: v >= 0, "eval_tokens", "warmup_iters", "weight_decay", "grad_clip",
              "min_lr", "beta1", "beta2", "muon_momentum")
         rule("be below 1", lambda v: v < 1, "beta1", "beta2", "muon_momentum")
@@ -148,8 +153,16 @@ class TrainConfig(ControllerConfig):
              lambda v: not (v and self.resume), "overwrite")
         rule("be a checkpoint; to go on with a run there is --resume",
              lambda v: v not in ("scratch", "resume"), "init_from")
-        if self.init_anyway and not self.init_from:
-            bad.append("init_anyway=True means nothing without init_from")
+        rule(f"be below max_iters={self.max_iters}; without it the trunk stays frozen",
+             lambda v: v < self.max_iters, "thaw_from")
+        for key, needed in (("init_anyway", "init_from"), ("freeze_trunk", "init_from"),
+                            ("thaw_from", "freeze_trunk")):
+            if getattr(self, key) and not getattr(self, needed):
+                bad.append(f"{key}={getattr(self, key)!r} means nothing without {needed}")
+        if self.documents and (self.labels or self.teacher):
+            bad.append(f"documents={self.documents} has rows without labels or a teacher: leave those out")
+        if self.freeze_trunk and controller.lives(self):
+            bad.append("freeze_trunk=True: heads are measured by gradients of the trunk, which has none")
         return bad
 
 
@@ -164,6 +177,7 @@ def conflicts(model_config, config):
         bad += config.for_recipe(model_config.recipe).problems()
     if not model_config.problems():
         bad += controller.conflicts(model_config, config) + constraint_conflicts(model_config, config)
+        bad += skip_conflicts(model_config, config)
     try:
         dataset = Dataset(config.dataset)
         if config.labels and model_config.constraint_names:
@@ -228,6 +242,43 @@ def constraint_conflicts(model_config, config):
     return bad
 
 
+def skip_conflicts(model_config, config):
+    """What is wrong with a late start of U-Net skips beside a TrainConfig, as sentences."""
+    c, bad = model_config, []
+    if c.unet_from >= config.max_iters:
+        bad.append(f"unet_from={c.unet_from} must be below max_iters={config.max_iters}: skips never start")
+    if not c.unet_skips and (c.unet_from or c.unet_ramp):
+        bad.append(f"unet_from={c.unet_from}, unet_ramp={c.unet_ramp} mean nothing with unet_skips=False")
+    return bad
+
+
+def check_model(model, config):
+    """UserError where a model, wherever it comes from, has no use for what is asked of its training."""
+    c, bad = model.config, []
+    if config.skip_lr and not c.unet:
+        bad.append(f"skip_lr={config.skip_lr:g} is of U-Net skips, and the model has none")
+    if config.freeze_trunk and not trained_alone(model):
+        bad.append("freeze_trunk=True leaves nothing to train: no mechanism of the model has a parameter "
+                   "that acts")
+    if config.documents:
+        if 2 * config.documents > c.block_size:
+            bad.append(f"documents={config.documents} must be at most half of block_size={c.block_size}, "
+                       "since longer documents are cut into even parts")
+        # these are means over all tokens of a row, padding too, or choose among them
+        bad += [f"documents={config.documents}: {key}={getattr(c, key)} would count padding; set {key}=0"
+                for key, on in (("routing_coef", c.routing), ("routing_capacity", c.routing),
+                                ("constraint_sparsity_coef", c.constraint_names),
+                                ("constraint_entropy_coef", c.constraint_names)) if on and getattr(c, key)]
+    if bad:
+        raise UserError("\n".join(bad))
+
+
+def trained_alone(model):
+    """Names of the parameters that are trained while the trunk is frozen."""
+    skips = () if model.config.unet_skips else f"{SkipFusion.name}."
+    return {name for name in model.of_mechanisms() if not name.startswith(skips)}
+
+
 def teacher_of(config, model, device):
     """The model that `teacher` names, in eval mode; None: nobody. UserError where it does not fit."""
     if not config.teacher:
@@ -272,6 +323,7 @@ class Run:
     last_eval: dict = field(default_factory=lambda: dict(step=-1))
     # of this launch
     trainer: Optional[Trainer] = None
+    batches: Optional[Batches | DocumentBatches] = None
     controller: Optional[Controller] = None  # where heads are measured or moved
     log: Optional[Log] = None        # on the first rank
     bar: Optional[tqdm] = None
@@ -287,11 +339,15 @@ class Run:
     def tokens_per_step(self):
         return self.config.batch_size * self.config.grad_accum * self.model.config.block_size
 
+    def tokens(self, step):
+        """Tokens trained on in the steps before `step`."""
+        return self.batches.tokens(step) if self.batches else step * self.tokens_per_step
+
 
 def evaluate(run):
     """A row of log.jsonl: train and val loss on fixed tokens, dropout off; every rank scores its share."""
     process, dataset = run.process, run.dataset
-    row = dict(step=run.step, tokens=run.step * run.tokens_per_step)
+    row = dict(step=run.step, tokens=run.tokens(run.step))
     for split in ("train", "val"):
         share = score(run.model, dataset, split, rank=process.rank, world=process.world,
                       max_tokens=run.config.eval_tokens or dataset.splits["val"]["tokens"],
@@ -321,9 +377,9 @@ def log_step(run, metrics):
     """A row of the log, and of the bar; without a bar a line now and then."""
     config, now = run.config, time.perf_counter()
     since_step, since = run.timed_from
-    speed = (run.step - since_step) * run.tokens_per_step / (now - since)
+    speed = (run.tokens(run.step) - run.tokens(since_step)) / (now - since)
     run.timed_from = run.step, now
-    row = dict(step=run.step, tokens=run.step * run.tokens_per_step, **metrics,
+    row = dict(step=run.step, tokens=run.tokens(run.step), **metrics,
                lr=config.lr * lr_multiplier(run.step - 1, config), tokens_per_s=round(speed, 1),
                elapsed_s=round(run.elapsed_s, 3))
     mfu = run.model.mfu(speed / run.process.world, run.process.device, run.trainer.dtype)
@@ -401,6 +457,15 @@ def open_folder(run, saves, closing):
         run.log.start_wandb(config, details, run.run_id, closing)
 
 
+def batches_of(run):
+    """The training batches of a run. UserError where the data has not enough for one."""
+    c, config = run.model.config, run.config
+    which = run.dataset, "train", c.block_size, config.batch_size * config.grad_accum, c.seed
+    if not config.documents:
+        return Batches(*which)
+    return DocumentBatches(*which, config.documents, few_widths=compiles(config, run.process))
+
+
 def train(model_config, config):
     """Train as configured; returns the last evaluation's row of log.jsonl."""
     # the model and how far it is: new, from another checkpoint, or where this run was left
@@ -410,6 +475,7 @@ def train(model_config, config):
     model_config = controller.starting_config(model_config, config)
     model, state = checkpoint.starting_point(model_config, config, dataset, process.device)
     progress = {key: state[key] for key in PROGRESS if key in state} if state else {}
+    check_model(model, config)
     targets = None
     if config.labels and not model.config.constraint_names:
         raise UserError(f"labels={config.labels!r} is for constraint heads, and {config.init_from} has none")
@@ -418,6 +484,7 @@ def train(model_config, config):
         targets.check("train")
     run = Run(config.for_recipe(model.config.recipe), model, dataset, process, targets, **progress)
     config, step = run.config, run.step
+    model.at_step(max(0, step - 1))  # what is evaluated first is what the last step left
     if process.kind == "cuda":
         torch.set_float32_matmul_precision("high")
 
@@ -431,8 +498,7 @@ def train(model_config, config):
         return run.last_eval
 
     # batches, optimizers, precision
-    batches = Batches(dataset, "train", model.config.block_size, config.batch_size * config.grad_accum,
-                      model.config.seed)
+    run.batches = batches_of(run)
     run.trainer = Trainer(model, config, process, teacher_of(config, model, process.device))
     controller.start(run, state)
     if state:
@@ -449,33 +515,37 @@ def train(model_config, config):
             weak = "weak " if targets.meta.get("weak") else ""
             unread = f"; not read: {', '.join(targets.unread)}" if targets.unread else ""
             process.print0(f"{weak}labels {targets.dir}: {', '.join(targets.names)}{unread}")
+        if config.documents:
+            process.print0(str(run.batches))
         anew = ", where no checkpoint is yet: starting anew" if config.resume and not saves else ""
         process.print0(f"{model.config.recipe}: {model.num_params():,} parameters, "
-                       f"{run.tokens_per_step:,} tokens a step, {process.kind} {run.trainer.dtype} "
+                       f"{'at most ' if config.documents else ''}{run.tokens_per_step:,} tokens a step, "
+                       f"{process.kind} {run.trainer.dtype} "
                        f"x {process.world}, {steps} in {run.out_dir}{anew}")
-        return loop(run, batches, closing)
+        return loop(run, closing)
 
 
 # ---- the loop ----
 
-def loop(run, batches, closing):
+def loop(run, closing):
     """Steps until max_iters, or until a rank is asked to stop; returns the last evaluation's row."""
-    config, trainer, process = run.config, run.trainer, run.process
+    config, trainer, process, batches = run.config, run.trainer, run.process, run.batches
 
     def send(t):
         t = t.pin_memory() if process.kind == "cuda" else t
         return t.to(process.device, non_blocking=process.kind == "cuda")
 
     def fetch(step):
-        """This rank's rows of the batch at `step` on their way to the device: x and y [B, T], and targets of
-        constraint heads, {name: [B, T]}, beside x.
+        """This rank's rows of the batch at `step` on their way to the device: x and y [B, T], targets of
+        constraint heads, {name: [B, T]}, beside x, and the tokens scored on all ranks, where rows differ.
         """
         ids, targets = send(batches(step, process.rank, process.world)), None
         if run.targets:
             starts = batches.starts(step, process.rank, process.world)
             targets = run.targets.rows("train", starts, batches.block_size)
             targets = {name: send(t) for name, t in targets.items()}
-        return ids[:, :-1], ids[:, 1:], targets
+        x = ids[:, :-1]
+        return x.clamp_min(0) if config.documents else x, ids[:, 1:], targets, batches.scored(step)
 
     stop = StopSignal(closing)
     run.bar = tqdm(total=config.max_iters, initial=run.step, unit="step", dynamic_ncols=True,

@@ -22,6 +22,8 @@ ROOTS = (("train.py", "train"), ("checkpoint.py", "build"), ("study/trial.py", "
 NO_NUMBERS = {"audit", "common", "configurator", "runlog"}
 LISTS = {"modes", "neutral"}  # of a mechanism: names for flags, which a run has been given already
 MOVER = "controller.py"
+# keys of training that change nothing where they are not set
+OFF_UNLESS_SET = {"labels", "teacher", "documents", "freeze_trunk", "thaw_from", "skip_lr"}
 
 
 def off_mechanisms(config):
@@ -33,7 +35,7 @@ def own_training(config):
     """{key: value} of a TrainConfig that its run depends on: no key of what it does without."""
     return {name: value for name, value in asdict(config).items()
             if (lives(config) or name not in ControllerConfig.__dataclass_fields__)
-            and (value or name not in ("labels", "teacher"))}
+            and (value or name not in OFF_UNLESS_SET)}
 
 
 def own_flags(config):

@@ -511,9 +511,9 @@ def test_a_missing_config_file_is_one_line(config_file):
     ("constrant", "constraint"),
     ("acg", "acag"),
     ("shakespeare_mod", "shakespeare_modern"),
-    ("gpt2", "train_gpt2"),
+    ("train_gpt", "train_gpt2"),
     ("tinny", "tiny"),
-    *((name, None) for name in ("nosuch", "nowhere", "tiny_moh", "mine", "x")),
+    *((name, None) for name in ("nosuch", "nowhere", "tiny_moh", "mine", "x", "gpt2")),
 ])
 def test_only_near_files_are_suggested(name, meant):
     line, = problems(f"config/{name}.py")
@@ -594,7 +594,8 @@ def test_nanogpts_init_from_is_explained(bytes_data):
 def test_every_key_has_a_value_once_the_recipe_is_known(optimizer):
     c = TrainConfig(optimizer=optimizer).for_recipe("gpt2")
     may_be_none = {"init_from", "compile", "lr_decay_iters", "wandb_run_name", "wandb_tags",
-                   "controller", "grow_from", "policy_rules", "labels", "teacher"}
+                   "controller", "grow_from", "policy_rules", "labels", "teacher", "documents", "thaw_from",
+                   "skip_lr"}
     assert {f.name for f in fields(c) if getattr(c, f.name) is None} <= may_be_none
     assert not c.problems()
 

@@ -495,7 +495,8 @@ def test_force_replaces_no_run_and_loses_nothing_on_the_way(tmp_path, monkeypatc
 
 PAGE = (ROOT / "docs" / "hugging-face.md").read_text(encoding="utf-8")
 FEW = ["--max_iters=1", "--eval_interval=1", "--eval_tokens=64", "--batch_size=2", "--lr_decay_iters=9",
-       "--warmup_iters=0", "--device=cpu"]  # what the page's training commands get here, beside their own
+       "--warmup_iters=0", "--unet_from=0", "--unet_ramp=0",
+       "--device=cpu"]  # what the page's training commands get here, beside their own
 
 
 @pytest.fixture(scope="module")
@@ -507,7 +508,9 @@ def desk(tmp_path_factory):
     own, another = dict(encoding="byte"), dict(encoding="hf", vocab=json.dumps(pairs))
     for name, family, fields, tokenizer in (
             ("gpt2", "GPT2", dict(GPT2, vocab_size=256), own),
-            ("EleutherAI/gpt-neo-125m", "GPTNeo", dict(NEO, vocab_size=256), own),
+            ("distilgpt2", "GPT2", dict(GPT2, vocab_size=256, n_layer=2), own),
+            ("EleutherAI/gpt-neo-125m", "GPTNeo", dict(NEO, vocab_size=256, max_position_embeddings=256),
+             own),
             ("pythia-70m", "GPTNeoX", dict(NEOX, vocab_size=300), another)):
         original(family, fields).save_pretrained(desk / name)
         for file, text in hf.tokenizer_files(tokenizer, 32).items():
@@ -515,6 +518,10 @@ def desk(tmp_path_factory):
     text = b"The head that says what the other says is no other head.\n" * 80
     write_dataset(desk / "shakespeare", dict(train=text, val=text[:900], test=text[:900]))
     (desk / "my.txt").write_bytes(text)
+    words = b"some river or a stone or one horse and the house with rivers and stones and horses and houses "
+    wiki = b"".join(b" = Title %d = \n \n %s\n" % (i, words * 5) for i in range(20))
+    for name in ("wikitext2", "wikitext2_byte"):
+        write_dataset(desk / name, dict(train=wiki, val=wiki[:900], test=wiki))
     for name, flag in (("a", "--sentinel=sigmoid"), ("plain", "--recipe=gpt2")):
         train.main([*(f"--{key}={value}" for key, value in TINY.items()), f"--dataset={desk / 'shakespeare'}",
                     f"--out_dir={desk / 'out' / name}", flag, "--block_size=64"])
