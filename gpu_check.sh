@@ -13,6 +13,8 @@
 #                               killed in the middle and resumed; pictures, and the share of time it takes
 #   ./gpu_check.sh constraints  constraint heads on synthetic labels at 12/12/768, beside a plain GPT: their
 #                               scores against probes, heads skipped, and an audit page
+#   ./gpu_check.sh finetune     a plain GPT of 12/12/768, then ACAG over it on documents, then gates, head states
+#                               and late skips; few-shot before and after, detectors, and out as a folder
 #   ./gpu_check.sh train        both recipes on the same bytes, same tokens, scored on the whole test split,
 #                               with curves
 # Results go to $OUT (default out/gpu). STUDY names a study, LIMIT its seconds. PY names the interpreter,
@@ -79,6 +81,24 @@ constraints)
     --tokens 65536 --fit 50000 --json "$OUT/constraints.json" 2>&1 | tee "$OUT/constraints.txt"
   "$PY" constraints.py skip --ckpt "$OUT/constraint12" --tokens 65536 2>&1 | tee -a "$OUT/constraints.txt"
   "$PY" evaluate.py --audit --ckpt "$OUT/constraint12" --text README.md --out "$OUT/audit.jsonl" ;;
+finetune)
+  [ -f "data/$DATASET/meta.json" ] || "$PY" "data/$DATASET/prepare.py"
+  BIG=${BIG:---n_layer=12 --n_head=12 --n_embd=768 --block_size=1024 --batch_size=16 --max_iters=400}
+  "$PY" train.py --recipe=gpt2 --dataset="$DATASET" $BIG --out_dir="$OUT/base" --overwrite
+  for name in acag plain; do
+    flags=(); [ "$name" = acag ] || flags=(--acag=None)
+    "$PY" train.py config/finetune_gpt_neo_acag.py --init_from="$OUT/base" --dataset="$DATASET" \
+      --max_iters=100 --out_dir="$OUT/tuned-$name" --overwrite "${flags[@]}"
+  done
+  "$PY" train.py config/finetune_gpt2.py --init_from="$OUT/base" --dataset="$DATASET" --max_iters=150 \
+    --out_dir="$OUT/adaptive" --overwrite
+  "$PY" probe.py fewshot --ckpt "$OUT/tuned-plain" --ckpt "$OUT/tuned-acag" --ckpt "$OUT/base" \
+    --shots 0 1 4 8 --json "$OUT/fewshot.json" 2>&1 | tee "$OUT/fewshot.txt"
+  "$PY" probe.py detectors --ckpt "$OUT/base" --picture "$OUT/detectors.png" --json "$OUT/detectors.json" \
+    2>&1 | tee "$OUT/detectors.txt"
+  "$PY" -c "import safetensors" 2>/dev/null || exit 0
+  "$PY" export_hf.py --ckpt "$OUT/adaptive" --out "$OUT/adaptive-hf" --force
+  "$PY" evaluate.py --ckpt "$OUT/adaptive-hf" --dataset "$DATASET" --split val ;;
 train)
   [ -f "data/$DATASET/meta.json" ] || "$PY" "data/$DATASET/prepare.py"
   for recipe in gpt2 modern; do
@@ -88,5 +108,5 @@ train)
   "$PY" evaluate.py --ckpt "$OUT/gpt2" --ckpt "$OUT/modern" --json "$OUT/scores.json"
   "$PY" plot_curves.py "$OUT/gpt2" "$OUT/modern" --out "$OUT" ;;
 *)
-  sed -n '2,21s/^# \{0,1\}//p' "$0"; exit 2 ;;
+  sed -n '2,23s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
