@@ -175,6 +175,8 @@ def conflicts(model_config, config):
                    f"shared evenly by {world} ranks")
     if not config.problems():  # else what follows from a wrong value is no news
         bad += config.for_recipe(model_config.recipe).problems()
+    if config.init_from and any("means nothing while" in problem for problem in model_config.problems()):
+        bad.append("what a checkpoint of init_from has on it brings with all its flags: leave those out")
     if not model_config.problems():
         bad += controller.conflicts(model_config, config) + constraint_conflicts(model_config, config)
         bad += skip_conflicts(model_config, config)

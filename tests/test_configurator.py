@@ -588,6 +588,14 @@ def test_nanogpts_init_from_is_explained(bytes_data):
     assert bad == ["init_from='resume' must be a checkpoint; to go on with a run there is --resume"]
 
 
+def test_a_detail_of_what_a_checkpoint_may_have_is_explained(bytes_data):
+    given = "--constraint_focal=2", f"--dataset={bytes_data}"
+    bad = problems("--init_from=out/c", *given, classes=(GPTConfig, TrainConfig), together=conflicts)
+    assert bad == ["constraint_focal=2.0 means nothing while constraint_names is off",
+                   "what a checkpoint of init_from has on it brings with all its flags: leave those out"]
+    assert bad[:1] == problems(*given, classes=(GPTConfig, TrainConfig), together=conflicts)
+
+
 # ---- defaults and help ----
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
