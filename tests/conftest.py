@@ -1,5 +1,6 @@
 """What all tests share: the repository on the path, one thread, and a tiny data folder."""
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # read at import: no test asks the network
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
