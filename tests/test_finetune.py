@@ -476,6 +476,7 @@ def test_a_run_over_documents_has_the_same_losses(change, tuned, rows, tmp_path,
 def test_what_means_nothing_is_refused_in_a_line(keys, words, tuned, fails, tmp_path):
     lines = fails(tuned("run", **keys))
     assert any(words in line for line in lines), lines
+    lines = [line for line in lines if "what a checkpoint of init_from has" not in line]
     assert len(lines) == 1 or "labels" in keys and not (tmp_path / "run").exists()
 
 
