@@ -24,6 +24,7 @@ checkpoint: 95 % intervals over text; several: by t over checkpoints, which pair
 import argparse
 import copy
 import json
+from os.path import relpath
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ from sklearn.metrics import (average_precision_score, brier_score_loss, f1_score
 from sklearn.preprocessing import StandardScaler
 
 from bench import progress_bar, take_turns, time_rows
-from common import UserError, json_safe, last_words, pick_device, table, writable, write_atomic
+from common import ROOT, UserError, json_safe, last_words, pick_device, table, writable, write_atomic
 from dataset import TITLE, beginnings
 from evaluate import add_arguments
 from heads import attentions
@@ -564,8 +565,8 @@ def about(setup, args):
 def results(setup, args, found):
     """What --json writes: every number, intervals as [value, low, high]."""
     options = {key: value for key, value in vars(args).items() if key not in ("json", "what", "picture")}
-    labels = setup.targets and dict(folder=str(setup.targets.dir), weak=setup.targets.meta.get("weak"),
-                                    splits=setup.targets.splits)
+    labels = setup.targets and dict(folder=relpath(setup.targets.dir, ROOT), splits=setup.targets.splits,
+                                    weak=setup.targets.meta.get("weak"))
     return dict(what=args.what, dataset=setup.data.meta["name"], layers=setup.layers, context=setup.context,
                 split_sha256=setup.data.splits[args.split].get("sha256"), labels=labels, options=options,
                 runs=[run.name for run in setup.runs], plain=[run.name for run in setup.plain], **found)
