@@ -91,7 +91,7 @@ def fetch(name):
 
 
 def read(folder):
-    """A folder in the form of our checkpoints: dict(model, config, meta, dataset, step). UserError."""
+    """A folder in the form of our checkpoints: dict(model, config, meta, dataset). UserError."""
     c = config_of(folder)
     if not isinstance(c.get("model_type"), str):
         raise UserError(f"{Path(folder) / 'config.json'} names no model_type: it is not this model's")
@@ -108,7 +108,7 @@ def read(folder):
     if tensors.left():
         raise UserError(f"{folder} holds tensors that a {c['model_type']} model here has no place for: "
                         f"{', '.join(tensors.left()[:3])}")
-    return dict(model=weights, config=config, meta=tokenizer_of(folder, config), dataset=None, step=0)
+    return dict(model=weights, config=config, meta=tokenizer_of(folder, config), dataset=None)
 
 
 class Tensors:
@@ -503,6 +503,9 @@ def write_nanochat(model):
 def write_nanoheads(model):
     """(config.json, {name: tensor}) of our own class, modeling_nanoheads.py."""
     c = model.config
+    if c.unet and any(fuse.ramp is not None and fuse.ramp < 1 for fuse in model.fuse):
+        raise UserError("its U-Net skips have not risen to all that they give, and no folder says how far: "
+                        f"train beyond step {c.unet_from + c.unet_ramp}")
     config = dict(model_type="nanoheads", architectures=["NanoHeadsForCausalLM"], gpt=asdict(c),
                   hidden_size=c.n_embd, num_hidden_layers=c.n_layer, num_attention_heads=c.n_head,
                   max_position_embeddings=c.block_size, tie_word_embeddings=c.tied,

@@ -333,6 +333,17 @@ def test_pruned_models_and_another_class_than_the_plainest(tmp_path):
     assert not (tmp_path / "no").exists()
 
 
+def test_late_skips_are_written_once_they_have_risen(tmp_path):
+    model = awake(GPT(GPTConfig(**SIZES, unet="concat", unet_from=5, unet_ramp=4)))
+    model.at_step(6)
+    with pytest.raises(UserError, match="train beyond step 9"):
+        hf.export(model, None, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    model.at_step(100)
+    _, there = written(model, tmp_path / "out")
+    assert apart(there, model) < 1e-6 and apart(ours(tmp_path / "out"), model) < 1e-6
+
+
 def test_as_a_model_of_transformers(tmp_path):
     """Left padding, labels, beams, save_pretrained and back, another dtype: as everywhere there."""
     flags = dict(MECHANISMS["constraint_a"], **MECHANISMS["key_offset"], acag="headwise", recipe="modern")
