@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from common import UserError, write_atomic
+from common import ROOT, UserError, write_atomic
 from model import MECHANISM_CLASSES, RECIPES
 from sources import GPT2_ENCODER, GPT2_MERGES, HOME, keep
 from tokenizer import byte_symbols
@@ -36,7 +36,6 @@ ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu"
 # sha256 of the lines "token id" of GPT-2's 50,257 tokens, in the order of ids
 GPT2_VOCABULARY = "dfd729bcc6f1abaa6451126583f5a7eef7f2b2defe741084249792434e49d636"
 CODE = ("modeling_nanoheads.py", "model.py", "kernels.py")  # what a model needs that transformers lacks
-ROOT = Path(__file__).resolve().parent
 
 
 # ---- in ----
@@ -193,13 +192,16 @@ def activation(name):
     return ACTIVATIONS[name]
 
 
+def head_of(weights, t, tied, *names):
+    """The output head: the tensor of one of these names, or the embedding, which a file may hold again."""
+    own = t.take(*names) if not tied or any(name in t for name in names) else None
+    return weights["transformer.wte.weight"] if tied else own
+
+
 def plain(t, tied):
     """What stands around the blocks of a GPT-2: {our name: tensor}."""
     weights = {"transformer.wte.weight": t.take("wte.weight"), "transformer.wpe.weight": t.take("wpe.weight")}
-    if not tied or "lm_head.weight" in t:
-        weights["lm_head.weight"] = t.take("lm_head.weight")
-    if tied:
-        weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    weights["lm_head.weight"] = head_of(weights, t, tied, "lm_head.weight")
     for part in ("weight", "bias"):
         weights[f"transformer.ln_f.{part}"] = t.take(f"ln_f.{part}")
     return weights
@@ -282,8 +284,7 @@ def read_gpt_neox(c, t):
     weights = {"transformer.wte.weight": t.take("embed_in.weight")}
     for kind in ("weight", "bias"):
         weights[f"transformer.ln_f.{kind}"] = t.take(f"final_layer_norm.{kind}")
-    weights["lm_head.weight"] = (weights["transformer.wte.weight"] if config["tied"]
-                                 else t.take("embed_out.weight", "lm_head.weight"))
+    weights["lm_head.weight"] = head_of(weights, t, config["tied"], "embed_out.weight", "lm_head.weight")
     names = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "mlp.c_fc": "mlp.dense_h_to_4h",
              "mlp.c_proj": "mlp.dense_4h_to_h", "attn.c_proj": "attention.dense"}
     for i in range(config["n_layer"]):
@@ -317,8 +318,7 @@ def read_nanochat(c, t):
         block_size=c["max_position_embeddings"], n_layer=c["num_hidden_layers"], n_head=H, n_embd=C,
         n_inner=c["intermediate_size"])
     weights = {"transformer.wte.weight": t.take("embed_tokens.weight")}
-    weights["lm_head.weight"] = (weights["transformer.wte.weight"] if config["tied"]
-                                 else t.take("lm_head.weight"))
+    weights["lm_head.weight"] = head_of(weights, t, config["tied"], "lm_head.weight")
     for i in range(config["n_layer"]):
         q, k, v = (t.take(f"layers.{i}.self_attn.{part}_proj.weight") for part in "qkv")
         name = f"transformer.h.{i}."
