@@ -12,6 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read at import: no test asks the network
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import sources  # noqa: E402
 import train  # noqa: E402
 from data.writing import Writer  # noqa: E402
 from tokenizer import Tokenizer  # noqa: E402
@@ -46,6 +47,20 @@ def chars_data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "letters"
     return write_dataset(folder, {"train": text[:1500], "val": text[1500:1800], "test": text[1800:]},
                          "char", sorted(set("abcdefgh \n")))
+
+
+@pytest.fixture
+def gpt2_files(tmp_path, monkeypatch):
+    """The folder of GPT-2's byte pairs, data/ or $NANOHEADS_DATA; what is kept of them goes elsewhere."""
+    folders = ROOT / "data", Path(os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data").resolve()
+    found = [folder for folder in folders if all(
+        (folder / file.names[0]).is_file() for file in (sources.GPT2_MERGES, sources.GPT2_ENCODER))]
+    if not found:
+        pytest.skip("no GPT-2 files: put gpt2_bpe/ into the folder NANOHEADS_DATA")
+    (tmp_path / "kept").mkdir()
+    monkeypatch.setenv("NANOHEADS_DATA", str(found[0]))
+    monkeypatch.setattr(sources, "HOME", tmp_path / "kept")
+    return found[0]
 
 
 @pytest.fixture

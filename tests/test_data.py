@@ -52,15 +52,6 @@ def corpora(*names):
     return folder
 
 
-@pytest.fixture
-def gpt2(monkeypatch):
-    """GPT-2's files, out of data/ or out of the real corpora."""
-    home = ROOT / "data"
-    folder = home if (home / "gpt2_bpe/vocab.bpe").is_file() else corpora("gpt2_bpe")
-    monkeypatch.setenv("NANOHEADS_DATA", str(folder))
-    return folder
-
-
 def load(out):
     """meta.json and the three splits of a data folder, each checked against the other."""
     meta = json.loads((out / "meta.json").read_text())
@@ -112,14 +103,14 @@ def test_shakespeare_char_has_nanogpt_counts(tmp_path, capsys):
                               "sha256": SCRIPTS["shakespeare_char"].TEXT.sha256}
 
 
-def test_shakespeare_has_nanogpt_counts(tmp_path, gpt2):
+def test_shakespeare_has_nanogpt_counts(tmp_path, gpt2_files):
     SCRIPTS["shakespeare"].main([f"--source={corpora('tinyshakespeare')}", f"--out={tmp_path / 'out'}"])
     meta, bins = load(tmp_path / "out")
     assert counts(meta)[:2] == (301_966, 36_059) and (bins["val"] == bins["test"]).all()
     assert meta["separator"] == 50256 and meta["dtype"] == "uint16" and counts(meta, "bytes")[0] == 1_003_854
 
 
-def test_wikitext2_has_its_published_counts(tmp_path, gpt2):
+def test_wikitext2_has_its_published_counts(tmp_path, gpt2_files):
     folder = f"--source={corpora('wikitext-2')}"
     SCRIPTS["wikitext2"].main([folder, f"--out={tmp_path / 'bpe'}"])
     SCRIPTS["wikitext2"].main([folder, f"--out={tmp_path / 'byte'}", "--encoding=byte"])
@@ -521,7 +512,7 @@ def test_pystdlib_without_files_says_so(tmp_path):
 @pytest.mark.parametrize("encoding", ["byte", "char", "gpt2"])
 def test_any_text_in_any_encoding(tmp_path, encoding, request):
     if encoding == "gpt2":
-        request.getfixturevalue("gpt2")
+        request.getfixturevalue("gpt2_files")
     text = "naïve — 日本語\n" * 400
     meta, bins = mine(tmp_path, text_file(tmp_path / "a.txt", text),
                       f"--encoding={encoding}", "--val=0.1", "--test=0.2")
@@ -581,7 +572,7 @@ def test_unusable_texts_are_refused_in_one_line(tmp_path, monkeypatch):
 @pytest.mark.parametrize("block", [7, 1 << 22])
 def test_what_is_not_utf8_is_replaced_and_counted(tmp_path, encoding, block, request, monkeypatch, capsys):
     if encoding == "gpt2":
-        request.getfixturevalue("gpt2")
+        request.getfixturevalue("gpt2_files")
     monkeypatch.setattr(sources, "BLOCK", block)  # blocks end inside characters
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -633,7 +624,7 @@ def arguments(tmp_path):
     return writing.arguments("", "openwebtext", ["gpt2"], [f"--out={tmp_path / 'out'}"])
 
 
-def test_openwebtext_documents_end_in_end_of_text(tmp_path, gpt2):
+def test_openwebtext_documents_end_in_end_of_text(tmp_path, gpt2_files):
     documents = [f"Document {i}: naïve <|endoftext|> text.\n\n" for i in range(1000)]
     documents += documents[:300]  # copies
     script = SCRIPTS["openwebtext"]
@@ -653,7 +644,7 @@ def test_openwebtext_documents_end_in_end_of_text(tmp_path, gpt2):
     assert meta["source"]["bytes"] == sum(len(d.encode()) for d in documents)
 
 
-def test_openwebtext_memory_does_not_grow_with_the_corpus(tmp_path, gpt2):
+def test_openwebtext_memory_does_not_grow_with_the_corpus(tmp_path, gpt2_files):
     def documents(n):
         return (f"{i} " + "word " * 300 for i in range(n))
     script, args, peaks = SCRIPTS["openwebtext"], arguments(tmp_path), []
@@ -673,7 +664,7 @@ def test_openwebtext_says_what_it_lacks(tmp_path, monkeypatch):
             str(tmp_path), ".parquet")
 
 
-def test_openwebtext_is_streamed_from_a_fixed_commit(tmp_path, gpt2, monkeypatch, capsys):
+def test_openwebtext_is_streamed_from_a_fixed_commit(tmp_path, gpt2_files, monkeypatch, capsys):
     import types
     asked = []
 

@@ -403,18 +403,18 @@ TEXT = "Hello  world,\n\n it's naïve — 12345 ok \U0001f600\t\n  end "
 
 
 @pytest.mark.parametrize("encoding", ["byte", "char", "gpt2", "hf"])
-def test_tokenizers_come_along(encoding, tmp_path):
+def test_tokenizers_come_along(encoding, tmp_path, request, monkeypatch):
+    monkeypatch.setattr(hf, "HOME", tmp_path)
+    if encoding == "gpt2":
+        request.getfixturevalue("gpt2_files")
     pairs = json.dumps(hf.own_tokenizer(dict(encoding="byte")) | {
         "added_tokens": [dict(id=257, content="<|endoftext|>", single_word=False, lstrip=False, rstrip=False,
                               normalized=False, special=True)]})
     pairs = json.loads(pairs)
     pairs["model"]["vocab"]["He"], pairs["model"]["merges"] = 256, [["H", "e"]]
     vocab = {"char": sorted(set(TEXT)), "hf": json.dumps(pairs)}.get(encoding)
-    try:
-        tok = Tokenizer(encoding, vocab)
-        want = tok.encode(TEXT)
-    except (UserError, OSError) as e:
-        pytest.skip(f"GPT-2's byte pairs are not here: {e}")
+    tok = Tokenizer(encoding, vocab)
+    want = tok.encode(TEXT)
     meta = dict(name="x", encoding=encoding, **({"vocab": vocab} if vocab else {}))
     hf.export(GPT(GPTConfig(**{**SIZES, "vocab_size": tok.vocab_size})), meta, tmp_path / "out")
     there = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -428,11 +428,9 @@ def test_tokenizers_come_along(encoding, tmp_path):
         assert Tokenizer.from_meta(meta).encode(TEXT).tolist() == want.tolist()
 
 
-def test_gpt2_files_are_kept_out_of_any_folder_that_has_them(tmp_path, monkeypatch):
+def test_gpt2_files_are_kept_out_of_any_folder_that_has_them(tmp_path, monkeypatch, gpt2_files):
     """So that a GPT-2 folder alone is enough: no network, no other copy of the byte pairs."""
-    merges, encoder = (hf.HOME / file.names[0] for file in (hf.GPT2_MERGES, hf.GPT2_ENCODER))
-    if not (merges.is_file() and encoder.is_file()):
-        pytest.skip("GPT-2's byte pairs are not here")
+    merges, encoder = (gpt2_files / file.names[0] for file in (hf.GPT2_MERGES, hf.GPT2_ENCODER))
     lines = merges.read_text(encoding="utf-8").split("\n")[1:-1]
     ids = json.loads(encoder.read_text(encoding="utf-8"))
     whole = dict(model=dict(vocab=ids, merges=[line.split(" ") for line in lines]))

@@ -1,6 +1,5 @@
 """data/label.py: labels lie where they belong, never know what comes later, and come back after a kill."""
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -49,16 +48,6 @@ To them?
 LONG_LINE = "\n\n\n  " + "a long line, without a Break. " * 60 + "\n \t\n"
 SLOW_PLAY = PLAY.replace("Speak, speak.", "Speak, speak. " * 30)
 MIXED = (WIKI + "\n" + PLAY + "\n") * 6 + LONG_LINE + SLOW_PLAY + "\n" + WIKI + PLAY
-
-
-@pytest.fixture
-def gpt2(monkeypatch):
-    """GPT-2's files, out of data/ or out of the real corpora."""
-    folders = ROOT / "data", Path(os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data")
-    found = [folder for folder in folders if (folder / "gpt2_bpe/vocab.bpe").is_file()]
-    if not found:
-        pytest.skip("no GPT-2 files: put gpt2_bpe/ into the folder NANOHEADS_DATA")
-    monkeypatch.setenv("NANOHEADS_DATA", str(found[0].resolve()))
 
 
 def made(folder, text, encoding="byte"):
@@ -200,7 +189,7 @@ def pieces(dataset, size, split="train", start=0):
 @pytest.mark.parametrize("encoding", ["byte", "char", "gpt2"])
 def test_no_label_knows_where_pieces_are_cut(tmp_path, encoding, request, monkeypatch):
     if encoding == "gpt2":
-        request.getfixturevalue("gpt2")
+        request.getfixturevalue("gpt2_files")
     dataset = made(tmp_path / "data", MIXED, encoding)
     monkeypatch.setattr(labellers, "LONG", 300)  # tokens: some blocks are longer
     args = SimpleNamespace(names=None, reach=None, noise=0.2, seed=3)
@@ -255,7 +244,7 @@ def span(start, end, value=1.0, name="truth"):
 def test_spans_of_characters_reach_their_tokens(tmp_path, encoding, request):
     """The oracle goes through the text token by token; emoji are several GPT-2 tokens, and words are one."""
     if encoding == "gpt2":
-        request.getfixturevalue("gpt2")
+        request.getfixturevalue("gpt2_files")
     text = "Le café 😀😀 coûte 12 € à Élan.\n\nUn second paragraph, naïve.\n" * 3
     dataset = made(tmp_path / "data", text, encoding)
     ask = [(3, 7, 1.0), (8, 9, 0.25), (20, 21, 0.0), (40, 77, 0.5)]

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 import checkpoint
 import dataset
 import hf
-import sources
 from common import UserError
 from conftest import write_dataset
 from dataset import Dataset
@@ -40,17 +39,6 @@ def harness():
         patch.setattr(sys, "path", list(sys.path))
         import nanoheads_eval
     return nanoheads_eval
-
-
-@pytest.fixture
-def gpt2_files(monkeypatch, tmp_path):
-    """GPT-2's merges where the tokenizer looks for them."""
-    folders = [ROOT / "data", Path(os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data").resolve()]
-    found = [folder for folder in folders if (folder / "gpt2_bpe").is_dir()]
-    if not found:
-        pytest.skip("no GPT-2 files: put gpt2_bpe/ into the folder NANOHEADS_DATA")
-    monkeypatch.setenv("NANOHEADS_DATA", str(found[0]))
-    monkeypatch.setattr(sources, "HOME", tmp_path)
 
 
 def write_checkpoint(path, encoding="char", dataset=None, spread=4.0, **flags):
