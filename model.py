@@ -353,6 +353,11 @@ class Heads:
     predictions: dict = field(default_factory=dict)  # name -> what a loss over the logits will judge
     traces: dict = field(default_factory=dict)       # name -> tensor, where traces are wanted
 
+    @property
+    def none_open(self):
+        """Is there no row in which a constraint head is to be computed?"""
+        return bool(self.open_rows) and not any(map(len, self.open_rows))
+
     def add_gate(self, name, gate, ctx):
         """Multiply y by a gate, broadcasting over [B, H, T, D], and trace it."""
         self.gates[name] = gate
@@ -1224,7 +1229,7 @@ class ConstraintHeads(Mechanism):
         if self.gate == "output":
             h.gates["router"] = F.pad(gates, (attn.n_head, 0), value=1.0).transpose(1, 2)[..., None]
             h.open_rows = self.open_rows(attn, h, ctx, gates)
-            if ctx.cache is None and h.open_rows and not any(map(len, h.open_rows)):
+            if ctx.cache is None and h.none_open:
                 h.v = F.pad(h.v, (0, 0, 0, 0, 0, self.n_head))  # for who reads all values
                 return  # not even projected
         q, k, v = attn.split(self.c_attn(x), self.n_head, ctx)
@@ -1795,7 +1800,7 @@ class CausalSelfAttention(nn.Module):
             y = y * math.prod(sorted(h.gates.values(), key=lambda g: g.size(-1))).to(y.dtype)
         if ctx.traces:
             self.trace(h, ctx)
-        return self.merge(y, h.open_rows), Extras(h.losses, h.predictions, h.traces)
+        return self.merge(y, h.none_open), Extras(h.losses, h.predictions, h.traces)
 
     def split(self, qkv, n_head, ctx, values=None):
         """[B, T, (3 or 1) * H * D] -> normed and rotated queries and keys, and values, each [B, H, T, D].
@@ -1839,12 +1844,15 @@ class CausalSelfAttention(nn.Module):
             y = attend(q, k, v, self.scale, ctx.mask, dropout)
         return y[..., :self.head_size], row_stats
 
-    def merge(self, y, open_rows=None):
-        """Heads side by side, [B, H, T, D] -> [B, T, C], and out into the residual stream."""
+    def merge(self, y, none_open=False):
+        """Heads side by side, [B, H, T, D] -> [B, T, C], and out into the residual stream.
+
+        none_open: the constraint heads put out nothing.
+        """
         if self.n_extra:  # constraint heads come out through a projection of their own
             y, extra = y.split((self.n_head, self.n_extra), 1)
             out = self.c_proj(y.transpose(1, 2).flatten(2))
-            if open_rows and not any(map(len, open_rows)):
+            if none_open:
                 return out
             return self.resid_dropout(out + self.constraint.c_proj(extra.transpose(1, 2).flatten(2)))
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
