@@ -25,32 +25,10 @@ FLOATS = 1 << 26  # of attention maps that are held at once
 
 @torch.no_grad()
 def attention_maps(model, ids):
-    """(logits [B, T, V], [attention weights [B, heads, T, T] a block]) of ids [B, T].
-
-    The traced maps, with what reweighs them after the softmax: a sink takes its share of a row, which then
-    sums to less than 1, and a constraint router that gates scores has scaled each token's weight on itself.
-    """
+    """(logits [B, T, V], [attention weights [B, heads, T, T] a block]) of ids [B, T]."""
     with evaluating(model):
         output = model(ids, traces="maps")
-    maps = []
-    for layer, attn in enumerate(attentions(model)):
-        own = {key.split(".", 2)[2]: t for key, t in output.traces.items()
-               if key.startswith(f"blocks.{layer}.")}
-        p = own["map"]
-        if attn.constraint is not None and attn.constraint.gate == "score":
-            alone = model.mask_of(layer).n_keys(torch.arange(ids.size(1), device=ids.device)) == 1
-            p = with_self_scaled(p, F.pad(own["router_gates"], (attn.n_head, 0), value=1.0).mT, alone)
-        maps.append(p * own["sink_gate"].to(p.dtype) if "sink_gate" in own else p)
-    return output.logits, maps
-
-
-def with_self_scaled(p, factor, alone):
-    """Maps [B, H, T, T] whose weights on the token itself are multiplied by factor [B, H, T or 1].
-
-    Rows sum to 1 again; those of one key, where `alone` [T] is True, stay as they are.
-    """
-    taken = ((1 - factor).to(p.dtype) * p.diagonal(dim1=-2, dim2=-1)).masked_fill(alone, 0.0)
-    return (p - torch.diag_embed(taken)) / (1 - taken).clamp_min(1e-6)[..., None]
+    return output.logits, [output.traces[f"blocks.{i}.map"] for i in range(model.config.n_layer)]
 
 
 # ---- patterns ----

@@ -12,7 +12,6 @@ transformers is an optional extra: insert() and load() alone import it.
 
 import importlib
 import math
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -22,10 +21,9 @@ import torch.nn as nn
 
 from common import UserError
 from configurator import near
-from kernels import attend, row_statistics
-from model import (CONSTRAINTS, GPT, HEAD_MECHANISMS, MECHANISM_CLASSES, MECHANISMS, CausalMask,
-                   CausalSelfAttention, Context, ContextGate, ExclusiveAttention, GPTConfig, HeadNorm,
-                   HeadRouter, Heads, OutputGate, SentinelGate, Sink, Uniform, keep_rows)
+from model import (CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, AttentionCore, CausalMask, Context,
+                   ContextGate, ExclusiveAttention, GPTConfig, HeadNorm, HeadRouter, Heads, OutputGate,
+                   SentinelGate, Sink, Uniform, keep_rows)
 
 
 # ---- layers ----
@@ -149,29 +147,21 @@ def heads_left(model, layer):
     return [i for i in range(model.config.num_attention_heads) if i not in gone]
 
 
-class Gates(CausalSelfAttention):
-    """The mechanisms of one layer of another model: CausalSelfAttention without projections.
+class Gates(AttentionCore):
+    """The mechanisms of one layer of another model.
 
     Queries, keys, values and the mask come from the model's own attention, x from a hook before it.
     """
 
     def __init__(self, config, layer, head_ids, head_size):
-        nn.Module.__init__(self)
+        super().__init__()
         self.layer, self.head_ids, self.head_size = layer, head_ids, head_size
         self.n_base, self.n_head, self.n_extra = config.n_head, len(head_ids), 0
-        for cls in HEAD_MECHANISMS:
-            self.register_module(cls.name, cls(config, self) if cls.on(config, layer) else None)
-        self.register_buffer("gate_override", None, persistent=False)
-        readers = [m for m in self.mechanisms() if m.needs_row_stats]
-        self.needs_row_stats = max((m.needs_row_stats for m in readers), default=None)  # shape, lse
-        self.detach_row_stats = all(m.detach for m in readers)
+        self.add_mechanisms(config)
         self.x, self.losses = None, {}
 
     def __getstate__(self):
         return {**super().__getstate__(), "x": None, "losses": {}}  # a tensor of a graph cannot be copied
-
-    def head_axes(self):
-        return [axis for m in self.mechanisms() for axis in m.head_axes()]
 
     def forward(self, q, k, v, mask, dropout, scale):
         """Gated outputs [B, T, H, D] of q [B, H, T, D] over k and v [B, H or fewer, S, D].
@@ -187,33 +177,16 @@ class Gates(CausalSelfAttention):
         positions = (n_keys if mask.dtype == torch.bool else mask.amax(-1)).squeeze(1) - 1
         ctx = Context(mask=seen, positions=positions, losses=self.training,
                       n_keys=n_keys.to(torch.promote_types(q.dtype, torch.float32)))
-        h, gate = Heads(x, q, k, v), self.static_gate()
-        if gate is not None:
-            h.add_gate("gate", gate[:, None, None], ctx)
-        for m in self.mechanisms():
-            m.before(self, h, ctx)
-        self.one_dtype(h)
-        y, row_stats = self.attend(h, ctx, dropout, scale)
-        h = replace(h, y=y, row_stats=row_stats)
-        if self.xsa is not None and mask.dtype != torch.bool:  # a static cache has rows behind a token's own
-            h.v = h.v.gather(2, last_seen(mask).expand(-1, v.size(1), -1, v.size(-1)))
-        for m in self.mechanisms():
-            m.after(self, h, ctx)
+        self.scale, self.attn_dropout = scale, dropout
+        h, y = self.outputs(Heads(x, q, k, v), ctx)
         self.losses = h.losses
-        y = h.y
-        if h.gates:
-            y = y * math.prod(sorted(h.gates.values(), key=lambda g: g.size(-1))).to(y.dtype)
         return y.transpose(1, 2)
 
-    def attend(self, h, ctx, dropout, scale):
-        """(y [B, H, T, D], RowStats where somebody reads them, of the weights before dropout)."""
-        y, row_stats = None, None
-        if self.needs_row_stats:
-            y, row_stats = row_statistics(h.q, h.k, h.v, scale, ctx.mask, ctx.n_keys, self.detach_row_stats,
-                                          shape=self.needs_row_stats == "shape")
-        if y is None or dropout:
-            y = attend(h.q, h.k, h.v, scale, ctx.mask, dropout)
-        return y, row_stats
+    def attend(self, h, ctx):
+        found = super().attend(h, ctx)
+        if self.xsa is not None and h.v.size(2) > h.q.size(2):  # it wants own values, and takes the last: a
+            h.v = h.v.gather(2, last_seen(ctx.mask).expand(-1, h.v.size(1), -1, h.v.size(-1)))  # static cache
+        return found  # has rows behind them
 
 
 def remember_x(attn, args, kwargs):

@@ -207,13 +207,15 @@ def row_statistics(q, k, v, scale, mask, n_keys, detach=False, dropout=0.0, shap
     LSE(2s) - 2 LSE(s).
 
     n_keys: how many keys each row sees. detach: no gradient into the statistics, and none of its cost.
-    shape: entropy and log_p2 too, which take another pass over the logits; else the log-sum-exp alone.
+    shape: entropy and log_p2 too, which take another pass over the logits; else the log-sum-exp alone. All
+    are those of the weights before dropout.
     """
     if not shape:
         lse, y = attend_lse(q, k, scale, mask, v)
+        y = attend(q, k, v, scale, mask, dropout) if dropout else y
         return y, RowStats(lse.detach() if detach else lse)
     # faster, but on CPU all becomes as wide as v and k
-    together = not detach and (q.device.type != "cpu" or q.size(2) <= 1024)
+    together = not detach and not dropout and (q.device.type != "cpu" or q.size(2) <= 1024)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
         lse, mean_key, *y = attend_lse(q, k, scale, mask, k.view_as(k), *([v] if together else []))
         lse2 = attend_lse(q, k, 2 * scale, mask, k[..., :0])[0]  # its values do not matter

@@ -483,6 +483,10 @@ class Mechanism(nn.Module):
     def after(self, attn, h, ctx):
         """After attention: rewrite h.y; add gates that need h.y, h.v or h.row_stats."""
 
+    def reweigh(self, attn, p, h, ctx):
+        """Attention weights [B, H, T, S] as they are after what it does behind the softmax, for maps."""
+        return p
+
     def static_gate(self, noisy=None):
         """A factor per head that depends on no token, [H], or None."""
 
@@ -1258,14 +1262,26 @@ class ConstraintHeads(Mechanism):
 
     def reweigh_self(self, attn, h, ctx):
         """Multiply each token's weight on itself by its gate, and let the row's weights sum to 1 again."""
-        n, T, D, dtype = attn.n_head, h.q.size(2), attn.head_size, h.row_stats.lse.dtype
-        own = (h.q[:, n:].to(dtype) * h.k[:, n:, -T:]).sum(-1) * attn.scale
-        taken = (1 - h.self_factor) * (own - h.row_stats.lse[:, n:]).exp()[..., None].clamp_max(1)
-        # a row of one key stays as it is: rounding errors are all that would be left of it
-        taken = taken.masked_fill((ctx.n_keys == 1)[..., None], 0.0)
+        n, T, D = attn.n_head, h.q.size(2), attn.head_size
+        taken = self.taken(attn, h, ctx)
         y, v = h.y[:, n:].to(taken.dtype), h.v[:, n:, -T:, :D].to(taken.dtype)
         y = (y - taken * v) / (1 - taken).clamp_min(1e-6)
         h.y = torch.cat((h.y[:, :n], y.to(h.y.dtype)), 1)
+
+    def taken(self, attn, h, ctx):
+        """What gates of scores take of each row's weights, which sum to 1, [B, heads, T, 1]."""
+        n, T, dtype = attn.n_head, h.q.size(2), h.row_stats.lse.dtype
+        own = (h.q[:, n:].to(dtype) * h.k[:, n:, -T:]).sum(-1) * attn.scale
+        taken = (1 - h.self_factor) * (own - h.row_stats.lse[:, n:]).exp()[..., None].clamp_max(1)
+        # a row of one key stays as it is: rounding errors are all that would be left of it
+        return taken.masked_fill((ctx.n_keys == 1)[..., None], 0.0)
+
+    def reweigh(self, attn, p, h, ctx):
+        if h.self_factor is None:
+            return p
+        taken, (base, p) = self.taken(attn, h, ctx).to(p.dtype), p.split((attn.n_head, self.n_head), 1)
+        own = F.pad(torch.diag_embed(taken.squeeze(-1)), (p.size(-1) - p.size(-2), 0))  # behind a cache's
+        return torch.cat((base, (p - own) / (1 - taken).clamp_min(1e-6)), 1)
 
     def after(self, attn, h, ctx):
         if not (ctx.scores or ctx.traces):
@@ -1485,6 +1501,9 @@ class Sink(Mechanism):
 
     def after(self, attn, h, ctx):
         h.add_gate("sink_gate", (h.row_stats.lse - self.logit[:, None]).sigmoid()[..., None], ctx)
+
+    def reweigh(self, attn, p, h, ctx):
+        return p * h.gates["sink_gate"].to(p.dtype)  # rows sum to what the sink leaves
 
 
 # The mechanisms of a layer, in the order in which they act. A new one is a class above and a name here.
@@ -1736,37 +1755,19 @@ ALL_ON = {**MECHANISMS["routing_moh"], **MECHANISMS["sentinel"], **MECHANISMS["a
 
 # ---- the transformer ----
 
-class CausalSelfAttention(nn.Module):
-    """Multi-head causal attention and the mechanisms of its config, [B, T, C] -> [B, T, C].
+class AttentionCore(nn.Module):
+    """Attention of one layer from queries, keys and values on, and its mechanisms: no projections.
 
-    Two mechanisms are named here, since they change what the projections are. Constraint heads have
-    projections of their own, which make the layer's heads more and its output wider (n_extra, merge); A2C as
-    published has no keys and values of its own (tied).
+    A subclass sets layer, head_ids (what pruning left, by the original numbers), n_base (constraint heads are
+    numbered on from there), n_head, n_extra, head_size, scale and attn_dropout, and then adds mechanisms.
     """
 
-    def __init__(self, config, layer):
-        super().__init__()
-        self.layer = layer
-        self.head_size = ConstraintHeads.head_size(config, layer)
-        self.scale = config.qk_max / self.head_size if config.qk_max else self.head_size ** -0.5
-        # what pruning left, by the original numbers; constraint heads are numbered on from n_base
-        self.head_ids = list(range(config.n_head)) if config.head_ids is None else config.head_ids[layer]
-        self.n_base = config.n_head
-        self.n_head = len(self.head_ids)
-        self.n_extra = ConstraintHeads.count(config, layer)
-        self.rope, self.qk_norm = config.pos == "rope", config.qk_norm
-        self.tied = config.a2c == "published"  # keys are queries, values are slices of x
-        self.parts = 1 if self.tied else 3  # q, k, v in c_attn
-        self.c_attn = nn.Linear(config.n_embd, self.parts * self.n_head * self.head_size, bias=config.bias)
-        self.c_proj = nn.Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias)
-        self.attn_dropout = config.weight_dropout
-        self.resid_dropout = nn.Dropout(config.dropout)
+    def add_mechanisms(self, config):
         for cls in HEAD_MECHANISMS:
-            self.register_module(cls.name, cls(config, self) if cls.on(config, layer) else None)
+            self.register_module(cls.name, cls(config, self) if cls.on(config, self.layer) else None)
         self.register_buffer("gate_override", None, persistent=False)  # gates set by hand, [H], NaN: not set
         readers = [m for m in self.mechanisms() if m.needs_row_stats]
-        needs = {m.needs_row_stats for m in readers}
-        self.needs_row_stats = "shape" if "shape" in needs else "lse" if needs else None
+        self.needs_row_stats = max((m.needs_row_stats for m in readers), default=None)  # shape, lse
         self.detach_row_stats = all(m.detach for m in readers)
 
     @property
@@ -1777,9 +1778,8 @@ class CausalSelfAttention(nn.Module):
     def mechanisms(self):
         return [m for m in self.children() if isinstance(m, Mechanism)]
 
-    def forward(self, x, ctx):
-        """(what joins the residual stream, Extras)."""
-        h = Heads(x, *self.split(self.c_attn(x), self.n_head, ctx, x if self.tied else None))
+    def outputs(self, h, ctx):
+        """(Heads after attention, the heads' gated outputs [B, H, T, D])."""
         gate = self.static_gate()
         if gate is not None:
             h.add_gate("gate", gate[:, None, None], ctx)
@@ -1795,30 +1795,12 @@ class CausalSelfAttention(nn.Module):
             self.constraint.reweigh_self(self, h, ctx)
         for m in self.mechanisms():
             m.after(self, h, ctx)
-        y = h.y
-        if h.gates:  # one pass over y: the small factors are multiplied first
-            y = y * math.prod(sorted(h.gates.values(), key=lambda g: g.size(-1))).to(y.dtype)
         if ctx.traces:
             self.trace(h, ctx)
-        return self.merge(y, h.none_open), Extras(h.losses, h.predictions, h.traces)
-
-    def split(self, qkv, n_head, ctx, values=None):
-        """[B, T, (3 or 1) * H * D] -> normed and rotated queries and keys, and values, each [B, H, T, D].
-
-        values: x, where keys are queries and values are slices of x.
-        """
-        B, T, _ = qkv.shape
-        if values is None:
-            qk, v = qkv.view(B, T, 3, n_head, self.head_size).split((2, 1), dim=2)
-        else:
-            qk, v = qkv.view(B, T, 1, n_head, self.head_size), values.unflatten(-1, (1, -1, self.head_size))
-            v = v if v.size(3) == n_head else v[..., self.head_ids, :]
-        if self.qk_norm:
-            qk = rms_norm(qk)
-        if self.rope:
-            qk = rotate(qk, *ctx.rope[self.head_size])
-        qk = qk.transpose(1, 3).unbind(2)  # (B, H, 2, T, D) -> 2 x (B, H, T, D)
-        return qk[0], qk[-1], v.squeeze(2).transpose(1, 2)
+        if not h.gates:
+            return h, h.y
+        # one pass over y: the small factors are multiplied first
+        return h, h.y * math.prod(sorted(h.gates.values(), key=lambda g: g.size(-1))).to(h.y.dtype)
 
     def one_dtype(self, h):
         """Under autocast a norm may have made q and k float32, and x is it anyway; kernels want one dtype."""
@@ -1844,19 +1826,6 @@ class CausalSelfAttention(nn.Module):
             y = attend(q, k, v, self.scale, ctx.mask, dropout)
         return y[..., :self.head_size], row_stats
 
-    def merge(self, y, none_open=False):
-        """Heads side by side, [B, H, T, D] -> [B, T, C], and out into the residual stream.
-
-        none_open: the constraint heads put out nothing.
-        """
-        if self.n_extra:  # constraint heads come out through a projection of their own
-            y, extra = y.split((self.n_head, self.n_extra), 1)
-            out = self.c_proj(y.transpose(1, 2).flatten(2))
-            if none_open:
-                return out
-            return self.resid_dropout(out + self.constraint.c_proj(extra.transpose(1, 2).flatten(2)))
-        return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
-
     def static_gate(self, noisy=None):
         """Product of the gates that depend on no token, or what was set by hand, [H]; None: there is nothing.
         """
@@ -1872,20 +1841,16 @@ class CausalSelfAttention(nn.Module):
         h.traces.update(entropy=h.row_stats.entropy, concentration=h.row_stats.log_p2.exp())
         if ctx.traces == "maps":
             logits = (h.q @ h.k.mT).float() * self.scale
-            h.traces["map"] = logits.masked_fill(~ctx.mask, -math.inf).softmax(-1)
+            p = logits.masked_fill(~ctx.mask, -math.inf).softmax(-1)
+            for m in self.mechanisms():
+                p = m.reweigh(self, p, h, ctx)
+            h.traces["map"] = p
 
     # ---- heads set by hand, and gone ----
 
     def all_head_ids(self):
         """The heads that are here, by their original numbers, constraint heads too."""
         return self.head_ids + [self.n_base + i for i in range(self.n_extra)]
-
-    @torch.no_grad()
-    def scale_heads(self, factor):
-        """Multiply what each head sends out by factor [H], for good."""
-        self.c_proj.weight.mul_(factor[:self.n_head].repeat_interleave(self.head_size))
-        if self.n_extra:
-            self.constraint.c_proj.weight.mul_(factor[self.n_head:].repeat_interleave(self.head_size))
 
     def closed_heads(self):
         """The base heads whose gate is exactly 0 when evaluated, by their original numbers."""
@@ -1894,16 +1859,7 @@ class CausalSelfAttention(nn.Module):
 
     def head_axes(self):
         """Every HeadAxis of the layer and its mechanisms."""
-        D = self.head_size
-        own = [HeadAxis(self.c_attn, "weight", size=D, extra=False, parts=self.parts),
-               HeadAxis(self.c_attn, "bias", size=D, extra=False, parts=self.parts),
-               HeadAxis(self.c_proj, "weight", dim=1, size=D, extra=False), HeadAxis(self, "gate_override")]
-        return own + [axis for m in self.mechanisms() for axis in m.head_axes()]
-
-    def matrices(self):
-        """[(weight, matrices stacked in it by rows)], for Muon."""
-        own = [(self.c_attn.weight, self.parts), (self.c_proj.weight, 1)]
-        return own + [matrix for m in self.mechanisms() for matrix in m.matrices()]
+        return [HeadAxis(self, "gate_override"), *(a for m in self.mechanisms() for a in m.head_axes())]
 
     @torch.no_grad()
     def prune(self, gone, optimizers=()):
@@ -1918,6 +1874,90 @@ class CausalSelfAttention(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 module.out_features, module.in_features = module.weight.shape
+
+
+class CausalSelfAttention(AttentionCore):
+    """Multi-head causal attention and the mechanisms of its config, [B, T, C] -> [B, T, C].
+
+    Two mechanisms are named here, since they change what the projections are. Constraint heads have
+    projections of their own, which make the layer's heads more and its output wider (n_extra, merge); A2C as
+    published has no keys and values of its own (tied).
+    """
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.layer = layer
+        self.head_size = ConstraintHeads.head_size(config, layer)
+        self.scale = config.qk_max / self.head_size if config.qk_max else self.head_size ** -0.5
+        self.head_ids = list(range(config.n_head)) if config.head_ids is None else config.head_ids[layer]
+        self.n_base = config.n_head
+        self.n_head = len(self.head_ids)
+        self.n_extra = ConstraintHeads.count(config, layer)
+        self.rope, self.qk_norm = config.pos == "rope", config.qk_norm
+        self.tied = config.a2c == "published"  # keys are queries, values are slices of x
+        self.parts = 1 if self.tied else 3  # q, k, v in c_attn
+        self.c_attn = nn.Linear(config.n_embd, self.parts * self.n_head * self.head_size, bias=config.bias)
+        self.c_proj = nn.Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias)
+        self.attn_dropout = config.weight_dropout
+        self.resid_dropout = nn.Dropout(config.dropout)
+        self.add_mechanisms(config)
+
+    def forward(self, x, ctx):
+        """(what joins the residual stream, Extras)."""
+        heads = Heads(x, *self.split(self.c_attn(x), self.n_head, ctx, x if self.tied else None))
+        h, y = self.outputs(heads, ctx)
+        return self.merge(y, h.none_open), Extras(h.losses, h.predictions, h.traces)
+
+    def split(self, qkv, n_head, ctx, values=None):
+        """[B, T, (3 or 1) * H * D] -> normed and rotated queries and keys, and values, each [B, H, T, D].
+
+        values: x, where keys are queries and values are slices of x.
+        """
+        B, T, _ = qkv.shape
+        if values is None:
+            qk, v = qkv.view(B, T, 3, n_head, self.head_size).split((2, 1), dim=2)
+        else:
+            qk, v = qkv.view(B, T, 1, n_head, self.head_size), values.unflatten(-1, (1, -1, self.head_size))
+            v = v if v.size(3) == n_head else v[..., self.head_ids, :]
+        if self.qk_norm:
+            qk = rms_norm(qk)
+        if self.rope:
+            qk = rotate(qk, *ctx.rope[self.head_size])
+        qk = qk.transpose(1, 3).unbind(2)  # (B, H, 2, T, D) -> 2 x (B, H, T, D)
+        return qk[0], qk[-1], v.squeeze(2).transpose(1, 2)
+
+    def merge(self, y, none_open=False):
+        """Heads side by side, [B, H, T, D] -> [B, T, C], and out into the residual stream.
+
+        none_open: the constraint heads put out nothing.
+        """
+        if self.n_extra:  # constraint heads come out through a projection of their own
+            y, extra = y.split((self.n_head, self.n_extra), 1)
+            out = self.c_proj(y.transpose(1, 2).flatten(2))
+            if none_open:
+                return out
+            return self.resid_dropout(out + self.constraint.c_proj(extra.transpose(1, 2).flatten(2)))
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
+
+    @torch.no_grad()
+    def scale_heads(self, factor):
+        """Multiply what each head sends out by factor [H], for good."""
+        self.c_proj.weight.mul_(factor[:self.n_head].repeat_interleave(self.head_size))
+        if self.n_extra:
+            self.constraint.c_proj.weight.mul_(factor[self.n_head:].repeat_interleave(self.head_size))
+
+    def head_axes(self):
+        """Every HeadAxis of the layer and its mechanisms."""
+        D = self.head_size
+        own = [HeadAxis(self.c_attn, "weight", size=D, extra=False, parts=self.parts),
+               HeadAxis(self.c_attn, "bias", size=D, extra=False, parts=self.parts),
+               HeadAxis(self.c_proj, "weight", dim=1, size=D, extra=False)]
+        return own + super().head_axes()
+
+    def matrices(self):
+        """[(weight, matrices stacked in it by rows)], for Muon."""
+        own = [(self.c_attn.weight, self.parts), (self.c_proj.weight, 1)]
+        return own + [matrix for m in self.mechanisms() for matrix in m.matrices()]
 
 
 def keep_rows(module, name, dim, rows, optimizers):

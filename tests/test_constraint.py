@@ -49,16 +49,20 @@ def seen_by_heads(model, idx, **kw):
 
 # ---- where the router gates ----
 
-def test_a_gate_on_scores_is_a_factor_on_the_diagonal():
+def test_a_gate_on_scores_is_a_factor_on_the_diagonal(monkeypatch):
     """log(gate) added to each token's logit with itself, T x T: outputs and the gradient of everything."""
     model, idx = alive(constraint_gate="score", constraint_heads=2), tokens(2, 9)
+    gated = model(idx, traces="maps").traces["blocks.0.map"][:, 3:]
+    monkeypatch.setattr(ConstraintHeads, "reweigh", lambda self, attn, p, h, ctx: p)
     (first, *_), out = seen_by_heads(model, idx)
     own, constraint = {}, model.transformer.h[0].attn.constraint
     weights = out.traces["blocks.0.map"][:, 3:].double()  # before the gate, in float32
     gates = out.traces["blocks.0.router_gates"].transpose(1, 2)
     v = constraint.c_attn(first).view(2, 9, 3, 4, 8)[:, :, 2].transpose(1, 2)
     factor = torch.ones(9, 9, dtype=torch.float64) + torch.diag_embed(gates - 1)
-    y = (weights * factor / (weights * factor).sum(-1, keepdim=True)) @ v
+    want = weights * factor / (weights * factor).sum(-1, keepdim=True)
+    assert (gated - want).abs().max() < 1e-5 and (gated - weights).abs().max() > 1e-2
+    y = want @ v
     hidden = (y @ constraint.w1.mT + constraint.b1[:, None]).relu()
     scores = torch.einsum("bhtd,hd->bht", hidden, constraint.w2) + constraint.b2[:, None]
     assert (out.traces["blocks.0.head_scores"] - scores).abs().max() < 1e-6

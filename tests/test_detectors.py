@@ -15,10 +15,10 @@ import detectors
 import hf
 from detectors import (ARRAYS, MEASURES, PATTERNS, attention_maps, common_tokens, duplicate_token,
                        head_arrays, induction, needles, pattern_scores, previous_token, repeats,
-                       retrieval_scores, similarity, typical_maps, with_self_scaled)
+                       retrieval_scores, similarity, typical_maps)
 from evaluate import load
 from heads import attentions, inputs_of, places
-from model import ALL_ON, GPT, MECHANISMS, GPTConfig
+from model import ALL_ON, GPT, MECHANISMS, ConstraintHeads, GPTConfig, Mechanism, Sink
 from plot_heads import head_scores
 from probe import main
 
@@ -240,13 +240,15 @@ SCORE_GATE = dict(constraint_names=["a", "b"], constraint_gate="score")
 
 @pytest.mark.parametrize("flags", [dict(sink=True), SCORE_GATE, {**SCORE_GATE, "sink": True, "window": 4}],
                          ids=["sink", "score", "both"])
-def test_maps_hold_what_reweighs_them_after_the_softmax(flags):
-    """y = map v; without it, as the traces have them, y would be another."""
+def test_maps_hold_what_reweighs_them_after_the_softmax(flags, monkeypatch):
+    """y = map v; without it, y would be another. A gate of 0 leaves a row of one key as it is."""
     model, ids = random_model(**flags), tokens(2, 24)
     if "constraint_names" in flags:
         with torch.no_grad():
             model.transformer.h[2].attn.constraint.out.bias.sub_(1.0)  # gates well below 1
     _, maps = attention_maps(model, ids)
+    for cls in (Sink, ConstraintHeads):
+        monkeypatch.setattr(cls, "reweigh", Mechanism.reweigh)
     traces = model(ids, traces="maps").traces
     for layer, attn in enumerate(attentions(model)):
         outs = [attn.c_proj] + ([attn.constraint.c_proj] if attn.n_extra else [])
@@ -261,15 +263,6 @@ def test_maps_hold_what_reweighs_them_after_the_softmax(flags):
             assert not torch.allclose(traces[f"blocks.{layer}.map"] @ v, y, atol=1e-2)
         left = traces[f"blocks.{layer}.sink_gate"][..., 0] if flags.get("sink") else torch.ones(1)
         assert torch.allclose(maps[layer].sum(-1), left.expand(maps[layer].shape[:-1]), atol=1e-5)
-
-
-def test_a_gate_of_0_on_a_tokens_own_weight_leaves_a_row_of_one_key():
-    """The others share what it had; as in ConstraintHeads.reweigh_self()."""
-    p = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.2, 0.3, 0.5]])[None, None]
-    alone = torch.tensor([True, False, False])
-    found = with_self_scaled(p, torch.tensor([[[0.0, 0.0, 0.5]]]), alone)
-    want = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.2 / 0.75, 0.4, 0.25 / 0.75]])
-    assert torch.allclose(found[0, 0], want)
 
 
 def pruned(flags):

@@ -389,10 +389,11 @@ def test_padding_and_positions_come_by_the_registered_mask(hf, monkeypatch, mask
         assert (off(model, 1) < 5e-6) is right
 
 
-def test_statistics_are_those_before_dropout(hf):
-    model = insert(tiny(hf, "gpt2"), "acag,sink")
+@pytest.mark.parametrize("mechanisms", ["acag,sink", "sink"])
+def test_statistics_are_those_before_dropout(hf, mechanisms):
+    model = insert(tiny(hf, "gpt2"), mechanisms)
     scatter(model, 0.5, only="nanoheads")
-    gates = dropin.places(model)[0].attn.nanoheads
+    gates = dropin.places(model)[0].attn.nanoheads.train()
     q, k, v = (normal(2, 4, 7, 8, seed=i) for i in range(3))
     seen = torch.ones(2, 1, 7, 7, dtype=torch.bool).tril()
 
