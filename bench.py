@@ -34,7 +34,7 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-from common import ROOT, UserError, last_words, pick_device, table, writable, write_atomic
+from common import ROOT, UserError, last_words, pick_device, table, writable, write_json
 from dataset import Dataset
 from evaluate import score
 from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache
@@ -510,7 +510,7 @@ def measure(args):
             print(f"measured bf16 matrix product: {rate:.0f} TFLOP/s")
     if args.json:
         result = dict(torch=torch.__version__, arguments=arguments, measured_matmul_tflops=rate, rows=rows)
-        write_atomic(args.json, lambda f: f.write(json.dumps(result, indent=1).encode()))
+        write_json(args.json, result)
         print(args.json)
 
 

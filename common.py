@@ -2,6 +2,7 @@
 commit.
 """
 
+import json
 import math
 import os
 import subprocess
@@ -115,6 +116,11 @@ def json_safe(value):
     if hasattr(value, "item"):  # a number of numpy's
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(path, value):
+    """write_atomic() of a value as JSON, json_safe() before. Raises UserError."""
+    write_atomic(path, lambda f: f.write(json.dumps(json_safe(value), indent=1).encode() + b"\n"))
 
 
 def table(head, rows, left=1, width=None):

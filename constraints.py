@@ -23,7 +23,6 @@ checkpoint: 95 % intervals over text; several: by t over checkpoints, which pair
 
 import argparse
 import copy
-import json
 from os.path import relpath
 
 import numpy as np
@@ -34,13 +33,13 @@ from sklearn.metrics import (average_precision_score, brier_score_loss, f1_score
 from sklearn.preprocessing import StandardScaler
 
 from bench import progress_bar, take_turns, time_rows
-from common import ROOT, UserError, json_safe, last_words, pick_device, table, writable, write_atomic
+from common import ROOT, UserError, last_words, pick_device, table, writable, write_atomic, write_json
 from dataset import TITLE, beginnings
+from drawing import COLOURS
 from evaluate import add_arguments
 from heads import attentions
-from plot_curves import COLOURS
 from probe import BLOCKS, around, interval, positive, spell, without_keys
-from study.pictures import canvas, drawn
+from study.pictures import drawn, panels
 from study.trial import score_windows
 from targets import UNKNOWN
 from textquality import interval as jackknife
@@ -237,7 +236,7 @@ def pooled(each):
 
 def reliability(rows):
     """A Figure: for each name, the share of positives against the probability that was given."""
-    figure, axes = canvas(1 + 4 * len(rows), 4.6, len(rows))
+    figure, axes = panels(1 + 4 * len(rows), 4.6, len(rows))
     for ax, row in zip(np.atleast_1d(axes), rows):
         ax.plot([0, 1], [0, 1], color="0.6", linewidth=1)
         for colour, (scorer, each) in zip(COLOURS, row["calibration"].items()):
@@ -628,7 +627,7 @@ def main(argv=None):
             args.picture = writable(args.picture, "--picture")
         numbers, lines = COMMANDS[args.what](args)
         if out:
-            write_atomic(out, lambda f: f.write(json.dumps(json_safe(numbers), indent=1).encode() + b"\n"))
+            write_json(out, numbers)
         print(*lines, *([args.json] if out else []), sep="\n")
 
 

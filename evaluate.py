@@ -21,7 +21,6 @@ page for the browser (docs/audit.md).
 
 import argparse
 import codecs
-import json
 import math
 import re
 import sys
@@ -37,7 +36,7 @@ from tqdm import tqdm
 
 import audit
 import checkpoint
-from common import UserError, json_safe, pick_device, table, writable, write_atomic
+from common import UserError, pick_device, table, writable, write_json
 from dataset import Dataset
 from model import GPT, check_sampling
 from tokenizer import Tokenizer
@@ -616,8 +615,7 @@ def main(argv=None):
         for run in (text_runs if args.text else scored_runs)(args, device, sys.stderr.isatty()):
             runs.append(run)
         if out:
-            found = json.dumps({"runs": json_safe(runs)}, indent=1).encode()
-            write_atomic(out, lambda f: f.write(found + b"\n"))
+            write_json(out, {"runs": runs})
         print(show(runs), *([args.json] if out else []), sep="\n")
     except ValueError as e:
         sys.exit(f"evaluate: {e}")

@@ -18,9 +18,7 @@ from types import SimpleNamespace
 import matplotlib as mpl
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap, Normalize, PowerNorm
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
@@ -28,9 +26,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 import checkpoint
 from common import UserError, write_atomic
+from drawing import COLOURS, GREY, RC, canvas, label_right, load, number, read_rows, save, warn
 from heads import attentions
 from model import Agency
-from plot_curves import COLOURS, GREY, RC, label_right, load, number, read_rows, save, warn
 from sample import encode, prompt
 from tokenizer import Tokenizer
 
@@ -103,13 +101,6 @@ def at_evaluations(h, c):
 
 
 # ---- time lines ----
-
-def canvas(width, height, title):
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, x=0.01, ha="left", weight="bold")
-    return figure
-
 
 def time_lines(h, values, ends, title, cmap, norm):
     """(Figure, axes [layers], mesh) of values [measurements, layers, heads]: a row a head, white: gone.
@@ -297,7 +288,7 @@ def head_scores(runs, ends):
     columns = len(ends) if n_head <= 8 else 3
     lines = -(-len(ends) // columns)
     height = len(runs) * (lines * (0.42 * n_layer + 1) + 0.5)
-    figure = canvas(columns * max(2.8, 0.42 * n_head + 0.7) + 0.6, height, "")
+    figure = canvas(columns * max(2.8, 0.42 * n_head + 0.7) + 0.6, height)
     parts = figure.subfigures(len(runs), 1, squeeze=False).ravel()
     for part, (run, model, rows) in zip(parts, runs):
         part.suptitle(run, x=0.01, ha="left", weight="bold")

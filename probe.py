@@ -46,7 +46,6 @@ and a window stay those of the training.
 """
 
 import argparse
-import json
 import math
 import sys
 from contextlib import contextmanager
@@ -62,7 +61,7 @@ from tqdm import tqdm
 
 import checkpoint
 from audit import read_ids
-from common import UserError, json_safe, last_words, pick_device, table, writable, write_atomic
+from common import UserError, last_words, pick_device, table, writable, write_atomic, write_json
 from controller import ControllerConfig
 from data.needle.prepare import DIGITS, digits_of, fact, names, question
 from detectors import (ARRAYS, EXCLUDED, MEASURES, PATTERNS, common_tokens, head_arrays, needles,
@@ -884,7 +883,7 @@ def main(argv=None):
         out = writable(args.json) if split and args.json else None
         numbers, lines = probe(args)
         if out:
-            write_atomic(out, lambda f: f.write(json.dumps(json_safe(numbers), indent=1).encode() + b"\n"))
+            write_json(out, numbers)
         print(*lines, *([args.json] if out else []), sep="\n")
 
 

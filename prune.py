@@ -27,7 +27,6 @@ text with a cache, in turns with the whole model; MiB are weights, buffers and t
 
 import argparse
 import copy
-import json
 import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict, fields, replace
@@ -40,14 +39,14 @@ import torch
 
 import checkpoint
 from bench import progress_bar, take_turns, time_rows
-from common import UserError, json_safe, last_words, pick_device, table, writable, write_atomic
+from common import UserError, last_words, pick_device, table, writable, write_atomic, write_json
 from configurator import near
 from controller import ControllerConfig
+from drawing import COLOURS
 from evaluate import load
 from heads import attentions, cache_bytes, closed, evaluating, fixed_text, measure, nats_on, static_gates
 from model import GPT
-from plot_curves import COLOURS
-from study.pictures import canvas, drawn
+from study.pictures import drawn, panels
 from study.trial import score_windows
 from train import TrainConfig, train
 
@@ -313,7 +312,7 @@ def draw_curves(rows):
     titles = {key: title for key, title in (("bpb", "pruned"), ("bpb_recovered", "pruned, then trained on"))
               if all(key in row for row in rows)}
     whole, highest = mean(row["bpb_before"] for row in rows), max(row[key] for row in rows for key in titles)
-    figure, axes = canvas(1.2 + 5.6 * len(titles), 5, len(titles))
+    figure, axes = panels(1.2 + 5.6 * len(titles), 5, len(titles))
     axes = np.atleast_1d(axes)
     for ax, (key, title) in zip(axes, titles.items()):
         ends = []
@@ -437,7 +436,7 @@ def run(args):
                  torch=torch.__version__, **{name: vars(args)[name] for name in options}, rows=rows)
     written = sorted({row["folder"] for row in rows if "folder" in row})
     if args.json:
-        write_atomic(args.json, lambda f: f.write(json.dumps(json_safe(found), indent=1).encode() + b"\n"))
+        write_json(args.json, found)
         written.append(args.json)
         if picture := drawn(draw_curves, rows, "png"):
             written.append(args.json.with_name("pruning.png"))

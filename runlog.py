@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import last_save
-from common import ROOT, UserError, git_commit, json_safe, write_atomic
+from common import ROOT, UserError, git_commit, json_safe, write_atomic, write_json
 
 
 def write_config(path, model_config, config, step, machine):
@@ -29,7 +29,7 @@ def write_config(path, model_config, config, step, machine):
             before = json.loads(path.read_text(encoding="utf-8"))["launches"]
     details = dict(model=asdict(model_config), train=asdict(config), **launch,
                    launches=[*before, dict(step=step, **launch)])
-    write_atomic(path, lambda f: f.write(json.dumps(details, indent=1).encode()))
+    write_json(path, details)
     return details
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import UserError, write_atomic
+from common import UserError, write_json
 
 UNKNOWN = 255
 VALUES = torch.cat((torch.arange(UNKNOWN) / (UNKNOWN - 1), torch.tensor([-1.0])))  # of each byte; -1: unknown
@@ -64,7 +64,7 @@ def write_meta(folder, dataset, names, splits, weak, note):
             known = int(counts.sum())
             mean = float(counts @ VALUES[:UNKNOWN].double().numpy() / known) if known else None
             row["names"][name] = dict(sha256=sha256(path), labelled=known, mean=mean)
-    write_atomic(Path(folder) / "labels.json", lambda f: f.write(json.dumps(meta, indent=1).encode() + b"\n"))
+    write_json(Path(folder) / "labels.json", meta)
 
 
 class Targets:

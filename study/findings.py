@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.ticker import EngFormatter
 
-from plot_curves import number
+from drawing import number
 from study.lives import FIGURES, shares, summary
 
 # the verdicts, and what each means

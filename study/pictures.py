@@ -9,12 +9,10 @@ import textwrap
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from plot_curves import COLOURS, RC, number
+from drawing import COLOURS, RC, canvas, number
 from study.findings import MEANING, against_plain, known, label_of, level, mean_of, printable, short
 
 # blue, orange, green, purple, grey, and black for the plain GPT: as on the page
@@ -33,10 +31,9 @@ def drawn(draw, found, kind="svg"):
     return file.getvalue()
 
 
-def canvas(width, height, n=1):
+def panels(width, height, n=1):
     """(Figure, n axes side by side)."""
-    figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = canvas(width, height)
     axes = figure.subplots(1, n, sharey=True, squeeze=False)[0]
     return figure, axes[0] if n == 1 else axes
 
@@ -73,7 +70,7 @@ def forest(found):
     rows.insert(0, dict(variant="plain", verdict="plain", mean=0.0, low=None, high=None,
                         differences=[v - sum(scores) / len(scores) for v in scores]))
     left, right = range_of([(c["low"], c["high"], c["mean"], *c["differences"]) for c in rows])
-    figure, axes = canvas(8.6, 1.9 + 0.27 * len(rows))
+    figure, axes = panels(8.6, 1.9 + 0.27 * len(rows))
     axes.axvspan(-found["margin"], found["margin"], color="0.93", linewidth=0, zorder=0)
     axes.axvline(0, color="black", linewidth=1.2, zorder=1)
     for y, c in enumerate(rows):
@@ -138,7 +135,7 @@ def learning(found):
     styles |= {"plain": dict(color="black")} if "plain" in curves else {}
     late = [c["high"][len(c["high"]) // 3:].max() for c in curves.values()]  # after the steep start
     top, low = np.quantile(late, 0.9), min(c["low"].min() for c in curves.values())
-    figure, every = canvas(11, 4.4, 3)
+    figure, every = panels(11, 4.4, 3)
     for axes, against in zip(every, ("training tokens", "training FLOPs, executed", "seconds of training")):
         for name in curves.keys() - styles:
             axes.plot(curves[name][against], curves[name]["mean"], color="0.8", linewidth=0.8)
@@ -169,7 +166,7 @@ def compute(found):
     x, y = zip(*plain)
     span = max(y) - min(y) or 0.01
     low, high = min(y) - 0.3 * span, max(y) + 0.3 * span
-    figure, axes = canvas(8.6, 4.6)
+    figure, axes = panels(8.6, 4.6)
     axes.plot(x, y, "o-", color="black", markersize=5)
     for c in against_plain(found):
         ratio, score = (c.get("equal_flops") or {}).get("ratio"), mean_of(arms[c["variant"]])
@@ -192,7 +189,7 @@ def ladder(found):
     lines = {name: points for name, points in lines.items() if points}
     if not lines:
         return None
-    figure, axes = canvas(7.5, 4.5)
+    figure, axes = panels(7.5, 4.5)
     axes.axhline(1, color="black", linewidth=1.2)
     for i, (name, points) in enumerate(lines.items()):
         colour, shift = COLOURS[i % len(COLOURS)], 1.03 ** (i - (len(lines) - 1) / 2)  # beside each other

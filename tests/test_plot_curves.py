@@ -15,8 +15,9 @@ from matplotlib.image import imread
 
 import plot_curves
 import plot_heads
+from drawing import read_log
 from model import GPT, GPTConfig
-from plot_curves import COLOURS, main, plot_run, read_log
+from plot_curves import COLOURS, main, plot_run
 from tokenizer import Tokenizer
 
 
