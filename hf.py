@@ -164,6 +164,8 @@ class Tensors:
                 if not t.is_floating_point():
                     raise UserError(f"{self.folder}: {each} is {str(t.dtype).removeprefix('torch.')}: "
                                     "quantised weights are not known here")
+                if not t.isfinite().all():
+                    raise UserError(f"{self.folder}: {each} holds NaN or infinities: fetch it again")
                 return t.float()
         raise UserError(f"{self.folder} lacks the tensor {name}: a half download, or another model")
 

@@ -168,6 +168,7 @@ def gpt2_folder(tmp_path_factory):
     ("vocabulary", ["its tokenizer has 256 tokens, its model knows 61"]),
     ("no heads", ["its config.json and its tensors do not make a gpt2 model"]),
     ("integers", ["h.1.mlp.c_fc.weight is int8: quantised weights are not known here"]),
+    ("NaN", ["h.1.mlp.c_fc.weight holds NaN or infinities: fetch it again"]),
     ("an index that leaves", ["model.safetensors.index.json names ../x.safetensors, which is no file of"]),
     ("an index of numbers", ["model.safetensors.index.json is damaged"]),
     ("tokenizer", ["tokenizer files", "are damaged"]),
@@ -209,6 +210,9 @@ def test_what_is_wrong_with_a_folder_is_one_line(what, words, gpt2_folder, tmp_p
         edit(folder, n_head=0)
     elif what == "integers":
         tensors["transformer.h.1.mlp.c_fc.weight"] = torch.ones(32, 128, dtype=torch.int8)
+        safetensors.save_file(tensors, weights)
+    elif what == "NaN":
+        tensors["transformer.h.1.mlp.c_fc.weight"][3, 5] = float("nan")
         safetensors.save_file(tensors, weights)
     elif what.startswith("an index"):
         weights.rename(tmp_path / "x.safetensors")
