@@ -269,8 +269,9 @@ def test_layers_are_saved_copied_and_compiled(make):
     assert not torch.allclose(run(layer, x), run(other, x))
     other.load_state_dict(layer.state_dict())
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    for same in (other, copy.deepcopy(layer), compiled):
+    for same in (other, copy.deepcopy(layer)):
         assert torch.equal(run(layer, x), run(same, x))
+    assert (run(layer, x) - run(compiled, x)).abs().max() < 1e-12  # torch 2.11 has other last bits
 
 
 @pytest.mark.parametrize("variant", ["A", "B"])
@@ -535,7 +536,7 @@ def test_models_with_gates_are_copied_compiled_and_checkpointed(hf, kind):
         assert (p.grad - slopes[name]).abs().max() < 1e-9, name
     model.eval()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    assert torch.equal(logits(compiled, ids(), REAL), logits(model, ids(), REAL))
+    assert (logits(compiled, ids(), REAL) - logits(model, ids(), REAL)).abs().max() < 1e-12
     places = [place.attn.nanoheads for place in dropin.places(twin)]
     originals = [m for m in model.modules() if isinstance(m, Gates)]
     assert len(originals) == len(places) == 2 and not set(originals) & set(places)
