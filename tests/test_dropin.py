@@ -536,7 +536,8 @@ def test_models_with_gates_are_copied_compiled_and_checkpointed(hf, kind):
         assert (p.grad - slopes[name]).abs().max() < 1e-9, name
     model.eval()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    assert (logits(compiled, ids(), REAL) - logits(model, ids(), REAL)).abs().max() < 1e-12
+    # 1.6e-7 with torch 2.11, whose compiler rounds numbers of Python to float32; else 0
+    assert (logits(compiled, ids(), REAL) - logits(model, ids(), REAL)).abs().max() < 1e-6
     places = [place.attn.nanoheads for place in dropin.places(twin)]
     originals = [m for m in model.modules() if isinstance(m, Gates)]
     assert len(originals) == len(places) == 2 and not set(originals) & set(places)
