@@ -271,7 +271,8 @@ def test_layers_are_saved_copied_and_compiled(make):
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     for same in (other, copy.deepcopy(layer)):
         assert torch.equal(run(layer, x), run(same, x))
-    assert (run(layer, x) - run(compiled, x)).abs().max() < 1e-12  # torch 2.11 has other last bits
+    # 5e-8 with torch 2.11, whose compiler rounds numbers of Python to float32; else 0
+    assert (run(layer, x) - run(compiled, x)).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("variant", ["A", "B"])
@@ -536,7 +537,7 @@ def test_models_with_gates_are_copied_compiled_and_checkpointed(hf, kind):
         assert (p.grad - slopes[name]).abs().max() < 1e-9, name
     model.eval()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    # 1.6e-7 with torch 2.11, whose compiler rounds numbers of Python to float32; else 0
+    # 2e-7 with torch 2.11
     assert (logits(compiled, ids(), REAL) - logits(model, ids(), REAL)).abs().max() < 1e-6
     places = [place.attn.nanoheads for place in dropin.places(twin)]
     originals = [m for m in model.modules() if isinstance(m, Gates)]
