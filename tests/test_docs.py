@@ -9,6 +9,7 @@ import pytest
 
 from configurator import choices
 from model import MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig
+from train import main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("*.ipynb"))]
@@ -80,6 +81,13 @@ def test_every_flag_named_in_the_readme_is_a_key_or_an_argument():
     named = set(re.findall(r"(?<!\w)--(\w+)", README)) - {"standalone", "nproc_per_node", "learning_rate"}
     for flag in named:
         assert re.search(rf"""^    {flag}: |--{flag}\b|more\["{flag}"\]""", sources, re.M), f"--{flag}"
+
+
+def test_a_mistake_is_answered_as_the_readme_shows(capsys):
+    command, *said = section("Configure").split("```\n$ python train.py ")[1].split("```")[0].splitlines()
+    with pytest.raises(SystemExit) as e:
+        main(command.split())
+    assert capsys.readouterr().out == "" and str(e.value.code).splitlines() == said
 
 
 def test_every_dataset_of_the_readme_has_its_script_and_the_other_way_round():
