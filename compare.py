@@ -36,13 +36,14 @@ PLAIN = "plain"
 class Study:
     """A study: its arms, the runs that it consists of so far, and which arm is compared with which."""
 
-    def __init__(self, config, name):
+    def __init__(self, config, name, anew=False):
         self.config, self.name = config, name
         self.builder = ArmBuilder(config)
         self.scale = Path(config.base).stem if config.base else config.scale
         if config.size:
             self.scale += f"-{config.size}"
         self.out = Path(config.out_dir or f"out/{name}-{self.scale}")
+        self.trials = self.out / "trials" if anew else trial.TRIALS  # anew: what was done before is no answer
         self.variants = {arm.name: arm for arm in self.builder.variants()}
         self.arms = {PLAIN: self.builder.plain}  # those that are judged, by and by
         self.pairs = []      # (variant, baseline, what is equal beside the hyperparameters)
@@ -72,7 +73,7 @@ class Study:
         for seed in seeds:
             for arm in arms:
                 spec = self.spec(arm, seed, split or self.config.split)
-                folder = trial.folder_of(spec)
+                folder = trial.folder_of(spec, self.trials)
                 self.specs[folder] = spec
                 self.runs[stage, arm.name, seed] = folder
                 folders.append(folder)
@@ -83,8 +84,8 @@ class Study:
         if self.config.report_only or place is None:
             return
         for folder in folders:
-            if not trial.done(folder):
-                trial.make(self.specs[folder])
+            if not trial.done(folder) or folder.is_dir():  # of what is done, its trial.json may be damaged
+                trial.make(self.specs[folder], self.trials)
         queue.run_all(folders, place, what)
 
     def scores(self, stage):
@@ -232,7 +233,7 @@ def plan_of(study):
     left = [key for key, folder in study.runs.items() if not trial.done(folder)]
     budget = sum(arms[name].train.max_iters for _, name, _ in left) / plain.train.max_iters
     hours = budget * seconds / place.slots / 3600
-    notes = [f"{len(study.runs):,} runs, {len(left):,} of them to do, in {trial.TRIALS}",
+    notes = [f"{len(study.runs):,} runs, {len(left):,} of them to do, in {study.trials}",
              f"about {hours:.2g} hours, {place.slots} at once, if each took as long as the plain GPT's here, "
              f"{seconds:,.0f} s; what the others take: bench.py --mechanisms"]
     if c.screen and c.best + c.worst < len(study.variants):
@@ -258,9 +259,9 @@ def place_for(config):
     return queue.Processes(config.jobs, config.device)
 
 
-def study_of(config, name, command):
-    """Run one study and write its results; the results."""
-    study = Study(config, name)
+def study_of(config, name, command, anew=False):
+    """Run one study and write its results; the results. anew: also what is done elsewhere."""
+    study = Study(config, name, anew)
     study.out.mkdir(parents=True, exist_ok=True)  # refused now rather than after the last run
     study.run(place_for(config))
     found = results.collect(study, command)
@@ -274,13 +275,13 @@ def at_size(config, size, **keys):
                               **config.at.get(size, {})})
 
 
-def ladder_of(config, name, command):
+def ladder_of(config, name, command, anew=False):
     """The study at each of its sizes, and how the effects go with size."""
     out = Path(config.out_dir or f"out/{name}-{config.scale}")
     found = {}
     for size in config.sizes:
         own = at_size(config, size, out_dir=str(out / size))
-        found[size] = study_of(own, name, command)
+        found[size] = study_of(own, name, command, anew)
         print(report.table_of(found[size]))
     both = {**analysis.ladder(found, config.held_out, name, command), "config": asdict(config)}
     results.write(both, out)
@@ -303,26 +304,28 @@ def run(argv):
         report.write_all(found, out)
         return
     files = configurator.split_args(argv, configurator.keys_of((StudyConfig,)))[0]
-    name = name_of(config, files)
-    if config.again:
+    name, anew = name_of(config, files), bool(config.again)
+    if anew:
         before = results.read(config.again)
         trial.USE_FILED = False
         config = results.config_of(before, config)
+        if bad := config.problems():  # a mechanism that this tree does not have, first of all
+            raise UserError("; ".join([*bad, "it is of other code: apply its patch.diff if it has one"]))
         name = before["name"] + "-again"
     if config.dry_run:
         for size in config.sizes or [config.size]:
-            study = Study(at_size(config, size), name)
+            study = Study(at_size(config, size), name, anew)
             study.run(None)
             print(plan_of(study))
         return
     if config.sizes:
-        found, out = ladder_of(config, name, command)
+        found, out = ladder_of(config, name, command, anew)
     else:
-        found = study_of(config, name, command)
+        found = study_of(config, name, command, anew)
         out = Path(found["out"])
     report.write_all(found, out)
     results.write_sums(out)
-    if config.again:
+    if anew:
         print(results.agreement(before, found))
     if failures := results.failures_in(found):
         sys.exit(f"compare: {failures} run(s) failed, the report names them; "

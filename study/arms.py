@@ -123,7 +123,7 @@ class StudyConfig:
         bad += [f"variants: the name {name!r} is taken" for name in self.variants if name in names]
         names |= set(self.variants)
         for pair in self.contrasts:
-            if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and set(pair) <= names):
+            if not (isinstance(pair, (list, tuple)) and len(pair) == len({*pair}) == 2 and {*pair} <= names):
                 bad.append(f"contrasts: {pair!r} must be two of this study's variants")
         bad += [f"always: {name!r} is no variant of this study" for name in self.always if name not in names]
         return bad

@@ -162,7 +162,7 @@ def notices(found):
     return lines
 
 
-def remarks(found):
+def remarks(found, over_text="report.html"):
     """What belongs under the numbers: correction, what could be found, margin, what seeds do not say."""
     n, size = len(found["comparisons"]), found.get("findable")
     lines = [f"Verdicts are corrected for {n} comparisons." if n > 1 else "One comparison: no correction."]
@@ -173,7 +173,7 @@ def remarks(found):
     lines.append(f"The margin is ±{found['margin']:g} bits/byte"
                  + f": so much does the plain GPT change at {listed(worth)} its compute" * bool(worth) + ".")
     return [*lines, f"Intervals ({level(found)}) are over seeds and say nothing of other text; "
-                    "report.html has one over the text beside each."]
+                    f"{over_text} has one over the text beside each."]
 
 
 # ---- tables ----
@@ -252,16 +252,17 @@ def screened_table(found, only=None):
 
 
 def costs_table(found, only=None):
-    """What each arm costs, with its ratio to the plain GPT."""
+    """What each arm costs, with its ratio to the plain GPT where both were counted, or timed in turn."""
     plain = found["arms"]["plain"]
     columns = {"params": ("params", short), "FLOPs/token, needed": ("flops_per_token", short),
                "FLOPs/token, executed": ("executed_flops_per_token", short), "steps": ("steps", show),
-               "seconds a run": ("seconds", show), "MiB added": ("memory_mib", show),
-               "tokens/s decoding": ("decode_tokens_per_s", show)}
+               "seconds a run": ("seconds", show),
+               "MiB added": ("memory_mib", lambda mib: show(mib or None))}  # 0: it was not measured
 
     def cell(arm, key, form):
         ratio = number(arm.get(key)) / (number(plain.get(key)) or math.nan)
-        return form(arm.get(key)) + (f" ({ratio:.2f} ×)" if known(ratio) and arm is not plain else "")
+        alone = arm is plain or key == "seconds"  # which other work on the machine has its part in
+        return form(arm.get(key)) + f" ({ratio:.2f} ×)" * bool(known(ratio) and ratio and not alone)
 
     rows = [(label_of(found, name), *(cell(arm, *column) for column in columns.values()),
              interval(arm["time_ratio"], ".2f") if arm.get("time_ratio") else "–")

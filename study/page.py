@@ -185,9 +185,9 @@ def reading(found):
         f"Difference [{level(found)}]: the variant's mean minus the other's, and the interval that holds the "
         "true one so often. One model of all arms and seeds takes out what arms share at the same seed, "
         "where that shows, and draws the spreads of arms that are alike to each other.",
-        f"Corrected: among {made} comparisons some look good by chance. The risk that even one better or "
-        f"worse of the whole study is false stays below {100 * alpha:g} %, and so does the risk of a false "
-        "same. So an interval may leave out zero and the verdict still be leaning.",
+        f"Corrected: among many comparisons some look good by chance; here they are {made}. The risk that "
+        f"even one better or worse of the whole study is false stays at about {100 * alpha:g} %, and so does "
+        "the risk of a false same. So an interval may leave out zero and the verdict still be leaning.",
         f"Margin: ±{found['margin']:g} bits/byte, set beforehand; what lies within it counts as the same.",
         "Worth × compute: the plain GPT was also trained for less and for more. Worth 0.9: with 0.9 times "
         "its training compute it is as good as the variant, which is therefore worse; above 1, better. < and "
@@ -226,7 +226,7 @@ def html(found, pictures=None):
     where = " · ".join(str(found[key]) for key in ("name", "scale", "date") if found.get(key))
     header = tag("header", note(where), tag("h1", title), tag("p class=lead", headline(found)),
                  tag("div class=warnings", *warnings) if warnings else "", grid(verdicts_table(found)),
-                 note(" ".join(remarks(found))), in_words(found))
+                 note(" ".join(remarks(found, "the table under Seed by seed"))), in_words(found))
     # the policy has the browser refuse what the page promises not to do: load anything, run anything
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     main = tag("main", header, *sections)

@@ -73,11 +73,31 @@ def collect(study, command):
 
 
 def refuse_to_lose(study, done):
-    """UserError where a report of nothing would stand in the place of one of something."""
+    """UserError where a report would stand in the place of one that has more of the same runs."""
     before = study.out / "results.json.gz"
-    if not done and study.runs and before.is_file():
+    if not (study.runs and before.is_file()):
+        return
+    stays = f"{before} stays as it is, and --from_results={before} shows it"
+    if not done:
         raise UserError(f"of {len(set(study.runs.values()))} runs none is done with today's code and flags; "
-                        f"{before} stays as it is, and --from_results={before} shows it")
+                        f"{stays}")
+    had = scored_in(before) if study.config.report_only else ()
+    lost = [key for key, folder in study.runs.items() if key in had and folder not in done]
+    if lost:
+        raise UserError(f"{len(lost)} runs that it has are not done with today's code and flags, "
+                        f"{' '.join(map(str, lost[0]))} the first; {stays}; without --report_only they run")
+
+
+def scored_in(path):
+    """{(stage, arm, seed)} of the runs that a results file has a score of; of a damaged one, none."""
+    try:
+        found = read(path)
+    except UserError:
+        return set()
+    screen = (found.get("screen") or {}).get("scores", {})
+    return {("screen", name, int(seed)) for name, own in screen.items() for seed in own} | {
+        ("judge", name, seed) for name, arm in found["arms"].items()
+        for seed, bpb in zip(arm["seeds"], arm["bpb"]) if bpb is not None}
 
 
 def failures_of(study):
@@ -150,7 +170,10 @@ def time_ratio(study, arm, nothing_runs):
             return None
         place = queue.Processes(study.config.jobs, study.config.device)
         device = pick_device(study.config.device)
-        row = costs.step_time_ratios([arm], plain, device, place.threads)[arm.name]
+        try:
+            row = costs.step_time_ratios([arm], plain, device, place.threads)[arm.name]
+        except UserError:  # what diverged in its runs may do so here
+            return None
         kept[key] = dict(mean=row["ratio"],
                          **{name: row[name] for name in ("low", "high", "clock", "load", "cores", "threads")})
         study.out.mkdir(parents=True, exist_ok=True)
@@ -268,8 +291,11 @@ def write(found, folder):
     """results.json.gz and, where the code differs from its commit, patch.diff."""
     text = json.dumps(found).encode()
     write_atomic(Path(folder) / "results.json.gz", lambda f: f.write(gzip.compress(text, mtime=0)))
+    patched = Path(folder) / "patch.diff"
     if found.get("patch"):
-        write_atomic(Path(folder) / "patch.diff", lambda f: f.write(found["patch"].encode()))
+        write_atomic(patched, lambda f: f.write(found["patch"].encode()))
+    else:
+        patched.unlink(missing_ok=True)  # that of an earlier report
 
 
 def write_sums(folder):
@@ -307,6 +333,8 @@ def recheck(path):
         for name, arm in study["arms"].items():
             for run, bpb in zip(arm["runs"], arm["bpb"]):
                 wrong += [f"{where}{name}: {problem}" for problem in wrong_score(study["runs"].get(run), bpb)]
+            wrong += [f"{where}{name}: {problem}" for problem in wrong_runs(study, arm)]
+        wrong += [f"{where}{problem}" for problem in unexplained(study)]
         for key, value in analysis.figures(study).items():
             each, differing = differences(json_safe(value), study.get(key), f"{where}{key}")
             count, wrong = count + each, wrong + differing
@@ -333,6 +361,44 @@ def wrong_score(run, bpb):
     return wrong
 
 
+def wrong_runs(study, arm):
+    """What says that runs are not those of the arm that they stand under, as sentences.
+
+    A flag that is None in the study may have another value in a run, which its mechanism chose.
+    """
+    flags, wrong = {**study["plain"], **arm["flags"]}, []
+    for run, seed in zip(arm["runs"], arm["seeds"]):
+        if (found := study["runs"].get(run)) is None:
+            continue
+        spec = found["spec"]
+        of_run = {**spec["model"], **spec["train"]}
+        seeds = of_run.pop("seed"), seed + arm["flags"].get("seed", 0)
+        other = [key for key, value in of_run.items() if flags.get(key) not in (None, value)]
+        other += ["seed"] * (seeds[0] != seeds[1])
+        other += ["split"] * (spec["score"]["split"] != study["data"]["split"])
+        if "controller" not in spec["train"]:  # else heads may have come or gone
+            other += [key for key in ("params", "flops_per_token") if found[key] != arm[key]]
+        if trial.folder_of(spec).name != run:
+            wrong.append(f"run {run} has another spec")
+        if other:
+            wrong.append(f"run {run} is of another arm or seed: {', '.join(other)}")
+    return wrong
+
+
+def unexplained(study):
+    """Runs on the judged text that no arm has; scores of the first stage and of rates that no run gave."""
+    runs, split = study["runs"], study["data"]["split"]
+    taken = {run for arm in study["arms"].values() for run in arm["runs"]}
+    wrong = [f"run {run} was scored on {split} and stands under no arm" for run, found in runs.items()
+             if run not in taken and found["spec"]["score"]["split"] == split]
+    given = {found["bpb"] for found in runs.values()}
+    told = [(f"screened {name}, seed {seed}", bpb) for name, own in
+            ((study.get("screen") or {}).get("scores") or {}).items() for seed, bpb in own.items()]
+    told += [(f"tuned {name}, {group} x {factor}", bpb) for name, own in (study.get("tuned") or {}).items()
+             for group, scores in own.items() for factor, bpb in scores.items()]
+    return wrong + [f"{what}: no run gave {bpb}" for what, bpb in told if bpb not in given]
+
+
 def differences(a, b, where):
     """(how many numbers and words were compared, [what differs]) of two JSON values."""
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
@@ -347,9 +413,21 @@ def differences(a, b, where):
 
 
 def config_of(found, config):
-    """The config of the study that a results file holds; where it runs is this call's."""
+    """The config of the study that a results file holds; where it runs is this call's.
+
+    A * stands for the mechanisms that there were then.
+    """
     known = {f.name for f in fields(StudyConfig)} - HERE
-    return replace(config, **{key: value for key, value in found["config"].items() if key in known})
+    held = {key: value for key, value in found["config"].items() if key in known}
+    if any("*" in pattern for pattern in held.get("mechanisms", [])):
+        named = []
+        for study in studies_in(found).values():
+            named += (study.get("screen") or {}).get("scores") or ()
+            named += [name for name, arm in study["arms"].items()
+                      if arm["kind"] == "variant" and not name.endswith(", tuned")]
+        held["mechanisms"] = [name for name in dict.fromkeys(named)
+                              if name not in ("plain", *held.get("variants", {}))]
+    return replace(config, **held)
 
 
 def agreement(before, after):
@@ -362,14 +440,13 @@ def agreement(before, after):
         equal, far = sum(x == y for x, y in pairs), max((abs(x - y) for x, y in pairs), default=math.nan)
         words = {(c["variant"], c["baseline"]): c["verdict"] for c in old["comparisons"]}
         same = [c for c in new["comparisons"] if words.get((c["variant"], c["baseline"])) == c["verdict"]]
-        where = f"{size}: " * bool(size)
-        lines.append(f"{where}{equal} of {len(pairs)} scores are the same to the last digit, the others "
-                     f"differ by {far:.4f} bits/byte at most; {len(same)} of {len(words)} verdicts are the "
-                     "same")
+        where, rest = f"{size}: " * bool(size), f", the others differ by {far:.4f} bits/byte at most"
+        lines.append(f"{where}{equal} of {len(pairs)} scores are the same to the last digit"
+                     f"{rest * (equal < len(pairs))}; {len(same)} of {len(words)} verdicts are the same")
         lines += [f"  {c['variant']} against {c['baseline']}: {c['verdict']} now, "
                   f"{words.get((c['variant'], c['baseline']), 'not judged')} before"
                   for c in new["comparisons"] if c not in same]
         if old["commit"] != new["commit"] or old["patch"] != new["patch"]:
-            lines.append(f"  code: {new['commit']} now, {old['commit']} before"
-                         + (", each with a patch" if old["patch"] or new["patch"] else ""))
+            one, other = (f"{each['commit']}{' with a patch' * bool(each['patch'])}" for each in (new, old))
+            lines.append(f"  code: {one} now, {other} before")
     return "\n".join(lines)

@@ -128,7 +128,7 @@ def print_two_stages(sims):
     some[:6] = (-0.012, -0.012, -0.01, 0.01, 0.012, 0.03)
     for name, true in (("no arm differs", np.zeros(34)), ("six arms differ", some)):
         for fresh in (True, False):
-            for world in ("normal", "t3 tails", "one arm 10x"):
+            for world in ("normal", "t3 tails", "one arm 10x", "spreads 1.6x", "spreads 2.2x"):
                 rng = np.random.default_rng(5)
                 seen = np.array([two_stages(rng, fresh, true, **WORLDS[world]) for _ in range(sims)], float)
                 bad, differ, found = seen.mean(0)

@@ -4,6 +4,7 @@ import ast
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,10 +18,10 @@ import torch
 
 import compare
 import configurator
-from common import UserError
+from common import UserError, json_safe
 from compare import Study, main
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from study import analysis, costs, pictures, queue, results, stats, tables, trial
+from study import analysis, costs, findings, pictures, queue, results, stats, tables, trial
 from study.arms import SIZES, ArmBuilder, StudyConfig, size_of, variants_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -307,11 +308,20 @@ def test_who_has_a_verdict_is_judged_again_at_its_own_best_rates(plain, here, mo
     assert list(study.scores("judge")["output_gate, tuned"]) == [1, 2]
 
 
-def test_a_run_that_crashes_is_reported_and_sinks_nothing(plain, here):
+def test_a_run_that_crashes_is_reported_and_sinks_nothing(plain, here, monkeypatch):
     hot = dict(lr=1e9, muon_lr=1e9, min_lr=1e9, recipe="gpt2", optimizer="adamw", grad_clip=0.0)
     study = study_of(plain, variants={"hot": hot})
     study.run(here)
+    timed = costs.step_time_ratios
+
+    def diverges(arms, *args):
+        if arms[0].name == "hot":
+            raise UserError("loss is nan in step 1")
+        return timed(arms, *args)
+
+    monkeypatch.setattr(costs, "step_time_ratios", diverges)
     found = results.collect(study, "test")
+    assert found["arms"]["hot"]["time_ratio"] is None and found["arms"]["output_gate"]["time_ratio"]
     assert {f["arm"] for f in found["failures"]} == {"hot"}
     assert all("stopped before the update" in f["why"] for f in found["failures"])
     verdicts = {row["variant"]: row["verdict"] for row in found["comparisons"]}
@@ -446,6 +456,54 @@ def test_a_recheck_computes_every_figure_and_finds_a_changed_one(finished, capsy
     assert "blocks sum up" in changed(lambda f: f["runs"][run]["block_nats"].__setitem__(0, 3.0))
 
 
+def exchanged(found):
+    """Two variants have each other's runs and scores."""
+    one, other = (found["arms"][name] for name in ("output_gate", "unet_concat"))
+    for key in ("runs", "bpb"):
+        one[key], other[key] = other[key], one[key]
+
+
+def twice(found):
+    arm = found["arms"]["output_gate"]
+    for key in ("runs", "bpb"):
+        arm[key][0] = arm[key][1]
+
+
+def dropped(found):
+    for key in ("seeds", "runs", "bpb"):
+        found["arms"]["output_gate"][key].pop()
+
+
+def of_fewer_steps(found):
+    found["runs"][found["arms"]["plain"]["runs"][0]]["spec"]["train"]["max_iters"] = 3
+
+
+def screened(found, score=2.0):
+    found["screen"] = dict(seeds=[9], split="val", rule="", chosen=["output_gate"],
+                           scores={"plain": {"9": score}, "output_gate": {"9": score}})
+
+
+def test_a_recheck_asks_whose_the_runs_are(finished, capsys):
+    """Also where every figure was computed anew from what was changed."""
+    _, found = finished
+
+    def changed(change, *args):
+        copy = json.loads(json.dumps(found))
+        change(copy, *args)
+        results.write({**copy, **json_safe(analysis.figures(copy))}, ".")
+
+    for change, problem in (
+            (exchanged, "is of another arm or seed: params"), (twice, "is of another arm or seed: seed"),
+            (dropped, "stands under no arm"), (of_fewer_steps, "has another spec"),
+            (screened, "screened output_gate, seed 9: no run gave 2.0")):
+        changed(change)
+        with pytest.raises(UserError, match="are not what its runs give"):
+            results.recheck("results.json.gz")
+        assert problem in capsys.readouterr().err, problem
+    changed(screened, found["arms"]["plain"]["bpb"][0])  # what a run did give
+    assert "all of them the same" in results.recheck("results.json.gz")
+
+
 def test_a_run_on_file_counts_as_done_and_can_be_run_again(plain, finished, here, monkeypatch, tmp_path):
     study, found = finished
     (tmp_path / "results").mkdir()
@@ -468,12 +526,48 @@ def test_a_study_is_run_again_from_its_file_and_told_where_it_agrees(finished, m
     study, found = finished
     found["config"]["report_only"] = True  # how the file came to be written is not part of the study
     results.write(found, study.out)
-    monkeypatch.setattr(compare, "place_for", lambda config: Here())
+    anew = Here()  # what lies in out/trials is what is to be checked, and no answer
+    monkeypatch.setattr(compare, "place_for", lambda config: anew)
     monkeypatch.setattr(trial, "USE_FILED", True)
     monkeypatch.setattr(queue.time, "sleep", lambda s: None)
     main(["--again=out/test/results.json.gz", "--device=cpu", "--out_dir=out/b"])
     said = capsys.readouterr().out
-    assert "13 of 13 scores are the same to the last digit" in said and "2 of 2 verdicts are the same" in said
+    assert "13 of 13 scores are the same to the last digit; 2 of 2 verdicts are the same" in said
+    assert len(anew.started) == 13 and {folder.parent for folder in anew.started} == {Path("out/b/trials")}
+
+
+def test_a_star_stands_for_the_mechanisms_that_a_study_had():
+    held = dict(mechanisms=["*", "all_on"], variants={"x": {"sink": True}}, out_dir="there")
+    screen = dict(scores=dict.fromkeys(["plain", "xsa", "moh", "x", "all_on"]))
+    kinds = dict(plain="plain", xsa="variant", sink="variant", wide="baseline", **{"xsa, tuned": "variant"})
+    arms = {name: dict(kind=kind) for name, kind in kinds.items()}
+    config = results.config_of(dict(config=held, screen=screen, arms=arms), StudyConfig(out_dir="here"))
+    assert config.mechanisms == ["xsa", "moh", "all_on", "sink"] and config.out_dir == "here"
+
+
+def test_a_study_of_a_mechanism_that_is_not_there_is_not_run_again_without_it(finished, refusal, monkeypatch):
+    study, found = finished
+    monkeypatch.setattr(trial, "USE_FILED", True)  # put back afterwards
+    found["config"]["mechanisms"] = ["of_a_stranger"]
+    results.write(found, study.out)
+    said = refusal(["--again=out/test/results.json.gz", "--device=cpu"])
+    assert "unknown 'of_a_stranger'" in said and "apply its patch.diff" in said
+
+
+def test_a_damaged_plan_of_a_run_that_is_done_is_written_again(finished, here):
+    study, found = finished
+    folder = study.runs["judge", "output_gate", 5]
+    (folder / "trial.json").write_text("{")
+    again = Study(study.config, "test")
+    again.run(here)
+    assert json.loads((folder / "trial.json").read_text()) == study.specs[folder]
+    assert results.collect(again, "test")["runs"] == found["runs"]
+
+
+def test_an_earlier_patch_does_not_stay_in_the_folder(tmp_path):
+    for patch in ("diff", None):
+        results.write(dict(patch=patch), tmp_path)
+        assert (tmp_path / "patch.diff").is_file() == bool(patch)
 
 
 def test_a_report_of_nothing_does_not_replace_one_of_something(plain, finished, refusal):
@@ -483,6 +577,19 @@ def test_a_report_of_nothing_does_not_replace_one_of_something(plain, finished, 
                     "--out_dir=out/test"])
     assert "none is done with today's code" in said
     assert Path("out/test/results.json.gz").read_bytes() == before
+
+
+def test_a_report_of_less_does_not_replace_one_of_more(finished):
+    """After an edit of one mechanism the plain GPT's runs are still done, and the mechanism's are not."""
+    study, found = finished
+    for seed in (5, 6):
+        (study.runs["judge", "output_gate", seed] / "result.json").unlink()
+    less = Study(replace(study.config, report_only=True), "test")
+    less.run(None)
+    with pytest.raises(UserError, match="2 runs that it has are not done .* judge output_gate 5 the first"):
+        results.collect(less, "test")
+    (study.out / "results.json.gz").unlink()
+    assert results.collect(less, "test")["done"] == found["done"] - 2
 
 
 def test_a_mechanism_that_does_nothing_is_identical_and_another_seed_is_not(plain, here):
@@ -528,6 +635,25 @@ def test_the_tables_of_the_pages_are_those_of_the_results():
 
 # ---- the command line ----
 
+FIGURE = re.compile(r"(?<!ormer scale: )[+-]\d\.\d{4} \[[+-]\d\.\d{4}, [+-]\d\.\d{4}\]")
+
+
+def figures_on_file():
+    """Every difference with its interval of results/, as pages write it."""
+    for path in (ROOT / "results").glob("*.json.gz"):
+        for study in results.studies_in(results.read(path)).values():
+            rows = [*study["comparisons"], *(study["screened"] or [])]
+            rows += [row[key] for row in rows for key in ("equal_flops", "equal_time") if row.get(key)]
+            yield from (findings.interval(row) for row in rows if row["mean"] is not None)
+
+
+def test_the_differences_in_the_claims_are_those_of_the_results():
+    text = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8").replace("−", "-")
+    told, known = FIGURE.findall(text), {*figures_on_file()}
+    assert len(told) > 50 and {*told} <= known, {*told} - known
+    assert f"+0.1234{told[0][7:]}" not in known  # control
+
+
 def test_nothing_in_the_study_folder_imports_what_uses_it():
     """Down alone: findings, page, report; trial, queue; no program but those that a run is made of."""
     for path in sorted((ROOT / "study").glob("*.py")):
@@ -570,6 +696,7 @@ def test_a_plan_runs_nothing(plain, capsys):
     (["--mechanisms=output_gate", "--size=3M"], "size='3M' must be one of 0.1M"),
     (["--mechanisms=output_gate", "--contrasts=[['output_gate', 'sink']]"], "must be two of this study's"),
     (["--mechanisms=output_gate", "--budgets=1,2"], "must be different, positive, and not 1"),
+    (["--mechanisms=output_gate", "--contrasts=[['output_gate', 'output_gate']]"], "must be two of this"),
     (["--recheck=nowhere.json.gz"], "cannot read nowhere.json.gz"),
     (["--mechanisms=output_gate", "--settings={'dataset': 'nowhere'}"], "no dataset nowhere"),
     (["--mechanisms=output_gate", "--settings={'init_from': 'x', 'seed': 3}"],

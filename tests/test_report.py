@@ -402,6 +402,10 @@ def test_tables_keep_the_arms_that_are_asked_for_in_that_order():
     assert costs[1]["FLOPs/token, needed"].endswith(f"({arm['flops_per_token'] / 5.7e6:.2f} ×)")
     assert costs[1]["FLOPs/token, executed"].endswith(f"({arm['executed_flops_per_token'] / 6e6:.2f} ×)")
     assert costs[1]["time of a step × [95 %]"] == findings.interval(arm["time_ratio"], ".2f")
+    assert costs[1]["seconds a run"] == findings.show(arm["seconds"])  # no ratio: it was not timed in turn
+    assert not any("decoding" in title for title in costs[1])
+    arm["memory_mib"] = 0.0
+    assert rows_in(report.TABLES["costs"](found, ["routing_1"]))[1]["MiB added"] == "–"
 
 
 def test_grid_of_rates_says_what_was_chosen_and_what_lies_at_the_edge():
