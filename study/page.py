@@ -13,6 +13,7 @@ from study.findings import (MEANING, Table, against_plain, costs_table, equal_of
                             label_of, labelled, level, lives_tables, mean_of, notices, others,
                             others_table, printable, remarks, screened_table, sentence_of, settings_of,
                             show, tuned_table, verdict_of, verdicts_table)
+from study.stats import STRICT
 
 BADGES = (*MEANING, "failed", "no runs yet")
 CSS = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
@@ -186,8 +187,10 @@ def reading(found):
         "true one so often. One model of all arms and seeds takes out what arms share at the same seed, "
         "where that shows, and draws the spreads of arms that are alike to each other.",
         f"Corrected: among many comparisons some look good by chance; here they are {made}. The risk that "
-        f"even one better or worse of the whole study is false stays at about {100 * alpha:g} %, and so does "
-        "the risk of a false same. So an interval may leave out zero and the verdict still be leaning.",
+        f"even one better or worse of the whole study is false is {100 * alpha:g} % at most, and so is the "
+        "risk of a false same (simulated). So an interval may leave out zero and the verdict be leaning: "
+        f"better and worse need a corrected p of {STRICT * alpha:g} where the spread of one of the two was "
+        "drawn to that of the other arms, which is never quite right.",
         f"Margin: ±{found['margin']:g} bits/byte, set beforehand; what lies within it counts as the same.",
         "Worth × compute: the plain GPT was also trained for less and for more. Worth 0.9: with 0.9 times "
         "its training compute it is as good as the variant, which is therefore worse; above 1, better. < and "

@@ -28,6 +28,7 @@ OUTLIER = 0.001      # the p at which an arm's spread is not that of the others
 LOUD = 8             # times the median spread: so far off that chance hardly brings such an arm near it
 LEAST_ARMS = 4       # fewer do not tell how alike their spreads are
 PRIOR_COUNTS = 0.6   # this share of the prior's degrees of freedom: it is an estimate from the same scores
+STRICT = 0.7         # times alpha: p of better and worse where spreads are drawn together, never quite alike
 
 
 class Judged(NamedTuple):
@@ -133,6 +134,10 @@ class Fit(NamedTuple):
     seed_var: float
     seed_df: float
 
+    def found_at(self, alpha, *arms):
+        """The corrected p up to which a difference of these arms is better or worse."""
+        return STRICT * alpha if any(self.drawn[1][arm] > self.own[1][arm] for arm in arms) else alpha
+
 
 def fit(y):
     """Fit of scores y [A, S], nan where an arm has no run of that seed; each arm has two or more."""
@@ -210,10 +215,10 @@ def judge(scores, comparisons, alpha=0.05, margin=0.01):
     seeds = sorted({seed for arm in arms for seed in scores[arm]})
     y = np.array([[scores[arm].get(seed, math.nan) for seed in seeds] for arm in arms])
     fitted = fit(y) if arms else None
-    rows, own_p, m = [], [], len(comparisons)
+    rows, own_p, levels, m = [], [], [], len(comparisons)
     for variant, baseline in comparisons:
         n = len(scores.get(variant, ())), len(scores.get(baseline, ()))
-        own, row = math.nan, NOTHING._replace(n=n[0], n_baseline=n[1])
+        own, row, found_at = math.nan, NOTHING._replace(n=n[0], n_baseline=n[1]), alpha
         a, b = same_as.get(variant), same_as.get(baseline)
         if min(n) > 1 and a == b:
             own, row = 1.0, row._replace(mean=0.0, low=0.0, high=0.0, se=0.0, df=math.inf, p=1.0, p_same=0.0)
@@ -221,7 +226,7 @@ def judge(scores, comparisons, alpha=0.05, margin=0.01):
             a, b = arms.index(a), arms.index(b)
             mean, weights = float(fitted.mean[a] - fitted.mean[b]), fitted.weights[a] - fitted.weights[b]
             se, df = error_of(weights, fitted.drawn, fitted)
-            row = row._replace(mean=mean, se=se, df=df)
+            row, found_at = row._replace(mean=mean, se=se, df=df), fitted.found_at(alpha, a, b)
             if df > 1 - 1e-9:
                 p, p_same = p_values(mean, se, df, margin)
                 own, own_same = p_values(mean, *error_of(weights, fitted.own, fitted), margin)
@@ -233,8 +238,9 @@ def judge(scores, comparisons, alpha=0.05, margin=0.01):
             row = row._replace(mean=float(np.mean(one) - np.mean(other)))
         rows.append(row)
         own_p.append(own)
+        levels.append(found_at)
     corrected = np.maximum(holm([row.p for row in rows]), own_p)
-    return [decided(row, float(p), alpha, margin, m) for row, p in zip(rows, corrected)]
+    return [decided(row, float(p), at, alpha, margin, m) for row, p, at in zip(rows, corrected, levels)]
 
 
 def p_values(mean, se, df, margin):
@@ -242,24 +248,24 @@ def p_values(mean, se, df, margin):
     return float(2 * stdtr(df, -abs(mean) / se)), float(stdtr(df, (abs(mean) - margin) / se))
 
 
-def decided(row, p_corrected, alpha, margin, m):
+def decided(row, p_corrected, found_at, alpha, margin, m):
     """The row with its verdict; nan decides nothing. "same" has its whole interval within the margin."""
     verdict, wanted = "undecided", None
-    if p_corrected <= alpha:
+    if p_corrected <= found_at:
         verdict = "better" if row.mean < 0 else "worse"
     elif row.p_same <= alpha and max(-row.low, row.high) <= margin:  # one comparison: p_same asks for less
         verdict = "same"
     elif math.isfinite(row.low):
         verdict = "undecided" if row.low <= 0 <= row.high else "leaning"
-        wanted = seeds_wanted(row, alpha, margin, m)
+        wanted = seeds_wanted(row, found_at, alpha, margin, m)
     return row._replace(p_corrected=p_corrected, verdict=verdict, more_seeds=wanted)
 
 
-def seeds_wanted(row, alpha, margin, m, power=0.8, most=1000):
+def seeds_wanted(row, found_at, alpha, margin, m, power=0.8, most=1000):
     """Seeds of the variant, the baseline's in proportion, at which row.mean is found, or shown the same."""
     def enough(n):
         se, df = row.se * math.sqrt(row.n / n), row.df * n / row.n
-        found = stdtr(df, abs(row.mean) / se - stdtrit(df, 1 - alpha / m / 2))
+        found = stdtr(df, abs(row.mean) / se - stdtrit(df, 1 - found_at / m / 2))
         inside = stdtrit(df, 1 - alpha / max(m, 2))  # the interval, too, within the margin
         outside = stdtr(df, inside - (margin - row.mean) / se) + stdtr(df, inside - (margin + row.mean) / se)
         return max(found, 1 - outside) >= power
@@ -283,7 +289,7 @@ def findable(scores, n, n_baseline, m, alpha=0.05, power=0.8):
     if m + 1 < LEAST_ARMS:  # Welch's, for equal spreads
         df = (1 / n + 1 / n_baseline) ** 2 / (1 / n ** 2 / (n - 1) + 1 / n_baseline ** 2 / (n_baseline - 1))
     else:
-        df = m * (n - 1) + n_baseline - 1
+        df, alpha = m * (n - 1) + n_baseline - 1, STRICT * alpha
     return float(se * (stdtrit(df, 1 - alpha / m / 2) + stdtrit(df, power)))
 
 

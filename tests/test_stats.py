@@ -328,7 +328,7 @@ def test_findable_rests_on_the_upper_bound_of_the_spread():
         pooled, df = np.average(own, weights=[13] + [4] * 8), 45
         se = math.sqrt(pooled * 45 / scipy_stats.chi2.ppf(0.1, df) * (1 / 5 + 1 / 14))
         if len(alike(np.array(own), np.array([13.0] + [4.0] * 8))) == 9:
-            want = se * (scipy_stats.t.isf(0.025 / 8, 45) + scipy_stats.t.ppf(0.8, 45))
+            want = se * (scipy_stats.t.isf(0.7 * 0.025 / 8, 45) + scipy_stats.t.ppf(0.8, 45))
             assert got == pytest.approx(want)
         true = math.sqrt(1 / 5 + 1 / 14) * (scipy_stats.t.isf(0.025 / 8, 45) + scipy_stats.t.ppf(0.8, 45))
         above += got > true
@@ -641,11 +641,23 @@ def test_a_verdict_reads_as_it_should(change, sentence):
 def test_words_are_at_the_level_and_margin_that_were_asked_for():
     assert "(99 % interval" in in_words(BETTER, alpha=0.01)
     assert "within 0.002 bits/byte" in in_words(BETTER._replace(verdict="same"), margin=0.002)
-    y = unequal(33, 9, *[4] * 5)
-    y[1] += 2.0
-    p = judged(*y)[0].p_corrected
-    assert judged(*y, alpha=p * 1.01)[0].verdict == "worse"
-    assert judged(*y, alpha=p * 0.99)[0].verdict != "worse"
+    for arms, strict in ((5, 0.7), (1, 1.0)):  # six arms have their spreads drawn together, two do not
+        y = unequal(33, 9, *[4] * arms)
+        y[1] += 2.0
+        p = judged(*y)[0].p_corrected / strict
+        assert judged(*y, alpha=p * 1.01)[0].verdict == "worse"
+        assert judged(*y, alpha=p * 0.99)[0].verdict != "worse"
+
+
+def test_arms_that_keep_their_own_spread_are_judged_at_the_whole_level():
+    spread = np.array([1.0] * 9 + [30.0] * 4)
+    y = spread[:, None] * rng(11).normal(size=(13, 5))
+    y[-1] += 300.0
+    scores = {f"arm {i}": dict(enumerate(row.tolist())) for i, row in enumerate(y)}
+    for baseline, strict in (("arm 9", 1.0), ("arm 0", 0.7)):  # arm 0 is drawn to its like
+        p = judge(scores, [("arm 12", baseline)])[0].p_corrected / strict
+        for alpha, found in ((p * 1.01, True), (p * 0.99, False)):
+            assert (judge(scores, [("arm 12", baseline)], alpha=alpha)[0].verdict == "worse") is found
 
 
 def test_several_loud_arms_do_not_hide_each_other(monkeypatch):
