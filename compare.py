@@ -123,7 +123,8 @@ class Study:
         chosen = {*named, *others[:c.best], *others[max(c.best, len(others) - c.worst):]}
         self.screened = dict(seeds=c.screen_seeds, split="val", scores=scores,
                              chosen=[name for name in self.variants if name in chosen],
-                             rule=f"the best {c.best} and the worst {c.worst} on validation"
+                             rule="all of them" if chosen == {*self.variants} else
+                                  f"the best {c.best} and the worst {c.worst} on validation"
                                   + (f", and {', '.join(dict.fromkeys(named))}" if named else ""))
         return self.screened["chosen"]
 

@@ -91,7 +91,7 @@ class StudyConfig:
 
     def __post_init__(self):
         if self.mechanism:
-            self.mechanisms, self.screen = [self.mechanism], True
+            self.mechanisms, self.screen = self.mechanisms or [self.mechanism], True
 
     @property
     def has_results_already(self):
@@ -106,8 +106,10 @@ class StudyConfig:
         for pattern in self.mechanisms:
             if not matching(pattern):
                 meant, hint = configurator.nearest(pattern, [*MECHANISMS, "all_on"])
-                hint = hint if meant else "model.MECHANISMS lists them"
+                hint = hint if meant else "model.MECHANISMS lists them, docs/add-a-mechanism.md adds one"
                 bad.append(f"mechanisms: unknown {pattern!r}; {hint}")
+        if self.mechanism and self.mechanisms != [self.mechanism]:
+            bad.append(f"mechanism={self.mechanism!r} is a study of its own: leave out mechanisms, or it")
         if not self.mechanisms and not self.variants and not self.has_results_already:
             bad.append("mechanisms and variants are empty: name at least one variant to compare")
         for name, flags in [("settings", self.settings), *self.variants.items()]:

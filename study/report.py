@@ -25,7 +25,9 @@ def table_of(found, width=120):
         above, tables = [f"{found['name']}: effects over sizes"], [ladder_table(found)]
         below = [f"{name}: {text}" for name, text in ladder_sentences(found)]
     else:
-        above, below = [f"{found['name']}: {headline(found)}", *notices(found)], [" ".join(remarks(found))]
+        whose, said = f"{found['name']}: ", headline(found)
+        above = [said if said.startswith(whose) else whose + said, *notices(found)]
+        below = [" ".join(remarks(found))]
         main, more = (without(part(found), "seeds", "corrected p") for part in (verdicts_table, others_table))
         # of differences at equal cost the mean alone: intervals and costs are on the page
         rows = [[cell.split()[0] if title.startswith("at equal") else cell

@@ -79,8 +79,10 @@ def refuse_to_lose(study, done):
         return
     stays = f"{before} stays as it is, and --from_results={before} shows it"
     if not done:
-        raise UserError(f"of {len(set(study.runs.values()))} runs none is done with today's code and flags; "
-                        f"{stays}")
+        failed = failures_of(study)
+        what = f"all that were started failed ({failed[0]['why']})" if failed else (
+            "none is done with today's code and flags")
+        raise UserError(f"of {len(set(study.runs.values()))} runs {what}; {stays}")
     had = scored_in(before) if study.config.report_only else ()
     lost = [key for key, folder in study.runs.items() if key in had and folder not in done]
     if lost:

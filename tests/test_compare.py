@@ -694,6 +694,8 @@ def test_a_plan_runs_nothing(plain, capsys):
     (["--variants={'x': {'dataset': 'needle'}}"], "x: dataset cannot be set here"),
     (["--mechanisms=output_gate", "--screen", "--seeds=101,3"], "none in both"),
     (["--mechanisms=output_gate", "--size=3M"], "size='3M' must be one of 0.1M"),
+    (["--mechanism=output_gate", "--mechanisms=xsa"], "mechanism='output_gate' is a study of its own"),
+    (["--mechanism=qqqq"], "unknown 'qqqq'; model.MECHANISMS lists them, docs/add-a-mechanism.md adds one"),
     (["--mechanisms=output_gate", "--contrasts=[['output_gate', 'sink']]"], "must be two of this study's"),
     (["--mechanisms=output_gate", "--budgets=1,2"], "must be different, positive, and not 1"),
     (["--mechanisms=output_gate", "--contrasts=[['output_gate', 'output_gate']]"], "must be two of this"),

@@ -249,6 +249,10 @@ def test_better_only_than_a_smaller_baseline_is_told():
     alone = make_found(1)
     next(c for c in alone["comparisons"] if c["equal"] == ["tuned rates"])["verdict"] = "undecided"
     assert headline(alone).endswith("bits/byte; not shown to be better at equal tuned rates.")
+    label = headline(alone).partition(":")[0]
+    for name in ("of one", label):
+        first = report.table_of({**alone, "name": name}).replace("\n", " ")
+        assert first.startswith(f"{name}: ") and first.count(f"{label}: ") == 1
 
 
 def test_unfinished_study_says_so_at_the_top():
