@@ -36,14 +36,14 @@ PLAIN = "plain"
 class Study:
     """A study: its arms, the runs that it consists of so far, and which arm is compared with which."""
 
-    def __init__(self, config, name, anew=False):
+    def __init__(self, config, name):
         self.config, self.name = config, name
         self.builder = ArmBuilder(config)
         self.scale = Path(config.base).stem if config.base else config.scale
         if config.size:
             self.scale += f"-{config.size}"
         self.out = Path(config.out_dir or f"out/{name}-{self.scale}")
-        self.trials = self.out / "trials" if anew else trial.TRIALS  # anew: what was done before is no answer
+        self.trials = self.out / "trials" if config.again else trial.TRIALS  # what is done is no answer
         self.variants = {arm.name: arm for arm in self.builder.variants()}
         self.arms = {PLAIN: self.builder.plain}  # those that are judged, by and by
         self.pairs = []      # (variant, baseline, what is equal beside the hyperparameters)
@@ -260,9 +260,9 @@ def place_for(config):
     return queue.Processes(config.jobs, config.device)
 
 
-def study_of(config, name, command, anew=False):
-    """Run one study and write its results; the results. anew: also what is done elsewhere."""
-    study = Study(config, name, anew)
+def study_of(config, name, command):
+    """Run one study and write its results; the results."""
+    study = Study(config, name)
     study.out.mkdir(parents=True, exist_ok=True)  # refused now rather than after the last run
     study.run(place_for(config))
     found = results.collect(study, command)
@@ -276,13 +276,13 @@ def at_size(config, size, **keys):
                               **config.at.get(size, {})})
 
 
-def ladder_of(config, name, command, anew=False):
+def ladder_of(config, name, command):
     """The study at each of its sizes, and how the effects go with size."""
     out = Path(config.out_dir or f"out/{name}-{config.scale}")
     found = {}
     for size in config.sizes:
         own = at_size(config, size, out_dir=str(out / size))
-        found[size] = study_of(own, name, command, anew)
+        found[size] = study_of(own, name, command)
         print(report.table_of(found[size]))
     both = {**analysis.ladder(found, config.held_out, name, command), "config": asdict(config)}
     results.write(both, out)
@@ -305,8 +305,8 @@ def run(argv):
         report.write_all(found, out)
         return
     files = configurator.split_args(argv, configurator.keys_of((StudyConfig,)))[0]
-    name, anew = name_of(config, files), bool(config.again)
-    if anew:
+    name = name_of(config, files)
+    if config.again:
         before = results.read(config.again)
         trial.USE_FILED = False
         config = results.config_of(before, config)
@@ -315,18 +315,18 @@ def run(argv):
         name = before["name"] + "-again"
     if config.dry_run:
         for size in config.sizes or [config.size]:
-            study = Study(at_size(config, size), name, anew)
+            study = Study(at_size(config, size), name)
             study.run(None)
             print(plan_of(study))
         return
     if config.sizes:
-        found, out = ladder_of(config, name, command, anew)
+        found, out = ladder_of(config, name, command)
     else:
-        found = study_of(config, name, command, anew)
+        found = study_of(config, name, command)
         out = Path(found["out"])
     report.write_all(found, out)
     results.write_sums(out)
-    if anew:
+    if config.again:
         print(results.agreement(before, found))
     if failures := results.failures_in(found):
         sys.exit(f"compare: {failures} run(s) failed, the report names them; "
