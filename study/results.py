@@ -108,13 +108,8 @@ def failures_of(study):
     return [row for row in rows if row["why"]]
 
 
-def studies_in(found):
-    """{size: study} of a ladder's file; of a study's, itself under ""."""
-    return found.get("sizes", {"": found})
-
-
 def failures_in(found):
-    return sum(len(study["failures"]) for study in studies_in(found).values())
+    return sum(len(study["failures"]) for study in trial.studies_in(found).values())
 
 
 def machine(study, done):
@@ -317,7 +312,7 @@ def read(path):
         raise UserError(f"cannot read {path}: {e.strerror or 'damaged'}") from None
     except (ValueError, EOFError):
         raise UserError(f"{path} is not JSON, gzip'd or not") from None
-    for study in studies_in(found).values() if isinstance(found, dict) else [{}]:
+    for study in trial.studies_in(found).values() if isinstance(found, dict) else [{}]:
         wrong = [key for key, kind in KEYS.items() if not isinstance(study.get(key), kind)]
         if wrong:
             raise UserError(f"{path} is not what compare.py writes: {', '.join(wrong[:4])} "
@@ -330,7 +325,7 @@ def read(path):
 def recheck(path):
     """Compute every figure of a results file from its runs once more; a line. UserError: one differs."""
     found, wrong, count = read(path), [], 0
-    for size, study in studies_in(found).items():
+    for size, study in trial.studies_in(found).items():
         where = f"{size}: " * bool(size)
         for name, arm in study["arms"].items():
             for run, bpb in zip(arm["runs"], arm["bpb"]):
@@ -423,7 +418,7 @@ def config_of(found, config):
     held = {key: value for key, value in found["config"].items() if key in known}
     if any("*" in pattern for pattern in held.get("mechanisms", [])):
         named = []
-        for study in studies_in(found).values():
+        for study in trial.studies_in(found).values():
             named += (study.get("screen") or {}).get("scores") or ()
             named += [name for name, arm in study["arms"].items()
                       if arm["kind"] == "variant" and not name.endswith(", tuned")]
@@ -435,8 +430,8 @@ def config_of(found, config):
 def agreement(before, after):
     """Where a study and its repetition agree, run by run and verdict by verdict, as text."""
     lines = []
-    for size, old in studies_in(before).items():
-        new = studies_in(after)[size]
+    for size, old in trial.studies_in(before).items():
+        new = trial.studies_in(after)[size]
         pairs = [(x, y) for name in old["arms"] if name in new["arms"] for x, y in zip(
             old["arms"][name]["bpb"], new["arms"][name]["bpb"]) if x is not None and y is not None]
         equal, far = sum(x == y for x, y in pairs), max((abs(x - y) for x, y in pairs), default=math.nan)

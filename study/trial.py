@@ -122,6 +122,11 @@ def checked(folder, at):
     return found
 
 
+def studies_in(found):
+    """{size: study} of a ladder's results; of a study's, itself under ""."""
+    return found.get("sizes", {"": found})
+
+
 def on_file(folder="results"):
     """{hash: result with its "spec"}: the "runs" of every *.json.gz; a damaged file is named and left out."""
     return runs_in(stamps(sorted(Path(folder).glob("*.json.gz"))))
@@ -132,7 +137,8 @@ def runs_in(files):
     found = {}
     for path, *_ in files:
         try:
-            runs = json.loads(gzip.decompress(path.read_bytes()))["runs"]
+            studies = studies_in(json.loads(gzip.decompress(path.read_bytes()))).values()
+            runs = {name: run for study in studies for name, run in study["runs"].items()}
             for name, run in runs.items():
                 check_figures(run, run.get("block_nats", run["nats"]), 1e-6)  # blocks are rounded
                 if folder_of(run["spec"]).name != name:

@@ -641,7 +641,7 @@ FIGURE = re.compile(r"(?<!ormer scale: )[+-]\d\.\d{4} \[[+-]\d\.\d{4}, [+-]\d\.\
 def figures_on_file():
     """Every difference with its interval of results/, as pages write it."""
     for path in (ROOT / "results").glob("*.json.gz"):
-        for study in results.studies_in(results.read(path)).values():
+        for study in trial.studies_in(results.read(path)).values():
             rows = [*study["comparisons"], *(study["screened"] or [])]
             rows += [row[key] for row in rows for key in ("equal_flops", "equal_time") if row.get(key)]
             yield from (findings.interval(row) for row in rows if row["mean"] is not None)

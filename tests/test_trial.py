@@ -247,6 +247,14 @@ def test_a_run_on_file_is_done(finished, spec, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_the_runs_of_every_file_in_results_count_those_of_a_ladder_too(capsys):
+    kept = trial.on_file(ROOT / "results")
+    assert len(kept) > 400 and capsys.readouterr().err == ""
+    ladder = json.loads(gzip.decompress((ROOT / "results" / "ladder-nano.json.gz").read_bytes()))
+    assert len(ladder["sizes"]) == 3
+    assert all({*study["runs"]} <= {*kept} for study in ladder["sizes"].values())
+
+
 @pytest.mark.parametrize("damage", [
     *DAMAGE, lambda content: gzip.compress(b"[]"), lambda content: gzip.compress(b'{"arms": {}}'), "figure",
     "block", "spec"])
