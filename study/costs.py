@@ -123,9 +123,9 @@ def step_time_ratios(arms, plain, device, threads, rounds=11, steps=4):
     Each arm alternates with `plain`, `steps` steps at a time, so that other work on the machine hits both.
     One thread on a CPU is timed by its processor time, which stands still while others have the core: at a
     load of twice the cores its intervals were a quarter as wide.
-    ratio: the median over rounds; low, high: its 95 % interval (below 6 rounds the range); ms, plain_ms:
-    medians of a step; clock: processor or wall; load: processes that wanted to run in the minute before
-    (None: not known); cores.
+    ratios: of each round; ratio: their median; low, high: its 95 % interval (below 6 rounds the range); ms,
+    plain_ms: medians of a step; clock: processor or wall; load: processes that wanted to run in the minute
+    before (None: not known); cores.
     """
     on_processor = torch.device(device).type == "cpu" and threads == 1
     clock = time.process_time if on_processor else time.perf_counter
@@ -138,11 +138,12 @@ def step_time_ratios(arms, plain, device, threads, rounds=11, steps=4):
             for train in pair:
                 train()  # compilation, allocation, caches
             seconds = [[timed(train, device, clock) for train in pair] for _ in range(rounds)]
-            ratio, low, high = median_interval([b / a for a, b in seconds])
+            ratios = [b / a for a, b in seconds]
+            ratio, low, high = median_interval(ratios)
             plain_ms, ms = (1000 * statistics.median(side) / steps for side in zip(*seconds))
-            rows[arm.name] = dict(ratio=ratio, low=low, high=high, ms=ms, plain_ms=plain_ms, rounds=rounds,
-                                  clock="processor" if on_processor else "wall", threads=threads, load=load,
-                                  cores=os.cpu_count())
+            rows[arm.name] = dict(ratio=ratio, low=low, high=high, ratios=ratios, ms=ms, plain_ms=plain_ms,
+                                  rounds=rounds, clock="processor" if on_processor else "wall",
+                                  threads=threads, load=load, cores=os.cpu_count())
     return rows
 
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 import checkpoint
+from bench import median_interval
 from common import ROOT, UserError, git_commit, json_safe, pick_device, write_atomic
 from dataset import Dataset
 from evaluate import bits, windows_of
@@ -171,8 +172,8 @@ def time_ratio(study, arm, nothing_runs):
             row = costs.step_time_ratios([arm], plain, device, place.threads)[arm.name]
         except UserError:  # what diverged in its runs may do so here
             return None
-        kept[key] = dict(mean=row["ratio"],
-                         **{name: row[name] for name in ("low", "high", "clock", "load", "cores", "threads")})
+        measured = ("low", "high", "ratios", "clock", "load", "cores", "threads")
+        kept[key] = dict(mean=row["ratio"], **{name: row[name] for name in measured})
         study.out.mkdir(parents=True, exist_ok=True)
         write_atomic(path, lambda f: f.write(json.dumps(kept).encode()))
     return kept[key]
@@ -330,7 +331,9 @@ def recheck(path):
         for name, arm in study["arms"].items():
             for run, bpb in zip(arm["runs"], arm["bpb"]):
                 wrong += [f"{where}{name}: {problem}" for problem in wrong_score(study["runs"].get(run), bpb)]
-            wrong += [f"{where}{name}: {problem}" for problem in wrong_runs(study, arm)]
+            costly, problems = wrong_costs(study, arm)
+            count += costly
+            wrong += [f"{where}{name}: {problem}" for problem in [*wrong_runs(study, arm), *problems]]
         wrong += [f"{where}{problem}" for problem in unexplained(study)]
         for key, value in analysis.figures(study).items():
             each, differing = differences(json_safe(value), study.get(key), f"{where}{key}")
@@ -380,6 +383,23 @@ def wrong_runs(study, arm):
         if other:
             wrong.append(f"run {run} is of another arm or seed: {', '.join(other)}")
     return wrong
+
+
+def wrong_costs(study, arm):
+    """(how many costs were computed once more, what is wrong with them as sentences).
+
+    The FLOPs that its model executes are counted as they were in the study, an interval of time is computed
+    from its rounds (files from before 2026-11-22 have none). Times themselves cannot be had again.
+    """
+    fresh, time = {}, arm["time_ratio"] or {}
+    if spec := next((study["runs"][run]["spec"] for run in arm["runs"] if run in study["runs"]), None):
+        executed = costs.executed_flops(GPTConfig(**spec["model"]), spec["train"]["device"])
+        fresh["executed FLOPs a token"] = executed, arm["executed_flops_per_token"]
+    if "ratios" in time:
+        for key, value in zip(("mean", "low", "high"), median_interval(time["ratios"])):
+            fresh[f"time of a step, {key}"] = value, time[key]
+    return len(fresh), [f"{what}: {here} here, {told} in the file" for what, (here, told) in fresh.items()
+                        if not math.isclose(here, told, rel_tol=1e-9)]
 
 
 def unexplained(study):

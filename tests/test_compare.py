@@ -86,7 +86,8 @@ class Here:
 @pytest.fixture
 def here(monkeypatch):
     monkeypatch.setattr(queue.time, "sleep", lambda s: None)
-    row = dict(ratio=1.1, low=1.0, high=1.2, clock="wall", load=0.0, cores=2, threads=1)
+    row = dict(ratio=1.1, low=1.0, high=1.2, ratios=[1.0, 1.1, 1.2], clock="wall", load=0.0, cores=2,
+               threads=1)
     monkeypatch.setattr(costs, "step_time_ratios", lambda arms, *args: {arm.name: row for arm in arms})
     return Here()
 
@@ -454,6 +455,9 @@ def test_a_recheck_computes_every_figure_and_finds_a_changed_one(finished, capsy
     assert "verdict" in changed(lambda f: f["comparisons"][1].__setitem__("verdict", "better"))
     run = found["arms"]["plain"]["runs"][0]
     assert "blocks sum up" in changed(lambda f: f["runs"][run]["block_nats"].__setitem__(0, 3.0))
+    gate = "output_gate"
+    assert "executed FLOPs" in changed(lambda f: f["arms"][gate].update(executed_flops_per_token=5))
+    assert "time of a step, high" in changed(lambda f: f["arms"][gate]["time_ratio"].update(high=9.0))
 
 
 def exchanged(found):
