@@ -32,7 +32,7 @@ from dataset import Dataset
 from evaluate import bits, windows_of
 from model import GPTConfig
 from study import analysis, costs, lives, queue, trial
-from study.arms import BOOKKEEPING, HERE, StudyConfig
+from study.arms import BOOKKEEPING, HERE, StudyConfig, size_of
 
 CURVE_POINTS = 25  # of a run's validation curve that are kept, the last one among them
 # what nothing can do without
@@ -388,13 +388,16 @@ def wrong_runs(study, arm):
 def wrong_costs(study, arm):
     """(how many costs were computed once more, what is wrong with them as sentences).
 
-    The FLOPs that its model executes are counted as they were in the study, an interval of time is computed
+    Its model's parameters and FLOPs are counted as they were in the study, an interval of time is computed
     from its rounds (files from before 2026-11-22 have none). Times themselves cannot be had again.
     """
     fresh, time = {}, arm["time_ratio"] or {}
     if spec := next((study["runs"][run]["spec"] for run in arm["runs"] if run in study["runs"]), None):
-        executed = costs.executed_flops(GPTConfig(**spec["model"]), spec["train"]["device"])
-        fresh["executed FLOPs a token"] = executed, arm["executed_flops_per_token"]
+        model = GPTConfig(**spec["model"])
+        params, needed = size_of(model)
+        executed = costs.executed_flops(model, spec["train"]["device"])
+        fresh = {"parameters": (params, arm["params"]), "FLOPs a token": (needed, arm["flops_per_token"]),
+                 "executed FLOPs a token": (executed, arm["executed_flops_per_token"])}
     if "ratios" in time:
         for key, value in zip(("mean", "low", "high"), median_interval(time["ratios"])):
             fresh[f"time of a step, {key}"] = value, time[key]

@@ -456,7 +456,9 @@ def test_a_recheck_computes_every_figure_and_finds_a_changed_one(finished, capsy
     run = found["arms"]["plain"]["runs"][0]
     assert "blocks sum up" in changed(lambda f: f["runs"][run]["block_nats"].__setitem__(0, 3.0))
     gate = "output_gate"
-    assert "executed FLOPs" in changed(lambda f: f["arms"][gate].update(executed_flops_per_token=5))
+    for key, problem in (("params", "parameters: "), ("flops_per_token", "FLOPs a token: "),
+                         ("executed_flops_per_token", "executed FLOPs a token: ")):
+        assert f"{gate}: {problem}" in changed(lambda f: f["arms"][gate].update({key: 5}))
     assert "time of a step, high" in changed(lambda f: f["arms"][gate]["time_ratio"].update(high=9.0))
 
 
