@@ -81,17 +81,27 @@ class NanoHeadsForCausalLM(PreTrainedModel, GenerationMixin):
         return False  # it makes its own: constraint heads and key offset keep more than keys and values
 
     def forward(self, input_ids, attention_mask=None, past_key_values=None, labels=None, use_cache=None,
-                logits_to_keep=0, return_dict=None, num_items_in_batch=None, **ignored):
+                logits_to_keep=0, return_dict=None, num_items_in_batch=None, position_ids=None, **ignored):
         """input_ids [B, T] -> logits [B, T, V]; labels as everywhere in transformers: -100 is not scored.
 
         num_items_in_batch: what Trainer divides the sum over a whole batch by; None: the labels here.
 
-        Padding may stand left, or right where no cache is kept: no token sees it.
+        Padding may stand left, or right where no cache is kept: no token sees it. position_ids say nothing
+        that a row does not: others than its own count, as of packed documents, are refused.
         """
         cache = past_key_values
+        if not isinstance(cache, (Cache, type(None))):
+            raise ValueError(f"past_key_values is a {type(cache).__name__}; this model makes its own: "
+                             "leave it out, or pass what an earlier call returned")
+        before = padding(attention_mask, cache is not None or use_cache)
+        if position_ids is not None and before is None:
+            known = torch.arange(input_ids.size(-1), device=input_ids.device) + (cache.length if cache else 0)
+            if not bool((position_ids == known).all()):
+                raise ValueError("position_ids count otherwise than the tokens of a row: this model knows no "
+                                 "packed documents; give each its own row")
         if cache is None and use_cache:
             cache = Cache(self.gpt.config)
-        x = self.gpt.hidden(input_ids, cache, padding(attention_mask, cache is not None))
+        x = self.gpt.hidden(input_ids, cache, before)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits, loss = self.gpt.head(x if labels is not None else x[:, keep]), None
         if labels is not None:

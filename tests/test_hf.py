@@ -376,6 +376,12 @@ def test_as_a_model_of_transformers(tmp_path):
     assert torch.equal(*beams)
     with pytest.raises(ValueError, match="pad left to generate"):
         there.generate(padded.flip(1), attention_mask=mask.flip(1), max_new_tokens=2, pad_token_id=0)
+    places = torch.arange(IDS.size(1))
+    assert torch.equal(there(IDS, position_ids=places[None]).logits, there(IDS).logits)
+    with pytest.raises(ValueError, match="no packed documents"):
+        there(IDS, position_ids=places[None] % 5, attention_mask=torch.ones_like(IDS))
+    with pytest.raises(ValueError, match="past_key_values is a DynamicCache"):
+        there(IDS, past_key_values=transformers.DynamicCache())
     there.save_pretrained(tmp_path / "again")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True)
     assert apart(again.eval(), model) < 1e-5
