@@ -13,4 +13,5 @@ contrasts = [["routing_published", "routing, no entropy"]]  # what its entropy t
 
 screen = True
 best, worst = 4, 2
-always = ["output_gate", "xsa", "key_offset", "unet_scalar"]  # those that published speedruns gained with
+# those that published speedruns gained with, and the router as its write-up describes it
+always = ["output_gate", "xsa", "key_offset", "unet_scalar", "routing_inf"]
