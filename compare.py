@@ -51,6 +51,7 @@ class Study:
         self.specs = {}      # folder: its trial.json
         self.screened = None  # what results.json.gz says of the first stage
         self.tuned = {}      # arm: {group: {factor: bits/byte on validation}}
+        self.together = {}   # arm: its best rates, {seed: bits/byte} before and with all of them, taken?
 
     # ---- runs ----
 
@@ -175,8 +176,8 @@ class Study:
     def tune(self, place):
         """Judge those that are better or worse again, and the plain GPT, each at its own best rates.
 
-        One seed of the first stage, whole runs, validation. Each group of rates by itself, by factors of 2,
-        further while the best lies at an end, twice at most; then the best of all groups together.
+        Seeds of the first stage, whole runs, validation. Each group of rates by itself, one seed, by factors
+        of 2, further while the best lies at an end, twice at most; then the best of all groups together.
         """
         names = [name for name, (verdict, _) in self.verdicts().items() if verdict in ("better", "worse")]
         if not names:
@@ -203,17 +204,33 @@ class Study:
         self.judge_tuned(arms, place)
 
     def judge_tuned(self, arms, place):
+        """Take the best rates of all groups where every seed of the first stage together confirms them.
+
+        One seed's best of six is luck in part: the plain GPT at such rates was worse on fresh seeds.
+        """
         best = {name: {group: min(scores, key=scores.get) for group, scores in own.items()}
                 for name, own in self.tuned.items()}
         if any(set(best.get(arm.name, ())) < set(arm.groups()) for arm in arms):
             return  # not all of it is done
         tuned = {arm.name: arm.at_rates(best[arm.name], f"{arm.name}, tuned") for arm in arms}
-        for name, arm in tuned.items():
-            self.arms[arm.name] = replace(arm, kind="baseline" if name == PLAIN else "variant")
-            if name != PLAIN:
-                self.pairs.append((arm.name, f"{PLAIN}, tuned", ["tuned rates"]))
-        plain = tuned.pop(PLAIN)
-        self.execute(self.plan_judged(plain, tuned.values()), place)
+        folders = self.plan("tune", [*arms, *tuned.values()], self.config.screen_seeds, "val")
+        self.execute(folders, place, "best rates together")
+        if not all(trial.done(folder) or trial.failure(folder) for folder in folders):
+            return
+        scores = self.scores("tune")
+        self.together = {arm.name: dict(rates=best[arm.name], before=scores.get(arm.name, {}),
+                                        tuned=scores.get(f"{arm.name}, tuned", {})) for arm in arms}
+        for each in self.together.values():
+            each["taken"] = analysis.confirmed(each)
+        taken = {name: tuned[name] if each["taken"] else self.arms[name]
+                 for name, each in self.together.items()}
+        plain = taken.pop(PLAIN)
+        new = {arm.name: arm for arm in (replace(plain, kind="baseline"), *taken.values())
+               if arm.name not in self.arms}
+        self.arms.update(new)
+        self.pairs += [(arm.name, plain.name, ["tuned rates"]) for arm in taken.values()
+                       if arm.name in new or plain.name in new]
+        self.execute(self.plan_judged(plain, [arm for arm in taken.values() if arm.name in new]), place)
 
 
 # ---- command line ----

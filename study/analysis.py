@@ -72,6 +72,12 @@ def findable(scores, rows, alpha):
     return stats.findable(scores, int(np.median(sizes)), len(scores.get("plain", ())), len(rows), alpha)
 
 
+def confirmed(together):
+    """Whether an arm at its best rates is better on validation, over all seeds of the first stage."""
+    before, tuned = (list(together[key].values()) for key in ("before", "tuned"))
+    return len(tuned) == len(before) > 0 and float(np.mean(tuned)) < float(np.mean(before))
+
+
 # ---- compute ----
 
 def curve_of(arms):

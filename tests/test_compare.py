@@ -286,13 +286,21 @@ def test_who_looks_better_meets_a_plain_gpt_of_its_size(plain, here, monkeypatch
     assert list(study.scores("judge")[wide]) == [1, 2]
 
 
-def test_who_has_a_verdict_is_judged_again_at_its_own_best_rates(plain, here, monkeypatch):
-    """One seed that no comparison uses, on validation; each group of rates by itself, then all together."""
-    study = study_of(plain, tune_lr=True, screen_seeds=[9], match_parameters=False)
+@pytest.mark.parametrize("lucky", [None, "plain", "output_gate"])
+def test_who_has_a_verdict_is_judged_again_at_its_own_best_rates(plain, here, monkeypatch, lucky):
+    """Seeds that no comparison uses, on validation; each group of rates by itself, then all together.
+
+    lucky: whose best rates are no better over both seeds, and stay as they were.
+    """
+    study = study_of(plain, tune_lr=True, screen_seeds=[9, 8], match_parameters=False)
     monkeypatch.setattr(study, "verdicts", lambda: {"output_gate": ("worse", 0.1)})
+    monkeypatch.setattr(analysis, "confirmed", lambda each: each is not study.together.get(lucky))
     study.run(here)
-    tuning = [study.specs[f] for (stage, _, _), f in study.runs.items() if stage == "tune"]
-    assert {(spec["model"]["seed"], spec["score"]["split"]) for spec in tuning} == {(9, "val")}
+    tuning = {name: study.specs[f] for (stage, name, seed), f in study.runs.items() if stage == "tune"}
+    assert {spec["score"]["split"] for spec in tuning.values()} == {"val"}
+    assert {seed for stage, _, seed in study.runs if stage == "tune"} == {9, 8}
+    assert {name for stage, name, seed in study.runs if (stage, seed) == ("tune", 8)} == {
+        "plain", "output_gate", "plain, tuned", "output_gate, tuned"}
     both = ["muon_lr", "lr"]
     for name, groups in {"plain": both, "output_gate": [*both, "mechanism_lr"]}.items():
         assert list(study.tuned[name]) == groups
@@ -302,11 +310,25 @@ def test_who_has_a_verdict_is_judged_again_at_its_own_best_rates(plain, here, mo
             # an end is tried further out, twice at most
             inside = min(scores) < best[group] < max(scores)
             assert inside or best[group] in (0.125, 8.0)
-        used = study.arms[f"{name}, tuned"].train
-        own = study.arms[name].train
-        assert used.muon_lr == own.muon_lr * best["muon_lr"] and used.lr == own.lr * best["lr"]
-    assert study.pairs[-1] == ("output_gate, tuned", "plain, tuned", ["tuned rates"])
-    assert list(study.scores("judge")["output_gate, tuned"]) == [1, 2]
+        assert study.together[name]["rates"] == best
+        used, own = tuning[f"{name}, tuned"]["train"], study.arms[name].train
+        assert used["muon_lr"] == own.muon_lr * best["muon_lr"] and used["lr"] == own.lr * best["lr"]
+    pair = [name if name == lucky else f"{name}, tuned" for name in ("output_gate", "plain")]
+    assert study.pairs[-1] == (*pair, ["tuned rates"]) and {*pair} <= {*study.arms}
+    assert f"{lucky}, tuned" not in study.arms
+    scores = study.scores("judge")
+    assert list(scores[pair[0]]) == list(scores[pair[1]])[:2] == [1, 2]
+    found = results.collect(study, "test")
+    assert found["comparisons"][-1]["baseline"] == pair[1]
+    told = [row[-2] for row in findings.tuned_table(found).rows if row[1] == "together, 2 seeds"]
+    assert [row.endswith(": taken") for row in told] == [name != lucky for name in ("plain", "output_gate")]
+
+
+def test_rates_are_taken_where_all_seeds_together_are_better_with_them():
+    assert analysis.confirmed(dict(before={"1": 2.0, "2": 2.2}, tuned={"1": 2.15, "2": 2.0}))
+    assert not analysis.confirmed(dict(before={"1": 2.0, "2": 2.0}, tuned={"1": 1.9, "2": 2.2}))  # one's luck
+    assert not analysis.confirmed(dict(before={"1": 2.0, "2": 2.0}, tuned={"1": 1.9}))  # the other diverged
+    assert not analysis.confirmed(dict(before={}, tuned={}))
 
 
 def test_a_run_that_crashes_is_reported_and_sinks_nothing(plain, here, monkeypatch):
