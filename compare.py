@@ -204,7 +204,7 @@ class Study:
         self.judge_tuned(arms, place)
 
     def judge_tuned(self, arms, place):
-        """Take the best rates of all groups where every seed of the first stage together confirms them.
+        """Take the best rates of all groups together where the seeds of the first stage confirm them.
 
         One seed's best of six is luck in part: the plain GPT at such rates was worse on fresh seeds.
         """
@@ -220,8 +220,9 @@ class Study:
         scores = self.scores("tune")
         self.together = {arm.name: dict(rates=best[arm.name], before=scores.get(arm.name, {}),
                                         tuned=scores.get(f"{arm.name}, tuned", {})) for arm in arms}
+        spread = analysis.spread_of(self.together)
         for each in self.together.values():
-            each["taken"] = analysis.confirmed(each)
+            each["taken"] = analysis.confirmed(each, spread)
         taken = {name: tuned[name] if each["taken"] else self.arms[name]
                  for name, each in self.together.items()}
         plain = taken.pop(PLAIN)

@@ -72,10 +72,21 @@ def findable(scores, rows, alpha):
     return stats.findable(scores, int(np.median(sizes)), len(scores.get("plain", ())), len(rows), alpha)
 
 
-def confirmed(together):
-    """Whether an arm at its best rates is better on validation, over all seeds of the first stage."""
-    before, tuned = (list(together[key].values()) for key in ("before", "tuned"))
-    return len(tuned) == len(before) > 0 and float(np.mean(tuned)) < float(np.mean(before))
+def spread_of(together):
+    """The median over arms, before and after tuning, of the seeds' standard deviation; 0: one seed."""
+    scores = [list(each[key].values()) for each in together.values() for key in ("before", "tuned")]
+    return float(np.median([np.std(each, ddof=1) for each in scores if len(each) > 1] or [0.0]))
+
+
+def confirmed(each, spread):
+    """Whether best rates are taken: better on validation by more than a standard error of such a difference.
+
+    The one-standard-error rule (Breiman et al. 1984): of what cannot be told apart, the rates as they are.
+    """
+    before, tuned = list(each["before"].values()), list(each["tuned"].values())
+    if not before or len(tuned) < len(before):  # some diverged
+        return False
+    return float(np.mean(before) - np.mean(tuned)) > spread * (2 / len(before)) ** 0.5
 
 
 # ---- compute ----

@@ -87,8 +87,8 @@ WORDS = {
     "Learning rates":
         "Bits/byte on validation of whole runs with the learning rates × each factor, one group of them at a "
         "time, one seed; the best of all groups together are what “tuned” means, taken where the mean over "
-        "all seeds of the first stage is better with them. At the edge: the best is at an end of what was "
-        "tried, and a better one may lie beyond.",
+        "the first stage's seeds is better with them by more than one standard error of such a difference. "
+        "At the edge: the best is at an end of what was tried, and a better one may lie beyond.",
     "Seed by seed":
         "Over seeds: would it come out so again if both were trained again? Over text: would these trained "
         "models rank so on other text of this kind? Verdicts rest on the first.",

@@ -419,8 +419,9 @@ def unexplained(study):
     together = study.get("together") or {}
     told += [(f"{name}, {key}, seed {seed}", bpb) for name, each in together.items()
              for key in ("before", "tuned") for seed, bpb in each[key].items()]
+    spread = analysis.spread_of(together)
     wrong += [f"{name}: {'not ' * (not each['taken'])}taken at its best rates, against its scores"
-              for name, each in together.items() if each["taken"] != analysis.confirmed(each)]
+              for name, each in together.items() if each["taken"] != analysis.confirmed(each, spread)]
     return wrong + [f"{what}: no run gave {bpb}" for what, bpb in told if bpb not in given]
 
 

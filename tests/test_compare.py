@@ -294,7 +294,7 @@ def test_who_has_a_verdict_is_judged_again_at_its_own_best_rates(plain, here, mo
     """
     study = study_of(plain, tune_lr=True, screen_seeds=[9, 8], match_parameters=False)
     monkeypatch.setattr(study, "verdicts", lambda: {"output_gate": ("worse", 0.1)})
-    monkeypatch.setattr(analysis, "confirmed", lambda each: each is not study.together.get(lucky))
+    monkeypatch.setattr(analysis, "confirmed", lambda each, spread: each is not study.together.get(lucky))
     study.run(here)
     tuning = {name: study.specs[f] for (stage, name, seed), f in study.runs.items() if stage == "tune"}
     assert {spec["score"]["split"] for spec in tuning.values()} == {"val"}
@@ -324,11 +324,21 @@ def test_who_has_a_verdict_is_judged_again_at_its_own_best_rates(plain, here, mo
     assert [row.endswith(": taken") for row in told] == [name != lucky for name in ("plain", "output_gate")]
 
 
-def test_rates_are_taken_where_all_seeds_together_are_better_with_them():
-    assert analysis.confirmed(dict(before={"1": 2.0, "2": 2.2}, tuned={"1": 2.15, "2": 2.0}))
-    assert not analysis.confirmed(dict(before={"1": 2.0, "2": 2.0}, tuned={"1": 1.9, "2": 2.2}))  # one's luck
-    assert not analysis.confirmed(dict(before={"1": 2.0, "2": 2.0}, tuned={"1": 1.9}))  # the other diverged
-    assert not analysis.confirmed(dict(before={}, tuned={}))
+def test_rates_are_taken_where_they_are_better_by_a_standard_error():
+    def at(before, tuned):
+        return dict(before=dict(enumerate(before)), tuned=dict(enumerate(tuned)))
+
+    arms = dict(loud=at([3.0, 3.4], [2.0, 2.8]), a=at([2.0, 2.02], [2.0, 2.01]),
+                b=at([2.0, 2.02], [1.9, 2.0]))
+    sds = [0.4, 0.8, 0.02, 0.01, 0.02, 0.1]  # times the root of 2: of two values
+    spread = np.median(sds) / 2 ** 0.5
+    assert analysis.spread_of(arms) == pytest.approx(spread)
+    # n = 2: the difference of two means has the spread as its error, here 0.042
+    assert [analysis.confirmed(each, spread) for each in arms.values()] == [True, False, True]
+    assert not analysis.confirmed(at([2.0, 2.0], [1.9, 2.2]), 0.0)  # one seed's luck
+    assert not analysis.confirmed(at([2.0, 2.0], [1.9]), 0.0)       # the other diverged
+    assert not analysis.confirmed(at([], []), 0.0)
+    assert analysis.spread_of(dict(a=at([2.0], [1.9]))) == 0 and analysis.confirmed(at([2.0], [1.9]), 0.0)
 
 
 def test_a_run_that_crashes_is_reported_and_sinks_nothing(plain, here, monkeypatch):
