@@ -201,6 +201,8 @@ class Study:
                         tried[name][group].add(best / 2)
                     elif best == max(tried[name][group]):
                         tried[name][group].add(best * 2)
+            for group in groups[PLAIN]:  # what is tried for a variant is tried for the plain GPT
+                tried[PLAIN][group].update(*(own[group] for own in tried.values() if group in own))
         self.judge_tuned(arms, place)
 
     def judge_tuned(self, arms, place):

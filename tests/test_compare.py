@@ -313,6 +313,8 @@ def test_who_has_a_verdict_is_judged_again_at_its_own_best_rates(plain, here, mo
         assert study.together[name]["rates"] == best
         used, own = tuning[f"{name}, tuned"]["train"], study.arms[name].train
         assert used["muon_lr"] == own.muon_lr * best["muon_lr"] and used["lr"] == own.lr * best["lr"]
+    for group, scores in study.tuned["output_gate"].items():  # no factor that the plain GPT did not get
+        assert {*scores} <= {*study.tuned["plain"].get(group, scores)}
     pair = [name if name == lucky else f"{name}, tuned" for name in ("output_gate", "plain")]
     assert study.pairs[-1] == (*pair, ["tuned rates"]) and {*pair} <= {*study.arms}
     assert f"{lucky}, tuned" not in study.arms
