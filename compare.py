@@ -51,7 +51,8 @@ class Study:
         self.specs = {}      # folder: its trial.json
         self.screened = None  # what results.json.gz says of the first stage
         self.tuned = {}      # arm: {group: {factor: bits/byte on validation}}
-        self.together = {}   # arm: its best rates, {seed: bits/byte} before and with all of them, taken?
+        self.candidates = {}  # arm: [{rates, as factors, and bits/byte on validation of each seed}]
+        self.taken = {}      # arm: the index of its candidate
 
     # ---- runs ----
 
@@ -206,34 +207,35 @@ class Study:
         self.judge_tuned(arms, place)
 
     def judge_tuned(self, arms, place):
-        """Take the best rates of all groups together where the seeds of the first stage confirm them.
+        """Judge at its best rates, of one group or of all, whoever has them by the first stage's seeds.
 
-        One seed's best of six is luck in part: the plain GPT at such rates was worse on fresh seeds.
+        One seed's best of six is luck in part, and what is good by itself may be bad together: the plain
+        GPT's best two were.
         """
-        best = {name: {group: min(scores, key=scores.get) for group, scores in own.items()}
-                for name, own in self.tuned.items()}
-        if any(set(best.get(arm.name, ())) < set(arm.groups()) for arm in arms):
+        if any({*self.tuned.get(arm.name, ())} < {*arm.groups()} for arm in arms):
             return  # not all of it is done
-        tuned = {arm.name: arm.at_rates(best[arm.name], f"{arm.name}, tuned") for arm in arms}
-        folders = self.plan("tune", [*arms, *tuned.values()], self.config.screen_seeds, "val")
-        self.execute(folders, place, "best rates together")
+        tried, seeds = {}, self.config.screen_seeds
+        for arm in arms:
+            best = {group: min(scores, key=scores.get) for group, scores in self.tuned[arm.name].items()}
+            moved = {group: factor for group, factor in best.items() if factor != 1}
+            tried[arm.name] = [{}, *({group: moved[group]} for group in moved), *[moved] * (len(moved) > 1)]
+        at = {(arm.name, i): arm.at_rates(rates, f"{arm.name}, candidate {i}")
+              for arm in arms for i, rates in enumerate(tried[arm.name])}
+        folders = self.plan("tune", at.values(), seeds, "val")
+        self.execute(folders, place, "best rates")
         if not all(trial.done(folder) or trial.failure(folder) for folder in folders):
             return
         scores = self.scores("tune")
-        self.together = {arm.name: dict(rates=best[arm.name], before=scores.get(arm.name, {}),
-                                        tuned=scores.get(f"{arm.name}, tuned", {})) for arm in arms}
-        spread = analysis.spread_of(self.together)
-        for each in self.together.values():
-            each["taken"] = analysis.confirmed(each, spread)
-        taken = {name: tuned[name] if each["taken"] else self.arms[name]
-                 for name, each in self.together.items()}
-        plain = taken.pop(PLAIN)
-        new = {arm.name: arm for arm in (replace(plain, kind="baseline"), *taken.values())
-               if arm.name not in self.arms}
-        self.arms.update(new)
-        self.pairs += [(arm.name, plain.name, ["tuned rates"]) for arm in taken.values()
-                       if arm.name in new or plain.name in new]
-        self.execute(self.plan_judged(plain, [arm for arm in taken.values() if arm.name in new]), place)
+        self.candidates = {name: [dict(rates=rates, bpb=scores.get(at[name, i].name, {}))
+                                  for i, rates in enumerate(each)] for name, each in tried.items()}
+        self.taken = analysis.best_rates(self.candidates)
+        new = {arm.name: arm.at_rates(tried[arm.name][i], f"{arm.name}, tuned")
+               for arm in arms if (i := self.taken[arm.name])}
+        plain = replace(new.pop(PLAIN), kind="baseline") if PLAIN in new else self.builder.plain
+        self.arms.update({arm.name: arm for arm in (plain, *new.values())})
+        self.pairs += [(new.get(arm.name, arm).name, plain.name, ["tuned rates"]) for arm in arms[1:]
+                       if arm.name in new or plain.name != PLAIN]
+        self.execute(self.plan_judged(plain, list(new.values())), place)
 
 
 # ---- command line ----

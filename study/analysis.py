@@ -72,21 +72,22 @@ def findable(scores, rows, alpha):
     return stats.findable(scores, int(np.median(sizes)), len(scores.get("plain", ())), len(rows), alpha)
 
 
-def spread_of(together):
-    """The median over arms, before and after tuning, of the seeds' standard deviation; 0: one seed."""
-    scores = [list(each[key].values()) for each in together.values() for key in ("before", "tuned")]
-    return float(np.median([np.std(each, ddof=1) for each in scores if len(each) > 1] or [0.0]))
+def best_rates(candidates):
+    """{arm: index of the candidate that is taken}. candidates: {arm: [{"bpb": {seed: bits/byte}}, ...]}.
 
-
-def confirmed(each, spread):
-    """Whether best rates are taken: better on validation by more than a standard error of such a difference.
-
-    The one-standard-error rule (Breiman et al. 1984): of what cannot be told apart, the rates as they are.
+    The first is the arm as it is, which stays unless the best is better by more than a standard error of such
+    a difference, from the median spread over seeds of all candidates (the one-standard-error rule, Breiman
+    et al. 1984). One that diverged is none.
     """
-    before, tuned = list(each["before"].values()), list(each["tuned"].values())
-    if not before or len(tuned) < len(before):  # some diverged
-        return False
-    return float(np.mean(before) - np.mean(tuned)) > spread * (2 / len(before)) ** 0.5
+    scores = {name: [list(each["bpb"].values()) for each in own] for name, own in candidates.items()}
+    sds = [np.std(each, ddof=1) for own in scores.values() for each in own if len(each) > 1]
+    taken = {}
+    for name, own in scores.items():
+        means = [float(np.mean(each)) if len(each) == len(own[0]) > 0 else np.inf for each in own]
+        error = float(np.median(sds or [0.0])) * (2 / max(1, len(own[0]))) ** 0.5
+        best = int(np.argmin(means))
+        taken[name] = best if means[0] - means[best] > error else 0
+    return taken
 
 
 # ---- compute ----

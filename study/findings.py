@@ -304,10 +304,7 @@ def at_edge(scores):
 
 
 def tuned_table(found, only=None):
-    """Bits/byte on validation of each arm, optimizer group and factor of its rates; the cost in runs.
-
-    Then of all groups at once, where that was tried: the mean over seeds as they were, and at their best.
-    """
+    """Bits/byte on validation of each arm, optimizer group and factor of its rates; the cost in runs."""
     tuned = {name: own for name, own in (found.get("tuned") or {}).items()
              if only is None or name in ("plain", *only)}
     factors = sorted({key for own in tuned.values() for group in own.values() for key in group}, key=float)
@@ -320,15 +317,20 @@ def tuned_table(found, only=None):
             tried = (show(scores.get(factor), ".4f") for factor in factors)
             rows.append((label_of(found, name), group, *tried,
                          f"× {float(best):g}" + ", at the edge" * at_edge(scores), str(runs)))
-        if each := (found.get("together") or {}).get(name):
-            before, tuned = (mean_of(dict(bpb=list(each[key].values()))) for key in ("before", "tuned"))
-            at_one = ("–" if float(factor) != 1 else show(before, ".4f") for factor in factors)
-            moved = sum(float(factor) != 1 for factor in each["rates"].values())
-            word = "taken" if each["taken"] else "not taken" if moved else "nothing to take"
-            rows.append((label_of(found, name), f"together, {len(each['before'])} seeds", *at_one,
-                         f"{show(tuned, '.4f')}: {word}", str(len(each["tuned"]) - (moved == 1))))
-    head = ("arm", "rates", *(f"× {float(factor):g}" for factor in factors), "chosen", "runs of the arm")
+    head = ("arm", "rates", *(f"× {float(factor):g}" for factor in factors), "best", "runs of the arm")
     return Table(head, rows, (0, 1, len(factors) + 2))
+
+
+def candidates_table(found, only=None):
+    """Bits/byte on validation of each arm as it is, at each group's best rate and at all; which is taken."""
+    rows = []
+    for name, own in (found.get("candidates") or {}).items():
+        for i, each in enumerate(own if only is None or name in ("plain", *only) else []):
+            rates = ", ".join(f"{group} × {factor:g}" for group, factor in each["rates"].items())
+            scores, taken = list(each["bpb"].values()), found["taken"][name] == i
+            rows.append((label_of(found, name), rates or "as they are", str(len(scores)),
+                         show(mean_of(dict(bpb=scores)), ".4f"), "taken" * taken))
+    return Table(("arm", "rates", "seeds", "bits/byte, validation", "taken"), rows, (0, 1, 4))
 
 
 def ladder_table(found, only=None):

@@ -9,10 +9,10 @@ import html as escaping
 import math
 from pathlib import Path
 
-from study.findings import (MEANING, Table, against_plain, costs_table, equal_of, headline, interval, known,
-                            label_of, labelled, level, lives_tables, mean_of, notices, others,
-                            others_table, printable, remarks, screened_table, sentence_of, settings_of,
-                            show, tuned_table, verdict_of, verdicts_table)
+from study.findings import (MEANING, Table, against_plain, candidates_table, costs_table, equal_of,
+                            headline, interval, known, label_of, labelled, level, lives_tables, mean_of,
+                            notices, others, others_table, printable, remarks, screened_table, sentence_of,
+                            settings_of, show, tuned_table, verdict_of, verdicts_table)
 from study.stats import STRICT
 
 BADGES = (*MEANING, "failed", "no runs yet")
@@ -86,9 +86,10 @@ WORDS = {
         "and memory are medians of runs that may have shared a machine.",
     "Learning rates":
         "Bits/byte on validation of whole runs with the learning rates × each factor, one group of them at a "
-        "time, one seed; the best of all groups together are what “tuned” means, taken where the mean over "
-        "the first stage's seeds is better with them by more than one standard error of such a difference. "
-        "At the edge: the best is at an end of what was tried, and a better one may lie beyond.",
+        "time, one seed. The best of each group, and of all together, then meet the rates as they are over "
+        "the first stage's seeds; “tuned” is the best of these, taken if it is better by more than one "
+        "standard error of such a difference. At the edge: the best is at an end of what was tried, and a "
+        "better one may lie beyond.",
     "Seed by seed":
         "Over seeds: would it come out so again if both were trained again? Over text: would these trained "
         "models rank so on other text of this kind? Verdicts rest on the first.",
@@ -216,7 +217,8 @@ def html(found, pictures=None):
         "All variants on validation": rule and tag("div", rule, grid(screened_table(found))),
         "Effect as compute": image(pictures.get("compute"), "score against compute"),
         "Learning curves": image(pictures.get("learning"), "learning curves"),
-        "Costs": grid(costs_table(found)), "Learning rates": grid(tuned_table(found)),
+        "Costs": grid(costs_table(found)),
+        "Learning rates": Html(grid(tuned_table(found)) + grid(candidates_table(found))),
         "What became of the heads": Html("".join(map(grid, lives_tables(found)))),
         "Seed by seed": seeds_of(found), "Inside the heads": heads_of(found), "Samples": samples(found),
         "Configurations": configs(found), "Commands": commands(found),

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from common import table, write_atomic
 from study import page, pictures
-from study.findings import (Table, against_plain, costs_table, equal_of, headline, label_of, labelled,
-                            ladder_sentences, ladder_table, lives_tables, mean_alone, notices, others,
-                            others_table, printable, remarks, screened_table, sentence_of, settings_of,
-                            tuned_table, verdicts_table, without)
+from study.findings import (Table, against_plain, candidates_table, costs_table, equal_of, headline,
+                            label_of, labelled, ladder_sentences, ladder_table, lives_tables, mean_alone,
+                            notices, others, others_table, printable, remarks, screened_table, sentence_of,
+                            settings_of, tuned_table, verdicts_table, without)
 
 # ---- terminal ----
 
@@ -82,6 +82,7 @@ TABLES = {
     "lives": of_each_size(lambda found, only=None: "\n\n".join(
         in_markdown(*each) for each in lives_tables(found, only))),
     "tuned": of_each_size(lambda found, only=None: in_markdown(*tuned_table(found, only))),
+    "candidates": of_each_size(lambda found, only=None: in_markdown(*candidates_table(found, only))),
     "ladder": lambda found, only=None: in_markdown(*ladder_table(found, only)),
 }
 
@@ -95,7 +96,7 @@ def markdown(found):
         words = escaped(sentence_of(found, c))
         lines.append(f"- **{who}** against {other}, at equal {equal_of(c)}: {words}")
     for title, part in (("All variants on validation", screened_table(found)), ("Costs", costs_table(found)),
-                        ("Learning rates", tuned_table(found))):
+                        ("Learning rates", tuned_table(found)), ("Best rates", candidates_table(found))):
         if part.rows:
             lines += ["", f"## {title}", "", in_markdown(*part)]
     for each in lives_tables(found):

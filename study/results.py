@@ -62,7 +62,7 @@ def collect(study, command):
         settings=study.builder.settings, plain={"base": study.builder.base, **flags_of(study.builder.plain)},
         machine=machine(study, done), data=scored(study, done),
         alpha=c.alpha, margin=c.margin, seeds=c.seeds, pairs=[list(pair) for pair in study.pairs],
-        screen=study.screened, tuned=study.tuned, together=study.together,
+        screen=study.screened, tuned=study.tuned, candidates=study.candidates, taken=study.taken,
         screened_out=[name for name in study.variants if name not in study.arms],
         arms={name: arm_summary(study, arm, judged[name], done, nothing_runs)
               for name, arm in study.arms.items()},
@@ -416,12 +416,11 @@ def unexplained(study):
             ((study.get("screen") or {}).get("scores") or {}).items() for seed, bpb in own.items()]
     told += [(f"tuned {name}, {group} x {factor}", bpb) for name, own in (study.get("tuned") or {}).items()
              for group, scores in own.items() for factor, bpb in scores.items()]
-    together = study.get("together") or {}
-    told += [(f"{name}, {key}, seed {seed}", bpb) for name, each in together.items()
-             for key in ("before", "tuned") for seed, bpb in each[key].items()]
-    spread = analysis.spread_of(together)
-    wrong += [f"{name}: {'not ' * (not each['taken'])}taken at its best rates, against its scores"
-              for name, each in together.items() if each["taken"] != analysis.confirmed(each, spread)]
+    candidates = study.get("candidates") or {}
+    told += [(f"{name} at {each['rates']}, seed {seed}", bpb) for name, own in candidates.items()
+             for each in own for seed, bpb in each["bpb"].items()]
+    if candidates and (best := analysis.best_rates(candidates)) != study["taken"]:
+        wrong.append(f"rates taken: {best} here, {study['taken']} in the file")
     return wrong + [f"{what}: no run gave {bpb}" for what, bpb in told if bpb not in given]
 
 

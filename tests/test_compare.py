@@ -286,21 +286,18 @@ def test_who_looks_better_meets_a_plain_gpt_of_its_size(plain, here, monkeypatch
     assert list(study.scores("judge")[wide]) == [1, 2]
 
 
-@pytest.mark.parametrize("lucky", [None, "plain", "output_gate"])
-def test_who_has_a_verdict_is_judged_again_at_its_own_best_rates(plain, here, monkeypatch, lucky):
-    """Seeds that no comparison uses, on validation; each group of rates by itself, then all together.
-
-    lucky: whose best rates are no better over both seeds, and stay as they were.
-    """
+@pytest.mark.parametrize("stays", [None, "plain", "output_gate"])
+def test_who_has_a_verdict_is_judged_again_at_its_own_best_rates(plain, here, monkeypatch, stays):
+    """Seeds that no comparison uses, on validation; each group of rates by itself, then all together."""
     study = study_of(plain, tune_lr=True, screen_seeds=[9, 8], match_parameters=False)
     monkeypatch.setattr(study, "verdicts", lambda: {"output_gate": ("worse", 0.1)})
-    monkeypatch.setattr(analysis, "confirmed", lambda each, spread: each is not study.together.get(lucky))
+    monkeypatch.setattr(analysis, "best_rates", lambda candidates: {
+        name: 0 if name == stays else len(own) - 1 for name, own in candidates.items()})
     study.run(here)
-    tuning = {name: study.specs[f] for (stage, name, seed), f in study.runs.items() if stage == "tune"}
+    tuning = {(name, seed): study.specs[folder] for (stage, name, seed), folder in study.runs.items()
+              if stage == "tune"}
     assert {spec["score"]["split"] for spec in tuning.values()} == {"val"}
-    assert {seed for stage, _, seed in study.runs if stage == "tune"} == {9, 8}
-    assert {name for stage, name, seed in study.runs if (stage, seed) == ("tune", 8)} == {
-        "plain", "output_gate", "plain, tuned", "output_gate, tuned"}
+    assert {seed for _, seed in tuning} == {9, 8}
     both = ["muon_lr", "lr"]
     for name, groups in {"plain": both, "output_gate": [*both, "mechanism_lr"]}.items():
         assert list(study.tuned[name]) == groups
@@ -310,37 +307,36 @@ def test_who_has_a_verdict_is_judged_again_at_its_own_best_rates(plain, here, mo
             # an end is tried further out, twice at most
             inside = min(scores) < best[group] < max(scores)
             assert inside or best[group] in (0.125, 8.0)
-        assert study.together[name]["rates"] == best
-        used, own = tuning[f"{name}, tuned"]["train"], study.arms[name].train
-        assert used["muon_lr"] == own.muon_lr * best["muon_lr"] and used["lr"] == own.lr * best["lr"]
+        moved = {group: factor for group, factor in best.items() if factor != 1}
+        own = study.candidates[name]
+        assert [each["rates"] for each in own[:len(moved) + 1]] == [{}, *({g: f} for g, f in moved.items())]
+        assert own[-1]["rates"] == moved and all({*each["bpb"]} == {9, 8} for each in own)
+        used, before = tuning[f"{name}, candidate {len(own) - 1}", 8]["train"], study.arms[name].train
+        assert used["lr"] == before.lr * best["lr"] and used["muon_lr"] == before.muon_lr * best["muon_lr"]
     for group, scores in study.tuned["output_gate"].items():  # no factor that the plain GPT did not get
         assert {*scores} <= {*study.tuned["plain"].get(group, scores)}
-    pair = [name if name == lucky else f"{name}, tuned" for name in ("output_gate", "plain")]
-    assert study.pairs[-1] == (*pair, ["tuned rates"]) and {*pair} <= {*study.arms}
-    assert f"{lucky}, tuned" not in study.arms
+    pair = [name if name == stays else f"{name}, tuned" for name in ("output_gate", "plain")]
+    assert study.pairs[-1] == (*pair, ["tuned rates"]) and f"{stays}, tuned" not in study.arms
     scores = study.scores("judge")
     assert list(scores[pair[0]]) == list(scores[pair[1]])[:2] == [1, 2]
     found = results.collect(study, "test")
     assert found["comparisons"][-1]["baseline"] == pair[1]
-    told = [row[-2] for row in findings.tuned_table(found).rows if row[1] == "together, 2 seeds"]
-    assert [row.endswith(": taken") for row in told] == [name != lucky for name in ("plain", "output_gate")]
+    told = [row[1] for row in findings.candidates_table(found).rows if row[-1] == "taken"]
+    assert [word == "as they are" for word in told] == [name == stays for name in ("plain", "output_gate")]
 
 
 def test_rates_are_taken_where_they_are_better_by_a_standard_error():
-    def at(before, tuned):
-        return dict(before=dict(enumerate(before)), tuned=dict(enumerate(tuned)))
+    def at(*scores):
+        return [dict(bpb=dict(enumerate(each))) for each in scores]
 
     arms = dict(loud=at([3.0, 3.4], [2.0, 2.8]), a=at([2.0, 2.02], [2.0, 2.01]),
-                b=at([2.0, 2.02], [1.9, 2.0]))
-    sds = [0.4, 0.8, 0.02, 0.01, 0.02, 0.1]  # times the root of 2: of two values
-    spread = np.median(sds) / 2 ** 0.5
-    assert analysis.spread_of(arms) == pytest.approx(spread)
-    # n = 2: the difference of two means has the spread as its error, here 0.042
-    assert [analysis.confirmed(each, spread) for each in arms.values()] == [True, False, True]
-    assert not analysis.confirmed(at([2.0, 2.0], [1.9, 2.2]), 0.0)  # one seed's luck
-    assert not analysis.confirmed(at([2.0, 2.0], [1.9]), 0.0)       # the other diverged
-    assert not analysis.confirmed(at([], []), 0.0)
-    assert analysis.spread_of(dict(a=at([2.0], [1.9]))) == 0 and analysis.confirmed(at([2.0], [1.9]), 0.0)
+                b=at([2.0, 2.02], [1.95, 1.97], [1.9, 2.0], [1.9]))
+    # n = 2: a difference of two means has the spread as its error: 0.02 / 2 ** 0.5, the median
+    assert analysis.best_rates(arms) == dict(loud=1, a=0, b=2)
+    assert analysis.best_rates(dict(a=at([2.0, 2.02], [1.99, 2.01]), b=arms["b"]))["a"] == 0
+    assert analysis.best_rates(dict(a=at([2.0, 2.0], [1.9, 2.2]))) == dict(a=0)  # one seed's luck
+    assert analysis.best_rates(dict(a=at([2.0, 2.0], [1.5]), b=at([], []))) == dict(a=0, b=0)  # diverged
+    assert analysis.best_rates(dict(a=at([2.0], [1.9]))) == dict(a=1)
 
 
 def test_a_run_that_crashes_is_reported_and_sinks_nothing(plain, here, monkeypatch):
