@@ -415,7 +415,7 @@ def test_tables_keep_the_arms_that_are_asked_for_in_that_order():
 def test_grid_of_rates_says_what_was_chosen_and_what_lies_at_the_edge():
     rows = rows_in(report.TABLES["tuned"](make_found(2), None))
     assert [row["rates"] for row in rows] == ["lr", "muon_lr"] * 2
-    assert [row["chosen"] for row in rows] == ["× 1", "× 4, at the edge"] * 2
+    assert [row["best"] for row in rows] == ["× 1", "× 4, at the edge"] * 2
     # factor 1 once for both groups, 0.5 and 2 of each, 4 of one
     assert {row["runs of the arm"] for row in rows} == {"6"} and rows[0]["× 4"] == "–"
 
