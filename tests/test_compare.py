@@ -287,7 +287,7 @@ def test_who_looks_better_meets_a_plain_gpt_of_its_size(plain, here, monkeypatch
 
 
 @pytest.mark.parametrize("stays", [None, "plain", "output_gate"])
-def test_who_has_a_verdict_is_judged_again_at_its_own_best_rates(plain, here, monkeypatch, stays):
+def test_who_has_a_verdict_is_judged_again_at_its_own_best_rates(plain, here, monkeypatch, capsys, stays):
     """Seeds that no comparison uses, on validation; each group of rates by itself, then all together."""
     study = study_of(plain, tune_lr=True, screen_seeds=[9, 8], match_parameters=False)
     monkeypatch.setattr(study, "verdicts", lambda: {"output_gate": ("worse", 0.1)})
@@ -323,6 +323,14 @@ def test_who_has_a_verdict_is_judged_again_at_its_own_best_rates(plain, here, mo
     assert found["comparisons"][-1]["baseline"] == pair[1]
     told = [row[1] for row in findings.candidates_table(found).rows if row[-1] == "taken"]
     assert [word == "as they are" for word in told] == [name == stays for name in ("plain", "output_gate")]
+    results.write(found, ".")
+    assert "all of them the same" in results.recheck("results.json.gz")
+    found["candidates"]["plain"][0]["bpb"]["8"] += 0.1
+    found["taken"]["output_gate"] += 1
+    results.write(found, ".")
+    with pytest.raises(UserError, match="2 of"):
+        results.recheck("results.json.gz")
+    assert "plain at {}, seed 8: no run gave" in (said := capsys.readouterr().err) and "rates taken" in said
 
 
 def test_rates_are_taken_where_they_are_better_by_a_standard_error():
