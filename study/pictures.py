@@ -102,7 +102,8 @@ def draw_row(axes, y, c, left, right):
             axes.plot([edge], [y], marker, color=colour, markersize=8, clip_on=False)
     if not left <= c["mean"] <= right:
         at, side = (right, "right") if c["mean"] > right else (left, "left")
-        axes.annotate(f"{c['mean']:+.3f}", (at, y), (-10 if side == "right" else 10, 0), color=colour,
+        above = 7 * any(left < end < right for end in ends)  # the interval's line runs through the picture
+        axes.annotate(f"{c['mean']:+.3f}", (at, y), (-10 if side == "right" else 10, above), color=colour,
                       textcoords="offset points", ha=side, va="center", fontsize=9)
 
 
