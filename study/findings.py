@@ -142,6 +142,8 @@ def notices(found):
     if found["done"] + failed < found["planned"]:
         lines.append(f"This study is not finished: {found['done']} of {found['planned']} runs are done; "
                      "all of this may still change.")
+    elif found["config"].get("tune_lr") and not found.get("tuned"):
+        lines.append("No rates were tuned: no variant is better or worse.")
     if failed:
         runs = "run is" if failed == 1 else "runs are"
         lines.append(f"{failed} failed {runs} missing from the numbers: see Failures.")

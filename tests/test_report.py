@@ -420,6 +420,16 @@ def test_grid_of_rates_says_what_was_chosen_and_what_lies_at_the_edge():
     assert {row["runs of the arm"] for row in rows} == {"6"} and rows[0]["× 4"] == "–"
 
 
+def test_a_study_that_had_no_rates_to_tune_says_so():
+    found = {**make_found(2), "tuned": {}}
+    word = "No rates were tuned"
+    assert not any(word in line for line in findings.notices(found))
+    found["config"]["tune_lr"] = True
+    assert any(word in line for line in findings.notices(found))
+    assert not any(word in line for line in findings.notices({**found, "planned": found["planned"] + 9}))
+    assert not any(word in line for line in findings.notices({**make_found(2), "config": found["config"]}))
+
+
 def test_text_and_seeds_have_an_interval_each():
     found = make_found(1)
     text = Page(html_of(found)).text.split("Intervals over seeds and over text")[1]
