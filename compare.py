@@ -52,7 +52,6 @@ class Study:
         self.screened = None  # what results.json.gz says of the first stage
         self.tuned = {}      # arm: {group: {factor: bits/byte on validation}}
         self.candidates = {}  # arm: [{rates, as factors, and bits/byte on validation of each seed}]
-        self.taken = {}      # arm: the index of its candidate
 
     # ---- runs ----
 
@@ -228,9 +227,9 @@ class Study:
         scores = self.scores("tune")
         self.candidates = {name: [dict(rates=rates, bpb=scores.get(at[name, i].name, {}))
                                   for i, rates in enumerate(each)] for name, each in tried.items()}
-        self.taken = analysis.best_rates(self.candidates)
+        taken = analysis.best_rates(self.candidates)
         new = {arm.name: arm.at_rates(tried[arm.name][i], f"{arm.name}, tuned")
-               for arm in arms if (i := self.taken[arm.name])}
+               for arm in arms if (i := taken[arm.name])}
         plain = replace(new.pop(PLAIN), kind="baseline") if PLAIN in new else self.builder.plain
         self.arms.update({arm.name: arm for arm in (plain, *new.values())})
         self.pairs += [(new.get(arm.name, arm).name, plain.name, ["tuned rates"]) for arm in arms[1:]

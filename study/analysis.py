@@ -36,8 +36,9 @@ def figures(found):
         if failed and row["verdict"] == "better":  # those that diverged would have said something else
             row.update(verdict="undecided", words=f"not called better, since {failed} of its runs failed; "
                                                   f"else {row['words']}")
+    tuned = dict(taken=best_rates(found["candidates"])) if found.get("candidates") else {}
     return dict(comparisons=rows, screened=screened(found), findable=findable(scores, rows, alpha),
-                margin_as_compute=curve and compute.margin_as_compute(curve, margin))
+                margin_as_compute=curve and compute.margin_as_compute(curve, margin), **tuned)
 
 
 def known(arm):

@@ -51,6 +51,11 @@ def short(value):
     return EngFormatter(sep="")(float(f"{value:.3g}")) if known(value) else "–"
 
 
+def asked(by_arm, only):
+    """Of {arm: ...}, or None, the plain GPT's and those of `only`; None: all."""
+    return {name: own for name, own in (by_arm or {}).items() if only is None or name in ("plain", *only)}
+
+
 def mean_of(arm):
     scores = [v for v in arm.get("bpb") or [] if known(v)]
     return float(np.mean(scores)) if scores else None
@@ -268,14 +273,14 @@ def costs_table(found, only=None):
 
     rows = [(label_of(found, name), *(cell(arm, *column) for column in columns.values()),
              interval(arm["time_ratio"], ".2f") if arm.get("time_ratio") else "–")
-            for name, arm in found["arms"].items() if only is None or name in ("plain", *only)]
+            for name, arm in asked(found["arms"], only).items()]
     return Table(("arm", *columns, f"time of a step × [{level(found)}]"), rows)
 
 
 def lives_tables(found, only=None):
     """What became of the heads: figures a row, arms a column; then states, and roles; [] where not asked."""
-    lives = {name: seeds for name, seeds in (found.get("lives") or {}).items()
-             if found["arms"][name].get("kind") != "budget" and (only is None or name in ("plain", *only))}
+    lives = {name: seeds for name, seeds in asked(found.get("lives"), only).items()
+             if found["arms"][name].get("kind") != "budget"}
     if not lives:
         return []
 
@@ -307,8 +312,7 @@ def at_edge(scores):
 
 def tuned_table(found, only=None):
     """Bits/byte on validation of each arm, optimizer group and factor of its rates; the cost in runs."""
-    tuned = {name: own for name, own in (found.get("tuned") or {}).items()
-             if only is None or name in ("plain", *only)}
+    tuned = asked(found.get("tuned"), only)
     factors = sorted({key for own in tuned.values() for group in own.values() for key in group}, key=float)
     rows = []
     for name, own in tuned.items():
@@ -326,8 +330,8 @@ def tuned_table(found, only=None):
 def candidates_table(found, only=None):
     """Bits/byte on validation of each arm as it is, at each group's best rate and at all; which is taken."""
     rows = []
-    for name, own in (found.get("candidates") or {}).items():
-        for i, each in enumerate(own if only is None or name in ("plain", *only) else []):
+    for name, own in asked(found.get("candidates"), only).items():
+        for i, each in enumerate(own):
             rates = ", ".join(f"{group} × {factor:g}" for group, factor in each["rates"].items())
             scores, taken = list(each["bpb"].values()), found["taken"][name] == i
             rows.append((label_of(found, name), rates or "as they are", str(len(scores)),

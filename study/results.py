@@ -62,7 +62,7 @@ def collect(study, command):
         settings=study.builder.settings, plain={"base": study.builder.base, **flags_of(study.builder.plain)},
         machine=machine(study, done), data=scored(study, done),
         alpha=c.alpha, margin=c.margin, seeds=c.seeds, pairs=[list(pair) for pair in study.pairs],
-        screen=study.screened, tuned=study.tuned, candidates=study.candidates, taken=study.taken,
+        screen=study.screened, tuned=study.tuned, candidates=study.candidates,
         screened_out=[name for name in study.variants if name not in study.arms],
         arms={name: arm_summary(study, arm, judged[name], done, nothing_runs)
               for name, arm in study.arms.items()},
@@ -325,23 +325,22 @@ def read(path):
 
 def recheck(path):
     """Compute every figure of a results file from its runs once more; a line. UserError: one differs."""
-    found, wrong, count = read(path), [], 0
+    found, wrong, figures = read(path), [], []  # (computed once more, as it is in the file, its name)
     for size, study in trial.studies_in(found).items():
         where = f"{size}: " * bool(size)
         for name, arm in study["arms"].items():
             for run, bpb in zip(arm["runs"], arm["bpb"]):
                 wrong += [f"{where}{name}: {problem}" for problem in wrong_score(study["runs"].get(run), bpb)]
-            costly, problems = wrong_costs(study, arm)
-            count += costly
-            wrong += [f"{where}{name}: {problem}" for problem in [*wrong_runs(study, arm), *problems]]
+            wrong += [f"{where}{name}: {problem}" for problem in wrong_runs(study, arm)]
+            figures += [(*both, f"{where}{name}: {what}") for *both, what in costs_again(study, arm)]
         wrong += [f"{where}{problem}" for problem in unexplained(study)]
-        for key, value in analysis.figures(study).items():
-            each, differing = differences(json_safe(value), study.get(key), f"{where}{key}")
-            count, wrong = count + each, wrong + differing
+        figures += [(json_safe(value), study.get(key), f"{where}{key}")
+                    for key, value in analysis.figures(study).items()]
     if "sizes" in found:
         fresh = analysis.ladder(found["sizes"], found["held_out"], found["name"], found["command"])
-        each, differing = differences(json_safe(fresh["ladder"]), found["ladder"], "ladder")
-        count, wrong = count + each, wrong + differing
+        figures.append((json_safe(fresh["ladder"]), found["ladder"], "ladder"))
+    counts, differing = zip(*(differences(*each) for each in figures))
+    count, wrong = sum(counts), [*wrong, *(line for lines in differing for line in lines)]
     if wrong:
         print(*wrong, sep="\n", file=sys.stderr)
         raise UserError(f"{path}: {len(wrong)} of {count:,} figures are not what its runs give")
@@ -385,24 +384,23 @@ def wrong_runs(study, arm):
     return wrong
 
 
-def wrong_costs(study, arm):
-    """(how many costs were computed once more, what is wrong with them as sentences).
+def costs_again(study, arm):
+    """[(computed once more, as it is in the file, what)] of an arm's costs.
 
     Its model's parameters and FLOPs are counted as they were in the study, an interval of time is computed
     from its rounds (files from before 2026-11-22 have none). Times themselves cannot be had again.
     """
-    fresh, time = {}, arm["time_ratio"] or {}
+    found, time = [], arm["time_ratio"] or {}
     if spec := next((study["runs"][run]["spec"] for run in arm["runs"] if run in study["runs"]), None):
         model = GPTConfig(**spec["model"])
         params, needed = size_of(model)
         executed = costs.executed_flops(model, spec["train"]["device"])
-        fresh = {"parameters": (params, arm["params"]), "FLOPs a token": (needed, arm["flops_per_token"]),
-                 "executed FLOPs a token": (executed, arm["executed_flops_per_token"])}
+        found += [(params, arm["params"], "parameters"), (needed, arm["flops_per_token"], "FLOPs a token"),
+                  (executed, arm["executed_flops_per_token"], "executed FLOPs a token")]
     if "ratios" in time:
-        for key, value in zip(("mean", "low", "high"), median_interval(time["ratios"])):
-            fresh[f"time of a step, {key}"] = value, time[key]
-    return len(fresh), [f"{what}: {here} here, {told} in the file" for what, (here, told) in fresh.items()
-                        if not math.isclose(here, told, rel_tol=1e-9)]
+        found += [(value, time[end], f"time of a step, {end}")
+                  for end, value in zip(("mean", "low", "high"), median_interval(time["ratios"]))]
+    return found
 
 
 def unexplained(study):
@@ -416,11 +414,9 @@ def unexplained(study):
             ((study.get("screen") or {}).get("scores") or {}).items() for seed, bpb in own.items()]
     told += [(f"tuned {name}, {group} x {factor}", bpb) for name, own in (study.get("tuned") or {}).items()
              for group, scores in own.items() for factor, bpb in scores.items()]
-    candidates = study.get("candidates") or {}
-    told += [(f"{name} at {each['rates']}, seed {seed}", bpb) for name, own in candidates.items()
+    told += [(f"{name} at {each['rates']}, seed {seed}", bpb)
+             for name, own in (study.get("candidates") or {}).items()
              for each in own for seed, bpb in each["bpb"].items()]
-    if candidates and (best := analysis.best_rates(candidates)) != study["taken"]:
-        wrong.append(f"rates taken: {best} here, {study['taken']} in the file")
     return wrong + [f"{what}: no run gave {bpb}" for what, bpb in told if bpb not in given]
 
 
