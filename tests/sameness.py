@@ -65,7 +65,7 @@ def computed(model):
         model.zero_grad(set_to_none=True)
         torch.manual_seed(3)  # the noise of hard-concrete gates
         wanted = {name: (tokens(4, 2, T) % 4 - 1) / 2 for name in model.config.constraint_names or ()}
-        out = model(idx, targets, constraint_targets=wanted or None)
+        out = model(idx, targets, constraint_targets=wanted or None, logits=True)
         sum(out.aux.values(), out.loss).backward()
         found.update({f"{mode}.logits": out.logits, f"{mode}.loss": out.loss,
                       **{f"{mode}.aux.{k}": v for k, v in out.aux.items()}})
