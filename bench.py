@@ -263,6 +263,7 @@ class Contest:
         self.x, self.y = batch(args)
         self.builders = contestants_of(args)
         self.built, self.own_bytes = {}, {}  # own: on cuda, its weights and the optimizer's state
+        self.measured = set()  # (kind of work, name)
 
     def build(self, name):
         cuda = on_cuda(self.args)
@@ -288,17 +289,20 @@ class Contest:
             generate(torch.zeros(1, 1, dtype=torch.long, device=self.args.device), self.args.block_size - 1)
 
     def rows(self):
-        """Yield a row for each that is built and each kind of work; the ratios are to the first."""
+        """Yield a row for each that is built and each kind of work, once; the ratios are to the first."""
         args, first = self.args, next(iter(self.built))
         for what in args.what.split(","):
             if what == "decode":
-                seconds, tokens = take_turns(self.built, self.decode, args, what), args.block_size - 1
-                yield from time_rows(what, seconds, first, tokens, tokens)
-                continue
-            seconds = take_turns(self.built, self.train, args, what)
-            tokens = args.steps * args.batch_size * args.block_size
-            for row in time_rows(what, seconds, first, tokens, args.steps):
-                yield {**row, **self.more_of(row)}
+                seconds = take_turns(self.built, self.decode, args, what)
+                tokens = repeats = args.block_size - 1
+            else:
+                seconds = take_turns(self.built, self.train, args, what)
+                tokens, repeats = args.steps * args.batch_size * args.block_size, args.steps
+            for row in time_rows(what, seconds, first, tokens, repeats):
+                if (what, row["name"]) not in self.measured:
+                    row.update(self.more_of(row) if what == "train" else {})
+                    self.measured.add((what, row["name"]))
+                    yield row
 
     def more_of(self, row):
         """What else is known of a training step: its share of the device's rate, its memory."""
@@ -326,16 +330,13 @@ def contest_rows(args, rate):
 
 def pair_rows(args, rate):
     """Yield rows of each contestant taking turns with the first alone; the first's own from one pair."""
-    contest, given = Contest(args, rate), set()
+    contest = Contest(args, rate)
     first, *others = contest.builders
     contest.build(first)
     for name in others:
         try:
             contest.build(name)
-            for row in contest.rows():
-                if row["name"] != first or row["what"] not in given:
-                    given.add(row["what"])
-                    yield row
+            yield from contest.rows()
         except Exception as e:
             yield failure(args.what, name, e)
         contest.drop(name)

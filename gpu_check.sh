@@ -68,7 +68,7 @@ part() {
   study)
     prepared pystdlib
     study study "$((LIMIT * 4 / 5))" config/studies/demo.py --mechanisms=acag,output_gate --seeds=1,2 \
-      --jobs_per_gpu=4 ;;
+      --question="Does a study run as it should on a GPU?" --jobs_per_gpu=4 ;;
   compiled)
     each "$PY" gpu/agree.py --compile --recipes modern --jobs "$JOBS" --out "$OUT/agree.jsonl" ;;
   mechanisms)

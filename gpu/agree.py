@@ -250,9 +250,9 @@ def allowed(what, dtype, cpu_bf16):
 
 def rows_of(name, recipe, args):
     """Yield a row for each of args.dtypes; one with an error where there is nothing to compare."""
-    flags, kind = CASES[name], dict(name=name, recipe=recipe, compiled=args.compile, device=args.device)
+    kind = dict(name=name, recipe=recipe, compiled=args.compile)
     try:
-        gpt = drawn(recipe, flags)
+        gpt = drawn(recipe, CASES[name])
         reference = Reference(gpt)
         cpu_bf16 = errors_of(gpt, reference, "cpu", torch.bfloat16)
         gpt = placed(gpt, args.device)
@@ -294,8 +294,9 @@ def keep(row, args):
           f"{'compiled' if row['compiled'] else 'eager':<10}{'ok' if row['passed'] else 'FAILED':<8}{said}",
           flush=True)
     if args.out:
+        row = {**row, "machine": args.machine, "torch": torch.__version__}
         with open(args.out, "a") as file:  # one write: several processes may append
-            file.write(json.dumps(json_safe({**row, "torch": torch.__version__})) + "\n")
+            file.write(json.dumps(json_safe(row)) + "\n")
     return row["passed"]
 
 
@@ -318,7 +319,7 @@ def at_once(args, argv):
         command = [sys.executable, __file__, name, *argv, "--jobs", "1"]
         code = subprocess.run(command, env=env).returncode
         if code not in (0, 1, 130, -signal.SIGINT):
-            keep(dict(name=name, recipe="", compiled=args.compile, device=args.device, passed=False,
+            keep(dict(name=name, recipe="", compiled=args.compile, passed=False,
                       error=f"its process ended with {code}"), args)
         return code != 0
 
@@ -355,7 +356,9 @@ def check(args):
     if args.jobs < 1:
         raise UserError("--jobs must be at least 1")
     args.device = pick_device(args.device)
-    args.dtypes = args.dtypes or [d for d in DTYPES if d != "tf32" or args.device.startswith("cuda")]
+    on_cuda = args.device.startswith("cuda")
+    args.machine = torch.cuda.get_device_name(args.device) if on_cuda else args.device
+    args.dtypes = args.dtypes or [dtype for dtype in DTYPES if dtype != "tf32" or on_cuda]
     args.out = args.out and str(writable(args.out, "--out"))
 
 
