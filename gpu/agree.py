@@ -16,9 +16,10 @@ the largest error as a multiple of what is allowed.
 What is allowed:
     float32   1e-4. Products in full float32 ("highest"). On CPU the worst tensor of all models is off by
               1e-5; on another device only the order of sums differs. A wrong term shows at 1e-2 and more.
-    bfloat16  3 times the error that the CPU's own bf16 autocast makes in the same tensor, or in the median
-              one where that is more: a single number may be right by luck. Both round operands to 8 bits
-              but not at the same places, so their errors are of one size and not the same.
+    bfloat16  4 times the error that the CPU's own bf16 autocast makes in the same tensor, or in the median
+              one where that is more: a single number may be right by luck. Both round operands to 8 bits,
+              so their errors are of one size. How much luck is in it was tried with weights moved by 2^-11,
+              which rounds all anew: of 4,220 tensors 12 were off by twice as much, none by three times.
     tf32      a quarter of that, and never less than float32's: TF32 ("high", what training uses) has 11
               bits, an eighth of the rounding, and float32 results.
 Top-k routing is no smooth function: where two logits are near, rounding chooses the other head. So routers
@@ -67,7 +68,7 @@ QUICK = ("plain", "all_on", "routing_packed", "routing_moh", "acag", "sink", "co
 # {row's dtype: (precision of matrix products, dtype of autocast)}
 DTYPES = {"float32": ("highest", None), "tf32": ("high", None), "bfloat16": ("highest", torch.bfloat16)}
 FLOAT32, FLOAT32_CHOICES = 1e-4, 0.01
-BF16_TIMES, TF32_SHARE = 3, 0.25
+BF16_TIMES, TF32_SHARE = 4, 0.25
 
 
 # ---- inputs ----
