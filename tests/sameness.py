@@ -41,14 +41,14 @@ def built(flags):
     return GPT(GPTConfig(**SHAPE, **flags)).double()
 
 
-def liven(model):
+def liven(model, std=0.15):
     """Parameters drawn one after the other: none is zero, no two heads are alike, every state has a head."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.15 + (p.dim() < 2))
+            p.copy_(torch.randn(p.shape, generator=generator) * std + (p.dim() < 2))
     if model.config.agency:
-        for layer in range(SHAPE["n_layer"]):
+        for layer in range(model.config.n_layer):
             for head, state in enumerate(("active", "overloaded", "misaligned", "withdrawn")):
                 model.set_head(layer, head, state=state)
             if model.config.agency_learned:
