@@ -219,7 +219,8 @@ class Casts(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("flags", [dict(recipe="gpt2"), dict(recipe="modern"), dict(constraint_names=["a"], constraint_hidden=48),
+@pytest.mark.parametrize("flags", [dict(recipe="gpt2"), dict(recipe="modern"),
+                                   dict(constraint_names=["a"], constraint_hidden=48),
                                    MECHANISMS["routing_moh"]], ids=str)
 def test_weights_cast_once_a_step_train_the_same(flags):
     """To the last bit, in bfloat16, of a tied head too; autocast casts each weight in each portion."""
