@@ -288,7 +288,10 @@ def flex(q, k, v, scale, mask):
     width = v.size(-1)
     q, k, v = (F.pad(t, (0, FLEX_MIN - t.size(-1))) if t.size(-1) < FLEX_MIN else t for t in (q, k, v))
     kernel = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else compiled_flex()
-    options = flex_tiles(max(q.size(-1), v.size(-1)), q.element_size()) if q.is_cuda else None
+    options = None
+    if q.is_cuda:
+        roomy = torch.cuda.get_device_capability(q.device) in ROOMY
+        options = flex_tiles(max(q.size(-1), v.size(-1)), q.element_size(), roomy)
     y, aux = kernel(q, k, v, block_mask=mask, scale=scale, kernel_options=options,
                     return_aux=AuxRequest(lse=True))
     if not width and torch.is_grad_enabled():  # the backward pass needs a gradient of y: here it is 0
@@ -296,14 +299,18 @@ def flex(q, k, v, scale, mask):
     return y[..., :width], aux.lse
 
 
-def flex_tiles(width, itemsize):
+ROOMY = {(8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)}  # cards with 163 KB of shared memory or more
+
+
+def flex_tiles(width, itemsize, roomy):
     """Kernel options of FlexAttention for heads so wide, each number so many bytes; None: its own.
 
-    Its own tiles need more shared memory than a card has (99 KB on an L4, 163 KB on an A100) once a row of a
-    head, padded to a power of two, takes over 256 bytes. These need 98 KB at most (docs/gpu.md).
+    Its own tiles need more shared memory than a card has once a row of a head, padded to a power of two,
+    takes over 256 bytes, or over 128 where the card is not roomy: 99 KB, as on an L4 or an RTX 4090. These
+    need 70 KB at most (docs/gpu.md).
     """
     row = itemsize << (width - 1).bit_length()
-    if row <= 256:
+    if row <= (256 if roomy else 128):
         return None
     side = 32 if row <= 512 else 16
     forward = dict(fwd_BLOCK_M=2 * side, fwd_BLOCK_N=side, fwd_num_stages=1)
@@ -355,7 +362,10 @@ def row_statistics(q, k, v, scale, mask, n_keys, detach=False, dropout=0.0, shap
         mean_logit = scale * (q.to(lse.dtype) * mean_key.to(lse.dtype)).sum(-1)
         entropy = (lse - mean_logit).clamp_min(0).minimum(n_keys.log())
     y = y[0] if together else attend(q, k, v, scale, mask, dropout)
-    return y, RowStats(lse, entropy, lse2 - 2 * lse)
+    log_p2 = lse2 - 2 * lse
+    if q.is_cuda and not together:  # gives mean_key a gradient, of 0, where nobody reads the entropy
+        log_p2 = log_p2 + 0.0 * entropy
+    return y, RowStats(lse, entropy, log_p2)
 
 
 # ---- attention of some heads or some queries ----

@@ -132,11 +132,13 @@ def test_statistics_take_no_values_wider_than_shared_memory_holds(head_size, ext
     assert widths == [2 * head_size if together else head_size + extra, 0] and y.shape == v.shape
 
 
-@pytest.mark.parametrize("width, itemsize, own", [
-    (16, 2, True), (64, 2, True), (72, 2, True), (128, 2, True), (136, 2, False), (256, 2, False),
-    (64, 4, True), (65, 4, False), (128, 4, False), (136, 4, False)])
-def test_wide_heads_take_smaller_tiles(width, itemsize, own):
-    options = flex_tiles(width, itemsize)
+@pytest.mark.parametrize("width, itemsize, roomy, own", [
+    (16, 2, True, True), (64, 2, True, True), (72, 2, True, True), (128, 2, True, True),
+    (136, 2, True, False), (256, 2, True, False), (64, 4, True, True), (65, 4, True, False),
+    (128, 4, True, False), (136, 4, True, False), (64, 2, False, True), (72, 2, False, False),
+    (32, 4, False, True), (64, 4, False, False)])
+def test_wide_heads_take_smaller_tiles(width, itemsize, roomy, own):
+    options = flex_tiles(width, itemsize, roomy)
     assert (options is None) == own
     if options:
         sides = [value for key, value in options.items() if "BLOCK" in key]
