@@ -21,13 +21,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common import ROOT, UserError, last_words, table, write_atomic
-from gpu import environment
+from common import ROOT, UserError, last_words
+from gpu import environment, report
 from gpu.digest import digest
-from gpu.entries import (CARDS, ENTRIES, MUON, NANOGPT, QUICK, STEPS_OF_THAW, Check, byte_checks, checks,
-                         quick_checks)
+from gpu.entries import ENTRIES, MUON, NANOGPT, QUICK, byte_checks, checks, quick_checks
 
-RESULTS = ROOT / "results/gpu-compile.json"
 LOG = ROOT / "out/gpu-check.log"  # what torch and triton say meanwhile
 WORK = {"steps": "graphs", "train": "binaries", "eval": "binaries", "bytes": "code"}
 CHECKS_OF_PROCESS = 30  # Dynamo keeps something of each model
@@ -35,47 +33,10 @@ LIMIT = 600  # seconds that one check may take
 SAVE = 20  # checks after which the results are written
 
 
-# ---- the results ----
-
-def read(path=None):
-    """{key: row} of the results file; empty where there is none. Raises UserError."""
-    path = path or RESULTS
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))["checks"]
-    except FileNotFoundError:
-        return {}
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path} is not a results file of this check; delete it") from None
-
-
-def write(rows, path=None):
-    """Write {key: row}, a line each, those of checks that are no more left out."""
-    known = [check.key for check in (*checks(), *byte_checks())]
-    lines = [f" {json.dumps(key)}: {json.dumps(rows[key], sort_keys=True)}" for key in known if key in rows]
-    text = f'{{"torch": "{environment.TORCH}", "checks": {{\n' + ",\n".join(lines) + "\n}}\n"
-    write_atomic(path or RESULTS, lambda f: f.write(text.encode()))
-
-
-def problems(check, row):
-    """What is wrong with a check, from its row, a sentence each."""
-    if "error" in row:
-        yield f"does not compile: {row['error']}"
-    for reason in row.get("breaks", ()):
-        yield f"graph break: {reason}"
-    graphs = row.get("graphs")
-    if graphs and graphs[-1] > graphs[0] + (check.entry == STEPS_OF_THAW):
-        yield f"recompiled: {graphs} graphs after each step"
-    if row.get("shared", 0) > row.get("limit", 0):
-        yield (f"{row['largest']} asks for {row['shared']:,} bytes of shared memory, the card has "
-               f"{row['limit']:,} (kernels that do: {row['too_large']})")
-    calls = [call for call, names in row.get("attention", {}).items() if "cudnn_attention" in names]
-    if calls:
-        yield f"cuDNN's attention, which plans anew for each length, in {', '.join(calls)}"
-
-
 def stale(wanted, rows):
     """Those of the wanted checks whose code, flags or recipe are not those of their row."""
-    return [check for check in wanted if rows.get(check.key, {}).get("digest") != digest(check)]
+    return [check for check in wanted
+            if check.key not in rows or rows[check.key].get("digest") != digest(check)]
 
 
 # ---- the processes that compile ----
@@ -153,66 +114,23 @@ def compile_all(wanted, jobs, nanogpt=None, done=lambda check, row: None):
 
 def compile_and_keep(wanted, jobs, nanogpt=None):
     """compile_all(), each row kept in the results file with its digest. Returns all rows of that file."""
-    rows = read()
+    rows = report.read()
     with tqdm(total=len(wanted), unit="check", smoothing=0.1, mininterval=1) as bar:
         def done(check, row):
             rows[check.key] = {"digest": digest(check), **row}
             bar.set_postfix_str(check.key)
             bar.update()
             if bar.n % SAVE == 0:
-                write(rows)
+                report.write(rows)
         try:
             compile_all(wanted, jobs, nanogpt, done)
         finally:
             if wanted:
-                write(rows)
+                report.write(rows)
     return rows
 
 
-# ---- what is printed ----
-
-def overview(rows, names):
-    """A line for each entry, of its training step at head size 64 in bfloat16: kernels, bytes, memory."""
-    lines = []
-    for name in names:
-        of_cards = [rows.get(Check(name, "train", card=card).key, {}) for card in CARDS]
-        if not any(of_cards):
-            continue
-        first = next(row for row in of_cards if row)
-        cells = [first.get("kernels", "-"), f"{first.get('bytes', 0) / 1e6:.1f}"]
-        cells += [f"{row['shared'] / 1024:.0f}" if "shared" in row else "-" for row in of_cards]
-        mine = [check for check in checks((name,)) if check.key in rows]
-        bad = sum(bool([*problems(check, rows[check.key])]) for check in mine)
-        graph = "no" if "no_cuda_graph" in first else "yes"
-        lines.append([name, *cells, graph, f"{bad} of {len(mine)}" if bad else "-"])
-    head = ["entry", "kernels", "MB", *(f"KB {card}" for card in CARDS), "CUDA graph", "wrong"]
-    return table(head, lines)
-
-
-def wrong(rows, wanted):
-    """Lines: each problem of the wanted checks, with the keys that have it."""
-    found = {}
-    for check in wanted:
-        for problem in problems(check, rows.get(check.key, {})):
-            found.setdefault((check.entry, problem), []).append(check)
-    lines = []
-    for (entry, problem), those in found.items():
-        first, more = those[0], f" and {len(those) - 1} more" if len(those) > 1 else ""
-        lines.append(f"{first.key}{more}: {problem}")
-    return lines
-
-
-def changed_line():
-    """What has changed since it was last compiled, in a line or two."""
-    rows, wanted = read(), checks()
-    entries = list(dict.fromkeys(check.entry for check in stale(wanted, rows)))
-    every = len({check.entry for check in wanted})
-    if not entries:
-        return f"gpu-check: all {every} entries were compiled as they are"
-    names = ", ".join(entries[:8]) + (f", and {len(entries) - 8} more" if len(entries) > 8 else "")
-    return (f"gpu-check: {len(entries)} of {every} entries have changed since they were compiled for a GPU "
-            f"(make gpu-check):\n  {names}")
-
+# ---- the command line ----
 
 def arguments(argv):
     parser = argparse.ArgumentParser(prog="gpu.check", description=__doc__,
@@ -222,6 +140,7 @@ def arguments(argv):
     parser.add_argument("--bytes", action="store_true", help="bytes moved at GPT-2 124M instead")
     parser.add_argument("--nanogpt", help="nanoGPT's folder, for --bytes")
     parser.add_argument("--changed", action="store_true", help="list what has changed, and compile nothing")
+    parser.add_argument("--tables", action="store_true", help="write the tables of docs/gpu.md")
     parser.add_argument("--again", action="store_true", help="compile what has not changed too")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
     return parser.parse_args(argv)
@@ -243,27 +162,34 @@ def wanted_checks(args):
     return [check for check in byte_checks(entries) if args.nanogpt or check.entry != NANOGPT]
 
 
+def prepare():
+    """Check this environment, and build what is preloaded. Raises UserError."""
+    try:
+        environment.check_machine(sys.prefix)
+        environment.build(sys.prefix)
+    except environment.Unusable as e:
+        raise UserError(str(e)) from None
+
+
 def main(argv=None):
     args = arguments(argv)
     with last_words("gpu-check"):
         if args.changed:
-            print(changed_line())
-            return
+            return print(report.changed(stale(checks(), report.read())))
+        if args.tables:
+            return report.write_page()
         wanted = wanted_checks(args)
-        todo = wanted if args.again else stale(wanted, read())
+        todo = wanted if args.again else stale(wanted, report.read())
         if todo:
-            try:
-                environment.check_machine(sys.prefix)
-                environment.build(sys.prefix)
-            except environment.Unusable as e:
-                raise UserError(str(e)) from None
+            prepare()
         rows = compile_and_keep(todo, args.jobs, args.nanogpt)
-        if not args.bytes:
-            print(overview(rows, dict.fromkeys(check.entry for check in wanted)))
-        lines = wrong(rows, wanted)
-        print("\n".join([*lines, f"{len(wanted)} checks, {len(todo)} of them new; "
-                                 f"{len(lines)} problems; written to {RESULTS.relative_to(ROOT)}"]))
-        sys.exit(1 if lines else 0)
+        print(report.byte_tables(rows) if args.bytes else report.overview(rows, wanted))
+        if args.bytes and report.write_page():
+            print(f"{report.PAGE.relative_to(ROOT)}: table written")
+        lines = report.wrong(rows, wanted)
+        print("\n".join([*lines, f"{len(wanted)} checks, {len(todo)} of them compiled now, {len(lines)} "
+                                 f"problems: {report.RESULTS.relative_to(ROOT)}"]))
+    sys.exit(1 if lines else 0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What a check's result follows from, as one hash: the code that its model reaches, its flags, its recipe."""
 
 import ast
+import copy
 import functools
 import hashlib
 import json
@@ -36,8 +37,8 @@ class Wordless(ast.NodeTransformer):
 
 
 def text(node):
-    """A definition's code without words; None where nothing is left."""
-    node = Wordless().visit(ast.parse(ast.unparse(node)).body[0])
+    """A definition's code without words, which are taken out of the node; None where nothing is left."""
+    node = Wordless().visit(node)
     return node and ast.unparse(node)
 
 
@@ -51,7 +52,7 @@ def code(root, roots, names, fields):
 @functools.cache
 def of_trainer(root):
     """The Trainer's part in a training step."""
-    methods = parsed(root / "optim.py")[0]["Trainer"].body
+    methods = copy.deepcopy(parsed(root / "optim.py")[0]["Trainer"]).body
     return [text(method) for method in methods if getattr(method, "name", None) in TRAINER]
 
 

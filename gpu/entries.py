@@ -85,10 +85,12 @@ def settings(check):
         size = {"recipe": "modern" if check.entry == "plain" else "gpt2", **SIZE_124M}
     else:
         size = {**SIZE, "n_embd": SIZE["n_head"] * check.head_size}
+        if (check.head_size, check.dtype) != (64, "bfloat16") and not flags.get("unet"):
+            size["n_layer"] = 1  # the kernels are those of two
     if check.kind == "steps":
         flags.update(schedules(flags))
     if flags.get("constraint_names") and "constraint_layers" not in flags and check.kind != "bytes":
-        flags["constraint_layers"] = [1]
+        flags["constraint_layers"] = [size["n_layer"] - 1]
     return GPTConfig(**{**size, **flags})
 
 

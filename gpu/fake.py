@@ -19,7 +19,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx, cudagraph_utils, metrics
+from torch._inductor.graph import GraphLowering, getattr_recursive
+from torch._inductor.ir import Constant
+from torch._inductor.lowering import tensor as lower_tensor
 from torch._inductor.runtime import triton_heuristics
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
@@ -78,7 +82,24 @@ def compile_kernel(tuner, *args, **kwargs):
 
 
 def note_skip(reason):
-    SEEN.no_cuda_graph.add(" ".join(reason.split("\n")[0].split())[:160])
+    """In place of Inductor's log of why it captures no CUDA graph."""
+    reason = reason.split("\n")[0].replace("skipping cudagraphs due to ", "").split(". Found from")[0]
+    SEEN.no_cuda_graph.add(reason.strip()[:160])
+
+
+def lower_constant(lowering, target, args, kwargs, usual=GraphLowering.get_attr):
+    """In place of GraphLowering.get_attr: a small constant made while tracing, which has no data, as ones."""
+    value = getattr_recursive(lowering.module, target)
+    if not (isinstance(value, torch.Tensor) and value.is_cuda):
+        return usual(lowering, target, args, kwargs)
+    if value.shape == ():
+        return Constant(value=1.0 if value.dtype.is_floating_point else 1, dtype=value.dtype,
+                        device=value.device)
+    if lowering.can_inline_constant(value):
+        with no_dispatch():
+            ones = torch.ones(value.shape, dtype=value.dtype).tolist()
+        return lower_tensor(ones, dtype=value.dtype, device=value.device)
+    return lowering.add_tensor_constant(value, target)
 
 
 def inductor(graph, inputs):
@@ -103,6 +124,7 @@ def prepare(binaries=True):
     torch.cuda.manual_seed = lambda seed: None
     after_aot.save_graph_repro = lambda *args, **kwargs: None
     after_aot.generate_compiler_repro_string = lambda *args, **kwargs: ""
+    GraphLowering.get_attr = lower_constant
     triton_heuristics.CachingAutotuner.precompile = compile_kernel if binaries else lambda *a, **k: None
 
     functorch_config.enable_autograd_cache = False
@@ -114,6 +136,7 @@ def prepare(binaries=True):
     inductor_config.shape_padding = False                 # measures on the device
     inductor_config.triton.unique_kernel_names = False    # alike in all models: triton's cache finds them
     inductor_config.triton.cudagraphs = True              # nothing is captured, only the reasons against it
+    inductor_config.graph_partition = False               # which says them of the whole graph
     for module in (cudagraph_utils, compile_fx, torch._inductor.output_code):
         if hasattr(module, "log_cudagraph_skip_and_bump_counter"):
             module.log_cudagraph_skip_and_bump_counter = note_skip

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("*.ipynb"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MECHANISMS_PAGE = (ROOT / "docs/mechanisms.md").read_text(encoding="utf-8")
-FOLDERS = "data|config|docs|tests|study|results"
+FOLDERS = "data|config|docs|tests|study|results|gpu"
 
 
 def text_of(page):
