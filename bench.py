@@ -9,15 +9,21 @@ Speed and memory, as ratios measured in one run: training step and cached decodi
     python bench.py --mechanisms acag,output_gate --what memory --block_size 4096 --batch_size 1
     python bench.py --heads_off 0 .25 .5 .75          # the plain GPT with heads pruned
     python bench.py --contexts 1024 4096 16384        # decoding after so many: routing that skips or not
+    python bench.py --contexts 128 1024 --nanogpt ../nanoGPT     # and nanoGPT, which reads all again
 
 A training step is the Trainer's in optim.py, the same that train.py makes.
 
 Contestants take turns, a few steps each, round after round: a machine that slows down slows all of them.
 The ratio of a round is within that round; what is printed is the median over rounds with a 95 % interval
 (order statistics of the median). A time alone means nothing on a shared machine.
+
+With --mechanisms each takes turns with the plain GPT alone, and is gone before the next is built. Rows are
+printed and written (--json) as they are made, so that a run that is stopped keeps them. One that fails is a
+row too.
 """
 
 import argparse
+import gc
 import importlib.util
 import json
 import math
@@ -34,7 +40,7 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-from common import ROOT, UserError, last_words, pick_device, table, writable, write_json
+from common import ROOT, UserError, explain, last_words, pick_device, table, writable, write_json
 from dataset import Dataset
 from evaluate import score
 from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache
@@ -236,83 +242,164 @@ def build_peak_cuda(build, x, y):
 
 
 def memory_rows(args):
-    """Peak memory of each contestant alone."""
-    rows = []
+    """Yield the peak memory of each contestant alone."""
     for name, build in progress_bar(contestants_of(args).items(), "memory"):
-        peak = build_peak_cuda(build, *batch(args)) if on_cuda(args) else peak_memory_cpu(name, args)
-        rows.append(dict(what="memory", name=name, peak_bytes=peak))
-    return rows
+        try:
+            peak = build_peak_cuda(build, *batch(args)) if on_cuda(args) else peak_memory_cpu(name, args)
+            row = dict(what="memory", name=name, peak_bytes=peak)
+        except Exception as e:
+            row = failure("memory", name, e)
+        yield row
+        free_memory(args)
 
 
 # ---- training steps and decoding ----
 
-def bench(args, rate):
-    """A row for each contestant and kind of work; rate: matmul_rate() on cuda."""
-    cuda = on_cuda(args)
-    x, y = batch(args)
-    built, own_bytes = {}, {}
-    for name, build in contestants_of(args).items():
+class Contest:
+    """Contestants side by side: built and dropped by name, and timed taking turns; rate: matmul_rate()."""
+
+    def __init__(self, args, rate):
+        self.args, self.rate = args, rate
+        self.x, self.y = batch(args)
+        self.builders = contestants_of(args)
+        self.built, self.own_bytes = {}, {}  # own: on cuda, its weights and the optimizer's state
+        self.measured = set()  # (kind of work, name)
+
+    def build(self, name):
+        cuda = on_cuda(self.args)
         before = torch.cuda.memory_allocated() if cuda else 0
-        built[name] = build()
+        self.built[name] = self.builders[name]()
         if cuda:
-            _, step, _ = built[name]
-            step(x, y)  # a first step makes the optimizer's state
-            own_bytes[name] = torch.cuda.memory_allocated() - before
+            _, step, _ = self.built[name]
+            step(self.x, self.y)  # a first step makes the optimizer's state
+            self.own_bytes[name] = torch.cuda.memory_allocated() - before
 
-    def train(name):
-        _, step, _ = built[name]
-        for _ in range(args.steps):
-            step(x, y)
+    def drop(self, name):
+        self.built.pop(name, None)
+        free_memory(self.args)
 
-    def decode(name):
-        _, _, generate = built[name]
-        with autocast(args):
-            generate(torch.zeros(1, 1, dtype=torch.long, device=args.device), args.block_size - 1)
+    def train(self, name):
+        _, step, _ = self.built[name]
+        for _ in range(self.args.steps):
+            step(self.x, self.y)
 
-    rows, first = [], next(iter(built))
-    for what in args.what.split(","):
-        if what == "decode":
-            seconds = take_turns(built, decode, args, what)
-            rows += time_rows(what, seconds, first, args.block_size - 1, args.block_size - 1)
-            continue
-        seconds = take_turns(built, train, args, what)
-        tokens = args.steps * args.batch_size * args.block_size
-        trained = time_rows(what, seconds, first, tokens, args.steps)
-        rows += trained
-        for row in trained:
-            model, step, _ = built[row["name"]]
-            if cuda and isinstance(model, GPT):
-                row["share_of_matmul_rate"] = model.flops_per_token() * row["tokens_per_s"] / (rate * 1e12)
-                row["mfu"] = model.mfu(row["tokens_per_s"], args.device, args.dtype)
-            if cuda:
-                row["peak_bytes"] = own_bytes[row["name"]] + step_peak_cuda(step, x, y)
-            elif args.memory:
-                row["peak_bytes"] = peak_memory_cpu(row["name"], args)
-    return rows
+    def decode(self, name):
+        _, _, generate = self.built[name]
+        with autocast(self.args):
+            generate(torch.zeros(1, 1, dtype=torch.long, device=self.args.device), self.args.block_size - 1)
+
+    def rows(self):
+        """Yield a row for each that is built and each kind of work, once; the ratios are to the first."""
+        args, first = self.args, next(iter(self.built))
+        for what in args.what.split(","):
+            if what == "decode":
+                seconds = take_turns(self.built, self.decode, args, what)
+                tokens = repeats = args.block_size - 1
+            else:
+                seconds = take_turns(self.built, self.train, args, what)
+                tokens, repeats = args.steps * args.batch_size * args.block_size, args.steps
+            for row in time_rows(what, seconds, first, tokens, repeats):
+                if (what, row["name"]) not in self.measured:
+                    row.update(self.more_of(row) if what == "train" else {})
+                    self.measured.add((what, row["name"]))
+                    yield row
+
+    def more_of(self, row):
+        """What else is known of a training step: its share of the device's rate, its memory."""
+        args, name = self.args, row["name"]
+        if not on_cuda(args):
+            return {"peak_bytes": peak_memory_cpu(name, args)} if args.memory else {}
+        model, step, _ = self.built[name]
+        found = {"peak_bytes": self.own_bytes[name] + step_peak_cuda(step, self.x, self.y)}
+        if name == "nanogpt":  # which is recipe=gpt2, counted by our formula
+            model, _, _ = self.built.get("gpt2", (None, None, None))
+        if model is not None:
+            used = model.flops_per_token() * row["tokens_per_s"]
+            found.update(share_of_matmul_rate=used / (self.rate * 1e12),
+                         mfu=model.mfu(row["tokens_per_s"], args.device, args.dtype))
+        return found
+
+
+def contest_rows(args, rate):
+    """Yield rows of all contestants, which take turns together."""
+    contest = Contest(args, rate)
+    for name in contest.builders:
+        contest.build(name)
+    yield from contest.rows()
+
+
+def pair_rows(args, rate):
+    """Yield rows of each contestant taking turns with the first alone; the first's own from one pair."""
+    contest = Contest(args, rate)
+    first, *others = contest.builders
+    contest.build(first)
+    for name in others:
+        try:
+            contest.build(name)
+            yield from contest.rows()
+        except Exception as e:
+            yield failure(args.what, name, e)
+        contest.drop(name)
+
+
+def failure(what, name, e):
+    """The row of a contestant that an exception ended."""
+    said = explain(e) or f"{type(e).__name__}: {' '.join(str(e).split())}"
+    return dict(what=what, name=name, error=said.splitlines()[0][:300])
+
+
+def free_memory(args):
+    """Give back what a contestant that is gone has held: its trainer and its compiled code form cycles."""
+    gc.collect()
+    if on_cuda(args):
+        torch.cuda.empty_cache()
 
 
 def decode_rows(args):
-    """Time of one cached token after each of args.contexts: all heads read, or only the selected ones."""
-    rows = []
+    """Yield the times of one more token after each of args.contexts.
+
+    Ours, from a cache: all heads read, or only the selected ones. With nanoGPT: it reads all again.
+    """
     token = torch.zeros(args.batch_size, 1, dtype=torch.long, device=args.device)
-    variants = dict(plain={}, dense=dict(routing="moh", routing_skip=False), skip=dict(routing="moh"))
+    recipe = args.recipes[0]
+    variants = dict(plain=dict(recipe=recipe), dense=dict(recipe=recipe, routing="moh", routing_skip=False),
+                    skip=dict(recipe=recipe, routing="moh"))
+    if args.nanogpt:
+        variants = {recipe: dict(recipe=recipe) for recipe in args.recipes}
     for context in progress_bar(args.contexts, "contexts"):
-        built = {name: filled_cache(context, flags, args) for name, flags in variants.items()}
+        actions = {"nanogpt": whole_again(context, args)} if args.nanogpt else {}
+        actions.update({name: cached(context, flags, args) for name, flags in variants.items()})
 
         def decode(name):
-            model, cache = built[name]
             with torch.inference_mode(), autocast(args):
                 for _ in range(args.steps):
-                    model.head(model.hidden(token, cache))
-                    cache.length = context
-        seconds = take_turns(built, decode, args, f"context {context}")
-        rows += time_rows(f"{context:,}", seconds, "dense", args.steps * args.batch_size, args.steps)
-    return rows
+                    actions[name](token)
+        seconds = take_turns(actions, decode, args, f"context {context}")
+        yield from time_rows(f"{context:,}", seconds, "nanogpt" if args.nanogpt else "dense",
+                             args.steps * args.batch_size, args.steps)
+
+
+def whole_again(context, args):
+    """action(token): nanoGPT's logits after `context` tokens and this one."""
+    model, _, _ = nanogpt(args.nanogpt, argparse.Namespace(**{**vars(args), "block_size": context + 1}))()
+    model.eval()
+    idx = torch.zeros(args.batch_size, context, dtype=torch.long, device=args.device)
+    return lambda token: model(torch.cat((idx, token), 1))
+
+
+def cached(context, flags, args):
+    """action(token): our logits after a cache that holds `context` tokens, and this one."""
+    model, cache = filled_cache(context, flags, args)
+
+    def action(token):
+        model.head(model.hidden(token, cache))
+        cache.length = context
+    return action
 
 
 def filled_cache(context, flags, args):
     """(model, cache that holds `context` tokens): what the keys say does not change the time."""
-    model = GPT(config_of(args, context + 1, recipe=args.recipes[0], **flags)).to(args.device).eval()
+    model = GPT(config_of(args, context + 1, **flags)).to(args.device).eval()
     cache = KVCache(model.config)
     shape = (2, args.batch_size, args.n_head, context, model.config.head_size)
     for layer in range(args.n_layer):
@@ -323,8 +410,31 @@ def filled_cache(context, flags, args):
 
 # ---- output ----
 
-def memory_table(rows):
-    first = rows[0]["peak_bytes"] or math.nan
+def line_of(row):
+    """A row as soon as it is made."""
+    if "error" in row:
+        said = f"failed: {row['error']}"
+    elif row["what"] == "memory":
+        said = f"{(row['peak_bytes'] or math.nan) / 2**20:>12,.0f} MiB"
+    else:
+        said = (f"{row['tokens_per_s']:>12,.0f} tokens/s  {row['time_ratio']:.3f} "
+                f"[{row['time_ratio_low']:.3f}, {row['time_ratio_high']:.3f}] of {row['reference']}'s time")
+    return f"{row['what']:<8}{row['name']:<24}{said}"
+
+
+def table_of(rows):
+    """The table of all rows but failures; None where nothing is left."""
+    good = [row for row in rows if "error" not in row]
+    if not good:
+        return None
+    if good[0]["what"] == "memory":
+        return memory_table(good, rows[0]["name"])
+    kinds = list(dict.fromkeys(row["what"] for row in good))
+    return time_table(sorted(good, key=lambda row: kinds.index(row["what"])))
+
+
+def memory_table(rows, reference):
+    first = {row["name"]: row["peak_bytes"] for row in rows}.get(reference) or math.nan
     cells = []
     for r in rows:
         peak = r["peak_bytes"] or math.nan
@@ -344,10 +454,11 @@ def time_table(rows):
         for row, r in zip(cells, rows):
             peak = r.get("peak_bytes")
             row += [f"{peak / 2**20:,.0f} MiB", f"{peak / first:.2f}"] if peak else ["", ""]
-    if any("share_of_matmul_rate" in r for r in rows):
-        head.append("of the measured rate")
-        for row, r in zip(cells, rows):
-            row.append(f"{r['share_of_matmul_rate']:.1%}" if "share_of_matmul_rate" in r else "")
+    for key, title in (("share_of_matmul_rate", "of the measured rate"), ("mfu", "MFU")):
+        if any(r.get(key) for r in rows):
+            head.append(title)
+            for row, r in zip(cells, rows):
+                row.append(f"{r[key]:.1%}" if r.get(key) else "")
     return table(head, cells, left=2)
 
 
@@ -432,7 +543,8 @@ def arguments(argv):
     p.add_argument("--heads_off", nargs="+", type=float,
                    help="shares of pruned heads, from 0 to below 1, each against the first")
     p.add_argument("--contexts", nargs="+", type=int,
-                   help="decode one token after so many, with routing dense and skipping")
+                   help="decode one token after so many, with routing dense and skipping; with --nanogpt "
+                        "the recipes beside it")
     p.add_argument("--race", action="store_true",
                    help="train both to nanoGPT's published loss (needs --nanogpt, its data prepared)")
     p.add_argument("--seeds", type=int, default=3, help="race: how many")
@@ -449,7 +561,7 @@ def arguments(argv):
     p.add_argument("--rounds", type=int, default=11)
     p.add_argument("--steps", type=int, default=10, help="training steps in a round")
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
-    p.add_argument("--json", help="write all figures to this file")
+    p.add_argument("--json", help="write all figures to this file, anew with each row")
     return p.parse_args(argv)
 
 
@@ -481,37 +593,49 @@ def check(args):
 
 
 def measure(args):
-    """Measure what is asked for, print it, write it to --json."""
+    """Measure what is asked for, print it, write it to --json. Raises UserError where something failed."""
     torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision("high")
     # each contestant is one more graph of GPT.forward: beyond 8 they would silently run eager
     torch._dynamo.config.recompile_limit = 256
     torch._dynamo.config.accumulated_recompile_limit = 4096
-    arguments, rate = vars(args), None
     if args.race:
-        arguments = dict(seeds=args.seeds, iters=args.iters)
         print(f"torch {torch.__version__}, cpu, float32: "
               "nanoGPT's CPU setting (4 layers, 4 heads, 128 wide, context 64, batch 12)")
-        rows = race(args)
+        write(args, race(args), dict(seeds=args.seeds, iters=args.iters))
+        return
+    machine = torch.cuda.get_device_name() if on_cuda(args) else f"cpu, {args.threads} threads"
+    print(f"torch {torch.__version__}, {machine}, {args.dtype}{', compiled' if args.compile else ''}: "
+          f"{args.n_layer} layers, {args.n_head} heads, {args.n_embd} wide, "
+          f"context {args.block_size}, batch {args.batch_size}, vocabulary {args.vocab_size}", flush=True)
+    rate = None
+    if args.contexts:
+        rows = decode_rows(args)
+    elif args.what == "memory":
+        rows = memory_rows(args)
     else:
-        machine = torch.cuda.get_device_name() if on_cuda(args) else f"cpu, {args.threads} threads"
-        print(f"torch {torch.__version__}, {machine}, {args.dtype}{', compiled' if args.compile else ''}: "
-              f"{args.n_layer} layers, {args.n_head} heads, {args.n_embd} wide, "
-              f"context {args.block_size}, batch {args.batch_size}, vocabulary {args.vocab_size}")
-        if args.contexts:
-            rows = decode_rows(args)
-        elif args.what == "memory":
-            rows = memory_rows(args)
-        else:
-            rate = matmul_rate(args) if on_cuda(args) else None
-            rows = bench(args, rate)
-        print(memory_table(rows) if rows[0]["what"] == "memory" else time_table(rows))
-        if rate:
-            print(f"measured bf16 matrix product: {rate:.0f} TFLOP/s")
+        rate = matmul_rate(args) if on_cuda(args) else None
+        rows = (pair_rows if args.mechanisms else contest_rows)(args, rate)
+    done = []
+    for row in rows:
+        done.append(row)
+        write(args, done, vars(args), rate)
+        if args.mechanisms or args.contexts:  # which come one by one
+            print(line_of(row), flush=True)
+    print(table_of(done))
+    if rate:
+        print(f"measured bf16 matrix product: {rate:.0f} TFLOP/s")
     if args.json:
-        result = dict(torch=torch.__version__, arguments=arguments, measured_matmul_tflops=rate, rows=rows)
-        write_json(args.json, result)
         print(args.json)
+    if failed := [row["name"] for row in done if "error" in row]:
+        raise UserError(f"{len(failed)} failed: {', '.join(failed)}")
+
+
+def write(args, rows, arguments, rate=None):
+    """What is measured so far, into --json."""
+    if args.json:
+        write_json(args.json, dict(torch=torch.__version__, arguments=arguments,
+                                   measured_matmul_tflops=rate, rows=rows))
 
 
 def main(argv=None):

@@ -99,9 +99,13 @@ def pick_device(name):
     if name == "cuda" and torch.cuda.is_available():
         return name  # without touching it: under torchrun each process has a GPU of its own
     try:
-        torch.empty(1, device=name)
-        if torch.device(name).type == "cuda":
-            torch.cuda.set_device(name)  # seeds, streams and statistics are those of the current device
+        device = torch.device(name)
+        count = torch.cuda.device_count() if device.type == "cuda" else 0
+        if count and (device.index or 0) >= count:
+            raise RuntimeError(f"GPUs here: {count}, and the last one is cuda:{count - 1}")
+        torch.empty(1, device=device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # seeds, streams and statistics are those of the current device
     except (RuntimeError, AssertionError) as e:
         raise UserError(f"device={name} cannot be used: {(str(e) or 'not there').splitlines()[0][:120]}")
     return name

@@ -5,6 +5,7 @@ Does a mechanism beat a plain GPT? A study in two stages, intervals, effects as 
     python compare.py config/studies/all.py                      # this machine: its GPUs, or its cores
     python compare.py --mechanisms=unet_concat,unet_add          # without a file; unet_* is each that fits
     python compare.py config/studies/all.py --scale=mid          # tiny | nano | mid | small | paper
+    python compare.py config/studies/all.py --jobs_per_gpu=4     # small models: four runs at once on each GPU
     python compare.py config/studies/all.py --submit=auto        # through submitit: Slurm where there is one
     python compare.py config/studies/all.py --dry_run            # what would run, and for how long
     python compare.py --from_results=results/all-tiny.json.gz    # a report once more, from its numbers alone
@@ -241,7 +242,8 @@ class Study:
 
 def plan_of(study):
     """What a study consists of, as text: every arm with its cost, how many runs are left, how long."""
-    c, place = study.config, queue.Processes(study.config.jobs, study.config.device)
+    c = study.config
+    place = queue.Slots(c.jobs, c.device, c.jobs_per_gpu)
     arms = {**study.variants, **study.arms}
     device = pick_device(c.device)
     plain, sizes = study.builder.plain, study.builder.data.splits
@@ -254,10 +256,12 @@ def plan_of(study):
                      f"{arm.tokens * arm.flops_per_token:.3g}", flags))
     left = [key for key, folder in study.runs.items() if not trial.done(folder)]
     budget = sum(arms[name].train.max_iters for _, name, _ in left) / plain.train.max_iters
-    hours = budget * seconds / place.slots / 3600
+    hours = budget * seconds / place.count / 3600
     notes = [f"{len(study.runs):,} runs, {len(left):,} of them to do, in {study.trials}",
-             f"about {hours:.2g} hours, {place.slots} at once, if each took as long as the plain GPT's here, "
+             f"about {hours:.2g} hours, {place.count} at once, if each took as long as the plain GPT's here, "
              f"{seconds:,.0f} s; what the others take: bench.py --mechanisms"]
+    if place.per_gpu > 1:
+        notes.append(f"{place.per_gpu} runs share a GPU, and each takes longer than alone: not in the hours")
     if c.screen and c.best + c.worst < len(study.variants):
         notes.append("who is judged is not known before the screening; here it is taken for the first ones")
     if c.tune_lr:
@@ -277,8 +281,9 @@ def name_of(config, files):
 
 def place_for(config):
     if config.submit:
-        return queue.Cluster(config.submit, config.jobs, config.submit_options)
-    return queue.Processes(config.jobs, config.device)
+        return queue.Cluster(config.submit, config.jobs, config.submit_options, config.device,
+                             config.jobs_per_gpu)
+    return queue.Processes(config.jobs, config.device, config.jobs_per_gpu)
 
 
 def study_of(config, name, command):

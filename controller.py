@@ -495,7 +495,7 @@ class Controller:
             measured = run.step - run.step % self.config.controller_interval
             done = min(1.0, measured / self.config.sparsity_warmup)
             for attn in attentions(run.model):
-                attn.sentinel.coef = run.model.config.sentinel_coef * done
+                attn.sentinel.set_coef(run.model.config.sentinel_coef * done)
 
     # ---- pruning ----
 

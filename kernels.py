@@ -1,13 +1,14 @@
 """
 The kernels that PyTorch lacks, none of which stores a T x T tensor: attention that returns the log-sum-exp of
-its rows, their statistics, attention of selected heads and queries; and hand-written gradients for the CPU,
-where each pass over memory counts.
+its rows, their statistics, attention of selected heads and queries; a linear map in true float32; the loss of
+a large vocabulary in portions; and hand-written gradients for the CPU, where each pass over memory counts.
 
 Nothing here knows of a model: tensors in, tensors out. B: batch, H: heads, T: queries, S: keys, D: head size.
 """
 
 import functools
 import math
+from contextlib import contextmanager
 from typing import NamedTuple, Optional
 
 import torch
@@ -16,18 +17,14 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 # ---- norms and activations on CPU ----
 
-def first_derivative_only(backward):
-    """A backward pass that refuses create_graph=True.
+def first_derivative_only():
+    """Called by a backward pass that refuses create_graph=True.
 
     What it saved is no function of x: a second derivative would be wrong, or drop out of a sum, unnoticed.
     """
-    @functools.wraps(backward)
-    def checked(ctx, g):
-        if torch.is_grad_enabled():
-            raise RuntimeError("this hand-written gradient cannot be differentiated again: "
-                               "do without create_graph=True")
-        return backward(ctx, g)
-    return checked
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("this hand-written gradient cannot be differentiated again: "
+                           "do without create_graph=True")
 
 
 class CpuRMSNorm(torch.autograd.Function):
@@ -44,8 +41,8 @@ class CpuRMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_derivative_only
     def backward(ctx, g):
+        first_derivative_only()
         y, scale = ctx.saved_tensors
         along = (g * y).mean(-1, keepdim=True)
         return torch.addcmul(g, y, along, value=-1).mul_(scale)
@@ -61,8 +58,8 @@ class CpuSquaredReLU(torch.autograd.Function):
         return r * r
 
     @staticmethod
-    @first_derivative_only
     def backward(ctx, g):
+        first_derivative_only()
         r, = ctx.saved_tensors
         return (g * r).mul_(2)
 
@@ -83,6 +80,93 @@ def relu2(x):
     return CpuSquaredReLU.apply(x) if training_on_cpu(x) else F.relu(x).square()
 
 
+# ---- linear maps ----
+
+@torch.library.custom_op("nanoheads::linear32", mutates_args=())
+def linear32(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:
+    """F.linear in true float32 on a GPU: under set_float32_matmul_precision("high") it is TF32, of 10 bits.
+
+    An operator of its own, because the setting is read when a kernel starts, compiled or not.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        return F.linear(x, weight, bias)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@linear32.register_fake
+def _(x, weight, bias):
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
+def linear32_backward(ctx, g):
+    """Gradients of linear32, in true float32 too."""
+    x, weight = ctx.saved_tensors
+    flat = g.flatten(0, -2)
+    dx = linear32(g, weight.T, None) if ctx.needs_input_grad[0] else None
+    dw = linear32(flat.T, x.flatten(0, -2).T, None)
+    return dx, dw, flat.sum(0) if ctx.has_bias else None
+
+
+def keep_inputs(ctx, inputs, output):
+    x, weight, bias = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.has_bias = bias is not None
+
+
+linear32.register_autograd(linear32_backward, setup_context=keep_inputs)
+
+
+def padded_rows(weight, multiple=64):
+    """A head's weight [V, C] with rows of zeros up to a multiple, without which a GPU reads its logits
+    unaligned: half the speed at GPT-2's 50,257. On a CPU as it is.
+    """
+    missing = -len(weight) % multiple
+    return F.pad(weight, (0, 0, 0, missing)) if weight.is_cuda and missing else weight
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Cross-entropy in nats of logits x W', some tokens at a time: never are all logits in memory.
+
+    x [N, C], weight [V, C], targets [N] (-1: not scored) -> (sum, of each token [N]). The gradient, of the
+    sum alone, is made in the forward pass, where the logits are, so that no product is computed twice.
+    size: tokens in a portion. dtype: of the products. softcap: logits are cap * tanh(logits / cap); 0: off.
+    learns: is a gradient wanted?
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, size, dtype, softcap, learns):
+        w, vocabulary = padded_rows(weight.to(dtype)), torch.arange(len(weight), device=x.device)
+        total = torch.promote_types(weight.dtype, torch.float32)
+        nats, dx, dw = [], [], torch.zeros(weight.shape if learns else 0, dtype=total, device=x.device)
+        for rows, wanted in zip(x.split(size), targets.split(size)):
+            rows, scored, at = rows.to(dtype), wanted != -1, wanted.clamp_min(0)[:, None]
+            z = (rows @ w.mT)[:, :len(weight)].to(total)
+            z = softcap * torch.tanh(z / softcap) if softcap else z
+            lse = z.logsumexp(-1, keepdim=True)
+            nats.append(torch.where(scored, (lse - z.gather(-1, at)).squeeze(-1), 0.0))
+            if learns:
+                slope = (z - lse).exp() - (vocabulary == at).to(total)
+                slope = slope * (1 - (z / softcap).square()) if softcap else slope
+                slope = torch.where(scored[:, None], slope, 0.0).to(dtype)
+                slope = F.pad(slope, (0, len(w) - len(weight)))
+                dx.append(slope @ w)
+                dw = dw + (slope.mT @ rows)[:len(weight)]
+        nats = torch.cat(nats)
+        ctx.save_for_backward(*([torch.cat(dx), dw] if learns else []))
+        ctx.dtypes = x.dtype, weight.dtype
+        ctx.mark_non_differentiable(nats)
+        return nats.sum(), nats
+
+    @staticmethod
+    def backward(ctx, g, _):
+        first_derivative_only()
+        dx, dw = ctx.saved_tensors
+        return (dx * g).to(ctx.dtypes[0]), (dw * g).to(ctx.dtypes[1]), None, None, None, None, None
+
+
 # ---- attention ----
 
 def attend(q, k, v, scale, mask, dropout):
@@ -96,8 +180,29 @@ def attend(q, k, v, scale, mask, dropout):
             return flex(q, k, v, scale, mask)[0]
         mask = None  # it is there for traces alone: a window is refused with dropout
     causal = mask is None and q.size(2) > 1  # one query sees all there is
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask,
-                                          is_causal=causal, scale=scale, dropout_p=dropout)
+    options = dict(attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout)
+    if not torch.compiler.is_compiling() and costs_a_plan(q):
+        with without_cudnn():
+            return F.scaled_dot_product_attention(q, k, v, **options)
+    return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def costs_a_plan(q):
+    """Whether cuDNN's attention would make a plan, milliseconds of work, for many lengths: when decoding, and
+    when texts are scored uncompiled.
+    """
+    return q.is_cuda and (q.size(2) == 1 or not torch.is_grad_enabled())
+
+
+@contextmanager
+def without_cudnn():
+    """PyTorch picks another of its attention kernels."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 class CpuFlash(torch.autograd.Function):
@@ -157,11 +262,19 @@ def has_flex_attention(device):
     return device.type == "cuda"
 
 
+def allow_graphs():
+    """Let torch.compile keep a graph of each model, shape and schedule: after its limit of 8 for one function
+    it runs eager, without a word.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(256, config.recompile_limit)
+    config.accumulated_recompile_limit = max(4096, config.accumulated_recompile_limit)
+
+
 @functools.cache
 def compiled_flex():
     """FlexAttention is a fused kernel only when compiled, also where the model around it is not."""
-    # one for each shape; beyond the limit it is T x T without a word
-    torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
+    allow_graphs()  # one for each shape; eager is T x T
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -175,8 +288,27 @@ def flex(q, k, v, scale, mask):
     width = v.size(-1)
     q, k, v = (F.pad(t, (0, FLEX_MIN - t.size(-1))) if t.size(-1) < FLEX_MIN else t for t in (q, k, v))
     kernel = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else compiled_flex()
-    y, aux = kernel(q, k, v, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True))
+    options = flex_tiles(max(q.size(-1), v.size(-1)), q.element_size()) if q.is_cuda else None
+    y, aux = kernel(q, k, v, block_mask=mask, scale=scale, kernel_options=options,
+                    return_aux=AuxRequest(lse=True))
+    if not width and torch.is_grad_enabled():  # the backward pass needs a gradient of y: here it is 0
+        return y[..., :0], aux.lse + 0.0 * y[..., 0]
     return y[..., :width], aux.lse
+
+
+def flex_tiles(width, itemsize):
+    """Kernel options of FlexAttention for heads so wide, each number so many bytes; None: its own.
+
+    Its own tiles need more shared memory than a card has (99 KB on an L4, 163 KB on an A100) once a row of a
+    head, padded to a power of two, takes over 256 bytes. These need 98 KB at most (docs/gpu.md).
+    """
+    row = itemsize << (width - 1).bit_length()
+    if row <= 256:
+        return None
+    side = 32 if row <= 512 else 16
+    forward = dict(fwd_BLOCK_M=2 * side, fwd_BLOCK_N=side, fwd_num_stages=1)
+    sides = {f"bwd_BLOCK_{name}": side for name in ("M1", "N1", "M2", "N2")}
+    return {**forward, **sides, "bwd_num_stages": 1}
 
 
 def attend_lse(q, k, scale, mask, *values):
@@ -214,8 +346,9 @@ def row_statistics(q, k, v, scale, mask, n_keys, detach=False, dropout=0.0, shap
         lse, y = attend_lse(q, k, scale, mask, v)
         y = attend(q, k, v, scale, mask, dropout) if dropout else y
         return y, RowStats(lse.detach() if detach else lse)
-    # faster, but on CPU all becomes as wide as v and k
-    together = not detach and not dropout and (q.device.type != "cpu" or q.size(2) <= 1024)
+    # one pass is faster, but on CPU all becomes as wide as v and k, and a GPU has no shared memory beyond 128
+    small = q.size(2) <= 1024 if q.device.type == "cpu" else k.size(-1) + v.size(-1) <= 128
+    together = not detach and not dropout and small
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
         lse, mean_key, *y = attend_lse(q, k, scale, mask, k.view_as(k), *([v] if together else []))
         lse2 = attend_lse(q, k, 2 * scale, mask, k[..., :0])[0]  # its values do not matter

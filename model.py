@@ -33,8 +33,9 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from kernels import (SKIP_FROM, RowStats, attend, attend_in_rows, attend_packed, attend_selected,
-                     has_flex_attention, relu2, rms_norm, row_statistics)
+from kernels import (SKIP_FROM, ChunkedCrossEntropy, RowStats, attend, attend_in_rows, attend_packed,
+                     attend_selected, has_flex_attention, linear32, padded_rows, relu2, rms_norm,
+                     row_statistics)
 
 # What a recipe means: the values taken by the flags that were left at None.
 RECIPES = {
@@ -74,6 +75,8 @@ class GPTConfig:
     parallel: bool = False               # attention and MLP read the same input and add to it together
     # ---- memory ----
     checkpoint_activations: bool = False  # recompute each block in the backward pass: less memory, slower
+    loss_chunks: Optional[int] = None    # portions of a batch whose logits are in memory at a time when
+                                         # training; 1: all at once; None: none of over 1 GB
     # ---- routing: a token uses its best heads only ----
     routing: Optional[Literal["published", "moh", "sigmoid"]] = None  # weights of sum 1 | mean 1 | one by one
     routing_top_k: Optional[int] = None  # heads that a token uses, shared ones too; None: half, shared + 2
@@ -202,6 +205,8 @@ class GPTConfig:
                 yield f"{name}={getattr(self, name)} must be in [0, 1)"
         if self.seed < 0:
             yield f"seed={self.seed} must not be negative"
+        if self.loss_chunks is not None and self.loss_chunks < 1:
+            yield f"loss_chunks={self.loss_chunks} must be at least 1 (all logits at once)"
         if self.softcap is not None and self.softcap < 0:
             yield f"softcap={self.softcap} must be 0 (off) or positive"
         if self.qk_max is not None and not (self.qk_max > 0 and self.qk_norm):
@@ -221,9 +226,11 @@ def choices(cls):
 
 
 class Output(NamedTuple):
-    """What a forward pass returns: logits [B, T, V], cross-entropy in nats (or None), aux terms, traces."""
+    """What a forward pass returns: logits [B, T, V], cross-entropy in nats, aux terms, traces; None: nobody
+    asked.
+    """
 
-    logits: torch.Tensor
+    logits: Optional[torch.Tensor]
     loss: Optional[torch.Tensor]
     aux: dict
     traces: Optional[dict]
@@ -278,7 +285,14 @@ def float32_linear(layer, x):
     with torch.autocast(x.device.type, enabled=False):
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         bias = None if layer.bias is None else layer.bias.to(dtype)
-        return F.linear(x.to(dtype), layer.weight.to(dtype), bias)
+        linear = linear32 if x.is_cuda and dtype == torch.float32 else F.linear
+        return linear(x.to(dtype), layer.weight.to(dtype), bias)
+
+
+def product_dtype(x):
+    """The dtype of a matrix product with x: autocast's, or its own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class KVCache:
@@ -794,6 +808,12 @@ class SentinelGate(Mechanism):
     def before(self, attn, h, ctx):
         if ctx.losses:
             h.losses.update(self.penalty())
+
+    def set_coef(self, value):
+        """Move the weight of the penalty: a tensor from here on, since a new number compiles a graph anew."""
+        if not torch.is_tensor(self.coef):
+            self.coef = torch.zeros((), dtype=self.logit.dtype, device=self.logit.device)
+        self.coef.fill_(value)
 
     def penalty(self):
         """{name: weighted loss}: the sum of the gates (L1), or of P(gate != 0) (L0)."""
@@ -1596,6 +1616,9 @@ def logit(p):
     return math.log(p / (1 - p)) if 0 < p < 1 else math.copysign(math.inf, p - 0.5)
 
 
+KERNEL_BLOCK = 128  # tokens in a block of FlexAttention's masks
+
+
 class CausalMask(Mechanism):
     """Who sees whom: a token itself and those before; with a window the near, the first, and blocks at
     random.
@@ -1618,6 +1641,7 @@ class CausalMask(Mechanism):
             return
         if self.n_random:
             self.register_buffer("random_cells", self.draw_cells(), persistent=False)
+            self.register_buffer("random_blocks", self.kernel_blocks(), persistent=False)
         t = torch.arange(self.block_size)
         n = torch.cat([self.mask_mod(rows[:, None], t).sum(-1) for rows in t.split(256)])
         self.register_buffer("n_seen", n, persistent=False)
@@ -1699,15 +1723,16 @@ class CausalMask(Mechanism):
         # an empty query sees itself: a softmax needs something
         return (self.mask_mod(query, key) & (key >= 0) | (key == query))[:, None]
 
-    def block_mask(self, T, device, size=128):
+    def block_mask(self, T, device):
         """The same for FlexAttention: which blocks are seen in part, and which whole. Nothing is T x T."""
-        i = torch.arange(-(-T // size), device=device)[:, None]
+        size, n = KERNEL_BLOCK, -(-T // KERNEL_BLOCK)
+        i = torch.arange(n, device=device)[:, None]
         j = i.T
         partial_blocks, full_blocks = i >= j, i > j
         if self.window:
             near = ((i - j) * size - (size - 1) < self.window) | (j * size < self.n_global)
             if self.n_random:
-                near = near | self.random_partial_blocks(partial_blocks, size)
+                near = near | self.random_blocks[:n, :n].to(device)
             partial_blocks = partial_blocks & near
             full_blocks = full_blocks & (((i - j) * size + size - 1 < self.window)
                                          | (j * size + size - 1 < self.n_global))
@@ -1723,19 +1748,17 @@ class CausalMask(Mechanism):
         return BlockMask.from_kv_blocks(*listed(partial_blocks & ~full_blocks), *listed(full_blocks),
                                         BLOCK_SIZE=size, seq_lengths=(T, T), mask_mod=mask_mod)
 
-    def random_partial_blocks(self, table, size):
-        """The kernel's blocks that random cells reach into, bool like `table`."""
-        hits = torch.zeros_like(table)
-        ends = torch.arange(-(-self.cell // size) + 1, device=table.device)
-
-        def blocks_of(cells):
-            begin = cells[:, None] * self.cell
-            last = (begin + self.cell - 1) // size
-            return (begin // size + ends).minimum(last).clamp_max(len(table) - 1)
-
-        rows, columns = self.random_cells.nonzero().unbind(1)
-        hits[blocks_of(rows)[:, :, None], blocks_of(columns)[:, None, :]] = True
-        return hits
+    def kernel_blocks(self):
+        """The kernel's blocks that random cells reach into, bool [blocks, blocks]: made once, since a number
+        of cells that depends on data breaks a compiled graph.
+        """
+        cells = torch.arange(len(self.random_cells))[:, None]
+        blocks = torch.arange(-(-self.block_size // KERNEL_BLOCK))
+        # which blocks each cell reaches into: it begins before their end, and ends after their beginning
+        reaches = (cells * self.cell < (blocks + 1) * KERNEL_BLOCK) \
+            & ((cells + 1) * self.cell > blocks * KERNEL_BLOCK)
+        reaches = reaches.float()
+        return reaches.T @ self.random_cells.float() @ reaches > 0
 
 
 MECHANISM_CLASSES = (*HEAD_MECHANISMS, SkipFusion, CausalMask)
@@ -1804,8 +1827,7 @@ class AttentionCore(nn.Module):
 
     def one_dtype(self, h):
         """Under autocast a norm may have made q and k float32, and x is it anyway; kernels want one dtype."""
-        kind = h.x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.v.dtype
+        dtype = product_dtype(h.v)
         h.q, h.k, h.v = h.q.to(dtype), h.k.to(dtype), h.v.to(dtype)
 
     def attend(self, h, ctx):
@@ -2024,6 +2046,9 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x)), extras
 
 
+LOGITS_AT_ONCE = 1e9  # bytes of logits in memory, above which a loss takes them in portions
+
+
 class GPT(nn.Module):
     """The language model. Parameter names are nanoGPT's. Raises ValueError on an impossible config."""
 
@@ -2193,36 +2218,67 @@ class GPT(nn.Module):
 
     def head(self, x):
         """Logits in float32, [..., C] -> [..., V]."""
-        logits = self.lm_head(x).float()
+        weight = self.lm_head.weight
+        # decoding would pad them anew for each token
+        padded = padded_rows(weight) if torch.is_grad_enabled() else weight
+        logits = F.linear(x, padded)[..., :len(weight)].float()
         if self.config.softcap:
             logits = self.config.softcap * torch.tanh(logits / self.config.softcap)
         return logits
 
+    def cross_entropy(self, x, targets, logits=None, each=False):
+        """(mean over the scored tokens, and where wanted that of each [B, T]) in nats, of the last hidden
+        states x [B, T, C]; logits: head(x), where they are there.
+        """
+        chunks, targets_ = 1 if logits is not None else self.chunks_of(x), targets.flatten()
+        if chunks > 1:
+            size = -(-targets.numel() // chunks)
+            total, nats = ChunkedCrossEntropy.apply(
+                x.flatten(0, 1), self.lm_head.weight, targets_, size, product_dtype(x), self.config.softcap,
+                torch.is_grad_enabled())
+            return total / (targets != -1).sum(), nats.view_as(targets)
+        logits = (self.head(x) if logits is None else logits).flatten(0, 1)
+        if not each:
+            return F.cross_entropy(logits, targets_, ignore_index=-1), None
+        nats = F.cross_entropy(logits, targets_, ignore_index=-1, reduction="none").view_as(targets)
+        return nats.sum() / (targets != -1).sum(), nats
+
+    def chunks_of(self, x):
+        """In how many portions to compute the logits of x [B, T, C]. Raises ValueError where tokens are left.
+        """
+        chunks, tokens = self.config.loss_chunks, x.size(0) * x.size(1)
+        if chunks is None:
+            size = tokens * self.config.vocab_size * product_dtype(x).itemsize
+            return max(1, math.ceil(size / LOGITS_AT_ONCE))
+        if tokens % chunks:
+            raise ValueError(f"loss_chunks={chunks} must divide the {tokens:,} tokens of a forward pass, "
+                             f"{x.size(0)} rows of {x.size(1)}")
+        return chunks
+
     def forward(self, idx, targets=None, traces=False, constraint_targets=None, router_hint=None,
-                teacher=None):
+                teacher=None, logits=False):
         """idx, targets [B, T] -> Output; targets of -1 are not scored. Without targets there are no losses.
 
-        traces: True, or "maps" for attention maps too. constraint_targets: {name: [B, T]}, see
-        constraint_losses(). router_hint [B, C]: read by the constraint router instead of the text so far.
-        teacher: another model's predictions() on idx, which constraint_match compares with.
+        logits: whether they are wanted beside a loss; without targets they are always there. traces: True, or
+        "maps" for attention maps too. constraint_targets: {name: [B, T]}, see constraint_losses().
+        router_hint [B, C]: read by the constraint router instead of the text so far. teacher: another model's
+        predictions() on idx, which constraint_match compares with.
         """
         scores = constraint_targets is not None or teacher is not None
         x, extras = self.run_blocks(idx, losses=targets is not None, scores=scores, traces=traces,
                                     hint=router_hint)
-        logits, loss, aux = self.head(x), None, extras.losses
-        if targets is not None and AdvantageAttention.learns(self.config):
-            nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
-            nats, scored = nats.view_as(targets), targets != -1
-            loss = nats.sum() / scored.sum()
+        out, loss, aux = self.head(x) if logits or targets is None else None, None, extras.losses
+        critic = AdvantageAttention.learns(self.config)
+        if targets is not None:
+            loss, nats = self.cross_entropy(x, targets, out, each=critic)
+        if targets is not None and critic:
             into = extras.traces if traces else None
-            aux.update(self.value.losses(x, nats.detach(), scored, extras.predictions, into))
-        elif targets is not None:
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+            aux.update(self.value.losses(x, nats.detach(), targets != -1, extras.predictions, into))
         if constraint_targets is not None:
             aux.update(ConstraintHeads.losses(self.config, extras.predictions, constraint_targets))
         if teacher is not None:
             aux.update(ConstraintHeads.match(self.config, extras.predictions, teacher))
-        return Output(logits, loss, aux, extras.traces if traces else None)
+        return Output(out, loss, aux, extras.traces if traces else None)
 
     # ---- heads ----
 

@@ -1,15 +1,20 @@
 """AdamW, Muon for the blocks' matrices, the learning-rate schedule, and one training step with them."""
 
+import functools
 import math
 import zlib
 from contextlib import nullcontext
+from typing import NamedTuple, Optional
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import checkpoint
 from checkpoint import last_save
 from common import UserError
+from kernels import allow_graphs
 from model import SkipFusion
 
 # The first four quintics of Polar Express (Amsel et al. 2025, arXiv 2505.16932), as (a, b, c) of
@@ -58,15 +63,19 @@ def quintic(A, a, b, c):
 class Muon(torch.optim.Optimizer):
     """Momentum, then the nearest orthogonal matrix, as the update (Jordan et al. 2024).
 
-    Like torch.optim.Muon, with two differences: a parameter may be several matrices stacked by rows (q, k
-    and v in one projection), given as (parameter, number of slices), and all slices of one shape are
-    orthogonalised in one batched call, which is where the time goes in small models.
+    Like torch.optim.Muon, with three differences: a parameter may be several matrices stacked by rows (q, k
+    and v in one projection), given as (parameter, number of slices); all slices of one shape are
+    orthogonalised in one batched call, which is where the time goes in small models; and of several ranks
+    each does a share of that, whose result is on its way to the others while the next shape is worked on.
+    compiled: orthogonalise by torch.compile, a graph for each shape.
     """
 
-    def __init__(self, matrices, lr=0.02, momentum=0.95, weight_decay=0.0):
+    def __init__(self, matrices, lr=0.02, momentum=0.95, weight_decay=0.0, rank=0, world=1, compiled=False):
         groups = [dict(params=[p for p, n in matrices if n == slices], slices=slices)
                   for slices in sorted({n for _, n in matrices})]
         super().__init__(groups, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        self.rank, self.world = rank, world
+        self.orthogonalise = torch.compile(orthogonalise, dynamic=False) if compiled else orthogonalise
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -93,12 +102,34 @@ class Muon(torch.optim.Optimizer):
                     if rows > cols:  # orthogonalise lying down: the Gram matrix is then the small one
                         weight, update = weight.mT, update.mT
                     by_shape.setdefault(weight.shape, []).append((weight, update, step_size))
+        pending = []  # (its slices, a function that gives their orthogonal matrices), a shape each
         for slices in by_shape.values():
-            weights, updates, step_sizes = zip(*slices)
-            orthogonal = orthogonalise(torch.stack(updates), low_precision=weights[0].is_cuda)
-            for weight, update, step_size in zip(weights, orthogonal, step_sizes):
+            updates = torch.stack([update for _, update, _ in slices])
+            pending.append((slices, self.shared(updates) if self.world > 1 else
+                            functools.partial(self.orthogonalise, updates, updates.is_cuda)))
+        for slices, orthogonal in pending:
+            for (weight, _, step_size), update in zip(slices, orthogonal()):
                 weight.add_(update, alpha=step_size)
         return loss
+
+    def shared(self, updates):
+        """A function that waits for the orthogonal matrices of updates [n, r, c], of which this rank makes
+        every world-th part.
+        """
+        each = -(-len(updates) // self.world)
+        own = updates[self.rank * each:(self.rank + 1) * each]
+        low_precision = updates.is_cuda
+        dtype = torch.bfloat16 if low_precision else updates.dtype  # what the values are anyway
+        made = updates.new_zeros(each, *updates.shape[1:], dtype=dtype)
+        if len(own):
+            made[:len(own)] = self.orthogonalise(own, low_precision)
+        every = made.new_empty(self.world * each, *updates.shape[1:])
+        work = dist.all_gather_into_tensor(every, made, async_op=True)
+
+        def wait():
+            work.wait()
+            return every[:len(updates)].to(updates.dtype)
+        return wait
 
 
 def lr_multiplier(step, config):
@@ -115,11 +146,11 @@ def lr_multiplier(step, config):
     return low + (1 - low) * min(1.0, left)
 
 
-def make_optimizers(model, config):
+def make_optimizers(model, config, rank=0, world=1, compiled=False):
     """[AdamW] or [Muon, AdamW]: Muon takes the blocks' matrices, AdamW all the rest.
 
     Only matrices decay: a gate, a norm or a bias has no reason to go to zero. Learning rates are peaks; a
-    skip_lr of None is mechanism_lr.
+    skip_lr of None is mechanism_lr. rank, world, compiled: of Muon.
     """
     matrices = model.block_matrices() if config.optimizer == "muon" else []
     muons = {id(p) for p, _ in matrices}
@@ -137,7 +168,8 @@ def make_optimizers(model, config):
     adamw = torch.optim.AdamW(list(groups.values()), betas=(config.beta1, config.beta2), fused=fused)
     if not matrices:
         return [adamw]
-    return [Muon(matrices, config.muon_lr, config.muon_momentum, config.weight_decay), adamw]
+    return [Muon(matrices, config.muon_lr, config.muon_momentum, config.weight_decay, rank, world, compiled),
+            adamw]
 
 
 # ---- one step ----
@@ -164,6 +196,52 @@ def seed_step(kind, *key):
         getattr(torch, kind).manual_seed(seed)
 
 
+class CastWeights:
+    """Weights of matrix products in autocast's dtype, cast once for all portions of a step, not in each.
+
+    Inside `with cast:` the model holds copies in place of the weights; the gradients of a copy are added up
+    in its weight's own, in float32, as autocast does.
+    """
+
+    def __init__(self, model, dtype):
+        wanted = {id(p) for p, _ in model.block_matrices()} | {id(model.lm_head.weight)}
+        self.places = [(module, nn.Parameter(module.weight.detach().to(dtype)), module.weight)
+                       for module in model.modules() if isinstance(module, nn.Linear)
+                       and id(module.weight) in wanted and module.weight.numel()]
+        for _, copy, weight in self.places:
+            copy.register_post_accumulate_grad_hook(functools.partial(self.add_up, weight))
+
+    @staticmethod
+    def add_up(weight, copy):
+        if weight.grad is None:
+            weight.grad = copy.grad.to(weight.dtype)
+        else:
+            weight.grad += copy.grad
+        copy.grad = None
+
+    @torch.no_grad()
+    def __enter__(self):
+        torch._foreach_copy_([copy for _, copy, _ in self.places], [weight for *_, weight in self.places])
+        for module, copy, weight in self.places:
+            module.weight = copy.requires_grad_(weight.requires_grad)
+
+    def __exit__(self, *error):
+        for module, _, weight in self.places:
+            module.weight = weight
+
+
+class Unread(NamedTuple):
+    """What a step computed and nobody has read yet: a GPU may still be busy with it."""
+
+    step: int
+    names: list
+    values: torch.Tensor               # means over ranks of what names say, then whether a rank is stopping
+    copied: Optional[object] = None    # a CUDA event: they are on the CPU
+
+
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that replay a step's kernels
+
+
 class Trainer:
     """A model in training. One step of it is what train() does, and what bench.py and a comparison time.
 
@@ -180,26 +258,32 @@ class Trainer:
         added = model.of_mechanisms()
         self.trunk = [p for name, p in model.named_parameters() if name not in added]
         self.frozen = None  # whether the trunk is, once a step has said so
-        self.optimizers = make_optimizers(model, config)
+        self.compiled = compiles(config, process)
+        # on a CPU the last bits would be others
+        self.optimizers = make_optimizers(model, config, process.rank, process.world,
+                                          self.compiled and process.kind == "cuda")
         self.peak_lrs = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.dtype, self.autocast = precision(config.dtype, process.kind)
         self.scaler = torch.amp.GradScaler(process.kind, enabled=self.dtype == "float16")
         self.micro_steps = max(1, config.grad_accum // process.world)
-        self.compiled = compiles(config, process)
-        if self.compiled and config.documents:  # for each width, and once more when the trunk thaws
-            torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
-        self.wrap()
-
-    def wrap(self):
-        """self.model: the model compiled and shared with the other ranks, where that is wanted."""
-        model, process = self.raw, self.process
-        dynamic = False if self.config.documents else None
-        self.model = torch.compile(model, dynamic=dynamic) if self.compiled else model
-        if process.world > 1:
-            self.model = torch.nn.parallel.DistributedDataParallel(
-                self.model, device_ids=[process.device] if process.kind == "cuda" else None,
-                broadcast_buffers=False,  # they are the same everywhere
-                find_unused_parameters=bool(model.config.constraint_names) or not model.config.unet_skips)
+        self.cast = nullcontext()
+        if self.micro_steps > 1 and self.dtype != "float32":
+            self.cast = CastWeights(model, getattr(torch, self.dtype))
+        # fp16 looks at the gradients before each update anyway
+        self.reads_late = process.kind == "cuda" and not self.scaler.is_enabled()
+        self.unread = []  # what read() gives next: Unread where that is late
+        self.graphed = self.compiled and config.compile_mode in CUDA_GRAPHS
+        if self.graphed and process.kind != "cuda":
+            raise UserError(f"compile_mode={config.compile_mode!r} replays CUDA graphs, and this run is on "
+                            f"{process.kind}: use compile_mode=default")
+        self.model = model
+        if self.compiled:
+            allow_graphs()
+            # mode None: as it is without one
+            mode = None if config.compile_mode == "default" else config.compile_mode
+            self.model = torch.compile(model, dynamic=False if config.documents else None, mode=mode)
+        if self.graphed:
+            self.zero_grad()
 
     def freeze(self, step):
         """Freeze the trunk, or thaw it, where a step asks for that. Frozen: no gradient, no moments."""
@@ -208,7 +292,16 @@ class Trainer:
             self.frozen = frozen
             for p in self.trunk:
                 p.requires_grad_(not frozen)
-            self.wrap()  # which parameters ranks exchange gradients of is settled when a model is wrapped
+
+    def zero_grad(self):
+        """Forget the gradients; CUDA graphs write theirs over those of the step before, so that what adds
+        them up has to be there before.
+        """
+        for p in self.params:
+            if not self.graphed:
+                p.grad = None
+            elif p.requires_grad:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad.zero_()
 
     def load(self, state, path):
         """Take the optimizers' moments and the scaler from a read checkpoint. Raises UserError."""
@@ -217,9 +310,13 @@ class Trainer:
         if state["scaler"]:  # empty when dtype was another one
             self.scaler.load_state_dict(state["scaler"])
 
-    def step(self, x, y, step=0):
-        """Forward, backward, clip and update on x, y [B, T]; returns {name: value}, the loss first."""
-        return self.update(step, self.backward(step, x, y))[0]
+    def step(self, x, y, step=0, at_once=True):
+        """Forward, backward, clip and update on x, y [B, T]; returns {name: value}, the loss first.
+
+        at_once: wait for them; else a GPU's are those of the step before, {} at first.
+        """
+        self.update(step, self.backward(step, x, y))
+        return ([{}] + [metrics for _, metrics, _ in self.read(everything=at_once)])[-1]
 
     def backward(self, step, x, y, targets=None, scored=None):
         """Forward and backward on this rank's rows x, y [B, T], a portion at a time.
@@ -239,20 +336,22 @@ class Trainer:
         self.raw.at_step(step)
         self.freeze(step)
 
-        loss, aux, n = 0.0, {}, self.micro_steps
-        for micro, (xm, ym) in enumerate(zip(x.chunk(n), y.chunk(n))):
-            # ranks exchange their gradients with the last portion
-            defer = self.process.world > 1 and micro < n - 1
-            with self.autocast, self.model.no_sync() if defer else nullcontext():
-                out = self.model(xm, ym, **self.judged_by(xm, targets, micro))
-            terms = self.raw.aux_at_step(out.aux, step)
-            # the loss is a mean over this portion's tokens; ranks are averaged
-            parts = n if scored is None else scored / ((ym != -1).sum() * self.process.world)
-            self.scaler.scale(sum(terms.values(), out.loss) / parts).backward()
-            loss = loss + out.loss.detach() / parts
-            for name, term in terms.items():
-                aux[f"aux/{name}"] = aux.get(f"aux/{name}", 0.0) + term.detach() / parts
-        return {"loss": loss, **aux}
+        means, n = {"loss": 0.0}, self.micro_steps
+        with self.cast:
+            for micro, (xm, ym) in enumerate(zip(x.chunk(n), y.chunk(n))):
+                if self.graphed:
+                    torch.compiler.cudagraph_mark_step_begin()
+                with self.autocast:
+                    out = self.model(xm, ym, **self.judged_by(xm, targets, micro))
+                terms = self.raw.aux_at_step(out.aux, step)
+                # the loss is a mean over this portion's tokens; ranks are averaged
+                parts = n if scored is None else scored / ((ym != -1).sum() * self.process.world)
+                self.scaler.scale(sum(terms.values(), out.loss) / parts).backward()
+                terms = {"loss": out.loss, **{f"aux/{name}": term for name, term in terms.items()}}
+                for name, term in terms.items():
+                    means[name] = means.get(name, 0.0) + term.detach() / parts
+        self.process.average_gradients(self.params)
+        return means
 
     def judged_by(self, x, targets, micro):
         """The model's arguments for what constraint heads are trained on, of one portion x [B, T]."""
@@ -265,10 +364,10 @@ class Trainer:
         return found
 
     def update(self, step, means, stopping=False):
-        """Clip the gradients, agree with the other ranks, update the weights.
+        """Clip the gradients and update the weights; read() then gives what the step computed.
 
-        Returns ({name: value}, means over all ranks; whether any rank is stopping). Raises UserError before
-        the update where a value is not finite.
+        means: of backward(). stopping: has this rank been asked to stop? Raises UserError where a value is
+        not finite: before the update, or, on a GPU, in read(), before anything of it can be saved.
         """
         optimizers = self.optimizers
         if self.frozen:  # Muon may have nothing to do
@@ -280,20 +379,53 @@ class Trainer:
                 self.scaler.unscale_(optimizer)
             means = {**means, "grad_norm": clip_grad_norm_(self.params, self.config.grad_clip or math.inf)}
 
-        # one look at the device and one exchange between ranks a step
-        values = [value / self.process.world for value in torch.stack(list(means.values())).tolist()]
-        *values, stopping = self.process.all_reduce_sum([*values, float(stopping)])
-        metrics = dict(zip(means, values))
-
-        overflow = self.scaler.is_enabled() and not math.isfinite(metrics["grad_norm"])
-        for name, value in metrics.items():
-            if not math.isfinite(value) and not (overflow and name == "grad_norm"):
-                raise UserError(f"{name} is {value} in step {step + 1}: stopped before the update; "
-                                f"{last_save(self.config.out_dir)}, with a lower lr or muon_lr, "
-                                "or another dtype")
+        sent, overflow = self.sent(step, means, stopping), False
+        if not self.reads_late:
+            sent = self.checked(sent)
+            overflow = self.scaler.is_enabled() and not math.isfinite(sent[1]["grad_norm"])
+        self.unread.append(sent)
         for optimizer in () if overflow else optimizers:  # of every optimizer, or of none
             self.scaler.step(optimizer)
         self.scaler.update()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        return metrics, bool(stopping)
+        self.zero_grad()
+
+    def sent(self, step, means, stopping):
+        """The values of a step, agreed on by all ranks and on their way to the CPU, as Unread."""
+        values, world = torch.stack(list(means.values())), self.process.world
+        if world > 1:
+            values = torch.cat((values.double() / world, values.new_tensor([stopping]).double()))
+            dist.all_reduce(values)
+        else:
+            values = torch.cat((values, values.new_tensor([stopping])))
+        if not self.reads_late:
+            return Unread(step, [*means], values)
+        values = values.to("cpu", non_blocking=True)
+        copied = torch.cuda.Event() if self.process.kind == "cuda" else None
+        if copied:
+            copied.record()
+        return Unread(step, [*means], values, copied)
+
+    def checked(self, unread):
+        """(step, {name: value}, whether a rank is stopping). UserError where a value is not finite."""
+        if unread.copied:
+            unread.copied.synchronize()
+        *values, stopping = unread.values.tolist()
+        metrics = dict(zip(unread.names, values))
+        for name, value in metrics.items():
+            # fp16 leaves out an update with an overflow and goes on
+            if not math.isfinite(value) and not (self.scaler.is_enabled() and name == "grad_norm"):
+                when = "before an update of it is saved" if self.reads_late else "before the update"
+                raise UserError(f"{name} is {value} in step {unread.step + 1}: stopped {when}; "
+                                f"{last_save(self.config.out_dir)}, with a lower lr or muon_lr, "
+                                "or another dtype")
+        return unread.step, metrics, bool(stopping)
+
+    def read(self, everything=True):
+        """[(step, {name: value}, whether any rank is stopping)] of the steps not read yet.
+
+        The loss is first; all are means over ranks. On a GPU the last step is left for the next call, unless
+        `everything` is wanted, so that it has work while the CPU waits. Raises UserError as update() does.
+        """
+        ready = len(self.unread) - (self.reads_late and not everything)
+        unread, self.unread = self.unread[:ready], self.unread[ready:]
+        return [self.checked(one) if self.reads_late else one for one in unread]

@@ -37,6 +37,25 @@ class Process:
         dist.all_reduce(total)
         return total.tolist()
 
+    def average_gradients(self, params, size=1 << 23):
+        """Replace each gradient by its mean over ranks, `size` numbers at a time or one gradient: a bucket is
+        filled while others are on their way. A parameter without a gradient has none on any rank.
+        """
+        grads = [p.grad for p in params if p.grad is not None] if self.world > 1 else []
+        buckets, sent = [], []
+        for grad in grads:
+            last = buckets[-1] if buckets else []
+            if not last or sum(g.numel() for g in last) >= size or last[0].dtype != grad.dtype:
+                buckets.append([])
+            buckets[-1].append(grad)
+        for bucket in buckets:
+            flat = torch.cat([grad.flatten() for grad in bucket]).div_(self.world)
+            sent.append((flat, dist.all_reduce(flat, async_op=True)))
+        for bucket, (flat, work) in zip(buckets, sent):
+            work.wait()
+            parts = flat.split([grad.numel() for grad in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(grad) for part, grad in zip(parts, bucket)])
+
     def barrier(self):
         """Wait for all ranks: one that takes the process group down may abort another that still saves."""
         if self.world > 1:

@@ -35,7 +35,7 @@ from controller import Controller, ControllerConfig
 from dataset import Batches, Dataset, DocumentBatches
 from evaluate import bits, score
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, SkipFusion
-from optim import Trainer, compiles, lr_multiplier, precision
+from optim import CUDA_GRAPHS, Trainer, compiles, lr_multiplier, precision
 from ranks import Process, StopSignal, join_ranks
 from runlog import Log, write_config
 from targets import Targets
@@ -67,6 +67,9 @@ class TrainConfig(ControllerConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
                                          # auto: bfloat16 (or float16) on cuda, else float32
     compile: Optional[bool] = None       # torch.compile; None: on cuda only
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+                                         # torch.compile's own; the latter two replay CUDA graphs, which pays
+                                         # where a GPU computes faster than kernels are launched
     # ---- batch: batch_size * grad_accum sequences of block_size tokens each step, over all ranks ----
     batch_size: int = 12                 # sequences in one forward pass
     grad_accum: int = 1                  # forward passes in one step; a multiple of the number of ranks, or 1
@@ -159,6 +162,11 @@ class TrainConfig(ControllerConfig):
                             ("thaw_from", "freeze_trunk")):
             if getattr(self, key) and not getattr(self, needed):
                 bad.append(f"{key}={getattr(self, key)!r} means nothing without {needed}")
+        if self.compile is False and self.compile_mode != "default":
+            bad.append(f"compile_mode={self.compile_mode!r} means nothing with compile=False")
+        if self.documents and self.compile_mode in CUDA_GRAPHS:
+            bad.append(f"compile_mode={self.compile_mode!r} replays CUDA graphs of one shape, and documents="
+                       f"{self.documents} has rows of several widths")
         if self.documents and (self.labels or self.teacher):
             bad.append(f"documents={self.documents} has rows without labels or a teacher: leave those out")
         if self.freeze_trunk and controller.lives(self):
@@ -175,6 +183,8 @@ def conflicts(model_config, config):
                    f"shared evenly by {world} ranks")
     if not config.problems():  # else what follows from a wrong value is no news
         bad += config.for_recipe(model_config.recipe).problems()
+    if not (bad or config.problems() or model_config.problems()):
+        bad += step_conflicts(model_config, config, world)
     if config.init_from and any("means nothing while" in problem for problem in model_config.problems()):
         bad.append("what a checkpoint of init_from has on it brings with all its flags: leave those out")
     if not model_config.problems():
@@ -196,6 +206,22 @@ def conflicts(model_config, config):
                 dataset.need(split, pieces * model_config.block_size, model_config.block_size)
             except UserError as e:
                 bad.append(str(e))
+    return bad
+
+
+def step_conflicts(model_config, config, world):
+    """What of a model's and a run's sizes does not go together in one training step, as sentences."""
+    bad, chunks, routing = [], model_config.loss_chunks, model_config.routing
+    rows = config.batch_size * config.grad_accum // world // max(1, config.grad_accum // world)
+    if chunks and config.documents:
+        bad.append(f"loss_chunks={chunks} cannot divide rows of documents={config.documents}, whose widths "
+                   "differ: leave it out")
+    elif chunks and rows * model_config.block_size % chunks and not config.init_from:
+        bad.append(f"loss_chunks={chunks} must divide the tokens of a forward pass, {rows} rows of "
+                   f"block_size={model_config.block_size}")
+    if world > 1 and config.compile_mode in CUDA_GRAPHS and routing in ("moh", "sigmoid"):
+        bad.append(f"compile_mode={config.compile_mode!r} replays CUDA graphs, in which routing={routing!r} "
+                   "cannot ask the other ranks for their load: use default")
     return bad
 
 
@@ -320,7 +346,7 @@ class Run:
     # in every checkpoint
     step: int = 0                    # steps done
     best_val_loss: float = math.inf
-    elapsed_s: float = 0.0           # in training steps, over all launches
+    elapsed_s: float = 0.0           # in training steps, over all launches, compilation aside
     run_id: str = field(default_factory=lambda: os.urandom(4).hex())
     last_eval: dict = field(default_factory=lambda: dict(step=-1))
     # of this launch
@@ -331,6 +357,9 @@ class Run:
     bar: Optional[tqdm] = None
     bar_values: dict = field(default_factory=dict)
     last_line: float = -math.inf     # when a line about a step was printed
+    graphs: int = 0                  # compiled so far in this process
+    compile_s: float = 0.0           # in steps that compiled one
+    untimed: int = 0                 # such steps since the last other one
     timed_from: tuple = (0, 0.0)     # (step, time) since which tokens/s is measured
 
     @property
@@ -375,17 +404,34 @@ def log_eval(run):
     run.process.print0(eval_line(run.last_eval))
 
 
-def log_step(run, metrics):
-    """A row of the log, and of the bar; without a bar a line now and then."""
+def count_time(run, seconds):
+    """Add the time of a step just made to elapsed_s; one that compiled a graph counts as much as the next."""
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    if run.trainer.compiled and graphs != run.graphs:
+        run.graphs = graphs
+        run.compile_s += seconds
+        run.untimed += 1
+        run.timed_from = run.step, time.perf_counter()
+    else:
+        run.elapsed_s += seconds * (1 + run.untimed)
+        run.untimed = 0
+
+
+def log_step(run, step, metrics):
+    """A row of the log about the first `step` steps, and of the bar; without a bar a line now and then."""
     config, now = run.config, time.perf_counter()
     since_step, since = run.timed_from
-    speed = (run.tokens(run.step) - run.tokens(since_step)) / (now - since)
-    run.timed_from = run.step, now
-    row = dict(step=run.step, tokens=run.tokens(run.step), **metrics,
-               lr=config.lr * lr_multiplier(run.step - 1, config), tokens_per_s=round(speed, 1),
+    speed = (run.tokens(step) - run.tokens(since_step)) / (now - since)
+    run.timed_from = max(step, since_step), now
+    row = dict(step=step, tokens=run.tokens(step), **metrics,
+               lr=config.lr * lr_multiplier(step - 1, config), tokens_per_s=round(speed, 1),
                elapsed_s=round(run.elapsed_s, 3))
+    if step <= since_step:  # nothing since but compilation
+        del row["tokens_per_s"]
+    if run.compile_s:
+        row["compile_s"] = round(run.compile_s, 1)
     mfu = run.model.mfu(speed / run.process.world, run.process.device, run.trainer.dtype)
-    if mfu is not None:
+    if mfu is not None and step > since_step:
         row["mfu"] = round(mfu, 4)
     run.log.write(row)
 
@@ -395,7 +441,7 @@ def log_step(run, metrics):
     run.bar.set_postfix(run.bar_values, refresh=False)
     if run.bar.disable and now - run.last_line > 10:
         run.last_line = now
-        run.process.print0(f"step {run.step:>7,}   loss  {row['loss']:.4f}   lr {row['lr']:.2e}   "
+        run.process.print0(f"step {step:>7,}   loss  {row['loss']:.4f}   lr {row['lr']:.2e}   "
                            f"{speed:>10,.0f} tokens/s   {run.elapsed_s:,.1f} s")
 
 
@@ -578,15 +624,23 @@ def loop(run, closing):
             batch = fetch(run.step + 1)
 
         # clip, agree with the other ranks, update
-        metrics, stopping = trainer.update(run.step, means, stop.name is not None)
+        trainer.update(run.step, means, stop.name is not None)
         run.step += 1
+        # what a GPU computed is read a step late, but for what comes before an evaluation, a save, or surgery
+        done = run.step == config.max_iters or run.controller or not trainer.reads_late
+        done = done or not (run.step % config.eval_interval and run.step % config.save_interval)
+        read = trainer.read(everything=done)
+        stopping = any(stops for *_, stops in read)
+        if stopping:
+            read += trainer.read()
         if run.controller:
             trainer = controller.step(run)
-        run.elapsed_s += time.perf_counter() - began
+        count_time(run, time.perf_counter() - began)
 
         # log and save
-        if run.log and (run.step % config.log_interval == 0 or run.step == config.max_iters):
-            log_step(run, metrics)
+        for step, metrics, _ in read:
+            if run.log and ((step + 1) % config.log_interval == 0 or step + 1 == config.max_iters):
+                log_step(run, step + 1, metrics)
         run.bar.update(1)
         if stopping or (run.step % config.save_interval == 0 and run.step < config.max_iters):
             save_checkpoint(run, "ckpt.pt")

@@ -33,7 +33,7 @@ BOOKKEEPING = {"out_dir", "resume", "overwrite", "eval_only",
 FIXED_BY_STUDY = BOOKKEEPING | {"init_from", "init_anyway", "device"}  # what settings and variants cannot say
 SAME_TEXT = {"dataset", "block_size"}  # what variants cannot say: the two sides would be scored on other text
 # keys that say where a study runs and what is done with it now: not those of the study that a file holds
-HERE = {"out_dir", "jobs", "device", "submit", "submit_options", "dry_run", "report_only",
+HERE = {"out_dir", "jobs", "jobs_per_gpu", "device", "submit", "submit_options", "dry_run", "report_only",
         "from_results", "recheck", "again", "tables"}
 # what is tuned together: the rates of an optimizer's group. min_lr goes with lr, which it must not exceed
 RATES = {"muon_lr": ("muon_lr",), "lr": ("lr", "embed_lr", "min_lr"), "mechanism_lr": ("mechanism_lr",)}
@@ -74,8 +74,9 @@ class StudyConfig:
     lives: bool = False                  # also say what became of the heads: states, speed, samples
     # ---- where it runs ----
     out_dir: Optional[str] = None        # the report's folder; None: out/<config or mechanisms>-<scale>
-    jobs: int = 0                        # runs at once; 0: one for each GPU, or one for each CPU core
-    device: str = "auto"                 # auto | cpu | cuda | mps
+    jobs: int = 0                        # runs at once, at most; 0: jobs_per_gpu a GPU, or one a CPU core
+    jobs_per_gpu: int = 1                # runs at once on one GPU, each with its part of the memory
+    device: str = "auto"                 # auto | cpu | cuda | mps; cuda:1: that GPU alone
     submit: Optional[str] = None         # submitit: auto (Slurm if there) | slurm | local; None: no
     submit_options: dict = field(default_factory=dict)  # submitit's: {"slurm_partition": "gpu"}
     dry_run: bool = False                # say what would run, and for how long
@@ -156,6 +157,8 @@ class StudyConfig:
         for name in ("jobs", "test_tokens", "best", "worst"):
             if getattr(self, name) < 0:
                 bad.append(f"{name}={getattr(self, name)} must not be negative")
+        if self.jobs_per_gpu < 1:
+            bad.append(f"jobs_per_gpu={self.jobs_per_gpu} must be at least 1")
         if not 0 < self.alpha < 1 or not self.margin > 0:
             bad.append(f"alpha={self.alpha} must be between 0 and 1 and margin={self.margin} positive")
         if self.base and self.scale != "tiny":

@@ -134,9 +134,11 @@ def step_time_ratios(arms, plain, device, threads, rounds=11, steps=4):
         plain_steps = stepper(plain, device, steps)
         for arm in arms:
             load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+            # in a run it is the one model that is compiled; after several, torch would run the next one eager
+            torch._dynamo.reset()
             pair = plain_steps, stepper(arm, device, steps)
             for train in pair:
-                train()  # compilation, allocation, caches
+                train()  # compilation, the plain GPT's again; allocation, caches
             seconds = [[timed(train, device, clock) for train in pair] for _ in range(rounds)]
             ratios = [b / a for a, b in seconds]
             ratio, low, high = median_interval(ratios)

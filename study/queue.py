@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from common import ROOT, UserError, pick_device
-from study.trial import TRIALS, WITH_PARENT, done, last_line
+from study.trial import TRIALS, TRIALS_ON_GPU, WITH_PARENT, done, last_line
 
 
 def command_of(folder):
@@ -38,30 +38,72 @@ def threads_each(slots):
     return max(1, min(shared, int(most)) if most.isdigit() else shared)
 
 
-class Processes:
-    """This machine: a GPU for each trial, or its cores shared among `jobs` trials. UserError: no device."""
+def gpus_of(device):
+    """The GPUs that a device stands for, as CUDA_VISIBLE_DEVICES names them (numbers or UUIDs)."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return []
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")
+    gpus = [name for name in visible if name][:count] or [str(i) for i in range(count)]
+    return gpus if device.index is None else [gpus[device.index]]
 
-    def __init__(self, jobs, device):
-        device, gpus = pick_device(device), [None]
-        if device == "cuda":
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")
-            visible = [gpu for gpu in visible if gpu]
-            count = torch.cuda.device_count()
-            gpus = visible[:count] or [str(i) for i in range(count)]
-        self.slots = jobs or (cores() if device == "cpu" else len(gpus))
-        self.threads = threads_each(self.slots)
-        self.free_gpus = [gpus[i % len(gpus)] for i in range(self.slots)]
+
+class Slots:
+    """The room for trials on this machine: its GPUs, `jobs_per_gpu` trials on each, or its cores.
+
+    count: trials at once, `jobs` at most; threads: of each. UserError: no such device, or one without GPUs
+    to share. Without jobs_per_gpu, more jobs than GPUs share them too.
+    """
+
+    def __init__(self, jobs, device, jobs_per_gpu=1):
+        device = pick_device(device)
+        gpus = gpus_of(device)
+        if jobs_per_gpu > 1 and not gpus:
+            raise UserError(f"jobs_per_gpu={jobs_per_gpu} means nothing on device={device}, which has no "
+                            "CUDA GPU; jobs says how many run at once")
+        room = len(gpus) * jobs_per_gpu or (cores() if device == "cpu" else 1)
+        self.count = min(jobs, room) if jobs and jobs_per_gpu > 1 else jobs or room
+        self.threads = threads_each(self.count)
+        self.running = dict.fromkeys(gpus, 0)  # how many trials each GPU has now
+        self.per_gpu = -(-self.count // len(gpus)) if gpus else 1  # at most
+
+    def next_gpu(self):
+        """The GPU with the fewest trials; None where there is none."""
+        return min(self.running, key=self.running.get, default=None)
+
+    def env(self, gpu):
+        """What a trial on this GPU finds in its environment beside what this program does."""
+        env = {"OMP_NUM_THREADS": str(self.threads)}
+        return env if gpu is None else {**env, "CUDA_VISIBLE_DEVICES": gpu, TRIALS_ON_GPU: str(self.per_gpu)}
+
+    def take(self, job, gpu):
+        """A job has begun on this GPU."""
+        job.gpu = gpu
+        if gpu is not None:
+            self.running[gpu] += 1
+
+    def free(self, job):
+        """A job has ended."""
+        if job.gpu is not None:
+            self.running[job.gpu] -= 1
+
+
+class Processes:
+    """This machine: a process for each trial, in its Slots. UserError: no such device."""
+
+    def __init__(self, jobs, device, jobs_per_gpu=1):
+        self.room = Slots(jobs, device, jobs_per_gpu)
+        self.slots = self.room.count
 
     def start(self, folder):
-        gpu = self.free_gpus.pop(0)
-        env = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
-        if gpu is not None:
-            env["CUDA_VISIBLE_DEVICES"] = gpu
+        gpu = self.room.next_gpu()
         # a session of its own: Ctrl-C reaches this program alone, which then asks each trial to save;
         # a pipe that only this program holds: when it is killed, the trial finds the pipe closed
-        job = subprocess.Popen([*command_of(folder), WITH_PARENT], env=env, start_new_session=True,
-                               stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        job.gpu = gpu
+        job = subprocess.Popen([*command_of(folder), WITH_PARENT], env={**os.environ, **self.room.env(gpu)},
+                               start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)
+        self.room.take(job, gpu)
         return job
 
     def ended(self, job, folder):
@@ -69,7 +111,7 @@ class Processes:
         if job.poll() is None:
             return None
         job.stdin.close()
-        self.free_gpus.append(job.gpu)
+        self.room.free(job)
         if done(folder):
             return ""
         if job.returncode < 0:
@@ -93,18 +135,24 @@ def on_slurm(submit):
 
 
 class Cluster:
-    """submitit: Slurm where there is one, else this machine. `options` are its update_parameters()."""
+    """submitit: Slurm where there is one, else this machine, in its Slots.
 
-    def __init__(self, submit, jobs, options):
+    `options` are submitit's update_parameters(). UserError: no submitit, no such device, a wrong option.
+    """
+
+    def __init__(self, submit, jobs, options, device="auto", jobs_per_gpu=1):
         try:
             import submitit  # only here: an optional dependency
         except ModuleNotFoundError:
             raise UserError("submit needs submitit, which is not installed: pip install submitit")
         slurm = on_slurm(submit)
-        gpus = 1 if slurm else min(1, torch.cuda.device_count())
-        options = {"timeout_min": 240, "gpus_per_node": gpus, "name": "nanoheads", **options}
+        if slurm and (jobs_per_gpu > 1 or device.startswith("cuda:")):
+            key = f"jobs_per_gpu={jobs_per_gpu}" if jobs_per_gpu > 1 else f"device={device}"
+            raise UserError(f"{key} means nothing on Slurm, which gives each run a GPU of its own")
+        self.room = None if slurm else Slots(jobs, device, jobs_per_gpu)
+        options = {"timeout_min": 240, "name": "nanoheads", **options}
         if slurm:
-            options = {"cpus_per_task": 8, **options}
+            options = {"gpus_per_node": 1, "cpus_per_task": 8, **options}
         try:
             folder = str(TRIALS / "submitit" / "%j")
             self.executor = submitit.AutoExecutor(folder=folder, cluster="slurm" if slurm else "local")
@@ -112,15 +160,27 @@ class Cluster:
         except (RuntimeError, NameError, TypeError, ValueError, AssertionError) as e:
             raise UserError(f"submit={submit}: {' '.join(str(e).split())[:300]}")
         self.command = submitit.helpers.CommandFunction
-        self.slots = jobs or (1000 if slurm else cores())  # a cluster queues by itself
-        self.env = {} if slurm else {"OMP_NUM_THREADS": str(threads_each(self.slots))}
+        self.slots = self.room.count if self.room else jobs or 1000  # a cluster queues by itself
 
     def start(self, folder):
+        gpu = self.room and self.room.next_gpu()
+        # `env` adds to the environment that submitit gives a job; its own env= would stand in its place
+        words = [f"{key}={value}" for key, value in self.room.env(gpu).items()] if self.room else []
         # a command rather than trial.run itself: a node would have to import the module before it has a path
-        command = self.command(command_of(folder), cwd=str(Path.cwd()), env=self.env, verbose=False)
-        return self.executor.submit(command)
+        command = self.command(["env", *words, *command_of(folder)], cwd=str(Path.cwd()), verbose=False)
+        job = self.executor.submit(command)
+        if self.room:
+            self.room.take(job, gpu)
+        return job
 
     def ended(self, job, folder):
+        why = self.outcome(job, folder)
+        if why is not None and self.room:
+            self.room.free(job)
+        return why
+
+    def outcome(self, job, folder):
+        """As ended(), of the job alone."""
         if not job.done():
             return None
         if done(folder):

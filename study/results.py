@@ -114,10 +114,10 @@ def failures_in(found):
 
 
 def machine(study, done):
-    threads = sorted({result["threads"] for result in done.values()})
+    c, threads = study.config, sorted({result["threads"] for result in done.values()})
     processors = sorted({result["processor"] for result in done.values() if result.get("processor")})
     return dict(processor=", ".join(processors), cores=os.cpu_count(), system=platform.system(),
-                jobs=study.config.jobs or queue.Processes(0, study.config.device).slots,
+                jobs=queue.Slots(c.jobs, c.device, c.jobs_per_gpu).count,
                 threads=", ".join(map(str, threads)))
 
 
@@ -166,10 +166,10 @@ def time_ratio(study, arm, nothing_runs):
     if key not in kept:
         if not nothing_runs or study.config.report_only:
             return None
-        place = queue.Processes(study.config.jobs, study.config.device)
-        device = pick_device(study.config.device)
+        c, device = study.config, pick_device(study.config.device)
+        threads = queue.Slots(c.jobs, c.device, c.jobs_per_gpu).threads
         try:
-            row = costs.step_time_ratios([arm], plain, device, place.threads)[arm.name]
+            row = costs.step_time_ratios([arm], plain, device, threads)[arm.name]
         except UserError:  # what diverged in its runs may do so here
             return None
         measured = ("low", "high", "ratios", "clock", "load", "cores", "threads")

@@ -42,6 +42,8 @@ from targets import Targets, sha256
 
 TRIALS = Path("out/trials")
 USE_FILED = True  # a run in results/ counts as done; False: for reruns that check what is there
+TRIALS_ON_GPU = "NANOHEADS_TRIALS_ON_GPU"  # environment variable: how many trials share the GPU
+CONTEXT = 0.75 * 2**30  # bytes of a GPU that a process takes beside what it allocates, about
 WITH_PARENT = "--stop_with_parent"  # of the command line: standard input is a pipe that the parent holds
 
 
@@ -222,6 +224,33 @@ def lock(file):
         pass
 
 
+def trials_on_gpu():
+    return int(os.environ.get(TRIALS_ON_GPU) or 1)
+
+
+def limit_memory():
+    """Let this process allocate its part of a GPU that it shares. UserError: there is none.
+
+    Its part is beside what every process holds of a GPU, and leaves 5 % to what else is there.
+    """
+    if (n := trials_on_gpu()) == 1:
+        return
+    total = torch.cuda.get_device_properties(0).total_memory
+    part = 0.95 * total / n - CONTEXT
+    if part <= 0:
+        raise UserError(f"{n} trials on a GPU of {total / 2**30:.1f} GiB have no memory: lower jobs_per_gpu")
+    torch.cuda.set_per_process_memory_fraction(part / total)
+
+
+def explained(e):
+    """explain(), and where memory ran out on a GPU that is shared, that this is a reason."""
+    problem, n = explain(e), trials_on_gpu()
+    if n == 1 or not (problem or "").startswith("out of memory"):
+        return problem
+    alone = problem.partition("; ")[2]
+    return f"out of memory with {n} trials on one GPU: lower jobs_per_gpu, or jobs; if that is 1, {alone}"
+
+
 def stop_with_parent():
     """Wait until nobody holds the other end of standard input; then this process saves and stops."""
     os.read(0, 1)  # nobody writes there
@@ -267,9 +296,10 @@ def main(argv=None):
             if result(folder, filed=False):
                 return
             check_unchanged(folder)
+            limit_memory()
             run(folder)
     except (Exception, KeyboardInterrupt) as e:
-        problem = explain(e)
+        problem = explained(e)
         if problem is None:
             raise
         sys.exit(f"trial: {problem}")

@@ -41,14 +41,14 @@ def built(flags):
     return GPT(GPTConfig(**SHAPE, **flags)).double()
 
 
-def liven(model):
+def liven(model, std=0.15):
     """Parameters drawn one after the other: none is zero, no two heads are alike, every state has a head."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.15 + (p.dim() < 2))
+            p.copy_(torch.randn(p.shape, generator=generator) * std + (p.dim() < 2))
     if model.config.agency:
-        for layer in range(SHAPE["n_layer"]):
+        for layer in range(model.config.n_layer):
             for head, state in enumerate(("active", "overloaded", "misaligned", "withdrawn")):
                 model.set_head(layer, head, state=state)
             if model.config.agency_learned:
@@ -65,7 +65,7 @@ def computed(model):
         model.zero_grad(set_to_none=True)
         torch.manual_seed(3)  # the noise of hard-concrete gates
         wanted = {name: (tokens(4, 2, T) % 4 - 1) / 2 for name in model.config.constraint_names or ()}
-        out = model(idx, targets, constraint_targets=wanted or None)
+        out = model(idx, targets, constraint_targets=wanted or None, logits=True)
         sum(out.aux.values(), out.loss).backward()
         found.update({f"{mode}.logits": out.logits, f"{mode}.loss": out.loss,
                       **{f"{mode}.aux.{k}": v for k, v in out.aux.items()}})

@@ -117,3 +117,95 @@ def test_decoding_after_a_context_and_memory_are_measured(capsys, tmp_path):
     bench.main(["--what", "memory", "--mechanisms", "output_gate",
                 "--block_size", "32", "--batch_size", "2", *size])
     assert "output_gate" in capsys.readouterr().out
+
+
+# ---- mechanisms, pair by pair ----
+
+TINY = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=8", "--batch_size=2", "--rounds=1",
+        "--steps=1", "--threads=1", "--device=cpu", "--no-memory"]
+
+
+@pytest.fixture
+def figures(tmp_path):
+    """figures() -> the rows that --json holds by now; figures.path: its file."""
+    def read():
+        return json.loads(read.path.read_text())["rows"] if read.path.exists() else []
+    read.path = tmp_path / "b.json"
+    return read
+
+
+def builder_that(act, monkeypatch):
+    """Have act(contest, name) called before each contestant is built."""
+    build = bench.Contest.build
+
+    def wrapped(contest, name):
+        act(contest, name)
+        build(contest, name)
+    monkeypatch.setattr(bench.Contest, "build", wrapped)
+
+
+def test_a_mechanism_is_finished_and_written_before_the_next_is_built(figures, monkeypatch, capsys):
+    seen = {}
+    builder_that(lambda contest, name: seen.update(
+        {name: ([*contest.built], [r["name"] for r in figures()])}), monkeypatch)
+    bench.main(["--mechanisms=acag,sink,xsa", "--json", str(figures.path), *TINY])
+    assert seen == {"gpt2": ([], []), "acag": (["gpt2"], []), "sink": (["gpt2"], ["gpt2", "acag"]),
+                    "xsa": (["gpt2"], ["gpt2", "acag", "sink"])}
+    rows = figures()
+    assert [r["name"] for r in rows] == ["gpt2", "acag", "sink", "xsa"]
+    assert all(r["what"] == "train" and r["reference"] == "gpt2" for r in rows)
+    assert capsys.readouterr().out.count("acag") == 2  # as soon as it is made, and in the table
+
+
+def test_a_mechanism_that_fails_is_a_row_and_the_rest_go_on(figures, monkeypatch, capsys):
+    def fail(contest, name):
+        if name == "sink":
+            raise RuntimeError("CUDA out of memory.\nTried to allocate 1 GiB")
+        if name == "xsa":
+            raise ValueError("two\nlines")
+    builder_that(fail, monkeypatch)
+    with pytest.raises(SystemExit, match="2 failed: sink, xsa"):
+        bench.main(["--mechanisms=sink,xsa,acag", "--json", str(figures.path), *TINY])
+    sink, xsa, plain, acag = figures()
+    assert sink["error"].startswith("out of memory") and xsa["error"] == "ValueError: two lines"
+    assert plain["time_ratio"] == 1 and acag["tokens_per_s"] > 0
+    assert len([line for line in capsys.readouterr().out.splitlines() if "failed:" in line]) == 2
+
+
+def test_what_is_done_is_kept_when_the_benchmark_is_stopped(figures, monkeypatch):
+    def stop(contest, name):
+        if name == "xsa":
+            raise KeyboardInterrupt
+    builder_that(stop, monkeypatch)
+    with pytest.raises(SystemExit) as e:
+        bench.main(["--mechanisms=sink,xsa,acag", "--json", str(figures.path), *TINY])
+    assert e.value.code == 130 and [r["name"] for r in figures()] == ["gpt2", "sink"]
+
+
+def test_memory_that_cannot_be_measured_is_a_row_too(figures, monkeypatch):
+    def peak(name, args):
+        if name == "sink":
+            raise MemoryError
+        return 2**20
+    monkeypatch.setattr(bench, "peak_memory_cpu", peak)
+    with pytest.raises(SystemExit, match="1 failed: sink"):
+        bench.main(["--what=memory", "--mechanisms=sink,xsa", "--json", str(figures.path), *TINY])
+    assert [r.get("peak_bytes") for r in figures()] == [2**20, None, 2**20]
+
+
+def test_decoding_after_a_context_beside_nanogpt(tmp_path, figures):
+    (tmp_path / "nanoGPT").mkdir()
+    stand_in = STAND_IN.replace("def forward(self, x, y)", "def forward(self, x, y=None)")
+    stand_in = stand_in.replace("logits = self.table(x)", "logits, y = self.table(x), x if y is None else y")
+    (tmp_path / "nanoGPT" / "model.py").write_text(stand_in)
+    bench.main(["--contexts", "4", "8", "--nanogpt", str(tmp_path / "nanoGPT"), "--json", str(figures.path),
+                *TINY])
+    assert [(r["what"], r["name"]) for r in figures()] == [
+        (context, name) for context in ("4", "8") for name in ("nanogpt", "gpt2", "modern")]
+
+
+def test_the_share_of_the_peak_is_in_the_table():
+    row = dict(what="train", name="gpt2", tokens_per_s=1e6, ms=1.0, time_ratio=1.0, time_ratio_low=1.0,
+               time_ratio_high=1.0, rounds=1, peak_bytes=2**20, share_of_matmul_rate=0.51, mfu=0.42)
+    head, *lines = bench.table_of([row, {**row, "name": "other", "mfu": None}]).splitlines()
+    assert head.endswith("MFU") and lines[0].endswith("51.0%  42.0%") and "42" not in lines[1]

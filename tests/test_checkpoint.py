@@ -306,6 +306,13 @@ def test_a_device_that_is_not_there_is_one_line(name):
     assert f"device={name} cannot be used" in line(pick_device, name)
 
 
+def test_a_gpu_that_is_not_there_is_said_with_those_that_are(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    said = "device=cuda:2 cannot be used: GPUs here: 2, and the last one is cuda:1"
+    assert line(pick_device, "cuda:2") == said
+
+
 def test_the_device_is_detected():
     there = [name for name, kind in (("cuda", torch.cuda), ("mps", torch.backends.mps))
              if kind.is_available()]

@@ -726,7 +726,62 @@ def test_a_plan_runs_nothing(plain, capsys):
     assert "31 runs, 31 of them to do" in said and not Path("out").exists()
 
 
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """Make believe that there are two; what is computed on them is computed on the CPU."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, device=None, **keys: empty(*shape, **keys))
+
+
+def test_which_gpu_and_how_many_runs_on_it_change_no_hash(plain, two_gpus):
+    specs = []
+    for keys in (dict(), dict(device="cuda:1"), dict(jobs_per_gpu=4), dict(submit="local")):
+        study = study_of(plain, **{"device": "cuda", **keys})
+        specs.append(study.spec(study.builder.plain, 1, "test"))
+    assert all(spec == specs[0] for spec in specs) and specs[0]["train"]["device"] == "cuda"
+
+
+@pytest.mark.parametrize("submit", [None, "local"])
+def test_a_study_hands_its_keys_to_the_queue(plain, two_gpus, submit):
+    if submit:
+        pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
+    config = study_of(plain, device="cuda:1", jobs_per_gpu=3, submit=submit).config
+    place = compare.place_for(config)
+    assert place.slots == 3 and [*place.room.running] == ["1"]
+
+
+def test_times_are_those_of_the_gpu_that_is_named(plain, two_gpus, here, monkeypatch, capsys):
+    """Of the plan, and of steps after the runs."""
+    devices = []
+    monkeypatch.setattr(costs, "seconds_per_run", lambda arm, device, *rest: devices.append(device) or 60)
+    main(["--base", str(plain), "--mechanisms=output_gate", "--dry_run", "--device=cuda:1",
+          "--jobs_per_gpu=3"])
+    said = capsys.readouterr().out
+    assert "3 at once" in said and "3 runs share a GPU, and each takes longer than alone" in said
+    ratios = costs.step_time_ratios
+    monkeypatch.setattr(costs, "step_time_ratios",
+                        lambda arms, plain, device, *rest: devices.append(device) or ratios(arms, plain))
+    study = study_of(plain, device="cuda:1", seeds=[1], plain_seeds=1)
+    study.plan("judge", [study.builder.plain], [1])
+    results.time_ratio(study, study.variants["output_gate"], nothing_runs=True)
+    assert devices == ["cuda:1"] * 2
+
+
+def test_a_gpu_that_is_not_there_is_one_line(plain, two_gpus, refusal):
+    for more in ([], ["--dry_run"], ["--submit=local"]):
+        said = refusal(["--base", str(plain), "--mechanisms=output_gate", "--device=cuda:2", *more])
+        assert said == "compare: device=cuda:2 cannot be used: GPUs here: 2, and the last one is cuda:1"
+
+
 @pytest.mark.parametrize("args, words", [
+    (["--mechanisms=output_gate", "--jobs_per_gpu=0"], "jobs_per_gpu=0 must be at least 1"),
+    (["--mechanisms=output_gate", "--jobs_per_gpu=-2"], "jobs_per_gpu=-2 must be at least 1"),
+    (["--mechanisms=output_gate", "--jobs_per_gpu=2"], "jobs_per_gpu=2 means nothing on device=cpu"),
+    (["--mechanisms=output_gate", "--jobs_per_gpu=2", "--dry_run"], "jobs_per_gpu=2 means nothing on"),
     (["--mechanisms=output_gat"], "unknown 'output_gat'; did you mean output_gate?"),
     (["--mechanisms=output_gate", "--scale=huge"], "scale='huge' is not tiny, nano, mid, small or paper"),
     ([], "name at least one variant"),

@@ -238,10 +238,10 @@ def test_bounds_hold_back_and_never_push():
 
 def test_sparsity_warms_up(run):
     r = run(dict(sentinel="hard_concrete", sentinel_coef=0.01), sparsity_warmup=20)
-    seen = [attentions(r.model)[1].sentinel.coef]
+    seen = [float(attentions(r.model)[1].sentinel.coef)]
     for _ in range(12):
         measured(r)
-        seen.append(attentions(r.model)[1].sentinel.coef)
+        seen.append(float(attentions(r.model)[1].sentinel.coef))
     assert seen == pytest.approx([0.01 * min(1, step / 20) for step in range(0, 26, 2)])
 
 

@@ -253,6 +253,23 @@ def test_an_interval_leaves_out_the_rounds_that_were_disturbed(monkeypatch):
     assert (row["ratio"], row["low"], row["high"], row["rounds"]) == (2, 1.8, 2.2, 11)
 
 
+def test_every_arm_is_compiled_beside_the_plain_gpt(monkeypatch):
+    """torch compiles the first eight models of a process; the ninth would be timed eager, without a word."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+    compile, timed, at = torch.compile, costs.timed, []
+    monkeypatch.setattr(torch, "compile", lambda model, **keys: compile(model, backend=backend, **keys))
+    monkeypatch.setattr(costs, "timed", lambda *args: at.append(len(graphs)) or timed(*args))
+    arms = [arm(f"{i}", dict(n_inner=64 + i), compile=True) for i in range(12)]
+    costs.step_time_ratios(arms, arm(compile=True), "cpu", threads=1, rounds=1, steps=1)
+    each_arm = at[0]  # the graphs of both sides
+    assert each_arm >= 2 and at[::2] == [each_arm * (i + 1) for i in range(12)]
+    assert at[1::2] == at[::2] and len(graphs) == at[-1]  # none while the clock ran
+
+
 def test_a_ratio_says_under_which_load_it_was_taken():
     arms = [arm("same"), arm("deep", dict(n_layer=6))]
     rows = costs.step_time_ratios(arms, arm(), "cpu", threads=1, rounds=3)

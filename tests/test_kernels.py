@@ -1,10 +1,14 @@
 """The kernels by themselves, at sizes where they once went wrong; their oracles are in test_mechanisms.py."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.nn import functional as F
 
 import kernels
-from kernels import CpuRMSNorm, CpuSquaredReLU, attend_lse, flex
+from kernels import (CpuRMSNorm, CpuSquaredReLU, ChunkedCrossEntropy, attend, attend_lse, costs_a_plan, flex,
+                     flex_tiles, linear32, padded_rows, row_statistics)
 from model import GPT, CausalMask, GPTConfig
 from test_mechanisms import agree, dense, normal, tokens
 
@@ -69,3 +73,162 @@ def test_flex_attention_takes_narrow_heads(D, monkeypatch):
     with torch.no_grad():
         for got, want in zip(flex(q, k, v, 0.3, mask), dense(q, k, v, 0.3)):
             assert torch.allclose(got, want, atol=1e-9) and got.shape == want.shape
+
+
+class NeedsGradientOfY(torch.autograd.Function):
+    """Attention whose backward pass, like FlexAttention's on CUDA, fails where y has no gradient."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v)
+        ctx.scale = scale
+        return dense(q, k, v, scale)[:2]
+
+    @staticmethod
+    def backward(ctx, dy, dlse):
+        assert dy is not None and dlse is not None, "no gradient of y"
+        inputs = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            y, lse, _ = dense(*inputs, ctx.scale)
+        return *torch.autograd.grad((y, lse), inputs, (dy, dlse)), None
+
+
+def stand_in(q, k, v, block_mask, scale, kernel_options, return_aux):
+    y, lse = NeedsGradientOfY.apply(q, k, v, scale)
+    return y, SimpleNamespace(lse=lse)
+
+
+@pytest.mark.parametrize("width", [0, 8])
+def test_the_log_sum_exp_alone_has_a_gradient(width, monkeypatch):
+    """The second pass of row statistics reads no y: compiled for CUDA, that was an error."""
+    monkeypatch.setattr(kernels, "flex_attention", stand_in)
+    q, k, v = (normal(1, 2, 9, 8, seed=s, grad=True) for s in (1, 2, 3))
+    y, lse = flex(q, k, v[..., :width], 0.3, None)
+    want = torch.autograd.grad(dense(q, k, v, 0.3)[1].square().sum(), (q, k))
+    got = torch.autograd.grad(lse.square().sum() + (0.0 * y).sum(), (q, k))
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(got, want))
+
+
+def test_the_stand_in_demands_a_gradient_of_y():
+    """Negative control of the test above."""
+    q, k, v = (normal(1, 2, 9, 8, seed=s, grad=True) for s in (1, 2, 3))
+    lse = NeedsGradientOfY.apply(q, k, v, 0.3)[1]
+    with pytest.raises(AssertionError, match="no gradient of y"):
+        lse.sum().backward()
+
+
+@pytest.mark.parametrize("head_size, extra, together", [(64, 0, True), (64, 8, False), (128, 0, False)])
+def test_statistics_take_no_values_wider_than_shared_memory_holds(head_size, extra, together, monkeypatch):
+    """extra: what a key bias or roles add to q, k and v. What is too wide takes a pass of its own."""
+    widths = []
+
+    def attend_lse(q, k, scale, mask, *values):
+        widths.append(sum(v.size(-1) for v in values))
+        return q[..., 0].float(), *(q.new_zeros(*q.shape[:3], v.size(-1)) for v in values)
+    monkeypatch.setattr(kernels, "attend_lse", attend_lse)
+    q = k = v = torch.zeros(1, 2, 32, head_size + extra, device="meta")
+    y, stats = row_statistics(q, k, v, 0.1, None, torch.ones(32, device="meta"))
+    assert widths == [2 * head_size if together else head_size + extra, 0] and y.shape == v.shape
+
+
+@pytest.mark.parametrize("width, itemsize, own", [
+    (16, 2, True), (64, 2, True), (72, 2, True), (128, 2, True), (136, 2, False), (256, 2, False),
+    (64, 4, True), (65, 4, False), (128, 4, False), (136, 4, False)])
+def test_wide_heads_take_smaller_tiles(width, itemsize, own):
+    options = flex_tiles(width, itemsize)
+    assert (options is None) == own
+    if options:
+        sides = [value for key, value in options.items() if "BLOCK" in key]
+        assert all(128 % side == 0 and side >= 16 for side in sides)  # they divide a mask's block
+
+
+@pytest.mark.parametrize("cuda, queries, grad, leave", [
+    (True, 1, True, True), (True, 1, False, True), (True, 8, False, True), (True, 8, True, False),
+    (False, 1, False, False)])
+def test_cudnn_makes_no_plans_for_one_query_or_for_scoring(cuda, queries, grad, leave):
+    with torch.set_grad_enabled(grad):
+        assert costs_a_plan(SimpleNamespace(is_cuda=cuda, size=lambda dim: queries)) == leave
+
+
+@pytest.mark.parametrize("plan", [True, False])
+def test_attention_runs_without_cudnn_where_it_would_make_plans(plan, monkeypatch):
+    real, seen = F.scaled_dot_product_attention, []
+
+    def watched(*args, **kwargs):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return real(*args, **kwargs)
+    monkeypatch.setattr(kernels, "costs_a_plan", lambda q: plan)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    q = normal(1, 2, 5, 4)
+    attend(q, q, q, 0.3, None, 0.0)
+    assert seen == [before and not plan] and torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5, 3), (2, 5, 3), (2, 1, 1)], ids=str)
+def test_a_linear_map_in_true_float32_equals_a_linear_map(shape, bias):
+    x, weight = normal(*shape, seed=1, grad=True), normal(4, shape[-1], seed=2, grad=True)
+    inputs = [x, weight, *([normal(4, seed=3, grad=True)] if bias else [])]
+    got, want = linear32(x, weight, inputs[2] if bias else None), F.linear(*inputs)
+    assert torch.equal(got, want)
+    g = normal(*want.shape, seed=4)
+    for a, b in zip(torch.autograd.grad(got, inputs, g), torch.autograd.grad(want, inputs, g)):
+        assert torch.allclose(a, b, atol=1e-12)
+
+
+def test_a_linear_map_in_true_float32_sets_the_precision_and_puts_it_back(monkeypatch):
+    real, seen = F.linear, []
+
+    def watched(*args):
+        seen.append(torch.get_float32_matmul_precision())
+        return real(*args)
+    monkeypatch.setattr(F, "linear", watched)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        x = torch.randn(3, 4, requires_grad=True)
+        linear32(x, torch.randn(2, 4, requires_grad=True), None).sum().backward()
+        assert set(seen) == {"highest"} and len(seen) == 3  # the product, and those of both gradients
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("rows, padded", [(50, 64), (64, 64), (65, 128)])
+def test_a_gpu_pads_a_vocabulary_and_a_cpu_does_not(rows, padded, monkeypatch):
+    weight = torch.ones(rows, 8)
+    assert padded_rows(weight) is weight
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert padded_rows(weight).shape == (padded, 8) and padded_rows(weight)[rows:].eq(0).all()
+
+
+def test_a_padded_vocabulary_changes_no_loss(monkeypatch):
+    x, targets, found = normal(6, 5, seed=1, grad=True), torch.tensor([3, -1, 0, 10, 5, 2]), []
+    weight = normal(11, 5, seed=2, grad=True)
+    for padded in (kernels.padded_rows, lambda w: F.pad(w, (0, 0, 0, 53))):
+        monkeypatch.setattr(kernels, "padded_rows", padded)
+        loss, nats = ChunkedCrossEntropy.apply(x, weight, targets, 4, torch.float64, 0.0, True)
+        found.append([loss, nats, *torch.autograd.grad(loss, (x, weight))])
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(*found))
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("size", [1, 3, 7, 9])
+def test_a_loss_in_portions_equals_the_written_loss(size, softcap):
+    """Float64, uneven portions, a token that is not scored, and another gradient than 1."""
+    x, weight = normal(7, 5, seed=1, grad=True), normal(11, 5, seed=2, grad=True)
+    targets = torch.tensor([3, -1, 0, 10, 5, 5, 2])
+    options = targets, size, torch.float64, softcap, True
+    total, nats = ChunkedCrossEntropy.apply(x, weight, *options)
+    logits = x @ weight.T
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    want = torch.stack([logits[i].logsumexp(0) - logits[i, t] if t >= 0 else logits[i, 0] * 0
+                        for i, t in enumerate(targets.tolist())])
+    assert torch.allclose(nats, want, atol=1e-12) and torch.allclose(total, want.sum(), atol=1e-12)
+    for got, expected in zip(torch.autograd.grad(3 * total, (x, weight)),
+                             torch.autograd.grad(3 * want.sum(), (x, weight))):
+        assert torch.allclose(got, expected, atol=1e-12)
+    with pytest.raises(RuntimeError, match="differentiated again"):
+        torch.autograd.grad(ChunkedCrossEntropy.apply(x, weight, *options)[0], x, create_graph=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import model as model_py
 from model import (GPT, RECIPES, GPTConfig, KVCache, check_sampling, penalise, relu2, rms_norm, rope_tables,
                    rotate, sample_token)
 
@@ -110,7 +111,7 @@ def reference(model, idx):
 @all_flags
 def test_forward_and_gradient_equal_the_written_out_reference(flags):
     model, idx, targets = tiny(flags), tokens(3, 11), tokens(3, 11, seed=2)
-    out = model(idx, targets)
+    out = model(idx, targets, logits=True)
     want = reference(model, idx)
     assert torch.allclose(out.logits.double(), want, atol=1e-5)  # logits are float32
     loss = F.cross_entropy(want.flatten(0, 1), targets.flatten())
@@ -363,7 +364,7 @@ def test_compiles_in_one_graph_and_computes_the_same(recipe):
     model = GPT(GPTConfig(**TINY, recipe=recipe, zero_init=False))
     idx, targets = tokens(2, 16), tokens(2, 16, seed=2)
     fast = torch.compile(model, backend="aot_eager", fullgraph=True)  # fullgraph: a graph break is an error
-    want, got = model(idx, targets), fast(idx, targets)
+    want, got = (m(idx, targets, logits=True) for m in (model, fast))
     assert torch.allclose(want.logits, got.logits, atol=1e-5)
     for a, b in zip(torch.autograd.grad(want.loss, list(model.parameters())),
                     torch.autograd.grad(got.loss, list(model.parameters()))):
@@ -386,9 +387,95 @@ def test_activation_checkpointing_changes_nothing(recipe):
 def test_bfloat16_is_finite_and_near(recipe):
     model = tiny(dict(recipe=recipe)).float()
     with torch.autocast("cpu", torch.bfloat16):
-        out = model(tokens(2, 16), tokens(2, 16, seed=2))
+        out = model(tokens(2, 16), tokens(2, 16, seed=2), logits=True)
     assert out.logits.dtype == torch.float32 and torch.isfinite(out.loss)
     assert abs(out.loss.item() - model(tokens(2, 16), tokens(2, 16, seed=2)).loss.item()) < 0.1
+
+
+def test_a_loss_comes_without_logits_unless_they_are_asked_for():
+    """Where they are returned, autograd makes a zero gradient of their size that nobody reads."""
+    model, idx = tiny(), tokens(2, 8)
+    assert model(idx, idx).logits is None and model(idx).loss is None
+    both = model(idx, idx, logits=True)
+    assert torch.equal(both.logits, model(idx).logits) and torch.equal(both.loss, model(idx, idx).loss)
+
+
+# a batch of 3 x 10 tokens, of which some are not scored
+def loss_and_gradients(flags, dtype=torch.float64, **options):
+    model, idx, targets = tiny(flags).to(dtype), tokens(3, 10), tokens(3, 10, seed=2)
+    targets[0, 4:] = targets[2, 9] = -1
+    out = model(idx, targets, **options)
+    sum(out.aux.values(), out.loss).backward()
+    return [out.loss, *out.aux.values(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 30])
+@pytest.mark.parametrize("flags", [
+    dict(recipe="gpt2"), dict(recipe="modern"), dict(recipe="modern", softcap=3.0), dict(bias=True),
+    dict(a2c="temperature"), dict(a2c="key_bias", softcap=2.0)], ids=str)
+def test_a_loss_in_portions_is_the_same(flags, chunks):
+    flags = dict(flags, zero_init=False)
+    for got, want in zip(loss_and_gradients({**flags, "loss_chunks": chunks}), loss_and_gradients(flags)):
+        # the logits of a loss at once are float32
+        assert torch.allclose(got.double(), want.double(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_loss_in_portions_knows_what_is_not_scored(monkeypatch):
+    """Negative control: one that scores every token differs by far."""
+    right = model_py.ChunkedCrossEntropy
+
+    class Careless(right):
+        @staticmethod
+        def forward(ctx, x, weight, targets, *rest):
+            return right.forward(ctx, x, weight, targets.clamp_min(0), *rest)
+    want = loss_and_gradients({})
+    monkeypatch.setattr(model_py, "ChunkedCrossEntropy", Careless)
+    assert not torch.allclose(loss_and_gradients(dict(loss_chunks=2))[0].float(), want[0], rtol=1e-3)
+
+
+def test_a_loss_in_portions_without_a_gradient_or_of_some_parameters():
+    model, idx = tiny(dict(loss_chunks=4)), tokens(2, 8)
+    want = tiny()(idx, idx).loss
+    with torch.no_grad():
+        assert torch.allclose(model(idx, idx).loss.float(), want)
+    model.requires_grad_(False).transformer.h[0].requires_grad_(True)
+    model(idx, idx).loss.backward()
+    assert model.lm_head.weight.grad is None and model.transformer.h[0].mlp.c_fc.weight.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_in_portions_under_autocast(dtype):
+    """No further from float32 than the loss at once is, twice over."""
+    exact = loss_and_gradients(dict(zero_init=False), torch.float32)
+    with torch.autocast("cpu", dtype):
+        at_once = loss_and_gradients(dict(zero_init=False), torch.float32)
+        portions = loss_and_gradients(dict(zero_init=False, loss_chunks=5), torch.float32)
+    for want, one, other in zip(exact, at_once, portions):
+        scale = want.abs().max() + 1e-12
+        assert (other - want).abs().max() / scale < 2 * (one - want).abs().max() / scale + 2e-2
+
+
+def test_portions_follow_from_the_size_of_the_logits(monkeypatch):
+    model, x = tiny(), torch.zeros(4, 8, 1)
+    assert model.chunks_of(x) == 1
+    monkeypatch.setattr(model_py, "LOGITS_AT_ONCE", 32 * model.config.vocab_size * 4 / 2.5)
+    assert model.chunks_of(x) == 3 and model.chunks_of(x.bfloat16()) == 2
+    assert tiny(dict(loss_chunks=1)).chunks_of(x) == 1
+
+
+def test_portions_that_leave_tokens_over_are_refused():
+    with pytest.raises(ValueError, match="loss_chunks=3 must divide the 16 tokens"):
+        tiny(dict(loss_chunks=3))(tokens(2, 8), tokens(2, 8))
+    assert any("loss_chunks=0" in problem for problem in GPTConfig(loss_chunks=0).problems())
+
+
+def test_a_loss_in_portions_compiles_in_one_graph():
+    torch._dynamo.reset()
+    model, idx = tiny(dict(loss_chunks=4)), tokens(2, 8)
+    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+    want, got = (torch.autograd.grad(m(idx, idx).loss, list(model.parameters())) for m in (model, fast))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(want, got))
+    torch._dynamo.reset()
 
 
 def test_unscored_targets_do_not_count():

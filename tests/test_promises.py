@@ -197,7 +197,7 @@ def test_off_is_the_plain_gpt_to_the_last_bit(recipe):
     assert {n for n, _ in model.named_parameters()} == {f"{n}.weight" for n in parameters}
     assert {n for n, _ in model.named_buffers()} == buffers
     with torch.no_grad():
-        out = model(tokens(3, T), tokens(3, T, seed=2))
+        out = model(tokens(3, T), tokens(3, T, seed=2), logits=True)
         assert torch.equal(out.logits, plain(model, tokens(3, T))) and out.aux == {} and out.traces is None
         assert torch.equal(enliven(model)(tokens(3, T)).logits, plain(model, tokens(3, T)))
 

@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ import torch
 
 import compare
 import runlog
-from common import ROOT
+from common import ROOT, UserError
 from dataset import Dataset
 from model import GPTConfig
 from study import fingerprint, queue, trial
@@ -374,18 +375,189 @@ def test_a_best_checkpoint_alone_does_not_block_a_run(spec):
     assert trial.done(folder)
 
 
+# ---- places ----
+
+def gpus(monkeypatch, count):
+    """Make believe that there are so many GPUs."""
+    monkeypatch.setattr(queue, "pick_device", lambda name: "cuda" if name == "auto" else name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def handed_out(slots, count=None):
+    """The GPUs that the next trials get, as many as there is room for."""
+    found = []
+    for _ in range(count or slots.count):
+        found.append(slots.next_gpu())
+        slots.take(SimpleNamespace(), found[-1])
+    return found
+
+
+def tell_environment(monkeypatch):
+    """Instead of training, a trial writes down its environment."""
+    code = "import json, os, sys; open(sys.argv[1] + '/env.json', 'w').write(json.dumps({**os.environ}))"
+    monkeypatch.setattr(queue, "command_of", lambda folder: [sys.executable, "-c", code, str(folder)])
+    monkeypatch.setattr(queue, "done", lambda folder: (folder / "env.json").is_file())
+
+
+def environments(place, count):
+    """What so many trials found in their environment."""
+    folders = [Path("out/trials", str(i)) for i in range(count)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    assert queue.run_all(folders, place, poll=0.05) == {}
+    return [json.loads((folder / "env.json").read_text()) for folder in folders]
+
+
 def test_cores_and_gpus_are_shared_out(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(queue.os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert (queue.Processes(0, "cpu").slots, queue.Processes(0, "cpu").threads) == (8, 1)
-    assert (queue.Processes(3, "cpu").slots, queue.Processes(3, "cpu").threads) == (3, 2)
-    monkeypatch.setattr(queue, "pick_device", lambda name: "cuda")
-    monkeypatch.setattr(queue.torch.cuda, "device_count", lambda: 2)
+    assert [(queue.Slots(jobs, "cpu").count, queue.Slots(jobs, "cpu").threads) for jobs in (0, 3)] == [
+        (8, 1), (3, 2)]
+    assert queue.Slots(0, "cpu").env(None) == {"OMP_NUM_THREADS": "1"}
+    gpus(monkeypatch, 2)
     for visible, places in {"4,6": ["4", "6"], "7,": ["7"], "": ["0", "1"],
                             "GPU-abc,GPU-def": ["GPU-abc", "GPU-def"]}.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert queue.Processes(0, "auto").free_gpus == places
-    assert queue.Processes(3, "auto").free_gpus == ["GPU-abc", "GPU-def", "GPU-abc"]
+        assert handed_out(queue.Slots(0, "auto")) == places
+    assert handed_out(queue.Slots(3, "auto")) == ["GPU-abc", "GPU-def", "GPU-abc"]
+
+
+@pytest.mark.parametrize("visible, device, place", [
+    ("", "cuda:1", "1"), ("4,6", "cuda:1", "6"), ("4,6", "cuda:0", "4"), ("GPU-a, GPU-b", "cuda:1", "GPU-b")])
+def test_a_gpu_that_is_named_is_the_only_one(visible, device, place, monkeypatch):
+    gpus(monkeypatch, 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert handed_out(queue.Slots(0, device)) == [place]
+    assert handed_out(queue.Slots(0, device, jobs_per_gpu=2)) == [place] * 2
+
+
+@pytest.mark.parametrize("jobs, each, count, at_most", [
+    (0, 1, 2, 1), (0, 3, 6, 3), (5, 3, 5, 3), (9, 3, 6, 3), (2, 3, 2, 1), (1, 3, 1, 1)])
+def test_several_trials_share_a_gpu_and_its_memory(jobs, each, count, at_most, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(queue.os, "sched_getaffinity", lambda pid: set(range(12)))
+    gpus(monkeypatch, 2)
+    slots = queue.Slots(jobs, "cuda", each)
+    assert handed_out(slots) == ["0", "1", "0", "1", "0", "1"][:count]
+    assert slots.threads == 12 // count
+    assert slots.env("1") == {"OMP_NUM_THREADS": str(slots.threads), "CUDA_VISIBLE_DEVICES": "1",
+                              trial.TRIALS_ON_GPU: str(at_most)}
+
+
+def test_the_next_trial_gets_the_gpu_with_the_fewest(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpus(monkeypatch, 3)
+    slots = queue.Slots(0, "cuda", 2)
+    jobs = [SimpleNamespace() for _ in range(6)]
+    for job in jobs:
+        slots.take(job, slots.next_gpu())
+    for i in (1, 4):  # both of the second GPU
+        slots.free(jobs[i])
+    assert handed_out(slots, 2) == ["1", "1"]
+
+
+def test_one_trial_each_on_a_gpu_of_its_own_and_the_gpu_back(spec, monkeypatch):
+    """The environment of real processes."""
+    tell_environment(monkeypatch)
+    gpus(monkeypatch, 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    place = queue.Processes(0, "cuda")
+    found = [each["CUDA_VISIBLE_DEVICES"] for each in environments(place, 3)]
+    assert found[:2] == ["4", "6"] and found[2] in found[:2]
+    assert place.room.running == {"4": 0, "6": 0}
+
+
+@pytest.mark.parametrize("device, each, count", [("cuda", 1, 2), ("cuda", 2, 4), ("cuda:1", 1, 1)])
+def test_a_local_job_of_submitit_has_a_gpu_of_its_own(device, each, count, spec, monkeypatch):
+    pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
+    tell_environment(monkeypatch)
+    gpus(monkeypatch, 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    monkeypatch.setenv("SEEN_BY_ALL", "yes")
+    place = queue.Cluster("local", 0, {"timeout_min": 5}, device, each)
+    assert place.slots == count
+    found = environments(place, count + 1)
+    assert {one["SEEN_BY_ALL"] for one in found} == {"yes"}
+    assert {one[trial.TRIALS_ON_GPU] for one in found} == {str(each)}
+    names = [one["CUDA_VISIBLE_DEVICES"] for one in found]
+    assert names[:count] == (["GPU-b"] if device == "cuda:1" else ["GPU-a", "GPU-b"] * each)
+    assert names[-1] in names[:count]
+    assert set(place.room.running.values()) == {0}
+
+
+def test_a_job_that_cannot_be_submitted_takes_no_gpu(spec, monkeypatch):
+    pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
+    gpus(monkeypatch, 1)
+    for place in (queue.Cluster("local", 0, {}, "cuda"), queue.Processes(0, "cuda")):
+        monkeypatch.setattr(queue, "command_of", lambda folder: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            place.start(Path("out/trials/x"))
+        assert set(place.room.running.values()) == {0}
+
+
+def test_a_job_on_slurm_keeps_the_environment_of_its_node(tmp_path, spec, monkeypatch):
+    pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\n")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    place = queue.Cluster("slurm", 3, {})
+    monkeypatch.setattr(place.executor, "submit", lambda command: command)
+    command = place.start(Path("out/trials/x"))
+    assert command.env is None and not any("CUDA" in word for word in command.command)
+    assert place.slots == 3 and place.executor._executor.parameters["gpus_per_node"] == 1
+    for keys in (dict(jobs_per_gpu=2), dict(device="cuda:1")):
+        with pytest.raises(UserError, match="means nothing on Slurm, which gives each run a GPU of its own"):
+            queue.Cluster("auto", 3, {}, **keys)
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_gpus_that_are_not_there_cannot_be_shared(device, monkeypatch):
+    monkeypatch.setattr(queue, "pick_device", lambda name: "cpu")
+    with pytest.raises(UserError, match="^jobs_per_gpu=2 means nothing on device=cpu, which has no CUDA GPU"):
+        queue.Slots(0, device, 2)
+
+
+def test_a_trial_on_a_shared_gpu_allocates_its_part_of_the_memory(monkeypatch):
+    said, size = [], 80 * 2**30
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", said.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=size))
+    trial.limit_memory()
+    monkeypatch.setenv(trial.TRIALS_ON_GPU, "1")
+    trial.limit_memory()
+    assert said == []  # alone
+    monkeypatch.setenv(trial.TRIALS_ON_GPU, "4")
+    trial.limit_memory()
+    assert said == [pytest.approx(0.95 / 4 - 0.75 / 80)]
+    assert 4 * (said[0] * size + trial.CONTEXT) < size
+    size = 2 * 2**30
+    with pytest.raises(UserError, match="^4 trials on a GPU of 2.0 GiB have no memory: lower jobs_per_gpu$"):
+        trial.limit_memory()
+
+
+@pytest.mark.parametrize("at_once, words", [
+    ("1", "trial: out of memory; lower batch_size"),
+    ("4", "trial: out of memory with 4 trials on one GPU: lower jobs_per_gpu, or jobs; if that is 1, lower")])
+def test_memory_that_runs_out_on_a_shared_gpu_has_a_second_reason(at_once, words, spec, monkeypatch):
+    def runs_out(folder):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    monkeypatch.setenv(trial.TRIALS_ON_GPU, at_once)
+    monkeypatch.setattr(trial, "limit_memory", lambda: None)
+    monkeypatch.setattr(trial, "log_to", lambda path: None)
+    monkeypatch.setattr(trial, "run", runs_out)
+    with pytest.raises(SystemExit) as e:
+        trial.main([str(trial.make(spec))])
+    assert e.value.code.startswith(words) and "\n" not in e.value.code
+
+
+def test_memory_is_limited_before_a_trial_trains(spec, monkeypatch):
+    order = []
+    monkeypatch.setattr(trial, "log_to", lambda path: None)
+    monkeypatch.setattr(trial, "limit_memory", lambda: order.append("limit"))
+    monkeypatch.setattr(trial, "run", lambda folder: order.append("run"))
+    trial.main([str(trial.make(spec))])
+    assert order == ["limit", "run"]
 
 
 @pytest.mark.parametrize("asked, threads", [("1", [1, 1]), ("3,2", [3, 2]), ("64", [8, 2]), ("", [8, 2]),
@@ -393,16 +565,15 @@ def test_cores_and_gpus_are_shared_out(monkeypatch):
 def test_no_more_threads_than_were_asked_for(asked, threads, monkeypatch):
     monkeypatch.setattr(queue.os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
-    assert [queue.Processes(jobs, "cpu").threads for jobs in (1, 3)] == threads
-    pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
-    for jobs, each in zip((1, 3), threads):
-        assert queue.Cluster("local", jobs, {}).env == {"OMP_NUM_THREADS": str(each)}
+    assert [queue.Slots(jobs, "cpu").threads for jobs in (1, 3)] == threads
+    assert [queue.Slots(jobs, "cpu").env(None) for jobs in (1, 3)] == [
+        {"OMP_NUM_THREADS": str(each)} for each in threads]
 
 
 def test_a_killed_run_is_named(tmp_path):
     place = queue.Processes(1, "cpu")
     job = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdin=subprocess.PIPE)
-    job.gpu = place.free_gpus.pop()
+    place.room.take(job, None)
     job.kill()
     job.wait()
-    assert place.ended(job, tmp_path) == "killed by SIGKILL: out of memory?" and place.free_gpus == [None]
+    assert place.ended(job, tmp_path) == "killed by SIGKILL: out of memory?"
