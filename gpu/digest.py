@@ -8,13 +8,14 @@ import json
 import re
 
 from common import ROOT
-from gpu.entries import MUON, NANOGPT, settings
+from gpu.entries import MUON, NANOGPT, TRAINING, settings
 from gpu.environment import HERE, TORCH
 from study.fingerprint import off_mechanisms, own_flags, parsed, reached
 
 ROOTS = {"model": (("model.py", "GPT"), ("optim.py", "precision")),
          MUON: (("optim.py", "orthogonalise"),)}
-TRAINER = ("wrap", "freeze", "backward", "judged_by")  # its methods that a training step runs
+# the Trainer's methods that a training step runs
+TRAINER = ("__init__", "freeze", "zero_grad", "backward", "judged_by")
 OWN = ("fake.py", "steps.py")  # of this folder: how it is compiled
 
 
@@ -52,8 +53,9 @@ def code(root, roots, names, fields):
 @functools.cache
 def of_trainer(root):
     """The Trainer's part in a training step."""
-    methods = copy.deepcopy(parsed(root / "optim.py")[0]["Trainer"]).body
-    return [text(method) for method in methods if getattr(method, "name", None) in TRAINER]
+    definitions = copy.deepcopy(parsed(root / "optim.py")[0])
+    methods = [m for m in definitions["Trainer"].body if getattr(m, "name", None) in TRAINER]
+    return [text(node) for node in (*methods, definitions["CastWeights"])]
 
 
 @functools.cache
@@ -75,6 +77,6 @@ def digest(check, root=ROOT):
         off = off_mechanisms(config)
         parts += code(root, ROOTS["model"], frozenset(cls.__name__ for cls in off),
                       frozenset(name for cls in off for name in cls.fields()))
-        parts += [json.dumps(own_flags(config), sort_keys=True, default=str)]
+        parts += [json.dumps(own_flags(config), sort_keys=True, default=str), TRAINING.get(check.entry)]
         parts += of_trainer(root) if check.kind != "eval" else []
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]

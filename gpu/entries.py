@@ -34,7 +34,10 @@ VARIANTS = {
     "gpt2, dropout": dict(recipe="gpt2", dropout=0.1),
     "gpt2, bias": dict(recipe="gpt2", bias=True),
     "parallel, softcap": dict(parallel=True, softcap=15.0),
-    "vocabulary": dict(vocab_size=50304),
+    "vocabulary": dict(vocab_size=50257),
+    "portions": dict(loss_chunks=4),
+    "portions, a2c_temperature": dict(loss_chunks=4, **MECHANISMS["a2c_temperature"]),
+    "accumulated": {},  # gradients of two portions, over weights that are cast once
     "routing_packed": dict(routing="moh", routing_capacity=1.25),
     "constraint_score": SCORE,
     "constraint_score+xsa": {**SCORE, **MECHANISMS["xsa"]},
@@ -53,7 +56,8 @@ VARIANTS = {
 ENTRIES = {"plain": {}, **MECHANISMS, "all_on": ALL_ON, **VARIANTS}
 ENTRIES.update({name + NO_LABELS: flags for name, flags in ENTRIES.items() if "constraint_names" in flags
                 and not name.startswith("checkpointed")})
-STEPS_OF_THAW = "thaw"
+# keys of TrainConfig that entries are trained with
+TRAINING = {"thaw": dict(freeze_trunk=True, thaw_from=3), "accumulated": dict(grad_accum=2)}
 # variants compiled at every head size, beside the plain GPT and each mechanism that uses FlexAttention
 ALL_SIZES = ("plain", "all_on", "routing_packed", "constraint_score", "a2c_key_bias+acag", "roles+acag",
              "a2c_key_bias+sink", "roles+sink")
@@ -94,6 +98,11 @@ def settings(check):
     return GPTConfig(**{**size, **flags})
 
 
+def switches(check):
+    """How often a schedule changes what gets a gradient in five steps, for which a graph more is right."""
+    return ("thaw_from" in TRAINING.get(check.entry, {})) + bool(settings(check).constraint_stop)
+
+
 def schedules(flags):
     """Flags that have something move in each of five steps, of the mechanisms that are on."""
     more = {}
@@ -119,7 +128,7 @@ def checks(entries: Optional[tuple] = None):
             found += [Check(MUON, "train", card=card) for card in CARDS]
             continue
         found.append(Check(entry, "steps"))
-        if entry == STEPS_OF_THAW:
+        if entry == "thaw":
             continue
         found += [Check(entry, kind, card=card) for kind in ("train", "eval") for card in CARDS]
         if entry in ALL_SIZES or entry in MECHANISMS and uses_flex(entry):

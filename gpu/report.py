@@ -3,7 +3,7 @@
 import json
 
 from common import ROOT, UserError, table, write_atomic
-from gpu.entries import CARDS, NANOGPT, STEPS_OF_THAW, Check, byte_checks, checks
+from gpu.entries import CARDS, NANOGPT, Check, byte_checks, checks, switches
 from gpu.environment import TORCH
 from model import MECHANISMS
 from study.tables import MARK
@@ -44,7 +44,7 @@ def problems(check, row):
     for reason in row.get("breaks", ()):
         yield f"graph break: {reason}"
     graphs = row.get("graphs")
-    if graphs and graphs[-1] > graphs[0] + (check.entry == STEPS_OF_THAW):
+    if graphs and graphs[-1] > graphs[0] + switches(check):
         yield f"recompiled: {graphs} graphs after each step"
     if row.get("shared", 0) > row.get("limit", 0):
         yield (f"{row['largest']} asks for {row['shared']:,} bytes of shared memory, the card has "

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import optim
 from gpu import fake
-from gpu.entries import BATCH, BATCH_124M, MUON, NANOGPT, NO_LABELS, SIZE_124M, Check, settings
+from gpu.entries import BATCH, BATCH_124M, MUON, NANOGPT, NO_LABELS, SIZE_124M, TRAINING, Check, settings
 from gpu.fake import SEEN
 from model import GPT, KVCache
 from ranks import Process
@@ -31,11 +31,9 @@ STEPS = 5
 
 def trainer_of(check, config):
     """A Trainer on the card, for the model of a config."""
-    thaws = check.entry == "thaw"
-    training = TrainConfig(dtype=check.dtype, compile=True, max_iters=1000, freeze_trunk=thaws,
-                           thaw_from=STEPS - 2 if thaws else None).for_recipe(config.recipe)
+    training = TrainConfig(dtype=check.dtype, compile=True, max_iters=1000, **TRAINING.get(check.entry, {}))
     model = fake.to_cuda(GPT(config))
-    return optim.Trainer(model, training, Process("cuda"))
+    return optim.Trainer(model, training.for_recipe(config.recipe), Process("cuda"))
 
 
 def tokens(batch, config):
@@ -65,10 +63,9 @@ def steps(check):
     for step in range(STEPS):
         for block in trainer.raw.transformer.h:  # as controller.py does
             if block.attn.sentinel is not None:
-                block.attn.sentinel.coef = config.sentinel_coef * step / STEPS
+                block.attn.sentinel.set_coef(config.sentinel_coef * step / STEPS)
         trainer.backward(step, x, x, labels(check, config, BATCH))
-        for p in trainer.raw.parameters():
-            p.grad = None
+        trainer.zero_grad()
         graphs.append(SEEN.graphs)
     return {"graphs": graphs}
 
@@ -79,13 +76,14 @@ def evaluate(check):
     config = settings(check)
     model = fake.to_cuda(GPT(config)).eval()
     x, names = tokens(BATCH, config), {}
-    dtype, autocast = optim.precision(check.dtype, "cuda")
+    _, autocast = optim.precision(check.dtype, "cuda")
     cache = KVCache(config)
 
     def prompt_and_step():
         model.head(model.hidden(x[:, :-1], cache))
 
-    calls = {"eval": lambda: model(x, x), "traces": lambda: model(x, x, traces=True),
+    calls = {"eval": lambda: model(x), "loss": lambda: model(x, x),
+             "traces": lambda: model(x, x, traces=True),
              "prompt": prompt_and_step, "decode": lambda: model.head(model.hidden(x[:, -1:], cache))}
     for name, call in calls.items():
         with autocast, fake.attention_ops() as found:

@@ -155,10 +155,13 @@ def test_each_fault_makes_the_check_fail(results, capsys, row, words):
     assert words in said and "1 problems" in said
 
 
-def test_thawing_the_trunk_may_compile_once_more():
-    row = {"graphs": [1, 1, 1, 2, 2]}
-    assert not [*report.problems(Check("thaw", "steps"), row)]
-    assert [*report.problems(Check("thaw", "steps"), {"graphs": [1, 2, 2, 3, 3]})]
+@pytest.mark.parametrize("entry, graphs", [("thaw", [1, 1, 1, 2, 2]), ("constraint_a", [1, 1, 2, 2, 2]),
+                                           ("plain", [1, 1, 1, 1, 1])])
+def test_a_switch_of_the_gradient_may_compile_once_more(entry, graphs):
+    """The trunk thaws, or constraint heads begin to send a gradient into it."""
+    check = Check(entry, "steps")
+    assert not [*report.problems(check, {"graphs": graphs})]
+    assert [*report.problems(check, {"graphs": [*graphs[:4], graphs[4] + 1]})]
 
 
 def test_each_check_goes_to_a_process_of_its_card(monkeypatch):
