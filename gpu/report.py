@@ -126,15 +126,42 @@ def goal_of(name):
     return OF_PLAIN_WITH_ACAG if flags.get("acag") and not flags.get("acag_detach") else OF_PLAIN
 
 
+# ---- the table of shared memory ----
+
+def shared_table(rows):
+    """A table in Markdown: the most shared memory that any kernel of a training step asks for, in KB."""
+    most, limits = {}, {}
+    for check in checks():
+        row = rows.get(check.key, {})
+        if check.kind == "train" and "shared" in row:
+            place = check.head_size, check.dtype
+            most.setdefault(place, {}).setdefault(check.card, []).append((row["shared"], check.entry))
+            limits[check.card] = row["limit"]
+    lines = [[f"{size}, {dtype}", *("{:.0f}, `{}`".format(max(found[card])[0] / 1024, max(found[card])[1])
+                                    if card in found else "–" for card in CARDS)]
+             for (size, dtype), found in sorted(most.items())]
+    head = ["head size", *(f"{card}, of {limits.get(card, 0) / 1024:.0f}" for card in CARDS)]
+    return in_markdown(head, lines) if lines else ""
+
+
+# what docs/gpu.md can hold of the results file
+TABLES = {"bytes": byte_tables, "shared": shared_table}
+
+
 def in_markdown(head, lines):
     rows = [head, ["---"] + ["--:"] * (len(head) - 1), *lines]
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
 
 
 def filled(text):
-    """A page's text with its table of bytes as the results file has it now."""
-    tables = byte_tables(read())
-    return MARK.sub(lambda m: m.group(1) + (tables and f"{tables}\n") + m.group(5), text)
+    """A page's text with its tables as the results file has them now."""
+    rows = read()
+
+    def fill(match):
+        made = TABLES[match.group(2)](rows)
+        return match.group(1) + (made and f"{made}\n") + match.group(5)
+
+    return MARK.sub(fill, text)
 
 
 def write_page():

@@ -102,7 +102,7 @@ def stale_after(tmp_path, as_they_are):
 def test_words_make_nothing_stale(stale_after):
     """A comment, a docstring, what ValueError, UserError and a config's problems say; another program."""
     assert stale_after(
-        ("kernels.py", "# faster, but on CPU", "# quicker, but on CPU"),
+        ("kernels.py", "# its values do not matter", "# whatever they are"),
         ("model.py", '"""LayerNorm whose bias can be left out."""', '"""LayerNorm, its bias optional."""'),
         ("model.py", "there is no block {layer}", "no block {layer}"),
         ("optim.py", "stopped before the update", "no update"),
@@ -273,6 +273,13 @@ def test_the_overview_has_a_line_for_each_entry():
     assert line.split() == ["xsa", "44", "100.0", "195", "195", "195", "yes", "3", "of", "7"]
 
 
-def test_the_page_holds_the_table_of_the_results():
+def test_the_table_of_shared_memory_names_the_largest():
+    rows = {Check(name, "train", 64, "bfloat16", card).key: {**FINE, "shared": kb * 1024}
+            for name, kb in (("sink", 50), ("acag", 90)) for card in CARDS}
+    assert "| 64, bfloat16 | 90, `acag` | 90, `acag` | 90, `acag` |" in report.shared_table(rows)
+    assert report.shared_table({}) == ""
+
+
+def test_the_page_holds_the_tables_of_the_results():
     text = report.PAGE.read_text(encoding="utf-8")
     assert report.filled(text) == text, "run: python -m gpu.check --tables"
