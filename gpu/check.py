@@ -30,7 +30,7 @@ LOG = ROOT / "out/gpu-check.log"  # what torch and triton say meanwhile
 WORK = {"steps": "graphs", "train": "binaries", "eval": "binaries", "bytes": "code"}
 CHECKS_OF_PROCESS = 30  # Dynamo keeps something of each model
 LIMIT = 600  # seconds that one check may take
-SAVE = 20  # checks after which the results are written
+SAVE = 5  # checks after which the results are written
 
 
 def stale(wanted, rows):

@@ -113,6 +113,11 @@ def schedules(flags):
     return more
 
 
+def trains_only(entry):
+    """Whether an entry differs from another one in training alone."""
+    return entry in TRAINING or entry.endswith(NO_LABELS) or entry.startswith(("checkpointed", "portions"))
+
+
 @functools.cache
 def uses_flex(entry):
     """Whether an entry's attention is FlexAttention on a GPU, whose kernels depend on the head size most."""
@@ -130,7 +135,8 @@ def checks(entries: Optional[tuple] = None):
         found.append(Check(entry, "steps"))
         if entry == "thaw":
             continue
-        found += [Check(entry, kind, card=card) for kind in ("train", "eval") for card in CARDS]
+        kinds = ("train",) if trains_only(entry) else ("train", "eval")
+        found += [Check(entry, kind, card=card) for kind in kinds for card in CARDS]
         if entry in ALL_SIZES or entry in MECHANISMS and uses_flex(entry):
             found += [Check(entry, "train", size, dtype, card) for card in CARDS
                       for size, dtype in [*((size, "bfloat16") for size in HEAD_SIZES),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 TORCH = "2.13.0"  # whose inner parts gpu/fake.py patches
-PACKAGES = (f"torch==={TORCH}", "numpy", "tqdm", "tiktoken", "requests", "regex")
+PACKAGES = (f"torch==={TORCH}", "numpy", "tqdm")
 ROOM = 5 << 30  # bytes, of torch, triton and the CUDA libraries
 LIBRARIES = "fake_cuda"  # their folder inside the environment
 

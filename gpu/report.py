@@ -1,15 +1,16 @@
 """What the results of the GPU check say: what is wrong, what is printed, the table in docs/gpu.md."""
 
 import json
+import re
 
 from common import ROOT, UserError, table, write_atomic
 from gpu.entries import CARDS, NANOGPT, Check, byte_checks, checks, switches
 from gpu.environment import TORCH
 from model import MECHANISMS
-from study.tables import MARK
 
 RESULTS = ROOT / "results/gpu-compile.json"
 PAGE = ROOT / "docs/gpu.md"
+MARK = re.compile(rf"(<!-- table: (\w+) {RESULTS.name} -->\n).*?(<!-- end -->)", re.S)
 OF_NANOGPT = {"gpt2": 1.00, "plain": 1.25}  # bytes that the two recipes may move, in those of nanoGPT
 OF_PLAIN, OF_PLAIN_WITH_ACAG = 1.15, 1.50   # and a mechanism, in those of the plain GPT
 RECIPES = {NANOGPT: "nanoGPT's `model.py`", "gpt2": "`recipe=gpt2`", "plain": "`recipe=modern`"}
@@ -159,7 +160,7 @@ def filled(text):
 
     def fill(match):
         made = TABLES[match.group(2)](rows)
-        return match.group(1) + (made and f"{made}\n") + match.group(5)
+        return match.group(1) + (made and f"{made}\n") + match.group(3)
 
     return MARK.sub(fill, text)
 
