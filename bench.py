@@ -23,6 +23,7 @@ row too.
 """
 
 import argparse
+import functools
 import gc
 import importlib.util
 import json
@@ -43,8 +44,9 @@ import checkpoint
 from common import ROOT, UserError, explain, last_words, pick_device, table, writable, write_json
 from dataset import Dataset
 from evaluate import score
+from kernels import allow_graphs
 from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache
-from optim import Trainer, precision
+from optim import CUDA_GRAPHS, Trainer, precision
 from ranks import Process
 from train import TrainConfig
 
@@ -70,9 +72,10 @@ def ours(recipe, args, flags={}, off=0.0):
         model = GPT(config_of(args, args.block_size, recipe=recipe, **flags))
         if off:
             model.prune_heads({layer: range(round(off * args.n_head)) for layer in range(args.n_layer)})
-        config = TrainConfig(dtype=args.dtype, compile=args.compile).for_recipe(recipe)
+        config = TrainConfig(dtype=args.dtype, compile=args.compile,
+                             compile_mode=args.compile_mode).for_recipe(recipe)
         trainer = Trainer(model.to(args.device), config, Process(args.device))
-        return model, trainer.step, model.generate
+        return model, functools.partial(trainer.step, at_once=False), model.generate
     return build
 
 
@@ -97,8 +100,7 @@ def nanogpt(path, args):
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            loss.item()
+            optimizer.zero_grad(set_to_none=True)  # its train.py reads the loss of every tenth step
 
         def decode(idx, n):
             model.eval()
@@ -556,6 +558,8 @@ def arguments(argv):
     p.add_argument("--dtype", choices=["float32", "bfloat16"],
                    help="default float32 on cpu, bfloat16 on cuda")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default on cuda only")
+    p.add_argument("--compile_mode", choices=["default", *CUDA_GRAPHS], default="default",
+                   help="of our training steps; all but default replay CUDA graphs")
     p.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True,
                    help="on cpu: measure peak memory too, a process each")
     p.add_argument("--rounds", type=int, default=11)
@@ -596,9 +600,7 @@ def measure(args):
     """Measure what is asked for, print it, write it to --json. Raises UserError where something failed."""
     torch.set_num_threads(args.threads)
     torch.set_float32_matmul_precision("high")
-    # each contestant is one more graph of GPT.forward: beyond 8 they would silently run eager
-    torch._dynamo.config.recompile_limit = 256
-    torch._dynamo.config.accumulated_recompile_limit = 4096
+    allow_graphs()  # each contestant is one more of GPT.forward
     if args.race:
         print(f"torch {torch.__version__}, cpu, float32: "
               "nanoGPT's CPU setting (4 layers, 4 heads, 128 wide, context 64, batch 12)")

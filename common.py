@@ -35,6 +35,9 @@ def explain(e):
     if isinstance(e, MemoryError) or any(sign in str(e) for sign in signs):
         return ("out of memory; lower batch_size (and raise grad_accum to keep the batch) or block_size, "
                 "or set checkpoint_activations=True")
+    if "out of resource: shared memory" in str(e):  # --compile=False would meet the same kernel
+        return (f"a kernel needs more shared memory than this GPU has ({' '.join(str(e).split())[:200]}); "
+                "smaller heads (more n_head) or dtype=bfloat16 need less")
     if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
         return f"torch.compile failed ({' '.join(str(e).split())[:200]}); --compile=False does without"
 
@@ -93,7 +96,18 @@ def write_atomic(path, write):
 
 
 def pick_device(name):
-    """'auto' -> cuda, mps or cpu, whichever is there first; else the name, checked. Raises UserError."""
+    """'auto' -> cuda, mps or cpu, whichever is there first; else the name, checked. Raises UserError.
+
+    On a GPU every program then takes TF32 for products in float32: what is trained is scored alike.
+    """
+    device = checked_device(name)
+    if device.startswith("cuda"):
+        torch.set_float32_matmul_precision("high")
+    return device
+
+
+def checked_device(name):
+    """pick_device() without a change of precision."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name == "cuda" and torch.cuda.is_available():

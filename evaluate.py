@@ -91,6 +91,20 @@ def nats_of(logits, targets):
     return (mass.log() + short).numpy()
 
 
+def nats_of_last(model, ids, n, most=None):
+    """-log p of the last n of ids [B, 1 + T], float64 [B, n]; logits of `most` tokens in memory at a time,
+    None: of all.
+    """
+    if most is None or len(ids) * n <= most:
+        return nats_of(model(ids[:, :-1]).logits[:, -n:], ids[:, -n:])
+    x = model.hidden(ids[:, :-1])[:, -n:].flatten(0, 1)
+    parts = [nats_of(model.head(x_), y) for x_, y in zip(x.split(most), ids[:, -n:].flatten().split(most))]
+    return np.concatenate(parts).reshape(len(ids), n)
+
+
+LOGITS_AT_ONCE = 1 << 26  # 256 MB of them
+
+
 @torch.no_grad()
 def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, rank=0, world=1, autocast=None,
           per_token=False, progress=False):
@@ -101,10 +115,11 @@ def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, ran
     """
     device, T, tokens = next(model.parameters()).device, model.config.block_size, dataset.tokens(split)
     cuts = windows_of(dataset, split, T, stride, max_tokens)[rank::world]
-    # logits are vocab_size floats a token, 256 MB of them at most; a CPU is fastest while they fit its caches
-    batch_tokens = min(batch_tokens, (1 << 26) // model.config.vocab_size)
+    # logits are vocab_size floats a token. A CPU is fastest while they fit its caches; a GPU wants many rows
+    # in the blocks, and the logits of a large vocabulary in portions
+    most = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
     if device.type == "cpu":
-        batch_tokens = min(batch_tokens, 4096)
+        batch_tokens, most = min(batch_tokens, most, 4096), None
     rows = max(1, batch_tokens // T)
 
     nats, count, parts = 0.0, 0, [np.empty(0, np.float32)]
@@ -121,7 +136,7 @@ def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, ran
                     ids = np.stack([window_ids(tokens, dataset.separator, start, end)
                                     for start, end, _ in group[at:at + rows]])
                     ids = torch.from_numpy(ids).to(device)
-                    each = nats_of(model(ids[:, :-1]).logits[:, -scored:], ids[:, -scored:])
+                    each = nats_of_last(model, ids, scored, most)
                     nats += float(each.sum())
                     count += each.size
                     if per_token:

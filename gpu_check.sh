@@ -9,6 +9,7 @@
 #   bench        5  training at 124M, bf16, compiled: tokens/s, MFU, memory, beside nanoGPT in the same run
 #   decode       2  tokens/s of cached decoding at 124M after 128 to 1,024 tokens, beside nanoGPT
 #   study        6  does compare.py run as it should: two mechanisms, two seeds, tiny scale, four runs at once
+#   graphs       3  what CUDA graphs gain for a small model (--compile_mode reduce-overhead)
 #   compiled     8  does every mechanism agree when it is compiled
 #   mechanisms   8  the training step of each beside the plain GPT's at 12/12/768; MECHS names others
 #   test         8  the test suite on a machine with CUDA (torch 2.11 to 2.15)
@@ -28,7 +29,7 @@
 # cores), DATASET a byte dataset (pystdlib), STEPS and SHAPE the training, STUDY a study.
 set -euo pipefail
 cd "$(dirname "$0")"
-PLAN="agree bench decode study compiled mechanisms test train long heads constraints finetune compare"
+PLAN="agree bench decode study graphs compiled mechanisms test train long heads constraints finetune compare"
 PY=${PY:-python3} OUT=${OUT:-out/gpu} RUNS=${RUNS:-out/gpu-runs} LIMIT=${LIMIT:-500}
 export PYTHONUNBUFFERED=1
 DATASET=${DATASET:-pystdlib} JOBS=${JOBS:-$(( ($(nproc) + 1) / 2 ))}
@@ -69,6 +70,11 @@ part() {
     prepared pystdlib
     study study "$((LIMIT * 4 / 5))" config/studies/demo.py --mechanisms=acag,output_gate --seeds=1,2 \
       --question="Does a study run as it should on a GPU?" --jobs_per_gpu=4 ;;
+  graphs)
+    SMALL="--what train --n_layer 4 --n_head 4 --n_embd 128 --block_size 256 --batch_size 16 --rounds 11"
+    for mode in default reduce-overhead; do
+      each bench "graphs-$mode" $SMALL --compile_mode "$mode" ${NANOGPT:+--nanogpt "$NANOGPT"}
+    done ;;
   compiled)
     each "$PY" gpu/agree.py --compile --recipes modern --jobs "$JOBS" --out "$OUT/agree.jsonl" ;;
   mechanisms)

@@ -533,8 +533,6 @@ def train(model_config, config):
     run = Run(config.for_recipe(model.config.recipe), model, dataset, process, targets, **progress)
     config, step = run.config, run.step
     model.at_step(max(0, step - 1))  # what is evaluated first is what the last step left
-    if process.kind == "cuda":
-        torch.set_float32_matmul_precision("high")
 
     if config.eval_only:
         row = evaluate(run)

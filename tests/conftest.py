@@ -1,5 +1,6 @@
 """What all tests share: the repository on the path, one thread, and a tiny data folder."""
 import json
+import socket
 import os
 import sys
 from pathlib import Path
@@ -119,3 +120,11 @@ def fails(capsys):
         assert all(line.startswith("train: ") and len(line) < 500 for line in lines)
         return [line.removeprefix("train: ") for line in lines]
     return run
+
+
+@pytest.fixture
+def free_port():
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

@@ -81,7 +81,8 @@ def test_impossible_arguments_are_one_line_before_anything_runs(bad, line):
 
 def test_peak_memory_counts_the_model_and_not_the_libraries(tmp_path):
     args = dict(nanogpt=None, mechanisms=None, heads_off=None, recipes=["gpt2"], threads=1, device="cpu",
-                dtype="float32", compile=False, vocab_size=64, n_head=1, block_size=8, batch_size=1)
+                dtype="float32", compile=False, compile_mode="default", vocab_size=64, n_head=1, block_size=8,
+                batch_size=1)
     small = bench.peak_memory_cpu("gpt2", argparse.Namespace(**args, n_layer=1, n_embd=8))
     large = bench.peak_memory_cpu("gpt2", argparse.Namespace(**args, n_layer=4, n_embd=512))
     # weights and two moments, in float32
@@ -93,7 +94,7 @@ def test_every_mechanism_is_a_contestant_against_the_plain_gpt():
     assert list(bench.contestants_of(args)) == ["gpt2", *bench.MECHANISMS, "all_on"]
     args = argparse.Namespace(nanogpt=None, mechanisms=None, heads_off=[0, 0.5],
                               recipes=["gpt2"], block_size=8, vocab_size=16, n_layer=2, n_head=4,
-                              n_embd=32, device="cpu", dtype="float32", compile=False)
+                              n_embd=32, device="cpu", dtype="float32", compile=False, compile_mode="default")
     whole, half = (build()[0] for build in bench.contestants_of(args).values())
     assert [block.attn.n_head for block in half.transformer.h] == [2, 2]
     assert whole.num_params() > half.num_params()

@@ -2,13 +2,19 @@
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 
-from model import GPT, GPTConfig
-from optim import MARGIN, QUINTICS, Muon, lr_multiplier, make_optimizers, orthogonalise
+from common import UserError
+from model import GPT, HEAD_MECHANISMS, MECHANISMS, GPTConfig
+from optim import MARGIN, QUINTICS, CastWeights, Muon, Trainer, lr_multiplier, make_optimizers, orthogonalise
+from ranks import Process
 from train import TrainConfig
+
+SIZES = dict(vocab_size=64, n_layer=2, n_head=4, n_embd=32, block_size=16, seed=3)
 
 
 def slow_orthogonalise(G):
@@ -183,3 +189,246 @@ def test_trapezoid_schedule_by_hand():
 def test_decay_may_end_before_the_training():
     assert lr_multiplier(60, config(lr_decay_iters=60)) == 0.1
     assert lr_multiplier(35, config(lr_decay_iters=60)) == pytest.approx(0.55)
+
+
+# ---- one step ----
+
+def trainer_of(flags={}, **keys):
+    model = GPT(GPTConfig(**SIZES, **{"recipe": "modern", **flags}))
+    return Trainer(model, TrainConfig(**{"max_iters": 20, **keys}).for_recipe(model.config.recipe), Process())
+
+
+def text(rows=8, seed=1):
+    ids = torch.randint(64, (rows, 17), generator=torch.Generator().manual_seed(seed))
+    return ids[:, :-1], ids[:, 1:]
+
+
+# ---- weights cast once ----
+
+class Casts(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the matrices that are made bfloat16."""
+
+    def __init__(self, weights):
+        super().__init__()
+        self.shapes, self.count = {tuple(p.shape) for p in weights}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16:
+            self.count += tuple(out.shape) in self.shapes
+        return out
+
+
+@pytest.mark.parametrize("flags", [dict(recipe="gpt2"), dict(recipe="modern"),
+                                   dict(constraint_names=["a"], constraint_hidden=48),
+                                   MECHANISMS["routing_moh"]], ids=str)
+def test_weights_cast_once_a_step_train_the_same(flags):
+    """To the last bit, in bfloat16, of a tied head too; autocast casts each weight in each portion."""
+    found, casts = [], []
+    for once in (True, False):
+        trainer = trainer_of(flags, dtype="bfloat16", grad_accum=4)
+        assert isinstance(trainer.cast, CastWeights)
+        if not once:
+            trainer.cast = nullcontext()
+        with Casts([p for p, _ in trainer.raw.block_matrices()]) as counted:
+            for step in range(3):
+                trainer.step(*text(seed=step), step=step)
+        found.append({k: v.clone() for k, v in trainer.raw.state_dict().items()})
+        casts.append(counted.count)
+        assert all(p.dtype == torch.float32 for p in trainer.raw.parameters())
+    assert casts[0] == 0 < 3 * 4 * 8 <= casts[1]
+    far = max((found[0][k].float() - found[1][k].float()).abs().max().item() for k in found[0])
+    assert far <= (1e-6 if flags.get("recipe") == "gpt2" else 0)  # a tied weight's two parts are added later
+
+
+def test_no_copies_where_a_step_is_one_portion_or_float32():
+    assert not isinstance(trainer_of(dtype="bfloat16").cast, CastWeights)
+    assert not isinstance(trainer_of(grad_accum=4).cast, CastWeights)
+
+
+def test_a_failure_in_a_portion_leaves_the_weights_in_place():
+    trainer = trainer_of(dtype="bfloat16", grad_accum=2)
+    before = dict(trainer.raw.named_parameters())
+    with pytest.raises(IndexError):
+        trainer.step(text()[0] + 1000, text()[1])
+    assert all(p is before[name] for name, p in trainer.raw.named_parameters())
+
+
+def test_a_frozen_weight_gets_no_gradient_from_its_copy():
+    trainer = trainer_of(MECHANISMS["xsa"], dtype="bfloat16", grad_accum=2, init_from="x", freeze_trunk=True)
+    trainer.backward(0, *text())
+    assert {name for name, p in trainer.raw.named_parameters() if p.grad is not None} \
+        == {f"transformer.h.{i}.attn.xsa.strength" for i in range(2)}
+
+
+# ---- values that are read late ----
+
+def steps_of(late, n=5, **keys):
+    """(what each read() gave, the weights) of n steps."""
+    trainer = trainer_of(**keys)
+    trainer.reads_late, reads = late, []
+    for step in range(n):
+        trainer.update(step, trainer.backward(step, *text(seed=step)))
+        reads.append(trainer.read(everything=step == n - 1))
+    return reads, trainer.raw.state_dict()
+
+
+def test_values_that_are_read_late_are_the_same_values():
+    now, later = steps_of(False), steps_of(True)
+    assert [len(read) for read in now[0]] == [1] * 5 and [len(read) for read in later[0]] == [0, 1, 1, 1, 2]
+    assert sum(now[0], []) == sum(later[0], [])
+    assert all(torch.equal(now[1][k], later[1][k]) for k in now[1])
+
+
+def test_a_step_that_does_not_wait_gives_the_values_of_the_one_before():
+    trainer = trainer_of()
+    trainer.reads_late = True
+    first, second = (trainer.step(*text(), at_once=False) for _ in range(2))
+    assert first == {} and second["loss"] == pytest.approx(math.log(64), abs=0.1)
+    assert len(trainer.read()) == 1 and trainer.read() == []
+
+
+def test_a_value_that_is_not_finite_is_found_a_step_late(monkeypatch):
+    trainer = trainer_of()
+    trainer.reads_late = True
+    trainer.update(0, trainer.backward(0, *text()))
+    trainer.update(1, {name: value * math.nan for name, value in trainer.backward(1, *text()).items()})
+    assert trainer.read(everything=False)[0][0] == 0
+    with pytest.raises(UserError, match="loss is nan in step 2: stopped before an update of it is saved"):
+        trainer.read()
+
+
+# ---- many graphs in one process ----
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that torch.compile makes from here on; they run as they are."""
+    torch._dynamo.reset()
+    made, real = [], torch.compile
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return graph.forward
+    monkeypatch.setattr(torch, "compile", lambda f, **k: real(f, backend=backend, dynamic=k.get("dynamic")))
+    yield made
+    torch._dynamo.reset()
+
+
+def test_every_model_of_a_process_has_a_graph(graphs):
+    """Beyond torch.compile's limit of 8 for one function it runs eager without a word."""
+    for i, cls in enumerate(HEAD_MECHANISMS):
+        trainer_of(next(iter(cls.modes.values())), compile=True).step(*text())
+        assert len(graphs) == i + 1 > 0, cls.flag
+    assert len(graphs) > 8
+
+
+def test_a_model_that_is_pruned_again_and_again_has_a_graph_each_time(graphs):
+    model = GPT(GPTConfig(**{**SIZES, "n_head": 16, "n_embd": 64}, recipe="modern"))
+    config = TrainConfig(compile=True).for_recipe("modern")
+    for i in range(10):
+        Trainer(model, config, Process()).step(*text())
+        assert len(graphs) == i + 1
+        model.prune_heads({0: [i]})
+
+
+def test_the_penalty_of_gates_moves_without_a_new_graph(graphs):
+    trainer = trainer_of(MECHANISMS["sentinel_l0"], compile=True)
+    for step in range(6):
+        for block in trainer.raw.transformer.h:
+            block.attn.sentinel.set_coef(0.01 * step)
+        metrics = trainer.step(*text())
+        chance = sum(b.attn.sentinel.penalty()["gate_l0"] for b in trainer.raw.transformer.h).item()
+        assert metrics["aux/gate_l0"] == pytest.approx(chance, rel=1e-2)
+    assert len(graphs) == 1
+
+
+# ---- CUDA graphs ----
+
+def test_cuda_graphs_are_refused_without_a_gpu():
+    with pytest.raises(UserError, match="compile_mode='reduce-overhead' replays CUDA graphs.*is on cpu"):
+        trainer_of(compile=True, compile_mode="reduce-overhead")
+
+
+def test_gradients_that_are_added_up_in_place_train_the_same():
+    """What a step under CUDA graphs does with them, but for the graphs."""
+    found = []
+    for graphed in (False, True):
+        trainer = trainer_of(grad_accum=2)
+        trainer.graphed = graphed
+        trainer.zero_grad()
+        held = [p.grad for p in trainer.params]
+        for step in range(3):
+            trainer.step(*text(seed=step), step=step)
+        assert [p.grad is g for p, g in zip(trainer.params, held)] == [True] * len(held)
+        found.append(trainer.raw.state_dict())
+    assert all(torch.equal(found[0][k], found[1][k]) for k in found[0])
+
+
+# ---- Muon on several ranks ----
+
+def rank_of_muon(rank, world, port, out, gathers):
+    """A process of test_ranks_share_muons_work: three steps on the same gradients."""
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    if not gathers:
+        def forgotten(every, made, async_op):
+            every.zero_()
+            every[:len(made)] = made
+            return torch.futures.Future()
+        torch.distributed.all_gather_into_tensor = forgotten
+        torch.futures.Future.wait = lambda self: None
+    torch.save(three_steps(rank, world), f"{out}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def three_steps(rank=0, world=1):
+    """Weights after three steps of Muon on five, three and one matrices of a shape."""
+    torch.manual_seed(0)
+    shapes = [(8, 16)] * 4 + [(16, 8), (12, 4), (6, 6), (6, 6)]
+    weights = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    stacked = [3 if shape == (12, 4) else 1 for shape in shapes]
+    muon = Muon(list(zip(weights, stacked)), lr=0.1, rank=rank, world=world)
+    for _ in range(3):
+        for p in weights:
+            p.grad = torch.randn(p.shape)
+        muon.step()
+    return [p.detach() for p in weights]
+
+
+@pytest.mark.parametrize("world, gathers", [(2, True), (3, True), (2, False)])
+def test_ranks_share_muons_work(world, gathers, tmp_path, free_port):
+    """Negative control: without the exchange the weights are others."""
+    mp.spawn(rank_of_muon, (world, free_port, str(tmp_path), gathers), nprocs=world)
+    want = three_steps()
+    for rank in range(world):
+        got = torch.load(tmp_path / f"{rank}.pt")
+        far = max((a - b).abs().max().item() for a, b in zip(got, want))
+        assert far < 1e-6 if gathers else far > 1e-2
+
+
+def rank_of_gradients(rank, world, port, out):
+    """A process of test_gradients_are_averaged_in_buckets."""
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    params = gradients_of(rank)
+    Process(rank=rank, world=world).average_gradients(params, size=10)
+    torch.save([p.grad for p in params], f"{out}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def gradients_of(rank):
+    """Parameters with gradients of this rank: large and small, of two dtypes, and one without."""
+    generator = torch.Generator().manual_seed(rank)
+    params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in
+              [((3, 7), torch.float32), ((2,), torch.float32), ((), torch.float32), ((4,), torch.float64),
+               ((3, 3), torch.float32)]]
+    for p in params[:-1]:
+        p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    return params
+
+
+def test_gradients_are_averaged_in_buckets(tmp_path, free_port):
+    mp.spawn(rank_of_gradients, (2, free_port, str(tmp_path)), nprocs=2)
+    one, two = gradients_of(0), gradients_of(1)
+    for rank in range(2):
+        *got, none = torch.load(tmp_path / f"{rank}.pt")
+        assert none is None and len(got) == 4
+        assert all(torch.allclose(g, (a.grad + b.grad) / 2) for g, a, b in zip(got, one, two))
