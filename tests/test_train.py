@@ -398,6 +398,93 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(args, fails, rows, tm
     main([*args(save_interval=2), "--resume"])
 
 
+@pytest.fixture
+def late(monkeypatch):
+    """Values are read a step late, as on a GPU."""
+    init = Trainer.__init__
+
+    def patched(self, *args, **keys):
+        init(self, *args, **keys)
+        self.reads_late = True
+    monkeypatch.setattr(Trainer, "__init__", patched)
+
+
+def test_a_run_that_reads_late_logs_and_saves_the_same(args, rows, tmp_path, late, monkeypatch):
+    keys = dict(max_iters=11, log_interval=2, eval_interval=5, save_interval=3)
+    main(args("late", **keys))
+    monkeypatch.undo()
+    main(args("now", **keys))
+    assert [list(map(untimed, rows(tmp_path / out))) for out in ("late",)] \
+        == [list(map(untimed, rows(tmp_path / out))) for out in ("now",)]
+    assert same(weights(tmp_path / "late/ckpt.pt"), weights(tmp_path / "now/ckpt.pt"))
+
+
+def test_a_loss_that_is_not_finite_is_read_late_and_never_saved(args, fails, rows, tmp_path, at_step, late):
+    at_step(5, lambda out: out._replace(loss=out.loss * float("nan")))
+    said, = fails(args(save_interval=2))
+    assert said.startswith("loss is nan in step 5: stopped before an update of it is saved; the last save is")
+    state = checkpoint.read(tmp_path / "run/ckpt.pt")
+    assert state["step"] == 4 and all(w.isfinite().all() for w in state["model"].values())
+    assert [r["step"] for r in rows(tmp_path / "run")[0]] == [1, 2, 3, 4]
+    main([*args(save_interval=2), "--resume"])
+
+
+def test_a_run_that_reads_late_stops_a_step_later_and_goes_on(args, rows, tmp_path, at_step, late, capsys):
+    keys = dict(max_iters=8, eval_interval=8, save_interval=8)
+    main(args("whole", **keys))
+    at_step(3, lambda out: (os.kill(os.getpid(), signal.SIGTERM), out)[1])
+    with pytest.raises(SystemExit) as e:
+        main(args("run", **keys))
+    assert e.value.code == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM at step 4: saved" in capsys.readouterr().out
+    main([*args("run", **keys), "--resume"])
+    for whole, run in zip(*(map(untimed, rows(tmp_path / out)) for out in ("whole", "run"))):
+        assert [row for row in whole if row["step"]] == [row for row in run if row["step"]]
+    assert same(weights(tmp_path / "run/ckpt.pt"), weights(tmp_path / "whole/ckpt.pt"))
+
+
+def test_elapsed_time_leaves_compilation_out(args, rows, tmp_path, monkeypatch):
+    """A step that compiles counts as much as the next one."""
+    real = torch.compile
+
+    def backend(graph, inputs):
+        time.sleep(1)
+        return graph.forward
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", lambda model, **keys: real(model, backend=backend))
+    main(args(compile=True, log_interval=1))
+    steps, evaluations = rows(tmp_path / "run")
+    assert evaluations[-1]["elapsed_s"] < 0.8 and steps[-1]["compile_s"] > 1
+    assert "tokens_per_s" not in steps[0] and steps[1]["tokens_per_s"] > 64
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("keys, says", [
+    (dict(loss_chunks=3), "loss_chunks=3 must divide the tokens of a forward pass, 4 rows of block_size=16"),
+    (dict(loss_chunks=0), "loss_chunks=0 must be at least 1 (all logits at once)"),
+    (dict(loss_chunks=2, documents=4), "loss_chunks=2 cannot divide rows of documents=4, whose widths"),
+    (dict(compile_mode="reduce-overhead", compile=False), "means nothing with compile=False"),
+    (dict(compile_mode="reduce-overhead", documents=4), "replays CUDA graphs of one shape, and documents=4"),
+    (dict(compile_mode="fast"), "compile_mode"),
+    (dict(compile_mode="reduce-overhead", compile=True, device="cpu"), "and this run is on cpu")], ids=str)
+def test_settings_of_a_step_that_do_not_go_together_are_one_line(args, fails, keys, says):
+    said, = fails(args(**keys))
+    assert says in said
+
+
+def test_cuda_graphs_cannot_ask_other_ranks(args, fails, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said, = fails(args(routing="moh", n_head=2, routing_top_k=2, compile_mode="reduce-overhead"))
+    assert "routing='moh' cannot ask the other ranks for their load: use default" in said
+
+
+def test_a_loss_in_portions_trains_the_same(args, rows, tmp_path):
+    for out, chunks in (("whole", 1), ("portions", 4)):
+        main(args(out, loss_chunks=chunks))
+    a, b = (rows(tmp_path / out)[0] for out in ("whole", "portions"))
+    assert [r["loss"] for r in a] == pytest.approx([r["loss"] for r in b], abs=1e-5)
+
+
 def broken_gradient(out):
     """A finite loss with a gradient that is not: the derivative of sqrt at 0, times 0."""
     return out._replace(loss=out.loss + (0 * out.loss).sqrt())
