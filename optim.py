@@ -393,10 +393,11 @@ class Trainer:
         """The values of a step, agreed on by all ranks and on their way to the CPU, as Unread."""
         values, world = torch.stack(list(means.values())), self.process.world
         if world > 1:
-            values = torch.cat((values.double() / world, values.new_tensor([stopping]).double()))
+            values = values.double() / world
+        # filled on the device: copied there, it would wait for all that the device has yet to do
+        values = torch.cat((values, values.new_full((1,), float(stopping))))
+        if world > 1:
             dist.all_reduce(values)
-        else:
-            values = torch.cat((values, values.new_tensor([stopping])))
         if not self.reads_late:
             return Unread(step, [*means], values)
         values = values.to("cpu", non_blocking=True)

@@ -146,6 +146,8 @@ def step_time_ratios(arms, plain, device, threads, rounds=11, steps=4):
             rows[arm.name] = dict(ratio=ratio, low=low, high=high, ratios=ratios, ms=ms, plain_ms=plain_ms,
                                   rounds=rounds, clock="processor" if on_processor else "wall",
                                   threads=threads, load=load, cores=os.cpu_count())
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()  # the next size's runs share this GPU
     return rows
 
 

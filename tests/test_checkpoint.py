@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import checkpoint
-from common import UserError, pick_device
+import common
+from common import UserError, explain, pick_device
 from dataset import Dataset
 from model import GPT, GPTConfig
 from train import TrainConfig
@@ -327,3 +328,21 @@ def test_flags_younger_than_a_checkpoint_are_off(tmp_path):
     config = {k: v for k, v in asdict(model.config).items() if k != "embed_norm"}
     old = checkpoint.build(dict(model=model.state_dict(), config=config, meta=None), "old.pt")
     assert old.config.embed_norm is False
+
+
+@pytest.mark.parametrize("device, precision", [("cuda", "high"), ("cuda:1", "high"), ("cpu", "highest")])
+def test_every_program_computes_as_training_does(monkeypatch, device, precision):
+    """Training took TF32 on a GPU, and scoring its checkpoint did not."""
+    before = torch.get_float32_matmul_precision()
+    monkeypatch.setattr(common, "checked_device", lambda name: name)
+    try:
+        torch.set_float32_matmul_precision("highest")
+        assert pick_device(device) == device and torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_a_kernel_without_room_is_not_told_to_run_uncompiled():
+    """FlexAttention is compiled with --compile=False too."""
+    said = explain(RuntimeError("out of resource: shared memory, Required: 246784, Hardware limit: 232448."))
+    assert "246784" in said and "smaller heads" in said and "--compile" not in said

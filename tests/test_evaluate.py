@@ -20,7 +20,7 @@ import dataset
 import evaluate
 import sources
 from dataset import Dataset
-from evaluate import main, nats_of, score, score_table, windows
+from evaluate import main, nats_of, nats_of_last, score, score_table, windows
 from model import GPT, GPTConfig, Output
 from tokenizer import Tokenizer
 
@@ -176,6 +176,38 @@ def test_the_parts_of_the_ranks_sum_to_the_whole(tmp_path, world, stride, max_to
     whole = score(model, data, "test", stride, max_tokens)
     parts = [score(model, data, "test", stride, max_tokens, rank=r, world=world) for r in range(world)]
     assert np.sum(parts, axis=0) == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("n", [1, 5, 8])
+@pytest.mark.parametrize("most", [1, 3, 7, 24])
+def test_logits_in_portions_score_the_same(n, most):
+    """A GPU computes many rows at once, and their logits at a vocabulary of 50,304 some tokens at a time."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=8, vocab_size=65, n_layer=1, n_head=2, n_embd=16))
+    ids = torch.randint(65, (3, 9))
+    with torch.no_grad():
+        got, want = nats_of_last(model, ids, n, most), nats_of_last(model, ids, n)
+        assert got.shape == want.shape == (3, n) and np.allclose(got, want, atol=1e-6)
+        logp = model(ids[:, :-1]).logits.double().log_softmax(-1)
+    assert np.allclose(want, -logp.gather(-1, ids[:, 1:, None]).squeeze(-1)[:, -n:], atol=1e-6)
+
+
+def test_a_gpu_scores_many_rows_of_a_large_vocabulary_at_once(tmp_path, monkeypatch):
+    """One row of 1,024 at a time left it idle; a CPU still takes what fits its caches."""
+    seen = []
+
+    def watched(model, ids, n, most):
+        seen.append((len(ids), most))
+        return np.zeros((len(ids), n))
+    monkeypatch.setattr(evaluate, "nats_of_last", watched)
+    data = SimpleNamespace(tokens=lambda split: np.zeros(64 * 1024, np.uint16), separator=0)
+    for kind in ("cuda", "cpu"):
+        model = SimpleNamespace(config=SimpleNamespace(block_size=1024, vocab_size=50304), training=False,
+                                parameters=lambda: iter([SimpleNamespace(device=SimpleNamespace(type=kind))]),
+                                eval=lambda: None, train=lambda mode: None)
+        monkeypatch.setattr(torch.Tensor, "to", lambda self, device: self)
+        score(model, data, "val")
+    assert seen[0] == (16, (1 << 26) // 50304) and seen[-1] == (1, None)
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 8, 16, 1 << 20])
