@@ -8,7 +8,7 @@ import json
 import re
 
 from common import ROOT
-from gpu.entries import MUON, NANOGPT, TRAINING, settings
+from gpu.entries import MUON, NANOGPT, TRAINING, attention, settings
 from gpu.environment import HERE, TORCH
 from study.fingerprint import off_mechanisms, own_flags, parsed, reached
 
@@ -67,6 +67,18 @@ def recipe():
     return [TORCH, " ".join(runtime.split()), *own]
 
 
+def unused(check):
+    """Kernels that a check does not come to, which the code that it reaches names all the same."""
+    if check.kind == "eval":  # traces take row statistics in every model
+        return {"ChunkedCrossEntropy"}
+    uses, config = attention(check.entry), settings(check)
+    names = {"attend_selected", "attend_in_rows"}  # of decoding
+    names |= set() if uses.row_stats else {"row_statistics", "attend_lse"}
+    names |= set() if uses.packed else {"attend_packed"}
+    names |= set() if any(uses) else {"flex"}
+    return names | (set() if config.loss_chunks or check.kind == "bytes" else {"ChunkedCrossEntropy"})
+
+
 def digest(check, root=ROOT):
     """A check's hash: it changes where the result may."""
     parts = [*check, *recipe()]
@@ -75,7 +87,8 @@ def digest(check, root=ROOT):
     elif check.entry != NANOGPT:
         config = settings(check)
         off = off_mechanisms(config)
-        parts += code(root, ROOTS["model"], frozenset(cls.__name__ for cls in off),
+        names = {cls.__name__ for cls in off} | unused(check)
+        parts += code(root, ROOTS["model"], frozenset(names),
                       frozenset(name for cls in off for name in cls.fields()))
         parts += [json.dumps(own_flags(config), sort_keys=True, default=str), TRAINING.get(check.entry)]
         parts += of_trainer(root) if check.kind != "eval" else []

@@ -118,11 +118,20 @@ def trains_only(entry):
     return entry in TRAINING or entry.endswith(NO_LABELS) or entry.startswith(("checkpointed", "portions"))
 
 
+class Attention(NamedTuple):
+    """What an entry needs of attention beyond plain attention, each of which is FlexAttention on a GPU."""
+
+    row_stats: bool
+    window: bool
+    packed: bool
+
+
 @functools.cache
-def uses_flex(entry):
-    """Whether an entry's attention is FlexAttention on a GPU, whose kernels depend on the head size most."""
+def attention(entry):
+    """The Attention of an entry's model."""
     model = GPT(settings(Check(entry, "train", 16)))
-    return bool(model.needs_row_stats or model.config.window or model.config.routing_capacity)
+    return Attention(bool(model.needs_row_stats), bool(model.config.window),
+                     bool(model.config.routing_capacity))
 
 
 def checks(entries: Optional[tuple] = None):
@@ -137,7 +146,7 @@ def checks(entries: Optional[tuple] = None):
             continue
         kinds = ("train",) if trains_only(entry) else ("train", "eval")
         found += [Check(entry, kind, card=card) for kind in kinds for card in CARDS]
-        if entry in ALL_SIZES or entry in MECHANISMS and uses_flex(entry):
+        if entry in ALL_SIZES or entry in MECHANISMS and any(attention(entry)):
             found += [Check(entry, "train", size, dtype, card) for card in CARDS
                       for size, dtype in [*((size, "bfloat16") for size in HEAD_SIZES),
                                           *((size, "float32") for size in (64, 128))]]

@@ -71,7 +71,7 @@ def test_moving_schedules_are_those_of_the_mechanisms_that_are_on():
 def digests(root):
     for cached in (fingerprint.parsed, digest.code, digest.of_trainer):
         cached.cache_clear()
-    return {name: digest.digest(Check(name, "train"), root) for name in ("plain", "xsa", "muon")}
+    return {name: digest.digest(Check(name, "train"), root) for name in ("plain", "xsa", "sink", "muon")}
 
 
 @pytest.fixture(scope="module")
@@ -111,11 +111,12 @@ def test_words_make_nothing_stale(stale_after):
 
 
 @pytest.mark.parametrize("file, before, after, stale", [
-    ("kernels.py", "F.pad(t, (0, FLEX_MIN", "F.pad(t, (0, 0 + FLEX_MIN", {"plain", "xsa"}),
+    ("kernels.py", "F.pad(t, (0, FLEX_MIN", "F.pad(t, (0, 0 + FLEX_MIN", {"sink"}),
+    ("kernels.py", "F.relu(x).square()", "F.relu(x) ** 2", {"plain", "xsa", "sink"}),
     ("model.py", "self.strength.tanh()", "self.strength.sin()", {"xsa"}),
     ("optim.py", "X = X.bfloat16()", "X = X.half()", {"muon"}),
-    ("optim.py", "self.raw.at_step(step)", "self.raw.at_step(step + 1)", {"plain", "xsa"}),
-], ids=["kernel", "mechanism", "muon", "training step"])
+    ("optim.py", "self.raw.at_step(step)", "self.raw.at_step(step + 1)", {"plain", "xsa", "sink"}),
+], ids=["kernel of some", "kernel of all", "mechanism", "muon", "training step"])
 def test_code_makes_stale_what_uses_it(stale_after, file, before, after, stale):
     assert stale_after((file, before, after)) == stale
 
