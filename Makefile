@@ -1,9 +1,10 @@
-# make demo · make test · make lint · make compare · make bench · make plots · make clean
+# make demo · make test · make lint · make compare · make bench · make plots · make gpu-check · make clean
 PYTHON ?= python3
 PY := .venv/bin/python
 STUDY ?= config/studies/all.py
+GPU_VENV ?= .venv-gpu
 
-.PHONY: demo test lint compare bench plots clean
+.PHONY: demo test lint compare bench plots gpu-check gpu-bytes clean
 
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
@@ -23,9 +24,10 @@ demo: .venv/ready
 test: .venv/ready-test
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
 
-# long lines, unused names, named lambdas: pyproject.toml says what
+# long lines, unused names, named lambdas: pyproject.toml says what; then what the GPU check has not seen
 lint: .venv/ready-test
 	$(PY) -m ruff check .
+	@OMP_NUM_THREADS=1 $(PY) -m gpu.check --changed
 
 # STUDY=config/studies/routing.py for another one; it goes on where it stopped
 compare: .venv/ready
@@ -37,5 +39,17 @@ bench: .venv/ready
 plots: .venv/ready
 	$(PY) plot_curves.py
 
+# compile every training step for sm_90, sm_80 and sm_89 on a machine without a GPU (docs/gpu.md);
+# QUICK=1: six entries; ENTRIES="acag sink": those; JOBS: processes at a time; what has not changed is kept
+gpu-check:
+	$(PYTHON) -m gpu.environment $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m gpu.check $(ENTRIES) $(if $(QUICK),--quick) $(if $(JOBS),--jobs=$(JOBS))
+
+# bytes moved and kernels of a training step at GPT-2 124M; NANOGPT=/path compares with nanoGPT's model.py
+gpu-bytes:
+	$(PYTHON) -m gpu.environment $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m gpu.check $(ENTRIES) --bytes $(if $(NANOGPT),--nanogpt=$(NANOGPT)) \
+	    $(if $(JOBS),--jobs=$(JOBS))
+
 clean:
-	rm -rf .venv out
+	rm -rf .venv .venv-gpu out

@@ -108,9 +108,9 @@ def dropped(line, fields):
     return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
 
 
-def reached(root, names, fields, moved):
-    """{(file, name): its node} of everything that ROOTS reach."""
-    found, waiting = {}, list(ROOTS)
+def reached(root, names, fields, moved, roots=ROOTS):
+    """{(file, name): its node} of everything that roots reach."""
+    found, waiting = {}, list(roots)
     while waiting:
         file, name = waiting.pop()
         path = Path(root, file)

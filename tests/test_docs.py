@@ -49,7 +49,7 @@ def anchors(text):
 def test_files_named_in_the_docs_exist(page):
     named = set(re.findall(rf"(?:{FOLDERS})/[\w/\-]+\.(?:py|md|ipynb|json(?:\.gz)?|css)|\b\w+\.(?:py|sh)\b",
                            text_of(page)))
-    places = {p.name for p in [*ROOT.glob("*"), *ROOT.glob("study/*")]} | {"prepare.py"}
+    places = {p.name for p in [*ROOT.glob("*"), *ROOT.glob("study/*"), *ROOT.glob("gpu/*")]} | {"prepare.py"}
     missing = {n for n in named if not ((ROOT / n).exists() or n in places)}
     assert not missing
 
