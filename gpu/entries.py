@@ -86,7 +86,7 @@ def settings(check):
     """The GPTConfig of a check's model."""
     flags = dict(ENTRIES[check.entry])
     if check.kind == "bytes":
-        size = {"recipe": "modern" if check.entry == "plain" else "gpt2", **SIZE_124M}
+        size = {"recipe": "modern", **SIZE_124M}
     else:
         size = {**SIZE, "n_embd": SIZE["n_head"] * check.head_size}
         if (check.head_size, check.dtype) != (64, "bfloat16") and not flags.get("unet"):

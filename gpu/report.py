@@ -109,7 +109,7 @@ def byte_row(name, row, base, goal):
 def byte_tables(rows):
     """Two tables in Markdown: the recipes beside nanoGPT, each mechanism beside the plain GPT."""
     found = {check.entry: rows[check.key] for check in byte_checks() if check.key in rows}
-    nanogpt, plain = found.get(NANOGPT), found.get("gpt2")
+    nanogpt, plain = found.get(NANOGPT), found.get("plain")
     of_recipes = [byte_row(RECIPES[name], found[name], nanogpt, OF_NANOGPT.get(name))
                   for name in RECIPES if name in found and nanogpt]
     of_mechanisms = [byte_row(f"`{name}`", found[name], plain, goal_of(name))
