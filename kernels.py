@@ -106,7 +106,7 @@ def linear32_backward(ctx, g):
     x, weight = ctx.saved_tensors
     flat = g.flatten(0, -2)
     dx = linear32(g, weight.T, None) if ctx.needs_input_grad[0] else None
-    dw = linear32(flat.T, x.flatten(0, -2).T, None)
+    dw = linear32(flat.T, x.flatten(0, -2).T, None) if ctx.needs_input_grad[1] else None
     return dx, dw, flat.sum(0) if ctx.has_bias else None
 
 
@@ -140,7 +140,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, size, dtype, softcap, learns):
         w, vocabulary = padded_rows(weight.to(dtype)), torch.arange(len(weight), device=x.device)
         total = torch.promote_types(weight.dtype, torch.float32)
-        nats, dx, dw = [], [], torch.zeros(weight.shape if learns else 0, dtype=total, device=x.device)
+        # the weight's gradient is a sum over tokens, made before a loss scale: float16 could not hold it
+        sums = torch.float32 if dtype == torch.float16 else dtype
+        learns_weight = learns and weight.requires_grad
+        nats, dx, dw = [], [], torch.zeros(weight.shape if learns_weight else 0, dtype=total, device=x.device)
         for rows, wanted in zip(x.split(size), targets.split(size)):
             rows, scored, at = rows.to(dtype), wanted != -1, wanted.clamp_min(0)[:, None]
             z = (rows @ w.mT)[:, :len(weight)].to(total)
@@ -150,10 +153,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             if learns:
                 slope = (z - lse).exp() - (vocabulary == at).to(total)
                 slope = slope * (1 - (z / softcap).square()) if softcap else slope
-                slope = torch.where(scored[:, None], slope, 0.0).to(dtype)
+                slope = torch.where(scored[:, None], slope, 0.0).to(sums)
                 slope = F.pad(slope, (0, len(w) - len(weight)))
-                dx.append(slope @ w)
-                dw = dw + (slope.mT @ rows)[:len(weight)]
+                dx.append(slope.to(dtype) @ w)
+                if learns_weight:
+                    dw += (slope.mT @ rows.to(sums))[:len(weight)]
         nats = torch.cat(nats)
         ctx.save_for_backward(*([torch.cat(dx), dw] if learns else []))
         ctx.dtypes = x.dtype, weight.dtype
@@ -164,7 +168,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, g, _):
         first_derivative_only()
         dx, dw = ctx.saved_tensors
-        return (dx * g).to(ctx.dtypes[0]), (dw * g).to(ctx.dtypes[1]), None, None, None, None, None
+        dw = (dw * g).to(ctx.dtypes[1]) if dw.numel() else None
+        return (dx * g).to(ctx.dtypes[0]), dw, None, None, None, None, None
 
 
 # ---- attention ----

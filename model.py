@@ -2218,10 +2218,11 @@ class GPT(nn.Module):
 
     def head(self, x):
         """Logits in float32, [..., C] -> [..., V]."""
-        weight = self.lm_head.weight
-        # decoding would pad them anew for each token
-        padded = padded_rows(weight) if torch.is_grad_enabled() else weight
-        logits = F.linear(x, padded)[..., :len(weight)].float()
+        vocabulary = self.config.vocab_size
+        if x.is_cuda and vocabulary % 64 and torch.is_grad_enabled():  # decoding would pad it for each token
+            logits = F.linear(x, padded_rows(self.lm_head.weight))[..., :vocabulary].float()
+        else:
+            logits = self.lm_head(x).float()
         if self.config.softcap:
             logits = self.config.softcap * torch.tanh(logits / self.config.softcap)
         return logits

@@ -69,13 +69,16 @@ class Muon(torch.optim.Optimizer):
     each does a share of that, whose result is on its way to the others while the next shape is worked on.
     compiled: orthogonalise by torch.compile, a graph for each shape.
     """
+    # what a copy is, since an optimizer's attributes are not copied: one that does all of the work
+    rank, world, orthogonalise = 0, 1, staticmethod(orthogonalise)
 
     def __init__(self, matrices, lr=0.02, momentum=0.95, weight_decay=0.0, rank=0, world=1, compiled=False):
         groups = [dict(params=[p for p, n in matrices if n == slices], slices=slices)
                   for slices in sorted({n for _, n in matrices})]
         super().__init__(groups, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         self.rank, self.world = rank, world
-        self.orthogonalise = torch.compile(orthogonalise, dynamic=False) if compiled else orthogonalise
+        if compiled:
+            self.orthogonalise = torch.compile(orthogonalise, dynamic=False)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -124,7 +127,7 @@ class Muon(torch.optim.Optimizer):
         if len(own):
             made[:len(own)] = self.orthogonalise(own, low_precision)
         every = made.new_empty(self.world * each, *updates.shape[1:])
-        work = dist.all_gather_into_tensor(every, made, async_op=True)
+        work = dist.all_gather(list(every.chunk(self.world)), made, async_op=True)
 
         def wait():
             work.wait()
@@ -208,8 +211,7 @@ class CastWeights:
         self.places = [(module, nn.Parameter(module.weight.detach().to(dtype)), module.weight)
                        for module in model.modules() if isinstance(module, nn.Linear)
                        and id(module.weight) in wanted and module.weight.numel()]
-        for _, copy, weight in self.places:
-            copy.register_post_accumulate_grad_hook(functools.partial(self.add_up, weight))
+        self.hooks = []  # while the copies are in place: a deepcopy of a hook would lead to the old weights
 
     @staticmethod
     def add_up(weight, copy):
@@ -224,10 +226,15 @@ class CastWeights:
         torch._foreach_copy_([copy for _, copy, _ in self.places], [weight for *_, weight in self.places])
         for module, copy, weight in self.places:
             module.weight = copy.requires_grad_(weight.requires_grad)
+            if copy.requires_grad:
+                add_up = functools.partial(self.add_up, weight)
+                self.hooks.append(copy.register_post_accumulate_grad_hook(add_up))
 
     def __exit__(self, *error):
         for module, _, weight in self.places:
             module.weight = weight
+        while self.hooks:
+            self.hooks.pop().remove()
 
 
 class Unread(NamedTuple):
@@ -427,6 +434,13 @@ class Trainer:
         The loss is first; all are means over ranks. On a GPU the last step is left for the next call, unless
         `everything` is wanted, so that it has work while the CPU waits. Raises UserError as update() does.
         """
-        ready = len(self.unread) - (self.reads_late and not everything)
-        unread, self.unread = self.unread[:ready], self.unread[ready:]
-        return [self.checked(one) if self.reads_late else one for one in unread]
+        found, left = [], int(self.reads_late and not everything)
+        while len(self.unread) > left:
+            try:
+                found.append(self.checked(self.unread[0]) if self.reads_late else self.unread[0])
+            except UserError:
+                if not found:
+                    raise
+                break  # what was computed before it first: the next call raises
+            self.unread.pop(0)
+        return found

@@ -361,6 +361,7 @@ class Run:
     compile_s: float = 0.0           # in steps that compiled one
     untimed: int = 0                 # such steps since the last other one
     timed_from: tuple = (0, 0.0)     # (step, time) since which tokens/s is measured
+    speed: Optional[float] = None    # tokens/s when it was last measured
 
     @property
     def out_dir(self):
@@ -417,32 +418,48 @@ def count_time(run, seconds):
         run.untimed = 0
 
 
-def log_step(run, step, metrics):
-    """A row of the log about the first `step` steps, and of the bar; without a bar a line now and then."""
-    config, now = run.config, time.perf_counter()
+def log_steps(run, read):
+    """Log those of the steps just read, of Trainer.read(), that are due."""
+    config, last = run.config, run.config.max_iters
+    due = [(step + 1, metrics) for step, metrics, _ in read
+           if (step + 1) % config.log_interval == 0 or step + 1 == last]
+    if not due or not run.log:
+        return
+    newest, now = read[-1][0] + 1, time.perf_counter()
     since_step, since = run.timed_from
-    speed = (run.tokens(step) - run.tokens(since_step)) / (now - since)
-    run.timed_from = max(step, since_step), now
+    if newest > since_step:  # else nothing was done since but compilation
+        run.speed = (run.tokens(newest) - run.tokens(since_step)) / (now - since)
+        run.timed_from = newest, now
+    for step, metrics in due:
+        log_step(run, step, metrics, run.speed, now)
+
+
+def log_step(run, step, metrics, speed, now):
+    """A row of the log about the first `step` steps, and of the bar; without a bar a line now and then.
+
+    speed: tokens/s; None: not known yet.
+    """
+    config = run.config
     row = dict(step=step, tokens=run.tokens(step), **metrics,
-               lr=config.lr * lr_multiplier(step - 1, config), tokens_per_s=round(speed, 1),
-               elapsed_s=round(run.elapsed_s, 3))
-    if step <= since_step:  # nothing since but compilation
-        del row["tokens_per_s"]
+               lr=config.lr * lr_multiplier(step - 1, config), elapsed_s=round(run.elapsed_s, 3))
+    if speed is not None:
+        row["tokens_per_s"] = round(speed, 1)
     if run.compile_s:
         row["compile_s"] = round(run.compile_s, 1)
-    mfu = run.model.mfu(speed / run.process.world, run.process.device, run.trainer.dtype)
-    if mfu is not None and step > since_step:
+    mfu = run.model.mfu((speed or 0.0) / run.process.world, run.process.device, run.trainer.dtype)
+    if mfu:
         row["mfu"] = round(mfu, 4)
     run.log.write(row)
 
-    run.bar_values.update({"loss": f"{row['loss']:.3f}", "tok/s": f"{speed:,.0f}"})
+    pace = "–" if speed is None else f"{speed:,.0f}"
+    run.bar_values.update({"loss": f"{row['loss']:.3f}", "tok/s": pace})
     if mfu:
         run.bar_values["mfu"] = f"{mfu:.1%}"
     run.bar.set_postfix(run.bar_values, refresh=False)
     if run.bar.disable and now - run.last_line > 10:
         run.last_line = now
         run.process.print0(f"step {step:>7,}   loss  {row['loss']:.4f}   lr {row['lr']:.2e}   "
-                           f"{speed:>10,.0f} tokens/s   {run.elapsed_s:,.1f} s")
+                           f"{pace:>10} tokens/s   {run.elapsed_s:,.1f} s")
 
 
 def save_checkpoint(run, name, resumable=True):
@@ -636,9 +653,9 @@ def loop(run, closing):
         count_time(run, time.perf_counter() - began)
 
         # log and save
-        for step, metrics, _ in read:
-            if run.log and ((step + 1) % config.log_interval == 0 or step + 1 == config.max_iters):
-                log_step(run, step + 1, metrics)
+        log_steps(run, read)
+        if done or stopping:
+            trainer.read()  # raises where the last of them is not finite
         run.bar.update(1)
         if stopping or (run.step % config.save_interval == 0 and run.step < config.max_iters):
             save_checkpoint(run, "ckpt.pt")

@@ -234,3 +234,23 @@ def test_a_loss_in_portions_equals_the_written_loss(size, softcap):
         assert torch.allclose(got, expected, atol=1e-12)
     with pytest.raises(RuntimeError, match="differentiated again"):
         torch.autograd.grad(ChunkedCrossEntropy.apply(x, weight, *options)[0], x, create_graph=True)
+
+
+def test_float16_holds_the_sum_of_many_gradients():
+    """65,536 tokens with one target: summed in float16 the head's gradient is infinite at any loss scale."""
+    x = torch.full((65536, 2), 4.0, requires_grad=True)
+    weight = torch.zeros(8, 2, requires_grad=True)
+    targets = torch.full((65536,), 3)
+    total, _ = ChunkedCrossEntropy.apply(x, weight, targets, 32768, torch.float16, 0.0, True)
+    got, = torch.autograd.grad(total, weight)
+    want, = torch.autograd.grad(F.cross_entropy(x @ weight.T, targets, reduction="sum"), weight)
+    assert want.abs().max() > 65504 and torch.allclose(got, want, rtol=1e-2)
+
+
+def test_a_frozen_head_has_no_gradient_made():
+    x, weight = normal(4, 3, grad=True), normal(5, 3, seed=2)
+    total, _ = ChunkedCrossEntropy.apply(x, weight, torch.tensor([0, 1, 2, 3]), 2, torch.float64, 0.0, True)
+    assert total.grad_fn.saved_tensors[1].numel() == 0
+    want = F.cross_entropy(x @ weight.T, torch.tensor([0, 1, 2, 3]), reduction="sum")
+    for got, expected in zip(torch.autograd.grad(total, x), torch.autograd.grad(want, x)):
+        assert torch.allclose(got, expected, atol=1e-12)

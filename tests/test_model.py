@@ -443,6 +443,14 @@ def test_a_loss_in_portions_without_a_gradient_or_of_some_parameters():
     assert model.lm_head.weight.grad is None and model.transformer.h[0].mlp.c_fc.weight.grad.any()
 
 
+def test_a_head_is_called_as_a_module():
+    """Hooks, quantisation and adapters of lm_head act."""
+    model, seen = tiny(), []
+    model.lm_head.register_forward_hook(lambda *a: seen.append(1))
+    model(tokens(1, 4)), model(tokens(1, 4), tokens(1, 4))
+    assert len(seen) == 2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_loss_in_portions_under_autocast(dtype):
     """No further from float32 than the loss at once is, twice over."""

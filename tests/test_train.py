@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import checkpoint
+import model as model_py
 import train
 from dataset import Batches, Dataset
 from model import GPT, GPTConfig
@@ -429,6 +430,30 @@ def test_a_loss_that_is_not_finite_is_read_late_and_never_saved(args, fails, row
     main([*args(save_interval=2), "--resume"])
 
 
+@pytest.mark.parametrize("step", [3, 6])
+def test_the_row_before_a_loss_that_is_not_finite_is_logged(args, fails, rows, tmp_path, at_step, late, step):
+    """Also where an evaluation or the end wants both at once."""
+    at_step(step, lambda out: out._replace(loss=out.loss * float("nan")))
+    assert f"loss is nan in step {step}" in fails(args())[0]
+    assert [r["step"] for r in rows(tmp_path / "run")[0]] == [*range(1, step)]
+
+
+def test_two_steps_that_are_read_at_once_have_one_speed(args, rows, tmp_path, late):
+    """The second was timed from the moment at which the first was written."""
+    main(args(max_iters=11, log_interval=5, eval_interval=11))
+    speeds = [row["tokens_per_s"] for row in rows(tmp_path / "run")[0]]
+    assert len(speeds) == 3 and speeds[1] == speeds[2]
+
+
+def test_a_step_that_compiled_prints_no_speed(args, capsys, late, monkeypatch):
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **keys: real(model, backend="eager"))
+    torch._dynamo.reset()
+    main(args(compile=True))
+    assert "– tokens/s" in capsys.readouterr().out
+    torch._dynamo.reset()
+
+
 def test_a_run_that_reads_late_stops_a_step_later_and_goes_on(args, rows, tmp_path, at_step, late, capsys):
     keys = dict(max_iters=8, eval_interval=8, save_interval=8)
     main(args("whole", **keys))
@@ -478,9 +503,13 @@ def test_cuda_graphs_cannot_ask_other_ranks(args, fails, monkeypatch):
     assert "routing='moh' cannot ask the other ranks for their load: use default" in said
 
 
-def test_a_loss_in_portions_trains_the_same(args, rows, tmp_path):
+def test_a_loss_in_portions_trains_the_same(args, rows, tmp_path, monkeypatch):
+    real, portions = model_py.ChunkedCrossEntropy.forward, []
+    monkeypatch.setattr(model_py.ChunkedCrossEntropy, "forward",
+                        staticmethod(lambda *a: (portions.append(a[4]), real(*a))[1]))
     for out, chunks in (("whole", 1), ("portions", 4)):
         main(args(out, loss_chunks=chunks))
+        assert set(portions) == ({16} if chunks == 4 else set())  # of 4 x 16 tokens
     a, b = (rows(tmp_path / out)[0] for out in ("whole", "portions"))
     assert [r["loss"] for r in a] == pytest.approx([r["loss"] for r in b], abs=1e-5)
 
