@@ -384,7 +384,7 @@ def nats_after(model, separator, pairs):
     Windows move by half a block: beyond the first, a token sees at least half a block before it.
     """
     device, T = next(model.parameters()).device, model.config.block_size
-    batch = max(1, min(4096, (1 << 26) // model.config.vocab_size) // T)
+    batch = max(1, min(4096, LOGITS_AT_ONCE // model.config.vocab_size) // T)
     found, pieces = np.zeros(len(pairs)), []
     for i, (before, after) in enumerate(pairs):
         text = np.array([*before, *after])
@@ -401,7 +401,7 @@ def nats_after(model, separator, pairs):
         for first in range(0, len(alike), batch):
             part = alike[first:first + batch]
             ids = torch.from_numpy(np.stack([piece[1] for piece in part])).to(device)
-            nats = nats_of(model(ids[:, :-1]).logits[:, -new:], ids[:, -new:])
+            nats = nats_of_last(model, ids, new)
             np.add.at(found, [piece[0] for piece in part], nats.sum(1))
     return found
 

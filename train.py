@@ -642,9 +642,10 @@ def loop(run, closing):
         trainer.update(run.step, means, stop.name is not None)
         run.step += 1
         # what a GPU computed is read a step late, but for what comes before an evaluation, a save, or surgery
-        done = run.step == config.max_iters or run.controller or not trainer.reads_late
-        done = done or not (run.step % config.eval_interval and run.step % config.save_interval)
-        read = trainer.read(everything=done)
+        due = config.eval_interval, config.save_interval
+        everything = bool(run.step == config.max_iters or run.controller
+                          or any(run.step % interval == 0 for interval in due))
+        read = trainer.read(everything)
         stopping = any(stops for *_, stops in read)
         if stopping:
             read += trainer.read()
@@ -654,7 +655,7 @@ def loop(run, closing):
 
         # log and save
         log_steps(run, read)
-        if done or stopping:
+        if everything or stopping:
             trainer.read()  # raises where the last of them is not finite
         run.bar.update(1)
         if stopping or (run.step % config.save_interval == 0 and run.step < config.max_iters):
