@@ -121,7 +121,7 @@ linear32.register_autograd(linear32_backward, setup_context=keep_inputs)
 
 def padded_rows(weight, multiple=64):
     """A head's weight [V, C] with rows of zeros up to a multiple, without which a GPU reads its logits
-    unaligned: half the speed at GPT-2's 50,257. On a CPU as it is.
+    unaligned, as at GPT-2's 50,257. On a CPU as it is.
     """
     missing = -len(weight) % multiple
     return F.pad(weight, (0, 0, 0, missing)) if weight.is_cuda and missing else weight
@@ -193,8 +193,8 @@ def attend(q, k, v, scale, mask, dropout):
 
 
 def costs_a_plan(q):
-    """Whether cuDNN's attention would make a plan, milliseconds of work, for many lengths: when decoding, and
-    when texts are scored uncompiled.
+    """Whether cuDNN's attention would make a plan for each of many lengths: when decoding, and when texts are
+    scored uncompiled.
     """
     return q.is_cuda and (q.size(2) == 1 or not torch.is_grad_enabled())
 
