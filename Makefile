@@ -27,7 +27,7 @@ test: .venv/ready-test
 # long lines, unused names, named lambdas: pyproject.toml says what; then what the GPU check has not seen
 lint: .venv/ready-test
 	$(PY) -m ruff check .
-	@OMP_NUM_THREADS=1 $(PY) -m gpu.check --changed
+	@OMP_NUM_THREADS=1 $(PY) -m nanoheads.gpu.check --changed
 
 # STUDY=config/studies/routing.py for another one; it goes on where it stopped
 compare: .venv/ready
@@ -42,13 +42,13 @@ plots: .venv/ready
 # compile every training step for sm_90, sm_80 and sm_89 on a machine without a GPU (docs/gpu.md);
 # QUICK=1: six entries; ENTRIES="acag sink": those; JOBS: processes at a time; what has not changed is kept
 gpu-check:
-	$(PYTHON) -m gpu.environment $(GPU_VENV)
-	$(GPU_VENV)/bin/python -m gpu.check $(ENTRIES) $(if $(QUICK),--quick) $(if $(JOBS),--jobs=$(JOBS))
+	$(PYTHON) -m nanoheads.gpu.environment $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m nanoheads.gpu.check $(ENTRIES) $(if $(QUICK),--quick) $(if $(JOBS),--jobs=$(JOBS))
 
 # bytes moved and kernels of a training step at GPT-2 124M; NANOGPT=/path compares with nanoGPT's model.py
 gpu-bytes:
-	$(PYTHON) -m gpu.environment $(GPU_VENV)
-	$(GPU_VENV)/bin/python -m gpu.check $(ENTRIES) --bytes $(if $(NANOGPT),--nanogpt=$(NANOGPT)) \
+	$(PYTHON) -m nanoheads.gpu.environment $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m nanoheads.gpu.check $(ENTRIES) --bytes $(if $(NANOGPT),--nanogpt=$(NANOGPT)) \
 	    $(if $(JOBS),--jobs=$(JOBS))
 
 clean:

@@ -40,14 +40,14 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import checkpoint
-from common import ROOT, UserError, explain, last_words, pick_device, table, writable, write_json
-from dataset import Dataset
 from evaluate import score
-from kernels import allow_graphs
 from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache
-from optim import CUDA_GRAPHS, Trainer, precision
-from ranks import Process
+from nanoheads.common import ROOT, UserError, explain, last_words, pick_device, table, writable, write_json
+from nanoheads.kernels import allow_graphs
+from nanoheads.text.dataset import Dataset
+from nanoheads.training import checkpoint
+from nanoheads.training.optim import CUDA_GRAPHS, Trainer, precision
+from nanoheads.training.ranks import Process
 from train import TrainConfig
 
 # option, default on cpu, default on cuda

@@ -26,10 +26,10 @@ from pathlib import Path
 
 import torch
 
-import configurator
-from common import UserError, explain, pick_device, table
-from study import analysis, costs, fingerprint, queue, report, results, tables, trial
-from study.arms import BOOKKEEPING, ArmBuilder, StudyConfig
+from nanoheads import configurator
+from nanoheads.common import UserError, explain, pick_device, table
+from nanoheads.study import analysis, costs, fingerprint, queue, report, results, tables, trial
+from nanoheads.study.arms import BOOKKEEPING, ArmBuilder, StudyConfig
 
 PLAIN = "plain"
 

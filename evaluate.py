@@ -34,12 +34,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import audit
-import checkpoint
-from common import UserError, pick_device, table, writable, write_json
-from dataset import Dataset
 from model import GPT, check_sampling
-from tokenizer import Tokenizer
+from nanoheads.common import UserError, pick_device, table, writable, write_json
+from nanoheads.heads import audit
+from nanoheads.text.dataset import Dataset
+from nanoheads.text.tokenizer import Tokenizer
+from nanoheads.training import checkpoint
 
 
 BLOCK = 4096  # tokens whose nats a study keeps as one sum: neighbours resemble each other for less than that
@@ -158,7 +158,7 @@ def count_words(dataset, split, piece=1 << 20):
     Where a text begins or ends with whitespace, nothing before or after it counts as one. None: GPT-2's byte
     pairs, where nobody has their spelling.
     """
-    from sources import GPT2_ENCODER, GPT2_MERGES, here  # not part of a run
+    from nanoheads.text.sources import GPT2_ENCODER, GPT2_MERGES, here  # not part of a run
     if dataset.tokenizer.encoding == "gpt2" and not here(GPT2_MERGES, GPT2_ENCODER):
         return None
     tokens, decoder = dataset.tokens(split), codecs.getincrementaldecoder("utf-8")("replace")
@@ -444,7 +444,7 @@ def text_runs(args, device, progress=True):
 
 def text_run(writer, samples, judge=None, baseline=None):
     """(what measure() gives, the same for a report), of samples [P][S] in a writer's ids."""
-    import textquality  # not part of a run, which scores with this file
+    from nanoheads.text import quality as textquality  # not part of a run, which scores with this file
     raw = [[writer.tokenizer.decode_bytes(ids) for ids in row] for row in samples]
     found = textquality.measure(raw, judged(judge, writer, samples) if judge else None)
     less = {key: textquality.interval(found[key] - baseline[key]) for key in found} if baseline else None

@@ -12,9 +12,9 @@ trust_remote_code=True. docs/hugging-face.md.
 import argparse
 from pathlib import Path
 
-import checkpoint
-import hf
-from common import last_words
+from nanoheads.common import last_words
+from nanoheads.hub import huggingface as hf
+from nanoheads.training import checkpoint
 
 
 def arguments(argv):

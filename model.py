@@ -33,9 +33,9 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from kernels import (SKIP_FROM, ChunkedCrossEntropy, RowStats, attend, attend_in_rows, attend_packed,
-                     attend_selected, has_flex_attention, linear32, padded_rows, relu2, rms_norm,
-                     row_statistics)
+from nanoheads.kernels import (SKIP_FROM, ChunkedCrossEntropy, RowStats, attend, attend_in_rows,
+                               attend_packed, attend_selected, has_flex_attention, linear32, padded_rows,
+                               relu2, rms_norm, row_statistics)
 
 # What a recipe means: the values taken by the flags that were left at None.
 RECIPES = {

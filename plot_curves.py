@@ -25,7 +25,7 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter
 
-from drawing import AXES, COLOURS, GREY, RC, canvas, label_right, load, save
+from nanoheads.drawing import AXES, COLOURS, GREY, RC, canvas, label_right, load, save
 
 DASHES = ["-", "--", ":", "-."]  # beyond 7 runs the colours repeat; dash and number tell them apart
 TITLES = ("Bits per byte", "Loss, nats per token", "Learning rate", "Gap, val − train loss")
@@ -195,7 +195,7 @@ def main(argv=None):
     names = [os.path.relpath(run.resolve(), parent) for run in given]
     together = args.out or Path(os.path.relpath(parent)) / "figures"
     if args.heads:
-        from plot_heads import plot_heads  # here: it needs torch
+        from nanoheads.heads.pictures import plot_heads  # here: it needs torch
         written = plot_heads(given, names, together, args.text, args.show)
     else:
         written = plot_runs(given, names, together, args.x)

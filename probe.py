@@ -59,18 +59,19 @@ from scipy.stats import t as student
 from torch.nn import functional as F
 from tqdm import tqdm
 
-import checkpoint
-from audit import read_ids
-from common import UserError, last_words, pick_device, table, writable, write_atomic, write_json
-from controller import ControllerConfig
 from data.needle.prepare import DIGITS, digits_of, fact, names, question
-from detectors import (ARRAYS, EXCLUDED, MEASURES, PATTERNS, common_tokens, head_arrays, needles,
-                       pattern_scores, repeats, retrieval_scores, similarity, typical_maps)
 from evaluate import add_arguments, load, model_and_tokenizer, nats_of, score, window_ids, windows_of
-from fewshot import choice_nats, contexts, judged, made_items, read_items, save_items
-from heads import attentions, closed, measure, nats_on, places, static_gates
 from model import GPT
-from plot_heads import draw_head_scores, spelled
+from nanoheads.common import UserError, last_words, pick_device, table, writable, write_atomic, write_json
+from nanoheads.heads.audit import read_ids
+from nanoheads.heads.controller import ControllerConfig
+from nanoheads.heads.detectors import (ARRAYS, EXCLUDED, MEASURES, PATTERNS, common_tokens, head_arrays,
+                                       needles, pattern_scores, repeats, retrieval_scores, similarity,
+                                       typical_maps)
+from nanoheads.heads.measuring import attentions, closed, measure, nats_on, places, static_gates
+from nanoheads.heads.pictures import draw_head_scores, spelled
+from nanoheads.probes.fewshot import choice_nats, contexts, judged, made_items, read_items, save_items
+from nanoheads.training import checkpoint
 
 BLOCKS = 32  # of neighbouring windows, at most: what intervals over text rest on
 

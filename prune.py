@@ -37,17 +37,18 @@ from statistics import mean
 import numpy as np
 import torch
 
-import checkpoint
 from bench import progress_bar, take_turns, time_rows
-from common import UserError, last_words, pick_device, table, writable, write_atomic, write_json
-from configurator import near
-from controller import ControllerConfig
-from drawing import COLOURS
 from evaluate import load
-from heads import attentions, cache_bytes, closed, evaluating, fixed_text, measure, nats_on, static_gates
 from model import GPT
-from study.pictures import drawn, panels
-from study.trial import score_windows
+from nanoheads.common import UserError, last_words, pick_device, table, writable, write_atomic, write_json
+from nanoheads.configurator import near
+from nanoheads.drawing import COLOURS
+from nanoheads.heads.controller import ControllerConfig
+from nanoheads.heads.measuring import (attentions, cache_bytes, closed, evaluating, fixed_text, measure,
+                                       nats_on, static_gates)
+from nanoheads.study.pictures import drawn, panels
+from nanoheads.study.trial import score_windows
+from nanoheads.training import checkpoint
 from train import TrainConfig, train
 
 RECOVER_FROM = 0.3   # of the peak learning rates

@@ -25,11 +25,11 @@ from pathlib import Path
 
 import torch
 
-import audit
-import checkpoint
-from common import UserError, last_words, pick_device
 from evaluate import model_and_tokenizer, said
 from model import check_sampling
+from nanoheads.common import UserError, last_words, pick_device
+from nanoheads.heads import audit
+from nanoheads.training import checkpoint
 
 
 def prompt(text):

@@ -26,19 +26,19 @@ import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 from tqdm import tqdm
 
-import checkpoint
-import configurator
-import controller
-from checkpoint import last_save
-from common import UserError, explain
-from controller import Controller, ControllerConfig
-from dataset import Batches, Dataset, DocumentBatches
 from evaluate import bits, score
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, SkipFusion
-from optim import CUDA_GRAPHS, Trainer, compiles, lr_multiplier, precision
-from ranks import Process, StopSignal, join_ranks
-from runlog import Log, write_config
-from targets import Targets
+from nanoheads import configurator
+from nanoheads.common import UserError, explain
+from nanoheads.heads import controller
+from nanoheads.heads.controller import Controller, ControllerConfig
+from nanoheads.text.dataset import Batches, Dataset, DocumentBatches
+from nanoheads.text.targets import Targets
+from nanoheads.training import checkpoint
+from nanoheads.training.checkpoint import last_save
+from nanoheads.training.optim import CUDA_GRAPHS, Trainer, compiles, lr_multiplier, precision
+from nanoheads.training.ranks import Process, StopSignal, join_ranks
+from nanoheads.training.runlog import Log, write_config
 
 # What an optimizer means for keys left at None. Muon's were tuned on Shakespeare's characters (docs/log.md).
 OPTIMIZERS = {

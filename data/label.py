@@ -21,11 +21,11 @@ import numpy as np
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import UserError, table, write_atomic
-from data.labellers import LABELLERS, NAME, Text
-from data.writing import run
-from dataset import Dataset
-from targets import UNKNOWN, Targets, decode, label_file, write_meta
+from nanoheads.common import UserError, table, write_atomic
+from nanoheads.text.dataset import Dataset
+from nanoheads.text.labellers import LABELLERS, NAME, Text
+from nanoheads.text.targets import UNKNOWN, Targets, decode, label_file, write_meta
+from nanoheads.text.writing import run
 
 # what each way to label asks for, and nothing else
 FLAGS = {"weak": ("splits", "reach"), "synthetic": ("splits", "seed", "noise"),

@@ -16,10 +16,10 @@ from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import UserError
-from sources import File, cut, digest, origin, read, stray_bytes, wrong
-from tokenizer import Tokenizer
-from data.writing import already, arguments, build, run
+from nanoheads.common import UserError
+from nanoheads.text.sources import File, cut, digest, origin, read, stray_bytes, wrong
+from nanoheads.text.tokenizer import Tokenizer
+from nanoheads.text.writing import already, arguments, build, run
 
 
 def files_of(source):

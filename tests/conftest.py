@@ -13,10 +13,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read at import: no test asks the network
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import sources  # noqa: E402
+from nanoheads.text import sources  # noqa: E402
 import train  # noqa: E402
-from data.writing import Writer  # noqa: E402
-from tokenizer import Tokenizer  # noqa: E402
+from nanoheads.text.writing import Writer  # noqa: E402
+from nanoheads.text.tokenizer import Tokenizer  # noqa: E402
 
 torch.set_num_threads(1)
 TINY = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4,

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scipy.stats import ttest_1samp  # noqa: E402
 
-from study.stats import findable, judge  # noqa: E402
+from nanoheads.study.stats import findable, judge  # noqa: E402
 
 # how the scores of a study may be: keywords of study()
 WORLDS = {

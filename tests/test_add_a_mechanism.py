@@ -73,7 +73,8 @@ def test_a_diff_that_does_not_fit_is_refused(tmp_path):
 
 # ---- one more mechanism ----
 
-COPIED = ("*.py", "pyproject.toml", "data/*.py", "study/*.py", "tests/conftest.py", "tests/test_promises.py")
+COPIED = ("*.py", "pyproject.toml", "data/*.py", "nanoheads/**/*.py", "tests/conftest.py",
+          "tests/test_promises.py")
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def invariants(tmp_path):
         for pattern in COPIED:
             for path in ROOT.glob(pattern):
                 copy = tmp_path / path.relative_to(ROOT)
-                copy.parent.mkdir(exist_ok=True)
+                copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(path, copy)
         apply(diff, tmp_path)
         env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "PYTHON"))}

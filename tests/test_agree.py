@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from gpu import agree
+from nanoheads.gpu import agree
 
 NAMES = ["plain", "routing_moh", "sentinel_l0", "constraint_a", "acag"]
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import audit
 import evaluate
 import sample
-from common import UserError
 from evaluate import main
 from model import GPT, explain
+from nanoheads.common import UserError
+from nanoheads.heads import audit
 from test_sample import make_checkpoint
 
 NAMES = ["fair", "clear"]

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import compare
-import configurator
-from common import UserError, json_safe
 from compare import Study, main
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from study import analysis, costs, findings, pictures, queue, results, stats, tables, trial
-from study.arms import SIZES, ArmBuilder, StudyConfig, size_of, variants_of
+from nanoheads import configurator
+from nanoheads.common import UserError, json_safe
+from nanoheads.study import analysis, costs, findings, pictures, queue, results, stats, tables, trial
+from nanoheads.study.arms import SIZES, ArmBuilder, StudyConfig, size_of, variants_of
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted(p.name for p in (ROOT / "config" / "studies").glob("*.py"))
@@ -106,7 +106,7 @@ class Bytes:
 
 @pytest.mark.parametrize("scale", ["tiny", "small"])
 def test_a_matched_baseline_has_the_parameters_of_its_variant_and_nothing_else_differs(scale, monkeypatch):
-    monkeypatch.setattr("study.arms.Dataset", Bytes)
+    monkeypatch.setattr("nanoheads.study.arms.Dataset", Bytes)
     builder = ArmBuilder(StudyConfig(mechanisms=list(MECHANISMS), scale=scale))
     for variant in builder.variants():
         wide = builder.same_parameters(variant, [])
@@ -120,7 +120,7 @@ def test_a_matched_baseline_has_the_parameters_of_its_variant_and_nothing_else_d
 
 
 def test_variants_whose_parameters_agree_share_a_baseline(monkeypatch):
-    monkeypatch.setattr("study.arms.Dataset", Bytes)
+    monkeypatch.setattr("nanoheads.study.arms.Dataset", Bytes)
     builder = ArmBuilder(StudyConfig(mechanisms=["routing_moh", "output_gate", "sentinel"]))
     first, same, few = builder.variants()
     wide = builder.same_parameters(first, [])
@@ -143,7 +143,7 @@ def test_what_cannot_be_matched_is_said(plain):
 
 
 def test_a_budget_is_given_in_tokens_a_parameter_and_a_size_by_name(monkeypatch):
-    monkeypatch.setattr("study.arms.Dataset", Bytes)
+    monkeypatch.setattr("nanoheads.study.arms.Dataset", Bytes)
     for size, steps in {"0.1M": 960, "0.33M": 3240, "1M": 9600}.items():
         builder = ArmBuilder(StudyConfig(mechanisms=["xsa"], scale="nano", size=size, tokens_per_param=20.0))
         plain = builder.plain
@@ -174,9 +174,9 @@ def test_the_groups_of_rates_are_those_that_the_optimizers_have(plain):
 @pytest.mark.parametrize("name", STUDIES)
 @pytest.mark.parametrize("scale", ["tiny", "mid", "paper"])
 def test_every_shipped_study_makes_its_arms(name, scale, monkeypatch):
-    monkeypatch.setattr("study.arms.Dataset", Bytes)
+    monkeypatch.setattr("nanoheads.study.arms.Dataset", Bytes)
     # 90 million numbers take their time; sizes have their own test
-    monkeypatch.setattr("study.arms.size_of", lambda config: (1000, 1000))
+    monkeypatch.setattr("nanoheads.study.arms.size_of", lambda config: (1000, 1000))
     own = "\nbase = " in (ROOT / "config" / "studies" / name).read_text()  # its plain GPT, or its steps
     if own or name in ("demo.py", "ladder.py"):
         scale = "nano" if name == "ladder.py" else "tiny"
@@ -701,7 +701,7 @@ def test_the_differences_in_the_claims_are_those_of_the_results():
 
 def test_nothing_in_the_study_folder_imports_what_uses_it():
     """Down alone: findings, page, report; trial, queue; no program but those that a run is made of."""
-    for path in sorted((ROOT / "study").glob("*.py")):
+    for path in sorted((ROOT / "nanoheads" / "study").glob("*.py")):
         imported = set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             imported |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
@@ -713,8 +713,8 @@ def test_nothing_in_the_study_folder_imports_what_uses_it():
                    "analysis": {"compute", "stats"}, "tables": {"report", "results"},
                    "pictures": {"findings"}, "findings": {"lives"}, "lives": {"arms", "costs"},
                    "results": {"analysis", "arms", "costs", "lives", "queue", "trial"}}.get(path.stem, set())
-        assert {name.split(".")[1] for name in imported if name.startswith("study.")} & {
-            p.stem for p in (ROOT / "study").glob("*.py")} == allowed, path.name
+        assert {name.split(".")[2] for name in imported if name.startswith("nanoheads.study.")} & {
+            p.stem for p in (ROOT / "nanoheads" / "study").glob("*.py")} == allowed, path.name
 
 
 def test_a_plan_runs_nothing(plain, capsys):

@@ -8,9 +8,9 @@ import pytest
 from scipy.optimize import minimize
 from scipy.stats import t
 
-from common import UserError
-from study import compute
-from study.compute import Curve, Worth, at_equal_cost, ladder, margin_as_compute, minus_plain, worth
+from nanoheads.common import UserError
+from nanoheads.study import compute
+from nanoheads.study.compute import Curve, Worth, at_equal_cost, ladder, margin_as_compute, minus_plain, worth
 
 BUDGETS = {0.7: 4, 1.0: 14, 1.4: 4, 2.0: 4}  # seeds of the plain GPT
 SIZES = (98304, 331776, 983040)

@@ -9,10 +9,10 @@ from typing import Literal, Optional, get_args
 import pytest
 import torch
 
-import configurator
-from common import UserError
-from configurator import Presets, Scale, help_text, load, near
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
+from nanoheads import configurator
+from nanoheads.common import UserError
+from nanoheads.configurator import Presets, Scale, help_text, load, near
 from train import OPTIMIZERS, TrainConfig, conflicts, flags_by_name, main, note_on_dropout
 
 ROOT = Path(__file__).resolve().parents[1]

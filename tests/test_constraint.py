@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import checkpoint
-import kernels
 import model as model_py
-from dataset import Dataset
 from model import GPT, ConstraintHeads, GPTConfig, SentinelGate
-from study import fingerprint, trial
-from targets import encode, label_file, sha256, write_meta
+from nanoheads import kernels
+from nanoheads.study import fingerprint, trial
+from nanoheads.text.dataset import Dataset
+from nanoheads.text.targets import encode, label_file, sha256, write_meta
+from nanoheads.training import checkpoint
 from tests.conftest import TINY
 from train import TrainConfig, main
 

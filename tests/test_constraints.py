@@ -11,20 +11,19 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import accuracy_score, f1_score, precision_recall_curve, roc_auc_score
 from torch.nn import functional as F
 
-import checkpoint
-import constraints
-import token_probes
-from common import UserError
-from constraints import (PRIOR, aggregated, best_threshold, bins, classes, compared, documents, figures,
-                         judged, main, over_documents, over_text, passages, removal_sets, scores_without,
-                         window_changes)
-from dataset import Dataset
 from evaluate import score as lm_score
 from model import GPT, GPTConfig
+from nanoheads.common import UserError
+from nanoheads.probes import constraints, tokens as token_probes
+from nanoheads.probes.constraints import (PRIOR, aggregated, best_threshold, bins, classes, compared,
+                                          documents, figures, judged, main, over_documents, over_text,
+                                          passages, removal_sets, scores_without, window_changes)
+from nanoheads.probes.tokens import (HEADS, Part, Probe, branch_size, descend, fit_probe, mlp_width,
+                                     nats_of_names, parts_of, read, starts_of)
+from nanoheads.text.dataset import Dataset
+from nanoheads.text.targets import encode, label_file, write_meta
+from nanoheads.training import checkpoint
 from probe import gone, without_keys
-from targets import encode, label_file, write_meta
-from token_probes import (HEADS, Part, Probe, branch_size, descend, fit_probe, mlp_width, nats_of_names,
-                          parts_of, read, starts_of)
 
 NAMES = ["digit", "noise"]
 SYMBOLS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz0123456789 \n.,", np.uint8)

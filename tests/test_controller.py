@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
-import controller
 import train
-from common import UserError
-from controller import Controller, Rules
-from dataset import Batches, Dataset
-from heads import METRICS, attentions, places
 from model import GPT, Agency, GPTConfig
-from optim import Trainer
-from ranks import Process
+from nanoheads.common import UserError
+from nanoheads.heads import controller
+from nanoheads.heads.controller import Controller, Rules
+from nanoheads.heads.measuring import METRICS, attentions, places
+from nanoheads.text.dataset import Batches, Dataset
+from nanoheads.training import checkpoint
+from nanoheads.training.optim import Trainer
+from nanoheads.training.ranks import Process
 from tests.conftest import ROOT, TINY
 from tests.test_train import same, weights
 from train import TrainConfig, main

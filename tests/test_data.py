@@ -17,11 +17,11 @@ from time import perf_counter
 import numpy as np
 import pytest
 
-import sources
-from data import prepare_text, writing
-from common import UserError
-from sources import File
-from tokenizer import Tokenizer
+from data import prepare_text
+from nanoheads.common import UserError
+from nanoheads.text import sources, writing
+from nanoheads.text.sources import File
+from nanoheads.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 REAL = os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data"

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from common import UserError
-import dataset
-import sources
-from dataset import Batches, Dataset
+from nanoheads.common import UserError
+from nanoheads.text import dataset, sources
+from nanoheads.text.dataset import Batches, Dataset
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -172,7 +171,7 @@ def test_a_pass_over_a_large_file_keeps_memory_bounded(tmp_path):
     code = f"""
 import resource, sys
 sys.path.insert(0, {str(ROOT)!r})
-from dataset import Batches, Dataset
+from nanoheads.text.dataset import Batches, Dataset
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()

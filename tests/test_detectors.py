@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import detectors
-import hf
-from detectors import (ARRAYS, MEASURES, PATTERNS, attention_maps, common_tokens, duplicate_token,
-                       head_arrays, induction, needles, pattern_scores, previous_token, repeats,
-                       retrieval_scores, similarity, typical_maps)
 from evaluate import load
-from heads import attentions, inputs_of, places
 from model import ALL_ON, GPT, MECHANISMS, ConstraintHeads, GPTConfig, Mechanism, Sink
-from plot_heads import head_scores
+from nanoheads.heads import detectors
+from nanoheads.heads.detectors import (ARRAYS, MEASURES, PATTERNS, attention_maps, common_tokens,
+                                       duplicate_token, head_arrays, induction, needles, pattern_scores,
+                                       previous_token, repeats, retrieval_scores, similarity, typical_maps)
+from nanoheads.heads.measuring import attentions, inputs_of, places
+from nanoheads.heads.pictures import head_scores
+from nanoheads.hub import huggingface as hf
 from probe import main
 
 SIZE = dict(block_size=24, vocab_size=16, n_layer=3, n_head=4, n_embd=64)

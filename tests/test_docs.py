@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from configurator import choices
 from model import MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig
+from nanoheads.configurator import choices
 from train import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,7 +76,7 @@ def test_no_line_is_wider_than_a_screen(page):
 # ---- the README ----
 
 def test_every_flag_named_in_the_readme_is_a_key_or_an_argument():
-    programs = [*ROOT.glob("*.py"), *ROOT.glob("study/*.py"), *ROOT.glob("data/**/*.py")]
+    programs = [*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py"), *ROOT.glob("data/**/*.py")]
     sources = "".join(p.read_text(encoding="utf-8") for p in programs)
     named = set(re.findall(r"(?<!\w)--(\w+)", README)) - {"standalone", "nproc_per_node", "learning_rate"}
     for flag in named:

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import checkpoint
-import dropin
-from common import UserError
-from dropin import (FAMILIES, INSERTABLE, AdaptiveContextualAttention, ConstraintAttention, Gates, aux_losses,
-                    insert, load, mask_heads, prune_heads)
 from model import GPT, SentinelGate, Sink, explain
+from nanoheads.common import UserError
+from nanoheads.hub import dropin
+from nanoheads.hub.dropin import (FAMILIES, INSERTABLE, AdaptiveContextualAttention, ConstraintAttention,
+                                  Gates, aux_losses, insert, load, mask_heads, prune_heads)
+from nanoheads.training import checkpoint
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
 MODES = [name for cls in INSERTABLE for name in cls.modes]

@@ -15,14 +15,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common import UserError
-import dataset
 import evaluate
-import sources
-from dataset import Dataset
 from evaluate import main, nats_of, nats_of_last, score, score_table, windows
 from model import GPT, GPTConfig, Output
-from tokenizer import Tokenizer
+from nanoheads.common import UserError
+from nanoheads.text import dataset, sources
+from nanoheads.text.dataset import Dataset
+from nanoheads.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = [chr(c) for c in range(97, 108)] + ["\n", "é"]

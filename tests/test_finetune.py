@@ -12,19 +12,19 @@ import torch
 from conftest import write_dataset
 from scipy.stats import t as student
 
-import checkpoint
-import dataset
-import fewshot
 import probe
-from common import ROOT, UserError
-from dataset import Dataset, DocumentBatches
 from evaluate import score
-from fewshot import (TASKS, Item, choice_nats, contexts, judged, made_items, read_items,
-                     save_items)
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, SkipFusion
-from optim import Trainer, make_optimizers
-from ranks import Process
-from study import fingerprint
+from nanoheads.common import ROOT, UserError
+from nanoheads.probes import fewshot
+from nanoheads.probes.fewshot import (TASKS, Item, choice_nats, contexts, judged, made_items, read_items,
+                                      save_items)
+from nanoheads.study import fingerprint
+from nanoheads.text import dataset
+from nanoheads.text.dataset import Dataset, DocumentBatches
+from nanoheads.training import checkpoint
+from nanoheads.training.optim import Trainer, make_optimizers
+from nanoheads.training.ranks import Process
 from tests.test_train import torchrun, untimed
 from train import TrainConfig, main
 

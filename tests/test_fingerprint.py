@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from common import ROOT
-from controller import ControllerConfig
 from model import ALL_ON, MECHANISMS, GPTConfig
-from study import fingerprint
+from nanoheads.common import ROOT
+from nanoheads.heads.controller import ControllerConfig
+from nanoheads.study import fingerprint
 from tests.test_add_a_mechanism import TOY, apply
 from train import TrainConfig
 
@@ -23,9 +23,9 @@ CONFIGS = {"plain": GPTConfig(**SIZE), "xsa": GPTConfig(**SIZE, **MECHANISMS["xs
 @pytest.fixture
 def tree(tmp_path):
     """A copy of the code: tree(file, before, after) edits a file, tree.digests() hashes each of CONFIGS."""
-    for path in [*ROOT.glob("*.py"), *(ROOT / "study").glob("*.py")]:
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py")]:
         target = tmp_path / path.relative_to(ROOT)
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
 
     def edit(file, before, after):

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from common import ROOT
-from gpu import check, digest, entries, environment, report
-from gpu.entries import CARDS, ENTRIES, Check
 from model import MECHANISMS
-from study import fingerprint
+from nanoheads.common import ROOT
+from nanoheads.gpu import check, digest, entries, environment, report
+from nanoheads.gpu.entries import CARDS, ENTRIES, Check
+from nanoheads.study import fingerprint
 
 FINE = {"kernels": 44, "bytes": 10**8, "shared": 2048, "limit": 101376, "largest": "triton_0", "too_large": 0}
 
@@ -82,7 +82,7 @@ def as_they_are():
 @pytest.fixture
 def stale_after(tmp_path, as_they_are):
     """stale_after((file, before, after), ...) -> the entries whose digest these edits change."""
-    for path in [*ROOT.glob("*.py"), *(ROOT / "study").glob("*.py")]:
+    for path in [*ROOT.glob("*.py"), *(ROOT / "nanoheads" / "study").glob("*.py")]:
         target = tmp_path / path.relative_to(ROOT)
         target.parent.mkdir(exist_ok=True)
         shutil.copy(path, target)
@@ -137,7 +137,8 @@ def test_lint_lists_what_has_changed_and_does_not_fail(results, monkeypatch, cap
     capsys.readouterr()
     check.main(["--changed"])
     assert capsys.readouterr().out == "gpu-check: all 2 entries were compiled for a GPU as they are\n"
-    assert "gpu.check --changed" in (ROOT / "Makefile").read_text().split("\nlint:")[1].split("\n\n")[0]
+    lint = (ROOT / "Makefile").read_text().split("\nlint:")[1].split("\n\n")[0]
+    assert "nanoheads.gpu.check --changed" in lint
 
 
 # ---- what is wrong ----

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from common import UserError
-from dataset import Dataset
-from heads import attentions, closed, fixed_text, insert_heads, measure, nats_on, places
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from optim import make_optimizers
+from nanoheads.common import UserError
+from nanoheads.heads.measuring import attentions, closed, fixed_text, insert_heads, measure, nats_on, places
+from nanoheads.text.dataset import Dataset
+from nanoheads.training.optim import make_optimizers
 from train import TrainConfig
 
 SIZE = dict(block_size=12, vocab_size=19, n_layer=3, n_head=4, n_embd=64, recipe="modern")

@@ -12,17 +12,17 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-import checkpoint
-import hf
 import train
-from common import UserError
 from conftest import ROOT, TINY, write_dataset
 from data.prepare_text import main as prepare_text
-from dataset import Dataset
-from dropin import prune_heads
 from export_hf import main
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from tokenizer import Tokenizer, byte_symbols
+from nanoheads.common import UserError
+from nanoheads.hub import huggingface as hf
+from nanoheads.hub.dropin import prune_heads
+from nanoheads.text.dataset import Dataset
+from nanoheads.text.tokenizer import Tokenizer, byte_symbols
+from nanoheads.training import checkpoint
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: requirements-test.txt")
 safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors: requirements-test.txt")

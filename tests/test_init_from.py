@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import checkpoint
 import train
-from common import UserError
-from dataset import Dataset
 from model import ALL_ON, GPT, MECHANISMS, NEUTRAL, GPTConfig, SentinelGate
+from nanoheads.common import UserError
+from nanoheads.text.dataset import Dataset
+from nanoheads.training import checkpoint
 
 SIZES = dict(block_size=16, vocab_size=256, n_layer=2, n_head=6, n_embd=72)
 NEUTRAL_FLAGS = {"window": 16}  # what has to be said for a setting to be neutral

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
 import evaluate
 import sample
-from common import UserError
-from dataset import Dataset
-from heads import attentions
-from inspect_heads import Session, arguments, folded, main
 from model import MECHANISMS, GPT, GPTConfig
+from nanoheads.common import UserError
+from nanoheads.heads.inspection import Session, arguments, folded, main
+from nanoheads.heads.measuring import attentions
+from nanoheads.text.dataset import Dataset
+from nanoheads.training import checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAIN = {}
@@ -385,7 +385,7 @@ def test_comments_are_passed_over_and_quit_ends(ckpt, drive):
 
 def test_help_lists_every_command(ckpt, drive):
     out, _, _ = drive(ckpt(PLAIN), "help")
-    from inspect_heads import COMMANDS
+    from nanoheads.heads.inspection import COMMANDS
     listed = out.split("> help\n")[1]
     assert all(f"\n{name} " in listed for name in COMMANDS)
     assert all(callable(getattr(Session, name)) for name in COMMANDS)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import kernels
-from kernels import (CpuRMSNorm, CpuSquaredReLU, ChunkedCrossEntropy, attend, attend_lse, costs_a_plan, flex,
-                     flex_tiles, linear32, padded_rows, row_statistics)
 from model import GPT, CausalMask, GPTConfig
+from nanoheads import kernels
+from nanoheads.kernels import (CpuRMSNorm, CpuSquaredReLU, ChunkedCrossEntropy, attend, attend_lse,
+                               costs_a_plan, flex, flex_tiles, linear32, padded_rows, row_statistics)
 from test_mechanisms import agree, dense, normal, tokens
 
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from common import UserError
 from conftest import ROOT, write_dataset
-from data import label, labellers, weak
+from data import label
 from data.label import main
-from data.labellers import TASKS, Text, to_tokens, truth
-from dataset import Dataset
-from targets import UNKNOWN, Targets, decode, encode, label_file
+from nanoheads.common import UserError
+from nanoheads.text import labellers, weak
+from nanoheads.text.dataset import Dataset
+from nanoheads.text.labellers import TASKS, Text, to_tokens, truth
+from nanoheads.text.targets import UNKNOWN, Targets, decode, encode, label_file
 
 WIKI = """
  = Homarus = 
@@ -379,7 +380,8 @@ def test_a_killed_run_goes_on(mixed, tmp_path, monkeypatch):
     run(mixed, "--by=weak", f"--out={tmp_path}/whole")
     code = """if True:
         import os, signal, sys
-        from data import label, labellers
+        from data import label
+        from nanoheads.text import labellers
         labellers.Weak.size, calls, ask = 400, [], labellers.Weak.__call__
         def dies(self, piece):
             calls.append(piece)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from scipy import stats as scipy_stats
 
-from heads import attentions, cache_bytes
 from model import GPT, GPTConfig
-from study import findings, lives
+from nanoheads.heads.measuring import attentions, cache_bytes
+from nanoheads.study import findings, lives
 
 STATES = [("active", "active"), ("active", "overloaded"), ("withdrawn", "overloaded"),
           ("active", "overloaded")]
@@ -65,7 +65,7 @@ def test_flops_of_a_run_whose_heads_went(tmp_path):
 
 
 def test_engagement_is_the_share_of_what_a_role_sends(bytes_data):
-    from dataset import Dataset
+    from nanoheads.text.dataset import Dataset
     model = GPT(GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=256, recipe="modern",
                           roles=["local", "free"]))
     with torch.no_grad():

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import checkpoint
-import dataset
-import hf
-from common import UserError
 from conftest import write_dataset
-from dataset import Dataset
 from evaluate import evaluate, score
 from model import GPT, MECHANISMS, GPTConfig
+from nanoheads.common import UserError
+from nanoheads.hub import huggingface as hf
+from nanoheads.text import dataset
+from nanoheads.text.dataset import Dataset
+from nanoheads.training import checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = ["\n", " ", *"abcdefgh", "é"]
@@ -37,7 +37,7 @@ def harness():
     """The module nanoheads_eval, which imports lm_eval: once, and not before a test asks for it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", list(sys.path))
-        import nanoheads_eval
+        from nanoheads.hub import harness as nanoheads_eval
     return nanoheads_eval
 
 

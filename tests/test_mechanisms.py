@@ -10,12 +10,12 @@ import torch
 from torch.nn import functional as F
 
 import model as model_py
-import optim
-from common import ROOT
-from kernels import attend_lse, attend_packed, attend_selected, flex, row_statistics
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, AdvantageAttention, Agency, CausalMask,
                    ConstraintHeads, Context, GPTConfig, HeadRoles, HeadRouter, Heads, KVCache, SentinelGate,
                    SkipFusion, constraint_losses, discounted_return, explain)
+from nanoheads.common import ROOT
+from nanoheads.kernels import attend_lse, attend_packed, attend_selected, flex, row_statistics
+from nanoheads.training import optim
 from train import TrainConfig
 
 # on CPU it is the reference, not a kernel

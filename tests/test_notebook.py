@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import inspect_heads
 import prune
 import sample
-from dataset import Dataset
+from nanoheads.heads import inspection as inspect_heads
+from nanoheads.text.dataset import Dataset
 from test_inspect_heads import make_model
 
 nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed: requirements-test.txt has it")
@@ -22,7 +22,7 @@ from nbclient.exceptions import CellExecutionError  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK = ROOT / "docs" / "heads.ipynb"
-COPIED = ("*.py", "config/*.py", "data/*.py", "data/pystdlib/*.py", "study/*.py", "docs/heads.ipynb")
+COPIED = ("*.py", "config/*.py", "data/*.py", "data/pystdlib/*.py", "nanoheads/**/*.py", "docs/heads.ipynb")
 SHORTER = {"STEPS = 240 ": "STEPS = 4 ", "TOKENS = 16384 ": "TOKENS = 1024 "}
 
 

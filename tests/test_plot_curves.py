@@ -14,11 +14,11 @@ import torch
 from matplotlib.image import imread
 
 import plot_curves
-import plot_heads
-from drawing import read_log
 from model import GPT, GPTConfig
+from nanoheads.drawing import read_log
+from nanoheads.heads import pictures as plot_heads
+from nanoheads.text.tokenizer import Tokenizer
 from plot_curves import COLOURS, main, plot_run
-from tokenizer import Tokenizer
 
 
 def rows(steps=60, every=20, floor=1.0):

@@ -15,17 +15,16 @@ from scipy.stats import t as student
 from torch import nn
 from torch.nn import functional as F
 
-import checkpoint
 import probe
-from common import UserError
-from controller import ControllerConfig
-from dataset import Dataset
 from evaluate import score, windows_of
-from heads import measure
 from model import MECHANISMS, GPT, GPTConfig
-from probe import (DIGITS, answers, around, gone, gradient_times_input,
-                   haystacks, head_metrics, main, nats_without, rankings, recalled,
-                   window_effects, without_head, without_keys)
+from nanoheads.common import UserError
+from nanoheads.heads.controller import ControllerConfig
+from nanoheads.heads.measuring import measure
+from nanoheads.text.dataset import Dataset
+from nanoheads.training import checkpoint
+from probe import (DIGITS, answers, around, gone, gradient_times_input, haystacks, head_metrics, main,
+                   nats_without, rankings, recalled, window_effects, without_head, without_keys)
 
 prepare = importlib.import_module("data.needle.prepare")
 LINE = re.compile(rb"\n\[([A-Z]{3})(\d{4})\]\n")

@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import checkpoint
 import model as model_py
 import train
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, RECIPES, Agency,
                    ConstraintHeads, GPTConfig, HeadRouter, KVCache, SentinelGate)
-from optim import make_optimizers
+from nanoheads.training import checkpoint
+from nanoheads.training.optim import make_optimizers
 
 ROOT = Path(__file__).resolve().parents[1]
 # six heads: moh routes two; 72: variant B keeps 8 wide heads

@@ -8,14 +8,14 @@ from itertools import product
 import pytest
 import torch
 
-import checkpoint
 import prune
 import train
-from configurator import load as configure
-from dataset import Dataset
 from evaluate import evaluate, score
-from heads import closed, fixed_text, measure, nats_on
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
+from nanoheads.configurator import load as configure
+from nanoheads.heads.measuring import closed, fixed_text, measure, nats_on
+from nanoheads.text.dataset import Dataset
+from nanoheads.training import checkpoint
 from prune import (CRITERIA, attentions, blocks_to_drop, draw_curves, held_bytes, main, magnitude,
                    removal_order, spread, without_blocks, without_heads)
 

@@ -11,9 +11,9 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from study import findings, pictures, report
-from study.findings import headline
-from study.page import html as html_of
+from nanoheads.study import findings, pictures, report
+from nanoheads.study.findings import headline
+from nanoheads.study.page import html as html_of
 
 
 def make_found(variants=2, seeds=5, screened=0, evals=12, size=None):

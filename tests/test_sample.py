@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import dataset
 import evaluate
 import sample
 from model import GPT, GPTConfig
+from nanoheads.text import dataset
 from sample import cells, main, side_by_side, wrap
 
 ROOT = Path(__file__).resolve().parents[1]

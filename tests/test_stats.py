@@ -9,9 +9,9 @@ from scipy.optimize import brentq
 from scipy.signal import lfilter
 from scipy.special import digamma, polygamma
 
-from study import stats
-from study.stats import (Judged, alike, block_bootstrap, error_of, findable, fit, holm, in_words, judge,
-                         least_squares, moderated, prior_of, seed_variance)
+from nanoheads.study import stats
+from nanoheads.study.stats import (Judged, alike, block_bootstrap, error_of, findable, fit, holm, in_words,
+                                   judge, least_squares, moderated, prior_of, seed_variance)
 
 pytestmark = pytest.mark.filterwarnings("error")  # a division by zero is a warning in numpy
 

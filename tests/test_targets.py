@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from common import UserError
-from dataset import Batches, Dataset
-from targets import UNKNOWN, Targets, decode, encode, label_file, write_meta
+from nanoheads.common import UserError
+from nanoheads.text.dataset import Batches, Dataset
+from nanoheads.text.targets import UNKNOWN, Targets, decode, encode, label_file, write_meta
 
 
 @pytest.fixture

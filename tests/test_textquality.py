@@ -17,11 +17,11 @@ from scipy import stats
 from torch import nn
 
 import evaluate
-import textquality
-from dataset import Dataset
 from evaluate import main, nats_after, text_table
 from model import GPT, GPTConfig
-from textquality import distinct_n, first_repeat, interval, loop, measure, rep_n, self_bleu, words
+from nanoheads.text import quality as textquality
+from nanoheads.text.dataset import Dataset
+from nanoheads.text.quality import distinct_n, first_repeat, interval, loop, measure, rep_n, self_bleu, words
 
 ROOT = Path(__file__).resolve().parents[1]
 SUMS = sorted(set("0123456789 plusi.\n"))

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tokenizer
-import sources
-from tokenizer import Tokenizer, cut_at_spaces
+from nanoheads.text import sources, tokenizer
+from nanoheads.text.tokenizer import Tokenizer, cut_at_spaces
 
 ROOT = Path(__file__).resolve().parents[1]
 REAL = os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data"

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import checkpoint
 import model as model_py
 import train
-from dataset import Batches, Dataset
 from model import GPT, GPTConfig
-from optim import Trainer
-from ranks import Process
+from nanoheads.text.dataset import Batches, Dataset
+from nanoheads.training import checkpoint
+from nanoheads.training.optim import Trainer
+from nanoheads.training.ranks import Process
 from tests.conftest import TINY
 from train import main
 

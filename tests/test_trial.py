@@ -19,11 +19,11 @@ import pytest
 import torch
 
 import compare
-import runlog
-from common import ROOT, UserError
-from dataset import Dataset
 from model import GPTConfig
-from study import fingerprint, queue, trial
+from nanoheads.common import ROOT, UserError
+from nanoheads.study import fingerprint, queue, trial
+from nanoheads.text.dataset import Dataset
+from nanoheads.training import runlog
 
 
 def spec_of(data, tokens=0, **keys):

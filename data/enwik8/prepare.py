@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from common import UserError
-from data.writing import arguments, prepare, run
-from sources import HOME, File, cut
+from nanoheads.common import UserError
+from nanoheads.text.sources import HOME, File, cut
+from nanoheads.text.writing import arguments, prepare, run
 
 ENWIK8 = File(  # its md5 is a1fa5ffddb56f4953e226637dabbb36a
     ("enwik8/enwik8", "enwik8"),

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.writing import run
 from data.enwik8 import prepare
+from nanoheads.text.writing import run
 
 
 def main(argv=None, **more):

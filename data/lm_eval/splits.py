@@ -7,8 +7,8 @@ import datasets
 import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: tasks mean other modules of these names
-from common import ROOT, UserError  # noqa: E402
-from dataset import Dataset  # noqa: E402
+from nanoheads.common import ROOT, UserError  # noqa: E402
+from nanoheads.text.dataset import Dataset  # noqa: E402
 
 CORPORA = "wikitext2", "wikitext2_byte"  # the same text
 

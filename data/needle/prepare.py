@@ -18,10 +18,10 @@ from string import ascii_uppercase
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from common import UserError
-from data.writing import already, arguments, build, run
-from sources import SPLITS, digest, identity
-from dataset import Dataset
+from nanoheads.common import UserError
+from nanoheads.text.dataset import Dataset
+from nanoheads.text.sources import SPLITS, digest, identity
+from nanoheads.text.writing import already, arguments, build, run
 
 DIGITS = 4
 

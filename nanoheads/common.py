@@ -1,0 +1,168 @@
+"""What every program needs once: an error for the person, whole files or none, a device, JSON, tables, the
+commit.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class UserError(ValueError):
+    """What is wrong and what to do, for the person at the terminal: one problem a line, shown without a
+    traceback.
+    """
+
+
+def explain(e):
+    """What a user can make of an exception that ended a program; None: nothing, it is a bug, and its
+    traceback is wanted.
+    """
+    if isinstance(e, UserError):
+        return str(e)
+    if isinstance(e, KeyboardInterrupt):
+        return "interrupted before the first step"
+    if isinstance(e, OSError):
+        return f"{e.filename or 'input or output'}: {e.strerror or e}"
+    signs = "out of memory", "can't allocate memory", "ALLOC_FAILED"
+    if isinstance(e, MemoryError) or any(sign in str(e) for sign in signs):
+        return ("out of memory; lower batch_size (and raise grad_accum to keep the batch) or block_size, "
+                "or set checkpoint_activations=True")
+    if "out of resource: shared memory" in str(e):  # --compile=False would meet the same kernel
+        return (f"a kernel needs more shared memory than this GPU has ({' '.join(str(e).split())[:200]}); "
+                "smaller heads (more n_head) or dtype=bfloat16 need less")
+    if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return f"torch.compile failed ({' '.join(str(e).split())[:200]}); --compile=False does without"
+
+
+@contextmanager
+def last_words(program):
+    """End a program in one line where it cannot go on, and quietly where its reader has seen enough."""
+    try:
+        yield
+    except ValueError as e:
+        sys.exit(f"{program}: {e}")
+    except KeyboardInterrupt:
+        print(f"\n{program}: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def writable(path, flag="--json"):
+    """The Path to write, checked before hours of work. Raises UserError."""
+    path = Path(path).resolve()
+    if path.exists() and not path.is_file():
+        raise UserError(f"{flag}: {path} is not a file")
+    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise UserError(f"{flag}: cannot write into {path.parent}: no such folder, or not allowed")
+    return path
+
+
+def write_atomic(path, write):
+    """write(file) into a temporary name, fsync, rename: after a crash `path` is the old file or the new one.
+
+    Raises UserError when the disk is full or refuses, and then leaves the old file as it was.
+    """
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, "wb") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the rename itself must reach the disk
+        finally:
+            os.close(folder)
+    except (OSError, RuntimeError) as e:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        # torch wraps a failed write in a RuntimeError
+        cause = e.__context__ if isinstance(e.__context__, OSError) else e
+        if not isinstance(cause, OSError):
+            raise
+        before = "the previous one is intact" if path.exists() else "there is no previous one"
+        raise UserError(f"could not write {path} ({cause.strerror or cause}); {before}") from None
+
+
+def pick_device(name):
+    """'auto' -> cuda, mps or cpu, whichever is there first; else the name, checked. Raises UserError.
+
+    On a GPU every program then takes TF32 for products in float32: what is trained is scored alike.
+    """
+    device = checked_device(name)
+    if device.startswith("cuda"):
+        torch.set_float32_matmul_precision("high")
+    return device
+
+
+def checked_device(name):
+    """pick_device() without a change of precision."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda" and torch.cuda.is_available():
+        return name  # without touching it: under torchrun each process has a GPU of its own
+    try:
+        device = torch.device(name)
+        count = torch.cuda.device_count() if device.type == "cuda" else 0
+        if count and (device.index or 0) >= count:
+            raise RuntimeError(f"GPUs here: {count}, and the last one is cuda:{count - 1}")
+        torch.empty(1, device=device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # seeds, streams and statistics are those of the current device
+    except (RuntimeError, AssertionError) as e:
+        raise UserError(f"device={name} cannot be used: {(str(e) or 'not there').splitlines()[0][:120]}")
+    return name
+
+
+def json_safe(value):
+    """The same with NaN, infinities and numpy numbers made plain: JSON has none of them."""
+    if isinstance(value, dict):
+        return {str(k): json_safe(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(v) for v in value]
+    if hasattr(value, "item"):  # a number of numpy's
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(path, value):
+    """write_atomic() of a value as JSON, json_safe() before. Raises UserError."""
+    write_atomic(path, lambda f: f.write(json.dumps(json_safe(value), indent=1).encode() + b"\n"))
+
+
+def table(head, rows, left=1, width=None):
+    """Aligned lines, no rule, two spaces between: the columns `left` to the left, the others to the right.
+
+    left: how many columns, from the first; or their numbers.
+    width: where a line would be longer, the first column loses its beginning, not below 12 cells.
+    """
+    left = range(left) if isinstance(left, int) else left
+    rows = [[str(cell) for cell in row] for row in (head, *rows)]
+    wide = [max(map(len, column)) for column in zip(*rows)]
+    if width:
+        wide[0] = min(wide[0], max(12, width - sum(2 + w for w in wide[1:])))
+    lines = []
+    for first, *rest in rows:
+        first = first if len(first) <= wide[0] else "…" + first[1 - wide[0]:]
+        cells = [c.ljust(w) if i in left else c.rjust(w)
+                 for i, (c, w) in enumerate(zip([first, *rest], wide))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def git_commit():
+    """The commit of this tree, with "-dirty" where it has changed; None without git."""
+    with suppress(OSError):
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() or None

@@ -1,0 +1,373 @@
+"""
+Config files and --key=value arguments -> typed, validated dataclasses.
+
+    python train.py config/x.py [config/y.py ...] [--key=value] [--key value] [--flag]
+    python train.py --scale=tiny --mechanism=moh,unet_add [--key=value ...]
+
+A config file is plain Python assignments and holds only what differs from the defaults; later files and then
+the command line win. Values that may be chosen stand in the type, a Literal. Two keys are the configurator's
+own: see Presets. Every problem is reported at once, in plain lines, before anything runs.
+"""
+
+import ast
+import difflib
+import functools
+import inspect
+import math
+import re
+import runpy
+import textwrap
+import traceback
+import types
+import typing
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Literal, Optional
+
+from nanoheads.common import ROOT, UserError
+
+TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
+# nanoGPT's names for what is called otherwise here, for those who bring a config along
+OLD_NAMES = {
+    "learning_rate": "lr",
+    "gradient_accumulation_steps": "grad_accum",
+    "eval_iters": "eval_tokens (counted in tokens)",
+    "decay_lr": "schedule (cosine or trapezoid)",
+    "backend": "device (it decides the backend)",
+    "always_save_checkpoint": "save_interval (ckpt.pt is always the last, best.pt the best)",
+}
+Scale = Literal["tiny", "nano", "mid", "small", "paper"]
+
+
+@dataclass
+class Presets:
+    """Two keys that set others: defaults to start from, over which every file and the command line win."""
+    # ---- presets: keys that set others, each of which may be set by itself as well and then wins ----
+    scale: Optional[Scale] = None        # start from config/<scale>.py
+    mechanism: str | list[str] | None = None  # turn these on, name,name for several:
+
+
+# ---- types ----
+
+def alternatives(t):
+    """The plain types and chosen values that `t` allows: Optional[Literal["a", 1]] -> ("a", 1, NoneType)."""
+    if typing.get_origin(t) in (typing.Union, types.UnionType):
+        return tuple(kind for part in typing.get_args(t) for kind in alternatives(part))
+    if typing.get_origin(t) is Literal:
+        return tuple(type(None) if value is None else value for value in typing.get_args(t))
+    return (t,)
+
+
+def is_choice(kind):
+    """Whether one of alternatives() is a value out of a Literal, not a type."""
+    return isinstance(kind, (str, int))
+
+
+def items(kind):
+    """The alternatives() of what is in a list; of anything else, none."""
+    return alternatives(*typing.get_args(kind)) if typing.get_origin(kind) is list else ()
+
+
+def choices(t):
+    """The words that may be chosen in `t`, also inside of a list."""
+    return [word for kind in alternatives(t) for word in (kind, *items(kind)) if isinstance(word, str)]
+
+
+def type_name(t):
+    """`t` as it is shown: "float or None", "cosine, trapezoid or None", "list of headwise or elementwise"."""
+    def name(kind):
+        if kind is type(None):
+            return "None"
+        if any(is_choice(item) for item in items(kind)):
+            return f"list of {type_name(*typing.get_args(kind))}"
+        return str(kind) if is_choice(kind) or typing.get_args(kind) else kind.__name__
+
+    *names, last = [name(kind) for kind in alternatives(t)]
+    return f"{', '.join(names)} or {last}" if names else last
+
+
+def check(value, t):
+    """`value` as type `t`, or ValueError: an int is a float, 1e3 an int, a bool neither, NaN nothing."""
+    for kind in alternatives(t):
+        if is_choice(kind):
+            with suppress(ValueError):
+                if check(value, type(kind)) == kind:
+                    return kind
+            continue
+        base, item = typing.get_origin(kind) or kind, (typing.get_args(kind) or (None,))[0]
+        if isinstance(value, bool) and base is not bool:
+            continue
+        if base is list and isinstance(value, (list, tuple)):
+            return [check(v, item) for v in value] if item else list(value)
+        if base is float and isinstance(value, (int, float)) and math.isfinite(value):
+            return float(value)
+        if base is int and isinstance(value, float) and value.is_integer():
+            return int(value)
+        if base is not float and isinstance(value, base):
+            return value
+    raise ValueError
+
+
+def parse(text, t):
+    """The value that `text`, from the command line, means for type `t`, or ValueError."""
+    kinds, low = alternatives(t), text.lower()
+    if text in kinds:  # a word that may be chosen
+        return text
+    if type(None) in kinds and low in NONE:
+        return None
+    if low in TRUE + FALSE and any(kind is bool or kind is (low in TRUE) for kind in kinds):
+        return low in TRUE
+    if str in kinds:
+        return text
+    try:
+        return check(ast.literal_eval(text), t)
+    except (ValueError, SyntaxError):
+        of_items = next((kind for kind in kinds if items(kind)), None)
+        if of_items is None:
+            raise ValueError
+        words = [word.strip(" '\"") for word in text.strip("[]()").split(",") if word.strip()]  # a,b
+        return [parse(word, *typing.get_args(of_items)) for word in words]
+
+
+# ---- keys ----
+
+def source_lines(cls):
+    """The lines of a dataclass's source, and before them those of the dataclasses that it extends."""
+    return [line for each in reversed(cls.__mro__[:-1]) for line in inspect.getsource(each).splitlines()]
+
+
+def comments(cls):
+    """{field: its comment}: behind the field in the source, and going on below it, indented further."""
+    found, field = {}, None
+    for line in source_lines(cls):
+        if start := re.match(r"    (\w+):", line):
+            field = start[1]
+        elif not re.match(r"     +\S", line):
+            field = None
+        if field and (comment := re.search(r"#\s*(.*)", line)):
+            found[field] = f"{found.get(field, '')} {comment[1]}".strip()
+    return found
+
+
+@functools.cache  # reading the source takes 0.1 s
+def keys_of(classes):
+    """{key: (type, default, comment)} over all fields of the dataclasses."""
+    keys = {}
+    for cls in classes:
+        hints, words = typing.get_type_hints(cls), comments(cls)
+        for f in fields(cls):
+            default = f.default if f.default is not MISSING else f.default_factory()
+            keys[f.name] = hints[f.name], default, words.get(f.name, "")
+    return keys
+
+
+def near(word, names):
+    """The name that was probably meant, or None: a letter or two off, or the only one it is a part of."""
+    word, low = word.lower(), {name.lower(): name for name in names}
+    # one letter of three may be wrong, two of eight: what differs more is another word
+    close = difflib.get_close_matches(word, low, 1, 0.75 if len(word) > 3 else 0.66)
+    inside = [name for name in low if word in name and len(word) > 2]
+    for found in (close, [name for name in inside if name.startswith(word)], inside):
+        if len(found) == 1:
+            return low[found[0]]
+    return None
+
+
+def nearest(key, keys):
+    """(the key that was probably meant or None, a few words about it)."""
+    old, *more = OLD_NAMES.get(key, "").split(" ", 1)
+    if old in keys:
+        return old, f"nanoGPT's {key} is {' '.join([old, *more])} here"
+    meant = near(key, keys)
+    return meant, f"did you mean {meant}?" if meant else "--help lists the keys"
+
+
+def help_text(classes, doc, mechanisms=()):
+    """Every key with type, default and comment, under the headings of the dataclasses' source."""
+    lines, keys = [doc.strip()], keys_of(classes)
+    for line in (line for cls in classes for line in source_lines(cls)):
+        if heading := re.match(r"    # (---- .*)", line):
+            lines += ["", heading[1]]
+        elif (field := re.match(r"    (\w+):", line)) and field[1] in keys:
+            t, default, comment = keys[field[1]]
+            lines.append(f"  --{field[1]:<24} {type_name(t):<32} {default!r:<18} {comment}")
+            if field[1] == "mechanism":
+                names = textwrap.wrap(", ".join(mechanisms), 100)
+                lines += [f"      {line}" for line in names]
+    return "\n".join(lines)
+
+
+# ---- sources ----
+
+def find_file(path):
+    """A config file's path: looked for here, then in the repository. UserError."""
+    found = next((p for p in (Path(path), ROOT / path) if p.is_file()), None)
+    if found:
+        return found
+    if "=" in path:
+        raise UserError(f"no config file {path}; a key takes two dashes: --{path.lstrip('-')}")
+    # of two files with one name, the one whose folder is called as the one that was asked for
+    files = sorted((ROOT / "config").rglob("[!_]*.py"), key=lambda p: p.parent.name == Path(path).parent.name)
+    stems = {p.stem: p.relative_to(ROOT) for p in files}
+    meant = near(Path(path).stem, stems)
+    raise UserError(f"no config file {path}" + (f"; did you mean {stems[meant]}?" if meant else ""))
+
+
+def read_file(path):
+    """The public assignments of a config file, as a dict. UserError."""
+    found = find_file(path)
+    try:
+        names = runpy.run_path(str(found))
+    except Exception as e:
+        lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == str(found)]
+        line = getattr(e, "lineno", None) or (lines[-1] if lines else "?")
+        words = " ".join(str(getattr(e, "msg", e)).split())
+        raise UserError(f"{path}, line {line}: {type(e).__name__}: {words}")
+    return {key: value for key, value in names.items()
+            if not key.startswith("_") and not isinstance(value, types.ModuleType) and not callable(value)}
+
+
+def split_args(argv, keys):
+    """argv -> (files, [(key, text)]); a bare --flag is True; a bool takes a value only if it reads as one."""
+    files, given, rest = [], [], list(argv)
+    while rest:
+        arg = rest.pop(0)
+        if not arg.startswith("--"):
+            files.append(arg)
+            continue
+        key, eq, text = arg[2:].partition("=")
+        key = key.replace("-", "_")
+        if not eq:
+            is_bool = key in keys and bool in alternatives(keys[key][0])
+            takes = rest and not rest[0].startswith("--")
+            if is_bool:
+                takes = takes and rest[0].lower() in TRUE + FALSE + NONE
+            text = rest.pop(0) if takes else "True" if is_bool else None
+        given.append((key, text))
+    return files, given
+
+
+def read_values(settings, keys):
+    """[(source, key, value, check or parse)], weakest first -> ({key: value}, [problems], {keys in them})."""
+    values, bad, wrong = {}, [], set()
+    for source, key, value, read in settings:
+        if key not in keys:
+            meant, words = nearest(key, keys)
+            bad.append(f"{source}: unknown key {key}; {words}")
+            wrong |= {meant} - {None}
+            continue
+        t = keys[key][0]
+        if value is None and read is parse:
+            bad.append(f"{source}: --{key} needs a value ({type_name(t)})")
+            wrong.add(key)
+            continue
+        try:
+            values[key] = read(value, t)
+        except ValueError:
+            words = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
+            meant = [near(str(word), choices(t)) for word in words if word not in choices(t)]
+            hint = f"; did you mean {meant[0]}?" if any(meant[:1]) else ""
+            bad.append(f"{source}: {key}={value!r} is not {type_name(t)}{hint}")
+            wrong.add(key)
+    return values, bad, wrong
+
+
+# ---- presets ----
+
+def scale_of(path):
+    """The scale that a config file is, or None: config/tiny.py means --scale=tiny."""
+    with suppress(UserError):
+        found = find_file(path).resolve()
+        if found.parent == ROOT / "config" and found.stem in typing.get_args(Scale):
+            return found.stem
+
+
+def preset_values(scale, names, mechanisms, source):
+    """What a scale and mechanisms, named in `source`, mean -> ([(source, key, value, check)], [problems])."""
+    settings, bad, first = [], [], {}
+    turn_on = {next(iter(flags)) for flags in mechanisms.values() if flags}
+    if scale:
+        file = f"config/{scale}.py"
+        settings = [(file, key, value, check) for key, value in read_file(ROOT / file).items()]
+    for name in names:
+        if name not in mechanisms:
+            meant = near(name, mechanisms)
+            bad.append(f"{source}: unknown mechanism {name}; "
+                       + (f"did you mean {meant}?" if meant else f"there are {', '.join(mechanisms)}"))
+            continue
+        # flags that turn one on belong to one name; others may be said twice, if alike
+        clash = next((key for key, value in mechanisms[name].items() if key in first
+                      and (key in turn_on or first[key][1] != value)), None)
+        if clash:
+            other = first[clash][0]
+            bad.append(f"{source}: mechanisms {other} and {name} exclude each other: both set {clash}")
+            continue
+        first.update({key: (name, value) for key, value in mechanisms[name].items()})
+        settings += [(f"mechanism {name}", key, value, check) for key, value in mechanisms[name].items()]
+    return settings, bad
+
+
+def run_name(scale, names, files):
+    """What a run is called: tiny-moh+unet_add; without a scale after its last config file."""
+    base = scale or (Path(files[-1]).stem if files else "gpt")
+    return f"{base}-{'+'.join(names)}" if names else base
+
+
+# ---- all of it ----
+
+def load(classes, argv, doc="", together=None, more=None, mechanisms=None):
+    """One instance per dataclass, from config files and arguments; `given` on each: the keys that they set.
+
+    more: {where it comes from: {key: value}} wins over the files, and the command line over both.
+    mechanisms: {name: flags} to choose from. With it there are the keys of Presets, too; what they set counts
+    as given, and an out_dir of None becomes out/<scale>-<mechanisms>.
+
+    Raises UserError with every problem there is: unknown keys, wrong types, what each class's problems()
+    says, and what together(*instances) says of all of them side by side. `--help` prints the keys and exits.
+    """
+    presets = () if mechanisms is None else (Presets,)
+    keys = keys_of((*presets, *classes))
+    if "--help" in argv or "-h" in argv:
+        print(help_text((*presets, *classes), doc, mechanisms or ()))
+        raise SystemExit(0)
+    files, texts = split_args(argv, keys)
+    settings, bad = [], []
+    for path in files:
+        try:
+            values = {"scale": scale_of(path)} if presets and scale_of(path) else read_file(path)
+            settings += [(path, key, value, check) for key, value in values.items()]
+        except UserError as e:
+            bad.append(str(e))
+    lost = bool(bad)  # what such a file would have set is not known, so the values cannot be judged
+    for source, values in (more or {}).items():
+        settings += [(source, key, value, check) for key, value in values.items()]
+    settings += [("command line", key, text, parse) for key, text in texts]
+    values, problems, wrong = read_values(settings, keys)
+    bad += problems
+
+    if presets:  # their values are weaker than all of these
+        scale, names = values.pop("scale", None), values.pop("mechanism", None) or []
+        names = re.findall(r"\w+", names) if isinstance(names, str) else names
+        sources = {key: source for source, key, *_ in settings}
+        settings, problems = preset_values(scale, names, mechanisms, sources.get("mechanism"))
+        defaults, more_problems, _ = read_values(settings, keys_of(classes))
+        bad += problems + more_problems
+        lost = lost or bool(problems) or bool(wrong & {"scale", "mechanism"})
+        values = {**defaults, **values}
+    given = set(values)
+    if presets and values.get("out_dir") is None:
+        values["out_dir"] = f"out/{run_name(scale, names, files)}"
+
+    made = []
+    for cls in classes:
+        own = {f.name for f in fields(cls)}
+        made.append(cls(**{key: value for key, value in values.items() if key in own}))
+        made[-1].given = own & given
+    if not lost:
+        found = [p for instance in made for p in instance.problems()] + (together(*made) if together else [])
+        # a key named in `wrong` kept its default, which nobody asked for: what follows from that is no news
+        bad += [p for p in found if not any(re.search(rf"\b{key}\b", p) for key in wrong)]
+    if bad:
+        raise UserError("\n".join(bad))
+    return made

@@ -1,0 +1,211 @@
+"""
+A CUDA device on which nothing runs: fake tensors, and Inductor stopped where it would launch a kernel.
+
+Only in a process that has gpu/environment.py's variables. What is patched here are inner parts of torch, so
+another version is refused (gpu/environment.py) rather than compiled in some other way than it would be.
+"""
+
+import functools
+import logging
+from contextlib import contextmanager
+
+import torch
+import torch._dynamo as dynamo
+import torch._dynamo.repro.after_aot as after_aot
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+import torch._subclasses.fake_tensor as fake_tensor
+from torch import nn
+from torch.nn import functional as F
+from torch._dynamo.utils import counters
+from torch._inductor import compile_fx, cudagraph_utils, metrics
+from torch._inductor.graph import GraphLowering, getattr_recursive
+from torch._inductor.ir import Constant
+from torch._inductor.lowering import tensor as lower_tensor
+from torch._inductor.runtime import triton_heuristics
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanoheads import kernels
+
+
+class Seen:
+    """What compiling has shown since clear()."""
+
+    def __init__(self):
+        self.shared = {}           # kernel -> bytes of shared memory that it asks for
+        self.graphs = 0            # that Dynamo has handed to a compiler
+        self.no_cuda_graph = set()  # why Inductor would not capture one
+
+    def clear(self):
+        self.shared.clear()
+        self.no_cuda_graph.clear()
+        self.graphs = 0
+        dynamo.reset()
+        counters.clear()
+        metrics.reset()
+        kernels.compiled_flex.cache_clear()
+
+    def breaks(self):
+        """Why Dynamo has cut the model in parts, a line each."""
+        return sorted({" ".join(reason.split())[:160] for reason in counters["graph_break"]})
+
+
+SEEN = Seen()
+
+
+def shared_memory_limit():
+    """Bytes of shared memory that a block may ask for on this card."""
+    return torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+
+
+def compile_kernel(tuner, *args, **kwargs):
+    """In place of CachingAutotuner.precompile: down to the card's binary, but not loaded.
+
+    Of several configurations those that fit are taken on a GPU. So the first that fits is enough here, and a
+    kernel is too large where none does.
+    """
+    name = tuner.inductor_meta.get("kernel_name") or tuner.fn.__name__
+    least, error = None, None
+    for config in tuner.configs:
+        try:
+            shared = tuner._precompile_config(config).kernel.metadata.shared
+        except (triton_heuristics.OutOfResources, triton_heuristics.PTXASError) as e:
+            error = e
+            continue
+        least = shared if least is None else min(least, shared)
+        if least <= shared_memory_limit():
+            break
+    if least is None:
+        raise error or triton_heuristics.NoTritonConfigsError(f"{name} has no configuration")
+    SEEN.shared[name] = max(SEEN.shared.get(name, 0), least)
+
+
+def note_skip(reason):
+    """In place of Inductor's log of why it captures no CUDA graph."""
+    reason = reason.split("\n")[0].replace("skipping cudagraphs due to ", "").split(". Found from")[0]
+    SEEN.no_cuda_graph.add(reason.strip()[:160])
+
+
+def lower_constant(lowering, target, args, kwargs, usual=GraphLowering.get_attr):
+    """In place of GraphLowering.get_attr: a small constant made while tracing, which has no data, as ones."""
+    value = getattr_recursive(lowering.module, target)
+    if not (isinstance(value, torch.Tensor) and value.is_cuda):
+        return usual(lowering, target, args, kwargs)
+    if value.shape == ():
+        return Constant(value=1.0 if value.dtype.is_floating_point else 1, dtype=value.dtype,
+                        device=value.device)
+    if lowering.can_inline_constant(value):
+        with no_dispatch():
+            ones = torch.ones(value.shape, dtype=value.dtype).tolist()
+        return lower_tensor(ones, dtype=value.dtype, device=value.device)
+    return lowering.add_tensor_constant(value, target)
+
+
+def inductor(graph, inputs):
+    """A backend of torch.compile: Inductor compiles, and the graph goes on with fake tensors."""
+    SEEN.graphs += 1
+    compile_fx.compile_fx(graph, inputs)
+    return graph.forward
+
+
+def no_compiler(graph, inputs):
+    """A backend of torch.compile that leaves it at Dynamo's graph."""
+    SEEN.graphs += 1
+    return graph.forward
+
+
+def prepare(binaries=True):
+    """Patch torch in this process. binaries: compile kernels too, not only write their code."""
+    fake_tensor.init_gpu_context = lambda *args, **kwargs: None
+    torch.autograd.set_multithreading_enabled(False)  # a thread of the device's would ask it for a stream
+    torch.cuda.set_rng_state = lambda *args, **kwargs: None
+    torch.cuda.get_rng_state = lambda *args, **kwargs: torch.zeros(16, dtype=torch.uint8)
+    torch.cuda.manual_seed = lambda seed: None
+    after_aot.save_graph_repro = lambda *args, **kwargs: None
+    after_aot.generate_compiler_repro_string = lambda *args, **kwargs: ""
+    GraphLowering.get_attr = lower_constant
+    triton_heuristics.CachingAutotuner.precompile = compile_kernel if binaries else lambda *a, **k: None
+
+    functorch_config.enable_autograd_cache = False
+    functorch_config.force_non_lazy_backward_lowering = True  # the backward pass is compiled at once
+    inductor_config.compile_threads = 1
+    inductor_config.fx_graph_cache = False
+    inductor_config.use_static_triton_launcher = False
+    inductor_config.joint_graph_constant_folding = False  # computes on the device
+    inductor_config.shape_padding = False                 # measures on the device
+    inductor_config.triton.unique_kernel_names = False    # alike in all models: triton's cache finds them
+    inductor_config.triton.cudagraphs = True              # nothing is captured, only the reasons against it
+    inductor_config.graph_partition = False               # which says them of the whole graph
+    for module in (cudagraph_utils, compile_fx, torch._inductor.output_code):
+        if hasattr(module, "log_cudagraph_skip_and_bump_counter"):
+            module.log_cudagraph_skip_and_bump_counter = note_skip
+
+    log = compile_fx.inductor_metrics_log  # Inductor counts bytes only for those who listen
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.addHandler(logging.NullHandler())
+
+
+def compile_with(backend):
+    """Have torch.compile, called from our code, use a backend; FlexAttention outside a graph does too."""
+    real = torch.compile.__wrapped__ if hasattr(torch.compile, "__wrapped__") else torch.compile
+
+    @functools.wraps(real)
+    def compiled(model=None, **options):
+        options.pop("mode", None)  # goes with Inductor's own backend only
+        return real(model, **{**options, "backend": backend})
+
+    torch.compile = compiled
+    kernels.compiled_flex.cache_clear()
+
+
+def to_cuda(model):
+    """The same model with its parameters and buffers on the card, shared ones shared."""
+    moved = {}
+
+    def move(tensor):
+        if id(tensor) not in moved:
+            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, tensor.requires_grad)
+            moved[id(tensor)] = new
+        return moved[id(tensor)]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({name: move(t) for name, t in tensors.items() if t is not None})
+    return model
+
+
+class AttentionOps(TorchDispatchMode):
+    """Adds to `names` which of PyTorch's attention kernels are called."""
+
+    def __init__(self, names):
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.split(".")[0]
+        if name.startswith("_scaled_dot_product"):
+            self.names.add(name.removeprefix("_scaled_dot_product_"))
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def attention_ops():
+    """The names of the kernels that F.scaled_dot_product_attention takes meanwhile, uncompiled.
+
+    The mode is on inside that function only: torch.compile, which FlexAttention is under, refuses it.
+    """
+    names, real = set(), F.scaled_dot_product_attention
+
+    def watched(*args, **kwargs):
+        with AttentionOps(names):
+            return real(*args, **kwargs)
+
+    F.scaled_dot_product_attention = watched
+    try:
+        yield names
+    finally:
+        F.scaled_dot_product_attention = real

@@ -1,0 +1,174 @@
+"""What the results of the GPU check say: what is wrong, what is printed, the table in docs/gpu.md."""
+
+import json
+import re
+
+from model import MECHANISMS
+from nanoheads.common import ROOT, UserError, table, write_atomic
+from nanoheads.gpu.entries import CARDS, NANOGPT, Check, byte_checks, checks, switches
+from nanoheads.gpu.environment import TORCH
+
+RESULTS = ROOT / "results/gpu-compile.json"
+PAGE = ROOT / "docs/gpu.md"
+MARK = re.compile(rf"(<!-- table: (\w+) {RESULTS.name} -->\n).*?(<!-- end -->)", re.S)
+OF_NANOGPT = {"gpt2": 1.00, "plain": 1.25}  # bytes that the two recipes may move, in those of nanoGPT
+OF_PLAIN, OF_PLAIN_WITH_ACAG = 1.15, 1.50   # and a mechanism, in those of the plain GPT
+RECIPES = {NANOGPT: "nanoGPT's `model.py`", "gpt2": "`recipe=gpt2`", "plain": "`recipe=modern`"}
+
+
+# ---- the results file ----
+
+def read():
+    """{key: row} of the results file; empty where there is none. Raises UserError."""
+    try:
+        return json.loads(RESULTS.read_text(encoding="utf-8"))["checks"]
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{RESULTS} is not a results file of this check: delete it") from None
+
+
+def write(rows):
+    """Write {key: row}, a line each; those of checks that are no more are left out."""
+    known = [check.key for check in (*checks(), *byte_checks())]
+    lines = [f" {json.dumps(key)}: {json.dumps(rows[key], sort_keys=True)}" for key in known if key in rows]
+    text = f'{{"torch": "{TORCH}", "checks": {{\n' + ",\n".join(lines) + "\n}}\n"
+    write_atomic(RESULTS, lambda f: f.write(text.encode()))
+
+
+# ---- what is wrong ----
+
+def problems(check, row):
+    """What is wrong with a check, from its row, a sentence each."""
+    if "error" in row:
+        yield f"does not compile: {row['error']}"
+    for reason in row.get("breaks", ()):
+        yield f"graph break: {reason}"
+    graphs = row.get("graphs")
+    if graphs and graphs[-1] > graphs[0] + switches(check):
+        yield f"recompiled: {graphs} graphs after each step"
+    if row.get("shared", 0) > row.get("limit", 0):
+        yield (f"{row['largest']} asks for {row['shared']:,} bytes of shared memory, the card has "
+               f"{row['limit']:,}; kernels that ask for too much: {row['too_large']}")
+    calls = [call for call, names in row.get("attention", {}).items() if "cudnn_attention" in names]
+    if calls:
+        yield f"attention is cuDNN's, which plans anew for each length: {', '.join(calls)}"
+
+
+def wrong(rows, wanted):
+    """Lines: each problem of the wanted checks, once for an entry, and how many of its checks have it."""
+    found = {}
+    for check in wanted:
+        for problem in problems(check, rows.get(check.key, {})):
+            found.setdefault((check.entry, problem), []).append(check.key)
+    return [f"{keys[0]}{f' and {len(keys) - 1} more' if len(keys) > 1 else ''}: {problem}"
+            for (_, problem), keys in found.items()]
+
+
+# ---- what is printed ----
+
+def overview(rows, wanted):
+    """A line for each entry: kernels, bytes and memory of its training step at head size 64 in bfloat16."""
+    lines = []
+    for name in dict.fromkeys(check.entry for check in wanted):
+        of_cards = [rows.get(Check(name, "train", card=card).key, {}) for card in CARDS]
+        first = next(filter(None, of_cards), {})
+        cells = [first.get("kernels", "–"), f"{first['bytes'] / 1e6:.1f}" if "bytes" in first else "–"]
+        cells += [f"{row['shared'] / 1024:.0f}" if "shared" in row else "–" for row in of_cards]
+        mine = [check for check in wanted if check.entry == name]
+        bad = sum(any(problems(check, rows.get(check.key, {}))) for check in mine)
+        graph = "–" if not first else "no" if "no_cuda_graph" in first else "yes"
+        lines.append([name, *cells, graph, f"{bad} of {len(mine)}" if bad else "0"])
+    return table(["entry", "kernels", "MB moved", *(f"KB {card}" for card in CARDS), "CUDA graph", "wrong"],
+                 lines)
+
+
+def changed(stale):
+    """What has changed since it was last compiled, in a line or two; stale: those checks."""
+    every = list(dict.fromkeys(check.entry for check in checks()))
+    entries = list(dict.fromkeys(check.entry for check in stale))
+    if not entries:
+        return f"gpu-check: all {len(every)} entries were compiled for a GPU as they are"
+    names = ", ".join(entries[:8]) + (f" and {len(entries) - 8} more" if len(entries) > 8 else "")
+    return (f"gpu-check: {len(entries)} of {len(every)} entries have changed since they were compiled for a "
+            f"GPU (make gpu-check):\n  {names}")
+
+
+# ---- the table of bytes ----
+
+def byte_row(name, row, base, goal):
+    """A line of the table; base: the row that bytes and kernels are compared with."""
+    if "error" in row:
+        return [name, "does not compile", "", "", "", ""]
+    share = row["bytes"] / base["bytes"]
+    met = "–" if goal is None else f"{goal:.2f}, {'met' if round(share, 2) <= goal else 'missed'}"
+    return [name, f"{row['bytes'] / 1e9:.2f}", f"{share:.2f} x", met, row["kernels"],
+            f"{row['kernels'] / base['kernels']:.2f} x"]
+
+
+def byte_tables(rows):
+    """Two tables in Markdown: the recipes beside nanoGPT, each mechanism beside the plain GPT."""
+    found = {check.entry: rows[check.key] for check in byte_checks() if check.key in rows}
+    nanogpt, plain = found.get(NANOGPT), found.get("plain")
+    of_recipes = [byte_row(RECIPES[name], found[name], nanogpt, OF_NANOGPT.get(name))
+                  for name in RECIPES if name in found and nanogpt]
+    of_mechanisms = [byte_row(f"`{name}`", found[name], plain, goal_of(name))
+                     for name in (*MECHANISMS, "all_on") if name in found and plain]
+    return "\n\n".join(
+        in_markdown(["", "GB moved", f"of {whose}'s", "goal, at most", "kernels", f"of {whose}'s"], lines)
+        for whose, lines in (("nanoGPT", of_recipes), ("the plain GPT", of_mechanisms)) if lines)
+
+
+def goal_of(name):
+    """The share of the plain GPT's bytes that a mechanism may move; None: all of them together."""
+    if name == "all_on":
+        return None
+    flags = MECHANISMS[name]
+    return OF_PLAIN_WITH_ACAG if flags.get("acag") and not flags.get("acag_detach") else OF_PLAIN
+
+
+# ---- the table of shared memory ----
+
+def shared_table(rows):
+    """A table in Markdown: the most shared memory that any kernel of a training step asks for, in KB."""
+    most, limits = {}, {}
+    for check in checks():
+        row = rows.get(check.key, {})
+        if check.kind == "train" and "shared" in row:
+            place = check.head_size, check.dtype
+            most.setdefault(place, {}).setdefault(check.card, []).append((row["shared"], check.entry))
+            limits[check.card] = row["limit"]
+    lines = [[f"{size}, {dtype}", *("{:.0f}, `{}`".format(max(found[card])[0] / 1024, max(found[card])[1])
+                                    if card in found else "–" for card in CARDS)]
+             for (size, dtype), found in sorted(most.items())]
+    head = ["head size", *(f"{card}, of {limits.get(card, 0) / 1024:.0f}" for card in CARDS)]
+    return in_markdown(head, lines) if lines else ""
+
+
+# what docs/gpu.md can hold of the results file
+TABLES = {"bytes": byte_tables, "shared": shared_table}
+
+
+def in_markdown(head, lines):
+    rows = [head, ["---"] + ["--:"] * (len(head) - 1), *lines]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+
+
+def filled(text):
+    """A page's text with its tables as the results file has them now."""
+    rows = read()
+
+    def fill(match):
+        made = TABLES[match.group(2)](rows)
+        return match.group(1) + (made and f"{made}\n") + match.group(3)
+
+    return MARK.sub(fill, text)
+
+
+def write_page():
+    """Write the table into docs/gpu.md; whether anything changed."""
+    before = PAGE.read_text(encoding="utf-8")
+    after = filled(before)
+    if after != before:
+        write_atomic(PAGE, lambda f: f.write(after.encode()))
+    return after != before

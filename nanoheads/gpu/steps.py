@@ -1,0 +1,176 @@
+"""
+One process of the GPU check: reads checks from its standard input, a JSON line each, and answers each in one.
+
+It runs in the environment that gpu/environment.py made, with its variables: tensors are fake, kernels are
+compiled and never launched.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from types import SimpleNamespace
+
+import torch
+from torch._inductor import metrics
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from model import GPT, KVCache
+from nanoheads.gpu import fake
+from nanoheads.gpu.entries import (BATCH, BATCH_124M, MUON, NANOGPT, NO_LABELS, SIZE_124M, TRAINING, Check,
+                                   settings)
+from nanoheads.gpu.fake import SEEN
+from nanoheads.training import optim
+from nanoheads.training.ranks import Process
+from train import TrainConfig
+
+STEPS = 5
+
+
+def trainer_of(check, config):
+    """A Trainer on the card, for the model of a config."""
+    training = TrainConfig(dtype=check.dtype, compile=True, max_iters=1000, **TRAINING.get(check.entry, {}))
+    model = fake.to_cuda(GPT(config))
+    return optim.Trainer(model, training.for_recipe(config.recipe), Process("cuda"))
+
+
+def tokens(batch, config):
+    return torch.zeros(batch, config.block_size, dtype=torch.long, device="cuda")
+
+
+def labels(check, config, batch):
+    """What constraint heads are trained on, where the check is with labels."""
+    if not config.constraint_names or check.entry.endswith(NO_LABELS):
+        return None
+    return {name: torch.zeros(batch, config.block_size, device="cuda") for name in config.constraint_names}
+
+
+def train(check, batch=BATCH):
+    """Compile a training step."""
+    config = settings(check)
+    trainer = trainer_of(check, config)
+    x = tokens(batch, config)
+    trainer.backward(0, x, x, labels(check, config, batch))
+
+
+def steps(check):
+    """Five training steps, the schedules moving: the number of graphs after each."""
+    config = settings(check)
+    trainer, graphs = trainer_of(check, config), []
+    x = tokens(BATCH, config)
+    for step in range(STEPS):
+        for block in trainer.raw.transformer.h:  # as controller.py does
+            if block.attn.sentinel is not None:
+                block.attn.sentinel.set_coef(config.sentinel_coef * step / STEPS)
+        trainer.backward(step, x, x, labels(check, config, BATCH))
+        trainer.zero_grad()
+        graphs.append(SEEN.graphs)
+    return {"graphs": graphs}
+
+
+@torch.no_grad()
+def evaluate(check):
+    """Evaluation, traces, a prompt and one cached step, uncompiled: the attention kernels that are taken."""
+    config = settings(check)
+    model = fake.to_cuda(GPT(config)).eval()
+    x, names = tokens(BATCH, config), {}
+    _, autocast = optim.precision(check.dtype, "cuda")
+    cache = KVCache(config)
+
+    def prompt_and_step():
+        model.head(model.hidden(x[:, :-1], cache))
+
+    calls = {"eval": lambda: model(x), "loss": lambda: model(x, x),
+             "traces": lambda: model(x, x, traces=True),
+             "prompt": prompt_and_step, "decode": lambda: model.head(model.hidden(x[:, -1:], cache))}
+    for name, call in calls.items():
+        with autocast, fake.attention_ops() as found:
+            call()
+        names[name] = sorted(found)
+    return {"attention": names}
+
+
+def muon():
+    """Compile Muon's update of matrices of two shapes, and run it uncompiled."""
+    for shape in ((4, 768, 768), (1, 768, 3072)):
+        matrices = torch.zeros(shape, device="cuda")
+        optim.orthogonalise(matrices, low_precision=True)
+        torch.compile(optim.orthogonalise)(matrices, low_precision=True)
+
+
+def nanogpt(folder):
+    """Compile nanoGPT's training step, as its train.py does."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", os.path.join(folder, "model.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.GPTConfig(**SIZE_124M, dropout=0.0, bias=False)
+    model = torch.compile(fake.to_cuda(module.GPT(config)).train())
+    x = tokens(BATCH_124M, config)
+    with torch.autocast("cuda", torch.bfloat16):
+        _, loss = model(x, x)
+    loss.backward()
+
+
+def run(check, nanogpt_folder=None):
+    """What compiling a check shows, as it goes into the results file; gpu/check.py judges it."""
+    SEEN.clear()
+    torch.set_float32_matmul_precision("high")  # as train.py sets it
+    row, begin = {}, time.time()
+    try:
+        with FakeTensorMode():
+            if check.entry == MUON:
+                muon()
+            elif check.entry == NANOGPT:
+                nanogpt(nanogpt_folder)
+            elif check.kind == "eval":
+                row.update(evaluate(check))
+            elif check.kind == "steps":
+                row.update(steps(check))
+            else:
+                train(check, BATCH_124M if check.kind == "bytes" else BATCH)
+    except Exception as e:
+        traceback.print_exc()  # into the log
+        row["error"] = first_line(e)
+    if breaks := SEEN.breaks():
+        row["breaks"] = breaks
+    if check.kind != "steps":
+        row.update(figures())
+    return {**row, "seconds": round(time.time() - begin, 1)}
+
+
+def first_line(e):
+    """An exception in one line."""
+    lines = [line.strip() for line in str(e).splitlines() if line.strip()]
+    return f"{type(e).__name__}: {lines[0][:300] if lines else ''}"
+
+
+def figures():
+    """Kernels, bytes moved, the most shared memory that a kernel asks for, why no CUDA graph is taken."""
+    row = {"kernels": metrics.generated_kernel_count, "bytes": metrics.num_bytes_accessed}
+    if SEEN.shared:
+        largest = max(SEEN.shared, key=SEEN.shared.get)
+        limit = fake.shared_memory_limit()
+        row.update(shared=SEEN.shared[largest], limit=limit, largest=largest[:60])
+        row["too_large"] = sum(shared > limit for shared in SEEN.shared.values())
+    if SEEN.no_cuda_graph:
+        row["no_cuda_graph"] = sorted(SEEN.no_cuda_graph)
+    return row
+
+
+def main():
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what torch prints is no answer
+    warnings.simplefilter("ignore")
+    options = SimpleNamespace(**json.loads(sys.argv[1]))
+    fake.prepare(binaries=options.work == "binaries")
+    fake.compile_with(fake.no_compiler if options.work == "graphs" else fake.inductor)
+    for line in sys.stdin:
+        row = run(Check(*json.loads(line)), options.nanogpt)
+        print(json.dumps(row), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,360 @@
+"""
+Hands on the heads of a checkpoint: change one, and see at once what it costs and what the model then says.
+
+    python inspect_heads.py --ckpt out/a [--tokens 16384] [--start "To be"] [--set gate.0.3=0]
+    printf 'withdraw 0.3\\nskips off\\nsave out/b\\n' | python inspect_heads.py --ckpt out/a
+
+Prints a table of the heads, then reads commands, from a person or a pipe. Each change is answered with bits
+per byte on the same text, and with a sample beside the checkpoint's own, of the same seed. A wrong command is
+named and the session goes on; a pipe that held one ends with status 1. A gate set by hand is no part of a
+checkpoint: save puts it into the head's output projection.
+"""
+
+import argparse
+import copy
+import math
+import re
+import shutil
+import sys
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+
+
+from evaluate import bits, load, score, windows_of
+from model import Agency
+from nanoheads.common import UserError, explain, last_words, pick_device, table
+from nanoheads.configurator import near
+from nanoheads.heads.measuring import METRICS, attentions, fixed_text, fold_gates, measure
+from nanoheads.training import checkpoint
+from sample import check, encode, generate, prompt, side_by_side
+
+METRIC_TOKENS = 4096  # what the table is measured on, forward and backward
+COMMANDS = {  # name: (arguments, what it does); a head L.H is block and number, as in the table
+    "heads": ("", "the table of the heads as they are now"),
+    "gate": ("L.H VALUE|auto", "set a gate by hand, over sentinel and agency; auto: as learned"),
+    "withdraw": ("L.H", "state withdrawn, no consent; with agency off: gate 0"),
+    "restore": ("L.H", "state active, with consent; with agency off: gate auto"),
+    "state": ("L.H NAME", " | ".join(Agency.STATES)),
+    "consent": ("L.H yes|no", "a head without consent is held back"),
+    "skips": ("on|off", "the U-Net skips between blocks"),
+    "prune": ("L.H [L.H ...]", "remove heads"),
+    "undo": ("", "take back the last change; again: the one before it"),
+    "sample": ("[PROMPT]", "samples as loaded and now, of this prompt or the session's"),
+    "text": ("PROMPT", r"the session's prompt; \n is a newline, FILE:name reads a file"),
+    "violations": ("", "heads without consent whose gate says that they are in use"),
+    "save": ("FOLDER", "write FOLDER/best.pt, a checkpoint of the model as it is now"),
+    "help": ("", "this list"),
+    "quit": ("", "the end, as is the end of the input"),
+}
+FREE_TEXT = ("sample", "text", "save")  # what they take is the rest of the line, blanks and # included
+
+
+def help_text():
+    """The commands, and what the columns of the table are."""
+    names = [(name, *words) for name, words in COMMANDS.items()]
+    return table(("command", "", ""), names, left=3) + "\n\n" + table(("column", ""), METRICS.items(), left=2)
+
+
+def choose(word, yes, no):
+    """True for yes, False for no. Raises UserError."""
+    if word not in (yes, no):
+        raise UserError(f"{word!r} must be {yes} or {no}")
+    return word == yes
+
+
+# ---- what is done to a model ----
+
+def by_hand(attn):
+    """{head: gate} of the heads of a layer whose gate was set by hand."""
+    gates = [] if attn.gate_override is None else attn.gate_override.tolist()
+    return {head: gate for head, gate in zip(attn.all_head_ids(), gates) if not math.isnan(gate)}
+
+
+def set_skips(model, on):
+    """Let the U-Net skips join the decoder, or give nothing. UserError where there are none."""
+    if not model.config.unet:
+        raise UserError("the model has no skips: it was trained with unet off")
+    for fuse in model.fuse:
+        fuse.skips = on
+    model.config = replace(model.config, unet_skips=on)
+
+
+def folded(model):
+    """A copy whose output projections hold the gates that were set by hand: the same logits.
+
+    UserError for a head that runs by hand while its own gate is 0: no factor leads from there.
+    """
+    copied, stuck = fold_gates(model)
+    for layer, head in stuck:
+        gate = by_hand(attentions(model)[layer])[head]
+        raise UserError(f"head {layer}.{head} is at {gate:g} by hand while its own gate is 0, "
+                        f"which no checkpoint can hold; say gate {layer}.{head} auto first")
+    return copied
+
+
+# ---- a session ----
+
+class Session:
+    """A checkpoint as loaded, the changes made to it, and the model that they make. Methods are COMMANDS."""
+
+    def __init__(self, args):
+        self.args, self.path = args, args.ckpt[0]
+        self.read, self.loaded, self.data = load(self.path, args.split, 0, args.device, args.dataset,
+                                                 args.settings)
+        self.model, self.changes = self.loaded, []  # [(command, what it does to a model)]
+        self.line, self.ended = "", False
+        tokens, T = self.data.tokens(args.split), self.loaded.config.block_size
+        cuts = windows_of(self.data, args.split, T, 0, args.tokens)
+        texts = (self.data.tokenizer.decode_bytes(tokens[end - n:end]) for _, end, n in cuts)
+        self.n_bytes = sum(map(len, texts))
+        probe = fixed_text(self.data, args.split, T, min(METRIC_TOKENS, len(tokens) - 1))
+        self.probe = [ids.to(args.device) for ids in probe]
+        self.prompt, self.plain = self.read_prompt(args.start), {}
+        self.bits = self.at_start = self.score(self.loaded)
+        if not math.isfinite(self.bits):
+            raise UserError(f"{self.path} gives {self.bits} bits/byte on {args.split}: "
+                            "its weights are damaged, or its training diverged")
+        changed = f", with {', '.join(args.settings)}" if args.settings else ""
+        print(f"{self.path}{changed}: {self.bits:.4f} bits/byte on {sum(n for _, _, n in cuts):,} tokens of "
+              f"{self.data.meta['name']}, {args.split}", end="\n\n")
+        self.heads()
+
+    def score(self, model):
+        """Bits per byte on the session's text, in float32."""
+        nats, _ = score(model, self.data, self.args.split, max_tokens=self.args.tokens)
+        return bits(nats, self.n_bytes)
+
+    def read_prompt(self, text):
+        """(text, token ids [1, T]). UserError."""
+        try:
+            text = prompt(text)
+            return text, encode(self.data.tokenizer, text, self.path)
+        except ValueError as e:  # sample.py's words begin with its flag
+            raise UserError(f"prompt: {str(e).partition(': ')[2]}")
+
+    def show(self, text, ids):
+        """A sample of the checkpoint as loaded, beside one of the model as it is now."""
+        if text not in self.plain:
+            self.plain = {text: generate(self.loaded, self.data.tokenizer, ids, self.args)[0][0]}
+        now = generate(self.model, self.data.tokenizer, ids, self.args)[0][0]
+        width = shutil.get_terminal_size((110, 40)).columns
+        print(side_by_side(("as loaded", "now"), (text + self.plain[text], text + now), width))
+
+    def become(self, changes):
+        """Go to the model that these changes make of the checkpoint, and say what it does. UserError."""
+        model = copy.deepcopy(self.loaded)
+        for _, change in changes:
+            change(model)
+        before, after = self.bits, self.score(model)
+        if not math.isfinite(after):
+            raise UserError(f"that would make {after} bits/byte; nothing was changed")
+        self.model, self.changes, self.bits = model, changes, after
+        print(f"bits/byte {before:.4f} -> {after:.4f} ({after - before:+.4f}), "
+              f"{after - self.at_start:+.4f} from the checkpoint as loaded")
+        self.show(*self.prompt)
+
+    def change(self, change):
+        self.become([*self.changes, (self.line, change)])
+
+    # ---- commands ----
+
+    def place(self, word):
+        """(layer, head) of a word L.H. Raises ValueError, which names the heads that there are."""
+        match = re.fullmatch(r"(\d+)\.(\d+)", word)
+        if not match:
+            raise UserError(f"{word!r} is no head; write block.number, as in 0.3")
+        layer, head = map(int, match.groups())
+        self.model.set_head(layer, head)
+        return layer, head
+
+    def set(self, word, **values):
+        layer, head = self.place(word)
+        step = self.read.get("step") or 0
+        self.change(lambda model: model.set_head(layer, head, step=step, **values))
+        attn = attentions(self.model)[layer]
+        if "gate" not in values and head in by_hand(attn):
+            print(f"its gate, set by hand, overrides state and consent; gate {word} auto ends that")
+        elif "gate" not in values and not attn.agency.enforce:
+            print("agency_enforce is off: no head is withdrawn or held back")
+
+    def heads(self):
+        metrics, rows, states = measure(self.model, *self.probe), [], list(Agency.STATES)
+        for layer, attn in enumerate(attentions(self.model)):
+            hand, agency = by_hand(attn), attn.agency
+            for i, head in enumerate(attn.all_head_ids()):
+                m = {name: each[layer][i].item() for name, each in metrics.items()}
+                who = ("-", "-")
+                if agency is not None:
+                    who = states[agency.state[i]], "yes" if agency.consent[i] else "no"
+                rows.append((layer, head, f"{m['gate']:.3f}" + (" ", "*")[head in hand], *who,
+                             f"{m['entropy']:.3f}", f"{m['importance']:.2e}", f"{m['utilisation']:.3f}",
+                             f"{m['gradient']:.2e}", f"{m['conflict']:+.2f}"))
+        print(table(("layer", "head", "gate ", "state", "consent", "entropy", "importance", "utilisation",
+                     "gradient", "conflict"), rows, left=(3, 4)))
+        if any(map(by_hand, attentions(self.model))):
+            print("* set by hand")
+
+    def gate(self, word, value):
+        number = math.nan  # not set
+        if value != "auto":
+            with suppress(ValueError):
+                number = float(value)
+            if not math.isfinite(number):
+                raise UserError(f"{value!r} must be a number, or auto")
+        self.set(word, gate=number)
+
+    def withdraw(self, word):
+        if self.loaded.config.agency:
+            return self.set(word, state="withdrawn", consent=False)
+        self.set(word, gate=0.0)
+        print("agency is off: its gate is 0 by hand")
+
+    def restore(self, word):
+        if self.loaded.config.agency:
+            return self.set(word, state="active", consent=True)
+        self.set(word, gate=math.nan)
+        print("agency is off: its gate is as learned")
+
+    def state(self, word, name):
+        self.set(word, state=name)
+
+    def consent(self, word, answer):
+        self.set(word, consent=choose(answer, "yes", "no"))
+
+    def skips(self, answer):
+        on = choose(answer, "on", "off")
+        self.change(lambda model: set_skips(model, on))
+
+    def prune(self, *words):
+        gone = {}
+        for layer, head in map(self.place, words):
+            if head not in attentions(self.model)[layer].head_ids:
+                raise UserError(f"{layer}.{head} is a constraint head, which stays for its scores; "
+                                f"gate {layer}.{head} 0 closes it")
+            gone.setdefault(layer, set()).add(head)
+        self.change(lambda model: model.prune_heads(gone))
+
+    def undo(self):
+        if not self.changes:
+            raise UserError("there is nothing to undo")
+        print("undone:", self.changes[-1][0])
+        self.become(self.changes[:-1])
+
+    def violations(self):
+        rows = [(v["layer"], v["head"], v["type"], f"{v['gate']:.3f}", v["state"])
+                for v in self.model.violations()]
+        print(table(("layer", "head", "type", "gate", "state"), rows, left=(2, 4)) if rows else "none")
+
+    def sample(self, text=None):
+        self.show(*(self.prompt if text is None else self.read_prompt(text)))
+
+    def text(self, text):
+        self.prompt = self.read_prompt(text)
+        self.show(*self.prompt)
+
+    def save(self, folder):
+        path = Path(folder.strip()).expanduser() / "best.pt"
+        if taken := [p for p in (path, path.with_name("ckpt.pt")) if p.exists()]:
+            raise UserError(f"{taken[0]} is there already; name another folder")
+        model = folded(self.model)
+        state = {key: self.read[key] for key in ("dataset", "train", "step") if key in self.read}
+        edits = dict(ckpt=str(self.path), set=self.args.settings, commands=[line for line, _ in self.changes])
+        state.update(model=model.state_dict(), config=asdict(model.config), meta=self.data.meta, edits=edits)
+        if not checkpoint.same_logits(checkpoint.build(state, path, self.args.device), self.model):
+            raise UserError("a checkpoint of it would say something else; nothing was written")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint.save(path, state)
+        print(path)
+        for layer, attn in enumerate(attentions(self.model)):
+            for head, gate in by_hand(attn).items():
+                print(f"gate {gate:g} of {layer}.{head} is in its output projection there")
+
+    def help(self):
+        print(help_text())
+
+    def quit(self):
+        self.ended = True
+
+    # ---- reading ----
+
+    def obey(self, line):
+        """Do what a line says. Raises ValueError, OSError."""
+        name, _, rest = line.lstrip().partition(" ")
+        if name not in COMMANDS:
+            meant = near(name, COMMANDS)
+            hint = f"did you mean {meant}?" if meant else "help lists the commands"
+            raise UserError(f"no command {name!r}; {hint}")
+        words = rest.partition("#")[0].split()
+        if name in FREE_TEXT:
+            words = [rest] if rest.strip() else []
+        usage, _ = COMMANDS[name]
+        least, more = len(usage.partition("[")[0].split()), "[" in usage
+        if not (len(words) == least or more and len(words) > least):
+            raise UserError(f"it takes {usage or 'nothing'}")
+        self.line = " ".join((name, *words))
+        getattr(self, name)(*words)
+
+    def run(self):
+        """Obey stdin to its end. Returns how many commands went wrong."""
+        wrong, asks = 0, sys.stdin.isatty()
+        while not self.ended:
+            try:
+                line = input("> ")
+            except EOFError:
+                print()
+                break
+            if not asks:
+                print(line)  # what comes out of a pipe reads like a session
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            try:
+                self.obey(line)
+            except (ValueError, OSError) as e:
+                wrong += 1
+                sys.stdout.flush()
+                print(f"inspect_heads: {line.strip()}: {explain(e) or e}", file=sys.stderr, flush=True)
+        return wrong
+
+
+# ---- command line ----
+
+def arguments(argv):
+    p = argparse.ArgumentParser(description=__doc__, epilog=help_text(),
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    checkpoint.add_arguments(p)
+    p.add_argument("--split", default="val", help="train, val or test (default: val)")
+    p.add_argument("--dataset", help="read this dataset, which must have the same vocabulary "
+                                     "(default: the one trained on)")
+    p.add_argument("--tokens", type=int, default=16384,
+                   help="tokens to score at each change, in evenly spaced windows; 0: all (default: 16,384)")
+    p.add_argument("--start", default="\n", help="the prompt of the samples (default: a newline)")
+    p.add_argument("--max_new_tokens", type=int, default=120, help="length of a sample (default: 120 tokens)")
+    p.add_argument("--temperature", type=float, default=0.8,
+                   help="0: always the likeliest token (default: 0.8)")
+    p.add_argument("--seed", type=int, default=1337, help="same seed, same sample (default: 1337)")
+    p.set_defaults(num_samples=1, top_k=None, top_p=None, repetition_penalty=1.0, stop=False)
+    return p.parse_args(argv)
+
+
+def main(argv=None):
+    args = arguments(argv)
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=errors)  # bytes that are no text come through, as in sample.py
+    with suppress(ImportError):
+        import readline  # noqa: F401  arrow keys and a history for input()
+    with last_words("inspect_heads"):
+        check(args)
+        if len(args.ckpt) > 1:
+            raise UserError(f"--ckpt: one at a time, not {len(args.ckpt)}")
+        if args.tokens < 0:
+            raise UserError(f"--tokens={args.tokens} must not be negative")
+        args.device = pick_device(args.device)
+        wrong = Session(args).run()
+        if wrong and not sys.stdin.isatty():
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

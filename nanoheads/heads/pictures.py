@@ -1,0 +1,443 @@
+"""
+The pictures of a run's heads, for plot_curves.py --heads: from heads.jsonl, log.jsonl and a checkpoint; and
+for probe.py detectors.
+
+gates      each head's gate over the run, and when heads were closed, pruned, kept and grown
+states     each head's state over the run (agency), and when it was forced to work without consent
+active     heads at work against bits per byte
+metrics    entropy, importance and utilisation of each head at the last measurement
+attention  what chosen heads look at in a text
+scores     what each head of a checkpoint is like, by its detectors
+"""
+
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import matplotlib as mpl
+import numpy as np
+import torch
+from matplotlib.colors import ListedColormap, Normalize, PowerNorm
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from model import Agency
+from nanoheads.common import UserError, write_atomic
+from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, load, number, read_rows, save, warn
+from nanoheads.heads.measuring import attentions
+from nanoheads.text.tokenizer import Tokenizer
+from nanoheads.training import checkpoint
+from sample import encode, prompt
+
+STATES = list(Agency.STATES)
+STATE_COLOURS = ["#d6e2ec", "#E69F00", "#0072B2", "#000000"]  # ever darker, so that grey tells them apart too
+# event: marker, in words, side of the step: what ends a head stands before it
+MARKS = {"frozen": ("s", "closed, to be pruned", 1), "pruned": ("X", "pruned", -1),
+         "kept": ("o", "kept: closing it cost too much", 1), "grown": ("^", "grown", 1),
+         "stacked": ("v", "copied, blocks stacked", 1)}
+FORCED = ("D", "forced without consent, from here", 1)
+SHAPES = "osD^vPX"
+TEXT = "the cat saw the dog, and the dog saw the cat"  # nothing that a small vocabulary lacks
+NAMED = 48  # tokens that have room for their names
+
+
+# ---- reading ----
+
+def sound(row):
+    """Whether a row of heads.jsonl says which heads there are."""
+    ids = row.get("heads")
+    return isinstance(ids, list) and bool(ids) and all(isinstance(own, list) for own in ids)
+
+
+def spread(rows, key, shape, value=number):
+    """One key of all rows, [rows, layers, heads] by the heads' numbers; NaN: gone, or not measured."""
+    found = np.full((len(rows), *shape), np.nan)
+    for i, row in enumerate(rows):
+        for layer, (own, values) in enumerate(zip(row["heads"], row.get(key) or [])):
+            for head, v in zip(own, values):
+                found[i, layer, head] = value(v)  # None becomes NaN
+    return found
+
+
+def history(run_dir):
+    """heads.jsonl as arrays over [measurements, layers, heads]; None: there is none, which stderr says."""
+    if not (Path(run_dir) / "heads.jsonl").is_file():
+        return warn(run_dir, "no heads.jsonl; train with --controller_log to have the heads measured")
+    rows = {row["step"]: row for row in read_rows(run_dir, "heads.jsonl", sound)}
+    rows = [rows[step] for step in sorted(rows)]
+    if not rows:
+        return warn(run_dir, "heads.jsonl has no measurements")
+    events = [(e["what"], row["step"], e["layer"], e["head"])
+              for row in rows for e in row.get("events", []) if e["what"] in MARKS]
+    ids = [head for row in rows for own in row["heads"] for head in own] + [head for *_, head in events]
+    shape = max(len(row["heads"]) for row in rows), 1 + max(ids, default=0)
+    names = ("static_gate", "gate", "entropy", "importance", "utilisation")
+    h = SimpleNamespace(**{name: spread(rows, name, shape) for name in names}, events=events,
+                        step=np.array([row["step"] for row in rows]),
+                        active=np.array([number(row.get("active")) for row in rows]),
+                        here=np.isfinite(spread(rows, "heads", shape)),
+                        state=spread(rows, "state", shape, {s: i for i, s in enumerate(STATES)}.get))
+    h.absent = np.where(h.here.any(0), "gone", "–")  # what to write where there is no head
+    path = Path(run_dir) / "violations.jsonl"
+    rows = read_rows(run_dir, path.name) if path.is_file() else []
+    h.forced = [("forced", row["step"], row["layer"], row["head"]) for row in rows
+                if row.get("type") == "forced"]
+    return h
+
+
+def edges(steps):
+    """Where the time that each measurement speaks for begins, and where the last one's ends, [n + 1]."""
+    return np.append(steps, steps[-1] + (np.median(np.diff(steps)) if len(steps) > 1 else 1))
+
+
+def at_evaluations(h, c):
+    """(step, heads at work, bits per byte) of each evaluation after the first measurement."""
+    i = np.searchsorted(h.step, c.step, side="right") - 1
+    keep = (i >= 0) & np.isfinite(c.bpb)
+    return c.step[keep], h.active[i[keep]], c.bpb[keep]
+
+
+# ---- time lines ----
+
+def time_lines(h, values, ends, title, cmap, norm):
+    """(Figure, axes [layers], mesh) of values [measurements, layers, heads]: a row a head, white: gone.
+
+    ends: [layers][heads] of what to write behind each row.
+    """
+    _, n_layer, n_head = values.shape
+    columns = 1 if n_layer <= 4 else 2 if n_layer <= 8 else 3
+    lines = -(-n_layer // columns)
+    figure = canvas(4.8 * columns + (4.5 if columns == 1 else 1),
+                    1.6 + lines * (0.55 + max(0.5, 0.21 * n_head)), title)
+    axes = figure.subplots(lines, columns, squeeze=False).ravel()
+    x = edges(h.step)
+    for layer, ax in enumerate(axes[:n_layer]):
+        mesh = ax.pcolormesh(x, np.arange(n_head + 1) - 0.5, values[:, layer].T, cmap=cmap, norm=norm,
+                             rasterized=True)
+        ax.hlines(np.arange(1, n_head) - 0.5, x[0], x[-1], color="white", lw=2.5)
+        for head in range(n_head):
+            ax.text(1.01, head, ends[layer][head], transform=ax.get_yaxis_transform(), va="center",
+                    fontsize=9, color=GREY)
+        ax.set(xlim=(x[0], x[-1]), ylim=(n_head - 0.5, -0.5), ylabel="head")
+        ax.set_yticks(range(n_head), range(n_head), fontsize=9)
+        ax.set_title(f"layer {layer}", fontsize=11)
+        ax.grid(False)
+        ax.spines[:].set_visible(False)
+        if len(h.step) == 1:
+            ax.set_xticks(h.step)
+        if layer + columns < n_layer:
+            ax.tick_params(labelbottom=False)
+        else:
+            ax.set_xlabel("step")
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,g}"))
+    for ax in axes[n_layer:]:
+        ax.set_visible(False)
+    axes[0].text(1.01, 1.04, "at the end", transform=axes[0].transAxes, fontsize=9, color=GREY)
+    return figure, axes[:n_layer], mesh
+
+
+def mark(h, axes, events, marks, handles, colour="white", edge="black"):
+    """Put a mark at each (what, step, layer, head), and into handles what the marks mean."""
+    x = edges(h.step)
+    size = 7 if h.here.shape[2] <= 8 else 5
+    shift = min(0.25 * (x[1] - x[0]), 0.008 * (x[-1] - x[0]))  # two things may happen to a head at one step
+    style = dict(ls="", mfc=colour, mec=edge, mew=1, zorder=5)
+    for what, step, layer, head in events:
+        shape, _, side = marks[what]
+        axes[layer].plot(step + side * shift, head, marker=shape, ms=size, clip_on=False, **style)
+    seen = {what for what, *_ in events}
+    handles += [Line2D([], [], marker=shape, ms=8, label=words, **style)
+                for what, (shape, words, _) in marks.items() if what in seen]
+
+
+def gates(h, name):
+    """A Figure of each head's gate over the run; None: all gates are 1, always."""
+    fixed = (h.static_gate[h.here] == 1).all()
+    values = h.gate if fixed else h.static_gate
+    seen = values[np.isfinite(values)]
+    if not h.events and (seen == 1).all():
+        return None
+    ends = [[word if np.isnan(g) else f"{g:.2f}" for g, word in zip(*layer)]
+            for layer in zip(values[-1], h.absent)]
+    norm = Normalize(min(0, seen.min(initial=0)), max(1, seen.max(initial=1)))
+    figure, axes, mesh = time_lines(h, values, ends, f"{name}: gates", "viridis", norm)
+    what = "gate, mean over tokens" if fixed else "gate"
+    figure.colorbar(mesh, ax=axes, label=f"{what} (white: no such head)", pad=0.02, aspect=30)
+    handles = []
+    mark(h, axes, h.events, MARKS, handles)
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=11)
+    return figure
+
+
+def states(h, name):
+    """A Figure of each head's state over the run; None: heads have none."""
+    if not np.isfinite(h.state).any():
+        return None
+    ends = [[word if np.isnan(s) else STATES[int(s)] for s, word in zip(*layer)]
+            for layer in zip(h.state[-1], h.absent)]
+    figure, axes, _ = time_lines(h, h.state, ends, f"{name}: states", ListedColormap(STATE_COLOURS),
+                                 Normalize(-0.5, len(STATES) - 0.5))
+    handles = [Patch(color=colour, label=state)
+               for i, (colour, state) in enumerate(zip(STATE_COLOURS, STATES)) if (h.state == i).any()]
+    mark(h, axes, h.forced, {"forced": FORCED}, handles, colour="#D55E00", edge="white")
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=11,
+                  columnspacing=1.2, handletextpad=0.5)
+    return figure
+
+
+# ---- heads at work against bits per byte ----
+
+def active(runs, title):
+    """A Figure of [(name, history, curves, colour, shape)]; None: no run has an evaluation to show."""
+    runs = [(name, colour, shape, *at_evaluations(h, c)) for name, h, c, colour, shape in runs if c]
+    runs = [run for run in runs if len(run[3]) and np.isfinite(run[4]).all()]
+    if not runs:
+        return None
+    figure = canvas(9, 6, title)
+    ax = figure.subplots()
+    late = np.concatenate([bpb[step >= 0.15 * step.max()] for *_, step, _, bpb in runs])
+    low, high = late.min(), late.max()  # without the steep start
+    pad = 0.08 * (high - low) or 0.1
+    count = np.concatenate([n[bpb <= high] for *_, n, bpb in runs])
+    room = 0.6 + 0.04 * np.ptp(count)
+    left, right = count.min() - room, count.max() + room
+    ax.set(ylim=(low - pad, high + pad), xlim=(left, right), ylabel="bits/byte, validation",
+           xlabel="heads at work: gate above agency_threshold")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    top = max(bpb.max() for *_, bpb in runs)
+    if top > high + pad:
+        ax.set_title(f"↑ from {top:.2f}", loc="right", fontsize=11, weight="normal", color=GREY)
+    taken, ends = [], []  # where words are, in parts of the axes; [(y, words, colour)] of the last points
+    for i, (name, colour, shape, step, n, bpb) in enumerate(runs):
+        n = n + (i - (len(runs) - 1) / 2) * min(0.12, 0.5 / len(runs))  # beside each other
+        ax.plot(n, bpb, color=colour, lw=1.5, alpha=0.6)
+        ax.plot(n, bpb, shape, color=colour, ms=5)
+        ax.plot(n[-1], bpb[-1], shape, color=colour, mfc="white", ms=9, mew=2)
+        ends.append((bpb[-1], f"{name}\n{bpb[-1]:.3f}", colour))
+        for j in dict.fromkeys([len(step) - 1, 0, *range(0, len(step), max(1, len(step) // 10))]):
+            at = np.array([(n[j] - left) / (right - left), (bpb[j] - low) / (high - low + 2 * pad)])
+            if bpb[j] > high or any((abs(at - other) < (0.11, 0.05)).all() for other in taken):
+                continue
+            taken.append(at)
+            side, ha = (-7, "right") if at[0] > 0.85 else (7, "left")
+            ax.annotate(f"step {step[j]:,g}", (n[j], bpb[j]), (side, 7), textcoords="offset points", ha=ha,
+                        va="center", fontsize=9, color=colour,
+                        path_effects=[withStroke(linewidth=3, foreground="white")])
+    label_right(ax, ends)
+    return figure
+
+
+# ---- metrics ----
+
+def metrics(h, name):
+    """A Figure: entropy, importance and utilisation of each head, layer x head, as measured last."""
+    here = h.here[-1]
+    n_layer, n_head = here.shape
+    figure = canvas(max(9, 3 * (0.42 * n_head + 1)), 1.8 + 0.42 * n_layer,
+                    f"{name}: heads at step {h.step[-1]:,g}")
+    power = int(np.floor(np.log10(np.nanmax(np.append(h.importance[-1], 1e-12)))))
+    unit = f"{power}".translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    maps = (("Entropy (1: all keys alike)", h.entropy[-1]),
+            (f"Importance (10{unit} nats a token)", h.importance[-1] / 10.0 ** power),
+            ("Utilisation (share of layer)", h.utilisation[-1]))
+    absent = np.where(here, "new", h.absent)
+    for ax, (title, values) in zip(figure.subplots(1, 3, sharey=True), maps):
+        top = 1 if title.startswith("Entropy") else np.nanmax(np.append(values, 1e-12))
+        squares(ax, title, values, absent, Normalize(0, top))
+    figure.axes[0].set_ylabel("layer")
+    return figure
+
+
+def squares(ax, title, values, absent, norm):
+    """A panel of values [layers, heads], as colours and as numbers; `absent` says why one is NaN."""
+    ax.pcolormesh(values, cmap="viridis", norm=norm, edgecolor="white", lw=1.5)
+    for (layer, head), v in np.ndenumerate(values):
+        there = np.isfinite(v)
+        dark = there and norm(v) < 0.6
+        ax.text(head + 0.5, layer + 0.5, f"{v:.2f}" if there else absent[layer, head], ha="center",
+                va="center", fontsize=9, color="white" if dark else "black" if there else GREY)
+    n_layer, n_head = values.shape
+    ax.set_title(title, fontsize=11)
+    ax.set(xlabel="head", ylim=(n_layer, 0))
+    ax.set_xticks(np.arange(n_head) + 0.5, range(n_head))
+    ax.set_yticks(np.arange(n_layer) + 0.5, range(n_layer))
+    ax.tick_params(length=0)
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+
+
+# ---- detectors ----
+
+@mpl.rc_context(RC)
+def draw_head_scores(runs, ends, path):
+    """head_scores() as a file of the kind that its name says: .png, .svg, .pdf."""
+    figure = head_scores(runs, ends)
+    write_atomic(path, lambda f: figure.savefig(f, format=path.suffix[1:].lower()))
+
+
+def head_scores(runs, ends):
+    """A Figure, a panel a detector, of [(name, model, [dict(layer, head, detector=[mean, ...]), ...])].
+
+    ends: {detector: (where its colours begin, the score of a head that does nothing else, where they end)}.
+    """
+    n_layer = max(model.config.n_layer for _, model, _ in runs)
+    n_head = max(attn.n_base + attn.n_extra for _, model, _ in runs for attn in attentions(model))
+    columns = len(ends) if n_head <= 8 else 3
+    lines = -(-len(ends) // columns)
+    height = len(runs) * (lines * (0.42 * n_layer + 1) + 0.5)
+    figure = canvas(columns * max(2.8, 0.42 * n_head + 0.7) + 0.6, height)
+    parts = figure.subfigures(len(runs), 1, squeeze=False).ravel()
+    for part, (run, model, rows) in zip(parts, runs):
+        part.suptitle(run, x=0.01, ha="left", weight="bold")
+        absent = np.full((n_layer, n_head), "–", "<U4")
+        for layer, attn in enumerate(attentions(model)):
+            absent[layer, sorted(set(range(attn.n_base)) - set(attn.head_ids))] = "gone"
+        axes = part.subplots(lines, columns, squeeze=False, sharey=True)
+        for ax, (name, (low, top)) in zip(axes.ravel(), ends.items()):
+            values = np.full((n_layer, n_head), np.nan)
+            for row in rows:
+                values[row["layer"], row["head"]] = row[name][0]
+            norm = Normalize(low, top) if low else PowerNorm(0.5, 0, max(top, 1e-9))  # most are small
+            squares(ax, f"{name} (best: {top:.2f})", values, absent, norm)
+        for ax in axes.ravel()[len(ends):]:
+            ax.set_visible(False)
+        for ax in axes[:, 0]:
+            ax.set_ylabel("layer")
+    return figure
+
+
+# ---- attention ----
+
+def extremes(h, step, model):
+    """{(layer, head): in words} of the most and the least important head of each layer of a model.
+
+    By the last measurement up to the step of its checkpoint.
+    """
+    i = max(0, np.searchsorted(h.step, step, side="right") - 1)
+    found = {}
+    for layer, attn in enumerate(attentions(model)):
+        worth = {head: h.importance[i, layer, head] for head in attn.all_head_ids()
+                 if head < h.here.shape[2] and np.isfinite(h.importance[i, layer, head])}
+        if worth:
+            ranked = sorted(worth, key=worth.get)
+            words = ("most important", "least important") if len(ranked) > 1 else ("only head",)
+            for word, head in zip(words, (ranked[-1], ranked[0])):
+                found[layer, head] = f"{word}, {worth[head]:.2g} nats"
+    return found
+
+
+def spelled(tokenizer, token):
+    """A token as a label: blanks can be seen, bytes that are no character stand in hexadecimal."""
+    data = tokenizer.decode_bytes([token])
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return data.hex()
+    seen = {" ": "·", "\n": "↵", "\t": "→"}
+    return "".join(seen.get(c, c if c.isprintable() else f"{ord(c):02x}") for c in text)
+
+
+@torch.no_grad()
+def attention_maps(run_dir, h, text, show):
+    """({(layer, head): in words}, [maps [T, T]], [T tokens in words], step) of a run's checkpoint. UserError.
+    """
+    state = checkpoint.read(run_dir)
+    if not state["meta"]:
+        raise UserError(f"{run_dir}: its checkpoint has no vocabulary to read a text with")
+    model, tokenizer = checkpoint.build(state, run_dir), Tokenizer.from_meta(state["meta"])
+    step = state.get("step") or 0
+    for layer, head in show:
+        try:
+            model.set_head(layer, head)
+        except ValueError as e:
+            raise UserError(f"--show {layer}.{head}: {e}") from None
+    chosen = {at: "" for at in show} or (extremes(h, step, model) if h else {})
+    if not chosen:
+        raise UserError("no measurement says which heads matter; --show names some")
+    try:
+        ids = encode(tokenizer, text, run_dir)
+    except ValueError as e:  # sample.py's words begin with its flag
+        raise UserError(f"--text: {str(e).partition(': ')[2]}") from None
+    ids = ids[:, :model.config.block_size]
+    traces = model(ids, traces="maps").traces
+    maps = []
+    for layer, head in chosen:
+        i = attentions(model)[layer].all_head_ids().index(head)
+        maps.append(traces[f"blocks.{layer}.map"][0, i].float().numpy())
+    return chosen, maps, [spelled(tokenizer, i) for i in ids[0].tolist()], step
+
+
+def attention(found, name):
+    """A Figure of what attention_maps() has found."""
+    chosen, maps, tokens, step = found
+    T, n = len(tokens), len(maps)
+    columns = n if n <= 3 else 2 if n <= 4 else 4
+    lines = -(-n // columns)
+    side = 3.2 if T <= 24 else 5 if n <= 4 else 4.2
+    figure = canvas(side * columns + 1.4, (side + 0.5) * lines + 1, f"{name}: attention at step {step:,}")
+    axes = figure.subplots(lines, columns, squeeze=False).ravel()
+    seen = np.tri(T, dtype=bool)
+    for ax, ((layer, head), words), values in zip(axes, chosen.items(), maps):
+        image = ax.imshow(np.where(seen, values, np.nan), cmap="viridis", norm=PowerNorm(0.5, 0, 1),
+                          interpolation="nearest")
+        ax.set_title(f"layer {layer}, head {head}" + f"\n{words}" * bool(words), fontsize=11)
+        ax.grid(False)
+        if T <= NAMED:
+            turn = 90 if max(map(len, tokens)) > 1 else 0
+            size = min(9, 62 * side / T)
+            ax.set_xticks(range(T), tokens, fontsize=size, rotation=turn)
+            ax.set_yticks(range(T), tokens, fontsize=size)
+            ax.tick_params(length=0, pad=1)
+    for ax in axes[n:]:
+        ax.set_visible(False)
+    what = "token" if T <= NAMED else "position"
+    figure.supxlabel(f"key: the {what} looked at", fontsize=12)
+    figure.supylabel(f"query: the {what} that looks", fontsize=12)
+    bar = figure.colorbar(image, ax=axes, label="attention weight (white: still to come)", pad=0.02,
+                          aspect=30 * lines)
+    bar.set_ticks(at := [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1], labels=at)
+    return figure
+
+
+# ---- all of them ----
+
+@mpl.rc_context(RC)
+def plot_heads(given, names, together, text=None, show=()):
+    """Draw the heads of each run, and into the folder `together` the active ones of all -> the paths.
+
+    What cannot be drawn is said on stderr, a line each.
+    """
+    try:
+        text = prompt(TEXT if text is None else text)
+    except ValueError as e:  # sample.py's words begin with its flag
+        sys.exit(f"plot_curves: --text: {str(e).partition(': ')[2]}")
+    written, runs = [], []
+    for i, (run, name) in enumerate(zip(given, names)):
+        h = history(run)
+        if not h and not show:
+            continue
+        figures = {}
+        if h:
+            runs.append((name, h, load(run), COLOURS[i % len(COLOURS)], SHAPES[i % len(SHAPES)]))
+            figures = dict(gates=gates(h, name), states=states(h, name),
+                           active=active(runs[-1:], f"{name}: heads at work and bits per byte"),
+                           metrics=metrics(h, name))
+            missing = dict(gates="all gates are 1", states="heads have no states, agency is off",
+                           active="no evaluation with bits per byte after the first measurement")
+            for picture, why in missing.items():
+                if figures[picture] is None:
+                    warn(run, f"{why}: no {picture}.png")
+        try:
+            figures["attention"] = attention(attention_maps(run, h, text, show), name)
+        except UserError as e:
+            warn(run, f"{e}: no attention.png")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph")  # a character that the font lacks is a box
+            for picture, figure in figures.items():
+                written += save(figure, Path(run) / "figures" / picture) if figure else []
+    if len(runs) > 1 and (figure := active(runs, "Heads at work and bits per byte")):
+        written += save(figure, Path(together) / "active")
+    return written

@@ -1,0 +1,292 @@
+"""
+What constraints.py compares: constraint heads' scores of tokens, and probes of a plain GPT's states.
+
+A Setup is runs, plain GPTs, labels and the parts of the text to fit on, to choose on and to measure on. A
+probe reads what the attention of the heads' blocks reads.
+"""
+
+import copy
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bench import progress_bar
+from model import ConstraintHeads
+from nanoheads.common import UserError
+from nanoheads.heads.measuring import attentions, inputs_of
+from nanoheads.text.dataset import Dataset
+from nanoheads.text.targets import Targets, decode
+from probe import Run, open_runs
+
+HEADS = "constraint heads"
+DECAYS = (1e-6, 1e-4, 1e-2)      # of a probe's weights; the best on val is taken
+STEPS, BATCH, LR = 6000, 512, 5e-3  # of an MLP probe by Adam, its rate falling to 0 in a straight line
+CHECKS = 20                      # of an MLP probe on val, as it is fitted
+
+
+# ---- checkpoints, labels, text ----
+
+class Part(NamedTuple):
+    """Tokens first to last of a split."""
+    split: str
+    first: int
+    last: int
+
+
+class Setup(NamedTuple):
+    """What is compared: runs and plain GPTs, their data, and where to look."""
+    runs: list[Run]
+    plain: list[Run]
+    data: Dataset
+    context: int
+    layers: list[int]     # blocks whose constraint heads are measured
+    names: list[str]      # that the heads are for and the labels have
+    targets: Targets | None
+    parts: list[Part]     # to fit on, to choose on, to measure on
+
+
+def layers_of(model):
+    """Blocks whose constraint heads are trained on labels: all that have some, or constraint_loss_layers."""
+    there = ConstraintHeads.blocks(model.config)
+    return sorted(there and model.config.constraint_loss_layers or there)
+
+
+def branch_size(model):
+    """Parameters of these blocks' constraint heads, with router and scorers."""
+    return sum(p.numel() for i in layers_of(model) for p in attentions(model)[i].constraint.parameters())
+
+
+def mlp_width(model, n_names):
+    """Width of the MLP probe whose parameters come nearest to branch_size()."""
+    inputs = len(layers_of(model)) * model.config.n_embd
+    return max(1, round((branch_size(model) - n_names) / (inputs + 1 + n_names)))
+
+
+def parts_of(data, split):
+    """(Part to fit on, to choose on, to measure on). UserError for the training split."""
+    if split == "train":
+        raise UserError("--split train is what probes are fitted to; take test, or val")
+    sizes = {s: len(data.tokens(s)) for s in ("train", "val", split)}
+    if split == "val":
+        half = sizes["val"] // 2
+        return [Part("train", 0, sizes["train"]), Part("val", 0, half), Part("val", half, sizes["val"])]
+    return [Part(s, 0, n) for s, n in sizes.items()]
+
+
+def open_setup(args):
+    """The Setup of a command line. UserError where its checkpoints do not belong together."""
+    plain, labels = getattr(args, "plain", []), getattr(args, "labels", None)
+    both = SimpleNamespace(**vars(args) | dict(ckpt=args.ckpt + plain))
+    runs, data, context = open_runs(both, args.context)
+    runs, plain = runs[:len(args.ckpt)], runs[len(args.ckpt):]
+    first = runs[0].model
+    for run in runs:
+        if not layers_of(run.model):
+            raise UserError(f"{run.name} has no constraint heads; --mechanism=constraint_a trains some")
+        if [f(run.model) for f in (names_of, layers_of, branch_size)] != \
+                [f(first) for f in (names_of, layers_of, branch_size)]:
+            raise UserError(f"{run.name} and {runs[0].name} have other constraint heads: one at a time")
+    layers, width = layers_of(first), first.config.n_embd
+    for run in plain:
+        if layers_of(run.model):
+            raise UserError(f"--plain {run.name} has constraint heads itself")
+        if run.model.config.n_embd != width or run.model.config.n_layer <= layers[-1]:
+            raise UserError(f"--plain {run.name} is {run.model.config.n_layer} blocks of "
+                            f"{run.model.config.n_embd}: a probe of as many inputs reads block {layers[-1]} "
+                            f"of {width}")
+    if len(plain) not in (0, 1, len(runs)):
+        raise UserError(f"{len(plain)} --plain for {len(runs)} --ckpt: give none, one, or as many")
+    if labels is None:
+        return Setup(runs, plain, data, context, layers, names_of(first), None, [])
+    targets = Targets(data, labels)
+    names = [name for name in names_of(first) if name in targets.names]
+    if not names:
+        raise UserError(f"{runs[0].name} has heads for {', '.join(names_of(first))}, and "
+                        f"{targets.dir} labels for {', '.join(targets.names)}")
+    parts = parts_of(data, args.split)
+    for name in names:  # what is missing shows before anything is read
+        for part in parts:
+            targets.codes(name, part.split)
+    return Setup(runs, plain, data, context, layers, names, targets, parts)
+
+
+def names_of(model):
+    return list(model.config.constraint_names or [])
+
+
+def starts_of(part, length, tokens=0):
+    """First tokens [n] of whole windows of a part, evenly spaced; tokens: at most so many, 0: all."""
+    count = (part.last - part.first) // length
+    if not count:
+        raise UserError(f"{part.last - part.first:,} tokens of {part.split} hold no window of {length:,}")
+    n = min(count, max(1, tokens // length)) if tokens else count
+    return part.first + length * (np.arange(n) * count // n)
+
+
+def labels_of(setup, split, starts, length):
+    """float32 [windows * length, names]: a value in [0, 1], -1: unknown."""
+    found = [np.stack([setup.targets.codes(name, split)[s:s + length] for s in starts])
+             for name in setup.names]
+    return decode(np.stack(found, -1)).flatten(0, 1)
+
+
+# ---- what models say of tokens ----
+
+@torch.no_grad()
+def read(model, ids, layers):
+    """(states [B, T, layers * C], scores [B, T, names]) of ids [B, T].
+
+    States are what the attention of these blocks reads: the residual stream that enters them, normed. Scores
+    are logits, the mean over layers_of(model); a model without such heads has no names.
+    """
+    with inputs_of([attentions(model)[i] for i in layers]) as kept:
+        _, extras = model.run_blocks(ids, scores=True)
+    said = [torch.stack([extras.predictions[f"blocks.{i}.constraint.{name}"] for i in layers_of(model)])
+            for name in names_of(model)]
+    scores = torch.stack([each.mean(0) for each in said], -1) if said else ids.new_empty(*ids.shape, 0)
+    states = torch.cat(kept, -1) if layers else ids.new_empty(*ids.shape, 0)
+    return states.float(), scores.float()
+
+
+@torch.no_grad()
+def outputs(run, setup, split, starts, length, takers):
+    """{name: float32 [windows, ...]}: what each taker(states, scores) makes of the windows. UserError: NaN.
+    """
+    device, tokens = next(run.model.parameters()).device, setup.data.tokens(split)
+    rows = max(1, (4096 if device.type == "cpu" else 65536) // length)
+    found = {name: [] for name in takers}
+    for at in progress_bar(range(0, len(starts), rows), f"{run.name}, {split}"):
+        ids = np.stack([tokens[s:s + length] for s in starts[at:at + rows]]).astype(np.int64)
+        states, scores = read(run.model, torch.from_numpy(ids).to(device), setup.layers)
+        for name, take in takers.items():
+            found[name].append(take(states, scores).cpu())
+    found = {name: torch.cat(each) for name, each in found.items()}
+    if bad := [name for name, each in found.items() if not each.isfinite().all()]:
+        raise UserError(f"{run.name}: {bad[0]} not finite: its weights are damaged, or its training diverged")
+    return found
+
+
+# ---- probes ----
+
+class Probe(nn.Module):
+    """Logits [..., names] of states [..., C], standardised as those it is fitted to; width 0: linear.
+
+    It starts as the prior, whatever it reads.
+    """
+
+    def __init__(self, states, labels, width, seed):
+        super().__init__()
+        known = labels >= 0
+        prior = (labels * known).sum(0) / known.sum(0).clamp_min(1)
+        self.register_buffer("mean", states.mean(0))
+        self.register_buffer("std", states.std(0).clamp_min(1e-6))
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.inner = nn.Linear(states.size(-1), width) if width else None
+            self.out = nn.Linear(width or states.size(-1), labels.size(-1))
+        nn.init.zeros_(self.out.weight)
+        self.out.bias.data.copy_(prior.clamp(1e-4, 1 - 1e-4).logit())
+        self.to(states.device)
+
+    def forward(self, x):
+        x = (x - self.mean) / self.std
+        return self.out(x if self.inner is None else F.relu(self.inner(x)))
+
+    def penalty(self):
+        return sum(p.square().sum() for p in self.parameters() if p.dim() > 1) / 2
+
+    def size(self):
+        return sum(p.numel() for p in self.parameters())
+
+
+def nats_of_names(logits, labels):
+    """Cross-entropy [names], each the mean over its known tokens; logits and labels [n, names]."""
+    known = labels >= 0
+    nats = F.binary_cross_entropy_with_logits(logits, labels.clamp_min(0), reduction="none")
+    return (nats * known).sum(0) / known.sum(0).clamp_min(1)
+
+
+def descend(probe, states, labels, decay, seed):
+    """Minimise cross-entropy + decay * penalty(); yields where the probe may be kept.
+
+    A linear one by L-BFGS to the end; an MLP by Adam, CHECKS times on the way.
+    """
+    def loss_of(rows):
+        return nats_of_names(probe(states[rows]), labels[rows]).sum() + decay * probe.penalty()
+
+    if probe.inner is None:
+        optimizer = torch.optim.LBFGS(probe.parameters(), max_iter=200, history_size=20,
+                                      tolerance_grad=1e-6, line_search_fn="strong_wolfe")
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(slice(None))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        yield
+        return
+    optimizer, generator = torch.optim.Adam(probe.parameters(), LR), torch.Generator().manual_seed(seed)
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = LR * (1 - step / STEPS)
+        optimizer.zero_grad()
+        loss_of(torch.randint(len(states), (BATCH,), generator=generator).to(states.device)).backward()
+        optimizer.step()
+        if (step + 1) % (STEPS // CHECKS) == 0:
+            yield
+
+
+def fit_probe(fitted, chosen, width, seed):
+    """The Probe fitted to (states [n, C], labels [n, names]) that is best on the other such pair.
+
+    Of all weight decays, of an MLP also checks on the way; a linear one for each name by itself.
+    """
+    best = Probe(*fitted, width, seed)
+    with torch.no_grad():
+        lowest = nats_of_names(best(chosen[0]), chosen[1])
+    for decay in progress_bar(DECAYS, "MLP probe" if width else "linear probe"):
+        probe = Probe(*fitted, width, seed)
+        for _ in descend(probe, *fitted, decay, seed):
+            with torch.no_grad():
+                nats = nats_of_names(probe(chosen[0]), chosen[1])
+                if width:
+                    if nats.sum() < lowest.sum():
+                        best, lowest = copy.deepcopy(probe), nats
+                else:
+                    better = nats < lowest
+                    best.out.weight[better] = probe.out.weight[better]
+                    best.out.bias[better] = probe.out.bias[better]
+                    lowest = torch.where(better, nats, lowest)
+    return best.requires_grad_(False)
+
+
+def probes_of(run, setup, args, whose):
+    """{scorer: Probe} on the states of a run: linear, and an MLP of as many parameters as the heads have."""
+    pairs, device = [], next(run.model.parameters()).device
+    for part in setup.parts[:2]:
+        starts = starts_of(part, setup.context, args.fit)
+        states = outputs(run, setup, part.split, starts, setup.context, {"states": lambda x, _: x})["states"]
+        labels = labels_of(setup, part.split, starts, setup.context)
+        pairs.append((states.flatten(0, 1).to(device), labels.to(device)))
+    model, n = setup.runs[0].model, len(setup.names)
+    return {f"linear probe, {whose}": fit_probe(*pairs, 0, args.seed),
+            f"MLP probe, {whose}": fit_probe(*pairs, mlp_width(model, n), args.seed)}
+
+
+def takers_of(run, setup, args):
+    """({scorer: taker}, {scorer: parameters}) of a run: heads and, with --own, probes; of a plain GPT probes.
+    """
+    takers, sizes, heads = {}, {}, bool(layers_of(run.model))
+    if heads:
+        columns = [names_of(run.model).index(name) for name in setup.names]
+        takers[HEADS], sizes[HEADS] = lambda _, scores: scores[..., columns], branch_size(run.model)
+    if args.own or not heads:
+        for name, probe in probes_of(run, setup, args, "own" if heads else "plain").items():
+            takers[name] = lambda states, _, probe=probe: probe(states)
+            sizes[name] = probe.size()
+    return takers, sizes

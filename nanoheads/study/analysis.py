@@ -1,0 +1,180 @@
+"""
+Every figure of a study's page, from the scores in its results file alone: verdicts, effects as compute, equal
+cost, the text's share in the uncertainty, and how effects go with size.
+"""
+
+import json
+
+import numpy as np
+
+from evaluate import BLOCK
+from nanoheads.study import compute, stats
+
+
+def judged(scores, pairs, alpha, margin):
+    """A dict for each pair (variant, baseline, what is equal beside the hyperparameters), judged together."""
+    rows = []
+    found = stats.judge(scores, [tuple(pair[:2]) for pair in pairs], alpha, margin)
+    for (variant, baseline, equal), each in zip(pairs, found):
+        rows.append(dict(variant=variant, baseline=baseline, equal=equal, **each._asdict(),
+                         words=stats.in_words(each, alpha, margin)))
+    return rows
+
+
+def figures(found):
+    """{name: figure} of a study; found: its results file without them."""
+    arms, alpha, margin = found["arms"], found["alpha"], found["margin"]
+    scores = {name: known(arm) for name, arm in arms.items() if known(arm)}
+    rows = judged(scores, found["pairs"], alpha, margin)
+    curve = curve_of(arms)
+    for row in rows:
+        row["differences"] = differences(scores, row)
+        row["text"] = text_interval(found, row)
+        if row["baseline"] == "plain":
+            row.update(as_compute(curve, row, arms, alpha))
+        failed = sum(f["arm"] == row["variant"] for f in found["failures"])
+        if failed and row["verdict"] == "better":  # those that diverged would have said something else
+            row.update(verdict="undecided", words=f"not called better, since {failed} of its runs failed; "
+                                                  f"else {row['words']}")
+    tuned = dict(taken=best_rates(found["candidates"])) if found.get("candidates") else {}
+    return dict(comparisons=rows, screened=screened(found), findable=findable(scores, rows, alpha),
+                margin_as_compute=curve and compute.margin_as_compute(curve, margin), **tuned)
+
+
+def known(arm):
+    """{seed: bits/byte} of an arm's finished runs."""
+    return {str(seed): bpb for seed, bpb in zip(arm["seeds"], arm["bpb"]) if bpb is not None}
+
+
+def differences(scores, row):
+    """Each seed of the variant minus the mean of the baseline, for the picture."""
+    own, base = scores.get(row["variant"], {}), list(scores.get(row["baseline"], {}).values())
+    return [score - float(np.mean(base)) for score in own.values()] if base else []
+
+
+def screened(found):
+    """The first stage's rows, the best first: differences on validation, with intervals and no verdicts."""
+    screen = found["screen"]
+    if not screen or "plain" not in screen["scores"]:
+        return []
+    pairs = [(name, "plain", []) for name in screen["scores"] if name != "plain"]
+    rows = [dict(variant=row["variant"], bpb=float(np.mean([*screen["scores"][row["variant"]].values()])),
+                 chosen=row["variant"] in screen["chosen"],
+                 **{key: row[key] for key in ("mean", "low", "high")})
+            for row in judged(screen["scores"], pairs, found["alpha"], found["margin"])]
+    return sorted(rows, key=lambda row: row["mean"])
+
+
+def findable(scores, rows, alpha):
+    """The smallest difference to the plain GPT found four times in five, at a careful spread; or None."""
+    sizes = [row["n"] for row in rows if row["baseline"] == "plain"]
+    if not sizes or min(sizes) < 2:
+        return None
+    return stats.findable(scores, int(np.median(sizes)), len(scores.get("plain", ())), len(rows), alpha)
+
+
+def best_rates(candidates):
+    """{arm: index of the candidate that is taken}. candidates: {arm: [{"bpb": {seed: bits/byte}}, ...]}.
+
+    The first is the arm as it is, which stays unless the best is better by more than a standard error of such
+    a difference, from the median spread over seeds of all candidates (the one-standard-error rule, Breiman
+    et al. 1984). One that diverged is none.
+    """
+    scores = {name: [list(each["bpb"].values()) for each in own] for name, own in candidates.items()}
+    sds = [np.std(each, ddof=1) for own in scores.values() for each in own if len(each) > 1]
+    taken = {}
+    for name, own in scores.items():
+        means = [float(np.mean(each)) if len(each) == len(own[0]) > 0 else np.inf for each in own]
+        error = float(np.median(sds or [0.0])) * (2 / max(1, len(own[0]))) ** 0.5
+        best = int(np.argmin(means))
+        taken[name] = best if means[0] - means[best] > error else 0
+    return taken
+
+
+# ---- compute ----
+
+def curve_of(arms):
+    """The plain GPT's score against its compute, from its runs at several budgets; None: only one."""
+    plain = by_budget(arms)
+    return compute.Curve(plain) if tells_of_compute(plain) else None
+
+
+def by_budget(arms):
+    """{multiple of the budget: bits/byte of the plain GPT's finished runs at it}."""
+    return {arm["multiple"]: list(known(arm).values()) for arm in arms.values()
+            if arm["kind"] in ("plain", "budget") and known(arm)}
+
+
+def tells_of_compute(plain):
+    return len(plain) > 1 and 1.0 in plain
+
+
+def as_compute(curve, row, arms, alpha):
+    """What a difference is worth in the plain GPT's compute, and what is left of it at equal cost."""
+    if curve is None:
+        return {}
+    arm, plain, each = arms[row["variant"]], arms["plain"], (row["mean"], row["se"], row["df"])
+    time = arm["time_ratio"]
+    ratio = arm["executed_flops_per_token"] / plain["executed_flops_per_token"] * arm["multiple"]
+    worth = compute.worth(curve, *each, level=1 - alpha)
+    return dict(worth={**worth._asdict(), "words": worth.words()},
+                equal_flops=at_equal_cost(curve, each, ratio, alpha),
+                equal_time=time and at_equal_time(curve, each, time, arm["multiple"], alpha))
+
+
+def at_equal_cost(curve, each, ratio, alpha):
+    found = compute.at_equal_cost(curve, *each, cost_ratio=ratio, level=1 - alpha)
+    return dict(ratio=ratio, **(found._asdict() if found else dict(mean=None, low=None, high=None, p=None)))
+
+
+def at_equal_time(curve, each, time, multiple, alpha):
+    """The same for a time that was measured: from the low end at its least to the high end at its most."""
+    found, least, most = (at_equal_cost(curve, each, time[end] * multiple, alpha)
+                          for end in ("mean", "low", "high"))
+    return {**found, "low": least["low"], "high": most["high"]}
+
+
+# ---- text ----
+
+def text_interval(found, row):
+    """The interval over the text: these trained models, other text of its kind; None: blocks unknown.
+
+    The last block, which is shorter, is left out.
+    """
+    sums, T = [], found["plain"]["block_size"]
+    for name in (row["variant"], row["baseline"]):
+        runs = [found["runs"].get(run) for run in found["arms"][name]["runs"]]
+        blocks = [run["block_nats"][:-1] for run in runs if run and run.get("block_nats")]
+        if not blocks or len({len(each) for each in blocks}) > 1:
+            return None
+        sums.append(np.mean(blocks, 0))
+    if len(sums[0]) != len(sums[1]) or len(sums[0]) < 2:
+        return None
+    tokens = len(sums[0]) * max(1, BLOCK // T) * T
+    size = found["data"]["bytes"] * tokens / found["data"]["tokens"]
+    _, low, high = stats.block_bootstrap(*sums, size, 1, 1 - found["alpha"])
+    return dict(low=low, high=high)
+
+
+# ---- sizes ----
+
+UNFINISHED = "two sizes are needed, each with the plain GPT at two budgets or more: not finished"
+
+
+def ladder(sizes, held_out, name, command):
+    """A study of several sizes as one dict: the studies, and how their effects go with size."""
+    inputs, left_out, alpha = {}, None, next(iter(sizes.values()))["alpha"]
+    for size, study in sizes.items():
+        blocks = 12 * study["plain"]["n_layer"] * study["plain"]["n_embd"] ** 2
+        plain = by_budget(study["arms"])
+        if tells_of_compute(plain):
+            left_out = blocks if size == held_out else left_out
+            inputs[blocks] = dict(plain=plain, arms={
+                row["variant"]: (row["mean"], row["se"], row["df"] or np.inf) for row in study["comparisons"]
+                if row["baseline"] == "plain" and not row["equal"] and row["se"] is not None})
+    if len(set(inputs) - {left_out}) > 1:
+        found = json.loads(json.dumps(compute.ladder(inputs, left_out, level=1 - alpha)))  # as it is read
+    else:
+        found = dict(level=1 - alpha, fitted=[], held_out=None, arms={}, exponent=dict(sentence=UNFINISHED),
+                     plain=dict(scores={}, sentence=UNFINISHED))
+    return dict(name=name, command=command, held_out=held_out, sizes=sizes, ladder=found)

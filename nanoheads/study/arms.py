@@ -1,0 +1,307 @@
+"""
+What a study compares: its config, and the arms made from it - the plain GPT, variants, the plain GPT at other
+budgets, and plain GPTs with a variant's parameters.
+"""
+
+import fnmatch
+from dataclasses import dataclass, field, fields, replace
+from typing import Optional
+
+import torch
+
+from model import ALL_ON, GPT, MECHANISMS, GPTConfig
+from nanoheads import configurator
+from nanoheads.common import UserError
+from nanoheads.configurator import Scale
+from nanoheads.heads import controller
+from nanoheads.text.dataset import Dataset
+from train import TrainConfig, constraint_conflicts, with_log
+
+# plain GPTs by size, the parameters of their blocks, for a ladder on one scale's data and recipe
+SIZES = {
+    "0.1M": dict(n_layer=2, n_head=4, n_embd=64),    # 98,304
+    "0.33M": dict(n_layer=3, n_head=6, n_embd=96),   # 331,776
+    "1M": dict(n_layer=5, n_head=8, n_embd=128),     # 983,040
+    "10M": dict(n_layer=6, n_head=6, n_embd=384),    # 10,616,832
+}
+# values of a variant's flags that follow the size of the plain GPT
+RELATIVE = {"n_head": lambda model: model.n_head, "n_embd // 2": lambda model: model.n_embd // 2,
+            "half the heads": lambda model: [list(range((model.n_head + 1) // 2))] * model.n_layer}
+# keys of training that no trial.json has: they say where a run goes, and nothing of its numbers
+BOOKKEEPING = {"out_dir", "resume", "overwrite", "eval_only",
+               "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode", "wandb_tags"}
+FIXED_BY_STUDY = BOOKKEEPING | {"init_from", "init_anyway", "device"}  # what settings and variants cannot say
+SAME_TEXT = {"dataset", "block_size"}  # what variants cannot say: the two sides would be scored on other text
+# keys that say where a study runs and what is done with it now: not those of the study that a file holds
+HERE = {"out_dir", "jobs", "jobs_per_gpu", "device", "submit", "submit_options", "dry_run", "report_only",
+        "from_results", "recheck", "again", "tables"}
+# what is tuned together: the rates of an optimizer's group. min_lr goes with lr, which it must not exceed
+RATES = {"muon_lr": ("muon_lr",), "lr": ("lr", "embed_lr", "min_lr"), "mechanism_lr": ("mechanism_lr",)}
+
+
+@dataclass
+class StudyConfig:
+    # ---- what is asked ----
+    question: str = ""                   # one line, at the top of the report
+    mechanism: Optional[str] = None      # the challenge: this one of model.MECHANISMS, screened and judged
+    mechanisms: list[str] = field(default_factory=list)  # variants: in model.MECHANISMS (also acag*), all_on
+    variants: dict = field(default_factory=dict)  # more variants: name -> flags; seed: added
+    contrasts: list = field(default_factory=list)  # pairs of variants to compare too: [["a", "b"]]
+    scale: Scale = "tiny"                # which plain GPT: config/<scale>.py
+    size: Optional[str] = None           # 0.1M | 0.33M | 1M | 10M: another size of it, see study/arms.py
+    sizes: list[str] = field(default_factory=list)  # a ladder: the study once for each of these sizes
+    held_out: Optional[str] = None       # of the ladder's sizes, the one that its fit must predict
+    at: dict = field(default_factory=dict)  # other keys at one size of the ladder: {"1M": {"seeds": [1]}}
+    base: Optional[str] = None           # config file of another plain GPT
+    settings: dict = field(default_factory=dict)  # flags for both sides, on top of the plain GPT's
+    # ---- the budget ----
+    tokens_per_param: Optional[float] = None  # tokens to train on, a parameter of the plain blocks
+    # multiples of the budget at which the plain GPT is trained too, to know what compute is worth
+    budgets: list[float] = field(default_factory=lambda: [0.7, 1.4, 2.0])
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5])
+    plain_seeds: Optional[int] = None    # of the plain GPT; None: sqrt(variants judged) times as many
+    split: str = "test"                  # what is scored in the end
+    test_tokens: int = 0                 # of it, evenly spaced; 0: all
+    # ---- two stages: all variants on validation, some of them with fresh seeds on the test split ----
+    screen: bool = False                 # choose the variants to judge by validation first
+    screen_seeds: list[int] = field(default_factory=lambda: [101, 102])
+    best: int = 6                        # so many of the best are judged
+    worst: int = 2                       # and so many of the worst
+    always: list[str] = field(default_factory=list)  # and these, wherever they stand
+    # ---- fairness ----
+    match_parameters: bool = True        # who looks better also meets a plain GPT with as many parameters
+    tune_lr: bool = False                # who is better or worse is judged again at its own best rates
+    lives: bool = False                  # also say what became of the heads: states, speed, samples
+    # ---- where it runs ----
+    out_dir: Optional[str] = None        # the report's folder; None: out/<config or mechanisms>-<scale>
+    jobs: int = 0                        # runs at once, at most; 0: jobs_per_gpu a GPU, or one a CPU core
+    jobs_per_gpu: int = 1                # runs at once on one GPU, each with its part of the memory
+    device: str = "auto"                 # auto | cpu | cuda | mps; cuda:1: that GPU alone
+    submit: Optional[str] = None         # submitit: auto (Slurm if there) | slurm | local; None: no
+    submit_options: dict = field(default_factory=dict)  # submitit's: {"slurm_partition": "gpu"}
+    dry_run: bool = False                # say what would run, and for how long
+    report_only: bool = False            # write the report from what is done
+    # ---- from a results.json.gz ----
+    from_results: Optional[str] = None   # write its report once more, without the runs
+    recheck: Optional[str] = None        # compute every figure of it once more, and compare
+    again: Optional[str] = None          # run its study once more, all of it, and say where the two agree
+    tables: bool = False                 # write the tables in README.md and docs/ from results/
+    # ---- statistics ----
+    alpha: float = 0.05                  # false verdicts of the whole study; intervals are 1 - alpha
+    margin: float = 0.01                 # bits/byte: a difference below it is called the same
+
+    def __post_init__(self):
+        if self.mechanism:
+            self.mechanisms, self.screen = self.mechanisms or [self.mechanism], True
+
+    @property
+    def has_results_already(self):
+        return self.from_results or self.recheck or self.again or self.tables
+
+    def problems(self):
+        """Everything that is wrong with this study, as a list of sentences (empty: fine)."""
+        return [*self.problems_of_variants(), *self.problems_of_budget()]
+
+    def problems_of_variants(self):
+        bad = []
+        for pattern in self.mechanisms:
+            if not matching(pattern):
+                meant, hint = configurator.nearest(pattern, [*MECHANISMS, "all_on"])
+                hint = hint if meant else "model.MECHANISMS lists them, docs/add-a-mechanism.md adds one"
+                bad.append(f"mechanisms: unknown {pattern!r}; {hint}")
+        if self.mechanism and self.mechanisms != [self.mechanism]:
+            bad.append(f"mechanism={self.mechanism!r} is a study of its own: leave out mechanisms, or it")
+        if not self.mechanisms and not self.variants and not self.has_results_already:
+            bad.append("mechanisms and variants are empty: name at least one variant to compare")
+        for name, flags in [("settings", self.settings), *self.variants.items()]:
+            if not isinstance(flags, dict):
+                bad.append(f"variants: {name!r} must be a dict of flags, not {flags!r}")
+                continue
+            fixed = FIXED_BY_STUDY | ({"seed"} if name == "settings" else SAME_TEXT)
+            if refused := sorted(set(flags) & fixed):
+                where = "; settings can" if set(refused) <= SAME_TEXT else ""
+                bad.append(f"{name}: {', '.join(refused)} cannot be set here: "
+                           f"a study decides it for every run{where}")
+        names = {"plain", *(name for pattern in self.mechanisms for name in matching(pattern))}
+        bad += [f"variants: the name {name!r} is taken" for name in self.variants if name in names]
+        names |= set(self.variants)
+        for pair in self.contrasts:
+            if not (isinstance(pair, (list, tuple)) and len(pair) == len({*pair}) == 2 and {*pair} <= names):
+                bad.append(f"contrasts: {pair!r} must be two of this study's variants")
+        bad += [f"always: {name!r} is no variant of this study" for name in self.always if name not in names]
+        return bad
+
+    def problems_of_budget(self):
+        bad = []
+        for size in [self.size, self.held_out, *self.sizes]:
+            if size not in (None, *SIZES):
+                bad.append(f"size={size!r} must be one of {', '.join(SIZES)}")
+        if self.held_out and self.held_out not in self.sizes or self.sizes and self.size:
+            bad.append(f"sizes={self.sizes} must hold held_out={self.held_out!r}, and no size beside them")
+        for size, keys in self.at.items():
+            known = isinstance(keys, dict) and set(keys) <= {f.name for f in fields(self)}
+            if size not in self.sizes or not known:
+                bad.append(f"at={{{size!r}: {keys!r}}} must be one of sizes={self.sizes} and keys of a study")
+        if self.tokens_per_param is not None and not self.tokens_per_param > 0:
+            bad.append(f"tokens_per_param={self.tokens_per_param} must be positive")
+        if any(not b > 0 or b == 1 for b in self.budgets) or len(set(self.budgets)) < len(self.budgets):
+            bad.append(f"budgets={self.budgets} must be different, positive, and not 1, the plain GPT's own")
+        for name in ("seeds", "screen_seeds"):
+            seeds = getattr(self, name)
+            if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+                bad.append(f"{name}={seeds} must be different numbers, at least one, none negative")
+        if (self.screen or self.tune_lr) and set(self.seeds) & set(self.screen_seeds):
+            bad.append(f"screen_seeds={self.screen_seeds} choose, and seeds={self.seeds} judge: none in both")
+        if self.plain_seeds is not None and self.plain_seeds < len(self.seeds):
+            bad.append(f"plain_seeds={self.plain_seeds} must be at least a variant's, {len(self.seeds)}")
+        for name in ("jobs", "test_tokens", "best", "worst"):
+            if getattr(self, name) < 0:
+                bad.append(f"{name}={getattr(self, name)} must not be negative")
+        if self.jobs_per_gpu < 1:
+            bad.append(f"jobs_per_gpu={self.jobs_per_gpu} must be at least 1")
+        if not 0 < self.alpha < 1 or not self.margin > 0:
+            bad.append(f"alpha={self.alpha} must be between 0 and 1 and margin={self.margin} positive")
+        if self.base and self.scale != "tiny":
+            bad.append(f"scale={self.scale!r} means nothing beside base={self.base!r}, "
+                       "which is the plain GPT already")
+        if self.split not in ("val", "test") or self.split == "val" and (self.tune_lr or self.screen):
+            reason = ", since val chooses" if self.tune_lr or self.screen else " or val"
+            bad.append(f"split={self.split!r} must be test{reason}")
+        if self.submit not in (None, "auto", "slurm", "local"):
+            bad.append(f"submit={self.submit!r} must be one of auto, slurm, local")
+        return bad
+
+
+def matching(pattern):
+    """The names that an entry of `mechanisms` stands for: itself, or those of MECHANISMS that its * match."""
+    return ["all_on"] if pattern == "all_on" else fnmatch.filter(MECHANISMS, pattern)
+
+
+def variants_of(config):
+    """{name: flags} of everything that is compared with the plain GPT."""
+    names = dict.fromkeys(name for pattern in config.mechanisms for name in matching(pattern))
+    flags = {name: with_log(ALL_ON if name == "all_on" else MECHANISMS[name]) for name in names}
+    return {**flags, **config.variants}
+
+
+# ---- arms: the models that are compared ----
+
+@dataclass
+class Arm:
+    """One model and its training, for all seeds."""
+    name: str
+    kind: str                # plain | variant | budget (the plain GPT at another one) | baseline (wider)
+    label: str
+    flags: dict              # what differs from the plain GPT
+    model: GPTConfig
+    train: TrainConfig       # every key resolved
+    params: int
+    flops_per_token: int     # as the algorithm needs them
+
+    @property
+    def tokens(self):
+        return self.train.max_iters * self.train.batch_size * self.train.grad_accum * self.model.block_size
+
+    def at_rates(self, factors, name):
+        """This arm, under another name, with the rates of some groups of RATES times a factor each."""
+        flags = {key: getattr(self.train, key) * factor for group, factor in factors.items() if factor != 1
+                 for key in RATES[group]}
+        return replace(self, name=name, label=name, train=replace(self.train, **flags),
+                       flags={**self.flags, **flags})
+
+    def groups(self):
+        """The groups of RATES that this arm's optimizers have."""
+        model = built(self.model)
+        muons = {id(p) for p, _ in model.block_matrices()} if self.train.optimizer == "muon" else set()
+        added = model.of_mechanisms()
+        has = {"muon_lr": muons, "lr": True, "mechanism_lr":
+               [p for name, p in model.named_parameters() if name in added and id(p) not in muons]}
+        return [group for group in RATES if has[group]]
+
+
+class ArmBuilder:
+    """Makes arms from flags on top of a study's plain GPT. Raises UserError."""
+
+    def __init__(self, config):
+        self.config = config
+        self.base = config.base or f"config/{config.scale}.py"
+        self.settings = {**SIZES.get(config.size, {}), **config.settings}
+        model, training = self.load({})
+        if config.tokens_per_param:
+            self.settings.update(budget_of(model, training, config.tokens_per_param))
+            model, training = self.load({})
+        # these have no fused kernel with dropout on the attention weights, and both sides have it or none
+        without = any(flags.get("acag") or "window" in flags or flags.get("routing_capacity")
+                      or flags.get("constraint_gate") == "score"
+                      for flags in variants_of(config).values())
+        if without and (model.dropout if model.attn_dropout is None else model.attn_dropout):
+            self.settings["attn_dropout"] = 0.0
+        self.data = Dataset(training.dataset)
+        for split in (config.split, "val"):
+            self.data.tokens(split)  # what is missing is said now, not after all runs
+        self.plain = self.arm("plain", "plain", "plain GPT", {})
+
+    def load(self, flags):
+        """(GPTConfig, TrainConfig) of the plain GPT with these flags. UserError."""
+        more = {"settings": self.settings, f"variant with {flags}": flags}
+        return configurator.load((GPTConfig, TrainConfig), [self.base], more=more)
+
+    def arm(self, name, kind, label, flags):
+        for key, value in flags.items():
+            if isinstance(value, str) and value in RELATIVE:
+                flags = {**flags, key: RELATIVE[value](self.plain.model)}
+        try:
+            model, training = self.load(flags)
+        except UserError as e:
+            raise UserError(f"{name}: {' '.join(str(e).split())}")
+        if bad := controller.conflicts(model, training) + constraint_conflicts(model, training):
+            raise UserError(f"{name}: {'; '.join(bad)}")
+        model = replace(model, vocab_size=model.vocab_size or self.data.vocab_size)
+        params, flops = size_of(model)
+        return Arm(name, kind, label, flags, model, training.for_recipe(model.recipe), params, flops)
+
+    def variants(self):
+        return [self.arm(name, "variant", name, flags) for name, flags in variants_of(self.config).items()]
+
+    def at_budget(self, multiple):
+        """The plain GPT trained for so many times as many steps."""
+        steps = max(1, round(multiple * self.plain.train.max_iters))
+        label = f"plain GPT, {multiple:g} x the budget"
+        return self.arm(f"plain x {multiple:g}", "budget", label, {"max_iters": steps})
+
+    def same_parameters(self, variant, baselines):
+        """A plain GPT with the variant's parameters to 0.1 %, by MLP width; one of `baselines` if it fits."""
+        def fits(arm):
+            return abs(arm.params - variant.params) <= 1e-3 * variant.params
+
+        fitting = [arm for arm in [self.plain, *baselines] if fits(arm)]
+        if fitting:
+            return fitting[0]
+        width = self.plain.model.n_inner or 4 * self.plain.model.n_embd
+        per_unit = size_of(replace(self.plain.model, n_inner=width + 1))[0] - self.plain.params
+        width += round((variant.params - self.plain.params) / per_unit)
+        if width < 1:
+            raise UserError(f"{variant.name} has {variant.params:,} parameters, "
+                            "fewer than a plain GPT without its MLPs: no baseline has as few")
+        return self.arm(f"plain, MLP {width}", "baseline", f"plain GPT, MLP {width} wide", {"n_inner": width})
+
+
+def budget_of(model, training, tokens_per_param):
+    """{max_iters, eval_interval} that train a plain GPT for so many tokens a parameter of its blocks."""
+    blocks = sum(p.numel() for p in built(replace(model, vocab_size=1)).transformer.h.parameters())
+    tokens = training.batch_size * training.grad_accum * model.block_size
+    steps = max(1, round(tokens_per_param * blocks / tokens))
+    return dict(max_iters=steps, eval_interval=max(1, steps // 10))
+
+
+def built(config):
+    """A GPT to count things in, without memory where that is possible."""
+    # a window's FLOPs need its table of how many keys each token sees
+    with torch.device("cpu" if config.window else "meta"):
+        return GPT(config)
+
+
+def size_of(config):
+    """(parameters, training FLOPs per token) of a model."""
+    model = built(config)
+    return model.num_params(), model.flops_per_token()

@@ -1,0 +1,190 @@
+"""
+What an arm costs: FLOPs as a machine executes them, the time of a step against the plain GPT's, and the
+seconds of a run. model.flops_per_token() counts what the algorithm needs; this counts what is done.
+"""
+
+import os
+import statistics
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from bench import median_interval
+from evaluate import score
+from model import GPT, CausalMask
+from nanoheads.training.optim import Trainer
+from nanoheads.training.ranks import Process
+
+# ---- FLOPs ----
+
+# the CPU's attention, which the counter of torch 2.11 and 2.13 does not know; it passes shapes for tensors
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+FORMULAS = {
+    FLASH: lambda q, k, v, *args, **kw: sdpa_flop_count(q, k, v),
+    FLASH_BACKWARD: lambda dy, q, k, v, *args, **kw: sdpa_backward_flop_count(dy, q, k, v),
+}
+counts = {}  # config, as text: count() of it
+
+
+def executed_flops(config, device="cpu"):
+    """FLOPs to train on one token, forward and backward, as the kernels here execute them at block_size.
+
+    Beyond model.flops_per_token() they have the keys that a window's mask hides, logits computed again in the
+    backward pass, passes for statistics of the rows, and columns that a kernel wants for padding. Causality
+    is not deducted, as there; nor is the optimizer counted. device "cuda": the CPU's passes, where
+    FlexAttention pads less and reads only the blocks of 128 keys that a window reaches into; the latter is
+    deducted.
+    """
+    key = repr(replace(config, seed=0))
+    if key not in counts:
+        counts[key] = count(config)
+    total, attention = counts[key]
+    if config.window and torch.device(device).type == "cuda":
+        total -= attention * (1 - blocks_read(config))
+    return round(total)
+
+
+def count(config):
+    """(FLOPs of all matrix products, those of attention), per token of one sequence.
+
+    Tensors without memory that say that they are on the CPU: it takes 1.5 s at most, GPT-2's size too.
+    """
+    with FakeTensorMode():
+        model = GPT(config).train()
+        ids = torch.zeros(1, config.block_size + 1, dtype=torch.long)
+        with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+            out = model(ids[:, :-1], ids[:, 1:])
+            sum(out.aux.values(), out.loss).backward()
+    by_kernel = counter.get_flop_counts()["Global"]
+    attention = by_kernel.get(FLASH, 0) + by_kernel.get(FLASH_BACKWARD, 0)
+    return counter.get_total_flops() / config.block_size, attention / config.block_size
+
+
+def blocks_read(config):
+    """Share of causal attention's blocks that FlexAttention reads under a config's window."""
+    mask = CausalMask(config).block_mask(config.block_size, "cpu")
+    rows = mask.kv_num_blocks.size(-1)
+    read = mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
+    return read.item() / (rows * (rows + 1) / 2)
+
+
+# ---- time ----
+
+@contextmanager
+def as_in_a_run(device, threads):
+    """Threads and precision are those of a run."""
+    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    torch.set_num_threads(threads)
+    if torch.device(device).type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        torch.set_float32_matmul_precision(before[1])
+
+
+def timed(action, device, clock=time.perf_counter):
+    """Seconds that action() takes, what it left to a GPU too."""
+    began = clock()
+    action()
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+    return clock() - began
+
+
+def trainer_of(arm, device, rows):
+    """(Trainer of an arm's model, x and y [rows, T]), as in training but for the text, which is random."""
+    model = GPT(arm.model).to(device)
+    ids = torch.randint(arm.model.vocab_size, (rows, arm.model.block_size + 1), device=device)
+    return Trainer(model, arm.train, Process(device)), ids[:, :-1], ids[:, 1:]
+
+
+def stepper(arm, device, steps):
+    """A function that trains an arm's model for `steps` steps."""
+    trainer, x, y = trainer_of(arm, device, arm.train.batch_size * arm.train.grad_accum)
+
+    def train():
+        for _ in range(steps):
+            trainer.step(x, y)
+    return train
+
+
+def step_time_ratios(arms, plain, device, threads, rounds=11, steps=4):
+    """{name: row} of the arms: time of a training step over that of `plain`, and under which load.
+
+    Each arm alternates with `plain`, `steps` steps at a time, so that other work on the machine hits both.
+    One thread on a CPU is timed by its processor time, which stands still while others have the core: at a
+    load of twice the cores its intervals were a quarter as wide.
+    ratios: of each round; ratio: their median; low, high: its 95 % interval (below 6 rounds the range); ms,
+    plain_ms: medians of a step; clock: processor or wall; load: processes that wanted to run in the minute
+    before (None: not known); cores.
+    """
+    on_processor = torch.device(device).type == "cpu" and threads == 1
+    clock = time.process_time if on_processor else time.perf_counter
+    rows = {}
+    with as_in_a_run(device, threads):
+        plain_steps = stepper(plain, device, steps)
+        for arm in arms:
+            load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+            # in a run it is the one model that is compiled; after several, torch would run the next one eager
+            torch._dynamo.reset()
+            pair = plain_steps, stepper(arm, device, steps)
+            for train in pair:
+                train()  # compilation, the plain GPT's again; allocation, caches
+            seconds = [[timed(train, device, clock) for train in pair] for _ in range(rounds)]
+            ratios = [b / a for a, b in seconds]
+            ratio, low, high = median_interval(ratios)
+            plain_ms, ms = (1000 * statistics.median(side) / steps for side in zip(*seconds))
+            rows[arm.name] = dict(ratio=ratio, low=low, high=high, ratios=ratios, ms=ms, plain_ms=plain_ms,
+                                  rounds=rounds, clock="processor" if on_processor else "wall",
+                                  threads=threads, load=load, cores=os.cpu_count())
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()  # the next size's runs share this GPU
+    return rows
+
+
+PROBE_FLOPS = 2e11  # on a CPU, of a step that is timed: some seconds
+
+
+def seconds_per_run(arm, device, threads, test_tokens, val_tokens=0):
+    """Seconds of one run, from a probe: training steps, evaluations, and the scoring of test_tokens tokens.
+
+    val_tokens: what eval_tokens=0 means, the size of the validation split. Other work that runs now is in it.
+    Left out: the start of a process (a few seconds), compilation, and what jobs at once take from each other.
+    Where a step is large, a part of its rows is timed and the rest taken to be in proportion.
+    """
+    config, T = arm.train, arm.model.block_size
+    on_cpu = torch.device(device).type == "cpu"
+    most = int(PROBE_FLOPS / executed_flops(arm.model)) if on_cpu else 1 << 30  # tokens in the probe
+    rows = max(1, min(config.batch_size, most // T))
+    portions = config.batch_size * config.grad_accum / rows
+    with as_in_a_run(device, threads):
+        probe = SimpleNamespace(model=arm.model, train=replace(config, grad_accum=1))
+        trainer, x, y = trainer_of(probe, device, rows)
+        step = median_seconds(lambda: trainer.step(x, y), device)
+        if portions > 1:  # an update follows the last alone
+            step += (portions - 1) * median_seconds(lambda: trainer.backward(0, x, y), device)
+        size = max(T, min(most, 4096 if on_cpu else 16384))  # a batch of score()
+        ids = np.random.default_rng(1).integers(arm.model.vocab_size, size=size)
+        text = SimpleNamespace(tokens=lambda split: ids, separator=0)
+        token = median_seconds(lambda: score(trainer.raw, text, "test"), device) / size
+    evaluations = 1 + -(-config.max_iters // config.eval_interval)  # at step 0, every so often, at the end
+    scored = evaluations * 2 * (config.eval_tokens or val_tokens) + test_tokens
+    return config.max_iters * step + scored * token
+
+
+def median_seconds(action, device, times=9, at_most=5.0):
+    """The median of so many calls of action(), after one that does not count; fewer where they take long."""
+    action()
+    seconds = []
+    while len(seconds) < times and sum(seconds) < at_most:
+        seconds.append(timed(action, device))
+    return statistics.median(seconds)

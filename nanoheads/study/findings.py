@@ -1,0 +1,390 @@
+"""
+What a study found, in words and as tables of text: what the terminal, report.md and report.html all show.
+
+found: what results.py reads from a results.json.gz. Whatever in it is not known yet is None, and shown as –.
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.ticker import EngFormatter
+
+from nanoheads.drawing import number
+from nanoheads.study.lives import FIGURES, shares, summary
+
+# the verdicts, and what each means
+MEANING = {
+    "better": "fewer bits/byte than the other side; by chance alone that would hardly be seen",
+    "worse": "more bits/byte than the other side; by chance alone that would hardly be seen",
+    "same": "whichever of the two is ahead, it is by less than the margin: too little to matter",
+    "leaning": "looks different by itself, but among so many comparisons that may be chance",
+    "undecided": "better, worse or the same: these seeds cannot tell, more of them would",
+}
+
+
+class Table(NamedTuple):
+    """Rows of text; words: the columns that hold words, the others hold numbers."""
+    head: tuple
+    rows: list
+    words: tuple = (0,)
+
+
+# ---- numbers and words ----
+
+def known(value):
+    return not math.isnan(number(value))
+
+
+def printable(text):
+    """Without what no page and no font holds: control characters and halves of characters."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "�", str(text))
+
+
+def show(value, spec=",.0f", unit=""):
+    return f"{value:{spec}}{unit}" if known(value) else "–"
+
+
+def short(value):
+    """5700000 -> 5.7M"""
+    return EngFormatter(sep="")(float(f"{value:.3g}")) if known(value) else "–"
+
+
+def asked(by_arm, only):
+    """Of {arm: ...}, or None, the plain GPT's and those of `only`; None: all."""
+    return {name: own for name, own in (by_arm or {}).items() if only is None or name in ("plain", *only)}
+
+
+def mean_of(arm):
+    scores = [v for v in arm.get("bpb") or [] if known(v)]
+    return float(np.mean(scores)) if scores else None
+
+
+def interval(c, spec="+.4f"):
+    mean, low, high = (show(c[key], spec) for key in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]" if known(c["low"]) else mean
+
+
+def p_of(c):
+    return "<0.001" if number(c["p_corrected"]) < 0.001 else show(c["p_corrected"], ".3f")
+
+
+def level(found):
+    return f"{100 * (1 - found['alpha']):g} %"
+
+
+def listed(words, last="and"):
+    return f" {last} ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def label_of(found, name):
+    return " ".join(printable(found["arms"].get(name, {}).get("label") or name).split())
+
+
+def labelled(found):
+    return [(label_of(found, name), arm) for name, arm in found["arms"].items()]
+
+
+# ---- verdicts ----
+
+def against_plain(found, only=None):
+    """The comparisons with the plain GPT as it is, the best first, or in the order of `only`."""
+    rows = [c for c in found["comparisons"] if c["baseline"] == "plain" and not c["equal"]]
+    rows = [c for c in rows if only is None or c["variant"] in only]
+    return sorted(rows, key=lambda c: (not known(c["mean"]), number(c["mean"])) if only is None
+                  else only.index(c["variant"]))
+
+
+def others(found):
+    """All other comparisons: with wider plain GPTs, at tuned rates, of two variants."""
+    return [c for c in found["comparisons"] if c["baseline"] != "plain" or c["equal"]]
+
+
+def equal_of(c):
+    return listed(c["equal"]) or "hyperparameters"
+
+
+def verdict_of(found, c):
+    """The verdict; without a difference, why there is none."""
+    if known(c["mean"]):
+        return c["verdict"]
+    return "failed" if any(f["arm"] == c["variant"] for f in found["failures"]) else "no runs yet"
+
+
+def sentence_of(found, c):
+    return " ".join(printable(c["words"] if known(c["mean"]) else verdict_of(found, c)).split())
+
+
+def headline(found):
+    """The study in one sentence."""
+    rows = against_plain(found)
+    best = [c["variant"] for c in rows if verdict_of(found, c) == "better"]
+    # (whose, what must be equal) where the better ones are not shown to be better: at equal cost also those
+    # that cost more than any plain GPT that was trained
+    lost = [(name, equal_of(c)) for name in best for c in others(found) if c["equal"]
+            and c["variant"].removesuffix(", tuned") == name and c["verdict"] != "better"]
+    lost += [(c["variant"], what) for c in rows if c["variant"] in best
+             for key, what in (("equal_flops", "FLOPs"), ("equal_time", "time"))
+             if (each := c.get(key)) and (each["high"] >= 0 if known(each["high"]) else each["ratio"] > 1)]
+    if len(rows) == 1:
+        but = f"; not shown to be better at equal {listed([what for _, what in lost])}" * bool(lost)
+        return f"{label_of(found, rows[0]['variant'])}: {sentence_of(found, rows[0]).rstrip('.')}{but}."
+    verdicts = [verdict_of(found, c) for c in rows]
+    words = [word for word in (*MEANING, "failed", "no runs yet") if word in verdicts and word != "better"]
+    rest = "".join(f"; {verdicts.count(word)} {word}" for word in words)
+    screened = f"{len(found['screened'])} variants were screened. " if found.get("screened") else ""
+    whats = listed(list(dict.fromkeys(what for _, what in lost)), "or")
+    but = f", {len(dict(lost))} of them not at equal {whats}" * bool(lost)
+    rest = rest.replace(" same", f" the same within ±{found['margin']:g} bits/byte")
+    were = f"variants {'was' if len(best) < 2 else 'were'} shown to be better than the plain GPT"
+    return f"{screened}{len(best) or 'Not one'} of {len(rows)} {were}{but}{rest}."
+
+
+def notices(found):
+    """What a reader must know before the numbers."""
+    failed, lines = len(found["failures"]), []
+    if found["done"] + failed < found["planned"]:
+        lines.append(f"This study is not finished: {found['done']} of {found['planned']} runs are done; "
+                     "all of this may still change.")
+    elif found["config"].get("tune_lr") and not found.get("tuned"):
+        lines.append("No rates were tuned: no variant is better or worse.")
+    if failed:
+        runs = "run is" if failed == 1 else "runs are"
+        lines.append(f"{failed} failed {runs} missing from the numbers: see Failures.")
+    edge = [f"{label_of(found, name)} ({group})" for name, own in (found.get("tuned") or {}).items()
+            for group, scores in own.items() if at_edge(scores)]
+    if edge:
+        lines.append(f"The best learning rate tried lies at the edge of the grid for {listed(edge)}: "
+                     "a better one may lie beyond.")
+    early = [f"{label_of(found, name)} (step {show(arm['best_step'])} of {show(arm['steps'])})"
+             for name, arm in found["arms"].items()
+             if known(arm.get("best_step")) and arm["best_step"] < 0.9 * arm["steps"]]
+    if early:
+        lines.append("Scored long before the end, where validation was best, since it got worse after: "
+                     f"{listed(early)}.")
+    if found.get("patch"):
+        lines.append("The code is not that of its commit: what differs is in the results file, and in "
+                     "patch.diff beside it.")
+    return lines
+
+
+def remarks(found, over_text="report.html"):
+    """What belongs under the numbers: correction, what could be found, margin, what seeds do not say."""
+    n, size = len(found["comparisons"]), found.get("findable")
+    lines = [f"Verdicts are corrected for {n} comparisons." if n > 1 else "One comparison: no correction."]
+    if known(size):
+        lines.append(f"With {len(found['seeds'])} seeds a variant, {size:.4f} bits/byte would be found four "
+                     "times in five, taking the spread over seeds at its upper bound.")
+    worth = [f"{value:.2f} ×" for value in found.get("margin_as_compute") or [] if known(value)]
+    lines.append(f"The margin is ±{found['margin']:g} bits/byte"
+                 + f": so much does the plain GPT change at {listed(worth)} its compute" * bool(worth) + ".")
+    return [*lines, f"Intervals ({level(found)}) are over seeds and say nothing of other text; "
+                    f"{over_text} has one over the text beside each."]
+
+
+# ---- tables ----
+
+def verdicts_table(found, only=None, difference=interval):
+    """The plain GPT, then each variant against it, the best first.
+
+    difference: how a difference at equal cost is shown.
+    """
+    head = ("variant", "params", "seeds", "bits/byte", f"difference [{level(found)}]", "corrected p",
+            "worth × compute", "at equal FLOPs", "at equal time", "verdict")
+    rows = [(*of_arm(found, "plain"), "–", "–", "1", "–", "–", "–")]
+    rows += [(*of_arm(found, c["variant"]), interval(c), p_of(c), worth_of(c),
+              at_cost(c, "equal_flops", difference), at_cost(c, "equal_time", difference),
+              verdict_of(found, c)) for c in against_plain(found, only)]
+    return Table(head, rows, (0, len(head) - 1))
+
+
+def without(table, *titles):
+    """A table without the columns of these titles."""
+    kept = [i for i, title in enumerate(table.head) if title not in titles]
+    return Table([table.head[i] for i in kept], [[row[i] for i in kept] for row in table.rows],
+                 [kept.index(i) for i in table.words if i in kept])
+
+
+def of_arm(found, name):
+    arm = found["arms"].get(name, {})
+    return (label_of(found, name), short(arm.get("params")), str(sum(map(known, arm.get("bpb") or []))),
+            show(mean_of(arm), ".4f"))
+
+
+def worth_of(c):
+    """0.93 [0.88, 0.99]: a multiple of the plain GPT's compute; < or > what was measured of it."""
+    w = c.get("worth") or {}
+    if not w or w.get("problem"):
+        return "–"
+    less, more = f"<{show(w.get('smallest'), 'g')}", f">{show(w.get('largest'), 'g')}"
+    mean = {"less": less, "more": more}.get(w.get("beyond")) or show(w["mean"], ".2f")
+    if known(w["low"]) and w["low"] == w["high"]:  # the whole interval lies beyond
+        return mean
+    low, high = (show(w[key], ".2f") if known(w[key]) else end
+                 for key, end in (("low", less), ("high", more)))
+    return f"{mean} [{low}, {high}]"
+
+
+def at_cost(c, key, difference):
+    """What is left of a difference at equal cost, and that cost; – where no plain GPT was that dear."""
+    each = c.get(key)
+    return f"{difference(each)} at {show(each['ratio'], '.2f')} ×" if each else "–"
+
+
+def mean_alone(c):
+    return show(c["mean"], "+.4f")
+
+
+def others_table(found, only=None):
+    head = ("variant", "against", "what is equal", "bits/byte", "the other's", f"difference [{level(found)}]",
+            "corrected p", "verdict")
+    rows = [(label_of(found, c["variant"]), label_of(found, c["baseline"]), equal_of(c),
+             of_arm(found, c["variant"])[-1], of_arm(found, c["baseline"])[-1], interval(c), p_of(c),
+             verdict_of(found, c))
+            for c in others(found) if only is None or c["variant"].removesuffix(", tuned") in only]
+    return Table(head, rows, (0, 1, 2, 7))
+
+
+def screened_table(found, only=None):
+    """All arms of the first stage, on validation."""
+    own = ((found.get("screen") or {}).get("scores") or {}).get("plain", {})
+    head = ("variant", "bits/byte, validation", f"difference [{level(found)}]", "judged")
+    rows = [(label_of(found, "plain"), show(mean_of(dict(bpb=list(own.values()))), ".4f"), "–", "yes")]
+    for row in found.get("screened") or []:
+        if only is None or row["variant"] in only:
+            rows.append((label_of(found, row["variant"]), show(row["bpb"], ".4f"), interval(row),
+                         "yes" if row["chosen"] else "no"))
+    return Table(head, rows if own else [], (0, 3))
+
+
+def costs_table(found, only=None):
+    """What each arm costs, with its ratio to the plain GPT where both were counted, or timed in turn."""
+    plain = found["arms"]["plain"]
+    columns = {"params": ("params", short), "FLOPs/token, needed": ("flops_per_token", short),
+               "FLOPs/token, executed": ("executed_flops_per_token", short), "steps": ("steps", show),
+               "seconds a run": ("seconds", show),
+               "MiB added": ("memory_mib", lambda mib: show(mib or None))}  # 0: it was not measured
+
+    def cell(arm, key, form):
+        ratio = number(arm.get(key)) / (number(plain.get(key)) or math.nan)
+        alone = arm is plain or key == "seconds"  # which other work on the machine has its part in
+        return form(arm.get(key)) + f" ({ratio:.2f} ×)" * bool(known(ratio) and ratio and not alone)
+
+    rows = [(label_of(found, name), *(cell(arm, *column) for column in columns.values()),
+             interval(arm["time_ratio"], ".2f") if arm.get("time_ratio") else "–")
+            for name, arm in asked(found["arms"], only).items()]
+    return Table(("arm", *columns, f"time of a step × [{level(found)}]"), rows)
+
+
+def lives_tables(found, only=None):
+    """What became of the heads: figures a row, arms a column; then states, and roles; [] where not asked."""
+    lives = {name: seeds for name, seeds in asked(found.get("lives"), only).items()
+             if found["arms"][name].get("kind") != "budget"}
+    if not lives:
+        return []
+
+    def cell(value, digits):
+        if value is None:
+            return "–"
+        mean, half = value
+        return show(mean, f".{digits}f") + (f" ±{show(half, f'.{digits}f')}" if half else "")
+
+    arms, means = list(lives), summary(lives)
+    head = ("mean over seeds, ± 95 %", *(label_of(found, name) for name in arms))
+    rows = [(title, *(cell(means[name][key], digits) for name in arms))
+            for key, (title, digits) in FIGURES.items() if any(means[name][key] for name in arms)]
+    tables = [Table(head, rows, (0,))]
+    for what, title in (("occupancy", "share of time in a state"),
+                        ("engagement", "output sent, x equal share")):
+        each = shares(lives, what)
+        keys = dict.fromkeys(key for own in each.values() for key in own)
+        rows = [(key, *(show(each.get(name, {}).get(key), ".3f") for name in arms)) for key in keys]
+        tables += [Table((title, *head[1:]), rows, (0,))] if rows else []
+    return tables
+
+
+def at_edge(scores):
+    """Whether the best of {factor: bits/byte} has the lowest or the highest factor."""
+    tried = sorted((float(factor), bpb) for factor, bpb in scores.items() if known(bpb))
+    return len(tried) > 1 and min(tried, key=lambda pair: pair[1]) in (tried[0], tried[-1])
+
+
+def tuned_table(found, only=None):
+    """Bits/byte on validation of each arm, optimizer group and factor of its rates; the cost in runs."""
+    tuned = asked(found.get("tuned"), only)
+    factors = sorted({key for own in tuned.values() for group in own.values() for key in group}, key=float)
+    rows = []
+    for name, own in tuned.items():
+        # the run at the rates as they are is the same for all groups
+        runs = 1 + sum(float(factor) != 1 for scores in own.values() for factor in scores)
+        for group, scores in own.items():
+            best = min(scores, key=lambda factor: (not known(scores[factor]), number(scores[factor])))
+            tried = (show(scores.get(factor), ".4f") for factor in factors)
+            rows.append((label_of(found, name), group, *tried,
+                         f"× {float(best):g}" + ", at the edge" * at_edge(scores), str(runs)))
+    head = ("arm", "rates", *(f"× {float(factor):g}" for factor in factors), "best", "runs of the arm")
+    return Table(head, rows, (0, 1, len(factors) + 2))
+
+
+def candidates_table(found, only=None):
+    """Bits/byte on validation of each arm as it is, at each group's best rate and at all; which is taken."""
+    rows = []
+    for name, own in asked(found.get("candidates"), only).items():
+        for i, each in enumerate(own):
+            rates = ", ".join(f"{group} × {factor:g}" for group, factor in each["rates"].items())
+            scores, taken = list(each["bpb"].values()), found["taken"][name] == i
+            rows.append((label_of(found, name), rates or "as they are", str(len(scores)),
+                         show(mean_of(dict(bpb=scores)), ".4f"), "taken" * taken))
+    return Table(("arm", "rates", "seeds", "bits/byte, validation", "taken"), rows, (0, 1, 4))
+
+
+def ladder_table(found, only=None):
+    """Each arm's difference to the plain GPT and its worth, size by size, and which way its worth goes."""
+    studies = {f"{size}, held out" if size == found["held_out"] else size: study
+               for size, study in found["sizes"].items()}
+    rows = [("plain GPT", size, of_arm(study, "plain")[-1], "–", "1", "–") for size, study in studies.items()]
+    told = {name: arm["verdict"] for name, arm in found["ladder"]["arms"].items()}
+    judged = dict.fromkeys(c["variant"] for study in studies.values() for c in against_plain(study))
+    for name in only or judged:
+        for size, study in studies.items():
+            label, *_, score = of_arm(study, name)
+            rows += [(label, size, score, interval(c), worth_of(c), told.get(name, "–"))
+                     for c in against_plain(study, [name])]
+    gap = f"difference [{100 * found['ladder']['level']:g} %]"
+    head = ("variant", "size", "bits/byte", gap, "worth × compute", "its worth over sizes")
+    return Table(head, rows, (0, 1, 5))
+
+
+def ladder_sentences(found):
+    """[(whose, sentence)]: how the plain GPT and the effects go with size, how the held-out one fits."""
+    ladder, rows = found["ladder"], []
+    parts = {"plain GPT": ladder["plain"], "all arms": ladder["exponent"], **ladder["arms"]}
+    for name, part in parts.items():
+        rows.append((name, part["sentence"]))
+        if checked := part.get("held_out"):
+            each = {name: checked} if "sentence" in checked else checked
+            rows += [(f"{arm}, {name}" if arm != name else name, c["sentence"]) for arm, c in each.items()]
+    return rows
+
+
+def settings_of(found):
+    """[(heading, text)]: what was run, on what, with what."""
+    d, m = found["data"], found["machine"]
+    part = f" of {d['of_bytes']:,}" if known(d["of_bytes"]) and d["of_bytes"] != d["bytes"] else ""
+    size = f"{show(d['tokens'])} tokens, {show(d['bytes'])}{part} bytes"
+    commit = found.get("commit") or "unknown"
+    more = sum(map(known, found["arms"]["plain"].get("bpb") or []))
+    rows = [("Study", f"{found['name']}, {found.get('scale')} scale, {found.get('date')}, commit {commit}"),
+            ("Seeds", f"{', '.join(map(str, found['seeds']))}, of the plain GPT {more}; "
+                      f"{found['done']} of {found['planned']} runs done"),
+            ("Scored", f"{d['dataset']}, {d['split']} split: {d['name']}, {d['context']}; {size}")]
+    if d.get("note"):
+        rows.append(("Note on the data", d["note"]))
+    if found.get("settings"):
+        flags = ", ".join(f"{key}={value}" for key, value in found["settings"].items())
+        rows.append(("On both sides", flags))
+    at_once = f"runs at once: {show(m['jobs'])}, threads of each: {m['threads'] or '–'}"
+    rows.append(("Machine", f"{m['processor'] or '–'}, {show(m['cores'])} cores, {m['system']}; {at_once}"))
+    versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
+    return [*rows, ("Versions", versions)]

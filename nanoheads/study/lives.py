@@ -1,0 +1,207 @@
+"""
+What became of the heads in each run of a study: at work, in which states; how the model writes.
+
+For studies with lives=True (config/studies/scenarios.py). All of it is measured on finished runs: heads.jsonl
+and violations.jsonl tell the life, best.pt writes the samples and is timed without the heads that are off.
+"""
+
+import json
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from scipy.stats import t as student
+
+from bench import take_turns
+from evaluate import said
+from model import HeadRoles
+from nanoheads.common import pick_device, write_atomic
+from nanoheads.heads.measuring import cache_bytes, fixed_text, measure, places
+from nanoheads.study.arms import built
+from nanoheads.study.costs import as_in_a_run
+from nanoheads.text import quality as textquality
+from nanoheads.text.dataset import Dataset
+from nanoheads.training import checkpoint
+from nanoheads.training.runlog import read_json, read_rows
+
+PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 8, 4, 32, 96  # what is written: samples of each prompt, tokens each
+ROUNDS = 9  # of timing, in alternation with the plain GPT of the same seed
+
+# what is reported of a run: name -> (title, digits after the point)
+FIGURES = {
+    "perplexity": ("perplexity", 3),
+    "heads": ("heads left", 1),
+    "active": ("heads at work", 1),
+    "forced": ("violations forced", 1),
+    "blocked": ("blocked", 1),
+    "decode": ("generation speed, x plain", 2),
+    "cache": ("cache, x plain", 2),
+    "rep_4": ("rep-4", 4),
+    "distinct_2": ("distinct-2", 3),
+    "self_bleu": ("self-BLEU", 3),
+    "loop": ("loop", 3),
+    "dwell": ("steps in a state", 0),
+    "flops": ("training FLOPs, x plain", 3),
+}
+
+
+# ---- one run ----
+
+def told(folder):
+    """{figure: value} of a run's heads.jsonl and violations.jsonl; of a run without, what that means."""
+    rows = read_rows(Path(folder) / "heads.jsonl")
+    found = dict(forced=0, blocked=0, occupancy={}, dwell=None, active=rows[-1]["active"] if rows else None)
+    for row in read_rows(Path(folder) / "violations.jsonl"):
+        if row["type"] in found:
+            found[row["type"]] += 1
+    stays, began, states = [], {}, {}
+    for row in rows:
+        for layer, (ids, now) in enumerate(zip(row["heads"], row.get("state", ()))):
+            for head, state in zip(ids, now):
+                found["occupancy"][state] = found["occupancy"].get(state, 0) + 1
+                at = layer, head
+                if states.get(at, state) != state:
+                    stays.append(row["step"] - began[at])
+                if states.get(at) != state:
+                    states[at], began[at] = state, row["step"]
+    total = sum(found["occupancy"].values())
+    found["occupancy"] = {state: n / total for state, n in found["occupancy"].items()}
+    if states:  # what has not ended yet lasted until the end
+        stays += [rows[-1]["step"] - began[at] for at in states]
+        found["dwell"] = statistics.fmean(stays)
+        found["changes"] = len(stays) - len(states)
+    return found
+
+
+def engagement(model, data):
+    """{role: mean share of its layer's output norm, times the layer's heads} on fixed text of val."""
+    if not model.config.roles:
+        return {}
+    T = model.config.block_size
+    text = fixed_text(data, "val", T, min(4096, len(data.tokens("val")) - T))
+    found = measure(model, *(t.to(model.lm_head.weight.device) for t in text))
+    by_role = {}
+    for layer, block in enumerate(model.transformer.h):
+        for i, head in enumerate(block.attn.head_ids):
+            share = found["utilisation"][layer][i].item() * block.attn.n_total
+            by_role.setdefault(HeadRoles.role_of(model.config, head), []).append(share)
+    return {role: statistics.fmean(shares) for role, shares in by_role.items()}
+
+
+@torch.no_grad()
+def written(model, data):
+    """Measures of textquality.py on samples of fixed prompts of val, at temperature 0.8."""
+    device, tokens = model.lm_head.weight.device, data.tokens("val")
+    starts = np.linspace(0, len(tokens) - PROMPT_TOKENS - 1, PROMPTS).astype(int)
+    prompts = torch.from_numpy(np.stack([tokens[s:s + PROMPT_TOKENS] for s in starts]).astype(np.int64))
+    samples = []
+    for seed in range(SAMPLES):
+        generator = torch.Generator(device).manual_seed(seed)
+        ids = model.generate(prompts.to(device), TOKENS, temperature=0.8, generator=generator)
+        samples.append([data.tokenizer.decode_bytes(said(row, data.tokenizer))
+                        for row in ids[:, PROMPT_TOKENS:].tolist()])
+    found = textquality.measure([list(each) for each in zip(*samples)])
+    return {name: float(found[name][0]) for name in ("rep_4", "distinct_2", "self_bleu", "loop")}
+
+
+def speed_of_writing(models):
+    """Of models {packed, plain}: how much faster the first writes a context, the median of ROUNDS turns."""
+    args = SimpleNamespace(rounds=ROUNDS, device=pick_device("auto"))
+    start = torch.zeros(1, 1, dtype=torch.long, device=args.device)
+
+    def write(name):
+        models[name].generate(start, models[name].config.block_size - 1, temperature=0)
+
+    with as_in_a_run(args.device, 1):  # two threads on a busy machine wait for each other, by turns
+        seconds = take_turns(models, write, args, "decoding")
+    return statistics.median(b / a for a, b in zip(seconds["packed"], seconds["plain"]))
+
+
+def opened(folder):
+    """(model as evaluated, Dataset) of a finished run."""
+    state = checkpoint.read(folder)
+    return checkpoint.build(state, folder, pick_device("auto")), Dataset(state["train"]["dataset"])
+
+
+def flops_of(folder, model):
+    """Training FLOPs of a run whose heads came and went: of each stretch at the heads that were there."""
+    rows, total, before = read_rows(Path(folder) / "heads.jsonl"), 0.0, 0
+    c, last = model.config, read_rows(Path(folder) / "log.jsonl")[-1]
+    per_step = last["tokens"] / last["step"]
+    for row in rows:
+        ids = [[h for h in own if h < c.n_head] for own in row["heads"]]
+        then = built(replace(c, head_ids=ids, n_layer=len(ids)))
+        total += (row["step"] - before) * per_step * then.flops_per_token()
+        before = row["step"]
+    return total + (last["step"] - before) * per_step * model.flops_per_token()
+
+
+def look(folder, plain_folder, nats_per_token):
+    """{figure: value} of a finished run beside the plain GPT's of the same seed; kept in its life.json."""
+    path = Path(folder) / "life.json"
+    if kept := read_json(path):
+        return kept
+    model, data = opened(folder)
+    packed = model.packed()
+    plain = opened(plain_folder)[0] if Path(plain_folder, "best.pt").is_file() else None
+    found = told(folder)
+    if found["active"] is None:
+        found["active"] = len(places(packed))
+    found.update(perplexity=math.exp(nats_per_token), heads=len(places(model)),
+                 engagement=engagement(model, data), **written(model, data))
+    if plain is not None:
+        found.update(decode=speed_of_writing(dict(packed=packed, plain=plain)),
+                     cache=cache_bytes(packed) / cache_bytes(plain),
+                     flops=flops_of(folder, model) / flops_of(plain_folder, plain))
+    write_atomic(path, lambda f: f.write(json.dumps(found).encode()))
+    return found
+
+
+# ---- all runs of a study ----
+
+def of_study(study, judged, done):
+    """{arm: {seed: look()}} of the finished runs whose weights are here, of the seeds that all arms have."""
+    found = {}
+    for name, folders in judged.items():
+        if study.arms[name].kind == "budget":
+            continue
+        for seed, folder in folders.items():
+            if seed not in study.config.seeds:
+                continue
+            beside = judged["plain"].get(seed)
+            if folder in done and beside in done and Path(folder, "best.pt").is_file():
+                nats = done[folder]["nats"] / done[folder]["tokens"]
+                found.setdefault(name, {})[str(seed)] = look(folder, beside, nats)
+    return found
+
+
+def summary(lives):
+    """{arm: {figure: [mean, half of its 95 % interval over seeds]}}; None: not defined."""
+    found = {}
+    for name, seeds in lives.items():
+        found[name] = {key: mean_and_half([one.get(key) for one in seeds.values()]) for key in FIGURES}
+    return found
+
+
+def mean_and_half(values):
+    values = [v for v in values if v is not None and math.isfinite(v)]
+    if not values:
+        return None
+    n, mean = len(values), statistics.fmean(values)
+    half = float(student.isf(0.025, n - 1)) * statistics.stdev(values) / math.sqrt(n) if n > 1 else None
+    return [mean, half]
+
+
+def shares(lives, what):
+    """{arm: {state or role: mean over seeds}} of `occupancy` or `engagement`."""
+    found = {}
+    for name, seeds in lives.items():
+        keys = dict.fromkeys(key for one in seeds.values() for key in one.get(what, {}))
+        if keys:
+            found[name] = {key: statistics.fmean(one[what].get(key, 0.0) for one in seeds.values())
+                           for key in keys}
+    return found

@@ -1,0 +1,217 @@
+"""
+The pictures of a report: differences as a forest, learning curves, scores against compute, and a ladder's
+worth against size. White, so that they read on a dark page too; the same results give the same bytes.
+"""
+
+import io
+import math
+import textwrap
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
+
+from nanoheads.drawing import COLOURS, RC, canvas, number
+from nanoheads.study.findings import MEANING, against_plain, known, label_of, level, mean_of, printable, short
+
+# blue, orange, green, purple, grey, and black for the plain GPT: as on the page
+VERDICT_COLOURS = dict(zip([*MEANING, "plain"],
+                           ("#0067a3", "#a94400", "#00735a", "#8a4b8f", "#5a636d", "#000000")))
+FEW = 8  # arms that can be told apart by colour; of more, the best and the worst are
+
+
+def drawn(draw, found, kind="svg"):
+    """The bytes of a picture; None where it has nothing to show. Without the date: always the same bytes."""
+    with mpl.rc_context({**RC, "font.size": 11, "svg.hashsalt": draw.__name__}):
+        figure, file = draw(found), io.BytesIO()
+        if figure is None:
+            return None
+        figure.savefig(file, format=kind, metadata={"Date": None} if kind == "svg" else None)
+    return file.getvalue()
+
+
+def panels(width, height, n=1):
+    """(Figure, n axes side by side)."""
+    figure = canvas(width, height)
+    axes = figure.subplots(1, n, sharey=True, squeeze=False)[0]
+    return figure, axes[0] if n == 1 else axes
+
+
+def cut(text):
+    return textwrap.shorten(printable(text), 40, placeholder="…")
+
+
+def ticks(axis, at, text=None):
+    """Numbers as they are on a logarithmic axis, at these places alone."""
+    axis.set_ticks(at, text or [f"{v:g}" for v in at])
+    axis.set_ticks([], minor=True)
+
+
+# ---- differences ----
+
+def range_of(spans):
+    """(left, right) of an axis for lists of differences, zero well inside; what lies far out is cut off."""
+    spans = [span for span in ([v for v in span if known(v)] for span in spans) if span]
+    far = 3 * np.median([max(map(abs, span)) for span in spans]) or math.inf
+    near = [v for span in spans for v in span if max(map(abs, span)) <= far]
+    left, right = min(near), max(near)
+    left, right = min(left, -0.25 * right), max(right, -0.25 * left)
+    pad = 0.05 * (right - left) or 0.01
+    return left - pad, right + pad
+
+
+def forest(found):
+    """A Figure: the plain GPT's seeds, then each variant against it, the best on top; None: nothing yet."""
+    rows = [c for c in against_plain(found) if known(c["mean"])]
+    if not rows:
+        return None
+    scores = [v for v in found["arms"]["plain"]["bpb"] if known(v)]
+    rows.insert(0, dict(variant="plain", verdict="plain", mean=0.0, low=None, high=None,
+                        differences=[v - sum(scores) / len(scores) for v in scores]))
+    left, right = range_of([(c["low"], c["high"], c["mean"], *c["differences"]) for c in rows])
+    figure, axes = panels(8.6, 1.9 + 0.27 * len(rows))
+    axes.axvspan(-found["margin"], found["margin"], color="0.93", linewidth=0, zorder=0)
+    axes.axvline(0, color="black", linewidth=1.2, zorder=1)
+    for y, c in enumerate(rows):
+        draw_row(axes, y, c, left, right)
+    axes.set_yticks(range(len(rows)), [cut(label_of(found, c["variant"])) for c in rows])
+    axes.set(xlim=(left, right), ylim=(len(rows) - 0.4, -0.6))
+    axes.grid(axis="y", visible=False)
+    axes.set_title(cut(f"{found['data']['dataset']}, {found.get('scale')} scale"), fontsize=11)
+    axes.set_xlabel("bits/byte, variant − plain GPT (left is better)")
+    words = f"mean and {level(found)} interval over seeds; small dots: the seeds; grey band: the margin"
+    shown = {c["verdict"] for c in rows}
+    handles = [Line2D([], [], color=colour, marker="o", linewidth=2, label=verdict)
+               for verdict, colour in VERDICT_COLOURS.items() if verdict in shown and verdict != "plain"]
+    figure.legend(handles=handles, title=words, loc="outside lower center", ncols=5, frameon=False,
+                  fontsize=10, title_fontsize=10)
+    return figure
+
+
+def draw_row(axes, y, c, left, right):
+    """One comparison: interval, mean, and below the line the seeds; a triangle at the edge: it goes on."""
+    colour = VERDICT_COLOURS.get(c["verdict"], VERDICT_COLOURS["undecided"])
+    seeds = [d for d in c["differences"] if known(d)]
+    axes.plot(seeds, [y + 0.25] * len(seeds), "o", color=colour, alpha=0.45, markersize=3, markeredgewidth=0)
+    ends = [c["low"], c["high"]] if known(c["low"]) else [c["mean"], c["mean"]]
+    axes.plot(ends, [y, y], color=colour, linewidth=2, solid_capstyle="round")
+    axes.plot([c["mean"]], [y], "o", color=colour, markersize=6)
+    for edge, marker, beyond in ((left, "<", ends[0] < left), (right, ">", ends[1] > right)):
+        if beyond:
+            axes.plot([edge], [y], marker, color=colour, markersize=8, clip_on=False)
+    if not left <= c["mean"] <= right:
+        at, side = (right, "right") if c["mean"] > right else (left, "left")
+        above = 7 * any(left < end < right for end in ends)  # the interval's line runs through the picture
+        axes.annotate(f"{c['mean']:+.3f}", (at, y), (-10 if side == "right" else 10, above), color=colour,
+                      textcoords="offset points", ha=side, va="center", fontsize=9)
+
+
+# ---- learning curves ----
+
+def mean_curve(arm, runs):
+    """Mean, lowest, highest validation bits/byte where all finished seeds have one; None without a curve."""
+    curves = [runs.get(run, {}).get("curve") for run in arm.get("runs") or []]
+    curves = [c for c, bpb in zip(curves, arm.get("bpb") or []) if c and known(bpb)]
+    seeds = [{t: (t, s, b) for t, s, b in np.array([c["tokens"], c["seconds"], c["bpb"]], float).T
+              if np.isfinite(b)} for c in curves]
+    at = sorted(set.intersection(*map(set, seeds))) if seeds else []
+    if not at:
+        return None
+    tokens, seconds, bpb = np.array([[seed[t] for t in at] for seed in seeds]).transpose(2, 0, 1)
+    return {"training tokens": tokens[0], "mean": bpb.mean(0), "low": bpb.min(0), "high": bpb.max(0),
+            "training FLOPs, executed": tokens[0] * number(arm.get("executed_flops_per_token")),
+            "seconds of training": seconds.mean(0)}
+
+
+def learning(found):
+    """A Figure: validation bits/byte of each arm against tokens, FLOPs and time; None: no curves yet."""
+    curves = {name: c for name, arm in found["arms"].items() if (c := mean_curve(arm, found["runs"]))}
+    if not curves:
+        return None
+    order = [c["variant"] for c in against_plain(found) if c["variant"] in curves]
+    chosen = order if len(order) < FEW else order[:3] + order[-2:]
+    styles = {name: dict(color=COLOURS[i % 6], linestyle="-" if i < 6 else "--")
+              for i, name in enumerate(chosen)}
+    styles |= {"plain": dict(color="black")} if "plain" in curves else {}
+    late = [c["high"][len(c["high"]) // 3:].max() for c in curves.values()]  # after the steep start
+    top, low = np.quantile(late, 0.9), min(c["low"].min() for c in curves.values())
+    figure, every = panels(11, 4.4, 3)
+    for axes, against in zip(every, ("training tokens", "training FLOPs, executed", "seconds of training")):
+        for name in curves.keys() - styles:
+            axes.plot(curves[name][against], curves[name]["mean"], color="0.8", linewidth=0.8)
+        for name, style in styles.items():
+            c = curves[name]
+            axes.fill_between(c[against], c["low"], c["high"], color=style["color"], alpha=0.12, linewidth=0)
+            axes.plot(c[against], c["mean"], **style)
+        axes.set_xlabel(against)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: short(v)))
+    axes.set_ylim(low - 0.05 * (top - low) - 1e-3, top + 0.05 * (top - low) + 1e-3)
+    every[0].set_ylabel("bits/byte, validation")
+    last = {name: curves[name]["mean"][-1] for name in styles}
+    handles = [Line2D([], [], label=f"{cut(label_of(found, name))}, {last[name]:.3f}", **styles[name])
+               for name in sorted(last, key=last.get)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=10)
+    return figure
+
+
+# ---- compute ----
+
+def compute(found):
+    """A Figure: the plain GPT's score against its compute, the variants at theirs; None: one budget."""
+    arms = found["arms"]
+    plain = sorted((arm["multiple"], mean_of(arm)) for arm in arms.values()
+                   if arm["kind"] in ("plain", "budget") and mean_of(arm))
+    if len(plain) < 2:
+        return None
+    x, y = zip(*plain)
+    span = max(y) - min(y) or 0.01
+    low, high = min(y) - 0.3 * span, max(y) + 0.3 * span
+    figure, axes = panels(8.6, 4.6)
+    axes.plot(x, y, "o-", color="black", markersize=5)
+    for c in against_plain(found):
+        ratio, score = (c.get("equal_flops") or {}).get("ratio"), mean_of(arms[c["variant"]])
+        if known(ratio) and known(score):
+            colour, at = VERDICT_COLOURS.get(c["verdict"]), min(max(score, low), high)
+            axes.plot([ratio], [at], "o" if at == score else "^" if at == high else "v", color=colour)
+            axes.annotate(cut(label_of(found, c["variant"])), (ratio, at), (6, 0), fontsize=9, color=colour,
+                          textcoords="offset points", va="center")
+    axes.set(xscale="log", xlabel="executed training FLOPs, × the plain GPT's (black: the plain GPT)",
+             ylabel=f"bits/byte, {found['data']['split']}", ylim=(low - 0.05 * span, high + 0.05 * span))
+    ticks(axes.xaxis, x)
+    return figure
+
+
+def ladder(found):
+    """A Figure: what each arm is worth in the plain GPT's compute, against size; None: nothing is known."""
+    lines = {name: sorted((int(n), w) for n, w in arm["worth"].items()
+                          if known(w["mean"]) or w["beyond"])
+             for name, arm in found["ladder"]["arms"].items()}
+    lines = {name: points for name, points in lines.items() if points}
+    if not lines:
+        return None
+    figure, axes = panels(7.5, 4.5)
+    axes.axhline(1, color="black", linewidth=1.2)
+    for i, (name, points) in enumerate(lines.items()):
+        colour, shift = COLOURS[i % len(COLOURS)], 1.03 ** (i - (len(lines) - 1) / 2)  # beside each other
+        ends = {"less": "smallest", "more": "largest"}  # beyond the measured budgets: a triangle at their end
+        values = [w[ends.get(w["beyond"], "mean")] for _, w in points]
+        axes.plot([n * shift for n, _ in points], values, color=colour, label=cut(name))
+        for (n, w), value in zip(points, values):
+            # an open end goes on to where the measured budgets end
+            low, high = (w[key] if known(w[key]) else w[end]
+                         for key, end in (("low", "smallest"), ("high", "largest")))
+            axes.plot([n * shift, n * shift], [low, high], color=colour, linewidth=1.5)
+            fill = "white" if n == found["ladder"].get("held_out") else colour
+            marker = {"less": "v", "more": "^"}.get(w["beyond"], "o")
+            axes.plot([n * shift], [value], marker, color=colour, markerfacecolor=fill)
+    axes.set(xscale="log", yscale="log", title=f"{cut(found['name'])}: effect against size",
+             xlabel="parameters of the plain GPT's blocks (hollow: held out)",
+             ylabel="worth, × the plain GPT's compute")
+    sizes = sorted(int(n) for n in found["ladder"]["plain"]["scores"])
+    ticks(axes.xaxis, sizes, [short(n) for n in sizes])
+    low, high = axes.get_ylim()
+    multiples = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.7, 2, 3)
+    ticks(axes.yaxis, [m for m in multiples if low <= m <= high])
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=10)
+    return figure

@@ -1,0 +1,473 @@
+"""
+results.json.gz: everything that a study found, from which anybody can compute its page again.
+
+`runs` holds each run under its hash: score, nats of each block of the text, flags, costs. `arms` says which
+runs are whose, `screen`, `pairs` and `tuned` what was done with them, and the rest is analysis.py's: figures
+that recheck() computes once more.
+"""
+
+import gzip
+import hashlib
+import json
+import math
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, fields, replace
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bench import median_interval
+from evaluate import bits, windows_of
+from model import GPTConfig
+from nanoheads.common import ROOT, UserError, git_commit, json_safe, pick_device, write_atomic
+from nanoheads.study import analysis, costs, lives, queue, trial
+from nanoheads.study.arms import BOOKKEEPING, HERE, StudyConfig, size_of
+from nanoheads.text.dataset import Dataset
+from nanoheads.training import checkpoint
+
+CURVE_POINTS = 25  # of a run's validation curve that are kept, the last one among them
+# what nothing can do without
+KEYS = dict(name=str, question=str, command=str, alpha=float, margin=float, data=dict, machine=dict,
+            versions=dict, arms=dict, runs=dict, pairs=list, config=dict, failures=list, planned=int,
+            done=int)
+
+
+# ---- from the runs ----
+
+def collect(study, command):
+    """A study as a dict: what its runs gave, and every figure that follows. UserError: nothing is done."""
+    c, planned = study.config, set(study.runs.values())
+    done = {folder: result for folder in planned if (result := trial.result(folder))}
+    refuse_to_lose(study, done)
+    judged = {name: {seed: folder for (stage, arm, seed), folder in study.runs.items()
+                     if stage == "judge" and arm == name} for name in study.arms}
+    failures = failures_of(study)
+    nothing_runs = len(done) + len(failures) >= len(planned)
+    found = json.loads(json.dumps(json_safe(dict(  # as it will be read: what follows is the same then
+        name=study.name, scale=study.scale, size=c.size, question=c.question, command=command,
+        out=str(study.out), date=date.today().isoformat(), commit=git_commit(), patch=patch(),
+        # torch's own name says which build it is; the package's may not
+        versions=dict(python=sys.version.split()[0], torch=torch.__version__,
+                      **{name: version(name) for name in ("numpy", "scipy")}),
+        config=asdict(c),
+        settings=study.builder.settings, plain={"base": study.builder.base, **flags_of(study.builder.plain)},
+        machine=machine(study, done), data=scored(study, done),
+        alpha=c.alpha, margin=c.margin, seeds=c.seeds, pairs=[list(pair) for pair in study.pairs],
+        screen=study.screened, tuned=study.tuned, candidates=study.candidates,
+        screened_out=[name for name in study.variants if name not in study.arms],
+        arms={name: arm_summary(study, arm, judged[name], done, nothing_runs)
+              for name, arm in study.arms.items()},
+        runs={folder.name: {**result, "spec": study.specs[folder], "curve": curve_of(folder, result)}
+              for folder, result in done.items()},
+        lives=lives.of_study(study, judged, done) if c.lives and nothing_runs else None,
+        failures=failures, planned=len(planned), done=len(done)))))
+    return {**found, **json_safe(analysis.figures(found))}
+
+
+def refuse_to_lose(study, done):
+    """UserError where a report would stand in the place of one that has more of the same runs."""
+    before = study.out / "results.json.gz"
+    if not (study.runs and before.is_file()):
+        return
+    stays = f"{before} stays as it is, and --from_results={before} shows it"
+    if not done:
+        failed = failures_of(study)
+        what = f"all that were started failed ({failed[0]['why']})" if failed else (
+            "none is done with today's code and flags")
+        raise UserError(f"of {len(set(study.runs.values()))} runs {what}; {stays}")
+    had = scored_in(before) if study.config.report_only else ()
+    lost = [key for key, folder in study.runs.items() if key in had and folder not in done]
+    if lost:
+        raise UserError(f"{len(lost)} runs that it has are not done with today's code and flags, "
+                        f"{' '.join(map(str, lost[0]))} the first; {stays}; without --report_only they run")
+
+
+def scored_in(path):
+    """{(stage, arm, seed)} of the runs that a results file has a score of; of a damaged one, none."""
+    try:
+        found = read(path)
+    except UserError:
+        return set()
+    screen = (found.get("screen") or {}).get("scores", {})
+    return {("screen", name, int(seed)) for name, own in screen.items() for seed in own} | {
+        ("judge", name, seed) for name, arm in found["arms"].items()
+        for seed, bpb in zip(arm["seeds"], arm["bpb"]) if bpb is not None}
+
+
+def failures_of(study):
+    rows = [dict(arm=name, seed=seed, why=trial.failure(folder), log=str(folder / "trial.log"))
+            for (_, name, seed), folder in study.runs.items()]
+    return [row for row in rows if row["why"]]
+
+
+def failures_in(found):
+    return sum(len(study["failures"]) for study in trial.studies_in(found).values())
+
+
+def machine(study, done):
+    c, threads = study.config, sorted({result["threads"] for result in done.values()})
+    processors = sorted({result["processor"] for result in done.values() if result.get("processor")})
+    return dict(processor=", ".join(processors), cores=os.cpu_count(), system=platform.system(),
+                jobs=queue.Slots(c.jobs, c.device, c.jobs_per_gpu).count,
+                threads=", ".join(map(str, threads)))
+
+
+def scored(study, done):
+    """Which text was scored, and how."""
+    c, data, T = study.config, study.builder.data, study.builder.plain.model.block_size
+    split = data.splits[c.split]
+    windows = windows_of(data, c.split, T, max_tokens=c.test_tokens)
+    part = f"{len(windows):,} evenly spaced windows" if len(windows) < -(-split["tokens"] // T) else "all"
+    first = next((result for folder, result in done.items()
+                  if study.specs[folder]["score"]["split"] == c.split), {})
+    return dict(dataset=data.meta["name"], split=c.split, sha256=split["sha256"], tokens=first.get("tokens"),
+                bytes=first.get("bytes"), of_bytes=split["bytes"], name=f"{part} of {T:,} tokens",
+                context=f"disjoint windows of {T:,}", note=data.meta.get("note"))
+
+
+def arm_summary(study, arm, folders, done, nothing_runs):
+    """One arm: sizes, costs, each seed's score, the command of a run, and a look inside one."""
+    found = [done.get(folder) for folder in folders.values()]
+
+    def median(key):
+        values = [result[key] for result in found if result and result.get(key) is not None]
+        return statistics.median(values) if values else None
+
+    first = next((folder for folder, result in zip(folders.values(), found) if result), None)
+    inside = inspected(first, nothing_runs) if first else NOT_INSPECTED
+    multiple = arm.train.max_iters / study.builder.plain.train.max_iters
+    return dict(kind=arm.kind, label=arm.label, flags=arm.flags, steps=arm.train.max_iters, multiple=multiple,
+                params=arm.params, tokens=arm.tokens, flops_per_token=arm.flops_per_token,
+                executed_flops_per_token=costs.executed_flops(arm.model, pick_device(study.config.device)),
+                time_ratio=time_ratio(study, arm, nothing_runs),
+                seconds=median("seconds"), tokens_per_s=median("tokens_per_s"),
+                memory_mib=median("memory_mib"), best_step=median("best_step"),
+                seeds=list(folders), bpb=[result and result["bpb"] for result in found],
+                runs=[folder.name for folder in folders.values()],
+                commands=commands_of(study, arm, next(iter(folders), 1), found), **inside)
+
+
+def time_ratio(study, arm, nothing_runs):
+    """Time of a step over the plain GPT's, in alternation, when no run is left; kept in the folder."""
+    plain, path = study.builder.plain, study.out / "clock.json"
+    if arm.kind in ("plain", "budget"):
+        return dict(mean=1.0, low=1.0, high=1.0)
+    key = trial.folder_of([study.spec(arm, 0, "val"), study.spec(plain, 0, "val")]).name
+    kept = trial.read_json(path) or {}
+    if key not in kept:
+        if not nothing_runs or study.config.report_only:
+            return None
+        c, device = study.config, pick_device(study.config.device)
+        threads = queue.Slots(c.jobs, c.device, c.jobs_per_gpu).threads
+        try:
+            row = costs.step_time_ratios([arm], plain, device, threads)[arm.name]
+        except UserError:  # what diverged in its runs may do so here
+            return None
+        measured = ("low", "high", "ratios", "clock", "load", "cores", "threads")
+        kept[key] = dict(mean=row["ratio"], **{name: row[name] for name in measured})
+        study.out.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, lambda f: f.write(json.dumps(kept).encode()))
+    return kept[key]
+
+
+def commands_of(study, arm, seed, found):
+    """The lines that repeat a run of this arm with this seed to the last digit, and score it."""
+    changed = {**study.builder.settings, **arm.flags, "seed": seed + arm.flags.get("seed", 0)}
+    name = "".join(ch if ch.isalnum() else "_" for ch in arm.name)
+    flags = (f"--{key}={value}" for key, value in changed.items())
+    threads = next((result["threads"] for result in found if result), None)
+    one = f"OMP_NUM_THREADS={threads} " * (threads is not None)
+    lines = [one + shlex.join(["python", "train.py", study.builder.base, *flags, f"--out_dir=out/{name}"])]
+    if not study.config.test_tokens:  # evaluate.py scores whole splits
+        lines.append(one + f"python evaluate.py --ckpt out/{name} --split {study.config.split}")
+    return lines
+
+
+def flags_of(arm):
+    """Every flag of the model and of its training that has a say in an arm's numbers."""
+    flags = {**{f.name: getattr(arm.model, f.name) for f in fields(GPTConfig)}, **asdict(arm.train)}
+    return {key: value for key, value in flags.items() if key not in BOOKKEEPING | {"seed", "device"}}
+
+
+def curve_of(folder, result):
+    """Validation bits per byte of one run against tokens and seconds, at most CURVE_POINTS of them."""
+    if "curve" in result:  # a run on file
+        return result["curve"]
+    rows = [row for row in trial.rows(folder) if "val_bpb" in row]
+    rows = rows[::-1][::math.ceil(len(rows) / CURVE_POINTS) or 1][::-1]
+    return dict(tokens=[row["tokens"] for row in rows], seconds=[round(row["elapsed_s"], 2) for row in rows],
+                bpb=[round(row["val_bpb"], 6) for row in rows])
+
+
+def patch():
+    """What differs from the last commit in *.py, for `git apply`; None: nothing, or no git."""
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout
+    try:
+        new = git("ls-files", "--others", "--exclude-standard", "--", "*.py").split()
+        return (git("diff", "HEAD", "--", "*.py")
+                + "".join(git("diff", "--no-index", "--", os.devnull, name) for name in new)) or None
+    except OSError:
+        return None
+
+
+# ---- inside a trained model ----
+
+PROMPT, SAMPLE_TOKENS = "\n", 300  # what samples continue, and for how long
+NOT_INSPECTED = dict(decode_tokens_per_s=None, heads=None, sample=None)
+# traces of the heads that the report shows -> the dimensions over which their mean is taken
+HEAD_TRACES = dict(
+    entropy=(0, 2), concentration=(0, 2), gate=(1, 2), output_gate=(0, 2, 3), acag_gate=(0, 2, 3),
+    router_gates=(0, 1), advantage=(0, 1), advantage_correlation=None, routing_load=None, dead_heads=None,
+    effective_heads=None, token_entropy=None, batch_entropy=None)
+
+
+def inspected(folder, nothing_runs=True):
+    """{decode_tokens_per_s, heads, sample} of a finished run; measured once, when nothing runs, and kept."""
+    path = folder / "inspected.json"
+    inside = trial.read_json(path)
+    if inside is None:
+        # the weights may be on another machine
+        if not nothing_runs or not (folder / "best.pt").is_file():
+            return NOT_INSPECTED
+        inside = inspect(folder)
+        write_atomic(path, lambda f: f.write(json.dumps(inside).encode()))
+    return inside
+
+
+@torch.no_grad()
+def inspect(folder):
+    """Decoding speed (cache, batch 1, the better of two), a sample, the heads on 15 windows of val."""
+    state, device = checkpoint.read(folder), pick_device("auto")
+    model = checkpoint.build(state, folder, device)
+    data, T = Dataset(state["train"]["dataset"]), model.config.block_size
+    ids = torch.tensor([data.tokenizer.encode(PROMPT).tolist()], device=device)
+    best = math.inf
+    for _ in range(2):
+        began = time.perf_counter()
+        generator = torch.Generator(device).manual_seed(1)
+        tokens = model.generate(ids, SAMPLE_TOKENS, temperature=0.8, generator=generator)[0].tolist()
+        best = min(best, time.perf_counter() - began)
+    text = data.tokenizer.decode_bytes([t for t in tokens if t < data.vocab_size]).decode("utf-8", "replace")
+    starts = [start for start, _, _ in windows_of(data, "val", T, max_tokens=16 * T)]
+    starts = starts[:-1]  # the last may have no token after it
+    windows = [data.tokens("val")[start:start + T + 1].astype(np.int64) for start in starts]
+    x = torch.stack([torch.from_numpy(window) for window in windows]).to(device)
+    return dict(decode_tokens_per_s=SAMPLE_TOKENS / best, sample=text, heads=heads_of(model, x))
+
+
+def heads_of(model, x):
+    """{name of a trace: a row for each layer} of the heads on the tokens x [B, T + 1], to 4 digits."""
+    traces, found = model(x[:, :-1], x[:, 1:], traces=True).traces, {}
+    for key, value in traces.items():
+        name = key.split(".", 2)[-1]
+        if key.startswith("blocks.") and name in HEAD_TRACES and value.numel():
+            over = HEAD_TRACES[name]
+            value = value.float() if over is None else value.float().mean(over)
+            found.setdefault(name, []).append(rounded(value.tolist()))
+    if "a2c.explained_variance" in traces:
+        found["critic's explained variance"] = rounded(float(traces["a2c.explained_variance"]))
+    return found
+
+
+def rounded(value):
+    return [rounded(v) for v in value] if isinstance(value, list) else float(f"{value:.4g}")
+
+
+# ---- files ----
+
+def write(found, folder):
+    """results.json.gz and, where the code differs from its commit, patch.diff."""
+    text = json.dumps(found).encode()
+    write_atomic(Path(folder) / "results.json.gz", lambda f: f.write(gzip.compress(text, mtime=0)))
+    patched = Path(folder) / "patch.diff"
+    if found.get("patch"):
+        write_atomic(patched, lambda f: f.write(found["patch"].encode()))
+    else:
+        patched.unlink(missing_ok=True)  # that of an earlier report
+
+
+def write_sums(folder):
+    """SHA256SUMS over what lies in a report's folder, so that who gets it knows that all of it came along."""
+    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(
+        Path(folder).iterdir()) if path.is_file() and path.name not in ("SHA256SUMS", "clock.json")]
+    write_atomic(Path(folder) / "SHA256SUMS", lambda f: f.write("".join(lines).encode()))
+
+
+def read(path):
+    """The study in a results file, gzip'd or not. UserError, in one line, where there is none."""
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+        found = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror or 'damaged'}") from None
+    except (ValueError, EOFError):
+        raise UserError(f"{path} is not JSON, gzip'd or not") from None
+    for study in trial.studies_in(found).values() if isinstance(found, dict) else [{}]:
+        wrong = [key for key, kind in KEYS.items() if not isinstance(study.get(key), kind)]
+        if wrong:
+            raise UserError(f"{path} is not what compare.py writes: {', '.join(wrong[:4])} "
+                            "missing or of another kind")
+    return found
+
+
+# ---- once more ----
+
+def recheck(path):
+    """Compute every figure of a results file from its runs once more; a line. UserError: one differs."""
+    found, wrong, figures = read(path), [], []  # (computed once more, as it is in the file, its name)
+    for size, study in trial.studies_in(found).items():
+        where = f"{size}: " * bool(size)
+        for name, arm in study["arms"].items():
+            for run, bpb in zip(arm["runs"], arm["bpb"]):
+                wrong += [f"{where}{name}: {problem}" for problem in wrong_score(study["runs"].get(run), bpb)]
+            wrong += [f"{where}{name}: {problem}" for problem in wrong_runs(study, arm)]
+            figures += [(*both, f"{where}{name}: {what}") for *both, what in costs_again(study, arm)]
+        wrong += [f"{where}{problem}" for problem in unexplained(study)]
+        figures += [(json_safe(value), study.get(key), f"{where}{key}")
+                    for key, value in analysis.figures(study).items()]
+    if "sizes" in found:
+        fresh = analysis.ladder(found["sizes"], found["held_out"], found["name"], found["command"])
+        figures.append((json_safe(fresh["ladder"]), found["ladder"], "ladder"))
+    counts, differing = zip(*(differences(*each) for each in figures))
+    count, wrong = sum(counts), [*wrong, *(line for lines in differing for line in lines)]
+    if wrong:
+        print(*wrong, sep="\n", file=sys.stderr)
+        raise UserError(f"{path}: {len(wrong)} of {count:,} figures are not what its runs give")
+    return f"{path}: {count:,} figures computed once more from its runs, all of them the same"
+
+
+def wrong_score(run, bpb):
+    """What is wrong between a score and the nats of the run that it comes from, as sentences."""
+    if run is None:
+        return [] if bpb is None else ["a score without its run"]
+    fresh = bits(run["nats"], run["bytes"])
+    parts, wrong = sum(run.get("block_nats") or [run["nats"]]), []
+    if not math.isclose(bpb, fresh, rel_tol=1e-12):
+        wrong.append(f"{bpb} is not {fresh}")
+    if not math.isclose(parts, run["nats"], rel_tol=1e-8):
+        wrong.append(f"the blocks sum up to {parts} nats, not {run['nats']}")
+    return wrong
+
+
+def wrong_runs(study, arm):
+    """What says that runs are not those of the arm that they stand under, as sentences.
+
+    A flag that is None in the study may have another value in a run, which its mechanism chose.
+    """
+    flags, wrong = {**study["plain"], **arm["flags"]}, []
+    for run, seed in zip(arm["runs"], arm["seeds"]):
+        if (found := study["runs"].get(run)) is None:
+            continue
+        spec = found["spec"]
+        of_run = {**spec["model"], **spec["train"]}
+        seeds = of_run.pop("seed"), seed + arm["flags"].get("seed", 0)
+        other = [key for key, value in of_run.items() if flags.get(key) not in (None, value)]
+        other += ["seed"] * (seeds[0] != seeds[1])
+        other += ["split"] * (spec["score"]["split"] != study["data"]["split"])
+        if "controller" not in spec["train"]:  # else heads may have come or gone
+            other += [key for key in ("params", "flops_per_token") if found[key] != arm[key]]
+        if trial.folder_of(spec).name != run:
+            wrong.append(f"run {run} has another spec")
+        if other:
+            wrong.append(f"run {run} is of another arm or seed: {', '.join(other)}")
+    return wrong
+
+
+def costs_again(study, arm):
+    """[(computed once more, as it is in the file, what)] of an arm's costs.
+
+    Its model's parameters and FLOPs are counted as they were in the study, an interval of time is computed
+    from its rounds (files from before 2026-11-22 have none). Times themselves cannot be had again.
+    """
+    found, time = [], arm["time_ratio"] or {}
+    if spec := next((study["runs"][run]["spec"] for run in arm["runs"] if run in study["runs"]), None):
+        model = GPTConfig(**spec["model"])
+        params, needed = size_of(model)
+        executed = costs.executed_flops(model, spec["train"]["device"])
+        found += [(params, arm["params"], "parameters"), (needed, arm["flops_per_token"], "FLOPs a token"),
+                  (executed, arm["executed_flops_per_token"], "executed FLOPs a token")]
+    if "ratios" in time:
+        found += [(value, time[end], f"time of a step, {end}")
+                  for end, value in zip(("mean", "low", "high"), median_interval(time["ratios"]))]
+    return found
+
+
+def unexplained(study):
+    """Runs on the judged text that no arm has; scores of the first stage and of rates that no run gave."""
+    runs, split = study["runs"], study["data"]["split"]
+    taken = {run for arm in study["arms"].values() for run in arm["runs"]}
+    wrong = [f"run {run} was scored on {split} and stands under no arm" for run, found in runs.items()
+             if run not in taken and found["spec"]["score"]["split"] == split]
+    given = {found["bpb"] for found in runs.values()}
+    told = [(f"screened {name}, seed {seed}", bpb) for name, own in
+            ((study.get("screen") or {}).get("scores") or {}).items() for seed, bpb in own.items()]
+    told += [(f"tuned {name}, {group} x {factor}", bpb) for name, own in (study.get("tuned") or {}).items()
+             for group, scores in own.items() for factor, bpb in scores.items()]
+    told += [(f"{name} at {each['rates']}, seed {seed}", bpb)
+             for name, own in (study.get("candidates") or {}).items()
+             for each in own for seed, bpb in each["bpb"].items()]
+    return wrong + [f"{what}: no run gave {bpb}" for what, bpb in told if bpb not in given]
+
+
+def differences(a, b, where):
+    """(how many numbers and words were compared, [what differs]) of two JSON values."""
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        parts = [differences(a[key], b[key], f"{where}.{key}") for key in a]
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        parts = [differences(x, y, f"{where}[{i}]") for i, (x, y) in enumerate(zip(a, b))]
+    else:
+        numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (a, b))
+        same = math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12) if numbers else a == b
+        return 1, [] if same else [f"{where}: {a} here, {b} in the file"]
+    return sum(n for n, _ in parts), [line for _, lines in parts for line in lines]
+
+
+def config_of(found, config):
+    """The config of the study that a results file holds; where it runs is this call's.
+
+    A * stands for the mechanisms that there were then.
+    """
+    known = {f.name for f in fields(StudyConfig)} - HERE
+    held = {key: value for key, value in found["config"].items() if key in known}
+    if any("*" in pattern for pattern in held.get("mechanisms", [])):
+        named = []
+        for study in trial.studies_in(found).values():
+            named += (study.get("screen") or {}).get("scores") or ()
+            named += [name for name, arm in study["arms"].items()
+                      if arm["kind"] == "variant" and not name.endswith(", tuned")]
+        held["mechanisms"] = [name for name in dict.fromkeys(named)
+                              if name not in ("plain", *held.get("variants", {}))]
+    return replace(config, **held)
+
+
+def agreement(before, after):
+    """Where a study and its repetition agree, run by run and verdict by verdict, as text."""
+    lines = []
+    for size, old in trial.studies_in(before).items():
+        new = trial.studies_in(after)[size]
+        pairs = [(x, y) for name in old["arms"] if name in new["arms"] for x, y in zip(
+            old["arms"][name]["bpb"], new["arms"][name]["bpb"]) if x is not None and y is not None]
+        equal, far = sum(x == y for x, y in pairs), max((abs(x - y) for x, y in pairs), default=math.nan)
+        words = {(c["variant"], c["baseline"]): c["verdict"] for c in old["comparisons"]}
+        same = [c for c in new["comparisons"] if words.get((c["variant"], c["baseline"])) == c["verdict"]]
+        where, rest = f"{size}: " * bool(size), f", the others differ by {far:.4f} bits/byte at most"
+        lines.append(f"{where}{equal} of {len(pairs)} scores are the same to the last digit"
+                     f"{rest * (equal < len(pairs))}; {len(same)} of {len(words)} verdicts are the same")
+        lines += [f"  {c['variant']} against {c['baseline']}: {c['verdict']} now, "
+                  f"{words.get((c['variant'], c['baseline']), 'not judged')} before"
+                  for c in new["comparisons"] if c not in same]
+        if old["commit"] != new["commit"] or old["patch"] != new["patch"]:
+            one, other = (f"{each['commit']}{' with a patch' * bool(each['patch'])}" for each in (new, old))
+            lines.append(f"  code: {one} now, {other} before")
+    return "\n".join(lines)

@@ -1,0 +1,304 @@
+"""
+One run of a study: its folder, what its numbers depend on, and the run itself: train, score, result.json.
+
+    python -m nanoheads.study.trial out/trials/0123456789abcdef    # queue.py starts these; again: it goes on
+
+trial.json: {"model": {flags}, "train": {flags}, "score": {"split", "tokens"}}, where tokens 0 means the whole
+split, and "code", "data", "torch": what else the numbers depend on. The folder's name is a hash of it. Beside
+a run's usual files it gets trial.log, nats.npy (float64, nats of each scored window, in order) and, last,
+result.json: what has that, in agreement with its nats.npy, is done. So is a run of the same hash whose result
+is in a results/*.json.gz. What is damaged is set aside, as <name>.damaged, and made again.
+"""
+
+import functools
+import gzip
+import hashlib
+import json
+import math
+import os
+import signal
+import statistics
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import train
+from evaluate import BLOCK, bits, score, windows_of
+from model import GPTConfig
+from nanoheads.common import UserError, explain, pick_device, write_atomic
+from nanoheads.study.fingerprint import code_digest
+from nanoheads.text.dataset import Dataset
+from nanoheads.text.targets import Targets, sha256
+from nanoheads.training import checkpoint
+from nanoheads.training.runlog import peak_memory, processor, read_json, read_rows, set_aside, stamps
+
+TRIALS = Path("out/trials")
+USE_FILED = True  # a run in results/ counts as done; False: for reruns that check what is there
+TRIALS_ON_GPU = "NANOHEADS_TRIALS_ON_GPU"  # environment variable: how many trials share the GPU
+CONTEXT = 0.75 * 2**30  # bytes of a GPU that a process takes beside what it allocates, about
+WITH_PARENT = "--stop_with_parent"  # of the command line: standard input is a pipe that the parent holds
+
+
+# ---- folders ----
+
+def folder_of(spec, trials=TRIALS):
+    """The folder of a trial, a function of everything in its trial.json."""
+    return Path(trials) / hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def make(spec, trials=TRIALS):
+    """folder_of(), made and with its trial.json."""
+    folder = folder_of(spec, trials)
+    folder.mkdir(parents=True, exist_ok=True)
+    planned = read_json(folder / "trial.json")
+    if planned is None or folder_of(planned) != folder_of(spec):
+        try:
+            write_atomic(folder / "trial.json", lambda f: f.write(json.dumps(spec, indent=1).encode()))
+        except UserError:  # another study that begins in this instant writes the same
+            if not (folder / "trial.json").is_file():
+                raise
+    return folder
+
+
+def done(folder):
+    return result(folder) is not None
+
+
+def result(folder, filed=True):
+    """The result.json of a finished trial, or the same from results/; None while it is not done."""
+    found = checked(folder, stamps(folder / name for name in ("result.json", "nats.npy", "trial.json")))
+    if found is None and filed and USE_FILED:
+        found = on_file().get(folder.name)
+    return found and dict(found)
+
+
+def rows(folder):
+    """The rows of a trial's log.jsonl; once nothing writes there, a damaged one is set aside and repaired."""
+    return read_rows(folder / "log.jsonl", repair=result(folder, filed=False) is not None)
+
+
+def failure(folder):
+    """Why a trial failed when it last ran, in one line; None where it did not."""
+    path = folder / "failed.txt"
+    return path.read_text(encoding="utf-8") if path.is_file() and not done(folder) else None
+
+
+def last_line(folder):
+    """The last line in a failed trial's log, for a report."""
+    path = folder / "trial.log"
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it left no message")
+
+
+def check_figures(found, parts, to):
+    """ValueError where a result's bits per byte do not follow from its nats, or those from their parts."""
+    nats = found["nats"]
+    if not (math.isfinite(nats) and math.isclose(found["bpb"], bits(nats, found["bytes"]), rel_tol=1e-9)
+            and math.isclose(np.sum(parts), nats, rel_tol=to)):
+        raise ValueError("a figure was changed")
+
+
+@functools.cache
+def checked(folder, at):
+    """result.json with its block_nats; None where there is none, or nats.npy does not bear it out."""
+    found, spec = (read_json(folder / name) for name in ("result.json", "trial.json"))
+    if found is None:
+        return None
+    try:
+        per_window = np.load(folder / "nats.npy")
+        check_figures(found, per_window, 1e-9)
+    except Exception as e:  # numpy has no one error for a file that is damaged
+        if isinstance(e, OSError) and not isinstance(e, FileNotFoundError):
+            raise
+        return set_aside(folder / "nats.npy", folder / "result.json", why="does not bear out its result.json")
+    if spec:
+        found["block_nats"] = sums_of_blocks(per_window, spec["model"]["block_size"])
+    return found
+
+
+def studies_in(found):
+    """{size: study} of a ladder's results; of a study's, itself under ""."""
+    return found.get("sizes", {"": found})
+
+
+def on_file(folder="results"):
+    """{hash: result with its "spec"}: the "runs" of every *.json.gz; a damaged file is named and left out."""
+    return runs_in(stamps(sorted(Path(folder).glob("*.json.gz"))))
+
+
+@functools.lru_cache(maxsize=8)
+def runs_in(files):
+    found = {}
+    for path, *_ in files:
+        try:
+            studies = studies_in(json.loads(gzip.decompress(path.read_bytes()))).values()
+            runs = {name: run for study in studies for name, run in study["runs"].items()}
+            for name, run in runs.items():
+                check_figures(run, run.get("block_nats", run["nats"]), 1e-6)  # blocks are rounded
+                if folder_of(run["spec"]).name != name:
+                    raise ValueError(f"run {name} has another spec")
+            found.update(runs)
+        except Exception as e:  # whatever gzip, json and a foreign file come to
+            print(f"{path} is damaged and left out ({type(e).__name__}: {e})", file=sys.stderr)
+    return found
+
+
+# ---- the run ----
+
+def run(folder):
+    """Train (or go on), score, measure; returns what it wrote into result.json."""
+    folder = Path(folder)
+    if found := result(folder, filed=False):
+        return found
+    spec = json.loads((folder / "trial.json").read_text(encoding="utf-8"))
+    # a best.pt alone, left where the disk was full or the result damaged, is nothing to go on from
+    if not (folder / "ckpt.pt").is_file():
+        (folder / "best.pt").unlink(missing_ok=True)
+    libraries = peak_memory()
+    config = train.TrainConfig(**spec["train"], out_dir=str(folder), resume=True)
+    last = train.train(GPTConfig(**spec["model"]), config)
+    memory = None if libraries is None else peak_memory() - libraries
+
+    state = checkpoint.read(folder)  # best.pt: the lowest validation loss
+    device = pick_device(spec["train"].get("device", "auto"))
+    model = checkpoint.build(state, folder, device)
+    per_window, scored = score_windows(model, Dataset(spec["train"]["dataset"]), **spec["score"])
+    speeds = [row["tokens_per_s"] for row in rows(folder) if "tokens_per_s" in row]
+    found = dict(**scored, params=model.num_params(), flops_per_token=model.flops_per_token(),
+                 best_step=state["step"], steps=last["step"], seconds=last["elapsed_s"],
+                 tokens_per_s=statistics.median(speeds) if speeds else None,
+                 memory_mib=memory, threads=torch.get_num_threads(), processor=processor(device),
+                 torch=torch.__version__, block_nats=sums_of_blocks(per_window, model.config.block_size))
+    write_atomic(folder / "nats.npy", lambda f: np.save(f, per_window))
+    write_atomic(folder / "result.json", lambda f: f.write(json.dumps(found, indent=1).encode()))
+    # the optimizer's moments: three times the weights, and nothing goes on from them
+    (folder / "ckpt.pt").unlink(missing_ok=True)
+    return found
+
+
+def score_windows(model, data, split, tokens):
+    """(nats of each window [n_windows], {nats, tokens, bytes, bpb}). UserError where they are not finite."""
+    nats = score(model, data, split, max_tokens=tokens, per_token=True).astype(np.float64)
+    total = float(nats.sum())
+    if not np.isfinite(nats).all():
+        raise UserError(f"the trained model gives {total} nats on {split}: its training diverged")
+    windows = windows_of(data, split, model.config.block_size, max_tokens=tokens)
+    size = data.splits[split]["bytes"]
+    # a slice, whose tokens may be longer or shorter than the others
+    if nats.size < data.splits[split]["tokens"]:
+        ids = data.tokens(split)
+        size = sum(len(data.tokenizer.decode_bytes(ids[start:end].tolist())) for start, end, _ in windows)
+    per_window = np.add.reduceat(nats, np.cumsum([0] + [scored for _, _, scored in windows[:-1]]))
+    return per_window, dict(nats=total, tokens=int(nats.size), bytes=size, bpb=bits(total, size))
+
+
+def sums_of_blocks(per_window, block_size):
+    """Nats of each BLOCK tokens in a row, in whole windows, the last block what is left; to 6 decimals."""
+    windows = max(1, BLOCK // block_size)
+    return np.add.reduceat(per_window, np.arange(0, len(per_window), windows)).round(6).tolist()
+
+
+# ---- the process ----
+
+def log_to(path):
+    """From here on, everything that this process prints goes to the end of a file."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+
+
+def lock(file):
+    """Wait until no other process holds this open file; it is let go when the file is closed."""
+    try:
+        import fcntl  # not on every system
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except (ImportError, OSError):  # OSError: a file system without locks
+        pass
+
+
+def trials_on_gpu():
+    return int(os.environ.get(TRIALS_ON_GPU) or 1)
+
+
+def limit_memory():
+    """Let this process allocate its part of a GPU that it shares. UserError: there is none.
+
+    Its part is beside what every process holds of a GPU, and leaves 5 % to what else is there.
+    """
+    if (n := trials_on_gpu()) == 1:
+        return
+    total = torch.cuda.get_device_properties(0).total_memory
+    part = 0.95 * total / n - CONTEXT
+    if part <= 0:
+        raise UserError(f"{n} trials on a GPU of {total / 2**30:.1f} GiB have no memory: lower jobs_per_gpu")
+    torch.cuda.set_per_process_memory_fraction(part / total)
+
+
+def explained(e):
+    """explain(), and where memory ran out on a GPU that is shared, that this is a reason."""
+    problem, n = explain(e), trials_on_gpu()
+    if n == 1 or not (problem or "").startswith("out of memory"):
+        return problem
+    alone = problem.partition("; ")[2]
+    return f"out of memory with {n} trials on one GPU: lower jobs_per_gpu, or jobs; if that is 1, {alone}"
+
+
+def stop_with_parent():
+    """Wait until nobody holds the other end of standard input; then this process saves and stops."""
+    os.read(0, 1)  # nobody writes there
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def data_of(dataset, labels=None, teacher=None):
+    """{what: sha256} of all that a run reads: the splits, its labels, its teacher."""
+    found = {name: split["sha256"] for name, split in dataset.splits.items()}
+    for split, row in Targets(dataset, labels).splits.items() if labels else ():
+        found.update({f"labels {name}.{split}": file["sha256"] for name, file in row["names"].items()})
+    if teacher:
+        found["teacher"] = sha256(checkpoint.file_of(teacher))
+    return found
+
+
+def check_unchanged(folder):
+    """UserError where the code or the data is not what this run was planned with."""
+    spec = json.loads((folder / "trial.json").read_text(encoding="utf-8"))
+    code = code_digest(GPTConfig(**spec["model"]), train.TrainConfig(**spec["train"]))
+    if spec.get("code", code) != code:
+        raise UserError("the code changed after this run was planned; start the study again")
+    training = spec["train"]
+    data = data_of(Dataset(training["dataset"]), training.get("labels"), training.get("teacher"))
+    if spec.get("data", data) != data:
+        raise UserError("the data changed after this run was planned; start the study again")
+
+
+def main(argv=None):
+    """run(), its output in trial.log, alone in its folder: of two that want one run, the second waits."""
+    argv = sys.argv[1:] if argv is None else argv
+    folders = [arg for arg in argv if arg != WITH_PARENT]
+    if len(folders) != 1 or read_json(Path(folders[0], "trial.json")) is None:
+        sys.exit("trial: give one folder that holds a trial.json; compare.py makes them")
+    folder = Path(folders[0])
+    print(f"what it prints is in {folder / 'trial.log'}", flush=True)
+    log_to(folder / "trial.log")
+    if WITH_PARENT in argv:
+        threading.Thread(target=stop_with_parent, daemon=True).start()
+    try:
+        with open(folder / "lock", "w") as file:
+            lock(file)
+            if result(folder, filed=False):
+                return
+            check_unchanged(folder)
+            limit_memory()
+            run(folder)
+    except (Exception, KeyboardInterrupt) as e:
+        problem = explained(e)
+        if problem is None:
+            raise
+        sys.exit(f"trial: {problem}")
+
+
+if __name__ == "__main__":
+    main()

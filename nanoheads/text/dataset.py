@@ -1,0 +1,299 @@
+"""A prepared data folder (data/<name>/): meta.json, the splits, the order in which training reads them."""
+
+import difflib
+import json
+import math
+import os
+import re
+from bisect import bisect
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanoheads.common import ROOT, UserError
+from nanoheads.text.tokenizer import Tokenizer, token_sizes
+
+# where a document begins in the bytes of a text: the first of these that is there at least twice
+TITLE = re.compile(rb"^ = (?!= )[^\n]* = $", re.M)  # WikiText's, of an article; " = = " is a section's
+BEGINNINGS = (TITLE,
+              re.compile(rb"^# ---- \S+ ----$", re.M),  # data/pystdlib: a file
+              re.compile(rb"^  <page>$", re.M),          # enwik8: a page
+              re.compile(rb"(?<=\n\n)(?=[^\n])"))        # after a blank line: a speech, an article
+REOPEN_AFTER = 64 << 20  # bytes read through one mapping before it is dropped: resident memory stays bounded
+
+
+class Dataset:
+    """data/<name>, or any folder that a prepare script wrote. UserError when it is missing or damaged."""
+
+    def __init__(self, name):
+        folders = (Path(name), ROOT / "data" / name, ROOT / name)
+        self.dir = next((folder for folder in folders if (folder / "meta.json").is_file()), None)
+        if self.dir is None:
+            raise UserError(missing(name))
+        try:
+            self.meta = json.loads((self.dir / "meta.json").read_text(encoding="utf-8"))
+            self.splits, _ = self.meta["splits"], self.meta["name"]
+            self.tokenizer = Tokenizer.from_meta(self.meta)
+            self.dtype = np.dtype(self.meta["dtype"])
+            self.vocab_size, self.separator = self.meta["vocab_size"], self.meta["separator"]
+            self.sizes = {split: (size["tokens"], size["bytes"]) for split, size in self.splits.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise UserError(f"{self.dir / 'meta.json'} is not what a prepare script writes "
+                            f"({type(e).__name__}: {e}); run it again with --force")
+
+    def tokens(self, split):
+        """The split as a read-only memory map, [n]."""
+        path = self.dir / f"{split}.bin"
+        if split not in self.splits or not path.is_file():
+            splits = [s for s in self.splits if (self.dir / f"{s}.bin").is_file()]
+            raise UserError(f"{self.dir} has no split {split!r}; it has {', '.join(splits) or 'none'}")
+        tokens, _ = self.sizes[split]
+        size = path.stat().st_size
+        if size != tokens * self.dtype.itemsize or not tokens:
+            raise UserError(f"{path} holds {size // self.dtype.itemsize:,} tokens "
+                            f"where meta.json says {tokens:,}; run its prepare script with --force")
+        return np.memmap(path, self.dtype, "r")
+
+    def need(self, split, tokens, block_size):
+        """Raise UserError unless the split has as many tokens as a use of it with this block_size takes."""
+        if len(self.tokens(split)) < tokens:
+            raise UserError(f"block_size={block_size} needs at least {tokens:,} tokens of {split}; "
+                            f"{self.dir} has {len(self.tokens(split)):,}")
+
+    def bytes_per_token(self, split):
+        tokens, size = self.sizes[split]
+        return size / tokens
+
+    def documents(self, split):
+        """Where the documents of a split begin, and the end of the last one: tokens, int64 [n + 1].
+
+        A document ends with an end-of-text token; where there are none one begins as BEGINNINGS has it, and
+        what stands before the first is one too. UserError where there are not two.
+        """
+        tokens = self.tokens(split)
+        plain = self.meta["encoding"] in ("byte", "char")  # where a separator is a newline
+        cuts = [] if plain else after_each(tokens, self.separator)
+        if not len(cuts):
+            cuts = beginnings(self.tokenizer, tokens, *BEGINNINGS)
+        cuts = np.unique([0, *cuts, len(tokens)])
+        if len(cuts) < 3:
+            raise UserError(f"{self.dir / split}.bin has no documents: no end-of-text token, title or blank "
+                            "line says where one begins")
+        return cuts
+
+
+def after_each(tokens, token, block=1 << 26):
+    """The places behind each `token` in tokens [n], int64; block by block, for files beyond memory."""
+    return np.concatenate([first + 1 + np.flatnonzero(tokens[first:first + block] == token)
+                           for first in range(0, len(tokens), block)])
+
+
+def beginnings(tokenizer, tokens, *patterns):
+    """The tokens, int64 [n], in which the matches of a pattern in their text begin.
+
+    Of several patterns: of the first with two matches, or else of the last.
+    """
+    raw = tokens.tobytes() if tokenizer.encoding == "byte" else tokenizer.decode_bytes(tokens)
+    for pattern in patterns:
+        found = np.array([match.start() for match in pattern.finditer(raw)], np.int64)
+        if len(found) > 1:
+            break
+    if tokenizer.encoding != "byte":
+        found = np.searchsorted(token_sizes(tokenizer)[tokens].cumsum(), found, "right")
+    return found
+
+
+def missing(name):
+    """One line about a data folder that is not there, with the command that makes it or the nearest name."""
+    known = {p.parent.name: "" for p in (ROOT / "data").glob("*/prepare.py")}
+    # a second encoding has a folder of its own but no script of its own
+    match = re.match(r"(.*)_(byte|char|gpt2)$", Path(name).name)
+    base, encoding = match.groups() if match else ("", "")
+    if base in known:
+        known.setdefault(f"{base}_{encoding}", f" --encoding={encoding}")
+    close = difflib.get_close_matches(Path(name).name, known, 1, 0.6)
+    if not close:
+        return f"no dataset {name}: neither a folder with a meta.json nor one of {', '.join(sorted(known))}"
+    if close != [Path(name).name]:
+        return f"no dataset {name}; did you mean {close[0]}?"
+    script = ROOT / "data" / (base if known[close[0]] else close[0]) / "prepare.py"
+    return f"dataset {name} is not prepared; run: python {os.path.relpath(script)}{known[close[0]]}"
+
+
+class Reader:
+    """Reads pieces of a split through one mapping, dropped now and then."""
+
+    def __init__(self, dataset, split):
+        self.dataset = dataset
+        self.split = split
+        self.data, self.read = np.asarray(dataset.tokens(split)), 0
+
+    def cut(self, starts, ends):
+        """The tokens from each start to its end, as a list."""
+        # the kernel maps 64 KiB around each fault
+        self.read += sum(max((end - start) * self.data.itemsize, 1 << 16) for start, end in zip(starts, ends))
+        if self.read > REOPEN_AFTER:
+            self.data, self.read = np.asarray(self.dataset.tokens(self.split)), 0
+        return [self.data[start:end] for start, end in zip(starts, ends)]
+
+    def checked(self, ids):
+        """ids as they are. UserError where one is outside the vocabulary."""
+        if ids.max() >= self.dataset.vocab_size:  # on a gpu this would be an assertion somewhere in a kernel
+            raise UserError(f"{self.dataset.dir / self.split}.bin holds the token {ids.max()}, "
+                            f"and the vocabulary ends at {self.dataset.vocab_size - 1}; "
+                            "run its prepare script with --force")
+        return ids
+
+
+class Batches(Reader):
+    """Training batches as a function of (seed, step) alone: resuming needs no state, and ranks need no talk.
+
+    The split is cut into pieces of block_size tokens and passed over in shuffled order, each pass with its
+    own shuffle and its own offset of the cuts. A batch is `rows` pieces, each with the token after it.
+    """
+
+    def __init__(self, dataset, split, block_size, rows, seed):
+        dataset.need(split, 2 * block_size, block_size)
+        super().__init__(dataset, split)
+        self.block_size = block_size
+        self.rows = rows
+        self.seed = seed
+        # one less than fit, so that every offset below block_size does
+        self.pieces = len(self.data) // block_size - 1
+        self.one_pass = lru_cache(maxsize=2)(self.one_pass)
+
+    def one_pass(self, number):
+        """Offset of the cuts and order of the pieces, uint32 [pieces], in pass `number`."""
+        rng = np.random.default_rng([self.seed, number])
+        offset, order = int(rng.integers(self.block_size)), np.arange(self.pieces, dtype=np.uint32)
+        rng.shuffle(order)
+        return offset, order
+
+    def starts(self, step, rank=0, world=1):
+        """First token of each of this rank's rows of the batch at `step`, as a list."""
+        rows = np.arange(step * self.rows + rank, (step + 1) * self.rows, world)
+        number, place = np.divmod(rows, self.pieces)  # pass, place in it: a batch may reach into the next
+        starts = []
+        for n in range(number[0], number[-1] + 1) if len(rows) else ():
+            offset, order = self.one_pass(n)
+            starts += (offset + order[place[number == n]].astype(np.int64) * self.block_size).tolist()
+        return starts
+
+    def __call__(self, step, rank=0, world=1):
+        """This rank's rows of the batch at `step`, int64 [rows / world, T + 1]: inputs, shifted targets."""
+        starts = self.starts(step, rank, world)
+        ids = self.checked(np.stack(self.cut(starts, [s + self.block_size + 1 for s in starts])))
+        return torch.from_numpy(ids.astype(np.int64))
+
+    def scored(self, step):
+        """Tokens of the batch at `step` that are scored, over all ranks; None: all, in each of its rows."""
+
+    def tokens(self, step):
+        """Tokens scored in the steps before `step`."""
+        return step * self.rows * self.block_size
+
+
+class DocumentBatches(Reader):
+    """Training batches of documents, a function of (seed, step) alone, like those of Batches.
+
+    A row is a document by itself, of `shortest` to block_size tokens: those before it are not there, but for
+    the separator that its first token is predicted from. Shorter documents are left out. A longer one is cut
+    evenly into several rows, whose length each pass draws anew, so that lengths mix; a row that goes on in a
+    document begins with the token before it. What a row lacks of the longest in its batch is padding behind
+    it, which no token before sees.
+
+    Each pass has an order of its own. Rows of similar length come together: POOL batches in a row are sorted
+    by length, then batches are shuffled. What a pass has left over beyond whole batches is left out.
+
+    few_widths: a batch is as wide as one of few widths, half an octave from each other, for a model that is
+    compiled for each; else a multiple of eight, which kernels like.
+    """
+
+    POOL = 64
+
+    def __init__(self, dataset, split, block_size, rows, seed, shortest, few_widths=False):
+        super().__init__(dataset, split)
+        widths = np.arange(8, block_size + 8, 8)
+        if few_widths:
+            octaves = math.log2(block_size / shortest)
+            widths = 8 * np.ceil(block_size * 2 ** (-np.arange(2 * octaves + 1) / 2) / 8)
+        self.widths = np.unique(np.minimum(widths, block_size)).astype(int)
+        self.block_size, self.rows, self.seed, self.shortest = block_size, rows, seed, shortest
+        cuts = dataset.documents(split)
+        size = np.diff(cuts)
+        self.n_documents = len(size)
+        self.first, self.size = cuts[:-1][size >= shortest], size[size >= shortest]
+        fewest = int((-(-self.size // block_size)).sum())
+        if fewest < rows:
+            raise UserError(f"{dataset.dir / split}.bin has {fewest:,} rows of documents of at least "
+                            f"{shortest} tokens: fewer than the {rows:,} of a batch")
+        self.ends = []  # of each pass so far, the steps and the tokens to its end
+        self.one_pass = lru_cache(maxsize=2)(self.one_pass)
+
+    def one_pass(self, number):
+        """(first token, length) of each row in pass `number`, int64 [steps, rows] each."""
+        rng, T = np.random.default_rng([self.seed, number]), self.block_size
+        low, high = math.log(2 * self.shortest), math.log(T)  # even parts may be half as long
+        target = np.exp(low + (high - low) * rng.random(len(self.size)))
+        parts = np.where(self.size > T, np.ceil(self.size / target), 1).astype(np.int64)
+        document = np.repeat(np.arange(len(parts)), parts)
+        part = np.arange(len(document)) - np.repeat(parts.cumsum() - parts, parts)
+        size, parts = self.size[document], parts[document]
+        start, end = size * part // parts, size * (part + 1) // parts
+        first, length = self.first[document] + start, end - start
+
+        steps = len(document) // self.rows
+        order = rng.permutation(len(document))[:steps * self.rows]
+        pool = np.arange(len(order)) // (self.POOL * self.rows)
+        order = order[np.lexsort((length[order], pool))].reshape(steps, self.rows)
+        order = order[rng.permutation(steps)]
+        return first[order], length[order]
+
+    def place(self, step):
+        """(pass, step within it) of a step."""
+        while not self.ends or self.ends[-1][0] <= step:
+            _, length = self.one_pass(len(self.ends))
+            steps, tokens = self.ends[-1] if self.ends else (0, 0)
+            self.ends.append((steps + len(length), tokens + int(length.sum())))
+        number = bisect([steps for steps, _ in self.ends], step)
+        return number, step - (self.ends[number - 1][0] if number else 0)
+
+    def width(self, length):
+        """Columns of a batch whose rows have these lengths."""
+        return int(self.widths[np.searchsorted(self.widths, length.max())])
+
+    def __call__(self, step, rank=0, world=1):
+        """This rank's rows of the batch at `step`, int64 [rows / world, longest + 1], -1: padding."""
+        number, at = self.place(step)
+        first, length = (each[at] for each in self.one_pass(number))
+        width = self.width(length)
+        first, length = first[rank::world], length[rank::world]
+        ids = np.full((len(first), 1 + width), -1)
+        pieces = self.cut(np.maximum(first - 1, 0).tolist(), (first + length).tolist())
+        for row, n, piece in zip(ids, length, pieces):
+            row[1 + n - len(piece):1 + n] = piece
+        begins = self.first[np.searchsorted(self.first, first, "right") - 1] == first
+        ids[begins, 0] = self.dataset.separator
+        return torch.from_numpy(self.checked(ids))
+
+    def scored(self, step):
+        """Tokens of the batch at `step` that are scored, over all ranks."""
+        number, at = self.place(step)
+        return int(self.one_pass(number)[1][at].sum())
+
+    def tokens(self, step):
+        """Tokens scored in the steps before `step`."""
+        number, at = self.place(step)
+        return int(self.one_pass(number)[1][:at].sum()) + (self.ends[number - 1][1] if number else 0)
+
+    def __str__(self):
+        """What there is of it, and how much of the first pass is padding, in a line."""
+        _, length = self.one_pass(0)
+        padded = sum(self.width(row) for row in length) * self.rows
+        long, share = len(self.size), self.size.sum() / len(self.data)
+        return (f"documents: {long:,} of {self.n_documents:,} have at least {self.shortest} tokens, "
+                f"{share:.1%} of {self.split}; a pass is {len(length):,} steps, its rows have "
+                f"{length.min():,} to {length.max():,} tokens, {length.mean():,.0f} in the mean, "
+                f"and {1 - length.sum() / padded:.1%} of it is padding")

@@ -1,0 +1,279 @@
+"""
+Where raw text comes from: find a source file, check it, download it, read it.
+
+A source is looked for in --source (a file or a folder); else in the folder $NANOHEADS_DATA; else here in
+data/, where a download is kept. Those folders have one layout, and each file may be plain, .gz or .xz:
+  tinyshakespeare/input.txt           enwik8 or enwik8.zip, there or in enwik8/
+  wikitext-2/{train,valid,test}.txt   wikitext-103/wiki.{train,valid,test}.tokens or {train,valid,test}.txt,
+  enwiki15/{train,valid,test}.txt     or its zip; gpt2_bpe/{vocab.bpe,encoder.json}
+"""
+import codecs
+import contextlib
+import gzip
+import hashlib
+import lzma
+import os
+import re
+import time
+import zipfile
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from nanoheads.common import UserError, write_atomic
+
+HOME = Path(__file__).resolve().parents[2] / "data"
+SPLITS = ("train", "val", "test")
+BLOCK = 1 << 22  # bytes read at a time
+STRAY = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of a byte that is not UTF-8
+ADVICE = "replace it with a whole copy, or remove it"
+
+
+@dataclass(frozen=True)
+class File:
+    """A source file: where it lies in a folder of sources (a download takes the first name), its content."""
+    names: tuple
+    sha256: str = ""        # sha256, bytes, lines: of the raw, decompressed content
+    bytes: int = 0
+    lines: int = 0
+    url: str = ""
+    archive: "File" = None  # the zip that it comes in
+
+
+BPE_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+GPT2_MERGES = File(("gpt2_bpe/vocab.bpe",),
+                   "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+                   456_318, url=BPE_URL + "vocab.bpe")
+GPT2_ENCODER = File(("gpt2_bpe/encoder.json",),
+                    "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+                    1_042_301, url=BPE_URL + "encoder.json")
+
+
+# ---- find and check ----
+
+def find(file, source=None):
+    """(path, member of the zip or None) of a checked copy, downloaded if need be. UserError."""
+    env = os.environ.get("NANOHEADS_DATA")
+    for folder in [source] if source else [env, HOME] if env else [HOME]:
+        folder = Path(folder).expanduser()
+        if not folder.exists():
+            raise UserError(
+                f"{folder}: no such file or folder; correct {'--source' if source else 'NANOHEADS_DATA'}")
+        names = [n + end for n in file.names for end in ("", ".gz", ".xz")]
+        names += file.archive.names if file.archive else ()
+        names += [Path(n).name for n in names] if source else []  # --source may name the corpus' own folder
+        for path in [folder] if folder.is_file() else [folder / n for n in names]:
+            if path.is_file():
+                return check(path, file)
+    if source:
+        raise UserError(
+            f"{folder}: holds no {Path(file.names[0]).name} (plain, .gz or .xz); correct --source")
+    target = file.archive or file
+    if not target.url:
+        raise UserError(f"{file.names[0]}: not found, and it has no download; "
+                        f"put it into the folder NANOHEADS_DATA, or name its folder with --source")
+    return check(download(target, HOME / target.names[0]), file)
+
+
+def here(*files):
+    """Whether copies of all of them can be read without a download, as far as their names say."""
+    folders = [HOME, *filter(None, [os.environ.get("NANOHEADS_DATA")])]
+    return any(all((Path(folder) / file.names[0]).is_file() for file in files) for folder in folders)
+
+
+def check(path, file):
+    """(path, member) of a file, once its raw content is what `file` says. UserError, naming the file."""
+    member = None
+    if path.suffix == ".zip":
+        with reading(path):
+            wanted = {Path(name).name for name in file.names}
+            member = next((n for n in zipfile.ZipFile(path).namelist() if Path(n).name in wanted), None)
+        if not member:
+            raise UserError(f"{path}: holds no {' or '.join(sorted(wanted))}; {ADVICE}")
+    if complaint := wrong(path, file, member):
+        raise UserError(f"{path}: {complaint}; {ADVICE}")
+    return path, member
+
+
+def wrong(path, file, member=None):
+    """What is wrong with a file's raw content, in a few words; "" when nothing is."""
+    got = digest(path, member)
+    if not got["bytes"]:
+        return "is empty"
+    for key in ("bytes", "lines"):
+        if getattr(file, key) not in (0, got[key]):
+            return f"holds {got[key]:,} {key} where {getattr(file, key):,} are expected"
+    if file.sha256 not in ("", got["sha256"]):
+        return f"has the sha256 {got['sha256']}, not {file.sha256}"
+    return ""
+
+
+@lru_cache
+def digest(path, member=None):
+    """bytes, chars, lines and sha256 of a file's raw content. Cached: one reading checks and describes it."""
+    sha, total = hashlib.sha256(), {"bytes": 0, "chars": 0, "lines": 0}
+    for block in blocks(path, member):
+        sha.update(block)
+        for key, n in zip(total, (len(block), count_chars(block), block.count(b"\n"))):
+            total[key] += n
+    return {**total, "sha256": sha.hexdigest()}
+
+
+def count_chars(data):
+    """Characters in UTF-8 bytes: all bytes but the continuations 10xxxxxx."""
+    return int(np.count_nonzero((np.frombuffer(data, np.uint8) & 0xC0) != 0x80))
+
+
+def identity(shas):
+    """One sha256 for a source: its file's own; of several files, that of their hex digests in a row."""
+    return shas[0] if len(shas) == 1 else hashlib.sha256("".join(shas).encode()).hexdigest()
+
+
+def origin(found):
+    """What meta.json says of checked sources [(path, member)]: file, bytes, sha256."""
+    found = list(found)
+    names, got = [Path(member or path).name for path, member in found], [digest(*where) for where in found]
+    return {"file": names[0] if len(names) == 1 else names, "bytes": sum(d["bytes"] for d in got),
+            "sha256": identity([d["sha256"] for d in got])}
+
+
+def download(file, path, tries=3):
+    """Fetch file.url to `path`: progress, timeout, retries, checks; only a checked file gets the name."""
+    import requests
+    from tqdm import tqdm
+    temp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    for attempt in range(1, tries + 1):
+        try:  # identity: a compressed transfer would hide the real length
+            headers = {"User-Agent": "nanoHeads/1.0", "Accept-Encoding": "identity"}
+            with requests.get(file.url, stream=True, timeout=30, headers=headers) as reply:
+                reply.raise_for_status()
+                size = int(reply.headers.get("Content-Length") or 0)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                bar = tqdm(total=size or None, unit="B", unit_scale=True, desc=path.name)
+                with open(temp, "wb") as out, bar:
+                    for block in reply.iter_content(1 << 16):
+                        bar.update(out.write(block))
+            if size and temp.stat().st_size != size and "Content-Encoding" not in reply.headers:
+                raise requests.ConnectionError(f"{temp.stat().st_size:,} of {size:,} bytes came")
+            digest.cache_clear()  # the temporary name may have been seen with other content
+            if complaint := wrong(temp, file):  # not tried again: it came whole
+                raise UserError(f"{file.url}: the download {complaint}; put {file.names[0]} from elsewhere "
+                                f"into the folder NANOHEADS_DATA")
+            os.replace(temp, path)
+            return path
+        except requests.RequestException as error:
+            reply, why = error.response, str(error)
+            if attempt == tries or reply is not None and 400 <= reply.status_code < 500:
+                why = why if len(why) < 80 else type(error).__name__  # some are a paragraph
+                why = why if reply is None else f"HTTP {reply.status_code}"
+                raise UserError(f"{file.url}: the download failed ({why}); try later, or put {file.names[0]} "
+                                f"into the folder NANOHEADS_DATA by hand") from None
+            time.sleep(2 * attempt)
+        except OSError as error:
+            raise UserError(f"{path}: cannot write ({error.strerror}); make room") from None
+        finally:
+            temp.unlink(missing_ok=True)
+
+
+def keep(file):
+    """The path of a checked copy in data/, made at first use: later runs need neither folder nor network."""
+    path = HOME / file.names[0]
+    if path.is_file():
+        if not wrong(path, file):
+            return path
+        path.unlink()
+    found, _ = find(file)
+    if found != path:
+        try:
+            path.parent.mkdir(exist_ok=True)
+            own = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # several runs may be the first one
+            write_atomic(own, lambda file: file.writelines(blocks(found)))
+            os.replace(own, path)
+        except (OSError, UserError):  # a read-only checkout
+            return found
+    return path
+
+
+# ---- read ----
+
+@contextlib.contextmanager
+def reading(path):
+    """Damage in a compressed file -> UserError naming it."""
+    try:
+        yield
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile) as error:
+        raise UserError(f"{path}: damaged ({error}); {ADVICE}") from None
+
+
+def blocks(path, member=None):
+    """A file's raw bytes, block by block; .gz, .xz and the member of a .zip are decompressed. UserError."""
+    path = Path(path)
+    with reading(path):
+        with (zipfile.ZipFile(path).open(member) if member
+              else {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)(path, "rb")) as f:
+            while block := f.read(BLOCK):
+                yield block
+
+
+def decoded(path, member=None):
+    """A file's text in pieces: (place of the first byte, str). Bytes that are not UTF-8 are STRAY in it."""
+    decoder, end, start = codecs.getincrementaldecoder("utf-8")("surrogateescape"), 0, 0
+    for block in chain(blocks(path, member), [b""]):
+        yield start, decoder.decode(block, final=not block)
+        end += len(block)
+        start = end - len(decoder.getstate()[0])  # a character may go on in the next block
+
+
+def first_stray(start, text):
+    """The place in the file of the first byte of a piece of decoded() that is not UTF-8; None if all are."""
+    stray = STRAY.search(text)
+    return start + len(text[:stray.start()].encode()) if stray else None
+
+
+def stray_bytes(path, member=None):
+    """(characters, how many of them stand for a byte that is not UTF-8, the first one's place or None)."""
+    chars, count, first = 0, 0, None
+    for start, text in decoded(path, member):
+        first = first_stray(start, text) if first is None else first
+        chars, count = chars + len(text), count + len(STRAY.findall(text))
+    return chars, count, first
+
+
+def read(path, member, encoding, errors=None):
+    """A file's content as an encoding wants it, piece by piece: bytes for byte, str for char and gpt2.
+
+    errors="replace": each byte that is not UTF-8 becomes U+FFFD. Otherwise it is refused (UserError), and
+    where the script has that option (errors="strict") it is named.
+    """
+    if encoding == "byte":
+        yield from blocks(path, member)
+        return
+    for start, text in decoded(path, member):
+        if errors == "replace":
+            text = STRAY.sub("\ufffd", text)
+        elif (place := first_stray(start, text)) is not None:
+            ways = ["convert it", *(["take --errors=replace or --encoding=byte"] if errors else [])]
+            raise UserError(f"{path}: is not UTF-8 at byte {place:,}; {', or '.join(ways)}")
+        yield text
+
+
+def cut(pieces, sizes):
+    """A stream of bytes or str -> (split, its pieces): train, val, test. UserError: another total."""
+    pieces, rest = filter(None, pieces), None
+
+    def take(split, n):
+        nonlocal rest
+        while n > 0 and (piece := rest or next(pieces, None)):
+            yield piece[:n]
+            rest, n = piece[n:], n - len(piece)
+        if n > 0:
+            raise UserError(f"the source ends {n:,} short of its {split} split")
+
+    for split, size in zip(SPLITS, sizes):
+        yield split, take(split, size)
+    if rest or next(pieces, None):
+        raise UserError(f"the source goes on after its {split} split: it is larger than {sum(sizes):,}")

@@ -1,0 +1,178 @@
+"""
+Text <-> token ids, for the encodings that the data scripts write.
+
+byte   one token a byte, 256 of them: any input at all
+char   one token a character, out of the vocabulary in meta.json
+gpt2   GPT-2's byte pairs, 50,257 tokens, through tiktoken; text that looks like a special token is plain text
+hf     byte pairs of another model, out of the tokenizer.json in meta.json, through Hugging Face's tokenizers
+"""
+import json
+import re
+from functools import lru_cache
+from itertools import islice
+
+import numpy as np
+
+END_OF_TEXT = 50256
+SAFE_CUT = re.compile(r"\S(?=[ \n])")
+
+
+class Tokenizer:
+    """Text <-> token ids. vocab: char: the list of characters; hf: the text of a tokenizer.json."""
+
+    def __init__(self, encoding, vocab=None):
+        if encoding not in ("byte", "char", "gpt2", "hf"):
+            raise ValueError(f"encoding must be byte, char, gpt2 or hf, not {encoding!r}")
+        if (encoding in ("char", "hf")) != bool(vocab):
+            raise ValueError("the char and hf encodings need a vocabulary, the others have none")
+        self.encoding, self.vocab = encoding, vocab
+        if encoding == "hf":
+            return self.open_hf()
+        self.vocab = list(vocab) if vocab else None
+        self.dtype = np.dtype("u1" if encoding == "byte" else "<u2")
+        self.vocab_size = {"byte": 256, "gpt2": 50257}.get(encoding) or len(self.vocab)
+        self.separator = {"byte": 10, "gpt2": END_OF_TEXT}.get(encoding, 0)
+        if encoding == "char":
+            different = len(set(self.vocab)) == self.vocab_size
+            if not different or set(map(len, self.vocab)) != {1} or self.vocab_size > 65536:
+                raise ValueError("a character vocabulary is a list of at most 65,536 different single "
+                                 "characters")
+            self.symbols = np.array([ord(c) for c in self.vocab], "<u4")
+            self.ids = np.full(0x110000, -1, np.int32)  # code point -> id, -1: not in the vocabulary
+            self.ids[self.symbols] = np.arange(self.vocab_size)
+            self.separator = max(int(self.ids[10]), 0)
+
+    def open_hf(self):
+        """The parts of a tokenizer whose tokens are byte pairs; ValueError for others."""
+        try:
+            from tokenizers import Tokenizer as Pairs
+        except ImportError:
+            raise ValueError("this vocabulary is read by Hugging Face's tokenizers: pip install tokenizers"
+                             ) from None
+        about = json.loads(self.vocab)
+        if "ByteLevel" not in json.dumps(about.get("decoder")):
+            raise ValueError("only tokenizers of byte pairs (a ByteLevel decoder) are known here")
+        try:
+            self.pairs = Pairs.from_str(self.vocab)
+        except Exception as e:  # it knows no kind of its own
+            raise ValueError(f"tokenizer.json cannot be read: {' '.join(str(e).split())[:100]}") from None
+        self.pairs.no_truncation()  # what the last caller of transformers had set is saved with it
+        self.pairs.no_padding()
+        self.pairs.encode_special_tokens = True  # text that looks like one is plain text
+        ids = self.pairs.get_vocab(with_added_tokens=True)
+        added = {each["id"] for each in about.get("added_tokens", ())}
+        symbols = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
+        self.vocab_size = max(ids.values()) + 1
+        self.pieces = [b""] * self.vocab_size
+        for token, i in ids.items():
+            plain = i in added or not set(token) <= set(symbols)
+            self.pieces[i] = token.encode() if plain else bytes(symbols[c] for c in token)
+        # without a token of its own, or one for the unknown, a byte would vanish
+        lost = () if about["model"].get("unk_token") else set(symbols) - set(ids)
+        self.lost = {symbols[symbol] for symbol in lost}
+        self.dtype = np.dtype("<u2" if self.vocab_size <= 65536 else "<u4")
+        self.separator = next((ids[end] for end in ("<|endoftext|>", "</s>") if end in ids), 0)
+
+    @classmethod
+    def from_meta(cls, meta):
+        """The tokenizer that wrote a data folder, from its meta.json (a dict)."""
+        return cls(meta["encoding"], meta.get("vocab"))
+
+    def encode(self, text):
+        """str -> [n] token ids, typed as on disk. ValueError: a character that the vocabulary lacks."""
+        if self.encoding == "byte":
+            # surrogateescape: bytes of a shell argument that were not UTF-8 come back
+            data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
+            return np.frombuffer(data, self.dtype)
+        if self.encoding == "gpt2":
+            pieces, parts = cut_at_spaces([text]), [np.empty(0, self.dtype)]
+            while batch := list(islice(pieces, 4)):  # a few at a time: lists of Python ints are large
+                parts += self.encode_batch(batch)
+            return np.concatenate(parts)
+        if self.encoding == "hf":
+            lost = self.lost and self.lost & set(text.encode("utf-8", "surrogatepass"))
+            if lost:
+                raise ValueError(f"the text has the byte 0x{min(lost):02X}, for which this vocabulary has no "
+                                 "token")
+            return np.array(self.pairs.encode(text, add_special_tokens=False).ids, self.dtype)
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+        ids = self.ids[codes]
+        if ids.size and ids.min() < 0:
+            at = int(np.argmax(ids < 0))
+            raise ValueError(f"{text[at]!r} (U+{codes[at]:04X}) at position {at} is not among "
+                             f"the {self.vocab_size:,} symbols of this model's vocabulary")
+        return ids.astype(self.dtype)
+
+    def encode_batch(self, texts):
+        """gpt2 only: [str] -> [ids], each text on its own, two threads."""
+        return [np.array(ids, self.dtype) for ids in gpt2().encode_ordinary_batch(texts, num_threads=2)]
+
+    def decode_bytes(self, ids):
+        """[n] token ids -> the UTF-8 bytes of their text. ValueError: an id outside the vocabulary."""
+        ids = np.asarray(ids, np.int64).reshape(-1)
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            raise ValueError(f"token ids reach from {ids.min()} to {ids.max()}, "
+                             f"the vocabulary has {self.vocab_size:,}")
+        if self.encoding == "byte":
+            return ids.astype(np.uint8).tobytes()
+        if self.encoding == "gpt2":
+            return gpt2().decode_bytes(ids.tolist())
+        if self.encoding == "hf":
+            return b"".join(self.pieces[i] for i in ids.tolist())
+        return self.symbols[ids].tobytes().decode("utf-32-le").encode()
+
+    def decode(self, ids):
+        """[n] token ids -> str; bytes that are not UTF-8 show as U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+
+def cut_at_spaces(texts, size=1 << 20):
+    """Cut a stream of str into pieces of about `size` characters whose GPT-2 tokens join to the whole's.
+
+    GPT-2's pattern never puts a non-space and the space or newline after it into one pre-token, and it looks
+    ahead only out of a run of spaces: between those two characters, and nowhere later in the run, a cut
+    changes nothing.
+    """
+    tail = ""
+    for text in texts:
+        tail, start = tail + text, 0
+        while cut := SAFE_CUT.search(tail, start + size):
+            yield tail[start:cut.end()]
+            start = cut.end()
+        tail = tail[start:]
+    if tail:
+        yield tail
+
+
+def byte_symbols():
+    """The printable character that stands for each byte in a byte-pair vocabulary, GPT-2's convention."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+def token_sizes(tokenizer):
+    """Bytes of each token of a vocabulary, [V]."""
+    return np.array([len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)])
+
+
+def char_sizes(text):
+    """Bytes of each character of a text decoded with surrogateescape, [n]: what is no UTF-8 has one."""
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+    size = 1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000)
+    size[(points >= 0xDC80) & (points <= 0xDCFF)] = 1
+    return size
+
+
+@lru_cache(maxsize=1)
+def gpt2():
+    """tiktoken's GPT-2 encoding, built from local files, so that nothing here needs the network twice."""
+    import tiktoken
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from nanoheads.text.sources import GPT2_ENCODER, GPT2_MERGES, keep
+    merges, encoder = keep(GPT2_MERGES), keep(GPT2_ENCODER)
+    ranks = data_gym_to_mergeable_bpe_ranks(str(merges), str(encoder),
+                                            GPT2_MERGES.sha256, GPT2_ENCODER.sha256)
+    pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+    return tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks,
+                             special_tokens={"<|endoftext|>": END_OF_TEXT}, explicit_n_vocab=50257)

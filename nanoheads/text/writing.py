@@ -1,0 +1,198 @@
+"""
+What the prepare scripts share: write train/val/test.bin + meta.json, verify them, and the frame of a script.
+"""
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from nanoheads.common import UserError, write_atomic
+from nanoheads.text.sources import HOME, SPLITS, count_chars, digest, find, identity, origin, read
+from nanoheads.text.tokenizer import Tokenizer, cut_at_spaces
+
+
+# ---- write ----
+
+class Writer:
+    """The .bin files of a data folder under temporary names; they get their own together, meta.json last.
+
+    A context manager: leaving it by an exception removes the temporary files and leaves the folder as it was.
+    """
+
+    def __init__(self, args, tok, source, note="", options=None):
+        self.out, self.tok = args.out, tok
+        meta = {
+            "name": args.name, "encoding": tok.encoding, "vocab_size": tok.vocab_size,
+            "dtype": tok.dtype.name, "vocab": tok.vocab, "separator": tok.separator,
+            "source": source, "note": note, "options": options,
+        }
+        self.meta = {key: value for key, value in meta.items() if value not in (None, "")}
+        self.splits = {s: {"tokens": 0, "bytes": 0, "chars": 0} for s in SPLITS}
+        self.sha = {s: hashlib.sha256() for s in SPLITS}
+
+    def __enter__(self):
+        self.out.mkdir(parents=True, exist_ok=True)
+        for old in self.out.glob("*.tmp"):  # left by a run that was killed: a living one writes all the time
+            if time.time() - old.stat().st_mtime > 3600:
+                old.unlink(missing_ok=True)
+        self.files = {s: open(self.out / f"{s}.bin.{os.getpid()}.tmp", "wb") for s in SPLITS}
+        return self
+
+    def add(self, split, ids, size, chars):
+        """Append [n] ids, which stand for `size` UTF-8 bytes and `chars` characters of text."""
+        data = ids.astype(self.tok.dtype, copy=False).tobytes()
+        with self.disk():
+            self.files[split].write(data)
+        self.sha[split].update(data)
+        for key, n in zip(self.splits[split], (len(ids), size, chars)):
+            self.splits[split][key] += n
+
+    def add_pieces(self, split, pieces):
+        """Append the encoding of a stream of bytes (byte) or str (the others)."""
+        for piece in cut_at_spaces(pieces) if self.tok.encoding in ("gpt2", "hf") else pieces:
+            data = piece if isinstance(piece, bytes) else piece.encode()
+            self.add(split, self.tok.encode(piece), len(data), count_chars(data))
+
+    def __exit__(self, kind, error, trace):
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            for file in self.files.values():
+                with contextlib.suppress(OSError):  # a full disk was reported already
+                    file.close()
+                Path(file.name).unlink(missing_ok=True)
+
+    def finish(self):
+        """Give the files their names. Without meta.json a folder is not prepared, so it leaves first."""
+        for split in SPLITS:
+            if not self.splits[split]["tokens"]:
+                raise UserError(
+                    f"{self.out}: the {split} split would be empty; take a larger source or other shares")
+            self.splits[split]["sha256"] = self.sha[split].hexdigest()
+        with self.disk():
+            for file in self.files.values():
+                file.flush()
+                os.fsync(file.fileno())
+            (self.out / "meta.json").unlink(missing_ok=True)
+            for split in SPLITS:
+                os.replace(self.files[split].name, self.out / f"{split}.bin")
+            self.meta["splits"] = self.splits
+            meta = json.dumps(self.meta, indent=1, ensure_ascii=False).encode()
+            write_atomic(self.out / "meta.json", lambda file: file.write(meta))
+
+    @contextlib.contextmanager
+    def disk(self):
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self.out}: cannot write ({error.strerror}); make room or take another --out") from None
+
+
+def prepared(out, **want):
+    """The meta.json of a whole, undamaged folder made as `want` says; else None, after saying why."""
+    try:
+        meta = json.loads((out / "meta.json").read_bytes())
+        for key, value in want.items():
+            if {**meta["source"], **meta}.get(key) != value:
+                return print(f"{out}: was made with another {key}: preparing it anew")
+        for split in SPLITS:
+            if digest.__wrapped__(out / f"{split}.bin")["sha256"] != meta["splits"][split]["sha256"]:
+                return print(f"{out / split}.bin: differs from its checksum: preparing it anew")
+        return meta
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        return print(f"{out}/meta.json: unreadable: preparing it anew")
+
+
+def already(args, **want):
+    """True, after printing the counts, when the folder is whole and was made as args and `want` say."""
+    meta = None if args.force else prepared(args.out, name=args.name, encoding=args.encoding, **want)
+    if meta:
+        report(args.out, meta, "already prepared, verified: ")
+    return bool(meta)
+
+
+def report(out, meta, head=""):
+    """Print the counts of every split, aligned."""
+    print(f"{head}{os.path.relpath(out)}: {meta['encoding']}, {meta['vocab_size']:,} symbols")
+    print(f"{'split':<6}{'tokens':>16}{'bytes':>16}{'characters':>16}")
+    for split in SPLITS:
+        print(f"{split:<6}" + "".join(f"{meta['splits'][split][k]:>16,}"
+                                      for k in ("tokens", "bytes", "chars")))
+    if "note" in meta:
+        print(f"note: {meta['note']}")
+
+
+# ---- a whole script ----
+
+def arguments(doc, name, encodings, argv=None, **more):
+    """The command line of a prepare script; args.name and args.out follow the encoding (the first one)."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", help="file or folder to read (default: $NANOHEADS_DATA, else a download)")
+    parser.add_argument("--out", type=Path, help="folder to write (default: data/<name>)")
+    parser.add_argument("--force", action="store_true", help="write anew what is already there")
+    parser.add_argument("--encoding", choices=encodings, default=encodings[0])
+    for flag, options in more.items():
+        parser.add_argument("--" + flag.replace("_", "-"), **options)
+    args = parser.parse_args(argv)
+    args.name = name if args.encoding == encodings[0] else f"{name}_{args.encoding}"
+    args.out = args.out or (HOME / args.name if name else None)
+    return args
+
+
+def prepare(args, files, splits=None, note="", options=None):
+    """Find the files {key: File} and build from them, unless the folder is there already. UserError.
+
+    splits(read) -> [(split, stream)], where read(key) streams a file; the default takes one file a split.
+    """
+    shas = [file.sha256 for file in files.values()]
+    known = {"sha256": identity(shas)} if all(shas) else {}
+    if (known or not args.source) and already(args, options=options, **known):
+        return  # a corpus with fixed content is recognised without its source
+    if args.source and len(files) > 1 and Path(args.source).is_file() and not args.source.endswith(".zip"):
+        raise UserError(
+            f"{args.source}: is one file; name the folder that holds all {len(files)} with --source")
+    found = {key: find(file, args.source) for key, file in files.items()}
+    splits = splits or (lambda read: [(split, read(split)) for split in SPLITS])
+    build(args, origin(found.values()), lambda: splits(lambda key: read(*found[key], args.encoding)),
+          note, options)
+
+
+def build(args, source, splits, note="", options=None):
+    """Write a data folder: source as in meta.json, splits() -> [(split, stream of bytes or str)]."""
+    vocab = symbols(splits()) if args.encoding == "char" else getattr(args, "vocab", None)
+    tok = Tokenizer(args.encoding, vocab)
+    with Writer(args, tok, source, note, options) as writer:
+        for split, pieces in splits():
+            writer.add_pieces(split, pieces)
+    report(args.out, writer.meta)
+
+
+def symbols(splits):
+    """The sorted characters of all splits: the char vocabulary."""
+    seen = np.zeros(0x110000, bool)
+    for _, pieces in splits:
+        for piece in pieces:
+            seen[np.frombuffer(piece.encode("utf-32-le"), "<u4")] = True
+    return [chr(c) for c in np.flatnonzero(seen)]
+
+
+def run(main):
+    """Run a script: what goes wrong outside the code is one line on stderr and exit code 1."""
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: {error.filename or 'input or output'}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

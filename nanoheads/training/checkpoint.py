@@ -1,0 +1,361 @@
+"""Checkpoints: written whole or not at all, read without running their code, and what a run starts from."""
+
+import math
+import zipfile
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import torch
+
+from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, GPTConfig
+from nanoheads.common import UserError, write_atomic
+from nanoheads.configurator import keys_of, nearest, parse, type_name
+from nanoheads.hub import huggingface as hf
+
+# what a run needs to go on, beside model, config and meta
+RESUMABLE = {"optimizers", "scaler", "train", "step", "best_val_loss", "elapsed_s", "run_id", "last_eval"}
+
+
+# ---- write ----
+
+def save(path, state):
+    write_atomic(path, lambda f: torch.save(state, f))
+
+
+# ---- read ----
+
+def file_of(path):
+    """The checkpoint file that a path means: of a run folder its best."""
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    return next((path / n for n in ("best.pt", "ckpt.pt") if (path / n).is_file()), path / "ckpt.pt")
+
+
+def read(path, device="cpu"):
+    """The dict in a checkpoint file: ours, or nanoGPT's, or a Hugging Face folder's, put into our form.
+
+    Raises UserError.
+    """
+    if hf.is_folder(path):
+        return hf.read(path)
+    if hf.is_name(path) and not Path(path).exists():
+        return hf.read(hf.fetch(path))
+    path = file_of(path)
+    if not path.is_file():
+        raise UserError(f"no checkpoint {path}")
+    try:
+        if not zipfile.is_zipfile(path):
+            raise ValueError("cut short, or no torch file at all")
+        if broken := zipfile.ZipFile(path).testzip():  # torch itself does not look at the checksums
+            raise ValueError(f"damaged in {broken}")
+        state = torch.load(path, map_location=device, weights_only=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as e:  # damage shows in many ways, all meaning the same to the reader
+        why = str(e).splitlines()[0][:80] if type(e) is ValueError else type(e).__name__
+        raise UserError(f"{path} cannot be read as a checkpoint ({why})") from None
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+        raise UserError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
+    if isinstance(state.get("model_args"), dict):
+        return from_nanogpt(state)
+    if not {"config", "meta"} <= set(state) or not isinstance(state["config"], dict):
+        raise UserError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
+    return state
+
+
+def from_nanogpt(state):
+    """nanoGPT's checkpoint in our form; it names the dataset but lacks its vocabulary (meta: None)."""
+    flags = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")
+    config = dict(recipe="gpt2", **{k: state["model_args"][k] for k in flags if k in state["model_args"]})
+    masks = (".attn.bias", ".attn.masked_bias")
+    weights = {k.removeprefix("_orig_mod."): v for k, v in state["model"].items() if not k.endswith(masks)}
+    return dict(model=weights, config=config, meta=None, step=state.get("iter_num", 0),
+                dataset=state.get("config", {}).get("dataset"))
+
+
+def config_of(state, path, **overrides):
+    """The GPTConfig of a read checkpoint; flags younger than it are off, as in the plain GPT. UserError."""
+    unknown = sorted(set(state["config"]) - set(GPTConfig.__dataclass_fields__))
+    if unknown:
+        raise UserError(f"{path} was written by a newer version: unknown flags {', '.join(unknown)}")
+    try:
+        return GPTConfig(**{**RECIPES["gpt2"], **state["config"], **overrides})
+    except (ValueError, TypeError) as e:
+        raise UserError(f"{path}: its config is impossible: {' '.join(str(e).split())}")
+
+
+def build(state, path, device="cpu", settings=(), **overrides):
+    """The GPT of a read checkpoint, in eval mode, with switches moved by `settings`, see read_settings().
+
+    Raises UserError, also when the weights and the config disagree.
+    """
+    flags, heads = read_settings(settings)
+    config = config_of(state, path, **overrides, **switchable(state, path, flags))
+    try:
+        model = GPT(config)
+        model.load_state_dict(state["model"])
+    except (ValueError, TypeError, AttributeError, RuntimeError) as e:
+        raise UserError(f"{path}: its weights do not fit its config: {' '.join(str(e).split())[:300]}")
+    model.to(device).eval()
+    if config.unet_from or config.unet_ramp:  # its skips as in the last step before it was saved
+        model.at_step(max(0, state.get("step", math.inf) - 1))
+    for key, layer, head, value in heads:
+        try:
+            model.set_head(layer, head, **{key: value})
+        except ValueError as e:
+            raise UserError(f"{path}: --set {key}.{layer}.{head}={value}: {e}")
+    return model
+
+
+def add_arguments(parser):
+    """The arguments of every program that reads checkpoints."""
+    parser.add_argument("--ckpt", action="append", required=True,
+                        help="a checkpoint or a run folder (its best.pt); may be repeated")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+                        help="change a flag that no weight depends on, as in unet_skips=False, or a head by "
+                             "layer and number: gate.0.3=0, state.0.3=withdrawn, consent.0.3=False; "
+                             "may be repeated")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
+
+
+# ---- switches of a trained model ----
+
+HEAD_KEYS = {"gate": float, "state": str, "consent": bool}  # <key>.<layer>.<head>, for GPT.set_head()
+# what the tensors mean depends on these, even where their shapes do not
+FIXED = ("recipe", "n_layer", "n_head", "tied", "head_ids", "constraint_names")
+
+
+def read_settings(settings):
+    """({flag: value}, [(key, layer, head, value)]) from texts "flag=value" and "gate.<layer>.<head>=value".
+
+    Raises UserError.
+    """
+    types = {key: t for key, (t, _, _) in keys_of((GPTConfig,)).items()} | HEAD_KEYS
+    flags, heads = {}, []
+    for text in settings:
+        name, equals, value = text.partition("=")
+        key, *place = name.split(".")
+        if key in HEAD_KEYS:
+            if not equals or len(place) != 2 or not all(number.isdecimal() for number in place):
+                raise UserError(f"--set {text}: it must be {key}.<layer>.<head>=value")
+        elif name not in types:
+            meant, words = nearest(key, types)
+            words = words if meant else "train.py --help lists the flags of a model"
+            raise UserError(f"--set {text}: unknown key {name}; {words}")
+        elif not equals:
+            raise UserError(f"--set {text}: it must be {key}=value")
+        try:
+            value = parse(value, types[key])
+        except ValueError:
+            raise UserError(f"--set {text}: {value!r} is not {type_name(types[key])}")
+        if key in HEAD_KEYS:
+            heads.append((key, *map(int, place), value))
+        else:
+            flags[key] = value
+    return flags, heads
+
+
+def switchable(state, path, flags):
+    """{flag: value} for config_of(): the flags, and those that go with them.
+
+    Raises UserError where a tensor of the read checkpoint depends on one.
+    """
+    if not flags:
+        return {}
+    old, details = tensors(config_of(state, path)), {}
+    for key, value in flags.items():
+        off = {}
+        if value is None or value is False:  # what is off has no details: window=None means no window_block
+            off = {f.name: f.default for f in fields(GPTConfig) if f.name.startswith(key + "_")}
+        details.update(off)
+        try:
+            new = old if key in FIXED else tensors(config_of(state, path, **{**off, key: value}))
+        except ValueError:  # impossible by itself; all of them together are judged below
+            continue
+        changed = sorted(name for name in {**old, **new} if old.get(name) != new.get(name))
+        if changed or key in FIXED:
+            why = f": {changed[0]} depends on it" if changed else ""
+            raise UserError(f"{path}: {key} cannot be changed after training{why}")
+    if bad := config_of(state, path, **{**details, **flags}).problems():
+        raise UserError(f"{path}: {'; '.join(bad)}")
+    return {**details, **flags}
+
+
+def tensors(config):
+    """{name: shape} of all that a checkpoint of this config holds. Raises ValueError on an impossible one."""
+    with torch.device("meta"):
+        return {name: t.shape for name, t in GPT(config).state_dict().items()}
+
+
+# ---- what a run starts from ----
+
+def starting_point(model_config, config, dataset, device):
+    """(model, the state to go on from or None) of a run.
+
+    The model is out_dir/ckpt.pt, has another checkpoint's weights, or is new. Raises UserError when what
+    there is does not fit what is asked for.
+    """
+    last = Path(config.out_dir) / "ckpt.pt"
+    new_run = config.eval_only or not config.resume or not last.is_file()
+    path = last if not new_run else config.init_from or (config.out_dir if config.eval_only else None)
+    if path is None:
+        vocab_size = model_config.vocab_size or dataset.vocab_size
+        return GPT(replace(model_config, vocab_size=vocab_size)).to(device), None
+    state = read(path, device)
+    same_vocabulary(state, dataset, path)
+    flags = {f.name for f in fields(GPTConfig)}
+    if config.init_from or config.eval_only:
+        # a model that comes from elsewhere needs no flags: only those that were given can be wrong
+        flags = getattr(model_config, "given", set())
+    # what may change: how it is trained; in a new run also dropout, data order, a shorter context
+    free = {"checkpoint_activations"} | ({"dropout", "attn_dropout", "seed"} if new_run else set())
+    free |= {"unet_from", "unet_ramp"} if new_run and config.init_from else set()  # the new run's own
+    longest = state["config"].get("block_size", 0)
+    crop = new_run and "block_size" in flags and model_config.block_size < longest
+    new = turned_on(state, path, model_config, flags) if new_run and config.init_from else []
+    held = flags - free - ({"block_size"} if crop else set())
+    same_model(state, path, model_config, held - {name for cls in new for name in cls.fields()})
+    overrides = {key: getattr(model_config, key) for key in free}
+    if new:
+        model = extended(state, path, device, model_config, flags, new, config.init_anyway, overrides)
+    else:
+        model = build(state, path, device, **overrides)
+    if crop:
+        model.crop_block_size(model_config.block_size)
+    if not new_run:
+        same_run(state, path, config.for_recipe(model.config.recipe), dataset)
+    return model, None if new_run and not config.eval_only else state
+
+
+def turned_on(state, path, config, given):
+    """The classes of the mechanisms that the given flags turn on and a read checkpoint does not have."""
+    old = config_of(state, path)
+    return [cls for cls in MECHANISM_CLASSES
+            if cls.flag in given and cls.is_on(config) and not cls.is_on(old)]
+
+
+def neutral_flags(cls, config, given):
+    """{flag: value} at which a mechanism of this config equals the plain GPT; flags that were given stay.
+
+    Raises UserError, naming the mechanism, where it has no such setting.
+    """
+    mode, flags = cls.mode_of(config), {}
+    if cls.absorbs:
+        return flags
+    what = f"{cls.flag}={config.unsettled[cls.flag]!r}"
+    anyway = "--init_anyway starts it as in a new model"
+    if mode not in NEUTRAL:
+        raise UserError(f"{what} has no neutral setting, that is, the checkpoint's logits; {anyway}")
+    for key, value in NEUTRAL[mode].items():
+        if key not in GPTConfig.__dataclass_fields__:
+            continue  # a parameter
+        flags[key] = getattr(config, value) if isinstance(value, str) else value
+        if key in given and getattr(config, key) != flags[key]:
+            raise UserError(f"{what} is neutral only with {key}={flags[key]}; {anyway}")
+    return flags
+
+
+def extended(state, path, device, model_config, given, classes, anyway, overrides):
+    """The GPT of a read checkpoint with mechanisms turned on, each at its neutral setting: the same logits.
+
+    anyway: one without such a setting starts as in a new model. Raises UserError without, naming it.
+    """
+    # as given: sizes that follow from block_size follow from the checkpoint's
+    flags = {name: model_config.unsettled[name] for cls in classes for name in cls.fields() if name in given}
+    flags = {**overrides, **flags}
+    config, modes = config_of(state, path, **flags), []
+    for cls in classes:
+        try:
+            flags.update(neutral_flags(cls, config, given))
+            modes.append(cls.mode_of(config))
+        except UserError as e:
+            if not anyway:
+                raise UserError(f"{path}: {e}") from None
+    try:
+        model = GPT(config_of(state, path, **flags))
+        missing, unknown = model.load_state_dict(state["model"], strict=False)
+        if unknown or set(missing) & set(tensors(config_of(state, path))):
+            raise ValueError(f"no weights for {', '.join([*unknown, *missing][:3])}")
+    except (ValueError, RuntimeError) as e:
+        names = ", ".join(cls.flag for cls in classes)
+        why = " ".join(str(e).split())[:300]
+        raise UserError(f"{path}: {names} cannot be turned on over its weights: {why}")
+    model.make_neutral(modes)
+    for block in model.transformer.h:
+        for m in block.attn.mechanisms():
+            if m.absorbs and type(m) in classes:
+                m.absorb(block.attn)
+    model.to(device).eval()
+    if len(modes) == len(classes) and not same_logits(model, build(state, path, device)):
+        raise UserError(f"{path}: with {', '.join(modes)} the model is not the checkpoint's at the start; "
+                        "--init_anyway starts it all the same")
+    return model
+
+
+@torch.no_grad()
+def same_logits(model, other):
+    """Whether two models in eval mode say the same of a few random tokens, but for rounding."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(other.config.vocab_size, (2, min(64, other.config.block_size)), generator=generator)
+    got, want = (m(ids.to(next(m.parameters()).device)).logits for m in (model, other))
+    return (got - want).abs().max() <= 1e-4 * want.abs().max()
+
+
+def same_vocabulary(state, dataset, path):
+    """Raise UserError unless the checkpoint's token ids mean what the dataset's do."""
+    old, new = state["meta"], dataset.meta
+    if old and any(old.get(key) != new.get(key) for key in ("encoding", "vocab")):
+        raise UserError(f"{path} was trained on {old['name']} "
+                        f"({old['encoding']}, {old['vocab_size']:,} symbols), "
+                        f"whose vocabulary is not that of {new['name']} "
+                        f"({new['encoding']}, {dataset.vocab_size:,})")
+    size = state["config"].get("vocab_size") or 0
+    if size < dataset.vocab_size:
+        raise UserError(f"{path} knows {size:,} tokens; {new['name']} has {dataset.vocab_size:,}")
+
+
+def same_model(state, path, config, flags):
+    """Raise UserError, naming the flags, unless those of `config` among `flags` are the checkpoint's."""
+    old, new = asdict(config_of(state, path)), asdict(config)
+    new["vocab_size"] = new["vocab_size"] or old["vocab_size"]
+    differ = [f"{k}={new[k]!r} here is {old[k]!r} there" for k in old if k in flags and new[k] != old[k]]
+    if differ:
+        raise UserError(f"{path} holds another model: {'; '.join(differ)}")
+
+
+def same_run(state, path, config, dataset):
+    """Raise UserError unless a run that goes on from `state` as configured is still the same run."""
+    instead = f"to begin a new run with its weights: --init_from={path} and another --out_dir"
+    if lacks := sorted(RESUMABLE - set(state)):
+        raise UserError(f"{path} holds no state to go on from (no {', '.join(lacks)}); {instead}")
+    fixed = []
+    for train in (state["train"], asdict(config)):
+        batch = train["batch_size"] * train["grad_accum"]
+        fixed.append({"optimizer": train["optimizer"], "batch_size * grad_accum": batch})
+    old, new = fixed
+    differ = [f"{key}={new[key]!r} here is {old[key]!r} there" for key in old if new[key] != old[key]]
+    if state["meta"]["splits"] != dataset.meta["splits"]:
+        differ.append(f"{dataset.dir} holds other data than {state['meta']['name']} did")
+    if differ:
+        raise UserError(f"{path} cannot go on like this: {'; '.join(differ)}; {instead}")
+
+
+def restore(optimizer, saved, path):
+    """Load an optimizer's moments; rates, betas and decay stay those of the config. Raises UserError."""
+    fresh = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    try:
+        optimizer.load_state_dict(saved)
+    except (ValueError, KeyError) as e:
+        why = " ".join(str(e).split())[:120]
+        raise UserError(f"{path}: its optimizer state does not fit this config ({why})")
+    for group, values in zip(optimizer.param_groups, fresh):
+        group.update(values)
+
+
+def last_save(out_dir):
+    """Half a sentence about what can be done after a failure."""
+    path = Path(out_dir) / "ckpt.pt"
+    if path.is_file():
+        return f"the last save is {path}, --resume goes on from it"
+    return "nothing was saved yet: start again"

@@ -1,0 +1,97 @@
+"""This process among those of a run: torchrun's ranks, or alone; and how it is asked to stop."""
+
+import os
+import signal
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from nanoheads.common import UserError, pick_device
+
+
+@dataclass
+class Process:
+    """One process of a run, and the device that it computes on."""
+    device: str = "cpu"
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def kind(self):
+        return torch.device(self.device).type
+
+    def print0(self, text):
+        """Print on the first rank alone: above the bar, and line by line into a file or a pipe."""
+        if self.rank == 0:
+            tqdm.write(text)
+            sys.stdout.flush()
+
+    def all_reduce_sum(self, values):
+        """The sum over ranks of a few numbers, in float64."""
+        if self.world == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def average_gradients(self, params, size=1 << 23):
+        """Replace each gradient by its mean over ranks, `size` numbers at a time or one gradient: a bucket is
+        filled while others are on their way. A parameter without a gradient has none on any rank.
+        """
+        grads = [p.grad for p in params if p.grad is not None] if self.world > 1 else []
+        buckets, sent = [], []
+        for grad in grads:
+            last = buckets[-1] if buckets else []
+            if not last or sum(g.numel() for g in last) >= size or last[0].dtype != grad.dtype:
+                buckets.append([])
+            buckets[-1].append(grad)
+        for bucket in buckets:
+            flat = torch.cat([grad.flatten() for grad in bucket]).div_(self.world)
+            sent.append((flat, dist.all_reduce(flat, async_op=True)))
+        for bucket, (flat, work) in zip(buckets, sent):
+            work.wait()
+            parts = flat.split([grad.numel() for grad in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(grad) for part, grad in zip(parts, bucket)])
+
+    def barrier(self):
+        """Wait for all ranks: one that takes the process group down may abort another that still saves."""
+        if self.world > 1:
+            dist.barrier()
+
+
+def join_ranks(name):
+    """The Process on the device called `name`: one of torchrun's, in their process group, or alone."""
+    device = pick_device(name)
+    if "RANK" not in os.environ:
+        return Process(device)
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if device.startswith("cuda:"):
+        raise UserError(f"device={device} under torchrun would put every process on one GPU; say device=cuda")
+    if device == "mps" or device == "cuda" and local >= torch.cuda.device_count():
+        raise UserError(f"torchrun started more processes than there are GPUs ({torch.cuda.device_count()}): "
+                        "fewer, or --device=cpu")
+    if device == "cuda":
+        device = f"cuda:{local}"
+        torch.cuda.set_device(device)
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    return Process(device, dist.get_rank(), dist.get_world_size())
+
+
+class StopSignal:
+    """Remembers the first SIGINT or SIGTERM, until `closing` (an ExitStack) puts the handlers back.
+
+    A second one ends the process at once, unless torchrun passes signals on.
+    """
+
+    def __init__(self, closing):
+        self.name = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            closing.callback(signal.signal, number, signal.signal(number, self.catch))
+
+    def catch(self, number, frame):
+        self.name = signal.Signals(number).name
+        if "RANK" not in os.environ:
+            signal.signal(number, signal.SIG_DFL)

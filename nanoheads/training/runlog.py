@@ -1,0 +1,163 @@
+"""What a run writes beside its checkpoints: config.json, log.jsonl and, when asked, Weights & Biases."""
+
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from nanoheads.common import ROOT, UserError, git_commit, json_safe, write_atomic, write_json
+from nanoheads.training.checkpoint import last_save
+
+
+def write_config(path, model_config, config, step, machine):
+    """Write config.json: both configs, what it takes to run this again, what it ran on, and every launch."""
+    launch = dict(command=shlex.join(["python", *sys.argv]), commit=git_commit(), machine=machine,
+                  versions=dict(python=platform.python_version(), torch=torch.__version__,
+                                numpy=np.__version__))
+    before = []
+    if step:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            before = json.loads(path.read_text(encoding="utf-8"))["launches"]
+    details = dict(model=asdict(model_config), train=asdict(config), **launch,
+                   launches=[*before, dict(step=step, **launch)])
+    write_json(path, details)
+    return details
+
+
+def stamps(paths):
+    """What changes when one of these files does; hashable."""
+    found = ((path, os.stat(path)) for path in paths if path.is_file())
+    return tuple((path, now.st_ino, now.st_mtime_ns, now.st_size) for path, now in found)
+
+
+def set_aside(*paths, why):
+    """Rename files that cannot be used to <name>.damaged, and say so in one line."""
+    there = [path for path in paths if path.is_file()]
+    for path in there:
+        os.replace(path, f"{path}.damaged")
+    names = " and ".join(f"{path.name}.damaged" for path in there)
+    tqdm.write(f"{paths[0]} {why}; set aside as {names}", file=sys.stderr)
+
+
+def read_json(path):
+    """The dict in a JSON file; None where there is no file, or none that can be read: that is set aside."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else set_aside(path, why="is damaged")
+
+
+def read_rows(path, repair=False):
+    """The rows of a log.jsonl without damaged lines; a process that was killed leaves half a line.
+
+    repair: where there are such lines, set the file aside and write one without them.
+    """
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    rows = []
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError):
+            row = json.loads(line)
+            if row["step"] >= 0:
+                rows.append(row)
+    if repair and len(rows) < len(lines):
+        set_aside(path, why=f"has {len(lines) - len(rows)} damaged of {len(lines)} lines, kept without them")
+        write_rows(path, rows)
+    return rows
+
+
+def write_rows(path, rows):
+    write_atomic(path, lambda f: f.write("".join(json.dumps(row) + "\n" for row in rows).encode()))
+
+
+def processor(device):
+    """The name of the GPU or the CPU that a device is."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError, TypeError):  # Linux alone, and not on every processor
+        return re.search(r"model name\s*: *(.+)", Path("/proc/cpuinfo").read_text(errors="replace"))[1]
+    return platform.processor() or platform.machine()
+
+
+def peak_memory():
+    """Peak memory of this process so far, MiB: allocated on the GPU, else resident; None where not known."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    with suppress(OSError, TypeError):  # Linux, where getrusage begins with the parent's peak
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        return int(re.search(r"VmHWM:\s*(\d+)", status)[1]) / 2**10
+    try:
+        import resource  # not on every system
+    except ImportError:
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+class Log:
+    """log.jsonl, one row a line, and Weights & Biases, whose failure is said once and stops nothing.
+
+    Of a log that is there already it keeps the training rows up to `step` and the evaluations up to
+    `evaluated`: what a dead process wrote after its last save is about to be written again.
+    """
+
+    def __init__(self, out_dir, step, evaluated, closing):
+        self.path = out_dir / "log.jsonl"
+        self.wandb_run = None
+        before = read_rows(self.path)
+        write_rows(self.path, [row for row in before
+                               if row["step"] <= (evaluated if "val_loss" in row else step)])
+        # unbuffered: a row is in the file, or was refused at once
+        self.file = closing.enter_context(open(self.path, "ab", buffering=0))
+        closing.callback(self.add, b"", sync=True)
+
+    def add(self, text, sync):
+        """Write at the end; sync: wait until everything written so far is on the disk."""
+        try:
+            self.file.write(text)
+            if sync:
+                os.fsync(self.file.fileno())
+        except OSError as e:
+            raise UserError(f"could not write {self.path} ({e.strerror}); {last_save(self.path.parent)}")
+
+    def write(self, row):
+        row = json_safe(row)
+        # an evaluation is the dear one: a step's row reaches the disk with the next of them
+        self.add((json.dumps(row) + "\n").encode(), sync="val_loss" in row)
+        if self.wandb_run:
+            values = {key: value for key, value in row.items() if key != "step"}
+            self.attempt(lambda: self.wandb_run.log(values, step=row["step"]))
+
+    def start_wandb(self, config, details, run_id, closing):
+        def start():
+            import wandb  # only here: an optional dependency
+            name = config.wandb_run_name or self.path.parent.resolve().name
+            self.wandb_run = wandb.init(project=config.wandb_project, name=name, id=run_id, resume="allow",
+                                        config=details, mode=config.wandb_mode, tags=config.wandb_tags,
+                                        dir=str(self.path.parent))
+            code = wandb.Artifact(f"code-{run_id}", type="code")
+            for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py")]):
+                code.add_file(str(path), str(path.relative_to(ROOT)))
+            code.add_file(str(self.path.with_name("config.json")))
+            self.wandb_run.log_artifact(code)
+
+        self.attempt(start)
+        closing.callback(lambda: self.wandb_run and self.attempt(self.wandb_run.finish))
+
+    def attempt(self, action):
+        try:
+            action()
+        except Exception as e:  # a network, a login or a quota must not cost a training run
+            self.wandb_run = None
+            problem = " ".join(f"{type(e).__name__}: {e}".split())[:200]
+            tqdm.write(f"wandb: {problem}; training goes on without it", file=sys.stderr)
