@@ -27,8 +27,8 @@ from itertools import groupby
 
 from nanoheads.common import UserError, pick_device, table, writable, write_json
 from nanoheads.heads import audit
+from nanoheads.training import sampling
 from nanoheads.training.continuations import SHORT, text_runs
-from nanoheads.training.sampling import model_and_tokenizer
 from nanoheads.training.scoring import add_arguments, bits, count_words, load, score
 
 SHOWN = dict(rep_4="rep-4", distinct_2="distinct-2", self_bleu="self-BLEU", loop="loop",
@@ -120,7 +120,8 @@ def text_table(runs, width=120):
 
 def add_text_arguments(parser):
     """The arguments of --text; the actions, which mean nothing without it."""
-    add = parser.add_argument_group("text").add_argument
+    group = parser.add_argument_group("text")
+    add = group.add_argument
     return [
         add("--prompts", metavar="FILE", help="a prompt a line; \\n is a newline (default: from the split)"),
         add("--num_prompts", type=int, default=16, help="or so many cut evenly from the split (default: 16)"),
@@ -129,13 +130,7 @@ def add_text_arguments(parser):
         add("--tokens", type=int, default=256,
             help="length of each (default: 256); a checkpoint whose vocabulary is not the first one's says "
                  "what makes as many bytes"),
-        add("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)"),
-        add("--top_k", type=int, help="only the k likeliest tokens (default: all)"),
-        add("--top_p", type=float, help="only the likeliest that hold this much of the mass (default: all)"),
-        add("--repetition_penalty", type=float, default=1.0,
-            help="above 1: tokens already there become less likely (default: 1)"),
-        add("--stop", action="store_true", help="a sample ends at the corpus separator"),
-        add("--seed", type=int, default=1337, help="same seed, same samples (default: 1337)"),
+        *sampling.add_arguments(group),
         add("--judge", metavar="CKPT", help="a larger model, for the bits per byte of the samples under it"),
     ]
 
@@ -199,7 +194,7 @@ def main(argv=None):
         out = writable(args.json) if args.json else None
         refuse_what_means_nothing(args, text)
         if args.audit:
-            model, tokenizer = model_and_tokenizer(args.ckpt[0], device, settings=args.settings)
+            model, tokenizer = sampling.model_and_tokenizer(args.ckpt[0], device, settings=args.settings)
             source = args.ckpt[0], args.settings, args.text
             print(audit.of_file(model, tokenizer, source, args.out or "audit.jsonl", args.maps,
                                 sys.stderr.isatty()))
