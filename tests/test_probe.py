@@ -19,7 +19,7 @@ import probe
 from evaluate import score, windows_of
 from model import MECHANISMS, GPT, GPTConfig
 from nanoheads.common import UserError
-from nanoheads.heads.controller import ControllerConfig
+from nanoheads.training.config import ControllerConfig
 from nanoheads.heads.measuring import measure
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
