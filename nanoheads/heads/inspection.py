@@ -25,7 +25,8 @@ from evaluate import bits, load, score, windows_of
 from model import Agency
 from nanoheads.common import UserError, explain, last_words, pick_device, table
 from nanoheads.configurator import near
-from nanoheads.heads.measuring import METRICS, attentions, fixed_text, fold_gates, measure
+from nanoheads.heads.measuring import METRICS, attentions, fixed_text, measure
+from nanoheads.heads.surgery import fold_gates
 from nanoheads.training import checkpoint
 from sample import check, encode, generate, prompt, side_by_side
 

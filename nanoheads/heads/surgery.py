@@ -76,7 +76,7 @@ def insert_heads(model, heads, optimizers=(), seed=0):
 def stack_blocks(model):
     """Put a copy of all blocks on top of them (stacking, arXiv 2405.15319); {new parameter: what it copies}.
 
-    Another function than before: a control for growth by heads. Raises ValueError where blocks are not of one kind.
+    Another function than before: a control for growth by heads. ValueError: blocks of several kinds.
     """
     c = model.config
     if c.unet or c.constraint_names or c.window_layers is not None:
@@ -154,7 +154,7 @@ class Surgery:
         c = self.config
         # the sentinel's own gate: a withdrawn head may come back
         gates = measured.spread([attn.sentinel.static_gate(noisy=False).detach()
-                             for attn in attentions(run.model)], run.model)
+                                 for attn in attentions(run.model)], run.model)
         gates[:, run.model.config.n_head:] = math.nan  # constraint heads stay: their scores are their purpose
         with np.errstate(invalid="ignore"):
             low = measured.lasting("low", gates < c.prune_gate)
