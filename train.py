@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 from tqdm import tqdm
 
-from evaluate import bits, score
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, SkipFusion
 from nanoheads import configurator
 from nanoheads.common import UserError, explain
@@ -40,6 +39,7 @@ from nanoheads.training.config import ControllerConfig, controller_conflicts
 from nanoheads.training.optim import CUDA_GRAPHS, Trainer, compiles, lr_multiplier, precision
 from nanoheads.training.ranks import Process, StopSignal, join_ranks
 from nanoheads.training.runlog import Log, write_config
+from nanoheads.training.scoring import bits, score
 
 # What an optimizer means for keys left at None. Muon's were tuned on Shakespeare's characters (docs/log.md).
 OPTIMIZERS = {
