@@ -80,7 +80,7 @@ WORDS = {
     "Effect as compute":
         "The line is the plain GPT, trained for less and for more. A variant below it is better than a plain "
         "GPT that computes as much, one above it worse; a triangle lies farther up or down.",
-    "Learning curves": "Line: mean over the finished seeds; band: lowest seed to highest; grey: other arms.",
+    "Learning curves": "Line: mean over the finished seeds; band: lowest seed to highest; grey: other variants.",
     "Costs":
         "× is the ratio to the plain GPT. Needed: by the algorithm; executed: by these kernels, which may "
         "compute what is thrown away. The time of a step was measured in turn with the plain GPT's; seconds "
@@ -99,7 +99,7 @@ WORDS = {
         "cache: of the model without the heads that are off, beside the plain GPT of the same seed. Samples "
         "are of fixed prompts at temperature 0.8.",
     "Inside the heads":
-        "Of one finished run of each arm: a row for each layer, a column for each head; or one cell for each "
+        "Of one finished run of each variant: a row for each layer, a column for each head; or one cell for each "
         "layer. Deeper colour: larger.",
     "Samples": "The same prompt for all: the plain GPT, then the variants from the best one on.",
 }
@@ -115,11 +115,11 @@ def in_words(found):
 
 
 def seeds_of(found):
-    seeds = sorted({seed for arm in found["arms"].values() for seed in arm["seeds"]})
+    seeds = sorted({seed for variant in found["arms"].values() for seed in variant["seeds"]})
     runs, tests = [], []
-    for label, arm in labelled(found):
-        own = dict(zip(arm["seeds"], arm["bpb"]))
-        runs.append((label, show(mean_of(arm), ".4f"), *(show(own.get(seed), ".4f") for seed in seeds)))
+    for label, variant in labelled(found):
+        own = dict(zip(variant["seeds"], variant["bpb"]))
+        runs.append((label, show(mean_of(variant), ".4f"), *(show(own.get(seed), ".4f") for seed in seeds)))
     for c in [*against_plain(found), *others(found)]:
         low, high = (show((c.get("text") or {}).get(end), "+.4f") for end in ("low", "high"))
         who = (label_of(found, c["variant"]), label_of(found, c["baseline"]))
@@ -150,8 +150,8 @@ def heat(value):
 
 def heads_of(found):
     return Html("".join(details(label, tag("div class=heats", *(tag("div", tag("h3", key), heat(value))
-                                                                for key, value in arm["heads"].items())))
-                        for label, arm in labelled(found) if arm.get("heads")))
+                                                                for key, value in variant["heads"].items())))
+                        for label, variant in labelled(found) if variant.get("heads")))
 
 
 def samples(found):
@@ -163,9 +163,9 @@ def samples(found):
 
 
 def configs(found):
-    rows = [(label_of(found, name), name, arm["kind"],
-             " ".join(f"{key}={value}" for key, value in (arm.get("flags") or {}).items()) or "–")
-            for name, arm in found["arms"].items()]
+    rows = [(label_of(found, name), name, variant["kind"],
+             " ".join(f"{key}={value}" for key, value in (variant.get("flags") or {}).items()) or "–")
+            for name, variant in found["arms"].items()]
     plain = details("Every flag of the plain GPT", tag("pre", "\n".join(
         f"{key}={value}" for key, value in (found.get("plain") or {}).items())))
     head = ("arm", "name", "kind", "what differs from the plain GPT")
@@ -173,9 +173,9 @@ def configs(found):
 
 
 def commands(found):
-    each = [tag("div", tag("h3", label), tag("pre", "\n".join(arm.get("commands") or ["–"])),
-                note(f"Runs: {', '.join(arm.get('runs') or ['–'])}")) for label, arm in labelled(found)]
-    return tag("div", tag("pre", found["command"]), details(f"Each of the {len(each)} arms by itself", *each))
+    each = [tag("div", tag("h3", label), tag("pre", "\n".join(variant.get("commands") or ["–"])),
+                note(f"Runs: {', '.join(variant.get('runs') or ['–'])}")) for label, variant in labelled(found)]
+    return tag("div", tag("pre", found["command"]), details(f"Each of the {len(each)} variants by itself", *each))
 
 
 def reading(found):
@@ -184,16 +184,16 @@ def reading(found):
     texts = [
         "Bits/byte: how many bits the model needs for a byte of text that it has not seen. Lower is better, "
         "whatever the tokenizer.",
-        "Seeds: each arm is trained several times from other random numbers, since luck alone makes runs "
+        "Seeds: each variant is trained several times from other random numbers, since luck alone makes runs "
         "differ. The plain GPT, which stands in every comparison, has more seeds than a variant.",
         f"Difference [{level(found)}]: the variant's mean minus the other's, and the interval that holds the "
-        "true one so often. One model of all arms and seeds takes out what arms share at the same seed, "
-        "where that shows, and draws the spreads of arms that are alike to each other.",
+        "true one so often. One model of all variants and seeds takes out what variants share at the same seed, "
+        "where that shows, and draws the spreads of variants that are alike to each other.",
         f"Corrected: among many comparisons some look good by chance; here they are {made}. The risk that "
         f"even one better or worse of the whole study is false is {100 * alpha:g} % at most, and so is the "
         "risk of a false same (simulated). So an interval may leave out zero and the verdict be leaning: "
         f"better and worse need a corrected p of {STRICT * alpha:g} where the spread of one of the two was "
-        "drawn to that of the other arms, which is never quite right.",
+        "drawn to that of the other variants, which is never quite right.",
         f"Margin: ±{found['margin']:g} bits/byte, set beforehand; what lies within it counts as the same.",
         "Worth × compute: the plain GPT was also trained for less and for more. Worth 0.9: with 0.9 times "
         "its training compute it is as good as the variant, which is therefore worse; above 1, better. < and "

@@ -74,7 +74,7 @@ def of_each_size(make):
     return text
 
 
-# what README.md and docs/ can hold of a results file: kind -> text(found, names of arms or None: all)
+# what README.md and docs/ can hold of a results file: kind -> text(found, names of variants or None: all)
 TABLES = {
     "verdicts": of_each_size(verdicts),
     "short": of_each_size(short_verdicts),
@@ -109,16 +109,16 @@ def markdown(found):
     for f in found["failures"]:
         lines.append(f"- {escaped(f['arm'])}, seed {f['seed']}: {escaped(f['why'])} ({escaped(f['log'])})")
     lines += ["", "## Commands", "", "    " + " ".join(found["command"].splitlines())]
-    for label, arm in labelled(found):
-        commands = ["    " + " ".join(command.splitlines()) for command in arm.get("commands") or ["–"]]
-        lines += ["", f"{escaped(label)}, runs {', '.join(arm.get('runs') or ['–'])}:", "", *commands]
+    for label, variant in labelled(found):
+        commands = ["    " + " ".join(command.splitlines()) for command in variant.get("commands") or ["–"]]
+        lines += ["", f"{escaped(label)}, runs {', '.join(variant.get('runs') or ['–'])}:", "", *commands]
     return "\n".join(lines) + "\n"
 
 
 def ladder_markdown(found):
     lines = [f"# {escaped(found['name'])}: effects over sizes", "", in_markdown(*ladder_table(found)), "",
              *(f"- **{escaped(name)}**: {escaped(text)}" for name, text in ladder_sentences(found)), "",
-             "![worth of each arm against size](ladder.svg)", "",
+             "![worth of each variant against size](ladder.svg)", "",
              "Worth: at that multiple of its training compute the plain GPT of that size has the same score.",
              "Reports: " + ", ".join(f"[{size}]({size}/report.md)" for size in found["sizes"])]
     return "\n".join([*lines, "", "    " + " ".join(found["command"].splitlines())]) + "\n"

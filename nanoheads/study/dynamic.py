@@ -19,7 +19,7 @@ from scipy.stats import t as student
 from model import HeadRoles
 from nanoheads.common import pick_device, write_atomic
 from nanoheads.heads.measuring import cache_bytes, fixed_text, measure, places
-from nanoheads.study.arms import built
+from nanoheads.study.variants import built
 from nanoheads.study.costs import as_in_a_run
 from nanoheads.text import quality as textquality
 from nanoheads.text.dataset import Dataset
@@ -162,10 +162,10 @@ def look(folder, plain_folder, nats_per_token):
 # ---- all runs of a study ----
 
 def of_study(study, judged, done):
-    """{arm: {seed: look()}} of the finished runs whose weights are here, of the seeds that all arms have."""
+    """{variant: {seed: look()}} of the finished runs whose weights are here, of the seeds that all variants have."""
     found = {}
     for name, folders in judged.items():
-        if study.arms[name].kind == "budget":
+        if study.compared[name].kind == "budget":
             continue
         for seed, folder in folders.items():
             if seed not in study.config.seeds:
@@ -178,7 +178,7 @@ def of_study(study, judged, done):
 
 
 def summary(lives):
-    """{arm: {figure: [mean, half of its 95 % interval over seeds]}}; None: not defined."""
+    """{variant: {figure: [mean, half of its 95 % interval over seeds]}}; None: not defined."""
     found = {}
     for name, seeds in lives.items():
         found[name] = {key: mean_and_half([one.get(key) for one in seeds.values()]) for key in FIGURES}
@@ -195,7 +195,7 @@ def mean_and_half(values):
 
 
 def shares(lives, what):
-    """{arm: {state or role: mean over seeds}} of `occupancy` or `engagement`."""
+    """{variant: {state or role: mean over seeds}} of `occupancy` or `engagement`."""
     found = {}
     for name, seeds in lives.items():
         keys = dict.fromkeys(key for one in seeds.values() for key in one.get(what, {}))
