@@ -16,7 +16,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 import model as model_py
 import train
@@ -24,6 +23,7 @@ from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, NEUT
                    ConstraintHeads, GPTConfig, HeadRouter, KVCache, SentinelGate)
 from nanoheads.training import checkpoint
 from nanoheads.training.optim import make_optimizers
+from oracle import plain, tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 # six heads: moh routes two; 72: variant B keeps 8 wide heads
@@ -111,10 +111,6 @@ def open_noisy_gates(model):
     return model
 
 
-def tokens(*shape, seed=1):
-    return torch.randint(TINY["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
-
-
 def near(a, b, atol=1e-9):
     return torch.allclose(a, b, rtol=0, atol=atol)
 
@@ -146,41 +142,6 @@ def gradients(model, **kw):
 
 
 # ---- 1. off: bit-identical to the plain GPT, without a parameter or a buffer ----
-
-def plain(model, idx):
-    """The plain GPT's logits once more, from its parameters, in few of PyTorch's operations."""
-    c, w, (B, T) = model.config, dict(model.named_parameters()), idx.shape
-    gpt2 = c.recipe == "gpt2"
-    D = c.n_embd // c.n_head
-    half = D // 2
-
-    def norm(x, name):
-        if gpt2:
-            return F.layer_norm(x, (c.n_embd,), w[name + ".weight"], None, 1e-5)
-        return F.rms_norm(x, (c.n_embd,), eps=1e-6)
-
-    def turn(x):
-        frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-        angle = torch.arange(T, dtype=torch.float64)[:, None] * frequency
-        cos, sin = (f.repeat(1, 2).float()[:, None] for f in (angle.cos(), angle.sin()))
-        sin[..., :half] *= -1
-        x = F.rms_norm(x, (D,), eps=1e-6)
-        return torch.addcmul(x * cos, torch.cat((x[..., half:], x[..., :half]), -1), sin)
-
-    x = F.embedding(idx, w["transformer.wte.weight"])
-    x = x + w["transformer.wpe.weight"][:T] if gpt2 else F.rms_norm(x, (c.n_embd,), eps=1e-6)
-    for i in range(c.n_layer):
-        name = f"transformer.h.{i}."
-        qkv = F.linear(norm(x, name + "ln_1"), w[name + "attn.c_attn.weight"])
-        q, k, v = qkv.view(B, T, 3, c.n_head, D).unbind(2)
-        q, k = (q, k) if gpt2 else (turn(q), turn(k))
-        y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
-        x = x + F.linear(y.transpose(1, 2).reshape(B, T, c.n_embd), w[name + "attn.c_proj.weight"])
-        inner = F.linear(norm(x, name + "ln_2"), w[name + "mlp.c_fc.weight"])
-        inner = F.gelu(inner) if gpt2 else F.relu(inner) ** 2
-        x = x + F.linear(inner, w[name + "mlp.c_proj.weight"])
-    return F.linear(norm(x, "transformer.ln_f"), w["transformer.wte.weight" if gpt2 else "lm_head.weight"])
-
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_off_is_the_plain_gpt_to_the_last_bit(recipe):
