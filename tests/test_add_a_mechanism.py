@@ -102,7 +102,7 @@ def test_a_new_mechanism_is_tested_by_its_diff_alone(invariants):
     """A class, a flag and a name: then every invariant knows it, alone and with every other mechanism."""
     assert "position_gate" not in MECHANISMS
     passed, failed = invariants(TOY, "position_gate or every_pair")
-    assert failed == set() and passed >= 25
+    assert failed == set() and passed >= 20
 
 
 OWN = "position_gate] and not compiles"  # alone, the quick ones
