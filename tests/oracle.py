@@ -335,15 +335,20 @@ def heads_of(c, layer, p):
 
 
 def attention(model, layer, x, hint=None, seen=None):
+    """attend() of a model's layer. seen: who reads whom, in place of the model's own."""
+    T, attn = x.size(1), model.transformer.h[layer].attn
+    seen = visible(model, layer, T) if seen is None else seen
+    return attend(model.config, attn, layer, x, seen, torch.arange(T), hint)
+
+
+def attend(c, attn, layer, x, seen, t, hint=None):
     """x [B, T, C] through an attention layer -> (what joins the stream, {name: what was computed}).
 
-    hint [B, C]: read by the constraint router. seen [T, T]: who reads whom, in place of the model's own.
+    seen [T, T]: who reads whom; t [T]: the tokens before each; hint [B, C]: read by the constraint router.
     """
-    c, attn = model.config, model.transformer.h[layer].attn
-    p, b, T = dict(attn.named_parameters()), dict(attn.named_buffers()), x.size(1)
+    p, b = dict(attn.named_parameters()), dict(attn.named_buffers())
     heads, E = heads_of(c, layer, p)
     H = len(heads)
-    seen = visible(model, layer, T) if seen is None else seen
     if c.a2c == "published":  # keys are queries, values are slices of x
         q, v = split(linear(p, x, "c_attn"), H), split(x, c.n_head)[:, heads]
         q, k = queries_and_keys(c, q, q)
@@ -352,7 +357,7 @@ def attention(model, layer, x, hint=None, seen=None):
         q, k = queries_and_keys(c, q, k)
     s = base_logits(c, p, x, q, offset(k) if c.key_offset else k, heads)
     if E:
-        g = constraint_gates(c, p, x, hint, model.training).transpose(1, 2)  # (B, E, T)
+        g = constraint_gates(c, p, x, hint, attn.training).transpose(1, 2)  # (B, E, T)
         q, k, own = (split(part, E) for part in linear(p, x, "constraint.c_attn").chunk(3, -1))
         q, k = queries_and_keys(c, q, k)
         s = torch.cat((s, q @ k.mT * (c.qk_max / q.size(-1) if c.qk_max else q.size(-1) ** -0.5)), 1)
@@ -362,7 +367,7 @@ def attention(model, layer, x, hint=None, seen=None):
     if E and c.constraint_gate == "score":
         used = torch.cat((P[:, :H], on_itself(P[:, H:], g)), 1)
     y = rewritten(c, p, used @ v, v)
-    gate = factors(c, p, b, x, s, P, seen, torch.arange(T), heads, model.training)
+    gate = factors(c, p, b, x, s, P, seen, t, heads, attn.training)
     found = dict(zip(("entropy", "concentration"), row_statistics(P)), map=used, gates=gate)
     if c.sink:
         found["map"] = used * sink_gate(p, s)
