@@ -22,6 +22,7 @@ torch.set_num_threads(1)
 TINY = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4,
             max_iters=6, eval_interval=3, eval_tokens=512, log_interval=1,
             device="cpu", lr_decay_iters=100)  # a run of train.py, in a second
+CPU_TIMES = {}
 
 
 def write_dataset(folder, splits, encoding="byte", vocab=None):
@@ -31,6 +32,26 @@ def write_dataset(folder, splits, encoding="byte", vocab=None):
         for split, text in splits.items():
             writer.add_pieces(split, [text])
     return folder
+
+
+def cpu_seconds():
+    """Of this process and of the children that it has waited for."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item):
+    """TEST_TIMES=times.json pytest -n 0: adds {test: CPU seconds}, fixtures too, to that file."""
+    before = cpu_seconds()
+    yield
+    CPU_TIMES[item.nodeid] = round(cpu_seconds() - before, 3)
+
+
+def pytest_sessionfinish():
+    path = os.environ.get("TEST_TIMES")
+    if path:
+        old = json.loads(Path(path).read_text()) if Path(path).is_file() else {}
+        Path(path).write_text(json.dumps({**old, **CPU_TIMES}, indent=0))
 
 
 @pytest.fixture(scope="session")

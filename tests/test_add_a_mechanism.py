@@ -62,7 +62,7 @@ def test_the_diff_of_the_page_is_what_stands_in_the_code(tmp_path):
 
 def test_the_oracle_of_the_page_is_that_of_the_tests():
     oracle, = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
-    assert oracle in (ROOT / "tests" / "test_mechanisms.py").read_text(encoding="utf-8")
+    assert oracle in (ROOT / "tests" / "oracle.py").read_text(encoding="utf-8")
 
 
 def test_a_diff_that_does_not_fit_is_refused(tmp_path):
@@ -74,7 +74,7 @@ def test_a_diff_that_does_not_fit_is_refused(tmp_path):
 # ---- one more mechanism ----
 
 COPIED = ("*.py", "pyproject.toml", "data/*.py", "nanoheads/**/*.py", "tests/conftest.py",
-          "tests/test_promises.py")
+          "tests/oracle.py", "tests/test_promises.py")
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_new_mechanism_is_tested_by_its_diff_alone(invariants):
     """A class, a flag and a name: then every invariant knows it, alone and with every other mechanism."""
     assert "position_gate" not in MECHANISMS
     passed, failed = invariants(TOY, "position_gate or every_pair")
-    assert failed == set() and passed >= 25
+    assert failed == set() and passed >= 20
 
 
 OWN = "position_gate] and not compiles"  # alone, the quick ones

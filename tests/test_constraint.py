@@ -9,12 +9,14 @@ import torch
 from torch.nn import functional as F
 
 import model as model_py
+import oracle
 from model import GPT, ConstraintHeads, GPTConfig, SentinelGate
 from nanoheads import kernels
 from nanoheads.study import fingerprint, trial
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.targets import encode, label_file, sha256, write_meta
 from nanoheads.training import checkpoint
+from oracle import tokens
 from tests.conftest import TINY
 from nanoheads.training.config import TrainConfig
 from train import main
@@ -32,48 +34,62 @@ def alive(seed=0, **flags):
     return model
 
 
-def tokens(*shape, seed=1):
-    return torch.randint(SMALL["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
-
-
-def seen_by_heads(model, idx, **kw):
-    """[what c_attn of each block's constraint heads was given], and the Output with traces and maps."""
-    seen, hooks = [], []
+def read_by_blocks(model, idx, **kw):
+    """[what each block's attention was given], and the Output with traces and maps."""
+    read, hooks = [], []
     for block in model.transformer.h:
-        hooks.append(block.attn.constraint.c_attn.register_forward_pre_hook(
-            lambda module, args: seen.append(args[0])))
+        hooks.append(block.attn.register_forward_pre_hook(lambda module, args: read.append(args[0])))
     out = model(idx, traces="maps", **kw)
     for hook in hooks:
         hook.remove()
-    return seen, out
+    return read, out
 
 
 # ---- where the router gates ----
 
-def test_a_gate_on_scores_is_a_factor_on_the_diagonal(monkeypatch):
-    """log(gate) added to each token's logit with itself, T x T: outputs and the gradient of everything."""
-    model, idx = alive(constraint_gate="score", constraint_heads=2), tokens(2, 9)
-    gated = model(idx, traces="maps").traces["blocks.0.map"][:, 3:]
-    monkeypatch.setattr(ConstraintHeads, "reweigh", lambda self, attn, p, h, ctx: p)
-    (first, *_), out = seen_by_heads(model, idx)
-    own, constraint = {}, model.transformer.h[0].attn.constraint
-    weights = out.traces["blocks.0.map"][:, 3:].double()  # before the gate, in float32
-    gates = out.traces["blocks.0.router_gates"].transpose(1, 2)
-    v = constraint.c_attn(first).view(2, 9, 3, 4, 8)[:, :, 2].transpose(1, 2)
-    factor = torch.ones(9, 9, dtype=torch.float64) + torch.diag_embed(gates - 1)
-    want = weights * factor / (weights * factor).sum(-1, keepdim=True)
-    assert (gated - want).abs().max() < 1e-5 and (gated - weights).abs().max() > 1e-2
-    y = want @ v
-    hidden = (y @ constraint.w1.mT + constraint.b1[:, None]).relu()
-    scores = torch.einsum("bhtd,hd->bht", hidden, constraint.w2) + constraint.b2[:, None]
-    assert (out.traces["blocks.0.head_scores"] - scores).abs().max() < 1e-6
-    assert (weights @ v - y).abs().max() > 1e-2, "a control: without the factor it is something else"
-    leaves = [constraint.c_attn.weight, constraint.out.weight, model.transformer.wte.weight]
-    for p in leaves:
-        total = out.traces["blocks.0.head_scores"].square().sum()
-        own[p] = torch.autograd.grad(total, p, retain_graph=True)[0]
-        want = torch.autograd.grad(scores.square().sum(), p, retain_graph=True)[0]
-        assert own[p].any() and (own[p] - want).abs().max() < 1e-5 * want.abs().max()
+GATED = {"score": dict(constraint_gate="score", constraint_heads=2), "value": dict(constraint_gate="value"),
+         "output": dict(constraint_gate="output", constraint_heads=2),
+         "published": dict(constraint_mode="published"),
+         "published scorers": dict(constraint_mode="published", constraint_gate="output"),
+         "first": dict(constraint_router_input="first"), "hard": dict(constraint_router="hard_concrete")}
+
+
+def scores_agree(name, hinted=False):
+    """Whether all of the model, scores and gates of each block, and their gradients, are the oracle's."""
+    model, idx = alive(**GATED[name]), tokens(2, 9)
+    hint = torch.randn(2, 24, dtype=torch.float64) if hinted else None
+    read, out = read_by_blocks(model, idx, router_hint=hint)
+    predictions = model.predictions(idx) if hint is None else {}
+    for layer, x in enumerate(read):
+        want, at = oracle.attention(model, layer, x, hint)[1], f"blocks.{layer}."
+        oracle.agree([out.traces[at + "head_scores"], out.traces[at + "router_gates"].expand(2, 9, -1)],
+                     [want["head_scores"], want["router_gates"]], list(model.parameters()), 1e-6)
+        oracle.close(out.traces[at + "map"].double(), want["map"], 1e-5)  # float32
+        if predictions:
+            oracle.close(predictions[at + "constraint_y"], want["constraint_y"], 1e-9)
+    oracle.equals_the_oracle(model, idx, hint)
+
+
+@pytest.mark.parametrize("hinted", [False, True], ids=["", "hint"])
+@pytest.mark.parametrize("name", GATED)
+def test_gates_and_scores_equal_the_oracle(name, hinted):
+    scores_agree(name, hinted)
+
+
+@pytest.mark.parametrize("name, function, wrong", [
+    ("score", "on_itself", lambda P, gates: P),
+    ("published scorers", "constraint_scores", lambda p, y: y.sum(-1)),
+    ("first", "constraint_gates", lambda c, p, x, hint, training: x[..., :2].sigmoid()),
+])
+def test_the_oracle_notices_another_gate(name, function, wrong, monkeypatch):
+    monkeypatch.setattr(oracle, function, wrong)
+    with pytest.raises(AssertionError):
+        scores_agree(name)
+
+
+@pytest.mark.parametrize("mode, gate", [("query", "output"), ("published", "value")])
+def test_where_the_router_gates_follows_the_mode(mode, gate):
+    assert alive(constraint_mode=mode).config.constraint_gate == gate
 
 
 @pytest.mark.parametrize("gate", [0.0, 1e-8, 1e-4])
@@ -107,41 +123,6 @@ def test_a_gate_on_scores_is_exact_in_bfloat16():
     weights = logits.softmax(-1) * (1 - 0.99 * torch.eye(16))
     want = (weights / weights.sum(-1, keepdim=True)) @ v.float()
     assert (h.y - want)[:, 3:].abs().max() < 1e-2
-
-
-@pytest.mark.parametrize("mode, gate", [("query", "output"), ("published", "value")])
-def test_where_the_router_gates_follows_the_mode(mode, gate):
-    assert alive(constraint_mode=mode).config.constraint_gate == gate
-    model, idx = alive(constraint_gate="value"), tokens(2, 9)
-    (first, *_), out = seen_by_heads(model, idx)
-    v = model.transformer.h[0].attn.constraint.c_attn(first).view(2, 9, 3, 2, 8)[:, :, 2].transpose(1, 2)
-    gates = out.traces["blocks.0.router_gates"].transpose(1, 2)[..., None]
-    y = out.traces["blocks.0.map"][:, 3:].double() @ (v * gates)
-    got = model.predictions(idx)["blocks.0.constraint_y"]
-    assert (got - y).abs().max() < 1e-6 < (got / gates - y).abs().max()
-
-
-def test_published_scorers_read_gated_outputs_wherever_the_gate_is():
-    idx, found = tokens(2, 9), {}
-    for mode in ("query", "published"):
-        model = alive(constraint_mode=mode, constraint_gate="output")
-        found[mode] = model.predictions(idx)["blocks.0.constraint_y"]
-    gates = model(idx, traces=True).traces["blocks.0.router_gates"].transpose(1, 2)[..., None]
-    assert (found["query"] * gates - found["published"]).abs().max() < 1e-12 < (1 - gates).abs().min()
-
-
-def test_the_router_reads_the_first_token_or_a_hint():
-    idx = tokens(2, 9)
-    model = alive(constraint_router_input="first")
-    (first, *_), out = seen_by_heads(model, idx)
-    constraint = model.transformer.h[0].attn.constraint
-    want = constraint.out(constraint.fc(first[:, :1]).relu()).sigmoid().expand(2, 9, 2)
-    assert (out.traces["blocks.0.router_gates"] - want).abs().max() < 1e-12
-    running = seen_by_heads(alive(), idx)[1].traces["blocks.0.router_gates"]
-    assert (running - want).abs().max() > 1e-3
-    hint = torch.randn(2, 24, dtype=torch.float64)
-    gates = model(idx, traces=True, router_hint=hint).traces["blocks.0.router_gates"]
-    assert (gates - constraint.out(constraint.fc(hint[:, None]).relu()).sigmoid()).abs().max() < 1e-12
 
 
 ROUTED = {"first": dict(constraint_router_input="first"), "score": dict(constraint_gate="score"),

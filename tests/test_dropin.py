@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import GPT, SentinelGate, Sink, explain
+import oracle
+from model import GPT, GPTConfig, SentinelGate, Sink, explain
 from nanoheads.common import UserError
 from nanoheads.hub import dropin
 from nanoheads.hub.dropin import (FAMILIES, INSERTABLE, AdaptiveContextualAttention, ConstraintAttention,
@@ -83,88 +84,21 @@ def logits(model, tokens, real=None, **more):
 
 # ---- slow formulas ----
 
-def slow_stats(P, seen):
-    """(keys seen, entropy, sum p^2, variance) of every attention row, from the T x T matrix."""
-    n = seen.sum(-1)[:, None].double()
-    entropy = -(P * P.clamp_min(1e-300).log()).sum(-1)
-    deviation = torch.where(seen[:, None], P - 1 / n[..., None], 0.0)
-    return n.expand_as(entropy), entropy, P.square().sum(-1), deviation.square().sum(-1) / n
+def slow_gates(model, gates, x, q, k, v, scale, seen, before, head_mask=None):
+    """Gated outputs [B, H, T, D] by whole T x T matrices; q, k, v [B, H, T, D], seen [B, T, T].
 
-
-def slow_acag(acag, P, seen, before, L):
-    """ACAG's gate from its formulas, with loops over nothing but what they say."""
-    n, entropy, p2, variance = slow_stats(P.detach() if acag.detach else P, seen)
-    t, alone = before[:, None].double().expand_as(n), n == 1
-    if acag.published:
-        f = [(t + 1) / L, 1 / n, torch.where(alone, 0.0, (variance + 1e-12).sqrt())]
-    else:
-        many = n.clamp_min(2)
-        f = [(1 + t).log() / math.log(1 + L), torch.where(alone, 0.0, 1 - entropy / many.log()),
-             torch.where(alone, 0.0, (n * p2).log())]
-    w = acag.weight if acag.weight.dim() == 3 else acag.weight[:, None]
-    b = acag.bias if acag.bias.dim() == 2 else acag.bias[:, None]
-    z = sum(f[i][..., None] * w[:, None, :, i][None] for i in range(3)) + b[:, None]
-    return z.sigmoid() * (1 if acag.published else 2)
-
-
-def slow_router(m, x, training):
-    """Head weights [B, H, T, 1] of a HeadRouter, token by token."""
-    if not (training or m.in_eval):
-        return 1.0
-    hidden = F.gelu(m.fc(x)) if m.fc is not None else x
-    scores, H = m.out(hidden), m.out.out_features
-    rows = []
-    for s, h in zip(scores.flatten(0, 1), x.flatten(0, 1)):
-        top = set(s.topk(m.k).indices.tolist())
-        on = torch.tensor([i in top for i in range(H)])
-        if m.mode == "sigmoid":
-            rows.append(2 * s.sigmoid() * on)
-            continue
-        rows.append((s * on if m.zero else s.masked_fill(~on, -math.inf)).softmax(-1))
-        if m.mode == "moh":
-            rows[-1] = m.k * rows[-1]
-            if m.n_shared:
-                a, b = 2 * m.split(h).softmax(-1)
-                rows[-1] = torch.cat((a[None], b * rows[-1]))
-    return torch.stack(rows).unflatten(0, x.shape[:2]).transpose(1, 2)[..., None]
-
-
-def slow_gates(gates, x, q, k, v, scale, seen, before, L, training=False, head_mask=None):
-    """Gated outputs [B, H, T, D] by whole T x T matrices; q, k, v [B, H, T, D], seen [B, T, T]."""
-    s = (q @ k.mT * scale).masked_fill(~seen[:, None], -math.inf)
-    P = s.softmax(-1)
+    before [B, 1, T]: tokens before each query, padding aside.
+    """
+    seen = seen[:, None]
+    s = (q @ k.mT * scale).masked_fill(~seen, -math.inf)
+    P = oracle.softmax(s)
     if head_mask is not None:
         P = P * head_mask[:, None, None]  # version 4
-    y = P @ v
     if gates is None:
-        return y
-    if gates.xsa is not None:
-        along = (y * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True)
-        y = y - gates.xsa.strength.tanh()[:, None, None] * along * v
-    if gates.head_norm is not None:
-        y = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-    if gates.router is not None:
-        y = y * slow_router(gates.router, x, training)
-    if gates.sentinel is not None:
-        g = gates.sentinel.logit.sigmoid()
-        y = y * ((g * 1.2 - 0.1).clamp(0, 1) if gates.sentinel.hard else g)[:, None, None]
-    if gates.output_gate is not None:
-        m = gates.output_gate
-        y = y * m.proj(x[..., :m.width]).sigmoid().unflatten(-1, (gates.n_head, -1)).transpose(1, 2)
-    if gates.acag is not None:
-        y = y * slow_acag(gates.acag, P, seen, before, L)
-    if gates.sink is not None:  # a key more, with the value 0
-        nothing = gates.sink.logit[:, None, None].expand(*s.shape[:3], 1)
-        y = y * (1 - torch.cat((s, nothing), -1).softmax(-1)[..., -1:])
-    return y
-
-
-def turned(x, base=10000.0):
-    """RoPE by columns, x [B, H, T, D], as Llama has it."""
-    half = x.size(-1) // 2
-    angle = torch.arange(x.size(2))[:, None] * base ** (-torch.arange(half).double() / half)
-    a, b = x.split(half, -1)
-    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+        return P @ v
+    c, p = dropin.gpt_config(model, (), model.config.nanoheads), dict(gates.named_parameters())
+    factors = oracle.factors(c, p, {}, x, s, P, seen, before, gates.head_ids, gates.training)
+    return oracle.rewritten(c, p, P @ v, v) * factors
 
 
 def slow_attention(model, layer, x, real, **more):
@@ -177,14 +111,14 @@ def slow_attention(model, layer, x, real, **more):
     else:
         q, k, v = (apart(F.linear(x, p.weight, p.bias)) for p in (attn.q_proj, attn.k_proj, attn.v_proj))
     if kind in ("llama", "mistral"):
-        q, k, v = turned(q), turned(k).repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        q, k, v = oracle.rope(q), oracle.rope(k).repeat_interleave(2, 1), v.repeat_interleave(2, 1)
     i, j = torch.arange(x.size(1))[:, None], torch.arange(x.size(1))
     window = {"mistral": 5, "gpt_neo": 4 if layer else None}.get(kind)
     seen = (j <= i) & ((i - j < window) if window else True) & real.bool()[:, None]
     seen = seen | ((j == i) & ~real.bool()[:, :, None])  # rows of padding, which nobody compares
     scale = 1.0 if kind == "gpt_neo" else 8 ** -0.5
-    y = slow_gates(getattr(attn, "nanoheads", None), x, q, k, v, scale, seen,
-                   (real.cumsum(1) - 1).clamp_min(0), 32, model.training, **more)
+    before = (real.cumsum(1) - 1).clamp_min(0)[:, None]
+    y = slow_gates(model, getattr(attn, "nanoheads", None), x, q, k, v, scale, seen, before, **more)
     y = y.transpose(1, 2).flatten(2)
     return y @ proj.weight + proj.bias if kind == "gpt2" else F.linear(y, proj.weight, proj.bias)
 
@@ -215,14 +149,13 @@ def off(model, layer, real=REAL):
 def test_the_acag_layer_is_the_formula(heads, width, length, flags, causal):
     layer = AdaptiveContextualAttention(heads * width, heads, 16, causal=causal, bias=True, **flags).double()
     scatter(layer, 0.5)
+    config = GPTConfig(block_size=16, n_layer=1, n_head=heads, n_embd=heads * width, bias=True,
+                       acag=flags.get("gate", "headwise"), acag_mode=flags.get("mode", "normalised"),
+                       acag_detach=flags.get("detach", False))
     attn, x = layer.attn, normal(2, length, heads * width).requires_grad_()
-    q, k, v = (t.unflatten(-1, (heads, width)).transpose(1, 2) for t in attn.c_attn(x).chunk(3, -1))
-    seen = torch.ones(2, length, length, dtype=torch.bool)
-    before = torch.arange(length).expand(2, -1) if causal else torch.full((2, length), length - 1)
-    gates = SimpleNamespace(acag=attn.acag, xsa=None, head_norm=None, router=None, sentinel=None,
-                            output_gate=None, sink=None)
-    y = slow_gates(gates, x, q, k, v, width ** -0.5, seen.tril() if causal else seen, before, 16)
-    want = attn.c_proj(y.transpose(1, 2).flatten(2))
+    seen = torch.ones(length, length, dtype=torch.bool)
+    before = torch.arange(length) if causal else torch.full((length,), length - 1)
+    want, _ = oracle.attend(config, attn, 0, x, seen.tril() if causal else seen, before)
     got = layer(x)
     assert got.shape == x.shape and (got - want).abs().max() < 1e-9
     r, tensors = normal(*got.shape, seed=5), [x, attn.acag.weight, attn.acag.bias]
@@ -282,22 +215,12 @@ def test_the_constraint_layer_is_the_formula(variant, flags):
     names = ["reciprocity", "decidability"]
     layer = ConstraintAttention(64, 4, names, 16, variant=variant, **flags).double().eval()
     scatter(layer, 0.2)
-    attn, c, x = layer.attn, layer.attn.constraint, normal(2, 9, 64)
-    D = 16 if variant == "A" else 64 // (4 + 2 * flags.get("heads", 1)) // 8 * 8
-    apart = lambda t: t.unflatten(-1, (-1, D)).transpose(1, 2)  # noqa: E731
-    mean = x.cumsum(1) / torch.arange(1, 10)[:, None]
-    router = c.out(F.relu(c.fc(mean))).sigmoid()
-    if flags.get("router"):
-        router = (router * 1.2 - 0.1).clamp(0, 1)
-    router, seen = router.transpose(1, 2)[..., None], torch.ones(2, 9, 9, dtype=torch.bool).tril()
-    base = slow_gates(None, x, *map(apart, attn.c_attn(x).chunk(3, -1)), D ** -0.5, seen, None, None)
-    q, k, v = map(apart, c.c_attn(x).chunk(3, -1))
-    published = flags.get("constraint_mode") == "published"
-    extra = slow_gates(None, x, q, k, v * router if published else v, D ** -0.5, seen, None, None)
-    score = torch.stack([F.relu(extra[:, h] @ c.w1[h].T + c.b1[h]) @ c.w2[h] + c.b2[h]
-                         for h in range(c.n_head)], 1).unflatten(1, (2, -1)).mean(2)
-    extra = extra if published else extra * router
-    want = attn.c_proj(base.transpose(1, 2).flatten(2)) + c.c_proj(extra.transpose(1, 2).flatten(2))
+    flags = {f"constraint_{key.removeprefix('constraint_')}": value for key, value in flags.items()}
+    config = GPTConfig(block_size=16, n_layer=1, n_head=4, n_embd=64, constraint_names=names,
+                       constraint_layers=[0], constraint_variant=variant, **flags)
+    seen, x = torch.ones(9, 9, dtype=torch.bool).tril(), normal(2, 9, 64)
+    want, found = oracle.attend(config, layer.attn, 0, x, seen, torch.arange(9))
+    score = found["head_scores"].unflatten(1, (2, -1)).mean(2)
     got, traces = layer(x)
     assert (got - want).abs().max() < 1e-12
     for i, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""The kernels by themselves, at sizes where they once went wrong; their oracles are in test_mechanisms.py."""
+"""The kernels by themselves, at sizes where they once went wrong; the whole model's oracle is oracle.py."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from model import GPT, CausalMask, GPTConfig
 from nanoheads import kernels
 from nanoheads.kernels import (CpuRMSNorm, CpuSquaredReLU, ChunkedCrossEntropy, attend, attend_lse,
                                costs_a_plan, flex, flex_tiles, linear32, padded_rows, row_statistics)
-from test_mechanisms import agree, dense, normal, tokens
+from oracle import agree, dense, normal, tokens
 
 
 def laid_out(*shape, seed):

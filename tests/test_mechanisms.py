@@ -1,4 +1,4 @@
-"""Every mechanism's formula, written out slowly in float64, against the fast path: values and gradients."""
+"""Every mechanism against the oracle, values and gradients; its kernels, its details, mistakes once made."""
 
 import itertools
 import math
@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import model as model_py
+import oracle
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, AdvantageAttention, Agency, CausalMask,
                    ConstraintHeads, Context, GPTConfig, HeadRoles, HeadRouter, Heads, KVCache, SentinelGate,
                    SkipFusion, constraint_losses, discounted_return, explain)
@@ -17,6 +18,8 @@ from nanoheads.common import ROOT
 from nanoheads.kernels import attend_lse, attend_packed, attend_selected, flex, row_statistics
 from nanoheads.training import optim
 from nanoheads.training.config import TrainConfig
+from oracle import agree, close, dense, equals_the_oracle, gradients, normal, sigmoid, softmax, tokens
+from train import TrainConfig
 
 # on CPU it is the reference, not a kernel
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -43,280 +46,7 @@ def tiny(flags={}, alive=True, **more):
     return model
 
 
-def tokens(*shape, seed=1):
-    return torch.randint(TINY["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
-
-
-def normal(*shape, seed=1, grad=False):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_(grad)
-
-
-def close(a, b, tol):
-    assert a.shape == b.shape
-    assert torch.allclose(a, b, rtol=0, atol=tol), f"off by {(a - b).abs().max():.1e}"
-
-
-def gradients(outputs, inputs):
-    """Of a random weighing of all outputs; zeros where an input was not used."""
-    total = sum((y * normal(*y.shape, seed=7 + i)).sum() for i, y in enumerate(outputs))
-    return torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True, materialize_grads=True)
-
-
-def agree(got, want, inputs, tol):
-    """Two lists of outputs and their gradients to all inputs are the same, and not all zeros by accident."""
-    for a, b in zip(got, want, strict=True):
-        close(a, b, tol)
-    pairs = list(zip(gradients(got, inputs), gradients(want, inputs)))
-    assert any(b.any() for _, b in pairs)
-    for a, b in pairs:
-        close(a, b, 10 * tol)
-
-
-# ---- the oracle: one sequence at a time, loops over heads and queries ----
-
-def visible(model, t, layer=0):
-    """The keys that query t reads, up to itself; with a window the near, the first, those in drawn blocks."""
-    c, size = model.config, model.config.window_block
-    if c.window_layers is not None and layer not in c.window_layers:
-        return list(range(t + 1))
-
-    def drawn(s):
-        return c.window_random and bool(model.mask.random_cells[t // size, s // size])
-
-    return [s for s in range(t + 1) if not c.window or t - s < c.window or s < c.window_global or drawn(s)]
-
-
-def softmax(s):
-    return s.exp() / s.exp().sum()
-
-
-def sigmoid(x):
-    return 1 / (1 + (-x).exp())
-
-
-def gelu(x):
-    return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
-
-
-def rms(x):
-    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-6)
-
-
-def turn(x, t, c):
-    """RoPE in complex numbers: pair (i, i + D/2) times e^(i t theta), the first rope_share of the pairs."""
-    half = len(x) // 2
-    n = max(1, round(c.rope_share * half))
-    theta = torch.tensor([t * c.rope_base ** (-i / n) * (i < n) for i in range(half)], dtype=torch.float64)
-    z = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones_like(theta), theta)
-    return torch.cat((z.real, z.imag))
-
-
-def router_logits(p, token):
-    if "router.fc.weight" not in p:
-        return p["router.out.weight"] @ token
-    hidden = gelu(p["router.fc.weight"] @ token + p["router.fc.bias"])
-    return p["router.out.weight"] @ hidden + p["router.out.bias"]
-
-
-def routing_weights(c, p, token):
-    """One token's factor for each head, [H]: shared heads, then the best of the others."""
-    z = router_logits(p, token)
-    k = HeadRouter.top_k(c) - c.routing_shared
-    chosen = sorted(range(len(z)), key=lambda h: -z[h].item())[:k]
-    if c.routing == "sigmoid":
-        return torch.stack([2 * sigmoid(z[h]) if h in chosen else 0 * z[h] for h in range(len(z))])
-    if HeadRouter.zero_mask(c):
-        return softmax(torch.stack([z[h] if h in chosen else 0 * z[h] for h in range(len(z))]))
-    total = sum(z[h].exp() for h in chosen)
-    w = torch.stack([z[h].exp() / total if h in chosen else 0 * z[h] for h in range(len(z))])
-    if c.routing == "published":
-        return w
-    if not c.routing_shared:
-        return k * w
-    to_shared, to_routed = 2 * softmax(p["router.split.weight"] @ token)
-    if c.routing_shared > 1:
-        shared = softmax(p["router.shared.weight"] @ token)
-    else:
-        shared = torch.ones(1, dtype=token.dtype)
-    return torch.cat((to_shared * c.routing_shared * shared, to_routed * k * w))
-
-
-def acag_gate(c, p, head, t, weights):
-    """The gate of one head at query t, [] or [D], from its attention row `weights`, over the keys it sees."""
-    n = len(weights)
-    if c.acag_detach:
-        weights = weights.detach()
-    if c.acag_mode == "published":
-        std = ((weights - 1 / n).square().mean() + 1e-12).sqrt() if n > 1 else 0.0
-        features = ((t + 1) / c.acag_length, 1 / n, std)
-    else:
-        entropy, p2 = -(weights * weights.log()).sum(), (weights**2).sum()
-        features = (math.log(1 + t) / math.log(1 + c.acag_length),
-                    *((1 - entropy / math.log(n), (n * p2).log()) if n > 1 else (0.0, 0.0)))
-    z = sum(p["acag.weight"][head][..., i] * feature for i, feature in enumerate(features))
-    z = z + p["acag.bias"][head]
-    return sigmoid(z) if c.acag_mode == "published" else 2 * sigmoid(z)
-
-
-def prior(role, d, n):
-    """What a role adds to the logit of the key d tokens back, for each nat of its strength; n waves."""
-    if role == "free":
-        return 0.0
-    peak, shortest = (1, 2) if role == "previous" else (0, 16)
-    p = sum(math.cos(2 * math.pi * (d - peak) / (shortest * 1.5**i)) for i in range(n)) / n
-    return -p if role == "long" else p
-
-
-def expected_factor(c, p, metrics):
-    """The mean factor of a head whose states have the chances that learned agency gives them."""
-    factors = [*STATES.values()][:3] + [0.0 if c.agency_enforce else 1.0]
-    logits = [p["agency.weight"][s] @ metrics + p["agency.bias"][s] for s in range(4)]
-    total = sum(z.exp() for z in logits)
-    return sum(z.exp() / total * torch.tensor(f).double() for z, f in zip(logits, factors))
-
-
-def slow_attention(model, layer, x, hint=None):
-    """x [T, C], one sequence, through an attention layer.
-
-    Returns (what joins the stream [T, C], {name: what was seen on the way}).
-    """
-    c, attn = model.config, model.transformer.h[layer].attn
-    p, D, H, T = dict(attn.named_parameters()), ConstraintHeads.head_size(c, layer), c.n_head, len(x)
-    E = ConstraintHeads.count(c, layer)
-
-    def linear(x, name, rows=slice(None)):
-        y = x @ p[name + ".weight"][rows].T
-        return y + p[name + ".bias"][rows] if name + ".bias" in p else y
-
-    routed = c.routing and (model.training or attn.router.in_eval)
-    routing = [routing_weights(c, p, token) for token in x] if routed else None
-    if E:
-        pooled = torch.stack([x[:t + 1].mean(0) if hint is None else hint for t in range(T)])
-        router = sigmoid(linear(linear(pooled, "constraint.fc").clamp_min(0), "constraint.out"))  # (T, E)
-    seen = dict(entropy=torch.zeros(H + E, T), concentration=torch.zeros(H + E, T),
-                head_scores=[], routing_weights=routing)
-    out = torch.zeros(T, c.n_embd, dtype=torch.float64)
-    for i in range(H + E):
-        base, h = i < H, i if i < H else i - H
-        name, heads = ("c_attn", H) if base else ("constraint.c_attn", E)
-        starts = [(part * heads + h) * D for part in range(3)]
-        q, k, v = (linear(x, name, slice(start, start + D)) for start in starts)
-        if base and c.a2c == "published":
-            k, v = q, x[:, h * D:(h + 1) * D]
-        if c.qk_norm:
-            q, k = rms(q), rms(k)
-        if c.pos == "rope":
-            q, k = (torch.stack([turn(r[t], t, c) for t in range(T)]) for r in (q, k))
-        if base and c.key_offset:  # dimensions D/4 to D/2 and 3D/4 to D, as in modded-nanogpt
-            own, k = k, k.clone()
-            for t, d in itertools.product(range(1, T), (*range(D // 4, D // 2), *range(3 * D // 4, D))):
-                k[t, d] = own[t - 1, d]
-        a = linear(x, "a2c.critic")[:, h] if base and c.a2c else None
-        if not base and c.constraint_mode == "published":
-            v = v * router[:, h:h + 1]
-        y, gates = [], []
-        for t in range(T):
-            keys = visible(model, t, layer)
-            s = torch.stack([q[t] @ k[key] for key in keys]) / math.sqrt(D)
-            if a is not None and c.a2c == "published":
-                s = s * a[t]
-            if a is not None and c.a2c == "temperature":
-                s = s * a[t].exp()
-            if a is not None and c.a2c == "key_bias":
-                s = s + p["a2c.mix"][h] * a[keys]
-            if base and c.roles:
-                biases = [prior(c.roles[h % len(c.roles)], t - key, c.roles_waves) for key in keys]
-                s = s + p["roles.strength"][h] * torch.tensor(biases, dtype=torch.float64)
-            weights = softmax(s)
-            if c.sink:  # one key more, whose value is 0
-                sunk = softmax(torch.cat((s, p["sink.logit"][i:i + 1])))[:-1]
-            else:
-                sunk = weights
-            y.append(sum(sunk[j] * v[key] for j, key in enumerate(keys)))
-            if c.xsa:
-                own = v[t] / v[t].norm()
-                y[-1] = y[-1] - p["xsa.strength"][i].tanh() * (y[-1] @ own) * own
-            gates.append(acag_gate(c, p, i, t, weights) if c.acag else torch.ones(()).double())
-            seen["entropy"][i, t] = -(weights * weights.log()).sum()
-            seen["concentration"][i, t] = (weights**2).sum()
-        y = torch.stack(y)  # (T, D)
-        if c.head_norm:
-            y = rms(y)
-        if not base:
-            hidden = (y @ p["constraint.w1"][h].T + p["constraint.b1"][h]).clamp_min(0)
-            seen["head_scores"].append(hidden @ p["constraint.w2"][h] + p["constraint.b2"][h])
-        if c.acag:
-            y = torch.stack([y[t] * gates[t] for t in range(T)])
-        if c.sentinel:
-            g = sigmoid(p["sentinel.logit"][i])
-            y = y * (g if c.sentinel == "sigmoid" else (1.2 * g - 0.1).clamp(0, 1))
-        if c.agency:
-            consent = bool(attn.agency.consent[i])
-            factor = list(STATES.values())[attn.agency.state[i]] if consent or not c.agency_enforce else 0.0
-            # 0.7 is kept in float32
-            factor = torch.tensor(1.0 if factor == 0.0 and not c.agency_enforce else factor).double()
-            if c.agency_learned and consent:  # its value is 0
-                expected = expected_factor(c, p, attn.agency.metrics[i])
-                factor = factor + expected - expected.detach()
-            y = y * factor
-        if routing and base:
-            y = torch.stack([y[t] * routing[t][h] for t in range(T)])
-        if c.output_gate == "headwise":
-            y = y * sigmoid(x[:, :c.output_gate_width or c.n_embd] @ p["output_gate.proj.weight"][i])[:, None]
-        if c.output_gate == "elementwise":
-            y = y * sigmoid(x @ p["output_gate.proj.weight"][i * D:(i + 1) * D].T)
-        if not base and c.constraint_mode == "query":
-            y = y * router[:, h:h + 1]
-        out = out + y @ p["c_proj.weight" if base else "constraint.c_proj.weight"][:, h * D:(h + 1) * D].T
-    return out + p.get("c_proj.bias", 0), dict(seen, router_gates=router if E else None)
-
-
-def slow_hidden(model, idx, hint=None):
-    """The whole forward pass up to the output head, [B, T, C]."""
-    c, p, N = model.config, dict(model.named_parameters()), model.config.n_layer
-
-    def norm(x, name):
-        if c.norm == "rmsnorm":
-            return rms(x)
-        y = (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5)
-        return y * p[name + ".weight"] + p.get(name + ".bias", 0)
-
-    rows = []
-    for b, row in enumerate(idx):
-        x = p["transformer.wte.weight"][row]
-        x = x + p["transformer.wpe.weight"][:len(row)] if c.pos == "learned" else x
-        x = rms(x) if c.embed_norm else x
-        outputs = []
-        for i in range(N):
-            name = f"transformer.h.{i}."
-            read = x
-            x = x + slow_attention(model, i, norm(x, name + "ln_1"), None if hint is None else hint[b])[0]
-            inner = norm(read if c.parallel else x, name + "ln_2") @ p[name + "mlp.c_fc.weight"].T
-            inner = inner + p.get(name + "mlp.c_fc.bias", 0)
-            inner = gelu(inner) if c.act == "gelu" else inner.clamp_min(0) ** 2
-            x = x + inner @ p[name + "mlp.c_proj.weight"].T + p.get(name + "mlp.c_proj.bias", 0)
-            partner = N - 1 - i  # blocks counted from 0
-            if c.unet and partner < i:
-                skip, fuse = outputs[partner] * float(c.unet_skips), f"fuse.{i - (N + 1) // 2}."
-                if c.unet == "add":
-                    x = x + sigmoid(p[fuse + "logit"]) * skip
-                if c.unet == "scalar":
-                    x = x + p[fuse + "weight"] * skip
-                if c.unet == "concat":
-                    x = x + torch.cat((skip, x), -1) @ p[fuse + "weight"].T
-                if c.unet == "published":
-                    x = torch.cat((skip, x), -1) @ p[fuse + "weight"].T + p[fuse + "bias"]
-            outputs.append(x)
-        rows.append(norm(x, "transformer.ln_f"))
-    return torch.stack(rows)
-
-
-def equals_the_oracle(model, idx=tokens(2, 7), hint=None, tol=1e-9):
-    got, want = model.run_blocks(idx, hint=hint)[0], slow_hidden(model, idx, hint)
-    scale = want.detach().abs().max().item()
-    agree([got / scale], [want / scale], list(model.parameters()), tol)
-
+# ---- the whole model ----
 
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_values_and_gradients_equal_the_written_out_formula(name):
@@ -339,7 +69,15 @@ MIXTURES = {
     "switches": dict(routing="sigmoid", agency=True, agency_enforce=False, unet="concat", unet_skips=False,
                      acag="headwise", window=2, bias=True),
     "learned": dict(agency=True, agency_learned=True, agency_enforce=False, sentinel="sigmoid",
-                    constraint_names=["a"], constraint_layers=[0, 1], head_norm=True)}
+                    constraint_names=["a"], constraint_layers=[0, 1], head_norm=True),
+    "gated scores": dict(constraint_names=["a", "b"], constraint_gate="score", sink=True, xsa=True,
+                         acag="headwise", roles=["long", "local"]),
+    "hard gates": dict(constraint_names=["a", "b"], constraint_layers=[0, 1], constraint_gate="value",
+                       constraint_router="hard_concrete", constraint_router_input="first", head_norm=True),
+    "skipped": dict(constraint_names=["a", "b"], constraint_skip=0.5, constraint_layers=[0, 1],
+                    output_gate="headwise"),
+    "pruned": dict(head_ids=[[1, 2, 5], [0]], routing="moh", roles=["previous", "long"], a2c="published",
+                   constraint_names=["a"])}
 
 
 @pytest.mark.parametrize("flags", MIXTURES.values(), ids=MIXTURES)
@@ -353,24 +91,16 @@ def test_all_mechanisms_together_equal_the_written_out_formula(recipe):
     model, idx = tiny(ALL_ON, n_layer=3, **recipe), tokens(2, 7)
     # RoPE's tables are float32
     equals_the_oracle(model, idx, tol=1e-9 if model.config.pos == "learned" else 1e-6)
-    want = slow_hidden(model, idx) @ model.lm_head.weight.T
-    assert torch.allclose(model(idx).logits.double(), want, rtol=1e-5, atol=1e-5)  # logits are float32
+    # logits are float32
+    assert torch.allclose(model(idx).logits.double(), oracle.logits(model, idx), rtol=1e-5, atol=1e-5)
 
 
 # ---- attention kernels ----
 
-def dense(q, k, v, scale, mask=None):
-    """Attention with the T x T logits in memory: y, log-sum-exp, weights."""
-    mask = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool).tril() if mask is None else mask
-    s = (scale * q @ k.mT).masked_fill(~mask, -math.inf)
-    lse = s.exp().sum(-1).log()
-    p = (s - lse[..., None]).exp()
-    return p @ v, lse, p
-
-
 def statistics(p):
     """Entropy and log sum p^2 of rows that are 0 where nothing is seen."""
-    return -(p * p.clamp_min(1e-300).log()).sum(-1), (p**2).sum(-1).log()
+    entropy, p2 = oracle.row_statistics(p)
+    return entropy, p2.log()
 
 
 def windowed(T, window):
@@ -519,9 +249,8 @@ def test_flex_attention_under_its_block_mask_sees_what_the_dense_mask_says(flags
 def test_a_window_sees_the_near_the_first_and_the_drawn(flags):
     model = tiny(flags, block_size=32)
     mask = model.mask.dense(0, 32, None, torch.device("cpu"))[0, 0]
-    for t in range(32):
-        assert mask[t].nonzero().flatten().tolist() == visible(model, t)
-        assert model.mask.n_seen[t] == len(visible(model, t))
+    assert torch.equal(mask, oracle.visible(model, 0, 32))
+    assert torch.equal(model.mask.n_seen, mask.sum(-1))
     if "window_random" in flags:
         table = model.mask.random_cells
         size, window = model.config.window_block, model.config.window
@@ -550,18 +279,14 @@ def test_routing_weights_and_penalty_equal_loops_over_tokens(name):
     c, router, x = model.config, model.transformer.h[0].attn.router, normal(3, 7, 96, grad=True)
     p = {f"router.{n}": v for n, v in router.named_parameters()}
     got, selected, logits = router(x)
-    want = torch.stack([torch.stack([routing_weights(c, p, token) for token in row]) for row in x])
+    want = oracle.routing_weights(c, p, x)
     penalty, = router.penalty(got, selected, logits).values()
     if c.routing == "published":  # the mean over tokens of the weights' entropy
         slow = sum(-(w * w.log()) for w in want.flatten() if w > 0) / 21
     else:  # heads times the sum over heads of (mean probability) x (share of tokens that chose it)
-        z = [router_logits(p, token) for token in x.flatten(0, 1)]
-        k = HeadRouter.top_k(c) - c.routing_shared
-        slow = 0.0
-        for h in range(len(z[0])):
-            probability = sum(softmax(row)[h] for row in z) / 21
-            slow = slow + probability * sum(h in row.topk(k).indices.tolist() for row in z) / 21
-        slow = slow * len(z[0])
+        z = oracle.router_logits(p, x).flatten(0, 1)
+        probability, share = softmax(z).mean(0), oracle.chosen(c, z).double().mean(0)
+        slow = z.size(-1) * sum(probability[h] * share[h] for h in range(z.size(-1)))
     agree([got], [want], [x, *router.parameters()], 1e-10)
     # the write-up's code keeps 1e-8 away from log 0
     agree([penalty[None]], [0.3 * slow[None]], [x, *router.parameters()], 1e-6)
@@ -992,28 +717,23 @@ HINTED += [(name, True) for name in ("constraint_a", "constraint_published", "tw
 def test_traces_equal_what_the_slow_layer_saw(name, hinted):
     model, idx, hint = tiny(TRACED[name]), tokens(2, 9), normal(2, 96, seed=5) if hinted else None
     c = model.config
-    hints = [None, None] if hint is None else hint
     out, read = attention_inputs(model, idx, traces=True, router_hint=hint)
     for layer, x in enumerate(read):
-        slow = [slow_attention(model, layer, *row)[1] for row in zip(x, hints, strict=True)]
+        slow = oracle.attention(model, layer, x, hint)[1]
 
         def trace(key):
             return out.traces[f"blocks.{layer}.{key}"].double()
 
         for key in ("entropy", "concentration"):
-            close(trace(key), torch.stack([s[key] for s in slow]).double(), 1e-6)
+            close(trace(key), slow[key], 1e-6)
         if c.routing:
-            weights = torch.stack([torch.stack(s["routing_weights"]) for s in slow])
-            close(trace("routing_weights"), weights, 1e-9)
+            close(trace("routing_weights"), slow["routing_weights"], 1e-9)
         if ConstraintHeads.on(c, layer):
-            scores = torch.stack([torch.stack(s["head_scores"]) for s in slow])
-            close(trace("head_scores"), scores, 1e-9)
-            gates = torch.stack([s["router_gates"] for s in slow])
-            close(trace("router_gates").expand(2, 9, -1), gates, 1e-9)
+            close(trace("head_scores"), slow["head_scores"], 1e-9)
+            close(trace("router_gates").expand(2, 9, -1), slow["router_gates"], 1e-9)
             for i, constraint in enumerate(c.constraint_names):
-                heads = range(i * c.constraint_heads, (i + 1) * c.constraint_heads)
-                close(trace(f"constraint.{constraint}"),
-                      sum(scores[:, h] for h in heads) / c.constraint_heads, 1e-9)
+                heads = slice(i * c.constraint_heads, (i + 1) * c.constraint_heads)
+                close(trace(f"constraint.{constraint}"), slow["head_scores"][:, heads].mean(1), 1e-9)
     if hinted:
         equals_the_oracle(model, idx, hint)
         assert not torch.allclose(model(idx, router_hint=hint).logits, model(idx).logits, atol=1e-4)
@@ -1022,14 +742,10 @@ def test_traces_equal_what_the_slow_layer_saw(name, hinted):
 def test_attention_maps_are_the_weights():
     model, idx = tiny(window=3), tokens(2, 9)
     out, read = attention_inputs(model, idx, traces="maps")
-    mask = model.mask.dense(0, 9, None, idx.device)
     for layer, x in enumerate(read):
-        qkv = (x @ w.T for w in model.transformer.h[layer].attn.c_attn.weight.chunk(3))
-        q, k, v = (a.unflatten(-1, (6, 16)).transpose(1, 2) for a in qkv)
-        p = dense(q, k, v, 0.25, mask)[2]
-        close(out.traces[f"blocks.{layer}.map"].double(), p, 1e-6)
-        entropy, log_p2 = statistics(p)
-        close(out.traces[f"blocks.{layer}.entropy"].double(), entropy, 1e-6)
+        slow = oracle.attention(model, layer, x)[1]
+        close(out.traces[f"blocks.{layer}.map"].double(), slow["map"], 1e-6)
+        close(out.traces[f"blocks.{layer}.entropy"].double(), slow["entropy"], 1e-6)
 
 
 # ---- constraint heads ----
@@ -1272,7 +988,7 @@ def test_a_role_adds_its_prior_to_the_logits(positions):
     roles.before(LAYER, h, Context(positions=positions))
     want, at = torch.empty(2, 4, 5, 5).double(), positions.expand(2, 5)
     for b, i, t, s in itertools.product(range(2), range(4), range(5), range(5)):
-        p = prior(ROLES[i], (at[b, t] - at[b, s]).item(), 12)
+        p = oracle.prior(ROLES[i], (at[b, t] - at[b, s]).item(), 12)
         want[b, i, t, s] = 0.4 * q[b, i, t] @ k[b, i, s] + roles.strength[i] * p
     agree([0.4 * h.q @ h.k.mT], [want], [q, k, roles.strength], 1e-9)
     assert torch.equal(h.v[..., :16], v) and not h.v[..., 16:].any()  # values are only padded

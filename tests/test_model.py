@@ -7,8 +7,10 @@ import torch
 from torch.nn import functional as F
 
 import model as model_py
+import oracle
 from model import (GPT, RECIPES, GPTConfig, KVCache, check_sampling, penalise, relu2, rms_norm, rope_tables,
                    rotate, sample_token)
+from oracle import tokens
 
 TINY = dict(block_size=16, vocab_size=37, n_layer=2, n_head=4, n_embd=32)
 FLAGS = [dict(recipe="gpt2"),
@@ -44,82 +46,29 @@ def tiny(flags={}, alive=True, **more):
     return model
 
 
-def tokens(*shape, seed=1):
-    return torch.randint(TINY["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
-
-
 # ---- oracles ----
 
-def reference(model, idx):
-    """The forward pass written out, one sequence at a time: loops over heads and queries, a T x T softmax."""
-    c, w = model.config, dict(model.named_parameters())
-
-    def norm(x, name):
-        if c.norm == "layernorm":
-            y = (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5)
-            return y * w[name + ".weight"] + (w[name + ".bias"] if c.bias else 0)
-        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)
-
-    def linear(x, name):
-        return x @ w[name + ".weight"].T + (w[name + ".bias"] if c.bias else 0)
-
-    def turn(x, t):  # complex numbers: pair (i, i + D/2) times e^(i t theta), theta 0 beyond rope_share
-        half = x.size(-1) // 2
-        n = round(half * c.rope_share)
-        theta = torch.tensor([t * c.rope_base ** (-i / n) * (i < n) for i in range(half)],
-                             dtype=torch.float64)
-        z = torch.complex(x[:half], x[half:]) * torch.polar(torch.ones_like(theta), theta)
-        return torch.cat((z.real, z.imag))
-
-    def act(x):
-        if c.act == "relu2":
-            return x.clamp_min(0) ** 2
-        if c.act == "gelu":
-            return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
-        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-    out = []
-    for row in idx:
-        T, D = len(row), c.head_size
-        x = w["transformer.wte.weight"][row]
-        if c.pos == "learned":
-            x = x + w["transformer.wpe.weight"][:T]
-        if c.embed_norm:
-            x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6)
-        for i in range(c.n_layer):
-            name = f"transformer.h.{i}."
-            q, k, v = linear(norm(x, name + "ln_1"), name + "attn.c_attn").split(c.n_embd, dim=-1)
-            heads = []
-            for h in range(c.n_head):
-                qh, kh, vh = (a[:, h * D:(h + 1) * D] for a in (q, k, v))
-                if c.qk_norm:
-                    qh, kh = (a / torch.sqrt(a.square().mean(-1, keepdim=True) + 1e-6) for a in (qh, kh))
-                if c.pos == "rope":
-                    qh, kh = (torch.stack([turn(a[t], t) for t in range(T)]) for a in (qh, kh))
-                score = qh @ kh.T * (c.qk_max / D if c.qk_max else 1 / math.sqrt(D))
-                score = score.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
-                heads.append(score.softmax(-1) @ vh)
-            attended = x + linear(torch.cat(heads, dim=-1), name + "attn.c_proj")
-            read = x if c.parallel else attended
-            inner = act(linear(norm(read, name + "ln_2"), name + "mlp.c_fc"))
-            x = attended + linear(inner, name + "mlp.c_proj")
-        logits = norm(x, "transformer.ln_f") @ w["transformer.wte.weight" if c.tied else "lm_head.weight"].T
-        out.append(c.softcap * torch.tanh(logits / c.softcap) if c.softcap else logits)
-    return torch.stack(out)
-
-
 @all_flags
-def test_forward_and_gradient_equal_the_written_out_reference(flags):
+def test_forward_and_gradient_equal_the_oracle(flags):
     model, idx, targets = tiny(flags), tokens(3, 11), tokens(3, 11, seed=2)
-    out = model(idx, targets, logits=True)
-    want = reference(model, idx)
+    out, want = model(idx, targets, logits=True), oracle.logits(model, idx)
     assert torch.allclose(out.logits.double(), want, atol=1e-5)  # logits are float32
-    loss = F.cross_entropy(want.flatten(0, 1), targets.flatten())
+    loss = oracle.cross_entropy(want, targets)
     assert out.loss.item() == pytest.approx(loss.item(), abs=1e-6)
     grads = torch.autograd.grad(out.loss, list(model.parameters()))
     wants = torch.autograd.grad(loss, list(model.parameters()))
     for (name, _), g, w in zip(model.named_parameters(), grads, wants):
         assert torch.allclose(g, w, atol=1e-6), name
+
+
+@pytest.mark.parametrize("name, wrong", [("rope", lambda x, *a: x), ("rms", lambda x: x),
+                                         ("activation", lambda x, name: x.clamp_min(0)),
+                                         ("visible", lambda m, i, T: torch.ones(T, T).bool())])
+def test_the_oracle_notices(name, wrong, monkeypatch):
+    """Negative controls: with one of its functions wrong, it is not the model."""
+    monkeypatch.setattr(oracle, name, wrong)
+    model, idx = tiny(dict(recipe="modern")), tokens(3, 11)
+    assert not torch.allclose(model(idx).logits.double(), oracle.logits(model, idx), atol=1e-3)
 
 
 def test_equals_an_independent_gpt2_style_forward_with_copied_weights():

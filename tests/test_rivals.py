@@ -1,4 +1,4 @@
-"""The rivals against other people's classes and their promises; slow oracles are in test_mechanisms.py."""
+"""The rivals against other people's classes and their promises; the oracle is tests/oracle.py."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from model import GPT, MECHANISMS, Context, GPTConfig, Heads
-from test_mechanisms import TINY, close, dense, normal, tiny
+from oracle import close, dense, normal
+from test_mechanisms import TINY, tiny
 
 
 def attention_of(model, x):

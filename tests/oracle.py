@@ -1,0 +1,466 @@
+"""A slow, plain GPT in float64: the T x T attention in memory, and the formula of each mechanism.
+
+Tests compare the fast path with it, forward and gradient. It reads a model's config, its parameters and
+buffers by name, and calls nothing of model.py. In the shapes, H are the layer's heads and then its constraint
+heads; what a mechanism does to the first kind alone says so. `plain` is the exception: the plain GPT in
+PyTorch's own operations, for equality to the last bit.
+"""
+import math
+
+import torch
+from torch.nn import functional as F
+
+# in the order of their numbers, with their factors; 0.7 is kept in float32
+STATES = {"active": 1.0, "overloaded": 0.5, "misaligned": torch.tensor(0.7).item(), "withdrawn": 0.0}
+
+
+# ---- comparing ----
+
+def tokens(*shape, seed=1):
+    """Of a vocabulary of 37."""
+    return torch.randint(37, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def normal(*shape, seed=1, grad=False):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_(grad)
+
+
+def close(a, b, tol):
+    assert a.shape == b.shape
+    assert torch.allclose(a, b, rtol=0, atol=tol), f"off by {(a - b).abs().max():.1e}"
+
+
+def gradients(outputs, inputs):
+    """Of a random weighing of all outputs; zeros where an input was not used."""
+    total = sum((y * normal(*y.shape, seed=7 + i)).sum() for i, y in enumerate(outputs))
+    return torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True, materialize_grads=True)
+
+
+def agree(got, want, inputs, tol):
+    """Two lists of outputs and their gradients to all inputs are the same, and not all zeros by accident."""
+    for a, b in zip(got, want, strict=True):
+        close(a, b, tol)
+    pairs = list(zip(gradients(got, inputs), gradients(want, inputs)))
+    assert any(b.any() for _, b in pairs)
+    for a, b in pairs:
+        close(a, b, 10 * tol)
+
+
+def equals_the_oracle(model, idx=tokens(2, 7), hint=None, tol=1e-9):
+    """Hidden states of idx [B, T] and the gradients of all parameters are the oracle's, as the states scale.
+    """
+    got, want = model.hidden(idx, hint=hint), hidden(model, idx, hint)
+    scale = want.detach().abs().max().item()
+    agree([got / scale], [want / scale], list(model.parameters()), tol)
+
+
+# ---- functions ----
+
+def softmax(s):
+    """Over the last axis; entries of -inf get 0."""
+    e = (s - s.amax(-1, keepdim=True).detach()).exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+def sigmoid(x):
+    return 1 / (1 + (-x).exp())
+
+
+def hard_concrete(logit):
+    """Stretched to (-0.1, 1.1) and clamped (arXiv 1712.01312, eq. 13)."""
+    return (1.2 * sigmoid(logit) - 0.1).clamp(0, 1)
+
+
+def activation(x, name):
+    if name == "relu2":
+        return x.clamp_min(0) ** 2
+    if name == "gelu_tanh":
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def rms(x):
+    return x / ((x**2).mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def normed(c, p, x, name):
+    if c.norm == "rmsnorm":
+        return rms(x)
+    x = x - x.mean(-1, keepdim=True)
+    return x / ((x**2).mean(-1, keepdim=True) + 1e-5).sqrt() * p[name + ".weight"] + p.get(name + ".bias", 0)
+
+
+def linear(p, x, name):
+    return x @ p[name + ".weight"].T + p.get(name + ".bias", 0)
+
+
+def rope(x, base=10000.0, share=1.0):
+    """x [..., T, D]: pair (i, i + D/2) as a complex number, times e^(i t theta); the first share of them."""
+    T, half = x.size(-2), x.size(-1) // 2
+    n = max(1, round(share * half))
+    theta = torch.tensor([base ** (-i / n) * (i < n) for i in range(half)], dtype=torch.float64)
+    angle = torch.arange(T, dtype=torch.float64)[:, None] * theta
+    z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((z.real, z.imag), -1)
+
+
+def split(x, n_head):
+    """[B, T, H * D] -> [B, H, T, D]."""
+    return x.unflatten(-1, (n_head, -1)).transpose(1, 2)
+
+
+def visible(model, layer, T):
+    """Which key each query reads, bool [T, T]: the near, the first, those in drawn blocks; none to come."""
+    c = model.config
+    t, s = torch.arange(T)[:, None], torch.arange(T)
+    if not c.window or c.window_layers is not None and layer not in c.window_layers:
+        return s <= t
+    seen = (t - s < c.window) | (s < c.window_global)
+    if c.window_random:
+        seen = seen | model.mask.random_cells[t // c.window_block, s // c.window_block]
+    return seen & (s <= t)
+
+
+def dense(q, k, v, scale, mask=None):
+    """Attention with the T x T logits in memory: outputs, log-sum-exp, weights."""
+    mask = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool).tril() if mask is None else mask
+    s = (scale * q @ k.mT).masked_fill(~mask, -math.inf)
+    lse = s.exp().sum(-1).log()
+    p = (s - lse[..., None]).exp()
+    return p @ v, lse, p
+
+
+# ---- factors on the outputs ----
+
+def router_logits(p, x):
+    hidden = activation(linear(p, x, "router.fc"), "gelu") if "router.fc.weight" in p else x
+    return linear(p, hidden, "router.out")
+
+
+def top_k(c):
+    """Heads that a token uses: half of them, or two beside the shared ones."""
+    if c.routing_top_k is not None:
+        return c.routing_top_k
+    return max(1, c.n_head // 2, c.routing_shared and c.routing_shared + 2)
+
+
+def chosen(c, z):
+    """Whether a head has one of the k largest of the logits z [..., heads]; shared heads are not in them."""
+    larger = (z[..., None, :] > z[..., :, None]).sum(-1)
+    return larger < top_k(c) - c.routing_shared
+
+
+def routing_weights(c, p, x):
+    """Each token's factor for each head, x [..., C] -> [..., n_head]: shared heads, then the others."""
+    z, k = router_logits(p, x), top_k(c) - c.routing_shared
+    on = chosen(c, z)
+    if c.routing == "sigmoid":
+        return 2 * sigmoid(z) * on
+    if c.routing == "published":
+        return softmax(z * on if c.routing_mask != "inf" else z.masked_fill(~on, -math.inf))
+    w = k * softmax(z.masked_fill(~on, -math.inf))
+    if not c.routing_shared:
+        return w
+    to_shared, to_routed = (2 * softmax(x @ p["router.split.weight"].T)).split(1, -1)
+    shared = softmax(x @ p["router.shared.weight"].T) if c.routing_shared > 1 else torch.ones_like(to_shared)
+    return torch.cat((to_shared * c.routing_shared * shared, to_routed * w), -1)
+
+
+def routes(c, training):
+    """Whether the gates of routing act: as published, in training alone."""
+    in_eval = c.routing != "published" if c.routing_eval_gate is None else c.routing_eval_gate
+    return bool(c.routing) and (training or in_eval)
+
+
+def row_statistics(P):
+    """(entropy in nats, sum p^2) of attention rows P [..., S]."""
+    return -(P * P.clamp_min(1e-300).log()).sum(-1), (P**2).sum(-1)
+
+
+def context_gate(c, p, P, seen, t):
+    """ACAG's gate [B, H, T, 1 or D] from attention rows P [B, H, T, S]; t: the tokens before each query."""
+    P = P.detach() if c.acag_detach else P
+    n, t = seen.sum(-1).double().expand(P.shape[:-1]), t.double().expand(P.shape[:-1])
+    alone = n == 1
+    if c.acag_mode == "published":
+        deviation = torch.where(seen, P - 1 / n[..., None], 0.0)
+        std = ((deviation**2).sum(-1) / n + 1e-12).sqrt()
+        features = (t + 1) / c.acag_length, 1 / n, torch.where(alone, 0.0, std)
+    else:
+        entropy, p2 = row_statistics(P)
+        features = ((1 + t).log() / math.log(1 + c.acag_length),
+                    torch.where(alone, 0.0, 1 - entropy / n.clamp_min(2).log()),
+                    torch.where(alone, 0.0, (n * p2).log()))
+    w, b = p["acag.weight"].view(P.size(1), 1, -1, 3), p["acag.bias"].view(P.size(1), 1, -1)
+    z = sum(f[..., None] * w[..., i] for i, f in enumerate(features)) + b
+    return sigmoid(z) if c.acag_mode == "published" else 2 * sigmoid(z)
+
+
+def sink_gate(p, s):
+    """What a key of the learned logit and the value 0 leaves of the outputs; s [B, H, T, S]."""
+    nothing = p["sink.logit"][:, None, None].expand(*s.shape[:3], 1)
+    return 1 - softmax(torch.cat((s, nothing), -1))[..., -1:]
+
+
+def agency_factor(c, p, b):
+    """Factor of each head [H] by its state and consent, b: buffers. Learned: the mean factor's gradient."""
+    states, consent = b["agency.state"], b["agency.consent"]
+    factors = [*STATES.values()][:3] + [0.0 if c.agency_enforce else 1.0]
+    factors = torch.tensor(factors, dtype=torch.float64)
+    factor = factors[states]
+    if c.agency_enforce:
+        factor = factor * consent
+    if c.agency_learned:
+        chances = softmax(b["agency.metrics"] @ p["agency.weight"].T + p["agency.bias"])
+        mean = chances @ factors
+        factor = factor + consent * (mean - mean.detach())  # its value is 0
+    return factor
+
+
+def factors(c, p, b, x, s, P, seen, t, left, training):
+    """The product of all gates, [B, H, T, 1 or D].
+
+    s, P [B, H, T, S]: logits and weights; t: the tokens before each query; left: the heads that are there.
+    """
+    H, gate = s.size(1), torch.ones(s.size(1), 1, 1, dtype=torch.float64)
+    if c.sentinel:
+        g = p["sentinel.logit"]
+        gate = gate * (sigmoid(g) if c.sentinel == "sigmoid" else hard_concrete(g))[:, None, None]
+    if c.agency:
+        gate = gate * agency_factor(c, p, b)[:, None, None]
+    if routes(c, training):  # constraint heads are always on
+        w = routing_weights(c, p, x)[..., left]
+        gate = gate * F.pad(w, (0, H - w.size(-1)), value=1.0).transpose(1, 2)[..., None]
+    if c.output_gate:
+        read = x[..., :c.output_gate_width or x.size(-1)]
+        gate = gate * split(sigmoid(read @ p["output_gate.proj.weight"].T), H)
+    if c.acag:
+        gate = gate * context_gate(c, p, P, seen, t)
+    if c.sink:
+        gate = gate * sink_gate(p, s)
+    return gate
+
+
+def rewritten(c, p, y, v):
+    """Outputs y [B, H, T, D] as they are before the gates; v: each token's own value."""
+    if c.xsa:
+        share = (y * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True)
+        y = y - p["xsa.strength"].tanh()[:, None, None] * share * v
+    return rms(y) if c.head_norm else y
+
+
+# ---- logits ----
+
+def offset(k):
+    """Dimensions D/4 to D/2 and 3D/4 to D of each key from the token before, as in modded-nanogpt."""
+    D, moved = k.size(-1), k.clone()
+    for d in (*range(D // 4, D // 2), *range(3 * D // 4, D)):
+        moved[..., 1:, d] = k[..., :-1, d]
+    return moved
+
+
+def prior(role, d, n):
+    """What a role adds to the logit of the key d tokens back, for each nat of its strength; n waves."""
+    if role == "free":
+        return 0.0
+    peak, shortest = (1, 2) if role == "previous" else (0, 16)
+    p = sum(math.cos(2 * math.pi * (d - peak) / (shortest * 1.5**i)) for i in range(n)) / n
+    return -p if role == "long" else p
+
+
+def priors(c, heads, T):
+    """The prior of each of these heads for each query and key, [H, T, T]; 0 for keys to come."""
+    by_distance = {role: [prior(role, d, c.roles_waves) for d in range(T)] for role in c.roles}
+    rows = [[[by_distance[c.roles[h % len(c.roles)]][t - s] if s <= t else 0.0 for s in range(T)]
+             for t in range(T)] for h in heads]
+    return torch.tensor(rows, dtype=torch.float64).view(-1, T, T)
+
+
+def base_logits(c, p, x, q, k, heads):
+    """Logits [B, H, T, S] of the layer's own heads, before the mask."""
+    s = q @ k.mT * (c.qk_max / q.size(-1) if c.qk_max else q.size(-1) ** -0.5)
+    if c.a2c:
+        a = linear(p, x, "a2c.critic").transpose(1, 2)  # (B, H, T)
+        if c.a2c == "published":
+            s = s * a[..., None]
+        elif c.a2c == "temperature":
+            s = s * a.clamp_max(8).exp()[..., None]
+        else:
+            s = s + p["a2c.mix"][:, None, None] * a[..., None, :]
+    if c.roles:
+        s = s + p["roles.strength"][:, None, None] * priors(c, heads, x.size(1))
+    return s
+
+
+def queries_and_keys(c, *both):
+    both = map(rms, both) if c.qk_norm else both
+    return [rope(x, c.rope_base, c.rope_share) for x in both] if c.pos == "rope" else list(both)
+
+
+# ---- constraint heads ----
+
+def constraint_gates(c, p, x, hint, training):
+    """The router's gates [B, T, heads] of x [B, T, C], or of a hint [B, C]."""
+    T = x.size(1)
+    if hint is not None:
+        read = hint[:, None].expand(-1, T, -1)
+    elif c.constraint_router_input == "first":
+        read = x[:, :1].expand(-1, T, -1)
+    else:
+        read = torch.stack([x[:, :t + 1].mean(1) for t in range(T)], 1)
+    z = linear(p, linear(p, read, "constraint.fc").clamp_min(0), "constraint.out")
+    g = sigmoid(z) if c.constraint_router == "sigmoid" else hard_concrete(z)
+    return g if training else g * (g >= c.constraint_skip)
+
+
+def constraint_scores(p, y):
+    """One logit per head and token, [B, heads, T], of outputs y [B, heads, T, D]."""
+    inner = torch.einsum("bhtd,hed->bhte", y, p["constraint.w1"]) + p["constraint.b1"][:, None]
+    return torch.einsum("bhte,he->bht", inner.clamp_min(0), p["constraint.w2"]) + p["constraint.b2"][:, None]
+
+
+def on_itself(P, gates):
+    """Each token's weight on itself times its gate [B, heads, T], and the row's sum 1 again."""
+    P = P * (1 + torch.diag_embed(gates - 1))
+    return P / P.sum(-1, keepdim=True)
+
+
+# ---- a layer, and the model ----
+
+def heads_of(c, layer, p):
+    """(the numbers of the heads that are left, how many constraint heads there are)."""
+    left = list(range(c.n_head)) if c.head_ids is None else c.head_ids[layer]
+    return left, len(p["constraint.w1"]) if "constraint.w1" in p else 0
+
+
+def attention(model, layer, x, hint=None, seen=None):
+    """attend() of a model's layer. seen: who reads whom, in place of the model's own."""
+    T, attn = x.size(1), model.transformer.h[layer].attn
+    seen = visible(model, layer, T) if seen is None else seen
+    return attend(model.config, attn, layer, x, seen, torch.arange(T), hint)
+
+
+def attend(c, attn, layer, x, seen, t, hint=None):
+    """x [B, T, C] through an attention layer -> (what joins the stream, {name: what was computed}).
+
+    seen [T, T]: who reads whom; t [T]: the tokens before each; hint [B, C]: read by the constraint router.
+    """
+    p, b = dict(attn.named_parameters()), dict(attn.named_buffers())
+    heads, E = heads_of(c, layer, p)
+    H = len(heads)
+    if c.a2c == "published":  # keys are queries, values are slices of x
+        q, v = split(linear(p, x, "c_attn"), H), split(x, c.n_head)[:, heads]
+        q, k = queries_and_keys(c, q, q)
+    else:
+        q, k, v = (split(part, H) for part in linear(p, x, "c_attn").chunk(3, -1))
+        q, k = queries_and_keys(c, q, k)
+    s = base_logits(c, p, x, q, offset(k) if c.key_offset else k, heads)
+    if E:
+        g = constraint_gates(c, p, x, hint, attn.training).transpose(1, 2)  # (B, E, T)
+        q, k, own = (split(part, E) for part in linear(p, x, "constraint.c_attn").chunk(3, -1))
+        q, k = queries_and_keys(c, q, k)
+        s = torch.cat((s, q @ k.mT * (c.qk_max / q.size(-1) if c.qk_max else q.size(-1) ** -0.5)), 1)
+        v = torch.cat((v, own * g[..., None] if c.constraint_gate == "value" else own), 1)
+    s = s.masked_fill(~seen, -math.inf)
+    P = used = softmax(s)
+    if E and c.constraint_gate == "score":
+        used = torch.cat((P[:, :H], on_itself(P[:, H:], g)), 1)
+    y = rewritten(c, p, used @ v, v)
+    gate = factors(c, p, b, x, s, P, seen, t, heads, attn.training)
+    found = dict(zip(("entropy", "concentration"), row_statistics(P)), map=used, gates=gate)
+    if c.sink:
+        found["map"] = used * sink_gate(p, s)
+    if c.routing:
+        found["routing_weights"] = routing_weights(c, p, x)
+    if E:
+        by_router = g[..., None] if c.constraint_gate == "output" else torch.ones_like(g[..., None])
+        read = y[:, H:] * by_router if c.constraint_mode == "published" else y[:, H:]
+        found.update(router_gates=g.transpose(1, 2), head_scores=constraint_scores(p, read),
+                     constraint_y=read)
+    y = y * gate
+    out = linear(p, y[:, :H].transpose(1, 2).flatten(2), "c_proj")
+    if E:
+        out = out + linear(p, (y[:, H:] * by_router).transpose(1, 2).flatten(2), "constraint.c_proj")
+    return out, found
+
+
+def fused(model, i, h, skip):
+    """A decoder block's output h with an encoder's, both [B, T, C]; i: which fusion."""
+    c, p = model.config, dict(model.fuse[i].named_parameters())
+    skip = skip * float(c.unet_skips) * (1.0 if model.fuse[i].ramp is None else model.fuse[i].ramp)
+    if c.unet == "add":
+        return h + sigmoid(p["logit"]) * skip
+    if c.unet == "scalar":
+        return h + p["weight"] * skip
+    mixed = torch.cat((skip, h), -1) @ p["weight"].T
+    return h + mixed if c.unet == "concat" else mixed + p["bias"]
+
+
+def hidden(model, idx, hint=None, seen=None):
+    """Final hidden states [B, T, C] of idx [B, T]."""
+    c, p, N = model.config, dict(model.named_parameters()), model.config.n_layer
+    x = p["transformer.wte.weight"][idx]
+    if c.pos == "learned":
+        x = x + p["transformer.wpe.weight"][:idx.size(1)]
+    x, outputs = rms(x) if c.embed_norm else x, []
+    for i in range(N):
+        name = f"transformer.h.{i}."
+        after = x + attention(model, i, normed(c, p, x, name + "ln_1"), hint, seen)[0]
+        read = normed(c, p, x if c.parallel else after, name + "ln_2")
+        x = after + linear(p, activation(linear(p, read, name + "mlp.c_fc"), c.act), name + "mlp.c_proj")
+        partner = N - 1 - i  # blocks are counted from 0 here
+        if c.unet and partner < i:
+            x = fused(model, i - (N + 1) // 2, x, outputs[partner])
+        outputs.append(x)
+    return normed(c, p, x, "transformer.ln_f")
+
+
+def logits(model, idx, hint=None, seen=None):
+    """[B, T, V]."""
+    head = model.transformer.wte if model.config.tied else model.lm_head
+    z, cap = hidden(model, idx, hint, seen) @ head.weight.T, model.config.softcap
+    return cap * torch.tanh(z / cap) if cap else z
+
+
+def cross_entropy(logits, targets):
+    """Mean nats of the targets [B, T] that are not -1."""
+    nats = logits.exp().sum(-1).log() - logits.gather(-1, targets.clamp_min(0)[..., None]).squeeze(-1)
+    return nats[targets >= 0].mean()
+
+
+# ---- the plain GPT to the last bit ----
+
+def plain(model, idx):
+    """Logits of a recipe's plain GPT from its parameters, in few of PyTorch's operations, in float32."""
+    c, w, (B, T) = model.config, dict(model.named_parameters()), idx.shape
+    gpt2 = c.recipe == "gpt2"
+    D = c.n_embd // c.n_head
+    half = D // 2
+
+    def norm(x, name):
+        if gpt2:
+            return F.layer_norm(x, (c.n_embd,), w[name + ".weight"], None, 1e-5)
+        return F.rms_norm(x, (c.n_embd,), eps=1e-6)
+
+    def turn(x):
+        frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        angle = torch.arange(T, dtype=torch.float64)[:, None] * frequency
+        cos, sin = (f.repeat(1, 2).float()[:, None] for f in (angle.cos(), angle.sin()))
+        sin[..., :half] *= -1
+        x = F.rms_norm(x, (D,), eps=1e-6)
+        return torch.addcmul(x * cos, torch.cat((x[..., half:], x[..., :half]), -1), sin)
+
+    x = F.embedding(idx, w["transformer.wte.weight"])
+    x = x + w["transformer.wpe.weight"][:T] if gpt2 else F.rms_norm(x, (c.n_embd,), eps=1e-6)
+    for i in range(c.n_layer):
+        name = f"transformer.h.{i}."
+        qkv = F.linear(norm(x, name + "ln_1"), w[name + "attn.c_attn.weight"])
+        q, k, v = qkv.view(B, T, 3, c.n_head, D).unbind(2)
+        q, k = (q, k) if gpt2 else (turn(q), turn(k))
+        y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+        x = x + F.linear(y.transpose(1, 2).reshape(B, T, c.n_embd), w[name + "attn.c_proj.weight"])
+        inner = F.linear(norm(x, name + "ln_2"), w[name + "mlp.c_fc.weight"])
+        inner = F.gelu(inner) if gpt2 else F.relu(inner) ** 2
+        x = x + F.linear(inner, w[name + "mlp.c_proj.weight"])
+    return F.linear(norm(x, "transformer.ln_f"), w["transformer.wte.weight" if gpt2 else "lm_head.weight"])
