@@ -445,7 +445,7 @@ def row_statistics(q, k, v, scale, mask, n_keys, detach=False, dropout=0.0, shap
 
 # ---- attention of some heads or some queries ----
 
-SKIP_FROM = 2048  # keys from which skipping heads pays at decode on CPU (measured: docs/results.md)
+SKIP_FROM = 2048  # keys from which skipping heads pays at decode on CPU (measured: docs/results/speed.md)
 
 
 def attend_selected(q, k, v, scale, used, mask):
