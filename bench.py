@@ -38,17 +38,17 @@ import time
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
-from evaluate import score
 from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache
 from nanoheads.common import ROOT, UserError, explain, last_words, pick_device, table, writable, write_json
 from nanoheads.kernels import allow_graphs
 from nanoheads.text.dataset import Dataset
+from nanoheads.timing import on_cuda, progress_bar, take_turns, time_rows, timed
 from nanoheads.training import checkpoint
 from nanoheads.training.optim import CUDA_GRAPHS, Trainer, precision
 from nanoheads.training.ranks import Process
 from nanoheads.training.config import TrainConfig
+from nanoheads.training.scoring import score
 
 # option, default on cpu, default on cuda
 SIZES = (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024),
@@ -128,16 +128,8 @@ def contestants_of(args):
 
 # ---- measuring ----
 
-def on_cuda(args):
-    return torch.device(args.device).type == "cuda"
-
-
 def autocast(args):
     return precision(args.dtype, torch.device(args.device).type)[1]
-
-
-def progress_bar(items, what):
-    return tqdm(items, desc=what, leave=False, disable=not sys.stderr.isatty())
 
 
 def batch(args):
@@ -145,50 +137,6 @@ def batch(args):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(args.vocab_size, (2, args.batch_size, args.block_size), generator=generator)
     return ids.to(args.device)
-
-
-def timed(action, args):
-    """Seconds that action() takes, the device's work included."""
-    if on_cuda(args):
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    action()
-    if on_cuda(args):
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
-def take_turns(names, action, args, what):
-    """{name: [seconds of action(name), a round each]}, the contestants taking turns."""
-    seconds = {name: [] for name in names}
-    for name in names:  # warm up: compilation, allocation, caches
-        action(name)
-        action(name)
-    for _ in progress_bar(range(args.rounds), what):
-        for name in names:
-            seconds[name].append(timed(lambda: action(name), args))
-    return seconds
-
-
-def median_interval(values):
-    """Median and its 95 % interval from order statistics (from 6 values on; below that the range)."""
-    s, n = sorted(values), len(values)
-    cut = 0
-    while cut < (n - 1) // 2 and 2 * sum(math.comb(n, i) for i in range(cut + 2)) / 2**n <= 0.05:
-        cut += 1
-    return statistics.median(s), s[cut], s[n - 1 - cut]
-
-
-def time_rows(what, seconds, reference, tokens, repeats):
-    """A row for each name in `seconds`, of take_turns(); a round was `tokens` tokens in `repeats` actions."""
-    rows = []
-    for name, each in seconds.items():
-        median = statistics.median(each)
-        ratio, low, high = median_interval([a / b for a, b in zip(each, seconds[reference])])
-        rows.append(dict(what=what, name=name, tokens_per_s=tokens / median, ms=1000 * median / repeats,
-                         time_ratio=ratio, time_ratio_low=low, time_ratio_high=high,
-                         reference=reference, rounds=len(each)))
-    return rows
 
 
 def matmul_rate(args, n=8192):

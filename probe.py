@@ -60,7 +60,6 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from data.needle.prepare import DIGITS, digits_of, fact, names, question
-from evaluate import add_arguments, load, model_and_tokenizer, nats_of, score, window_ids, windows_of
 from model import GPT
 from nanoheads.common import UserError, last_words, pick_device, table, writable, write_atomic, write_json
 from nanoheads.heads.audit import read_ids
@@ -72,6 +71,8 @@ from nanoheads.heads.measuring import attentions, closed, measure, nats_on, plac
 from nanoheads.heads.pictures import draw_head_scores, spelled
 from nanoheads.probes.fewshot import choice_nats, contexts, judged, made_items, read_items, save_items
 from nanoheads.training import checkpoint
+from nanoheads.training.sampling import model_and_tokenizer
+from nanoheads.training.scoring import add_arguments, load, nats_of, score, window_ids, windows_of
 
 BLOCKS = 32  # of neighbouring windows, at most: what intervals over text rest on
 

@@ -37,8 +37,6 @@ from statistics import mean
 import numpy as np
 import torch
 
-from bench import progress_bar, take_turns, time_rows
-from evaluate import load
 from model import GPT
 from nanoheads.common import UserError, last_words, pick_device, table, writable, write_atomic, write_json
 from nanoheads.configurator import near
@@ -48,7 +46,9 @@ from nanoheads.heads.measuring import (attentions, cache_bytes, closed, evaluati
                                        nats_on, static_gates)
 from nanoheads.study.pictures import drawn, panels
 from nanoheads.study.trial import score_windows
+from nanoheads.timing import progress_bar, take_turns, time_rows
 from nanoheads.training import checkpoint
+from nanoheads.training.scoring import load
 from train import TrainConfig, train
 
 RECOVER_FROM = 0.3   # of the peak learning rates

@@ -12,129 +12,17 @@ score highest, and writes the rest to a file and a page (docs/audit.md).
 """
 
 import argparse
-import codecs
-import math
 import shutil
 import sys
-import time
-import unicodedata
-from contextlib import nullcontext
 from functools import partial
-from itertools import zip_longest
-from pathlib import Path
 
-import torch
-
-from evaluate import model_and_tokenizer, said
-from model import check_sampling
 from nanoheads.common import UserError, last_words, pick_device
 from nanoheads.heads import audit
 from nanoheads.training import checkpoint
-
-
-def prompt(text):
-    """The prompt, in which \\n and \\t mean what they usually do; FILE:name reads it from a file as it is."""
-    if not text.startswith("FILE:"):
-        return text.replace("\\n", "\n").replace("\\t", "\t")
-    try:
-        return Path(text[5:]).read_bytes().decode()
-    except OSError as e:
-        raise ValueError(f"--start: {text[5:]} cannot be read: {e.strerror}")
-    except UnicodeDecodeError as e:
-        raise ValueError(f"--start: {text[5:]} is not UTF-8 text: {e.reason} at byte {e.start:,}")
-
-
-def encode(tokenizer, text, path):
-    """The prompt's token ids, [1, T]; an empty prompt is the corpus separator: the beginning of a text."""
-    try:
-        return torch.tensor([tokenizer.encode(text).tolist() or [tokenizer.separator]])
-    except ValueError as e:
-        raise ValueError(f"--start, for {path}: {e}")
-
-
-def generate(model, tokenizer, ids, args, on_piece=None, rows=None):
-    """(texts, tokens per second): args.num_samples continuations of ids [1, T].
-
-    on_piece is called with every new piece of the first text, in whole characters. rows, a list, gets the ids
-    of each text, a stop token and what follows it left out.
-    """
-    device = next(model.parameters()).device
-    stop = tokenizer.separator if args.stop else None
-    autocast = torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be several tokens
-
-    def spell(tokens):
-        return tokenizer.decode_bytes(said(tokens, tokenizer, stop))
-
-    prompts = ids.to(device).repeat(args.num_samples, 1)
-    generator = torch.Generator(device).manual_seed(args.seed)
-    steps, began = [], time.perf_counter()
-    with autocast:
-        for token in model.stream(prompts, args.max_new_tokens, args.temperature, args.top_k, args.top_p,
-                                  args.repetition_penalty, stop, generator=generator):
-            steps.append(token)
-            if on_piece:
-                on_piece(decoder.decode(spell(token[:1].tolist())))
-    if on_piece:
-        on_piece(decoder.decode(b"", final=True))
-    made = torch.stack(steps, dim=1).tolist()
-    if rows is not None:
-        rows += [row[:row.index(stop)] if stop in row else row for row in made]
-    texts = [spell(row).decode("utf-8", "replace") for row in made]
-    return texts, len(texts) * len(steps) / (time.perf_counter() - began)
-
-
-# ---- columns ----
-
-def cells(text):
-    """Terminal cells that a text takes."""
-    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
-
-
-def wrap(line, width):
-    """Cut a line into rows of at most `width` cells, after a space where there is one."""
-    rows, row = [], ""
-    for c in line.expandtabs(4):
-        if unicodedata.category(c)[0] == "C":  # controls move the cursor
-            c = "\ufffd"
-        if cells(row + c) > width:
-            cut = row.rfind(" ") + 1 or len(row)
-            rows, row = rows + [row[:cut]], row[cut:]
-        row += c
-    return [*rows, row]
-
-
-def side_by_side(titles, texts, width):
-    """Texts in columns of equal width under their titles; columns that find no room come below."""
-    fit = max(1, (width + 3) // 23)  # 20 cells and a rule
-    if len(texts) > fit:
-        return "\n\n".join(side_by_side(titles[i:i + fit], texts[i:i + fit], width)
-                           for i in range(0, len(texts), fit))
-    each = (width + 3) // len(texts) - 3
-    columns = []
-    for title, text in zip(titles, texts):
-        rows = [row for line in text.split("\n") for row in wrap(line, each)]
-        columns.append([title[-each:], "-" * min(each, len(title)), *rows])
-    lines = []
-    for row in zip_longest(*columns, fillvalue=""):
-        lines.append(" | ".join(cell + " " * (each - cells(cell)) for cell in row).rstrip())
-    return "\n".join(lines)
+from nanoheads.training.sampling import check, encode, generate, model_and_tokenizer, prompt, side_by_side
 
 
 # ---- command line ----
-
-def check(args):
-    """Raise ValueError for the first setting that makes no sense."""
-    for name in ("num_samples", "max_new_tokens"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"{name}={getattr(args, name)} must be at least 1")
-    for name in ("temperature", "top_p", "repetition_penalty"):
-        if not math.isfinite(getattr(args, name) or 0):
-            raise ValueError(f"{name}={getattr(args, name)} must be a finite number")
-    if not 0 <= args.seed < 1 << 63:
-        raise ValueError(f"seed={args.seed} must be from 0 to 2^63 - 1")
-    check_sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
-
 
 def audit_files(args, models):
     """Where --audit writes to, after every check that needs no text; None without it. UserError."""

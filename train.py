@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 from tqdm import tqdm
 
-from evaluate import bits, score
 from model import GPT, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError, explain
@@ -43,6 +42,7 @@ from nanoheads.training.config import (TrainConfig, check_model, conflicts, flag
 from nanoheads.training.optim import Trainer, compiles, lr_multiplier, precision
 from nanoheads.training.ranks import Process, StopSignal, join_ranks
 from nanoheads.training.runlog import Log, write_config
+from nanoheads.training.scoring import bits, score
 
 
 def loop(run, closing):

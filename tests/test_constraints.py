@@ -11,7 +11,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import accuracy_score, f1_score, precision_recall_curve, roc_auc_score
 from torch.nn import functional as F
 
-from evaluate import score as lm_score
 from model import GPT, GPTConfig
 from nanoheads.common import UserError
 from nanoheads.probes import constraints, tokens as token_probes
@@ -23,6 +22,7 @@ from nanoheads.probes.tokens import (HEADS, Part, Probe, branch_size, descend, f
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.targets import encode, label_file, write_meta
 from nanoheads.training import checkpoint
+from nanoheads.training.scoring import score as lm_score
 from probe import gone, without_keys
 
 NAMES = ["digit", "noise"]

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from evaluate import load
 from model import ALL_ON, GPT, MECHANISMS, ConstraintHeads, GPTConfig, Mechanism, Sink
 from nanoheads.heads import detectors
 from nanoheads.heads.detectors import (ARRAYS, MEASURES, PATTERNS, attention_maps, common_tokens,
@@ -20,6 +19,7 @@ from nanoheads.heads.detectors import (ARRAYS, MEASURES, PATTERNS, attention_map
 from nanoheads.heads.measuring import attentions, inputs_of, places
 from nanoheads.heads.pictures import head_scores
 from nanoheads.hub import huggingface as hf
+from nanoheads.training.scoring import load
 from probe import main
 
 SIZE = dict(block_size=24, vocab_size=16, n_layer=3, n_head=4, n_embd=64)

@@ -16,12 +16,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import evaluate
-from evaluate import main, nats_of, nats_of_last, score, score_table, windows
+from evaluate import main, score_table
 from model import GPT, GPTConfig, Output
 from nanoheads.common import UserError
 from nanoheads.text import dataset, sources
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.tokenizer import Tokenizer
+from nanoheads.training import scoring
+from nanoheads.training.scoring import nats_of, nats_of_last, score, windows
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = [chr(c) for c in range(97, 108)] + ["\n", "é"]
@@ -132,7 +134,7 @@ def more_context(n, block_size, stride):
 def test_the_oracle_catches_a_wrong_scorer(tmp_path, monkeypatch, wrong, n, stride):
     model, data = make_model(), write_data(tmp_path, n=n)
     assert agrees(model, data, "test", stride)
-    monkeypatch.setattr(evaluate, "windows", wrong)
+    monkeypatch.setattr(scoring, "windows", wrong)
     assert not agrees(model, data, "test", stride)
 
 
@@ -198,7 +200,7 @@ def test_a_gpu_scores_many_rows_of_a_large_vocabulary_at_once(tmp_path, monkeypa
     def watched(model, ids, n, most):
         seen.append((len(ids), most))
         return np.zeros((len(ids), n))
-    monkeypatch.setattr(evaluate, "nats_of_last", watched)
+    monkeypatch.setattr(scoring, "nats_of_last", watched)
     data = SimpleNamespace(tokens=lambda split: np.zeros(64 * 1024, np.uint16), separator=0)
     for kind in ("cuda", "cpu"):
         model = SimpleNamespace(config=SimpleNamespace(block_size=1024, vocab_size=50304), training=False,
@@ -337,7 +339,7 @@ def test_words_are_counted_as_by_lm_evaluation_harness(text, piece):
     """Whatever pieces the split is read in; the harness's count is that of re.split()."""
     ids = np.frombuffer(text.encode(), np.uint8)
     data = SimpleNamespace(tokens=lambda split: ids, tokenizer=Tokenizer("byte"))
-    assert evaluate.count_words(data, "test", piece) == len(re.split(r"\s+", text))
+    assert scoring.count_words(data, "test", piece) == len(re.split(r"\s+", text))
 
 
 def test_the_json_holds_every_promised_key_for_every_checkpoint_in_order(tmp_path, byte_run, capsys):
@@ -462,9 +464,9 @@ def test_data_is_found_by_name_where_the_path_of_training_leads_nowhere(tmp_path
     data = write_data(tmp_path / "data/toy")
     monkeypatch.setattr(dataset, "ROOT", tmp_path)
     state = dict(meta=data.meta, train=dict(dataset="../elsewhere/toy"))
-    assert evaluate.dataset_of(state, "a.pt").dir == tmp_path / "data/toy"
+    assert scoring.dataset_of(state, "a.pt").dir == tmp_path / "data/toy"
     with pytest.raises(UserError, match="no dataset wrong"):
-        evaluate.dataset_of(state, "a.pt", "wrong")  # what the user names is not replaced
+        scoring.dataset_of(state, "a.pt", "wrong")  # what the user names is not replaced
 
 
 def test_another_dataset_of_the_same_vocabulary_can_be_scored(tmp_path, byte_run):

@@ -12,8 +12,8 @@ import torch
 from conftest import write_dataset
 from scipy.stats import t as student
 
+from nanoheads.training.scoring import score
 import probe
-from evaluate import score
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, SkipFusion
 from nanoheads.common import ROOT, UserError
 from nanoheads.probes import fewshot

@@ -16,7 +16,8 @@ from nanoheads.common import UserError
 from nanoheads.heads.inspection import Session, arguments, folded, main
 from nanoheads.heads.measuring import attentions
 from nanoheads.text.dataset import Dataset
-from nanoheads.training import checkpoint
+from nanoheads.training import checkpoint, scoring
+from nanoheads.training.sampling import side_by_side
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAIN = {}
@@ -119,8 +120,8 @@ def test_bits_of_characters_are_per_byte_of_the_slice(tmp_path, capsys):
     torch.save(dict(model=model.state_dict(), config=asdict(model.config), meta=data.meta, step=1,
                     train=dict(dataset=str(data.dir))), path)
     session = session_of(path, "--tokens=32", "--start=a")  # the first window
-    nats, _ = evaluate.score(model, data, "val", max_tokens=32)
-    assert session.n_bytes == 32 and session.bits == evaluate.bits(nats, 32)
+    nats, _ = scoring.score(model, data, "val", max_tokens=32)
+    assert session.n_bytes == 32 and session.bits == scoring.bits(nats, 32)
 
 
 @pytest.mark.parametrize("temperature", [0.8, 0.0])
@@ -135,7 +136,7 @@ def test_samples_are_those_of_sample_py(ckpt, capsys, monkeypatch, temperature):
     session = session_of(path, "--start=3 plus", f"--temperature={temperature}")
     session.obey("gate 0.1 -2")
     session.obey("withdraw 1.2")
-    shown = sample.side_by_side(("as loaded", "now"), texts, 110)
+    shown = side_by_side(("as loaded", "now"), texts, 110)
     assert capsys.readouterr().out.endswith(shown + "\n")
     for command in ("sample 3 plus", "text 3 plus"):
         session.obey(command)
@@ -286,7 +287,7 @@ def test_a_head_that_only_the_hand_opens_is_not_saved(ckpt, tmp_path, capsys, fl
 def test_a_save_that_would_say_something_else_is_not_written(ckpt, tmp_path, capsys, monkeypatch):
     session = session_of(ckpt(PLAIN))
     session.obey("gate 0.1 0.5")
-    monkeypatch.setattr("inspect_heads.folded", copy.deepcopy)  # forgets the gates set by hand
+    monkeypatch.setattr("nanoheads.heads.inspection.folded", copy.deepcopy)  # forgets the gates set by hand
     with pytest.raises(UserError, match="nothing was written"):
         session.obey(f"save {tmp_path / 'out'}")
     assert not (tmp_path / "out").exists()

@@ -16,13 +16,14 @@ import torch
 from torch.nn import functional as F
 
 from conftest import write_dataset
-from evaluate import evaluate, score
+from evaluate import evaluate
 from model import GPT, MECHANISMS, GPTConfig
 from nanoheads.common import UserError
 from nanoheads.hub import huggingface as hf
 from nanoheads.text import dataset
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
+from nanoheads.training.scoring import score
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = ["\n", " ", *"abcdefgh", "é"]
@@ -139,14 +140,14 @@ def test_loglikelihoods_are_those_of_one_token_at_a_time(load, gpt2_files, encod
 def test_the_oracle_catches_wrong_batches(load, harness, monkeypatch):
     """Padding that is read, targets one off, answers in another order."""
     lm = load()
-    requests, nats_of, padded = some_requests(lm), harness.evaluate.nats_of, harness.padded
+    requests, nats_of, padded = some_requests(lm), harness.nats_of, harness.padded
     truth = truths(lm, requests)
     assert agree(ask(lm.loglikelihood, *requests), truth)
     with monkeypatch.context() as wrong:
         wrong.setattr(harness, "padded", lambda rows, left=False: padded(rows, not left))
         assert not agree(ask(lm.loglikelihood, *requests), truth)
     with monkeypatch.context() as wrong:
-        wrong.setattr(harness.evaluate, "nats_of", lambda logits, ids: nats_of(logits.roll(1, 1), ids))
+        wrong.setattr(harness, "nats_of", lambda logits, ids: nats_of(logits.roll(1, 1), ids))
         assert not agree(ask(lm.loglikelihood, *requests), truth)
     assert not agree(ask(lm.loglikelihood, *requests), truth[::-1])
 

@@ -15,8 +15,8 @@ from scipy.stats import t as student
 from torch import nn
 from torch.nn import functional as F
 
+from nanoheads.training.scoring import score, windows_of
 import probe
-from evaluate import score, windows_of
 from model import MECHANISMS, GPT, GPTConfig
 from nanoheads.common import UserError
 from nanoheads.training.config import ControllerConfig

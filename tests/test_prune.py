@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import prune
+from nanoheads.training.scoring import score
 import train
-from evaluate import evaluate, score
+from evaluate import evaluate
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads.configurator import load as configure
 from nanoheads.heads.measuring import closed, fixed_text, measure, nats_on

@@ -16,12 +16,13 @@ from conftest import write_dataset
 from scipy import stats
 from torch import nn
 
-import evaluate
-from evaluate import main, nats_after, text_table
+from evaluate import main, text_table
 from model import GPT, GPTConfig
 from nanoheads.text import quality as textquality
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.quality import distinct_n, first_repeat, interval, loop, measure, rep_n, self_bleu, words
+from nanoheads.training import continuations, scoring
+from nanoheads.training.scoring import nats_after
 
 ROOT = Path(__file__).resolve().parents[1]
 SUMS = sorted(set("0123456789 plusi.\n"))
@@ -264,8 +265,8 @@ def test_the_judge_scores_each_byte_in_its_context(block_size):
 
 
 def test_the_slow_judge_catches_another_context(monkeypatch):
-    right = evaluate.windows
-    monkeypatch.setattr(evaluate, "windows", lambda n, T, stride: right(n, T, T))
+    right = scoring.windows
+    monkeypatch.setattr(scoring, "windows", lambda n, T, stride: right(n, T, T))
     assert not judge_agrees(8)
 
 
@@ -558,12 +559,12 @@ def test_flags_that_mean_nothing_are_refused(ckpt, refusal):
 
 
 def test_a_mistake_in_the_judge_is_found_before_anything_is_written(ckpt, refusal, monkeypatch):
-    monkeypatch.setattr(evaluate, "continuations", lambda *a, **k: pytest.fail("written"))
+    monkeypatch.setattr(continuations, "continuations", lambda *a, **k: pytest.fail("written"))
     assert "no checkpoint" in refusal(["--text", "--ckpt", ckpt, *SHORT, "--judge", "nowhere.pt"])
 
 
 def test_ctrl_c_prints_the_runs_that_are_done(ckpt, capsys, monkeypatch):
-    calls, right = [], evaluate.continuations
+    calls, right = [], continuations.continuations
 
     def interrupted(*args, **kwargs):
         calls.append(1)
@@ -571,7 +572,7 @@ def test_ctrl_c_prints_the_runs_that_are_done(ckpt, capsys, monkeypatch):
             raise KeyboardInterrupt
         return right(*args, **kwargs)
 
-    monkeypatch.setattr(evaluate, "continuations", interrupted)
+    monkeypatch.setattr(continuations, "continuations", interrupted)
     with pytest.raises(SystemExit) as e:
         main(["--text", *SHORT, "--ckpt", ckpt, "--ckpt", ckpt])
     shown = capsys.readouterr()
@@ -596,7 +597,7 @@ def test_the_table_is_aligned_and_fits_120_columns():
 
 def test_the_library_of_bleu_is_loaded_only_where_it_is_used(monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)  # importing it fails
-    fresh = runpy.run_path(str(ROOT / "textquality.py"))
+    fresh = runpy.run_path(str(ROOT / "nanoheads/text/quality.py"))
     assert fresh["rep_n"](["a", "a"], 1) == 0.5
     with pytest.raises(ImportError):
         fresh["self_bleu"]([["a"], ["a"]])

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from evaluate import nats_of
 from nanoheads.heads.measuring import attentions, evaluating, inputs_of, out_projections, places
+from nanoheads.training.scoring import nats_of
 
 FLOATS = 1 << 26  # of attention maps that are held at once
 

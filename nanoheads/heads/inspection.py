@@ -20,14 +20,14 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-
-from evaluate import bits, load, score, windows_of
 from model import Agency
 from nanoheads.common import UserError, explain, last_words, pick_device, table
 from nanoheads.configurator import near
-from nanoheads.heads.measuring import METRICS, attentions, fixed_text, fold_gates, measure
+from nanoheads.heads.measuring import METRICS, attentions, fixed_text, measure
+from nanoheads.heads.surgery import fold_gates
 from nanoheads.training import checkpoint
-from sample import check, encode, generate, prompt, side_by_side
+from nanoheads.training.sampling import check, encode, generate, prompt, side_by_side
+from nanoheads.training.scoring import bits, load, score, windows_of
 
 METRIC_TOKENS = 4096  # what the table is measured on, forward and backward
 COMMANDS = {  # name: (arguments, what it does); a head L.H is block and number, as in the table

@@ -30,7 +30,7 @@ from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, load, numb
 from nanoheads.heads.measuring import attentions
 from nanoheads.text.tokenizer import Tokenizer
 from nanoheads.training import checkpoint
-from sample import encode, prompt
+from nanoheads.training.sampling import encode, prompt
 
 STATES = list(Agency.STATES)
 STATE_COLOURS = ["#d6e2ec", "#E69F00", "#0072B2", "#000000"]  # ever darker, so that grey tells them apart too

@@ -17,7 +17,6 @@ stride      how far that window moves, as in evaluate.py; 0 (default): disjoint 
 dataset     where a nanoGPT checkpoint's vocabulary is, if not in the dataset that it names
 """
 
-import importlib.util
 import logging
 import math
 import re
@@ -44,21 +43,13 @@ sys.path.append(str(ROOT))  # lm_eval may have found this file by other means, a
 
 from nanoheads.common import UserError, last_words, pick_device  # noqa: E402
 from nanoheads.configurator import near  # noqa: E402
+from nanoheads.training import scoring  # noqa: E402  (the one module of hub/ that imports training/)
+from nanoheads.training.sampling import model_and_tokenizer, until_stop  # noqa: E402
+from nanoheads.training.scoring import bits, nats_of  # noqa: E402
 
 KEYS = "ckpt", "device", "batch_size", "dtype", "windows", "stride", "dataset"
 SAMPLING = "temperature", "top_k", "top_p", "repetition_penalty"
 logger = logging.getLogger("lm_eval.nanoheads")
-
-
-def ours(name):
-    """A module of this folder by its file: the harness's tasks mean Hugging Face's by `import evaluate`."""
-    spec = importlib.util.spec_from_file_location(f"nanoheads_{name}", ROOT / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-evaluate = ours("evaluate")
 
 
 def padded(rows, left=False):
@@ -95,7 +86,7 @@ class NanoHeads(TemplateLM):
         if windows not in ("harness", "evaluate"):
             raise UserError(f"--model_args: windows={windows} must be harness or evaluate")
         self.path, self._device = str(ckpt), torch.device(pick_device(str(device)))
-        self.model, self.tokenizer = evaluate.model_and_tokenizer(self.path, self._device, dataset)
+        self.model, self.tokenizer = model_and_tokenizer(self.path, self._device, dataset)
         self.max_length = self.model.config.block_size
         if type(stride) is not int or not 0 <= stride <= self.max_length:
             raise UserError(f"--model_args: stride={stride} must be from 1 to block_size={self.max_length} "
@@ -165,7 +156,7 @@ class NanoHeads(TemplateLM):
                 batch, pieces = pieces[:rows], pieces[rows:]
                 ids = padded([ids for _, ids, _ in batch]).to(self._device)
                 logits, targets = self.model(ids[:, :-1]).logits, ids[:, 1:]
-                each = evaluate.nats_of(logits, targets)
+                each = nats_of(logits, targets)
                 likeliest = (logits.argmax(-1) == targets).cpu().numpy()
                 for row, (which, ids, scored) in enumerate(batch):
                     place = slice(len(ids) - 1 - scored, len(ids) - 1)
@@ -193,7 +184,7 @@ class NanoHeads(TemplateLM):
         T, pieces = self.max_length, []
         for i, (_, context, continuation) in enumerate(requests):
             ids = [*(context or [self.eot_token_id]), *continuation]
-            for _, end, scored in evaluate.windows(len(continuation), T, T):
+            for _, end, scored in scoring.windows(len(continuation), T, T):
                 end += len(ids) - len(continuation)
                 pieces.append((i, ids[max(0, end - T - 1):end], scored))
         nats, greedy = self.score(pieces, len(requests), disable_tqdm)
@@ -207,7 +198,7 @@ class NanoHeads(TemplateLM):
         texts, T, pieces = [request.args[0] for request in requests], self.max_length, []
         for i, text in enumerate(texts):
             ids = [self.eot_token_id, *self.tok_encode(text)]
-            *cuts, (start, end, scored) = evaluate.windows(len(ids) - 1, T, self.stride)
+            *cuts, (start, end, scored) = scoring.windows(len(ids) - 1, T, self.stride)
             # the last window as it is, and reaching back as far as fits
             full = max(0, end - T)
             lasts = {start: 1, full: 2} if full < start else {start: 0}
@@ -227,7 +218,7 @@ class NanoHeads(TemplateLM):
         """Log what both ways to cut windows give; nats: {way: of each text}."""
         size = sum(len(text.encode("utf-8", "replace")) for text in texts) or 1
         words = sum(len(re.split(r"\s+", text)) for text in texts)
-        both = {way: f"{evaluate.bits(each.sum(), size):.5f} bits/byte, word perplexity "
+        both = {way: f"{bits(each.sum(), size):.5f} bits/byte, word perplexity "
                      f"{math.exp(min(each.sum() / words, 700)):.6g}" for way, each in nats.items()}
         logger.info(f"{size:,} bytes, {words:,} words, windows of {self.max_length}, stride {self.stride}\n"
                     f"  windows=harness, the last one full:          {both['harness']}\n"
@@ -283,7 +274,7 @@ class NanoHeads(TemplateLM):
                 tokens = step.tolist()
                 for row in list(going):
                     token = tokens[row]
-                    new = self.tokenizer.decode_bytes(evaluate.said([token], self.tokenizer, stop))
+                    new = self.tokenizer.decode_bytes(until_stop([token], self.tokenizer, stop))
                     texts[row] += new
                     if token == stop or any(end in texts[row][-len(end + new):] for end in ends):
                         going.discard(row)

@@ -32,8 +32,6 @@ from sklearn.metrics import (average_precision_score, brier_score_loss, f1_score
                              precision_recall_curve, roc_auc_score)
 from sklearn.preprocessing import StandardScaler
 
-from bench import progress_bar, take_turns, time_rows
-from evaluate import add_arguments
 from nanoheads.common import (ROOT, UserError, last_words, pick_device, table, writable, write_atomic,
                               write_json)
 from nanoheads.drawing import COLOURS
@@ -45,6 +43,8 @@ from nanoheads.study.trial import score_windows
 from nanoheads.text.dataset import TITLE, beginnings
 from nanoheads.text.quality import interval as jackknife
 from nanoheads.text.targets import UNKNOWN
+from nanoheads.timing import progress_bar, take_turns, time_rows
+from nanoheads.training.scoring import add_arguments
 from probe import BLOCKS, around, interval, positive, spell, without_keys
 
 PRIOR, STATE = "prior", "mean hidden state"

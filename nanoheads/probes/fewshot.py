@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evaluate import nats_after
 from nanoheads.common import UserError
+from nanoheads.training.scoring import nats_after
 
 TASKS = {
     "copy": "the word again: river: river",

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bench import progress_bar
 from model import ConstraintHeads
 from nanoheads.common import UserError
 from nanoheads.heads.measuring import attentions, inputs_of
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.targets import Targets, decode
+from nanoheads.timing import progress_bar
 from probe import Run, open_runs
 
 HEADS = "constraint heads"

@@ -7,8 +7,8 @@ import json
 
 import numpy as np
 
-from evaluate import BLOCK
 from nanoheads.study import compute, stats
+from nanoheads.training.scoring import BLOCK
 
 
 def judged(scores, pairs, alpha, margin):

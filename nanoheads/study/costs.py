@@ -15,11 +15,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from bench import median_interval
-from evaluate import score
 from model import GPT, CausalMask
+from nanoheads.timing import median_interval
 from nanoheads.training.optim import Trainer
 from nanoheads.training.ranks import Process
+from nanoheads.training.scoring import score
 
 # ---- FLOPs ----
 

@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from scipy.stats import t as student
 
-from bench import take_turns
-from evaluate import said
 from model import HeadRoles
 from nanoheads.common import pick_device, write_atomic
 from nanoheads.heads.measuring import cache_bytes, fixed_text, measure, places
@@ -25,8 +23,10 @@ from nanoheads.study.arms import built
 from nanoheads.study.costs import as_in_a_run
 from nanoheads.text import quality as textquality
 from nanoheads.text.dataset import Dataset
+from nanoheads.timing import take_turns
 from nanoheads.training import checkpoint
 from nanoheads.training.runlog import read_json, read_rows
+from nanoheads.training.sampling import until_stop
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 8, 4, 32, 96  # what is written: samples of each prompt, tokens each
 ROUNDS = 9  # of timing, in alternation with the plain GPT of the same seed
@@ -102,7 +102,7 @@ def written(model, data):
     for seed in range(SAMPLES):
         generator = torch.Generator(device).manual_seed(seed)
         ids = model.generate(prompts.to(device), TOKENS, temperature=0.8, generator=generator)
-        samples.append([data.tokenizer.decode_bytes(said(row, data.tokenizer))
+        samples.append([data.tokenizer.decode_bytes(until_stop(row, data.tokenizer))
                         for row in ids[:, PROMPT_TOKENS:].tolist()])
     found = textquality.measure([list(each) for each in zip(*samples)])
     return {name: float(found[name][0]) for name in ("rep_4", "distinct_2", "self_bleu", "loop")}

@@ -25,14 +25,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench import median_interval
-from evaluate import bits, windows_of
 from model import GPTConfig
 from nanoheads.common import ROOT, UserError, git_commit, json_safe, pick_device, write_atomic
 from nanoheads.study import analysis, costs, lives, queue, trial
 from nanoheads.study.arms import BOOKKEEPING, HERE, StudyConfig, size_of
 from nanoheads.text.dataset import Dataset
+from nanoheads.timing import median_interval
 from nanoheads.training import checkpoint
+from nanoheads.training.scoring import bits, windows_of
 
 CURVE_POINTS = 25  # of a run's validation curve that are kept, the last one among them
 # what nothing can do without

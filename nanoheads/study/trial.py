@@ -25,7 +25,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from evaluate import BLOCK, bits, score, windows_of
 from model import GPTConfig
 from nanoheads.common import UserError, explain, pick_device, write_atomic
 from nanoheads.study.fingerprint import code_digest
@@ -34,6 +33,7 @@ from nanoheads.text.targets import Targets, sha256
 from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig
 from nanoheads.training.runlog import peak_memory, processor, read_json, read_rows, set_aside, stamps
+from nanoheads.training.scoring import BLOCK, bits, score, windows_of
 
 TRIALS = Path("out/trials")
 USE_FILED = True  # a run in results/ counts as done; False: for reruns that check what is there
