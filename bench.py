@@ -49,6 +49,8 @@ from nanoheads.training.optim import CUDA_GRAPHS, Trainer, precision
 from nanoheads.training.ranks import Process
 from nanoheads.training.scoring import score
 from nanoheads.training.config import TrainConfig
+from nanoheads.training.config import TrainConfig
+from nanoheads.training.scoring import score
 
 # option, default on cpu, default on cuda
 SIZES = (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024),
