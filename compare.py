@@ -29,13 +29,31 @@ import torch
 from nanoheads import configurator
 from nanoheads.common import UserError, explain, pick_device, table
 from nanoheads.study import analysis, costs, fingerprint, queue, report, results, tables, trial
-from nanoheads.study.variants import BOOKKEEPING, VariantBuilder, StudyConfig
+from nanoheads.study.variants import BOOKKEEPING, StudyConfig, VariantBuilder
 
 PLAIN = "plain"
 
 
+def by_name(variants):
+    return {variant.name: variant for variant in variants}
+
+
+def extend_grid(tried, tuned):
+    """Add to {variant: {group: factors}} what lies beyond a best factor at the end of those tried.
+
+    tuned: {variant: {group: {factor: bits/byte}}}.
+    """
+    for name, own in tuned.items():
+        for group, scores in own.items():
+            best = min(scores, key=scores.get)
+            if best == min(tried[name][group]):
+                tried[name][group].add(best / 2)
+            elif best == max(tried[name][group]):
+                tried[name][group].add(best * 2)
+
+
 class Study:
-    """A study: its variants, the runs that it consists of so far, and which variant is compared with which."""
+    """A study: its variants, the runs that it consists of so far, and which are compared with each other."""
 
     def __init__(self, config, name):
         self.config, self.name = config, name
@@ -45,8 +63,8 @@ class Study:
             self.scale += f"-{config.size}"
         self.out = Path(config.out_dir or f"out/{name}-{self.scale}")
         self.trials = self.out / "trials" if config.again else trial.TRIALS  # what is done is no answer
-        self.variants = {variant.name: variant for variant in self.builder.variants()}
-        self.compared = {PLAIN: self.builder.plain}  # those that are judged, by and by
+        self.variants = by_name(self.builder.variants())
+        self.compared = {PLAIN: self.builder.plain}  # all that are judged: variants, budgets, baselines
         self.pairs = []      # (variant, baseline, what is equal beside the hyperparameters)
         self.runs = {}       # (stage, variant, seed): folder; a stage is screen, judge or tune
         self.specs = {}      # folder: its trial.json
@@ -116,7 +134,7 @@ class Study:
             self.tune(place)
 
     def choose(self):
-        """The variants to judge: the best and the worst on validation, those asked for, those contrasted."""
+        """The variants to judge: the best and the worst on validation, those named, those contrasted."""
         c, scores = self.config, self.scores("screen")
         means = {name: sum(own.values()) / len(own) for name, own in scores.items() if name in self.variants}
         ranked = sorted(means, key=means.get) or list(self.variants)  # none is known before the first run
@@ -130,10 +148,10 @@ class Study:
                                   + (f", and {', '.join(dict.fromkeys(named))}" if named else ""))
         return self.screened["chosen"]
 
-    def plain_seeds(self, judged):
+    def plain_seeds(self, n_variants):
         """The seeds of the plain GPT, which stands in every comparison: more than a variant has."""
         c, seeds = self.config, list(self.config.seeds)
-        n = c.plain_seeds or round(len(seeds) * max(1, judged) ** 0.5)
+        n = c.plain_seeds or round(len(seeds) * max(1, n_variants) ** 0.5)
         more = (seed for seed in range(max(seeds) + 1, 10**9) if seed not in c.screen_seeds)
         return [*seeds, *(next(more) for _ in range(n - len(seeds)))]
 
@@ -142,7 +160,7 @@ class Study:
         c = self.config
         variants = [self.variants[name] for name in chosen]
         budgets = [self.builder.at_budget(multiple) for multiple in c.budgets]
-        self.compared.update({variant.name: variant for variant in [*budgets, *variants]})
+        self.compared.update(by_name([*budgets, *variants]))
         self.pairs += [(name, PLAIN, []) for name in chosen]
         self.pairs += [(one, other, []) for one, other in c.contrasts if other != PLAIN]
         self.execute(self.plan_judged(self.builder.plain, variants, budgets), place)
@@ -156,23 +174,25 @@ class Study:
     def verdicts(self):
         """{variant: (verdict against the plain GPT, difference)} of what is done."""
         pairs = [pair for pair in self.pairs if not pair[2]]
-        rows = analysis.judged(self.scores("judge"), pairs, self.config.alpha, self.config.margin)
+        rows = analysis.comparisons(self.scores("judge"), pairs, self.config.alpha, self.config.margin)
         return {row["variant"]: (row["verdict"], row["mean"]) for row in rows if row["baseline"] == PLAIN}
 
     def match_parameters(self, place):
-        """Whoever looks better meets a plain GPT with as many parameters."""
+        """Compare each variant that seems better with a plain GPT of as many parameters."""
         before = None
-        while before != len(self.pairs):  # more runs, more known of the spread: others may look better then
+        while before != len(self.pairs):  # more runs, more known of the spread: others may seem better then
             before = len(self.pairs)
             for name, (verdict, difference) in self.verdicts().items():
                 if verdict == "better" or verdict == "leaning" and difference < 0:
-                    baselines = [variant for variant in self.compared.values() if variant.kind == "baseline"]
-                    variant = self.builder.same_parameters(self.compared[name], baselines)
-                    self.compared.setdefault(variant.name, variant)
-                    if variant.name != PLAIN and (name, variant.name, ["parameters"]) not in self.pairs:
-                        self.pairs.append((name, variant.name, ["parameters"]))
-            wider = [variant for variant in self.compared.values() if variant.kind == "baseline"]
-            self.execute(self.plan("judge", wider, self.config.seeds), place)
+                    baseline = self.builder.same_parameters(self.compared[name], self.baselines())
+                    self.compared.setdefault(baseline.name, baseline)
+                    if baseline.name != PLAIN and (name, baseline.name, ["parameters"]) not in self.pairs:
+                        self.pairs.append((name, baseline.name, ["parameters"]))
+            self.execute(self.plan("judge", self.baselines(), self.config.seeds), place)
+
+    def baselines(self):
+        """The plain GPTs that were made for a variant: wider, or at their own best rates."""
+        return [variant for variant in self.compared.values() if variant.kind == "baseline"]
 
     def tune(self, place):
         """Judge those that are better or worse again, and the plain GPT, each at its own best rates.
@@ -185,29 +205,26 @@ class Study:
             return
         variants = [self.compared[name] for name in (PLAIN, *names)]
         groups, seed = {variant.name: variant.groups() for variant in variants}, self.config.screen_seeds[:1]
-        tried = {variant.name: {group: {0.5, 1.0, 2.0} for group in groups[variant.name]} for variant in variants}
+        tried = {name: {group: {0.5, 1.0, 2.0} for group in own} for name, own in groups.items()}
         for _ in range(3):
-            runs = {(variant.name, group, factor): self.plan("tune", [variant.at_rates(
-                {group: factor}, f"{variant.name}, {group} x {factor:g}")], seed, "val")[0]
-                for variant in variants for group in groups[variant.name] for factor in sorted(tried[variant.name][group])}
+            runs = {}
+            for variant in variants:
+                name = variant.name
+                for group, factor in ((g, f) for g in groups[name] for f in sorted(tried[name][g])):
+                    changed = variant.at_rates({group: factor}, f"{name}, {group} x {factor:g}")
+                    runs[name, group, factor], = self.plan("tune", [changed], seed, "val")
             self.execute(list(dict.fromkeys(runs.values())), place, "learning rates")
             found = {key: result["bpb"] for key, folder in runs.items() if (result := trial.result(folder))}
             self.tuned = {}
             for (name, group, factor), bpb in found.items():
                 self.tuned.setdefault(name, {}).setdefault(group, {})[factor] = bpb
-            for name, own in self.tuned.items():
-                for group, scores in own.items():
-                    best = min(scores, key=scores.get)
-                    if best == min(tried[name][group]):
-                        tried[name][group].add(best / 2)
-                    elif best == max(tried[name][group]):
-                        tried[name][group].add(best * 2)
+            extend_grid(tried, self.tuned)
             for group in groups[PLAIN]:  # what is tried for a variant is tried for the plain GPT
                 tried[PLAIN][group].update(*(own[group] for own in tried.values() if group in own))
         self.judge_tuned(variants, place)
 
     def judge_tuned(self, variants, place):
-        """Judge at its best rates, of one group or of all, whoever has them by the first stage's seeds.
+        """Judge each at its best rates, of one group or of all, by the first stage's seeds.
 
         One seed's best of six is luck in part, and what is good by itself may be bad together: the plain
         GPT's best two were.
@@ -218,7 +235,8 @@ class Study:
         for variant in variants:
             best = {group: min(scores, key=scores.get) for group, scores in self.tuned[variant.name].items()}
             moved = {group: factor for group, factor in best.items() if factor != 1}
-            tried[variant.name] = [{}, *({group: moved[group]} for group in moved), *[moved] * (len(moved) > 1)]
+            alone = [{group: factor} for group, factor in moved.items()]
+            tried[variant.name] = [{}, *alone, *[moved] * (len(moved) > 1)]
         at = {(variant.name, i): variant.at_rates(rates, f"{variant.name}, candidate {i}")
               for variant in variants for i, rates in enumerate(tried[variant.name])}
         folders = self.plan("tune", at.values(), seeds, "val")
@@ -232,9 +250,9 @@ class Study:
         new = {variant.name: variant.at_rates(tried[variant.name][i], f"{variant.name}, tuned")
                for variant in variants if (i := taken[variant.name])}
         plain = replace(new.pop(PLAIN), kind="baseline") if PLAIN in new else self.builder.plain
-        self.compared.update({variant.name: variant for variant in (plain, *new.values())})
-        self.pairs += [(new.get(variant.name, variant).name, plain.name, ["tuned rates"]) for variant in variants[1:]
-                       if variant.name in new or plain.name != PLAIN]
+        self.compared.update(by_name([plain, *new.values()]))
+        self.pairs += [(new.get(variant.name, variant).name, plain.name, ["tuned rates"])
+                       for variant in variants[1:] if variant.name in new or plain.name != PLAIN]
         self.execute(self.plan_judged(plain, list(new.values())), place)
 
 
@@ -263,10 +281,10 @@ def plan_of(study):
     if place.per_gpu > 1:
         notes.append(f"{place.per_gpu} runs share a GPU, and each takes longer than alone: not in the hours")
     if c.screen and c.best + c.worst < len(study.variants):
-        notes.append("who is judged is not known before the screening; here it is taken for the first ones")
+        notes.append("which are judged is known after the screening; here it is taken for the first ones")
     if c.tune_lr:
         notes.append("rates of those with a verdict are tuned after that, which is not counted")
-    return "\n".join([table(("arm", "parameters", "steps", "FLOPs", "flags"), rows, left=(0, 4)), *notes])
+    return "\n".join([table(("variant", "parameters", "steps", "FLOPs", "flags"), rows, left=(0, 4)), *notes])
 
 
 def name_of(config, files):

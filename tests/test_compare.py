@@ -22,8 +22,9 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError, json_safe
 from nanoheads.study import analysis, costs, findings, pictures, queue, results, stats, tables, trial
-from nanoheads.study.arms import SIZES, ArmBuilder, StudyConfig, size_of, variants_of
+from nanoheads.study.arms import SIZES, StudyConfig, size_of, variants_of
 from train import train
+from nanoheads.study.variants import SIZES, VariantBuilder, StudyConfig, size_of, variants_of
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted(p.name for p in (ROOT / "config" / "studies").glob("*.py"))
@@ -56,7 +57,7 @@ def study_of(plain, **keys):
 
 
 def started(here, study):
-    """[(arm, split)] of the runs that a place started, by the flags of the study's specs."""
+    """[(variant, split)] of the runs that a place started, by the flags of the study's specs."""
     names = {folder: (name, study.specs[folder]["score"]["split"])
              for (_, name, _), folder in study.runs.items()}
     return [names[folder] for folder in here.started]
@@ -107,8 +108,8 @@ class Bytes:
 
 @pytest.mark.parametrize("scale", ["tiny", "small"])
 def test_a_matched_baseline_has_the_parameters_of_its_variant_and_nothing_else_differs(scale, monkeypatch):
-    monkeypatch.setattr("nanoheads.study.arms.Dataset", Bytes)
-    builder = ArmBuilder(StudyConfig(mechanisms=list(MECHANISMS), scale=scale))
+    monkeypatch.setattr("nanoheads.study.variants.Dataset", Bytes)
+    builder = VariantBuilder(StudyConfig(mechanisms=list(MECHANISMS), scale=scale))
     for variant in builder.variants():
         wide = builder.same_parameters(variant, [])
         per_unit = 2 * builder.plain.model.n_embd * builder.plain.model.n_layer
@@ -121,8 +122,8 @@ def test_a_matched_baseline_has_the_parameters_of_its_variant_and_nothing_else_d
 
 
 def test_variants_whose_parameters_agree_share_a_baseline(monkeypatch):
-    monkeypatch.setattr("nanoheads.study.arms.Dataset", Bytes)
-    builder = ArmBuilder(StudyConfig(mechanisms=["routing_moh", "output_gate", "sentinel"]))
+    monkeypatch.setattr("nanoheads.study.variants.Dataset", Bytes)
+    builder = VariantBuilder(StudyConfig(mechanisms=["routing_moh", "output_gate", "sentinel"]))
     first, same, few = builder.variants()
     wide = builder.same_parameters(first, [])
     assert builder.same_parameters(same, [wide]) is wide
@@ -144,9 +145,9 @@ def test_what_cannot_be_matched_is_said(plain):
 
 
 def test_a_budget_is_given_in_tokens_a_parameter_and_a_size_by_name(monkeypatch):
-    monkeypatch.setattr("nanoheads.study.arms.Dataset", Bytes)
+    monkeypatch.setattr("nanoheads.study.variants.Dataset", Bytes)
     for size, steps in {"0.1M": 960, "0.33M": 3240, "1M": 9600}.items():
-        builder = ArmBuilder(StudyConfig(mechanisms=["xsa"], scale="nano", size=size, tokens_per_param=20.0))
+        builder = VariantBuilder(StudyConfig(mechanisms=["xsa"], scale="nano", size=size, tokens_per_param=20.0))
         plain = builder.plain
         blocks = sum(p.numel() for p in GPT(plain.model).transformer.h.parameters())
         assert blocks == 12 * plain.model.n_layer * plain.model.n_embd ** 2
@@ -156,7 +157,7 @@ def test_a_budget_is_given_in_tokens_a_parameter_and_a_size_by_name(monkeypatch)
     # the smallest of the ladder is the tiny scale: their runs have the same hashes
     spec = [Study(StudyConfig(mechanisms=["xsa"], device="cpu", **keys), "x").spec
             for keys in (dict(), dict(scale="nano", size="0.1M", tokens_per_param=20.0))]
-    arms = [ArmBuilder(StudyConfig(mechanisms=["xsa"], **keys)).plain
+    arms = [VariantBuilder(StudyConfig(mechanisms=["xsa"], **keys)).plain
             for keys in (dict(), dict(scale="nano", size="0.1M", tokens_per_param=20.0))]
     assert spec[0](arms[0], 1, "test") == spec[1](arms[1], 1, "test")
 
@@ -175,14 +176,14 @@ def test_the_groups_of_rates_are_those_that_the_optimizers_have(plain):
 @pytest.mark.parametrize("name", STUDIES)
 @pytest.mark.parametrize("scale", ["tiny", "mid", "paper"])
 def test_every_shipped_study_makes_its_arms(name, scale, monkeypatch):
-    monkeypatch.setattr("nanoheads.study.arms.Dataset", Bytes)
+    monkeypatch.setattr("nanoheads.study.variants.Dataset", Bytes)
     # 90 million numbers take their time; sizes have their own test
-    monkeypatch.setattr("nanoheads.study.arms.size_of", lambda config: (1000, 1000))
+    monkeypatch.setattr("nanoheads.study.variants.size_of", lambda config: (1000, 1000))
     own = "\nbase = " in (ROOT / "config" / "studies" / name).read_text()  # its plain GPT, or its steps
     if own or name in ("demo.py", "ladder.py"):
         scale = "nano" if name == "ladder.py" else "tiny"
     config, = configurator.load((StudyConfig,), [f"config/studies/{name}", f"--scale={scale}"])
-    builder = ArmBuilder(config)
+    builder = VariantBuilder(config)
     arms = builder.variants()
     assert config.question and arms
     for arm in arms:
@@ -282,8 +283,8 @@ def test_who_looks_better_meets_a_plain_gpt_of_its_size(plain, here, monkeypatch
     study = study_of(plain, mechanisms=["output_gate", "unet_concat"], settings=dict(n_layer=2, n_embd=32))
     study.run(here)
     (_, wide, equal), = [pair for pair in study.pairs if pair[2]]
-    assert equal == ["parameters"] and study.arms[wide].kind == "baseline"
-    assert abs(study.arms[wide].params - study.variants["unet_concat"].params) < 70
+    assert equal == ["parameters"] and study.compared[wide].kind == "baseline"
+    assert abs(study.compared[wide].params - study.variants["unet_concat"].params) < 70
     assert list(study.scores("judge")[wide]) == [1, 2]
 
 
@@ -312,18 +313,18 @@ def test_who_has_a_verdict_is_judged_again_at_its_own_best_rates(plain, here, mo
         own = study.candidates[name]
         assert [each["rates"] for each in own[:len(moved) + 1]] == [{}, *({g: f} for g, f in moved.items())]
         assert own[-1]["rates"] == moved and all({*each["bpb"]} == {9, 8} for each in own)
-        used, before = tuning[f"{name}, candidate {len(own) - 1}", 8]["train"], study.arms[name].train
+        used, before = tuning[f"{name}, candidate {len(own) - 1}", 8]["train"], study.compared[name].train
         assert used["lr"] == before.lr * best["lr"] and used["muon_lr"] == before.muon_lr * best["muon_lr"]
     for group, scores in study.tuned["output_gate"].items():  # no factor that the plain GPT did not get
         assert {*scores} <= {*study.tuned["plain"].get(group, scores)}
     pair = [name if name == stays else f"{name}, tuned" for name in ("output_gate", "plain")]
-    assert study.pairs[-1] == (*pair, ["tuned rates"]) and f"{stays}, tuned" not in study.arms
+    assert study.pairs[-1] == (*pair, ["tuned rates"]) and f"{stays}, tuned" not in study.compared
     scores = study.scores("judge")
     assert list(scores[pair[0]]) == list(scores[pair[1]])[:2] == [1, 2]
     found = results.collect(study, "test")
     assert found["comparisons"][-1]["baseline"] == pair[1]
-    told = [row[1] for row in findings.candidates_table(found).rows if row[-1] == "taken"]
-    assert [word == "as they are" for word in told] == [name == stays for name in ("plain", "output_gate")]
+    rates = [row[1] for row in findings.candidates_table(found).rows if row[-1] == "taken"]
+    assert [word == "as they are" for word in rates] == [name == stays for name in ("plain", "output_gate")]
     results.write(found, ".")
     assert "all of them the same" in results.recheck("results.json.gz")
     found["candidates"]["plain"][0]["bpb"]["8"] += 0.1
@@ -370,7 +371,7 @@ def test_a_run_that_crashes_is_reported_and_sinks_nothing(plain, here, monkeypat
     assert all(x is not None for x in found["arms"]["output_gate"]["bpb"])
     again = study_of(plain, variants=study.config.variants, report_only=True)
     again.run(here)
-    assert len(results.collect(again, "test")["failures"]) == 2  # told again, without running anything
+    assert len(results.collect(again, "test")["failures"]) == 2  # reported again, without running anything
 
 
 def test_a_study_is_cut_short_and_goes_on_to_the_same_numbers(plain):
@@ -539,8 +540,8 @@ def test_a_recheck_asks_whose_the_runs_are(finished, capsys):
         results.write({**copy, **json_safe(analysis.figures(copy))}, ".")
 
     for change, problem in (
-            (exchanged, "is of another arm or seed: params"), (twice, "is of another arm or seed: seed"),
-            (dropped, "stands under no arm"), (of_fewer_steps, "has another spec"),
+            (exchanged, "is of another variant or seed: params"), (twice, "is of another variant or seed: seed"),
+            (dropped, "stands under no variant"), (of_fewer_steps, "has another spec"),
             (screened, "screened output_gate, seed 9: no run gave 2.0")):
         changed(change)
         with pytest.raises(UserError, match="are not what its runs give"):
@@ -568,7 +569,7 @@ def test_a_run_on_file_counts_as_done_and_can_be_run_again(plain, finished, here
     assert len(here.started) == len(found["runs"])
 
 
-def test_a_study_is_run_again_from_its_file_and_told_where_it_agrees(finished, monkeypatch, capsys):
+def test_a_study_is_run_again_from_its_file_and_reports_where_it_agrees(finished, monkeypatch, capsys):
     study, found = finished
     found["config"]["report_only"] = True  # how the file came to be written is not part of the study
     results.write(found, study.out)
@@ -660,7 +661,7 @@ def test_shipped_results_are_what_their_runs_give_and_make_their_report(path, tm
 def test_a_table_is_written_between_its_marks_and_a_wrong_one_is_named(finished, monkeypatch, tmp_path):
     _, found = finished
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    monkeypatch.setattr(tables, "PAGES", ("page.md",))
+    monkeypatch.setattr(tables, "pages", lambda: ["page.md"])
     (tmp_path / "results").mkdir()
     results.write(found, tmp_path / "results")
     text = "before\n<!-- table: verdicts results.json.gz unet_concat -->\nold\n<!-- end -->\nafter\n"
@@ -674,7 +675,7 @@ def test_a_table_is_written_between_its_marks_and_a_wrong_one_is_named(finished,
 
 
 def test_the_tables_of_the_pages_are_those_of_the_results():
-    for page in tables.PAGES:
+    for page in tables.pages():
         text = (ROOT / page).read_text(encoding="utf-8")
         assert tables.filled(text, page) == text, f"{page}: run python compare.py --tables"
 
@@ -695,9 +696,9 @@ def figures_on_file():
 
 def test_the_differences_in_the_claims_are_those_of_the_results():
     text = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8").replace("−", "-")
-    told, known = FIGURE.findall(text), {*figures_on_file()}
-    assert len(told) > 50 and {*told} <= known, {*told} - known
-    assert f"+0.1234{told[0][7:]}" not in known  # control
+    figures, known = FIGURE.findall(text), {*figures_on_file()}
+    assert len(figures) > 50 and {*figures} <= known, {*figures} - known
+    assert f"+0.1234{figures[0][7:]}" not in known  # control
 
 
 def test_nothing_in_the_study_folder_imports_what_uses_it():
@@ -711,9 +712,10 @@ def test_nothing_in_the_study_folder_imports_what_uses_it():
         assert "compare" not in imported, path.name
         allowed = {"queue": {"trial"}, "trial": {"fingerprint"}, "page": {"findings", "stats"},
                    "report": {"page", "findings", "pictures"},
-                   "analysis": {"compute", "stats"}, "tables": {"report", "results"},
-                   "pictures": {"findings"}, "findings": {"lives"}, "lives": {"arms", "costs"},
-                   "results": {"analysis", "arms", "costs", "lives", "queue", "trial"}}.get(path.stem, set())
+                   "analysis": {"compute", "stats"}, "tables": {"findings", "results"},
+                   "pictures": {"findings"}, "findings": {"dynamic"}, "dynamic": {"costs", "variants"},
+                   "results": {"analysis", "costs", "dynamic", "queue", "trial",
+                               "variants"}}.get(path.stem, set())
         assert {name.split(".")[2] for name in imported if name.startswith("nanoheads.study.")} & {
             p.stem for p in (ROOT / "nanoheads" / "study").glob("*.py")} == allowed, path.name
 

@@ -323,7 +323,7 @@ def test_the_shared_exponent_holds_the_truth_19_times_in_20():
 
 def test_arms_that_share_no_exponent_and_arms_without_effect_are_told():
     apart = ladder(sizes_of(rng(10), effects=dict(a=(-0.05, 0.5), b=(0.05, -0.5))), SIZES[2])["exponent"]
-    assert apart["p_shared"] < 0.01 and "does not fit all arms" in apart["sentence"]
+    assert apart["p_shared"] < 0.01 and "does not fit all variants" in apart["sentence"]
     nothing = ladder(sizes_of(rng(11), effects=dict(a=(0.0, 0), b=(0.0, 0))), SIZES[2])["exponent"]
     assert nothing["b"] is None and "cannot be told" in nothing["sentence"] and nothing["held_out"] == {}
 

@@ -10,7 +10,7 @@ from scipy.signal import lfilter
 from scipy.special import digamma, polygamma
 
 from nanoheads.study import stats
-from nanoheads.study.stats import (Judged, alike, block_bootstrap, error_of, findable, fit, holm, in_words,
+from nanoheads.study.stats import (Comparison, alike, block_bootstrap, error_of, findable, fit, holm, in_words,
                                    judge, least_squares, moderated, prior_of, seed_variance)
 
 pytestmark = pytest.mark.filterwarnings("error")  # a division by zero is a warning in numpy
@@ -611,7 +611,7 @@ def test_nothing_overflows_at_the_fewest_seeds(n, m):
 
 # ---- in words ----
 
-BETTER = Judged(5, 14, -0.0123, -0.0145, -0.0101, 0.001, 30.0, 1e-4, 0.004, 1.0, "better", None)
+BETTER = Comparison(5, 14, -0.0123, -0.0145, -0.0101, 0.001, 30.0, 1e-4, 0.004, 1.0, "better", None)
 
 
 @pytest.mark.parametrize("change, sentence", (

@@ -77,8 +77,8 @@ def best_rates(candidates):
     """{variant: index of the candidate taken}. candidates: {variant: [{"bpb": {seed: bits/byte}}, ...]}.
 
     The first is the variant as it is, which stays unless the best is better by more than a standard error of
-    such a difference, from the median spread over seeds of all candidates (the one-standard-error rule, Breiman
-    et al. 1984). One that diverged is none.
+    such a difference, from the median spread over seeds of all candidates (the one-standard-error rule,
+    Breiman et al. 1984). One that diverged is none.
     """
     scores = {name: [list(each["bpb"].values()) for each in own] for name, own in candidates.items()}
     sds = [np.std(each, ddof=1) for own in scores.values() for each in own if len(each) > 1]

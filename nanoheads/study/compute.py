@@ -4,7 +4,7 @@ a variant is worth at equal cost, and whether its effect grows with the size of 
 
 The plain GPT of one size is trained at several multiples of the budget, in steps: FLOPs and time are the same
 multiples. A difference is variant minus plain at multiple 1, in bits/byte: below 0 is better. It comes with
-its standard error and degrees of freedom (study/stats.py), which hold the plain GPT's mean at multiple 1 once.
+its standard error and degrees of freedom (stats.py), which hold the plain GPT's mean at multiple 1 once.
 """
 
 import math
@@ -91,7 +91,7 @@ class Curve:
 
 
 def minus_plain(curve, mean, se, df, multiple):
-    """(difference, standard error, degrees of freedom) of a variant to the plain GPT at other multiples [...].
+    """(difference, standard error, degrees of freedom) of a variant to the plain GPT at multiples [...].
 
     mean - (curve(m) - curve(1)), so that at 1 it is the difference itself. The plain runs at 1 are in both
     parts, and the error counts them once: a variant's runs are independent of the plain ones, so that
@@ -155,12 +155,13 @@ def worth(curve, mean, se, df, level=0.95):
     def difference(multiple):
         return minus_plain(curve, mean, se, df, multiple)[0]
 
-    def surplus(multiple):  # above 0: told apart
+    def surplus(multiple):  # above 0: shown to differ
         apart, error, degrees = minus_plain(curve, mean, se, df, multiple)
         return abs(apart) - t.isf((1 - level) / 2, degrees) * error
 
-    def edge(held, told):
-        return float(brentq(surplus, held, told)) if surplus(held) < 0 < surplus(told) else float(held)
+    def edge(inside, outside):
+        apart = surplus(inside) < 0 < surplus(outside)
+        return float(brentq(surplus, inside, outside)) if apart else float(inside)
 
     beyond = "less" if difference(curve.low) > 0 else "more" if difference(curve.high) < 0 else None
     root = None if beyond else float(brentq(difference, curve.low, curve.high))
@@ -211,7 +212,7 @@ def ladder(sizes, held_out=None, level=0.95):
 
     sizes: {N: {"plain": {multiple: [bits/byte]}, "arms": {variant: (mean, se, df)}}}, N the parameters of the
     blocks, each trained on as many bytes a parameter; held_out: the N that no fit sees and that checks them.
-    Three models: see variant_over_sizes, exponent_of_all, plain_over_sizes. Intervals are of one variant each,
+    Models: see variant_over_sizes, exponent_of_all, plain_over_sizes. Intervals are of one variant each,
     not corrected for their number. Of two fitted sizes an interval holds the noise of the runs, not that the
     model may be wrong: only the held-out size speaks of that. Raises UserError.
     """
@@ -231,7 +232,7 @@ def ladder(sizes, held_out=None, level=0.95):
 def line_weights(x, at):
     """(weights of the slope, of the height at `at`) in the values [n] of a least-squares line over x [n].
 
-    Every size counts alike: weights that are not estimated keep the interval right with few seeds.
+    Every size counts the same: weights that are not estimated keep the interval right with few seeds.
     """
     x = np.asarray(x, np.float64)
     slope = (x - x.mean()) / ((x - x.mean()) ** 2).sum()
@@ -255,9 +256,9 @@ def span(low, high):
 def checked(predicted, low, high, measured, n, unit=""):
     """A prediction beside what was measured; the interval is that of a new measurement, with its noise."""
     inside = bool(low <= measured <= high) if math.isfinite(high - low) else None
-    said = {True: ": inside", False: ": outside", None: ""}[inside]
+    where = {True: ": inside", False: ": outside", None: ""}[inside]
     sentence = (f"the held-out size {n:,}: predicted {predicted:.3g}{unit} {span(low, high)}, "
-                f"measured {measured:.3g}{unit}{said}")
+                f"measured {measured:.3g}{unit}{where}")
     return dict(predicted=predicted, low=low, high=high, measured=measured, inside=inside, sentence=sentence)
 
 
@@ -312,7 +313,7 @@ def log_worth(curve, mean, se, df, multiple):
 def plain_over_sizes(curves, fitted, held_out, level):
     """The plain GPT at multiple 1: floor + A N^-alpha, a straight line in log(bits/byte - floor), log N.
 
-    The floor cannot be told from two or three sizes, so it is not fitted: everything is given for a floor of
+    Two or three sizes do not show the floor, so it is not fitted: everything is given for a floor of
     0 and of 1 bit/byte (FLOORS), and the prediction reaches from the lower to the higher of them.
     """
     scores = np.array([curves[n].score for n in fitted])
@@ -343,10 +344,10 @@ def plain_over_sizes(curves, fitted, held_out, level):
 def exponent_of_all(curves, effects, fitted, held_out, level):
     """All variants together: effect = c N^b in bits/byte, a c for each variant and one b, by least squares.
 
-    Only variants with an error at every fitted size. The variants of a size share its plain GPT: their errors'
-    covariance is its variance (held below half of a variant's: plain has as many seeds as a variant, or more).
+    Only variants with an error at every fitted size. Those of a size share its plain GPT: their errors'
+    covariance is its variance (held below half of a variant's: plain has as many seeds as that, or more).
     The interval of b inverts a score test: at the true b what is left over is independent of the estimates
-    of c, so that it holds its level however weak the effects are. Open (None) where they tell nothing of b.
+    of c, so that it holds its level however weak the effects are. Open (None) where they say nothing of b.
     """
     names = [name for name, at in effects.items()
              if all(n in at and 0 < at[n][1] < math.inf and at[n][2] > 0 for n in fitted)]
@@ -366,7 +367,7 @@ def exponent_of_all(curves, effects, fitted, held_out, level):
 
     def fit(b):
         """(sum of squares, score over its error, (c, cov(c), what c takes of b, information on b))."""
-        x = np.concatenate([w * math.exp(b * r) for w, r in zip(whiten, log_r)])  # (sizes * variants, variants)
+        x = np.concatenate([w * math.exp(b * r) for w, r in zip(whiten, log_r)])  # (sizes * n, n)
         c = np.linalg.lstsq(x, y)[0]
         left = y - x @ c
         along = np.concatenate([w @ c * r * math.exp(b * r) for w, r in zip(whiten, log_r)])
@@ -386,7 +387,8 @@ def exponent_of_all(curves, effects, fitted, held_out, level):
     more = y.size - len(names) - 1
     p = float(f_distribution.sf(found.fun / more, more, df)) if more else None
     trend = "grow" if low > 0 else "shrink" if high < 0 else "neither grow nor shrink for certain"
-    doubt = "" if p is None or p > 1 - level else f"; but one exponent does not fit all variants (p = {p:.2g})"
+    fits = p is None or p > 1 - level
+    doubt = "" if fits else f"; but one exponent does not fit all variants (p = {p:.2g})"
     result.update(b=b, low=low, high=high, p_shared=p, sentence=(
         f"effects in bits/byte {trend} with size, as N^{b:.2f} {span(low, high)}{doubt}"))
     c, cov, taken, information = fit(b)[2]

@@ -120,8 +120,8 @@ def stepper(variant, device, steps):
 def step_time_ratios(variants, plain, device, threads, rounds=11, steps=4):
     """{name: row} of the variants: time of a training step over that of `plain`, and under which load.
 
-    Each variant alternates with `plain`, `steps` steps at a time, so that other work on the machine hits both.
-    One thread on a CPU is timed by its processor time, which stands still while others have the core: at a
+    Each alternates with `plain`, `steps` steps at a time, so that other work on the machine hits both. One
+    thread on a CPU is timed by its processor time, which stands still while others have the core: at a
     load of twice the cores its intervals were a quarter as wide.
     ratios: of each round; ratio: their median; low, high: its 95 % interval (below 6 rounds the range); ms,
     plain_ms: medians of a step; clock: processor or wall; load: processes that wanted to run in the minute
@@ -143,9 +143,10 @@ def step_time_ratios(variants, plain, device, threads, rounds=11, steps=4):
             ratios = [b / a for a, b in seconds]
             ratio, low, high = median_interval(ratios)
             plain_ms, ms = (1000 * statistics.median(side) / steps for side in zip(*seconds))
-            rows[variant.name] = dict(ratio=ratio, low=low, high=high, ratios=ratios, ms=ms, plain_ms=plain_ms,
-                                  rounds=rounds, clock="processor" if on_processor else "wall",
-                                  threads=threads, load=load, cores=os.cpu_count())
+            rows[variant.name] = dict(
+                ratio=ratio, low=low, high=high, ratios=ratios, ms=ms, plain_ms=plain_ms, rounds=rounds,
+                clock="processor" if on_processor else "wall", threads=threads, load=load,
+                cores=os.cpu_count())
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()  # the next size's runs share this GPU
     return rows

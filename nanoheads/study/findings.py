@@ -328,7 +328,7 @@ def tuned_table(found, only=None):
 
 
 def candidates_table(found, only=None):
-    """Bits/byte on validation of each variant as it is, at each group's best rate and at all; which is taken."""
+    """Validation bits/byte of each variant as it is, at each group's best rate and at all; which is taken."""
     rows = []
     for name, own in chosen(found.get("candidates"), only).items():
         for i, each in enumerate(own):
@@ -340,7 +340,7 @@ def candidates_table(found, only=None):
 
 
 def ladder_table(found, only=None):
-    """Each variant's difference to the plain GPT and its worth, size by size, and which way its worth goes."""
+    """Each variant's difference to the plain GPT and its worth, size by size; which way its worth goes."""
     studies = {f"{size}, held out" if size == found["held_out"] else size: study
                for size, study in found["sizes"].items()}
     rows = [("plain GPT", size, row_of(study, "plain")[-1], "–", "1", "–") for size, study in studies.items()]

@@ -183,7 +183,7 @@ def compute(found):
 
 
 def ladder(found):
-    """A Figure: what each variant is worth in the plain GPT's compute, against size; None: nothing is known."""
+    """A Figure: what each variant is worth in the plain GPT's compute, against size; None: nothing known."""
     lines = {name: sorted((int(n), w) for n, w in variant["worth"].items()
                           if known(w["mean"]) or w["beyond"])
              for name, variant in found["ladder"]["arms"].items()}

@@ -1,9 +1,9 @@
 """
-results.json.gz: everything that a study found, from which anybody can compute its page again.
+results.json.gz: everything that a study found, from which its page can be computed again.
 
-`runs` holds each run under its hash: score, nats of each block of the text, flags, costs. `variants` says which
-runs are whose, `screen`, `pairs` and `tuned` what was done with them, and the rest is analysis.py's: figures
-that recheck() computes once more.
+`runs` holds each run under its hash: score, nats of each block of the text, flags, costs. `arms` names the
+runs of each variant, `screen`, `pairs` and `tuned` what was done with them, and the rest is analysis.py's:
+figures that recheck() computes once more.
 """
 
 import gzip
@@ -27,7 +27,7 @@ import torch
 
 from model import GPTConfig
 from nanoheads.common import ROOT, UserError, git_commit, json_safe, pick_device, write_atomic
-from nanoheads.study import analysis, costs, lives, queue, trial
+from nanoheads.study import analysis, costs, dynamic, queue, trial
 from nanoheads.study.variants import BOOKKEEPING, HERE, StudyConfig, size_of
 from nanoheads.text.dataset import Dataset
 from nanoheads.timing import median_interval
@@ -68,7 +68,7 @@ def collect(study, command):
               for name, variant in study.compared.items()},
         runs={folder.name: {**result, "spec": study.specs[folder], "curve": curve_of(folder, result)}
               for folder, result in done.items()},
-        lives=lives.of_study(study, judged, done) if c.lives and nothing_runs else None,
+        lives=dynamic.of_study(study, judged, done) if c.lives and nothing_runs else None,
         failures=failures, planned=len(planned), done=len(done)))))
     return {**found, **json_safe(analysis.figures(found))}
 
@@ -135,7 +135,7 @@ def scored(study, done):
 
 
 def summary_of(study, variant, folders, done, nothing_runs):
-    """One variant: sizes, costs, each seed's score, the command of a run, and a look inside one."""
+    """One variant: sizes, costs, each seed's score, the command of a run, and what is inside one."""
     found = [done.get(folder) for folder in folders.values()]
 
     def median(key):
@@ -144,10 +144,12 @@ def summary_of(study, variant, folders, done, nothing_runs):
 
     first = next((folder for folder, result in zip(folders.values(), found) if result), None)
     inside = inspected(first, nothing_runs) if first else NOT_INSPECTED
+    executed = costs.executed_flops(variant.model, pick_device(study.config.device))
     multiple = variant.train.max_iters / study.builder.plain.train.max_iters
-    return dict(kind=variant.kind, label=variant.label, flags=variant.flags, steps=variant.train.max_iters, multiple=multiple,
-                params=variant.params, tokens=variant.tokens, flops_per_token=variant.flops_per_token,
-                executed_flops_per_token=costs.executed_flops(variant.model, pick_device(study.config.device)),
+    return dict(kind=variant.kind, label=variant.label, flags=variant.flags, steps=variant.train.max_iters,
+                multiple=multiple, params=variant.params, tokens=variant.tokens,
+                flops_per_token=variant.flops_per_token,
+                executed_flops_per_token=executed,
                 time_ratio=time_ratio(study, variant, nothing_runs),
                 seconds=median("seconds"), tokens_per_s=median("tokens_per_s"),
                 memory_mib=median("memory_mib"), best_step=median("best_step"),
@@ -297,7 +299,7 @@ def write(found, folder):
 
 
 def write_sums(folder):
-    """SHA256SUMS over what lies in a report's folder, so that who gets it knows that all of it came along."""
+    """SHA256SUMS over what lies in a report's folder, to check that all of it came along."""
     lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(
         Path(folder).iterdir()) if path.is_file() and path.name not in ("SHA256SUMS", "clock.json")]
     write_atomic(Path(folder) / "SHA256SUMS", lambda f: f.write("".join(lines).encode()))
@@ -395,7 +397,8 @@ def costs_again(study, variant):
         model = GPTConfig(**spec["model"])
         params, needed = size_of(model)
         executed = costs.executed_flops(model, spec["train"]["device"])
-        found += [(params, variant["params"], "parameters"), (needed, variant["flops_per_token"], "FLOPs a token"),
+        found += [(params, variant["params"], "parameters"),
+                  (needed, variant["flops_per_token"], "FLOPs a token"),
                   (executed, variant["executed_flops_per_token"], "executed FLOPs a token")]
     if "ratios" in time:
         found += [(value, time[end], f"time of a step, {end}")
@@ -404,20 +407,20 @@ def costs_again(study, variant):
 
 
 def unexplained(study):
-    """Runs on the judged text that no variant has; scores of the first stage and of rates that no run gave."""
+    """Runs on the judged text of no variant; scores of the first stage and of rates that no run gave."""
     runs, split = study["runs"], study["data"]["split"]
     taken = {run for variant in study["arms"].values() for run in variant["runs"]}
     wrong = [f"run {run} was scored on {split} and stands under no variant" for run, found in runs.items()
              if run not in taken and found["spec"]["score"]["split"] == split]
-    given = {found["bpb"] for found in runs.values()}
-    told = [(f"screened {name}, seed {seed}", bpb) for name, own in
-            ((study.get("screen") or {}).get("scores") or {}).items() for seed, bpb in own.items()]
-    told += [(f"tuned {name}, {group} x {factor}", bpb) for name, own in (study.get("tuned") or {}).items()
-             for group, scores in own.items() for factor, bpb in scores.items()]
-    told += [(f"{name} at {each['rates']}, seed {seed}", bpb)
-             for name, own in (study.get("candidates") or {}).items()
-             for each in own for seed, bpb in each["bpb"].items()]
-    return wrong + [f"{what}: no run gave {bpb}" for what, bpb in told if bpb not in given]
+    of_runs = {found["bpb"] for found in runs.values()}
+    given = [(f"screened {name}, seed {seed}", bpb) for name, own in
+             ((study.get("screen") or {}).get("scores") or {}).items() for seed, bpb in own.items()]
+    given += [(f"tuned {name}, {group} x {factor}", bpb) for name, own in (study.get("tuned") or {}).items()
+              for group, scores in own.items() for factor, bpb in scores.items()]
+    given += [(f"{name} at {each['rates']}, seed {seed}", bpb)
+              for name, own in (study.get("candidates") or {}).items()
+              for each in own for seed, bpb in each["bpb"].items()]
+    return wrong + [f"{what}: no run gave {bpb}" for what, bpb in given if bpb not in of_runs]
 
 
 def differences(a, b, where):

@@ -1,6 +1,6 @@
 """
-From scores to verdicts: one model of all variants and seeds, Holm's correction, what could have been found, and
-a bootstrap over text. The plain GPT is a variant, too.
+From scores to verdicts: one model of all variants and seeds, Holm's correction, what could have been found,
+and a bootstrap over text. The plain GPT is a variant, too.
 
 A difference is variant minus baseline in test bits per byte: below 0 is better. Two spreads answer two
 questions. Over seeds (judge): would it win again if both were trained again? Over text (block_bootstrap):
@@ -8,11 +8,11 @@ would these two trained models rank the same on other text of this kind? Verdict
 
     score[variant, seed] = mean[variant] + effect[seed] + noise,    the noise with a variance for each variant
 
-A few seeds say little of a variant's own spread, so all variants are fitted together. What a seed does to all of
+A few seeds say little of a variant's own spread, so all are fitted together. What a seed does to all of
 them is taken out where it shows at all: without it a difference is the unpaired one, with nothing but it the
 paired one. The variances of similar variants are drawn to each other (Smyth 2004, limma); a variant whose
-variance is clearly another one keeps its own. tests/simulate.py counts the wrong verdicts: each rule here is there
-because that count was too high without it.
+variance is clearly another one keeps its own. tests/simulate.py counts the wrong verdicts: each rule here is
+there because that count was too high without it.
 """
 
 import math
@@ -28,11 +28,11 @@ OUTLIER = 0.001      # the p at which a variant's spread is not that of the othe
 LOUD = 8             # times the median spread: so far off that chance hardly brings such a variant near it
 LEAST_VARIANTS = 4   # fewer do not show how similar their spreads are
 PRIOR_COUNTS = 0.6   # this share of the prior's degrees of freedom: it is an estimate from the same scores
-STRICT = 0.7         # times alpha: p of better and worse where spreads are drawn together, which are never quite equal
+STRICT = 0.7         # times alpha: p of better and worse where spreads, never quite equal, are drawn together
 
 
 class Comparison(NamedTuple):
-    """What the seeds show of one comparison: difference and uncorrected interval in bits/byte; p two-sided."""
+    """One comparison over seeds: difference and uncorrected interval in bits/byte; p two-sided."""
 
     n: int              # seeds of the variant
     n_baseline: int
@@ -84,7 +84,7 @@ def similar(var, df):
 
 
 def moderated(var, df):
-    """(variances [A], degrees of freedom [A]): those of similar variants drawn to their prior, else their own."""
+    """(variances [A], degrees of freedom [A]): those of similar variants drawn to their prior."""
     kept = similar(var, df)
     if len(kept) < LEAST_VARIANTS:
         return var, df
@@ -188,7 +188,7 @@ NOTHING = Comparison(0, 0, mean=math.nan, low=-math.inf, high=math.inf, se=math.
 
 
 def repeats_of(scores):
-    """{variant: the variant whose scores it repeats on all seeds that both have, two or more; else itself}."""
+    """{variant: that whose scores it repeats on all seeds that both have, two or more; else itself}."""
     found = {}
     for name in sorted(scores, key=lambda name: -len(scores[name])):  # stable: equals stay in their order
         for other in [other for other in found if found[other] == other]:

@@ -1,6 +1,6 @@
 """
-What a study compares: its config, and the models made from it - the plain GPT, variants of it, the plain GPT at
-other budgets, and plain GPTs with a variant's parameters.
+What a study compares: its config, and the models made from it - the plain GPT, variants of it, the plain GPT
+at other budgets, and plain GPTs with a variant's parameters.
 """
 
 import fnmatch
@@ -280,7 +280,8 @@ class VariantBuilder:
         if width < 1:
             raise UserError(f"{variant.name} has {variant.params:,} parameters, "
                             "fewer than a plain GPT without its MLPs: no baseline has as few")
-        return self.make(f"plain, MLP {width}", "baseline", f"plain GPT, MLP {width} wide", {"n_inner": width})
+        label = f"plain GPT, MLP {width} wide"
+        return self.make(f"plain, MLP {width}", "baseline", label, {"n_inner": width})
 
 
 def budget_of(model, training, tokens_per_param):
