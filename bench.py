@@ -42,14 +42,13 @@ import torch
 from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache
 from nanoheads.common import ROOT, UserError, explain, last_words, pick_device, table, writable, write_json
 from nanoheads.kernels import allow_graphs
+from nanoheads.pruning import prune_heads
 from nanoheads.text.dataset import Dataset
-from nanoheads.timing import on_cuda, progress_bar, take_turns, time_rows, timed
+from nanoheads.timing import mfu, on_cuda, progress_bar, take_turns, time_rows, timed
 from nanoheads.training import checkpoint
+from nanoheads.training.config import TrainConfig
 from nanoheads.training.optim import CUDA_GRAPHS, Trainer, precision
 from nanoheads.training.ranks import Process
-from nanoheads.training.scoring import score
-from nanoheads.training.config import TrainConfig
-from nanoheads.training.config import TrainConfig
 from nanoheads.training.scoring import score
 
 # option, default on cpu, default on cuda
@@ -73,7 +72,7 @@ def ours(recipe, args, flags={}, off=0.0):
     def build():
         model = GPT(config_of(args, args.block_size, recipe=recipe, **flags))
         if off:
-            model.prune_heads({layer: range(round(off * args.n_head)) for layer in range(args.n_layer)})
+            prune_heads(model, {layer: range(round(off * args.n_head)) for layer in range(args.n_layer)})
         config = TrainConfig(dtype=args.dtype, compile=args.compile,
                              compile_mode=args.compile_mode).for_recipe(recipe)
         trainer = Trainer(model.to(args.device), config, Process(args.device))
@@ -268,7 +267,7 @@ class Contest:
         if model is not None:
             used = model.flops_per_token() * row["tokens_per_s"]
             found.update(share_of_matmul_rate=used / (self.rate * 1e12),
-                         mfu=model.mfu(row["tokens_per_s"], args.device, args.dtype))
+                         mfu=mfu(model, row["tokens_per_s"], args.device, args.dtype))
         return found
 
 

@@ -36,7 +36,7 @@ from nanoheads.kernels import (SKIP_FROM, ChunkedCrossEntropy, RowStats, attend,
                                row_statistics)
 from nanoheads.logits import (check_sampling, discounted_return, distance_to_teacher, label_losses, logit,
                               penalise, portions, sample_token)
-from nanoheads.mechanism import (HeadAxis, Mechanism, Uniform, choices, flag, no_dropout, range_problems)
+from nanoheads.mechanism import HeadAxis, Mechanism, Uniform, choices, flag, no_dropout, range_problems
 
 # What a recipe means: the values taken by the flags that were left at None.
 RECIPES = {

@@ -63,7 +63,6 @@ from data.needle.prepare import DIGITS, digits_of, fact, names, question
 from model import GPT
 from nanoheads.common import UserError, last_words, pick_device, table, writable, write_atomic, write_json
 from nanoheads.heads.audit import read_ids
-from nanoheads.training.config import ControllerConfig
 from nanoheads.heads.detectors import (ARRAYS, EXCLUDED, MEASURES, PATTERNS, common_tokens, head_arrays,
                                        needles, pattern_scores, repeats, retrieval_scores, similarity,
                                        typical_maps)
@@ -71,6 +70,7 @@ from nanoheads.heads.measuring import attentions, closed, measure, nats_on, plac
 from nanoheads.heads.pictures import draw_head_scores, spelled
 from nanoheads.probes.fewshot import choice_nats, contexts, judged, made_items, read_items, save_items
 from nanoheads.training import checkpoint
+from nanoheads.training.config import ControllerConfig
 from nanoheads.training.sampling import model_and_tokenizer
 from nanoheads.training.scoring import add_arguments, load, nats_of, score, window_ids, windows_of
 

@@ -41,13 +41,14 @@ from model import GPT
 from nanoheads.common import UserError, last_words, pick_device, table, writable, write_atomic, write_json
 from nanoheads.configurator import near
 from nanoheads.drawing import COLOURS
-from nanoheads.training.config import ControllerConfig
 from nanoheads.heads.measuring import (attentions, cache_bytes, closed, evaluating, fixed_text, measure,
                                        nats_on, static_gates)
+from nanoheads.pruning import pack, prune_heads
 from nanoheads.study.pictures import drawn, panels
 from nanoheads.study.trial import score_windows
 from nanoheads.timing import progress_bar, take_turns, time_rows
 from nanoheads.training import checkpoint
+from nanoheads.training.config import ControllerConfig
 from nanoheads.training.scoring import load
 from train import TrainConfig, train
 
@@ -143,7 +144,7 @@ def removal_order(model, by, n, floor, x, y, seed):
 def without_heads(model, gone):
     """A copy of the model without these (layer, head)."""
     smaller = copy.deepcopy(model)
-    smaller.prune_heads({layer: [head for at, head in gone if at == layer] for layer, _ in gone})
+    prune_heads(smaller, {layer: [head for at, head in gone if at == layer] for layer, _ in gone})
     return smaller
 
 
@@ -189,7 +190,7 @@ def held_bytes(model):
 
 def decoding(model, smaller, args):
     """{figure: value} of memory and cached decoding, both models packed and in turns; speed: whole = 1."""
-    models = dict(whole=model.packed(), pruned=smaller.packed())
+    models = dict(whole=pack(model), pruned=pack(smaller))
     found = dict(bytes=held_bytes(models["pruned"]), bytes_before=held_bytes(models["whole"]))
     if args.rounds:
         n = min(model.config.block_size - 1, DECODED)

@@ -35,10 +35,10 @@ from nanoheads.heads.controller import Controller
 from nanoheads.study import trial
 from nanoheads.text.dataset import Batches, Dataset, DocumentBatches
 from nanoheads.text.targets import Targets
+from nanoheads.timing import mfu
 from nanoheads.training import checkpoint
 from nanoheads.training.checkpoint import last_save
-from nanoheads.training.config import (TrainConfig, check_model, conflicts, flags_by_name,
-                                       note_on_dropout)
+from nanoheads.training.config import TrainConfig, check_model, conflicts, flags_by_name, note_on_dropout
 from nanoheads.training.optim import Trainer, compiles, lr_multiplier, precision
 from nanoheads.training.ranks import Process, StopSignal, join_ranks
 from nanoheads.training.runlog import Log, write_config
@@ -201,15 +201,15 @@ def log_step(run, step, metrics, speed, now):
         row["tokens_per_s"] = round(speed, 1)
     if run.compile_s:
         row["compile_s"] = round(run.compile_s, 1)
-    mfu = run.model.mfu((speed or 0.0) / run.process.world, run.process.device, run.trainer.dtype)
-    if mfu:
-        row["mfu"] = round(mfu, 4)
+    share = mfu(run.model, (speed or 0.0) / run.process.world, run.process.device, run.trainer.dtype)
+    if share:
+        row["mfu"] = round(share, 4)
     run.log.write(row)
 
     pace = "–" if speed is None else f"{speed:,.0f}"
     run.bar_values.update({"loss": f"{row['loss']:.3f}", "tok/s": pace})
-    if mfu:
-        run.bar_values["mfu"] = f"{mfu:.1%}"
+    if share:
+        run.bar_values["mfu"] = f"{share:.1%}"
     run.bar.set_postfix(run.bar_values, refresh=False)
     if run.bar.disable and now - run.last_line > 10:
         run.last_line = now
@@ -291,14 +291,14 @@ class Run:
         return self.batches.tokens(step) if self.batches else step * self.tokens_per_step
 
 
-def train(model_config, config):
-    """Train as configured; returns the last evaluation's row of log.jsonl."""
+def train(model_config, config, given=()):
+    """Train as configured; given: {flag: value} that were set, for what another checkpoint brings; returns the last evaluation's row of log.jsonl."""
     # the model and how far it is: new, from another checkpoint, or where this run was left
     process = join_ranks(config.device)
     saves = saves_in(config)
     dataset = Dataset(config.dataset)
     model_config = controller.starting_config(model_config, config)
-    model, state = checkpoint.starting_point(model_config, config, dataset, process.device)
+    model, state = checkpoint.starting_point(model_config, config, dataset, process.device, given)
     progress = {key: state[key] for key in PROGRESS if key in state} if state else {}
     check_model(model, config)
     targets = None
@@ -407,12 +407,12 @@ def main(argv=None):
     if argv and argv[0].startswith("--trial="):
         return trial.main(argv[0].removeprefix("--trial="), train, argv[1:])
     try:
-        configs = configurator.load((GPTConfig, TrainConfig), argv, __doc__, conflicts,
+        configs, given = configurator.load_given((GPTConfig, TrainConfig), argv, __doc__, conflicts,
                                     mechanisms=flags_by_name())
         note = note_on_dropout(configs[0])
         if note and os.environ.get("RANK", "0") == "0":
             print(note, flush=True)
-        train(*configs)
+        train(*configs, given)
         return
     except (Exception, KeyboardInterrupt) as e:
         problem = explain(e)

@@ -28,7 +28,7 @@ def prune_heads(model, heads, optimizers=()):
     model.config = replace(model.config, head_ids=[attn.head_ids for attn in layers])
 
 
-def packed(model):
+def pack(model):
     """A copy for evaluation, of the same logits, without the heads whose gate is 0, for whatever reason."""
     model = copy.deepcopy(model).eval()
     prune_heads(model, {layer: closed_heads(block.attn) for layer, block in enumerate(model.transformer.h)})

@@ -62,3 +62,18 @@ def time_rows(what, seconds, reference, tokens, repeats):
                          time_ratio=ratio, time_ratio_low=low, time_ratio_high=high,
                          reference=reference, rounds=len(each)))
     return rows
+
+
+# Dense bf16 peaks in TFLOP/s by a part of the device's name, from NVIDIA's datasheets; the first counts.
+PEAK_TFLOPS = (("B200", 2250), ("GH200", 989), ("H200", 989), ("H100 PCIe", 756), ("H100 NVL", 835),
+               ("H100", 989), ("A100", 312), ("L40S", 362), ("L40", 181), ("L4", 121), ("A10G", 70),
+               ("A10", 125), ("RTX 4090", 165), ("RTX 3090", 71))
+
+
+def mfu(model, tokens_per_s, device, dtype):
+    """Share of the device's peak that this training speed is; None where the peak is not known."""
+    if torch.device(device).type != "cuda" or dtype == "float32":
+        return None
+    name = torch.cuda.get_device_name(device)
+    peak = next((tflops for part, tflops in PEAK_TFLOPS if part in name), None)
+    return None if peak is None else tokens_per_s * model.flops_per_token() / (peak * 1e12)

@@ -22,9 +22,8 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError, json_safe
 from nanoheads.study import analysis, costs, findings, pictures, queue, results, stats, tables, trial
-from nanoheads.study.arms import SIZES, StudyConfig, size_of, variants_of
+from nanoheads.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, variants_of
 from train import train
-from nanoheads.study.variants import SIZES, VariantBuilder, StudyConfig, size_of, variants_of
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted(p.name for p in (ROOT / "config" / "studies").glob("*.py"))

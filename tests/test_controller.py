@@ -20,14 +20,15 @@ from nanoheads.heads import controller
 from nanoheads.heads.gates import move_gates
 from nanoheads.heads.measuring import METRICS, Measurements, attentions, places
 from nanoheads.heads.states import states_of
+from nanoheads.pruning import pack
 from nanoheads.text.dataset import Batches, Dataset
 from nanoheads.training import checkpoint
+from nanoheads.training.config import TrainConfig
 from nanoheads.training.optim import Trainer
 from nanoheads.training.ranks import Process
 from nanoheads.training.rules import Rules
 from tests.conftest import ROOT, TINY
 from tests.test_train import same, weights
-from nanoheads.training.config import TrainConfig
 from train import main
 
 SMALL = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=256, recipe="modern")
@@ -550,7 +551,7 @@ def test_a_budget_withdraws_the_least_important_and_their_turn_comes(run, monkey
     else:
         assert asleep == {(0, 0), (0, 1), (0, 2)}
     assert rows_of(r.out_dir)[-1]["active"] == room
-    packed = r.model.packed()
+    packed = pack(r.model)
     assert len(places(packed)) == room, "what is withdrawn is skipped for real"
     x = torch.arange(16)[None]
     assert torch.allclose(packed(x).logits, r.model.eval()(x).logits, atol=1e-5)
@@ -616,7 +617,7 @@ def test_learned_agency_is_told_the_features_and_takes_the_likeliest_state(run, 
     assert agency.consent.all() and agency.static_gate()[1] == 0
     assert found["state"] == [["active"] * 2, ["active", "withdrawn", "active", "active"]]
     assert found["active"] == 4 and found["blocked"] == 1, "of the one without consent"
-    assert r.model.packed().config.head_ids == [[0], [1, 3]]
+    assert pack(r.model).config.head_ids == [[0], [1, 3]]
     with torch.no_grad():
         agency.bias[0] = 1.0
     measured(r)

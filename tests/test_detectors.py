@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import ALL_ON, GPT, MECHANISMS, ConstraintHeads, GPTConfig, Mechanism, Sink
+from model import ALL_ON, GPT, MECHANISMS, ConstraintHeads, GPTConfig, Sink
 from nanoheads.heads import detectors
 from nanoheads.heads.detectors import (ARRAYS, MEASURES, PATTERNS, attention_maps, common_tokens,
                                        duplicate_token, head_arrays, induction, needles, pattern_scores,
@@ -19,6 +19,8 @@ from nanoheads.heads.detectors import (ARRAYS, MEASURES, PATTERNS, attention_map
 from nanoheads.heads.measuring import attentions, inputs_of, places
 from nanoheads.heads.pictures import head_scores
 from nanoheads.hub import huggingface as hf
+from nanoheads.mechanism import Mechanism
+from nanoheads.pruning import prune_heads
 from nanoheads.training.scoring import load
 from probe import main
 
@@ -267,7 +269,7 @@ def test_maps_hold_what_reweighs_them_after_the_softmax(flags, monkeypatch):
 
 def pruned(flags):
     model = random_model(**flags)
-    model.prune_heads({0: [1, 3], 2: [0, 1, 2, 3] if not flags else [2]})
+    prune_heads(model, {0: [1, 3], 2: [0, 1, 2, 3] if not flags else [2]})
     return model
 
 
@@ -348,7 +350,7 @@ def bytes_model(**flags):
 def test_detectors_are_of_the_heads_that_are_there(checkpoint_of, bytes_data, tmp_path, capsys):
     """The table, the numbers and the picture go by original numbers, pruned and constraint heads too."""
     models = [bytes_model(), bytes_model(seed=1, **MECHANISMS["constraint_a"], sink=True)]
-    models[1].prune_heads({0: [1], 1: [0, 3]})
+    prune_heads(models[1], {0: [1], 1: [0, 3]})
     paths = [checkpoint_of(f"m{i}", model) for i, model in enumerate(models)]
     main(["detectors", "--ckpt", paths[0], "--ckpt", paths[1], "--samples=5", "--length=8", "--needle=6",
           f"--json={tmp_path / 'o.json'}", f"--picture={tmp_path / 'o.png'}", "--device=cpu"])
@@ -381,7 +383,7 @@ def test_detectors_are_of_the_heads_that_are_there(checkpoint_of, bytes_data, tm
 
 def test_a_picture_says_which_heads_are_gone():
     model = bytes_model(**MECHANISMS["constraint_a"])
-    model.prune_heads({0: [1], 1: [0, 3]})
+    prune_heads(model, {0: [1], 1: [0, 3]})
     rows = [dict(layer=layer, head=head, a=[0.1 * head, 0, 1], b=[0.01, 0, 1])
             for layer, head in places(model)]
     figure = head_scores([("one", model, rows), ("other", model, rows)], dict(a=(0, 0.9), b=(-1, 1)))
@@ -421,7 +423,7 @@ def test_what_detectors_cannot_do_is_one_line(checkpoint_of, tmp_path, refusal, 
 
 def test_arrays_are_written_as_other_tools_take_them(checkpoint_of, tmp_path, capsys):
     model, out = bytes_model(**MECHANISMS["constraint_a"]), tmp_path / "maps.npz"
-    model.prune_heads({0: [1]})
+    prune_heads(model, {0: [1]})
     (tmp_path / "text").write_text("the cat\nsaw: é and the dog saw the cat once again")
     main(["arrays", "--ckpt", checkpoint_of("m", model), f"--text={tmp_path / 'text'}", f"--out={out}",
           "--tokens=20", "--device=cpu"])

@@ -9,6 +9,7 @@ from scipy import stats as scipy_stats
 
 from model import GPT, GPTConfig
 from nanoheads.heads.measuring import attentions, cache_bytes
+from nanoheads.pruning import pack
 from nanoheads.study import dynamic, findings
 
 STATES = [("active", "active"), ("active", "overloaded"), ("withdrawn", "overloaded"),
@@ -82,7 +83,7 @@ def test_the_cache_of_a_packed_model_is_smaller():
     model = GPT(GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=19, agency=True))
     whole = cache_bytes(model.eval())
     model.set_head(0, 1, state="withdrawn")
-    assert cache_bytes(model.packed()) == whole * 7 / 8
+    assert cache_bytes(pack(model)) == whole * 7 / 8
 
 
 def test_means_have_the_interval_of_a_t_test():

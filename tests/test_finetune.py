@@ -12,7 +12,6 @@ import torch
 from conftest import write_dataset
 from scipy.stats import t as student
 
-from nanoheads.training.scoring import score
 import probe
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, SkipFusion
 from nanoheads.common import ROOT, UserError
@@ -23,10 +22,11 @@ from nanoheads.study import fingerprint
 from nanoheads.text import dataset
 from nanoheads.text.dataset import Dataset, DocumentBatches
 from nanoheads.training import checkpoint
-from nanoheads.training.optim import Trainer, make_optimizers
-from nanoheads.training.ranks import Process
-from tests.test_train import torchrun, untimed
 from nanoheads.training.config import TrainConfig
+from nanoheads.training.optim import Trainer, make_optimizers, of_mechanisms
+from nanoheads.training.ranks import Process
+from nanoheads.training.scoring import score
+from tests.test_train import torchrun, untimed
 from train import main
 
 SIZES = dict(block_size=32, vocab_size=256, n_layer=2, n_head=2, n_embd=16)
@@ -182,7 +182,7 @@ def test_a_frozen_trunk_stays_as_it_is_until_it_thaws(keys, tuned, tmp_path):
     main(tuned("start", max_iters=1, lr=1e-30, min_lr=0, muon_lr=1e-30,
                **{**keys, "mechanism_lr": 1e-30, "skip_lr": 1e-30, "weight_decay": 0}))
     states = {out: checkpoint.read(tmp_path / out / "ckpt.pt") for out in ("frozen", "thawed", "start")}
-    start, added = states["start"]["model"], GPT(GPTConfig(**states["start"]["config"])).of_mechanisms()
+    start, added = states["start"]["model"], of_mechanisms(GPT(GPTConfig(**states["start"]["config"])))
     assert added == {name for name in start if "sentinel" in name or name.startswith("fuse.")}
     for name, before in start.items():
         assert torch.equal(states["frozen"]["model"][name], before) == (name not in added), name

@@ -327,7 +327,7 @@ def test_pruned_models_and_another_class_than_the_plainest(tmp_path):
     said, there = written(model, tmp_path / "own", family="nanoheads")
     assert said == ("nanoheads", "")
     same_everywhere(model, there)
-    model.prune_heads({0: [1, 2], 2: [0, 1, 2, 3]})
+    prune_heads(model, {0: [1, 2], 2: [0, 1, 2, 3]})
     said, there = written(model, tmp_path / "pruned")
     assert said == ("nanoheads", "heads were pruned")
     same_everywhere(model, there)

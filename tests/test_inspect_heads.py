@@ -11,7 +11,7 @@ import torch
 
 import evaluate
 import sample
-from model import MECHANISMS, GPT, GPTConfig
+from model import GPT, MECHANISMS, GPTConfig
 from nanoheads.common import UserError
 from nanoheads.heads.inspection import Session, arguments, folded, main
 from nanoheads.heads.measuring import attentions

@@ -13,13 +13,17 @@ import model as model_py
 import oracle
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, AdvantageAttention, Agency, CausalMask,
                    ConstraintHeads, Context, GPTConfig, HeadRoles, HeadRouter, Heads, KVCache, SentinelGate,
-                   SkipFusion, constraint_losses, discounted_return, explain)
+                   SkipFusion)
 from nanoheads.common import ROOT
+from nanoheads.heads.states import find_violations
+from nanoheads.heads.traces import explain
 from nanoheads.kernels import attend_lse, attend_packed, attend_selected, flex, row_statistics
+from nanoheads.logits import discounted_return, label_losses
+from nanoheads.pruning import pack, prune_heads
 from nanoheads.training import optim
 from nanoheads.training.config import TrainConfig
 from oracle import agree, close, dense, equals_the_oracle, gradients, normal, sigmoid, softmax, tokens
-from train import TrainConfig
+
 
 # on CPU it is the reference, not a kernel
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -571,23 +575,23 @@ def test_learned_states_start_active():
 def test_a_head_without_consent_is_blocked_or_forced_by_whether_it_runs():
     flags = dict(agency=True, sentinel="sigmoid")
     model = GPT(GPTConfig(**TINY, **flags))
-    assert model.violations() == []
+    assert find_violations(model) == []
     for head in (1, 2, 3):
         model.set_head(0, head, state="withdrawn")
     model.set_head(0, 2, gate=0.5)  # by hand: it runs
     model.set_head(0, 3, gate=0.0)  # not in use, so nothing is violated
     model.set_head(1, 5, gate=0.5)  # consents
     gate = 1 / (1 + math.exp(-3.0))
-    assert model.violations() == [
+    assert find_violations(model) == [
         dict(layer=0, head=1, type="blocked", gate=pytest.approx(gate), state="withdrawn"),
         dict(layer=0, head=2, type="forced", gate=0.5, state="withdrawn")]
     free = GPT(GPTConfig(**TINY, **flags, agency_enforce=False))
     free.set_head(1, 4, consent=False)
-    assert free.violations() == [
+    assert find_violations(free) == [
         dict(layer=1, head=4, type="forced", gate=pytest.approx(gate), state="active")]
     # 0.007 is below the threshold of 0.05
     torch.nn.init.constant_(free.transformer.h[1].attn.sentinel.logit, -5.0)
-    assert free.violations() == []
+    assert find_violations(free) == []
 
 
 def test_a_gate_set_by_hand_overrides_sentinel_and_agency_and_leaves_other_heads_alone():
@@ -796,18 +800,18 @@ def test_constraint_loss_equals_a_loop_over_tokens(weights, focal, positive):
     targets = {"a": torch.tensor([0.0, 1.0, -1.0]).repeat(6).view(2, 9),  # hard and unknown
                "b": normal(2, 9, seed=5).sigmoid()}  # soft
     inputs = [scores["a"], scores["b"]]
-    terms = constraint_losses(scores, targets, weights, focal, positive)
+    terms = label_losses(scores, targets, weights, focal, positive)
     for name, term in terms.items():  # each name's part, and their sum
         alone = slow_constraint_loss(scores, {name: targets[name]}, weights, focal, positive) / 2
         assert term.item() == pytest.approx(alone.item(), rel=1e-6)
     got = sum(terms.values())
     want = slow_constraint_loss(scores, targets, weights, focal, positive)
     agree([got[None].double()], [want[None]], inputs, 1e-6)
-    nobody = constraint_losses(scores, {"a": -torch.ones(2, 9)}, weights, focal, positive)["a"]
+    nobody = label_losses(scores, {"a": -torch.ones(2, 9)}, weights, focal, positive)["a"]
     assert nobody == 0 and not torch.autograd.grad(nobody, scores["a"])[0].any()
     for bad in ({"d": targets["a"]}, {}):
         with pytest.raises(ValueError, match="the heads are for a, b, c"):
-            constraint_losses(scores, bad)
+            label_losses(scores, bad)
 
 
 def test_the_models_constraint_loss_is_the_mean_over_blocks_times_lambda_and_the_router_pays_for_open_gates():
@@ -1058,7 +1062,7 @@ def test_a_prior_learns_from_strength_0_and_a_free_head_has_none():
 def test_a_head_keeps_its_role_when_others_go(shifted, monkeypatch):
     """Rebuilt from its config, too. The control gives each of the heads that are left its neighbour's."""
     model, idx = tiny(MECHANISMS["roles"]), tokens(2, 9)
-    model.prune_heads({0: [0, 2], 1: list(range(6))})
+    prune_heads(model, {0: [0, 2], 1: list(range(6))})
     if shifted:
         monkeypatch.setattr(HeadRoles, "role_of", lambda self, config, head: config.roles[(head + 1) % 4])
     again = GPT(model.config).double()
@@ -1206,7 +1210,7 @@ def test_a_temperature_that_would_overflow_is_bounded():
 @pytest.mark.parametrize("focal", [0.3, 0.5, 0.99])
 def test_a_weak_focus_has_a_finite_gradient_where_a_score_is_right(focal):
     scores = torch.tensor([[40.0, -40.0, 0.3, 120.0]], requires_grad=True)  # sigmoid(40) is 1 in float32
-    loss = constraint_losses({"a": scores}, {"a": torch.tensor([[1.0, 0.0, 1.0, 1.0]])}, focal=focal)["a"]
+    loss = label_losses({"a": scores}, {"a": torch.tensor([[1.0, 0.0, 1.0, 1.0]])}, focal=focal)["a"]
     gradient, = torch.autograd.grad(loss, scores)
     assert gradient.isfinite().all() and gradient[0, 2] < 0
     want = slow_constraint_loss({"a": scores[:, 2:3].double()}, {"a": torch.ones(1, 1)}, {}, focal, 1.0) / 4
@@ -1244,9 +1248,9 @@ def test_heads_can_go_one_after_the_other(gated):
         model.set_head(0, head, gate=0.0)
     want = model.hidden(idx)
     for head in (1, 4, 0):
-        model.prune_heads({0: [head]})
+        prune_heads(model, {0: [head]})
     close(model.hidden(idx), want, 1e-9)
-    close(model.packed().hidden(idx), want, 1e-9)
+    close(pack(model).hidden(idx), want, 1e-9)
 
 
 def test_a_constraint_may_be_called_advantage_but_not_have_a_dot():

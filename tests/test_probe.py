@@ -15,14 +15,14 @@ from scipy.stats import t as student
 from torch import nn
 from torch.nn import functional as F
 
-from nanoheads.training.scoring import score, windows_of
 import probe
-from model import MECHANISMS, GPT, GPTConfig
+from model import GPT, MECHANISMS, GPTConfig
 from nanoheads.common import UserError
-from nanoheads.training.config import ControllerConfig
 from nanoheads.heads.measuring import measure
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
+from nanoheads.training.config import ControllerConfig
+from nanoheads.training.scoring import score, windows_of
 from probe import (DIGITS, answers, around, gone, gradient_times_input, haystacks, head_metrics, main,
                    nats_without, rankings, recalled, window_effects, without_head, without_keys)
 

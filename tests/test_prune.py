@@ -9,15 +9,16 @@ import pytest
 import torch
 
 import prune
-from nanoheads.training.scoring import score
 import train
 from evaluate import evaluate
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads.configurator import load as configure
 from nanoheads.heads.measuring import closed, fixed_text, measure, nats_on
+from nanoheads.pruning import prune_heads
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
-from prune import (CRITERIA, attentions, blocks_to_drop, draw_curves, held_bytes, main, magnitude,
+from nanoheads.training.scoring import score
+from prune import (CRITERIA, attentions, blocks_to_drop, draw_curves, held_bytes, magnitude, main,
                    removal_order, spread, without_blocks, without_heads)
 
 SIZES = dict(block_size=16, vocab_size=256, n_layer=3, n_head=4, n_embd=32)
@@ -251,7 +252,7 @@ def test_a_pruned_model_is_the_model_with_gates_at_0(flags):
 def test_a_model_without_a_block_passes_the_stream_by_it(name):
     flags = {k: v for k, v in MODELS[name].items() if not k.startswith("unet")}
     model, (x, _) = alive(**flags, n_layer=4), text()
-    model.prune_heads({3: [1]})
+    prune_heads(model, {3: [1]})
     has_extra = [i for i, attn in enumerate(attentions(model)) if attn.n_extra]
     for gone in ([0], [1], [0, 1]):
         assert not set(gone) & set(has_extra)

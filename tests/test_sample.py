@@ -14,8 +14,7 @@ import torch
 
 from model import GPT, GPTConfig
 from nanoheads.text import dataset
-from nanoheads.training.sampling import (cell_count, encode, generate, model_and_tokenizer,
-                                         side_by_side, wrap)
+from nanoheads.training.sampling import cell_count, encode, generate, model_and_tokenizer, side_by_side, wrap
 from sample import main
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,8 +10,8 @@ from scipy.signal import lfilter
 from scipy.special import digamma, polygamma
 
 from nanoheads.study import stats
-from nanoheads.study.stats import (Comparison, alike, block_bootstrap, error_of, findable, fit, holm, in_words,
-                                   judge, least_squares, moderated, prior_of, seed_variance)
+from nanoheads.study.stats import (Comparison, alike, block_bootstrap, error_of, findable, fit, holm,
+                                   in_words, judge, least_squares, moderated, prior_of, seed_variance)
 
 pytestmark = pytest.mark.filterwarnings("error")  # a division by zero is a warning in numpy
 

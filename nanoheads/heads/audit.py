@@ -33,8 +33,8 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from model import explain
 from nanoheads.common import UserError, writable, write_atomic
+from nanoheads.heads.traces import explain
 from nanoheads.text.tokenizer import char_sizes
 
 TOP = 5  # tokens that explain() names

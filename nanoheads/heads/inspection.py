@@ -24,10 +24,12 @@ from pathlib import Path
 from model import Agency
 from nanoheads.common import UserError, explain, last_words, pick_device, table
 from nanoheads.configurator import near
+from nanoheads.heads.measuring import METRICS, attentions, fixed_text, measure
+from nanoheads.heads.states import find_violations
+from nanoheads.heads.surgery import fold_gates
+from nanoheads.pruning import prune_heads
 from nanoheads.training import checkpoint, scoring
 from nanoheads.training.sampling import check, encode, generate, read_prompt, side_by_side
-from nanoheads.heads.measuring import METRICS, attentions, fixed_text, measure
-from nanoheads.heads.surgery import fold_gates
 
 PROGRAM = "probe.py inspect"
 METRIC_TOKENS = 4096  # what the table is measured on, forward and backward
@@ -237,7 +239,7 @@ class Session(cmd.Cmd):
                 raise UserError(f"{layer}.{head} is a constraint head, which stays for its scores; "
                                 f"gate {layer}.{head} 0 closes it")
             gone.setdefault(layer, set()).add(head)
-        self.change(lambda model: model.prune_heads(gone))
+        self.change(lambda model: prune_heads(model, gone))
 
     def do_undo(self):
         if not self.changes:
@@ -247,7 +249,7 @@ class Session(cmd.Cmd):
 
     def do_violations(self):
         rows = [(v["layer"], v["head"], v["type"], f"{v['gate']:.3f}", v["state"])
-                for v in self.model.violations()]
+                for v in find_violations(self.model)]
         print(table(("layer", "head", "type", "gate", "state"), rows, left=(2, 4)) if rows else "none")
 
     def do_sample(self, text=None):

@@ -22,6 +22,27 @@ from nanoheads.training.runlog import append_row
 FAVOUR = 1.1  # times the importance of a head at work, so that two heads of one importance do not take turns
 
 
+def find_violations(model):
+    """Heads without consent whose gate says that they are in use: dicts of layer, head, type, gate, state.
+
+    type: "blocked" (held back all the same) or "forced" (it runs: agency_enforce is off, or its gate was set
+    by hand).
+    """
+    rows = []
+    for layer, attn in enumerate(attentions(model)):
+        if attn.agency is None:
+            continue
+        gate = attn.sentinel.static_gate(noisy=False) if attn.sentinel else torch.ones(attn.n_total)
+        for i in (~attn.agency.consent).nonzero().flatten().tolist():
+            by_hand = attn.gate_override is not None and not attn.gate_override[i].isnan()
+            value = (attn.gate_override if by_hand else gate)[i].item()
+            if value > attn.agency.threshold:
+                kind = "forced" if by_hand or not attn.agency.enforce else "blocked"
+                state = list(Agency.STATES)[attn.agency.state[i]]
+                rows.append(dict(layer=layer, head=attn.all_head_ids()[i], type=kind, gate=value, state=state))
+    return rows
+
+
 def states_of(model):
     """{(layer, head): the name of its state}."""
     names = list(Agency.STATES)
@@ -154,7 +175,7 @@ class States:
 
     def watch(self, run):
         """Log each head whose consent begins to be disregarded."""
-        rows = run.model.violations()
+        rows = find_violations(run.model)
         now = {(row["layer"], row["head"], row["type"]) for row in rows}
         for row in rows:
             if (row["layer"], row["head"], row["type"]) not in self.violating:

@@ -15,6 +15,7 @@ from torch import nn
 
 from model import GPT
 from nanoheads.heads.measuring import attentions, closed, places, static_gates
+from nanoheads.pruning import prune_heads, scale_heads
 from nanoheads.training.optim import Trainer
 
 
@@ -31,7 +32,7 @@ def fold_gates(model):
         own = static_gates(model)[layer]
         factor = torch.where(hand.isnan() | (hand == own), 1.0, hand / own)
         stuck += [(layer, head) for head, f in zip(attn.all_head_ids(), factor) if not f.isfinite()]
-        attn.scale_heads(torch.where(factor.isfinite(), factor, 1.0))
+        scale_heads(attn, torch.where(factor.isfinite(), factor, 1.0))
     return model, stuck
 
 
@@ -143,7 +144,7 @@ class Surgery:
             dropped.setdefault(layer, []).append(head)
             self.event("pruned", layer, head)
         if dropped:
-            run.model.prune_heads(dropped, run.trainer.optimizers)
+            prune_heads(run.model, dropped, run.trainer.optimizers)
             self.frozen = []
             gone = measured.forget_missing(run.model)
             self.ramps = {at: step for at, step in self.ramps.items() if not gone[at]}

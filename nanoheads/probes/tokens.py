@@ -144,8 +144,8 @@ def read(model, ids, layers):
     are logits, the mean over layers_of(model); a model without such heads has no names.
     """
     with inputs_of([attentions(model)[i] for i in layers]) as kept:
-        _, extras = model.run_blocks(ids, scores=True)
-    said = [torch.stack([extras.predictions[f"blocks.{i}.constraint.{name}"] for i in layers_of(model)])
+        predictions = model.predictions(ids)
+    said = [torch.stack([predictions[f"blocks.{i}.constraint.{name}"] for i in layers_of(model)])
             for name in names_of(model)]
     scores = torch.stack([each.mean(0) for each in said], -1) if said else ids.new_empty(*ids.shape, 0)
     states = torch.cat(kept, -1) if layers else ids.new_empty(*ids.shape, 0)

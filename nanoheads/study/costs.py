@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from model import GPT, CausalMask
+from model import GPT, CausalMask, Window
 from nanoheads.timing import median_interval
 from nanoheads.training.optim import Trainer
 from nanoheads.training.ranks import Process
@@ -69,7 +69,7 @@ def count(config):
 
 def blocks_read(config):
     """Share of causal attention's blocks that FlexAttention reads under a config's window."""
-    mask = CausalMask(config).block_mask(config.block_size, "cpu")
+    mask = (Window if config.window else CausalMask)(config).block_mask(config.block_size, "cpu")
     rows = mask.kv_num_blocks.size(-1)
     read = mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
     return read.item() / (rows * (rows + 1) / 2)

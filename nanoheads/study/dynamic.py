@@ -19,6 +19,7 @@ from scipy.stats import t as student
 from model import HeadRoles
 from nanoheads.common import pick_device, write_atomic
 from nanoheads.heads.measuring import cache_bytes, fixed_text, measure, places
+from nanoheads.pruning import pack
 from nanoheads.study.costs import as_in_a_run
 from nanoheads.study.variants import built
 from nanoheads.text import quality as textquality
@@ -144,7 +145,7 @@ def figures_of(folder, plain_folder, nats_per_token):
     if kept := read_json(path):
         return kept
     model, data = opened(folder)
-    packed = model.packed()
+    packed = pack(model)
     plain = opened(plain_folder)[0] if Path(plain_folder, "best.pt").is_file() else None
     found = history_of(folder)
     if found["active"] is None:

@@ -14,11 +14,6 @@ from nanoheads.study import results
 from nanoheads.study.findings import (candidates_table, costs_table, dynamic_tables, ladder_table, mean_alone,
                                       others_table, screened_table, tuned_table, verdicts_table, without)
 
-<<<<<<< HEAD
-PAGES = ("README.md", "docs/claims.md",
-         *(f"docs/results/{path.name}" for path in sorted((ROOT / "docs" / "results").glob("*.md"))))
-=======
->>>>>>> wt-dynamic
 MARK = re.compile(r"(<!-- table: (\w+) (\S+)(?: ([^>]*?))? -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -83,13 +78,8 @@ def filled(text, where):
         if kind not in TABLES:
             raise UserError(f"{where}: no table is called {kind}; there are {', '.join(TABLES)}")
         found = results.read(ROOT / "results" / file)
-<<<<<<< HEAD
         names = re.split(r";\s*" if ";" in only else r",\s*", only) if only else None
-        return f"{head}{report.TABLES[kind](found, names)}\n{end}"
-=======
-        names = re.split(r",\s*", only) if only else None
         return f"{head}{TABLES[kind](found, names)}\n{end}"
->>>>>>> wt-dynamic
 
     return MARK.sub(fill, text)
 

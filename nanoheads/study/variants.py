@@ -14,7 +14,8 @@ from nanoheads import configurator
 from nanoheads.common import UserError
 from nanoheads.configurator import Scale
 from nanoheads.text.dataset import Dataset
-from nanoheads.training.config import TrainConfig, constraint_conflicts, controller_conflicts, with_log
+from nanoheads.training.config import TrainConfig, training_problems, with_log
+from nanoheads.training.optim import block_matrices, of_mechanisms
 
 # plain GPTs by size, the parameters of their blocks, for a ladder on one scale's data and recipe
 SIZES = {
@@ -211,8 +212,8 @@ class Variant:
     def groups(self):
         """The groups of RATES that this variant's optimizers have."""
         model = built(self.model)
-        muons = {id(p) for p, _ in model.block_matrices()} if self.train.optimizer == "muon" else set()
-        added = model.of_mechanisms()
+        muons = {id(p) for p, _ in block_matrices(model)} if self.train.optimizer == "muon" else set()
+        added = of_mechanisms(model)
         has = {"muon_lr": muons, "lr": True, "mechanism_lr":
                [p for name, p in model.named_parameters() if name in added and id(p) not in muons]}
         return [group for group in RATES if has[group]]
@@ -253,7 +254,7 @@ class VariantBuilder:
             model, training = self.load(flags)
         except UserError as e:
             raise UserError(f"{name}: {' '.join(str(e).split())}")
-        if bad := controller_conflicts(model, training) + constraint_conflicts(model, training):
+        if bad := training_problems(model, training):
             raise UserError(f"{name}: {'; '.join(bad)}")
         model = replace(model, vocab_size=model.vocab_size or self.data.vocab_size)
         params, flops = size_of(model)

@@ -4,11 +4,11 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Literal, Optional
 
-from model import ALL_ON, MECHANISMS, ConstraintHeads, GPTConfig, SkipFusion
+from model import ALL_ON, MECHANISM_CLASSES, MECHANISMS, ConstraintHeads, GPTConfig, SkipFusion
 from nanoheads.common import UserError
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.targets import Targets
-from nanoheads.training.optim import CUDA_GRAPHS
+from nanoheads.training.optim import CUDA_GRAPHS, of_mechanisms
 from nanoheads.training.rules import Rules
 
 # What an optimizer means for keys left at None. Muon's were tuned on Shakespeare's characters (docs/log.md).
@@ -224,8 +224,7 @@ def conflicts(model_config, config):
     if config.init_from and any("means nothing while" in problem for problem in model_config.problems()):
         bad.append("what a checkpoint of init_from has on it brings with all its flags: leave those out")
     if not model_config.problems():
-        bad += controller_conflicts(model_config, config) + constraint_conflicts(model_config, config)
-        bad += skip_conflicts(model_config, config)
+        bad += training_problems(model_config, config)
     try:
         dataset = Dataset(config.dataset)
         if config.labels and model_config.constraint_names:
@@ -261,32 +260,10 @@ def step_conflicts(model_config, config, world):
     return bad
 
 
-def constraint_conflicts(model_config, config):
-    """What is wrong with labels and teacher beside a GPTConfig, as sentences."""
-    c, given = model_config, dict(labels=config.labels, teacher=config.teacher)
-    if not c.constraint_names:  # a checkpoint may bring them
-        return [f"{key}={value!r} is for constraint heads: set constraint_names"
-                for key, value in given.items() if value and not config.init_from]
-    bad = []
-    if bool(config.teacher) != bool(c.constraint_match):
-        bad.append(f"teacher={config.teacher!r} and constraint_match={c.constraint_match!r} go together: "
-                   "whom to be like, and in what")
-    idle = [] if config.labels else ["loss_layers", "name_coef", "positive_coef", "focal"]
-    idle += [] if config.labels or config.teacher else ["warmup", "stop"]
-    for key in (f"constraint_{name}" for name in idle):
-        if getattr(c, key) != GPTConfig.__dataclass_fields__[key].default:
-            bad.append(f"{key}={getattr(c, key)!r} is of the loss on labels: set labels")
-    return bad
-
-
-def skip_conflicts(model_config, config):
-    """What is wrong with a late start of U-Net skips beside a TrainConfig, as sentences."""
-    c, bad = model_config, []
-    if c.unet_from >= config.max_iters:
-        bad.append(f"unet_from={c.unet_from} must be below max_iters={config.max_iters}: skips never start")
-    if not c.unet_skips and (c.unet_from or c.unet_ramp):
-        bad.append(f"unet_from={c.unet_from}, unet_ramp={c.unet_ramp} mean nothing with unet_skips=False")
-    return bad
+def training_problems(model_config, config):
+    """What mechanisms, and what moves their heads, find wrong with a GPTConfig beside a TrainConfig."""
+    return controller_conflicts(model_config, config) + [
+        problem for cls in MECHANISM_CLASSES for problem in cls.training_problems(model_config, config)]
 
 
 def controller_conflicts(model, config):
@@ -341,51 +318,27 @@ def controller_conflicts(model, config):
 
 def check_model(model, config):
     """UserError where a model, wherever it comes from, has no use for what is asked of its training."""
-    bad = [*skip_rate_problems(model.config, config)]
+    bad, c = [], model.config
+    if config.skip_lr and not c.unet:
+        bad.append(f"skip_lr={config.skip_lr:g} is of U-Net skips, and the model has none")
     if config.freeze_trunk and not trained_alone(model):
         bad.append("freeze_trunk=True leaves nothing to train: no mechanism of the model has a parameter "
                    "that acts")
     if config.documents:
-        if 2 * config.documents > model.config.block_size:
-            bad.append(f"documents={config.documents} must be at most half of "
-                       f"block_size={model.config.block_size}, "
+        if 2 * config.documents > c.block_size:
+            bad.append(f"documents={config.documents} must be at most half of block_size={c.block_size}, "
                        "since longer documents are cut into even parts")
-        bad += routing_padding_problems(model.config, config)
-        bad += constraint_padding_problems(model.config, config)
+        averages = [key for cls in MECHANISM_CLASSES if cls.is_on(c) for key in cls.averages]
+        bad += [f"documents={config.documents}: {key}={getattr(c, key)} would count padding; set {key}=0"
+                for key in averages if getattr(c, key)]
     if bad:
         raise UserError("\n".join(bad))
-
-
-def skip_rate_problems(model_config, config):
-    """Yield the sentence where a rate is of skips that the model does not have."""
-    if config.skip_lr and not model_config.unet:
-        yield f"skip_lr={config.skip_lr:g} is of U-Net skips, and the model has none"
-
-
-def routing_padding_problems(model_config, config):
-    """Yield a sentence for each flag of routing that would count padding, a mean or a choice over a row."""
-    if model_config.routing:
-        yield from counts_padding(model_config, config, "routing_coef", "routing_capacity")
-
-
-def constraint_padding_problems(model_config, config):
-    """Yield a sentence for each flag of constraint heads that would count padding, a mean over a row."""
-    if model_config.constraint_names:
-        yield from counts_padding(model_config, config, "constraint_sparsity_coef", "constraint_entropy_coef")
-
-
-def counts_padding(model_config, config, *keys):
-    """Yield a sentence for each of these flags that is set, beside rows of documents."""
-    for key in keys:
-        if getattr(model_config, key):
-            yield (f"documents={config.documents}: {key}={getattr(model_config, key)} would count padding; "
-                   f"set {key}=0")
 
 
 def trained_alone(model):
     """Names of the parameters that are trained while the trunk is frozen."""
     skips = () if model.config.unet_skips else f"{SkipFusion.name}."
-    return {name for name in model.of_mechanisms() if not name.startswith(skips)}
+    return {name for name in of_mechanisms(model) if not name.startswith(skips)}
 
 
 # ---- the command line's `mechanism` ----

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from model import GPT, check_sampling
+from model import GPT
 from nanoheads.common import UserError
+from nanoheads.logits import check_sampling
 from nanoheads.text import quality as textquality
 from nanoheads.text.dataset import Dataset
 from nanoheads.training.sampling import bfloat16_on_gpu, reread, same_tokens, settings_of, until_stop, write

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from model import Mechanism, SkipFusion, ValueHead
+from model import SkipFusion, ValueHead
 from nanoheads.common import UserError
 from nanoheads.kernels import allow_graphs
+from nanoheads.mechanism import Mechanism
 from nanoheads.training import checkpoint
 from nanoheads.training.checkpoint import last_save
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from model import check_sampling
 from nanoheads.common import UserError
+from nanoheads.logits import check_sampling
 from nanoheads.text.tokenizer import Tokenizer
 from nanoheads.training import checkpoint
 from nanoheads.training.scoring import dataset_of
