@@ -292,7 +292,10 @@ class Run:
 
 
 def train(model_config, config, given=()):
-    """Train as configured; given: {flag: value} that were set, for what another checkpoint brings; returns the last evaluation's row of log.jsonl."""
+    """Train as configured; returns the last evaluation's row of log.jsonl.
+
+    given: {flag: value} of those that were set, all that a model from elsewhere must agree with.
+    """
     # the model and how far it is: new, from another checkpoint, or where this run was left
     process = join_ranks(config.device)
     saves = saves_in(config)

@@ -149,3 +149,8 @@ def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def pass_of(model, x, **wanted):
+    """The Pass in which a model's first block reads x [B, T, C], without a cache."""
+    return model.make_pass(model.mask_of(0), slice(0, x.size(1)), 0, x.size(1), None, None, x.device, **wanted)

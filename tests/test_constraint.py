@@ -98,10 +98,10 @@ def test_a_token_that_sees_itself_alone_keeps_its_output(gate):
     heads, generator = alive(constraint_gate="score").transformer.h[0].attn, torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(4, 5, 3, 8, generator=generator) for _ in range(3))
     logits = (4 * q @ k.mT * heads.scale).masked_fill(torch.ones(3, 3).triu(1).bool(), -math.inf)
-    h = model_py.Pass(None, 4 * q, k, v, y=logits.softmax(-1) @ v,
-                       row_stats=kernels.RowStats(logits.logsumexp(-1), None, None),
-                       self_factor=torch.full((4, 2, 3, 1), gate))
-    heads.constraint.reweigh_self(heads, h, model_py.Pass(n_keys=torch.arange(1.0, 4)))
+    h = model_py.Pass(q=4 * q, k=k, v=v, y=logits.softmax(-1) @ v, n_keys=torch.arange(1.0, 4),
+                      row_stats=kernels.RowStats(logits.logsumexp(-1), None, None),
+                      self_factor=torch.full((4, 2, 3, 1), gate))
+    heads.constraint.behind_softmax(heads, h)
     assert torch.equal(h.y[:, 3:, 0], v[:, 3:, 0])
     weights = logits.double().softmax(-1) * (1 - (1 - gate) * torch.eye(3))
     want = (weights / weights.sum(-1, keepdim=True)) @ v.double()
@@ -116,10 +116,10 @@ def test_a_gate_on_scores_is_exact_in_bfloat16():
     q, v = (torch.randn(2, 5, 16, 8, generator=generator).bfloat16() for _ in range(2))
     logits = (4 * q.float() @ q.float().mT * heads.scale)
     logits = logits.masked_fill(torch.ones(16, 16).triu(1).bool(), -math.inf)
-    h = model_py.Pass(None, 4 * q, q, v, y=logits.softmax(-1) @ v.float(),
-                       row_stats=kernels.RowStats(logits.logsumexp(-1), None, None),
-                       self_factor=torch.full((2, 2, 16, 1), 0.01))
-    heads.constraint.reweigh_self(heads, h, model_py.Pass(n_keys=torch.arange(1.0, 17)))
+    h = model_py.Pass(q=4 * q, k=q, v=v, y=logits.softmax(-1) @ v.float(), n_keys=torch.arange(1.0, 17),
+                      row_stats=kernels.RowStats(logits.logsumexp(-1), None, None),
+                      self_factor=torch.full((2, 2, 16, 1), 0.01))
+    heads.constraint.behind_softmax(heads, h)
     weights = logits.softmax(-1) * (1 - 0.99 * torch.eye(16))
     want = (weights / weights.sum(-1, keepdim=True)) @ v.float()
     assert (h.y - want)[:, 3:].abs().max() < 1e-2

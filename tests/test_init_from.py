@@ -30,9 +30,8 @@ def saved(path, flags):
 def started(path, dataset, flags, anyway=False, recipe="gpt2"):
     """The model that a run with these flags over a checkpoint starts from."""
     config = GPTConfig(**{**SIZES, "recipe": recipe, **flags})
-    config.given = set(flags)
     run = train.TrainConfig(init_from=str(path), init_anyway=anyway, out_dir=str(path.parent / "run"))
-    return checkpoint.starting_point(config, run, dataset, "cpu")[0].eval()
+    return checkpoint.starting_point(config, run, dataset, "cpu", flags)[0].eval()
 
 
 @pytest.fixture
@@ -93,10 +92,9 @@ def test_a_window_over_a_checkpoint_follows_its_context(name, tmp_path, data):
     """window=0 is a quarter of the checkpoint's block_size, not of the default's."""
     saved(tmp_path / "plain.pt", {})
     config = GPTConfig(**MECHANISMS[name])  # of which nothing else is known, as at the command line
-    config.given = set(MECHANISMS[name])
     assert config.window == 256
     run = train.TrainConfig(init_from=str(tmp_path / "plain.pt"), init_anyway=True, out_dir=str(tmp_path))
-    model, _ = checkpoint.starting_point(config, run, data, "cpu")
+    model, _ = checkpoint.starting_point(config, run, data, "cpu", MECHANISMS[name])
     assert (model.config.block_size, model.config.window, model.mask.window) == (16, 4, 4)
 
 

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 import model as model_py
 import oracle
+from conftest import pass_of
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, AdvantageAttention, Agency, CausalMask,
-                   ConstraintHeads, Context, GPTConfig, HeadRoles, HeadRouter, Heads, KVCache, SentinelGate,
-                   SkipFusion)
+                   ConstraintHeads, GPTConfig, HeadRoles, HeadRouter, KVCache, Pass, SentinelGate, SkipFusion)
 from nanoheads.common import ROOT
 from nanoheads.heads.states import find_violations
 from nanoheads.heads.traces import explain
@@ -320,7 +320,7 @@ def test_the_write_ups_gates_shrink_the_heads_to_about_one_in_h_at_the_start():
     def size(**flags):
         model = tiny(flags, alive=False)
         attn = model.transformer.h[0].attn  # the other weights are the same in all of these
-        return attn(x, model.context(slice(0, 16), 0, 16, None, None, x.device))[0].norm().item()
+        return attn(x, pass_of(model, x))[0].norm().item()
 
     plain = size()
     assert size(**INF, routing_top_k=6) / plain == pytest.approx(1 / 6, rel=0.02)
@@ -854,8 +854,8 @@ def test_the_critic_changes_the_logits_as_its_mode_says(mode):
         p.data = normal(*p.shape, seed=i)
     q, k, v = (normal(2, 3, 5, 4, seed=s, grad=True) for s in (1, 2, 3))
     x = normal(2, 5, 12, seed=4, grad=True)
-    h = Heads(x, q, k, v)
-    a2c.before(attn, h, Context())
+    h = Pass(x=x, q=q, k=k, v=v)
+    a2c.before(attn, h)
     got, got_v = 0.4 * h.q @ h.k.mT, h.v
     want = torch.empty_like(got)
     for b, h, t, s in itertools.product(range(2), range(3), range(5), range(5)):
@@ -874,10 +874,10 @@ def test_the_critic_changes_the_logits_as_its_mode_says(mode):
 def rewritten(model, x):
     """The first block's heads for x [B, T, C] before attention, and the advantages that it predicts."""
     attn = model.transformer.h[0].attn
-    ctx = model.context(slice(0, x.size(1)), 0, x.size(1), None, None, x.device)
-    h = Heads(x, *attn.split(attn.c_attn(x), attn.n_head, ctx, x if attn.tied else None))
+    h = pass_of(model, x).of_layer(x)
+    h.q, h.k, h.v = attn.split(attn.c_attn(x), attn.n_head, h, x if attn.tied else None)
     for m in attn.mechanisms():
-        m.before(attn, h, ctx)
+        m.before(attn, h)
     return h, h.predictions["advantage"]
 
 
@@ -973,8 +973,8 @@ def priors(T, dtype=torch.float64):
     config = GPTConfig(block_size=T, n_embd=64, n_head=4, roles=ROLES)
     roles, zero = HeadRoles(config, LAYER).to(dtype), torch.zeros(1, 4, T, 16, dtype=dtype)
     roles.strength.data.fill_(1.0)
-    h = Heads(zero, zero, zero, zero)
-    roles.before(LAYER, h, Context(positions=torch.arange(T)))
+    h = Pass(x=zero, q=zero, k=zero, v=zero, positions=torch.arange(T))
+    roles.before(LAYER, h)
     assert h.q.dtype == h.k.dtype == h.v.dtype == dtype
     assert h.q.shape == h.k.shape == h.v.shape == (1, 4, T, 16 + 2 * config.roles_waves)
     bias = LAYER.scale * h.q[0, :, -1:].double() @ h.k[0].double().mT
@@ -988,8 +988,8 @@ def test_a_role_adds_its_prior_to_the_logits(positions):
     roles = HeadRoles(GPTConfig(n_embd=64, n_head=4, roles=ROLES), LAYER).double()
     roles.strength.data = normal(4, seed=5)
     q, k, v = (normal(2, 4, 5, 16, seed=s, grad=True) for s in (1, 2, 3))
-    h = Heads(normal(2, 5, 64), q, k, v)
-    roles.before(LAYER, h, Context(positions=positions))
+    h = Pass(x=normal(2, 5, 64), q=q, k=k, v=v, positions=positions)
+    roles.before(LAYER, h)
     want, at = torch.empty(2, 4, 5, 5).double(), positions.expand(2, 5)
     for b, i, t, s in itertools.product(range(2), range(4), range(5), range(5)):
         p = oracle.prior(ROLES[i], (at[b, t] - at[b, s]).item(), 12)
@@ -1198,12 +1198,13 @@ def test_a_temperature_that_would_overflow_is_bounded():
     torch.nn.init.constant_(a2c.critic.weight, 100.0)
     for dtype in (torch.float32, torch.float16):
         q = torch.ones(1, 2, 3, 2, dtype=dtype)
-        h = Heads(torch.ones(1, 3, 4, dtype=dtype), q, q, q)
-        a2c.before(attn, h, Context())
+        h = Pass(x=torch.ones(1, 3, 4, dtype=dtype), q=q, k=q, v=q)
+        a2c.before(attn, h)
         assert h.q.isfinite().all() and (h.q - math.exp(8)).abs().max() < 2
     torch.nn.init.constant_(a2c.critic.weight, 1.0)  # a = 4 is as ever
-    h = Heads(torch.ones(1, 3, 4), torch.ones(1, 2, 3, 2), torch.ones(1, 2, 3, 2), torch.ones(1, 2, 3, 2))
-    a2c.before(attn, h, Context())
+    q = torch.ones(1, 2, 3, 2)
+    h = Pass(x=torch.ones(1, 3, 4), q=q, k=q, v=q)
+    a2c.before(attn, h)
     close(h.q, torch.full((1, 2, 3, 2), math.exp(4)), 1e-4)
 
 
@@ -1234,7 +1235,7 @@ def test_queries_keys_and_values_have_one_type_under_autocast(pair, recipe, monk
     model = GPT(GPTConfig(**TINY, recipe=recipe, **MECHANISMS[pair[0]], **MECHANISMS[pair[1]]))
     attention, seen = model.transformer.h[1].attn, []
     attend = attention.attend
-    monkeypatch.setattr(attention, "attend", lambda h, ctx: seen.append((h.q, h.k, h.v)) or attend(h, ctx))
+    monkeypatch.setattr(attention, "attend", lambda h: seen.append((h.q, h.k, h.v)) or attend(h))
     with torch.autocast("cpu", torch.bfloat16):
         out = model(tokens(2, 9), tokens(2, 9))
     out.loss.backward()

@@ -11,7 +11,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +25,7 @@ from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, NEUT
 from nanoheads.heads.states import find_violations
 from nanoheads.pruning import prune_heads
 from nanoheads.training import checkpoint
+from nanoheads.training.checkpoint import make_neutral, mode_of
 from nanoheads.training.optim import make_optimizers
 from oracle import plain, tokens
 
@@ -188,8 +189,8 @@ def neutral(names, more):
                 flags[key] = TINY[value] if isinstance(value, str) else value
     base = alive(more)
     model = share(fresh(flags), base)
-    model.make_neutral(names)
-    assert all(cls.mode_of(model.config) in (*names, None) for cls in MECHANISM_CLASSES
+    make_neutral(model, names)
+    assert all(mode_of(cls, model.config) in (*names, None) for cls in MECHANISM_CLASSES
                if cls.is_on(model.config))
     return model, base
 
@@ -279,8 +280,8 @@ def pooled_router(monkeypatch):
     """The constraint write-up's router: the mean of the whole sequence."""
     logits = ConstraintHeads.router_logits
 
-    def pooled(self, x, ctx, layer):
-        return logits(self, x, ctx._replace(hint=x.mean(1)), layer)
+    def pooled(self, x, h, layer):
+        return logits(self, x, replace(h, hint=x.mean(1)), layer)
     monkeypatch.setattr(ConstraintHeads, "router_logits", pooled)
 
 

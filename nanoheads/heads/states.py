@@ -39,7 +39,8 @@ def find_violations(model):
             if value > attn.agency.threshold:
                 kind = "forced" if by_hand or not attn.agency.enforce else "blocked"
                 state = list(Agency.STATES)[attn.agency.state[i]]
-                rows.append(dict(layer=layer, head=attn.all_head_ids()[i], type=kind, gate=value, state=state))
+                head = attn.all_head_ids()[i]
+                rows.append(dict(layer=layer, head=head, type=kind, gate=value, state=state))
     return rows
 
 

@@ -56,7 +56,8 @@ class AttentionLayer(nn.Module):
             positions = torch.full((T,), T - 1, device=x.device)
             mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=x.device)
         n_keys = (positions + 1).to(torch.promote_types(x.dtype, torch.float32))
-        return self.attn(x, Pass(mask=mask, positions=positions, n_keys=n_keys, wants_traces=traces, **wanted))
+        return self.attn(x, Pass(mask=mask, positions=positions, n_keys=n_keys, wants_traces=traces,
+                                 **wanted))
 
 
 class AdaptiveContextualAttention(AttentionLayer):
