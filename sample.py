@@ -4,10 +4,10 @@ Generate text from one checkpoint, or from several side by side.
     python sample.py --ckpt out/a [--ckpt out/b ...] --start "To be" [--num_samples 3] [--max_new_tokens 300]
     python sample.py --ckpt out/a --start FILE:prompt.txt --temperature 0.8 --top_p 0.95
     python sample.py --ckpt out/a --set unet_skips=False --set gate.0.3=0    # switches moved, heads set
-    python sample.py --ckpt out/a --start "To be" --audit audit.jsonl    # what its constraint heads say of it
+    python sample.py --ckpt out/a --start "To be" --audit audit.jsonl    # what its heads score in it
 
 A run folder stands for its best.pt. Every checkpoint gets the same prompt, seed and settings; with one
-checkpoint and one sample the text appears as it is made. --audit says under each text which of its tokens
+checkpoint and one sample the text appears as it is made. --audit lists under each text which of its tokens
 score highest, and writes the rest to a file and a page (docs/audit.md).
 """
 
@@ -92,7 +92,7 @@ def main(argv=None):
                    help="length of each, in tokens (default: 300)")
     add_arguments(p)
     p.add_argument("--audit", metavar="FILE",
-                   help="write what the constraint heads say of each text, as JSON lines; a page of that "
+                   help="write what the constraint heads score in each text, as JSON lines; a page of that "
                         "name, .html, comes beside them")
     p.add_argument("--dataset",
                    help="where a nanoGPT checkpoint's vocabulary is, if not in the dataset that it names")

@@ -103,7 +103,7 @@ def open_writers(args, device):
         writers[i] = writer._replace(prompts=own)
         if judge and judge.tokenizer.vocab and not same_tokens(writer.tokenizer, judge.tokenizer):
             raise UserError(f"--judge {judge.name}: its {judge.data.vocab_size:,} characters cannot spell "
-                            f"all that {writer.name} may say")
+                            f"all that {writer.name} may write")
     return writers, judge, real
 
 
@@ -165,7 +165,7 @@ def text_runs(args, device, progress=True):
 
 
 def text_line(args, writers, judge):
-    """What was written, and how; in a second line, who judges."""
+    """What was written, and how; in a second line, the judge."""
     source = args.prompts or f"{writers[0].data.meta['name']}, {args.split}"
     prompts = len(writers[0].prompts)
     line = (f"{source}: {prompts:,} prompts, {args.samples:,} sample{'s' * (args.samples > 1)} of "
