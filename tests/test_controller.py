@@ -27,7 +27,8 @@ from nanoheads.training.ranks import Process
 from nanoheads.training.rules import Rules
 from tests.conftest import ROOT, TINY
 from tests.test_train import same, weights
-from train import TrainConfig, main
+from nanoheads.training.config import TrainConfig
+from train import main
 
 SMALL = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=256, recipe="modern")
 OFTEN = dict(controller_interval=2, controller_tokens=64, controller_heldout=64, controller_warmup=1,
