@@ -539,8 +539,8 @@ def test_a_recheck_asks_whose_the_runs_are(finished, capsys):
         results.write({**copy, **json_safe(analysis.figures(copy))}, ".")
 
     for change, problem in (
-            (exchanged, "is of another variant or seed: params"), (twice, "is of another variant or seed: seed"),
-            (dropped, "stands under no variant"), (of_fewer_steps, "has another spec"),
+            (exchanged, "is of another variant or seed: params"),
+            (twice, "is of another variant or seed: seed"), (dropped, "stands under no variant"), (of_fewer_steps, "has another spec"),
             (screened, "screened output_gate, seed 9: no run gave 2.0")):
         changed(change)
         with pytest.raises(UserError, match="are not what its runs give"):

@@ -10,8 +10,9 @@ from scipy.signal import lfilter
 from scipy.special import digamma, polygamma
 
 from nanoheads.study import stats
-from nanoheads.study.stats import (Comparison, alike, block_bootstrap, error_of, findable, fit, holm,
-                                   in_words, judge, least_squares, moderated, prior_of, seed_variance)
+from nanoheads.study.stats import (Comparison, block_bootstrap, error_of, findable, fit, holm,
+                                   in_words, judge, least_squares, moderated, prior_of, seed_variance,
+                                   similar)
 
 pytestmark = pytest.mark.filterwarnings("error")  # a division by zero is a warning in numpy
 
@@ -197,7 +198,7 @@ def test_a_few_arms_are_not_moderated():
 def test_an_arm_of_another_spread_is_left_alone(loud):
     var, df = rng(15).chisquare(4, 9) / 4, np.full(9, 4.0)
     var[3] = loud ** 2
-    assert alike(var, df).tolist() == [0, 1, 2, 4, 5, 6, 7, 8]
+    assert similar(var, df).tolist() == [0, 1, 2, 4, 5, 6, 7, 8]
     got, got_df = moderated(var, df)
     assert got[3] == var[3] and got_df[3] == 4
     others = np.delete(np.arange(9), 3)
@@ -210,8 +211,8 @@ def test_one_loud_arm_among_the_fewest_is_left_alone(arms):
     """The prior of four arms, one of them with 10 times the spread, would shorten that one's interval."""
     var, df = np.array([0.8, 100.0, 1.3, 1.0, 0.9][:arms]), np.full(arms, 4.0)
     got, got_df = moderated(var, df)
-    assert 1 not in alike(var, df) and got[1] == 100 and got_df[1] == 4
-    assert len(alike(np.append(var[[0, 2, 3]], 1.1), df[:4])) == 4  # control: four alike are kept
+    assert 1 not in similar(var, df) and got[1] == 100 and got_df[1] == 4
+    assert len(similar(np.append(var[[0, 2, 3]], 1.1), df[:4])) == 4  # control: four alike are kept
 
 
 # ---- how often a verdict is wrong ----
@@ -327,7 +328,7 @@ def test_findable_rests_on_the_upper_bound_of_the_spread():
         got = findable(scores, 5, 14, 8)
         pooled, df = np.average(own, weights=[13] + [4] * 8), 45
         se = math.sqrt(pooled * 45 / scipy_stats.chi2.ppf(0.1, df) * (1 / 5 + 1 / 14))
-        if len(alike(np.array(own), np.array([13.0] + [4.0] * 8))) == 9:
+        if len(similar(np.array(own), np.array([13.0] + [4.0] * 8))) == 9:
             want = se * (scipy_stats.t.isf(0.7 * 0.025 / 8, 45) + scipy_stats.t.ppf(0.8, 45))
             assert got == pytest.approx(want)
         true = math.sqrt(1 / 5 + 1 / 14) * (scipy_stats.t.isf(0.025 / 8, 45) + scipy_stats.t.ppf(0.8, 45))
