@@ -2,7 +2,6 @@
 The tables of README.md and docs/ that come from results/, written by `python compare.py --tables`.
 
 A table stands between `<!-- table: KIND FILE [rows] -->` and `<!-- end -->`; what is between is written anew.
-Rows are separated by commas, or by semicolons where a name has a comma.
 """
 
 import re
@@ -11,9 +10,8 @@ from pathlib import Path
 from nanoheads.common import ROOT, UserError, write_atomic
 from nanoheads.study import report, results
 
-PAGES = ("README.md", "docs/claims.md",
-         *(f"docs/results/{path.name}" for path in sorted((ROOT / "docs" / "results").glob("*.md"))))
-MARK = re.compile(r"(<!-- table: (\w+) (\S+)(?: ([^>]*?))? -->\n).*?(<!-- end -->)", re.S)
+PAGES = ["README.md", *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").glob("**/*.md")))]
+MARK = re.compile(r"(<!-- table: (\w+) (\S+\.gz)(?: ([^>]*?))? -->\n).*?(<!-- end -->)", re.S)
 
 
 def filled(text, where):
@@ -23,7 +21,7 @@ def filled(text, where):
         if kind not in report.TABLES:
             raise UserError(f"{where}: no table is called {kind}; there are {', '.join(report.TABLES)}")
         found = results.read(ROOT / "results" / file)
-        names = re.split(r";\s*" if ";" in only else r",\s*", only) if only else None
+        names = re.split(r",\s*", only) if only else None
         return f"{head}{report.TABLES[kind](found, names)}\n{end}"
 
     return MARK.sub(fill, text)
