@@ -45,7 +45,7 @@ def known():
 
 
 def test_the_tables_of_the_pages_are_those_of_the_results():
-    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+    texts = {str(page): page.read_text(encoding="utf-8") for page in PAGES}
     for name, text in texts.items():
         assert tables.filled(text, name) == text, f"{name}: run python compare.py --tables"
     assert sum(len(tables.MARK.findall(text)) for text in texts.values()) >= 9
