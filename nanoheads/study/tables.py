@@ -2,7 +2,6 @@
 The tables of README.md and docs/ that come from results/, written by `python compare.py --tables`.
 
 A table stands between `<!-- table: KIND FILE [rows] -->` and `<!-- end -->`; what is between is written anew.
-Rows are separated by commas, or by semicolons where a name has a comma.
 """
 
 import html as escaping
@@ -14,7 +13,7 @@ from nanoheads.study import results
 from nanoheads.study.findings import (candidates_table, costs_table, dynamic_tables, ladder_table, mean_alone,
                                       others_table, screened_table, tuned_table, verdicts_table, without)
 
-MARK = re.compile(r"(<!-- table: (\w+) (\S+)(?: ([^>]*?))? -->\n).*?(<!-- end -->)", re.S)
+MARK = re.compile(r"(<!-- table: (\w+) (\S+\.gz)(?: ([^>]*?))? -->\n).*?(<!-- end -->)", re.S)
 
 
 # ---- a table as Markdown ----
@@ -78,7 +77,7 @@ def filled(text, where):
         if kind not in TABLES:
             raise UserError(f"{where}: no table is called {kind}; there are {', '.join(TABLES)}")
         found = results.read(ROOT / "results" / file)
-        names = re.split(r";\s*" if ";" in only else r",\s*", only) if only else None
+        names = re.split(r",\s*", only) if only else None
         return f"{head}{TABLES[kind](found, names)}\n{end}"
 
     return MARK.sub(fill, text)
