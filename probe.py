@@ -63,7 +63,7 @@ from data.needle.prepare import DIGITS, digits_of, fact, names, question
 from model import GPT
 from nanoheads.common import UserError, last_words, pick_device, table, writable, write_atomic, write_json
 from nanoheads.heads.audit import read_ids
-from nanoheads.heads.controller import ControllerConfig
+from nanoheads.training.config import ControllerConfig
 from nanoheads.heads.detectors import (ARRAYS, EXCLUDED, MEASURES, PATTERNS, common_tokens, head_arrays,
                                        needles, pattern_scores, repeats, retrieval_scores, similarity,
                                        typical_maps)

@@ -41,7 +41,7 @@ from model import GPT
 from nanoheads.common import UserError, last_words, pick_device, table, writable, write_atomic, write_json
 from nanoheads.configurator import near
 from nanoheads.drawing import COLOURS
-from nanoheads.heads.controller import ControllerConfig
+from nanoheads.training.config import ControllerConfig
 from nanoheads.heads.measuring import (attentions, cache_bytes, closed, evaluating, fixed_text, measure,
                                        nats_on, static_gates)
 from nanoheads.study.pictures import drawn, panels

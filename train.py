@@ -30,11 +30,12 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig, SkipFusion
 from nanoheads import configurator
 from nanoheads.common import UserError, explain
 from nanoheads.heads import controller
-from nanoheads.heads.controller import Controller, ControllerConfig
+from nanoheads.heads.controller import Controller
 from nanoheads.text.dataset import Batches, Dataset, DocumentBatches
 from nanoheads.text.targets import Targets
 from nanoheads.training import checkpoint
 from nanoheads.training.checkpoint import last_save
+from nanoheads.training.config import ControllerConfig, controller_conflicts
 from nanoheads.training.optim import CUDA_GRAPHS, Trainer, compiles, lr_multiplier, precision
 from nanoheads.training.ranks import Process, StopSignal, join_ranks
 from nanoheads.training.runlog import Log, write_config
@@ -169,7 +170,7 @@ class TrainConfig(ControllerConfig):
                        f"{self.documents} has rows of several widths")
         if self.documents and (self.labels or self.teacher):
             bad.append(f"documents={self.documents} has rows without labels or a teacher: leave those out")
-        if self.freeze_trunk and controller.lives(self):
+        if self.freeze_trunk and self.dynamic_heads:
             bad.append("freeze_trunk=True: heads are measured by gradients of the trunk, which has none")
         return bad
 
@@ -188,7 +189,7 @@ def conflicts(model_config, config):
     if config.init_from and any("means nothing while" in problem for problem in model_config.problems()):
         bad.append("what a checkpoint of init_from has on it brings with all its flags: leave those out")
     if not model_config.problems():
-        bad += controller.conflicts(model_config, config) + constraint_conflicts(model_config, config)
+        bad += controller_conflicts(model_config, config) + constraint_conflicts(model_config, config)
         bad += skip_conflicts(model_config, config)
     try:
         dataset = Dataset(config.dataset)

@@ -17,7 +17,8 @@ import train
 from model import GPT, Agency, GPTConfig
 from nanoheads.common import UserError
 from nanoheads.heads import controller
-from nanoheads.heads.controller import Controller, Rules
+from nanoheads.heads.controller import Controller
+from nanoheads.training.rules import Rules
 from nanoheads.heads.measuring import METRICS, attentions, places
 from nanoheads.text.dataset import Batches, Dataset
 from nanoheads.training import checkpoint
@@ -673,7 +674,7 @@ def test_without_straight_through_no_state_is_learned(run, monkeypatch):
     (dict(grow_heads=1, grow_from=5), "grow_from=5 must be from 1 to n_head=2"),
     (dict(controller_log=True, controller_interval=0), "controller_interval=0 must be at least 1"),
     (dict(controller_step=3.0), "controller_step=3.0 means nothing"),
-    (dict(grow_stack=True, n_layer=2, unet="add"), "grow_stack doubles blocks that are alike"),
+    (dict(grow_stack=True, n_layer=2, unet="add"), "grow_stack doubles equal blocks"),
     (dict(sparsity_warmup=5), "sparsity_warmup=5 needs gates"),
     (dict(controller_log=True, controller_tokens=10**7), "measuring heads takes"),
 ])

@@ -10,7 +10,7 @@ import pytest
 
 from model import ALL_ON, MECHANISMS, GPTConfig
 from nanoheads.common import ROOT
-from nanoheads.heads.controller import ControllerConfig
+from nanoheads.training.config import ControllerConfig
 from nanoheads.study import fingerprint
 from tests.test_add_a_mechanism import TOY, apply
 from train import TrainConfig

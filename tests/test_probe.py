@@ -19,7 +19,7 @@ from nanoheads.training.scoring import score, windows_of
 import probe
 from model import MECHANISMS, GPT, GPTConfig
 from nanoheads.common import UserError
-from nanoheads.heads.controller import ControllerConfig
+from nanoheads.training.config import ControllerConfig
 from nanoheads.heads.measuring import measure
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint

@@ -12,189 +12,32 @@ import json
 import math
 import os
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Optional
 
 import numpy as np
 import torch
 from torch import nn
 
-from model import Agency, ConstraintHeads
+from model import Agency
 from nanoheads.common import UserError, json_safe
 from nanoheads.heads.measuring import (attentions, closed, fixed_text, fold_gates, insert_heads, measure,
                                        nats_on, places, stack_blocks, static_gates)
 from nanoheads.training import checkpoint
 from nanoheads.training.optim import Trainer, precision
+from nanoheads.training.rules import Rules
 from nanoheads.training.runlog import read_rows, write_rows
-
-
-@dataclass
-class ControllerConfig:
-    # ---- heads that live: measured, moved, pruned, grown between steps (controller.py) ----
-    controller: Optional[Literal["rules", "ann", "rl"]] = None  # who moves the sentinel gates; None: nobody
-    controller_log: bool = False         # measure the heads, whoever moves them or not
-    controller_interval: int = 100       # steps between measurements
-    controller_tokens: int = 2048        # of train, always the same: what the heads are measured on
-    controller_heldout: int = 2048       # of val, always the same: what judges a change of heads
-    controller_average: float = 0.7      # weight of the past in the metrics' moving averages
-    controller_warmup: int = 3           # measurements before anything moves
-    controller_patience: int = 3         # measurements in a row that a reason to act must last
-    controller_step: float = 0.5         # the largest change of a gate's logit at once
-    controller_bound: float = 6.0        # logits are not moved beyond this, up or down
-    controller_entropy: float = 0.8      # rules: a gate sinks while its head's entropy is above
-    controller_gradient: float = 0.3     # rules: and a little where its gradient is below this x its layer's
-    controller_cost: float = 1e-3        # ann, rl: nats a token that a head must be worth
-    sparsity_warmup: int = 0             # steps over which sentinel_coef rises from 0
-    # ---- pruning while training ----
-    prune_gate: float = 0.0              # heads whose gate stays below this are dropped for good; 0: never
-    prune_floor: int = 1                 # heads that every layer keeps
-    prune_margin: float = 0.01           # nats on the held-out text: a drop that costs more is taken back
-    # ---- growth: into the free numbers below n_head ----
-    grow_from: Optional[int] = None      # heads in each layer at the start; None: n_head
-    grow_heads: int = 0                  # heads inserted at once into a layer; 0: never
-    grow_delta: float = 0.002            # nats that the held-out loss must fall within patience, else grow
-    grow_used: float = 0.5               # where no head sends less than this x an equal share of its layer
-    grow_ramp: int = 100                 # steps over which a new head's gate opens
-    grow_stack: bool = False             # a control: once, on a plateau, the blocks are doubled instead
-    # ---- agency's policy: states that follow from the metrics ----
-    policy: bool = False                 # move the states and consent of agency's heads
-    policy_budget: float = 1.0           # part of the heads that may be at work; the least important withdraw
-    policy_unit: Literal["head", "layer"] = "head"  # who withdraws: single heads, or all of a layer
-    policy_overloaded: float = 1.5       # overloaded: sends this x an equal share of its layer
-    policy_conflict: float = -0.1        # misaligned: cosine of its gradients on two texts is below
-    policy_entropy: float = 0.95         # withdrawn: entropy above, below half a share sent
-    policy_dwell: int = 3                # measurements that a state lasts at least
-    policy_no_consent: list[str] = field(default_factory=list)  # "layer.head": consent withheld
-    policy_rules: Optional[str] = None   # a JSON file: who may change which states of which heads
-
-    def controller_problems(self):
-        """Yield what is wrong with these keys alone, sentence by sentence."""
-        for key in ("controller_interval", "controller_tokens", "controller_heldout", "controller_patience",
-                    "policy_dwell", "grow_ramp"):
-            if getattr(self, key) < 1:
-                yield f"{key}={getattr(self, key)} must be at least 1"
-        for key in ("controller_warmup", "controller_step", "controller_cost", "prune_margin", "prune_gate",
-                    "grow_heads", "grow_delta", "controller_gradient", "prune_floor", "sparsity_warmup"):
-            if getattr(self, key) < 0:
-                yield f"{key}={getattr(self, key)} must not be negative"
-        if not 0 <= self.controller_average < 1:
-            yield f"controller_average={self.controller_average} must be in [0, 1)"
-        if not 0 < self.policy_budget <= 1:
-            yield f"policy_budget={self.policy_budget} must be above 0 and at most 1, a part of the heads"
-        if not self.controller_bound > 0:
-            yield f"controller_bound={self.controller_bound} must be positive"
-
-
-def lives(config):
-    """Whether anything is measured or changed during a run."""
-    return bool(config.controller or config.controller_log or config.prune_gate or config.grow_heads
-                or config.grow_stack or config.policy or config.sparsity_warmup)
-
-
-def conflicts(model, config):
-    """What is wrong with the controller's keys beside a GPTConfig, as sentences."""
-    bad = [*config.controller_problems()]
-    defaults = {name: f.default for name, f in ControllerConfig.__dataclass_fields__.items()}
-    for what, on in (("controller", lives(config)), ("prune", config.prune_gate), ("policy", config.policy),
-                     ("grow", config.grow_heads or config.grow_stack)):
-        loose = [key for key, default in defaults.items() if key.startswith(f"{what}_") and not on
-                 and key not in ("grow_from", "grow_heads", "grow_stack", "prune_gate")
-                 and getattr(config, key) not in (default, [])]
-        bad += [f"{key}={getattr(config, key)!r} means nothing while nothing does it: see {what} in --help"
-                for key in loose]
-    for key in ("controller", "prune_gate", "sparsity_warmup"):
-        if getattr(config, key) and not model.sentinel:
-            bad.append(f"{key}={getattr(config, key)!r} needs gates: set sentinel")
-    if config.policy and not model.agency:
-        bad.append("policy needs states: set agency")
-    if config.policy and model.agency_learned:
-        bad.append("policy and agency_learned both move the states: set one of them")
-    if model.agency_learned and not lives(config):
-        bad.append("agency_learned predicts from what is measured of the heads: set controller_log")
-    if config.prune_floor > model.n_head:
-        bad.append(f"prune_floor={config.prune_floor} is above n_head={model.n_head}")
-    if config.grow_from is not None and not 1 <= config.grow_from <= model.n_head:
-        bad.append(f"grow_from={config.grow_from} must be from 1 to n_head={model.n_head}")
-    if config.grow_from is not None and model.head_ids is not None:
-        bad.append("grow_from and head_ids both say which heads there are at the start: set one")
-    if config.grow_heads and config.grow_from is None and model.head_ids is None and not config.prune_gate:
-        bad.append(f"grow_heads={config.grow_heads}: all {model.n_head} heads are there from the start; "
-                   "set grow_from, the number to begin with")
-    if config.grow_stack and (config.grow_heads or model.unet or model.constraint_names
-                              or model.window_layers is not None):
-        bad.append("grow_stack doubles blocks that are alike: not with grow_heads, unet, constraint_names or "
-                   "window_layers")
-    if lives(config) and model.block_size < 2:
-        bad.append("block_size must be at least 2 to measure heads")
-    for place in config.policy_no_consent:
-        layer, dot, head = place.partition(".")
-        if not (dot and layer.isdecimal() and head.isdecimal() and int(layer) < model.n_layer):
-            bad.append(f"policy_no_consent: {place!r} must be layer.head, "
-                       f"layers from 0 to {model.n_layer - 1}")
-        elif int(head) >= model.n_head + ConstraintHeads.count(model, int(layer)):
-            bad.append(f"policy_no_consent: {place!r}: block {layer} has no head {head}")
-    if config.policy_rules:
-        try:
-            Rules.read(config.policy_rules)
-        except UserError as e:
-            bad.append(str(e))
-    return bad
 
 
 def starting_config(model_config, config):
     """The GPTConfig to build: with the first grow_from heads of every layer, or those of the last save."""
     last = Path(config.out_dir) / "ckpt.pt"
-    if lives(config) and config.resume and last.is_file():
+    if config.dynamic_heads and config.resume and last.is_file():
         saved = checkpoint.read(last)["config"]
         return replace(model_config, head_ids=saved.get("head_ids"), n_layer=saved["n_layer"])
     if config.grow_from is None:
         return model_config
     return replace(model_config, head_ids=[list(range(config.grow_from))] * model_config.n_layer)
-
-
-# ---- who may do what ----
-
-class Rules:
-    """Rules of who may change heads: the first that fits decides, and where none does, it is allowed.
-
-    A JSON list of {"who": policy | config | hand, "layers": [..], "heads": [..], "states": [..],
-    "allow": true | false}; a key that is left out fits all.
-    """
-
-    KEYS = {"who": str, "layers": list, "heads": list, "states": list, "allow": bool}
-
-    def __init__(self, rules=()):
-        self.rules = list(rules)
-
-    @classmethod
-    def read(cls, path):
-        """UserError: not such a file."""
-        try:
-            rules = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as e:
-            raise UserError(f"policy_rules: cannot read {path}: {e.strerror}") from None
-        except ValueError as e:
-            raise UserError(f"policy_rules: {path} is not JSON: {e}") from None
-        for rule in rules if isinstance(rules, list) else [rules]:
-            if not isinstance(rule, dict) or "allow" not in rule or \
-                    any(not isinstance(value, cls.KEYS.get(key, ())) for key, value in rule.items()):
-                raise UserError(f"policy_rules: {path}: {json.dumps(rule)} is no rule; one is "
-                                '{"who": "policy", "layers": [0], "states": ["withdrawn"], "allow": false}')
-            for state in rule.get("states", ()):
-                if state not in Agency.STATES:
-                    raise UserError(f"policy_rules: {path}: state {state!r} must be one of "
-                                    f"{', '.join(Agency.STATES)}")
-            if rule.get("who", "hand") not in ("policy", "config", "hand"):
-                raise UserError(f"policy_rules: {path}: who {rule['who']!r} must be policy, config or hand")
-        return cls(rules)
-
-    def allow(self, who, layer, head, state):
-        for rule in self.rules:
-            if rule.get("who", who) == who and layer in rule.get("layers", [layer]) \
-                    and head in rule.get("heads", [head]) and state in rule.get("states", [state]):
-                return rule["allow"]
-        return True
 
 
 # ---- small networks ----
@@ -753,7 +596,7 @@ def append(run, name, row):
 
 def start(run, state):
     """The Controller of a run, from a checkpoint's state where there is one; None: nothing is asked of it."""
-    if not lives(run.config):
+    if not run.config.dynamic_heads:
         return None
     run.controller = controller = Controller(run)
     controller.set_sparsity(run)

@@ -13,8 +13,8 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError
 from nanoheads.configurator import Scale
-from nanoheads.heads import controller
 from nanoheads.text.dataset import Dataset
+from nanoheads.training.config import controller_conflicts
 from train import TrainConfig, constraint_conflicts, with_log
 
 # plain GPTs by size, the parameters of their blocks, for a ladder on one scale's data and recipe
@@ -254,7 +254,7 @@ class ArmBuilder:
             model, training = self.load(flags)
         except UserError as e:
             raise UserError(f"{name}: {' '.join(str(e).split())}")
-        if bad := controller.conflicts(model, training) + constraint_conflicts(model, training):
+        if bad := controller_conflicts(model, training) + constraint_conflicts(model, training):
             raise UserError(f"{name}: {'; '.join(bad)}")
         model = replace(model, vocab_size=model.vocab_size or self.data.vocab_size)
         params, flops = size_of(model)
