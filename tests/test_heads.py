@@ -8,7 +8,8 @@ import torch
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads.common import UserError
-from nanoheads.heads.measuring import attentions, closed, fixed_text, insert_heads, measure, nats_on, places
+from nanoheads.heads.measuring import (all_heads, attentions, closed, fixed_text, insert_heads, measure,
+                                       nats_on)
 from nanoheads.text.dataset import Dataset
 from nanoheads.training.optim import make_optimizers
 from train import TrainConfig
@@ -193,7 +194,7 @@ def test_a_closed_head_sends_nothing_and_comes_back():
     pruned = copy.deepcopy(model)
     pruned.prune_heads({0: [1], 2: [3]})
     assert torch.allclose(pruned(X).logits, shut, atol=1e-12)
-    assert places(pruned) == [place for place in places(model) if place not in ((0, 1), (2, 3))]
+    assert all_heads(pruned) == [place for place in all_heads(model) if place not in ((0, 1), (2, 3))]
 
 
 # ---- inserting ----

@@ -9,8 +9,9 @@ from scipy.optimize import brentq
 from scipy.signal import lfilter
 from scipy.special import digamma, polygamma
 
+from nanoheads.intervals import block_bootstrap
 from nanoheads.study import stats
-from nanoheads.study.stats import (Judged, alike, block_bootstrap, error_of, findable, fit, holm, in_words,
+from nanoheads.study.stats import (Judged, alike, error_of, findable, fit, holm, in_words,
                                    judge, least_squares, moderated, prior_of, seed_variance)
 
 pytestmark = pytest.mark.filterwarnings("error")  # a division by zero is a warning in numpy

@@ -21,8 +21,8 @@ from torch import nn
 
 from model import Agency
 from nanoheads.common import UserError, json_safe
-from nanoheads.heads.measuring import (attentions, closed, fixed_text, fold_gates, insert_heads, measure,
-                                       nats_on, places, stack_blocks, static_gates)
+from nanoheads.heads.measuring import (all_heads, attentions, closed, fixed_text, fold_gates, insert_heads,
+                                       measure, nats_on, stack_blocks, static_gates)
 from nanoheads.training import checkpoint
 from nanoheads.training.optim import Trainer, precision
 from nanoheads.training.rules import Rules
@@ -107,7 +107,7 @@ class ByNetwork(Nobody):
         self.seen = torch.zeros(0, FEATURES + 1, dtype=torch.float64)
 
     def moves(self, controller, features, run):
-        heads = places(run.model)
+        heads = all_heads(run.model)
         for i in torch.randperm(len(heads), generator=self.generator)[:self.TRIALS].tolist():
             with closed(run.model, [heads[i]]):
                 rise = controller.heldout(run) - controller.heldout_now
@@ -299,7 +299,7 @@ class Controller:
         self.losses.append(self.heldout_now)
 
     def features(self):
-        """[heads, FEATURES] of the heads that are here, in places()' order."""
+        """[heads, FEATURES] of the heads that are here, in all_heads()' order."""
         m, floor = self.mean, 1e-12
         relative = [np.log(np.maximum(m[k], floor) / np.maximum(layer_mean(m[k]), floor)).clip(-5, 5)
                     for k in ("gradient", "importance")]
@@ -379,7 +379,7 @@ class Controller:
     def forget(self, run):
         """Of heads that are gone, nothing is known; what is left of an empty override goes, too."""
         gone = self.full(True)
-        for layer, head in places(run.model):
+        for layer, head in all_heads(run.model):
             gone[layer, head] = False
         for values in (*self.mean.values(), *self.now.values()):
             values[gone] = math.nan
@@ -398,7 +398,7 @@ class Controller:
         if self.stacked or not self.plateau():
             return {}
         copied = stack_blocks(run.model)
-        for layer, head in places(run.model)[len(places(run.model)) // 2:]:
+        for layer, head in all_heads(run.model)[len(all_heads(run.model)) // 2:]:
             self.event("stacked", layer, head)
         self.stacked, self.losses = True, []
         self.begin()
@@ -462,7 +462,7 @@ class Controller:
         states = states_of(run.model)
         resting = self.withdrawn_by_budget(run, states)
         fixed = {tuple(map(int, place.split("."))) for place in c.policy_no_consent}
-        for layer, head in places(run.model):
+        for layer, head in all_heads(run.model):
             now, at = states[layer, head], (layer, head)
             if at in fixed or self.measured - self.since[at] < c.policy_dwell:
                 continue
@@ -490,7 +490,7 @@ class Controller:
         What is not at work cannot show what it is worth: its average drifts to that of its layer, so that its
         turn comes.
         """
-        c, heads = self.config, places(run.model)
+        c, heads = self.config, all_heads(run.model)
         importance = self.mean["importance"]
         for at in heads:
             if states[at] == "withdrawn":

@@ -48,7 +48,7 @@ def cache_bytes(model):
     return sum(t.numel() * t.element_size() for t in [*cache.k, *cache.v] if t is not None)
 
 
-def places(model):
+def all_heads(model):
     """[(layer, head)] of every head, constraint heads too, by the original numbers."""
     return [(layer, head) for layer, attn in enumerate(attentions(model)) for head in attn.all_head_ids()]
 

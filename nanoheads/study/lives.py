@@ -18,7 +18,7 @@ from scipy.stats import t as student
 
 from model import HeadRoles
 from nanoheads.common import pick_device, write_atomic
-from nanoheads.heads.measuring import cache_bytes, fixed_text, measure, places
+from nanoheads.heads.measuring import all_heads, cache_bytes, fixed_text, measure
 from nanoheads.study.arms import built
 from nanoheads.study.costs import as_in_a_run
 from nanoheads.text import quality as textquality
@@ -104,7 +104,7 @@ def written(model, data):
         ids = model.generate(prompts.to(device), TOKENS, temperature=0.8, generator=generator)
         samples.append([data.tokenizer.decode_bytes(until_stop(row, data.tokenizer))
                         for row in ids[:, PROMPT_TOKENS:].tolist()])
-    found = textquality.measure([list(each) for each in zip(*samples)])
+    found = textquality.figures_of([list(each) for each in zip(*samples)])
     return {name: float(found[name][0]) for name in ("rep_4", "distinct_2", "self_bleu", "loop")}
 
 
@@ -150,8 +150,8 @@ def look(folder, plain_folder, nats_per_token):
     plain = opened(plain_folder)[0] if Path(plain_folder, "best.pt").is_file() else None
     found = told(folder)
     if found["active"] is None:
-        found["active"] = len(places(packed))
-    found.update(perplexity=math.exp(nats_per_token), heads=len(places(model)),
+        found["active"] = len(all_heads(packed))
+    found.update(perplexity=math.exp(nats_per_token), heads=len(all_heads(model)),
                  engagement=engagement(model, data), **written(model, data))
     if plain is not None:
         found.update(decode=speed_of_writing(dict(packed=packed, plain=plain)),
