@@ -47,8 +47,8 @@ from nanoheads.timing import on_cuda, progress_bar, take_turns, time_rows, timed
 from nanoheads.training import checkpoint
 from nanoheads.training.optim import CUDA_GRAPHS, Trainer, precision
 from nanoheads.training.ranks import Process
+from nanoheads.training.config import TrainConfig
 from nanoheads.training.scoring import score
-from train import TrainConfig
 
 # option, default on cpu, default on cuda
 SIZES = (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024),

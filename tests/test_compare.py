@@ -23,6 +23,7 @@ from nanoheads import configurator
 from nanoheads.common import UserError, json_safe
 from nanoheads.study import analysis, costs, findings, pictures, queue, results, stats, tables, trial
 from nanoheads.study.arms import SIZES, ArmBuilder, StudyConfig, size_of, variants_of
+from train import train
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted(p.name for p in (ROOT / "config" / "studies").glob("*.py"))
@@ -71,7 +72,7 @@ class Here:
     def start(self, folder):
         self.started.append(folder)
         try:
-            trial.run(folder)
+            trial.run(folder, train)
             return ""
         except Exception as e:
             return str(e)
@@ -402,7 +403,7 @@ def test_a_study_is_cut_short_and_goes_on_to_the_same_numbers(plain):
     alone = Path("alone") / folder.name
     alone.mkdir(parents=True)
     (alone / "trial.json").write_text((folder / "trial.json").read_text())
-    assert trial.run(alone)["bpb"] == cut["bpb"]  # to the last bit
+    assert trial.run(alone, train)["bpb"] == cut["bpb"]  # to the last bit
 
 
 def test_the_same_study_runs_through_submitit(plain):

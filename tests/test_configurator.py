@@ -13,7 +13,8 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError
 from nanoheads.configurator import Presets, Scale, help_text, load, near
-from train import OPTIMIZERS, TrainConfig, conflicts, flags_by_name, main, note_on_dropout
+from nanoheads.training.config import OPTIMIZERS, TrainConfig, conflicts, flags_by_name, note_on_dropout
+from train import main
 
 ROOT = Path(__file__).resolve().parents[1]
 SCALES = get_args(Scale)

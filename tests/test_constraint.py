@@ -16,7 +16,8 @@ from nanoheads.text.dataset import Dataset
 from nanoheads.text.targets import encode, label_file, sha256, write_meta
 from nanoheads.training import checkpoint
 from tests.conftest import TINY
-from train import TrainConfig, main
+from nanoheads.training.config import TrainConfig
+from train import main
 
 SMALL = dict(block_size=16, vocab_size=37, n_layer=2, n_head=3, n_embd=24, constraint_names=["a", "b"],
              constraint_layers=[0, 1])

@@ -26,7 +26,8 @@ from nanoheads.training import checkpoint
 from nanoheads.training.optim import Trainer, make_optimizers
 from nanoheads.training.ranks import Process
 from tests.test_train import torchrun, untimed
-from train import TrainConfig, main
+from nanoheads.training.config import TrainConfig
+from train import main
 
 SIZES = dict(block_size=32, vocab_size=256, n_layer=2, n_head=2, n_embd=16)
 SKIPS = dict(unet="concat", sentinel="sigmoid", mechanism_lr=0.02, skip_lr=0.005)

@@ -13,7 +13,7 @@ from nanoheads.common import ROOT
 from nanoheads.training.config import ControllerConfig
 from nanoheads.study import fingerprint
 from tests.test_add_a_mechanism import TOY, apply
-from train import TrainConfig
+from nanoheads.training.config import TrainConfig
 
 SIZE = dict(vocab_size=256, block_size=32, n_layer=2, n_head=8, n_embd=64, recipe="modern")
 CONFIGS = {"plain": GPTConfig(**SIZE), "xsa": GPTConfig(**SIZE, **MECHANISMS["xsa"]),

@@ -8,11 +8,11 @@ import torch
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads.common import UserError
-from nanoheads.heads.measuring import (all_heads, attentions, closed, fixed_text, insert_heads, measure,
-                                       nats_on)
+from nanoheads.heads.measuring import all_heads, attentions, closed, fixed_text, measure, nats_on
+from nanoheads.heads.surgery import insert_heads
 from nanoheads.text.dataset import Dataset
 from nanoheads.training.optim import make_optimizers
-from train import TrainConfig
+from nanoheads.training.config import TrainConfig
 
 SIZE = dict(block_size=12, vocab_size=19, n_layer=3, n_head=4, n_embd=64, recipe="modern")
 

@@ -16,7 +16,7 @@ from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, AdvantageAttention, Age
 from nanoheads.common import ROOT
 from nanoheads.kernels import attend_lse, attend_packed, attend_selected, flex, row_statistics
 from nanoheads.training import optim
-from train import TrainConfig
+from nanoheads.training.config import TrainConfig
 
 # on CPU it is the reference, not a kernel
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -14,7 +14,7 @@ from nanoheads.common import UserError
 from nanoheads.training.optim import (MARGIN, QUINTICS, CastWeights, Muon, Trainer, lr_multiplier,
                                       make_optimizers, orthogonalise)
 from nanoheads.training.ranks import Process
-from train import TrainConfig
+from nanoheads.training.config import TrainConfig
 
 SIZES = dict(vocab_size=64, n_layer=2, n_head=4, n_embd=32, block_size=16, seed=3)
 

@@ -25,7 +25,7 @@ from nanoheads.gpu.entries import (BATCH, BATCH_124M, MUON, NANOGPT, NO_LABELS, 
 from nanoheads.gpu.fake import SEEN
 from nanoheads.training import optim
 from nanoheads.training.ranks import Process
-from train import TrainConfig
+from nanoheads.training.config import TrainConfig
 
 STEPS = 5
 

@@ -23,7 +23,8 @@ from pathlib import Path
 from model import Agency
 from nanoheads.common import UserError, explain, last_words, pick_device, table
 from nanoheads.configurator import near
-from nanoheads.heads.measuring import METRICS, attentions, fixed_text, fold_gates, measure
+from nanoheads.heads.measuring import METRICS, attentions, fixed_text, measure
+from nanoheads.heads.surgery import fold_gates
 from nanoheads.training import checkpoint
 from nanoheads.training.sampling import check, encode, generate, prompt, side_by_side
 from nanoheads.training.scoring import bits, load, score, windows_of

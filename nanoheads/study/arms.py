@@ -14,8 +14,7 @@ from nanoheads import configurator
 from nanoheads.common import UserError
 from nanoheads.configurator import Scale
 from nanoheads.text.dataset import Dataset
-from nanoheads.training.config import controller_conflicts
-from train import TrainConfig, constraint_conflicts, with_log
+from nanoheads.training.config import TrainConfig, constraint_conflicts, controller_conflicts, with_log
 
 # plain GPTs by size, the parameters of their blocks, for a ladder on one scale's data and recipe
 SIZES = {

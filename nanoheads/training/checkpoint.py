@@ -302,6 +302,29 @@ def same_logits(model, other):
     return (got - want).abs().max() <= 1e-4 * want.abs().max()
 
 
+def teacher_of(config, model, device):
+    """The model that `teacher` names, in eval mode; None: none is named. UserError where it does not fit."""
+    if not config.teacher:
+        return None
+    if not model.config.constraint_match:  # one that comes from a checkpoint, where no flag was asked
+        raise UserError(f"teacher={config.teacher} has nothing to compare: the model of {config.init_from} "
+                        "was made without constraint_match")
+    state = read(config.teacher)
+    teacher = build(state, config.teacher, device).requires_grad_(False)
+    ours, theirs = model.config, teacher.config
+    heads = [[(attn.n_extra, attn.head_size) for attn in (block.attn for block in each.transformer.h)
+              if attn.n_extra] for each in (model, teacher)]
+    for what, same in (("vocab_size", ours.vocab_size == theirs.vocab_size),
+                       ("constraint_names", ours.constraint_names == theirs.constraint_names),
+                       ("blocks with constraint heads", len(heads[0]) == len(heads[1])),
+                       ("constraint heads' sizes", heads[0] == heads[1] or ours.constraint_match == "kl"),
+                       ("block_size", ours.block_size <= theirs.block_size)):
+        if not same:
+            raise UserError(f"teacher={config.teacher}: its {what} are not this model's, "
+                            f"so that constraint_match={ours.constraint_match} cannot compare them")
+    return teacher
+
+
 def same_vocabulary(state, dataset, path):
     """Raise UserError unless the checkpoint's token ids mean what the dataset's do."""
     old, new = state["meta"], dataset.meta
