@@ -4,7 +4,7 @@ Score whole splits: every token once, bits per byte first.
     python evaluate.py --ckpt out/a [--ckpt out/b/ckpt.pt ...] [--split test] [--stride 128] [--json FILE]
     python evaluate.py --ckpt out/a --set unet_skips=False --set gate.0.3=0    # switches moved, heads set
     python evaluate.py --text --ckpt out/a [--ckpt out/b ...] [--judge out/big]    # what they write
-    python evaluate.py --audit --ckpt out/a --text FILE [--maps] [--out audit.jsonl]   # what its heads say
+    python evaluate.py --audit --ckpt out/a --text FILE [--maps] [--out audit.jsonl]   # what its heads score
 
 The context policy is part of the number. Without --stride the split is cut into disjoint windows of
 block_size tokens, and a token sees from 1 to block_size tokens before it. With --stride S the window moves on
@@ -12,10 +12,10 @@ by S tokens and scores its last S: after the first window, every token sees more
 first token is conditioned on the corpus separator. Words are what whitespace parts, as lm-evaluation-harness
 counts them. FLOPs/token count training: forward and backward.
 
---text lets each model go on from the same prompts, and measures what it says: repetition, diversity, loops,
+--text has each model continue the same prompts, and measures what it writes: repetition, diversity, loops,
 and its bits per byte under a larger model, beside the text's own continuation (docs/results.md, section 9).
 
---audit writes what the constraint heads of a checkpoint think of each token of a file, as JSON lines and as a
+--audit writes what the constraint heads of a checkpoint score at each token of a file, as JSON lines and as a
 page for the browser (docs/audit.md).
 """
 
@@ -27,8 +27,8 @@ from itertools import groupby
 
 from nanoheads.common import UserError, pick_device, table, writable, write_json
 from nanoheads.heads import audit
+from nanoheads.training import sampling
 from nanoheads.training.continuations import SHORT, text_runs
-from nanoheads.training.sampling import model_and_tokenizer
 from nanoheads.training.scoring import add_arguments, bits, count_words, load, score
 
 SHOWN = dict(rep_4="rep-4", distinct_2="distinct-2", self_bleu="self-BLEU", loop="loop",
@@ -120,22 +120,17 @@ def text_table(runs, width=120):
 
 def add_text_arguments(parser):
     """The arguments of --text; the actions, which mean nothing without it."""
-    add = parser.add_argument_group("text").add_argument
+    group = parser.add_argument_group("text")
+    add = group.add_argument
     return [
         add("--prompts", metavar="FILE", help="a prompt a line; \\n is a newline (default: from the split)"),
         add("--num_prompts", type=int, default=16, help="or so many cut evenly from the split (default: 16)"),
         add("--prompt_tokens", type=int, default=64, help="of so many tokens each (default: 64)"),
         add("--samples", type=int, default=8, help="continuations of each prompt (default: 8)"),
         add("--tokens", type=int, default=256,
-            help="length of each (default: 256); a checkpoint whose vocabulary is not the first one's says "
-                 "what makes as many bytes"),
-        add("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)"),
-        add("--top_k", type=int, help="only the k likeliest tokens (default: all)"),
-        add("--top_p", type=float, help="only the likeliest that hold this much of the mass (default: all)"),
-        add("--repetition_penalty", type=float, default=1.0,
-            help="above 1: tokens already there become less likely (default: 1)"),
-        add("--stop", action="store_true", help="a sample ends at the corpus separator"),
-        add("--seed", type=int, default=1337, help="same seed, same samples (default: 1337)"),
+            help="length of each (default: 256); a checkpoint whose vocabulary is not the first one's writes "
+                 "as many as make the same number of bytes"),
+        *sampling.add_arguments(group),
         add("--judge", metavar="CKPT", help="a larger model, for the bits per byte of the samples under it"),
     ]
 
@@ -187,7 +182,7 @@ def main(argv=None):
                    help="move the window by so many tokens; 0: disjoint windows (default)")
     p.add_argument("--text", nargs="?", const=True, default=False, metavar="FILE",
                    help="measure what the models write instead; with --audit: the text to read")
-    p.add_argument("--audit", action="store_true", help="write what the constraint heads say of --text FILE")
+    p.add_argument("--audit", action="store_true", help="write what constraint heads score in --text FILE")
     p.add_argument("--maps", action="store_true", help="with --audit: their attention maps too")
     p.add_argument("--out", help="of --audit, JSON lines; a page of that name, .html, comes beside them "
                                  "(default: audit.jsonl)")
@@ -199,10 +194,7 @@ def main(argv=None):
         out = writable(args.json) if args.json else None
         refuse_what_means_nothing(args, text)
         if args.audit:
-            model, tokenizer = model_and_tokenizer(args.ckpt[0], device, settings=args.settings)
-            source = args.ckpt[0], args.settings, args.text
-            print(audit.of_file(model, tokenizer, source, args.out or "audit.jsonl", args.maps,
-                                sys.stderr.isatty()))
+            print(audit.run(args))
             return
         for run in (text_runs if args.text else scored_runs)(args, device, sys.stderr.isatty()):
             runs.append(run)

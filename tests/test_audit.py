@@ -344,6 +344,26 @@ def test_bad_input_is_one_clear_line(files, refusal, args, line):
     assert set(files.iterdir()) == before  # nothing is left behind
 
 
+def test_the_program_of_its_own_writes_the_same_files(files, capsys):
+    options = ["--ckpt", "a.pt", "--text", "t.txt", "--maps"]
+    main(["--audit", *options, "--out", "e.jsonl"])
+    audit.main([*options, "--out", "p.jsonl"])
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.replace("/e.", "/p.") for line in shown[:3]] == shown[3:]
+    assert Path("e.jsonl").read_bytes() == Path("p.jsonl").read_bytes()
+    assert Path("e.html").read_bytes() == Path("p.html").read_bytes()
+
+
+@pytest.mark.parametrize("args, line", [
+    (["--ckpt", "a.pt", "--text", "nowhere.txt"], "probe.py audit: --text: nowhere.txt cannot be read"),
+    (["--ckpt", "a.pt", "--ckpt", "a.pt", "--text", "t.txt"], "probe.py audit: --ckpt: one at a time, not 2"),
+])
+def test_the_program_of_its_own_refuses_in_one_line(files, args, line):
+    with pytest.raises(SystemExit) as e:
+        audit.main(args)
+    assert e.value.code.startswith(line) and "\n" not in e.value.code
+
+
 @pytest.mark.parametrize("args, line", [
     (["--text", "t.txt"], "--text t.txt: a file means nothing without --audit"),
     (["--maps"], "--maps means nothing without --audit"),

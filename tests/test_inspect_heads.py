@@ -51,6 +51,18 @@ def ckpt(tmp_path, bytes_data):
     return make
 
 
+@pytest.fixture
+def refusal(capsys):
+    """refusal(args) -> the one line that main(args) ends with, nothing printed before."""
+    def call(args):
+        with pytest.raises(SystemExit) as e:
+            main(args)
+        assert e.value.code.startswith("probe.py inspect: ") and "\n" not in e.value.code
+        assert capsys.readouterr().out == ""
+        return e.value.code
+    return call
+
+
 def session_of(path, *args):
     args = arguments([f"--ckpt={path}", "--max_new_tokens=20", *args])
     args.device = "cpu"
@@ -146,10 +158,10 @@ def test_samples_are_those_of_sample_py(ckpt, capsys, monkeypatch, temperature):
 def test_a_prompt_may_hold_blanks_and_numbers_signs(ckpt, capsys):
     session = session_of(ckpt(PLAIN))
     session.obey(r"text  # 3\n4 ")
-    assert session.prompt[0] == " # 3\n4 "
-    assert bytes(session.prompt[1][0].tolist()) == b" # 3\n4 "
+    assert session.start[0] == " # 3\n4 "
+    assert bytes(session.start[1][0].tolist()) == b" # 3\n4 "
     session.obey("sample other")
-    assert session.prompt[0] == " # 3\n4 "
+    assert session.start[0] == " # 3\n4 "
 
 
 # ---- undo ----
@@ -362,7 +374,7 @@ WRONG = {
 @pytest.mark.parametrize("command, words", WRONG.items(), ids=WRONG)
 def test_a_wrong_command_is_named_and_the_session_goes_on(ckpt, drive, command, words):
     out, err, status = drive(ckpt(ALL), command, "gate 0.1 0.5", "undo")
-    assert err.startswith(f"inspect_heads: {command}: ") and err.count("\n") == 1 and words in err
+    assert err.startswith(f"probe.py inspect: {command}: ") and err.count("\n") == 1 and words in err
     assert status == 1 and out.count("-> ") == 2, "what follows is done"
 
 
@@ -389,7 +401,7 @@ def test_help_lists_every_command(ckpt, drive):
     from nanoheads.heads.inspection import COMMANDS
     listed = out.split("> help\n")[1]
     assert all(f"\n{name} " in listed for name in COMMANDS)
-    assert all(callable(getattr(Session, name)) for name in COMMANDS)
+    assert all(callable(getattr(Session, f"do_{name}")) for name in COMMANDS)
 
 
 def test_a_bad_checkpoint_is_one_line(refusal, bad_checkpoint):
@@ -416,12 +428,12 @@ def test_damaged_weights_are_named(ckpt, refusal):
 
 def test_a_pipe_drives_it(ckpt, tmp_path):
     commands = f"withdraw 0.1\ngaet 0.1 0\nsave {tmp_path / 'saved'}\n".encode() + b"sample \xff3 plus\n"
-    command = [sys.executable, str(ROOT / "inspect_heads.py"), f"--ckpt={ckpt(ALL)}", "--device=cpu",
-               "--max_new_tokens=20"]
-    done = subprocess.run(command, input=commands, capture_output=True, timeout=120)
+    command = [sys.executable, "-c", "from nanoheads.heads.inspection import main; main()",
+               f"--ckpt={ckpt(ALL)}", "--device=cpu", "--max_new_tokens=20"]
+    done = subprocess.run(command, input=commands, capture_output=True, timeout=120, cwd=ROOT)
     out, err = done.stdout.decode(), done.stderr.decode()
     assert done.returncode == 1
-    assert err == "inspect_heads: gaet 0.1 0: no command 'gaet'; did you mean gate?\n"
+    assert err == "probe.py inspect: gaet 0.1 0: no command 'gaet'; did you mean gate?\n"
     assert out.startswith(str(tmp_path)) and "> withdraw 0.1\nbits/byte " in out
     assert "as loaded" in out.split("> sample")[1]
     assert not attentions(checkpoint.build(checkpoint.read(tmp_path / "saved"), "saved"))[0].agency.consent[1]

@@ -14,7 +14,8 @@ import torch
 
 from model import GPT, GPTConfig
 from nanoheads.text import dataset
-from nanoheads.training.sampling import cells, encode, generate, model_and_tokenizer, side_by_side, wrap
+from nanoheads.training.sampling import (cell_count, encode, generate, model_and_tokenizer,
+                                         side_by_side, wrap)
 from sample import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -195,9 +196,8 @@ def test_the_streamed_pieces_are_the_text(tmp_path, encoding):
     args = SimpleNamespace(num_samples=1, max_new_tokens=200, temperature=1.0,
                            top_k=None, top_p=None, repetition_penalty=1.0, seed=1, stop=False)
     model.train()
-    (text,), speed = generate(model, tokenizer, encode(tokenizer, "a", path),
-                                     args, pieces.append)
-    assert "".join(pieces) == text and speed > 0
+    made = generate(model, tokenizer, encode(tokenizer, "a", path), args, pieces.append)
+    assert ["".join(pieces)] == made.texts and made.tokens_per_s > 0
     # generation draws nothing from it, and keeps the mode
     assert model.training and torch.equal(torch.get_rng_state(), state)
 
@@ -238,7 +238,7 @@ def test_columns_that_find_no_room_come_below():
 @pytest.mark.parametrize("line", ["", "a", "to be or not to be that is the question",
                                   "x" * 45, "日本 " * 9, "ab " + "c" * 30])
 def test_wrapping_loses_nothing_and_fits(line):
-    assert "".join(wrap(line, 20)) == line and all(cells(row) <= 20 for row in wrap(line, 20))
+    assert "".join(wrap(line, 20)) == line and all(cell_count(row) <= 20 for row in wrap(line, 20))
 
 
 # ---- switches of a trained model ----

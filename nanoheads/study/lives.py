@@ -26,7 +26,7 @@ from nanoheads.text.dataset import Dataset
 from nanoheads.timing import take_turns
 from nanoheads.training import checkpoint
 from nanoheads.training.runlog import read_json, read_rows
-from nanoheads.training.sampling import until_stop
+from nanoheads.training.sampling import until_stop, write
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 8, 4, 32, 96  # what is written: samples of each prompt, tokens each
 ROUNDS = 9  # of timing, in alternation with the plain GPT of the same seed
@@ -100,10 +100,8 @@ def written(model, data):
     prompts = torch.from_numpy(np.stack([tokens[s:s + PROMPT_TOKENS] for s in starts]).astype(np.int64))
     samples = []
     for seed in range(SAMPLES):
-        generator = torch.Generator(device).manual_seed(seed)
-        ids = model.generate(prompts.to(device), TOKENS, temperature=0.8, generator=generator)
-        samples.append([data.tokenizer.decode_bytes(until_stop(row, data.tokenizer))
-                        for row in ids[:, PROMPT_TOKENS:].tolist()])
+        rows = write(model, prompts.to(device), TOKENS, seed, temperature=0.8)
+        samples.append([data.tokenizer.decode_bytes(until_stop(row, data.tokenizer)) for row in rows])
     found = textquality.figures_of([list(each) for each in zip(*samples)])
     return {name: float(found[name][0]) for name in ("rep_4", "distinct_2", "self_bleu", "loop")}
 

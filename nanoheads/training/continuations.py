@@ -6,7 +6,6 @@ the judge, here. docs/results.md, section 9.
 """
 
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from nanoheads.common import UserError
 from nanoheads.intervals import jackknife
 from nanoheads.text import quality as textquality
 from nanoheads.text.dataset import Dataset
-from nanoheads.training.sampling import reread, same_tokens, until_stop
+from nanoheads.training.sampling import bfloat16_on_gpu, reread, same_tokens, settings_of, until_stop, write
 from nanoheads.training.scoring import bits, load, nats_after
 
 TEXT = "the text itself"
@@ -41,7 +40,7 @@ class Writer(NamedTuple):
         return self.data.tokenizer
 
 
-def read_prompts(path, tokenizer):
+def prompts_of_file(path, tokenizer):
     """[P] lists of ids: the lines of a file, where \\n and \\t mean what they usually do. UserError."""
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
@@ -91,7 +90,7 @@ def open_writers(args, device):
     judge = opened(args.judge) if args.judge else None
     first = writers[0]
     if args.prompts:
-        prompts, real = read_prompts(args.prompts, first.tokenizer), None
+        prompts, real = prompts_of_file(args.prompts, first.tokenizer), None
     else:
         prompts, real = cut_prompts(args, first.data)
     for i, writer in enumerate(writers):
@@ -104,40 +103,32 @@ def open_writers(args, device):
         writers[i] = writer._replace(prompts=own)
         if judge and judge.tokenizer.vocab and not same_tokens(writer.tokenizer, judge.tokenizer):
             raise UserError(f"--judge {judge.name}: its {judge.data.vocab_size:,} characters cannot spell "
-                            f"all that {writer.name} may say")
+                            f"all that {writer.name} may write")
     return writers, judge, real
 
 
 def continuations(writer, length, args, progress=False):
-    """(what it says [P][S], lists of ids, tokens per second): args.samples continuations of each prompt.
+    """(the ids [P][S] that follow each prompt, tokens per second): args.samples continuations of each.
 
-    Prompt i has the seed args.seed + i: what is said to it does not depend on the other prompts.
+    Prompt i has the seed args.seed + i: what follows it does not depend on the other prompts.
     """
     device, tokenizer = next(writer.model.parameters()).device, writer.tokenizer
-    stop = tokenizer.separator if args.stop else None
-    autocast = torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
-    found, made, seconds = [], 0, 0.0
+    settings, found, made, seconds = settings_of(args, tokenizer), [], 0, 0.0
     for i, prompt in enumerate(tqdm(writer.prompts, writer.name, disable=not progress, leave=False)):
         idx = torch.tensor([prompt] * args.samples, device=device)
-        generator = torch.Generator(device).manual_seed(args.seed + i)
         began = time.perf_counter()
         try:
-            with autocast:
-                steps = list(writer.model.stream(idx, length, args.temperature, args.top_k, args.top_p,
-                                                 args.repetition_penalty, stop, generator=generator))
-                new = torch.stack(steps, dim=1).tolist()
-        except RuntimeError as e:
-            if "probability tensor" not in str(e):
-                raise
-            raise UserError(f"{writer.name}: the probabilities are not numbers: damaged weights, "
-                            "or an extreme temperature or repetition_penalty")
+            with bfloat16_on_gpu(device):
+                new = write(writer.model, idx, length, args.seed + i, **settings)
+        except UserError as e:
+            raise UserError(f"{writer.name}: {e}")
         seconds += time.perf_counter() - began
-        made += args.samples * len(steps)
-        found.append([until_stop(row, tokenizer, stop) for row in new])
+        made += args.samples * len(new[0])
+        found.append([until_stop(row, tokenizer, settings["stop_token"]) for row in new])
     return found, made / seconds
 
 
-def judged(judge, writer, samples):
+def bits_under(judge, writer, samples):
     """Bits [P][S] of samples [P][S] of ids, given the writer's prompts, under a judge. UserError."""
     pairs = []
     for prompt, row in zip(writer.prompts, samples):
@@ -174,7 +165,7 @@ def text_runs(args, device, progress=True):
 
 
 def text_line(args, writers, judge):
-    """What was written, and how; in a second line, who judges."""
+    """What was written, and how; in a second line, the judge."""
     source = args.prompts or f"{writers[0].data.meta['name']}, {args.split}"
     prompts = len(writers[0].prompts)
     line = (f"{source}: {prompts:,} prompts, {args.samples:,} sample{'s' * (args.samples > 1)} of "
@@ -193,7 +184,7 @@ def text_line(args, writers, judge):
 def text_run(writer, samples, judge=None, baseline=None):
     """(what figures_of() gives, the same for a report), of samples [P][S] in a writer's ids."""
     raw = [[writer.tokenizer.decode_bytes(ids) for ids in row] for row in samples]
-    found = textquality.figures_of(raw, judged(judge, writer, samples) if judge else None)
+    found = textquality.figures_of(raw, bits_under(judge, writer, samples) if judge else None)
     less = {key: jackknife(found[key] - baseline[key]) for key in found} if baseline else None
     return found, dict(
         figures={key: jackknife(values) for key, values in found.items()}, less_the_first=less,

@@ -133,7 +133,7 @@ def count_words(dataset, split, piece=1 << 20):
     """Words of a split, one more than its runs of whitespace, as lm-evaluation-harness counts them.
 
     Where a text begins or ends with whitespace, nothing before or after it counts as one. None: GPT-2's byte
-    pairs, where nobody has their spelling.
+    pairs, where their spelling is not at hand.
     """
     from nanoheads.text.sources import GPT2_ENCODER, GPT2_MERGES, here  # not part of a run
     if dataset.tokenizer.encoding == "gpt2" and not here(GPT2_MERGES, GPT2_ENCODER):
@@ -167,10 +167,10 @@ def nats_after(model, separator, pairs):
     # windows of one length and one scored part go together
     def shape(piece):
         return len(piece[1]), piece[2]
-    for (_, new), alike in groupby(sorted(pieces, key=shape), shape):
-        alike = list(alike)
-        for first in range(0, len(alike), batch):
-            part = alike[first:first + batch]
+    for (_, new), group in groupby(sorted(pieces, key=shape), shape):
+        group = list(group)
+        for first in range(0, len(group), batch):
+            part = group[first:first + batch]
             ids = torch.from_numpy(np.stack([piece[1] for piece in part])).to(device)
             nats = nats_of_last(model, ids, new)
             np.add.at(found, [piece[0] for piece in part], nats.sum(1))
