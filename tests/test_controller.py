@@ -18,7 +18,7 @@ from model import GPT, Agency, GPTConfig
 from nanoheads.common import UserError
 from nanoheads.heads import controller
 from nanoheads.heads.gates import move_gates
-from nanoheads.heads.measuring import METRICS, Measurements, attentions, places
+from nanoheads.heads.measuring import METRICS, Measurements, all_heads, attentions
 from nanoheads.heads.states import states_of
 from nanoheads.pruning import pack
 from nanoheads.text.dataset import Batches, Dataset
@@ -93,7 +93,7 @@ def given(monkeypatch, **values):
         for name in ("entropy", "gradient", "importance", "utilisation", "gate", "conflict"):
             value = values.get(name, 0.25)
             found = self.full(math.nan).astype(float)
-            for at in places(run.model):
+            for at in all_heads(run.model):
                 found[at] = value(*at) if callable(value) else value
             self.now[name] = self.mean[name] = found
         self.here = np.isfinite(self.now["gate"])
@@ -196,7 +196,7 @@ def test_a_network_learns_which_heads_are_worth_their_cost(run, monkeypatch):
     start = logits(r)
     measured(r, 20)
     change = logits(r) - start
-    for at in places(r.model):
+    for at in all_heads(r.model):
         assert change[at] > 0.5 if worthy(*at) else change[at] < -0.5, at
 
 
@@ -469,7 +469,7 @@ def test_the_best_checkpoint_of_a_life_can_be_evaluated_sampled_and_continued(ar
     main(args(**{**LIVE, **LIFE}))
     state = checkpoint.read(tmp_path / "run" / "best.pt")
     model = checkpoint.build(state, "best.pt")
-    assert sum(map(len, state["config"]["head_ids"])) == len(places(model))
+    assert sum(map(len, state["config"]["head_ids"])) == len(all_heads(model))
     model.generate(torch.zeros(1, 3, dtype=torch.long), 5)
     main(args("more", init_from=tmp_path / "run", n_layer=..., n_head=..., n_embd=..., block_size=...))
 
@@ -552,7 +552,7 @@ def test_a_budget_withdraws_the_least_important_and_their_turn_comes(run, monkey
         assert asleep == {(0, 0), (0, 1), (0, 2)}
     assert rows_of(r.out_dir)[-1]["active"] == room
     packed = pack(r.model)
-    assert len(places(packed)) == room, "what is withdrawn is skipped for real"
+    assert len(all_heads(packed)) == room, "what is withdrawn is skipped for real"
     x = torch.arange(16)[None]
     assert torch.allclose(packed(x).logits, r.model.eval()(x).logits, atol=1e-5)
 

@@ -16,7 +16,7 @@ import probe
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, SkipFusion
 from nanoheads.common import ROOT, UserError
 from nanoheads.probes import fewshot
-from nanoheads.probes.fewshot import (TASKS, Item, choice_nats, contexts, judged, made_items, read_items,
+from nanoheads.probes.fewshot import (TASKS, Item, choice_nats, contexts, graded, made_items, read_items,
                                       save_items)
 from nanoheads.study import fingerprint
 from nanoheads.text import dataset
@@ -575,7 +575,7 @@ def test_choices_are_scored_one_at_a_time(items):
 
 def test_the_likeliest_choice_is_the_answer():
     nats = np.array([[1.0, 2.0, np.inf], [2.0, 1.0, 3.0], [1.0, 1.0, 5.0]])
-    right, surprise = judged(nats, np.array([0, 0, 0]))
+    right, surprise = graded(nats, np.array([0, 0, 0]))
     assert right.tolist() == [True, False, False], "a tie is no answer"
     p = np.exp(-nats)
     assert surprise == pytest.approx(-np.log(p[:, 0] / p.sum(1)))
@@ -589,7 +589,7 @@ def test_who_knows_the_rules_is_right_and_who_does_not_is_at_chance(monkeypatch)
         monkeypatch.setattr(fewshot, "nats_after", lambda model, separator, pairs: np.array(
             [nats_of_pair(bytes(before).decode().split("\n")[-1], bytes(after).decode())
              for before, after in pairs]))
-        return judged(choice_nats(None, Bytes(), items, texts, 500)[0], answer)[0].mean()
+        return graded(choice_nats(None, Bytes(), items, texts, 500)[0], answer)[0].mean()
 
     known = {(item.prompt, item.choices[item.answer]) for item in items}
     rng = np.random.default_rng(0)
@@ -652,7 +652,7 @@ def test_probe_fewshot_end_to_end(tmp_path, capsys):
     items = read_items(saved)
     models = [checkpoint.build(checkpoint.read(path), path) for path in paths[1::2]]
     texts, answer = contexts(items, 2, 1337), np.array([item.answer for item in items])
-    right = [judged(choice_nats(model, Bytes(), items, texts, 64)[0], answer)[0] for model in models]
+    right = [graded(choice_nats(model, Bytes(), items, texts, 64)[0], answer)[0] for model in models]
     over = right[1].astype(float) - right[0]
     half = student.isf(0.025, len(over) - 1) * over.std(ddof=1) / math.sqrt(len(over))
     assert second[-1]["accuracy"][0] == pytest.approx(right[1].mean())

@@ -8,7 +8,7 @@ import torch
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads.common import UserError
-from nanoheads.heads.measuring import attentions, closed, fixed_text, measure, nats_on, places
+from nanoheads.heads.measuring import all_heads, attentions, closed, fixed_text, measure, nats_on
 from nanoheads.heads.surgery import insert_heads
 from nanoheads.pruning import prune_heads
 from nanoheads.text.dataset import Dataset
@@ -195,7 +195,7 @@ def test_a_closed_head_sends_nothing_and_comes_back():
     pruned = copy.deepcopy(model)
     prune_heads(pruned, {0: [1], 2: [3]})
     assert torch.allclose(pruned(X).logits, shut, atol=1e-12)
-    assert places(pruned) == [place for place in places(model) if place not in ((0, 1), (2, 3))]
+    assert all_heads(pruned) == [place for place in all_heads(model) if place not in ((0, 1), (2, 3))]
 
 
 # ---- inserting ----

@@ -356,6 +356,16 @@ def test_recovery_moves_no_heads(run, tmp_path):
     assert not (out / "heads.jsonl").exists()
 
 
+def test_recovery_that_cannot_train_is_one_line(run, tmp_path, refusal):
+    """What train.py refuses, prune.py says in its own line."""
+    state = checkpoint.read(run)
+    state["train"].update(labels="weak")
+    checkpoint.save(tmp_path / "labelled.pt", state)
+    message = refusal(["--ckpt", str(tmp_path / "labelled.pt"), "--to", "0.5", "--by", "random", "--out_dir",
+                       str(tmp_path / "out"), "--recover", "2", "--rounds", "0", "--device", "cpu"])
+    assert message.startswith("prune: --recover: ") and "labels='weak'" in message
+
+
 def test_a_curve_has_a_folder_each_and_a_picture(run, tmp_path, capsys):
     found = prune_json(["--ckpt", run, "--ckpt", run / "best.pt", "--to", "0.5", "0.75", "--by", "random",
                         "magnitude", "--out_dir", tmp_path / "out", "--rounds", "0"], tmp_path)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nanoheads.common import UserError
-from nanoheads.heads.measuring import FEATURES, attentions, closed, layer_mean, places
+from nanoheads.heads.measuring import FEATURES, all_heads, attentions, closed, layer_mean
 
 
 def small_net(n, generator):
@@ -32,8 +32,8 @@ class FixedGates:
         self.config, self.generator = config, generator
 
     def moves(self, measured, run):
-        """The change of each head's logit, [heads], in places()' order."""
-        return torch.zeros(len(places(run.model)), dtype=torch.float64)
+        """The change of each head's logit, [heads], in all_heads()' order."""
+        return torch.zeros(len(all_heads(run.model)), dtype=torch.float64)
 
     def state(self):
         return {}
@@ -80,7 +80,7 @@ class ByNetwork(FixedGates):
         self.seen = torch.zeros(0, FEATURES + 1, dtype=torch.float64)
 
     def moves(self, measured, run):
-        heads, features = places(run.model), measured.features()
+        heads, features = all_heads(run.model), measured.features()
         for i in torch.randperm(len(heads), generator=self.generator)[:self.TRIALS].tolist():
             with closed(run.model, [heads[i]]):
                 rise = measured.held_out(run) - measured.held_out_loss

@@ -45,7 +45,7 @@ def cache_bytes(model):
     return sum(t.numel() * t.element_size() for t in [*cache.k, *cache.v] if t is not None)
 
 
-def places(model):
+def all_heads(model):
     """[(layer, head)] of every head, constraint heads too, by the original numbers."""
     return [(layer, head) for layer, attn in enumerate(attentions(model)) for head in attn.all_head_ids()]
 
@@ -289,7 +289,7 @@ class Measurements:
     def forget_missing(self, model):
         """Forget what was measured of heads that the model no longer has; [blocks, heads] of those."""
         gone = self.full(True)
-        for layer, head in places(model):
+        for layer, head in all_heads(model):
             gone[layer, head] = False
         for values in (*self.mean.values(), *self.now.values()):
             values[gone] = math.nan
@@ -301,7 +301,7 @@ class Measurements:
         return self.mean["utilisation"] * np.isfinite(self.mean["utilisation"]).sum(1, keepdims=True)
 
     def features(self):
-        """[heads, FEATURES] of the heads that are here, in places()' order."""
+        """[heads, FEATURES] of the heads that are here, in all_heads()' order."""
         m, floor = self.mean, 1e-12
         relative = [np.log(np.maximum(m[k], floor) / np.maximum(layer_mean(m[k]), floor)).clip(-5, 5)
                     for k in ("gradient", "importance")]

@@ -15,7 +15,7 @@ import torch
 
 from model import Agency
 from nanoheads.common import UserError
-from nanoheads.heads.measuring import attentions, layer_mean, places, static_gates
+from nanoheads.heads.measuring import all_heads, attentions, layer_mean, static_gates
 from nanoheads.training.rules import Rules
 from nanoheads.training.runlog import append_row
 
@@ -107,7 +107,7 @@ class States:
         c, states = self.config, states_of(run.model)
         resting = self.withdrawn_by_budget(measured, run, states)
         fixed = {tuple(map(int, place.split("."))) for place in c.policy_no_consent}
-        for layer, head in places(run.model):
+        for layer, head in all_heads(run.model):
             now, at = states[layer, head], (layer, head)
             if at in fixed or measured.count - self.since[at] < c.policy_dwell:
                 continue
@@ -137,7 +137,7 @@ class States:
         What is not at work cannot show what it is worth: its average drifts to that of its layer, so that its
         turn comes.
         """
-        c, heads = self.config, places(run.model)
+        c, heads = self.config, all_heads(run.model)
         importance = measured.mean["importance"]
         for at in heads:
             if states[at] == "withdrawn":

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from model import GPT
-from nanoheads.heads.measuring import attentions, closed, places, static_gates
+from nanoheads.heads.measuring import all_heads, attentions, closed, static_gates
 from nanoheads.pruning import prune_heads, scale_heads
 from nanoheads.training.optim import Trainer
 
@@ -188,7 +188,7 @@ class Surgery:
         if self.stacked or not self.plateau(measured.losses):
             return {}
         copied = stack_blocks(run.model)
-        for layer, head in places(run.model)[len(places(run.model)) // 2:]:
+        for layer, head in all_heads(run.model)[len(all_heads(run.model)) // 2:]:
             self.event("stacked", layer, head)
         self.stacked, measured.losses = True, []
         measured.begin(run.model)

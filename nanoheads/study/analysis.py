@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 
+from nanoheads.intervals import block_bootstrap
 from nanoheads.study import compute, stats
 from nanoheads.training.scoring import BLOCK
 
@@ -152,7 +153,7 @@ def text_interval(found, row):
         return None
     tokens = len(sums[0]) * max(1, BLOCK // T) * T
     size = found["data"]["bytes"] * tokens / found["data"]["tokens"]
-    _, low, high = stats.block_bootstrap(*sums, size, 1, 1 - found["alpha"])
+    _, low, high = block_bootstrap(*sums, size, 1, 1 - found["alpha"])
     return dict(low=low, high=high)
 
 

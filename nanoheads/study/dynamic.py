@@ -18,7 +18,7 @@ from scipy.stats import t as student
 
 from model import HeadRoles
 from nanoheads.common import pick_device, write_atomic
-from nanoheads.heads.measuring import cache_bytes, fixed_text, measure, places
+from nanoheads.heads.measuring import all_heads, cache_bytes, fixed_text, measure
 from nanoheads.pruning import pack
 from nanoheads.study.costs import as_in_a_run
 from nanoheads.study.variants import built
@@ -103,7 +103,7 @@ def quality_of_samples(model, data):
     for seed in range(SAMPLES):
         rows = write(model, prompts.to(device), TOKENS, seed, temperature=0.8)
         samples.append([data.tokenizer.decode_bytes(until_stop(row, data.tokenizer)) for row in rows])
-    found = textquality.measure([list(each) for each in zip(*samples)])
+    found = textquality.figures_of([list(each) for each in zip(*samples)])
     return {name: float(found[name][0]) for name in ("rep_4", "distinct_2", "self_bleu", "loop")}
 
 
@@ -149,8 +149,8 @@ def figures_of(folder, plain_folder, nats_per_token):
     plain = opened(plain_folder)[0] if Path(plain_folder, "best.pt").is_file() else None
     found = history_of(folder)
     if found["active"] is None:
-        found["active"] = len(places(packed))
-    found.update(perplexity=math.exp(nats_per_token), heads=len(places(model)),
+        found["active"] = len(all_heads(packed))
+    found.update(perplexity=math.exp(nats_per_token), heads=len(all_heads(model)),
                  engagement=engagement(model, data), **quality_of_samples(model, data))
     if plain is not None:
         found.update(decode=speed_of_generation(dict(packed=packed, plain=plain)),

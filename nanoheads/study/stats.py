@@ -1,10 +1,11 @@
 """
-From scores to verdicts: one model of all variants and seeds, Holm's correction, what could have been found,
-and a bootstrap over text. The plain GPT is a variant, too.
+From scores to verdicts: one model of all variants and seeds, Holm's correction, what could have been found.
+The plain GPT is a variant, too.
 
 A difference is variant minus baseline in test bits per byte: below 0 is better. Two spreads answer two
-questions. Over seeds (judge): would it win again if both were trained again? Over text (block_bootstrap):
-would these two trained models rank the same on other text of this kind? Verdicts rest on the first.
+questions. Over seeds (judge): would it win again if both were trained again? Over text (block_bootstrap of
+intervals.py): would these two trained models rank the same on other text of this kind? Verdicts rest on the
+first.
 
     score[variant, seed] = mean[variant] + effect[seed] + noise,    the noise with a variance for each variant
 
@@ -21,7 +22,6 @@ from typing import NamedTuple
 
 import numpy as np
 from scipy.special import chdtri, digamma, fdtr, fdtrc, polygamma, stdtr, stdtrit
-from scipy.stats import norm, t
 
 SEEDS_MATTER = 0.01  # the p at which a shared seed is believed to move the variants together
 OUTLIER = 0.001      # the p at which a variant's spread is not that of the others
@@ -305,40 +305,6 @@ def holm(p_values):
     adjusted = np.empty_like(p)
     adjusted[order] = np.minimum(np.maximum.accumulate(times_left), 1)
     return np.where(np.isnan(p), math.nan, adjusted)
-
-
-# ---- over text ----
-
-def block_bootstrap(variant_nats, baseline_nats, bytes_scored, block, level=0.95, resamples=2000, seed=0):
-    """(mean, low, high): the difference of two models on a text in bits/byte, and its interval over text.
-
-    The nats, [n_windows] each, are of the same windows in the order of the text. Neighbours resemble each
-    other, so whole blocks of `block` windows are drawn, the same for both models. Take blocks longer than the
-    resemblance lasts, but keep 30 of them or more. One block: an infinite interval. ValueError where the
-    windows differ in number.
-    """
-    variant, baseline = np.asarray(variant_nats, np.float64), np.asarray(baseline_nats, np.float64)
-    if variant.shape != baseline.shape:
-        raise ValueError(f"the variant has {len(variant):,} windows and the baseline {len(baseline):,}: "
-                         "not the same text")
-    if block < 1:
-        raise ValueError(f"block={block} must be at least 1 window")
-    difference, n = variant - baseline, len(variant)
-    mean = float(difference.sum()) / (math.log(2) * bytes_scored)
-    starts = np.arange(0, n, block)
-    if (blocks := len(starts)) < 2:
-        return mean, -math.inf, math.inf
-    nats, size = np.add.reduceat(difference, starts), np.minimum(block, n - starts)
-    rng, per_window = np.random.default_rng(seed), []
-    at_once = max(1, (1 << 20) // blocks)  # resamples: some 8 MB of indices
-    for done in range(0, resamples, at_once):
-        drawn = rng.integers(blocks, size=(min(at_once, resamples - done), blocks))
-        # the last block is short: a ratio gives it its weight
-        per_window.append(nats[drawn].sum(1) / size[drawn].sum(1))
-    # percentiles of few blocks are too narrow, as z is beside t: Hesterberg's expanded percentiles (2015)
-    tail = norm.sf(math.sqrt(blocks / (blocks - 1)) * t.isf((1 - level) / 2, blocks - 1))
-    low, high = np.quantile(np.concatenate(per_window), (tail, 1 - tail)) * n / (math.log(2) * bytes_scored)
-    return mean, float(low), float(high)
 
 
 # ---- in words ----

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from model import GPT
 from nanoheads.common import UserError
+from nanoheads.intervals import jackknife
 from nanoheads.logits import check_sampling
 from nanoheads.text import quality as textquality
 from nanoheads.text.dataset import Dataset
@@ -182,12 +183,12 @@ def text_line(args, writers, judge):
 
 
 def text_run(writer, samples, judge=None, baseline=None):
-    """(what measure() gives, the same for a report), of samples [P][S] in a writer's ids."""
+    """(what figures_of() gives, the same for a report), of samples [P][S] in a writer's ids."""
     raw = [[writer.tokenizer.decode_bytes(ids) for ids in row] for row in samples]
-    found = textquality.measure(raw, bits_under(judge, writer, samples) if judge else None)
-    less = {key: textquality.interval(found[key] - baseline[key]) for key in found} if baseline else None
+    found = textquality.figures_of(raw, bits_under(judge, writer, samples) if judge else None)
+    less = {key: jackknife(found[key] - baseline[key]) for key in found} if baseline else None
     return found, dict(
-        figures={key: textquality.interval(values) for key, values in found.items()}, less_the_first=less,
+        figures={key: jackknife(values) for key, values in found.items()}, less_the_first=less,
         short=sum(len(textquality.words(one)) < SHORT for row in raw for one in row),
         prompts=[writer.tokenizer.decode(ids) for ids in writer.prompts],
         samples=[[one.decode("utf-8", "replace") for one in row] for row in raw])
