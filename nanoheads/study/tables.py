@@ -29,9 +29,9 @@ def in_markdown(head, rows, words):
                       *(f"| {' | '.join(map(escaped, row))} |" for row in rows)])
 
 
-def verdicts(found, only=None, drop=("params", "seeds")):
+def verdicts(found, only=None):
     tables = verdicts_table(found, only), others_table(found, only)
-    return "\n\n".join(in_markdown(*without(each, *drop)) for each in tables if each.rows)
+    return "\n\n".join(in_markdown(*without(each, "params", "seeds")) for each in tables if each.rows)
 
 
 def short_verdicts(found, only=None):
