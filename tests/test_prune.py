@@ -10,14 +10,13 @@ import torch
 
 import prune
 import train
-from evaluate import evaluate
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads.configurator import load as configure
 from nanoheads.heads.measuring import closed, fixed_text, measure, nats_on
 from nanoheads.pruning import prune_heads
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
-from nanoheads.training.scoring import score
+from nanoheads.training.scoring import evaluate, score
 from prune import (CRITERIA, attentions, blocks_to_drop, draw_curves, held_bytes, magnitude, main,
                    removal_order, spread, without_blocks, without_heads)
 
