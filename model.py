@@ -93,9 +93,9 @@ class PlainConfig:
 
     def size_problems(self):
         """What in the flags of a plain GPT does not go together, sentence by sentence."""
-        if self.n_embd % self.n_head:
+        if self.n_head > 0 and self.n_embd % self.n_head:
             yield f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}"
-        elif self.pos == "rope" and self.head_size % 2:
+        elif self.n_head > 0 and self.pos == "rope" and self.head_size % 2:
             yield f"pos='rope' needs an even head size, n_embd/n_head={self.head_size}"
         if self.qk_max is not None and not self.qk_norm:
             yield f"qk_max={self.qk_max} needs qk_norm, without which nothing bounds the logits"
@@ -1965,10 +1965,9 @@ class GPTConfig(*(cls.Options for cls in reversed(MECHANISM_CLASSES)), PlainConf
         """Everything that is wrong with this config, as a list of sentences (empty: fine)."""
         plain = [f.name for f in fields(PlainConfig)]
         chosen = [name for name in choices(type(self)) if name not in plain]
-        bad = [*range_problems(self, plain), *range_problems(self, chosen)]
-        # each of these assumes that those before it make sense
-        return bad or [*self.size_problems()] or [
-            problem for cls in MECHANISM_CLASSES for problem in cls.all_problems(self)]
+        bad = [*range_problems(self, plain), *self.size_problems(), *range_problems(self, chosen)]
+        # the mechanisms' checks assume that the sizes make sense
+        return bad or [problem for cls in MECHANISM_CLASSES for problem in cls.all_problems(self)]
 
 
 # name -> flags: every mechanism in each of its modes. Tests, bench.py, compare.py and the docs read it.

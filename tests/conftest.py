@@ -153,4 +153,5 @@ def free_port():
 
 def pass_of(model, x, **wanted):
     """The Pass in which a model's first block reads x [B, T, C], without a cache."""
-    return model.make_pass(model.mask_of(0), slice(0, x.size(1)), 0, x.size(1), None, None, x.device, **wanted)
+    T = x.size(1)
+    return model.make_pass(model.mask_of(0), slice(0, T), 0, T, None, None, x.device, **wanted)

@@ -31,8 +31,7 @@ from nanoheads.text.facts import DIGITS, names
 from nanoheads.training import checkpoint
 from nanoheads.training.config import ControllerConfig
 from nanoheads.training.scoring import score, windows_of
-from probe import (DIGITS, PROBES, PROGRAMS, answers, gone, gradient_times_input, haystacks, head_metrics,
-                   main, nats_without, rankings, recalled, window_effects, without_head, without_keys)
+from probe import PROBES, PROGRAMS, main
 
 prepare = importlib.import_module("data.needle.prepare")
 LINE = re.compile(rb"\n\[([A-Z]{3})(\d{4})\]\n")

@@ -1,6 +1,7 @@
 """The rivals against other people's classes and their promises; the oracle is tests/oracle.py."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ def attention_of(model, x):
     """What the first block's attention projects and adds to the stream for x [B, T, C]: [B, H, T, D]."""
     attn, merged = model.transformer.h[0].attn, []
     attn.merge = lambda y, rows: merged.append(y) or y
-    T = x.size(1)
     attn(x, pass_of(model, x))
     del attn.merge
     return merged[0]

@@ -11,8 +11,8 @@ from scipy.special import digamma, polygamma
 
 from nanoheads.intervals import block_bootstrap
 from nanoheads.study import stats
-from nanoheads.study.stats import (Comparison, block_bootstrap, error_of, findable, fit, holm, in_words,
-                                   judge, least_squares, moderated, prior_of, seed_variance, similar)
+from nanoheads.study.stats import (Comparison, error_of, findable, fit, holm, in_words, judge, least_squares,
+                                   moderated, prior_of, seed_variance, similar)
 
 pytestmark = pytest.mark.filterwarnings("error")  # a division by zero is a warning in numpy
 

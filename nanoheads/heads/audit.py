@@ -39,7 +39,6 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from model import explain
 from nanoheads.common import UserError, last_words, pick_device, writable, write_atomic
 from nanoheads.heads.traces import explain
 from nanoheads.text.tokenizer import char_sizes

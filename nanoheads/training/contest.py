@@ -20,7 +20,8 @@ import torch
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, KVCache
 from nanoheads.common import explain
-from nanoheads.timing import on_cuda, progress_bar, take_turns, time_rows, timed
+from nanoheads.pruning import prune_heads
+from nanoheads.timing import mfu, on_cuda, progress_bar, take_turns, time_rows, timed
 from nanoheads.training.config import TrainConfig
 from nanoheads.training.optim import Trainer, precision
 from nanoheads.training.ranks import Process
@@ -41,7 +42,7 @@ def ours(recipe, args, flags={}, off=0.0):
     def build():
         model = GPT(gpt_config(args, args.block_size, recipe=recipe, **flags))
         if off:
-            model.prune_heads({layer: range(round(off * args.n_head)) for layer in range(args.n_layer)})
+            prune_heads(model, {layer: range(round(off * args.n_head)) for layer in range(args.n_layer)})
         config = TrainConfig(dtype=args.dtype, compile=args.compile,
                              compile_mode=args.compile_mode).for_recipe(recipe)
         trainer = Trainer(model.to(args.device), config, Process(args.device))
@@ -236,7 +237,7 @@ class Contest:
         if model is not None:
             used = model.flops_per_token() * row["tokens_per_s"]
             found.update(share_of_matmul_rate=used / (self.rate * 1e12),
-                         mfu=model.mfu(row["tokens_per_s"], args.device, args.dtype))
+                         mfu=mfu(model, row["tokens_per_s"], args.device, args.dtype))
         return found
 
 
