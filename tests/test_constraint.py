@@ -201,11 +201,11 @@ def test_scores_are_judged_in_the_chosen_blocks_alone():
 def test_warm_up_weighs_the_loss_on_labels_and_nothing_else():
     config = GPTConfig(**SMALL, constraint_warmup=4)
     aux = {"constraint.a": 8.0, "constraint_match": 4.0, "constraint_router": 1.0, "gate_l1": 2.0}
-    shares = [ConstraintHeads.at_step(config, aux, step)["constraint.a"] / 8 for step in range(6)]
+    shares = [ConstraintHeads.aux_at_step(config, aux, step)["constraint.a"] / 8 for step in range(6)]
     assert shares == [0.25, 0.5, 0.75, 1, 1, 1]
-    half = ConstraintHeads.at_step(config, aux, 1)
+    half = ConstraintHeads.aux_at_step(config, aux, 1)
     assert (half["constraint_match"], half["constraint_router"], half["gate_l1"]) == (2.0, 1.0, 2.0)
-    assert ConstraintHeads.at_step(GPTConfig(**SMALL), aux, 0) == aux
+    assert ConstraintHeads.aux_at_step(GPTConfig(**SMALL), aux, 0) == aux
 
 
 def test_stopped_heads_send_no_gradient_into_the_trunk():

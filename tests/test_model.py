@@ -9,6 +9,7 @@ from torch.nn import functional as F
 import model as model_py
 import oracle
 from model import GPT, RECIPES, GPTConfig, KVCache, rope_tables, rotate
+from nanoheads import logits as logits_py
 from nanoheads.kernels import relu2, rms_norm
 from nanoheads.logits import check_sampling, penalise, sample_token
 from nanoheads.timing import mfu
@@ -416,10 +417,11 @@ def test_a_loss_in_portions_under_autocast(dtype):
 
 def test_portions_follow_from_the_size_of_the_logits(monkeypatch):
     model, x = tiny(), torch.zeros(4, 8, 1)
-    assert model.chunks_of(x) == 1
-    monkeypatch.setattr(model_py, "LOGITS_AT_ONCE", 32 * model.config.vocab_size * 4 / 2.5)
-    assert model.chunks_of(x) == 3 and model.chunks_of(x.bfloat16()) == 2
-    assert tiny(dict(loss_chunks=1)).chunks_of(x) == 1
+    V = model.config.vocab_size
+    assert logits_py.portions(None, x, V) == 1
+    monkeypatch.setattr(logits_py, "AT_ONCE", 32 * V * 4 / 2.5)
+    assert logits_py.portions(None, x, V) == 3 and logits_py.portions(None, x.bfloat16(), V) == 2
+    assert logits_py.portions(1, x, V) == 1
 
 
 def test_portions_that_leave_tokens_over_are_refused():

@@ -27,6 +27,7 @@ import torch
 
 from model import GPTConfig
 from nanoheads.common import ROOT, UserError, git_commit, json_safe, pick_device, write_atomic
+from nanoheads.heads.traces import summaries
 from nanoheads.study import analysis, costs, dynamic, queue, trial
 from nanoheads.study.variants import BOOKKEEPING, HERE, StudyConfig, size_of
 from nanoheads.text.dataset import Dataset
@@ -270,6 +271,7 @@ def inspect(folder):
 def heads_of(model, x):
     """{name of a trace: a row for each layer} of the heads on the tokens x [B, T + 1], to 4 digits."""
     traces, found = model(x[:, :-1], x[:, 1:], traces=True).traces, {}
+    traces.update(summaries(traces, x[:, 1:]))
     for key, value in traces.items():
         name = key.split(".", 2)[-1]
         if key.startswith("blocks.") and name in HEAD_TRACES and value.numel():
