@@ -14,6 +14,7 @@ from nanoheads.drawing import COLOURS
 from nanoheads.intervals import over_checkpoints
 from nanoheads.probes.runs import plus_minus
 from nanoheads.probes.tokens import HEADS
+from nanoheads.study.pictures import panels
 
 METRICS = dict(auroc="AUROC", ap="av. precision", f1="F1", ece="ECE", brier="Brier")
 BINS = 15     # of equal width, for calibration
