@@ -13,7 +13,7 @@ first token is conditioned on the corpus separator. Words are what whitespace pa
 counts them. FLOPs/token count training: forward and backward.
 
 --text has each model continue the same prompts, and measures what it writes: repetition, diversity, loops,
-and its bits per byte under a larger model, beside the text's own continuation (docs/results.md, section 9).
+and its bits per byte under a larger model, beside the text's own continuation (docs/results/text-quality.md).
 
 --audit writes what the constraint heads of a checkpoint score at each token of a file, as JSON lines and as a
 page for the browser (docs/audit.md).

@@ -47,11 +47,10 @@ from nanoheads.heads.measuring import (attentions, cache_bytes, closed, evaluati
                                        nats_on, static_gates)
 from nanoheads.pruning import pack, prune_heads
 from nanoheads.study.pictures import drawn, panels
-from nanoheads.study.trial import score_windows
 from nanoheads.timing import progress_bar, take_turns, time_rows
 from nanoheads.training import checkpoint
 from nanoheads.training.config import ControllerConfig, TrainConfig
-from nanoheads.training.scoring import load
+from nanoheads.training.scoring import load, score_windows
 
 RECOVER_FROM = 0.3   # of the peak learning rates
 DECODED = 256        # tokens that a timed text has at most

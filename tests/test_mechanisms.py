@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import model as model_py
 import oracle
 from conftest import pass_of
-from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, AdvantageAttention, Agency, ConstraintHeads, GPTConfig, HeadRoles, HeadRouter, KVCache, Pass, SentinelGate, SkipFusion,
-                   Window)
+from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, AdvantageAttention, Agency, ConstraintHeads,
+                   GPTConfig, HeadRoles, HeadRouter, KVCache, Pass, SentinelGate, SkipFusion, Window)
 from nanoheads.common import ROOT
 from nanoheads.heads.states import find_violations
 from nanoheads.heads.traces import explain, summaries

@@ -12,8 +12,8 @@ import torch
 from nanoheads.common import UserError, table
 from nanoheads.heads.measuring import attentions
 from nanoheads.probes.tokens import Part, numbers_of_setup, open_setup, starts_of
-from nanoheads.study.trial import score_windows
 from nanoheads.timing import take_turns, time_rows
+from nanoheads.training.scoring import score_windows
 
 
 

@@ -103,7 +103,7 @@ def quality_of_samples(model, data):
     for seed in range(SAMPLES):
         rows = write(model, prompts.to(device), TOKENS, seed, temperature=0.8)
         samples.append([data.tokenizer.decode_bytes(until_stop(row, data.tokenizer)) for row in rows])
-    found = textquality.figures_of([list(each) for each in zip(*samples)])
+    found = textquality.leave_one_out([list(each) for each in zip(*samples)])
     return {name: float(found[name][0]) for name in ("rep_4", "distinct_2", "self_bleu", "loop")}
 
 

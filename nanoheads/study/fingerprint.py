@@ -18,7 +18,7 @@ from nanoheads.training.config import ControllerConfig
 
 # (file, definition) from which a run is made; what these reach follows
 ROOTS = (("train.py", "train"), ("nanoheads/training/checkpoint.py", "build"),
-         ("nanoheads/study/trial.py", "score_windows"))
+         ("nanoheads/training/scoring.py", "score_windows"))
 # modules that a run uses and that its numbers do not come from: a change there repeats nothing
 NO_NUMBERS = {"audit", "common", "configurator", "runlog"}
 LISTS = {"modes", "neutral"}  # of a mechanism: names for flags, which a run has been given already

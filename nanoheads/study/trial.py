@@ -33,7 +33,7 @@ from nanoheads.text.targets import Targets, sha256
 from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig
 from nanoheads.training.runlog import peak_memory, processor, read_json, read_rows, set_aside, stamps
-from nanoheads.training.scoring import BLOCK, bits, score, windows_of
+from nanoheads.training.scoring import BLOCK, bits, score_windows
 
 TRIALS = Path("out/trials")
 USE_FILED = True  # a run in results/ counts as done; False: for reruns that check what is there
@@ -177,22 +177,6 @@ def run(folder, train):
     # the optimizer's moments: three times the weights, and nothing goes on from them
     (folder / "ckpt.pt").unlink(missing_ok=True)
     return found
-
-
-def score_windows(model, data, split, tokens):
-    """(nats of each window [n_windows], {nats, tokens, bytes, bpb}). UserError where they are not finite."""
-    nats = score(model, data, split, max_tokens=tokens, per_token=True).astype(np.float64)
-    total = float(nats.sum())
-    if not np.isfinite(nats).all():
-        raise UserError(f"the trained model gives {total} nats on {split}: its training diverged")
-    windows = windows_of(data, split, model.config.block_size, max_tokens=tokens)
-    size = data.splits[split]["bytes"]
-    # a slice, whose tokens may be longer or shorter than the others
-    if nats.size < data.splits[split]["tokens"]:
-        ids = data.tokens(split)
-        size = sum(len(data.tokenizer.decode_bytes(ids[start:end].tolist())) for start, end, _ in windows)
-    per_window = np.add.reduceat(nats, np.cumsum([0] + [scored for _, _, scored in windows[:-1]]))
-    return per_window, dict(nats=total, tokens=int(nats.size), bytes=size, bpb=bits(total, size))
 
 
 def sums_of_blocks(per_window, block_size):

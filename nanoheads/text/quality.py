@@ -99,7 +99,7 @@ def mean(values):
     return sum(values) / len(values) if values else math.nan
 
 
-def figures_of(samples, bits=None):
+def leave_one_out(samples, bits=None):
     """{figure: [P + 1]}: of all samples, then without those of each prompt in turn, for jackknife().
 
     samples [P][S] are bytes: S of each of P prompts. A set is one sample of each prompt; where there is one

@@ -2,7 +2,7 @@
 What models write: continuations of the same prompts from each of several checkpoints, measured side by side.
 
 Repetition, diversity and loops are measured in nanoheads/text/quality.py; bits per byte under a larger model,
-the judge, here. docs/results.md, section 9.
+the judge, here. docs/results/text-quality.md.
 """
 
 import time
@@ -183,9 +183,9 @@ def text_line(args, writers, judge):
 
 
 def text_run(writer, samples, judge=None, baseline=None):
-    """(what figures_of() gives, the same for a report), of samples [P][S] in a writer's ids."""
+    """(what leave_one_out() gives, the same for a report), of samples [P][S] in a writer's ids."""
     raw = [[writer.tokenizer.decode_bytes(ids) for ids in row] for row in samples]
-    found = textquality.figures_of(raw, bits_under(judge, writer, samples) if judge else None)
+    found = textquality.leave_one_out(raw, bits_under(judge, writer, samples) if judge else None)
     less = {key: jackknife(found[key] - baseline[key]) for key in found} if baseline else None
     return found, dict(
         figures={key: jackknife(values) for key, values in found.items()}, less_the_first=less,

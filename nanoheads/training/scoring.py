@@ -130,6 +130,22 @@ def bits(nats, count):
     return nats / (math.log(2) * count)
 
 
+def score_windows(model, data, split, tokens):
+    """(nats of each window [n_windows], {nats, tokens, bytes, bpb}). UserError where they are not finite."""
+    nats = score(model, data, split, max_tokens=tokens, per_token=True).astype(np.float64)
+    total = float(nats.sum())
+    if not np.isfinite(nats).all():
+        raise UserError(f"the trained model gives {total} nats on {split}: its training diverged")
+    windows = windows_of(data, split, model.config.block_size, max_tokens=tokens)
+    size = data.splits[split]["bytes"]
+    # a slice, whose tokens may be longer or shorter than the others
+    if nats.size < data.splits[split]["tokens"]:
+        ids = data.tokens(split)
+        size = sum(len(data.tokenizer.decode_bytes(ids[start:end].tolist())) for start, end, _ in windows)
+    per_window = np.add.reduceat(nats, np.cumsum([0] + [scored for _, _, scored in windows[:-1]]))
+    return per_window, dict(nats=total, tokens=int(nats.size), bytes=size, bpb=bits(total, size))
+
+
 def count_words(dataset, split, piece=1 << 20):
     """Words of a split, one more than its runs of whitespace, as lm-evaluation-harness counts them.
 
