@@ -28,8 +28,10 @@ import torch
 
 from nanoheads import configurator
 from nanoheads.common import UserError, explain, pick_device, table
+from nanoheads.probes import promises
 from nanoheads.study import analysis, costs, fingerprint, queue, report, results, tables, trial
 from nanoheads.study.variants import BOOKKEEPING, StudyConfig, VariantBuilder
+from nanoheads.training import own
 
 PLAIN = "plain"
 
@@ -84,7 +86,8 @@ class Study:
         flags["device"] = self.config.device if on_slurm else pick_device(self.config.device).split(":")[0]
         return dict(model=fingerprint.own_flags(model), train=flags,
                     score=dict(split=split, tokens=self.config.test_tokens),
-                    data=trial.data_of(self.builder.data, variant.train.labels, variant.train.teacher),
+                    data=trial.data_of(self.builder.data, variant.train.labels, variant.train.teacher,
+                                       variant.train.own_mechanism),
                     code=fingerprint.code_digest(model, variant.train), torch=torch.__version__)
 
     def plan(self, stage, variants, seeds, split=None):
@@ -334,7 +337,9 @@ def ladder_of(config, name, command):
 
 
 def run(argv):
+    argv = own.take(argv, keep="out/mechanisms")
     config, = configurator.load((StudyConfig,), argv, __doc__)
+    promises.refuse_leaks(config.mechanisms)
     command = shlex.join(["python", "compare.py", *(arg for arg in argv if arg != "--report_only")])
     if config.tables:
         print(*tables.write() or ["every table is as results/ has it"], sep="\n")

@@ -1970,6 +1970,20 @@ class GPTConfig(*(cls.Options for cls in reversed(MECHANISM_CLASSES)), PlainConf
         return bad or [problem for cls in MECHANISM_CLASSES for problem in cls.all_problems(self)]
 
 
+def add_mechanism(cls):
+    """Add a mechanism of a layer: its flags to GPTConfig, in place, so that all who hold it have them."""
+    for every in (HEAD_MECHANISMS, MECHANISM_CLASSES):
+        every.append(cls)
+    made = ("init", "repr", "eq", "match_args", "dataclass_fields", "dataclass_params", "replace")
+    for name in (f"__{name}__" for name in made):  # what @dataclass makes, it makes anew
+        if name in vars(GPTConfig):
+            delattr(GPTConfig, name)
+    GPTConfig.__bases__ = (cls.Options, *GPTConfig.__bases__)
+    dataclass(GPTConfig)
+    MECHANISMS.update(cls.modes)
+    NEUTRAL.update(cls.neutral)
+
+
 # name -> flags: every mechanism in each of its modes. Tests, bench.py, compare.py and the docs read it.
 MECHANISMS = {name: flags for cls in MECHANISM_CLASSES for name, flags in cls.modes.items()}
 

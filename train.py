@@ -3,6 +3,7 @@ Train a GPT, with any mechanism that its flags turn on.
 
     python train.py config/x.py [--key=value ...]         # one process: cuda, mps or cpu, whichever is there
     python train.py --scale=tiny --mechanism=moh,agency   # the plain GPT of a scale, with mechanisms by name
+    python train.py --mechanism=mine.py [--check]         # one in a file of your own (docs/add-a-mechanism.md)
     python train.py config/x.py --resume                  # go on exactly where the last save was
     python train.py --init_from=out/x --dataset=y         # fine-tune: a checkpoint's model, a fresh optimizer
     python train.py --trial=out/trials/x                  # one run of a study; compare.py starts these
@@ -32,11 +33,12 @@ from nanoheads import configurator
 from nanoheads.common import UserError, explain
 from nanoheads.heads import controller
 from nanoheads.heads.controller import Controller
+from nanoheads.probes import promises
 from nanoheads.study import trial
 from nanoheads.text.dataset import Batches, Dataset, DocumentBatches
 from nanoheads.text.targets import Targets
 from nanoheads.timing import mfu
-from nanoheads.training import checkpoint
+from nanoheads.training import checkpoint, own
 from nanoheads.training.checkpoint import last_save
 from nanoheads.training.config import TrainConfig, check_model, conflicts, flags_by_name, note_on_dropout
 from nanoheads.training.optim import Trainer, compiles, lr_multiplier, precision
@@ -235,6 +237,8 @@ def save_checkpoint(run, name, resumable=True):
     content = dict(model=run.model.state_dict(), config=asdict(run.model.config), meta=run.dataset.meta,
                    dataset=run.config.dataset, train=asdict(run.config))
     content.update({key: getattr(run, key) for key in PROGRESS})
+    if mine := own.record(run.model.config):
+        content["own_mechanism"] = mine
     if resumable:
         content["optimizers"] = [optimizer.state_dict() for optimizer in run.trainer.optimizers]
         content["scaler"] = run.trainer.scaler.state_dict()
@@ -386,6 +390,8 @@ def open_folder(run, saves, closing):
     """
     config, process = run.config, run.process
     run.out_dir.mkdir(parents=True, exist_ok=True)
+    if mine := own.file_for(run.model.config):
+        own.copy(mine, run.out_dir)
     for name in saves if config.overwrite else ():
         (run.out_dir / name).unlink()
     device = torch.cuda.get_device_name(process.device) if process.kind == "cuda" else process.kind
@@ -410,8 +416,11 @@ def main(argv=None):
     if argv and argv[0].startswith("--trial="):
         return trial.main(argv[0].removeprefix("--trial="), train, argv[1:])
     try:
+        argv = own.take(argv)
+        if "--check" in argv:
+            return promises.main([arg for arg in argv if arg != "--check"])
         configs, given = configurator.load_given((GPTConfig, TrainConfig), argv, __doc__, conflicts,
-                                    mechanisms=flags_by_name())
+                                                 mechanisms=flags_by_name())
         note = note_on_dropout(configs[0])
         if note and os.environ.get("RANK", "0") == "0":
             print(note, flush=True)

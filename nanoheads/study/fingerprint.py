@@ -24,7 +24,8 @@ NO_NUMBERS = {"audit", "common", "configurator", "runlog"}
 LISTS = {"modes", "neutral"}  # of a mechanism: names for flags, which a run has been given already
 MOVER = "nanoheads/heads/controller.py"
 # keys of training that change nothing where they are not set
-OFF_UNLESS_SET = {"labels", "teacher", "documents", "freeze_trunk", "thaw_from", "skip_lr"}
+OFF_UNLESS_SET = {"labels", "teacher", "documents", "freeze_trunk", "thaw_from", "skip_lr",
+                  "own_mechanism"}
 
 
 def off_mechanisms(config):

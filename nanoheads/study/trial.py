@@ -30,7 +30,7 @@ from nanoheads.common import UserError, explain, pick_device, write_atomic
 from nanoheads.study.fingerprint import code_digest
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.targets import Targets, sha256
-from nanoheads.training import checkpoint
+from nanoheads.training import checkpoint, own
 from nanoheads.training.config import TrainConfig
 from nanoheads.training.runlog import peak_memory, processor, read_json, read_rows, set_aside, stamps
 from nanoheads.training.scoring import BLOCK, bits, score_windows
@@ -236,11 +236,13 @@ def stop_with_parent():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def data_of(dataset, labels=None, teacher=None):
+def data_of(dataset, labels=None, teacher=None, mechanism=None):
     """{what: sha256} of all that a run reads: the splits, its labels, its teacher."""
     found = {name: split["sha256"] for name, split in dataset.splits.items()}
     for split, row in Targets(dataset, labels).splits.items() if labels else ():
         found.update({f"labels {name}.{split}": file["sha256"] for name, file in row["names"].items()})
+    if mechanism:
+        found["mechanism"] = sha256(Path(mechanism))
     if teacher:
         found["teacher"] = sha256(checkpoint.file_of(teacher))
     return found
@@ -253,7 +255,8 @@ def check_unchanged(folder):
     if spec.get("code", code) != code:
         raise UserError("the code changed after this run was planned; start the study again")
     training = spec["train"]
-    data = data_of(Dataset(training["dataset"]), training.get("labels"), training.get("teacher"))
+    data = data_of(Dataset(training["dataset"]), training.get("labels"), training.get("teacher"),
+                   training.get("own_mechanism"))
     if spec.get("data", data) != data:
         raise UserError("the data changed after this run was planned; start the study again")
 
@@ -275,6 +278,8 @@ def main(folder, train, argv=()):
             lock(file)
             if result(folder, filed=False):
                 return
+            if mine := json.loads((folder / "trial.json").read_text())["train"].get("own_mechanism"):
+                own.add(mine)
             check_unchanged(folder)
             limit_memory()
             run(folder, train)

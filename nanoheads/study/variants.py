@@ -14,6 +14,7 @@ from nanoheads import configurator
 from nanoheads.common import UserError
 from nanoheads.configurator import Scale
 from nanoheads.text.dataset import Dataset
+from nanoheads.training import own
 from nanoheads.training.config import TrainConfig, training_problems, with_log
 from nanoheads.training.optim import block_matrices, of_mechanisms
 
@@ -44,6 +45,7 @@ class StudyConfig:
     # ---- the question ----
     question: str = ""                   # one line, at the top of the report
     mechanism: Optional[str] = None      # the challenge: this one of model.MECHANISMS, screened and judged
+    own_mechanism: Optional[str] = None  # a file with a mechanism; --mechanism=mine.py sets it
     mechanisms: list[str] = field(default_factory=list)  # variants: in model.MECHANISMS (also acag*), all_on
     variants: dict = field(default_factory=dict)  # more variants: name -> flags; seed: added
     contrasts: list = field(default_factory=list)  # pairs of variants to compare too: [["a", "b"]]
@@ -257,6 +259,7 @@ class VariantBuilder:
         if bad := training_problems(model, training):
             raise UserError(f"{name}: {'; '.join(bad)}")
         model = replace(model, vocab_size=model.vocab_size or self.data.vocab_size)
+        training = replace(training, own_mechanism=own.file_for(model))
         params, flops = size_of(model)
         return Variant(name, kind, label, flags, model, training.for_recipe(model.recipe), params, flops)
 

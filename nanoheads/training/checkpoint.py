@@ -13,6 +13,7 @@ from nanoheads.common import UserError, write_atomic
 from nanoheads.configurator import keys_of, nearest, parse, type_name
 from nanoheads.hub import huggingface as hf
 from nanoheads.pruning import scale_heads
+from nanoheads.training import own
 
 # what a run needs to go on, beside model, config and meta
 RESUMABLE = {"optimizers", "scaler", "train", "step", "best_val_loss", "elapsed_s", "run_id", "last_eval"}
@@ -63,6 +64,7 @@ def read(path, device="cpu"):
         return from_nanogpt(state)
     if not {"config", "meta"} <= set(state) or not isinstance(state["config"], dict):
         raise UserError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
+    own.find(state, path)
     return state
 
 

@@ -1,0 +1,197 @@
+"""
+What every mechanism promises, tried on a small model in float64, in a minute.
+
+    python train.py --mechanism=mine.py --check       # a mechanism in a file of one's own, or any by its name
+
+causal    changing a token changes no logit before it      rows     ... nor one of another row of the batch
+cache     token by token as all at once                    padding  ... as without padding before a row
+pruned    a head removed is a head whose gate is 0         learns   finite gradients, for each of its parameters
+neutral   where it says so, the logits of the plain GPT
+
+compare.py tries them before a study of a mechanism of one's own, and refuses one that is not causal.
+"""
+
+import re
+
+import torch
+
+from model import ALL_ON, GPT, MECHANISMS, NEUTRAL, GPTConfig, KVCache
+from nanoheads.common import UserError, table
+from nanoheads.configurator import near
+from nanoheads.pruning import prune_heads
+from nanoheads.training import own
+from nanoheads.training.checkpoint import make_neutral
+from nanoheads.training.optim import of_mechanisms
+
+SIZES = dict(vocab_size=37, block_size=16, n_layer=2, n_head=4, n_embd=64, seed=1)
+T = 13
+LEAKS = ("causal", "rows")  # what no comparison survives
+
+
+def tokens(seed, *shape):
+    return torch.randint(SIZES["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+def made(flags, recipe, random=True):
+    """A GPT in float64; random: every parameter is drawn, so that nothing is hidden behind a zero."""
+    model = GPT(GPTConfig(**SIZES, recipe=recipe, **flags)).double().eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for p in model.parameters() if random else ():
+            p.copy_(0.15 * torch.randn(p.shape, generator=generator) + (p.dim() < 2))
+    return model
+
+
+def logits_of(model, idx):
+    """Logits with the same noise each time, where a mechanism draws some."""
+    torch.manual_seed(3)
+    return model(idx).logits
+
+
+def far(a, b):
+    return (a - b).abs().amax().item()
+
+
+# ---- the promises: what is wrong, in words, or None ----
+
+@torch.no_grad()
+def causal(model, plain):
+    for training in (False, True):
+        model.train(training)
+        idx = tokens(1, 2, T)
+        before = logits_of(model, idx)
+        for t in range(T - 1, 0, -1):
+            other = idx.clone()
+            other[:, t] = (other[:, t] + 5) % SIZES["vocab_size"]
+            changed = (logits_of(model, other) - before)[:, :t].abs().amax((0, 2)) > 1e-9
+            if changed.any():
+                first = int(changed.nonzero()[0])
+                where = "in training" if training else "when evaluated"
+                return f"it looks ahead {where}: the logits at position {first} change with the token at {t}"
+
+
+@torch.no_grad()
+def rows(model, plain):
+    for training in (False, True):
+        model.train(training)
+        idx, other = tokens(1, 2, T), tokens(1, 2, T)
+        other[1] = tokens(4, T)
+        if far(logits_of(model, idx)[0], logits_of(model, other)[0]) > 1e-9:
+            return f"row 0 changes with row 1 of the batch{' in training' if training else ''}"
+
+
+@torch.no_grad()
+def cache(model, plain):
+    idx, held = tokens(1, 2, T), KVCache(model.config)
+    want = model.hidden(idx)
+    got = torch.cat([model.hidden(piece, held) for piece in idx.split([5, 1, 1, 6], 1)], 1)
+    if (off := far(got, want)) > 1e-9:
+        return f"with a cache the hidden states are off by {off:.1e}"
+
+
+@torch.no_grad()
+def padding(model, plain):
+    idx = tokens(1, 1, T)
+    want = model.hidden(idx[:, 4:])
+    got = model.hidden(idx, pad=torch.tensor([4]))[:, 4:]
+    if (off := far(got, want)) > 1e-9:
+        return f"after 4 tokens of padding the hidden states are off by {off:.1e}"
+
+
+@torch.no_grad()
+def pruned(model, plain):
+    idx, gone = tokens(1, 2, T), {0: [1], 1: [0, 2]}
+    for layer, heads in gone.items():
+        for head in heads:
+            model.set_head(layer, head, gate=0.0)
+    want = model(idx).logits
+    prune_heads(model, gone)
+    if (off := far(model(idx).logits, want)) > 1e-9:
+        return (f"without three heads the logits are off by {off:.1e} from those with their gates at 0: "
+                "head_axes() or per_head lacks a tensor")
+
+
+def learns(model, plain):
+    out = model.train()(tokens(1, 2, T), tokens(2, 2, T))
+    sum(out.aux.values(), out.loss).backward()
+    for name in sorted(of_mechanisms(model)):
+        grad = model.get_parameter(name).grad
+        if grad is None or not grad.any():
+            return f"{name} has no gradient"
+        if not grad.isfinite().all():
+            return f"the gradient of {name} is not finite"
+
+
+@torch.no_grad()
+def neutral(model, plain):
+    """model: as it starts, at its neutral setting."""
+    idx = tokens(1, 2, T)
+    with_same = plain.state_dict()
+    model.load_state_dict({**model.state_dict(), **with_same})
+    if (off := far(model(idx).logits, plain(idx).logits)) > 1e-9:
+        return f"at its neutral setting the logits are off by {off:.1e} from the plain GPT's"
+
+
+PROMISES = (causal, rows, cache, padding, pruned, learns)
+
+
+def check(name, flags):
+    """Yield (mode, recipe, promise, what is wrong or None) for one of MECHANISMS."""
+    for recipe in ("gpt2", "modern"):
+        config = GPTConfig(**SIZES, recipe=recipe, **flags)
+        if bad := config.problems():
+            raise UserError(f"{name}: {'; '.join(bad)}")
+        for promise in PROMISES:
+            yield name, recipe, promise.__name__, tried(promise, lambda: made(flags, recipe))
+        if name in NEUTRAL:
+            yield name, recipe, "neutral", tried(neutral, lambda: at_neutral(name, flags, recipe),
+                                                 made({}, recipe))
+
+
+def at_neutral(name, flags, recipe):
+    """The model of a mode at its neutral setting, everything else drawn at random."""
+    sizes = GPTConfig(**SIZES)
+    keys = {key: getattr(sizes, value) if isinstance(value, str) else value
+            for key, value in NEUTRAL[name].items() if key in GPTConfig.__dataclass_fields__}
+    model = made({**flags, **keys}, recipe, random=False)
+    make_neutral(model, [name])
+    return model
+
+
+def tried(promise, build, plain=None):
+    try:
+        return promise(build(), plain)
+    except Exception as e:  # a mechanism of one's own may raise anything
+        return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+
+
+def main(argv):
+    """--check: a table of the promises of the mechanisms named; exits with 1 where one is broken."""
+    names = [name for arg in argv if arg.startswith("--mechanism=")
+             for name in re.findall(r"\w+", arg.partition("=")[2])]
+    known = {**MECHANISMS, "all_on": ALL_ON}
+    if not names:
+        raise UserError("--check: name a mechanism: --mechanism=mine.py, or one of the repository's")
+    for name in names:
+        if name not in known:
+            meant = near(name, known)
+            raise UserError(f"--check: no mechanism {name}" + (f"; did you mean {meant}?" if meant else ""))
+        # of a file of one's own every mode
+        whose = next((cls for cls in own.ADDED if name in cls.modes), None)
+        names += [mode for mode in (whose.modes if whose else ()) if mode not in names]
+    found = [row for name in names for row in check(name, known[name])]
+    print(table(("mechanism", "recipe", "promise", ""), [(*row[:3], row[3] or "kept") for row in found]))
+    if broken := [row for row in found if row[3]]:
+        raise UserError(f"{len(broken)} of {len(found)} promises are broken")
+
+
+def refuse_leaks(names):
+    """UserError where a mechanism of one's own looks ahead or mixes rows; prints other broken promises."""
+    for name in names:
+        if not any(name in cls.modes for cls in own.ADDED):
+            continue
+        for _, recipe, promise, wrong in check(name, MECHANISMS[name]):
+            if wrong and promise in LEAKS:
+                raise UserError(f"{name} (recipe={recipe}): {wrong}: a comparison would mean nothing")
+            if wrong:
+                print(f"{name} (recipe={recipe}), promise {promise!r} is broken: {wrong}", flush=True)
