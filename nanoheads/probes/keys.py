@@ -144,7 +144,7 @@ def window_effects(model, ids, targets, args, rng):
 
 
 def ranking_rows(effects, args):
-    """A dict for each ranking, from what window_effects() says of every window."""
+    """A dict for each ranking, from window_effects() of every window."""
     _, rises, correlations = zip(*effects)
     rise = {key: np.array([r[key] for r in rises]) for key in rises[0]}
     rows = []
