@@ -10,8 +10,9 @@ $ python plot_curves.py out/base --heads --text "To be or not to be" --show 0.1 
 A run gets RUN/figures/curves.png and .svg. Two or more also get comparison.png and .svg in --out.
 A run's colour follows its place in the list and is the same in its own figure.
 
---heads draws what heads.jsonl holds of a run that measures its heads, and its checkpoint (plot_heads.py):
-gates, states, active, metrics and attention.png and .svg. Two or more also get active.png and .svg in --out.
+--heads draws what heads.jsonl holds of a run that measures its heads, and its checkpoint
+(nanoheads/heads/pictures.py): gates, states, active, metrics and attention.png and .svg. Two or more also get
+active.png and .svg in --out.
 """
 import argparse
 import difflib
@@ -25,10 +26,13 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter
 
-from nanoheads.drawing import AXES, COLOURS, GREY, RC, canvas, label_right, load, save
+from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, save
+from nanoheads.training.runlog import AXES, curves_of
 
 DASHES = ["-", "--", ":", "-."]  # beyond 7 runs the colours repeat; dash and number tell them apart
 TITLES = ("Bits per byte", "Loss, nats per token", "Learning rate", "Gap, val − train loss")
+
+
 def place(word):
     """(layer, head) of a word L.H, for argparse."""
     layer, dot, head = word.partition(".")
@@ -142,7 +146,7 @@ def dataset_of(run_dir):
 def plot_run(run_dir, colour=COLOURS[0], x="step"):
     """Draw one run -> [curves.png, curves.svg]; [] if its log has nothing to draw."""
     run_dir = Path(run_dir)
-    c, name = load(run_dir, x), run_dir.resolve().name
+    c, name = curves_of(run_dir, x), run_dir.resolve().name
     return draw([(name, c, colour, "-")], run_dir / "figures" / "curves", title=name) if c else []
 
 
@@ -152,7 +156,7 @@ def plot_runs(given, names, together, x="step"):
     if len(set(datasets)) > 1:
         print("runs on different datasets: their losses and bits per byte do not compare", file=sys.stderr)
     for i, (run, name) in enumerate(zip(given, names)):
-        c = load(run, x)
+        c = curves_of(run, x)
         if c:  # a run that is skipped keeps its place, so the others' colours do not move when it fills up
             colour = COLOURS[i % len(COLOURS)]
             shown = f"{name} ({datasets[i]})" if len(set(datasets)) > 1 else name
@@ -171,12 +175,13 @@ def main(argv=None):
     parser.add_argument("--out", type=Path, metavar="DIR",
                         help="for the comparison (default: figures/ by the runs)")
     parser.add_argument("--x", choices=list(AXES), default="step", help="horizontal axis (default: step)")
-    heads = parser.add_argument_group("heads that are measured (controller.py)")
+    heads = parser.add_argument_group("heads that are measured (--controller_log)")
     heads.add_argument("--heads", action="store_true", help="draw these instead; default: all under out/")
     heads.add_argument("--text", help="what attention.png shows heads reading, or FILE:name; "
                                       "\\n is a newline (default: a sentence)")
     heads.add_argument("--show", nargs="+", type=place, default=[], metavar="L.H",
-                       help="whose attention, as in 0.3 (default: each layer's most and least important)")
+                       help="heads whose attention is drawn, as in 0.3 (default: the most and the "
+                            "least important of each layer)")
     args = parser.parse_args(argv)
     if not args.heads and (args.show or args.text is not None):
         parser.error("--text and --show go with --heads")
@@ -195,7 +200,7 @@ def main(argv=None):
     names = [os.path.relpath(run.resolve(), parent) for run in given]
     together = args.out or Path(os.path.relpath(parent)) / "figures"
     if args.heads:
-        from nanoheads.heads.pictures import plot_heads  # here: it needs torch
+        from nanoheads.heads.pictures import plot_heads
         written = plot_heads(given, names, together, args.text, args.show)
     else:
         written = plot_runs(given, names, together, args.x)
