@@ -61,6 +61,13 @@ def encoded(figure, kind):
     return file.getvalue()
 
 
+def drawn(draw, found, kind="svg"):
+    """The bytes of a picture; None where it has nothing to show."""
+    with mpl.rc_context({**RC, "font.size": 11, "svg.hashsalt": draw.__name__}):
+        figure = draw(found)
+        return figure and encoded(figure, kind)
+
+
 def save(figure, stem):
     """Write STEM.png and STEM.svg -> their paths. UserError: the disk refuses."""
     stem.parent.mkdir(parents=True, exist_ok=True)

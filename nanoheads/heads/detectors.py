@@ -103,8 +103,8 @@ def repeats(alphabet, n, samples, separator, rng):
 def needles(text, alphabet, context, n, samples, rng):
     """(ids [samples, context], where the needle begins [samples]).
 
-    A needle of n random tokens, no two the same where the alphabet has as many, is planted into real text at a
-    random place; the text ends in all but its last token.
+    A needle of n random tokens, no two the same where the alphabet has as many, is planted into real text at
+    a random place; the text ends in all but its last token.
     """
     ids, at = [], rng.integers(context - 2 * n + 2, size=samples)
     for place in at:

@@ -9,7 +9,7 @@ block of the plain GPT reads, --own: of the model itself, too.
 import numpy as np
 
 from nanoheads.common import write_atomic
-from nanoheads.study.pictures import drawn
+from nanoheads.drawing import drawn
 from nanoheads.intervals import blocks_of, by_jackknife, t_interval
 from nanoheads.probes.figures import (METRICS, best_threshold, bins, compared, comparison_table, over_text,
                                       pooled, reliability, sigmoid)

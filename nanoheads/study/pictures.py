@@ -6,26 +6,18 @@ worth against size. White, so that they read on a dark page too; the same result
 import math
 import textwrap
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 from nanoheads.common import number
-from nanoheads.drawing import COLOURS, RC, encoded, panels, ticks
+from nanoheads.drawing import COLOURS, panels, ticks
 from nanoheads.study.findings import MEANING, against_plain, known, label_of, level, mean_of, printable, short
 
 # blue, orange, green, purple, grey, and black for the plain GPT: as on the page
 VERDICT_COLOURS = dict(zip([*MEANING, "plain"],
                            ("#0067a3", "#a94400", "#00735a", "#8a4b8f", "#5a636d", "#000000")))
 FEW = 8  # variants that can be told apart by colour; of more, the best and the worst are
-
-
-def drawn(draw, found, kind="svg"):
-    """The bytes of a picture; None where it has nothing to show."""
-    with mpl.rc_context({**RC, "font.size": 11, "svg.hashsalt": draw.__name__}):
-        figure = draw(found)
-        return figure and encoded(figure, kind)
 
 
 def cut(text):

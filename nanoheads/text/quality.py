@@ -27,7 +27,7 @@ def ngrams(items, n):
 
 
 def rep_n(items, n):
-    """Share of one text's n-grams that were there before: 1 - different / all (seq-rep-n, arXiv 1908.04319)."""
+    """Share of one text's n-grams that came before: 1 - different / all (seq-rep-n, arXiv 1908.04319)."""
     every = ngrams(items, n)
     return 1 - len(set(every)) / len(every) if every else math.nan
 
