@@ -3,6 +3,7 @@
 import io
 from pathlib import Path
 
+import matplotlib as mpl
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
