@@ -45,8 +45,8 @@ def extend_grid(tried, tuned):
 
     tuned: {variant: {group: {factor: bits/byte}}}.
     """
-    for name, own in tuned.items():
-        for group, scores in own.items():
+    for name, groups in tuned.items():
+        for group, scores in groups.items():
             best = min(scores, key=scores.get)
             if best == min(tried[name][group]):
                 tried[name][group].add(best / 2)

@@ -42,11 +42,10 @@ from model import GPT
 from nanoheads.common import (ROOT, UserError, last_words, pick_device, table, writable, write_atomic,
                               write_json)
 from nanoheads.configurator import near
-from nanoheads.drawing import COLOURS
+from nanoheads.drawing import COLOURS, drawn, panels
 from nanoheads.heads.measuring import (attentions, cache_bytes, closed, evaluating, fixed_text, measure,
                                        nats_on, static_gates)
 from nanoheads.pruning import pack, prune_heads
-from nanoheads.study.pictures import drawn, panels
 from nanoheads.timing import progress_bar, take_turns, time_rows
 from nanoheads.training import checkpoint
 from nanoheads.training.config import ControllerConfig, TrainConfig

@@ -3,7 +3,7 @@ Train a GPT, with any mechanism that its flags turn on.
 
     python train.py config/x.py [--key=value ...]         # one process: cuda, mps or cpu, whichever is there
     python train.py --scale=tiny --mechanism=moh,agency   # the plain GPT of a scale, with mechanisms by name
-    python train.py --mechanism=mine.py [--check]         # one in a file of your own (docs/add-a-mechanism.md)
+    python train.py --mechanism=mine.py [--check]         # one in a file of your own
     python train.py config/x.py --resume                  # go on exactly where the last save was
     python train.py --init_from=out/x --dataset=y         # fine-tune: a checkpoint's model, a fresh optimizer
     python train.py --trial=out/trials/x                  # one run of a study; compare.py starts these

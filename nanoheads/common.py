@@ -125,6 +125,11 @@ def checked_device(name):
     return name
 
 
+def number(value):
+    """A float; NaN for whatever is missing, not a number, or infinite."""
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
+
+
 def json_safe(value):
     """The same with NaN, infinities and numpy numbers made plain: JSON has none of them."""
     if isinstance(value, dict):

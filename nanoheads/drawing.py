@@ -1,16 +1,14 @@
-"""What pictures share: the log of a run as arrays, colours, a canvas, and how they are written."""
-import json
-import sys
-from pathlib import Path
-from types import SimpleNamespace
+"""What pictures share: colours, a canvas with panels, labels, and how pictures are written."""
 
-import numpy as np
+import io
+from pathlib import Path
+
+import matplotlib as mpl
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-# what --x names -> key of log.jsonl, label
-AXES = {"step": ("step", "step"), "tokens": ("tokens", "training tokens"),
-        "time": ("elapsed_s", "elapsed minutes")}
+from nanoheads.common import write_atomic
+
 # Okabe-Ito, safe for colour-blind readers; its yellow is left out, too pale on white
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 GREY = "0.4"
@@ -21,106 +19,6 @@ RC = {"figure.dpi": 160, "savefig.dpi": 160, "font.size": 12,
       "svg.hashsalt": "curves"}  # the same log gives the same bytes
 
 
-# ---- a log ----
-
-def number(value):
-    """A float; NaN for whatever is missing, not a number, or infinite."""
-    return float(value) if isinstance(value, (int, float)) and np.isfinite(value) else np.nan
-
-
-def parse(line):
-    try:
-        row = json.loads(line)
-        return row if np.isfinite(number(row.get("step"))) else None
-    except (ValueError, AttributeError):  # not JSON; JSON but not an object
-        return None
-
-
-def warn(run_dir, message):
-    print(f"{run_dir}: {message}", file=sys.stderr)
-
-
-def read_rows(run_dir, name, sound=bool):
-    """The rows of a log that are `sound`, in the file's order; a line to stderr where some are broken."""
-    rows, bad = [], []
-    for n, line in enumerate((Path(run_dir) / name).read_text(errors="replace").split("\n"), 1):
-        row = parse(line)
-        if not (row and sound(row)) and line.strip():
-            bad.append(n)
-            row = parse(line[line.rfind('{"step"'):])  # a resume after a kill appends a row to the half one
-        if row and sound(row):
-            rows.append(row)
-    if bad:
-        warn(run_dir, f"{len(bad)} broken line(s) in {name}, the first is line {bad[0]}; the rest is used")
-    return rows
-
-
-def read_log(run_dir):
-    """log.jsonl -> (training rows, evaluation rows), by step; of a step logged twice the later row wins."""
-    if not (Path(run_dir) / "log.jsonl").is_file():
-        warn(run_dir, "no log.jsonl, skipped")
-        return [], []
-    train, evals = {}, {}
-    for row in read_rows(run_dir, "log.jsonl"):
-        for rows, key in ((train, "loss"), (evals, "val_loss")):
-            if key in row:
-                rows[row["step"]] = row
-    if not train and not evals:
-        warn(run_dir, "log.jsonl has no rows to plot, skipped")
-    return [train[s] for s in sorted(train)], [evals[s] for s in sorted(evals)]
-
-
-def column(rows, key):
-    """One key of all rows, [n]."""
-    return np.array([number(row.get(key)) for row in rows])
-
-
-def load(run_dir, x="step"):
-    """The log as arrays, None if there is nothing to draw; a line to stderr for each thing that is wrong."""
-    train, evals = read_log(run_dir)
-    if not train and not evals:
-        return None
-    key, unit = AXES[x][0], 60 if x == "time" else 1
-    c = SimpleNamespace(
-        x=x,
-        tx=column(train, key) / unit,
-        loss=column(train, "loss"),
-        lr=column(train, "lr"),
-        ex=column(evals, key) / unit,
-        step=column(evals, "step"),
-        etrain=column(evals, "train_loss"),
-        val=column(evals, "val_loss"),
-        bpb=column(evals, "val_bpb"))
-    if not np.isfinite(np.r_[c.tx, c.ex]).any():
-        return warn(run_dir, f"no {key!r} in log.jsonl, skipped")
-    if x == "time" and (np.diff(c.tx) < 0).any():
-        warn(run_dir, "elapsed_s restarts in log.jsonl, so its curves fold back; --x step does not")
-    if not evals:
-        warn(run_dir, "no evaluation rows yet: validation loss, bits per byte and gap are left out")
-    lost = np.r_[column(train, "step")[np.isnan(c.loss)], c.step[np.isnan(c.val)]]
-    if lost.size:
-        warn(run_dir, f"{lost.size} loss(es) not finite, the first at step {lost.min():g}; drawn as gaps")
-    c.gap = c.val - c.etrain
-    both = np.isfinite(c.bpb) & (c.val > 0)
-    # nats per token -> bits per byte
-    c.ratio = np.median(c.bpb[both] / c.val[both]) if both.any() else np.nan
-    c.window = len(train) // 40 * 2 + 1
-    c.smooth = moving_mean(c.loss, c.window)
-    return c
-
-
-def moving_mean(values, window):
-    """The mean of the finite ones among `window` values around each; NaN where the value itself is."""
-    if not len(values):
-        return values
-    finite = np.isfinite(values)
-    total = np.convolve(np.nan_to_num(values), np.ones(window), "same")
-    count = np.convolve(finite, np.ones(window), "same")
-    return np.where(finite, total / np.maximum(count, 1), np.nan)
-
-
-# ---- a picture ----
-
 def canvas(width, height, title=""):
     """An empty Figure, in inches."""
     figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
@@ -128,6 +26,19 @@ def canvas(width, height, title=""):
     if title:
         figure.suptitle(title, x=0.01, ha="left", weight="bold")
     return figure
+
+
+def panels(width, height, n=1, title=""):
+    """(Figure, n axes side by side with one y axis; of one panel, its axes)."""
+    figure = canvas(width, height, title)
+    axes = figure.subplots(1, n, sharey=True, squeeze=False)[0]
+    return figure, axes[0] if n == 1 else axes
+
+
+def ticks(axis, at, text=None):
+    """Numbers as they are on a logarithmic axis, at these places alone."""
+    axis.set_ticks(at, text or [f"{v:g}" for v in at])
+    axis.set_ticks([], minor=True)
 
 
 def label_right(ax, labels):
@@ -144,9 +55,25 @@ def label_right(ax, labels):
                 fontsize=min(12, 170 * gap))
 
 
-def save(fig, stem):
-    """Write STEM.png and STEM.svg -> their paths."""
+def encoded(figure, kind):
+    """The bytes of a Figure as png, svg or pdf; the same each time: an svg has no date."""
+    file = io.BytesIO()
+    figure.savefig(file, format=kind, metadata={"Date": None} if kind == "svg" else None)
+    return file.getvalue()
+
+
+def drawn(draw, found, kind="svg"):
+    """The bytes of a picture; None where it has nothing to show."""
+    with mpl.rc_context({**RC, "font.size": 11, "svg.hashsalt": draw.__name__}):
+        figure = draw(found)
+        return figure and encoded(figure, kind)
+
+
+def save(figure, stem):
+    """Write STEM.png and STEM.svg -> their paths. UserError: the disk refuses."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(f"{stem}.png")
-    fig.savefig(f"{stem}.svg", metadata={"Date": None})
-    return [Path(f"{stem}.png"), Path(f"{stem}.svg")]
+    paths = [Path(f"{stem}.{kind}") for kind in ("png", "svg")]
+    for path in paths:
+        data = encoded(figure, path.suffix[1:])
+        write_atomic(path, lambda f, data=data: f.write(data))
+    return paths

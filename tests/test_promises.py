@@ -434,7 +434,7 @@ def test_unequal_prompts_generate_what_each_does_alone(cases):
 
 @pytest.mark.parametrize("name", ["constraint_a", "constraint_b", "constraint_published"])
 def test_the_cache_test_catches_a_running_mean_that_starts_anew(name, monkeypatch):
-    monkeypatch.setattr(KVCache, "running_sum", lambda self, layer, total: total)
+    monkeypatch.setattr(KVCache, "swap", lambda self, layer, name, value: None)
     assert cache_differs(alive(MECHANISMS[name]), ONE_BY_ONE, UNEVEN) == [ONE_BY_ONE, UNEVEN]
 
 
@@ -678,7 +678,7 @@ def test_packed_is_the_same_function_without_the_closed_heads(cases):
         model = alive(flags)
         with torch.no_grad():
             before = model.hidden(idx)
-            packed = close(model, GONE).packed()
+            packed = pack(close(model, GONE))
             want, cache = model.hidden(idx), KVCache(packed.config)
             got = torch.cat([packed.hidden(piece, cache) for piece in idx.split([7, 1, 8], dim=1)], dim=1)
         assert near(got, want) and not near(want, before), name

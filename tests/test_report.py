@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+from nanoheads import drawing
 from nanoheads.study import findings, pictures, report, tables
 from nanoheads.study.findings import headline
 from nanoheads.study.page import html as html_of
@@ -516,7 +517,7 @@ def test_one_seed_still_has_pictures(tmp_path):
 
 def test_36_variants_stay_a_small_page():
     found = make_found(30, screened=6)
-    drawn = {draw.__name__: pictures.drawn(draw, found)
+    drawn = {draw.__name__: drawing.drawn(draw, found)
              for draw in (pictures.forest, pictures.learning, pictures.compute)}
     assert len(html_of(found, drawn).encode()) < 1_000_000
 

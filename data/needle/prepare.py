@@ -5,8 +5,8 @@ python data/needle/prepare.py                       plants into data/wikitext2_b
 python data/needle/prepare.py --source=enwiki15     into any other dataset of bytes
 
 A line with a name and four random digits comes eight times, the last seven about 64 to 16,384 bytes
-(log-uniform) after the first: there nobody can know the digits, later whoever remembers. Names of val and
-test never occur in train, and no name comes back with other digits before the last question. The text
+(log-uniform) after the first: there the digits cannot be known, later by memory alone. Names of val and test
+never occur in train, and no name comes back with other digits before the last question. The text
 between is the source's: facts go in after spaces.
 From WikiText-2 you should see 14,508,020 train, 1,506,637 val and 1,687,759 test bytes.
 """

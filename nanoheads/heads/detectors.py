@@ -77,14 +77,14 @@ def typical_maps(pattern):
 
     Where the pattern has nothing for a token, the second looks at the first token.
     """
-    alike = torch.ones_like(pattern).tril()
+    uniform = torch.ones_like(pattern).tril()
     first = torch.zeros_like(pattern)
     first[:, 0] = 1.0
     perfect = torch.where(pattern.any(-1, keepdim=True), pattern, first)
-    return alike / alike.sum(-1, keepdim=True), perfect / perfect.sum(-1, keepdim=True)
+    return uniform / uniform.sum(-1, keepdim=True), perfect / perfect.sum(-1, keepdim=True)
 
 
-# ---- tokens to look at ----
+# ---- tokens to read ----
 
 def common_tokens(tokens, share=0.99):
     """The most frequent tokens of a text that make up `share` of it, in order of their numbers."""
@@ -103,8 +103,8 @@ def repeats(alphabet, n, samples, separator, rng):
 def needles(text, alphabet, context, n, samples, rng):
     """(ids [samples, context], where the needle begins [samples]).
 
-    A needle of n random tokens, no two alike where the alphabet has as many, is planted into real text at a
-    random place; the text ends in all but its last token.
+    A needle of n random tokens, no two the same where the alphabet has as many, is planted into real text at
+    a random place; the text ends in all but its last token.
     """
     ids, at = [], rng.integers(context - 2 * n + 2, size=samples)
     for place in at:

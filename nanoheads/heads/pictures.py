@@ -12,6 +12,7 @@ scores     what each head of a checkpoint is like, by its detectors
 
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,11 +26,12 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from model import Agency
-from nanoheads.common import UserError, write_atomic
-from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, load, number, read_rows, save, warn
+from nanoheads.common import UserError, number, write_atomic
+from nanoheads.drawing import COLOURS, GREY, RC, canvas, encoded, label_right, panels, save
 from nanoheads.heads.measuring import attentions
 from nanoheads.text.tokenizer import Tokenizer
 from nanoheads.training import checkpoint
+from nanoheads.training.runlog import curves_of, read_rows, warn
 from nanoheads.training.sampling import encode, read_prompt
 
 STATES = list(Agency.STATES)
@@ -64,9 +66,10 @@ def spread(rows, key, shape, value=number):
 
 def history(run_dir):
     """heads.jsonl as arrays over [measurements, layers, heads]; None: there is none, which stderr says."""
-    if not (Path(run_dir) / "heads.jsonl").is_file():
+    path = Path(run_dir) / "heads.jsonl"
+    if not path.is_file():
         return warn(run_dir, "no heads.jsonl; train with --controller_log to have the heads measured")
-    rows = {row["step"]: row for row in read_rows(run_dir, "heads.jsonl", sound)}
+    rows = {row["step"]: row for row in read_rows(path, sound, complain=partial(warn, run_dir))}
     rows = [rows[step] for step in sorted(rows)]
     if not rows:
         return warn(run_dir, "heads.jsonl has no measurements")
@@ -81,8 +84,7 @@ def history(run_dir):
                         here=np.isfinite(spread(rows, "heads", shape)),
                         state=spread(rows, "state", shape, {s: i for i, s in enumerate(STATES)}.get))
     h.absent = np.where(h.here.any(0), "gone", "–")  # what to write where there is no head
-    path = Path(run_dir) / "violations.jsonl"
-    rows = read_rows(run_dir, path.name) if path.is_file() else []
+    rows = read_rows(path.with_name("violations.jsonl"), complain=partial(warn, run_dir))
     h.forced = [("forced", row["step"], row["layer"], row["head"]) for row in rows
                 if row.get("type") == "forced"]
     return h
@@ -196,8 +198,7 @@ def active(runs, title):
     runs = [run for run in runs if len(run[3]) and np.isfinite(run[4]).all()]
     if not runs:
         return None
-    figure = canvas(9, 6, title)
-    ax = figure.subplots()
+    figure, ax = panels(9, 6, title=title)
     late = np.concatenate([bpb[step >= 0.15 * step.max()] for *_, step, _, bpb in runs])
     low, high = late.min(), late.max()  # without the steep start
     pad = 0.08 * (high - low) or 0.1
@@ -275,7 +276,7 @@ def squares(ax, title, values, absent, norm):
 def draw_head_scores(runs, ends, path):
     """head_scores() as a file of the kind that its name says: .png, .svg, .pdf."""
     figure = head_scores(runs, ends)
-    write_atomic(path, lambda f: figure.savefig(f, format=path.suffix[1:].lower()))
+    write_atomic(path, lambda f: f.write(encoded(figure, path.suffix[1:].lower())))
 
 
 def head_scores(runs, ends):
@@ -421,7 +422,7 @@ def plot_heads(given, names, together, text=None, show=()):
             continue
         figures = {}
         if h:
-            runs.append((name, h, load(run), COLOURS[i % len(COLOURS)], SHAPES[i % len(SHAPES)]))
+            runs.append((name, h, curves_of(run), COLOURS[i % len(COLOURS)], SHAPES[i % len(SHAPES)]))
             figures = dict(gates=gates(h, name), states=states(h, name),
                            active=active(runs[-1:], f"{name}: heads at work and bits per byte"),
                            metrics=metrics(h, name))

@@ -39,7 +39,7 @@ BEFORE = 48      # characters of text before a word left out, at most
 
 
 class Item(NamedTuple):
-    """What is asked."""
+    """A question with choices."""
     task: str
     prompt: str
     choices: list    # of what follows it

@@ -10,11 +10,10 @@ from sklearn.metrics import (average_precision_score, brier_score_loss, f1_score
                              roc_auc_score)
 
 from nanoheads.common import table
-from nanoheads.drawing import COLOURS
+from nanoheads.drawing import COLOURS, panels
 from nanoheads.intervals import over_checkpoints
 from nanoheads.probes.runs import plus_minus
 from nanoheads.probes.tokens import HEADS
-from nanoheads.study.pictures import panels
 
 METRICS = dict(auroc="AUROC", ap="av. precision", f1="F1", ece="ECE", brier="Brier")
 BINS = 15     # of equal width, for calibration

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import nn
 from scipy.stats import spearmanr
 from torch.nn import functional as F
 
@@ -30,20 +31,30 @@ def without_keys(model, removed):
     A token sees itself. Only the mask is replaced, and with it the count of keys that ACAG and the statistics
     of the rows go by.
     """
-    plain = model.context
-
-    def context(positions, past, T, cache, pad, device, **wanted):
-        ctx = plain(positions, past, T, cache, pad, device, **wanted)
-        itself = torch.eye(T, dtype=torch.bool, device=device)
-        mask = wanted.get("who", model.mask).dense(past, T, pad, device) & ~removed[:, None, None] | itself
-        n_keys = None if ctx.n_keys is None else mask.sum(-1).to(ctx.n_keys.dtype)
-        return ctx._replace(mask=mask, n_keys=n_keys)
-
-    model.context = context  # on the instance, where it hides the method
+    masks = {name: getattr(model, name) for name in ("mask", "whole_mask")}
     try:
+        for name, mask in masks.items():
+            setattr(model, name, mask and MaskWithout(mask, removed))
         yield
     finally:
-        del model.context
+        for name, mask in masks.items():
+            setattr(model, name, mask)
+
+
+class MaskWithout(nn.Module):
+    """A model's mask of which row b of a batch does not show the keys removed[b] to later queries."""
+
+    def __init__(self, mask, removed):
+        super().__init__()
+        self.mask, self.removed, self.mask_mod = mask, removed, mask.mask_mod
+
+    def make(self, past, T, pad, device, cached, counted, maps):
+        itself = torch.eye(T, dtype=torch.bool, device=device)
+        self.seen = self.mask.dense(past, T, pad, device) & ~self.removed[:, None, None] | itself
+        return self.seen
+
+    def n_keys(self, positions):
+        return self.seen.sum(-1)
 
 
 @torch.no_grad()
@@ -144,7 +155,7 @@ def window_effects(model, ids, targets, args, rng):
 
 
 def ranking_rows(effects, args):
-    """A dict for each ranking, from what window_effects() says of every window."""
+    """A dict for each ranking, from window_effects() of every window."""
     _, rises, correlations = zip(*effects)
     rise = {key: np.array([r[key] for r in rises]) for key in rises[0]}
     rows = []

@@ -103,7 +103,7 @@ def row_of(setup, task, name, models, cuts, classed, seed):
 
 
 def probe(args):
-    """Passages of held-out documents, classified by what their labels say on the whole."""
+    """Passages of held-out documents, classified by what their labels are on the whole."""
     setup = open_setup(args)
     tasks, T = tasks_of(args.task, setup), min(args.passage, setup.context)
     length = args.passage // T * T  # whole windows

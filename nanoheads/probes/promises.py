@@ -5,7 +5,7 @@ What every mechanism promises, tried on a small model in float64, in a minute.
 
 causal    changing a token changes no logit before it      rows     ... nor one of another row of the batch
 cache     token by token as all at once                    padding  ... as without padding before a row
-pruned    a head removed is a head whose gate is 0         learns   finite gradients, for each of its parameters
+pruned    a head removed is a head whose gate is 0         learns   a finite gradient for each parameter
 neutral   where it says so, the logits of the plain GPT
 
 compare.py tries them before a study of a mechanism of one's own, and refuses one that is not causal.

@@ -9,13 +9,13 @@ block of the plain GPT reads, --own: of the model itself, too.
 import numpy as np
 
 from nanoheads.common import write_atomic
+from nanoheads.drawing import drawn
 from nanoheads.intervals import blocks_of, by_jackknife, t_interval
 from nanoheads.probes.figures import (METRICS, best_threshold, bins, compared, comparison_table, over_text,
                                       pooled, reliability, sigmoid)
 from nanoheads.probes.runs import plus_minus
 from nanoheads.probes.tokens import (HEADS, about_setup, branch_size, labels_of, numbers_of_setup, open_setup,
                                      outputs, starts_of, takers_of, two_classes)
-from nanoheads.study.pictures import drawn
 from nanoheads.text.targets import UNKNOWN
 from nanoheads.timing import progress_bar
 from nanoheads.training.scoring import score_windows

@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What is compared: runs and plain GPTs, their data, and where to look."""
+    """What is compared: runs and plain GPTs, their data, blocks and names."""
     runs: list[Run]
     plain: list[Run]
     data: Dataset

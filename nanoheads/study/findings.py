@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.ticker import EngFormatter
 
-from nanoheads.drawing import number
+from nanoheads.common import number
 from nanoheads.study.dynamic import FIGURES, shares, summary
 
 # the verdicts, and what each means

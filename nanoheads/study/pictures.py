@@ -3,16 +3,15 @@ The pictures of a report: differences as a forest, learning curves, scores again
 worth against size. White, so that they read on a dark page too; the same results give the same bytes.
 """
 
-import io
 import math
 import textwrap
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from nanoheads.drawing import COLOURS, RC, canvas, number
+from nanoheads.common import number
+from nanoheads.drawing import COLOURS, panels, ticks
 from nanoheads.study.findings import MEANING, against_plain, known, label_of, level, mean_of, printable, short
 
 # blue, orange, green, purple, grey, and black for the plain GPT: as on the page
@@ -21,31 +20,8 @@ VERDICT_COLOURS = dict(zip([*MEANING, "plain"],
 FEW = 8  # variants that can be told apart by colour; of more, the best and the worst are
 
 
-def drawn(draw, found, kind="svg"):
-    """The bytes of a picture; None where it has nothing to show. Without the date: always the same bytes."""
-    with mpl.rc_context({**RC, "font.size": 11, "svg.hashsalt": draw.__name__}):
-        figure, file = draw(found), io.BytesIO()
-        if figure is None:
-            return None
-        figure.savefig(file, format=kind, metadata={"Date": None} if kind == "svg" else None)
-    return file.getvalue()
-
-
-def panels(width, height, n=1):
-    """(Figure, n axes side by side)."""
-    figure = canvas(width, height)
-    axes = figure.subplots(1, n, sharey=True, squeeze=False)[0]
-    return figure, axes[0] if n == 1 else axes
-
-
 def cut(text):
     return textwrap.shorten(printable(text), 40, placeholder="…")
-
-
-def ticks(axis, at, text=None):
-    """Numbers as they are on a logarithmic axis, at these places alone."""
-    axis.set_ticks(at, text or [f"{v:g}" for v in at])
-    axis.set_ticks([], minor=True)
 
 
 # ---- differences ----

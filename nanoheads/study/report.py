@@ -8,6 +8,7 @@ All of it comes from a results.json.gz: `python compare.py --from_results=FILE` 
 import textwrap
 from pathlib import Path
 
+from nanoheads import drawing
 from nanoheads.common import table, write_atomic
 from nanoheads.study import page, pictures
 from nanoheads.study.findings import (Table, dynamic_tables, headline, ladder_sentences, ladder_table,
@@ -55,13 +56,13 @@ def write(found, folder):
 
     is_ladder = "sizes" in found
     draws = [pictures.ladder] if is_ladder else [pictures.forest, pictures.learning, pictures.compute]
-    drawn = {draw.__name__: pictures.drawn(draw, found) for draw in draws}
+    drawn = {draw.__name__: drawing.drawn(draw, found) for draw in draws}
     html = page.ladder_html(found, drawn) if is_ladder else page.html(found, drawn)
     save("report.html", html.encode("utf-8", "replace"))
     main = draws[0].__name__
     if drawn[main]:
         save(f"{main}.svg", drawn[main])
-        save(f"{main}.png", pictures.drawn(draws[0], found, "png"))
+        save(f"{main}.png", drawing.drawn(draws[0], found, "png"))
     for size, study in found.get("sizes", {}).items():
         paths += write(study, folder / size)
     return paths

@@ -27,7 +27,7 @@ def ngrams(items, n):
 
 
 def rep_n(items, n):
-    """Share of one text's n-grams that it said before: 1 - different / all (seq-rep-n, arXiv 1908.04319)."""
+    """Share of one text's n-grams that came before: 1 - different / all (seq-rep-n, arXiv 1908.04319)."""
     every = ngrams(items, n)
     return 1 - len(set(every)) / len(every) if every else math.nan
 
@@ -79,7 +79,7 @@ def self_bleu(texts):
 # ---- many samples of many prompts ----
 
 def of_sample(raw):
-    """{figure: value} of one sample, bytes; one that says nothing twice counts with its length."""
+    """{figure: value} of one sample, bytes; one in which nothing comes twice counts with its length."""
     text, repeat = words(raw), first_repeat(raw, REPEAT)
     found = {f"rep_{n}": rep_n(text, n) for n in ORDERS}
     return found | dict(loop=loop(raw), repeats=float(repeat is not None) if raw else math.nan,

@@ -10,7 +10,8 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter
 
-from nanoheads.drawing import AXES, COLOURS, GREY, RC, canvas, label_right, load, save
+from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, save
+from nanoheads.training.runlog import AXES, curves_of
 
 DASHES = ["-", "--", ":", "-."]  # beyond 7 runs the colours repeat; dash and number tell them apart
 TITLES = ("Bits per byte", "Loss, nats per token", "Learning rate", "Gap, val − train loss")
@@ -121,7 +122,7 @@ def dataset_name(run_dir):
 def plot_run(run_dir, colour=COLOURS[0], x="step"):
     """Draw one run -> [curves.png, curves.svg]; [] if its log has nothing to draw."""
     run_dir = Path(run_dir)
-    c, name = load(run_dir, x), run_dir.resolve().name
+    c, name = curves_of(run_dir, x), run_dir.resolve().name
     return draw([(name, c, colour, "-")], run_dir / "figures" / "curves", title=name) if c else []
 
 
@@ -131,7 +132,7 @@ def plot_runs(given, names, together, x="step"):
     if len(set(datasets)) > 1:
         print("runs on different datasets: their losses and bits per byte do not compare", file=sys.stderr)
     for i, (run, name) in enumerate(zip(given, names)):
-        c = load(run, x)
+        c = curves_of(run, x)
         if c:  # a run that is skipped keeps its place, so the others' colours do not move when it fills up
             colour = COLOURS[i % len(COLOURS)]
             shown = f"{name} ({datasets[i]})" if len(set(datasets)) > 1 else name

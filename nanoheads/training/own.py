@@ -31,7 +31,7 @@ def digest(path):
 
 
 def add(path):
-    """Read a file, add the mechanism in it, and return the names of its modes; again: the names. UserError."""
+    """Read a file and add the mechanism in it, once; returns the names of its modes. UserError."""
     key = digest(path)
     for cls, file in ADDED.items():
         if digest(file) == key:
