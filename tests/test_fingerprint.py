@@ -10,9 +10,10 @@ import sys
 import pytest
 
 from model import ALL_ON, MECHANISMS, GPTConfig
+from nanoheads import configurator
 from nanoheads.common import ROOT
 from nanoheads.study import fingerprint, trial
-from nanoheads.text.dataset import Dataset
+from nanoheads.text import dataset
 from nanoheads.training import checkpoint
 from nanoheads.training.config import ControllerConfig, TrainConfig
 from tests.test_add_a_mechanism import TOY, apply
@@ -272,23 +273,34 @@ RUNS = {
     "rules": (MOVED, dict(**DYNAMIC, controller="rules", sparsity_warmup=4)),
     "rl": (MOVED, dict(**DYNAMIC, controller="rl")),
     "stacked": ({}, dict(**DYNAMIC, grow_stack=True, grow_delta=5.0)),
+    "documents": ({}, dict(documents=4)),
+    "tuned": (MECHANISMS["unet_add"], dict(init_from="plain", freeze_trunk=True, thaw_from=2)),
 }
 # these return at once in a run that does without
 RETURN_AT_ONCE = {"start", "starting_config", "teacher_of"}
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_whatever_a_run_executes_is_named(name, bytes_data, tmp_path):
+def test_whatever_a_run_executes_is_named(name, bytes_data, tmp_path, monkeypatch):
     """Each function that train() and the score come to is in the run's hash, or listed as no number's."""
+    monkeypatch.setattr(dataset, "BEGINNINGS", [re.compile(rb"^\d", re.M)])  # a line is a document
+    monkeypatch.chdir(tmp_path)
     flags, keys = RUNS[name]
-    model = GPTConfig(**{**SIZE, "n_layer": 4, "block_size": 16, "n_embd": 128, **flags})
-    config = TrainConfig(out_dir=str(tmp_path), dataset=str(bytes_data), device="cpu", batch_size=4,
-                         max_iters=4, eval_interval=2, eval_tokens=64, log_interval=1, **keys)
+    sizes = {**SIZE, "n_layer": 4, "block_size": 16, "n_embd": 128}
+    model = GPTConfig(**{**sizes, **flags})
+    common = dict(dataset=str(bytes_data), device="cpu", batch_size=4, max_iters=4, eval_interval=2,
+                  eval_tokens=64, log_interval=1)
+    config = TrainConfig(out_dir="run", **common, **keys)
+    if config.init_from:  # which flags were given is known from a command line
+        train(GPTConfig(**sizes), TrainConfig(out_dir=config.init_from, **common))
+        argv = {**sizes, **flags, **vars(config)}
+        model, config = configurator.load((GPTConfig, TrainConfig),
+                                          [f"--{key}={value}" for key, value in argv.items()])
 
     def run():
         train(model, config)
-        trained = checkpoint.build(checkpoint.read(tmp_path), tmp_path)
-        trial.score_windows(trained, Dataset(bytes_data), "test", 100)
+        trained = checkpoint.build(checkpoint.read("run"), "run")
+        trial.score_windows(trained, dataset.Dataset(bytes_data), "test", 100)
 
     names, apart = fingerprint.run_names(model, config), fingerprint.named()
     off = {cls.__name__ for cls in fingerprint.off_mechanisms(model)}  # asked whether they are on
