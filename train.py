@@ -39,7 +39,6 @@ from nanoheads.text.dataset import Batches, Dataset, DocumentBatches
 from nanoheads.text.targets import Targets
 from nanoheads.timing import mfu
 from nanoheads.training import checkpoint, own
-from nanoheads.training.checkpoint import last_save
 from nanoheads.training.config import TrainConfig, check_model, conflicts, flags_by_name, note_on_dropout
 from nanoheads.training.optim import Trainer, compiles, lr_multiplier, precision
 from nanoheads.training.ranks import Process, StopSignal, join_ranks
@@ -49,11 +48,11 @@ from nanoheads.training.scoring import bits, score
 
 def loop(run, closing):
     """Steps until max_iters, or until a rank is asked to stop; returns the last evaluation's row."""
-    config, process = run.config, run.process
+    config = run.config
     stop = StopSignal(closing)
     open_bar(run, closing)
     run.timed_from = run.step, time.perf_counter()
-    batch = fetch(run, run.step)
+    batch = batch_at(run, run.step)
     while True:
         # evaluate, and keep the weights with the lowest validation loss
         due = run.step % config.eval_interval == 0 or run.step == config.max_iters
@@ -74,7 +73,7 @@ def loop(run, closing):
         began = time.perf_counter()
         means = run.trainer.backward(run.step, *batch)
         if run.step + 1 < config.max_iters:
-            batch = fetch(run, run.step + 1)
+            batch = batch_at(run, run.step + 1)
 
         # clip, agree with the other ranks, update
         run.trainer.update(run.step, means, stop.name is not None)
@@ -98,20 +97,23 @@ def loop(run, closing):
         run.bar.update(1)
         if stopping or (run.step % config.save_interval == 0 and run.step < config.max_iters):
             save_checkpoint(run, "ckpt.pt")
-
-        # stop, all ranks in the same step
         if stopping:
-            process.barrier()
-            process.print0(f"stopped by {stop.name or 'a signal to another rank'} at step {run.step:,}: "
-                           f"saved {run.out_dir / 'ckpt.pt'}; go on with --resume")
-            raise SystemExit(128 + getattr(signal, stop.name or "SIGTERM"))
-    process.barrier()
-    process.print0(f"best val loss {run.best_val_loss:.4f} nats; wrote {run.out_dir / 'ckpt.pt'}, "
-                   f"{run.out_dir / 'best.pt'}, {run.out_dir / 'log.jsonl'}")
+            end_stopped(run, stop.name)
+    run.process.barrier()
+    run.process.print0(f"best val loss {run.best_val_loss:.4f} nats; wrote {run.out_dir / 'ckpt.pt'}, "
+                       f"{run.out_dir / 'best.pt'}, {run.out_dir / 'log.jsonl'}")
     return run.last_eval
 
 
-def fetch(run, step):
+def end_stopped(run, name):
+    """End this process after a signal of that name (None: to another rank), all ranks in the same step."""
+    run.process.barrier()
+    run.process.print0(f"stopped by {name or 'a signal to another rank'} at step {run.step:,}: "
+                       f"saved {run.out_dir / 'ckpt.pt'}; go on with --resume")
+    raise SystemExit(128 + getattr(signal, name or "SIGTERM"))
+
+
+def batch_at(run, step):
     """This rank's rows of the batch at `step` on their way to the device: x and y [B, T], targets of
     constraint heads, {name: [B, T]}, beside x, and the tokens scored on all ranks, where rows differ.
     """
@@ -233,7 +235,7 @@ def save_checkpoint(run, name, resumable=True):
         return
     if not get_total_norm([p.detach() for p in run.model.parameters()]).isfinite():
         raise UserError(f"the weights are no longer finite at step {run.step}, not saved; "
-                        f"{last_save(run.out_dir)}, with a lower lr or muon_lr")
+                        f"{checkpoint.last_save(run.out_dir)}, with a lower lr or muon_lr")
     content = dict(model=run.model.state_dict(), config=asdict(run.model.config), meta=run.dataset.meta,
                    dataset=run.config.dataset, train=asdict(run.config))
     content.update({key: getattr(run, key) for key in PROGRESS})
@@ -358,8 +360,7 @@ def print_run(run, saves):
     anew = ", where no checkpoint is yet: starting anew" if config.resume and not saves else ""
     process.print0(f"{run.model.config.recipe}: {run.model.num_params():,} parameters, "
                    f"{'at most ' if config.documents else ''}{run.tokens_per_step:,} tokens a step, "
-                   f"{process.kind} {run.trainer.dtype} "
-                   f"x {process.world}, {steps} in {run.out_dir}{anew}")
+                   f"{process.kind} {run.trainer.dtype} x {process.world}, {steps} in {run.out_dir}{anew}")
 
 
 def saves_in(config):

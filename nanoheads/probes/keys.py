@@ -53,7 +53,7 @@ class MaskWithout(nn.Module):
         self.seen = self.mask.dense(past, T, pad, device) & ~self.removed[:, None, None] | itself
         return self.seen
 
-    def n_keys(self, positions):
+    def n_keys(self, positions):  # of rows without padding alone
         return self.seen.sum(-1)
 
 
