@@ -73,9 +73,9 @@ def parsed(line):
 def read_rows(path, sound=bool, repair=False, complain=None):
     """The rows of a .jsonl log in the file's order, without damaged lines; [] where there is no file.
 
-    A process that was killed leaves half a line, behind which a later row may stand. sound(row): whether it is
-    one. repair: where lines are damaged, set the file aside and write one without them. complain(message): is
-    called where lines are damaged.
+    A process that was killed leaves half a line, behind which a later row may stand. sound(row): whether it
+    is one. repair: where lines are damaged, set the file aside and write one without them. complain(message):
+    is called where lines are damaged.
     """
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     lines, rows, damaged = text.split("\n"), [], []
