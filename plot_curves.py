@@ -29,7 +29,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter
 from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, save
 from nanoheads.training.runlog import AXES, curves_of
 
-DASHES = ["-", "--", ":", "-."]  # beyond 7 runs the colours repeat; dash and number tell them apart
+DASHES = ["-", "--", ":", "-."]  # beyond 7 runs the colours repeat; dash and number differ
 TITLES = ("Bits per byte", "Loss, nats per token", "Learning rate", "Gap, val − train loss")
 
 
@@ -47,7 +47,7 @@ def points(line):
 
 
 def fit_y(ax):
-    """Fit y to the curves after their steep start, so that the end can be read; say how high they began."""
+    """Fit y to the curves after their steep start, so that the end can be read; write how high they began."""
     lines = [xy for xy in map(points, ax.lines) if xy.size]
     if lines:
         x, y = np.concatenate(lines, 1)

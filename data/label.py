@@ -6,8 +6,8 @@ python data/label.py --dataset=wikitext2_byte --by=synthetic --noise=0.1     a k
 python data/label.py --dataset=mine --by=spans --file=labels.jsonl --split=val                   your own
 python data/label.py --dataset=mine --by=hf --model=DIR --map='{"testifiability": "LABEL_1"}'    a model's
 
-Writes <dataset>/labels/<by>/, or --out: another name there, or a folder. nanoheads/text/targets.py says what
-it holds, docs/labels.md what the labels mean. Given once more, the command verifies what is there. You should
+Writes <dataset>/labels/<by>/, or --out: another name there, or a folder. nanoheads/text/targets.py describes
+it, docs/labels.md what the labels mean. Given once more, the command verifies what is there. You should
 see, at the end, a table and texts with the labels in them.
 """
 import argparse

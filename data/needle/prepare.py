@@ -1,11 +1,11 @@
 """
-Long-context recall out of real text: facts like "[QZX4831]" planted in a byte dataset, and asked again later.
+Long-context recall out of real text: facts like "[QZX4831]" planted in a byte dataset, and repeated later.
 
 python data/needle/prepare.py                       plants into data/wikitext2_byte
 python data/needle/prepare.py --source=enwiki15     into any other dataset of bytes
 
 A line with a name and four random digits comes eight times, the last seven about 64 to 16,384 bytes
-(log-uniform) after the first: there nobody can know the digits, later whoever remembers. Names of val and
+(log-uniform) after the first: there the digits cannot be known, later they can be recalled. Names of val and
 test never occur in train, and no name comes back with other digits before the last question. The text
 between is the source's: facts go in after spaces.
 From WikiText-2 you should see 14,508,020 train, 1,506,637 val and 1,687,759 test bytes.
@@ -27,8 +27,8 @@ DIGITS = 4
 
 
 # Nothing stands between name and digits: to find where the last letter was before and to read on is then most
-# of recall. Each is asked seven times: 44 % of all lines then have an earlier one in the same 1,024 bytes;
-# asked once, twice as many, it is 16 %.
+# of recall. Each comes seven times more: 44 % of all lines then have an earlier one in the same 1,024 bytes;
+# once more, of twice as many, it is 16 %.
 def question(name):
     return b"\n[%s" % name
 
@@ -53,7 +53,7 @@ def digits_of(number):
 def plant(text, split, per_kib, asks, near, far, seed):
     """Pieces of bytes: the text with per_kib facts in each KiB, each `asks` times again near to far bytes on.
 
-    UserError where there are too few names: one would come back while its first fact is still being asked.
+    UserError where there are too few names: one would come back before the last question about its fact.
     """
     rng, pool = np.random.default_rng([seed, SPLITS.index(split)]), names(split)
     # the facts between two places move them apart

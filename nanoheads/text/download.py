@@ -43,7 +43,7 @@ def download(file, path, tries=3):
 
 
 def session_of(tries):
-    """A session that asks so many times where there is no connection, or an error of the server."""
+    """A session that sends a request so many times while there is no connection, or a server error."""
     session = requests.Session()
     # identity: a compressed transfer would hide the real length
     session.headers.update({"User-Agent": "nanoHeads/1.0", "Accept-Encoding": "identity"})

@@ -59,7 +59,7 @@ def label_split(folder, text, labeller, split, names):
 
 
 def finished(folder, dataset, note, force):
-    """The Targets of a folder, made as `note` says; None: it has no labels. UserError: it has other ones."""
+    """The Targets of a folder, made as `note` describes; None: it has none. UserError: it has other ones."""
     if not (folder / "labels.json").is_file():
         return None
     if force:

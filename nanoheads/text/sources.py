@@ -1,7 +1,7 @@
 """
 Where raw text comes from: find a source file, check it, read it (download.py fetches it).
 
-A source is looked for in --source (a file or a folder); else in the folder $NANOHEADS_DATA; else here in
+A source is searched for in --source (a file or a folder); else in the folder $NANOHEADS_DATA; else here in
 data/, where a download is kept. Those folders have one layout, and each file may be plain, .gz or .xz:
   tinyshakespeare/input.txt           enwik8 or enwik8.zip, there or in enwik8/
   wikitext-2/{train,valid,test}.txt   wikitext-103/wiki.{train,valid,test}.tokens or {train,valid,test}.txt,
@@ -80,13 +80,13 @@ def find(file, source=None):
 
 
 def here(*files):
-    """Whether copies of all of them can be read without a download, as far as their names say."""
+    """Whether copies of all of them can be read without a download, going by their names."""
     folders = [HOME, *filter(None, [os.environ.get("NANOHEADS_DATA")])]
     return any(all((Path(folder) / file.names[0]).is_file() for file in files) for folder in folders)
 
 
 def check(path, file):
-    """(path, member) of a file, once its raw content is what `file` says. UserError, naming the file."""
+    """(path, member) of a file, once its raw content is that of `file`. UserError, naming the file."""
     member = None
     if path.suffix == ".zip":
         with reading(path):

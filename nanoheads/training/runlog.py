@@ -1,4 +1,4 @@
-"""What a run writes beside its checkpoints: config.json, log.jsonl and, when asked, Weights & Biases."""
+"""What a run writes beside its checkpoints: config.json, log.jsonl and, with wandb_log, Weights & Biases."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def stamps(paths):
 
 
 def set_aside(*paths, why):
-    """Rename files that cannot be used to <name>.damaged, and say so in one line."""
+    """Rename files that cannot be used to <name>.damaged, and report it in one line."""
     there = [path for path in paths if path.is_file()]
     for path in there:
         os.replace(path, f"{path}.damaged")
@@ -136,10 +136,10 @@ def peak_memory():
 
 
 class Log:
-    """log.jsonl, one row a line, and Weights & Biases, whose failure is said once and stops nothing.
+    """log.jsonl, one row a line, and Weights & Biases, whose failure is reported once and stops nothing.
 
     Of a log that is there already it keeps the training rows up to `step` and the evaluations up to
-    `evaluated`: what a dead process wrote after its last save is about to be written again.
+    `evaluated`: what a killed process wrote after its last save is about to be written again.
     """
 
     def __init__(self, out_dir, step, evaluated, closing):
