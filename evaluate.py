@@ -22,40 +22,16 @@ page for the browser (docs/audit.md).
 import argparse
 import math
 import sys
-import time
 from itertools import groupby
 
 from nanoheads.common import UserError, pick_device, table, writable, write_json
 from nanoheads.heads import audit
 from nanoheads.training import sampling
 from nanoheads.training.continuations import SHORT, text_runs
-from nanoheads.training.scoring import add_arguments, bits, count_words, load, score
+from nanoheads.training.scoring import add_arguments, evaluate, load
 
 SHOWN = dict(rep_4="rep-4", distinct_2="distinct-2", self_bleu="self-BLEU", loop="loop",
              first_repeat="first repeat", judge="bits/byte")  # of a measure, in the table; all are in --json
-
-
-def evaluate(path, split, stride, device, dataset=None, settings=(), progress=True):
-    """Everything that is reported of one checkpoint, as a dict. Raises UserError, ValueError."""
-    state, model, data = load(path, split, stride, device, dataset, settings)
-    T, size = model.config.block_size, data.splits[split]
-    began = time.perf_counter()
-    nats, tokens = score(model, data, split, stride, progress=progress)
-    seconds = time.perf_counter() - began
-    if not math.isfinite(nats):
-        raise UserError(f"{path} gives {nats} nats on {split}: "
-                        "its weights are damaged, or its training diverged")
-    stride, words = stride or T, count_words(data, split)
-    context = f"disjoint windows of {T:,}" if stride == T else f"windows of {T:,}, stride {stride:,}"
-    return dict(name=str(path), dataset=data.meta["name"], split=split, tokens=tokens, bytes=size["bytes"],
-                chars=size["chars"], words=words, context=context, block_size=T, stride=stride,
-                bpb=bits(nats, size["bytes"]), bpc=bits(nats, size["chars"]),
-                nats_per_token=nats / tokens, ppl=math.exp(min(nats / tokens, 700)),
-                word_ppl=words and math.exp(min(nats / words, 700)),
-                params=model.num_params(), params_non_embedding=model.num_params(non_embedding=True),
-                flops_per_token=model.flops_per_token(), tokens_per_s=tokens / seconds,
-                step=state.get("step"), device=device, split_sha256=size.get("sha256"),
-                note=data.meta.get("note"), set=list(settings))
 
 
 # ---- output ----

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import evaluate
 import sample
 from model import MECHANISMS, GPT, GPTConfig
 from nanoheads.common import UserError
@@ -101,7 +100,7 @@ def off_by(model, other):
 @pytest.mark.parametrize("command", SAME)
 def test_bits_are_those_that_evaluate_gives_the_changed_model(ckpt, command, capsys):
     path = ckpt(ALL)
-    bpb = [evaluate.evaluate(path, "val", 0, "cpu", settings=each)["bpb"] for each in ([], [SAME[command]])]
+    bpb = [scoring.evaluate(path, "val", 0, "cpu", settings=each)["bpb"] for each in ([], [SAME[command]])]
     assert abs(bpb[1] - bpb[0]) > 1e-3, "the change does nothing here: it would show nothing"
     session = session_of(path, "--tokens=0")
     assert session.bits == pytest.approx(bpb[0], abs=1e-6)
@@ -253,7 +252,7 @@ def test_what_is_saved_says_what_the_session_said(ckpt, tmp_path, capsys, flags)
     assert off_by(saved, session.model) < 1e-5
     unfolded = checkpoint.build({**state, "model": session.model.state_dict()}, out)
     assert off_by(unfolded, session.model) > 1e-3, "without the gates set by hand it is another model"
-    assert evaluate.evaluate(out, "val", 0, "cpu")["bpb"] == pytest.approx(session.bits, abs=1e-5)
+    assert scoring.evaluate(out, "val", 0, "cpu")["bpb"] == pytest.approx(session.bits, abs=1e-5)
     assert session_of(out, "--tokens=0").bits == pytest.approx(session.bits, abs=1e-5)
     for old, new in zip(attentions(session.model), attentions(saved)):
         assert old.head_ids == new.head_ids

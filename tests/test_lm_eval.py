@@ -16,14 +16,13 @@ import torch
 from torch.nn import functional as F
 
 from conftest import write_dataset
-from evaluate import evaluate
 from model import GPT, MECHANISMS, GPTConfig
 from nanoheads.common import UserError
 from nanoheads.hub import huggingface as hf
 from nanoheads.text import dataset
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint, scoring
-from nanoheads.training.scoring import score
+from nanoheads.training.scoring import evaluate, score
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = ["\n", " ", *"abcdefgh", "é"]

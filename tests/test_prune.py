@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import prune
-from nanoheads.training.scoring import score
+from nanoheads.training.scoring import evaluate, score
 import train
-from evaluate import evaluate
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads.configurator import load as configure
 from nanoheads.heads.measuring import closed, fixed_text, measure, nats_on

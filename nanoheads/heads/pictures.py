@@ -31,7 +31,8 @@ from nanoheads.drawing import COLOURS, GREY, RC, canvas, encoded, label_right, p
 from nanoheads.heads.measuring import attentions
 from nanoheads.text.tokenizer import Tokenizer
 from nanoheads.training import checkpoint
-from nanoheads.training.runlog import curves_of, read_rows, warn
+from nanoheads.training.curves import curves_of
+from nanoheads.training.runlog import read_rows, warn
 from nanoheads.training.sampling import encode, read_prompt
 
 STATES = list(Agency.STATES)

@@ -7,6 +7,7 @@ Whole splits are cut into windows; what a token sees before it is part of the nu
 import codecs
 import math
 import re
+import time
 from contextlib import nullcontext
 from itertools import groupby
 
@@ -206,6 +207,29 @@ def load(path, split, stride, device, dataset=None, settings=()):
                         f"and may hold what it was trained on; --dataset={data.dir} scores it all the same")
     windows(len(data.tokens(split)), model.config.block_size, stride or model.config.block_size)
     return state, model, data
+
+
+def evaluate(path, split, stride, device, dataset=None, settings=(), progress=True):
+    """Everything that is reported of one checkpoint, as a dict. Raises UserError, ValueError."""
+    state, model, data = load(path, split, stride, device, dataset, settings)
+    T, size = model.config.block_size, data.splits[split]
+    began = time.perf_counter()
+    nats, tokens = score(model, data, split, stride, progress=progress)
+    seconds = time.perf_counter() - began
+    if not math.isfinite(nats):
+        raise UserError(f"{path} gives {nats} nats on {split}: "
+                        "its weights are damaged, or its training diverged")
+    stride, words = stride or T, count_words(data, split)
+    context = f"disjoint windows of {T:,}" if stride == T else f"windows of {T:,}, stride {stride:,}"
+    return dict(name=str(path), dataset=data.meta["name"], split=split, tokens=tokens, bytes=size["bytes"],
+                chars=size["chars"], words=words, context=context, block_size=T, stride=stride,
+                bpb=bits(nats, size["bytes"]), bpc=bits(nats, size["chars"]),
+                nats_per_token=nats / tokens, ppl=math.exp(min(nats / tokens, 700)),
+                word_ppl=words and math.exp(min(nats / words, 700)),
+                params=model.num_params(), params_non_embedding=model.num_params(non_embedding=True),
+                flops_per_token=model.flops_per_token(), tokens_per_s=tokens / seconds,
+                step=state.get("step"), device=device, split_sha256=size.get("sha256"),
+                note=data.meta.get("note"), set=list(settings))
 
 
 def add_arguments(parser, split):
