@@ -51,7 +51,7 @@ def loop(run, closing):
     stop = StopSignal(closing)
     open_bar(run, closing)
     run.timed_from = run.step, time.perf_counter()
-    batch = fetch(run, run.step)
+    batch = batch_at(run, run.step)
     while True:
         # evaluate, and keep the weights with the lowest validation loss
         due = run.step % config.eval_interval == 0 or run.step == config.max_iters
@@ -72,7 +72,7 @@ def loop(run, closing):
         began = time.perf_counter()
         means = run.trainer.backward(run.step, *batch)
         if run.step + 1 < config.max_iters:
-            batch = fetch(run, run.step + 1)
+            batch = batch_at(run, run.step + 1)
 
         # clip, agree with the other ranks, update
         run.trainer.update(run.step, means, stop.name is not None)
@@ -109,7 +109,7 @@ def loop(run, closing):
     return run.last_eval
 
 
-def fetch(run, step):
+def batch_at(run, step):
     """This rank's rows of the batch at `step` on their way to the device: x and y [B, T], targets of
     constraint heads, {name: [B, T]}, beside x, and the tokens scored on all ranks, where rows differ.
     """

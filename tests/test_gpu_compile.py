@@ -69,7 +69,7 @@ def test_moving_schedules_are_those_of_the_mechanisms_that_are_on():
 # ---- what makes a result stale ----
 
 def digests(root):
-    for cached in (fingerprint.parsed, digest.code, digest.of_trainer):
+    for cached in (fingerprint.definitions, fingerprint.texts):
         cached.cache_clear()
     return {name: digest.digest(Check(name, "train"), root) for name in ("plain", "xsa", "sink", "muon")}
 
@@ -82,9 +82,9 @@ def as_they_are():
 @pytest.fixture
 def stale_after(tmp_path, as_they_are):
     """stale_after((file, before, after), ...) -> the entries whose digest these edits change."""
-    for path in [*ROOT.glob("*.py"), *(ROOT / "nanoheads" / "study").glob("*.py")]:
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py")]:
         target = tmp_path / path.relative_to(ROOT)
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
 
     def edit(*edits):
@@ -96,26 +96,28 @@ def stale_after(tmp_path, as_they_are):
         return {name for name in new if new[name] != as_they_are[name]}
 
     yield edit
-    fingerprint.parsed.cache_clear()
+    fingerprint.definitions.cache_clear()
+    fingerprint.texts.cache_clear()
 
 
 def test_words_make_nothing_stale(stale_after):
     """A comment, a docstring, what ValueError, UserError and a config's problems say; another program."""
     assert stale_after(
-        ("kernels.py", "# its values do not matter", "# whatever they are"),
+        ("nanoheads/kernels.py", "# its values do not matter", "# whatever they are"),
         ("model.py", '"""LayerNorm whose bias can be left out."""', '"""LayerNorm, its bias optional."""'),
         ("model.py", "there is no block {layer}", "no block {layer}"),
-        ("optim.py", "or another dtype", "or some other dtype"),
+        ("nanoheads/training/optim.py", "or another dtype", "or some other dtype"),
         ("model.py", "must be a multiple of n_head", "is no multiple of n_head"),
         ("compare.py", "def main(", "def main_(")) == set()
 
 
 @pytest.mark.parametrize("file, before, after, stale", [
-    ("kernels.py", "F.pad(t, (0, FLEX_MIN", "F.pad(t, (0, 0 + FLEX_MIN", {"sink"}),
-    ("kernels.py", "F.relu(x).square()", "F.relu(x) ** 2", {"plain", "xsa", "sink"}),
+    ("nanoheads/kernels.py", "F.pad(t, (0, FLEX_MIN", "F.pad(t, (0, 0 + FLEX_MIN", {"sink"}),
+    ("nanoheads/kernels.py", "F.relu(x).square()", "F.relu(x) ** 2", {"plain", "xsa", "sink"}),
     ("model.py", "self.strength.tanh()", "self.strength.sin()", {"xsa"}),
-    ("optim.py", "X = X.bfloat16()", "X = X.half()", {"muon"}),
-    ("optim.py", "self.raw.at_step(step)", "self.raw.at_step(step + 1)", {"plain", "xsa", "sink"}),
+    ("nanoheads/training/optim.py", "X = X.bfloat16()", "X = X.half()", {"muon"}),
+    ("nanoheads/training/optim.py", "self.raw.at_step(step)", "self.raw.at_step(step + 1)",
+     {"plain", "xsa", "sink"}),
 ], ids=["kernel of some", "kernel of all", "mechanism", "muon", "training step"])
 def test_code_makes_stale_what_uses_it(stale_after, file, before, after, stale):
     assert stale_after((file, before, after)) == stale

@@ -1,35 +1,115 @@
 """
-The code that a run's numbers come from, as one hash: each definition that training and scoring reach.
+What a run's numbers come from, as one hash: the code that makes them, named here definition by definition.
 
-Comments, line breaks and docstrings do not count, nor do definitions that nothing reaches, nor the
-mechanisms that are off: a change inside one mechanism repeats its own runs alone, a new one repeats none.
-Where no head is moved during training, nor do the statements that name what comes from controller.py.
+A definition is named as `function`, `Class` or `Class.method`, without its file: it is found in whatever file
+of a run it stands, train.py and all that it imports, so that moving or renaming a file leaves every hash.
+Not in the hash: comments, docstrings, annotations, what an error says, what is printed or logged, flags and
+their checks. A class is there without those of its methods that are named apart. A name that is not found is
+an error; tests/test_fingerprint.py says what is missing: it compares the names with what a run executes.
 """
 
 import ast
+import copy
 import functools
 import hashlib
 from dataclasses import asdict
 from pathlib import Path
 
 from model import MECHANISM_CLASSES, CausalMask
-from nanoheads.common import ROOT
-from nanoheads.training.config import ControllerConfig
+from nanoheads.common import ROOT, UserError
+from nanoheads.training.config import ControllerConfig, TrainConfig
 
-# (file, definition) from which a run is made; what these reach follows
-ROOTS = (("train.py", "train"), ("nanoheads/training/checkpoint.py", "build"),
-         ("nanoheads/study/trial.py", "score_windows"))
-# modules that a run uses and that its numbers do not come from: a change there repeats nothing
-NO_NUMBERS = {"audit", "common", "configurator", "runlog"}
+# ---- names ----
+
+# the plain GPT, its kernels, its loss
+MODEL = """
+    GPT AttentionCore CausalSelfAttention Block MLP LayerNorm RMSNorm make_norm rope_tables rotate Mechanism
+    CausalMask KERNEL_BLOCK Context Heads Extras Output Uniform product_dtype
+    GPTConfig.head_size GPTConfig.weight_dropout LOGITS_AT_ONCE
+    attend costs_a_plan without_cudnn rms_norm relu2 CpuRMSNorm CpuSquaredReLU first_derivative_only
+    training_on_cpu ChunkedCrossEntropy padded_rows has_flex_attention
+""".split()
+# one step: batches, rates, gradients, updates; and the order of all that
+STEP = """
+    Trainer Unread CastWeights make_optimizers lr_multiplier precision compiles seed_step CUDA_GRAPHS
+    Process Dataset after_each Reader REOPEN_AFTER Batches
+    train loop batch_at send evaluate batches_of save_checkpoint starting_point
+""".split()
+# the loss on a split, in training and of the trained model
+SCORE = """
+    build score score_windows windows windows_of window_ids nats_of nats_of_last bits
+    Tokenizer token_sizes char_sizes byte_symbols gpt2 END_OF_TEXT SAFE_CUT cut_at_spaces
+""".split()
+MUON = "Muon orthogonalise quintic QUINTICS STRETCHED MARGIN".split()
+
+# kernels that some mechanisms need
+FLEX = "flex compiled_flex flex_tiles FLEX_MIN ROOMY allow_graphs".split()
+ROW_STATISTICS = [*FLEX, *"RowStats row_statistics attend_lse CpuFlash".split()]
+# what a mechanism needs beside its class
+OF_MECHANISM = {
+    "HeadRouter": [*FLEX, *"routing_summary float32_linear linear32 attend_packed attend_selected "
+                   "SKIP_FROM".split()],
+    "AdvantageAttention": "ValueHead discounted_return centred variance correlation float32_linear linear32"
+                          .split(),
+    "Agency": "float32_linear linear32".split(),
+    "HeadRoles": "float32_linear linear32".split(),
+    "ConstraintHeads": "constraint_losses attend_in_rows float32_linear linear32".split(),
+    "ContextGate": ROW_STATISTICS,
+    "Sink": ROW_STATISTICS,
+    "SkipFusion": "identity_of_h logit".split(),
+}
+WINDOW = FLEX
+
+# what some runs do
+LABELS = "Targets label_file decode UNKNOWN VALUES".split()
+TEACHER = "teacher_of GPT.predictions".split()
+DOCUMENTS = "DocumentBatches Dataset.documents beginnings BEGINNINGS TITLE".split()
+FREEZE = "trained_alone".split()
+START = """
+    turned_on neutral_flags extended same_logits GPT.make_neutral GPT.crop_block_size CausalMask.crop
+""".split()
+DYNAMIC_HEADS = ROW_STATISTICS + """
+    Controller KEYS starting_config start step FixedGates MOVERS small_net move_gates set_sparsity
+    Measurements FEATURES layer_mean attentions static_gates places fixed_text inputs_of evaluating nats_on
+    measure projections out_projections half_metrics mean_gate closed METRICS GATES
+    Surgery fold_gates insert_heads stack_blocks put_rows new_trainer keep_rows HeadAxis
+    GPT.prune_heads GPT.set_head AttentionCore.prune AttentionCore.all_head_ids AttentionCore.head_axes
+    CausalSelfAttention.head_axes CausalSelfAttention.scale_heads
+    States FAVOUR states_of share_with_agency Rules GPT.violations
+""".split()
+MOVER = {"rules": ["ByRules"], "ann": ["ByNetwork"], "rl": ["ByReward"]}
+
+# what a run executes and no number comes from: configs (their values are in the hash as they are), messages,
+# logs, files as they are written and read back, the command line, generated text
+NOT_NUMBERS = set("""
+    GPTConfig RECIPES choices TrainConfig OPTIMIZERS ControllerConfig check_model not_negative no_dropout
+    MECHANISM_CLASSES HEAD_MECHANISMS MECHANISMS NEUTRAL ALL_ON
+    Run PROGRESS join_ranks pick_device checked_device StopSignal Process.print0 Process.barrier
+    log_steps log_step log_eval eval_line count_time open_bar open_folder print_run print_changes saves_in
+    Log append_row log_violation write_config read_rows write_rows git_commit keys_of comments source_lines
+    save read file_of config_of restore last_save from_nanogpt tensors same_vocabulary same_model same_run
+    RESUMABLE read_settings switchable HEAD_KEYS FIXED is_folder is_name fetch HUB
+    Trainer.load write_atomic write_json json_safe UserError ROOT missing Dataset.need
+    sha256 keep GPT2_MERGES GPT2_ENCODER
+    GPT.packed GPT.stream GPT.generate GPT.mfu PEAK_TFLOPS KVCache check_sampling penalise sample_token
+    AttentionCore.closed_heads DocumentBatches.__str__ Tokenizer.open_hf main
+""".split())
 LISTS = {"modes", "neutral"}  # of a mechanism: names for flags, which a run has been given already
-MOVER = "nanoheads/heads/controller.py"
 # keys of training that change nothing where they are not set
 OFF_UNLESS_SET = {"labels", "teacher", "documents", "freeze_trunk", "thaw_from", "skip_lr"}
 
 
+# ---- what a run depends on ----
+
 def off_mechanisms(config):
     """The mechanisms of model.py that a GPTConfig leaves off; every model has a CausalMask."""
     return [cls for cls in MECHANISM_CLASSES if cls is not CausalMask and not cls.is_on(config)]
+
+
+def on_mechanisms(config):
+    """The names of the classes of those that are on, in the order in which they act."""
+    off = off_mechanisms(config)
+    return [cls.__name__ for cls in MECHANISM_CLASSES if cls is not CausalMask and cls not in off]
 
 
 def own_training(config):
@@ -46,108 +126,177 @@ def own_flags(config):
             and name not in off}
 
 
-@functools.cache
-def parsed(path):
-    """(definitions {name: node}, imports {name: (file, name or None)}, other statements) of a file."""
-    definitions, imports, others = {}, {}, []
-    for node in ast.parse(Path(path).read_text(encoding="utf-8")).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            definitions[node.name] = node
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for name in (n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)):
-                definitions[name] = node
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                imports[alias.asname or alias.name] = (alias.name.replace(".", "/") + ".py", None)
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                of_package = f"{node.module.replace('.', '/')}/{alias.name}.py"
-                is_module = any((above / of_package).is_file() for above in Path(path).parents)
-                imports[alias.asname or alias.name] = (of_package, None) if is_module else (
-                    node.module.replace(".", "/") + ".py", alias.name)
-        elif not (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)):
-            others.append(node)
-    return definitions, imports, [node for node in others if not isinstance(node, ast.Expr)
-                                  or not isinstance(node.value, ast.Constant)]
+def model_names(config):
+    """The definitions that a model of this GPTConfig is made of."""
+    on = on_mechanisms(config)
+    names = {*MODEL, *on, *(name for each in on for name in OF_MECHANISM.get(each, ()))}
+    return names | set(WINDOW if config.window is not None else ())
 
 
-def without(node, names, fields, unnamed=frozenset()):
-    """A copy of a definition without docstrings, LISTS, these names in tuples and these fields of a class.
-
-    unnamed: names whose statements are left out, an `if` on one of them whole.
-    """
-    node = ast.parse(ast.unparse(node)).body[0]
-    for part in ast.walk(node):
-        if isinstance(part, ast.Tuple):
-            part.elts = [e for e in part.elts if not (isinstance(e, ast.Name) and e.id in names)]
-        if isinstance(part, (ast.FunctionDef, ast.ClassDef)):
-            part.body = [line for line in part.body if not dropped(line, fields)] or [ast.Pass()]
-        if isinstance(part, ast.ClassDef):
-            part.bases = [base for base in part.bases if not mentions(base, unnamed)]
-        for block in ("body", "orelse", "finalbody"):
-            if isinstance(lines := getattr(part, block, None), list):
-                left = [line for line in lines if not mentions(line, unnamed)]
-                setattr(part, block, left or ([ast.Pass()] if lines else []))
-    return node
-
-
-def mentions(node, names):
-    """Whether a statement names one of these; of one that holds others, what stands before those does."""
-    if hasattr(node, "body") and not isinstance(node, (ast.If, ast.IfExp, ast.Lambda)):
-        return False
-    of_if = [node.test] if isinstance(node, ast.If) else [node]
-    return any(isinstance(part, ast.Name) and part.id in names
-               or isinstance(part, ast.Attribute) and part.attr == "controller" and names
-               for each in of_if for part in ast.walk(each))
-
-
-def dropped(line, fields):
-    if isinstance(line, ast.AnnAssign):
-        return getattr(line.target, "id", None) in fields
-    if isinstance(line, ast.Assign):
-        return getattr(line.targets[0], "id", None) in LISTS
-    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
-
-
-def reached(root, names, fields, moved, roots=ROOTS):
-    """{(file, name): its node} of everything that roots reach."""
-    found, waiting = {}, list(roots)
-    while waiting:
-        file, name = waiting.pop()
-        path = Path(root, file)
-        if (file, name) in found or name in names or path.stem in NO_NUMBERS or not path.is_file():
-            continue
-        definitions, imports, others = parsed(path)
-        if name not in definitions:
-            if name in imports:
-                waiting.append(imports[name])
-            continue
-        lines = [(f"line {i}", other) for i, other in enumerate(others)]
-        for at, node in [(name, definitions[name]), *lines]:
-            if (file, at) in found:
-                continue
-            still = set() if moved else {each for each, (module, _) in imports.items() if module == MOVER}
-            found[file, at] = node = without(node, names, fields, still)
-            for part in ast.walk(node):
-                if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name):
-                    module, member = imports.get(part.value.id, (None, ""))
-                    waiting += [(module, part.attr)] if module and member is None else []
-                if isinstance(part, ast.Name):
-                    waiting.append((file, part.id))
-    return found
+def run_names(config, training=None):
+    """The definitions that the numbers of a run come from: of a GPTConfig, trained by a TrainConfig."""
+    c = (training or TrainConfig()).for_recipe(config.recipe)
+    names = {*model_names(config), *STEP, *SCORE}
+    for part, used in ((MUON, c.optimizer == "muon"), (LABELS, c.labels), (TEACHER, c.teacher),
+                       (DOCUMENTS, c.documents), (FREEZE, c.freeze_trunk), (START, c.init_from),
+                       (DYNAMIC_HEADS, c.dynamic_heads), (MOVER.get(c.controller, ()), c.controller)):
+        names.update(part if used else ())
+    return names
 
 
 def code_digest(config, training=None, root=ROOT):
-    """A hash of the code that training and scoring a model of this GPTConfig, so trained, reaches."""
-    off = off_mechanisms(config)
-    moved = training is not None and training.dynamic_heads
-    return digest(root, frozenset(cls.__name__ for cls in off),
-                  frozenset(name for cls in off for name in cls.fields()), moved)
+    """A hash of the code that training and scoring a model of this GPTConfig, so trained, executes."""
+    lines = [" ".join(on_mechanisms(config)), *code_of(root, run_names(config, training))]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+# ---- the code ----
+
+def code_of(root, names):
+    """The text of these definitions, sorted. UserError where one is not among a run's files."""
+    if missing := sorted(names - set(definitions(root))):
+        raise UserError(f"study/fingerprint.py names {', '.join(missing)}, which no file of a run defines")
+    return sorted(text for name in names for text in texts(root, name))
 
 
 @functools.cache
-def digest(root, names, fields, moved):
-    found = reached(root, names, fields, moved)
-    lines = sorted(f"{file}: {ast.unparse(node)}" for (file, _), node in found.items())
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+def texts(root, name):
+    """The text of each definition of this name, without what makes no number."""
+    apart = frozenset(name for name in named() if "." in name)
+    return [f"{name}: {ast.unparse(Bare(modules, apart).visit(copy.deepcopy(node)))}"
+            for node, modules in definitions(root)[name]]
+
+
+@functools.cache
+def named():
+    """All names of this file, those of what is no number too."""
+    lists = (MODEL, STEP, SCORE, MUON, ROW_STATISTICS, *OF_MECHANISM.values(), LABELS, TEACHER, DOCUMENTS,
+             FREEZE, START, DYNAMIC_HEADS, *MOVER.values(), NOT_NUMBERS)
+    return {name for names in lists for name in names} | {cls.__name__ for cls in MECHANISM_CLASSES}
+
+
+@functools.cache
+def definitions(root):
+    """{name: [(node, names of our modules in its file)]} of all that a run's files define, methods too."""
+    found = {}
+    for tree in trees_of(root).values():
+        modules = frozenset(name for name, (_, member) in imports(root, tree).items() if member is None)
+        for node in tree.body:
+            for name in names_set(node):
+                found.setdefault(name, []).append((node, modules))
+            for method in node.body if isinstance(node, ast.ClassDef) else ():
+                if isinstance(method, ast.FunctionDef):
+                    found.setdefault(f"{node.name}.{method.name}", []).append((method, modules))
+    return found
+
+
+def names_set(node):
+    """The names that a statement of a module defines."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return {node.name}
+    if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+    return set()
+
+
+def trees_of(root, first="train.py"):
+    """{file: its tree} of a run: the program, and every module of ours that it imports, directly or not."""
+    found, waiting = {}, [Path(root, first)]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found[path] = ast.parse(path.read_text(encoding="utf-8"))
+            waiting += [module for module, _ in imports(root, found[path]).values()]
+    return found
+
+
+def imports(root, tree):
+    """{name: (file, what of it; None: the module)} of the modules of ours that a file's tree imports."""
+    found = {}
+    for node in tree.body:
+        for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
+            parts = (node.module if isinstance(node, ast.ImportFrom) else alias.name).split(".")
+            module, member = Path(root, *parts), None
+            if isinstance(node, ast.ImportFrom):
+                inner = (module / alias.name).with_suffix(".py")
+                module, member = (inner, None) if inner.is_file() else (module, alias.name)
+            if (path := module.with_suffix(".py")).is_file():
+                found[alias.asname or alias.name] = path, member
+    return found
+
+
+class Bare(ast.NodeTransformer):
+    """Leaves of a definition what makes numbers: no words, no annotations, no names of modules.
+
+    modules: names that stand for modules of ours. apart: methods that are left out of their class.
+    """
+
+    def __init__(self, modules, apart):
+        self.modules = modules
+        self.apart = apart
+
+    def generic_visit(self, node):
+        super().generic_visit(node)
+        if isinstance(getattr(node, "body", None), list) and not node.body:
+            node.body = [ast.Pass()]
+        return node
+
+    def visit_FunctionDef(self, node):
+        if node.name.endswith(("problems", "conflicts")):  # checks of flags: what they let pass is the same
+            return None
+        node.returns = None
+        return self.generic_visit(node)
+
+    def visit_ClassDef(self, node):
+        node.body = [line for line in node.body if getattr(line, "name", None) != "Options"
+                     and f"{node.name}.{getattr(line, 'name', '')}" not in self.apart
+                     and not (isinstance(line, ast.Assign) and names_set(line) & LISTS)]
+        return self.generic_visit(node)
+
+    def visit_arg(self, node):
+        node.annotation = None
+        return node
+
+    def visit_AnnAssign(self, node):
+        self.generic_visit(node)
+        if node.value is None:
+            return ast.Expr(node.target)  # a field
+        return ast.copy_location(ast.Assign([node.target], node.value), node)
+
+    def visit_Assign(self, node):
+        drawn = isinstance(node.value, ast.Call) and chain(node.value.func) == ["tqdm"]
+        return None if drawn else self.generic_visit(node)
+
+    def visit_Raise(self, node):
+        return ast.Raise(exc=getattr(node.exc, "func", node.exc), cause=None)
+
+    def visit_Expr(self, node):
+        value = node.value
+        words = isinstance(value, ast.Constant) or isinstance(value, ast.Call) and prints(value)
+        return None if words else self.generic_visit(node)
+
+    def visit_Import(self, node):
+        return None
+
+    visit_ImportFrom = visit_Import
+
+    def visit_Attribute(self, node):
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Name) and node.value.id in self.modules:
+            return ast.Name(node.attr, node.ctx)
+        return node
+
+
+def chain(node):
+    """["a", "b", "c"] of the expression a.b.c; [] of any other."""
+    if isinstance(node, ast.Attribute):
+        before = chain(node.value)
+        return before and [*before, node.attr]
+    return [node.id] if isinstance(node, ast.Name) else []
+
+
+def prints(call):
+    """Whether a call prints, logs, draws the bar or does what is in NOT_NUMBERS."""
+    *owners, name = chain(call.func) or [""]
+    return name in {"print", "print0"} | NOT_NUMBERS or bool({"tqdm", "bar", "log"} & set(owners))
