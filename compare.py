@@ -70,7 +70,7 @@ class Study:
         self.pairs = []      # (variant, baseline, what is equal beside the hyperparameters)
         self.runs = {}       # (stage, variant, seed): folder; a stage is screen, judge or tune
         self.specs = {}      # folder: its trial.json
-        self.screened = None  # what results.json.gz says of the first stage
+        self.screened = None  # what results.json.gz holds of the first stage
         self.tuned = {}      # variant: {group: {factor: bits/byte on validation}}
         self.candidates = {}  # variant: [{rates, as factors, and bits/byte on validation of each seed}]
 

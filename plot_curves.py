@@ -19,8 +19,7 @@ import os
 import sys
 from pathlib import Path
 
-from nanoheads.drawing import AXES
-from nanoheads.training.curves import plot_runs
+from nanoheads.training.curves import AXES, plot_runs
 
 
 def layer_and_head(word):
@@ -39,12 +38,13 @@ def arguments(argv):
     parser.add_argument("--out", type=Path, metavar="DIR",
                         help="for the comparison (default: figures/ by the runs)")
     parser.add_argument("--x", choices=list(AXES), default="step", help="horizontal axis (default: step)")
-    heads = parser.add_argument_group("heads that are measured (controller.py)")
+    heads = parser.add_argument_group("heads that are measured (--controller_log)")
     heads.add_argument("--heads", action="store_true", help="draw these instead; default: all under out/")
     heads.add_argument("--text", help="what attention.png shows heads reading, or FILE:name; "
                                       "\\n is a newline (default: a sentence)")
     heads.add_argument("--show", nargs="+", type=layer_and_head, default=[], metavar="L.H",
-                       help="whose attention, as in 0.3 (default: each layer's most and least important)")
+                       help="heads whose attention is drawn, as in 0.3 (default: the most and the "
+                            "least important of each layer)")
     args = parser.parse_args(argv)
     if not args.heads and (args.show or args.text is not None):
         parser.error("--text and --show go with --heads")
@@ -69,7 +69,7 @@ def main(argv=None):
     names = [os.path.relpath(run.resolve(), parent) for run in given]
     together = args.out or Path(os.path.relpath(parent)) / "figures"
     if args.heads:
-        from nanoheads.heads.pictures import plot_heads  # here: it needs torch
+        from nanoheads.heads.pictures import plot_heads  # here: it needs a model
         written = plot_heads(given, names, together, args.text, args.show)
     else:
         written = plot_runs(given, names, together, args.x)

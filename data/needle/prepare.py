@@ -1,12 +1,12 @@
 """
-Long-context recall out of real text: facts like "[QZX4831]" planted in a byte dataset, and asked again later.
+Long-context recall out of real text: facts like "[QZX4831]" planted in a byte dataset, and repeated later.
 
 python data/needle/prepare.py                       plants into data/wikitext2_byte
 python data/needle/prepare.py --source=enwiki15     into any other dataset of bytes
 
 A line with a name and four random digits comes eight times, the last seven about 64 to 16,384 bytes
-(log-uniform) after the first: there the digits cannot be known, later by memory alone. Names of val and test
-never occur in train, and no name comes back with other digits before the last question. The text
+(log-uniform) after the first: there the digits cannot be known, later they can be recalled. Names of val and
+test never occur in train, and no name comes back with other digits before the last question. The text
 between is the source's: facts go in after spaces.
 From WikiText-2 you should see 14,508,020 train, 1,506,637 val and 1,687,759 test bytes.
 """
@@ -26,7 +26,7 @@ from nanoheads.text.writing import already, arguments, build, run
 def plant(text, split, per_kib, asks, near, far, seed):
     """Pieces of bytes: the text with per_kib facts in each KiB, each `asks` times again near to far bytes on.
 
-    UserError where there are too few names: one would come back while its first fact is still being asked.
+    UserError where there are too few names: one would come back before the last question about its fact.
     """
     rng, pool = np.random.default_rng([seed, SPLITS.index(split)]), names(split)
     # the facts between two places move them apart

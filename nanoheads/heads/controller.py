@@ -127,7 +127,7 @@ class Controller:
 # ---- what train.py calls ----
 
 def start(run, state):
-    """The Controller of a run, from a checkpoint's state where there is one; None: no key asks for it."""
+    """The Controller of a run, from a checkpoint's state where there is one; None: no key needs one."""
     if not run.config.dynamic_heads:
         return None
     run.controller = controller = Controller(run)
@@ -137,7 +137,7 @@ def start(run, state):
     elif run.config.policy:
         for place in run.config.policy_no_consent:
             controller.states.change(run, "config", *map(int, place.split(".")), "withdrawn")
-    if run.process.rank == 0:  # what a dead process wrote after its last save will be written again
+    if run.process.rank == 0:  # what a killed process wrote after its last save will be written again
         run.out_dir.mkdir(parents=True, exist_ok=True)
         for name in ("heads.jsonl", "violations.jsonl"):
             path = run.out_dir / name

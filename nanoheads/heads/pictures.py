@@ -6,7 +6,7 @@ gates      each head's gate over the run, and when heads were closed, pruned, ke
 states     each head's state over the run (agency), and when it was forced to work without consent
 active     heads at work against bits per byte
 metrics    entropy, importance and utilisation of each head at the last measurement
-attention  what chosen heads look at in a text
+attention  where chosen heads attend in a text
 scores     what each head of a checkpoint is like, by its detectors
 """
 
@@ -31,11 +31,12 @@ from nanoheads.drawing import COLOURS, GREY, RC, canvas, encoded, label_right, p
 from nanoheads.heads.measuring import attentions
 from nanoheads.text.tokenizer import Tokenizer
 from nanoheads.training import checkpoint
-from nanoheads.training.runlog import curves_of, read_rows, warn
+from nanoheads.training.curves import curves_of
+from nanoheads.training.runlog import read_rows, warn
 from nanoheads.training.sampling import encode, read_prompt
 
 STATES = list(Agency.STATES)
-STATE_COLOURS = ["#d6e2ec", "#E69F00", "#0072B2", "#000000"]  # ever darker, so that grey tells them apart too
+STATE_COLOURS = ["#d6e2ec", "#E69F00", "#0072B2", "#000000"]  # ever darker, so that they differ in grey too
 # event: marker, in words, side of the step: what ends a head stands before it
 MARKS = {"frozen": ("s", "closed, to be pruned", 1), "pruned": ("X", "pruned", -1),
          "kept": ("o", "kept: closing it cost too much", 1), "grown": ("^", "grown", 1),
@@ -49,7 +50,7 @@ NAMED = 48  # tokens that have room for their names
 # ---- reading ----
 
 def sound(row):
-    """Whether a row of heads.jsonl says which heads there are."""
+    """Whether a row of heads.jsonl lists the heads."""
     ids = row.get("heads")
     return isinstance(ids, list) and bool(ids) and all(isinstance(own, list) for own in ids)
 
@@ -65,7 +66,7 @@ def spread(rows, key, shape, value=number):
 
 
 def history(run_dir):
-    """heads.jsonl as arrays over [measurements, layers, heads]; None: there is none, which stderr says."""
+    """heads.jsonl as arrays over [measurements, layers, heads]; None: there is none, reported on stderr."""
     path = Path(run_dir) / "heads.jsonl"
     if not path.is_file():
         return warn(run_dir, "no heads.jsonl; train with --controller_log to have the heads measured")
@@ -241,7 +242,7 @@ def metrics(h, name):
                     f"{name}: heads at step {h.step[-1]:,g}")
     power = int(np.floor(np.log10(np.nanmax(np.append(h.importance[-1], 1e-12)))))
     unit = f"{power}".translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    maps = (("Entropy (1: all keys alike)", h.entropy[-1]),
+    maps = (("Entropy (1: all keys equal)", h.entropy[-1]),
             (f"Importance (10{unit} nats a token)", h.importance[-1] / 10.0 ** power),
             ("Utilisation (share of layer)", h.utilisation[-1]))
     absent = np.where(here, "new", h.absent)
@@ -253,7 +254,7 @@ def metrics(h, name):
 
 
 def squares(ax, title, values, absent, norm):
-    """A panel of values [layers, heads], as colours and as numbers; `absent` says why one is NaN."""
+    """A panel of values [layers, heads], as colours and as numbers; `absent`: why one is NaN."""
     ax.pcolormesh(values, cmap="viridis", norm=norm, edgecolor="white", lw=1.5)
     for (layer, head), v in np.ndenumerate(values):
         there = np.isfinite(v)
@@ -274,7 +275,7 @@ def squares(ax, title, values, absent, norm):
 
 @mpl.rc_context(RC)
 def draw_head_scores(runs, ends, path):
-    """head_scores() as a file of the kind that its name says: .png, .svg, .pdf."""
+    """head_scores() as a file of the kind of its name: .png, .svg, .pdf."""
     figure = head_scores(runs, ends)
     write_atomic(path, lambda f: f.write(encoded(figure, path.suffix[1:].lower())))
 
@@ -357,7 +358,7 @@ def attention_maps(run_dir, h, text, show):
             raise UserError(f"--show {layer}.{head}: {e}") from None
     chosen = {at: "" for at in show} or (extremes(h, step, model) if h else {})
     if not chosen:
-        raise UserError("no measurement says which heads matter; --show names some")
+        raise UserError("no measurement shows which heads matter; --show names some")
     try:
         ids = encode(tokenizer, text, run_dir)
     except ValueError as e:  # which begins with the flag of sample.py
@@ -395,8 +396,8 @@ def attention(found, name):
     for ax in axes[n:]:
         ax.set_visible(False)
     what = "token" if T <= NAMED else "position"
-    figure.supxlabel(f"key: the {what} looked at", fontsize=12)
-    figure.supylabel(f"query: the {what} that looks", fontsize=12)
+    figure.supxlabel(f"key: the {what} attended to", fontsize=12)
+    figure.supylabel(f"query: the {what} that attends", fontsize=12)
     bar = figure.colorbar(image, ax=axes, label="attention weight (white: still to come)", pad=0.02,
                           aspect=30 * lines)
     bar.set_ticks(at := [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1], labels=at)
@@ -409,7 +410,7 @@ def attention(found, name):
 def plot_heads(given, names, together, text=None, show=()):
     """Draw the heads of each run, and into the folder `together` the active ones of all -> the paths.
 
-    What cannot be drawn is said on stderr, a line each.
+    What cannot be drawn is reported on stderr, a line each.
     """
     try:
         text = read_prompt(TEXT if text is None else text)

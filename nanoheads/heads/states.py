@@ -116,7 +116,7 @@ class States:
                 self.change(run, "policy", layer, head, wanted, measured.count)
 
     def wanted(self, measured, at, now, resting):
-        """The state that the metrics of the head at (layer, head) ask for; now: the state that it is in."""
+        """The state that follows from the metrics of the head at (layer, head); now: its present one."""
         c, mean, used = self.config, measured.mean, measured.used()[at]
         # leaving a state takes more than not having entered it
         slack = 0.0 if now == "active" else 1.0

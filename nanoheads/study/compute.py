@@ -17,7 +17,7 @@ from scipy.stats import t
 
 from nanoheads.common import UserError, json_safe
 
-NOT_FALLING = "the plain GPT's bits/byte does not fall all along its budgets: nothing can be said in compute"
+NOT_FALLING = "the plain GPT's bits/byte does not fall all along its budgets: no value in compute"
 # bits/byte that no training can go below: more than 0, and the best compressors of English need less than 1
 FLOORS = (0.0, 1.0)
 EXPONENTS = np.linspace(-3, 3, 241)  # of an effect over sizes; an interval that reaches an end is open
@@ -347,7 +347,7 @@ def exponent_of_all(curves, effects, fitted, held_out, level):
     Only variants with an error at every fitted size. Those of a size share its plain GPT: their errors'
     covariance is its variance (held below half of a variant's: plain has as many seeds as that, or more).
     The interval of b inverts a score test: at the true b what is left over is independent of the estimates
-    of c, so that it holds its level however weak the effects are. Open (None) where they say nothing of b.
+    of c, so that it holds its level however weak the effects are. Open (None) where they do not bound b.
     """
     names = [name for name, at in effects.items()
              if all(n in at and 0 < at[n][1] < math.inf and at[n][2] > 0 for n in fitted)]

@@ -54,7 +54,7 @@ def executed_flops(config, device="cpu"):
 def count(config):
     """(FLOPs of all matrix products, those of attention), per token of one sequence.
 
-    Tensors without memory that say that they are on the CPU: it takes 1.5 s at most, GPT-2's size too.
+    Tensors without memory that count as on the CPU: it takes 1.5 s at most, GPT-2's size too.
     """
     with FakeTensorMode():
         model = GPT(config).train()

@@ -1,5 +1,5 @@
 """
-report.html: what a study found as one page, which asks the network for nothing.
+report.html: what a study found as one page, which loads nothing from the network.
 
 Text from a results file is escaped where it is shown: samples hold anything.
 """

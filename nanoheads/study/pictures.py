@@ -17,7 +17,7 @@ from nanoheads.study.findings import MEANING, against_plain, known, label_of, le
 # blue, orange, green, purple, grey, and black for the plain GPT: as on the page
 VERDICT_COLOURS = dict(zip([*MEANING, "plain"],
                            ("#0067a3", "#a94400", "#00735a", "#8a4b8f", "#5a636d", "#000000")))
-FEW = 8  # variants that can be told apart by colour; of more, the best and the worst are
+FEW = 8  # variants that colours can show; of more, the best and the worst are
 
 
 def cut(text):

@@ -56,7 +56,7 @@ def collect(study, command):
     found = json.loads(json.dumps(json_safe(dict(  # as it will be read: what follows is the same then
         name=study.name, scale=study.scale, size=c.size, question=c.question, command=command,
         out=str(study.out), date=date.today().isoformat(), commit=git_commit(), patch=patch(),
-        # torch's own name says which build it is; the package's may not
+        # torch's own name holds the build; the package's may not
         versions=dict(python=sys.version.split()[0], torch=torch.__version__,
                       **{name: version(name) for name in ("numpy", "scipy")}),
         config=asdict(c),
@@ -196,7 +196,7 @@ def commands_of(study, variant, seed, found):
 
 
 def flags_of(variant):
-    """Every flag of the model and of its training that has a say in a variant's numbers."""
+    """Every flag of the model and of its training that a variant's numbers depend on."""
     flags = {**{f.name: getattr(variant.model, f.name) for f in fields(GPTConfig)}, **asdict(variant.train)}
     return {key: value for key, value in flags.items() if key not in BOOKKEEPING | {"seed", "device"}}
 
@@ -365,7 +365,7 @@ def wrong_score(run, bpb):
 
 
 def wrong_runs(study, variant):
-    """What says that runs are not those of the variant that they stand under, as sentences.
+    """Why runs are not those of the variant that they stand under, as sentences.
 
     A flag that is None in the study may have another value in a run, which its mechanism chose.
     """

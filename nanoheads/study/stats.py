@@ -9,7 +9,7 @@ first.
 
     score[variant, seed] = mean[variant] + effect[seed] + noise,    the noise with a variance for each variant
 
-A few seeds say little of a variant's own spread, so all are fitted together. What a seed does to all of
+A few seeds show little of a variant's own spread, so all are fitted together. What a seed does to all of
 them is taken out where it shows at all: without it a difference is the unpaired one, with nothing but it the
 paired one. The variances of similar variants are drawn to each other (Smyth 2004, limma); a variant whose
 variance is clearly another one keeps its own. tests/simulate.py counts the wrong verdicts: each rule here is
@@ -118,7 +118,7 @@ def seed_variance(residual, there, var):
     df = seeds - 1 - lost, runs.sum() - len(var) - seeds + 1 - lost
     if min(df) < 1 or fdtrc(*df, between / df[0] / max(within / df[1], 1e-30)) > SEEDS_MATTER:
         return 0.0
-    # mean covariance of two variants; variants of little spread say more of it
+    # mean covariance of two variants; those of little spread show more of it
     both = there.astype(float) @ there.T
     expected = both * (1 - 1 / n - 1 / n[:, None] + both / n / n[:, None]) / var / var[:, None]
     weighted = residual / var[:, None]
@@ -254,7 +254,7 @@ def decided(row, p_corrected, found_at, alpha, margin, m):
     verdict, wanted = "undecided", None
     if p_corrected <= found_at:
         verdict = "better" if row.mean < 0 else "worse"
-    elif row.p_same <= alpha and max(-row.low, row.high) <= margin:  # one comparison: p_same asks for less
+    elif row.p_same <= alpha and max(-row.low, row.high) <= margin:  # one comparison: p_same alone is laxer
         verdict = "same"
     elif math.isfinite(row.low):
         verdict = "undecided" if row.low <= 0 <= row.high else "leaning"
@@ -297,7 +297,7 @@ def findable(scores, n, n_baseline, m, alpha=0.05, power=0.8):
 def holm(p_values):
     """Holm's adjusted p values [m]: each held to alpha, the chance of any false claim is below alpha.
 
-    nan stays nan and yet counts among the m: a comparison that failed must not make the others look better.
+    nan stays nan and yet counts among the m: a comparison that failed must not make the others seem better.
     """
     p = np.asarray(p_values, np.float64)
     order = np.argsort(p)  # nan last
@@ -313,13 +313,13 @@ def in_words(comparison, alpha=0.05, margin=0.01):
     """The verdict as one sentence."""
     j, level = comparison, f"{100 * (1 - alpha):g} % interval"
     if math.isinf(j.low) and min(j.n, j.n_baseline) > 1:
-        return f"undecided: {j.n} and {j.n_baseline} seeds do not tell the spread of these scores"
+        return f"undecided: {j.n} and {j.n_baseline} seeds do not show the spread of these scores"
     if math.isinf(j.low):
         return f"undecided: {j.n} and {j.n_baseline} seeds are too few, each side needs two or more"
     if j.se == 0:
         return "the same: identical scores on every shared seed"
     p = "corrected p < 0.0001" if j.p_corrected < 1e-4 else f"corrected p = {j.p_corrected:.3g}"
-    if j.verdict in ("better", "worse"):  # the word says the sign
+    if j.verdict in ("better", "worse"):  # the word holds the sign
         low, high = (-j.high, -j.low) if j.mean < 0 else (j.low, j.high)
         return f"{j.verdict} by {abs(j.mean):.4f} bits/byte ({level} {low:.4f} to {high:.4f}, {p})"
     seen = f"{j.mean:+.4f} bits/byte ({level} {j.low:+.4f} to {j.high:+.4f}"

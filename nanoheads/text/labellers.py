@@ -1,9 +1,9 @@
 """
-Who labels a dataset for data/label.py: rules, a known truth, a user's file, a Hugging Face model.
+What labels a dataset for data/label.py: rules, a known truth, a user's file, a Hugging Face model.
 
-A labeller has names, weak (True: nobody has checked its labels), note (what makes its labels what they are:
+A labeller has names, weak (True: no person has checked its labels), note (what its labels depend on:
 with the same note they are the same) and size (tokens of a piece); labeller(piece) gives {name: codes of the
-piece's tokens}, as targets.py has them. What it says of a token depends on the piece's blocks of text and the
+piece's tokens}, as targets.py has them. The label of a token depends on the piece's blocks of text and the
 characters before them, never on where pieces are cut.
 """
 
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     start: int
     stop: int
     sizes: np.ndarray  # bytes of each of its tokens
-    text: str          # what they say; a byte that is not UTF-8 is a character of its own
+    text: str          # their text; a byte that is not UTF-8 is a character of its own
     before: str        # the characters before it, weak.WINDOW + 1 of them
 
 
@@ -146,7 +146,7 @@ TASKS = {
 
 
 def truth(task, text):
-    """float [n]: what the task of TASKS says of each of n characters, from it and the 63 before it alone."""
+    """float [n]: the task of TASKS for each of n characters, from it and the 63 before it alone."""
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
     place = np.arange(len(points))
     if task == "parity":
@@ -161,7 +161,7 @@ def truth(task, text):
 
 
 class Synthetic:
-    """A truth that is known: TASKS, in turn or as --names NAME=TASK says; noise turns labels v to 1 - v."""
+    """A truth that is known: TASKS, in turn or by --names NAME=TASK; noise turns labels v to 1 - v."""
     size, weak = 1 << 20, False
 
     def __init__(self, args, dataset):
@@ -344,7 +344,7 @@ class HuggingFace:
         self.hypotheses = dict(pairs)
         for name in (*self.names, *self.hypotheses):
             if name not in self.labels:
-                raise UserError(f"--map says no label for {name}; it has {', '.join(self.labels)}")
+                raise UserError(f"--map gives no label for {name}; it has {', '.join(self.labels)}")
         self.device = pick_device("auto")
         kind, config = self.load(args.model, transformers)
         if not self.tok.is_fast:
@@ -359,9 +359,9 @@ class HuggingFace:
         self.length = min(self.tok.model_max_length, places - 2, 512)  # RoBERTa's places begin at 2
         files = sorted(path for path in Path(args.model).iterdir() if path.is_file())
         made = zlib.crc32("".join(map(sha256, files)).encode())
-        says = (f"{name} = {self.labels[name]} of {self.hypotheses.get(name, 'the text alone')!r}"
+        made_by = (f"{name} = {self.labels[name]} of {self.hypotheses.get(name, 'the text alone')!r}"
                 for name in self.names)
-        self.note = f"{', '.join(says)} by the model {Path(args.model).name} ({made:08x})"
+        self.note = f"{', '.join(made_by)} by the model {Path(args.model).name} ({made:08x})"
 
     def load(self, folder, transformers):
         """Set model and tokenizer -> ("Token" or "Sequence", config). Runs none of its code. UserError."""

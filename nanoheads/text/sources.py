@@ -1,7 +1,7 @@
 """
-Where raw text comes from: find a source file, check it, download it, read it.
+Where raw text comes from: find a source file, check it, read it (download.py fetches it).
 
-A source is looked for in --source (a file or a folder); else in the folder $NANOHEADS_DATA; else here in
+A source is searched for in --source (a file or a folder); else in the folder $NANOHEADS_DATA; else here in
 data/, where a download is kept. Those folders have one layout, and each file may be plain, .gz or .xz:
   tinyshakespeare/input.txt           enwik8 or enwik8.zip, there or in enwik8/
   wikitext-2/{train,valid,test}.txt   wikitext-103/wiki.{train,valid,test}.tokens or {train,valid,test}.txt,
@@ -14,7 +14,6 @@ import hashlib
 import lzma
 import os
 import re
-import time
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -76,17 +75,18 @@ def find(file, source=None):
     if not target.url:
         raise UserError(f"{file.names[0]}: not found, and it has no download; "
                         f"put it into the folder NANOHEADS_DATA, or name its folder with --source")
+    from nanoheads.text.download import download  # here: requests takes half a second to import
     return check(download(target, HOME / target.names[0]), file)
 
 
 def here(*files):
-    """Whether copies of all of them can be read without a download, as far as their names say."""
+    """Whether copies of all of them can be read without a download, going by their names."""
     folders = [HOME, *filter(None, [os.environ.get("NANOHEADS_DATA")])]
     return any(all((Path(folder) / file.names[0]).is_file() for file in files) for folder in folders)
 
 
 def check(path, file):
-    """(path, member) of a file, once its raw content is what `file` says. UserError, naming the file."""
+    """(path, member) of a file, once its raw content is that of `file`. UserError, naming the file."""
     member = None
     if path.suffix == ".zip":
         with reading(path):
@@ -100,7 +100,7 @@ def check(path, file):
 
 
 def wrong(path, file, member=None):
-    """What is wrong with a file's raw content, in a few words; "" when nothing is."""
+    """What is wrong with a file's raw content, in a few words; "": nothing."""
     got = digest(path, member)
     if not got["bytes"]:
         return "is empty"
@@ -134,49 +134,11 @@ def identity(shas):
 
 
 def origin(found):
-    """What meta.json says of checked sources [(path, member)]: file, bytes, sha256."""
+    """What meta.json holds of checked sources [(path, member)]: file, bytes, sha256."""
     found = list(found)
     names, got = [Path(member or path).name for path, member in found], [digest(*where) for where in found]
     return {"file": names[0] if len(names) == 1 else names, "bytes": sum(d["bytes"] for d in got),
             "sha256": identity([d["sha256"] for d in got])}
-
-
-def download(file, path, tries=3):
-    """Fetch file.url to `path`: progress, timeout, retries, checks; only a checked file gets the name."""
-    import requests
-    from tqdm import tqdm
-    temp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    for attempt in range(1, tries + 1):
-        try:  # identity: a compressed transfer would hide the real length
-            headers = {"User-Agent": "nanoHeads/1.0", "Accept-Encoding": "identity"}
-            with requests.get(file.url, stream=True, timeout=30, headers=headers) as reply:
-                reply.raise_for_status()
-                size = int(reply.headers.get("Content-Length") or 0)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                bar = tqdm(total=size or None, unit="B", unit_scale=True, desc=path.name)
-                with open(temp, "wb") as out, bar:
-                    for block in reply.iter_content(1 << 16):
-                        bar.update(out.write(block))
-            if size and temp.stat().st_size != size and "Content-Encoding" not in reply.headers:
-                raise requests.ConnectionError(f"{temp.stat().st_size:,} of {size:,} bytes came")
-            digest.cache_clear()  # the temporary name may have been seen with other content
-            if complaint := wrong(temp, file):  # not tried again: it came whole
-                raise UserError(f"{file.url}: the download {complaint}; put {file.names[0]} from elsewhere "
-                                f"into the folder NANOHEADS_DATA")
-            os.replace(temp, path)
-            return path
-        except requests.RequestException as error:
-            reply, why = error.response, str(error)
-            if attempt == tries or reply is not None and 400 <= reply.status_code < 500:
-                why = why if len(why) < 80 else type(error).__name__  # some are a paragraph
-                why = why if reply is None else f"HTTP {reply.status_code}"
-                raise UserError(f"{file.url}: the download failed ({why}); try later, or put {file.names[0]} "
-                                f"into the folder NANOHEADS_DATA by hand") from None
-            time.sleep(2 * attempt)
-        except OSError as error:
-            raise UserError(f"{path}: cannot write ({error.strerror}); make room") from None
-        finally:
-            temp.unlink(missing_ok=True)
 
 
 def keep(file):

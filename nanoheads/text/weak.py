@@ -2,13 +2,13 @@
 Weak labels: what rules make of a text, for encyclopaedias (WikiText, plain Wikipedia) and plays.
 
 Each labeller takes a text and gives [(start, end, value)], character spans in order that do not overlap; what
-no span holds is not labelled. Nobody has checked these labels. docs/labels.md says what each rule looks for,
-where it fails, and how often it was right on what we read.
+no span holds is not labelled. No person has checked these labels. docs/labels.md describes what each rule
+matches, where it fails, and how often it was right on texts that were read.
 
 A score at a token may use only what came before and the token itself. A sentence is known to hold a number
 when the number has been read, not at its first word; so labels begin at what they follow from, the trigger:
 the label of a character follows from the text up to it. whole=True gives the whole sentence its label
-instead, which asks the first words of a sentence for what comes later.
+instead, so that its first words have to predict what comes later.
 """
 
 import re
@@ -71,7 +71,7 @@ def mark(start, end, at, whole):
     return [(start, end, 1.0)] if whole else [(start, at, 0.0), (at, end, 1.0)]
 
 
-# ---- testifiability: can somebody check it? ----
+# ---- testifiability: can it be checked? ----
 
 CHECKABLE = re.compile(r"\d|" + words("""
     [Tt]wo [Tt]hree [Ff]our [Ff]ive [Ss]ix [Ss]even [Ee]ight [Nn]ine [Tt]en [Ee]leven [Tt]welve
@@ -124,7 +124,7 @@ def reciprocity(text, before="", whole=False):
     return spans
 
 
-# ---- decidability: is it said to be so, or hedged? ----
+# ---- decidability: a plain statement, or hedged? ----
 
 HEDGED = words(r"""
     may mayst [Mm]ight mightst could_(?:have|be) would_have should ought can_be_(?:seen|considered)
@@ -147,7 +147,7 @@ FINITE = words(r"""
 def decidability(text, before="", whole=False):
     """1 in a plain statement from its finite verb on; 0 from a hedge, a modal or a condition on.
 
-    Before the verb nothing is said yet: not labelled, nor are questions, exclamations and what has no verb.
+    Before the verb there is no statement yet: not labelled, nor are questions, exclamations, or no verb.
     """
     spans = []
     for start, end in sentences(text):

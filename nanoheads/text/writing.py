@@ -38,7 +38,7 @@ class Writer:
 
     def __enter__(self):
         self.out.mkdir(parents=True, exist_ok=True)
-        for old in self.out.glob("*.tmp"):  # left by a run that was killed: a living one writes all the time
+        for old in self.out.glob("*.tmp"):  # left by a run that was killed: one that runs writes all the time
             if time.time() - old.stat().st_mtime > 3600:
                 old.unlink(missing_ok=True)
         self.files = {s: open(self.out / f"{s}.bin.{os.getpid()}.tmp", "wb") for s in SPLITS}
@@ -97,7 +97,7 @@ class Writer:
 
 
 def prepared(out, **want):
-    """The meta.json of a whole, undamaged folder made as `want` says; else None, after saying why."""
+    """The meta.json of a whole, undamaged folder made as `want` has it; else None, and why is printed."""
     try:
         meta = json.loads((out / "meta.json").read_bytes())
         for key, value in want.items():
@@ -114,7 +114,7 @@ def prepared(out, **want):
 
 
 def already(args, **want):
-    """True, after printing the counts, when the folder is whole and was made as args and `want` say."""
+    """True, after printing the counts, when the folder is whole and was made as args and `want` have it."""
     meta = None if args.force else prepared(args.out, name=args.name, encoding=args.encoding, **want)
     if meta:
         report(args.out, meta, "already prepared, verified: ")

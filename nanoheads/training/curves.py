@@ -1,21 +1,96 @@
 """
-The curves of runs as figures: losses, bits per byte, the schedule, the gap; of one run, or of several.
+The curves of runs, log.jsonl as arrays and as figures: losses, bits per byte, the schedule, the gap; of one
+run, or of several.
 """
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter
 
+from nanoheads.common import number
 from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, save
-from nanoheads.training.runlog import AXES, curves_of
+from nanoheads.training.runlog import read_rows, warn
 
-DASHES = ["-", "--", ":", "-."]  # beyond 7 runs the colours repeat; dash and number tell them apart
+# what --x of plot_curves.py names -> key of log.jsonl, label
+AXES = {"step": ("step", "step"), "tokens": ("tokens", "training tokens"),
+        "time": ("elapsed_s", "elapsed minutes")}
+DASHES = ["-", "--", ":", "-."]  # beyond 7 runs the colours repeat; dash and number differ
 TITLES = ("Bits per byte", "Loss, nats per token", "Learning rate", "Gap, val − train loss")
 
+
+# ---- log.jsonl as arrays ----
+
+def read_log(run_dir):
+    """log.jsonl -> (training rows, evaluation rows), by step; of a step logged twice the later row wins."""
+    if not (Path(run_dir) / "log.jsonl").is_file():
+        warn(run_dir, "no log.jsonl, skipped")
+        return [], []
+    train, evals = {}, {}
+    for row in read_rows(Path(run_dir) / "log.jsonl", complain=partial(warn, run_dir)):
+        for rows, key in ((train, "loss"), (evals, "val_loss")):
+            if key in row:
+                rows[row["step"]] = row
+    if not train and not evals:
+        warn(run_dir, "log.jsonl has no rows to plot, skipped")
+    return [train[s] for s in sorted(train)], [evals[s] for s in sorted(evals)]
+
+
+def column(rows, key):
+    """One key of all rows, [n]."""
+    return np.array([number(row.get(key)) for row in rows])
+
+
+def curves_of(run_dir, x="step"):
+    """The log as arrays, None if there is nothing to draw; a line to stderr for each thing that is wrong."""
+    train, evals = read_log(run_dir)
+    if not train and not evals:
+        return None
+    key, unit = AXES[x][0], 60 if x == "time" else 1
+    c = SimpleNamespace(
+        x=x,
+        tx=column(train, key) / unit,
+        loss=column(train, "loss"),
+        lr=column(train, "lr"),
+        ex=column(evals, key) / unit,
+        step=column(evals, "step"),
+        etrain=column(evals, "train_loss"),
+        val=column(evals, "val_loss"),
+        bpb=column(evals, "val_bpb"))
+    if not np.isfinite(np.r_[c.tx, c.ex]).any():
+        return warn(run_dir, f"no {key!r} in log.jsonl, skipped")
+    if x == "time" and (np.diff(c.tx) < 0).any():
+        warn(run_dir, "elapsed_s restarts in log.jsonl, so its curves fold back; --x step does not")
+    if not evals:
+        warn(run_dir, "no evaluation rows yet: validation loss, bits per byte and gap are left out")
+    lost = np.r_[column(train, "step")[np.isnan(c.loss)], c.step[np.isnan(c.val)]]
+    if lost.size:
+        warn(run_dir, f"{lost.size} loss(es) not finite, the first at step {lost.min():g}; drawn as gaps")
+    c.gap = c.val - c.etrain
+    both = np.isfinite(c.bpb) & (c.val > 0)
+    # nats per token -> bits per byte
+    c.ratio = np.median(c.bpb[both] / c.val[both]) if both.any() else np.nan
+    c.window = len(train) // 40 * 2 + 1
+    c.smooth = moving_mean(c.loss, c.window)
+    return c
+
+
+def moving_mean(values, window):
+    """The mean of the finite ones among `window` values around each; NaN where the value itself is."""
+    if not len(values):
+        return values
+    finite = np.isfinite(values)
+    total = np.convolve(np.nan_to_num(values), np.ones(window), "same")
+    count = np.convolve(finite, np.ones(window), "same")
+    return np.where(finite, total / np.maximum(count, 1), np.nan)
+
+
+# ---- figures ----
 
 def points(line):
     xy = np.array(line.get_data(), float)

@@ -1,4 +1,4 @@
-"""What a run writes beside its checkpoints: config.json, log.jsonl and, when asked, Weights & Biases."""
+"""What a run writes beside its checkpoints: config.json, log.jsonl and, with wandb_log, Weights & Biases."""
 
 import json
 import os
@@ -8,9 +8,7 @@ import shlex
 import sys
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -42,7 +40,7 @@ def stamps(paths):
 
 
 def set_aside(*paths, why):
-    """Rename files that cannot be used to <name>.damaged, and say so in one line."""
+    """Rename files that cannot be used to <name>.damaged, and report it in one line."""
     there = [path for path in paths if path.is_file()]
     for path in there:
         os.replace(path, f"{path}.damaged")
@@ -74,8 +72,8 @@ def read_rows(path, sound=bool, repair=False, complain=None):
     """The rows of a .jsonl log in the file's order, without damaged lines; [] where there is no file.
 
     A process that was killed leaves half a line, behind which a later row may stand. sound(row): whether it
-    is one. repair: where lines are damaged, set the file aside and write one without them. complain(message): is
-    called where lines are damaged.
+    is one. repair: where lines are damaged, set the file aside and write one without them. complain(message):
+    is called where lines are damaged.
     """
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     lines, rows, damaged = text.split("\n"), [], []
@@ -94,6 +92,10 @@ def read_rows(path, sound=bool, repair=False, complain=None):
         set_aside(path, why=f"has {len(damaged)} damaged of {n} lines, kept without them")
         write_rows(path, rows)
     return rows
+
+
+def warn(run_dir, message):
+    print(f"{run_dir}: {message}", file=sys.stderr)
 
 
 def write_rows(path, rows):
@@ -136,10 +138,10 @@ def peak_memory():
 
 
 class Log:
-    """log.jsonl, one row a line, and Weights & Biases, whose failure is said once and stops nothing.
+    """log.jsonl, one row a line, and Weights & Biases, whose failure is reported once and stops nothing.
 
     Of a log that is there already it keeps the training rows up to `step` and the evaluations up to
-    `evaluated`: what a dead process wrote after its last save is about to be written again.
+    `evaluated`: what a killed process wrote after its last save is about to be written again.
     """
 
     def __init__(self, out_dir, step, evaluated, closing):
@@ -192,78 +194,3 @@ class Log:
             self.wandb_run = None
             problem = " ".join(f"{type(e).__name__}: {e}".split())[:200]
             tqdm.write(f"wandb: {problem}; training goes on without it", file=sys.stderr)
-
-
-# ---- log.jsonl as arrays ----
-
-# what --x of plot_curves.py names -> key of log.jsonl, label
-AXES = {"step": ("step", "step"), "tokens": ("tokens", "training tokens"),
-        "time": ("elapsed_s", "elapsed minutes")}
-
-
-def warn(run_dir, message):
-    print(f"{run_dir}: {message}", file=sys.stderr)
-
-
-def read_log(run_dir):
-    """log.jsonl -> (training rows, evaluation rows), by step; of a step logged twice the later row wins."""
-    if not (Path(run_dir) / "log.jsonl").is_file():
-        warn(run_dir, "no log.jsonl, skipped")
-        return [], []
-    train, evals = {}, {}
-    for row in read_rows(Path(run_dir) / "log.jsonl", complain=partial(warn, run_dir)):
-        for rows, key in ((train, "loss"), (evals, "val_loss")):
-            if key in row:
-                rows[row["step"]] = row
-    if not train and not evals:
-        warn(run_dir, "log.jsonl has no rows to plot, skipped")
-    return [train[s] for s in sorted(train)], [evals[s] for s in sorted(evals)]
-
-
-def column(rows, key):
-    """One key of all rows, [n]."""
-    return np.array([number(row.get(key)) for row in rows])
-
-
-def curves_of(run_dir, x="step"):
-    """The log as arrays, None if there is nothing to draw; a line to stderr for each thing that is wrong."""
-    train, evals = read_log(run_dir)
-    if not train and not evals:
-        return None
-    key, unit = AXES[x][0], 60 if x == "time" else 1
-    c = SimpleNamespace(
-        x=x,
-        tx=column(train, key) / unit,
-        loss=column(train, "loss"),
-        lr=column(train, "lr"),
-        ex=column(evals, key) / unit,
-        step=column(evals, "step"),
-        etrain=column(evals, "train_loss"),
-        val=column(evals, "val_loss"),
-        bpb=column(evals, "val_bpb"))
-    if not np.isfinite(np.r_[c.tx, c.ex]).any():
-        return warn(run_dir, f"no {key!r} in log.jsonl, skipped")
-    if x == "time" and (np.diff(c.tx) < 0).any():
-        warn(run_dir, "elapsed_s restarts in log.jsonl, so its curves fold back; --x step does not")
-    if not evals:
-        warn(run_dir, "no evaluation rows yet: validation loss, bits per byte and gap are left out")
-    lost = np.r_[column(train, "step")[np.isnan(c.loss)], c.step[np.isnan(c.val)]]
-    if lost.size:
-        warn(run_dir, f"{lost.size} loss(es) not finite, the first at step {lost.min():g}; drawn as gaps")
-    c.gap = c.val - c.etrain
-    both = np.isfinite(c.bpb) & (c.val > 0)
-    # nats per token -> bits per byte
-    c.ratio = np.median(c.bpb[both] / c.val[both]) if both.any() else np.nan
-    c.window = len(train) // 40 * 2 + 1
-    c.smooth = moving_mean(c.loss, c.window)
-    return c
-
-
-def moving_mean(values, window):
-    """The mean of the finite ones among `window` values around each; NaN where the value itself is."""
-    if not len(values):
-        return values
-    finite = np.isfinite(values)
-    total = np.convolve(np.nan_to_num(values), np.ones(window), "same")
-    count = np.convolve(finite, np.ones(window), "same")
-    return np.where(finite, total / np.maximum(count, 1), np.nan)
