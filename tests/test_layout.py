@@ -144,3 +144,11 @@ def test_no_function_is_longer_than_60_lines_without_a_reason():
                     and node.end_lineno - node.lineno >= 60:
                 long.add(f"{name}:{node.name}")
     assert long <= set(LONG), "shorten it, or give a reason in LONG"
+
+
+# ---- tests that `make test` leaves out ----
+
+def test_every_slow_test_is_there():
+    for line in (ROOT / "tests/slow.txt").read_text().splitlines():
+        file, name = line.split("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), line
