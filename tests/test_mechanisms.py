@@ -11,13 +11,13 @@ from torch.nn import functional as F
 
 import model as model_py
 import oracle
+from oracle import agree, close, dense, equals_the_oracle, gradients, normal, sigmoid, softmax, tokens
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, AdvantageAttention, Agency, CausalMask,
                    ConstraintHeads, Context, GPTConfig, HeadRoles, HeadRouter, Heads, KVCache, SentinelGate,
                    SkipFusion, constraint_losses, discounted_return, explain)
 from nanoheads.common import ROOT
 from nanoheads.kernels import attend_lse, attend_packed, attend_selected, flex, row_statistics
 from nanoheads.training import optim
-from oracle import agree, close, dense, equals_the_oracle, gradients, normal, sigmoid, softmax, tokens
 from train import TrainConfig
 
 # on CPU it is the reference, not a kernel

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import oracle
 from conftest import write_dataset
 from scipy.stats import spearmanr
 from scipy.stats import t as student
 from torch import nn
 from torch.nn import functional as F
 
-import oracle
 import probe
 from evaluate import score, windows_of
 from model import MECHANISMS, GPT, GPTConfig
