@@ -29,55 +29,73 @@ import torch
 from nanoheads import configurator
 from nanoheads.common import UserError, explain, pick_device, table
 from nanoheads.study import analysis, costs, fingerprint, queue, report, results, tables, trial
-from nanoheads.study.arms import BOOKKEEPING, ArmBuilder, StudyConfig
+from nanoheads.study.variants import BOOKKEEPING, StudyConfig, VariantBuilder
 
 PLAIN = "plain"
 
 
+def by_name(variants):
+    return {variant.name: variant for variant in variants}
+
+
+def extend_grid(tried, tuned):
+    """Add to {variant: {group: factors}} what lies beyond a best factor at the end of those tried.
+
+    tuned: {variant: {group: {factor: bits/byte}}}.
+    """
+    for name, own in tuned.items():
+        for group, scores in own.items():
+            best = min(scores, key=scores.get)
+            if best == min(tried[name][group]):
+                tried[name][group].add(best / 2)
+            elif best == max(tried[name][group]):
+                tried[name][group].add(best * 2)
+
+
 class Study:
-    """A study: its arms, the runs that it consists of so far, and which arm is compared with which."""
+    """A study: its variants, the runs that it consists of so far, and which are compared with each other."""
 
     def __init__(self, config, name):
         self.config, self.name = config, name
-        self.builder = ArmBuilder(config)
+        self.builder = VariantBuilder(config)
         self.scale = Path(config.base).stem if config.base else config.scale
         if config.size:
             self.scale += f"-{config.size}"
         self.out = Path(config.out_dir or f"out/{name}-{self.scale}")
         self.trials = self.out / "trials" if config.again else trial.TRIALS  # what is done is no answer
-        self.variants = {arm.name: arm for arm in self.builder.variants()}
-        self.arms = {PLAIN: self.builder.plain}  # those that are judged, by and by
+        self.variants = by_name(self.builder.variants())
+        self.compared = {PLAIN: self.builder.plain}  # all that are judged: variants, budgets, baselines
         self.pairs = []      # (variant, baseline, what is equal beside the hyperparameters)
-        self.runs = {}       # (stage, arm, seed): folder; a stage is screen, judge or tune
+        self.runs = {}       # (stage, variant, seed): folder; a stage is screen, judge or tune
         self.specs = {}      # folder: its trial.json
         self.screened = None  # what results.json.gz says of the first stage
-        self.tuned = {}      # arm: {group: {factor: bits/byte on validation}}
-        self.candidates = {}  # arm: [{rates, as factors, and bits/byte on validation of each seed}]
+        self.tuned = {}      # variant: {group: {factor: bits/byte on validation}}
+        self.candidates = {}  # variant: [{rates, as factors, and bits/byte on validation of each seed}]
 
     # ---- runs ----
 
-    def spec(self, arm, seed, split):
+    def spec(self, variant, seed, split):
         """trial.json of one run."""
-        model = replace(arm.model, seed=seed + arm.flags.get("seed", 0))
-        training = fingerprint.own_training(arm.train)
+        model = replace(variant.model, seed=seed + variant.flags.get("seed", 0))
+        training = fingerprint.own_training(variant.train)
         flags = {key: value for key, value in training.items() if key not in BOOKKEEPING}
         # a cluster's node picks its own device; here, GPUs are handed out by number
         on_slurm = queue.on_slurm(self.config.submit)
         flags["device"] = self.config.device if on_slurm else pick_device(self.config.device).split(":")[0]
         return dict(model=fingerprint.own_flags(model), train=flags,
                     score=dict(split=split, tokens=self.config.test_tokens),
-                    data=trial.data_of(self.builder.data, arm.train.labels, arm.train.teacher),
-                    code=fingerprint.code_digest(model, arm.train), torch=torch.__version__)
+                    data=trial.data_of(self.builder.data, variant.train.labels, variant.train.teacher),
+                    code=fingerprint.code_digest(model, variant.train), torch=torch.__version__)
 
-    def plan(self, stage, arms, seeds, split=None):
-        """Add runs of these arms, seed by seed: a stage that is cut short has whole seeds; folders."""
+    def plan(self, stage, variants, seeds, split=None):
+        """Add runs of these variants, seed by seed: a stage that is cut short has whole seeds; folders."""
         folders = []
         for seed in seeds:
-            for arm in arms:
-                spec = self.spec(arm, seed, split or self.config.split)
+            for variant in variants:
+                spec = self.spec(variant, seed, split or self.config.split)
                 folder = trial.folder_of(spec, self.trials)
                 self.specs[folder] = spec
-                self.runs[stage, arm.name, seed] = folder
+                self.runs[stage, variant.name, seed] = folder
                 folders.append(folder)
         return folders
 
@@ -91,7 +109,7 @@ class Study:
         queue.run_all(folders, place, what)
 
     def scores(self, stage):
-        """{arm: {seed: bits/byte}} of what is done in a stage."""
+        """{variant: {seed: bits/byte}} of what is done in a stage."""
         found = {}
         for (at, name, seed), folder in self.runs.items():
             if at == stage and (result := trial.result(folder)):
@@ -104,8 +122,8 @@ class Study:
         """Screen, judge, compare winners with plain GPTs of their size, tune; place None: plan alone."""
         c, chosen = self.config, list(self.variants)
         if c.screen:
-            arms = [self.builder.plain, *self.variants.values()]
-            self.execute(self.plan("screen", arms, c.screen_seeds, "val"), place, "screening")
+            variants = [self.builder.plain, *self.variants.values()]
+            self.execute(self.plan("screen", variants, c.screen_seeds, "val"), place, "screening")
             chosen = self.choose()
         self.judge(chosen, place)
         if place is None and not c.report_only:
@@ -116,7 +134,7 @@ class Study:
             self.tune(place)
 
     def choose(self):
-        """The variants to judge: the best and the worst on validation, those asked for, those contrasted."""
+        """The variants to judge: the best and the worst on validation, those named, those contrasted."""
         c, scores = self.config, self.scores("screen")
         means = {name: sum(own.values()) / len(own) for name, own in scores.items() if name in self.variants}
         ranked = sorted(means, key=means.get) or list(self.variants)  # none is known before the first run
@@ -130,49 +148,51 @@ class Study:
                                   + (f", and {', '.join(dict.fromkeys(named))}" if named else ""))
         return self.screened["chosen"]
 
-    def plain_seeds(self, judged):
+    def plain_seeds(self, n_variants):
         """The seeds of the plain GPT, which stands in every comparison: more than a variant has."""
         c, seeds = self.config, list(self.config.seeds)
-        n = c.plain_seeds or round(len(seeds) * max(1, judged) ** 0.5)
+        n = c.plain_seeds or round(len(seeds) * max(1, n_variants) ** 0.5)
         more = (seed for seed in range(max(seeds) + 1, 10**9) if seed not in c.screen_seeds)
         return [*seeds, *(next(more) for _ in range(n - len(seeds)))]
 
     def judge(self, chosen, place):
         """Train the chosen with fresh seeds, the plain GPT with more of them and at the other budgets."""
         c = self.config
-        arms = [self.variants[name] for name in chosen]
+        variants = [self.variants[name] for name in chosen]
         budgets = [self.builder.at_budget(multiple) for multiple in c.budgets]
-        self.arms.update({arm.name: arm for arm in [*budgets, *arms]})
+        self.compared.update(by_name([*budgets, *variants]))
         self.pairs += [(name, PLAIN, []) for name in chosen]
         self.pairs += [(one, other, []) for one, other in c.contrasts if other != PLAIN]
-        self.execute(self.plan_judged(self.builder.plain, arms, budgets), place)
+        self.execute(self.plan_judged(self.builder.plain, variants, budgets), place)
 
-    def plan_judged(self, plain, arms, budgets=()):
-        """Add the runs that judge arms against a plain GPT, which has more seeds; folders."""
+    def plan_judged(self, plain, variants, budgets=()):
+        """Add the runs that judge variants against a plain GPT, which has more seeds; folders."""
         seeds = self.config.seeds
-        folders = self.plan("judge", [plain, *arms, *budgets], seeds)
-        return folders + self.plan("judge", [plain], self.plain_seeds(len(arms))[len(seeds):])
+        folders = self.plan("judge", [plain, *variants, *budgets], seeds)
+        return folders + self.plan("judge", [plain], self.plain_seeds(len(variants))[len(seeds):])
 
     def verdicts(self):
         """{variant: (verdict against the plain GPT, difference)} of what is done."""
         pairs = [pair for pair in self.pairs if not pair[2]]
-        rows = analysis.judged(self.scores("judge"), pairs, self.config.alpha, self.config.margin)
+        rows = analysis.comparisons(self.scores("judge"), pairs, self.config.alpha, self.config.margin)
         return {row["variant"]: (row["verdict"], row["mean"]) for row in rows if row["baseline"] == PLAIN}
 
     def match_parameters(self, place):
-        """Whoever looks better meets a plain GPT with as many parameters."""
+        """Compare each variant that seems better with a plain GPT of as many parameters."""
         before = None
-        while before != len(self.pairs):  # more runs, more known of the spread: others may look better then
+        while before != len(self.pairs):  # more runs, more known of the spread: others may seem better then
             before = len(self.pairs)
             for name, (verdict, difference) in self.verdicts().items():
                 if verdict == "better" or verdict == "leaning" and difference < 0:
-                    baselines = [arm for arm in self.arms.values() if arm.kind == "baseline"]
-                    arm = self.builder.same_parameters(self.arms[name], baselines)
-                    self.arms.setdefault(arm.name, arm)
-                    if arm.name != PLAIN and (name, arm.name, ["parameters"]) not in self.pairs:
-                        self.pairs.append((name, arm.name, ["parameters"]))
-            wider = [arm for arm in self.arms.values() if arm.kind == "baseline"]
-            self.execute(self.plan("judge", wider, self.config.seeds), place)
+                    baseline = self.builder.same_parameters(self.compared[name], self.baselines())
+                    self.compared.setdefault(baseline.name, baseline)
+                    if baseline.name != PLAIN and (name, baseline.name, ["parameters"]) not in self.pairs:
+                        self.pairs.append((name, baseline.name, ["parameters"]))
+            self.execute(self.plan("judge", self.baselines(), self.config.seeds), place)
+
+    def baselines(self):
+        """The plain GPTs that were made for a variant: wider, or at their own best rates."""
+        return [variant for variant in self.compared.values() if variant.kind == "baseline"]
 
     def tune(self, place):
         """Judge those that are better or worse again, and the plain GPT, each at its own best rates.
@@ -183,44 +203,42 @@ class Study:
         names = [name for name, (verdict, _) in self.verdicts().items() if verdict in ("better", "worse")]
         if not names:
             return
-        arms = [self.arms[name] for name in (PLAIN, *names)]
-        groups, seed = {arm.name: arm.groups() for arm in arms}, self.config.screen_seeds[:1]
-        tried = {arm.name: {group: {0.5, 1.0, 2.0} for group in groups[arm.name]} for arm in arms}
+        variants = [self.compared[name] for name in (PLAIN, *names)]
+        groups, seed = {variant.name: variant.groups() for variant in variants}, self.config.screen_seeds[:1]
+        tried = {name: {group: {0.5, 1.0, 2.0} for group in own} for name, own in groups.items()}
         for _ in range(3):
-            runs = {(arm.name, group, factor): self.plan("tune", [arm.at_rates(
-                {group: factor}, f"{arm.name}, {group} x {factor:g}")], seed, "val")[0]
-                for arm in arms for group in groups[arm.name] for factor in sorted(tried[arm.name][group])}
+            runs = {}
+            for variant in variants:
+                name = variant.name
+                for group, factor in ((g, f) for g in groups[name] for f in sorted(tried[name][g])):
+                    changed = variant.at_rates({group: factor}, f"{name}, {group} x {factor:g}")
+                    runs[name, group, factor], = self.plan("tune", [changed], seed, "val")
             self.execute(list(dict.fromkeys(runs.values())), place, "learning rates")
             found = {key: result["bpb"] for key, folder in runs.items() if (result := trial.result(folder))}
             self.tuned = {}
             for (name, group, factor), bpb in found.items():
                 self.tuned.setdefault(name, {}).setdefault(group, {})[factor] = bpb
-            for name, own in self.tuned.items():
-                for group, scores in own.items():
-                    best = min(scores, key=scores.get)
-                    if best == min(tried[name][group]):
-                        tried[name][group].add(best / 2)
-                    elif best == max(tried[name][group]):
-                        tried[name][group].add(best * 2)
+            extend_grid(tried, self.tuned)
             for group in groups[PLAIN]:  # what is tried for a variant is tried for the plain GPT
                 tried[PLAIN][group].update(*(own[group] for own in tried.values() if group in own))
-        self.judge_tuned(arms, place)
+        self.judge_tuned(variants, place)
 
-    def judge_tuned(self, arms, place):
-        """Judge at its best rates, of one group or of all, whoever has them by the first stage's seeds.
+    def judge_tuned(self, variants, place):
+        """Judge each at its best rates, of one group or of all, by the first stage's seeds.
 
         One seed's best of six is luck in part, and what is good by itself may be bad together: the plain
         GPT's best two were.
         """
-        if any({*self.tuned.get(arm.name, ())} < {*arm.groups()} for arm in arms):
+        if any({*self.tuned.get(variant.name, ())} < {*variant.groups()} for variant in variants):
             return  # not all of it is done
         tried, seeds = {}, self.config.screen_seeds
-        for arm in arms:
-            best = {group: min(scores, key=scores.get) for group, scores in self.tuned[arm.name].items()}
+        for variant in variants:
+            best = {group: min(scores, key=scores.get) for group, scores in self.tuned[variant.name].items()}
             moved = {group: factor for group, factor in best.items() if factor != 1}
-            tried[arm.name] = [{}, *({group: moved[group]} for group in moved), *[moved] * (len(moved) > 1)]
-        at = {(arm.name, i): arm.at_rates(rates, f"{arm.name}, candidate {i}")
-              for arm in arms for i, rates in enumerate(tried[arm.name])}
+            alone = [{group: factor} for group, factor in moved.items()]
+            tried[variant.name] = [{}, *alone, *[moved] * (len(moved) > 1)]
+        at = {(variant.name, i): variant.at_rates(rates, f"{variant.name}, candidate {i}")
+              for variant in variants for i, rates in enumerate(tried[variant.name])}
         folders = self.plan("tune", at.values(), seeds, "val")
         self.execute(folders, place, "best rates")
         if not all(trial.done(folder) or trial.failure(folder) for folder in folders):
@@ -229,33 +247,33 @@ class Study:
         self.candidates = {name: [dict(rates=rates, bpb=scores.get(at[name, i].name, {}))
                                   for i, rates in enumerate(each)] for name, each in tried.items()}
         taken = analysis.best_rates(self.candidates)
-        new = {arm.name: arm.at_rates(tried[arm.name][i], f"{arm.name}, tuned")
-               for arm in arms if (i := taken[arm.name])}
+        new = {variant.name: variant.at_rates(tried[variant.name][i], f"{variant.name}, tuned")
+               for variant in variants if (i := taken[variant.name])}
         plain = replace(new.pop(PLAIN), kind="baseline") if PLAIN in new else self.builder.plain
-        self.arms.update({arm.name: arm for arm in (plain, *new.values())})
-        self.pairs += [(new.get(arm.name, arm).name, plain.name, ["tuned rates"]) for arm in arms[1:]
-                       if arm.name in new or plain.name != PLAIN]
+        self.compared.update(by_name([plain, *new.values()]))
+        self.pairs += [(new.get(variant.name, variant).name, plain.name, ["tuned rates"])
+                       for variant in variants[1:] if variant.name in new or plain.name != PLAIN]
         self.execute(self.plan_judged(plain, list(new.values())), place)
 
 
 # ---- command line ----
 
 def plan_of(study):
-    """What a study consists of, as text: every arm with its cost, how many runs are left, how long."""
+    """What a study consists of, as text: every variant with its cost, how many runs are left, how long."""
     c = study.config
     place = queue.Slots(c.jobs, c.device, c.jobs_per_gpu)
-    arms = {**study.variants, **study.arms}
+    variants = {**study.variants, **study.compared}
     device = pick_device(c.device)
     plain, sizes = study.builder.plain, study.builder.data.splits
     seconds = costs.seconds_per_run(plain, device, place.threads, c.test_tokens or sizes[c.split]["tokens"],
                                     sizes["val"]["tokens"])
     rows = []
-    for arm in arms.values():
-        flags = " ".join(f"{key}={value}" for key, value in arm.flags.items())[:70]
-        rows.append((arm.name, f"{arm.params:,}", f"{arm.train.max_iters:,}",
-                     f"{arm.tokens * arm.flops_per_token:.3g}", flags))
+    for variant in variants.values():
+        flags = " ".join(f"{key}={value}" for key, value in variant.flags.items())[:70]
+        rows.append((variant.name, f"{variant.params:,}", f"{variant.train.max_iters:,}",
+                     f"{variant.tokens * variant.flops_per_token:.3g}", flags))
     left = [key for key, folder in study.runs.items() if not trial.done(folder)]
-    budget = sum(arms[name].train.max_iters for _, name, _ in left) / plain.train.max_iters
+    budget = sum(variants[name].train.max_iters for _, name, _ in left) / plain.train.max_iters
     hours = budget * seconds / place.count / 3600
     notes = [f"{len(study.runs):,} runs, {len(left):,} of them to do, in {study.trials}",
              f"about {hours:.2g} hours, {place.count} at once, if each took as long as the plain GPT's here, "
@@ -263,10 +281,10 @@ def plan_of(study):
     if place.per_gpu > 1:
         notes.append(f"{place.per_gpu} runs share a GPU, and each takes longer than alone: not in the hours")
     if c.screen and c.best + c.worst < len(study.variants):
-        notes.append("who is judged is not known before the screening; here it is taken for the first ones")
+        notes.append("which are judged is known after the screening; here it is taken for the first ones")
     if c.tune_lr:
         notes.append("rates of those with a verdict are tuned after that, which is not counted")
-    return "\n".join([table(("arm", "parameters", "steps", "FLOPs", "flags"), rows, left=(0, 4)), *notes])
+    return "\n".join([table(("variant", "parameters", "steps", "FLOPs", "flags"), rows, left=(0, 4)), *notes])
 
 
 def name_of(config, files):

@@ -27,8 +27,9 @@ text with a cache, in turns with the whole model; MiB are weights, buffers and t
 
 import argparse
 import copy
+import subprocess
 import sys
-from contextlib import redirect_stdout
+import tempfile
 from dataclasses import asdict, fields, replace
 from itertools import product
 from pathlib import Path
@@ -37,19 +38,19 @@ from statistics import mean
 import numpy as np
 import torch
 
-from bench import progress_bar, take_turns, time_rows
-from evaluate import load
 from model import GPT
-from nanoheads.common import UserError, last_words, pick_device, table, writable, write_atomic, write_json
+from nanoheads.common import (ROOT, UserError, last_words, pick_device, table, writable, write_atomic,
+                              write_json)
 from nanoheads.configurator import near
 from nanoheads.drawing import COLOURS
-from nanoheads.heads.controller import ControllerConfig
 from nanoheads.heads.measuring import (attentions, cache_bytes, closed, evaluating, fixed_text, measure,
                                        nats_on, static_gates)
+from nanoheads.pruning import pack, prune_heads
 from nanoheads.study.pictures import drawn, panels
-from nanoheads.study.trial import score_windows
+from nanoheads.timing import progress_bar, take_turns, time_rows
 from nanoheads.training import checkpoint
-from train import TrainConfig, train
+from nanoheads.training.config import ControllerConfig, TrainConfig
+from nanoheads.training.scoring import load, score_windows
 
 RECOVER_FROM = 0.3   # of the peak learning rates
 DECODED = 256        # tokens that a timed text has at most
@@ -143,7 +144,7 @@ def removal_order(model, by, n, floor, x, y, seed):
 def without_heads(model, gone):
     """A copy of the model without these (layer, head)."""
     smaller = copy.deepcopy(model)
-    smaller.prune_heads({layer: [head for at, head in gone if at == layer] for layer, _ in gone})
+    prune_heads(smaller, {layer: [head for at, head in gone if at == layer] for layer, _ in gone})
     return smaller
 
 
@@ -189,7 +190,7 @@ def held_bytes(model):
 
 def decoding(model, smaller, args):
     """{figure: value} of memory and cached decoding, both models packed and in turns; speed: whole = 1."""
-    models = dict(whole=model.packed(), pruned=smaller.packed())
+    models = dict(whole=pack(model), pruned=pack(smaller))
     found = dict(bytes=held_bytes(models["pruned"]), bytes_before=held_bytes(models["whole"]))
     if args.rounds:
         n = min(model.config.block_size - 1, DECODED)
@@ -208,20 +209,46 @@ def save(path, state, model, row):
     checkpoint.save(path, dict(kept, model=model.state_dict(), config=asdict(model.config), pruned=row))
 
 
-def recovered(path, state, model, data, args):
-    """Train on from a pruned checkpoint into its folder; the model of the lowest validation loss."""
+def recovery(path, state, model, data, args):
+    """{key: value}, where it is not the default, of training on from a pruned checkpoint into its folder."""
     known = {f.name for f in fields(TrainConfig)} - {f.name for f in fields(ControllerConfig)}
     config = TrainConfig(**{key: value for key, value in state["train"].items() if key in known})
     config = config.for_recipe(model.config.recipe)
     rates = ("lr", "muon_lr", "embed_lr", "mechanism_lr")
     rates = {key: RECOVER_FROM * getattr(config, key) for key in rates}
     launch = dict(resume=False, overwrite=False, eval_only=False, init_anyway=False, wandb_log=False)
+    if config.thaw_from and config.thaw_from >= args.recover:  # the trunk stays frozen to the end
+        launch["thaw_from"] = None
     config = replace(config, **rates, **launch, out_dir=str(path.parent), init_from=str(path),
                      dataset=str(data.dir), device=args.device, max_iters=args.recover, lr_decay_iters=None,
                      min_lr=0.0, schedule="trapezoid", decay_frac=1.0, warmup_iters=0,
                      eval_interval=max(1, args.recover // 4), save_interval=args.recover)
-    with redirect_stdout(sys.stderr):
-        train(replace(model.config, seed=model.config.seed + 1), config)
+    defaults = asdict(TrainConfig())
+    values = {key: value for key, value in asdict(config).items() if value != defaults[key]}
+    c = model.config  # the checkpoint brings its flags, but for those that a new run sets
+    return dict(values, seed=c.seed + 1, dropout=c.dropout, attn_dropout=c.attn_dropout,
+                checkpoint_activations=c.checkpoint_activations)
+
+
+def run_training(values):
+    """Run train.py with these values, its lines on stderr. UserError, in one line, where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "recover.py")
+        file.write_text("".join(f"{key} = {value!r}\n" for key, value in values.items()), encoding="utf-8")
+        # stdout holds the table alone, so that what train.py prints goes to file descriptor 2
+        done = subprocess.run([sys.executable, str(ROOT / "train.py"), str(file)], stdout=2,
+                              stderr=subprocess.PIPE, text=True, errors="replace")
+    problems = [line.removeprefix("train: ") for line in done.stderr.splitlines()
+                if line.startswith("train: ")]
+    if not done.returncode or not problems:
+        print(done.stderr, end="", file=sys.stderr)
+    if done.returncode:
+        raise UserError(f"--recover: {'; '.join(problems) or f'train.py ended with {done.returncode}'}")
+
+
+def recovered(path, state, model, data, args):
+    """Train on from a pruned checkpoint into its folder; the model of the lowest validation loss."""
+    run_training(recovery(path, state, model, data, args))
     return checkpoint.build(checkpoint.read(path.parent), path.parent, args.device)
 
 

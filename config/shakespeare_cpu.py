@@ -13,7 +13,7 @@ dropout = 0.0
 batch_size = 12
 max_iters = 240
 warmup_iters = 0      # whatever --scale has
-muon_lr = 0.03        # both tuned for this short run, see docs/log.md
+muon_lr = 0.03        # both tuned for this short run, see docs/archive/log-2026-11.md
 muon_momentum = 0.85
 
 eval_interval = 240

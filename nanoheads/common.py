@@ -136,9 +136,9 @@ def json_safe(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_json(path, value):
+def write_json(path, value, indent=1):
     """write_atomic() of a value as JSON, json_safe() before. Raises UserError."""
-    write_atomic(path, lambda f: f.write(json.dumps(json_safe(value), indent=1).encode() + b"\n"))
+    write_atomic(path, lambda f: f.write(json.dumps(json_safe(value), indent=indent).encode() + b"\n"))
 
 
 def table(head, rows, left=1, width=None):

@@ -133,8 +133,17 @@ def parse(text, t):
 # ---- keys ----
 
 def source_lines(cls):
-    """The lines of a dataclass's source, and before them those of the dataclasses that it extends."""
-    return [line for each in reversed(cls.__mro__[:-1]) for line in inspect.getsource(each).splitlines()]
+    """The lines of a dataclass's source, and before them those of the dataclasses that it extends.
+
+    The Options of a mechanism, a class inside of its class, get a heading: its first flag's name.
+    """
+    lines = []
+    for each in reversed(cls.__mro__[:-1]):
+        source = textwrap.dedent(inspect.getsource(each)).splitlines()
+        if each.__name__ == "Options":
+            lines.append(f"    # ---- {next(iter(each.__annotations__))} ----")
+        lines += source
+    return lines
 
 
 def comments(cls):
@@ -316,8 +325,13 @@ def run_name(scale, names, files):
 
 # ---- all of it ----
 
-def load(classes, argv, doc="", together=None, more=None, mechanisms=None):
-    """One instance per dataclass, from config files and arguments; `given` on each: the keys that they set.
+def load(classes, argv, doc="", **how):
+    """One instance per dataclass, from config files and arguments; see load_given()."""
+    return load_given(classes, argv, doc, **how)[0]
+
+
+def load_given(classes, argv, doc="", together=None, more=None, mechanisms=None):
+    """([one instance per dataclass], {key: value} that was set) from config files and arguments.
 
     more: {where it comes from: {key: value}} wins over the files, and the command line over both.
     mechanisms: {name: flags} to choose from. With it there are the keys of Presets, too; what they set counts
@@ -355,7 +369,7 @@ def load(classes, argv, doc="", together=None, more=None, mechanisms=None):
         bad += problems + more_problems
         lost = lost or bool(problems) or bool(wrong & {"scale", "mechanism"})
         values = {**defaults, **values}
-    given = set(values)
+    given = dict(values)
     if presets and values.get("out_dir") is None:
         values["out_dir"] = f"out/{run_name(scale, names, files)}"
 
@@ -363,11 +377,10 @@ def load(classes, argv, doc="", together=None, more=None, mechanisms=None):
     for cls in classes:
         own = {f.name for f in fields(cls)}
         made.append(cls(**{key: value for key, value in values.items() if key in own}))
-        made[-1].given = own & given
     if not lost:
         found = [p for instance in made for p in instance.problems()] + (together(*made) if together else [])
         # a key named in `wrong` kept its default, which nobody asked for: what follows from that is no news
         bad += [p for p in found if not any(re.search(rf"\b{key}\b", p) for key in wrong)]
     if bad:
         raise UserError("\n".join(bad))
-    return made
+    return made, given

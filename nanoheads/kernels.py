@@ -119,6 +119,21 @@ def keep_inputs(ctx, inputs, output):
 linear32.register_autograd(linear32_backward, setup_context=keep_inputs)
 
 
+def float32_linear(layer, x):
+    """layer(x) in float32 also under autocast, whose rounding would make ties of near logits."""
+    with torch.autocast(x.device.type, enabled=False):
+        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
+        bias = None if layer.bias is None else layer.bias.to(dtype)
+        linear = linear32 if x.is_cuda and dtype == torch.float32 else F.linear
+        return linear(x.to(dtype), layer.weight.to(dtype), bias)
+
+
+def product_dtype(x):
+    """The dtype of a matrix product with x: autocast's, or its own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def padded_rows(weight, multiple=64):
     """A head's weight [V, C] with rows of zeros up to a multiple, without which a GPU reads its logits
     unaligned, as at GPT-2's 50,257. On a CPU as it is.
@@ -283,6 +298,61 @@ def compiled_flex():
     return torch.compile(flex_attention, dynamic=False)
 
 
+KERNEL_BLOCK = 128  # tokens in a block of FlexAttention's masks
+
+
+def block_mask(T, device, mask_mod, window=None, n_global=0, random_blocks=None):
+    """BlockMask of T tokens: which blocks of keys each block of queries sees in part, and which whole.
+
+    mask_mod(query, key): whether the one sees the other. window: tokens seen, beside the first n_global and
+    random_blocks [blocks, blocks]; None: all before. Nothing is T x T.
+    """
+    size, n = KERNEL_BLOCK, -(-T // KERNEL_BLOCK)
+    i = torch.arange(n, device=device)[:, None]
+    j = i.T
+    partial_blocks, full_blocks = i >= j, i > j
+    if window:
+        near = ((i - j) * size - (size - 1) < window) | (j * size < n_global)
+        if random_blocks is not None:
+            near = near | random_blocks[:n, :n]
+        partial_blocks = partial_blocks & near
+        full_blocks = full_blocks & (((i - j) * size + size - 1 < window) | (j * size + size - 1 < n_global))
+
+    def listed(table):
+        """How many blocks each row of a table has, and which, in the form of BlockMask."""
+        order = table.int().argsort(dim=-1, descending=True, stable=True)
+        return table.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+    return BlockMask.from_kv_blocks(*listed(partial_blocks & ~full_blocks), *listed(full_blocks),
+                                    BLOCK_SIZE=size, seq_lengths=(T, T),
+                                    mask_mod=lambda b, h, query, key: mask_mod(query, key))
+
+
+def random_cells(T, cell, window, n_random):
+    """Which cells of tokens before its window each cell also sees, bool [cells, cells] (BigBird).
+
+    The draw is the same for every seed: a checkpoint trained on with another seed keeps its pattern.
+    """
+    n = -(-T // cell)
+    reach = -(-(window - 1) // cell)  # cells that the window touches
+    generator, table = torch.Generator().manual_seed(1337), torch.zeros(n, n, dtype=torch.bool)
+    for row in range(reach + 1, n):
+        table[row, torch.randperm(row - reach, generator=generator)[:n_random]] = True
+    return table
+
+
+def blocks_reached(cells, cell, T):
+    """The kernel's blocks that cells of so many tokens reach into, bool [blocks, blocks]; cells: the same of
+    cells. Made once: a number of cells that depends on data breaks a compiled graph.
+    """
+    i = torch.arange(len(cells))[:, None]
+    blocks = torch.arange(-(-T // KERNEL_BLOCK))
+    # which blocks each cell reaches into: it begins before their end, and ends after their beginning
+    reaches = (i * cell < (blocks + 1) * KERNEL_BLOCK) & ((i + 1) * cell > blocks * KERNEL_BLOCK)
+    reaches = reaches.float()
+    return reaches.T @ cells.float() @ reaches > 0
+
+
 FLEX_MIN = 16  # head sizes below it are refused by FlexAttention on CUDA
 
 
@@ -375,7 +445,7 @@ def row_statistics(q, k, v, scale, mask, n_keys, detach=False, dropout=0.0, shap
 
 # ---- attention of some heads or some queries ----
 
-SKIP_FROM = 2048  # keys from which skipping heads pays at decode on CPU (measured: docs/results.md)
+SKIP_FROM = 2048  # keys from which skipping heads pays at decode on CPU (measured: docs/results/speed.md)
 
 
 def attend_selected(q, k, v, scale, used, mask):

@@ -157,3 +157,9 @@ def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def pass_of(model, x, **wanted):
+    """The Pass in which a model's first block reads x [B, T, C], without a cache."""
+    T = x.size(1)
+    return model.make_pass(model.mask_of(0), slice(0, T), 0, T, None, None, x.device, **wanted)

@@ -21,6 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from nanoheads.pruning import prune_heads
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, KVCache  # noqa: E402
 
 SHAPE = dict(block_size=16, vocab_size=37, n_layer=3, n_head=6, n_embd=72, seed=7)
@@ -78,7 +79,7 @@ def computed(model):
         pieces = [model.hidden(piece, cache, pad) for piece in idx.split([6, 1, 1, 5], dim=1)]
         found["cached"] = torch.cat(pieces, 1)
         found["generated"] = model.generate(idx[:, :5], 20, temperature=0)
-        model.prune_heads({0: [1, 4], 1: [0]})
+        prune_heads(model, {0: [1, 4], 1: [0]})
         found["pruned"] = model.hidden(idx)
     return {name: None if t is None else t.detach().clone() for name, t in found.items()}
 

@@ -16,12 +16,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import evaluate
 import sample
 from evaluate import main
-from model import GPT, explain
+from model import GPT
 from nanoheads.common import UserError
 from nanoheads.heads import audit
+from nanoheads.heads.traces import explain
+from nanoheads.training.sampling import model_and_tokenizer
 from test_sample import make_checkpoint
 
 NAMES = ["fair", "clear"]
@@ -102,7 +103,7 @@ def agree(got, want):
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("n", [1, 5, T, 2 * T, 2 * T + 3])
 def test_a_line_says_what_one_token_at_a_time_says(make, flags, n):
-    model, tokenizer = evaluate.model_and_tokenizer(make(**FLAGS[flags]), "cpu")
+    model, tokenizer = model_and_tokenizer(make(**FLAGS[flags]), "cpu")
     model, ids = model.double(), list(random_text(n))
     text = audit.spell(tokenizer, ids)
     for start in range(0, n, T):
@@ -118,7 +119,7 @@ def shifted(values):
 @pytest.mark.parametrize("wrong", ["logits", "probabilities", "head_logits", "gates", "maps", "nats",
                                    "names"])
 def test_the_oracle_catches_a_shifted_line(make, wrong):
-    model, tokenizer = evaluate.model_and_tokenizer(make(**FLAGS["two blocks, two heads"]), "cpu")
+    model, tokenizer = model_and_tokenizer(make(**FLAGS["two blocks, two heads"]), "cpu")
     ids = list(random_text(9))
     line = audit.audit(model.double(), audit.spell(tokenizer, ids), SOURCE, maps=True)
     want = slowly(model, ids)
@@ -143,7 +144,7 @@ def test_a_file_is_read_once_from_end_to_end(make, tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].endswith("t.txt: 37 tokens in 3 windows of 16, judged for fair, clear")
     assert printed[1:] == [str(out), str(out.with_suffix(".html"))]
-    lines, (model, _) = lines_of(out), evaluate.model_and_tokenizer(path, "cpu")
+    lines, (model, _) = lines_of(out), model_and_tokenizer(path, "cpu")
     assert [i for line in lines for i in line["ids"]] == list(raw)
     assert [line["first"] for line in lines] == [0, 16, 32]
     for line in lines:
@@ -162,7 +163,7 @@ def test_a_file_is_read_once_from_end_to_end(make, tmp_path, capsys):
 
 @pytest.mark.parametrize("n", [3, T])
 def test_the_top_tokens_are_those_of_explain(make, n):
-    model, tokenizer = evaluate.model_and_tokenizer(make(**FLAGS["two blocks, two heads"]), "cpu")
+    model, tokenizer = model_and_tokenizer(make(**FLAGS["two blocks, two heads"]), "cpu")
     line = audit.audit(model, audit.spell(tokenizer, list(b"abcdefghijklmnop"[:n])), SOURCE)
     with torch.no_grad():
         traces = model(torch.tensor([line["ids"]]), traces=True).traces
@@ -177,7 +178,7 @@ def test_the_top_tokens_are_those_of_explain(make, n):
 
 
 def test_one_gate_for_a_whole_row_stays_one(make, tmp_path):
-    model, tokenizer = evaluate.model_and_tokenizer(make(), "cpu")
+    model, tokenizer = model_and_tokenizer(make(), "cpu")
     forward = model.forward
     model.forward = lambda idx, **more: forward(idx, router_hint=torch.ones(1, 16), **more)
     text = audit.spell(tokenizer, list(b"some text"))
@@ -242,7 +243,7 @@ def test_samples_are_audited_with_their_prompt(make, tmp_path, capsys):
     plain = capsys.readouterr().out
     sample.main([*args, "--audit", str(out)])
     shown, lines = capsys.readouterr(), lines_of(out)
-    model, tokenizer = evaluate.model_and_tokenizer(path, "cpu")
+    model, tokenizer = model_and_tokenizer(path, "cpu")
     assert shown.err.splitlines()[-2:] == [str(out), str(tmp_path / "s.html")]
     rest = shown.out
     for number, line in enumerate(lines, 1):
@@ -344,6 +345,26 @@ def test_bad_input_is_one_clear_line(files, refusal, args, line):
     assert set(files.iterdir()) == before  # nothing is left behind
 
 
+def test_the_program_of_its_own_writes_the_same_files(files, capsys):
+    options = ["--ckpt", "a.pt", "--text", "t.txt", "--maps"]
+    main(["--audit", *options, "--out", "e.jsonl"])
+    audit.main([*options, "--out", "p.jsonl"])
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.replace("/e.", "/p.") for line in shown[:3]] == shown[3:]
+    assert Path("e.jsonl").read_bytes() == Path("p.jsonl").read_bytes()
+    assert Path("e.html").read_bytes() == Path("p.html").read_bytes()
+
+
+@pytest.mark.parametrize("args, line", [
+    (["--ckpt", "a.pt", "--text", "nowhere.txt"], "probe.py audit: --text: nowhere.txt cannot be read"),
+    (["--ckpt", "a.pt", "--ckpt", "a.pt", "--text", "t.txt"], "probe.py audit: --ckpt: one at a time, not 2"),
+])
+def test_the_program_of_its_own_refuses_in_one_line(files, args, line):
+    with pytest.raises(SystemExit) as e:
+        audit.main(args)
+    assert e.value.code.startswith(line) and "\n" not in e.value.code
+
+
 @pytest.mark.parametrize("args, line", [
     (["--text", "t.txt"], "--text t.txt: a file means nothing without --audit"),
     (["--maps"], "--maps means nothing without --audit"),
@@ -381,7 +402,7 @@ def test_an_old_audit_stays_when_the_new_one_fails(files, monkeypatch):
     monkeypatch.setattr(audit, "audit", broken)
     before = set(files.iterdir())
     with pytest.raises(UserError, match="no more"):
-        audit.of_file(*evaluate.model_and_tokenizer("a.pt", "cpu"), ("a.pt", [], "t.txt"), "o.jsonl")
+        audit.of_file(*model_and_tokenizer("a.pt", "cpu"), ("a.pt", [], "t.txt"), "o.jsonl")
     assert Path("o.jsonl").read_text() == "old" and set(files.iterdir()) == before
 
 
@@ -414,7 +435,7 @@ def write_page(path, raw, folder, name="page"):
     (folder / f"{name}.txt").write_bytes(raw)
     out = folder / f"{name}.jsonl"
     source = path, [], str(folder / f"{name}.txt")
-    audit.of_file(*evaluate.model_and_tokenizer(path, "cpu"), source, str(out))
+    audit.of_file(*model_and_tokenizer(path, "cpu"), source, str(out))
     return out.with_suffix(".html")
 
 
@@ -438,7 +459,7 @@ def test_the_page_holds_any_text_and_asks_for_nothing(make, tmp_path):
 
 
 def test_a_token_cannot_end_the_script_that_holds_it(make):
-    model, tokenizer = evaluate.model_and_tokenizer(make(), "cpu")
+    model, tokenizer = model_and_tokenizer(make(), "cpu")
     text = audit.spell(tokenizer, list(b"ab"))
     line = audit.for_page(audit.audit(model, text, SOURCE), text.raw)
     line["cells"][0][0] = evil = "</script><!--<script><b>\u2028"

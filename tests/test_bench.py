@@ -7,6 +7,9 @@ import math
 import pytest
 
 import bench
+from model import MECHANISMS
+from nanoheads.timing import median_interval
+from nanoheads.training import contest
 
 STAND_IN = '''
 from dataclasses import dataclass
@@ -39,7 +42,7 @@ class GPT(torch.nn.Module):
 @pytest.mark.parametrize("n, cut", [(5, 0), (6, 0), (8, 0), (9, 1), (11, 1), (15, 3)])
 def test_the_interval_of_the_median_covers_95_percent(n, cut):
     values = [3.0 * i for i in range(n)][::-1]
-    median, low, high = bench.median_interval(values)
+    median, low, high = median_interval(values)
     assert (low, high) == (3.0 * cut, 3.0 * (n - 1 - cut)) and median == 3.0 * (n - 1) / 2
     def coverage(c):
         return 1 - 2 * sum(math.comb(n, i) for i in range(c + 1)) / 2**n
@@ -83,19 +86,19 @@ def test_peak_memory_counts_the_model_and_not_the_libraries(tmp_path):
     args = dict(nanogpt=None, mechanisms=None, heads_off=None, recipes=["gpt2"], threads=1, device="cpu",
                 dtype="float32", compile=False, compile_mode="default", vocab_size=64, n_head=1, block_size=8,
                 batch_size=1)
-    small = bench.peak_memory_cpu("gpt2", argparse.Namespace(**args, n_layer=1, n_embd=8))
-    large = bench.peak_memory_cpu("gpt2", argparse.Namespace(**args, n_layer=4, n_embd=512))
+    small = contest.peak_memory_cpu("gpt2", argparse.Namespace(**args, n_layer=1, n_embd=8))
+    large = contest.peak_memory_cpu("gpt2", argparse.Namespace(**args, n_layer=4, n_embd=512))
     # weights and two moments, in float32
     assert small is None or small < 8 << 20 and large > 3 * 4 * 12 * 4 * 512**2
 
 
 def test_every_mechanism_is_a_contestant_against_the_plain_gpt():
     args = argparse.Namespace(nanogpt=None, mechanisms="all", heads_off=None, recipes=["gpt2"])
-    assert list(bench.contestants_of(args)) == ["gpt2", *bench.MECHANISMS, "all_on"]
+    assert list(contest.contestants_of(args)) == ["gpt2", *MECHANISMS, "all_on"]
     args = argparse.Namespace(nanogpt=None, mechanisms=None, heads_off=[0, 0.5],
                               recipes=["gpt2"], block_size=8, vocab_size=16, n_layer=2, n_head=4,
                               n_embd=32, device="cpu", dtype="float32", compile=False, compile_mode="default")
-    whole, half = (build()[0] for build in bench.contestants_of(args).values())
+    whole, half = (build()[0] for build in contest.contestants_of(args).values())
     assert [block.attn.n_head for block in half.transformer.h] == [2, 2]
     assert whole.num_params() > half.num_params()
 
@@ -136,19 +139,20 @@ def figures(tmp_path):
 
 
 def builder_that(act, monkeypatch):
-    """Have act(contest, name) called before each contestant is built."""
-    build = bench.Contest.build
+    """Have act(all contestants, name) called before each is built."""
+    build = contest.Contest.build
 
-    def wrapped(contest, name):
-        act(contest, name)
-        build(contest, name)
-    monkeypatch.setattr(bench.Contest, "build", wrapped)
+    def wrapped(contestants, name):
+        act(contestants, name)
+        build(contestants, name)
+    monkeypatch.setattr(contest.Contest, "build", wrapped)
+
 
 
 def test_a_mechanism_is_finished_and_written_before_the_next_is_built(figures, monkeypatch, capsys):
     seen = {}
-    builder_that(lambda contest, name: seen.update(
-        {name: ([*contest.built], [r["name"] for r in figures()])}), monkeypatch)
+    builder_that(lambda contestants, name: seen.update(
+        {name: ([*contestants.built], [r["name"] for r in figures()])}), monkeypatch)
     bench.main(["--mechanisms=acag,sink,xsa", "--json", str(figures.path), *TINY])
     assert seen == {"gpt2": ([], []), "acag": (["gpt2"], []), "sink": (["gpt2"], ["gpt2", "acag"]),
                     "xsa": (["gpt2"], ["gpt2", "acag", "sink"])}
@@ -159,7 +163,7 @@ def test_a_mechanism_is_finished_and_written_before_the_next_is_built(figures, m
 
 
 def test_a_mechanism_that_fails_is_a_row_and_the_rest_go_on(figures, monkeypatch, capsys):
-    def fail(contest, name):
+    def fail(contestants, name):
         if name == "sink":
             raise RuntimeError("CUDA out of memory.\nTried to allocate 1 GiB")
         if name == "xsa":
@@ -174,7 +178,7 @@ def test_a_mechanism_that_fails_is_a_row_and_the_rest_go_on(figures, monkeypatch
 
 
 def test_what_is_done_is_kept_when_the_benchmark_is_stopped(figures, monkeypatch):
-    def stop(contest, name):
+    def stop(contestants, name):
         if name == "xsa":
             raise KeyboardInterrupt
     builder_that(stop, monkeypatch)
@@ -188,7 +192,7 @@ def test_memory_that_cannot_be_measured_is_a_row_too(figures, monkeypatch):
         if name == "sink":
             raise MemoryError
         return 2**20
-    monkeypatch.setattr(bench, "peak_memory_cpu", peak)
+    monkeypatch.setattr(contest, "peak_memory_cpu", peak)
     with pytest.raises(SystemExit, match="1 failed: sink"):
         bench.main(["--what=memory", "--mechanisms=sink,xsa", "--json", str(figures.path), *TINY])
     assert [r.get("peak_bytes") for r in figures()] == [2**20, None, 2**20]

@@ -16,7 +16,7 @@ from nanoheads import common
 from nanoheads.common import UserError, explain, pick_device
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
-from train import TrainConfig
+from nanoheads.training.config import TrainConfig
 
 TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=256)
 

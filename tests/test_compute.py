@@ -36,8 +36,8 @@ def plain_runs(r, sd=0.006, budgets=BUDGETS, truth=truth):
     return {m: list(truth(m) + r.normal(0, sd, n)) for m, n in budgets.items()}
 
 
-def arm_of(r, plain, score, n=5, sd=0.006, welch=False):
-    """(mean, se, df) of n runs of an arm with this true score against the plain runs at 1."""
+def effect_of(r, plain, score, n=5, sd=0.006, welch=False):
+    """(mean, se, df) of n runs of a variant with this true score against the plain runs at 1."""
     a, p = score + r.normal(0, sd, n), np.array(plain[1.0])
     df = n + len(p) - 2
     se = math.sqrt((((a - a.mean()) ** 2).sum() + ((p - p.mean()) ** 2).sum()) / df * (1 / n + 1 / len(p)))
@@ -100,13 +100,13 @@ def coverage(m, trials=250, **how):
     r, held, equal, agree = rng(3, int(100 * m)), 0, 0, 0
     for _ in range(trials):
         plain = plain_runs(r)
-        curve, arm = Curve(plain), arm_of(r, plain, truth(m), **how)
-        w, e = worth(curve, *arm), at_equal_cost(curve, *arm, m)
+        curve, variant = Curve(plain), effect_of(r, plain, truth(m), **how)
+        w, e = worth(curve, *variant), at_equal_cost(curve, *variant, m)
         low, high = w.low or 0, w.high or math.inf
         held += low <= m <= high
         equal += e.low <= 0 <= e.high
         assert (e.p >= 0.05) == (e.low <= 0 <= e.high)
-        agree += (low <= 1 <= high) == (abs(arm[0]) <= t.isf(0.025, arm[2]) * arm[1])
+        agree += (low <= 1 <= high) == (abs(variant[0]) <= t.isf(0.025, variant[2]) * variant[1])
     return held / trials, equal / trials, agree / trials
 
 
@@ -169,7 +169,7 @@ def test_an_estimate_beyond_the_budgets_lies_in_its_own_interval():
 
 # ---- odd input ----
 
-def test_an_arm_equal_to_plain_is_worth_1():
+def test_a_variant_equal_to_plain_is_worth_1():
     w = worth(Curve(exact()), 0.0, 0.0, 8)
     assert (w.mean, w.low, w.high) == pytest.approx((1, 1, 1), abs=1e-9)
     e = at_equal_cost(Curve(exact()), 0.0, 0.0, 8, 1.0)
@@ -228,7 +228,7 @@ def at_size(n, multiple):
 
 
 def sizes_of(r, log_worths=None, effects=None, sd=0.004, sizes=SIZES):
-    """A study in which arms are worth exp(a + s log N), or have the effect a N^s in bits/byte."""
+    """A study in which variants are worth exp(a + s log N), or have the effect a N^s in bits/byte."""
     result = {}
     for n in sizes:
         plain = plain_runs(r, sd, {0.7: 4, 1.0: 8, 1.4: 4}, lambda m: at_size(n, m))
@@ -236,19 +236,19 @@ def sizes_of(r, log_worths=None, effects=None, sd=0.004, sizes=SIZES):
                   for name, (a, s) in (log_worths or {}).items()}
         for name, (a, s) in (effects or {}).items():
             scores[name] = at_size(n, 1) + a * (n / SIZES[1]) ** s
-        result[n] = dict(plain=plain, arms={k: arm_of(r, plain, v, 4, sd) for k, v in scores.items()})
+        result[n] = dict(plain=plain, arms={k: effect_of(r, plain, v, 4, sd) for k, v in scores.items()})
     return result
 
 
 def test_ladder_holds_the_truth_19_times_in_20():
-    arms = dict(win=(0.1, 0.04), bad=(-0.15, 0.05), null=(0.0, 0.0))
-    r, seen, verdicts = rng(5), {"slope": [], "held out": [], "plain": []}, {name: [] for name in arms}
+    variants = dict(win=(0.1, 0.04), bad=(-0.15, 0.05), null=(0.0, 0.0))
+    r, seen, verdicts = rng(5), {"slope": [], "held out": [], "plain": []}, {name: [] for name in variants}
     for _ in range(60):
-        result = ladder(sizes_of(r, arms), SIZES[2])
-        for name, arm in result["arms"].items():
-            seen["slope"].append(arm["slope"]["low"] <= arms[name][1] <= arm["slope"]["high"])
-            seen["held out"].append(arm["held_out"]["inside"])
-            verdicts[name].append(arm["verdict"])
+        result = ladder(sizes_of(r, variants), SIZES[2])
+        for name, variant in result["arms"].items():
+            seen["slope"].append(variant["slope"]["low"] <= variants[name][1] <= variant["slope"]["high"])
+            seen["held out"].append(variant["held_out"]["inside"])
+            verdicts[name].append(variant["verdict"])
         seen["plain"].append(result["plain"]["held_out"]["inside"])
     shares = {what: np.mean(held) for what, held in seen.items()}
     assert 0.89 <= shares["slope"] < 1 and 0.89 <= shares["held out"] < 1 and shares["plain"] > 0.95, shares
@@ -275,68 +275,70 @@ def test_held_out_sizes_that_break_the_model_are_outside():
 
 def test_the_slope_is_that_of_the_two_worths():
     study = sizes_of(rng(7), dict(a=(0.1, 0.04)))
-    arm = ladder(study, SIZES[2])["arms"]["a"]
+    variant = ladder(study, SIZES[2])["arms"]["a"]
     logs = [math.log(worth(Curve(study[n]["plain"]), *study[n]["arms"]["a"]).mean) for n in SIZES]
     slope = (logs[1] - logs[0]) / math.log(SIZES[1] / SIZES[0])
-    assert arm["slope"]["mean"] == pytest.approx(slope)
-    assert arm["held_out"]["predicted"] == pytest.approx(
+    assert variant["slope"]["mean"] == pytest.approx(slope)
+    assert variant["held_out"]["predicted"] == pytest.approx(
         math.exp(logs[1] + slope * math.log(SIZES[2] / SIZES[1])))
     three = ladder(study)["arms"]["a"]["slope"]["mean"]
     assert three == pytest.approx(np.polyfit(np.log(SIZES), logs, 1)[0])
 
 
 def test_the_shared_exponent_is_least_squares():
-    arms = dict(a=(-0.03, 0.3), b=(0.02, 0.3), c=(0.005, 0.3))
-    study = sizes_of(rng(8), effects=arms)
+    variants = dict(a=(-0.03, 0.3), b=(0.02, 0.3), c=(0.005, 0.3))
+    study = sizes_of(rng(8), effects=variants)
     found = ladder(study, SIZES[2])["exponent"]
     inverses = []
     for n in SIZES[:2]:
-        errors = [study[n]["arms"][k][1] for k in arms]
+        errors = [study[n]["arms"][k][1] for k in variants]
         plain_error = math.sqrt(Curve(study[n]["plain"]).variance / 8)
         shared = [min(plain_error, e * math.sqrt(0.5)) for e in errors]
         inverses.append(np.linalg.inv([[errors[i] ** 2 if i == j else shared[i] * shared[j] for j in range(3)]
                                        for i in range(3)]))
 
     def squares(theta):  # c in hundredths
-        left = [[study[n]["arms"][k][0] - 0.01 * c * (n / SIZES[1]) ** theta[3] for k, c in zip(arms, theta)]
+        left = [[study[n]["arms"][k][0] - 0.01 * c * (n / SIZES[1]) ** theta[3]
+                 for k, c in zip(variants, theta)]
                 for n in SIZES[:2]]
         return sum(np.array(e) @ inverse @ e for e, inverse in zip(left, inverses))
 
     best = minimize(squares, [-3, 2, 0.5, 0.1], method="Nelder-Mead",
                     options=dict(xatol=1e-9, fatol=1e-13, maxiter=9000, maxfev=9000))
     assert found["b"] == pytest.approx(best.x[3], abs=1e-4)
-    for name, c in zip(arms, best.x):
+    for name, c in zip(variants, best.x):
         assert found["held_out"][name]["predicted"] == pytest.approx(
             0.01 * c * (SIZES[2] / SIZES[1]) ** best.x[3], rel=1e-4)
 
 
 def test_the_shared_exponent_holds_the_truth_19_times_in_20():
     r, held, inside, fitting = rng(9), [], [], []
-    arms = dict(a=(-0.03, 0.3), b=(0.03, 0.3), c=(0.02, 0.3))
+    variants = dict(a=(-0.03, 0.3), b=(0.03, 0.3), c=(0.02, 0.3))
     for _ in range(60):
-        found = ladder(sizes_of(r, effects=arms), SIZES[2])["exponent"]
+        found = ladder(sizes_of(r, effects=variants), SIZES[2])["exponent"]
         held.append(found["low"] <= 0.3 <= found["high"])
         inside += [check["inside"] for check in found["held_out"].values()]
         fitting.append(found["p_shared"] > 0.05)
     assert np.mean(held) >= 0.9 and 0.9 <= np.mean(inside) < 1 and 0.85 <= np.mean(fitting), (held, inside)
 
 
-def test_arms_that_share_no_exponent_and_arms_without_effect_are_told():
+def test_variants_that_share_no_exponent_or_have_no_effect_are_reported():
     apart = ladder(sizes_of(rng(10), effects=dict(a=(-0.05, 0.5), b=(0.05, -0.5))), SIZES[2])["exponent"]
-    assert apart["p_shared"] < 0.01 and "does not fit all arms" in apart["sentence"]
+    assert apart["p_shared"] < 0.01 and "does not fit all variants" in apart["sentence"]
     nothing = ladder(sizes_of(rng(11), effects=dict(a=(0.0, 0), b=(0.0, 0))), SIZES[2])["exponent"]
-    assert nothing["b"] is None and "cannot be told" in nothing["sentence"] and nothing["held_out"] == {}
+    assert nothing["b"] is None and "cannot be estimated" in nothing["sentence"] and nothing["held_out"] == {}
 
 
-def test_an_arm_beyond_the_budgets_or_at_one_size_cannot_be_told():
+def test_a_variant_beyond_the_budgets_or_at_one_size_has_no_trend():
     study = sizes_of(rng(12), dict(a=(0.0, 0.0)))
     study[SIZES[0]]["arms"]["far"] = study[SIZES[1]]["arms"]["far"] = (0.9, 0.004, 9)
     study[SIZES[1]]["arms"]["once"] = (0.01, 0.004, 9)
     study[SIZES[2]]["arms"]["a"] = (0.9, 0.004, 9)
-    arms = ladder(study, SIZES[2])["arms"]
-    assert "at 98,304, worth less than 0.7 x" in arms["far"]["sentence"] and arms["far"]["slope"] is None
-    assert "fewer than two sizes" in arms["once"]["sentence"] and arms["once"]["verdict"] == "cannot be told"
-    assert "could not be checked: worth less than 0.7 x" in arms["a"]["held_out"]["sentence"]
+    found = ladder(study, SIZES[2])["arms"]
+    assert "at 98,304, worth less than 0.7 x" in found["far"]["sentence"] and found["far"]["slope"] is None
+    assert "fewer than two sizes" in found["once"]["sentence"]
+    assert found["once"]["verdict"] == "cannot be told"
+    assert "could not be checked: worth less than 0.7 x" in found["a"]["held_out"]["sentence"]
 
 
 def test_ladder_is_json_even_with_one_seed_each():

@@ -12,8 +12,9 @@ import torch
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError
-from nanoheads.configurator import Presets, Scale, help_text, load, near
-from train import OPTIMIZERS, TrainConfig, conflicts, flags_by_name, main, note_on_dropout
+from nanoheads.configurator import Presets, Scale, help_text, load, load_given, near
+from nanoheads.training.config import OPTIMIZERS, TrainConfig, conflicts, flags_by_name, note_on_dropout
+from train import main
 
 ROOT = Path(__file__).resolve().parents[1]
 SCALES = get_args(Scale)
@@ -151,8 +152,8 @@ def test_config_files_are_found_from_any_folder(tmp_path, monkeypatch):
 
 
 def test_what_was_given_is_known():
-    sizes, s = load((Sizes, Settings), ["--width=16", "--lr=1"])
-    assert sizes.given == {"width"} and s.given == {"lr"}
+    _, given = load_given((Sizes, Settings), ["--width=16", "--lr=1"])
+    assert given == {"width": 16, "lr": 1.0}
 
 
 # ---- values that may be chosen ----
@@ -242,6 +243,11 @@ def named(*argv, **more):
     return load((GPTConfig, TrainConfig), list(argv), mechanisms=flags_by_name(), **more)
 
 
+def given(*argv):
+    """{key: value} that these arguments set."""
+    return load_given((GPTConfig, TrainConfig), list(argv), mechanisms=flags_by_name())[1]
+
+
 def refused(*argv):
     with pytest.raises(UserError) as e:
         named(*argv)
@@ -254,7 +260,7 @@ def test_every_config_file_loads_at_every_scale(path, scale):
     for more in ([], [f"--scale={scale}"], [f"--scale={scale}", "--mechanism=acag"]):
         model_config, config = named(str(path), *more)
         assert not config.for_recipe(model_config.recipe).problems()
-        assert model_config.given | config.given, "a config file says something"
+        assert given(str(path), *more), "a config file says something"
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -270,7 +276,8 @@ def test_every_mechanism_loads_at_every_scale_and_changes_nothing_else(name, sca
     more = dict(controller_log=True) if "agency_learned" in flags else {}
     assert train == replace(train_plain, out_dir=f"out/{scale}-{name}", **more)
     assert named(f"--scale={scale}", "--attn_dropout=0")[0] == replace(plain, attn_dropout=0.0)
-    assert set(flags) <= model.given and plain.given <= model.given
+    asked = given(f"--scale={scale}", f"--mechanism={name}")
+    assert {*flags, *given(f"--scale={scale}")} <= set(asked)
 
 
 def test_a_mechanism_does_not_overrule_dropout_that_was_asked_for():
@@ -283,7 +290,7 @@ def test_a_scale_is_its_file(scale):
     by_name, by_file = named(f"--scale={scale}"), named(f"config/{scale}.py")
     assert by_name == by_file and by_file[1].out_dir == f"out/{scale}"
     values = configurator.read_file(f"config/{scale}.py")
-    assert by_name[0].given | by_name[1].given == set(values)
+    assert set(given(f"--scale={scale}")) == set(values)
     assert all(value == getattr(by_name[0], key, getattr(by_name[1], key, None))
                for key, value in values.items())
 
@@ -333,7 +340,7 @@ def test_what_is_set_wins_over_scale_and_mechanism(argv, want, config_file):
 ])
 def test_the_run_folder_follows_from_the_names(argv, folder):
     config = named(*argv)[1]
-    assert config.out_dir == folder and ("out_dir" in config.given) == any("out_dir" in arg for arg in argv)
+    assert config.out_dir == folder and ("out_dir" in given(*argv)) == any("out_dir" in arg for arg in argv)
 
 
 def test_a_config_made_without_names_has_a_folder_too():

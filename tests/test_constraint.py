@@ -16,9 +16,10 @@ from nanoheads.study import fingerprint, trial
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.targets import encode, label_file, sha256, write_meta
 from nanoheads.training import checkpoint
+from nanoheads.training.config import TrainConfig
 from oracle import tokens
 from tests.conftest import TINY
-from train import TrainConfig, main
+from train import main
 
 SMALL = dict(block_size=16, vocab_size=37, n_layer=2, n_head=3, n_embd=24, constraint_names=["a", "b"],
              constraint_layers=[0, 1])
@@ -97,10 +98,10 @@ def test_a_token_that_sees_itself_alone_keeps_its_output(gate):
     heads, generator = alive(constraint_gate="score").transformer.h[0].attn, torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(4, 5, 3, 8, generator=generator) for _ in range(3))
     logits = (4 * q @ k.mT * heads.scale).masked_fill(torch.ones(3, 3).triu(1).bool(), -math.inf)
-    h = model_py.Heads(None, 4 * q, k, v, y=logits.softmax(-1) @ v,
-                       row_stats=kernels.RowStats(logits.logsumexp(-1), None, None),
-                       self_factor=torch.full((4, 2, 3, 1), gate))
-    heads.constraint.reweigh_self(heads, h, model_py.Context(n_keys=torch.arange(1.0, 4)))
+    h = model_py.Pass(q=4 * q, k=k, v=v, y=logits.softmax(-1) @ v, n_keys=torch.arange(1.0, 4),
+                      row_stats=kernels.RowStats(logits.logsumexp(-1), None, None),
+                      self_factor=torch.full((4, 2, 3, 1), gate))
+    heads.constraint.behind_softmax(heads, h)
     assert torch.equal(h.y[:, 3:, 0], v[:, 3:, 0])
     weights = logits.double().softmax(-1) * (1 - (1 - gate) * torch.eye(3))
     want = (weights / weights.sum(-1, keepdim=True)) @ v.double()
@@ -115,10 +116,10 @@ def test_a_gate_on_scores_is_exact_in_bfloat16():
     q, v = (torch.randn(2, 5, 16, 8, generator=generator).bfloat16() for _ in range(2))
     logits = (4 * q.float() @ q.float().mT * heads.scale)
     logits = logits.masked_fill(torch.ones(16, 16).triu(1).bool(), -math.inf)
-    h = model_py.Heads(None, 4 * q, q, v, y=logits.softmax(-1) @ v.float(),
-                       row_stats=kernels.RowStats(logits.logsumexp(-1), None, None),
-                       self_factor=torch.full((2, 2, 16, 1), 0.01))
-    heads.constraint.reweigh_self(heads, h, model_py.Context(n_keys=torch.arange(1.0, 17)))
+    h = model_py.Pass(q=4 * q, k=q, v=v, y=logits.softmax(-1) @ v.float(), n_keys=torch.arange(1.0, 17),
+                      row_stats=kernels.RowStats(logits.logsumexp(-1), None, None),
+                      self_factor=torch.full((2, 2, 16, 1), 0.01))
+    heads.constraint.behind_softmax(heads, h)
     weights = logits.softmax(-1) * (1 - 0.99 * torch.eye(16))
     want = (weights / weights.sum(-1, keepdim=True)) @ v.float()
     assert (h.y - want)[:, 3:].abs().max() < 1e-2
@@ -200,11 +201,11 @@ def test_scores_are_judged_in_the_chosen_blocks_alone():
 def test_warm_up_weighs_the_loss_on_labels_and_nothing_else():
     config = GPTConfig(**SMALL, constraint_warmup=4)
     aux = {"constraint.a": 8.0, "constraint_match": 4.0, "constraint_router": 1.0, "gate_l1": 2.0}
-    shares = [ConstraintHeads.at_step(config, aux, step)["constraint.a"] / 8 for step in range(6)]
+    shares = [ConstraintHeads.aux_at_step(config, aux, step)["constraint.a"] / 8 for step in range(6)]
     assert shares == [0.25, 0.5, 0.75, 1, 1, 1]
-    half = ConstraintHeads.at_step(config, aux, 1)
+    half = ConstraintHeads.aux_at_step(config, aux, 1)
     assert (half["constraint_match"], half["constraint_router"], half["gate_l1"]) == (2.0, 1.0, 2.0)
-    assert ConstraintHeads.at_step(GPTConfig(**SMALL), aux, 0) == aux
+    assert ConstraintHeads.aux_at_step(GPTConfig(**SMALL), aux, 0) == aux
 
 
 def test_stopped_heads_send_no_gradient_into_the_trunk():

@@ -1,4 +1,4 @@
-"""constraints.py against slow counts and planted truths: figures, probes, passages, removals, refusals."""
+"""probe.py constraints against slow counts and planted truths: figures, passages, removals, refusals."""
 import json
 from dataclasses import asdict
 
@@ -11,19 +11,23 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import accuracy_score, f1_score, precision_recall_curve, roc_auc_score
 from torch.nn import functional as F
 
-from evaluate import score as lm_score
 from model import GPT, GPTConfig
+from nanoheads import intervals
 from nanoheads.common import UserError
-from nanoheads.probes import constraints, tokens as token_probes
-from nanoheads.probes.constraints import (PRIOR, aggregated, best_threshold, bins, classes, compared,
-                                          documents, figures, judged, main, over_documents, over_text,
-                                          passages, removal_sets, scores_without, window_changes)
+from nanoheads.probes import explaining, figures as figures_module, tokens as token_probes
+from nanoheads.probes.explaining import removal_sets, scores_without, window_changes
+from nanoheads.probes.figures import (METRICS, best_threshold, bins, compared, figures, over_documents,
+                                      over_text)
+from nanoheads.probes.keys import gone, without_keys
+from nanoheads.probes.passages import aggregated, classes, classified, documents, passages
+from nanoheads.probes.scores import PRIOR
 from nanoheads.probes.tokens import (HEADS, Part, Probe, branch_size, descend, fit_probe, mlp_width,
                                      nats_of_names, parts_of, read, starts_of)
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.targets import encode, label_file, write_meta
 from nanoheads.training import checkpoint
-from probe import gone, without_keys
+from nanoheads.training.scoring import score as lm_score
+from probe import main as probe
 
 NAMES = ["digit", "noise"]
 SYMBOLS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz0123456789 \n.,", np.uint8)
@@ -52,8 +56,8 @@ def write_labels(folder, data, shift=0, splits=("train", "val", "test"), digit=N
 def few(monkeypatch):
     """Fewer blocks, draws and steps: enough for these."""
     monkeypatch.setattr(token_probes, "STEPS", 400)
-    monkeypatch.setattr(constraints, "BLOCKS", 6)
-    monkeypatch.setattr(constraints, "DRAWS", 200)
+    monkeypatch.setattr(intervals, "BLOCKS", 6)
+    monkeypatch.setattr(figures_module, "DRAWS", 200)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +96,22 @@ def saved(tmp_path, data):
                                    dataset=str(data.dir), train=dict(dataset=str(data.dir)), step=1))
         return str(path)
     return save
+
+
+def main(args):
+    probe(["constraints", *args])
+
+
+@pytest.fixture
+def refusal(capsys):
+    """refusal(args) -> the one line that main(args) ends with, nothing printed before."""
+    def call(args):
+        with pytest.raises(SystemExit) as e:
+            main(args)
+        assert isinstance(e.value.code, str) and "\n" not in e.value.code
+        assert e.value.code.startswith("probe.py constraints: ") and capsys.readouterr().out == ""
+        return e.value.code
+    return call
 
 
 def say(capsys, tmp_path, *args):
@@ -143,7 +163,7 @@ def test_intervals_over_text_leave_out_blocks_in_turn():
     rng = np.random.default_rng(2)
     y, p, block = rng.random(400) < 0.4, rng.random(400), np.arange(400) // 50
     found = over_text(y, p, 0.5, block)
-    for metric in constraints.METRICS:
+    for metric in METRICS:
         want = [figures(y, p, 0.5)[metric],
                 *(figures(y[block != b], p[block != b], 0.5)[metric] for b in range(8))]
         assert found[metric] == pytest.approx(np.array(want))
@@ -183,7 +203,7 @@ def test_states_are_what_the_blocks_attention_reads(layers):
 def test_blocks_whose_scores_no_loss_has_seen_are_left_out():
     flags = dict(spread=3.0, constraint_layers=[0, 1, 2], constraint_loss_layers=[2, 1])
     model, ids = with_heads(**flags), torch.arange(20)[None]
-    assert constraints.layers_of(model) == [1, 2] and constraints.layers_of(make_model()) == []
+    assert token_probes.layers_of(model) == [1, 2] and token_probes.layers_of(make_model()) == []
     scores, traces = read(model, ids, [1])[1], model(ids, traces=True).traces
     for n, name in enumerate(NAMES):
         want = (traces[f"blocks.1.constraint.{name}"] + traces[f"blocks.2.constraint.{name}"]) / 2
@@ -464,13 +484,13 @@ def test_draws_of_documents_are_weighted_figures():
     rng = np.random.default_rng(0)
     y, p, document = rng.random(60) < 0.5, rng.random(60).round(1), np.repeat(np.arange(3, 15), 5)
     found = over_documents(y, p, 0.4, document, 1)
-    draws = np.random.default_rng(1).multinomial(12, np.full(12, 1 / 12), constraints.DRAWS)
+    draws = np.random.default_rng(1).multinomial(12, np.full(12, 1 / 12), figures_module.DRAWS)
     for i, times in enumerate([np.ones(12, int), *draws[:20]]):
         many = np.repeat(np.arange(60), times.repeat(5))
         assert found["accuracy"][i] == pytest.approx(accuracy_score(y[many], p[many] >= 0.4))
         assert found["f1"][i] == pytest.approx(f1_score(y[many], p[many] >= 0.4))
         assert found["auroc"][i] == pytest.approx(roc_auc_score(y[many], p[many]))
-    assert len(found["f1"]) == constraints.DRAWS + 1
+    assert len(found["f1"]) == figures_module.DRAWS + 1
     two = over_documents(np.array([True, False]), np.array([0.7, 0.1]), 0.5, np.arange(2), 0)
     assert np.isnan(two["f1"]).any() and two["auroc"][0] == 1 and set(two["accuracy"][1:]) >= {1.0}
 
@@ -479,8 +499,8 @@ def test_the_threshold_of_a_passage_comes_from_val():
     rng = np.random.default_rng(3)
     y = [rng.random(300) < share for share in (0.5, 0.2, 0.8)]
     x = [rng.normal(size=(300, 2)) + each[:, None] for each in y]
-    p, threshold = judged(x, y)
-    p_val, swapped = judged([x[0], x[2], x[1]], [y[0], y[2], y[1]])
+    p, threshold = classified(x, y)
+    p_val, swapped = classified([x[0], x[2], x[1]], [y[0], y[2], y[1]])
     assert threshold != swapped
     assert f1_score(y[1], p_val >= threshold) == pytest.approx(
         max(f1_score(y[1], p_val >= t) for t in p_val), abs=0.02)
@@ -565,7 +585,7 @@ def test_top_tokens_explain_where_they_are_what_is_read(models, data, tmp_path, 
         seen = digit * ~removed
         return np.stack((seen.cumsum(-1) + 100 * digit, np.zeros_like(seen)), -1)
 
-    monkeypatch.setattr(constraints, "scores_without", count)
+    monkeypatch.setattr(explaining, "scores_without", count)
     found, _ = say(capsys, tmp_path, "explain", *models[:2], "--k=2", "--windows=40")
     rows = {(r["name"], r["removed"]): r for r in found["rows"]}
     assert rows["digit", "highest"]["final"] == pytest.approx([-2, -2, -2])

@@ -17,15 +17,19 @@ import train
 from model import GPT, Agency, GPTConfig
 from nanoheads.common import UserError
 from nanoheads.heads import controller
-from nanoheads.heads.controller import Controller, Rules
-from nanoheads.heads.measuring import METRICS, attentions, places
+from nanoheads.heads.gates import move_gates
+from nanoheads.heads.measuring import METRICS, Measurements, all_heads, attentions
+from nanoheads.heads.states import states_of
+from nanoheads.pruning import pack
 from nanoheads.text.dataset import Batches, Dataset
 from nanoheads.training import checkpoint
+from nanoheads.training.config import TrainConfig
 from nanoheads.training.optim import Trainer
 from nanoheads.training.ranks import Process
+from nanoheads.training.rules import Rules
 from tests.conftest import ROOT, TINY
 from tests.test_train import same, weights
-from train import TrainConfig, main
+from train import main
 
 SMALL = dict(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=256, recipe="modern")
 OFTEN = dict(controller_interval=2, controller_tokens=64, controller_heldout=64, controller_warmup=1,
@@ -84,18 +88,18 @@ def measured(run, n=1):
 
 def given(monkeypatch, **values):
     """Every head's metrics are what is said here: numbers, or functions of (layer, head)."""
-    def look(self, run):
+    def update(self, run):
         self.now = {}
         for name in ("entropy", "gradient", "importance", "utilisation", "gate", "conflict"):
             value = values.get(name, 0.25)
             found = self.full(math.nan).astype(float)
-            for at in places(run.model):
+            for at in all_heads(run.model):
                 found[at] = value(*at) if callable(value) else value
             self.now[name] = self.mean[name] = found
         self.here = np.isfinite(self.now["gate"])
-        self.heldout_now = self.heldout(run)
-        self.losses.append(self.heldout_now)
-    monkeypatch.setattr(Controller, "look", look)
+        self.held_out_loss = self.held_out(run)
+        self.losses.append(self.held_out_loss)
+    monkeypatch.setattr(Measurements, "update", update)
 
 
 def logits(run):
@@ -125,14 +129,15 @@ def test_measuring_changes_no_digit_of_the_training(args, tmp_path):
 def test_averages_weigh_the_past(run):
     r = run(controller_log=True, controller_average=0.7)
     measured(r)
-    first, mean = r.controller.now["importance"].copy(), r.controller.mean["importance"].copy()
+    found = r.controller.measured
+    first, mean = found.now["importance"].copy(), found.mean["importance"].copy()
     assert np.array_equal(first, mean)
     with torch.no_grad():
         for p in r.model.parameters():
             p.mul_(1.1)
     measured(r)
-    now = r.controller.now["importance"]
-    assert np.allclose(r.controller.mean["importance"], 0.7 * first + 0.3 * now, rtol=1e-12)
+    now = r.controller.measured.now["importance"]
+    assert np.allclose(r.controller.measured.mean["importance"], 0.7 * first + 0.3 * now, rtol=1e-12)
     assert not np.allclose(now, first)
 
 
@@ -182,16 +187,16 @@ def test_a_network_learns_which_heads_are_worth_their_cost(run, monkeypatch):
         return (layer + head) % 2 == 0
     given(monkeypatch, importance=lambda *at: 0.02 if worthy(*at) else 0.001)
 
-    def heldout(self, run):
+    def held_out(self, run):
         shut = [(layer, attn.head_ids[i]) for layer, attn in enumerate(attentions(run.model))
                 if attn.gate_override is not None
                 for i, g in enumerate(attn.gate_override.tolist()) if g == 0]
         return 3.0 + 0.01 * sum(worthy(*at) for at in shut)
-    monkeypatch.setattr(Controller, "heldout", heldout)
+    monkeypatch.setattr(Measurements, "held_out", held_out)
     start = logits(r)
     measured(r, 20)
     change = logits(r) - start
-    for at in places(r.model):
+    for at in all_heads(r.model):
         assert change[at] > 0.5 if worthy(*at) else change[at] < -0.5, at
 
 
@@ -199,16 +204,16 @@ def test_a_policy_by_reward_learns_to_close_what_costs(run, monkeypatch):
     """Where the loss does not depend on the gates, open heads only cost: the actor lowers all of them."""
     r = run(dict(sentinel="sigmoid"), controller="rl", controller_step=0.3)
     given(monkeypatch)
-    monkeypatch.setattr(Controller, "heldout", lambda self, run: 3.0)
+    monkeypatch.setattr(Measurements, "held_out", lambda self, run: 3.0)
 
-    def reality(self, run, look=Controller.look):
-        look(self, run)
+    def as_they_are(self, run, update=Measurements.update):
+        update(self, run)
         for layer, attn in enumerate(attentions(run.model)):
             self.now["gate"][layer] = attn.static_gate(noisy=False).detach().numpy()
-    monkeypatch.setattr(Controller, "look", reality)
+    monkeypatch.setattr(Measurements, "update", as_they_are)
     measured(r, 300)
     with torch.no_grad():
-        assert r.controller.mover.actor(r.controller.features()).mean() < -0.1
+        assert r.controller.mover.actor(r.controller.measured.features()).mean() < -0.1
     assert logits(r).mean() < 2.0
 
 
@@ -230,9 +235,8 @@ def test_bounds_hold_back_and_never_push():
     model = SimpleNamespace(transformer=SimpleNamespace(h=[SimpleNamespace(attn=attn)]))
     for sign, want in ((1.0, [3.0, -2.0, 2.0, -0.5]), (-1.0, [2.0, -3.0, 0.5, -2.0])):
         attn.sentinel.logit = torch.tensor([3.0, -3.0, 1.5, -1.5])
-        me = SimpleNamespace(config=c, mover=SimpleNamespace(
-            moves=lambda *a: torch.full((4,), sign, dtype=torch.float64)), features=lambda: None)
-        Controller.move_gates(me, SimpleNamespace(model=model, step=0))
+        mover = SimpleNamespace(moves=lambda *a: torch.full((4,), sign, dtype=torch.float64))
+        move_gates(mover, None, SimpleNamespace(model=model, config=c, step=0))
         assert attn.sentinel.logit.tolist() == want
 
 
@@ -262,7 +266,7 @@ def test_heads_are_frozen_then_dropped_and_the_logits_stay(run):
     closing(r, (0, 2))
     idx = torch.arange(32).view(2, 16)
     measured(r, 3)  # the first measurement is warm-up
-    assert r.model.config.head_ids is None and r.controller.frozen == [(0, 2)]
+    assert r.model.config.head_ids is None and r.controller.surgery.frozen == [(0, 2)]
     before = r.model.eval()(idx).logits
     whole = parameters_of(r.trainer)
     measured(r)
@@ -270,7 +274,8 @@ def test_heads_are_frozen_then_dropped_and_the_logits_stay(run):
     assert torch.allclose(r.model.eval()(idx).logits, before, atol=1e-5)
     assert [e[1:] for e in events(r.out_dir)] == [("frozen", 0, 2), ("pruned", 0, 2)]
     assert parameters_of(r.trainer) == sum(p.numel() for p in r.model.parameters()) < whole
-    assert np.isnan(r.controller.mean["entropy"][0, 2]) and len(rows_of(r.out_dir)[-1]["entropy"][0]) == 3
+    assert np.isnan(r.controller.measured.mean["entropy"][0, 2])
+    assert len(rows_of(r.out_dir)[-1]["entropy"][0]) == 3
     x = torch.randint(256, (4, 17))
     r.trainer.step(x[:, :-1], x[:, 1:])  # training goes on
 
@@ -280,12 +285,12 @@ def test_a_drop_that_costs_too_much_is_taken_back(run, monkeypatch):
     closing(r, (0, 2)), closing(r, (1, 0))
     costs = {(0, 2): 0.02, (1, 0): 0.005}
 
-    def heldout(self, run):
+    def held_out(self, run):
         shut = {(layer, i) for layer, attn in enumerate(attentions(run.model))
                 if attn.gate_override is not None
                 for i, g in enumerate(attn.gate_override.tolist()) if g == 0}
         return 2.0 + sum(costs[at] for at in shut)
-    monkeypatch.setattr(Controller, "heldout", heldout)
+    monkeypatch.setattr(Measurements, "held_out", held_out)
     measured(r, 3)
     assert [e[1:] for e in events(r.out_dir)] == [("kept", 0, 2), ("frozen", 1, 0)] or \
         [e[1:] for e in events(r.out_dir)] == [("frozen", 1, 0), ("kept", 0, 2)]
@@ -301,14 +306,14 @@ def test_every_layer_keeps_its_floor_and_constraint_heads_stay(run):
             prune_gate=0.05, prune_floor=2, prune_margin=100.0)
     measured(r, 12)
     assert [len(ids) for ids in r.model.config.head_ids] == [2, 2]
-    assert attentions(r.model)[1].n_extra == 1 and r.controller.frozen == []
+    assert attentions(r.model)[1].n_extra == 1 and r.controller.surgery.frozen == []
 
 
 # ---- growth ----
 
 def test_growth_on_a_plateau_preserves_the_logits_and_opens_slowly(run, monkeypatch):
     r = run(dict(head_ids=[[0, 1]] * 2, sentinel="sigmoid"), grow_heads=1, grow_ramp=4, grow_used=0.1)
-    monkeypatch.setattr(Controller, "heldout", lambda self, run: 2.0)
+    monkeypatch.setattr(Measurements, "held_out", lambda self, run: 2.0)
     idx = torch.arange(32).view(2, 16)
     before = r.model.eval()(idx).logits
     measured(r, 2)
@@ -324,21 +329,21 @@ def test_growth_on_a_plateau_preserves_the_logits_and_opens_slowly(run, monkeypa
         r.step += 1
         r.trainer = controller.step(r)
     assert opened == pytest.approx([own * done for done in (0, 0.25, 0.5, 0.75, 1)], abs=1e-6)
-    assert r.controller.ramps == {} and attentions(r.model)[0].gate_override.isnan().all()
+    assert r.controller.surgery.ramps == {} and attentions(r.model)[0].gate_override.isnan().all()
     x = torch.randint(256, (4, 17))
     r.trainer.step(x[:, :-1], x[:, 1:])
 
 
 def test_a_head_that_opens_is_not_taken_for_one_that_closes(run, monkeypatch):
     """Its gate is low by hand: it is neither pruned for that, nor when withdrawn, nor does it then run on."""
-    monkeypatch.setattr(Controller, "heldout", lambda self, run: 2.0)
+    monkeypatch.setattr(Measurements, "held_out", lambda self, run: 2.0)
     flags = dict(head_ids=[[0, 1]] * 2, sentinel="sigmoid", agency=True)
     r = run(flags, grow_heads=1, grow_ramp=100, grow_used=0.0, prune_gate=0.3, policy=True,
             policy_no_consent=[])
     measured(r, 12)
-    assert {e[1] for e in events(r.out_dir)} <= {"grown", "state"} and len(r.controller.ramps) == 2
-    r.controller.signal(r, "policy", 0, 2, "withdrawn")
-    r.controller.open_ramps(r)
+    assert {e[1] for e in events(r.out_dir)} <= {"grown", "state"} and len(r.controller.surgery.ramps) == 2
+    r.controller.states.change(r, "policy", 0, 2, "withdrawn")
+    r.controller.surgery.open_ramps(r)
     assert attentions(r.model)[0].static_gate(noisy=False)[2] == 0
     r.config.policy_dwell = 1000
     measured(r, 6)
@@ -348,7 +353,7 @@ def test_a_head_that_opens_is_not_taken_for_one_that_closes(run, monkeypatch):
 
 def test_the_best_checkpoint_says_what_was_scored(run, monkeypatch):
     """Also while a head opens and another is frozen; gates set by hand are in no checkpoint."""
-    monkeypatch.setattr(Controller, "heldout", lambda self, run: 2.0)
+    monkeypatch.setattr(Measurements, "held_out", lambda self, run: 2.0)
     r = run(dict(head_ids=[[0, 1]] * 2, sentinel="hard_concrete"), grow_heads=1, grow_ramp=10,
             grow_used=0.0)
     measured(r, 3)
@@ -371,11 +376,11 @@ def test_the_best_checkpoint_says_what_was_scored(run, monkeypatch):
 
 def test_no_growth_while_the_loss_falls_or_heads_idle_or_none_is_free(run, monkeypatch):
     falling = iter(np.linspace(3, 1, 100))
-    monkeypatch.setattr(Controller, "heldout", lambda self, run: float(next(falling)))
+    monkeypatch.setattr(Measurements, "held_out", lambda self, run: float(next(falling)))
     r = run(dict(head_ids=[[0, 1]] * 2), grow_heads=1)
     measured(r, 8)
     assert r.model.config.head_ids == [[0, 1], [0, 1]]
-    monkeypatch.setattr(Controller, "heldout", lambda self, run: 2.0)
+    monkeypatch.setattr(Measurements, "held_out", lambda self, run: 2.0)
     r = run(dict(head_ids=[[0, 1]] * 2), grow_heads=1, grow_used=1.01)
     measured(r, 8)
     assert r.model.config.head_ids == [[0, 1], [0, 1]]
@@ -385,7 +390,7 @@ def test_no_growth_while_the_loss_falls_or_heads_idle_or_none_is_free(run, monke
 
 
 def test_stacking_doubles_the_blocks_once_with_their_moments(run, monkeypatch):
-    monkeypatch.setattr(Controller, "heldout", lambda self, run: 2.0)
+    monkeypatch.setattr(Measurements, "held_out", lambda self, run: 2.0)
     r = run(grow_stack=True)
     x = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(1))
     r.trainer.step(x[:, :-1], x[:, 1:])
@@ -464,7 +469,7 @@ def test_the_best_checkpoint_of_a_life_can_be_evaluated_sampled_and_continued(ar
     main(args(**{**LIVE, **LIFE}))
     state = checkpoint.read(tmp_path / "run" / "best.pt")
     model = checkpoint.build(state, "best.pt")
-    assert sum(map(len, state["config"]["head_ids"])) == len(places(model))
+    assert sum(map(len, state["config"]["head_ids"])) == len(all_heads(model))
     model.generate(torch.zeros(1, 3, dtype=torch.long), 5)
     main(args("more", init_from=tmp_path / "run", n_layer=..., n_head=..., n_embd=..., block_size=...))
 
@@ -500,11 +505,11 @@ def test_states_follow_the_metrics_with_hysteresis_and_dwell(run, monkeypatch):
     for value in (1.0, 1.6, 1.6, 1.3, 1.3, 1.3, 1.2, 1.2, 1.2):
         use["now"] = value
         measured(r)
-        seen.append(controller.states_of(r.model)[0, 1])
+        seen.append(states_of(r.model)[0, 1])
     # used() is over the sum of shares, here the number of heads times the share
     assert seen == ["active", "overloaded", "overloaded", "overloaded", "overloaded", "overloaded", "active",
                     "active", "active"]
-    assert controller.states_of(r.model)[1, 3] == "misaligned"
+    assert states_of(r.model)[1, 3] == "misaligned"
     assert attentions(r.model)[1].agency.utilisation[0] == 0.25
     assert attentions(r.model)[0].agency.last_signal[1] > 0
 
@@ -519,7 +524,7 @@ def test_a_dwell_is_kept(run, monkeypatch):
     states = []
     for flip["n"] in range(1, 14):
         measured(r)
-        states.append(controller.states_of(r.model)[0, 0])
+        states.append(states_of(r.model)[0, 0])
     changes = [i for i in range(1, len(states)) if states[i] != states[i - 1]]
     assert len(changes) > 1 and min(np.diff(changes)) >= 4
 
@@ -528,19 +533,17 @@ def test_a_dwell_is_kept(run, monkeypatch):
 def test_a_budget_withdraws_the_least_important_and_their_turn_comes(run, monkeypatch, unit, room):
     r = run(dict(agency=True), policy=True, policy_budget=5 / 8, policy_unit=unit, policy_dwell=1)
 
-    class Look:
-        first = True
     given(monkeypatch, importance=lambda layer, head: 1.0 + layer + head / 10)
-    base = Controller.look
+    base = Measurements.update
 
-    def look(self, run):  # importance is remembered, so that it can drift
+    def update(self, run):  # importance is remembered, so that it can drift
         before = self.mean.get("importance")
         base(self, run)
         if before is not None:
             self.mean["importance"] = before
-    monkeypatch.setattr(Controller, "look", look)
+    monkeypatch.setattr(Measurements, "update", update)
     measured(r, 2)
-    states = controller.states_of(r.model)
+    states = states_of(r.model)
     asleep = {at for at, state in states.items() if state == "withdrawn"}
     assert len(states) - len(asleep) == room
     if unit == "layer":
@@ -548,8 +551,8 @@ def test_a_budget_withdraws_the_least_important_and_their_turn_comes(run, monkey
     else:
         assert asleep == {(0, 0), (0, 1), (0, 2)}
     assert rows_of(r.out_dir)[-1]["active"] == room
-    packed = r.model.packed()
-    assert len(places(packed)) == room, "what is withdrawn is skipped for real"
+    packed = pack(r.model)
+    assert len(all_heads(packed)) == room, "what is withdrawn is skipped for real"
     x = torch.arange(16)[None]
     assert torch.allclose(packed(x).logits, r.model.eval()(x).logits, atol=1e-5)
 
@@ -578,7 +581,7 @@ def test_rules_say_who_may_change_what_and_refusals_are_logged_once(run, tmp_pat
     r = run(dict(agency=True), policy=True, policy_rules=str(rules), policy_dwell=1)
     given(monkeypatch, conflict=-0.9)
     measured(r, 4)
-    states = controller.states_of(r.model)
+    states = states_of(r.model)
     assert {states[0, h] for h in range(4)} == {"active"}
     assert {states[1, h] for h in range(4)} == {"misaligned"}
     found = rows_of(r.out_dir, "violations.jsonl")
@@ -605,16 +608,16 @@ def test_learned_agency_is_told_the_features_and_takes_the_likeliest_state(run, 
     assert torch.allclose(told[1], torch.tensor(
         [[entropy, 0.0, 0.0, 1.0, gate, -0.3] for entropy, gate in ((0.1, 0.1), (0.9, 0.2), (0.1, 0.3),
                                                                     (0.1, 0.4))]))
-    assert set(controller.states_of(r.model).values()) == {"active"}, "warm-up"
+    assert set(states_of(r.model).values()) == {"active"}, "warm-up"
     found = measured(r)[-1]
-    assert controller.states_of(r.model)[1, 2] == "withdrawn" and attentions(r.model)[0].agency.state[1] == 0
+    assert states_of(r.model)[1, 2] == "withdrawn" and attentions(r.model)[0].agency.state[1] == 0
     assert events(r.out_dir) == [(4, "state", 1, 2)] and found["events"][0]["who"] == "learned"
     agency = attentions(r.model)[1].agency
     assert agency.last_signal.tolist() == [0, 4, 0, 0]
     assert agency.consent.all() and agency.static_gate()[1] == 0
     assert found["state"] == [["active"] * 2, ["active", "withdrawn", "active", "active"]]
     assert found["active"] == 4 and found["blocked"] == 1, "of the one without consent"
-    assert r.model.packed().config.head_ids == [[0], [1, 3]]
+    assert pack(r.model).config.head_ids == [[0], [1, 3]]
     with torch.no_grad():
         agency.bias[0] = 1.0
     measured(r)
@@ -641,7 +644,7 @@ def noisy_life(run, noise=3.0):
         r.trainer.step(ids[:, :-1], ids[:, 1:], step)
         r.step += 1
         r.trainer = controller.step(r)
-    return {at: state for at, state in controller.states_of(r.model).items() if state != "active"}
+    return {at: state for at, state in states_of(r.model).items() if state != "active"}
 
 
 def test_learned_agency_withdraws_a_head_that_says_nothing(run):
@@ -673,7 +676,7 @@ def test_without_straight_through_no_state_is_learned(run, monkeypatch):
     (dict(grow_heads=1, grow_from=5), "grow_from=5 must be from 1 to n_head=2"),
     (dict(controller_log=True, controller_interval=0), "controller_interval=0 must be at least 1"),
     (dict(controller_step=3.0), "controller_step=3.0 means nothing"),
-    (dict(grow_stack=True, n_layer=2, unet="add"), "grow_stack doubles blocks that are alike"),
+    (dict(grow_stack=True, n_layer=2, unet="add"), "grow_stack doubles equal blocks"),
     (dict(sparsity_warmup=5), "sparsity_warmup=5 needs gates"),
     (dict(controller_log=True, controller_tokens=10**7), "measuring heads takes"),
 ])

@@ -11,15 +11,17 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from evaluate import load
-from model import ALL_ON, GPT, MECHANISMS, ConstraintHeads, GPTConfig, Mechanism, Sink
+from model import ALL_ON, GPT, MECHANISMS, ConstraintHeads, GPTConfig, Sink
 from nanoheads.heads import detectors
 from nanoheads.heads.detectors import (ARRAYS, MEASURES, PATTERNS, attention_maps, common_tokens,
                                        duplicate_token, head_arrays, induction, needles, pattern_scores,
                                        previous_token, repeats, retrieval_scores, similarity, typical_maps)
-from nanoheads.heads.measuring import attentions, inputs_of, places
+from nanoheads.heads.measuring import all_heads, attentions, inputs_of
 from nanoheads.heads.pictures import head_scores
 from nanoheads.hub import huggingface as hf
+from nanoheads.mechanism import Mechanism
+from nanoheads.pruning import prune_heads
+from nanoheads.training.scoring import load
 from probe import main
 
 SIZE = dict(block_size=24, vocab_size=16, n_layer=3, n_head=4, n_embd=64)
@@ -211,7 +213,7 @@ def test_retrieval_is_that_of_loops():
         row = texts[b].tolist()
         out = model(texts[b:b + 1], traces="maps")
         needle, words = range(begin, begin + 6), out.logits[0].argmax(-1).tolist()
-        for i, (layer, head) in enumerate(places(model)):
+        for i, (layer, head) in enumerate(all_heads(model)):
             copies = looks = 0
             for j in range(2, 6):
                 query = 24 - 5 + j - 1  # it has read the needle's first j tokens
@@ -227,7 +229,7 @@ def test_few_rows_at_a_time_give_the_same(monkeypatch):
     model, ids, (texts, at) = random_model(n_layer=2), tokens(6, 24), hidden_facts(6)
     texts = texts[:, :24] % 16
     whole = pattern_scores(model, ids)[0], retrieval_scores(model, texts, at % 10, 6, 2)
-    monkeypatch.setattr(detectors, "FLOATS", 2 * len(places(model)) * 24 ** 2)
+    monkeypatch.setattr(detectors, "FLOATS", 2 * len(all_heads(model)) * 24 ** 2)
     pieces = pattern_scores(model, ids)[0], retrieval_scores(model, texts, at % 10, 6, 2)
     for a, b in zip([*whole[0].values(), *whole[1]], [*pieces[0].values(), *pieces[1]]):
         np.testing.assert_allclose(a, b, atol=1e-6)
@@ -267,7 +269,7 @@ def test_maps_hold_what_reweighs_them_after_the_softmax(flags, monkeypatch):
 
 def pruned(flags):
     model = random_model(**flags)
-    model.prune_heads({0: [1, 3], 2: [0, 1, 2, 3] if not flags else [2]})
+    prune_heads(model, {0: [1, 3], 2: [0, 1, 2, 3] if not flags else [2]})
     return model
 
 
@@ -348,7 +350,7 @@ def bytes_model(**flags):
 def test_detectors_are_of_the_heads_that_are_there(checkpoint_of, bytes_data, tmp_path, capsys):
     """The table, the numbers and the picture go by original numbers, pruned and constraint heads too."""
     models = [bytes_model(), bytes_model(seed=1, **MECHANISMS["constraint_a"], sink=True)]
-    models[1].prune_heads({0: [1], 1: [0, 3]})
+    prune_heads(models[1], {0: [1], 1: [0, 3]})
     paths = [checkpoint_of(f"m{i}", model) for i, model in enumerate(models)]
     main(["detectors", "--ckpt", paths[0], "--ckpt", paths[1], "--samples=5", "--length=8", "--needle=6",
           f"--json={tmp_path / 'o.json'}", f"--picture={tmp_path / 'o.png'}", "--device=cpu"])
@@ -366,24 +368,24 @@ def test_detectors_are_of_the_heads_that_are_there(checkpoint_of, bytes_data, tm
         rows = run["results"]["heads"]
         for name, each in dict(nats_first=nats[:, :8], nats_again=nats[:, 8:], said=said).items():
             assert run["results"][name][0] == pytest.approx(each.mean(), abs=1e-6)
-        assert [(r["layer"], r["head"]) for r in rows] == places(model)
+        assert [(r["layer"], r["head"]) for r in rows] == all_heads(model)
         for i, row in enumerate(rows):
             for name, each in want.items():
                 assert row[name][0] == pytest.approx(each[:, i].mean(), abs=1e-6)
                 assert row[name][2] - row[name][1] == pytest.approx(
                     2 * 2.776445 * each[:, i].std(ddof=1) / 5 ** 0.5, rel=1e-5)
         shown = [line for line in lines if line[0] == path and len(line) == 13]
-        assert [(int(line[1]), int(line[2])) for line in shown] == places(model)
+        assert [(int(line[1]), int(line[2])) for line in shown] == all_heads(model)
         assert [line[3] for line in shown] == [f"{row['previous token'][0]:.3f}" for row in rows]
-    assert places(models[1]) == [(0, 0), (0, 2), (0, 3), (1, 1), (1, 2), (1, 4), (1, 5), (1, 6)]
+    assert all_heads(models[1]) == [(0, 0), (0, 2), (0, 3), (1, 1), (1, 2), (1, 4), (1, 5), (1, 6)]
     assert numbers["typical"]["previous token"][1] == pytest.approx(16 / 17)
 
 
 def test_a_picture_says_which_heads_are_gone():
     model = bytes_model(**MECHANISMS["constraint_a"])
-    model.prune_heads({0: [1], 1: [0, 3]})
+    prune_heads(model, {0: [1], 1: [0, 3]})
     rows = [dict(layer=layer, head=head, a=[0.1 * head, 0, 1], b=[0.01, 0, 1])
-            for layer, head in places(model)]
+            for layer, head in all_heads(model)]
     figure = head_scores([("one", model, rows), ("other", model, rows)], dict(a=(0, 0.9), b=(-1, 1)))
     words = [[t.get_text() for t in ax.texts] for part in figure.subfigs for ax in part.axes]
     assert words[0] == words[2] == ["0.00", "gone", "0.20", "0.30", "–", "–", "–",
@@ -421,7 +423,7 @@ def test_what_detectors_cannot_do_is_one_line(checkpoint_of, tmp_path, refusal, 
 
 def test_arrays_are_written_as_other_tools_take_them(checkpoint_of, tmp_path, capsys):
     model, out = bytes_model(**MECHANISMS["constraint_a"]), tmp_path / "maps.npz"
-    model.prune_heads({0: [1]})
+    prune_heads(model, {0: [1]})
     (tmp_path / "text").write_text("the cat\nsaw: é and the dog saw the cat once again")
     main(["arrays", "--ckpt", checkpoint_of("m", model), f"--text={tmp_path / 'text'}", f"--out={out}",
           "--tokens=20", "--device=cpu"])

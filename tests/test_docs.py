@@ -1,4 +1,4 @@
-"""What README.md and docs/ say is there is there, and what is there is said."""
+"""What README.md and docs/ name exists, and what exists is described; both stay short and plain."""
 
 import json
 import re
@@ -12,10 +12,28 @@ from nanoheads.configurator import choices
 from train import main
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("*.ipynb"))]
+DOCS = sorted((ROOT / "docs").glob("**/*.md"))
+PAGES = [ROOT / "README.md", *DOCS, *sorted((ROOT / "docs").glob("*.ipynb"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MECHANISMS_PAGE = (ROOT / "docs/mechanisms.md").read_text(encoding="utf-8")
-FOLDERS = "data|config|docs|tests|study|results|gpu"
+CLAIMS_PAGE = (ROOT / "docs/claims.md").read_text(encoding="utf-8")
+FOLDERS = "data|config|docs|tests|results|nanoheads"
+TABLE = re.compile(r"<!-- table: .*?<!-- end -->", re.S)
+
+# words that meant something private here; plain ones stand in their place
+PRIVATE = re.compile(r"\b(house|arms?|lives|told|said|Nobody|nobody|alike|whoever|Whoever)\b")
+# a reader's own file, placeholders, and two programs that the README names with what replaced them
+NOT_OURS = {"mine.py", "PROGRAM.py", "data/NAME/prepare.py", "inspect_heads.py", "nanoheads_eval.py"}
+SOURCES = (*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py"), *ROOT.glob("data/**/*.py"))
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def words(text):
+    """As `wc -w` counts them."""
+    return len(text.split())
 
 
 def text_of(page):
@@ -45,16 +63,23 @@ def anchors(text):
 
 # ---- files ----
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_named_in_the_docs_exist(page):
-    named = set(re.findall(rf"(?:{FOLDERS})/[\w/\-]+\.(?:py|md|ipynb|json(?:\.gz)?|css)|\b\w+\.(?:py|sh)\b",
-                           text_of(page)))
-    places = {p.name for p in [*ROOT.glob("*"), *ROOT.glob("study/*"), *ROOT.glob("gpu/*")]} | {"prepare.py"}
-    missing = {n for n in named if not ((ROOT / n).exists() or n in places)}
+    """By their path from the root, by their path in the package, or a module by its name alone."""
+    files = rf"(?:{FOLDERS})/[\w/\-]+\.(?:py|md|ipynb|json(?:\.gz)?|css)|\b[\w/]+\.(?:py|sh)\b"
+    known = {p.name for p in (*SOURCES, *ROOT.glob("*.sh"), *ROOT.glob("tests/*.py"))}
+    known |= {f"{p.parent.name}/{p.name}" for p in SOURCES} | NOT_OURS
+    missing = {n for n in re.findall(files, text_of(page)) if n not in known
+               and not (ROOT / n).exists() and not (page.parent / n).exists()}
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_pages_named_in_the_code_exist():
+    named = {n for p in SOURCES for n in re.findall(r"\bdocs/[\w/\-]+\.md\b", p.read_text(encoding="utf-8"))}
+    assert named and all((ROOT / n).exists() for n in named), {n for n in named if not (ROOT / n).exists()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
         if link.startswith("http"):
@@ -65,12 +90,39 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_no_line_is_wider_than_a_screen(page):
     """110 columns, as in the code; only the tables of docs/ may need more."""
     lines = text_of(page).splitlines()
-    in_docs = page.parent.name == "docs"
+    in_docs = page != ROOT / "README.md"
     assert not [line for line in lines if len(line) > 110 and not (in_docs and line.startswith("|"))]
+
+
+# ---- words ----
+
+def test_the_readme_and_the_docs_are_short():
+    assert words(README) <= 1200
+    assert sum(words(page.read_text(encoding="utf-8")) for page in DOCS) <= 30_000
+
+
+def test_a_cell_of_the_claims_is_at_most_60_words():
+    cells = [cell for line in CLAIMS_PAGE.splitlines() if line.startswith("|") for cell in line.split(" | ")]
+    assert len(cells) > 100 and not [cell for cell in cells if words(cell) > 60]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=name_of)
+def test_pages_are_in_plain_words(page):
+    """Prose and tables written by hand; what code or `results/` prints is not a page's own words."""
+    text = TABLE.sub("", page.read_text(encoding="utf-8"))
+    text = re.sub(r"```.*?```|`[^`]*`|^    .*$", "", text, flags=re.S | re.M)
+    assert not PRIVATE.findall(text)
+    assert PRIVATE.findall("whoever is told") == ["whoever", "told"]  # control
+
+
+@pytest.mark.parametrize("page", DOCS, ids=name_of)
+def test_a_page_begins_with_its_heading_and_an_answer(page):
+    heading, first, *_ = filter(None, page.read_text(encoding="utf-8").splitlines())
+    assert heading.startswith("# ") and re.match(r"[A-Z`*]", first)
 
 
 # ---- the README ----
@@ -84,11 +136,12 @@ def test_every_flag_named_in_the_readme_is_a_key_or_an_argument():
 
 
 def test_a_mistake_is_answered_as_the_readme_shows(capsys):
-    command, *said = section("Configure").split("```\n$ python train.py ")[1].split("```")[0].splitlines()
+    shown = section("Programs").split("```\n$ python train.py ")[1].split("```")[0]
+    command, *lines_there = shown.splitlines()
     with pytest.raises(SystemExit) as e:
         main(command.split())
     lines = [line for line in str(e.value.code).splitlines() if "is not prepared" not in line]  # no data here
-    assert capsys.readouterr().out == "" and lines == said
+    assert capsys.readouterr().out == "" and lines == lines_there
 
 
 def test_every_dataset_of_the_readme_has_its_script_and_the_other_way_round():
@@ -97,18 +150,27 @@ def test_every_dataset_of_the_readme_has_its_script_and_the_other_way_round():
     assert named == {p.parent.name for p in ROOT.glob("data/*/prepare.py")}
 
 
-def test_the_readme_maps_every_module_of_the_repository():
-    house = section("The house")
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("study/[!_]*.py")]:
-        assert path.name in house
+def test_the_readme_maps_every_folder_and_describes_every_program():
+    layout, programs = section("Layout"), section("Programs")
+    folders = {p.parent.name for p in ROOT.glob("nanoheads/*/__init__.py")}
+    folders |= {"nanoheads", "config", "data", "results", "docs", "tests"}
+    assert folders <= set(re.findall(r"(\w+)/ ", layout)) and "model.py" in layout
+    for program in {p.name for p in ROOT.glob("*.py")} - {"model.py"}:
+        assert f"**{program}**" in programs and f"\npython {program} " in programs
+
+
+def test_the_readme_names_the_tests_and_the_old_command_lines():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    named = set(re.findall(r"\bmake ([\w-]+)", README))
+    assert {"demo", "test", "test-all", "gpu-check"} <= named
+    assert named - {"test-all"} <= targets
+    for old in ("constraints.py", "inspect_heads.py", "nanoheads_eval.py"):
+        assert f"`{old}" in README
 
 
 def test_the_readme_lists_every_mechanism():
-    table = "\n".join(line for line in section("Mechanisms").splitlines() if line.startswith("|"))
-    assert {cls.flag for cls in MECHANISM_CLASSES} <= set(re.findall(r"`(\w+)`", table))
-    for names in re.findall(r"\| ([^|]*) \|$", table, re.M)[2:]:
-        for name in re.findall(r"`(\w+)`", names):
-            assert name in MECHANISMS
+    named = set(re.findall(r"`(\w+)[=`]", section("Mechanisms")))
+    assert {cls.flag for cls in MECHANISM_CLASSES} <= named
 
 
 # ---- docs/mechanisms.md ----
@@ -132,8 +194,8 @@ def test_every_flag_of_a_mechanism_is_described(flag):
 def test_every_entry_of_mechanisms_is_described(name):
     """Its flags as they are, and its neutral setting, or that there is none."""
     flags, neutral = rows(MECHANISMS_PAGE.split("## The entries")[1].split("\n## ")[0])[name]
-    said = re.findall(r"(\w+)=([^\s`]+)", flags)
-    assert dict(said) == {key: "[...]" if isinstance(value, list) else str(value)
+    described = re.findall(r"(\w+)=([^\s`]+)", flags)
+    assert dict(described) == {key: "[...]" if isinstance(value, list) else str(value)
                           for key, value in MECHANISMS[name].items()}
     assert neutral.startswith("none") != (name in NEUTRAL)
     for key, value in NEUTRAL.get(name, {}).items():

@@ -16,12 +16,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import evaluate
-from evaluate import main, nats_of, nats_of_last, score, score_table, windows
+from evaluate import main, score_table
 from model import GPT, GPTConfig, Output
 from nanoheads.common import UserError
 from nanoheads.text import dataset, sources
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.tokenizer import Tokenizer
+from nanoheads.training import scoring
+from nanoheads.training.scoring import nats_of, nats_of_last, score, windows
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = [chr(c) for c in range(97, 108)] + ["\n", "é"]
@@ -132,7 +134,7 @@ def more_context(n, block_size, stride):
 def test_the_oracle_catches_a_wrong_scorer(tmp_path, monkeypatch, wrong, n, stride):
     model, data = make_model(), write_data(tmp_path, n=n)
     assert agrees(model, data, "test", stride)
-    monkeypatch.setattr(evaluate, "windows", wrong)
+    monkeypatch.setattr(scoring, "windows", wrong)
     assert not agrees(model, data, "test", stride)
 
 
@@ -198,7 +200,7 @@ def test_a_gpu_scores_many_rows_of_a_large_vocabulary_at_once(tmp_path, monkeypa
     def watched(model, ids, n, most):
         seen.append((len(ids), most))
         return np.zeros((len(ids), n))
-    monkeypatch.setattr(evaluate, "nats_of_last", watched)
+    monkeypatch.setattr(scoring, "nats_of_last", watched)
     data = SimpleNamespace(tokens=lambda split: np.zeros(64 * 1024, np.uint16), separator=0)
     for kind in ("cuda", "cpu"):
         model = SimpleNamespace(config=SimpleNamespace(block_size=1024, vocab_size=50304), training=False,
@@ -297,7 +299,7 @@ def test_nats_stay_exact_where_logits_are_large():
 def test_bytes_and_characters_come_from_meta_not_from_the_token_count(tmp_path):
     data = write_data(tmp_path / "bpe", "gpt2", n=17, sizes=dict(bytes=70, chars=60))
     path = write_checkpoint(tmp_path / "a.pt", make_model(50257), data)
-    run = evaluate.evaluate(path, "test", 0, "cpu", progress=False)
+    run = scoring.evaluate(path, "test", 0, "cpu", progress=False)
     nats, count = score(make_model(50257), data, "test")
     assert (run["tokens"], run["bytes"], run["chars"]) == (count, 70, 60) == (17, 70, 60)
     assert run["nats_per_token"] == pytest.approx(nats / 17)
@@ -311,7 +313,7 @@ def test_the_perplexity_of_a_word_is_that_of_the_splits_words(tmp_path, capsys):
     text = b"one two  three\nfour five six seven eight nine ten, 11 12 13."
     (tmp_path / "toy/test.bin").write_bytes(text)
     path = write_checkpoint(tmp_path / "a.pt", make_model(spread=2.0), data)
-    run = evaluate.evaluate(path, "test", 0, "cpu", progress=False)
+    run = scoring.evaluate(path, "test", 0, "cpu", progress=False)
     assert run["words"] == len(text.split()) == 13
     assert run["word_ppl"] == pytest.approx(math.exp(run["nats_per_token"] * 60 / 13))
     main(["--ckpt", path])
@@ -323,7 +325,7 @@ def test_words_of_gpt2_tokens_are_not_counted_where_that_needs_a_download(tmp_pa
     monkeypatch.setattr(sources, "HOME", tmp_path)
     monkeypatch.delenv("NANOHEADS_DATA", raising=False)
     data = write_data(tmp_path / "bpe", "gpt2", n=17)
-    run = evaluate.evaluate(write_checkpoint(tmp_path / "a.pt", make_model(50257), data), "test", 0, "cpu",
+    run = scoring.evaluate(write_checkpoint(tmp_path / "a.pt", make_model(50257), data), "test", 0, "cpu",
                             progress=False)
     assert run["words"] is run["word_ppl"] is None and "word" not in score_table([run])
 
@@ -337,7 +339,7 @@ def test_words_are_counted_as_by_lm_evaluation_harness(text, piece):
     """Whatever pieces the split is read in; the harness's count is that of re.split()."""
     ids = np.frombuffer(text.encode(), np.uint8)
     data = SimpleNamespace(tokens=lambda split: ids, tokenizer=Tokenizer("byte"))
-    assert evaluate.count_words(data, "test", piece) == len(re.split(r"\s+", text))
+    assert scoring.count_words(data, "test", piece) == len(re.split(r"\s+", text))
 
 
 def test_the_json_holds_every_promised_key_for_every_checkpoint_in_order(tmp_path, byte_run, capsys):
@@ -451,8 +453,8 @@ def test_a_nanogpt_checkpoint_is_scored_on_the_dataset_that_it_names(tmp_path, m
     model = make_model(len(VOCAB))
     named, unnamed = nanogpt(tmp_path / "n.pt", model, dataset="toy"), nanogpt(tmp_path / "u.pt", model)
     want = score(model, data, "test")[0] / 23
-    assert evaluate.evaluate(named, "test", 0, "cpu", progress=False)["nats_per_token"] == pytest.approx(want)
-    by_name = evaluate.evaluate(unnamed, "test", 0, "cpu", "toy", progress=False)
+    assert scoring.evaluate(named, "test", 0, "cpu", progress=False)["nats_per_token"] == pytest.approx(want)
+    by_name = scoring.evaluate(unnamed, "test", 0, "cpu", "toy", progress=False)
     assert by_name["nats_per_token"] == pytest.approx(want)
     with pytest.raises(SystemExit, match="u.pt does not say what it was trained on; name it with --dataset$"):
         main(["--ckpt", unnamed])
@@ -462,14 +464,14 @@ def test_data_is_found_by_name_where_the_path_of_training_leads_nowhere(tmp_path
     data = write_data(tmp_path / "data/toy")
     monkeypatch.setattr(dataset, "ROOT", tmp_path)
     state = dict(meta=data.meta, train=dict(dataset="../elsewhere/toy"))
-    assert evaluate.dataset_of(state, "a.pt").dir == tmp_path / "data/toy"
+    assert scoring.dataset_of(state, "a.pt").dir == tmp_path / "data/toy"
     with pytest.raises(UserError, match="no dataset wrong"):
-        evaluate.dataset_of(state, "a.pt", "wrong")  # what the user names is not replaced
+        scoring.dataset_of(state, "a.pt", "wrong")  # what the user names is not replaced
 
 
 def test_another_dataset_of_the_same_vocabulary_can_be_scored(tmp_path, byte_run):
     other = write_data(tmp_path / "other", n=31, seed=5)
-    run = evaluate.evaluate(byte_run[0], "test", 0, "cpu", str(other.dir), progress=False)
+    run = scoring.evaluate(byte_run[0], "test", 0, "cpu", str(other.dir), progress=False)
     assert run["dataset"] == "other" and run["tokens"] == 31
 
 
@@ -484,7 +486,7 @@ def switched(tmp_path):
 
 
 def scored(path, *settings):
-    return evaluate.evaluate(path, "test", 0, "cpu", settings=settings, progress=False)["nats_per_token"]
+    return scoring.evaluate(path, "test", 0, "cpu", settings=settings, progress=False)["nats_per_token"]
 
 
 @pytest.mark.parametrize("key, value", [("unet_skips", False), ("routing_eval_gate", False),
@@ -599,7 +601,7 @@ def test_a_bad_checkpoint_is_one_clear_line(refusal, bad_checkpoint):
 
 
 def test_a_mistake_in_the_last_checkpoint_is_found_before_the_first_is_scored(byte_run, refusal, monkeypatch):
-    monkeypatch.setattr(evaluate, "score", lambda *a, **k: pytest.fail("scored"))
+    monkeypatch.setattr(scoring, "score", lambda *a, **k: pytest.fail("scored"))
     assert "no checkpoint" in refusal(["--ckpt", byte_run[0], "--ckpt", "nowhere.pt"])
 
 
@@ -619,7 +621,7 @@ def test_ctrl_c_prints_the_runs_that_are_done(byte_run, capsys, monkeypatch):
             raise KeyboardInterrupt
         return score(*args, **kwargs)
 
-    monkeypatch.setattr(evaluate, "score", interrupted)
+    monkeypatch.setattr(scoring, "score", interrupted)
     with pytest.raises(SystemExit) as e:
         main(["--ckpt", byte_run[0], "--ckpt", byte_run[0]])
     shown = capsys.readouterr()

@@ -13,20 +13,21 @@ from conftest import write_dataset
 from scipy.stats import t as student
 
 import probe
-from evaluate import score
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, SkipFusion
 from nanoheads.common import ROOT, UserError
 from nanoheads.probes import fewshot
-from nanoheads.probes.fewshot import (TASKS, Item, choice_nats, contexts, judged, made_items, read_items,
+from nanoheads.probes.fewshot import (TASKS, Item, choice_nats, contexts, graded, made_items, read_items,
                                       save_items)
 from nanoheads.study import fingerprint
 from nanoheads.text import dataset
 from nanoheads.text.dataset import Dataset, DocumentBatches
 from nanoheads.training import checkpoint
-from nanoheads.training.optim import Trainer, make_optimizers
+from nanoheads.training.config import TrainConfig
+from nanoheads.training.optim import Trainer, make_optimizers, of_mechanisms
 from nanoheads.training.ranks import Process
+from nanoheads.training.scoring import score
 from tests.test_train import torchrun, untimed
-from train import TrainConfig, main
+from train import main
 
 SIZES = dict(block_size=32, vocab_size=256, n_layer=2, n_head=2, n_embd=16)
 SKIPS = dict(unet="concat", sentinel="sigmoid", mechanism_lr=0.02, skip_lr=0.005)
@@ -181,7 +182,7 @@ def test_a_frozen_trunk_stays_as_it_is_until_it_thaws(keys, tuned, tmp_path):
     main(tuned("start", max_iters=1, lr=1e-30, min_lr=0, muon_lr=1e-30,
                **{**keys, "mechanism_lr": 1e-30, "skip_lr": 1e-30, "weight_decay": 0}))
     states = {out: checkpoint.read(tmp_path / out / "ckpt.pt") for out in ("frozen", "thawed", "start")}
-    start, added = states["start"]["model"], GPT(GPTConfig(**states["start"]["config"])).of_mechanisms()
+    start, added = states["start"]["model"], of_mechanisms(GPT(GPTConfig(**states["start"]["config"])))
     assert added == {name for name in start if "sentinel" in name or name.startswith("fuse.")}
     for name, before in start.items():
         assert torch.equal(states["frozen"]["model"][name], before) == (name not in added), name
@@ -574,7 +575,7 @@ def test_choices_are_scored_one_at_a_time(items):
 
 def test_the_likeliest_choice_is_the_answer():
     nats = np.array([[1.0, 2.0, np.inf], [2.0, 1.0, 3.0], [1.0, 1.0, 5.0]])
-    right, surprise = judged(nats, np.array([0, 0, 0]))
+    right, surprise = graded(nats, np.array([0, 0, 0]))
     assert right.tolist() == [True, False, False], "a tie is no answer"
     p = np.exp(-nats)
     assert surprise == pytest.approx(-np.log(p[:, 0] / p.sum(1)))
@@ -588,7 +589,7 @@ def test_who_knows_the_rules_is_right_and_who_does_not_is_at_chance(monkeypatch)
         monkeypatch.setattr(fewshot, "nats_after", lambda model, separator, pairs: np.array(
             [nats_of_pair(bytes(before).decode().split("\n")[-1], bytes(after).decode())
              for before, after in pairs]))
-        return judged(choice_nats(None, Bytes(), items, texts, 500)[0], answer)[0].mean()
+        return graded(choice_nats(None, Bytes(), items, texts, 500)[0], answer)[0].mean()
 
     known = {(item.prompt, item.choices[item.answer]) for item in items}
     rng = np.random.default_rng(0)
@@ -651,7 +652,7 @@ def test_probe_fewshot_end_to_end(tmp_path, capsys):
     items = read_items(saved)
     models = [checkpoint.build(checkpoint.read(path), path) for path in paths[1::2]]
     texts, answer = contexts(items, 2, 1337), np.array([item.answer for item in items])
-    right = [judged(choice_nats(model, Bytes(), items, texts, 64)[0], answer)[0] for model in models]
+    right = [graded(choice_nats(model, Bytes(), items, texts, 64)[0], answer)[0] for model in models]
     over = right[1].astype(float) - right[0]
     half = student.isf(0.025, len(over) - 1) * over.std(ddof=1) / math.sqrt(len(over))
     assert second[-1]["accuracy"][0] == pytest.approx(right[1].mean())

@@ -10,10 +10,9 @@ import pytest
 
 from model import ALL_ON, MECHANISMS, GPTConfig
 from nanoheads.common import ROOT
-from nanoheads.heads.controller import ControllerConfig
 from nanoheads.study import fingerprint
+from nanoheads.training.config import ControllerConfig, TrainConfig
 from tests.test_add_a_mechanism import TOY, apply
-from train import TrainConfig
 
 SIZE = dict(vocab_size=256, block_size=32, n_layer=2, n_head=8, n_embd=64, recipe="modern")
 CONFIGS = {"plain": GPTConfig(**SIZE), "xsa": GPTConfig(**SIZE, **MECHANISMS["xsa"]),

@@ -8,10 +8,12 @@ import torch
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads.common import UserError
-from nanoheads.heads.measuring import attentions, closed, fixed_text, insert_heads, measure, nats_on, places
+from nanoheads.heads.measuring import all_heads, attentions, closed, fixed_text, measure, nats_on
+from nanoheads.heads.surgery import insert_heads
+from nanoheads.pruning import prune_heads
 from nanoheads.text.dataset import Dataset
+from nanoheads.training.config import TrainConfig
 from nanoheads.training.optim import make_optimizers
-from train import TrainConfig
 
 SIZE = dict(block_size=12, vocab_size=19, n_layer=3, n_head=4, n_embd=64, recipe="modern")
 
@@ -191,9 +193,9 @@ def test_a_closed_head_sends_nothing_and_comes_back():
         shut = model(X).logits
     assert torch.equal(model(X).logits, plain) and not torch.allclose(shut, plain)
     pruned = copy.deepcopy(model)
-    pruned.prune_heads({0: [1], 2: [3]})
+    prune_heads(pruned, {0: [1], 2: [3]})
     assert torch.allclose(pruned(X).logits, shut, atol=1e-12)
-    assert places(pruned) == [place for place in places(model) if place not in ((0, 1), (2, 3))]
+    assert all_heads(pruned) == [place for place in all_heads(model) if place not in ((0, 1), (2, 3))]
 
 
 # ---- inserting ----
@@ -246,7 +248,7 @@ def test_grown_and_pruned_again_is_what_it_was():
     model = tiny(ALL_ON, [[0, 2]] * 3)
     before = copy.deepcopy(model.state_dict())
     insert_heads(model, {0: [1, 3]})
-    model.prune_heads({0: [1, 3]})
+    prune_heads(model, {0: [1, 3]})
     assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import evaluate
 import sample
-from model import MECHANISMS, GPT, GPTConfig
+from model import GPT, MECHANISMS, GPTConfig
 from nanoheads.common import UserError
 from nanoheads.heads.inspection import Session, arguments, folded, main
 from nanoheads.heads.measuring import attentions
 from nanoheads.text.dataset import Dataset
-from nanoheads.training import checkpoint
+from nanoheads.training import checkpoint, scoring
+from nanoheads.training.sampling import side_by_side
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAIN = {}
@@ -48,6 +48,18 @@ def ckpt(tmp_path, bytes_data):
                         train=dict(dataset=str(bytes_data))), tmp_path / name)
         return str(tmp_path / name)
     return make
+
+
+@pytest.fixture
+def refusal(capsys):
+    """refusal(args) -> the one line that main(args) ends with, nothing printed before."""
+    def call(args):
+        with pytest.raises(SystemExit) as e:
+            main(args)
+        assert e.value.code.startswith("probe.py inspect: ") and "\n" not in e.value.code
+        assert capsys.readouterr().out == ""
+        return e.value.code
+    return call
 
 
 def session_of(path, *args):
@@ -88,7 +100,7 @@ def off_by(model, other):
 @pytest.mark.parametrize("command", SAME)
 def test_bits_are_those_that_evaluate_gives_the_changed_model(ckpt, command, capsys):
     path = ckpt(ALL)
-    bpb = [evaluate.evaluate(path, "val", 0, "cpu", settings=each)["bpb"] for each in ([], [SAME[command]])]
+    bpb = [scoring.evaluate(path, "val", 0, "cpu", settings=each)["bpb"] for each in ([], [SAME[command]])]
     assert abs(bpb[1] - bpb[0]) > 1e-3, "the change does nothing here: it would show nothing"
     session = session_of(path, "--tokens=0")
     assert session.bits == pytest.approx(bpb[0], abs=1e-6)
@@ -119,8 +131,8 @@ def test_bits_of_characters_are_per_byte_of_the_slice(tmp_path, capsys):
     torch.save(dict(model=model.state_dict(), config=asdict(model.config), meta=data.meta, step=1,
                     train=dict(dataset=str(data.dir))), path)
     session = session_of(path, "--tokens=32", "--start=a")  # the first window
-    nats, _ = evaluate.score(model, data, "val", max_tokens=32)
-    assert session.n_bytes == 32 and session.bits == evaluate.bits(nats, 32)
+    nats, _ = scoring.score(model, data, "val", max_tokens=32)
+    assert session.n_bytes == 32 and session.bits == scoring.bits(nats, 32)
 
 
 @pytest.mark.parametrize("temperature", [0.8, 0.0])
@@ -135,7 +147,7 @@ def test_samples_are_those_of_sample_py(ckpt, capsys, monkeypatch, temperature):
     session = session_of(path, "--start=3 plus", f"--temperature={temperature}")
     session.obey("gate 0.1 -2")
     session.obey("withdraw 1.2")
-    shown = sample.side_by_side(("as loaded", "now"), texts, 110)
+    shown = side_by_side(("as loaded", "now"), texts, 110)
     assert capsys.readouterr().out.endswith(shown + "\n")
     for command in ("sample 3 plus", "text 3 plus"):
         session.obey(command)
@@ -145,10 +157,10 @@ def test_samples_are_those_of_sample_py(ckpt, capsys, monkeypatch, temperature):
 def test_a_prompt_may_hold_blanks_and_numbers_signs(ckpt, capsys):
     session = session_of(ckpt(PLAIN))
     session.obey(r"text  # 3\n4 ")
-    assert session.prompt[0] == " # 3\n4 "
-    assert bytes(session.prompt[1][0].tolist()) == b" # 3\n4 "
+    assert session.start[0] == " # 3\n4 "
+    assert bytes(session.start[1][0].tolist()) == b" # 3\n4 "
     session.obey("sample other")
-    assert session.prompt[0] == " # 3\n4 "
+    assert session.start[0] == " # 3\n4 "
 
 
 # ---- undo ----
@@ -240,7 +252,7 @@ def test_what_is_saved_says_what_the_session_said(ckpt, tmp_path, capsys, flags)
     assert off_by(saved, session.model) < 1e-5
     unfolded = checkpoint.build({**state, "model": session.model.state_dict()}, out)
     assert off_by(unfolded, session.model) > 1e-3, "without the gates set by hand it is another model"
-    assert evaluate.evaluate(out, "val", 0, "cpu")["bpb"] == pytest.approx(session.bits, abs=1e-5)
+    assert scoring.evaluate(out, "val", 0, "cpu")["bpb"] == pytest.approx(session.bits, abs=1e-5)
     assert session_of(out, "--tokens=0").bits == pytest.approx(session.bits, abs=1e-5)
     for old, new in zip(attentions(session.model), attentions(saved)):
         assert old.head_ids == new.head_ids
@@ -286,7 +298,7 @@ def test_a_head_that_only_the_hand_opens_is_not_saved(ckpt, tmp_path, capsys, fl
 def test_a_save_that_would_say_something_else_is_not_written(ckpt, tmp_path, capsys, monkeypatch):
     session = session_of(ckpt(PLAIN))
     session.obey("gate 0.1 0.5")
-    monkeypatch.setattr("inspect_heads.folded", copy.deepcopy)  # forgets the gates set by hand
+    monkeypatch.setattr("nanoheads.heads.inspection.folded", copy.deepcopy)  # forgets the gates set by hand
     with pytest.raises(UserError, match="nothing was written"):
         session.obey(f"save {tmp_path / 'out'}")
     assert not (tmp_path / "out").exists()
@@ -361,7 +373,7 @@ WRONG = {
 @pytest.mark.parametrize("command, words", WRONG.items(), ids=WRONG)
 def test_a_wrong_command_is_named_and_the_session_goes_on(ckpt, drive, command, words):
     out, err, status = drive(ckpt(ALL), command, "gate 0.1 0.5", "undo")
-    assert err.startswith(f"inspect_heads: {command}: ") and err.count("\n") == 1 and words in err
+    assert err.startswith(f"probe.py inspect: {command}: ") and err.count("\n") == 1 and words in err
     assert status == 1 and out.count("-> ") == 2, "what follows is done"
 
 
@@ -388,7 +400,7 @@ def test_help_lists_every_command(ckpt, drive):
     from nanoheads.heads.inspection import COMMANDS
     listed = out.split("> help\n")[1]
     assert all(f"\n{name} " in listed for name in COMMANDS)
-    assert all(callable(getattr(Session, name)) for name in COMMANDS)
+    assert all(callable(getattr(Session, f"do_{name}")) for name in COMMANDS)
 
 
 def test_a_bad_checkpoint_is_one_line(refusal, bad_checkpoint):
@@ -415,12 +427,12 @@ def test_damaged_weights_are_named(ckpt, refusal):
 
 def test_a_pipe_drives_it(ckpt, tmp_path):
     commands = f"withdraw 0.1\ngaet 0.1 0\nsave {tmp_path / 'saved'}\n".encode() + b"sample \xff3 plus\n"
-    command = [sys.executable, str(ROOT / "inspect_heads.py"), f"--ckpt={ckpt(ALL)}", "--device=cpu",
-               "--max_new_tokens=20"]
-    done = subprocess.run(command, input=commands, capture_output=True, timeout=120)
+    command = [sys.executable, "-c", "from nanoheads.heads.inspection import main; main()",
+               f"--ckpt={ckpt(ALL)}", "--device=cpu", "--max_new_tokens=20"]
+    done = subprocess.run(command, input=commands, capture_output=True, timeout=120, cwd=ROOT)
     out, err = done.stdout.decode(), done.stderr.decode()
     assert done.returncode == 1
-    assert err == "inspect_heads: gaet 0.1 0: no command 'gaet'; did you mean gate?\n"
+    assert err == "probe.py inspect: gaet 0.1 0: no command 'gaet'; did you mean gate?\n"
     assert out.startswith(str(tmp_path)) and "> withdraw 0.1\nbits/byte " in out
     assert "as loaded" in out.split("> sample")[1]
     assert not attentions(checkpoint.build(checkpoint.read(tmp_path / "saved"), "saved"))[0].agency.consent[1]

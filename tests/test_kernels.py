@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from model import GPT, CausalMask, GPTConfig
 from nanoheads import kernels
-from nanoheads.kernels import (CpuRMSNorm, CpuSquaredReLU, ChunkedCrossEntropy, attend, attend_lse,
+from nanoheads.kernels import (ChunkedCrossEntropy, CpuRMSNorm, CpuSquaredReLU, attend, attend_lse,
                                costs_a_plan, flex, flex_tiles, linear32, padded_rows, row_statistics)
 from oracle import agree, dense, normal, tokens
 

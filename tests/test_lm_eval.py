@@ -16,13 +16,13 @@ import torch
 from torch.nn import functional as F
 
 from conftest import write_dataset
-from evaluate import evaluate, score
 from model import GPT, MECHANISMS, GPTConfig
 from nanoheads.common import UserError
 from nanoheads.hub import huggingface as hf
 from nanoheads.text import dataset
 from nanoheads.text.dataset import Dataset
-from nanoheads.training import checkpoint
+from nanoheads.training import checkpoint, scoring
+from nanoheads.training.scoring import evaluate, score
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = ["\n", " ", *"abcdefgh", "é"]
@@ -34,11 +34,11 @@ needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None,
 
 @pytest.fixture(scope="module")
 def harness():
-    """The module nanoheads_eval, which imports lm_eval: once, and not before a test asks for it."""
+    """The module, which imports lm_eval: once, and not before a test asks for it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", list(sys.path))
-        from nanoheads.hub import harness as nanoheads_eval
-    return nanoheads_eval
+        from nanoheads.hub import harness as module
+    return module
 
 
 def write_checkpoint(path, encoding="char", dataset=None, spread=4.0, **flags):
@@ -139,14 +139,14 @@ def test_loglikelihoods_are_those_of_one_token_at_a_time(load, gpt2_files, encod
 def test_the_oracle_catches_wrong_batches(load, harness, monkeypatch):
     """Padding that is read, targets one off, answers in another order."""
     lm = load()
-    requests, nats_of, padded = some_requests(lm), harness.evaluate.nats_of, harness.padded
+    requests, nats_of, padded = some_requests(lm), scoring.nats_of, harness.padded
     truth = truths(lm, requests)
     assert agree(ask(lm.loglikelihood, *requests), truth)
     with monkeypatch.context() as wrong:
         wrong.setattr(harness, "padded", lambda rows, left=False: padded(rows, not left))
         assert not agree(ask(lm.loglikelihood, *requests), truth)
     with monkeypatch.context() as wrong:
-        wrong.setattr(harness.evaluate, "nats_of", lambda logits, ids: nats_of(logits.roll(1, 1), ids))
+        wrong.setattr(scoring, "nats_of", lambda logits, ids: nats_of(logits.roll(1, 1), ids))
         assert not agree(ask(lm.loglikelihood, *requests), truth)
     assert not agree(ask(lm.loglikelihood, *requests), truth[::-1])
 
@@ -483,10 +483,10 @@ def test_a_chat_template_is_refused(load):
 
 def test_without_lm_eval_the_launcher_says_what_to_install(tmp_path):
     (tmp_path / "lm_eval.py").write_text("raise ModuleNotFoundError(\"No module named 'lm_eval'\")")
-    run = subprocess.run([sys.executable, str(ROOT / "nanoheads_eval.py"), "--help"], capture_output=True,
-                         text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    run = subprocess.run([sys.executable, "-m", "nanoheads.hub.harness", "--help"], capture_output=True,
+                         cwd=ROOT, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert run.returncode == 1 and run.stdout == ""
-    assert run.stderr == "nanoheads_eval: No module named 'lm_eval'; pip install 'lm_eval>=0.4.13'\n"
+    assert run.stderr == "nanoheads.hub.harness: No module named 'lm_eval'; pip install 'lm_eval>=0.4.13'\n"
 
 
 @needs_lm_eval
@@ -496,7 +496,8 @@ def test_what_the_harness_runs_into_ends_in_one_line(load, harness, monkeypatch,
     monkeypatch.setattr(harness, "cli_evaluate", lambda: ask(lm.loglikelihood, ("a", "日")))
     with pytest.raises(SystemExit) as e:
         harness.main()
-    assert e.value.code.startswith(f"nanoheads_eval: {lm.path} cannot read the request 'a日': '日' (U+65E5)")
+    problem = f"{lm.path} cannot read the request 'a日': '日' (U+65E5)"
+    assert e.value.code.startswith(f"nanoheads.hub.harness: {problem}")
     assert "\n" not in e.value.code
     assert [path for path in sys.path if path == str(ROOT)] == sys.path[-1:]
 
@@ -574,7 +575,7 @@ def test_the_launchers_table_is_that_of_evaluate_and_of_direct_computation(load,
         (tmp_path / f"{name}.yaml").write_text(task + TASK.replace("FOLDER", str(tmp_path)))
     offline = dict(HF_HOME=str(tmp_path / "cache"), HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     run = subprocess.run(
-        [sys.executable, "nanoheads_eval.py", "--model", "nanoheads",
+        [sys.executable, "-m", "nanoheads.hub.harness", "--model", "nanoheads",
          "--model_args", f"ckpt={path},device=cpu,windows=evaluate", "--include_path", "data/lm_eval",
          "--tasks", f"nanoheads_wikitext2,{tmp_path}/choice.yaml,{tmp_path}/write.yaml",
          "--metadata", f"corpus={folder}", "--output_path", str(tmp_path / "out.json")],

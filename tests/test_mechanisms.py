@@ -11,14 +11,18 @@ from torch.nn import functional as F
 
 import model as model_py
 import oracle
-from oracle import agree, close, dense, equals_the_oracle, gradients, normal, sigmoid, softmax, tokens
-from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, AdvantageAttention, Agency, CausalMask,
-                   ConstraintHeads, Context, GPTConfig, HeadRoles, HeadRouter, Heads, KVCache, SentinelGate,
-                   SkipFusion, constraint_losses, discounted_return, explain)
+from conftest import pass_of
+from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, AdvantageAttention, Agency, ConstraintHeads,
+                   GPTConfig, HeadRoles, HeadRouter, KVCache, Pass, SentinelGate, SkipFusion, Window)
 from nanoheads.common import ROOT
+from nanoheads.heads.states import find_violations
+from nanoheads.heads.traces import explain, summaries
 from nanoheads.kernels import attend_lse, attend_packed, attend_selected, flex, row_statistics
+from nanoheads.logits import discounted_return, label_losses
+from nanoheads.pruning import pack, prune_heads
 from nanoheads.training import optim
-from train import TrainConfig
+from nanoheads.training.config import TrainConfig
+from oracle import agree, close, dense, equals_the_oracle, gradients, normal, sigmoid, softmax, tokens
 
 # on CPU it is the reference, not a kernel
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -315,7 +319,7 @@ def test_the_write_ups_gates_shrink_the_heads_to_about_one_in_h_at_the_start():
     def size(**flags):
         model = tiny(flags, alive=False)
         attn = model.transformer.h[0].attn  # the other weights are the same in all of these
-        return attn(x, model.context(slice(0, 16), 0, 16, None, None, x.device))[0].norm().item()
+        return attn(x, pass_of(model, x))[0].norm().item()
 
     plain = size()
     assert size(**INF, routing_top_k=6) / plain == pytest.approx(1 / 6, rel=0.02)
@@ -559,23 +563,23 @@ def test_learned_states_start_active():
 def test_a_head_without_consent_is_blocked_or_forced_by_whether_it_runs():
     flags = dict(agency=True, sentinel="sigmoid")
     model = GPT(GPTConfig(**TINY, **flags))
-    assert model.violations() == []
+    assert find_violations(model) == []
     for head in (1, 2, 3):
         model.set_head(0, head, state="withdrawn")
     model.set_head(0, 2, gate=0.5)  # by hand: it runs
     model.set_head(0, 3, gate=0.0)  # not in use, so nothing is violated
     model.set_head(1, 5, gate=0.5)  # consents
     gate = 1 / (1 + math.exp(-3.0))
-    assert model.violations() == [
+    assert find_violations(model) == [
         dict(layer=0, head=1, type="blocked", gate=pytest.approx(gate), state="withdrawn"),
         dict(layer=0, head=2, type="forced", gate=0.5, state="withdrawn")]
     free = GPT(GPTConfig(**TINY, **flags, agency_enforce=False))
     free.set_head(1, 4, consent=False)
-    assert free.violations() == [
+    assert find_violations(free) == [
         dict(layer=1, head=4, type="forced", gate=pytest.approx(gate), state="active")]
     # 0.007 is below the threshold of 0.05
     torch.nn.init.constant_(free.transformer.h[1].attn.sentinel.logit, -5.0)
-    assert free.violations() == []
+    assert find_violations(free) == []
 
 
 def test_a_gate_set_by_hand_overrides_sentinel_and_agency_and_leaves_other_heads_alone():
@@ -782,18 +786,18 @@ def test_constraint_loss_equals_a_loop_over_tokens(weights, focal, positive):
     targets = {"a": torch.tensor([0.0, 1.0, -1.0]).repeat(6).view(2, 9),  # hard and unknown
                "b": normal(2, 9, seed=5).sigmoid()}  # soft
     inputs = [scores["a"], scores["b"]]
-    terms = constraint_losses(scores, targets, weights, focal, positive)
+    terms = label_losses(scores, targets, weights, focal, positive)
     for name, term in terms.items():  # each name's part, and their sum
         alone = slow_constraint_loss(scores, {name: targets[name]}, weights, focal, positive) / 2
         assert term.item() == pytest.approx(alone.item(), rel=1e-6)
     got = sum(terms.values())
     want = slow_constraint_loss(scores, targets, weights, focal, positive)
     agree([got[None].double()], [want[None]], inputs, 1e-6)
-    nobody = constraint_losses(scores, {"a": -torch.ones(2, 9)}, weights, focal, positive)["a"]
+    nobody = label_losses(scores, {"a": -torch.ones(2, 9)}, weights, focal, positive)["a"]
     assert nobody == 0 and not torch.autograd.grad(nobody, scores["a"])[0].any()
     for bad in ({"d": targets["a"]}, {}):
         with pytest.raises(ValueError, match="the heads are for a, b, c"):
-            constraint_losses(scores, bad)
+            label_losses(scores, bad)
 
 
 def test_the_models_constraint_loss_is_the_mean_over_blocks_times_lambda_and_the_router_pays_for_open_gates():
@@ -836,8 +840,8 @@ def test_the_critic_changes_the_logits_as_its_mode_says(mode):
         p.data = normal(*p.shape, seed=i)
     q, k, v = (normal(2, 3, 5, 4, seed=s, grad=True) for s in (1, 2, 3))
     x = normal(2, 5, 12, seed=4, grad=True)
-    h = Heads(x, q, k, v)
-    a2c.before(attn, h, Context())
+    h = Pass(x=x, q=q, k=k, v=v)
+    a2c.before(attn, h)
     got, got_v = 0.4 * h.q @ h.k.mT, h.v
     want = torch.empty_like(got)
     for b, h, t, s in itertools.product(range(2), range(3), range(5), range(5)):
@@ -856,10 +860,10 @@ def test_the_critic_changes_the_logits_as_its_mode_says(mode):
 def rewritten(model, x):
     """The first block's heads for x [B, T, C] before attention, and the advantages that it predicts."""
     attn = model.transformer.h[0].attn
-    ctx = model.context(slice(0, x.size(1)), 0, x.size(1), None, None, x.device)
-    h = Heads(x, *attn.split(attn.c_attn(x), attn.n_head, ctx, x if attn.tied else None))
+    h = pass_of(model, x).of_layer(x)
+    h.q, h.k, h.v = attn.split(attn.c_attn(x), attn.n_head, h, x if attn.tied else None)
     for m in attn.mechanisms():
-        m.before(attn, h, ctx)
+        m.before(attn, h)
     return h, h.predictions["advantage"]
 
 
@@ -919,11 +923,12 @@ def test_critic_losses_and_their_metrics_equal_loops(mode):
     close(out.traces["a2c.advantage"].double(), A, 1e-5)
     at = tuple(map(list, zip(*scored)))  # rows and columns
     explained = 1 - A[at].var() / G[at].var()
-    assert out.traces["a2c.explained_variance"].item() == pytest.approx(explained.item(), abs=1e-4)
+    found = summaries(out.traces, targets)
+    assert found["a2c.explained_variance"].item() == pytest.approx(explained.item(), abs=1e-4)
     for i in range(2):
         said, real = out.traces[f"blocks.{i}.advantage"].mean(-1)[at], A[at]
         cosine = F.cosine_similarity(said - said.mean(), real - real.mean(), dim=0)  # Pearson's correlation
-        correlation = out.traces[f"blocks.{i}.advantage_correlation"].item()
+        correlation = found[f"blocks.{i}.advantage_correlation"].item()
         assert correlation == pytest.approx(cosine.item(), abs=1e-4)
     close(out.loss, F.cross_entropy(out.logits[targets >= 0], targets[targets >= 0]), 1e-5)
 
@@ -955,8 +960,8 @@ def priors(T, dtype=torch.float64):
     config = GPTConfig(block_size=T, n_embd=64, n_head=4, roles=ROLES)
     roles, zero = HeadRoles(config, LAYER).to(dtype), torch.zeros(1, 4, T, 16, dtype=dtype)
     roles.strength.data.fill_(1.0)
-    h = Heads(zero, zero, zero, zero)
-    roles.before(LAYER, h, Context(positions=torch.arange(T)))
+    h = Pass(x=zero, q=zero, k=zero, v=zero, positions=torch.arange(T))
+    roles.before(LAYER, h)
     assert h.q.dtype == h.k.dtype == h.v.dtype == dtype
     assert h.q.shape == h.k.shape == h.v.shape == (1, 4, T, 16 + 2 * config.roles_waves)
     bias = LAYER.scale * h.q[0, :, -1:].double() @ h.k[0].double().mT
@@ -970,8 +975,8 @@ def test_a_role_adds_its_prior_to_the_logits(positions):
     roles = HeadRoles(GPTConfig(n_embd=64, n_head=4, roles=ROLES), LAYER).double()
     roles.strength.data = normal(4, seed=5)
     q, k, v = (normal(2, 4, 5, 16, seed=s, grad=True) for s in (1, 2, 3))
-    h = Heads(normal(2, 5, 64), q, k, v)
-    roles.before(LAYER, h, Context(positions=positions))
+    h = Pass(x=normal(2, 5, 64), q=q, k=k, v=v, positions=positions)
+    roles.before(LAYER, h)
     want, at = torch.empty(2, 4, 5, 5).double(), positions.expand(2, 5)
     for b, i, t, s in itertools.product(range(2), range(4), range(5), range(5)):
         p = oracle.prior(ROLES[i], (at[b, t] - at[b, s]).item(), 12)
@@ -1044,7 +1049,7 @@ def test_a_prior_learns_from_strength_0_and_a_free_head_has_none():
 def test_a_head_keeps_its_role_when_others_go(shifted, monkeypatch):
     """Rebuilt from its config, too. The control gives each of the heads that are left its neighbour's."""
     model, idx = tiny(MECHANISMS["roles"]), tokens(2, 9)
-    model.prune_heads({0: [0, 2], 1: list(range(6))})
+    prune_heads(model, {0: [0, 2], 1: list(range(6))})
     if shifted:
         monkeypatch.setattr(HeadRoles, "role_of", lambda self, config, head: config.roles[(head + 1) % 4])
     again = GPT(model.config).double()
@@ -1180,19 +1185,20 @@ def test_a_temperature_that_would_overflow_is_bounded():
     torch.nn.init.constant_(a2c.critic.weight, 100.0)
     for dtype in (torch.float32, torch.float16):
         q = torch.ones(1, 2, 3, 2, dtype=dtype)
-        h = Heads(torch.ones(1, 3, 4, dtype=dtype), q, q, q)
-        a2c.before(attn, h, Context())
+        h = Pass(x=torch.ones(1, 3, 4, dtype=dtype), q=q, k=q, v=q)
+        a2c.before(attn, h)
         assert h.q.isfinite().all() and (h.q - math.exp(8)).abs().max() < 2
     torch.nn.init.constant_(a2c.critic.weight, 1.0)  # a = 4 is as ever
-    h = Heads(torch.ones(1, 3, 4), torch.ones(1, 2, 3, 2), torch.ones(1, 2, 3, 2), torch.ones(1, 2, 3, 2))
-    a2c.before(attn, h, Context())
+    q = torch.ones(1, 2, 3, 2)
+    h = Pass(x=torch.ones(1, 3, 4), q=q, k=q, v=q)
+    a2c.before(attn, h)
     close(h.q, torch.full((1, 2, 3, 2), math.exp(4)), 1e-4)
 
 
 @pytest.mark.parametrize("focal", [0.3, 0.5, 0.99])
 def test_a_weak_focus_has_a_finite_gradient_where_a_score_is_right(focal):
     scores = torch.tensor([[40.0, -40.0, 0.3, 120.0]], requires_grad=True)  # sigmoid(40) is 1 in float32
-    loss = constraint_losses({"a": scores}, {"a": torch.tensor([[1.0, 0.0, 1.0, 1.0]])}, focal=focal)["a"]
+    loss = label_losses({"a": scores}, {"a": torch.tensor([[1.0, 0.0, 1.0, 1.0]])}, focal=focal)["a"]
     gradient, = torch.autograd.grad(loss, scores)
     assert gradient.isfinite().all() and gradient[0, 2] < 0
     want = slow_constraint_loss({"a": scores[:, 2:3].double()}, {"a": torch.ones(1, 1)}, {}, focal, 1.0) / 4
@@ -1216,7 +1222,7 @@ def test_queries_keys_and_values_have_one_type_under_autocast(pair, recipe, monk
     model = GPT(GPTConfig(**TINY, recipe=recipe, **MECHANISMS[pair[0]], **MECHANISMS[pair[1]]))
     attention, seen = model.transformer.h[1].attn, []
     attend = attention.attend
-    monkeypatch.setattr(attention, "attend", lambda h, ctx: seen.append((h.q, h.k, h.v)) or attend(h, ctx))
+    monkeypatch.setattr(attention, "attend", lambda h: seen.append((h.q, h.k, h.v)) or attend(h))
     with torch.autocast("cpu", torch.bfloat16):
         out = model(tokens(2, 9), tokens(2, 9))
     out.loss.backward()
@@ -1230,9 +1236,9 @@ def test_heads_can_go_one_after_the_other(gated):
         model.set_head(0, head, gate=0.0)
     want = model.hidden(idx)
     for head in (1, 4, 0):
-        model.prune_heads({0: [head]})
+        prune_heads(model, {0: [head]})
     close(model.hidden(idx), want, 1e-9)
-    close(model.packed().hidden(idx), want, 1e-9)
+    close(pack(model).hidden(idx), want, 1e-9)
 
 
 def test_a_constraint_may_be_called_advantage():
@@ -1252,7 +1258,7 @@ def test_the_return_counts_scored_tokens_alone():
 
 
 def test_random_blocks_do_not_follow_the_seed():
-    one, other = (CausalMask(GPTConfig(block_size=64, vocab_size=5, window=4, window_random=2, seed=seed))
+    one, other = (Window(GPTConfig(block_size=64, vocab_size=5, window=4, window_random=2, seed=seed))
                   for seed in (1, 2))
     assert torch.equal(one.random_cells, other.random_cells)
 

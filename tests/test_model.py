@@ -8,8 +8,11 @@ from torch.nn import functional as F
 
 import model as model_py
 import oracle
-from model import (GPT, RECIPES, GPTConfig, KVCache, check_sampling, penalise, relu2, rms_norm, rope_tables,
-                   rotate, sample_token)
+from model import GPT, RECIPES, GPTConfig, KVCache, rope_tables, rotate
+from nanoheads import logits as logits_py
+from nanoheads.kernels import relu2, rms_norm
+from nanoheads.logits import check_sampling, penalise, sample_token
+from nanoheads.timing import mfu
 from oracle import tokens
 
 TINY = dict(block_size=16, vocab_size=37, n_layer=2, n_head=4, n_embd=32)
@@ -158,7 +161,7 @@ def test_the_leak_test_catches_a_leak():
     """Negative control: attention without its causal mask must fail the test above."""
     model = tiny()
     for block in model.transformer.h:
-        block.attn.attend = lambda h, ctx: (F.scaled_dot_product_attention(h.q, h.k, h.v), None)
+        block.attn.attend = lambda h: (F.scaled_dot_product_attention(h.q, h.k, h.v), None)
     idx = tokens(2, 16)
     other = idx.clone()
     other[:, 15] = (other[:, 15] + 1) % 37
@@ -414,10 +417,11 @@ def test_a_loss_in_portions_under_autocast(dtype):
 
 def test_portions_follow_from_the_size_of_the_logits(monkeypatch):
     model, x = tiny(), torch.zeros(4, 8, 1)
-    assert model.chunks_of(x) == 1
-    monkeypatch.setattr(model_py, "LOGITS_AT_ONCE", 32 * model.config.vocab_size * 4 / 2.5)
-    assert model.chunks_of(x) == 3 and model.chunks_of(x.bfloat16()) == 2
-    assert tiny(dict(loss_chunks=1)).chunks_of(x) == 1
+    V = model.config.vocab_size
+    assert logits_py.portions(None, x, V) == 1
+    monkeypatch.setattr(logits_py, "AT_ONCE", 32 * V * 4 / 2.5)
+    assert logits_py.portions(None, x, V) == 3 and logits_py.portions(None, x.bfloat16(), V) == 2
+    assert logits_py.portions(1, x, V) == 1
 
 
 def test_portions_that_leave_tokens_over_are_refused():
@@ -496,12 +500,12 @@ def test_flops_count_agrees_with_pytorchs_counter():
 
 def test_an_unknown_device_has_no_utilisation_rather_than_a_wrong_one(monkeypatch):
     model = GPT(GPTConfig(**TINY))
-    assert model.mfu(1e6, "cpu", "bfloat16") is None
+    assert mfu(model, 1e6, "cpu", "bfloat16") is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    assert model.mfu(1e6, "cuda", "float32") is None
-    assert model.mfu(1e9, "cuda", "bfloat16") == pytest.approx(1e9 * model.flops_per_token() / 989e12)
+    assert mfu(model, 1e6, "cuda", "float32") is None
+    assert mfu(model, 1e9, "cuda", "bfloat16") == pytest.approx(1e9 * model.flops_per_token() / 989e12)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Frobnicator 9000")
-    assert model.mfu(1e9, "cuda", "bfloat16") is None
+    assert mfu(model, 1e9, "cuda", "bfloat16") is None
 
 
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])

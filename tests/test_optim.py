@@ -11,10 +11,11 @@ import torch.multiprocessing as mp
 
 from model import GPT, HEAD_MECHANISMS, MECHANISMS, GPTConfig
 from nanoheads.common import UserError
-from nanoheads.training.optim import (MARGIN, QUINTICS, CastWeights, Muon, Trainer, lr_multiplier,
-                                      make_optimizers, orthogonalise)
+from nanoheads.pruning import prune_heads
+from nanoheads.training.config import TrainConfig
+from nanoheads.training.optim import (MARGIN, QUINTICS, CastWeights, Muon, Trainer, block_matrices,
+                                      lr_multiplier, make_optimizers, orthogonalise)
 from nanoheads.training.ranks import Process
-from train import TrainConfig
 
 SIZES = dict(vocab_size=64, n_layer=2, n_head=4, n_embd=32, block_size=16, seed=3)
 
@@ -232,7 +233,7 @@ def test_weights_cast_once_a_step_train_the_same(flags):
         assert isinstance(trainer.cast, CastWeights)
         if not once:
             trainer.cast = nullcontext()
-        with Casts([p for p, _ in trainer.raw.block_matrices()]) as counted:
+        with Casts([p for p, _ in block_matrices(trainer.raw)]) as counted:
             for step in range(3):
                 trainer.step(*text(seed=step), step=step)
         found.append({k: v.clone() for k, v in trainer.raw.state_dict().items()})
@@ -342,7 +343,7 @@ def test_a_model_that_is_pruned_again_and_again_has_a_graph_each_time(graphs):
     for i in range(10):
         Trainer(model, config, Process()).step(*text())
         assert len(graphs) == i + 1
-        model.prune_heads({0: [i]})
+        prune_heads(model, {0: [i]})
 
 
 def test_the_penalty_of_gates_moves_without_a_new_graph(graphs):

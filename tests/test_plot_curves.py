@@ -15,10 +15,13 @@ from matplotlib.image import imread
 
 import plot_curves
 from model import GPT, GPTConfig
-from nanoheads.drawing import read_log
+from nanoheads.drawing import COLOURS, load, read_log
 from nanoheads.heads import pictures as plot_heads
+from nanoheads.pruning import prune_heads
 from nanoheads.text.tokenizer import Tokenizer
-from plot_curves import COLOURS, main, plot_run
+from nanoheads.training import curves
+from nanoheads.training.curves import plot_run
+from plot_curves import main
 
 
 def rows(steps=60, every=20, floor=1.0):
@@ -164,15 +167,15 @@ def test_after_a_resume_the_later_row_wins(home, capsys):
 
 
 def test_training_rows_take_the_ratio_of_the_evaluations(home):
-    c = plot_curves.load(write(home / "run", rows()))
+    c = load(write(home / "run", rows()))
     assert c.ratio == pytest.approx(1.5) and np.allclose(c.gap, 0.1)
-    assert math.isnan(plot_curves.load(write(home / "none", [r for r in rows() if "loss" in r])).ratio)
+    assert math.isnan(load(write(home / "none", [r for r in rows() if "loss" in r])).ratio)
 
 
 def test_the_running_mean_is_centred_and_steps_over_nan(home, capsys):
     losses = [float(i) for i in range(80)]
     losses[40] = math.nan
-    c = plot_curves.load(write(home / "run", [{"step": i, "loss": v} for i, v in enumerate(losses)]))
+    c = load(write(home / "run", [{"step": i, "loss": v} for i, v in enumerate(losses)]))
     assert c.window == 5 and np.isnan(c.smooth[40]) and np.isfinite(np.delete(c.smooth, 40)).all()
     assert np.allclose(c.smooth[2:38], np.arange(2, 38)) and c.smooth[0] == 1.0
     assert c.smooth[41] == (39 + 41 + 42 + 43) / 4
@@ -218,7 +221,7 @@ def test_exit_1_when_nothing_can_be_plotted(home, capsys):
 
 def test_time_that_restarts_is_said(home, capsys):
     run = write(home / "run", [{"step": i, "loss": 2.0, "elapsed_s": i % 5} for i in range(10)])
-    plot_curves.load(run, "time")
+    load(run, "time")
     assert "elapsed_s restarts" in capsys.readouterr().err
 
 
@@ -241,9 +244,9 @@ def test_other_axes(home, capsys, x, label):
 
 
 def test_runs_beyond_the_palette_are_told_apart(home, capsys):
-    c = plot_curves.load(write(home / "run", rows(4, 2)))
-    runs = [(f"_$run{i}", c, COLOURS[i % 7], plot_curves.DASHES[i // 7]) for i in range(9)]
-    words = text(plot_curves.draw(runs, home / "many")[1])
+    c = load(write(home / "run", rows(4, 2)))
+    runs = [(f"_$run{i}", c, COLOURS[i % 7], curves.DASHES[i // 7]) for i in range(9)]
+    words = text(curves.draw(runs, home / "many")[1])
     assert all(f"{i + 1}: $run{i}" in words for i in range(9)) and "1: +0.100" in words
 
 
@@ -262,7 +265,7 @@ def test_runs_on_different_datasets_are_named_and_said_not_to_compare(tmp_path, 
         (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     assert plot_curves.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path)]) == 0
     assert "do not compare" in capsys.readouterr().err
-    assert plot_curves.dataset_of(tmp_path / "a") == "one" and plot_curves.dataset_of(tmp_path) == "?"
+    assert curves.dataset_name(tmp_path / "a") == "one" and curves.dataset_name(tmp_path) == "?"
 
 
 # ---- heads ----
@@ -351,7 +354,7 @@ def test_a_measurement_speaks_until_the_next(home):
     assert plot_heads.edges(np.array([10, 20, 35])).tolist() == [10, 20, 35, 47.5]
     assert plot_heads.edges(np.array([10])).tolist() == [10, 11]
     h = plot_heads.history(write_heads(home / "run"))
-    c = plot_curves.load(home / "run")
+    c = load(home / "run")
     step, n, bpb = plot_heads.at_evaluations(h, c)  # the evaluation at 0 comes before all measurements
     assert step.tolist() == [10, 20, 30, 40] and n.tolist() == [5, 5, 4, 5]
     assert bpb.tolist() == c.bpb[1:].tolist()
@@ -416,7 +419,7 @@ def test_active_heads_of_several_runs_lie_in_one_picture(home):
     found = []
     for i, name in enumerate("ab"):
         h = plot_heads.history(write_heads(home / name))
-        found.append((name, h, plot_curves.load(home / name), COLOURS[i], plot_heads.SHAPES[i]))
+        found.append((name, h, load(home / name), COLOURS[i], plot_heads.SHAPES[i]))
     ax = plot_heads.active(found, "").axes[0]
     lines = [line for line in ax.lines if len(line.get_xdata()) == 4 and line.get_linestyle() == "-"]
     assert [line.get_color() for line in lines] == COLOURS[:2]
@@ -436,7 +439,7 @@ def test_the_extremes_are_by_importance_at_the_checkpoint(home):
     h, model = plot_heads.history(write_heads(home / "run", found)), make_model()
     assert [*plot_heads.extremes(h, 19, model)] == [(0, 1), (0, 0), (1, 2), (1, 1)]
     assert [*plot_heads.extremes(h, 20, model)] == [(0, 0), (0, 1), (1, 2), (1, 1)]
-    model.prune_heads({0: [0], 1: [0, 1]})  # who is gone is no extreme
+    prune_heads(model, {0: [0], 1: [0, 1]})  # who is gone is no extreme
     got = plot_heads.extremes(h, 20, model)
     assert got == {(0, 2): "most important, 0.2 nats", (0, 1): "least important, 0.1 nats",
                    (1, 2): "only head, 0.6 nats"}
@@ -446,7 +449,7 @@ def test_attention_is_that_of_the_head_with_this_number(home):
     run, model = write_heads(home / "run"), make_model()
     ids = torch.tensor([list(b"to be, or not to")])
     before = model(ids, traces="maps").traces["blocks.0.map"][0].detach()
-    model.prune_heads({0: [0]})
+    prune_heads(model, {0: [0]})
     save_model(run, model)
     chosen, maps, tokens, step = plot_heads.attention_maps(run, None, "to be, or not to", [(0, 2), (0, 1)])
     assert [*chosen] == [(0, 2), (0, 1)] and step == 40 and "".join(tokens) == "to·be,·or·not·to"

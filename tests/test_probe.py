@@ -16,16 +16,23 @@ from scipy.stats import t as student
 from torch import nn
 from torch.nn import functional as F
 
-import probe
-from evaluate import score, windows_of
-from model import MECHANISMS, GPT, GPTConfig
+from model import GPT, MECHANISMS, GPTConfig
 from nanoheads.common import UserError
-from nanoheads.heads.controller import ControllerConfig
+from nanoheads.heads import inspection
 from nanoheads.heads.measuring import measure
+from nanoheads.intervals import over_windows
+from nanoheads.probes import keys
+from nanoheads.probes.heads import head_metrics, without_head
+from nanoheads.probes.keys import (gone, gradient_times_input, nats_without, rankings, window_effects,
+                                   without_keys)
+from nanoheads.probes.needle import answers, haystacks, recalled
+from nanoheads.probes.runs import open_runs, window_text
 from nanoheads.text.dataset import Dataset
+from nanoheads.text.facts import DIGITS, names
 from nanoheads.training import checkpoint
-from probe import (DIGITS, answers, around, gone, gradient_times_input, haystacks, head_metrics, main,
-                   nats_without, rankings, recalled, window_effects, without_head, without_keys)
+from nanoheads.training.config import ControllerConfig
+from nanoheads.training.scoring import score, windows_of
+from probe import PROBES, PROGRAMS, main
 
 prepare = importlib.import_module("data.needle.prepare")
 LINE = re.compile(rb"\n\[([A-Z]{3})(\d{4})\]\n")
@@ -120,7 +127,7 @@ def test_names_of_the_test_are_never_trained_on(facts):
     seen = {split: {m[1] for m in LINE.finditer(facts.tokens(split).tobytes())} for split in facts.splits}
     assert all(seen.values()) and not seen["train"] & seen["test"] and not seen["train"] & seen["val"]
     assert not seen["val"] & seen["test"]
-    pools = [prepare.names(s) for s in facts.splits]
+    pools = [names(s) for s in facts.splits]
     assert sum(map(len, pools)) == len(set().union(*pools)) == 26 ** 3
 
 
@@ -150,7 +157,7 @@ def test_contexts_differ_in_the_fact_alone(facts):
         control = control.tobytes()
         name, digits = control[-7:-4], control[-4:]
         line = b"\n[" + name + digits + b"]\n"
-        assert control[-9:-7] == b"\n[" and control.count(b"[" + name) == 1 and name in prepare.names("test")
+        assert control[-9:-7] == b"\n[" and control.count(b"[" + name) == 1 and name in names("test")
         places = []
         for row in planted:
             row = row.tobytes()
@@ -223,10 +230,10 @@ def test_needle_reports_every_context_and_depth_of_every_run(checkpoint_of, tmp_
 def test_a_longer_context_leaves_lengths_of_the_training_alone(checkpoint_of, facts):
     path = checkpoint_of("a", block_size=64, recipe="modern", acag="headwise", window=0)
     a = SimpleNamespace(ckpt=[path], split="test", device="cpu", dataset=None, settings=[])
-    (run,), _, context = probe.open_runs(a, 200)
+    (run,), _, context = open_runs(a, 200)
     assert (context, run.trained, run.model.config.block_size) == (200, 64, 200)
     assert (run.model.config.acag_length, run.model.config.window) == (64, 16)
-    (short,), *_ = probe.open_runs(a, 64)
+    (short,), *_ = open_runs(a, 64)
     x = torch.randint(256, (2, 64))
     assert torch.equal(run.model(x).logits, short.model(x).logits)
 
@@ -266,7 +273,7 @@ def test_loss_by_position_is_that_of_every_position(checkpoint_of, facts, tmp_pa
 
 def test_intervals_are_of_blocks_of_neighbouring_windows():
     values, window = np.arange(640.0), np.arange(640) // 10  # 64 windows in 32 blocks of 20 values
-    mean, low, high = around(values, window, 64)
+    mean, low, high = over_windows(values, window, 64)
     means = values.reshape(32, 20).mean(1)
     half = student.ppf(0.975, 31) * means.std(ddof=1) / math.sqrt(32)
     assert (mean, high - mean, mean - low) == pytest.approx((values.mean(), half, half))
@@ -280,8 +287,8 @@ def test_positions_beyond_the_training_are_marked(checkpoint_of, tmp_path, capsy
 
 def test_windows_read_one_token_back(facts):
     tokens = torch.from_numpy(facts.tokens("val")[:40].astype(np.int64))
-    first, after = probe.text_of(facts, "val", 0, 16, "cpu")
-    ids, targets = probe.text_of(facts, "val", 16, 32, "cpu")
+    first, after = window_text(facts, "val", 0, 16, "cpu")
+    ids, targets = window_text(facts, "val", 16, 32, "cpu")
     assert first[0] == facts.separator and torch.equal(first[1:], tokens[:15])
     assert torch.equal(after, tokens[:16])
     assert torch.equal(ids, tokens[15:31]) and torch.equal(targets, tokens[16:32])
@@ -346,7 +353,7 @@ def test_statistics_count_the_keys_that_are_left():
     model = make_model(recipe="modern", acag="headwise")
     removed = torch.from_numpy(np.stack([gone(8, []), gone(8, [1, 5])]))
     with without_keys(model, removed):
-        ctx = model.context(slice(0, 8), 0, 8, None, None, torch.device("cpu"))
+        ctx = model.make_pass(model.mask, slice(0, 8), 0, 8, None, None, torch.device("cpu"))
     assert ctx.n_keys.shape == (2, 1, 8)
     assert ctx.n_keys[:, 0].tolist() == [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 2, 3, 4, 5, 5, 6]]
 
@@ -398,7 +405,7 @@ def test_effects_of_a_window_are_those_of_each_set_alone(monkeypatch):
     # a ranking that knows the answer wins, and its opposite loses
     truth = {int(t): nats_without(model, ids[:t + 1], ids[t + 1], np.eye(t + 1, dtype=bool)) for t in queries}
     scores = np.stack([np.pad(truth[int(t)], (0, 31 - t)) for t in queries])
-    monkeypatch.setattr(probe, "rankings", lambda *args: {"oracle": scores, "opposite": -scores})
+    monkeypatch.setattr(keys, "rankings", lambda *args: {"oracle": scores, "opposite": -scores})
     _, rise, like = window_effects(model, ids[:-1], ids[1:], a, np.random.default_rng(5))
     assert rise["oracle", 2] > rise["random", 2] > rise["opposite", 2]
     assert like == pytest.approx({"oracle": 1, "opposite": -1})
@@ -412,8 +419,8 @@ def test_keys_asks_all_runs_the_same(checkpoint_of, tmp_path, capsys):
                       "--draws=2", "--singles=6")
     first, other, same = (run["results"] for run in found["runs"])
     assert first == same
-    names = [r["ranking"] for r in other["rankings"]]
-    assert names == ["advantage", "attention", "gradient", "recency", "random"]
+    rankings_of = [r["ranking"] for r in other["rankings"]]
+    assert rankings_of == ["advantage", "attention", "gradient", "recency", "random"]
     assert all(r["removed"][0]["over_random"] for r in other["rankings"][:-1]) and "3 windows of 32" in text
     rows = {r["ranking"]: r["removed"][0] for r in other["rankings"]}
     over = rows["advantage"]["rise"][0] - rows["random"]["rise"][0]
@@ -445,7 +452,7 @@ def test_head_metrics_are_entropy_and_slope(facts, flags):
     model.head = lambda x: model.lm_head(x)
     cuts = windows_of(facts, "val", 32, 0, 32)
     entropy, slope = head_metrics(model, facts, "val", cuts)
-    ids, targets = probe.text_of(facts, "val", *cuts[0][:2], "cpu")
+    ids, targets = window_text(facts, "val", *cuts[0][:2], "cpu")
     traces, at = model(ids[None], traces="maps").traces, 0
     for i, block in enumerate(model.transformer.h):
         p = traces[f"blocks.{i}.map"][0].detach()
@@ -500,6 +507,30 @@ def test_states_are_those_of_the_policy_piece_by_piece(facts, tmp_path, capsys):
     want = spearmanr(*([piece[key] for piece in result["pieces"]] for key in ("largest", "nats")))
     assert result["spearman"]["largest"]["rho"] == pytest.approx(want.statistic)
     assert "7 pieces of 96 tokens" in text and text.count("hardest") == 1
+
+
+# ---- the command line ----
+
+def test_help_lists_every_probe_in_a_line(capsys):
+    with pytest.raises(SystemExit) as e:
+        main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert e.value.code == 0
+    for word in (*PROBES, *PROGRAMS):
+        assert sum(bool(re.match(rf"    {word} +\S.*\.$", line)) for line in lines) == 1, word
+
+
+@pytest.mark.parametrize("word, meant", [("neddle", "needle"), ("constraint", "constraints"),
+                                         ("few-shot", "fewshot"), ("Keys", "keys")])
+def test_a_wrong_word_names_the_nearest(word, meant, refusal):
+    assert refusal([word, "--ckpt", "x"]) == f"probe: no probe {word!r}; did you mean {meant}?"
+    message = refusal(["xyz"])
+    assert all(known in message for known in (*PROBES, *PROGRAMS))
+
+
+def test_other_programs_get_what_follows_their_word(monkeypatch):
+    monkeypatch.setattr(inspection, "main", lambda argv: argv)
+    assert main(["inspect", "--ckpt", "x"]) == ["--ckpt", "x"]
 
 
 # ---- refusals ----

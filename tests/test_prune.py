@@ -10,13 +10,14 @@ import torch
 
 import prune
 import train
-from evaluate import evaluate, score
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads.configurator import load as configure
 from nanoheads.heads.measuring import closed, fixed_text, measure, nats_on
+from nanoheads.pruning import prune_heads
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
-from prune import (CRITERIA, attentions, blocks_to_drop, draw_curves, held_bytes, main, magnitude,
+from nanoheads.training.scoring import evaluate, score
+from prune import (CRITERIA, attentions, blocks_to_drop, draw_curves, held_bytes, magnitude, main,
                    removal_order, spread, without_blocks, without_heads)
 
 SIZES = dict(block_size=16, vocab_size=256, n_layer=3, n_head=4, n_embd=32)
@@ -250,7 +251,7 @@ def test_a_pruned_model_is_the_model_with_gates_at_0(flags):
 def test_a_model_without_a_block_passes_the_stream_by_it(name):
     flags = {k: v for k, v in MODELS[name].items() if not k.startswith("unet")}
     model, (x, _) = alive(**flags, n_layer=4), text()
-    model.prune_heads({3: [1]})
+    prune_heads(model, {3: [1]})
     has_extra = [i for i, attn in enumerate(attentions(model)) if attn.n_extra]
     for gone in ([0], [1], [0, 1]):
         assert not set(gone) & set(has_extra)
@@ -352,6 +353,16 @@ def test_recovery_moves_no_heads(run, tmp_path):
                 "--recover", "2", "--rounds", "0", "--tokens", "512"], tmp_path)
     assert model_of(out).config.head_ids == model_of(out / "pruned.pt").config.head_ids
     assert not (out / "heads.jsonl").exists()
+
+
+def test_recovery_that_cannot_train_is_one_line(run, tmp_path, refusal):
+    """What train.py refuses, prune.py says in its own line."""
+    state = checkpoint.read(run)
+    state["train"].update(labels="weak")
+    checkpoint.save(tmp_path / "labelled.pt", state)
+    message = refusal(["--ckpt", str(tmp_path / "labelled.pt"), "--to", "0.5", "--by", "random", "--out_dir",
+                       str(tmp_path / "out"), "--recover", "2", "--rounds", "0", "--device", "cpu"])
+    assert message.startswith("prune: --recover: ") and "labels='weak'" in message
 
 
 def test_a_curve_has_a_folder_each_and_a_picture(run, tmp_path, capsys):

@@ -1,12 +1,14 @@
 """The rivals against other people's classes and their promises; the oracle is tests/oracle.py."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from model import GPT, MECHANISMS, Context, GPTConfig, Heads
+from conftest import pass_of
+from model import GPT, MECHANISMS, GPTConfig, Pass
 from oracle import close, dense, normal
 from test_mechanisms import TINY, tiny
 
@@ -15,8 +17,7 @@ def attention_of(model, x):
     """What the first block's attention projects and adds to the stream for x [B, T, C]: [B, H, T, D]."""
     attn, merged = model.transformer.h[0].attn, []
     attn.merge = lambda y, rows: merged.append(y) or y
-    T = x.size(1)
-    attn(x, model.context(slice(0, T), 0, T, None, None, x.device))
+    attn(x, pass_of(model, x))
     del attn.merge
     return merged[0]
 
@@ -48,7 +49,7 @@ def test_the_elementwise_output_gate_is_that_of_afmoe():
     theirs.o_proj.weight.data = attn.c_proj.weight
     mask = torch.full((1, 1, 9, 9), -torch.inf, dtype=torch.float64).triu(1)
     want, _ = theirs(x, position_embeddings=None, attention_mask=mask)
-    got, _ = attn(x, model.context(slice(0, 9), 0, 9, None, None, x.device))
+    got, _ = attn(x, pass_of(model, x))
     close(got, want, 1e-6)  # their norms are in float32
 
 
@@ -68,11 +69,10 @@ def test_a_key_offset_lets_one_layer_find_what_followed(recipe):
     plain, moved = tiny(dict(recipe=recipe)), tiny(dict(recipe=recipe, key_offset=True))
     x = normal(2, 9, 96)
     attn = plain.transformer.h[0].attn
-    own = attn.split(attn.c_attn(x), 6, plain.context(slice(0, 9), 0, 9, None, None, x.device))[1]
+    own = attn.split(attn.c_attn(x), 6, pass_of(plain, x))[1]
     attn = moved.transformer.h[0].attn
-    h = SimpleNamespace(k=own)
-    ctx = moved.context(slice(0, 9), 0, 9, None, None, x.device)
-    attn.key_offset.before(attn, h, ctx)
+    h = replace(pass_of(moved, x), k=own)
+    attn.key_offset.before(attn, h)
     shifted = [*range(4, 8), *range(12, 16)]
     kept = [d for d in range(16) if d not in shifted]
     assert torch.equal(h.k[:, :, 1:, shifted], own[:, :, :-1, shifted])
@@ -87,8 +87,8 @@ def test_a_narrow_gate_reads_the_first_channels_alone():
     other[..., :12] = x[..., :12]
     gates = []
     for inputs in (x, other):
-        h = Heads(inputs, None, None, None)
-        attn.output_gate.before(attn, h, Context())
+        h = Pass(x=inputs)
+        attn.output_gate.before(attn, h)
         gates.append(h.gates["output_gate"])
     assert torch.equal(*gates)
 
@@ -116,8 +116,7 @@ def test_routing_published_is_the_printed_code():
     entropy = -(gates * torch.log(gates + 1e-8)).sum(dim=-1).mean() * 0.01
     model.train()
     close(attention_of(model, x), plain * gates.transpose(1, 2)[..., None], 1e-12)
-    ctx = model.context(slice(0, 9), 0, 9, None, None, x.device, losses=True)
-    close(attn(x, ctx)[1].losses["routing_entropy"], entropy, 1e-12)
+    close(attn(x, pass_of(model, x, wants_losses=True))[1]["losses"]["routing_entropy"], entropy, 1e-12)
     q, k, v = (t.unflatten(-1, (6, 16)).transpose(1, 2) for t in attn.c_attn(x).chunk(3, -1))
     close(attention_of(model.eval(), x), dense(q, k, v, 0.25)[0], 1e-12)  # evaluated, there are no gates
     for name in ("routing_inf", "routing_zero", "routing_train_only"):

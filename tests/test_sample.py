@@ -12,11 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import evaluate
-import sample
 from model import GPT, GPTConfig
 from nanoheads.text import dataset
-from sample import cells, main, side_by_side, wrap
+from nanoheads.training.sampling import cell_count, encode, generate, model_and_tokenizer, side_by_side, wrap
+from sample import main
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = ["\n", " ", *"abcdefghij", "é"]
@@ -122,7 +121,7 @@ def test_several_samples_of_one_checkpoint_differ_and_begin_with_the_prompt(ckpt
 
 
 def test_the_text_is_the_models_own_continuation(ckpt, out):
-    model, tokenizer = evaluate.model_and_tokenizer(ckpt, "cpu")
+    model, tokenizer = model_and_tokenizer(ckpt, "cpu")
     idx = torch.tensor([tokenizer.encode("head").tolist()])
     want = model.generate(idx, 40, temperature=0.7, top_k=5,
                           top_p=0.9, repetition_penalty=1.2, generator=torch.Generator().manual_seed(3))
@@ -191,14 +190,13 @@ def test_a_character_of_several_tokens_is_streamed_whole(tmp_path, monkeypatch):
 @pytest.mark.parametrize("encoding", ["byte", "char"])
 def test_the_streamed_pieces_are_the_text(tmp_path, encoding):
     path, pieces, state = make_checkpoint(tmp_path / "b.pt", encoding), [], torch.get_rng_state()
-    model, tokenizer = evaluate.model_and_tokenizer(path, "cpu")
+    model, tokenizer = model_and_tokenizer(path, "cpu")
     torch.set_rng_state(state)  # making a model draws from it
     args = SimpleNamespace(num_samples=1, max_new_tokens=200, temperature=1.0,
                            top_k=None, top_p=None, repetition_penalty=1.0, seed=1, stop=False)
     model.train()
-    (text,), speed = sample.generate(model, tokenizer, sample.encode(tokenizer, "a", path),
-                                     args, pieces.append)
-    assert "".join(pieces) == text and speed > 0
+    made = generate(model, tokenizer, encode(tokenizer, "a", path), args, pieces.append)
+    assert ["".join(pieces)] == made.texts and made.tokens_per_s > 0
     # generation draws nothing from it, and keeps the mode
     assert model.training and torch.equal(torch.get_rng_state(), state)
 
@@ -239,7 +237,7 @@ def test_columns_that_find_no_room_come_below():
 @pytest.mark.parametrize("line", ["", "a", "to be or not to be that is the question",
                                   "x" * 45, "日本 " * 9, "ab " + "c" * 30])
 def test_wrapping_loses_nothing_and_fits(line):
-    assert "".join(wrap(line, 20)) == line and all(cells(row) <= 20 for row in wrap(line, 20))
+    assert "".join(wrap(line, 20)) == line and all(cell_count(row) <= 20 for row in wrap(line, 20))
 
 
 # ---- switches of a trained model ----

@@ -9,9 +9,10 @@ from scipy.optimize import brentq
 from scipy.signal import lfilter
 from scipy.special import digamma, polygamma
 
+from nanoheads.intervals import block_bootstrap
 from nanoheads.study import stats
-from nanoheads.study.stats import (Judged, alike, block_bootstrap, error_of, findable, fit, holm, in_words,
-                                   judge, least_squares, moderated, prior_of, seed_variance)
+from nanoheads.study.stats import (Comparison, error_of, findable, fit, holm, in_words, judge, least_squares,
+                                   moderated, prior_of, seed_variance, similar)
 
 pytestmark = pytest.mark.filterwarnings("error")  # a division by zero is a warning in numpy
 
@@ -25,22 +26,22 @@ def within(count, trials, rate, sigmas=4):
     return abs(count - trials * rate) <= sigmas * math.sqrt(trials * rate * (1 - rate))
 
 
-def named(*arms):
-    """Scores of arms "0", "1", ...: each a list over seeds, nan where there is no run."""
-    return {str(i): {s: float(x) for s, x in enumerate(arm) if x == x} for i, arm in enumerate(arms)}
+def named(*variants):
+    """Scores of variants "0", "1", ...: each a list over seeds, nan where there is no run."""
+    return {str(i): {s: float(x) for s, x in enumerate(own) if x == x} for i, own in enumerate(variants)}
 
 
 def against_first(scores):
-    return [(arm, "0") for arm in list(scores)[1:]]
+    return [(variant, "0") for variant in list(scores)[1:]]
 
 
-def judged(*arms, **settings):
-    scores = named(*arms)
+def judged(*variants, **settings):
+    scores = named(*variants)
     return judge(scores, against_first(scores), **settings)
 
 
 def unequal(seed, *counts, spread=1.0, shared=0.0):
-    """y [A, S] with so many seeds for each arm, nan beyond; shared: sd of what a seed does to all arms."""
+    """y [A, S] with so many seeds for each variant, nan beyond; shared: sd of what a seed does to all."""
     y = rng(seed).normal(size=(len(counts), max(counts))) * spread
     y += shared * rng(seed, 1).normal(size=max(counts))
     for row, count in zip(y, counts):
@@ -52,7 +53,7 @@ def unequal(seed, *counts, spread=1.0, shared=0.0):
 
 @pytest.mark.parametrize("n", (2, 3, 5, 40))
 @pytest.mark.parametrize("level", (0.8, 0.95, 0.999))
-def test_two_arms_of_equal_size_are_welchs_t_test(n, level):
+def test_two_variants_of_equal_size_are_welchs_t_test(n, level):
     baseline, variant = rng(0, n).normal(1, [[0.01], [0.03]], (2, n))
     if n == 40:  # so that chance correlation is not taken for the seeds' doing
         variant = variant[::-1]
@@ -81,7 +82,7 @@ def test_with_more_seeds_of_the_baseline_df_are_welchs_or_those_of_equal_spreads
 
 
 @pytest.mark.parametrize("n", (5, 8, 30))
-def test_two_arms_that_a_seed_moves_alike_are_the_paired_t_test(n):
+def test_two_variants_that_a_seed_moves_together_are_the_paired_t_test(n):
     shared = 100 * rng(1, n).normal(size=n)
     baseline, variant = shared + rng(2, n).normal(0, 1, (2, n))
     got, want = judged(baseline, variant)[0], scipy_stats.ttest_rel(variant, baseline)
@@ -92,7 +93,7 @@ def test_two_arms_that_a_seed_moves_alike_are_the_paired_t_test(n):
     assert got.se < 0.02 * scipy_stats.ttest_ind(variant, baseline)._standard_error  # control
 
 
-def test_seeds_of_the_baseline_alone_add_nothing_where_a_seed_moves_all_alike():
+def test_seeds_of_the_baseline_alone_add_nothing_where_a_seed_moves_all_together():
     shared = 1000 * rng(3).normal(size=14)
     y = shared + rng(4).normal(size=(2, 14))
     y[1, 6:] = math.nan
@@ -105,15 +106,15 @@ def test_seeds_of_the_baseline_alone_add_nothing_where_a_seed_moves_all_alike():
 
 def slow_least_squares(y, var, seed_var):
     """(mean [A], covariance of the means, residual degrees of freedom [A], weights by score) of scores y."""
-    arm, seed = np.nonzero(~np.isnan(y))
-    design = (arm[:, None] == np.arange(len(y))).astype(float)
-    covariance = np.diag(var[arm]) + seed_var * (seed[:, None] == seed)
+    variant, seed = np.nonzero(~np.isnan(y))
+    design = (variant[:, None] == np.arange(len(y))).astype(float)
+    covariance = np.diag(var[variant]) + seed_var * (seed[:, None] == seed)
     inverse = np.linalg.inv(covariance)
     of_means = np.linalg.inv(design.T @ inverse @ design)
     weights = of_means @ design.T @ inverse
     left = inverse - inverse @ design @ weights
-    df = [(left @ np.diag(var[arm] * (arm == a))).trace() for a in range(len(y))]
-    return weights @ y[arm, seed], of_means, np.array(df), weights
+    df = [(left @ np.diag(var[variant] * (variant == a))).trace() for a in range(len(y))]
+    return weights @ y[variant, seed], of_means, np.array(df), weights
 
 
 @pytest.mark.parametrize("seed_var", (0.0, 0.3, 50.0))
@@ -174,13 +175,13 @@ def test_the_prior_solves_its_equation():
                        np.transpose([prior_of(row, np.full(6, 4.0)) for row in rows]))
 
 
-def test_the_prior_of_many_arms_is_the_true_one():
+def test_the_prior_of_many_variants_is_the_true_one():
     true = 2.5 * 6 / rng(12).chisquare(6, 20_000)
     centre, prior_df = prior_of(true * rng(13).chisquare(4, 20_000) / 4, np.full(20_000, 4.0))
     assert centre == pytest.approx(2.5, rel=0.05) and prior_df == pytest.approx(6, rel=0.1)
 
 
-def test_equal_spreads_are_pooled_and_hold_no_more_than_all_arms_do():
+def test_equal_spreads_are_pooled_and_hold_no_more_than_all_variants_do():
     var, df = np.array([1.0, 1.1, 0.9, 1.05, 0.95]), np.array([13.0, 4, 4, 4, 4])
     centre, prior_df = prior_of(var, df)
     assert prior_df == 29 and centre == pytest.approx(df @ var / 29)
@@ -188,16 +189,16 @@ def test_equal_spreads_are_pooled_and_hold_no_more_than_all_arms_do():
     assert all(j.df <= 13 + 8 * 4 for j in fitted)
 
 
-def test_a_few_arms_are_not_moderated():
+def test_a_few_variants_are_not_moderated():
     var, df = np.array([1.0, 2.0, 3.0]), np.full(3, 4.0)
     assert moderated(var, df) == (var, df)
 
 
 @pytest.mark.parametrize("loud", (10.0, 0.001))
-def test_an_arm_of_another_spread_is_left_alone(loud):
+def test_a_variant_of_another_spread_is_left_alone(loud):
     var, df = rng(15).chisquare(4, 9) / 4, np.full(9, 4.0)
     var[3] = loud ** 2
-    assert alike(var, df).tolist() == [0, 1, 2, 4, 5, 6, 7, 8]
+    assert similar(var, df).tolist() == [0, 1, 2, 4, 5, 6, 7, 8]
     got, got_df = moderated(var, df)
     assert got[3] == var[3] and got_df[3] == 4
     others = np.delete(np.arange(9), 3)
@@ -205,19 +206,19 @@ def test_an_arm_of_another_spread_is_left_alone(loud):
     assert np.allclose(got[others], want[0]) and np.allclose(got_df[others], want[1])
 
 
-@pytest.mark.parametrize("arms", (4, 5))
-def test_one_loud_arm_among_the_fewest_is_left_alone(arms):
-    """The prior of four arms, one of them with 10 times the spread, would shorten that one's interval."""
-    var, df = np.array([0.8, 100.0, 1.3, 1.0, 0.9][:arms]), np.full(arms, 4.0)
+@pytest.mark.parametrize("variants", (4, 5))
+def test_one_loud_variant_among_the_fewest_is_left_alone(variants):
+    """The prior of four variants, one of them with 10 times the spread, would shorten that one's interval."""
+    var, df = np.array([0.8, 100.0, 1.3, 1.0, 0.9][:variants]), np.full(variants, 4.0)
     got, got_df = moderated(var, df)
-    assert 1 not in alike(var, df) and got[1] == 100 and got_df[1] == 4
-    assert len(alike(np.append(var[[0, 2, 3]], 1.1), df[:4])) == 4  # control: four alike are kept
+    assert 1 not in similar(var, df) and got[1] == 100 and got_df[1] == 4
+    assert len(similar(np.append(var[[0, 2, 3]], 1.1), df[:4])) == 4  # control: four similar ones are kept
 
 
 # ---- how often a verdict is wrong ----
 
-def loud_arm_errors(trials=300, n=5):
-    """How often the arm of ten times the spread, and any other arm, is called different; none is."""
+def loud_variant_errors(trials=300, n=5):
+    """How often the variant of ten times the spread, and any other variant, is called different; none is."""
     r, loud, others = rng(16), 0, 0
     for _ in range(trials):
         y = r.normal(size=(9, n))
@@ -228,19 +229,19 @@ def loud_arm_errors(trials=300, n=5):
     return loud / trials, others / trials
 
 
-def test_an_arm_of_ten_times_the_spread_is_not_called_different():
-    loud, others = loud_arm_errors()
+def test_a_variant_of_ten_times_the_spread_is_not_called_different():
+    loud, others = loud_variant_errors()
     assert loud <= 0.03 and others <= 0.09, (loud, others)
 
 
 def test_pooling_it_in_would_call_it_different(monkeypatch):
-    """Negative control: one spread for all arms, and no look at the arm's own."""
+    """Negative control: one spread for all variants, and no look at the variant's own."""
     def pooled(var, df):
         return (df * var).sum(-1) / df.sum(-1), df.sum(-1)
     monkeypatch.setattr(stats, "prior_of", pooled)
     monkeypatch.setattr(stats, "OUTLIER", -1)
     monkeypatch.setattr(stats, "error_of", lambda weights, _, fitted: error_of(weights, fitted.drawn, fitted))
-    loud, _ = loud_arm_errors(200)
+    loud, _ = loud_variant_errors(200)
     assert loud > 0.12, loud
 
 
@@ -271,7 +272,7 @@ def test_welchs_own_degrees_of_freedom_would_be_wrong_five_times_as_often():
 
 
 def test_drawing_spreads_together_alone_would_be_too_sure():
-    """Negative control: limma's p alone, without the arms' own; unequal spreads."""
+    """Negative control: limma's p alone, without the variants' own; unequal spreads."""
     wrong = naive = 0
     for y in families(3, 16, 30, 150, spread=0.4):
         rows = judged(*y)
@@ -291,7 +292,7 @@ def test_same_is_wrong_in_one_of_twenty_at_the_margin():
 # ---- what is found ----
 
 def found(true, n=5, n_plain=14, m=8, trials=400):
-    """How often the first arm's true difference, in its seeds' sd, is found."""
+    """How often the first variant's true difference, in its seeds' sd, is found."""
     r, count = rng(18), 0
     for _ in range(trials):
         y = r.normal(size=(m + 1, n_plain))
@@ -323,11 +324,11 @@ def test_findable_rests_on_the_upper_bound_of_the_spread():
     above = 0
     for seed in range(200):
         scores = named(*unequal(seed, 14, *[5] * 8))
-        own = [np.var([*arm.values()], ddof=1) for arm in scores.values()]
+        own = [np.var([*variant.values()], ddof=1) for variant in scores.values()]
         got = findable(scores, 5, 14, 8)
         pooled, df = np.average(own, weights=[13] + [4] * 8), 45
         se = math.sqrt(pooled * 45 / scipy_stats.chi2.ppf(0.1, df) * (1 / 5 + 1 / 14))
-        if len(alike(np.array(own), np.array([13.0] + [4.0] * 8))) == 9:
+        if len(similar(np.array(own), np.array([13.0] + [4.0] * 8))) == 9:
             want = se * (scipy_stats.t.isf(0.7 * 0.025 / 8, 45) + scipy_stats.t.ppf(0.8, 45))
             assert got == pytest.approx(want)
         true = math.sqrt(1 / 5 + 1 / 14) * (scipy_stats.t.isf(0.025 / 8, 45) + scipy_stats.t.ppf(0.8, 45))
@@ -369,7 +370,7 @@ def test_no_number_of_seeds_up_to_1000_tells_almost_nothing_from_nothing():
 # ---- verdicts ----
 
 def test_each_verdict():
-    """Spread 1, four seeds an arm and nine of plain: by size of the difference alone."""
+    """Spread 1, four seeds a variant and nine of plain: by size of the difference alone."""
     y = unequal(26, 9, *[4] * 5)
     y = (y - np.nanmean(y, 1, keepdims=True)) / np.nanstd(y, 1, ddof=1, keepdims=True)
     y[1:] += np.array([-3, 3, 0.1, 1.4, -0.5])[:, None]
@@ -398,7 +399,7 @@ def test_p_are_holms_and_two_one_sided_tests_times_m():
 
 
 def tost_and_p(row, fitted, i, margin):
-    """(p of the larger one-sided test, two-sided p) by the arms' own spreads."""
+    """(p of the larger one-sided test, two-sided p) by the variants' own spreads."""
     se, df = error_of(fitted.weights[i] - fitted.weights[0], fitted.own, fitted)
     return scipy_stats.t.cdf((abs(row.mean) - margin) / se, df), 2 * scipy_stats.t.sf(abs(row.mean) / se, df)
 
@@ -408,11 +409,12 @@ def test_the_interval_of_same_lies_within_the_margin():
     lone = several = 0
     for trial in range(200):
         y = rng(37, trial).normal(size=(3, 10))
-        for arms in (y[:2], y):
-            for j in judged(*arms, margin=1.7):
+        for variants in (y[:2], y):
+            for j in judged(*variants, margin=1.7):
                 assert j.verdict != "same" or -1.7 <= j.low and j.high <= 1.7, j
                 hidden = j.verdict == "undecided" and j.p_same <= 0.05
-                lone, several = lone + (hidden and len(arms) == 2), several + (hidden and len(arms) == 3)
+                lone += hidden and len(variants) == 2
+                several += hidden and len(variants) == 3
     assert lone > 0 and several == 0  # control: the tests alone would have called these the same
 
 
@@ -429,7 +431,7 @@ def test_verdicts_depend_on_neither_order_nor_level_nor_unit():
     y[2] += 1.5
     rows = judged(*y)
     scores = named(*y)
-    backwards = {arm: dict(reversed(scores[arm].items())) for arm in reversed(scores)}
+    backwards = {variant: dict(reversed(scores[variant].items())) for variant in reversed(scores)}
     assert np.allclose([j[:10] for j in judge(backwards, against_first(scores))], [j[:10] for j in rows])
     moved = judged(*(0.006 * y + 2.4), margin=0.006 * 0.01)
     assert np.allclose([j.p_corrected for j in moved], [j.p_corrected for j in rows])
@@ -459,7 +461,7 @@ def test_below_two_seeds_nothing_is_decided(variant, baseline):
     assert math.isnan(got.mean) if not variant else got.mean == np.mean(variant) - np.mean(baseline)
 
 
-def test_an_arm_without_runs_counts_and_makes_no_other_look_better():
+def test_a_variant_without_runs_counts_and_makes_no_other_look_better():
     scores = named(*unequal(31, 5, 5))
     alone, = judge(scores, [("1", "0")])
     with_it, missing = judge(scores, [("1", "0"), ("not run", "0")])
@@ -563,7 +565,7 @@ def test_the_interval_over_text_is_the_same_at_each_call_and_mirrored_when_the_m
 
 
 def coverage(block, phi=0.7, trials=200, n=1000, true=0.02):
-    """How often the interval of blocks holds the true difference of texts whose neighbours are alike."""
+    """How often the interval of blocks holds the true difference of texts whose neighbours are similar."""
     baseline, found = rng(14).normal(200, 30, n), 0
     for noise in autocorrelated(trials, n, phi):
         variant = baseline + nats(true / n + 0.01 * noise)
@@ -602,7 +604,7 @@ def test_other_windows_are_refused():
 
 @pytest.mark.parametrize("n, m", ((2, 1), (2, 8), (3, 30)))
 def test_nothing_overflows_at_the_fewest_seeds(n, m):
-    """Warnings are errors here; an arm of 1000 times the spread, and arms that a seed moves alike."""
+    """Warnings are errors here; one variant of 1000 times the spread, and some that a seed moves together."""
     for y in families(n, 2 * n, m, 40):
         y[1] *= 1000
         for each in (y, y + 30 * rng(34).normal(size=y.shape[1])):
@@ -611,7 +613,7 @@ def test_nothing_overflows_at_the_fewest_seeds(n, m):
 
 # ---- in words ----
 
-BETTER = Judged(5, 14, -0.0123, -0.0145, -0.0101, 0.001, 30.0, 1e-4, 0.004, 1.0, "better", None)
+BETTER = Comparison(5, 14, -0.0123, -0.0145, -0.0101, 0.001, 30.0, 1e-4, 0.004, 1.0, "better", None)
 
 
 @pytest.mark.parametrize("change, sentence", (
@@ -641,32 +643,32 @@ def test_a_verdict_reads_as_it_should(change, sentence):
 def test_words_are_at_the_level_and_margin_that_were_asked_for():
     assert "(99 % interval" in in_words(BETTER, alpha=0.01)
     assert "within 0.002 bits/byte" in in_words(BETTER._replace(verdict="same"), margin=0.002)
-    for arms, strict in ((5, 0.7), (1, 1.0)):  # six arms have their spreads drawn together, two do not
-        y = unequal(33, 9, *[4] * arms)
+    for variants, strict in ((5, 0.7), (1, 1.0)):  # six have their spreads drawn together, two do not
+        y = unequal(33, 9, *[4] * variants)
         y[1] += 2.0
         p = judged(*y)[0].p_corrected / strict
         assert judged(*y, alpha=p * 1.01)[0].verdict == "worse"
         assert judged(*y, alpha=p * 0.99)[0].verdict != "worse"
 
 
-def test_arms_that_keep_their_own_spread_are_judged_at_the_whole_level():
+def test_variants_that_keep_their_own_spread_are_judged_at_the_whole_level():
     spread = np.array([1.0] * 9 + [30.0] * 4)
     y = spread[:, None] * rng(11).normal(size=(13, 5))
     y[-1] += 300.0
-    scores = {f"arm {i}": dict(enumerate(row.tolist())) for i, row in enumerate(y)}
-    for baseline, strict in (("arm 9", 1.0), ("arm 0", 0.7)):  # arm 0 is drawn to its like
-        p = judge(scores, [("arm 12", baseline)])[0].p_corrected / strict
+    scores = {f"variant {i}": dict(enumerate(row.tolist())) for i, row in enumerate(y)}
+    for baseline, strict in (("variant 9", 1.0), ("variant 0", 0.7)):  # variant 0 is drawn to its like
+        p = judge(scores, [("variant 12", baseline)])[0].p_corrected / strict
         for alpha, found in ((p * 1.01, True), (p * 0.99, False)):
-            assert (judge(scores, [("arm 12", baseline)], alpha=alpha)[0].verdict == "worse") is found
+            assert (judge(scores, [("variant 12", baseline)], alpha=alpha)[0].verdict == "worse") is found
 
 
-def test_several_loud_arms_do_not_hide_each_other(monkeypatch):
-    """Four arms of thirty times the spread: the others are judged as if they were not there."""
+def test_several_loud_variants_do_not_hide_each_other(monkeypatch):
+    """Four variants of thirty times the spread: the others are judged as if they were not there."""
     spread = np.array([1.0] * 9 + [30.0] * 4)
     y = 0.006 * spread[:, None] * rng(11).normal(size=(13, 5))
-    scores = {f"arm {i}": dict(enumerate(row.tolist())) for i, row in enumerate(y)}
+    scores = {f"variant {i}": dict(enumerate(row.tolist())) for i, row in enumerate(y)}
     quiet = {name: scores[name] for name in list(scores)[:9]}
-    pair = [("arm 1", "arm 0")]
+    pair = [("variant 1", "variant 0")]
     alone, beside = judge(quiet, pair)[0], judge(scores, pair)[0]
     assert beside.se == pytest.approx(alone.se) and beside.df >= alone.df
     assert findable(scores, 5, 5, 8) == pytest.approx(findable(quiet, 5, 5, 8))

@@ -16,12 +16,14 @@ from conftest import write_dataset
 from scipy import stats
 from torch import nn
 
-import evaluate
-from evaluate import main, nats_after, text_table
+from evaluate import main, text_table
 from model import GPT, GPTConfig
+from nanoheads.intervals import jackknife
 from nanoheads.text import quality as textquality
 from nanoheads.text.dataset import Dataset
-from nanoheads.text.quality import distinct_n, first_repeat, interval, loop, measure, rep_n, self_bleu, words
+from nanoheads.text.quality import distinct_n, first_repeat, leave_one_out, loop, rep_n, self_bleu, words
+from nanoheads.training import continuations, scoring
+from nanoheads.training.scoring import nats_after
 
 ROOT = Path(__file__).resolve().parents[1]
 SUMS = sorted(set("0123456789 plusi.\n"))
@@ -156,13 +158,13 @@ def worse(figures, than):
 def test_a_looping_text_is_worse_at_everything(looping):
     fine = [[row[0].replace(b" ", b"%d " % p) for row in [made_up(1, 1, 30, 16, seed=p)[0]]]
             for p in range(4)]
-    bad = measure([[looping]] * 4)
-    assert worse(bad, measure(fine)) == set(bad)
-    assert not worse(measure(fine), measure(fine))
+    bad = leave_one_out([[looping]] * 4)
+    assert worse(bad, leave_one_out(fine)) == set(bad)
+    assert not worse(leave_one_out(fine), leave_one_out(fine))
 
 
 def test_a_loop_without_white_space_shows_in_the_loops_alone():
-    figures = measure([[b"ab" * 40, b"ab" * 40]] * 3)
+    figures = leave_one_out([[b"ab" * 40, b"ab" * 40]] * 3)
     assert figures["loop"][0] == 1 and figures["first_repeat"][0] == 18 and figures["repeats"][0] == 1
     assert math.isnan(figures["rep_2"][0])
 
@@ -170,9 +172,9 @@ def test_a_loop_without_white_space_shows_in_the_loops_alone():
 def test_a_measure_without_a_prompt_is_that_of_the_others():
     samples = made_up()
     bits = [[10.0 * p + s for s in range(3)] for p in range(5)]
-    whole = measure(samples, bits)
+    whole = leave_one_out(samples, bits)
     for left in range(5):
-        rest = measure(samples[:left] + samples[left + 1:], bits[:left] + bits[left + 1:])
+        rest = leave_one_out(samples[:left] + samples[left + 1:], bits[:left] + bits[left + 1:])
         for name, values in whole.items():
             assert same(values[1 + left], rest[name][0]), name
     size = sum(len(raw) for row in samples for raw in row)
@@ -182,20 +184,20 @@ def test_a_measure_without_a_prompt_is_that_of_the_others():
 def test_sets_are_one_sample_of_each_prompt():
     samples = made_up()
     texts = [[words(row[s]) for row in samples] for s in range(3)]
-    figures = measure(samples)
+    figures = leave_one_out(samples)
     assert figures["distinct_2"][0] == pytest.approx(np.mean([slow_distinct(t, 2) for t in texts]))
     assert figures["self_bleu"][0] == pytest.approx(np.mean([slow_self_bleu(t) for t in texts]))
 
 
 def test_one_prompt_has_sets_of_its_samples_and_no_interval():
     samples = made_up(P=1)
-    figures = measure(samples)
+    figures = leave_one_out(samples)
     assert same(figures["self_bleu"][0], slow_self_bleu([words(raw) for raw in samples[0]]))
-    assert all(math.isnan(interval(values)[1]) for values in figures.values())
+    assert all(math.isnan(jackknife(values)[1]) for values in figures.values())
 
 
 def test_one_sample_in_all_has_no_self_bleu():
-    figures = measure(made_up(P=1, S=1))
+    figures = leave_one_out(made_up(P=1, S=1))
     assert math.isnan(figures["self_bleu"][0]) and figures["rep_1"][0] > 0
 
 
@@ -203,16 +205,16 @@ def test_the_interval_of_a_mean_is_that_of_t():
     """Over prompts: more samples of a prompt, when they are the same again, say nothing more."""
     samples = made_up(P=6, S=4)
     each = [np.mean([slow_rep(words(raw), 2) for raw in row]) for row in samples]
-    value, half = interval(measure(samples)["rep_2"])
+    value, half = jackknife(leave_one_out(samples)["rep_2"])
     assert value == pytest.approx(np.mean(each))
     assert (value - half, value + half) == pytest.approx(stats.t.interval(0.95, 5, np.mean(each),
                                                                           stats.sem(each)))
-    assert interval(measure([row * 4 for row in samples])["rep_2"])[1] == pytest.approx(half)
+    assert jackknife(leave_one_out([row * 4 for row in samples])["rep_2"])[1] == pytest.approx(half)
 
 
 def test_the_interval_of_distinct_n_holds_the_truth_most_of_the_time():
     """80 studies of 6 prompts: 95 % intervals that hold the mean of them all in 70 or more."""
-    studies = [interval(measure(made_up(6, 1, 20, 12, seed))["distinct_2"]) for seed in range(80)]
+    studies = [jackknife(leave_one_out(made_up(6, 1, 20, 12, seed))["distinct_2"]) for seed in range(80)]
     truth = np.mean([value for value, _ in studies])
     assert sum(abs(value - truth) <= half for value, half in studies) >= 70
     assert sum(abs(value - truth) <= half / 4 for value, half in studies) < 70
@@ -264,8 +266,8 @@ def test_the_judge_scores_each_byte_in_its_context(block_size):
 
 
 def test_the_slow_judge_catches_another_context(monkeypatch):
-    right = evaluate.windows
-    monkeypatch.setattr(evaluate, "windows", lambda n, T, stride: right(n, T, T))
+    right = scoring.windows
+    monkeypatch.setattr(scoring, "windows", lambda n, T, stride: right(n, T, T))
     assert not judge_agrees(8)
 
 
@@ -331,10 +333,10 @@ def written(tmp_path, capsys):
 
 def test_figures_are_those_of_the_samples(ckpt, written):
     (run, real), lines = written("--ckpt", ckpt)
-    figures = measure([[text.encode("utf-8", "replace") for text in row] for row in real["samples"]])
+    figures = leave_one_out([[text.encode("utf-8", "replace") for text in row] for row in real["samples"]])
     for name, values in figures.items():
         got = [math.nan if v is None else v for v in real["figures"][name]]
-        assert same(got, list(interval(values))), name
+        assert same(got, list(jackknife(values))), name
     assert "judge" not in run["figures"] and "bits/byte" not in lines[1]
     assert run["tokens_per_s"] > 0 and real["tokens_per_s"] is None
     assert run["name"] == ckpt and lines[2].split("  ")[0].endswith("/a.pt")
@@ -558,12 +560,12 @@ def test_flags_that_mean_nothing_are_refused(ckpt, refusal):
 
 
 def test_a_mistake_in_the_judge_is_found_before_anything_is_written(ckpt, refusal, monkeypatch):
-    monkeypatch.setattr(evaluate, "continuations", lambda *a, **k: pytest.fail("written"))
+    monkeypatch.setattr(continuations, "continuations", lambda *a, **k: pytest.fail("written"))
     assert "no checkpoint" in refusal(["--text", "--ckpt", ckpt, *SHORT, "--judge", "nowhere.pt"])
 
 
 def test_ctrl_c_prints_the_runs_that_are_done(ckpt, capsys, monkeypatch):
-    calls, right = [], evaluate.continuations
+    calls, right = [], continuations.continuations
 
     def interrupted(*args, **kwargs):
         calls.append(1)
@@ -571,7 +573,7 @@ def test_ctrl_c_prints_the_runs_that_are_done(ckpt, capsys, monkeypatch):
             raise KeyboardInterrupt
         return right(*args, **kwargs)
 
-    monkeypatch.setattr(evaluate, "continuations", interrupted)
+    monkeypatch.setattr(continuations, "continuations", interrupted)
     with pytest.raises(SystemExit) as e:
         main(["--text", *SHORT, "--ckpt", ckpt, "--ckpt", ckpt])
     shown = capsys.readouterr()
@@ -596,7 +598,7 @@ def test_the_table_is_aligned_and_fits_120_columns():
 
 def test_the_library_of_bleu_is_loaded_only_where_it_is_used(monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)  # importing it fails
-    fresh = runpy.run_path(str(ROOT / "textquality.py"))
+    fresh = runpy.run_path(str(ROOT / "nanoheads/text/quality.py"))
     assert fresh["rep_n"](["a", "a"], 1) == 0.5
     with pytest.raises(ImportError):
         fresh["self_bleu"]([["a"], ["a"]])

@@ -24,6 +24,7 @@ from nanoheads.common import ROOT, UserError
 from nanoheads.study import fingerprint, queue, trial
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import runlog
+from train import train
 
 
 def spec_of(data, tokens=0, **keys):
@@ -47,7 +48,7 @@ def spec(bytes_data, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def trained(bytes_data, tmp_path_factory):
     folder = trial.make(spec_of(bytes_data), tmp_path_factory.mktemp("trials"))
-    trial.run(folder)
+    trial.run(folder, train)
     return folder
 
 
@@ -85,10 +86,10 @@ def test_a_damaged_result_is_set_aside_and_run_again(name, damage, finished, cap
     (finished / name).write_bytes(damage((finished / name).read_bytes()))
     assert trial.result(finished) is None and not trial.done(finished)
     assert trial.result(finished) is None
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and str(finished / name) in said and f"{name}.damaged" in said
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and str(finished / name) in printed and f"{name}.damaged" in printed
     assert (finished / f"{name}.damaged").is_file() and not (finished / name).exists()
-    again = trial.run(finished)
+    again = trial.run(finished, train)
     assert again["bpb"] == before["bpb"] and trial.done(finished)
 
 
@@ -111,8 +112,8 @@ def test_a_changed_figure_is_not_believed(change, finished, capsys):
         rewrite(finished / "result.json", **(dict(bpb=found["bpb"] * (1 + 1e-8)) if change == "last digit"
                                              else change))
     assert trial.result(finished) is None
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and str(finished) in said
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and str(finished) in printed
 
 
 def test_rounding_is_no_change_and_what_today_wrote_stays_valid(finished):
@@ -137,8 +138,8 @@ def test_a_damaged_plan_is_written_again(damage, spec, capsys):
     path = folder / "trial.json"
     path.write_bytes(damage(path.read_bytes()))
     assert trial.make(spec) == folder and json.loads(path.read_text()) == spec
-    said = capsys.readouterr().err
-    assert said == f"{path} is damaged; set aside as trial.json.damaged\n"
+    printed = capsys.readouterr().err
+    assert printed == f"{path} is damaged; set aside as trial.json.damaged\n"
     path.write_text(json.dumps({**spec, "torch": "another"}))  # not what the folder is named after
     assert trial.make(spec) == folder and json.loads(path.read_text()) == spec
 
@@ -160,8 +161,8 @@ def test_a_damaged_log_keeps_its_good_lines_and_its_run(finished, capsys):
     assert len(before) == len(lines) > 4 and any("val_bpb" in row for row in before)
     path.write_bytes(lines[0] + b"\0\xff\n" + b"".join(lines[1:-1]) + lines[-1][:20])
     assert trial.rows(finished) == before[:-1] == trial.rows(finished) and trial.done(finished)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"{path} has 2 damaged" in said
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and f"{path} has 2 damaged" in printed
     assert path.read_bytes() == b"".join(lines[:-1])  # as they were, to the byte
     assert (finished / "log.jsonl.damaged").is_file()
 
@@ -208,7 +209,7 @@ def test_blocks_are_sums_of_whole_windows_in_order():
 def test_a_result_says_what_it_was_computed_on_and_its_blocks(spec, monkeypatch):
     monkeypatch.setattr(trial, "BLOCK", 64)
     folder = trial.make(spec)
-    found = trial.run(folder)
+    found = trial.run(folder, train)
     nats = np.load(folder / "nats.npy")
     assert len(nats) == -(-1000 // 16) and nats.sum() == pytest.approx(found["nats"], rel=1e-12)
     assert found["block_nats"] == [round(float(nats[i:i + 4].sum()), 6) for i in range(0, len(nats), 4)]
@@ -218,7 +219,7 @@ def test_a_result_says_what_it_was_computed_on_and_its_blocks(spec, monkeypatch)
 
 def test_a_slice_is_scored_window_by_window_and_its_bytes_are_its_own(bytes_data, spec):
     folder = trial.make(spec_of(bytes_data, tokens=160))
-    found = trial.run(folder)
+    found = trial.run(folder, train)
     assert found["tokens"] == found["bytes"] == 160 and np.load(folder / "nats.npy").shape == (10,)
 
 
@@ -243,7 +244,7 @@ def test_a_run_on_file_is_done(finished, spec, monkeypatch, capsys):
     monkeypatch.setattr(trial, "USE_FILED", False)
     assert not trial.done(folder) and trial.result(folder) is None
     monkeypatch.setattr(trial, "USE_FILED", True)
-    again = trial.run(folder)  # whoever starts a run has asked; it is not looked up again
+    again = trial.run(folder, train)  # a run that is started is made, not taken from results/
     assert again["bpb"] == found["bpb"] and "spec" not in trial.result(folder)
     assert capsys.readouterr().err == ""
 
@@ -273,8 +274,8 @@ def test_a_damaged_file_of_results_is_named_and_left_out(damage, finished, spec,
         path.write_bytes(damage(path.read_bytes()))
     for _ in range(3):
         assert trial.on_file() == {finished.name: found}
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and str(path) in said
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and str(path) in printed
     path.unlink()
     assert trial.on_file() == {finished.name: found} and capsys.readouterr().err == ""
 
@@ -308,10 +309,10 @@ def test_a_study_that_cannot_start_a_run_ends_with_an_error(bytes_data, spec, mo
     assert e.value.code not in (0, None) and "the queue is full" in capsys.readouterr().err
 
 
-def test_a_run_stops_when_whoever_started_it_is_killed(bytes_data, spec):
+def test_a_run_stops_when_its_parent_is_killed(bytes_data, spec):
     """The real thing: a parent that SIGKILL gives no time to stop anything."""
     folder = trial.make(spec_of(bytes_data, max_iters=20000, eval_interval=10000))
-    script = ("import sys, time; from pathlib import Path; from study import queue; "
+    script = ("import sys, time; from pathlib import Path; from nanoheads.study import queue; "
               "job = queue.Processes(1, 'cpu').start(Path(sys.argv[1])); time.sleep(100)")
     parent = subprocess.Popen([sys.executable, "-c", script, str(folder)],
                               env={**os.environ, "PYTHONPATH": str(ROOT)})
@@ -322,7 +323,7 @@ def test_a_run_stops_when_whoever_started_it_is_killed(bytes_data, spec):
             time.sleep(0.05)
         return what()
 
-    def let_go():
+    def unlocked():
         with open(folder / "lock", "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -332,16 +333,16 @@ def test_a_run_stops_when_whoever_started_it_is_killed(bytes_data, spec):
     try:
         assert wait_until(lambda: queue.progress_of(folder))
         time.sleep(0.2)
-        assert not let_go()  # it trains on while its parent lives
+        assert not unlocked()  # it trains on while its parent runs
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    assert wait_until(let_go)
+    assert wait_until(unlocked)
     assert "stopped by SIGTERM" in (folder / "trial.log").read_text()
     assert 0 < torch.load(folder / "ckpt.pt", weights_only=True)["step"] < 20000
 
 
-def test_a_failure_on_the_cluster_is_said(spec):
+def test_a_failure_on_the_cluster_is_reported(spec):
     pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
     place, folder = queue.Cluster("local", 1, {"timeout_min": 5}), Path("out/trials/broken")
     folder.mkdir(parents=True)
@@ -356,8 +357,8 @@ def test_two_studies_that_want_the_same_run_train_it_once(bytes_data, spec):
     # by hand, and with nothing at their standard input
     pair = [subprocess.Popen(queue.command_of(folder), stdin=subprocess.DEVNULL) for _ in range(2)]
     assert [job.wait(timeout=120) for job in pair] == [0, 0]
-    said = (folder / "trial.log").read_text()
-    assert said.count("starting anew") == 1 and "going on" not in said
+    printed = (folder / "trial.log").read_text()
+    assert printed.count("starting anew") == 1 and "going on" not in printed
 
 
 def test_a_run_does_not_begin_with_other_code_or_data_than_was_planned(spec):
@@ -371,14 +372,14 @@ def test_a_run_does_not_begin_with_other_code_or_data_than_was_planned(spec):
 def test_a_best_checkpoint_alone_does_not_block_a_run(spec):
     folder = trial.make(spec)
     (folder / "best.pt").write_bytes(b"left behind by a full disk")
-    trial.run(folder)
+    trial.run(folder, train)
     assert trial.done(folder)
 
 
 # ---- places ----
 
 def gpus(monkeypatch, count):
-    """Make believe that there are so many GPUs."""
+    """As on a machine with so many GPUs."""
     monkeypatch.setattr(queue, "pick_device", lambda name: "cuda" if name == "auto" else name)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
@@ -392,7 +393,7 @@ def handed_out(slots, count=None):
     return found
 
 
-def tell_environment(monkeypatch):
+def write_environment(monkeypatch):
     """Instead of training, a trial writes down its environment."""
     code = "import json, os, sys; open(sys.argv[1] + '/env.json', 'w').write(json.dumps({**os.environ}))"
     monkeypatch.setattr(queue, "command_of", lambda folder: [sys.executable, "-c", code, str(folder)])
@@ -459,7 +460,7 @@ def test_the_next_trial_gets_the_gpu_with_the_fewest(monkeypatch):
 
 def test_one_trial_each_on_a_gpu_of_its_own_and_the_gpu_back(spec, monkeypatch):
     """The environment of real processes."""
-    tell_environment(monkeypatch)
+    write_environment(monkeypatch)
     gpus(monkeypatch, 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     place = queue.Processes(0, "cuda")
@@ -471,7 +472,7 @@ def test_one_trial_each_on_a_gpu_of_its_own_and_the_gpu_back(spec, monkeypatch):
 @pytest.mark.parametrize("device, each, count", [("cuda", 1, 2), ("cuda", 2, 4), ("cuda:1", 1, 1)])
 def test_a_local_job_of_submitit_has_a_gpu_of_its_own(device, each, count, spec, monkeypatch):
     pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
-    tell_environment(monkeypatch)
+    write_environment(monkeypatch)
     gpus(monkeypatch, 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
     monkeypatch.setenv("SEEN_BY_ALL", "yes")
@@ -520,17 +521,17 @@ def test_gpus_that_are_not_there_cannot_be_shared(device, monkeypatch):
 
 
 def test_a_trial_on_a_shared_gpu_allocates_its_part_of_the_memory(monkeypatch):
-    said, size = [], 80 * 2**30
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", said.append)
+    parts, size = [], 80 * 2**30
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", parts.append)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=size))
     trial.limit_memory()
     monkeypatch.setenv(trial.TRIALS_ON_GPU, "1")
     trial.limit_memory()
-    assert said == []  # alone
+    assert parts == []  # alone
     monkeypatch.setenv(trial.TRIALS_ON_GPU, "4")
     trial.limit_memory()
-    assert said == [pytest.approx(0.95 / 4 - 0.75 / 80)]
-    assert 4 * (said[0] * size + trial.CONTEXT) < size
+    assert parts == [pytest.approx(0.95 / 4 - 0.75 / 80)]
+    assert 4 * (parts[0] * size + trial.CONTEXT) < size
     size = 2 * 2**30
     with pytest.raises(UserError, match="^4 trials on a GPU of 2.0 GiB have no memory: lower jobs_per_gpu$"):
         trial.limit_memory()
@@ -540,14 +541,14 @@ def test_a_trial_on_a_shared_gpu_allocates_its_part_of_the_memory(monkeypatch):
     ("1", "trial: out of memory; lower batch_size"),
     ("4", "trial: out of memory with 4 trials on one GPU: lower jobs_per_gpu, or jobs; if that is 1, lower")])
 def test_memory_that_runs_out_on_a_shared_gpu_has_a_second_reason(at_once, words, spec, monkeypatch):
-    def runs_out(folder):
+    def runs_out(folder, train):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     monkeypatch.setenv(trial.TRIALS_ON_GPU, at_once)
     monkeypatch.setattr(trial, "limit_memory", lambda: None)
     monkeypatch.setattr(trial, "log_to", lambda path: None)
     monkeypatch.setattr(trial, "run", runs_out)
     with pytest.raises(SystemExit) as e:
-        trial.main([str(trial.make(spec))])
+        trial.main(trial.make(spec), train)
     assert e.value.code.startswith(words) and "\n" not in e.value.code
 
 
@@ -555,8 +556,8 @@ def test_memory_is_limited_before_a_trial_trains(spec, monkeypatch):
     order = []
     monkeypatch.setattr(trial, "log_to", lambda path: None)
     monkeypatch.setattr(trial, "limit_memory", lambda: order.append("limit"))
-    monkeypatch.setattr(trial, "run", lambda folder: order.append("run"))
-    trial.main([str(trial.make(spec))])
+    monkeypatch.setattr(trial, "run", lambda folder, train: order.append("run"))
+    trial.main(trial.make(spec), train)
     assert order == ["limit", "run"]
 
 

@@ -24,8 +24,8 @@ from nanoheads.gpu.entries import (BATCH, BATCH_124M, MUON, NANOGPT, NO_LABELS, 
                                    settings)
 from nanoheads.gpu.fake import SEEN
 from nanoheads.training import optim
+from nanoheads.training.config import TrainConfig
 from nanoheads.training.ranks import Process
-from train import TrainConfig
 
 STEPS = 5
 

@@ -1,5 +1,9 @@
 """
-What constraint heads think of a text: evaluate.py --audit reads a file, sample.py --audit what it wrote.
+What constraint heads score in a text, token by token.
+
+    python probe.py audit --ckpt out/a --text FILE [--maps] [--out audit.jsonl]    # a file
+    python evaluate.py --audit --ckpt out/a --text FILE                            # the same
+    python sample.py --ckpt out/a --start "To be" --audit audit.jsonl              # what it writes
 
 JSON lines, a line for each window of block_size tokens, or for each sample (its last block_size tokens), and
 beside them a page of the same name, .html, that shows the text in colours. A line holds
@@ -20,11 +24,13 @@ explain() names; maps, only with --maps, [heads, T, t + 1]: what token t reads o
 those of one forward pass over the line's tokens, rounded to six decimals. The score at t is about token t.
 """
 
+import argparse
 import base64
 import hashlib
 import html as escaping
 import json
 import re
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,10 +39,13 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from model import explain
-from nanoheads.common import UserError, writable, write_atomic
+from nanoheads.common import UserError, last_words, pick_device, writable, write_atomic
+from nanoheads.heads.traces import explain
 from nanoheads.text.tokenizer import char_sizes
+from nanoheads.training import checkpoint
+from nanoheads.training.sampling import model_and_tokenizer
 
+PROGRAM = "probe.py audit"
 TOP = 5  # tokens that explain() names
 PAGE_TOKENS = 32768  # a page of more is slow in a browser; the lines hold them all
 TEMPLATE = Path(__file__).with_name("audit_page.html")
@@ -52,7 +61,7 @@ class Text(NamedTuple):
 
 
 def spell(tokenizer, ids):
-    """The Text of token ids; one beyond the vocabulary, which a padded model may say, has no bytes."""
+    """The Text of token ids; one beyond the vocabulary, which a padded model may sample, has no bytes."""
     known = {i: tokenizer.decode_bytes([i]) if i < tokenizer.vocab_size else b"" for i in set(ids)}
     raw = [known[i] for i in ids]
     whole = b"".join(raw).decode("utf-8", "surrogateescape")
@@ -118,19 +127,19 @@ def audit(model, text, source, maps=False, prompt=0, start=0, end=None):
         of = {key.split(".", 2)[2]: value[0] for key, value in traces.items()
               if key.startswith(f"blocks.{layer}.")}
         logits = {name: of[f"constraint.{name}"] for name in names}
-        if not (np.isfinite(nats).all() and all(torch.isfinite(score).all() for score in logits.values())):
+        if not (np.isfinite(nats).all() and all(torch.isfinite(each).all() for each in logits.values())):
             raise UserError(f"{path}: its scores are not numbers: its weights are damaged")
 
         def by_name(tensor):
             """{name: the rows of its heads}; heads stand name after name."""
             return dict(zip(names, plain(tensor.unflatten(0, (len(names), heads)))))
 
-        block = dict(logits={name: plain(score) for name, score in logits.items()},
-                     probabilities={name: plain(score.double().sigmoid()) for name, score in logits.items()},
+        block = dict(logits={name: plain(each) for name, each in logits.items()},
+                     probabilities={name: plain(each.double().sigmoid()) for name, each in logits.items()},
                      head_logits=by_name(of["head_scores"]), gates=by_name(of["router_gates"].T), top={})
-        for name, score in logits.items():
-            best = score.topk(min(TOP, len(ids))).indices.tolist()
-            block["top"][name] = [dict(token=i, text=tokens[i], logit=plain(score[i])) for i in best]
+        for name, each in logits.items():
+            best = each.topk(min(TOP, len(ids))).indices.tolist()
+            block["top"][name] = [dict(token=i, text=tokens[i], logit=plain(each[i])) for i in best]
         if maps:
             found = by_name(of["map"][-len(names) * heads:])
             block["maps"] = {name: [[row[:t + 1] for t, row in enumerate(head)] for head in found[name]]
@@ -172,10 +181,10 @@ def for_page(line, raw):
                         for layer, block in line["blocks"].items()})
 
 
-def page(lines, whose, note=""):
+def page(lines, weights, note=""):
     """The page as text, of what for_page() returns, at least one. It asks the network for nothing."""
     names = {line["text"] for line in lines}
-    title = f"{whose} on {names.pop() if len(names) == 1 else f'{len(names)} samples'}"
+    title = f"{weights} on {names.pop() if len(names) == 1 else f'{len(names)} samples'}"
     # what could end the element, or begin a comment in it, is written in another way
     data = json.dumps(dict(note=note, lines=lines), separators=(",", ":")).replace("<", "\\u003c")
     head, script, tail = TEMPLATE.read_text(encoding="utf-8").partition("<script>")
@@ -208,15 +217,15 @@ def auditable(model, path):
 
 def write(found, out, page_path):
     """Write the lines and the page, of pairs (line, bytes of its tokens); returns the lines' explain rows."""
-    shown, explained, count, whose = [], [], 0, None
+    shown, explained, count, weights = [], [], 0, None
 
     def write_lines(f):
-        nonlocal count, whose
+        nonlocal count, weights
         for line, raw in found:
             f.write(json.dumps(line).encode() + b"\n")
             count += len(raw)
             explained.append(line["explain"])
-            whose = " with ".join([line["checkpoint"], *filter(None, [", ".join(line["set"])])])
+            weights = " with ".join([line["checkpoint"], *filter(None, [", ".join(line["set"])])])
             if not shown or count <= PAGE_TOKENS:
                 shown.append(for_page(line, raw))
 
@@ -226,31 +235,31 @@ def write(found, out, page_path):
         out.with_name(out.name + ".part").unlink(missing_ok=True)
     here = sum(line["tokens"] for line in shown)
     note = f"The first {here:,} of {count:,} tokens; {out.name} has them all." if here < count else ""
-    content = page(shown, whose, note).encode()
+    content = page(shown, weights, note).encode()
     write_atomic(page_path, lambda f: f.write(content))
     return explained
 
 
 def of_file(model, tokenizer, source, out, maps=False, progress=False):
-    """evaluate.py --audit: a file in windows of block_size, each token once. Returns what to print.
+    """A file in windows of block_size, each token once. Returns what to print.
 
     source: (checkpoint, its settings, the file).
     """
-    (checkpoint, _, path), (out, page_path) = source, paths(out, "--out")
+    (ckpt, _, path), (out, page_path) = source, paths(out, "--out")
     if Path(path).resolve() in (out, page_path):
         raise UserError(f"--out: {path} is the text itself, and would be lost")
-    auditable(model, checkpoint)
+    auditable(model, ckpt)
     text, T = spell(tokenizer, read_ids(path, tokenizer)), model.config.block_size
     starts = tqdm(range(0, len(text.ids), T), "audit", disable=not progress, leave=False)
     found = ((audit(model, text, source, maps, start=s, end=s + T), text.raw[s:s + T]) for s in starts)
     write(found, out, page_path)
     names = ", ".join(model.config.constraint_names)
-    said = f"{path}: {len(text.ids):,} tokens in {len(starts):,} windows of {T:,}, judged for {names}"
-    return "\n".join([said, str(out), str(page_path)])
+    summary = f"{path}: {len(text.ids):,} tokens in {len(starts):,} windows of {T:,}, judged for {names}"
+    return "\n".join([summary, str(out), str(page_path)])
 
 
-def of_samples(model, tokenizer, checkpoint, settings, prompt, samples, files):
-    """sample.py --audit: [S] texts of explain()'s lines.
+def of_samples(model, tokenizer, ckpt, settings, prompt, samples, files):
+    """Samples: [S] texts of explain()'s lines.
 
     prompt: its ids; samples: the ids that follow it, a list each. files: paths().
     """
@@ -258,6 +267,31 @@ def of_samples(model, tokenizer, checkpoint, settings, prompt, samples, files):
     for number, ids in enumerate(samples, 1):
         text = spell(tokenizer, [*prompt, *ids])
         start = max(0, len(text.ids) - T)
-        source = checkpoint, settings, f"sample {number}"
+        source = ckpt, settings, f"sample {number}"
         found.append((audit(model, text, source, prompt=len(prompt), start=start), text.raw[start:]))
     return ["\n".join(rows) for rows in write(found, *files)]
+
+
+# ---- command line ----
+
+def run(args):
+    """Audit the file args.text with the checkpoint args.ckpt[0]; returns what to print. UserError."""
+    path, device = args.ckpt[0], pick_device(args.device)
+    model, tokenizer = model_and_tokenizer(path, device, settings=args.settings)
+    source = path, args.settings, args.text
+    return of_file(model, tokenizer, source, args.out or "audit.jsonl", args.maps, sys.stderr.isatty())
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(prog=PROGRAM, description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    checkpoint.add_arguments(p)
+    p.add_argument("--text", required=True, metavar="FILE", help="the text to read")
+    p.add_argument("--maps", action="store_true", help="the attention maps of the constraint heads too")
+    p.add_argument("--out", help="JSON lines; a page of that name, .html, comes beside them "
+                                 "(default: audit.jsonl)")
+    args = p.parse_args(argv)
+    with last_words(PROGRAM):
+        if len(args.ckpt) > 1:
+            raise UserError(f"--ckpt: one at a time, not {len(args.ckpt)}")
+        print(run(args))

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from evaluate import nats_of
-from nanoheads.heads.measuring import attentions, evaluating, inputs_of, out_projections, places
+from nanoheads.heads.measuring import all_heads, attentions, evaluating, inputs_of, out_projections
+from nanoheads.training.scoring import nats_of
 
 FLOATS = 1 << 26  # of attention maps that are held at once
 
@@ -119,7 +119,7 @@ def needles(text, alphabet, context, n, samples, rng):
 
 def split(model, ids, *more):
     """Tuples of a few rows of ids [B, T] and of each of `more` [B, ...], as many as maps may be held of."""
-    rows = max(1, FLOATS // max(1, len(places(model)) * ids.size(1) ** 2))
+    rows = max(1, FLOATS // max(1, len(all_heads(model)) * ids.size(1) ** 2))
     return zip(*(each.split(rows) for each in (ids, *more)))
 
 
@@ -141,25 +141,25 @@ def pattern_scores(model, ids, measure="mul", exclude=()):
 
 
 def retrieval_scores(model, ids, at, n, asked):
-    """(copied, looked at [B, heads of all blocks]; said [B]): shares of a needle's last n - asked tokens.
+    """(copied, looked at [B, heads of all blocks]; output [B]): shares of a needle's last n - asked tokens.
 
     ids [B, T], at [B]: as of needles(). A head looks at the needle where its attention is highest there, at
-    the token that comes next; it copies where the model also says that token. In the source a model goes on
-    from what it said, and a text counts where it said enough of the needle; here it goes on from the needle's
-    own tokens, so that a mistake does not end it. Who makes none gets the source's score.
+    the token that comes next; it copies where that token is also the model's likeliest. In the source a model
+    goes on from its own output, and a text counts where that holds enough of the needle; here it goes on from
+    the needle's own tokens, so that a mistake does not end it. Without a mistake the score is the source's.
     """
     found, n_answer = [], n - asked
     for rows, begin in split(model, ids, at):
         logits, maps = attention_maps(model, rows)
         needle = begin[:, None] + torch.arange(n, device=rows.device)
         answer = rows.gather(1, needle)[:, asked:]
-        says_it = logits[:, -n_answer:].argmax(-1) == answer
+        output = logits[:, -n_answer:].argmax(-1) == answer
         best = torch.cat([p[:, :, -n_answer:].argmax(-1) for p in maps], 1)  # (B, heads, n_answer)
         token = rows[:, None].expand(-1, best.size(1), -1).gather(2, best)
         inside = (best >= needle[:, :1, None]) & (best <= needle[:, -1:, None])
         looks = inside & (token == answer[:, None])
-        copies = looks & says_it[:, None]
-        found.append([each.float().mean(-1).cpu().double() for each in (copies, looks, says_it)])
+        copies = looks & output[:, None]
+        found.append([each.float().mean(-1).cpu().double() for each in (copies, looks, output)])
     return [torch.cat(part).numpy() for part in zip(*found)]
 
 

@@ -1,8 +1,8 @@
 """
-Hands on the heads of a checkpoint: change one, and see at once what it costs and what the model then says.
+A session with the heads of a checkpoint: change one, and see what it costs and what the model then writes.
 
-    python inspect_heads.py --ckpt out/a [--tokens 16384] [--start "To be"] [--set gate.0.3=0]
-    printf 'withdraw 0.3\\nskips off\\nsave out/b\\n' | python inspect_heads.py --ckpt out/a
+    python probe.py inspect --ckpt out/a [--tokens 16384] [--start "To be"] [--set gate.0.3=0]
+    printf 'withdraw 0.3\\nskips off\\nsave out/b\\n' | python probe.py inspect --ckpt out/a
 
 Prints a table of the heads, then reads commands, from a person or a pipe. Each change is answered with bits
 per byte on the same text, and with a sample beside the checkpoint's own, of the same seed. A wrong command is
@@ -11,6 +11,7 @@ checkpoint: save puts it into the head's output projection.
 """
 
 import argparse
+import cmd
 import copy
 import math
 import re
@@ -20,15 +21,17 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-
-from evaluate import bits, load, score, windows_of
 from model import Agency
 from nanoheads.common import UserError, explain, last_words, pick_device, table
 from nanoheads.configurator import near
-from nanoheads.heads.measuring import METRICS, attentions, fixed_text, fold_gates, measure
-from nanoheads.training import checkpoint
-from sample import check, encode, generate, prompt, side_by_side
+from nanoheads.heads.measuring import METRICS, attentions, fixed_text, measure
+from nanoheads.heads.states import find_violations
+from nanoheads.heads.surgery import fold_gates
+from nanoheads.pruning import prune_heads
+from nanoheads.training import checkpoint, scoring
+from nanoheads.training.sampling import check, encode, generate, read_prompt, side_by_side
 
+PROGRAM = "probe.py inspect"
 METRIC_TOKENS = 4096  # what the table is measured on, forward and backward
 COMMANDS = {  # name: (arguments, what it does); a head L.H is block and number, as in the table
     "heads": ("", "the table of the heads as they are now"),
@@ -95,49 +98,52 @@ def folded(model):
 
 # ---- a session ----
 
-class Session:
-    """A checkpoint as loaded, the changes made to it, and the model that they make. Methods are COMMANDS."""
+class Session(cmd.Cmd):
+    """A checkpoint as loaded, the changes made to it, and the model that they make. do_* are COMMANDS."""
+    prompt = "> "
 
     def __init__(self, args):
+        self.on_terminal, self.n_wrong = sys.stdin.isatty(), 0
+        super().__init__(completekey="tab" if self.on_terminal else None)
         self.args, self.path = args, args.ckpt[0]
-        self.read, self.loaded, self.data = load(self.path, args.split, 0, args.device, args.dataset,
-                                                 args.settings)
+        self.read, self.loaded, self.data = scoring.load(self.path, args.split, 0, args.device,
+                                                         args.dataset, args.settings)
         self.model, self.changes = self.loaded, []  # [(command, what it does to a model)]
-        self.line, self.ended = "", False
+        self.line = ""
         tokens, T = self.data.tokens(args.split), self.loaded.config.block_size
-        cuts = windows_of(self.data, args.split, T, 0, args.tokens)
+        cuts = scoring.windows_of(self.data, args.split, T, 0, args.tokens)
         texts = (self.data.tokenizer.decode_bytes(tokens[end - n:end]) for _, end, n in cuts)
         self.n_bytes = sum(map(len, texts))
         probe = fixed_text(self.data, args.split, T, min(METRIC_TOKENS, len(tokens) - 1))
         self.probe = [ids.to(args.device) for ids in probe]
-        self.prompt, self.plain = self.read_prompt(args.start), {}
-        self.bits = self.at_start = self.score(self.loaded)
+        self.start, self.plain = self.read_prompt(args.start), {}
+        self.bits = self.at_start = self.bits_per_byte(self.loaded)
         if not math.isfinite(self.bits):
             raise UserError(f"{self.path} gives {self.bits} bits/byte on {args.split}: "
                             "its weights are damaged, or its training diverged")
         changed = f", with {', '.join(args.settings)}" if args.settings else ""
         print(f"{self.path}{changed}: {self.bits:.4f} bits/byte on {sum(n for _, _, n in cuts):,} tokens of "
               f"{self.data.meta['name']}, {args.split}", end="\n\n")
-        self.heads()
+        self.do_heads()
 
-    def score(self, model):
+    def bits_per_byte(self, model):
         """Bits per byte on the session's text, in float32."""
-        nats, _ = score(model, self.data, self.args.split, max_tokens=self.args.tokens)
-        return bits(nats, self.n_bytes)
+        nats, _ = scoring.score(model, self.data, self.args.split, max_tokens=self.args.tokens)
+        return scoring.bits(nats, self.n_bytes)
 
     def read_prompt(self, text):
         """(text, token ids [1, T]). UserError."""
         try:
-            text = prompt(text)
+            text = read_prompt(text)
             return text, encode(self.data.tokenizer, text, self.path)
-        except ValueError as e:  # sample.py's words begin with its flag
+        except ValueError as e:  # which begins with the flag of sample.py
             raise UserError(f"prompt: {str(e).partition(': ')[2]}")
 
     def show(self, text, ids):
         """A sample of the checkpoint as loaded, beside one of the model as it is now."""
         if text not in self.plain:
-            self.plain = {text: generate(self.loaded, self.data.tokenizer, ids, self.args)[0][0]}
-        now = generate(self.model, self.data.tokenizer, ids, self.args)[0][0]
+            self.plain = {text: generate(self.loaded, self.data.tokenizer, ids, self.args).texts[0]}
+        now = generate(self.model, self.data.tokenizer, ids, self.args).texts[0]
         width = shutil.get_terminal_size((110, 40)).columns
         print(side_by_side(("as loaded", "now"), (text + self.plain[text], text + now), width))
 
@@ -146,13 +152,13 @@ class Session:
         model = copy.deepcopy(self.loaded)
         for _, change in changes:
             change(model)
-        before, after = self.bits, self.score(model)
+        before, after = self.bits, self.bits_per_byte(model)
         if not math.isfinite(after):
             raise UserError(f"that would make {after} bits/byte; nothing was changed")
         self.model, self.changes, self.bits = model, changes, after
         print(f"bits/byte {before:.4f} -> {after:.4f} ({after - before:+.4f}), "
               f"{after - self.at_start:+.4f} from the checkpoint as loaded")
-        self.show(*self.prompt)
+        self.show(*self.start)
 
     def change(self, change):
         self.become([*self.changes, (self.line, change)])
@@ -178,7 +184,7 @@ class Session:
         elif "gate" not in values and not attn.agency.enforce:
             print("agency_enforce is off: no head is withdrawn or held back")
 
-    def heads(self):
+    def do_heads(self):
         metrics, rows, states = measure(self.model, *self.probe), [], list(Agency.STATES)
         for layer, attn in enumerate(attentions(self.model)):
             hand, agency = by_hand(attn), attn.agency
@@ -195,7 +201,7 @@ class Session:
         if any(map(by_hand, attentions(self.model))):
             print("* set by hand")
 
-    def gate(self, word, value):
+    def do_gate(self, word, value):
         number = math.nan  # not set
         if value != "auto":
             with suppress(ValueError):
@@ -204,56 +210,56 @@ class Session:
                 raise UserError(f"{value!r} must be a number, or auto")
         self.set(word, gate=number)
 
-    def withdraw(self, word):
+    def do_withdraw(self, word):
         if self.loaded.config.agency:
             return self.set(word, state="withdrawn", consent=False)
         self.set(word, gate=0.0)
         print("agency is off: its gate is 0 by hand")
 
-    def restore(self, word):
+    def do_restore(self, word):
         if self.loaded.config.agency:
             return self.set(word, state="active", consent=True)
         self.set(word, gate=math.nan)
         print("agency is off: its gate is as learned")
 
-    def state(self, word, name):
+    def do_state(self, word, name):
         self.set(word, state=name)
 
-    def consent(self, word, answer):
+    def do_consent(self, word, answer):
         self.set(word, consent=choose(answer, "yes", "no"))
 
-    def skips(self, answer):
+    def do_skips(self, answer):
         on = choose(answer, "on", "off")
         self.change(lambda model: set_skips(model, on))
 
-    def prune(self, *words):
+    def do_prune(self, *words):
         gone = {}
         for layer, head in map(self.place, words):
             if head not in attentions(self.model)[layer].head_ids:
                 raise UserError(f"{layer}.{head} is a constraint head, which stays for its scores; "
                                 f"gate {layer}.{head} 0 closes it")
             gone.setdefault(layer, set()).add(head)
-        self.change(lambda model: model.prune_heads(gone))
+        self.change(lambda model: prune_heads(model, gone))
 
-    def undo(self):
+    def do_undo(self):
         if not self.changes:
             raise UserError("there is nothing to undo")
         print("undone:", self.changes[-1][0])
         self.become(self.changes[:-1])
 
-    def violations(self):
+    def do_violations(self):
         rows = [(v["layer"], v["head"], v["type"], f"{v['gate']:.3f}", v["state"])
-                for v in self.model.violations()]
+                for v in find_violations(self.model)]
         print(table(("layer", "head", "type", "gate", "state"), rows, left=(2, 4)) if rows else "none")
 
-    def sample(self, text=None):
-        self.show(*(self.prompt if text is None else self.read_prompt(text)))
+    def do_sample(self, text=None):
+        self.show(*(self.start if text is None else self.read_prompt(text)))
 
-    def text(self, text):
-        self.prompt = self.read_prompt(text)
-        self.show(*self.prompt)
+    def do_text(self, text):
+        self.start = self.read_prompt(text)
+        self.show(*self.start)
 
-    def save(self, folder):
+    def do_save(self, folder):
         path = Path(folder.strip()).expanduser() / "best.pt"
         if taken := [p for p in (path, path.with_name("ckpt.pt")) if p.exists()]:
             raise UserError(f"{taken[0]} is there already; name another folder")
@@ -270,16 +276,16 @@ class Session:
             for head, gate in by_hand(attn).items():
                 print(f"gate {gate:g} of {layer}.{head} is in its output projection there")
 
-    def help(self):
+    def do_help(self):
         print(help_text())
 
-    def quit(self):
-        self.ended = True
+    def do_quit(self):
+        return True
 
     # ---- reading ----
 
     def obey(self, line):
-        """Do what a line says. Raises ValueError, OSError."""
+        """Do what a line says; True: it was the last. Raises ValueError, OSError."""
         name, _, rest = line.lstrip().partition(" ")
         if name not in COMMANDS:
             meant = near(name, COMMANDS)
@@ -293,34 +299,29 @@ class Session:
         if not (len(words) == least or more and len(words) > least):
             raise UserError(f"it takes {usage or 'nothing'}")
         self.line = " ".join((name, *words))
-        getattr(self, name)(*words)
+        return getattr(self, f"do_{name}")(*words)
 
-    def run(self):
-        """Obey stdin to its end. Returns how many commands went wrong."""
-        wrong, asks = 0, sys.stdin.isatty()
-        while not self.ended:
-            try:
-                line = input("> ")
-            except EOFError:
-                print()
-                break
-            if not asks:
-                print(line)  # what comes out of a pipe reads like a session
-            if not line.strip() or line.lstrip().startswith("#"):
-                continue
-            try:
-                self.obey(line)
-            except (ValueError, OSError) as e:
-                wrong += 1
-                sys.stdout.flush()
-                print(f"inspect_heads: {line.strip()}: {explain(e) or e}", file=sys.stderr, flush=True)
-        return wrong
+    def onecmd(self, line):
+        """obey(), but what goes wrong is named, and the session goes on."""
+        if line == "EOF":  # cmd's word for it
+            print()
+            return True
+        if not self.on_terminal:
+            print(line)  # what comes out of a pipe reads like a session
+        if not line.strip() or line.lstrip().startswith("#"):
+            return False
+        try:
+            return self.obey(line)
+        except (ValueError, OSError) as e:
+            self.n_wrong += 1
+            sys.stdout.flush()
+            print(f"{PROGRAM}: {line.strip()}: {explain(e) or e}", file=sys.stderr, flush=True)
 
 
 # ---- command line ----
 
 def arguments(argv):
-    p = argparse.ArgumentParser(description=__doc__, epilog=help_text(),
+    p = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, epilog=help_text(),
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     checkpoint.add_arguments(p)
     p.add_argument("--split", default="val", help="train, val or test (default: val)")
@@ -342,19 +343,14 @@ def main(argv=None):
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=errors)  # bytes that are no text come through, as in sample.py
-    with suppress(ImportError):
-        import readline  # noqa: F401  arrow keys and a history for input()
-    with last_words("inspect_heads"):
+    with last_words(PROGRAM):
         check(args)
         if len(args.ckpt) > 1:
             raise UserError(f"--ckpt: one at a time, not {len(args.ckpt)}")
         if args.tokens < 0:
             raise UserError(f"--tokens={args.tokens} must not be negative")
         args.device = pick_device(args.device)
-        wrong = Session(args).run()
-        if wrong and not sys.stdin.isatty():
+        session = Session(args)
+        session.cmdloop()
+        if session.n_wrong and not session.on_terminal:
             sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,25 +1,22 @@
 """
-The heads of a model, seen from outside: what each does on given text, closing, and inserting them.
-
-controller.py, prune.py and inspect_heads.py read this. Nothing here touches the training step.
+The heads of a model, measured from outside: what each does on given text, once or all through a run; and a
+model with some of them closed. Nothing here touches the training step.
 """
 
-import copy
 import math
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn import functional as F
 
-from model import GPT, KVCache
+from model import KVCache
 from nanoheads.common import UserError
+from nanoheads.training.optim import precision
 
 # what measure() gives of every head
 METRICS = {
-    "entropy": "of its attention rows, over the log of the row's length: 0 one key, 1 all alike",
+    "entropy": "of its attention rows, over the log of the row's length: 0 one key, 1 all equal",
     "gradient": "norm of the loss's gradient in the head's slices of the projections, nats",
     "importance": "|y . d loss / d y| a sequence, its output times the gradient there, nats a token",
     "utilisation": "share of the layer's output norm",
@@ -48,7 +45,7 @@ def cache_bytes(model):
     return sum(t.numel() * t.element_size() for t in [*cache.k, *cache.v] if t is not None)
 
 
-def places(model):
+def all_heads(model):
     """[(layer, head)] of every head, constraint heads too, by the original numbers."""
     return [(layer, head) for layer, attn in enumerate(attentions(model)) for head in attn.all_head_ids()]
 
@@ -223,102 +220,121 @@ def closed(model, heads):
             attn.gate_override = override
 
 
-def fold_gates(model):
-    """(a copy whose output projections hold the gates that were set by hand, [(layer, head)] it cannot hold).
+# ---- measurements all through a run ----
 
-    No factor leads from a head's own gate of 0 to another: in the copy such a head stays closed.
+class Measurements:
+    """What has been measured of a run's heads; arrays are [blocks, heads] by the original numbers, NaN: gone.
+
+    now, mean: {metric: array}, of the last measurement, and its moving average. here: which heads there are.
+    losses: nats per token on the held-out text since the last growth; held_out_loss: the last of them.
+    count: measurements so far.
     """
-    model, stuck = copy.deepcopy(model), []
-    for layer, attn in enumerate(attentions(model)):
-        hand, attn.gate_override = attn.gate_override, None
-        if hand is None:
-            continue
-        own = static_gates(model)[layer]
-        factor = torch.where(hand.isnan() | (hand == own), 1.0, hand / own)
-        stuck += [(layer, head) for head, f in zip(attn.all_head_ids(), factor) if not f.isfinite()]
-        attn.scale_heads(torch.where(factor.isfinite(), factor, 1.0))
-    return model, stuck
+
+    def __init__(self, run):
+        c, process, T = run.config, run.process, run.model.config.block_size
+        self.config = c
+        self.text = [t.to(process.device) for t in
+                     fixed_text(run.dataset, "train", T, c.controller_tokens, process.rank, process.world)]
+        self.held_out_text = [t.to(process.device) for t in fixed_text(
+            run.dataset, "val", T, c.controller_heldout, process.rank, process.world)]
+        self.autocast = precision(c.dtype, process.kind)[1]
+        self.count, self.losses, self.held_out_loss = 0, [], math.nan
+        self.begin(run.model)
+
+    def begin(self, model):
+        """Nothing is known of any head of the model."""
+        extra = max(attn.n_extra for attn in attentions(model))
+        self.shape = (model.config.n_layer, model.config.n_head + extra)
+        self.mean, self.now = {}, {}
+        self.counts = {name: self.full(0) for name in ("high", "small", "low")}
+        self.high = self.full(False)  # whose entropy is high, with hysteresis
+
+    def full(self, value):
+        return np.full(self.shape, value)
+
+    def spread(self, values, model):
+        """[a tensor [H] a block] -> [blocks, heads] by the original numbers."""
+        found = self.full(math.nan).astype(float)
+        for layer, (attn, value) in enumerate(zip(attentions(model), values)):
+            found[layer, attn.all_head_ids()] = value.cpu().numpy()
+        return found
+
+    def held_out(self, run):
+        """Mean nats per token of the held-out text, of all ranks."""
+        nats = nats_on(run.model, *self.held_out_text, self.autocast)
+        n = len(self.held_out_text[0])
+        total, n = run.process.all_reduce_sum([nats * n, float(n)])
+        return total / n
+
+    def update(self, run):
+        """Measure once more. UserError where a metric is not finite."""
+        try:
+            found = measure(run.model, *self.text, self.autocast)
+        except ValueError as e:
+            raise UserError(f"step {run.step}: {e}; a lower lr, or controller_interval") from None
+        flat = torch.cat([t.double().cpu() for values in found.values() for t in values]).tolist()
+        sizes = [len(t) for values in found.values() for t in values]
+        world = run.process.world
+        flat = torch.tensor(run.process.all_reduce_sum(flat), dtype=torch.float64) / world
+        parts = iter(flat.split(sizes))
+        for name, values in found.items():
+            new = self.spread([next(parts) for _ in values], run.model)
+            old = self.mean.get(name, new)
+            keep = self.config.controller_average * np.isfinite(old)
+            self.now[name], self.mean[name] = new, new * (1 - keep) + np.nan_to_num(old) * keep
+        self.here = np.isfinite(self.now["gate"])
+        self.held_out_loss = self.held_out(run)
+        self.losses.append(self.held_out_loss)
+
+    def forget_missing(self, model):
+        """Forget what was measured of heads that the model no longer has; [blocks, heads] of those."""
+        gone = self.full(True)
+        for layer, head in all_heads(model):
+            gone[layer, head] = False
+        for values in (*self.mean.values(), *self.now.values()):
+            values[gone] = math.nan
+        self.here = ~gone
+        return gone
+
+    def used(self):
+        """Utilisation over an equal share of the layer."""
+        return self.mean["utilisation"] * np.isfinite(self.mean["utilisation"]).sum(1, keepdims=True)
+
+    def features(self):
+        """[heads, FEATURES] of the heads that are here, in all_heads()' order."""
+        m, floor = self.mean, 1e-12
+        relative = [np.log(np.maximum(m[k], floor) / np.maximum(layer_mean(m[k]), floor)).clip(-5, 5)
+                    for k in ("gradient", "importance")]
+        depth = np.arange(self.shape[0])[:, None] / max(1, self.shape[0] - 1) + 0 * m["gate"]
+        columns = [m["entropy"], *relative, self.used().clip(0, 5), m["gate"], m["conflict"], depth]
+        return torch.from_numpy(np.stack([column[self.here] for column in columns], 1))
+
+    def lasting(self, name, holds):
+        """Where `holds` has held for controller_patience measurements in a row, [blocks, heads]."""
+        count = np.where(holds, self.counts[name] + 1, 0)
+        self.counts[name] = count
+        return count >= self.config.controller_patience
+
+    def state(self):
+        """For a checkpoint: a dict of tensors, lists and numbers."""
+        found = dict(measured=self.count, losses=self.losses, heldout_now=self.held_out_loss,
+                     high=torch.from_numpy(self.high.copy()))
+        for name in ("counts", "mean", "now"):
+            found[name] = {key: torch.from_numpy(value.copy()) for key, value in getattr(self, name).items()}
+        return found
+
+    def load(self, state):
+        self.count, self.losses, self.held_out_loss = (
+            state[key] for key in ("measured", "losses", "heldout_now"))
+        self.high = state["high"].cpu().numpy().copy()
+        for name in ("counts", "mean", "now"):
+            setattr(self, name, {key: value.cpu().numpy().copy() for key, value in state[name].items()})
 
 
-# ---- inserting ----
-
-@torch.no_grad()
-def insert_heads(model, heads, optimizers=(), seed=0):
-    """Put heads {layer: [head, ...]} into the free numbers below n_head; the logits stay what they are.
-
-    A new head begins as in a new model of another `seed`, but what it sends out is 0, and so are the
-    optimizers' moments. A compiled or data-parallel wrapper has to be made anew. Raises ValueError for a
-    number that is taken, or that there is not.
-    """
-    for layer, new in heads.items():
-        if not 0 <= layer < model.config.n_layer:
-            raise ValueError(f"cannot insert into block {layer}; "
-                             f"they go from 0 to {model.config.n_layer - 1}")
-        free = set(range(model.config.n_head)) - set(attentions(model)[layer].head_ids)
-        if not set(new) <= free:
-            raise ValueError(f"cannot insert {sorted(new)} into block {layer}: "
-                             f"free are {', '.join(map(str, sorted(free))) or 'none'}")
-    ids = [sorted([*attn.head_ids, *heads.get(layer, ())]) for layer, attn in enumerate(attentions(model))]
-    config = replace(model.config, head_ids=ids, seed=model.config.seed + seed)
-    fresh = GPT(config).to(model.transformer.wte.weight.device, model.transformer.wte.weight.dtype)
-    for layer in heads:
-        attn, other = attentions(model)[layer], attentions(fresh)[layer]
-        old = torch.tensor([i in attn.head_ids for i in ids[layer]])
-        other.c_proj.weight[:, (~old).repeat_interleave(attn.head_size)] = 0.0
-        if attn.gate_override is not None:
-            other.gate_override = torch.full((other.n_total,), math.nan, device=attn.gate_override.device)
-        for axis, start in zip(attn.head_axes(), other.head_axes()):
-            kept = torch.cat((old, torch.ones(attn.n_extra * axis.extra, dtype=torch.bool)))
-            rows = kept.repeat(axis.parts).repeat_interleave(axis.size).nonzero().flatten()
-            put_rows(axis, getattr(start.module, start.tensor, None), rows, optimizers)
-        attn.head_ids, attn.n_head = ids[layer], len(ids[layer])
-        for module in attn.modules():
-            if isinstance(module, nn.Linear):
-                module.out_features, module.in_features = module.weight.shape
-    model.config = replace(model.config, head_ids=ids)
+FEATURES = 7  # numbers of a head in Measurements.features()
 
 
-def stack_blocks(model):
-    """Put a copy of all blocks on top of them (stacking, arXiv 2405.15319); {new parameter: what it copies}.
-
-    Another function than before: a control for growth by heads. Raises ValueError where blocks are not alike.
-    """
-    c = model.config
-    if c.unet or c.constraint_names or c.window_layers is not None:
-        raise ValueError("blocks with U-Net skips, constraint heads or window_layers are not alike: "
-                         "they cannot be stacked")
-    blocks, ids = model.transformer.h, model.config.head_ids
-    copies = copy.deepcopy(blocks)
-    for block in copies:
-        block.attn.layer += len(blocks)
-    copied = dict(zip(copies.parameters(), blocks.parameters()))
-    model.transformer.h = nn.ModuleList([*blocks, *copies])
-    model.config = replace(model.config, n_layer=2 * len(blocks), head_ids=ids and [*ids, *map(list, ids)])
-    return copied
-
-
-def put_rows(axis, fresh, rows, optimizers):
-    """Put the tensor of a HeadAxis at `rows` of a fresh, larger one, which takes its place.
-
-    What optimizers hold of the old rows moves along; of the new ones they begin at 0.
-    """
-    module, name, dim = axis.module, axis.tensor, axis.dim
-    old = getattr(module, name, None)
-    if old is None:
-        return
-    rows = rows.to(old.device)
-
-    def larger(t, start):
-        return start.clone().index_copy_(dim, rows, t)
-
-    if not isinstance(old, nn.Parameter):
-        return setattr(module, name, larger(old, fresh))
-    new = nn.Parameter(larger(old.detach(), fresh.detach()), old.requires_grad)
-    setattr(module, name, new)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [new if p is old else p for p in group["params"]]
-        if old in optimizer.state:
-            optimizer.state[new] = {
-                key: larger(t, torch.zeros_like(new)) if torch.is_tensor(t) and t.shape == old.shape else t
-                for key, t in optimizer.state.pop(old).items()}
+def layer_mean(values):
+    """[L, S] with NaN for heads that are gone -> [L, 1], the mean of each layer's."""
+    n = np.isfinite(values).sum(1, keepdims=True)
+    return np.nansum(values, 1, keepdims=True) / np.maximum(n, 1)

@@ -30,7 +30,7 @@ from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, load, numb
 from nanoheads.heads.measuring import attentions
 from nanoheads.text.tokenizer import Tokenizer
 from nanoheads.training import checkpoint
-from sample import encode, prompt
+from nanoheads.training.sampling import encode, read_prompt
 
 STATES = list(Agency.STATES)
 STATE_COLOURS = ["#d6e2ec", "#E69F00", "#0072B2", "#000000"]  # ever darker, so that grey tells them apart too
@@ -359,7 +359,7 @@ def attention_maps(run_dir, h, text, show):
         raise UserError("no measurement says which heads matter; --show names some")
     try:
         ids = encode(tokenizer, text, run_dir)
-    except ValueError as e:  # sample.py's words begin with its flag
+    except ValueError as e:  # which begins with the flag of sample.py
         raise UserError(f"--text: {str(e).partition(': ')[2]}") from None
     ids = ids[:, :model.config.block_size]
     traces = model(ids, traces="maps").traces
@@ -411,8 +411,8 @@ def plot_heads(given, names, together, text=None, show=()):
     What cannot be drawn is said on stderr, a line each.
     """
     try:
-        text = prompt(TEXT if text is None else text)
-    except ValueError as e:  # sample.py's words begin with its flag
+        text = read_prompt(TEXT if text is None else text)
+    except ValueError as e:  # which begins with the flag of sample.py
         sys.exit(f"plot_curves: --text: {str(e).partition(': ')[2]}")
     written, runs = [], []
     for i, (run, name) in enumerate(zip(given, names)):

@@ -19,11 +19,12 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from model import (CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, AttentionCore, CausalMask, Context,
-                   ContextGate, ExclusiveAttention, GPTConfig, HeadNorm, HeadRouter, Heads, OutputGate,
-                   SentinelGate, Sink, Uniform, keep_rows)
+from model import (CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, AttentionCore, CausalMask, ContextGate,
+                   ExclusiveAttention, GPTConfig, HeadNorm, HeadRouter, OutputGate, Pass, SentinelGate, Sink)
 from nanoheads.common import UserError
 from nanoheads.configurator import near
+from nanoheads.mechanism import Uniform
+from nanoheads.pruning import keep_rows, prune_layer
 
 
 # ---- layers ----
@@ -43,7 +44,7 @@ class AttentionLayer(nn.Module):
         self.mask = CausalMask(config)
 
     def run(self, x, traces=False, **wanted):
-        """(y [B, T, C], Extras) of x [B, T, C]; wanted: fields of Context."""
+        """(y [B, T, C], Pass.results()) of x [B, T, C]; wanted: fields of Pass."""
         T = x.size(1)
         if T > self.max_len:
             raise UserError(f"{T} tokens are more than max_len={self.max_len}")
@@ -55,7 +56,8 @@ class AttentionLayer(nn.Module):
             positions = torch.full((T,), T - 1, device=x.device)
             mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=x.device)
         n_keys = (positions + 1).to(torch.promote_types(x.dtype, torch.float32))
-        return self.attn(x, Context(mask=mask, positions=positions, n_keys=n_keys, traces=traces, **wanted))
+        return self.attn(x, Pass(mask=mask, positions=positions, n_keys=n_keys, wants_traces=traces,
+                                 **wanted))
 
 
 class AdaptiveContextualAttention(AttentionLayer):
@@ -93,8 +95,9 @@ class ConstraintAttention(AttentionLayer):
         hint [B, C]: what the router reads instead of the running mean of x. traces: True or "maps" adds all
         that a model's traces hold.
         """
-        y, extras = self.run(x, traces, hint=hint, scores=True)
-        return y, {f"blocks.0.{name}": t for name, t in {**extras.predictions, **extras.traces}.items()}
+        y, results = self.run(x, traces, hint=hint, wants_scores=True)
+        found = {**results["predictions"], **results["traces"]}
+        return y, {f"blocks.0.{name}": t for name, t in found.items()}
 
 
 # ---- gates in a Hugging Face model ----
@@ -159,6 +162,7 @@ class Gates(AttentionCore):
         self.n_base, self.n_head, self.n_extra = config.n_head, len(head_ids), 0
         self.add_mechanisms(config)
         self.x, self.losses = None, {}
+        self.keeps_lse, self.lowest_lse = False, None  # the lowest log-sum-exp of each head, [H]
 
     def __getstate__(self):
         return {**super().__getstate__(), "x": None, "losses": {}}  # a tensor of a graph cannot be copied
@@ -175,17 +179,19 @@ class Gates(AttentionCore):
         seen = mask.bool()
         n_keys = seen.sum(-1)
         positions = (n_keys if mask.dtype == torch.bool else mask.amax(-1)).squeeze(1) - 1
-        ctx = Context(mask=seen, positions=positions, losses=self.training,
-                      n_keys=n_keys.to(torch.promote_types(q.dtype, torch.float32)))
+        h = Pass(mask=seen, positions=positions, wants_losses=self.training, x=x, q=q, k=k, v=v,
+                 n_keys=n_keys.to(torch.promote_types(q.dtype, torch.float32)))
         self.scale, self.attn_dropout = scale, dropout
-        h, y = self.outputs(Heads(x, q, k, v), ctx)
+        h, y = self.outputs(h)
         self.losses = h.losses
+        if self.keeps_lse:
+            self.lowest_lse = h.row_stats.lse.amin((0, 2))
         return y.transpose(1, 2)
 
-    def attend(self, h, ctx):
-        found = super().attend(h, ctx)
+    def attend(self, h):
+        found = super().attend(h)
         if self.xsa is not None and h.v.size(2) > h.q.size(2):  # it wants own values, and takes the last: a
-            h.v = h.v.gather(2, last_seen(ctx.mask).expand(-1, h.v.size(1), -1, h.v.size(-1)))  # static cache
+            h.v = h.v.gather(2, last_seen(h.mask).expand(-1, h.v.size(1), -1, h.v.size(-1)))  # static cache
         return found  # has rows behind them
 
 
@@ -273,7 +279,7 @@ def insert(model, mechanisms=(), anyway=False, **flags):
     for (place, gates), constant in zip(made, constants):  # from here on nothing can be refused
         scale_columns(place.proj, 1 / constant, gates)
     attach(model, made, config)
-    lower_sinks(model, [gates.sink for _, gates in made if gates.sink is not None])
+    lower_sinks(model, [gates for _, gates in made if gates.sink is not None])
     return model
 
 
@@ -367,27 +373,23 @@ def start(m, config, anyway):
 
 
 @torch.no_grad()
-def lower_sinks(model, sinks):
+def lower_sinks(model, layers):
     """Set each Sink 12 below the lowest log-sum-exp of its head's rows, on random tokens.
 
     There it takes 6e-6 of that row, and less of others; much lower it would have no slope to learn by.
     """
-    if not sinks:
+    if not layers:
         return
-    for sink in sinks:
-        sink.after = partial(measure, sink)
+    for gates in layers:
+        gates.keeps_lse = True
     c, training = model.config, model.training
     tokens = torch.randint(c.vocab_size, (4, min(64, c.max_position_embeddings)),
                            generator=torch.Generator().manual_seed(0))
     model.eval().base_model(tokens.to(model.device), use_cache=False)
     model.train(training)
-    for sink in sinks:
-        del sink.after
-
-
-def measure(sink, attn, h, ctx):
-    """In the place of a Sink's after()."""
-    sink.logit.copy_(h.row_stats.lse.amin((0, 2)) - 12)
+    for gates in layers:
+        gates.sink.logit.copy_(gates.lowest_lse - 12)
+        gates.keeps_lse, gates.lowest_lse = False, None
 
 
 @torch.no_grad()
@@ -502,7 +504,7 @@ def prune_heads(model, heads, optimizers=()):
         attn.c_attn.nf, proj.nx = len(rows), len(columns)
         attn.split_size, attn.num_heads = len(columns), len(left)
         if hasattr(attn, "nanoheads"):
-            attn.nanoheads.prune(set(gone), optimizers)
+            prune_layer(attn.nanoheads, set(gone), optimizers)
         if not left and not isinstance(attn, NoHeads):
             setattr(parent, name, NoHeads(attn))
         left = {old[i] for i in left}

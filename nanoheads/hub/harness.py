@@ -15,9 +15,10 @@ windows     how a long text is cut for its perplexity: harness (default: the las
             (as evaluate.py does: it holds what is left). Both figures are logged
 stride      how far that window moves, as in evaluate.py; 0 (default): disjoint windows
 dataset     where a nanoGPT checkpoint's vocabulary is, if not in the dataset that it names
+
+It scores and generates with nanoheads/training/: the one module of hub/ that stands after that folder.
 """
 
-import importlib.util
 import logging
 import math
 import re
@@ -29,6 +30,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from nanoheads.common import ROOT, UserError, last_words, pick_device
+from nanoheads.configurator import near
+from nanoheads.training import sampling, scoring
+
+PROGRAM = "nanoheads.hub.harness"
 try:
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.model import TemplateLM
@@ -37,28 +43,11 @@ try:
 except ImportError as e:
     if __name__ != "__main__":
         raise
-    sys.exit(f"nanoheads_eval: {e}; pip install 'lm_eval>=0.4.13'")
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # lm_eval may have found this file by other means, as a plugin
-
-from nanoheads.common import UserError, last_words, pick_device  # noqa: E402
-from nanoheads.configurator import near  # noqa: E402
+    sys.exit(f"{PROGRAM}: {e}; pip install 'lm_eval>=0.4.13'")
 
 KEYS = "ckpt", "device", "batch_size", "dtype", "windows", "stride", "dataset"
 SAMPLING = "temperature", "top_k", "top_p", "repetition_penalty"
 logger = logging.getLogger("lm_eval.nanoheads")
-
-
-def ours(name):
-    """A module of this folder by its file: the harness's tasks mean Hugging Face's by `import evaluate`."""
-    spec = importlib.util.spec_from_file_location(f"nanoheads_{name}", ROOT / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-evaluate = ours("evaluate")
 
 
 def padded(rows, left=False):
@@ -69,8 +58,8 @@ def padded(rows, left=False):
     return ids
 
 
-def before(text, ends):
-    """The text (bytes) up to the first of `ends`."""
+def until_any(text, ends):
+    """The text (bytes) before the first of `ends`."""
     return text[:min((at for end in ends if (at := text.find(end)) >= 0), default=len(text))]
 
 
@@ -95,7 +84,7 @@ class NanoHeads(TemplateLM):
         if windows not in ("harness", "evaluate"):
             raise UserError(f"--model_args: windows={windows} must be harness or evaluate")
         self.path, self._device = str(ckpt), torch.device(pick_device(str(device)))
-        self.model, self.tokenizer = evaluate.model_and_tokenizer(self.path, self._device, dataset)
+        self.model, self.tokenizer = sampling.model_and_tokenizer(self.path, self._device, dataset)
         self.max_length = self.model.config.block_size
         if type(stride) is not int or not 0 <= stride <= self.max_length:
             raise UserError(f"--model_args: stride={stride} must be from 1 to block_size={self.max_length} "
@@ -139,7 +128,7 @@ class NanoHeads(TemplateLM):
             raise UserError(f"{self.path} cannot read the request {shown!r}: {e}") from None
 
     def rows(self, width):
-        """How many texts of `width` tokens go together: evaluate.score()'s limits, unless batch_size says."""
+        """How many texts of `width` tokens go together: scoring.score()'s limits, unless batch_size says."""
         most = 4096 if self._device.type == "cpu" else 16384
         return self.batch_size or max(1, min(most, (1 << 26) // self.model.config.vocab_size) // width)
 
@@ -150,7 +139,7 @@ class NanoHeads(TemplateLM):
     # ---- scores ----
 
     @torch.no_grad()
-    def score(self, pieces, n, disable_tqdm=False):
+    def nats_of_pieces(self, pieces, n, disable_tqdm=False):
         """(nats [n], whether each token was the likeliest [n]) of pieces (which of n, ids, scored) summed up.
 
         The last `scored` of at most block_size + 1 ids are scored, given those before them. Longest first;
@@ -165,7 +154,7 @@ class NanoHeads(TemplateLM):
                 batch, pieces = pieces[:rows], pieces[rows:]
                 ids = padded([ids for _, ids, _ in batch]).to(self._device)
                 logits, targets = self.model(ids[:, :-1]).logits, ids[:, 1:]
-                each = evaluate.nats_of(logits, targets)
+                each = scoring.nats_of(logits, targets)
                 likeliest = (logits.argmax(-1) == targets).cpu().numpy()
                 for row, (which, ids, scored) in enumerate(batch):
                     place = slice(len(ids) - 1 - scored, len(ids) - 1)
@@ -193,10 +182,10 @@ class NanoHeads(TemplateLM):
         T, pieces = self.max_length, []
         for i, (_, context, continuation) in enumerate(requests):
             ids = [*(context or [self.eot_token_id]), *continuation]
-            for _, end, scored in evaluate.windows(len(continuation), T, T):
+            for _, end, scored in scoring.windows(len(continuation), T, T):
                 end += len(ids) - len(continuation)
                 pieces.append((i, ids[max(0, end - T - 1):end], scored))
-        nats, greedy = self.score(pieces, len(requests), disable_tqdm)
+        nats, greedy = self.nats_of_pieces(pieces, len(requests), disable_tqdm)
         found = [(-float(one), bool(hit)) for one, hit in zip(nats, greedy)]
         for (args, *_), answer in zip(requests, found):
             self.cache_hook.add_partial("loglikelihood", args, answer)
@@ -207,13 +196,13 @@ class NanoHeads(TemplateLM):
         texts, T, pieces = [request.args[0] for request in requests], self.max_length, []
         for i, text in enumerate(texts):
             ids = [self.eot_token_id, *self.tok_encode(text)]
-            *cuts, (start, end, scored) = evaluate.windows(len(ids) - 1, T, self.stride)
+            *cuts, (start, end, scored) = scoring.windows(len(ids) - 1, T, self.stride)
             # the last window as it is, and reaching back as far as fits
             full = max(0, end - T)
             lasts = {start: 1, full: 2} if full < start else {start: 0}
             pieces += [(3 * i, ids[a:b + 1], c) for a, b, c in cuts]
             pieces += [(3 * i + kind, ids[first:end + 1], scored) for first, kind in lasts.items()]
-        nats, _ = self.score(pieces, 3 * len(texts), disable_tqdm)
+        nats, _ = self.nats_of_pieces(pieces, 3 * len(texts), disable_tqdm)
         shared, *lasts = nats.reshape(-1, 3).T
         nats = dict(evaluate=shared + lasts[0], harness=shared + lasts[1])
 
@@ -227,7 +216,7 @@ class NanoHeads(TemplateLM):
         """Log what both ways to cut windows give; nats: {way: of each text}."""
         size = sum(len(text.encode("utf-8", "replace")) for text in texts) or 1
         words = sum(len(re.split(r"\s+", text)) for text in texts)
-        both = {way: f"{evaluate.bits(each.sum(), size):.5f} bits/byte, word perplexity "
+        both = {way: f"{scoring.bits(each.sum(), size):.5f} bits/byte, word perplexity "
                      f"{math.exp(min(each.sum() / words, 700)):.6g}" for way, each in nats.items()}
         logger.info(f"{size:,} bytes, {words:,} words, windows of {self.max_length}, stride {self.stride}\n"
                     f"  windows=harness, the last one full:          {both['harness']}\n"
@@ -256,11 +245,11 @@ class NanoHeads(TemplateLM):
         """
         asked, T = [request.args for request in requests], self.max_length
         prompts = [self.tok_encode(context) or [self.eot_token_id] for context, _ in asked]
-        found, alike = [""] * len(asked), {}
+        found, same_settings = [""] * len(asked), {}
         for i, (_, given) in enumerate(asked):
-            alike.setdefault(self.sampling(given), []).append(i)
+            same_settings.setdefault(self.sampling(given), []).append(i)
         with tqdm(total=len(asked), desc="nanoheads: writing", disable=disable_tqdm) as bar:
-            for (most, ends, settings), group in alike.items():
+            for (most, ends, settings), group in same_settings.items():
                 keep = max(T - most, T // 2, 1)
                 group.sort(key=lambda i: -len(prompts[i]))
                 for at in range(0, len(group), self.rows(T)):
@@ -276,26 +265,27 @@ class NanoHeads(TemplateLM):
         """[str]: continuations of lists of ids, in one batch, each up to the first of `ends` (bytes)."""
         newline = self.tokenizer.encoding in ("byte", "char")  # as the separator: it ends no text
         stop = None if newline else self.eot_token_id
-        texts, going = [b""] * len(prompts), set(range(len(prompts)))
+        texts, unfinished = [b""] * len(prompts), set(range(len(prompts)))
+
+        def add(tokens):
+            for row in list(unfinished):
+                token = tokens[row]
+                new = self.tokenizer.decode_bytes(sampling.until_stop([token], self.tokenizer, stop))
+                texts[row] += new
+                if token == stop or any(end in texts[row][-len(end + new):] for end in ends):
+                    unfinished.discard(row)
+            return not unfinished
+
         idx, lengths = padded(prompts, left=True).to(self._device), [len(ids) for ids in prompts]
         with self.autocast():
-            for step in self.model.stream(idx, most, lengths=lengths, **settings):
-                tokens = step.tolist()
-                for row in list(going):
-                    token = tokens[row]
-                    new = self.tokenizer.decode_bytes(evaluate.said([token], self.tokenizer, stop))
-                    texts[row] += new
-                    if token == stop or any(end in texts[row][-len(end + new):] for end in ends):
-                        going.discard(row)
-                if not going:
-                    break
-        return [before(text, ends).decode("utf-8", "replace") for text in texts]
+            sampling.write(self.model, idx, most, on_step=add, lengths=lengths, **settings)
+        return [until_any(text, ends).decode("utf-8", "replace") for text in texts]
 
 
 def main():
     """lm_eval's command line. Its tasks find other modules before ours."""
     sys.path[:] = [*(path for path in sys.path if Path(path or ".").resolve() != ROOT), str(ROOT)]
-    with last_words("nanoheads_eval"):
+    with last_words(PROGRAM):
         cli_evaluate()
 
 

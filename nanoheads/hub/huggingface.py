@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from model import MECHANISM_CLASSES, RECIPES
-from nanoheads.common import ROOT, UserError, write_atomic
+from nanoheads.common import ROOT, UserError, write_atomic, write_json
 from nanoheads.text.sources import GPT2_ENCODER, GPT2_MERGES, HOME, keep
 from nanoheads.text.tokenizer import byte_symbols
 
@@ -36,7 +36,8 @@ ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu"
 # sha256 of the lines "token id" of GPT-2's 50,257 tokens, in the order of ids
 GPT2_VOCABULARY = "dfd729bcc6f1abaa6451126583f5a7eef7f2b2defe741084249792434e49d636"
 # what a model needs that transformers lacks
-CODE = ("nanoheads/hub/modeling_nanoheads.py", "model.py", "nanoheads/kernels.py")
+CODE = ("nanoheads/hub/modeling_nanoheads.py", "model.py", "nanoheads/kernels.py", "nanoheads/logits.py",
+        "nanoheads/mechanism.py")
 
 
 # ---- in ----
@@ -542,9 +543,9 @@ def export(model, meta, out, family=None, force=False):
     with new_folder(out, force) as folder:
         save_file({name: t.detach().float().cpu().contiguous() if t.is_floating_point() else t.cpu()
                    for name, t in tensors.items()}, folder / "model.safetensors", metadata=dict(format="pt"))
-        write_json(folder / "config.json", config)
+        write_json(folder / "config.json", config, indent=2)
         write_json(folder / "generation_config.json",
-                   dict(bos_token_id=end, eos_token_id=end, pad_token_id=end))
+                   dict(bos_token_id=end, eos_token_id=end, pad_token_id=end), indent=2)
         for name, text in tokenizer_files(meta, model.config.block_size).items():
             (folder / name).write_text(text, encoding="utf-8")
         if family == "nanoheads":
@@ -585,10 +586,6 @@ def new_folder(out, force):
             old.rename(out)
         for path in (folder, old):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def write_json(path, data):
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 def tokenizer_files(meta, block_size):

@@ -28,7 +28,7 @@ class Cache(KVCache):
 
     def reorder_cache(self, beams):
         """Keep these rows, [B]: what beam search goes on with."""
-        for kept in (self.k, self.v, self.sums, self.last_keys):
+        for kept in (self.k, self.v, self.kept):
             for layer, t in kept.items() if isinstance(kept, dict) else enumerate(kept):
                 if t is not None:
                     kept[layer] = t.index_select(0, beams)

@@ -1,5 +1,9 @@
 """
-Few-shot items: a prompt, choices of what follows it, and which is right. Read from a file, or made of a text.
+Does it learn from examples in front? Of several choices the likeliest after a prompt is the answer.
+
+Before the prompt stand so many others of the same task with their right choices, the earliest left out where
+the context is too short. Items are a file's, or made of the split's own words: copy one, its first letter,
+its plural, the next letter, the word left out.
 
 A file has a JSON object a line: {"task": "capitals", "prompt": "France:", "choices": [" Paris", " Rome"],
 "answer": 0}; the task may be left out. Nothing is put between prompt and choice, so that a space belongs to
@@ -15,8 +19,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evaluate import nats_after
-from nanoheads.common import UserError
+from nanoheads.common import UserError, table, writable
+from nanoheads.intervals import t_interval
+from nanoheads.probes.runs import about_text, finite, numbers_of, open_runs, plus_minus
+from nanoheads.timing import progress_bar
+from nanoheads.training.scoring import nats_after
 
 TASKS = {
     "copy": "the word again: river: river",
@@ -169,8 +176,84 @@ def choice_nats(model, tokenizer, items, texts, room):
     return nats, np.array(read)
 
 
-def judged(nats, answers):
+def graded(nats, answers):
     """(is the right choice the likeliest, its nats among the choices), [n] each, from nats [n, choices]."""
     right, least = nats[np.arange(len(nats)), answers], nats.min(1)
     alone = (nats <= right[:, None]).sum(1) == 1  # a tie is no answer
     return alone, right - least + np.log(np.exp(least[:, None] - nats).sum(1))
+
+
+# ---- the probe ----
+
+def items_of(args, data):
+    """The Items of a command line, at most args.items of each task. UserError."""
+    if not args.file:
+        text = data.tokenizer.decode(data.tokens(args.split)[:1 << 21])
+        return made_items(text, args.items, args.seed)
+    if args.split != "test":
+        raise UserError(f"--split {args.split} means nothing with --file")
+    every = read_items(args.file)
+    of_task = {task: [item for item in every if item.task == task] for task in {item.task for item in every}}
+    few = {id(items[i * len(items) // n]) for items in of_task.values()
+           for n in [min(len(items), args.items)] for i in range(n)}
+    return [item for item in every if id(item) in few]
+
+
+def scored_items(runs, data, items, context, args):
+    """Yield {shots: (examples read, whether right, nats of the right choice), [n] each} of each run."""
+    texts, answer = contexts(items, max(args.shots), args.seed), np.array([item.answer for item in items])
+    with progress_bar(len(runs) * len(args.shots), "fewshot") as progress:
+        for run in runs:
+            scored = {}
+            for shots in args.shots:
+                cut = [of_item[:shots + 1] for of_item in texts]
+                nats, read = choice_nats(run.model, data.tokenizer, items, cut, context)
+                right, surprise = graded(nats, answer)
+                scored[shots] = read, right.astype(float), finite(surprise, run)
+                progress.update(1)
+            yield scored
+
+
+def rows_of(scored, first, items, args):
+    """A dict for each task and number of examples; first: the first run's `scored`, None: it is the first."""
+    rows, chance = [], np.array([1 / len(item.choices) for item in items])
+    for task in [*dict.fromkeys(item.task for item in items), "all"]:
+        mine = np.array([task in (item.task, "all") for item in items])
+        for shots in args.shots:
+            read, right, surprise = (each[mine] for each in scored[shots])
+            over = over_nats = None
+            if first:
+                _, right_of_first, surprise_of_first = (each[mine] for each in first[shots])
+                over, over_nats = t_interval(right - right_of_first), t_interval(surprise - surprise_of_first)
+            rows.append(dict(task=task, shots=shots, items=len(read), read=float(read.mean()),
+                             chance=float(chance[mine].mean()), accuracy=t_interval(right),
+                             accuracy_over_first=over, nats=t_interval(surprise), nats_over_first=over_nats))
+    return rows
+
+
+def accuracy_table(runs, rows):
+    """A line for each task and number of examples of each run."""
+    over = ["over the first"] * (len(runs) > 1)
+    head = ("run", "task", "shots", "read", "items", "chance", "accuracy", *over, "nats", *over)
+    cells = [(run.name, r["task"], r["shots"], f"{r['read']:.1f}", r["items"], f"{r['chance']:.2f}",
+              plus_minus(r["accuracy"], 3, sign=False),
+              *[plus_minus(r["accuracy_over_first"], 3) for _ in over],
+              plus_minus(r["nats"], 3, sign=False), *[plus_minus(r["nats_over_first"], 3) for _ in over])
+             for run, run_rows in zip(runs, rows) for r in run_rows]
+    return table(head, cells, left=2)
+
+
+def probe(args):
+    """Accuracy on items of several choices, with examples in front."""
+    if min(args.shots) < 0:
+        raise UserError(f"--shots {min(args.shots)} must not be negative")
+    runs, data, context = open_runs(args)
+    items = items_of(args, data)
+    if args.save:
+        save_items(writable(args.save, "--save"), items)
+    scored = [*scored_items(runs, data, items, context, args)]
+    rows = [rows_of(each, scored[0] if each is not scored[0] else None, items, args) for each in scored]
+    source = args.file or f"made of the words of {about_text(data, args)}"
+    what = (f"{len(items):,} items, {source}; read: examples that fit into {context:,} tokens; "
+            "nats: of the right choice among all")
+    return numbers_of(runs, data, args, rows), [what, accuracy_table(runs, rows)]

@@ -1,11 +1,12 @@
 """
-What constraints.py compares: constraint heads' scores of tokens, and probes of a plain GPT's states.
+What `probe.py constraints` compares: constraint heads' scores of tokens, and probes of a plain GPT's states.
 
 A Setup is runs, plain GPTs, labels and the parts of the text to fit on, to choose on and to measure on. A
 probe reads what the attention of the heads' blocks reads.
 """
 
 import copy
+from os.path import relpath
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -14,13 +15,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bench import progress_bar
 from model import ConstraintHeads
-from nanoheads.common import UserError
+from nanoheads.common import ROOT, UserError
 from nanoheads.heads.measuring import attentions, inputs_of
+from nanoheads.probes.runs import Run, open_runs
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.targets import Targets, decode
-from probe import Run, open_runs
+from nanoheads.timing import progress_bar
 
 HEADS = "constraint heads"
 DECAYS = (1e-6, 1e-4, 1e-2)      # of a probe's weights; the best on val is taken
@@ -134,7 +135,15 @@ def labels_of(setup, split, starts, length):
     return decode(np.stack(found, -1)).flatten(0, 1)
 
 
-# ---- what models say of tokens ----
+def two_classes(y, name, part):
+    """y, if it is of two classes. UserError."""
+    if not y.any() or y.all():
+        raise UserError(f"{name}: what is read of {part.split} is of one class only "
+                        f"({len(y):,} labelled, {int(y.sum()):,} positive)")
+    return y
+
+
+# ---- what models give for tokens ----
 
 @torch.no_grad()
 def read(model, ids, layers):
@@ -144,10 +153,10 @@ def read(model, ids, layers):
     are logits, the mean over layers_of(model); a model without such heads has no names.
     """
     with inputs_of([attentions(model)[i] for i in layers]) as kept:
-        _, extras = model.run_blocks(ids, scores=True)
-    said = [torch.stack([extras.predictions[f"blocks.{i}.constraint.{name}"] for i in layers_of(model)])
+        predictions = model.predictions(ids)
+    each = [torch.stack([predictions[f"blocks.{i}.constraint.{name}"] for i in layers_of(model)])
             for name in names_of(model)]
-    scores = torch.stack([each.mean(0) for each in said], -1) if said else ids.new_empty(*ids.shape, 0)
+    scores = torch.stack([logits.mean(0) for logits in each], -1) if each else ids.new_empty(*ids.shape, 0)
     states = torch.cat(kept, -1) if layers else ids.new_empty(*ids.shape, 0)
     return states.float(), scores.float()
 
@@ -290,3 +299,24 @@ def takers_of(run, setup, args):
             takers[name] = lambda states, _, probe=probe: probe(states)
             sizes[name] = probe.size()
     return takers, sizes
+
+
+# ---- output ----
+
+def about_setup(setup, args):
+    """What was measured, on which labels, by how many checkpoints."""
+    weak = " (weak: nobody has checked them)" if setup.targets.meta.get("weak") else ""
+    many = f"; {len(setup.runs)} checkpoints, mean and t interval" if len(setup.runs) > 1 else ""
+    half = ", second half" if args.split == "val" else ""
+    return (f"{setup.data.meta['name']}, {args.split}{half}: labels {setup.targets.dir.name}{weak}; "
+            f"block {', '.join(map(str, setup.layers))}, windows of {setup.context:,}{many}")
+
+
+def numbers_of_setup(setup, args, found):
+    """What --json writes: every number, intervals as [value, low, high]."""
+    options = {key: value for key, value in vars(args).items() if key not in ("json", "what", "picture")}
+    labels = setup.targets and dict(folder=relpath(setup.targets.dir, ROOT), splits=setup.targets.splits,
+                                    weak=setup.targets.meta.get("weak"))
+    return dict(what=args.what, dataset=setup.data.meta["name"], layers=setup.layers, context=setup.context,
+                split_sha256=setup.data.splits[args.split].get("sha256"), labels=labels, options=options,
+                runs=[run.name for run in setup.runs], plain=[run.name for run in setup.plain], **found)

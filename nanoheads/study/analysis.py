@@ -7,11 +7,12 @@ import json
 
 import numpy as np
 
-from evaluate import BLOCK
+from nanoheads.intervals import block_bootstrap
 from nanoheads.study import compute, stats
+from nanoheads.training.scoring import BLOCK
 
 
-def judged(scores, pairs, alpha, margin):
+def comparisons(scores, pairs, alpha, margin):
     """A dict for each pair (variant, baseline, what is equal beside the hyperparameters), judged together."""
     rows = []
     found = stats.judge(scores, [tuple(pair[:2]) for pair in pairs], alpha, margin)
@@ -23,17 +24,17 @@ def judged(scores, pairs, alpha, margin):
 
 def figures(found):
     """{name: figure} of a study; found: its results file without them."""
-    arms, alpha, margin = found["arms"], found["alpha"], found["margin"]
-    scores = {name: known(arm) for name, arm in arms.items() if known(arm)}
-    rows = judged(scores, found["pairs"], alpha, margin)
-    curve = curve_of(arms)
+    variants, alpha, margin = found["arms"], found["alpha"], found["margin"]
+    scores = {name: known(variant) for name, variant in variants.items() if known(variant)}
+    rows = comparisons(scores, found["pairs"], alpha, margin)
+    curve = curve_of(variants)
     for row in rows:
         row["differences"] = differences(scores, row)
         row["text"] = text_interval(found, row)
         if row["baseline"] == "plain":
-            row.update(as_compute(curve, row, arms, alpha))
+            row.update(as_compute(curve, row, variants, alpha))
         failed = sum(f["arm"] == row["variant"] for f in found["failures"])
-        if failed and row["verdict"] == "better":  # those that diverged would have said something else
+        if failed and row["verdict"] == "better":  # those that diverged might change it
             row.update(verdict="undecided", words=f"not called better, since {failed} of its runs failed; "
                                                   f"else {row['words']}")
     tuned = dict(taken=best_rates(found["candidates"])) if found.get("candidates") else {}
@@ -41,9 +42,9 @@ def figures(found):
                 margin_as_compute=curve and compute.margin_as_compute(curve, margin), **tuned)
 
 
-def known(arm):
-    """{seed: bits/byte} of an arm's finished runs."""
-    return {str(seed): bpb for seed, bpb in zip(arm["seeds"], arm["bpb"]) if bpb is not None}
+def known(variant):
+    """{seed: bits/byte} of a variant's finished runs."""
+    return {str(seed): bpb for seed, bpb in zip(variant["seeds"], variant["bpb"]) if bpb is not None}
 
 
 def differences(scores, row):
@@ -61,7 +62,7 @@ def screened(found):
     rows = [dict(variant=row["variant"], bpb=float(np.mean([*screen["scores"][row["variant"]].values()])),
                  chosen=row["variant"] in screen["chosen"],
                  **{key: row[key] for key in ("mean", "low", "high")})
-            for row in judged(screen["scores"], pairs, found["alpha"], found["margin"])]
+            for row in comparisons(screen["scores"], pairs, found["alpha"], found["margin"])]
     return sorted(rows, key=lambda row: row["mean"])
 
 
@@ -74,11 +75,11 @@ def findable(scores, rows, alpha):
 
 
 def best_rates(candidates):
-    """{arm: index of the candidate that is taken}. candidates: {arm: [{"bpb": {seed: bits/byte}}, ...]}.
+    """{variant: index of the candidate taken}. candidates: {variant: [{"bpb": {seed: bits/byte}}, ...]}.
 
-    The first is the arm as it is, which stays unless the best is better by more than a standard error of such
-    a difference, from the median spread over seeds of all candidates (the one-standard-error rule, Breiman
-    et al. 1984). One that diverged is none.
+    The first is the variant as it is, which stays unless the best is better by more than a standard error of
+    such a difference, from the median spread over seeds of all candidates (the one-standard-error rule,
+    Breiman et al. 1984). One that diverged is none.
     """
     scores = {name: [list(each["bpb"].values()) for each in own] for name, own in candidates.items()}
     sds = [np.std(each, ddof=1) for own in scores.values() for each in own if len(each) > 1]
@@ -93,33 +94,33 @@ def best_rates(candidates):
 
 # ---- compute ----
 
-def curve_of(arms):
+def curve_of(variants):
     """The plain GPT's score against its compute, from its runs at several budgets; None: only one."""
-    plain = by_budget(arms)
-    return compute.Curve(plain) if tells_of_compute(plain) else None
+    plain = by_budget(variants)
+    return compute.Curve(plain) if has_budgets(plain) else None
 
 
-def by_budget(arms):
+def by_budget(variants):
     """{multiple of the budget: bits/byte of the plain GPT's finished runs at it}."""
-    return {arm["multiple"]: list(known(arm).values()) for arm in arms.values()
-            if arm["kind"] in ("plain", "budget") and known(arm)}
+    return {variant["multiple"]: list(known(variant).values()) for variant in variants.values()
+            if variant["kind"] in ("plain", "budget") and known(variant)}
 
 
-def tells_of_compute(plain):
+def has_budgets(plain):
     return len(plain) > 1 and 1.0 in plain
 
 
-def as_compute(curve, row, arms, alpha):
+def as_compute(curve, row, variants, alpha):
     """What a difference is worth in the plain GPT's compute, and what is left of it at equal cost."""
     if curve is None:
         return {}
-    arm, plain, each = arms[row["variant"]], arms["plain"], (row["mean"], row["se"], row["df"])
-    time = arm["time_ratio"]
-    ratio = arm["executed_flops_per_token"] / plain["executed_flops_per_token"] * arm["multiple"]
+    variant, plain, each = variants[row["variant"]], variants["plain"], (row["mean"], row["se"], row["df"])
+    time = variant["time_ratio"]
+    ratio = variant["executed_flops_per_token"] / plain["executed_flops_per_token"] * variant["multiple"]
     worth = compute.worth(curve, *each, level=1 - alpha)
     return dict(worth={**worth._asdict(), "words": worth.words()},
                 equal_flops=at_equal_cost(curve, each, ratio, alpha),
-                equal_time=time and at_equal_time(curve, each, time, arm["multiple"], alpha))
+                equal_time=time and at_equal_time(curve, each, time, variant["multiple"], alpha))
 
 
 def at_equal_cost(curve, each, ratio, alpha):
@@ -152,7 +153,7 @@ def text_interval(found, row):
         return None
     tokens = len(sums[0]) * max(1, BLOCK // T) * T
     size = found["data"]["bytes"] * tokens / found["data"]["tokens"]
-    _, low, high = stats.block_bootstrap(*sums, size, 1, 1 - found["alpha"])
+    _, low, high = block_bootstrap(*sums, size, 1, 1 - found["alpha"])
     return dict(low=low, high=high)
 
 
@@ -167,7 +168,7 @@ def ladder(sizes, held_out, name, command):
     for size, study in sizes.items():
         blocks = 12 * study["plain"]["n_layer"] * study["plain"]["n_embd"] ** 2
         plain = by_budget(study["arms"])
-        if tells_of_compute(plain):
+        if has_budgets(plain):
             left_out = blocks if size == held_out else left_out
             inputs[blocks] = dict(plain=plain, arms={
                 row["variant"]: (row["mean"], row["se"], row["df"] or np.inf) for row in study["comparisons"]

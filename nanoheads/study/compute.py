@@ -1,10 +1,10 @@
 """
-Differences in bits/byte as training compute: how much of it the plain GPT needs for an arm's score, what an
-arm is worth at equal cost, and whether its effect grows with the size of the model.
+Differences in bits/byte as training compute: how much of it the plain GPT needs for a variant's score, what
+a variant is worth at equal cost, and whether its effect grows with the size of the model.
 
 The plain GPT of one size is trained at several multiples of the budget, in steps: FLOPs and time are the same
-multiples. A difference is arm minus plain at multiple 1, in bits/byte: below 0 is better. It comes with its
-standard error and degrees of freedom (study/stats.py), which hold the plain GPT's mean at multiple 1 once.
+multiples. A difference is variant minus plain at multiple 1, in bits/byte: below 0 is better. It comes with
+its standard error and degrees of freedom (stats.py), which hold the plain GPT's mean at multiple 1 once.
 """
 
 import math
@@ -91,11 +91,11 @@ class Curve:
 
 
 def minus_plain(curve, mean, se, df, multiple):
-    """(difference, standard error, degrees of freedom) of an arm to the plain GPT at other multiples [...].
+    """(difference, standard error, degrees of freedom) of a variant to the plain GPT at multiples [...].
 
     mean - (curve(m) - curve(1)), so that at 1 it is the difference itself. The plain runs at 1 are in both
-    parts, and the error counts them once: an arm's runs are independent of the plain ones, so that
-    cov(mean, plain score) is -variance / n, or as much of it as an arm's smaller error (paired seeds,
+    parts, and the error counts them once: a variant's runs are independent of the plain ones, so that
+    cov(mean, plain score) is -variance / n, or as much of it as a variant's smaller error (paired seeds,
     moderated variance) leaves room for. Degrees of freedom as Welch and Satterthwaite.
     """
     if not (se >= 0 and df > 0 and math.isfinite(se)):
@@ -115,7 +115,7 @@ def minus_plain(curve, mean, se, df, multiple):
 
 
 class Worth(NamedTuple):
-    """An arm as a multiple of the plain GPT's compute, with its interval: None where that is not measured.
+    """A variant as a multiple of the plain GPT's compute, with its interval: None where that is not measured.
 
     beyond: "less" than smallest or "more" than largest, the measured multiples, where mean is None; low None
     and high None: the interval goes on below, above them. problem: a sentence, where there is no number.
@@ -142,9 +142,9 @@ class Worth(NamedTuple):
 
 
 def worth(curve, mean, se, df, level=0.95):
-    """Worth of an arm: the multiple at which the plain GPT has its score.
+    """Worth of a variant: the multiple at which the plain GPT has its score.
 
-    The interval reaches over the multiples at which a t test at 1 - level does not tell the arm from the
+    The interval reaches over the multiples at which a t test at 1 - level does not tell the variant from the
     plain GPT (Fieller): it leaves out 1 only where the difference's own interval leaves out 0.
     """
     if not curve.falls:
@@ -155,12 +155,13 @@ def worth(curve, mean, se, df, level=0.95):
     def difference(multiple):
         return minus_plain(curve, mean, se, df, multiple)[0]
 
-    def surplus(multiple):  # above 0: told apart
+    def surplus(multiple):  # above 0: shown to differ
         apart, error, degrees = minus_plain(curve, mean, se, df, multiple)
         return abs(apart) - t.isf((1 - level) / 2, degrees) * error
 
-    def edge(held, told):
-        return float(brentq(surplus, held, told)) if surplus(held) < 0 < surplus(told) else float(held)
+    def edge(inside, outside):
+        apart = surplus(inside) < 0 < surplus(outside)
+        return float(brentq(surplus, inside, outside)) if apart else float(inside)
 
     beyond = "less" if difference(curve.low) > 0 else "more" if difference(curve.high) < 0 else None
     root = None if beyond else float(brentq(difference, curve.low, curve.high))
@@ -185,9 +186,9 @@ class Difference(NamedTuple):
 
 
 def at_equal_cost(curve, mean, se, df, cost_ratio, level=0.95):
-    """Difference of an arm to the plain GPT trained at the arm's cost; None outside the measured budgets.
+    """Difference of a variant to the plain GPT trained at its cost; None outside the measured budgets.
 
-    cost_ratio: what the arm took over what plain took, executed FLOPs or time, taken as exact.
+    cost_ratio: what the variant took over what plain took, executed FLOPs or time, taken as exact.
     """
     if not curve.low <= cost_ratio <= curve.high:
         return None
@@ -209,10 +210,10 @@ def margin_as_compute(curve, margin):
 def ladder(sizes, held_out=None, level=0.95):
     """What changes with the size of the model, as a dict for JSON: figures, and sentences for the page.
 
-    sizes: {N: {"plain": {multiple: [bits/byte]}, "arms": {arm: (mean, se, df)}}}, N the parameters of the
+    sizes: {N: {"plain": {multiple: [bits/byte]}, "arms": {variant: (mean, se, df)}}}, N the parameters of the
     blocks, each trained on as many bytes a parameter; held_out: the N that no fit sees and that checks them.
-    Three models: see arm_over_sizes, exponent_of_arms, plain_over_sizes. Intervals are of one arm each, not
-    corrected for their number. Of two fitted sizes an interval holds the noise of the runs, not that the
+    Models: see variant_over_sizes, exponent_of_all, plain_over_sizes. Intervals are of one variant each,
+    not corrected for their number. Of two fitted sizes an interval holds the noise of the runs, not that the
     model may be wrong: only the held-out size speaks of that. Raises UserError.
     """
     fitted = sorted(n for n in sizes if n != held_out)
@@ -222,16 +223,16 @@ def ladder(sizes, held_out=None, level=0.95):
     names = dict.fromkeys(name for n in sorted(sizes) for name in sizes[n]["arms"])
     effects = {name: {n: sizes[n]["arms"][name] for n in sorted(sizes) if name in sizes[n]["arms"]}
                for name in names}
-    arms = {name: arm_over_sizes(curves, effects[name], fitted, held_out, level) for name in names}
+    arms = {name: variant_over_sizes(curves, effects[name], fitted, held_out, level) for name in names}
     return json_safe(dict(level=level, fitted=fitted, held_out=held_out, arms=arms,
                           plain=plain_over_sizes(curves, fitted, held_out, level),
-                          exponent=exponent_of_arms(curves, effects, fitted, held_out, level)))
+                          exponent=exponent_of_all(curves, effects, fitted, held_out, level)))
 
 
 def line_weights(x, at):
     """(weights of the slope, of the height at `at`) in the values [n] of a least-squares line over x [n].
 
-    Every size counts alike: weights that are not estimated keep the interval right with few seeds.
+    Every size counts the same: weights that are not estimated keep the interval right with few seeds.
     """
     x = np.asarray(x, np.float64)
     slope = (x - x.mean()) / ((x - x.mean()) ** 2).sum()
@@ -255,14 +256,14 @@ def span(low, high):
 def checked(predicted, low, high, measured, n, unit=""):
     """A prediction beside what was measured; the interval is that of a new measurement, with its noise."""
     inside = bool(low <= measured <= high) if math.isfinite(high - low) else None
-    said = {True: ": inside", False: ": outside", None: ""}[inside]
+    where = {True: ": inside", False: ": outside", None: ""}[inside]
     sentence = (f"the held-out size {n:,}: predicted {predicted:.3g}{unit} {span(low, high)}, "
-                f"measured {measured:.3g}{unit}{said}")
+                f"measured {measured:.3g}{unit}{where}")
     return dict(predicted=predicted, low=low, high=high, measured=measured, inside=inside, sentence=sentence)
 
 
-def arm_over_sizes(curves, effects, fitted, held_out, level):
-    """One arm: log(worth) = a + slope log N, a straight line. effects: {N: (mean, se, df)}.
+def variant_over_sizes(curves, effects, fitted, held_out, level):
+    """One variant: log(worth) = a + slope log N, a straight line. effects: {N: (mean, se, df)}.
 
     Where the interval of the slope leaves out 0, the gain (a worth above 1 at all fitted sizes) or the loss
     (below 1) grows or shrinks with size; where the sizes are not on one side of 1, the worth does.
@@ -312,7 +313,7 @@ def log_worth(curve, mean, se, df, multiple):
 def plain_over_sizes(curves, fitted, held_out, level):
     """The plain GPT at multiple 1: floor + A N^-alpha, a straight line in log(bits/byte - floor), log N.
 
-    The floor cannot be told from two or three sizes, so it is not fitted: everything is given for a floor of
+    Two or three sizes do not show the floor, so it is not fitted: everything is given for a floor of
     0 and of 1 bit/byte (FLOORS), and the prediction reaches from the lower to the higher of them.
     """
     scores = np.array([curves[n].score for n in fitted])
@@ -340,18 +341,18 @@ def plain_over_sizes(curves, fitted, held_out, level):
     return result
 
 
-def exponent_of_arms(curves, effects, fitted, held_out, level):
-    """All arms together: effect = c N^b in bits/byte, an own c for each arm and one b, by least squares.
+def exponent_of_all(curves, effects, fitted, held_out, level):
+    """All variants together: effect = c N^b in bits/byte, a c for each variant and one b, by least squares.
 
-    Only arms with an error at every fitted size. The arms of a size share its plain GPT: their errors'
-    covariance is its variance (held below half of an arm's, for plain has as many seeds as an arm or more).
+    Only variants with an error at every fitted size. Those of a size share its plain GPT: their errors'
+    covariance is its variance (held below half of a variant's: plain has as many seeds as that, or more).
     The interval of b inverts a score test: at the true b what is left over is independent of the estimates
-    of c, so that it holds its level however weak the effects are. Open (None) where they tell nothing of b.
+    of c, so that it holds its level however weak the effects are. Open (None) where they say nothing of b.
     """
     names = [name for name, at in effects.items()
              if all(n in at and 0 < at[n][1] < math.inf and at[n][2] > 0 for n in fitted)]
     result = dict(arms=names, b=None, low=None, high=None, p_shared=None, held_out={},
-                  sentence="one exponent for all arms: cannot be told")
+                  sentence="one exponent for all variants: cannot be estimated")
     if not names or not all(curves[n].df for n in fitted):
         return result
     middle = math.exp(np.log(fitted).mean())
@@ -366,7 +367,7 @@ def exponent_of_arms(curves, effects, fitted, held_out, level):
 
     def fit(b):
         """(sum of squares, score over its error, (c, cov(c), what c takes of b, information on b))."""
-        x = np.concatenate([w * math.exp(b * r) for w, r in zip(whiten, log_r)])  # (sizes * arms, arms)
+        x = np.concatenate([w * math.exp(b * r) for w, r in zip(whiten, log_r)])  # (sizes * n, n)
         c = np.linalg.lstsq(x, y)[0]
         left = y - x @ c
         along = np.concatenate([w @ c * r * math.exp(b * r) for w, r in zip(whiten, log_r)])
@@ -386,7 +387,8 @@ def exponent_of_arms(curves, effects, fitted, held_out, level):
     more = y.size - len(names) - 1
     p = float(f_distribution.sf(found.fun / more, more, df)) if more else None
     trend = "grow" if low > 0 else "shrink" if high < 0 else "neither grow nor shrink for certain"
-    doubt = "" if p is None or p > 1 - level else f"; but one exponent does not fit all arms (p = {p:.2g})"
+    fits = p is None or p > 1 - level
+    doubt = "" if fits else f"; but one exponent does not fit all variants (p = {p:.2g})"
     result.update(b=b, low=low, high=high, p_shared=p, sentence=(
         f"effects in bits/byte {trend} with size, as N^{b:.2f} {span(low, high)}{doubt}"))
     c, cov, taken, information = fit(b)[2]

@@ -1,5 +1,5 @@
 """
-What an arm costs: FLOPs as a machine executes them, the time of a step against the plain GPT's, and the
+What a variant costs: FLOPs as a machine executes them, the time of a step against the plain GPT's, and the
 seconds of a run. model.flops_per_token() counts what the algorithm needs; this counts what is done.
 """
 
@@ -15,11 +15,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from bench import median_interval
-from evaluate import score
-from model import GPT, CausalMask
+from model import GPT, CausalMask, Window
+from nanoheads.timing import median_interval
 from nanoheads.training.optim import Trainer
 from nanoheads.training.ranks import Process
+from nanoheads.training.scoring import score
 
 # ---- FLOPs ----
 
@@ -69,7 +69,7 @@ def count(config):
 
 def blocks_read(config):
     """Share of causal attention's blocks that FlexAttention reads under a config's window."""
-    mask = CausalMask(config).block_mask(config.block_size, "cpu")
+    mask = (Window if config.window else CausalMask)(config).block_mask(config.block_size, "cpu")
     rows = mask.kv_num_blocks.size(-1)
     read = mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
     return read.item() / (rows * (rows + 1) / 2)
@@ -100,16 +100,16 @@ def timed(action, device, clock=time.perf_counter):
     return clock() - began
 
 
-def trainer_of(arm, device, rows):
-    """(Trainer of an arm's model, x and y [rows, T]), as in training but for the text, which is random."""
-    model = GPT(arm.model).to(device)
-    ids = torch.randint(arm.model.vocab_size, (rows, arm.model.block_size + 1), device=device)
-    return Trainer(model, arm.train, Process(device)), ids[:, :-1], ids[:, 1:]
+def trainer_of(variant, device, rows):
+    """(Trainer of a variant's model, x and y [rows, T]), as in training but for the text, which is random."""
+    model = GPT(variant.model).to(device)
+    ids = torch.randint(variant.model.vocab_size, (rows, variant.model.block_size + 1), device=device)
+    return Trainer(model, variant.train, Process(device)), ids[:, :-1], ids[:, 1:]
 
 
-def stepper(arm, device, steps):
-    """A function that trains an arm's model for `steps` steps."""
-    trainer, x, y = trainer_of(arm, device, arm.train.batch_size * arm.train.grad_accum)
+def stepper(variant, device, steps):
+    """A function that trains a variant's model for `steps` steps."""
+    trainer, x, y = trainer_of(variant, device, variant.train.batch_size * variant.train.grad_accum)
 
     def train():
         for _ in range(steps):
@@ -117,11 +117,11 @@ def stepper(arm, device, steps):
     return train
 
 
-def step_time_ratios(arms, plain, device, threads, rounds=11, steps=4):
-    """{name: row} of the arms: time of a training step over that of `plain`, and under which load.
+def step_time_ratios(variants, plain, device, threads, rounds=11, steps=4):
+    """{name: row} of the variants: time of a training step over that of `plain`, and under which load.
 
-    Each arm alternates with `plain`, `steps` steps at a time, so that other work on the machine hits both.
-    One thread on a CPU is timed by its processor time, which stands still while others have the core: at a
+    Each alternates with `plain`, `steps` steps at a time, so that other work on the machine hits both. One
+    thread on a CPU is timed by its processor time, which stands still while others have the core: at a
     load of twice the cores its intervals were a quarter as wide.
     ratios: of each round; ratio: their median; low, high: its 95 % interval (below 6 rounds the range); ms,
     plain_ms: medians of a step; clock: processor or wall; load: processes that wanted to run in the minute
@@ -132,20 +132,21 @@ def step_time_ratios(arms, plain, device, threads, rounds=11, steps=4):
     rows = {}
     with as_in_a_run(device, threads):
         plain_steps = stepper(plain, device, steps)
-        for arm in arms:
+        for variant in variants:
             load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
             # in a run it is the one model that is compiled; after several, torch would run the next one eager
             torch._dynamo.reset()
-            pair = plain_steps, stepper(arm, device, steps)
+            pair = plain_steps, stepper(variant, device, steps)
             for train in pair:
                 train()  # compilation, the plain GPT's again; allocation, caches
             seconds = [[timed(train, device, clock) for train in pair] for _ in range(rounds)]
             ratios = [b / a for a, b in seconds]
             ratio, low, high = median_interval(ratios)
             plain_ms, ms = (1000 * statistics.median(side) / steps for side in zip(*seconds))
-            rows[arm.name] = dict(ratio=ratio, low=low, high=high, ratios=ratios, ms=ms, plain_ms=plain_ms,
-                                  rounds=rounds, clock="processor" if on_processor else "wall",
-                                  threads=threads, load=load, cores=os.cpu_count())
+            rows[variant.name] = dict(
+                ratio=ratio, low=low, high=high, ratios=ratios, ms=ms, plain_ms=plain_ms, rounds=rounds,
+                clock="processor" if on_processor else "wall", threads=threads, load=load,
+                cores=os.cpu_count())
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()  # the next size's runs share this GPU
     return rows
@@ -154,26 +155,26 @@ def step_time_ratios(arms, plain, device, threads, rounds=11, steps=4):
 PROBE_FLOPS = 2e11  # on a CPU, of a step that is timed: some seconds
 
 
-def seconds_per_run(arm, device, threads, test_tokens, val_tokens=0):
+def seconds_per_run(variant, device, threads, test_tokens, val_tokens=0):
     """Seconds of one run, from a probe: training steps, evaluations, and the scoring of test_tokens tokens.
 
     val_tokens: what eval_tokens=0 means, the size of the validation split. Other work that runs now is in it.
     Left out: the start of a process (a few seconds), compilation, and what jobs at once take from each other.
     Where a step is large, a part of its rows is timed and the rest taken to be in proportion.
     """
-    config, T = arm.train, arm.model.block_size
+    config, T = variant.train, variant.model.block_size
     on_cpu = torch.device(device).type == "cpu"
-    most = int(PROBE_FLOPS / executed_flops(arm.model)) if on_cpu else 1 << 30  # tokens in the probe
+    most = int(PROBE_FLOPS / executed_flops(variant.model)) if on_cpu else 1 << 30  # tokens in the probe
     rows = max(1, min(config.batch_size, most // T))
     portions = config.batch_size * config.grad_accum / rows
     with as_in_a_run(device, threads):
-        probe = SimpleNamespace(model=arm.model, train=replace(config, grad_accum=1))
+        probe = SimpleNamespace(model=variant.model, train=replace(config, grad_accum=1))
         trainer, x, y = trainer_of(probe, device, rows)
         step = median_seconds(lambda: trainer.step(x, y), device)
         if portions > 1:  # an update follows the last alone
             step += (portions - 1) * median_seconds(lambda: trainer.backward(0, x, y), device)
         size = max(T, min(most, 4096 if on_cpu else 16384))  # a batch of score()
-        ids = np.random.default_rng(1).integers(arm.model.vocab_size, size=size)
+        ids = np.random.default_rng(1).integers(variant.model.vocab_size, size=size)
         text = SimpleNamespace(tokens=lambda split: ids, separator=0)
         token = median_seconds(lambda: score(trainer.raw, text, "test"), device) / size
     evaluations = 1 + -(-config.max_iters // config.eval_interval)  # at step 0, every so often, at the end

@@ -1,5 +1,5 @@
 """
-What a study found, in words and as tables of text: what the terminal, report.md and report.html all show.
+What a study found, in words and as tables of text: what the terminal, the docs and report.html show.
 
 found: what results.py reads from a results.json.gz. Whatever in it is not known yet is None, and shown as –.
 """
@@ -12,14 +12,14 @@ import numpy as np
 from matplotlib.ticker import EngFormatter
 
 from nanoheads.drawing import number
-from nanoheads.study.lives import FIGURES, shares, summary
+from nanoheads.study.dynamic import FIGURES, shares, summary
 
 # the verdicts, and what each means
 MEANING = {
     "better": "fewer bits/byte than the other side; by chance alone that would hardly be seen",
     "worse": "more bits/byte than the other side; by chance alone that would hardly be seen",
     "same": "whichever of the two is ahead, it is by less than the margin: too little to matter",
-    "leaning": "looks different by itself, but among so many comparisons that may be chance",
+    "leaning": "seems different by itself, but among so many comparisons that may be chance",
     "undecided": "better, worse or the same: these seeds cannot tell, more of them would",
 }
 
@@ -51,13 +51,13 @@ def short(value):
     return EngFormatter(sep="")(float(f"{value:.3g}")) if known(value) else "–"
 
 
-def asked(by_arm, only):
-    """Of {arm: ...}, or None, the plain GPT's and those of `only`; None: all."""
-    return {name: own for name, own in (by_arm or {}).items() if only is None or name in ("plain", *only)}
+def chosen(by_variant, only):
+    """Of {variant: ...}, or None, the plain GPT's and those of `only`; None: all."""
+    return {name: own for name, own in (by_variant or {}).items() if only is None or name in ("plain", *only)}
 
 
-def mean_of(arm):
-    scores = [v for v in arm.get("bpb") or [] if known(v)]
+def mean_of(variant):
+    scores = [v for v in variant.get("bpb") or [] if known(v)]
     return float(np.mean(scores)) if scores else None
 
 
@@ -83,7 +83,7 @@ def label_of(found, name):
 
 
 def labelled(found):
-    return [(label_of(found, name), arm) for name, arm in found["arms"].items()]
+    return [(label_of(found, name), variant) for name, variant in found["arms"].items()]
 
 
 # ---- verdicts ----
@@ -157,9 +157,9 @@ def notices(found):
     if edge:
         lines.append(f"The best learning rate tried lies at the edge of the grid for {listed(edge)}: "
                      "a better one may lie beyond.")
-    early = [f"{label_of(found, name)} (step {show(arm['best_step'])} of {show(arm['steps'])})"
-             for name, arm in found["arms"].items()
-             if known(arm.get("best_step")) and arm["best_step"] < 0.9 * arm["steps"]]
+    early = [f"{label_of(found, name)} (step {show(variant['best_step'])} of {show(variant['steps'])})"
+             for name, variant in found["arms"].items()
+             if known(variant.get("best_step")) and variant["best_step"] < 0.9 * variant["steps"]]
     if early:
         lines.append("Scored long before the end, where validation was best, since it got worse after: "
                      f"{listed(early)}.")
@@ -170,7 +170,7 @@ def notices(found):
 
 
 def remarks(found, over_text="report.html"):
-    """What belongs under the numbers: correction, what could be found, margin, what seeds do not say."""
+    """What belongs under the numbers: correction, what could be found, margin, what seeds do not show."""
     n, size = len(found["comparisons"]), found.get("findable")
     lines = [f"Verdicts are corrected for {n} comparisons." if n > 1 else "One comparison: no correction."]
     if known(size):
@@ -179,7 +179,7 @@ def remarks(found, over_text="report.html"):
     worth = [f"{value:.2f} ×" for value in found.get("margin_as_compute") or [] if known(value)]
     lines.append(f"The margin is ±{found['margin']:g} bits/byte"
                  + f": so much does the plain GPT change at {listed(worth)} its compute" * bool(worth) + ".")
-    return [*lines, f"Intervals ({level(found)}) are over seeds and say nothing of other text; "
+    return [*lines, f"Intervals ({level(found)}) are over seeds and not over other text; "
                     f"{over_text} has one over the text beside each."]
 
 
@@ -192,8 +192,8 @@ def verdicts_table(found, only=None, difference=interval):
     """
     head = ("variant", "params", "seeds", "bits/byte", f"difference [{level(found)}]", "corrected p",
             "worth × compute", "at equal FLOPs", "at equal time", "verdict")
-    rows = [(*of_arm(found, "plain"), "–", "–", "1", "–", "–", "–")]
-    rows += [(*of_arm(found, c["variant"]), interval(c), p_of(c), worth_of(c),
+    rows = [(*row_of(found, "plain"), "–", "–", "1", "–", "–", "–")]
+    rows += [(*row_of(found, c["variant"]), interval(c), p_of(c), worth_of(c),
               at_cost(c, "equal_flops", difference), at_cost(c, "equal_time", difference),
               verdict_of(found, c)) for c in against_plain(found, only)]
     return Table(head, rows, (0, len(head) - 1))
@@ -206,10 +206,10 @@ def without(table, *titles):
                  [kept.index(i) for i in table.words if i in kept])
 
 
-def of_arm(found, name):
-    arm = found["arms"].get(name, {})
-    return (label_of(found, name), short(arm.get("params")), str(sum(map(known, arm.get("bpb") or []))),
-            show(mean_of(arm), ".4f"))
+def row_of(found, name):
+    variant = found["arms"].get(name, {})
+    seeds = sum(map(known, variant.get("bpb") or []))
+    return label_of(found, name), short(variant.get("params")), str(seeds), show(mean_of(variant), ".4f")
 
 
 def worth_of(c):
@@ -240,14 +240,14 @@ def others_table(found, only=None):
     head = ("variant", "against", "what is equal", "bits/byte", "the other's", f"difference [{level(found)}]",
             "corrected p", "verdict")
     rows = [(label_of(found, c["variant"]), label_of(found, c["baseline"]), equal_of(c),
-             of_arm(found, c["variant"])[-1], of_arm(found, c["baseline"])[-1], interval(c), p_of(c),
+             row_of(found, c["variant"])[-1], row_of(found, c["baseline"])[-1], interval(c), p_of(c),
              verdict_of(found, c))
             for c in others(found) if only is None or c["variant"].removesuffix(", tuned") in only]
     return Table(head, rows, (0, 1, 2, 7))
 
 
 def screened_table(found, only=None):
-    """All arms of the first stage, on validation."""
+    """All variants of the first stage, on validation."""
     own = ((found.get("screen") or {}).get("scores") or {}).get("plain", {})
     head = ("variant", "bits/byte, validation", f"difference [{level(found)}]", "judged")
     rows = [(label_of(found, "plain"), show(mean_of(dict(bpb=list(own.values()))), ".4f"), "–", "yes")]
@@ -259,29 +259,29 @@ def screened_table(found, only=None):
 
 
 def costs_table(found, only=None):
-    """What each arm costs, with its ratio to the plain GPT where both were counted, or timed in turn."""
+    """What each variant costs, with its ratio to the plain GPT where both were counted, or timed in turn."""
     plain = found["arms"]["plain"]
     columns = {"params": ("params", short), "FLOPs/token, needed": ("flops_per_token", short),
                "FLOPs/token, executed": ("executed_flops_per_token", short), "steps": ("steps", show),
                "seconds a run": ("seconds", show),
                "MiB added": ("memory_mib", lambda mib: show(mib or None))}  # 0: it was not measured
 
-    def cell(arm, key, form):
-        ratio = number(arm.get(key)) / (number(plain.get(key)) or math.nan)
-        alone = arm is plain or key == "seconds"  # which other work on the machine has its part in
-        return form(arm.get(key)) + f" ({ratio:.2f} ×)" * bool(known(ratio) and ratio and not alone)
+    def cell(variant, key, form):
+        ratio = number(variant.get(key)) / (number(plain.get(key)) or math.nan)
+        alone = variant is plain or key == "seconds"  # which other work on the machine has its part in
+        return form(variant.get(key)) + f" ({ratio:.2f} ×)" * bool(known(ratio) and ratio and not alone)
 
-    rows = [(label_of(found, name), *(cell(arm, *column) for column in columns.values()),
-             interval(arm["time_ratio"], ".2f") if arm.get("time_ratio") else "–")
-            for name, arm in asked(found["arms"], only).items()]
-    return Table(("arm", *columns, f"time of a step × [{level(found)}]"), rows)
+    rows = [(label_of(found, name), *(cell(variant, *column) for column in columns.values()),
+             interval(variant["time_ratio"], ".2f") if variant.get("time_ratio") else "–")
+            for name, variant in chosen(found["arms"], only).items()]
+    return Table(("variant", *columns, f"time of a step × [{level(found)}]"), rows)
 
 
-def lives_tables(found, only=None):
-    """What became of the heads: figures a row, arms a column; then states, and roles; [] where not asked."""
-    lives = {name: seeds for name, seeds in asked(found.get("lives"), only).items()
-             if found["arms"][name].get("kind") != "budget"}
-    if not lives:
+def dynamic_tables(found, only=None):
+    """The dynamic heads: figures a row, variants a column; then states, and roles; [] where not measured."""
+    runs = {name: seeds for name, seeds in chosen(found.get("lives"), only).items()
+            if found["arms"][name].get("kind") != "budget"}
+    if not runs:
         return []
 
     def cell(value, digits):
@@ -290,16 +290,16 @@ def lives_tables(found, only=None):
         mean, half = value
         return show(mean, f".{digits}f") + (f" ±{show(half, f'.{digits}f')}" if half else "")
 
-    arms, means = list(lives), summary(lives)
-    head = ("mean over seeds, ± 95 %", *(label_of(found, name) for name in arms))
-    rows = [(title, *(cell(means[name][key], digits) for name in arms))
-            for key, (title, digits) in FIGURES.items() if any(means[name][key] for name in arms)]
+    variants, means = list(runs), summary(runs)
+    head = ("mean over seeds, ± 95 %", *(label_of(found, name) for name in variants))
+    rows = [(title, *(cell(means[name][key], digits) for name in variants))
+            for key, (title, digits) in FIGURES.items() if any(means[name][key] for name in variants)]
     tables = [Table(head, rows, (0,))]
     for what, title in (("occupancy", "share of time in a state"),
                         ("engagement", "output sent, x equal share")):
-        each = shares(lives, what)
+        each = shares(runs, what)
         keys = dict.fromkeys(key for own in each.values() for key in own)
-        rows = [(key, *(show(each.get(name, {}).get(key), ".3f") for name in arms)) for key in keys]
+        rows = [(key, *(show(each.get(name, {}).get(key), ".3f") for name in variants)) for key in keys]
         tables += [Table((title, *head[1:]), rows, (0,))] if rows else []
     return tables
 
@@ -311,8 +311,8 @@ def at_edge(scores):
 
 
 def tuned_table(found, only=None):
-    """Bits/byte on validation of each arm, optimizer group and factor of its rates; the cost in runs."""
-    tuned = asked(found.get("tuned"), only)
+    """Bits/byte on validation of each variant, optimizer group and factor of its rates; the cost in runs."""
+    tuned = chosen(found.get("tuned"), only)
     factors = sorted({key for own in tuned.values() for group in own.values() for key in group}, key=float)
     rows = []
     for name, own in tuned.items():
@@ -323,33 +323,33 @@ def tuned_table(found, only=None):
             tried = (show(scores.get(factor), ".4f") for factor in factors)
             rows.append((label_of(found, name), group, *tried,
                          f"× {float(best):g}" + ", at the edge" * at_edge(scores), str(runs)))
-    head = ("arm", "rates", *(f"× {float(factor):g}" for factor in factors), "best", "runs of the arm")
+    head = ("variant", "rates", *(f"× {float(factor):g}" for factor in factors), "best", "runs of it")
     return Table(head, rows, (0, 1, len(factors) + 2))
 
 
 def candidates_table(found, only=None):
-    """Bits/byte on validation of each arm as it is, at each group's best rate and at all; which is taken."""
+    """Validation bits/byte of each variant as it is, at each group's best rate and at all; which is taken."""
     rows = []
-    for name, own in asked(found.get("candidates"), only).items():
+    for name, own in chosen(found.get("candidates"), only).items():
         for i, each in enumerate(own):
             rates = ", ".join(f"{group} × {factor:g}" for group, factor in each["rates"].items())
             scores, taken = list(each["bpb"].values()), found["taken"][name] == i
             rows.append((label_of(found, name), rates or "as they are", str(len(scores)),
                          show(mean_of(dict(bpb=scores)), ".4f"), "taken" * taken))
-    return Table(("arm", "rates", "seeds", "bits/byte, validation", "taken"), rows, (0, 1, 4))
+    return Table(("variant", "rates", "seeds", "bits/byte, validation", "taken"), rows, (0, 1, 4))
 
 
 def ladder_table(found, only=None):
-    """Each arm's difference to the plain GPT and its worth, size by size, and which way its worth goes."""
+    """Each variant's difference to the plain GPT and its worth, size by size; which way its worth goes."""
     studies = {f"{size}, held out" if size == found["held_out"] else size: study
                for size, study in found["sizes"].items()}
-    rows = [("plain GPT", size, of_arm(study, "plain")[-1], "–", "1", "–") for size, study in studies.items()]
-    told = {name: arm["verdict"] for name, arm in found["ladder"]["arms"].items()}
+    rows = [("plain GPT", size, row_of(study, "plain")[-1], "–", "1", "–") for size, study in studies.items()]
+    trends = {name: variant["verdict"] for name, variant in found["ladder"]["arms"].items()}
     judged = dict.fromkeys(c["variant"] for study in studies.values() for c in against_plain(study))
     for name in only or judged:
         for size, study in studies.items():
-            label, *_, score = of_arm(study, name)
-            rows += [(label, size, score, interval(c), worth_of(c), told.get(name, "–"))
+            label, *_, score = row_of(study, name)
+            rows += [(label, size, score, interval(c), worth_of(c), trends.get(name, "–"))
                      for c in against_plain(study, [name])]
     gap = f"difference [{100 * found['ladder']['level']:g} %]"
     head = ("variant", "size", "bits/byte", gap, "worth × compute", "its worth over sizes")
@@ -359,12 +359,12 @@ def ladder_table(found, only=None):
 def ladder_sentences(found):
     """[(whose, sentence)]: how the plain GPT and the effects go with size, how the held-out one fits."""
     ladder, rows = found["ladder"], []
-    parts = {"plain GPT": ladder["plain"], "all arms": ladder["exponent"], **ladder["arms"]}
+    parts = {"plain GPT": ladder["plain"], "all variants": ladder["exponent"], **ladder["arms"]}
     for name, part in parts.items():
         rows.append((name, part["sentence"]))
         if checked := part.get("held_out"):
             each = {name: checked} if "sentence" in checked else checked
-            rows += [(f"{arm}, {name}" if arm != name else name, c["sentence"]) for arm, c in each.items()]
+            rows += [(f"{own}, {name}" if own != name else name, c["sentence"]) for own, c in each.items()]
     return rows
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from model import MECHANISM_CLASSES, CausalMask
 from nanoheads.common import ROOT
-from nanoheads.heads.controller import ControllerConfig, lives
+from nanoheads.training.config import ControllerConfig
 
 # (file, definition) from which a run is made; what these reach follows
 ROOTS = (("train.py", "train"), ("nanoheads/training/checkpoint.py", "build"),
-         ("nanoheads/study/trial.py", "score_windows"))
+         ("nanoheads/training/scoring.py", "score_windows"))
 # modules that a run uses and that its numbers do not come from: a change there repeats nothing
 NO_NUMBERS = {"audit", "common", "configurator", "runlog"}
 LISTS = {"modes", "neutral"}  # of a mechanism: names for flags, which a run has been given already
@@ -35,7 +35,7 @@ def off_mechanisms(config):
 def own_training(config):
     """{key: value} of a TrainConfig that its run depends on: no key of what it does without."""
     return {name: value for name, value in asdict(config).items()
-            if (lives(config) or name not in ControllerConfig.__dataclass_fields__)
+            if (config.dynamic_heads or name not in ControllerConfig.__dataclass_fields__)
             and (value or name not in OFF_UNLESS_SET)}
 
 
@@ -141,7 +141,7 @@ def reached(root, names, fields, moved, roots=ROOTS):
 def code_digest(config, training=None, root=ROOT):
     """A hash of the code that training and scoring a model of this GPTConfig, so trained, reaches."""
     off = off_mechanisms(config)
-    moved = training is not None and lives(training)
+    moved = training is not None and training.dynamic_heads
     return digest(root, frozenset(cls.__name__ for cls in off),
                   frozenset(name for cls in off for name in cls.fields()), moved)
 

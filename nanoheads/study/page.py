@@ -9,11 +9,11 @@ import html as escaping
 import math
 from pathlib import Path
 
-from nanoheads.study.findings import (MEANING, Table, against_plain, candidates_table, costs_table, equal_of,
-                                      headline, interval, known, label_of, labelled, level, lives_tables,
-                                      mean_of, notices, others, others_table, printable, remarks,
-                                      screened_table, sentence_of, settings_of, show, tuned_table, verdict_of,
-                                      verdicts_table)
+from nanoheads.study.findings import (MEANING, Table, against_plain, candidates_table, costs_table,
+                                      dynamic_tables, equal_of, headline, interval, known, label_of, labelled,
+                                      ladder_sentences, ladder_table, level, mean_of, notices, others,
+                                      others_table, printable, remarks, screened_table, sentence_of,
+                                      settings_of, show, tuned_table, verdict_of, verdicts_table)
 from nanoheads.study.stats import STRICT
 
 BADGES = (*MEANING, "failed", "no runs yet")
@@ -74,13 +74,14 @@ def image(data, words):
 # what stands under the headings
 WORDS = {
     "All variants on validation":
-        "All were trained with a few seeds and scored on validation, to choose whom to judge. Those were "
-        "trained again with other seeds and scored on other text: who was lucky here has no luck left there. "
+        "All were trained with a few seeds and scored on validation, to choose which are judged. Those "
+        "were trained again with other seeds and scored on other text: luck here does not help there. "
         "These intervals are not corrected, and give no verdict.",
     "Effect as compute":
         "The line is the plain GPT, trained for less and for more. A variant below it is better than a plain "
         "GPT that computes as much, one above it worse; a triangle lies farther up or down.",
-    "Learning curves": "Line: mean over the finished seeds; band: lowest seed to highest; grey: other arms.",
+    "Learning curves":
+        "Line: mean over the finished seeds; band: lowest seed to highest; grey: other variants.",
     "Costs":
         "× is the ratio to the plain GPT. Needed: by the algorithm; executed: by these kernels, which may "
         "compute what is thrown away. The time of a step was measured in turn with the plain GPT's; seconds "
@@ -94,13 +95,13 @@ WORDS = {
     "Seed by seed":
         "Over seeds: would it come out so again if both were trained again? Over text: would these trained "
         "models rank so on other text of this kind? Verdicts rest on the first.",
-    "What became of the heads":
+    "Dynamic heads":
         "Of every judged run, when it was done: means over seeds, intervals not corrected. Generation and "
         "cache: of the model without the heads that are off, beside the plain GPT of the same seed. Samples "
         "are of fixed prompts at temperature 0.8.",
     "Inside the heads":
-        "Of one finished run of each arm: a row for each layer, a column for each head; or one cell for each "
-        "layer. Deeper colour: larger.",
+        "Of one finished run of each variant: a row for each layer, a column for each head; or one cell for "
+        "each layer. Deeper colour: larger.",
     "Samples": "The same prompt for all: the plain GPT, then the variants from the best one on.",
 }
 
@@ -115,16 +116,16 @@ def in_words(found):
 
 
 def seeds_of(found):
-    seeds = sorted({seed for arm in found["arms"].values() for seed in arm["seeds"]})
+    seeds = sorted({seed for variant in found["arms"].values() for seed in variant["seeds"]})
     runs, tests = [], []
-    for label, arm in labelled(found):
-        own = dict(zip(arm["seeds"], arm["bpb"]))
-        runs.append((label, show(mean_of(arm), ".4f"), *(show(own.get(seed), ".4f") for seed in seeds)))
+    for label, variant in labelled(found):
+        own = dict(zip(variant["seeds"], variant["bpb"]))
+        runs.append((label, show(mean_of(variant), ".4f"), *(show(own.get(seed), ".4f") for seed in seeds)))
     for c in [*against_plain(found), *others(found)]:
         low, high = (show((c.get("text") or {}).get(end), "+.4f") for end in ("low", "high"))
-        who = (label_of(found, c["variant"]), label_of(found, c["baseline"]))
-        tests.append((*who, interval(c), f"[{low}, {high}]"))
-    runs = Table(("arm", "mean", *(f"seed {seed}" for seed in seeds)), runs)
+        pair = (label_of(found, c["variant"]), label_of(found, c["baseline"]))
+        tests.append((*pair, interval(c), f"[{low}, {high}]"))
+    runs = Table(("variant", "mean", *(f"seed {seed}" for seed in seeds)), runs)
     over = [f"over {what} [{level(found)}]" for what in ("seeds", "text")]
     tests = Table(("variant", "against", *over), tests, (0, 1))
     return tag("div", details("Bits/byte of every run", grid(runs)),
@@ -150,8 +151,8 @@ def heat(value):
 
 def heads_of(found):
     return Html("".join(details(label, tag("div class=heats", *(tag("div", tag("h3", key), heat(value))
-                                                                for key, value in arm["heads"].items())))
-                        for label, arm in labelled(found) if arm.get("heads")))
+                                                                for key, value in variant["heads"].items())))
+                        for label, variant in labelled(found) if variant.get("heads")))
 
 
 def samples(found):
@@ -163,19 +164,21 @@ def samples(found):
 
 
 def configs(found):
-    rows = [(label_of(found, name), name, arm["kind"],
-             " ".join(f"{key}={value}" for key, value in (arm.get("flags") or {}).items()) or "–")
-            for name, arm in found["arms"].items()]
+    rows = [(label_of(found, name), name, variant["kind"],
+             " ".join(f"{key}={value}" for key, value in (variant.get("flags") or {}).items()) or "–")
+            for name, variant in found["arms"].items()]
     plain = details("Every flag of the plain GPT", tag("pre", "\n".join(
         f"{key}={value}" for key, value in (found.get("plain") or {}).items())))
-    head = ("arm", "name", "kind", "what differs from the plain GPT")
+    head = ("variant", "name", "kind", "what differs from the plain GPT")
     return tag("div", grid(Table(head, rows, range(4))), plain)
 
 
 def commands(found):
-    each = [tag("div", tag("h3", label), tag("pre", "\n".join(arm.get("commands") or ["–"])),
-                note(f"Runs: {', '.join(arm.get('runs') or ['–'])}")) for label, arm in labelled(found)]
-    return tag("div", tag("pre", found["command"]), details(f"Each of the {len(each)} arms by itself", *each))
+    each = [tag("div", tag("h3", label), tag("pre", "\n".join(variant.get("commands") or ["–"])),
+                note(f"Runs: {', '.join(variant.get('runs') or ['–'])}"))
+            for label, variant in labelled(found)]
+    by_variant = details(f"Each of the {len(each)} variants by itself", *each)
+    return tag("div", tag("pre", found["command"]), by_variant)
 
 
 def reading(found):
@@ -184,16 +187,16 @@ def reading(found):
     texts = [
         "Bits/byte: how many bits the model needs for a byte of text that it has not seen. Lower is better, "
         "whatever the tokenizer.",
-        "Seeds: each arm is trained several times from other random numbers, since luck alone makes runs "
+        "Seeds: each variant is trained several times from other random numbers, since luck alone makes runs "
         "differ. The plain GPT, which stands in every comparison, has more seeds than a variant.",
         f"Difference [{level(found)}]: the variant's mean minus the other's, and the interval that holds the "
-        "true one so often. One model of all arms and seeds takes out what arms share at the same seed, "
-        "where that shows, and draws the spreads of arms that are alike to each other.",
-        f"Corrected: among many comparisons some look good by chance; here they are {made}. The risk that "
+        "true one so often. One model of all variants and seeds takes out what they share at the same seed, "
+        "where that shows, and draws similar spreads to each other.",
+        f"Corrected: among many comparisons some seem good by chance; here they are {made}. The risk that "
         f"even one better or worse of the whole study is false is {100 * alpha:g} % at most, and so is the "
         "risk of a false same (simulated). So an interval may leave out zero and the verdict be leaning: "
         f"better and worse need a corrected p of {STRICT * alpha:g} where the spread of one of the two was "
-        "drawn to that of the other arms, which is never quite right.",
+        "drawn to that of the other variants, which is never quite right.",
         f"Margin: ±{found['margin']:g} bits/byte, set beforehand; what lies within it counts as the same.",
         "Worth × compute: the plain GPT was also trained for less and for more. Worth 0.9: with 0.9 times "
         "its training compute it is as good as the variant, which is therefore worse; above 1, better. < and "
@@ -220,13 +223,13 @@ def html(found, pictures=None):
         "Learning curves": image(pictures.get("learning"), "learning curves"),
         "Costs": grid(costs_table(found)),
         "Learning rates": Html(grid(tuned_table(found)) + grid(candidates_table(found))),
-        "What became of the heads": Html("".join(map(grid, lives_tables(found)))),
+        "Dynamic heads": Html("".join(map(grid, dynamic_tables(found)))),
         "Seed by seed": seeds_of(found), "Inside the heads": heads_of(found), "Samples": samples(found),
         "Configurations": configs(found), "Commands": commands(found),
         "Settings": tag("dl", *(tag(kind, text) for pair in settings_of(found)
                                 for kind, text in zip(("dt", "dd"), pair))),
         "How to read this": reading(found),
-        "Failures": grid(Table(("arm", "seed", "why", "log"), lost, (0, 2, 3)))}
+        "Failures": grid(Table(("variant", "seed", "why", "log"), lost, (0, 2, 3)))}
     sections = [tag("section", tag("h2", name), note(WORDS[name]) if name in WORDS else "", part)
                 for name, part in sections.items() if part]
     title, warnings = found["question"] or found["name"], [tag("p", text) for text in notices(found)]
@@ -234,9 +237,25 @@ def html(found, pictures=None):
     header = tag("header", note(where), tag("h1", title), tag("p class=lead", headline(found)),
                  tag("div class=warnings", *warnings) if warnings else "", grid(verdicts_table(found)),
                  note(" ".join(remarks(found, "the table under Seed by seed"))), in_words(found))
+    return document(title, tag("main", header, *sections))
+
+
+def ladder_html(found, pictures=None):
+    """The page of a ladder: how effects go with size, and the reports of its sizes."""
+    title = f"{found['name']}: effects over sizes"
+    lines = [tag("li", tag("strong", name), f": {text}") for name, text in ladder_sentences(found)]
+    links = [tag("li", tag(f"a href='{escaping.escape(size)}/report.html'", size)) for size in found["sizes"]]
+    worth = "Worth: at that multiple of its training compute the plain GPT of that size has the same score."
+    return document(title, tag(
+        "main", tag("header", tag("h1", title), grid(ladder_table(found)), note(worth)),
+        tag("section", image((pictures or {}).get("ladder"), "worth against size"), tag("ul", *lines)),
+        tag("section", tag("h2", "Reports"), tag("ul", *links)),
+        tag("section", tag("h2", "Command"), tag("pre", found["command"]))))
+
+
+def document(title, main):
     # the policy has the browser refuse what the page promises not to do: load anything, run anything
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-    main = tag("main", header, *sections)
     return ("<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
             f'<meta http-equiv=Content-Security-Policy content="{policy}"><link rel=icon href=\'data:,\'>'
             "<meta name=viewport content='width=device-width, initial-scale=1'>"

@@ -18,7 +18,7 @@ from nanoheads.study.findings import MEANING, against_plain, known, label_of, le
 # blue, orange, green, purple, grey, and black for the plain GPT: as on the page
 VERDICT_COLOURS = dict(zip([*MEANING, "plain"],
                            ("#0067a3", "#a94400", "#00735a", "#8a4b8f", "#5a636d", "#000000")))
-FEW = 8  # arms that can be told apart by colour; of more, the best and the worst are
+FEW = 8  # variants that can be told apart by colour; of more, the best and the worst are
 
 
 def drawn(draw, found, kind="svg"):
@@ -109,10 +109,10 @@ def draw_row(axes, y, c, left, right):
 
 # ---- learning curves ----
 
-def mean_curve(arm, runs):
+def mean_curve(variant, runs):
     """Mean, lowest, highest validation bits/byte where all finished seeds have one; None without a curve."""
-    curves = [runs.get(run, {}).get("curve") for run in arm.get("runs") or []]
-    curves = [c for c, bpb in zip(curves, arm.get("bpb") or []) if c and known(bpb)]
+    curves = [runs.get(run, {}).get("curve") for run in variant.get("runs") or []]
+    curves = [c for c, bpb in zip(curves, variant.get("bpb") or []) if c and known(bpb)]
     seeds = [{t: (t, s, b) for t, s, b in np.array([c["tokens"], c["seconds"], c["bpb"]], float).T
               if np.isfinite(b)} for c in curves]
     at = sorted(set.intersection(*map(set, seeds))) if seeds else []
@@ -120,13 +120,13 @@ def mean_curve(arm, runs):
         return None
     tokens, seconds, bpb = np.array([[seed[t] for t in at] for seed in seeds]).transpose(2, 0, 1)
     return {"training tokens": tokens[0], "mean": bpb.mean(0), "low": bpb.min(0), "high": bpb.max(0),
-            "training FLOPs, executed": tokens[0] * number(arm.get("executed_flops_per_token")),
+            "training FLOPs, executed": tokens[0] * number(variant.get("executed_flops_per_token")),
             "seconds of training": seconds.mean(0)}
 
 
 def learning(found):
-    """A Figure: validation bits/byte of each arm against tokens, FLOPs and time; None: no curves yet."""
-    curves = {name: c for name, arm in found["arms"].items() if (c := mean_curve(arm, found["runs"]))}
+    """A Figure: validation bits/byte of each variant against tokens, FLOPs and time; None: no curves yet."""
+    curves = {name: c for name, variant in found["arms"].items() if (c := mean_curve(variant, found["runs"]))}
     if not curves:
         return None
     order = [c["variant"] for c in against_plain(found) if c["variant"] in curves]
@@ -159,9 +159,9 @@ def learning(found):
 
 def compute(found):
     """A Figure: the plain GPT's score against its compute, the variants at theirs; None: one budget."""
-    arms = found["arms"]
-    plain = sorted((arm["multiple"], mean_of(arm)) for arm in arms.values()
-                   if arm["kind"] in ("plain", "budget") and mean_of(arm))
+    variants = found["arms"]
+    plain = sorted((variant["multiple"], mean_of(variant)) for variant in variants.values()
+                   if variant["kind"] in ("plain", "budget") and mean_of(variant))
     if len(plain) < 2:
         return None
     x, y = zip(*plain)
@@ -170,7 +170,7 @@ def compute(found):
     figure, axes = panels(8.6, 4.6)
     axes.plot(x, y, "o-", color="black", markersize=5)
     for c in against_plain(found):
-        ratio, score = (c.get("equal_flops") or {}).get("ratio"), mean_of(arms[c["variant"]])
+        ratio, score = (c.get("equal_flops") or {}).get("ratio"), mean_of(variants[c["variant"]])
         if known(ratio) and known(score):
             colour, at = VERDICT_COLOURS.get(c["verdict"]), min(max(score, low), high)
             axes.plot([ratio], [at], "o" if at == score else "^" if at == high else "v", color=colour)
@@ -183,10 +183,10 @@ def compute(found):
 
 
 def ladder(found):
-    """A Figure: what each arm is worth in the plain GPT's compute, against size; None: nothing is known."""
-    lines = {name: sorted((int(n), w) for n, w in arm["worth"].items()
+    """A Figure: what each variant is worth in the plain GPT's compute, against size; None: nothing known."""
+    lines = {name: sorted((int(n), w) for n, w in variant["worth"].items()
                           if known(w["mean"]) or w["beyond"])
-             for name, arm in found["ladder"]["arms"].items()}
+             for name, variant in found["ladder"]["arms"].items()}
     lines = {name: points for name, points in lines.items() if points}
     if not lines:
         return None

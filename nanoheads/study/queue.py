@@ -1,7 +1,7 @@
 """
 The queue of a study: every run that is not done, as many at once as this machine or a cluster has places for.
 
-A run is a process of its own (study/trial.py), so that one that crashes or is killed takes nothing with it.
+A run is a process of its own (train.py --trial), so that one that crashes or is killed takes nothing with it.
 """
 
 import json
@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from nanoheads.common import UserError, pick_device
+from nanoheads.common import ROOT, UserError, pick_device
 from nanoheads.study.trial import TRIALS, TRIALS_ON_GPU, WITH_PARENT, done, last_line
 
 
 def command_of(folder):
     """What runs a trial, from any working directory."""
-    return [sys.executable, "-m", "nanoheads.study.trial", str(folder)]
+    return [sys.executable, str(ROOT / "train.py"), f"--trial={folder}"]
 
 
 # ---- places to run ----
@@ -166,7 +166,7 @@ class Cluster:
         gpu = self.room and self.room.next_gpu()
         # `env` adds to the environment that submitit gives a job; its own env= would stand in its place
         words = [f"{key}={value}" for key, value in self.room.env(gpu).items()] if self.room else []
-        # a command rather than trial.run itself: a node would have to import the module before it has a path
+        # a command rather than a function: a node would have to import its module before it has a path
         command = self.command(["env", *words, *command_of(folder)], cwd=str(Path.cwd()), verbose=False)
         job = self.executor.submit(command)
         if self.room:
@@ -259,7 +259,7 @@ def start(folder, place, running, failed):
 
 
 def fail(folder, why, failed):
-    """Keep why a trial failed, in its folder too, where trial.failure() looks for it, and say it."""
+    """Keep why a trial failed, in its folder too, where trial.failure() looks for it, and print it."""
     failed[folder] = why
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "failed.txt").write_text(why, encoding="utf-8")

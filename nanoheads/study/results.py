@@ -1,9 +1,9 @@
 """
-results.json.gz: everything that a study found, from which anybody can compute its page again.
+results.json.gz: everything that a study found, from which its page can be computed again.
 
-`runs` holds each run under its hash: score, nats of each block of the text, flags, costs. `arms` says which
-runs are whose, `screen`, `pairs` and `tuned` what was done with them, and the rest is analysis.py's: figures
-that recheck() computes once more.
+`runs` holds each run under its hash: score, nats of each block of the text, flags, costs. `arms` names the
+runs of each variant, `screen`, `pairs` and `tuned` what was done with them, and the rest is analysis.py's:
+figures that recheck() computes once more.
 """
 
 import gzip
@@ -25,14 +25,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench import median_interval
-from evaluate import bits, windows_of
 from model import GPTConfig
 from nanoheads.common import ROOT, UserError, git_commit, json_safe, pick_device, write_atomic
-from nanoheads.study import analysis, costs, lives, queue, trial
-from nanoheads.study.arms import BOOKKEEPING, HERE, StudyConfig, size_of
+from nanoheads.heads.traces import summaries
+from nanoheads.study import analysis, costs, dynamic, queue, trial
+from nanoheads.study.variants import BOOKKEEPING, HERE, StudyConfig, size_of
 from nanoheads.text.dataset import Dataset
+from nanoheads.timing import median_interval
 from nanoheads.training import checkpoint
+from nanoheads.training.scoring import bits, windows_of
 
 CURVE_POINTS = 25  # of a run's validation curve that are kept, the last one among them
 # what nothing can do without
@@ -48,8 +49,8 @@ def collect(study, command):
     c, planned = study.config, set(study.runs.values())
     done = {folder: result for folder in planned if (result := trial.result(folder))}
     refuse_to_lose(study, done)
-    judged = {name: {seed: folder for (stage, arm, seed), folder in study.runs.items()
-                     if stage == "judge" and arm == name} for name in study.arms}
+    judged = {name: {seed: folder for (stage, variant, seed), folder in study.runs.items()
+                     if stage == "judge" and variant == name} for name in study.compared}
     failures = failures_of(study)
     nothing_runs = len(done) + len(failures) >= len(planned)
     found = json.loads(json.dumps(json_safe(dict(  # as it will be read: what follows is the same then
@@ -63,12 +64,12 @@ def collect(study, command):
         machine=machine(study, done), data=scored(study, done),
         alpha=c.alpha, margin=c.margin, seeds=c.seeds, pairs=[list(pair) for pair in study.pairs],
         screen=study.screened, tuned=study.tuned, candidates=study.candidates,
-        screened_out=[name for name in study.variants if name not in study.arms],
-        arms={name: arm_summary(study, arm, judged[name], done, nothing_runs)
-              for name, arm in study.arms.items()},
+        screened_out=[name for name in study.variants if name not in study.compared],
+        arms={name: summary_of(study, variant, judged[name], done, nothing_runs)
+              for name, variant in study.compared.items()},
         runs={folder.name: {**result, "spec": study.specs[folder], "curve": curve_of(folder, result)}
               for folder, result in done.items()},
-        lives=lives.of_study(study, judged, done) if c.lives and nothing_runs else None,
+        lives=dynamic.of_study(study, judged, done) if c.lives and nothing_runs else None,
         failures=failures, planned=len(planned), done=len(done)))))
     return {**found, **json_safe(analysis.figures(found))}
 
@@ -92,15 +93,15 @@ def refuse_to_lose(study, done):
 
 
 def scored_in(path):
-    """{(stage, arm, seed)} of the runs that a results file has a score of; of a damaged one, none."""
+    """{(stage, variant, seed)} of the runs that a results file has a score of; of a damaged one, none."""
     try:
         found = read(path)
     except UserError:
         return set()
     screen = (found.get("screen") or {}).get("scores", {})
     return {("screen", name, int(seed)) for name, own in screen.items() for seed in own} | {
-        ("judge", name, seed) for name, arm in found["arms"].items()
-        for seed, bpb in zip(arm["seeds"], arm["bpb"]) if bpb is not None}
+        ("judge", name, seed) for name, variant in found["arms"].items()
+        for seed, bpb in zip(variant["seeds"], variant["bpb"]) if bpb is not None}
 
 
 def failures_of(study):
@@ -134,8 +135,8 @@ def scored(study, done):
                 context=f"disjoint windows of {T:,}", note=data.meta.get("note"))
 
 
-def arm_summary(study, arm, folders, done, nothing_runs):
-    """One arm: sizes, costs, each seed's score, the command of a run, and a look inside one."""
+def summary_of(study, variant, folders, done, nothing_runs):
+    """One variant: sizes, costs, each seed's score, the command of a run, and what is inside one."""
     found = [done.get(folder) for folder in folders.values()]
 
     def median(key):
@@ -144,24 +145,26 @@ def arm_summary(study, arm, folders, done, nothing_runs):
 
     first = next((folder for folder, result in zip(folders.values(), found) if result), None)
     inside = inspected(first, nothing_runs) if first else NOT_INSPECTED
-    multiple = arm.train.max_iters / study.builder.plain.train.max_iters
-    return dict(kind=arm.kind, label=arm.label, flags=arm.flags, steps=arm.train.max_iters, multiple=multiple,
-                params=arm.params, tokens=arm.tokens, flops_per_token=arm.flops_per_token,
-                executed_flops_per_token=costs.executed_flops(arm.model, pick_device(study.config.device)),
-                time_ratio=time_ratio(study, arm, nothing_runs),
+    executed = costs.executed_flops(variant.model, pick_device(study.config.device))
+    multiple = variant.train.max_iters / study.builder.plain.train.max_iters
+    return dict(kind=variant.kind, label=variant.label, flags=variant.flags, steps=variant.train.max_iters,
+                multiple=multiple, params=variant.params, tokens=variant.tokens,
+                flops_per_token=variant.flops_per_token,
+                executed_flops_per_token=executed,
+                time_ratio=time_ratio(study, variant, nothing_runs),
                 seconds=median("seconds"), tokens_per_s=median("tokens_per_s"),
                 memory_mib=median("memory_mib"), best_step=median("best_step"),
                 seeds=list(folders), bpb=[result and result["bpb"] for result in found],
                 runs=[folder.name for folder in folders.values()],
-                commands=commands_of(study, arm, next(iter(folders), 1), found), **inside)
+                commands=commands_of(study, variant, next(iter(folders), 1), found), **inside)
 
 
-def time_ratio(study, arm, nothing_runs):
+def time_ratio(study, variant, nothing_runs):
     """Time of a step over the plain GPT's, in alternation, when no run is left; kept in the folder."""
     plain, path = study.builder.plain, study.out / "clock.json"
-    if arm.kind in ("plain", "budget"):
+    if variant.kind in ("plain", "budget"):
         return dict(mean=1.0, low=1.0, high=1.0)
-    key = trial.folder_of([study.spec(arm, 0, "val"), study.spec(plain, 0, "val")]).name
+    key = trial.folder_of([study.spec(variant, 0, "val"), study.spec(plain, 0, "val")]).name
     kept = trial.read_json(path) or {}
     if key not in kept:
         if not nothing_runs or study.config.report_only:
@@ -169,7 +172,7 @@ def time_ratio(study, arm, nothing_runs):
         c, device = study.config, pick_device(study.config.device)
         threads = queue.Slots(c.jobs, c.device, c.jobs_per_gpu).threads
         try:
-            row = costs.step_time_ratios([arm], plain, device, threads)[arm.name]
+            row = costs.step_time_ratios([variant], plain, device, threads)[variant.name]
         except UserError:  # what diverged in its runs may do so here
             return None
         measured = ("low", "high", "ratios", "clock", "load", "cores", "threads")
@@ -179,10 +182,10 @@ def time_ratio(study, arm, nothing_runs):
     return kept[key]
 
 
-def commands_of(study, arm, seed, found):
-    """The lines that repeat a run of this arm with this seed to the last digit, and score it."""
-    changed = {**study.builder.settings, **arm.flags, "seed": seed + arm.flags.get("seed", 0)}
-    name = "".join(ch if ch.isalnum() else "_" for ch in arm.name)
+def commands_of(study, variant, seed, found):
+    """The lines that repeat a run of this variant with this seed to the last digit, and score it."""
+    changed = {**study.builder.settings, **variant.flags, "seed": seed + variant.flags.get("seed", 0)}
+    name = "".join(ch if ch.isalnum() else "_" for ch in variant.name)
     flags = (f"--{key}={value}" for key, value in changed.items())
     threads = next((result["threads"] for result in found if result), None)
     one = f"OMP_NUM_THREADS={threads} " * (threads is not None)
@@ -192,9 +195,9 @@ def commands_of(study, arm, seed, found):
     return lines
 
 
-def flags_of(arm):
-    """Every flag of the model and of its training that has a say in an arm's numbers."""
-    flags = {**{f.name: getattr(arm.model, f.name) for f in fields(GPTConfig)}, **asdict(arm.train)}
+def flags_of(variant):
+    """Every flag of the model and of its training that has a say in a variant's numbers."""
+    flags = {**{f.name: getattr(variant.model, f.name) for f in fields(GPTConfig)}, **asdict(variant.train)}
     return {key: value for key, value in flags.items() if key not in BOOKKEEPING | {"seed", "device"}}
 
 
@@ -268,6 +271,7 @@ def inspect(folder):
 def heads_of(model, x):
     """{name of a trace: a row for each layer} of the heads on the tokens x [B, T + 1], to 4 digits."""
     traces, found = model(x[:, :-1], x[:, 1:], traces=True).traces, {}
+    traces.update(summaries(traces, x[:, 1:]))
     for key, value in traces.items():
         name = key.split(".", 2)[-1]
         if key.startswith("blocks.") and name in HEAD_TRACES and value.numel():
@@ -297,7 +301,7 @@ def write(found, folder):
 
 
 def write_sums(folder):
-    """SHA256SUMS over what lies in a report's folder, so that who gets it knows that all of it came along."""
+    """SHA256SUMS over what lies in a report's folder, to check that all of it came along."""
     lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(
         Path(folder).iterdir()) if path.is_file() and path.name not in ("SHA256SUMS", "clock.json")]
     write_atomic(Path(folder) / "SHA256SUMS", lambda f: f.write("".join(lines).encode()))
@@ -328,11 +332,11 @@ def recheck(path):
     found, wrong, figures = read(path), [], []  # (computed once more, as it is in the file, its name)
     for size, study in trial.studies_in(found).items():
         where = f"{size}: " * bool(size)
-        for name, arm in study["arms"].items():
-            for run, bpb in zip(arm["runs"], arm["bpb"]):
+        for name, variant in study["arms"].items():
+            for run, bpb in zip(variant["runs"], variant["bpb"]):
                 wrong += [f"{where}{name}: {problem}" for problem in wrong_score(study["runs"].get(run), bpb)]
-            wrong += [f"{where}{name}: {problem}" for problem in wrong_runs(study, arm)]
-            figures += [(*both, f"{where}{name}: {what}") for *both, what in costs_again(study, arm)]
+            wrong += [f"{where}{name}: {problem}" for problem in wrong_runs(study, variant)]
+            figures += [(*both, f"{where}{name}: {what}") for *both, what in costs_again(study, variant)]
         wrong += [f"{where}{problem}" for problem in unexplained(study)]
         figures += [(json_safe(value), study.get(key), f"{where}{key}")
                     for key, value in analysis.figures(study).items()]
@@ -360,43 +364,44 @@ def wrong_score(run, bpb):
     return wrong
 
 
-def wrong_runs(study, arm):
-    """What says that runs are not those of the arm that they stand under, as sentences.
+def wrong_runs(study, variant):
+    """What says that runs are not those of the variant that they stand under, as sentences.
 
     A flag that is None in the study may have another value in a run, which its mechanism chose.
     """
-    flags, wrong = {**study["plain"], **arm["flags"]}, []
-    for run, seed in zip(arm["runs"], arm["seeds"]):
+    flags, wrong = {**study["plain"], **variant["flags"]}, []
+    for run, seed in zip(variant["runs"], variant["seeds"]):
         if (found := study["runs"].get(run)) is None:
             continue
         spec = found["spec"]
         of_run = {**spec["model"], **spec["train"]}
-        seeds = of_run.pop("seed"), seed + arm["flags"].get("seed", 0)
+        seeds = of_run.pop("seed"), seed + variant["flags"].get("seed", 0)
         other = [key for key, value in of_run.items() if flags.get(key) not in (None, value)]
         other += ["seed"] * (seeds[0] != seeds[1])
         other += ["split"] * (spec["score"]["split"] != study["data"]["split"])
         if "controller" not in spec["train"]:  # else heads may have come or gone
-            other += [key for key in ("params", "flops_per_token") if found[key] != arm[key]]
+            other += [key for key in ("params", "flops_per_token") if found[key] != variant[key]]
         if trial.folder_of(spec).name != run:
             wrong.append(f"run {run} has another spec")
         if other:
-            wrong.append(f"run {run} is of another arm or seed: {', '.join(other)}")
+            wrong.append(f"run {run} is of another variant or seed: {', '.join(other)}")
     return wrong
 
 
-def costs_again(study, arm):
-    """[(computed once more, as it is in the file, what)] of an arm's costs.
+def costs_again(study, variant):
+    """[(computed once more, as it is in the file, what)] of a variant's costs.
 
     Its model's parameters and FLOPs are counted as they were in the study, an interval of time is computed
     from its rounds (files from before 2026-11-22 have none). Times themselves cannot be had again.
     """
-    found, time = [], arm["time_ratio"] or {}
-    if spec := next((study["runs"][run]["spec"] for run in arm["runs"] if run in study["runs"]), None):
+    found, time = [], variant["time_ratio"] or {}
+    if spec := next((study["runs"][run]["spec"] for run in variant["runs"] if run in study["runs"]), None):
         model = GPTConfig(**spec["model"])
         params, needed = size_of(model)
         executed = costs.executed_flops(model, spec["train"]["device"])
-        found += [(params, arm["params"], "parameters"), (needed, arm["flops_per_token"], "FLOPs a token"),
-                  (executed, arm["executed_flops_per_token"], "executed FLOPs a token")]
+        found += [(params, variant["params"], "parameters"),
+                  (needed, variant["flops_per_token"], "FLOPs a token"),
+                  (executed, variant["executed_flops_per_token"], "executed FLOPs a token")]
     if "ratios" in time:
         found += [(value, time[end], f"time of a step, {end}")
                   for end, value in zip(("mean", "low", "high"), median_interval(time["ratios"]))]
@@ -404,20 +409,20 @@ def costs_again(study, arm):
 
 
 def unexplained(study):
-    """Runs on the judged text that no arm has; scores of the first stage and of rates that no run gave."""
+    """Runs on the judged text of no variant; scores of the first stage and of rates that no run gave."""
     runs, split = study["runs"], study["data"]["split"]
-    taken = {run for arm in study["arms"].values() for run in arm["runs"]}
-    wrong = [f"run {run} was scored on {split} and stands under no arm" for run, found in runs.items()
+    taken = {run for variant in study["arms"].values() for run in variant["runs"]}
+    wrong = [f"run {run} was scored on {split} and stands under no variant" for run, found in runs.items()
              if run not in taken and found["spec"]["score"]["split"] == split]
-    given = {found["bpb"] for found in runs.values()}
-    told = [(f"screened {name}, seed {seed}", bpb) for name, own in
-            ((study.get("screen") or {}).get("scores") or {}).items() for seed, bpb in own.items()]
-    told += [(f"tuned {name}, {group} x {factor}", bpb) for name, own in (study.get("tuned") or {}).items()
-             for group, scores in own.items() for factor, bpb in scores.items()]
-    told += [(f"{name} at {each['rates']}, seed {seed}", bpb)
-             for name, own in (study.get("candidates") or {}).items()
-             for each in own for seed, bpb in each["bpb"].items()]
-    return wrong + [f"{what}: no run gave {bpb}" for what, bpb in told if bpb not in given]
+    of_runs = {found["bpb"] for found in runs.values()}
+    given = [(f"screened {name}, seed {seed}", bpb) for name, own in
+             ((study.get("screen") or {}).get("scores") or {}).items() for seed, bpb in own.items()]
+    given += [(f"tuned {name}, {group} x {factor}", bpb) for name, own in (study.get("tuned") or {}).items()
+              for group, scores in own.items() for factor, bpb in scores.items()]
+    given += [(f"{name} at {each['rates']}, seed {seed}", bpb)
+              for name, own in (study.get("candidates") or {}).items()
+              for each in own for seed, bpb in each["bpb"].items()]
+    return wrong + [f"{what}: no run gave {bpb}" for what, bpb in given if bpb not in of_runs]
 
 
 def differences(a, b, where):
@@ -444,8 +449,8 @@ def config_of(found, config):
         named = []
         for study in trial.studies_in(found).values():
             named += (study.get("screen") or {}).get("scores") or ()
-            named += [name for name, arm in study["arms"].items()
-                      if arm["kind"] == "variant" and not name.endswith(", tuned")]
+            named += [name for name, variant in study["arms"].items()
+                      if variant["kind"] == "variant" and not name.endswith(", tuned")]
         held["mechanisms"] = [name for name in dict.fromkeys(named)
                               if name not in ("plain", *held.get("variants", {}))]
     return replace(config, **held)

@@ -1,18 +1,19 @@
 """
-From scores to verdicts: one model of all arms and seeds, Holm's correction, what could have been found, and a
-bootstrap over text.
+From scores to verdicts: one model of all variants and seeds, Holm's correction, what could have been found.
+The plain GPT is a variant, too.
 
 A difference is variant minus baseline in test bits per byte: below 0 is better. Two spreads answer two
-questions. Over seeds (judge): would it win again if both were trained again? Over text (block_bootstrap):
-would these two trained models rank the same on other text of this kind? Verdicts rest on the first.
+questions. Over seeds (judge): would it win again if both were trained again? Over text (block_bootstrap of
+intervals.py): would these two trained models rank the same on other text of this kind? Verdicts rest on the
+first.
 
-    score[arm, seed] = mean[arm] + effect[seed] + noise,    the noise with a variance for each arm
+    score[variant, seed] = mean[variant] + effect[seed] + noise,    the noise with a variance for each variant
 
-A few seeds say little of an arm's own spread, so all arms are fitted together. What a seed does to all of
+A few seeds say little of a variant's own spread, so all are fitted together. What a seed does to all of
 them is taken out where it shows at all: without it a difference is the unpaired one, with nothing but it the
-paired one. The variances of arms that are alike are drawn to each other (Smyth 2004, limma); an arm that
-is clearly not alike keeps its own. tests/simulate.py counts the wrong verdicts: each rule here is there
-because that count was too high without it.
+paired one. The variances of similar variants are drawn to each other (Smyth 2004, limma); a variant whose
+variance is clearly another one keeps its own. tests/simulate.py counts the wrong verdicts: each rule here is
+there because that count was too high without it.
 """
 
 import math
@@ -21,18 +22,17 @@ from typing import NamedTuple
 
 import numpy as np
 from scipy.special import chdtri, digamma, fdtr, fdtrc, polygamma, stdtr, stdtrit
-from scipy.stats import norm, t
 
-SEEDS_MATTER = 0.01  # the p at which a shared seed is believed to move the arms together
-OUTLIER = 0.001      # the p at which an arm's spread is not that of the others
-LOUD = 8             # times the median spread: so far off that chance hardly brings such an arm near it
-LEAST_ARMS = 4       # fewer do not tell how alike their spreads are
+SEEDS_MATTER = 0.01  # the p at which a shared seed is believed to move the variants together
+OUTLIER = 0.001      # the p at which a variant's spread is not that of the others
+LOUD = 8             # times the median spread: so far off that chance hardly brings such a variant near it
+LEAST_VARIANTS = 4   # fewer do not show how similar their spreads are
 PRIOR_COUNTS = 0.6   # this share of the prior's degrees of freedom: it is an estimate from the same scores
-STRICT = 0.7         # times alpha: p of better and worse where spreads are drawn together, never quite alike
+STRICT = 0.7         # times alpha: p of better and worse where spreads, never quite equal, are drawn together
 
 
-class Judged(NamedTuple):
-    """What the seeds say of one comparison: difference and uncorrected interval in bits/byte; p two-sided."""
+class Comparison(NamedTuple):
+    """One comparison over seeds: difference and uncorrected interval in bits/byte; p two-sided."""
 
     n: int              # seeds of the variant
     n_baseline: int
@@ -42,18 +42,18 @@ class Judged(NamedTuple):
     se: float
     df: float
     p: float
-    p_corrected: float  # Holm's; never below the p that the two arms' own spreads give
+    p_corrected: float  # Holm's; never below the p that the two variants' own spreads give
     p_same: float       # of a difference of margin or more; corrected likewise
     verdict: str        # "better", "worse", "same", "leaning" or "undecided"
     more_seeds: int | None  # of the variant, for a verdict four times in five if the difference is as seen
 
 
-# ---- the model of arms and seeds ----
+# ---- the model of variants and seeds ----
 
 def prior_of(var, df):
-    """(variance, degrees of freedom) [...] that the arms' var, df [..., A] together expect of one more arm.
+    """(variance, degrees of freedom) [...] that var, df [..., A] of variants expect of one more of them.
 
-    By mean and variance of log var (limma's fitFDist). Never more degrees of freedom than the arms have.
+    By mean and variance of log var (limma's fitFDist). Never more degrees of freedom than the variants have.
     """
     log_var, most = np.log(var) - digamma(df / 2) + np.log(df / 2), df.sum(-1)
     unlike = log_var.var(-1, ddof=1) - polygamma(1, df / 2).mean(-1)  # beyond what sampling does
@@ -66,27 +66,27 @@ def prior_of(var, df):
     return np.where(2 * half > 0.999 * most, pooled, centre), np.minimum(2 * half, most)
 
 
-def alike(var, df):
-    """Indices of the arms whose spread the prior of the others explains; of three or fewer with one, all.
+def similar(var, df):
+    """Indices of the variants whose spread the prior of the others explains; of three or fewer with one, all.
 
-    First against the median spread, since several loud arms would hide each other in a prior.
+    First against the median spread, since several loud variants would hide each other in a prior.
     """
     found = np.flatnonzero((var > 0) & (df > 0.5))
-    if len(found) >= LEAST_ARMS:
+    if len(found) >= LEAST_VARIANTS:
         typical = np.median(var[found] * df[found] / chdtri(df[found], 0.5))
         found = found[var[found] < LOUD ** 2 * typical]
-    if len(found) < LEAST_ARMS:
+    if len(found) < LEAST_VARIANTS:
         return found
-    others = np.array([found[found != arm] for arm in found])
+    others = np.array([found[found != one] for one in found])
     prior, prior_df = prior_of(var[others], df[others])
     below = fdtr(df[found], prior_df, var[found] / prior)
     return found[np.minimum(below, 1 - below) > OUTLIER / 2]
 
 
 def moderated(var, df):
-    """(variances [A], degrees of freedom [A]): the arms' own, those of arms alike drawn to their prior."""
-    kept = alike(var, df)
-    if len(kept) < LEAST_ARMS:
+    """(variances [A], degrees of freedom [A]): those of similar variants drawn to their prior."""
+    kept = similar(var, df)
+    if len(kept) < LEAST_VARIANTS:
         return var, df
     var, df = var.copy(), df.copy()
     prior, prior_df = prior_of(var[kept], df[kept])
@@ -97,7 +97,7 @@ def moderated(var, df):
 
 def least_squares(there, var, seed_var):
     """(precision [A, A, S], weights [A, A, S]): the inverse covariance of the scores of each seed, and the
-    weight of each score in each arm's mean (generalised least squares)."""
+    weight of each score in each variant's mean (generalised least squares)."""
     own = there / var[:, None]
     precision = -own[:, None] * own * (seed_var / (1 + seed_var * own.sum(0)))
     precision[range(len(var)), range(len(var))] += own
@@ -105,20 +105,20 @@ def least_squares(there, var, seed_var):
 
 
 def seed_variance(residual, there, var):
-    """The variance of what a seed does to all arms; 0 where an F-test does not show it (SEEDS_MATTER).
+    """The variance of what a seed does to all variants; 0 where an F-test does not show it (SEEDS_MATTER).
 
     Believing in it wrongly makes intervals too short, not believing only too long: hence the test.
     """
     n, shared = there.sum(1), there.sum(0) > 1
-    arms, seeds = there[:, shared].sum(0), shared.sum()
+    runs, seeds = there[:, shared].sum(0), shared.sum()
     scaled = (residual / np.sqrt(var)[:, None])[:, shared]
-    between = (scaled.sum(0) ** 2 / arms).sum()
+    between = (scaled.sum(0) ** 2 / runs).sum()
     within = (scaled ** 2).sum() - between
-    lost = 1 if len(var) == 2 else 0  # two arms: their own spreads were divided out
-    df = seeds - 1 - lost, arms.sum() - len(var) - seeds + 1 - lost
+    lost = 1 if len(var) == 2 else 0  # two variants: their own spreads were divided out
+    df = seeds - 1 - lost, runs.sum() - len(var) - seeds + 1 - lost
     if min(df) < 1 or fdtrc(*df, between / df[0] / max(within / df[1], 1e-30)) > SEEDS_MATTER:
         return 0.0
-    # mean covariance of two arms; arms of little spread say more of it
+    # mean covariance of two variants; variants of little spread say more of it
     both = there.astype(float) @ there.T
     expected = both * (1 - 1 / n - 1 / n[:, None] + both / n / n[:, None]) / var / var[:, None]
     weighted = residual / var[:, None]
@@ -129,18 +129,19 @@ def seed_variance(residual, there, var):
 class Fit(NamedTuple):
     mean: np.ndarray      # [A]
     weights: np.ndarray   # [A, A, S], of the scores in each mean
-    own: tuple            # variances [A] and degrees of freedom [A] by each arm's scores alone
+    own: tuple            # variances [A] and degrees of freedom [A] by each variant's scores alone
     drawn: tuple          # the same after moderated()
     seed_var: float
     seed_df: float
 
-    def found_at(self, alpha, *arms):
-        """The corrected p up to which a difference of these arms is better or worse."""
-        return STRICT * alpha if any(self.drawn[1][arm] > self.own[1][arm] for arm in arms) else alpha
+    def found_at(self, alpha, *variants):
+        """The corrected p up to which a difference of these variants is better or worse."""
+        drawn = any(self.drawn[1][i] > self.own[1][i] for i in variants)
+        return STRICT * alpha if drawn else alpha
 
 
 def fit(y):
-    """Fit of scores y [A, S], nan where an arm has no run of that seed; each arm has two or more."""
+    """Fit of scores y [A, S], nan where a variant has no run of that seed; each variant has two or more."""
     there = ~np.isnan(y)
     y = np.where(there, y, 0)
     df = there.sum(1) - 1.0
@@ -170,7 +171,7 @@ def error_of(weights, variances, fitted):
     """(se, df) of a difference: the sum of scores with these weights [A, S].
 
     Degrees of freedom by Satterthwaite's formula (Welch's), but never more than for equal spreads: where an
-    arm's spread is small by chance, the formula would believe the baseline's many seeds instead.
+    variant's spread is small by chance, the formula would believe the baseline's many seeds instead.
     """
     var, df = variances
     squares, seeds = (weights ** 2).sum(1), fitted.seed_var * (weights.sum(0) ** 2).sum()
@@ -182,39 +183,39 @@ def error_of(weights, variances, fitted):
 
 # ---- verdicts ----
 
-NOTHING = Judged(0, 0, mean=math.nan, low=-math.inf, high=math.inf, se=math.inf, df=0.0, p=math.nan,
+NOTHING = Comparison(0, 0, mean=math.nan, low=-math.inf, high=math.inf, se=math.inf, df=0.0, p=math.nan,
                  p_corrected=math.nan, p_same=1.0, verdict="undecided", more_seeds=None)
 
 
 def repeats_of(scores):
-    """{arm: the arm whose scores it repeats on all seeds that both have, two or more; else itself}."""
+    """{variant: that whose scores it repeats on all seeds that both have, two or more; else itself}."""
     found = {}
-    for arm in sorted(scores, key=lambda arm: -len(scores[arm])):  # stable: equals stay in their order
+    for name in sorted(scores, key=lambda name: -len(scores[name])):  # stable: equals stay in their order
         for other in [other for other in found if found[other] == other]:
-            shared = scores[arm].keys() & scores[other].keys()
-            if len(shared) > 1 and all(scores[arm][s] == scores[other][s] for s in shared):
-                found[arm] = other
+            shared = scores[name].keys() & scores[other].keys()
+            if len(shared) > 1 and all(scores[name][s] == scores[other][s] for s in shared):
+                found[name] = other
                 break
         else:
-            found[arm] = arm
+            found[name] = name
     return found
 
 
 def judge(scores, comparisons, alpha=0.05, margin=0.01):
-    """[Judged], one for each (variant, baseline), from scores {arm: {seed: bits/byte}}.
+    """[Comparison], one for each (variant, baseline), from scores {variant: {seed: bits/byte}}.
 
-    All arms of scores tell of the spread, also those that are not compared. ValueError: a score is not
+    All of scores count for the spread, also what is not compared. ValueError: a score is not
     finite. Below two seeds, or one degree of freedom, the verdict is "undecided" and the interval infinite.
     """
-    for arm, of_arm in scores.items():
-        for seed, score in of_arm.items():
+    for name, of_seed in scores.items():
+        for seed, score in of_seed.items():
             if not math.isfinite(score):
-                raise ValueError(f"the score of {arm}, seed {seed}, is {score}: not a finite number")
+                raise ValueError(f"the score of {name}, seed {seed}, is {score}: not a finite number")
     same_as = repeats_of(scores)
-    arms = [arm for arm in scores if same_as[arm] == arm and len(scores[arm]) > 1]
-    seeds = sorted({seed for arm in arms for seed in scores[arm]})
-    y = np.array([[scores[arm].get(seed, math.nan) for seed in seeds] for arm in arms])
-    fitted = fit(y) if arms else None
+    names = [name for name in scores if same_as[name] == name and len(scores[name]) > 1]
+    seeds = sorted({seed for name in names for seed in scores[name]})
+    y = np.array([[scores[name].get(seed, math.nan) for seed in seeds] for name in names])
+    fitted = fit(y) if names else None
     rows, own_p, levels, m = [], [], [], len(comparisons)
     for variant, baseline in comparisons:
         n = len(scores.get(variant, ())), len(scores.get(baseline, ()))
@@ -223,7 +224,7 @@ def judge(scores, comparisons, alpha=0.05, margin=0.01):
         if min(n) > 1 and a == b:
             own, row = 1.0, row._replace(mean=0.0, low=0.0, high=0.0, se=0.0, df=math.inf, p=1.0, p_same=0.0)
         elif min(n) > 1:
-            a, b = arms.index(a), arms.index(b)
+            a, b = names.index(a), names.index(b)
             mean, weights = float(fitted.mean[a] - fitted.mean[b]), fitted.weights[a] - fitted.weights[b]
             se, df = error_of(weights, fitted.drawn, fitted)
             row, found_at = row._replace(mean=mean, se=se, df=df), fitted.found_at(alpha, a, b)
@@ -234,7 +235,7 @@ def judge(scores, comparisons, alpha=0.05, margin=0.01):
                 row = row._replace(low=mean - half, high=mean + half, p=p,
                                    p_same=max(min(1.0, m * p_same), own_same))
         elif min(n) == 1:
-            one, other = ([*scores[arm].values()] for arm in (variant, baseline))
+            one, other = ([*scores[name].values()] for name in (variant, baseline))
             row = row._replace(mean=float(np.mean(one) - np.mean(other)))
         rows.append(row)
         own_p.append(own)
@@ -277,16 +278,16 @@ def seeds_wanted(row, found_at, alpha, margin, m, power=0.8, most=1000):
 def findable(scores, n, n_baseline, m, alpha=0.05, power=0.8):
     """The smallest true difference (bits/byte) that n seeds find with this power, in Holm's first of m steps.
 
-    From the upper 90 % bound of the spread that arms alike have together; nan where no arm shows a spread.
+    From the upper 90 % bound of the spread that similar variants have together; nan: none shows a spread.
     """
-    several = [[*of_arm.values()] for of_arm in scores.values() if len(of_arm) > 1]
+    several = [[*of_seed.values()] for of_seed in scores.values() if len(of_seed) > 1]
     df = np.array([len(s) - 1.0 for s in several])
     var = np.array([np.var(s, ddof=1) if len({*s}) > 1 else 0.0 for s in several])
-    kept = alike(var, df)
+    kept = similar(var, df)
     if not len(kept) or min(n, n_baseline) < 2:
         return math.nan
     se = math.sqrt(df[kept] @ var[kept] / chdtri(df[kept].sum(), 0.9) * (1 / n + 1 / n_baseline))
-    if m + 1 < LEAST_ARMS:  # Welch's, for equal spreads
+    if m + 1 < LEAST_VARIANTS:  # Welch's, for equal spreads
         df = (1 / n + 1 / n_baseline) ** 2 / (1 / n ** 2 / (n - 1) + 1 / n_baseline ** 2 / (n_baseline - 1))
     else:
         df, alpha = m * (n - 1) + n_baseline - 1, STRICT * alpha
@@ -306,45 +307,11 @@ def holm(p_values):
     return np.where(np.isnan(p), math.nan, adjusted)
 
 
-# ---- over text ----
-
-def block_bootstrap(variant_nats, baseline_nats, bytes_scored, block, level=0.95, resamples=2000, seed=0):
-    """(mean, low, high): the difference of two models on a text in bits/byte, and its interval over text.
-
-    The nats, [n_windows] each, are of the same windows in the order of the text. Neighbours resemble each
-    other, so whole blocks of `block` windows are drawn, the same for both models. Take blocks longer than the
-    resemblance lasts, but keep 30 of them or more. One block: an infinite interval. ValueError where the
-    windows differ in number.
-    """
-    variant, baseline = np.asarray(variant_nats, np.float64), np.asarray(baseline_nats, np.float64)
-    if variant.shape != baseline.shape:
-        raise ValueError(f"the variant has {len(variant):,} windows and the baseline {len(baseline):,}: "
-                         "not the same text")
-    if block < 1:
-        raise ValueError(f"block={block} must be at least 1 window")
-    difference, n = variant - baseline, len(variant)
-    mean = float(difference.sum()) / (math.log(2) * bytes_scored)
-    starts = np.arange(0, n, block)
-    if (blocks := len(starts)) < 2:
-        return mean, -math.inf, math.inf
-    nats, size = np.add.reduceat(difference, starts), np.minimum(block, n - starts)
-    rng, per_window = np.random.default_rng(seed), []
-    at_once = max(1, (1 << 20) // blocks)  # resamples: some 8 MB of indices
-    for done in range(0, resamples, at_once):
-        drawn = rng.integers(blocks, size=(min(at_once, resamples - done), blocks))
-        # the last block is short: a ratio gives it its weight
-        per_window.append(nats[drawn].sum(1) / size[drawn].sum(1))
-    # percentiles of few blocks are too narrow, as z is beside t: Hesterberg's expanded percentiles (2015)
-    tail = norm.sf(math.sqrt(blocks / (blocks - 1)) * t.isf((1 - level) / 2, blocks - 1))
-    low, high = np.quantile(np.concatenate(per_window), (tail, 1 - tail)) * n / (math.log(2) * bytes_scored)
-    return mean, float(low), float(high)
-
-
 # ---- in words ----
 
-def in_words(judged, alpha=0.05, margin=0.01):
+def in_words(comparison, alpha=0.05, margin=0.01):
     """The verdict as one sentence."""
-    j, level = judged, f"{100 * (1 - alpha):g} % interval"
+    j, level = comparison, f"{100 * (1 - alpha):g} % interval"
     if math.isinf(j.low) and min(j.n, j.n_baseline) > 1:
         return f"undecided: {j.n} and {j.n_baseline} seeds do not tell the spread of these scores"
     if math.isinf(j.low):

@@ -1,7 +1,7 @@
 """
 One run of a study: its folder, what its numbers depend on, and the run itself: train, score, result.json.
 
-    python -m nanoheads.study.trial out/trials/0123456789abcdef    # queue.py starts these; again: it goes on
+    python train.py --trial=out/trials/0123456789abcdef    # queue.py starts these; again: it goes on
 
 trial.json: {"model": {flags}, "train": {flags}, "score": {"split", "tokens"}}, where tokens 0 means the whole
 split, and "code", "data", "torch": what else the numbers depend on. The folder's name is a hash of it. Beside
@@ -25,21 +25,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import train
-from evaluate import BLOCK, bits, score, windows_of
 from model import GPTConfig
 from nanoheads.common import UserError, explain, pick_device, write_atomic
 from nanoheads.study.fingerprint import code_digest
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.targets import Targets, sha256
 from nanoheads.training import checkpoint
+from nanoheads.training.config import TrainConfig
 from nanoheads.training.runlog import peak_memory, processor, read_json, read_rows, set_aside, stamps
+from nanoheads.training.scoring import BLOCK, bits, score_windows
 
 TRIALS = Path("out/trials")
 USE_FILED = True  # a run in results/ counts as done; False: for reruns that check what is there
 TRIALS_ON_GPU = "NANOHEADS_TRIALS_ON_GPU"  # environment variable: how many trials share the GPU
 CONTEXT = 0.75 * 2**30  # bytes of a GPU that a process takes beside what it allocates, about
-WITH_PARENT = "--stop_with_parent"  # of the command line: standard input is a pipe that the parent holds
+WITH_PARENT = "--stop_with_parent"  # an argument behind the folder: standard input is a pipe of the parent's
 
 
 # ---- folders ----
@@ -148,8 +148,8 @@ def runs_in(files):
 
 # ---- the run ----
 
-def run(folder):
-    """Train (or go on), score, measure; returns what it wrote into result.json."""
+def run(folder, train):
+    """Train (or go on), score, measure; returns what it wrote into result.json. train: that of train.py."""
     folder = Path(folder)
     if found := result(folder, filed=False):
         return found
@@ -158,8 +158,8 @@ def run(folder):
     if not (folder / "ckpt.pt").is_file():
         (folder / "best.pt").unlink(missing_ok=True)
     libraries = peak_memory()
-    config = train.TrainConfig(**spec["train"], out_dir=str(folder), resume=True)
-    last = train.train(GPTConfig(**spec["model"]), config)
+    config = TrainConfig(**spec["train"], out_dir=str(folder), resume=True)
+    last = train(GPTConfig(**spec["model"]), config)
     memory = None if libraries is None else peak_memory() - libraries
 
     state = checkpoint.read(folder)  # best.pt: the lowest validation loss
@@ -177,22 +177,6 @@ def run(folder):
     # the optimizer's moments: three times the weights, and nothing goes on from them
     (folder / "ckpt.pt").unlink(missing_ok=True)
     return found
-
-
-def score_windows(model, data, split, tokens):
-    """(nats of each window [n_windows], {nats, tokens, bytes, bpb}). UserError where they are not finite."""
-    nats = score(model, data, split, max_tokens=tokens, per_token=True).astype(np.float64)
-    total = float(nats.sum())
-    if not np.isfinite(nats).all():
-        raise UserError(f"the trained model gives {total} nats on {split}: its training diverged")
-    windows = windows_of(data, split, model.config.block_size, max_tokens=tokens)
-    size = data.splits[split]["bytes"]
-    # a slice, whose tokens may be longer or shorter than the others
-    if nats.size < data.splits[split]["tokens"]:
-        ids = data.tokens(split)
-        size = sum(len(data.tokenizer.decode_bytes(ids[start:end].tolist())) for start, end, _ in windows)
-    per_window = np.add.reduceat(nats, np.cumsum([0] + [scored for _, _, scored in windows[:-1]]))
-    return per_window, dict(nats=total, tokens=int(nats.size), bytes=size, bpb=bits(total, size))
 
 
 def sums_of_blocks(per_window, block_size):
@@ -247,8 +231,8 @@ def explained(e):
 
 
 def stop_with_parent():
-    """Wait until nobody holds the other end of standard input; then this process saves and stops."""
-    os.read(0, 1)  # nobody writes there
+    """Wait until the other end of standard input is closed; then this process saves and stops."""
+    os.read(0, 1)  # nothing is written there
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -265,7 +249,7 @@ def data_of(dataset, labels=None, teacher=None):
 def check_unchanged(folder):
     """UserError where the code or the data is not what this run was planned with."""
     spec = json.loads((folder / "trial.json").read_text(encoding="utf-8"))
-    code = code_digest(GPTConfig(**spec["model"]), train.TrainConfig(**spec["train"]))
+    code = code_digest(GPTConfig(**spec["model"]), TrainConfig(**spec["train"]))
     if spec.get("code", code) != code:
         raise UserError("the code changed after this run was planned; start the study again")
     training = spec["train"]
@@ -274,13 +258,14 @@ def check_unchanged(folder):
         raise UserError("the data changed after this run was planned; start the study again")
 
 
-def main(argv=None):
-    """run(), its output in trial.log, alone in its folder: of two that want one run, the second waits."""
-    argv = sys.argv[1:] if argv is None else argv
-    folders = [arg for arg in argv if arg != WITH_PARENT]
-    if len(folders) != 1 or read_json(Path(folders[0], "trial.json")) is None:
+def main(folder, train, argv=()):
+    """run(), its output in trial.log, alone in its folder: of two that want one run, the second waits.
+
+    train: train.py's function of that name. argv: WITH_PARENT or nothing.
+    """
+    folder = Path(folder)
+    if set(argv) - {WITH_PARENT} or read_json(folder / "trial.json") is None:
         sys.exit("trial: give one folder that holds a trial.json; compare.py makes them")
-    folder = Path(folders[0])
     print(f"what it prints is in {folder / 'trial.log'}", flush=True)
     log_to(folder / "trial.log")
     if WITH_PARENT in argv:
@@ -292,13 +277,9 @@ def main(argv=None):
                 return
             check_unchanged(folder)
             limit_memory()
-            run(folder)
+            run(folder, train)
     except (Exception, KeyboardInterrupt) as e:
         problem = explained(e)
         if problem is None:
             raise
         sys.exit(f"trial: {problem}")
-
-
-if __name__ == "__main__":
-    main()

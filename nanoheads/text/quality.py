@@ -79,7 +79,7 @@ def self_bleu(texts):
 # ---- many samples of many prompts ----
 
 def of_sample(raw):
-    """{measure: value} of one sample, bytes; one that says nothing twice counts with its length."""
+    """{figure: value} of one sample, bytes; one that says nothing twice counts with its length."""
     text, repeat = words(raw), first_repeat(raw, REPEAT)
     found = {f"rep_{n}": rep_n(text, n) for n in ORDERS}
     return found | dict(loop=loop(raw), repeats=float(repeat is not None) if raw else math.nan,
@@ -87,7 +87,7 @@ def of_sample(raw):
 
 
 def of_sets(sets):
-    """{measure: value} of sets of texts, [[[word]]]: the mean over the sets."""
+    """{figure: value} of sets of texts, [[[word]]]: the mean over the sets."""
     found = {f"distinct_{n}": [distinct_n(texts, n) for texts in sets] for n in ORDERS}
     found["self_bleu"] = [self_bleu(texts) for texts in sets]
     return {name: mean(values) for name, values in found.items()}
@@ -99,8 +99,8 @@ def mean(values):
     return sum(values) / len(values) if values else math.nan
 
 
-def measure(samples, bits=None):
-    """{measure: [P + 1]}: of all samples, then without those of each prompt in turn. See interval().
+def leave_one_out(samples, bits=None):
+    """{figure: [P + 1]}: of all samples, then without those of each prompt in turn, for jackknife().
 
     samples [P][S] are bytes: S of each of P prompts. A set is one sample of each prompt; where there is one
     prompt, its samples. bits [P][S]: of each under a judge, which gives "judge", bits per byte.
@@ -117,17 +117,3 @@ def measure(samples, bits=None):
             now["judge"] = sum(sum(bits[p]) for p in keep) / size if size else math.nan
         found.append(now)
     return {name: np.array([now[name] for now in found]) for name in found[0]}
-
-
-def interval(values):
-    """(value, half of its 95 % interval) of what measure() gives, [P + 1], by the jackknife over prompts.
-
-    For a mean that is the t interval. It holds for shares and for what compares samples with each other, too,
-    where the prompts' own figures would not be independent. NaN: one prompt, or not defined without another.
-    """
-    from scipy.special import stdtrit
-    value, without = values[0], values[1:]
-    n = len(without)
-    if n < 2:
-        return float(value), math.nan
-    return float(value), float(stdtrit(n - 1, 0.975) * math.sqrt((n - 1) * np.var(without)))

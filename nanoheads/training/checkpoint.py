@@ -3,6 +3,7 @@
 import math
 import zipfile
 from dataclasses import asdict, fields, replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, GPTConfig
 from nanoheads.common import UserError, write_atomic
 from nanoheads.configurator import keys_of, nearest, parse, type_name
 from nanoheads.hub import huggingface as hf
+from nanoheads.pruning import scale_heads
 
 # what a run needs to go on, beside model, config and meta
 RESUMABLE = {"optimizers", "scaler", "train", "step", "best_val_loss", "elapsed_s", "run_id", "last_eval"}
@@ -190,8 +192,8 @@ def tensors(config):
 
 # ---- what a run starts from ----
 
-def starting_point(model_config, config, dataset, device):
-    """(model, the state to go on from or None) of a run.
+def starting_point(model_config, config, dataset, device, given):
+    """(model, the state to go on from or None) of a run; given: {flag: value} that were set for it.
 
     The model is out_dir/ckpt.pt, has another checkpoint's weights, or is new. Raises UserError when what
     there is does not fit what is asked for.
@@ -207,18 +209,18 @@ def starting_point(model_config, config, dataset, device):
     flags = {f.name for f in fields(GPTConfig)}
     if config.init_from or config.eval_only:
         # a model that comes from elsewhere needs no flags: only those that were given can be wrong
-        flags = getattr(model_config, "given", set())
+        flags = {f.name for f in fields(GPTConfig)} & set(given)
     # what may change: how it is trained; in a new run also dropout, data order, a shorter context
     free = {"checkpoint_activations"} | ({"dropout", "attn_dropout", "seed"} if new_run else set())
     free |= {"unet_from", "unet_ramp"} if new_run and config.init_from else set()  # the new run's own
     longest = state["config"].get("block_size", 0)
     crop = new_run and "block_size" in flags and model_config.block_size < longest
-    new = turned_on(state, path, model_config, flags) if new_run and config.init_from else []
+    new = turned_on(state, path, model_config, given) if new_run and config.init_from else []
     held = flags - free - ({"block_size"} if crop else set())
     same_model(state, path, model_config, held - {name for cls in new for name in cls.fields()})
     overrides = {key: getattr(model_config, key) for key in free}
     if new:
-        model = extended(state, path, device, model_config, flags, new, config.init_anyway, overrides)
+        model = extended(state, path, device, given, new, config.init_anyway, overrides)
     else:
         model = build(state, path, device, **overrides)
     if crop:
@@ -235,15 +237,35 @@ def turned_on(state, path, config, given):
             if cls.flag in given and cls.is_on(config) and not cls.is_on(old)]
 
 
+def mode_of(cls, config):
+    """The mode of a mechanism that a config's flags are, the most specific one; None: none of them."""
+    def fits(mode):
+        for key, value in cls.modes[mode].items():
+            free = key == cls.flag and not isinstance(value, (str, bool))  # names, or a number of tokens
+            if getattr(config, key) != value and not free:
+                return False
+        return True
+    return max(filter(fits, cls.modes), key=lambda mode: len(cls.modes[mode]), default=None)
+
+
+@torch.no_grad()
+def make_neutral(model, names):
+    """Set the parameters of these entries of NEUTRAL: where their flags hold too, the plain GPT's logits."""
+    for pattern, value in (item for name in names for item in NEUTRAL.get(name, {}).items()):
+        for name, p in model.named_parameters():
+            if fnmatch(name, f"*{pattern}"):
+                p.copy_(value(p.shape) if callable(value) else torch.as_tensor(value))
+
+
 def neutral_flags(cls, config, given):
     """{flag: value} at which a mechanism of this config equals the plain GPT; flags that were given stay.
 
     Raises UserError, naming the mechanism, where it has no such setting.
     """
-    mode, flags = cls.mode_of(config), {}
+    mode, flags = mode_of(cls, config), {}
     if cls.absorbs:
         return flags
-    what = f"{cls.flag}={config.unsettled[cls.flag]!r}"
+    what = f"{cls.flag}={given[cls.flag]!r}"
     anyway = "--init_anyway starts it as in a new model"
     if mode not in NEUTRAL:
         raise UserError(f"{what} has no neutral setting, that is, the checkpoint's logits; {anyway}")
@@ -256,19 +278,18 @@ def neutral_flags(cls, config, given):
     return flags
 
 
-def extended(state, path, device, model_config, given, classes, anyway, overrides):
+def extended(state, path, device, given, classes, anyway, overrides):
     """The GPT of a read checkpoint with mechanisms turned on, each at its neutral setting: the same logits.
 
     anyway: one without such a setting starts as in a new model. Raises UserError without, naming it.
     """
-    # as given: sizes that follow from block_size follow from the checkpoint's
-    flags = {name: model_config.unsettled[name] for cls in classes for name in cls.fields() if name in given}
+    flags = {name: given[name] for cls in classes for name in cls.fields() if name in given}
     flags = {**overrides, **flags}
     config, modes = config_of(state, path, **flags), []
     for cls in classes:
         try:
             flags.update(neutral_flags(cls, config, given))
-            modes.append(cls.mode_of(config))
+            modes.append(mode_of(cls, config))
         except UserError as e:
             if not anyway:
                 raise UserError(f"{path}: {e}") from None
@@ -281,11 +302,11 @@ def extended(state, path, device, model_config, given, classes, anyway, override
         names = ", ".join(cls.flag for cls in classes)
         why = " ".join(str(e).split())[:300]
         raise UserError(f"{path}: {names} cannot be turned on over its weights: {why}")
-    model.make_neutral(modes)
+    make_neutral(model, modes)
     for block in model.transformer.h:
         for m in block.attn.mechanisms():
             if m.absorbs and type(m) in classes:
-                m.absorb(block.attn)
+                scale_heads(block.attn, 1 / m.static_gate(noisy=False))
     model.to(device).eval()
     if len(modes) == len(classes) and not same_logits(model, build(state, path, device)):
         raise UserError(f"{path}: with {', '.join(modes)} the model is not the checkpoint's at the start; "
@@ -300,6 +321,29 @@ def same_logits(model, other):
     ids = torch.randint(other.config.vocab_size, (2, min(64, other.config.block_size)), generator=generator)
     got, want = (m(ids.to(next(m.parameters()).device)).logits for m in (model, other))
     return (got - want).abs().max() <= 1e-4 * want.abs().max()
+
+
+def teacher_of(config, model, device):
+    """The model that `teacher` names, in eval mode; None: none is named. UserError where it does not fit."""
+    if not config.teacher:
+        return None
+    if not model.config.constraint_match:  # one that comes from a checkpoint, where no flag was asked
+        raise UserError(f"teacher={config.teacher} has nothing to compare: the model of {config.init_from} "
+                        "was made without constraint_match")
+    state = read(config.teacher)
+    teacher = build(state, config.teacher, device).requires_grad_(False)
+    ours, theirs = model.config, teacher.config
+    heads = [[(attn.n_extra, attn.head_size) for attn in (block.attn for block in each.transformer.h)
+              if attn.n_extra] for each in (model, teacher)]
+    for what, same in (("vocab_size", ours.vocab_size == theirs.vocab_size),
+                       ("constraint_names", ours.constraint_names == theirs.constraint_names),
+                       ("blocks with constraint heads", len(heads[0]) == len(heads[1])),
+                       ("constraint heads' sizes", heads[0] == heads[1] or ours.constraint_match == "kl"),
+                       ("block_size", ours.block_size <= theirs.block_size)):
+        if not same:
+            raise UserError(f"teacher={config.teacher}: its {what} are not this model's, "
+                            f"so that constraint_match={ours.constraint_match} cannot compare them")
+    return teacher
 
 
 def same_vocabulary(state, dataset, path):

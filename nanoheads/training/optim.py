@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from model import SkipFusion
+from model import SkipFusion, ValueHead
 from nanoheads.common import UserError
 from nanoheads.kernels import allow_graphs
+from nanoheads.mechanism import Mechanism
 from nanoheads.training import checkpoint
 from nanoheads.training.checkpoint import last_save
 
@@ -149,15 +150,29 @@ def lr_multiplier(step, config):
     return low + (1 - low) * min(1.0, left)
 
 
+def block_matrices(model):
+    """[(weight, number of matrices stacked in it by rows)] of the blocks' attention and MLP, for Muon."""
+    return [matrix for block in model.transformer.h
+            for matrix in (*block.attn.matrices(), (block.mlp.c_fc.weight, 1), (block.mlp.c_proj.weight, 1))]
+
+
+def of_mechanisms(model):
+    """Names of the parameters that mechanisms add to the plain GPT, layers inside them included."""
+    return {f"{path}.{name}" for path, m in model.named_modules() if isinstance(m, (Mechanism, ValueHead))
+            for name, _ in m.named_parameters()}
+
+
 def make_optimizers(model, config, rank=0, world=1, compiled=False):
     """[AdamW] or [Muon, AdamW]: Muon takes the blocks' matrices, AdamW all the rest.
 
     Only matrices decay: a gate, a norm or a bias has no reason to go to zero. Learning rates are peaks; a
     skip_lr of None is mechanism_lr. rank, world, compiled: of Muon.
     """
-    matrices = model.block_matrices() if config.optimizer == "muon" else []
+    matrices = block_matrices(model) if config.optimizer == "muon" else []
     muons = {id(p) for p, _ in matrices}
-    no_decay, added = model.no_decay(), model.of_mechanisms()
+    added = of_mechanisms(model)
+    no_decay = {f"{path}.{name}" for path, m in model.named_modules() if isinstance(m, Mechanism)
+                for name, _ in m.named_parameters(recurse=False)}  # a mechanism's own, whatever their shape
     groups = {}  # by role, not by value: the same whatever the rates, so that a resumed run may change them
     for name, p in model.named_parameters():
         if id(p) not in muons:
@@ -207,7 +222,7 @@ class CastWeights:
     """
 
     def __init__(self, model, dtype):
-        wanted = {id(p) for p, _ in model.block_matrices()} | {id(model.lm_head.weight)}
+        wanted = {id(p) for p, _ in block_matrices(model)} | {id(model.lm_head.weight)}
         self.places = [(module, nn.Parameter(module.weight.detach().to(dtype)), module.weight)
                        for module in model.modules() if isinstance(module, nn.Linear)
                        and id(module.weight) in wanted and module.weight.numel()]
@@ -262,7 +277,7 @@ class Trainer:
         self.process = process
         self.teacher = teacher
         self.params = list(model.parameters())
-        added = model.of_mechanisms()
+        added = of_mechanisms(model)
         self.trunk = [p for name, p in model.named_parameters() if name not in added]
         self.frozen = None  # whether the trunk is, once a step has said so
         self.compiled = compiles(config, process)

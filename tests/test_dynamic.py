@@ -1,4 +1,4 @@
-"""study/lives.py: what is told of heads that moved, against rows written by hand."""
+"""study/dynamic.py: figures of dynamic heads, against rows written by hand."""
 import json
 import math
 
@@ -9,7 +9,8 @@ from scipy import stats as scipy_stats
 
 from model import GPT, GPTConfig
 from nanoheads.heads.measuring import attentions, cache_bytes
-from nanoheads.study import findings, lives
+from nanoheads.pruning import pack
+from nanoheads.study import dynamic, findings
 
 STATES = [("active", "active"), ("active", "overloaded"), ("withdrawn", "overloaded"),
           ("active", "overloaded")]
@@ -24,7 +25,7 @@ def written(folder, rows, violations=()):
 
 
 def test_occupancy_and_dwell_are_counted_by_hand(tmp_path):
-    found = lives.told(written(tmp_path / "run", ROWS, [
+    found = dynamic.history_of(written(tmp_path / "run", ROWS, [
         dict(step=10, type="forced"), dict(step=20, type="forced"), dict(step=20, type="blocked"),
         dict(step=30, type="refused to policy")]))
     assert found["occupancy"] == {"active": 4 / 8, "overloaded": 3 / 8, "withdrawn": 1 / 8}
@@ -36,13 +37,13 @@ def test_occupancy_and_dwell_are_counted_by_hand(tmp_path):
 def test_a_head_that_comes_late_or_goes_is_counted_while_it_is_there(tmp_path):
     rows = [dict(step=10, heads=[[0, 3]], state=[["active", "active"]], active=2),
             dict(step=20, heads=[[3]], state=[["misaligned"]], active=1)]
-    found = lives.told(written(tmp_path / "run", rows))
+    found = dynamic.history_of(written(tmp_path / "run", rows))
     assert found["occupancy"] == {"active": 2 / 3, "misaligned": 1 / 3}
 
 
-def test_a_plain_run_has_no_life(tmp_path):
+def test_a_plain_run_has_no_history(tmp_path):
     (tmp_path / "plain").mkdir()
-    found = lives.told(tmp_path / "plain")
+    found = dynamic.history_of(tmp_path / "plain")
     assert found["occupancy"] == {} and found["dwell"] is None and found["forced"] == 0
 
 
@@ -55,13 +56,13 @@ def test_flops_of_a_run_whose_heads_went(tmp_path):
     (folder / "log.jsonl").write_text(json.dumps(dict(step=20, tokens=2000)) + "\n")
     counts = [GPT(c).flops_per_token() for c in (config, small)]
     assert counts[1] < counts[0]
-    assert lives.flops_of(folder, GPT(small)) == pytest.approx(1000 * sum(counts))
+    assert dynamic.flops_of(folder, GPT(small)) == pytest.approx(1000 * sum(counts))
     stacked = GPTConfig(**{**vars(config)["unsettled"], "n_layer": 2})  # one block became two
     counts.append(GPT(stacked).flops_per_token())
-    assert lives.flops_of(folder, GPT(stacked)) == pytest.approx(1000 * sum(counts[:2]))
+    assert dynamic.flops_of(folder, GPT(stacked)) == pytest.approx(1000 * sum(counts[:2]))
     plain = written(tmp_path / "plain", [])
     (plain / "log.jsonl").write_text(json.dumps(dict(step=20, tokens=2000)) + "\n")
-    assert lives.flops_of(plain, GPT(config)) == pytest.approx(2000 * counts[0])
+    assert dynamic.flops_of(plain, GPT(config)) == pytest.approx(2000 * counts[0])
 
 
 def test_engagement_is_the_share_of_what_a_role_sends(bytes_data):
@@ -73,33 +74,33 @@ def test_engagement_is_the_share_of_what_a_role_sends(bytes_data):
             attn.c_proj.weight.normal_()
             attn.c_proj.weight[:, 8:16] = 0  # heads 1 and 3 are free
             attn.c_proj.weight[:, 24:] = 0
-    found = lives.engagement(model.eval(), Dataset(bytes_data))
+    found = dynamic.engagement(model.eval(), Dataset(bytes_data))
     assert found["free"] == 0 and found["local"] == pytest.approx(2.0)
-    assert lives.engagement(GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=256)), None) == {}
+    assert dynamic.engagement(GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=256)), None) == {}
 
 
 def test_the_cache_of_a_packed_model_is_smaller():
     model = GPT(GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=19, agency=True))
     whole = cache_bytes(model.eval())
     model.set_head(0, 1, state="withdrawn")
-    assert cache_bytes(model.packed()) == whole * 7 / 8
+    assert cache_bytes(pack(model)) == whole * 7 / 8
 
 
 def test_means_have_the_interval_of_a_t_test():
     values = [1.0, 2.0, 4.0, None, math.nan]
-    mean, half = lives.mean_and_half(values)
+    mean, half = dynamic.mean_and_half(values)
     low, high = scipy_stats.t.interval(0.95, 2, np.mean(values[:3]), scipy_stats.sem(values[:3]))
     assert (mean - half, mean + half) == pytest.approx((low, high))
-    assert lives.mean_and_half([3.0]) == [3.0, None] and lives.mean_and_half([None]) is None
+    assert dynamic.mean_and_half([3.0]) == [3.0, None] and dynamic.mean_and_half([None]) is None
 
 
-def test_tables_show_every_figure_of_every_arm():
+def test_tables_show_every_figure_of_every_variant():
     one = dict(active=4, forced=1, occupancy={"active": 0.5, "withdrawn": 0.5}, engagement={"local": 1.5})
     found = dict(lives={"plain": {"1": dict(active=8, forced=0)}, "x": {"1": one, "2": {**one, "active": 6}}},
                  arms={"plain": dict(label="plain GPT"), "x": dict(label="x")})
-    figures, states, roles = findings.lives_tables(found)
+    figures, states, roles = findings.dynamic_tables(found)
     assert figures.head[1:] == ("plain GPT", "x")
     assert ("heads at work", "8.0", "5.0 ±12.7") in figures.rows
     assert ("violations forced", "0.0", "1.0") in figures.rows
     assert ("withdrawn", "–", "0.500") in states.rows and ("local", "–", "1.500") in roles.rows
-    assert findings.lives_tables(dict(arms={})) == []
+    assert findings.dynamic_tables(dict(arms={})) == []

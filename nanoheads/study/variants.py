@@ -1,6 +1,6 @@
 """
-What a study compares: its config, and the arms made from it - the plain GPT, variants, the plain GPT at other
-budgets, and plain GPTs with a variant's parameters.
+What a study compares: its config, and the models made from it - the plain GPT, variants of it, the plain GPT
+at other budgets, and plain GPTs with a variant's parameters.
 """
 
 import fnmatch
@@ -13,9 +13,9 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError
 from nanoheads.configurator import Scale
-from nanoheads.heads import controller
 from nanoheads.text.dataset import Dataset
-from train import TrainConfig, constraint_conflicts, with_log
+from nanoheads.training.config import TrainConfig, training_problems, with_log
+from nanoheads.training.optim import block_matrices, of_mechanisms
 
 # plain GPTs by size, the parameters of their blocks, for a ladder on one scale's data and recipe
 SIZES = {
@@ -27,28 +27,28 @@ SIZES = {
 # values of a variant's flags that follow the size of the plain GPT
 RELATIVE = {"n_head": lambda model: model.n_head, "n_embd // 2": lambda model: model.n_embd // 2,
             "half the heads": lambda model: [list(range((model.n_head + 1) // 2))] * model.n_layer}
-# keys of training that no trial.json has: they say where a run goes, and nothing of its numbers
+# keys of training that no trial.json has: where a run goes, and nothing of its numbers
 BOOKKEEPING = {"out_dir", "resume", "overwrite", "eval_only",
                "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode", "wandb_tags"}
-FIXED_BY_STUDY = BOOKKEEPING | {"init_from", "init_anyway", "device"}  # what settings and variants cannot say
-SAME_TEXT = {"dataset", "block_size"}  # what variants cannot say: the two sides would be scored on other text
-# keys that say where a study runs and what is done with it now: not those of the study that a file holds
+FIXED_BY_STUDY = BOOKKEEPING | {"init_from", "init_anyway", "device"}  # what settings and variants cannot set
+SAME_TEXT = {"dataset", "block_size"}  # what variants cannot set: the two sides would be scored on other text
+# keys of where a study runs and what is done with it now: not those of the study that a file holds
 HERE = {"out_dir", "jobs", "jobs_per_gpu", "device", "submit", "submit_options", "dry_run", "report_only",
         "from_results", "recheck", "again", "tables"}
-# what is tuned together: the rates of an optimizer's group. min_lr goes with lr, which it must not exceed
+# rates that are tuned together: those of an optimizer's group. min_lr goes with lr, which it must not exceed
 RATES = {"muon_lr": ("muon_lr",), "lr": ("lr", "embed_lr", "min_lr"), "mechanism_lr": ("mechanism_lr",)}
 
 
 @dataclass
 class StudyConfig:
-    # ---- what is asked ----
+    # ---- the question ----
     question: str = ""                   # one line, at the top of the report
     mechanism: Optional[str] = None      # the challenge: this one of model.MECHANISMS, screened and judged
     mechanisms: list[str] = field(default_factory=list)  # variants: in model.MECHANISMS (also acag*), all_on
     variants: dict = field(default_factory=dict)  # more variants: name -> flags; seed: added
     contrasts: list = field(default_factory=list)  # pairs of variants to compare too: [["a", "b"]]
     scale: Scale = "tiny"                # which plain GPT: config/<scale>.py
-    size: Optional[str] = None           # 0.1M | 0.33M | 1M | 10M: another size of it, see study/arms.py
+    size: Optional[str] = None           # 0.1M | 0.33M | 1M | 10M: another size of it, see study/variants.py
     sizes: list[str] = field(default_factory=list)  # a ladder: the study once for each of these sizes
     held_out: Optional[str] = None       # of the ladder's sizes, the one that its fit must predict
     at: dict = field(default_factory=dict)  # other keys at one size of the ladder: {"1M": {"seeds": [1]}}
@@ -69,9 +69,9 @@ class StudyConfig:
     worst: int = 2                       # and so many of the worst
     always: list[str] = field(default_factory=list)  # and these, wherever they stand
     # ---- fairness ----
-    match_parameters: bool = True        # who looks better also meets a plain GPT with as many parameters
-    tune_lr: bool = False                # who is better or worse is judged again at its own best rates
-    lives: bool = False                  # also say what became of the heads: states, speed, samples
+    match_parameters: bool = True        # what seems better is compared to a plain GPT of as many parameters
+    tune_lr: bool = False                # what is better or worse is judged again at its own best rates
+    lives: bool = False                  # dynamic heads: also report their states, speed, samples
     # ---- where it runs ----
     out_dir: Optional[str] = None        # the report's folder; None: out/<config or mechanisms>-<scale>
     jobs: int = 0                        # runs at once, at most; 0: jobs_per_gpu a GPU, or one a CPU core
@@ -79,12 +79,12 @@ class StudyConfig:
     device: str = "auto"                 # auto | cpu | cuda | mps; cuda:1: that GPU alone
     submit: Optional[str] = None         # submitit: auto (Slurm if there) | slurm | local; None: no
     submit_options: dict = field(default_factory=dict)  # submitit's: {"slurm_partition": "gpu"}
-    dry_run: bool = False                # say what would run, and for how long
+    dry_run: bool = False                # print what would run, and for how long
     report_only: bool = False            # write the report from what is done
     # ---- from a results.json.gz ----
     from_results: Optional[str] = None   # write its report once more, without the runs
     recheck: Optional[str] = None        # compute every figure of it once more, and compare
-    again: Optional[str] = None          # run its study once more, all of it, and say where the two agree
+    again: Optional[str] = None          # run its study once more, all of it, and print where the two agree
     tables: bool = False                 # write the tables in README.md and docs/ from results/
     # ---- statistics ----
     alpha: float = 0.05                  # false verdicts of the whole study; intervals are 1 - alpha
@@ -184,11 +184,11 @@ def variants_of(config):
     return {**flags, **config.variants}
 
 
-# ---- arms: the models that are compared ----
+# ---- variants: the models that are compared ----
 
 @dataclass
-class Arm:
-    """One model and its training, for all seeds."""
+class Variant:
+    """One model and its training, for all seeds; the plain GPT is a variant, too."""
     name: str
     kind: str                # plain | variant | budget (the plain GPT at another one) | baseline (wider)
     label: str
@@ -203,24 +203,24 @@ class Arm:
         return self.train.max_iters * self.train.batch_size * self.train.grad_accum * self.model.block_size
 
     def at_rates(self, factors, name):
-        """This arm, under another name, with the rates of some groups of RATES times a factor each."""
+        """This variant, under another name, with the rates of some groups of RATES times a factor each."""
         flags = {key: getattr(self.train, key) * factor for group, factor in factors.items() if factor != 1
                  for key in RATES[group]}
         return replace(self, name=name, label=name, train=replace(self.train, **flags),
                        flags={**self.flags, **flags})
 
     def groups(self):
-        """The groups of RATES that this arm's optimizers have."""
+        """The groups of RATES that this variant's optimizers have."""
         model = built(self.model)
-        muons = {id(p) for p, _ in model.block_matrices()} if self.train.optimizer == "muon" else set()
-        added = model.of_mechanisms()
+        muons = {id(p) for p, _ in block_matrices(model)} if self.train.optimizer == "muon" else set()
+        added = of_mechanisms(model)
         has = {"muon_lr": muons, "lr": True, "mechanism_lr":
                [p for name, p in model.named_parameters() if name in added and id(p) not in muons]}
         return [group for group in RATES if has[group]]
 
 
-class ArmBuilder:
-    """Makes arms from flags on top of a study's plain GPT. Raises UserError."""
+class VariantBuilder:
+    """Makes variants from flags on top of a study's plain GPT. Raises UserError."""
 
     def __init__(self, config):
         self.config = config
@@ -238,15 +238,15 @@ class ArmBuilder:
             self.settings["attn_dropout"] = 0.0
         self.data = Dataset(training.dataset)
         for split in (config.split, "val"):
-            self.data.tokens(split)  # what is missing is said now, not after all runs
-        self.plain = self.arm("plain", "plain", "plain GPT", {})
+            self.data.tokens(split)  # what is missing is reported now, not after all runs
+        self.plain = self.make("plain", "plain", "plain GPT", {})
 
     def load(self, flags):
         """(GPTConfig, TrainConfig) of the plain GPT with these flags. UserError."""
         more = {"settings": self.settings, f"variant with {flags}": flags}
         return configurator.load((GPTConfig, TrainConfig), [self.base], more=more)
 
-    def arm(self, name, kind, label, flags):
+    def make(self, name, kind, label, flags):
         for key, value in flags.items():
             if isinstance(value, str) and value in RELATIVE:
                 flags = {**flags, key: RELATIVE[value](self.plain.model)}
@@ -254,27 +254,25 @@ class ArmBuilder:
             model, training = self.load(flags)
         except UserError as e:
             raise UserError(f"{name}: {' '.join(str(e).split())}")
-        if bad := controller.conflicts(model, training) + constraint_conflicts(model, training):
+        if bad := training_problems(model, training):
             raise UserError(f"{name}: {'; '.join(bad)}")
         model = replace(model, vocab_size=model.vocab_size or self.data.vocab_size)
         params, flops = size_of(model)
-        return Arm(name, kind, label, flags, model, training.for_recipe(model.recipe), params, flops)
+        return Variant(name, kind, label, flags, model, training.for_recipe(model.recipe), params, flops)
 
     def variants(self):
-        return [self.arm(name, "variant", name, flags) for name, flags in variants_of(self.config).items()]
+        return [self.make(name, "variant", name, flags) for name, flags in variants_of(self.config).items()]
 
     def at_budget(self, multiple):
         """The plain GPT trained for so many times as many steps."""
         steps = max(1, round(multiple * self.plain.train.max_iters))
         label = f"plain GPT, {multiple:g} x the budget"
-        return self.arm(f"plain x {multiple:g}", "budget", label, {"max_iters": steps})
+        return self.make(f"plain x {multiple:g}", "budget", label, {"max_iters": steps})
 
     def same_parameters(self, variant, baselines):
         """A plain GPT with the variant's parameters to 0.1 %, by MLP width; one of `baselines` if it fits."""
-        def fits(arm):
-            return abs(arm.params - variant.params) <= 1e-3 * variant.params
-
-        fitting = [arm for arm in [self.plain, *baselines] if fits(arm)]
+        fitting = [plain for plain in [self.plain, *baselines]
+                   if abs(plain.params - variant.params) <= 1e-3 * variant.params]
         if fitting:
             return fitting[0]
         width = self.plain.model.n_inner or 4 * self.plain.model.n_embd
@@ -283,7 +281,8 @@ class ArmBuilder:
         if width < 1:
             raise UserError(f"{variant.name} has {variant.params:,} parameters, "
                             "fewer than a plain GPT without its MLPs: no baseline has as few")
-        return self.arm(f"plain, MLP {width}", "baseline", f"plain GPT, MLP {width} wide", {"n_inner": width})
+        label = f"plain GPT, MLP {width} wide"
+        return self.make(f"plain, MLP {width}", "baseline", label, {"n_inner": width})
 
 
 def budget_of(model, training, tokens_per_param):

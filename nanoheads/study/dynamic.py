@@ -1,8 +1,8 @@
 """
-What became of the heads in each run of a study: at work, in which states; how the model writes.
+Dynamic heads in the runs of a study: how many are at work, in which states; how the model generates.
 
 For studies with lives=True (config/studies/scenarios.py). All of it is measured on finished runs: heads.jsonl
-and violations.jsonl tell the life, best.pt writes the samples and is timed without the heads that are off.
+and violations.jsonl hold what the heads did, best.pt generates and is timed without the heads that are off.
 """
 
 import json
@@ -16,19 +16,20 @@ import numpy as np
 import torch
 from scipy.stats import t as student
 
-from bench import take_turns
-from evaluate import said
 from model import HeadRoles
 from nanoheads.common import pick_device, write_atomic
-from nanoheads.heads.measuring import cache_bytes, fixed_text, measure, places
-from nanoheads.study.arms import built
+from nanoheads.heads.measuring import all_heads, cache_bytes, fixed_text, measure
+from nanoheads.pruning import pack
 from nanoheads.study.costs import as_in_a_run
+from nanoheads.study.variants import built
 from nanoheads.text import quality as textquality
 from nanoheads.text.dataset import Dataset
+from nanoheads.timing import take_turns
 from nanoheads.training import checkpoint
 from nanoheads.training.runlog import read_json, read_rows
+from nanoheads.training.sampling import until_stop, write
 
-PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 8, 4, 32, 96  # what is written: samples of each prompt, tokens each
+PROMPTS, SAMPLES, PROMPT_TOKENS, TOKENS = 8, 4, 32, 96  # generated: samples of each prompt, tokens each
 ROUNDS = 9  # of timing, in alternation with the plain GPT of the same seed
 
 # what is reported of a run: name -> (title, digits after the point)
@@ -51,8 +52,8 @@ FIGURES = {
 
 # ---- one run ----
 
-def told(folder):
-    """{figure: value} of a run's heads.jsonl and violations.jsonl; of a run without, what that means."""
+def history_of(folder):
+    """{figure: value} of a run's heads.jsonl and violations.jsonl; a run without them has no violations."""
     rows = read_rows(Path(folder) / "heads.jsonl")
     found = dict(forced=0, blocked=0, occupancy={}, dwell=None, active=rows[-1]["active"] if rows else None)
     for row in read_rows(Path(folder) / "violations.jsonl"):
@@ -93,31 +94,29 @@ def engagement(model, data):
 
 
 @torch.no_grad()
-def written(model, data):
+def quality_of_samples(model, data):
     """Measures of textquality.py on samples of fixed prompts of val, at temperature 0.8."""
     device, tokens = model.lm_head.weight.device, data.tokens("val")
     starts = np.linspace(0, len(tokens) - PROMPT_TOKENS - 1, PROMPTS).astype(int)
     prompts = torch.from_numpy(np.stack([tokens[s:s + PROMPT_TOKENS] for s in starts]).astype(np.int64))
     samples = []
     for seed in range(SAMPLES):
-        generator = torch.Generator(device).manual_seed(seed)
-        ids = model.generate(prompts.to(device), TOKENS, temperature=0.8, generator=generator)
-        samples.append([data.tokenizer.decode_bytes(said(row, data.tokenizer))
-                        for row in ids[:, PROMPT_TOKENS:].tolist()])
-    found = textquality.measure([list(each) for each in zip(*samples)])
+        rows = write(model, prompts.to(device), TOKENS, seed, temperature=0.8)
+        samples.append([data.tokenizer.decode_bytes(until_stop(row, data.tokenizer)) for row in rows])
+    found = textquality.leave_one_out([list(each) for each in zip(*samples)])
     return {name: float(found[name][0]) for name in ("rep_4", "distinct_2", "self_bleu", "loop")}
 
 
-def speed_of_writing(models):
-    """Of models {packed, plain}: how much faster the first writes a context, the median of ROUNDS turns."""
+def speed_of_generation(models):
+    """Of models {packed, plain}: how much faster the first generates a context, median of ROUNDS turns."""
     args = SimpleNamespace(rounds=ROUNDS, device=pick_device("auto"))
     start = torch.zeros(1, 1, dtype=torch.long, device=args.device)
 
-    def write(name):
+    def generate(name):
         models[name].generate(start, models[name].config.block_size - 1, temperature=0)
 
     with as_in_a_run(args.device, 1):  # two threads on a busy machine wait for each other, by turns
-        seconds = take_turns(models, write, args, "decoding")
+        seconds = take_turns(models, generate, args, "decoding")
     return statistics.median(b / a for a, b in zip(seconds["packed"], seconds["plain"]))
 
 
@@ -140,21 +139,21 @@ def flops_of(folder, model):
     return total + (last["step"] - before) * per_step * model.flops_per_token()
 
 
-def look(folder, plain_folder, nats_per_token):
-    """{figure: value} of a finished run beside the plain GPT's of the same seed; kept in its life.json."""
-    path = Path(folder) / "life.json"
+def figures_of(folder, plain_folder, nats_per_token):
+    """{figure: value} of a finished run beside the plain GPT's of the same seed; kept in its dynamic.json."""
+    path = Path(folder) / "dynamic.json"
     if kept := read_json(path):
         return kept
     model, data = opened(folder)
-    packed = model.packed()
+    packed = pack(model)
     plain = opened(plain_folder)[0] if Path(plain_folder, "best.pt").is_file() else None
-    found = told(folder)
+    found = history_of(folder)
     if found["active"] is None:
-        found["active"] = len(places(packed))
-    found.update(perplexity=math.exp(nats_per_token), heads=len(places(model)),
-                 engagement=engagement(model, data), **written(model, data))
+        found["active"] = len(all_heads(packed))
+    found.update(perplexity=math.exp(nats_per_token), heads=len(all_heads(model)),
+                 engagement=engagement(model, data), **quality_of_samples(model, data))
     if plain is not None:
-        found.update(decode=speed_of_writing(dict(packed=packed, plain=plain)),
+        found.update(decode=speed_of_generation(dict(packed=packed, plain=plain)),
                      cache=cache_bytes(packed) / cache_bytes(plain),
                      flops=flops_of(folder, model) / flops_of(plain_folder, plain))
     write_atomic(path, lambda f: f.write(json.dumps(found).encode()))
@@ -163,26 +162,29 @@ def look(folder, plain_folder, nats_per_token):
 
 # ---- all runs of a study ----
 
-def of_study(study, judged, done):
-    """{arm: {seed: look()}} of the finished runs whose weights are here, of the seeds that all arms have."""
+def of_study(study, runs, done):
+    """{variant: {seed: figures_of()}} of the finished runs whose weights are here, of seeds that all have.
+
+    runs: {variant: {seed: folder}} of all that are judged.
+    """
     found = {}
-    for name, folders in judged.items():
-        if study.arms[name].kind == "budget":
+    for name, folders in runs.items():
+        if study.compared[name].kind == "budget":
             continue
         for seed, folder in folders.items():
             if seed not in study.config.seeds:
                 continue
-            beside = judged["plain"].get(seed)
+            beside = runs["plain"].get(seed)
             if folder in done and beside in done and Path(folder, "best.pt").is_file():
                 nats = done[folder]["nats"] / done[folder]["tokens"]
-                found.setdefault(name, {})[str(seed)] = look(folder, beside, nats)
+                found.setdefault(name, {})[str(seed)] = figures_of(folder, beside, nats)
     return found
 
 
-def summary(lives):
-    """{arm: {figure: [mean, half of its 95 % interval over seeds]}}; None: not defined."""
+def summary(figures):
+    """{variant: {figure: [mean, half of its 95 % interval over seeds]}}; None: not defined."""
     found = {}
-    for name, seeds in lives.items():
+    for name, seeds in figures.items():
         found[name] = {key: mean_and_half([one.get(key) for one in seeds.values()]) for key in FIGURES}
     return found
 
@@ -196,10 +198,10 @@ def mean_and_half(values):
     return [mean, half]
 
 
-def shares(lives, what):
-    """{arm: {state or role: mean over seeds}} of `occupancy` or `engagement`."""
+def shares(figures, what):
+    """{variant: {state or role: mean over seeds}} of `occupancy` or `engagement`."""
     found = {}
-    for name, seeds in lives.items():
+    for name, seeds in figures.items():
         keys = dict.fromkeys(key for one in seeds.values() for key in one.get(what, {}))
         if keys:
             found[name] = {key: statistics.fmean(one[what].get(key, 0.0) for one in seeds.values())

@@ -1,0 +1,81 @@
+"""What a model's traces say in short: constraint scores in words, what a router and a critic do."""
+
+
+def explain(traces, tokens, name, k=5, row=0):
+    """One line a block: the k tokens of a sequence with the highest scores for a constraint.
+
+    traces: of model(..., traces=True). tokens: the sequence's tokens as text. Raises ValueError when there is
+    no such trace.
+    """
+    scores = {key: value for key, value in traces.items() if key.endswith(f".constraint.{name}")}
+    if not scores:
+        names = sorted({key.rsplit(".", 1)[1] for key in traces if ".constraint." in key})
+        raise ValueError(f"no scores for {name!r}" + (f"; there are {', '.join(names)}" if names else
+                                                      ": the model has no constraint heads"))
+    lines = []
+    for key, value in scores.items():
+        top = value[row].topk(min(k, len(tokens)))
+        words = [f"{tokens[i]!r} {s:.2f}" for s, i in zip(top.values.tolist(), top.indices.tolist())]
+        lines.append(f"{name} (block {key.split('.')[1]}): {', '.join(words)}")
+    return "\n".join(lines)
+
+
+def summaries(traces, targets=None):
+    """{trace: value} of every router and, with the targets [B, T] of a pass, of A2C's critic.
+
+    Named as traces are, "blocks.<i>.<what>"; see routing_summary() and critic_summary().
+    """
+    found = {}
+    for key, weights in traces.items():
+        block, _, what = key.rpartition(".")
+        if what == "routing_weights":
+            found.update({f"{block}.{name}": value for name, value in
+                          routing_summary(weights, traces[f"{block}.selected"]).items()})
+    if targets is not None and "a2c.return" in traces:
+        found.update(critic_summary(traces, targets != -1))
+    return found
+
+
+def routing_summary(weights, selected):
+    """What a router does, from weights and selection [B, T, H]: load of each head, and how spread it is.
+
+    effective_heads: exp of the load's entropy; token_entropy: of one token's weights, batch_entropy: of all
+    tokens' mean, in nats.
+    """
+    def entropy(p):
+        return -(p * p.clamp_min(1e-12).log()).sum(-1)
+
+    def share(w):
+        return w / w.sum(-1, keepdim=True).clamp_min(1e-12)
+
+    load = selected.flatten(0, 1).float().mean(0)
+    return dict(routing_load=load, dead_heads=(load == 0).sum(), effective_heads=entropy(share(load)).exp(),
+                token_entropy=entropy(share(weights)).mean(),
+                batch_entropy=entropy(share(weights.flatten(0, 1).mean(0))))
+
+
+def critic_summary(traces, scored):
+    """How well A2C's value and advantages are predicted, over the scored tokens, bool [B, T]."""
+    G, V, advantage = (traces[f"a2c.{name}"] for name in ("return", "value", "advantage"))
+    found = {"a2c.explained_variance": 1 - variance(G - V, scored) / variance(G, scored)}
+    for key, a in traces.items():
+        if key.startswith("blocks.") and key.split(".", 2)[2] == "advantage" and a.size(-1):
+            mean = a.mean(-1).to(G.dtype)
+            found[key.replace("advantage", "advantage_correlation")] = correlation(mean, advantage, scored)
+    return found
+
+
+def centred(x, scored):
+    """x [B, T] less its mean over the scored tokens, 0 at the others."""
+    return (x - (x * scored).sum() / scored.sum()) * scored
+
+
+def variance(x, scored):
+    """The variance of x [B, T] over the scored tokens, times their number."""
+    return centred(x, scored).square().sum()
+
+
+def correlation(a, b, scored):
+    """Pearson's correlation of a and b [B, T] over the scored tokens."""
+    a, b = centred(a, scored), centred(b, scored)
+    return (a * b).sum() / (a.square().sum() * b.square().sum()).sqrt()

@@ -1,0 +1,116 @@
+"""What is done with logits and scores: losses, returns, sampling. Tensors in, tensors out; no model here."""
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+from nanoheads.kernels import product_dtype
+
+
+# ---- losses ----
+
+AT_ONCE = 1e9  # bytes of logits in memory, above which a loss takes them in portions
+
+
+def portions(chunks, x, vocab_size):
+    """In how many portions to compute the logits of x [B, T, C]; chunks: the flag, None: none of over 1 GB.
+
+    Raises ValueError where tokens are left.
+    """
+    tokens = x.size(0) * x.size(1)
+    if chunks is None:
+        return max(1, math.ceil(tokens * vocab_size * product_dtype(x).itemsize / AT_ONCE))
+    if tokens % chunks:
+        raise ValueError(f"loss_chunks={chunks} must divide the {tokens:,} tokens of a forward pass, "
+                         f"{x.size(0)} rows of {x.size(1)}")
+    return chunks
+
+
+def discounted_return(r, scored, gamma):
+    """G_t = sum_k gamma^k r_(t+k) / sum_k gamma^k over the `scored` tokens that are left, [B, T].
+
+    That is (1 - gamma) sum_k gamma^k r_(t+k), the weights beyond the text's end shared out among the rest.
+    The sums are made by doubling steps: log2(T) passes and no T x T matrix.
+    """
+    both, step = torch.stack((r * scored, scored.to(r.dtype))), 1
+    while step < r.size(1):
+        both = both + gamma**step * F.pad(both[..., step:], (0, step))
+        step *= 2
+    return both[0] / both[1].clamp_min(1e-12)
+
+
+def label_losses(scores, targets, coefs=None, focal=0.0, positive=1.0):
+    """{name: its part of the mean over names} of weighted BCE with logits, in nats.
+
+    scores, targets: {name: [B, T]}. Targets are in [0, 1], those below 0 are ignored: where all are, the part
+    is 0. focal: factor |target - p|^focal (focal loss, arXiv 1708.02002, for soft targets); positive: weight
+    of positive targets. Raises ValueError for a name that has no scores.
+    """
+    unknown = set(targets) - set(scores)
+    if unknown or not targets:
+        raise ValueError(f"constraint targets for {sorted(unknown) or 'nothing'}; "
+                         f"the heads are for {', '.join(scores)}")
+    terms = {}
+    for name, y in targets.items():
+        s, y = scores[name].float(), y.float()
+        known, y = y >= 0, y.clamp_min(0)
+        weight = torch.tensor(positive, device=s.device)
+        nats = F.binary_cross_entropy_with_logits(s, y, reduction="none", pos_weight=weight)
+        if focal:  # below an exponent of 1 the slope at 0 is infinite, and infinity times 0 is not a number
+            nats = nats * (y - s.sigmoid()).abs().clamp_min(1e-12) ** focal
+        mean = (nats * known).sum() / known.sum().clamp_min(1)
+        terms[name] = (coefs or {}).get(name, 1.0) * mean / len(targets)
+    return terms
+
+
+def distance_to_teacher(ours, theirs, by):
+    """The distance of scores or outputs from a teacher's, both any shape.
+
+    kl: of the teacher's probabilities to these, nats a token; huber: of the values.
+    """
+    if by == "huber":
+        return F.huber_loss(ours, theirs)
+    p = theirs.sigmoid()
+    return F.binary_cross_entropy_with_logits(ours, p) - F.binary_cross_entropy_with_logits(theirs, p)
+
+
+def logit(p):
+    """log(p / (1 - p)) of a number, infinite at 0 and 1."""
+    return math.log(p / (1 - p)) if 0 < p < 1 else math.copysign(math.inf, p - 0.5)
+
+
+# ---- sampling ----
+
+def check_sampling(temperature, top_k, top_p, repetition_penalty):
+    """Raise ValueError for settings that mean nothing (written so that NaN fails too)."""
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature} must be 0 (the likeliest token) or positive")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k} must be at least 1")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p} must be in (0, 1]")
+    if not 0 < repetition_penalty < math.inf:
+        raise ValueError(f"repetition_penalty={repetition_penalty} must be positive (1: off)")
+
+
+def penalise(logits, tokens, penalty):
+    """Make the tokens in `tokens` less likely, in place; logits [V] (CTRL, arXiv 1909.05858, section 4.1)."""
+    tokens = tokens.unique()
+    logits[tokens] = torch.where(logits[tokens] > 0, logits[tokens] / penalty, logits[tokens] * penalty)
+
+
+def sample_token(logits, temperature, top_k, top_p, generator):
+    """One token per row, [B], from logits [B, V]: of the k likeliest, of those that hold top_p of the mass.
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0: cannot overflow
+    if top_k is not None and top_k < logits.size(-1):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+    probs = F.softmax(logits, dim=-1)
+    if top_p is not None and top_p < 1:
+        ranked, order = probs.sort(descending=True)
+        beyond = ranked.cumsum(-1) - ranked >= top_p  # the mass before it is enough; never the first
+        probs = probs.masked_fill(beyond.scatter(-1, order, beyond), 0.0)
+    return torch.multinomial(probs, 1, generator=generator).squeeze(-1)

@@ -1,0 +1,199 @@
+"""
+What a mechanism is: a class with its flags, formula and checks. model.py has those that come with the
+repository; a file of one's own is read by --mechanism=mine.py (docs/add-a-mechanism.md).
+"""
+
+import functools
+import typing
+from dataclasses import dataclass, field, fields
+from typing import Literal, NamedTuple
+
+from torch import nn
+
+# ---- flags, with ranges: a field says which values it takes, and one function checks them all ----
+
+# words of a flag's range -> does a value keep to it?
+RANGES = {
+    "at_least": ("at least", lambda value, limit: value >= limit),
+    "above": ("above", lambda value, limit: value > limit),
+    "below": ("below", lambda value, limit: value < limit),
+    "at_most": ("at most", lambda value, limit: value <= limit),
+}
+
+
+def flag(default, **limits):
+    """A dataclass field with a default and a range: flag(4, at_least=1), flag(0.9, at_least=0, below=1).
+
+    None is always allowed as a default means it: the value follows from other flags.
+    """
+    return field(default=default, metadata=limits)
+
+
+@functools.cache
+def choices(cls):
+    """{name: values that may be chosen} of a dataclass's fields of a Literal type, optional or not."""
+    allowed = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        for t in (hint, *typing.get_args(hint)):
+            if typing.get_origin(t) is Literal:
+                allowed[name] = typing.get_args(t)
+    return allowed
+
+
+def range_problems(config, names=None):
+    """Yield a sentence for each flag (of these names, None: all) outside of its range or its choices."""
+    allowed = choices(type(config))
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if value is None or names is not None and f.name not in names:
+            continue
+        if f.name in allowed and value not in allowed[f.name]:
+            yield f"{f.name}={value!r} must be one of {', '.join(map(str, allowed[f.name]))}"
+            continue
+        broken = [f"{RANGES[key][0]} {limit}" for key, limit in f.metadata.items()
+                  if not RANGES[key][1](value, limit)]
+        if broken:
+            yield f"{f.name}={value!r} must be {' and '.join(broken)}"
+
+
+# ---- a mechanism ----
+
+class HeadAxis(NamedTuple):
+    """A tensor with a head axis: what pruning slices."""
+
+    module: nn.Module
+    tensor: str         # its name there; a name without a tensor is passed over
+    dim: int = 0
+    size: int = 1       # entries of one head along dim
+    extra: bool = True  # constraint heads come behind the base heads
+    parts: int = 1      # how often all that is repeated: q, k, v
+
+
+class Uniform(NamedTuple):
+    """An initial value: uniform in (-bound, bound)."""
+
+    bound: float
+
+
+def no_dropout(config, flag):
+    """Yield a sentence where attention dropout is on and `flag` needs a kernel that has none."""
+    if config.weight_dropout:
+        yield (f"{flag} has no fused kernel with dropout on the attention weights: set attn_dropout=0 "
+               "(and on what it is compared with)")
+
+
+class Mechanism(nn.Module):
+    """One change to the heads of a layer, built where its flag is on. A subclass overrides what it changes.
+
+    Its own parameters (those of layers inside it aside) never decay. It must not keep `attn`: modules would
+    contain each other.
+    """
+
+    class Options:
+        """Its flags, as annotated fields: the one that turns it on, then details, named <flag>_..."""
+
+    name = ""               # its attribute of CausalSelfAttention, hence the prefix of its parameters
+    flag = ""               # the one of its Options that turns it on
+    modes = {}              # name -> flags: its entries of MECHANISMS
+    neutral = {}            # mode -> {flag, or parameter, * allowed: value}: the plain GPT; missing: none is
+    needs_row_stats = None  # does after() read Pass.row_stats? "lse" | "shape" (entropy and log_p2 too)
+    detach = False          # ... without a gradient into them?
+    needs_positions = False  # does it read Pass.positions?
+    absorbs = False         # can a checkpoint's own weights make up for its start? Its static_gate() alone
+    starts = {}             # parameter -> number, tensor or Uniform: what does not start as in GPT-2
+    per_head = ()           # its tensors of a row per head, constraint heads too: pruning slices them
+    averages = ()           # its flags for what is a mean over all tokens of a row, padding too
+    attention_cost = 0.0    # FLOPs beyond those of plain attention, as a share of them
+
+    # ---- flags ----
+
+    def __init_subclass__(cls):
+        if "Options" in vars(cls):
+            cls.Options = dataclass(cls.Options)
+
+    def __init__(self, config=None, attn=None):
+        super().__init__()
+
+    @classmethod
+    def fields(cls):
+        """The names of its fields in GPTConfig."""
+        return [f.name for f in fields(cls.Options)]
+
+    @classmethod
+    def is_on(cls, config):
+        """Whether a model has it."""
+        return getattr(config, cls.flag) not in (None, False)
+
+    @classmethod
+    def on(cls, config, layer):
+        """Whether block `layer` has it."""
+        return cls.is_on(config)
+
+    @staticmethod
+    def settle(config):
+        """Set flags that follow from others, once, when a config is made."""
+
+    @staticmethod
+    def problems(config):
+        """Yield what is wrong with its flags where it is on, sentence by sentence."""
+        return ()
+
+    @classmethod
+    def training_problems(cls, config, training):
+        """Yield what is wrong with its flags, or for want of it, beside a TrainConfig, on or off."""
+        return ()
+
+    @classmethod
+    def all_problems(cls, config):
+        """Yield all that is wrong with its flags: details of what is off, and what goes with no kernel."""
+        if cls.is_on(config):
+            yield from [*range_problems(config, cls.fields())] or cls.problems(config)
+            if cls.needs_row_stats:
+                yield from no_dropout(config, cls.flag)
+            return
+        for name in cls.fields():
+            value = getattr(config, name)
+            if name != cls.flag and value != type(config).__dataclass_fields__[name].default:
+                yield f"{name}={value!r} means nothing while {cls.flag} is off"
+
+    # ---- tensors ----
+
+    def initial_values(self):
+        """`starts`, where it depends on flags."""
+        return self.starts
+
+    def head_axes(self):
+        """The HeadAxis of each tensor that has one: of `per_head`, where no tensor is more complicated."""
+        return [HeadAxis(self, name) for name in self.per_head]
+
+    def matrices(self):
+        """[(weight, matrices stacked in it by rows)] that are like those of attention, for Muon."""
+        return []
+
+    # ---- training ----
+
+    def at_step(self, config, step):
+        """Set what of it depends on the number of a training step, before that step."""
+
+    @classmethod
+    def aux_at_step(cls, config, aux, step):
+        """The losses `aux` at their weights in a training step."""
+        return aux
+
+    # ---- the forward pass ----
+
+    def before(self, attn, h):
+        """Before attention: rewrite h.q, h.k, h.v; add gates and losses that need h.x alone."""
+
+    def behind_softmax(self, attn, h):
+        """After attention, before every after(): change what the rows of weights gave, h.y."""
+
+    def after(self, attn, h):
+        """After attention: rewrite h.y; add gates that need h.y, h.v or h.row_stats."""
+
+    def reweigh(self, attn, p, h):
+        """Attention weights [B, H, T, S] as they are after behind_softmax() and gates of rows, for maps."""
+        return p
+
+    def static_gate(self, noisy=None):
+        """A factor per head that depends on no token, [H], or None."""

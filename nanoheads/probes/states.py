@@ -1,0 +1,63 @@
+"""
+Do states follow how hard the text is? Heads are measured on pieces of text, beside the loss.
+
+Counted are those that agency's policy would call overloaded, misaligned or idle at its default thresholds.
+"""
+
+import numpy as np
+import torch
+
+from nanoheads.common import UserError, table
+from nanoheads.heads.measuring import measure, nats_on
+from nanoheads.intervals import t_interval
+from nanoheads.probes.heads import in_words, spearman_tests
+from nanoheads.probes.runs import about_text, finite, numbers_of, open_runs, plus_minus
+from nanoheads.timing import progress_bar
+from nanoheads.training.config import ControllerConfig
+
+
+STATES = ("largest", "overloaded", "misaligned", "idle")
+
+
+def states_on(model, x, y):
+    """{what: number} of x, y [B, T]: the loss, the largest share sent, heads in each state of the policy."""
+    limits, found = ControllerConfig(), measure(model, x, y)
+    sent = torch.cat([each * len(each) for each in found["utilisation"]])  # 1: an equal share of its layer
+    entropy, conflict = torch.cat(found["entropy"]), torch.cat(found["conflict"])
+    return dict(nats=nats_on(model, x, y), largest=sent.max().item(),
+                overloaded=(sent > limits.policy_overloaded).sum().item(),
+                misaligned=(conflict < limits.policy_conflict).sum().item(),
+                idle=((entropy > limits.policy_entropy) & (sent < 0.5)).sum().item())
+
+
+def probe(args):
+    """Heads that agency would call overloaded, misaligned or idle, beside the loss."""
+    runs, data, context = open_runs(args, args.context)
+    tokens, size = data.tokens(args.split), args.windows * context
+    if len(tokens) < args.pieces * size + 1 or args.windows < 2 or args.pieces < 3:
+        raise UserError(f"--pieces {args.pieces} (at least 3) of {args.windows} windows (at least 2) of "
+                        f"{context:,}: {args.split} has {len(tokens):,} tokens")
+    starts = np.linspace(0, len(tokens) - size - 1, args.pieces).astype(np.int64)
+    rows, cells, below = [], [], []
+    with progress_bar(len(runs) * len(starts), "states") as progress:
+        for run in runs:
+            pieces = []
+            for start in starts:
+                ids = torch.from_numpy(tokens[start:start + size + 1].astype(np.int64)).to(args.device)
+                pieces.append(states_on(run.model, ids[:-1].view(-1, context), ids[1:].view(-1, context)))
+                progress.update(1)
+            by = {key: np.array([piece[key] for piece in pieces]) for key in pieces[0]}
+            tests = spearman_tests(finite(by["nats"], run), {key: by[key] for key in STATES})
+            rows.append(dict(pieces=pieces, spearman=tests))
+            cells += [(run.name, *third) for third in thirds(by)]
+            below.append(f"{run.name}, Spearman with the loss, n = {len(starts)} pieces: {in_words(tests)}")
+    above = [f"{about_text(data, args)}: {len(starts)} pieces of {size:,} tokens"]
+    head = ("run", "pieces", "n", "nats", "largest share", "overloaded", "misaligned", "idle")
+    return numbers_of(runs, data, args, rows), [*above, table(head, cells, left=2), *below]
+
+
+def thirds(by):
+    """The cells of the easiest, the middle and the hardest pieces, of {what: numbers of the pieces [n]}."""
+    for third, part in zip(("easiest", "middle", "hardest"), np.array_split(by["nats"].argsort(), 3)):
+        yield (third, len(part), f"{by['nats'][part].mean():.3f}",
+               *(plus_minus(t_interval(by[key][part]), 2, sign=False) for key in STATES))

@@ -1,0 +1,85 @@
+"""Heads removed for good, from parameters, buffers, cache and optimizers: the HeadAxis of a layer are sliced.
+
+Nothing here imports the model: a layer of another library that has head_axes() is pruned in the same way.
+"""
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+
+def prune_heads(model, heads, optimizers=()):
+    """Remove heads of a GPT for good, {layer: [head, ...]} by their original numbers.
+
+    The logits are those of the model with these heads' gates at 0. Constraint heads stay: their scores are
+    what they are for. A compiled or data-parallel wrapper has to be made anew. Raises ValueError for a head
+    that is not there.
+    """
+    layers = [block.attn for block in model.transformer.h]
+    for layer, gone in heads.items():
+        if not 0 <= layer < len(layers):
+            raise ValueError(f"cannot prune block {layer}; they go from 0 to {len(layers) - 1}")
+        if set(gone) - set(layers[layer].head_ids):
+            raise ValueError(f"cannot prune {sorted(gone)} from block {layer}: not all of them are there")
+    for layer, gone in heads.items():
+        prune_layer(layers[layer], gone, optimizers)
+    model.config = replace(model.config, head_ids=[attn.head_ids for attn in layers])
+
+
+def pack(model):
+    """A copy for evaluation, of the same logits, without the heads whose gate is 0, for whatever reason."""
+    model = copy.deepcopy(model).eval()
+    prune_heads(model, {layer: closed_heads(block.attn) for layer, block in enumerate(model.transformer.h)})
+    return model
+
+
+def closed_heads(attn):
+    """The base heads of a layer whose gate is exactly 0 when evaluated, by their original numbers."""
+    gate = attn.static_gate(noisy=False)
+    return [] if gate is None else [i for i, g in zip(attn.head_ids, gate.tolist()) if g == 0]
+
+
+@torch.no_grad()
+def prune_layer(attn, gone, optimizers=()):
+    """Drop base heads, by their original numbers, from every tensor of a layer and from the moments."""
+    left = torch.tensor([i not in gone for i in attn.head_ids], dtype=torch.bool)
+    for axis in attn.head_axes():
+        heads = torch.cat((left, torch.ones(attn.n_extra * axis.extra, dtype=torch.bool)))
+        rows = heads.repeat(axis.parts).repeat_interleave(axis.size).nonzero().flatten()
+        keep_rows(axis.module, axis.tensor, axis.dim, rows, optimizers)
+    attn.head_ids = [i for i in attn.head_ids if i not in gone]
+    attn.n_head = len(attn.head_ids)
+    for module in attn.modules():
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+
+
+def keep_rows(module, name, dim, rows, optimizers):
+    """Keep only `rows` of a module's parameter or buffer along `dim`, and of what optimizers hold."""
+    old = getattr(module, name, None)
+    if old is None:
+        return
+    rows = rows.to(old.device)
+    if not isinstance(old, nn.Parameter):
+        return setattr(module, name, old.index_select(dim, rows))
+    new = nn.Parameter(old.index_select(dim, rows), old.requires_grad)
+    new.grad = None if old.grad is None else old.grad.index_select(dim, rows)
+    setattr(module, name, new)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [new if p is old else p for p in group["params"]]
+        if old in optimizer.state:
+            state = optimizer.state.pop(old)
+            optimizer.state[new] = {
+                key: t.index_select(dim, rows) if torch.is_tensor(t) and t.shape == old.shape else t
+                for key, t in state.items()}
+
+
+@torch.no_grad()
+def scale_heads(attn, factor):
+    """Multiply what each head of a layer sends out by factor [H], for good."""
+    attn.c_proj.weight.mul_(factor[:attn.n_head].repeat_interleave(attn.head_size))
+    if attn.n_extra:
+        attn.constraint.c_proj.weight.mul_(factor[attn.n_head:].repeat_interleave(attn.head_size))

@@ -1,0 +1,79 @@
+"""Timing: actions that take turns, the ratios of their times, and a bar that shows how far it is."""
+
+import math
+import statistics
+import sys
+import time
+
+import torch
+from tqdm import tqdm
+
+
+def on_cuda(args):
+    return torch.device(args.device).type == "cuda"
+
+
+def progress_bar(items, what):
+    """A tqdm over items, or one that counts up to `items`, a number, with update(); on a terminal alone."""
+    counted = isinstance(items, int)
+    return tqdm(None if counted else items, desc=what, total=items if counted else None, leave=False,
+                disable=not sys.stderr.isatty(), mininterval=0.5 if counted else 0.1)
+
+
+def timed(action, args):
+    """Seconds that action() takes, the device's work included."""
+    if on_cuda(args):
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    action()
+    if on_cuda(args):
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def take_turns(names, action, args, what):
+    """{name: [seconds of action(name), a round each]}, the contestants taking turns."""
+    seconds = {name: [] for name in names}
+    for name in names:  # warm up: compilation, allocation, caches
+        action(name)
+        action(name)
+    for _ in progress_bar(range(args.rounds), what):
+        for name in names:
+            seconds[name].append(timed(lambda: action(name), args))
+    return seconds
+
+
+def median_interval(values):
+    """Median and its 95 % interval from order statistics (from 6 values on; below that the range)."""
+    s, n = sorted(values), len(values)
+    cut = 0
+    while cut < (n - 1) // 2 and 2 * sum(math.comb(n, i) for i in range(cut + 2)) / 2**n <= 0.05:
+        cut += 1
+    return statistics.median(s), s[cut], s[n - 1 - cut]
+
+
+def time_rows(what, seconds, reference, tokens, repeats):
+    """A row for each name in `seconds`, of take_turns(); a round was `tokens` tokens in `repeats` actions."""
+    rows = []
+    for name, each in seconds.items():
+        median = statistics.median(each)
+        ratio, low, high = median_interval([a / b for a, b in zip(each, seconds[reference])])
+        rows.append(dict(what=what, name=name, tokens_per_s=tokens / median, ms=1000 * median / repeats,
+                         time_ratio=ratio, time_ratio_low=low, time_ratio_high=high,
+                         reference=reference, rounds=len(each)))
+    return rows
+
+
+# Dense bf16 peaks in TFLOP/s by a part of the device's name, from NVIDIA's datasheets; the first counts.
+PEAK_TFLOPS = (("B200", 2250), ("GH200", 989), ("H200", 989), ("H100 PCIe", 756), ("H100 NVL", 835),
+               ("H100", 989), ("A100", 312), ("L40S", 362), ("L40", 181), ("L4", 121), ("A10G", 70),
+               ("A10", 125), ("RTX 4090", 165), ("RTX 3090", 71))
+
+
+def mfu(model, tokens_per_s, device, dtype):
+    """Share of the device's peak that this training speed is; None where the peak is not known."""
+    if torch.device(device).type != "cuda" or dtype == "float32":
+        return None
+    name = torch.cuda.get_device_name(device)
+    peak = next((tflops for part, tflops in PEAK_TFLOPS if part in name), None)
+    return None if peak is None else tokens_per_s * model.flops_per_token() / (peak * 1e12)

@@ -1,0 +1,142 @@
+"""
+The curves of runs as figures: losses, bits per byte, the schedule, the gap; of one run, or of several.
+"""
+import json
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, FuncFormatter
+
+from nanoheads.drawing import AXES, COLOURS, GREY, RC, canvas, label_right, load, save
+
+DASHES = ["-", "--", ":", "-."]  # beyond 7 runs the colours repeat; dash and number tell them apart
+TITLES = ("Bits per byte", "Loss, nats per token", "Learning rate", "Gap, val − train loss")
+
+
+def points(line):
+    xy = np.array(line.get_data(), float)
+    return xy[:, np.isfinite(xy).all(0)]
+
+
+def fit_y(ax):
+    """Fit y to the curves after their steep start, so that the end can be read; note how high they began."""
+    lines = [xy for xy in map(points, ax.lines) if xy.size]
+    if lines:
+        x, y = np.concatenate(lines, 1)
+        start = x.min() + 0.15 * np.ptp(x)
+        # the second half of a short run is shown even where the others are still in their start
+        high = max(ly[lx >= min(start, (lx[0] + lx[-1]) / 2)].max() for lx, ly in lines)
+        pad = 0.06 * (high - y.min()) or 0.1
+        ax.set_ylim(y.min() - pad, high + pad)
+        if y.max() > high + pad:
+            ax.text(0.98, 0.97, f"↑ from {y.max():.2f}", transform=ax.transAxes, ha="right", va="top",
+                    color=GREY)
+
+
+def draw_training(axes, c, colour):
+    """The minibatch losses of a run alone; returns their lines for the legend."""
+    bpb, loss, _, _ = axes
+    mean = f"train, mean of {c.window} logged steps" if c.window > 1 else "train, as logged"
+    for ax, ratio in ((bpb, c.ratio), (loss, 1)):
+        raw, = ax.plot(c.tx, c.loss * ratio, color=colour, lw=0.8, alpha=0.3, label="train, minibatch")
+        smooth, = ax.plot(c.tx, c.smooth * ratio, color=colour, lw=1.4, alpha=0.7, label=mean)
+    fixed, = loss.plot(c.ex, c.etrain, color=colour, lw=1.4, ls="--", label="train, evaluated")
+    return [line for line in (raw, smooth, fixed) if points(line).size]
+
+
+def draw_validation(axes, c, style, tag, alone, labels):
+    """The evaluations of a run, its best marked; what stands beside them goes into labels {axes: [...]}."""
+    bpb, loss, _, gap = axes
+    for ax, y in ((bpb, c.bpb), (loss, c.val), (gap, c.gap)):
+        ax.plot(c.ex, y, **style)
+        if np.isfinite(y).any():
+            i = np.flatnonzero(np.isfinite(y))[-1] if ax is gap else np.nanargmin(y)
+            text = f"{y[i]:+.3f}" if ax is gap else f"{y[i]:.3f}"
+            if alone:
+                text = f"{'last' if ax is gap else 'best'} {text}\nstep {c.step[i]:,g}"
+            labels[ax].append((y[i], tag + text, style["color"]))
+            if ax is not gap:
+                ax.plot(c.ex[i], y[i], "o", ms=9, mfc="white", mec=style["color"], mew=2.2, zorder=5)
+
+
+def finish_axes(axes, x, alone, labels):
+    """Titles, limits, units, and the labels at the right."""
+    bpb, loss, lr, gap = axes
+    for ax, name in zip(axes, TITLES):
+        ax.set_title(name if alone or ax in (lr, gap) else f"Validation {name[0].lower()}{name[1:]}")
+        if not any(points(line).size for line in ax.lines):
+            ax.text(0.5, 0.5, "not in the log", transform=ax.transAxes, ha="center", color=GREY)
+            ax.set_yticks([])
+        elif ax is gap:
+            ax.axhline(0, color=GREY, lw=1)
+    for ax in (bpb, loss):
+        fit_y(ax)
+    for ax in axes:
+        label_right(ax, labels[ax])
+    for ax in (lr, gap):
+        ax.set_xlabel(AXES[x][1])
+        short, plain = EngFormatter(sep=""), FuncFormatter(lambda v, _: f"{v:,.10g}")
+        ax.xaxis.set_major_formatter(short if x == "tokens" else plain)
+    lr.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.6g}"))
+
+
+@mpl.rc_context(RC)
+def draw(runs, stem, title=""):
+    """[(name, curves, colour, dash)] -> the paths of one figure; a run alone also gets its training loss."""
+    fig = canvas(11, 7.5, title)
+    fig.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
+    axes = bpb, loss, lr, _ = fig.subplots(2, 2, sharex=True).ravel()
+    alone, handles, labels = len(runs) == 1, [], {ax: [] for ax in axes}
+    for n, (name, c, colour, dash) in enumerate(runs):
+        tag = f"{n + 1}: " if len(runs) > len(COLOURS) else ""
+        style = {"color": colour, "ls": dash, "lw": 2, "ms": 4, "marker": "o" if len(c.ex) <= 60 else ""}
+        if alone:
+            handles += draw_training(axes, c, colour)
+        # equal schedules lie on each other: the earlier run is wider, so that each stays visible
+        lr.plot(c.tx, c.lr, color=colour, ls=dash, lw=2 + min(2, 6 / len(runs)) * (len(runs) - 1 - n))
+        draw_validation(axes, c, style, tag, alone, labels)
+        if not alone or len(c.ex):  # a leading _ would hide the label
+            handles.append(Line2D([], [], label="val" if alone else tag + name.lstrip("_"), **style))
+    if labels[bpb] or labels[loss]:
+        handles.append(Line2D([], [], ls="", marker="o", ms=9, mfc="white", mec=GREY, mew=2.2,
+                              label="best val"))
+    finish_axes(axes, c.x, alone, labels)
+    columns = 5 if alone else max(1, 120 // (max(len(h.get_label()) for h in handles) + 8))
+    fig.legend(handles=handles, loc="outside lower center", ncol=min(columns, len(handles) or 1),
+               frameon=False)
+    return save(fig, stem)
+
+
+def dataset_name(run_dir):
+    """The dataset that a run's config.json names, '?' where it names none."""
+    try:
+        return Path(json.loads((Path(run_dir) / "config.json").read_text())["train"]["dataset"]).name
+    except (OSError, ValueError, KeyError, TypeError):
+        return "?"
+
+
+def plot_run(run_dir, colour=COLOURS[0], x="step"):
+    """Draw one run -> [curves.png, curves.svg]; [] if its log has nothing to draw."""
+    run_dir = Path(run_dir)
+    c, name = load(run_dir, x), run_dir.resolve().name
+    return draw([(name, c, colour, "-")], run_dir / "figures" / "curves", title=name) if c else []
+
+
+def plot_runs(given, names, together, x="step"):
+    """Draw each run by itself, and into the folder `together` all of them -> the paths."""
+    runs, written, datasets = [], [], [dataset_name(run) for run in given]
+    if len(set(datasets)) > 1:
+        print("runs on different datasets: their losses and bits per byte do not compare", file=sys.stderr)
+    for i, (run, name) in enumerate(zip(given, names)):
+        c = load(run, x)
+        if c:  # a run that is skipped keeps its place, so the others' colours do not move when it fills up
+            colour = COLOURS[i % len(COLOURS)]
+            shown = f"{name} ({datasets[i]})" if len(set(datasets)) > 1 else name
+            runs.append((shown, c, colour, DASHES[i // len(COLOURS) % len(DASHES)]))
+            written += draw([(name, c, colour, "-")], run / "figures" / "curves", title=name)
+    if len(runs) > 1:
+        written += draw(runs, together / "comparison")
+    return written

@@ -1,0 +1,257 @@
+"""
+Scoring: the nats of every token of a split, each once, or of a continuation given its prompt.
+
+Whole splits are cut into windows; what a token sees before it is part of the number (see windows()).
+"""
+
+import codecs
+import math
+import re
+import time
+from contextlib import nullcontext
+from itertools import groupby
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from nanoheads.common import UserError
+from nanoheads.text.dataset import Dataset
+from nanoheads.training import checkpoint
+
+
+BLOCK = 4096  # tokens whose nats a study keeps as one sum: neighbours resemble each other for less than that
+
+
+# ---- scoring ----
+
+def windows(n, block_size, stride):
+    """[(start, end, scored)]: read tokens [start, end), score the last `scored`; each of n is scored once."""
+    if not 1 <= stride <= block_size:
+        raise ValueError(f"stride={stride} must be from 1 to block_size={block_size} (0: disjoint windows)")
+    cuts = [(0, min(block_size, n), min(block_size, n))]
+    while (done := cuts[-1][1]) < n:
+        end = min(done + stride, n)
+        cuts.append((done + stride - block_size, end, end - done))
+    return cuts
+
+
+def windows_of(dataset, split, block_size, stride=0, max_tokens=0):
+    """The windows of a split that score() scores.
+
+    max_tokens > 0: whole windows, evenly spaced from the first to the last, at least one, and beyond that so
+    many tokens at most.
+    """
+    n, step = len(dataset.tokens(split)), stride or block_size
+    cuts = windows(n, block_size, step)
+    if 0 < max_tokens < n:
+        cuts = [c for c in cuts if c[1] - c[0] == block_size] or cuts
+        count = max(1, 1 + (max_tokens - block_size) // step)
+        cuts = [cuts[i * (len(cuts) - 1) // max(1, count - 1)] for i in range(count)]
+    return cuts
+
+
+def window_ids(tokens, separator, start, end):
+    """Tokens [start, end) after the one before them, at the beginning the separator; int64 [1 + n]."""
+    ids = tokens[start - 1:end] if start else np.concatenate(([separator], tokens[:end]))
+    return ids.astype(np.int64)
+
+
+def nats_of(logits, targets):
+    """-log p(target), float64 [B, T] on the CPU, from logits [B, T, V].
+
+    The sum over V is float32, its log float64.
+    """
+    top = logits.amax(-1)
+    mass = (logits - top[..., None]).exp().sum(-1)
+    short = top - logits.gather(-1, targets[..., None]).squeeze(-1)
+    mass, short = torch.stack((mass, short)).cpu().double()
+    return (mass.log() + short).numpy()
+
+
+def nats_of_last(model, ids, n, most=None):
+    """-log p of the last n of ids [B, 1 + T], float64 [B, n]; logits of `most` tokens in memory at a time,
+    None: of all.
+    """
+    if most is None or len(ids) * n <= most:
+        return nats_of(model(ids[:, :-1]).logits[:, -n:], ids[:, -n:])
+    x = model.hidden(ids[:, :-1])[:, -n:].flatten(0, 1)
+    parts = [nats_of(model.head(x_), y) for x_, y in zip(x.split(most), ids[:, -n:].flatten().split(most))]
+    return np.concatenate(parts).reshape(len(ids), n)
+
+
+LOGITS_AT_ONCE = 1 << 26  # 256 MB of them
+
+
+@torch.no_grad()
+def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, rank=0, world=1, autocast=None,
+          per_token=False, progress=False):
+    """Cross-entropy of a split: (nats summed, tokens scored), or with per_token those of each, [n] float32.
+
+    stride 0: disjoint windows. max_tokens > 0 scores at most so many tokens, the same at each call, see
+    windows_of(). Windows go to ranks in turn; the caller adds the ranks' sums up.
+    """
+    device, T, tokens = next(model.parameters()).device, model.config.block_size, dataset.tokens(split)
+    cuts = windows_of(dataset, split, T, stride, max_tokens)[rank::world]
+    # logits are vocab_size floats a token. A CPU is fastest while they fit its caches; a GPU wants many rows
+    # in the blocks, and the logits of a large vocabulary in portions
+    most = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
+    if device.type == "cpu":
+        batch_tokens, most = min(batch_tokens, most, 4096), None
+    rows = max(1, batch_tokens // T)
+
+    nats, count, parts = 0.0, 0, [np.empty(0, np.float32)]
+    bar = tqdm(total=sum(scored for _, _, scored in cuts), desc=split, unit="tok", unit_scale=True,
+               disable=not progress, leave=False, mininterval=0.5)
+    was_training = model.training
+    model.eval()
+    try:
+        with autocast or nullcontext(), bar:
+            # windows of one length and one scored part go together
+            for (_, scored), group in groupby(cuts, lambda c: (c[1] - c[0], c[2])):
+                group = list(group)
+                for at in range(0, len(group), rows):
+                    ids = np.stack([window_ids(tokens, dataset.separator, start, end)
+                                    for start, end, _ in group[at:at + rows]])
+                    ids = torch.from_numpy(ids).to(device)
+                    each = nats_of_last(model, ids, scored, most)
+                    nats += float(each.sum())
+                    count += each.size
+                    if per_token:
+                        parts.append(each.astype(np.float32).ravel())
+                    bar.update(each.size)
+    finally:
+        model.train(was_training)
+    return np.concatenate(parts) if per_token else (nats, count)
+
+
+def bits(nats, count):
+    """Bits for each of `count` bytes (or characters)."""
+    return nats / (math.log(2) * count)
+
+
+def score_windows(model, data, split, tokens):
+    """(nats of each window [n_windows], {nats, tokens, bytes, bpb}). UserError where they are not finite."""
+    nats = score(model, data, split, max_tokens=tokens, per_token=True).astype(np.float64)
+    total = float(nats.sum())
+    if not np.isfinite(nats).all():
+        raise UserError(f"the trained model gives {total} nats on {split}: its training diverged")
+    windows = windows_of(data, split, model.config.block_size, max_tokens=tokens)
+    size = data.splits[split]["bytes"]
+    # a slice, whose tokens may be longer or shorter than the others
+    if nats.size < data.splits[split]["tokens"]:
+        ids = data.tokens(split)
+        size = sum(len(data.tokenizer.decode_bytes(ids[start:end].tolist())) for start, end, _ in windows)
+    per_window = np.add.reduceat(nats, np.cumsum([0] + [scored for _, _, scored in windows[:-1]]))
+    return per_window, dict(nats=total, tokens=int(nats.size), bytes=size, bpb=bits(total, size))
+
+
+def count_words(dataset, split, piece=1 << 20):
+    """Words of a split, one more than its runs of whitespace, as lm-evaluation-harness counts them.
+
+    Where a text begins or ends with whitespace, nothing before or after it counts as one. None: GPT-2's byte
+    pairs, where their spelling is not at hand.
+    """
+    from nanoheads.text.sources import GPT2_ENCODER, GPT2_MERGES, here  # not part of a run
+    if dataset.tokenizer.encoding == "gpt2" and not here(GPT2_MERGES, GPT2_ENCODER):
+        return None
+    tokens, decoder = dataset.tokens(split), codecs.getincrementaldecoder("utf-8")("replace")
+    count, space = 1, False
+    for at in range(0, len(tokens), piece):
+        text = decoder.decode(dataset.tokenizer.decode_bytes(tokens[at:at + piece]))
+        if text:
+            count += len(re.findall(r"\s+", text)) - (space and text[0].isspace())
+            space = text[-1].isspace()
+    return count
+
+
+@torch.no_grad()
+def nats_after(model, separator, pairs):
+    """Nats [n] of each continuation given its prompt, from pairs (prompt, continuation) of ids.
+
+    Windows move by half a block: beyond the first, a token sees at least half a block before it.
+    """
+    device, T = next(model.parameters()).device, model.config.block_size
+    batch = max(1, min(4096, LOGITS_AT_ONCE // model.config.vocab_size) // T)
+    found, pieces = np.zeros(len(pairs)), []
+    for i, (before, after) in enumerate(pairs):
+        text = np.array([*before, *after])
+        for start, end, new in windows(len(text), T, max(1, T // 2)):
+            new = min(new, end - len(before))  # the prompt is context alone
+            if new > 0:
+                pieces.append((i, window_ids(text, separator, start, end), new))
+
+    # windows of one length and one scored part go together
+    def shape(piece):
+        return len(piece[1]), piece[2]
+    for (_, new), group in groupby(sorted(pieces, key=shape), shape):
+        group = list(group)
+        for first in range(0, len(group), batch):
+            part = group[first:first + batch]
+            ids = torch.from_numpy(np.stack([piece[1] for piece in part])).to(device)
+            nats = nats_of_last(model, ids, new)
+            np.add.at(found, [piece[0] for piece in part], nats.sum(1))
+    return found
+
+
+# ---- checkpoints and their data ----
+
+def dataset_of(state, path, name=None):
+    """The Dataset called `name`, or else the one that a read checkpoint was trained on. UserError."""
+    meta, train = state["meta"] or {}, state.get("train") or {}
+    names = [name] if name else [train.get("dataset"), state.get("dataset"), meta.get("name")]
+    names = [n for n in names if n]
+    if not names:
+        raise UserError(f"{path} does not say what it was trained on; name it with --dataset")
+    for other in names[:-1]:  # a path may lead nowhere from here, while data/<name> is there
+        try:
+            return Dataset(other)
+        except UserError:
+            pass
+    return Dataset(names[-1])
+
+
+def load(path, split, stride, device, dataset=None, settings=()):
+    """(state, model, Dataset) of one checkpoint, after every check that needs no scoring."""
+    state = checkpoint.read(path)
+    model = checkpoint.build(state, path, device, settings)
+    data = dataset_of(state, path, dataset)
+    checkpoint.same_vocabulary(state, data, path)
+    then, now = ((m or {}).get("splits", {}).get(split, {}).get("sha256") for m in (state["meta"], data.meta))
+    if then and then != now and not dataset:
+        raise UserError(f"{path}: the {split} split of {data.dir} is not the one of its training, "
+                        f"and may hold what it was trained on; --dataset={data.dir} scores it all the same")
+    windows(len(data.tokens(split)), model.config.block_size, stride or model.config.block_size)
+    return state, model, data
+
+
+def evaluate(path, split, stride, device, dataset=None, settings=(), progress=True):
+    """Everything that is reported of one checkpoint, as a dict. Raises UserError, ValueError."""
+    state, model, data = load(path, split, stride, device, dataset, settings)
+    T, size = model.config.block_size, data.splits[split]
+    began = time.perf_counter()
+    nats, tokens = score(model, data, split, stride, progress=progress)
+    seconds = time.perf_counter() - began
+    if not math.isfinite(nats):
+        raise UserError(f"{path} gives {nats} nats on {split}: "
+                        "its weights are damaged, or its training diverged")
+    stride, words = stride or T, count_words(data, split)
+    context = f"disjoint windows of {T:,}" if stride == T else f"windows of {T:,}, stride {stride:,}"
+    return dict(name=str(path), dataset=data.meta["name"], split=split, tokens=tokens, bytes=size["bytes"],
+                chars=size["chars"], words=words, context=context, block_size=T, stride=stride,
+                bpb=bits(nats, size["bytes"]), bpc=bits(nats, size["chars"]),
+                nats_per_token=nats / tokens, ppl=math.exp(min(nats / tokens, 700)),
+                word_ppl=words and math.exp(min(nats / words, 700)),
+                params=model.num_params(), params_non_embedding=model.num_params(non_embedding=True),
+                flops_per_token=model.flops_per_token(), tokens_per_s=tokens / seconds,
+                step=state.get("step"), device=device, split_sha256=size.get("sha256"),
+                note=data.meta.get("note"), set=list(settings))
+
+
+def add_arguments(parser, split):
+    """The arguments of every program that scores checkpoints; split: the default one."""
+    checkpoint.add_arguments(parser)
+    parser.add_argument("--split", default=split, help=f"train, val or test (default: {split})")
+    parser.add_argument("--dataset", help="read this dataset, which must have the same vocabulary "
+                                          "(default: the one trained on)")
+    parser.add_argument("--json", help="write the numbers to this file as well")

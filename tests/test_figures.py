@@ -1,0 +1,105 @@
+"""The figures of README.md and docs/ are those of results/."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanoheads.study import findings, results, tables, trial
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+
+# a difference with its interval, of four digits; not what its row or page marks as of the former scale
+FIGURE = re.compile(r"(?<!ormer scale: )[+-]\d\.\d{4} \[[+-]\d\.\d{4}, [+-]\d\.\d{4}\]")
+FORMER = ROOT / "docs" / "results" / "routing.md"
+
+
+def text_of(name):
+    return (ROOT / "docs" / name).read_text(encoding="utf-8").replace("−", "-")
+
+
+def row_of(text, title):
+    """The cells after the first of the table row that begins with `title`."""
+    line = re.findall(rf"^\| {re.escape(title)} \|(.*)\|$", text, re.M)[0]
+    return [cell.strip() for cell in line.split("|")]
+
+
+# ---- studies ----
+
+def figures_on_file():
+    """Every difference with its interval of results/, as pages write it."""
+    for path in RESULTS.glob("*.json.gz"):
+        for study in trial.studies_in(results.read(path)).values():
+            rows = [*study["comparisons"], *(study["screened"] or [])]
+            rows += [row[key] for row in rows for key in ("equal_flops", "equal_time") if row.get(key)]
+            yield from (findings.interval(row) for row in rows if row["mean"] is not None)
+
+
+@pytest.fixture(scope="module")
+def known():
+    return {*figures_on_file()}
+
+
+def test_the_tables_of_the_pages_are_those_of_the_results():
+    texts = {str(page): page.read_text(encoding="utf-8") for page in PAGES}
+    for name, text in texts.items():
+        assert tables.filled(text, name) == text, f"{name}: run python compare.py --tables"
+    assert sum(len(tables.MARK.findall(text)) for text in texts.values()) >= 9
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_differences_on_a_page_are_those_of_the_results(page, known):
+    text = page.read_text(encoding="utf-8").replace("−", "-").replace("\\[", "[").replace("\\]", "]")
+    found = set() if page == FORMER else set(FIGURE.findall(" ".join(text.split())))
+    assert found <= known, found - known
+    assert page.name != "claims.md" or len(FIGURE.findall(text)) > 50
+    assert "+0.1234 [-0.1111, +0.2222]" not in known  # control
+
+
+# ---- pruning ----
+
+TITLES = {"random": "random", "magnitude": "magnitude", "entropy": "entropy",  # how a row's title begins
+          "importance": r"importance(?! meas|, meas)", "importance_rescored": "importance, measured again",
+          "fitted": "gates fitted"}
+
+
+@pytest.mark.parametrize("file, kept", [("prune-tiny.json", (7, 6, 5, 4, 3, 2)),
+                                        ("prune-nano.json", (14, 9, 4))])
+def test_the_pruning_page_has_the_means_of_its_file(file, kept):
+    rows = json.loads((RESULTS / file).read_text())["rows"]
+    text = text_of("results/pruning.md")
+    text = text.split("## ")[1 if "tiny" in file else 2]
+    for by in TITLES:
+        title, = re.findall(rf"^\| ({TITLES[by]}[^|]*?) \|", text, re.M)
+        for cell, heads in zip(row_of(text, title), kept):
+            bits = [row["bpb"] for row in rows if row["by"] == by and row["kept"] == heads]
+            assert len(bits) == 5, (by, heads)
+            assert float(cell.split()[0]) == pytest.approx(np.mean(bits), abs=6e-4), (by, heads)
+
+
+# ---- constraint heads ----
+
+SCORES = {"constraint heads, λ = 0.2": "labels", "linear probe of the plain GPT, same block": "labels",
+          "MLP probe, as many parameters as the heads": "labels",
+          "untrained scorers (no labels)": "no_labels",
+          "λ = 0.05": "coef_0.05", "λ = 1": "coef_1", "λ = 1, no warm-up": "coef_1_no_warm-up",
+          "λ = 1, gradient stopped for half of the run": "coef_1_stopped", "variant B": "B",
+          "published": "published", "a teacher's scores in the labels' place (kl)": "teacher_kl",
+          "labels, and a teacher's outputs (huber)": "teacher_huber"}
+
+
+@pytest.mark.parametrize("title", SCORES)
+def test_the_scores_of_constraint_heads_are_those_of_their_file(title):
+    found = json.loads((RESULTS / "constraint-scores-tiny.json").read_text())[SCORES[title]]
+    cells = row_of(text_of("results/constraint-heads.md").split("## What the scores know")[1], title)
+    scorer = next((probe for probe in ("linear probe", "MLP probe") if title.startswith(probe)), None)
+    scorer = f"{scorer}, plain" if scorer else "constraint heads"
+    figures = {each["name"]: each["figures"][scorer]["auroc"] for each in found["names"]}
+    for cell, name in zip(cells, ("reciprocity", "testifiability", "decidability"), strict=True):
+        mean, low, high = figures[name]
+        for shown, measured in zip(cell.strip("*").split(" ±"), (mean, (high - low) / 2)):
+            assert float(shown) == pytest.approx(measured, abs=5.1e-4), name
