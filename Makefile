@@ -1,10 +1,10 @@
-# make demo · make test · make lint · make compare · make bench · make plots · make gpu-check · make clean
+# make demo · make test · make test-all · make lint · make compare · make bench · make plots · make gpu-check · make clean
 PYTHON ?= python3
 PY := .venv/bin/python
 STUDY ?= config/studies/all.py
 GPU_VENV ?= .venv-gpu
 
-.PHONY: demo test lint compare bench plots gpu-check gpu-bytes clean
+.PHONY: demo test test-all lint compare bench plots gpu-check gpu-bytes clean
 
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
@@ -20,8 +20,13 @@ demo: .venv/ready
 	$(PY) data/pystdlib/prepare.py
 	$(PY) compare.py config/studies/demo.py
 
-# a process per core, each with one thread: threads that wait for each other spin
+# what a change usually breaks, in 90 s of two quiet cores: all but the tests of tests/slow.txt
+# (a process per core, each with one thread: threads that wait for each other spin)
 test: .venv/ready-test
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto -m "not slow"
+
+# every test, as continuous integration runs them
+test-all: .venv/ready-test
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
 
 # long lines, unused names, named lambdas: pyproject.toml says what; then what the GPU check has not seen

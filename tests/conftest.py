@@ -23,6 +23,7 @@ TINY = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4,
             max_iters=6, eval_interval=3, eval_tokens=512, log_interval=1,
             device="cpu", lr_decay_iters=100)  # a run of train.py, in a second
 CPU_TIMES = {}
+SLOW = set(Path(__file__).with_name("slow.txt").read_text().split())  # by tests/choose_slow.py
 
 
 def write_dataset(folder, splits, encoding="byte", vocab=None):
@@ -37,6 +38,13 @@ def write_dataset(folder, splits, encoding="byte", vocab=None):
 def cpu_seconds():
     """Of this process and of the children that it has waited for."""
     return sum(os.times()[:4])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if f"{item.path.name}::{item.originalname}" in SLOW:
+            item.add_marker("slow")
 
 
 @pytest.hookimpl(hookwrapper=True)

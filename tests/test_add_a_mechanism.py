@@ -74,7 +74,7 @@ def test_a_diff_that_does_not_fit_is_refused(tmp_path):
 # ---- one more mechanism ----
 
 COPIED = ("*.py", "pyproject.toml", "data/*.py", "nanoheads/**/*.py", "tests/conftest.py",
-          "tests/oracle.py", "tests/test_promises.py")
+          "tests/slow.txt", "tests/oracle.py", "tests/test_promises.py")
 
 
 @pytest.fixture

@@ -187,13 +187,11 @@ def test_torchs_counter_misses_attention_or_counts_it_alike():
     assert counted(None) in (blind, executed)
 
 
-def test_the_largest_model_is_counted_in_seconds_and_once():
+def test_the_largest_model_is_counted_once(monkeypatch):
     config = GPTConfig(vocab_size=50304, **ALL_ON)  # 12 layers, 768 wide, context 1,024
-    began = time.perf_counter()
     first = costs.executed_flops(config)
-    counted = time.perf_counter()
+    monkeypatch.setattr(costs, "FlopCounterMode", None)  # a second count would fail
     assert costs.executed_flops(replace(config, seed=5)) == first > 1e9
-    assert counted - began < 15 and time.perf_counter() - counted < 0.1
 
 
 def test_recomputed_activations_are_counted():

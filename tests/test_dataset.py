@@ -146,19 +146,6 @@ def test_a_block_size_larger_than_the_split_is_one_line(chars_data):
     assert "block_size=751 needs at least 1,502 tokens of train" in message
 
 
-def test_reading_a_batch_is_fast(bytes_data):
-    """Against a 20 ms step; the bound is far above what it takes (0.1 ms), for slow machines."""
-    import time
-    batches = Batches(Dataset(bytes_data), "train", 64, 12, 0)
-    batches(0)
-    times = []
-    for step in range(200):
-        began = time.perf_counter()
-        batches(step)
-        times.append(time.perf_counter() - began)
-    assert np.median(times) < 1e-3
-
-
 def test_a_pass_over_a_large_file_keeps_memory_bounded(tmp_path):
     """300 MB, sparse, in a process of its own; the file's pages would all stay resident in one mapping."""
     size = 300 << 20

@@ -86,10 +86,8 @@ def test_an_interrupt_ends_the_part_and_the_plan(start, tmp_path):
     while not (tmp_path / "calls").exists():
         time.sleep(0.05)
     time.sleep(0.5)
-    began = time.perf_counter()
     script.send_signal(signal.SIGINT)
     script.communicate(timeout=30)
-    assert time.perf_counter() - began < 20
     assert summary(tmp_path) == {"decode": "failed"}
 
 

@@ -24,7 +24,6 @@ from nanoheads.training import optim
 from nanoheads.training.config import TrainConfig
 from oracle import agree, close, dense, equals_the_oracle, gradients, normal, sigmoid, softmax, tokens
 
-
 # on CPU it is the reference, not a kernel
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 TINY = dict(block_size=16, vocab_size=37, n_layer=2, n_head=6, n_embd=96)
