@@ -17,6 +17,7 @@ import plot_curves
 from model import GPT, GPTConfig
 from nanoheads.drawing import COLOURS
 from nanoheads.heads import pictures as plot_heads
+from nanoheads.pruning import prune_heads
 from nanoheads.text.tokenizer import Tokenizer
 from nanoheads.training import curves
 from nanoheads.training.curves import curves_of, plot_run, read_log
@@ -438,7 +439,7 @@ def test_the_extremes_are_by_importance_at_the_checkpoint(home):
     h, model = plot_heads.history(write_heads(home / "run", found)), make_model()
     assert [*plot_heads.extremes(h, 19, model)] == [(0, 1), (0, 0), (1, 2), (1, 1)]
     assert [*plot_heads.extremes(h, 20, model)] == [(0, 0), (0, 1), (1, 2), (1, 1)]
-    model.prune_heads({0: [0], 1: [0, 1]})  # who is gone is no extreme
+    prune_heads(model, {0: [0], 1: [0, 1]})  # who is gone is no extreme
     got = plot_heads.extremes(h, 20, model)
     assert got == {(0, 2): "most important, 0.2 nats", (0, 1): "least important, 0.1 nats",
                    (1, 2): "only head, 0.6 nats"}
@@ -448,7 +449,7 @@ def test_attention_is_that_of_the_head_with_this_number(home):
     run, model = write_heads(home / "run"), make_model()
     ids = torch.tensor([list(b"to be, or not to")])
     before = model(ids, traces="maps").traces["blocks.0.map"][0].detach()
-    model.prune_heads({0: [0]})
+    prune_heads(model, {0: [0]})
     save_model(run, model)
     chosen, maps, tokens, step = plot_heads.attention_maps(run, None, "to be, or not to", [(0, 2), (0, 1)])
     assert [*chosen] == [(0, 2), (0, 1)] and step == 40 and "".join(tokens) == "to·be,·or·not·to"
