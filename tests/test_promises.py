@@ -23,7 +23,7 @@ import train
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, RECIPES, Agency,
                    ConstraintHeads, GPTConfig, HeadRouter, KVCache, SentinelGate)
 from nanoheads.heads.states import find_violations
-from nanoheads.pruning import prune_heads
+from nanoheads.pruning import pack, prune_heads
 from nanoheads.training import checkpoint
 from nanoheads.training.checkpoint import make_neutral, mode_of
 from nanoheads.training.optim import make_optimizers

@@ -31,7 +31,8 @@ MODEL = """
 """.split()
 # one step: batches, rates, gradients, updates; and the order of all that
 STEP = """
-    Trainer Unread CastWeights make_optimizers block_matrices of_mechanisms lr_multiplier precision compiles seed_step CUDA_GRAPHS
+    Trainer Unread CastWeights make_optimizers block_matrices of_mechanisms lr_multiplier precision
+    compiles seed_step CUDA_GRAPHS
     Process Dataset after_each Reader REOPEN_AFTER Batches
     train loop batch_at send evaluate batches_of save_checkpoint starting_point
 """.split()
@@ -81,7 +82,8 @@ MOVER = {"rules": ["ByRules"], "ann": ["ByNetwork"], "rl": ["ByReward"]}
 # what a run executes and no number comes from: configs (their values are in the hash as they are), messages,
 # logs, files as they are written and read back, the command line, generated text
 NOT_NUMBERS = set("""
-    GPTConfig PlainConfig RECIPES choices range_problems flag RANGES TrainConfig OPTIMIZERS ControllerConfig check_model no_dropout add_mechanism
+    GPTConfig PlainConfig RECIPES choices range_problems flag RANGES TrainConfig OPTIMIZERS
+    ControllerConfig check_model no_dropout add_mechanism
     MECHANISM_CLASSES HEAD_MECHANISMS MECHANISMS NEUTRAL ALL_ON
     Run PROGRESS join_ranks pick_device checked_device StopSignal Process.print0 Process.barrier
     log_steps log_step log_eval eval_line count_time open_bar open_folder print_run print_changes saves_in
