@@ -34,7 +34,7 @@ STEP = """
     Trainer Unread CastWeights make_optimizers block_matrices of_mechanisms lr_multiplier precision
     compiles seed_step CUDA_GRAPHS
     Process Dataset after_each Reader REOPEN_AFTER Batches
-    train loop batch_at send evaluate batches_of save_checkpoint starting_point
+    train loop batch_at send evaluate_splits batches_of save_checkpoint starting_point
 """.split()
 # the loss on a split, in training and of the trained model
 SCORE = """
