@@ -685,12 +685,12 @@ class GPT(nn.Module):
 
     @contextmanager
     def gates(self, by_layer):
-        """Inside of it, gates set by hand: {layer: [H], NaN where the layer's own stay}. Then as before."""
-        layers = [self.transformer.h[layer].attn for layer in by_layer]
+        """Inside of it, gates set by hand: {layer: [H], NaN: the layer's own; None: all}. Then as before."""
+        layers = [block.attn for block in self.transformer.h]
         before = [attn.gate_override for attn in layers]
         try:
-            for attn, gate in zip(layers, by_layer.values()):
-                attn.gate_override = gate
+            for layer, gate in by_layer.items():
+                layers[layer].gate_override = gate
             yield self
         finally:
             for attn, gate in zip(layers, before):

@@ -98,23 +98,24 @@ def fit_gates(model, x, y, seed):
     They are fitted to the loss alone, and from there once more with a term that opens them (G+), and with one
     that closes them (G-).
     """
-    layers, generator = attentions(model), torch.Generator().manual_seed(seed)
-    sizes, own = [attn.n_head for attn in layers], static_gates(model)
+    generator = torch.Generator().manual_seed(seed)
+    sizes, own = [attn.n_head for attn in attentions(model)], static_gates(model)
 
     def fit(start, sign):
         logits = start.clone().requires_grad_()
         adam = torch.optim.Adam([logits], FIT["lr"])
         for _ in range(FIT["steps"]):
-            for attn, factor, each in zip(layers, own, logits.split(sizes)):
-                n = attn.n_head
-                attn.gate_override = torch.cat((factor[:n] * each.sigmoid(), factor[n:]))
+            gates = {layer: torch.cat((factor[:n] * each.sigmoid(), factor[n:])) for layer, (n, factor, each)
+                     in enumerate(zip(sizes, own, logits.split(sizes)))}
             rows = torch.randint(len(x), (FIT["rows"],), generator=generator).to(x.device)
             pull = FIT["weight"] * logits.clamp(-FIT["clip"], FIT["clip"]).mean()
-            logits.grad, = torch.autograd.grad(model(x[rows], y[rows]).loss - sign * pull, logits)
+            with model.gates(gates):
+                loss = model(x[rows], y[rows]).loss
+            logits.grad, = torch.autograd.grad(loss - sign * pull, logits)
             adam.step()
         return logits.detach()
 
-    with closed(model, []), evaluating(model):  # closed() puts the gates back
+    with evaluating(model):
         free = fit(torch.zeros(sum(sizes), device=x.device), 0)
         return [fit(free, sign).sigmoid().split(sizes) for sign in (1, -1)]
 

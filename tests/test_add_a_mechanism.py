@@ -1,128 +1,213 @@
-"""docs/add-a-mechanism.md: its diff is what stands in model.py; a new mechanism is tested by its diff alone.
+"""A mechanism in a file of one's own: the page's file, its commands, the promises, and what is refused."""
 
-Diffs are applied by their lines, wherever those stand: line numbers do not matter.
-"""
-
-import os
 import re
-import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
-from model import MECHANISMS
+import model
+from conftest import ROOT
+from nanoheads.common import UserError
+from nanoheads.configurator import keys_of
+from nanoheads.mechanism import choices
+from nanoheads.probes import promises
+from nanoheads.study import fingerprint
+from nanoheads.training import checkpoint, own
+from nanoheads.training.config import TrainConfig
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "add-a-mechanism.md").read_text(encoding="utf-8")
-TOY = (ROOT / "tests" / "toy_mechanism.diff").read_text(encoding="utf-8")
-
-
-def hunks(diff):
-    """Yield (file, what stood there, what stands there instead) of a unified diff, in whole lines."""
-    for part in re.split(r"^--- .*\n", diff, flags=re.M)[1:]:
-        head, *bodies = re.split(r"^@@ .*\n", part, flags=re.M)
-        for body in bodies:
-            lines = body.splitlines(keepends=True)
-            old, new = ("".join(line[1:] for line in lines if line[0] not in other) for other in "+-")
-            yield head.strip().removeprefix("+++ b/"), old, new
-
-
-def apply(diff, folder):
-    """Apply a diff to the files of a folder; what it replaces has to stand there once."""
-    for file, old, new in hunks(diff):
-        text = (folder / file).read_text(encoding="utf-8")
-        assert f"\n{text}".count(f"\n{old}") == 1, f"{file} has moved on; the diff no longer fits at:\n{old}"
-        (folder / file).write_text(f"\n{text}".replace(f"\n{old}", f"\n{new}")[1:], encoding="utf-8")
-
-
-def reverse(diff):
-    swapped = {"+": "-", "-": "+"}
-    return "".join(line if line[:3] in ("---", "+++") else swapped.get(line[0], line[0]) + line[1:]
-                   for line in diff.splitlines(keepends=True))
-
-
-# ---- the page ----
-
-def test_the_diff_of_the_page_is_what_stands_in_the_code(tmp_path):
-    """Taken back, it leaves no trace of the mechanism; put in again, it gives the very same files."""
-    diff, = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.M | re.S)
-    files = dict.fromkeys(file for file, _, _ in hunks(diff))
-    for file in files:
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / file, tmp_path / file)
-    apply(reverse(diff), tmp_path)
-    for file in files:
-        assert not re.search("xsa|ExclusiveAttention", (tmp_path / file).read_text(encoding="utf-8"))
-    apply(diff, tmp_path)
-    assert all((tmp_path / file).read_text() == (ROOT / file).read_text() for file in files)
-    assert sum(line[0] == "+" for line in diff.splitlines()) - len(files) <= 40
-
-
-def test_the_oracle_of_the_page_is_that_of_the_tests():
-    oracle, = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
-    assert oracle in (ROOT / "tests" / "oracle.py").read_text(encoding="utf-8")
-
-
-def test_a_diff_that_does_not_fit_is_refused(tmp_path):
-    (tmp_path / "model.py").write_text("HEAD_MECHANISMS = ()\n")
-    with pytest.raises(AssertionError, match="model.py has moved on"):
-        apply(TOY, tmp_path)
-
-
-# ---- one more mechanism ----
-
-COPIED = ("*.py", "pyproject.toml", "data/*.py", "nanoheads/**/*.py", "tests/conftest.py",
-          "tests/slow.txt", "tests/oracle.py", "tests/test_promises.py")
+CODE, = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
+SIZES = dict(vocab_size=11, block_size=16, n_layer=2, n_head=4, n_embd=64)
+PASS = "    def before(self, attn, h):"
 
 
 @pytest.fixture
-def invariants(tmp_path):
-    """invariants(diff, which) -> (tests passed, {names of those that failed}) in a copy with the diff."""
-    def run(diff, which):
-        for pattern in COPIED:
-            for path in ROOT.glob(pattern):
-                copy = tmp_path / path.relative_to(ROOT)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(path, copy)
-        apply(diff, tmp_path)
-        env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "PYTHON"))}
-        command = [sys.executable, "-m", "pytest", "-rf", "-p", "no:cacheprovider", "-p", "no:xdist",
-                   "tests/test_promises.py", "-k", which]
-        done = subprocess.run(command, cwd=tmp_path, env={**env, "OMP_NUM_THREADS": "1"}, capture_output=True,
-                              text=True, timeout=300)
-        passed = re.search(r"^(\d+) passed|, (\d+) passed", done.stdout, re.M)
-        assert passed, done.stdout + done.stderr
-        return int(passed[1] or passed[2]), set(re.findall(r"^FAILED \S*::(\w+)", done.stdout, re.M))
-    return run
+def mine(tmp_path):
+    """mine(before, after) -> the path of the page's file with an edit; what was added goes with the test."""
+    config = model.GPTConfig
+    bases, head, every = config.__bases__, [*model.HEAD_MECHANISMS], [*model.MECHANISM_CLASSES]
+
+    def write(before="", after="", name="mine.py"):
+        assert CODE.count(before) == 1 or not before
+        path = tmp_path / name
+        path.write_text(CODE.replace(before, after) if before else CODE, encoding="utf-8")
+        return path
+
+    yield write
+    for cls in own.ADDED:
+        for name in cls.modes:
+            model.MECHANISMS.pop(name)
+            model.NEUTRAL.pop(name, None)
+    own.ADDED.clear()
+    model.HEAD_MECHANISMS[:], model.MECHANISM_CLASSES[:] = head, every
+    for name in ("init", "repr", "eq", "match_args", "dataclass_fields", "dataclass_params", "replace"):
+        if f"__{name}__" in vars(config):
+            delattr(config, f"__{name}__")
+    config.__bases__ = bases
+    dataclass(config)
+    keys_of.cache_clear()
+    choices.cache_clear()
 
 
-def test_a_new_mechanism_is_tested_by_its_diff_alone(invariants):
-    """A class, a flag and a name: then every invariant knows it, alone and with every other mechanism."""
-    assert "position_gate" not in MECHANISMS
-    passed, failed = invariants(TOY, "position_gate or every_pair")
-    assert failed == set() and passed >= 20
+def run(*argv, cwd=ROOT):
+    return subprocess.run([sys.executable, *map(str, argv)], cwd=cwd, capture_output=True, text=True)
 
 
-OWN = "position_gate] and not compiles"  # alone, the quick ones
-MISTAKES = {
-    "its tensor's head axis is not named": (
-        '+    def head_axes(self):\n+        return [HeadAxis(self, "weight")]\n+\n', "",
-        {"test_every_tensor_with_a_head_axis_is_named",
-         "test_packed_is_the_same_function_without_the_closed_heads"}),
-    "positions are those of the piece that is read": (
-        "(ctx.positions if ctx.positions.dim() == 1 else ctx.positions[:, None])",
-        "torch.arange(h.x.size(1))",
-        {"test_cached_equals_uncached", "test_rows_padded_and_read_in_pieces_equal_rows_alone"}),
-    "it reads the mean of the whole text": (
-        "t.log()", "h.x.mean((1, 2))[:, None, None]", {"test_future_tokens_do_not_leak"}),
-    "it starts at another value": (
-        '{"weight": 0.0}', '{"weight": 0.5}', {"test_neutral_equals_the_plain_gpt"})}
+def broken(path):
+    """{promise: what is wrong} of the file's first mode."""
+    name = own.add(path)[0]
+    return {promise: wrong for _, _, promise, wrong in promises.check(name, model.MECHANISMS[name]) if wrong}
 
 
-@pytest.mark.parametrize("right, wrong, caught", MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_in_a_new_mechanism_is_caught(right, wrong, caught, invariants):
-    assert TOY.count(right) == 1
-    passed, failed = invariants(TOY.replace(right, wrong), OWN)
-    assert failed >= caught and passed >= 10
+def test_the_page_is_one_page_around_one_file():
+    prose = re.sub(r"^```.*?^```$", "", PAGE, flags=re.M | re.S)
+    assert len(prose.splitlines()) <= 60 and len(CODE.splitlines()) <= 45
+
+
+def test_the_file_of_the_page_keeps_every_promise(mine):
+    assert broken(mine()) == {}
+
+
+def test_it_equals_the_formula(mine):
+    """Logits fall by rate (t - s), in float64, against a softmax that is written out."""
+    own.add(mine())
+    gpt = model.GPT(model.GPTConfig(**SIZES, forget=True, forget_init=-1.0)).double().eval()
+    attn, x = gpt.transformer.h[0].attn, torch.randn(2, 9, 64, dtype=torch.float64)
+    h = gpt.make_pass(gpt.mask, slice(0, 9), 0, 9, None, None, x.device).of_layer(x)
+    h.q, h.k, h.v = attn.split(attn.c_attn(x), 4, h)
+    q, k, v = h.q, h.k, h.v
+    distance = torch.arange(9)[:, None] - torch.arange(9)
+    rate = torch.nn.functional.softplus(attn.forgetting.slope)[:, None, None]
+    logits = q @ k.mT * attn.scale - rate * distance
+    want = logits.masked_fill(distance < 0, -torch.inf).softmax(-1) @ v
+    got = attn.outputs(h)[1]
+    assert (got - want).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("promise, before, after", [
+    ("causal", PASS, PASS + "\n        h.q = h.q + h.x.mean(1)[:, None, None, :1]"),
+    ("rows", PASS, PASS + "\n        h.q = h.q + h.q.mean(0)"),
+    ("cache", "h.positions if h.positions.dim() == 1 else h.positions[:, None])[..., None]",
+     "torch.arange(h.k.size(2)))[..., None]"),
+    ("padding", "h.positions if h.positions.dim() == 1 else h.positions[:, None])[..., None]",
+     "torch.arange(h.k.size(2)).sqrt() if h.cache is None else h.positions)[..., None]"),
+    ("pruned", '[HeadAxis(self, "slope", extra=False)]', "()"),
+    ("learns", "F.softplus(self.slope)", "F.softplus(self.slope.detach())"),
+    ("neutral", "-60.0}", "-1.0}"),
+])
+def test_each_promise_finds_its_mistake(promise, before, after, mine):
+    assert promise in broken(mine(before, after))
+
+
+def test_a_look_ahead_is_refused_before_a_study_with_its_position(mine):
+    path = mine(PASS, PASS + "\n        h.q = h.q + h.x.mean(1)[:, None, None, :1]")
+    name = own.add(path)[0]
+    with pytest.raises(UserError, match=r"forget.*position 0 change with the token at 12"):
+        promises.refuse_leaks([name])
+    promises.refuse_leaks(["xsa", "all_on"])  # those of the repository have been tested
+
+
+@pytest.mark.parametrize("before, after, words", [
+    ("class Forgetting(Mechanism)", "class Forgetting", "must define one class .* defines none"),
+    ("import torch\n", "import torch\nboom\n", "line 3: NameError: name 'boom'"),
+    ('    flag = "forget" ', '    flag = "xsa" ', "flag='xsa' must be one of its Options"),
+    ("forget_init: float", "init: float", "init must begin with forget"),
+    ("forget: bool = False", "forget: bool = True", "forget must be off"),
+    ('name = "forgetting"', 'name = "router"', "name='router' must be a name of its own"),
+    ('modes = {"forget"', 'modes = {"moh"', "there is a mode moh already"),
+    ('neutral = {"forget"', 'neutral = {"forgt"', "there is no mode forgt; did you mean forget"),
+])
+def test_a_file_that_cannot_be_added_is_one_line(before, after, words, mine):
+    with pytest.raises(UserError, match=words) as e:
+        own.add(mine(before, after))
+    assert "\n" not in str(e.value)
+    assert all(cls.flag != "forget" for cls in model.MECHANISM_CLASSES)
+
+
+def test_flags_of_the_repository_are_not_taken_over(mine):
+    path = mine()
+    path.write_text(CODE.replace("forget", "sink"))
+    with pytest.raises(UserError, match="there is a flag sink already"):
+        own.add(path)
+
+
+def test_its_flags_are_keys_with_ranges_and_comments(mine):
+    own.add(mine())
+    assert keys_of((model.GPTConfig,))["forget_init"][2] == "softplus of it is the initial rate, in nats a token"
+    assert model.GPTConfig(**SIZES, forget=True, forget_init=1.0).problems() == [
+        "forget_init=1.0 must be at most 0"]
+    assert model.GPTConfig(**SIZES, forget_init=-1.0).problems() == [
+        "forget_init=-1.0 means nothing while forget is off"]
+
+
+def test_the_hash_of_other_runs_does_not_see_it(mine):
+    plain = model.GPTConfig(**SIZES)
+    before = fingerprint.code_digest(plain), fingerprint.own_flags(plain)
+    own.add(mine())
+    plain = model.GPTConfig(**SIZES)
+    assert (fingerprint.code_digest(plain), fingerprint.own_flags(plain)) == before
+    fingerprint.code_digest(model.GPTConfig(**SIZES, forget=True), TrainConfig())
+
+
+def test_a_run_with_it_goes_through_every_program(mine, bytes_data, tmp_path):
+    """Trained, gone on with, evaluated, sampled and pruned; when the file is gone, the copy is enough."""
+    path, out = mine(), tmp_path / "run"
+    args = [f"--mechanism={path}", f"--dataset={bytes_data}", f"--out_dir={out}", "--n_layer=2", "--n_head=4",
+            "--n_embd=32", "--block_size=16", "--batch_size=4", "--eval_tokens=64", "--device=cpu",
+            "--eval_interval=2"]
+    for more in (["--max_iters=2"], ["--max_iters=4", "--resume"]):
+        done = run("train.py", *args, *more)
+        assert done.returncode == 0, done.stderr
+    assert (out / "mine.py").read_text() == CODE
+    state = torch.load(out / "best.pt", weights_only=True)
+    assert state["own_mechanism"] == dict(file="mine.py", digest=own.digest(path))
+    path.unlink()
+    for command in (["evaluate.py", "--ckpt", out, "--split=val"],
+                    ["sample.py", "--ckpt", out, "--max_new_tokens=3", "--start=a"],
+                    ["prune.py", "--ckpt", out, "--by=random", "--heads=1", f"--out_dir={tmp_path / 'less'}"],
+                    ["export_hf.py", "--ckpt", out, "--out", tmp_path / "hf"]):
+        done = run(*command)
+        assert done.returncode == 0, done.stderr
+    (out / "mine.py").write_text(CODE + "\n# changed\n")
+    done = run("evaluate.py", "--ckpt", out)
+    assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
+    assert str(out / "mine.py") in done.stderr and "another text" in done.stderr
+
+
+def test_a_checkpoint_that_names_a_file_runs_nothing_of_its_own(mine, tmp_path):
+    """The digest is compared before the file is read as code."""
+    evil = tmp_path / "mine.py"
+    evil.write_text("raise SystemExit('run')")
+    with pytest.raises(UserError, match="another text"):
+        own.find(dict(own_mechanism=dict(file="mine.py", digest="0" * 16)), tmp_path / "best.pt")
+    with pytest.raises(UserError, match="not there"):
+        own.find(dict(own_mechanism=dict(file="other.py", digest="0" * 16)), tmp_path / "best.pt")
+    checkpoint.own.find({}, tmp_path / "best.pt")
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--check"], "--check: name a mechanism"),
+    (["--mechanism=xs", "--check"], "no mechanism xs; did you mean xsa?"),
+    (["--mechanism=nowhere.py"], "no mechanism file nowhere.py"),
+])
+def test_what_cannot_be_checked_is_one_line(argv, words):
+    done = run("train.py", *argv)
+    assert done.returncode == 1 and words in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_the_commands_of_the_page(mine, tmp_path):
+    """--check as it stands there; the two others are taken apart as the programs take them."""
+    block = PAGE.split("```sh\n")[1].split("```")[0]
+    commands = [line.split("#")[0].split()[1:] for line in block.strip().splitlines()]
+    assert [Path(words[0]).name for words in commands] == ["train.py", "train.py", "compare.py"]
+    mine()
+    done = run(ROOT / commands[0][0], *commands[0][1:], cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.count("kept") == 14, done.stderr
+    taken = own.take([str(tmp_path / "mine.py").join(arg.split("mine.py")) for arg in commands[2][1:]],
+                     keep=tmp_path / "kept")
+    assert taken == ["--mechanism=forget",
+                     f"--own_mechanism={tmp_path / 'kept' / own.digest(tmp_path / 'mine.py') / 'mine.py'}"]

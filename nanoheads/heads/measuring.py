@@ -209,15 +209,12 @@ def mean_gate(attn, traces):
 @contextmanager
 def closed(model, heads):
     """The model with these (layer, head) at gate 0, and then as it was."""
-    before = [attn.gate_override if attn.gate_override is None else attn.gate_override.clone()
-              for attn in attentions(model)]
-    try:
+    copies = {layer: attn.gate_override.clone() for layer, attn in enumerate(attentions(model))
+              if attn.gate_override is not None}
+    with model.gates(copies):
         for layer, head in heads:
             model.set_head(layer, head, gate=0.0)
         yield
-    finally:
-        for attn, override in zip(attentions(model), before):
-            attn.gate_override = override
 
 
 # ---- measurements all through a run ----

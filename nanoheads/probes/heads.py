@@ -18,13 +18,12 @@ from nanoheads.training.scoring import score, windows_of
 def head_metrics(model, data, split, cuts, progress=None):
     """(entropy of its rows in nats, |d loss / d gate|) of every head, block by block, [heads] each: means."""
     device, layers, entropy, slope = next(model.parameters()).device, attentions(model), [], []
-    with closed(model, []):  # it puts the gates back
-        for attn, gate in zip(layers, static_gates(model)):  # set by hand as they are: each has a gradient
-            attn.gate_override = gate.clone().requires_grad_()
+    gates = {layer: gate.clone().requires_grad_() for layer, gate in enumerate(static_gates(model))}
+    with model.gates(gates):  # set by hand as they are: each has a gradient
         for start, end, _ in cuts:
             ids, targets = window_text(data, split, start, end, device)
             out = model(ids[None], targets[None], traces=True)
-            grads = torch.autograd.grad(out.loss, [attn.gate_override for attn in layers])
+            grads = torch.autograd.grad(out.loss, list(gates.values()))
             rows = [out.traces[f"blocks.{i}.entropy"].detach()[0].mean(-1) for i in range(len(layers))]
             slope.append(torch.cat(grads).abs().double().cpu())
             entropy.append(torch.cat(rows).double().cpu())
