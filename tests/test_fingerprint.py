@@ -111,22 +111,42 @@ def test_what_makes_no_number_repeats_nothing(tree, edit):
     assert tree.changed() == set()
 
 
+MOVES = {"nanoheads.training.optim": "nanoheads.updates", "nanoheads.kernels": "nanoheads.text.fused",
+         "nanoheads.training.checkpoint": "nanoheads.saves", "nanoheads.text.dataset": "nanoheads.data"}
+
+
+class Moved(ast.NodeTransformer):
+    """Imports of a file whose modules have moved as MOVES has it, and what stands before a dot."""
+
+    def __init__(self):
+        self.names = {}  # of modules in this file: old name -> new name
+
+    def visit_ImportFrom(self, node):
+        lines = []
+        for alias in node.names:
+            if (module := f"{node.module}.{alias.name}") in MOVES:
+                folder, name = MOVES[module].rsplit(".", 1)
+                self.names[alias.name] = name
+                lines.append(ast.ImportFrom(folder, [ast.alias(name, alias.asname)], 0))
+            else:
+                lines.append(ast.ImportFrom(MOVES.get(node.module, node.module), [alias], 0))
+        return lines
+
+    def visit_Attribute(self, node):
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Name):
+            node.value.id = self.names.get(node.value.id, node.value.id)
+        return node
+
+
 def test_a_file_may_be_moved_and_renamed(tree):
     """Its imports with it, in every form in which a file is imported."""
-    moves = {"nanoheads.training.optim": "nanoheads.updates", "nanoheads.kernels": "nanoheads.text.fused",
-             "nanoheads.training.checkpoint": "nanoheads.saves", "nanoheads.text.dataset": "nanoheads.data"}
-    for old, new in moves.items():
-        path = tree.root / old.replace(".", "/")
-        path.with_suffix(".py").rename((tree.root / new.replace(".", "/")).with_suffix(".py"))
+    for old, new in MOVES.items():
+        old, new = ((tree.root / name.replace(".", "/")).with_suffix(".py") for name in (old, new))
+        old.rename(new)
     for path in tree.root.rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        for old, new in moves.items():
-            (folder, name), (new_folder, new_name) = old.rsplit(".", 1), new.rsplit(".", 1)
-            text = text.replace(f"from {old} import", f"from {new} import")
-            text = text.replace(f"from {folder} import {name}\n", f"from {new_folder} import {new_name}\n")
-            if f"import {new_name}\n" in text:
-                text = re.sub(rf"(?<![\w.]){name}\.", f"{new_name}.", text)
-        path.write_text(text, encoding="utf-8")
+        code = Moved().visit(ast.parse(path.read_text(encoding="utf-8")))
+        path.write_text(ast.unparse(ast.fix_missing_locations(code)), encoding="utf-8")
     names = {path.name for path in fingerprint.trees_of(tree.root)}
     assert {"updates.py", "fused.py", "saves.py", "data.py"} <= names and "optim.py" not in names
     assert tree.changed() == set()
