@@ -28,10 +28,10 @@ import torch
 
 from nanoheads import configurator
 from nanoheads.common import UserError, explain, pick_device, table
+from nanoheads.hub import own_mechanism as own
 from nanoheads.probes import promises
 from nanoheads.study import analysis, costs, fingerprint, queue, report, results, tables, trial
 from nanoheads.study.variants import BOOKKEEPING, StudyConfig, VariantBuilder
-from nanoheads.training import own
 
 PLAIN = "plain"
 

@@ -33,12 +33,13 @@ from nanoheads import configurator
 from nanoheads.common import UserError, explain
 from nanoheads.heads import controller
 from nanoheads.heads.controller import Controller
+from nanoheads.hub import own_mechanism as own
 from nanoheads.probes import promises
 from nanoheads.study import trial
 from nanoheads.text.dataset import Batches, Dataset, DocumentBatches
 from nanoheads.text.targets import Targets
 from nanoheads.timing import mfu
-from nanoheads.training import checkpoint, own
+from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig, check_model, conflicts, flags_by_name, note_on_dropout
 from nanoheads.training.optim import Trainer, compiles, lr_multiplier, precision
 from nanoheads.training.ranks import Process, StopSignal, join_ranks

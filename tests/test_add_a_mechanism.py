@@ -13,10 +13,10 @@ import model
 from conftest import ROOT
 from nanoheads.common import UserError
 from nanoheads.configurator import keys_of
+from nanoheads.hub import own_mechanism as own
 from nanoheads.mechanism import choices
 from nanoheads.probes import promises
 from nanoheads.study import fingerprint
-from nanoheads.training import checkpoint, own
 from nanoheads.training.config import TrainConfig
 
 PAGE = (ROOT / "docs" / "add-a-mechanism.md").read_text(encoding="utf-8")
@@ -106,7 +106,7 @@ def test_each_promise_finds_its_mistake(promise, before, after, mine):
 def test_a_look_ahead_is_refused_before_a_study_with_its_position(mine):
     path = mine(PASS, PASS + "\n        h.q = h.q + h.x.mean(1)[:, None, None, :1]")
     name = own.add(path)[0]
-    with pytest.raises(UserError, match=r"forget.*position 0 change with the token at 12"):
+    with pytest.raises(UserError, match=r"forget.*position 1 change with the token at 12"):
         promises.refuse_leaks([name])
     promises.refuse_leaks(["xsa", "all_on"])  # those of the repository have been tested
 
@@ -137,7 +137,8 @@ def test_flags_of_the_repository_are_not_taken_over(mine):
 
 def test_its_flags_are_keys_with_ranges_and_comments(mine):
     own.add(mine())
-    assert keys_of((model.GPTConfig,))["forget_init"][2] == "softplus of it is the initial rate, in nats a token"
+    comment = keys_of((model.GPTConfig,))["forget_init"][2]
+    assert comment == "softplus of it is the initial rate, in nats a token"
     assert model.GPTConfig(**SIZES, forget=True, forget_init=1.0).problems() == [
         "forget_init=1.0 must be at most 0"]
     assert model.GPTConfig(**SIZES, forget_init=-1.0).problems() == [
@@ -168,7 +169,7 @@ def test_a_run_with_it_goes_through_every_program(mine, bytes_data, tmp_path):
     path.unlink()
     for command in (["evaluate.py", "--ckpt", out, "--split=val"],
                     ["sample.py", "--ckpt", out, "--max_new_tokens=3", "--start=a"],
-                    ["prune.py", "--ckpt", out, "--by=random", "--heads=1", f"--out_dir={tmp_path / 'less'}"],
+                    ["prune.py", "--ckpt", out, "--by=random", "--to=0.5", f"--out_dir={tmp_path / 'less'}"],
                     ["export_hf.py", "--ckpt", out, "--out", tmp_path / "hf"]):
         done = run(*command)
         assert done.returncode == 0, done.stderr
@@ -186,7 +187,7 @@ def test_a_checkpoint_that_names_a_file_runs_nothing_of_its_own(mine, tmp_path):
         own.find(dict(own_mechanism=dict(file="mine.py", digest="0" * 16)), tmp_path / "best.pt")
     with pytest.raises(UserError, match="not there"):
         own.find(dict(own_mechanism=dict(file="other.py", digest="0" * 16)), tmp_path / "best.pt")
-    checkpoint.own.find({}, tmp_path / "best.pt")
+    own.find({}, tmp_path / "best.pt")
 
 
 @pytest.mark.parametrize("argv, words", [

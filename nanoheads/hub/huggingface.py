@@ -24,6 +24,7 @@ import torch
 
 from model import MECHANISM_CLASSES, RECIPES
 from nanoheads.common import ROOT, UserError, write_atomic, write_json
+from nanoheads.hub import own_mechanism as own
 from nanoheads.text.sources import GPT2_ENCODER, GPT2_MERGES, HOME, keep
 from nanoheads.text.tokenizer import byte_symbols
 
@@ -342,6 +343,7 @@ def turned_back(w, n_head):
 
 def read_nanoheads(c, t):
     """What export() wrote for models of our own."""
+    own.find(c, t.folder / "config.json")
     weights = {name.removeprefix("gpt."): w for name, w in t.found.items()}
     t.found = {}
     if c["gpt"].get("tied"):
@@ -515,6 +517,8 @@ def write_nanoheads(model):
                   max_position_embeddings=c.block_size, tie_word_embeddings=c.tied,
                   auto_map={"AutoConfig": "modeling_nanoheads.NanoHeadsConfig",
                             "AutoModelForCausalLM": "modeling_nanoheads.NanoHeadsForCausalLM"})
+    if mine := own.record(c):
+        config["own_mechanism"] = mine
     return config, {f"gpt.{name}": t for name, t in model.state_dict().items()
                     if not (c.tied and name == "lm_head.weight")}
 
@@ -549,11 +553,24 @@ def export(model, meta, out, family=None, force=False):
         for name, text in tokenizer_files(meta, model.config.block_size).items():
             (folder / name).write_text(text, encoding="utf-8")
         if family == "nanoheads":
-            for name in CODE:
-                (folder / Path(name).name).write_text(as_package((ROOT / name).read_text(encoding="utf-8")),
-                                           encoding="utf-8")
+            write_code(folder, own.file_for(model.config))
         read(folder)  # what cannot be read back is not left behind
     return family, why if family == plainest else ""
+
+
+def write_code(folder, mine=None):
+    """The files that transformers runs, into a folder; mine: that of a mechanism of one's own."""
+    for name in CODE:
+        text = as_package((ROOT / name).read_text(encoding="utf-8"))
+        if mine and name.endswith("modeling_nanoheads.py"):  # its flags join before a config is made
+            line = f"from .own_mechanism import {own.class_of(mine).__name__} as Own\n"
+            text = text.replace("from .model import", line + "from .model import add_mechanism, ", 1)
+            text = text.replace("\n\n\nclass ", "\n\nadd_mechanism(Own)\n\n\nclass ", 1)
+        (folder / Path(name).name).write_text(text, encoding="utf-8")
+    if mine:
+        code = Path(mine).read_text(encoding="utf-8")
+        (folder / "own_mechanism.py").write_text(as_package(code), encoding="utf-8")
+        (folder / Path(mine).name).write_text(code, encoding="utf-8")  # what our own programs read
 
 
 def as_package(code):

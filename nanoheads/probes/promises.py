@@ -18,8 +18,8 @@ import torch
 from model import ALL_ON, GPT, MECHANISMS, NEUTRAL, GPTConfig, KVCache
 from nanoheads.common import UserError, table
 from nanoheads.configurator import near
+from nanoheads.hub import own_mechanism as own
 from nanoheads.pruning import prune_heads
-from nanoheads.training import own
 from nanoheads.training.checkpoint import make_neutral
 from nanoheads.training.optim import of_mechanisms
 

@@ -27,10 +27,11 @@ import torch
 
 from model import GPTConfig
 from nanoheads.common import UserError, explain, pick_device, write_atomic
+from nanoheads.hub import own_mechanism as own
 from nanoheads.study.fingerprint import code_digest
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.targets import Targets, sha256
-from nanoheads.training import checkpoint, own
+from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig
 from nanoheads.training.runlog import peak_memory, processor, read_json, read_rows, set_aside, stamps
 from nanoheads.training.scoring import BLOCK, bits, score_windows

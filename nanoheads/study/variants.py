@@ -13,8 +13,8 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError
 from nanoheads.configurator import Scale
+from nanoheads.hub import own_mechanism as own
 from nanoheads.text.dataset import Dataset
-from nanoheads.training import own
 from nanoheads.training.config import TrainConfig, training_problems, with_log
 from nanoheads.training.optim import block_matrices, of_mechanisms
 

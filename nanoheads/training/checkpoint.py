@@ -11,9 +11,8 @@ import torch
 from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, GPTConfig
 from nanoheads.common import UserError, write_atomic
 from nanoheads.configurator import keys_of, nearest, parse, type_name
-from nanoheads.hub import huggingface as hf
+from nanoheads.hub import huggingface as hf, own_mechanism as own
 from nanoheads.pruning import scale_heads
-from nanoheads.training import own
 
 # what a run needs to go on, beside model, config and meta
 RESUMABLE = {"optimizers", "scaler", "train", "step", "best_val_loss", "elapsed_s", "run_id", "last_eval"}

@@ -127,6 +127,11 @@ def file_for(config):
     return next((str(path) for cls, path in ADDED.items() if cls.is_on(config)), None)
 
 
+def class_of(path):
+    """The class that was added from a file."""
+    return next(cls for cls, file in ADDED.items() if str(file) == str(path))
+
+
 def record(config):
     """What a checkpoint holds of it: {"file": name, "digest": ...}; None: there is nothing to hold."""
     path = file_for(config)
