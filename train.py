@@ -57,7 +57,7 @@ def loop(run, closing):
         # evaluate, and keep the weights with the lowest validation loss
         due = run.step % config.eval_interval == 0 or run.step == config.max_iters
         if due and run.last_eval["step"] < run.step:
-            run.last_eval = evaluate(run)
+            run.last_eval = evaluate_splits(run)
             log_eval(run)
             trained = run.step or config.init_from  # untrained weights do not count as best
             if trained and run.last_eval["val_loss"] < run.best_val_loss:
@@ -135,7 +135,7 @@ def send(t, process):
 
 # ---- evaluation, log and checkpoints ----
 
-def evaluate(run):
+def evaluate_splits(run):
     """A row of log.jsonl: train and val loss on fixed tokens, dropout off; every rank scores its share."""
     process, dataset = run.process, run.dataset
     row = dict(step=run.step, tokens=run.tokens(run.step))
@@ -321,7 +321,7 @@ def train(model_config, config, given=()):
     model.at_step(max(0, step - 1))  # what is evaluated first is what the last step left
 
     if config.eval_only:
-        row = evaluate(run)
+        row = evaluate_splits(run)
         process.print0(eval_line(row))
         return row
     if run.last_eval["step"] >= config.max_iters:

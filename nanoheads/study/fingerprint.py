@@ -34,7 +34,7 @@ STEP = """
     Trainer Unread CastWeights make_optimizers block_matrices of_mechanisms lr_multiplier precision
     compiles seed_step CUDA_GRAPHS
     Process Dataset after_each Reader REOPEN_AFTER Batches
-    train loop batch_at send evaluate batches_of save_checkpoint starting_point
+    train loop batch_at send evaluate_splits batches_of save_checkpoint starting_point
 """.split()
 # the loss on a split, in training and of the trained model
 SCORE = """
@@ -89,6 +89,8 @@ NOT_NUMBERS = set("""
     log_steps log_step log_eval eval_line count_time open_bar open_folder print_run print_changes saves_in
     end_stopped
     Log append_row log_violation write_config read_rows write_rows git_commit keys_of comments source_lines
+    Log append_row log_violation write_config read_rows parsed number write_rows git_commit
+    keys_of comments source_lines
     save read file_of config_of restore last_save from_nanogpt tensors same_vocabulary same_model same_run
     RESUMABLE read_settings switchable HEAD_KEYS FIXED is_folder is_name fetch HUB
     Trainer.load write_atomic write_json json_safe UserError ROOT missing Dataset.need
