@@ -49,15 +49,15 @@ def test_a_plain_run_has_no_history(tmp_path):
 
 def test_flops_of_a_run_whose_heads_went(tmp_path):
     """Half of the steps with four heads, half with two: the mean of the two counts."""
-    config = GPTConfig(n_layer=1, n_head=4, n_embd=32, block_size=16, vocab_size=19, recipe="modern")
-    small = GPTConfig(**{**vars(config)["unsettled"], "head_ids": [[0, 1]]})
+    flags = dict(n_layer=1, n_head=4, n_embd=32, block_size=16, vocab_size=19, recipe="modern")
+    config, small = GPTConfig(**flags), GPTConfig(**flags, head_ids=[[0, 1]])
     rows = [dict(step=10, heads=[[0, 1, 2, 3]]), dict(step=20, heads=[[0, 1]])]
     folder = written(tmp_path / "run", rows)
     (folder / "log.jsonl").write_text(json.dumps(dict(step=20, tokens=2000)) + "\n")
     counts = [GPT(c).flops_per_token() for c in (config, small)]
     assert counts[1] < counts[0]
     assert dynamic.flops_of(folder, GPT(small)) == pytest.approx(1000 * sum(counts))
-    stacked = GPTConfig(**{**vars(config)["unsettled"], "n_layer": 2})  # one block became two
+    stacked = GPTConfig(**{**flags, "n_layer": 2})  # one block became two
     counts.append(GPT(stacked).flops_per_token())
     assert dynamic.flops_of(folder, GPT(stacked)) == pytest.approx(1000 * sum(counts[:2]))
     plain = written(tmp_path / "plain", [])

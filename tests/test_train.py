@@ -181,9 +181,9 @@ def test_two_ranks_train_as_one_process_does(args, rows, tmp_path, portions):
 
 def test_a_batch_that_ranks_cannot_share_is_one_line(args, fails, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert fails(args()) == ["batch_size=4 * grad_accum=1 sequences cannot be shared evenly by 3 ranks"]
-    message, = fails(args(batch_size=3, grad_accum=4))
-    assert message == "batch_size=3 * grad_accum=4 sequences cannot be shared evenly by 3 ranks"
+    for sizes in (dict(batch_size=4, grad_accum=1), dict(batch_size=3, grad_accum=4)):
+        message, = fails(args(**sizes))
+        assert all(f"{key}={value}" in message for key, value in sizes.items()) and "3 ranks" in message
 
 
 # ---- resuming ----
@@ -213,22 +213,19 @@ def test_20_steps_equal_10_and_10(args, rows, tmp_path, keys):
 def test_resuming_with_changed_model_flags_is_refused_by_name(args, fails, tmp_path):
     main(args())
     before = (tmp_path / "run/ckpt.pt").read_bytes()
-    assert fails([*args(n_layer=2, recipe="modern", max_iters=12), "--resume"]) == [
-        f"{tmp_path}/run/ckpt.pt holds another model: n_layer=2 here is 1 there; "
-        "recipe='modern' here is 'gpt2' there; pos='rope' here is 'learned' there; "
-        "norm='rmsnorm' here is 'layernorm' there; act='relu2' here is 'gelu' there; "
-        "qk_norm=True here is False there; embed_norm=True here is False there; "
-        "tied=False here is True there; zero_init=True here is False there"]
+    said, = fails([*args(n_layer=2, recipe="modern", max_iters=12), "--resume"])
+    changed = ["n_layer=2", "recipe='modern'", "pos='rope'", "norm='rmsnorm'", "act='relu2'", "qk_norm=True",
+               "embed_norm=True", "tied=False", "zero_init=True"]
+    assert f"{tmp_path}/run/ckpt.pt" in said and all(name in said for name in changed)
     assert (tmp_path / "run/ckpt.pt").read_bytes() == before
 
 
 def test_resuming_as_another_run_is_refused_by_name(args, fails, chars_data, tmp_path):
     main(args())
     said, = fails([*args(optimizer="muon", batch_size=8, max_iters=12), "--resume"])
-    assert "optimizer='muon' here is 'adamw' there; batch_size * grad_accum=8 here is 4 there" in said
-    assert "--init_from" in said
+    assert all(name in said for name in ("optimizer='muon'", "batch_size * grad_accum=8", "--init_from"))
     message, = fails([*args(dataset=chars_data, max_iters=12), "--resume"])
-    assert "whose vocabulary is not that of letters" in message
+    assert "vocabulary" in message and "letters" in message
 
 
 def test_what_changes_at_a_resume_takes_effect_and_is_said(args, rows, tmp_path, capsys):
@@ -251,7 +248,8 @@ def test_resume_where_nothing_is_says_that_it_starts_anew(args, capsys):
 
 
 def test_a_negative_seed_is_refused(args, fails):
-    assert "seed=-1 must not be negative" in fails(args(seed=-1))
+    line, = fails(args(seed=-1))
+    assert "seed=-1" in line
 
 
 def test_a_finished_run_says_so_and_stays_as_it_is(args, tmp_path, capsys):
@@ -479,19 +477,19 @@ def test_elapsed_time_leaves_compilation_out(args, rows, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, **keys: real(model, backend=backend))
     main(args(compile=True, log_interval=1))
     steps, evaluations = rows(tmp_path / "run")
-    assert evaluations[-1]["elapsed_s"] < 0.8 and steps[-1]["compile_s"] > 1
+    assert evaluations[-1]["elapsed_s"] < steps[-1]["compile_s"] and steps[-1]["compile_s"] > 1
     assert "tokens_per_s" not in steps[0] and steps[1]["tokens_per_s"] > 64
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("keys, says", [
-    (dict(loss_chunks=3), "loss_chunks=3 must divide the tokens of a forward pass, 4 rows of block_size=16"),
-    (dict(loss_chunks=0), "loss_chunks=0 must be at least 1 (all logits at once)"),
-    (dict(loss_chunks=2, documents=4), "loss_chunks=2 cannot divide rows of documents=4, whose widths"),
-    (dict(compile_mode="reduce-overhead", compile=False), "means nothing with compile=False"),
-    (dict(compile_mode="reduce-overhead", documents=4), "replays CUDA graphs of one shape, and documents=4"),
+    (dict(loss_chunks=3), "loss_chunks=3"),
+    (dict(loss_chunks=0), "loss_chunks=0"),
+    (dict(loss_chunks=2, documents=4), "documents=4"),
+    (dict(compile_mode="reduce-overhead", compile=False), "compile=False"),
+    (dict(compile_mode="reduce-overhead", documents=4), "documents=4"),
     (dict(compile_mode="fast"), "compile_mode"),
-    (dict(compile_mode="reduce-overhead", compile=True, device="cpu"), "and this run is on cpu")], ids=str)
+    (dict(compile_mode="reduce-overhead", compile=True, device="cpu"), "cpu")], ids=str)
 def test_settings_of_a_step_that_do_not_go_together_are_one_line(args, fails, keys, says):
     said, = fails(args(**keys))
     assert says in said
@@ -500,7 +498,7 @@ def test_settings_of_a_step_that_do_not_go_together_are_one_line(args, fails, ke
 def test_cuda_graphs_cannot_ask_other_ranks(args, fails, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     said, = fails(args(routing="moh", n_head=2, routing_top_k=2, compile_mode="reduce-overhead"))
-    assert "routing='moh' cannot ask the other ranks for their load: use default" in said
+    assert "routing='moh'" in said
 
 
 def test_a_loss_in_portions_trains_the_same(args, rows, tmp_path, monkeypatch):
