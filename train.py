@@ -36,9 +36,7 @@ from nanoheads.study import trial
 from nanoheads.text.dataset import Batches, Dataset, DocumentBatches
 from nanoheads.text.targets import Targets
 from nanoheads.training import checkpoint
-from nanoheads.training.checkpoint import last_save
-from nanoheads.training.config import (TrainConfig, check_model, conflicts, flags_by_name,
-                                       note_on_dropout)
+from nanoheads.training.config import TrainConfig, check_model, conflicts, flags_by_name, note_on_dropout
 from nanoheads.training.optim import Trainer, compiles, lr_multiplier, precision
 from nanoheads.training.ranks import Process, StopSignal, join_ranks
 from nanoheads.training.runlog import Log, write_config
@@ -47,7 +45,7 @@ from nanoheads.training.scoring import bits, score
 
 def loop(run, closing):
     """Steps until max_iters, or until a rank is asked to stop; returns the last evaluation's row."""
-    config, process = run.config, run.process
+    config = run.config
     stop = StopSignal(closing)
     open_bar(run, closing)
     run.timed_from = run.step, time.perf_counter()
@@ -56,7 +54,7 @@ def loop(run, closing):
         # evaluate, and keep the weights with the lowest validation loss
         due = run.step % config.eval_interval == 0 or run.step == config.max_iters
         if due and run.last_eval["step"] < run.step:
-            run.last_eval = evaluate(run)
+            run.last_eval = evaluate_splits(run)
             log_eval(run)
             trained = run.step or config.init_from  # untrained weights do not count as best
             if trained and run.last_eval["val_loss"] < run.best_val_loss:
@@ -96,17 +94,20 @@ def loop(run, closing):
         run.bar.update(1)
         if stopping or (run.step % config.save_interval == 0 and run.step < config.max_iters):
             save_checkpoint(run, "ckpt.pt")
-
-        # stop, all ranks in the same step
         if stopping:
-            process.barrier()
-            process.print0(f"stopped by {stop.name or 'a signal to another rank'} at step {run.step:,}: "
-                           f"saved {run.out_dir / 'ckpt.pt'}; go on with --resume")
-            raise SystemExit(128 + getattr(signal, stop.name or "SIGTERM"))
-    process.barrier()
-    process.print0(f"best val loss {run.best_val_loss:.4f} nats; wrote {run.out_dir / 'ckpt.pt'}, "
-                   f"{run.out_dir / 'best.pt'}, {run.out_dir / 'log.jsonl'}")
+            end_stopped(run, stop.name)
+    run.process.barrier()
+    run.process.print0(f"best val loss {run.best_val_loss:.4f} nats; wrote {run.out_dir / 'ckpt.pt'}, "
+                       f"{run.out_dir / 'best.pt'}, {run.out_dir / 'log.jsonl'}")
     return run.last_eval
+
+
+def end_stopped(run, name):
+    """End this process after a signal of that name (None: to another rank), all ranks in the same step."""
+    run.process.barrier()
+    run.process.print0(f"stopped by {name or 'a signal to another rank'} at step {run.step:,}: "
+                       f"saved {run.out_dir / 'ckpt.pt'}; go on with --resume")
+    raise SystemExit(128 + getattr(signal, name or "SIGTERM"))
 
 
 def batch_at(run, step):
@@ -131,7 +132,7 @@ def send(t, process):
 
 # ---- evaluation, log and checkpoints ----
 
-def evaluate(run):
+def evaluate_splits(run):
     """A row of log.jsonl: train and val loss on fixed tokens, dropout off; every rank scores its share."""
     process, dataset = run.process, run.dataset
     row = dict(step=run.step, tokens=run.tokens(run.step))
@@ -231,7 +232,7 @@ def save_checkpoint(run, name, resumable=True):
         return
     if not get_total_norm([p.detach() for p in run.model.parameters()]).isfinite():
         raise UserError(f"the weights are no longer finite at step {run.step}, not saved; "
-                        f"{last_save(run.out_dir)}, with a lower lr or muon_lr")
+                        f"{checkpoint.last_save(run.out_dir)}, with a lower lr or muon_lr")
     content = dict(model=run.model.state_dict(), config=asdict(run.model.config), meta=run.dataset.meta,
                    dataset=run.config.dataset, train=asdict(run.config))
     content.update({key: getattr(run, key) for key in PROGRESS})
@@ -312,7 +313,7 @@ def train(model_config, config):
     model.at_step(max(0, step - 1))  # what is evaluated first is what the last step left
 
     if config.eval_only:
-        row = evaluate(run)
+        row = evaluate_splits(run)
         process.print0(eval_line(row))
         return row
     if run.last_eval["step"] >= config.max_iters:
@@ -351,8 +352,7 @@ def print_run(run, saves):
     anew = ", where no checkpoint is yet: starting anew" if config.resume and not saves else ""
     process.print0(f"{run.model.config.recipe}: {run.model.num_params():,} parameters, "
                    f"{'at most ' if config.documents else ''}{run.tokens_per_step:,} tokens a step, "
-                   f"{process.kind} {run.trainer.dtype} "
-                   f"x {process.world}, {steps} in {run.out_dir}{anew}")
+                   f"{process.kind} {run.trainer.dtype} x {process.world}, {steps} in {run.out_dir}{anew}")
 
 
 def saves_in(config):

@@ -684,7 +684,7 @@ def test_wandb_gets_rows_config_code_and_the_same_id_again(args, tmp_path, monke
     run = SimpleNamespace(log=lambda row, step: logged.append((step, set(row))),
                           finish=lambda: calls.append("finish"),
                           log_artifact=lambda artifact: None)
-    artifact = SimpleNamespace(add_file=lambda path, name: files.append(Path(path).name))
+    artifact = SimpleNamespace(add_file=lambda path, name=None: files.append(Path(path).name))
     fake = SimpleNamespace(init=lambda **kw: (calls.append(kw), run)[1],
                            Artifact=lambda *a, **kw: artifact)
     monkeypatch.setitem(sys.modules, "wandb", fake)

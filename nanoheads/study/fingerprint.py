@@ -33,7 +33,7 @@ MODEL = """
 STEP = """
     Trainer Unread CastWeights make_optimizers lr_multiplier precision compiles seed_step CUDA_GRAPHS
     Process Dataset after_each Reader REOPEN_AFTER Batches
-    train loop batch_at send evaluate batches_of save_checkpoint starting_point
+    train loop batch_at send evaluate_splits batches_of save_checkpoint starting_point
 """.split()
 # the loss on a split, in training and of the trained model
 SCORE = """
@@ -86,8 +86,8 @@ NOT_NUMBERS = set("""
     MECHANISM_CLASSES HEAD_MECHANISMS MECHANISMS NEUTRAL ALL_ON
     Run PROGRESS join_ranks pick_device checked_device StopSignal Process.print0 Process.barrier
     log_steps log_step log_eval eval_line count_time open_bar open_folder print_run print_changes saves_in
-    Log append_row log_violation write_config read_rows parsed number write_rows git_commit
-    keys_of comments source_lines
+    end_stopped keys_of comments source_lines parsed number
+    Log append_row log_violation write_config read_rows write_rows git_commit
     save read file_of config_of restore last_save from_nanogpt tensors same_vocabulary same_model same_run
     RESUMABLE read_settings switchable HEAD_KEYS FIXED is_folder is_name fetch HUB
     Trainer.load write_atomic write_json json_safe UserError ROOT missing Dataset.need
@@ -273,9 +273,9 @@ class Bare(ast.NodeTransformer):
         return ast.Raise(exc=getattr(node.exc, "func", node.exc), cause=None)
 
     def visit_Expr(self, node):
-        value = node.value
+        value = self.generic_visit(node).value
         words = isinstance(value, ast.Constant) or isinstance(value, ast.Call) and prints(value)
-        return None if words else self.generic_visit(node)
+        return None if words else node
 
     def visit_Import(self, node):
         return None
@@ -298,6 +298,8 @@ def chain(node):
 
 
 def prints(call):
-    """Whether a call prints, logs, draws the bar or does what is in NOT_NUMBERS."""
+    """Whether a call prints, logs, draws the bar or is of a function in NOT_NUMBERS."""
     *owners, name = chain(call.func) or [""]
-    return name in {"print", "print0"} | NOT_NUMBERS or bool({"tqdm", "bar", "log"} & set(owners))
+    if owners:
+        return name == "print0" or bool({"tqdm", "bar", "log"} & set(owners))
+    return name == "print" or name in NOT_NUMBERS

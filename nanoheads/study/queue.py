@@ -259,7 +259,7 @@ def start(folder, place, running, failed):
 
 
 def fail(folder, why, failed):
-    """Keep why a trial failed, in its folder too, where trial.failure() looks for it, and print it."""
+    """Keep why a trial failed, in its folder too, where trial.failure() reads it, and print it."""
     failed[folder] = why
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "failed.txt").write_text(why, encoding="utf-8")

@@ -47,7 +47,7 @@ def read(path, device="cpu"):
     try:
         if not zipfile.is_zipfile(path):
             raise ValueError("cut short, or no torch file at all")
-        if broken := zipfile.ZipFile(path).testzip():  # torch itself does not look at the checksums
+        if broken := zipfile.ZipFile(path).testzip():  # torch itself does not verify the checksums
             raise ValueError(f"damaged in {broken}")
         state = torch.load(path, map_location=device, weights_only=True)
     except torch.OutOfMemoryError:
@@ -171,7 +171,7 @@ def switchable(state, path, flags):
         details.update(off)
         try:
             new = old if key in FIXED else tensors(config_of(state, path, **{**off, key: value}))
-        except ValueError:  # impossible by itself; all of them together are judged below
+        except ValueError:  # impossible by itself; all of them together are checked below
             continue
         changed = sorted(name for name in {**old, **new} if old.get(name) != new.get(name))
         if changed or key in FIXED:
