@@ -507,7 +507,7 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path, mixed, monkeypatch):
     refused(mixed, "--map=None: must be JSON such as", *ask)
     refused(mixed, "--map=x: must be JSON", *ask, "--map=x")
     refused(mixed, "has no label 'yes'; it has LABEL_0, LABEL_1, LABEL_2", *ask, '--map={"truth": "yes"}')
-    refused(mixed, "--map says no label for b; it has truth", *ask, '--map={"truth": "LABEL_1"}',
+    refused(mixed, "--map gives no label for b; it has truth", *ask, '--map={"truth": "LABEL_1"}',
             "--names", "b")
     refused(mixed, "--hypothesis is for sequence classification", *ask, '--map={"truth": "LABEL_1"}',
             "--hypothesis=truth=so")

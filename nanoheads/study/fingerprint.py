@@ -91,6 +91,8 @@ NOT_NUMBERS = set("""
     Log append_row log_violation write_config read_rows write_rows git_commit keys_of comments source_lines
     Log append_row log_violation write_config read_rows parsed number write_rows git_commit
     keys_of comments source_lines
+    end_stopped keys_of comments source_lines parsed number
+    Log append_row log_violation write_config read_rows write_rows git_commit
     save read file_of config_of restore last_save from_nanogpt tensors same_vocabulary same_model same_run
     RESUMABLE read_settings switchable HEAD_KEYS FIXED is_folder is_name fetch HUB
     Trainer.load write_atomic write_json json_safe UserError ROOT missing Dataset.need
