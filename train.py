@@ -305,8 +305,7 @@ def train(model_config, config, given=()):
     """
     # the model and how far it is: new, from another checkpoint, or where this run was left
     process = join_ranks(config.device)
-    saves = saves_in(config)
-    dataset = Dataset(config.dataset)
+    saves, dataset = checkpoint.saves_in(config), Dataset(config.dataset)
     model_config = controller.starting_config(model_config, config)
     model, state = checkpoint.starting_point(model_config, config, dataset, process.device, given)
     progress = {key: state[key] for key in PROGRESS if key in state} if state else {}
@@ -362,19 +361,6 @@ def print_run(run, saves):
     process.print0(f"{run.model.config.recipe}: {run.model.num_params():,} parameters, "
                    f"{'at most ' if config.documents else ''}{run.tokens_per_step:,} tokens a step, "
                    f"{process.kind} {run.trainer.dtype} x {process.world}, {steps} in {run.out_dir}{anew}")
-
-
-def saves_in(config):
-    """Names of the checkpoints in out_dir. UserError unless the config says what becomes of them."""
-    out_dir = Path(config.out_dir)
-    names = [name for name in ("ckpt.pt", "best.pt") if (out_dir / name).is_file()]
-    resumes = config.resume and "ckpt.pt" in names
-    if names and not (config.eval_only or config.overwrite or resumes):
-        instead = f"take its weights with --init_from={out_dir / 'best.pt'}"
-        how = "go on with --resume" if "ckpt.pt" in names else instead
-        raise UserError(f"{out_dir} already holds a run; {how}, start over with --overwrite, "
-                        "or choose another --out_dir")
-    return names
 
 
 def print_changes(run, state):

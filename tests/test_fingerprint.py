@@ -16,7 +16,6 @@ from nanoheads.study import fingerprint, trial
 from nanoheads.text import dataset
 from nanoheads.training import checkpoint
 from nanoheads.training.config import ControllerConfig, TrainConfig
-from tests.test_add_a_mechanism import TOY, apply
 from train import train
 
 SIZE = dict(vocab_size=256, block_size=32, n_layer=2, n_head=8, n_embd=64, recipe="modern")
@@ -29,6 +28,21 @@ CONFIGS = {
     "all_on": (GPTConfig(**SIZE, **ALL_ON), TrainConfig()),
     "measured": (GPTConfig(**SIZE), TrainConfig(controller_log=True)),
 }
+NEW_MECHANISM = """
+class PositionGate(Mechanism):
+    class Options:
+        position_gate: bool = False
+
+    name = flag = "position_gate"
+    modes = {"position_gate": dict(position_gate=True)}
+    needs_positions = True
+
+    def before(self, attn, h):
+        h.add_gate("position_gate", (h.positions >= 0)[:, None].to(h.x.dtype))
+
+
+# ---- mechanisms outside the layers ----
+"""
 PATHS = {name: ROOT / name for name in ("model.py", "train.py")}
 PATHS.update({path.name: path for path in ROOT.glob("nanoheads/**/*.py") if path.name != "__init__.py"})
 
@@ -93,7 +107,7 @@ def test_rewording_any_error_leaves_every_hash(tree):
 
 
 @pytest.mark.parametrize("edit", [
-    ("model.py", '"""LayerNorm whose bias can be left out."""', '"""LayerNorm, its bias optional."""'),
+    ("model.py", '"""Rotate x [..., D] by its position', '"""Turn x [..., D] by its position'),
     ("model.py", "ValueError(f\"{past + T} tokens do not fit", "ValueError(f\"{past + T} are not for"),
     ("model.py", "must be a multiple of n_head", "is no multiple of n_head"),
     ("train.py", "import math", "import math  # a remark"),
@@ -166,7 +180,8 @@ def test_a_new_mechanism_repeats_nothing(tree):
     """Neither the code of a class that is off, nor its flag, is in the hash of those that stood before."""
     names = ["plain", "xsa", "moh"]
     before = [fingerprint.code_digest(CONFIGS[name][0], root=tree.root) for name in names]
-    apply(TOY, tree.root)
+    tree("model.py", "\n# ---- mechanisms outside the layers ----\n", NEW_MECHANISM)
+    tree("model.py", "ContextGate, Sink]", "ContextGate, Sink, PositionGate]")
     script = ("from model import GPTConfig, MECHANISMS; from nanoheads.study.fingerprint import code_digest; "
               f"print(*(code_digest(GPTConfig(**{SIZE}, **MECHANISMS.get(n, {{}})))"
               f" for n in [*{names}, 'position_gate']))")
@@ -179,8 +194,7 @@ def test_a_new_mechanism_repeats_nothing(tree):
 
 @pytest.mark.parametrize("edit, stale", [
     (("model.py", "self.strength.tanh()", "self.strength.sin()"), {"xsa"}),
-    (("model.py", "def routing_summary(weights, selected):",
-      "def routing_summary(weights, selected, more=0):"), {"moh", "all_on"}),
+    (("model.py", "logits.topk(self.k, -1)", "logits.topk(self.k, -1, False)"), {"moh", "all_on"}),
     (("optim.py", "1 - group[\"momentum\"]", "2 - group[\"momentum\"]"), set(CONFIGS) - {"adamw"}),
     (("optim.py", "MARGIN = 1.02", "MARGIN = 1.03"), set(CONFIGS) - {"adamw"}),
     (("kernels.py", "small = q.size(2) <= 1024", "small = q.size(2) <= 512"), {"all_on", "measured"}),
@@ -194,7 +208,7 @@ def test_a_change_repeats_the_runs_that_it_concerns(tree, edit, stale):
 
 @pytest.mark.parametrize("edit", [
     ("model.py", "0.02 / math.sqrt", "0.03 / math.sqrt"),
-    ("model.py", "KERNEL_BLOCK = 128", "KERNEL_BLOCK = 64"),
+    ("kernels.py", "KERNEL_BLOCK = 128", "KERNEL_BLOCK = 64"),
     ("ranks.py", "self.world == 1:", "self.world < 2:"),
     ("kernels.py", "def rms_norm(x):", "def rms_norm(x, eps=None):"),
     ("scoring.py", "mass.log() + short", "mass.log() - short"),
@@ -203,7 +217,7 @@ def test_a_change_repeats_the_runs_that_it_concerns(tree, edit, stale):
     ("checkpoint.py", "model.load_state_dict(state[\"model\"])\n    except (ValueError, TypeError",
      "model.load_state_dict(state[\"model\"], False)\n    except (ValueError, TypeError"),
     ("train.py", "run.step += 1", "run.step += 2"),
-    ("trial.py", "np.isfinite(nats).all()", "np.isfinite(nats).any()"),
+    ("scoring.py", "np.isfinite(nats).all()", "np.isfinite(nats).any()"),
 ], ids=lambda edit: f"{edit[0]}: {edit[1][:30]}")
 def test_what_makes_every_number_repeats_every_run(tree, edit):
     tree(*edit)
@@ -311,14 +325,15 @@ def test_whatever_a_run_executes_is_named(name, bytes_data, tmp_path, monkeypatc
     common = dict(dataset=str(bytes_data), device="cpu", batch_size=4, max_iters=4, eval_interval=2,
                   eval_tokens=64, log_interval=1)
     config = TrainConfig(out_dir="run", **common, **keys)
+    given = {}
     if config.init_from:  # which flags were given is known from a command line
         train(GPTConfig(**sizes), TrainConfig(out_dir=config.init_from, **common))
         argv = {**sizes, **flags, **vars(config)}
-        model, config = configurator.load((GPTConfig, TrainConfig),
-                                          [f"--{key}={value}" for key, value in argv.items()])
+        (model, config), given = configurator.load_given(
+            (GPTConfig, TrainConfig), [f"--{key}={value}" for key, value in argv.items()])
 
     def run():
-        train(model, config)
+        train(model, config, given)
         trained = checkpoint.build(checkpoint.read("run"), "run")
         trial.score_windows(trained, dataset.Dataset(bytes_data), "test", 100)
 

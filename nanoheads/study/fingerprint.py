@@ -38,7 +38,7 @@ STEP = """
 """.split()
 # the loss on a split, in training and of the trained model
 SCORE = """
-    build score score_windows windows windows_of window_ids nats_of nats_of_last bits
+    build score score_windows windows windows_of window_ids nats_of nats_of_last LOGITS_AT_ONCE bits
     Tokenizer token_sizes char_sizes byte_symbols gpt2 END_OF_TEXT SAFE_CUT cut_at_spaces
 """.split()
 MUON = "Muon orthogonalise quintic QUINTICS STRETCHED MARGIN".split()
@@ -88,11 +88,8 @@ NOT_NUMBERS = set("""
     Run PROGRESS join_ranks pick_device checked_device StopSignal Process.print0 Process.barrier
     log_steps log_step log_eval eval_line count_time open_bar open_folder print_run print_changes saves_in
     end_stopped
-    Log append_row log_violation write_config read_rows write_rows git_commit keys_of comments source_lines
     Log append_row log_violation write_config read_rows parsed number write_rows git_commit
     keys_of comments source_lines
-    end_stopped keys_of comments source_lines parsed number
-    Log append_row log_violation write_config read_rows write_rows git_commit
     save read file_of config_of restore last_save from_nanogpt tensors same_vocabulary same_model same_run
     RESUMABLE read_settings switchable HEAD_KEYS FIXED is_folder is_name fetch HUB
     Trainer.load write_atomic write_json json_safe UserError ROOT missing Dataset.need

@@ -193,6 +193,19 @@ def tensors(config):
 
 # ---- what a run starts from ----
 
+def saves_in(config):
+    """Names of the checkpoints in out_dir. UserError unless the config says what becomes of them."""
+    out_dir = Path(config.out_dir)
+    names = [name for name in ("ckpt.pt", "best.pt") if (out_dir / name).is_file()]
+    resumes = config.resume and "ckpt.pt" in names
+    if names and not (config.eval_only or config.overwrite or resumes):
+        instead = f"take its weights with --init_from={out_dir / 'best.pt'}"
+        how = "go on with --resume" if "ckpt.pt" in names else instead
+        raise UserError(f"{out_dir} already holds a run; {how}, start over with --overwrite, "
+                        "or choose another --out_dir")
+    return names
+
+
 def starting_point(model_config, config, dataset, device, given):
     """(model, the state to go on from or None) of a run; given: {flag: value} that were set for it.
 
