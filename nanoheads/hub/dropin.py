@@ -410,7 +410,8 @@ def aux_losses(model):
 
 
 def load(folder, **options):
-    """The model that save_pretrained(folder) wrote, with its gates and without its pruned heads.
+    """The model that save_pretrained(folder) wrote, with its gates and without its pruned heads, as an instance
+    of a class of the same name that extends it.
 
     options: of from_pretrained(), such as dtype. Raises UserError where something is missing or does not fit.
     """
@@ -440,7 +441,6 @@ def load(folder, **options):
     wrong = [str(name) for kind in ("missing", "unexpected", "mismatched") for name in found[f"{kind}_keys"]]
     if wrong:
         raise UserError(f"{folder}: its weights are not those of its config.json: {', '.join(wrong[:3])}")
-    model.__class__ = cls
     return model
 
 
