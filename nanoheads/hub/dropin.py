@@ -410,7 +410,7 @@ def aux_losses(model):
 
 
 def load(folder, **options):
-    """The model that save_pretrained(folder) wrote, with its gates and without its pruned heads, as an instance
+    """The model that save_pretrained(folder) wrote, with its gates and without its pruned heads: an instance
     of a class of the same name that extends it.
 
     options: of from_pretrained(), such as dtype. Raises UserError where something is missing or does not fit.
