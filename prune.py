@@ -359,7 +359,7 @@ def draw_curves(rows):
             ax.annotate(by, end, (shares[0] - 0.07 * np.ptp(shares), place), color=colours[by],
                         va="center", annotation_clip=False, arrowprops=line)
         ax.axhline(whole, color="black", linewidth=1)
-        ax.set(title=title, xlabel="heads kept, %" + ", or FLOPs alike (blocks)" * ("blocks" in names),
+        ax.set(title=title, xlabel="heads kept, %" + ", or of equal FLOPs (blocks)" * ("blocks" in names),
                xlim=(shares[-1] + 3, shares[0] - 3))
         ax.set_xticks(shares, [f"{share:g}" for share in shares])
     axes[0].set_ylabel("bits/byte, mean and range; black: the whole model")

@@ -98,7 +98,7 @@ def write_atomic(path, write):
 def pick_device(name):
     """'auto' -> cuda, mps or cpu, whichever is there first; else the name, checked. Raises UserError.
 
-    On a GPU every program then takes TF32 for products in float32: what is trained is scored alike.
+    On a GPU every program then takes TF32 for products in float32: scoring takes the same.
     """
     device = checked_device(name)
     if device.startswith("cuda"):

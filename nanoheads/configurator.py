@@ -305,7 +305,7 @@ def preset_values(scale, names, mechanisms, source):
             bad.append(f"{source}: unknown mechanism {name}; "
                        + (f"did you mean {meant}?" if meant else f"there are {', '.join(mechanisms)}"))
             continue
-        # flags that turn one on belong to one name; others may be said twice, if alike
+        # flags that turn one on belong to one name; others may be set twice, to one value
         clash = next((key for key, value in mechanisms[name].items() if key in first
                       and (key in turn_on or first[key][1] != value)), None)
         if clash:
@@ -379,7 +379,7 @@ def load_given(classes, argv, doc="", together=None, more=None, mechanisms=None)
         made.append(cls(**{key: value for key, value in values.items() if key in own}))
     if not lost:
         found = [p for instance in made for p in instance.problems()] + (together(*made) if together else [])
-        # a key named in `wrong` kept its default, which nobody asked for: what follows from that is no news
+        # a key named in `wrong` kept its default, which was not asked for: what follows from that is left out
         bad += [p for p in found if not any(re.search(rf"\b{key}\b", p) for key in wrong)]
     if bad:
         raise UserError("\n".join(bad))

@@ -409,7 +409,7 @@ def attend_lse(q, k, scale, mask, *values):
 
 
 class RowStats(NamedTuple):
-    """What is known of every attention row, each [B, H, T]; None where nobody asked."""
+    """What is known of every attention row, each [B, H, T]; None where it was not asked for."""
 
     lse: torch.Tensor                       # log-sum-exp of its logits
     entropy: Optional[torch.Tensor] = None  # in nats
@@ -438,7 +438,7 @@ def row_statistics(q, k, v, scale, mask, n_keys, detach=False, dropout=0.0, shap
         entropy = (lse - mean_logit).clamp_min(0).minimum(n_keys.log())
     y = y[0] if together else attend(q, k, v, scale, mask, dropout)
     log_p2 = lse2 - 2 * lse
-    if q.is_cuda and not together:  # gives mean_key a gradient, of 0, where nobody reads the entropy
+    if q.is_cuda and not together:  # gives mean_key a gradient, of 0, where the entropy is not read
         log_p2 = log_p2 + 0.0 * entropy
     return y, RowStats(lse, entropy, log_p2)
 
@@ -481,7 +481,7 @@ def attend_packed(q, k, v, scale, used, capacity, mask_mod, size=128):
     """Attention of the selected queries alone: used [B, H, T] -> (y [B, H, T, D], queries dropped [B, H]); 0
     where not used.
 
-    Each head's queries are packed in order of position, and FlexAttention is told the positions; a block of
+    Each head's queries are packed in order of position, and FlexAttention gets the positions; a block of
     queries reads the keys up to its last position. A head takes `capacity` queries of a sequence: later ones
     are dropped, which no earlier token can notice. mask_mod(query, key): who sees whom, by position.
     """

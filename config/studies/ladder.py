@@ -2,7 +2,7 @@
 # budgets, with the two best, the two worst and one null of config/studies/all.py (results/all-tiny.json.gz).
 # Fitted on the two smaller sizes; the third checks the fit
 # Nano scale, one core a run: half a minute, five minutes, forty minutes. Four seeds of everything at the two
-# smaller sizes are five hours on one core, and 1 M with one arm and three seeds as many again
+# smaller sizes are five hours on one core, and 1 M with one variant and three seeds as many again
 
 question = "Do the effects of head mechanisms grow or shrink with size?"
 

@@ -79,7 +79,7 @@ def check_machine(venv):
 
 
 def run(command, what):
-    """Run a command; Unusable, with the last line that it said, where it fails."""
+    """Run a command; Unusable, with the last line of its output, where it fails."""
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["no message"]

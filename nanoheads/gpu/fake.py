@@ -134,7 +134,7 @@ def prepare(binaries=True):
     inductor_config.use_static_triton_launcher = False
     inductor_config.joint_graph_constant_folding = False  # computes on the device
     inductor_config.shape_padding = False                 # measures on the device
-    inductor_config.triton.unique_kernel_names = False    # alike in all models: triton's cache finds them
+    inductor_config.triton.unique_kernel_names = False    # the same in all models: triton's cache finds them
     inductor_config.triton.cudagraphs = True              # nothing is captured, only the reasons against it
     inductor_config.graph_partition = False               # which says them of the whole graph
     for module in (cudagraph_utils, compile_fx, torch._inductor.output_code):

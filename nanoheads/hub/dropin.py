@@ -34,7 +34,7 @@ class AttentionLayer(nn.Module):
 
     def __init__(self, d_model, num_heads, max_len, causal=True, **flags):
         super().__init__()
-        seed = int(torch.randint(2**31, ()))  # layers of one model shall not start alike
+        seed = int(torch.randint(2**31, ()))  # layers of one model shall not start equal
         config = GPTConfig(block_size=max_len, vocab_size=1, n_layer=1, n_head=num_heads, n_embd=d_model,
                            seed=seed, **flags)
         if config.problems():

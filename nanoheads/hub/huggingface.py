@@ -173,7 +173,7 @@ class Tensors:
         raise UserError(f"{self.folder} lacks the tensor {name}: a half download, or another model")
 
     def left(self):
-        """The names that nobody took, tables that follow from the config aside."""
+        """The names that were not taken, tables that follow from the config aside."""
         return sorted(name for name in self.found if not IGNORED.search(name))
 
 
@@ -448,11 +448,11 @@ def what_it_is(config):
         if not differ:
             return family, ""
         if config.recipe == ("gpt2" if family == "gpt2" else "modern"):
-            why = f"{', '.join(differ)} cannot be said there"
+            why = f"{', '.join(differ)} has no counterpart there"
     return "nanoheads", why
 
 
-# what a config must be to be said in these families; block_size, sizes and dropout aside
+# what a config must be to have a counterpart in these families; block_size, sizes and dropout aside
 GPT2 = dict(pos=("learned",), norm=("layernorm",), qk_norm=(False,), embed_norm=(False,), softcap=(0, 0.0),
             parallel=(False,))
 NANOCHAT = dict(pos=("rope",), norm=("rmsnorm",), act=("relu2",), bias=(False,), qk_norm=(True,),
@@ -596,7 +596,7 @@ def new_folder(out, force):
         if out.exists():
             out.rename(old)
         folder.rename(out)
-    except (OSError, SafetensorError) as e:  # the latter wraps what the system said
+    except (OSError, SafetensorError) as e:  # the latter wraps the system's error
         raise UserError(f"cannot write {out}: {getattr(e, 'strerror', None) or e}") from None
     finally:
         if old.exists() and not out.exists():

@@ -305,7 +305,7 @@ def takers_of(run, setup, args):
 
 def about_setup(setup, args):
     """What was measured, on which labels, by how many checkpoints."""
-    weak = " (weak: nobody has checked them)" if setup.targets.meta.get("weak") else ""
+    weak = " (weak: unchecked)" if setup.targets.meta.get("weak") else ""
     many = f"; {len(setup.runs)} checkpoints, mean and t interval" if len(setup.runs) > 1 else ""
     half = ", second half" if args.split == "val" else ""
     return (f"{setup.data.meta['name']}, {args.split}{half}: labels {setup.targets.dir.name}{weak}; "

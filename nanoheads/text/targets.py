@@ -6,7 +6,7 @@ to 254 stand for the values 0 to 1 in steps of 1/254 (0 and 254 are the hard one
 which no loss and no figure counts. Byte i is about token i of the split, judged from the tokens up to it:
 where a model reads tokens s to s + T, bytes s to s + T belong to its scores. Nothing is shifted.
 
-labels.json: dataset, note, weak (nobody has checked them), names, and for each split its tokens, the sha256
+labels.json: dataset, note, weak (unchecked), names, and for each split its tokens, the sha256
 of its .bin, and for each name the sha256 of its file, how many tokens are labelled, and their mean.
 data/label.py writes such folders.
 """

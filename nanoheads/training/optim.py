@@ -253,7 +253,7 @@ class CastWeights:
 
 
 class Unread(NamedTuple):
-    """What a step computed and nobody has read yet: a GPU may still be busy with it."""
+    """What a step computed and is not read yet: a GPU may still be busy with it."""
 
     step: int
     names: list
@@ -279,7 +279,7 @@ class Trainer:
         self.params = list(model.parameters())
         added = of_mechanisms(model)
         self.trunk = [p for name, p in model.named_parameters() if name not in added]
-        self.frozen = None  # whether the trunk is, once a step has said so
+        self.frozen = None  # whether the trunk is, known after a step
         self.compiled = compiles(config, process)
         # on a CPU the last bits would be others
         self.optimizers = make_optimizers(model, config, process.rank, process.world,
@@ -344,7 +344,7 @@ class Trainer:
         """Forward and backward on this rank's rows x, y [B, T], a portion at a time.
 
         targets: {name: [B, T]} of constraint heads; -1: unknown. scored: the tokens of this step with a
-        target, over all portions and ranks, where rows differ in them; None: portions weigh alike.
+        target, over all portions and ranks, where rows differ in them; None: portions have equal weights.
 
         Returns {name: 0-dim tensor}, the loss and the aux terms, means over these rows. A GPU may still be
         busy with them.
