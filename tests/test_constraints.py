@@ -327,7 +327,7 @@ def test_score_tells_what_is_there_from_what_is_not(models, labels, data, tmp_pa
     assert rows["digit"]["prior"] == pytest.approx(share)
     assert prior["auroc"] == [0.5, 0.5, 0.5]
     assert prior["ece"][0] == pytest.approx(abs(share - is_digit.mean()))
-    assert "weak: nobody has checked them" in text and text.count("heads less") == 10
+    assert "weak: unchecked" in text and text.count("heads less") == 10
     assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
     nats, _ = lm_score(make_model(seed=2), data, "test")
     assert found["bits_per_byte"][models[3]] == pytest.approx(nats / 6001 / np.log(2), rel=1e-5)

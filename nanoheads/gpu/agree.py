@@ -290,9 +290,9 @@ def in_a_line(e):
 
 def keep(row, args):
     """Print a row, and append it to args.out."""
-    outcome = row.get("error") or f"{row['off']:.1e} of {row['allowed']:.1e} allowed, {row['worst']}"
+    result = row.get("error") or f"{row['off']:.1e} of {row['allowed']:.1e} allowed, {row['worst']}"
     print(f"{row['name']:<24}{row['recipe']:<8}{row.get('dtype', ''):<10}"
-          f"{'compiled' if row['compiled'] else 'eager':<10}{'ok' if row['passed'] else 'FAILED':<8}{outcome}",
+          f"{'compiled' if row['compiled'] else 'eager':<10}{'ok' if row['passed'] else 'FAILED':<8}{result}",
           flush=True)
     if args.out:
         row = {**row, "machine": args.machine, "torch": torch.__version__}
