@@ -36,7 +36,8 @@ from nanoheads.kernels import (SKIP_FROM, ChunkedCrossEntropy, RowStats, attend,
                                row_statistics)
 from nanoheads.logits import (check_sampling, discounted_return, distance_to_teacher, label_losses, logit,
                               penalise, portions, sample_token)
-from nanoheads.mechanism import HeadAxis, Mechanism, Uniform, choices, flag, no_dropout, range_problems
+from nanoheads.mechanism import (CONSTRAINTS, HeadAxis, Mechanism, Uniform, choices, flag, no_dropout,
+                                 range_problems)
 
 # What a recipe means: the values taken by the flags that were left at None.
 RECIPES = {
@@ -1394,9 +1395,6 @@ class OutputGate(Mechanism):
     def before(self, attn, h):
         gate = self.proj(h.x[..., :self.width]).sigmoid().unflatten(-1, (attn.n_total, self.size))
         h.add_gate("output_gate", gate.transpose(1, 2))  # (B, H, T, 1 or D)
-
-
-CONSTRAINTS = ["reciprocity", "testifiability", "decidability"]  # the names of the constraint write-up
 
 
 class ConstraintHeads(Mechanism):

@@ -58,6 +58,8 @@ def range_problems(config, names=None):
 
 # ---- a mechanism ----
 
+CONSTRAINTS = ["reciprocity", "testifiability", "decidability"]  # of the constraint write-up: heads, labels
+
 class HeadAxis(NamedTuple):
     """A tensor with a head axis: what pruning slices."""
 

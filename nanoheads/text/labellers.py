@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from model import CONSTRAINTS
 from nanoheads.common import UserError, pick_device
+from nanoheads.mechanism import CONSTRAINTS
 from nanoheads.text import weak
 from nanoheads.text.targets import UNKNOWN, encode, sha256
 from nanoheads.text.tokenizer import char_sizes, token_sizes
