@@ -61,7 +61,8 @@ part() {
   case "$1" in
   agree)
     each "$PY" -m nanoheads.gpu.agree --jobs "$JOBS" --out "$OUT/agree.jsonl"
-    each "$PY" -m nanoheads.gpu.agree --quick --compile --recipes modern --jobs "$JOBS" --out "$OUT/agree.jsonl" ;;
+    each "$PY" -m nanoheads.gpu.agree --quick --compile --recipes modern --jobs "$JOBS" \
+      --out "$OUT/agree.jsonl" ;;
   bench)
     bench bench $SIZE_124M --what train --batch_size "${BATCH:-16}" --rounds 11 ;;
   decode)

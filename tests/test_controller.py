@@ -631,8 +631,8 @@ def noisy_life(run, noise=3.0):
     attn, generator = attentions(r.model)[0], torch.Generator().manual_seed(0)
     attend = attn.attend
 
-    def attend_noise(h, ctx):
-        y, stats = attend(h, ctx)
+    def attend_noise(h):
+        y, stats = attend(h)
         y = y.clone()
         y[:, 1] = noise * torch.randn(y[:, 1].shape, generator=generator)
         return y, stats

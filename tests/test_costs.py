@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train
-from model import ALL_ON, GPT, MECHANISMS, CausalMask, GPTConfig
+from model import ALL_ON, GPT, MECHANISMS, GPTConfig, Window
 from nanoheads.study import costs
 
 NAMES = ["plain", *MECHANISMS, "all_on"]
@@ -205,7 +205,7 @@ def test_recomputed_activations_are_counted():
 def test_a_gpu_reads_the_blocks_that_a_window_reaches_into(flags):
     """No fewer than those that hold a visible pair, looked at one by one; random cells may name one twice."""
     config = config_of("plain", dict(n_embd=16, n_head=1, block_size=1024, n_layer=1), **flags)
-    visible = CausalMask(config).dense(0, 1024, None, "cpu")[0, 0]
+    visible = Window(config).dense(0, 1024, None, "cpu")[0, 0]
     blocks = sum(bool(visible[i:i + 128, j:j + 128].any())
                  for i in range(0, 1024, 128) for j in range(0, i + 1, 128))
     assert costs.blocks_read(config) == blocks / 36

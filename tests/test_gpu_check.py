@@ -66,18 +66,20 @@ def test_every_part_is_described_in_its_order_and_is_there():
 
 
 def test_programs_of_the_script_exist():
-    programs = set(re.findall(r'"\$PY" ((?:\w+/)*\w+\.py)', TEXT))
-    assert {"bench.py", "gpu/agree.py", "compare.py"} <= programs
+    programs = set(re.findall(r'"\$PY" (\w+\.py)', TEXT))
+    modules = set(re.findall(r'"\$PY" -m (nanoheads[\w.]+)', TEXT))
+    assert {"bench.py", "compare.py"} <= programs and modules == {"nanoheads.gpu.agree"}
+    programs |= {module.replace(".", "/") + ".py" for module in modules}
     assert all((ROOT / program).is_file() for program in programs)
 
 
 def test_a_part_that_fails_or_takes_too_long_stops_no_other(start, tmp_path):
-    script = start("agree", "decode", "bench", LIMIT="2", SLOW="--contexts", BAD="agree.py")
+    script = start("agree", "decode", "bench", LIMIT="2", SLOW="--contexts", BAD="gpu.agree")
     printed, _ = script.communicate(timeout=60)
     assert script.returncode == 1
     assert summary(tmp_path) == {"agree": "failed", "decode": "cut short", "bench": "done"}
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert len(calls) == 4 and sum("agree.py" in call for call in calls) == 2  # its second half ran too
+    assert len(calls) == 4 and sum("gpu.agree" in call for call in calls) == 2  # its second half ran too
     assert "decode       cut short" in printed and "ran bench.py" in (tmp_path / "out/log.txt").read_text()
 
 

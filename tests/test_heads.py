@@ -136,8 +136,8 @@ def test_every_mechanism_is_measured_and_its_gate_is_what_multiplies(name, ids):
         # every gate at once, over the outputs that they multiply
         merge, attend, seen = attn.merge, attn.attend, {}
 
-        def attending(h, ctx):
-            seen["before"], stats = attend(h, ctx)
+        def attending(h):
+            seen["before"], stats = attend(h)
             return seen["before"], stats
 
         def merging(y, *rest):

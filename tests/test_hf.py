@@ -17,6 +17,7 @@ from conftest import ROOT, TINY, write_dataset
 from data.prepare_text import main as prepare_text
 from export_hf import main
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
+from nanoheads import pruning
 from nanoheads.common import UserError
 from nanoheads.hub import huggingface as hf
 from nanoheads.hub.dropin import prune_heads
@@ -327,7 +328,7 @@ def test_pruned_models_and_another_class_than_the_plainest(tmp_path):
     said, there = written(model, tmp_path / "own", family="nanoheads")
     assert said == ("nanoheads", "")
     same_everywhere(model, there)
-    prune_heads(model, {0: [1, 2], 2: [0, 1, 2, 3]})
+    pruning.prune_heads(model, {0: [1, 2], 2: [0, 1, 2, 3]})
     said, there = written(model, tmp_path / "pruned")
     assert said == ("nanoheads", "heads were pruned")
     same_everywhere(model, there)

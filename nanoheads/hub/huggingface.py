@@ -343,7 +343,7 @@ def turned_back(w, n_head):
 
 def read_nanoheads(c, t):
     """What export() wrote for models of our own."""
-    own.find(c, t.folder / "config.json")
+    own.find(c, Path(t.folder, "config.json"))
     weights = {name.removeprefix("gpt."): w for name, w in t.found.items()}
     t.found = {}
     if c["gpt"].get("tied"):
