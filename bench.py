@@ -7,6 +7,7 @@ Speed and memory, as ratios measured in one run: training step and cached decodi
     python bench.py --race --nanogpt ../nanoGPT       # train both to the loss that nanoGPT's README names
     python bench.py --mechanisms all --recipes modern # every mechanism against the plain GPT of one recipe
     python bench.py --mechanisms acag,output_gate --what memory --block_size 4096 --batch_size 1
+    python bench.py --mechanisms=mine.py              # one in a file of your own (docs/add-a-mechanism.md)
     python bench.py --heads_off 0 .25 .5 .75          # the plain GPT with heads pruned
     python bench.py --contexts 1024 4096 16384        # decoding after so many: routing that skips or not
     python bench.py --contexts 128 1024 --nanogpt ../nanoGPT     # and nanoGPT, which reads all again
@@ -22,12 +23,14 @@ row too.
 
 import argparse
 import math
+import sys
 from pathlib import Path
 
 import torch
 
 from model import MECHANISMS, RECIPES
 from nanoheads.common import UserError, last_words, pick_device, table, writable, write_json
+from nanoheads.hub import own_mechanism
 from nanoheads.kernels import allow_graphs
 from nanoheads.timing import on_cuda
 from nanoheads.training.contest import MORE, contest_rows, decode_rows, matmul_rate, memory_rows, pair_rows
@@ -104,6 +107,7 @@ def arguments(argv):
     p.add_argument("--mechanisms",
                    help="all, or names of model.MECHANISMS, all_on, routing_packed, with commas between: "
                         "each against the first of --recipes")
+    p.add_argument("--own_mechanism", help="a file with a mechanism; --mechanisms=mine.py sets it")
     p.add_argument("--heads_off", nargs="+", type=float,
                    help="shares of pruned heads, from 0 to below 1, each against the first")
     p.add_argument("--contexts", nargs="+", type=int,
@@ -203,8 +207,8 @@ def write(args, rows, arguments, rate=None):
 
 
 def main(argv=None):
-    args = arguments(argv)
     with last_words("bench"):
+        args = arguments(own_mechanism.take(sys.argv[1:] if argv is None else argv))
         check(args)
         run(args)
 

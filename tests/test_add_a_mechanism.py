@@ -1,5 +1,8 @@
 """A mechanism in a file of one's own: the page's file, its commands, the promises, and what is refused."""
 
+import json
+import os
+import py_compile
 import re
 import subprocess
 import sys
@@ -13,10 +16,11 @@ import model
 from conftest import ROOT
 from nanoheads.common import UserError
 from nanoheads.configurator import keys_of
-from nanoheads.hub import own_mechanism as own
+from nanoheads.hub import huggingface as hf, own_mechanism as own
 from nanoheads.mechanism import choices
 from nanoheads.probes import promises
 from nanoheads.study import fingerprint
+from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig
 
 PAGE = (ROOT / "docs" / "add-a-mechanism.md").read_text(encoding="utf-8")
@@ -177,6 +181,93 @@ def test_a_run_with_it_goes_through_every_program(mine, bytes_data, tmp_path):
     done = run("evaluate.py", "--ckpt", out)
     assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
     assert str(out / "mine.py") in done.stderr and "another text" in done.stderr
+
+
+def test_the_record_is_of_the_text_that_runs(mine, tmp_path):
+    """A file that is edited during a run, or deleted: the copy and the digest are those of what was read."""
+    path = mine()
+    own.add(path)
+    before, config = own.digest(path), model.GPTConfig(**SIZES, forget=True)
+    path.write_text(CODE + "\n# edited\n")
+    assert own.record(config) == dict(file="mine.py", digest=before)
+    assert own.copy(own.file_for(config), tmp_path / "run").read_text() == CODE
+    with pytest.raises(UserError, match="two texts of one mechanism, with the flag forget"):
+        own.add(path)
+    path.unlink()
+    assert own.add(tmp_path / "run" / "mine.py") == ["forget"]
+    assert "rate, in nats" in keys_of((model.GPTConfig,))["forget_init"][2]
+
+
+def test_bytecode_beside_a_file_is_not_run(mine):
+    """Python would take it by the file's time and size alone."""
+    path = mine()
+    py_compile.compile(str(path), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    mine("-60.0}", "-61.0}")
+    assert own.class_in(own.opened(path)).neutral == {"forget": {"forgetting.slope": -61.0}}
+
+
+@pytest.mark.parametrize("argv, config, taken", [
+    (["--mechanism", "F", "--resume"], None, ["--mechanism=forget", "--resume", "--own_mechanism=F"]),
+    (["--mechanism=xsa,F"], None, ["--mechanism=xsa,forget", "--own_mechanism=F"]),
+    (["C"], 'mechanism = "F"', ["C", "--mechanism=forget", "--own_mechanism=F"]),
+    (["C"], 'mechanisms = ["xsa", "F"]', ["C", "--mechanisms=xsa,forget", "--own_mechanism=F"]),
+    (["C", "--mechanism=xsa"], 'mechanism = "F"', ["C", "--mechanism=xsa"]),
+    (["--own_mechanism=F", "--mechanism=forget"], None, ["--mechanism=forget", "--own_mechanism=F"]),
+    (["C", "--lr=1"], "boom", ["C", "--lr=1"]),  # the configurator says what is wrong
+])
+def test_a_file_is_found_in_every_form(argv, config, taken, mine, tmp_path):
+    names = {"F": str(mine()), "C": str(tmp_path / "config.py")}
+
+    def put(text):
+        return re.sub(r"\b[FC]\b", lambda found: names[found[0]], text)
+
+    (tmp_path / "config.py").write_text(put(config or ""))
+    assert own.take([put(arg) for arg in argv]) == [put(arg) for arg in taken]
+
+
+def test_it_is_timed(mine):
+    sizes = ["--n_layer=1", "--n_head=4", "--n_embd=32", "--block_size=16", "--batch_size=1", "--device=cpu"]
+    done = run("bench.py", f"--mechanisms=xsa,{mine()}", "--rounds=1", "--steps=1", *sizes)
+    assert done.returncode == 0 and re.search("^train +forget", done.stdout, re.M), done.stderr
+    done = run("bench.py", "--mechanisms", mine(), "--what=memory", *sizes)
+    assert done.returncode == 0 and re.search("^memory +forget", done.stdout, re.M), done.stderr
+
+
+@pytest.mark.parametrize("name", ["mine.py", "mechanism.py", "own_mechanism.py"])
+def test_an_export_is_read_by_its_path_as_text(name, mine, tmp_path):
+    own.add(mine(name=name))
+    gpt = model.GPT(model.GPTConfig(**SIZES, forget=True)).eval()
+    hf.export(gpt, None, tmp_path / "hf")
+    state = checkpoint.read(str(tmp_path / "hf"))
+    there = checkpoint.build(state, "hf")
+    idx = torch.arange(9)[None]
+    assert torch.equal(gpt(idx).logits, there(idx).logits)
+    assert not (tmp_path / "hf" / "mechanism.py").read_text() == CODE
+    (tmp_path / "hf" / json.loads((tmp_path / "hf" / "config.json").read_text())["own_mechanism"]["file"]
+     ).write_text("raise SystemExit('run')")
+    with pytest.raises(UserError, match="another text"):
+        checkpoint.read(str(tmp_path / "hf"))
+
+
+def test_an_export_loads_in_transformers(mine, tmp_path):
+    pytest.importorskip("transformers")
+    own.add(mine(name="mechanism.py"))
+    gpt = model.GPT(model.GPTConfig(**SIZES, forget=True)).eval()
+    hf.export(gpt, None, tmp_path / "hf")
+    torch.save(gpt(torch.arange(9)[None]).logits, tmp_path / "logits.pt")
+    code = ("import sys, torch; from transformers import AutoModelForCausalLM as A; "
+            "m = A.from_pretrained('hf', trust_remote_code=True).eval(); "
+            "off = (m(torch.arange(9)[None]).logits - torch.load('logits.pt')).abs().max(); "
+            "sys.exit(0 if off < 1e-6 else f'off by {off}')")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_record_of_another_form_is_one_line(tmp_path):
+    for held in ("mine.py", dict(file="mine.py"), dict(file=["x"], digest="0")):
+        with pytest.raises(UserError, match="must be a file's name and its digest"):
+            own.find(dict(own_mechanism=held), tmp_path / "best.pt")
 
 
 def test_a_checkpoint_that_names_a_file_runs_nothing_of_its_own(mine, tmp_path):

@@ -328,6 +328,7 @@ def test_pruned_models_and_another_class_than_the_plainest(tmp_path):
     said, there = written(model, tmp_path / "own", family="nanoheads")
     assert said == ("nanoheads", "")
     same_everywhere(model, there)
+    assert hf.read(str(tmp_path / "own"))["config"] == hf.read(tmp_path / "own")["config"]  # as typed
     pruning.prune_heads(model, {0: [1, 2], 2: [0, 1, 2, 3]})
     said, there = written(model, tmp_path / "pruned")
     assert said == ("nanoheads", "heads were pruned")

@@ -518,7 +518,7 @@ def write_nanoheads(model):
                   auto_map={"AutoConfig": "modeling_nanoheads.NanoHeadsConfig",
                             "AutoModelForCausalLM": "modeling_nanoheads.NanoHeadsForCausalLM"})
     if mine := own.record(c):
-        config["own_mechanism"] = mine
+        config["own_mechanism"] = dict(mine, file=name_beside_code(mine["file"]))
     return config, {f"gpt.{name}": t for name, t in model.state_dict().items()
                     if not (c.tied and name == "lm_head.weight")}
 
@@ -553,24 +553,30 @@ def export(model, meta, out, family=None, force=False):
         for name, text in tokenizer_files(meta, model.config.block_size).items():
             (folder / name).write_text(text, encoding="utf-8")
         if family == "nanoheads":
-            write_code(folder, own.file_for(model.config))
+            write_code(folder, model.config)
         read(folder)  # what cannot be read back is not left behind
     return family, why if family == plainest else ""
 
 
-def write_code(folder, mine=None):
-    """The files that transformers runs, into a folder; mine: that of a mechanism of one's own."""
+def name_beside_code(name):
+    """The name of a file of one's own in a folder that holds CODE, too."""
+    taken = {"own_mechanism.py", *(Path(code).name for code in CODE)}
+    return f"my_{name}" if name in taken else name
+
+
+def write_code(folder, config):
+    """The files that transformers runs, into a folder, with that of a mechanism of one's own."""
+    mine = own.file_for(config)
     for name in CODE:
         text = as_package((ROOT / name).read_text(encoding="utf-8"))
         if mine and name.endswith("modeling_nanoheads.py"):  # its flags join before a config is made
-            line = f"from .own_mechanism import {own.class_of(mine).__name__} as Own\n"
+            line = f"from .own_mechanism import {own.class_for(config).__name__} as Own\n"
             text = text.replace("from .model import", line + "from .model import add_mechanism, ", 1)
             text = text.replace("\n\n\nclass ", "\n\nadd_mechanism(Own)\n\n\nclass ", 1)
         (folder / Path(name).name).write_text(text, encoding="utf-8")
     if mine:
-        code = Path(mine).read_text(encoding="utf-8")
-        (folder / "own_mechanism.py").write_text(as_package(code), encoding="utf-8")
-        (folder / Path(mine).name).write_text(code, encoding="utf-8")  # what our own programs read
+        (folder / "own_mechanism.py").write_text(as_package(mine.text.decode()), encoding="utf-8")
+        (folder / name_beside_code(mine.path.name)).write_bytes(mine.text)  # what our own programs read
 
 
 def as_package(code):

@@ -9,50 +9,83 @@ reads such a checkpoint takes the copy, if its digest is right, or the file itse
 
 import hashlib
 import importlib.util
+import linecache
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import model
 from nanoheads.common import UserError, write_atomic
-from nanoheads.configurator import keys_of, near
+from nanoheads.configurator import keys_of, near, read_file
 from nanoheads.mechanism import Mechanism, choices
 
-ADDED = {}  # class -> its file
+class OwnFile(NamedTuple):
+    """A file as it was when it was read: it may be edited while a run goes on."""
+
+    path: Path
+    text: bytes
+
+    @property
+    def digest(self):
+        """The first 16 digits of its SHA-256."""
+        return hashlib.sha256(self.text).hexdigest()[:16]
 
 
-def digest(path):
-    """The first 16 digits of a file's SHA-256. UserError."""
+ADDED = {}  # class -> its OwnFile
+
+
+def opened(path):
+    """The OwnFile of a path. UserError."""
     try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+        return OwnFile(Path(path), Path(path).read_bytes())
     except OSError as e:
         raise UserError(f"no mechanism file {path} ({e.strerror}); it holds one class, see "
                         "docs/add-a-mechanism.md") from None
 
 
-def add(path):
-    """Read a file and add the mechanism in it, once; returns the names of its modes. UserError."""
-    key = digest(path)
-    for cls, file in ADDED.items():
-        if digest(file) == key:
+def digest(path):
+    """The digest of a file as it is now. UserError."""
+    return opened(path).digest
+
+
+def add(path, wanted=None):
+    """Read a file and add the mechanism in it, once; returns the names of its modes. UserError.
+
+    wanted: the digest without which nothing of it is executed.
+    """
+    file = opened(path)
+    if wanted not in (None, file.digest):
+        raise UserError(f"{path} is another text than the one wanted (sha256 {wanted}...)")
+    for cls, known in ADDED.items():
+        if known.digest == file.digest:
             return list(cls.modes)
-    cls = class_in(path)
+    cls = class_in(file)
+    if other := next((known for each, known in ADDED.items() if each.flag == cls.flag), None):
+        raise UserError(f"{path} and {other.path} are two texts of one mechanism, with the flag {cls.flag}: "
+                        "one at a time")
     if problem := next(problems(cls), None):
         raise UserError(f"{path}: {cls.__name__}: {problem}")
     model.add_mechanism(cls)
     keys_of.cache_clear()
     choices.cache_clear()
-    ADDED[cls] = Path(path)
+    ADDED[cls] = file
     return list(cls.modes)
 
 
-def class_in(path):
-    """The one class of a Mechanism that a file defines. UserError."""
-    name = f"own_mechanism_{digest(path)}"
+def class_in(file):
+    """The one class of a Mechanism that an OwnFile defines. UserError."""
+    path, name = file.path, f"own_mechanism_{file.digest}"
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        # the text that the digest is of: a loader would take bytecode that stands beside it
+        code = compile(file.text, str(path), "exec")
+        # its source, for the comments of its flags, also when the file is edited or gone
+        lines = file.text.decode(errors="replace").splitlines(keepends=True)
+        linecache.cache[module.__file__] = len(file.text), None, lines, module.__file__
+        exec(code, vars(module))
     except Exception as e:  # whatever a file of one's own may do
         lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == str(path)]
         line = getattr(e, "lineno", None) or (lines[-1] if lines else "?")
@@ -91,51 +124,87 @@ def problems(cls):
                                                      if near(name, cls.modes) else "")
 
 
+NAMING = ("mechanism", "mechanisms")  # keys of the command line and of config files
+
+
 def take(argv, keep=None):
     """Arguments in which a file of --mechanism or --mechanisms is added and is the name of its first mode.
 
-    With it comes --own_mechanism, its path; keep: a folder where a copy is made first, by its digest.
+    With it comes --own_mechanism, its path; keep: a folder where a copy is made first, by its digest. What a
+    config file names is added, too, as an argument that wins over it.
     """
-    taken, files = [], []
-    for arg in argv:
-        key, equals, value = arg.partition("=")
-        words = value.split(",")
-        if key in ("--mechanism", "--mechanisms") and any(word.endswith(".py") for word in words):
-            for i, word in enumerate(words):
-                if word.endswith(".py"):
-                    path = copy(word, Path(keep, digest(word))) if keep else word
-                    files.append(str(path))
-                    words[i] = add(path)[0]
-            arg = f"{key}={','.join(words)}"
-        taken.append(arg)
-    if len(files) > 1:
+    taken, files, rest, configs = [], [], list(argv), {}
+    while rest:
+        key, equals, value = rest.pop(0).partition("=")
+        if key.removeprefix("--") in NAMING and not equals and rest and not rest[0].startswith("--"):
+            equals, value = "=", rest.pop(0)
+        if key.removeprefix("--") in NAMING and key.startswith("--"):
+            value = ",".join(named(value.split(","), files, keep))
+        elif key == "--own_mechanism" and equals:
+            files.append(added(value, keep))
+            continue
+        elif key.endswith(".py") and not key.startswith("--"):
+            configs.update(of_config(key))
+        taken.append(key + equals + value)
+    given = {arg.partition("=")[0] for arg in taken}
+    taken += [f"{key}={','.join(named(words, files, keep))}" for key, words in configs.items()
+              if key not in given]
+    if len({digest(path) for path in files}) > 1:
         raise UserError(f"{' and '.join(files)}: one file of one's own at a time")
-    return taken + [f"--own_mechanism={path}" for path in files]
+    return taken + [f"--own_mechanism={path}" for path in files[:1]]
 
 
-def copy(path, folder):
-    """A copy of a file in a folder; its path. UserError."""
-    target, text = Path(folder) / Path(path).name, Path(path).read_bytes()
-    if not target.is_file() or target.read_bytes() != text:
+def of_config(path):
+    """{"--mechanism": names} that a config file sets, where one of them is a file."""
+    with suppress(UserError):  # of what is wrong with it the configurator speaks
+        values = {key: value for key, value in read_file(path).items() if key in NAMING}
+        lists = {key: value.split(",") if isinstance(value, str) else value for key, value in values.items()}
+        return {f"--{key}": words for key, words in lists.items()
+                if isinstance(words, list) and any(str(word).endswith(".py") for word in words)}
+    return {}
+
+
+def named(words, files, keep):
+    """Names of mechanisms, in which a file is that of its first mode; its path is put to `files`."""
+    found = []
+    for word in map(str, words):
+        if word.strip().endswith(".py"):
+            files.append(added(word.strip(), keep))
+            word = add(files[-1])[0]
+        found.append(word)
+    return found
+
+
+def added(path, keep):
+    """The path of a file, or of its copy in `keep`, whose mechanism is added by this. UserError."""
+    path = copy(opened(path), Path(keep, digest(path))) if keep else path
+    add(path)
+    return str(path)
+
+
+def copy(file, folder):
+    """A copy of an OwnFile in a folder; its path. UserError."""
+    target = Path(folder) / file.path.name
+    if not target.is_file() or target.read_bytes() != file.text:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(target, lambda f: f.write(text))
+        write_atomic(target, lambda f: f.write(file.text))
     return target
 
 
+def class_for(config):
+    """The mechanism of one's own that a GPTConfig has on; None: it has none."""
+    return next((cls for cls in ADDED if cls.is_on(config)), None)
+
+
 def file_for(config):
-    """The file of the mechanism of one's own that a GPTConfig has on; None: it has none."""
-    return next((str(path) for cls, path in ADDED.items() if cls.is_on(config)), None)
-
-
-def class_of(path):
-    """The class that was added from a file."""
-    return next(cls for cls, file in ADDED.items() if str(file) == str(path))
+    """The OwnFile of the mechanism of one's own that a GPTConfig has on; None: it has none."""
+    return ADDED.get(class_for(config))
 
 
 def record(config):
     """What a checkpoint holds of it: {"file": name, "digest": ...}; None: there is nothing to hold."""
-    path = file_for(config)
-    return path and dict(file=Path(path).name, digest=digest(path))
+    file = file_for(config)
+    return file and dict(file=file.path.name, digest=file.digest)
 
 
 def find(state, path):
@@ -143,10 +212,13 @@ def find(state, path):
     held = state.get("own_mechanism")
     if not held:
         return
-    places = [Path(path).parent / held["file"], Path((state.get("train") or {}).get("own_mechanism") or "")]
+    if not isinstance(held, dict) or not all(isinstance(held.get(key), str) for key in ("file", "digest")):
+        raise UserError(f"{path}: own_mechanism={held!r} must be a file's name and its digest")
+    places = [Path(path).parent / Path(held["file"]).name,
+              Path((state.get("train") or {}).get("own_mechanism") or "")]
     for place in places:
         if place.is_file() and digest(place) == held["digest"]:
-            add(place)
+            add(place, wanted=held["digest"])
             return
     where = " and ".join(f"{place} ({'another text' if place.is_file() else 'not there'})"
                          for place in dict.fromkeys(places) if str(place) != ".")

@@ -95,7 +95,8 @@ NOT_NUMBERS = set("""
     Trainer.load write_atomic write_json json_safe UserError ROOT missing Dataset.need
     sha256 keep GPT2_MERGES GPT2_ENCODER
     pack closed_heads GPT.stream GPT.generate mfu PEAK_TFLOPS KVCache check_sampling penalise sample_token
-    ADDED digest class_in take copy file_for record find DocumentBatches.__str__ Tokenizer.open_hf main
+    ADDED OwnFile opened digest class_in take copy class_for file_for record find
+    DocumentBatches.__str__ Tokenizer.open_hf main
 """.split())
 LISTS = {"modes", "neutral"}  # of a mechanism: names for flags, which a run has been given already
 # keys of training that change nothing where they are not set

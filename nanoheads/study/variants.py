@@ -259,7 +259,8 @@ class VariantBuilder:
         if bad := training_problems(model, training):
             raise UserError(f"{name}: {'; '.join(bad)}")
         model = replace(model, vocab_size=model.vocab_size or self.data.vocab_size)
-        training = replace(training, own_mechanism=own.file_for(model))
+        mine = own.file_for(model)
+        training = replace(training, own_mechanism=mine and str(mine.path))
         params, flops = size_of(model)
         return Variant(name, kind, label, flags, model, training.for_recipe(model.recipe), params, flops)
 

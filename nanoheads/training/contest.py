@@ -20,6 +20,7 @@ import torch
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, KVCache
 from nanoheads.common import explain
+from nanoheads.hub import own_mechanism
 from nanoheads.pruning import prune_heads
 from nanoheads.timing import mfu, on_cuda, progress_bar, take_turns, time_rows, timed
 from nanoheads.training.config import TrainConfig
@@ -132,6 +133,8 @@ def memory_worker(name, args):
         except OSError:
             return None
     torch.set_num_threads(args.threads)
+    if vars(args).get("own_mechanism"):  # this process has not read it yet
+        own_mechanism.add(args.own_mechanism)
     # what the libraries load at a first step is not the model's memory
     tiny = argparse.Namespace(**{**vars(args), "n_layer": 2, "n_head": 6, "n_embd": 96, "block_size": 16,
                                  "batch_size": 1})
