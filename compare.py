@@ -279,8 +279,8 @@ def plan_of(study):
     budget = sum(variants[name].train.max_iters for _, name, _ in left) / plain.train.max_iters
     hours = budget * seconds / place.count / 3600
     notes = [f"{len(study.runs):,} runs, {len(left):,} of them to do, in {study.trials}",
-             f"about {hours:.2g} hours, {place.count} at once, if each took as long as the plain GPT's here, "
-             f"{seconds:,.0f} s; what the others take: bench.py --mechanisms"]
+             f"about {60 * hours:,.0f} minutes ({hours:.2g} hours), {place.count} at once, if each took as "
+             f"long as the plain GPT's here, {seconds:,.0f} s; what the others take: bench.py --mechanisms"]
     if place.per_gpu > 1:
         notes.append(f"{place.per_gpu} runs share a GPU, and each takes longer than alone: not in the hours")
     if c.screen and c.best + c.worst < len(study.variants):

@@ -127,9 +127,9 @@ part() {
     "$PY" train.py --recipe=modern --dataset="$DATASET" $BIG --out_dir="$RUNS/plain12" --overwrite
     "$PY" train.py --recipe=modern --dataset="$DATASET" $BIG --mechanism=constraint_a --labels=synthetic \
       --constraint_warmup=50 --out_dir="$RUNS/constraint12" --overwrite
-    each "$PY" constraints.py score --ckpt "$RUNS/constraint12" --plain "$RUNS/plain12" --labels synthetic \
-      --tokens 65536 --fit 50000 --json "$OUT/constraints.json"
-    each "$PY" constraints.py skip --ckpt "$RUNS/constraint12" --tokens 65536
+    each "$PY" probe.py constraints score --ckpt "$RUNS/constraint12" --plain "$RUNS/plain12" \
+      --labels synthetic --tokens 65536 --fit 50000 --json "$OUT/constraints.json"
+    each "$PY" probe.py constraints skip --ckpt "$RUNS/constraint12" --tokens 65536
     each "$PY" evaluate.py --audit --ckpt "$RUNS/constraint12" --text README.md --out "$OUT/audit.jsonl" ;;
   finetune)
     prepared "$DATASET"

@@ -62,7 +62,7 @@ def steps(check):
     trainer, graphs = trainer_of(check, config), []
     x = tokens(BATCH, config)
     for step in range(STEPS):
-        for block in trainer.raw.transformer.h:  # as controller.py does
+        for block in trainer.raw.transformer.h:  # as the controller does
             if block.attn.sentinel is not None:
                 block.attn.sentinel.set_coef(config.sentinel_coef * step / STEPS)
         trainer.backward(step, x, x, labels(check, config, BATCH))

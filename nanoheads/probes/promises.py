@@ -162,7 +162,8 @@ def tried(promise, build, plain=None):
     try:
         return promise(build(), plain)
     except Exception as e:  # a mechanism of one's own may raise anything
-        return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        hint = "; do head_axes() or per_head name each tensor with a row for each head?"
+        return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}" + (hint if promise is pruned else "")
 
 
 def main(argv):
@@ -180,7 +181,8 @@ def main(argv):
         whose = next((cls for cls in own.ADDED if name in cls.modes), None)
         names += [mode for mode in (whose.modes if whose else ()) if mode not in names]
     found = [row for name in names for row in check(name, known[name])]
-    print(table(("mechanism", "recipe", "promise", ""), [(*row[:3], row[3] or "kept") for row in found]))
+    lines = [(*row[:3], row[3] or "kept") for row in found]
+    print(table(("mechanism", "recipe", "promise", ""), lines, left=4))
     if broken := [row for row in found if row[3]]:
         raise UserError(f"{len(broken)} of {len(found)} promises are broken")
 
