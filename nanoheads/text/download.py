@@ -9,11 +9,13 @@ from tqdm import tqdm
 from urllib3.util import Retry
 
 from nanoheads.common import UserError
-from nanoheads.text.sources import digest, wrong
 
 
-def download(file, path, tries=3):
-    """Fetch file.url to `path` with progress and retries; only a checked file gets the name. UserError."""
+def download(file, path, wrong, tries=3):
+    """Fetch file.url to `path` with progress and retries; only a checked file gets the name. UserError.
+
+    wrong(path, file): what is wrong with its content, in a few words; "": nothing.
+    """
     temp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -25,7 +27,6 @@ def download(file, path, tries=3):
                 except ChunkedEncodingError:  # it was cut off: go on from there
                     if not left:
                         raise
-        digest.cache_clear()  # the temporary name may have been seen with other content
         if complaint := wrong(temp, file):
             raise UserError(f"{file.url}: the download {complaint}; put {file.names[0]} from elsewhere "
                             f"into the folder NANOHEADS_DATA")

@@ -76,7 +76,8 @@ def find(file, source=None):
         raise UserError(f"{file.names[0]}: not found, and it has no download; "
                         f"put it into the folder NANOHEADS_DATA, or name its folder with --source")
     from nanoheads.text.download import download  # here: requests takes half a second to import
-    return check(download(target, HOME / target.names[0]), file)
+    digest.cache_clear()  # a temporary name may have been seen with other content
+    return check(download(target, HOME / target.names[0], wrong), file)
 
 
 def here(*files):
