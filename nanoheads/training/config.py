@@ -6,6 +6,7 @@ from typing import Literal, Optional
 
 from model import ALL_ON, MECHANISM_CLASSES, MECHANISMS, ConstraintHeads, GPTConfig, SkipFusion
 from nanoheads.common import UserError
+from nanoheads.mechanism import flag, range_problems
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.targets import Targets
 from nanoheads.training.optim import CUDA_GRAPHS, of_mechanisms
@@ -25,56 +26,47 @@ class ControllerConfig:
     # ---- dynamic heads: measured, moved, pruned, grown between steps ----
     controller: Optional[Literal["rules", "ann", "rl"]] = None  # what moves the sentinel gates; None: nothing
     controller_log: bool = False         # measure the heads, whatever moves them
-    controller_interval: int = 100       # steps between measurements
-    controller_tokens: int = 2048        # of train, always the same: what the heads are measured on
-    controller_heldout: int = 2048       # of val, always the same: what decides on a change of heads
-    controller_average: float = 0.7      # weight of the past in the metrics' moving averages
-    controller_warmup: int = 3           # measurements before anything moves
-    controller_patience: int = 3         # measurements in a row that a reason to act must last
-    controller_step: float = 0.5         # the largest change of a gate's logit at once
-    controller_bound: float = 6.0        # logits are not moved beyond this, up or down
+    controller_interval: int = flag(100, at_least=1)  # steps between measurements
+    controller_tokens: int = flag(2048, at_least=1)
+                                         # of train, always the same: what the heads are measured on
+    controller_heldout: int = flag(2048, at_least=1)
+                                         # of val, always the same: what decides on a change of heads
+    controller_average: float = flag(0.7, at_least=0, below=1)
+                                         # weight of the past in the metrics' moving averages
+    controller_warmup: int = flag(3, at_least=0)  # measurements before anything moves
+    controller_patience: int = flag(3, at_least=1)  # measurements in a row that a reason to act must last
+    controller_step: float = flag(0.5, at_least=0)  # the largest change of a gate's logit at once
+    controller_bound: float = flag(6.0, above=0)  # logits are not moved beyond this, up or down
     controller_entropy: float = 0.8      # rules: a gate sinks while its head's entropy is above
-    controller_gradient: float = 0.3     # rules: and a little where its gradient is below this x its layer's
-    controller_cost: float = 1e-3        # ann, rl: nats a token that a head must be worth
-    sparsity_warmup: int = 0             # steps over which sentinel_coef rises from 0
+    controller_gradient: float = flag(0.3, at_least=0)
+                                         # rules: and a little where its gradient is below this x its layer's
+    controller_cost: float = flag(1e-3, at_least=0)  # ann, rl: nats a token that a head must be worth
+    sparsity_warmup: int = flag(0, at_least=0)  # steps over which sentinel_coef rises from 0
     # ---- pruning while training ----
-    prune_gate: float = 0.0              # heads whose gate stays below this are dropped for good; 0: never
-    prune_floor: int = 1                 # heads that every layer keeps
-    prune_margin: float = 0.01           # nats on the held-out text: a drop that costs more is taken back
+    prune_gate: float = flag(0.0, at_least=0)
+                                         # heads whose gate stays below this are dropped for good; 0: never
+    prune_floor: int = flag(1, at_least=0)  # heads that every layer keeps
+    prune_margin: float = flag(0.01, at_least=0)
+                                         # nats on the held-out text: a drop that costs more is taken back
     # ---- growth: into the free numbers below n_head ----
     grow_from: Optional[int] = None      # heads in each layer at the start; None: n_head
-    grow_heads: int = 0                  # heads inserted at once into a layer; 0: never
-    grow_delta: float = 0.002            # nats that the held-out loss must fall within patience, else grow
+    grow_heads: int = flag(0, at_least=0)  # heads inserted at once into a layer; 0: never
+    grow_delta: float = flag(0.002, at_least=0)
+                                         # nats that the held-out loss must fall within patience, else grow
     grow_used: float = 0.5               # where no head sends less than this x an equal share of its layer
-    grow_ramp: int = 100                 # steps over which a new head's gate opens
+    grow_ramp: int = flag(100, at_least=1)  # steps over which a new head's gate opens
     grow_stack: bool = False             # a control: once, on a plateau, the blocks are doubled instead
     # ---- agency's policy: states that follow from the metrics ----
     policy: bool = False                 # move the states and consent of agency's heads
-    policy_budget: float = 1.0           # part of the heads that may be at work; the least important withdraw
+    policy_budget: float = flag(1.0, above=0, at_most=1)
+                                         # part of the heads that may be at work; the least important withdraw
     policy_unit: Literal["head", "layer"] = "head"  # who withdraws: single heads, or all of a layer
     policy_overloaded: float = 1.5       # overloaded: sends this x an equal share of its layer
     policy_conflict: float = -0.1        # misaligned: cosine of its gradients on two texts is below
     policy_entropy: float = 0.95         # withdrawn: entropy above, below half a share sent
-    policy_dwell: int = 3                # measurements that a state lasts at least
+    policy_dwell: int = flag(3, at_least=1)  # measurements that a state lasts at least
     policy_no_consent: list[str] = field(default_factory=list)  # "layer.head": consent withheld
     policy_rules: Optional[str] = None   # a JSON file: who may change which states of which heads
-
-    def controller_problems(self):
-        """Yield what is wrong with these keys alone, sentence by sentence."""
-        for key in ("controller_interval", "controller_tokens", "controller_heldout", "controller_patience",
-                    "policy_dwell", "grow_ramp"):
-            if getattr(self, key) < 1:
-                yield f"{key}={getattr(self, key)} must be at least 1"
-        for key in ("controller_warmup", "controller_step", "controller_cost", "prune_margin", "prune_gate",
-                    "grow_heads", "grow_delta", "controller_gradient", "prune_floor", "sparsity_warmup"):
-            if getattr(self, key) < 0:
-                yield f"{key}={getattr(self, key)} must not be negative"
-        if not 0 <= self.controller_average < 1:
-            yield f"controller_average={self.controller_average} must be in [0, 1)"
-        if not 0 < self.policy_budget <= 1:
-            yield f"policy_budget={self.policy_budget} must be above 0 and at most 1, a part of the heads"
-        if not self.controller_bound > 0:
-            yield f"controller_bound={self.controller_bound} must be positive"
 
     @property
     def dynamic_heads(self):
@@ -96,7 +88,8 @@ class TrainConfig(ControllerConfig):
     init_from: Optional[str] = None      # a checkpoint (ours or nanoGPT's) whose weights to start from
     init_anyway: bool = False            # also with mechanisms that have no neutral setting to start from
     freeze_trunk: bool = False           # init_from: train what mechanisms add, and nothing else
-    thaw_from: Optional[int] = None      # freeze_trunk: the step from which all is trained; None: never
+    thaw_from: Optional[int] = flag(None, at_least=1)
+                                         # freeze_trunk: the step from which all is trained; None: never
     eval_only: bool = False              # evaluate once and stop
     device: str = "auto"                 # auto: cuda, mps or cpu, whichever is there first
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -106,39 +99,48 @@ class TrainConfig(ControllerConfig):
                                          # torch.compile's own; the latter two replay CUDA graphs, which pays
                                          # where a GPU computes faster than kernels are launched
     # ---- batch: batch_size * grad_accum sequences of block_size tokens each step, over all ranks ----
-    batch_size: int = 12                 # sequences in one forward pass
-    grad_accum: int = 1                  # forward passes in one step; a multiple of the number of ranks, or 1
-    max_iters: int = 2000                # steps
-    documents: Optional[int] = None      # rows are documents, each by itself, of so many tokens at least,
+    batch_size: int = flag(12, at_least=1)  # sequences in one forward pass
+    grad_accum: int = flag(1, at_least=1)
+                                         # forward passes in one step; a multiple of the number of ranks, or 1
+    max_iters: int = flag(2000, at_least=1)  # steps
+    documents: Optional[int] = flag(None, at_least=1)
+                                         # rows are documents, each by itself, of so many tokens at least,
                                          # block_size at most; None: block_size tokens from anywhere
     # ---- optimizer: keys left at None follow from the optimizer ----
     optimizer: Optional[Literal["adamw", "muon"]] = None
                                          # muon: for the blocks' matrices, AdamW for the rest;
                                          # None: muon for recipe=modern, else adamw
-    lr: Optional[float] = None           # peak learning rate of AdamW
-    min_lr: Optional[float] = None       # where lr ends; every other rate falls by the same factor
-    muon_lr: float = 0.02                # peak learning rate of Muon
-    muon_momentum: float = 0.95          # momentum of Muon
-    embed_lr: Optional[float] = None     # the embeddings' peak learning rate; None: lr, with muon 5 * lr
-    mechanism_lr: Optional[float] = None  # of what a mechanism adds, Muon's matrices aside; None: lr
-    skip_lr: Optional[float] = None      # of what U-Net skips add; None: mechanism_lr
-    beta1: float = 0.9                   # AdamW
-    beta2: Optional[float] = None        # AdamW
-    weight_decay: Optional[float] = None  # of matrices; never of biases, norms and gates
-    grad_clip: Optional[float] = None    # clip the gradient's norm; 0: off
+    lr: Optional[float] = flag(None, above=0)  # peak learning rate of AdamW
+    min_lr: Optional[float] = flag(None, at_least=0)
+                                         # where lr ends; every other rate falls by the same factor
+    muon_lr: float = flag(0.02, above=0)  # peak learning rate of Muon
+    muon_momentum: float = flag(0.95, at_least=0, below=1)  # momentum of Muon
+    embed_lr: Optional[float] = flag(None, above=0)
+                                         # the embeddings' peak learning rate; None: lr, with muon 5 * lr
+    mechanism_lr: Optional[float] = flag(None, above=0)
+                                         # of what a mechanism adds, Muon's matrices aside; None: lr
+    skip_lr: Optional[float] = flag(None, above=0)  # of what U-Net skips add; None: mechanism_lr
+    beta1: float = flag(0.9, at_least=0, below=1)  # AdamW
+    beta2: Optional[float] = flag(None, at_least=0, below=1)  # AdamW
+    weight_decay: Optional[float] = flag(None, at_least=0)  # of matrices; never of biases, norms and gates
+    grad_clip: Optional[float] = flag(None, at_least=0)  # clip the gradient's norm; 0: off
     # ---- schedule ----
     schedule: Optional[Literal["cosine", "trapezoid"]] = None
                                          # trapezoid: stable, then a straight line down
-    warmup_iters: Optional[int] = None   # linear warm-up, in steps
-    decay_frac: float = 0.5              # trapezoid: the last part of the steps, in which the rate falls
-    lr_decay_iters: Optional[int] = None  # the step at which the rate is down; None: max_iters
+    warmup_iters: Optional[int] = flag(None, at_least=0)  # linear warm-up, in steps
+    decay_frac: float = flag(0.5, above=0, at_most=1)
+                                         # trapezoid: the last part of the steps, in which the rate falls
+    lr_decay_iters: Optional[int] = flag(None, at_least=1)
+                                         # the step at which the rate is down; None: max_iters
     # ---- evaluation and saving ----
-    eval_interval: int = 250             # steps between evaluations
-    eval_tokens: int = 131072            # tokens of train and of val to score each time, evenly spaced;
+    eval_interval: int = flag(250, at_least=1)  # steps between evaluations
+    eval_tokens: int = flag(131072, at_least=0)
+                                         # tokens of train and of val to score each time, evenly spaced;
                                          # 0: all of val, as many of train
-    save_interval: Optional[int] = None  # steps between saves of ckpt.pt; None: at each evaluation
+    save_interval: Optional[int] = flag(None, at_least=1)
+                                         # steps between saves of ckpt.pt; None: at each evaluation
     # ---- logging ----
-    log_interval: int = 10               # steps between rows of log.jsonl
+    log_interval: int = flag(10, at_least=1)  # steps between rows of log.jsonl
     wandb_log: bool = False              # also log to Weights & Biases
     wandb_project: str = "nanoheads"     # the project that the run is filed under
     wandb_run_name: Optional[str] = None  # None: the name of out_dir
@@ -168,7 +170,7 @@ class TrainConfig(ControllerConfig):
 
     def problems(self):
         """Everything that is wrong with this config, as a list of sentences (empty: fine)."""
-        bad, end = [], self.lr_decay_iters or self.max_iters
+        bad, end = [*range_problems(self)], self.lr_decay_iters or self.max_iters
 
         def rule(words, holds, *keys):
             for key in keys:
@@ -176,13 +178,6 @@ class TrainConfig(ControllerConfig):
                 if value is not None and not holds(value):
                     bad.append(f"{key}={value!r} must {words}")
 
-        rule("be positive", lambda v: v > 0, "batch_size", "grad_accum", "max_iters", "eval_interval",
-             "log_interval", "save_interval", "lr_decay_iters", "lr", "muon_lr", "embed_lr", "mechanism_lr",
-             "skip_lr", "decay_frac", "documents", "thaw_from")
-        rule("not be negative", lambda v: v >= 0, "eval_tokens", "warmup_iters", "weight_decay", "grad_clip",
-             "min_lr", "beta1", "beta2", "muon_momentum")
-        rule("be below 1", lambda v: v < 1, "beta1", "beta2", "muon_momentum")
-        rule("be at most 1", lambda v: v <= 1, "decay_frac")
         if self.lr is not None:
             rule(f"not be above lr={self.lr}", lambda v: v <= self.lr, "min_lr")
         rule(f"be below the end of the schedule at step {end} (lower it too)", lambda v: v < max(1, end),
@@ -269,7 +264,7 @@ def training_problems(model_config, config):
 
 def controller_conflicts(model, config):
     """What is wrong with the controller's keys beside a GPTConfig, as sentences."""
-    bad = [*config.controller_problems()]
+    bad = []
     defaults = {name: f.default for name, f in ControllerConfig.__dataclass_fields__.items()}
     for what, on in (("controller", config.dynamic_heads), ("prune", config.prune_gate),
                      ("policy", config.policy), ("grow", config.grow_heads or config.grow_stack)):
