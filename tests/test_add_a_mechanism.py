@@ -158,6 +158,14 @@ def test_the_hash_of_other_runs_does_not_see_it(mine):
     fingerprint.code_digest(model.GPTConfig(**SIZES, forget=True), TrainConfig())
 
 
+def test_its_hash_has_what_it_uses_of_ours(mine):
+    """Row statistics, which are there for the asking, and what it imports."""
+    own.add(mine("import torch\n", "import torch\nfrom nanoheads.kernels import float32_linear, relu2\n"))
+    names = fingerprint.model_names(model.GPTConfig(**SIZES, forget=True))
+    assert {"row_statistics", "flex", "float32_linear", "linear32", "relu2", "HeadAxis"} <= names
+    assert "row_statistics" not in fingerprint.model_names(model.GPTConfig(**SIZES))
+
+
 def test_a_run_with_it_goes_through_every_program(mine, bytes_data, tmp_path):
     """Trained, gone on with, evaluated, sampled and pruned; when the file is gone, the copy is enough."""
     path, out = mine(), tmp_path / "run"

@@ -27,6 +27,8 @@ CONFIGS = {
     "moh": (GPTConfig(**SIZE, **MECHANISMS["moh"]), TrainConfig()),
     "all_on": (GPTConfig(**SIZE, **ALL_ON), TrainConfig()),
     "measured": (GPTConfig(**SIZE), TrainConfig(controller_log=True)),
+    "constraint": (GPTConfig(**SIZE, **MECHANISMS["constraint_a"], constraint_gate="score",
+                             constraint_router="hard_concrete"), TrainConfig()),
 }
 NEW_MECHANISM = """
 class PositionGate(Mechanism):
@@ -197,7 +199,9 @@ def test_a_new_mechanism_repeats_nothing(tree):
     (("model.py", "logits.topk(self.k, -1)", "logits.topk(self.k, -1, False)"), {"moh", "all_on"}),
     (("optim.py", "1 - group[\"momentum\"]", "2 - group[\"momentum\"]"), set(CONFIGS) - {"adamw"}),
     (("optim.py", "MARGIN = 1.02", "MARGIN = 1.03"), set(CONFIGS) - {"adamw"}),
-    (("kernels.py", "small = q.size(2) <= 1024", "small = q.size(2) <= 512"), {"all_on", "measured"}),
+    (("kernels.py", "small = q.size(2) <= 1024", "small = q.size(2) <= 512"),
+     {"all_on", "measured", "constraint"}),
+    (("model.py", "BETA, LOW, HIGH = 2 / 3", "BETA, LOW, HIGH = 1 / 3"), {"all_on", "constraint"}),
     (("measuring.py", "* len(y)", "* len(y) * 2"), {"measured"}),
     (("controller.py", "def starting_config(", "def starting_config(*more, "), {"measured"}),
 ], ids=lambda edit: f"{edit[0]}: {edit[1][:30]}" if isinstance(edit, tuple) else "")
@@ -217,6 +221,8 @@ def test_a_change_repeats_the_runs_that_it_concerns(tree, edit, stale):
     ("checkpoint.py", "model.load_state_dict(state[\"model\"])\n    except (ValueError, TypeError",
      "model.load_state_dict(state[\"model\"], False)\n    except (ValueError, TypeError"),
     ("train.py", "run.step += 1", "run.step += 2"),
+    ("checkpoint.py", 'n in ("best.pt", "ckpt.pt")', 'n in ("ckpt.pt", "best.pt")'),
+    ("trial.py", "score_windows(model, Dataset", "score_windows(model.train(), Dataset"),
     ("scoring.py", "np.isfinite(nats).all()", "np.isfinite(nats).any()"),
 ], ids=lambda edit: f"{edit[0]}: {edit[1][:30]}")
 def test_what_makes_every_number_repeats_every_run(tree, edit):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from model import MECHANISM_CLASSES
 from nanoheads.common import ROOT, UserError
+from nanoheads.hub import own_mechanism as own
 from nanoheads.training.config import ControllerConfig, TrainConfig
 
 # ---- names ----
@@ -38,7 +39,8 @@ STEP = """
 """.split()
 # the loss on a split, in training and of the trained model
 SCORE = """
-    build score score_windows windows windows_of window_ids nats_of nats_of_last LOGITS_AT_ONCE bits
+    build file_of score_of score score_windows windows windows_of window_ids nats_of nats_of_last
+    LOGITS_AT_ONCE bits
     Tokenizer token_sizes char_sizes byte_symbols gpt2 END_OF_TEXT SAFE_CUT cut_at_spaces
 """.split()
 MUON = "Muon orthogonalise quintic QUINTICS STRETCHED MARGIN".split()
@@ -52,7 +54,9 @@ OF_MECHANISM = {
     "AdvantageAttention": "ValueHead discounted_return float32_linear linear32".split(),
     "Agency": "float32_linear linear32".split(),
     "HeadRoles": "float32_linear linear32".split(),
-    "ConstraintHeads": "label_losses distance_to_teacher attend_in_rows float32_linear linear32".split(),
+    "ConstraintHeads": [*ROW_STATISTICS, *"""
+        SentinelGate label_losses distance_to_teacher attend_in_rows float32_linear linear32
+    """.split()],
     "ContextGate": ROW_STATISTICS,
     "Sink": ROW_STATISTICS,
     "SkipFusion": "identity_of_h logit".split(),
@@ -90,7 +94,7 @@ NOT_NUMBERS = set("""
     end_stopped
     Log append_row log_violation write_config read_rows parsed number write_rows git_commit
     keys_of comments source_lines
-    save read file_of config_of restore last_save from_nanogpt tensors same_vocabulary same_model same_run
+    save read config_of restore last_save from_nanogpt tensors same_vocabulary same_model same_run
     RESUMABLE read_settings switchable HEAD_KEYS FIXED is_folder is_name fetch HUB
     Trainer.load write_atomic write_json json_safe UserError ROOT missing Dataset.need
     sha256 keep GPT2_MERGES GPT2_ENCODER
@@ -137,7 +141,18 @@ def own_flags(config):
 def model_names(config):
     """The definitions that a model of this GPTConfig is made of."""
     on = on_mechanisms(config)
-    return {*MODEL, *on, *(name for each in on for name in OF_MECHANISM.get(each, ()))}
+    return {*MODEL, *on, *(name for each in on for name in OF_MECHANISM.get(each, ())), *own_names(config)}
+
+
+def own_names(config):
+    """What a mechanism in a file of its own may use of ours: row statistics, and what it imports."""
+    if not (file := own.file_for(config)):
+        return ()
+    found = {alias.name for node in ast.walk(ast.parse(file.text)) if isinstance(node, ast.ImportFrom)
+             for alias in node.names if (node.module or "").split(".")[0] in ("model", "nanoheads")}
+    found = found & set(definitions(ROOT)) - NOT_NUMBERS
+    return {*ROW_STATISTICS, *found, *(name for each in found for name in OF_MECHANISM.get(each, ())),
+            *("linear32" for each in found if each == "float32_linear")}
 
 
 def run_names(config, training=None):

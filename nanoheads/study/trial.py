@@ -163,10 +163,8 @@ def run(folder, train):
     last = train(GPTConfig(**spec["model"]), config)
     memory = None if libraries is None else peak_memory() - libraries
 
-    state = checkpoint.read(folder)  # best.pt: the lowest validation loss
     device = pick_device(spec["train"].get("device", "auto"))
-    model = checkpoint.build(state, folder, device)
-    per_window, scored = score_windows(model, Dataset(spec["train"]["dataset"]), **spec["score"])
+    state, model, per_window, scored = score_of(folder, spec, device)
     speeds = [row["tokens_per_s"] for row in rows(folder) if "tokens_per_s" in row]
     found = dict(**scored, params=model.num_params(), flops_per_token=model.flops_per_token(),
                  best_step=state["step"], steps=last["step"], seconds=last["elapsed_s"],
@@ -178,6 +176,13 @@ def run(folder, train):
     # the optimizer's moments: three times the weights, and nothing goes on from them
     (folder / "ckpt.pt").unlink(missing_ok=True)
     return found
+
+
+def score_of(folder, spec, device):
+    """(state, model, nats of each window, figures) of what was trained in a folder: its best.pt."""
+    state = checkpoint.read(folder)
+    model = checkpoint.build(state, folder, device)
+    return state, model, *score_windows(model, Dataset(spec["train"]["dataset"]), **spec["score"])
 
 
 def sums_of_blocks(per_window, block_size):
