@@ -50,7 +50,7 @@ class StudyConfig:
     variants: dict = field(default_factory=dict)  # more variants: name -> flags; seed: added
     contrasts: list = field(default_factory=list)  # pairs of variants to compare too: [["a", "b"]]
     scale: Scale = "tiny"                # which plain GPT: config/<scale>.py
-    size: Optional[str] = None           # 0.1M | 0.33M | 1M | 10M: another size of it, see nanoheads/study/variants.py
+    size: Optional[str] = None           # 0.1M | 0.33M | 1M | 10M: another size of it: config/nano.py
     sizes: list[str] = field(default_factory=list)  # a ladder: the study once for each of these sizes
     held_out: Optional[str] = None       # of the ladder's sizes, the one that its fit must predict
     at: dict = field(default_factory=dict)  # other keys at one size of the ladder: {"1M": {"seeds": [1]}}
