@@ -278,9 +278,10 @@ def plan_of(study):
     left = [key for key, folder in study.runs.items() if not trial.done(folder)]
     budget = sum(variants[name].train.max_iters for _, name, _ in left) / plain.train.max_iters
     hours = budget * seconds / place.count / 3600
+    length = f"{60 * hours:.0f} minutes" if hours < 2 else f"{hours:.2g} hours"
     notes = [f"{len(study.runs):,} runs, {len(left):,} of them to do, in {study.trials}",
-             f"about {60 * hours:,.0f} minutes ({hours:.2g} hours), {place.count} at once, if each took as "
-             f"long as the plain GPT's here, {seconds:,.0f} s; what the others take: bench.py --mechanisms"]
+             f"about {length}, {place.count} at once, if each took as long as the plain GPT's here, "
+             f"{seconds:,.0f} s; what the others take: bench.py --mechanisms"]
     if place.per_gpu > 1:
         notes.append(f"{place.per_gpu} runs share a GPU, and each takes longer than alone: not in the hours")
     if c.screen and c.best + c.worst < len(study.variants):
@@ -336,6 +337,13 @@ def ladder_of(config, name, command):
     return both, out
 
 
+def keep_file(config, out):
+    """The file of a study's own mechanism, into its report's folder: it can be run again elsewhere."""
+    for cls, path in own.ADDED.items():
+        if set(cls.modes) & set(config.mechanisms):
+            own.copy(path, out)
+
+
 def run(argv):
     argv = own.take(argv, keep="out/mechanisms")
     config, = configurator.load((StudyConfig,), argv, __doc__)
@@ -360,7 +368,8 @@ def run(argv):
         trial.USE_FILED = False
         config = results.config_of(before, config)
         if bad := config.problems():  # a mechanism that this tree does not have, first of all
-            raise UserError("; ".join([*bad, "it is of other code: apply its patch.diff if it has one"]))
+            raise UserError("; ".join([*bad, "it is of other code: apply its patch.diff if it has one, "
+                                             "and name a mechanism's file: --mechanism=mine.py"]))
         name = before["name"] + "-again"
     if config.dry_run:
         for size in config.sizes or [config.size]:
@@ -374,6 +383,7 @@ def run(argv):
         found = study_of(config, name, command)
         out = Path(found["out"])
     report.write_all(found, out)
+    keep_file(config, out)
     results.write_sums(out)
     if config.again:
         print(results.agreement(before, found))

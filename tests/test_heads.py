@@ -1,4 +1,4 @@
-"""heads.py: metrics against materialised attention, closing, inserting; for every mechanism."""
+"""Heads: metrics against materialised attention, closing, inserting; for every mechanism."""
 import copy
 import math
 

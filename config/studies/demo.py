@@ -1,5 +1,5 @@
 # What `make demo` runs: the plain GPT and the write-up's head routing on the source code of your own Python's
-# standard library, three seeds each, three to five minutes on two cores
+# standard library, three seeds each, two to four minutes on two quiet cores
 
 question = "Does top-k head routing, as its write-up has it, beat a plain GPT? (a demonstration: three seeds)"
 

@@ -439,7 +439,7 @@ def what_it_is(config):
     """(family, why not a plainer one): gpt2, nanochat, or nanoheads, which needs this repository's code."""
     on = [cls.flag for cls in MECHANISM_CLASSES if cls.is_on(config)]
     if on:
-        return "nanoheads", f"{', '.join(on)} is on"
+        return "nanoheads", f"{', '.join(on)} {'is' if len(on) == 1 else 'are'} on"
     if config.head_ids is not None:
         return "nanoheads", "heads were pruned"
     for family, flags in (("gpt2", GPT2), ("nanochat", NANOCHAT)):

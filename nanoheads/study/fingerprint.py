@@ -177,7 +177,8 @@ def code_digest(config, training=None, root=ROOT):
 def code_of(root, names):
     """The text of these definitions, sorted. UserError where one is not among a run's files."""
     if missing := sorted(names - set(definitions(root))):
-        raise UserError(f"study/fingerprint.py names {', '.join(missing)}, which no file of a run defines")
+        raise UserError(f"nanoheads/study/fingerprint.py names {', '.join(missing)}, "
+                        "which no file of a run defines")
     return sorted(text for name in names for text in texts(root, name))
 
 
