@@ -45,7 +45,7 @@ class Presets:
     """Two keys that set others: defaults to start from, over which every file and the command line win."""
     # ---- presets: keys that set others, each of which may be set by itself as well and then wins ----
     scale: Optional[Scale] = None        # start from config/<scale>.py
-    mechanism: str | list[str] | None = None  # turn these on, name,name for several:
+    mechanism: str | list[str] | None = None  # turn these on, name,name for several, or mine.py:
 
 
 # ---- types ----

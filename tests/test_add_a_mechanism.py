@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import compare
 import model
 from conftest import ROOT
 from nanoheads.common import UserError
@@ -20,6 +21,7 @@ from nanoheads.hub import huggingface as hf, own_mechanism as own
 from nanoheads.mechanism import choices
 from nanoheads.probes import promises
 from nanoheads.study import fingerprint
+from nanoheads.study.variants import StudyConfig
 from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig
 
@@ -276,6 +278,15 @@ def test_a_record_of_another_form_is_one_line(tmp_path):
     for held in ("mine.py", dict(file="mine.py"), dict(file=["x"], digest="0")):
         with pytest.raises(UserError, match="must be a file's name and its digest"):
             own.find(dict(own_mechanism=held), tmp_path / "best.pt")
+
+
+def test_the_folder_of_a_study_holds_the_file(mine, tmp_path):
+    """So that who gets the folder can run it again."""
+    name, = own.add(mine())
+    compare.keep_file(StudyConfig(mechanisms=["xsa"]), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    compare.keep_file(StudyConfig(mechanism=name), tmp_path / "report")
+    assert (tmp_path / "report" / "mine.py").read_text() == CODE
 
 
 def test_a_checkpoint_that_names_a_file_runs_nothing_of_its_own(mine, tmp_path):

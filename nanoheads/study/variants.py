@@ -44,9 +44,9 @@ RATES = {"muon_lr": ("muon_lr",), "lr": ("lr", "embed_lr", "min_lr"), "mechanism
 class StudyConfig:
     # ---- the question ----
     question: str = ""                   # one line, at the top of the report
-    mechanism: Optional[str] = None      # the challenge: this one of model.MECHANISMS, screened and judged
+    mechanism: Optional[str] = None      # the challenge: this one, or mine.py, screened and judged
     own_mechanism: Optional[str] = None  # a file with a mechanism; --mechanism=mine.py sets it
-    mechanisms: list[str] = field(default_factory=list)  # variants: in model.MECHANISMS (also acag*), all_on
+    mechanisms: list[str] = field(default_factory=list)  # variants, by name (also acag*), all_on, mine.py
     variants: dict = field(default_factory=dict)  # more variants: name -> flags; seed: added
     contrasts: list = field(default_factory=list)  # pairs of variants to compare too: [["a", "b"]]
     scale: Scale = "tiny"                # which plain GPT: config/<scale>.py
