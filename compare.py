@@ -365,6 +365,7 @@ def run(argv):
     name = name_of(config, files)
     if config.again:
         before = results.read(config.again)
+        results.add_own(before, config.again)
         trial.USE_FILED = False
         config = results.config_of(before, config)
         if bad := config.problems():  # a mechanism that this tree does not have, first of all

@@ -20,8 +20,9 @@ from nanoheads.configurator import keys_of
 from nanoheads.hub import huggingface as hf, own_mechanism as own
 from nanoheads.mechanism import choices
 from nanoheads.probes import promises
-from nanoheads.study import fingerprint
+from nanoheads.study import fingerprint, results
 from nanoheads.study.variants import StudyConfig
+from nanoheads.text.targets import sha256
 from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig
 
@@ -272,6 +273,17 @@ def test_an_export_loads_in_transformers(mine, tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
                           env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr
+
+
+def test_results_find_the_file_beside_them(mine, tmp_path):
+    path = mine()
+    spec = dict(data=dict(mechanism=sha256(path)), train=dict(own_mechanism="elsewhere/mine.py"))
+    plain = dict(spec=dict(data={}, train={}))
+    results.add_own(dict(runs=dict(a=plain, b=dict(spec=spec))), tmp_path / "results.json.gz")
+    assert [cls.flag for cls in own.ADDED] == ["forget"]
+    spec["data"]["mechanism"] = "0" * 64
+    with pytest.raises(UserError, match="mine.py .another text"):
+        results.add_own(dict(runs=dict(b=dict(spec=spec))), tmp_path / "results.json.gz")
 
 
 def test_a_record_of_another_form_is_one_line(tmp_path):

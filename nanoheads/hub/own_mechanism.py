@@ -223,4 +223,4 @@ def find(state, path):
     where = " and ".join(f"{place} ({'another text' if place.is_file() else 'not there'})"
                          for place in dict.fromkeys(places) if str(place) != ".")
     raise UserError(f"{path} was made with a mechanism of {held['file']} (sha256 {held['digest']}...), which "
-                    f"is neither of {where}: put that file beside the checkpoint")
+                    f"is neither of {where}: put that file beside it")

@@ -28,6 +28,7 @@ import torch
 from model import GPTConfig
 from nanoheads.common import ROOT, UserError, git_commit, json_safe, pick_device, write_atomic
 from nanoheads.heads.traces import summaries
+from nanoheads.hub import own_mechanism as own
 from nanoheads.study import analysis, costs, dynamic, queue, trial
 from nanoheads.study.variants import BOOKKEEPING, HERE, StudyConfig, size_of
 from nanoheads.text.dataset import Dataset
@@ -327,9 +328,21 @@ def read(path):
 
 # ---- once more ----
 
+def add_own(found, path):
+    """Add the mechanism in a file of its own that a results file's runs were made with. UserError."""
+    for study in trial.studies_in(found).values():
+        for run in study["runs"].values():
+            spec = run["spec"]
+            if digest := spec.get("data", {}).get("mechanism"):
+                file = spec["train"]["own_mechanism"]
+                own.find(dict(own_mechanism=dict(file=Path(file).name, digest=digest[:16]),
+                              train=dict(own_mechanism=file)), path)
+
+
 def recheck(path):
     """Compute every figure of a results file from its runs once more; a line. UserError: one differs."""
     found, wrong, figures = read(path), [], []  # (computed once more, as it is in the file, its name)
+    add_own(found, path)
     for size, study in trial.studies_in(found).items():
         where = f"{size}: " * bool(size)
         for name, variant in study["arms"].items():
