@@ -1,5 +1,6 @@
 """Layers and gates outside our GPT: against slow formulas in float64, and against the models they go into."""
 
+import pickle
 import copy
 import json
 import math
@@ -514,7 +515,8 @@ def test_saved_and_loaded_a_model_is_the_same(hf, kind, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size="30KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     again = load(tmp_path)
-    assert type(again) is type(model) and not again.training
+    assert isinstance(again, type(model)) and not again.training
+    assert type(copy.deepcopy(again)) is type(model) is type(pickle.loads(pickle.dumps(again)))
     assert torch.equal(logits(again, ids(), REAL), logits(model, ids(), REAL))
     assert again.config.nanoheads == model.config.nanoheads == json.loads(
         (tmp_path / "config.json").read_text())["nanoheads"]

@@ -409,6 +409,10 @@ def aux_losses(model):
     return total
 
 
+def new_of(cls, *arguments):
+    return cls.__new__(cls, *arguments)
+
+
 def load(folder, **options):
     """The model that save_pretrained(folder) wrote, with its gates and without its pruned heads: an instance
     of a class of the same name that extends it.
@@ -428,12 +432,17 @@ def load(folder, **options):
             gpt = gpt_config(self, (), flags)
             attach(self, build_gates(self, places(self), gpt), gpt)
 
+    def reduce(self, protocol):
+        _, (_, *arguments), *state = object.__reduce_ex__(self, protocol)
+        return new_of, (cls, *arguments), *state  # a copy, and what is pickled, is of transformers' own class
+
     try:
         name = (transformers.AutoConfig.from_pretrained(folder).architectures or ["none"])[0]
         if not hasattr(transformers, name):
             raise UserError(f"transformers has no class {name!r}, which config.json names")
         cls = getattr(transformers, name)
-        as_saved = type(name, (cls,), {"__init__": init, "__module__": cls.__module__})
+        as_saved = type(name, (cls,), {"__init__": init, "__reduce_ex__": reduce,
+                                       "__module__": cls.__module__})
         model, found = as_saved.from_pretrained(folder, output_loading_info=True,
                                                 ignore_mismatched_sizes=True, **options)
     except (OSError, RuntimeError, ValueError, safetensors.SafetensorError) as e:
