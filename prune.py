@@ -45,6 +45,7 @@ from nanoheads.configurator import near
 from nanoheads.drawing import COLOURS, drawn, panels
 from nanoheads.heads.measuring import (attentions, cache_bytes, closed, evaluating, fixed_text, measure,
                                        nats_on, static_gates)
+from nanoheads.hub import own_mechanism
 from nanoheads.pruning import pack, prune_heads
 from nanoheads.timing import progress_bar, take_turns, time_rows
 from nanoheads.training import checkpoint
@@ -206,6 +207,7 @@ def save(path, state, model, row):
     """Write a pruned model as a checkpoint: what was read, less what belongs to the whole model."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = {key: state[key] for key in ("meta", "dataset", "train", "step") if key in state}
+    kept.update(own_mechanism.held(model.config, path.parent))
     checkpoint.save(path, dict(kept, model=model.state_dict(), config=asdict(model.config), pruned=row))
 
 

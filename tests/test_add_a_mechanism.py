@@ -60,8 +60,9 @@ def mine(tmp_path):
     choices.cache_clear()
 
 
-def run(*argv, cwd=ROOT):
-    return subprocess.run([sys.executable, *map(str, argv)], cwd=cwd, capture_output=True, text=True)
+def run(*argv, cwd=ROOT, words=None):
+    return subprocess.run([sys.executable, *map(str, argv)], cwd=cwd, input=words, capture_output=True,
+                          text=True)
 
 
 def broken(path):
@@ -188,6 +189,11 @@ def test_a_run_with_it_goes_through_every_program(mine, bytes_data, tmp_path):
                     ["export_hf.py", "--ckpt", out, "--out", tmp_path / "hf"]):
         done = run(*command)
         assert done.returncode == 0, done.stderr
+    done = run("probe.py", "inspect", "--ckpt", out, words=f"save {tmp_path / 'saved'}\nquit\n")
+    assert done.returncode == 0, done.stderr
+    for folder in ("less", "saved"):  # new checkpoints, with a copy of their own
+        done = run("evaluate.py", "--ckpt", tmp_path / folder, "--split=val")
+        assert done.returncode == 0 and (tmp_path / folder / "mine.py").read_text() == CODE, done.stderr
     (out / "mine.py").write_text(CODE + "\n# changed\n")
     done = run("evaluate.py", "--ckpt", out)
     assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1

@@ -27,6 +27,7 @@ from nanoheads.configurator import near
 from nanoheads.heads.measuring import METRICS, attentions, fixed_text, measure
 from nanoheads.heads.states import find_violations
 from nanoheads.heads.surgery import fold_gates
+from nanoheads.hub import own_mechanism
 from nanoheads.pruning import prune_heads
 from nanoheads.training import checkpoint, scoring
 from nanoheads.training.sampling import check, encode, generate, read_prompt, side_by_side
@@ -270,6 +271,7 @@ class Session(cmd.Cmd):
         if not checkpoint.same_logits(checkpoint.build(state, path, self.args.device), self.model):
             raise UserError("a checkpoint of it would say something else; nothing was written")
         path.parent.mkdir(parents=True, exist_ok=True)
+        state.update(own_mechanism.held(model.config, path.parent))
         checkpoint.save(path, state)
         print(path)
         for layer, attn in enumerate(attentions(self.model)):

@@ -207,6 +207,15 @@ def record(config):
     return file and dict(file=file.path.name, digest=file.digest)
 
 
+def held(config, folder):
+    """What a new checkpoint in a folder holds of it, {} or {"own_mechanism": ...}; its file is copied there.
+    """
+    if not (file := file_for(config)):
+        return {}
+    copy(file, folder)
+    return dict(own_mechanism=record(config))
+
+
 def find(state, path):
     """Add the mechanism that a read checkpoint was made with, from the copy beside it. UserError."""
     held = state.get("own_mechanism")
