@@ -31,6 +31,11 @@ sys.exit(os.environ.get("BAD", "nothing") in command)
 """
 
 
+def interruptible():
+    """In a shell's background job SIGINT is ignored, and bash cannot trap what was ignored when it began."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def start(tmp_path):
     """start(parts, **environment) -> the running script; its files are in tmp_path."""
@@ -42,7 +47,7 @@ def start(tmp_path):
         paths = dict(PY=stand_in, OUT=tmp_path / "out", RUNS=tmp_path / "runs", CALLS=tmp_path / "calls")
         env = {**os.environ, "LIMIT": "30", **{k: str(path) for k, path in paths.items()}, **environment}
         return subprocess.Popen(["bash", str(SCRIPT), *parts], env=env, text=True, stdout=subprocess.PIPE,
-                                stderr=subprocess.STDOUT, start_new_session=True)
+                                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=interruptible)
     return run
 
 
