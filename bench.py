@@ -116,10 +116,11 @@ def arguments(argv):
     p.add_argument("--race", action="store_true",
                    help="train both to nanoGPT's published loss (needs --nanogpt, its data prepared)")
     p.add_argument("--seeds", type=int, default=3, help="race: how many")
-    p.add_argument("--iters", type=int, default=240, help="race: our training steps")
+    p.add_argument("--iters", type=int, default=175, help="race: our training steps")
     for name, cpu, cuda in SIZES:
         p.add_argument(f"--{name}", type=int, help=f"default {cpu} on cpu, {cuda} on cuda")
     p.add_argument("--vocab_size", type=int, default=256)
+    p.add_argument("--decode_batch", type=int, default=1, help="texts that are decoded at once")
     p.add_argument("--device", default="auto")
     p.add_argument("--dtype", choices=["float32", "bfloat16"],
                    help="default float32 on cpu, bfloat16 on cuda")
@@ -141,7 +142,7 @@ def check(args):
     for name, cpu, cuda in (*SIZES, ("dtype", "float32", "bfloat16"), ("compile", False, True)):
         if getattr(args, name) is None:
             setattr(args, name, cuda if on_cuda(args) else cpu)
-    for name in ("rounds", "steps", "threads", "seeds", "iters"):
+    for name in ("rounds", "steps", "threads", "seeds", "iters", "decode_batch"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} must be at least 1")
     args.what = args.what or ("train" if args.mechanisms else "train,decode")

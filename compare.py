@@ -30,7 +30,7 @@ from nanoheads import configurator
 from nanoheads.common import UserError, explain, pick_device, table
 from nanoheads.hub import own_mechanism as own
 from nanoheads.probes import promises
-from nanoheads.study import analysis, costs, fingerprint, queue, report, results, tables, trial
+from nanoheads.study import analysis, costs, fingerprint, queue, rates, report, results, tables, trial
 from nanoheads.study.variants import BOOKKEEPING, StudyConfig, VariantBuilder
 
 PLAIN = "plain"
@@ -59,20 +59,25 @@ class Study:
 
     def __init__(self, config, name):
         self.config, self.name = config, name
-        self.builder = VariantBuilder(config)
+        self.plain_rates = None  # how the plain GPT's rates were found, see tune_plain()
         self.scale = Path(config.base).stem if config.base else config.scale
         if config.size:
             self.scale += f"-{config.size}"
         self.out = Path(config.out_dir or f"out/{name}-{self.scale}")
         self.trials = self.out / "trials" if config.again else trial.TRIALS  # what is done is no answer
-        self.variants = by_name(self.builder.variants())
-        self.compared = {PLAIN: self.builder.plain}  # all that are judged: variants, budgets, baselines
+        self.build({})
         self.pairs = []      # (variant, baseline, what is equal beside the hyperparameters)
         self.runs = {}       # (stage, variant, seed): folder; a stage is screen, judge or tune
         self.specs = {}      # folder: its trial.json
         self.screened = None  # what results.json.gz holds of the first stage
         self.tuned = {}      # variant: {group: {factor: bits/byte on validation}}
         self.candidates = {}  # variant: [{rates, as factors, and bits/byte on validation of each seed}]
+
+    def build(self, flags):
+        """Make the variants, of a plain GPT with these flags beside the study's settings."""
+        self.builder = VariantBuilder(self.config, flags)
+        self.variants = by_name(self.builder.variants())
+        self.compared = {PLAIN: self.builder.plain}  # all that are judged: variants, budgets, baselines
 
     # ---- runs ----
 
@@ -122,8 +127,14 @@ class Study:
     # ---- the stages ----
 
     def run(self, place):
-        """Screen, judge, compare winners with plain GPTs of their size, tune; place None: plan alone."""
-        c, chosen = self.config, list(self.variants)
+        """Tune the plain GPT, screen, judge, compare winners with plain GPTs of their size, tune those.
+
+        place None: plan alone.
+        """
+        c = self.config
+        if c.tune_plain:
+            self.tune_plain(place)
+        chosen = list(self.variants)
         if c.screen:
             variants = [self.builder.plain, *self.variants.values()]
             self.execute(self.plan("screen", variants, c.screen_seeds, "val"), place, "screening")
@@ -135,6 +146,27 @@ class Study:
             self.match_parameters(place)
         if c.tune_lr:
             self.tune(place)
+
+    def tune_plain(self, place):
+        """Find the plain GPT's best rates on validation, with seeds of their own, and go on from them."""
+        c, plain = self.config, self.builder.plain
+        todo, tried = [dict.fromkeys(rates.MOVED[plain.train.optimizer], 0)], []
+        while todo:
+            moved = [rates.flags_at(plain.train, steps) for steps in todo]
+            at = [replace(plain, name=f"plain at {flags}", train=replace(plain.train, **flags))
+                  for flags in moved]
+            folders = self.plan("rates", at, c.tune_seeds, "val")
+            self.execute(folders, place, "rates of the plain GPT")
+            if not all(trial.done(folder) or trial.failure(folder) for folder in folders):
+                break
+            scores = self.scores("rates")
+            tried += [dict(steps=steps, bpb=scores.get(variant.name, {})) for steps, variant in zip(todo, at)]
+            found, todo = rates.search(tried)
+        if tried:
+            start = {flag: getattr(plain.train, flag) for flag in tried[0]["steps"]}
+            self.plain_rates = dict(seeds=c.tune_seeds, start=start, tried=tried,
+                                    flags=rates.flags_at(plain.train, found))
+            self.build(self.plain_rates["flags"])
 
     def choose(self):
         """The variants to judge: the best and the worst on validation, those named, those contrasted."""
@@ -286,6 +318,9 @@ def plan_of(study):
         notes.append(f"{place.per_gpu} runs share a GPU, and each takes longer than alone: not in the hours")
     if c.screen and c.best + c.worst < len(study.variants):
         notes.append("which are judged is known after the screening; here it is taken for the first ones")
+    if c.tune_plain and not study.plain_rates:
+        notes.append(f"the plain GPT's rates are tuned first, by {9 * len(c.tune_seeds)} runs of it or more, "
+                     "which are not in the hours; all that is above may get others")
     if c.tune_lr:
         notes.append("rates of those with a verdict are tuned after that, which is not counted")
     return "\n".join([table(("variant", "parameters", "steps", "FLOPs", "flags"), rows, left=(0, 4)), *notes])

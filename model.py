@@ -30,10 +30,10 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from nanoheads.kernels import (SKIP_FROM, ChunkedCrossEntropy, RowStats, attend, attend_in_rows,
+from nanoheads.kernels import (SKIP_FROM, ChunkedCrossEntropy, Linear, RowStats, attend, attend_in_rows,
                                attend_packed, attend_selected, block_mask, blocks_reached, float32_linear,
-                               has_flex_attention, padded_rows, product_dtype, random_cells, relu2, rms_norm,
-                               row_statistics)
+                               has_flex_attention, heads_of, normed_and_rotated, padded_rows, product_dtype,
+                               random_cells, relu2, rms_norm, row_statistics)
 from nanoheads.logits import (check_sampling, discounted_return, distance_to_teacher, label_losses, logit,
                               penalise, portions, sample_token)
 from nanoheads.mechanism import (CONSTRAINTS, HeadAxis, Mechanism, Uniform, choices, flag, no_dropout,
@@ -134,11 +134,6 @@ def rope_tables(config, head_size=None):
     return cos.float(), sin.float()
 
 
-def rotate(x, cos, sin):
-    """Rotate x [..., D] by its position's angles, given as rope_tables' cos and sin [..., D]."""
-    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin).type_as(x)
-
-
 # ---- the transformer ----
 
 class AttentionCore(nn.Module):
@@ -162,26 +157,29 @@ class AttentionCore(nn.Module):
         return self.n_head + self.n_extra
 
     def mechanisms(self):
-        return [m for m in self.children() if isinstance(m, Mechanism)]
+        return [m for m in self._modules.values() if isinstance(m, Mechanism)]
 
     def outputs(self, h):
         """(the Pass after attention, the heads' gated outputs [B, H, T, D])."""
-        gate = self.static_gate()
+        mechanisms = self.mechanisms()
+        gate = self.static_gate() if mechanisms or self.gate_override is not None else None
         if gate is not None:
             h.add_gate("gate", gate[:, None, None])
-        for m in self.mechanisms():
+        for m in mechanisms:
             m.before(self, h)
         # under autocast a norm may have made q and k float32, and x is it anyway; kernels want one dtype
         dtype = product_dtype(h.v)
-        h.q, h.k, h.v = h.q.to(dtype), h.k.to(dtype), h.v.to(dtype)
+        if not h.q.dtype == h.k.dtype == h.v.dtype == dtype:
+            h.q, h.k, h.v = h.q.to(dtype), h.k.to(dtype), h.v.to(dtype)
         if h.cache is not None:
             h.k, h.v = h.cache.append(self.layer, h.k, h.v)
         y, row_stats = self.attend(h)
-        # a new object: torch.compile loses what is set on an old one behind FlexAttention (torch 2.13)
-        h = replace(h, y=y, row_stats=row_stats)
-        for m in self.mechanisms():
+        if torch.compiler.is_compiling():  # loses what is set on an old object behind FlexAttention (2.13)
+            h = replace(h, y=y, row_stats=row_stats)
+        h.y, h.row_stats = y, row_stats
+        for m in mechanisms:
             m.behind_softmax(self, h)
-        for m in self.mechanisms():
+        for m in mechanisms:
             m.after(self, h)
         if h.wants_traces:
             self.trace(h)
@@ -206,7 +204,7 @@ class AttentionCore(nn.Module):
             y = attend_in_rows(q, k, v, self.scale, h.open_rows, self.n_head, h.mask)
         else:
             y = attend(q, k, v, self.scale, h.mask, dropout)
-        return y[..., :self.head_size], row_stats
+        return y if y.size(-1) == self.head_size else y[..., :self.head_size], row_stats
 
     def static_gate(self, noisy=None):
         """Product of the gates that depend on no token, or what was set by hand, [H], or None."""
@@ -256,8 +254,8 @@ class CausalSelfAttention(AttentionCore):
         self.rope, self.qk_norm = config.pos == "rope", config.qk_norm
         self.tied = config.a2c == "published"  # keys are queries, values are slices of x
         self.parts = 1 if self.tied else 3  # q, k, v in c_attn
-        self.c_attn = nn.Linear(config.n_embd, self.parts * self.n_head * self.head_size, bias=config.bias)
-        self.c_proj = nn.Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias)
+        self.c_attn = Linear(config.n_embd, self.parts * self.n_head * self.head_size, bias=config.bias)
+        self.c_proj = Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias)
         self.attn_dropout = config.weight_dropout
         self.resid_dropout = nn.Dropout(config.dropout)
         self.add_mechanisms(config)
@@ -275,17 +273,14 @@ class CausalSelfAttention(AttentionCore):
         values: x, where keys are queries and values are slices of x.
         """
         B, T, _ = qkv.shape
+        rope = h.rope[self.head_size] if self.rope else None
+        qkv = qkv.view(B, T, 3 if values is None else 1, n_head, self.head_size)
         if values is None:
-            qk, v = qkv.view(B, T, 3, n_head, self.head_size).split((2, 1), dim=2)
-        else:
-            qk, v = qkv.view(B, T, 1, n_head, self.head_size), values.unflatten(-1, (1, -1, self.head_size))
-            v = v if v.size(3) == n_head else v[..., self.head_ids, :]
-        if self.qk_norm:
-            qk = rms_norm(qk)
-        if self.rope:
-            qk = rotate(qk, *h.rope[self.head_size])
-        qk = qk.transpose(1, 3).unbind(2)  # (B, H, 2, T, D) -> 2 x (B, H, T, D)
-        return qk[0], qk[-1], v.squeeze(2).transpose(1, 2)
+            return heads_of(qkv, self.qk_norm, rope)
+        q = normed_and_rotated(qkv, self.qk_norm, rope).squeeze(2).transpose(1, 2)
+        v = values.unflatten(-1, (-1, self.head_size))
+        v = v if v.size(2) == n_head else v[..., self.head_ids, :]
+        return q, q, v.transpose(1, 2)
 
     def merge(self, y, none_open=False):
         """Heads side by side, [B, H, T, D] -> [B, T, C], and out into the residual stream.
@@ -298,7 +293,8 @@ class CausalSelfAttention(AttentionCore):
             if none_open:
                 return out
             return self.resid_dropout(out + self.constraint.c_proj(extra.transpose(1, 2).flatten(2)))
-        return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
+        out = self.c_proj(y.transpose(1, 2).flatten(2))
+        return self.resid_dropout(out) if self.training else out
 
     def head_axes(self):
         """Every HeadAxis of the layer and its mechanisms."""
@@ -320,8 +316,8 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         inner = 4 * config.n_embd if config.n_inner is None else config.n_inner
-        self.c_fc = nn.Linear(config.n_embd, inner, bias=config.bias)
-        self.c_proj = nn.Linear(inner, config.n_embd, bias=config.bias)
+        self.c_fc = Linear(config.n_embd, inner, bias=config.bias)
+        self.c_proj = Linear(inner, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
         self.act = config.act
 
@@ -331,7 +327,8 @@ class MLP(nn.Module):
             x = relu2(x)
         else:
             x = F.gelu(x, approximate="tanh" if self.act == "gelu_tanh" else "none")
-        return self.dropout(self.c_proj(x))
+        x = self.c_proj(x)
+        return self.dropout(x) if self.training else x
 
 
 class Block(nn.Module):
@@ -374,10 +371,11 @@ class GPT(nn.Module):
         if config.pos == "learned":
             self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
         else:
-            for size in {attn.head_size for attn in layers}:
-                for name, table in zip(("cos", "sin"), rope_tables(config, size)):
-                    self.register_buffer(f"{name}{size}", table, persistent=False)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+            self.head_sizes = {attn.head_size for attn in layers}
+            for size in self.head_sizes:
+                for name, table in zip(("cos", "sin"), rope_tables(config, size)):  # over [T, (q, k), H, D]
+                    self.register_buffer(f"{name}{size}", table[:, None, None], persistent=False)
+        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
             self.lm_head.weight = self.transformer.wte.weight
         if config.unet:
@@ -460,7 +458,7 @@ class GPT(nn.Module):
         else:
             columns = torch.arange(past, past + T, device=idx.device)
             positions = (columns - pad[:, None]).clamp_min(0)  # (B, T)
-        masks = [self.mask_of(i) for i in range(N)]
+        masks = [self.mask] * N if c.window_layers is None else [self.mask_of(i) for i in range(N)]
         passes = {mask: self.make_pass(mask, positions, past, T, cache, pad, idx.device, **wanted)
                   for mask in dict.fromkeys(masks)}
         x = self.transformer.wte(idx)
@@ -494,19 +492,17 @@ class GPT(nn.Module):
         traces = wanted.get("wants_traces", False)
         counted, rope, n_keys, valid = self.needs_row_stats or bool(traces), None, None, None
         seen = mask.make(past, T, pad, device, cache is not None, counted, traces == "maps")
-        if self.config.pos == "rope":  # over [B, T, (q, k), H, D]
-            sizes = {block.attn.head_size for block in self.transformer.h}
-            rope = {size: tuple(getattr(self, f"{name}{size}")[positions][..., None, None, :]
-                                for name in ("cos", "sin")) for size in sizes}
+        if self.config.pos == "rope":
+            rope = {size: tuple(getattr(self, f"{name}{size}")[positions] for name in ("cos", "sin"))
+                    for size in self.head_sizes}
         if isinstance(positions, slice):
-            read = counted or self.needs_positions
-            positions = torch.arange(past, past + T, device=device) if read else None
+            known = counted or self.needs_positions
+            positions = torch.arange(past, past + T, device=device) if known else None
         elif self.needs_positions:
             valid = (torch.arange(past, past + T, device=device) >= pad[:, None])[..., None]
         if counted:
             dtype = torch.promote_types(self.transformer.wte.weight.dtype, torch.float32)
-            n_keys = mask.n_keys(positions).to(dtype)
-            n_keys = n_keys if pad is None else n_keys[:, None]
+            n_keys = mask.n_keys(positions if pad is None else positions[:, None]).to(dtype)
         return Pass(rope, cache, seen, mask.mask_mod, positions, n_keys, valid, **wanted)
 
     def mask_of(self, layer):
@@ -535,9 +531,7 @@ class GPT(nn.Module):
         return logits
 
     def cross_entropy(self, x, targets, logits=None, each=False):
-        """(mean over the scored tokens, and where wanted that of each [B, T]) in nats, of the last hidden
-        states x [B, T, C]; logits: head(x), where they are there.
-        """
+        """(mean nats of the scored tokens, of each [B, T] where wanted); logits: head(x), if it is there."""
         chunks, targets_ = 1, targets.flatten()
         if logits is None:
             chunks = portions(self.config.loss_chunks, x, self.config.vocab_size)
@@ -600,17 +594,17 @@ class GPT(nn.Module):
         finally:
             self.train(was_training)
 
+    @torch.inference_mode()
     def generate(self, idx, max_new_tokens, **sampling):
         """idx [B, T] -> [B, T + new]: the prompts and what follows them. Arguments as for stream()."""
-        new = list(self.stream(idx, max_new_tokens, **sampling))
+        # the generator itself: through stream() it enters inference_mode anew for each token
+        new = list(GPT.stream.__wrapped__(self, idx, max_new_tokens, **sampling))
         return torch.cat((idx, torch.stack(new, dim=1)), dim=1) if new else idx
 
     # ---- sizes ----
 
     def num_params(self, non_embedding=False):
-        """Number of parameters; non_embedding leaves out what is looked up: positions, and an untied
-        embedding.
-        """
+        """Number of parameters; non_embedding: without positions and an untied embedding, looked up."""
         n = sum(p.numel() for p in self.parameters())
         if non_embedding:
             n -= self.transformer.wpe.weight.numel() if self.config.pos == "learned" else 0
@@ -618,8 +612,7 @@ class GPT(nn.Module):
         return n
 
     def flops_per_token(self):
-        """Floating-point operations to train on one token, forward and backward, at block_size (PaLM,
-        appendix B).
+        """Floating-point operations to train on one token, forward and backward (PaLM, appendix B).
 
         6 per parameter in a matrix product, 12 * n_embd * block_size for each block's attention, causality
         not deducted; a window counts as the context that sees as many keys. All heads are computed, selected
@@ -632,8 +625,7 @@ class GPT(nn.Module):
         return int(6 * self.num_params(non_embedding=True) + 12 * attention)
 
     def crop_block_size(self, block_size):
-        """Shorten the context in place, for instance to fine-tune a long-context checkpoint on short texts.
-        """
+        """Shorten the context in place, to fine-tune a long-context checkpoint on short texts, say."""
         if not 1 <= block_size <= self.config.block_size:
             raise ValueError(f"block_size={block_size} must be from 1 to {self.config.block_size}")
         self.config = replace(self.config, block_size=block_size)  # the caller's config stays as it is
@@ -663,8 +655,7 @@ class GPT(nn.Module):
         return aux
 
     def set_head(self, layer, head, gate=None, state=None, consent=None, step=0):
-        """Set a head's gate by hand (over sentinel and agency; None leaves it), its agency state, its
-        consent.
+        """Set a head's gate by hand (above its own ones; None leaves it), its agency state, its consent.
 
         Raises ValueError for a head or state that there is not.
         """
@@ -724,10 +715,10 @@ class KVCache:
         if self.k[layer] is None:  # made here, where the dtype under autocast is known
             self.k[layer] = k.new_empty(*k.shape[:2], self.block_size, k.size(3))
             self.v[layer] = v.new_empty(*v.shape[:2], self.block_size, v.size(3))
-        end = self.length + k.size(2)
-        self.k[layer][:, :, self.length:end] = k
-        self.v[layer][:, :, self.length:end] = v
-        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
+        start, new, every_k, every_v = self.length, k.size(2), self.k[layer], self.v[layer]
+        every_k.narrow(2, start, new).copy_(k)
+        every_v.narrow(2, start, new).copy_(v)
+        return every_k.narrow(2, 0, start + new), every_v.narrow(2, 0, start + new)
 
     def swap(self, layer, name, value):
         """Keep a mechanism's value in place of the one before, which is returned; None at first."""
@@ -824,7 +815,8 @@ class Pass:
 
     def of_layer(self, x):
         """A copy for the layer that reads x [B, T, C]."""
-        return replace(self, x=x, gates={}, losses={}, predictions={}, traces={})
+        return Pass(self.rope, self.cache, self.mask, self.mask_mod, self.positions, self.n_keys, self.valid,
+                    self.hint, self.wants_losses, self.wants_scores, self.wants_traces, x)
 
     def results(self):
         """What a layer gives beside its output."""
@@ -1382,7 +1374,7 @@ class OutputGate(Mechanism):
         super().__init__()
         self.size = attn.head_size if config.output_gate == "elementwise" else 1
         self.width = config.output_gate_width or config.n_embd
-        self.proj = nn.Linear(self.width, attn.n_total * self.size, bias=False)
+        self.proj = Linear(self.width, attn.n_total * self.size, bias=False)
 
     @staticmethod
     def problems(c):
@@ -1468,8 +1460,8 @@ class ConstraintHeads(Mechanism):
         self.sparsity_coef = config.constraint_sparsity_coef
         self.entropy_coef = config.constraint_entropy_coef
         self.skip, self.stopped = config.constraint_skip, False
-        self.c_attn = nn.Linear(C, 3 * n * D, bias=config.bias)
-        self.c_proj = nn.Linear(n * D, C, bias=False)
+        self.c_attn = Linear(C, 3 * n * D, bias=config.bias)
+        self.c_proj = Linear(n * D, C, bias=False)
         self.fc = nn.Linear(C, config.constraint_hidden)
         self.out = nn.Linear(config.constraint_hidden, n)
         # the scorers, one MLP per head

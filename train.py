@@ -167,8 +167,8 @@ def log_eval(run):
 
 def count_time(run, seconds):
     """Add the time of a step just made to elapsed_s; one that compiled a graph counts as much as the next."""
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    if run.trainer.compiled and graphs != run.graphs:
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if run.trainer.compiled else run.graphs
+    if graphs != run.graphs:
         run.graphs = graphs
         run.compile_s += seconds
         run.untimed += 1

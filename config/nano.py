@@ -16,7 +16,7 @@ block_size = 128
 
 batch_size = 16
 max_iters = 3240
-muon_momentum = 0.9   # 0.95 on validation at this size: 1.8001, 0.9: 1.7815, one seed each
+muon_momentum = 0.9   # 0.95 on validation at this size: 1.7818, 0.9: 1.7633, one seed each
 
 eval_interval = 324
 eval_tokens = 16384

@@ -1,8 +1,6 @@
 # The tiny scale, --scale=tiny: a plain GPT on WikiText-2 as bytes, half a minute on one CPU core
 # 2 blocks of 64 have 98,304 parameters; 16 sequences x 128 bytes = 2,048 bytes a step, 960 steps = 1.97 MB
-# read, 20 bytes a parameter of the blocks. Tried on validation with one or two seeds (docs/log.md): qk_max 4,
-# 8, 16, 24; muon_momentum 0.85, 0.95; muon_lr 0.03; lr 6e-3; decay_frac 0.7: none better by more than the
-# seeds differ
+# read, 20 bytes a parameter of the blocks. Tried on validation: docs/results/recipe.md, docs/log.md
 
 dataset = "wikitext2_byte"
 

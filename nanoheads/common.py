@@ -10,8 +10,6 @@ import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -100,6 +98,7 @@ def pick_device(name):
 
     On a GPU every program then takes TF32 for products in float32: scoring takes the same.
     """
+    import torch  # late: plot_curves.py does without
     device = checked_device(name)
     if device.startswith("cuda"):
         torch.set_float32_matmul_precision("high")
@@ -108,6 +107,7 @@ def pick_device(name):
 
 def checked_device(name):
     """pick_device() without a change of precision."""
+    import torch
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name == "cuda" and torch.cuda.is_available():

@@ -12,10 +12,11 @@ own: see Presets. Every problem is reported at once, in plain lines, before anyt
 import ast
 import difflib
 import functools
-import inspect
+import linecache
 import math
 import re
 import runpy
+import sys
 import textwrap
 import traceback
 import types
@@ -139,11 +140,27 @@ def source_lines(cls):
     """
     lines = []
     for each in reversed(cls.__mro__[:-1]):
-        source = textwrap.dedent(inspect.getsource(each)).splitlines()
         if each.__name__ == "Options":
             lines.append(f"    # ---- {next(iter(each.__annotations__))} ----")
-        lines += source
+        lines += classes_of(each.__module__)[each.__qualname__]
     return lines
+
+
+@functools.cache  # inspect.getsource() would parse the file anew for each class
+def classes_of(module):
+    """{qualified name: its lines, dedented} of the classes in a module's source."""
+    lines, found = linecache.getlines(sys.modules[module].__file__), {}
+
+    def visit(node, path):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                name = f"{path}{child.name}"
+                found[name] = textwrap.dedent("".join(lines[child.lineno - 1:child.end_lineno])).splitlines()
+                visit(child, f"{name}.")
+            elif not isinstance(child, ast.expr):
+                visit(child, f"{path}{child.name}.<locals>." if hasattr(child, "name") else path)
+    visit(ast.parse("".join(lines)), "")
+    return found
 
 
 def comments(cls):
@@ -223,16 +240,21 @@ def find_file(path):
     raise UserError(f"no config file {path}" + (f"; did you mean {stems[meant]}?" if meant else ""))
 
 
+def where_it_failed(e, path):
+    """What went wrong in which line of a file that was executed, in words."""
+    lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == str(path)]
+    line = getattr(e, "lineno", None) or (lines[-1] if lines else "?")
+    words = " ".join(str(getattr(e, "msg", e)).split())
+    return f"line {line}: {type(e).__name__}: {words}"
+
+
 def read_file(path):
     """The public assignments of a config file, as a dict. UserError."""
     found = find_file(path)
     try:
         names = runpy.run_path(str(found))
     except Exception as e:
-        lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == str(found)]
-        line = getattr(e, "lineno", None) or (lines[-1] if lines else "?")
-        words = " ".join(str(getattr(e, "msg", e)).split())
-        raise UserError(f"{path}, line {line}: {type(e).__name__}: {words}")
+        raise UserError(f"{path}, {where_it_failed(e, found)}")
     return {key: value for key, value in names.items()
             if not key.startswith("_") and not isinstance(value, types.ModuleType) and not callable(value)}
 

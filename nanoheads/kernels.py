@@ -14,6 +14,7 @@ from typing import NamedTuple, Optional
 import torch
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 # ---- norms and activations on CPU ----
 
@@ -27,6 +28,12 @@ def first_derivative_only():
                            "do without create_graph=True")
 
 
+def inverse_rms(x):
+    """1 / rms(x) over the last dimension [..., 1]."""
+    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1))
+    return square.add_(1e-6).rsqrt_()
+
+
 class CpuRMSNorm(torch.autograd.Function):
     """rms_norm with a hand-written gradient: half the time of PyTorch's own on CPU, which has no fused
     kernel.
@@ -34,8 +41,7 @@ class CpuRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1))
-        scale = mean_square.add_(1e-6).rsqrt_()
+        scale = inverse_rms(x)
         y = x * scale
         ctx.save_for_backward(y, scale)
         return y
@@ -64,23 +70,129 @@ class CpuSquaredReLU(torch.autograd.Function):
         return (g * r).mul_(2)
 
 
-def training_on_cpu(x):
-    """True where these gradients pay; compiled code fuses by itself, and bfloat16 wants float32 sums."""
-    return (x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and torch.is_grad_enabled()
-            and not torch.compiler.is_compiling())
+def eager_on_cpu(x):
+    """True where these pay; compiled code fuses by itself, and bfloat16 wants float32 sums."""
+    return x.is_cpu and x.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling()
 
 
 def rms_norm(x):
     """x / rms(x) over the last dimension, without a learned scale."""
-    return CpuRMSNorm.apply(x) if training_on_cpu(x) else F.rms_norm(x, (x.size(-1),), eps=1e-6)
+    if eager_on_cpu(x):
+        return CpuRMSNorm.apply(x) if torch.is_grad_enabled() else x * inverse_rms(x)
+    return F.rms_norm(x, (x.size(-1),), eps=1e-6)
 
 
 def relu2(x):
     """relu(x)^2."""
-    return CpuSquaredReLU.apply(x) if training_on_cpu(x) else F.relu(x).square()
+    if eager_on_cpu(x) and torch.is_grad_enabled():
+        return CpuSquaredReLU.apply(x)
+    return F.relu(x).square()
+
+
+# ---- queries, keys and values ----
+
+def rotate(x, cos, sin):
+    """Rotate x [..., D] by its position's angles, given as rope_tables' cos and sin [..., D]."""
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin).type_as(x)
+
+
+class CpuHeads(torch.autograd.Function):
+    """heads_of() with norm and rotation, whose gradient is written where it belongs, with no copy more."""
+
+    @staticmethod
+    def forward(ctx, qkv, cos, sin):
+        qk = qkv[:, :, :2]
+        scale = inverse_rms(qk)
+        y = qk * scale
+        ctx.save_for_backward(y, scale, cos, sin)
+        q, k = rotate(y, cos, sin).transpose(1, 3).unbind(2)
+        return q, k, qkv[:, :, 2].transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        first_derivative_only()
+        y, scale, cos, sin = ctx.saved_tensors
+        dqkv = y.new_empty(*y.shape[:2], 3, *y.shape[3:])
+        for part, g in zip(dqkv.unbind(2), (dq, dk, dv)):
+            part.copy_(g.transpose(1, 2))
+        g = dqkv[:, :, :2]
+        g = torch.addcmul((g * sin).roll(y.size(-1) // 2, -1), g, cos)  # turned back
+        along = (g * y).mean(-1, keepdim=True)
+        torch.mul(g.addcmul_(y, along, value=-1), scale, out=dqkv[:, :, :2])
+        return dqkv, None, None
+
+
+def heads_of(qkv, normed, rope):
+    """Queries, keys and values, each [B, H, T, D], of qkv [B, T, 3, H, D]: the first two are RMS-normed and
+    turned by rope, a pair of cos and sin, where wanted.
+    """
+    if normed and rope and eager_on_cpu(qkv) and torch.is_grad_enabled():
+        return CpuHeads.apply(qkv, *rope)
+    qk, v = qkv.split_with_sizes((2, 1), 2)
+    q, k = normed_and_rotated(qk, normed, rope).transpose(1, 3).unbind(2)
+    return q, k, v.squeeze(2).transpose(1, 2)
+
+
+def normed_and_rotated(x, normed, rope):
+    """x [B, T, n, H, D], RMS-normed and turned by rope, a pair of cos and sin, where wanted."""
+    x = rms_norm(x) if normed else x
+    return rotate(x, *rope) if rope else x
 
 
 # ---- linear maps ----
+
+# MKL has no AVX-512 products for CPUs of AMD, where oneDNN's, float32 too, take half the time
+ONEDNN = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
+ONEDNN_FROM = 2**20  # multiplications from which that outweighs its longer call, 10 us
+
+
+def onednn_product(x, weight):
+    """x W' of x [N, I] and weight [O, I], in float32."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
+# PyTorch's own counter does not know it; an exported model brings a second copy of this file
+if ONEDNN and torch.ops.mkldnn._linear_pointwise not in flop_registry:
+    @register_flop_formula(torch.ops.mkldnn._linear_pointwise)
+    def onednn_flops(x, weight, *_, **__):
+        return 2 * math.prod(x) * weight[0]
+
+
+class CpuLinear(torch.autograd.Function):
+    """x W' by oneDNN: x [..., I], weight [O, I] -> [..., O]."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return onednn_product(x, weight)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        dx = dw = None
+        if torch.is_grad_enabled():  # a second derivative may be wanted: operators that have one
+            return g @ weight, g.flatten(0, -2).mT @ x.flatten(0, -2)
+        if ctx.needs_input_grad[0]:
+            dx = onednn_product(g, weight.mT)
+        if ctx.needs_input_grad[1]:
+            x, g = x.flatten(0, -2), g.flatten(0, -2)
+            # the first factor is copied, as its columns are its rows: the narrower one
+            narrow = g.size(1) <= x.size(1)
+            dw = onednn_product(g.mT, x.mT) if narrow else onednn_product(x.mT, g.mT).mT.contiguous()
+        return dx, dw
+
+
+class Linear(torch.nn.Linear):
+    """nn.Linear, by the faster of a CPU's libraries."""
+
+    def forward(self, x):
+        weight = self.weight
+        if (ONEDNN and x.numel() * weight.size(0) >= ONEDNN_FROM and self.bias is None
+                and x.is_cpu and x.dtype == weight.dtype == torch.float32
+                and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")):
+            return CpuLinear.apply(x, weight)
+        return F.linear(x, weight, self.bias)
+
 
 @torch.library.custom_op("nanoheads::linear32", mutates_args=())
 def linear32(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:
@@ -424,6 +536,8 @@ def row_statistics(q, k, v, scale, mask, n_keys, detach=False, dropout=0.0, shap
     shape: entropy and log_p2 too, which take another pass over the logits; else the log-sum-exp alone. All
     are those of the weights before dropout.
     """
+    if shape and q.size(2) == 1 and not dropout and not torch.is_grad_enabled():
+        return one_row(q, k, v, scale, mask)
     if not shape:
         lse, y = attend_lse(q, k, scale, mask, v)
         y = attend(q, k, v, scale, mask, dropout) if dropout else y
@@ -441,6 +555,17 @@ def row_statistics(q, k, v, scale, mask, n_keys, detach=False, dropout=0.0, shap
     if q.is_cuda and not together:  # gives mean_key a gradient, of 0, where the entropy is not read
         log_p2 = log_p2 + 0.0 * entropy
     return y, RowStats(lse, entropy, log_p2)
+
+
+def one_row(q, k, v, scale, mask):
+    """row_statistics() of one query, as when decoding, from its weights: few enough to be stored."""
+    total = torch.promote_types(q.dtype, torch.float32)
+    s = (q @ k.mT).to(total) * scale
+    hidden = s if mask is None else s.masked_fill(~mask, -math.inf)
+    lse = hidden.logsumexp(-1)
+    p = (hidden - lse[..., None]).exp()
+    entropy = (lse - (p * s).sum(-1)).clamp_min(0)
+    return p.to(v.dtype) @ v, RowStats(lse, entropy, p.square().sum(-1).log())
 
 
 # ---- attention of some heads or some queries ----

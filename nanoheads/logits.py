@@ -105,7 +105,8 @@ def sample_token(logits, temperature, top_k, top_p, generator):
     """
     if temperature == 0:
         return logits.argmax(-1)
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0: cannot overflow
+    if temperature != 1:
+        logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0: cannot overflow
     if top_k is not None and top_k < logits.size(-1):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     probs = F.softmax(logits, dim=-1)

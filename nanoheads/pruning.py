@@ -46,35 +46,53 @@ def prune_layer(attn, gone, optimizers=()):
     """Drop base heads, by their original numbers, from every tensor of a layer and from the moments."""
     left = torch.tensor([i not in gone for i in attn.head_ids], dtype=torch.bool)
     for axis in attn.head_axes():
-        heads = torch.cat((left, torch.ones(attn.n_extra * axis.extra, dtype=torch.bool)))
-        rows = heads.repeat(axis.parts).repeat_interleave(axis.size).nonzero().flatten()
-        keep_rows(axis.module, axis.tensor, axis.dim, rows, optimizers)
-    attn.head_ids = [i for i in attn.head_ids if i not in gone]
-    attn.n_head = len(attn.head_ids)
-    for module in attn.modules():
-        if isinstance(module, nn.Linear):
-            module.out_features, module.in_features = module.weight.shape
+        keep_rows(axis.module, axis.tensor, axis.dim, rows_of(axis, left, attn.n_extra), optimizers)
+    set_heads(attn, [i for i in attn.head_ids if i not in gone])
+
+
+def rows_of(axis, heads, n_extra):
+    """The places along a HeadAxis of the base heads that a bool [H] names, and of all constraint heads."""
+    heads = torch.cat((heads, torch.ones(n_extra * axis.extra, dtype=torch.bool)))
+    return heads.repeat(axis.parts).repeat_interleave(axis.size).nonzero().flatten()
 
 
 def keep_rows(module, name, dim, rows, optimizers):
     """Keep only `rows` of a module's parameter or buffer along `dim`, and of what optimizers hold."""
+    def kept(t):
+        return t.index_select(dim, rows.to(t.device))
+    put(module, name, dim, kept, kept, optimizers)
+
+
+def put(module, name, dim, change, change_moments, optimizers):
+    """Put change(t) in the place of a module's parameter or buffer t, in optimizers too.
+
+    Its gradient, and what optimizers hold that has t's rows along `dim`, become change_moments(of it).
+    """
     old = getattr(module, name, None)
     if old is None:
         return
-    rows = rows.to(old.device)
     if not isinstance(old, nn.Parameter):
-        return setattr(module, name, old.index_select(dim, rows))
-    new = nn.Parameter(old.index_select(dim, rows), old.requires_grad)
-    new.grad = None if old.grad is None else old.grad.index_select(dim, rows)
+        return setattr(module, name, change(old))
+    new = nn.Parameter(change(old.detach()), old.requires_grad)
+    new.grad = None if old.grad is None else change_moments(old.grad)
     setattr(module, name, new)
+
+    def follows(t):  # Muon's mean squares, [rows, 1], follow the rows alone
+        return torch.is_tensor(t) and t.dim() == old.dim() and t.size(dim) == old.size(dim)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [new if p is old else p for p in group["params"]]
         if old in optimizer.state:
-            state = optimizer.state.pop(old)
-            optimizer.state[new] = {
-                key: t.index_select(dim, rows) if torch.is_tensor(t) and t.shape == old.shape else t
-                for key, t in state.items()}
+            optimizer.state[new] = {key: change_moments(t) if follows(t) else t
+                                    for key, t in optimizer.state.pop(old).items()}
+
+
+def set_heads(attn, head_ids):
+    """Set what a layer and its linear modules say of their sizes."""
+    attn.head_ids, attn.n_head = head_ids, len(head_ids)
+    for module in attn.modules():
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
 
 
 @torch.no_grad()

@@ -20,15 +20,16 @@ def progress_bar(items, what):
                 disable=not sys.stderr.isatty(), mininterval=0.5 if counted else 0.1)
 
 
-def timed(action, args):
+def timed(action, device, clock=time.perf_counter):
     """Seconds that action() takes, the device's work included."""
-    if on_cuda(args):
+    cuda = torch.device(device).type == "cuda"
+    if cuda:
         torch.cuda.synchronize()
-    began = time.perf_counter()
+    began = clock()
     action()
-    if on_cuda(args):
+    if cuda:
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return clock() - began
 
 
 def take_turns(names, action, args, what):
@@ -39,7 +40,7 @@ def take_turns(names, action, args, what):
         action(name)
     for _ in progress_bar(range(args.rounds), what):
         for name in names:
-            seconds[name].append(timed(lambda: action(name), args))
+            seconds[name].append(timed(lambda: action(name), args.device))
     return seconds
 
 

@@ -438,21 +438,24 @@ def plain(model, idx):
     D = c.n_embd // c.n_head
     half = D // 2
 
+    def rms(x):  # in the order of a CPU's own kernel, since bits are compared
+        return x * (torch.linalg.vector_norm(x, dim=-1, keepdim=True)**2 / x.size(-1) + 1e-6).rsqrt()
+
     def norm(x, name):
         if gpt2:
             return F.layer_norm(x, (c.n_embd,), w[name + ".weight"], None, 1e-5)
-        return F.rms_norm(x, (c.n_embd,), eps=1e-6)
+        return rms(x)
 
     def turn(x):
         frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
         angle = torch.arange(T, dtype=torch.float64)[:, None] * frequency
         cos, sin = (f.repeat(1, 2).float()[:, None] for f in (angle.cos(), angle.sin()))
         sin[..., :half] *= -1
-        x = F.rms_norm(x, (D,), eps=1e-6)
+        x = rms(x)
         return torch.addcmul(x * cos, torch.cat((x[..., half:], x[..., :half]), -1), sin)
 
     x = F.embedding(idx, w["transformer.wte.weight"])
-    x = x + w["transformer.wpe.weight"][:T] if gpt2 else F.rms_norm(x, (c.n_embd,), eps=1e-6)
+    x = x + w["transformer.wpe.weight"][:T] if gpt2 else rms(x)
     for i in range(c.n_layer):
         name = f"transformer.h.{i}."
         qkv = F.linear(norm(x, name + "ln_1"), w[name + "attn.c_attn.weight"])

@@ -3,6 +3,7 @@
 import ast
 import gzip
 import json
+import math
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +22,8 @@ from compare import Study, main
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError, json_safe
-from nanoheads.study import analysis, costs, findings, pictures, queue, results, stats, tables, trial
+from nanoheads.study import (analysis, costs, findings, pictures, queue, rates, results, stats, tables,
+                             trial)
 from nanoheads.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, variants_of
 from train import train
 
@@ -347,6 +350,84 @@ def test_rates_are_taken_where_they_are_better_by_a_standard_error():
     assert analysis.best_rates(dict(a=at([2.0, 2.0], [1.9, 2.2]))) == dict(a=0)  # one seed's luck
     assert analysis.best_rates(dict(a=at([2.0, 2.0], [1.5]), b=at([], []))) == dict(a=0, b=0)  # diverged
     assert analysis.best_rates(dict(a=at([2.0], [1.9]))) == dict(a=1)
+
+
+def searched(loss, start, seeds=(1, 2, 3, 4), noise=0.0):
+    """(where the search ends, all that it tried) on a loss of {flag: steps}."""
+    todo, tried = [start], []
+    while todo:
+        for steps in todo:
+            at = 10 * sum(steps.values())
+            bpb = {seed: loss(steps) + noise * math.sin(100 * seed + at) for seed in seeds}
+            tried.append(dict(steps=steps, bpb=bpb))
+        found, todo = rates.search(tried)
+    return found, tried
+
+
+def test_the_search_for_rates_ends_in_the_valley_and_stays_where_nothing_is_better():
+    def bowl(steps):
+        return 2 + 0.1 * ((steps["a"] - 3)**2 + (steps["b"] + 2)**2)
+    found, tried = searched(bowl, dict(a=0, b=0))
+    assert found == dict(a=3, b=-2)
+    around = [dict(a=a, b=b) for a, b in ((2, -2), (4, -2), (3, -3), (3, -1))]
+    assert all(steps in [each["steps"] for each in tried] for steps in around)
+    record = dict(tried=tried, seeds=[1], start={}, flags={})
+    best = rates.summary(record)
+    assert best["finished"] and best["gain"] == (pytest.approx(-1.3), pytest.approx(0, abs=1e-9))
+    assert all(mean > 0 for row in best["rows"] for mean, _ in row["beside"])
+    # differences below their standard error move nothing
+    assert searched(lambda steps: 2 - 1e-4 * steps["a"], dict(a=0), noise=0.1)[0] == dict(a=0)
+    # what never gets better is left after a while; what diverged is no place to go to
+    assert abs(searched(lambda steps: -steps["a"], dict(a=0))[0]["a"]) == rates.MOST_MOVES
+    tried = [dict(steps=dict(a=a), bpb={} if a else {1: 2.0, 2: 2.1}) for a in (0, -1, 1)]
+    assert rates.search(tried) == (dict(a=0), [])
+
+
+@pytest.mark.parametrize("optimizer, steps, flags", [
+    ("muon", dict(muon_lr=1, muon_momentum=0), dict(muon_lr=0.04)),
+    ("muon", dict(muon_momentum=1, lr=-1), dict(muon_momentum=0.95, lr=0.001, min_lr=0.0)),
+    ("muon", dict(embed_lr=2), dict(embed_lr=0.04)),
+    ("adamw", dict(lr=1), dict(lr=0.004, min_lr=0.0002, embed_lr=0.02)), ("muon", dict(lr=0), {})], ids=str)
+def test_a_rate_moves_with_what_follows_from_it(optimizer, steps, flags):
+    train = SimpleNamespace(optimizer=optimizer, muon_lr=0.02, muon_momentum=0.9, lr=0.002, embed_lr=0.01,
+                            min_lr=0.0 if optimizer == "muon" else 1e-4)
+    assert rates.flags_at(train, steps) == pytest.approx(flags)
+
+
+def test_a_study_can_find_the_plain_gpts_best_rates_first(plain, here, monkeypatch, tmp_path):
+    """All that is judged has them, the page says so, and a recheck finds a score that no run gave."""
+    def result(folder, **how):  # the best: muon_lr doubled once
+        spec = trial.read_json(folder / "trial.json") if (folder / "trial.json").is_file() else None
+        found = real(folder, **how)
+        if found and spec["score"]["split"] == "val":
+            muon_lr, lr, m = (spec["train"][key] for key in ("muon_lr", "lr", "muon_momentum"))
+            off = abs(math.log2(muon_lr / 0.04)) + abs(math.log2(lr / 0.004)) + abs(m - 0.95)
+            factor = (4 + off + spec["model"]["seed"] / 100) / found["bpb"]
+            found["block_nats"] = [n * factor for n in found["block_nats"]]
+            found.update(bpb=found["bpb"] * factor, nats=found["nats"] * factor)
+        return found
+    real = trial.result
+    monkeypatch.setattr(trial, "result", result)
+    study = study_of(plain, tune_plain=True, tune_seeds=[8, 9], match_parameters=False)
+    study.run(here)
+    taken = study.plain_rates["flags"]
+    assert taken["muon_lr"] == 0.04 and "lr" not in taken
+    tuning = {(name, seed): study.specs[folder] for (stage, name, seed), folder in study.runs.items()
+              if stage == "rates"}
+    assert {spec["score"]["split"] for spec in tuning.values()} == {"val"}
+    assert {seed for _, seed in tuning} == {8, 9}
+    judged = [study.specs[folder]["train"] for (stage, *_), folder in study.runs.items() if stage == "judge"]
+    assert judged and all(train[key] == value for train in judged for key, value in taken.items())
+    found = results.collect(study, "test")
+    rows = {row[0]: row for row in findings.plain_rates_table(found).rows}
+    assert list(rows) == ["muon_lr", "muon_momentum", "lr", "embed_lr"]
+    assert rows["muon_lr"][1:3] == ("0.02", "0.04") and "muon_lr=0.04" in " ".join(findings.notices(found))
+    results.write(found, ".")
+    assert "all of them the same" in results.recheck("results.json.gz")
+    found["plain_rates"]["tried"][0]["bpb"]["8"] += 0.5
+    results.write(found, ".")
+    with pytest.raises(UserError):
+        results.recheck("results.json.gz")
 
 
 def test_a_run_that_crashes_is_reported_and_sinks_nothing(plain, here, monkeypatch):
@@ -688,7 +769,7 @@ def test_nothing_in_the_study_folder_imports_what_uses_it():
         assert "compare" not in imported, path.name
         allowed = {"queue": {"trial"}, "trial": {"fingerprint"}, "page": {"findings", "stats"},
                    "report": {"page", "findings", "pictures"},
-                   "analysis": {"compute", "stats"}, "tables": {"findings", "results"},
+                   "analysis": {"compute", "rates", "stats"}, "tables": {"findings", "results"},
                    "pictures": {"findings"}, "findings": {"dynamic"}, "dynamic": {"costs", "variants"},
                    "results": {"analysis", "costs", "dynamic", "queue", "trial",
                                "variants"}}.get(path.stem, set())
@@ -784,6 +865,8 @@ def test_a_gpu_that_is_not_there_is_one_line(plain, two_gpus, refusal):
      "settings: init_from, seed cannot be set here"),
     (["--mechanisms=output_gate", "--split=tset"], "split='tset' must be test or val"),
     (["--mechanisms=output_gate", "--split=val", "--tune_lr"], "since val chooses"),
+    (["--mechanisms=output_gate", "--tune_plain", "--tune_seeds=1,2"], "tune_seeds=[1, 2] choose"),
+    (["--mechanisms=output_gate", "--tune_plain", "--tune_seeds=[7]"], "must be at least two"),
     (["--mechanisms=output_gate", "--scale=small"], "scale='small' means nothing beside base="),
     (["--mechanisms=output_gate", "--submit=slurm"], "submit=slurm: "),
     (["--mechanisms=output_gate", "--out_dir=/proc/none"], "/proc/none: "),

@@ -109,7 +109,7 @@ def test_rewording_any_error_leaves_every_hash(tree):
 
 
 @pytest.mark.parametrize("edit", [
-    ("model.py", '"""Rotate x [..., D] by its position', '"""Turn x [..., D] by its position'),
+    ("kernels.py", '"""Rotate x [..., D] by its position', '"""Turn x [..., D] by its position'),
     ("model.py", "ValueError(f\"{past + T} tokens do not fit", "ValueError(f\"{past + T} are not for"),
     ("model.py", "must be a multiple of n_head", "is no multiple of n_head"),
     ("train.py", "import math", "import math  # a remark"),

@@ -104,7 +104,7 @@ def test_words_make_nothing_stale(stale_after):
     """A comment, a docstring, what ValueError, UserError and a config's problems say; another program."""
     assert stale_after(
         ("nanoheads/kernels.py", "# its values do not matter", "# whatever they are"),
-        ("model.py", '"""Rotate x [..., D] by its', '"""Turn x [..., D] by its'),
+        ("nanoheads/kernels.py", '"""Rotate x [..., D] by its', '"""Turn x [..., D] by its'),
         ("model.py", "there is no block {layer}", "no block {layer}"),
         ("nanoheads/training/optim.py", "or another dtype", "or some other dtype"),
         ("model.py", "must be a multiple of n_head", "is no multiple of n_head"),

@@ -180,6 +180,80 @@ def test_a_linear_map_in_true_float32_equals_a_linear_map(shape, bias):
         assert torch.allclose(a, b, atol=1e-12)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("keys", [1, 2, 9])
+def test_the_statistics_of_one_query_equal_those_of_many(keys, masked):
+    q, k, v = normal(2, 3, 1, 4, seed=1), normal(2, 3, keys, 4, seed=2), normal(2, 3, keys, 4, seed=3)
+    mask = torch.ones(2, 1, 1, keys, dtype=torch.bool)
+    mask[1, ..., :-1] = not masked
+    mask = mask if masked else None
+    n_keys = torch.tensor([[[keys]], [[1 if masked else keys]]], dtype=q.dtype)
+    want_y, want = row_statistics(q, k, v, 0.7, mask, n_keys)  # with gradients: from the log-sum-exps
+    with torch.no_grad():
+        y, got = row_statistics(q, k, v, 0.7, mask, n_keys)
+        _, control = kernels.one_row(q, k, v, 0.8, mask)
+    p = (q @ k.mT * 0.7).masked_fill(~mask if masked else torch.tensor(False), -torch.inf).softmax(-1)
+    assert torch.allclose(y, want_y, atol=1e-12) and torch.allclose(got.lse, want.lse, atol=1e-12)
+    assert torch.allclose(got.entropy, torch.special.entr(p).sum(-1), atol=1e-12)
+    assert torch.allclose(got.log_p2, p.square().sum(-1).log(), atol=1e-12)
+    assert torch.allclose(got.entropy, want.entropy, atol=1e-9)
+    assert not torch.allclose(control.lse, want.lse, atol=1e-6)
+
+
+@pytest.mark.parametrize("B, T, H, D", [(2, 5, 3, 4), (1, 1, 1, 2), (2, 7, 1, 8)])
+def test_heads_are_normed_and_rotated_as_by_single_steps(B, T, H, D):
+    """Queries, keys, values and their gradient, in one function for training on a CPU."""
+    angle = normal(T, 1, 1, D // 2, seed=1)
+    rope = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
+    qkv = normal(B, T, 3, H, D, seed=2, grad=True)
+    got = kernels.heads_of(qkv, True, rope)
+    assert "CpuHeads" in got[0].grad_fn.name()
+    x = qkv[:, :, :2] / (qkv[:, :, :2].square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    first, second = x.chunk(2, -1)
+    cos, sin = angle.cos(), angle.sin()
+    x = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    want = [t.transpose(1, 2) for t in (x[:, :, 0], x[:, :, 1], qkv[:, :, 2])]
+    weights = [normal(*t.shape, seed=i) for i, t in enumerate(want)]
+    for a, b in zip(got, want):
+        assert torch.allclose(a, b, atol=1e-12)
+    for used in ((0, 1, 2), (0,), (2,)):  # what nothing reads has a gradient of 0
+        a, b = (torch.autograd.grad(sum((t[i] * weights[i]).sum() for i in used), qkv, retain_graph=True)[0]
+                for t in (got, want))
+        assert torch.allclose(a, b, atol=1e-10)
+    for wrong in (False, None), (False, rope), (True, None):  # negative controls
+        assert not torch.allclose(kernels.heads_of(qkv, *wrong)[0], want[0])
+
+
+@pytest.mark.skipif(not kernels.ONEDNN, reason="a CPU without AVX-512, whose products oneDNN does not make")
+@pytest.mark.parametrize("rows, inside, outside",
+                         [(1, 1, 1), (7, 3, 5), (64, 9, 33), (64, 33, 9), (300, 64, 65)])
+def test_a_linear_layer_by_onednn_equals_the_product(rows, inside, outside, monkeypatch):
+    monkeypatch.setattr(kernels, "ONEDNN_FROM", 0)
+    layer = kernels.Linear(inside, outside, bias=False)
+    x = torch.randn(2, rows, inside, requires_grad=True)
+    g = torch.randn(rows, 2, outside).transpose(0, 1)  # whose rows do not lie one behind the other
+    y = layer(x)
+    assert "CpuLinear" in y.grad_fn.name()
+    wide, weight = x.detach().double().requires_grad_(), layer.weight.detach().double().requires_grad_()
+    want = wide @ weight.mT
+    assert torch.allclose(y.double(), want, atol=1e-5)
+    exact = torch.autograd.grad(want, (wide, weight), g.double())
+    for a, b in zip(torch.autograd.grad(y, (x, layer.weight), g), exact):
+        assert torch.allclose(a.double(), b, atol=1e-4 * max(1.0, b.abs().max().item()))
+
+
+@pytest.mark.skipif(not kernels.ONEDNN, reason="a CPU without AVX-512, whose products oneDNN does not make")
+def test_a_linear_layer_by_onednn_has_a_second_derivative(monkeypatch):
+    monkeypatch.setattr(kernels, "ONEDNN_FROM", 0)
+    layer, x = kernels.Linear(4, 3, bias=False), torch.randn(5, 4, requires_grad=True)
+
+    def penalty(y):
+        dx, = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), (x, layer.weight))
+    for a, b in zip(penalty(layer(x)), penalty(x @ layer.weight.mT)):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
 def test_a_linear_map_in_true_float32_sets_the_precision_and_puts_it_back(monkeypatch):
     real, seen = F.linear, []
 

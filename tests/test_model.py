@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 import model as model_py
 import oracle
-from model import GPT, RECIPES, GPTConfig, KVCache, rope_tables, rotate
+from model import GPT, RECIPES, GPTConfig, KVCache, rope_tables
 from nanoheads import logits as logits_py
-from nanoheads.kernels import relu2, rms_norm
+from nanoheads.kernels import relu2, rms_norm, rotate
 from nanoheads.logits import check_sampling, penalise, sample_token
 from nanoheads.timing import mfu
 from oracle import tokens

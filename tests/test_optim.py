@@ -113,6 +113,78 @@ def test_stacked_matrices_are_orthogonalised_one_by_one():
     assert not torch.allclose(whole.data, stacked.data, atol=1e-2)
 
 
+def slow_normuon(weights, gradients, slices, lr, momentum, beta2):
+    """NorMuon as its paper has it (algorithm 1), a row at a time, float64: the weights after all steps.
+
+    Its norm is that of the orthogonal matrix, as in the speedruns, not 0.2 sqrt(mn).
+    """
+    weights = [w.double() for w in weights.chunk(slices)]
+    means, pasts = [torch.zeros_like(w) for w in weights], [[None] * len(w) for w in weights]
+    for grad in gradients:
+        for w, g, m, past in zip(weights, grad.double().chunk(slices), means, pasts):
+            m.copy_(momentum * m + (1 - momentum) * g)
+            update = momentum * m + (1 - momentum) * g
+            rows, cols = w.shape
+            whole = slow_orthogonalise(update) if rows <= cols else slow_orthogonalise(update.T).T
+            even = torch.zeros_like(whole)
+            for i, row in enumerate(whole):
+                square = sum(x * x for x in row) / cols
+                past[i] = square if past[i] is None else beta2 * past[i] + (1 - beta2) * square
+                even[i] = row / past[i].sqrt()
+            even *= whole.norm() / even.norm()
+            w -= lr * math.sqrt(max(1.0, rows / cols)) * even
+    return torch.cat(weights)
+
+
+@pytest.mark.parametrize("shape, slices", [((12, 12), 1), ((8, 24), 1), ((24, 8), 1), ((24, 8), 3),
+                                           ((6, 1), 2), ((1, 1), 1)], ids=str)
+def test_even_rows_equal_the_written_normuon(shape, slices):
+    torch.manual_seed(0)
+    p, beside = torch.nn.Parameter(torch.randn(shape)), torch.nn.Parameter(torch.randn(shape))
+    gradients = [torch.randn(shape) * torch.logspace(0, 2, shape[0])[:, None] for _ in range(4)]
+    want = slow_normuon(p.detach(), gradients, slices, lr=0.1, momentum=0.9, beta2=0.8)
+    muon = Muon([(p, slices), (beside, slices)], lr=0.1, momentum=0.9, beta2=0.8)
+    plain = torch.nn.Parameter(p.detach().clone())
+    control = Muon([(plain, slices)], lr=0.1, momentum=0.9)
+    for g in gradients:
+        p.grad, beside.grad, plain.grad = g.clone(), torch.randn(shape), g.clone()
+        muon.step(), control.step()
+    assert torch.allclose(p.double(), want, atol=2e-4)
+    if min(shape) > 1:  # negative control: without the rows made even
+        assert not torch.allclose(plain.double(), want, atol=1e-2)
+
+
+def test_even_rows_leave_what_has_no_gradient():
+    """Rows of zeros, as of an MLP whose output projection is still zero, or of a head that is closed."""
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    muon = Muon([(p, 1)], lr=0.1, beta2=0.9)
+    for g in (torch.zeros(4, 4), torch.diag(torch.tensor([0.0, 1.0, 1.0, 1.0])), torch.eye(4)):
+        before, p.grad = p.detach().clone(), g
+        muon.step()
+        changed = (p != before).any(1)
+        assert p.isfinite().all() and not changed[0] or g[0].any()
+    assert changed.all()
+    moved = (p - before).norm(dim=1)
+    assert moved[0] < 1.1 * moved[1]  # as it would not be if its past were one of zeros
+
+
+def test_mean_squares_follow_the_rows_that_are_pruned():
+    model = GPT(GPTConfig(**SIZES, recipe="modern"))
+    muon, _ = optimizers = make_optimizers(model, TrainConfig().for_recipe("modern"))
+    model(*torch.randint(64, (2, 2, 16))).loss.backward()
+    muon.step()
+    attn, before = model.transformer.h[0].attn, {}
+    for name in ("c_attn", "c_proj"):
+        before[name] = muon.state[getattr(attn, name).weight]["row_square"].clone()
+    prune_heads(model, {0: [1]}, optimizers)
+    after = {name: muon.state[getattr(attn, name).weight]["row_square"] for name in before}
+    kept = [i for i in range(96) if i // 8 % 4 != 1]  # three parts of four heads of 8
+    assert torch.equal(after["c_attn"], before["c_attn"][kept])
+    assert torch.equal(after["c_proj"], before["c_proj"])  # its heads are its columns
+    model(*torch.randint(64, (2, 2, 16))).loss.backward()
+    muon.step()
+
+
 def test_muon_takes_the_blocks_matrices_and_nothing_else():
     model = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=2,
                           n_head=2, n_embd=16, recipe="modern", pos="learned", bias=True, norm="layernorm"))

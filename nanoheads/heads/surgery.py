@@ -15,7 +15,7 @@ from torch import nn
 
 from model import GPT
 from nanoheads.heads.measuring import all_heads, attentions, closed, static_gates
-from nanoheads.pruning import prune_heads, scale_heads
+from nanoheads.pruning import prune_heads, put, rows_of, scale_heads, set_heads
 from nanoheads.training.optim import Trainer
 
 
@@ -64,13 +64,9 @@ def insert_heads(model, heads, optimizers=(), seed=0):
         if attn.gate_override is not None:
             other.gate_override = torch.full((other.n_total,), math.nan, device=attn.gate_override.device)
         for axis, start in zip(attn.head_axes(), other.head_axes()):
-            kept = torch.cat((old, torch.ones(attn.n_extra * axis.extra, dtype=torch.bool)))
-            rows = kept.repeat(axis.parts).repeat_interleave(axis.size).nonzero().flatten()
-            put_rows(axis, getattr(start.module, start.tensor, None), rows, optimizers)
-        attn.head_ids, attn.n_head = ids[layer], len(ids[layer])
-        for module in attn.modules():
-            if isinstance(module, nn.Linear):
-                module.out_features, module.in_features = module.weight.shape
+            put_rows(axis, getattr(start.module, start.tensor, None), rows_of(axis, old, attn.n_extra),
+                     optimizers)
+        set_heads(attn, ids[layer])
     model.config = replace(model.config, head_ids=ids)
 
 
@@ -98,26 +94,14 @@ def put_rows(axis, fresh, rows, optimizers):
 
     What optimizers hold of the old rows moves along; of the new ones they begin at 0.
     """
-    module, name, dim = axis.module, axis.tensor, axis.dim
-    old = getattr(module, name, None)
-    if old is None:
-        return
-    rows = rows.to(old.device)
+    def larger(t):
+        return fresh.detach().clone().index_copy_(axis.dim, rows.to(t.device), t)
 
-    def larger(t, start):
-        return start.clone().index_copy_(dim, rows, t)
-
-    if not isinstance(old, nn.Parameter):
-        return setattr(module, name, larger(old, fresh))
-    new = nn.Parameter(larger(old.detach(), fresh.detach()), old.requires_grad)
-    setattr(module, name, new)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [new if p is old else p for p in group["params"]]
-        if old in optimizer.state:
-            optimizer.state[new] = {
-                key: larger(t, torch.zeros_like(new)) if torch.is_tensor(t) and t.shape == old.shape else t
-                for key, t in optimizer.state.pop(old).items()}
+    def larger_moments(t):
+        shape = list(t.shape)
+        shape[axis.dim] = fresh.size(axis.dim)
+        return t.new_zeros(shape).index_copy_(axis.dim, rows.to(t.device), t)
+    put(axis.module, axis.tensor, axis.dim, larger, larger_moments, optimizers)
 
 
 # ---- during a run ----

@@ -11,15 +11,15 @@ import hashlib
 import importlib.util
 import linecache
 import sys
-import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import model
 from nanoheads.common import UserError, write_atomic
-from nanoheads.configurator import keys_of, near, read_file
+from nanoheads.configurator import keys_of, near, read_file, where_it_failed
 from nanoheads.mechanism import Mechanism, choices
+
 
 class OwnFile(NamedTuple):
     """A file as it was when it was read: it may be edited while a run goes on."""
@@ -87,9 +87,7 @@ def class_in(file):
         linecache.cache[module.__file__] = len(file.text), None, lines, module.__file__
         exec(code, vars(module))
     except Exception as e:  # whatever a file of one's own may do
-        lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == str(path)]
-        line = getattr(e, "lineno", None) or (lines[-1] if lines else "?")
-        raise UserError(f"{path}, line {line}: {type(e).__name__}: {' '.join(str(e).split())}") from None
+        raise UserError(f"{path}, {where_it_failed(e, path)}") from None
     found = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, Mechanism)
              and cls.__module__ == name]
     if len(found) != 1:

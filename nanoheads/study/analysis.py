@@ -8,7 +8,7 @@ import json
 import numpy as np
 
 from nanoheads.intervals import block_bootstrap
-from nanoheads.study import compute, stats
+from nanoheads.study import compute, rates, stats
 from nanoheads.training.scoring import BLOCK
 
 
@@ -38,6 +38,8 @@ def figures(found):
             row.update(verdict="undecided", words=f"not called better, since {failed} of its runs failed; "
                                                   f"else {row['words']}")
     tuned = dict(taken=best_rates(found["candidates"])) if found.get("candidates") else {}
+    if found.get("plain_rates"):
+        tuned["plain_at_best"] = rates.summary(found["plain_rates"])
     return dict(comparisons=rows, screened=screened(found), findable=findable(scores, rows, alpha),
                 margin_as_compute=curve and compute.margin_as_compute(curve, margin), **tuned)
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from model import GPT, CausalMask, Window
-from nanoheads.timing import median_interval
+from nanoheads.timing import median_interval, timed
 from nanoheads.training.optim import Trainer
 from nanoheads.training.ranks import Process
 from nanoheads.training.scoring import score
@@ -89,15 +89,6 @@ def as_in_a_run(device, threads):
     finally:
         torch.set_num_threads(before[0])
         torch.set_float32_matmul_precision(before[1])
-
-
-def timed(action, device, clock=time.perf_counter):
-    """Seconds that action() takes, what it left to a GPU too."""
-    began = clock()
-    action()
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
-    return clock() - began
 
 
 def trainer_of(variant, device, rows):

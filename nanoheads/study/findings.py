@@ -149,6 +149,14 @@ def notices(found):
                      "all of this may still change.")
     elif found["config"].get("tune_lr") and not found.get("tuned"):
         lines.append("No rates were tuned: no variant is better or worse.")
+    best = found.get("plain_at_best")
+    if best and not best["finished"]:
+        lines.append("The plain GPT's rates are still being tuned: it may get better.")
+    elif best and any(best["steps"].values()):
+        moved = listed([f"{flag}={value:g}" for flag, value in found["plain_rates"]["flags"].items()])
+        lines.append(f"The rates of this scale on file are not its best ones: with {moved} the plain GPT is "
+                     f"better by {-best['gain'][0]:.4f} ± {best['gain'][1]:.4f} bits/byte on validation. All "
+                     "is compared at those.")
     if failed:
         runs = "run is" if failed == 1 else "runs are"
         lines.append(f"{failed} failed {runs} missing from the numbers: see Failures.")
@@ -308,6 +316,17 @@ def at_edge(scores):
     """Whether the best of {factor: bits/byte} has the lowest or the highest factor."""
     tried = sorted((float(factor), bpb) for factor, bpb in scores.items() if known(bpb))
     return len(tried) > 1 and min(tried, key=lambda pair: pair[1]) in (tried[0], tried[-1])
+
+
+def plain_rates_table(found):
+    """The plain GPT's rates as they were found, and what half and double of each would change."""
+    best, record = found.get("plain_at_best"), found.get("plain_rates") or {}
+    rows = []
+    for row in (best or {}).get("rows", ()):
+        value = record["flags"].get(row["flag"], record["start"][row["flag"]])
+        beside = ("–" if own is None else f"{own[0]:+.4f} ± {show(own[1], '.4f')}" for own in row["beside"])
+        rows.append((row["flag"], f"{record['start'][row['flag']]:g}", f"{value:g}", *beside))
+    return Table(("rate", "at first", "best", "at half", "at double"), rows, (0,))
 
 
 def tuned_table(found, only=None):

@@ -24,15 +24,17 @@ from nanoheads.training.config import ControllerConfig, TrainConfig
 
 # the plain GPT, its kernels, its loss
 MODEL = """
-    GPT AttentionCore CausalSelfAttention Block MLP RMSNorm make_norm rope_tables rotate Mechanism
+    GPT AttentionCore CausalSelfAttention Block MLP RMSNorm make_norm rope_tables Mechanism
+    rotate CpuHeads heads_of normed_and_rotated
     CausalMask block_mask KERNEL_BLOCK Pass Output Uniform product_dtype
     PlainConfig.head_size PlainConfig.weight_dropout AT_ONCE portions
     attend costs_a_plan without_cudnn rms_norm relu2 CpuRMSNorm CpuSquaredReLU first_derivative_only
-    training_on_cpu ChunkedCrossEntropy padded_rows has_flex_attention
+    eager_on_cpu inverse_rms ChunkedCrossEntropy padded_rows has_flex_attention
+    Linear CpuLinear onednn_product ONEDNN ONEDNN_FROM
 """.split()
 # one step: batches, rates, gradients, updates; and the order of all that
 STEP = """
-    Trainer Unread CastWeights make_optimizers block_matrices of_mechanisms lr_multiplier precision
+    Trainer Unread CastWeights make_optimizers AdamW block_matrices of_mechanisms lr_multiplier precision
     compiles seed_step CUDA_GRAPHS
     Process Dataset after_each Reader REOPEN_AFTER Batches
     train loop batch_at send evaluate_splits batches_of save_checkpoint starting_point
@@ -43,11 +45,13 @@ SCORE = """
     LOGITS_AT_ONCE bits
     Tokenizer token_sizes char_sizes byte_symbols gpt2 END_OF_TEXT SAFE_CUT cut_at_spaces
 """.split()
-MUON = "Muon orthogonalise quintic QUINTICS STRETCHED MARGIN".split()
+MUON = """
+    Muon even_rows orthogonalise in_low_precision cpu_multiplies_bfloat16 quintic QUINTICS STRETCHED MARGIN
+""".split()
 
 # kernels that some mechanisms need
 FLEX = "flex compiled_flex flex_tiles FLEX_MIN ROOMY allow_graphs".split()
-ROW_STATISTICS = [*FLEX, *"RowStats row_statistics attend_lse CpuFlash".split()]
+ROW_STATISTICS = [*FLEX, *"RowStats row_statistics one_row attend_lse CpuFlash".split()]
 # what a mechanism needs beside its class
 OF_MECHANISM = {
     "HeadRouter": [*FLEX, *"float32_linear linear32 attend_packed attend_selected SKIP_FROM".split()],
@@ -76,7 +80,7 @@ DYNAMIC_HEADS = ROW_STATISTICS + """
     Controller KEYS starting_config start step FixedGates MOVERS small_net move_gates set_sparsity
     Measurements FEATURES layer_mean attentions static_gates all_heads fixed_text inputs_of evaluating nats_on
     measure projections out_projections half_metrics mean_gate closed METRICS GATES
-    Surgery fold_gates insert_heads stack_blocks put_rows new_trainer keep_rows HeadAxis
+    Surgery fold_gates insert_heads stack_blocks put_rows new_trainer keep_rows put rows_of set_heads HeadAxis
     prune_heads prune_layer scale_heads GPT.set_head GPT.gates AttentionCore.all_head_ids
     AttentionCore.head_axes CausalSelfAttention.head_axes
     States FAVOUR states_of share_with_agency Rules find_violations
@@ -93,7 +97,7 @@ NOT_NUMBERS = set("""
     log_steps log_step log_eval eval_line count_time open_bar open_folder print_run print_changes saves_in
     end_stopped
     Log append_row log_violation write_config read_rows parsed number write_rows git_commit
-    keys_of comments source_lines
+    keys_of comments source_lines classes_of
     save read config_of restore last_save from_nanogpt tensors same_vocabulary same_model same_run
     RESUMABLE read_settings switchable HEAD_KEYS FIXED is_folder is_name fetch HUB
     Trainer.load write_atomic write_json json_safe UserError ROOT missing Dataset.need

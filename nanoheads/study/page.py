@@ -12,8 +12,8 @@ from pathlib import Path
 from nanoheads.study.findings import (MEANING, Table, against_plain, candidates_table, costs_table,
                                       dynamic_tables, equal_of, headline, interval, known, label_of, labelled,
                                       ladder_sentences, ladder_table, level, mean_of, notices, others,
-                                      others_table, printable, remarks, screened_table, sentence_of,
-                                      settings_of, show, tuned_table, verdict_of, verdicts_table)
+                                      others_table, plain_rates_table, printable, remarks, screened_table,
+                                      sentence_of, settings_of, show, tuned_table, verdict_of, verdicts_table)
 from nanoheads.study.stats import STRICT
 
 BADGES = (*MEANING, "failed", "no runs yet")
@@ -77,6 +77,10 @@ WORDS = {
         "All were trained with a few seeds and scored on validation, to choose which are judged. Those "
         "were trained again with other seeds and scored on other text: luck here does not help there. "
         "These intervals are not corrected, and give no verdict.",
+    "Rates of the plain GPT":
+        "Found on validation before anything else, by factors of 2, with seeds that judge nothing: the "
+        "difference in bits/byte at half and at double the value, ± one standard error. A momentum moves by "
+        "its memory, 1 / (1 - m). At its best: none is better by more than that.",
     "Effect as compute":
         "The line is the plain GPT, trained for less and for more. A variant below it is better than a plain "
         "GPT that computes as much, one above it worse; a triangle lies farther up or down.",
@@ -218,6 +222,7 @@ def html(found, pictures=None):
     sections = {
         "Difference to the plain GPT": image(pictures.get("forest"), "differences and their intervals"),
         "Against other baselines": grid(others_table(found)),
+        "Rates of the plain GPT": grid(plain_rates_table(found)),
         "All variants on validation": rule and tag("div", rule, grid(screened_table(found))),
         "Effect as compute": image(pictures.get("compute"), "score against compute"),
         "Learning curves": image(pictures.get("learning"), "learning curves"),

@@ -11,7 +11,8 @@ from pathlib import Path
 from nanoheads.common import ROOT, UserError, write_atomic
 from nanoheads.study import results
 from nanoheads.study.findings import (candidates_table, costs_table, dynamic_tables, ladder_table, mean_alone,
-                                      others_table, screened_table, tuned_table, verdicts_table, without)
+                                      others_table, plain_rates_table, screened_table, tuned_table,
+                                      verdicts_table, without)
 
 MARK = re.compile(r"(<!-- table: (\w+) (\S+\.gz)(?: ([^>]*?))? -->\n).*?(<!-- end -->)", re.S)
 
@@ -57,6 +58,7 @@ TABLES = {
     "costs": of_each_size(lambda found, only=None: in_markdown(*costs_table(found, only))),
     "lives": of_each_size(lambda found, only=None: "\n\n".join(
         in_markdown(*each) for each in dynamic_tables(found, only))),
+    "plain_rates": of_each_size(lambda found, only=None: in_markdown(*plain_rates_table(found))),
     "tuned": of_each_size(lambda found, only=None: in_markdown(*tuned_table(found, only))),
     "candidates": of_each_size(lambda found, only=None: in_markdown(*candidates_table(found, only))),
     "ladder": lambda found, only=None: in_markdown(*ladder_table(found, only)),

@@ -71,6 +71,8 @@ class StudyConfig:
     worst: int = 2                       # and so many of the worst
     always: list[str] = field(default_factory=list)  # and these, wherever they stand
     # ---- fairness ----
+    tune_plain: bool = False             # first find the plain GPT's best rates; all is compared at those
+    tune_seeds: list[int] = field(default_factory=lambda: [111, 112, 113, 114])  # with these, on validation
     match_parameters: bool = True        # what seems better is compared to a plain GPT of as many parameters
     tune_lr: bool = False                # what is better or worse is judged again at its own best rates
     lives: bool = False                  # dynamic heads: also report their states, speed, samples
@@ -148,12 +150,16 @@ class StudyConfig:
             bad.append(f"tokens_per_param={self.tokens_per_param} must be positive")
         if any(not b > 0 or b == 1 for b in self.budgets) or len(set(self.budgets)) < len(self.budgets):
             bad.append(f"budgets={self.budgets} must be different, positive, and not 1, the plain GPT's own")
-        for name in ("seeds", "screen_seeds"):
+        for name in ("seeds", "screen_seeds", "tune_seeds"):
             seeds = getattr(self, name)
             if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
                 bad.append(f"{name}={seeds} must be different numbers, at least one, none negative")
         if (self.screen or self.tune_lr) and set(self.seeds) & set(self.screen_seeds):
             bad.append(f"screen_seeds={self.screen_seeds} choose, and seeds={self.seeds} judge: none in both")
+        if self.tune_plain and set(self.seeds) & set(self.tune_seeds):
+            bad.append(f"tune_seeds={self.tune_seeds} choose, and seeds={self.seeds} judge: none in both")
+        if self.tune_plain and len(self.tune_seeds) < 2:
+            bad.append(f"tune_seeds={self.tune_seeds} must be at least two, for a standard error")
         if self.plain_seeds is not None and self.plain_seeds < len(self.seeds):
             bad.append(f"plain_seeds={self.plain_seeds} must be at least a variant's, {len(self.seeds)}")
         for name in ("jobs", "test_tokens", "best", "worst"):
@@ -166,8 +172,9 @@ class StudyConfig:
         if self.base and self.scale != "tiny":
             bad.append(f"scale={self.scale!r} means nothing beside base={self.base!r}, "
                        "which is the plain GPT already")
-        if self.split not in ("val", "test") or self.split == "val" and (self.tune_lr or self.screen):
-            reason = ", since val chooses" if self.tune_lr or self.screen else " or val"
+        chooses = self.tune_plain or self.tune_lr or self.screen
+        if self.split not in ("val", "test") or self.split == "val" and chooses:
+            reason = ", since val chooses" if chooses else " or val"
             bad.append(f"split={self.split!r} must be test{reason}")
         if self.submit not in (None, "auto", "slurm", "local"):
             bad.append(f"submit={self.submit!r} must be one of auto, slurm, local")
@@ -224,10 +231,10 @@ class Variant:
 class VariantBuilder:
     """Makes variants from flags on top of a study's plain GPT. Raises UserError."""
 
-    def __init__(self, config):
+    def __init__(self, config, rates=()):
         self.config = config
         self.base = config.base or f"config/{config.scale}.py"
-        self.settings = {**SIZES.get(config.size, {}), **config.settings}
+        self.settings = {**SIZES.get(config.size, {}), **config.settings, **dict(rates)}
         model, training = self.load({})
         if config.tokens_per_param:
             self.settings.update(budget_of(model, training, config.tokens_per_param))

@@ -115,6 +115,9 @@ class TrainConfig(ControllerConfig):
                                          # where lr ends; every other rate falls by the same factor
     muon_lr: float = flag(0.02, above=0)  # peak learning rate of Muon
     muon_momentum: float = flag(0.95, at_least=0, below=1)  # momentum of Muon
+    muon_beta2: float = flag(0.95, at_least=0, below=1)
+                                         # of the mean square of each output's updates, by which Muon divides
+                                         # them (NorMuon); 0: it does not
     embed_lr: Optional[float] = flag(None, above=0)
                                          # the embeddings' peak learning rate; None: lr, with muon 5 * lr
     mechanism_lr: Optional[float] = flag(None, above=0)

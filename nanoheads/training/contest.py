@@ -114,7 +114,7 @@ def batch(args):
 def matmul_rate(args, n=8192):
     """Measured bf16 matrix-product rate in TFLOP/s: the ceiling that utilisation is a share of."""
     a, b = torch.randn(2, n, n, device=args.device, dtype=torch.bfloat16)
-    seconds = [timed(lambda: [a @ b for _ in range(10)], args) / 10 for _ in range(5)]
+    seconds = [timed(lambda: [a @ b for _ in range(10)], args.device) / 10 for _ in range(5)]
     return 2 * n**3 / statistics.median(seconds) / 1e12
 
 
@@ -210,7 +210,8 @@ class Contest:
     def decode(self, name):
         _, _, generate = self.built[name]
         with autocast(self.args):
-            generate(torch.zeros(1, 1, dtype=torch.long, device=self.args.device), self.args.block_size - 1)
+            prompts = torch.zeros(self.args.decode_batch, 1, dtype=torch.long, device=self.args.device)
+            generate(prompts, self.args.block_size - 1)
 
     def rows(self):
         """Yield a row for each that is built and each kind of work, once; the ratios are to the first."""
@@ -218,7 +219,8 @@ class Contest:
         for what in args.what.split(","):
             if what == "decode":
                 seconds = take_turns(self.built, self.decode, args, what)
-                tokens = repeats = args.block_size - 1
+                repeats = args.block_size - 1
+                tokens = repeats * args.decode_batch
             else:
                 seconds = take_turns(self.built, self.train, args, what)
                 tokens, repeats = args.steps * args.batch_size * args.block_size, args.steps

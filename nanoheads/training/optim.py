@@ -1,6 +1,7 @@
 """AdamW, Muon for the blocks' matrices, the learning-rate schedule, and one training step with them."""
 
 import functools
+import inspect
 import math
 import zlib
 from contextlib import nullcontext
@@ -33,8 +34,8 @@ def orthogonalise(G, low_precision):
     """The nearest semi-orthogonal matrices to G [n, r, c], r <= c, as nearly as Muon needs.
 
     A step maps X to (aI + bA + cA^2) X with A = XX', which pulls every singular value towards 1. In
-    low precision (bf16, for CUDA) step by step. Wide matrices in float32 go on A alone, and X is multiplied
-    once at the end: the same polynomial in r x r products, half the time for an MLP's matrices.
+    low precision (bf16, where that is faster) step by step. Wide matrices in float32 go on A alone, and X is
+    multiplied once at the end: the same polynomial in r x r products, half the time for an MLP's matrices.
     """
     X = G.float()
     X = X / (MARGIN * X.norm(dim=(-2, -1), keepdim=True)).clamp_min(1e-7)
@@ -54,6 +55,20 @@ def orthogonalise(G, low_precision):
     return (total @ X).to(G.dtype)
 
 
+@functools.cache
+def cpu_multiplies_bfloat16():
+    """Whether this CPU has instructions for products in bfloat16."""
+    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
+
+
+def in_low_precision(updates):
+    """Whether matrices [n, r, c] are orthogonalised in bf16: on a GPU, and where it pays on a CPU, which
+    takes half the time at r = 128 and as much as in float32 at 64 and 96.
+    """
+    return updates.is_cuda or (updates.size(1) >= 128 and updates.device.type == "cpu"
+                               and cpu_multiplies_bfloat16())
+
+
 def quintic(A, a, b, c):
     """aI + bA + cA^2, for A [n, r, r]."""
     P = torch.baddbmm(A, A, A, beta=b, alpha=c)
@@ -61,22 +76,51 @@ def quintic(A, a, b, c):
     return P
 
 
+def even_rows(updates, squares, beta2, lying):
+    """NorMuon (Li et al. 2025, arXiv 2510.05491): each output's row of orthogonal updates [n, r, c] is
+    divided by the root of its mean square over the past, and each matrix then has the norm that it had.
+
+    squares: those means, [r, 1] for each matrix, in place. lying: both are transposed.
+    """
+    now = updates.square().mean(-2 if lying else -1, keepdim=True)
+    past = torch.stack(squares)
+    past = torch.where(past > 0, past.lerp(now, 1 - beta2), now)  # a row that begins has no past
+    torch._foreach_copy_(squares, past.unbind())
+    scale = past.clamp_min(1e-20).rsqrt()
+    after = (now * scale.square()).sum((-2, -1), keepdim=True)
+    norm = now.sum((-2, -1), keepdim=True) / after.clamp_min(1e-20)
+    return updates * (scale * norm.sqrt())
+
+
+# torch.optim has the compiler leave these alone, and imports it for that: 1 s of every start
+for method in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+    plain = inspect.unwrap(getattr(torch.optim.Optimizer, method))
+    setattr(plain, "__dynamo_disable", plain)
+
+
+class AdamW(torch.optim.AdamW):
+    """PyTorch's own, whose step does not import the compiler either."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
 class Muon(torch.optim.Optimizer):
     """Momentum, then the nearest orthogonal matrix, as the update (Jordan et al. 2024).
 
-    Like torch.optim.Muon, with three differences: a parameter may be several matrices stacked by rows (q, k
-    and v in one projection), given as (parameter, number of slices); all slices of one shape are
-    orthogonalised in one batched call, which is where the time goes in small models; and of several ranks
-    each does a share of that, whose result is on its way to the others while the next shape is worked on.
-    compiled: orthogonalise by torch.compile, a graph for each shape.
+    Like torch.optim.Muon, with four differences: beta2 makes the rows even, see even_rows(), 0: as they are;
+    a parameter may be several matrices stacked by rows (q, k and v in one projection), given as (parameter,
+    number of slices); all slices of one shape are orthogonalised in one batched call, which is where the time
+    goes in small models; and of several ranks each does a share of that, whose result is on its way to the
+    others while the next shape is worked on. compiled: orthogonalise by torch.compile, a graph a shape.
     """
     # what a copy is, since an optimizer's attributes are not copied: one that does all of the work
     rank, world, orthogonalise = 0, 1, staticmethod(orthogonalise)
 
-    def __init__(self, matrices, lr=0.02, momentum=0.95, weight_decay=0.0, rank=0, world=1, compiled=False):
+    def __init__(self, matrices, lr=0.02, momentum=0.95, weight_decay=0.0, beta2=0.0, rank=0, world=1,
+                 compiled=False):
         groups = [dict(params=[p for p, n in matrices if n == slices], slices=slices)
                   for slices in sorted({n for _, n in matrices})]
-        super().__init__(groups, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        super().__init__(groups, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, beta2=beta2))
         self.rank, self.world = rank, world
         if compiled:
             self.orthogonalise = torch.compile(orthogonalise, dynamic=False)
@@ -84,14 +128,17 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         loss = closure() if closure is not None else None
-        by_shape = {}  # {shape: [(weight, update, step size)]}, a slice each
+        by_kind = {}  # {(shape, is it lying, beta2): [(weight, update, squares, step size)]}, a slice each
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None and p.numel()]
             if not params:
                 continue
             for p in params:
-                if "momentum" not in self.state[p]:
-                    self.state[p]["momentum"] = torch.zeros_like(p)
+                state = self.state[p]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(p)
+                if group["beta2"] and "row_square" not in state:
+                    state["row_square"] = torch.zeros_like(p[:, :1])
             grads = [p.grad for p in params]
             buffers = [self.state[p]["momentum"] for p in params]
             torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
@@ -99,20 +146,27 @@ class Muon(torch.optim.Optimizer):
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             for p, updates in zip(params, nesterov):
-                for weight, update in zip(p.chunk(group["slices"]), updates.chunk(group["slices"])):
+                squares = self.state[p]["row_square"] if group["beta2"] else p[:, :0]
+                for weight, update, square in zip(*(t.chunk(group["slices"]) for t in (p, updates, squares))):
                     rows, cols = weight.shape
                     # the same change of output per unit of input
                     step_size = -group["lr"] * math.sqrt(max(1.0, rows / cols))
-                    if rows > cols:  # orthogonalise lying down: the Gram matrix is then the small one
-                        weight, update = weight.mT, update.mT
-                    by_shape.setdefault(weight.shape, []).append((weight, update, step_size))
-        pending = []  # (its slices, a function that gives their orthogonal matrices), a shape each
-        for slices in by_shape.values():
-            updates = torch.stack([update for _, update, _ in slices])
-            pending.append((slices, self.shared(updates) if self.world > 1 else
-                            functools.partial(self.orthogonalise, updates, updates.is_cuda)))
-        for slices, orthogonal in pending:
-            for (weight, _, step_size), update in zip(slices, orthogonal()):
+                    lying = rows > cols  # orthogonalised so: the Gram matrix is then the small one
+                    if lying:
+                        weight, update, square = weight.mT, update.mT, square.mT
+                    kind = weight.shape, lying, group["beta2"]
+                    by_kind.setdefault(kind, []).append((weight, update, square, step_size))
+        pending = []  # a function for each of these kinds, which gives the orthogonal matrices
+        for slices in by_kind.values():
+            updates = torch.stack([update for _, update, *_ in slices])
+            low_precision = in_low_precision(updates)
+            pending.append(self.shared(updates) if self.world > 1 else
+                           functools.partial(self.orthogonalise, updates, low_precision))
+        for ((_, lying, beta2), slices), orthogonal in zip(by_kind.items(), pending):
+            updates = orthogonal()
+            if beta2:
+                updates = even_rows(updates, [square for _, _, square, _ in slices], beta2, lying)
+            for (weight, *_, step_size), update in zip(slices, updates):
                 weight.add_(update, alpha=step_size)
         return loss
 
@@ -122,7 +176,7 @@ class Muon(torch.optim.Optimizer):
         """
         each = -(-len(updates) // self.world)
         own = updates[self.rank * each:(self.rank + 1) * each]
-        low_precision = updates.is_cuda
+        low_precision = in_low_precision(updates)
         dtype = torch.bfloat16 if low_precision else updates.dtype  # what the values are anyway
         made = updates.new_zeros(each, *updates.shape[1:], dtype=dtype)
         if len(own):
@@ -183,11 +237,12 @@ def make_optimizers(model, config, rank=0, world=1, compiled=False):
                          weight_decay=config.weight_decay if decays else 0.0)
             groups.setdefault((role, decays), group)["params"].append(p)
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
-    adamw = torch.optim.AdamW(list(groups.values()), betas=(config.beta1, config.beta2), fused=fused)
+    adamw = AdamW(list(groups.values()), betas=(config.beta1, config.beta2), fused=fused)
     if not matrices:
         return [adamw]
-    return [Muon(matrices, config.muon_lr, config.muon_momentum, config.weight_decay, rank, world, compiled),
-            adamw]
+    muon = Muon(matrices, config.muon_lr, config.muon_momentum, config.weight_decay, config.muon_beta2,
+                rank, world, compiled)
+    return [muon, adamw]
 
 
 # ---- one step ----

@@ -11,15 +11,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from nanoheads.common import ROOT, UserError, git_commit, json_safe, number, write_atomic, write_json
-from nanoheads.training.checkpoint import last_save
 
 
 def write_config(path, model_config, config, step, machine):
     """Write config.json: both configs, what it takes to run this again, what it ran on, and every launch."""
+    import torch  # late here and below: the reader of a log does without
     launch = dict(command=shlex.join(["python", *sys.argv]), commit=git_commit(), machine=machine,
                   versions=dict(python=platform.python_version(), torch=torch.__version__,
                                 numpy=np.__version__))
@@ -117,6 +116,7 @@ def append_row(run, name, row):
 def processor(device):
     """The name of the GPU or the CPU that a device is."""
     if device.startswith("cuda"):
+        import torch
         return torch.cuda.get_device_name(device)
     with suppress(OSError, TypeError):  # Linux alone, and not on every processor
         return re.search(r"model name\s*: *(.+)", Path("/proc/cpuinfo").read_text(errors="replace"))[1]
@@ -125,6 +125,7 @@ def processor(device):
 
 def peak_memory():
     """Peak memory of this process so far, MiB: allocated on the GPU, else resident; None where not known."""
+    import torch
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     with suppress(OSError, TypeError):  # Linux, where getrusage begins with the parent's peak
@@ -161,6 +162,7 @@ class Log:
             if sync:
                 os.fsync(self.file.fileno())
         except OSError as e:
+            from nanoheads.training.checkpoint import last_save
             raise UserError(f"could not write {self.path} ({e.strerror}); {last_save(self.path.parent)}")
 
     def write(self, row):

@@ -1,0 +1,85 @@
+"""
+The plain GPT's own best rates: one flag at a time by a factor of 2, on validation, while that is better.
+
+A comparison is worth what its baseline is worth. Where the search ends, no neighbour of the rates is better
+by more than one standard error of the differences at the same seeds.
+"""
+
+import math
+
+# flags of each optimizer that the search moves; lr takes along what follows from it
+MOVED = {"muon": ("muon_lr", "muon_momentum", "lr", "embed_lr"), "adamw": ("lr",)}
+MOST_MOVES = 12  # of one flag by one factor: a search that goes on for longer has found no optimum
+
+
+def flags_at(train, steps):
+    """{flag: value} of a TrainConfig with some flags moved, steps: {flag: how often by a factor of 2}.
+
+    A momentum m is moved by its memory, 1 / (1 - m) steps.
+    """
+    moved = {}
+    for flag, n in steps.items():
+        if n and flag == "muon_momentum":
+            moved[flag] = round(1 - (1 - train.muon_momentum) / 2**n, 12)
+        elif n:
+            along = ("min_lr",) if train.optimizer == "muon" else ("min_lr", "embed_lr")
+            moved.update({key: getattr(train, key) * 2.0**n for key in (flag, *along * (flag == "lr"))})
+    return moved
+
+
+def neighbours(steps):
+    """All that differ from {flag: steps} by one factor of 2 in one flag."""
+    return [{**steps, flag: n + more} for flag, n in steps.items() for more in (-1, 1)]
+
+
+def paired(scores, other):
+    """(mean, standard error) of scores minus others, {seed: bits/byte}, at the seeds that both have."""
+    differences = [scores[seed] - other[seed] for seed in scores if seed in other]
+    n, mean = len(differences), sum(differences) / max(1, len(differences))
+    if n < 2:
+        return mean, math.inf
+    return mean, math.sqrt(sum((d - mean)**2 for d in differences) / (n - 1) / n)
+
+
+def search(tried):
+    """(the best rates so far, those still to be tried) of [{"steps": ..., "bpb": {seed: bits/byte}}].
+
+    From the first on, the search moves to the best neighbour while that is better by more than a standard
+    error. One without a score diverged, and is no neighbour to move to.
+    """
+    scores = {key_of(each["steps"]): each["bpb"] for each in tried}
+    at = tried[0]["steps"]
+    for _ in range(MOST_MOVES):
+        around = neighbours(at)
+        if missing := [steps for steps in around if key_of(steps) not in scores]:
+            return at, missing
+        better = []
+        for steps in around:
+            own = scores[key_of(steps)]
+            mean, error = paired(own, scores[key_of(at)]) if own else (math.inf, 0.0)
+            if mean < -error:
+                better.append((mean, key_of(steps), steps))
+        if not better:
+            break
+        at = min(better)[-1]
+    return at, []
+
+
+def key_of(steps):
+    return tuple(sorted(steps.items()))
+
+
+def summary(record):
+    """What a study's record of its search says: {"steps", "gain", "rows"}; see Study.tune_plain().
+
+    rows: for each flag its value, and of half and of double the mean and standard error of the difference.
+    """
+    scores = {key_of(each["steps"]): each["bpb"] for each in record["tried"]}
+    steps, missing = search(record["tried"])
+    rows = []
+    for flag, n in steps.items():
+        beside = [scores.get(key_of({**steps, flag: n + more})) for more in (-1, 1)]
+        rows.append(dict(flag=flag, steps=n, beside=[own and paired(own, scores[key_of(steps)])
+                                                     for own in beside]))
+    gain = paired(scores[key_of(steps)], record["tried"][0]["bpb"])
+    return dict(steps=steps, finished=not missing, gain=gain, rows=rows)
