@@ -150,23 +150,37 @@ class Study:
     def tune_plain(self, place):
         """Find the plain GPT's best rates on validation, with seeds of their own, and go on from them."""
         c, plain = self.config, self.builder.plain
-        todo, tried = [dict.fromkeys(rates.MOVED[plain.train.optimizer], 0)], []
+        found = dict.fromkeys(rates.MOVED[plain.train.optimizer], 0)
+        todo, tried, scores = [found], [], {}
         while todo:
-            moved = [rates.flags_at(plain.train, steps) for steps in todo]
-            at = [replace(plain, name=f"plain at {flags}", train=replace(plain.train, **flags))
-                  for flags in moved]
-            folders = self.plan("rates", at, c.tune_seeds, "val")
-            self.execute(folders, place, "rates of the plain GPT")
-            if not all(trial.done(folder) or trial.failure(folder) for folder in folders):
+            at = [self.plain_at(steps) for steps in todo]
+            first = c.tune_seeds[:2] if tried else c.tune_seeds
+            if not self.tried(at, first, place):
+                break
+            scores, best = self.scores("rates"), self.plain_at(found).name
+            close = [each for each in at if rates.is_close(scores.get(each.name, {}), scores[best])]
+            if not self.tried(close, [seed for seed in c.tune_seeds if seed not in first], place):
                 break
             scores = self.scores("rates")
-            tried += [dict(steps=steps, bpb=scores.get(variant.name, {})) for steps, variant in zip(todo, at)]
+            tried += [dict(steps=steps, bpb=scores.get(each.name, {})) for steps, each in zip(todo, at)]
             found, todo = rates.search(tried)
         if tried:
             start = {flag: getattr(plain.train, flag) for flag in tried[0]["steps"]}
             self.plain_rates = dict(seeds=c.tune_seeds, start=start, tried=tried,
                                     flags=rates.flags_at(plain.train, found))
             self.build(self.plain_rates["flags"])
+
+    def plain_at(self, steps):
+        """The plain GPT with its rates moved, see rates.flags_at()."""
+        plain = self.builder.plain
+        flags = rates.flags_at(plain.train, steps)
+        return replace(plain, name=f"plain at {flags}", train=replace(plain.train, **flags))
+
+    def tried(self, variants, seeds, place):
+        """Whether all of these runs on validation are done or have failed, once what is missing has run."""
+        folders = self.plan("rates", variants, seeds, "val")
+        self.execute(folders, place, "rates of the plain GPT")
+        return all(trial.done(folder) or trial.failure(folder) for folder in folders)
 
     def choose(self):
         """The variants to judge: the best and the worst on validation, those named, those contrasted."""
@@ -187,7 +201,7 @@ class Study:
         """The seeds of the plain GPT, which stands in every comparison: more than a variant has."""
         c, seeds = self.config, list(self.config.seeds)
         n = c.plain_seeds or round(len(seeds) * max(1, n_variants) ** 0.5)
-        more = (seed for seed in range(max(seeds) + 1, 10**9) if seed not in c.screen_seeds)
+        more = (seed for seed in range(max(seeds) + 1, 10**9) if seed not in [*c.screen_seeds, *c.tune_seeds])
         return [*seeds, *(next(more) for _ in range(n - len(seeds)))]
 
     def judge(self, chosen, place):
@@ -308,7 +322,8 @@ def plan_of(study):
         rows.append((variant.name, f"{variant.params:,}", f"{variant.train.max_iters:,}",
                      f"{variant.tokens * variant.flops_per_token:.3g}", flags))
     left = [key for key, folder in study.runs.items() if not trial.done(folder)]
-    budget = sum(variants[name].train.max_iters for _, name, _ in left) / plain.train.max_iters
+    steps = (variants.get(name, plain).train.max_iters for _, name, _ in left)
+    budget = sum(steps) / plain.train.max_iters
     hours = budget * seconds / place.count / 3600
     length = f"{60 * hours:.0f} minutes" if hours < 2 else f"{hours:.2g} hours"
     notes = [f"{len(study.runs):,} runs, {len(left):,} of them to do, in {study.trials}",
@@ -319,8 +334,9 @@ def plan_of(study):
     if c.screen and c.best + c.worst < len(study.variants):
         notes.append("which are judged is known after the screening; here it is taken for the first ones")
     if c.tune_plain and not study.plain_rates:
-        notes.append(f"the plain GPT's rates are tuned first, by {9 * len(c.tune_seeds)} runs of it or more, "
-                     "which are not in the hours; all that is above may get others")
+        notes.append("the plain GPT's rates are tuned first: two runs of each rate's half and double, or "
+                     f"{len(c.tune_seeds)} where it is close, which are not in the hours; all that is above may "
+                     "change")
     if c.tune_lr:
         notes.append("rates of those with a verdict are tuned after that, which is not counted")
     return "\n".join([table(("variant", "parameters", "steps", "FLOPs", "flags"), rows, left=(0, 4)), *notes])

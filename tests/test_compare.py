@@ -187,7 +187,7 @@ def test_every_shipped_study_makes_its_variants(name, scale, monkeypatch):
     config, = configurator.load((StudyConfig,), [f"config/studies/{name}", f"--scale={scale}"])
     builder = VariantBuilder(config)
     variants = builder.variants()
-    assert config.question and variants
+    assert config.question and (variants or config.tune_plain)
     for variant in variants:
         assert not variant.model.problems() and variant.train.max_iters == builder.plain.train.max_iters
         assert variant.model.attn_dropout == builder.plain.model.attn_dropout  # on both sides or on none
@@ -381,6 +381,15 @@ def test_the_search_for_rates_ends_in_the_valley_and_stays_where_nothing_is_bett
     assert abs(searched(lambda steps: -steps["a"], dict(a=0))[0]["a"]) == rates.MOST_MOVES
     tried = [dict(steps=dict(a=a), bpb={} if a else {1: 2.0, 2: 2.1}) for a in (0, -1, 1)]
     assert rates.search(tried) == (dict(a=0), [])
+    # a search that was given up is not at its end
+    _, tried = searched(lambda steps: 1e-3 * -steps["a"], dict(a=0))
+    assert not rates.summary(dict(tried=tried))["finished"]
+
+
+def test_two_seeds_are_enough_for_rates_that_are_far_behind():
+    best = {1: 2.0, 2: 2.02}
+    assert rates.is_close({1: 2.005, 2: 2.025}, best) and rates.is_close({1: 1.9, 2: 1.9}, best)
+    assert not rates.is_close({1: 2.02, 2: 2.04}, best) and not rates.is_close({}, best)
 
 
 @pytest.mark.parametrize("optimizer, steps, flags", [
@@ -408,14 +417,16 @@ def test_a_study_can_find_the_plain_gpts_best_rates_first(plain, here, monkeypat
         return found
     real = trial.result
     monkeypatch.setattr(trial, "result", result)
-    study = study_of(plain, tune_plain=True, tune_seeds=[8, 9], match_parameters=False)
+    study = study_of(plain, tune_plain=True, tune_seeds=[8, 9, 7], match_parameters=False)
     study.run(here)
     taken = study.plain_rates["flags"]
     assert taken["muon_lr"] == 0.04 and "lr" not in taken
     tuning = {(name, seed): study.specs[folder] for (stage, name, seed), folder in study.runs.items()
               if stage == "rates"}
     assert {spec["score"]["split"] for spec in tuning.values()} == {"val"}
-    assert {seed for _, seed in tuning} == {8, 9}
+    assert {seed for _, seed in tuning} == {7, 8, 9}
+    near = {name for name, seed in tuning if seed == 7}  # of those far behind, two seeds
+    assert {"plain at {}", "plain at {'muon_lr': 0.04}"} <= near < {name for name, _ in tuning}
     judged = [study.specs[folder]["train"] for (stage, *_), folder in study.runs.items() if stage == "judge"]
     assert judged and all(train[key] == value for train in judged for key, value in taken.items())
     found = results.collect(study, "test")

@@ -324,7 +324,8 @@ def plain_rates_table(found):
     rows = []
     for row in (best or {}).get("rows", ()):
         value = record["flags"].get(row["flag"], record["start"][row["flag"]])
-        beside = ("–" if own is None else f"{own[0]:+.4f} ± {show(own[1], '.4f')}" for own in row["beside"])
+        beside = ("–" if own is None else f"{own[0]:+.4f} ± {show(own[1], '.4f')}" if own[0] < math.inf
+                  else "diverged" for own in row["beside"])
         rows.append((row["flag"], f"{record['start'][row['flag']]:g}", f"{value:g}", *beside))
     return Table(("rate", "at first", "best", "at half", "at double"), rows, (0,))
 

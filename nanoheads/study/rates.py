@@ -9,6 +9,7 @@ import math
 
 # flags of each optimizer that the search moves; lr takes along what follows from it
 MOVED = {"muon": ("muon_lr", "muon_momentum", "lr", "embed_lr"), "adamw": ("lr",)}
+FAR = 0.01  # bits/byte: twice what two seeds at the same rates differ by; so far off, two seeds are enough
 MOST_MOVES = 12  # of one flag by one factor: a search that goes on for longer has found no optimum
 
 
@@ -33,12 +34,20 @@ def neighbours(steps):
 
 
 def paired(scores, other):
-    """(mean, standard error) of scores minus others, {seed: bits/byte}, at the seeds that both have."""
-    differences = [scores[seed] - other[seed] for seed in scores if seed in other]
-    n, mean = len(differences), sum(differences) / max(1, len(differences))
+    """(mean, standard error) of scores minus others, {seed: bits/byte}, at the seeds that both have.
+
+    Without scores, since the run diverged, the mean is infinite.
+    """
+    differences = [scores[seed] - other[seed] for seed in scores if seed in other] or [math.inf]
+    n, mean = len(differences), sum(differences) / len(differences)
     if n < 2:
         return mean, math.inf
     return mean, math.sqrt(sum((d - mean)**2 for d in differences) / (n - 1) / n)
+
+
+def is_close(scores, best):
+    """Whether rates with these {seed: bits/byte} are not so far behind the best that two seeds are enough."""
+    return paired(scores, best)[0] < FAR
 
 
 def search(tried):
@@ -53,12 +62,8 @@ def search(tried):
         around = neighbours(at)
         if missing := [steps for steps in around if key_of(steps) not in scores]:
             return at, missing
-        better = []
-        for steps in around:
-            own = scores[key_of(steps)]
-            mean, error = paired(own, scores[key_of(at)]) if own else (math.inf, 0.0)
-            if mean < -error:
-                better.append((mean, key_of(steps), steps))
+        gains = [(*paired(scores[key_of(steps)], scores[key_of(at)]), steps) for steps in around]
+        better = [(mean, key_of(steps), steps) for mean, error, steps in gains if mean < -error]
         if not better:
             break
         at = min(better)[-1]
@@ -72,14 +77,16 @@ def key_of(steps):
 def summary(record):
     """What a study's record of its search says: {"steps", "gain", "rows"}; see Study.tune_plain().
 
-    rows: for each flag its value, and of half and of double the mean and standard error of the difference.
+    rows: for each flag its value, and of half and of double the mean and standard error of the difference,
+    infinite where it diverged, None where it was not tried.
     """
     scores = {key_of(each["steps"]): each["bpb"] for each in record["tried"]}
     steps, missing = search(record["tried"])
     rows = []
     for flag, n in steps.items():
         beside = [scores.get(key_of({**steps, flag: n + more})) for more in (-1, 1)]
-        rows.append(dict(flag=flag, steps=n, beside=[own and paired(own, scores[key_of(steps)])
-                                                     for own in beside]))
+        beside = [own if own is None else paired(own, scores[key_of(steps)]) for own in beside]
+        rows.append(dict(flag=flag, steps=n, beside=beside))
     gain = paired(scores[key_of(steps)], record["tried"][0]["bpb"])
-    return dict(steps=steps, finished=not missing, gain=gain, rows=rows)
+    finished = not missing and all(own and own[0] >= -own[1] for row in rows for own in row["beside"])
+    return dict(steps=steps, finished=finished, gain=gain, rows=rows)

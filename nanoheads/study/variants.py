@@ -115,7 +115,7 @@ class StudyConfig:
                 bad.append(f"mechanisms: unknown {pattern!r}; {hint}")
         if self.mechanism and self.mechanisms != [self.mechanism]:
             bad.append(f"mechanism={self.mechanism!r} is a study of its own: leave out mechanisms, or it")
-        if not self.mechanisms and not self.variants and not self.has_results_already:
+        if not (self.mechanisms or self.variants or self.tune_plain or self.has_results_already):
             bad.append("mechanisms and variants are empty: name at least one variant to compare")
         for name, flags in [("settings", self.settings), *self.variants.items()]:
             if not isinstance(flags, dict):
