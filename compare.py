@@ -335,7 +335,7 @@ def plan_of(study):
         notes.append("which are judged is known after the screening; here it is taken for the first ones")
     if c.tune_plain and not study.plain_rates:
         notes.append("the plain GPT's rates are tuned first: two runs of each rate's half and double, or "
-                     f"{len(c.tune_seeds)} where it is close, which are not in the hours; all that is above may "
+                     f"{len(c.tune_seeds)} where it is close, not in the hours; all that is above may "
                      "change")
     if c.tune_lr:
         notes.append("rates of those with a verdict are tuned after that, which is not counted")
