@@ -33,11 +33,13 @@ from torch.utils.checkpoint import checkpoint
 from nanoheads.kernels import (SKIP_FROM, ChunkedCrossEntropy, Linear, RowStats, attend, attend_in_rows,
                                attend_packed, attend_selected, block_mask, blocks_reached, float32_linear,
                                has_flex_attention, heads_of, normed_and_rotated, padded_rows, product_dtype,
-                               random_cells, relu2, rms_norm, row_statistics)
+                               random_cells, relu2, rms_norm, rope_tables, row_statistics)
 from nanoheads.logits import (check_sampling, discounted_return, distance_to_teacher, label_losses, logit,
                               penalise, portions, sample_token)
 from nanoheads.mechanism import (CONSTRAINTS, HeadAxis, Mechanism, Uniform, choices, flag, no_dropout,
                                  range_problems)
+from nanoheads.rivals import (ExclusiveAttention, ForgettingAttention, KeyOffset, OutputGate, QueryGain,
+                              ShortConv, Sink, StreamScalars, ValueEmbedding, ValueResidual)
 
 # What a recipe means: the values taken by the flags that were left at None.
 RECIPES = {
@@ -63,7 +65,7 @@ class PlainConfig:
     seed: int = flag(1337, at_least=0)   # initial values and data order
     # ---- recipe: a preset for the flags below; a flag that is set wins ----
     recipe: Literal["gpt2", "modern"] = "gpt2"  # as nanoGPT trains it | RoPE, QK-norm, RMSNorm, ReLU^2, Muon
-    pos: Optional[Literal["learned", "rope"]] = None  # positions
+    pos: Optional[Literal["learned", "rope", "none"]] = None  # positions
     norm: Optional[Literal["layernorm", "rmsnorm"]] = None  # rmsnorm has no learned scale
     act: Optional[Literal["gelu", "gelu_tanh", "relu2"]] = None  # gelu_tanh: OpenAI's own weights
     bias: Optional[bool] = None          # biases in the linear layers and LayerNorms
@@ -116,22 +118,6 @@ class RMSNorm(nn.Module):
 
 def make_norm(config):
     return RMSNorm() if config.norm == "rmsnorm" else nn.LayerNorm(config.n_embd, bias=config.bias)
-
-
-def rope_tables(config, head_size=None):
-    """cos and signed sin of every position's angles, each [block_size, head_size] (RoPE, eq. 34).
-
-    Dimension i is paired with i + head_size / 2, so rotating is x * cos + (x, halves swapped) * sin. Of those
-    pairs the first rope_share turn, at frequencies as of a head of that size; the others stand still.
-    """
-    half = (head_size or config.head_size) // 2
-    turned = max(1, round(config.rope_share * half))
-    freq = config.rope_base ** (-torch.arange(half, dtype=torch.float64) / turned)
-    freq[turned:] = 0.0
-    angle = torch.arange(config.block_size, dtype=torch.float64)[:, None] * freq
-    cos = torch.cat((angle.cos(), angle.cos()), -1)
-    sin = torch.cat((-angle.sin(), angle.sin()), -1)
-    return cos.float(), sin.float()
 
 
 # ---- the transformer ----
@@ -262,24 +248,27 @@ class CausalSelfAttention(AttentionCore):
 
     def forward(self, x, p):
         """(what joins the residual stream, Pass.results())."""
-        h = p.of_layer(x)
-        h.q, h.k, h.v = self.split(self.c_attn(x), self.n_head, h, x if self.tied else None)
+        h, mechanisms = p.of_layer(x), self.mechanisms()
+        for m in mechanisms:
+            m.read(self, h)
+        qkv = self.c_attn(h.x).view(*x.shape[:2], self.parts, self.n_head, self.head_size)
+        for m in mechanisms:
+            qkv = m.projected(self, qkv, h)
+        h.q, h.k, h.v = self.split(qkv, h, h.x if self.tied else None)
         h, y = self.outputs(h)
         return self.merge(y, h.none_open), h.results()
 
-    def split(self, qkv, n_head, h, values=None):
-        """[B, T, (3 or 1) * H * D] -> normed and rotated queries and keys, and values, each [B, H, T, D].
+    def split(self, qkv, h, values=None):
+        """[B, T, 3 or 1, H, D] -> normed and rotated queries and keys, and values, each [B, H, T, D].
 
         values: x, where keys are queries and values are slices of x.
         """
-        B, T, _ = qkv.shape
         rope = h.rope[self.head_size] if self.rope else None
-        qkv = qkv.view(B, T, 3 if values is None else 1, n_head, self.head_size)
         if values is None:
             return heads_of(qkv, self.qk_norm, rope)
         q = normed_and_rotated(qkv, self.qk_norm, rope).squeeze(2).transpose(1, 2)
         v = values.unflatten(-1, (-1, self.head_size))
-        v = v if v.size(2) == n_head else v[..., self.head_ids, :]
+        v = v if v.size(2) == self.n_head else v[..., self.head_ids, :]
         return q, q, v.transpose(1, 2)
 
     def merge(self, y, none_open=False):
@@ -370,16 +359,19 @@ class GPT(nn.Module):
         layers = [block.attn for block in self.transformer.h]
         if config.pos == "learned":
             self.transformer.wpe = nn.Embedding(config.block_size, config.n_embd)
-        else:
+        elif config.pos == "rope":
             self.head_sizes = {attn.head_size for attn in layers}
             for size in self.head_sizes:
-                for name, table in zip(("cos", "sin"), rope_tables(config, size)):  # over [T, (q, k), H, D]
+                tables = rope_tables(config.block_size, size, config.rope_base, config.rope_share)
+                for name, table in zip(("cos", "sin"), tables):  # over [T, (q, k), H, D]
                     self.register_buffer(f"{name}{size}", table[:, None, None], persistent=False)
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tied:
             self.lm_head.weight = self.transformer.wte.weight
-        if config.unet:
-            self.fuse = nn.ModuleList(SkipFusion(config, depth) for depth in range(config.n_layer // 2))
+        self.between = [cls.name for cls in BETWEEN_BLOCKS if cls.is_on(config)]
+        for cls in BETWEEN_BLOCKS:
+            if cls.is_on(config):
+                self.add_module(cls.name, cls(config))
         if AdvantageAttention.learns(config):
             self.value = ValueHead(config)
         self.mask = Window(config) if config.window else CausalMask(config)
@@ -459,6 +451,7 @@ class GPT(nn.Module):
             columns = torch.arange(past, past + T, device=idx.device)
             positions = (columns - pad[:, None]).clamp_min(0)  # (B, T)
         masks = [self.mask] * N if c.window_layers is None else [self.mask_of(i) for i in range(N)]
+        wanted.update(tokens=idx, left={})  # left: by layers for later ones
         passes = {mask: self.make_pass(mask, positions, past, T, cache, pad, idx.device, **wanted)
                   for mask in dict.fromkeys(masks)}
         x = self.transformer.wte(idx)
@@ -467,23 +460,32 @@ class GPT(nn.Module):
         if c.embed_norm:
             x = rms_norm(x)
         x = self.transformer.drop(x)
-        losses, named, skips = {}, dict(predictions={}, traces={}), []
+        losses, named, outputs = {}, dict(predictions={}, traces={}), [x]
         for i, block in enumerate(self.transformer.h):
+            if self.between:
+                x = self.mix(x, i, outputs)
             if c.checkpoint_activations and self.training:
                 x, results = checkpoint(block, x, passes[masks[i]], use_reentrant=False)
             else:
                 x, results = block(x, passes[masks[i]])
-            if c.unet and i < N // 2:
-                skips.append(x)
-            elif c.unet and i >= N - N // 2:  # of an odd number, the middle one has no partner
-                x = self.fuse[i - (N - N // 2)](x, skips.pop())
+            if self.between:
+                outputs.append(x)
+            wanted["left"].update(results["leaves"])
             for name, loss in results["losses"].items():
                 losses[name] = losses[name] + loss if name in losses else loss
             for kind, found in named.items():
                 found.update({f"blocks.{i}.{name}": t for name, t in results[kind].items()})
+        if self.between:
+            x = self.mix(x, N, outputs)
         if cache:
             cache.length += T
         return self.transformer.ln_f(x), dict(losses=losses, **named)
+
+    def mix(self, x, layer, outputs):
+        """What block `layer` reads (n_layer: the last norm), of the outputs so far; x is the last of them."""
+        for name in self.between:
+            x = getattr(self, name).mix(x, layer, outputs)
+        return x
 
     def make_pass(self, mask, positions, past, T, cache, pad, device, **wanted):
         """The Pass of the blocks with this CausalMask: only what is asked for. positions: a slice, or [B, T]
@@ -604,11 +606,11 @@ class GPT(nn.Module):
     # ---- sizes ----
 
     def num_params(self, non_embedding=False):
-        """Number of parameters; non_embedding: without positions and an untied embedding, looked up."""
+        """Number of parameters; non_embedding: without tables that are looked up."""
         n = sum(p.numel() for p in self.parameters())
         if non_embedding:
-            n -= self.transformer.wpe.weight.numel() if self.config.pos == "learned" else 0
-            n -= 0 if self.config.tied else self.transformer.wte.weight.numel()
+            tables = (m.weight for m in self.modules() if isinstance(m, nn.Embedding))
+            n -= sum(table.numel() for table in tables if table is not self.lm_head.weight)
         return n
 
     def flops_per_token(self):
@@ -794,6 +796,8 @@ class Pass:
     n_keys: Optional[torch.Tensor] = None     # keys that each query sees, [T] or [B, 1, T]
     valid: Optional[torch.Tensor] = None      # 0 where there is only padding, [B, T, 1]
     hint: Optional[torch.Tensor] = None       # the caller's input of the constraint router, [B, C]
+    left: Optional[dict] = None               # name -> what an earlier layer left for this one
+    tokens: Optional[torch.Tensor] = None     # what is read, [B, T]
     wants_losses: bool = False                # auxiliary losses
     wants_scores: bool = False                # the constraint heads' scores
     wants_traces: object = False              # "maps": attention maps too
@@ -809,6 +813,7 @@ class Pass:
     open_rows: Optional[list] = None          # the rows in which to compute each constraint head; None: all
     self_factor: Optional[torch.Tensor] = None       # of a constraint head's weight on the token itself
     gates: dict = field(default_factory=dict)        # name -> factor on y, broadcasting over [B, H, T, D]
+    leaves: dict = field(default_factory=dict)       # name -> what later layers find in left
     losses: dict = field(default_factory=dict)       # name -> weighted auxiliary loss
     predictions: dict = field(default_factory=dict)  # name -> what a loss over the logits compares
     traces: dict = field(default_factory=dict)       # name -> tensor, where traces are wanted
@@ -816,11 +821,12 @@ class Pass:
     def of_layer(self, x):
         """A copy for the layer that reads x [B, T, C]."""
         return Pass(self.rope, self.cache, self.mask, self.mask_mod, self.positions, self.n_keys, self.valid,
-                    self.hint, self.wants_losses, self.wants_scores, self.wants_traces, x)
+                    self.hint, self.left, self.tokens, self.wants_losses, self.wants_scores,
+                    self.wants_traces, x)
 
     def results(self):
         """What a layer gives beside its output."""
-        return dict(losses=self.losses, predictions=self.predictions, traces=self.traces)
+        return dict(losses=self.losses, predictions=self.predictions, traces=self.traces, leaves=self.leaves)
 
     @property
     def none_open(self):
@@ -835,63 +841,6 @@ class Pass:
 
 
 # ---- the mechanisms of a layer ----
-
-class KeyOffset(Mechanism):
-    """Half of each key's dimensions come from the token before (modded-nanogpt, 2025-12).
-
-    One layer then finds what followed an earlier copy of a token, which else takes two. Moved are the
-    dimensions that RoPE turns slowest; the first token keeps its own. Constraint heads are left as they are.
-    """
-
-    class Options:
-        key_offset: bool = False             # half of each key's dimensions come from the token before
-
-    name = flag = "key_offset"
-    modes = {"key_offset": dict(key_offset=True)}
-    needs_positions = True
-
-    def __init__(self, config, attn):
-        super().__init__()
-        half = attn.head_size // 2
-        moved = torch.arange(attn.head_size) % half >= (half + 1) // 2
-        self.register_buffer("moved", moved, persistent=False)
-
-    @staticmethod
-    def problems(config):
-        if config.head_size < 4:
-            yield f"key_offset moves a part of each key: a head size of {config.head_size} is below 4"
-
-    def before(self, attn, h):
-        last = None if h.cache is None else h.cache.swap(attn.layer, "key", h.k[:, :, -1:])
-        before = torch.cat((h.k[:, :, :1] if last is None else last, h.k[:, :, :-1]), 2)
-        begins = (h.positions if h.positions.dim() == 1 else h.positions[:, None])[..., None] == 0
-        h.k = torch.where(self.moved & ~begins, before, h.k)
-
-
-class ExclusiveAttention(Mechanism):
-    """XSA: take out of each head's output what its own value says (arXiv 2603.09078, eq. 3).
-
-    y - tanh(strength_h) * (y . v) v / |v|^2. The paper takes all of it out; at 0, the start, it is neutral.
-    """
-
-    class Options:
-        xsa: bool = False                    # take out of each output what points along the token's own value
-
-    name = flag = "xsa"
-    modes = {"xsa": dict(xsa=True)}
-    neutral = {"xsa": {}}
-    starts = {"strength": 0.0}
-    per_head = ("strength",)
-
-    def __init__(self, config, attn):
-        super().__init__()
-        self.strength = nn.Parameter(torch.empty(attn.n_total))
-
-    def after(self, attn, h):
-        v = h.v[:, :, -h.y.size(2):, :attn.head_size]  # a cache holds earlier tokens too
-        share = (h.y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
-        h.y = h.y - self.strength.tanh()[:, None, None].to(v.dtype) * share * v
-
 
 class HeadNorm(Mechanism):
     """RMS-normalise every head's output, per token, before the gates (Adaptive Transformer, section 5.3).
@@ -1355,40 +1304,6 @@ class HeadRoles(Mechanism):
         h.v = F.pad(h.v, (0, 2 * self.waves))
 
 
-class OutputGate(Mechanism):
-    """Gated attention, a rival: sigmoid(x W) on the outputs, per head or element (arXiv 2505.06708, eq. 5).
-
-    width: the gate reads the first channels of x alone (12 in modded-nanogpt, 2025-08).
-    """
-
-    class Options:
-        output_gate: Optional[Literal["headwise", "elementwise"]] = None  # sigmoid(x W) on the outputs
-        output_gate_width: Optional[int] = None  # channels of x that the gate reads; None: all
-
-    name = flag = "output_gate"
-    modes = {"output_gate": dict(output_gate="headwise"),
-             "output_gate_elementwise": dict(output_gate="elementwise"),
-             "output_gate_narrow": dict(output_gate="headwise", output_gate_width=12)}
-
-    def __init__(self, config, attn):
-        super().__init__()
-        self.size = attn.head_size if config.output_gate == "elementwise" else 1
-        self.width = config.output_gate_width or config.n_embd
-        self.proj = Linear(self.width, attn.n_total * self.size, bias=False)
-
-    @staticmethod
-    def problems(c):
-        if c.output_gate_width is not None and not 1 <= c.output_gate_width <= c.n_embd:
-            yield f"output_gate_width={c.output_gate_width} must be from 1 to n_embd={c.n_embd}"
-
-    def head_axes(self):
-        return [HeadAxis(self.proj, "weight", size=self.size)]
-
-    def before(self, attn, h):
-        gate = self.proj(h.x[..., :self.width]).sigmoid().unflatten(-1, (attn.n_total, self.size))
-        h.add_gate("output_gate", gate.transpose(1, 2))  # (B, H, T, 1 or D)
-
-
 class ConstraintHeads(Mechanism):
     """Heads of their own for named constraints: projections, a router over them, a score per token.
 
@@ -1525,7 +1440,8 @@ class ConstraintHeads(Mechanism):
             if h.cache is None and h.none_open:
                 h.v = F.pad(h.v, (0, 0, 0, 0, 0, self.n_head))  # for who reads all values
                 return  # not even projected
-        q, k, v = attn.split(self.c_attn(x), self.n_head, h)
+        qkv = self.c_attn(x).view(*x.shape[:2], 3, self.n_head, attn.head_size)
+        q, k, v = attn.split(qkv, h)
         if self.gate == "value":
             v = v * factor.to(h.x.dtype)
         if self.gate == "score":
@@ -1741,33 +1657,6 @@ class ContextGate(Mechanism):
         h.add_gate("acag_gate", self(h.row_stats, h.n_keys, h.positions))
 
 
-class Sink(Mechanism):
-    """A learned logit in each head's softmax, to attend to nothing: y * sigmoid(LSE - logit_h).
-
-    Source: gpt-oss (2025). The same as one key more, of that logit, whose value is 0.
-    """
-
-    class Options:
-        sink: bool = False                   # a learned logit in every softmax, to attend to nothing
-
-    name = flag = "sink"
-    modes = {"sink": dict(sink=True)}
-    neutral = {"sink": {"sink.logit": -50.0}}
-    starts = {"logit": 0.0}
-    per_head = ("logit",)
-    needs_row_stats = "lse"
-
-    def __init__(self, config, attn):
-        super().__init__()
-        self.logit = nn.Parameter(torch.empty(attn.n_total))
-
-    def after(self, attn, h):
-        h.add_gate("sink_gate", (h.row_stats.lse - self.logit[:, None]).sigmoid()[..., None])
-
-    def reweigh(self, attn, p, h):
-        return p * h.gates["sink_gate"].to(p.dtype)  # rows sum to what the sink leaves
-
-
 # ---- mechanisms outside the layers ----
 
 def identity_of_h(shape):
@@ -1865,6 +1754,21 @@ class SkipFusion(Mechanism):
         return mixed if self.mode == "published" else h + mixed
 
 
+class UNet(nn.ModuleList):
+    """The SkipFusion of each decoder block."""
+
+    name, is_on = SkipFusion.name, SkipFusion.is_on
+
+    def __init__(self, config):
+        super().__init__(SkipFusion(config, depth) for depth in range(config.n_layer // 2))
+        self.n_layer = config.n_layer
+
+    def mix(self, x, layer, outputs):
+        """x, what decoder block layer - 1 put out, with what its partner did; a middle block has none."""
+        depth = layer - 1 - (self.n_layer - len(self))
+        return x if depth < 0 else self[depth](x, outputs[self.n_layer - layer + 1])
+
+
 class Window(CausalMask, Mechanism):
     """Tokens see the near ones alone, with some first tokens, and blocks at random.
 
@@ -1934,10 +1838,13 @@ class Window(CausalMask, Mechanism):
 
 # ---- all of them ----
 
+
 # The mechanisms of a layer, in the order in which they act, and all.
-HEAD_MECHANISMS = [KeyOffset, ExclusiveAttention, HeadNorm, HeadRouter, SentinelGate, Agency,
-                   AdvantageAttention, HeadRoles, OutputGate, ConstraintHeads, ContextGate, Sink]
-MECHANISM_CLASSES = [*HEAD_MECHANISMS, SkipFusion, Window]
+HEAD_MECHANISMS = [ShortConv, ValueResidual, ValueEmbedding, QueryGain, KeyOffset, ExclusiveAttention,
+                   HeadNorm, HeadRouter, SentinelGate, Agency, AdvantageAttention, HeadRoles,
+                   ForgettingAttention, OutputGate, ConstraintHeads, ContextGate, Sink]
+BETWEEN_BLOCKS = [StreamScalars, UNet]
+MECHANISM_CLASSES = [*HEAD_MECHANISMS, StreamScalars, SkipFusion, Window]
 
 
 @dataclass

@@ -91,6 +91,22 @@ def relu2(x):
 
 # ---- queries, keys and values ----
 
+def rope_tables(length, head_size, base=10000.0, share=1.0):
+    """cos and signed sin of every position's angles, each [length, head_size] (RoPE, eq. 34).
+
+    Dimension i is paired with i + head_size / 2, so rotating is x * cos + (x, halves swapped) * sin. Of those
+    pairs the first share turn, at frequencies as of a head of that size; the others stand still.
+    """
+    half = head_size // 2
+    turned = max(1, round(share * half))
+    freq = base ** (-torch.arange(half, dtype=torch.float64) / turned)
+    freq[turned:] = 0.0
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * freq
+    cos = torch.cat((angle.cos(), angle.cos()), -1)
+    sin = torch.cat((-angle.sin(), angle.sin()), -1)
+    return cos.float(), sin.float()
+
+
 def rotate(x, cos, sin):
     """Rotate x [..., D] by its position's angles, given as rope_tables' cos and sin [..., D]."""
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin).type_as(x)
@@ -137,6 +153,19 @@ def normed_and_rotated(x, normed, rope):
     """x [B, T, n, H, D], RMS-normed and turned by rope, a pair of cos and sin, where wanted."""
     x = rms_norm(x) if normed else x
     return rotate(x, *rope) if rope else x
+
+
+def short_convolution(x, weight, bias):
+    """y_t = x_t + bias + sum_i weight_i x_{t-i} of x [B, width - 1 + T, C], weight [width, C], bias [1, C].
+
+    Returns [B, T, C]: the first width - 1 tokens are read alone. Shifted products: conv1d is slow on a CPU.
+    """
+    reach = len(weight) - 1
+    T = x.size(1) - reach
+    y = x[:, reach:] * (1 + weight[0]) + bias
+    for i in range(1, reach + 1):
+        y = torch.addcmul(y, x[:, reach - i:reach - i + T], weight[i])
+    return y
 
 
 # ---- linear maps ----

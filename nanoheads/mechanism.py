@@ -184,8 +184,18 @@ class Mechanism(nn.Module):
 
     # ---- the forward pass ----
 
+    def read(self, attn, h):
+        """Before the projection: rewrite h.x, the layer's normed input."""
+
+    def projected(self, attn, qkv, h):
+        """After the projection: queries, keys and values [B, T, 3, H, D], before norm and rotation."""
+        return qkv
+
     def before(self, attn, h):
-        """Before attention: rewrite h.q, h.k, h.v; add gates and losses that need h.x alone."""
+        """Before attention: rewrite h.q, h.k, h.v; add gates and losses that need h.x alone.
+
+        What it puts into h.leaves, later layers find in h.left by the same name.
+        """
 
     def behind_softmax(self, attn, h):
         """After attention, before every after(): change what the rows of weights gave, h.y."""

@@ -277,6 +277,46 @@ def priors(c, heads, T):
     return torch.tensor(rows, dtype=torch.float64).view(-1, T, T)
 
 
+def convolved(x, weight, bias):
+    """y_t = x_t + b + sum_i w_i x_{t-i} of x [B, T, C], weight [width, C]; nothing before the first."""
+    y = []
+    for t in range(x.size(1)):
+        y.append(x[:, t] + bias + sum(w * x[:, t - i] for i, w in enumerate(weight) if t >= i))
+    return torch.stack(y, 1)
+
+
+def short_convolutions(c, p, parts):
+    """q, k, v [B, T, H * D], those that short_conv names convolved."""
+    names = [name for name in "qkv" if c.short_conv and name in c.short_conv]
+    if not names:
+        return parts
+    n = len(names)
+    of = dict(zip(names, zip(p["short_conv.weight"].chunk(n, 1), p["short_conv.bias"][0].chunk(n))))
+    return [convolved(part, *of[name]) if name in of else part for name, part in zip("qkv", parts)]
+
+
+def mixed_values(c, p, b, x, v, layer, heads, passed):
+    """Values v [B, H, T, D] with those of the first layer, and with those of a token's own table."""
+    if c.value_residual and layer == 0:  # of a head that is closed or gone, nothing
+        own = torch.ones(len(heads), dtype=torch.float64)
+        if c.sentinel:
+            g = p["sentinel.logit"][:len(heads)]
+            own = own * (sigmoid(g) if c.sentinel == "sigmoid" else hard_concrete(g))
+        if c.agency:
+            own = own * agency_factor(c, p, b)[:len(heads)]
+        every = {h: own[i] * v[:, i] for i, h in enumerate(heads)}
+        passed["values"] = torch.stack([every.get(h, torch.zeros_like(x[..., :v.size(-1)]))
+                                        for h in range(c.n_head)], 1)
+    elif c.value_residual:
+        share = p["value_residual.share"]
+        v = (1 - share) * v + share * passed["values"][:, heads]
+    if "value_embedding.wte.weight" in p:
+        table = split(p["value_embedding.wte.weight"][passed["tokens"]], len(heads))
+        gate = 3 * sigmoid(x[..., :12] @ p["value_embedding.gate.weight"].T)
+        v = v + gate.transpose(1, 2)[..., None] * table
+    return v
+
+
 def base_logits(c, p, x, q, k, heads):
     """Logits [B, H, T, S] of the layer's own heads, before the mask."""
     s = q @ k.mT * (c.qk_max / q.size(-1) if c.qk_max else q.size(-1) ** -0.5)
@@ -288,6 +328,12 @@ def base_logits(c, p, x, q, k, heads):
             s = s * a.clamp_max(8).exp()[..., None]
         else:
             s = s + p["a2c.mix"][:, None, None] * a[..., None, :]
+    if c.query_gain:
+        s = s * p["query_gain.gain"][:, None, None]
+    if c.fox:  # the logarithm of the product of all gates behind the key
+        f = sigmoid(linear(p, x, "fox.proj")).transpose(1, 2)  # (B, H, T)
+        behind = [[f[..., j + 1:i + 1].log().sum(-1) for j in range(x.size(1))] for i in range(x.size(1))]
+        s = s + torch.stack([torch.stack(row, -1) for row in behind], -2)
     if c.roles:
         s = s + p["roles.strength"][:, None, None] * priors(c, heads, x.size(1))
     return s
@@ -334,27 +380,31 @@ def heads_of(c, layer, p):
     return left, len(p["constraint.w1"]) if "constraint.w1" in p else 0
 
 
-def attention(model, layer, x, hint=None, seen=None):
+def attention(model, layer, x, hint=None, seen=None, passed=None):
     """attend() of a model's layer. seen: who reads whom, in place of the model's own."""
     T, attn = x.size(1), model.transformer.h[layer].attn
     seen = visible(model, layer, T) if seen is None else seen
-    return attend(model.config, attn, layer, x, seen, torch.arange(T), hint)
+    return attend(model.config, attn, layer, x, seen, torch.arange(T), hint, passed)
 
 
-def attend(c, attn, layer, x, seen, t, hint=None):
+def attend(c, attn, layer, x, seen, t, hint=None, passed=None):
     """x [B, T, C] through an attention layer -> (what joins the stream, {name: what was computed}).
 
-    seen [T, T]: who reads whom; t [T]: the tokens before each; hint [B, C]: read by the constraint router.
+    seen [T, T]: who reads whom; t [T]: the tokens before each; hint [B, C]: read by the constraint router;
+    passed: {"tokens": [B, T], "values": of the first layer's heads, which that layer writes}.
     """
     p, b = dict(attn.named_parameters()), dict(attn.named_buffers())
     heads, E = heads_of(c, layer, p)
     H = len(heads)
+    if c.short_conv == "x":
+        x = convolved(x, p["short_conv.weight"], p["short_conv.bias"][0])
     if c.a2c == "published":  # keys are queries, values are slices of x
         q, v = split(linear(p, x, "c_attn"), H), split(x, c.n_head)[:, heads]
         q, k = queries_and_keys(c, q, q)
     else:
-        q, k, v = (split(part, H) for part in linear(p, x, "c_attn").chunk(3, -1))
+        q, k, v = (split(part, H) for part in short_convolutions(c, p, linear(p, x, "c_attn").chunk(3, -1)))
         q, k = queries_and_keys(c, q, k)
+    v = mixed_values(c, p, b, x, v, layer, heads, passed)
     s = base_logits(c, p, x, q, offset(k) if c.key_offset else k, heads)
     if E:
         g = constraint_gates(c, p, x, hint, attn.training).transpose(1, 2)  # (B, E, T)
@@ -404,9 +454,12 @@ def hidden(model, idx, hint=None, seen=None):
     if c.pos == "learned":
         x = x + p["transformer.wpe.weight"][:idx.size(1)]
     x, outputs = rms(x) if c.embed_norm else x, []
+    first, passed = x, dict(tokens=idx)
     for i in range(N):
         name = f"transformer.h.{i}."
-        after = x + attention(model, i, normed(c, p, x, name + "ln_1"), hint, seen)[0]
+        if c.stream_scalars:
+            x = p["stream_scalars.stream"][i] * x + p["stream_scalars.embedding"][i] * first
+        after = x + attention(model, i, normed(c, p, x, name + "ln_1"), hint, seen, passed)[0]
         read = normed(c, p, x if c.parallel else after, name + "ln_2")
         x = after + linear(p, activation(linear(p, read, name + "mlp.c_fc"), c.act), name + "mlp.c_proj")
         partner = N - 1 - i  # blocks are counted from 0 here

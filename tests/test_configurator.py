@@ -531,7 +531,7 @@ def test_a_missing_config_file_is_one_line(path, hint):
 @pytest.mark.parametrize("name,meant", [
     ("routng", "routing"),
     ("uent", "unet"),
-    ("outputgate", "output_gate"),
+    ("trainshakespearechar", "train_shakespeare_char"),
     ("constrant", "constraint"),
     ("acg", "acag"),
     ("shakespeare_mod", "shakespeare_modern"),

@@ -79,6 +79,14 @@ MIXTURES = {
                        constraint_router="hard_concrete", constraint_router_input="first", head_norm=True),
     "skipped": dict(constraint_names=["a", "b"], constraint_skip=0.5, constraint_layers=[0, 1],
                     output_gate="headwise"),
+    "rivals": dict(short_conv="qkv", short_conv_width=2, value_residual=True, value_embedding=True, fox=True,
+                   query_gain=True, stream_scalars=True, constraint_names=["a"], constraint_layers=[0, 1],
+                   roles=["previous", "long", "local"], sentinel="sigmoid", agency=True, unet="add"),
+    "rivals pruned": dict(head_ids=[[1, 2, 5], [0, 1]], short_conv="kv", short_conv_width=4,
+                          value_residual=True, value_embedding=True, fox=True, query_gain=True,
+                          sentinel="hard_concrete"),
+    "rivals of the input": dict(short_conv="x", routing="sigmoid", a2c="published", value_embedding=True,
+                                value_residual=True, fox=True, window=3, output_gate="headwise"),
     "pruned": dict(head_ids=[[1, 2, 5], [0]], routing="moh", roles=["previous", "long"], a2c="published",
                    constraint_names=["a"])}
 
@@ -861,7 +869,8 @@ def rewritten(model, x):
     """The first block's heads for x [B, T, C] before attention, and the advantages that it predicts."""
     attn = model.transformer.h[0].attn
     h = pass_of(model, x).of_layer(x)
-    h.q, h.k, h.v = attn.split(attn.c_attn(x), attn.n_head, h, x if attn.tied else None)
+    h.q, h.k, h.v = attn.split(attn.c_attn(x).unflatten(-1, (attn.parts, attn.n_head, -1)), h,
+                                  x if attn.tied else None)
     for m in attn.mechanisms():
         m.before(attn, h)
     return h, h.predictions["advantage"]

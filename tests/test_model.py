@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 import model as model_py
 import oracle
-from model import GPT, RECIPES, GPTConfig, KVCache, rope_tables
+from model import GPT, RECIPES, GPTConfig, KVCache
 from nanoheads import logits as logits_py
-from nanoheads.kernels import relu2, rms_norm, rotate
+from nanoheads.kernels import relu2, rms_norm, rope_tables, rotate
 from nanoheads.logits import check_sampling, penalise, sample_token
 from nanoheads.timing import mfu
 from oracle import tokens
@@ -132,7 +132,7 @@ def test_hand_written_cpu_gradients_equal_autograds():
 
 def test_rotated_logits_depend_on_distance_alone():
     config = GPTConfig(**TINY, recipe="modern")
-    cos, sin = (t.double() for t in rope_tables(config))
+    cos, sin = (t.double() for t in rope_tables(config.block_size, config.head_size))
     q, k = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
 
     def at(x, t):

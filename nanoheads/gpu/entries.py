@@ -49,6 +49,9 @@ VARIANTS = {
     "roles+sink": both("roles", "sink"),
     "checkpointed": dict(checkpoint_activations=True),
     "checkpointed+acag": dict(checkpoint_activations=True, **MECHANISMS["acag"]),
+    "checkpointed+value_residual": dict(checkpoint_activations=True, value_residual=True),
+    "rivals": {**MECHANISMS["short_conv"], **MECHANISMS["value_residual"], **MECHANISMS["value_embedding"],
+               **MECHANISMS["query_gain"], **MECHANISMS["fox"], **MECHANISMS["stream_scalars"]},
     "checkpointed+window": dict(checkpoint_activations=True, **MECHANISMS["window"]),
     "checkpointed+all_on": dict(checkpoint_activations=True, **ALL_ON),
     "thaw": dict(MECHANISMS["acag"]),  # the trunk is frozen, and thaws in the fourth step
@@ -89,7 +92,7 @@ def settings(check):
         size = {"recipe": "modern", **SIZE_124M}
     else:
         size = {**SIZE, "n_embd": SIZE["n_head"] * check.head_size}
-        if (check.head_size, check.dtype) != (64, "bfloat16") and not flags.get("unet"):
+        if (check.head_size, check.dtype) != (64, "bfloat16") and not {"unet", "value_residual"} & {*flags}:
             size["n_layer"] = 1  # the kernels are those of two
     if check.kind == "steps":
         flags.update(schedules(flags))

@@ -63,7 +63,9 @@ OF_MECHANISM = {
     """.split()],
     "ContextGate": ROW_STATISTICS,
     "Sink": ROW_STATISTICS,
-    "SkipFusion": "identity_of_h logit".split(),
+    "ShortConv": "short_convolution kept".split(),
+    "ForgettingAttention": "kept in_parts float32_linear linear32".split(),
+    "SkipFusion": "UNet identity_of_h logit".split(),
     "Window": [*FLEX, "random_cells", "blocks_reached"],
 }
 
@@ -91,7 +93,7 @@ MOVER = {"rules": ["ByRules"], "ann": ["ByNetwork"], "rl": ["ByReward"]}
 # logs, files as they are written and read back, the command line, generated text
 NOT_NUMBERS = set("""
     GPTConfig PlainConfig RECIPES choices range_problems flag RANGES TrainConfig OPTIMIZERS
-    ControllerConfig check_model no_dropout add_mechanism
+    ControllerConfig check_model no_dropout add_mechanism BETWEEN_BLOCKS
     MECHANISM_CLASSES HEAD_MECHANISMS MECHANISMS NEUTRAL ALL_ON
     Run PROGRESS join_ranks pick_device checked_device StopSignal Process.print0 Process.barrier
     log_steps log_step log_eval eval_line count_time open_bar open_folder print_run print_changes saves_in

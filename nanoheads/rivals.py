@@ -1,0 +1,379 @@
+"""
+Changes that others report gains with: what a new mechanism has to beat. Each is a Mechanism, as in model.py,
+which reads them from here.
+"""
+
+from typing import Literal, Optional
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from nanoheads.kernels import Linear, float32_linear, product_dtype, short_convolution
+from nanoheads.mechanism import HeadAxis, Mechanism, flag
+
+
+def kept(cache, attn, name, value):
+    """What a mechanism put into a KVCache for the tokens before these, or `value` at first."""
+    before = None if cache is None else cache.swap(attn.layer, name, None)
+    return value if before is None else before
+
+
+class ShortConv(Mechanism):
+    """A short causal convolution of each channel, y_t = x_t + b + sum_i w_i x_{t-i}, before norm and RoPE.
+
+    Source: arXiv 2607.18413, whose weights start N(0, 0.02) and lose at 0; Primer (2109.08668). "x" convolves
+    the layer's input in their place (Canon-A, arXiv 2512.17351). Before the first token there are zeros.
+    """
+
+    class Options:
+        short_conv: Optional[Literal["qkv", "kv", "q", "k", "v", "x"]] = None  # of which; x: the input
+        short_conv_width: int = flag(3, at_least=2)  # tokens that an output reads, its own too
+
+    name = flag = "short_conv"
+    modes = {"short_conv": dict(short_conv="qkv"), "short_conv_kv": dict(short_conv="kv"),
+             "short_conv_x": dict(short_conv="x")}
+    neutral = dict.fromkeys(modes, {"short_conv.weight": 0.0, "short_conv.bias": 0.0})
+    needs_positions = True
+
+    def __init__(self, config, attn):
+        super().__init__()
+        self.parts = ["qkv".index(part) for part in config.short_conv if part != "x"]
+        channels = len(self.parts) * attn.n_head * attn.head_size if self.parts else config.n_embd
+        self.head_size = attn.head_size
+        self.weight = nn.Parameter(torch.empty(config.short_conv_width, channels))
+        self.bias = nn.Parameter(torch.empty(1, channels))  # two dimensions: it starts as the weights do
+
+    @staticmethod
+    def problems(config):
+        if config.a2c == "published" and config.short_conv != "x":
+            yield (f"short_conv={config.short_conv!r} convolves queries, keys and values of a projection: "
+                   "a2c='published' has queries alone")
+
+    def head_axes(self):
+        how = dict(dim=1, size=self.head_size, extra=False, parts=len(self.parts))
+        return [HeadAxis(self, name, **how) for name in ("weight", "bias") if self.parts]
+
+    def read(self, attn, h):
+        if not self.parts:
+            h.x = self.convolved(h.x, attn, h)
+
+    def projected(self, attn, qkv, h):
+        if not self.parts:
+            return qkv
+        first, end = self.parts[0], self.parts[-1] + 1
+        y = self.convolved(qkv[:, :, first:end].flatten(2), attn, h)
+        y = y.view(*y.shape[:2], end - first, *qkv.shape[3:])
+        return torch.cat((qkv[:, :, :first], y, qkv[:, :, end:]), 2) if end - first < qkv.size(2) else y
+
+    def convolved(self, x, attn, h):
+        """x [B, T, channels] -> y of the same shape."""
+        reach = len(self.weight) - 1
+        if h.valid is not None:
+            x = x * h.valid  # padding is no token
+        before = kept(h.cache, attn, self.name, x.new_zeros(x.size(0), reach, x.size(2)))
+        both = torch.cat((before, x), 1)
+        if h.cache is not None:
+            h.cache.swap(attn.layer, self.name, both[:, -reach:])
+        return short_convolution(both, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
+class ValueResidual(Mechanism):
+    """Values mixed with those of the first layer, (1 - share) v_l + share v_1 (ResFormer, arXiv 2410.17897).
+
+    One share a layer, learned from 0.5. A gate of a head in the first layer is one of its v_1 too, so that a
+    head that is closed or pruned there leaves nothing.
+    """
+
+    class Options:
+        value_residual: bool = False         # values are mixed with those of the first layer
+
+    name = flag = "value_residual"
+    modes = {"value_residual": dict(value_residual=True)}
+    neutral = {"value_residual": {"value_residual.share": 0.0}}
+    starts = {"share": 0.5}
+
+    def __init__(self, config, attn):
+        super().__init__()
+        self.share = nn.Parameter(torch.empty(1)) if attn.layer else None
+
+    @staticmethod
+    def problems(config):
+        if config.n_layer < 2:
+            yield "value_residual mixes later layers' values with the first one's: n_layer=1 has none"
+        if config.constraint_names and config.constraint_variant == "B":
+            yield "value_residual needs heads of one size: constraint_variant='B' makes some layers' narrower"
+
+    def before(self, attn, h):
+        if self.share is None:
+            h.leaves["values"] = self.of_all_heads(attn, h)
+            return
+        first = h.left["values"]
+        first = first if attn.n_head == attn.n_base else first[:, attn.head_ids]
+        h.v = torch.lerp(h.v, first.to(h.v.dtype), self.share.to(h.v.dtype))
+
+    @staticmethod
+    def of_all_heads(attn, h):
+        """The layer's values, of heads that pruning took 0."""
+        v = h.v
+        if "gate" in h.gates:
+            v = v * h.gates["gate"][:attn.n_head].to(v.dtype)
+        if attn.n_head == attn.n_base:
+            return v
+        ids = torch.tensor(attn.head_ids, dtype=torch.long, device=v.device)
+        return v.new_zeros(len(v), attn.n_base, *v.shape[2:]).index_copy(1, ids, v)
+
+
+class ValueEmbedding(Mechanism):
+    """A table of values for each token of the vocabulary, v_h += 3 sigmoid(W x[:12])_h table[token]_h.
+
+    Source: nanochat (2026), modded-nanogpt; on every second layer, the last one too. The table is trained as
+    the embedding is, by whose name it goes; W starts N(0, 0.02), the gate at 1.5.
+    """
+
+    class Options:
+        value_embedding: bool = False        # every second layer's values have a part of the token's own
+
+    name = flag = "value_embedding"
+    modes = {"value_embedding": dict(value_embedding=True)}
+    neutral = {"value_embedding": {"value_embedding.wte.weight": 0.0}}
+    CHANNELS = 12  # of x, that its gate reads: nanochat's number
+
+    def __init__(self, config, attn):
+        super().__init__()
+        self.head_size = attn.head_size
+        self.wte = nn.Embedding(config.vocab_size, attn.n_head * attn.head_size)
+        self.gate = nn.Linear(min(self.CHANNELS, config.n_embd), attn.n_head, bias=False)
+
+    @classmethod
+    def on(cls, config, layer):
+        return cls.is_on(config) and (config.n_layer - 1 - layer) % 2 == 0
+
+    def head_axes(self):
+        return [HeadAxis(self.wte, "weight", dim=1, size=self.head_size, extra=False),
+                HeadAxis(self.gate, "weight", extra=False)]
+
+    def before(self, attn, h):
+        own = self.wte(h.tokens).unflatten(-1, (attn.n_head, attn.head_size)).transpose(1, 2)
+        gate = 3 * self.gate(h.x[..., :self.gate.in_features]).sigmoid()
+        h.v = h.v + (gate.transpose(1, 2)[..., None] * own).to(h.v.dtype)
+
+
+class QueryGain(Mechanism):
+    """A learned factor of each head's logits, from 1 on: how sharply it attends.
+
+    With qk_norm it moves the largest logit of a head away from qk_max.
+    """
+
+    class Options:
+        query_gain: bool = False             # a learned factor of each head's logits
+
+    name = flag = "query_gain"
+    modes = {"query_gain": dict(query_gain=True)}
+    neutral = {"query_gain": {}}  # as it starts
+
+    def __init__(self, config, attn):
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(attn.n_head))
+
+    def head_axes(self):
+        return [HeadAxis(self, "gain", extra=False)]
+
+    def before(self, attn, h):
+        h.q = h.q * self.gain[:, None, None].to(h.q.dtype)
+
+
+class ForgettingAttention(Mechanism):
+    """FoX: a forget gate f = sigmoid(w x + b) of each head and token fades all keys before it.
+
+    Source: arXiv 2503.02130, eq. 3: logits + c_t - c_s, where c is the running sum of log f, in float32. The
+    softmax drops c_t, so a bias of - c_s on key s is all.
+    """
+
+    class Options:
+        fox: bool = False                    # a gate of each head and token that fades all keys before it
+
+    name = flag = "fox"
+    modes = {"fox": dict(fox=True)}
+    neutral = {"fox": {"fox.proj.weight": 0.0, "fox.proj.bias": 50.0}}
+    needs_positions = True
+    PAD = 8  # the bias is up to three more dimensions of q and k, and kernels want multiples of 8
+
+    def __init__(self, config, attn):
+        super().__init__()
+        self.proj = nn.Linear(config.n_embd, attn.n_head)
+
+    def head_axes(self):
+        return [HeadAxis(self.proj, "weight", extra=False), HeadAxis(self.proj, "bias", extra=False)]
+
+    def before(self, attn, h):
+        log_f = F.logsigmoid(float32_linear(self.proj, h.x))
+        if h.valid is not None:
+            log_f = log_f * h.valid  # padding fades nothing
+        c = log_f.cumsum(1) + kept(h.cache, attn, self.name, 0.0)
+        if h.cache is not None:
+            h.cache.swap(attn.layer, self.name, c[:, -1:])
+        if h.wants_traces:
+            h.traces["log_forget"] = log_f
+        dtype = product_dtype(h.v)
+        biases = torch.stack(in_parts(-c.transpose(1, 2) / attn.scale, dtype), -1)
+        ones = torch.ones_like(biases).expand(*h.q.shape[:3], -1)
+        h.q = F.pad(torch.cat((h.q.to(dtype), ones), -1), (0, self.PAD - ones.size(-1)))
+        h.k = F.pad(torch.cat((h.k.to(dtype), biases), -1), (0, self.PAD - ones.size(-1)))
+        h.v = F.pad(h.v, (0, self.PAD))
+
+
+def in_parts(x, dtype):
+    """x as a sum of tensors of a dtype, to float32's precision: in bfloat16 hundreds have few digits."""
+    parts = []
+    for _ in range(1 if dtype in (torch.float32, torch.float64) else 3):
+        parts.append(x.to(dtype))
+        x = x - parts[-1].to(x.dtype)
+    return parts
+
+
+class KeyOffset(Mechanism):
+    """Half of each key's dimensions come from the token before (modded-nanogpt, 2025-12).
+
+    One layer then finds what followed an earlier copy of a token, which else takes two. Moved are the
+    dimensions that RoPE turns slowest; the first token keeps its own. Constraint heads are left as they are.
+    """
+
+    class Options:
+        key_offset: bool = False             # half of each key's dimensions come from the token before
+
+    name = flag = "key_offset"
+    modes = {"key_offset": dict(key_offset=True)}
+    needs_positions = True
+
+    def __init__(self, config, attn):
+        super().__init__()
+        half = attn.head_size // 2
+        moved = torch.arange(attn.head_size) % half >= (half + 1) // 2
+        self.register_buffer("moved", moved, persistent=False)
+
+    @staticmethod
+    def problems(config):
+        if config.head_size < 4:
+            yield f"key_offset moves a part of each key: a head size of {config.head_size} is below 4"
+
+    def before(self, attn, h):
+        last = None if h.cache is None else h.cache.swap(attn.layer, "key", h.k[:, :, -1:])
+        before = torch.cat((h.k[:, :, :1] if last is None else last, h.k[:, :, :-1]), 2)
+        begins = (h.positions if h.positions.dim() == 1 else h.positions[:, None])[..., None] == 0
+        h.k = torch.where(self.moved & ~begins, before, h.k)
+
+
+class ExclusiveAttention(Mechanism):
+    """XSA: take out of each head's output what its own value says (arXiv 2603.09078, eq. 3).
+
+    y - tanh(strength_h) * (y . v) v / |v|^2. The paper takes all of it out; at 0, the start, it is neutral.
+    """
+
+    class Options:
+        xsa: bool = False                    # take out of each output what points along the token's own value
+
+    name = flag = "xsa"
+    modes = {"xsa": dict(xsa=True)}
+    neutral = {"xsa": {}}
+    starts = {"strength": 0.0}
+    per_head = ("strength",)
+
+    def __init__(self, config, attn):
+        super().__init__()
+        self.strength = nn.Parameter(torch.empty(attn.n_total))
+
+    def after(self, attn, h):
+        v = h.v[:, :, -h.y.size(2):, :attn.head_size]  # a cache holds earlier tokens too
+        share = (h.y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
+        h.y = h.y - self.strength.tanh()[:, None, None].to(v.dtype) * share * v
+
+
+class OutputGate(Mechanism):
+    """Gated attention, a rival: sigmoid(x W) on the outputs, per head or element (arXiv 2505.06708, eq. 5).
+
+    width: the gate reads the first channels of x alone (12 in modded-nanogpt, 2025-08).
+    """
+
+    class Options:
+        output_gate: Optional[Literal["headwise", "elementwise"]] = None  # sigmoid(x W) on the outputs
+        output_gate_width: Optional[int] = None  # channels of x that the gate reads; None: all
+
+    name = flag = "output_gate"
+    modes = {"output_gate": dict(output_gate="headwise"),
+             "output_gate_elementwise": dict(output_gate="elementwise"),
+             "output_gate_narrow": dict(output_gate="headwise", output_gate_width=12)}
+
+    def __init__(self, config, attn):
+        super().__init__()
+        self.size = attn.head_size if config.output_gate == "elementwise" else 1
+        self.width = config.output_gate_width or config.n_embd
+        self.proj = Linear(self.width, attn.n_total * self.size, bias=False)
+
+    @staticmethod
+    def problems(c):
+        if c.output_gate_width is not None and not 1 <= c.output_gate_width <= c.n_embd:
+            yield f"output_gate_width={c.output_gate_width} must be from 1 to n_embd={c.n_embd}"
+
+    def head_axes(self):
+        return [HeadAxis(self.proj, "weight", size=self.size)]
+
+    def before(self, attn, h):
+        gate = self.proj(h.x[..., :self.width]).sigmoid().unflatten(-1, (attn.n_total, self.size))
+        h.add_gate("output_gate", gate.transpose(1, 2))  # (B, H, T, 1 or D)
+
+
+class Sink(Mechanism):
+    """A learned logit in each head's softmax, to attend to nothing: y * sigmoid(LSE - logit_h).
+
+    Source: gpt-oss (2025). The same as one key more, of that logit, whose value is 0.
+    """
+
+    class Options:
+        sink: bool = False                   # a learned logit in every softmax, to attend to nothing
+
+    name = flag = "sink"
+    modes = {"sink": dict(sink=True)}
+    neutral = {"sink": {"sink.logit": -50.0}}
+    starts = {"logit": 0.0}
+    per_head = ("logit",)
+    needs_row_stats = "lse"
+
+    def __init__(self, config, attn):
+        super().__init__()
+        self.logit = nn.Parameter(torch.empty(attn.n_total))
+
+    def after(self, attn, h):
+        h.add_gate("sink_gate", (h.row_stats.lse - self.logit[:, None]).sigmoid()[..., None])
+
+    def reweigh(self, attn, p, h):
+        return p * h.gates["sink_gate"].to(p.dtype)  # rows sum to what the sink leaves
+
+
+class StreamScalars(Mechanism):
+    """Two numbers a block: it reads a x + b x_0, where x is the stream and x_0 the embedding.
+
+    Source: nanochat (2026), modded-nanogpt; a starts at 1.15, falling to 1.05 with depth, b at 0.2, to 0.05.
+    """
+
+    class Options:
+        stream_scalars: bool = False         # each block reads a x + b x_0, x_0 the embedding
+
+    name = flag = "stream_scalars"
+    modes = {"stream_scalars": dict(stream_scalars=True)}
+    neutral = {"stream_scalars": {"stream_scalars.stream": 1.0, "stream_scalars.embedding": 0.0}}
+
+    def __init__(self, config):
+        super().__init__()
+        self.stream = nn.Parameter(torch.empty(config.n_layer))
+        self.embedding = nn.Parameter(torch.empty(config.n_layer))
+
+    def initial_values(self):
+        n = len(self.stream)
+        return {"stream": torch.linspace(1.15, 1.05, n), "embedding": torch.linspace(0.2, 0.05, n)}
+
+    def mix(self, x, layer, outputs):
+        """What block `layer` reads; the last norm reads the stream as it is."""
+        if layer == len(self.stream):
+            return x
+        return self.stream[layer] * x + self.embedding[layer] * outputs[0]
