@@ -19,7 +19,6 @@ arXiv 2109.08668 (squared ReLU).
 
 import hashlib
 import math
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, NamedTuple, Optional
 
@@ -32,12 +31,13 @@ from torch.utils.checkpoint import checkpoint
 
 from nanoheads.kernels import (SKIP_FROM, ChunkedCrossEntropy, Linear, RowStats, attend, attend_in_rows,
                                attend_packed, attend_selected, block_mask, blocks_reached, float32_linear,
-                               has_flex_attention, heads_of, normed_and_rotated, padded_rows, product_dtype,
-                               random_cells, relu2, rms_norm, rope_tables, row_statistics)
+                               for_each_head, grouped_heads_of, has_flex_attention, heads_of,
+                               normed_and_rotated, padded_rows, product_dtype, random_cells, relu2, rms_norm,
+                               rope_tables, row_statistics)
 from nanoheads.logits import (check_sampling, discounted_return, distance_to_teacher, label_losses, logit,
                               penalise, portions, sample_token)
-from nanoheads.mechanism import (CONSTRAINTS, HeadAxis, Mechanism, Uniform, choices, flag, no_dropout,
-                                 range_problems)
+from nanoheads.mechanism import (CONSTRAINTS, HeadAxis, HeadControl, Mechanism, Uniform, choices, flag,
+                                 no_dropout, range_problems, whole_groups)
 from nanoheads.rivals import (ExclusiveAttention, ForgettingAttention, KeyOffset, OutputGate, QueryGain,
                               ShortConv, Sink, StreamScalars, ValueEmbedding, ValueResidual)
 
@@ -58,6 +58,7 @@ class PlainConfig:
     vocab_size: Optional[int] = flag(None, at_least=1)  # number of tokens; None: the dataset's, when training
     n_layer: int = flag(12, at_least=1)  # number of blocks
     n_head: int = flag(12, at_least=1)   # attention heads per block
+    n_kv_head: Optional[int] = flag(None, at_least=1)  # key and value heads, shared by groups; None: n_head
     n_embd: int = flag(768, at_least=1)  # width of the residual stream
     n_inner: Optional[int] = flag(None, at_least=1)  # width inside the MLP; None: 4 * n_embd
     dropout: float = flag(0.0, at_least=0, below=1)  # on the embedding, attention weights, both projections
@@ -90,6 +91,11 @@ class PlainConfig:
         return self.n_embd // self.n_head
 
     @property
+    def group(self):
+        """How many heads share a key and value head."""
+        return max(1, self.n_head // (self.n_kv_head or self.n_head or 1))
+
+    @property
     def weight_dropout(self):
         """Dropout on the attention weights."""
         return self.dropout if self.attn_dropout is None else self.attn_dropout
@@ -100,6 +106,8 @@ class PlainConfig:
             yield f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}"
         elif self.n_head > 0 and self.pos == "rope" and self.head_size % 2:
             yield f"pos='rope' needs an even head size, n_embd/n_head={self.head_size}"
+        if self.n_kv_head and self.n_head % self.n_kv_head:
+            yield f"n_kv_head={self.n_kv_head} must divide n_head={self.n_head}, into groups of heads"
         if self.qk_max is not None and not self.qk_norm:
             yield f"qk_max={self.qk_max} needs qk_norm, without which nothing bounds the logits"
         every = set(range(self.n_head))
@@ -107,6 +115,9 @@ class PlainConfig:
                                           or any(h != sorted(set(h) & every) for h in self.head_ids)):
             yield (f"head_ids={self.head_ids} must list, for each of the {self.n_layer} layers, "
                    f"heads from 0 to {self.n_head - 1} in order")
+        elif self.head_ids is not None and any(not whole_groups(h, self.group) for h in self.head_ids):
+            yield (f"head_ids={self.head_ids} must list whole groups of {self.group} heads, which share keys "
+                   f"and values with n_kv_head={self.n_kv_head}")
 
 
 # ---- pieces ----
@@ -128,6 +139,8 @@ class AttentionCore(nn.Module):
     A subclass sets layer, head_ids (what pruning left, by the original numbers), n_base (constraint heads are
     numbered on from there), n_head, n_extra, head_size, scale and attn_dropout, and then adds mechanisms.
     """
+
+    group = 1  # heads that share a key and a value
 
     def add_mechanisms(self, config):
         for cls in HEAD_MECHANISMS:
@@ -179,6 +192,8 @@ class AttentionCore(nn.Module):
         q, k, v, row_stats = h.q, h.k, h.v, None
         dropout = self.attn_dropout if self.training else 0.0
         needs = "shape" if h.wants_traces else self.needs_row_stats
+        if needs or h.used is not None or h.open_rows:  # kernels for which each head has its own
+            k, v = for_each_head(k, q.size(1)), for_each_head(v, q.size(1))
         if needs:
             y, row_stats = row_statistics(q, k, v, self.scale, h.mask, h.n_keys, self.detach_row_stats,
                                           dropout, shape=needs == "shape")
@@ -205,7 +220,7 @@ class AttentionCore(nn.Module):
         """What every model's traces hold, beside those of its mechanisms."""
         h.traces.update(entropy=h.row_stats.entropy, concentration=h.row_stats.log_p2.exp())
         if h.wants_traces == "maps":
-            logits = (h.q @ h.k.mT).float() * self.scale
+            logits = (h.q @ for_each_head(h.k, h.q.size(1)).mT).float() * self.scale
             p = logits.masked_fill(~h.mask, -math.inf).softmax(-1)
             for m in self.mechanisms():
                 p = m.reweigh(self, p, h)
@@ -239,37 +254,45 @@ class CausalSelfAttention(AttentionCore):
         self.n_extra = ConstraintHeads.count(config, layer)
         self.rope, self.qk_norm = config.pos == "rope", config.qk_norm
         self.tied = config.a2c == "published"  # keys are queries, values are slices of x
-        self.parts = 1 if self.tied else 3  # q, k, v in c_attn
-        self.c_attn = Linear(config.n_embd, self.parts * self.n_head * self.head_size, bias=config.bias)
+        self.group, self.parts = config.group, 1 if self.tied else 3  # q, k, v in c_attn
+        rows = self.n_head if self.tied else self.n_head + 2 * self.n_kv_head
+        self.c_attn = Linear(config.n_embd, rows * self.head_size, bias=config.bias)
         self.c_proj = Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias)
         self.attn_dropout = config.weight_dropout
         self.resid_dropout = nn.Dropout(config.dropout)
         self.add_mechanisms(config)
+
+    @property
+    def n_kv_head(self):
+        """Key and value heads, of those that are left."""
+        return self.n_head // self.group
 
     def forward(self, x, p):
         """(what joins the residual stream, Pass.results())."""
         h, mechanisms = p.of_layer(x), self.mechanisms()
         for m in mechanisms:
             m.read(self, h)
-        qkv = self.c_attn(h.x).view(*x.shape[:2], self.parts, self.n_head, self.head_size)
+        qkv = self.c_attn(h.x).view(*x.shape[:2], self.c_attn.out_features // self.head_size, self.head_size)
         for m in mechanisms:
             qkv = m.projected(self, qkv, h)
-        h.q, h.k, h.v = self.split(qkv, h, h.x if self.tied else None)
+        h.q, h.k, h.v = self.split(qkv, h, self.n_head, self.n_kv_head, h.x if self.tied else None)
         h, y = self.outputs(h)
         return self.merge(y, h.none_open), h.results()
 
-    def split(self, qkv, h, values=None):
-        """[B, T, 3 or 1, H, D] -> normed and rotated queries and keys, and values, each [B, H, T, D].
+    def split(self, qkv, h, n_head, n_kv_head, values=None):
+        """[B, T, heads of q, k and v, D] -> normed and rotated q and k, and v, each [B, heads, T, D].
 
         values: x, where keys are queries and values are slices of x.
         """
         rope = h.rope[self.head_size] if self.rope else None
-        if values is None:
-            return heads_of(qkv, self.qk_norm, rope)
-        q = normed_and_rotated(qkv, self.qk_norm, rope).squeeze(2).transpose(1, 2)
-        v = values.unflatten(-1, (-1, self.head_size))
-        v = v if v.size(2) == self.n_head else v[..., self.head_ids, :]
-        return q, q, v.transpose(1, 2)
+        if values is not None:
+            q = normed_and_rotated(qkv[:, :, None], self.qk_norm, rope).squeeze(2).transpose(1, 2)
+            v = values.unflatten(-1, (-1, self.head_size))
+            v = v if v.size(2) == n_head else v[..., self.head_ids, :]
+            return q, q, v.transpose(1, 2)
+        if n_kv_head == n_head:
+            return heads_of(qkv.unflatten(2, (3, n_head)), self.qk_norm, rope)
+        return grouped_heads_of(qkv, n_head, n_kv_head, self.qk_norm, rope)
 
     def merge(self, y, none_open=False):
         """Heads side by side, [B, H, T, D] -> [B, T, C], and out into the residual stream.
@@ -288,14 +311,15 @@ class CausalSelfAttention(AttentionCore):
     def head_axes(self):
         """Every HeadAxis of the layer and its mechanisms."""
         D = self.head_size
-        own = [HeadAxis(self.c_attn, "weight", size=D, extra=False, parts=self.parts),
-               HeadAxis(self.c_attn, "bias", size=D, extra=False, parts=self.parts),
-               HeadAxis(self.c_proj, "weight", dim=1, size=D, extra=False)]
-        return own + super().head_axes()
+        own = [HeadAxis(self.c_attn, name, size=D, extra=False, parts=self.parts, shared=self.parts - 1)
+               for name in ("weight", "bias")]
+        out = HeadAxis(self.c_proj, "weight", dim=1, size=D, extra=False)
+        return [*own, out, *super().head_axes()]
 
     def matrices(self):
-        """[(weight, matrices stacked in it by rows)], for Muon."""
-        own = [(self.c_attn.weight, self.parts), (self.c_proj.weight, 1)]
+        """[(weight, matrices stacked in it by rows: how many, or their heights in proportion)], for Muon."""
+        parts = self.parts if self.group == 1 else (self.group, 1, 1)
+        own = [(self.c_attn.weight, parts), (self.c_proj.weight, 1)]
         return own + [matrix for m in self.mechanisms() for matrix in m.matrices()]
 
 
@@ -342,7 +366,7 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x)), results
 
 
-class GPT(nn.Module):
+class GPT(HeadControl, nn.Module):
     """The language model. Parameter names are nanoGPT's. Raises ValueError on an impossible config."""
 
     def __init__(self, config):
@@ -655,40 +679,6 @@ class GPT(nn.Module):
         for cls in MECHANISM_CLASSES:
             aux = cls.aux_at_step(self.config, aux, step)
         return aux
-
-    def set_head(self, layer, head, gate=None, state=None, consent=None, step=0):
-        """Set a head's gate by hand (above its own ones; None leaves it), its agency state, its consent.
-
-        Raises ValueError for a head or state that there is not.
-        """
-        if not 0 <= layer < self.config.n_layer:
-            raise ValueError(f"there is no block {layer}; they go from 0 to {self.config.n_layer - 1}")
-        attn = self.transformer.h[layer].attn
-        heads = attn.all_head_ids()
-        if head not in heads:
-            raise ValueError(f"block {layer} has no head {head}; it has {', '.join(map(str, heads))}")
-        i = heads.index(head)
-        if gate is not None:
-            if attn.gate_override is None:
-                attn.gate_override = torch.full((len(heads),), math.nan, device=attn.c_proj.weight.device)
-            attn.gate_override[i] = gate
-        if state is not None or consent is not None:
-            if attn.agency is None:
-                raise ValueError("the model has no head states: it was trained with agency off")
-            attn.agency.set(i, state, consent, step)
-
-    @contextmanager
-    def gates(self, by_layer):
-        """Inside of it, gates set by hand: {layer: [H], NaN: the layer's own; None: all}. Then as before."""
-        layers = [block.attn for block in self.transformer.h]
-        before = [attn.gate_override for attn in layers]
-        try:
-            for layer, gate in by_layer.items():
-                layers[layer].gate_override = gate
-            yield self
-        finally:
-            for attn, gate in zip(layers, before):
-                attn.gate_override = gate
 
 
 # ---- what a forward pass carries, and returns ----
@@ -1173,6 +1163,11 @@ class AdvantageAttention(Mechanism):
             self.mix = nn.Parameter(torch.empty(attn.n_head))
 
     @staticmethod
+    def problems(config):
+        if config.a2c == "published" and config.group > 1:
+            yield f"a2c='published' has queries as keys, one for each head: not n_kv_head={config.n_kv_head}"
+
+    @staticmethod
     def learns(config):
         """Whether a critic and a value head are trained on the returns to come."""
         return config.a2c in ("temperature", "key_bias")
@@ -1197,6 +1192,7 @@ class AdvantageAttention(Mechanism):
         elif self.mode == "temperature":
             h.q = h.q * per_head.clamp_max(self.MAX).exp().to(h.q.dtype)
         else:  # q . k + bias as one dimension more: (q, 1) . (k, bias)
+            h.k, h.v = for_each_head(h.k, attn.n_head), for_each_head(h.v, attn.n_head)
             bias = (self.mix[:, None, None] * per_head / attn.scale).to(h.k.dtype)
             h.q = F.pad(torch.cat((h.q, torch.ones_like(bias)), -1), (0, self.PAD - 1))
             h.k = F.pad(torch.cat((h.k, bias), -1), (0, self.PAD - 1))
@@ -1299,6 +1295,7 @@ class HeadRoles(Mechanism):
             features = factor * torch.cat((angle.cos(), angle.sin()), -1)  # ([B,] H, T, 2 waves)
             return torch.cat((x, features.to(x.dtype).expand(*x.shape[:3], -1)), -1)
 
+        h.k, h.v = for_each_head(h.k, attn.n_head), for_each_head(h.v, attn.n_head)
         h.q = widened(h.q, (t - offset) * speed, strength)
         h.k = widened(h.k, t * speed, 1.0)
         h.v = F.pad(h.v, (0, 2 * self.waves))
@@ -1426,6 +1423,7 @@ class ConstraintHeads(Mechanism):
         return [(self.c_attn.weight, 3), (self.c_proj.weight, 1)]
 
     def before(self, attn, h):
+        h.k, h.v = for_each_head(h.k, attn.n_head), for_each_head(h.v, attn.n_head)
         x = h.x.detach() if self.stopped else h.x
         logits = self.router_logits(x, h, attn.layer)
         gates = self.router_gates(logits)
@@ -1440,8 +1438,8 @@ class ConstraintHeads(Mechanism):
             if h.cache is None and h.none_open:
                 h.v = F.pad(h.v, (0, 0, 0, 0, 0, self.n_head))  # for who reads all values
                 return  # not even projected
-        qkv = self.c_attn(x).view(*x.shape[:2], 3, self.n_head, attn.head_size)
-        q, k, v = attn.split(qkv, h)
+        qkv = self.c_attn(x).view(*x.shape[:2], 3 * self.n_head, attn.head_size)
+        q, k, v = attn.split(qkv, h, self.n_head, self.n_head)
         if self.gate == "value":
             v = v * factor.to(h.x.dtype)
         if self.gate == "score":
@@ -1855,6 +1853,8 @@ class GPTConfig(*(cls.Options for cls in reversed(MECHANISM_CLASSES)), PlainConf
         for name, value in RECIPES.get(self.recipe, {}).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        if self.n_kv_head == self.n_head:
+            self.n_kv_head = None
         for cls in MECHANISM_CLASSES:
             cls.settle(self)
 

@@ -70,8 +70,9 @@ def magnitude(model, x, y, seed):
     for attn in attentions(model):
         n, D = attn.n_head, attn.head_size
         each = attn.c_proj.weight.detach().unflatten(1, (n, D)).norm(dim=(0, 2))
-        if not attn.tied:  # else slices of x are the values
-            each = each * attn.c_attn.weight.detach().unflatten(0, (3, n, D))[2].norm(dim=(1, 2))
+        if not attn.tied and n:  # else slices of x are the values
+            values = attn.c_attn.weight.detach()[-attn.n_kv_head * D:].unflatten(0, (-1, D)).norm(dim=(1, 2))
+            each = each * values.repeat_interleave(attn.group)
         norms.append(each)
     return norms
 
@@ -128,17 +129,21 @@ CRITERIA = {"random": random, "magnitude": magnitude, "gate": gate, "entropy": e
 # ---- what goes ----
 
 def removal_order(model, by, n, floor, x, y, seed):
-    """[(layer, head)] of the n heads to remove, in that order, by their original numbers."""
-    gone, left, scores = [], [attn.n_head for attn in attentions(model)], {}
-    for _ in range(n):
+    """[(layer, head)] of the n heads to remove, in that order, by their original numbers.
+
+    Heads that share keys and values go together, by their mean score; n is a number of whole groups.
+    """
+    gone, left, scores, group = [], [attn.n_head for attn in attentions(model)], {}, model.config.group
+    while len(gone) < n:
         if not scores or by == "importance_rescored":
             with closed(model, gone):
                 found = CRITERIA[by](model, x, y, seed)
-            scores = {(layer, head): score for layer, attn in enumerate(attentions(model))
-                      for head, score in zip(attn.head_ids, found[layer].tolist())}
-        may_go = [place for place in scores if place not in gone and left[place[0]] > floor]
-        gone.append(min(may_go, key=scores.get))
-        left[gone[-1][0]] -= 1
+            scores = {(layer, attn.head_ids[i]): mean(found[layer][i:i + group].tolist())
+                      for layer, attn in enumerate(attentions(model)) for i in range(0, attn.n_head, group)}
+        may_go = [place for place in scores if place not in gone and left[place[0]] - group >= floor]
+        layer, first = min(may_go, key=scores.get)
+        gone += [(layer, first + i) for i in range(group)]
+        left[layer] -= group
     return gone
 
 
@@ -259,7 +264,7 @@ def rows_of(args, number):
     state, model, data = args.loaded[number]
     x, y = (t.to(args.device) for t in fixed_text(data, "train", model.config.block_size, args.text))
     heads, whole = sum(attn.n_head for attn in attentions(model)), model.flops_per_token()
-    goes = {to: heads - round(to * heads) for to in args.to}
+    goes = {to: heads - round(to * heads / model.config.group) * model.config.group for to in args.to}
 
     def bits_of(each):
         return score_windows(each, data, args.split, args.tokens)[1]["bpb"]

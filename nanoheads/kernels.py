@@ -149,6 +149,18 @@ def heads_of(qkv, normed, rope):
     return q, k, v.squeeze(2).transpose(1, 2)
 
 
+def grouped_heads_of(qkv, n_head, n_kv_head, normed, rope):
+    """The same of qkv [B, T, n_head + 2 n_kv_head, D]: fewer keys and values than queries."""
+    qk, v = qkv.split_with_sizes((n_head + n_kv_head, n_kv_head), 2)
+    qk = normed_and_rotated(qk[:, :, None], normed, rope).squeeze(2).transpose(1, 2)
+    return *qk.split_with_sizes((n_head, n_kv_head), 1), v.transpose(1, 2)
+
+
+def for_each_head(x, n_head):
+    """x [B, H or fewer, T, D] of groups of heads -> [B, H, T, D]: a copy for each head of a group."""
+    return x if x.size(1) >= n_head else x.repeat_interleave(n_head // x.size(1), 1)
+
+
 def normed_and_rotated(x, normed, rope):
     """x [B, T, n, H, D], RMS-normed and turned by rope, a pair of cos and sin, where wanted."""
     x = rms_norm(x) if normed else x
@@ -331,17 +343,19 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 # ---- attention ----
 
 def attend(q, k, v, scale, mask, dropout):
-    """Causal attention of q [B, H, T, D] over k, v [B, H, S, D], the last T of S being the queries' own
-    tokens.
+    """Causal attention of q [B, H, T, D] over k, v [B, H or fewer, S, D], the last T of S being the queries'
+    own tokens.
     """
     if not q.numel():
         return q @ k.mT @ v  # torch 2.11 divides by the number of heads
     if isinstance(mask, BlockMask):
         if not dropout:
-            return flex(q, k, v, scale, mask)[0]
+            return flex(q, for_each_head(k, q.size(1)), for_each_head(v, q.size(1)), scale, mask)[0]
         mask = None  # it is there for traces alone: a window is refused with dropout
     causal = mask is None and q.size(2) > 1  # one query sees all there is
     options = dict(attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout)
+    if k.size(1) != q.size(1):
+        options["enable_gqa"] = True
     if not torch.compiler.is_compiling() and costs_a_plan(q):
         with without_cudnn():
             return F.scaled_dot_product_attention(q, k, v, **options)

@@ -4,10 +4,13 @@ repository; a file of one's own is read by --mechanism=mine.py (docs/add-a-mecha
 """
 
 import functools
+import math
 import typing
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
+import torch
 from torch import nn
 
 # ---- flags, with ranges: a field says which values it takes, and one function checks them all ----
@@ -69,6 +72,12 @@ class HeadAxis(NamedTuple):
     size: int = 1       # entries of one head along dim
     extra: bool = True  # constraint heads come behind the base heads
     parts: int = 1      # how often all that is repeated: q, k, v
+    shared: int = 0     # of those, the last that have one for each group of heads: k, v with n_kv_head
+
+
+def whole_groups(heads, size):
+    """Whether heads, by their numbers, are whole groups of so many: with size=2, 0 and 1, 2 and 3, ..."""
+    return {h // size * size + i for h in heads for i in range(size)} == {*heads}
 
 
 class Uniform(NamedTuple):
@@ -188,7 +197,7 @@ class Mechanism(nn.Module):
         """Before the projection: rewrite h.x, the layer's normed input."""
 
     def projected(self, attn, qkv, h):
-        """After the projection: queries, keys and values [B, T, 3, H, D], before norm and rotation."""
+        """After the projection: queries, keys and values [B, T, 3 * H, D], before norm and rotation."""
         return qkv
 
     def before(self, attn, h):
@@ -209,3 +218,41 @@ class Mechanism(nn.Module):
 
     def static_gate(self, noisy=None):
         """A factor per head that depends on no token, [H], or None."""
+
+
+class HeadControl:
+    """What a GPT's heads can be set to by hand: their gates, states and consent."""
+
+    def set_head(self, layer, head, gate=None, state=None, consent=None, step=0):
+        """Set a head's gate by hand (above its own ones; None leaves it), its agency state, its consent.
+
+        Raises ValueError for a head or state that there is not.
+        """
+        if not 0 <= layer < self.config.n_layer:
+            raise ValueError(f"there is no block {layer}; they go from 0 to {self.config.n_layer - 1}")
+        attn = self.transformer.h[layer].attn
+        heads = attn.all_head_ids()
+        if head not in heads:
+            raise ValueError(f"block {layer} has no head {head}; it has {', '.join(map(str, heads))}")
+        i = heads.index(head)
+        if gate is not None:
+            if attn.gate_override is None:
+                attn.gate_override = torch.full((len(heads),), math.nan, device=attn.c_proj.weight.device)
+            attn.gate_override[i] = gate
+        if state is not None or consent is not None:
+            if attn.agency is None:
+                raise ValueError("the model has no head states: it was trained with agency off")
+            attn.agency.set(i, state, consent, step)
+
+    @contextmanager
+    def gates(self, by_layer):
+        """Inside of it, gates set by hand: {layer: [H], NaN: the layer's own; None: all}. Then as before."""
+        layers = [block.attn for block in self.transformer.h]
+        before = [attn.gate_override for attn in layers]
+        try:
+            for layer, gate in by_layer.items():
+                layers[layer].gate_override = gate
+            yield self
+        finally:
+            for attn, gate in zip(layers, before):
+                attn.gate_override = gate

@@ -9,6 +9,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from nanoheads.mechanism import whole_groups
+
 
 def prune_heads(model, heads, optimizers=()):
     """Remove heads of a GPT for good, {layer: [head, ...]} by their original numbers.
@@ -23,6 +25,9 @@ def prune_heads(model, heads, optimizers=()):
             raise ValueError(f"cannot prune block {layer}; they go from 0 to {len(layers) - 1}")
         if set(gone) - set(layers[layer].head_ids):
             raise ValueError(f"cannot prune {sorted(gone)} from block {layer}: not all of them are there")
+        if not whole_groups(gone, n := layers[layer].group):
+            raise ValueError(f"cannot prune {sorted(gone)} from block {layer}: {n} heads that share keys and "
+                             "values go together")
     for layer, gone in heads.items():
         prune_layer(layers[layer], gone, optimizers)
     model.config = replace(model.config, head_ids=[attn.head_ids for attn in layers])
@@ -36,9 +41,13 @@ def pack(model):
 
 
 def closed_heads(attn):
-    """The base heads of a layer whose gate is exactly 0 when evaluated, by their original numbers."""
+    """The base heads whose gate is exactly 0 when evaluated, of whole groups, by their original numbers."""
     gate = attn.static_gate(noisy=False)
-    return [] if gate is None else [i for i, g in zip(attn.head_ids, gate.tolist()) if g == 0]
+    if gate is None:
+        return []
+    closed = {i for i, g in zip(attn.head_ids, gate.tolist()) if g == 0}
+    n = attn.group
+    return [i for i in attn.head_ids if closed.issuperset(range(i // n * n, i // n * n + n))]
 
 
 @torch.no_grad()
@@ -46,14 +55,16 @@ def prune_layer(attn, gone, optimizers=()):
     """Drop base heads, by their original numbers, from every tensor of a layer and from the moments."""
     left = torch.tensor([i not in gone for i in attn.head_ids], dtype=torch.bool)
     for axis in attn.head_axes():
-        keep_rows(axis.module, axis.tensor, axis.dim, rows_of(axis, left, attn.n_extra), optimizers)
+        keep_rows(axis.module, axis.tensor, axis.dim, rows_of(axis, left, attn), optimizers)
     set_heads(attn, [i for i in attn.head_ids if i not in gone])
 
 
-def rows_of(axis, heads, n_extra):
+def rows_of(axis, heads, attn):
     """The places along a HeadAxis of the base heads that a bool [H] names, and of all constraint heads."""
-    heads = torch.cat((heads, torch.ones(n_extra * axis.extra, dtype=torch.bool)))
-    return heads.repeat(axis.parts).repeat_interleave(axis.size).nonzero().flatten()
+    every = torch.cat((heads, torch.ones(attn.n_extra * axis.extra, dtype=torch.bool)))
+    shared = heads[::attn.group] if attn.group > 1 else every
+    parts = [every] * (axis.parts - axis.shared) + [shared] * axis.shared
+    return torch.cat(parts).repeat_interleave(axis.size).nonzero().flatten()
 
 
 def keep_rows(module, name, dim, rows, optimizers):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nanoheads.kernels import Linear, float32_linear, product_dtype, short_convolution
+from nanoheads.kernels import Linear, float32_linear, for_each_head, product_dtype, short_convolution
 from nanoheads.mechanism import HeadAxis, Mechanism, flag
 
 
@@ -38,8 +38,9 @@ class ShortConv(Mechanism):
 
     def __init__(self, config, attn):
         super().__init__()
-        self.parts = ["qkv".index(part) for part in config.short_conv if part != "x"]
-        channels = len(self.parts) * attn.n_head * attn.head_size if self.parts else config.n_embd
+        self.of = config.short_conv
+        heads = sum(self.heads(attn)[part] for part in self.of if part != "x")
+        channels = config.n_embd if self.of == "x" else heads * attn.head_size
         self.head_size = attn.head_size
         self.weight = nn.Parameter(torch.empty(config.short_conv_width, channels))
         self.bias = nn.Parameter(torch.empty(1, channels))  # two dimensions: it starts as the weights do
@@ -51,20 +52,33 @@ class ShortConv(Mechanism):
                    "a2c='published' has queries alone")
 
     def head_axes(self):
-        how = dict(dim=1, size=self.head_size, extra=False, parts=len(self.parts))
-        return [HeadAxis(self, name, **how) for name in ("weight", "bias") if self.parts]
+        if self.of == "x":
+            return []
+        shared = len(self.of.lstrip("q"))
+        how = dict(dim=1, size=self.head_size, extra=False, parts=len(self.of), shared=shared)
+        return [HeadAxis(self, name, **how) for name in ("weight", "bias")]
+
+    @staticmethod
+    def heads(attn):
+        """How many heads of queries, keys and values a layer has."""
+        return dict(q=attn.n_head, k=attn.n_head // attn.group, v=attn.n_head // attn.group)
 
     def read(self, attn, h):
-        if not self.parts:
+        if self.of == "x":
             h.x = self.convolved(h.x, attn, h)
 
     def projected(self, attn, qkv, h):
-        if not self.parts:
+        if self.of == "x":
             return qkv
-        first, end = self.parts[0], self.parts[-1] + 1
-        y = self.convolved(qkv[:, :, first:end].flatten(2), attn, h)
-        y = y.view(*y.shape[:2], end - first, *qkv.shape[3:])
-        return torch.cat((qkv[:, :, :first], y, qkv[:, :, end:]), 2) if end - first < qkv.size(2) else y
+        parts = dict(zip("qkv", qkv.split_with_sizes([*self.heads(attn).values()], 2)))
+        read = [parts[name] for name in self.of]
+        x = torch.cat(read, 2) if len(read) < 3 else qkv
+        y = self.convolved(x.flatten(2), attn, h).view(x.shape)
+        if len(read) == 3:
+            return y
+        ends = [part.size(2) for part in read]
+        parts.update(zip(self.of, y.split_with_sizes(ends, 2)))
+        return torch.cat([*parts.values()], 2)
 
     def convolved(self, x, attn, h):
         """x [B, T, channels] -> y of the same shape."""
@@ -100,28 +114,34 @@ class ValueResidual(Mechanism):
     @staticmethod
     def problems(config):
         if config.n_layer < 2:
-            yield "value_residual mixes later layers' values with the first one's: n_layer=1 has none"
+            yield "value_residual=True mixes later layers' values with the first one's: n_layer=1 has none"
         if config.constraint_names and config.constraint_variant == "B":
-            yield "value_residual needs heads of one size: constraint_variant='B' makes some layers' narrower"
+            yield "value_residual=True needs heads of one size: constraint_variant='B' makes some layers' narrower"
 
     def before(self, attn, h):
         if self.share is None:
             h.leaves["values"] = self.of_all_heads(attn, h)
             return
         first = h.left["values"]
-        first = first if attn.n_head == attn.n_base else first[:, attn.head_ids]
+        first = first if attn.n_head == attn.n_base else first[:, self.groups(attn)]
         h.v = torch.lerp(h.v, first.to(h.v.dtype), self.share.to(h.v.dtype))
 
     @staticmethod
     def of_all_heads(attn, h):
         """The layer's values, of heads that pruning took 0."""
         v = h.v
-        if "gate" in h.gates:
-            v = v * h.gates["gate"][:attn.n_head].to(v.dtype)
+        if "gate" in h.gates:  # of a group the mean
+            gate = h.gates["gate"][:attn.n_head].unflatten(0, (v.size(1), attn.group)).mean(1)
+            v = v * gate.to(v.dtype)
         if attn.n_head == attn.n_base:
             return v
-        ids = torch.tensor(attn.head_ids, dtype=torch.long, device=v.device)
-        return v.new_zeros(len(v), attn.n_base, *v.shape[2:]).index_copy(1, ids, v)
+        ids = torch.tensor(ValueResidual.groups(attn), dtype=torch.long, device=v.device)
+        return v.new_zeros(len(v), attn.n_base // attn.group, *v.shape[2:]).index_copy(1, ids, v)
+
+    @staticmethod
+    def groups(attn):
+        """The key and value heads that pruning left, by their original numbers."""
+        return [i // attn.group for i in attn.head_ids[::attn.group]]
 
 
 class ValueEmbedding(Mechanism):
@@ -142,19 +162,20 @@ class ValueEmbedding(Mechanism):
     def __init__(self, config, attn):
         super().__init__()
         self.head_size = attn.head_size
-        self.wte = nn.Embedding(config.vocab_size, attn.n_head * attn.head_size)
-        self.gate = nn.Linear(min(self.CHANNELS, config.n_embd), attn.n_head, bias=False)
+        n = attn.n_head // attn.group
+        self.wte = nn.Embedding(config.vocab_size, n * attn.head_size)
+        self.gate = nn.Linear(min(self.CHANNELS, config.n_embd), n, bias=False)
 
     @classmethod
     def on(cls, config, layer):
         return cls.is_on(config) and (config.n_layer - 1 - layer) % 2 == 0
 
     def head_axes(self):
-        return [HeadAxis(self.wte, "weight", dim=1, size=self.head_size, extra=False),
-                HeadAxis(self.gate, "weight", extra=False)]
+        return [HeadAxis(self.wte, "weight", dim=1, size=self.head_size, extra=False, shared=1),
+                HeadAxis(self.gate, "weight", extra=False, shared=1)]
 
     def before(self, attn, h):
-        own = self.wte(h.tokens).unflatten(-1, (attn.n_head, attn.head_size)).transpose(1, 2)
+        own = self.wte(h.tokens).unflatten(-1, (h.v.size(1), attn.head_size)).transpose(1, 2)
         gate = 3 * self.gate(h.x[..., :self.gate.in_features]).sigmoid()
         h.v = h.v + (gate.transpose(1, 2)[..., None] * own).to(h.v.dtype)
 
@@ -186,8 +207,8 @@ class QueryGain(Mechanism):
 class ForgettingAttention(Mechanism):
     """FoX: a forget gate f = sigmoid(w x + b) of each head and token fades all keys before it.
 
-    Source: arXiv 2503.02130, eq. 3: logits + c_t - c_s, where c is the running sum of log f, in float32. The
-    softmax drops c_t, so a bias of - c_s on key s is all.
+    Source: arXiv 2503.02130, eq. 3: logits + c_t - c_s, where c is the running sum of log f, in float32. That
+    is two more dimensions: (q, c_t, 1) . (k, 1, - c_s).
     """
 
     class Options:
@@ -197,7 +218,7 @@ class ForgettingAttention(Mechanism):
     modes = {"fox": dict(fox=True)}
     neutral = {"fox": {"fox.proj.weight": 0.0, "fox.proj.bias": 50.0}}
     needs_positions = True
-    PAD = 8  # the bias is up to three more dimensions of q and k, and kernels want multiples of 8
+    PAD = 8  # dimensions more, of which two or six are used: kernels want multiples of 8
 
     def __init__(self, config, attn):
         super().__init__()
@@ -215,11 +236,12 @@ class ForgettingAttention(Mechanism):
             h.cache.swap(attn.layer, self.name, c[:, -1:])
         if h.wants_traces:
             h.traces["log_forget"] = log_f
+        h.k, h.v = for_each_head(h.k, attn.n_head), for_each_head(h.v, attn.n_head)
         dtype = product_dtype(h.v)
-        biases = torch.stack(in_parts(-c.transpose(1, 2) / attn.scale, dtype), -1)
-        ones = torch.ones_like(biases).expand(*h.q.shape[:3], -1)
-        h.q = F.pad(torch.cat((h.q.to(dtype), ones), -1), (0, self.PAD - ones.size(-1)))
-        h.k = F.pad(torch.cat((h.k.to(dtype), biases), -1), (0, self.PAD - ones.size(-1)))
+        c = torch.stack(in_parts(c.transpose(1, 2) / attn.scale, dtype), -1)
+        ones, left = torch.ones_like(c), self.PAD - 2 * c.size(-1)
+        h.q = F.pad(torch.cat((h.q.to(dtype), c, ones), -1), (0, left))
+        h.k = F.pad(torch.cat((h.k.to(dtype), ones, -c), -1), (0, left))
         h.v = F.pad(h.v, (0, self.PAD))
 
 
@@ -284,7 +306,8 @@ class ExclusiveAttention(Mechanism):
         self.strength = nn.Parameter(torch.empty(attn.n_total))
 
     def after(self, attn, h):
-        v = h.v[:, :, -h.y.size(2):, :attn.head_size]  # a cache holds earlier tokens too
+        v = for_each_head(h.v, h.y.size(1))
+        v = v[:, :, -h.y.size(2):, :attn.head_size]  # a cache holds earlier tokens too
         share = (h.y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
         h.y = h.y - self.strength.tanh()[:, None, None].to(v.dtype) * share * v
 

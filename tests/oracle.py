@@ -290,13 +290,15 @@ def short_convolutions(c, p, parts):
     names = [name for name in "qkv" if c.short_conv and name in c.short_conv]
     if not names:
         return parts
-    n = len(names)
-    of = dict(zip(names, zip(p["short_conv.weight"].chunk(n, 1), p["short_conv.bias"][0].chunk(n))))
+    widths = [part.size(-1) for name, part in zip("qkv", parts) if name in names]
+    of = dict(zip(names, zip(p["short_conv.weight"].split(widths, 1), p["short_conv.bias"][0].split(widths))))
     return [convolved(part, *of[name]) if name in of else part for name, part in zip("qkv", parts)]
 
 
 def mixed_values(c, p, b, x, v, layer, heads, passed):
     """Values v [B, H, T, D] with those of the first layer, and with those of a token's own table."""
+    n = c.n_head // (c.n_kv_head or c.n_head)  # heads in a group, which shares its values
+    groups = [h // n for h in heads[::n]]
     if c.value_residual and layer == 0:  # of a head that is closed or gone, nothing
         own = torch.ones(len(heads), dtype=torch.float64)
         if c.sentinel:
@@ -304,14 +306,14 @@ def mixed_values(c, p, b, x, v, layer, heads, passed):
             own = own * (sigmoid(g) if c.sentinel == "sigmoid" else hard_concrete(g))
         if c.agency:
             own = own * agency_factor(c, p, b)[:len(heads)]
-        every = {h: own[i] * v[:, i] for i, h in enumerate(heads)}
-        passed["values"] = torch.stack([every.get(h, torch.zeros_like(x[..., :v.size(-1)]))
-                                        for h in range(c.n_head)], 1)
+        every = {g: own[i * n:i * n + n].mean() * v[:, i] for i, g in enumerate(groups)}
+        passed["values"] = torch.stack([every.get(g, torch.zeros_like(x[..., :v.size(-1)]))
+                                        for g in range(c.n_head // n)], 1)
     elif c.value_residual:
         share = p["value_residual.share"]
-        v = (1 - share) * v + share * passed["values"][:, heads]
+        v = (1 - share) * v + share * passed["values"][:, groups]
     if "value_embedding.wte.weight" in p:
-        table = split(p["value_embedding.wte.weight"][passed["tokens"]], len(heads))
+        table = split(p["value_embedding.wte.weight"][passed["tokens"]], len(groups))
         gate = 3 * sigmoid(x[..., :12] @ p["value_embedding.gate.weight"].T)
         v = v + gate.transpose(1, 2)[..., None] * table
     return v
@@ -402,9 +404,15 @@ def attend(c, attn, layer, x, seen, t, hint=None, passed=None):
         q, v = split(linear(p, x, "c_attn"), H), split(x, c.n_head)[:, heads]
         q, k = queries_and_keys(c, q, q)
     else:
-        q, k, v = (split(part, H) for part in short_convolutions(c, p, linear(p, x, "c_attn").chunk(3, -1)))
+        group = c.n_head // (c.n_kv_head or c.n_head)
+        K = H // group
+        D = p["c_attn.weight"].size(0) // max(1, H + 2 * K)
+        parts = linear(p, x, "c_attn").split([H * D, K * D, K * D], -1)
+        q, k, v = (split(part, n) for part, n in zip(short_convolutions(c, p, parts), (H, K, K)))
         q, k = queries_and_keys(c, q, k)
     v = mixed_values(c, p, b, x, v, layer, heads, passed)
+    if v.size(1) < H:  # heads of a group read the same keys and values
+        k, v = (torch.stack([t[:, i // group] for i in range(H)], 1) for t in (k, v))
     s = base_logits(c, p, x, q, offset(k) if c.key_offset else k, heads)
     if E:
         g = constraint_gates(c, p, x, hint, attn.training).transpose(1, 2)  # (B, E, T)

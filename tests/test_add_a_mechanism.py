@@ -86,7 +86,7 @@ def test_it_equals_the_formula(mine):
     gpt = model.GPT(model.GPTConfig(**SIZES, forget=True, forget_init=-1.0)).double().eval()
     attn, x = gpt.transformer.h[0].attn, torch.randn(2, 9, 64, dtype=torch.float64)
     h = gpt.make_pass(gpt.mask, slice(0, 9), 0, 9, None, None, x.device).of_layer(x)
-    h.q, h.k, h.v = attn.split(attn.c_attn(x).unflatten(-1, (3, 4, -1)), h)
+    h.q, h.k, h.v = attn.split(attn.c_attn(x).unflatten(-1, (12, -1)), h, 4, 4)
     q, k, v = h.q, h.k, h.v
     distance = torch.arange(9)[:, None] - torch.arange(9)
     rate = torch.nn.functional.softplus(attn.forgetting.slope)[:, None, None]

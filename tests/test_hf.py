@@ -49,6 +49,7 @@ ORIGINALS = {  # name: (family, fields of its config)
     "gpt_neox, one after the other": ("GPTNeoX", dict(NEOX, use_parallel_residual=False, attention_bias=False,
                                                       rotary_pct=0.5, rotary_emb_base=500)),
     "nanochat": ("NanoChat", NANOCHAT),
+    "nanochat, grouped": ("NanoChat", dict(NANOCHAT, num_key_value_heads=2)),
     "nanochat, other fields": ("NanoChat", dict(NANOCHAT, final_logit_softcapping=None,
                                                 tie_word_embeddings=True)),
 }

@@ -87,6 +87,13 @@ MIXTURES = {
                           sentinel="hard_concrete"),
     "rivals of the input": dict(short_conv="x", routing="sigmoid", a2c="published", value_embedding=True,
                                 value_residual=True, fox=True, window=3, output_gate="headwise"),
+    "grouped": dict(n_kv_head=2, key_offset=True, xsa=True, acag="headwise", query_gain=True, routing="moh",
+                    short_conv="qkv", value_residual=True, value_embedding=True, sentinel="sigmoid",
+                    bias=True),
+    "multi-query": dict(n_kv_head=1, fox=True, roles=["previous", "long"], constraint_names=["a"], sink=True,
+                        a2c="key_bias", window=3, short_conv="kv"),
+    "grouped, pruned": dict(n_kv_head=3, head_ids=[[2, 3], [0, 1, 4, 5]], short_conv="qkv", fox=True,
+                            value_residual=True, value_embedding=True, output_gate="headwise"),
     "pruned": dict(head_ids=[[1, 2, 5], [0]], routing="moh", roles=["previous", "long"], a2c="published",
                    constraint_names=["a"])}
 
@@ -869,8 +876,8 @@ def rewritten(model, x):
     """The first block's heads for x [B, T, C] before attention, and the advantages that it predicts."""
     attn = model.transformer.h[0].attn
     h = pass_of(model, x).of_layer(x)
-    h.q, h.k, h.v = attn.split(attn.c_attn(x).unflatten(-1, (attn.parts, attn.n_head, -1)), h,
-                                  x if attn.tied else None)
+    h.q, h.k, h.v = attn.split(attn.c_attn(x).unflatten(-1, (attn.parts * attn.n_head, -1)), h,
+                                  attn.n_head, attn.n_head, x if attn.tied else None)
     for m in attn.mechanisms():
         m.before(attn, h)
     return h, h.predictions["advantage"]

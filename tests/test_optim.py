@@ -113,15 +113,23 @@ def test_stacked_matrices_are_orthogonalised_one_by_one():
     assert not torch.allclose(whole.data, stacked.data, atol=1e-2)
 
 
+def stacked(t, slices):
+    """The matrices in t by rows: so many, or of heights in these proportions."""
+    if isinstance(slices, int):
+        return t.chunk(slices)
+    unit = len(t) // sum(slices)
+    return [t[unit * sum(slices[:i]):unit * sum(slices[:i + 1])] for i in range(len(slices))]
+
+
 def slow_normuon(weights, gradients, slices, lr, momentum, beta2):
     """NorMuon as its paper has it (algorithm 1), a row at a time, float64: the weights after all steps.
 
     Its norm is that of the orthogonal matrix, as in the speedruns, not 0.2 sqrt(mn).
     """
-    weights = [w.double() for w in weights.chunk(slices)]
+    weights = [w.double() for w in stacked(weights, slices)]
     means, pasts = [torch.zeros_like(w) for w in weights], [[None] * len(w) for w in weights]
     for grad in gradients:
-        for w, g, m, past in zip(weights, grad.double().chunk(slices), means, pasts):
+        for w, g, m, past in zip(weights, stacked(grad.double(), slices), means, pasts):
             m.copy_(momentum * m + (1 - momentum) * g)
             update = momentum * m + (1 - momentum) * g
             rows, cols = w.shape
@@ -137,6 +145,7 @@ def slow_normuon(weights, gradients, slices, lr, momentum, beta2):
 
 
 @pytest.mark.parametrize("shape, slices", [((12, 12), 1), ((8, 24), 1), ((24, 8), 1), ((24, 8), 3),
+                                           ((24, 8), (4, 1, 1)),
                                            ((6, 1), 2), ((1, 1), 1)], ids=str)
 def test_even_rows_equal_the_written_normuon(shape, slices):
     torch.manual_seed(0)

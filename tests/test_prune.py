@@ -247,6 +247,25 @@ def test_a_pruned_model_is_the_model_with_gates_at_0(flags):
             assert (model(x).logits - want).abs().max() > 1e-6 * want.abs().max()
 
 
+@pytest.mark.parametrize("by", ["random", "magnitude", "importance", "importance_rescored"])
+def test_heads_that_share_keys_go_together(by):
+    """By the mean of what they score alone; the model is the one with their gates at 0."""
+    model, (x, _) = alive(n_kv_head=2), text()
+    order = order_of(by, model, 4)
+    assert len(order) == 4 and all(b == (a[0], a[1] + 1) and a[1] % 2 == 0
+                                   for a, b in zip(order[::2], order[1::2]))
+    if by == "magnitude":
+        alone = magnitude(model, None, None, 0)
+        means = {(layer, h): (scores[h] + scores[h + 1]).item() / 2 for layer, scores in enumerate(alone)
+                 for h in (0, 2)}
+        assert order[::2] == sorted(means, key=means.get)[:2]
+    smaller = without_heads(model, order)
+    with torch.no_grad(), closed(model, order):
+        assert (smaller(x).logits - model(x).logits).abs().max() < 1e-9
+    with pytest.raises(ValueError, match="2 heads that share keys and values go together"):
+        without_heads(model, order[:1])
+
+
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"unet"}))
 def test_a_model_without_a_block_passes_the_stream_by_it(name):
     flags = {k: v for k, v in MODELS[name].items() if not k.startswith("unet")}

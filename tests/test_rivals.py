@@ -69,7 +69,7 @@ def test_a_key_offset_lets_one_layer_find_what_followed(recipe):
     plain, moved = tiny(dict(recipe=recipe)), tiny(dict(recipe=recipe, key_offset=True))
     x = normal(2, 9, 96)
     attn = plain.transformer.h[0].attn
-    own = attn.split(attn.c_attn(x).unflatten(-1, (3, 6, -1)), pass_of(plain, x))[1]
+    own = attn.split(attn.c_attn(x).unflatten(-1, (18, -1)), pass_of(plain, x), 6, 6)[1]
     attn = moved.transformer.h[0].attn
     h = replace(pass_of(moved, x), k=own)
     attn.key_offset.before(attn, h)

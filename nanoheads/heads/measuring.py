@@ -151,6 +151,15 @@ def out_projections(attn):
     return [attn.c_proj] + ([attn.constraint.c_proj] if attn.n_extra else [])
 
 
+def rows_of_heads(weight, n, count, size):
+    """[n, ...]: the rows of a projection [.., C] to q, k and v (count: 3; 1: q) that each of n heads uses."""
+    each = weight.reshape(-1, size * weight.size(1))
+    if count > 1 and n:  # keys and values may be shared by groups of heads
+        shared = each[n:].unflatten(0, (count - 1, -1))
+        each = torch.cat((each[:n][None], shared.repeat_interleave(n // shared.size(1), 1)))
+    return each.view(count, n, each.size(-1)).transpose(0, 1).flatten(1)
+
+
 def half_metrics(model, traces, found, outputs):
     """A dict of [H] tensors a block, from gradients `found` of projections and of what goes into c_proj."""
     layers, rows, T = attentions(model), [], outputs[0].size(1)
@@ -164,7 +173,7 @@ def half_metrics(model, traces, found, outputs):
         for n, count, out in groups:
             D = attn.head_size
             into, away = next(slopes).double(), next(slopes).double()
-            own = into.view(count, n, D * into.size(1)).transpose(0, 1).flatten(1)
+            own = rows_of_heads(into, n, count, D)
             row["slope"].append(torch.cat((own, away.view(len(away), n, D).transpose(0, 1).flatten(1)), 1))
             y, g = (next(each).detach().double().unflatten(-1, (n, D)) for each in (outputs, grads))
             # the loss is a mean over sequences: times their number, a sequence's own

@@ -64,7 +64,7 @@ def insert_heads(model, heads, optimizers=(), seed=0):
         if attn.gate_override is not None:
             other.gate_override = torch.full((other.n_total,), math.nan, device=attn.gate_override.device)
         for axis, start in zip(attn.head_axes(), other.head_axes()):
-            put_rows(axis, getattr(start.module, start.tensor, None), rows_of(axis, old, attn.n_extra),
+            put_rows(axis, getattr(start.module, start.tensor, None), rows_of(axis, old, attn),
                      optimizers)
         set_heads(attn, ids[layer])
     model.config = replace(model.config, head_ids=ids)

@@ -315,19 +315,20 @@ def read_nanochat(c, t):
     known(c, "nanochat", rms_norm_eps=1e-6, attention_bias=False, hidden_act="relu2")
     rope = rope_of(c, rope_theta=10000.0)
     H, C = c["num_attention_heads"], c["hidden_size"]
-    known(c, "nanochat", num_key_value_heads=H, head_dim=C // H)
+    K = c.get("num_key_value_heads", H)
+    known(c, "nanochat", head_dim=C // H)
     config = dict(
         RECIPES["modern"], recipe="modern", tied=c.get("tie_word_embeddings", False),
         rope_base=rope["rope_theta"], softcap=c.get("final_logit_softcapping") or 0.0,
         vocab_size=c["vocab_size"],
         block_size=c["max_position_embeddings"], n_layer=c["num_hidden_layers"], n_head=H, n_embd=C,
-        n_inner=c["intermediate_size"])
+        n_inner=c["intermediate_size"], n_kv_head=None if K == H else K)
     weights = {"transformer.wte.weight": t.take("embed_tokens.weight")}
     weights["lm_head.weight"] = head_of(weights, t, config["tied"], "lm_head.weight")
     for i in range(config["n_layer"]):
         q, k, v = (t.take(f"layers.{i}.self_attn.{part}_proj.weight") for part in "qkv")
         name = f"transformer.h.{i}."
-        weights[name + "attn.c_attn.weight"] = torch.cat((turned_back(q, H), turned_back(k, H), v))
+        weights[name + "attn.c_attn.weight"] = torch.cat((turned_back(q, H), turned_back(k, K), v))
         weights[name + "attn.c_proj.weight"] = t.take(f"layers.{i}.self_attn.o_proj.weight")
         weights[name + "mlp.c_fc.weight"] = t.take(f"layers.{i}.mlp.fc1.weight")
         weights[name + "mlp.c_proj.weight"] = t.take(f"layers.{i}.mlp.fc2.weight")
@@ -454,7 +455,7 @@ def what_it_is(config):
 
 # what a config must be to have a counterpart in these families; block_size, sizes and dropout aside
 GPT2 = dict(pos=("learned",), norm=("layernorm",), qk_norm=(False,), embed_norm=(False,), softcap=(0, 0.0),
-            parallel=(False,))
+            parallel=(False,), n_kv_head=(None,))
 NANOCHAT = dict(pos=("rope",), norm=("rmsnorm",), act=("relu2",), bias=(False,), qk_norm=(True,),
                 qk_max=(None,), embed_norm=(True,), parallel=(False,), rope_share=(1.0, 1))
 
@@ -483,10 +484,10 @@ def write_gpt2(model):
 
 def write_nanochat(model):
     """(config.json, {name: tensor}) of NanoChatForCausalLM."""
-    c, w = model.config, model.state_dict()
+    c, w, n = model.config, model.state_dict(), model.config.n_kv_head or model.config.n_head
     config = dict(model_type="nanochat", architectures=["NanoChatForCausalLM"], hidden_act="relu2",
                   max_position_embeddings=c.block_size, hidden_size=c.n_embd, num_hidden_layers=c.n_layer,
-                  num_attention_heads=c.n_head, num_key_value_heads=c.n_head,
+                  num_attention_heads=c.n_head, num_key_value_heads=n,
                   intermediate_size=c.n_inner or 4 * c.n_embd, attention_dropout=c.weight_dropout,
                   rms_norm_eps=1e-6, attention_bias=False, final_logit_softcapping=c.softcap or None,
                   rope_parameters=dict(rope_type="default", rope_theta=c.rope_base),
@@ -496,9 +497,9 @@ def write_nanochat(model):
         out["lm_head.weight"] = w["lm_head.weight"]
     for i in range(c.n_layer):
         ours, theirs = f"transformer.h.{i}.", f"model.layers.{i}."
-        q, k, v = w[ours + "attn.c_attn.weight"].chunk(3)
+        q, k, v = w[ours + "attn.c_attn.weight"].split([heads * c.head_size for heads in (c.n_head, n, n)])
         out[theirs + "self_attn.q_proj.weight"] = turned_back(q, c.n_head)
-        out[theirs + "self_attn.k_proj.weight"] = turned_back(k, c.n_head)
+        out[theirs + "self_attn.k_proj.weight"] = turned_back(k, n)
         out[theirs + "self_attn.v_proj.weight"] = v
         out[theirs + "self_attn.o_proj.weight"] = w[ours + "attn.c_proj.weight"]
         out[theirs + "mlp.fc1.weight"] = w[ours + "mlp.c_fc.weight"]

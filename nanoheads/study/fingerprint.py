@@ -24,8 +24,8 @@ from nanoheads.training.config import ControllerConfig, TrainConfig
 
 # the plain GPT, its kernels, its loss
 MODEL = """
-    GPT AttentionCore CausalSelfAttention Block MLP RMSNorm make_norm rope_tables Mechanism
-    rotate CpuHeads heads_of normed_and_rotated
+    GPT HeadControl AttentionCore CausalSelfAttention Block MLP RMSNorm make_norm rope_tables Mechanism
+    rotate CpuHeads heads_of grouped_heads_of for_each_head normed_and_rotated
     CausalMask block_mask KERNEL_BLOCK Pass Output Uniform product_dtype
     PlainConfig.head_size PlainConfig.weight_dropout AT_ONCE portions
     attend costs_a_plan without_cudnn rms_norm relu2 CpuRMSNorm CpuSquaredReLU first_derivative_only
@@ -46,7 +46,7 @@ SCORE = """
     Tokenizer token_sizes char_sizes byte_symbols gpt2 END_OF_TEXT SAFE_CUT cut_at_spaces
 """.split()
 MUON = """
-    Muon even_rows orthogonalise in_low_precision cpu_multiplies_bfloat16 quintic QUINTICS STRETCHED MARGIN
+    Muon cut even_rows orthogonalise in_low_precision cpu_multiplies_bfloat16 quintic QUINTICS STRETCHED MARGIN
 """.split()
 
 # kernels that some mechanisms need
@@ -83,7 +83,7 @@ DYNAMIC_HEADS = ROW_STATISTICS + """
     Measurements FEATURES layer_mean attentions static_gates all_heads fixed_text inputs_of evaluating nats_on
     measure projections out_projections half_metrics mean_gate closed METRICS GATES
     Surgery fold_gates insert_heads stack_blocks put_rows new_trainer keep_rows put rows_of set_heads HeadAxis
-    prune_heads prune_layer scale_heads GPT.set_head GPT.gates AttentionCore.all_head_ids
+    prune_heads prune_layer scale_heads HeadControl.set_head HeadControl.gates AttentionCore.all_head_ids
     AttentionCore.head_axes CausalSelfAttention.head_axes
     States FAVOUR states_of share_with_agency Rules find_violations
 """.split()

@@ -104,14 +104,22 @@ class AdamW(torch.optim.AdamW):
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
+def cut(t, slices):
+    """The matrices stacked in t by rows: how many, or their heights in proportion."""
+    if isinstance(slices, int):
+        return t.chunk(slices)
+    return t.split([len(t) * height // sum(slices) for height in slices])
+
+
 class Muon(torch.optim.Optimizer):
     """Momentum, then the nearest orthogonal matrix, as the update (Jordan et al. 2024).
 
     Like torch.optim.Muon, with four differences: beta2 makes the rows even, see even_rows(), 0: as they are;
     a parameter may be several matrices stacked by rows (q, k and v in one projection), given as (parameter,
-    number of slices); all slices of one shape are orthogonalised in one batched call, which is where the time
-    goes in small models; and of several ranks each does a share of that, whose result is on its way to the
-    others while the next shape is worked on. compiled: orthogonalise by torch.compile, a graph a shape.
+    number of slices, or their heights in proportion); all slices of one shape are orthogonalised in one
+    batched call, which is where the time goes in small models; and of several ranks each does a share of
+    that, whose result is on its way to the others while the next shape is worked on. compiled: orthogonalise
+    by torch.compile, a graph a shape.
     """
     # what a copy is, since an optimizer's attributes are not copied: one that does all of the work
     rank, world, orthogonalise = 0, 1, staticmethod(orthogonalise)
@@ -119,7 +127,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, matrices, lr=0.02, momentum=0.95, weight_decay=0.0, beta2=0.0, rank=0, world=1,
                  compiled=False):
         groups = [dict(params=[p for p, n in matrices if n == slices], slices=slices)
-                  for slices in sorted({n for _, n in matrices})]
+                  for slices in sorted({n for _, n in matrices}, key=str)]
         super().__init__(groups, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, beta2=beta2))
         self.rank, self.world = rank, world
         if compiled:
@@ -147,7 +155,7 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             for p, updates in zip(params, nesterov):
                 squares = self.state[p]["row_square"] if group["beta2"] else p[:, :0]
-                for weight, update, square in zip(*(t.chunk(group["slices"]) for t in (p, updates, squares))):
+                for weight, update, square in zip(*(cut(t, group["slices"]) for t in (p, updates, squares))):
                     rows, cols = weight.shape
                     # the same change of output per unit of input
                     step_size = -group["lr"] * math.sqrt(max(1.0, rows / cols))
