@@ -116,7 +116,8 @@ class ValueResidual(Mechanism):
         if config.n_layer < 2:
             yield "value_residual=True mixes later layers' values with the first one's: n_layer=1 has none"
         if config.constraint_names and config.constraint_variant == "B":
-            yield "value_residual=True needs heads of one size: constraint_variant='B' makes some layers' narrower"
+            yield ("value_residual=True needs heads of one size: "
+                   "constraint_variant='B' makes some layers' narrower")
 
     def before(self, attn, h):
         if self.share is None:

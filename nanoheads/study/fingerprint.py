@@ -46,7 +46,8 @@ SCORE = """
     Tokenizer token_sizes char_sizes byte_symbols gpt2 END_OF_TEXT SAFE_CUT cut_at_spaces
 """.split()
 MUON = """
-    Muon cut even_rows orthogonalise in_low_precision cpu_multiplies_bfloat16 quintic QUINTICS STRETCHED MARGIN
+    Muon matrices_in even_rows orthogonalise in_low_precision cpu_multiplies_bfloat16 quintic QUINTICS
+    STRETCHED MARGIN
 """.split()
 
 # kernels that some mechanisms need
@@ -83,7 +84,8 @@ DYNAMIC_HEADS = ROW_STATISTICS + """
     Measurements FEATURES layer_mean attentions static_gates all_heads fixed_text inputs_of evaluating nats_on
     measure projections out_projections half_metrics mean_gate closed METRICS GATES
     Surgery fold_gates insert_heads stack_blocks put_rows new_trainer keep_rows put rows_of set_heads HeadAxis
-    prune_heads prune_layer scale_heads HeadControl.set_head HeadControl.gates AttentionCore.all_head_ids
+    prune_heads prune_layer whole_groups scale_heads rows_of_heads
+    HeadControl.set_head HeadControl.gates AttentionCore.all_head_ids
     AttentionCore.head_axes CausalSelfAttention.head_axes
     States FAVOUR states_of share_with_agency Rules find_violations
 """.split()

@@ -104,7 +104,7 @@ class AdamW(torch.optim.AdamW):
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
-def cut(t, slices):
+def matrices_in(t, slices):
     """The matrices stacked in t by rows: how many, or their heights in proportion."""
     if isinstance(slices, int):
         return t.chunk(slices)
@@ -155,7 +155,8 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             for p, updates in zip(params, nesterov):
                 squares = self.state[p]["row_square"] if group["beta2"] else p[:, :0]
-                for weight, update, square in zip(*(cut(t, group["slices"]) for t in (p, updates, squares))):
+                each = (matrices_in(t, group["slices"]) for t in (p, updates, squares))
+                for weight, update, square in zip(*each):
                     rows, cols = weight.shape
                     # the same change of output per unit of input
                     step_size = -group["lr"] * math.sqrt(max(1.0, rows / cols))
