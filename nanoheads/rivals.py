@@ -70,26 +70,20 @@ class ShortConv(Mechanism):
     def projected(self, attn, qkv, h):
         if self.of == "x":
             return qkv
-        parts = dict(zip("qkv", qkv.split_with_sizes([*self.heads(attn).values()], 2)))
-        read = [parts[name] for name in self.of]
-        x = torch.cat(read, 2) if len(read) < 3 else qkv
-        y = self.convolved(x.flatten(2), attn, h).view(x.shape)
-        if len(read) == 3:
-            return y
-        ends = [part.size(2) for part in read]
-        parts.update(zip(self.of, y.split_with_sizes(ends, 2)))
-        return torch.cat([*parts.values()], 2)
+        heads = self.heads(attn)
+        first = sum(heads[part] for part in "qkv"[:"qkv".index(self.of)])
+        return self.convolved(qkv.flatten(2), attn, h, first * attn.head_size).view(qkv.shape)
 
-    def convolved(self, x, attn, h):
-        """x [B, T, channels] -> y of the same shape."""
-        reach = len(self.weight) - 1
+    def convolved(self, x, attn, h, first=0):
+        """x [B, T, C] with the channels from `first` convolved."""
         if h.valid is not None:
             x = x * h.valid  # padding is no token
-        before = kept(h.cache, attn, self.name, x.new_zeros(x.size(0), reach, x.size(2)))
-        both = torch.cat((before, x), 1)
+        both, T, reach = x, x.size(1), len(self.weight) - 1
         if h.cache is not None:
+            before = kept(h.cache, attn, self.name, None)
+            both = x if before is None else torch.cat((before, x), 1)
             h.cache.swap(attn.layer, self.name, both[:, -reach:])
-        return short_convolution(both, self.weight.to(x.dtype), self.bias.to(x.dtype))
+        return short_convolution(both, self.weight.to(x.dtype), self.bias.to(x.dtype), first)[:, -T:]
 
 
 class ValueResidual(Mechanism):

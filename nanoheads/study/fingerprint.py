@@ -64,7 +64,7 @@ OF_MECHANISM = {
     """.split()],
     "ContextGate": ROW_STATISTICS,
     "Sink": ROW_STATISTICS,
-    "ShortConv": "short_convolution kept".split(),
+    "ShortConv": "short_convolution CpuShortConvolution kept".split(),
     "ForgettingAttention": "kept in_parts float32_linear linear32".split(),
     "SkipFusion": "UNet identity_of_h logit".split(),
     "Window": [*FLEX, "random_cells", "blocks_reached"],
