@@ -37,7 +37,7 @@ from nanoheads.kernels import (SKIP_FROM, ChunkedCrossEntropy, Linear, RowStats,
 from nanoheads.logits import (check_sampling, discounted_return, distance_to_teacher, label_losses, logit,
                               penalise, portions, sample_token)
 from nanoheads.mechanism import (CONSTRAINTS, HeadAxis, HeadControl, Mechanism, Uniform, choices, flag,
-                                 no_dropout, range_problems, whole_groups)
+                                 no_dropout, plain_problems, range_problems)
 from nanoheads.rivals import (ExclusiveAttention, ForgettingAttention, KeyOffset, OutputGate, QueryGain,
                               ShortConv, Sink, StreamScalars, ValueEmbedding, ValueResidual)
 
@@ -47,6 +47,8 @@ RECIPES = {
                  tied=True, zero_init=False, softcap=0.0),
     "modern": dict(pos="rope", norm="rmsnorm", act="relu2", bias=False, qk_norm=True, embed_norm=True,
                    tied=False, zero_init=True, softcap=0.0),
+    "llama": dict(pos="rope", norm="rmsnorm", norm_scale=True, act="swiglu", bias=False, qk_norm=False,
+                  embed_norm=False, tied=False, zero_init=False, softcap=0.0),
 }
 
 
@@ -59,18 +61,23 @@ class PlainConfig:
     n_layer: int = flag(12, at_least=1)  # number of blocks
     n_head: int = flag(12, at_least=1)   # attention heads per block
     n_kv_head: Optional[int] = flag(None, at_least=1)  # key and value heads, shared by groups; None: n_head
+    head_dim: Optional[int] = flag(None, at_least=1)  # width of a head; None: n_embd / n_head
     n_embd: int = flag(768, at_least=1)  # width of the residual stream
-    n_inner: Optional[int] = flag(None, at_least=1)  # width inside the MLP; None: 4 * n_embd
+    n_inner: Optional[int] = flag(None, at_least=1)  # width inside the MLP; None: 4 * n_embd, swiglu: 8/3
     dropout: float = flag(0.0, at_least=0, below=1)  # on the embedding, attention weights, both projections
     attn_dropout: Optional[float] = flag(None, at_least=0, below=1)  # on attention weights; None: dropout
     seed: int = flag(1337, at_least=0)   # initial values and data order
     # ---- recipe: a preset for the flags below; a flag that is set wins ----
-    recipe: Literal["gpt2", "modern"] = "gpt2"  # as nanoGPT trains it | RoPE, QK-norm, RMSNorm, ReLU^2, Muon
+    recipe: Literal["gpt2", "modern", "llama"] = "gpt2"  # nanoGPT's | QK-norm, ReLU^2, Muon | SwiGLU, RMSNorm
     pos: Optional[Literal["learned", "rope", "none"]] = None  # positions
-    norm: Optional[Literal["layernorm", "rmsnorm"]] = None  # rmsnorm has no learned scale
-    act: Optional[Literal["gelu", "gelu_tanh", "relu2"]] = None  # gelu_tanh: OpenAI's own weights
+    norm: Optional[Literal["layernorm", "rmsnorm"]] = None  # before attention and MLP, and at the end
+    norm_scale: Optional[bool] = None    # rmsnorm: with a learned scale
+    norm_eps: Optional[float] = flag(None, above=0)  # None: 1e-5, rmsnorm 1e-6
+    act: Optional[Literal["gelu", "gelu_tanh", "relu2", "swiglu"]] = None  # gelu_tanh: OpenAI's own weights
     bias: Optional[bool] = None          # biases in the linear layers and LayerNorms
+    qkv_bias: bool = False               # biases of queries, keys and values alone, as in Qwen2
     qk_norm: Optional[bool] = None       # RMS-normalise every query and key
+    qk_scale: bool = False               # qk_norm: with a learned scale of each dimension, as in Qwen3
     qk_max: Optional[float] = flag(None, above=0)  # largest logit that qk_norm allows; None: sqrt(head size)
     embed_norm: Optional[bool] = None    # RMS-normalise the embedding before the first block
     tied: Optional[bool] = None          # output head shares the embedding's weights
@@ -78,6 +85,7 @@ class PlainConfig:
     softcap: Optional[float] = flag(None, at_least=0)  # logits = cap * tanh(logits / cap); 0: off
     rope_base: float = 10000.0           # wavelength base of the rotary positions
     rope_share: float = flag(1.0, above=0, at_most=1)  # share of each head's dimensions that they turn
+    rope_scaling: Optional[list[float]] = None  # Llama 3's: factor, low, high, context; see rope_tables()
     parallel: bool = False               # attention and MLP read the same input and add to it together
     # ---- memory ----
     checkpoint_activations: bool = False  # recompute each block in the backward pass: less memory, slower
@@ -88,7 +96,7 @@ class PlainConfig:
 
     @property
     def head_size(self):
-        return self.n_embd // self.n_head
+        return self.head_dim or self.n_embd // self.n_head
 
     @property
     def group(self):
@@ -100,35 +108,25 @@ class PlainConfig:
         """Dropout on the attention weights."""
         return self.dropout if self.attn_dropout is None else self.attn_dropout
 
-    def size_problems(self):
-        """What in the flags of a plain GPT does not go together, sentence by sentence."""
-        if self.n_head > 0 and self.n_embd % self.n_head:
-            yield f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}"
-        elif self.n_head > 0 and self.pos == "rope" and self.head_size % 2:
-            yield f"pos='rope' needs an even head size, n_embd/n_head={self.head_size}"
-        if self.n_kv_head and self.n_head % self.n_kv_head:
-            yield f"n_kv_head={self.n_kv_head} must divide n_head={self.n_head}, into groups of heads"
-        if self.qk_max is not None and not self.qk_norm:
-            yield f"qk_max={self.qk_max} needs qk_norm, without which nothing bounds the logits"
-        every = set(range(self.n_head))
-        if self.head_ids is not None and (len(self.head_ids) != self.n_layer
-                                          or any(h != sorted(set(h) & every) for h in self.head_ids)):
-            yield (f"head_ids={self.head_ids} must list, for each of the {self.n_layer} layers, "
-                   f"heads from 0 to {self.n_head - 1} in order")
-        elif self.head_ids is not None and any(not whole_groups(h, self.group) for h in self.head_ids):
-            yield (f"head_ids={self.head_ids} must list whole groups of {self.group} heads, which share keys "
-                   f"and values with n_kv_head={self.n_kv_head}")
-
 
 # ---- pieces ----
 
 class RMSNorm(nn.Module):
+    """x / rms(x), times a learned scale if there is one."""
+
+    def __init__(self, size, scale, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(size)) if scale else None, eps
+
     def forward(self, x):
-        return rms_norm(x)
+        y = rms_norm(x, self.eps)
+        return y if self.weight is None else y * self.weight.to(y.dtype)
 
 
 def make_norm(config):
-    return RMSNorm() if config.norm == "rmsnorm" else nn.LayerNorm(config.n_embd, bias=config.bias)
+    if config.norm == "rmsnorm":
+        return RMSNorm(config.n_embd, config.norm_scale, config.norm_eps or 1e-6)
+    return nn.LayerNorm(config.n_embd, config.norm_eps or 1e-5, bias=config.bias)
 
 
 # ---- the transformer ----
@@ -256,7 +254,10 @@ class CausalSelfAttention(AttentionCore):
         self.tied = config.a2c == "published"  # keys are queries, values are slices of x
         self.group, self.parts = config.group, 1 if self.tied else 3  # q, k, v in c_attn
         rows = self.n_head if self.tied else self.n_head + 2 * self.n_kv_head
-        self.c_attn = Linear(config.n_embd, rows * self.head_size, bias=config.bias)
+        self.c_attn = Linear(config.n_embd, rows * self.head_size, bias=config.bias or config.qkv_bias)
+        self.norm_eps, self.qk_scale = config.norm_eps or 1e-6, None
+        if config.qk_scale:
+            self.qk_scale = nn.ParameterList(nn.Parameter(torch.empty(self.head_size)) for _ in "qk")
         self.c_proj = Linear(self.n_head * self.head_size, config.n_embd, bias=config.bias)
         self.attn_dropout = config.weight_dropout
         self.resid_dropout = nn.Dropout(config.dropout)
@@ -286,13 +287,14 @@ class CausalSelfAttention(AttentionCore):
         """
         rope = h.rope[self.head_size] if self.rope else None
         if values is not None:
-            q = normed_and_rotated(qkv[:, :, None], self.qk_norm, rope).squeeze(2).transpose(1, 2)
+            q = normed_and_rotated(qkv[:, :, None], self.qk_norm, rope, self.norm_eps)
+            q = q.squeeze(2).transpose(1, 2)
             v = values.unflatten(-1, (-1, self.head_size))
             v = v if v.size(2) == n_head else v[..., self.head_ids, :]
             return q, q, v.transpose(1, 2)
-        if n_kv_head == n_head:
+        if n_kv_head == n_head and self.qk_scale is None and self.norm_eps == 1e-6:
             return heads_of(qkv.unflatten(2, (3, n_head)), self.qk_norm, rope)
-        return grouped_heads_of(qkv, n_head, n_kv_head, self.qk_norm, rope)
+        return grouped_heads_of(qkv, n_head, n_kv_head, self.qk_norm, rope, self.norm_eps, self.qk_scale)
 
     def merge(self, y, none_open=False):
         """Heads side by side, [B, H, T, D] -> [B, T, C], and out into the residual stream.
@@ -324,24 +326,35 @@ class CausalSelfAttention(AttentionCore):
 
 
 class MLP(nn.Module):
-    """Two linear layers, n_inner (usually 4 C) wide inside, [B, T, C] -> [B, T, C]."""
+    """Two linear layers, n_inner (usually 4 C) wide inside, [B, T, C] -> [B, T, C].
+
+    swiglu: silu(gate) * up, both in c_fc, one behind the other, each 8/3 C wide, for as many parameters.
+    """
 
     def __init__(self, config):
         super().__init__()
-        inner = 4 * config.n_embd if config.n_inner is None else config.n_inner
-        self.c_fc = Linear(config.n_embd, inner, bias=config.bias)
-        self.c_proj = Linear(inner, config.n_embd, bias=config.bias)
+        C, self.act = config.n_embd, config.act
+        inner = config.n_inner or (4 * C if self.act != "swiglu" else max(8, round(C / 3) * 8))
+        self.parts = 2 if self.act == "swiglu" else 1
+        self.c_fc = Linear(C, self.parts * inner, bias=config.bias)
+        self.c_proj = Linear(inner, C, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
-        self.act = config.act
 
     def forward(self, x):
         x = self.c_fc(x)
-        if self.act == "relu2":
+        if self.act == "swiglu":
+            gate, x = x.chunk(2, -1)
+            x = F.silu(gate) * x
+        elif self.act == "relu2":
             x = relu2(x)
         else:
             x = F.gelu(x, approximate="tanh" if self.act == "gelu_tanh" else "none")
         x = self.c_proj(x)
         return self.dropout(x) if self.training else x
+
+    def matrices(self):
+        """As of attention, for Muon."""
+        return [(self.c_fc.weight, self.parts), (self.c_proj.weight, 1)]
 
 
 class Block(nn.Module):
@@ -386,7 +399,8 @@ class GPT(HeadControl, nn.Module):
         elif config.pos == "rope":
             self.head_sizes = {attn.head_size for attn in layers}
             for size in self.head_sizes:
-                tables = rope_tables(config.block_size, size, config.rope_base, config.rope_share)
+                tables = rope_tables(config.block_size, size, config.rope_base, config.rope_share,
+                                     config.rope_scaling)
                 for name, table in zip(("cos", "sin"), tables):  # over [T, (q, k), H, D]
                     self.register_buffer(f"{name}{size}", table[:, None, None], persistent=False)
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
@@ -1862,7 +1876,7 @@ class GPTConfig(*(cls.Options for cls in reversed(MECHANISM_CLASSES)), PlainConf
         """Everything that is wrong with this config, as a list of sentences (empty: fine)."""
         plain = [f.name for f in fields(PlainConfig)]
         chosen = [name for name in choices(type(self)) if name not in plain]
-        bad = [*range_problems(self, plain), *self.size_problems(), *range_problems(self, chosen)]
+        bad = [*range_problems(self, plain), *plain_problems(self), *range_problems(self, chosen)]
         # the mechanisms' checks assume that the sizes make sense
         return bad or [problem for cls in MECHANISM_CLASSES for problem in cls.all_problems(self)]
 

@@ -28,10 +28,10 @@ def first_derivative_only():
                            "do without create_graph=True")
 
 
-def inverse_rms(x):
+def inverse_rms(x, eps=1e-6):
     """1 / rms(x) over the last dimension [..., 1]."""
     square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1))
-    return square.add_(1e-6).rsqrt_()
+    return square.add_(eps).rsqrt_()
 
 
 class CpuRMSNorm(torch.autograd.Function):
@@ -40,8 +40,8 @@ class CpuRMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x):
-        scale = inverse_rms(x)
+    def forward(ctx, x, eps):
+        scale = inverse_rms(x, eps)
         y = x * scale
         ctx.save_for_backward(y, scale)
         return y
@@ -51,7 +51,7 @@ class CpuRMSNorm(torch.autograd.Function):
         first_derivative_only()
         y, scale = ctx.saved_tensors
         along = (g * y).mean(-1, keepdim=True)
-        return torch.addcmul(g, y, along, value=-1).mul_(scale)
+        return torch.addcmul(g, y, along, value=-1).mul_(scale), None
 
 
 class CpuSquaredReLU(torch.autograd.Function):
@@ -75,11 +75,11 @@ def eager_on_cpu(x):
     return x.is_cpu and x.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling()
 
 
-def rms_norm(x):
+def rms_norm(x, eps=1e-6):
     """x / rms(x) over the last dimension, without a learned scale."""
     if eager_on_cpu(x):
-        return CpuRMSNorm.apply(x) if torch.is_grad_enabled() else x * inverse_rms(x)
-    return F.rms_norm(x, (x.size(-1),), eps=1e-6)
+        return CpuRMSNorm.apply(x, eps) if torch.is_grad_enabled() else x * inverse_rms(x, eps)
+    return F.rms_norm(x, (x.size(-1),), eps=eps)
 
 
 def relu2(x):
@@ -91,16 +91,22 @@ def relu2(x):
 
 # ---- queries, keys and values ----
 
-def rope_tables(length, head_size, base=10000.0, share=1.0):
+def rope_tables(length, head_size, base=10000.0, share=1.0, scaling=None):
     """cos and signed sin of every position's angles, each [length, head_size] (RoPE, eq. 34).
 
     Dimension i is paired with i + head_size / 2, so rotating is x * cos + (x, halves swapped) * sin. Of those
-    pairs the first share turn, at frequencies as of a head of that size; the others stand still.
+    pairs the first share turn, at frequencies as of a head of that size; the others stand still. scaling:
+    Llama 3's (factor, low, high, context): what turns less than low times in that context turns `factor`
+    times slower, what turns more than high times as before, between them a mixture.
     """
     half = head_size // 2
     turned = max(1, round(share * half))
     freq = base ** (-torch.arange(half, dtype=torch.float64) / turned)
     freq[turned:] = 0.0
+    if scaling:
+        factor, low, high, context = scaling
+        kept = ((context * freq / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        freq = freq * (kept + (1 - kept) / factor)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * freq
     cos = torch.cat((angle.cos(), angle.cos()), -1)
     sin = torch.cat((-angle.sin(), angle.sin()), -1)
@@ -149,10 +155,15 @@ def heads_of(qkv, normed, rope):
     return q, k, v.squeeze(2).transpose(1, 2)
 
 
-def grouped_heads_of(qkv, n_head, n_kv_head, normed, rope):
-    """The same of qkv [B, T, n_head + 2 n_kv_head, D]: fewer keys and values than queries."""
+def grouped_heads_of(qkv, n_head, n_kv_head, normed, rope, eps=1e-6, scale=None):
+    """The same of qkv [B, T, n_head + 2 n_kv_head, D]: fewer keys and values than queries.
+
+    scale: (of queries, of keys), each [D], a factor on what is normed.
+    """
     qk, v = qkv.split_with_sizes((n_head + n_kv_head, n_kv_head), 2)
-    qk = normed_and_rotated(qk[:, :, None], normed, rope).squeeze(2).transpose(1, 2)
+    if scale is not None:
+        scale = torch.cat([s.to(qkv.dtype).expand(n, -1) for s, n in zip(scale, (n_head, n_kv_head))])
+    qk = normed_and_rotated(qk[:, :, None], normed, rope, eps, scale).squeeze(2).transpose(1, 2)
     return *qk.split_with_sizes((n_head, n_kv_head), 1), v.transpose(1, 2)
 
 
@@ -161,9 +172,10 @@ def for_each_head(x, n_head):
     return x if x.size(1) >= n_head else x.repeat_interleave(n_head // x.size(1), 1)
 
 
-def normed_and_rotated(x, normed, rope):
-    """x [B, T, n, H, D], RMS-normed and turned by rope, a pair of cos and sin, where wanted."""
-    x = rms_norm(x) if normed else x
+def normed_and_rotated(x, normed, rope, eps=1e-6, scale=None):
+    """x [B, T, n, H, D], RMS-normed, times a scale, and turned by rope, (cos, sin), where wanted."""
+    x = rms_norm(x, eps) if normed else x
+    x = x if scale is None else x * scale
     return rotate(x, *rope) if rope else x
 
 

@@ -59,6 +59,38 @@ def range_problems(config, names=None):
             yield f"{f.name}={value!r} must be {' and '.join(broken)}"
 
 
+def whole_groups(heads, size):
+    """Whether heads, by their numbers, are whole groups of so many: with size=2, 0 and 1, 2 and 3, ..."""
+    return {h // size * size + i for h in heads for i in range(size)} == {*heads}
+
+
+def plain_problems(config):
+    """What in the flags of a plain GPT does not go together, sentence by sentence."""
+    if config.n_head > 0 and config.head_dim is None and config.n_embd % config.n_head:
+        yield f"n_embd={config.n_embd} must be a multiple of n_head={config.n_head}"
+    elif config.n_head > 0 and config.pos == "rope" and config.head_size % 2:
+        yield f"pos='rope' needs an even head size, n_embd/n_head={config.head_size}"
+    scaling = config.rope_scaling
+    if scaling is not None and (len(scaling) != 4 or min(scaling) <= 0 or scaling[1] >= scaling[2]):
+        yield f"rope_scaling={scaling} must be four numbers above 0: factor, low, high above low, context"
+    if scaling is not None and config.pos != "rope":
+        yield f"rope_scaling={scaling} needs pos='rope', not {config.pos!r}"
+    if config.qk_scale and not config.qk_norm:
+        yield "qk_scale=True needs qk_norm, whose scale it is"
+    if config.n_kv_head and config.n_head % config.n_kv_head:
+        yield f"n_kv_head={config.n_kv_head} must divide n_head={config.n_head}, into groups of heads"
+    if config.qk_max is not None and not config.qk_norm:
+        yield f"qk_max={config.qk_max} needs qk_norm, without which nothing bounds the logits"
+    every = set(range(config.n_head))
+    if config.head_ids is not None and (len(config.head_ids) != config.n_layer
+                                      or any(h != sorted(set(h) & every) for h in config.head_ids)):
+        yield (f"head_ids={config.head_ids} must list, for each of the {config.n_layer} layers, "
+               f"heads from 0 to {config.n_head - 1} in order")
+    elif config.head_ids is not None and any(not whole_groups(h, config.group) for h in config.head_ids):
+        yield (f"head_ids={config.head_ids} must list whole groups of {config.group} heads, which share keys "
+               f"and values with n_kv_head={config.n_kv_head}")
+
+
 # ---- a mechanism ----
 
 CONSTRAINTS = ["reciprocity", "testifiability", "decidability"]  # of the constraint write-up: heads, labels
@@ -73,11 +105,6 @@ class HeadAxis(NamedTuple):
     extra: bool = True  # constraint heads come behind the base heads
     parts: int = 1      # how often all that is repeated: q, k, v
     shared: int = 0     # of those, the last that have one for each group of heads: k, v with n_kv_head
-
-
-def whole_groups(heads, size):
-    """Whether heads, by their numbers, are whole groups of so many: with size=2, 0 and 1, 2 and 3, ..."""
-    return {h // size * size + i for h in heads for i in range(size)} == {*heads}
 
 
 class Uniform(NamedTuple):

@@ -73,6 +73,9 @@ def hard_concrete(logit):
 
 
 def activation(x, name):
+    if name == "swiglu":
+        gate, up = x.chunk(2, -1)
+        return gate * sigmoid(gate) * up
     if name == "relu2":
         return x.clamp_min(0) ** 2
     if name == "gelu_tanh":
@@ -80,26 +83,40 @@ def activation(x, name):
     return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
 
 
-def rms(x):
-    return x / ((x**2).mean(-1, keepdim=True) + 1e-6).sqrt()
+def rms(x, eps=1e-6):
+    return x / ((x**2).mean(-1, keepdim=True) + eps).sqrt()
 
 
 def normed(c, p, x, name):
     if c.norm == "rmsnorm":
-        return rms(x)
+        return rms(x, c.norm_eps or 1e-6) * (p[name + ".weight"] if c.norm_scale else 1)
     x = x - x.mean(-1, keepdim=True)
-    return x / ((x**2).mean(-1, keepdim=True) + 1e-5).sqrt() * p[name + ".weight"] + p.get(name + ".bias", 0)
+    x = x / ((x**2).mean(-1, keepdim=True) + (c.norm_eps or 1e-5)).sqrt()
+    return x * p[name + ".weight"] + p.get(name + ".bias", 0)
 
 
 def linear(p, x, name):
     return x @ p[name + ".weight"].T + p.get(name + ".bias", 0)
 
 
-def rope(x, base=10000.0, share=1.0):
+def slowed(theta, factor, low, high, context):
+    """Llama 3's frequency: a wave that is long in the context turns slower, a short one as it did."""
+    wave = 2 * math.pi / theta
+    if wave < context / high:
+        return theta
+    if wave > context / low:
+        return theta / factor
+    smooth = (context / wave - low) / (high - low)
+    return (1 - smooth) * theta / factor + smooth * theta
+
+
+def rope(x, base=10000.0, share=1.0, scaling=None):
     """x [..., T, D]: pair (i, i + D/2) as a complex number, times e^(i t theta); the first share of them."""
     T, half = x.size(-2), x.size(-1) // 2
     n = max(1, round(share * half))
-    theta = torch.tensor([base ** (-i / n) * (i < n) for i in range(half)], dtype=torch.float64)
+    theta = [base ** (-i / n) for i in range(n)]
+    theta = [slowed(each, *scaling) for each in theta] if scaling else theta
+    theta = torch.tensor(theta + [0.0] * (half - n), dtype=torch.float64)
     angle = torch.arange(T, dtype=torch.float64)[:, None] * theta
     z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
     return torch.cat((z.real, z.imag), -1)
@@ -341,9 +358,13 @@ def base_logits(c, p, x, q, k, heads):
     return s
 
 
-def queries_and_keys(c, *both):
-    both = map(rms, both) if c.qk_norm else both
-    return [rope(x, c.rope_base, c.rope_share) for x in both] if c.pos == "rope" else list(both)
+def queries_and_keys(c, p, *both):
+    if c.qk_norm:
+        scales = (p["qk_scale.0"], p["qk_scale.1"]) if c.qk_scale else (1, 1)
+        both = [rms(x, c.norm_eps or 1e-6) * scale for x, scale in zip(both, scales)]
+    if c.pos != "rope":
+        return list(both)
+    return [rope(x, c.rope_base, c.rope_share, c.rope_scaling) for x in both]
 
 
 # ---- constraint heads ----
@@ -402,14 +423,14 @@ def attend(c, attn, layer, x, seen, t, hint=None, passed=None):
         x = convolved(x, p["short_conv.weight"], p["short_conv.bias"][0])
     if c.a2c == "published":  # keys are queries, values are slices of x
         q, v = split(linear(p, x, "c_attn"), H), split(x, c.n_head)[:, heads]
-        q, k = queries_and_keys(c, q, q)
+        q, k = queries_and_keys(c, p, q, q)
     else:
         group = c.n_head // (c.n_kv_head or c.n_head)
         K = H // group
         D = p["c_attn.weight"].size(0) // max(1, H + 2 * K)
         parts = linear(p, x, "c_attn").split([H * D, K * D, K * D], -1)
         q, k, v = (split(part, n) for part, n in zip(short_convolutions(c, p, parts), (H, K, K)))
-        q, k = queries_and_keys(c, q, k)
+        q, k = queries_and_keys(c, p, q, k)
     v = mixed_values(c, p, b, x, v, layer, heads, passed)
     if v.size(1) < H:  # heads of a group read the same keys and values
         k, v = (torch.stack([t[:, i // group] for i in range(H)], 1) for t in (k, v))
@@ -417,7 +438,7 @@ def attend(c, attn, layer, x, seen, t, hint=None, passed=None):
     if E:
         g = constraint_gates(c, p, x, hint, attn.training).transpose(1, 2)  # (B, E, T)
         q, k, own = (split(part, E) for part in linear(p, x, "constraint.c_attn").chunk(3, -1))
-        q, k = queries_and_keys(c, q, k)
+        q, k = queries_and_keys(c, p, q, k)
         s = torch.cat((s, q @ k.mT * (c.qk_max / q.size(-1) if c.qk_max else q.size(-1) ** -0.5)), 1)
         v = torch.cat((v, own * g[..., None] if c.constraint_gate == "value" else own), 1)
     s = s.masked_fill(~seen, -math.inf)

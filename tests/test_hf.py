@@ -38,6 +38,11 @@ NEOX = dict(vocab_size=61, hidden_size=64, num_hidden_layers=3, num_attention_he
             max_position_embeddings=32, bos_token_id=0, eos_token_id=0)
 NANOCHAT = dict(vocab_size=61, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
                 intermediate_size=128, max_position_embeddings=32, pad_token_id=None, eos_token_id=0)
+LLAMA = dict(vocab_size=61, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
+             intermediate_size=64, max_position_embeddings=32, pad_token_id=None, eos_token_id=0,
+             initializer_range=0.2)
+STRETCHED = dict(rope_type="llama3", rope_theta=50.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=3.0,
+                 original_max_position_embeddings=16)
 ORIGINALS = {  # name: (family, fields of its config)
     "gpt2": ("GPT2", GPT2),
     "gpt2, other fields": ("GPT2", dict(GPT2, n_inner=48, activation_function="gelu",
@@ -48,6 +53,12 @@ ORIGINALS = {  # name: (family, fields of its config)
     "gpt_neox": ("GPTNeoX", NEOX),
     "gpt_neox, one after the other": ("GPTNeoX", dict(NEOX, use_parallel_residual=False, attention_bias=False,
                                                       rotary_pct=0.5, rotary_emb_base=500)),
+    "llama": ("Llama", LLAMA),
+    "llama, other fields": ("Llama", dict(LLAMA, rope_parameters=STRETCHED, rms_norm_eps=1e-3, head_dim=12,
+                                          tie_word_embeddings=True, num_key_value_heads=6)),
+    "mistral": ("Mistral", dict(LLAMA, sliding_window=None)),
+    "qwen2": ("Qwen2", LLAMA),
+    "qwen3": ("Qwen3", dict(LLAMA, head_dim=16)),
     "nanochat": ("NanoChat", NANOCHAT),
     "nanochat, grouped": ("NanoChat", dict(NANOCHAT, num_key_value_heads=2)),
     "nanochat, other fields": ("NanoChat", dict(NANOCHAT, final_logit_softcapping=None,
@@ -277,11 +288,17 @@ WRITTEN = {"gpt2": dict(recipe="gpt2"),
            "gpt2, all biases": dict(recipe="gpt2", bias=True, act="gelu_tanh", tied=False, n_inner=48),
            "modern": dict(recipe="modern"),
            "modern, capped": dict(recipe="modern", softcap=15.0, tied=True, rope_base=500.0),
+           "llama": dict(recipe="llama", n_kv_head=2, norm_eps=1e-3),
+           "llama, stretched": dict(recipe="llama", rope_scaling=[4.0, 1.0, 3.0, 16.0], tied=True,
+                                    head_dim=6),
+           "qwen2": dict(recipe="llama", qkv_bias=True, n_kv_head=1),
+           "qwen3": dict(recipe="llama", qk_norm=True, qk_scale=True),
            "qk_max": dict(recipe="modern", qk_max=12.0),
            "parallel": dict(recipe="gpt2", pos="rope", rope_share=0.25, parallel=True),
            "all on": dict(recipe="modern", **ALL_ON, n_embd=64)}
 CLASSES = {"gpt2": "GPT2LMHeadModel", "gpt2, all biases": "GPT2LMHeadModel", "modern": "NanoChatForCausalLM",
-           "modern, capped": "NanoChatForCausalLM"}
+           "modern, capped": "NanoChatForCausalLM", "llama": "LlamaForCausalLM",
+           "llama, stretched": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def written(model, folder, meta=None, **options):

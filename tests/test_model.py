@@ -64,7 +64,7 @@ def test_forward_and_gradient_equal_the_oracle(flags):
         assert torch.allclose(g, w, atol=1e-6), name
 
 
-@pytest.mark.parametrize("name, wrong", [("rope", lambda x, *a: x), ("rms", lambda x: x),
+@pytest.mark.parametrize("name, wrong", [("rope", lambda x, *a: x), ("rms", lambda x, *a: x),
                                          ("activation", lambda x, name: x.clamp_min(0)),
                                          ("visible", lambda m, i, T: torch.ones(T, T).bool())])
 def test_the_oracle_notices(name, wrong, monkeypatch):

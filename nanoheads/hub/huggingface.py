@@ -342,6 +342,58 @@ def turned_back(w, n_head):
     return heads.flatten(0, 2)
 
 
+def read_llama(c, t):
+    """Llama, SmolLM2, Mistral without a window, Qwen2 (biases on q, k, v), Qwen3 (q and k normed)."""
+    kind, H, C = c["model_type"], c["num_attention_heads"], c["hidden_size"]
+    known(c, kind, hidden_act="silu", mlp_bias=False, attention_bias=False, use_sliding_window=False)
+    if kind == "mistral":
+        known(c, kind, sliding_window=None)
+    K, qwen2, qwen3 = c.get("num_key_value_heads") or H, kind == "qwen2", kind == "qwen3"
+    rope, scaling = stretched_rope(c)
+    config = dict(
+        RECIPES["llama"], recipe="llama", tied=c.get("tie_word_embeddings", False), rope_base=rope,
+        rope_scaling=scaling, norm_eps=c.get("rms_norm_eps", 1e-6), qkv_bias=qwen2, qk_norm=qwen3,
+        qk_scale=qwen3, vocab_size=c["vocab_size"], block_size=c["max_position_embeddings"],
+        n_layer=c["num_hidden_layers"], n_head=H, n_kv_head=None if K == H else K, head_dim=c.get("head_dim"),
+        n_embd=C, n_inner=c["intermediate_size"])
+    weights = {"transformer.wte.weight": t.take("embed_tokens.weight"),
+               "transformer.ln_f.weight": t.take("norm.weight")}
+    weights["lm_head.weight"] = head_of(weights, t, config["tied"], "lm_head.weight")
+    for i in range(config["n_layer"]):
+        for ours, theirs in LLAMA_NAMES.items():
+            if ours.startswith("attn.qk_scale") and not qwen3 or ours.endswith("bias") and not qwen2:
+                continue
+            parts = [t.take(f"layers.{i}.{each}") for each in theirs]
+            weights[f"transformer.h.{i}.{ours}"] = torch.cat(parts)
+    return config, weights
+
+
+# our name in a block: theirs, one behind the other
+LLAMA_NAMES = {
+    "ln_1.weight": ["input_layernorm.weight"], "ln_2.weight": ["post_attention_layernorm.weight"],
+    "attn.c_attn.weight": [f"self_attn.{part}_proj.weight" for part in "qkv"],
+    "attn.c_attn.bias": [f"self_attn.{part}_proj.bias" for part in "qkv"],
+    "attn.c_proj.weight": ["self_attn.o_proj.weight"],
+    "attn.qk_scale.0": ["self_attn.q_norm.weight"], "attn.qk_scale.1": ["self_attn.k_norm.weight"],
+    "mlp.c_fc.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+    "mlp.c_proj.weight": ["mlp.down_proj.weight"]}
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def stretched_rope(c):
+    """(base, scaling as GPTConfig has it or None) of a config's RoPE; UserError: stretched in another way."""
+    rope = {"rope_theta": c.get("rope_theta", 10000.0), **(c.get("rope_scaling") or {}),
+            **(c.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise UserError(f"RoPE stretched as {kind!r} is not known here: 'default' and 'llama3' are")
+    if kind == "default":
+        return rope["rope_theta"], None
+    if missing := [key for key in LLAMA3 if key not in rope]:
+        raise UserError(f"RoPE of kind 'llama3' lacks {', '.join(missing)} in config.json")
+    return rope["rope_theta"], [float(rope[key]) for key in LLAMA3]
+
+
 def read_nanoheads(c, t):
     """What export() wrote for models of our own."""
     own.find(c, Path(t.folder, "config.json"))
@@ -353,7 +405,8 @@ def read_nanoheads(c, t):
 
 
 FAMILIES = dict(gpt2=read_gpt2, gpt_neo=read_gpt_neo, gpt_neox=read_gpt_neox, nanochat=read_nanochat,
-                nanoheads=read_nanoheads)
+                nanoheads=read_nanoheads,
+                **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), read_llama))
 
 
 # ---- tokenizers in ----
@@ -437,27 +490,37 @@ def own_encoding(ids):
 # ---- out ----
 
 def what_it_is(config):
-    """(family, why not a plainer one): gpt2, nanochat, or nanoheads, which needs this repository's code."""
+    """(family, why not a plainer one): one of OTHERS, or nanoheads, which needs this repository's code."""
     on = [cls.flag for cls in MECHANISM_CLASSES if cls.is_on(config)]
     if on:
         return "nanoheads", f"{', '.join(on)} {'is' if len(on) == 1 else 'are'} on"
     if config.head_ids is not None:
         return "nanoheads", "heads were pruned"
-    for family, flags in (("gpt2", GPT2), ("nanochat", NANOCHAT)):
+    for family, flags in OTHERS.items():
         differ = [f"{key}={getattr(config, key)!r}" for key, values in flags.items()
                   if getattr(config, key) not in values]
         if not differ:
             return family, ""
-        if config.recipe == ("gpt2" if family == "gpt2" else "modern"):
+        if family == dict(gpt2="gpt2", modern="nanochat", llama="llama")[config.recipe]:
             why = f"{', '.join(differ)} has no counterpart there"
     return "nanoheads", why
 
 
 # what a config must be to have a counterpart in these families; block_size, sizes and dropout aside
+LLAMA = dict(pos=("rope",), norm=("rmsnorm",), norm_scale=(True,), act=("swiglu",), bias=(False,),
+             qkv_bias=(False,), qk_norm=(False,), embed_norm=(False,), softcap=(0, 0.0), parallel=(False,),
+             rope_share=(1.0, 1))
 GPT2 = dict(pos=("learned",), norm=("layernorm",), qk_norm=(False,), embed_norm=(False,), softcap=(0, 0.0),
-            parallel=(False,), n_kv_head=(None,))
+            parallel=(False,), n_kv_head=(None,), head_dim=(None,), norm_eps=(None, 1e-5), qkv_bias=(False,),
+            act=("gelu", "gelu_tanh", "relu2"))
 NANOCHAT = dict(pos=("rope",), norm=("rmsnorm",), act=("relu2",), bias=(False,), qk_norm=(True,),
-                qk_max=(None,), embed_norm=(True,), parallel=(False,), rope_share=(1.0, 1))
+                qk_max=(None,), embed_norm=(True,), parallel=(False,), rope_share=(1.0, 1),
+                norm_scale=(False,), norm_eps=(None, 1e-6), qkv_bias=(False,), qk_scale=(False,),
+                rope_scaling=(None,))
+
+
+OTHERS = dict(gpt2=GPT2, nanochat=NANOCHAT, llama=LLAMA, qwen2={**LLAMA, "qkv_bias": (True,)},
+              qwen3={**LLAMA, "qk_norm": (True,), "qk_scale": (True,), "qk_max": (None,)})
 
 
 def write_gpt2(model):
@@ -507,6 +570,33 @@ def write_nanochat(model):
     return config, out
 
 
+def write_llama(model):
+    """(config.json, {name: tensor}) of LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM."""
+    c, w = model.config, model.state_dict()
+    kind, n = "qwen3" if c.qk_scale else "qwen2" if c.qkv_bias else "llama", c.n_kv_head or c.n_head
+    rope = dict(rope_type="default", rope_theta=c.rope_base)
+    if c.rope_scaling:
+        rope.update(rope_type="llama3", **dict(zip(LLAMA3, c.rope_scaling)))
+    config = dict(model_type=kind, architectures=[f"{kind.capitalize()}ForCausalLM"], hidden_act="silu",
+                  max_position_embeddings=c.block_size, hidden_size=c.n_embd, num_hidden_layers=c.n_layer,
+                  num_attention_heads=c.n_head, num_key_value_heads=n, head_dim=c.head_size,
+                  intermediate_size=model.transformer.h[0].mlp.c_proj.in_features,
+                  rms_norm_eps=c.norm_eps or 1e-6, attention_dropout=c.weight_dropout, attention_bias=False,
+                  mlp_bias=False, rope_parameters=rope, tie_word_embeddings=c.tied)
+    out = {"model.embed_tokens.weight": w["transformer.wte.weight"],
+           "model.norm.weight": w["transformer.ln_f.weight"]}
+    if not c.tied:
+        out["lm_head.weight"] = w["lm_head.weight"]
+    sizes = {"attn.c_attn": [heads * c.head_size for heads in (c.n_head, n, n)],
+             "mlp.c_fc": [config["intermediate_size"]] * 2}
+    for i in range(c.n_layer):
+        for ours, theirs in LLAMA_NAMES.items():
+            if (t := w.get(f"transformer.h.{i}.{ours}")) is not None:
+                parts = t.split(sizes.get(ours.rpartition(".")[0], len(t)))
+                out.update({f"model.layers.{i}.{name}": part for name, part in zip(theirs, parts)})
+    return config, out
+
+
 def write_nanoheads(model):
     """(config.json, {name: tensor}) of our own class, modeling_nanoheads.py."""
     c = model.config
@@ -524,7 +614,8 @@ def write_nanoheads(model):
                     if not (c.tied and name == "lm_head.weight")}
 
 
-WRITERS = dict(gpt2=write_gpt2, nanochat=write_nanochat, nanoheads=write_nanoheads)
+WRITERS = dict(gpt2=write_gpt2, nanochat=write_nanochat, nanoheads=write_nanoheads,
+               **dict.fromkeys(("llama", "qwen2", "qwen3"), write_llama))
 
 
 def export(model, meta, out, family=None, force=False):

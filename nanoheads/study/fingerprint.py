@@ -94,7 +94,7 @@ MOVER = {"rules": ["ByRules"], "ann": ["ByNetwork"], "rl": ["ByReward"]}
 # what a run executes and no number comes from: configs (their values are in the hash as they are), messages,
 # logs, files as they are written and read back, the command line, generated text
 NOT_NUMBERS = set("""
-    GPTConfig PlainConfig RECIPES choices range_problems flag RANGES TrainConfig OPTIMIZERS
+    GPTConfig PlainConfig RECIPES choices range_problems plain_problems flag RANGES TrainConfig OPTIMIZERS
     ControllerConfig check_model no_dropout add_mechanism BETWEEN_BLOCKS
     MECHANISM_CLASSES HEAD_MECHANISMS MECHANISMS NEUTRAL ALL_ON
     Run PROGRESS join_ranks pick_device checked_device StopSignal Process.print0 Process.barrier

@@ -216,7 +216,7 @@ def lr_multiplier(step, config):
 def block_matrices(model):
     """[(weight, number of matrices stacked in it by rows)] of the blocks' attention and MLP, for Muon."""
     return [matrix for block in model.transformer.h
-            for matrix in (*block.attn.matrices(), (block.mlp.c_fc.weight, 1), (block.mlp.c_proj.weight, 1))]
+            for matrix in (*block.attn.matrices(), *block.mlp.matrices())]
 
 
 def of_mechanisms(model):
