@@ -481,7 +481,7 @@ def test_what_means_nothing_is_refused_in_a_line(keys, key, tuned, fails, tmp_pa
     assert len(lines) == 1 or "labels" in keys and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["finetune_gpt2", "finetune_gpt_neo_acag"])
+@pytest.mark.parametrize("name", ["finetune_gpt2", "finetune_gpt_neo_acag", "finetune_smollm2"])
 def test_the_config_runs_over_a_gpt_of_our_own(name, plain, wiki, rows, tmp_path):
     """With the command that stands there, in fewer steps."""
     text = (ROOT / f"config/{name}.py").read_text()
@@ -490,11 +490,13 @@ def test_the_config_runs_over_a_gpt_of_our_own(name, plain, wiki, rows, tmp_path
     assert words[0] == f"{name}.py" and words[1] == "--init_from=out/tiny"
     main([str(ROOT / f"config/{words[0]}"), *words[3:], f"--init_from={plain}", f"--dataset={wiki}",
           f"--out_dir={tmp_path}/run", "--max_iters=4", "--warmup_iters=1", "--eval_interval=2",
-          "--eval_tokens=256", "--device=cpu", "--unet_from=1" if "unet" in text else "--documents=8"])
+          "--eval_tokens=256", "--device=cpu", dict(finetune_gpt2="--unet_from=1", finetune_smollm2="--seed=1",
+                                                    finetune_gpt_neo_acag="--documents=8")[name]])
     before, after = rows(plain)[1][-1]["val_loss"], rows(tmp_path / "run")[1][0]["val_loss"]
     assert after == pytest.approx(before, abs=0.2), "it begins where the plain GPT ended"
     config = checkpoint.read(tmp_path / "run/ckpt.pt")["config"]
-    assert (config["unet"], config["acag"]) == (("concat", None) if "unet" in text else (None, "headwise"))
+    want = dict(finetune_gpt2="unet", finetune_gpt_neo_acag="acag", finetune_smollm2="xsa")
+    assert [key for key in want.values() if config[key]] == [want[name]]
 
 
 # ---- few-shot items ----

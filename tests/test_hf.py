@@ -240,6 +240,22 @@ def test_what_is_wrong_with_a_folder_is_one_line(what, words, gpt2_folder, tmp_p
     refused(folder, *words)
 
 
+@pytest.mark.parametrize("name, fields, words", [
+    ("llama", dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=2.0)), ["'yarn'", "llama3"]),
+    ("llama", dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), ["lacks", "low_freq_factor"]),
+    ("llama", dict(attention_bias=True), ["attention_bias=True"]),
+    ("llama", dict(hidden_act="gelu"), ["hidden_act='gelu'"]),
+    ("llama", dict(num_key_value_heads=4), ["n_kv_head=4", "n_head=6"]),
+    ("mistral", dict(sliding_window=16), ["sliding_window=16"]),
+    ("qwen2", dict(use_sliding_window=True), ["use_sliding_window=True"])], ids=str)
+def test_what_a_llama_has_that_ours_has_not_is_one_line(name, fields, words, tmp_path):
+    original(*ORIGINALS[name]).save_pretrained(tmp_path)
+    edit(tmp_path, **fields)
+    with pytest.raises(UserError) as e:
+        ours(tmp_path)
+    assert "\n" not in str(e.value) and all(word in str(e.value) for word in words), str(e.value)
+
+
 def test_sizes_that_disagree_with_the_weights_are_refused(gpt2_folder, tmp_path):
     folder = shutil.copytree(gpt2_folder, tmp_path / "gpt2")
     edit(folder, n_positions=16)
