@@ -235,9 +235,17 @@ class ForgettingAttention(Mechanism):
         dtype = product_dtype(h.v)
         c = torch.stack(in_parts(c.transpose(1, 2) / attn.scale, dtype), -1)
         ones, left = torch.ones_like(c), self.PAD - 2 * c.size(-1)
-        h.q = F.pad(torch.cat((h.q.to(dtype), c, ones), -1), (0, left))
-        h.k = F.pad(torch.cat((h.k.to(dtype), ones, -c), -1), (0, left))
+        h.q = F.pad(wider(h.q.to(dtype), c, ones), (0, left))
+        h.k = F.pad(wider(h.k.to(dtype), ones, -c), (0, left))
         h.v = F.pad(h.v, (0, self.PAD))
+
+
+def wider(*parts):
+    """Tensors [B, H, T, ...] joined along the last dimension, laid out [B, T, H, ...] as projections are.
+
+    Joined as they are, Inductor (2.13) gives wrong numbers on CPUs when blocks are recomputed.
+    """
+    return torch.cat([x.transpose(1, 2) for x in parts], -1).transpose(1, 2)
 
 
 def in_parts(x, dtype):

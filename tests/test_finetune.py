@@ -490,8 +490,9 @@ def test_the_config_runs_over_a_gpt_of_our_own(name, plain, wiki, rows, tmp_path
     assert words[0] == f"{name}.py" and words[1] == "--init_from=out/tiny"
     main([str(ROOT / f"config/{words[0]}"), *words[3:], f"--init_from={plain}", f"--dataset={wiki}",
           f"--out_dir={tmp_path}/run", "--max_iters=4", "--warmup_iters=1", "--eval_interval=2",
-          "--eval_tokens=256", "--device=cpu", dict(finetune_gpt2="--unet_from=1", finetune_smollm2="--seed=1",
-                                                    finetune_gpt_neo_acag="--documents=8")[name]])
+          "--eval_tokens=256", "--device=cpu",
+          dict(finetune_gpt2="--unet_from=1", finetune_smollm2="--block_size=32",
+               finetune_gpt_neo_acag="--documents=8")[name]])
     before, after = rows(plain)[1][-1]["val_loss"], rows(tmp_path / "run")[1][0]["val_loss"]
     assert after == pytest.approx(before, abs=0.2), "it begins where the plain GPT ended"
     config = checkpoint.read(tmp_path / "run/ckpt.pt")["config"]

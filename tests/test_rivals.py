@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from conftest import pass_of
 from model import GPT, MECHANISMS, GPTConfig, Pass
+from nanoheads.rivals import in_parts
 from oracle import close, dense, normal
 from test_mechanisms import TINY, tiny
 
@@ -127,3 +128,29 @@ def test_routing_published_is_the_printed_code():
     pair = dict(routing_mask="zero", routing_eval_gate=False)
     assert MECHANISMS["routing_published"].items() >= pair.items()
 
+
+def test_forget_gates_are_compiled_with_blocks_recomputed():
+    """Inductor on a CPU once gave other losses there, where RoPE or QK-norm is on."""
+    flags = dict(block_size=16, vocab_size=37, n_layer=1, n_head=2, n_embd=32, recipe="modern", zero_init=False,
+                 fox=True)
+    model, other = (GPT(GPTConfig(**flags, checkpoint_activations=again)).train() for again in (False, True))
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), other.parameters()):
+            q.copy_(p.normal_(0.0, 0.3))
+    idx, targets = torch.randint(37, (2, 2, 12)).unbind()
+    torch._dynamo.reset()
+    losses = model(idx, targets).loss, torch.compile(other, fullgraph=True)(idx, targets).loss
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-5)
+    for p, q in zip(model.parameters(), other.parameters()):
+        assert torch.allclose(p.grad, q.grad, atol=1e-5)
+
+
+def test_a_sum_in_parts_keeps_its_digits_in_bfloat16():
+    """FoX's running sum in the hundreds: three parts hold it to float32's precision; one does not."""
+    c = -torch.rand(4, 500).cumsum(-1) * 3
+    parts = in_parts(c, torch.bfloat16)
+    assert len(parts) == 3 and (sum(p.float() for p in parts) - c).abs().max() < 1e-4
+    assert (parts[0].float() - c).abs().max() > 0.5
+    assert len(in_parts(c, torch.float32)) == 1

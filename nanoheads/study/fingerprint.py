@@ -65,7 +65,7 @@ OF_MECHANISM = {
     "ContextGate": ROW_STATISTICS,
     "Sink": ROW_STATISTICS,
     "ShortConv": "short_convolution CpuShortConvolution kept".split(),
-    "ForgettingAttention": "kept in_parts float32_linear linear32".split(),
+    "ForgettingAttention": "kept wider in_parts float32_linear linear32".split(),
     "SkipFusion": "UNet identity_of_h logit".split(),
     "Window": [*FLEX, "random_cells", "blocks_reached"],
 }
