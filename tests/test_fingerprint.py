@@ -111,7 +111,7 @@ def test_rewording_any_error_leaves_every_hash(tree):
 @pytest.mark.parametrize("edit", [
     ("kernels.py", '"""Rotate x [..., D] by its position', '"""Turn x [..., D] by its position'),
     ("model.py", "ValueError(f\"{past + T} tokens do not fit", "ValueError(f\"{past + T} are not for"),
-    ("model.py", "must be a multiple of n_head", "is no multiple of n_head"),
+    ("mechanism.py", "must be a multiple of n_head", "is no multiple of n_head"),
     ("train.py", "import math", "import math  # a remark"),
     ("train.py", "best val loss {run.best_val_loss:.4f} nats; wrote", "wrote"),
     ("train.py", "def count_time(run, seconds):", "def count_time(run, seconds: float):"),
@@ -195,7 +195,7 @@ def test_a_new_mechanism_repeats_nothing(tree):
 # ---- what repeats some runs, or all ----
 
 @pytest.mark.parametrize("edit, stale", [
-    (("model.py", "self.strength.tanh()", "self.strength.sin()"), {"xsa"}),
+    (("rivals.py", "self.strength.tanh()", "self.strength.sin()"), {"xsa"}),
     (("model.py", "logits.topk(self.k, -1)", "logits.topk(self.k, -1, False)"), {"moh", "all_on"}),
     (("optim.py", "1 - group[\"momentum\"]", "2 - group[\"momentum\"]"), set(CONFIGS) - {"adamw"}),
     (("optim.py", "MARGIN = 1.02", "MARGIN = 1.03"), set(CONFIGS) - {"adamw"}),
@@ -214,7 +214,7 @@ def test_a_change_repeats_the_runs_that_it_concerns(tree, edit, stale):
     ("model.py", "0.02 / math.sqrt", "0.03 / math.sqrt"),
     ("kernels.py", "KERNEL_BLOCK = 128", "KERNEL_BLOCK = 64"),
     ("ranks.py", "self.world == 1:", "self.world < 2:"),
-    ("kernels.py", "def rms_norm(x):", "def rms_norm(x, eps=None):"),
+    ("kernels.py", "def rms_norm(x, eps=1e-6):", "def rms_norm(x, eps=1e-5):"),
     ("scoring.py", "mass.log() + short", "mass.log() - short"),
     ("dataset.py", "rng.shuffle(order)", "rng.permutation(order)"),
     ("tokenizer.py", "END_OF_TEXT =", "END_OF_TEXT = 1 +"),
@@ -241,7 +241,7 @@ def test_flags_of_what_is_off_are_not_in_it():
 # ---- nothing is forgotten ----
 
 def test_a_name_that_no_file_defines_is_an_error(tree):
-    tree("kernels.py", "def rms_norm(x):", "def norm_of_rms(x):")
+    tree("kernels.py", "def rms_norm(x, eps", "def norm_of_rms(x, eps")
     with pytest.raises(ValueError, match="names rms_norm, which no file of a run defines"):
         tree.changed()
 

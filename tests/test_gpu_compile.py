@@ -107,14 +107,14 @@ def test_words_make_nothing_stale(stale_after):
         ("nanoheads/kernels.py", '"""Rotate x [..., D] by its', '"""Turn x [..., D] by its'),
         ("model.py", "there is no block {layer}", "no block {layer}"),
         ("nanoheads/training/optim.py", "or another dtype", "or some other dtype"),
-        ("model.py", "must be a multiple of n_head", "is no multiple of n_head"),
+        ("nanoheads/mechanism.py", "must be a multiple of n_head", "is no multiple of n_head"),
         ("compare.py", "def main(", "def main_(")) == set()
 
 
 @pytest.mark.parametrize("file, before, after, stale", [
     ("nanoheads/kernels.py", "F.pad(t, (0, FLEX_MIN", "F.pad(t, (0, 0 + FLEX_MIN", {"sink"}),
     ("nanoheads/kernels.py", "F.relu(x).square()", "F.relu(x) ** 2", {"plain", "xsa", "sink"}),
-    ("model.py", "self.strength.tanh()", "self.strength.sin()", {"xsa"}),
+    ("nanoheads/rivals.py", "self.strength.tanh()", "self.strength.sin()", {"xsa"}),
     ("nanoheads/training/optim.py", "X = X.bfloat16()", "X = X.half()", {"muon"}),
     ("nanoheads/training/optim.py", "self.raw.at_step(step)", "self.raw.at_step(step + 1)",
      {"plain", "xsa", "sink"}),

@@ -131,8 +131,8 @@ def test_routing_published_is_the_printed_code():
 
 def test_forget_gates_are_compiled_with_blocks_recomputed():
     """Inductor on a CPU once gave other losses there, where RoPE or QK-norm is on."""
-    flags = dict(block_size=16, vocab_size=37, n_layer=1, n_head=2, n_embd=32, recipe="modern", zero_init=False,
-                 fox=True)
+    flags = dict(block_size=16, vocab_size=37, n_layer=1, n_head=2, n_embd=32, recipe="modern",
+                 zero_init=False, fox=True)
     model, other = (GPT(GPTConfig(**flags, checkpoint_activations=again)).train() for again in (False, True))
     with torch.no_grad():
         for p, q in zip(model.parameters(), other.parameters()):
