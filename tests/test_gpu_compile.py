@@ -105,7 +105,7 @@ def test_words_make_nothing_stale(stale_after):
     assert stale_after(
         ("nanoheads/kernels.py", "# its values do not matter", "# whatever they are"),
         ("nanoheads/kernels.py", '"""Rotate x [..., D] by its', '"""Turn x [..., D] by its'),
-        ("model.py", "there is no block {layer}", "no block {layer}"),
+        ("nanoheads/mechanism.py", "there is no block {layer}", "no block {layer}"),
         ("nanoheads/training/optim.py", "or another dtype", "or some other dtype"),
         ("nanoheads/mechanism.py", "must be a multiple of n_head", "is no multiple of n_head"),
         ("compare.py", "def main(", "def main_(")) == set()
