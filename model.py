@@ -43,10 +43,10 @@ from nanoheads.rivals import (ExclusiveAttention, ForgettingAttention, KeyOffset
 
 # What a recipe means: the values taken by the flags that were left at None.
 RECIPES = {
-    "gpt2": dict(pos="learned", norm="layernorm", act="gelu", bias=False, qk_norm=False, embed_norm=False,
-                 tied=True, zero_init=False, softcap=0.0),
-    "modern": dict(pos="rope", norm="rmsnorm", act="relu2", bias=False, qk_norm=True, embed_norm=True,
-                   tied=False, zero_init=True, softcap=0.0),
+    "gpt2": dict(pos="learned", norm="layernorm", norm_scale=False, act="gelu", bias=False, qk_norm=False,
+                 embed_norm=False, tied=True, zero_init=False, softcap=0.0),
+    "modern": dict(pos="rope", norm="rmsnorm", norm_scale=False, act="relu2", bias=False, qk_norm=True,
+                   embed_norm=True, tied=False, zero_init=True, softcap=0.0),
     "llama": dict(pos="rope", norm="rmsnorm", norm_scale=True, act="swiglu", bias=False, qk_norm=False,
                   embed_norm=False, tied=False, zero_init=False, softcap=0.0),
 }

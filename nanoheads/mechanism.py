@@ -139,6 +139,7 @@ class Mechanism(nn.Module):
     needs_positions = False  # does it read Pass.positions?
     absorbs = False         # can a checkpoint's own weights make up for its start? Its static_gate() alone
     starts = {}             # parameter -> number, tensor or Uniform: what does not start as in GPT-2
+    passes_on = False       # do later layers read values of its layer's heads, beside what they send out?
     per_head = ()           # its tensors of a row per head, constraint heads too: pruning slices them
     averages = ()           # its flags for what is a mean over all tokens of a row, padding too
     attention_cost = 0.0    # FLOPs beyond those of plain attention, as a share of them

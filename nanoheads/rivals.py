@@ -89,8 +89,8 @@ class ShortConv(Mechanism):
 class ValueResidual(Mechanism):
     """Values mixed with those of the first layer, (1 - share) v_l + share v_1 (ResFormer, arXiv 2410.17897).
 
-    One share a layer, learned from 0.5. A gate of a head in the first layer is one of its v_1 too, so that a
-    head that is closed or pruned there leaves nothing.
+    One share a layer, learned from 0.5. A head of the first layer that is closed, its gate 0, leaves nothing
+    to later ones, as one that was pruned.
     """
 
     class Options:
@@ -104,6 +104,7 @@ class ValueResidual(Mechanism):
     def __init__(self, config, attn):
         super().__init__()
         self.share = nn.Parameter(torch.empty(1)) if attn.layer else None
+        self.passes_on = self.share is None
 
     @staticmethod
     def problems(config):
@@ -123,11 +124,11 @@ class ValueResidual(Mechanism):
 
     @staticmethod
     def of_all_heads(attn, h):
-        """The layer's values, of heads that pruning took 0."""
+        """The layer's values, 0 of heads that are closed or that pruning took."""
         v = h.v
-        if "gate" in h.gates:  # of a group the mean
-            gate = h.gates["gate"][:attn.n_head].unflatten(0, (v.size(1), attn.group)).mean(1)
-            v = v * gate.to(v.dtype)
+        if "gate" in h.gates:  # of a group any
+            opened = (h.gates["gate"][:attn.n_head] != 0).unflatten(0, (v.size(1), attn.group)).any(1)
+            v = v * opened.to(v.dtype)
         if attn.n_head == attn.n_base:
             return v
         ids = torch.tensor(ValueResidual.groups(attn), dtype=torch.long, device=v.device)
@@ -218,6 +219,7 @@ class ForgettingAttention(Mechanism):
     def __init__(self, config, attn):
         super().__init__()
         self.proj = nn.Linear(config.n_embd, attn.n_head)
+        self.attention_cost = 1 / attn.head_size  # q . k is two dimensions longer
 
     def head_axes(self):
         return [HeadAxis(self.proj, "weight", extra=False), HeadAxis(self.proj, "bias", extra=False)]

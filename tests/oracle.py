@@ -323,7 +323,7 @@ def mixed_values(c, p, b, x, v, layer, heads, passed):
             own = own * (sigmoid(g) if c.sentinel == "sigmoid" else hard_concrete(g))
         if c.agency:
             own = own * agency_factor(c, p, b)[:len(heads)]
-        every = {g: own[i * n:i * n + n].mean() * v[:, i] for i, g in enumerate(groups)}
+        every = {g: (own[i * n:i * n + n] != 0).any() * v[:, i] for i, g in enumerate(groups)}
         passed["values"] = torch.stack([every.get(g, torch.zeros_like(x[..., :v.size(-1)]))
                                         for g in range(c.n_head // n)], 1)
     elif c.value_residual:

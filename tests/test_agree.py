@@ -23,7 +23,8 @@ def rows(tmp_path):
 def test_float32_agrees_with_float64_and_every_row_is_written(rows):
     code, found = rows(*NAMES, "--dtypes", "float32")
     assert code == 0
-    assert [(r["name"], r["recipe"]) for r in found] == [(n, r) for n in NAMES for r in ("gpt2", "modern")]
+    recipes = ("gpt2", "llama", "modern")
+    assert [(r["name"], r["recipe"]) for r in found] == [(n, r) for n in NAMES for r in recipes]
     assert all(r["passed"] and 0 < r["off"] < 1e-4 and not r["compiled"] for r in found)
     kinds = {kind for r in found for kind in r["largest"]}
     assert kinds == {"logits", "loss", "aux", "gradient", "decoding", "choices"}

@@ -62,6 +62,8 @@ def passes(name, size):
     D, heads = C // H, H * L
     if name == "a2c_key_bias":                         # the bias is a dimension more, made a multiple of 8
         return [(heads * (D + 8), 2, 5)]
+    if name == "fox":                                  # two dimensions more, made a multiple of 8
+        return [(heads * (D + 8), 2, 5)]
     if name == "roles":                                # sine and cosine of 8 waves
         return [(heads * (D + 16), 2, 5)]
     if name in ("constraint_a", "constraint_published"):
@@ -114,6 +116,8 @@ def algorithmic_by_hand(name, size):
         needed = 12 / 6                                # and their gradients: 3 more
     elif name == "a2c_key_bias":
         needed = 1 + 1 / (2 * D)                       # half of the products are one dimension wider
+    elif name == "fox":
+        needed = 1 + 2 / (2 * D)
     elif name == "roles":
         needed = 1 + 16 / (2 * D)
     return 6 * matrices(name, size) + 12 * width * (2 * keys_seen(name, size) - 1) * needed

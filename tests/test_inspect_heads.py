@@ -270,7 +270,7 @@ def test_gates_by_hand_go_into_the_projections_of_every_mechanism(name):
     shown = copy.deepcopy(model)
     for layer, attn in enumerate(attentions(model)):
         for head in attn.all_head_ids()[1:]:
-            shown.set_head(layer, head, gate=0.3 * head - 0.6)
+            shown.set_head(layer, head, gate=0.3 * head - 0.5)
     assert off_by(shown, model) > 1e-3
     assert off_by(folded(shown), shown) < 1e-6  # a gate by hand is float32
     assert all(attn.gate_override is None for attn in attentions(folded(shown)))

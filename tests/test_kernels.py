@@ -8,8 +8,9 @@ from torch.nn import functional as F
 
 from model import GPT, CausalMask, GPTConfig
 from nanoheads import kernels
-from nanoheads.kernels import (ChunkedCrossEntropy, CpuRMSNorm, CpuSquaredReLU, attend, attend_lse,
-                               costs_a_plan, flex, flex_tiles, linear32, padded_rows, row_statistics)
+from nanoheads.kernels import (ChunkedCrossEntropy, CpuRMSNorm, CpuShortConvolution, CpuSquaredReLU,
+                               attend, attend_lse, costs_a_plan, flex, flex_tiles, linear32, padded_rows,
+                               row_statistics)
 from oracle import agree, dense, normal, tokens
 
 
@@ -40,14 +41,17 @@ def test_heads_of_size_one_give_the_same_twice():
     assert one.isfinite().all() and torch.equal(one, other)
 
 
-@pytest.mark.parametrize("function", [CpuRMSNorm, CpuSquaredReLU], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [
+    lambda x: CpuRMSNorm.apply(x, 1e-6), CpuSquaredReLU.apply,
+    lambda x: CpuShortConvolution.apply(x[None], torch.ones(2, 8).to(x), torch.ones(1, 8).to(x), 0)],
+    ids=["norm", "ReLU", "convolution"])
 def test_a_second_derivative_is_refused_rather_than_wrong(function):
     """Also of a plain sum, whose gradient would come back without a graph."""
     x = normal(3, 8, grad=True)
-    for loss in (function.apply(x).square().sum(), function.apply(x).sum()):
+    for loss in (function(x).square().sum(), function(x).sum()):
         with pytest.raises(RuntimeError, match="cannot be differentiated again"):
             torch.autograd.grad(loss, x, create_graph=True)
-    torch.autograd.grad(function.apply(x).sum(), x)
+    torch.autograd.grad(function(x).sum(), x)
 
 
 def test_no_gradient_of_flash_attention_is_differentiated_twice():

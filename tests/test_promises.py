@@ -238,7 +238,8 @@ def test_shared_parameters_start_bit_identical(cases):
         base, own = (dict(GPT(GPTConfig(**TINY, **f)).named_parameters()) for f in (recipe, flags))
         shared = [n for n in base if n in own and own[n].shape == base[n].shape]
         resized = "a2c_published" in name or "constraint_b" in name  # projections of another size
-        assert len(shared) == len(base) or resized and len(shared) >= len(base) - 4, name
+        few = 4 + 2 * ("qk_scale" in flags)  # of the layer with other heads
+        assert len(shared) == len(base) or resized and len(shared) >= len(base) - few, name
         assert all(torch.equal(own[n], base[n]) for n in shared), name
 
 
@@ -466,7 +467,7 @@ def test_decoding_that_skips_heads_equals_decoding_that_does_not(name, monkeypat
         model = alive(flags)
         calls.clear()
         assert cache_differs(model, [4] + [1] * 4) == [], other
-        prune_heads(model, {0: [1, 4]})
+        prune_heads(model, {0: [2, 3]})
         assert cache_differs(model, [4] + [1] * 4) == [], other
         # with the zero mask no head is unused
         dense = model.needs_row_stats or name in DROPS_GATES | {"routing_zero"}
@@ -731,7 +732,7 @@ def trained(flags, optimizer, gone=None, prune=False):
 @singles
 def test_training_goes_on_after_pruning_as_with_closed_heads(cases):
     """AdamW's moments are those of the heads that are left. The control: with others the ways part."""
-    (name, flags), _ = cases
+    (name, flags), *_ = cases
     pruned, _ = trained(flags, "adamw", GONE, prune=True)
     masked, _ = trained(flags, "adamw", GONE)
     prune_heads(masked, GONE)
@@ -758,7 +759,7 @@ def test_pruning_takes_rows_from_projections_and_moments(flags, optimizer):
         state = next(o.state[p] for o in optimizers if p in o.state)
         return {"": p, **{k: v for k, v in state.items() if v.shape == p.shape}}
 
-    D, left = 12, (1, 2, 4, 5)
+    D, left = 12, (0, 1, 4, 5)
     columns = torch.cat([torch.arange(h * D, (h + 1) * D) for h in left])
     rows = torch.cat([part * 72 + columns for part in range(attn.parts)])
     want = [{k: v.detach()[rows].clone() for k, v in held(attn.c_attn.weight).items()},

@@ -31,9 +31,16 @@ def fold_gates(model):
             continue
         own = static_gates(model)[layer]
         factor = torch.where(hand.isnan() | (hand == own), 1.0, hand / own)
+        if passes_on(attn):  # what a closed head sends out is not all that it gives
+            factor = torch.where(factor == 0, math.inf, factor)
         stuck += [(layer, head) for head, f in zip(attn.all_head_ids(), factor) if not f.isfinite()]
         scale_heads(attn, torch.where(factor.isfinite(), factor, 1.0))
     return model, stuck
+
+
+def passes_on(attn):
+    """Whether later layers read values of a layer's heads."""
+    return any(m.passes_on for m in attn.mechanisms())
 
 
 # ---- heads and blocks that are inserted ----
@@ -50,6 +57,8 @@ def insert_heads(model, heads, optimizers=(), seed=0):
         if not 0 <= layer < model.config.n_layer:
             raise ValueError(f"cannot insert into block {layer}; "
                              f"they go from 0 to {model.config.n_layer - 1}")
+        if new and passes_on(attentions(model)[layer]):
+            raise ValueError(f"cannot insert into block {layer}: later ones read its heads' values")
         free = set(range(model.config.n_head)) - set(attentions(model)[layer].head_ids)
         if not set(new) <= free:
             raise ValueError(f"cannot insert {sorted(new)} into block {layer}: "
@@ -186,7 +195,9 @@ class Surgery:
         new = {}
         for layer, attn in enumerate(attentions(model)):
             free = sorted(set(range(model.config.n_head)) - set(attn.head_ids))
-            if free and attn.head_ids and measured.used()[layer, attn.head_ids].min() >= c.grow_used:
+            if not free or not attn.head_ids or passes_on(attn):
+                continue
+            if measured.used()[layer, attn.head_ids].min() >= c.grow_used:
                 new[layer] = free[:c.grow_heads]
         if not new:
             return False

@@ -20,7 +20,7 @@ from nanoheads.training.optim import block_matrices, of_mechanisms
 
 # plain GPTs by size, the parameters of their blocks, for a ladder on one scale's data and recipe
 SIZES = {
-    "0.1M": dict(n_layer=2, n_head=4, n_embd=64),    # 98,304
+    "0.1M": dict(n_layer=2, n_head=4, n_embd=64, lr=0.016, embed_lr=0.02),  # 98,304; rates: config/tiny.py
     "0.33M": dict(n_layer=3, n_head=6, n_embd=96),   # 331,776
     "1M": dict(n_layer=5, n_head=8, n_embd=128),     # 983,040
     "10M": dict(n_layer=6, n_head=6, n_embd=384),    # 10,616,832
