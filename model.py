@@ -1872,6 +1872,11 @@ class GPTConfig(*(cls.Options for cls in reversed(MECHANISM_CLASSES)), PlainConf
         for cls in MECHANISM_CLASSES:
             cls.settle(self)
 
+    @property
+    def joined(self):
+        """The flags of mechanisms that are on and for which blocks are not of one kind."""
+        return [cls.flag for cls in MECHANISM_CLASSES if cls.joins_blocks and cls.is_on(self)]
+
     def problems(self):
         """Everything that is wrong with this config, as a list of sentences (empty: fine)."""
         plain = [f.name for f in fields(PlainConfig)]

@@ -401,6 +401,8 @@ def unfit(by, model):
         return "has no gates: it was trained without sentinel and agency"
     if by == "blocks" and model.config.unet:
         return "has U-Net skips, which join blocks in pairs"
+    if by == "blocks" and model.config.joined:
+        return f"has {', '.join(model.config.joined)}, for which blocks are not of one kind"
 
 
 def check_model(args, path, state, model):

@@ -139,6 +139,7 @@ class Mechanism(nn.Module):
     needs_positions = False  # does it read Pass.positions?
     absorbs = False         # can a checkpoint's own weights make up for its start? Its static_gate() alone
     starts = {}             # parameter -> number, tensor or Uniform: what does not start as in GPT-2
+    joins_blocks = False    # is a block's part of it another than the next one's? None is then put in or out
     passes_on = False       # do later layers read values of its layer's heads, beside what they send out?
     per_head = ()           # its tensors of a row per head, constraint heads too: pruning slices them
     averages = ()           # its flags for what is a mean over all tokens of a row, padding too

@@ -97,6 +97,7 @@ class ValueResidual(Mechanism):
         value_residual: bool = False         # values are mixed with those of the first layer
 
     name = flag = "value_residual"
+    joins_blocks = True
     modes = {"value_residual": dict(value_residual=True)}
     neutral = {"value_residual": {"value_residual.share": 0.0}}
     starts = {"share": 0.5}
@@ -151,6 +152,7 @@ class ValueEmbedding(Mechanism):
         value_embedding: bool = False        # every second layer's values have a part of the token's own
 
     name = flag = "value_embedding"
+    joins_blocks = True
     modes = {"value_embedding": dict(value_embedding=True)}
     neutral = {"value_embedding": {"value_embedding.wte.weight": 0.0}}
     CHANNELS = 12  # of x, that its gate reads: nanochat's number
@@ -388,6 +390,7 @@ class StreamScalars(Mechanism):
         stream_scalars: bool = False         # each block reads a x + b x_0, x_0 the embedding
 
     name = flag = "stream_scalars"
+    joins_blocks = True
     modes = {"stream_scalars": dict(stream_scalars=True)}
     neutral = {"stream_scalars": {"stream_scalars.stream": 1.0, "stream_scalars.embedding": 0.0}}
 

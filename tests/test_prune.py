@@ -13,12 +13,13 @@ import train
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads.configurator import load as configure
 from nanoheads.heads.measuring import closed, fixed_text, measure, nats_on
+from nanoheads.heads.surgery import stack_blocks
 from nanoheads.pruning import prune_heads
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
 from nanoheads.training.scoring import evaluate, score
 from prune import (CRITERIA, attentions, blocks_to_drop, draw_curves, held_bytes, magnitude, main,
-                   removal_order, spread, without_blocks, without_heads)
+                   removal_order, spread, unfit, without_blocks, without_heads)
 
 SIZES = dict(block_size=16, vocab_size=256, n_layer=3, n_head=4, n_embd=32)
 MODELS = {"gpt2": {}, "modern": dict(recipe="modern"), "all_on": ALL_ON,
@@ -481,3 +482,12 @@ def test_a_checkpoint_that_does_not_fit_is_named(run, data, tmp_path, refusal):
 def test_bad_checkpoints_are_refused(bad_checkpoint, refusal):
     path, words = bad_checkpoint
     assert words in refusal(["--ckpt", path, "--to", "0.5", "--by", "random"])
+
+
+@pytest.mark.parametrize("flag", ["value_residual", "value_embedding", "stream_scalars"])
+def test_blocks_that_are_not_of_one_kind_stay_as_they_are(flag):
+    model = alive(**{flag: True})
+    assert flag in unfit("blocks", model) and unfit("random", model) is None
+    with pytest.raises(ValueError, match=f"blocks with {flag} are not of one kind"):
+        stack_blocks(model)
+    assert stack_blocks(alive(query_gain=True)), "the control"

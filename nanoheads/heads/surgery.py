@@ -88,6 +88,8 @@ def stack_blocks(model):
     if c.unet or c.constraint_names or c.window_layers is not None:
         raise ValueError("blocks with U-Net skips, constraint heads or window_layers are not of one "
                          "kind: they cannot be stacked")
+    if c.joined:
+        raise ValueError(f"blocks with {', '.join(c.joined)} are not of one kind: they cannot be stacked")
     blocks, ids = model.transformer.h, model.config.head_ids
     copies = copy.deepcopy(blocks)
     for block in copies:

@@ -29,7 +29,8 @@ from nanoheads.text.sources import GPT2_ENCODER, GPT2_MERGES, HOME, keep
 from nanoheads.text.tokenizer import byte_symbols
 
 HUB = re.compile(r"(distil)?gpt2(-medium|-large|-xl)?|pythia-[\w.-]+"
-                 r"|(EleutherAI|openai-community|distilbert|karpathy|HuggingFaceTB|meta-llama|Qwen|mistralai)/[\w.-]+")
+                 r"|(EleutherAI|openai-community|distilbert|karpathy|HuggingFaceTB|meta-llama|Qwen"
+                 r"|mistralai)/[\w.-]+")
 FILES = ["config.json", "model.safetensors*", "*-of-*.safetensors", "vocab.json", "merges.txt",
          "tokenizer.json"]  # what is fetched from the hub
 IGNORED = re.compile(r"(attn\.(attention\.)?(masked_)?bias|attention\.(masked_)?bias|rotary_emb\.inv_freq)$")

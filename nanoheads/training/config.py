@@ -298,6 +298,8 @@ def controller_conflicts(model, config):
                               or model.window_layers is not None):
         bad.append("grow_stack doubles equal blocks: not with grow_heads, unet, constraint_names or "
                    "window_layers")
+    if config.grow_stack and model.joined:
+        bad.append(f"grow_stack doubles equal blocks: not with {', '.join(model.joined)}")
     if config.dynamic_heads and model.block_size < 2:
         bad.append("block_size must be at least 2 to measure heads")
     for place in config.policy_no_consent:
