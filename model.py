@@ -38,8 +38,10 @@ from nanoheads.logits import (check_sampling, discounted_return, distance_to_tea
                               penalise, portions, sample_token)
 from nanoheads.mechanism import (CONSTRAINTS, HeadAxis, HeadControl, Mechanism, Uniform, choices, flag,
                                  no_dropout, plain_problems, range_problems)
-from nanoheads.rivals import (ExclusiveAttention, ForgettingAttention, KeyOffset, OutputGate, QueryGain,
-                              ShortConv, Sink, StreamScalars, ValueEmbedding, ValueResidual)
+from nanoheads.rivals import (DenseConnections, DepthAttention, DifferentialAttention,
+                              DifferentialAttentionV1, ExclusiveAttention, ForgettingAttention, HeadMixing,
+                              KeyOffset, OutputGate, PairedHeads, QueryGain, ShortConv, Sink, StreamScalars,
+                              ValueEmbedding, ValueResidual)
 
 # What a recipe means: the values taken by the flags that were left at None.
 RECIPES = {
@@ -138,7 +140,7 @@ class AttentionCore(nn.Module):
     numbered on from there), n_head, n_extra, head_size, scale and attn_dropout, and then adds mechanisms.
     """
 
-    group = 1  # heads that share a key and a value
+    group = unit = 1  # heads that share a key and a value; that are pruned together
 
     def add_mechanisms(self, config):
         for cls in HEAD_MECHANISMS:
@@ -171,11 +173,11 @@ class AttentionCore(nn.Module):
         if h.cache is not None:
             h.k, h.v = h.cache.append(self.layer, h.k, h.v)
         y, row_stats = self.attend(h)
+        for m in mechanisms:
+            y, row_stats = m.behind_softmax(self, h, y, row_stats)
         if torch.compiler.is_compiling():  # loses what is set on an old object behind FlexAttention (2.13)
             h = replace(h, y=y, row_stats=row_stats)
         h.y, h.row_stats = y, row_stats
-        for m in mechanisms:
-            m.behind_softmax(self, h)
         for m in mechanisms:
             m.after(self, h)
         if h.wants_traces:
@@ -204,6 +206,11 @@ class AttentionCore(nn.Module):
         else:
             y = attend(q, k, v, self.scale, h.mask, dropout)
         return y if y.size(-1) == self.head_size else y[..., :self.head_size], row_stats
+
+    def attend_once_more(self, h, q, k, v):
+        """Attention of the layer's own heads with other queries, keys or values, [B, H, T, D]."""
+        dropout = self.attn_dropout if self.training else 0.0
+        return attend(q.to(v.dtype), k, v, self.scale, h.mask, dropout)[..., :self.head_size]
 
     def static_gate(self, noisy=None):
         """Product of the gates that depend on no token, or what was set by hand, [H], or None."""
@@ -252,7 +259,8 @@ class CausalSelfAttention(AttentionCore):
         self.n_extra = ConstraintHeads.count(config, layer)
         self.rope, self.qk_norm = config.pos == "rope", config.qk_norm
         self.tied = config.a2c == "published"  # keys are queries, values are slices of x
-        self.group, self.parts = config.group, 1 if self.tied else 3  # q, k, v in c_attn
+        self.group, self.unit = config.group, config.unit
+        self.parts = 1 if self.tied else 3  # q, k, v in c_attn
         rows = self.n_head if self.tied else self.n_head + 2 * self.n_kv_head
         self.c_attn = Linear(config.n_embd, rows * self.head_size, bias=config.bias or config.qkv_bias)
         self.norm_eps, self.qk_scale = config.norm_eps or 1e-6, None
@@ -268,17 +276,26 @@ class CausalSelfAttention(AttentionCore):
         """Key and value heads, of those that are left."""
         return self.n_head // self.group
 
-    def forward(self, x, p):
-        """(what joins the residual stream, Pass.results())."""
+    def forward(self, x, p, inputs=None):
+        """(what joins the residual stream, Pass.results()); inputs: of queries, keys and values, where each
+        has its own.
+        """
         h, mechanisms = p.of_layer(x), self.mechanisms()
         for m in mechanisms:
             m.read(self, h)
-        qkv = self.c_attn(h.x).view(*x.shape[:2], self.c_attn.out_features // self.head_size, self.head_size)
+        qkv = self.c_attn(h.x) if not inputs else self.project(inputs)
+        qkv = qkv.view(*x.shape[:2], self.c_attn.out_features // self.head_size, self.head_size)
         for m in mechanisms:
             qkv = m.projected(self, qkv, h)
         h.q, h.k, h.v = self.split(qkv, h, self.n_head, self.n_kv_head, h.x if self.tied else None)
         h, y = self.outputs(h)
         return self.merge(y, h.none_open), h.results()
+
+    def project(self, inputs):
+        """c_attn of an input each for queries, keys and values."""
+        rows = [n * self.head_size for n in (self.n_head, self.n_kv_head, self.n_kv_head)]
+        bias = (None,) * 3 if self.c_attn.bias is None else self.c_attn.bias.split(rows)
+        return torch.cat([F.linear(*part) for part in zip(inputs, self.c_attn.weight.split(rows), bias)], -1)
 
     def split(self, qkv, h, n_head, n_kv_head, values=None):
         """[B, T, heads of q, k and v, D] -> normed and rotated q and k, and v, each [B, heads, T, D].
@@ -372,7 +389,8 @@ class Block(nn.Module):
         self.parallel = config.parallel
 
     def forward(self, x, p):
-        y, results = self.attn(self.ln_1(x), p)
+        inputs = p.left and p.left.get(("inputs", self.attn.layer))  # of queries, keys, values: from MUDD
+        y, results = self.attn(self.ln_1(x), p, inputs and [self.ln_1(each) for each in inputs])
         if self.parallel:
             return x + y + self.mlp(self.ln_2(x)), results
         x = x + y
@@ -501,7 +519,7 @@ class GPT(HeadControl, nn.Module):
         losses, named, outputs = {}, dict(predictions={}, traces={}), [x]
         for i, block in enumerate(self.transformer.h):
             if self.between:
-                x = self.mix(x, i, outputs)
+                x = self.mix(x, i, outputs, wanted["left"])
             if c.checkpoint_activations and self.training:
                 x, results = checkpoint(block, x, passes[masks[i]], use_reentrant=False)
             else:
@@ -514,15 +532,15 @@ class GPT(HeadControl, nn.Module):
             for kind, found in named.items():
                 found.update({f"blocks.{i}.{name}": t for name, t in results[kind].items()})
         if self.between:
-            x = self.mix(x, N, outputs)
+            x = self.mix(x, N, outputs, wanted["left"])
         if cache:
             cache.length += T
         return self.transformer.ln_f(x), dict(losses=losses, **named)
 
-    def mix(self, x, layer, outputs):
+    def mix(self, x, layer, outputs, left):
         """What block `layer` reads (n_layer: the last norm), of the outputs so far; x is the last of them."""
         for name in self.between:
-            x = getattr(self, name).mix(x, layer, outputs)
+            x = getattr(self, name).mix(x, layer, outputs, left)
         return x
 
     def make_pass(self, mask, positions, past, T, cache, pad, device, **wanted):
@@ -907,7 +925,8 @@ class HeadRouter(Mechanism):
         self.mode, self.coef = config.routing, config.routing_coef
         self.zero = self.zero_mask(config)
         self.in_eval = not published if config.routing_eval_gate is None else config.routing_eval_gate
-        self.skip, self.capacity = config.routing_skip, config.routing_capacity
+        self.skip = config.routing_skip and not config.in_pairs  # where a head reads another's map
+        self.capacity = config.routing_capacity
         self.n_shared = config.routing_shared
         self.k = self.top_k(config) - self.n_shared
         self.fc = nn.Linear(C, hidden) if hidden else None
@@ -948,7 +967,7 @@ class HeadRouter(Mechanism):
                 yield f"routing_capacity={c.routing_capacity} must be 0 (off) or at least 1"
             if zero:
                 yield "routing_capacity needs routing_mask='inf': with 'zero' every head is used"
-            readers = [cls.flag for cls in HEAD_MECHANISMS if cls.needs_row_stats]
+            readers = [cls.flag for cls in HEAD_MECHANISMS if cls.needs_row_stats or cls.in_pairs]
             for other in (*readers, "routing_shared", "constraint_names"):
                 if getattr(c, other):
                     yield f"routing_capacity packs the queries of selected heads alone: not with {other}"
@@ -1477,28 +1496,29 @@ class ConstraintHeads(Mechanism):
             coins = F.binary_cross_entropy_with_logits(logits, logits.sigmoid(), reduction="none")
             h.losses["constraint_entropy"] = self.entropy_coef * coins.mean()
 
-    def behind_softmax(self, attn, h):
+    def behind_softmax(self, attn, h, y, stats):
         """Multiply each token's weight on itself by its gate, and let the row's weights sum to 1 again."""
         if h.self_factor is None:
-            return
+            return y, stats
         n, T, D = attn.n_head, h.q.size(2), attn.head_size
-        taken = self.taken(attn, h)
-        y, v = h.y[:, n:].to(taken.dtype), h.v[:, n:, -T:, :D].to(taken.dtype)
-        y = (y - taken * v) / (1 - taken).clamp_min(1e-6)
-        h.y = torch.cat((h.y[:, :n], y.to(h.y.dtype)), 1)
+        taken = self.taken(attn, h, stats)
+        left, v = y[:, n:].to(taken.dtype), h.v[:, n:, -T:, :D].to(taken.dtype)
+        left = (left - taken * v) / (1 - taken).clamp_min(1e-6)
+        return torch.cat((y[:, :n], left.to(y.dtype)), 1), stats
 
-    def taken(self, attn, h):
+    def taken(self, attn, h, stats):
         """What gates of scores take of each row's weights, which sum to 1, [B, heads, T, 1]."""
-        n, T, dtype = attn.n_head, h.q.size(2), h.row_stats.lse.dtype
+        n, T, dtype = attn.n_head, h.q.size(2), stats.lse.dtype
         own = (h.q[:, n:].to(dtype) * h.k[:, n:, -T:]).sum(-1) * attn.scale
-        taken = (1 - h.self_factor) * (own - h.row_stats.lse[:, n:]).exp()[..., None].clamp_max(1)
+        taken = (1 - h.self_factor) * (own - stats.lse[:, n:]).exp()[..., None].clamp_max(1)
         # a row of one key stays as it is: rounding errors are all that would be left of it
         return taken.masked_fill((h.n_keys == 1)[..., None], 0.0)
 
     def reweigh(self, attn, p, h):
         if h.self_factor is None:
             return p
-        taken, (base, p) = self.taken(attn, h).to(p.dtype), p.split((attn.n_head, self.n_head), 1)
+        taken = self.taken(attn, h, h.row_stats).to(p.dtype)
+        base, p = p.split((attn.n_head, self.n_head), 1)
         own = F.pad(torch.diag_embed(taken.squeeze(-1)), (p.size(-1) - p.size(-2), 0))  # behind a cache's
         return torch.cat((base, (p - own) / (1 - taken).clamp_min(1e-6)), 1)
 
@@ -1775,7 +1795,7 @@ class UNet(nn.ModuleList):
         super().__init__(SkipFusion(config, depth) for depth in range(config.n_layer // 2))
         self.n_layer = config.n_layer
 
-    def mix(self, x, layer, outputs):
+    def mix(self, x, layer, outputs, left):
         """x, what decoder block layer - 1 put out, with what its partner did; a middle block has none."""
         depth = layer - 1 - (self.n_layer - len(self))
         return x if depth < 0 else self[depth](x, outputs[self.n_layer - layer + 1])
@@ -1853,10 +1873,11 @@ class Window(CausalMask, Mechanism):
 
 # The mechanisms of a layer, in the order in which they act, and all.
 HEAD_MECHANISMS = [ShortConv, ValueResidual, ValueEmbedding, QueryGain, KeyOffset, ExclusiveAttention,
-                   HeadNorm, HeadRouter, SentinelGate, Agency, AdvantageAttention, HeadRoles,
-                   ForgettingAttention, OutputGate, ConstraintHeads, ContextGate, Sink]
-BETWEEN_BLOCKS = [StreamScalars, UNet]
-MECHANISM_CLASSES = [*HEAD_MECHANISMS, StreamScalars, SkipFusion, Window]
+                   HeadNorm, HeadMixing, HeadRouter, SentinelGate, Agency, AdvantageAttention, HeadRoles,
+                   ForgettingAttention, PairedHeads, DifferentialAttention, DifferentialAttentionV1,
+                   OutputGate, ConstraintHeads, ContextGate, Sink]
+BETWEEN_BLOCKS = [DepthAttention, DenseConnections, StreamScalars, UNet]
+MECHANISM_CLASSES = [*HEAD_MECHANISMS, *BETWEEN_BLOCKS[:-1], SkipFusion, Window]
 
 
 @dataclass
@@ -1871,6 +1892,16 @@ class GPTConfig(*(cls.Options for cls in reversed(MECHANISM_CLASSES)), PlainConf
             self.n_kv_head = None
         for cls in MECHANISM_CLASSES:
             cls.settle(self)
+
+    @property
+    def unit(self):
+        """How many neighbouring heads are pruned together: those of a group, and of a pair."""
+        return math.lcm(self.group, 2 if self.in_pairs else 1)
+
+    @property
+    def in_pairs(self):
+        """Whether a mechanism that is on joins heads in pairs."""
+        return any(cls.in_pairs and cls.is_on(self) for cls in HEAD_MECHANISMS)
 
     @property
     def joined(self):

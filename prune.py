@@ -131,9 +131,9 @@ CRITERIA = {"random": random, "magnitude": magnitude, "gate": gate, "entropy": e
 def removal_order(model, by, n, floor, x, y, seed):
     """[(layer, head)] of the n heads to remove, in that order, by their original numbers.
 
-    Heads that share keys and values go together, by their mean score; n is a number of whole groups.
+    Heads of a group or pair go together, by their mean score; n is a number of whole groups.
     """
-    gone, left, scores, group = [], [attn.n_head for attn in attentions(model)], {}, model.config.group
+    gone, left, scores, group = [], [attn.n_head for attn in attentions(model)], {}, model.config.unit
     while len(gone) < n:
         if not scores or by == "importance_rescored":
             with closed(model, gone):
@@ -264,7 +264,7 @@ def rows_of(args, number):
     state, model, data = args.loaded[number]
     x, y = (t.to(args.device) for t in fixed_text(data, "train", model.config.block_size, args.text))
     heads, whole = sum(attn.n_head for attn in attentions(model)), model.flops_per_token()
-    goes = {to: heads - round(to * heads / model.config.group) * model.config.group for to in args.to}
+    goes = {to: heads - round(to * heads / model.config.unit) * model.config.unit for to in args.to}
 
     def bits_of(each):
         return score_windows(each, data, args.split, args.tokens)[1]["bpb"]

@@ -86,9 +86,8 @@ def plain_problems(config):
                                       or any(h != sorted(set(h) & every) for h in config.head_ids)):
         yield (f"head_ids={config.head_ids} must list, for each of the {config.n_layer} layers, "
                f"heads from 0 to {config.n_head - 1} in order")
-    elif config.head_ids is not None and any(not whole_groups(h, config.group) for h in config.head_ids):
-        yield (f"head_ids={config.head_ids} must list whole groups of {config.group} heads, which share keys "
-               f"and values with n_kv_head={config.n_kv_head}")
+    elif config.head_ids is not None and any(not whole_groups(h, config.unit) for h in config.head_ids):
+        yield f"head_ids={config.head_ids} must list whole groups of {config.unit} heads, which go together"
 
 
 # ---- a mechanism ----
@@ -139,6 +138,7 @@ class Mechanism(nn.Module):
     needs_positions = False  # does it read Pass.positions?
     absorbs = False         # can a checkpoint's own weights make up for its start? Its static_gate() alone
     starts = {}             # parameter -> number, tensor or Uniform: what does not start as in GPT-2
+    in_pairs = False        # are heads 0 and 1 one thing, 2 and 3, ...? They are then pruned together
     joins_blocks = False    # is a block's part of it another than the next one's? None is then put in or out
     passes_on = False       # do later layers read values of its layer's heads, beside what they send out?
     per_head = ()           # its tensors of a row per head, constraint heads too: pruning slices them
@@ -188,6 +188,8 @@ class Mechanism(nn.Module):
         """Yield all that is wrong with its flags: details of what is off, and what goes with no kernel."""
         if cls.is_on(config):
             yield from [*range_problems(config, cls.fields())] or cls.problems(config)
+            if cls.in_pairs and config.n_head % 2:
+                yield f"{cls.flag}=True joins heads in pairs: n_head={config.n_head} is odd"
             if cls.needs_row_stats:
                 yield from no_dropout(config, cls.flag)
             return
@@ -235,8 +237,9 @@ class Mechanism(nn.Module):
         What it puts into h.leaves, later layers find in h.left by the same name.
         """
 
-    def behind_softmax(self, attn, h):
-        """After attention, before every after(): change what the rows of weights gave, h.y."""
+    def behind_softmax(self, attn, h, y, stats):
+        """After attention, before every after(): what the rows of weights gave, y, and their RowStats."""
+        return y, stats
 
     def after(self, attn, h):
         """After attention: rewrite h.y; add gates that need h.y, h.v or h.row_stats."""

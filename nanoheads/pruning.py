@@ -25,9 +25,9 @@ def prune_heads(model, heads, optimizers=()):
             raise ValueError(f"cannot prune block {layer}; they go from 0 to {len(layers) - 1}")
         if set(gone) - set(layers[layer].head_ids):
             raise ValueError(f"cannot prune {sorted(gone)} from block {layer}: not all of them are there")
-        if not whole_groups(gone, n := layers[layer].group):
-            raise ValueError(f"cannot prune {sorted(gone)} from block {layer}: {n} heads that share keys and "
-                             "values go together")
+        if not whole_groups(gone, n := layers[layer].unit):
+            raise ValueError(f"cannot prune {sorted(gone)} from block {layer}: groups of "
+                             f"{n} heads go together")
     for layer, gone in heads.items():
         prune_layer(layers[layer], gone, optimizers)
     model.config = replace(model.config, head_ids=[attn.head_ids for attn in layers])
@@ -46,7 +46,7 @@ def closed_heads(attn):
     if gate is None:
         return []
     closed = {i for i, g in zip(attn.head_ids, gate.tolist()) if g == 0}
-    n = attn.group
+    n = attn.unit
     return [i for i in attn.head_ids if closed.issuperset(range(i // n * n, i // n * n + n))]
 
 

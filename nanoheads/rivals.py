@@ -3,14 +3,16 @@ Changes that others report gains with: what a new mechanism has to beat. Each is
 which reads them from here.
 """
 
+import math
 from typing import Literal, Optional
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nanoheads.kernels import Linear, float32_linear, for_each_head, product_dtype, short_convolution
-from nanoheads.mechanism import HeadAxis, Mechanism, flag
+from nanoheads.kernels import (Linear, attend_lse, float32_linear, for_each_head, normed_and_rotated,
+                               product_dtype, rms_norm, short_convolution)
+from nanoheads.mechanism import HeadAxis, Mechanism, Uniform, flag
 
 
 def kept(cache, attn, name, value):
@@ -261,6 +263,186 @@ def in_parts(x, dtype):
     return parts
 
 
+def masked_logits(attn, h, q, k):
+    """Logits of the layer's own heads with other queries or keys, -inf where none is seen: for maps."""
+    return ((q.to(k.dtype) @ k.mT).float() * attn.scale).masked_fill(~h.mask, -math.inf)
+
+
+def own_heads(attn, h):
+    """Queries, keys and values of the layer's own heads as attention read them, each [B, H, ...]."""
+    n = h.k.size(1) - attn.n_extra
+    k, v = (for_each_head(x[:, :n], attn.n_head) for x in (h.k, h.v))
+    return h.q[:, :attn.n_head], k, v
+
+
+def with_extra(attn, own, y):
+    """Outputs y [B, H, T, D] with those of the layer's own heads replaced."""
+    return torch.cat((own.to(y.dtype), y[:, attn.n_head:]), 1) if attn.n_extra else own.to(y.dtype)
+
+
+class DifferentialAttention(Mechanism):
+    """Differential attention V2: y1 - sigmoid(w_h x_t) y2, two maps over the same keys and values.
+
+    Source: microsoft/unilm, Diff-Transformer-V2 (2026). The second map has queries of its own, normed and
+    turned as the first's; what other mechanisms add to the logits acts on both, what rescales q on the first.
+    """
+
+    class Options:
+        diff: bool = False                   # from each head's output that of a second map is taken
+
+    name = flag = "diff"
+    modes = {"diff": dict(diff=True)}
+    attention_cost = 1.0
+
+    def __init__(self, config, attn):
+        super().__init__()
+        bias, self.head_size = config.bias or config.qkv_bias, attn.head_size
+        self.c_q = Linear(config.n_embd, attn.n_head * attn.head_size, bias=bias)
+        self.share = nn.Linear(config.n_embd, attn.n_head, bias=False)
+
+    def head_axes(self):
+        rows = [HeadAxis(self.c_q, name, size=self.head_size, extra=False) for name in ("weight", "bias")]
+        return [*rows, HeadAxis(self.share, "weight", extra=False)]
+
+    def matrices(self):
+        return [(self.c_q.weight, 1)]
+
+    def queries(self, attn, h):
+        """Those of the second map [B, H, T, D or more]; dimensions more are what others added to the logits.
+        """
+        q = self.c_q(h.x).unflatten(-1, (attn.n_head, attn.head_size))[:, :, None]
+        rope = h.rope[attn.head_size] if attn.rope else None
+        scale = None if attn.qk_scale is None else attn.qk_scale[0].to(q.dtype)
+        q = normed_and_rotated(q, attn.qk_norm, rope, attn.norm_eps, scale).squeeze(2).transpose(1, 2)
+        added = h.q[:, :attn.n_head, :, attn.head_size:]
+        return torch.cat((q, added.to(q.dtype)), -1) if added.size(-1) else q
+
+    def shares(self, h):
+        """What is taken of the second map, [B, H, T, 1]."""
+        return self.share(h.x).sigmoid().transpose(1, 2)[..., None]
+
+    def behind_softmax(self, attn, h, y, stats):
+        n = h.k.size(1) - attn.n_extra
+        second = attn.attend_once_more(h, self.queries(attn, h), h.k[:, :n], h.v[:, :n])
+        return with_extra(attn, y[:, :attn.n_head] - self.shares(h).to(y.dtype) * second, y), stats
+
+    def reweigh(self, attn, p, h):
+        second = masked_logits(attn, h, self.queries(attn, h), own_heads(attn, h)[1]).softmax(-1)
+        return with_extra(attn, p[:, :attn.n_head] - self.shares(h).to(p.dtype) * second.to(p.dtype), p)
+
+
+class DifferentialAttentionV1(Mechanism):
+    """Differential attention of pairs of heads: norm((P_1 - l P_2) (v_1, v_2)) (1 - l_0).
+
+    Source: arXiv 2410.05258, eqs. 1 to 3, and transformers' DiffLlama. l = exp(a . b) - exp(c . d) + l_0,
+    learned, with l_0 = 0.8 - 0.6 exp(-0.3 layer). Heads 0 and 1 are a pair, 2 and 3, and so on.
+    """
+
+    class Options:
+        diff_v1: bool = False                # heads in pairs: the difference of their maps, normed
+
+    name = flag = "diff_v1"
+    modes = {"diff_v1": dict(diff_v1=True)}
+    in_pairs = True
+    attention_cost = 1.0
+
+    def __init__(self, config, attn):
+        super().__init__()
+        self.vectors = nn.Parameter(torch.empty(4, attn.head_size))  # a, b, c, d: N(0, 0.02)
+        self.start = 0.8 - 0.6 * math.exp(-0.3 * attn.layer)
+
+    def behind_softmax(self, attn, h, y, stats):
+        (q, k, v), pairs = own_heads(attn, h), (attn.n_head // 2, 2)
+        y1, y2 = y[:, :attn.n_head].unflatten(1, pairs).unbind(2)  # each with its own value
+        other = attn.attend_once_more(h, q, k, in_other_order(v)).unflatten(1, pairs)
+        a, b, c, d = self.vectors
+        share = ((a * b).sum().exp() - (c * d).sum().exp() + self.start).to(y.dtype)
+        both = torch.cat((y1 - share * other[:, :, 1], other[:, :, 0] - share * y2), -1)
+        both = rms_norm(both, 1e-5) * (1 - self.start)
+        return with_extra(attn, torch.stack(both.chunk(2, -1), 2).flatten(1, 2), y), stats
+
+
+def in_other_order(x):
+    """x [B, H, ...] with the two heads of each pair exchanged."""
+    return x.unflatten(1, (x.size(1) // 2, 2)).flip(2).flatten(1, 2)
+
+
+class PairedHeads(Mechanism):
+    """Each head's softmax runs over its own keys and over those of its neighbour, whose values it reads too.
+
+    Source: modded-nanogpt (2026-01), where two heads' tokens are interleaved into a sequence of 2 T. Here
+    both read both keys of their own token too, at the same angle. Two maps, joined by their log-sum-exp.
+    """
+
+    class Options:
+        paired_heads: bool = False           # heads in pairs: each reads the other's keys and values too
+
+    name = flag = "paired_heads"
+    modes = {"paired_heads": dict(paired_heads=True)}
+    needs_row_stats = "lse"
+    in_pairs = True
+    attention_cost = 1.0
+
+    @staticmethod
+    def problems(config):
+        if config.group > 1:
+            yield f"paired_heads needs keys and values of each head: not n_kv_head={config.n_kv_head}"
+        for other in ("fox", "roles"):
+            if getattr(config, other):
+                yield f"paired_heads reads a neighbour's keys, and {other} writes its head's terms into keys"
+
+    def behind_softmax(self, attn, h, y, stats):
+        if not attn.n_head:
+            return y, stats
+        n, (q, k, v) = attn.n_head, own_heads(attn, h)
+        lse, other = attend_lse(q, in_other_order(k), attn.scale, h.mask, in_other_order(v))
+        own = stats.lse[:, :n]
+        share = (own - lse).sigmoid()[..., None].to(y.dtype)
+        y = with_extra(attn, torch.lerp(other[..., :attn.head_size], y[:, :n], share), y)
+        return y, stats._replace(lse=torch.cat((torch.logaddexp(own, lse), stats.lse[:, n:]), 1))
+
+    def reweigh(self, attn, p, h):
+        """Both heads' keys of a token counted together."""
+        if not attn.n_head:
+            return p
+        q, k, _ = own_heads(attn, h)
+        s = masked_logits(attn, h, q, in_other_order(k))
+        other = (s - h.row_stats.lse[:, :attn.n_head, :, None]).exp()  # weights beside the head's own
+        own = p[:, :attn.n_head] * (1 - other.sum(-1, keepdim=True))
+        return with_extra(attn, own + other.to(p.dtype), p)
+
+
+class HeadMixing(Mechanism):
+    """Heads' outputs join one another's by weights of the token's own: y_h + (b_h . x) sum_g (a_g . x) y_g.
+
+    A dynamic composition (arXiv 2405.08553) of rank 1, of outputs: one of attention weights, as talking heads
+    are (2003.02436), fits no fused kernel, and a constant one is a factor of the output projection.
+    """
+
+    class Options:
+        head_mix: bool = False               # heads' outputs join one another's, by weights of the token
+
+    name = flag = "head_mix"
+    modes = {"head_mix": dict(head_mix=True)}
+    neutral = {"head_mix": {}}  # as it starts
+    starts = {"write.weight": 0.0}
+
+    def __init__(self, config, attn):
+        super().__init__()
+        self.read_from = nn.Linear(config.n_embd, attn.n_head, bias=False)
+        self.write = nn.Linear(config.n_embd, attn.n_head, bias=False)
+
+    def head_axes(self):
+        return [HeadAxis(layer, "weight", extra=False) for layer in (self.read_from, self.write)]
+
+    def after(self, attn, h):
+        y = h.y[:, :attn.n_head]
+        a, b = (layer(h.x).transpose(1, 2)[..., None].to(y.dtype) for layer in (self.read_from, self.write))
+        for gate in (h.gates[name] for name in ("gate", "routing") if name in h.gates):
+            a = a * gate[..., :attn.n_head, :, :].to(y.dtype)  # what is closed, or not chosen, gives nothing
+        h.y = with_extra(attn, y + b * (a * y).sum(1, keepdim=True), h.y)
+
+
 class KeyOffset(Mechanism):
     """Half of each key's dimensions come from the token before (modded-nanogpt, 2025-12).
 
@@ -403,8 +585,98 @@ class StreamScalars(Mechanism):
         n = len(self.stream)
         return {"stream": torch.linspace(1.15, 1.05, n), "embedding": torch.linspace(0.2, 0.05, n)}
 
-    def mix(self, x, layer, outputs):
+    def mix(self, x, layer, outputs, left):
         """What block `layer` reads; the last norm reads the stream as it is."""
         if layer == len(self.stream):
             return x
         return self.stream[layer] * x + self.embedding[layer] * outputs[0]
+
+
+class DepthAttention(Mechanism):
+    """Attention over depth: a block reads a softmax-weighted mean of what all before it put out.
+
+    Source: Attention Residuals (arXiv 2603.15031), one block of layers for each of ours. Keys are the
+    RMS-normed outputs themselves, the query is one learned vector a block, 0 at the start: plain means.
+    """
+
+    class Options:
+        depth_attention: bool = False        # blocks read a weighted mean of all outputs, not their sum
+
+    name = flag = "depth_attention"
+    joins_blocks = True
+    modes = {"depth_attention": dict(depth_attention=True)}
+    starts = {"query": 0.0}
+
+    def __init__(self, config):
+        super().__init__()
+        self.query = nn.Parameter(torch.empty(config.n_layer, config.n_embd))
+
+    def mix(self, x, layer, outputs, left):
+        left.setdefault("depth", []).append(x - left["depth_read"] if layer else x)
+        if layer:
+            sources = torch.stack(left["depth"])
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            logits = (rms_norm(sources).to(dtype) * self.query[layer - 1]).sum(-1, keepdim=True)
+            x = (logits.softmax(0).to(x.dtype) * sources).sum(0)
+        left["depth_read"] = x
+        return x
+
+
+class DenseConnections(Mechanism):
+    """MUDD: queries, keys, values and the stream of a block each read a sum of all outputs so far, weighted
+    by the token: (static + W2 gelu(W1 norm(x))) . outputs.
+
+    Source: MUDDFormer (arXiv 2502.12170, eqs. 6 to 9) and its code. The last norm reads one sum, by four
+    times as many hidden units. W1 is N(0, 1 / C) in the paper, here uniform; W2 starts at 0, static at x.
+    """
+
+    class Options:
+        mudd: bool = False                   # blocks read sums of all outputs, weighted by the token
+        mudd_from: Optional[int] = flag(None, at_least=1)  # the first that does; None: the last half
+
+    name = flag = "mudd"
+    joins_blocks = True
+    modes = {"mudd": dict(mudd=True)}
+    neutral = {"mudd": {}}  # as it starts
+
+    def __init__(self, config):
+        super().__init__()
+        C, N = config.n_embd, config.n_layer
+        self.n_layer, self.first = N, config.mudd_from
+        sizes = [(4 if layer < N else 1, layer + 1) for layer in range(self.first, N + 1)]
+        hidden = [4 * sources for _, sources in sizes]
+        self.fc = nn.ParameterList(nn.Parameter(torch.empty(n, C)) for n in hidden)
+        self.out = nn.ParameterList(nn.Parameter(torch.empty(math.prod(size), n))
+                                    for size, n in zip(sizes, hidden))
+        self.static = nn.ParameterList(nn.Parameter(torch.empty(size)) for size in sizes)
+
+    @staticmethod
+    def settle(config):
+        if config.mudd and config.mudd_from is None:
+            config.mudd_from = max(1, config.n_layer // 2)
+
+    @staticmethod
+    def problems(config):
+        if config.mudd_from is not None and config.mudd_from > config.n_layer:
+            yield f"mudd_from={config.mudd_from} must be at most n_layer={config.n_layer}, the last norm's"
+        if config.a2c == "published" or config.short_conv == "x":
+            other = "a2c='published'" if config.a2c == "published" else "short_conv='x'"
+            yield f"mudd gives queries, keys and values an input each: {other} knows of one"
+
+    def initial_values(self):
+        starts = {}
+        for i, (fc, static) in enumerate(zip(self.fc, self.static)):
+            starts |= {f"fc.{i}": Uniform((3 / fc.size(1)) ** 0.5), f"out.{i}": 0.0}
+            starts[f"static.{i}"] = torch.eye(static.size(1))[-1:].expand_as(static)  # x itself
+        return starts
+
+    def mix(self, x, layer, outputs, left):
+        """What block `layer` adds to; its queries, keys and values find their inputs in left."""
+        i = layer - self.first
+        if i < 0:
+            return x
+        hidden = F.gelu(F.linear(rms_norm(x), self.fc[i]))
+        weights = F.linear(hidden, self.out[i]).unflatten(-1, self.static[i].shape) + self.static[i]
+        *ways, x = (weights @ torch.stack([*outputs[:-1], x], -2).to(weights.dtype)).to(x.dtype).unbind(-2)
+        left["inputs", layer] = ways
+        return x

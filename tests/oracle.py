@@ -6,6 +6,7 @@ heads; what a mechanism does to the first kind alone says so. `plain` is the exc
 PyTorch's own operations, for equality to the last bit.
 """
 import math
+from dataclasses import replace
 
 import torch
 from torch.nn import functional as F
@@ -238,7 +239,7 @@ def agency_factor(c, p, b):
 def factors(c, p, b, x, s, P, seen, t, left, training):
     """The product of all gates, [B, H, T, 1 or D].
 
-    s, P [B, H, T, S]: logits and weights; t: the tokens before each query; left: the heads that are there.
+    s [B, H, T, ...], P [B, H, T, S]: logits, weights; t: the tokens before each query; left: the heads there.
     """
     H, gate = s.size(1), torch.ones(s.size(1), 1, 1, dtype=torch.float64)
     if c.sentinel:
@@ -259,12 +260,52 @@ def factors(c, p, b, x, s, P, seen, t, left, training):
     return gate
 
 
-def rewritten(c, p, y, v):
-    """Outputs y [B, H, T, D] as they are before the gates; v: each token's own value."""
+def rewritten(c, p, b, x, y, v, left, training):
+    """Outputs y [B, H, T, D] as they are before the gates; v: each token's own value; left: the heads."""
     if c.xsa:
         share = (y * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True)
         y = y - p["xsa.strength"].tanh()[:, None, None] * share * v
-    return rms(y) if c.head_norm else y
+    y = rms(y) if c.head_norm else y
+    if not c.head_mix:
+        return y
+    n = len(p["head_mix.write.weight"])  # the layer's own heads; M [B, T, to, from]
+    M = linear(p, x, "head_mix.write")[..., :, None] * linear(p, x, "head_mix.read_from")[..., None, :]
+    M = M * static_factor(c, p, b, n)
+    if routes(c, training):
+        M = M * routing_weights(c, p, x)[..., None, left]
+    mixed = y[:, :n] + torch.einsum("bthg,bgtd->bhtd", M, y[:, :n])
+    return torch.cat((mixed, y[:, n:]), 1)
+
+
+def second_maps(c, p, x, y, v, P, other):
+    """Outputs y [B, H, T, D] and weights P [B, H, T, S] of the layer's own heads, where each has two maps.
+
+    other: {name of a mechanism: the weights of the second maps, before any are subtracted}.
+    """
+    if c.paired_heads:
+        own, joined = other["paired"]
+        P, y = own + joined, own @ v + joined @ swapped(v)
+    if c.diff:
+        share = sigmoid(linear(p, x, "diff.share")).transpose(1, 2)[..., None]
+        P, y = P - share * other["diff"], y - share * other["diff"] @ v
+    return P, y
+
+
+def swapped(x):
+    """x [B, H, ...]: each head's is its neighbour's, of 0 and 1, 2 and 3, ..."""
+    return x[:, [h ^ 1 for h in range(x.size(1))]]
+
+
+def differences(p, layer, P, v):
+    """Outputs of pairs of heads [B, H, T, D] (Differential Transformer): both maps read both values."""
+    a, b, c, d = p["diff_v1.vectors"]
+    start = 0.8 - 0.6 * math.exp(-0.3 * layer)
+    share = (a @ b).exp() - (c @ d).exp() + start
+    y = []
+    for h in range(0, P.size(1), 2):
+        both = (P[:, h] - share * P[:, h + 1]) @ torch.cat((v[:, h], v[:, h + 1]), -1)
+        y += ((1 - start) * rms(both, 1e-5)).chunk(2, -1)
+    return torch.stack(y, 1) if y else v
 
 
 # ---- logits ----
@@ -312,17 +353,21 @@ def short_convolutions(c, p, parts):
     return [convolved(part, *of[name]) if name in of else part for name, part in zip("qkv", parts)]
 
 
+def static_factor(c, p, b, n):
+    """Of the first n heads, [n]: their gates that depend on no token."""
+    own = torch.ones(n, dtype=torch.float64)
+    if c.sentinel:
+        g = p["sentinel.logit"][:n]
+        own = own * (sigmoid(g) if c.sentinel == "sigmoid" else hard_concrete(g))
+    return own * agency_factor(c, p, b)[:n] if c.agency else own
+
+
 def mixed_values(c, p, b, x, v, layer, heads, passed):
     """Values v [B, H, T, D] with those of the first layer, and with those of a token's own table."""
     n = c.n_head // (c.n_kv_head or c.n_head)  # heads in a group, which shares its values
     groups = [h // n for h in heads[::n]]
     if c.value_residual and layer == 0:  # of a head that is closed or gone, nothing
-        own = torch.ones(len(heads), dtype=torch.float64)
-        if c.sentinel:
-            g = p["sentinel.logit"][:len(heads)]
-            own = own * (sigmoid(g) if c.sentinel == "sigmoid" else hard_concrete(g))
-        if c.agency:
-            own = own * agency_factor(c, p, b)[:len(heads)]
+        own = static_factor(c, p, b, len(heads))
         every = {g: (own[i * n:i * n + n] != 0).any() * v[:, i] for i, g in enumerate(groups)}
         passed["values"] = torch.stack([every.get(g, torch.zeros_like(x[..., :v.size(-1)]))
                                         for g in range(c.n_head // n)], 1)
@@ -336,8 +381,12 @@ def mixed_values(c, p, b, x, v, layer, heads, passed):
     return v
 
 
-def base_logits(c, p, x, q, k, heads):
-    """Logits [B, H, T, S] of the layer's own heads, before the mask."""
+def base_logits(c, p, x, q, k, heads, swapped_keys=False):
+    """Logits [B, H, T, S] of the layer's own heads, before the mask.
+
+    swapped_keys: the keys are the neighbour's, with what is added to the logits of those.
+    """
+    swap = swapped if swapped_keys else lambda x: x
     s = q @ k.mT * (c.qk_max / q.size(-1) if c.qk_max else q.size(-1) ** -0.5)
     if c.a2c:
         a = linear(p, x, "a2c.critic").transpose(1, 2)  # (B, H, T)
@@ -346,7 +395,7 @@ def base_logits(c, p, x, q, k, heads):
         elif c.a2c == "temperature":
             s = s * a.clamp_max(8).exp()[..., None]
         else:
-            s = s + p["a2c.mix"][:, None, None] * a[..., None, :]
+            s = s + swap(p["a2c.mix"][:, None, None] * a[..., None, :])
     if c.query_gain:
         s = s * p["query_gain.gain"][:, None, None]
     if c.fox:  # the logarithm of the product of all gates behind the key
@@ -403,18 +452,19 @@ def heads_of(c, layer, p):
     return left, len(p["constraint.w1"]) if "constraint.w1" in p else 0
 
 
-def attention(model, layer, x, hint=None, seen=None, passed=None):
+def attention(model, layer, x, hint=None, seen=None, passed=None, inputs=None):
     """attend() of a model's layer. seen: who reads whom, in place of the model's own."""
     T, attn = x.size(1), model.transformer.h[layer].attn
     seen = visible(model, layer, T) if seen is None else seen
-    return attend(model.config, attn, layer, x, seen, torch.arange(T), hint, passed)
+    return attend(model.config, attn, layer, x, seen, torch.arange(T), hint, passed, inputs)
 
 
-def attend(c, attn, layer, x, seen, t, hint=None, passed=None):
+def attend(c, attn, layer, x, seen, t, hint=None, passed=None, inputs=None):
     """x [B, T, C] through an attention layer -> (what joins the stream, {name: what was computed}).
 
     seen [T, T]: who reads whom; t [T]: the tokens before each; hint [B, C]: read by the constraint router;
-    passed: {"tokens": [B, T], "values": of the first layer's heads, which that layer writes}.
+    passed: {"tokens": [B, T], "values": of the first layer's heads, which that layer writes}; inputs: of
+    queries, keys and values, where they are not x.
     """
     p, b = dict(attn.named_parameters()), dict(attn.named_buffers())
     heads, E = heads_of(c, layer, p)
@@ -428,13 +478,25 @@ def attend(c, attn, layer, x, seen, t, hint=None, passed=None):
         group = c.n_head // (c.n_kv_head or c.n_head)
         K = H // group
         D = p["c_attn.weight"].size(0) // max(1, H + 2 * K)
-        parts = linear(p, x, "c_attn").split([H * D, K * D, K * D], -1)
+        parts = [linear(p, each, "c_attn") for each in inputs or (x, x, x)]
+        parts = [part.split([H * D, K * D, K * D], -1)[i] for i, part in enumerate(parts)]
         q, k, v = (split(part, n) for part, n in zip(short_convolutions(c, p, parts), (H, K, K)))
         q, k = queries_and_keys(c, p, q, k)
     v = mixed_values(c, p, b, x, v, layer, heads, passed)
     if v.size(1) < H:  # heads of a group read the same keys and values
         k, v = (torch.stack([t[:, i // group] for i in range(H)], 1) for t in (k, v))
-    s = base_logits(c, p, x, q, offset(k) if c.key_offset else k, heads)
+    k = offset(k) if c.key_offset else k
+    s = base_logits(c, p, x, q, k, heads)
+    other, own_v, more = {}, v, torch.full_like(s, -math.inf)  # more: logits of further keys
+    if c.paired_heads:
+        both = torch.stack((s, base_logits(c, p, x, q, swapped(k), heads, swapped_keys=True)), -1)
+        both = both.masked_fill(~seen[..., None], -math.inf)
+        more = both[..., 1]
+        other["paired"] = softmax(both.flatten(-2)).unflatten(-1, (-1, 2)).unbind(-1)
+    if c.diff:
+        q2 = queries_and_keys(c, p, split(linear(p, x, "diff.c_q"), H), k)[0]
+        added = replace(c, a2c=c.a2c if c.a2c == "key_bias" else None, query_gain=False)
+        other["diff"] = softmax(base_logits(added, p, x, q2, k, heads).masked_fill(~seen, -math.inf))
     if E:
         g = constraint_gates(c, p, x, hint, attn.training).transpose(1, 2)  # (B, E, T)
         q, k, own = (split(part, E) for part in linear(p, x, "constraint.c_attn").chunk(3, -1))
@@ -442,14 +504,20 @@ def attend(c, attn, layer, x, seen, t, hint=None, passed=None):
         s = torch.cat((s, q @ k.mT * (c.qk_max / q.size(-1) if c.qk_max else q.size(-1) ** -0.5)), 1)
         v = torch.cat((v, own * g[..., None] if c.constraint_gate == "value" else own), 1)
     s = s.masked_fill(~seen, -math.inf)
+    every = torch.cat((s, F.pad(more, (0, 0, 0, 0, 0, E), value=-math.inf)), -1)
     P = used = softmax(s)
     if E and c.constraint_gate == "score":
         used = torch.cat((P[:, :H], on_itself(P[:, H:], g)), 1)
-    y = rewritten(c, p, used @ v, v)
-    gate = factors(c, p, b, x, s, P, seen, t, heads, attn.training)
+    y = used @ v
+    first, y_own = second_maps(c, p, x, y[:, :H], own_v, P[:, :H], other)
+    used = torch.cat((first, used[:, H:]), 1)
+    if c.diff_v1:
+        y_own = differences(p, layer, P[:, :H], own_v)
+    y = rewritten(c, p, b, x, torch.cat((y_own, y[:, H:]), 1), v, heads, attn.training)
+    gate = factors(c, p, b, x, every, P, seen, t, heads, attn.training)
     found = dict(zip(("entropy", "concentration"), row_statistics(P)), map=used, gates=gate)
     if c.sink:
-        found["map"] = used * sink_gate(p, s)
+        found["map"] = used * sink_gate(p, every)
     if c.routing:
         found["routing_weights"] = routing_weights(c, p, x)
     if E:
@@ -476,26 +544,57 @@ def fused(model, i, h, skip):
     return h + mixed if c.unet == "concat" else mixed + p["bias"]
 
 
+def sum_of_outputs(p, i, x, outputs):
+    """MUDD's sums of outputs [B, T, C], weighted by the token's own x; i: which that read."""
+    inner = activation(rms(x) @ p[f"mudd.fc.{i}"].T, "gelu")
+    static = p[f"mudd.static.{i}"]
+    weights = (inner @ p[f"mudd.out.{i}"].T).unflatten(-1, static.shape) + static
+    return [sum(way[..., j, None] * y for j, y in enumerate(outputs)) for way in weights.unbind(-2)]
+
+
+def over_depth(query, sources):
+    """The mean of sources [B, T, C], weighted by a softmax of query . norm(source)."""
+    weights = softmax(torch.stack([rms(source) @ query for source in sources], -1))
+    return sum(weights[..., j, None] * source for j, source in enumerate(sources))
+
+
+def before_block(model, i, x, outputs, depth):
+    """(what block i adds to, inputs of its queries, keys and values or None); i = n_layer: the last norm.
+
+    outputs: the embedding, then those of all blocks so far; depth: [what each block added, what it read].
+    """
+    c, p, N = model.config, dict(model.named_parameters()), model.config.n_layer
+    inputs, scalars = None, ("stream_scalars.stream", "stream_scalars.embedding")
+    if c.depth_attention:
+        depth.append([x - depth[-1][1] if i else x, x])
+        if i:
+            depth[-1][1] = x = over_depth(p["depth_attention.query"][i - 1], [added for added, _ in depth])
+    if c.mudd and i >= c.mudd_from:
+        *inputs, x = sum_of_outputs(p, i - c.mudd_from, x, [*outputs[:-1], x])
+    if c.stream_scalars and i < N:
+        x = p[scalars[0]][i] * x + p[scalars[1]][i] * outputs[0]
+    if c.unet and N - i < i - 1:  # the partner of block i - 1, both counted from 0
+        x = fused(model, i - 1 - (N + 1) // 2, x, outputs[N - i + 1])
+    return x, inputs or None
+
+
 def hidden(model, idx, hint=None, seen=None):
     """Final hidden states [B, T, C] of idx [B, T]."""
     c, p, N = model.config, dict(model.named_parameters()), model.config.n_layer
     x = p["transformer.wte.weight"][idx]
     if c.pos == "learned":
         x = x + p["transformer.wpe.weight"][:idx.size(1)]
-    x, outputs = rms(x) if c.embed_norm else x, []
-    first, passed = x, dict(tokens=idx)
+    x = rms(x) if c.embed_norm else x
+    outputs, passed, depth = [x], dict(tokens=idx), []
     for i in range(N):
         name = f"transformer.h.{i}."
-        if c.stream_scalars:
-            x = p["stream_scalars.stream"][i] * x + p["stream_scalars.embedding"][i] * first
-        after = x + attention(model, i, normed(c, p, x, name + "ln_1"), hint, seen, passed)[0]
+        x, inputs = before_block(model, i, x, outputs, depth)
+        inputs = inputs and [normed(c, p, each, name + "ln_1") for each in inputs]
+        after = x + attention(model, i, normed(c, p, x, name + "ln_1"), hint, seen, passed, inputs)[0]
         read = normed(c, p, x if c.parallel else after, name + "ln_2")
         x = after + linear(p, activation(linear(p, read, name + "mlp.c_fc"), c.act), name + "mlp.c_proj")
-        partner = N - 1 - i  # blocks are counted from 0 here
-        if c.unet and partner < i:
-            x = fused(model, i - (N + 1) // 2, x, outputs[partner])
         outputs.append(x)
-    return normed(c, p, x, "transformer.ln_f")
+    return normed(c, p, before_block(model, N, x, outputs, depth)[0], "transformer.ln_f")
 
 
 def logits(model, idx, hint=None, seen=None):

@@ -70,13 +70,19 @@ def test_every_pair_is_tested_but_those_that_are_refused_for_a_reason():
     problems = {pair: GPTConfig(**TINY, **flags).problems() for pair, flags in REFUSED.items()}
     narrow = ("a2c='published' takes x in n_head slices as values, "
               "which constraint_variant='B' makes too narrow")
+    mudd = "mudd gives queries, keys and values an input each"
+    paired, writes = "paired_heads reads a neighbour's keys, and", "writes its head's terms into keys"
     alone = "convolves queries, keys and values of a projection: a2c='published' has queries alone"
     assert problems == {("a2c_published", "constraint_b"): [narrow],
                         ("value_residual", "constraint_b"): [
                             "value_residual=True needs heads of one size: constraint_variant='B' makes some "
                             "layers' narrower"],
                         ("short_conv", "a2c_published"): [f"short_conv='qkv' {alone}"],
-                        ("short_conv_kv", "a2c_published"): [f"short_conv='kv' {alone}"]}
+                        ("short_conv_kv", "a2c_published"): [f"short_conv='kv' {alone}"],
+                        ("short_conv_x", "mudd"): [f"{mudd}: short_conv='x' knows of one"],
+                        ("a2c_published", "mudd"): [f"{mudd}: a2c='published' knows of one"],
+                        ("roles", "paired_heads"): [f"{paired} roles {writes}"],
+                        ("fox", "paired_heads"): [f"{paired} fox {writes}"]}
     modes = {}  # mechanisms that turn on the same thing
     for name, flags in MECHANISMS.items():
         modes.setdefault(next(iter(flags)), []).append(name)
@@ -470,7 +476,7 @@ def test_decoding_that_skips_heads_equals_decoding_that_does_not(name, monkeypat
         prune_heads(model, {0: [2, 3]})
         assert cache_differs(model, [4] + [1] * 4) == [], other
         # with the zero mask no head is unused
-        dense = model.needs_row_stats or name in DROPS_GATES | {"routing_zero"}
+        dense = model.needs_row_stats or model.config.in_pairs or name in DROPS_GATES | {"routing_zero"}
         assert bool(calls) != dense or name == "routing_zero", other
 
 

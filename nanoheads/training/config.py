@@ -325,9 +325,9 @@ def check_model(model, config):
     if config.freeze_trunk and not trained_alone(model):
         bad.append("freeze_trunk=True leaves nothing to train: no mechanism of the model has a parameter "
                    "that acts")
-    if c.group > 1 and (config.prune_gate or config.grow_heads):
-        bad.append(f"prune_gate and grow_heads take single heads: not with n_kv_head={c.n_kv_head}, where "
-                   f"{c.group} share keys and values")
+    if c.unit > 1 and (config.prune_gate or config.grow_heads):
+        bad.append("prune_gate and grow_heads take single heads: not with n_kv_head or pairs of heads, where "
+                   f"{c.unit} go together")
     if config.documents:
         if 2 * config.documents > c.block_size:
             bad.append(f"documents={config.documents} must be at most half of block_size={c.block_size}, "
