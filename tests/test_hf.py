@@ -649,3 +649,54 @@ def test_a_tokenizer_cuts_pads_and_loses_nothing():
     about["model"]["vocab"]["b"] = -1
     with pytest.raises(ValueError, match="tokenizer.json cannot be read"):
         Tokenizer("hf", json.dumps(about))
+
+
+def sentencepiece(prepends, **changed):
+    """A tokenizer.json as of Llama 2 or Mistral: byte pairs over characters, a token for each byte.
+
+    prepends: "normalizer" (Llama 2) or "pre_tokenizer" (Mistral): what puts a space before the text.
+    """
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is optional")
+    model = tokenizers.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    own = tokenizers.Tokenizer(model)
+    if prepends == "normalizer":
+        own.normalizer = tokenizers.normalizers.Sequence([
+            tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")])
+    else:
+        own.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace("\u2581", "first", False)
+    own.decoder = tokenizers.decoders.Sequence([
+        tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(),
+        tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)])
+    each = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=600, show_progress=False,
+                                             special_tokens=["<unk>", "<s>", "</s>", *each])
+    own.train_from_iterator([TEXT.replace(" ", "\u2581")] * 9, trainer)
+    about = json.loads(own.to_str())
+    about["added_tokens"] = about["added_tokens"][:3]
+    about.update(changed)
+    return about
+
+
+@pytest.mark.parametrize("prepends", ["normalizer", "pre_tokenizer"])
+def test_tokens_of_sentencepiece_spell_the_texts_bytes(prepends, tmp_path):
+    """Those of the tokenizer itself, but for the space that it puts before a text; unknown characters too."""
+    about = sentencepiece(prepends)
+    text = f"{TEXT} naïve — 日本語 😀\r\n\x00\t  two spaces, <s> </s> as text, <0x41>"
+    ours = Tokenizer("hf", json.dumps(about))
+    ids = ours.encode(text)
+    assert ours.decode_bytes(ids) == text.encode() and ours.vocab_size > 300
+    assert b"".join(ours.decode_bytes([i]) for i in ids) == text.encode()
+    theirs = importlib.import_module("tokenizers").Tokenizer.from_str(json.dumps(about))
+    theirs.encode_special_tokens = True
+    with_space = theirs.encode("x" + text, add_special_tokens=False).ids
+    assert ours.decode_bytes(with_space) == b" x" + text.encode()
+    assert ours.encode(" x" + text).tolist() == with_space, "a text that begins with a space: the same tokens"
+    assert theirs.decode(with_space) == "x" + text
+    with pytest.raises(ValueError, match="which this vocabulary writes for a space"):
+        ours.encode("a\u2581b")
+    del about["model"]["vocab"]["<0x41>"]
+    with pytest.raises(ValueError, match="has the byte 0x41, for which"):
+        Tokenizer("hf", json.dumps(about)).encode("A")
+    folder = write_dataset(tmp_path / "pairs", {s: TEXT * 9 for s in ("train", "val", "test")}, "hf",
+                           json.dumps(sentencepiece(prepends)))
+    assert Dataset(folder).tokenizer.decode(Dataset(folder).tokens("val")) == TEXT * 9

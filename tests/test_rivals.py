@@ -81,6 +81,58 @@ def test_a_key_offset_lets_one_layer_find_what_followed(recipe):
     assert torch.equal(h.k[:, :, 0], own[:, :, 0])
 
 
+def test_differences_of_pairs_are_those_of_diffllama():
+    """A whole layer of transformers' DiffLlama without rotary positions, whose pairs are heads i and i + 3."""
+    diffllama = pytest.importorskip("transformers.models.diffllama.modeling_diffllama",
+                                    reason="transformers is optional")
+    model, x = tiny(dict(diff_v1=True), qk_norm=False), normal(2, 9, 96)
+    config = diffllama.DiffLlamaConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=6, head_dim=16,
+                                       num_hidden_layers=2, attention_bias=False, attention_dropout=0.0,
+                                       rms_norm_eps=1e-5)
+    config._attn_implementation = "eager"
+    order, mask = [0, 2, 4, 1, 3, 5], torch.full((1, 1, 9, 9), -torch.inf, dtype=torch.float64).triu(1)
+    still = torch.ones(2, 9, 16, dtype=torch.float64), torch.zeros(2, 9, 16, dtype=torch.float64)
+    for layer, block in enumerate(model.transformer.h):
+        theirs, attn = diffllama.DiffLlamaAttention(config, layer).double().eval(), block.attn
+        for linear, w in zip((theirs.q_proj, theirs.k_proj, theirs.v_proj), attn.c_attn.weight.chunk(3)):
+            linear.weight.data = w.unflatten(0, (6, 16))[order].flatten(0, 1)
+        # a pair's output is one head of twice the width: the first three heads' halves, as ours
+        theirs.o_proj.weight.data = attn.c_proj.weight
+        for name, vector in zip(("q1", "k1", "q2", "k2"), attn.diff_v1.vectors):
+            getattr(theirs, f"lambda_{name}").data = vector.data
+        want, _ = theirs(x, position_embeddings=still, attention_mask=mask)
+        got, _ = attn(x, pass_of(model, x))
+        close(got, want, 1e-6)  # their norms and softmax are in float32
+
+
+def test_a_second_map_of_the_first_ones_queries_takes_a_share_of_the_output():
+    """Differential attention V2 with equal maps is (1 - sigmoid(l)) y: what the formula cancels."""
+    model, x = tiny(dict(diff=True)), normal(2, 9, 96)
+    attn = model.transformer.h[0].attn
+    attn.diff.c_q.weight.data = attn.c_attn.weight[:96].data
+    plain = tiny({})
+    plain.load_state_dict(model.state_dict(), strict=False)
+    share = attn.diff.share(x).sigmoid().transpose(1, 2)[..., None]
+    close(attention_of(model, x), attention_of(plain, x) * (1 - share), 1e-12)
+    attn.diff.c_q.weight.data = attn.c_attn.weight[96:192].data
+    assert (attention_of(model, x) - attention_of(plain, x) * (1 - share)).abs().max() > 1e-3
+
+
+def test_neighbours_of_one_key_and_value_gain_nothing_in_pairs():
+    """Paired heads are a softmax over twice the keys: where both are the same, the output is as without."""
+    model, x = tiny(dict(paired_heads=True)), normal(2, 9, 96)
+    attn = model.transformer.h[0].attn
+    other, plain = tiny({}), tiny({})
+    other.load_state_dict(model.state_dict(), strict=False)
+    apart = attention_of(model, x) - attention_of(other, x)
+    assert apart[:, :, 0].abs().max() > 1e-3, "a control: the first token reads its neighbour's value"
+    for part in (1, 2):
+        rows = attn.c_attn.weight.data[96 * part:96 * part + 96].unflatten(0, (6, 16))
+        rows[1::2] = rows[::2]
+    plain.load_state_dict(model.state_dict(), strict=False)
+    close(attention_of(model, x), attention_of(plain, x), 1e-12)
+
+
 def test_a_narrow_gate_reads_the_first_channels_alone():
     attn = tiny(MECHANISMS["output_gate_narrow"]).transformer.h[0].attn
     assert attn.output_gate.proj.weight.shape == (6, 12)

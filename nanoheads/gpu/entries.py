@@ -57,6 +57,9 @@ VARIANTS = {
     "checkpointed+value_residual": dict(checkpoint_activations=True, value_residual=True),
     "rivals": {**MECHANISMS["short_conv"], **MECHANISMS["value_residual"], **MECHANISMS["value_embedding"],
                **MECHANISMS["query_gain"], **MECHANISMS["fox"], **MECHANISMS["stream_scalars"]},
+    "checkpointed+mudd": dict(checkpoint_activations=True, **MECHANISMS["mudd"]),
+    "paired_heads+sink": both("paired_heads", "sink"),
+    "diff+window": both("diff", "window"),
     "checkpointed+window": dict(checkpoint_activations=True, **MECHANISMS["window"]),
     "checkpointed+all_on": dict(checkpoint_activations=True, **ALL_ON),
     "thaw": dict(MECHANISMS["acag"]),  # the trunk is frozen, and thaws in the fourth step

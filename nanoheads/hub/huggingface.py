@@ -466,7 +466,7 @@ def keep_gpt2(folder, ids, text):
 def vocabulary(tokenizer):
     """{token: id} of the dict in a tokenizer.json, added tokens too. UserError."""
     if isinstance(tokenizer["model"].get("vocab"), list):  # Unigram's
-        raise UserError("only tokenizers of byte pairs (a ByteLevel decoder) are known here")
+        raise UserError("only tokenizers of byte pairs are known here, not Unigram's")
     return {**tokenizer["model"]["vocab"],
             **{each["content"]: each["id"] for each in tokenizer.get("added_tokens", ())}}
 

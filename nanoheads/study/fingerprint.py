@@ -66,6 +66,10 @@ OF_MECHANISM = {
     "Sink": ROW_STATISTICS,
     "ShortConv": "short_convolution CpuShortConvolution kept".split(),
     "ForgettingAttention": "kept wider in_parts float32_linear linear32".split(),
+    "DifferentialAttention": "own_heads with_extra masked_logits normed_and_rotated".split(),
+    "DifferentialAttentionV1": "own_heads with_extra in_other_order".split(),
+    "PairedHeads": [*ROW_STATISTICS, *"own_heads with_extra in_other_order masked_logits".split()],
+    "HeadMixing": ["with_extra"],
     "SkipFusion": "UNet identity_of_h logit".split(),
     "Window": [*FLEX, "random_cells", "blocks_reached"],
 }

@@ -4,7 +4,8 @@ Text <-> token ids, for the encodings that the data scripts write.
 byte   one token a byte, 256 of them: any input at all
 char   one token a character, out of the vocabulary in meta.json
 gpt2   GPT-2's byte pairs, 50,257 tokens, through tiktoken; text that looks like a special token is plain text
-hf     byte pairs of another model, out of the tokenizer.json in meta.json, through Hugging Face's tokenizers
+hf     byte pairs of another model, GPT-2's or SentencePiece's kind, out of the tokenizer.json in meta.json,
+       through Hugging Face's tokenizers; no space is put before a text
 """
 import json
 import re
@@ -14,6 +15,7 @@ from itertools import islice
 import numpy as np
 
 END_OF_TEXT = 50256
+SPACE = "\u2581"  # SentencePiece's
 SAFE_CUT = re.compile(r"\S(?=[ \n])")
 
 
@@ -50,10 +52,13 @@ class Tokenizer:
             raise ValueError("this vocabulary is read by Hugging Face's tokenizers: pip install tokenizers"
                              ) from None
         about = json.loads(self.vocab)
-        if "ByteLevel" not in json.dumps(about.get("decoder")):
-            raise ValueError("only tokenizers of byte pairs (a ByteLevel decoder) are known here")
+        self.spelled = spelled_by(about)
+        if self.spelled is None:
+            raise ValueError("only tokenizers of byte pairs (decoder: ByteLevel or ByteFallback) are known "
+                             "here")
         try:
-            self.pairs = Pairs.from_str(self.vocab)
+            as_read = json.dumps(nothing_before(about)) if self.spelled == "pieces" else self.vocab
+            self.pairs = Pairs.from_str(as_read)
         except Exception as e:  # it knows no kind of its own
             raise ValueError(f"tokenizer.json cannot be read: {' '.join(str(e).split())[:100]}") from None
         self.pairs.no_truncation()  # what the last caller of transformers had set is saved with it
@@ -61,15 +66,20 @@ class Tokenizer:
         self.pairs.encode_special_tokens = True  # text that looks like one is plain text
         ids = self.pairs.get_vocab(with_added_tokens=True)
         added = {each["id"] for each in about.get("added_tokens", ())}
-        symbols = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
+        symbols = byte_symbols() if self.spelled == "bytes" else [f"<0x{byte:02X}>" for byte in range(256)]
+        symbols = {symbol: byte for byte, symbol in enumerate(symbols)}
         self.vocab_size = max(ids.values()) + 1
         self.pieces = [b""] * self.vocab_size
         for token, i in ids.items():
-            plain = i in added or not set(token) <= set(symbols)
-            self.pieces[i] = token.encode() if plain else bytes(symbols[c] for c in token)
+            if self.spelled == "pieces":
+                spelled = bytes([symbols[token]]) if token in symbols else token.replace(SPACE, " ").encode()
+                self.pieces[i] = token.encode() if i in added else spelled
+            else:
+                plain = i in added or not set(token) <= set(symbols)
+                self.pieces[i] = token.encode() if plain else bytes(symbols[c] for c in token)
         # without a token of its own, or one for the unknown, a byte would vanish
-        lost = () if about["model"].get("unk_token") else set(symbols) - set(ids)
-        self.lost = {symbols[symbol] for symbol in lost}
+        covered = about["model"].get("unk_token") and self.spelled == "bytes"
+        self.lost = {symbols[symbol] for symbol in (() if covered else set(symbols) - set(ids))}
         self.dtype = np.dtype("<u2" if self.vocab_size <= 65536 else "<u4")
         self.separator = next((ids[end] for end in ("<|endoftext|>", "</s>") if end in ids), 0)
 
@@ -91,6 +101,8 @@ class Tokenizer:
             return np.concatenate(parts)
         if self.encoding == "hf":
             lost = self.lost and self.lost & set(text.encode("utf-8", "surrogatepass"))
+            if self.spelled == "pieces" and SPACE in text:
+                raise ValueError(f"the text has {SPACE!r}, which this vocabulary writes for a space")
             if lost:
                 raise ValueError(f"the text has the byte 0x{min(lost):02X}, for which this vocabulary has no "
                                  "token")
@@ -124,6 +136,27 @@ class Tokenizer:
     def decode(self, ids):
         """[n] token ids -> str; bytes that are not UTF-8 show as U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
+
+
+def spelled_by(about):
+    """How the tokens of a tokenizer.json (a dict) spell text: "bytes" (GPT-2's way), "pieces"
+    (SentencePiece's, with a token for each byte), or None: another.
+    """
+    decoder = json.dumps(about.get("decoder"))
+    return "bytes" if "ByteLevel" in decoder else "pieces" if "ByteFallback" in decoder else None
+
+
+def nothing_before(about):
+    """The same tokenizer.json of SentencePiece with no space put before a text, so that its tokens spell the
+    text's bytes and no more.
+    """
+    if isinstance(about, list):
+        return [nothing_before(each) for each in about if each.get("type") != "Prepend"]
+    if about.get("type") == "Metaspace":
+        return {**about, "prepend_scheme": "never", "add_prefix_space": False}
+    steps = ("normalizer", "normalizers", "pre_tokenizer", "pretokenizers")
+    changed = {step: nothing_before(about[step]) for step in steps if about.get(step)}
+    return None if about.get("type") == "Prepend" else {**about, **changed}
 
 
 def cut_at_spaces(texts, size=1 << 20):
