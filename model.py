@@ -41,7 +41,7 @@ from nanoheads.mechanism import (CONSTRAINTS, HeadAxis, HeadControl, Mechanism, 
 from nanoheads.rivals import (DenseConnections, DepthAttention, DifferentialAttention,
                               DifferentialAttentionV1, ExclusiveAttention, ForgettingAttention, HeadMixing,
                               KeyOffset, OutputGate, PairedHeads, QueryGain, ShortConv, Sink, StreamScalars,
-                              ValueEmbedding, ValueResidual)
+                              ValueEmbedding, ValueResidual, project_each)
 
 # What a recipe means: the values taken by the flags that were left at None.
 RECIPES = {
@@ -207,11 +207,6 @@ class AttentionCore(nn.Module):
             y = attend(q, k, v, self.scale, h.mask, dropout)
         return y if y.size(-1) == self.head_size else y[..., :self.head_size], row_stats
 
-    def attend_once_more(self, h, q, k, v):
-        """Attention of the layer's own heads with other queries, keys or values, [B, H, T, D]."""
-        dropout = self.attn_dropout if self.training else 0.0
-        return attend(q.to(v.dtype), k, v, self.scale, h.mask, dropout)[..., :self.head_size]
-
     def static_gate(self, noisy=None):
         """Product of the gates that depend on no token, or what was set by hand, [H], or None."""
         gates = [m.static_gate(noisy) for m in self.mechanisms()]
@@ -277,25 +272,17 @@ class CausalSelfAttention(AttentionCore):
         return self.n_head // self.group
 
     def forward(self, x, p, inputs=None):
-        """(what joins the residual stream, Pass.results()); inputs: of queries, keys and values, where each
-        has its own.
-        """
+        """(what joins the residual stream, Pass.results()); inputs: of q, k and v, if they are not x."""
         h, mechanisms = p.of_layer(x), self.mechanisms()
         for m in mechanisms:
             m.read(self, h)
-        qkv = self.c_attn(h.x) if not inputs else self.project(inputs)
+        qkv = self.c_attn(h.x) if not inputs else project_each(self, inputs)
         qkv = qkv.view(*x.shape[:2], self.c_attn.out_features // self.head_size, self.head_size)
         for m in mechanisms:
             qkv = m.projected(self, qkv, h)
         h.q, h.k, h.v = self.split(qkv, h, self.n_head, self.n_kv_head, h.x if self.tied else None)
         h, y = self.outputs(h)
         return self.merge(y, h.none_open), h.results()
-
-    def project(self, inputs):
-        """c_attn of an input each for queries, keys and values."""
-        rows = [n * self.head_size for n in (self.n_head, self.n_kv_head, self.n_kv_head)]
-        bias = (None,) * 3 if self.c_attn.bias is None else self.c_attn.bias.split(rows)
-        return torch.cat([F.linear(*part) for part in zip(inputs, self.c_attn.weight.split(rows), bias)], -1)
 
     def split(self, qkv, h, n_head, n_kv_head, values=None):
         """[B, T, heads of q, k and v, D] -> normed and rotated q and k, and v, each [B, heads, T, D].

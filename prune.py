@@ -42,7 +42,7 @@ from model import GPT
 from nanoheads.common import (ROOT, UserError, last_words, pick_device, table, writable, write_atomic,
                               write_json)
 from nanoheads.configurator import near
-from nanoheads.drawing import COLOURS, drawn, panels
+from nanoheads.drawing import COLOURS, drawn, label_right, panels
 from nanoheads.heads.measuring import (attentions, cache_bytes, closed, evaluating, fixed_text, measure,
                                        nats_on, static_gates)
 from nanoheads.hub import own_mechanism
@@ -326,14 +326,6 @@ def result_table(rows):
     return table(first, rest)
 
 
-def spread(values, gap):
-    """The values moved at least `gap` apart, in their order and about their mean."""
-    order, moved = np.argsort(values), np.array(values, float)
-    for low, high in zip(order, order[1:]):
-        moved[high] = max(moved[high], moved[low] + gap)
-    return moved - (moved - values).mean()
-
-
 def draw_curves(rows):
     """A Figure: bits per byte against heads kept, by criterion, mean and range; None: one share alone.
 
@@ -346,29 +338,25 @@ def draw_curves(rows):
     colours = dict(zip(CRITERIA, ("0.45", *COLOURS)))
     titles = {key: title for key, title in (("bpb", "pruned"), ("bpb_recovered", "pruned, then trained on"))
               if all(key in row for row in rows)}
-    whole, highest = mean(row["bpb_before"] for row in rows), max(row[key] for row in rows for key in titles)
+    whole = mean(row["bpb_before"] for row in rows)
     figure, axes = panels(1.2 + 5.6 * len(titles), 5, len(titles))
     axes = np.atleast_1d(axes)
     for ax, (key, title) in zip(axes, titles.items()):
-        ends = []
-        asides = np.linspace(0.2, -0.2, len(names)) if len(names) > 1 else np.zeros(1)
-        for by, aside in zip(names, asides * min(np.diff(shares))):
+        ends, reach = [], 0.2 * min(np.diff(shares))  # how far points are moved apart
+        asides = np.linspace(reach, -reach, len(names)) if len(names) > 1 else np.zeros(1)
+        for by, aside in zip(names, asides):
             points = [(100 * to, [row[key] for row in each]) for (b, to), each in found.items() if b == by]
             x, y = [x + aside for x, _ in points], [mean(each) for _, each in points]
             low, high = zip(*((min(each), max(each)) for _, each in points))
             ax.vlines(x, low, high, color=colours[by], linewidth=1)
             dash = "--" if by in ("random", "blocks") else "-"
             ax.plot(x, y, "o" + dash, color=colours[by], markersize=4, linewidth=1.5)
-            ends.append((x[-1], y[-1]))
-        places = spread([y for _, y in ends], (highest - whole) / 20)
-        for by, end, place in zip(names, ends, places):
-            line = dict(arrowstyle="-", color=colours[by], linewidth=0.6, relpos=(0, 0.5))
-            ax.annotate(by, end, (shares[0] - 0.07 * np.ptp(shares), place), color=colours[by],
-                        va="center", annotation_clip=False, arrowprops=line)
+            ends.append((y[-1], by, colours[by]))
         ax.axhline(whole, color="black", linewidth=1)
         ax.set(title=title, xlabel="heads kept, %" + ", or of equal FLOPs (blocks)" * ("blocks" in names),
-               xlim=(shares[-1] + 3, shares[0] - 3))
+               xlim=(shares[-1] + reach + 3, shares[0] - reach - 3))
         ax.set_xticks(shares, [f"{share:g}" for share in shares])
+    label_right(axes[-1], ends)  # the curves of the panels beside it have the same colours
     axes[0].set_ylabel("bits/byte, mean and range; black: the whole model")
     return figure
 

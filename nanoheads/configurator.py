@@ -12,6 +12,7 @@ own: see Presets. Every problem is reported at once, in plain lines, before anyt
 import ast
 import difflib
 import functools
+import hashlib
 import linecache
 import math
 import re
@@ -339,10 +340,26 @@ def preset_values(scale, names, mechanisms, source):
     return settings, bad
 
 
-def run_name(scale, names, files):
-    """What a run is called: tiny-moh+unet_add; without a scale after its last config file."""
-    base = scale or (Path(files[-1]).stem if files else "gpt")
-    return f"{base}-{'+'.join(names)}" if names else base
+# keys that change nothing of what is trained, or how long: no part of a run's name
+UNNAMED = set("""
+    scale mechanism out_dir resume overwrite eval_only init_anyway device dtype compile compile_mode max_iters
+    eval_interval eval_tokens save_interval log_interval loss_chunks checkpoint_activations
+    wandb_log wandb_project wandb_run_name wandb_mode wandb_tags
+""".split())
+LONGEST = 100  # letters of a run's name; beyond them a digest of the rest
+
+
+def run_name(scale, names, files, flags):
+    """What a run is called: tiny-moh+unet_add, tiny-routing=published; without a scale after its last file.
+
+    files: those that set more than presets; flags: {key: value} of the command line that differ.
+    """
+    base = "-".join(filter(None, (scale, files and Path(files[-1]).stem))) or "gpt"
+    words = [re.sub(r"[^\w.,=-]+", "_", f"{key}={value}").strip("_") for key, value in flags.items()]
+    name = "-".join((base, "+".join((*names, *words)))) if names or words else base
+    if len(name) > LONGEST:
+        name = f"{name[:LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return name
 
 
 # ---- all of it ----
@@ -357,7 +374,7 @@ def load_given(classes, argv, doc="", together=None, more=None, mechanisms=None)
 
     more: {where it comes from: {key: value}} wins over the files, and the command line over both.
     mechanisms: {name: flags} to choose from. With it there are the keys of Presets, too; what they set counts
-    as given, and an out_dir of None becomes out/<scale>-<mechanisms>.
+    as given, and an out_dir of None becomes out/<scale>-<mechanisms and flags>.
 
     Raises UserError with every problem there is: unknown keys, wrong types, what each class's problems()
     says, and what together(*instances) says of all of them side by side. `--help` prints the keys and exits.
@@ -378,6 +395,7 @@ def load_given(classes, argv, doc="", together=None, more=None, mechanisms=None)
     lost = bool(bad)  # what such a file would have set is not known, so the values cannot be judged
     for source, values in (more or {}).items():
         settings += [(source, key, value, check) for key, value in values.items()]
+    in_files = list(settings)
     settings += [("command line", key, text, parse) for key, text in texts]
     values, problems, wrong = read_values(settings, keys)
     bad += problems
@@ -391,9 +409,14 @@ def load_given(classes, argv, doc="", together=None, more=None, mechanisms=None)
         bad += problems + more_problems
         lost = lost or bool(problems) or bool(wrong & {"scale", "mechanism"})
         values = {**defaults, **values}
+        weaker = {**defaults, **read_values(in_files, keys)[0]}
     given = dict(values)
     if presets and values.get("out_dir") is None:
-        values["out_dir"] = f"out/{run_name(scale, names, files)}"
+        differ = {key: values[key] for key, _ in texts if key in values and key not in UNNAMED
+                  and values[key] != weaker.get(key, keys[key][1])}
+        setting = {source for source, key, *_ in in_files if key not in ("scale", "mechanism")}
+        named = [path for path in files if path in setting] if scale else files
+        values["out_dir"] = f"out/{run_name(scale, names, named, differ)}"
 
     made = []
     for cls in classes:

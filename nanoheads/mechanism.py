@@ -140,7 +140,7 @@ class Mechanism(nn.Module):
     starts = {}             # parameter -> number, tensor or Uniform: what does not start as in GPT-2
     in_pairs = False        # are heads 0 and 1 one thing, 2 and 3, ...? They are then pruned together
     joins_blocks = False    # is a block's part of it another than the next one's? None is then put in or out
-    passes_on = False       # do later layers read values of its layer's heads, beside what they send out?
+    passes_on = False       # do others read what its layer's heads hold, beside what the layer sends out?
     per_head = ()           # its tensors of a row per head, constraint heads too: pruning slices them
     averages = ()           # its flags for what is a mean over all tokens of a row, padding too
     attention_cost = 0.0    # FLOPs beyond those of plain attention, as a share of them

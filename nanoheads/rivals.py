@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nanoheads.kernels import (Linear, attend_lse, float32_linear, for_each_head, normed_and_rotated,
+from nanoheads.kernels import (Linear, attend, attend_lse, float32_linear, for_each_head, normed_and_rotated,
                                product_dtype, rms_norm, short_convolution)
 from nanoheads.mechanism import HeadAxis, Mechanism, Uniform, flag
 
@@ -280,6 +280,12 @@ def with_extra(attn, own, y):
     return torch.cat((own.to(y.dtype), y[:, attn.n_head:]), 1) if attn.n_extra else own.to(y.dtype)
 
 
+def attend_once_more(attn, h, q, k, v):
+    """Attention of the layer's own heads with other queries, keys or values, [B, H, T, D]."""
+    dropout = attn.attn_dropout if attn.training else 0.0
+    return attend(q.to(v.dtype), k, v, attn.scale, h.mask, dropout)[..., :attn.head_size]
+
+
 class DifferentialAttention(Mechanism):
     """Differential attention V2: y1 - sigmoid(w_h x_t) y2, two maps over the same keys and values.
 
@@ -323,7 +329,7 @@ class DifferentialAttention(Mechanism):
 
     def behind_softmax(self, attn, h, y, stats):
         n = h.k.size(1) - attn.n_extra
-        second = attn.attend_once_more(h, self.queries(attn, h), h.k[:, :n], h.v[:, :n])
+        second = attend_once_more(attn, h, self.queries(attn, h), h.k[:, :n], h.v[:, :n])
         return with_extra(attn, y[:, :attn.n_head] - self.shares(h).to(y.dtype) * second, y), stats
 
     def reweigh(self, attn, p, h):
@@ -354,7 +360,7 @@ class DifferentialAttentionV1(Mechanism):
     def behind_softmax(self, attn, h, y, stats):
         (q, k, v), pairs = own_heads(attn, h), (attn.n_head // 2, 2)
         y1, y2 = y[:, :attn.n_head].unflatten(1, pairs).unbind(2)  # each with its own value
-        other = attn.attend_once_more(h, q, k, in_other_order(v)).unflatten(1, pairs)
+        other = attend_once_more(attn, h, q, k, in_other_order(v)).unflatten(1, pairs)
         a, b, c, d = self.vectors
         share = ((a * b).sum().exp() - (c * d).sum().exp() + self.start).to(y.dtype)
         both = torch.cat((y1 - share * other[:, :, 1], other[:, :, 0] - share * y2), -1)
@@ -425,6 +431,7 @@ class HeadMixing(Mechanism):
     name = flag = "head_mix"
     modes = {"head_mix": dict(head_mix=True)}
     neutral = {"head_mix": {}}  # as it starts
+    passes_on = True
     starts = {"write.weight": 0.0}
 
     def __init__(self, config, attn):
@@ -439,7 +446,7 @@ class HeadMixing(Mechanism):
         y = h.y[:, :attn.n_head]
         a, b = (layer(h.x).transpose(1, 2)[..., None].to(y.dtype) for layer in (self.read_from, self.write))
         for gate in (h.gates[name] for name in ("gate", "routing") if name in h.gates):
-            a = a * gate[..., :attn.n_head, :, :].to(y.dtype)  # what is closed, or not chosen, gives nothing
+            a = a * (gate[..., :attn.n_head, :, :] != 0)  # what is closed, or not chosen, gives nothing
         h.y = with_extra(attn, y + b * (a * y).sum(1, keepdim=True), h.y)
 
 
@@ -680,3 +687,10 @@ class DenseConnections(Mechanism):
         *ways, x = (weights @ torch.stack([*outputs[:-1], x], -2).to(weights.dtype)).to(x.dtype).unbind(-2)
         left["inputs", layer] = ways
         return x
+
+
+def project_each(attn, inputs):
+    """The projection of an input each for queries, keys and values: [B, T, heads of all three * D]."""
+    rows = [n * attn.head_size for n in (attn.n_head, attn.n_kv_head, attn.n_kv_head)]
+    bias = (None,) * 3 if attn.c_attn.bias is None else attn.c_attn.bias.split(rows)
+    return torch.cat([F.linear(*part) for part in zip(inputs, attn.c_attn.weight.split(rows), bias)], -1)

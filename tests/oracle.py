@@ -270,9 +270,9 @@ def rewritten(c, p, b, x, y, v, left, training):
         return y
     n = len(p["head_mix.write.weight"])  # the layer's own heads; M [B, T, to, from]
     M = linear(p, x, "head_mix.write")[..., :, None] * linear(p, x, "head_mix.read_from")[..., None, :]
-    M = M * static_factor(c, p, b, n)
+    M = M * (static_factor(c, p, b, n) != 0)
     if routes(c, training):
-        M = M * routing_weights(c, p, x)[..., None, left]
+        M = M * (routing_weights(c, p, x)[..., None, left] != 0)
     mixed = y[:, :n] + torch.einsum("bthg,bgtd->bhtd", M, y[:, :n])
     return torch.cat((mixed, y[:, n:]), 1)
 

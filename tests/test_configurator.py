@@ -271,7 +271,8 @@ def test_every_mechanism_loads_at_every_scale_and_changes_nothing_else(name, sca
     flags = ALL_ON if name == "all_on" else MECHANISMS[name]
     no_kernel = model.attn_dropout is not None  # for dropout on the attention weights
     assert model == replace(plain, **flags, **(dict(attn_dropout=0.0) if no_kernel else {}))
-    assert no_kernel == (model.acag is not None or model.window is not None or model.sink)
+    assert no_kernel == (model.acag is not None or model.window is not None or model.sink
+                          or model.paired_heads)
     assert bool(note_on_dropout(model)) == (no_kernel and scale == "paper") and not note_on_dropout(plain)
     more = dict(controller_log=True) if "agency_learned" in flags else {}
     assert train == replace(train_plain, out_dir=f"out/{scale}-{name}", **more)
@@ -337,10 +338,25 @@ def test_what_is_set_wins_over_scale_and_mechanism(argv, want, config_file):
     (["config/needle.py", "--mechanism=acag"], "out/needle-acag"),
     (["config/tiny.py", "--out_dir=here"], "here"),
     (["config/tiny.py", "--out_dir=None"], "out/tiny"),
+    (["--scale=tiny", "--routing=published"], "out/tiny-routing=published"),  # not the plain GPT's folder
+    (["--scale=tiny", "--mechanism=moh", "--seed=2", "--lr=0.001"], "out/tiny-moh+seed=2+lr=0.001"),
+    (["--scale=tiny", "--n_layer=2", "--seed=1337"], "out/tiny"),  # as it is anyway
+    (["--scale=tiny", "--max_iters=9", "--resume", "--device=cpu"], "out/tiny"),
+    (["--scale=tiny", "config/scenarios/constrained.py"], "out/tiny-constrained"),
+    (["--scale=tiny", "--init_from=out/x/best.pt", "--agency", "--dropout=0.1"],
+     "out/tiny-init_from=out_x_best.pt+agency=True+dropout=0.1"),
+    (["--n_embd=64", "--n_head=4"], "out/gpt-n_embd=64+n_head=4"),
 ])
 def test_the_run_folder_follows_from_the_names(argv, folder):
     config = named(*argv)[1]
     assert config.out_dir == folder and ("out_dir" in given(*argv)) == any("out_dir" in arg for arg in argv)
+
+
+def test_a_long_name_of_a_run_is_cut_and_still_its_own():
+    ids = [str(list(range(n))) for n in (60, 61)]
+    folders = {named("--scale=tiny", f"--wandb_tags={ids[0]}", f"--policy_no_consent={each}")[1].out_dir
+               for each in ids}
+    assert len(folders) == 2 and all(len(folder) < 120 for folder in folders)
 
 
 def test_a_config_made_without_names_has_a_folder_too():
@@ -396,27 +412,29 @@ def small(bytes_data, tmp_path, monkeypatch):
     """Arguments that make any scale small enough to train; out/ is in a temporary folder."""
     monkeypatch.chdir(tmp_path)
     sizes = dict(n_layer=2, n_head=8, n_embd=32, block_size=16, batch_size=4, eval_tokens=64, warmup_iters=0)
-    return [f"--dataset={bytes_data}", "--device=cpu", *(f"--{key}={value}" for key, value in sizes.items())]
+    sizes.update(dataset=str(bytes_data), device="cpu")
+    (tmp_path / "small.py").write_text("\n".join(f"{key} = {value!r}" for key, value in sizes.items()))
+    return ["small.py"]
 
 
-def test_a_run_by_names_goes_on_and_is_scored(small, capsys):
+def test_a_run_by_names_goes_on_and_is_scored(small, capsys, bytes_data):
     run = ["--scale=tiny", "--mechanism=moh,acag", *small]
     main([*run, "--max_iters=2"])
     main([*run, "--max_iters=3", "--resume"])
-    assert "going on at step 2 of 3 in out/tiny-moh+acag" in capsys.readouterr().out
+    assert "going on at step 2 of 3 in out/tiny-small-moh+acag" in capsys.readouterr().out
     main([*run, "--eval_only"])
-    main([*small[:2], "--eval_only", "--eval_tokens=64", "--out_dir=out/tiny-moh+acag"])
+    main([f"--dataset={bytes_data}", "--eval_only", "--eval_tokens=64", "--out_dir=out/tiny-small-moh+acag"])
 
 
-def test_names_that_contradict_a_checkpoint_are_refused(small):
+def test_names_that_contradict_a_checkpoint_are_refused(small, bytes_data):
     """Flags out of a scale or a mechanism are given flags, where a model is read from disk, too."""
     main(["--scale=tiny", "--mechanism=moh,acag", *small, "--max_iters=1"])
-    here, it = "--out_dir=out/tiny-moh+acag", "--init_from=out/tiny-moh+acag"
+    here, it = "--out_dir=out/tiny-small-moh+acag", "--init_from=out/tiny-small-moh+acag"
     for argv, words in [
         ([*small, "--mechanism=agency", "--eval_only", here], "agency=True here is False there"),
         ([*small, "--mechanism=routing_sigmoid,agency", it], "routing='sigmoid' here is 'moh' there"),
         ([*small, "--mechanism=moh", "--resume", here], "acag=None here is 'headwise' there"),
-        ([*small[:2], it], "n_embd=64 here is 32 there"),
+        ([f"--dataset={bytes_data}", it], "n_embd=64 here is 32 there"),
     ]:
         with pytest.raises(SystemExit) as e:
             main(["--scale=tiny", *argv])

@@ -575,6 +575,21 @@ def test_violations_are_counted_on_transitions(run, enforce, kind):
     assert rows_of(r.out_dir)[-1][kind] == 2 and rows_of(r.out_dir)[-1]["active"] == (6 if enforce else 8)
 
 
+def test_a_head_that_grows_back_is_still_without_consent(run):
+    """Dropped and inserted again it is a new head; what the run's config says of it holds all the same."""
+    flags = dict(agency=True, head_ids=[[0, 2], [0, 1, 2]])
+    r = run(flags, policy=True, policy_no_consent=["0.1", "1.2"], grow_heads=2, grow_used=0.0, grow_ramp=1,
+            grow_delta=99.0, policy_dwell=1000)
+    assert states_of(r.model)[1, 2] == "withdrawn" and (0, 1) not in states_of(r.model)
+    measured(r, 5)
+    grown = {(e["layer"], e["head"]) for row in rows_of(r.out_dir) for e in row.get("events", ())
+             if e["what"] == "grown"}
+    assert (0, 1) in grown and (0, 3) in grown
+    withdrawn = {at for at, state in states_of(r.model).items() if state == "withdrawn"}
+    assert withdrawn == {(0, 1), (1, 2)}, "and no other"
+    assert rows_of(r.out_dir)[-1]["blocked"] == 2
+
+
 def test_rules_say_who_may_change_what_and_refusals_are_logged_once(run, tmp_path, monkeypatch):
     rules = tmp_path / "rules.json"
     rules.write_text(json.dumps([{"who": "policy", "layers": [0], "states": ["misaligned"], "allow": False}]))

@@ -1,7 +1,10 @@
 """What README.md and docs/ name exists, and what exists is described; both stay short and plain."""
 
+import argparse
+import importlib
 import json
 import re
+import shlex
 import statistics
 from dataclasses import fields
 from pathlib import Path
@@ -9,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from model import MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig
+from nanoheads import configurator
 from nanoheads.configurator import choices
 from train import main
 
@@ -227,3 +231,62 @@ def test_the_table_of_the_recipe_is_what_its_trials_gave():
     for line, (label, name, to) in zip(rows, found["labels"]):
         assert label.endswith(", with NorMuon") == (to != "base")
         assert line == f"| {label} | {cell('0.1', name, to)} | {cell('0.33', name, to)} |"
+
+
+# ---- commands ----
+
+class Read(Exception):
+    """A program has read its arguments, and would now begin."""
+
+
+def commands(page):
+    """The command lines of a page that begin with python, whole, without comments."""
+    text = re.sub(r"^    ", "", text_of(page), flags=re.M) if page.suffix == ".md" else text_of(page)
+    found = re.findall(r"^(?:\.venv/bin/)?python (.*)$", text.replace("\\\n", "\0"), re.M)
+    lines = (line.replace("\0--", " --").replace("\0", "") for line in found)
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def is_whole(words):
+    """Whether no part of a command stands for what a reader chooses: FILE, DIR, <plain>, ..."""
+    line = " ".join(word for word in words if not word.startswith("--settings"))
+    return not re.search(r"\.\.\.|[<>\[\]]|\b(FILE|DIR|NAME|PROGRAM)\b|mine\.(py|yaml)", line)
+
+
+def read_arguments(words, monkeypatch):
+    """Run a command until it has read its arguments; SystemExit with its message where it refuses them."""
+    def until_read(function):
+        def stop(*args, **kwargs):
+            function(*args, **kwargs)
+            raise Read
+        return stop
+    if words[0] == "-m":
+        words = [words[1].replace(".", "/") + ".py", *words[2:]]
+    for place, name in ((argparse.ArgumentParser, "parse_args"), (configurator, "load_given")):
+        monkeypatch.setattr(place, name, until_read(getattr(place, name)))
+    with pytest.raises(Read):
+        importlib.import_module(words[0].removesuffix(".py").replace("/", ".")).main(words[1:])
+
+
+# but the harness's: lm_eval reads those (tests/test_lm_eval.py)
+COMMANDS = sorted({tuple(words) for page in PAGES for words in commands(page)
+                   if is_whole(words) and "nanoheads.hub.harness" not in words})
+MISSING = "is not prepared|no dataset data/mine|no labels 'weak'"  # here, and made by a command before
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_of_the_docs_is_read(words, monkeypatch):
+    """The program, its flags and their values exist; what they do, its own tests say."""
+    try:
+        read_arguments(words, monkeypatch)
+    except SystemExit as e:
+        lines = str(e.code).splitlines()
+        assert lines and all(re.search(MISSING, line) for line in lines), e.code
+
+
+@pytest.mark.parametrize("line", ["train.py --scale=tiny --muon_rate=1",
+                                  "sample.py --ckpt x --temprature 1",
+                                  "compare.py config/studies/none.py", "prune.py --ckpt x --to much --by all"])
+def test_a_command_with_a_mistake_is_not_read(line, monkeypatch):
+    with pytest.raises(SystemExit):
+        read_arguments(line.split(), monkeypatch)

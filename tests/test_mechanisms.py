@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,6 @@ import oracle
 from conftest import pass_of
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, AdvantageAttention, Agency, ConstraintHeads,
                    GPTConfig, HeadRoles, HeadRouter, KVCache, Pass, SentinelGate, SkipFusion, Window)
-from nanoheads.common import ROOT
 from nanoheads.heads.states import find_violations
 from nanoheads.heads.traces import explain, summaries
 from nanoheads.kernels import attend_lse, attend_packed, attend_selected, flex, row_statistics
@@ -1040,16 +1038,6 @@ def test_priors_have_one_peak_within_the_context(T):
     assert (p["local"][:9].diff() < 0).all() and 0.35 < p["local"][8] < 0.6
     close(p["long"], -p["local"], 1e-12)
     assert not p["free"].any()
-
-
-def test_the_table_of_priors_is_what_is_computed():
-    head, *rows = re.findall(r"^\| (p|local|previous), (\w+) waves \| (.*) \|$",
-                             (ROOT / "docs/mechanisms.md").read_text(encoding="utf-8"), re.M)
-    distances = [int(d) for d in head[2].split(" | ")]
-    assert len(rows) == 4
-    for role, waves, said in rows:
-        p = priors({"8": 128, "12": 1024}[waves])[role]
-        assert said == " | ".join(f"{p[d]:.2f}" for d in distances)
 
 
 @pytest.mark.parametrize("T", [256, 1024, 2048])

@@ -527,8 +527,22 @@ def test_a_run_whose_heads_were_not_measured_is_said(home, capsys):
     save_model(run, make_model())
     assert main([str(run), "--heads", "--show", "0.1"]) == 0  # attention needs none
     assert capsys.readouterr().out.split()[0] == f"{run}/figures/attention.png"
-    assert main([str(run), "--heads", "--show", "0.7"]) == 1
-    assert "--show 0.7: block 0 has no head 7; it has 0, 1, 2: no attention.png" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="--show 0.7: block 0 has no head 7; it has 0, 1, 2"):
+        main([str(run), "--heads", "--show", "0.7"])
+
+
+def test_a_head_that_no_run_has_ends_with_an_error(home, capsys):
+    """Also where other pictures can be drawn; where one of two runs has it, the other is named."""
+    one, two = write_heads(home / "one"), write_heads(home / "two")
+    for run in (one, two):
+        save_model(run, make_model())
+    with pytest.raises(SystemExit, match="--show 9.9: there is no block 9"):
+        main([str(one), str(two), "--heads", "--show", "9.9"])
+    assert (one / "figures/gates.png").is_file() and not (one / "figures/attention.png").exists()
+    for file in two.glob("*.pt"):
+        file.unlink()
+    assert main([str(one), str(two), "--heads", "--show", "0.1"]) == 0
+    assert f"{two}: no checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv, said", [

@@ -82,15 +82,16 @@ def test_a_key_offset_lets_one_layer_find_what_followed(recipe):
 
 
 def test_differences_of_pairs_are_those_of_diffllama():
-    """A whole layer of transformers' DiffLlama without rotary positions, whose pairs are heads i and i + 3."""
+    """A whole layer of transformers' DiffLlama without rotary positions; its pairs are heads i and i + 3."""
     diffllama = pytest.importorskip("transformers.models.diffllama.modeling_diffllama",
                                     reason="transformers is optional")
     model, x = tiny(dict(diff_v1=True), qk_norm=False), normal(2, 9, 96)
-    config = diffllama.DiffLlamaConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=6, head_dim=16,
-                                       num_hidden_layers=2, attention_bias=False, attention_dropout=0.0,
-                                       rms_norm_eps=1e-5)
+    config = diffllama.DiffLlamaConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=6,
+                                       head_dim=16, num_hidden_layers=2, attention_bias=False,
+                                       attention_dropout=0.0, rms_norm_eps=1e-5)
     config._attn_implementation = "eager"
-    order, mask = [0, 2, 4, 1, 3, 5], torch.full((1, 1, 9, 9), -torch.inf, dtype=torch.float64).triu(1)
+    order = [0, 2, 4, 1, 3, 5]
+    mask = torch.full((1, 1, 9, 9), -torch.inf, dtype=torch.float64).triu(1)
     still = torch.ones(2, 9, 16, dtype=torch.float64), torch.zeros(2, 9, 16, dtype=torch.float64)
     for layer, block in enumerate(model.transformer.h):
         theirs, attn = diffllama.DiffLlamaAttention(config, layer).double().eval(), block.attn

@@ -58,7 +58,7 @@ def stream(parquet):
     try:
         from datasets import load_dataset
     except ImportError:
-        raise UserError("openwebtext: Hugging Face datasets, is missing; pip install datasets") from None
+        raise UserError("openwebtext is read by Hugging Face's datasets: pip install datasets") from None
     try:
         where = {"path": REPO, "revision": REVISION}
         if parquet:

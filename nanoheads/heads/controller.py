@@ -98,7 +98,10 @@ class Controller:
             changed |= self.surgery.drop(self.measured, run)
             self.surgery.freeze(self.measured, run)
         if c.grow_heads:
-            changed |= self.surgery.grow(self.measured, run)
+            grown = self.surgery.grow(self.measured, run)
+            if grown and c.policy:
+                self.states.withhold(run)
+            changed |= grown
         if c.grow_stack:
             copied = self.surgery.stack(self.measured, run)
             if copied:
@@ -135,8 +138,7 @@ def start(run, state):
     if state and "controller" in state:
         controller.load(state["controller"], run)
     elif run.config.policy:
-        for place in run.config.policy_no_consent:
-            controller.states.change(run, "config", *map(int, place.split(".")), "withdrawn")
+        controller.states.withhold(run)
     if run.process.rank == 0:  # what a killed process wrote after its last save will be written again
         run.out_dir.mkdir(parents=True, exist_ok=True)
         for name in ("heads.jsonl", "violations.jsonl"):

@@ -416,7 +416,7 @@ def plot_heads(given, names, together, text=None, show=()):
         text = read_prompt(TEXT if text is None else text)
     except ValueError as e:  # which begins with the flag of sample.py
         sys.exit(f"plot_curves: --text: {str(e).partition(': ')[2]}")
-    written, runs = [], []
+    written, runs, shown, unseen = [], [], 0, []
     for i, (run, name) in enumerate(zip(given, names)):
         h = history(run)
         if not h and not show:
@@ -434,7 +434,9 @@ def plot_heads(given, names, together, text=None, show=()):
                     warn(run, f"{why}: no {picture}.png")
         try:
             figures["attention"] = attention(attention_maps(run, h, text, show), name)
+            shown += 1
         except UserError as e:
+            unseen.append(str(e))
             warn(run, f"{e}: no attention.png")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph")  # a character that the font lacks is a box
@@ -442,4 +444,6 @@ def plot_heads(given, names, together, text=None, show=()):
                 written += save(figure, Path(run) / "figures" / picture) if figure else []
     if len(runs) > 1 and (figure := active(runs, "Heads at work and bits per byte")):
         written += save(figure, Path(together) / "active")
+    if show and unseen and not shown:
+        sys.exit(f"plot_curves: {unseen[0]}: the heads of --show are in none of the runs")
     return written

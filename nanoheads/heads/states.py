@@ -79,6 +79,7 @@ class States:
     def begin(self, shape):
         """No head of [blocks, heads] has changed its state yet."""
         self.since = np.full(shape, -10**9)
+        self.no_consent = [tuple(map(int, place.split("."))) for place in self.config.policy_no_consent]
 
     # ---- by the policy ----
 
@@ -102,14 +103,22 @@ class States:
         self.since[layer, head] = count
         self.events.append(dict(what="state", layer=layer, head=head, state=state, who=who))
 
+    def withhold(self, run):
+        """Withdraw the heads of policy_no_consent: from the start, and as soon as one is grown again."""
+        states = states_of(run.model)
+        for at in self.no_consent:
+            if at not in states and run.config.grow_heads:
+                continue  # it may come
+            if states.get(at) != "withdrawn":
+                self.change(run, "config", *at, "withdrawn")
+
     def follow_policy(self, measured, run):
         """Move the states of the heads by the metrics, each at most once in policy_dwell measurements."""
         c, states = self.config, states_of(run.model)
         resting = self.withdrawn_by_budget(measured, run, states)
-        fixed = {tuple(map(int, place.split("."))) for place in c.policy_no_consent}
         for layer, head in all_heads(run.model):
             now, at = states[layer, head], (layer, head)
-            if at in fixed or measured.count - self.since[at] < c.policy_dwell:
+            if at in self.no_consent or measured.count - self.since[at] < c.policy_dwell:
                 continue
             wanted = self.wanted(measured, at, now, at in resting)
             if wanted != now:

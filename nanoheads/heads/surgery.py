@@ -39,7 +39,7 @@ def fold_gates(model):
 
 
 def passes_on(attn):
-    """Whether later layers read values of a layer's heads."""
+    """Whether others read what a layer's heads hold, beside what the layer sends out."""
     return any(m.passes_on for m in attn.mechanisms())
 
 
@@ -58,7 +58,7 @@ def insert_heads(model, heads, optimizers=(), seed=0):
             raise ValueError(f"cannot insert into block {layer}; "
                              f"they go from 0 to {model.config.n_layer - 1}")
         if new and passes_on(attentions(model)[layer]):
-            raise ValueError(f"cannot insert into block {layer}: later ones read its heads' values")
+            raise ValueError(f"cannot insert into block {layer}: others read what its heads hold")
         free = set(range(model.config.n_head)) - set(attentions(model)[layer].head_ids)
         if not set(new) <= free:
             raise ValueError(f"cannot insert {sorted(new)} into block {layer}: "

@@ -78,7 +78,7 @@ class ControllerConfig:
 @dataclass
 class TrainConfig(ControllerConfig):
     # ---- run ----
-    out_dir: Optional[str] = None        # the run's folder; None: out/<scale or config file>-<mechanisms>
+    out_dir: Optional[str] = None        # the run's folder; None: out/<scale or file>-<mechanisms, flags>
     dataset: str = "shakespeare_char"    # a folder under data/, or a path to one
     labels: Optional[str] = None         # what constraint heads are trained on: a folder of <dataset>/labels
     own_mechanism: Optional[str] = None  # a file with a mechanism; --mechanism=mine.py sets it
