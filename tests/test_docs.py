@@ -286,7 +286,8 @@ def test_every_command_of_the_docs_is_read(words, monkeypatch):
 
 @pytest.mark.parametrize("line", ["train.py --scale=tiny --muon_rate=1",
                                   "sample.py --ckpt x --temprature 1",
-                                  "compare.py config/studies/none.py", "prune.py --ckpt x --to much --by all"])
+                                  "compare.py config/studies/none.py",
+                                  "prune.py --ckpt x --to much --by all"])
 def test_a_command_with_a_mistake_is_not_read(line, monkeypatch):
     with pytest.raises(SystemExit):
         read_arguments(line.split(), monkeypatch)

@@ -556,3 +556,17 @@ def test_what_heads_cannot_take_is_said_in_a_line(home, capsys, argv, said):
     with pytest.raises(SystemExit) as stop:
         main(argv)
     assert said in (stop.value.code if isinstance(stop.value.code, str) else capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("steps", [0, 20, 60])
+def test_every_entry_of_the_legend_is_drawn(home, monkeypatch, steps):
+    """A line through one point is invisible without a marker: as after the first evaluation."""
+    figures = []
+    monkeypatch.setattr(curves, "save", lambda figure, stem: figures.append(figure) or [])
+    c = curves_of(write(home / "out/run", rows(steps)))
+    curves.draw([("run", c, COLOURS[0], "-")], home / "x")
+    entries = {text.get_text() for text in figures[0].legends[0].get_texts()}
+    lines = [line for ax in figures[0].axes for line in ax.lines if line.get_label() in entries]
+    assert {line.get_label() for line in lines} == entries - {"val", "best val"}
+    for line in lines:
+        assert curves.points(line).shape[1] > 1 or line.get_marker() not in ("", "None"), line.get_label()

@@ -1,5 +1,5 @@
 # The write-up's five scenarios of agency, on one corpus, five seeds each, with what became of the heads
-# Tiny scale: 40 runs of half a minute to a minute on a core, those of the plain GPT being on file
+# Tiny scale: runs of half a minute to two minutes on a core; --dry_run counts them
 
 import runpy as _runpy
 from pathlib import Path as _Path

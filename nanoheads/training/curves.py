@@ -120,6 +120,9 @@ def draw_training(axes, c, colour):
         raw, = ax.plot(c.tx, c.loss * ratio, color=colour, lw=0.8, alpha=0.3, label="train, minibatch")
         smooth, = ax.plot(c.tx, c.smooth * ratio, color=colour, lw=1.4, alpha=0.7, label=mean)
     fixed, = loss.plot(c.ex, c.etrain, color=colour, lw=1.4, ls="--", label="train, evaluated")
+    for line in (*bpb.lines, *loss.lines):
+        if points(line).shape[1] == 1:  # a line through one point is none
+            line.set(marker="o", markersize=4)
     return [line for line in (raw, smooth, fixed) if points(line).size]
 
 
