@@ -2,6 +2,7 @@
 Score whole splits: every token once, bits per byte first.
 
     python evaluate.py --ckpt out/a [--ckpt out/b/ckpt.pt ...] [--split test] [--stride 128] [--json FILE]
+    python evaluate.py --ckpt out/a --ckpt out/b --tokens 16384       # a quick look: so many, evenly spaced
     python evaluate.py --ckpt out/a --set unet_skips=False --set gate.0.3=0    # switches moved, heads set
     python evaluate.py --text --ckpt out/a [--ckpt out/b ...] [--judge out/big]    # what they write
     python evaluate.py --audit --ckpt out/a --text FILE [--maps] [--out audit.jsonl]   # what its heads score
@@ -11,6 +12,10 @@ block_size tokens, and a token sees from 1 to block_size tokens before it. With 
 by S tokens and scores its last S: after the first window, every token sees more than block_size - S. The very
 first token is conditioned on the corpus separator. Words are what whitespace parts, as lm-evaluation-harness
 counts them. FLOPs/token count training: forward and backward.
+
+Each checkpoint after the first is compared with the first, token by token: the interval is over the text, and
+another seed of the same model may differ by more (compare.py takes several). A router's load is measured on a
+part of the split.
 
 --text has each model continue the same prompts, and measures what it writes: repetition, diversity, loops,
 and its bits per byte under a larger model, beside the text's own continuation (docs/results/text-quality.md).
@@ -26,6 +31,7 @@ from itertools import groupby
 
 from nanoheads.common import UserError, pick_device, table, writable, write_json
 from nanoheads.heads import audit
+from nanoheads.intervals import block_bootstrap
 from nanoheads.training import sampling
 from nanoheads.training.continuations import SHORT, text_runs
 from nanoheads.training.scoring import add_arguments, evaluate, load
@@ -42,8 +48,10 @@ HEAD = ("run", "bits/byte", "bits/char", "nats/token", "perplexity", "params", "
 
 def scored_line(run):
     """What was scored, and how."""
-    line = (f"{run['dataset']}, {run['split']}: {run['tokens']:,} tokens, {run['bytes']:,} bytes, "
+    part = f" of {run['of']:,}" if run["tokens"] < run["of"] else ""
+    line = (f"{run['dataset']}, {run['split']}: {run['tokens']:,}{part} tokens, {run['bytes']:,} bytes, "
             f"{run['chars']:,} characters, each once, in {run['context']}")
+    line += "; evenly spaced: a quick look, not the split's score" if part else ""
     return line + (f", with {', '.join(run['set'])}" if run.get("set") else "")
 
 
@@ -66,7 +74,62 @@ def score_table(runs, width=120):
         if run["words"]:
             lines.append(f"perplexity of a word, of {run['words']:,} parted by whitespace: "
                          + ", ".join(f"{r['word_ppl']:.6g}" for r, _ in group))
+    for block in (difference_table(runs, width), heads_line(runs), *map(routing_table, runs)):
+        lines += ["", block] if block else []
     return "\n".join(lines)
+
+
+def same_text(a, b):
+    """Whether two runs are of the same tokens, seen in the same windows."""
+    return all(a[key] == b[key] for key in ("dataset", "split", "split_sha256", "tokens", "bytes", "stride",
+                                            "block_size"))
+
+
+def compared(run, first):
+    """What a run has beside the first: a dict, None: scored on other text.
+
+    bpb: the difference in bits/byte [value, low, high], its interval over the text.
+    """
+    if not same_text(run, first):
+        return None
+    bpb = block_bootstrap(run["pieces"], first["pieces"], run["bytes"], 1)
+    return dict(name=run["name"], bpb=list(bpb), percent=100 * bpb[0] / first["bpb"],
+                params=run["params"] / first["params"],
+                flops=run["flops_per_token"] / first["flops_per_token"])
+
+
+def difference_table(runs, width):
+    """Each run after the first beside the first; "": there is one alone."""
+    first, rows = runs[0], []
+    for run in runs[1:]:
+        found = compared(run, first)
+        name = run["name"].removesuffix("/best.pt")
+        if found is None:
+            rows.append((name, "other text: not compared", *["–"] * 4))
+            continue
+        mean, low, high = found["bpb"]
+        rows.append((name, f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]", f"{found['percent']:+.2f} %",
+                     f"{run['params'] - first['params']:+,}", f"{found['params']:.3f} x",
+                     f"{found['flops']:.3f} x"))
+    head = ("less " + first["name"].removesuffix("/best.pt"), "bits/byte [95 % over text]", "of it",
+            "parameters", "ratio", "FLOPs/token")
+    return table(head, rows, width=width) if rows else ""
+
+
+def heads_line(runs):
+    """How many heads of each run are at work, "": all of all."""
+    if all(active == total for active, total in (run["heads"] for run in runs)):
+        return ""
+    return "heads at work: " + ", ".join(f"{run['heads'][0]} of {run['heads'][1]}" for run in runs)
+
+
+def routing_table(run):
+    """What the router of each block does; "": there is none."""
+    rows = [(str(each["block"]), " ".join(f"{100 * load:.0f}" for load in each["routing_load"]),
+             str(each["dead_heads"]), f"{each['effective_heads']:.2f}", f"{each['token_entropy']:.3f}",
+             f"{each['batch_entropy']:.3f}") for each in run["routing"]]
+    head = ("block", "load of each head, %", "dead", "effective heads", "nats of a token", "of all")
+    return f"routing of {run['name'].removesuffix('/best.pt')}:\n{table(head, rows)}" if rows else ""
 
 
 def text_table(runs, width=120):
@@ -103,9 +166,6 @@ def add_text_arguments(parser):
         add("--num_prompts", type=int, default=16, help="or so many cut evenly from the split (default: 16)"),
         add("--prompt_tokens", type=int, default=64, help="of so many tokens each (default: 64)"),
         add("--samples", type=int, default=8, help="continuations of each prompt (default: 8)"),
-        add("--tokens", type=int, default=256,
-            help="length of each (default: 256); a checkpoint whose vocabulary is not the first one's writes "
-                 "as many as make the same number of bytes"),
         *sampling.add_arguments(group),
         add("--judge", metavar="CKPT", help="a larger model, for the bits per byte of the samples under it"),
     ]
@@ -123,8 +183,12 @@ def refuse_what_means_nothing(args, text):
         raise UserError(f"--text {args.text}: a file means nothing without --audit")
     if given and not args.text:
         raise UserError(f"{given[0]} means nothing without --text")
-    if args.text and args.stride:
-        raise UserError("--stride means nothing with --text")
+    for flag in ("stride", "batch_size"):
+        if args.text and getattr(args, flag):
+            raise UserError(f"--{flag} means nothing with --text")
+    for flag in ("tokens", "batch_size"):
+        if getattr(args, flag) is not None and getattr(args, flag) < 1:
+            raise UserError(f"--{flag} {getattr(args, flag)} must be at least 1")
     idle = [flag for flag in given if flag in ("--num_prompts", "--prompt_tokens")]
     if idle and args.prompts:
         raise UserError(f"{idle[0]} means nothing with --prompts")
@@ -136,7 +200,8 @@ def refuse_beside_audit(args, given):
         raise UserError("--audit needs the text to read: --text FILE")
     if len(args.ckpt) > 1:
         raise UserError("--audit reads with one checkpoint")
-    idle = [*given, *(f"--{key}" for key in ("stride", "dataset", "json") if getattr(args, key)),
+    idle = [*given, *(f"--{key}" for key in ("stride", "dataset", "json", "tokens", "batch_size")
+                      if getattr(args, key)),
             *(["--split"] if args.split != "test" else [])]
     if idle:
         raise UserError(f"{idle[0]} means nothing with --audit")
@@ -148,7 +213,14 @@ def scored_runs(args, device, progress):
     for path in args.ckpt[1:]:  # what is wrong with the last should not cost the time of those before it
         load(path, *options)
     for path in args.ckpt:
-        yield evaluate(path, *options, progress=progress)
+        yield evaluate(path, *options, progress, args.tokens or 0, args.batch_size)
+
+
+def as_json(runs):
+    """The runs of scoring without the nats of parts of the text, and what each has beside the first."""
+    less = [compared(run, runs[0]) for run in runs[1:]]
+    return {"runs": [{key: value for key, value in run.items() if key != "pieces"} for run in runs],
+            "less_the_first": less}
 
 
 def main(argv=None):
@@ -156,6 +228,10 @@ def main(argv=None):
     add_arguments(p, "test")
     p.add_argument("--stride", type=int, default=0,
                    help="move the window by so many tokens; 0: disjoint windows (default)")
+    p.add_argument("--tokens", type=int, help="score so many, evenly spaced: a quick look (default: all); "
+                   "--text: the length of each continuation (default: 256). There a checkpoint whose "
+                   "vocabulary is not the first one's writes as many as make the same number of bytes")
+    p.add_argument("--batch_size", type=int, help="windows in one forward pass (default: by device)")
     p.add_argument("--text", nargs="?", const=True, default=False, metavar="FILE",
                    help="measure what the models write instead; with --audit: the text to read")
     p.add_argument("--audit", action="store_true", help="write what constraint heads score in --text FILE")
@@ -172,10 +248,12 @@ def main(argv=None):
         if args.audit:
             print(audit.run(args))
             return
+        if args.text and args.tokens is None:
+            args.tokens = 256
         for run in (text_runs if args.text else scored_runs)(args, device, sys.stderr.isatty()):
             runs.append(run)
         if out:
-            write_json(out, {"runs": runs})
+            write_json(out, {"runs": runs} if args.text else as_json(runs))
         print(show(runs), *([args.json] if out else []), sep="\n")
     except ValueError as e:
         sys.exit(f"evaluate: {e}")

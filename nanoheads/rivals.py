@@ -290,7 +290,8 @@ class DifferentialAttention(Mechanism):
     """Differential attention V2: y1 - sigmoid(w_h x_t) y2, two maps over the same keys and values.
 
     Source: microsoft/unilm, Diff-Transformer-V2 (2026). The second map has queries of its own, normed and
-    turned as the first's; what other mechanisms add to the logits acts on both, what rescales q on the first.
+    turned as the first's; what other mechanisms add to the logits acts on both, what changes or rescales
+    queries on the first alone.
     """
 
     class Options:
@@ -350,12 +351,20 @@ class DifferentialAttentionV1(Mechanism):
     name = flag = "diff_v1"
     modes = {"diff_v1": dict(diff_v1=True)}
     in_pairs = True
+    joins_blocks = True  # l_0 is that of its layer
     attention_cost = 1.0
 
     def __init__(self, config, attn):
         super().__init__()
-        self.vectors = nn.Parameter(torch.empty(4, attn.head_size))  # a, b, c, d: N(0, 0.02)
+        self.vectors = nn.Parameter(torch.empty(4, attn.head_size))  # a, b, c, d: N(0, 0.02); there 0.1
         self.start = 0.8 - 0.6 * math.exp(-0.3 * attn.layer)
+
+    @staticmethod
+    def problems(config):
+        if config.diff:
+            yield "diff=True and diff_v1=True are two forms of one thing: choose one"
+        if config.group > 1:
+            yield f"diff_v1 joins the values of two heads, which n_kv_head={config.n_kv_head} makes one"
 
     def behind_softmax(self, attn, h, y, stats):
         (q, k, v), pairs = own_heads(attn, h), (attn.n_head // 2, 2)
@@ -666,8 +675,9 @@ class DenseConnections(Mechanism):
     def problems(config):
         if config.mudd_from is not None and config.mudd_from > config.n_layer:
             yield f"mudd_from={config.mudd_from} must be at most n_layer={config.n_layer}, the last norm's"
-        if config.a2c == "published" or config.short_conv == "x":
-            other = "a2c='published'" if config.a2c == "published" else "short_conv='x'"
+        others = {"a2c='published'": config.a2c == "published", "short_conv='x'": config.short_conv == "x",
+                  "diff=True": config.diff}
+        for other in (name for name, on in others.items() if on):
             yield f"mudd gives queries, keys and values an input each: {other} knows of one"
 
     def initial_values(self):

@@ -22,7 +22,7 @@ from nanoheads.common import UserError
 from nanoheads.text import dataset, sources
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.tokenizer import Tokenizer
-from nanoheads.training import scoring
+from nanoheads.training import checkpoint, scoring
 from nanoheads.training.scoring import nats_of, nats_of_last, score, windows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -413,14 +413,16 @@ def fake_run(name, **more):
                      context="windows of 1,024, stride 128", word_ppl=135.4213,
                      bpb=1.12345, bpc=1.12834, nats_per_token=0.77871,
                      ppl=2.17868, params=124439808, params_non_embedding=123653376,
-                     flops_per_token=8.5e8, tokens_per_s=123456.7), **more)
+                     flops_per_token=8.5e8, tokens_per_s=123456.7, of=5000000, heads=[12, 12], routing=[],
+                     pieces=np.full(1220, 4096 * 0.77871), split_sha256="s", stride=128, block_size=1024),
+                **more)
 
 
 def test_the_table_is_aligned_in_the_order_given_and_fits_120_columns():
     names = ["out/enwik8_modern_seed3", "out/b/best.pt",
              "/a/very/long/path/to/some/experiments/folder/seed2/best.pt"]
     lines = score_table([fake_run(n, bpb=b, ppl=3.2e9) for n, b in zip(names, (2, 1, 3))]).splitlines()
-    assert len(lines) == 6 and max(map(len, lines)) <= 120 and len(set(map(len, lines[1:5]))) == 1
+    assert max(map(len, lines)) <= 120 and len(set(map(len, lines[1:5]))) == 1
     assert lines[2].startswith("out/enwik8_modern_seed3 ") and lines[3].startswith("out/b ")
     assert lines[4].startswith("…")
     assert "folder/seed2 " in lines[4]
@@ -434,7 +436,77 @@ def test_the_table_is_aligned_in_the_order_given_and_fits_120_columns():
 def test_what_was_scored_is_said_again_where_it_changes():
     lines = score_table([fake_run("a"), fake_run("b"), fake_run("c", dataset="bpe", tokens=9)]).splitlines()
     assert [line.split(":")[0] for line in lines if "each once" in line] == ["enwik8, test", "bpe, test"]
-    assert [line[0] for line in lines if line and line[0] in "abc" and "each" not in line] == ["a", "b", "c"]
+    names = [line[0] for line in lines if line and line[0] in "abc" and "each" not in line]
+    assert names == ["a", "b", "c", "b", "c"]  # then those beside the first
+
+
+# ---- compared ----
+
+def scored_pair(tmp_path, capsys, *more, **other):
+    """(what is printed, the json) of two checkpoints on one text."""
+    data = write_data(tmp_path / "data", n=600)
+    for name, flags in (("a", {}), ("b", other)):
+        write_checkpoint(tmp_path / f"{name}.pt", make_model(spread=2.0, **flags), data)
+    args = [arg for name in "ab" for arg in ("--ckpt", str(tmp_path / f"{name}.pt"))]
+    main([*args, "--json", str(tmp_path / "s.json"), *more])
+    return capsys.readouterr().out, json.loads((tmp_path / "s.json").read_text()), data
+
+
+def test_two_checkpoints_are_compared_token_by_token(tmp_path, capsys):
+    out, found, data = scored_pair(tmp_path, capsys, n_layer=1)
+    (less,), (a, b) = found["less_the_first"], found["runs"]
+    assert less["bpb"][0] == pytest.approx(b["bpb"] - a["bpb"], abs=1e-6)
+    assert less["percent"] == pytest.approx(100 * (b["bpb"] - a["bpb"]) / a["bpb"], abs=1e-4)
+    assert less["params"] == b["params"] / a["params"] < 1 and "pieces" not in a
+    # the interval over text is that of the mean of its parts, drawn again
+    each = [score(checkpoint.build(checkpoint.read(tmp_path / f"{name}.pt"), name), data, "test",
+                  per_token=True).astype(float) for name in "ab"]
+    piece = len(each[0]) // 64
+    parts = np.add.reduceat(each[1] - each[0], np.arange(len(each[0]) // piece) * piece)
+    half = 2 * parts.std() * len(parts) ** 0.5 / (a["bytes"] * math.log(2))
+    assert less["bpb"][2] - less["bpb"][1] == pytest.approx(2 * half, rel=0.3)
+    assert f"{less['bpb'][0]:+.4f} [{less['bpb'][1]:+.4f}, {less['bpb'][2]:+.4f}]" in out
+    assert f"{b['params'] - a['params']:+,}" in out and "heads at work" not in out
+
+
+def test_a_checkpoint_beside_itself_differs_by_nothing(tmp_path, capsys):
+    out, found, _ = scored_pair(tmp_path, capsys)
+    assert found["less_the_first"][0]["bpb"] == [0.0, 0.0, 0.0] and "+0.0000 [+0.0000, +0.0000]" in out
+
+
+def test_other_text_is_not_compared():
+    lines = score_table([fake_run("a"), fake_run("b", split="val"), fake_run("c", bpb=2.0)]).splitlines()
+    assert any(line.startswith("b ") and "other text: not compared" in line for line in lines)
+    assert any(line.startswith("c ") and "+0.0000 [+0.0000, +0.0000]" in line for line in lines)
+
+
+def test_a_part_of_the_split_is_a_quick_look(tmp_path, capsys):
+    """Evenly spaced windows, whose bytes and characters are counted; the output says what it is."""
+    out, found, data = scored_pair(tmp_path, capsys, "--tokens", "80", "--batch_size", "3", n_layer=1)
+    run, n = found["runs"][0], len(data.tokens("test"))
+    assert run["tokens"] == run["bytes"] == 80 < n and 70 < run["chars"] <= 80 and run["words"] is None
+    assert out.startswith(f"data, test: 80 of {n:,} tokens") and "a quick look, not the split's score" in out
+    model = checkpoint.build(checkpoint.read(tmp_path / "a.pt"), "a")
+    assert run["nats_per_token"] == pytest.approx(score(model, data, "test", max_tokens=80)[0] / 80, abs=1e-9)
+
+
+def test_heads_at_work_and_the_load_of_each_head_are_shown(tmp_path, capsys):
+    out, found, _ = scored_pair(tmp_path, capsys, "--set", "gate.0.1=0", routing="moh", routing_top_k=2)
+    assert [run["heads"] for run in found["runs"]] == [[3, 4], [3, 4]]
+    assert "heads at work: 3 of 4, 3 of 4" in out
+    routing = found["runs"][1]["routing"]
+    assert [each["block"] for each in routing] == [0, 1] and found["runs"][0]["routing"] == []
+    for each in routing:
+        assert sum(each["routing_load"]) == pytest.approx(2, abs=1e-6)  # two heads a token
+        assert each["dead_heads"] == sum(load == 0 for load in each["routing_load"])
+    assert "load of each head, %" in out and "routing of" in out
+
+
+@pytest.mark.parametrize("args, line", [
+    (["--tokens", "0"], "--tokens 0 must be at least 1"), (["--batch_size", "-1"], "--batch_size -1 must be"),
+    (["--text", "--batch_size", "2"], "--batch_size means nothing with --text")])
+def test_sizes_that_cannot_be_are_refused(byte_run, refusal, args, line):
+    assert line in refusal(["--ckpt", byte_run[0], *args])
 
 
 # ---- whose data ----

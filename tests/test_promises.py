@@ -81,6 +81,9 @@ def test_every_pair_is_tested_but_those_that_are_refused_for_a_reason():
                         ("short_conv_kv", "a2c_published"): [f"short_conv='kv' {alone}"],
                         ("short_conv_x", "mudd"): [f"{mudd}: short_conv='x' knows of one"],
                         ("a2c_published", "mudd"): [f"{mudd}: a2c='published' knows of one"],
+                        ("diff", "mudd"): [f"{mudd}: diff=True knows of one"],
+                        ("diff", "diff_v1"): ["diff=True and diff_v1=True are two forms of one thing: choose "
+                                              "one"],
                         ("roles", "paired_heads"): [f"{paired} roles {writes}"],
                         ("fox", "paired_heads"): [f"{paired} fox {writes}"]}
     modes = {}  # mechanisms that turn on the same thing

@@ -495,7 +495,8 @@ def test_bad_checkpoints_are_refused(bad_checkpoint, refusal):
     assert words in refusal(["--ckpt", path, "--to", "0.5", "--by", "random"])
 
 
-@pytest.mark.parametrize("flag", ["value_residual", "value_embedding", "stream_scalars"])
+@pytest.mark.parametrize("flag", ["value_residual", "value_embedding", "stream_scalars", "diff_v1", "mudd",
+                                  "depth_attention"])
 def test_blocks_that_are_not_of_one_kind_stay_as_they_are(flag):
     model = alive(**{flag: True})
     assert flag in unfit("blocks", model) and unfit("random", model) is None

@@ -42,8 +42,9 @@ STEP = """
 # the loss on a split, in training and of the trained model
 SCORE = """
     build file_of score_of score score_windows windows windows_of window_ids nats_of nats_of_last
-    LOGITS_AT_ONCE bits
+    LOGITS_AT_ONCE bits summed
     Tokenizer token_sizes char_sizes byte_symbols gpt2 END_OF_TEXT SAFE_CUT cut_at_spaces
+    SPACE spelled_by nothing_before
 """.split()
 MUON = """
     Muon matrices_in even_rows orthogonalise in_low_precision cpu_multiplies_bfloat16 quintic QUINTICS

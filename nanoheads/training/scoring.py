@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from nanoheads.common import UserError
+from nanoheads.heads.traces import routing_summary
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
 
@@ -85,11 +86,12 @@ LOGITS_AT_ONCE = 1 << 26  # 256 MB of them
 
 @torch.no_grad()
 def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, rank=0, world=1, autocast=None,
-          per_token=False, progress=False):
+          per_token=False, progress=False, rows=None, into=None):
     """Cross-entropy of a split: (nats summed, tokens scored), or with per_token those of each, [n] float32.
 
     stride 0: disjoint windows. max_tokens > 0 scores at most so many tokens, the same at each call, see
-    windows_of(). Windows go to ranks in turn; the caller adds the ranks' sums up.
+    windows_of(). Windows go to ranks in turn; the caller adds the ranks' sums up. rows: windows in a forward
+    pass, None: by batch_tokens. into: a list that the nats of each token are added to, in parts.
     """
     device, T, tokens = next(model.parameters()).device, model.config.block_size, dataset.tokens(split)
     cuts = windows_of(dataset, split, T, stride, max_tokens)[rank::world]
@@ -98,9 +100,9 @@ def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, ran
     most = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
     if device.type == "cpu":
         batch_tokens, most = min(batch_tokens, most, 4096), None
-    rows = max(1, batch_tokens // T)
+    rows = rows or max(1, batch_tokens // T)
 
-    nats, count, parts = 0.0, 0, [np.empty(0, np.float32)]
+    nats, count, parts = 0.0, 0, [np.empty(0, np.float32)] if into is None else into
     bar = tqdm(total=sum(scored for _, _, scored in cuts), desc=split, unit="tok", unit_scale=True,
                disable=not progress, leave=False, mininterval=0.5)
     was_training = model.training
@@ -117,7 +119,7 @@ def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, ran
                     each = nats_of_last(model, ids, scored, most)
                     nats += float(each.sum())
                     count += each.size
-                    if per_token:
+                    if per_token or into is not None:
                         parts.append(each.astype(np.float32).ravel())
                     bar.update(each.size)
     finally:
@@ -142,8 +144,13 @@ def score_windows(model, data, split, tokens):
     if nats.size < data.splits[split]["tokens"]:
         ids = data.tokens(split)
         size = sum(len(data.tokenizer.decode_bytes(ids[start:end].tolist())) for start, end, _ in windows)
-    per_window = np.add.reduceat(nats, np.cumsum([0] + [scored for _, _, scored in windows[:-1]]))
+    per_window = summed(nats, [scored for _, _, scored in windows])
     return per_window, dict(nats=total, tokens=int(nats.size), bytes=size, bpb=bits(total, size))
+
+
+def summed(nats, sizes):
+    """The sums of consecutive parts of nats [n], so many tokens each."""
+    return np.add.reduceat(nats, np.cumsum([0, *sizes[:-1]]))
 
 
 def count_words(dataset, split, piece=1 << 20):
@@ -225,19 +232,33 @@ def load(path, split, stride, device, dataset=None, settings=()):
     return state, model, data
 
 
-def evaluate(path, split, stride, device, dataset=None, settings=(), progress=True):
-    """Everything that is reported of one checkpoint, as a dict. Raises UserError, ValueError."""
+PIECES = 64  # of the scored text, at least where it has as many tokens: what a difference's interval rests on
+
+
+def evaluate(path, split, stride, device, dataset=None, settings=(), progress=True, max_tokens=0, rows=None):
+    """Everything that is reported of one checkpoint, as a dict. Raises UserError, ValueError.
+
+    max_tokens: score so many tokens at most, evenly spaced; rows: windows in one forward pass, None: by
+    device. pieces, [n], are nats of consecutive parts of the text: what compared() needs.
+    """
     state, model, data = load(path, split, stride, device, dataset, settings)
-    T, size = model.config.block_size, data.splits[split]
+    T, size, parts = model.config.block_size, dict(data.splits[split]), []
     began = time.perf_counter()
-    nats, tokens = score(model, data, split, stride, progress=progress)
-    seconds = time.perf_counter() - began
+    nats, tokens = score(model, data, split, stride, max_tokens, progress=progress, rows=rows, into=parts)
+    seconds, whole = time.perf_counter() - began, size["tokens"]
     if not math.isfinite(nats):
         raise UserError(f"{path} gives {nats} nats on {split}: "
                         "its weights are damaged, or its training diverged")
-    stride, words = stride or T, count_words(data, split)
+    if tokens < whole:
+        cuts, ids = windows_of(data, split, T, stride, max_tokens), data.tokens(split)
+        text = [data.tokenizer.decode_bytes(ids[end - scored:end]) for _, end, scored in cuts]
+        size.update(bytes=sum(map(len, text)), chars=sum(len(part.decode(errors="replace")) for part in text))
+    stride, words = stride or T, count_words(data, split) if tokens == whole else None
     context = f"disjoint windows of {T:,}" if stride == T else f"windows of {T:,}, stride {stride:,}"
-    return dict(name=str(path), dataset=data.meta["name"], split=split, tokens=tokens, bytes=size["bytes"],
+    each, piece = np.concatenate(parts).astype(np.float64), max(1, min(BLOCK, tokens // PIECES))
+    return dict(pieces=summed(each, [piece] * (tokens // piece)), of=whole, heads=heads_at_work(model),
+                routing=routing_of(model, data, split),
+                name=str(path), dataset=data.meta["name"], split=split, tokens=tokens, bytes=size["bytes"],
                 chars=size["chars"], words=words, context=context, block_size=T, stride=stride,
                 bpb=bits(nats, size["bytes"]), bpc=bits(nats, size["chars"]),
                 nats_per_token=nats / tokens, ppl=math.exp(min(nats / tokens, 700)),
@@ -246,6 +267,42 @@ def evaluate(path, split, stride, device, dataset=None, settings=(), progress=Tr
                 flops_per_token=model.flops_per_token(), tokens_per_s=tokens / seconds,
                 step=state.get("step"), device=device, split_sha256=size.get("sha256"),
                 note=data.meta.get("note"), set=list(settings))
+
+
+def heads_at_work(model):
+    """[heads whose gate is above agency_threshold whatever they read, all heads]."""
+    found = [0, 0]
+    for block in model.transformer.h:
+        gate, n = block.attn.static_gate(noisy=False), block.attn.n_total
+        found[0] += n if gate is None else int((gate > model.config.agency_threshold).sum())
+        found[1] += n
+    return found
+
+
+ROUTED = 16384  # tokens, at most, by which a router's load is measured
+
+
+@torch.no_grad()
+def routing_of(model, data, split):
+    """[what the router of a block does, with `block`] as in traces.routing_summary(); []: none acts."""
+    if not model.config.routing:
+        return []
+    T, ids = model.config.block_size, data.tokens(split)
+    cuts = [cut for cut in windows_of(data, split, T, max_tokens=min(ROUTED, len(ids)))]
+    cuts = [(start, end) for start, end, _ in cuts if end - start == T] or [cuts[0][:2]]
+    device, found = next(model.parameters()).device, {}
+    for start, end in cuts:
+        x = torch.from_numpy(window_ids(ids, data.separator, start, end)[None, :-1]).to(device)
+        for key, value in model(x, traces=True).traces.items():
+            if key.endswith((".routing_weights", ".selected")):
+                found.setdefault(key, []).append(value)
+    rows = []
+    for key in (key for key in found if key.endswith(".selected")):
+        name = key.rpartition(".")[0]
+        does = routing_summary(torch.cat(found[f"{name}.routing_weights"]), torch.cat(found[key]))
+        does = {what: value.tolist() for what, value in does.items()}
+        rows.append(dict(block=int(name.split(".")[1]), **does))
+    return rows
 
 
 def add_arguments(parser, split):
