@@ -101,7 +101,7 @@ def test_a_token_that_sees_itself_alone_keeps_its_output(gate):
     h = model_py.Pass(q=4 * q, k=k, v=v, y=logits.softmax(-1) @ v, n_keys=torch.arange(1.0, 4),
                       row_stats=kernels.RowStats(logits.logsumexp(-1), None, None),
                       self_factor=torch.full((4, 2, 3, 1), gate))
-    heads.constraint.behind_softmax(heads, h)
+    h.y, _ = heads.constraint.behind_softmax(heads, h, h.y, h.row_stats)
     assert torch.equal(h.y[:, 3:, 0], v[:, 3:, 0])
     weights = logits.double().softmax(-1) * (1 - (1 - gate) * torch.eye(3))
     want = (weights / weights.sum(-1, keepdim=True)) @ v.double()
@@ -119,7 +119,7 @@ def test_a_gate_on_scores_is_exact_in_bfloat16():
     h = model_py.Pass(q=4 * q, k=q, v=v, y=logits.softmax(-1) @ v.float(), n_keys=torch.arange(1.0, 17),
                       row_stats=kernels.RowStats(logits.logsumexp(-1), None, None),
                       self_factor=torch.full((2, 2, 16, 1), 0.01))
-    heads.constraint.behind_softmax(heads, h)
+    h.y, _ = heads.constraint.behind_softmax(heads, h, h.y, h.row_stats)
     weights = logits.softmax(-1) * (1 - 0.99 * torch.eye(16))
     want = (weights / weights.sum(-1, keepdim=True)) @ v.float()
     assert (h.y - want)[:, 3:].abs().max() < 1e-2

@@ -37,6 +37,7 @@ def matrices(name, size):
     router = C * 128 + 128 * 3                         # of three constraint heads
     constraint = 3 * C * 3 * D + 3 * D * C + router    # their q, k, v and the way out, in one block
     small = C // (H + 3) // 8 * 8                      # variant B: all heads of that block
+    sums = [(n, 4) for n in range(1 + L // 2, L + 1)]  # MUDD: of so many outputs, for q, k, v and the stream
     more = {
         "routing_published": routing, "routing_inf": routing, "routing_zero": routing,
         "routing_train_only": routing,
@@ -48,6 +49,8 @@ def matrices(name, size):
         "constraint_b": router + 4 * C * (H + 3) * small - 4 * C * C,
         "acag": L * H * 3, "acag_detach": L * H * 3, "acag_published": L * H * 3,
         "acag_elementwise": L * C * 3,
+        "diff": L * (C * C + C * H), "head_mix": L * 2 * C * H,
+        "mudd": sum(4 * n * (C + ways * n) + ways * n * C for n, ways in [*sums, (L + 1, 1)]),
         "unet_concat": L // 2 * 2 * C * C, "unet_published": L // 2 * 2 * C * C,
     }
     names = [name]
@@ -70,6 +73,10 @@ def passes(name, size):
         return [((heads + 3) * D, 2, 5)]
     if name == "constraint_b":
         return [(H * (L - 1) * D, 2, 5), ((H + 3) * (C // (H + 3) // 8 * 8), 2, 5)]
+    if name in ("diff", "diff_v1"):                    # two maps
+        return [(heads * D, 2, 5)] * 2
+    if name == "paired_heads":                         # the same with log-sum-exps
+        return [(heads * (D + 1), 2, 5)] * 2
     if name == "sink":                                 # log-sum-exp with its gradient: a column more
         return [(heads * (D + 1), 2, 5)]
     if name == "acag_detach":                          # mean key and LSE(2s), forward alone
@@ -114,6 +121,8 @@ def algorithmic_by_hand(name, size):
         needed = 9 / 6                                 # mean key: 2 products, LSE(2s): 1
     elif name.startswith("acag") or name == "all_on":
         needed = 12 / 6                                # and their gradients: 3 more
+    elif name in ("diff", "diff_v1", "paired_heads"):
+        needed = 2.0
     elif name == "a2c_key_bias":
         needed = 1 + 1 / (2 * D)                       # half of the products are one dimension wider
     elif name == "fox":

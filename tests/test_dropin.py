@@ -100,7 +100,7 @@ def slow_gates(model, gates, x, q, k, v, scale, seen, before, head_mask=None):
         return P @ v
     c, p = dropin.gpt_config(model, (), model.config.nanoheads), dict(gates.named_parameters())
     factors = oracle.factors(c, p, {}, x, s, P, seen, before, gates.head_ids, gates.training)
-    return oracle.rewritten(c, p, P @ v, v) * factors
+    return oracle.rewritten(c, p, {}, x, P @ v, v, gates.head_ids, gates.training) * factors
 
 
 def slow_attention(model, layer, x, real, **more):

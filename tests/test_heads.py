@@ -28,6 +28,12 @@ def tiny(flags=None, ids=None, **size):
     return model.eval()
 
 
+def whole(flags, ids):
+    """Heads to leave in each layer: these, or with mechanisms that join heads in pairs, pairs."""
+    return [sorted({h // 2 * 2 + i for h in own for i in (0, 1)}) for own in ids] \
+        if GPTConfig(**SIZE, **flags).in_pairs else ids
+
+
 def tokens(*shape, seed=0):
     return torch.randint(SIZE["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
 
@@ -122,7 +128,8 @@ def test_the_metrics_that_a_slip_would_give_are_others():
 @pytest.mark.parametrize("name", [*MECHANISMS, "all_on"])
 @pytest.mark.parametrize("ids", [None, [[0, 2, 3], [], [1]]])
 def test_every_mechanism_is_measured_and_its_gate_is_what_multiplies(name, ids):
-    model = tiny(ALL_ON if name == "all_on" else MECHANISMS[name], ids)
+    flags = ALL_ON if name == "all_on" else MECHANISMS[name]
+    model = tiny(flags, ids and whole(flags, ids))
     before = copy.deepcopy(model.state_dict())
     found = measure(model, X, Y)
     assert all(p.grad is None for p in model.parameters()) and not model.training
@@ -146,7 +153,7 @@ def test_every_mechanism_is_measured_and_its_gate_is_what_multiplies(name, ids):
         attn.attend, attn.merge = attending, merging
         model(X)
         del attn.attend, attn.merge
-        if model.config.head_norm or model.config.xsa:
+        if {"head_norm", "xsa", "head_mix", "diff", "diff_v1", "paired_heads"} & flags.keys():
             continue  # the output is rewritten too
         ratio = (seen["after"] / seen["before"]).mean((0, 2, 3))
         if model.config.constraint_mode == "published":  # whose gate is on the values
@@ -203,15 +210,16 @@ def test_a_closed_head_sends_nothing_and_comes_back():
 @pytest.mark.parametrize("name", ["plain", *MECHANISMS, "all_on"])
 def test_inserted_heads_leave_the_logits_alone_and_learn(name):
     flags = {"plain": {}, "all_on": ALL_ON}.get(name) or MECHANISMS.get(name, {})
-    model = tiny(flags, [[1], [], [0, 2, 3]])
+    pairs = GPTConfig(**SIZE, **flags).in_pairs
+    model = tiny(flags, [[2, 3], [], [0, 1]] if pairs else [[1], [], [0, 2, 3]])
     model.eval()
     plain = model(X).logits
-    if name == "value_residual":
-        with pytest.raises(ValueError, match="cannot insert into block 0: later ones read its heads' values"):
+    if name in ("value_residual", "head_mix"):
+        with pytest.raises(ValueError, match="cannot insert into block 0: others read what its heads hold"):
             insert_heads(model, {0: [0, 3]})
         return
-    insert_heads(model, {0: [0, 3], 1: [2]}, seed=5)
-    assert model.config.head_ids == [[0, 1, 3], [2], [0, 2, 3]]
+    insert_heads(model, {0: [0, 1], 1: [2, 3]} if pairs else {0: [0, 3], 1: [2]}, seed=5)
+    assert model.config.head_ids == ([[0, 1, 2, 3], [2, 3], [0, 1]] if pairs else [[0, 1, 3], [2], [0, 2, 3]])
     assert torch.allclose(model(X).logits, plain, atol=1e-10)
     assert GPT(model.config).double().load_state_dict(model.state_dict())
     model(X, Y).loss.backward()

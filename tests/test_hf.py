@@ -17,7 +17,7 @@ from conftest import ROOT, TINY, write_dataset
 from data.prepare_text import main as prepare_text
 from export_hf import main
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from nanoheads import pruning
+from nanoheads import configurator, pruning
 from nanoheads.common import UserError
 from nanoheads.hub import huggingface as hf
 from nanoheads.hub.dropin import prune_heads
@@ -549,9 +549,8 @@ def test_force_replaces_no_run_and_loses_nothing_on_the_way(tmp_path, monkeypatc
 
 
 PAGE = (ROOT / "docs" / "hugging-face.md").read_text(encoding="utf-8")
-FEW = ["--max_iters=1", "--eval_interval=1", "--eval_tokens=64", "--batch_size=2", "--lr_decay_iters=9",
-       "--warmup_iters=0", "--unet_from=0", "--unet_ramp=0",
-       "--device=cpu"]  # what the page's training commands get here, beside their own
+FEW = dict(max_iters=1, eval_interval=1, eval_tokens=64, batch_size=2, lr_decay_iters=9, warmup_iters=0,
+           unet_from=0, unet_ramp=0, device="cpu")  # what the page's training commands get, beside their own
 
 
 @pytest.fixture(scope="module")
@@ -587,7 +586,7 @@ def desk(tmp_path_factory):
 def test_every_command_of_the_page_runs(language, desk, monkeypatch, capsys):
     """In the order of the page, the Python parts after the commands whose files they read."""
     monkeypatch.chdir(desk)
-    ran = 0
+    ran, load_given = 0, configurator.load_given
     for block in re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL):
         if language == "python":
             others = re.findall(r"\b(bertviz|circuitsvis|transformer_lens)\b", block)
@@ -600,7 +599,10 @@ def test_every_command_of_the_page_runs(language, desk, monkeypatch, capsys):
             if script == "-m":  # tests/test_lm_eval.py starts it, in a process of its own
                 continue
             module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-            module.main([*args, *(FEW if script == "train.py" else ())])
+            if script == "train.py":
+                monkeypatch.setattr(configurator, "load_given",
+                                    lambda *args, **how: load_given(*args, **how, more={"the test": FEW}))
+            module.main(args)
             ran += 1
     assert ran >= (7 if language == "sh" else 1)
 
