@@ -7,7 +7,8 @@ Generate text from one checkpoint, or from several side by side.
     python sample.py --ckpt out/a --start "To be" --audit audit.jsonl    # what its heads score in it
 
 A run folder stands for its best.pt. Every checkpoint gets the same prompt, seed and settings; with one
-checkpoint and one sample the text appears as it is made. --audit lists under each text which of its tokens
+checkpoint and one sample the text appears as it is made; several get 200 tokens, each of the 200 likeliest,
+as in the routing write-up. --audit lists under each text which of its tokens
 score highest, and writes the rest to a file and a page (docs/audit.md).
 """
 
@@ -88,8 +89,8 @@ def main(argv=None):
                    help='the prompt, or FILE:prompt.txt; \\n is a newline (the default); "" is the separator')
     p.add_argument("--num_samples", type=int, default=1,
                    help="continuations from each checkpoint (default: 1)")
-    p.add_argument("--max_new_tokens", type=int, default=300,
-                   help="length of each, in tokens (default: 300)")
+    p.add_argument("--max_new_tokens", type=int,
+                   help="length of each, in tokens (default: 300; of several checkpoints 200)")
     add_arguments(p)
     p.add_argument("--audit", metavar="FILE",
                    help="write what the constraint heads score in each text, as JSON lines; a page of that "
@@ -97,6 +98,9 @@ def main(argv=None):
     p.add_argument("--dataset",
                    help="where a nanoGPT checkpoint's vocabulary is, if not in the dataset that it names")
     args = p.parse_args(argv)
+    several = len(args.ckpt) > 1
+    args.max_new_tokens = (200 if several else 300) if args.max_new_tokens is None else args.max_new_tokens
+    args.top_k = 200 if several and args.top_k is None else args.top_k
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # what the terminal cannot show becomes "?"
     with last_words("sample"):

@@ -44,7 +44,7 @@ from nanoheads.training.config import TrainConfig, check_model, conflicts, flags
 from nanoheads.training.optim import Trainer, compiles, lr_multiplier, precision
 from nanoheads.training.ranks import Process, StopSignal, join_ranks
 from nanoheads.training.runlog import Log, write_config
-from nanoheads.training.scoring import bits, score
+from nanoheads.training.scoring import bits, of_critic, score
 
 
 def loop(run, closing):
@@ -148,7 +148,7 @@ def evaluate_splits(run):
         row[f"{split}_loss"] = nats / count
     row["val_bpb"] = bits(row["val_loss"], dataset.bytes_per_token("val"))
     row["elapsed_s"] = round(run.elapsed_s, 3)
-    return row
+    return {**row, **of_critic(run.model, dataset, "val")}
 
 
 def eval_line(row):

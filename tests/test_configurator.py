@@ -1,5 +1,6 @@
 """Config files and arguments: what works, and that whatever does not is said in full, in plain lines."""
 import os
+import re
 import subprocess
 import sys
 from dataclasses import MISSING, dataclass, fields, replace
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from nanoheads import configurator
+from nanoheads import configurator, timing
 from nanoheads.common import UserError
 from nanoheads.configurator import Presets, Scale, help_text, load, load_given, near
 from nanoheads.training.config import OPTIMIZERS, TrainConfig, conflicts, flags_by_name, note_on_dropout
@@ -455,11 +456,30 @@ def test_all_is_the_corrected_form_of_all_seven():
 @pytest.mark.parametrize("argv, count", [
     (["config/paper.py"], 90_397_440),
     (["--scale=paper", "--mechanism=routing_inf"], 93_996_432),
+    (["config/enwik8_baseline.py"], 90_397_440),
+    (["config/enwik8_routing.py"], 93_996_432),
 ])
 def test_the_pair_at_paper_scale_has_the_size_of_its_write_up(argv, count):
     with torch.device("meta"):
         model = GPT(replace(named(*argv)[0], vocab_size=6064))
     assert model.num_params() == count and model.num_params(non_embedding=True) == count - 1024 * 768
+
+
+@pytest.mark.parametrize("name", ["baseline", "routing"])
+def test_the_hours_of_the_enwik8_pair_are_counted(name):
+    """From the FLOPs of a token, at the share of the peak that the file names."""
+    path = f"config/enwik8_{name}.py"
+    flops, share, a100, h100 = re.search(
+        r"(4\.\de18) FLOPs: at (\d+) % .* ([\d.]+) hours on an A100, ([\d.]+) on an H100",
+        (ROOT / path).read_text()).groups()
+    model, config = named(path)
+    with torch.device("meta"):
+        each = GPT(replace(model, vocab_size=6064)).flops_per_token()
+    total = each * config.max_iters * config.batch_size * config.grad_accum * model.block_size
+    assert f"{total:.1e}".replace("e+", "e") == flops and config.max_iters == 200_000
+    peaks = dict(reversed(timing.PEAK_TFLOPS))
+    for hours, card in ((a100, "A100"), (h100, "H100")):
+        assert f"{total / (float(share) / 100 * peaks[card] * 1e12) / 3600:.1f}" == hours
 
 
 def test_a_config_starts_from_another_whatever_else_is_called_config(tmp_path):

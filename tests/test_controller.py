@@ -590,6 +590,16 @@ def test_a_head_that_grows_back_is_still_without_consent(run):
     assert rows_of(r.out_dir)[-1]["blocked"] == 2
 
 
+def test_the_console_says_which_heads_come_and_go(run, capsys):
+    r = run(dict(head_ids=[[0, 1]] * 2), grow_heads=1, grow_used=0.0, grow_ramp=1, grow_delta=99.0)
+    measured(r, 5)
+    grown = [line for line in capsys.readouterr().out.splitlines() if "heads grown" in line]
+    assert grown[0].split("   ")[-1] == "heads grown: 0.2, 1.2; 6 heads" and grown[0].startswith("step ")
+    gone = [dict(what="pruned", layer=1, head=3), dict(what="kept", layer=0, head=0)]
+    assert controller.heads_in_words(gone) == "heads pruned: 1.3"
+    assert controller.heads_in_words([dict(what="state", layer=0, head=1)]) == ""
+
+
 def test_rules_say_who_may_change_what_and_refusals_are_logged_once(run, tmp_path, monkeypatch):
     rules = tmp_path / "rules.json"
     rules.write_text(json.dumps([{"who": "policy", "layers": [0], "states": ["misaligned"], "allow": False}]))

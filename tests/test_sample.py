@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import sample
 from model import GPT, GPTConfig
 from nanoheads.text import dataset
 from nanoheads.training.sampling import cell_count, encode, generate, model_and_tokenizer, side_by_side, wrap
@@ -219,6 +220,16 @@ def test_each_checkpoint_gets_the_same_seed_and_prompt(ckpt, out):
     rows = out("--ckpt", ckpt, "--ckpt", ckpt, "--max_new_tokens", 30).rstrip().splitlines()
     pairs = [row.split(" | ") for row in rows[2:] if " | " in row]
     assert all(left.strip() == right.strip() for left, right in pairs)
+
+
+def test_side_by_side_has_the_write_ups_defaults(ckpt, monkeypatch):
+    """200 tokens, each out of the 200 likeliest; one checkpoint alone gets 300 out of all."""
+    asked = []
+    monkeypatch.setattr(sample, "run", lambda args: asked.append((args.max_new_tokens, args.top_k)))
+    for argv in (["--ckpt", ckpt], ["--ckpt", ckpt] * 2, [*["--ckpt", ckpt] * 2, "--top_k", "5"],
+                 [*["--ckpt", ckpt] * 2, "--max_new_tokens", "9"]):
+        sample.main(list(map(str, argv)))
+    assert asked == [(300, None), (200, 200), (200, 5), (9, 200)]
 
 
 def test_columns_align_with_wide_and_control_characters():

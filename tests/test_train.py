@@ -18,7 +18,7 @@ import model as model_py
 import train
 from model import GPT, GPTConfig
 from nanoheads.text.dataset import Batches, Dataset
-from nanoheads.training import checkpoint
+from nanoheads.training import checkpoint, scoring
 from nanoheads.training.optim import Trainer
 from nanoheads.training.ranks import Process
 from tests.conftest import TINY
@@ -79,6 +79,21 @@ def test_the_log_has_what_its_readers_rely_on(args, rows, tmp_path):
     assert all(set(r) == {"step", "tokens", "train_loss", "val_loss", "val_bpb", "elapsed_s"} for r in evals)
     assert all(r["tokens"] == r["step"] * 4 * 16 for r in losses + evals)
     assert [r["elapsed_s"] for r in losses] == sorted(r["elapsed_s"] for r in losses)
+
+
+@pytest.mark.parametrize("a2c", ["temperature", "published"])
+def test_the_log_says_how_well_the_critic_predicts(args, rows, tmp_path, a2c):
+    """At each evaluation, where a critic is trained: that of the trained model on val, the same each time."""
+    main(args(a2c=a2c))
+    evals = rows(tmp_path / "run")[1]
+    found = [r.get("a2c_explained_variance") for r in evals]
+    if a2c == "published":
+        assert set(found) == {None}
+        return
+    assert all(each <= 1 for each in found) and len(set(found)) > 1
+    state = checkpoint.read(tmp_path / "run/ckpt.pt")
+    data = Dataset(state["train"]["dataset"])
+    assert scoring.of_critic(checkpoint.build(state, "x"), data, "val")["a2c_explained_variance"] == found[-1]
 
 
 def test_train_returns_the_last_evaluation(args, rows, tmp_path):

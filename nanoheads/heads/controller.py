@@ -148,6 +148,15 @@ def start(run, state):
     return controller
 
 
+def heads_in_words(events):
+    """The heads that came and went, in a line; "": none."""
+    found = {}
+    for event in events:
+        if event["what"] in ("pruned", "grown", "stacked"):
+            found.setdefault(event["what"], []).append(f"{event['layer']}.{event['head']}")
+    return "   ".join(f"heads {what}: {', '.join(heads)}" for what, heads in found.items())
+
+
 def step(run):
     """Between two steps: measure where it is due and let heads change; the Trainer to go on with."""
     c, controller = run.config, run.controller
@@ -165,6 +174,9 @@ def step(run):
     controller.measured.count += 1
     controller.seconds += time.perf_counter() - began
     append_row(run, "heads.jsonl", controller.row(run))
+    if line := heads_in_words(controller.events):
+        left = sum(attn.n_total for attn in attentions(run.model))
+        run.process.print0(f"step {run.step:>7,}   {line}; {left} heads")
     controller.events.clear()
     if run.step + c.controller_interval > c.max_iters:
         share = controller.seconds / max(run.elapsed_s + time.perf_counter() - began, 1e-9)

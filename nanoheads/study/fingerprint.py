@@ -57,7 +57,7 @@ ROW_STATISTICS = [*FLEX, *"RowStats row_statistics one_row attend_lse CpuFlash".
 # what a mechanism needs beside its class
 OF_MECHANISM = {
     "HeadRouter": [*FLEX, *"float32_linear linear32 attend_packed attend_selected SKIP_FROM".split()],
-    "AdvantageAttention": "ValueHead discounted_return float32_linear linear32".split(),
+    "AdvantageAttention": [*ROW_STATISTICS, *"ValueHead discounted_return float32_linear linear32".split()],
     "Agency": "float32_linear linear32".split(),
     "HeadRoles": "float32_linear linear32".split(),
     "ConstraintHeads": [*ROW_STATISTICS, *"""
@@ -103,6 +103,7 @@ NOT_NUMBERS = set("""
     GPTConfig PlainConfig RECIPES choices range_problems plain_problems flag RANGES TrainConfig OPTIMIZERS
     ControllerConfig check_model no_dropout add_mechanism BETWEEN_BLOCKS
     MECHANISM_CLASSES HEAD_MECHANISMS MECHANISMS NEUTRAL ALL_ON
+    heads_in_words of_critic some_windows critic_summary variance centred correlation CRITICISED
     Run PROGRESS join_ranks pick_device checked_device StopSignal Process.print0 Process.barrier
     log_steps log_step log_eval eval_line count_time open_bar open_folder print_run print_changes saves_in
     end_stopped

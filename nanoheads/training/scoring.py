@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from nanoheads.common import UserError
-from nanoheads.heads.traces import routing_summary
+from nanoheads.heads.traces import critic_summary, routing_summary
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
 
@@ -279,7 +279,32 @@ def heads_at_work(model):
     return found
 
 
+def some_windows(model, data, split, tokens):
+    """Yield ids [1, 1 + block_size] of windows of a split, evenly spaced, always the same: so many tokens."""
+    device, text = next(model.parameters()).device, data.tokens(split)
+    for start, end, _ in windows_of(data, split, model.config.block_size, max_tokens=min(tokens, len(text))):
+        yield torch.from_numpy(window_ids(text, data.separator, start, end)[None]).to(device)
+
+
 ROUTED = 16384  # tokens, at most, by which a router's load is measured
+CRITICISED = 4096  # by which a critic's explained variance is, at each evaluation
+
+
+@torch.no_grad()
+def of_critic(model, data, split):
+    """{name: how much of the returns' variance A2C's value head explains, at most 1}; {}: the model has none.
+    """
+    was_training, found = model.training, []
+    if not hasattr(model, "value"):
+        return {}
+    model.eval()
+    for ids in some_windows(model, data, split, CRITICISED):
+        found.append(model(ids[:, :-1], ids[:, 1:], traces=True).traces)
+    model.train(was_training)
+    traces = {key: torch.cat([each[key] for each in found], 1) for key in ("a2c.return", "a2c.value",
+                                                                           "a2c.advantage")}
+    does = critic_summary(traces, torch.ones_like(traces["a2c.return"]))
+    return {"a2c_explained_variance": float(does["a2c.explained_variance"])}
 
 
 @torch.no_grad()
@@ -287,13 +312,9 @@ def routing_of(model, data, split):
     """[what the router of a block does, with `block`] as in traces.routing_summary(); []: none acts."""
     if not model.config.routing:
         return []
-    T, ids = model.config.block_size, data.tokens(split)
-    cuts = [cut for cut in windows_of(data, split, T, max_tokens=min(ROUTED, len(ids)))]
-    cuts = [(start, end) for start, end, _ in cuts if end - start == T] or [cuts[0][:2]]
-    device, found = next(model.parameters()).device, {}
-    for start, end in cuts:
-        x = torch.from_numpy(window_ids(ids, data.separator, start, end)[None, :-1]).to(device)
-        for key, value in model(x, traces=True).traces.items():
+    found = {}
+    for ids in some_windows(model, data, split, ROUTED):
+        for key, value in model(ids[:, :-1], traces=True).traces.items():
             if key.endswith((".routing_weights", ".selected")):
                 found.setdefault(key, []).append(value)
     rows = []
