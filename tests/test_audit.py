@@ -21,7 +21,7 @@ from evaluate import main
 from model import GPT
 from nanoheads.common import UserError
 from nanoheads.heads import audit
-from nanoheads.heads.traces import explain
+from nanoheads.traces import explain
 from nanoheads.training.sampling import model_and_tokenizer
 from test_sample import make_checkpoint
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import oracle
 from model import GPT, GPTConfig, SentinelGate, Sink
 from nanoheads.common import UserError
-from nanoheads.heads.traces import explain
+from nanoheads.traces import explain
 from nanoheads.hub import dropin
 from nanoheads.hub.dropin import (FAMILIES, INSERTABLE, AdaptiveContextualAttention, ConstraintAttention,
                                   Gates, aux_losses, insert, load, mask_heads, prune_heads)

@@ -14,7 +14,7 @@ from conftest import pass_of
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, AdvantageAttention, Agency, ConstraintHeads,
                    GPTConfig, HeadRoles, HeadRouter, KVCache, Pass, SentinelGate, SkipFusion, Window)
 from nanoheads.heads.states import find_violations
-from nanoheads.heads.traces import explain, summaries
+from nanoheads.traces import explain, summaries
 from nanoheads.kernels import attend_lse, attend_packed, attend_selected, flex, row_statistics
 from nanoheads.logits import discounted_return, label_losses
 from nanoheads.pruning import pack, prune_heads

@@ -40,7 +40,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from nanoheads.common import UserError, last_words, pick_device, writable, write_atomic
-from nanoheads.heads.traces import explain
+from nanoheads.traces import explain
 from nanoheads.text.tokenizer import char_sizes
 from nanoheads.training import checkpoint
 from nanoheads.training.sampling import model_and_tokenizer

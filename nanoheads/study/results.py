@@ -27,7 +27,7 @@ import torch
 
 from model import GPTConfig
 from nanoheads.common import ROOT, UserError, git_commit, json_safe, pick_device, write_atomic
-from nanoheads.heads.traces import summaries
+from nanoheads.traces import summaries
 from nanoheads.hub import own_mechanism as own
 from nanoheads.study import analysis, costs, dynamic, queue, trial
 from nanoheads.study.variants import BOOKKEEPING, HERE, StudyConfig, size_of

@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from nanoheads.common import UserError
-from nanoheads.heads.traces import critic_summary, routing_summary
+from nanoheads.traces import critic_summary, routing_summary
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
 
