@@ -19,8 +19,9 @@ from model import GPT, GPTConfig, SentinelGate, Sink
 from nanoheads.common import UserError
 from nanoheads.traces import explain
 from nanoheads.hub import dropin
-from nanoheads.hub.dropin import (FAMILIES, INSERTABLE, AdaptiveContextualAttention, ConstraintAttention,
-                                  Gates, aux_losses, insert, load, mask_heads, prune_heads)
+from nanoheads.hub.dropin import (FAMILIES, INSERTABLE, Gates, aux_losses, insert, load, mask_heads,
+                                   prune_heads)
+from nanoheads.hub.layers import AdaptiveContextualAttention, ConstraintAttention
 from nanoheads.training import checkpoint
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")

@@ -1,8 +1,6 @@
 """
-The mechanisms outside our own GPT.
+The mechanisms in a model of transformers; as layers of one's own they are in nanoheads/hub/layers.py.
 
-    AdaptiveContextualAttention(d_model=768, num_heads=12, max_len=2048)(x)   ACAG as a layer
-    ConstraintAttention(d_model=768, num_heads=12)(x)                         constraint heads as a layer
     insert(model, "acag,sentinel")        gates into a loaded Hugging Face model, neutral as they start
     load(folder)                          what model.save_pretrained(folder) wrote of such a model
     mask_heads(model, {layer: [heads]}), prune_heads(model, {layer: [heads]})
@@ -19,85 +17,12 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from model import (CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, AttentionCore, CausalMask, ContextGate,
-                   ExclusiveAttention, GPTConfig, HeadNorm, HeadRouter, OutputGate, Pass, SentinelGate, Sink)
+from model import (MECHANISM_CLASSES, MECHANISMS, AttentionCore, ContextGate, ExclusiveAttention, GPTConfig,
+                   HeadNorm, HeadRouter, OutputGate, Pass, SentinelGate, Sink)
 from nanoheads.common import UserError
 from nanoheads.configurator import near
 from nanoheads.mechanism import Uniform
 from nanoheads.pruning import keep_rows, prune_layer
-
-
-# ---- layers ----
-
-class AttentionLayer(nn.Module):
-    """CausalSelfAttention alone, with the mechanisms of some flags. Raises UserError on impossible ones."""
-
-    def __init__(self, d_model, num_heads, max_len, causal=True, **flags):
-        super().__init__()
-        seed = int(torch.randint(2**31, ()))  # layers of one model shall not start equal
-        config = GPTConfig(block_size=max_len, vocab_size=1, n_layer=1, n_head=num_heads, n_embd=d_model,
-                           seed=seed, **flags)
-        if config.problems():
-            raise UserError("; ".join(config.problems()))
-        self.max_len, self.causal = max_len, causal
-        self.attn = GPT(config).transformer.h[0].attn
-        self.mask = CausalMask(config)
-
-    def run(self, x, traces=False, **wanted):
-        """(y [B, T, C], Pass.results()) of x [B, T, C]; wanted: fields of Pass."""
-        T = x.size(1)
-        if T > self.max_len:
-            raise UserError(f"{T} tokens are more than max_len={self.max_len}")
-        if self.causal:
-            counted = self.attn.needs_row_stats is not None or bool(traces)
-            positions = torch.arange(T, device=x.device)
-            mask = self.mask.make(0, T, None, x.device, False, counted, traces == "maps")
-        else:  # every token sees all
-            positions = torch.full((T,), T - 1, device=x.device)
-            mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=x.device)
-        n_keys = (positions + 1).to(torch.promote_types(x.dtype, torch.float32))
-        return self.attn(x, Pass(mask=mask, positions=positions, n_keys=n_keys, wants_traces=traces,
-                                 **wanted))
-
-
-class AdaptiveContextualAttention(AttentionLayer):
-    """ACAG as a layer (its README, "Quick Start"), [B, T, d_model] -> [B, T, d_model]. It adds no positions.
-
-    mode: normalised, or published, the write-up's formula. gate: headwise or elementwise. detach: no gradient
-    into the statistics. causal=False: every token sees all of x, those behind it too.
-    """
-
-    def __init__(self, d_model=768, num_heads=12, max_len=2048, mode="normalised", gate="headwise",
-                 detach=False, causal=True, bias=False):
-        super().__init__(d_model, num_heads, max_len, causal, acag=gate, acag_mode=mode, acag_detach=detach,
-                         bias=bias)
-
-    def forward(self, x):
-        return self.run(x)[0]
-
-
-class ConstraintAttention(AttentionLayer):
-    """Constraint heads as a layer (the write-up's MultiHeadAttentionWithConstraints), causal, no positions.
-
-    variant: A, a wider concatenation, or B, smaller heads. heads: per name. router: sigmoid or hard_concrete.
-    flags: other constraint_ flags of GPTConfig, such as constraint_mode="published".
-    """
-
-    def __init__(self, d_model=768, num_heads=12, names=CONSTRAINTS, max_len=2048, variant="A", heads=1,
-                 router="sigmoid", bias=False, **flags):
-        super().__init__(d_model, num_heads, max_len, constraint_names=list(names), constraint_heads=heads,
-                         constraint_variant=variant, constraint_router=router, constraint_layers=[0],
-                         bias=bias, **flags)
-
-    def forward(self, x, hint=None, traces=False):
-        """(y [B, T, C], {"blocks.0.constraint.<name>": a logit per token, [B, T]}), which explain() reads.
-
-        hint [B, C]: what the router reads instead of the running mean of x. traces: True or "maps" adds all
-        that a model's traces hold.
-        """
-        y, results = self.run(x, traces, hint=hint, wants_scores=True)
-        found = {**results["predictions"], **results["traces"]}
-        return y, {f"blocks.0.{name}": t for name, t in found.items()}
 
 
 # ---- gates in a Hugging Face model ----

@@ -1,0 +1,185 @@
+"""
+Attention layers of the write-ups for a model of one's own, [B, T, d_model] -> [B, T, d_model].
+
+    AdaptiveContextualAttention(d_model=768, num_heads=12, max_len=2048)(x)   ACAG
+    ConstraintAttention(d_model=768, num_heads=12)(x)                         constraint heads
+    A2CAttention(d_model=768, num_heads=12)(x)                                a critic on the logits
+    TransformerBlockWithConstraint(d_model=768, num_heads=12)(x)              norm, attention, norm, MLP
+
+They add no positions. Masks are those of nn.MultiheadAttention: key_padding_mask [B, T] is True at padding,
+attn_mask [T, T] (or [B, T, T], [B, 1, T, T]) where a query must not look; both may be of 0 and -inf instead.
+Padding may be anywhere; what comes out at it means nothing.
+"""
+
+import math
+
+import torch
+import torch.nn as nn
+
+from model import CONSTRAINTS, GPT, CausalMask, GPTConfig, Pass
+from nanoheads.common import UserError
+from nanoheads.logits import label_losses
+
+
+def hidden_by(mask, name):
+    """A mask of nn.MultiheadAttention as booleans, True: hidden. UserError where it is of other numbers."""
+    if mask.dtype == torch.bool:
+        return mask
+    if not ((mask == 0) | (mask == -math.inf)).all():
+        raise UserError(f"{name} must be boolean, True where nothing may be seen, or of 0 and -inf alone")
+    return mask == -math.inf
+
+
+class AttentionLayer(nn.Module):
+    """CausalSelfAttention alone, with the mechanisms of some flags. Raises UserError on impossible ones.
+
+    dropout: on attention weights, and on what comes out; ACAG has it on the latter alone.
+    """
+
+    def __init__(self, d_model, num_heads, max_len, causal=True, dropout=0.0, **flags):
+        super().__init__()
+        seed = int(torch.randint(2**31, ()))  # layers of one model shall not start equal
+        if flags.get("acag"):
+            flags["attn_dropout"] = 0.0
+        self.config = GPTConfig(block_size=max_len, vocab_size=1, n_layer=1, n_head=num_heads, n_embd=d_model,
+                                seed=seed, dropout=dropout, **flags)
+        if self.config.problems():
+            raise UserError("; ".join(self.config.problems()))
+        self.max_len, self.causal = max_len, causal
+        self.attn = GPT(self.config).transformer.h[0].attn
+        self.mask = CausalMask(self.config)
+
+    def run(self, x, key_padding_mask=None, attn_mask=None, traces=False, **wanted):
+        """(y [B, T, C], Pass.results()) of x [B, T, C]; wanted: fields of Pass."""
+        T, device, valid = x.size(1), x.device, None
+        if T > self.max_len:
+            raise UserError(f"{T} tokens are more than max_len={self.max_len}")
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        if self.causal and key_padding_mask is None and attn_mask is None:
+            counted = self.attn.needs_row_stats is not None or bool(traces)
+            positions = torch.arange(T, device=device)
+            mask, n_keys = self.mask.make(0, T, None, device, False, counted, traces == "maps"), positions + 1
+        else:
+            mask = self.seen(x, key_padding_mask, attn_mask)
+            n_keys = mask.sum(-1)
+            real = torch.ones(len(x), T, dtype=torch.bool, device=device)
+            if key_padding_mask is not None:
+                real = ~hidden_by(key_padding_mask, "key_padding_mask")
+                valid = real[..., None]
+            count = real.cumsum(-1) if self.causal else real.sum(-1, keepdim=True).expand(-1, T)
+            positions = (count - 1).clamp_min(0)  # [B, T]
+        return self.attn(x, Pass(mask=mask, positions=positions, n_keys=n_keys.to(dtype), valid=valid,
+                                 wants_traces=traces, **wanted))
+
+    def seen(self, x, key_padding_mask, attn_mask):
+        """Who sees whom, bool [B or 1, 1, T, T]; a token that sees none sees itself: a softmax needs one."""
+        B, T = x.shape[:2]
+        mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=x.device)
+        if self.causal:
+            mask = mask.tril()
+        if attn_mask is not None:
+            given = hidden_by(attn_mask, "attn_mask")
+            given = given[:, None] if given.dim() == 3 else given
+            if given.dim() not in (2, 4) or given.shape[-2:] != (T, T) or given.dim() == 4 and (
+                    given.size(1) != 1 or given.size(0) not in (1, B)):
+                raise UserError(f"attn_mask {list(attn_mask.shape)} must be [{T}, {T}], [{B}, {T}, {T}] or "
+                                f"[{B}, 1, {T}, {T}], one for all heads")
+            mask = mask & ~given
+        if key_padding_mask is not None:
+            if key_padding_mask.shape != (B, T):
+                raise UserError(f"key_padding_mask {list(key_padding_mask.shape)} must be [{B}, {T}]")
+            mask = mask & ~hidden_by(key_padding_mask, "key_padding_mask")[:, None, None]
+        itself = torch.eye(T, dtype=torch.bool, device=x.device)
+        return mask | itself & ~mask.any(-1, keepdim=True)
+
+
+class AdaptiveContextualAttention(AttentionLayer):
+    """ACAG as a layer (its README, "Quick Start").
+
+    mode: normalised, or published, the write-up's formula. gate: headwise or elementwise. detach: no gradient
+    into the statistics. causal=False: every token sees all of x, those behind it too.
+    """
+
+    def __init__(self, d_model=768, num_heads=12, max_len=2048, mode="normalised", gate="headwise",
+                 detach=False, causal=True, bias=False, dropout=0.0):
+        super().__init__(d_model, num_heads, max_len, causal, dropout, acag=gate, acag_mode=mode,
+                         acag_detach=detach, bias=bias)
+
+    def forward(self, x, key_padding_mask=None, attn_mask=None, need_weights=False):
+        """y, or with need_weights (y, weights [B, H, T, T] before the gates)."""
+        y, results = self.run(x, key_padding_mask, attn_mask, "maps" if need_weights else False)
+        return (y, results["traces"]["map"]) if need_weights else y
+
+
+class ConstraintAttention(AttentionLayer):
+    """Constraint heads as a layer (the write-up's MultiHeadAttentionWithConstraints), causal.
+
+    variant: A, a wider concatenation, or B, smaller heads. heads: per name. router: sigmoid or hard_concrete.
+    flags: other constraint_ flags of GPTConfig, such as constraint_mode="published".
+    """
+
+    def __init__(self, d_model=768, num_heads=12, names=CONSTRAINTS, max_len=2048, variant="A", heads=1,
+                 router="sigmoid", bias=False, dropout=0.0, **flags):
+        super().__init__(d_model, num_heads, max_len, True, dropout, constraint_names=list(names),
+                         constraint_heads=heads, constraint_variant=variant, constraint_router=router,
+                         constraint_layers=[0], bias=bias, **flags)
+
+    def forward(self, x, hint=None, traces=False, key_padding_mask=None, attn_mask=None, need_weights=False):
+        """(y [B, T, C], {"blocks.0.constraint.<name>": a logit per token, [B, T]}), which explain() reads.
+
+        hint [B, C]: what the router reads instead of the running mean of x. traces: True or "maps" adds all
+        that a model's traces hold; need_weights: as "maps"; the weights [B, H + heads, T, T] are blocks.0.map
+        """
+        y, results = self.run(x, key_padding_mask, attn_mask, "maps" if need_weights else traces, hint=hint,
+                              wants_scores=True)
+        found = {**results["predictions"], **results["traces"]}
+        return y, {f"blocks.0.{name}": t for name, t in found.items()}
+
+    def losses(self, traces, labels, **how):
+        """{name: its part of the cross-entropy, nats} of forward()'s traces beside labels {name: [B, T]}.
+
+        Labels are from 0 to 1, below 0: not known. how: as label_losses() takes it. Add their sum, weighted,
+        to the model's own loss.
+        """
+        scores = {name: traces[f"blocks.0.constraint.{name}"] for name in self.config.constraint_names}
+        return label_losses(scores, labels, **how)
+
+
+class A2CAttention(AttentionLayer):
+    """A2C attention as a layer: a critic's scalar of each token and head acts on the logits.
+
+    mode: temperature, key_bias, or published, the write-up's formula, in which queries are keys and values
+    are slices of x. In the first two the critic starts at 0 and is trained by a loss of your own: it is to
+    predict how much better than expected the rest will go.
+    """
+
+    def __init__(self, d_model=768, num_heads=12, max_len=2048, mode="temperature", causal=True, bias=False,
+                 dropout=0.0):
+        super().__init__(d_model, num_heads, max_len, causal, dropout, a2c=mode, bias=bias)
+
+    def forward(self, x, key_padding_mask=None, attn_mask=None, need_weights=False):
+        """(y, weights [B, H, T, T] or None, the critic's scalars [B, T, H])."""
+        y, results = self.run(x, key_padding_mask, attn_mask, "maps" if need_weights else False)
+        return y, results["traces"].get("map"), results["predictions"]["advantage"]
+
+
+class TransformerBlockWithConstraint(nn.Module):
+    """A block of the constraint write-up: x + attention(norm(x)), then x + MLP(norm(x)).
+
+    Its losses are those of its layer, a ConstraintAttention: block.attn.losses(traces, labels).
+    """
+
+    def __init__(self, d_model=768, num_heads=12, dropout=0.0, **how):
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.attn = ConstraintAttention(d_model, num_heads, dropout=dropout, **how)
+        self.mlp = GPT(self.attn.config).transformer.h[0].mlp
+
+    def forward(self, x, **how):
+        """(x [B, T, C], traces) with what ConstraintAttention takes."""
+        y, traces = self.attn(self.ln_1(x), **how)
+        x = x + y
+        return x + self.mlp(self.ln_2(x)), traces
+
+
+MultiHeadAttentionWithConstraints = ConstraintAttention  # the write-up's name
