@@ -46,8 +46,12 @@ Scale = Literal["tiny", "nano", "mid", "small", "paper"]
 class Presets:
     """Two keys that set others: defaults to start from, over which every file and the command line win."""
     # ---- presets: keys that set others, each of which may be set by itself as well and then wins ----
-    scale: Optional[Scale] = None        # start from config/<scale>.py
+    scale: Optional[Scale] = None        # start from config/<scale>.py; with another recipe: not its rates
     mechanism: str | list[str] | None = None  # turn these on, name,name for several, or mine.py:
+
+
+# what a scale sets for its own recipe: with another one its default holds
+OF_ITS_RECIPE = ("qk_max", "lr", "embed_lr", "muon_lr", "muon_momentum")
 
 
 # ---- types ----
@@ -408,6 +412,8 @@ def load_given(classes, argv, doc="", together=None, more=None, mechanisms=None)
         defaults, more_problems, _ = read_values(settings, keys_of(classes))
         bad += problems + more_problems
         lost = lost or bool(problems) or bool(wrong & {"scale", "mechanism"})
+        if values.get("recipe", defaults.get("recipe")) != defaults.get("recipe"):
+            defaults = {key: value for key, value in defaults.items() if key not in OF_ITS_RECIPE}
         values = {**defaults, **values}
         weaker = {**defaults, **read_values(in_files, keys)[0]}
     given = dict(values)

@@ -353,6 +353,18 @@ def test_the_run_folder_follows_from_the_names(argv, folder):
     assert config.out_dir == folder and ("out_dir" in given(*argv)) == any("out_dir" in arg for arg in argv)
 
 
+@pytest.mark.parametrize("recipe, optimizer", [("gpt2", "adamw"), ("llama", "adamw"), ("llama", "muon")])
+def test_a_scale_with_another_recipe_has_that_recipes_rates(recipe, optimizer):
+    """Those of the scale were tuned for its own; what is set by hand holds."""
+    more = [f"--recipe={recipe}"] + ([f"--optimizer={optimizer}"] if optimizer == "muon" else [])
+    model, config = named("--scale=tiny", *more)
+    plain, own = named(*more)[1].for_recipe(recipe), config.for_recipe(recipe)
+    assert (own.lr, own.embed_lr, own.muon_momentum) == (plain.lr, plain.embed_lr, plain.muon_momentum)
+    assert model.recipe == recipe and model.n_embd == 64 and model.qk_max is None and not model.problems()
+    assert named("--scale=tiny", *more, "--lr=0.5")[1].lr == 0.5
+    assert named("--scale=tiny", "--recipe=modern")[1].lr == named("--scale=tiny")[1].lr != plain.lr
+
+
 def test_a_long_name_of_a_run_is_cut_and_still_its_own():
     ids = [str(list(range(n))) for n in (60, 61)]
     folders = {named("--scale=tiny", f"--wandb_tags={ids[0]}", f"--policy_no_consent={each}")[1].out_dir
