@@ -39,9 +39,14 @@ NASTY = "café 日本 😀</script><b>&amp;<!--\u202e\r\n".encode() + b"\xff\x00
 
 @pytest.fixture
 def make(tmp_path):
-    """make(encoding="byte", **flags) -> path of a checkpoint with constraint heads."""
-    def call(encoding="byte", name="a.pt", **flags):
-        return make_checkpoint(tmp_path / name, encoding, **{**FLAGS["one head"], **flags})
+    """make(encoding="byte", **flags) -> path of a checkpoint with constraint heads that labels have moved."""
+    def call(encoding="byte", name="a.pt", trained=True, **flags):
+        path = make_checkpoint(tmp_path / name, encoding, **{**FLAGS["one head"], **flags})
+        state = torch.load(path)
+        for key in [key for key in state["model"] if key.endswith("constraint.b2") and trained]:
+            state["model"][key] += 0.01
+        torch.save(state, path)
+        return path
     return call
 
 
@@ -159,6 +164,20 @@ def test_a_file_is_read_once_from_end_to_end(make, tmp_path, capsys):
     maps = lines_of(out)[0]["blocks"]["0"]["maps"]["fair"][0]
     assert [len(row) for row in maps] == list(range(1, T + 1))
     assert all(sum(row) == pytest.approx(1, abs=1e-4) for row in maps)
+
+
+def test_heads_that_no_label_trained_say_so(make, tmp_path, capsys):
+    """On the page, in the terminal, and under a sample; once a label has moved a score, nowhere."""
+    (tmp_path / "t.txt").write_bytes(random_text(T))
+    for trained in (False, True):
+        path, out = make(trained=trained), tmp_path / "o.jsonl"
+        main(["--audit", "--ckpt", path, "--text", str(tmp_path / "t.txt"), "--out", str(out)])
+        sample.main(["--ckpt", path, "--start", "a", "--max_new_tokens", "3",
+                     "--audit", str(tmp_path / "s.jsonl")])
+        printed = capsys.readouterr().out
+        assert printed.count(audit.UNTRAINED) == 2 * (not trained)
+        for name in ("o.html", "s.html"):
+            assert ((tmp_path / name).read_text().count(audit.UNTRAINED) == 1) != trained
 
 
 @pytest.mark.parametrize("n", [3, T])

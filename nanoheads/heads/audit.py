@@ -215,8 +215,20 @@ def auditable(model, path):
                         "train.py --constraint_names=... or config/constraint.py makes some")
 
 
-def write(found, out, page_path):
-    """Write the lines and the page, of pairs (line, bytes of its tokens); returns the lines' explain rows."""
+UNTRAINED = "No label has trained these heads: their scores, about 0.5, mean nothing."
+
+
+def untrained(model):
+    """[UNTRAINED] where no label has moved a score: the scorers' biases are 0, as they start; else []."""
+    scorers = [block.attn.constraint for block in model.transformer.h if block.attn.constraint]
+    return [] if any(bool(heads.b2.any()) for heads in scorers) else [UNTRAINED]
+
+
+def write(found, out, page_path, notes=()):
+    """Write the lines and the page, of pairs (line, bytes of its tokens); returns the lines' explain rows.
+
+    notes: sentences for the top of the page.
+    """
     shown, explained, count, weights = [], [], 0, None
 
     def write_lines(f):
@@ -234,8 +246,9 @@ def write(found, out, page_path):
     finally:  # of an interrupted one
         out.with_name(out.name + ".part").unlink(missing_ok=True)
     here = sum(line["tokens"] for line in shown)
-    note = f"The first {here:,} of {count:,} tokens; {out.name} has them all." if here < count else ""
-    content = page(shown, weights, note).encode()
+    if here < count:
+        notes = [*notes, f"The first {here:,} of {count:,} tokens; {out.name} has them all."]
+    content = page(shown, weights, " ".join(notes)).encode()
     write_atomic(page_path, lambda f: f.write(content))
     return explained
 
@@ -252,10 +265,10 @@ def of_file(model, tokenizer, source, out, maps=False, progress=False):
     text, T = spell(tokenizer, read_ids(path, tokenizer)), model.config.block_size
     starts = tqdm(range(0, len(text.ids), T), "audit", disable=not progress, leave=False)
     found = ((audit(model, text, source, maps, start=s, end=s + T), text.raw[s:s + T]) for s in starts)
-    write(found, out, page_path)
+    write(found, out, page_path, notes := untrained(model))
     names = ", ".join(model.config.constraint_names)
     summary = f"{path}: {len(text.ids):,} tokens in {len(starts):,} windows of {T:,}, judged for {names}"
-    return "\n".join([summary, str(out), str(page_path)])
+    return "\n".join([summary, *notes, str(out), str(page_path)])
 
 
 def of_samples(model, tokenizer, ckpt, settings, prompt, samples, files):
@@ -269,7 +282,8 @@ def of_samples(model, tokenizer, ckpt, settings, prompt, samples, files):
         start = max(0, len(text.ids) - T)
         source = ckpt, settings, f"sample {number}"
         found.append((audit(model, text, source, prompt=len(prompt), start=start), text.raw[start:]))
-    return ["\n".join(rows) for rows in write(found, *files)]
+    notes = untrained(model)
+    return ["\n".join([*notes, *rows]) for rows in write(found, *files, notes)]
 
 
 # ---- command line ----
