@@ -368,6 +368,18 @@ def run_name(scale, names, files, flags):
 
 # ---- all of it ----
 
+def in_files(files, presets):
+    """([(file, key, value, check)], [problems]) of config files; presets: a scale's own file is its name."""
+    settings, bad = [], []
+    for path in files:
+        try:
+            values = {"scale": scale_of(path)} if presets and scale_of(path) else read_file(path)
+            settings += [(path, key, value, check) for key, value in values.items()]
+        except UserError as e:
+            bad.append(str(e))
+    return settings, bad
+
+
 def load(classes, argv, doc="", **how):
     """One instance per dataclass, from config files and arguments; see load_given()."""
     return load_given(classes, argv, doc, **how)[0]
@@ -389,17 +401,11 @@ def load_given(classes, argv, doc="", together=None, more=None, mechanisms=None)
         print(help_text((*presets, *classes), doc, mechanisms or ()))
         raise SystemExit(0)
     files, texts = split_args(argv, keys)
-    settings, bad = [], []
-    for path in files:
-        try:
-            values = {"scale": scale_of(path)} if presets and scale_of(path) else read_file(path)
-            settings += [(path, key, value, check) for key, value in values.items()]
-        except UserError as e:
-            bad.append(str(e))
+    settings, bad = in_files(files, presets)
     lost = bool(bad)  # what such a file would have set is not known, so the values cannot be judged
     for source, values in (more or {}).items():
         settings += [(source, key, value, check) for key, value in values.items()]
-    in_files = list(settings)
+    of_files = list(settings)
     settings += [("command line", key, text, parse) for key, text in texts]
     values, problems, wrong = read_values(settings, keys)
     bad += problems
@@ -415,12 +421,12 @@ def load_given(classes, argv, doc="", together=None, more=None, mechanisms=None)
         if values.get("recipe", defaults.get("recipe")) != defaults.get("recipe"):
             defaults = {key: value for key, value in defaults.items() if key not in OF_ITS_RECIPE}
         values = {**defaults, **values}
-        weaker = {**defaults, **read_values(in_files, keys)[0]}
+        weaker = {**defaults, **read_values(of_files, keys)[0]}
     given = dict(values)
     if presets and values.get("out_dir") is None:
         differ = {key: values[key] for key, _ in texts if key in values and key not in UNNAMED
                   and values[key] != weaker.get(key, keys[key][1])}
-        setting = {source for source, key, *_ in in_files if key not in ("scale", "mechanism")}
+        setting = {source for source, key, *_ in of_files if key not in ("scale", "mechanism")}
         named = [path for path in files if path in setting] if scale else files
         values["out_dir"] = f"out/{run_name(scale, names, named, differ)}"
 

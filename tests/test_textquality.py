@@ -510,7 +510,7 @@ def test_tokens_of_another_length_are_as_many_as_make_the_bytes(tmp_path, ckpt, 
 
 @pytest.mark.parametrize("args, line", [
     (["--samples", "0"], "samples=0 must be at least 1"),
-    (["--tokens", "0"], "tokens=0 must be at least 1"),
+    (["--tokens", "0"], "--tokens 0 must be at least 1"),
     (["--num_prompts", "1"], "num_prompts=1 must be at least 2"),
     (["--prompt_tokens", "0"], "prompt_tokens=0 must be at least 1"),
     (["--seed", "-1"], "seed=-1 must be from 0"),
@@ -554,7 +554,7 @@ def test_a_bad_file_of_prompts_is_one_clear_line(tmp_path, refusal, sums_as_char
 
 def test_flags_that_mean_nothing_are_refused(ckpt, refusal):
     assert "--judge means nothing without --text" in refusal(["--ckpt", ckpt, "--judge", ckpt])
-    assert "--tokens means nothing without" in refusal(["--ckpt", ckpt, "--tokens", "5"])
+    assert "--num_prompts means nothing without" in refusal(["--ckpt", ckpt, "--num_prompts", "5"])
     message = refusal(["--text", "--ckpt", ckpt, "--prompts", "p.txt", "--num_prompts", "4"])
     assert "--num_prompts means nothing with --prompts" in message
 

@@ -320,7 +320,7 @@ def routing_of(model, data, split):
     rows = []
     for key in (key for key in found if key.endswith(".selected")):
         name = key.rpartition(".")[0]
-        does = routing_summary(torch.cat(found[f"{name}.routing_weights"]), torch.cat(found[key]))
+        does = routing_summary(*(torch.cat(found[part], 1) for part in (f"{name}.routing_weights", key)))
         does = {what: value.tolist() for what, value in does.items()}
         rows.append(dict(block=int(name.split(".")[1]), **does))
     return rows
