@@ -8,8 +8,8 @@ Generate text from one checkpoint, or from several side by side.
 
 A run folder stands for its best.pt. Every checkpoint gets the same prompt, seed and settings; with one
 checkpoint and one sample the text appears as it is made; several get 200 tokens, each of the 200 likeliest,
-as in the routing write-up. --audit lists under each text which of its tokens
-score highest, and writes the rest to a file and a page (docs/audit.md).
+as in the routing write-up. --audit lists under each text which of its tokens score highest, and writes the
+rest to a file and a page (docs/audit.md).
 """
 
 import argparse

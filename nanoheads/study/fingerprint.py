@@ -42,7 +42,7 @@ STEP = """
 # the loss on a split, in training and of the trained model
 SCORE = """
     build file_of score_of score score_windows windows windows_of window_ids nats_of nats_of_last
-    LOGITS_AT_ONCE bits summed
+    LOGITS_AT_ONCE bits summed scored_text
     Tokenizer token_sizes char_sizes byte_symbols gpt2 END_OF_TEXT SAFE_CUT cut_at_spaces
     SPACE spelled_by nothing_before
 """.split()
@@ -57,7 +57,7 @@ ROW_STATISTICS = [*FLEX, *"RowStats row_statistics one_row attend_lse CpuFlash".
 # what a mechanism needs beside its class
 OF_MECHANISM = {
     "HeadRouter": [*FLEX, *"float32_linear linear32 attend_packed attend_selected SKIP_FROM".split()],
-    "AdvantageAttention": [*ROW_STATISTICS, *"ValueHead discounted_return float32_linear linear32".split()],
+    "AdvantageAttention": "ValueHead discounted_return float32_linear linear32".split(),
     "Agency": "float32_linear linear32".split(),
     "HeadRoles": "float32_linear linear32".split(),
     "ConstraintHeads": [*ROW_STATISTICS, *"""

@@ -16,8 +16,8 @@ import torch
 from tqdm import tqdm
 
 from nanoheads.common import UserError
-from nanoheads.traces import critic_summary, routing_summary
 from nanoheads.text.dataset import Dataset
+from nanoheads.traces import critic_summary, summaries
 from nanoheads.training import checkpoint
 
 
@@ -142,8 +142,7 @@ def score_windows(model, data, split, tokens):
     size = data.splits[split]["bytes"]
     # a slice, whose tokens may be longer or shorter than the others
     if nats.size < data.splits[split]["tokens"]:
-        ids = data.tokens(split)
-        size = sum(len(data.tokenizer.decode_bytes(ids[start:end].tolist())) for start, end, _ in windows)
+        size = sum(map(len, scored_text(data, split, windows)))
     per_window = summed(nats, [scored for _, _, scored in windows])
     return per_window, dict(nats=total, tokens=int(nats.size), bytes=size, bpb=bits(total, size))
 
@@ -151,6 +150,12 @@ def score_windows(model, data, split, tokens):
 def summed(nats, sizes):
     """The sums of consecutive parts of nats [n], so many tokens each."""
     return np.add.reduceat(nats, np.cumsum([0, *sizes[:-1]]))
+
+
+def scored_text(data, split, cuts):
+    """The text, in bytes, of what each of these windows scores."""
+    ids = data.tokens(split)
+    return [data.tokenizer.decode_bytes(ids[end - scored:end]) for _, end, scored in cuts]
 
 
 def count_words(dataset, split, piece=1 << 20):
@@ -250,8 +255,7 @@ def evaluate(path, split, stride, device, dataset=None, settings=(), progress=Tr
         raise UserError(f"{path} gives {nats} nats on {split}: "
                         "its weights are damaged, or its training diverged")
     if tokens < whole:
-        cuts, ids = windows_of(data, split, T, stride, max_tokens), data.tokens(split)
-        text = [data.tokenizer.decode_bytes(ids[end - scored:end]) for _, end, scored in cuts]
+        text = scored_text(data, split, windows_of(data, split, T, stride, max_tokens))
         size.update(bytes=sum(map(len, text)), chars=sum(len(part.decode(errors="replace")) for part in text))
     stride, words = stride or T, count_words(data, split) if tokens == whole else None
     context = f"disjoint windows of {T:,}" if stride == T else f"windows of {T:,}, stride {stride:,}"
@@ -294,15 +298,17 @@ CRITICISED = 4096  # by which a critic's explained variance is, at each evaluati
 def of_critic(model, data, split):
     """{name: how much of the returns' variance A2C's value head explains, at most 1}; {}: the model has none.
     """
-    was_training, found = model.training, []
     if not hasattr(model, "value"):
         return {}
+    was_training, found = model.training, []
     model.eval()
     for ids in some_windows(model, data, split, CRITICISED):
-        found.append(model(ids[:, :-1], ids[:, 1:], traces=True).traces)
+        (x, results), targets, traces = model.run_blocks(ids[:, :-1]), ids[:, 1:], {}
+        nats = model.cross_entropy(x, targets, each=True)[1]  # a pass with traces would measure all rows, too
+        model.value.losses(x, nats, targets != -1, results["predictions"], traces)
+        found.append(traces)
     model.train(was_training)
-    traces = {key: torch.cat([each[key] for each in found], 1) for key in ("a2c.return", "a2c.value",
-                                                                           "a2c.advantage")}
+    traces = {key: torch.cat([each[key] for each in found], 1) for key in found[0]}
     does = critic_summary(traces, torch.ones_like(traces["a2c.return"]))
     return {"a2c_explained_variance": float(does["a2c.explained_variance"])}
 
@@ -317,13 +323,11 @@ def routing_of(model, data, split):
         for key, value in model(ids[:, :-1], traces=True).traces.items():
             if key.endswith((".routing_weights", ".selected")):
                 found.setdefault(key, []).append(value)
-    rows = []
-    for key in (key for key in found if key.endswith(".selected")):
-        name = key.rpartition(".")[0]
-        does = routing_summary(*(torch.cat(found[part], 1) for part in (f"{name}.routing_weights", key)))
-        does = {what: value.tolist() for what, value in does.items()}
-        rows.append(dict(block=int(name.split(".")[1]), **does))
-    return rows
+    rows = {}
+    for key, value in summaries({key: torch.cat(parts, 1) for key, parts in found.items()}).items():
+        _, block, what = key.split(".")
+        rows.setdefault(block, dict(block=int(block)))[what] = value.tolist()
+    return list(rows.values())
 
 
 def add_arguments(parser, split):
