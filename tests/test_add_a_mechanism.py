@@ -111,6 +111,17 @@ def test_each_promise_finds_its_mistake(promise, before, after, mine):
     assert promise in broken(mine(before, after))
 
 
+def test_the_controls_break_what_they_should_and_nothing_else(mine):
+    """tests/controls.py: noise and dead parameters may be compared, the look ahead is refused."""
+    own.add(ROOT / "tests" / "controls.py")
+    broken = {name: {row[2] for row in promises.check(name, model.MECHANISMS[name]) if row[3]}
+              for name in ("control_noise", "control_dead", "control_leak")}
+    assert broken == dict(control_noise=set(), control_dead={"learns"}, control_leak={"causal", "cache"})
+    promises.refuse_leaks(["control_noise", "control_dead"])
+    with pytest.raises(UserError, match=r"control_leak .* looks ahead.* position 10 .* at 12"):
+        promises.refuse_leaks(["control_leak"])
+
+
 def test_a_look_ahead_is_refused_before_a_study_with_its_position(mine):
     path = mine(PASS, PASS + "\n        h.q = h.q + h.x.mean(1)[:, None, None, :1]")
     name = own.add(path)[0]
