@@ -316,11 +316,27 @@ linear32.register_autograd(linear32_backward, setup_context=keep_inputs)
 
 def float32_linear(layer, x):
     """layer(x) in float32 also under autocast, whose rounding would make ties of near logits."""
+    return float32_product(x, layer.weight, layer.bias)
+
+
+def float32_product(x, weight, bias=None):
+    """F.linear in float32 also under autocast."""
     with torch.autocast(x.device.type, enabled=False):
-        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-        bias = None if layer.bias is None else layer.bias.to(dtype)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
         linear = linear32 if x.is_cuda and dtype == torch.float32 else F.linear
-        return linear(x.to(dtype), layer.weight.to(dtype), bias)
+        return linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def weighted_sum(weights, sources):
+    """Σ_i weights[..., i] sources[i], [..., C], of [..., n] and n of [..., C], one after the other.
+
+    Side by side in one tensor, for one product, they take two to four times as long on a CPU.
+    """
+    first, *others = weights.split(1, -1)
+    total = first * sources[0].to(weights.dtype)
+    for weight, source in zip(others, sources[1:]):
+        total = torch.addcmul(total, weight, source.to(weights.dtype))
+    return total
 
 
 def product_dtype(x):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nanoheads.kernels import (Linear, attend, attend_lse, float32_linear, for_each_head, normed_and_rotated,
-                               product_dtype, rms_norm, short_convolution)
+from nanoheads.kernels import (Linear, attend, attend_lse, float32_linear, float32_product, for_each_head,
+                               normed_and_rotated, product_dtype, rms_norm, short_convolution, weighted_sum)
 from nanoheads.mechanism import HeadAxis, Mechanism, Uniform, flag
 
 
@@ -628,12 +628,12 @@ class DepthAttention(Mechanism):
         self.query = nn.Parameter(torch.empty(config.n_layer, config.n_embd))
 
     def mix(self, x, layer, outputs, left):
-        left.setdefault("depth", []).append(x - left["depth_read"] if layer else x)
+        sources, logits = left.setdefault("depth", ([], []))
+        sources.append(x - left["depth_read"] if layer else x)
+        logits.append(float32_product(rms_norm(sources[-1]), self.query))  # for every block to come
         if layer:
-            sources = torch.stack(left["depth"])
-            dtype = torch.promote_types(x.dtype, torch.float32)
-            logits = (rms_norm(sources).to(dtype) * self.query[layer - 1]).sum(-1, keepdim=True)
-            x = (logits.softmax(0).to(x.dtype) * sources).sum(0)
+            weights = torch.stack([each[..., layer - 1] for each in logits], -1).softmax(-1)
+            x = weighted_sum(weights.to(x.dtype), sources)
         left["depth_read"] = x
         return x
 
@@ -694,7 +694,7 @@ class DenseConnections(Mechanism):
             return x
         hidden = F.gelu(F.linear(rms_norm(x), self.fc[i]))
         weights = F.linear(hidden, self.out[i]).unflatten(-1, self.static[i].shape) + self.static[i]
-        *ways, x = (weights @ torch.stack([*outputs[:-1], x], -2).to(weights.dtype)).to(x.dtype).unbind(-2)
+        *ways, x = [weighted_sum(way, [*outputs[:-1], x]).to(x.dtype) for way in weights.unbind(-2)]
         left["inputs", layer] = ways
         return x
 

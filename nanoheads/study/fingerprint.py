@@ -53,23 +53,25 @@ MUON = """
 
 # kernels that some mechanisms need
 FLEX = "flex compiled_flex flex_tiles FLEX_MIN ROOMY allow_graphs".split()
+FLOAT32 = "float32_linear float32_product linear32".split()
 ROW_STATISTICS = [*FLEX, *"RowStats row_statistics one_row attend_lse CpuFlash".split()]
 # what a mechanism needs beside its class
 OF_MECHANISM = {
-    "HeadRouter": [*FLEX, *"float32_linear linear32 attend_packed attend_selected SKIP_FROM".split()],
-    "AdvantageAttention": "ValueHead discounted_return float32_linear linear32".split(),
-    "Agency": "float32_linear linear32".split(),
-    "HeadRoles": "float32_linear linear32".split(),
-    "ConstraintHeads": [*ROW_STATISTICS, *"""
-        SentinelGate label_losses distance_to_teacher attend_in_rows float32_linear linear32
+    "HeadRouter": [*FLEX, *FLOAT32, *"attend_packed attend_selected SKIP_FROM".split()],
+    "AdvantageAttention": ["ValueHead", "discounted_return", *FLOAT32],
+    "Agency": FLOAT32,
+    "HeadRoles": FLOAT32,
+    "ConstraintHeads": [*ROW_STATISTICS, *FLOAT32, *"""
+        SentinelGate label_losses distance_to_teacher attend_in_rows
     """.split()],
     "ContextGate": ROW_STATISTICS,
     "Sink": ROW_STATISTICS,
     "ShortConv": "short_convolution CpuShortConvolution kept".split(),
-    "ForgettingAttention": "kept wider in_parts float32_linear linear32".split(),
+    "ForgettingAttention": ["kept", "wider", "in_parts", *FLOAT32],
     "DifferentialAttention": "attend_once_more own_heads with_extra masked_logits".split(),
     "DifferentialAttentionV1": "attend_once_more own_heads with_extra in_other_order".split(),
-    "DenseConnections": ["project_each"],
+    "DepthAttention": "float32_product linear32 weighted_sum".split(),
+    "DenseConnections": ["project_each", "weighted_sum"],
     "PairedHeads": [*ROW_STATISTICS, *"own_heads with_extra in_other_order masked_logits".split()],
     "HeadMixing": ["with_extra"],
     "SkipFusion": "UNet identity_of_h logit".split(),
@@ -167,7 +169,7 @@ def own_names(config):
              for alias in node.names if (node.module or "").split(".")[0] in ("model", "nanoheads")}
     found = found & set(definitions(ROOT)) - NOT_NUMBERS
     return {*ROW_STATISTICS, *found, *(name for each in found for name in OF_MECHANISM.get(each, ())),
-            *("linear32" for each in found if each == "float32_linear")}
+            *(FLOAT32 if "float32_linear" in found else ())}
 
 
 def run_names(config, training=None):
