@@ -5,7 +5,7 @@ Score whole splits: every token once, bits per byte first.
     python evaluate.py --ckpt out/a --ckpt out/b --tokens 16384       # a quick look: so many, evenly spaced
     python evaluate.py --ckpt out/a --set unet_skips=False --set gate.0.3=0    # switches moved, heads set
     python evaluate.py --text --ckpt out/a [--ckpt out/b ...] [--judge out/big]    # what they write
-    python evaluate.py --audit --ckpt out/a --text FILE [--maps] [--out audit.jsonl]   # what its heads score
+    python evaluate.py --audit --ckpt out/a --text FILE [--maps] [--out look.jsonl]   # what its heads do
 
 The context policy is part of the number. Without --stride the split is cut into disjoint windows of
 block_size tokens, and a token sees from 1 to block_size tokens before it. With --stride S the window moves on
@@ -20,8 +20,8 @@ part of the split.
 --text has each model continue the same prompts, and measures what it writes: repetition, diversity, loops,
 and its bits per byte under a larger model, beside the text's own continuation (docs/results/text-quality.md).
 
---audit writes what the constraint heads of a checkpoint score at each token of a file, as JSON lines and as a
-page for the browser (docs/audit.md).
+--audit writes what the mechanisms of one checkpoint, or of two, do at each token of a file, as JSON lines and
+as a page for the browser, as probe.py look does (docs/look.md).
 """
 
 import argparse
@@ -30,7 +30,7 @@ import sys
 from itertools import groupby
 
 from nanoheads.common import UserError, pick_device, table, writable, write_json
-from nanoheads.heads import audit
+from nanoheads.heads import look
 from nanoheads.intervals import block_bootstrap
 from nanoheads.training import sampling
 from nanoheads.training.continuations import SHORT, text_runs
@@ -198,8 +198,6 @@ def refuse_beside_audit(args, given):
     """Raise UserError for what does not go with --audit; given: flags of --text."""
     if args.text in (True, False):
         raise UserError("--audit needs the text to read: --text FILE")
-    if len(args.ckpt) > 1:
-        raise UserError("--audit reads with one checkpoint")
     idle = [*given, *(f"--{key}" for key in ("stride", "dataset", "json", "tokens", "batch_size")
                       if getattr(args, key)),
             *(["--split"] if args.split != "test" else [])]
@@ -234,10 +232,10 @@ def main(argv=None):
     p.add_argument("--batch_size", type=int, help="windows in one forward pass (default: by device)")
     p.add_argument("--text", nargs="?", const=True, default=False, metavar="FILE",
                    help="measure what the models write instead; with --audit: the text to read")
-    p.add_argument("--audit", action="store_true", help="write what constraint heads score in --text FILE")
-    p.add_argument("--maps", action="store_true", help="with --audit: their attention maps too")
+    p.add_argument("--audit", action="store_true", help="write what mechanisms do to --text FILE")
+    p.add_argument("--maps", action="store_true", help="with --audit: the attention maps in the lines too")
     p.add_argument("--out", help="of --audit, JSON lines; a page of that name, .html, comes beside them "
-                                 "(default: audit.jsonl)")
+                                 "(default: look.jsonl)")
     text = add_text_arguments(p)
     args = p.parse_args(argv)
     runs, show = [], text_table if args.text else score_table
@@ -246,7 +244,7 @@ def main(argv=None):
         out = writable(args.json) if args.json else None
         refuse_what_means_nothing(args, text)
         if args.audit:
-            print(audit.run(args))
+            print(look.run(args))
             return
         if args.text and args.tokens is None:
             args.tokens = 256

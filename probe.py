@@ -11,7 +11,7 @@ Ask trained checkpoints what one loss does not say; paired, since all checkpoint
     python probe.py fewshot --ckpt out/a [--ckpt out/b ...] [--file items.jsonl] [--shots 0 1 2 4 8]
     python probe.py constraints score|adjudicate|explain|skip --ckpt out/a [...]
     python probe.py inspect --ckpt out/a
-    python probe.py audit --ckpt out/a --text FILE
+    python probe.py look --ckpt out/a [--ckpt out/b] --text FILE
 
 `python probe.py needle --help` says what a probe measures, and how. Intervals are 95 %, by t over samples
 (needle, detectors), windows (keys), items (fewshot) or blocks of neighbouring windows (late, heads).
@@ -82,7 +82,7 @@ PROBES = {
 PROGRAMS = {
     "constraints": ("nanoheads.probes.constraints", "What constraint heads know of their labels."),
     "inspect": ("nanoheads.heads.inspection", "Heads one by one, by commands: set gates, prune, save."),
-    "audit": ("nanoheads.heads.audit", "What constraint heads give for each token of a file, as a page."),
+    "look": ("nanoheads.heads.look", "What mechanisms do to a text, token by token, as a page."),
 }
 
 

@@ -4,12 +4,12 @@ Generate text from one checkpoint, or from several side by side.
     python sample.py --ckpt out/a [--ckpt out/b ...] --start "To be" [--num_samples 3] [--max_new_tokens 300]
     python sample.py --ckpt out/a --start FILE:prompt.txt --temperature 0.8 --top_p 0.95
     python sample.py --ckpt out/a --set unet_skips=False --set gate.0.3=0    # switches moved, heads set
-    python sample.py --ckpt out/a --start "To be" --audit audit.jsonl    # what its heads score in it
+    python sample.py --ckpt out/a --start "To be" --audit audit.jsonl    # what its heads do to it
 
 A run folder stands for its best.pt. Every checkpoint gets the same prompt, seed and settings; with one
 checkpoint and one sample the text appears as it is made; several get 200 tokens, each of the 200 likeliest,
-as in the routing write-up. --audit lists under each text which of its tokens score highest, and writes the
-rest to a file and a page (docs/audit.md).
+as in the routing write-up. --audit writes what mechanisms do to each text to a file and a page (docs/look.md);
+under a text it lists which tokens constraint heads score highest.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import sys
 from functools import partial
 
 from nanoheads.common import UserError, last_words, pick_device
-from nanoheads.heads import audit
+from nanoheads.heads import look
 from nanoheads.training import checkpoint
 from nanoheads.training.sampling import (add_arguments, check, encode, generate, model_and_tokenizer,
                                          read_prompt, side_by_side)
@@ -30,14 +30,15 @@ def audit_files(args, models):
         return None
     if len(models) > 1:
         raise UserError("--audit takes one checkpoint")
-    audit.auditable(models[0][0], args.ckpt[0])
-    return audit.paths(args.audit, "--audit")
+    return look.paths(args.audit, "--audit")
 
 
 def explained(args, models, prompts, made, files):
-    """Write the audit of the Samples made; returns explain()'s lines for each. files: audit_files()."""
-    prompt = prompts[0][0].tolist()
-    return audit.of_samples(*models[0], args.ckpt[0], args.settings, prompt, made[0].rows, files)
+    """Write the audit of the Samples made; returns what to print under each, "": nothing. files: audit_files().
+    """
+    (model, tokenizer), = models
+    viewer = look.Viewer(model, args.ckpt[0], args.settings)
+    return look.of_samples(viewer, tokenizer, prompts[0][0].tolist(), made[0].rows, files)
 
 
 def run(args):
@@ -55,7 +56,7 @@ def run(args):
         made = [generate(*models[0], prompts[0], args, partial(print, end="", flush=True))]
         print()
         if files:
-            print("", *explained(args, models, prompts, made, files), sep="\n")
+            print(*(f"\n{rows}" for rows in explained(args, models, prompts, made, files) if rows), end="\n")
     # several stand side by side
     else:
         made = [generate(*model, ids, args) for model, ids in zip(models, prompts)]
@@ -78,7 +79,7 @@ def print_samples(args, text, made, audits=None):
             print(f"==== sample {i + 1} ====")
         texts = [text + samples.texts[i] for samples in made]
         print(texts[0] if len(texts) == 1 else side_by_side(args.ckpt, texts, columns), end="\n\n")
-        if audits:
+        if audits and audits[i]:
             print(audits[i], end="\n\n")
 
 
@@ -93,8 +94,8 @@ def main(argv=None):
                    help="length of each, in tokens (default: 300; of several checkpoints 200)")
     add_arguments(p)
     p.add_argument("--audit", metavar="FILE",
-                   help="write what the constraint heads score in each text, as JSON lines; a page of that "
-                        "name, .html, comes beside them")
+                   help="write what mechanisms do to each text, as JSON lines; a page of that name, .html, "
+                        "comes beside them")
     p.add_argument("--dataset",
                    help="where a nanoGPT checkpoint's vocabulary is, if not in the dataset that it names")
     args = p.parse_args(argv)

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from nanoheads.common import UserError, table, writable, write_atomic
-from nanoheads.heads.audit import read_ids
 from nanoheads.heads.detectors import ARRAYS, head_arrays
+from nanoheads.heads.look import read_ids
 from nanoheads.heads.pictures import spelled
 from nanoheads.training.sampling import model_and_tokenizer
 

@@ -1,4 +1,4 @@
-"""The audit: what the lines and the page say is what the heads said, token for token, in any browser."""
+"""What the lines and the page say of a text is what the model did, token for token, in any browser."""
 import base64
 import hashlib
 import json
@@ -20,7 +20,7 @@ import sample
 from evaluate import main
 from model import GPT
 from nanoheads.common import UserError
-from nanoheads.heads import audit
+from nanoheads.heads import look
 from nanoheads.traces import explain
 from nanoheads.training.sampling import model_and_tokenizer
 from test_sample import make_checkpoint
@@ -33,7 +33,7 @@ FLAGS = {
     "one name, B": dict(n_embd=48, constraint_names=["fair"], constraint_variant="B"),
     "published": dict(constraint_names=NAMES, constraint_mode="published", recipe="modern", zero_init=False),
 }
-T, SOURCE = 16, ("a", [], "b")  # block_size; where a line comes from
+T = 16  # block_size
 NASTY = "café 日本 😀</script><b>&amp;<!--\u202e\r\n".encode() + b"\xff\x00"
 
 
@@ -52,6 +52,11 @@ def make(tmp_path):
 
 def lines_of(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def look_at(model, text, **how):
+    """The JSON line of a window of a text."""
+    return look.look(look.Viewer(model, "a"), text, "b", **how).line
 
 
 def random_text(n, seed=0):
@@ -110,9 +115,9 @@ def agree(got, want):
 def test_a_line_says_what_one_token_at_a_time_says(make, flags, n):
     model, tokenizer = model_and_tokenizer(make(**FLAGS[flags]), "cpu")
     model, ids = model.double(), list(random_text(n))
-    text = audit.spell(tokenizer, ids)
+    text = look.spell(tokenizer, ids)
     for start in range(0, n, T):
-        line = audit.audit(model, text, SOURCE, maps=True, start=start, end=start + T)
+        line = look_at(model, text, maps=True, start=start, end=start + T)
         assert agree(said(line), slowly(model, ids[start:start + T]))
         assert line["first"] == start and line["nats"][0] is None and line["ids"] == ids[start:start + T]
 
@@ -126,7 +131,7 @@ def shifted(values):
 def test_the_oracle_catches_a_shifted_line(make, wrong):
     model, tokenizer = model_and_tokenizer(make(**FLAGS["two blocks, two heads"]), "cpu")
     ids = list(random_text(9))
-    line = audit.audit(model.double(), audit.spell(tokenizer, ids), SOURCE, maps=True)
+    line = look_at(model.double(), look.spell(tokenizer, ids), maps=True)
     want = slowly(model, ids)
     assert agree(said(line), want)
     part = line["blocks"]["2"]
@@ -147,7 +152,7 @@ def test_a_file_is_read_once_from_end_to_end(make, tmp_path, capsys):
     out = tmp_path / "o.jsonl"
     main(["--audit", "--ckpt", path, "--text", str(tmp_path / "t.txt"), "--out", str(out)])
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].endswith("t.txt: 37 tokens in 3 windows of 16, judged for fair, clear")
+    assert printed[0].endswith("t.txt: 37 tokens in 3 windows of 16")
     assert printed[1:] == [str(out), str(out.with_suffix(".html"))]
     lines, (model, _) = lines_of(out), model_and_tokenizer(path, "cpu")
     assert [i for line in lines for i in line["ids"]] == list(raw)
@@ -175,15 +180,15 @@ def test_heads_that_no_label_trained_say_so(make, tmp_path, capsys):
         sample.main(["--ckpt", path, "--start", "a", "--max_new_tokens", "3",
                      "--audit", str(tmp_path / "s.jsonl")])
         printed = capsys.readouterr().out
-        assert printed.count(audit.UNTRAINED) == 2 * (not trained)
+        assert printed.count(look.UNTRAINED) == 2 * (not trained)
         for name in ("o.html", "s.html"):
-            assert ((tmp_path / name).read_text().count(audit.UNTRAINED) == 1) != trained
+            assert ((tmp_path / name).read_text().count(look.UNTRAINED) == 1) != trained
 
 
 @pytest.mark.parametrize("n", [3, T])
 def test_the_top_tokens_are_those_of_explain(make, n):
     model, tokenizer = model_and_tokenizer(make(**FLAGS["two blocks, two heads"]), "cpu")
-    line = audit.audit(model, audit.spell(tokenizer, list(b"abcdefghijklmnop"[:n])), SOURCE)
+    line = look_at(model, look.spell(tokenizer, list(b"abcdefghijklmnop"[:n])))
     with torch.no_grad():
         traces = model(torch.tensor([line["ids"]]), traces=True).traces
     assert line["explain"] == [row for name in NAMES
@@ -200,12 +205,12 @@ def test_one_gate_for_a_whole_row_stays_one(make, tmp_path):
     model, tokenizer = model_and_tokenizer(make(), "cpu")
     forward = model.forward
     model.forward = lambda idx, **more: forward(idx, router_hint=torch.ones(1, 16), **more)
-    text = audit.spell(tokenizer, list(b"some text"))
-    line = audit.audit(model, text, SOURCE)
-    gates, shown = line["blocks"]["0"]["gates"], audit.for_page(line, text.raw)["blocks"]["0"]["gates"]
-    for name in NAMES:
-        (gate,), = gates[name]
-        assert shown[name] == [[pytest.approx(gate, rel=1e-3)]]
+    text = look.spell(tokenizer, list(b"some text"))
+    seen = look.look(look.Viewer(model, "a"), text, "b")
+    pane, = look.for_page([seen], text.raw)["panes"]
+    for name, shown in zip(NAMES, pane["values"]["blocks.0.router_gates"], strict=True):
+        (gate,), = seen.line["blocks"]["0"]["gates"][name]
+        assert shown == [pytest.approx(gate, rel=1e-3)]
 
 
 # ---- tokens as text ----
@@ -228,7 +233,7 @@ TEXTS = {"plain": [b"some ", b"words", b"\n"], "bytes": [bytes([b]) for b in NAS
 @pytest.mark.parametrize("kind", TEXTS)
 def test_offsets_are_the_characters_that_a_token_has_bytes_of(kind):
     pieces = TEXTS[kind]
-    text = audit.spell(Pieces(*filter(None, pieces)),
+    text = look.spell(Pieces(*filter(None, pieces)),
                        [len(pieces) if not p else list(filter(None, pieces)).index(p) for p in pieces])
     owners = []  # of each byte: the character it belongs to
     for number, character in enumerate(b"".join(pieces).decode("utf-8", "surrogateescape")):
@@ -243,12 +248,12 @@ def test_offsets_are_the_characters_that_a_token_has_bytes_of(kind):
 
 def test_bytes_that_are_no_text_are_escaped_and_a_page_joins_characters():
     raw = [b"a", b"\xc3", b"\xa9", b" \xe6", b"\x97\xa5", b"\xff"]
-    text = audit.spell(Pieces(*raw), range(len(raw)))
-    assert [audit.printed(piece) for piece in raw] == ["a", r"\xc3", r"\xa9", r" \xe6", r"\x97\xa5", r"\xff"]
-    assert audit.cells(dict(offsets=text.offsets), text.raw) == [
+    text = look.spell(Pieces(*raw), range(len(raw)))
+    assert [look.printed(piece) for piece in raw] == ["a", r"\xc3", r"\xa9", r" \xe6", r"\x97\xa5", r"\xff"]
+    assert look.cells(dict(offsets=text.offsets), text.raw) == [
         ["a", 0, 0], ["é", 2, 1], [" 日", 4, 2], [r"\xff", 5, 4]]
     # a character that the end of a window cuts is shown as its bytes on both sides
-    halves = [audit.cells(dict(offsets=text.offsets[cut]), text.raw[cut])
+    halves = [look.cells(dict(offsets=text.offsets[cut]), text.raw[cut])
               for cut in (slice(0, 2), slice(2, 3))]
     assert [half[-1][0] for half in halves] == [r"\xc3", r"\xa9"]
 
@@ -327,7 +332,7 @@ def files(tmp_path, monkeypatch, make):
     Path("other.txt").write_text("abcZ")
     Path("folder.html").mkdir()
     make("char")
-    make("char", "plain.pt", constraint_names=None)
+    make("byte", "bytes.pt")
     state = torch.load("a.pt", weights_only=True)
     state["model"]["transformer.h.0.attn.constraint.w2"].fill_(float("nan"))
     torch.save(state, "nan.pt")
@@ -340,14 +345,14 @@ def files(tmp_path, monkeypatch, make):
     (["--text", "empty.txt"], "--text: empty.txt is empty"),
     (["--text", "latin1.txt"], "--text: latin1.txt is not UTF-8 text: unexpected end of data at byte 3"),
     (["--text", "other.txt"], "other.txt: 'Z' (U+005A) at position 3 is not among the 13 symbols"),
-    (["--ckpt", "plain.pt"], "plain.pt has no constraint heads, and nothing to audit"),
     (["--ckpt", "nan.pt"], "nan.pt: its scores are not numbers: its weights are damaged"),
     (["--out", "no/such/folder.jsonl"], "--out: cannot write into"),
     (["--out", "."], "--out: "),
     (["--out", "folder.jsonl"], "folder.html is not a file"),
     (["--out", "o.html"], "o.html is the name of the page; the JSON lines need another, such as o.jsonl"),
     (["--text"], "--audit needs the text to read: --text FILE"),
-    (["--text", "t.txt", "--ckpt", "a.pt"], "--audit reads with one checkpoint"),
+    (["--ckpt", "a.pt", "--ckpt", "a.pt", "--ckpt", "a.pt"], "--ckpt: one, or two side by side, not 3"),
+    (["--ckpt", "a.pt", "--ckpt", "bytes.pt"], "a.pt and bytes.pt have different vocabularies"),
     (["--stride", "3"], "--stride means nothing with --audit"),
     (["--json", "s.json"], "--json means nothing with --audit"),
     (["--split", "val"], "--split means nothing with --audit"),
@@ -359,7 +364,7 @@ def files(tmp_path, monkeypatch, make):
 def test_bad_input_is_one_clear_line(files, refusal, args, line):
     before = set(files.iterdir())
     more = [] if "--text" in args else ["--text", "t.txt"]
-    more += ["--ckpt", "a.pt"] if "--ckpt" not in args or line.startswith("--audit reads") else []
+    more += ["--ckpt", "a.pt"] if "--ckpt" not in args else []
     assert line in refusal(["--audit", *more, *args])
     assert set(files.iterdir()) == before  # nothing is left behind
 
@@ -367,7 +372,7 @@ def test_bad_input_is_one_clear_line(files, refusal, args, line):
 def test_the_program_of_its_own_writes_the_same_files(files, capsys):
     options = ["--ckpt", "a.pt", "--text", "t.txt", "--maps"]
     main(["--audit", *options, "--out", "e.jsonl"])
-    audit.main([*options, "--out", "p.jsonl"])
+    look.main([*options, "--out", "p.jsonl"])
     shown = capsys.readouterr().out.splitlines()
     assert [line.replace("/e.", "/p.") for line in shown[:3]] == shown[3:]
     assert Path("e.jsonl").read_bytes() == Path("p.jsonl").read_bytes()
@@ -375,12 +380,13 @@ def test_the_program_of_its_own_writes_the_same_files(files, capsys):
 
 
 @pytest.mark.parametrize("args, line", [
-    (["--ckpt", "a.pt", "--text", "nowhere.txt"], "probe.py audit: --text: nowhere.txt cannot be read"),
-    (["--ckpt", "a.pt", "--ckpt", "a.pt", "--text", "t.txt"], "probe.py audit: --ckpt: one at a time, not 2"),
+    (["--ckpt", "a.pt", "--text", "nowhere.txt"], "probe.py look: --text: nowhere.txt cannot be read"),
+    (["--ckpt", "a.pt", "--start", "Z"], "probe.py look: --start, for a.pt: 'Z' (U+005A) at position 0"),
+    (["--ckpt", "a.pt", "--start", "FILE:no"], "probe.py look: --start: no cannot be read"),
 ])
 def test_the_program_of_its_own_refuses_in_one_line(files, args, line):
     with pytest.raises(SystemExit) as e:
-        audit.main(args)
+        look.main(args)
     assert e.value.code.startswith(line) and "\n" not in e.value.code
 
 
@@ -395,7 +401,6 @@ def test_what_goes_with_an_audit_is_refused_without(files, refusal, args, line):
 
 @pytest.mark.parametrize("args, line", [
     (["--ckpt", "a.pt", "--ckpt", "a.pt"], "sample: --audit takes one checkpoint"),
-    (["--ckpt", "plain.pt"], "sample: plain.pt has no constraint heads"),
     (["--ckpt", "a.pt", "--audit", "no/such/s.jsonl"], "sample: --audit: cannot write into"),
     (["--ckpt", "a.pt", "--audit", "s.html"], "sample: --audit: s.html is the name of the page"),
 ])
@@ -417,11 +422,11 @@ def test_an_old_audit_stays_when_the_new_one_fails(files, monkeypatch):
             raise UserError("no more")
         return real(*args, **more)
 
-    real = audit.audit
-    monkeypatch.setattr(audit, "audit", broken)
+    real = look.look
+    monkeypatch.setattr(look, "look", broken)
     before = set(files.iterdir())
-    with pytest.raises(UserError, match="no more"):
-        audit.of_file(*model_and_tokenizer("a.pt", "cpu"), ("a.pt", [], "t.txt"), "o.jsonl")
+    with pytest.raises(SystemExit, match="no more"):
+        look.main(["--ckpt", "a.pt", "--text", "t.txt", "--out", "o.jsonl"])
     assert Path("o.jsonl").read_text() == "old" and set(files.iterdir()) == before
 
 
@@ -449,13 +454,20 @@ class Reader(HTMLParser):
         self.inside = None
 
 
-def write_page(path, raw, folder, name="page"):
-    """The page of a text, by evaluate.py."""
-    (folder / f"{name}.txt").write_bytes(raw)
+def write_page(paths, raw, folder, name="page", maps=False):
+    """The page of a text as one checkpoint, or two, read it."""
+    paths = [paths] if isinstance(paths, str) else paths
+    pairs = [model_and_tokenizer(path, "cpu") for path in paths]
+    viewers = [look.Viewer(model, path) for (model, _), path in zip(pairs, paths)]
     out = folder / f"{name}.jsonl"
-    source = path, [], str(folder / f"{name}.txt")
-    audit.of_file(*model_and_tokenizer(path, "cpu"), source, str(out))
+    ids = pairs[0][1].encode(raw).tolist()
+    look.of_text(viewers, pairs[0][1], ids, f"{name}.txt", (out, out.with_suffix(".html")), maps)
     return out.with_suffix(".html")
+
+
+def data_of(page):
+    """What the script of a page reads."""
+    return json.loads(Reader(page.read_text()).scripts[0])
 
 
 def test_the_page_holds_any_text_and_asks_for_nothing(make, tmp_path):
@@ -468,7 +480,7 @@ def test_the_page_holds_any_text_and_asks_for_nothing(make, tmp_path):
     assert "".join(text for line in lines for text, _, _ in line["cells"]).count("</script><b>") == 3
     assert {name for name, _ in read.elements} <= {
         "html", "head", "meta", "link", "title", "style", "body", "header", "h1", "p", "div", "main",
-        "noscript", "aside", "script"}
+        "noscript", "aside", "script", "details", "summary", "kbd", "svg"}
     policy = next(a["content"] for _, a in read.elements if a.get("http-equiv"))
     code = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert policy == ("default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
@@ -479,30 +491,65 @@ def test_the_page_holds_any_text_and_asks_for_nothing(make, tmp_path):
 
 def test_a_token_cannot_end_the_script_that_holds_it(make):
     model, tokenizer = model_and_tokenizer(make(), "cpu")
-    text = audit.spell(tokenizer, list(b"ab"))
-    line = audit.for_page(audit.audit(model, text, SOURCE), text.raw)
+    text = look.spell(tokenizer, list(b"ab"))
+    line = look.for_page([look.look(look.Viewer(model, "a"), text, "b")], text.raw)
     line["cells"][0][0] = evil = "</script><!--<script><b>\u2028"
-    read = Reader(audit.page([line], "a"))
+    read = Reader(look.page([line], [("a", [])]))
     assert len(read.scripts) == 2 and json.loads(read.scripts[0])["lines"][0]["cells"][0][0] == evil
 
 
 def test_the_page_says_what_the_lines_say(make, tmp_path):
     page = write_page(make(**FLAGS["two blocks, two heads"]), b"plain text of two windows", tmp_path)
-    shown = json.loads(Reader(page.read_text()).scripts[0])["lines"]
-    for line, found in zip(lines_of(page.with_suffix(".jsonl")), shown, strict=True):
+    data = data_of(page)
+    (pane,), lines = data["panes"], lines_of(page.with_suffix(".jsonl"))
+    assert len(data["lines"]) == len(lines) == 2
+    for line, found in zip(lines, data["lines"]):
         assert [text for text, _, _ in found["cells"]] == line["tokens"]
+        values = dict(found["panes"][0]["values"])
+        assert values.pop("nats")[1:] == pytest.approx(line["nats"][1:], rel=1e-3)
         for block, part in line["blocks"].items():
             for name in NAMES:
-                assert found["blocks"][block]["logits"][name] == pytest.approx(part["logits"][name], rel=1e-3)
-                assert np.allclose(found["blocks"][block]["gates"][name], part["gates"][name], rtol=1e-3)
+                shown = values.pop(f"blocks.{block}.constraint.{name}")
+                assert shown == pytest.approx(part["probabilities"][name], rel=1e-3)
+            for kind, key in (("router_gates", "gates"), ("head_scores", "head_logits")):
+                want = [row for name in NAMES for row in part[key][name]]
+                assert np.allclose(values.pop(f"blocks.{block}.{kind}"), want, rtol=1e-3)
+        assert values.keys() == line["series"].keys() and len(values) > 8
+        for key, rows in line["series"].items():
+            assert np.allclose(values[key], rows, rtol=1e-3, atol=1e-6), key
+    about = {each["key"]: each for each in pane["series"]}
+    assert about.keys() == {*lines[0]["series"], "nats", *(key for key in found["panes"][0]["values"])}
+    assert about["blocks.2.entropy"]["heads"] == ["0", "1", "2 fair", "3 fair", "4 clear", "5 clear"]
 
 
 def test_a_long_text_has_its_beginning_on_the_page(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(audit, "PAGE_TOKENS", 40)
+    monkeypatch.setattr(look, "PAGE_TOKENS", 40)
     page = write_page(make(), b"x" * 100, tmp_path)
-    data = json.loads(Reader(page.read_text()).scripts[0])
-    assert len(data["lines"]) == 2 and data["note"] == "The first 32 of 100 tokens; page.jsonl has them all."
+    data = data_of(page)
+    assert len(data["lines"]) == 2
+    assert data["notes"] == ["The first 32 of 100 tokens; page.jsonl has them all."]
     assert len(lines_of(page.with_suffix(".jsonl"))) == 7
+    monkeypatch.setattr(look, "PAGE_NUMBERS", 1)  # the first part is there whatever it takes
+    assert len(data_of(write_page(make(), b"x" * 100, tmp_path))["lines"]) == 1
+
+
+def test_maps_fill_the_page_only_so_far_and_it_says_so(make, tmp_path, monkeypatch):
+    of_a_block = 4 * -(-(8 * T + T * (T + 1) // 2) // 3) * 3 // 4 * 4  # base64 of four heads, in bytes
+    monkeypatch.setattr(look, "PAGE_MAPS", 2 * of_a_block + 1)
+    page = write_page(make(n_layer=2, n_head=4, constraint_names=None), b"x" * 2 * T, tmp_path)
+    data = data_of(page)
+    assert [[*line["panes"][0]["maps"]] for line in data["lines"]] == [["0", "1"], []]
+    assert data["notes"] == ["Attention maps fill 0 MB: 2 of 4 (each of a block in a part of the text) are "
+                             "here, the first."]
+
+
+def test_maps_that_memory_does_not_hold_are_not_made(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(look, "FLOATS", 2 * T * T - 1)
+    page = write_page(make(constraint_names=None), b"x" * T, tmp_path)
+    data, (line,) = data_of(page), lines_of(page.with_suffix(".jsonl"))
+    assert data["notes"] == ["No attention maps: those of one block would not fit into memory."]
+    assert data["lines"][0]["panes"][0]["maps"] == {} and "blocks.0.first_token" not in line["series"]
+    assert "blocks.0.entropy" in line["series"]
 
 
 # ---- a browser ----
@@ -603,65 +650,200 @@ def browser(tmp_path):
     assert asked and all(url.startswith("file:") and url.endswith(".html") for url in asked)
 
 
-# how much of its colour each token has for the first layer that is on
-SHARES = (r"(l => l.spans.map(s => /rgba?\(\d+, \d+, \d+(?:, ([\d.]+))?\)/.exec(s.style.backgroundImage))"
-          ".map(found => Number(found[1] ?? 1)))")
-CURSOR = "document.activeElement.index"
-READ = "document.querySelector('#readout').innerText"
-LAYERS = "getComputedStyle(lines[0].spans[2]).backgroundImage.split('linear-gradient').length - 1"
+FOCUS = "document.activeElement.index"
+SHOWN = "document.querySelector('#readout').innerText"
+# how much of its colour each token of the first pane has; orange counts as below 0
+SHARES = (r"lines.flatMap(l => l.panes[0].spans.map(s => /^rgba?\((\d+), \d+, (\d+)(?:, ([\d.]+))?\)/"
+          r".exec(getComputedStyle(s).backgroundColor)).map(m => Number(m[3] ?? 1) * (+m[1] > +m[2] ? -1 : 1)))")
+PICKED = "[state.name, state.block, state.head]"
+MODELS = {  # a checkpoint of each kind: what the page must show of it, in which block
+    "plain": ({}, "nats", None),
+    "a2c": ({"a2c": "temperature"}, "a2c.advantage", None),
+    "acag": ({"acag": "headwise"}, "acag_gate", 1),
+    "routing": ({"routing": "moh", "routing_top_k": 2}, "routing_weights", 1),
+    "sink": ({"sink": True}, "sink_mass", 1),
+    "output gate": ({"output_gate": "elementwise"}, "output_gate", 1),
+    "sentinel": ({"sentinel": "sigmoid"}, "gate", 1),
+    "constraint": ({"constraint_names": NAMES}, "constraint.fair", 1),
+}
 
 
-def test_in_a_browser_switches_keys_and_pointer_show_the_scores(make, tmp_path, browser):
-    page = write_page(make(**FLAGS["two blocks, two heads"]), b"Hello you.\nTwo windows.", tmp_path)
+def choose(browser, **values):
+    """Choose in the page's lists, as a person does."""
+    for name, value in values.items():
+        browser.ask(f"$('{name}').value = {json.dumps(value)}; $('{name}').onchange({{target: $('{name}')}})")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_in_a_browser_each_mechanism_shows_its_numbers(make, tmp_path, browser, kind):
+    """Colours and readout are the model's own traces, at both widths, whatever is clicked."""
+    flags, name, block = MODELS[kind]
+    path = make(n_layer=2, n_head=4, **{"constraint_names": None, **flags})
+    page = write_page(path, b"Hello you.\nTwo parts.", tmp_path, maps=True)
     first, second = lines_of(page.with_suffix(".jsonl"))
+    values = {**first["series"], "nats": first["nats"],
+              **{f"blocks.{i}.constraint.{n}": b["probabilities"][n]
+                 for i, b in first["blocks"].items() for n in NAMES}}
+    for width in (390, 1200):
+        browser.open(page, width)
+        assert browser.ask("document.documentElement.scrollWidth") <= width
+        assert browser.ask("state.name") == name  # what the mechanism does is shown first
+        if block is not None:
+            choose(browser, block=str(block))
+        rows = values[name if block is None else f"blocks.{block}.{name}"]
+        if np.ndim(rows) > 1:
+            choose(browser, head="1")
+            rows = rows[1]
+        browser.point("lines[0].panes[0].spans[6]", click=True)
+        assert browser.ask(FOCUS) == 6
+        number = f"{rows[6 if len(rows) > 1 else 0]:.3f}"
+        assert number in browser.ask("$('token').innerText")
+        assert number in browser.ask("document.querySelector('.numbers tr.on').innerText")
+        assert browser.ask("document.querySelectorAll('.plot path.bold').length") == 1
+        # colours rise with the numbers
+        order = [v for v in rows if v is not None]
+        if len(order) > 2:
+            shares = [s for s, v in zip(browser.ask(SHARES), rows) if v is not None]
+            assert all(a <= b + 0.02 for _, a, b in
+                       ((i, shares[i], shares[j]) for i in range(len(order)) for j in range(len(order))
+                        if order[i] <= order[j]))
+
+
+@torch.no_grad()
+def map_by_hand(model, ids, layer):
+    """Attention rows of a plain GPT-2's layer, [heads, T, T], token by token in float64."""
+    x = model.transformer.wte.weight[ids] + model.transformer.wpe.weight[:len(ids)]
+    for block in model.transformer.h[:layer + 1]:
+        h = F.layer_norm(x, x.shape[-1:], block.ln_1.weight, block.ln_1.bias)
+        q, k, v = (h @ block.attn.c_attn.weight.T).chunk(3, -1)
+        D, p, y = block.attn.head_size, [], []
+        for head in range(block.attn.n_head):
+            cut = slice(head * D, (head + 1) * D)
+            rows = torch.zeros(len(ids), len(ids), dtype=torch.float64)
+            for t in range(len(ids)):
+                weights = torch.stack([(q[t, cut] * k[s, cut]).sum() / D ** 0.5 for s in range(t + 1)]).exp()
+                rows[t, :t + 1] = weights / weights.sum()
+            p.append(rows)
+            y.append(rows @ v[:, cut])
+        x = x + torch.cat(y, -1) @ block.attn.c_proj.weight.T
+        h = F.layer_norm(x, x.shape[-1:], block.ln_2.weight, block.ln_2.bias)
+        x = x + F.gelu(h @ block.mlp.c_fc.weight.T) @ block.mlp.c_proj.weight.T
+    return torch.stack(p)
+
+
+def test_in_a_browser_a_clicked_token_shows_what_each_head_reads(make, tmp_path, browser):
+    """The page's rows, bands and strips are softmax(q k) by hand, to 8 bits of a row's highest weight."""
+    path = make(n_layer=2, n_head=2, constraint_names=None)
+    page = write_page(path, b"Hello you.", tmp_path, maps=True)
+    line, = lines_of(page.with_suffix(".jsonl"))
+    model = model_and_tokenizer(path, "cpu")[0].double()
+    browser.open(page, 1200)
+    for block in (0, 1):
+        want = map_by_hand(model, line["ids"], block)
+        assert np.allclose(line["series"][f"blocks.{block}.first_token"], want[:, :, 0], atol=2e-6)
+        entropy = -(want * want.clamp_min(1e-30).log()).sum(-1)
+        assert np.allclose(line["series"][f"blocks.{block}.entropy"], entropy, atol=1e-5)
+        choose(browser, block=str(block))
+        for t in (0, 7):
+            browser.point(f"lines[0].panes[0].spans[{t}]", click=True)
+            for head in (0, 1):
+                row = want[head, t, :t + 1].numpy()
+                assert np.allclose(line["maps"][str(block)][head][t], row, atol=2e-6)
+                got = browser.ask(f"reads(lines[0], 0, {head}, {t})")
+                assert np.abs(np.array(got) - row).max() <= row.max() / 509
+                assert not np.allclose(got, want[1 - head, t, :t + 1], atol=0.01) or t == 0  # control
+                browser.press(str(head))
+                assert browser.ask(PICKED)[2] == str(head)
+                band = browser.ask(f"lines[0].panes[0].spans.map(s => s.style.backgroundImage)")
+                shares = [float(re.search(r"/ ([\d.]+)\)", b)[1]) if "/" in b else None for b in band]
+                assert shares[t + 1:] == [None] * (len(band) - t - 1)
+                assert np.allclose(shares[:t + 1], row / row.max(), atol=0.006)
+                best = int(row.argmax())
+                shown = browser.ask(f"document.querySelectorAll('.rows')[0].children[{3 * head + 2}].innerText")
+                where = best - t or "itself"
+                assert shown.startswith(f'"{line["tokens"][best]}" {where}: {row[best]:.2f}')
+            browser.press("m")
+            assert browser.ask("document.querySelectorAll('.maps canvas').length") == 2
+
+
+def test_in_a_browser_keys_and_pointer_move_and_choose(make, tmp_path, browser):
+    path = make(**FLAGS["two blocks, two heads"], routing="sigmoid")
+    page = write_page(path, b"Hello you.\nTwo windows.", tmp_path)
     browser.open(page, 1280)
-
-    def is_read(line, t, block="2"):
-        shown, part = browser.ask(READ), line["blocks"][block]
-        assert f"Token {line['first'] + t} " in shown and f"block {block}" in shown
-        for name in NAMES:
-            gates = " ".join(f"{head[t]:.2f}" for head in part["gates"][name])
-            row = f"{name}\t{part['probabilities'][name][t]:.3f}\t{part['logits'][name][t]:.2f}\t{gates}"
-            same = re.search(rf"{name}\t(\S+)\t(\S+)\t(\S+) (\S+)", shown).groups()
-            assert [float(v) for v in same] == pytest.approx([float(v) for v in row.split()[1:]], abs=0.011)
-
-    # layers are switched by a click and by a digit, and so are the strips
-    assert browser.ask(LAYERS) == 2 and browser.ask("document.querySelectorAll('canvas').length") == 8
-    browser.point("document.querySelector('#layer-0')", click=True)
-    assert browser.ask(LAYERS) == 1 and browser.ask("document.querySelectorAll('canvas').length") == 4
-    assert browser.ask("document.querySelector('#layer-0').getAttribute('aria-pressed')") == "false"
-    browser.press("2")
-    assert browser.ask("getComputedStyle(lines[0].spans[2]).backgroundImage") == "none"
-    browser.press("1")
-    browser.press("2")
-    assert browser.ask(LAYERS) == 2
-    # a deeper colour is a higher score
-    shares = browser.ask(SHARES + "(lines[0])")
-    assert np.allclose(shares, first["blocks"]["2"]["probabilities"]["fair"], atol=1e-2)
-    # the pointer shows a token, and leaves the cursor where it was
-    browser.point("lines[1].spans[3]")
-    is_read(second, 3)
-    # one step by Tab from the last control into the text, then the arrows
-    browser.ask("document.querySelector('#stretch').focus()")
+    # one step by Tab from the last control over the grid into the text, then the arrows
+    browser.ask("$('stretch').focus()")
     browser.press("Tab")
-    assert browser.ask(CURSOR) == 0
-    is_read(first, 0)
+    browser.press("Tab")
+    assert browser.ask(FOCUS) == 0
     for key, where in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("ArrowDown", 12),
                        ("ArrowUp", 1), ("End", 6), ("ArrowLeft", 5), ("Home", 0), ("PageDown", 0)):
         browser.press(key)
-        assert browser.ask(CURSOR) == where, key
-    is_read(second, 0)
-    scores = second["blocks"]["2"]["probabilities"]
-    words = ", ".join(f"{name} {scores[name][0]:.2f}" for name in NAMES)
-    assert browser.ask("document.querySelector('#live').textContent") == words
-    # the other block
-    browser.ask("document.querySelector('#block').focus()")
-    browser.press("0")  # which is what a select listens to
-    is_read(second, 0, "0")
-    # stretched, the lowest score has no colour and the highest the deepest
-    browser.ask("document.querySelector('#stretch').click()")
-    shares = browser.ask(f"lines.flatMap({SHARES})")
-    assert min(shares) == 0 and max(shares) == 1
+        assert browser.ask(FOCUS) == where, key
+    assert browser.ask("document.activeElement.line.number") == 1
+    word, number = browser.ask("$('live').textContent").rsplit(" ", 1)
+    scores = lines_of(page.with_suffix(".jsonl"))[1]["blocks"]["2"]["probabilities"]["fair"]
+    assert word == "score: fair" and float(number) == pytest.approx(scores[0], abs=6e-4)
+    # letters choose: series, block (only those that have it), head
+    assert browser.ask(PICKED) == ["constraint.fair", 2, "mean"]
+    browser.press("b")
+    assert browser.ask("state.block") == 0
+    assert browser.ask("[...$('block').options].map(o => o.disabled)") == [False, True, False]
+    choose(browser, series="entropy")
+    for key, head in (("h", "0"), ("h", "1"), ("3", "3 fair"), ("m", "mean")):
+        browser.press(key)
+        assert browser.ask("state.head") == head, key
+    browser.press("s")
+    assert browser.ask("state.name") == "concentration"
+    # a click in the grid, and arrows in it
+    cells = "document.querySelectorAll('.grid td[tabindex]')"
+    browser.point(f"{cells}[1]", click=True)
+    assert browser.ask(PICKED) == ["concentration", 0, "1"]
+    browser.ask(f"[...{cells}].find(c => c.tabIndex == 0).focus()")
+    browser.press("ArrowDown")
+    assert browser.ask(PICKED) == ["concentration", 1, "1"]
+    # pointing at a word shows its mean and its tokens, and leaves the cursor
+    choose(browser, series="nats")
+    browser.point("lines[0].panes[0].spans[7]")
+    nats = lines_of(page.with_suffix(".jsonl"))[0]["nats"][6:9]
+    shown = browser.ask("$('word').innerText")
+    found = re.fullmatch(r'Word "you": mean (\S+), sum (\S+) of y (\S+) · o (\S+) · u (\S+)', shown).groups()
+    assert [*map(float, found)] == pytest.approx([np.mean(nats), sum(nats), *nats], abs=0.06)
+    assert browser.ask("document.querySelectorAll('.text .word').length") == 3
+    assert browser.ask("cursor.line.number") == 1
+    # a click in the curve goes to its token
+    browser.point("document.querySelector('.plot')", click=True)
+    assert browser.ask(FOCUS) == round(6 / 2)
+    # stretched, the lowest has no colour and the highest the deepest
+    browser.point("$('stretch')", click=True)
+    shares = browser.ask(SHARES)
+    assert min(shares) == 0 and max(shares) == pytest.approx(0.6, abs=0.01)
+
+
+def test_in_a_browser_two_checkpoints_stand_side_by_side(make, tmp_path, browser):
+    paths = [make(name="a.pt", n_layer=2, constraint_names=None, block_size=24),
+             make(name="b.pt", n_layer=1, constraint_names=None, acag="headwise", seed=1)]
+    page = write_page(paths, b"Hello you.\nTwo windows.", tmp_path)
+    lines = lines_of(page.with_suffix(".jsonl"))
+    assert [(line["checkpoint"], line["first"]) for line in lines] == [
+        (paths[0], 0), (paths[1], 0), (paths[0], 16), (paths[1], 16)]  # the shorter context
+    assert data_of(page)["notes"] == ["Parts of 16 tokens, the shorter context."]
+    for width in (1200, 390):
+        browser.open(page, width)
+        assert browser.ask("document.documentElement.scrollWidth") <= width
+        lefts = browser.ask("[0, 1].map(p => lines[0].panes[p].spans[0].getBoundingClientRect().left)")
+        assert (lefts[0] < lefts[1] - 200) == (width == 1200)
+        browser.point("lines[0].panes[1].spans[4]", click=True)
+        browser.press("ArrowRight")
+        assert browser.ask("[...document.querySelectorAll('.cursor')].map(s => [s.pane, s.index])") == [
+            [0, 5], [1, 5]]
+        a, b = (line["nats"][5] for line in lines[:2])
+        assert browser.ask("$('token').innerText").endswith(f"surprise, nats {a:.3f} | {b:.3f}")
+        choose(browser, series="acag_gate")
+        assert browser.ask("$('about').textContent").endswith(f"(not in {paths[0]})")
+        assert browser.ask("$('token').innerText").endswith(
+            f"– | {np.mean([row[5] for row in lines[1]['series']['blocks.0.acag_gate']]):.3f}")
+        choose(browser, series="nats", block="1")  # which the second has not
+        assert browser.ask("document.querySelectorAll('.maps').length") == 1
 
 
 def test_in_a_browser_any_text_is_text_and_every_width_fits(make, tmp_path, browser):
@@ -682,17 +864,45 @@ def test_in_a_browser_any_text_is_text_and_every_width_fits(make, tmp_path, brow
     want = NASTY.decode("utf-8", "backslashreplace")
     want = want.replace("\u202e", "\\u202e").replace("\r", "\\u000d").replace("\0", "\\u0000")
     assert text == want * 2
-    assert browser.ask("document.querySelectorAll('main b').length") == 0
+    browser.ask("lines[0].panes[0].spans.forEach(go)")  # nor is it anything else in the readout
+    assert browser.ask("document.querySelectorAll('main b, #token b, .rows b, #word b').length") == 0
+
+
+def luminance(colour):
+    """Relative luminance of WCAG 2 of (r, g, b), 0 to 255."""
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in np.array(colour) / 255]
+    return np.dot(linear, (0.2126, 0.7152, 0.0722))
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_in_a_browser_text_on_the_deepest_colours_is_readable(make, tmp_path, browser, dark):
+    """Contrast of at least 4.5 (WCAG 2, AA), for the text and what is dim."""
+    browser.open(write_page(make(), b"x", tmp_path), 390, dark)
+
+    def rgb(script):
+        return [float(v) for v in re.findall(r"[\d.]+", browser.ask(script))]
+
+    style = "getComputedStyle(document.documentElement).getPropertyValue"
+    ink, paper = (rgb(f"getComputedStyle(document.body).{key}") for key in ("color", "backgroundColor"))
+    dim = rgb("getComputedStyle(document.querySelector('.dim')).color")
+    soft = rgb("getComputedStyle($('readout')).backgroundColor")
+    grounds = [(ink, paper), (ink, soft), (dim, paper), (dim, soft)]
+    for name in ("plus", "minus"):
+        colour = np.array(rgb(f"{style}('--{name}')"))
+        grounds.append((ink, 0.6 * colour + 0.4 * np.array(paper)))
+    for text, ground in grounds:
+        light, deep = sorted((luminance(text), luminance(ground)), reverse=True)
+        assert (light + 0.05) / (deep + 0.05) >= 4.5
 
 
 def test_in_a_browser_16k_tokens_are_there_and_can_be_walked(make, tmp_path, browser):
     page = write_page(make(block_size=1024), b"many words " * 1500, tmp_path)
     browser.open(page, 390)
     assert browser.ask("document.querySelectorAll('.text span').length") == 16500
-    browser.ask("lines[0].spans[0].focus()")
+    browser.ask("lines[0].panes[0].spans[0].focus()")
     place = "(s => document.querySelector(s).getBoundingClientRect())"
-    for key in ("End", "ArrowUp", "PageUp", "1"):
+    for key in ("End", "ArrowUp", "PageUp", "s"):
         browser.press(key)  # and the token stays in sight
-        assert browser.ask(f"{place}('#bar').bottom < {place}(':focus').top"), key
-        assert browser.ask(f"{place}(':focus').bottom < {place}('#readout').top"), key
+        assert browser.ask(f"{place}('#bar').bottom < {place}('.cursor').top"), key
+        assert browser.ask(f"{place}('.cursor').bottom < {place}('#readout').top"), key
     assert browser.ask("[document.activeElement.line.number, document.activeElement.index]") == [15, 0]
