@@ -8,8 +8,8 @@ Generate text from one checkpoint, or from several side by side.
 
 A run folder stands for its best.pt. Every checkpoint gets the same prompt, seed and settings; with one
 checkpoint and one sample the text appears as it is made; several get 200 tokens, each of the 200 likeliest,
-as in the routing write-up. --audit writes what mechanisms do to each text to a file and a page (docs/look.md);
-under a text it lists which tokens constraint heads score highest.
+as in the routing write-up. --audit writes what mechanisms do to each text to a file and a page
+(docs/look.md); under a text it lists which tokens constraint heads score highest.
 """
 
 import argparse
@@ -34,8 +34,7 @@ def audit_files(args, models):
 
 
 def explained(args, models, prompts, made, files):
-    """Write the audit of the Samples made; returns what to print under each, "": nothing. files: audit_files().
-    """
+    """Write the audit of the Samples made; returns what to print under each. files: audit_files()."""
     (model, tokenizer), = models
     viewer = look.Viewer(model, args.ckpt[0], args.settings)
     return look.of_samples(viewer, tokenizer, prompts[0][0].tolist(), made[0].rows, files)
@@ -55,8 +54,8 @@ def run(args):
         print(text, end="", flush=True)
         made = [generate(*models[0], prompts[0], args, partial(print, end="", flush=True))]
         print()
-        if files:
-            print(*(f"\n{rows}" for rows in explained(args, models, prompts, made, files) if rows), end="\n")
+        if files and (rows := explained(args, models, prompts, made, files)[0]):
+            print("", rows, sep="\n")
     # several stand side by side
     else:
         made = [generate(*model, ids, args) for model, ids in zip(models, prompts)]

@@ -18,9 +18,10 @@ from torch.nn import functional as F
 
 import sample
 from evaluate import main
-from model import GPT
+from model import GPT, MECHANISMS, GPTConfig, HeadNorm
 from nanoheads.common import UserError
 from nanoheads.heads import look
+from nanoheads.pruning import prune_heads
 from nanoheads.traces import explain
 from nanoheads.training.sampling import model_and_tokenizer
 from test_sample import make_checkpoint
@@ -56,7 +57,7 @@ def lines_of(path):
 
 def look_at(model, text, **how):
     """The JSON line of a window of a text."""
-    return look.look(look.Viewer(model, "a"), text, "b", **how).line
+    return look.look(look.Viewer(model, "a"), text, "b", room=look.Room(), **how).line
 
 
 def random_text(n, seed=0):
@@ -213,7 +214,184 @@ def test_one_gate_for_a_whole_row_stays_one(make, tmp_path):
         assert shown == [pytest.approx(gate, rel=1e-3)]
 
 
+# ---- series ----
+
+def wanted(traces):
+    """What the series of a pass must be, trace by trace: {key: [heads, T or 1] or [T], an array}."""
+    by_hand = {
+        "entropy": lambda x: x[0], "concentration": lambda x: x[0], "sink_gate": lambda x: 1 - x[0, :, :, 0],
+        "acag_gate": lambda x: x[0].mean(-1), "output_gate": lambda x: x[0].mean(-1),
+        "advantage": lambda x: x[0].T, "log_forget": lambda x: x[0].T,
+        "routing_weights": lambda x: x[0].T, "selected": lambda x: x[0].T.double(),
+        "routing_logits": lambda x: x[0].T, "gate": lambda x: x[:, 0], "agency": lambda x: x[:, None]}
+    found = {}
+    for key, x in traces.items():
+        name = key.split(".", 2)[-1] if key.startswith("blocks.") else key
+        if name.startswith("a2c."):
+            found[key] = torch.cat((x[0, :-1], torch.tensor([torch.nan])))
+        elif name == "map":
+            found[key.replace("map", "first_token")] = x[0, :, :, 0]
+        elif name in by_hand:
+            found[key.replace("sink_gate", "sink_mass")] = by_hand[name](x)
+        else:
+            assert name in ("head_scores", "router_gates") or name.startswith("constraint."), name
+    return {key: x.numpy() for key, x in found.items()}
+
+
+def tiny(**flags):
+    """A small model, each of its parameters moved off its start."""
+    flags = {**dict(block_size=T, vocab_size=256, n_layer=2, n_head=4, n_embd=64, attn_dropout=0.0), **flags}
+    model, noise = GPT(GPTConfig(**flags)).double().eval(), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=noise))
+    return model
+
+
+def read_by(model, ids):
+    """(its Viewer, the JSON line of token ids)."""
+    viewer, raw = look.Viewer(model, "a"), [bytes([i]) for i in ids]
+    return viewer, look.look(viewer, look.Text(ids, raw, [[i, i + 1] for i in range(len(ids))]), "b",
+                             room=look.Room()).line
+
+
+def same(rows, want):
+    """Whether series in a line are tensors' numbers; NaN is null."""
+    return np.allclose(np.array(rows, float), want, rtol=0, atol=2e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", [*MECHANISMS, "plain"])
+def test_series_are_the_traces_of_every_mechanism(name):
+    """Also where a text has as many tokens as a layer has heads, or one."""
+    model = tiny(**MECHANISMS.get(name, {}))
+    for n in (9, 4, 1):
+        ids = list(random_text(n))
+        _, line = read_by(model, ids)
+        with torch.no_grad():
+            targets = torch.tensor([[*ids[1:], -1]])
+            want = wanted(model(torch.tensor([ids]), targets=targets, traces="maps").traces)
+        assert line["series"].keys() == want.keys()
+        for key, rows in line["series"].items():
+            assert same(rows, want[key]), key
+            assert key.startswith("a2c.") or len(line["heads"][key]) == len(rows)
+
+
+@torch.no_grad()
+def test_a2c_shows_the_discounted_log_probabilities_to_come():
+    model, ids = tiny(a2c="temperature", a2c_gamma=0.7), list(random_text(9))
+    _, line = read_by(model, ids)
+    log_p = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    log_p = [log_p[t, ids[t + 1]].item() for t in range(8)]
+    x = model.hidden(torch.tensor([ids]))[0]
+    for t in range(8):
+        shares = [0.7 ** k for k in range(8 - t)]  # those beyond the end are shared out
+        G = sum(share * log_p[t + k] for k, share in enumerate(shares)) / sum(shares)
+        V = (x[t] @ model.value.weight[0] + model.value.bias[0]).item()
+        assert line["series"]["a2c.return"][t] == pytest.approx(G, abs=1e-5)
+        assert line["series"]["a2c.value"][t] == pytest.approx(V, abs=1e-5)
+        assert line["series"]["a2c.advantage"][t] == pytest.approx(G - V, abs=1e-5)
+        assert line["nats"][t + 1] == pytest.approx(-log_p[t], abs=1e-5)
+    assert line["series"]["a2c.return"][8] is None
+
+
+@torch.no_grad()
+def test_acags_gate_follows_from_the_rows_and_the_length():
+    """The normalised formula, from the attention map, row by row."""
+    model, ids = tiny(acag="headwise"), list(random_text(9))
+    viewer, line = read_by(model, ids)
+    p = model(torch.tensor([ids]), traces="maps").traces["blocks.1.map"][0]
+    gate = viewer.layers[1].acag
+    for h in range(4):
+        for t in range(9):
+            row, n = p[h, t, :t + 1], t + 1
+            entropy, square = -(row * row.log()).sum(), row.square().sum()
+            shape = (1 - entropy / np.log(n), (n * square).log()) if t else (0.0, 0.0)
+            z = sum(w * f for w, f in zip(gate.weight[h], (np.log(1 + t) / np.log(1 + T), *shape)))
+            assert line["series"]["blocks.1.acag_gate"][h][t] == pytest.approx(
+                2 / (1 + np.exp(-(z + gate.bias[h]).item())), abs=1e-5)
+
+
+def test_heads_keep_their_numbers_when_others_are_pruned():
+    model, ids = tiny(routing="sigmoid", routing_top_k=3, constraint_names=["fair"]), list(random_text(9))
+    whole = read_by(model, ids)[1]
+    prune_heads(model, {0: [1]})
+    _, line = read_by(model, ids)
+    assert line["heads"]["blocks.0.entropy"] == line["heads"]["blocks.0.selected"] == [0, 2, 3]
+    assert line["heads"]["blocks.1.entropy"] == [0, 1, 2, 3, 4]  # with the constraint head
+    for name in ("entropy", "routing_weights"):
+        kept = [whole["series"][f"blocks.0.{name}"][h] for h in (0, 2, 3)]
+        assert same(line["series"][f"blocks.0.{name}"], kept)
+    shared = read_by(tiny(routing="moh", routing_shared=1), ids)[1]
+    assert shared["heads"]["blocks.0.routing_logits"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("n", [4, 9])
+def test_traces_of_a_mechanism_of_ones_own_are_shown_by_name(monkeypatch, n):
+    """In any of the layouts that docs/add-a-mechanism.md names; what has no number per token is passed over.
+    """
+    own = {"by_head": lambda y, x: y.mean(-1), "by_token": lambda y, x: y.mean((1, 3)),
+           "last": lambda y, x: y.mean(-1).mT, "wide": lambda y, x: y[..., :5],
+           "pairs": lambda y, x: x @ x.mT, "one": lambda y, x: x.sum()}
+
+    def after(self, attn, h):
+        h.traces.update({name: make(h.y, h.x) for name, make in own.items()})
+        kept.append(h.y[0])
+
+    kept = []
+    monkeypatch.setattr(HeadNorm, "after", after)
+    viewer, line = read_by(tiny(head_norm=True), list(random_text(n)))
+    for block, y in enumerate(kept[-2:]):
+        y, series = y.detach(), {key.split(".")[2]: rows for key, rows in line["series"].items()
+                                 if key.startswith(f"blocks.{block}.")}
+        assert same(series["by_head"], y.mean(-1)) and same(series["last"], y.mean(-1))
+        assert same(series["by_token"], y.mean((0, 2))) and same(series["wide"], y[..., :5].mean(-1))
+        assert not {"pairs", "one"} & series.keys()
+    assert look.kind_of("by_head").label == "by_head"
+
+
+def unpacked(text, n):
+    """packed()'s rows of a head, as docs/look.md has them."""
+    raw = base64.b64decode(text)
+    ends, codes = np.frombuffer(raw[:8 * n], "<f4").reshape(n, 2), np.frombuffer(raw[8 * n:], np.uint8)
+    starts = np.arange(n) * (np.arange(n) + 1) // 2
+    return [low + (high - low) / 255 * codes[start:start + t + 1]
+            for t, (start, (low, high)) in enumerate(zip(starts, ends.astype(float)))]
+
+
+@pytest.mark.parametrize("name", ["plain", "sink", "diff", "window"])
+def test_a_packed_map_is_the_map_to_8_bits(name):
+    """Also one with weights below 0 (diff), or whose rows sum to less than 1 (sink)."""
+    with torch.no_grad():
+        ids = torch.tensor([list(random_text(T))])
+        p = tiny(**MECHANISMS.get(name, {}))(ids, traces="maps").traces["blocks.1.map"][0]
+    for head, text in zip(p.numpy(), look.packed(p), strict=True):
+        for t, row in enumerate(unpacked(text, T)):
+            width = head[t].max() - min(head[t].min(), 0)
+            assert np.abs(row - head[t, :t + 1]).max() <= width / 509
+    assert (p < 0).any() == (name == "diff")
+
+
+def test_a_router_that_acts_in_training_alone_says_so(make, tmp_path):
+    page = write_page(make(constraint_names=None, **MECHANISMS["routing_published"]), b"text", tmp_path)
+    note = "The router acts in training alone: it chooses nothing here."
+    assert data_of(page)["notes"] == [note]
+    page = write_page(make(constraint_names=None, **MECHANISMS["routing_zero"]), b"text", tmp_path)
+    assert data_of(page)["notes"] == []
+
+
 # ---- tokens as text ----
+
+@pytest.mark.parametrize("pieces, want", [
+    ([*"It's 19, ok."], ["It's", " ", "19", ",", " ", "ok", "."]),
+    (["The", " qu", "ick", "ly", ",", " fox", "\n\n", "é", "t"],
+     ["The", " quickly", ",", " fox", "\n\n", "ét"]),
+    (["a", "", "b"], ["a", "", "b"]), ([], []),
+])
+def test_tokens_are_grouped_into_words(pieces, want):
+    starts = look.words(pieces)
+    assert ["".join(pieces[a:b]) for a, b in zip(starts, [*starts[1:], len(pieces)])] == want
+
+
 
 class Pieces:
     """A tokenizer whose tokens are pieces of bytes, as GPT-2's are."""
@@ -282,6 +460,19 @@ def test_samples_are_audited_with_their_prompt(make, tmp_path, capsys):
         assert text + "\n\n" + under in rest
         rest = rest.replace("\n\n" + under, "", 1)
     assert rest == plain
+
+
+def test_a_sample_of_any_model_is_seen(make, tmp_path, capsys):
+    """Without constraint heads nothing is listed under the text."""
+    path, out = make("char", constraint_names=None, a2c="key_bias"), tmp_path / "s.jsonl"
+    args = ["--ckpt", path, "--start", "abc", "--max_new_tokens", "9"]
+    sample.main(args)
+    plain = capsys.readouterr().out
+    sample.main([*args, "--audit", str(out)])
+    assert capsys.readouterr().out == plain
+    (line,), page = lines_of(out), out.with_suffix(".html").read_text()
+    assert {"a2c.value", "blocks.0.advantage", "blocks.0.first_token"} <= line["series"].keys()
+    assert line["explain"] == [] and line["blocks"] == {} and "a2c.value" in page
 
 
 def test_of_a_long_sample_the_last_block_is_audited(make, tmp_path, capsys):
@@ -534,8 +725,8 @@ def test_a_long_text_has_its_beginning_on_the_page(make, tmp_path, monkeypatch):
 
 
 def test_maps_fill_the_page_only_so_far_and_it_says_so(make, tmp_path, monkeypatch):
-    of_a_block = 4 * -(-(8 * T + T * (T + 1) // 2) // 3) * 3 // 4 * 4  # base64 of four heads, in bytes
-    monkeypatch.setattr(look, "PAGE_MAPS", 2 * of_a_block + 1)
+    of_a_block = 4 * (8 * T + T * (T + 1) // 2)  # bytes of four heads
+    monkeypatch.setattr(look, "PAGE_MAPS", 3 * of_a_block - 1)
     page = write_page(make(n_layer=2, n_head=4, constraint_names=None), b"x" * 2 * T, tmp_path)
     data = data_of(page)
     assert [[*line["panes"][0]["maps"]] for line in data["lines"]] == [["0", "1"], []]
@@ -654,7 +845,8 @@ FOCUS = "document.activeElement.index"
 SHOWN = "document.querySelector('#readout').innerText"
 # how much of its colour each token of the first pane has; orange counts as below 0
 SHARES = (r"lines.flatMap(l => l.panes[0].spans.map(s => /^rgba?\((\d+), \d+, (\d+)(?:, ([\d.]+))?\)/"
-          r".exec(getComputedStyle(s).backgroundColor)).map(m => Number(m[3] ?? 1) * (+m[1] > +m[2] ? -1 : 1)))")
+          r".exec(getComputedStyle(s).backgroundColor))"
+          ".map(m => Number(m[3] ?? 1) * (+m[1] > +m[2] ? -1 : 1)))")
 PICKED = "[state.name, state.block, state.head]"
 MODELS = {  # a checkpoint of each kind: what the page must show of it, in which block
     "plain": ({}, "nats", None),
@@ -754,12 +946,12 @@ def test_in_a_browser_a_clicked_token_shows_what_each_head_reads(make, tmp_path,
                 assert not np.allclose(got, want[1 - head, t, :t + 1], atol=0.01) or t == 0  # control
                 browser.press(str(head))
                 assert browser.ask(PICKED)[2] == str(head)
-                band = browser.ask(f"lines[0].panes[0].spans.map(s => s.style.backgroundImage)")
+                band = browser.ask("lines[0].panes[0].spans.map(s => s.style.backgroundImage)")
                 shares = [float(re.search(r"/ ([\d.]+)\)", b)[1]) if "/" in b else None for b in band]
                 assert shares[t + 1:] == [None] * (len(band) - t - 1)
                 assert np.allclose(shares[:t + 1], row / row.max(), atol=0.006)
                 best = int(row.argmax())
-                shown = browser.ask(f"document.querySelectorAll('.rows')[0].children[{3 * head + 2}].innerText")
+                shown = browser.ask(f"document.querySelector('.rows').children[{3 * head + 2}].innerText")
                 where = best - t or "itself"
                 assert shown.startswith(f'"{line["tokens"][best]}" {where}: {row[best]:.2f}')
             browser.press("m")

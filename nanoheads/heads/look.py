@@ -17,17 +17,18 @@ line holds
     offsets            [begin, end) of each in characters of the whole text: two bytes of "é" have the same.
                        A byte that is no UTF-8 at all counts as a character
     nats               -log p of each token after those before it in this line; null for the first
-    series             {trace: [T], or a row for each head: [T], or [1] where one number serves the whole line}
+    series             {trace: [T], or a row for each head: [T], or [1] where one number serves all tokens}
     heads              {trace: numbers of the heads that its rows are of}
     maps               with --maps, {block: for each of its own heads: what token t reads of tokens 0 to t}
     explain            explain()'s lines: the tokens with the highest scores, for each name and block
     blocks             {block with constraint heads: logits, probabilities, head_logits, gates, top, maps}
 
-Series are the traces of the model and its mechanisms by their names, blocks.<i>.<trace>; a gate for each
-dimension of a head is the mean of those. first_token is the weight on the line's first token, sink_mass 1 less
+Series are the traces of the model and its mechanisms by their names, blocks.<i>.<trace>; of a gate for each
+dimension of a head the mean is taken. first_token is the weight on the line's first token, sink_mass 1 less
 the sink's gate. What constraint heads have is in blocks instead, by name: logits are the name's scores [T], a
 mean over its heads; head_logits [heads, T]; gates the router's, in (0, 1), [heads, T] or [heads, 1]; top the
-tokens that explain() names. All are those of one forward pass over the line's tokens, rounded to six decimals.
+tokens that explain() names. All are of one forward pass over the line's tokens, rounded to six decimals. The
+score at t is about token t.
 """
 
 import argparse
@@ -126,8 +127,9 @@ class Kind(NamedTuple):
 
 KINDS = {
     "nats": Kind("surprise, nats", "-log p of the token after those before it in this part", 0, sums=True),
-    "a2c.advantage": Kind("A2C advantage", "return less value: did it go better than expected? Cut short at the end of a part", signed=True),
-    "a2c.return": Kind("A2C return", "discounted log p of the tokens to come, as far as this part goes"),
+    "a2c.advantage": Kind("A2C advantage", "return less value: did it go better than expected? Near the end "
+                          "of a part, of few tokens", signed=True),
+    "a2c.return": Kind("A2C return", "discounted mean log p of the tokens to come in this part"),
     "a2c.value": Kind("A2C value", "the return that the value head expects from the text so far"),
     "advantage": Kind("A2C critic", "the critic's number, which acts on the head's attention logits",
                       signed=True),
@@ -138,7 +140,7 @@ KINDS = {
                       "the attention row; the curve shows it against the length", 0),
     "output_gate": Kind("output gate", "factor on the head's output, from the token", 0, 1),
     "sink_mass": Kind("sink mass", "share of the attention that goes to nothing", 0, 1),
-    "log_forget": Kind("log forget gate", "log of the factor by which the head fades all keys before the token"),
+    "log_forget": Kind("log forget gate", "log of the factor by which the head fades all earlier keys"),
     "gate": Kind("static gate", "sentinel, agency or set by hand: the same factor for all tokens", 0, 1),
     "agency": Kind("agency", "factor of the head's state, the same for all tokens", 0, 1),
     "head_scores": Kind("constraint logit of a head", "the score of each constraint head, before the mean",
@@ -167,7 +169,7 @@ class Series(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """Axes of a trace, None: it has no such one. heads: numbers of those along `head`, None of one left out."""
+    """Axes of a trace, None: it has no such one. heads: numbers of those along `head`, None: left out."""
     token: Optional[int]
     head: Optional[int]
     heads: Optional[list]
@@ -275,11 +277,6 @@ def maps_to(layers, take):
             each.remove()
 
 
-def fits_maps(models, T):
-    """Whether one block's attention maps over T tokens may be in memory."""
-    return max(attn.n_total for model in models for attn in attentions(model)) * T * T <= FLOATS
-
-
 # ---- one line ----
 
 def plain(values):
@@ -299,22 +296,44 @@ class Look(NamedTuple):
 def packed(p):
     """Attention maps [heads, T, T] as a base64 text for each head: 8 bits a weight, what lies ahead left out.
 
-    First of each row the numbers that 0 and 255 stand for, float32, little-endian; then the rows, 1 to T long.
+    First, for each row, what 0 and 255 stand for, float32, little-endian; then the rows, 1 to T long.
     """
-    p = p.double()
-    low, high = p.amin(-1).clamp_max(0).float(), p.amax(-1).float()
-    codes = (p - low[..., None]) / (high - low).clamp_min(1e-30)[..., None] * 255
-    codes = codes.round().clamp(0, 255).to(torch.uint8).cpu().numpy()
-    ends = torch.stack((low, high), -1).cpu().numpy().astype("<f4")
-    seen = np.tri(p.size(-1), dtype=bool)
-    return [base64.b64encode(end.tobytes() + code[seen].tobytes()).decode() for end, code in zip(ends, codes)]
+    found, seen = [], np.tri(p.size(-1), dtype=bool)
+    for head in p.float():
+        low, high = head.amin(-1, keepdim=True).clamp_max(0), head.amax(-1, keepdim=True)
+        codes = ((head - low) * (255 / (high - low).clamp_min(1e-30))).round().clamp(0, 255)
+        ends = torch.cat((low, high), -1).cpu().numpy().astype("<f4")
+        raw = ends.tobytes() + codes.to(torch.uint8).cpu().numpy()[seen].tobytes()
+        found.append(base64.b64encode(raw).decode())
+    return found
 
 
-def look(viewer, text, name, maps=False, prompt=0, start=0, end=None, drawn=True):
+class Room:
+    """Bytes that are left on a page for attention maps."""
+
+    def __init__(self):
+        self.left = PAGE_MAPS
+
+    def takes(self, p):
+        """Whether maps [heads, T, T] still fit; then they have their room."""
+        H, T, _ = p.shape
+        size = H * (8 * T + T * (T + 1) // 2)
+        fits = size <= self.left
+        self.left -= size if fits else 0
+        return fits
+
+
+def room_for(viewers, T):
+    """A Room; None where one block's attention maps over T tokens would not fit into memory."""
+    heads = max(attn.n_total for viewer in viewers for attn in viewer.layers)
+    return Room() if heads * T * T <= FLOATS else None
+
+
+def look(viewer, text, name, maps=False, prompt=0, start=0, end=None, room=None):
     """The Look at tokens [start, end) of a Text; the whole forward pass is over them alone.
 
-    name: of the text. maps: also in the line. prompt: how many tokens of the Text are one. drawn: are the maps
-    wanted for the page, and the weight on the first token? Raises UserError for what is not a number.
+    name: of the text. maps: in the line too. prompt: how many tokens of the Text are one. room: a Room for
+    maps; None: there are none, nor the weight on the first token. Raises UserError for what is no number.
     """
     ids, raw, offsets = (part[start:end] for part in text)
     kept, rows, first = {}, {}, {}
@@ -322,11 +341,12 @@ def look(viewer, text, name, maps=False, prompt=0, start=0, end=None, drawn=True
     def take(block, p):
         first[f"blocks.{block}.first_token"] = Series(p[..., 0].double().cpu().numpy(),
                                                       viewer.layers[block].all_head_ids())
-        kept[block] = packed(p)
+        if room and room.takes(p):
+            kept[block] = packed(p)
         if maps:
             rows[block] = [[row[:t + 1] for t, row in enumerate(head)] for head in plain(p)]
 
-    logits, traces = viewer.read(ids, take, maps or drawn)
+    logits, traces = viewer.read(ids, take, maps or room)
     after = torch.tensor(ids[1:], dtype=torch.long, device=logits.device)
     nats = F.cross_entropy(logits[:-1].double(), after, reduction="none").cpu().numpy()
     series = {"nats": Series(np.append(np.nan, nats), None), **viewer.series(traces), **first}
@@ -418,6 +438,11 @@ def words(pieces):
     return starts
 
 
+def four_digits(v):
+    """A number, short; None: it is none."""
+    return float(f"{v:.4g}") if np.isfinite(v) else None
+
+
 def for_page(looks, raw):
     """What the page shows of a window: its text once, and of each checkpoint the numbers of its cells."""
     line, shown = looks[0].line, cells(looks[0].line, raw)
@@ -430,7 +455,7 @@ def for_page(looks, raw):
         if values.shape[-1] > 1:
             sums = kind_of(parted(key)[1]).sums
             values = np.add.reduceat(values, firsts, -1) if sums else values[..., lasts]
-        return np.vectorize(lambda v: float(f"{v:.4g}") if np.isfinite(v) else None, [object])(values).tolist()
+        return np.vectorize(four_digits, [object])(values).tolist()
 
     panes = [dict(values={key: short(each.values, key) for key, each in look.series.items()},
                   maps=look.maps, explain=look.line["explain"]) for look in looks]
@@ -479,7 +504,7 @@ class Page:
     def __init__(self, viewers, notes):
         self.viewers, self.notes = viewers, list(notes)
         self.lines, self.panes = [], []
-        self.tokens = self.seen = self.numbers = self.maps = self.without = 0
+        self.tokens = self.seen = self.numbers = 0
 
     def add(self, looks, raw):
         """Take a window, as far as there is room. raw: the bytes of its tokens."""
@@ -495,29 +520,19 @@ class Page:
             return
         self.numbers += numbers
         self.tokens += len(raw)
-        self.lines.append(for_page([look._replace(maps=self.room(look.maps)) for look in looks], raw))
-
-    def room(self, maps):
-        """The maps of the blocks for which there is room."""
-        found = {}
-        for block, heads in maps.items():
-            size = sum(map(len, heads)) * 3 // 4
-            if self.maps + size <= PAGE_MAPS:
-                self.maps += size
-                found[block] = heads
-            else:
-                self.without += 1
-        return found
+        self.lines.append(for_page(looks, raw))
 
     def text(self, out):
         """The page; out: the file of the JSON lines."""
         notes = list(self.notes)
         if self.tokens < self.seen:
             notes.append(f"The first {self.tokens:,} of {self.seen:,} tokens; {out.name} has them all.")
-        if self.without:
-            here = sum(len(pane["maps"]) for line in self.lines for pane in line["panes"])
-            notes.append(f"Attention maps fill {PAGE_MAPS >> 20} MB: {here:,} of {here + self.without:,} "
-                         "(each of a block in a part of the text) are here, the first.")
+        here = sum(len(pane["maps"]) for line in self.lines for pane in line["panes"])
+        every = len(self.lines) * sum(len(viewer.layers) for viewer in self.viewers)
+        made = any(key.endswith(".first_token") for key in self.lines[0]["panes"][0]["values"])
+        if made and here < every:
+            notes.append(f"Attention maps fill {PAGE_MAPS >> 20} MB: {here:,} of {every:,} (each of a block "
+                         "in a part of the text) are here, the first.")
         return page(self.lines, self.panes, notes)
 
 
@@ -581,13 +596,13 @@ def of_text(viewers, tokenizer, ids, name, files, maps=False, progress=False):
     files: paths().
     """
     text, T = spell(tokenizer, ids), min(viewer.model.config.block_size for viewer in viewers)
-    notes, drawn = notes_of(viewers), fits_maps([viewer.model for viewer in viewers], min(T, len(ids)))
+    notes, room = notes_of(viewers), room_for(viewers, min(T, len(ids)))
     if len({viewer.model.config.block_size for viewer in viewers}) > 1:
         notes.append(f"Parts of {T:,} tokens, the shorter context.")
-    if not (drawn or maps):
+    if not (room or maps):
         notes.append("No attention maps: those of one block would not fit into memory.")
     starts = tqdm(range(0, len(text.ids), T), "look", disable=not progress, leave=False)
-    found = (([look(viewer, text, name, maps, start=s, end=s + T, drawn=drawn) for viewer in viewers],
+    found = (([look(viewer, text, name, maps, start=s, end=s + T, room=room) for viewer in viewers],
               text.raw[s:s + T]) for s in starts)
     write(found, *files, viewers, notes)
     summary = f"{name}: {len(text.ids):,} tokens in {len(starts):,} windows of {T:,}"
@@ -600,11 +615,11 @@ def of_samples(viewer, tokenizer, prompt, samples, files):
     prompt: its ids; samples: the ids that follow it, a list each. files: paths().
     """
     T, found = viewer.model.config.block_size, []
-    drawn = fits_maps([viewer.model], T)
+    room = room_for([viewer], T)
     for number, ids in enumerate(samples, 1):
         text = spell(tokenizer, [*prompt, *ids])
         start = max(0, len(text.ids) - T)
-        seen = look(viewer, text, f"sample {number}", prompt=len(prompt), start=start, drawn=drawn)
+        seen = look(viewer, text, f"sample {number}", prompt=len(prompt), start=start, room=room)
         found.append(([seen], text.raw[start:]))
     notes = notes_of([viewer])
     return ["\n".join([*notes, *rows]) for rows in write(found, *files, [viewer], notes)]
