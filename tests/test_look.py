@@ -274,6 +274,8 @@ def test_series_are_the_traces_of_every_mechanism(name):
         for key, rows in line["series"].items():
             assert same(rows, want[key]), key
             assert key.startswith("a2c.") or len(line["heads"][key]) == len(rows)
+        key = "blocks.1.entropy"  # a control: turned around it is no longer the same
+        assert n == 1 or not same(line["series"][key], want[key][:, ::-1])
 
 
 @torch.no_grad()
@@ -732,6 +734,9 @@ def test_maps_fill_the_page_only_so_far_and_it_says_so(make, tmp_path, monkeypat
     assert [[*line["panes"][0]["maps"]] for line in data["lines"]] == [["0", "1"], []]
     assert data["notes"] == ["Attention maps fill 0 MB: 2 of 4 (each of a block in a part of the text) are "
                              "here, the first."]
+    monkeypatch.setattr(look, "PAGE_MAPS", 0)
+    data = data_of(write_page(make(constraint_names=None), b"x", tmp_path))
+    assert "0 of 1" in data["notes"][0]
 
 
 def test_maps_that_memory_does_not_hold_are_not_made(make, tmp_path, monkeypatch):
@@ -962,10 +967,10 @@ def test_in_a_browser_keys_and_pointer_move_and_choose(make, tmp_path, browser):
     path = make(**FLAGS["two blocks, two heads"], routing="sigmoid")
     page = write_page(path, b"Hello you.\nTwo windows.", tmp_path)
     browser.open(page, 1280)
-    # one step by Tab from the last control over the grid into the text, then the arrows
+    # by Tab from the last control over the grid, which is one step, into the text; then the arrows
     browser.ask("$('stretch').focus()")
-    browser.press("Tab")
-    browser.press("Tab")
+    for _ in range(3):
+        browser.press("Tab")
     assert browser.ask(FOCUS) == 0
     for key, where in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("ArrowDown", 12),
                        ("ArrowUp", 1), ("End", 6), ("ArrowLeft", 5), ("Home", 0), ("PageDown", 0)):
@@ -1036,6 +1041,8 @@ def test_in_a_browser_two_checkpoints_stand_side_by_side(make, tmp_path, browser
             f"– | {np.mean([row[5] for row in lines[1]['series']['blocks.0.acag_gate']]):.3f}")
         choose(browser, series="nats", block="1")  # which the second has not
         assert browser.ask("document.querySelectorAll('.maps').length") == 1
+        highest = browser.ask("[...document.querySelectorAll('.plot .top')].map(x => x.innerText)")
+        assert len(highest) == 2 and highest[0] == highest[1]  # one scale
 
 
 def test_in_a_browser_any_text_is_text_and_every_width_fits(make, tmp_path, browser):
