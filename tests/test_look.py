@@ -323,6 +323,10 @@ def test_heads_keep_their_numbers_when_others_are_pruned():
     for name in ("entropy", "routing_weights"):
         kept = [whole["series"][f"blocks.0.{name}"][h] for h in (0, 2, 3)]
         assert same(line["series"][f"blocks.0.{name}"], kept)
+    prune_heads(model, {0: [0, 2, 3]})  # none is left
+    viewer, line = read_by(model, ids)
+    assert not [key for key in line["series"] if key.startswith("blocks.0.")]
+    assert line["heads"]["blocks.1.entropy"] == [0, 1, 2, 3, 4]
     shared = read_by(tiny(routing="moh", routing_shared=1), ids)[1]
     assert shared["heads"]["blocks.0.routing_logits"] == [1, 2, 3]
 

@@ -219,9 +219,13 @@ class Viewer:
         found = {}
         for key, shape in long.items():
             block, name = parted(key)
+            if 0 in shape:
+                continue  # a layer whose heads are all pruned
             grows = [axis for axis, (a, b) in enumerate(zip(short[key], shape)) if a != b]
             token = grows[0] if grows else None
             head = (None, None) if block is None else head_axis(name, shape, token, self.layers[block])
+            if head[1] and set(head[1]) == {None}:
+                continue
             if len(grows) < 2 and (grows or head[0] is not None or lengths[1] == 1):
                 found[key] = Axes(token, *head)
         return found
@@ -266,7 +270,7 @@ def maps_to(layers, take):
     """Meanwhile the attention maps of each layer, [heads, T, T], go to take(block, map) and no further."""
     def hook(attn, args, output):
         p = output[1]["traces"].pop("map", None)
-        if p is not None:
+        if p is not None and p.numel():
             take(attn.layer, p[0])
 
     hooks = [attn.register_forward_hook(hook) for attn in layers]
@@ -528,7 +532,8 @@ class Page:
         if self.tokens < self.seen:
             notes.append(f"The first {self.tokens:,} of {self.seen:,} tokens; {out.name} has them all.")
         here = sum(len(pane["maps"]) for line in self.lines for pane in line["panes"])
-        every = len(self.lines) * sum(len(viewer.layers) for viewer in self.viewers)
+        layers = sum(attn.n_total > 0 for viewer in self.viewers for attn in viewer.layers)
+        every = len(self.lines) * layers
         made = any(key.endswith(".first_token") for key in self.lines[0]["panes"][0]["values"])
         if made and here < every:
             notes.append(f"Attention maps fill {PAGE_MAPS >> 20} MB: {here:,} of {every:,} (each of a block "
