@@ -15,17 +15,20 @@ import torch
 from torch.nn import functional as F
 
 import oracle
-from model import GPT, GPTConfig, SentinelGate, Sink
+from model import (GPT, AdvantageAttention, Agency, ConstraintHeads, GPTConfig, SentinelGate, Sink,
+                   SkipFusion)
 from nanoheads.common import UserError
 from nanoheads.traces import explain
 from nanoheads.hub import dropin
 from nanoheads.hub.dropin import (FAMILIES, INSERTABLE, Gates, aux_losses, insert, load, mask_heads,
                                    prune_heads)
+from nanoheads.hub.inserted import Call
 from nanoheads.hub.layers import AdaptiveContextualAttention, ConstraintAttention
 from nanoheads.training import checkpoint
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
-MODES = [name for cls in INSERTABLE for name in cls.modes]
+APART = (Agency, AdvantageAttention, ConstraintHeads, SkipFusion)  # tests/test_inserted.py has them
+MODES = [name for cls in INSERTABLE if cls not in APART for name in cls.modes]
 NEUTRAL = [name for name in MODES if name not in ("head_norm", "routing_published", "routing_train_only")]
 ALL = "xsa,routing_moh,sentinel,output_gate,acag,sink"
 V, T = 61, 12
@@ -327,7 +330,7 @@ def test_statistics_are_those_before_dropout(hf, mechanisms):
 
     def run(dropout):
         torch.manual_seed(0)
-        gates.x = q
+        gates.call = Call(None, q)
         return gates(q, k, v, seen, dropout, 0.3).transpose(1, 2)
 
     torch.manual_seed(0)
@@ -468,7 +471,7 @@ def test_models_with_gates_are_copied_compiled_and_checkpointed(hf, kind):
     places = [place.attn.nanoheads for place in dropin.places(twin)]
     originals = [m for m in model.modules() if isinstance(m, Gates)]
     assert len(originals) == len(places) == 2 and not set(originals) & set(places)
-    assert all(gates.x is None for gates in (*originals, *places))  # no input is kept
+    assert all(gates.call is None for gates in (*originals, *places))  # no input is kept
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neo", "gpt_neox"])
@@ -673,8 +676,8 @@ def family(hf):
     (lambda m: insert(m, "acag", acag_mod=1), "'acag_mod'"),
     (lambda m: insert(m, "acag", n_head=3), "'n_head'"),
     (lambda m: insert(m), "xsa, head_norm"),
-    (lambda m: insert(m, ["constraint_a", "acag"]), "constraint_names"),
-    (lambda m: insert(m, "unet_add"), "unet"),
+    (lambda m: insert(m, ["value_residual", "acag"]), "value_residual"),
+    (lambda m: insert(m, "window"), "window"),
     (lambda m: insert(m, "acag", acag_length=0), "acag_length=0"),
     (lambda m: insert(m, "head_norm"), "head_norm"),
     (lambda m: insert(m, "acag,routing_published"), "routing=published"),

@@ -2,26 +2,33 @@
 The mechanisms in a model of transformers; as layers of one's own they are in nanoheads/hub/layers.py.
 
     insert(model, "acag,sentinel")        gates into a loaded Hugging Face model, neutral as they start
+    aux_losses(model, ...)                their own losses; predictions(model): what some say of the tokens
+    Control(model).set_head(0, 1, ...)    gates, states and consent by hand
     load(folder)                          what model.save_pretrained(folder) wrote of such a model
     mask_heads(model, {layer: [heads]}), prune_heads(model, {layer: [heads]})
 
-transformers is an optional extra: insert() and load() alone import it.
+How that runs is in nanoheads/hub/inserted.py. transformers is an optional extra: insert() and load() alone
+import it.
 """
 
 import importlib
 import math
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 
-from model import (MECHANISM_CLASSES, MECHANISMS, AttentionCore, ContextGate, ExclusiveAttention, GPTConfig,
-                   HeadNorm, HeadRouter, OutputGate, Pass, SentinelGate, Sink)
+from model import (MECHANISM_CLASSES, MECHANISMS, AdvantageAttention, Agency, ConstraintHeads, ContextGate,
+                   ExclusiveAttention, GPTConfig, HeadNorm, HeadRouter, OutputGate, SentinelGate, Sink,
+                   SkipFusion, identity_of_h)
 from nanoheads.common import UserError
 from nanoheads.configurator import near
-from nanoheads.mechanism import Uniform
+from nanoheads.hub.inserted import (Beside, Gates, NeoAttention, gated_attention, mask_and_positions,
+                                    remember_call)
+from nanoheads.mechanism import HeadControl, Uniform
 from nanoheads.pruning import keep_rows, prune_layer
 
 
@@ -42,8 +49,12 @@ FAMILIES = {"gpt2": ("h", "attn", "c_proj"), "gpt_neo": ("h", "attn.attention", 
             "gpt_neox": ("layers", "attention", "dense"),
             **dict.fromkeys(LLAMA_LIKE, ("layers", "self_attn", "o_proj"))}
 
-# what changes the outputs of heads and nothing else
-INSERTABLE = (ExclusiveAttention, HeadNorm, HeadRouter, SentinelGate, OutputGate, ContextGate, Sink)
+# what can do with a model's own projections
+INSERTABLE = (ExclusiveAttention, HeadNorm, HeadRouter, SentinelGate, Agency, AdvantageAttention, OutputGate,
+              ConstraintHeads, ContextGate, Sink, SkipFusion)
+# flags that train.py's steps or its teacher give a meaning to
+OF_TRAINING = ("unet_from", "unet_ramp", "constraint_warmup", "constraint_stop", "constraint_match")
+NEARLY_OFF = -12.0  # a gate's logit: it takes 6e-6, and has a slope to learn by
 
 
 def needed(name):
@@ -54,17 +65,23 @@ def needed(name):
         raise UserError(f'{name.split(".")[0]} is missing: pip install -e ".[hf]"') from None
 
 
-def places(model):
-    """The Place of every layer. Raises UserError for a model of a family that is not known."""
+def blocks_of(model):
+    """The blocks of a model. Raises UserError for one of a family that is not known."""
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if kind not in FAMILIES:
         raise UserError(f"{type(model).__name__} ({kind}) is of none of the families {', '.join(FAMILIES)}")
     if getattr(config, "add_cross_attention", False):
         raise UserError(f"{type(model).__name__} has cross-attention, which is not taken")
-    blocks, path, proj = FAMILIES[kind]
+    return getattr(model.base_model, FAMILIES[kind][0])
+
+
+def places(model):
+    """The Place of every layer. Raises UserError for a model of a family that is not known."""
+    blocks = blocks_of(model)
+    _, path, proj = FAMILIES[model.config.model_type]
     path, _, name = path.rpartition(".")
-    parents = [block.get_submodule(path) for block in getattr(model.base_model, blocks)]
+    parents = [block.get_submodule(path) for block in blocks]
     attns = [getattr(parent, name) for parent in parents]
     return [Place(parent, name, attn, getattr(attn, proj)) for parent, attn in zip(parents, attns)]
 
@@ -73,115 +90,6 @@ def heads_left(model, layer):
     """The heads that pruning left in a layer, by their original numbers."""
     gone = getattr(model.config, "pruned_heads", {}).get(layer, ())
     return [i for i in range(model.config.num_attention_heads) if i not in gone]
-
-
-class Gates(AttentionCore):
-    """The mechanisms of one layer of another model.
-
-    Queries, keys, values and the mask come from the model's own attention, x from a hook before it.
-    """
-
-    def __init__(self, config, layer, head_ids, head_size):
-        super().__init__()
-        self.layer, self.head_ids, self.head_size = layer, head_ids, head_size
-        self.n_base, self.n_head, self.n_extra = config.n_head, len(head_ids), 0
-        self.add_mechanisms(config)
-        self.x, self.losses = None, {}
-        self.keeps_lse, self.lowest_lse = False, None  # the lowest log-sum-exp of each head, [H]
-
-    def __getstate__(self):
-        return {**super().__getstate__(), "x": None, "losses": {}}  # a tensor of a graph cannot be copied
-
-    def forward(self, q, k, v, mask, dropout, scale):
-        """Gated outputs [B, T, H, D] of q [B, H, T, D] over k and v [B, H or fewer, S, D].
-
-        mask [B, 1, T, S]: mask_and_positions() or booleans.
-        """
-        x, self.x = self.x, None
-        groups = q.size(1) // k.size(1)
-        if groups > 1:  # a gate is a query head's
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        seen = mask.bool()
-        n_keys = seen.sum(-1)
-        positions = (n_keys if mask.dtype == torch.bool else mask.amax(-1)).squeeze(1) - 1
-        h = Pass(mask=seen, positions=positions, wants_losses=self.training, x=x, q=q, k=k, v=v,
-                 n_keys=n_keys.to(torch.promote_types(q.dtype, torch.float32)))
-        self.scale, self.attn_dropout = scale, dropout
-        h, y = self.outputs(h)
-        self.losses = h.losses
-        if self.keeps_lse:
-            self.lowest_lse = h.row_stats.lse.amin((0, 2))
-        return y.transpose(1, 2)
-
-    def attend(self, h):
-        found = super().attend(h)
-        if self.xsa is not None and h.v.size(2) > h.q.size(2):  # it wants own values, and takes the last: a
-            h.v = h.v.gather(2, last_seen(h.mask).expand(-1, h.v.size(1), -1, h.v.size(-1)))  # static cache
-        return found  # has rows behind them
-
-
-def remember_x(attn, args, kwargs):
-    """Before a model's attention: gates read its input, which the attention interface does not pass on."""
-    if not isinstance(attn, NeoAttention) and attn.config._attn_implementation != "nanoheads":
-        raise UserError(f"{attn.config._attn_implementation} attention knows of no gates: "
-                        "model.set_attn_implementation('nanoheads')")
-    attn.nanoheads.x = args[0] if args else kwargs["hidden_states"]
-
-
-def gated_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
-    """For the attention interface: (outputs [B, T, H, D], no attention weights)."""
-    if attention_mask is None or attention_mask.is_floating_point():
-        raise UserError("gates want to know who sees whom: give an attention_mask of 0 and 1, or of booleans")
-    return module.nanoheads(query, key, value, attention_mask, dropout, scaling), None
-
-
-def mask_and_positions(sdpa_mask, batch_size, q_length, kv_length, q_offset=0, attention_mask=None,
-                       local_size=None, device="cpu", **kwargs):
-    """For the mask interface, around its sdpa_mask(): int32 [B, 1, T, S], 0 where a query does not see a key.
-
-    Elsewhere it is 1 + the tokens before the query, padding aside, which a sliding window does not show. A
-    query without a key sees all: a softmax needs something.
-    """
-    kwargs["allow_is_causal_skip"] = False
-    seen = sdpa_mask(batch_size, q_length, kv_length, q_offset, attention_mask=attention_mask, device=device,
-                     **kwargs)
-    count = seen.sum(-1, keepdim=True)
-    if local_size is not None:
-        last = torch.arange(q_length, device=device) + q_offset
-        last = last[None] + 1 if attention_mask is None else attention_mask.cumsum(-1)[:, last]
-        count = last[:, None, :, None]
-    return ((seen | ~seen.any(-1, keepdim=True)) * count.clamp_min(1)).int()
-
-
-def last_seen(mask):
-    """The last key that each query sees, which is its own, [B, 1, T, 1], of a mask [B, 1, T, S]."""
-    return (mask.bool() * torch.arange(mask.size(-1), device=mask.device)).amax(-1, keepdim=True)
-
-
-class NeoAttention(nn.Module):
-    """GPT-Neo's attention with gates: it goes past the attention interface. Around the old one's layers."""
-
-    def __init__(self, old, window):
-        super().__init__()
-        for name, module in old.named_children():
-            self.add_module(name, module)
-        self.num_heads, self.layer_id = old.num_heads, old.layer_id
-        self.attention_type, self.window = old.attention_type, window
-        self.train(old.training)
-
-    def forward(self, hidden_states, attention_mask=None, layer_past=None, **kwargs):
-        q, k, v = (proj(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-                   for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if layer_past is not None:
-            k, v = layer_past.update(k, v, self.layer_id)
-        if self.attention_type == "local":
-            key = torch.arange(k.size(2), device=k.device)
-            attention_mask = attention_mask * (key > last_seen(attention_mask) - self.window)
-        dropout, dtype = self.attn_dropout.p if self.training else 0.0, v.dtype
-        # without a scale its logits are large: in float32, as they were
-        q, k, v = (t.to(torch.promote_types(dtype, torch.float32)) for t in (q, k, v))
-        y, weights = gated_attention(self, q, k, v, attention_mask, dropout, 1.0)
-        return self.resid_dropout(self.out_proj(y.flatten(2).to(dtype))), weights
 
 
 def insert(model, mechanisms=(), anyway=False, **flags):
@@ -195,47 +103,70 @@ def insert(model, mechanisms=(), anyway=False, **flags):
     layers, held = places(model), getattr(model.config, "nanoheads", {})
     if held:
         names = ", ".join(cls.flag for cls in INSERTABLE if cls.flag in held)
-        there = any(isinstance(m, Gates) for m in model.modules())
+        there = any(isinstance(m, (Gates, Beside)) for m in model.modules())
         raise UserError(f"the model has {names} already: insert all in one call" if there else
                         f"the model was saved with {names}, which only dropin.load(folder) reads")
     config = gpt_config(model, mechanisms, flags)
-    made = build_gates(model, layers, config)
+    made, beside = build_gates(model, layers, config), build_beside(layers, config)
     constants = [math.prod(start(m, config, anyway) for m in gates.mechanisms()) for _, gates in made]
+    if beside is not None:
+        start_beside(beside, config, anyway)
     for (place, gates), constant in zip(made, constants):  # from here on nothing can be refused
         scale_columns(place.proj, 1 / constant, gates)
-    attach(model, made, config)
+    attach(model, made, beside, config)
     lower_sinks(model, [gates for _, gates in made if gates.sink is not None])
     return model
 
 
 def build_gates(model, layers, config):
-    """[(Place, Gates)] of the layers that have heads. Raises UserError for quantised weights."""
+    """[(Place, Gates)] of the layers that have heads, or none where nothing is for layers.
+
+    Raises UserError for quantised weights, and for constraint heads where all others are pruned.
+    """
     made = []
     for i, place in enumerate(layers):
         heads, weight = heads_left(model, i), place.proj.weight
         if not weight.is_floating_point():
             raise UserError(f"{type(model).__name__} is quantised, in {weight.dtype}: load it without")
+        if not heads and ConstraintHeads.count(config, i):
+            raise UserError(f"constraint_layers: layer {i} has lost all its heads, choose another")
         if heads:
             gates = Gates(config, i, heads, weight.numel() // config.n_embd // len(heads))
             made.append((place, gates.to(weight.device, weight.dtype).train(place.attn.training)))
-    return made
+    return made if any(gates.mechanisms() for _, gates in made) else []
 
 
-def attach(model, made, config):
+def build_beside(layers, config):
+    """What is inserted beside the layers, or None."""
+    beside, weight = Beside(config), layers[-1].proj.weight
+    empty = not any(True for _ in beside.children())
+    return None if empty else beside.to(weight.device, weight.dtype).train(layers[-1].attn.training)
+
+
+def attach(model, made, beside, config):
     """Put Gates where build_gates() says, let attention go through them, and say so in model.config."""
+    if made:
+        attach_gates(model, made)
+    if beside is not None:
+        beside.attach(model.base_model, blocks_of(model))
+    model.config.nanoheads = {name: getattr(config, name) for cls in INSERTABLE if cls.is_on(config)
+                              for name in cls.fields()}
+
+
+def attach_gates(model, made):
     attention = needed("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     attention.register("nanoheads", gated_attention)
     masks = needed("transformers.masking_utils")  # without one registered attention would get no mask at all
     masks.ALL_MASK_ATTENTION_FUNCTIONS.register("nanoheads", partial(mask_and_positions, masks.sdpa_mask))
-    for (parent, name, attn, _), gates in made:
+    for (parent, name, attn, proj), gates in made:
         if model.config.model_type == "gpt_neo":
             attn = NeoAttention(attn, model.config.window_size)
             setattr(parent, name, attn)
         attn.nanoheads = gates
-        attn.register_forward_pre_hook(remember_x, with_kwargs=True)
+        attn.register_forward_pre_hook(remember_call, with_kwargs=True)
+        if gates.n_extra:
+            proj.register_forward_hook(gates.add_extra)
     model.config._attn_implementation = "nanoheads"
-    model.config.nanoheads = {name: getattr(config, name) for cls in INSERTABLE if cls.is_on(config)
-                              for name in cls.fields()}
 
 
 def gpt_config(model, mechanisms, flags):
@@ -249,19 +180,39 @@ def gpt_config(model, mechanisms, flags):
                 hint = f"did you mean {meant}?" if meant else f"there are {', '.join(among)}"
                 raise UserError(f"no {kind} {name!r} to insert; {hint}")
     flags = {**{key: value for name in names for key, value in MECHANISMS[name].items()}, **flags}
-    if flags.get("routing"):
-        flags = {"routing_top_k": model.config.num_attention_heads, **flags}
     c = model.config
+    if flags.get("routing"):
+        flags = {"routing_top_k": c.num_attention_heads, **flags}
+    if flags.get("unet"):
+        flags = {"unet_init": 0.0, **flags}
     config = GPTConfig(block_size=c.max_position_embeddings, vocab_size=1, n_layer=c.num_hidden_layers,
-                       n_head=c.num_attention_heads, n_embd=c.hidden_size, **flags)
+                       n_head=c.num_attention_heads, n_kv_head=getattr(c, "num_key_value_heads", None),
+                       head_dim=getattr(c, "head_dim", None), n_embd=c.hidden_size,
+                       bias=places(model)[-1].proj.bias is not None, **flags)
     on = [cls for cls in MECHANISM_CLASSES if cls.is_on(config)]
     others = [cls.flag for cls in on if cls not in INSERTABLE]
     if others:
-        raise UserError(f"{', '.join(others)} cannot be inserted: that changes more than the heads' outputs")
-    if config.problems() or not on:
+        raise UserError(f"{', '.join(others)} cannot be inserted: that changes the model's own projections")
+    problems = [*config.problems(), *insert_problems(c, config)]
+    if problems or not on:
         there = ", ".join(name for cls in INSERTABLE for name in cls.modes)
-        raise UserError("; ".join(config.problems()) or f"nothing to insert; there are {there}")
+        raise UserError("; ".join(problems) or f"nothing to insert; there are {there}")
     return config
+
+
+def insert_problems(c, config):
+    """Yield what another model, of config c, cannot have of a GPTConfig, sentence by sentence."""
+    for name in OF_TRAINING:
+        if getattr(config, name):
+            yield f"{name}={getattr(config, name)!r} is for train.py: an inserted model knows of no steps"
+    if config.constraint_names and config.constraint_variant == "B":
+        yield "constraint_variant='B' makes a model's own heads smaller, which cannot be inserted: 'A' can"
+    dropout = getattr(c, "attn_pdrop", getattr(c, "attention_dropout", 0.0))
+    if config.constraint_gate == "score" and dropout:
+        yield f"constraint_gate='score' goes with no dropout on attention weights: it is {dropout}"
+    if config.a2c == "published" and config.n_head * config.head_size != config.n_embd:
+        yield (f"a2c='published' takes x in slices as values: {config.n_head} heads of {config.head_size} do "
+               f"not make up {config.n_embd}")
 
 
 @torch.no_grad()
@@ -271,7 +222,16 @@ def start(m, config, anyway):
     Raises UserError where it has no such setting, unless anyway: it then starts as in a new model.
     """
     values, constant, neutral = {}, 1.0, not isinstance(m, (HeadNorm, HeadRouter))
-    if isinstance(m, OutputGate):
+    if isinstance(m, AdvantageAttention):
+        neutral = m.mode != "published"
+    elif isinstance(m, ConstraintHeads):
+        values = {"c_proj.weight": 0.0}
+    elif isinstance(m, SkipFusion) and m.mode == "published":
+        values = {"weight": identity_of_h(m.weight.shape), "bias": 0.0}
+    elif isinstance(m, SkipFusion):
+        neutral = config.unet_init == 0
+        values = {"logit": NEARLY_OFF} if neutral else {}
+    elif isinstance(m, OutputGate):
         values, constant = {"proj.weight": 0.0}, 0.5
     elif isinstance(m, ContextGate):
         values, constant = {"weight": 0.0, "bias": 0.0}, 0.5 if m.published else 1.0
@@ -298,11 +258,18 @@ def start(m, config, anyway):
 
 
 @torch.no_grad()
-def lower_sinks(model, layers):
-    """Set each Sink 12 below the lowest log-sum-exp of its head's rows, on random tokens.
+def start_beside(beside, config, anyway):
+    """start() of each U-Net skip; a value begins as in a new model."""
+    for m in beside.fuse or ():
+        start(m, config, anyway)
+    if beside.value is not None:
+        beside.value.weight.normal_(0.0, 0.02)
+        beside.value.bias.zero_()
 
-    There it takes 6e-6 of that row, and less of others; much lower it would have no slope to learn by.
-    """
+
+@torch.no_grad()
+def lower_sinks(model, layers):
+    """Set each Sink nearly off: 12 below the lowest log-sum-exp of its head's rows, on random tokens."""
     if not layers:
         return
     for gates in layers:
@@ -313,25 +280,76 @@ def lower_sinks(model, layers):
     model.eval().base_model(tokens.to(model.device), use_cache=False)
     model.train(training)
     for gates in layers:
-        gates.sink.logit.copy_(gates.lowest_lse - 12)
+        gates.sink.logit.copy_(gates.lowest_lse + NEARLY_OFF)
         gates.keeps_lse, gates.lowest_lse = False, None
 
 
 @torch.no_grad()
 def scale_columns(proj, factor, gates):
     """Multiply what each head sends through a projection out by factor, [H] or a number."""
-    per_column = torch.as_tensor(factor, device=proj.weight.device).expand(gates.n_head)
-    per_column = per_column.repeat_interleave(gates.head_size)
+    per_column = torch.as_tensor(factor, device=proj.weight.device).expand(gates.n_total)[:gates.n_head]
+    per_column = per_column.repeat_interleave(gates.head_size)  # constraint heads put out 0 as they start
     proj.weight.mul_(per_column if isinstance(proj, nn.Linear) else per_column[:, None])  # Conv1D: transposed
 
 
-def aux_losses(model):
-    """{name: weighted loss, summed over layers} of gates in the last pass in training mode."""
-    total = {}
-    for gates in (m for m in model.modules() if isinstance(m, Gates)):
+def gates_of(model):
+    """{layer: Gates} of a model into which insert() has put some."""
+    return {i: place.attn.nanoheads for i, place in enumerate(places(model))
+            if hasattr(place.attn, "nanoheads")}
+
+
+def predictions(model):
+    """{"blocks.<i>.<name>": tensor} of the last pass: constraint.<name> [B, T], a logit; A2C's advantage."""
+    return {f"blocks.{i}.{name}": t for i, gates in gates_of(model).items()
+            for name, t in gates.predictions.items()}
+
+
+def aux_losses(model, logits=None, labels=None, constraint_targets=None):
+    """{name: weighted loss, summed over layers} of what is inserted, of the last pass in training mode.
+
+    logits, labels: of that pass, as its `labels` are (-100: not scored), for A2C's critic. constraint_targets
+    {name: [B, T]}, from 0 to 1, below 0: not known; these have a loss in any mode. Raises UserError.
+    """
+    total, found = {}, predictions(model)
+    for gates in gates_of(model).values():
         for name, loss in gates.losses.items():
             total[name] = total[name] + loss if name in total else loss
+    beside = getattr(model.base_model, "nanoheads", None)
+    if beside is not None:
+        total.update(beside.losses(logits, labels, found))
+    if constraint_targets is not None:
+        config = gpt_config(model, (), model.config.nanoheads)
+        try:
+            total.update(ConstraintHeads.losses(config, found, constraint_targets))
+        except (KeyError, ValueError) as e:
+            raise UserError(f"no pass has scored that: {e}" if isinstance(e, KeyError) else str(e)) from None
     return total
+
+
+class Control(HeadControl):
+    """Gates, states and consent of an inserted model by hand, as of a GPT: set_head() and gates().
+
+    It is such a model to find_violations() and states_of() of nanoheads/heads/states.py, too.
+    """
+
+    def __init__(self, model):
+        gates = gates_of(model)
+        self.layers = places(model)
+        if len(gates) < len(self.layers):
+            raise UserError("not every layer has gates: insert some, into a model that has heads in each")
+        self.config = SimpleNamespace(n_layer=len(self.layers))
+        self.transformer = SimpleNamespace(h=[SimpleNamespace(attn=gates[i]) for i in range(len(gates))])
+
+    def set_head(self, layer, head, gate=None, **how):
+        """As of a GPT. Constraint heads are numbered on from the model's own. Raises UserError."""
+        if gate is not None and layer in range(len(self.layers)):
+            attn, weight = self.transformer.h[layer].attn, self.layers[layer].proj.weight
+            if attn.gate_override is None:
+                attn.gate_override = weight.new_full((attn.n_total,), math.nan)
+        try:
+            super().set_head(layer, head, gate, **how)
+        except ValueError as e:
+            raise UserError(str(e)) from None
 
 
 def new_of(cls, *arguments):
@@ -354,8 +372,8 @@ def load(folder, **options):
         if pruned:
             prune_heads(self, {int(layer): heads for layer, heads in pruned.items()})
         if flags:
-            gpt = gpt_config(self, (), flags)
-            attach(self, build_gates(self, places(self), gpt), gpt)
+            gpt, layers = gpt_config(self, (), flags), places(self)
+            attach(self, build_gates(self, layers, gpt), build_beside(layers, gpt), gpt)
 
     def reduce(self, protocol):
         _, (_, *arguments), *state = object.__reduce_ex__(self, protocol)
@@ -375,7 +393,18 @@ def load(folder, **options):
     wrong = [str(name) for kind in ("missing", "unexpected", "mismatched") for name in found[f"{kind}_keys"]]
     if wrong:
         raise UserError(f"{folder}: its weights are not those of its config.json: {', '.join(wrong[:3])}")
+    if gates_of(model):
+        fill_buffers(model)
     return model
+
+
+def fill_buffers(model):
+    """Make the buffers that no file has, which from_pretrained() leaves without values."""
+    config = gpt_config(model, (), model.config.nanoheads)
+    for place, fresh in build_gates(model, places(model), config):
+        for name, buffer in fresh.named_buffers():
+            if name not in fresh.state_dict():
+                place.attn.nanoheads.get_buffer(name).copy_(buffer)
 
 
 # ---- heads that are off, or gone ----
@@ -425,6 +454,9 @@ def prune_heads(model, heads, optimizers=()):
     layers, heads = places(model), checked(model, heads)
     if model.config.model_type != "gpt2":
         raise UserError(f"{type(model).__name__}: only GPT-2's heads can be pruned; mask_heads() masks any")
+    for layer, gates in gates_of(model).items():
+        if gates.n_extra and not set(heads_left(model, layer)) - set(heads.get(layer, ())):
+            raise UserError(f"layer {layer} has constraint heads: leave it one of its own heads")
     for layer, gone in heads.items():
         parent, name, attn, proj = layers[layer]
         old, D = heads_left(model, layer), attn.head_dim

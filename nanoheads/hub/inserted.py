@@ -1,0 +1,276 @@
+"""
+What nanoheads/hub/dropin.py inserts into a transformers model, and how it runs there.
+
+    Gates     in every layer's attention: the mechanisms of heads, constraint heads with their projections
+    Beside    in the base model: U-Net skips, and the value of A2C's critic
+
+Queries, keys and values come from the model's own attention, by the attention interface; who sees whom by the
+mask interface; the rest by hooks. A cache is written behind the mechanisms, as in model.py.
+"""
+
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, Optional
+
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+from model import (AdvantageAttention, AttentionCore, ConstraintHeads, Pass, SkipFusion, UNet, ValueHead)
+from nanoheads.common import UserError
+from nanoheads.kernels import for_each_head
+
+
+# ---- in a layer ----
+
+class Call(NamedTuple):
+    """What a layer's attention is called with, which the attention interface does not pass on."""
+
+    attn: nn.Module
+    x: torch.Tensor                      # its input, [B, T, C]
+    cache: Optional["LateCache"] = None
+    rope: Optional[tuple] = None         # (cos, sin) of the positions
+
+
+class Gates(AttentionCore):
+    """The mechanisms of one layer of another model."""
+
+    def __init__(self, config, layer, head_ids, head_size):
+        super().__init__()
+        self.layer, self.head_ids, self.head_size = layer, head_ids, head_size
+        self.n_base, self.n_head = config.n_head, len(head_ids)
+        self.n_extra = ConstraintHeads.count(config, layer)
+        self.tied = config.a2c == "published"  # keys are queries, values are slices of x
+        self.add_mechanisms(config)
+        if self.constraint is not None:
+            self.constraint = RoutedByMask(config, self)
+        self.call, self.extra = None, None    # of the pass that is under way
+        self.losses, self.predictions = {}, {}  # of the last one, as of a Pass
+        self.keeps_lse, self.lowest_lse = False, None  # the lowest log-sum-exp of each head, [H]
+
+    def __getstate__(self):  # a tensor of a graph cannot be copied
+        return {**super().__getstate__(), "call": None, "extra": None, "losses": {}, "predictions": {}}
+
+    def forward(self, q, k, v, mask, dropout, scale):
+        """Gated outputs [B, T, H, D] of q [B, H, T, D] over k and v [B, H or fewer, S, D].
+
+        mask [B, 1, T, S]: mask_and_positions() or booleans. S is T where there is a LateCache.
+        """
+        x = self.call.x
+        if self.tied:
+            k, v = q, x.unflatten(-1, (-1, self.head_size))[..., self.head_ids, :].transpose(1, 2)
+        seen = mask.bool()
+        n_keys = seen.sum(-1)
+        positions = (n_keys if mask.dtype == torch.bool else mask.amax(-1)).squeeze(1) - 1
+        h = Pass(cache=self.call.cache, mask=seen, positions=positions, wants_losses=self.training,
+                 wants_scores=self.n_extra > 0, x=x, q=q, k=k, v=v,
+                 n_keys=n_keys.to(torch.promote_types(q.dtype, torch.float32)))
+        self.scale, self.attn_dropout = self.head_size ** -0.5 if scale is None else scale, dropout
+        h, y = self.outputs(h)
+        self.call, self.losses, self.predictions = None, h.losses, h.predictions
+        if self.keeps_lse:
+            self.lowest_lse = h.row_stats.lse.amin((0, 2))
+        if self.n_extra:
+            y, self.extra = y.split((self.n_head, self.n_extra), 1)
+        return y.transpose(1, 2)
+
+    def attend(self, h):
+        h.k, h.v = (for_each_head(t, h.q.size(1)) for t in (h.k, h.v))  # a gate is a query head's
+        found = super().attend(h)
+        if self.xsa is not None and h.v.size(2) > h.q.size(2):  # it wants own values, and takes the last: a
+            h.v = h.v.gather(2, last_seen(h.mask).expand(-1, h.v.size(1), -1, h.v.size(-1)))  # static cache
+        return found  # has rows behind them
+
+    def split(self, qkv, h, n_head, n_kv_head, values=None):
+        """As in CausalSelfAttention, for constraint heads: normed and turned as the model's own heads are."""
+        attn = self.call.attn
+        q, k, v = qkv.transpose(1, 2).split((n_head, n_kv_head, n_kv_head), 1)
+        if hasattr(attn, "q_norm"):
+            q, k = attn.q_norm(q), attn.k_norm(k)
+        if self.call.rope is not None and getattr(attn, "use_rope", True):
+            q, k = sys.modules[type(attn).__module__].apply_rotary_pos_emb(q, k, *self.call.rope)
+        return q, k, v
+
+    def add_extra(self, proj, args, out):
+        """Behind the layer's projection out: what constraint heads add to it, through one of their own."""
+        extra, self.extra = self.extra, None
+        return out + self.constraint.c_proj(extra.transpose(1, 2).flatten(2).to(out.dtype))
+
+
+class RoutedByMask(ConstraintHeads):
+    """Constraint heads whose router reads the mean of the tokens that the mask shows, not a running sum."""
+
+    def router_logits(self, x, h, layer):
+        before = None if h.cache is None else h.cache.inputs()
+        read = x if before is None else torch.cat((before.to(x.dtype), x), 1)  # (B, S, C)
+        seen = h.mask.squeeze(1)
+        if self.of_first:
+            seen = seen & (seen.cumsum(-1) == 1)
+        weights = seen.to(torch.promote_types(x.dtype, torch.float32))
+        mean = (weights @ read.to(weights.dtype)) / weights.sum(-1, keepdim=True)
+        hint = replace(h, hint=mean.flatten(0, 1))  # a sequence of its own for each token
+        return super().router_logits(x, hint, layer).view(*x.shape[:2], -1)
+
+
+class LateCache:
+    """The model's cache in one call of a layer's attention: written behind the mechanisms, not before them.
+
+    keeps_x: the layer's inputs, which a router reads later, are kept as further heads: one half of each in
+    the keys, the other in the values.
+    """
+
+    length = 0  # decoding computes all heads, selected or not
+
+    def __init__(self, cache, x, keeps_x):
+        self.cache, self.x, self.keeps_x = cache, x, keeps_x
+
+    def update(self, k, v, *where, **more):
+        """For the model's own attention, which calls it too early."""
+        self.where, self.more, self.dtype = where, more, k.dtype
+        return k, v
+
+    def append(self, layer, k, v):
+        """For AttentionCore: store k, v [B, H, T, D], return those of all tokens."""
+        n, dtype = k.size(1), k.dtype
+        if self.keeps_x:
+            heads = self.heads_for_x(k.size(-1))
+            x = F.pad(self.x, (0, 2 * heads * k.size(-1) - self.x.size(-1))).unflatten(-1, (2, heads, -1))
+            k, v = (torch.cat((t, half), 1) for t, half in zip((k, v), x.permute(2, 0, 3, 1, 4)))
+        k, v = self.cache.update(k.to(self.dtype), v.to(self.dtype), *self.where, **self.more)
+        return k[:, :n].to(dtype), v[:, :n].to(dtype)
+
+    def heads_for_x(self, width):
+        return -(-self.x.size(-1) // (2 * width))
+
+    def inputs(self):
+        """x of the tokens before, [B, S, C], or None. Raises UserError for a cache of another kind."""
+        layers, i = self.cache.layers, self.where[0]
+        kind = type(layers[i]) if i < len(layers) else self.cache.layer_class_to_replicate
+        if kind.__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer"):
+            raise UserError(f"constraint heads need a dynamic cache, for what their router reads: this one "
+                            f"has a {kind.__name__}")
+        if i >= len(layers) or layers[i].keys is None or not layers[i].keys.numel():
+            return None
+        heads = self.heads_for_x(layers[i].keys.size(-1))
+        x = torch.stack([t[:, -heads:] for t in (layers[i].keys, layers[i].values)])
+        return x.permute(1, 3, 0, 2, 4).flatten(2)[..., :self.x.size(-1)].to(self.x.device)
+
+
+def remember_call(attn, args, kwargs):
+    """Before a model's attention: Gates read its input and write its cache."""
+    if not isinstance(attn, NeoAttention) and attn.config._attn_implementation != "nanoheads":
+        raise UserError(f"{attn.config._attn_implementation} attention knows of no gates: "
+                        "model.set_attn_implementation('nanoheads')")
+    gates, x = attn.nanoheads, args[0] if args else kwargs["hidden_states"]
+    name = "layer_past" if "layer_past" in kwargs else "past_key_values"
+    cache = kwargs.get(name)
+    if cache is not None:
+        cache = LateCache(cache, x, gates.constraint is not None)
+    gates.call = Call(attn, x, cache, kwargs.get("position_embeddings"))
+    return args, {**kwargs, name: cache}
+
+
+def gated_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+    """For the attention interface: (outputs [B, T, H, D], no attention weights)."""
+    if attention_mask is None or attention_mask.is_floating_point():
+        raise UserError("gates want to know who sees whom: give an attention_mask of 0 and 1, or of booleans")
+    return module.nanoheads(query, key, value, attention_mask, dropout, scaling), None
+
+
+def mask_and_positions(sdpa_mask, batch_size, q_length, kv_length, q_offset=0, attention_mask=None,
+                       local_size=None, device="cpu", **kwargs):
+    """For the mask interface, around its sdpa_mask(): int32 [B, 1, T, S], 0 where a query does not see a key.
+
+    Elsewhere it is 1 + the tokens before the query, padding aside, which a sliding window does not show. A
+    query without a key sees all: a softmax needs something.
+    """
+    kwargs["allow_is_causal_skip"] = False
+    seen = sdpa_mask(batch_size, q_length, kv_length, q_offset, attention_mask=attention_mask, device=device,
+                     **kwargs)
+    count = seen.sum(-1, keepdim=True)
+    if local_size is not None:
+        last = torch.arange(q_length, device=device) + q_offset
+        last = last[None] + 1 if attention_mask is None else attention_mask.cumsum(-1)[:, last]
+        count = last[:, None, :, None]
+    return ((seen | ~seen.any(-1, keepdim=True)) * count.clamp_min(1)).int()
+
+
+def last_seen(mask):
+    """The last key that each query sees, which is its own, [B, 1, T, 1], of a mask [B, 1, T, S]."""
+    return (mask.bool() * torch.arange(mask.size(-1), device=mask.device)).amax(-1, keepdim=True)
+
+
+class NeoAttention(nn.Module):
+    """GPT-Neo's attention with gates: it goes past the attention interface. Around the old one's layers."""
+
+    def __init__(self, old, window):
+        super().__init__()
+        for name, module in old.named_children():
+            self.add_module(name, module)
+        self.num_heads, self.layer_id = old.num_heads, old.layer_id
+        self.attention_type, self.window = old.attention_type, window
+        self.train(old.training)
+
+    def forward(self, hidden_states, attention_mask=None, layer_past=None, **kwargs):
+        q, k, v = (proj(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+                   for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if layer_past is not None:
+            k, v = layer_past.update(k, v, self.layer_id)  # a LateCache: nothing is there yet
+        if self.attention_type == "local":
+            key = torch.arange(attention_mask.size(-1), device=k.device)
+            attention_mask = attention_mask * (key > last_seen(attention_mask) - self.window)
+        dropout, dtype = self.attn_dropout.p if self.training else 0.0, v.dtype
+        # without a scale its logits are large: in float32, as they were
+        q, k, v = (t.to(torch.promote_types(dtype, torch.float32)) for t in (q, k, v))
+        y, weights = gated_attention(self, q, k, v, attention_mask, dropout, 1.0)
+        return self.resid_dropout(self.out_proj(y.flatten(2).to(dtype))), weights
+
+
+# ---- beside the layers ----
+
+class Beside(nn.Module):
+    """U-Net skips between the blocks, and the value that A2C's critic learns from."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_layer = config.n_layer
+        self.fuse = UNet(config) if SkipFusion.is_on(config) else None
+        self.value = ValueHead(config) if AdvantageAttention.learns(config) else None
+        self.outputs, self.x = {}, None  # of blocks in this pass; the last hidden state, in training
+
+    def __getstate__(self):
+        return {**super().__getstate__(), "outputs": {}, "x": None}
+
+    def attach(self, base, blocks):
+        """Put it into a base model, with its hooks, which are outside of what checkpointing makes twice."""
+        base.nanoheads = self
+        for layer, block in enumerate(blocks if self.fuse else ()):
+            block.register_forward_hook(partial(self.after_block, layer))
+        if self.value is not None:
+            base.register_forward_hook(self.after_blocks)
+
+    def after_block(self, layer, block, args, out):
+        """A block's output, joined by its partner's where it is a decoder's."""
+        x, *more = out if isinstance(out, tuple) else (out,)
+        if layer < self.n_layer // 2:
+            self.outputs[layer + 1] = x
+            return out
+        x = self.fuse.mix(x, layer + 1, self.outputs, None)
+        if layer == self.n_layer - 1:
+            self.outputs = {}
+        return (x, *more) if isinstance(out, tuple) else x
+
+    def after_blocks(self, base, args, out):
+        self.x = out[0].detach() if self.training else None
+
+    def losses(self, logits, labels, predictions):
+        """A2C's, as of ValueHead, of the last pass in training mode. Raises UserError without labels."""
+        if self.value is None or self.x is None:
+            return {}
+        if logits is None or labels is None:
+            raise UserError("A2C's critic learns from what comes next: aux_losses(model, logits, labels)")
+        targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+        nats = F.cross_entropy(logits.detach().flatten(0, 1).float(), targets.flatten(), ignore_index=-100,
+                               reduction="none").view_as(targets)
+        return self.value.losses(self.x, nats, targets != -100, predictions)
