@@ -42,7 +42,8 @@ PLACES = [(name, kind) for name in ALL for kind in KINDS
 
 def tiny(hf, kind, dtype=torch.float64, **more):  # noqa: F811
     """As in test_dropin.py, but of four layers."""
-    layers = dict(gpt2=dict(n_layer=4), gpt_neo=dict(num_layers=4, attention_types=[[["global", "local"], 2]]))
+    layers = {"gpt2": dict(n_layer=4),
+              "gpt_neo": dict(num_layers=4, attention_types=[[["global", "local"], 2]])}
     return of_two_layers(hf, kind, dtype, **{**layers.get(kind, dict(num_hidden_layers=4)), **more})
 
 
@@ -109,9 +110,50 @@ def test_what_is_inserted_is_ours(hf, name, kind, tmp_path):  # noqa: F811
     assert all(far(scores[key], want) < 1e-4 for key, want in expected.items())
 
 
+def first_head(attn, kind):
+    """(weight [3 D, C], bias or None) of the first head's query, key and value."""
+    if kind == "gpt2":
+        weights, biases = ([t[..., part * 32:part * 32 + 8].mT if t.dim() == 2 else t[part * 32:part * 32 + 8]
+                            for part in range(3)] for t in (attn.c_attn.weight, attn.c_attn.bias))
+        return torch.cat(weights), torch.cat(biases)
+    if kind == "gpt_neox":
+        return attn.query_key_value.weight[:24], attn.query_key_value.bias[:24]
+    if kind == "phi3":  # 4 heads of queries, then 2 of keys, then 2 of values
+        return torch.cat([attn.qkv_proj.weight[i:i + 8] for i in (0, 32, 48)]), None
+    layers = [getattr(attn, f"{part}_proj") for part in "qkv"]
+    D, bias = getattr(attn, "head_dim", 8), layers[0].bias
+    return (torch.cat([layer.weight[:D] for layer in layers]),
+            None if bias is None else torch.cat([layer.bias[:D] for layer in layers]))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_constraint_head_attends_as_the_models_own_do(hf, kind):  # noqa: F811
+    """One with the first head's projections and an open router: that head's output, doubled."""
+    model = tiny(hf, kind)
+    place = dropin.places(model)[2]
+    if kind == "qwen2":  # biases of q, k and v alone, which constraint heads have not
+        for part in "qkv":
+            getattr(place.attn, f"{part}_proj").bias.data.zero_()
+    doubled = copy.deepcopy(model)
+    insert(model, constraint_names=["a"], constraint_router="hard_concrete")
+    weight, D = dropin.places(doubled)[2].proj.weight.data, gates_of(model)[2].head_size
+    column = (weight.T if kind == "gpt2" else weight)[:, :D]
+    new = gates_of(model)[2].constraint
+    new.out.bias.data.fill_(9.0)
+    weight, bias = first_head(dropin.places(model)[2].attn, kind)
+    new.c_attn.weight.data.copy_(weight)
+    if new.c_attn.bias is not None:
+        new.c_attn.bias.data.copy_(torch.zeros(3 * D) if bias is None else bias)
+    new.c_proj.weight.data.copy_(column)
+    before = logits(doubled, ids(), REAL)
+    column.mul_(2)
+    got, want = logits(model, ids(), REAL)[REAL.bool()], logits(doubled, ids(), REAL)[REAL.bool()]
+    assert far(got, want) < 1e-6 and far(before[REAL.bool()], want) > 1e-3
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_their_losses_are_ours(hf, kind, tmp_path):  # noqa: F811
-    """Those of A2C's critic, of constraint scores and of their router, as training has them; gradients too."""
+    """Those of A2C's critic, of constraint scores and of their router, as in training; gradients too."""
     model = tiny(hf, kind, torch.float32)
     model.save_pretrained(tmp_path)
     insert(model, **TOGETHER, constraint_sparsity_coef=0.1, constraint_entropy_coef=0.1)
@@ -124,14 +166,16 @@ def test_their_losses_are_ours(hf, kind, tmp_path):  # noqa: F811
     shifted = torch.cat((labels[:, 1:].clamp_min(-1), torch.full((2, 1), -1)), 1)
     want = here(ids(), shifted, constraint_targets=targets, logits=True)
     assert (out.loss - want.loss).abs() < 1e-5
-    assert got.keys() == want.aux.keys() >= {"a2c_value", "a2c_advantage", "constraint_router", "constraint.a"}
+    assert got.keys() == want.aux.keys() >= {"a2c_value", "a2c_advantage", "constraint_router"}
     for name, loss in want.aux.items():
         assert (got[name] - loss).abs() < 1e-5 * loss.abs().clamp_min(1), name
     assert got["constraint.b"] == 0 < got["constraint.a"]
+    wrapped = torch.nn.Sequential(model)  # as torch's and others' wrappers do
+    assert aux_losses(wrapped, out.logits, labels, targets).keys() == got.keys()
     sum(got.values()).backward()
     sum(want.aux.values()).backward()
-    slopes = [p.grad for n, p in here.named_parameters() if n.endswith(("critic.weight", "w1", "value.weight"))]
-    mine = [p.grad for n, p in model.named_parameters() if n.endswith(("critic.weight", "w1", "value.weight"))]
+    slopes, mine = ([p.grad for n, p in m.named_parameters()
+                     if n.endswith(("critic.weight", "w1", "value.weight"))] for m in (here, model))
     assert len(slopes) == len(mine) == 7
     assert all(a.any() and min(far(a, b) for b in mine if b.shape == a.shape) < 1e-3 for a in slopes)
     model.eval()(ids())
@@ -276,7 +320,8 @@ def test_a_state_is_a_factor_and_consent_is_kept(hf, kind):  # noqa: F811
     mask_heads(masked, {1: [2]})
     assert far(logits(model, ids()), logits(masked, ids())) < 1e-6
     assert states_of(control)[1, 2] == "withdrawn" and states_of(control)[1, 1] == "active"
-    assert [(row["layer"], row["head"], row["type"]) for row in find_violations(control)] == [(1, 2, "blocked")]
+    row, = find_violations(control)
+    assert (row["layer"], row["head"], row["type"]) == (1, 2, "blocked")
     control.set_head(1, 2, gate=0.5)
     weight = dropin.places(halved)[1].proj.weight.data
     (weight if kind == "llama" else weight.T)[:, 16:24] *= 0.5
@@ -350,6 +395,10 @@ def test_what_is_asked_of_a_model_without_it_is_one_clear_line(hf):  # noqa: F81
     out = model(ids(), labels=ids())
     for act, words in ((lambda: aux_losses(model), "aux_losses(model, logits, labels)"),
                        (lambda: aux_losses(model, out.logits, ids(), {"c": ids()}), "['c']"),
+                       (lambda: aux_losses(insert(tiny(hf, "gpt2"), "acag"), constraint_targets={"a": ids()}),
+                        "insert some"),
+                       (lambda: aux_losses(insert(tiny(hf, "gpt2"), **CONSTRAINT),
+                                           constraint_targets={"a": ids()}), "call the model before"),
                        (lambda: Control(model).set_head(4, 0, gate=1), "no block 4"),
                        (lambda: Control(model).set_head(0, 4, gate=1), "no head 4"),
                        (lambda: Control(model).set_head(0, 0, state="active"), "agency off"),

@@ -96,9 +96,10 @@ def insert(model, mechanisms=(), anyway=False, **flags):
     """Put mechanisms into a loaded Hugging Face model, in place, and return it: its logits stay as they were.
 
     mechanisms: names of MECHANISMS, with commas or as a list; flags: fields of GPTConfig, which win. Routing
-    starts with all heads, unless routing_top_k says how many. Where a gate starts at another constant than 1,
-    the projection out makes up for it. What cannot be neutral is refused; with anyway=True it starts as in a
-    new model. Raises UserError, and then the model is as it was.
+    starts with all heads, unless routing_top_k says how many, skips with nothing, unless unet_init says how
+    much. Where a gate starts at another constant than 1, the projection out makes up for it. What cannot be
+    neutral is refused; with anyway=True it starts as in a new model. Raises UserError, and then the model is
+    as it was.
     """
     layers, held = places(model), getattr(model.config, "nanoheads", {})
     if held:
@@ -138,9 +139,10 @@ def build_gates(model, layers, config):
 
 def build_beside(layers, config):
     """What is inserted beside the layers, or None."""
-    beside, weight = Beside(config), layers[-1].proj.weight
-    empty = not any(True for _ in beside.children())
-    return None if empty else beside.to(weight.device, weight.dtype).train(layers[-1].attn.training)
+    if not (SkipFusion.is_on(config) or AdvantageAttention.learns(config)):
+        return None
+    weight = layers[-1].proj.weight
+    return Beside(config).to(weight.device, weight.dtype).train(layers[-1].attn.training)
 
 
 def attach(model, made, beside, config):
@@ -154,6 +156,7 @@ def attach(model, made, beside, config):
 
 
 def attach_gates(model, made):
+    """The hooks and interfaces of Gates in the attention of their layers."""
     attention = needed("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     attention.register("nanoheads", gated_attention)
     masks = needed("transformers.masking_utils")  # without one registered attention would get no mask at all
@@ -192,7 +195,7 @@ def gpt_config(model, mechanisms, flags):
     on = [cls for cls in MECHANISM_CLASSES if cls.is_on(config)]
     others = [cls.flag for cls in on if cls not in INSERTABLE]
     if others:
-        raise UserError(f"{', '.join(others)} cannot be inserted: that changes the model's own projections")
+        raise UserError(f"{', '.join(others)} cannot be inserted, but turned on with train.py --init_from")
     problems = [*config.problems(), *insert_problems(c, config)]
     if problems or not on:
         there = ", ".join(name for cls in INSERTABLE for name in cls.modes)
@@ -293,9 +296,8 @@ def scale_columns(proj, factor, gates):
 
 
 def gates_of(model):
-    """{layer: Gates} of a model into which insert() has put some."""
-    return {i: place.attn.nanoheads for i, place in enumerate(places(model))
-            if hasattr(place.attn, "nanoheads")}
+    """{layer: Gates} of a model into which insert() has put some, whatever is wrapped around it."""
+    return {m.layer: m for m in model.modules() if isinstance(m, Gates)}
 
 
 def predictions(model):
@@ -310,19 +312,23 @@ def aux_losses(model, logits=None, labels=None, constraint_targets=None):
     logits, labels: of that pass, as its `labels` are (-100: not scored), for A2C's critic. constraint_targets
     {name: [B, T]}, from 0 to 1, below 0: not known; these have a loss in any mode. Raises UserError.
     """
-    total, found = {}, predictions(model)
-    for gates in gates_of(model).values():
-        for name, loss in gates.losses.items():
-            total[name] = total[name] + loss if name in total else loss
-    beside = getattr(model.base_model, "nanoheads", None)
-    if beside is not None:
-        total.update(beside.losses(logits, labels, found))
+    total, found, config = {}, predictions(model), None
+    for m in model.modules():
+        if isinstance(m, Gates):
+            config = m.config
+            for name, loss in m.losses.items():
+                total[name] = total[name] + loss if name in total else loss
+        elif isinstance(m, Beside):
+            total.update(m.losses(logits, labels, found))
     if constraint_targets is not None:
-        config = gpt_config(model, (), model.config.nanoheads)
+        if config is None or not ConstraintHeads.is_on(config):
+            raise UserError("constraint_targets are for constraint heads: insert some")
+        if not found:
+            raise UserError("constraint_targets are for the scores of a pass: call the model before")
         try:
             total.update(ConstraintHeads.losses(config, found, constraint_targets))
-        except (KeyError, ValueError) as e:
-            raise UserError(f"no pass has scored that: {e}" if isinstance(e, KeyError) else str(e)) from None
+        except ValueError as e:
+            raise UserError(str(e)) from None
     return total
 
 
@@ -333,8 +339,7 @@ class Control(HeadControl):
     """
 
     def __init__(self, model):
-        gates = gates_of(model)
-        self.layers = places(model)
+        self.layers, gates = places(model), gates_of(model)
         if len(gates) < len(self.layers):
             raise UserError("not every layer has gates: insert some, into a model that has heads in each")
         self.config = SimpleNamespace(n_layer=len(self.layers))
@@ -393,18 +398,9 @@ def load(folder, **options):
     wrong = [str(name) for kind in ("missing", "unexpected", "mismatched") for name in found[f"{kind}_keys"]]
     if wrong:
         raise UserError(f"{folder}: its weights are not those of its config.json: {', '.join(wrong[:3])}")
-    if gates_of(model):
-        fill_buffers(model)
+    for gates in gates_of(model).values():
+        gates.fill_buffers()
     return model
-
-
-def fill_buffers(model):
-    """Make the buffers that no file has, which from_pretrained() leaves without values."""
-    config = gpt_config(model, (), model.config.nanoheads)
-    for place, fresh in build_gates(model, places(model), config):
-        for name, buffer in fresh.named_buffers():
-            if name not in fresh.state_dict():
-                place.attn.nanoheads.get_buffer(name).copy_(buffer)
 
 
 # ---- heads that are off, or gone ----

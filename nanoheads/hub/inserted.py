@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from model import (AdvantageAttention, AttentionCore, ConstraintHeads, Pass, SkipFusion, UNet, ValueHead)
+from model import AdvantageAttention, AttentionCore, ConstraintHeads, Pass, SkipFusion, UNet, ValueHead
 from nanoheads.common import UserError
 from nanoheads.kernels import for_each_head
 
@@ -38,7 +38,7 @@ class Gates(AttentionCore):
 
     def __init__(self, config, layer, head_ids, head_size):
         super().__init__()
-        self.layer, self.head_ids, self.head_size = layer, head_ids, head_size
+        self.config, self.layer, self.head_ids, self.head_size = config, layer, head_ids, head_size
         self.n_base, self.n_head = config.n_head, len(head_ids)
         self.n_extra = ConstraintHeads.count(config, layer)
         self.tied = config.a2c == "published"  # keys are queries, values are slices of x
@@ -51,6 +51,13 @@ class Gates(AttentionCore):
 
     def __getstate__(self):  # a tensor of a graph cannot be copied
         return {**super().__getstate__(), "call": None, "extra": None, "losses": {}, "predictions": {}}
+
+    def fill_buffers(self):
+        """Those that no file has, which from_pretrained() leaves without values."""
+        fresh = type(self)(self.config, self.layer, self.head_ids, self.head_size)
+        for name, buffer in fresh.named_buffers():
+            if name not in fresh.state_dict():
+                self.get_buffer(name).copy_(buffer)
 
     def forward(self, q, k, v, mask, dropout, scale):
         """Gated outputs [B, T, H, D] of q [B, H, T, D] over k and v [B, H or fewer, S, D].
@@ -141,6 +148,7 @@ class LateCache:
         return k[:, :n].to(dtype), v[:, :n].to(dtype)
 
     def heads_for_x(self, width):
+        """How many heads of this width an input takes."""
         return -(-self.x.size(-1) // (2 * width))
 
     def inputs(self):
@@ -262,6 +270,7 @@ class Beside(nn.Module):
         return (x, *more) if isinstance(out, tuple) else x
 
     def after_blocks(self, base, args, out):
+        """The last hidden state, for losses()."""
         self.x = out[0].detach() if self.training else None
 
     def losses(self, logits, labels, predictions):
