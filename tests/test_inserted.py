@@ -52,7 +52,7 @@ def random_insert(model, name):
     insert(model, anyway=True, **ALL[name])
     scatter(model, 0.3, only="nanoheads")
     for p in (p for name, p in model.named_parameters() if "fuse" in name and name.endswith("logit")):
-        p.data.add_(11)  # it begins at -12
+        p.data.add_(13)  # it begins at -14
     if "agency" in ALL[name]:
         control = Control(model)
         for layer, head, how in ((0, 1, dict(state="overloaded")), (1, 3, dict(state="misaligned")),

@@ -54,7 +54,6 @@ INSERTABLE = (ExclusiveAttention, HeadNorm, HeadRouter, SentinelGate, Agency, Ad
               ConstraintHeads, ContextGate, Sink, SkipFusion)
 # flags that train.py's steps or its teacher give a meaning to
 OF_TRAINING = ("unet_from", "unet_ramp", "constraint_warmup", "constraint_stop", "constraint_match")
-NEARLY_OFF = -12.0  # a gate's logit: it takes 6e-6, and has a slope to learn by
 
 
 def needed(name):
@@ -233,7 +232,7 @@ def start(m, config, anyway):
         values = {"weight": identity_of_h(m.weight.shape), "bias": 0.0}
     elif isinstance(m, SkipFusion):
         neutral = config.unet_init == 0
-        values = {"logit": NEARLY_OFF} if neutral else {}
+        values = {"logit": -14.0} if neutral else {}  # 8e-7, and a slope to learn by
     elif isinstance(m, OutputGate):
         values, constant = {"proj.weight": 0.0}, 0.5
     elif isinstance(m, ContextGate):
@@ -272,7 +271,10 @@ def start_beside(beside, config, anyway):
 
 @torch.no_grad()
 def lower_sinks(model, layers):
-    """Set each Sink nearly off: 12 below the lowest log-sum-exp of its head's rows, on random tokens."""
+    """Set each Sink 12 below the lowest log-sum-exp of its head's rows, on random tokens.
+
+    There it takes 6e-6 of that row, and less of others; much lower it would have no slope to learn by.
+    """
     if not layers:
         return
     for gates in layers:
@@ -283,7 +285,7 @@ def lower_sinks(model, layers):
     model.eval().base_model(tokens.to(model.device), use_cache=False)
     model.train(training)
     for gates in layers:
-        gates.sink.logit.copy_(gates.lowest_lse + NEARLY_OFF)
+        gates.sink.logit.copy_(gates.lowest_lse - 12)
         gates.keeps_lse, gates.lowest_lse = False, None
 
 
