@@ -11,6 +11,8 @@ Does a mechanism beat a plain GPT? A study in two stages, intervals, effects as 
     python compare.py --from_results=results/all-tiny.json.gz    # a report once more, from its numbers alone
     python compare.py --recheck=results/all-tiny.json.gz         # every figure of it, computed once more
     python compare.py --again=results/all-tiny.json.gz           # every run of it once more: do they agree?
+    python compare.py --ledger                                   # all of results/ on a page, docs/ledger.html
+    python compare.py --ledger add out/challenge-mine-tiny       # with a challenge's, rechecked first
 
 Every run is kept in out/trials, under a hash of its flags, its data and the code that it uses, and one that
 is in results/ counts as done: start a study again and it goes on where it stopped, here or elsewhere; change
@@ -30,7 +32,8 @@ from nanoheads import configurator
 from nanoheads.common import UserError, explain, pick_device, table
 from nanoheads.hub import own_mechanism as own
 from nanoheads.probes import promises
-from nanoheads.study import analysis, costs, fingerprint, queue, rates, report, results, tables, trial
+from nanoheads.study import (analysis, costs, fingerprint, ledger, queue, rates, report, results, tables,
+                             trial)
 from nanoheads.study.variants import BOOKKEEPING, StudyConfig, VariantBuilder
 
 PLAIN = "plain"
@@ -396,12 +399,16 @@ def keep_file(config, out):
 
 
 def run(argv):
+    argv, to_add = ledger.folder_to_add(argv)
     argv = own.take(argv, keep="out/mechanisms")
     config, = configurator.load((StudyConfig,), argv, __doc__)
     promises.refuse_leaks(config.mechanisms)
     command = shlex.join(["python", "compare.py", *(arg for arg in argv if arg != "--report_only")])
     if config.tables:
         print(*tables.write() or ["every table is as results/ has it"], sep="\n")
+        return
+    if config.ledger:
+        print(*([ledger.add(to_add)] if to_add else []), *ledger.write(), sep="\n")
         return
     if config.recheck:
         print(results.recheck(config.recheck))

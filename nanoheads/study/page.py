@@ -5,6 +5,7 @@ Text from a results file is escaped where it is shown: samples hold anything.
 """
 
 import base64
+import hashlib
 import html as escaping
 import math
 from pathlib import Path
@@ -258,10 +259,14 @@ def ladder_html(found, pictures=None):
         tag("section", tag("h2", "Command"), tag("pre", found["command"]))))
 
 
-def document(title, main):
+def document(title, main, css="", script=""):
+    """A page that loads nothing; css: beside CSS; script: the one that may run, behind `main`."""
     # the policy has the browser refuse what the page promises not to do: load anything, run anything
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    if script:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        policy, script = f"{policy}; script-src 'sha256-{digest}'", f"<script>{script}</script>"
     return ("<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
             f'<meta http-equiv=Content-Security-Policy content="{policy}"><link rel=icon href=\'data:,\'>'
             "<meta name=viewport content='width=device-width, initial-scale=1'>"
-            f"{tag('title', title)}<style>{CSS}</style></head>\n<body>{main}</body></html>\n")
+            f"{tag('title', title)}<style>{CSS}{css}</style></head>\n<body>{main}{script}</body></html>\n")

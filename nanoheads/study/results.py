@@ -329,14 +329,19 @@ def read(path):
 # ---- once more ----
 
 def add_own(found, path):
-    """Add the mechanism in a file of its own that a results file's runs were made with. UserError."""
+    """Add the mechanism in a file of its own that a results file's runs were made with. UserError.
+
+    The file lies beside it, or in a folder of its name, as `compare.py --ledger add` leaves it in results/.
+    """
+    folder = Path(path).with_name(Path(path).name.split(".")[0])
     for study in trial.studies_in(found).values():
         for run in study["runs"].values():
             spec = run["spec"]
             if digest := spec.get("data", {}).get("mechanism"):
                 file = spec["train"]["own_mechanism"]
+                at = folder / "results.json.gz" if (folder / Path(file).name).is_file() else path
                 own.find(dict(own_mechanism=dict(file=Path(file).name, digest=digest[:16]),
-                              train=dict(own_mechanism=file)), path)
+                              train=dict(own_mechanism=file)), at)
 
 
 def recheck(path):

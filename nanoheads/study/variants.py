@@ -35,7 +35,7 @@ FIXED_BY_STUDY = BOOKKEEPING | {"init_from", "init_anyway", "device"}  # what se
 SAME_TEXT = {"dataset", "block_size"}  # what variants cannot set: the two sides would be scored on other text
 # keys of where a study runs and what is done with it now: not those of the study that a file holds
 HERE = {"out_dir", "jobs", "jobs_per_gpu", "device", "submit", "submit_options", "dry_run", "report_only",
-        "from_results", "recheck", "again", "tables"}
+        "from_results", "recheck", "again", "tables", "ledger"}
 # rates that are tuned together: those of an optimizer's group. min_lr goes with lr, which it must not exceed
 RATES = {"muon_lr": ("muon_lr",), "lr": ("lr", "embed_lr", "min_lr"), "mechanism_lr": ("mechanism_lr",)}
 
@@ -90,6 +90,7 @@ class StudyConfig:
     recheck: Optional[str] = None        # compute every figure of it once more, and compare
     again: Optional[str] = None          # run its study once more, all of it, and print where the two agree
     tables: bool = False                 # write the tables in README.md and docs/ from results/
+    ledger: bool = False                 # write docs/ledger.html from results/; add FOLDER: a challenge's too
     # ---- statistics ----
     alpha: float = 0.05                  # false verdicts of the whole study; intervals are 1 - alpha
     margin: float = 0.01                 # bits/byte: a difference below it is called the same
@@ -100,7 +101,7 @@ class StudyConfig:
 
     @property
     def has_results_already(self):
-        return self.from_results or self.recheck or self.again or self.tables
+        return self.from_results or self.recheck or self.again or self.tables or self.ledger
 
     def problems(self):
         """Everything that is wrong with this study, as a list of sentences (empty: fine)."""
