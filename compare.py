@@ -402,7 +402,7 @@ def run(argv):
     argv, to_add = ledger.folder_to_add(argv)
     argv = own.take(argv, keep="out/mechanisms")
     config, = configurator.load((StudyConfig,), argv, __doc__)
-    promises.refuse_leaks(config.mechanisms)
+    promises.refuse_leaks(config.mechanisms, config.variants)
     command = shlex.join(["python", "compare.py", *(arg for arg in argv if arg != "--report_only")])
     if config.tables:
         print(*tables.write() or ["every table is as results/ has it"], sep="\n")

@@ -12,6 +12,7 @@ Ask trained checkpoints what one loss does not say; paired, since all checkpoint
     python probe.py constraints score|adjudicate|explain|skip --ckpt out/a [...]
     python probe.py inspect --ckpt out/a
     python probe.py look --ckpt out/a [--ckpt out/b] --text FILE
+    python probe.py leak --module file.py:function [--vocab 256] [--length 32] [--batch 3] [--device cpu]
 
 `python probe.py needle --help` says what a probe measures, and how. Intervals are 95 %, by t over samples
 (needle, detectors), windows (keys), items (fewshot) or blocks of neighbouring windows (late, heads).
@@ -83,6 +84,7 @@ PROGRAMS = {
     "constraints": ("nanoheads.probes.constraints", "What constraint heads know of their labels."),
     "inspect": ("nanoheads.heads.inspection", "Heads one by one, by commands: set gates, prune, save."),
     "look": ("nanoheads.heads.look", "What mechanisms do to a text, token by token, as a page."),
+    "leak": ("nanoheads.probes.leak", "Whether any function from token ids to logits looks ahead."),
 }
 
 

@@ -128,6 +128,10 @@ def test_a_look_ahead_is_refused_before_a_study_with_its_position(mine):
     with pytest.raises(UserError, match=r"forget.*position 1 change with the token at 12"):
         promises.refuse_leaks([name])
     promises.refuse_leaks(["xsa", "all_on"])  # those of the repository have been tested
+    variants = {"gates": dict(output_gate="headwise"), "fast": dict(forget=True, forget_init=-1.0, lr=0.1)}
+    with pytest.raises(UserError, match=r"fast .*position 1 change with the token at 12"):
+        promises.refuse_leaks([], variants)
+    promises.refuse_leaks([], {"off": dict(forget=False, lr=0.1)})
 
 
 @pytest.mark.parametrize("before, after, words", [

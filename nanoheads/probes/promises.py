@@ -187,12 +187,18 @@ def main(argv):
         raise UserError(f"{len(broken)} of {len(found)} promises are broken")
 
 
-def refuse_leaks(names):
-    """UserError where a mechanism of one's own looks ahead or mixes rows; prints other broken promises."""
-    for name in names:
-        if not any(name in cls.modes for cls in own.ADDED):
-            continue
-        for _, recipe, promise, wrong in check(name, MECHANISMS[name]):
+def refuse_leaks(names, variants={}):
+    """UserError where a mechanism of one's own looks ahead or mixes rows; prints other broken promises.
+
+    variants: {name: flags} of more; of these, too, those that turn a mechanism of one's own on are tried.
+    """
+    flags = {name: MECHANISMS[name] for name in names if any(name in cls.modes for cls in own.ADDED)}
+    for name, each in variants.items():
+        mine = {key: value for cls in own.ADDED if isinstance(each, dict) and each.get(cls.flag)
+                for key, value in each.items() if key in cls.fields()}
+        flags.update({name: mine} if mine else {})
+    for name, each in flags.items():
+        for _, recipe, promise, wrong in check(name, each):
             if wrong and promise in LEAKS:
                 raise UserError(f"{name} (recipe={recipe}): {wrong}: a comparison would mean nothing")
             if wrong:

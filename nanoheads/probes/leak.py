@@ -1,0 +1,264 @@
+"""
+Does a function from token ids to logits look ahead? It needs no checkpoint and nothing of this repository.
+
+    python probe.py leak --module file.py:function [--vocab 256] [--length 32] [--batch 3] [--device cpu]
+
+function(ids [B, T] int64) -> logits [B, T, V], or what holds them as .logits; positions count from 0.
+
+ahead     tokens behind a position are changed, one by one and all at once: its logits stay
+rows      all other rows of the batch are changed: the logits of a row stay
+prefixes  tokens are cut off at the end: the logits before stay
+padding   the same with tokens added; where it takes attention_mask, on the left too, whatever they are
+
+Each is tried with several random texts. What stays is compared to a tolerance: four times what the same call
+again changes, or 32 epsilon of the largest logit (at most 1 % of it), whichever is more. Other shapes have
+other kernels: prefixes and padding may differ by four times what a row alone differs from it in its batch.
+Exits with 1 where it leaks. A leak that takes rare tokens, or is smaller than the tolerance, is not found.
+"""
+
+import argparse
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+
+import torch
+
+from nanoheads.common import UserError, last_words, pick_device, table
+from nanoheads.configurator import where_it_failed
+from nanoheads.probes.runs import positive
+
+PADS = 3  # tokens of padding, and tokens that are cut off
+
+
+def function_of(name):
+    """The function that file.py:function names. UserError."""
+    file, _, attribute = name.rpartition(":")
+    path = Path(file)
+    if not file or not attribute.isidentifier():
+        raise UserError(f"--module={name}: name a file and a function in it, file.py:function")
+    if not path.is_file():
+        raise UserError(f"--module={name}: there is no file {file}")
+    spec = importlib.util.spec_from_file_location(f"leak_of_{path.stem}", path)
+    if spec is None:
+        raise UserError(f"--module={name}: {file} is no Python file")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))  # where it looks for files of its own
+    try:
+        spec.loader.exec_module(module)
+    except Exception as e:  # whatever a file of one's own may do
+        raise UserError(f"--module={name}: {file}, {where_it_failed(e, path)}") from None
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise UserError(f"--module={name}: {file} has no function {attribute}; "
+                        f"it has {', '.join(names) or 'none'}")
+    return found
+
+
+class Asked:
+    """A function that is asked for logits: no gradient, every answer checked."""
+
+    def __init__(self, function):
+        self.function, self.calls = function, 0
+        try:
+            self.masked = "attention_mask" in inspect.signature(function).parameters
+        except (TypeError, ValueError):  # not everything that can be called has one
+            self.masked = False
+
+    @torch.no_grad()
+    def __call__(self, ids, mask=None, seed=1):
+        """Logits [B, T, V]. UserError: another shape, NaN where the mask is not 0, an exception.
+
+        mask: attention_mask, of ones where none is given; only where the function takes one.
+        """
+        torch.manual_seed(seed)
+        self.calls += 1
+        mask = torch.ones_like(ids) if mask is None else mask
+        more = dict(attention_mask=mask) if self.masked else {}
+        try:
+            found = self.function(ids.clone(), **more)  # a function may write into what it is given
+        except Exception as e:
+            raise UserError(f"the function fails on ids of {[*ids.shape]}: {type(e).__name__}: "
+                            f"{' '.join(str(e).split())[:200]}") from None
+        found = getattr(found, "logits", found)
+        if not isinstance(found, torch.Tensor) or not found.is_floating_point():
+            raise UserError(f"the function returns {type(found).__name__}, which is no tensor of logits")
+        if found.dim() != 3 or found.shape[:2] != ids.shape:
+            raise UserError(f"the function returns {[*found.shape]} for ids of {[*ids.shape]}, "
+                            "which must be [B, T, V]")
+        if (bad := found.isnan().any(2) & (mask > 0)).any():
+            row, position = bad.nonzero()[0].tolist()
+            raise UserError(f"the logits are NaN at row {row}, position {position}")
+        return found.clone()  # and one that it returns again
+
+
+def apart(a, b):
+    """The largest difference at each position, [B, T]; two infinities of one sign are the same."""
+    a, b = a.double(), b.double()
+    return torch.where(a == b, 0.0, (a - b).abs()).amax(2)
+
+
+def texts(vocab, draws, batch, length, device):
+    """Random ids [draws, batch, length], and as many others that differ from them at every place."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(vocab, (draws, batch, length), generator=generator)
+    other = (ids + torch.randint(1, vocab, ids.shape, generator=generator)) % vocab
+    return ids.to(device), other.to(device)
+
+
+class Probe:
+    """The checks of one function on one text and another that differs everywhere, [B, T] each."""
+
+    def __init__(self, ask, ids, other, tolerance=None):
+        self.ask, self.ids, self.other = ask, ids, other
+        self.before = ask(ids)
+        finite = self.before[self.before.isfinite()]
+        size = finite.abs().max().item() if finite.numel() else 1.0
+        noise = max(apart(ask(ids, seed=seed), self.before).max().item() for seed in (1, 2))
+        if noise > 0.01 * size:
+            raise UserError(f"the same ids give logits that differ by {noise:.1e} (the largest is "
+                            f"{size:.1e}): turn dropout and sampling off")
+        rounding = min(32 * torch.finfo(self.before.dtype).eps, 0.01) * size
+        self.tolerance = max(4 * noise, rounding) if tolerance is None else tolerance
+        self.fixed, self.most = tolerance is not None, 0.0  # most: what differed and passed
+
+    def changed(self, ids, keep):
+        """Positions [T'] at which the logits of `ids` differ from those before, in rows and places `keep`."""
+        found = apart(self.ask(ids)[keep], self.before[keep]).amax(0)
+        wrong = found > self.tolerance
+        self.most = max(self.most, found[~wrong].max().item() if (~wrong).any() else 0.0)
+        return wrong
+
+    def ahead(self):
+        """(position, token) of the first position that reads a later token; None."""
+        T, found = self.ids.size(1), []
+        for j in range(T - 1, 0, -1):
+            alone, behind = self.ids.clone(), self.ids.clone()
+            alone[:, j] = self.other[:, j]
+            behind[:, j:] = self.other[:, j:]
+            for ids in (alone, behind):
+                wrong = self.changed(ids, (slice(None), slice(0, j)))
+                found += [(p, ids is behind, j) for p in wrong.nonzero().flatten().tolist()]
+        if not found:
+            return None
+        first = min(p for p, *_ in found)
+        single = [j for p, joint, j in found if p == first and not joint]
+        # of all that were changed together, the last one that it takes
+        return first, min(single) if single else max(j for p, _, j in found if p == first)
+
+    def rows(self):
+        """(row, other row) of the first row that reads another; None."""
+        for row in range(len(self.ids)):
+            for other in range(len(self.ids)):
+                ids = self.ids.clone()
+                ids[other] = self.other[other]
+                if row != other and self.changed(ids, (slice(row, row + 1), slice(None))).any():
+                    return row, other
+
+    def shape_tolerance(self):
+        """The tolerance between other shapes, once rows are known to be apart."""
+        if self.fixed:
+            return self.tolerance
+        alone = apart(self.ask(self.ids[:1]), self.before[:1]).max().item()
+        return max(self.tolerance, 4 * alone)
+
+    def prefixes(self):
+        """(position, tokens cut off at the end) of the first position that is changed by that; None."""
+        T, tolerance = self.ids.size(1), self.shape_tolerance()
+        for cut in sorted({1, PADS, T // 2}):
+            if cut < T:
+                found = apart(self.ask(self.ids[:, :-cut]), self.before[:, :-cut]).amax(0)
+                if (at := first_of(found > tolerance)) is not None:
+                    return at, cut
+
+    def padding(self):
+        """What is wrong with padding, in words; None."""
+        T, tolerance = self.ids.size(1), self.shape_tolerance()
+        # the ids as tokens of padding have no meaning of their own: two kinds of them
+        pads, others = (torch.full((len(self.ids), PADS), token).to(self.ids) for token in (0, 1))
+        ones, zeros = torch.ones_like(self.ids), torch.zeros_like(pads)
+        right = self.ask(torch.cat((self.ids, pads), 1), torch.cat((ones, zeros), 1))[:, :T]
+        if (at := first_of(apart(right, self.before).amax(0) > tolerance)) is not None:
+            return f"position {at} reads the padding on the right, {PADS} tokens"
+        if self.ask.masked:
+            mask = torch.cat((zeros, ones), 1)
+            left, again = (self.ask(torch.cat((each, self.ids), 1), mask)[:, PADS:]
+                           for each in (pads, others))
+            if (at := first_of(apart(left, again).amax(0) > self.tolerance)) is not None:
+                return f"position {at} reads the padding on the left, though attention_mask hides it"
+            if (at := first_of(apart(left, self.before).amax(0) > tolerance)) is not None:
+                return f"position {at} changes with {PADS} tokens of padding on the left: do positions move?"
+
+
+def first_of(wrong):
+    """The first position of [T] that is wrong; None."""
+    return int(wrong.nonzero()[0]) if wrong.any() else None
+
+
+# ---- all of them ----
+
+NO_ROWS = {True: None, False: "there is one row alone, --batch"}
+
+
+def tried(probe):
+    """{promise: (what is wrong or None, why it was not tried or None)} of one text.
+
+    The first that is broken ends it: what comes later would be broken by the same.
+    """
+    if at := probe.ahead():
+        return {"ahead": (f"position {at[0]} reads token {at[1]}", None)}
+    found = {"ahead": (None, None)}
+    at = probe.rows()
+    found["rows"] = at and f"row {at[0]} reads row {at[1]} of the batch", NO_ROWS[len(probe.ids) > 1]
+    if at:
+        return found
+    try:
+        at = probe.prefixes()
+        wrong = at and f"position {at[0]} changes when the last {at[1]} tokens are cut off"
+        found["prefixes"] = wrong, None
+        found["padding"] = probe.padding(), None
+    except UserError as e:  # one that takes a single length, first of all
+        found["prefixes" if "prefixes" not in found else "padding"] = None, str(e)
+    return found
+
+
+def leaks(function, vocab=256, length=32, batch=3, draws=3, device="cpu", tolerance=None):
+    """(rows of what was tried, the first leak in words or None, calls, the largest difference that passed).
+
+    UserError: the function cannot be probed.
+    """
+    if vocab < 2 or length < 2:
+        raise UserError(f"vocab={vocab} and length={length} must be at least 2: else nothing can change")
+    ask, most = Asked(function), 0.0
+    for ids, other in zip(*texts(vocab, draws, batch, length, device)):
+        probe = Probe(ask, ids, other, tolerance)
+        found = tried(probe)
+        most = max(most, probe.most)
+        if leak := next((wrong for wrong, _ in found.values() if wrong), None):
+            break
+    return [(name, *each) for name, each in found.items()], leak, ask.calls, most
+
+
+def main(argv):
+    """python probe.py leak: a table of what was tried; exits with 1 where the function leaks."""
+    parser = argparse.ArgumentParser(prog="probe.py leak", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--module", required=True, metavar="FILE.py:FUNCTION", help="what is probed")
+    parser.add_argument("--vocab", type=positive, default=256, help="ids are below this (default: 256)")
+    parser.add_argument("--length", type=positive, default=32, help="tokens in a row (default: 32)")
+    parser.add_argument("--batch", type=positive, default=3, help="rows (default: 3)")
+    parser.add_argument("--draws", type=positive, default=3, help="random texts (default: 3)")
+    parser.add_argument("--device", default="cpu", help="cpu | cuda | mps | auto (default: cpu)")
+    parser.add_argument("--tolerance", type=float, help="in place of the estimated one; 0: bit for bit")
+    args = parser.parse_args(argv)
+    with last_words("probe"):
+        function, device = function_of(args.module), pick_device(args.device)
+        rows, leak, calls, most = leaks(function, args.vocab, args.length, args.batch, args.draws, device,
+                                        args.tolerance)
+        print(table(("promise", ""), [(name, wrong or (f"not tried: {skipped}" if skipped else "kept"))
+                                      for name, wrong, skipped in rows], left=2))
+        if leak:
+            raise UserError(leak)
+        same = "bit for bit" if most == 0 else f"to {most:.1e}"
+        print(f"no leak found in {calls} calls; what was to stay stayed {same} (ahead, rows)")

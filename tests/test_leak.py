@@ -1,0 +1,245 @@
+"""The leak probe: functions that leak at a known place are found there, a causal one passes."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from conftest import ROOT
+from model import GPT, GPTConfig
+from nanoheads.common import UserError
+from nanoheads.probes.leak import leaks
+from probe import main
+
+V, T = 37, 12
+FIRST = [None, None]  # of both_needed(): the tokens at 7 and 9 before they are changed
+TABLE = torch.randn(V, 5, generator=torch.Generator().manual_seed(3))
+
+
+def causal(ids):
+    """Each position: the mean of what came so far."""
+    return TABLE[ids].cumsum(1) / torch.arange(1, ids.size(1) + 1)[:, None]
+
+
+def at(position, token, amount=1.0):
+    """causal(), but one position reads one token."""
+    def function(ids):
+        found = causal(ids)
+        if ids.size(1) > max(position, token):
+            found[:, position] += amount * TABLE[ids[:, token]]
+        return found
+    return function
+
+
+def off_by_one(ids):
+    return causal(ids) + TABLE[ids.roll(-1, 1)]
+
+
+def mean_of_row(ids):
+    return causal(ids) + TABLE[ids].mean(1, keepdim=True)
+
+
+def next_to_last(ids):
+    """The last position but one reads the last token, whatever the length."""
+    found = causal(ids)
+    found[:, -2] += TABLE[ids[:, -1]]
+    return found
+
+
+def both_needed(ids):
+    """Position 4 reads tokens 7 and 9, but only where both are other ones than they were."""
+    found = causal(ids)
+    a, b = (TABLE[ids[:, i]][:, 0] if ids.size(1) > i else torch.zeros(len(ids)) for i in (7, 9))
+    found[:, 4, 0] += torch.where((a == FIRST[0][:len(ids)]) | (b == FIRST[1][:len(ids)]), 0.0, 1.0)
+    return found
+
+
+def batch_norm(ids):
+    """Every position by itself, over the rows."""
+    x = causal(ids)
+    return (x - x.mean(0)) / (1 + x.std(0, correction=0))
+
+
+def row_before(ids):
+    x = causal(ids)
+    return x + torch.cat((x[:1] * 0, x[:-1]))
+
+
+def by_length(ids):
+    return causal(ids) * (1 + 0.01 * ids.size(1))
+
+
+def leak_of(function, **more):
+    return leaks(function, **{**dict(vocab=V, length=T, batch=3), **more})[1]
+
+
+@pytest.mark.parametrize("function, words", [
+    (at(5, 9), "position 5 reads token 9"), (at(0, T - 1), "position 0 reads token 11"),
+    (at(T - 2, T - 1), "position 10 reads token 11"), (at(3, 4), "position 3 reads token 4"),
+    (off_by_one, "position 0 reads token 1"), (mean_of_row, "position 0 reads token 1"),
+    (next_to_last, "position 10 reads token 11"),
+    (batch_norm, "row 0 reads row 1 of the batch"), (row_before, "row 1 reads row 0 of the batch"),
+    (by_length, "position 0 changes when the last 1 tokens are cut off"),
+    (at(5, 9, 1e-3), "position 5 reads token 9"),
+])
+def test_a_leak_is_found_at_its_place(function, words):
+    assert leak_of(function) == words
+
+
+def test_the_probe_agrees_with_every_pair_tried_by_hand():
+    """Two leaks at random places, the slow way: change a token, see who moves."""
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(8):
+        pairs = []
+        for _ in range(2):
+            position = int(torch.randint(T - 1, (), generator=generator))
+            pairs.append((position, int(torch.randint(position + 1, T, (), generator=generator))))
+
+        def function(ids):
+            return at(*pairs[0])(ids) + at(*pairs[1])(ids)
+
+        ids = torch.randint(V, (1, T), generator=generator)
+        moved = []
+        for j in range(T):
+            other = ids.clone()
+            other[0, j] = (other[0, j] + 1) % V
+            moved += [(p, j) for p in range(j) if not torch.equal(function(ids)[0, p], function(other)[0, p])]
+        assert leak_of(function, batch=1) == "position {} reads token {}".format(*min(moved))
+
+
+def test_a_leak_that_takes_two_tokens_is_found(monkeypatch):
+    from nanoheads.probes.leak import texts
+    ids, _ = texts(V, 1, 3, T, "cpu")
+    monkeypatch.setitem(globals(), "FIRST", [TABLE[ids[0][:, i]][:, 0] for i in (7, 9)])
+    assert leak_of(both_needed, draws=1) == "position 4 reads token 7"  # with token 9, which is behind it
+
+
+@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
+def test_a_causal_transformer_passes(recipe):
+    sizes = dict(vocab_size=V, block_size=2 * T, n_layer=2, n_head=2, n_embd=16)
+    model = GPT(GPTConfig(**sizes, recipe=recipe)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    rows, leak, calls, _ = leaks(lambda ids: model(ids).logits, V, T)
+    assert leak is None and calls > 3 * 2 * (T - 1)
+    assert [row[0] for row in rows] == ["ahead", "rows", "prefixes", "padding"] and not any(
+        row[1] or row[2] for row in rows)
+    # control: the same with an attention that sees all
+    torch_model = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).eval()
+    both = torch.nn.Sequential(torch.nn.Embedding(V, 16), torch_model)
+    assert leak_of(both) == "position 0 reads token 1"
+
+
+def test_rounding_of_other_groups_is_no_leak_and_zero_tolerance_finds_it():
+    """A sum in another order for rows of other tokens, as experts that take turns have it."""
+    def grouped(ids):
+        order = TABLE[ids].double() @ torch.ones(5, 4, dtype=torch.float64)
+        return (order.float() + 1e-7 * ids[:, -1:, None]).to(torch.float32)
+    assert leak_of(grouped) is None
+    assert leak_of(grouped, tolerance=0.0) == "position 0 reads token 11"
+
+
+# ---- padding ----
+
+def masked(reads_left=False, reads_right=False, moves=False):
+    def function(ids, attention_mask=None):
+        mask = torch.ones_like(ids) if attention_mask is None else attention_mask
+        x = TABLE[ids] * (1 if reads_left else mask[..., None])
+        found = x.cumsum(1)
+        if reads_right:  # only tokens that the mask hides
+            found = found + (TABLE[ids] * (1 - mask)[..., None]).sum(1, keepdim=True)
+        return found + (0.1 * torch.arange(ids.size(1))[:, None] if moves else 0)
+    return function
+
+
+def test_padding_is_tried_on_both_sides_where_a_mask_is_taken():
+    assert leak_of(masked()) is None
+    assert leak_of(masked(reads_left=True)) == (
+        "position 0 reads the padding on the left, though attention_mask hides it")
+    assert leak_of(masked(reads_right=True)) == "position 0 reads the padding on the right, 3 tokens"
+    assert "position 0 changes with 3 tokens of padding on the left" in leak_of(masked(moves=True))
+
+
+def test_a_function_of_one_length_or_one_row_is_tried_as_far_as_it_goes():
+    def fixed(ids):
+        assert ids.size(1) == T, "one length"
+        return causal(ids)
+    rows, leak, *_ = leaks(fixed, V, T, batch=1)
+    assert leak is None and [row[0] for row in rows] == ["ahead", "rows", "prefixes"]
+    assert "one row" in rows[1][2] and "fails on ids of [1, 11]: AssertionError: one length" in rows[2][2]
+
+
+def test_a_function_may_write_into_what_it_is_given_and_return_one_tensor_again():
+    memory = torch.zeros(3, T + 3, 5)
+
+    def careless(ids):
+        found = memory[:len(ids), :ids.size(1)]
+        found.copy_(causal(ids))
+        ids.zero_()
+        return found
+    assert leak_of(careless) is None
+
+
+# ---- the command ----
+
+FILE = """import torch
+table = torch.eye(37)
+def causal(ids):
+    return table[ids].cumsum(1)
+def late(ids):
+    found = causal(ids)
+    if ids.size(1) > 23:
+        found[:, 17] += table[ids[:, 23]]
+    return found
+def flat(ids):
+    return table[ids].sum(-1)
+def nan(ids):
+    return causal(ids) / (causal(ids) * 0)
+def whole(ids):
+    return ids
+def noisy(ids):
+    return causal(ids) + torch.randn(*ids.shape, 37)
+def fails(ids):
+    return table[ids + 37]
+def holds(ids):
+    return type("Out", (), dict(logits=causal(ids)))
+number = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "theirs.py"
+    path.write_text(FILE)
+    return path
+
+
+def test_the_command_exits_with_the_place_or_0(file, capsys):
+    for name in ("causal", "holds"):
+        main(["leak", "--module", f"{file}:{name}", "--vocab=37"])
+        assert "no leak found in" in capsys.readouterr().out
+    done = subprocess.run([sys.executable, "probe.py", "leak", "--module", f"{file}:late", "--vocab", "37"],
+                          cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == "probe: position 17 reads token 23\n"
+
+
+@pytest.mark.parametrize("name, words", [
+    ("none", "has no function none; it has causal, late,"), ("number", "has no function number"),
+    ("flat", "returns [3, 32] for ids of [3, 32], which must be [B, T, V]"),
+    ("nan", "the logits are NaN at row 0, position 0"), ("whole", "is no tensor of logits"),
+    ("noisy", "turn dropout and sampling off"), ("fails", "fails on ids of [3, 32]: IndexError"),
+])
+def test_what_cannot_be_probed_is_one_line(file, name, words, refusal):
+    assert words in refusal(["leak", "--module", f"{file}:{name}", "--vocab=37"])
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path, refusal):
+    broken = tmp_path / "broken.py"
+    broken.write_text("import torch\nimport nothing_of_this_name\n")
+    assert "line 2: ModuleNotFoundError" in refusal(["leak", f"--module={broken}:f"])
+    assert "there is no file" in refusal(["leak", f"--module={tmp_path}/none.py:f"])
+    assert "name a file and a function" in refusal(["leak", "--module=model.py"])
+    with pytest.raises(UserError, match="at least 2"):
+        leaks(causal, vocab=1)
