@@ -110,7 +110,7 @@ def test_claims_are_read_with_their_section_names_and_command():
     claims = ledger.claims_of(CLAIMS)
     assert [claim[:4] for claim in claims] == [
         ("R1", "r--learned-routing", "heads of choice", "worse"),
-        ("R1", "r--learned-routing", "… without a \\| mask", "worse"),
+        ("R1", "r--learned-routing", "… without a | mask", "worse"),
         ("R2", "r--learned-routing", "fast", "refuted"),
         ("A1", "a--a2c-attention", "better", "undecided")]
     assert [claim[5] for claim in claims] == [{"all"}, {"all"}, {"all"}, {"heads"}]

@@ -183,6 +183,7 @@ class File:
                  ("Bits/byte", f"{show(mean_of(variant), '.4f')}, the other side "
                                f"{show(mean_of(study['arms'][c['baseline']]), '.4f')}"),
                  ("Corrected p", f"{p_of(c)}, of {len(study['comparisons'])} comparisons"),
+                 ("Interval over text", over_text(c)),
                  ("At equal FLOPs", at_cost(c, "equal_flops", interval)),
                  ("At equal time", at_cost(c, "equal_time", interval))]
         return self.row(c["variant"], f"judged on {split}", difference=interval(c),
@@ -301,6 +302,12 @@ class File:
         return self.digests[flags]
 
 
+def over_text(c):
+    """The interval over the text, of these trained models; None: blocks unknown."""
+    low, high = (show((c.get("text") or {}).get(end), "+.4f") for end in ("low", "high"))
+    return None if low == "–" else f"[{low}, {high}]"
+
+
 # ---- claims ----
 
 def anchor(heading):
@@ -328,9 +335,13 @@ def claims_of(text):
             names = {word for code in re.findall(r"`([^`]*)`", line) for word in re.findall(r"\w+", code)}
             names.add(cells[2].split(",")[0].lower())  # A, judged
             studies = set(re.findall(r"config/studies/(\w+)\.py", command))
-            verdict = cells[-2].replace("**", "")
-            found.append((number, anchor(heading), claim.strip("`"), verdict, names, studies))
+            found.append((number, anchor(heading), plain_text(claim), plain_text(cells[-2]), names, studies))
     return found
+
+
+def plain_text(markdown):
+    """Without emphasis, code marks, escapes and the addresses of links."""
+    return re.sub(r"[*`\\]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", markdown))
 
 
 def naming(claims, name, study):

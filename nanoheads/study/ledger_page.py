@@ -24,15 +24,15 @@ COLUMNS = {
     "date, code": ("date", "date", False)}
 FILTERS = ("verdict", "size", "text", "recipe", "stage", "code")
 STAGES = {
-    "judged on test": "fresh seeds, the whole test split; what a claim rests on",
-    "judged on validation": "a first look, mostly of two seeds; what validation chose it cannot confirm",
-    "screened on validation": "two seeds, to choose what is judged; no verdict",
+    "judged on test": "seeds that chose nothing, the test split: what a claim rests on",
+    "judged on validation": "a first look at text that also chooses: no claim rests on it",
+    "screened on validation": "few seeds, to choose what is judged: no verdict",
     "plain GPT": "the other side of the comparisons of its study"}
 LEAD = ("Every variant of every study in results/, against the plain GPT that was trained beside it. Lower "
         "bits/byte are better: a difference below 0 is a gain.")
 READING = (
-    "Intervals are over seeds, 95 % each, and not corrected; verdicts are, for all comparisons of their "
-    "study.",
+    "Intervals are over seeds, 95 % where their study sets nothing else, and not corrected; verdicts are, "
+    "for all comparisons of their study.",
     "Worth: at that multiple of its training compute the plain GPT is as good. FLOPs as executed and the "
     "time of a step are those of the variant over the plain GPT's.",
     "Size: parameters of the plain GPT's blocks. Recipe: that of both sides, and the plain GPT's steps.",
