@@ -1,5 +1,6 @@
 """A headless Chromium for tests of pages: real clicks, real keys, and what it logged or asked for."""
 
+import base64
 import json
 import os
 import shutil
@@ -87,7 +88,6 @@ class Browser:
 
     def picture(self, path):
         """A screenshot of the window, as PNG."""
-        import base64
         Path(path).write_bytes(base64.b64decode(self("Page.captureScreenshot", format="png")["data"]))
 
     def complaints(self):

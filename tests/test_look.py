@@ -2,12 +2,7 @@
 import base64
 import hashlib
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import sample
+from browser import CHROMIUM, Browser
 from evaluate import main
 from model import GPT, MECHANISMS, GPTConfig, HeadNorm
 from nanoheads.common import UserError
@@ -754,100 +750,14 @@ def test_maps_that_memory_does_not_hold_are_not_made(make, tmp_path, monkeypatch
 
 # ---- a browser ----
 
-BROWSER = next(filter(None,
-                      map(shutil.which,
-                          ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None)
-CODES = dict(Tab=9, PageUp=33, PageDown=34, End=35, Home=36,
-             ArrowLeft=37, ArrowUp=38, ArrowRight=39, ArrowDown=40)
-LAUNCH = """import os, sys
-os.dup2(int(sys.argv[1]), 3)
-os.dup2(int(sys.argv[2]), 4)
-os.execv(sys.argv[3], sys.argv[3:])"""  # the browser listens on descriptor 3 and answers on 4
-
-
-class Browser:
-    """A headless Chromium, spoken to over a pipe (the DevTools protocol): real clicks, real keys."""
-
-    def __init__(self, folder):
-        theirs, self.send = os.pipe()
-        self.receive, back = os.pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, str(theirs), str(back), BROWSER, "--headless", "--no-sandbox",
-             "--disable-gpu", "--hide-scrollbars", "--disable-background-networking",
-             "--remote-debugging-pipe", f"--user-data-dir={folder}"],
-            pass_fds=(theirs, back), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        os.close(theirs)
-        os.close(back)
-        self.unread, self.number, self.session, self.events = b"", 0, {}, []
-        target = self("Target.createTarget", url="about:blank")["targetId"]
-        attached = self("Target.attachToTarget", targetId=target, flatten=True)
-        self.session = dict(sessionId=attached["sessionId"])
-        for domain in ("Page", "Runtime", "Network", "Log"):
-            self(f"{domain}.enable")
-
-    def __call__(self, method, **params):
-        self.number += 1
-        message = dict(id=self.number, method=method, params=params, **self.session)
-        os.write(self.send, json.dumps(message).encode() + b"\0")
-        while True:
-            while b"\0" not in self.unread:
-                block = os.read(self.receive, 1 << 16)
-                assert block, "the browser is gone"
-                self.unread += block
-            answer, _, self.unread = self.unread.partition(b"\0")
-            answer = json.loads(answer)
-            if answer.get("id") == self.number:
-                return answer["result"]
-            self.events.append(answer)
-
-    def ask(self, script):
-        found = self("Runtime.evaluate", expression=script, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
-
-    def open(self, path, width, dark=False):
-        self("Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=1, mobile=False)
-        scheme = dict(name="prefers-color-scheme", value="dark" if dark else "light")
-        self("Emulation.setEmulatedMedia", features=[scheme])
-        self("Page.navigate", url=Path(path).as_uri())
-        end = time.monotonic() + 30
-        while not self.ask("location.protocol == 'file:' && document.readyState == 'complete'"):
-            assert time.monotonic() < end, "the page does not load"
-
-    def press(self, key):
-        typed = dict(text=key) if len(key) == 1 else {}
-        for kind, more in (("keyDown", typed), ("keyUp", {})):
-            self("Input.dispatchKeyEvent", type=kind, key=key,
-                 windowsVirtualKeyCode=CODES.get(key, ord(key[0])), **more)
-
-    def point(self, script, click=False):
-        """The mouse to the middle of an element, and a click there."""
-        self.ask(f"{script}.scrollIntoView({{block: 'center'}})")
-        x, y = self.ask(f"(r => [r.left + r.width / 2, r.top + r.height / 2])"
-                        f"({script}.getBoundingClientRect())")
-        self("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        for kind in ("mousePressed", "mouseReleased") if click else ():
-            self("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-
-    def close(self):
-        self.process.terminate()
-        self.process.wait()
-        os.close(self.send)
-        os.close(self.receive)
-
-
 @pytest.fixture
 def browser(tmp_path):
-    if not BROWSER:
+    if not CHROMIUM:
         pytest.skip("no Chromium or Chrome is installed, so no page can be opened")
     browser = Browser(tmp_path / "profile")
     yield browser
     browser.close()
-    said = "Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled"
-    assert not [event for event in browser.events if event["method"] in said]
-    asked = [event["params"]["request"]["url"] for event in browser.events
-             if event["method"] == "Network.requestWillBeSent"]
-    assert asked and all(url.startswith("file:") and url.endswith(".html") for url in asked)
+    assert browser.events and not browser.complaints()
 
 
 FOCUS = "document.activeElement.index"
