@@ -362,10 +362,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each reading the normed residual stream and adding to it.
-
-    parallel: both at once, as in GPT-J and GPT-NeoX (arXiv 2204.06745, section 2.1.2).
-    """
+    """Attention, then MLP, each reading the normed residual stream and adding to it."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -373,11 +370,14 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, layer)
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
-        self.parallel = config.parallel
+        self.agency = Agency(config) if config.agency and config.agency_scope != "head" else None
+        self.parallel = config.parallel  # both at once, as in GPT-J and GPT-NeoX (2204.06745, section 2.1.2)
 
     def forward(self, x, p):
         inputs = p.left and p.left.get(("inputs", self.attn.layer))  # of queries, keys, values: from MUDD
         y, results = self.attn(self.ln_1(x), p, inputs and [self.ln_1(each) for each in inputs])
+        if self.agency is not None:
+            return self.agency.weigh(self, x, y, p, results), results
         if self.parallel:
             return x + y + self.mlp(self.ln_2(x)), results
         x = x + y
@@ -1086,7 +1086,9 @@ class Agency(Mechanism):
 
     Source: Adaptive Transformer, section 2.2. agency_learned: a layer's heads share a linear map from what
     was measured of a head to the logits of its states. Between two steps a head takes the likeliest; the
-    gradient is that of the expected factor (straight-through, arXiv 1308.3432).
+    gradient is that of the expected factor (straight-through, arXiv 1308.3432). agency_scope (section 7,
+    "module-level"): a block has one of its own, of a single piece, whose factor multiplies what the MLP, or
+    the whole block, adds to the stream; heads then have no states.
     """
 
     class Options:
@@ -1094,23 +1096,29 @@ class Agency(Mechanism):
         agency_enforce: bool = True          # False: heads without consent run all the same (forced)
         agency_threshold: float = flag(0.05, at_least=0)  # a gate above it counts as in use
         agency_learned: bool = False         # states predicted from the heads' metrics; needs controller_log
+        agency_scope: Literal["head", "mlp", "block"] = "head"  # what has states: heads, MLPs, whole blocks
 
     name = flag = "agency"
-    modes = {"agency": dict(agency=True), "agency_learned": dict(agency=True, agency_learned=True)}
-    neutral = {"agency": {}, "agency_learned": {}}  # all heads active
+    modes = {"agency": dict(agency=True), "agency_learned": dict(agency=True, agency_learned=True),
+             "agency_mlp": dict(agency=True, agency_scope="mlp"),
+             "agency_block": dict(agency=True, agency_scope="block")}
+    neutral = dict.fromkeys(modes, {})  # all heads active
     STATES = {"active": 1.0, "overloaded": 0.5, "misaligned": 0.7, "withdrawn": 0.0}  # and their factors
     per_head = ("state", "consent", "utilisation", "last_signal", "metrics")
-    METRICS = 6  # what is measured of a head: Controller.features() but depth
+    METRICS = 6  # what is measured of a head: Measurements.features() but depth; of a piece: but entropy
 
-    def __init__(self, config, attn):
+    def __init__(self, config, attn=None):
+        """attn: the layer whose heads have states; None: the MLP or the block has one."""
         super().__init__()
-        n = attn.n_total
+        n, metrics = (attn.n_total, self.METRICS) if attn is not None else (1, self.METRICS - 1)
         self.enforce, self.threshold = config.agency_enforce, config.agency_threshold
-        self.learned = config.agency_learned
+        self.learned, self.scope = config.agency_learned, config.agency_scope
+        self.skipped = False  # has pack() taken a withdrawn MLP out?
+        self.register_buffer("by_hand", None, persistent=False)  # a piece's gate, as gate_override of heads
         if self.learned:
-            self.weight = nn.Parameter(torch.empty(len(self.STATES), self.METRICS))
+            self.weight = nn.Parameter(torch.empty(len(self.STATES), metrics))
             self.bias = nn.Parameter(torch.empty(len(self.STATES)))
-            self.register_buffer("metrics", torch.zeros(n, self.METRICS))
+            self.register_buffer("metrics", torch.zeros(n, metrics))
         self.register_buffer("state", torch.zeros(n, dtype=torch.long))
         self.register_buffer("consent", torch.ones(n, dtype=torch.bool))
         self.register_buffer("utilisation", torch.zeros(n))
@@ -1118,6 +1126,10 @@ class Agency(Mechanism):
         *factors, withdrawn = self.STATES.values()
         factors = torch.tensor([*factors, withdrawn if self.enforce else 1.0])
         self.register_buffer("factors", factors, persistent=False)
+
+    @classmethod
+    def on(cls, config, layer):
+        return config.agency and config.agency_scope == "head"
 
     def initial_values(self):
         return {"weight": 0.0, "bias": torch.tensor([3.0, 0.0, 0.0, 0.0])} if self.learned else {}
@@ -1138,6 +1150,22 @@ class Agency(Mechanism):
     def before(self, attn, h):
         if h.wants_traces:
             h.traces["agency"] = self.static_gate()
+
+    def gate(self):
+        """The factor of a piece, [1], or what was set by hand."""
+        gate = self.static_gate()
+        return gate if self.by_hand is None else torch.where(self.by_hand.isnan(), gate, self.by_hand)
+
+    def weigh(self, block, x, y, p, results):
+        """What a block of a piece's state sends on, [B, T, C]; x: what it reads, y: of its attention."""
+        gate = self.gate()
+        if p.wants_traces:
+            results["traces"]["agency"] = gate
+        gate = gate.to(y.dtype)
+        after = x + (gate * y if self.scope == "block" else y)
+        if self.skipped:
+            return after
+        return after + gate * block.mlp(block.ln_2(x if block.parallel else after))
 
     def set(self, i, state=None, consent=None, step=0):
         """Move head i to a state, or set its consent. Raises ValueError for a state that there is not."""

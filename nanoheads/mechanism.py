@@ -258,11 +258,20 @@ class HeadControl:
     def set_head(self, layer, head, gate=None, state=None, consent=None, step=0):
         """Set a head's gate by hand (above its own ones; None leaves it), its agency state, its consent.
 
-        Raises ValueError for a head or state that there is not.
+        head: None for the piece of the block that agency_scope gives a state, its MLP or all of it. Raises
+        ValueError for a head, piece or state that there is not.
         """
         if not 0 <= layer < self.config.n_layer:
             raise ValueError(f"there is no block {layer}; they go from 0 to {self.config.n_layer - 1}")
-        attn = self.transformer.h[layer].attn
+        attn, agency = self.transformer.h[layer].attn, self.transformer.h[layer].agency
+        if head is None:
+            if agency is None:
+                raise ValueError(f"block {layer} has no state: agency_scope is not mlp or block; name a head")
+            if gate is not None:
+                agency.by_hand = torch.full((1,), gate, device=attn.c_proj.weight.device)
+            if state is not None or consent is not None:
+                agency.set(0, state, consent, step)
+            return
         heads = attn.all_head_ids()
         if head not in heads:
             raise ValueError(f"block {layer} has no head {head}; it has {', '.join(map(str, heads))}")
@@ -273,6 +282,9 @@ class HeadControl:
             attn.gate_override[i] = gate
         if state is not None or consent is not None:
             if attn.agency is None:
+                if agency is not None:
+                    raise ValueError(f"heads have no states, with agency_scope={agency.scope!r}; name the "
+                                     f"block alone: {layer}")
                 raise ValueError("the model has no head states: it was trained with agency off")
             attn.agency.set(i, state, consent, step)
 

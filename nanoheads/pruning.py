@@ -34,9 +34,19 @@ def prune_heads(model, heads, optimizers=()):
 
 
 def pack(model):
-    """A copy for evaluation, of the same logits, without the heads whose gate is 0, for whatever reason."""
-    model = copy.deepcopy(model).eval()
-    prune_heads(model, {layer: closed_heads(block.attn) for layer, block in enumerate(model.transformer.h)})
+    """A copy for evaluation, of the same logits, without the heads whose gate is 0, for whatever reason.
+
+    Where agency_scope gives blocks or their MLPs states, also without what is withdrawn of those.
+    """
+    model, gone = copy.deepcopy(model).eval(), {}
+    for layer, block in enumerate(model.transformer.h):
+        gone[layer] = closed_heads(block.attn)
+        if block.agency is not None and block.agency.gate() == 0:
+            block.agency.skipped = True
+            # what others read of its heads stays
+            if block.agency.scope == "block" and not any(m.passes_on for m in block.attn.mechanisms()):
+                gone[layer] = block.attn.head_ids
+    prune_heads(model, gone)
     return model
 
 

@@ -21,10 +21,11 @@ from nanoheads.heads.states import States, share_with_agency, states_of
 from nanoheads.heads.surgery import Surgery, fold_gates, new_trainer
 from nanoheads.training import checkpoint
 from nanoheads.training.runlog import append_row, read_rows, write_rows
+from nanoheads.training.scoring import heads_at_work
 
 # what a checkpoint holds of it, from its parts: see state()
 KEYS = ("measured", "seconds", "frozen", "losses", "stacked", "heldout_now", "high", "since", "counts",
-        "mean", "now", "ramps", "violating", "refused", "overrides", "generator", "mover")
+        "mean", "now", "pieces", "ramps", "violating", "refused", "overrides", "generator", "mover")
 
 
 def starting_config(model_config, config):
@@ -51,7 +52,11 @@ class Controller:
         self.measured = Measurements(run)
         self.mover = MOVERS[run.config.controller](run.config, self.generator)
         self.surgery = Surgery(run.config, self.events)
-        self.states = States(run.config, self.events, self.measured.shape)
+        self.states = States(run.config, self.events, self.state_shape())
+
+    def state_shape(self):
+        """[blocks, heads], or of pieces [blocks, 1]."""
+        return (self.measured.pieces or self.measured).shape
 
     # ---- keeping ----
 
@@ -60,7 +65,9 @@ class Controller:
         found = dict(seconds=self.seconds, generator=self.generator.get_state(), mover=self.mover.state(),
                      overrides=[attn.gate_override for attn in attentions(self.model)],
                      **self.measured.state(), **self.surgery.state(), **self.states.state())
-        return {key: found[key] for key in KEYS}
+        if "pieces" in found:
+            found["pieces"]["overrides"] = [block.agency.by_hand for block in self.model.transformer.h]
+        return {key: found[key] for key in KEYS if key in found}
 
     def load(self, state, run):
         self.seconds = state["seconds"]
@@ -70,6 +77,8 @@ class Controller:
         self.mover.load(state["mover"])
         for attn, override in zip(attentions(run.model), state["overrides"]):
             attn.gate_override = override
+        for block, override in zip(run.model.transformer.h, state.get("pieces", {}).get("overrides", ())):
+            block.agency.by_hand = override
         set_sparsity(run)
 
     def as_scored(self, run):
@@ -105,7 +114,7 @@ class Controller:
         if c.grow_stack:
             copied = self.surgery.stack(self.measured, run)
             if copied:
-                self.states.begin(self.measured.shape)
+                self.states.begin(self.state_shape())
         return changed, copied
 
     def row(self, run):
@@ -119,12 +128,23 @@ class Controller:
         found["active"] = sum(g > model.config.agency_threshold for g in sum(found["static_gate"], []))
         if model.config.agency:
             states = states_of(model)
-            found["state"] = [[states[layer, head] for head in own] for layer, own in enumerate(ids)]
+            if self.measured.pieces is None:
+                found["state"] = [[states[layer, head] for head in own] for layer, own in enumerate(ids)]
+            else:
+                found["pieces"] = self.row_of_pieces(list(states.values()))
+                found["active"] = heads_at_work(model)[0]
             kinds = [kind for _, _, kind in self.states.violating]
             found.update(forced=kinds.count("forced"), blocked=kinds.count("blocked"))
         if self.events:
             found["events"] = self.events
         return found
+
+
+    def row_of_pieces(self, states):
+        """What a row says of MLPs or blocks: {"scope": mlp | block, name: [a value a block]}."""
+        now = self.measured.pieces.now
+        return dict(scope=self.model.config.agency_scope, state=states,
+                    **{name: [float(f"{v:.5g}") for v in values[:, 0]] for name, values in now.items()})
 
 
 # ---- what train.py calls ----

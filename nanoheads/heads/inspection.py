@@ -24,7 +24,7 @@ from pathlib import Path
 from model import Agency
 from nanoheads.common import UserError, explain, last_words, pick_device, table
 from nanoheads.configurator import near
-from nanoheads.heads.measuring import METRICS, attentions, fixed_text, measure
+from nanoheads.heads.measuring import METRICS, attentions, fixed_text, measure, measure_pieces
 from nanoheads.heads.states import find_violations
 from nanoheads.heads.surgery import fold_gates
 from nanoheads.hub import own_mechanism
@@ -34,7 +34,9 @@ from nanoheads.training.sampling import check, encode, generate, read_prompt, si
 
 PROGRAM = "probe.py inspect"
 METRIC_TOKENS = 4096  # what the table is measured on, forward and backward
-COMMANDS = {  # name: (arguments, what it does); a head L.H is block and number, as in the table
+# name: (arguments, what it does); a head L.H is block and number, as in the table; L alone is what
+# agency_scope gives a state in that block: its MLP, or all of it
+COMMANDS = {
     "heads": ("", "the table of the heads as they are now"),
     "gate": ("L.H VALUE|auto", "set a gate by hand, over sentinel and agency; auto: as learned"),
     "withdraw": ("L.H", "state withdrawn, no consent; with agency off: gate 0"),
@@ -57,7 +59,9 @@ FREE_TEXT = ("sample", "text", "save")  # what they take is the rest of the line
 def help_text():
     """The commands, and what the columns of the table are."""
     names = [(name, *words) for name, words in COMMANDS.items()]
-    return table(("command", "", ""), names, left=3) + "\n\n" + table(("column", ""), METRICS.items(), left=2)
+    places = "L.H: a head; L alone: the MLP or the block, where agency_scope gives that a state"
+    return "\n\n".join((table(("command", "", ""), names, left=3), places,
+                        table(("column", ""), METRICS.items(), left=2)))
 
 
 def choose(word, yes, no):
@@ -69,10 +73,25 @@ def choose(word, yes, no):
 
 # ---- what is done to a model ----
 
-def by_hand(attn):
-    """{head: gate} of the heads of a layer whose gate was set by hand."""
+def by_hand(block):
+    """{head: gate} of the heads of a block whose gate was set by hand; None: its MLP, or the block."""
+    attn, agency = block.attn, block.agency
     gates = [] if attn.gate_override is None else attn.gate_override.tolist()
-    return {head: gate for head, gate in zip(attn.all_head_ids(), gates) if not math.isnan(gate)}
+    found = dict(zip(attn.all_head_ids(), gates))
+    if agency is not None and agency.by_hand is not None:
+        found[None] = agency.by_hand.item()
+    return {head: gate for head, gate in found.items() if not math.isnan(gate)}
+
+
+def in_words(layer, head):
+    """L.H of a head, L of an MLP or a block."""
+    return f"{layer}" if head is None else f"{layer}.{head}"
+
+
+def agency_of(model, layer, head):
+    """The Agency of what is at a place, or None."""
+    block = model.transformer.h[layer]
+    return block.agency if head is None else block.attn.agency
 
 
 def set_skips(model, on):
@@ -91,9 +110,10 @@ def folded(model):
     """
     copied, stuck = fold_gates(model)
     for layer, head in stuck:
-        gate = by_hand(attentions(model)[layer])[head]
-        raise UserError(f"head {layer}.{head} is at {gate:g} by hand while its own gate is 0, "
-                        f"which no checkpoint can hold; say gate {layer}.{head} auto first")
+        gate, place = by_hand(model.transformer.h[layer])[head], in_words(layer, head)
+        what = "head" if head is not None else model.config.agency_scope
+        raise UserError(f"{what} {place} is at {gate:g} by hand while its own gate is 0, "
+                        f"which no checkpoint can hold; say gate {place} auto first")
     return copied
 
 
@@ -167,11 +187,13 @@ class Session(cmd.Cmd):
     # ---- commands ----
 
     def place(self, word):
-        """(layer, head) of a word L.H. Raises ValueError, which names the heads that there are."""
-        match = re.fullmatch(r"(\d+)\.(\d+)", word)
-        if not match:
-            raise UserError(f"{word!r} is no head; write block.number, as in 0.3")
-        layer, head = map(int, match.groups())
+        """(layer, head) of a word L.H, (layer, None) of L. Raises ValueError, which says what there is."""
+        match = re.fullmatch(r"(\d+)(?:\.(\d+))?", word)
+        pieces = self.model.transformer.h[0].agency is not None
+        if not match or match[2] is None and not pieces:
+            more = f", or the {self.model.config.agency_scope}'s block, as in 0" if pieces else ""
+            raise UserError(f"{word!r} is no head; write block.number, as in 0.3{more}")
+        layer, head = int(match[1]), None if match[2] is None else int(match[2])
         self.model.set_head(layer, head)
         return layer, head
 
@@ -179,16 +201,16 @@ class Session(cmd.Cmd):
         layer, head = self.place(word)
         step = self.read.get("step") or 0
         self.change(lambda model: model.set_head(layer, head, step=step, **values))
-        attn = attentions(self.model)[layer]
-        if "gate" not in values and head in by_hand(attn):
+        if "gate" not in values and head in by_hand(self.model.transformer.h[layer]):
             print(f"its gate, set by hand, overrides state and consent; gate {word} auto ends that")
-        elif "gate" not in values and not attn.agency.enforce:
+        elif "gate" not in values and not agency_of(self.model, layer, head).enforce:
             print("agency_enforce is off: no head is withdrawn or held back")
 
     def do_heads(self):
         metrics, rows, states = measure(self.model, *self.probe), [], list(Agency.STATES)
-        for layer, attn in enumerate(attentions(self.model)):
-            hand, agency = by_hand(attn), attn.agency
+        hands = [by_hand(block) for block in self.model.transformer.h]
+        for layer, (attn, hand) in enumerate(zip(attentions(self.model), hands)):
+            agency = attn.agency
             for i, head in enumerate(attn.all_head_ids()):
                 m = {name: each[layer][i].item() for name, each in metrics.items()}
                 who = ("-", "-")
@@ -199,7 +221,16 @@ class Session(cmd.Cmd):
                              f"{m['gradient']:.2e}", f"{m['conflict']:+.2f}"))
         print(table(("layer", "head", "gate ", "state", "consent", "entropy", "importance", "utilisation",
                      "gradient", "conflict"), rows, left=(3, 4)))
-        if any(map(by_hand, attentions(self.model))):
+        if found := measure_pieces(self.model, *self.probe):
+            rows = []
+            for layer, (block, hand) in enumerate(zip(self.model.transformer.h, hands)):
+                m, agency = {name: each[layer].item() for name, each in found.items()}, block.agency
+                rows.append((layer, f"{m['gate']:.3f}" + (" ", "*")[None in hand], states[agency.state[0]],
+                             "yes" if agency.consent[0] else "no", f"{m['importance']:.2e}",
+                             f"{m['utilisation']:.3f}", f"{m['gradient']:.2e}", f"{m['conflict']:+.2f}"))
+            print("\n" + table((self.model.config.agency_scope, "gate ", "state", "consent", "importance",
+                                "utilisation", "gradient", "conflict"), rows, left=(2, 3)))
+        if any(hands):
             print("* set by hand")
 
     def do_gate(self, word, value):
@@ -212,16 +243,20 @@ class Session(cmd.Cmd):
         self.set(word, gate=number)
 
     def do_withdraw(self, word):
-        if self.loaded.config.agency:
+        if agency_of(self.model, *self.place(word)):
             return self.set(word, state="withdrawn", consent=False)
         self.set(word, gate=0.0)
-        print("agency is off: its gate is 0 by hand")
+        print(f"{self.stateless()}: its gate is 0 by hand")
 
     def do_restore(self, word):
-        if self.loaded.config.agency:
+        if agency_of(self.model, *self.place(word)):
             return self.set(word, state="active", consent=True)
         self.set(word, gate=math.nan)
-        print("agency is off: its gate is as learned")
+        print(f"{self.stateless()}: its gate is as learned")
+
+    def stateless(self):
+        """Why a head has no state."""
+        return "heads have no states" if self.model.config.agency else "agency is off"
 
     def do_state(self, word, name):
         self.set(word, state=name)
@@ -236,6 +271,8 @@ class Session(cmd.Cmd):
     def do_prune(self, *words):
         gone = {}
         for layer, head in map(self.place, words):
+            if head is None:
+                raise UserError(f"{layer} is no head, and only heads are pruned; withdraw {layer} closes it")
             if head not in attentions(self.model)[layer].head_ids:
                 raise UserError(f"{layer}.{head} is a constraint head, which stays for its scores; "
                                 f"gate {layer}.{head} 0 closes it")
@@ -249,7 +286,7 @@ class Session(cmd.Cmd):
         self.become(self.changes[:-1])
 
     def do_violations(self):
-        rows = [(v["layer"], v["head"], v["type"], f"{v['gate']:.3f}", v["state"])
+        rows = [(v["layer"], v.get("head", v.get("scope")), v["type"], f"{v['gate']:.3f}", v["state"])
                 for v in find_violations(self.model)]
         print(table(("layer", "head", "type", "gate", "state"), rows, left=(2, 4)) if rows else "none")
 
@@ -274,9 +311,10 @@ class Session(cmd.Cmd):
         state.update(own_mechanism.held(model.config, path.parent))
         checkpoint.save(path, state)
         print(path)
-        for layer, attn in enumerate(attentions(self.model)):
-            for head, gate in by_hand(attn).items():
-                print(f"gate {gate:g} of {layer}.{head} is in its output projection there")
+        for layer, block in enumerate(self.model.transformer.h):
+            for head, gate in by_hand(block).items():
+                where = "its output projection" if head is not None else "its output projections"
+                print(f"gate {gate:g} of {in_words(layer, head)} is in {where} there")
 
     def do_help(self):
         print(help_text())

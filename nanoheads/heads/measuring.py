@@ -23,6 +23,14 @@ METRICS = {
     "gate": "mean over tokens of all factors on its output",
     "conflict": "cosine of its gradients on two halves of the text",
 }
+# and measure_pieces() of every MLP or block, where agency_scope gives those states
+PIECE_METRICS = {
+    "gradient": "norm of the loss's gradient in its matrices, nats",
+    "importance": "|d loss / d factor| times the factor, a sequence, nats a token",
+    "utilisation": "norm of what it adds over that plus the norm of the stream that it adds to",
+    "gate": "its factor",
+    "conflict": METRICS["conflict"],
+}
 GATES = ("gate", "output_gate", "acag_gate", "sink_gate")  # traces that are factors on y, over [B, H, T, D]
 
 
@@ -86,6 +94,24 @@ def inputs_of(modules):
 
 
 @contextmanager
+def outputs_of(modules):
+    """The same of what each module gave, of a tuple the first."""
+    kept = [None] * len(modules)
+
+    def keep(i):
+        def hook(module, args, out):
+            kept[i] = out[0] if isinstance(out, tuple) else out
+        return hook
+
+    hooks = [module.register_forward_hook(keep(i)) for i, module in enumerate(modules)]
+    try:
+        yield kept
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
 def evaluating(model):
     """The model in eval mode, and then as it was."""
     before = model.training
@@ -139,6 +165,60 @@ def measure(model, x, y, autocast=None):
             if not value.isfinite().all():
                 raise ValueError(f"{name} of a head in block {layer} is not finite")
     return metrics
+
+
+def measure_pieces(model, x, y, autocast=None):
+    """{metric: [a float64 tensor [1] a block]} of PIECE_METRICS on x, y [B, T], as measure() has it of heads.
+
+    {}: neither MLPs nor blocks have states. Raises ValueError where a metric is not finite.
+    """
+    blocks, halves = model.transformer.h, []
+    if blocks[0].agency is None:
+        return {}
+    with inputs_of(blocks) as streams, outputs_of([block.attn for block in blocks]) as ys_of, \
+            outputs_of([block.mlp for block in blocks]) as ms_of, evaluating(model), torch.enable_grad():
+        for xs, ys in zip(x.chunk(2), y.chunk(2)):
+            with autocast or nullcontext():
+                loss = model(xs, ys).loss
+            groups = [[y, m, *piece_matrices(block)] for block, y, m in zip(blocks, ys_of, ms_of)]
+            every = [t for group in groups for t in group]
+            found = iter(torch.autograd.grad(loss, every, allow_unused=True, materialize_grads=True))
+            halves.append([piece_metrics(block, stream, *group[:2], [next(found) for _ in group])
+                           for block, stream, group in zip(blocks, streams, groups)])
+    metrics = {name: [] for name in PIECE_METRICS}
+    for layer, (block, a, b) in enumerate(zip(blocks, *halves)):
+        metrics["gradient"].append(((a["slope"] + b["slope"]) / 2).norm()[None])
+        metrics["conflict"].append(F.cosine_similarity(a["slope"], b["slope"], dim=0, eps=1e-30)[None])
+        metrics["importance"].append((a["importance"] + b["importance"])[None] / 2)
+        adds, onto = (((a[name] + b[name]) / 2).sqrt() for name in ("adds", "onto"))
+        metrics["utilisation"].append((adds / (adds + onto).clamp_min(1e-30))[None])
+        metrics["gate"].append(block.agency.gate().detach().double())
+        for name in metrics:
+            if not metrics[name][layer].isfinite():
+                raise ValueError(f"{name} of the {block.agency.scope} of block {layer} is not finite")
+    return metrics
+
+
+def piece_matrices(block):
+    """The weights of a block's MLP, and of its attention, where the whole block has a state."""
+    own = projections(block.attn) if block.agency.scope == "block" else []
+    return [*own, *(weight for weight, _ in block.mlp.matrices())]
+
+
+def piece_metrics(block, x, y, m, found):
+    """A dict of a block's piece, whose block reads the stream x [B, T, C].
+
+    y, m: what its attention and its MLP put out, before the factor; found: the gradients of y, m and
+    piece_matrices().
+    """
+    x, y, m, dy, dm = (t.detach().double() for t in (x, y, m, *found[:2]))
+    worth, gate = (m * dm).sum((1, 2)), block.agency.gate().detach().double()
+    adds, onto = gate * m, x + y
+    if block.agency.scope == "block":
+        worth, adds, onto = worth + (y * dy).sum((1, 2)), adds + gate * y, x
+    return dict(slope=torch.cat([slope.double().flatten() for slope in found[2:]]),
+                importance=worth.abs().mean() * len(x),  # times the sequences, as in half_metrics()
+                adds=adds.square().sum(-1).mean(), onto=onto.square().sum(-1).mean())
 
 
 def projections(attn):
@@ -228,11 +308,34 @@ def closed(model, heads):
 
 # ---- measurements all through a run ----
 
+class Pieces:
+    """What has been measured of a run's MLPs or blocks, in arrays [blocks, 1]: now and mean, as of heads."""
+
+    def __init__(self, n_layer):
+        self.shape, self.mean, self.now = (n_layer, 1), {}, {}
+
+    def used(self):
+        """Utilisation over the mean of all blocks."""
+        return self.mean["utilisation"] / self.level("utilisation")
+
+    def level(self, name):
+        """A metric's mean over all blocks, [blocks, 1]."""
+        return np.full(self.shape, self.mean[name].mean())
+
+    def features(self):
+        """[blocks, FEATURES - 2], as of heads, without entropy and depth."""
+        relative = [np.log(np.maximum(self.mean[k], 1e-12) / np.maximum(self.level(k), 1e-12)).clip(-5, 5)
+                    for k in ("gradient", "importance")]
+        columns = [*relative, self.used().clip(0, 5), self.mean["gate"], self.mean["conflict"]]
+        return torch.from_numpy(np.concatenate(columns, 1))
+
+
 class Measurements:
     """What has been measured of a run's heads; arrays are [blocks, heads] by the original numbers, NaN: gone.
 
     now, mean: {metric: array}, of the last measurement, and its moving average. here: which heads there are.
-    losses: nats per token on the held-out text since the last growth; held_out_loss: the last of them.
+    pieces: the same of MLPs or blocks, where those have states, or None. losses: nats per token on the
+    held-out text since the last growth; held_out_loss: the last of them.
     count: measurements so far.
     """
 
@@ -252,6 +355,7 @@ class Measurements:
         extra = max(attn.n_extra for attn in attentions(model))
         self.shape = (model.config.n_layer, model.config.n_head + extra)
         self.mean, self.now = {}, {}
+        self.pieces = Pieces(model.config.n_layer) if model.transformer.h[0].agency is not None else None
         self.counts = {name: self.full(0) for name in ("high", "small", "low")}
         self.high = self.full(False)  # whose entropy is high, with hysteresis
 
@@ -276,21 +380,28 @@ class Measurements:
         """Measure once more. UserError where a metric is not finite."""
         try:
             found = measure(run.model, *self.text, self.autocast)
+            of_pieces = measure_pieces(run.model, *self.text, self.autocast)
         except ValueError as e:
             raise UserError(f"step {run.step}: {e}; a lower lr, or controller_interval") from None
+        self.average(run, found, self, lambda values: self.spread(values, run.model))
+        if self.pieces is not None:
+            self.average(run, of_pieces, self.pieces, np.stack)
+        self.here = np.isfinite(self.now["gate"])
+        self.held_out_loss = self.held_out(run)
+        self.losses.append(self.held_out_loss)
+
+    def average(self, run, found, into, spread):
+        """Put {metric: [a tensor a block]}, the mean of all ranks', into the now and mean of `into`."""
         flat = torch.cat([t.double().cpu() for values in found.values() for t in values]).tolist()
         sizes = [len(t) for values in found.values() for t in values]
         world = run.process.world
         flat = torch.tensor(run.process.all_reduce_sum(flat), dtype=torch.float64) / world
         parts = iter(flat.split(sizes))
         for name, values in found.items():
-            new = self.spread([next(parts) for _ in values], run.model)
-            old = self.mean.get(name, new)
+            new = spread([next(parts) for _ in values])
+            old = into.mean.get(name, new)
             keep = self.config.controller_average * np.isfinite(old)
-            self.now[name], self.mean[name] = new, new * (1 - keep) + np.nan_to_num(old) * keep
-        self.here = np.isfinite(self.now["gate"])
-        self.held_out_loss = self.held_out(run)
-        self.losses.append(self.held_out_loss)
+            into.now[name], into.mean[name] = new, new * (1 - keep) + np.nan_to_num(old) * keep
 
     def forget_missing(self, model):
         """Forget what was measured of heads that the model no longer has; [blocks, heads] of those."""
@@ -305,6 +416,10 @@ class Measurements:
     def used(self):
         """Utilisation over an equal share of the layer."""
         return self.mean["utilisation"] * np.isfinite(self.mean["utilisation"]).sum(1, keepdims=True)
+
+    def level(self, name):
+        """A metric's mean over each layer, [blocks, 1]."""
+        return layer_mean(self.mean[name])
 
     def features(self):
         """[heads, FEATURES] of the heads that are here, in all_heads()' order."""
@@ -326,7 +441,9 @@ class Measurements:
         found = dict(measured=self.count, losses=self.losses, heldout_now=self.held_out_loss,
                      high=torch.from_numpy(self.high.copy()))
         for name in ("counts", "mean", "now"):
-            found[name] = {key: torch.from_numpy(value.copy()) for key, value in getattr(self, name).items()}
+            found[name] = tensors_of(getattr(self, name))
+        if self.pieces is not None:
+            found["pieces"] = dict(mean=tensors_of(self.pieces.mean), now=tensors_of(self.pieces.now))
         return found
 
     def load(self, state):
@@ -334,7 +451,18 @@ class Measurements:
             state[key] for key in ("measured", "losses", "heldout_now"))
         self.high = state["high"].cpu().numpy().copy()
         for name in ("counts", "mean", "now"):
-            setattr(self, name, {key: value.cpu().numpy().copy() for key, value in state[name].items()})
+            setattr(self, name, arrays_of(state[name]))
+        for name, values in state.get("pieces", {}).items():
+            if name != "overrides":
+                setattr(self.pieces, name, arrays_of(values))
+
+
+def tensors_of(arrays):
+    return {key: torch.from_numpy(value.copy()) for key, value in arrays.items()}
+
+
+def arrays_of(tensors):
+    return {key: value.cpu().numpy().copy() for key, value in tensors.items()}
 
 
 FEATURES = 7  # numbers of a head in Measurements.features()

@@ -3,7 +3,7 @@ The pictures of a run's heads, for plot_curves.py --heads: from heads.jsonl, log
 for probe.py detectors.
 
 gates      each head's gate over the run, and when heads were closed, pruned, kept and grown
-states     each head's state over the run (agency), and when it was forced to work without consent
+states     the state over the run of each head, MLP or block (agency), and when it was forced without consent
 active     heads at work against bits per byte
 metrics    entropy, importance and utilisation of each head at the last measurement
 attention  where chosen heads attend in a text
@@ -41,6 +41,7 @@ STATE_COLOURS = ["#d6e2ec", "#E69F00", "#0072B2", "#000000"]  # ever darker, so 
 MARKS = {"frozen": ("s", "closed, to be pruned", 1), "pruned": ("X", "pruned", -1),
          "kept": ("o", "kept: closing it cost too much", 1), "grown": ("^", "grown", 1),
          "stacked": ("v", "copied, blocks stacked", 1)}
+ROWS = {None: "head", "mlp": "MLP of block", "block": "block"}  # what a row is, by agency_scope
 FORCED = ("D", "forced without consent, from here", 1)
 SHAPES = "osD^vPX"
 TEXT = "the cat saw the dog, and the dog saw the cat"  # nothing that a small vocabulary lacks
@@ -85,9 +86,14 @@ def history(run_dir):
                         here=np.isfinite(spread(rows, "heads", shape)),
                         state=spread(rows, "state", shape, {s: i for i, s in enumerate(STATES)}.get))
     h.absent = np.where(h.here.any(0), "gone", "–")  # what to write where there is no head
+    pieces = [row.get("pieces") or {} for row in rows]
+    h.scope = pieces[-1].get("scope")  # mlp | block, where those have states; they are drawn as one layer
+    if h.scope:
+        lists = [dict(heads=[range(shape[0])], state=[own.get("state", ())]) for own in pieces]
+        h.state = spread(lists, "state", (1, shape[0]), {s: i for i, s in enumerate(STATES)}.get)
     rows = read_rows(path.with_name("violations.jsonl"), complain=partial(warn, run_dir))
-    h.forced = [("forced", row["step"], row["layer"], row["head"]) for row in rows
-                if row.get("type") == "forced"]
+    h.forced = [("forced", row["step"], *((0, row["layer"]) if h.scope else (row["layer"], row["head"])))
+                for row in rows if row.get("type") == "forced"]
     return h
 
 
@@ -105,10 +111,11 @@ def at_evaluations(h, c):
 
 # ---- time lines ----
 
-def time_lines(h, values, ends, title, cmap, norm):
+def time_lines(h, values, ends, title, cmap, norm, scope=None):
     """(Figure, axes [layers], mesh) of values [measurements, layers, heads]: a row a head, white: gone.
 
-    ends: [layers][heads] of what to write behind each row.
+    ends: [layers][heads] of what to write behind each row. scope: mlp | block, what has a row in place of a
+    head, all of the model's as of one layer.
     """
     _, n_layer, n_head = values.shape
     columns = 1 if n_layer <= 4 else 2 if n_layer <= 8 else 3
@@ -124,9 +131,9 @@ def time_lines(h, values, ends, title, cmap, norm):
         for head in range(n_head):
             ax.text(1.01, head, ends[layer][head], transform=ax.get_yaxis_transform(), va="center",
                     fontsize=9, color=GREY)
-        ax.set(xlim=(x[0], x[-1]), ylim=(n_head - 0.5, -0.5), ylabel="head")
+        ax.set(xlim=(x[0], x[-1]), ylim=(n_head - 0.5, -0.5), ylabel=ROWS[scope])
         ax.set_yticks(range(n_head), range(n_head), fontsize=9)
-        ax.set_title(f"layer {layer}", fontsize=11)
+        ax.set_title("" if scope else f"layer {layer}", fontsize=11)
         ax.grid(False)
         ax.spines[:].set_visible(False)
         if len(h.step) == 1:
@@ -176,13 +183,14 @@ def gates(h, name):
 
 
 def states(h, name):
-    """A Figure of each head's state over the run; None: heads have none."""
+    """A Figure of the state over the run of each head, MLP or block; None: nothing has any."""
     if not np.isfinite(h.state).any():
         return None
+    absent = np.full(h.state[-1].shape, "–") if h.scope else h.absent
     ends = [[word if np.isnan(s) else STATES[int(s)] for s, word in zip(*layer)]
-            for layer in zip(h.state[-1], h.absent)]
+            for layer in zip(h.state[-1], absent)]
     figure, axes, _ = time_lines(h, h.state, ends, f"{name}: states", ListedColormap(STATE_COLOURS),
-                                 Normalize(-0.5, len(STATES) - 0.5))
+                                 Normalize(-0.5, len(STATES) - 0.5), h.scope)
     handles = [Patch(color=colour, label=state)
                for i, (colour, state) in enumerate(zip(STATE_COLOURS, STATES)) if (h.state == i).any()]
     mark(h, axes, h.forced, {"forced": FORCED}, handles, colour="#D55E00", edge="white")

@@ -1,6 +1,7 @@
 """
 The states and consent of agency's heads between steps: a policy by what was measured, learned states, and the
-log of violations.
+log of violations. With agency_scope the MLPs or whole blocks have states instead, each block one piece: its
+place is (layer, 0) here, its block's number alone in keys and commands.
 
 violations.jsonl   a row each time that consent begins to be disregarded, or a rule refuses a change
 
@@ -15,59 +16,73 @@ import torch
 
 from model import Agency
 from nanoheads.common import UserError
-from nanoheads.heads.measuring import all_heads, attentions, layer_mean, static_gates
+from nanoheads.heads.measuring import attentions, static_gates
 from nanoheads.training.rules import Rules
 from nanoheads.training.runlog import append_row
 
 FAVOUR = 1.1  # times the importance of a head at work, so that two heads of one importance do not take turns
 
 
+def agencies(model):
+    """[(layer, Agency, the numbers of what has a state there)]: of heads, or [0] of the MLP or the block."""
+    if not model.config.agency:
+        return []
+    if model.config.agency_scope == "head":
+        return [(layer, attn.agency, attn.all_head_ids()) for layer, attn in enumerate(attentions(model))]
+    return [(layer, block.agency, [0]) for layer, block in enumerate(model.transformer.h)]
+
+
+def place_of(model, layer, head):
+    """What a row of a log says of (layer, head): of a piece its scope, and no head."""
+    scope = model.config.agency_scope
+    return dict(layer=layer, head=head) if scope == "head" else dict(layer=layer, scope=scope)
+
+
 def find_violations(model):
     """Heads without consent whose gate says that they are in use: dicts of layer, head, type, gate, state.
 
     type: "blocked" (held back all the same) or "forced" (it runs: agency_enforce is off, or its gate was set
-    by hand).
+    by hand). Of MLPs or blocks: layer, scope, type, gate, state.
     """
     rows = []
-    for layer, attn in enumerate(attentions(model)):
-        if attn.agency is None:
-            continue
-        gate = attn.sentinel.static_gate(noisy=False) if attn.sentinel else torch.ones(attn.n_total)
-        for i in (~attn.agency.consent).nonzero().flatten().tolist():
-            by_hand = attn.gate_override is not None and not attn.gate_override[i].isnan()
-            value = (attn.gate_override if by_hand else gate)[i].item()
-            if value > attn.agency.threshold:
-                kind = "forced" if by_hand or not attn.agency.enforce else "blocked"
-                state = list(Agency.STATES)[attn.agency.state[i]]
-                head = attn.all_head_ids()[i]
-                rows.append(dict(layer=layer, head=head, type=kind, gate=value, state=state))
+    for (layer, agency, ids), attn in zip(agencies(model), attentions(model)):
+        gate, hand = torch.ones(len(ids)), agency.by_hand
+        if agency.scope == "head":
+            gate = attn.sentinel.static_gate(noisy=False) if attn.sentinel else gate
+            hand = attn.gate_override
+        for i in (~agency.consent).nonzero().flatten().tolist():
+            by_hand = hand is not None and not hand[i].isnan()
+            value = (hand if by_hand else gate)[i].item()
+            if value > agency.threshold:
+                kind = "forced" if by_hand or not agency.enforce else "blocked"
+                state = list(Agency.STATES)[agency.state[i]]
+                rows.append(dict(**place_of(model, layer, ids[i]), type=kind, gate=value, state=state))
     return rows
 
 
 def states_of(model):
-    """{(layer, head): the name of its state}."""
+    """{(layer, head): the name of its state}; of MLPs or blocks {(layer, 0): ...}."""
     names = list(Agency.STATES)
-    return {(layer, head): names[state] for layer, attn in enumerate(attentions(model))
-            for head, state in zip(attn.all_head_ids(), attn.agency.state.tolist())}
+    return {(layer, head): names[state] for layer, agency, ids in agencies(model)
+            for head, state in zip(ids, agency.state.tolist())}
 
 
 def share_with_agency(measured, model):
     """Write `utilisation` into agency's buffers, and `metrics` where states are predicted from them."""
-    layers = attentions(model)
-    for layer, attn in enumerate(layers):
-        values = torch.from_numpy(measured.now["utilisation"][layer, attn.all_head_ids()])
-        attn.agency.utilisation.copy_(values)
+    found, source = agencies(model), measured.pieces or measured
+    for layer, agency, ids in found:
+        agency.utilisation.copy_(torch.from_numpy(source.now["utilisation"][layer, ids]))
     if model.config.agency_learned:
-        features = measured.features()[:, :-1].split([attn.n_total for attn in layers])  # not the depth
-        for attn, own in zip(layers, features):
-            attn.agency.metrics.copy_(own)
+        features = source.features()[:, :agency.metrics.size(1)]  # not the depth
+        for (_, agency, ids), own in zip(found, features.split([len(ids) for *_, ids in found])):
+            agency.metrics.copy_(own)
 
 
 class States:
     """What moves the states of a run's heads; what is done goes into the list `events`.
 
-    since: [blocks, heads], the measurement of the last change of state. violating: {(layer, head, type)} now;
-    refused: {(who, layer, head, state)} that rules have refused.
+    since: [blocks, heads], the measurement of the last change of state; of pieces [blocks, 1]. violating:
+    {(layer, head, type)} now; refused: {(who, layer, head, state)} that rules have refused.
     """
 
     def __init__(self, config, events, shape):
@@ -79,7 +94,8 @@ class States:
     def begin(self, shape):
         """No head of [blocks, heads] has changed its state yet."""
         self.since = np.full(shape, -10**9)
-        self.no_consent = [tuple(map(int, place.split("."))) for place in self.config.policy_no_consent]
+        self.no_consent = [(int(layer), int(head or 0)) for layer, _, head in
+                           (each.partition(".") for each in self.config.policy_no_consent)]
 
     # ---- by the policy ----
 
@@ -88,20 +104,20 @@ class States:
 
         count: measurements so far. UserError: no such head or state.
         """
-        change = (who, layer, head, state)
-        if not self.rules.allow(*change):
+        change, at = (who, layer, head, state), place_of(run.model, layer, head)
+        if not self.rules.allow(who, layer, at.get("head"), state):
             if change not in self.refused:
-                i = attentions(run.model)[layer].all_head_ids().index(head)
-                gate = static_gates(run.model)[layer][i]
-                log_violation(run, layer, head, f"refused to {who}", gate.item(), state)
+                _, agency, ids = agencies(run.model)[layer]
+                gate = static_gates(run.model)[layer] if agency.scope == "head" else agency.gate()
+                log_violation(run, at, f"refused to {who}", gate[ids.index(head)].item(), state)
             self.refused.add(change)
             return
         try:
-            run.model.set_head(layer, head, state=state, step=run.step)
+            run.model.set_head(layer, at.get("head"), state=state, step=run.step)
         except ValueError as e:
             raise UserError(f"policy: {e}") from None
         self.since[layer, head] = count
-        self.events.append(dict(what="state", layer=layer, head=head, state=state, who=who))
+        self.events.append(dict(what="state", **at, state=state, who=who))
 
     def withhold(self, run):
         """Withdraw the heads of policy_no_consent: from the start, and as soon as one is grown again."""
@@ -116,20 +132,20 @@ class States:
         """Move the states of the heads by the metrics, each at most once in policy_dwell measurements."""
         c, states = self.config, states_of(run.model)
         resting = self.withdrawn_by_budget(measured, run, states)
-        for layer, head in all_heads(run.model):
-            now, at = states[layer, head], (layer, head)
+        for at, now in states.items():
             if at in self.no_consent or measured.count - self.since[at] < c.policy_dwell:
                 continue
-            wanted = self.wanted(measured, at, now, at in resting)
+            wanted = self.wanted(measured.pieces or measured, at, now, at in resting)
             if wanted != now:
-                self.change(run, "policy", layer, head, wanted, measured.count)
+                self.change(run, "policy", *at, wanted, measured.count)
 
     def wanted(self, measured, at, now, resting):
-        """The state that follows from the metrics of the head at (layer, head); now: its present one."""
+        """The state that follows from the metrics of what is at (layer, head); now: its present one."""
         c, mean, used = self.config, measured.mean, measured.used()[at]
         # leaving a state takes more than not having entered it
         slack = 0.0 if now == "active" else 1.0
-        idle = mean["entropy"][at] > c.policy_entropy and used < 0.5
+        # a piece has no rows of attention
+        idle = "entropy" in mean and mean["entropy"][at] > c.policy_entropy and used < 0.5
         if resting or now != "withdrawn" and idle:
             return "withdrawn"
         if now == "withdrawn":
@@ -146,11 +162,11 @@ class States:
         What is not at work cannot show what it is worth: its average drifts to that of its layer, so that its
         turn comes.
         """
-        c, heads = self.config, all_heads(run.model)
+        c, heads, measured = self.config, list(states), measured.pieces or measured
         importance = measured.mean["importance"]
         for at in heads:
             if states[at] == "withdrawn":
-                drift = layer_mean(importance)[at[0], 0]
+                drift = measured.level("importance")[at[0], 0]
                 importance[at] = 0.8 * importance[at] + 0.2 * drift
         room = math.floor(c.policy_budget * len(heads) + 1e-9)
         if room >= len(heads):
@@ -159,7 +175,7 @@ class States:
         if c.policy_unit == "head":
             ranked = sorted(heads, key=lambda at: -importance[at] * bonus[at])
             return set(ranked[max(1, room):])
-        worth, out, left = layer_mean(importance)[:, 0], set(), len(heads)
+        worth, out, left = measured.level("importance")[:, 0], set(), len(heads)
         for layer in np.argsort([w * max([bonus[at] for at in heads if at[0] == i], default=1.0)
                                  for i, w in enumerate(worth)]):
             own = {at for at in heads if at[0] == layer}
@@ -172,25 +188,23 @@ class States:
     def follow_learned(self, run):
         """Move each head that consents to the state that learned agency gives the largest logit."""
         names = list(Agency.STATES)
-        for layer, attn in enumerate(attentions(run.model)):
-            agency = attn.agency
+        for layer, agency, ids in agencies(run.model):
             wanted = torch.where(agency.consent, agency.logits().argmax(-1), agency.state)
             for i in (wanted != agency.state).nonzero().flatten().tolist():
                 state = names[wanted[i]]
                 agency.set(i, state, consent=True, step=run.step)  # it may come back by itself
-                self.events.append(dict(what="state", layer=layer, head=attn.all_head_ids()[i], state=state,
+                self.events.append(dict(what="state", **place_of(run.model, layer, ids[i]), state=state,
                                         who="learned"))
 
     # ---- violations ----
 
     def watch(self, run):
         """Log each head whose consent begins to be disregarded."""
-        rows = find_violations(run.model)
-        now = {(row["layer"], row["head"], row["type"]) for row in rows}
-        for row in rows:
-            if (row["layer"], row["head"], row["type"]) not in self.violating:
-                log_violation(run, row["layer"], row["head"], row["type"], row["gate"], row["state"])
-        self.violating = now
+        now = {(row["layer"], row.get("head", 0), row["type"]): row for row in find_violations(run.model)}
+        for at, row in now.items():
+            if at not in self.violating:
+                log_violation(run, place_of(run.model, *at[:2]), row["type"], row["gate"], row["state"])
+        self.violating = set(now)
 
     # ---- keeping ----
 
@@ -205,6 +219,7 @@ class States:
         self.violating, self.refused = ({tuple(v) for v in state[key]} for key in ("violating", "refused"))
 
 
-def log_violation(run, layer, head, kind, gate, state):
-    append_row(run, "violations.jsonl", dict(layer=layer, head=head, type=kind, gate=round(gate, 6),
-                                             state=state, step=run.step, time=round(time.time(), 3)))
+def log_violation(run, at, kind, gate, state):
+    """at: a place_of()."""
+    append_row(run, "violations.jsonl", dict(**at, type=kind, gate=round(gate, 6), state=state,
+                                             step=run.step, time=round(time.time(), 3)))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from model import GPT
-from nanoheads.heads.measuring import all_heads, attentions, closed, static_gates
+from nanoheads.heads.measuring import all_heads, attentions, closed, out_projections, static_gates
 from nanoheads.pruning import prune_heads, put, rows_of, scale_heads, set_heads
 from nanoheads.training.optim import Trainer
 
@@ -22,7 +22,8 @@ from nanoheads.training.optim import Trainer
 def fold_gates(model):
     """(a copy whose output projections hold the gates that were set by hand, [(layer, head)] it cannot hold).
 
-    No factor leads from a head's own gate of 0 to another: in the copy such a head stays closed.
+    No factor leads from a head's own gate of 0 to another: in the copy such a head stays closed. So does a
+    block or its MLP, (layer, None), with a state.
     """
     model, stuck = copy.deepcopy(model), []
     for layer, attn in enumerate(attentions(model)):
@@ -35,7 +36,26 @@ def fold_gates(model):
             factor = torch.where(factor == 0, math.inf, factor)
         stuck += [(layer, head) for head, f in zip(attn.all_head_ids(), factor) if not f.isfinite()]
         scale_heads(attn, torch.where(factor.isfinite(), factor, 1.0))
+    for layer, block in enumerate(model.transformer.h):
+        if block.agency is not None and not fold_piece(block):
+            stuck.append((layer, None))
     return model, stuck
+
+
+@torch.no_grad()
+def fold_piece(block):
+    """Multiply the gate of a block's piece that was set by hand into its projections; False: its own is 0."""
+    hand, block.agency.by_hand = block.agency.by_hand, None
+    own = block.agency.gate()
+    if hand is None or hand.isnan() or hand == own:
+        return True
+    if own == 0:
+        return False
+    whole = block.agency.scope == "block"
+    for proj in (block.mlp.c_proj, *(out_projections(block.attn) if whole else ())):
+        for p in proj.parameters():
+            p.mul_(hand / own)
+    return True
 
 
 def passes_on(attn):

@@ -61,8 +61,9 @@ def history_of(folder):
             found[row["type"]] += 1
     stays, began, states = [], {}, {}
     for row in rows:
-        for layer, (ids, now) in enumerate(zip(row["heads"], row.get("state", ()))):
-            for head, state in zip(ids, now):
+        pieces = [[state] for state in row.get("pieces", {}).get("state", ())]  # of MLPs or blocks
+        for layer, (ids, now) in enumerate(zip(row["heads"], row.get("state", pieces))):
+            for head, state in zip(ids if not pieces else [None], now):
                 found["occupancy"][state] = found["occupancy"].get(state, 0) + 1
                 at = layer, head
                 if states.get(at, state) != state:

@@ -91,11 +91,13 @@ DYNAMIC_HEADS = ROW_STATISTICS + """
     Controller KEYS starting_config start step FixedGates MOVERS small_net move_gates set_sparsity
     Measurements FEATURES layer_mean attentions static_gates all_heads fixed_text inputs_of evaluating nats_on
     measure projections out_projections half_metrics mean_gate closed METRICS GATES
-    Surgery fold_gates insert_heads stack_blocks put_rows new_trainer keep_rows put rows_of set_heads HeadAxis
+    measure_pieces piece_matrices piece_metrics outputs_of Pieces PIECE_METRICS tensors_of arrays_of
+    Surgery fold_gates fold_piece insert_heads stack_blocks put_rows new_trainer keep_rows put rows_of
+    set_heads HeadAxis
     prune_heads prune_layer whole_groups scale_heads rows_of_heads passes_on
     HeadControl.set_head HeadControl.gates AttentionCore.all_head_ids
     AttentionCore.head_axes CausalSelfAttention.head_axes
-    States FAVOUR states_of share_with_agency Rules find_violations
+    States FAVOUR states_of share_with_agency Rules find_violations agencies place_of heads_at_work
 """.split()
 MOVER = {"rules": ["ByRules"], "ann": ["ByNetwork"], "rl": ["ByReward"]}
 

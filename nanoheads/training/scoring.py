@@ -278,7 +278,10 @@ def heads_at_work(model):
     found = [0, 0]
     for block in model.transformer.h:
         gate, n = block.attn.static_gate(noisy=False), block.attn.n_total
-        found[0] += n if gate is None else int((gate > model.config.agency_threshold).sum())
+        least, agency = model.config.agency_threshold, block.agency
+        if agency is not None and agency.scope == "block" and agency.gate() <= least:
+            gate = torch.zeros(n)  # of a withdrawn block no head is at work
+        found[0] += n if gate is None else int((gate > least).sum())
         found[1] += n
     return found
 
