@@ -48,12 +48,15 @@ def liven(model, std=0.15):
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=generator) * std + (p.dim() < 2))
-    if model.config.agency:
-        for layer in range(model.config.n_layer):
-            for head, state in enumerate(("active", "overloaded", "misaligned", "withdrawn")):
-                model.set_head(layer, head, state=state)
-            if model.config.agency_learned:
-                model.transformer.h[layer].attn.agency.metrics.normal_(generator=generator)
+    for layer, block in enumerate(model.transformer.h):
+        if block.agency is not None:
+            model.set_head(layer, None, state=("misaligned", "overloaded")[layer % 2])
+        if block.attn.agency is None:
+            continue
+        for head, state in enumerate(("active", "overloaded", "misaligned", "withdrawn")):
+            model.set_head(layer, head, state=state)
+        if model.config.agency_learned:
+            block.attn.agency.metrics.normal_(generator=generator)
     return model
 
 

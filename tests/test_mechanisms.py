@@ -1,7 +1,9 @@
 """Every mechanism against the oracle, values and gradients; its kernels, its details, mistakes once made."""
 
+import copy
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +22,8 @@ from nanoheads.logits import discounted_return, label_losses
 from nanoheads.pruning import pack, prune_heads
 from nanoheads.training import optim
 from nanoheads.training.config import TrainConfig
-from oracle import agree, close, dense, equals_the_oracle, gradients, normal, sigmoid, softmax, tokens
+from oracle import (agree, close, dense, equals_the_oracle, give_states, gradients, normal, sigmoid, softmax,
+                    tokens)
 
 # on CPU it is the reference, not a kernel
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -38,12 +41,7 @@ def tiny(flags={}, alive=True, **more):
     for p in model.parameters():
         mean, std = (0, 0.08) if p.dim() >= 2 else (1, 0.1)
         torch.nn.init.normal_(p, mean, std)
-    if model.config.agency:
-        for layer, (head, state) in itertools.product(range(model.config.n_layer), enumerate(STATES)):
-            model.set_head(layer, head, state=state)
-    if model.config.agency_learned:
-        for block in model.transformer.h:
-            block.attn.agency.metrics.normal_()
+    give_states(model)
     return model
 
 
@@ -71,6 +69,13 @@ MIXTURES = {
                      acag="headwise", window=2, bias=True),
     "learned": dict(agency=True, agency_learned=True, agency_enforce=False, sentinel="sigmoid",
                     constraint_names=["a"], constraint_layers=[0, 1], head_norm=True),
+    "learned MLPs": dict(agency=True, agency_scope="mlp", agency_learned=True, parallel=True, bias=True,
+                         constraint_names=["a"], sentinel="sigmoid"),
+    "learned blocks": dict(agency=True, agency_scope="block", agency_learned=True, agency_enforce=False,
+                           unet="concat", bias=True, constraint_names=["a"], routing="moh", n_layer=4,
+                           value_residual=True, head_mix=True),
+    "blocks in parallel": dict(agency=True, agency_scope="block", parallel=True, bias=True,
+                               stream_scalars=True),
     "gated scores": dict(constraint_names=["a", "b"], constraint_gate="score", sink=True, xsa=True,
                          acag="headwise", roles=["long", "local"]),
     "hard gates": dict(constraint_names=["a", "b"], constraint_layers=[0, 1], constraint_gate="value",
@@ -650,6 +655,146 @@ def test_a_state_without_agency_is_refused_in_one_line():
     with pytest.raises(ValueError, match="agency") as e:
         tiny().set_head(0, 0, state="active")
     assert "\n" not in str(e.value)
+
+
+# ---- agency of MLPs and of whole blocks ----
+
+def scoped(scope, **flags):
+    """A live GPT with biases whose MLPs or blocks have states, all active."""
+    model = tiny(dict(agency=True, agency_scope=scope, bias=True, **flags))
+    for layer in range(model.config.n_layer):
+        model.set_head(layer, None, state="active")
+    return model
+
+
+def without(model, layer, scope):
+    """The hidden states [2, 9, C] of a model whose block, or its MLP, is not there."""
+    model = copy.deepcopy(model)
+    if scope == "block":
+        del model.transformer.h[layer]
+        model.config = replace(model.config, n_layer=1)
+    else:
+        for p in model.transformer.h[layer].mlp.c_proj.parameters():
+            p.data.zero_()
+    return model.hidden(tokens(2, 9))
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("scope", ["mlp", "block"])
+def test_what_is_withdrawn_adds_nothing_and_a_withdrawn_block_is_the_identity(scope, parallel):
+    model, idx = scoped(scope, parallel=parallel), tokens(2, 9)
+    before = model.hidden(idx)
+    for layer in (0, 1):
+        model.set_head(layer, None, state="withdrawn", step=5)
+        want = without(model, layer, scope)
+        close(model.hidden(idx), want, 1e-12)
+        assert not torch.allclose(want, before, atol=1e-2)
+        assert not pack(model).transformer.h[layer].agency.consent
+        close(pack(model).hidden(idx), want, 1e-12)
+        assert model.transformer.h[layer].agency.last_signal.tolist() == [5]
+        model.set_head(layer, None, state="active")
+    assert torch.equal(model.hidden(idx), before)
+
+
+@pytest.mark.parametrize("scope", ["mlp", "block"])
+def test_packing_takes_a_withdrawn_mlp_and_a_withdrawn_blocks_heads_out(scope, monkeypatch):
+    model, ran = scoped(scope), []
+    model.set_head(1, None, consent=False)
+    packed = pack(model)
+    for i, block in enumerate(packed.transformer.h):
+        block.mlp.register_forward_hook(lambda *_, i=i: ran.append(i))
+    close(packed.hidden(tokens(2, 9)), model.hidden(tokens(2, 9)), 1e-12)
+    assert ran == [0] and packed.config.head_ids[1] == ([] if scope == "block" else list(range(6)))
+    passing = scoped(scope, value_residual=True)
+    passing.set_head(0, None, state="withdrawn")
+    assert len(pack(passing).config.head_ids[0]) == 6, "others read its values"
+    close(pack(passing).hidden(tokens(2, 9)), passing.hidden(tokens(2, 9)), 1e-12)
+
+
+@pytest.mark.parametrize("enforce", [True, False])
+def test_the_factor_of_every_state_of_an_mlp_with_and_without_consent(enforce):
+    model = tiny(dict(agency=True, agency_scope="mlp", agency_enforce=enforce), alive=False)
+    for state, factor in STATES.items():
+        for consent in (True, False):
+            model.set_head(1, None, state=state, consent=consent)
+            want = factor if enforce and consent else 0.0 if enforce else factor or 1.0
+            assert model.transformer.h[1].agency.gate().tolist() == pytest.approx([want], abs=1e-7)
+    assert model.transformer.h[0].agency.gate().tolist() == [1.0]
+    assert all(block.attn.agency is None for block in model.transformer.h), "heads have no states"
+
+
+@pytest.mark.parametrize("scope", ["mlp", "block"])
+def test_a_forgotten_factor_is_noticed(scope, monkeypatch):
+    """The control of the comparison with the oracle: a block that weighs no MLP."""
+    model = tiny(dict(agency=True, agency_scope=scope))
+    equals_the_oracle(model)
+
+    def forgetful(self, block, x, y, p, results):
+        after = x + (self.gate() * y if self.scope == "block" else y)
+        return after + block.mlp(block.ln_2(after))
+    monkeypatch.setattr(Agency, "weigh", forgetful)
+    with pytest.raises(AssertionError):
+        equals_the_oracle(model)
+
+
+@pytest.mark.parametrize("scope", ["mlp", "block"])
+def test_violations_of_mlps_and_blocks_say_their_scope(scope):
+    model = scoped(scope, sentinel="sigmoid")
+    assert find_violations(model) == []
+    model.set_head(0, None, state="withdrawn")
+    model.set_head(1, None, consent=False)
+    model.set_head(1, None, gate=0.5)
+    model.set_head(1, 3, gate=0.5)  # heads have no consent
+    blocked, forced = (dict(layer=layer, scope=scope, type=kind, gate=gate, state=state)
+                       for layer, kind, gate, state in ((0, "blocked", 1.0, "withdrawn"),
+                                                        (1, "forced", 0.5, "active")))
+    assert find_violations(model) == [blocked, forced]
+    model.set_head(1, None, gate=math.nan)
+    assert find_violations(model) == [blocked, dict(forced, type="blocked", gate=1.0)]
+    model.transformer.h[0].agency.enforce = False
+    assert find_violations(model)[0] == dict(blocked, type="forced")
+
+
+def test_a_gate_by_hand_overrides_the_state_of_a_block():
+    model, idx = scoped("block"), tokens(2, 9)
+    plain = model.hidden(idx)
+    model.set_head(0, None, state="withdrawn")
+    model.set_head(0, None, gate=1.0)
+    assert torch.equal(model.hidden(idx), plain)
+    assert model(idx, traces=True).traces["blocks.0.agency"].tolist() == [1.0]
+    model.set_head(0, None, gate=math.nan)
+    assert model(idx, traces=True).traces["blocks.0.agency"].tolist() == [0.0]
+
+
+@pytest.mark.parametrize("flags, arguments, words", [
+    (dict(agency=True), (0, None, 0.5), "block 0 has no state: agency_scope"),
+    ({}, (0, None, None, "active"), "block 0 has no state: agency_scope"),
+    (dict(agency=True, agency_scope="mlp"), (0, 1, None, "active"), "heads have no states.*the block alone"),
+    (dict(agency=True, agency_scope="mlp"), (2, None, None, "active"), "no block 2"),
+    (dict(agency=True, agency_scope="block"), (1, None, None, "tired"), "must be one of active"),
+])
+def test_a_state_of_what_has_none_is_refused_in_one_line(flags, arguments, words):
+    with pytest.raises(ValueError, match=words) as e:
+        GPT(GPTConfig(**TINY, **flags)).set_head(*arguments)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("scope", ["mlp", "block"])
+def test_learned_states_of_mlps_and_blocks_have_the_expected_factors_gradient(scope):
+    """Against differences of the loss with the factor set by hand."""
+    model, idx = scoped(scope, agency_learned=True), tokens(2, 9)
+    model(idx, idx).loss.backward()
+    agency, losses = model.transformer.h[1].agency, []
+    for nudge in (-1e-2, 1e-2):  # a gate by hand is float32
+        model.set_head(1, None, gate=1.0 + nudge)
+        losses.append(model(idx, idx).loss.item())
+    slope = (losses[1] - losses[0]) / (2e-2)
+    chances = softmax(agency.weight @ agency.metrics[0] + agency.bias)
+    factors = torch.tensor([*STATES.values()], dtype=torch.float64)
+    want = slope * chances * (factors - chances @ factors)
+    assert agency.weight.shape == (4, 5) and want.abs().max() > 1e-6
+    assert torch.allclose(agency.bias.grad, want, rtol=1e-3, atol=1e-8)
+    assert torch.allclose(agency.weight.grad, want[:, None] * agency.metrics[0], rtol=1e-3, atol=1e-8)
 
 
 # ---- U-Net skips ----

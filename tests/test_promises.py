@@ -20,14 +20,14 @@ import torch
 
 import model as model_py
 import train
-from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, RECIPES, Agency,
+from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, RECIPES,
                    ConstraintHeads, GPTConfig, HeadRouter, KVCache, SentinelGate)
 from nanoheads.heads.states import find_violations
 from nanoheads.pruning import pack, prune_heads
 from nanoheads.training import checkpoint
 from nanoheads.training.checkpoint import make_neutral, mode_of
 from nanoheads.training.optim import make_optimizers
-from oracle import plain, tokens
+from oracle import give_states, plain, tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 # six heads: moh routes two; 72: variant B keeps 8 wide heads
@@ -115,12 +115,7 @@ def enliven(model):
                 p.normal_(0.0, 0.15)
             else:
                 p.normal_(1.0, 0.1)
-    if model.config.agency:
-        for layer, (head, state) in itertools.product(range(model.config.n_layer), enumerate(Agency.STATES)):
-            model.set_head(layer, head, state=state)
-    if model.config.agency_learned:
-        for block in model.transformer.h:
-            block.attn.agency.metrics.normal_()
+    give_states(model)
     return model
 
 
@@ -537,19 +532,23 @@ def test_traces_and_losses_of_the_critic_compile_in_one_graph(name):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("flags", [ALL_ON, {**ALL_ON, "agency_learned": True}], ids=["ALL_ON", "learned"])
-def test_a_heads_state_moves_without_recompiling(flags):
+@pytest.mark.parametrize("flags", [ALL_ON, {**ALL_ON, "agency_learned": True},
+                                   {**ALL_ON, "agency_scope": "mlp", "agency_learned": True},
+                                   {**ALL_ON, "agency_scope": "block"}],
+                         ids=["ALL_ON", "learned", "learned, mlp", "block"])
+def test_a_state_moves_without_recompiling(flags):
     torch._dynamo.reset()
     model = alive(flags).float()
+    head, block = None if "agency_scope" in flags else 4, model.transformer.h[1]
     fast, idx = torch.compile(model, fullgraph=True, backend="aot_eager"), tokens(2, 8)
     with torch.no_grad():
         before = fast(idx).logits
         with torch._dynamo.config.patch(error_on_recompile=True):
             for change in (dict(state="misaligned"), dict(state="overloaded"), dict(consent=False),
                            dict(state="active", consent=True)):
-                model.set_head(1, 4, **change, step=7)
+                model.set_head(1, head, **change, step=7)
                 if model.config.agency_learned:
-                    model.transformer.h[1].attn.agency.metrics.normal_()
+                    (block.agency or block.attn.agency).metrics.normal_()
                 after = fast(idx).logits
                 assert near(after, model(idx).logits, 1e-4) and not near(after, before, 1e-3)
                 before = after
@@ -620,7 +619,9 @@ def test_a_saved_model_is_the_same_model(cases, tmp_path, monkeypatch):
             assert again.config == model.config and find_violations(again) == find_violations(model), name
         assert [len(block.attn.head_ids) for block in again.transformer.h] == [4, 0]
         if model.config.agency:
-            assert again.transformer.h[0].attn.agency.state.tolist() == [0, 1, 2, 3]
+            block = again.transformer.h[0]
+            states = [2] if block.agency else [0, 1, 2, 3]
+            assert (block.agency or block.attn.agency).state.tolist() == states
 
 
 # ---- 11. two ranks ----
