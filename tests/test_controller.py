@@ -18,7 +18,7 @@ from model import GPT, Agency, GPTConfig
 from nanoheads.common import UserError
 from nanoheads.heads import controller
 from nanoheads.heads.gates import move_gates
-from nanoheads.heads.measuring import METRICS, Measurements, all_heads, attentions
+from nanoheads.heads.measuring import METRICS, PIECE_METRICS, Measurements, all_heads, attentions
 from nanoheads.heads.states import states_of
 from nanoheads.pruning import pack
 from nanoheads.text.dataset import Batches, Dataset
@@ -43,7 +43,7 @@ def rows_of(folder, name="heads.jsonl"):
 
 
 def events(folder):
-    return [(row["step"], e["what"], e["layer"], e["head"]) for row in rows_of(folder)
+    return [(row["step"], e["what"], e["layer"], e.get("head", e.get("scope"))) for row in rows_of(folder)
             for e in row.get("events", ())]
 
 
@@ -615,6 +615,161 @@ def test_rules_say_who_may_change_what_and_refusals_are_logged_once(run, tmp_pat
     assert who.allow("hand", 0, 1, "misaligned") and not who.allow("policy", 0, 1, "misaligned")
 
 
+# ---- states of MLPs and of blocks ----
+
+MLPS = dict(policy=True, agency=True, agency_scope="mlp")
+
+
+def given_of_pieces(monkeypatch, **values):
+    """Every MLP's or block's metrics are these: numbers, or functions of the layer; of heads as in given()."""
+    given(monkeypatch)
+    of_heads = Measurements.update
+
+    def update(self, run):
+        of_heads(self, run)
+        for name in PIECE_METRICS:
+            value = values.get(name, 0.5)
+            found = [[value(i) if callable(value) else value] for i in range(self.pieces.shape[0])]
+            self.pieces.now[name] = self.pieces.mean[name] = np.array(found, float)
+    monkeypatch.setattr(Measurements, "update", update)
+
+
+def scope_states(r):
+    return [state for _, state in sorted(states_of(r.model).items())]
+
+
+@pytest.mark.parametrize("scope", ["mlp", "block"])
+def test_states_of_mlps_and_blocks_follow_their_metrics(run, monkeypatch, scope):
+    use = {"now": 0.3}
+    r = run(dict(agency=True, agency_scope=scope, n_layer=3), policy=True, policy_dwell=2)
+    # over the mean of all: 0.7 is 1.6, above 1.5; 0.48 is 1.3, in between; 0.36 is 1.1, below 1.25
+    given_of_pieces(monkeypatch, utilisation=lambda i: use["now"] if i == 1 else 0.3,
+                    conflict=lambda i: -0.5 if i == 2 else 0.2)
+    seen = []
+    for value in (0.3, 0.7, 0.7, 0.48, 0.48, 0.36, 0.36, 0.36):
+        use["now"] = value
+        measured(r)
+        seen.append(scope_states(r)[1])
+    assert seen == ["active", "overloaded", "overloaded", "overloaded", "overloaded", "active", "active",
+                    "active"]
+    assert scope_states(r)[::2] == ["active", "misaligned"]
+    agency = r.model.transformer.h[1].agency
+    assert agency.utilisation.tolist() == pytest.approx([0.36]) and agency.last_signal.tolist() == [12]
+    found = rows_of(r.out_dir)
+    assert found[-1]["pieces"]["scope"] == scope and "state" not in found[-1]
+    assert found[-1]["pieces"]["state"] == ["active", "active", "misaligned"]
+    assert {name: len(values) for name, values in found[-1]["pieces"].items() if name != "scope"} == \
+        dict.fromkeys(["state", *PIECE_METRICS], 3)
+    assert events(r.out_dir)[:2] == [(4, "state", 1, scope), (4, "state", 2, scope)]
+    assert found[1]["events"][0] == dict(what="state", layer=1, scope=scope, state="overloaded", who="policy")
+
+
+@pytest.mark.parametrize("scope", ["mlp", "block"])
+def test_a_budget_withdraws_the_least_important_mlps_or_blocks(run, monkeypatch, scope):
+    r = run(dict(agency=True, agency_scope=scope, n_layer=4), policy=True, policy_budget=0.6, policy_dwell=1)
+    given_of_pieces(monkeypatch, importance=lambda i: [2.0, 0.5, 3.0, 1.0][i])
+    measured(r, 2)
+    assert scope_states(r) == ["active", "withdrawn", "active", "withdrawn"]
+    assert rows_of(r.out_dir)[-1]["active"] == (8 if scope == "block" else 16), "heads at work"
+    x = torch.arange(16)[None]
+    packed = pack(r.model)
+    assert torch.allclose(packed(x).logits, r.model.eval()(x).logits, atol=1e-5)
+    assert len(all_heads(packed)) == (8 if scope == "block" else 16)
+
+
+def test_what_is_withdrawn_drifts_to_the_mean_of_all_and_its_turn_comes(run, monkeypatch):
+    """The mean is that of all MLPs, 1.525 at first: with its own for each block none would ever come back."""
+    r = run(dict(agency=True, agency_scope="mlp", n_layer=4), policy=True, policy_budget=0.5, policy_dwell=1)
+    given_of_pieces(monkeypatch, importance=lambda i: [1.0, 4.0, 0.5, 0.6][i])
+    base = Measurements.update
+
+    def update(self, run):  # importance is remembered, so that it can drift
+        before = self.pieces.mean.get("importance")
+        base(self, run)
+        if before is not None:
+            self.pieces.mean["importance"] = before
+    monkeypatch.setattr(Measurements, "update", update)
+    measured(r, 12)
+    asleep = [{i for i, state in enumerate(row["pieces"]["state"]) if state == "withdrawn"}
+              for row in rows_of(r.out_dir)]
+    assert asleep[:2] == [set(), {2, 3}] and {0, 2} in asleep and not any(1 in each for each in asleep)
+
+
+@pytest.mark.parametrize("enforce, kind", [(True, "blocked"), (False, "forced")])
+@pytest.mark.parametrize("scope", ["mlp", "block"])
+def test_violations_of_mlps_and_blocks_are_logged_with_their_scope(run, scope, enforce, kind):
+    r = run(dict(agency=True, agency_scope=scope, agency_enforce=enforce), policy=True,
+            policy_no_consent=["1"], policy_dwell=1000)
+    measured(r, 3)
+    found, = rows_of(r.out_dir, "violations.jsonl")
+    assert set(found) == {"layer", "scope", "type", "gate", "state", "step", "time"}
+    assert (found["layer"], found["scope"], found["type"], found["step"]) == (1, scope, kind, 2)
+    assert rows_of(r.out_dir)[-1][kind] == 1
+    r.model.set_head(1, None, gate=0.5)
+    measured(r)
+    assert [row["type"] for row in rows_of(r.out_dir, "violations.jsonl")] == [kind] + ["forced"] * enforce
+
+
+def test_rules_hold_for_blocks_and_those_of_heads_do_not(run, tmp_path, monkeypatch):
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps([{"heads": [0], "allow": False},
+                                 {"who": "policy", "layers": [0], "states": ["misaligned"], "allow": False}]))
+    r = run(dict(agency=True, agency_scope="block"), policy=True, policy_rules=str(rules), policy_dwell=1)
+    given_of_pieces(monkeypatch, conflict=-0.9)
+    measured(r, 4)
+    assert scope_states(r) == ["active", "misaligned"]
+    found, = rows_of(r.out_dir, "violations.jsonl")
+    assert (found["type"], found["layer"], found["scope"]) == ("refused to policy", 0, "block")
+
+
+@pytest.mark.parametrize("scope", ["mlp", "block"])
+def test_learned_states_of_mlps_and_blocks_take_the_likeliest(run, monkeypatch, scope):
+    r = run(dict(agency=True, agency_scope=scope, agency_learned=True), controller_log=True)
+    given_of_pieces(monkeypatch, importance=lambda i: [1.0, 3.0][i], gate=0.7, conflict=-0.3)
+    with torch.no_grad():
+        for block in r.model.transformer.h:
+            block.agency.weight.zero_(), block.agency.bias.copy_(torch.tensor([0.5, 0.0, 0.0, 0.0]))
+            block.agency.weight[3, 4] = -2.0  # withdrawn where gradients are in conflict
+    r.model.set_head(0, None, consent=False)
+    found = measured(r, 2)[-1]
+    want = [[0.0, math.log(x / 2), 1.0, 0.7, -0.3] for x in (1.0, 3.0)]
+    assert torch.allclose(torch.cat([block.agency.metrics for block in r.model.transformer.h]),
+                          torch.tensor(want))
+    assert scope_states(r) == ["active", "withdrawn"] and found["blocked"] == 1
+    assert found["events"] == [dict(what="state", layer=1, scope=scope, state="withdrawn", who="learned")]
+    assert r.model.transformer.h[1].agency.consent.all()
+
+
+@pytest.mark.parametrize("scope", ["mlp", "block"])
+def test_a_run_with_states_of_mlps_or_blocks_resumes_exactly(args, rows, tmp_path, scope):
+    keys = {**LIVE, **MLPS, "n_layer": 4, "agency_scope": scope, "policy_budget": 0.75, "policy_dwell": 5,
+            "policy_overloaded": 1.05, "policy_conflict": 0.9, "lr": 0.02, "warmup_iters": 0,
+            "controller_interval": 1}
+    main(args("whole", **keys))
+    main(args("parts", **{**keys, "max_iters": 7}))
+    main([*args("parts", **keys), "--resume"])
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert min(events(whole))[0] < 7 < max(events(whole))[0], "something happens before and after"
+    assert same(weights(whole / "ckpt.pt"), weights(parts / "ckpt.pt"))
+    one, two = ([{k: v for k, v in row.items() if k != "seconds"} for row in rows_of(folder)]
+                for folder in (whole, parts))
+    assert one == two
+    a, b = (checkpoint.read(folder / "ckpt.pt")["controller"] for folder in (whole, parts))
+    a.pop("seconds"), b.pop("seconds")
+    assert plain(a) == plain(b) and set(a["pieces"]) == {"mean", "now", "overrides"}
+    states = checkpoint.build(checkpoint.read(whole / "ckpt.pt"), "whole").transformer.h
+    assert [block.agency.state.item() for block in states] == [
+        list(Agency.STATES).index(state) for state in one[-1]["pieces"]["state"]]
+
+
+def test_blocks_with_states_are_stacked_with_them(run):
+    r = run(dict(agency=True, agency_scope="block"), grow_stack=True, grow_delta=99.0, policy=True)
+    r.model.set_head(1, None, state="overloaded")
+    measured(r, 5)
+    assert len(r.model.transformer.h) == 4 and r.controller.states.since.shape == (4, 1)
+    assert len(rows_of(r.out_dir)[-1]["pieces"]["state"]) == 4
+
+
 # ---- learned agency ----
 
 def test_learned_agency_is_told_the_features_and_takes_the_likeliest_state(run, monkeypatch):
@@ -695,6 +850,13 @@ def test_without_straight_through_no_state_is_learned(run, monkeypatch):
     (dict(policy=True, agency=True, policy_no_consent="[5.1]"), "must be layer.head"),
     (dict(policy=True, agency=True, policy_no_consent="0.7"), "block 0 has no head 7"),
     (dict(policy=True, agency=True, policy_rules="nowhere.json"), "cannot read nowhere.json"),
+    (dict(policy=True, agency=True, policy_no_consent="1"), "must be layer.head"),
+    (dict(MLPS, policy_no_consent="0.1"), "'0.1' must be a layer, with agency_scope='mlp'"),
+    (dict(MLPS, policy_no_consent="9"), "'9' must be a layer, with"),
+    (dict(MLPS, policy_unit="layer"), "policy_unit='layer' is of heads"),
+    (dict(MLPS, policy_entropy=0.5), "policy_entropy=0.5 is of heads"),
+    (dict(agency_scope="mlp"), "agency_scope='mlp' means nothing while agency is off"),
+    (dict(agency=True, agency_scope="layer"), "agency_scope='layer' is not head, mlp or block"),
     (dict(agency=True, agency_learned=True), "agency_learned predicts from what is measured"),
     (dict(agency=True, agency_learned=True, policy=True), "both move the states"),
     (dict(grow_heads=1), "all 2 heads are there from the start"),

@@ -182,9 +182,8 @@ def test_the_metrics_of_a_block_that_a_slip_would_give_are_others():
     """Negative controls: without the attention's part, without the factor, of the whole batch at once."""
     model = scoped("block")
     want = slow_piece_metrics(model, X, Y)
-    other = scoped("mlp")
-    assert not np.allclose(torch.cat(measure_pieces(other, X, Y)["importance"]), want["importance"], rtol=0.05)
-    got = measure_pieces(model, X, Y)
+    other, got = measure_pieces(scoped("mlp"), X, Y), measure_pieces(model, X, Y)
+    assert not np.allclose(torch.cat(other["importance"]), want["importance"], rtol=0.05)
     model.set_head(0, None, gate=1.0)
     assert abs(measure_pieces(model, X, Y)["utilisation"][0] - got["utilisation"][0]) > 0.01
     model.set_head(0, None, gate=math.nan)

@@ -231,6 +231,50 @@ def test_a_gate_by_hand_over_a_withdrawn_head_is_said_and_a_violation(ckpt, caps
     assert "gate 0.1 auto ends that" in capsys.readouterr().out
 
 
+# ---- MLPs and blocks with states ----
+
+@pytest.mark.parametrize("scope", ["mlp", "block"])
+def test_an_mlp_or_a_block_is_set_by_hand_and_saved(ckpt, tmp_path, capsys, scope):
+    path = ckpt(dict(agency=True, agency_scope=scope, bias=True))
+    session, out = session_of(path, "--tokens=0"), str(tmp_path / "saved")
+    lines = capsys.readouterr().out.splitlines()
+    head = next(line for line in lines if line.split()[:2] == [scope, "gate"])
+    assert lines[lines.index(head) + 1].split()[:4] == ["0", "1.000", "active", "yes"]
+    start = logits(session.model)
+    session.obey("withdraw 1")
+    closed = checkpoint.build(checkpoint.read(path), path, settings=["state.1=withdrawn"])
+    assert torch.equal(logits(session.model), logits(closed)) and not torch.equal(logits(closed), start)
+    session.obey("violations")
+    assert capsys.readouterr().out.split()[-5:] == ["1", scope, "blocked", "1.000", "withdrawn"]
+    session.obey("restore 1")
+    assert torch.equal(logits(session.model), start)
+    session.obey("withdraw 1.2")
+    assert capsys.readouterr().out.endswith("heads have no states: its gate is 0 by hand\n")
+    for command in ("gate 0 0.3", "state 1 overloaded", "consent 0 no", "gate 1.2 auto"):
+        session.obey(command)
+    assert "overrides state and consent; gate 0 auto ends that" in capsys.readouterr().out
+    session.obey("violations")
+    assert capsys.readouterr().out.split()[-5:] == ["0", scope, "forced", "0.300", "active"]
+    stuck = rf"{scope} 0 is at 0\.3 by hand while its own gate is 0.*gate 0 auto"
+    with pytest.raises(UserError, match=stuck):
+        session.obey(f"save {out}")
+    for command in ("consent 0 yes", f"save {out}"):
+        session.obey(command)
+    assert "gate 0.3 of 0 is in its output projections there" in capsys.readouterr().out
+    saved = checkpoint.build(checkpoint.read(out), out)
+    assert off_by(saved, session.model) < 1e-5
+    assert [block.agency.state.tolist() for block in saved.transformer.h[:2]] == [[0], [1]]
+    with pytest.raises(UserError, match="only heads are pruned"):
+        session.obey("prune 0")
+    with pytest.raises(UserError, match=rf"'x' is no head.*the {scope}'s block"):
+        session.obey("gate x 1")
+
+
+def test_a_block_alone_is_no_place_where_heads_have_the_states(ckpt, capsys):
+    with pytest.raises(UserError, match="'1' is no head; write block.number"):
+        session_of(ckpt(dict(agency=True))).obey("withdraw 1")
+
+
 # ---- saving ----
 
 @pytest.mark.parametrize("flags", [PLAIN, dict(sentinel="sigmoid"), dict(agency=True, agency_enforce=False),

@@ -383,6 +383,27 @@ def test_gates_are_drawn_where_heads_are_and_events_where_they_happened(home):
     assert [t.get_text() for t in plot_heads.gates(h, "run").axes[0].texts][:3] == ["0.30", "gone", "0.32"]
 
 
+@pytest.mark.parametrize("scope, label", [("mlp", "MLP of block"), ("block", "block")])
+def test_states_of_mlps_and_blocks_are_a_row_each(home, scope, label):
+    life = [*measured()]
+    for row in life:
+        del row["state"]
+        row["pieces"] = dict(scope=scope, state=["active", "withdrawn" if row["step"] > 20 else "active"])
+    run = write_heads(home / "run", life)
+    (run / "violations.jsonl").write_text(json.dumps(
+        dict(layer=1, scope=scope, type="forced", gate=1.0, state="withdrawn", step=30, time=0)) + "\n")
+    h = plot_heads.history(run)
+    withdrawn = plot_heads.STATES.index("withdrawn")
+    assert h.state[:, 0].tolist() == [[0, 0], [0, 0], [0, withdrawn], [0, withdrawn]]
+    figure = plot_heads.states(h, "run")
+    axes, = [ax for ax in figure.axes if ax.get_visible()]
+    assert (axes.get_ylabel(), axes.get_title()) == (label, "")
+    assert [t.get_text() for t in axes.texts][:2] == ["active", "withdrawn"]
+    marks = [line for line in axes.lines if line.get_marker() == "D"]
+    assert [list(mark.get_ydata()) for mark in marks] == [[1]], "beside the second block"
+    assert plot_heads.gates(h, "run") is not None, "gates are of heads still"
+
+
 def test_blocks_that_were_stacked_begin_where_they_do(home):
     life = [(10, [[0, 1]], []), (20, [[0, 1], [0, 1]], [("stacked", 1, 0), ("stacked", 1, 1)])]
     found = list(measured(life))
