@@ -621,7 +621,7 @@ MLPS = dict(policy=True, agency=True, agency_scope="mlp")
 
 
 def given_of_pieces(monkeypatch, **values):
-    """Every MLP's or block's metrics are these: numbers, or functions of the layer; of heads as in given()."""
+    """Every MLP's or block's metrics are these: numbers, or functions of the layer; heads' as in given()."""
     given(monkeypatch)
     of_heads = Measurements.update
 
@@ -642,7 +642,7 @@ def scope_states(r):
 def test_states_of_mlps_and_blocks_follow_their_metrics(run, monkeypatch, scope):
     use = {"now": 0.3}
     r = run(dict(agency=True, agency_scope=scope, n_layer=3), policy=True, policy_dwell=2)
-    # over the mean of all: 0.7 is 1.6, above 1.5; 0.48 is 1.3, in between; 0.36 is 1.1, below 1.25
+    # over the mean of all: 0.7 is 1.6, above 1.5; 0.48 is 1.3, between; 0.36 is 1.1, below 1.25
     given_of_pieces(monkeypatch, utilisation=lambda i: use["now"] if i == 1 else 0.3,
                     conflict=lambda i: -0.5 if i == 2 else 0.2)
     seen = []
@@ -661,7 +661,17 @@ def test_states_of_mlps_and_blocks_follow_their_metrics(run, monkeypatch, scope)
     assert {name: len(values) for name, values in found[-1]["pieces"].items() if name != "scope"} == \
         dict.fromkeys(["state", *PIECE_METRICS], 3)
     assert events(r.out_dir)[:2] == [(4, "state", 1, scope), (4, "state", 2, scope)]
-    assert found[1]["events"][0] == dict(what="state", layer=1, scope=scope, state="overloaded", who="policy")
+    first = dict(what="state", layer=1, scope=scope, state="overloaded", who="policy")
+    assert found[1]["events"][0] == first
+
+
+def test_the_last_block_at_work_is_not_overloaded_for_that(run, monkeypatch):
+    r = run(dict(agency=True, agency_scope="block", n_layer=3), policy=True, policy_budget=0.4,
+            policy_dwell=1)
+    given_of_pieces(monkeypatch, importance=lambda i: 1.0 + i, gate=lambda i: float(i == 2),
+                    utilisation=lambda i: 0.4 * (i == 2))
+    measured(r, 4)
+    assert scope_states(r) == ["withdrawn", "withdrawn", "active"]
 
 
 @pytest.mark.parametrize("scope", ["mlp", "block"])

@@ -315,8 +315,9 @@ class Pieces:
         self.shape, self.mean, self.now = (n_layer, 1), {}, {}
 
     def used(self):
-        """Utilisation over the mean of all blocks."""
-        return self.mean["utilisation"] / self.level("utilisation")
+        """Utilisation over the mean of those at work: with few blocks, a withdrawn one would halve that."""
+        own, at_work = self.mean["utilisation"], self.now["gate"] > 0
+        return own / max(own[at_work].mean() if at_work.any() else 0.0, 1e-30)
 
     def level(self, name):
         """A metric's mean over all blocks, [blocks, 1]."""
