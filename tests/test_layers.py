@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from nanoheads.common import UserError
-from nanoheads.hub.layers import (A2CAttention, AdaptiveContextualAttention, ConstraintAttention,
-                                  MultiHeadAttentionWithConstraints, TransformerBlockWithConstraint)
+from nanoheads.hub.layers import (A2CAttention, AdaptiveContextualAttention, AttentionLayer,
+                                  ConstraintAttention, MultiHeadAttentionWithConstraints,
+                                  TransformerBlockWithConstraint)
 from oracle import normal
 
 C, H, T = 32, 4, 7
@@ -160,3 +161,8 @@ def test_the_block_of_the_write_up_trains_on_its_labels():
 def test_masks_that_cannot_be_are_one_clear_line(masks, words):
     with pytest.raises(UserError, match=words):
         acag()(normal(2, T, C), **masks)
+
+
+def test_a_layer_alone_has_no_states_of_mlps_or_blocks():
+    with pytest.raises(UserError, match="agency_scope='block' is of a GPT's blocks, not of a layer"):
+        AttentionLayer(C, H, max_len=T, agency=True, agency_scope="block")
