@@ -5,6 +5,7 @@ Ask trained checkpoints what one loss does not say; paired, since all checkpoint
     python probe.py late --ckpt out/a [--ckpt out/b ...] [--context 1024]
     python probe.py keys --ckpt out/a [--remove 4 8] [--nearest 2]
     python probe.py heads --ckpt out/a
+    python probe.py engagement --ckpt out/a [--ckpt out/b ...] [--samples 128]
     python probe.py states --ckpt out/a [--pieces 64]
     python probe.py detectors --ckpt out/a [--ckpt out/b ...] [--picture heads.png]
     python probe.py arrays --ckpt out/a --text FILE [--out maps.npz] [--results]
@@ -15,7 +16,8 @@ Ask trained checkpoints what one loss does not say; paired, since all checkpoint
     python probe.py leak --module file.py:function [--vocab 256] [--length 32] [--batch 3] [--device cpu]
 
 `python probe.py needle --help` says what a probe measures, and how. Intervals are 95 %, by t over samples
-(needle, detectors), windows (keys), items (fewshot) or blocks of neighbouring windows (late, heads).
+(needle, detectors, engagement), windows (keys), items (fewshot) or blocks of neighbouring windows (late,
+heads).
 """
 
 import argparse
@@ -26,7 +28,7 @@ from importlib import import_module
 from nanoheads.common import last_words, pick_device, writable, write_json
 from nanoheads.configurator import near
 from nanoheads.heads.detectors import EXCLUDED, MEASURES
-from nanoheads.probes import arrays, detectors, fewshot, heads, keys, late, needle, states
+from nanoheads.probes import arrays, detectors, engagement, fewshot, heads, keys, late, needle, states
 from nanoheads.probes.runs import one_of, positive
 from nanoheads.training import checkpoint
 from nanoheads.training.scoring import add_arguments
@@ -53,6 +55,10 @@ PROBES = {
     "heads": (heads, "val", dict(
         context=CONTEXT,
         tokens=(int, 16384, "tokens to score for each head, in evenly spaced windows; 0: all"))),
+    "engagement": (engagement, "val", dict(
+        context=CONTEXT,
+        samples=(positive, 128, "texts of each kind"),
+        period=(positive, 8, "tokens in a pattern"))),
     "states": (states, "val", dict(
         context=CONTEXT,
         pieces=(positive, 64, "pieces of text, evenly spaced"),
