@@ -326,7 +326,7 @@ def chance_cells(row):
 
 
 def probe(args):
-    """What each head sends and what its absence costs, by kind of text; which are critical and kept."""
+    """What each head sends and what its absence costs, by kind of text."""
     runs, data, context = open_runs(args, args.context)
     kinds = texts_of(args, data, context)
     steps = sum(len(kinds) * len(all_heads(run.model)) for run in runs)
