@@ -1,7 +1,7 @@
 """
 What is each head needed for? What it sends and what its absence costs, by kind of text.
 
-pattern   a few random tokens, again and again; scored from the second time on
+pattern   a few random tokens, again and again; scored is the last time
 copying   the separator, random tokens, the separator, the same tokens; scored where they come again
 needle    text with a needle of random tokens that begins again at the end; scored is the rest of it
 late      windows of the split; scored is the last quarter of each
@@ -9,8 +9,7 @@ natural   other windows of the split; every token is scored
 
 Random tokens are the frequent ones of the split, each as likely. Gain: nats per scored token of a control,
 less those of the text; above 0, the model does what the text asks. The control has nothing to copy: other
-random tokens stand where the copy's came first (of a pattern: everywhere). For late it is the last quarter
-without what comes before.
+random tokens stand where those that come again came before. For late it is the last quarter alone.
 
 Engagement: norm of what a head sends at scored tokens, all gates included, over the mean of its block's.
 Cost: rise of the loss with the head's gate at 0, in nats per scored token, with every other head active,
@@ -57,8 +56,8 @@ class Kind(NamedTuple):
 def pattern_texts(alphabet, period, context, samples, separator, rng):
     """The separator, then a pattern of `period` random tokens that fills the context."""
     ids = np.tile(rng.choice(alphabet, (samples, period)), (1, -(-context // period)))[:, :context]
-    return Kind(joined(separator, ids), context - period,
-                joined(separator, rng.choice(alphabet, (samples, context))))
+    other = rng.choice(alphabet, (samples, context - period))
+    return Kind(joined(separator, ids), period, joined(separator, other, ids[:, -period:]))
 
 
 def copying_texts(alphabet, n, samples, separator, rng):
