@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nanoheads.intervals import t_interval
+from nanoheads.probes.engagement import by_chance
 from nanoheads.study import findings, results, tables, trial
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,3 +102,79 @@ def test_the_scores_of_constraint_heads_are_those_of_their_file(title):
         mean, low, high = figures[name]
         for shown, measured in zip(cell.strip("*").split(" ±"), (mean, (high - low) / 2)):
             assert float(shown) == pytest.approx(measured, abs=5.1e-4), name
+
+
+# ---- what heads are needed for ----
+
+RANDOM, TEXT = ("pattern", "copying", "needle"), ("late", "natural")  # the kinds of a column each
+
+
+@pytest.fixture(scope="module")
+def engagement():
+    """(the section of docs/results/dynamic-heads.md, {scenario: what its runs gave, seed by seed})."""
+    page = text_of("results/dynamic-heads.md").split("\n## What heads are needed for\n")[1].split("\n## ")[0]
+    found = json.loads((RESULTS / "engagement-tiny.json").read_text())
+    for name, each in found.items():
+        assert [run["name"] for run in each["runs"]] == [f"out/{name}-{seed}" for seed in range(1, 6)]
+    return page, {name: [run["results"] for run in each["runs"]] for name, each in found.items()}
+
+
+def critical(each, kind):
+    return {tuple(at) for at in each["critical"][kind]}
+
+
+def at_work(each):
+    return {(row["layer"], row["head"]) for row in each["heads"] if row["factor"] > 0}
+
+
+def test_critical_heads_on_the_page_are_counted_from_the_file(engagement):
+    """Again from each head's cost; beside the states, and the critical heads of the same seed's plain GPT."""
+    page, runs = engagement
+    for each in (each for group in runs.values() for each in group):
+        for kind in (*RANDOM, *TEXT):
+            costs = {(row["layer"], row["head"]): row[kind]["cost"] for row in each["heads"]}
+            dearest = sorted(costs, key=lambda at: -costs[at][0])[:2]
+            assert critical(each, kind) == {at for at in dearest if costs[at][1] > 0}
+            assert len(critical(each, kind)) == 2, "of 10 in five seeds"
+    plain, half, most = runs["plain"], runs["constrained"], runs["mixed"]
+
+    def counts(kind):
+        return {
+            "on natural text too, plain GPT (2.5)": [
+                critical(e, kind) & critical(e, "natural") for e in plain],
+            "at work, constrained (5)": [critical(e, kind) & at_work(e) for e in half],
+            "the plain GPT's, at work, constrained (5)": [
+                critical(p, kind) & at_work(e) for p, e in zip(plain, half)],
+            "at work, mixed (7.5)": [critical(e, kind) & at_work(e) for e in most]}
+
+    for column, kinds in enumerate((RANDOM, TEXT)):
+        for kind in kinds:
+            for title, both in counts(kind).items():
+                assert int(row_of(page, title)[column]) == sum(map(len, both)), (title, kind)
+    assert [len(at_work(e)) for e in half] == [4] * 5 and [len(at_work(e)) for e in most] == [6] * 5
+    kept = by_chance([(8, 2, 4, len(critical(e, "natural") & at_work(e))) for e in half])
+    of_plain = by_chance([(8, 2, 4, len(critical(p, "natural") & at_work(e))) for p, e in zip(plain, half)])
+    assert f"keeps all (p = {kept['p']:.4f})" in page and f"it keeps 9 (p = {of_plain['p']:.3f})" in page
+
+
+def test_gains_and_shares_on_the_page_are_means_over_seeds(engagement):
+    page, runs = " ".join(engagement[0].split()), engagement[1]
+
+    def mean(values, digits, sign=""):
+        middle, low, high = t_interval(values)
+        return f"{middle:{sign}.{digits}f} ±{(high - low) / 2:.{digits}f}"
+
+    for kind in RANDOM:
+        gain = mean([each["texts"][kind]["gain"][0] for each in runs["plain"]], 3)
+        assert re.search(rf"{re.escape(gain)} (nats of 8.6 )?\({kind}\)", page), (kind, gain)
+    natural = [each["texts"]["natural"] for each in runs["constrained"]]
+    before, active = (np.mean([each[key] for each in natural]) for key in ("nats", "nats_all_active"))
+    factors = [np.mean([row["factor"] for row in each["heads"]
+                        if (row["layer"], row["head"]) in critical(each, "natural")])
+               for each in runs["constrained"]]
+    assert f"{before:.2f} nats become {active:.2f}" in page
+    assert f"critical heads is {mean(factors, 2)}, not the write-up's 0.92" in page
+    for kind, words in (("needle", "of an equal share on needles"), ("natural", "on natural text")):
+        sent = [np.mean([row[kind]["engagement"][0] for row in each["heads"] if row["role"] == "long"])
+                for each in runs["specialised"]]
+        assert f"{mean(sent, 2)} {words}" in page
