@@ -1,10 +1,10 @@
-# make demo · make test · make test-all · make lint · make compare · make bench · make plots · make gpu-check · make clean
+# make demo · make test · make test-all · make lint · make compare · make bench · make plots · make notebook · make gpu-check · make clean
 PYTHON ?= python3
 PY := .venv/bin/python
 STUDY ?= config/studies/all.py
 GPU_VENV ?= .venv-gpu
 
-.PHONY: demo test test-all lint compare bench plots gpu-check gpu-bytes clean
+.PHONY: demo test test-all lint compare bench plots notebook gpu-check gpu-bytes clean
 
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
@@ -43,6 +43,10 @@ bench: .venv/ready
 
 plots: .venv/ready
 	$(PY) plot_curves.py
+
+# run docs/heads.ipynb in a fresh copy of the repository and store its outputs
+notebook: .venv/ready-test
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(PY) tests/refresh_notebook.py
 
 # compile every training step for sm_90, sm_80 and sm_89 on a machine without a GPU (docs/gpu.md);
 # QUICK=1: six entries; ENTRIES="acag sink": those; JOBS: processes at a time; what has not changed is kept

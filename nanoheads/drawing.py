@@ -69,10 +69,10 @@ def drawn(draw, found, kind="svg"):
         return figure and encoded(figure, kind)
 
 
-def save(figure, stem):
+def save(figure, stem, kinds=("png", "svg")):
     """Write STEM.png and STEM.svg -> their paths. UserError: the disk refuses."""
     stem.parent.mkdir(parents=True, exist_ok=True)
-    paths = [Path(f"{stem}.{kind}") for kind in ("png", "svg")]
+    paths = [Path(f"{stem}.{kind}") for kind in kinds]
     for path in paths:
         data = encoded(figure, path.suffix[1:])
         write_atomic(path, lambda f, data=data: f.write(data))

@@ -266,8 +266,8 @@ def test_both_ways_are_logged(load, monkeypatch):
 
 @torch.no_grad()
 def written(lm, context, until=(), max_gen_toks=256):
-    """What a char model says after a context, a forward pass for each character, unpadded and uncached."""
-    seen, text = lm.tokenizer.encode(context).tolist() or [lm.tokenizer.separator], ""
+    """What a model of characters or bytes says after a context, a forward pass for each, without a cache."""
+    T, seen, text = lm.max_length, lm.tokenizer.encode(context).tolist() or [lm.tokenizer.separator], ""
     seen = seen[-max(T - max_gen_toks, T // 2):]
     for _ in range(max_gen_toks):
         seen.append(int(lm.model(torch.tensor([seen])).logits[0, -1].argmax()))
@@ -595,3 +595,127 @@ def test_the_launchers_table_is_that_of_evaluate_and_of_direct_computation(load,
     assert figures["bits_per_byte,none"] == pytest.approx(want["bpb"], rel=1e-6)
     assert figures["word_perplexity,none"] == pytest.approx(want["word_ppl"], rel=1e-5)
     assert results["config"]["windows"] == "evaluate" and results["config"]["stride"] == T
+
+
+# ---- its own tasks of long texts ----
+
+STORIES = [dict(context="It was a long road. " * 40, question=question, input=question, length=200,
+                dataset="narrativeqa", language="en", all_classes=None, _id=question)
+           for question in ("Who met?", "What fell then?", "How was it?")]
+needs_rouge = pytest.mark.skipif(importlib.util.find_spec("rouge") is None,
+                                 reason="rouge is not installed: pip install rouge, or 'lm_eval[longbench]'")
+LOCAL = """include: {config}
+task: local_{name}
+dataset_path: json
+dataset_name: null
+dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
+"""
+
+
+@pytest.fixture
+def speaker(harness, tmp_path):
+    """A model that writes words of the letters b to h, and can write nothing else."""
+    path = write_checkpoint(tmp_path / "a.pt", "byte", spread=8.0, block_size=160)
+    lm = harness.NanoHeads(path, device="cpu")
+    with torch.no_grad():
+        silent = torch.ones(256, dtype=bool)
+        silent[[*b"bcdefgh "]] = False
+        lm.model.lm_head.weight[silent] = 0
+    return lm
+
+
+@pytest.fixture
+def long_task(tmp_path, monkeypatch):
+    """long_task(name, docs) -> the harness's own task of LongBench, its hub data replaced by these."""
+    import lm_eval.tasks
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "lm_eval.tasks.longbench.metrics", raising=False)
+    for name in ("jieba", "fuzzywuzzy", "rouge"):  # metrics.py imports them; English F1 calls none of them
+        if importlib.util.find_spec(name) is None:
+            monkeypatch.setitem(sys.modules, name, SimpleNamespace(fuzz=None, Rouge=None))
+
+    def make(name, docs):
+        config = Path(lm_eval.tasks.__file__).parent / "longbench" / f"{name}.yaml"
+        (tmp_path / "docs.jsonl").write_text("\n".join(map(json.dumps, docs)))
+        (tmp_path / "local.yaml").write_text(LOCAL.format(
+            config=config, name=name, data=tmp_path / "docs.jsonl", cache=tmp_path / "cache"))
+        return lm_eval.tasks.TaskManager(include_path=str(tmp_path), include_defaults=False), config
+    return make
+
+
+def prompts_of(config, docs):
+    """What a task's file asks of each document, filled in by hand."""
+    [quoted] = re.findall(r'^doc_to_text: (".*")$', config.read_text(), re.M)
+    text = json.loads(quoted)
+    return [text.replace("{{context}}", doc["context"]).replace("{{question}}", doc["question"])
+            for doc in docs]
+
+
+def f1(hits, written, wanted):
+    """The harmonic mean of precision and recall, of numbers of words."""
+    return 2 * hits / (written + wanted)
+
+
+def scored(lm, task, manager):
+    """(its figures, what the model said) of one of the harness's tasks."""
+    from lm_eval import simple_evaluate
+    results = simple_evaluate(model=lm, tasks=[task], task_manager=manager, bootstrap_iters=0)
+    said = [sample["filtered_resps"][0].strip() for sample in results["samples"][task]]
+    return results["results"][task], said
+
+
+@needs_lm_eval
+def test_narrativeqa_is_scored_as_by_hand(speaker, long_task):
+    """F1 of words without case, marks and articles, the best of a question's answers."""
+    manager, config = long_task("narrativeqa", [dict(doc, answers=["x"]) for doc in STORIES])
+    texts = [written(speaker, prompt, max_gen_toks=128).strip() for prompt in prompts_of(config, STORIES)]
+    words = [text.split() for text in texts]
+    assert len(set(texts)) == 3 and all(len(set(each)) > 3 for each in words), "questions change what is said"
+    docs = [dict(STORIES[0], answers=["x", f"The {words[0][0].upper()}, {words[0][1]}!"]),
+            dict(STORIES[1], answers=[texts[1]]), dict(STORIES[2], answers=["neither of them", "x"])]
+    (manager, _), want = long_task("narrativeqa", docs), [f1(2, len(words[0]), 2), 1.0, 0.0]
+    found, answered = scored(speaker, "local_narrativeqa", manager)
+    assert answered == texts
+    assert found["qa_f1_score,none"] == found["score,none"] == pytest.approx(np.mean(want), abs=1e-6)
+
+
+@needs_lm_eval
+@needs_rouge
+def test_govreport_is_scored_as_by_hand(speaker, long_task):
+    """ROUGE-L of the words in common, in order; 512 tokens go on beyond the window."""
+    manager, config = long_task("gov_report", [dict(doc, answers=["x"]) for doc in STORIES[:1]])
+    [prompt] = prompts_of(config, STORIES[:1])
+    text = written(speaker, prompt, max_gen_toks=512).strip()
+    distinct = list(dict.fromkeys(text.split()))
+    common = distinct[:4]  # in the order in which they first come
+    assert len(distinct) > 8 and len(text) > 400
+    for answer, hits in ((" ".join(["none", *common, "other"]), 4), ("none of it", 0)):
+        manager, _ = long_task("gov_report", [dict(STORIES[0], answers=[answer])])
+        found, answered = scored(speaker, "local_gov_report", manager)
+        assert answered == [text]
+        want = f1(hits, len(distinct), len(answer.split()))
+        assert found["rouge_score,none"] == found["score,none"] == pytest.approx(want, abs=1e-6)
+
+
+@needs_lm_eval
+@pytest.mark.parametrize("raised, words", [
+    (ConnectionError("Couldn't reach 'a/b'\n(offline)"), "Couldn't reach 'a/b' (offline); a task's data come "
+     "from the hub: it must be reached once, then they are in its cache"),
+    (ModuleNotFoundError("No module named 'jieba'"), "a task: No module named 'jieba'; it needs what is not "
+     "installed here, or another version of it")])
+def test_what_a_task_lacks_is_one_clear_line(harness, monkeypatch, raised, words):
+    def fail():
+        raise raised
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(harness, "cli_evaluate", fail)
+    with pytest.raises(SystemExit, match=f"^nanoheads.hub.harness: {re.escape(words)}$"):
+        harness.main()
+
+
+@needs_lm_eval
+def test_a_task_that_lacks_a_package_is_named(harness, long_task, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jieba", None)  # as if it were not installed
+    manager, _ = long_task("narrativeqa", [dict(STORIES[0], answers=["x"])])
+    monkeypatch.setattr(harness, "cli_evaluate", lambda: manager.load(["local_narrativeqa"]))
+    with pytest.raises(SystemExit, match=r"longbench/metrics.py: Please install .*lm_eval\[.longbench.\]"):
+        harness.main()

@@ -415,7 +415,7 @@ def attention(found, name):
 # ---- all of them ----
 
 @mpl.rc_context(RC)
-def plot_heads(given, names, together, text=None, show=()):
+def plot_heads(given, names, together, text=None, show=(), kinds=("png", "svg")):
     """Draw the heads of each run, and into the folder `together` the active ones of all -> the paths.
 
     What cannot be drawn is reported on stderr, a line each.
@@ -449,9 +449,9 @@ def plot_heads(given, names, together, text=None, show=()):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph")  # a character that the font lacks is a box
             for picture, figure in figures.items():
-                written += save(figure, Path(run) / "figures" / picture) if figure else []
+                written += save(figure, Path(run) / "figures" / picture, kinds) if figure else []
     if len(runs) > 1 and (figure := active(runs, "Heads at work and bits per byte")):
-        written += save(figure, Path(together) / "active")
+        written += save(figure, Path(together) / "active", kinds)
     if show and unseen and not shown:
         sys.exit(f"plot_curves: {unseen[0]}: the heads of --show are in none of the runs")
     return written

@@ -23,6 +23,7 @@ import logging
 import math
 import re
 import sys
+import traceback
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -282,11 +283,24 @@ class NanoHeads(TemplateLM):
         return [until_any(text, ends).decode("utf-8", "replace") for text in texts]
 
 
+def lacking(e):
+    """What a task lacks, in one line, by the exception that ended its loading: a package, or its data."""
+    files = [Path(frame.filename) for frame in traceback.extract_tb(e.__traceback__)]
+    task = ["a task", *(f"{file.parent.name}/{file.name}" for file in files if "tasks" in file.parts)][-1]
+    why = " ".join(str(e).split())
+    if isinstance(e, ImportError):
+        return f"{task}: {why}; it needs what is not installed here, or another version of it"
+    return f"{why}; a task's data come from the hub: it must be reached once, then they are in its cache"
+
+
 def main():
     """lm_eval's command line. Its tasks find other modules before ours."""
     sys.path[:] = [*(path for path in sys.path if Path(path or ".").resolve() != ROOT), str(ROOT)]
-    with last_words(PROGRAM):
-        cli_evaluate()
+    try:
+        with last_words(PROGRAM):
+            cli_evaluate()
+    except (ImportError, ConnectionError) as e:
+        sys.exit(f"{PROGRAM}: {lacking(e)}")
 
 
 if __name__ == "__main__":
