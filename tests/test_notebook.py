@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK = ROOT / "docs" / "heads.ipynb"
 COPIED = ("*.py", "config/*.py", "data/*.py", "data/pystdlib/*.py", "nanoheads/**/*.py", "docs/heads.ipynb")
 # Where sums are rounded as when the outputs were stored, all digits come out again. Elsewhere Muon amplifies
-# the rounding: without vector instructions losses differ by up to 0.9 %, and what single heads do by a third.
-TOLERANCE = 0.02  # of the largest number of a column
+# the rounding: without vector instructions losses differ by up to 1.3 %, and what single heads do by a third.
+TOLERANCE, ELSEWHERE = 0.02, 0.04  # of the largest number of a column; losses on another processor
 SAMPLED = {"samples"}  # one token drawn otherwise changes all that follow
 NUMBER = re.compile(r"[+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?")
 
@@ -126,8 +126,8 @@ def taken_apart(text):
     return sorted(lines), numbers
 
 
-def differences(stored, fresh, numbers=True):
-    """Where the outputs of two executions of the same cells differ by more than TOLERANCE, in words.
+def differences(stored, fresh, numbers=True, tolerance=TOLERANCE):
+    """Where the outputs of two executions of the same cells differ by more than the tolerance, in words.
 
     Words, rows and whole numbers must be equal, the rows in any order: some are ordered by what is measured.
     Without `numbers` any number equals any other.
@@ -149,7 +149,7 @@ def differences(stored, fresh, numbers=True):
         for place in old.keys() & new.keys():
             (value, unit), (now, _) = old[place], new[place]
             largest = max(abs(v) for other, (v, _) in old.items() if other[:2] == place[:2])
-            if abs(value - now) > TOLERANCE * largest + 1.001 * unit:
+            if abs(value - now) > tolerance * largest + 1.001 * unit:
                 found.append(f"{name}: {place[2]} {value:g}, {now:g} now")
     return found
 
@@ -269,7 +269,7 @@ def test_stored_outputs_are_what_the_code_gives(fresh, stored):
         assert differences(stored, cells) == []
     else:
         assert differences(stored, cells, numbers=False) == []
-        assert differences({"train": stored["train"]}, cells) == []
+        assert differences({"train": stored["train"]}, cells, tolerance=ELSEWHERE) == []
 
 
 @pytest.mark.parametrize("name, old, new", [
