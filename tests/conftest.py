@@ -3,6 +3,7 @@ import json
 import socket
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read at import: no test asks the network
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from nanoheads.text import sources  # noqa: E402
+import model  # noqa: E402
 import train  # noqa: E402
+from nanoheads.configurator import keys_of  # noqa: E402
+from nanoheads.hub import own_mechanism as own  # noqa: E402
+from nanoheads.mechanism import choices  # noqa: E402
+from nanoheads.text import sources  # noqa: E402
 from nanoheads.text.writing import Writer  # noqa: E402
 from nanoheads.text.tokenizer import Tokenizer  # noqa: E402
 
@@ -163,3 +168,24 @@ def pass_of(model, x, **wanted):
     """The Pass in which a model's first block reads x [B, T, C], without a cache."""
     T = x.size(1)
     return model.make_pass(model.mask_of(0), slice(0, T), 0, T, None, None, x.device, **wanted)
+
+
+@pytest.fixture
+def own_mechanisms_go():
+    """What a test adds of mechanisms in files of one's own goes with it: flags are those of all tests."""
+    config = model.GPTConfig
+    bases, head, every = config.__bases__, [*model.HEAD_MECHANISMS], [*model.MECHANISM_CLASSES]
+    yield
+    for cls in own.ADDED:
+        for name in cls.modes:
+            model.MECHANISMS.pop(name)
+            model.NEUTRAL.pop(name, None)
+    own.ADDED.clear()
+    model.HEAD_MECHANISMS[:], model.MECHANISM_CLASSES[:] = head, every
+    for name in ("init", "repr", "eq", "match_args", "dataclass_fields", "dataclass_params", "replace"):
+        if f"__{name}__" in vars(config):
+            delattr(config, f"__{name}__")
+    config.__bases__ = bases
+    dataclass(config)
+    keys_of.cache_clear()
+    choices.cache_clear()

@@ -6,7 +6,6 @@ import py_compile
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from conftest import ROOT
 from nanoheads.common import UserError
 from nanoheads.configurator import keys_of
 from nanoheads.hub import huggingface as hf, own_mechanism as own
-from nanoheads.mechanism import choices
 from nanoheads.probes import promises
 from nanoheads.study import fingerprint, results
 from nanoheads.study.variants import StudyConfig
@@ -33,31 +31,15 @@ PASS = "    def before(self, attn, h):"
 
 
 @pytest.fixture
-def mine(tmp_path):
+def mine(tmp_path, own_mechanisms_go):
     """mine(before, after) -> the path of the page's file with an edit; what was added goes with the test."""
-    config = model.GPTConfig
-    bases, head, every = config.__bases__, [*model.HEAD_MECHANISMS], [*model.MECHANISM_CLASSES]
-
     def write(before="", after="", name="mine.py"):
         assert CODE.count(before) == 1 or not before
         path = tmp_path / name
         path.write_text(CODE.replace(before, after) if before else CODE, encoding="utf-8")
         return path
 
-    yield write
-    for cls in own.ADDED:
-        for name in cls.modes:
-            model.MECHANISMS.pop(name)
-            model.NEUTRAL.pop(name, None)
-    own.ADDED.clear()
-    model.HEAD_MECHANISMS[:], model.MECHANISM_CLASSES[:] = head, every
-    for name in ("init", "repr", "eq", "match_args", "dataclass_fields", "dataclass_params", "replace"):
-        if f"__{name}__" in vars(config):
-            delattr(config, f"__{name}__")
-    config.__bases__ = bases
-    dataclass(config)
-    keys_of.cache_clear()
-    choices.cache_clear()
+    return write
 
 
 def run(*argv, cwd=ROOT, words=None):

@@ -22,6 +22,7 @@ from compare import Study, main
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError, json_safe
+from nanoheads.hub import own_mechanism
 from nanoheads.study import (analysis, costs, findings, pictures, queue, rates, results, stats, tables,
                              trial)
 from nanoheads.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, variants_of
@@ -178,19 +179,21 @@ def test_the_groups_of_rates_are_those_that_the_optimizers_have(plain):
 
 @pytest.mark.parametrize("name", STUDIES)
 @pytest.mark.parametrize("scale", ["tiny", "mid", "paper"])
-def test_every_shipped_study_makes_its_variants(name, scale, monkeypatch):
+def test_every_shipped_study_makes_its_variants(name, scale, monkeypatch, own_mechanisms_go):
     monkeypatch.setattr("nanoheads.study.variants.Dataset", Bytes)
     # 90 million numbers take their time; sizes have their own test
     monkeypatch.setattr("nanoheads.study.variants.size_of", lambda config: (1000, 1000))
     own = "\nbase = " in (ROOT / "config" / "studies" / name).read_text()  # its plain GPT, or its steps
-    if own or name in ("demo.py", "ladder.py"):
+    if own or name in ("demo.py", "dose.py", "ladder.py"):
         scale = "nano" if name == "ladder.py" else "tiny"
-    config, = configurator.load((StudyConfig,), [f"config/studies/{name}", f"--scale={scale}"])
+    argv = own_mechanism.take([f"config/studies/{name}", f"--scale={scale}"])
+    config, = configurator.load((StudyConfig,), argv)
     builder = VariantBuilder(config)
     variants = builder.variants()
     assert config.question and (variants or config.tune_plain)
     for variant in variants:
-        assert not variant.model.problems() and variant.train.max_iters == builder.plain.train.max_iters
+        assert not variant.model.problems()
+        assert variant.train.max_iters == builder.plain.train.max_iters or name == "dose.py"
         assert variant.model.attn_dropout == builder.plain.model.attn_dropout  # on both sides or on none
 
 
@@ -782,7 +785,9 @@ def test_nothing_in_the_study_folder_imports_what_uses_it():
         allowed = {"queue": {"trial"}, "trial": {"fingerprint"}, "page": {"findings", "stats"},
                    "report": {"page", "findings", "pictures"},
                    "analysis": {"compute", "rates", "stats"}, "tables": {"findings", "results"},
-                   "pictures": {"findings"}, "findings": {"dynamic"}, "dynamic": {"costs", "variants"},
+                   "pictures": {"findings"}, "ledger_page": {"findings", "page"},
+                   "ledger": {"analysis", "fingerprint", "findings", "ledger_page", "results", "tables",
+                              "trial"}, "findings": {"dynamic"}, "dynamic": {"costs", "variants"},
                    "results": {"analysis", "costs", "dynamic", "queue", "trial",
                                "variants"}}.get(path.stem, set())
         assert {name.split(".")[2] for name in imported if name.startswith("nanoheads.study.")} & {

@@ -275,7 +275,7 @@ MISSING = "is not prepared|no dataset data/mine|no labels 'weak'"  # here, and m
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_every_command_of_the_docs_is_read(words, monkeypatch):
+def test_every_command_of_the_docs_is_read(words, monkeypatch, own_mechanisms_go):
     """The program, its flags and their values exist; what they do, its own tests say."""
     try:
         read_arguments(words, monkeypatch)

@@ -139,6 +139,9 @@ def test_rounding_of_other_groups_is_no_leak_and_zero_tolerance_finds_it():
         return (order.float() + 1e-7 * ids[:, -1:, None]).to(torch.float32)
     assert leak_of(grouped) is None
     assert leak_of(grouped, tolerance=0.0) == "position 0 reads token 11"
+    for wrong in (-1.0, float("nan")):
+        with pytest.raises(UserError, match="tolerance=.* must be 0 or more"):
+            leak_of(grouped, tolerance=wrong)
 
 
 # ---- padding ----

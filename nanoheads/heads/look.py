@@ -142,7 +142,7 @@ KINDS = {
     "sink_mass": Kind("sink mass", "share of the attention that goes to nothing", 0, 1),
     "log_forget": Kind("log forget gate", "log of the factor by which the head fades all earlier keys"),
     "gate": Kind("static gate", "sentinel, agency or set by hand: the same factor for all tokens", 0, 1),
-    "agency": Kind("agency", "factor of the head's state, the same for all tokens", 0, 1),
+    "agency": Kind("agency", "factor of its state, the same for all tokens", 0, 1),
     "head_scores": Kind("constraint logit of a head", "the score of each constraint head, before the mean",
                         signed=True),
     "router_gates": Kind("constraint router", "gate on the constraint head's output", 0, 1),
@@ -226,7 +226,8 @@ class Viewer:
             head = (None, None) if block is None else head_axis(name, shape, token, self.layers[block])
             if head[1] and set(head[1]) == {None}:
                 continue
-            if len(grows) < 2 and (grows or head[0] is not None or lengths[1] == 1):
+            known = grows or head[0] is not None or name == "agency"  # that may be of an MLP, or a block
+            if len(grows) < 2 and (known or lengths[1] == 1):
                 found[key] = Axes(token, *head)
         return found
 
@@ -238,7 +239,9 @@ class Viewer:
             moved = [axis for axis in (axes.head, axes.token) if axis is not None]
             x = x.movedim(moved, list(range(len(moved))))
             x = x.reshape(*x.shape[:len(moved)], -1).mean(-1)
-            x = x[..., None] if axes.token is None else x
+            if axes.token is None:
+                n = 1 if axes.head is not None else traces["blocks.0.entropy"].size(-1)
+                x = x[..., None].expand(*x.shape, n)
             heads = axes.heads
             if heads:
                 x = x[[row for row, head in enumerate(heads) if head is not None]]

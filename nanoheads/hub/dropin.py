@@ -207,6 +207,8 @@ def insert_problems(c, config):
     for name in OF_TRAINING:
         if getattr(config, name):
             yield f"{name}={getattr(config, name)!r} is for train.py: an inserted model knows of no steps"
+    if config.agency and config.agency_scope != "head":
+        yield f"agency_scope={config.agency_scope!r} is for models of this repository: heads alone have states"
     if config.constraint_names and config.constraint_variant == "B":
         yield "constraint_variant='B' makes a model's own heads smaller, which cannot be inserted: 'A' can"
     dropout = getattr(c, "attn_pdrop", getattr(c, "attention_dropout", 0.0))
@@ -344,8 +346,10 @@ class Control(HeadControl):
         self.layers, gates = places(model), gates_of(model)
         if len(gates) < len(self.layers):
             raise UserError("not every layer has gates: insert some, into a model that has heads in each")
-        self.config = SimpleNamespace(n_layer=len(self.layers))
-        self.transformer = SimpleNamespace(h=[SimpleNamespace(attn=gates[i]) for i in range(len(gates))])
+        states = all(own.agency is not None for own in gates.values())
+        self.config = SimpleNamespace(n_layer=len(self.layers), agency=states, agency_scope="head")
+        blocks = [SimpleNamespace(attn=gates[i], agency=None) for i in range(len(gates))]
+        self.transformer = SimpleNamespace(h=blocks)
 
     def set_head(self, layer, head, gate=None, **how):
         """As of a GPT. Constraint heads are numbered on from the model's own. Raises UserError."""

@@ -94,8 +94,10 @@ def window_texts(text, context, samples):
 def texts_of(args, data, context):
     """{name: Kind} of the five kinds. UserError, ValueError."""
     rng, text, samples = np.random.default_rng(args.seed), data.tokens(args.split), args.samples
-    if samples < 2 or context < 16:
-        raise UserError(f"--samples={samples} must be at least 2, and a context of {context} at least 16")
+    if samples < 2:
+        raise UserError(f"--samples={samples} must be at least 2: one text has no interval")
+    if context < 16:
+        raise UserError(f"a context of {context} tokens is too short for a needle: at least 16")
     if len(text) < 2 * samples * context + 1:
         raise UserError(f"--samples={samples}: {2 * samples:,} windows of {context:,} tokens are more than "
                         f"{args.split} of {data.dir} has, {len(text):,} tokens")

@@ -230,6 +230,8 @@ def leaks(function, vocab=256, length=32, batch=3, draws=3, device="cpu", tolera
     """
     if vocab < 2 or length < 2:
         raise UserError(f"vocab={vocab} and length={length} must be at least 2: else nothing can change")
+    if tolerance is not None and not tolerance >= 0:
+        raise UserError(f"tolerance={tolerance} must be 0 or more")
     ask, most = Asked(function), 0.0
     for ids, other in zip(*texts(vocab, draws, batch, length, device)):
         probe = Probe(ask, ids, other, tolerance)
