@@ -648,6 +648,28 @@ def test_a_recheck_asks_whose_the_runs_are(finished, capsys):
     assert "all of them the same" in results.recheck("results.json.gz")
 
 
+def test_a_recheck_knows_what_follows_from_a_recipe_an_optimizer_or_a_rate(plain):
+    """Of another optimizer the rest of the rates are others too, of another recipe the flags; no more."""
+    flags = {"adamw": dict(optimizer="adamw", lr=8e-3), "gpt2": dict(recipe="gpt2", optimizer="adamw")}
+    study = study_of(plain, mechanisms=[], variants=flags)
+    for variant in study.variants.values():
+        spec = study.spec(variant, 1, "test")
+        run = trial.folder_of(spec).name
+        found = dict(plain=results.flags_of(study.builder.plain), data=dict(split="test"),
+                     runs={run: dict(spec=spec, params=1, flops_per_token=1)})
+        row = dict(flags=variant.flags, runs=[run], seeds=[1], params=1, flops_per_token=1)
+        assert results.wrong_runs(found, row) == []
+        for section, key, value in (("train", "grad_clip", 7.0), ("train", "beta2", 0.5),
+                                    ("model", "act", "swiglu"), ("model", "n_layer", 5)):
+            assert spec[section][key] != value
+            other = json.loads(json.dumps(spec))
+            other[section][key] = value
+            name = trial.folder_of(other).name
+            found["runs"][name] = dict(spec=other, params=1, flops_per_token=1)
+            problem, = results.wrong_runs(found, {**row, "runs": [name]})
+            assert problem.endswith(f"of another variant or seed: {key}")
+
+
 def test_a_run_on_file_counts_as_done_and_can_be_run_again(plain, finished, here, monkeypatch, tmp_path):
     study, found = finished
     (tmp_path / "results").mkdir()

@@ -208,7 +208,7 @@ def insert_problems(c, config):
         if getattr(config, name):
             yield f"{name}={getattr(config, name)!r} is for train.py: an inserted model knows of no steps"
     if config.agency and config.agency_scope != "head":
-        yield f"agency_scope={config.agency_scope!r} is for models of this repository: heads alone have states"
+        yield f"agency_scope={config.agency_scope!r} is for this repository's models: only heads have states"
     if config.constraint_names and config.constraint_variant == "B":
         yield "constraint_variant='B' makes a model's own heads smaller, which cannot be inserted: 'A' can"
     dropout = getattr(c, "attn_pdrop", getattr(c, "attention_dropout", 0.0))

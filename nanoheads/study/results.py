@@ -34,6 +34,7 @@ from nanoheads.study.variants import BOOKKEEPING, HERE, StudyConfig, size_of
 from nanoheads.text.dataset import Dataset
 from nanoheads.timing import median_interval
 from nanoheads.training import checkpoint
+from nanoheads.training.config import TrainConfig
 from nanoheads.training.scoring import bits, windows_of
 
 CURVE_POINTS = 25  # of a run's validation curve that are kept, the last one among them
@@ -385,8 +386,10 @@ def wrong_score(run, bpb):
 def wrong_runs(study, variant):
     """Why runs are not those of the variant that they stand under, as sentences.
 
-    A flag that is None in the study may have another value in a run, which its mechanism chose.
+    A flag that is None in the study may have another value in a run, which its mechanism chose; so may one
+    that follows from a recipe, an optimizer or a rate, where the variant has another of those.
     """
+    moved = {"recipe", "optimizer", "lr"} & set(variant["flags"])
     flags, wrong = {**study["plain"], **variant["flags"]}, []
     for run, seed in zip(variant["runs"], variant["seeds"]):
         if (found := study["runs"].get(run)) is None:
@@ -394,7 +397,8 @@ def wrong_runs(study, variant):
         spec = found["spec"]
         of_run = {**spec["model"], **spec["train"]}
         seeds = of_run.pop("seed"), seed + variant["flags"].get("seed", 0)
-        other = [key for key, value in of_run.items() if flags.get(key) not in (None, value)]
+        other = [key for key, value in of_run.items() if flags.get(key) not in (None, value)
+                 and not (moved and key not in variant["flags"] and follows(spec, key))]
         other += ["seed"] * (seeds[0] != seeds[1])
         other += ["split"] * (spec["score"]["split"] != study["data"]["split"])
         if "controller" not in spec["train"]:  # else heads may have come or gone
@@ -404,6 +408,17 @@ def wrong_runs(study, variant):
         if other:
             wrong.append(f"run {run} is of another variant or seed: {', '.join(other)}")
     return wrong
+
+
+def follows(spec, key):
+    """Whether a key of a run has the value that its recipe, optimizer and rate give it where none is set."""
+    cls = GPTConfig if key in spec["model"] else TrainConfig
+    if cls.__dataclass_fields__[key].default is not None:
+        return False
+    if cls is GPTConfig:
+        return getattr(GPTConfig(**{**spec["model"], key: None}), key) == spec["model"][key]
+    training = TrainConfig(**{**spec["train"], key: None}).for_recipe(spec["model"]["recipe"])
+    return getattr(training, key) == spec["train"][key]
 
 
 def costs_again(study, variant):
