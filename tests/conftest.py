@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 import model  # noqa: E402
 import train  # noqa: E402
+from browser import CHROMIUM, Browser  # noqa: E402
 from nanoheads.configurator import keys_of  # noqa: E402
 from nanoheads.hub import own_mechanism as own  # noqa: E402
 from nanoheads.mechanism import choices  # noqa: E402
@@ -189,3 +190,14 @@ def own_mechanisms_go():
     dataclass(config)
     keys_of.cache_clear()
     choices.cache_clear()
+
+
+@pytest.fixture
+def browser(tmp_path):
+    """A Browser, whose pages logged nothing and asked for nothing when the test is over."""
+    if not CHROMIUM:
+        pytest.skip("no Chromium or Chrome is installed, so no page can be opened")
+    browser = Browser(tmp_path / "profile")
+    yield browser
+    browser.close()
+    assert browser.events and browser.complaints() == []

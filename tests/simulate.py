@@ -106,6 +106,12 @@ def print_error_rates(sims):
 
 # ---- screened, then judged ----
 
+def judged_of(validation):
+    """The numbers of the arms that go on: the best six and the worst two."""
+    order = validation.argsort()
+    return np.concatenate([order[:6], order[-2:]])
+
+
 def two_stages(rng, fresh, true, sd=0.006, text=0.006, n=5, n_plain=14, **world):
     """(any wrong verdict, arms of the judged that do differ, found): 34 arms, two seeds each on validation.
 
@@ -115,8 +121,7 @@ def two_stages(rng, fresh, true, sd=0.006, text=0.006, n=5, n_plain=14, **world)
     m = len(true)
     y = np.asarray(true)[:, None] + sd * rng.normal(size=(m, 2))
     validation = y.mean(1) + text * rng.normal(size=m) / 2
-    order = validation.argsort()
-    chosen = np.concatenate([order[:6], order[-2:]])
+    chosen = judged_of(validation)
     unit, comparisons = study(rng, n, n_plain, len(chosen), true=true[chosen] / sd, **world)
     scores = {arm: {seed: sd * score for seed, score in of_arm.items()} for arm, of_arm in unit.items()}
     if not fresh:
@@ -169,8 +174,7 @@ def among_many(rng, true, own, plain, m=34, n=5, n_plain=14, text=0.006):
     draw = partial(rng.choice, replace=True)
     validation = draw(plain, (m, 2)).mean(1) + text * rng.normal(size=m) / 2
     validation[0] = true + draw(own, 2).mean() + text * rng.normal() / 2
-    order = validation.argsort()
-    chosen = [int(i) for i in (*order[:6], *order[-2:])]
+    chosen = judged_of(validation)
     return verdict_on(draw, true, own, plain, n, n_plain, others=len(chosen) - 1) if 0 in chosen else None
 
 

@@ -14,7 +14,8 @@ from nanoheads.hub import dropin
 from nanoheads.hub.dropin import (FAMILIES, Control, aux_losses, gates_of, insert, load, mask_heads,
                                    predictions, prune_heads)
 from nanoheads.training import checkpoint
-from test_dropin import REAL, T, V, hf, ids, logits, normal, scatter, told  # noqa: F401 (hf is a fixture)
+from test_dropin import (REAL, T, V, hf, ids, logits, normal, scatter, told,  # noqa: F401 (hf is a fixture)
+                         told_with_and_without_cache_and_padding)
 from test_dropin import tiny as of_two_layers
 
 STATES, CONSTRAINT = dict(agency=True), dict(constraint_names=["a", "b"], constraint_hidden=8)
@@ -224,13 +225,7 @@ def test_training_reaches_all_that_is_new(hf, name, kind):  # noqa: F811
 @pytest.mark.parametrize("name, kind", PLACES)
 def test_a_cache_and_padding_change_nothing(hf, name, kind):  # noqa: F811
     model = random_insert(tiny(hf, kind), name)
-    tokens = ids() * REAL
-    cached = told(model, tokens, REAL)
-    assert (cached - told(model, tokens, REAL, use_cache=False)).abs().max() < 1e-6
-    assert (cached[:1] - told(model, tokens[:1, 5:], REAL[:1, 5:])).abs().max() < 1e-6
-    beams = [model.generate(tokens, attention_mask=REAL, num_beams=3, max_new_tokens=6, use_cache=cache)
-             for cache in (True, False)]
-    assert torch.equal(*beams)
+    tokens, cached = told_with_and_without_cache_and_padding(model)
     if "constraint_names" in ALL[name]:
         with pytest.raises(UserError, match="dynamic cache.*StaticLayer"):
             told(model, tokens, REAL, cache_implementation="static")

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from browser import CHROMIUM, Browser
 from compare import main
 from conftest import ROOT
 from nanoheads.hub import own_mechanism as own
@@ -281,16 +280,6 @@ def test_add_needs_a_folder():
 
 
 # ---- a browser ----
-
-@pytest.fixture
-def browser(tmp_path):
-    if not CHROMIUM:
-        pytest.skip("no Chromium or Chrome is installed, so no page can be opened")
-    browser = Browser(tmp_path / "profile")
-    yield browser
-    browser.close()
-    assert browser.complaints() == []
-
 
 PAGE = ROOT / "docs" / "ledger.html"
 SHOWN = "[...document.querySelectorAll('#ledger > tbody')].filter(e => !e.hidden)"

@@ -12,7 +12,6 @@ import torch
 from torch.nn import functional as F
 
 import sample
-from browser import CHROMIUM, Browser
 from evaluate import main
 from model import GPT, MECHANISMS, GPTConfig, HeadNorm
 from nanoheads.common import UserError
@@ -753,16 +752,6 @@ def test_maps_that_memory_does_not_hold_are_not_made(make, tmp_path, monkeypatch
 
 
 # ---- a browser ----
-
-@pytest.fixture
-def browser(tmp_path):
-    if not CHROMIUM:
-        pytest.skip("no Chromium or Chrome is installed, so no page can be opened")
-    browser = Browser(tmp_path / "profile")
-    yield browser
-    browser.close()
-    assert browser.events and not browser.complaints()
-
 
 FOCUS = "document.activeElement.index"
 SHOWN = "document.querySelector('#readout').innerText"

@@ -4,13 +4,13 @@ import html
 import json
 import math
 import re
-import shutil
 import subprocess
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
+from browser import CHROMIUM
 from nanoheads import drawing
 from nanoheads.study import findings, pictures, report, tables
 from nanoheads.study.findings import headline
@@ -562,9 +562,6 @@ def test_ladder_picture_has_worth_at_each_size_and_hollow_where_held_out():
 
 # ---- a browser ----
 
-BROWSER = next(filter(None,
-                      map(shutil.which,
-                          ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None)
 MEASURE = """<!doctype html><title>x</title><body></body><script>
 const found = [], ask = PAGES;
 for (const [name, width] of ask) {
@@ -586,7 +583,7 @@ for (const [name, width] of ask) {
 </script>"""
 
 
-@pytest.mark.skipif(not BROWSER, reason="no Chromium or Chrome is installed, so no page can be opened")
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium or Chrome is installed, so no page can be opened")
 def test_in_a_real_browser_the_page_fits_a_phone_and_a_desk_loads_nothing_and_logs_nothing(tmp_path):
     pages = {"three.html": make_found(3), "thirty.html": make_found(30),
              "poisoned.html": poisoned(make_found(8)),
@@ -596,7 +593,7 @@ def test_in_a_real_browser_the_page_fits_a_phone_and_a_desk_loads_nothing_and_lo
     # in frames: a window of Chromium has at least 500 px
     ask = [[name, width] for name in pages for width in (360, 390, 1280)]
     (tmp_path / "measure.html").write_text(MEASURE.replace("PAGES", json.dumps(ask)))
-    done = subprocess.run([BROWSER, "--headless", "--no-sandbox",
+    done = subprocess.run([CHROMIUM, "--headless", "--no-sandbox",
                            "--disable-gpu", "--allow-file-access-from-files", "--hide-scrollbars",
                            "--enable-logging=stderr", "--disable-background-networking",
                            f"--user-data-dir={tmp_path / 'profile'}",

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from model import KVCache
@@ -76,39 +77,35 @@ def fixed_text(data, split, block_size, n_tokens, rank=0, world=1):
 
 
 @contextmanager
+def kept_by_hooks(modules, register, part):
+    """A list of part(...) of what each module's hook was given last, filled by forward passes meanwhile.
+
+    register: how a module takes a hook.
+    """
+    kept = [None] * len(modules)
+
+    def keep(i):
+        def hook(module, *passed):
+            kept[i] = part(*passed)
+        return hook
+
+    hooks = [register(module, keep(i)) for i, module in enumerate(modules)]
+    try:
+        yield kept
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def inputs_of(modules):
     """A list of what each of these modules was given last, filled by forward passes meanwhile."""
-    kept = [None] * len(modules)
-
-    def keep(i):
-        def hook(module, args):
-            kept[i] = args[0]
-        return hook
-
-    hooks = [module.register_forward_pre_hook(keep(i)) for i, module in enumerate(modules)]
-    try:
-        yield kept
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return kept_by_hooks(modules, nn.Module.register_forward_pre_hook, lambda args: args[0])
 
 
-@contextmanager
 def outputs_of(modules):
     """The same of what each module gave, of a tuple the first."""
-    kept = [None] * len(modules)
-
-    def keep(i):
-        def hook(module, args, out):
-            kept[i] = out[0] if isinstance(out, tuple) else out
-        return hook
-
-    hooks = [module.register_forward_hook(keep(i)) for i, module in enumerate(modules)]
-    try:
-        yield kept
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return kept_by_hooks(modules, nn.Module.register_forward_hook,
+                         lambda args, out: out[0] if isinstance(out, tuple) else out)
 
 
 @contextmanager

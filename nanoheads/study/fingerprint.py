@@ -90,6 +90,7 @@ START = """
 DYNAMIC_HEADS = ROW_STATISTICS + """
     Controller KEYS starting_config start step FixedGates MOVERS small_net move_gates set_sparsity
     Measurements FEATURES layer_mean attentions static_gates all_heads fixed_text inputs_of evaluating nats_on
+    kept_by_hooks
     measure projections out_projections half_metrics mean_gate closed METRICS GATES
     measure_pieces piece_matrices piece_metrics outputs_of Pieces PIECE_METRICS tensors_of arrays_of
     Surgery fold_gates fold_piece insert_heads stack_blocks put_rows new_trainer keep_rows put rows_of
