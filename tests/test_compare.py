@@ -174,7 +174,8 @@ def test_the_groups_of_rates_are_those_that_the_optimizers_have(plain):
     assert study.variants["adamw"].groups() == ["lr"]
     twice = study.variants["output_gate"].at_rates({"lr": 2.0, "muon_lr": 1.0}, "twice")
     assert twice.train.lr == 8e-3 and twice.train.embed_lr == 4e-2 and twice.train.mechanism_lr == 4e-3
-    assert twice.flags == dict(output_gate="headwise", lr=8e-3, embed_lr=4e-2, min_lr=0.0)
+    assert twice.flags == dict(output_gate="headwise", lr=8e-3, embed_lr=4e-2, min_lr=0.0,
+                               mechanism_lr=4e-3)
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -652,7 +653,8 @@ def test_a_recheck_knows_what_follows_from_a_recipe_an_optimizer_or_a_rate(plain
     """Of another optimizer the rest of the rates are others too, of another recipe the flags; no more."""
     flags = {"adamw": dict(optimizer="adamw", lr=8e-3), "gpt2": dict(recipe="gpt2", optimizer="adamw")}
     study = study_of(plain, mechanisms=[], variants=flags)
-    for variant in study.variants.values():
+    tuned = [v.at_rates({"lr": 2.0}, f"{v.name}, tuned") for v in study.variants.values()]
+    for variant in [*study.variants.values(), *tuned]:
         spec = study.spec(variant, 1, "test")
         run = trial.folder_of(spec).name
         found = dict(plain=results.flags_of(study.builder.plain), data=dict(split="test"),

@@ -216,6 +216,8 @@ class Variant:
         """This variant, under another name, with the rates of some groups of RATES times a factor each."""
         flags = {key: getattr(self.train, key) * factor for group, factor in factors.items() if factor != 1
                  for key in RATES[group]}
+        if "lr" in flags:  # as it was resolved, from the lr before
+            flags.setdefault("mechanism_lr", self.train.mechanism_lr)
         return replace(self, name=name, label=name, train=replace(self.train, **flags),
                        flags={**self.flags, **flags})
 
