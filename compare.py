@@ -130,7 +130,7 @@ class Study:
     # ---- the stages ----
 
     def run(self, place):
-        """Tune the plain GPT, screen, judge, compare winners with plain GPTs of their size, tune those.
+        """Tune the plain GPT, screen, tune what is judged, judge, compare winners with plain GPTs of their size.
 
         place None: plan alone.
         """
@@ -142,13 +142,13 @@ class Study:
             variants = [self.builder.plain, *self.variants.values()]
             self.execute(self.plan("screen", variants, c.screen_seeds, "val"), place, "screening")
             chosen = self.choose()
+        if c.tune_lr:
+            self.tune(chosen, place)
         self.judge(chosen, place)
         if place is None and not c.report_only:
             return
         if c.match_parameters:
             self.match_parameters(place)
-        if c.tune_lr:
-            self.tune(place)
 
     def tune_plain(self, place):
         """Find the plain GPT's best rates on validation, with seeds of their own, and go on from them."""
@@ -183,7 +183,7 @@ class Study:
         """Whether all of these runs on validation are done or have failed, once what is missing has run."""
         folders = self.plan("rates", variants, seeds, "val")
         self.execute(folders, place, "rates of the plain GPT")
-        return all(trial.done(folder) or trial.failure(folder) for folder in folders)
+        return self.ended(folders)
 
     def choose(self):
         """The variants to judge: the best and the worst on validation, those named, those contrasted."""
@@ -215,13 +215,10 @@ class Study:
         self.compared.update(by_name([*budgets, *variants]))
         self.pairs += [(name, PLAIN, []) for name in chosen]
         self.pairs += [(one, other, []) for one, other in c.contrasts if other != PLAIN]
-        self.execute(self.plan_judged(self.builder.plain, variants, budgets), place)
-
-    def plan_judged(self, plain, variants, budgets=()):
-        """Add the runs that judge variants against a plain GPT, which has more seeds; folders."""
-        seeds = self.config.seeds
+        plain, seeds = self.builder.plain, c.seeds
         folders = self.plan("judge", [plain, *variants, *budgets], seeds)
-        return folders + self.plan("judge", [plain], self.plain_seeds(len(variants))[len(seeds):])
+        folders += self.plan("judge", [plain], self.plain_seeds(len(variants))[len(seeds):])
+        self.execute(folders, place)
 
     def verdicts(self):
         """{variant: (verdict against the plain GPT, difference)} of what is done."""
@@ -243,19 +240,16 @@ class Study:
             self.execute(self.plan("judge", self.baselines(), self.config.seeds), place)
 
     def baselines(self):
-        """The plain GPTs that were made for a variant: wider, or at their own best rates."""
+        """The plain GPTs that were made for a variant, wider ones."""
         return [variant for variant in self.compared.values() if variant.kind == "baseline"]
 
-    def tune(self, place):
-        """Judge those that are better or worse again, and the plain GPT, each at its own best rates.
+    def tune(self, chosen, place):
+        """Give the plain GPT and the chosen their own best rates before they are judged.
 
         Seeds of the first stage, whole runs, validation. Each group of rates by itself, one seed, by factors
         of 2, further while the best lies at an end, twice at most; then the best of all groups together.
         """
-        names = [name for name, (verdict, _) in self.verdicts().items() if verdict in ("better", "worse")]
-        if not names:
-            return
-        variants = [self.compared[name] for name in (PLAIN, *names)]
+        variants = [self.builder.plain, *(self.variants[name] for name in chosen)]
         groups, seed = {variant.name: variant.groups() for variant in variants}, self.config.screen_seeds[:1]
         tried = {name: {group: {0.5, 1.0, 2.0} for group in own} for name, own in groups.items()}
         for _ in range(3):
@@ -265,27 +259,29 @@ class Study:
                 for group, factor in ((g, f) for g in groups[name] for f in sorted(tried[name][g])):
                     changed = variant.at_rates({group: factor}, f"{name}, {group} x {factor:g}")
                     runs[name, group, factor], = self.plan("tune", [changed], seed, "val")
-            self.execute(list(dict.fromkeys(runs.values())), place, "learning rates")
+            folders = list(dict.fromkeys(runs.values()))
+            self.execute(folders, place, "learning rates")
             found = {key: result["bpb"] for key, folder in runs.items() if (result := trial.result(folder))}
             self.tuned = {}
             for (name, group, factor), bpb in found.items():
                 self.tuned.setdefault(name, {}).setdefault(group, {})[factor] = bpb
+            if not self.ended(folders):
+                return
             extend_grid(tried, self.tuned)
             for group in groups[PLAIN]:  # what is tried for a variant is tried for the plain GPT
                 tried[PLAIN][group].update(*(own[group] for own in tried.values() if group in own))
-        self.judge_tuned(variants, place)
+        self.take_best_rates(variants, place)
 
-    def judge_tuned(self, variants, place):
-        """Judge each at its best rates, of one group or of all, by the first stage's seeds.
+    def take_best_rates(self, variants, place):
+        """Of each variant the rates as they are, the best of one group, or of all: by all first-stage seeds.
 
         One seed's best of six is luck in part, and what is good by itself may be bad together: the plain
         GPT's best two were.
         """
-        if any({*self.tuned.get(variant.name, ())} < {*variant.groups()} for variant in variants):
-            return  # not all of it is done
         tried, seeds = {}, self.config.screen_seeds
         for variant in variants:
-            best = {group: min(scores, key=scores.get) for group, scores in self.tuned[variant.name].items()}
+            best = {group: min(scores, key=scores.get)
+                    for group, scores in self.tuned.get(variant.name, {}).items()}
             moved = {group: factor for group, factor in best.items() if factor != 1}
             alone = [{group: factor} for group, factor in moved.items()]
             tried[variant.name] = [{}, *alone, *[moved] * (len(moved) > 1)]
@@ -293,19 +289,21 @@ class Study:
               for variant in variants for i, rates in enumerate(tried[variant.name])}
         folders = self.plan("tune", at.values(), seeds, "val")
         self.execute(folders, place, "best rates")
-        if not all(trial.done(folder) or trial.failure(folder) for folder in folders):
+        if not self.ended(folders):
             return
         scores = self.scores("tune")
         self.candidates = {name: [dict(rates=rates, bpb=scores.get(at[name, i].name, {}))
                                   for i, rates in enumerate(each)] for name, each in tried.items()}
         taken = analysis.best_rates(self.candidates)
-        new = {variant.name: variant.at_rates(tried[variant.name][i], f"{variant.name}, tuned")
-               for variant in variants if (i := taken[variant.name])}
-        plain = replace(new.pop(PLAIN), kind="baseline") if PLAIN in new else self.builder.plain
-        self.compared.update(by_name([plain, *new.values()]))
-        self.pairs += [(new.get(variant.name, variant).name, plain.name, ["tuned rates"])
-                       for variant in variants[1:] if variant.name in new or plain.name != PLAIN]
-        self.execute(self.plan_judged(plain, list(new.values())), place)
+        factors = {name: each[taken[name]] for name, each in tried.items()}
+        flags = self.builder.plain.at_rates(factors.pop(PLAIN), PLAIN).flags
+        self.builder = VariantBuilder(self.config, {**(self.plain_rates or {}).get("flags", {}), **flags})
+        self.compared = {PLAIN: self.builder.plain}
+        self.variants.update(by_name(variant.at_best_rates(factors[variant.name], self.builder.plain)
+                                     for variant in variants[1:]))
+
+    def ended(self, folders):
+        return all(trial.done(folder) or trial.failure(folder) for folder in folders)
 
 
 # ---- command line ----

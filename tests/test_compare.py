@@ -296,10 +296,10 @@ def test_what_seems_better_meets_a_plain_gpt_of_its_size(plain, here, monkeypatc
 
 
 @pytest.mark.parametrize("stays", [None, "plain", "output_gate"])
-def test_what_has_a_verdict_is_judged_again_at_its_own_best_rates(plain, here, monkeypatch, capsys, stays):
+def test_what_is_judged_has_its_own_best_rates(plain, here, monkeypatch, capsys, stays):
     """Seeds that no comparison uses, on validation; each group of rates by itself, then all together."""
-    study = study_of(plain, tune_lr=True, screen_seeds=[9, 8], match_parameters=False)
-    monkeypatch.setattr(study, "verdicts", lambda: {"output_gate": ("worse", 0.1)})
+    study = study_of(plain, tune_lr=True, screen_seeds=[9, 8], match_parameters=False, budgets=[2.0])
+    before = {variant.name: variant.train for variant in (study.builder.plain, *study.variants.values())}
     monkeypatch.setattr(analysis, "best_rates", lambda candidates: {
         name: 0 if name == stays else len(own) - 1 for name, own in candidates.items()})
     study.run(here)
@@ -307,29 +307,33 @@ def test_what_has_a_verdict_is_judged_again_at_its_own_best_rates(plain, here, m
               if stage == "tune"}
     assert {spec["score"]["split"] for spec in tuning.values()} == {"val"}
     assert {seed for _, seed in tuning} == {9, 8}
-    both = ["muon_lr", "lr"]
+    both, best = ["muon_lr", "lr"], {}
     for name, groups in {"plain": both, "output_gate": [*both, "mechanism_lr"]}.items():
         assert list(study.tuned[name]) == groups
-        best = {group: min(scores, key=scores.get) for group, scores in study.tuned[name].items()}
+        best[name] = {group: min(scores, key=scores.get) for group, scores in study.tuned[name].items()}
         for group, scores in study.tuned[name].items():
             assert {0.5, 1.0, 2.0} <= set(scores)
             # an end is tried further out, twice at most
-            inside = min(scores) < best[group] < max(scores)
-            assert inside or best[group] in (0.125, 8.0)
-        moved = {group: factor for group, factor in best.items() if factor != 1}
+            inside = min(scores) < best[name][group] < max(scores)
+            assert inside or best[name][group] in (0.125, 8.0)
+        moved = {group: factor for group, factor in best[name].items() if factor != 1}
         own = study.candidates[name]
         assert [each["rates"] for each in own[:len(moved) + 1]] == [{}, *({g: f} for g, f in moved.items())]
         assert own[-1]["rates"] == moved and all({*each["bpb"]} == {9, 8} for each in own)
-        used, before = tuning[f"{name}, candidate {len(own) - 1}", 8]["train"], study.compared[name].train
-        assert used["lr"] == before.lr * best["lr"] and used["muon_lr"] == before.muon_lr * best["muon_lr"]
+        last = tuning[f"{name}, candidate {len(own) - 1}", 8]["train"]
+        judged = study.compared[name].train
+        for group in both:
+            assert last[group] == getattr(before[name], group) * best[name][group]
+            factor = 1 if name == stays else best[name][group]
+            assert getattr(judged, group) == getattr(before[name], group) * factor
     for group, scores in study.tuned["output_gate"].items():  # no factor that the plain GPT did not get
         assert {*scores} <= {*study.tuned["plain"].get(group, scores)}
-    pair = [name if name == stays else f"{name}, tuned" for name in ("output_gate", "plain")]
-    assert study.pairs[-1] == (*pair, ["tuned rates"]) and f"{stays}, tuned" not in study.compared
-    scores = study.scores("judge")
-    assert list(scores[pair[0]]) == list(scores[pair[1]])[:2] == [1, 2]
+    assert study.compared["plain x 2"].train.lr == study.compared["plain"].train.lr
+    assert study.pairs == [("output_gate", "plain", [])]
+    # what its flags say is what runs, also where they are read again
+    variant = study.compared["output_gate"]
+    assert study.builder.make("output_gate", "variant", "", variant.flags).train == variant.train
     found = results.collect(study, "test")
-    assert found["comparisons"][-1]["baseline"] == pair[1]
     rates = [row[1] for row in findings.candidates_table(found).rows if row[-1] == "taken"]
     assert [word == "as they are" for word in rates] == [name == stays for name in ("plain", "output_gate")]
     results.write(found, ".")
@@ -339,8 +343,31 @@ def test_what_has_a_verdict_is_judged_again_at_its_own_best_rates(plain, here, m
     results.write(found, ".")
     with pytest.raises(UserError, match="2 of"):
         results.recheck("results.json.gz")
-    said = capsys.readouterr().err
-    assert "plain at {}, seed 8: no run gave" in said and "taken.output_gate: " in said
+    told = capsys.readouterr().err
+    assert "plain at {}, seed 8: no run gave" in told and "taken.output_gate: " in told
+
+
+def test_a_variant_of_another_optimizer_keeps_its_own_rates_beside_a_tuned_plain_gpt(plain):
+    flags = {"adamw": dict(optimizer="adamw", lr=8e-3, min_lr=0.0), "gpt2": dict(recipe="gpt2")}
+    study = study_of(plain, mechanisms=["output_gate"], variants=flags)
+    tuned = VariantBuilder(study.config, study.builder.plain.at_rates({"lr": 2.0, "muon_lr": 0.5}, "").flags)
+    for variant in study.variants.values():
+        for factors in ({}, {"lr": 2.0}, {"lr": 0.5}):
+            new = variant.at_best_rates(factors, tuned.plain)
+            for key in ("lr", "embed_lr", "min_lr", "muon_lr", "mechanism_lr"):
+                times = factors.get("lr", 1) if key in ("lr", "embed_lr", "min_lr") else 1
+                assert getattr(new.train, key) == getattr(variant.train, key) * times
+            assert tuned.make(variant.name, "variant", "", new.flags).train == new.train
+
+
+def test_what_diverges_at_every_rate_is_judged_at_its_own(plain, here, monkeypatch):
+    start, spec_of = here.start, lambda folder: json.loads((folder / "trial.json").read_text())
+    monkeypatch.setattr(here, "start", lambda folder: "diverged" if spec_of(folder)["model"].get("output_gate")
+                        else start(folder))
+    study = study_of(plain, tune_lr=True, screen_seeds=[9, 8], match_parameters=False)
+    before = study.variants["output_gate"].train
+    study.run(here)
+    assert study.compared["output_gate"].train == before
 
 
 def test_rates_are_taken_where_they_are_better_by_a_standard_error():

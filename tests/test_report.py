@@ -422,14 +422,13 @@ def test_grid_of_rates_says_what_was_chosen_and_what_lies_at_the_edge():
     assert {row["runs of it"] for row in rows} == {"6"} and rows[0]["× 4"] == "–"
 
 
-def test_a_study_that_had_no_rates_to_tune_says_so():
-    found = {**make_found(2), "tuned": {}}
-    word = "No rates were tuned"
-    assert not any(word in line for line in findings.notices(found))
-    found["config"]["tune_lr"] = True
-    assert any(word in line for line in findings.notices(found))
-    assert not any(word in line for line in findings.notices({**found, "planned": found["planned"] + 9}))
-    assert not any(word in line for line in findings.notices({**make_found(2), "config": found["config"]}))
+def test_a_study_at_best_rates_says_so():
+    found, words = {**make_found(2), "candidates": {"plain": []}}, "have their own best rates"
+    assert not findings.at_own_rates(found)  # judged again at tuned rates, as files before 2026-11-23
+    found["pairs"] = [pair for pair in found["pairs"] if "tuned rates" not in pair[2]]
+    assert findings.at_own_rates(found) and any(words in line for line in findings.notices(found))
+    assert not any(words in line for line in findings.notices({**found, "candidates": {}}))
+    assert findings.equal_of(found, dict(equal=[])) == "hyperparameters, rates aside"
 
 
 def test_text_and_seeds_have_an_interval_each():

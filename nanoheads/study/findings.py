@@ -101,8 +101,13 @@ def others(found):
     return [c for c in found["comparisons"] if c["baseline"] != "plain" or c["equal"]]
 
 
-def equal_of(c):
-    return listed(c["equal"]) or "hyperparameters"
+def equal_of(found, c):
+    return listed(c["equal"]) or "hyperparameters" + ", rates aside" * at_own_rates(found)
+
+
+def at_own_rates(found):
+    """Whether the plain GPT and all that are judged have their own best rates; before 2026-11-23 some had."""
+    return bool(found.get("candidates")) and all("tuned rates" not in pair[2] for pair in found["pairs"])
 
 
 def verdict_of(found, c):
@@ -122,7 +127,7 @@ def headline(found):
     best = [c["variant"] for c in rows if verdict_of(found, c) == "better"]
     # (whose, what must be equal) where the better ones are not shown to be better: at equal cost also those
     # that cost more than any plain GPT that was trained
-    lost = [(name, equal_of(c)) for name in best for c in others(found) if c["equal"]
+    lost = [(name, equal_of(found, c)) for name in best for c in others(found) if c["equal"]
             and c["variant"].removesuffix(", tuned") == name and c["verdict"] != "better"]
     lost += [(c["variant"], what) for c in rows if c["variant"] in best
              for key, what in (("equal_flops", "FLOPs"), ("equal_time", "time"))
@@ -147,8 +152,8 @@ def notices(found):
     if found["done"] + failed < found["planned"]:
         lines.append(f"This study is not finished: {found['done']} of {found['planned']} runs are done; "
                      "all of this may still change.")
-    elif found["config"].get("tune_lr") and not found.get("tuned"):
-        lines.append("No rates were tuned: no variant is better or worse.")
+    elif at_own_rates(found):
+        lines.append("The plain GPT and all that are judged have their own best rates: see Learning rates.")
     best = found.get("plain_at_best")
     if best and not best["finished"]:
         lines.append("The plain GPT's rates are still being tuned: it may get better.")
@@ -247,7 +252,7 @@ def mean_alone(c):
 def others_table(found, only=None):
     head = ("variant", "against", "what is equal", "bits/byte", "the other's", f"difference [{level(found)}]",
             "corrected p", "verdict")
-    rows = [(label_of(found, c["variant"]), label_of(found, c["baseline"]), equal_of(c),
+    rows = [(label_of(found, c["variant"]), label_of(found, c["baseline"]), equal_of(found, c),
              row_of(found, c["variant"])[-1], row_of(found, c["baseline"])[-1], interval(c), p_of(c),
              verdict_of(found, c))
             for c in others(found) if only is None or c["variant"].removesuffix(", tuned") in only]

@@ -189,7 +189,7 @@ class File:
         return self.row(c["variant"], f"judged on {split}", difference=interval(c),
                         mean=c["mean"], worth=worth_of(c), value=(c.get("worth") or {}).get("mean"),
                         verdict=verdict_of(study, c), against=label_of(study, c["baseline"]),
-                        equal=equal_of(c), facts=facts, runs=self.runs(c["variant"]),
+                        equal=equal_of(study, c), facts=facts, runs=self.runs(c["variant"]),
                         others=self.runs(c["baseline"]))
 
     def screened(self, row):

@@ -94,8 +94,8 @@ WORDS = {
     "Learning rates":
         "Bits/byte on validation of whole runs with the learning rates × each factor, one group of them at a "
         "time, one seed. The best of each group, and of all together, then meet the rates as they are over "
-        "the first stage's seeds; “tuned” is the best of these, taken if it is better by more than one "
-        "standard error of such a difference. At the edge: the best is at an end of what was tried, and a "
+        "the first stage's seeds; the best of these is taken if it is better by more than one standard error "
+        "of such a difference. At the edge: the best is at an end of what was tried, and a "
         "better one may lie beyond.",
     "Seed by seed":
         "Over seeds: would it come out so again if both were trained again? Over text: would these trained "
@@ -114,7 +114,7 @@ WORDS = {
 def in_words(found):
     """Every verdict as a sentence."""
     lines = [tag("li", tag("strong", label_of(found, c["variant"])), " ", badge(verdict_of(found, c)),
-                 tag("p", f"Against {label_of(found, c['baseline'])}, at equal {equal_of(c)}: ",
+                 tag("p", f"Against {label_of(found, c['baseline'])}, at equal {equal_of(found, c)}: ",
                      sentence_of(found, c)), note((c.get("worth") or {}).get("words") or ""))
              for c in [*against_plain(found), *others(found)]]
     return details("Every verdict in a sentence", tag("ul class=cards", *lines))

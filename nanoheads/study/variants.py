@@ -74,7 +74,7 @@ class StudyConfig:
     tune_plain: bool = False             # first find the plain GPT's best rates; all is compared at those
     tune_seeds: list[int] = field(default_factory=lambda: [111, 112, 113, 114])  # with these, on validation
     match_parameters: bool = True        # what seems better is compared to a plain GPT of as many parameters
-    tune_lr: bool = False                # what is better or worse is judged again at its own best rates
+    tune_lr: bool = False                # all that are judged, and the plain GPT, have their own best rates
     lives: bool = False                  # dynamic heads: also report their states, speed, samples
     # ---- where it runs ----
     out_dir: Optional[str] = None        # the report's folder; None: out/<config or mechanisms>-<scale>
@@ -220,6 +220,14 @@ class Variant:
             flags.setdefault("mechanism_lr", self.train.mechanism_lr)
         return replace(self, name=name, label=name, train=replace(self.train, **flags),
                        flags={**self.flags, **flags})
+
+    def at_best_rates(self, factors, plain):
+        """This variant at these rates, its flags beside those of a plain GPT at its own."""
+        rates = self.at_rates(factors, self.name).train
+        flags = {key: getattr(rates, key) for keys in RATES.values() for key in keys}
+        flags = {key: rate for key, rate in flags.items()
+                 if key in self.flags or rate != getattr(plain.train, key)}
+        return replace(self, train=rates, flags={**self.flags, **flags})
 
     def groups(self):
         """The groups of RATES that this variant's optimizers have."""
