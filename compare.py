@@ -130,7 +130,7 @@ class Study:
     # ---- the stages ----
 
     def run(self, place):
-        """Tune the plain GPT, screen, tune what is judged, judge, compare winners with plain GPTs of their size.
+        """Tune the plain GPT, screen, tune what is judged, judge it, compare winners with wider plain GPTs.
 
         place None: plan alone.
         """

@@ -362,8 +362,8 @@ def test_a_variant_of_another_optimizer_keeps_its_own_rates_beside_a_tuned_plain
 
 def test_what_diverges_at_every_rate_is_judged_at_its_own(plain, here, monkeypatch):
     start, spec_of = here.start, lambda folder: json.loads((folder / "trial.json").read_text())
-    monkeypatch.setattr(here, "start", lambda folder: "diverged" if spec_of(folder)["model"].get("output_gate")
-                        else start(folder))
+    monkeypatch.setattr(here, "start", lambda folder: start(folder) if spec_of(folder)["model"].get(
+        "output_gate") is None else "diverged")
     study = study_of(plain, tune_lr=True, screen_seeds=[9, 8], match_parameters=False)
     before = study.variants["output_gate"].train
     study.run(here)
