@@ -19,6 +19,7 @@ is in results/ counts as done: start a study again and it goes on where it stopp
 a flag or a mechanism and only what depends on it runs again. --help: all keys.
 """
 
+import json
 import re
 import shlex
 import signal
@@ -29,7 +30,7 @@ from pathlib import Path
 import torch
 
 from nanoheads import configurator
-from nanoheads.common import UserError, explain, pick_device, table
+from nanoheads.common import UserError, explain, json_safe, pick_device, table
 from nanoheads.hub import own_mechanism as own
 from nanoheads.probes import promises
 from nanoheads.study import (analysis, costs, fingerprint, ledger, queue, rates, report, results, tables,
@@ -70,6 +71,7 @@ class Study:
         self.trials = self.out / "trials" if config.again else trial.TRIALS  # what is done is no answer
         self.build({})
         self.pairs = []      # (variant, baseline, what is equal beside the hyperparameters)
+        self.wider = set()   # variants that meet a plain GPT of their parameters, whatever their verdict
         self.runs = {}       # (stage, variant, seed): folder; a stage is screen, judge or tune
         self.specs = {}      # folder: its trial.json
         self.screened = None  # what results.json.gz holds of the first stage
@@ -232,7 +234,7 @@ class Study:
         while before != len(self.pairs):  # more runs, more known of the spread: others may seem better then
             before = len(self.pairs)
             for name, (verdict, difference) in self.verdicts().items():
-                if verdict == "better" or verdict == "leaning" and difference < 0:
+                if name in self.wider or verdict == "better" or verdict == "leaning" and difference < 0:
                     baseline = self.builder.same_parameters(self.compared[name], self.baselines())
                     self.compared.setdefault(baseline.name, baseline)
                     if baseline.name != PLAIN and (name, baseline.name, ["parameters"]) not in self.pairs:
@@ -361,10 +363,13 @@ def place_for(config):
 
 
 def study_of(config, name, command):
-    """Run one study and write its results; the results."""
-    study = Study(config, name)
+    return finished(Study(config, name), command)
+
+
+def finished(study, command):
+    """Run a study and write its results; the results."""
     study.out.mkdir(parents=True, exist_ok=True)  # refused now rather than after the last run
-    study.run(place_for(config))
+    study.run(place_for(study.config))
     found = results.collect(study, command)
     results.write(found, study.out)
     return found
@@ -385,6 +390,30 @@ def ladder_of(config, name, command):
         found[size] = study_of(own, name, command)
         print(report.table_of(found[size]))
     both = {**analysis.ladder(found, config.held_out, name, command), "config": asdict(config)}
+    results.write(both, out)
+    return both, out
+
+
+def on_text(config, text, **keys):
+    """The config of a study on one of its texts; None: on its scale's."""
+    settings = {**config.settings, **({"dataset": text} if text else {})}
+    return replace(config, **{"texts": [], "settings": settings, **keys})
+
+
+def on_texts(config, name, command):
+    """The study on the first of its texts, what it judged on the others, and all of them together."""
+    out, (text, *others) = Path(config.out_dir or f"out/{name}-{config.scale}"), config.texts
+    first = Study(on_text(config, text, out_dir=str(out / Path(text).name)), name)
+    found = {Path(text).name: finished(first, command)}
+    variants = {each.name: each.flags for each in first.compared.values() if each.kind == "variant"}
+    judged = replace(config, settings=first.builder.settings, variants=variants, mechanisms=[], always=[],
+                     mechanism=None, screen=False, tune_plain=False, tune_lr=False)
+    for text in others:
+        study = Study(on_text(judged, text, out_dir=str(out / Path(text).name)), name)
+        study.wider = {pair[0] for pair in first.pairs if pair[2] == ["parameters"]}
+        found[Path(text).name] = finished(study, command)
+    both = {**analysis.together(found, name, command), "config": asdict(config)}
+    both = json.loads(json.dumps(json_safe(both)))  # as it will be read
     results.write(both, out)
     return both, out
 
@@ -430,12 +459,16 @@ def run(argv):
         name = before["name"] + "-again"
     if config.dry_run:
         for size in config.sizes or [config.size]:
-            study = Study(at_size(config, size), name)
+            study = Study(on_text(at_size(config, size), *config.texts[:1] or [None]), name)
             study.run(None)
             print(plan_of(study))
+        if config.texts[1:]:
+            print(f"What is judged is trained again on {', '.join(config.texts[1:])}.")
         return
     if config.sizes:
         found, out = ladder_of(config, name, command)
+    elif config.texts:
+        found, out = on_texts(config, name, command)
     else:
         found = study_of(config, name, command)
         out = Path(found["out"])

@@ -23,10 +23,12 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError, json_safe
 from nanoheads.hub import own_mechanism
-from nanoheads.study import (analysis, costs, findings, pictures, queue, rates, results, stats, tables,
-                             trial)
+from nanoheads.study import (analysis, costs, findings, ledger, pictures, queue, rates, results, stats,
+                             tables, trial)
 from nanoheads.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, variants_of
 from train import train
+
+from conftest import write_dataset
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = sorted(p.name for p in (ROOT / "config" / "studies").glob("*.py"))
@@ -367,7 +369,7 @@ def test_what_diverges_at_every_rate_is_judged_at_its_own(plain, here, monkeypat
     study = study_of(plain, tune_lr=True, screen_seeds=[9, 8], match_parameters=False)
     before = study.variants["output_gate"].train
     study.run(here)
-    assert study.compared["output_gate"].train == before
+    assert study.compared["output_gate"].train == before and {*study.scores("judge")} == {"plain"}
 
 
 def test_rates_are_taken_where_they_are_better_by_a_standard_error():
@@ -747,6 +749,74 @@ def test_a_study_of_a_mechanism_that_is_not_there_is_not_run_again_without_it(fi
     results.write(found, study.out)
     said = refusal(["--again=out/test/results.json.gz", "--device=cpu"])
     assert "unknown 'of_a_stranger'" in said and "apply its patch.diff" in said
+
+
+@pytest.fixture
+def other_text(tmp_path_factory):
+    """A second byte dataset, of other text."""
+    text = b"".join(b"%d times %d is %d.\n" % (i % 13, i % 7, i % 13 * (i % 7)) for i in range(2000))
+    return write_dataset(tmp_path_factory.mktemp("data") / "products",
+                         {"train": text[:20000], "val": text[20000:22000], "test": text[22000:23500]})
+
+
+def test_a_study_on_two_texts_is_one_analysis_and_the_second_chooses_nothing(
+        plain, here, bytes_data, other_text, monkeypatch, capsys):
+    monkeypatch.setattr(compare, "place_for", lambda config: here)
+    texts = [str(bytes_data), str(other_text)]
+    argv = ["--base", str(plain), "--device=cpu", "--mechanisms=output_gate,sink,xsa", f"--texts={texts}",
+            "--seeds=1,2,3", "--plain_seeds=4", "--budgets=[0.5]", "--screen", "--best=1", "--worst=1",
+            "--screen_seeds=9,8", "--tune_lr", "--out_dir=out/two"]
+    main([*argv, "--dry_run"])
+    assert f"is trained again on {other_text}" in capsys.readouterr().out and not here.started
+    main(argv)
+    found = results.read("out/two/results.json.gz")
+    first, second = found["texts"].values()
+    assert [study["data"]["dataset"] for study in (first, second)] == ["sums", "products"]
+    assert {run["spec"]["score"]["split"] for run in second["runs"].values()} == {"test"}
+    assert {run["spec"]["data"]["train"] for run in first["runs"].values()}.isdisjoint(
+        run["spec"]["data"]["train"] for run in second["runs"].values())
+    judged = first["screen"]["chosen"]
+    assert len(judged) == 2 and second["screen"] is None and not second["tuned"]
+    for name in ("plain", *judged, "plain x 0.5"):  # the same models, at the rates that the first text chose
+        own, other = ([study["runs"][run]["spec"] for run in study["arms"][name]["runs"]]
+                      for study in (first, second))
+        assert [spec["model"] for spec in own] == [spec["model"] for spec in other]
+        assert [{**spec["train"], "dataset": 0} for spec in own] == [{**spec["train"], "dataset": 0}
+                                                                  for spec in other]
+    # by hand: the mean over the texts of each seed, then as any study
+    means = {name: {seed: (a + b) / 2 for seed, a, b in zip(
+        first["arms"][name]["seeds"], first["arms"][name]["bpb"], second["arms"][name]["bpb"])}
+        for name in first["arms"] if name in second["arms"]}
+    assert len(means["plain"]) == 4
+    row = next(c for c in found["together"]["comparisons"] if c["variant"] == judged[0] and not c["equal"])
+    of_two = np.mean([*means[judged[0]].values()]) - np.mean([*means["plain"].values()])
+    assert row["n"] == 3 and math.isclose(row["mean"], of_two, abs_tol=1e-4)
+    page = Path("out/two/report.html").read_text()
+    assert "On each text" in page and all(f"{text}/report.html" in page for text in ("sums", "products"))
+    assert Path("out/two/products/report.html").is_file() and Path("out/two/sums/forest.png").is_file()
+    assert "sums and products" in page and row["verdict"] in page
+    (Path("out/two") / "two.json.gz").write_bytes(Path("out/two/results.json.gz").read_bytes())
+    Path("out/two/results.json.gz").rename("out/results.json.gz")
+    ours = [row for row in ledger.rows_of("out/two") if row["name"] == judged[0]
+            and row["stage"] == "judged on test" and row["against"] == "plain GPT"]
+    assert [row["text"] for row in ours] == ["sums", "products", "sums and products"]
+    assert {row["seeds"] for row in ours} == {3} and {row["code"] for row in ours} == {ledger.NOW}
+    assert len({row["id"] for row in ours}) == 3 and ours[2]["verdict"] == row["verdict"]
+    assert "sums and products" in ledger.short_table(ours)
+    Path("out/results.json.gz").rename("out/two/results.json.gz")
+    table = findings.texts_table(found)
+    assert table.head[3:5] == ("on sums", "on products") and len(table.rows) == 3
+    assert "all of them the same" in results.recheck("out/two/results.json.gz")
+    found["together"]["comparisons"][0]["mean"] += 0.01
+    results.write(found, "out/two")
+    with pytest.raises(UserError, match="1 of"):
+        results.recheck("out/two/results.json.gz")
+
+
+def test_texts_must_be_several_and_alone(refusal):
+    for argv in (["--texts=['a']"], ["--texts=['a', 'a']"], ["--texts=['a', 'b']", "--sizes=['0.1M', '1M']"],
+                 ["--texts=['a', 'b']", "--settings={'dataset': 'c'}"]):
+        assert "must be two datasets or more" in refusal(["--mechanisms=sink", *argv])
 
 
 def test_a_damaged_plan_of_a_run_that_is_done_is_written_again(finished, here):

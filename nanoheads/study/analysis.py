@@ -159,6 +159,48 @@ def text_interval(found, row):
     return dict(low=low, high=high)
 
 
+# ---- texts ----
+
+BOTH = " and "  # between the names of two texts, or of two runs, that count as one
+
+
+def together(texts, name, command):
+    """Studies of the same variants on several texts, {text: study}, as one dict: each, and all of them."""
+    return dict(name=name, command=command, texts=texts, together=figures(over_texts(texts)))
+
+
+def pooled(found):
+    """The study over all texts of a results file, with the figures that the file has."""
+    return {**found, **over_texts(found["texts"]), **found["together"]}
+
+
+def over_texts(texts):
+    """One study of those on several texts, without figures: the score of a seed is the mean over the texts.
+
+    So a difference is the mean of those on each text, and what one text favours is none of its noise. Only
+    what is judged on every text is in it.
+    """
+    studies, first = list(texts.values()), next(iter(texts.values()))
+    names = [name for name in first["arms"] if all(name in study["arms"] for study in studies)]
+    variants = {name: over_runs([study["arms"][name] for study in studies]) for name in names}
+    pairs = [pair for pair in first["pairs"] if all(pair in study["pairs"] for study in studies)]
+    sums = {key: sum(study[key] for study in studies) for key in ("planned", "done")}
+    failures = [failure for study in studies for failure in study["failures"]]
+    size = {key: sum(study["data"][key] or 0 for study in studies) for key in ("tokens", "bytes", "of_bytes")}
+    data = {**first["data"], **size, "dataset": BOTH.join(texts), "sha256": None, "note": None}
+    return {**first, **sums, "arms": variants, "pairs": pairs, "failures": failures, "runs": {}, "data": data}
+
+
+def over_runs(variants):
+    """A variant of several texts as one: of each seed that all have, the mean score, and its runs' names."""
+    first, rows = variants[0], [dict(zip(each["seeds"], zip(each["bpb"], each["runs"]))) for each in variants]
+    seeds = [seed for seed in first["seeds"] if all(seed in own for own in rows)]
+    scores = [[own[seed][0] for own in rows] for seed in seeds]
+    return {**first, "seeds": seeds,
+            "bpb": [None if None in each else sum(each) / len(each) for each in scores],
+            "runs": [BOTH.join(own[seed][1] for own in rows) for seed in seeds]}
+
+
 # ---- sizes ----
 
 UNFINISHED = "two sizes are needed, each with the plain GPT at two budgets or more: not finished"

@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.ticker import EngFormatter
 
 from nanoheads.common import number
+from nanoheads.study import analysis
 from nanoheads.study.dynamic import FIGURES, shares, summary
 
 # the verdicts, and what each means
@@ -209,6 +210,19 @@ def verdicts_table(found, only=None, difference=interval):
     rows += [(*row_of(found, c["variant"]), interval(c), p_of(c), worth_of(c),
               at_cost(c, "equal_flops", difference), at_cost(c, "equal_time", difference),
               verdict_of(found, c)) for c in against_plain(found, only)]
+    return Table(head, rows, (0, len(head) - 1))
+
+
+def texts_table(found, only=None):
+    """Each variant's difference over all texts of a study and on each of them, its worth and its verdict."""
+    both, texts = analysis.pooled(found), found["texts"]
+    rows = [("plain GPT", row_of(both, "plain")[-1], "–", *("–" for _ in texts), "1", "–")]
+    for c in against_plain(both, only):
+        label, *_, score = row_of(both, c["variant"])
+        each = (interval(own) for study in texts.values() for own in against_plain(study, [c["variant"]]))
+        rows.append((label, score, interval(c), *each, worth_of(c), verdict_of(both, c)))
+    head = ("variant", "bits/byte", f"difference [{level(both)}]", *(f"on {text}" for text in texts),
+            "worth × compute", "verdict")
     return Table(head, rows, (0, len(head) - 1))
 
 

@@ -18,6 +18,7 @@ from model import MECHANISM_CLASSES, MECHANISMS, GPTConfig
 from nanoheads.common import ROOT, UserError, json_safe, write_atomic
 from nanoheads.hub import own_mechanism as own
 from nanoheads.study import analysis, fingerprint, ledger_page, results, trial
+from nanoheads.study.analysis import BOTH
 from nanoheads.study.findings import (against_plain, at_cost, equal_of, interval, known, label_of, listed,
                                       mean_of, notices, others, p_of, sentence_of, short, show, verdict_of,
                                       worth_of)
@@ -57,13 +58,15 @@ def write():
 def short_table(rows):
     """The most telling row of each mechanism, as Markdown.
 
-    Judged before screened, today's code before older, then the largest model, then the most seeds: not the
-    best score, which among several would be luck in part.
+    Judged before screened, today's code before older, then the largest model, all texts before one, then the
+    most seeds: not the best score, which among several would be luck in part.
     """
     best = {}
     for row in rows:
-        if row["equal"] == "hyperparameters" and row["against"] == "plain GPT" and row["name"] in MECHANISMS:
-            rank = STAGES.index(row["stage"]), row["code"] != NOW, -row["blocks"], -row["seeds"]
+        of_mechanism = row["name"] in MECHANISMS and row["equal"].startswith("hyperparameters")
+        if of_mechanism and row["against"] == "plain GPT":
+            rank = (STAGES.index(row["stage"]), row["code"] != NOW, -row["blocks"], BOTH not in row["text"],
+                    -row["seeds"])
             if row["name"] not in best or rank < best[row["name"]][0]:
                 best[row["name"]] = rank, row
     chosen = [best[name][1] for name in MECHANISMS if name in best]
@@ -139,6 +142,8 @@ def rows_of(folder):
         for size, study in trial.studies_in(found).items():
             file = File(path, size, computed(study, path), claims, digests)
             rows += file.rows()
+        if "texts" in found:
+            rows += File(path, "", analysis.pooled(found), claims, digests).judged_rows()
     most = Counter(row["file"] for row in rows)
     return sorted(rows, key=lambda row: (STAGES.index(row["stage"]), -most[row["file"]], row["file"],
                                          row["blocks"]))
@@ -165,14 +170,19 @@ class File:
         self.path, self.size, self.study, self.claims = path, size, study, claims
         self.digests = digests  # flags of a run, as text: today's digest of its code
         self.blocks = 12 * study["plain"]["n_layer"] * study["plain"]["n_embd"] ** 2
+        # of a study over several texts, the runs of them all
+        self.trials = study["runs"] or {name: run for each in study.get("texts", {}).values()
+                                        for name, run in each["runs"].items()}
         self.by_score = {} if not study.get("screen") else {
             (run["bpb"], run["spec"]["model"]["seed"], run["spec"]["score"]["split"]): name
             for name, run in study["runs"].items()}
 
     def rows(self):
-        study = self.study
-        judged = [self.judged(c) for c in [*against_plain(study), *others(study)]]
-        return [*judged, *map(self.screened, study.get("screened") or ()), self.plain()]
+        screened = map(self.screened, self.study.get("screened") or ())
+        return [*self.judged_rows(), *screened, self.plain()]
+
+    def judged_rows(self):
+        return [self.judged(c) for c in [*against_plain(self.study), *others(self.study)]]
 
     def judged(self, c):
         """The row of a comparison: what the report's table says of it."""
@@ -273,8 +283,7 @@ class File:
 
     def of_runs(self, runs, key):
         """What the first of some runs holds under a key; None: nothing."""
-        found = self.study["runs"]
-        return next((found[run].get(key) for *_, run in runs if run in found), None)
+        return next((self.trials[run].get(key) for *_, run in runs if run in self.trials), None)
 
     def flags_of(self, runs):
         """What differs from the plain GPT in runs whose variant the file does not describe."""
@@ -284,7 +293,8 @@ class File:
 
     def code_of(self, runs):
         """NOW where the code of all these runs is today's, else OLDER; UNKNOWN: it cannot be had."""
-        specs = [self.study["runs"][run]["spec"] for *_, run in runs if run in self.study["runs"]]
+        names = [name for *_, run in runs for name in run.split(BOTH)]
+        specs = [self.trials[name]["spec"] for name in names if name in self.trials]
         states = {NOW if spec.get("code") == self.digest(spec) else
                   OLDER if "mechanism" not in spec.get("data", {}) or self.digest(spec) else UNKNOWN
                   for spec in specs} or {UNKNOWN}

@@ -14,7 +14,8 @@ from nanoheads.study.findings import (MEANING, Table, against_plain, candidates_
                                       dynamic_tables, equal_of, headline, interval, known, label_of, labelled,
                                       ladder_sentences, ladder_table, level, mean_of, notices, others,
                                       others_table, plain_rates_table, printable, remarks, screened_table,
-                                      sentence_of, settings_of, show, tuned_table, verdict_of, verdicts_table)
+                                      sentence_of, settings_of, show, texts_table, tuned_table,
+                                      verdict_of, verdicts_table)
 from nanoheads.study.stats import STRICT
 
 BADGES = (*MEANING, "failed", "no runs yet")
@@ -78,6 +79,9 @@ WORDS = {
         "All were trained with a few seeds and scored on validation, to choose which are judged. Those "
         "were trained again with other seeds and scored on other text: luck here does not help there. "
         "These intervals are not corrected, and give no verdict.",
+    "On each text":
+        "The score of a seed is the mean of its runs on all texts: verdicts are over all of them. Each text "
+        "has a report of its own, with curves and runs.",
     "Rates of the plain GPT":
         "Found on validation before anything else, by factors of 2, with seeds that judge nothing: the "
         "difference in bits/byte at half and at double the value, ± one standard error. A momentum moves by "
@@ -186,6 +190,19 @@ def commands(found):
     return tag("div", tag("pre", found["command"]), by_variant)
 
 
+def on_each_text(found):
+    """Differences on each text of a study of several, and links to their reports; "" for one text."""
+    if not found.get("texts"):
+        return ""
+    links = [tag("li", link_to(text)) for text in found["texts"]]
+    return tag("div", grid(texts_table(found)), tag("ul", *links))
+
+
+def link_to(study):
+    """To the report of one of several studies, in a folder of its name."""
+    return tag(f"a href='{escaping.escape(study)}/report.html'", study)
+
+
 def reading(found):
     made, alpha = len(found["comparisons"]), found["alpha"]
     words = [tag("p", badge(word), f" {text}.") for word, text in MEANING.items()]
@@ -222,6 +239,7 @@ def html(found, pictures=None):
     rule = note(f"Judged: {found['screen']['rule']}.") if found.get("screen") else ""
     sections = {
         "Difference to the plain GPT": image(pictures.get("forest"), "differences and their intervals"),
+        "On each text": on_each_text(found),
         "Against other baselines": grid(others_table(found)),
         "Rates of the plain GPT": grid(plain_rates_table(found)),
         "All variants on validation": rule and tag("div", rule, grid(screened_table(found))),
@@ -250,7 +268,7 @@ def ladder_html(found, pictures=None):
     """The page of a ladder: how effects go with size, and the reports of its sizes."""
     title = f"{found['name']}: effects over sizes"
     lines = [tag("li", tag("strong", name), f": {text}") for name, text in ladder_sentences(found)]
-    links = [tag("li", tag(f"a href='{escaping.escape(size)}/report.html'", size)) for size in found["sizes"]]
+    links = [tag("li", link_to(size)) for size in found["sizes"]]
     worth = "Worth: at that multiple of its training compute the plain GPT of that size has the same score."
     return document(title, tag(
         "main", tag("header", tag("h1", title), grid(ladder_table(found)), note(worth)),

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from nanoheads import drawing
 from nanoheads.common import table, write_atomic
-from nanoheads.study import page, pictures
+from nanoheads.study import analysis, page, pictures
 from nanoheads.study.findings import (Table, dynamic_tables, headline, ladder_sentences, ladder_table,
-                                      notices, others_table, printable, remarks, verdicts_table, without)
+                                      notices, others_table, printable, remarks, texts_table, verdicts_table,
+                                      without)
 
 # ---- terminal ----
 
@@ -21,6 +22,10 @@ def table_of(found, width=120):
     if "sizes" in found:
         above, tables = [f"{found['name']}: effects over sizes"], [ladder_table(found)]
         below = [f"{name}: {text}" for name, text in ladder_sentences(found)]
+    elif "texts" in found:
+        both = analysis.pooled(found)
+        above, tables = [headline(both), *notices(both)], [texts_table(found), others_table(both)]
+        below = [" ".join(remarks(both))]
     else:
         name, first = f"{found['name']}: ", headline(found)
         above = [first if first.startswith(name) else name + first, *notices(found)]
@@ -54,7 +59,9 @@ def write(found, folder):
         write_atomic(folder / name, lambda f: f.write(data))
         paths.append(folder / name)
 
-    is_ladder = "sizes" in found
+    is_ladder, parts = "sizes" in found, found.get("sizes") or found.get("texts") or {}
+    if "texts" in found:
+        found = analysis.pooled(found)
     draws = [pictures.ladder] if is_ladder else [pictures.forest, pictures.learning, pictures.compute]
     drawn = {draw.__name__: drawing.drawn(draw, found) for draw in draws}
     html = page.ladder_html(found, drawn) if is_ladder else page.html(found, drawn)
@@ -63,6 +70,6 @@ def write(found, folder):
     if drawn[main]:
         save(f"{main}.svg", drawn[main])
         save(f"{main}.png", drawing.drawn(draws[0], found, "png"))
-    for size, study in found.get("sizes", {}).items():
-        paths += write(study, folder / size)
+    for name, study in parts.items():
+        paths += write(study, folder / name)
     return paths

@@ -362,6 +362,9 @@ def recheck(path):
     if "sizes" in found:
         fresh = analysis.ladder(found["sizes"], found["held_out"], found["name"], found["command"])
         figures.append((json_safe(fresh["ladder"]), found["ladder"], "ladder"))
+    if "texts" in found:
+        fresh = analysis.together(found["texts"], found["name"], found["command"])
+        figures.append((json_safe(fresh["together"]), found["together"], "all texts"))
     counts, differing = zip(*(differences(*each) for each in figures))
     count, wrong = sum(counts), [*wrong, *(line for lines in differing for line in lines)]
     if wrong:

@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 
 from nanoheads.common import ROOT, UserError, write_atomic
-from nanoheads.study import results
+from nanoheads.study import analysis, results
 from nanoheads.study.findings import (candidates_table, costs_table, dynamic_tables, ladder_table, mean_alone,
-                                      others_table, plain_rates_table, screened_table, tuned_table,
-                                      verdicts_table, without)
+                                      others_table, plain_rates_table, screened_table, texts_table,
+                                      tuned_table, verdicts_table, without)
 
 MARK = re.compile(r"(<!-- table: (\w+) (\S+\.gz)(?: ([^>]*?))? -->\n).*?(<!-- end -->)", re.S)
 
@@ -42,11 +42,11 @@ def short_verdicts(found, only=None):
 
 
 def of_each_size(make):
-    """The table of a study; of a ladder, one for each size under its name."""
+    """The table of a study; of a ladder, one for each size under its name; of several texts, over all."""
     def text(found, only=None):
         if "sizes" in found:
             return "\n\n".join(f"**{size}**\n\n{make(study, only)}" for size, study in found["sizes"].items())
-        return make(found, only)
+        return make(analysis.pooled(found) if "texts" in found else found, only)
     return text
 
 
@@ -61,6 +61,7 @@ TABLES = {
     "plain_rates": of_each_size(lambda found, only=None: in_markdown(*plain_rates_table(found))),
     "tuned": of_each_size(lambda found, only=None: in_markdown(*tuned_table(found, only))),
     "candidates": of_each_size(lambda found, only=None: in_markdown(*candidates_table(found, only))),
+    "texts": lambda found, only=None: in_markdown(*texts_table(found, only)),
     "ladder": lambda found, only=None: in_markdown(*ladder_table(found, only)),
 }
 

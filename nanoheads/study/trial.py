@@ -121,8 +121,8 @@ def checked(folder, at):
 
 
 def studies_in(found):
-    """{size: study} of a ladder's results; of a study's, itself under ""."""
-    return found.get("sizes", {"": found})
+    """{size or text: study} of a results file that holds several; of a study's, itself under ""."""
+    return found.get("sizes") or found.get("texts") or {"": found}
 
 
 def on_file(folder="results"):

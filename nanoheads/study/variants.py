@@ -5,6 +5,7 @@ at other budgets, and plain GPTs with a variant's parameters.
 
 import fnmatch
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Optional
 
 import torch
@@ -56,6 +57,7 @@ class StudyConfig:
     at: dict = field(default_factory=dict)  # other keys at one size of the ladder: {"1M": {"seeds": [1]}}
     base: Optional[str] = None           # config file of another plain GPT
     settings: dict = field(default_factory=dict)  # flags for both sides, on top of the plain GPT's
+    texts: list[str] = field(default_factory=list)  # datasets to judge on, together; the first chooses, tunes
     # ---- the budget ----
     tokens_per_param: Optional[float] = None  # tokens to train on, a parameter of the plain blocks
     # multiples of the budget at which the plain GPT is trained too, to know what compute is worth
@@ -147,6 +149,10 @@ class StudyConfig:
             known = isinstance(keys, dict) and set(keys) <= {f.name for f in fields(self)}
             if size not in self.sizes or not known:
                 bad.append(f"at={{{size!r}: {keys!r}}} must be one of sizes={self.sizes} and keys of a study")
+        names = {Path(text).name for text in self.texts}
+        if self.texts and (len(names) < max(2, len(self.texts)) or self.sizes or "dataset" in self.settings):
+            bad.append(f"texts={self.texts} must be two datasets or more, each once, with neither sizes nor "
+                       "settings of a dataset beside them")
         if self.tokens_per_param is not None and not self.tokens_per_param > 0:
             bad.append(f"tokens_per_param={self.tokens_per_param} must be positive")
         if any(not b > 0 or b == 1 for b in self.budgets) or len(set(self.budgets)) < len(self.budgets):
