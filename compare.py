@@ -341,7 +341,7 @@ def plan_of(study):
                      f"{len(c.tune_seeds)} where it is close, not in the hours; all that is above may "
                      "change")
     if c.tune_lr:
-        notes.append("rates of those with a verdict are tuned after that, which is not counted")
+        notes.append("the rates of what is judged are tuned before that, which is not counted")
     return "\n".join([table(("variant", "parameters", "steps", "FLOPs", "flags"), rows, left=(0, 4)), *notes])
 
 

@@ -396,6 +396,26 @@ def test_worth_says_where_it_was_not_measured(worth, text):
     assert findings.worth_of(dict(worth=dict(smallest=0.7, largest=2.0, **worth))) == text
 
 
+def test_steps_to_the_same_score_follow_from_worth():
+    """Worth 1.25 of 800 steps: the plain GPT takes 1,000, of which the variant saves a fifth."""
+    found = make_found(3)
+    names = [c["variant"] for c in findings.against_plain(found)]
+    for c in found["comparisons"]:
+        c["worth"] = dict(mean=1.25, low=1.1, high=None, smallest=0.7, largest=2)
+    for entry in found["arms"].values():
+        entry["steps"] = 800
+    rows = findings.steps_table(found).rows
+    assert [row[0] for row in rows] == [findings.label_of(found, name) for name in names]
+    assert {row[1:] for row in rows} == {("800", "1,000 [880, >1,600]", "+20 %")}
+    assert "1,000 [880, &gt;1,600]" in html_of(found)
+    for c in found["comparisons"]:
+        c["worth"] = dict(mean=None, low=None, high=0.8, beyond="less", smallest=0.7, largest=2.0)
+    assert {row[2:] for row in findings.steps_table(found).rows} == {("<560 [<560, 640]", "–")}
+    for c in found["comparisons"]:
+        c["worth"] = None
+    assert findings.steps_table(found).rows == []
+
+
 def test_tables_keep_the_named_variants_in_that_order():
     found, only = make_found(4, screened=3), ["routing_3", "routing_1"]
     names = [row["variant"] for row in rows_in(tables.TABLES["verdicts"](found, only))]

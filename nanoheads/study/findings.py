@@ -239,18 +239,31 @@ def row_of(found, name):
     return label_of(found, name), short(variant.get("params")), str(seeds), show(mean_of(variant), ".4f")
 
 
-def worth_of(c):
-    """0.93 [0.88, 0.99]: a multiple of the plain GPT's compute; < or > what was measured of it."""
+def worth_of(c, of=1, spec=".2f"):
+    """0.93 [0.88, 0.99]: a multiple of the plain GPT's compute, or of its steps; < or > what was measured."""
     w = c.get("worth") or {}
     if not w or w.get("problem"):
         return "–"
-    less, more = f"<{show(w.get('smallest'), 'g')}", f">{show(w.get('largest'), 'g')}"
-    mean = {"less": less, "more": more}.get(w.get("beyond")) or show(w["mean"], ".2f")
+    w = {key: value * of if isinstance(value, (int, float)) else value for key, value in w.items()}
+    less, more = (f"{sign}{show(w.get(key), 'g' if of == 1 else spec)}"
+                  for sign, key in (("<", "smallest"), (">", "largest")))
+    mean = {"less": less, "more": more}.get(w.get("beyond")) or show(w["mean"], spec)
     if known(w["low"]) and w["low"] == w["high"]:  # the whole interval lies beyond
         return mean
-    low, high = (show(w[key], ".2f") if known(w[key]) else end
+    low, high = (show(w[key], spec) if known(w[key]) else end
                  for key, end in (("low", less), ("high", more)))
     return f"{mean} [{low}, {high}]"
+
+
+def steps_table(found, only=None):
+    """The plain GPT's steps to each variant's score, by its worth, and the share of them that it saves."""
+    steps, rows = found["arms"]["plain"].get("steps"), []
+    for c in against_plain(found, only):
+        worth, own = (c.get("worth") or {}).get("mean"), found["arms"][c["variant"]].get("steps")
+        if known(steps) and known(own) and worth_of(c) != "–":
+            saved = f"{100 * (1 - own / worth / steps):+.0f} %" if known(worth) else "–"
+            rows.append((label_of(found, c["variant"]), show(own), worth_of(c, steps, ",.0f"), saved))
+    return Table(("variant", "its steps", "plain GPT's steps to its score", "steps saved"), rows, (0,))
 
 
 def at_cost(c, key, difference):

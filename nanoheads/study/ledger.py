@@ -190,6 +190,7 @@ class File:
         split = "test" if study["data"]["split"] == "test" else "validation"
         facts = [("In words", sentence_of(study, c)),
                  ("Worth", (c.get("worth") or {}).get("words")),
+                 ("Plain GPT's steps to its score", worth_of(c, study["arms"]["plain"]["steps"], ",.0f")),
                  ("Bits/byte", f"{show(mean_of(variant), '.4f')}, the other side "
                                f"{show(mean_of(study['arms'][c['baseline']]), '.4f')}"),
                  ("Corrected p", f"{p_of(c)}, of {len(study['comparisons'])} comparisons"),

@@ -14,8 +14,8 @@ from nanoheads.study.findings import (MEANING, Table, against_plain, candidates_
                                       dynamic_tables, equal_of, headline, interval, known, label_of, labelled,
                                       ladder_sentences, ladder_table, level, mean_of, notices, others,
                                       others_table, plain_rates_table, printable, remarks, screened_table,
-                                      sentence_of, settings_of, show, texts_table, tuned_table,
-                                      verdict_of, verdicts_table)
+                                      sentence_of, settings_of, show, steps_table, texts_table,
+                                      tuned_table, verdict_of, verdicts_table)
 from nanoheads.study.stats import STRICT
 
 BADGES = (*MEANING, "failed", "no runs yet")
@@ -88,7 +88,9 @@ WORDS = {
         "its memory, 1 / (1 - m). At its best: none is better by more than that.",
     "Effect as compute":
         "The line is the plain GPT, trained for less and for more. A variant below it is better than a plain "
-        "GPT that computes as much, one above it worse; a triangle lies farther up or down.",
+        "GPT that computes as much, one above it worse; a triangle lies farther up or down. Steps to the "
+        "same score are those of a plain GPT whose learning rate falls over just as many; a variant's step "
+        "may cost more.",
     "Learning curves":
         "Line: mean over the finished seeds; band: lowest seed to highest; grey: other variants.",
     "Costs":
@@ -190,6 +192,11 @@ def commands(found):
     return tag("div", tag("pre", found["command"]), by_variant)
 
 
+def effect_as_compute(found, picture):
+    parts = [image(picture, "score against compute"), grid(steps_table(found))]
+    return tag("div", *parts) if any(parts) else ""
+
+
 def on_each_text(found):
     """Differences on each text of a study of several, and links to their reports; "" for one text."""
     if not found.get("texts"):
@@ -243,7 +250,7 @@ def html(found, pictures=None):
         "Against other baselines": grid(others_table(found)),
         "Rates of the plain GPT": grid(plain_rates_table(found)),
         "All variants on validation": rule and tag("div", rule, grid(screened_table(found))),
-        "Effect as compute": image(pictures.get("compute"), "score against compute"),
+        "Effect as compute": effect_as_compute(found, pictures.get("compute")),
         "Learning curves": image(pictures.get("learning"), "learning curves"),
         "Costs": grid(costs_table(found)),
         "Learning rates": Html(grid(tuned_table(found)) + grid(candidates_table(found))),
