@@ -932,7 +932,8 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *shape, device=None, **keys: empty(*shape, **keys))
+    monkeypatch.setattr(torch, "empty", lambda *shape, device=None, **keys: empty(
+        *shape, device=None if "cuda" in str(device) else device, **keys))
 
 
 def test_which_gpu_and_how_many_runs_on_it_change_no_hash(plain, two_gpus):
