@@ -202,20 +202,27 @@ def print_doses(sims, path="results/dose-tiny.json.gz", picture="docs/dose.png")
         alone = [verdict_on(rng.choice, true, own, plain, 5, 5) for _ in range(sims)]
         shares = [100 * np.mean(each) for each in ([v is not None for v in many], [v == right for v in many],
                                                    [v == right for v in alone])]
-        rows.append((abs(true), error, *shares))
+        rows.append(("budget" in name, abs(true), error, *shares))
         print(f"{name:<40}{true:>+12.4f} ± {error:.4f} " + "".join(f"{x:8.0f}" for x in shares), flush=True)
     draw_doses(rows, smallest, picture)
 
 
 def draw_doses(rows, smallest, path):
-    """Shares found against the true size. rows: (size, its error, judged, found, alone), in percent."""
-    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-    size, error, _, found, alone = np.array(rows).T
-    axes.errorbar(size, found, xerr=error, fmt="o-", label="screened among 34 variants, then judged")
-    axes.errorbar(size, alone, xerr=error, fmt="s--", label="judged alone, five seeds a side")
+    """Shares found, %, against the true size. rows: (is longer, size, its error, judged, found, alone).
+
+    Hollow, without a line: other bounds of the logits, whose seeds differ by more than those of longer runs.
+    """
+    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    for is_longer in (True, False):
+        _, size, error, _, found, alone = np.array([row for row in rows if row[0] is is_longer], float).T
+        for y, colour, mark, label in ((found, "C0", "o", "screened among 34 variants, then judged"),
+                                       (alone, "C1", "s", "judged alone, five seeds a side")):
+            style = dict(label=label) if is_longer else dict(linestyle="", mfc="white")
+            axes.errorbar(size, y, xerr=error, marker=mark, color=colour, **style)
+    axes.plot([], [], "ko", markerfacecolor="white", label="another bound of the logits")
     axes.plot([smallest], [80], "k*", ms=12, label="what the report promises")
     axes.set(xlabel="true difference, bits/byte", ylabel="found, %", xscale="log", ylim=(-3, 103))
-    axes.legend(frameon=False)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=9)
     figure.savefig(path, dpi=110)
     print(path)
 
