@@ -341,7 +341,8 @@ def plan_of(study):
                      f"{len(c.tune_seeds)} where it is close, not in the hours; all that is above may "
                      "change")
     if c.tune_lr:
-        notes.append("the rates of what is judged are tuned before that, which is not counted")
+        notes.append("the rates of what is judged are tuned before that: of this the first round alone is "
+                     "counted")
     return "\n".join([table(("variant", "parameters", "steps", "FLOPs", "flags"), rows, left=(0, 4)), *notes])
 
 
@@ -457,6 +458,8 @@ def run(argv):
             raise UserError("; ".join([*bad, "it is of other code: apply its patch.diff if it has one, "
                                              "and name a mechanism's file: --mechanism=mine.py"]))
         name = before["name"] + "-again"
+    for text in config.texts[1:]:  # what is missing is reported now, not after all runs on the first
+        VariantBuilder(on_text(config, text)).variants()
     if config.dry_run:
         for size in config.sizes or [config.size]:
             study = Study(on_text(at_size(config, size), *config.texts[:1] or [None]), name)

@@ -813,6 +813,82 @@ def test_a_study_on_two_texts_is_one_analysis_and_the_second_chooses_nothing(
         results.recheck("out/two/results.json.gz")
 
 
+def on_two(plain, bytes_data, other_text, *more):
+    """A command line of a study on two texts, its report in out/two."""
+    return ["--base", str(plain), "--device=cpu", f"--texts={[str(bytes_data), str(other_text)]}",
+            "--seeds=1,2", "--plain_seeds=2", "--budgets=[]", "--out_dir=out/two", *more]
+
+
+def test_a_text_that_is_missing_is_named_before_anything_is_trained(
+        plain, here, bytes_data, monkeypatch, refusal):
+    monkeypatch.setattr(compare, "place_for", lambda config: here)
+    for more in ([], ["--dry_run"]):
+        said = refusal(on_two(plain, bytes_data, "not_there", "--mechanisms=sink", *more))
+        assert "no dataset not_there" in said and not here.started
+
+
+def test_the_ledger_refuses_a_verdict_over_texts_that_the_texts_do_not_give(
+        plain, here, bytes_data, other_text, monkeypatch):
+    monkeypatch.setattr(compare, "place_for", lambda config: here)
+    monkeypatch.setattr(results, "patch", lambda: "diff\n")
+    main(on_two(plain, bytes_data, other_text, "--mechanisms=sink"))
+    assert Path("out/two/patch.diff").read_text() == "diff\n"  # beside the report that points to it
+    found = results.read("out/two/results.json.gz")
+    Path("filed").mkdir()
+    row = found["together"]["comparisons"][0]
+    for verdict in (None, "better"):
+        row["verdict"] = verdict or row["verdict"]
+        results.write(found, "filed")
+        Path("filed/results.json.gz").rename("filed/two.json.gz")
+        if verdict is None:
+            assert "sums and products" in {row["text"] for row in ledger.rows_of("filed")}
+    with pytest.raises(UserError, match="1 figures are not what its runs give"):
+        ledger.rows_of("filed")
+
+
+def test_a_report_of_the_first_text_is_written_again_while_the_second_has_none(
+        plain, here, bytes_data, other_text, monkeypatch):
+    monkeypatch.setattr(compare, "place_for", lambda config: here)
+    start = here.start
+
+    def stopped(folder):
+        if "products" in json.loads((folder / "trial.json").read_text())["train"]["dataset"]:
+            raise KeyboardInterrupt
+        return start(folder)
+
+    argv = on_two(plain, bytes_data, other_text, "--mechanisms=sink")
+    main([*argv, "--report_only"])
+    monkeypatch.setattr(here, "start", stopped)
+    with pytest.raises(SystemExit):
+        main(argv)
+    main([*argv, "--report_only"])
+    studies = results.read("out/two/results.json.gz")["texts"]
+    assert [study["done"] for study in studies.values()] == [4, 0]
+    assert not results.holds_runs("out/two/products/results.json.gz")
+    assert results.holds_runs("out/two/sums/results.json.gz")
+
+
+def test_a_run_that_fails_under_several_names_is_one_failed_run(plain, here, monkeypatch):
+    start = here.start
+
+    def diverges(folder):
+        if json.loads((folder / "trial.json").read_text())["model"].get("output_gate") is None:
+            return start(folder)
+        (folder / "failed.txt").write_text("diverged")
+        return "diverged"
+
+    monkeypatch.setattr(here, "start", diverges)
+    study = study_of(plain, tune_lr=True, screen_seeds=[9], match_parameters=False)
+    study.run(here)
+    found = results.collect(study, "")
+    failed = found["planned"] - found["done"]
+    assert len(found["failures"]) > failed == results.failures_in(found)
+    assert any(f"{failed} failed runs are missing" in line for line in findings.notices(found))
+    assert not any("not finished" in line for line in findings.notices(found))
+    found["planned"] += 1
+    assert any("not finished" in line for line in findings.notices(found))
+
+
 def test_texts_must_be_several_and_alone(refusal):
     for argv in (["--texts=['a']"], ["--texts=['a', 'a']"], ["--texts=['a', 'b']", "--sizes=['0.1M', '1M']"],
                  ["--texts=['a', 'b']", "--settings={'dataset': 'c'}"]):

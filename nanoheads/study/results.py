@@ -54,7 +54,7 @@ def collect(study, command):
     judged = {name: {seed: folder for (stage, variant, seed), folder in study.runs.items()
                      if stage == "judge" and variant == name} for name in study.compared}
     failures = failures_of(study)
-    nothing_runs = len(done) + len(failures) >= len(planned)
+    nothing_runs = len(done) + failed_runs(failures) >= len(planned)
     found = json.loads(json.dumps(json_safe(dict(  # as it will be read: what follows is the same then
         name=study.name, scale=study.scale, size=c.size, question=c.question, command=command,
         out=str(study.out), date=date.today().isoformat(), commit=git_commit(), patch=patch(),
@@ -82,7 +82,7 @@ def refuse_to_lose(study, done):
     if not (study.runs and before.is_file()):
         return
     stays = f"{before} stays as it is, and --from_results={before} shows it"
-    if not done:
+    if not done and holds_runs(before):
         failed = failures_of(study)
         what = f"all that were started failed ({failed[0]['why']})" if failed else (
             "none is done with today's code and flags")
@@ -92,6 +92,14 @@ def refuse_to_lose(study, done):
     if lost:
         raise UserError(f"{len(lost)} runs that it has are not done with today's code and flags, "
                         f"{' '.join(map(str, lost[0]))} the first; {stays}; without --report_only they run")
+
+
+def holds_runs(path):
+    """Whether a results file has a run that is done; a damaged one may have had some."""
+    try:
+        return read(path)["done"] > 0
+    except UserError:
+        return True
 
 
 def scored_in(path):
@@ -112,8 +120,13 @@ def failures_of(study):
     return [row for row in rows if row["why"]]
 
 
+def failed_runs(failures):
+    """How many runs failed: one may stand under several names, such as a rate times 1 in each group."""
+    return len({row["log"] for row in failures})
+
+
 def failures_in(found):
-    return sum(len(study["failures"]) for study in trial.studies_in(found).values())
+    return sum(failed_runs(study["failures"]) for study in trial.studies_in(found).values())
 
 
 def machine(study, done):
@@ -296,8 +309,9 @@ def write(found, folder):
     text = json.dumps(found).encode()
     write_atomic(Path(folder) / "results.json.gz", lambda f: f.write(gzip.compress(text, mtime=0)))
     patched = Path(folder) / "patch.diff"
-    if found.get("patch"):
-        write_atomic(patched, lambda f: f.write(found["patch"].encode()))
+    patches = [study["patch"] for study in trial.studies_in(found).values() if study.get("patch")]
+    if patches:
+        write_atomic(patched, lambda f: f.write(patches[0].encode()))
     else:
         patched.unlink(missing_ok=True)  # that of an earlier report
 
