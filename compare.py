@@ -71,7 +71,8 @@ class Study:
         self.trials = self.out / "trials" if config.again else trial.TRIALS  # what is done is no answer
         self.build({})
         self.pairs = []      # (variant, baseline, what is equal beside the hyperparameters)
-        self.wider = set()   # variants that meet a plain GPT of their parameters, whatever their verdict
+        self.wider = {}      # variant that meets a plain GPT of its parameters anyway: MLP width or None
+        self.tuned_on = None  # the text that gave all their best rates, where it is another
         self.runs = {}       # (stage, variant, seed): folder; a stage is screen, judge or tune
         self.specs = {}      # folder: its trial.json
         self.screened = None  # what results.json.gz holds of the first stage
@@ -235,11 +236,18 @@ class Study:
             before = len(self.pairs)
             for name, (verdict, difference) in self.verdicts().items():
                 if name in self.wider or verdict == "better" or verdict == "leaning" and difference < 0:
-                    baseline = self.builder.same_parameters(self.compared[name], self.baselines())
+                    width, variant = self.wider.get(name), self.compared[name]
+                    baseline = (self.builder.wide(width) if width else
+                                self.builder.same_parameters(variant, self.baselines()))
                     self.compared.setdefault(baseline.name, baseline)
                     if baseline.name != PLAIN and (name, baseline.name, ["parameters"]) not in self.pairs:
                         self.pairs.append((name, baseline.name, ["parameters"]))
             self.execute(self.plan("judge", self.baselines(), self.config.seeds), place)
+
+    def widths(self):
+        """{variant: MLP width of the plain GPT of its parameters} of those that meet one."""
+        return {name: self.compared[baseline].model.n_inner for name, baseline, equal in self.pairs
+                if equal == ["parameters"]}
 
     def baselines(self):
         """The plain GPTs that were made for a variant, wider ones."""
@@ -371,6 +379,10 @@ def finished(study, command):
     """Run a study and write its results; the results."""
     study.out.mkdir(parents=True, exist_ok=True)  # refused now rather than after the last run
     study.run(place_for(study.config))
+    return written(study, command)
+
+
+def written(study, command):
     found = results.collect(study, command)
     results.write(found, study.out)
     return found
@@ -402,17 +414,28 @@ def on_text(config, text, **keys):
 
 
 def on_texts(config, name, command):
-    """The study on the first of its texts, what it judged on the others, and all of them together."""
+    """The study on the first of its texts, what it judged on the others, and all of them together.
+
+    What seems better on the first text or over all of them meets the same wider plain GPT on each.
+    """
     out, (text, *others) = Path(config.out_dir or f"out/{name}-{config.scale}"), config.texts
     first = Study(on_text(config, text, out_dir=str(out / Path(text).name)), name)
-    found = {Path(text).name: finished(first, command)}
+    studies, found = {Path(text).name: first}, {Path(text).name: finished(first, command)}
     variants = {each.name: each.flags for each in first.compared.values() if each.kind == "variant"}
     judged = replace(config, settings=first.builder.settings, variants=variants, mechanisms=[], always=[],
                      mechanism=None, screen=False, tune_plain=False, tune_lr=False)
     for text in others:
         study = Study(on_text(judged, text, out_dir=str(out / Path(text).name)), name)
-        study.wider = {pair[0] for pair in first.pairs if pair[2] == ["parameters"]}
-        found[Path(text).name] = finished(study, command)
+        study.wider = first.widths()
+        study.tuned_on = first.builder.data.meta["name"] if first.candidates else None
+        studies[Path(text).name], found[Path(text).name] = study, finished(study, command)
+    while config.match_parameters and (
+            more := analysis.seem_better(found) - {*first.wider, *first.widths()}):
+        first.wider.update(dict.fromkeys(more))
+        for text, study in studies.items():
+            study.wider.update(first.widths())
+            study.match_parameters(place_for(study.config))
+            found[text] = written(study, command)
     both = {**analysis.together(found, name, command), "config": asdict(config)}
     both = json.loads(json.dumps(json_safe(both)))  # as it will be read
     results.write(both, out)

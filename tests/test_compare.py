@@ -777,6 +777,7 @@ def test_a_study_on_two_texts_is_one_analysis_and_the_second_chooses_nothing(
         run["spec"]["data"]["train"] for run in second["runs"].values())
     judged = first["screen"]["chosen"]
     assert len(judged) == 2 and second["screen"] is None and not second["tuned"]
+    assert findings.at_own_rates(second) and "found on sums." in " ".join(findings.notices(second))
     for name in ("plain", *judged, "plain x 0.5"):  # the same models, at the rates that the first text chose
         own, other = ([study["runs"][run]["spec"] for run in study["arms"][name]["runs"]]
                       for study in (first, second))
@@ -866,6 +867,42 @@ def test_a_report_of_the_first_text_is_written_again_while_the_second_has_none(
     assert [study["done"] for study in studies.values()] == [4, 0]
     assert not results.holds_runs("out/two/products/results.json.gz")
     assert results.holds_runs("out/two/sums/results.json.gz")
+
+
+@pytest.mark.parametrize("where", ["sums", "both"])
+def test_what_is_better_over_all_texts_meets_the_same_wider_plain_gpt_on_each(
+        plain, here, bytes_data, other_text, monkeypatch, where):
+    """Better on the first text alone, and over both alone: the plain GPT of its parameters is on both."""
+    monkeypatch.setattr(compare, "place_for", lambda config: here)
+    monkeypatch.setattr(compare.Study, "verdicts", lambda study: {
+        "output_gate": ("better", -0.1) if study.builder.data.meta["name"] == where else ("undecided", -0.1),
+        "sink": ("undecided", 0.1)})
+    monkeypatch.setattr(analysis, "seem_better", lambda texts: {"output_gate"} if where == "both" else set())
+    monkeypatch.setattr(VariantBuilder, "same_parameters", lambda builder, variant, baselines: builder.wide(
+        70 if builder.data.meta["name"] == "sums" else 71))  # as where another vocabulary counts
+    main(on_two(plain, bytes_data, other_text, "--mechanisms=output_gate,sink"))
+    found = results.read("out/two/results.json.gz")
+    for study in (*found["texts"].values(), analysis.pooled(found)):
+        assert study["pairs"][2:] == [["output_gate", "plain, MLP 70", ["parameters"]]]
+        assert len(analysis.known(study["arms"]["plain, MLP 70"])) == 2
+    assert len(findings.others(analysis.pooled(found))) == 1
+    assert results.read("out/two/products/results.json.gz") == found["texts"]["products"]
+
+
+def test_what_seems_better_over_all_texts_is_by_the_mean_of_each_seed():
+    noise = np.array([0.3, -0.3, 0.2, -0.2])  # of which one text has the opposite of the other
+
+    def study(sign):
+        scores = dict(plain=np.array([3.00, 3.02, 2.98, 3.01]) + sign * noise,
+                      a=np.array([2.89, 2.91, 2.90, 2.87]) - sign * noise,
+                      b=np.array([3.02, 2.99, 3.01, 3.00]) - sign * noise)
+        arms = {name: dict(kind="variant", seeds=[1, 2, 3, 4], runs=[""] * 4, bpb=[*own])
+                for name, own in scores.items()}
+        return dict(arms=arms, pairs=[["a", "plain", []], ["b", "plain", []]], planned=8, done=8, runs={},
+                    failures=[], data=dict(tokens=1, bytes=1, of_bytes=1), alpha=0.05, margin=0.001)
+
+    assert analysis.seem_better(dict(x=study(1), y=study(-1))) == {"a"}
+    assert analysis.seem_better(dict(x=study(1), y=study(1))) == set()
 
 
 def test_a_run_that_fails_under_several_names_is_one_failed_run(plain, here, monkeypatch):

@@ -191,6 +191,15 @@ def over_texts(texts):
     return {**first, **sums, "arms": variants, "pairs": pairs, "failures": failures, "runs": {}, "data": data}
 
 
+def seem_better(texts):
+    """The variants of {text: study} that are better than the plain GPT over all texts, or lean to it."""
+    found = over_texts(texts)
+    scores = {name: known(variant) for name, variant in found["arms"].items() if known(variant)}
+    rows = comparisons(scores, found["pairs"], found["alpha"], found["margin"])
+    return {row["variant"] for row in rows if row["baseline"] == "plain" and (
+        row["verdict"] == "better" or row["verdict"] == "leaning" and row["mean"] < 0)}
+
+
 def over_runs(variants):
     """A variant of several texts as one: of each seed that all have, the mean score, and its runs' names."""
     first, rows = variants[0], [dict(zip(each["seeds"], zip(each["bpb"], each["runs"]))) for each in variants]

@@ -108,7 +108,8 @@ def equal_of(found, c):
 
 def at_own_rates(found):
     """Whether the plain GPT and all that are judged have their own best rates; before 2026-11-23 some had."""
-    return bool(found.get("candidates")) and all("tuned rates" not in pair[2] for pair in found["pairs"])
+    tuned = found.get("candidates") or found.get("tuned_on")
+    return bool(tuned) and all("tuned rates" not in pair[2] for pair in found["pairs"])
 
 
 def verdict_of(found, c):
@@ -154,7 +155,8 @@ def notices(found):
         lines.append(f"This study is not finished: {found['done']} of {found['planned']} runs are done; "
                      "all of this may still change.")
     elif at_own_rates(found):
-        lines.append("The plain GPT and all that are judged have their own best rates: see Learning rates.")
+        where = f"found on {found['tuned_on']}" if found.get("tuned_on") else "see Learning rates"
+        lines.append(f"The plain GPT and all that are judged have their own best rates: {where}.")
     best = found.get("plain_at_best")
     if best and not best["finished"]:
         lines.append("The plain GPT's rates are still being tuned: it may get better.")

@@ -66,6 +66,7 @@ def collect(study, command):
         machine=machine(study, done), data=scored(study, done),
         alpha=c.alpha, margin=c.margin, seeds=c.seeds, pairs=[list(pair) for pair in study.pairs],
         plain_rates=study.plain_rates, screen=study.screened, tuned=study.tuned, candidates=study.candidates,
+        tuned_on=study.tuned_on,
         screened_out=[name for name in study.variants if name not in study.compared],
         arms={name: summary_of(study, variant, judged[name], done, nothing_runs)
               for name, variant in study.compared.items()},

@@ -309,6 +309,10 @@ class VariantBuilder:
         if width < 1:
             raise UserError(f"{variant.name} has {variant.params:,} parameters, "
                             "fewer than a plain GPT without its MLPs: no baseline has as few")
+        return self.wide(width)
+
+    def wide(self, width):
+        """The plain GPT with an MLP of this width."""
         label = f"plain GPT, MLP {width} wide"
         return self.make(f"plain, MLP {width}", "baseline", label, {"n_inner": width})
 
