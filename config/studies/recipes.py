@@ -1,7 +1,7 @@
 # The three recipes at equal FLOPs, each at its own best rates. The plain GPT is the modern recipe; what each
 # of its ingredients is worth by itself: config/studies/ingredients.py
-# gpt2 starts from 8e-3: from 2e-3 eight times as much was best, the end of what is tried
-# The file in results/ has AdamW at the scale's embed_lr, 0.02; here it is lr, as AdamW has it by default
+# gpt2 starts from 8e-3: from 2e-3 eight times as much was best, the end of what is tried. embed_lr is lr, as
+# AdamW has it by default, not the scale's, which is Muon's
 
 question = "Which recipe is best?"
 
