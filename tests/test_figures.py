@@ -178,3 +178,18 @@ def test_gains_and_shares_on_the_page_are_means_over_seeds(engagement):
         sent = [np.mean([row[kind]["engagement"][0] for row in each["heads"] if row["role"] == "long"])
                 for each in runs["specialised"]]
         assert f"{mean(sent, 2)} {words}" in page
+
+
+def test_the_task_of_the_controls_has_the_figures_of_its_file():
+    found = json.loads((ROOT / "results" / "cloze-tiny.json").read_text())["models"]
+    study = results.read(ROOT / "results" / "controls-tiny.json.gz")
+    text = " ".join((ROOT / "docs" / "results" / "controls.md").read_text().split())
+    bpb, accuracy, nats = np.array([[each[key] for key in ("bpb", "accuracy", "nats")] for each in found]).T
+    assert all(each["bpb"] == study["runs"][each["run"]]["bpb"] for each in found) and len(found) == 35
+    assert f"by {np.corrcoef(bpb, accuracy)[0, 1]:.2f}, the nats of the right word by " \
+           f"{np.corrcoef(bpb, nats)[0, 1]:.2f}." in text
+    labels = {"plain": "plain GPT", "short_conv": "`short_conv`", "AdamW for Muon": "AdamW",
+              "learned positions for RoPE": "learned positions"}
+    for variant, label in labels.items():
+        own = [each["accuracy"] for each in found if each["variant"] == variant]
+        assert len(own) == 5 and f"{label} {np.mean(own):.3f} ± {np.std(own, ddof=1):.3f}" in text
