@@ -3,6 +3,7 @@ import json
 import socket
 import os
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,6 +175,12 @@ def pass_of(model, x, **wanted):
 @pytest.fixture
 def own_mechanisms_go():
     """What a test adds of mechanisms in files of one's own goes with it: flags are those of all tests."""
+    with without_own_mechanisms():
+        yield
+
+
+@contextmanager
+def without_own_mechanisms():
     config = model.GPTConfig
     bases, head, every = config.__bases__, [*model.HEAD_MECHANISMS], [*model.MECHANISM_CLASSES]
     yield
