@@ -223,19 +223,17 @@ class Study:
         folders += self.plan("judge", [plain], self.plain_seeds(len(variants))[len(seeds):])
         self.execute(folders, place)
 
-    def verdicts(self):
-        """{variant: (verdict against the plain GPT, difference)} of what is done."""
-        pairs = [pair for pair in self.pairs if not pair[2]]
-        rows = analysis.comparisons(self.scores("judge"), pairs, self.config.alpha, self.config.margin)
-        return {row["variant"]: (row["verdict"], row["mean"]) for row in rows if row["baseline"] == PLAIN}
+    def seem_better(self):
+        """The variants that are better than the plain GPT, or lean to it, by what is done."""
+        return analysis.seem_better(self.scores("judge"), self.pairs, self.config.alpha, self.config.margin)
 
     def match_parameters(self, place):
         """Compare each variant that seems better with a plain GPT of as many parameters."""
         before = None
         while before != len(self.pairs):  # more runs, more known of the spread: others may seem better then
-            before = len(self.pairs)
-            for name, (verdict, difference) in self.verdicts().items():
-                if name in self.wider or verdict == "better" or verdict == "leaning" and difference < 0:
+            before, named = len(self.pairs), {*self.wider, *self.seem_better()}
+            for name in [name for name, other, equal in self.pairs if other == PLAIN and not equal]:
+                if name in named:
                     width, variant = self.wider.get(name), self.compared[name]
                     baseline = (self.builder.wide(width) if width else
                                 self.builder.same_parameters(variant, self.baselines()))
@@ -371,10 +369,6 @@ def place_for(config):
     return queue.Processes(config.jobs, config.device, config.jobs_per_gpu)
 
 
-def study_of(config, name, command):
-    return finished(Study(config, name), command)
-
-
 def finished(study, command):
     """Run a study and write its results; the results."""
     study.out.mkdir(parents=True, exist_ok=True)  # refused now rather than after the last run
@@ -383,6 +377,7 @@ def finished(study, command):
 
 
 def written(study, command):
+    """Write the results of a study's runs so far; the results."""
     found = results.collect(study, command)
     results.write(found, study.out)
     return found
@@ -400,7 +395,7 @@ def ladder_of(config, name, command):
     found = {}
     for size in config.sizes:
         own = at_size(config, size, out_dir=str(out / size))
-        found[size] = study_of(own, name, command)
+        found[size] = finished(Study(own, name), command)
         print(report.table_of(found[size]))
     both = {**analysis.ladder(found, config.held_out, name, command), "config": asdict(config)}
     results.write(both, out)
@@ -413,29 +408,36 @@ def on_text(config, text, **keys):
     return replace(config, **{"texts": [], "settings": settings, **keys})
 
 
+def judged_of(study, config):
+    """The config for other texts: what the study on the first one judged, at the rates that it found."""
+    variants = {each.name: each.flags for each in study.compared.values() if each.kind == "variant"}
+    return replace(config, settings=study.builder.settings, variants=variants, mechanisms=[], always=[],
+                   mechanism=None, screen=False, tune_plain=False, tune_lr=False)
+
+
 def on_texts(config, name, command):
     """The study on the first of its texts, what it judged on the others, and all of them together.
 
     What seems better on the first text or over all of them meets the same wider plain GPT on each.
     """
-    out, (text, *others) = Path(config.out_dir or f"out/{name}-{config.scale}"), config.texts
-    first = Study(on_text(config, text, out_dir=str(out / Path(text).name)), name)
-    studies, found = {Path(text).name: first}, {Path(text).name: finished(first, command)}
-    variants = {each.name: each.flags for each in first.compared.values() if each.kind == "variant"}
-    judged = replace(config, settings=first.builder.settings, variants=variants, mechanisms=[], always=[],
-                     mechanism=None, screen=False, tune_plain=False, tune_lr=False)
-    for text in others:
-        study = Study(on_text(judged, text, out_dir=str(out / Path(text).name)), name)
-        study.wider = first.widths()
-        study.tuned_on = first.builder.data.meta["name"] if first.candidates else None
-        studies[Path(text).name], found[Path(text).name] = study, finished(study, command)
-    while config.match_parameters and (
-            more := analysis.seem_better(found) - {*first.wider, *first.widths()}):
-        first.wider.update(dict.fromkeys(more))
-        for text, study in studies.items():
+    out = Path(config.out_dir or f"out/{name}-{config.scale}")
+    texts = {Path(text).name: text for text in config.texts}
+    studies, found, first = {}, {}, None
+    for short, text in texts.items():
+        own = judged_of(first, config) if first else config
+        study = Study(on_text(own, text, out_dir=str(out / short)), name)
+        if first:
+            study.wider = first.widths()
+            study.tuned_on = first.builder.data.meta["name"] if first.candidates else None
+        studies[short], found[short] = study, finished(study, command)
+        first = first or study
+    while config.match_parameters and (more := {*analysis.seem_better_over_texts(found)} -
+                                       {*first.wider, *first.widths()}):
+        first.wider.update(dict.fromkeys(more))  # no width yet: that of the first text is made there
+        for short, study in studies.items():
             study.wider.update(first.widths())
             study.match_parameters(place_for(study.config))
-            found[text] = written(study, command)
+            found[short] = written(study, command)
     both = {**analysis.together(found, name, command), "config": asdict(config)}
     both = json.loads(json.dumps(json_safe(both)))  # as it will be read
     results.write(both, out)
@@ -496,7 +498,7 @@ def run(argv):
     elif config.texts:
         found, out = on_texts(config, name, command)
     else:
-        found = study_of(config, name, command)
+        found = finished(Study(config, name), command)
         out = Path(found["out"])
     report.write_all(found, out)
     keep_file(config, out)

@@ -874,10 +874,9 @@ def test_what_is_better_over_all_texts_meets_the_same_wider_plain_gpt_on_each(
         plain, here, bytes_data, other_text, monkeypatch, where):
     """Better on the first text alone, and over both alone: the plain GPT of its parameters is on both."""
     monkeypatch.setattr(compare, "place_for", lambda config: here)
-    monkeypatch.setattr(compare.Study, "verdicts", lambda study: {
-        "output_gate": ("better", -0.1) if study.builder.data.meta["name"] == where else ("undecided", -0.1),
-        "sink": ("undecided", 0.1)})
-    monkeypatch.setattr(analysis, "seem_better", lambda texts: {"output_gate"} if where == "both" else set())
+    monkeypatch.setattr(compare.Study, "seem_better", lambda study: ["output_gate"] * (
+        study.builder.data.meta["name"] == where))
+    monkeypatch.setattr(analysis, "seem_better_over_texts", lambda texts: ["output_gate"] * (where == "both"))
     monkeypatch.setattr(VariantBuilder, "same_parameters", lambda builder, variant, baselines: builder.wide(
         70 if builder.data.meta["name"] == "sums" else 71))  # as where another vocabulary counts
     main(on_two(plain, bytes_data, other_text, "--mechanisms=output_gate,sink"))
@@ -901,8 +900,8 @@ def test_what_seems_better_over_all_texts_is_by_the_mean_of_each_seed():
         return dict(arms=arms, pairs=[["a", "plain", []], ["b", "plain", []]], planned=8, done=8, runs={},
                     failures=[], data=dict(tokens=1, bytes=1, of_bytes=1), alpha=0.05, margin=0.001)
 
-    assert analysis.seem_better(dict(x=study(1), y=study(-1))) == {"a"}
-    assert analysis.seem_better(dict(x=study(1), y=study(1))) == set()
+    assert analysis.seem_better_over_texts(dict(x=study(1), y=study(-1))) == ["a"]
+    assert analysis.seem_better_over_texts(dict(x=study(1), y=study(1))) == []
 
 
 def test_a_run_that_fails_under_several_names_is_one_failed_run(plain, here, monkeypatch):

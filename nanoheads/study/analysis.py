@@ -25,7 +25,7 @@ def comparisons(scores, pairs, alpha, margin):
 def figures(found):
     """{name: figure} of a study; found: its results file without them."""
     variants, alpha, margin = found["arms"], found["alpha"], found["margin"]
-    scores = {name: known(variant) for name, variant in variants.items() if known(variant)}
+    scores = scores_of(variants)
     rows = comparisons(scores, found["pairs"], alpha, margin)
     curve = curve_of(variants)
     for row in rows:
@@ -47,6 +47,23 @@ def figures(found):
 def known(variant):
     """{seed: bits/byte} of a variant's finished runs."""
     return {str(seed): bpb for seed, bpb in zip(variant["seeds"], variant["bpb"]) if bpb is not None}
+
+
+def scores_of(variants):
+    """{variant: {seed: bits/byte}} of those that have a finished run."""
+    return {name: known(variant) for name, variant in variants.items() if known(variant)}
+
+
+def seem_better(scores, pairs, alpha, margin):
+    """The variants that are better than the plain GPT, or lean to it, before anything else is made equal."""
+    rows = comparisons(scores, [pair for pair in pairs if not pair[2]], alpha, margin)
+    return [row["variant"] for row in rows if row["baseline"] == "plain" and (
+        row["verdict"] == "better" or row["verdict"] == "leaning" and row["mean"] < 0)]
+
+
+def failed_runs(failures):
+    """How many runs failed: one may stand under several names, such as a rate times 1 in each group."""
+    return len({row["log"] for row in failures})
 
 
 def differences(scores, row):
@@ -191,13 +208,10 @@ def over_texts(texts):
     return {**first, **sums, "arms": variants, "pairs": pairs, "failures": failures, "runs": {}, "data": data}
 
 
-def seem_better(texts):
-    """The variants of {text: study} that are better than the plain GPT over all texts, or lean to it."""
+def seem_better_over_texts(texts):
+    """seem_better() over all texts of {text: study}."""
     found = over_texts(texts)
-    scores = {name: known(variant) for name, variant in found["arms"].items() if known(variant)}
-    rows = comparisons(scores, found["pairs"], found["alpha"], found["margin"])
-    return {row["variant"] for row in rows if row["baseline"] == "plain" and (
-        row["verdict"] == "better" or row["verdict"] == "leaning" and row["mean"] < 0)}
+    return seem_better(scores_of(found["arms"]), found["pairs"], found["alpha"], found["margin"])
 
 
 def over_runs(variants):

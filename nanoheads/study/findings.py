@@ -150,7 +150,7 @@ def headline(found):
 
 def notices(found):
     """What a reader must know before the numbers."""
-    failed, lines = len({f["log"] for f in found["failures"]}), []
+    failed, lines = analysis.failed_runs(found["failures"]), []
     if found["done"] + failed < found["planned"]:
         lines.append(f"This study is not finished: {found['done']} of {found['planned']} runs are done; "
                      "all of this may still change.")

@@ -54,7 +54,7 @@ def collect(study, command):
     judged = {name: {seed: folder for (stage, variant, seed), folder in study.runs.items()
                      if stage == "judge" and variant == name} for name in study.compared}
     failures = failures_of(study)
-    nothing_runs = len(done) + failed_runs(failures) >= len(planned)
+    nothing_runs = len(done) + analysis.failed_runs(failures) >= len(planned)
     found = json.loads(json.dumps(json_safe(dict(  # as it will be read: what follows is the same then
         name=study.name, scale=study.scale, size=c.size, question=c.question, command=command,
         out=str(study.out), date=date.today().isoformat(), commit=git_commit(), patch=patch(),
@@ -121,13 +121,8 @@ def failures_of(study):
     return [row for row in rows if row["why"]]
 
 
-def failed_runs(failures):
-    """How many runs failed: one may stand under several names, such as a rate times 1 in each group."""
-    return len({row["log"] for row in failures})
-
-
 def failures_in(found):
-    return sum(failed_runs(study["failures"]) for study in trial.studies_in(found).values())
+    return sum(analysis.failed_runs(study["failures"]) for study in trial.studies_in(found).values())
 
 
 def machine(study, done):
