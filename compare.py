@@ -15,8 +15,9 @@ Does a mechanism beat a plain GPT? A study in two stages, intervals, effects as 
     python compare.py --ledger add out/challenge-mine-tiny       # with a challenge's, rechecked first
 
 Every run is kept in out/trials, under a hash of its flags, its data and the code that it uses, and one that
-is in results/ counts as done: start a study again and it goes on where it stopped, here or elsewhere; change
-a flag or a mechanism and only what depends on it runs again. --help: all keys.
+is in results/, or of an unfinished study in results/unfinished/, counts as done: start a study again and it
+goes on where it stopped, here or elsewhere; change a flag or a mechanism and only what depends on it runs
+again. --help: all keys.
 """
 
 import json

@@ -181,6 +181,7 @@ def own_mechanisms_go():
 
 @contextmanager
 def without_own_mechanisms():
+    """Forget the mechanisms that were added inside: flags, classes and the fields of GPTConfig."""
     config = model.GPTConfig
     bases, head, every = config.__bases__, [*model.HEAD_MECHANISMS], [*model.MECHANISM_CLASSES]
     yield

@@ -226,16 +226,17 @@ def test_a_slice_is_scored_window_by_window_and_its_bytes_are_its_own(bytes_data
 # ---- results on file ----
 
 def file_of(runs, name="study"):
-    Path("results").mkdir(exist_ok=True)
     path = Path("results", f"{name}.json.gz")
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(json.dumps({"runs": runs}).encode()))
     return path
 
 
-def test_a_run_on_file_is_done(finished, spec, monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["study", "unfinished/study"])
+def test_a_run_on_file_is_done(name, finished, spec, monkeypatch, capsys):
     assert trial.on_file() == {}
     found = {**trial.result(finished), "spec": spec}
-    file_of({finished.name: found})
+    file_of({finished.name: found}, name)
     shutil.rmtree(finished)
     folder = trial.make(spec)
     assert trial.on_file() == {folder.name: found} and trial.on_file("elsewhere") == {}

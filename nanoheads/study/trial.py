@@ -7,7 +7,8 @@ trial.json: {"model": {flags}, "train": {flags}, "score": {"split", "tokens"}}, 
 split, and "code", "data", "torch": what else the numbers depend on. The folder's name is a hash of it. Beside
 a run's usual files it gets trial.log, nats.npy (float64, nats of each scored window, in order) and, last,
 result.json: what has that, in agreement with its nats.npy, is done. So is a run of the same hash whose result
-is in a results/*.json.gz. What is damaged is set aside, as <name>.damaged, and made again.
+is in a results/*.json.gz, or in results/unfinished/ while its study has runs to do. What is damaged is set
+aside, as <name>.damaged, and made again.
 """
 
 import functools
@@ -126,8 +127,12 @@ def studies_in(found):
 
 
 def on_file(folder="results"):
-    """{hash: result with its "spec"}: the "runs" of every *.json.gz; a damaged file is named and left out."""
-    return runs_in(stamps(sorted(Path(folder).glob("*.json.gz"))))
+    """{hash: result with its "spec"}: the "runs" of every *.json.gz, of the folder unfinished too.
+
+    A damaged file is named and left out.
+    """
+    paths = [path for inside in ("*.json.gz", "unfinished/*.json.gz") for path in Path(folder).glob(inside)]
+    return runs_in(stamps(sorted(paths)))
 
 
 @functools.lru_cache(maxsize=8)
