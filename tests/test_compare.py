@@ -171,13 +171,15 @@ def test_a_budget_is_given_in_tokens_a_parameter_and_a_size_by_name(monkeypatch)
 def test_the_groups_of_rates_are_those_that_the_optimizers_have(plain):
     study = study_of(plain, mechanisms=["output_gate", "window"], settings=dict(n_layer=2),
                      variants={"adamw": dict(optimizer="adamw")})
-    assert study.builder.plain.groups() == ["muon_lr", "lr"] == study.variants["window"].groups()
-    assert study.variants["output_gate"].groups() == ["muon_lr", "lr", "mechanism_lr"]
-    assert study.variants["adamw"].groups() == ["lr"]
+    every = ["muon_lr", "lr", "embed_lr"]
+    assert study.builder.plain.groups() == every == study.variants["window"].groups()
+    assert study.variants["output_gate"].groups() == [*every, "mechanism_lr"]
+    assert study.variants["adamw"].groups() == ["lr", "embed_lr"]
     twice = study.variants["output_gate"].at_rates({"lr": 2.0, "muon_lr": 1.0}, "twice")
-    assert twice.train.lr == 8e-3 and twice.train.embed_lr == 4e-2 and twice.train.mechanism_lr == 4e-3
-    assert twice.flags == dict(output_gate="headwise", lr=8e-3, embed_lr=4e-2, min_lr=0.0,
+    assert twice.train.lr == 8e-3 and twice.train.embed_lr == 2e-2 and twice.train.mechanism_lr == 4e-3
+    assert twice.flags == dict(output_gate="headwise", lr=8e-3, embed_lr=2e-2, min_lr=0.0,
                                mechanism_lr=4e-3)
+    assert twice.at_rates({"embed_lr": 2.0}, "").train.embed_lr == 4e-2
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -309,8 +311,8 @@ def test_what_is_judged_has_its_own_best_rates(plain, here, monkeypatch, capsys,
               if stage == "tune"}
     assert {spec["score"]["split"] for spec in tuning.values()} == {"val"}
     assert {seed for _, seed in tuning} == {9, 8}
-    both, best = ["muon_lr", "lr"], {}
-    for name, groups in {"plain": both, "output_gate": [*both, "mechanism_lr"]}.items():
+    every, best = ["muon_lr", "lr", "embed_lr"], {}
+    for name, groups in {"plain": every, "output_gate": [*every, "mechanism_lr"]}.items():
         assert list(study.tuned[name]) == groups
         best[name] = {group: min(scores, key=scores.get) for group, scores in study.tuned[name].items()}
         for group, scores in study.tuned[name].items():
@@ -324,7 +326,7 @@ def test_what_is_judged_has_its_own_best_rates(plain, here, monkeypatch, capsys,
         assert own[-1]["rates"] == moved and all({*each["bpb"]} == {9, 8} for each in own)
         last = tuning[f"{name}, candidate {len(own) - 1}", 8]["train"]
         judged = study.compared[name].train
-        for group in both:
+        for group in every:
             assert last[group] == getattr(before[name], group) * best[name][group]
             factor = 1 if name == stays else best[name][group]
             assert getattr(judged, group) == getattr(before[name], group) * factor
@@ -357,7 +359,7 @@ def test_a_variant_of_another_optimizer_keeps_its_own_rates_beside_a_tuned_plain
         for factors in ({}, {"lr": 2.0}, {"lr": 0.5}):
             new = variant.at_best_rates(factors, tuned.plain)
             for key in ("lr", "embed_lr", "min_lr", "muon_lr", "mechanism_lr"):
-                times = factors.get("lr", 1) if key in ("lr", "embed_lr", "min_lr") else 1
+                times = factors.get("lr", 1) if key in ("lr", "min_lr") else 1
                 assert getattr(new.train, key) == getattr(variant.train, key) * times
             assert tuned.make(variant.name, "variant", "", new.flags).train == new.train
 
@@ -430,7 +432,7 @@ def test_two_seeds_are_enough_for_rates_that_are_far_behind():
     ("muon", dict(muon_lr=1, muon_momentum=0), dict(muon_lr=0.04)),
     ("muon", dict(muon_momentum=1, lr=-1), dict(muon_momentum=0.95, lr=0.001, min_lr=0.0)),
     ("muon", dict(embed_lr=2), dict(embed_lr=0.04)),
-    ("adamw", dict(lr=1), dict(lr=0.004, min_lr=0.0002, embed_lr=0.02)), ("muon", dict(lr=0), {})], ids=str)
+    ("adamw", dict(lr=1, embed_lr=0), dict(lr=0.004, min_lr=0.0002)), ("muon", dict(lr=0), {})], ids=str)
 def test_a_rate_moves_with_what_follows_from_it(optimizer, steps, flags):
     train = SimpleNamespace(optimizer=optimizer, muon_lr=0.02, muon_momentum=0.9, lr=0.002, embed_lr=0.01,
                             min_lr=0.0 if optimizer == "muon" else 1e-4)

@@ -37,8 +37,9 @@ SAME_TEXT = {"dataset", "block_size"}  # what variants cannot set: the two sides
 # keys of where a study runs and what is done with it now: not those of the study that a file holds
 HERE = {"out_dir", "jobs", "jobs_per_gpu", "device", "submit", "submit_options", "dry_run", "report_only",
         "from_results", "recheck", "again", "tables", "ledger"}
-# rates that are tuned together: those of an optimizer's group. min_lr goes with lr, which it must not exceed
-RATES = {"muon_lr": ("muon_lr",), "lr": ("lr", "embed_lr", "min_lr"), "mechanism_lr": ("mechanism_lr",)}
+# rates that are tuned together. min_lr goes with lr, which it must not exceed
+RATES = {"muon_lr": ("muon_lr",), "lr": ("lr", "min_lr"), "embed_lr": ("embed_lr",),
+         "mechanism_lr": ("mechanism_lr",)}
 
 
 @dataclass
@@ -222,8 +223,9 @@ class Variant:
         """This variant, under another name, with the rates of some groups of RATES times a factor each."""
         flags = {key: getattr(self.train, key) * factor for group, factor in factors.items() if factor != 1
                  for key in RATES[group]}
-        if "lr" in flags:  # as it was resolved, from the lr before
-            flags.setdefault("mechanism_lr", self.train.mechanism_lr)
+        if "lr" in flags:  # as these were resolved, from the lr before
+            for key in ("embed_lr", "mechanism_lr"):
+                flags.setdefault(key, getattr(self.train, key))
         return replace(self, name=name, label=name, train=replace(self.train, **flags),
                        flags={**self.flags, **flags})
 
@@ -240,7 +242,7 @@ class Variant:
         model = built(self.model)
         muons = {id(p) for p, _ in block_matrices(model)} if self.train.optimizer == "muon" else set()
         added = of_mechanisms(model)
-        has = {"muon_lr": muons, "lr": True, "mechanism_lr":
+        has = {"muon_lr": muons, "lr": True, "embed_lr": True, "mechanism_lr":
                [p for name, p in model.named_parameters() if name in added and id(p) not in muons]}
         return [group for group in RATES if has[group]]
 
