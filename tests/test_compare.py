@@ -807,6 +807,9 @@ def test_a_study_on_two_texts_is_one_analysis_and_the_second_chooses_nothing(
     assert len({row["id"] for row in ours}) == 3 and ours[2]["verdict"] == row["verdict"]
     assert "sums and products" in ledger.short_table(ours)
     Path("out/results.json.gz").rename("out/two/results.json.gz")
+    said = results.agreement(found, found).splitlines()
+    assert [line.split(":")[0] for line in said] == ["sums", "products", "all texts"]
+    assert "2 of 2 verdicts are the same" in said[2]
     table = findings.texts_table(found)
     assert table.head[3:5] == ("on sums", "on products") and len(table.rows) == 3
     assert "all of them the same" in results.recheck("out/two/results.json.gz")

@@ -81,7 +81,7 @@ WORDS = {
         "These intervals are not corrected, and give no verdict.",
     "On each text":
         "The score of a seed is the mean of its runs on all texts: verdicts are over all of them. Each text "
-        "has a report of its own, with curves and runs.",
+        "has a report of its own, with curves and runs; costs, heads and samples here are of the first.",
     "Rates of the plain GPT":
         "Found on validation before anything else, by factors of 2, with seeds that judge nothing: the "
         "difference in bits/byte at half and at double the value, ± one standard error. A momentum moves by "

@@ -507,15 +507,17 @@ def config_of(found, config):
 
 def agreement(before, after):
     """Where a study and its repetition agree, run by run and verdict by verdict, as text."""
-    lines = []
-    for size, old in trial.studies_in(before).items():
-        new = trial.studies_in(after)[size]
-        pairs = [(x, y) for name in old["arms"] if name in new["arms"] for x, y in zip(
-            old["arms"][name]["bpb"], new["arms"][name]["bpb"]) if x is not None and y is not None]
+    lines, studies = [], [(name, old, trial.studies_in(after)[name])
+                          for name, old in trial.studies_in(before).items()]
+    if "texts" in before:
+        studies.append(("all texts", analysis.pooled(before), analysis.pooled(after)))
+    for name, old, new in studies:
+        pairs = [(x, y) for arm in old["arms"] if arm in new["arms"] for x, y in zip(
+            old["arms"][arm]["bpb"], new["arms"][arm]["bpb"]) if x is not None and y is not None]
         equal, far = sum(x == y for x, y in pairs), max((abs(x - y) for x, y in pairs), default=math.nan)
         words = {(c["variant"], c["baseline"]): c["verdict"] for c in old["comparisons"]}
         same = [c for c in new["comparisons"] if words.get((c["variant"], c["baseline"])) == c["verdict"]]
-        where, rest = f"{size}: " * bool(size), f", the others differ by {far:.4f} bits/byte at most"
+        where, rest = f"{name}: " * bool(name), f", the others differ by {far:.4f} bits/byte at most"
         lines.append(f"{where}{equal} of {len(pairs)} scores are the same to the last digit"
                      f"{rest * (equal < len(pairs))}; {len(same)} of {len(words)} verdicts are the same")
         lines += [f"  {c['variant']} against {c['baseline']}: {c['verdict']} now, "
