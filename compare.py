@@ -165,7 +165,7 @@ class Study:
             if not self.tried(at, first, place):
                 break
             scores, best = self.scores("rates"), self.plain_at(found).name
-            close = [each for each in at if rates.is_close(scores.get(each.name, {}), scores[best])]
+            close = [each for each in at if rates.is_close(scores.get(each.name, {}), scores.get(best, {}))]
             if not self.tried(close, [seed for seed in c.tune_seeds if seed not in first], place):
                 break
             scores = self.scores("rates")

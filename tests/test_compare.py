@@ -386,6 +386,7 @@ def test_rates_are_taken_where_they_are_better_by_a_standard_error():
     assert analysis.best_rates(dict(a=at([2.0, 2.0], [1.9, 2.2]))) == dict(a=0)  # one seed's luck
     assert analysis.best_rates(dict(a=at([2.0, 2.0], [1.5]), b=at([], []))) == dict(a=0, b=0)  # diverged
     assert analysis.best_rates(dict(a=at([2.0], [1.9]))) == dict(a=1)
+    assert analysis.best_rates(dict(a=at([1.9], [1.5, 1.6]), b=at([], [3.0, 3.1]))) == dict(a=1, b=1)
 
 
 def searched(loss, start, seeds=(1, 2, 3, 4), noise=0.0):
@@ -417,6 +418,14 @@ def test_the_search_for_rates_ends_in_the_valley_and_stays_where_nothing_is_bett
     assert abs(searched(lambda steps: -steps["a"], dict(a=0))[0]["a"]) == rates.MOST_MOVES
     tried = [dict(steps=dict(a=a), bpb={} if a else {1: 2.0, 2: 2.1}) for a in (0, -1, 1)]
     assert rates.search(tried) == (dict(a=0), [])
+    # what diverged at the start is left for what did not, and named where it is a neighbour
+    tried = [dict(steps=dict(lr=n), bpb=bpb) for n, bpb in (
+        (0, {}), (-1, {1: 1.5, 2: 1.6}), (1, {}), (-2, {1: 1.7, 2: 1.8}))]
+    assert rates.search(tried) == (dict(lr=-1), [])
+    record = dict(tried=tried, start=dict(lr=0.1), flags=dict(lr=0.05))
+    best = json.loads(json.dumps(json_safe(rates.summary(record))))
+    row, = findings.plain_rates_table(dict(plain_at_best=best, plain_rates=record)).rows
+    assert row == ("lr", "0.1", "0.05", "+0.2000 ± 0.0000", "diverged") and best["finished"]
     # a search that was given up is not at its end
     _, tried = searched(lambda steps: 1e-3 * -steps["a"], dict(a=0))
     assert not rates.summary(dict(tried=tried))["finished"]
@@ -676,6 +685,18 @@ def test_a_recheck_asks_whose_the_runs_are(finished, capsys):
         with pytest.raises(UserError, match="are not what its runs give"):
             results.recheck("results.json.gz")
         assert problem in capsys.readouterr().err, problem
+    run = next(iter(found["runs"].values()))
+    for path in ((), ("block_nats", 0)):  # a score, and the nats that it comes from, of a run in no table
+        copy = json.loads(json.dumps(found))
+        of_screen = {**json.loads(json.dumps(run)), "bpb": run["bpb"] - (0.3 if not path else 0.0)}
+        of_screen["spec"]["score"]["split"] = "val"
+        if path:
+            of_screen["block_nats"][0] += 0.1
+        copy["runs"][trial.folder_of(of_screen["spec"]).name] = of_screen
+        results.write(copy, ".")
+        with pytest.raises(UserError, match="1 of"):
+            results.recheck("results.json.gz")
+        assert "is not" in (said := capsys.readouterr().err) or "sum up to" in said
     changed(screened, found["arms"]["plain"]["bpb"][0])  # what a run did give
     assert "all of them the same" in results.recheck("results.json.gz")
 
@@ -928,6 +949,31 @@ def test_a_run_that_fails_under_several_names_is_one_failed_run(plain, here, mon
     assert not any("not finished" in line for line in findings.notices(found))
     found["planned"] += 1
     assert any("not finished" in line for line in findings.notices(found))
+
+
+@pytest.mark.parametrize("verdict, failed, stays", [
+    ("better", ("output_gate", "judge"), False), ("better", ("output_gate", "screen"), True),
+    ("same", ("output_gate", "judge"), False), ("worse", ("output_gate", "judge"), True),
+    ("worse", ("plain", "judge"), False), ("better", ("plain", "judge"), True)], ids=str)
+def test_a_verdict_that_favours_a_side_whose_runs_failed_is_withheld(verdict, failed, stays, finished):
+    _, found = finished
+    shift = dict(better=-1.0, worse=1.0, same=0.0)[verdict]
+    arms, plain = found["arms"], found["arms"]["plain"]
+    scores = [2.0 + 1e-5 * i for i in range(len(plain["bpb"]))]
+    plain["bpb"], arms["output_gate"]["bpb"] = scores, [score + shift for score in scores[:3]]
+    found["failures"] = [dict(arm=failed[0], stage=failed[1], seed=1, why="killed", log="x")]
+    row = next(row for row in analysis.figures(found)["comparisons"] if row["variant"] == "output_gate")
+    assert row["verdict"] == (verdict if stays else "undecided")
+    assert row["words"].startswith(f"not called {verdict}, since 1 of") is not stays
+
+
+def test_more_tokens_a_step_count_as_more_flops(plain, here):
+    study = study_of(plain, mechanisms=[], variants={"twice": dict(batch_size=8)}, budgets=[0.5],
+                     match_parameters=False)  # SMALL has 4
+    study.run(here)
+    found = results.collect(study, "test")
+    row, = found["comparisons"]
+    assert row["equal_flops"]["ratio"] == pytest.approx(2.0)
 
 
 def test_texts_must_be_several_and_alone(refusal):

@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 
+from nanoheads.common import number
 from nanoheads.intervals import block_bootstrap
 from nanoheads.study import compute, rates, stats
 from nanoheads.training.scoring import BLOCK
@@ -33,10 +34,12 @@ def figures(found):
         row["text"] = text_interval(found, row)
         if row["baseline"] == "plain":
             row.update(as_compute(curve, row, variants, alpha))
-        failed = sum(f["arm"] == row["variant"] for f in found["failures"])
-        if failed and row["verdict"] == "better":  # those that diverged might change it
-            row.update(verdict="undecided", words=f"not called better, since {failed} of its runs failed; "
-                                                  f"else {row['words']}")
+        favoured = row["variant" if row["verdict"] in ("better", "same") else "baseline"]
+        failed = sum(f["arm"] == favoured and f.get("stage", "judge") == "judge" for f in found["failures"])
+        if failed and row["verdict"] in ("better", "same", "worse"):  # those that diverged might change it
+            whose = "its" if favoured == row["variant"] else "the other side's"
+            row.update(verdict="undecided", words=f"not called {row['verdict']}, since {failed} of {whose} "
+                                                  f"runs failed; else {row['words']}")
     tuned = dict(taken=best_rates(found["candidates"])) if found.get("candidates") else {}
     if found.get("plain_rates"):
         tuned["plain_at_best"] = rates.summary(found["plain_rates"])
@@ -98,14 +101,15 @@ def best_rates(candidates):
 
     The first is the variant as it is, which stays unless the best is better by more than a standard error of
     such a difference, from the median spread over seeds of all candidates (the one-standard-error rule,
-    Breiman et al. 1984). One that diverged is none.
+    Breiman et al. 1984). One with a run that diverged is none, unless all have.
     """
     scores = {name: [list(each["bpb"].values()) for each in own] for name, own in candidates.items()}
     sds = [np.std(each, ddof=1) for own in scores.values() for each in own if len(each) > 1]
     taken = {}
     for name, own in scores.items():
-        means = [float(np.mean(each)) if len(each) == len(own[0]) > 0 else np.inf for each in own]
-        error = float(np.median(sds or [0.0])) * (2 / max(1, len(own[0]))) ** 0.5
+        n = max(map(len, own))
+        means = [float(np.mean(each)) if len(each) == n > 0 else np.inf for each in own]
+        error = float(np.median(sds or [0.0])) * (2 / max(1, n)) ** 0.5
         best = int(np.argmin(means))
         taken[name] = best if means[0] - means[best] > error else 0
     return taken
@@ -135,11 +139,18 @@ def as_compute(curve, row, variants, alpha):
         return {}
     variant, plain, each = variants[row["variant"]], variants["plain"], (row["mean"], row["se"], row["df"])
     time = variant["time_ratio"]
-    ratio = variant["executed_flops_per_token"] / plain["executed_flops_per_token"] * variant["multiple"]
+    ratio = flops_ratio(variant, plain)
     worth = compute.worth(curve, *each, level=1 - alpha)
     return dict(worth={**worth._asdict(), "words": worth.words()},
                 equal_flops=at_equal_cost(curve, each, ratio, alpha),
                 equal_time=time and at_equal_time(curve, each, time, variant["multiple"], alpha))
+
+
+def flops_ratio(variant, plain):
+    """FLOPs that a variant's training executes over the plain GPT's; NaN where not counted."""
+    one, other = (number(each.get("executed_flops_per_token")) * number(each.get("tokens"))
+                  for each in (variant, plain))
+    return one / other
 
 
 def at_equal_cost(curve, each, ratio, alpha):

@@ -162,9 +162,11 @@ def notices(found):
         lines.append("The plain GPT's rates are still being tuned: it may get better.")
     elif best and any(best["steps"].values()):
         moved = listed([f"{flag}={value:g}" for flag, value in found["plain_rates"]["flags"].items()])
-        lines.append(f"The rates of this scale on file are not its best ones: with {moved} the plain GPT is "
-                     f"better by {-best['gain'][0]:.4f} ± {best['gain'][1]:.4f} bits/byte on validation. All "
-                     "is compared at those.")
+        gain, error = best["gain"]
+        by = (f"is better by {-gain:.4f} ± {show(error, '.4f')} bits/byte on validation, by less on seeds "
+              "that did not choose them" if known(gain) and math.isfinite(gain) else "no longer diverges")
+        lines.append(f"The rates of this scale on file are not its best ones: with {moved} the plain GPT "
+                     f"{by}. All is compared at those.")
     if failed:
         runs = "run is" if failed == 1 else "runs are"
         lines.append(f"{failed} failed {runs} missing from the numbers: see Failures.")
@@ -358,8 +360,8 @@ def plain_rates_table(found):
     rows = []
     for row in (best or {}).get("rows", ()):
         value = record["flags"].get(row["flag"], record["start"][row["flag"]])
-        beside = ("–" if own is None else f"{own[0]:+.4f} ± {show(own[1], '.4f')}" if own[0] < math.inf
-                  else "diverged" for own in row["beside"])
+        beside = ("–" if own is None else f"{own[0]:+.4f} ± {show(own[1], '.4f')}"
+                  if known(own[0]) and math.isfinite(own[0]) else "diverged" for own in row["beside"])
         rows.append((row["flag"], f"{record['start'][row['flag']]:g}", f"{value:g}", *beside))
     return Table(("rate", "at first", "best", "at half", "at double"), rows, (0,))
 

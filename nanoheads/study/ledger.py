@@ -231,8 +231,8 @@ class File:
         """One row as a dict of text, and of numbers to sort by; runs, others: those of its two sides."""
         study, variant, plain = self.study, self.study["arms"].get(name, {}), self.study["arms"]["plain"]
         base, flags = name.removesuffix(", tuned"), variant.get("flags", self.flags_of(runs))
-        executed = [each.get("executed_flops_per_token") for each in (variant, plain)]
-        flops = executed[0] / executed[1] * variant["multiple"] if all(map(known, executed)) else None
+        flops = analysis.flops_ratio(variant, plain)
+        flops = flops if known(flops) else None
         time, stem = variant.get("time_ratio") or {}, self.path.name.split(".")[0]
         named = [*filter(None, (stem, self.size)), name, stage.split()[0]]
         named += [against] if against not in ("plain GPT", "–") else []

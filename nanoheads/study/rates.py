@@ -36,8 +36,10 @@ def neighbours(steps):
 def paired(scores, other):
     """(mean, standard error) of scores minus others, {seed: bits/byte}, at the seeds that both have.
 
-    Without scores, since the run diverged, the mean is infinite.
+    Without scores, since the runs diverged, the mean is infinite, and -inf where only the others did.
     """
+    if scores and not other:
+        return -math.inf, 0.0
     differences = [scores[seed] - other[seed] for seed in scores if seed in other] or [math.inf]
     n, mean = len(differences), sum(differences) / len(differences)
     if n < 2:
@@ -54,7 +56,7 @@ def search(tried):
     """(the best rates so far, those still to be tried) of [{"steps": ..., "bpb": {seed: bits/byte}}].
 
     From the first on, the search moves to the best neighbour while that is better by more than a standard
-    error. One without a score diverged, and is no neighbour to move to.
+    error. One without a score diverged: it is left for any that did not, and no neighbour to move to.
     """
     scores = {key_of(each["steps"]): each["bpb"] for each in tried}
     at = tried[0]["steps"]

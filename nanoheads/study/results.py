@@ -116,8 +116,8 @@ def scored_in(path):
 
 
 def failures_of(study):
-    rows = [dict(arm=name, seed=seed, why=trial.failure(folder), log=str(folder / "trial.log"))
-            for (_, name, seed), folder in study.runs.items()]
+    rows = [dict(arm=name, seed=seed, stage=stage, why=trial.failure(folder), log=str(folder / "trial.log"))
+            for (stage, name, seed), folder in study.runs.items()]
     return [row for row in rows if row["why"]]
 
 
@@ -444,7 +444,7 @@ def costs_again(study, variant):
     if spec := next((study["runs"][run]["spec"] for run in variant["runs"] if run in study["runs"]), None):
         model = GPTConfig(**spec["model"])
         params, needed = size_of(model)
-        executed = costs.executed_flops(model, spec["train"]["device"])
+        executed = costs.executed_flops(model, pick_device(spec["train"]["device"]))
         found += [(params, variant["params"], "parameters"),
                   (needed, variant["flops_per_token"], "FLOPs a token"),
                   (executed, variant["executed_flops_per_token"], "executed FLOPs a token")]
@@ -455,11 +455,13 @@ def costs_again(study, variant):
 
 
 def unexplained(study):
-    """Runs on the judged text of no variant; scores of the first stage and of rates that no run gave."""
+    """Runs of no variant on the judged text; scores that their nats do not give, or no run gave."""
     runs, split = study["runs"], study["data"]["split"]
     taken = {run for variant in study["arms"].values() for run in variant["runs"]}
     wrong = [f"run {run} was scored on {split} and stands under no variant" for run, found in runs.items()
              if run not in taken and found["spec"]["score"]["split"] == split]
+    for run, found in runs.items():
+        wrong += [f"run {run}: {problem}" for problem in wrong_score(found, found["bpb"])]
     of_runs = {found["bpb"] for found in runs.values()}
     given = [(f"screened {name}, seed {seed}", bpb) for name, own in
              ((study.get("screen") or {}).get("scores") or {}).items() for seed, bpb in own.items()]
