@@ -1,7 +1,7 @@
 # make demo · make test · make test-all · make lint · make compare · make bench · make plots · make notebook · make gpu-check · make clean
 PYTHON ?= python3
 PY := .venv/bin/python
-STUDY ?= config/studies/all.py
+STUDY ?= config/studies/controls.py
 GPU_VENV ?= .venv-gpu
 
 .PHONY: demo test test-all lint compare bench plots notebook gpu-check gpu-bytes clean
