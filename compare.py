@@ -36,7 +36,7 @@ from nanoheads.hub import own_mechanism as own
 from nanoheads.probes import promises
 from nanoheads.study import (analysis, costs, fingerprint, ledger, queue, rates, report, results, tables,
                              trial)
-from nanoheads.study.variants import BOOKKEEPING, StudyConfig, VariantBuilder
+from nanoheads.study.variants import BOOKKEEPING, StudyConfig, VariantBuilder, variants_of
 
 PLAIN = "plain"
 
@@ -75,6 +75,7 @@ class Study:
         self.wider = {}      # variant that meets a plain GPT of its parameters anyway: MLP width or None
         self.tuned_on = None  # the text that gave all their best rates, where it is another
         self.runs = {}       # (stage, variant, seed): folder; a stage is screen, judge or tune
+        self.failed = set()  # folders; another study may have started these again meanwhile
         self.specs = {}      # folder: its trial.json
         self.screened = None  # what results.json.gz holds of the first stage
         self.tuned = {}      # variant: {group: {factor: bits/byte on validation}}
@@ -121,7 +122,7 @@ class Study:
         for folder in folders:
             if not trial.done(folder) or folder.is_dir():  # of what is done, its trial.json may be damaged
                 trial.make(self.specs[folder], self.trials)
-        queue.run_all(folders, place, what)
+        self.failed |= queue.run_all(folders, place, what).keys()
 
     def scores(self, stage):
         """{variant: {seed: bits/byte}} of what is done in a stage."""
@@ -238,6 +239,9 @@ class Study:
                     width, variant = self.wider.get(name), self.compared[name]
                     baseline = (self.builder.wide(width) if width else
                                 self.builder.same_parameters(variant, self.baselines()))
+                    if baseline is None:
+                        print(f"{name} has fewer parameters than any plain GPT of this size", file=sys.stderr)
+                        continue
                     self.compared.setdefault(baseline.name, baseline)
                     if baseline.name != PLAIN and (name, baseline.name, ["parameters"]) not in self.pairs:
                         self.pairs.append((name, baseline.name, ["parameters"]))
@@ -312,7 +316,8 @@ class Study:
                                      for variant in variants[1:]))
 
     def ended(self, folders):
-        return all(trial.done(folder) or trial.failure(folder) for folder in folders)
+        """Whether all of these runs are done or have failed."""
+        return all(trial.done(f) or f in self.failed or trial.failure(f) for f in folders)
 
 
 # ---- command line ----
@@ -331,12 +336,13 @@ def plan_of(study):
         flags = " ".join(f"{key}={value}" for key, value in variant.flags.items())[:70]
         rows.append((variant.name, f"{variant.params:,}", f"{variant.train.max_iters:,}",
                      f"{variant.tokens * variant.flops_per_token:.3g}", flags))
-    left = [key for key, folder in study.runs.items() if not trial.done(folder)]
-    steps = (variants.get(name, plain).train.max_iters for _, name, _ in left)
+    names = {folder: name for (_, name, _), folder in study.runs.items()}
+    left = [folder for folder in names if not trial.done(folder)]
+    steps = (variants.get(names[folder], plain).train.max_iters for folder in left)
     budget = sum(steps) / plain.train.max_iters
     hours = budget * seconds / place.count / 3600
     length = f"{60 * hours:.0f} minutes" if hours < 2 else f"{hours:.2g} hours"
-    notes = [f"{len(study.runs):,} runs, {len(left):,} of them to do, in {study.trials}",
+    notes = [f"{len(names):,} runs, {len(left):,} of them to do, in {study.trials}",
              f"about {length}, {place.count} at once, if each took as long as the plain GPT's here, "
              f"{seconds:,.0f} s; what the others take: bench.py --mechanisms"]
     if place.per_gpu > 1:
@@ -445,10 +451,25 @@ def on_texts(config, name, command):
     return both, out
 
 
+def check_parts(config):
+    """UserError, before anything runs, where a size or a text cannot be had, or a mechanism looks ahead."""
+    sizes = [at_size(config, size) for size in config.sizes]
+    if bad := [f"at {each.size}: {problem}" for each in sizes for problem in each.problems()]:
+        raise UserError("; ".join(bad))
+    every = variants_of(config)
+    more = {f"{name} at {each.size}": flags for each in sizes for name, flags in variants_of(each).items()
+            if every.get(name) != flags}
+    promises.refuse_leaks([], {**every, **more})
+    for each in [*sizes, *(on_text(config, text) for text in config.texts[1:])]:
+        VariantBuilder(each).variants()
+
+
 def keep_file(config, out):
     """The file of a study's own mechanism, into its report's folder: it can be run again elsewhere."""
+    studies = [at_size(config, size) for size in config.sizes] or [config]
+    every = [flags for study in studies for flags in variants_of(study).values()]
     for cls, path in own.ADDED.items():
-        if set(cls.modes) & set(config.mechanisms):
+        if any(flags.get(cls.flag) for flags in every):
             own.copy(path, out)
 
 
@@ -456,7 +477,6 @@ def run(argv):
     argv, to_add = ledger.folder_to_add(argv)
     argv = own.take(argv, keep="out/mechanisms")
     config, = configurator.load((StudyConfig,), argv, __doc__)
-    promises.refuse_leaks(config.mechanisms, config.variants)
     command = shlex.join(["python", "compare.py", *(arg for arg in argv if arg != "--report_only")])
     if config.tables:
         print(*tables.write() or ["every table is as results/ has it"], sep="\n")
@@ -484,8 +504,7 @@ def run(argv):
             raise UserError("; ".join([*bad, "it is of other code: apply its patch.diff if it has one, "
                                              "and name a mechanism's file: --mechanism=mine.py"]))
         name = before["name"] + "-again"
-    for text in config.texts[1:]:  # what is missing is reported now, not after all runs on the first
-        VariantBuilder(on_text(config, text)).variants()
+    check_parts(config)
     if config.dry_run:
         for size in config.sizes or [config.size]:
             study = Study(on_text(at_size(config, size), *config.texts[:1] or [None]), name)

@@ -114,6 +114,20 @@ def test_a_look_ahead_is_refused_before_a_study_with_its_position(mine):
     with pytest.raises(UserError, match=r"fast .*position 1 change with the token at 12"):
         promises.refuse_leaks([], variants)
     promises.refuse_leaks([], {"off": dict(forget=False, lr=0.1)})
+    for each in (dict(mechanisms=["forg*"]), dict(mechanisms=["xsa"], sizes=["0.1M", "0.33M"],
+                                                  at={"0.33M": dict(variants={"x": dict(forget=True)})})):
+        with pytest.raises(UserError, match=r"forget|x at 0.33M .*position 1 change with the token at 12"):
+            compare.check_parts(StudyConfig(**each))
+
+
+def test_the_file_of_a_mechanism_lies_in_the_folder_however_it_was_named(mine, tmp_path):
+    own.add(mine())
+    for i, each in enumerate((dict(mechanisms=["forg*"]), dict(variants={"x": dict(forget=True)}),
+                              dict(mechanisms=["xsa"]))):
+        out = tmp_path / str(i)
+        out.mkdir()
+        compare.keep_file(StudyConfig(**each), out)
+        assert [path.name for path in out.iterdir()] == ["mine.py"] * (i < 2)
 
 
 @pytest.mark.parametrize("before, after, words", [

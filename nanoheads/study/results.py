@@ -98,7 +98,7 @@ def refuse_to_lose(study, done):
 def holds_runs(path):
     """Whether a results file has a run that is done; a damaged one may have had some."""
     try:
-        return read(path)["done"] > 0
+        return any(study["done"] for study in trial.studies_in(read(path)).values())
     except UserError:
         return True
 
@@ -106,13 +106,15 @@ def holds_runs(path):
 def scored_in(path):
     """{(stage, variant, seed)} of the runs that a results file has a score of; of a damaged one, none."""
     try:
-        found = read(path)
+        studies, keys = trial.studies_in(read(path)), set()
     except UserError:
         return set()
-    screen = (found.get("screen") or {}).get("scores", {})
-    return {("screen", name, int(seed)) for name, own in screen.items() for seed in own} | {
-        ("judge", name, seed) for name, variant in found["arms"].items()
-        for seed, bpb in zip(variant["seeds"], variant["bpb"]) if bpb is not None}
+    for found in studies.values():
+        screen = (found.get("screen") or {}).get("scores", {})
+        keys |= {("screen", name, int(seed)) for name, own in screen.items() for seed in own}
+        keys |= {("judge", name, seed) for name, variant in found["arms"].items()
+                 for seed, bpb in zip(variant["seeds"], variant["bpb"]) if bpb is not None}
+    return keys
 
 
 def failures_of(study):
@@ -178,7 +180,8 @@ def time_ratio(study, variant, nothing_runs):
     key = trial.folder_of([study.spec(variant, 0, "val"), study.spec(plain, 0, "val")]).name
     kept = trial.read_json(path) or {}
     if key not in kept:
-        if not nothing_runs or study.config.report_only:
+        # on a cluster the runs were not on this machine
+        if not nothing_runs or study.config.report_only or queue.on_slurm(study.config.submit):
             return None
         c, device = study.config, pick_device(study.config.device)
         threads = queue.Slots(c.jobs, c.device, c.jobs_per_gpu).threads
@@ -197,6 +200,8 @@ def commands_of(study, variant, seed, found):
     """The lines that repeat a run of this variant with this seed to the last digit, and score it."""
     changed = {**study.builder.settings, **variant.flags, "seed": seed + variant.flags.get("seed", 0)}
     name = "".join(ch if ch.isalnum() else "_" for ch in variant.name)
+    if variant.train.own_mechanism:
+        changed["own_mechanism"] = Path(variant.train.own_mechanism).name
     flags = (f"--{key}={value}" for key, value in changed.items())
     threads = next((result["threads"] for result in found if result), None)
     one = f"OMP_NUM_THREADS={threads} " * (threads is not None)

@@ -4,6 +4,7 @@ at other budgets, and plain GPTs with a variant's parameters.
 """
 
 import fnmatch
+import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Optional
@@ -40,6 +41,10 @@ HERE = {"out_dir", "jobs", "jobs_per_gpu", "device", "submit", "submit_options",
 # rates that are tuned together. min_lr goes with lr, which it must not exceed
 RATES = {"muon_lr": ("muon_lr",), "lr": ("lr", "min_lr"), "embed_lr": ("embed_lr",),
          "mechanism_lr": ("mechanism_lr",)}
+
+
+# names that a study gives: budgets, baselines, rates that are tried
+OF_STUDY = re.compile(r"plain( x .*|, .*| at .*)|.*, (candidate \d+|\w+ x [\d.]+)")
 
 
 @dataclass
@@ -131,7 +136,8 @@ class StudyConfig:
                 bad.append(f"{name}: {', '.join(refused)} cannot be set here: "
                            f"a study decides it for every run{where}")
         names = {"plain", *(name for pattern in self.mechanisms for name in matching(pattern))}
-        bad += [f"variants: the name {name!r} is taken" for name in self.variants if name in names]
+        bad += [f"variants: the name {name!r} is taken" for name in self.variants
+                if name in names or OF_STUDY.fullmatch(name)]
         names |= set(self.variants)
         for pair in self.contrasts:
             if not (isinstance(pair, (list, tuple)) and len(pair) == len({*pair}) == 2 and {*pair} <= names):
@@ -300,18 +306,18 @@ class VariantBuilder:
         return self.make(f"plain x {multiple:g}", "budget", label, {"max_iters": steps})
 
     def same_parameters(self, variant, baselines):
-        """A plain GPT with the variant's parameters to 0.1 %, by MLP width; one of `baselines` if it fits."""
+        """A plain GPT with the variant's parameters to 0.1 %, by MLP width; one of `baselines` if it fits.
+
+        None where a plain GPT without its MLPs has more.
+        """
         fitting = [plain for plain in [self.plain, *baselines]
                    if abs(plain.params - variant.params) <= 1e-3 * variant.params]
         if fitting:
             return fitting[0]
-        width = self.plain.model.n_inner or 4 * self.plain.model.n_embd
-        per_unit = size_of(replace(self.plain.model, n_inner=width + 1))[0] - self.plain.params
-        width += round((variant.params - self.plain.params) / per_unit)
-        if width < 1:
-            raise UserError(f"{variant.name} has {variant.params:,} parameters, "
-                            "fewer than a plain GPT without its MLPs: no baseline has as few")
-        return self.wide(width)
+        width = 64  # of two sizes any width follows; that of the plain GPT depends on its recipe
+        params, more = (size_of(replace(self.plain.model, n_inner=n))[0] for n in (width, width + 1))
+        width += round((variant.params - params) / (more - params))
+        return self.wide(width) if width > 0 else None
 
     def wide(self, width):
         """The plain GPT with an MLP of this width."""
