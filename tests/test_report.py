@@ -12,7 +12,7 @@ import pytest
 
 from browser import CHROMIUM
 from nanoheads import drawing
-from nanoheads.study import findings, pictures, report, tables
+from nanoheads.study import findings, page, pictures, report, tables
 from nanoheads.study.findings import headline
 from nanoheads.study.page import html as html_of
 
@@ -241,6 +241,24 @@ def test_headline_counts_verdicts():
     for c in found["comparisons"]:
         c["verdict"] = "undecided"
     assert "Not one of 5 variants was shown to be better than the plain GPT; 5 undecided." in headline(found)
+
+
+def test_what_a_page_says_of_seeds_and_comparisons_is_so_in_this_study():
+    nothing = {**make_found(2), "comparisons": [], "findable": None}
+    assert headline(nothing) == "No variant was compared with the plain GPT."
+    assert "comparison" not in " ".join(findings.remarks(nothing))
+    few = make_found(2)
+    for c in few["comparisons"]:
+        c.update(n=2, text=None)
+    said = " ".join(findings.remarks(few))
+    assert "With 2 seeds a variant, 0.0123" in said and "over the text beside" not in said
+    few["comparisons"][0]["text"] = dict(low=-0.1, high=0.1)
+    assert "over the text beside" in " ".join(findings.remarks(few))
+    for more, word in ((0, "may have"), (1, "has")):
+        seeds = few["arms"]["plain"]["seeds"] = list(range(min(
+            len(own["seeds"]) for name, own in few["arms"].items() if name != "plain") + more))
+        few["arms"]["plain"]["bpb"] = [2.1] * len(seeds)
+        assert f"every comparison, {word} more seeds than" in str(page.reading(few))
 
 
 def test_better_only_than_a_smaller_baseline_is_told():

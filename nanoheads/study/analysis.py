@@ -216,7 +216,9 @@ def over_texts(texts):
     failures = [failure for study in studies for failure in study["failures"]]
     size = {key: sum(study["data"][key] or 0 for study in studies) for key in ("tokens", "bytes", "of_bytes")}
     data = {**first["data"], **size, "dataset": BOTH.join(texts), "sha256": None, "note": None}
-    return {**first, **sums, "arms": variants, "pairs": pairs, "failures": failures, "runs": {}, "data": data}
+    settings = {key: value for key, value in first.get("settings", {}).items() if key != "dataset"}
+    return {**first, **sums, "settings": settings, "arms": variants, "pairs": pairs, "failures": failures,
+            "runs": {}, "data": data}
 
 
 def seem_better_over_texts(texts):

@@ -126,6 +126,8 @@ def sentence_of(found, c):
 def headline(found):
     """The study in one sentence."""
     rows = against_plain(found)
+    if not rows:
+        return "No variant was compared with the plain GPT."
     best = [c["variant"] for c in rows if verdict_of(found, c) == "better"]
     # (whose, what must be equal) where the better ones are not shown to be better: at equal cost also those
     # that cost more than any plain GPT that was trained
@@ -190,15 +192,18 @@ def notices(found):
 def remarks(found, over_text="report.html"):
     """What belongs under the numbers: correction, what could be found, margin, what seeds do not show."""
     n, size = len(found["comparisons"]), found.get("findable")
-    lines = [f"Verdicts are corrected for {n} comparisons." if n > 1 else "One comparison: no correction."]
+    lines = [f"Verdicts are corrected for {n} comparisons."] if n > 1 else [
+        "One comparison: no correction."] if n else []
     if known(size):
-        lines.append(f"With {len(found['seeds'])} seeds a variant, {size:.4f} bits/byte would be found four "
-                     "times in five, taking the spread over seeds at its upper bound.")
+        seeds = int(np.median([c["n"] for c in found["comparisons"] if c["baseline"] == "plain"]))
+        lines.append(f"With {seeds} seeds a variant, {size:.4f} bits/byte would be found four times in five, "
+                     "taking the spread over seeds at its upper bound.")
     worth = [f"{value:.2f} ×" for value in found.get("margin_as_compute") or [] if known(value)]
     lines.append(f"The margin is ±{found['margin']:g} bits/byte"
                  + f": so much does the plain GPT change at {listed(worth)} its compute" * bool(worth) + ".")
-    return [*lines, f"Intervals ({level(found)}) are over seeds and not over other text; "
-                    f"{over_text} has one over the text beside each."]
+    beside = f"; {over_text} has one over the text beside each" * any(
+        c.get("text") for c in found["comparisons"])
+    return [*lines, f"Intervals ({level(found)}) are over seeds and not over other text{beside}."]
 
 
 # ---- tables ----

@@ -212,12 +212,14 @@ def link_to(study):
 
 def reading(found):
     made, alpha = len(found["comparisons"]), found["alpha"]
+    seeds = {name: len(variant["seeds"]) for name, variant in found["arms"].items()}
+    more = "has" if seeds["plain"] > min(seeds.values()) else "may have"
     words = [tag("p", badge(word), f" {text}.") for word, text in MEANING.items()]
     texts = [
         "Bits/byte: how many bits the model needs for a byte of text that it has not seen. Lower is better, "
         "whatever the tokenizer.",
         "Seeds: each variant is trained several times from other random numbers, since luck alone makes runs "
-        "differ. The plain GPT, which stands in every comparison, has more seeds than a variant.",
+        f"differ. The plain GPT, which stands in every comparison, {more} more seeds than a variant.",
         f"Difference [{level(found)}]: the variant's mean minus the other's, and the interval that holds the "
         "true one so often. One model of all variants and seeds takes out what they share at the same seed, "
         "where that shows, and draws similar spreads to each other.",
@@ -225,11 +227,12 @@ def reading(found):
         f"even one better or worse of the whole study is false is {100 * alpha:g} % at most, and so is the "
         "risk of a false same (simulated). So an interval may leave out zero and the verdict be leaning: "
         f"better and worse need a corrected p of {STRICT * alpha:g} where the spread of one of the two was "
-        "drawn to that of the other variants, which is never quite right.",
+        "drawn to that of the other variants, which is never quite right. Seeds that are added because a "
+        "verdict is open are a second look, which is not corrected for: judge with a number set beforehand.",
         f"Margin: ±{found['margin']:g} bits/byte, set beforehand; what lies within it counts as the same.",
-        "Worth × compute: the plain GPT was also trained for less and for more. Worth 0.9: with 0.9 times "
-        "its training compute it is as good as the variant, which is therefore worse; above 1, better. < and "
-        "> stand for less and more than was measured.",
+        "Worth × compute: known where the plain GPT was also trained for less or for more. Worth 0.9: with "
+        "0.9 times its training compute it is as good as the variant, which is therefore worse; above 1, "
+        "better. < and > stand for less and more than was measured.",
         "At equal FLOPs, at equal time: the difference to a plain GPT trained for as much as the variant "
         "costs, which follows the ×. A variant may win by the step and lose by the hour. Not corrected.",
         "What is equal: a wider plain GPT has as many parameters as the variant; at tuned rates both sides "
