@@ -234,17 +234,17 @@ class Study:
         before = None
         while before != len(self.pairs):  # more runs, more known of the spread: others may seem better then
             before, named = len(self.pairs), {*self.wider, *self.seem_better()}
-            for name in [name for name, other, equal in self.pairs if other == PLAIN and not equal]:
-                if name in named:
-                    width, variant = self.wider.get(name), self.compared[name]
-                    baseline = (self.builder.wide(width) if width else
-                                self.builder.same_parameters(variant, self.baselines()))
-                    if baseline is None:
-                        print(f"{name} has fewer parameters than any plain GPT of this size", file=sys.stderr)
-                        continue
-                    self.compared.setdefault(baseline.name, baseline)
-                    if baseline.name != PLAIN and (name, baseline.name, ["parameters"]) not in self.pairs:
-                        self.pairs.append((name, baseline.name, ["parameters"]))
+            for name in [name for name, other, equal in self.pairs
+                         if name in named and other == PLAIN and not equal]:
+                width, variant = self.wider.get(name), self.compared[name]
+                baseline = (self.builder.wide(width) if width else
+                            self.builder.same_parameters(variant, self.baselines()))
+                if baseline is None:
+                    print(f"{name} has fewer parameters than any plain GPT of this size", file=sys.stderr)
+                    continue
+                self.compared.setdefault(baseline.name, baseline)
+                if baseline.name != PLAIN and (name, baseline.name, ["parameters"]) not in self.pairs:
+                    self.pairs.append((name, baseline.name, ["parameters"]))
             self.execute(self.plan("judge", self.baselines(), self.config.seeds), place)
 
     def widths(self):
@@ -459,8 +459,8 @@ def check_parts(config):
     every = variants_of(config)
     more = {f"{name} at {each.size}": flags for each in sizes for name, flags in variants_of(each).items()
             if every.get(name) != flags}
-    promises.refuse_leaks([], {**every, **more})
-    for each in [*sizes, *(on_text(config, text) for text in config.texts[1:])]:
+    promises.refuse_leaks({**every, **more})
+    for each in [*sizes[1:], *(on_text(config, text) for text in config.texts[1:])]:
         VariantBuilder(each).variants()
 
 

@@ -99,24 +99,26 @@ def test_the_controls_break_what_they_should_and_nothing_else(mine):
     broken = {name: {row[2] for row in promises.check(name, model.MECHANISMS[name]) if row[3]}
               for name in ("control_noise", "control_dead", "control_leak")}
     assert broken == dict(control_noise=set(), control_dead={"learns"}, control_leak={"causal", "cache"})
-    promises.refuse_leaks(["control_noise", "control_dead"])
+    promises.refuse_leaks({name: model.MECHANISMS[name] for name in ("control_noise", "control_dead")})
     with pytest.raises(UserError, match=r"control_leak .* looks ahead.* position 10 .* at 12"):
-        promises.refuse_leaks(["control_leak"])
+        promises.refuse_leaks({"control_leak": model.MECHANISMS["control_leak"]})
 
 
 def test_a_look_ahead_is_refused_before_a_study_with_its_position(mine):
     path = mine(PASS, PASS + "\n        h.q = h.q + h.x.mean(1)[:, None, None, :1]")
     name = own.add(path)[0]
     with pytest.raises(UserError, match=r"forget.*position 1 change with the token at 12"):
-        promises.refuse_leaks([name])
-    promises.refuse_leaks(["xsa", "all_on"])  # those of the repository have been tested
+        promises.refuse_leaks({name: model.MECHANISMS[name]})
+    # those of the repository have been tested
+    promises.refuse_leaks({"xsa": model.MECHANISMS["xsa"], "all_on": model.ALL_ON})
     variants = {"gates": dict(output_gate="headwise"), "fast": dict(forget=True, forget_init=-1.0, lr=0.1)}
     with pytest.raises(UserError, match=r"fast .*position 1 change with the token at 12"):
-        promises.refuse_leaks([], variants)
-    promises.refuse_leaks([], {"off": dict(forget=False, lr=0.1)})
-    for each in (dict(mechanisms=["forg*"]), dict(mechanisms=["xsa"], sizes=["0.1M", "0.33M"],
-                                                  at={"0.33M": dict(variants={"x": dict(forget=True)})})):
-        with pytest.raises(UserError, match=r"forget|x at 0.33M .*position 1 change with the token at 12"):
+        promises.refuse_leaks(variants)
+    promises.refuse_leaks({"off": dict(forget=False, lr=0.1)})
+    at_one_size = dict(mechanisms=["xsa"], sizes=["0.1M", "0.33M"],
+                       at={"0.33M": dict(variants={"x": dict(forget=True)})})
+    for name, each in (("forget", dict(mechanisms=["forg*"])), ("x at 0.33M", at_one_size)):
+        with pytest.raises(UserError, match=rf"{name} .*position 1 change with the token at 12"):
             compare.check_parts(StudyConfig(**each))
 
 

@@ -733,17 +733,15 @@ def test_a_recheck_asks_whose_the_runs_are(finished, capsys):
             results.recheck("results.json.gz")
         assert problem in capsys.readouterr().err, problem
     run = next(iter(found["runs"].values()))
-    for path in ((), ("block_nats", 0)):  # a score, and the nats that it comes from, of a run in no table
-        copy = json.loads(json.dumps(found))
-        of_screen = {**json.loads(json.dumps(run)), "bpb": run["bpb"] - (0.3 if not path else 0.0)}
-        of_screen["spec"]["score"]["split"] = "val"
-        if path:
-            of_screen["block_nats"][0] += 0.1
-        copy["runs"][trial.folder_of(of_screen["spec"]).name] = of_screen
-        results.write(copy, ".")
+    spec = {**run["spec"], "score": {**run["spec"]["score"], "split": "val"}}
+    nats = [run["block_nats"][0] + 0.1, *run["block_nats"][1:]]
+    for of_screen, problem in ((dict(bpb=run["bpb"] - 0.3), "is not"), (dict(block_nats=nats), "sum up to")):
+        of_screen = {**run, "spec": spec, **of_screen}  # of a run in no table
+        runs = {**found["runs"], trial.folder_of(spec).name: of_screen}
+        results.write({**found, "runs": runs}, ".")
         with pytest.raises(UserError, match="1 of"):
             results.recheck("results.json.gz")
-        assert "is not" in (said := capsys.readouterr().err) or "sum up to" in said
+        assert problem in capsys.readouterr().err
     changed(screened, found["arms"]["plain"]["bpb"][0])  # what a run did give
     assert "all of them the same" in results.recheck("results.json.gz")
 

@@ -187,12 +187,12 @@ def main(argv):
         raise UserError(f"{len(broken)} of {len(found)} promises are broken")
 
 
-def refuse_leaks(names, variants={}):
+def refuse_leaks(variants):
     """UserError where a mechanism of one's own looks ahead or mixes rows; prints other broken promises.
 
-    variants: {name: flags} of more; of these, too, those that turn a mechanism of one's own on are tried.
+    variants: {name: flags}; those that turn a mechanism of one's own on are tried.
     """
-    flags = {name: MECHANISMS[name] for name in names if any(name in cls.modes for cls in own.ADDED)}
+    flags = {}
     for name, each in variants.items():
         mine = {key: value for cls in own.ADDED if isinstance(each, dict) and each.get(cls.flag)
                 for key, value in each.items() if key in cls.fields()}

@@ -35,6 +35,7 @@ def figures(found):
         if row["baseline"] == "plain":
             row.update(as_compute(curve, row, variants, alpha))
         favoured = row["variant" if row["verdict"] in ("better", "same") else "baseline"]
+        # files from before 2026-11-23 do not name the stage
         failed = sum(f["arm"] == favoured and f.get("stage", "judge") == "judge" for f in found["failures"])
         if failed and row["verdict"] in ("better", "same", "worse"):  # those that diverged might change it
             whose = "its" if favoured == row["variant"] else "the other side's"

@@ -166,7 +166,7 @@ def notices(found):
         moved = listed([f"{flag}={value:g}" for flag, value in found["plain_rates"]["flags"].items()])
         gain, error = best["gain"]
         by = (f"is better by {-gain:.4f} ± {show(error, '.4f')} bits/byte on validation, by less on seeds "
-              "that did not choose them" if known(gain) and math.isfinite(gain) else "no longer diverges")
+              "that did not choose them" if known(gain) else "no longer diverges")
         lines.append(f"The rates of this scale on file are not its best ones: with {moved} the plain GPT "
                      f"{by}. All is compared at those.")
     if failed:
@@ -365,8 +365,8 @@ def plain_rates_table(found):
     rows = []
     for row in (best or {}).get("rows", ()):
         value = record["flags"].get(row["flag"], record["start"][row["flag"]])
-        beside = ("–" if own is None else f"{own[0]:+.4f} ± {show(own[1], '.4f')}"
-                  if known(own[0]) and math.isfinite(own[0]) else "diverged" for own in row["beside"])
+        beside = ("–" if own is None else f"{own[0]:+.4f} ± {show(own[1], '.4f')}" if known(own[0])
+                  else "diverged" for own in row["beside"])
         rows.append((row["flag"], f"{record['start'][row['flag']]:g}", f"{value:g}", *beside))
     return Table(("rate", "at first", "best", "at half", "at double"), rows, (0,))
 

@@ -23,8 +23,8 @@ def flags_at(train, steps):
         if n and flag == "muon_momentum":
             moved[flag] = round(1 - (1 - train.muon_momentum) / 2**n, 12)
         elif n:
-            along = ("min_lr",) if flag == "lr" else ()
-            moved.update({key: getattr(train, key) * 2.0**n for key in (flag, *along)})
+            keys = ("lr", "min_lr") if flag == "lr" else (flag,)
+            moved.update({key: getattr(train, key) * 2.0**n for key in keys})
     return moved
 
 
