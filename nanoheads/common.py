@@ -2,6 +2,7 @@
 commit.
 """
 
+import ctypes
 import json
 import math
 import os
@@ -96,13 +97,29 @@ def write_atomic(path, write):
 def pick_device(name):
     """'auto' -> cuda, mps or cpu, whichever is there first; else the name, checked. Raises UserError.
 
-    On a GPU every program then takes TF32 for products in float32: scoring takes the same.
+    On a GPU every program then takes TF32 for products in float32: scoring takes the same. On a CPU the
+    process keeps the memory that it frees.
     """
     import torch  # late: plot_curves.py does without
     device = checked_device(name)
     if device.startswith("cuda"):
         torch.set_float32_matmul_precision("high")
+    elif device == "cpu":
+        keep_freed_memory()
     return device
+
+
+def keep_freed_memory():
+    """Have glibc keep freed memory for the next allocation; no more where the C library is another.
+
+    A step frees and takes the same tensors as the one before; given back to the system, each page of them
+    would be cleared once more. 32 MiB is the largest mmap threshold that glibc takes.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD in malloc.h
+    with suppress(AttributeError, OSError, TypeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(trim_threshold, 1 << 30)
+        libc.mallopt(mmap_threshold, 1 << 25)
 
 
 def checked_device(name):

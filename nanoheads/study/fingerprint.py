@@ -109,7 +109,8 @@ NOT_NUMBERS = set("""
     ControllerConfig check_model no_dropout add_mechanism BETWEEN_BLOCKS
     MECHANISM_CLASSES HEAD_MECHANISMS MECHANISMS NEUTRAL ALL_ON
     heads_in_words of_critic some_windows critic_summary variance centred correlation CRITICISED
-    Run PROGRESS join_ranks pick_device checked_device StopSignal Process.print0 Process.barrier
+    Run PROGRESS join_ranks pick_device checked_device keep_freed_memory
+    StopSignal Process.print0 Process.barrier
     log_steps log_step log_eval eval_line count_time open_bar open_folder print_run print_changes saves_in
     end_stopped
     Log append_row log_violation write_config read_rows parsed number write_rows git_commit

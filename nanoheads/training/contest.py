@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig, KVCache
-from nanoheads.common import explain
+from nanoheads.common import explain, keep_freed_memory
 from nanoheads.hub import own_mechanism
 from nanoheads.pruning import prune_heads
 from nanoheads.timing import mfu, on_cuda, progress_bar, take_turns, time_rows, timed
@@ -133,6 +133,7 @@ def memory_worker(name, args):
         except OSError:
             return None
     torch.set_num_threads(args.threads)
+    keep_freed_memory()
     if vars(args).get("own_mechanism"):  # this process has not read it yet
         own_mechanism.add(args.own_mechanism)
     # what the libraries load at a first step is not the model's memory
