@@ -13,8 +13,8 @@ import pytest
 from compare import main
 from conftest import ROOT, without_own_mechanisms
 from nanoheads.hub import own_mechanism as own
-from nanoheads.study.analysis import BOTH
 from nanoheads.study import analysis, findings, fingerprint, ledger, ledger_page, results, trial
+from nanoheads.study.analysis import BOTH
 from test_add_a_mechanism import mine  # noqa: F401
 from test_compare import finished, here, plain, study_of  # noqa: F401
 from test_report import make_found, poisoned
@@ -85,7 +85,7 @@ def test_a_difference_is_that_of_the_means_of_its_runs(rows):
                      for name in (row["label"], "plain") if name in study["arms"]]
             if row["stage"].startswith("judged") and row["against"] == "plain GPT" and len(sides) == 2:
                 seeds_matter = row["id"].startswith(("ladder-nano.0-33M", "controls-tiny", "dose-tiny",
-                                                     "value_embedding-depth6", "all-tiny"))
+                                                     "value_embedding-depth6"))
                 off = 2e-3 if seeds_matter else 1e-6
                 assert row["mean"] == pytest.approx(sides[0] - sides[1], abs=off), row["id"]
                 checked += 1
@@ -143,11 +143,8 @@ def test_the_page_on_file_is_what_results_give_but_for_the_code(rows):
 def test_the_short_table_has_the_most_telling_row_of_a_mechanism(rows):
     lines = ledger.short_table(rows).splitlines()
     assert len({line.split(" |")[0] for line in lines}) == len(lines)
-    line, = [line for line in lines if line.startswith("| constraint\\_a |")]
-    judged = [row for row in rows if row["name"] == "constraint_a" and row["against"] == "plain GPT"
-              and row["stage"] == "judged on test"]
-    judged = [row for row in judged if row["code"] == ledger.NOW] or judged
-    assert f"| {max(judged, key=lambda row: row['blocks'])['size']} |" in line and "judged on test" in line
+    largest, = [line for line in lines if line.startswith("| constraint\\_a |")]
+    assert "0.98 M" in largest and "judged on test" in largest
     assert "screened" in next(line for line in lines if line.startswith("| window |"))
 
 
@@ -363,16 +360,16 @@ def test_in_a_browser_filters_and_search_leave_what_matches(rows, browser):
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_in_a_browser_a_row_opens_by_key_and_by_link(width, browser):
+def test_in_a_browser_a_row_opens_by_key_and_by_link(width, rows, browser):
     browser.open(PAGE, width)
     assert browser.ask(OPEN) == 0
     browser.ask("document.querySelector('#ledger summary').focus()")
     browser.press("Enter")
     assert browser.ask(OPEN) == 1
     text = browser.ask("document.querySelector('.more').innerText")
-    for words in ("What the study says", "Write-up and claims", "--from_results=results/all-"):
+    for words in ("What the study says", f"Runs ({rows[0]['seeds']})", "Write-up and claims",
+                  "--from_results=results/all-"):
         assert words in text
-    assert re.search(r"Runs \([1-9]", text)
     browser.press(" ")
     assert browser.ask(OPEN) == 0
     browser.open(PAGE, width, place="#all-tiny.key_offset.judged")
