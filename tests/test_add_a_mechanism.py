@@ -53,11 +53,6 @@ def broken(path):
     return {promise: wrong for _, _, promise, wrong in promises.check(name, model.MECHANISMS[name]) if wrong}
 
 
-def test_the_page_is_one_page_around_one_file():
-    prose = re.sub(r"^```.*?^```$", "", PAGE, flags=re.M | re.S)
-    assert len(prose.splitlines()) <= 60 and len(CODE.splitlines()) <= 45
-
-
 def test_the_file_of_the_page_keeps_every_promise(mine):
     assert broken(mine()) == {}
 

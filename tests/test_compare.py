@@ -1089,11 +1089,14 @@ def test_a_table_is_written_between_its_marks_and_a_wrong_one_is_named(finished,
     _, found = finished
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "pages", lambda: ["page.md"])
+    monkeypatch.setattr(tables, "PICTURES", {"differences.png": "results.json.gz"})
     (tmp_path / "results").mkdir()
     results.write(found, tmp_path / "results")
     text = "before\n<!-- table: verdicts results.json.gz unet_concat -->\nold\n<!-- end -->\nafter\n"
     (tmp_path / "page.md").write_text(text)
-    assert tables.write() == ["page.md: tables written from results/"] and tables.write() == []
+    assert tables.write() == ["page.md: tables written from results/",
+                              "differences.png: drawn from results/results.json.gz"]
+    assert tables.write() == [] and (tmp_path / "differences.png").read_bytes().startswith(b"\x89PNG")
     after = (tmp_path / "page.md").read_text()
     assert after.startswith("before\n<!--") and after.endswith("<!-- end -->\nafter\n") and "old" not in after
     assert f"{np.mean(found['arms']['unet_concat']['bpb']):.4f}" in after and "output_gate" not in after

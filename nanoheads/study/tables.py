@@ -1,18 +1,37 @@
 """
-The tables of README.md and docs/ that come from results/, written by `python compare.py --tables`.
+The tables and the picture of README.md and docs/ that come from results/, made by `python compare.py --tables`.
 
 A table stands between `<!-- table: KIND FILE [rows] -->` and `<!-- end -->`; what is between is written anew.
+PICTURES names each picture that is a study's differences, and its results file.
 """
 
 import html as escaping
 import re
 from pathlib import Path
 
+from nanoheads import drawing
 from nanoheads.common import ROOT, UserError, write_atomic
-from nanoheads.study import analysis, results
-from nanoheads.study.findings import (candidates_table, costs_table, dynamic_tables, ladder_table, mean_alone,
-                                      others_table, plain_rates_table, screened_table, texts_table,
-                                      tuned_table, verdicts_table, without)
+from nanoheads.study import analysis, pictures, results
+from nanoheads.study.findings import (Table, against_plain, at_cost, candidates_table, costs_table,
+                                      dynamic_tables, interval, label_of, ladder_table, level, mean_alone,
+                                      others, others_table, plain_rates_table, row_of, screened_table,
+                                      texts_table, tuned_table, verdict_of, verdicts_table, without, worth_of)
+
+PICTURES = {"docs/forest.png": "all-tiny.json.gz"}
+
+# what a variant of the README's table does, in words
+IN_WORDS = {
+    "plain": "the same model without any mechanism",
+    "short_conv": "each query, key and value is mixed with those of the two tokens before",
+    "constraint_a": "constraint heads: three more attention heads in one block, used without labels here",
+    "key_offset": "half of each key's dimensions come from the token before",
+    "diff": "differential attention: each head subtracts a second attention map from its first",
+    "output_gate": "each head's output is multiplied by a gate between 0 and 1, which depends on the token",
+    "unet_scalar": "a later block's output also gets an earlier block's, times a learned number",
+    "xsa": "exclusive attention: the part of a head's output along the token's own value is taken out",
+    "routing_inf": "a router lets each token use two of the four heads",
+    "routing_published": "the router as its write-up prints it, whose gates act in training only",
+}
 
 MARK = re.compile(r"(<!-- table: (\w+) (\S+\.gz)(?: ([^>]*?))? -->\n).*?(<!-- end -->)", re.S)
 
@@ -41,6 +60,36 @@ def short_verdicts(found, only=None):
     return in_markdown(*without(verdicts_table(found, only, mean_alone), *more))
 
 
+def at_equal_parameters(found, c):
+    """A variant's difference to a plain GPT of as many parameters and its verdict; – where none was trained."""
+    if found["arms"][c["variant"]].get("params") == found["arms"]["plain"].get("params"):
+        return f"{mean_alone(c)}, {verdict_of(found, c)}"  # the mechanism adds none
+    row = next((row for row in others(found)
+                if row["variant"] == c["variant"] and row["equal"] == ["parameters"]), None)
+    return f"{mean_alone(row)}, {verdict_of(found, row)}" if row else "–"
+
+
+def explained(found, only=None):
+    """The variants that IN_WORDS explains, or `only`, against the plain GPT: for a reader who knows none."""
+    head = ("variant: what it does", "bits/byte", f"difference [{level(found)}]", "worth × compute",
+            "at equal parameters", "at equal FLOPs", "verdict")
+    rows = [("plain GPT: " + IN_WORDS["plain"], row_of(found, "plain")[-1], "–", "1", "–", "–", "–")]
+    for c in against_plain(found, only or list(IN_WORDS)):
+        if c["variant"] not in IN_WORDS:
+            raise UserError(f"IN_WORDS in nanoheads/study/tables.py does not say what {c['variant']} does")
+        rows.append((f"{label_of(found, c['variant'])}: {IN_WORDS[c['variant']]}",
+                     row_of(found, c["variant"])[-1], interval(c), worth_of(c), at_equal_parameters(found, c),
+                     at_cost(c, "equal_flops", mean_alone), verdict_of(found, c)))
+    return in_markdown(*Table(head, rows, (0, 6)))
+
+
+def counted(found, only=None):
+    """What each variant costs as it is counted, without the times, which other work on a machine disturbs."""
+    table = costs_table(found, only)
+    times = [title for title in table.head if title.startswith(("seconds", "time"))]
+    return in_markdown(*without(table, *times))
+
+
 def of_each_size(make):
     """The table of a study; of a ladder, one for each size under its name; of several texts, over all."""
     def text(found, only=None):
@@ -54,6 +103,11 @@ def of_each_size(make):
 TABLES = {
     "verdicts": of_each_size(verdicts),
     "short": of_each_size(short_verdicts),
+    "explained": of_each_size(explained),
+    "each_text": lambda found, only=None: in_markdown(*without(
+        texts_table(found, only), "bits/byte", "worth × compute", "verdict")),
+    "others": of_each_size(lambda found, only=None: in_markdown(*others_table(found, only))),
+    "counted": of_each_size(counted),
     "screened": of_each_size(lambda found, only=None: in_markdown(*screened_table(found, only))),
     "costs": of_each_size(lambda found, only=None: in_markdown(*costs_table(found, only))),
     "lives": of_each_size(lambda found, only=None: "\n\n".join(
@@ -86,11 +140,28 @@ def filled(text, where):
     return MARK.sub(fill, text)
 
 
+def picture(file):
+    """The PNG of a results file's differences; of several texts, over all of them."""
+    found = results.read(ROOT / "results" / file)
+    return drawing.drawn(pictures.forest, analysis.pooled(found) if "texts" in found else found, "png")
+
+
+def write_pictures():
+    """Draw PICTURES; a line for each that changed."""
+    changed = []
+    for name, file in PICTURES.items():
+        path, data = ROOT / name, picture(file)
+        if not path.is_file() or path.read_bytes() != data:
+            write_atomic(path, lambda f, data=data: f.write(data))
+            changed.append(f"{name}: drawn from results/{file}")
+    return changed
+
+
 def write():
-    """Write every table of pages(); a line for each page that changed."""
+    """Write every table of pages() and draw PICTURES; a line for each file that changed."""
     before = {page: (ROOT / page).read_text(encoding="utf-8") for page in pages()}
     after = {page: filled(text, page) for page, text in before.items()}
     changed = [page for page in before if after[page] != before[page]]
     for page in changed:
         write_atomic(Path(ROOT, page), lambda f, text=after[page]: f.write(text.encode()))
-    return [f"{page}: tables written from results/" for page in changed]
+    return [*(f"{page}: tables written from results/" for page in changed), *write_pictures()]
