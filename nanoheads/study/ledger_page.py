@@ -34,7 +34,8 @@ READING = (
     "Intervals are over seeds, 95 % where their study sets nothing else, and not corrected; verdicts are, "
     "for all comparisons of their study.",
     "Worth: at that multiple of its training compute the plain GPT is as good. FLOPs as executed and the "
-    "time of a step are those of the variant over the plain GPT's.",
+    "time of a step are those of the variant over the plain GPT's. Without a step time: it was not measured, "
+    "or other programs ran on the machine meanwhile.",
     "Size: parameters of the plain GPT's blocks. Recipe: that of both sides, and the plain GPT's steps.",
     "Code: today's, where every run of both sides would be computed by the same code today; older and in "
     "grey, where that has changed since, so that it may come out otherwise; unknown, where the mechanism's "
