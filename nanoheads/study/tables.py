@@ -1,5 +1,6 @@
 """
-The tables and the picture of README.md and docs/ that come from results/, made by `python compare.py --tables`.
+The tables and the picture of README.md and docs/ that come from results/. `python compare.py --tables` makes
+them.
 
 A table stands between `<!-- table: KIND FILE [rows] -->` and `<!-- end -->`; what is between is written anew.
 PICTURES names each picture that is a study's differences, and its results file.
@@ -61,7 +62,7 @@ def short_verdicts(found, only=None):
 
 
 def at_equal_parameters(found, c):
-    """A variant's difference to a plain GPT of as many parameters and its verdict; – where none was trained."""
+    """A variant's difference to a plain GPT of as many parameters, and its verdict; –: none was trained."""
     if found["arms"][c["variant"]].get("params") == found["arms"]["plain"].get("params"):
         return f"{mean_alone(c)}, {verdict_of(found, c)}"  # the mechanism adds none
     row = next((row for row in others(found)
