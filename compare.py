@@ -10,19 +10,22 @@ Does a mechanism beat a plain GPT? A study in two stages, intervals, effects as 
     python compare.py config/studies/all.py --dry_run            # what would run, and for how long
     python compare.py --from_results=results/all-tiny.json.gz    # a report once more, from its numbers alone
     python compare.py --recheck=results/all-tiny.json.gz         # every figure of it, computed once more
-    python compare.py --again=results/all-tiny.json.gz           # every run of it once more: do they agree?
+    python compare.py config/studies/all.py --reuse=results/all-tiny.json.gz   # take its runs, train the rest
+    python compare.py config/studies/all.py --fresh              # train everything anew: do the scores agree?
     python compare.py --ledger                                   # all of results/ on a page, docs/ledger.html
     python compare.py --ledger add out/challenge-mine-tiny       # with a challenge's, rechecked first
 
-Every run is kept in out/trials, under a hash of its flags, its data and the code that it uses, and one that
-is in results/, or of an unfinished study in results/unfinished/, counts as done: start a study again and it
-goes on where it stopped, here or elsewhere; change a flag or a mechanism and only what depends on it runs
-again. --help: all keys.
+Every run is kept in out/trials, under a hash of its flags, its data and the code that it can reach: start a
+study again and it goes on where it stopped; change a flag or the code and what depends on it runs again.
+Nothing else counts as done. --reuse takes finished runs from a results file, matched by flags, data and
+seed; --accept_code takes runs of other code too, for who knows that it computes the same; the report says how
+many of either. --help: all keys.
 """
 
 import json
 import re
 import shlex
+import shutil
 import signal
 import sys
 from dataclasses import asdict, replace
@@ -36,6 +39,8 @@ from nanoheads.hub import own_mechanism as own
 from nanoheads.probes import promises
 from nanoheads.study import (analysis, costs, fingerprint, ledger, queue, rates, report, results, tables,
                              trial)
+from nanoheads.study.findings import reused_sentence
+from nanoheads.study.reuse import Reuse, counted, is_same_code
 from nanoheads.study.variants import BOOKKEEPING, StudyConfig, VariantBuilder, variants_of
 
 PLAIN = "plain"
@@ -69,7 +74,9 @@ class Study:
         if config.size:
             self.scale += f"-{config.size}"
         self.out = Path(config.out_dir or f"out/{name}-{self.scale}")
-        self.trials = self.out / "trials" if config.again else trial.TRIALS  # what is done is no answer
+        self.trials = self.out / "fresh" if config.fresh else trial.TRIALS  # what is done is no answer
+        self.reuse = Reuse() if config.fresh else Reuse(config.reuse, config.accept_code)
+        self.taken = {}      # folder: (run of Reuse, the trial.json that was planned)
         self.build({})
         self.pairs = []      # (variant, baseline, what is equal beside the hyperparameters)
         self.wider = {}      # variant that meets a plain GPT of its parameters anyway: MLP width or None
@@ -110,6 +117,10 @@ class Study:
             for variant in variants:
                 spec = self.spec(variant, seed, split or self.config.split)
                 folder = trial.folder_of(spec, self.trials)
+                if not trial.done(folder) and (run := self.reuse.find(spec)):
+                    planned, spec = spec, run["spec"]
+                    folder = trial.folder_of(spec)
+                    self.taken[folder] = run, planned
                 self.specs[folder] = spec
                 self.runs[stage, variant.name, seed] = folder
                 folders.append(folder)
@@ -119,16 +130,24 @@ class Study:
         """Run what is not done."""
         if self.config.report_only or place is None:
             return
+        folders = [folder for folder in folders if folder not in self.taken]
         for folder in folders:
-            if not trial.done(folder) or folder.is_dir():  # of what is done, its trial.json may be damaged
-                trial.make(self.specs[folder], self.trials)
+            trial.make(self.specs[folder], self.trials)  # of what is done, its trial.json may be damaged
         self.failed |= queue.run_all(folders, place, what).keys()
+
+    def result(self, folder):
+        """What a run gave, trained here or taken from elsewhere; None: it is not done."""
+        return trial.result(folder) or self.taken.get(folder, (None,))[0]
+
+    def reused(self):
+        """How many of the study's runs were taken from where, see reuse.counted()."""
+        return counted({folder: self.taken[folder] for folder in {*self.runs.values()} & {*self.taken}})
 
     def scores(self, stage):
         """{variant: {seed: bits/byte}} of what is done in a stage."""
         found = {}
         for (at, name, seed), folder in self.runs.items():
-            if at == stage and (result := trial.result(folder)):
+            if at == stage and (result := self.result(folder)):
                 found.setdefault(name, {})[seed] = result["bpb"]
         return found
 
@@ -274,7 +293,7 @@ class Study:
                     runs[name, group, factor], = self.plan("tune", [changed], seed, "val")
             folders = list(dict.fromkeys(runs.values()))
             self.execute(folders, place, "learning rates")
-            found = {key: result["bpb"] for key, folder in runs.items() if (result := trial.result(folder))}
+            found = {key: result["bpb"] for key, folder in runs.items() if (result := self.result(folder))}
             self.tuned = {}
             for (name, group, factor), bpb in found.items():
                 self.tuned.setdefault(name, {}).setdefault(group, {})[factor] = bpb
@@ -317,7 +336,7 @@ class Study:
 
     def ended(self, folders):
         """Whether all of these runs are done or have failed."""
-        return all(trial.done(f) or f in self.failed or trial.failure(f) for f in folders)
+        return all(self.result(f) or f in self.failed or trial.failure(f) for f in folders)
 
 
 # ---- command line ----
@@ -337,12 +356,13 @@ def plan_of(study):
         rows.append((variant.name, f"{variant.params:,}", f"{variant.train.max_iters:,}",
                      f"{variant.tokens * variant.flops_per_token:.3g}", flags))
     names = {folder: name for (_, name, _), folder in study.runs.items()}
-    left = [folder for folder in names if not trial.done(folder)]
+    left = [folder for folder in names if study.result(folder) is None]
     steps = (variants.get(names[folder], plain).train.max_iters for folder in left)
     budget = sum(steps) / plain.train.max_iters
     hours = budget * seconds / place.count / 3600
     length = f"{60 * hours:.0f} minutes" if hours < 2 else f"{hours:.2g} hours"
     notes = [f"{len(names):,} runs, {len(left):,} of them to do, in {study.trials}",
+             *([reused_sentence(study.reused(), len(names))] if study.taken else []),
              f"about {length}, {place.count} at once, if each took as long as the plain GPT's here, "
              f"{seconds:,.0f} s; what the others take: bench.py --mechanisms"]
     if place.per_gpu > 1:
@@ -399,14 +419,14 @@ def at_size(config, size, **keys):
 def ladder_of(config, name, command):
     """The study at each of its sizes, and how the effects go with size."""
     out = Path(config.out_dir or f"out/{name}-{config.scale}")
-    found = {}
+    found, studies = {}, []
     for size in config.sizes:
-        own = at_size(config, size, out_dir=str(out / size))
-        found[size] = finished(Study(own, name), command)
+        studies.append(Study(at_size(config, size, out_dir=str(out / size)), name))
+        found[size] = finished(studies[-1], command)
         print(report.table_of(found[size]))
     both = {**analysis.ladder(found, config.held_out, name, command), "config": asdict(config)}
     results.write(both, out)
-    return both, out
+    return both, out, studies
 
 
 def on_text(config, text, **keys):
@@ -448,7 +468,40 @@ def on_texts(config, name, command):
     both = {**analysis.together(found, name, command), "config": asdict(config)}
     both = json.loads(json.dumps(json_safe(both)))  # as it will be read
     results.write(both, out)
-    return both, out
+    return both, out, [*studies.values()]
+
+
+def agreement(studies):
+    """How many scores of a study that was trained anew are those that were there before, as a sentence.
+
+    There before: the same runs in out/trials, and in the files of reuse those of the same flags, data, seed.
+    """
+    known = Reuse(studies[0].config.reuse, accept_code=True)
+    pairs = []
+    for study in studies:
+        for folder in {*study.runs.values()}:
+            new, spec = study.result(folder), study.specs[folder]
+            old = trial.result(trial.folder_of(spec)) or known.find(spec)
+            if new and old:
+                pairs.append((old["bpb"], new["bpb"], is_same_code(old.get("spec", spec), spec)))
+    if not pairs:
+        return "Nothing was there before to compare these scores with."
+    equal, far = sum(old == new for old, new, _ in pairs), max(abs(old - new) for old, new, _ in pairs)
+    other = sum(not same_code for *_, same_code in pairs)
+    return (f"Trained anew: {equal:,} of {len(pairs):,} scores are those that were there, to the last digit"
+            + f"; the others differ by up to {far:.4f} bits/byte" * (equal < len(pairs))
+            + f"; {other:,} of those that were there were made by other code or another torch" * bool(other)
+            + ".")
+
+
+def take_into_trials(study):
+    """Put the runs that a study trained anew in the place of those in out/trials."""
+    for folder in {*study.runs.values()}:
+        there = trial.TRIALS / folder.name
+        if trial.done(folder) and (trial.done(there) or not there.exists()):
+            shutil.rmtree(there, ignore_errors=True)
+            there.parent.mkdir(parents=True, exist_ok=True)
+            folder.rename(there)
 
 
 def check_parts(config):
@@ -495,15 +548,6 @@ def run(argv):
         return
     files = configurator.split_args(argv, configurator.keys_of((StudyConfig,)))[0]
     name = name_of(config, files)
-    if config.again:
-        before = results.read(config.again)
-        results.add_own(before, config.again)
-        trial.USE_FILED = False
-        config = results.config_of(before, config)
-        if bad := config.problems():  # a mechanism that this tree does not have, first of all
-            raise UserError("; ".join([*bad, "it is of other code: apply its patch.diff if it has one, "
-                                             "and name a mechanism's file: --mechanism=mine.py"]))
-        name = before["name"] + "-again"
     check_parts(config)
     if config.dry_run:
         for size in config.sizes or [config.size]:
@@ -514,17 +558,20 @@ def run(argv):
             print(f"What is judged is trained again on {', '.join(config.texts[1:])}.")
         return
     if config.sizes:
-        found, out = ladder_of(config, name, command)
+        found, out, studies = ladder_of(config, name, command)
     elif config.texts:
-        found, out = on_texts(config, name, command)
+        found, out, studies = on_texts(config, name, command)
     else:
-        found = finished(Study(config, name), command)
+        studies = [Study(config, name)]
+        found = finished(studies[0], command)
         out = Path(found["out"])
     report.write_all(found, out)
     keep_file(config, out)
     results.write_sums(out)
-    if config.again:
-        print(results.agreement(before, found))
+    if config.fresh:
+        print(agreement(studies))
+        for study in studies:
+            take_into_trials(study)
     if failures := results.failures_in(found):
         sys.exit(f"compare: {failures} run(s) failed, the report names them; "
                  "start again to try them once more")

@@ -21,6 +21,7 @@ from browser import CHROMIUM, Browser  # noqa: E402
 from nanoheads.configurator import keys_of  # noqa: E402
 from nanoheads.hub import own_mechanism as own  # noqa: E402
 from nanoheads.mechanism import choices  # noqa: E402
+from nanoheads.study import fingerprint  # noqa: E402
 from nanoheads.text import sources  # noqa: E402
 from nanoheads.text.writing import Writer  # noqa: E402
 from nanoheads.text.tokenizer import Tokenizer  # noqa: E402
@@ -40,6 +41,13 @@ def write_dataset(folder, splits, encoding="byte", vocab=None):
         for split, text in splits.items():
             writer.add_pieces(split, [text])
     return folder
+
+
+def forget_code():
+    """Have files of code read again: in one process they are read once, as they were when it began."""
+    for cached in (fingerprint.digest_of, fingerprint.files_of, fingerprint.tree_of, fingerprint.imported,
+                   fingerprint.parts_of):
+        cached.cache_clear()
 
 
 def cpu_seconds():

@@ -5,6 +5,7 @@ import gzip
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,13 +19,13 @@ import pytest
 import torch
 
 import compare
-from compare import Study, main
+from compare import Study, main, plan_of
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError, json_safe
 from nanoheads.hub import own_mechanism
-from nanoheads.study import (analysis, costs, findings, ledger, pictures, queue, rates, results, stats,
-                             tables, trial)
+from nanoheads.study import (analysis, costs, findings, fingerprint, ledger, page, pictures, queue, rates,
+                             report, results, stats, tables, trial)
 from nanoheads.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, variants_of
 from train import train
 
@@ -769,54 +770,138 @@ def test_a_recheck_knows_what_follows_from_a_recipe_an_optimizer_or_a_rate(plain
             assert problem.endswith(f"of another variant or seed: {key}")
 
 
-def test_a_run_on_file_counts_as_done_and_can_be_run_again(plain, finished, here, monkeypatch, tmp_path):
+def on_file(found, name="x"):
+    """A results file, and nothing left in out/trials."""
+    Path("results").mkdir(exist_ok=True)
+    path = Path("results", f"{name}.json.gz")
+    path.write_bytes(gzip.compress(json.dumps(found).encode()))
+    shutil.rmtree("out/trials")
+    return str(path)
+
+
+def of_other_code(found, **change):
+    """The same results as other code, or another torch, would have left them."""
+    found = json.loads(json.dumps(found))
+    names = {}
+    for name, run in list(found["runs"].items()):
+        run["spec"].update(change)
+        names[name] = trial.folder_of(run["spec"]).name
+        found["runs"][names[name]] = found["runs"].pop(name)
+    for arm in found["arms"].values():
+        arm["runs"] = [names[name] for name in arm["runs"]]
+    return found
+
+
+def test_a_run_in_results_does_not_count_as_done(finished, here):
+    """Today's table must not be one of another day."""
     study, found = finished
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "x.json.gz").write_bytes(gzip.compress(json.dumps(found).encode()))
-    for path in Path("out/trials").glob("*/*"):
-        path.unlink()
+    on_file(found)
     here.started = []
-    elsewhere = Study(replace(study.config, out_dir="out/elsewhere"), "test")
-    elsewhere.run(here)
+    anew = Study(replace(study.config, out_dir="out/elsewhere"), "test")
+    anew.run(here)
+    assert len(here.started) == len(found["runs"]) and anew.reused() == []
+    assert not results.collect(anew, "test")["reused"]
+
+
+def test_runs_of_a_file_that_is_named_are_taken_and_counted(finished, here, capsys):
+    study, found = finished
+    path = on_file(found)
+    here.started = []
+    taking = Study(replace(study.config, out_dir="out/elsewhere", reuse=[path]), "test")
+    taking.run(here)
     assert here.started == []
-    again = results.collect(elsewhere, "test")
-    assert again["comparisons"] == found["comparisons"] and "all of them the same" in results.recheck(
-        tmp_path / "results" / "x.json.gz")
-    monkeypatch.setattr(trial, "USE_FILED", False)
-    Study(replace(study.config, out_dir="out/again"), "test").run(here)
+    again = results.collect(taking, "test")
+    n = len(found["runs"])
+    assert again["comparisons"] == found["comparisons"]
+    assert again["reused"] == [{"from": path, "runs": n, "other_code": 0}]
+    words = f"{n} of {n} runs were not trained for this study: {n} from {path}."
+    assert words in findings.notices(again) and words in report.table_of(again).replace("\n", " ")
+    assert words in page.html(again, {})
+    assert words in plan_of(taking)
+    results.write(again, "out/elsewhere")
+    assert "all of them the same" in results.recheck("out/elsewhere/results.json.gz")
+
+
+@pytest.mark.parametrize("change", [dict(code="other"), dict(torch="0.1")], ids=["code", "torch"])
+def test_runs_of_other_code_are_taken_only_where_that_is_accepted(finished, here, change):
+    study, found = finished
+    path = on_file(of_other_code(found, **change))
+    here.started, n = [], len(found["runs"])
+    Study(replace(study.config, out_dir="out/a", reuse=[path]), "test").run(here)
+    assert len(here.started) == n
+    shutil.rmtree("out/trials")
+    here.started = []
+    taking = Study(replace(study.config, out_dir="out/b", reuse=[path], accept_code=True), "test")
+    taking.run(here)
+    again = results.collect(taking, "test")
+    assert here.started == [] and again["reused"] == [{"from": path, "runs": n, "other_code": n}]
+    assert again["comparisons"] == found["comparisons"]
+    assert f"({n} of them made by other code or another torch, which --accept_code allowed)" in " ".join(
+        findings.notices(again))
+
+
+@pytest.mark.parametrize("key", ["data", "train", "model", "score"])
+def test_runs_of_other_data_or_flags_are_never_taken(finished, here, key):
+    study, found = finished
+    changed = {**next(iter(found["runs"].values()))["spec"][key], "more": 1}
+    path = on_file(of_other_code(found, **{key: changed}))
+    here.started = []
+    Study(replace(study.config, out_dir="out/a", reuse=[path], accept_code=True), "test").run(here)
     assert len(here.started) == len(found["runs"])
 
 
-def test_a_study_is_run_again_from_its_file_and_reports_where_it_agrees(finished, monkeypatch, capsys):
+def test_runs_of_other_code_in_out_trials_count_only_where_that_is_accepted(finished, here, monkeypatch):
     study, found = finished
-    found["config"]["report_only"] = True  # how the file came to be written is not part of the study
-    results.write(found, study.out)
-    anew = Here()  # what lies in out/trials is what is to be checked, and no answer
-    monkeypatch.setattr(compare, "place_for", lambda config: anew)
-    monkeypatch.setattr(trial, "USE_FILED", True)
+    monkeypatch.setattr(fingerprint, "code_digest", lambda *args, **keys: "tomorrow's")
+    n = len(found["runs"])
+    planned = Study(replace(study.config, out_dir="out/a"), "test")
+    planned.run(None)
+    assert f"{n} of them to do" in plan_of(planned)
+    here.started = []
+    taking = Study(replace(study.config, out_dir="out/b", accept_code=True), "test")
+    taking.run(here)
+    again = results.collect(taking, "test")
+    assert here.started == [] and again["reused"] == [{"from": "out/trials", "runs": n, "other_code": n}]
+    assert again["comparisons"] == found["comparisons"]
+
+
+def test_a_damaged_run_of_a_file_is_not_taken(finished, refusal, plain):
+    study, found = finished
+    other = json.loads(json.dumps(found))
+    next(iter(other["runs"].values()))["bpb"] += 1e-3
+    argv = ["--base", str(plain), "--device=cpu", "--mechanisms=sink", "--dry_run"]
+    assert "cannot be taken: a figure was changed" in refusal([*argv, f"--reuse={on_file(other)}"])
+    Path("out/trials").mkdir()
+    other = json.loads(json.dumps(found))
+    next(iter(other["runs"].values()))["spec"]["train"]["lr"] = 0.5
+    assert "has the trial.json of another run" in refusal([*argv, f"--reuse={on_file(other)}"])
+    assert "cannot read results/none.json.gz" in refusal([*argv, "--reuse=results/none.json.gz"])
+
+
+def test_fresh_trains_everything_anew_and_says_how_many_scores_agree(
+        finished, here, plain, monkeypatch, capsys):
+    study, found = finished
+    monkeypatch.setattr(compare, "place_for", lambda config: here)
     monkeypatch.setattr(queue.time, "sleep", lambda s: None)
-    main(["--again=out/test/results.json.gz", "--device=cpu", "--out_dir=out/b"])
+    n, here.started = len(found["runs"]), []
+    one = next(Path("out/trials").glob("*/result.json"))
+    result = json.loads(one.read_text())
+    double = {key: 2 * result[key] for key in ("nats", "bpb")}
+    np.save(one.with_name("nats.npy"), np.load(one.with_name("nats.npy")) * 2)
+    one.write_text(json.dumps({**result, **double}))
+    argv = ["--base", str(plain), "--device=cpu", "--seeds=5,6,7", "--plain_seeds=4", "--budgets=[0.5]",
+            "--mechanisms=output_gate,unet_concat", "--settings={'n_layer': 2}"]
+    main([*argv, "--fresh", "--out_dir=out/b"])
     said = capsys.readouterr().out
-    assert "13 of 13 scores are the same to the last digit; 2 of 2 verdicts are the same" in said
-    assert len(anew.started) == 13 and {folder.parent for folder in anew.started} == {Path("out/b/trials")}
-
-
-def test_a_star_stands_for_the_mechanisms_that_a_study_had():
-    held = dict(mechanisms=["*", "all_on"], variants={"x": {"sink": True}}, out_dir="there")
-    screen = dict(scores=dict.fromkeys(["plain", "xsa", "moh", "x", "all_on"]))
-    kinds = dict(plain="plain", xsa="variant", sink="variant", wide="baseline", **{"xsa, tuned": "variant"})
-    variants = {name: dict(kind=kind) for name, kind in kinds.items()}
-    config = results.config_of(dict(config=held, screen=screen, arms=variants), StudyConfig(out_dir="here"))
-    assert config.mechanisms == ["xsa", "moh", "all_on", "sink"] and config.out_dir == "here"
-
-
-def test_a_study_of_a_mechanism_that_is_not_there_is_not_run_again_without_it(finished, refusal, monkeypatch):
-    study, found = finished
-    monkeypatch.setattr(trial, "USE_FILED", True)  # put back afterwards
-    found["config"]["mechanisms"] = ["of_a_stranger"]
-    results.write(found, study.out)
-    said = refusal(["--again=out/test/results.json.gz", "--device=cpu"])
-    assert "unknown 'of_a_stranger'" in said and "apply its patch.diff" in said
+    assert len(here.started) >= n and {folder.parent for folder in here.started} == {Path("out/b/fresh")}
+    words = f"Trained anew: {n - 1} of {n} scores are those that were there, to the last digit; the others"
+    assert words in said
+    # what was trained last is what counts from now on
+    assert json.loads(one.read_text())["bpb"] == result["bpb"]
+    assert not list(Path("out/b/fresh").glob("*/result.json"))
+    here.started = []
+    main([*argv, "--out_dir=out/c"])
+    assert here.started == []
 
 
 @pytest.fixture
@@ -873,9 +958,6 @@ def test_a_study_on_two_texts_is_one_analysis_and_the_second_chooses_nothing(
     assert len({row["id"] for row in ours}) == 3 and ours[2]["verdict"] == row["verdict"]
     assert "sums and products" in ledger.short_table(ours)
     Path("out/results.json.gz").rename("out/two/results.json.gz")
-    said = results.agreement(found, found).splitlines()
-    assert [line.split(":")[0] for line in said] == ["sums", "products", "all texts"]
-    assert "2 of 2 verdicts are the same" in said[2]
     table = findings.texts_table(found)
     assert table.head[3:5] == ("on sums", "on products") and len(table.rows) == 3
     assert "all of them the same" in results.recheck("out/two/results.json.gz")
@@ -1117,6 +1199,7 @@ def test_nothing_in_the_study_folder_imports_what_uses_it():
         assert "compare" not in imported, path.name
         allowed = {"queue": {"trial"}, "trial": {"fingerprint"}, "page": {"findings", "stats"},
                    "report": {"analysis", "page", "findings", "pictures"},
+                   "reuse": {"results", "trial"},
                    "analysis": {"compute", "rates", "stats"}, "tables": {"analysis", "findings", "results"},
                    "pictures": {"findings"}, "ledger_page": {"findings", "page"},
                    "ledger": {"analysis", "fingerprint", "findings", "ledger_page", "results", "tables",

@@ -1,7 +1,6 @@
 """One run and the queue of runs: done once, damage found and named, nothing left running, numbers on file."""
 
 import fcntl
-import gzip
 import json
 import math
 import os
@@ -223,62 +222,39 @@ def test_a_slice_is_scored_window_by_window_and_its_bytes_are_its_own(bytes_data
     assert found["tokens"] == found["bytes"] == 160 and np.load(folder / "nats.npy").shape == (10,)
 
 
-# ---- results on file ----
+# ---- a run's folder is its own ----
 
-def file_of(runs, name="study"):
-    path = Path("results", f"{name}.json.gz")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(json.dumps({"runs": runs}).encode()))
-    return path
-
-
-@pytest.mark.parametrize("name", ["study", "unfinished/study"])
-def test_a_run_on_file_is_done(name, finished, spec, monkeypatch, capsys):
-    assert trial.on_file() == {}
-    found = {**trial.result(finished), "spec": spec}
-    file_of({finished.name: found}, name)
-    shutil.rmtree(finished)
-    folder = trial.make(spec)
-    assert trial.on_file() == {folder.name: found} and trial.on_file("elsewhere") == {}
-    assert trial.done(folder) and trial.result(folder) == found and trial.failure(folder) is None
-    assert queue.run_all([folder], None) == {}  # no place is needed
-    monkeypatch.setattr(trial, "USE_FILED", False)
-    assert not trial.done(folder) and trial.result(folder) is None
-    monkeypatch.setattr(trial, "USE_FILED", True)
-    again = trial.run(folder, train)  # a run that is started is made, not taken from results/
-    assert again["bpb"] == found["bpb"] and "spec" not in trial.result(folder)
-    assert capsys.readouterr().err == ""
+def test_a_folder_copied_from_another_run_is_not_done(finished, spec, capsys):
+    """Neither where all of it was copied, nor where its scores alone were."""
+    other = {**spec, "torch": "0.1"}
+    folder = trial.make(other)
+    shutil.rmtree(folder)
+    shutil.copytree(finished, folder)
+    assert not trial.done(folder) and "another run" in capsys.readouterr().err
+    assert (folder / "result.json.damaged").is_file()
+    shutil.rmtree(folder)
+    trial.make(other)
+    for name in ("result.json", "nats.npy"):
+        shutil.copy(finished / name, folder)
+    assert not trial.done(folder) and "another run" in capsys.readouterr().err
+    assert trial.done(finished)
 
 
-def test_the_runs_of_every_file_in_results_count_those_of_a_ladder_too(capsys):
-    kept = trial.on_file(ROOT / "results")
-    assert len(kept) > 400 and capsys.readouterr().err == ""
-    ladder = json.loads(gzip.decompress((ROOT / "results" / "ladder-nano.json.gz").read_bytes()))
-    assert len(ladder["sizes"]) == 3
-    assert all({*study["runs"]} <= {*kept} for study in ladder["sizes"].values())
+def test_what_another_run_left_is_no_start_for_this_one(finished, spec, capsys):
+    """A checkpoint of another variant would be gone on from."""
+    folder = trial.folder_of({**spec, "torch": "0.1"})
+    shutil.copytree(finished, folder)
+    assert trial.make({**spec, "torch": "0.1"}) == folder
+    assert [path.name for path in folder.iterdir()] == ["trial.json"]
+    assert (Path(f"{folder}.damaged") / "best.pt").is_file() and "held another run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("damage", [
-    *DAMAGE, lambda content: gzip.compress(b"[]"), lambda content: gzip.compress(b'{"arms": {}}'), "figure",
-    "block", "spec"])
-def test_a_damaged_file_of_results_is_named_and_left_out(damage, finished, spec, capsys):
-    found = {**trial.result(finished), "spec": spec}
-    file_of({finished.name: found}, "good")
-    if damage == "figure":
-        path = file_of({finished.name: {**found, "bpb": found["bpb"] + 1e-4}})
-    elif damage == "block":
-        path = file_of({finished.name: {**found, "block_nats": [found["block_nats"][0] + 0.1]}})
-    elif damage == "spec":
-        path = file_of({finished.name: {**found, "spec": {**spec, "torch": "0.1"}}})
-    else:
-        path = file_of({"0123456789abcdef": found})
-        path.write_bytes(damage(path.read_bytes()))
-    for _ in range(3):
-        assert trial.on_file() == {finished.name: found}
-    printed = capsys.readouterr().err
-    assert printed.count("\n") == 1 and str(path) in printed
-    path.unlink()
-    assert trial.on_file() == {finished.name: found} and capsys.readouterr().err == ""
+def test_a_trial_json_in_another_runs_folder_is_not_run(finished, spec):
+    folder = finished.with_name("0123456789abcdef")
+    folder.mkdir()
+    shutil.copy(finished / "trial.json", folder)
+    with pytest.raises(SystemExit, match="that of another run"):
+        trial.main(folder, train)
 
 
 # ---- processes ----
@@ -345,10 +321,8 @@ def test_a_run_stops_when_its_parent_is_killed(bytes_data, spec):
 
 def test_a_failure_on_the_cluster_is_reported(spec):
     pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
-    place, folder = queue.Cluster("local", 1, {"timeout_min": 5}), Path("out/trials/broken")
-    folder.mkdir(parents=True)
-    (folder / "trial.json").write_text(json.dumps({"model": {},
-                                                   "train": {"dataset": "nowhere"}, "score": {}}))
+    place = queue.Cluster("local", 1, {"timeout_min": 5})
+    folder = trial.make({"model": {}, "train": {"dataset": "nowhere"}, "score": {}})
     assert "no dataset nowhere" in queue.run_all([folder], place)[folder]
     assert "no dataset nowhere" in trial.failure(folder)
 

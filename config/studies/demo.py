@@ -1,12 +1,13 @@
-# What `make demo` runs: the plain GPT, short convolutions, which help, and a write-up's head routing, which
-# does not, on the source code of your own Python's standard library, three seeds each, three minutes on two
-# quiet cores
+# What `make demo` trains: the plain GPT with four seeds, and short convolutions, which help, and a write-up's
+# head routing, which does not, with three seeds each, on the source code of your own Python's standard library.
+# Ten short runs: some two minutes on two quiet cores
 
 question = "Do short convolutions, or top-k head routing, beat a plain GPT? (a demonstration: three seeds)"
 
 mechanisms = ["short_conv", "routing_inf"]
-settings = dict(dataset="pystdlib", max_iters=480, eval_interval=96)
+settings = dict(dataset="pystdlib", max_iters=320, eval_interval=80)
 seeds = [1, 2, 3]
-budgets = [0.7]
+plain_seeds = 4
+budgets = []
 match_parameters = False
 out_dir = "out/demo"

@@ -169,6 +169,8 @@ def notices(found):
               "that did not choose them" if known(gain) else "no longer diverges")
         lines.append(f"The rates of this scale on file are not its best ones: with {moved} the plain GPT "
                      f"{by}. All is compared at those.")
+    if found.get("reused"):
+        lines.append(reused_sentence(found["reused"], found["planned"]))
     if failed:
         runs = "run is" if failed == 1 else "runs are"
         lines.append(f"{failed} failed {runs} missing from the numbers: see Failures.")
@@ -187,6 +189,14 @@ def notices(found):
         lines.append("The code is not that of its commit: what differs is in the results file, and in "
                      "patch.diff beside it.")
     return lines
+
+
+def reused_sentence(rows, planned):
+    """How many runs a study took from where; rows: those of reuse.counted(); planned: runs in all."""
+    parts = [f"{row['runs']:,} from {row['from']}" + f" ({row['other_code']:,} of them made by other code or "
+             "another torch, which --accept_code allowed)" * bool(row["other_code"]) for row in rows]
+    return (f"{sum(row['runs'] for row in rows):,} of {planned:,} runs were not trained for this study: "
+            f"{' and '.join(parts)}.")
 
 
 def remarks(found, over_text="report.html"):

@@ -98,7 +98,7 @@ def add(folder):
             raise UserError(f"{folder / SUMS} does not list {file}, the mechanism of its runs")
         own.copy(own.opened(folder / file), RESULTS / name)
     write_atomic(target, lambda f: f.write(source.read_bytes()))
-    return (f"{line}\nadded as {target}; nothing was trained again, which --again={target} does")
+    return (f"{line}\nadded as {target}; nothing was trained again, which its own command with --fresh does")
 
 
 def checked_sums(folder):

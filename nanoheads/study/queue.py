@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from nanoheads.common import ROOT, UserError, pick_device
 from nanoheads.study.trial import TRIALS, TRIALS_ON_GPU, WITH_PARENT, done, last_line
+from nanoheads.training.runlog import read_json
 
 
 def command_of(folder):
@@ -200,7 +201,7 @@ class Cluster:
 # ---- the queue ----
 
 def progress_of(folder):
-    """(loss, tokens/s) that a running trial last logged; None before its first row."""
+    """(step, loss, tokens/s) that a running trial last logged; None before its first row."""
     path = folder / "log.jsonl"
     if not path.is_file():
         return None
@@ -210,9 +211,61 @@ def progress_of(folder):
     for line in reversed(rows):
         try:
             row = json.loads(line)
-            return row["loss"], row["tokens_per_s"]
+            return row["step"], row["loss"], row["tokens_per_s"]
         except (ValueError, KeyError, TypeError):  # half a line, or an evaluation
             continue
+
+
+class Progress:
+    """How far a queue of runs is, on a bar; without a terminal a line a minute.
+
+    steps: {folder: optimizer steps} of all that has to run. Time left follows from the share that is done.
+    """
+
+    def __init__(self, what, steps, total):
+        self.what, self.steps, self.total = what, steps, total
+        self.began = self.printed = time.monotonic()
+        self.at = {}  # folder: steps that it had behind it when it was first seen
+        bar = "{desc}: {percentage:3.0f}% |{bar}| {n:.1f} of {total} runs, {elapsed}{postfix}"
+        self.bar = tqdm(total=total, initial=total - len(steps), desc=what, dynamic_ncols=True,
+                        bar_format=bar, disable=not sys.stderr.isatty())
+
+    def show(self, waiting, running):
+        """waiting, running: the folders that are not done."""
+        rows = {folder: row for folder in running if (row := progress_of(folder))}
+        for folder, row in rows.items():
+            self.at.setdefault(folder, row[0])  # a run may go on where it was stopped
+        left = sum(self.steps[folder] for folder in waiting)
+        left += sum(max(0, self.steps[folder] - rows.get(folder, (0,))[0]) for folder in running)
+        made = sum(self.steps.values()) - left - sum(self.at.values())
+        words = [f"{time_in_words((time.monotonic() - self.began) * left / made)} left"] if made > 0 else []
+        if rows:
+            losses, speeds = [row[1] for row in rows.values()], [row[2] for row in rows.values()]
+            words += [f"loss {sum(losses) / len(losses):.3f}", f"{sum(speeds):,.0f} tok/s"]
+        words.append(f"{len(running)} at once")
+        ended = self.total - len(waiting) - len(running)
+        part = sum(min(1.0, row[0] / self.steps[folder]) for folder, row in rows.items())
+        self.bar.n = max(self.bar.n, ended + part)
+        self.bar.set_postfix_str(", ".join(words), refresh=False)
+        self.bar.refresh()
+        if self.bar.disable and time.monotonic() - self.printed > 60:
+            self.printed = time.monotonic()
+            print(f"{self.what}: {ended} of {self.total} runs done, {len(waiting) + len(running)} to do, "
+                  f"{', '.join(words)}", flush=True)
+
+
+def time_in_words(seconds):
+    """A length of time for a person: 40 s, 12 min, 3.5 h."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}" if unit == "h" else f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def steps_of(folder):
+    """The optimizer steps of a planned run; 1 where they are not known."""
+    spec = read_json(folder / "trial.json") or {}
+    return (spec.get("train") or {}).get("max_iters") or 1
 
 
 def run_all(folders, place, what="runs", poll=0.5):
@@ -222,27 +275,15 @@ def run_all(folders, place, what="runs", poll=0.5):
     """
     waiting = [f for f in dict.fromkeys(folders) if not done(f)]
     running, failed = {}, {}
-    total = len(set(folders))
-    with tqdm(total=total, initial=total - len(waiting), desc=what, unit="run", dynamic_ncols=True,
-              disable=not sys.stderr.isatty()) as bar:
-        printed = time.monotonic()
+    progress = Progress(what, {folder: steps_of(folder) for folder in waiting}, len(set(folders)))
+    with progress.bar:
         try:
             while waiting or running:
                 while waiting and len(running) < place.slots:
                     start(waiting.pop(0), place, running, failed)
                 time.sleep(poll)
-                bar.update(collect(place, running, failed))
-                progress = [p for p in map(progress_of, running) if p]
-                if progress:
-                    loss = sum(p[0] for p in progress) / len(progress)
-                    speed = sum(p[1] for p in progress)
-                    text = f"loss {loss:.3f}, {speed:,.0f} tok/s, {len(running)} at once"
-                    bar.set_postfix_str(text, refresh=False)
-                # a file or a pipe gets a line now and then instead of the bar
-                if bar.disable and time.monotonic() - printed > 60:
-                    printed = time.monotonic()
-                    ended = total - len(waiting) - len(running)
-                    print(f"{what}: {ended} of {total}, {len(running)} running", flush=True)
+                collect(place, running, failed)
+                progress.show(waiting, running)
         except BaseException:
             place.stop(list(running.values()))
             raise
@@ -267,12 +308,10 @@ def fail(folder, why, failed):
 
 
 def collect(place, running, failed):
-    """Take trials that have ended out of `running`, put those that failed into `failed`; how many ended."""
-    before = len(running)
+    """Take trials that have ended out of `running`, and put those that failed into `failed`."""
     for folder, job in list(running.items()):
         why = place.ended(job, folder)
         if why is not None:
             del running[folder]
         if why:
             fail(folder, why, failed)
-    return before - len(running)

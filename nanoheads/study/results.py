@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +30,7 @@ from nanoheads.common import ROOT, UserError, git_commit, json_safe, pick_device
 from nanoheads.traces import summaries
 from nanoheads.hub import own_mechanism as own
 from nanoheads.study import analysis, costs, dynamic, queue, trial
-from nanoheads.study.variants import BOOKKEEPING, HERE, StudyConfig, size_of
+from nanoheads.study.variants import BOOKKEEPING, size_of
 from nanoheads.text.dataset import Dataset
 from nanoheads.timing import median_interval
 from nanoheads.training import checkpoint
@@ -49,7 +49,7 @@ KEYS = dict(name=str, question=str, command=str, alpha=float, margin=float, data
 def collect(study, command):
     """A study as a dict: what its runs gave, and every figure that follows. UserError: nothing is done."""
     c, planned = study.config, set(study.runs.values())
-    done = {folder: result for folder in planned if (result := trial.result(folder))}
+    done = {folder: result for folder in planned if (result := study.result(folder))}
     refuse_to_lose(study, done)
     judged = {name: {seed: folder for (stage, variant, seed), folder in study.runs.items()
                      if stage == "judge" and variant == name} for name in study.compared}
@@ -73,7 +73,7 @@ def collect(study, command):
         runs={folder.name: {**result, "spec": study.specs[folder], "curve": curve_of(folder, result)}
               for folder, result in done.items()},
         lives=dynamic.of_study(study, judged, done) if c.lives and nothing_runs else None,
-        failures=failures, planned=len(planned), done=len(done)))))
+        reused=study.reused(), failures=failures, planned=len(planned), done=len(done)))))
     return {**found, **json_safe(analysis.figures(found))}
 
 
@@ -119,7 +119,7 @@ def scored_in(path):
 
 def failures_of(study):
     rows = [dict(arm=name, seed=seed, stage=stage, why=trial.failure(folder), log=str(folder / "trial.log"))
-            for (stage, name, seed), folder in study.runs.items()]
+            for (stage, name, seed), folder in study.runs.items() if study.result(folder) is None]
     return [row for row in rows if row["why"]]
 
 
@@ -492,45 +492,3 @@ def differences(a, b, where):
         same = math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12) if numbers else a == b
         return 1, [] if same else [f"{where}: {a} here, {b} in the file"]
     return sum(n for n, _ in parts), [line for _, lines in parts for line in lines]
-
-
-def config_of(found, config):
-    """The config of the study that a results file holds; where it runs is this call's.
-
-    A * stands for the mechanisms that there were then.
-    """
-    known = {f.name for f in fields(StudyConfig)} - HERE
-    held = {key: value for key, value in found["config"].items() if key in known}
-    if any("*" in pattern for pattern in held.get("mechanisms", [])):
-        named = []
-        for study in trial.studies_in(found).values():
-            named += (study.get("screen") or {}).get("scores") or ()
-            named += [name for name, variant in study["arms"].items()
-                      if variant["kind"] == "variant" and not name.endswith(", tuned")]
-        held["mechanisms"] = [name for name in dict.fromkeys(named)
-                              if name not in ("plain", *held.get("variants", {}))]
-    return replace(config, **held)
-
-
-def agreement(before, after):
-    """Where a study and its repetition agree, run by run and verdict by verdict, as text."""
-    lines, studies = [], [(name, old, trial.studies_in(after)[name])
-                          for name, old in trial.studies_in(before).items()]
-    if "texts" in before:
-        studies.append(("all texts", analysis.pooled(before), analysis.pooled(after)))
-    for name, old, new in studies:
-        pairs = [(x, y) for arm in old["arms"] if arm in new["arms"] for x, y in zip(
-            old["arms"][arm]["bpb"], new["arms"][arm]["bpb"]) if x is not None and y is not None]
-        equal, far = sum(x == y for x, y in pairs), max((abs(x - y) for x, y in pairs), default=math.nan)
-        words = {(c["variant"], c["baseline"]): c["verdict"] for c in old["comparisons"]}
-        same = [c for c in new["comparisons"] if words.get((c["variant"], c["baseline"])) == c["verdict"]]
-        where, rest = f"{name}: " * bool(name), f", the others differ by {far:.4f} bits/byte at most"
-        lines.append(f"{where}{equal} of {len(pairs)} scores are the same to the last digit"
-                     f"{rest * (equal < len(pairs))}; {len(same)} of {len(words)} verdicts are the same")
-        lines += [f"  {c['variant']} against {c['baseline']}: {c['verdict']} now, "
-                  f"{words.get((c['variant'], c['baseline']), 'not judged')} before"
-                  for c in new["comparisons"] if c not in same]
-        if old["commit"] != new["commit"] or old["patch"] != new["patch"]:
-            one, other = (f"{each['commit']}{' with a patch' * bool(each['patch'])}" for each in (new, old))
-            lines.append(f"  code: {one} now, {other} before")
-    return "\n".join(lines)

@@ -6,17 +6,16 @@ One run of a study: its folder, what its numbers depend on, and the run itself: 
 trial.json: {"model": {flags}, "train": {flags}, "score": {"split", "tokens"}}, where tokens 0 means the whole
 split, and "code", "data", "torch": what else the numbers depend on. The folder's name is a hash of it. Beside
 a run's usual files it gets trial.log, nats.npy (float64, nats of each scored window, in order) and, last,
-result.json: what has that, in agreement with its nats.npy, is done. So is a run of the same hash whose result
-is in a results/*.json.gz, or in results/unfinished/ while its study has runs to do. What is damaged is set
-aside, as <name>.damaged, and made again.
+result.json: what has that, in agreement with its nats.npy and its hash, is done. What is damaged, or was
+copied from another run's folder, is set aside, as <name>.damaged, and made again.
 """
 
 import functools
-import gzip
 import hashlib
 import json
 import math
 import os
+import shutil
 import signal
 import statistics
 import sys
@@ -38,7 +37,6 @@ from nanoheads.training.runlog import peak_memory, processor, read_json, read_ro
 from nanoheads.training.scoring import BLOCK, bits, score_windows
 
 TRIALS = Path("out/trials")
-USE_FILED = True  # a run in results/ counts as done; False: for reruns that check what is there
 TRIALS_ON_GPU = "NANOHEADS_TRIALS_ON_GPU"  # environment variable: how many trials share the GPU
 CONTEXT = 0.75 * 2**30  # bytes of a GPU that a process takes beside what it allocates, about
 WITH_PARENT = "--stop_with_parent"  # an argument behind the folder: standard input is a pipe of the parent's
@@ -54,9 +52,15 @@ def folder_of(spec, trials=TRIALS):
 def make(spec, trials=TRIALS):
     """folder_of(), made and with its trial.json."""
     folder = folder_of(spec, trials)
-    folder.mkdir(parents=True, exist_ok=True)
     planned = read_json(folder / "trial.json")
-    if planned is None or folder_of(planned) != folder_of(spec):
+    if planned is not None and folder_of(planned) != folder_of(spec):  # its checkpoints are no start either
+        foreign = folder.with_name(f"{folder.name}.damaged")
+        shutil.rmtree(foreign, ignore_errors=True)
+        folder.rename(foreign)
+        print(f"{folder} held another run; it is set aside as {foreign}", file=sys.stderr)
+        planned = None
+    folder.mkdir(parents=True, exist_ok=True)
+    if planned is None:
         try:
             write_atomic(folder / "trial.json", lambda f: f.write(json.dumps(spec, indent=1).encode()))
         except UserError:  # another study that begins in this instant writes the same
@@ -69,17 +73,15 @@ def done(folder):
     return result(folder) is not None
 
 
-def result(folder, filed=True):
-    """The result.json of a finished trial, or the same from results/; None while it is not done."""
+def result(folder):
+    """The result.json of a finished trial; None while it is not done."""
     found = checked(folder, stamps(folder / name for name in ("result.json", "nats.npy", "trial.json")))
-    if found is None and filed and USE_FILED:
-        found = on_file().get(folder.name)
     return found and dict(found)
 
 
 def rows(folder):
     """The rows of a trial's log.jsonl; once nothing writes there, a damaged one is set aside and repaired."""
-    return read_rows(folder / "log.jsonl", repair=result(folder, filed=False) is not None)
+    return read_rows(folder / "log.jsonl", repair=done(folder))
 
 
 def failure(folder):
@@ -105,10 +107,15 @@ def check_figures(found, parts, to):
 
 @functools.cache
 def checked(folder, at):
-    """result.json with its block_nats; None where there is none, or nats.npy does not bear it out."""
+    """result.json with its block_nats; None where there is none, where nats.npy does not bear it out, or
+    where it is that of another run.
+    """
     found, spec = (read_json(folder / name) for name in ("result.json", "trial.json"))
     if found is None:
         return None
+    of_runs = {found.get("trial", folder.name), folder.name, *([folder_of(spec).name] if spec else [])}
+    if len(of_runs) > 1:
+        return set_aside(folder / "nats.npy", folder / "result.json", why="is that of another run")
     try:
         per_window = np.load(folder / "nats.npy")
         check_figures(found, per_window, 1e-9)
@@ -126,38 +133,12 @@ def studies_in(found):
     return found.get("sizes") or found.get("texts") or {"": found}
 
 
-def on_file(folder="results"):
-    """{hash: result with its "spec"}: the "runs" of every *.json.gz, of the folder unfinished too.
-
-    A damaged file is named and left out.
-    """
-    paths = [path for inside in ("*.json.gz", "unfinished/*.json.gz") for path in Path(folder).glob(inside)]
-    return runs_in(stamps(sorted(paths)))
-
-
-@functools.lru_cache(maxsize=8)
-def runs_in(files):
-    found = {}
-    for path, *_ in files:
-        try:
-            studies = studies_in(json.loads(gzip.decompress(path.read_bytes()))).values()
-            runs = {name: run for study in studies for name, run in study["runs"].items()}
-            for name, run in runs.items():
-                check_figures(run, run.get("block_nats", run["nats"]), 1e-6)  # blocks are rounded
-                if folder_of(run["spec"]).name != name:
-                    raise ValueError(f"run {name} has another spec")
-            found.update(runs)
-        except Exception as e:  # whatever gzip, json and a foreign file come to
-            print(f"{path} is damaged and left out ({type(e).__name__}: {e})", file=sys.stderr)
-    return found
-
-
 # ---- the run ----
 
 def run(folder, train):
     """Train (or go on), score, measure; returns what it wrote into result.json. train: that of train.py."""
     folder = Path(folder)
-    if found := result(folder, filed=False):
+    if found := result(folder):
         return found
     spec = json.loads((folder / "trial.json").read_text(encoding="utf-8"))
     # a best.pt alone, left where the disk was full or the result damaged, is nothing to go on from
@@ -171,9 +152,9 @@ def run(folder, train):
     device = pick_device(spec["train"].get("device", "auto"))
     state, model, per_window, scored = score_of(folder, spec, device)
     speeds = [row["tokens_per_s"] for row in rows(folder) if "tokens_per_s" in row]
-    found = dict(**scored, params=model.num_params(), flops_per_token=model.flops_per_token(),
-                 best_step=state["step"], steps=last["step"], seconds=last["elapsed_s"],
-                 tokens_per_s=statistics.median(speeds) if speeds else None,
+    found = dict(**scored, trial=folder.name, params=model.num_params(),
+                 flops_per_token=model.flops_per_token(), best_step=state["step"], steps=last["step"],
+                 seconds=last["elapsed_s"], tokens_per_s=statistics.median(speeds) if speeds else None,
                  memory_mib=memory, threads=torch.get_num_threads(), processor=processor(device),
                  torch=torch.__version__, block_nats=sums_of_blocks(per_window, model.config.block_size))
     write_atomic(folder / "nats.npy", lambda f: np.save(f, per_window))
@@ -262,6 +243,8 @@ def data_of(dataset, labels=None, teacher=None, mechanism=None):
 def check_unchanged(folder):
     """UserError where the code or the data is not what this run was planned with."""
     spec = json.loads((folder / "trial.json").read_text(encoding="utf-8"))
+    if folder_of(spec).name != folder.name:
+        raise UserError(f"{folder}/trial.json is that of another run; start the study again")
     code = code_digest(GPTConfig(**spec["model"]), TrainConfig(**spec["train"]))
     if spec.get("code", code) != code:
         raise UserError("the code changed after this run was planned; start the study again")
@@ -287,7 +270,7 @@ def main(folder, train, argv=()):
     try:
         with open(folder / "lock", "w") as file:
             lock(file)
-            if result(folder, filed=False):
+            if result(folder):
                 return
             if mine := json.loads((folder / "trial.json").read_text())["train"].get("own_mechanism"):
                 own.add(mine)

@@ -35,9 +35,6 @@ BOOKKEEPING = {"out_dir", "resume", "overwrite", "eval_only",
                "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode", "wandb_tags"}
 FIXED_BY_STUDY = BOOKKEEPING | {"init_from", "init_anyway", "device"}  # what settings and variants cannot set
 SAME_TEXT = {"dataset", "block_size"}  # what variants cannot set: the two sides would be scored on other text
-# keys of where a study runs and what is done with it now: not those of the study that a file holds
-HERE = {"out_dir", "jobs", "jobs_per_gpu", "device", "submit", "submit_options", "dry_run", "report_only",
-        "from_results", "recheck", "again", "tables", "ledger"}
 # rates that are tuned together. min_lr goes with lr, which it must not exceed
 RATES = {"muon_lr": ("muon_lr",), "lr": ("lr", "min_lr"), "embed_lr": ("embed_lr",),
          "mechanism_lr": ("mechanism_lr",)}
@@ -93,10 +90,13 @@ class StudyConfig:
     submit_options: dict = field(default_factory=dict)  # submitit's: {"slurm_partition": "gpu"}
     dry_run: bool = False                # print what would run, and for how long
     report_only: bool = False            # write the report from what is done
+    # ---- which finished runs count; without these keys those in out/trials of the same code alone ----
+    reuse: list[str] = field(default_factory=list)  # results files whose runs are taken instead of trained
+    accept_code: bool = False            # take runs that other code or another torch made, too
+    fresh: bool = False                  # train everything anew, and print how many scores agree with before
     # ---- from a results.json.gz ----
     from_results: Optional[str] = None   # write its report once more, without the runs
     recheck: Optional[str] = None        # compute every figure of it once more, and compare
-    again: Optional[str] = None          # run its study once more, all of it, and print where the two agree
     tables: bool = False                 # write the tables in README.md and docs/ from results/
     ledger: bool = False                 # write docs/ledger.html from results/; add FOLDER: a challenge's too
     # ---- statistics ----
@@ -109,7 +109,7 @@ class StudyConfig:
 
     @property
     def has_results_already(self):
-        return self.from_results or self.recheck or self.again or self.tables or self.ledger
+        return self.from_results or self.recheck or self.tables or self.ledger
 
     def problems(self):
         """Everything that is wrong with this study, as a list of sentences (empty: fine)."""
