@@ -526,6 +526,14 @@ def keep_file(config, out):
             own.copy(path, out)
 
 
+def rechecked(path):
+    """A report's first line: whether the figures of a results file are what its runs give."""
+    try:
+        return results.recheck(path, complain=False)
+    except UserError as e:
+        return f"NOT AS COMPUTED: {e}; --recheck names them, and what follows is as the file has it"
+
+
 def run(argv):
     argv, to_add = ledger.folder_to_add(argv)
     argv = own.take(argv, keep="out/mechanisms")
@@ -542,6 +550,7 @@ def run(argv):
         return
     if config.from_results:
         found = results.read(config.from_results)
+        print(rechecked(config.from_results), flush=True)
         out = Path(config.out_dir or f"out/{Path(config.from_results).name.split('.')[0]}-report")
         out.mkdir(parents=True, exist_ok=True)
         report.write_all(found, out)

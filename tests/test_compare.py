@@ -1155,6 +1155,18 @@ def test_a_mechanism_that_does_nothing_is_identical_and_another_seed_is_not(plai
     assert "identical" in rows["agency"]["words"] and rows["again"]["mean"] != 0.0
 
 
+def test_a_report_from_a_file_says_first_whether_its_runs_give_its_figures(finished, capsys):
+    study, found = finished
+    main(["--from_results=out/test/results.json.gz", "--out_dir=out/a"])
+    assert "figures computed once more from its runs, all of them the same" in capsys.readouterr().out.split(
+        "\n")[0]
+    found["comparisons"][0]["mean"] -= 0.5
+    results.write(found, study.out)
+    main(["--from_results=out/test/results.json.gz", "--out_dir=out/a"])
+    first = capsys.readouterr().out.split("\n")[0]
+    assert first.startswith("NOT AS COMPUTED: out/test/results.json.gz: 1 of ") and "--recheck" in first
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*.json.gz")), ids=lambda path: path.stem)
 def test_shipped_results_are_what_their_runs_give_and_make_their_report(path, tmp_path, capsys,
                                                                         own_mechanisms_go):

@@ -1,5 +1,5 @@
-# What `make demo` trains: the plain GPT with four seeds, and short convolutions, which help, and a write-up's
-# head routing, which does not, with three seeds each, on the source code of your own Python's standard library.
+# What `make demo` trains, on the source code of your own Python's standard library: the plain GPT with four
+# seeds; with three seeds each, short convolutions, which help, and a write-up's head routing, which does not.
 # Ten short runs: some two minutes on two quiet cores
 
 question = "Do short convolutions, or top-k head routing, beat a plain GPT? (a demonstration: three seeds)"

@@ -360,8 +360,11 @@ def add_own(found, path):
                               train=dict(own_mechanism=file)), at)
 
 
-def recheck(path):
-    """Compute every figure of a results file from its runs once more; a line. UserError: one differs."""
+def recheck(path, complain=True):
+    """Compute every figure of a results file from its runs once more; a line. UserError: one differs.
+
+    complain: print which ones differ.
+    """
     found, wrong, figures = read(path), [], []  # (computed once more, as it is in the file, its name)
     add_own(found, path)
     for size, study in trial.studies_in(found).items():
@@ -383,7 +386,8 @@ def recheck(path):
     counts, differing = zip(*(differences(*each) for each in figures))
     count, wrong = sum(counts), [*wrong, *(line for lines in differing for line in lines)]
     if wrong:
-        print(*wrong, sep="\n", file=sys.stderr)
+        if complain:
+            print(*wrong, sep="\n", file=sys.stderr)
         raise UserError(f"{path}: {len(wrong)} of {count:,} figures are not what its runs give")
     return f"{path}: {count:,} figures computed once more from its runs, all of them the same"
 
