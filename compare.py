@@ -577,6 +577,7 @@ def run(argv):
     report.write_all(found, out)
     keep_file(config, out)
     results.write_sums(out)
+    print(results.leaks_looked_for(found))
     if config.fresh:
         print(agreement(studies))
         for study in studies:

@@ -8,19 +8,24 @@ cache     token by token as all at once                    padding  ... as witho
 pruned    a head removed is a head whose gate is 0         learns   a finite gradient for each parameter
 neutral   where it says so, the logits of the plain GPT
 
-compare.py tries them before a study of a mechanism of one's own, and refuses one that is not causal.
+--check also tries causal and rows at a scale's own size, tiny's or that of --scale, as lookahead.py does.
+compare.py tries them before a study of a mechanism of one's own, and refuses one that is not causal; each run
+of a study tries causal and rows at its own size.
 """
 
 import re
+from typing import get_args
 
 import torch
 
 from model import ALL_ON, GPT, MECHANISMS, NEUTRAL, GPTConfig, KVCache
-from nanoheads.common import UserError, table
-from nanoheads.configurator import near
+from nanoheads.common import UserError, pick_device, table
+from nanoheads.configurator import Scale, near, read_file
 from nanoheads.hub import own_mechanism as own
+from nanoheads.probes import lookahead
 from nanoheads.pruning import prune_heads
 from nanoheads.training.checkpoint import make_neutral
+from nanoheads.training.config import TrainConfig
 from nanoheads.training.optim import of_mechanisms
 
 SIZES = dict(vocab_size=37, block_size=16, n_layer=2, n_head=4, n_embd=64, seed=1)
@@ -161,13 +166,33 @@ def at_neutral(name, flags, recipe):
 def tried(promise, build, plain=None):
     try:
         return promise(build(), plain)
+    except UserError as e:
+        return str(e)
     except Exception as e:  # a mechanism of one's own may raise anything
         hint = "; do head_axes() or per_head name each tensor with a row for each head?"
         return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}" + (hint if promise is pruned else "")
 
 
+def at_scale(scale, flags):
+    """What is wrong in a new model of a scale's size and recipe with these flags, in words, or None."""
+    values = read_file(f"config/{scale}.py")
+    model = {key: value for key, value in values.items() if key in GPTConfig.__dataclass_fields__}
+    training = {key: value for key, value in values.items() if key in TrainConfig.__dataclass_fields__}
+    config = GPTConfig(**{"vocab_size": 256, **model, **flags})  # bytes, whatever text the scale reads
+    if bad := config.problems():
+        raise UserError(f"--scale={scale}: {'; '.join(bad)}")
+
+    def promise(new, plain):
+        c = TrainConfig(**training)
+        return lookahead.tried(new, lookahead.modes_of(new, c.batch_size, c.dtype), step=0)[0]
+    return tried(promise, lambda: lookahead.grown(GPT(config).to(pick_device("auto"))))
+
+
 def main(argv):
     """--check: a table of the promises of the mechanisms named; exits with 1 where one is broken."""
+    scale = next((arg.partition("=")[2] for arg in argv if arg.startswith("--scale=")), "tiny")
+    if scale not in get_args(Scale):
+        raise UserError(f"--check: no scale {scale}; there are {', '.join(get_args(Scale))}")
     names = [name for arg in argv if arg.startswith("--mechanism=")
              for name in re.findall(r"\w+", arg.partition("=")[2])]
     known = {**MECHANISMS, "all_on": ALL_ON}
@@ -180,7 +205,10 @@ def main(argv):
         # of a file of one's own every mode
         whose = next((cls for cls in own.ADDED if name in cls.modes), None)
         names += [mode for mode in (whose.modes if whose else ()) if mode not in names]
-    found = [row for name in names for row in check(name, known[name])]
+    found = []
+    for name in names:
+        found += check(name, known[name])
+        found.append((name, f"of {scale}", "causal, rows", at_scale(scale, known[name])))
     lines = [(*row[:3], row[3] or "kept") for row in found]
     print(table(("mechanism", "recipe", "promise", ""), lines, left=4))
     if broken := [row for row in found if row[3]]:

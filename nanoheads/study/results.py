@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, fields
 from datetime import date
 from importlib.metadata import version
@@ -125,6 +126,19 @@ def failures_of(study):
 
 def failures_in(found):
     return sum(analysis.failed_runs(study["failures"]) for study in trial.studies_in(found).values())
+
+
+def leaks_looked_for(found):
+    """What was checked of a study's scored runs before and after their training, in lines."""
+    runs = [run for study in trial.studies_in(found).values() for run in study["runs"].values()]
+    counts = Counter(run.get("looked_for_leaks") for run in runs)
+    unknown = counts.pop(None, 0)
+    lines = [f"{n} of {len(runs)} scored runs neither look ahead nor mix rows, before training and after it: "
+             f"{tried}" for tried, n in counts.items()]
+    if unknown:
+        lines.append(f"{unknown} of {len(runs)} scored runs are older than this check, which they have not "
+                     "passed")
+    return "\n".join(lines)
 
 
 def machine(study, done):

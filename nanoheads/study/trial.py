@@ -20,14 +20,17 @@ import signal
 import statistics
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from model import GPTConfig
+from model import GPT, GPTConfig
 from nanoheads.common import UserError, explain, pick_device, write_atomic
+from nanoheads.heads import controller
 from nanoheads.hub import own_mechanism as own
+from nanoheads.probes import lookahead
 from nanoheads.study.fingerprint import code_digest
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.targets import Targets, sha256
@@ -136,7 +139,10 @@ def studies_in(found):
 # ---- the run ----
 
 def run(folder, train):
-    """Train (or go on), score, measure; returns what it wrote into result.json. train: that of train.py."""
+    """Train (or go on), score, measure; returns what it wrote into result.json. train: that of train.py.
+
+    UserError where the model looks ahead or mixes rows, before training or after it: it is not scored then.
+    """
     folder = Path(folder)
     if found := result(folder):
         return found
@@ -146,10 +152,11 @@ def run(folder, train):
         (folder / "best.pt").unlink(missing_ok=True)
     libraries = peak_memory()
     config = TrainConfig(**spec["train"], out_dir=str(folder), resume=True)
+    device = pick_device(config.device)
+    refuse_leak(GPTConfig(**spec["model"]), config, device)
     last = train(GPTConfig(**spec["model"]), config)
     memory = None if libraries is None else peak_memory() - libraries
 
-    device = pick_device(spec["train"].get("device", "auto"))
     state, model, per_window, scored = score_of(folder, spec, device)
     speeds = [row["tokens_per_s"] for row in rows(folder) if "tokens_per_s" in row]
     found = dict(**scored, trial=folder.name, params=model.num_params(),
@@ -165,10 +172,24 @@ def run(folder, train):
 
 
 def score_of(folder, spec, device):
-    """(state, model, nats of each window, figures) of what was trained in a folder: its best.pt."""
+    """(state, model, nats of each window, figures) of what was trained in a folder: its best.pt.
+
+    UserError where it looks ahead or mixes rows: then there is no score.
+    """
     state = checkpoint.read(folder)
     model = checkpoint.build(state, folder, device)
-    return state, model, *score_windows(model, Dataset(spec["train"]["dataset"]), **spec["score"])
+    config = TrainConfig(**spec["train"])
+    tried = lookahead.refuse(model, config, "after training", step=max(0, state["step"] - 1))
+    per_window, scored = score_windows(model, Dataset(config.dataset), **spec["score"])
+    return state, model, per_window, dict(**scored, looked_for_leaks=tried)
+
+
+def refuse_leak(model_config, config, device):
+    """UserError where the new model of a run looks ahead or mixes rows, with each weight off its start."""
+    model_config = controller.starting_config(model_config, config)
+    vocab_size = model_config.vocab_size or Dataset(config.dataset).vocab_size
+    model = GPT(replace(model_config, vocab_size=vocab_size)).to(device)
+    lookahead.refuse(lookahead.grown(model), config, "before training", step=0)
 
 
 def sums_of_blocks(per_window, block_size):

@@ -84,6 +84,18 @@ def nats_of_last(model, ids, n, most=None):
 LOGITS_AT_ONCE = 1 << 26  # 256 MB of them
 
 
+def rows_at_once(device, block_size, vocab_size, batch_tokens=16384):
+    """(rows in a forward pass, tokens whose logits are in memory at a time or None: all) when scoring.
+
+    Logits are vocab_size floats a token. A CPU is fastest while they fit its caches; a GPU wants many rows in
+    the blocks, and the logits of a large vocabulary in portions.
+    """
+    most = max(1, LOGITS_AT_ONCE // vocab_size)
+    if device.type == "cpu":
+        batch_tokens, most = min(batch_tokens, most, 4096), None
+    return max(1, batch_tokens // block_size), most
+
+
 @torch.no_grad()
 def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, rank=0, world=1, autocast=None,
           per_token=False, progress=False, rows=None, into=None):
@@ -95,12 +107,8 @@ def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, ran
     """
     device, T, tokens = next(model.parameters()).device, model.config.block_size, dataset.tokens(split)
     cuts = windows_of(dataset, split, T, stride, max_tokens)[rank::world]
-    # logits are vocab_size floats a token. A CPU is fastest while they fit its caches; a GPU wants many rows
-    # in the blocks, and the logits of a large vocabulary in portions
-    most = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
-    if device.type == "cpu":
-        batch_tokens, most = min(batch_tokens, most, 4096), None
-    rows = rows or max(1, batch_tokens // T)
+    fitting, most = rows_at_once(device, T, model.config.vocab_size, batch_tokens)
+    rows = rows or fitting
 
     nats, count, parts = 0.0, 0, [np.empty(0, np.float32)] if into is None else into
     bar = tqdm(total=sum(scored for _, _, scored in cuts), desc=split, unit="tok", unit_scale=True,

@@ -1,0 +1,222 @@
+"""
+Does a model look ahead, or mix the rows of a batch, at the size at which it is trained and scored?
+
+A study asks this of each of its runs, of a new model before it is trained and of the trained one before its
+score is used; train.py --check asks it at a scale's size. The batches have the run's block_size; in training
+mode its batch_size, in evaluation mode as many rows as are scored at once; the run's dtype, and float32, in
+which is scored.
+
+rows    the other rows of a batch become others: what is computed of a row stays
+causal  token p becomes another, alone and with all behind it, a position to a row: what is before p stays
+
+What is compared are the final hidden states, of which each token's logits are a function. All is asked twice
+to know the noise. Computed in the same shapes, on a CPU all mechanisms of model.py give what is to stay bit
+for bit, also in bfloat16. A GPU may round otherwise where shapes depend on the data, so the tolerance is four
+times the noise, or a part of the largest hidden state, whichever is more: 32 epsilon in float32 (4e-6), 4
+epsilon in what has fewer digits (TF32 and float16 0.4 %, bfloat16 3 %).
+"""
+
+import copy
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from nanoheads.common import UserError
+from nanoheads.training.optim import precision, seed_step
+from nanoheads.training.scoring import rows_at_once
+
+BATCHES = 8  # of positions: so many are tried, or all that there are, or those that have to be
+
+
+class Mode(NamedTuple):
+    """One way in which a model is asked."""
+    training: bool
+    rows: int            # of a batch
+    dtype: str           # float32 | bfloat16 | float16
+    scores: bool = False  # whether constraint heads give their scores, as in training on labels
+
+    def __str__(self):
+        how = "in training" if self.training else "when evaluated"
+        return f"{how}, {self.rows} row{'s' * (self.rows > 1)}, {self.dtype}"
+
+
+# ---- asking ----
+
+@contextmanager
+def same_randomness(device):
+    """Inside, generators may be seeded; then PyTorch's on the CPU and on this CUDA device are as before."""
+    device = torch.device(device)
+    devices = [device.index or 0] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        yield
+
+
+class Asked:
+    """A copy of a GPT that is asked in one Mode, each time with the same noise and the same buffers."""
+
+    def __init__(self, model, mode):
+        self.model, self.mode = model, mode
+        self.kind = next(model.parameters()).device.type
+        self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def __call__(self, ids):
+        """The final hidden states of ids [B, T], in float32, [B, T, C]."""
+        with torch.no_grad():  # a forward pass in training may change what it keeps
+            for name, buffer in self.model.named_buffers():
+                if name in self.buffers:
+                    buffer.copy_(self.buffers[name])
+        mode, model = self.mode, self.model.train(self.mode.training)
+        seed_step(self.kind, "look ahead")
+        # with gradients in training: without them other kernels are used, and a mechanism may ask
+        with torch.set_grad_enabled(mode.training), precision(mode.dtype, self.kind)[1]:
+            x, _ = model.run_blocks(ids, wants_losses=mode.training, wants_scores=mode.training and mode.scores)
+        return x.detach().float()
+
+
+def tolerance_of(before, noise, dtype):
+    """What two results of the same may differ by, see above. dtype: of matrix products."""
+    eps = torch.finfo(torch.float32).eps * 32
+    if dtype != "float32" or before.is_cuda:  # there products in float32 are TF32's, of float16's digits
+        eps = 4 * torch.finfo(torch.float16 if dtype == "float32" else getattr(torch, dtype)).eps
+    return max(4 * noise, eps * before.abs().max().item())
+
+
+def positions_of(T, rows, generator):
+    """The tokens to change, in order: the second, the last, around powers of two, and random ones.
+
+    All of 1 to T - 1 where BATCHES of so many rows hold them. Before the first token there is nothing.
+    """
+    near = {2**k + d for k in range(T.bit_length()) for d in (-1, 0, 1)} | {T - 1}
+    named = sorted(p for p in near if 1 <= p < T)
+    others = [p for p in torch.randperm(T, generator=generator).tolist() if p and p not in near]
+    batches = max(BATCHES, -(-len(named) // rows))
+    return sorted(named + others[:batches * rows - len(named)])
+
+
+class Probe:
+    """The two promises of one model in one Mode, on random tokens."""
+
+    def __init__(self, model, mode):
+        self.ask, self.mode = Asked(model, mode), mode
+        c, device = model.config, next(model.parameters()).device
+        generator = torch.Generator().manual_seed(1)
+        shape = mode.rows, c.block_size
+        ids = torch.randint(c.vocab_size, shape, generator=generator)
+        other = (ids + torch.randint(1, max(2, c.vocab_size), shape, generator=generator)) % c.vocab_size
+        self.positions = positions_of(c.block_size, mode.rows, generator)
+        self.ids, self.other = ids.to(device), other.to(device)
+        self.before = self.ask(self.ids)
+        noise = (self.ask(self.ids) - self.before).abs().max().item()
+        if not noise <= 0.01 * self.before.abs().max().item():
+            raise UserError(f"the same tokens give other results when they are read again ({mode}): they "
+                            f"differ by {noise:.1e}. What is random must be PyTorch's, and nothing may be kept "
+                            "from one batch for the next")
+        self.tolerance = tolerance_of(self.before, noise, mode.dtype)
+
+    def changed(self, ids):
+        """Where the hidden states of other ids are not those of before, bool [B, T]; NaN is not."""
+        return ~((self.ask(ids) - self.before).abs().amax(-1) <= self.tolerance)
+
+    def rows(self):
+        """A sentence about the first row that another one changes; None.
+
+        By the digits of their numbers in base two, any two rows are kept and changed once: few batches do.
+        """
+        number = torch.arange(self.mode.rows, device=self.ids.device)
+        for bit in range((self.mode.rows - 1).bit_length()):
+            for digit in (0, 1):
+                kept = (number >> bit & 1) == digit
+                wrong = self.changed(torch.where(kept[:, None], self.ids, self.other)) & kept[:, None]
+                if wrong.any():
+                    row = int(wrong.any(1).nonzero()[0])
+                    others = number[~kept].tolist()
+                    alone = next((s for s in others if self.changed(self.with_row(s))[row].any()), None)
+                    which = f"row {alone}" if alone is not None else f"{len(others)} others together"
+                    return f"row {row} of a batch changes with {which}"
+
+    def with_row(self, row):
+        """The ids, with one row that is another."""
+        ids = self.ids.clone()
+        ids[row] = self.other[row]
+        return ids
+
+    def causal(self):
+        """A sentence about the first position that a later token changes; None."""
+        rows, T = self.ids.shape
+        place = torch.arange(T, device=self.ids.device)
+        for behind in (False, True):
+            for i in range(0, len(self.positions), rows):
+                at = self.positions[i:i + rows]
+                at = torch.tensor(at + [T] * (rows - len(at)), device=self.ids.device)[:, None]
+                ids = torch.where(place >= at if behind else place == at, self.other, self.ids)
+                wrong = self.changed(ids) & (place < at)
+                if wrong.any():
+                    row = int(wrong.any(1).nonzero()[0])
+                    token = f"the tokens from {int(at[row])} on" if behind else f"the token at {int(at[row])}"
+                    return f"it looks ahead: position {int(wrong[row].nonzero()[-1])} changes with {token}"
+
+
+# ---- a model ----
+
+@torch.no_grad()
+def grown(model):
+    """A copy of a model with noise on each of its parameters, so that nothing is hidden behind a zero.
+
+    As it is, where its results would not be finite.
+    """
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
+    for p in other.parameters():
+        size = 0.15 if p.dim() < 2 else p.size(-1) ** -0.5
+        p.add_((size * torch.randn(p.shape, generator=generator)).to(p))
+    ids = torch.arange(model.config.block_size, device=p.device)[None] % model.config.vocab_size
+    return other if other.eval().hidden(ids).isfinite().all() else copy.deepcopy(model)
+
+
+def modes_of(model, batch_size, dtype="float32", scores=False):
+    """The Modes in which a model is trained and evaluated. dtype: see precision()."""
+    device, c = next(model.parameters()).device, model.config
+    rows, _ = rows_at_once(device, c.block_size, c.vocab_size)
+    dtypes = dict.fromkeys((precision(dtype, device.type)[0], "float32"))
+    return [Mode(training, rows if not training else batch_size, each, scores)
+            for training in (True, False) for each in dtypes]
+
+
+def tried(model, modes, step=None):
+    """(what is wrong, in a sentence, or None; how many positions were tried in the modes).
+
+    step: the number of the training step whose settings hold in training; None: as they are. The model, its
+    mode, its gradients and PyTorch's generators stay as they are. UserError: it cannot be asked.
+    """
+    counts = []
+    with same_randomness(next(model.parameters()).device):
+        for mode in modes:
+            asked = copy.deepcopy(model)
+            if mode.training and step is not None:
+                asked.at_step(step)
+            probe = Probe(asked, mode)
+            if wrong := probe.rows() or probe.causal():
+                return f"{wrong} ({mode}, a block of {model.config.block_size})", counts
+            counts.append(len(probe.positions))
+    return None, counts
+
+
+def refuse(model, config, when, step=None):
+    """What was tried of a run's model, in words. UserError where it looks ahead or mixes rows.
+
+    config: the run's TrainConfig. when: before or after training, for the message. step: see tried().
+    """
+    modes = modes_of(model, config.batch_size, config.dtype, bool(config.labels or config.teacher))
+    wrong, counts = tried(model, modes, step)
+    if wrong:
+        raise UserError(f"{when} {wrong}: its score would mean nothing")
+    return described(model, modes, counts)
+
+
+def described(model, modes, counts):
+    """What was tried, in words."""
+    tried = dict(zip((mode.training for mode in modes), zip(counts, modes)))
+    parts = [f"{tried[training][0]} positions in {tried[training][1].rows} rows {how}"
+             for training, how in ((True, "in training"), (False, "in evaluation"))]
+    dtypes = " and ".join(dict.fromkeys(mode.dtype for mode in modes))
+    return f"{', '.join(parts)}, of a block of {model.config.block_size}, in {dtypes}"

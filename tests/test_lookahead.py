@@ -1,0 +1,249 @@
+"""A look ahead and rows that are mixed are found at the size at which a model is trained and scored."""
+
+import copy
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from model import ALL_ON, GPT, MECHANISMS, GPTConfig
+from nanoheads.common import ROOT, UserError
+from nanoheads.hub import own_mechanism as own
+from nanoheads.probes import lookahead
+from nanoheads.study import results, trial
+from train import main, train
+
+TINY = dict(vocab_size=256, block_size=128, n_layer=2, n_head=4, n_embd=64, seed=1, recipe="modern")
+LEAKS = ROOT / "tests" / "leaks.py"
+INNER = GPT.run_blocks
+
+
+@pytest.fixture
+def leaks(own_mechanisms_go):
+    own.add(LEAKS)
+
+
+def gpt(mechanism=None, **keys):
+    """A GPT of the tiny scale, with noise on each weight."""
+    return lookahead.grown(GPT(GPTConfig(**{**TINY, **(MECHANISMS[mechanism] if mechanism else {}), **keys})))
+
+
+def wrong(model, dtype="float32", batch_size=16):
+    return lookahead.tried(model, lookahead.modes_of(model, batch_size, dtype))[0]
+
+
+# ---- what is refused ----
+
+@pytest.mark.parametrize("name, words", [
+    ("leak_block", r"looks ahead: position 0 changes with the token at 1 \(in training, 16 rows"),
+    ("leak_rows", r"row 0 of a batch changes with row 14 \(in training"),
+    ("leak_late", r"looks ahead: position 100 changes with the token at 101 \(in training"),
+    ("leak_training", r"looks ahead: position 0 changes with the token at 1 \(in training"),
+    ("leak_evaluation", r"looks ahead: position 0 changes with the token at 1 \(when evaluated, 32 rows"),
+])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_leak_is_found_where_it_is(name, words, dtype, leaks):
+    assert re.search(words, wrong(gpt(name), dtype))
+
+
+def test_a_leak_of_a_weight_that_grew_is_found_once_it_has_grown(leaks):
+    model = gpt("leak_grown")
+    assert wrong(model) is None
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.attn.leaking.size.fill_(2.05)
+    assert "looks ahead" in wrong(model)
+
+
+def test_a_leak_of_either_dtype_alone_is_found(monkeypatch):
+    """A study in bfloat16 is trained in it and scored in float32."""
+    for dtype in (torch.bfloat16, torch.float32):
+        def run_blocks(self, *args, dtype=dtype, **wanted):
+            x, found = INNER(self, *args, **wanted)
+            low = torch.is_autocast_enabled("cpu")
+            return (x.roll(-1, 1) if low == (dtype == torch.bfloat16) else x), found
+        with monkeypatch.context() as patched:
+            patched.setattr(GPT, "run_blocks", run_blocks)
+            assert str(dtype).removeprefix("torch.") in wrong(gpt(), "bfloat16")
+
+
+def test_noise_that_no_seed_reaches_is_named(leaks):
+    with pytest.raises(UserError, match="the same tokens give other results .* must be PyTorch's"):
+        wrong(gpt("leak_drawn"))
+
+
+# ---- what is not ----
+
+@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
+@pytest.mark.parametrize("name", ["plain", *MECHANISMS, "all_on"])
+def test_no_mechanism_of_the_repository_is_refused(name, recipe):
+    """In float32 and bfloat16, with dropout where it goes, in fewer rows than a study has."""
+    flags = {"plain": {}, "all_on": ALL_ON, **MECHANISMS}[name]
+    config = GPTConfig(**{**TINY, "recipe": recipe, "dropout": 0.1, **flags})
+    config = replace(config, dropout=0.0, attn_dropout=0.0) if config.problems() else config
+    model = lookahead.grown(GPT(config))
+    modes = lookahead.modes_of(model, 16, "bfloat16", scores=True)
+    found = lookahead.tried(model, [mode._replace(rows=4) for mode in modes], step=3)
+    assert found == (None, [32] * 4)
+
+
+def test_what_is_to_stay_stays_bit_for_bit(monkeypatch):
+    """So that the tolerance, a part of the largest state, need not be near what a small leak changes."""
+    monkeypatch.setattr(lookahead, "tolerance_of", lambda *args: 0.0)
+    for name in ("routing_moh", "acag", "fox", "constraint_a", "diff", "window"):
+        assert wrong(gpt(name), "bfloat16", 4) is None
+
+
+def test_a_small_leak_is_found(monkeypatch):
+    """A hundred-thousandth of the next token's state in float32, a tenth in bfloat16."""
+    model = gpt()
+    for dtype, size in (("float32", 1e-5), ("bfloat16", 0.1)):
+        def run_blocks(self, *args, size=size, **wanted):
+            x, found = INNER(self, *args, **wanted)
+            return x + size * x.roll(-1, 1), found
+        monkeypatch.setattr(GPT, "run_blocks", run_blocks)
+        modes = [mode for mode in lookahead.modes_of(model, 16, dtype) if mode.dtype == dtype]
+        assert "looks ahead" in lookahead.tried(model, modes)[0]
+
+
+# ---- what is tried ----
+
+def test_positions_are_all_or_those_around_powers_of_two_and_random_ones():
+    def positions(T, rows):
+        return lookahead.positions_of(T, rows, torch.Generator().manual_seed(0))
+    assert positions(128, 16) == [*range(1, 128)]
+    assert positions(2, 4) == [1] and positions(1, 4) == []
+    few = positions(1024, 1)
+    near = {2**k + d for k in range(10) for d in (-1, 0, 1)}
+    assert set(few) == {p for p in near if p} | {1023}
+    many = positions(1024, 16)
+    assert set(few) < set(many) and len(many) == len(set(many)) == 8 * 16 and max(many) == 1023
+
+
+def test_a_model_and_the_generators_stay_as_they_were():
+    """Buffers, gradients, mode, and what PyTorch draws next: the numbers of a run do not change."""
+    model = gpt("sentinel_l0", dropout=0.1).train()
+    model(torch.ones(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long)).loss.backward()
+    before = copy.deepcopy(model.state_dict())
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    torch.manual_seed(5)
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert wrong(model, "bfloat16", 2) is None and model.training and grads
+    assert torch.equal(torch.rand(3), drawn)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(model.get_parameter(name).grad, grad) for name, grad in grads.items())
+
+
+def test_a_buffer_that_training_moves_is_no_leak(monkeypatch):
+    """A running mean over batches, as of a batch norm, read back by the next batch."""
+    model = gpt()
+    model.register_buffer("mean", torch.zeros(1))
+
+    def run_blocks(self, *args, **wanted):
+        x, found = INNER(self, *args, **wanted)
+        x = x + self.mean
+        if self.training:
+            self.mean.add_(x.detach().mean())
+        return x, found
+    monkeypatch.setattr(GPT, "run_blocks", run_blocks)
+    assert wrong(model, batch_size=2) is None
+
+
+def test_evaluation_is_tried_in_as_many_rows_as_are_scored_at_once():
+    modes = lookahead.modes_of(gpt(), 16, "bfloat16")
+    assert [(mode.training, mode.rows, mode.dtype) for mode in modes] == [
+        (True, 16, "bfloat16"), (True, 16, "float32"), (False, 32, "bfloat16"), (False, 32, "float32")]
+
+
+# ---- where it is asked ----
+
+def test_check_finds_what_thirteen_tokens_do_not_show(own_mechanisms_go, capsys):
+    with pytest.raises(SystemExit) as e:
+        main(["--check", f"--mechanism={LEAKS}"])
+    printed = capsys.readouterr().out
+    lines = [re.split(r"  +", line.strip()) for line in printed.splitlines()[1:]]
+    at_size = {name: wrong for name, recipe, _, wrong in lines if recipe == "of tiny"}
+    assert "promises are broken" in str(e.value)
+    for name in ("leak_block", "leak_late", "leak_rows"):
+        assert {row[3] for row in lines if row[0] == name and row[1] != "of tiny"} == {"kept"}
+    assert "position 100 changes with the token at 101" in at_size["leak_late"]
+    assert "row 0 of a batch changes" in at_size["leak_rows"] and "looks ahead" in at_size["leak_block"]
+    assert at_size["leak_grown"] == "kept"
+
+
+def test_check_takes_a_scale(monkeypatch, fails):
+    seen = []
+    monkeypatch.setattr(lookahead, "tried", lambda model, modes, step: seen.append(
+        (model.config.n_embd, model.config.block_size, modes[0].rows)) or (None, []))
+    for scale in ((), ("--scale=nano",)):
+        main(["--check", "--mechanism=xsa", *scale])
+    assert seen[0] == (64, 128, 16) and seen[1][0] > 64
+    assert fails(["--check", "--mechanism=xsa", "--scale=big"])[0].startswith("--check: no scale big")
+
+
+@pytest.fixture(scope="module")
+def study(bytes_data, tmp_path_factory):
+    """compare.py on two leaks that a check of 13 tokens lets pass: (its folder, what it printed, its results).
+    """
+    folder = tmp_path_factory.mktemp("study")
+    (folder / "plain.py").write_text(
+        "n_layer = 1\nn_head = 2\nn_embd = 16\nblock_size = 64\nbatch_size = 4\nmax_iters = 6\n"
+        "eval_interval = 3\neval_tokens = 64\nrecipe = 'modern'\nmechanism_lr = 1.0\n"
+        f"dataset = {str(bytes_data)!r}\n")
+    done = subprocess.run(
+        [sys.executable, ROOT / "compare.py", f"--mechanisms={LEAKS},leak_grown", "--base=plain.py",
+         "--seeds=[1]", "--plain_seeds=1", "--budgets=[]", "--device=cpu", "--jobs=2", "--out_dir=study"],
+        cwd=folder, capture_output=True, text=True)
+    return folder, done, results.read(folder / "study/results.json.gz")
+
+
+def test_a_leak_of_the_size_of_the_study_is_refused_before_it_is_trained(study):
+    folder, done, found = study
+    failed = {row["arm"]: row for row in found["failures"]}
+    assert re.search(r"^trial: before training it looks ahead: position 0 changes with the token at 1 "
+                     r"\(in training, 4 rows, float32, a block of 64\)", failed["leak_block"]["why"])
+    run = (folder / failed["leak_block"]["log"]).parent
+    assert not any((run / name).exists() for name in ("log.jsonl", "ckpt.pt", "best.pt", "result.json"))
+    assert found["arms"]["leak_block"]["bpb"] == [None]
+
+
+def test_a_leak_that_training_grows_is_refused_before_it_is_scored(study):
+    folder, done, found = study
+    failed = {row["arm"]: row for row in found["failures"]}
+    assert failed["leak_grown"]["why"].startswith("trial: after training it looks ahead: position ")
+    run = (folder / failed["leak_grown"]["log"]).parent
+    assert (run / "best.pt").is_file()
+    assert not any((run / name).exists() for name in ("nats.npy", "result.json"))
+    assert found["arms"]["leak_grown"]["bpb"] == [None] and found["done"] == 1
+    assert done.returncode == 1 and "2 run(s) failed" in done.stderr
+
+
+def test_a_study_prints_what_was_checked(study):
+    _, done, found = study
+    run, = found["runs"].values()
+    assert run["looked_for_leaks"] == ("32 positions in 4 rows in training, 63 positions in 64 rows in "
+                                       "evaluation, of a block of 64, in float32")
+    assert ("1 of 1 scored runs neither look ahead nor mix rows, before training and after it: "
+            + run["looked_for_leaks"]) in done.stdout
+    del run["looked_for_leaks"]  # as of a run that is on file since before
+    assert results.leaks_looked_for(found).startswith("1 of 1 scored runs are older than this check")
+
+
+def test_a_run_has_the_numbers_of_one_without_the_check(bytes_data, tmp_path, monkeypatch):
+    """With dropout, whose masks are drawn anew in each step."""
+    found = []
+    for check in (True, False):
+        if not check:
+            monkeypatch.setattr(lookahead, "refuse", lambda *args, **kwargs: "nothing")
+        spec = dict(model=dict(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16, seed=1,
+                               recipe="modern", dropout=0.2),
+                    train=dict(dataset=str(bytes_data), device="cpu", batch_size=4, max_iters=6, eval_interval=3,
+                               eval_tokens=64, log_interval=1), score=dict(split="test", tokens=0))
+        folder = trial.make(spec, tmp_path / str(check))
+        run = trial.run(folder, train)
+        found.append((run["bpb"], run["nats"], [row.get("loss") for row in trial.rows(folder)]))
+    assert found[0] == found[1] and len(found[0][2]) >= 6
