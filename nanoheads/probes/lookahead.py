@@ -68,7 +68,7 @@ class Asked:
                     buffer.copy_(self.buffers[name])
         mode, model = self.mode, self.model.train(self.mode.training)
         seed_step(self.kind, "look ahead")
-        # with gradients in training: without them other kernels are used, and a mechanism may ask
+        # in training as where gradients are made: elsewhere other kernels are used, and a mechanism may ask
         with torch.set_grad_enabled(mode.training), precision(mode.dtype, self.kind)[1]:
             x, _ = model.run_blocks(ids, wants_losses=mode.training, wants_scores=mode.training and mode.scores)
         return x.detach().float()
@@ -191,7 +191,7 @@ def tried(model, modes, step=None):
     counts = []
     with same_randomness(next(model.parameters()).device):
         for mode in modes:
-            asked = copy.deepcopy(model)
+            asked = copy.deepcopy(model).requires_grad_(False)  # no gradient is made, nor memory taken for it
             if mode.training and step is not None:
                 asked.at_step(step)
             probe = Probe(asked, mode)
