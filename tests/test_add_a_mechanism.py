@@ -343,7 +343,7 @@ def test_the_commands_of_the_page(mine, tmp_path):
     assert [Path(words[0]).name for words in commands] == ["train.py", "train.py", "compare.py"]
     mine()
     done = run(ROOT / commands[0][0], *commands[0][1:], cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.count("kept") == 14, done.stderr
+    assert done.returncode == 0 and done.stdout.count("kept") == 15, done.stderr
     taken = own.take([str(tmp_path / "mine.py").join(arg.split("mine.py")) for arg in commands[2][1:]],
                      keep=tmp_path / "kept")
     assert taken == ["--mechanism=forget",

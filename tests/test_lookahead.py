@@ -187,8 +187,7 @@ def test_check_takes_a_scale(monkeypatch, fails):
 
 @pytest.fixture(scope="module")
 def study(bytes_data, tmp_path_factory):
-    """compare.py on two leaks that a check of 13 tokens lets pass: (its folder, what it printed, its results).
-    """
+    """compare.py on two leaks that 13 tokens do not show: (its folder, what it printed, its results)."""
     folder = tmp_path_factory.mktemp("study")
     (folder / "plain.py").write_text(
         "n_layer = 1\nn_head = 2\nn_embd = 16\nblock_size = 64\nbatch_size = 4\nmax_iters = 6\n"
@@ -241,8 +240,9 @@ def test_a_run_has_the_numbers_of_one_without_the_check(bytes_data, tmp_path, mo
             monkeypatch.setattr(lookahead, "refuse", lambda *args, **kwargs: "nothing")
         spec = dict(model=dict(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16, seed=1,
                                recipe="modern", dropout=0.2),
-                    train=dict(dataset=str(bytes_data), device="cpu", batch_size=4, max_iters=6, eval_interval=3,
-                               eval_tokens=64, log_interval=1), score=dict(split="test", tokens=0))
+                    train=dict(dataset=str(bytes_data), device="cpu", batch_size=4, max_iters=6,
+                               eval_interval=3, eval_tokens=64, log_interval=1),
+                    score=dict(split="test", tokens=0))
         folder = trial.make(spec, tmp_path / str(check))
         run = trial.run(folder, train)
         found.append((run["bpb"], run["nats"], [row.get("loss") for row in trial.rows(folder)]))

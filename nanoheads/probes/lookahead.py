@@ -70,7 +70,8 @@ class Asked:
         seed_step(self.kind, "look ahead")
         # in training as where gradients are made: elsewhere other kernels are used, and a mechanism may ask
         with torch.set_grad_enabled(mode.training), precision(mode.dtype, self.kind)[1]:
-            x, _ = model.run_blocks(ids, wants_losses=mode.training, wants_scores=mode.training and mode.scores)
+            scores = mode.training and mode.scores
+            x = model.run_blocks(ids, wants_losses=mode.training, wants_scores=scores)[0]
         return x.detach().float()
 
 
@@ -110,8 +111,8 @@ class Probe:
         noise = (self.ask(self.ids) - self.before).abs().max().item()
         if not noise <= 0.01 * self.before.abs().max().item():
             raise UserError(f"the same tokens give other results when they are read again ({mode}): they "
-                            f"differ by {noise:.1e}. What is random must be PyTorch's, and nothing may be kept "
-                            "from one batch for the next")
+                            f"differ by {noise:.1e}. What is random must be PyTorch's, and nothing may be "
+                            "kept from one batch for the next")
         self.tolerance = tolerance_of(self.before, noise, mode.dtype)
 
     def changed(self, ids):
