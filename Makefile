@@ -15,7 +15,7 @@ GPU_VENV ?= .venv-gpu
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
 	@touch $@
 
-# train a plain GPT and one variant on Python's own source code, three seeds each, and compare them
+# train a plain GPT, short convolutions and head routing on Python's own source code, three seeds each, and compare
 demo: .venv/ready
 	$(PY) data/pystdlib/prepare.py
 	$(PY) compare.py config/studies/demo.py
