@@ -40,6 +40,7 @@ from nanoheads.training.race import race
 # option, default on cpu, default on cuda
 SIZES = (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024),
          ("batch_size", 12, 32))
+LARGEST = 2**31 - 1  # of any count: what is above fits no machine, and is no number for torch
 
 
 # ---- output ----
@@ -142,9 +143,12 @@ def check(args):
     for name, cpu, cuda in (*SIZES, ("dtype", "float32", "bfloat16"), ("compile", False, True)):
         if getattr(args, name) is None:
             setattr(args, name, cuda if on_cuda(args) else cpu)
-    for name in ("rounds", "steps", "threads", "seeds", "iters", "decode_batch"):
+    sizes = [name for name, *_ in SIZES]
+    for name in ("rounds", "steps", "threads", "seeds", "iters", "decode_batch", "vocab_size", *sizes):
         if getattr(args, name) < 1:
-            raise UserError(f"--{name} must be at least 1")
+            raise UserError(f"--{name}={getattr(args, name)} must be at least 1")
+        if getattr(args, name) > LARGEST:
+            raise UserError(f"--{name}={getattr(args, name)} must be at most {LARGEST:,}")
     args.what = args.what or ("train" if args.mechanisms else "train,decode")
     if args.mechanisms:
         if unknown := sorted({*args.mechanisms.split(",")} - {"all", *MECHANISMS, *MORE}):
@@ -153,7 +157,8 @@ def check(args):
     if sum(map(bool, (args.mechanisms, args.heads_off, args.contexts, args.race))) > 1:
         raise UserError("--mechanisms, --heads_off, --contexts and --race are four different benchmarks: "
                         "one at a time")
-    if any(not 0 <= share < 1 for share in args.heads_off or ()) or any(n < 1 for n in args.contexts or ()):
+    if any(not 0 <= share < 1 for share in args.heads_off or ()) or any(
+            not 1 <= n <= LARGEST for n in args.contexts or ()):
         raise UserError("--heads_off takes shares from 0 to below 1, --contexts positive numbers")
     if args.json:
         args.json = str(writable(args.json))
@@ -208,7 +213,7 @@ def write(args, rows, arguments, rate=None):
 
 
 def main(argv=None):
-    with last_words("bench"):
+    with last_words("bench", "smaller sizes need less"):
         args = arguments(own_mechanism.take(sys.argv[1:] if argv is None else argv))
         check(args)
         run(args)

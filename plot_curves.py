@@ -19,6 +19,7 @@ import os
 import sys
 from pathlib import Path
 
+from nanoheads.common import last_words, writable_folder
 from nanoheads.training.curves import AXES, plot_runs
 
 
@@ -55,6 +56,12 @@ def arguments(argv):
 
 def main(argv=None):
     args = arguments(argv)
+    with last_words("plot_curves"):
+        return run(args)
+
+
+def run(args):
+    """Draw what is asked for, print the paths; the exit code. UserError: it cannot be written."""
     what, file = ("measured runs", "heads.jsonl") if args.heads else ("runs", "config.json")
     out = Path("out") if Path("out").is_dir() else Path(__file__).resolve().parent / "out"
     known = sorted({path.parent for path in out.rglob(file)})
@@ -68,6 +75,8 @@ def main(argv=None):
     parent = Path(os.path.commonpath([run.resolve().parent for run in given])) if given else out
     names = [os.path.relpath(run.resolve(), parent) for run in given]
     together = args.out or Path(os.path.relpath(parent)) / "figures"
+    if args.out:
+        writable_folder(args.out)
     if args.heads:
         from nanoheads.heads.pictures import plot_heads  # here: it needs a model
         written = plot_heads(given, names, together, args.text, args.show)

@@ -39,8 +39,8 @@ import numpy as np
 import torch
 
 from model import GPT
-from nanoheads.common import (ROOT, UserError, last_words, pick_device, table, writable, write_atomic,
-                              write_json)
+from nanoheads.common import (ROOT, UserError, last_words, pick_device, table, writable, writable_folder,
+                              write_atomic, write_json)
 from nanoheads.configurator import near
 from nanoheads.drawing import COLOURS, drawn, label_right, panels
 from nanoheads.heads.measuring import (attentions, cache_bytes, closed, evaluating, fixed_text, measure,
@@ -52,6 +52,7 @@ from nanoheads.training import checkpoint
 from nanoheads.training.config import ControllerConfig, TrainConfig
 from nanoheads.training.scoring import load, score_windows
 
+LARGEST = 2**63 - 1  # the largest seed, and no count is larger
 RECOVER_FROM = 0.3   # of the peak learning rates
 DECODED = 256        # tokens that a timed text has at most
 # weight and clip as in the paper's code; at its lr of 1 gates saturate and learn no more
@@ -412,6 +413,7 @@ def check_model(args, path, state, model):
 def folders(args):
     """{(number of the checkpoint, criterion, share): folder}. UserError where one holds a run already."""
     found = {}
+    writable_folder(args.out_dir, "--out_dir")
     for (number, path), by, to in product(enumerate(args.ckpt, 1), args.by, args.to):
         run = Path(path) if Path(path).is_dir() else Path(path).parent
         names = [f"{number}-{run.resolve().name}"] if len(args.ckpt) > 1 else []
@@ -427,6 +429,10 @@ def check(args):
     for name in ("recover", "floor", "seed", "tokens", "rounds"):
         if vars(args)[name] < 0:
             raise UserError(f"--{name} {vars(args)[name]} must not be negative")
+        if vars(args)[name] > LARGEST:
+            raise UserError(f"--{name} {vars(args)[name]} must be at most {LARGEST:,}")
+    if args.text < 1:
+        raise UserError(f"--text {args.text} must be at least 1: criteria read the heads on it")
     if bad := [to for to in args.to if not 0 < to <= 1]:
         raise UserError(f"--to {bad[0]:g} must be above 0 and at most 1")
     for by in args.by:

@@ -52,8 +52,10 @@ def run(args):
     # one text appears as it is made
     if len(models) == args.num_samples == 1:
         print(text, end="", flush=True)
-        made = [generate(*models[0], prompts[0], args, partial(print, end="", flush=True))]
-        print()
+        try:
+            made = [generate(*models[0], prompts[0], args, partial(print, end="", flush=True))]
+        finally:
+            print(flush=True)  # also before a message of what went wrong
         if files and (rows := explained(args, models, prompts, made, files)[0]):
             print("", rows, sep="\n")
     # several stand side by side
@@ -103,7 +105,7 @@ def main(argv=None):
     args.top_k = 200 if several and args.top_k is None else args.top_k
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # what the terminal cannot show becomes "?"
-    with last_words("sample"):
+    with last_words("sample", "lower --num_samples or --max_new_tokens"):
         run(args)
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,9 +21,13 @@ class UserError(ValueError):
     """
 
 
-def explain(e):
+LESS = ("lower batch_size (and raise grad_accum to keep the batch) or block_size, "
+        "or set checkpoint_activations=True")
+
+
+def explain(e, less=LESS):
     """What a user can make of an exception that ended a program; None: nothing, it is a bug, and its
-    traceback is wanted.
+    traceback is wanted. less: what to lower where memory ran out.
     """
     if isinstance(e, UserError):
         return str(e)
@@ -32,8 +37,7 @@ def explain(e):
         return f"{e.filename or 'input or output'}: {e.strerror or e}"
     signs = "out of memory", "can't allocate memory", "ALLOC_FAILED"
     if isinstance(e, MemoryError) or any(sign in str(e) for sign in signs):
-        return ("out of memory; lower batch_size (and raise grad_accum to keep the batch) or block_size, "
-                "or set checkpoint_activations=True")
+        return f"out of memory; {less}"
     if "out of resource: shared memory" in str(e):  # --compile=False would meet the same kernel
         return (f"a kernel needs more shared memory than this GPU has ({' '.join(str(e).split())[:200]}); "
                 "smaller heads (more n_head) or dtype=bfloat16 need less")
@@ -42,17 +46,31 @@ def explain(e):
 
 
 @contextmanager
-def last_words(program):
-    """End a program in one line where it cannot go on, and quietly where its reader has seen enough."""
+def last_words(program, less="ask for less at once: shorter texts, a smaller batch, fewer samples"):
+    """End a program in one line where it cannot go on, and quietly where its reader has seen enough.
+
+    less: what to lower where memory ran out. A bug keeps its traceback.
+    """
     try:
         yield
-    except ValueError as e:
-        sys.exit(f"{program}: {e}")
     except KeyboardInterrupt:
         print(f"\n{program}: interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # such as head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as e:
+        words = str(e) if isinstance(e, ValueError) else explain(e, less)
+        if words is None:
+            raise
+        close_bars()
+        sys.exit(f"{program}: {words}")
+
+
+def close_bars():
+    """Close all open progress bars, so that what is printed next stands on a line of its own."""
+    if "tqdm" in sys.modules:  # it is imported late, where a bar is wanted
+        for bar in list(getattr(sys.modules["tqdm"].tqdm, "_instances", ())):
+            bar.close()
 
 
 def writable(path, flag="--json"):
@@ -60,8 +78,33 @@ def writable(path, flag="--json"):
     path = Path(path).resolve()
     if path.exists() and not path.is_file():
         raise UserError(f"{flag}: {path} is not a file")
-    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+    if not (path.parent.is_dir() and takes_files(path.parent)):
         raise UserError(f"{flag}: cannot write into {path.parent}: no such folder, or not allowed")
+    return path
+
+
+def takes_files(folder):
+    """Whether a file can be made in a folder that is there. Only trying tells: root may write everywhere, and
+    yet some file systems take no files.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def writable_folder(path, flag="--out"):
+    """The Path of a folder to write into, which may not be there yet; checked before hours of work.
+
+    Raises UserError.
+    """
+    path = Path(path)
+    there = next(each for each in (path.absolute(), *path.absolute().parents) if os.path.lexists(each))
+    if not there.is_dir():
+        raise UserError(f"{flag}: {there} is a file, not a folder; name another one")
+    if not takes_files(there):
+        raise UserError(f"{flag}: cannot write into {there}; name another folder")
     return path
 
 
@@ -134,6 +177,8 @@ def checked_device(name):
         count = torch.cuda.device_count() if device.type == "cuda" else 0
         if count and (device.index or 0) >= count:
             raise RuntimeError(f"GPUs here: {count}, and the last one is cuda:{count - 1}")
+        if device.type == "meta":
+            raise RuntimeError("its tensors hold no numbers")
         torch.empty(1, device=device)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # seeds, streams and statistics are those of the current device
@@ -144,7 +189,10 @@ def checked_device(name):
 
 def number(value):
     """A float; NaN for whatever is missing, not a number, or infinite."""
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
+    try:
+        return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
+    except OverflowError:  # an int beyond all floats
+        return math.nan
 
 
 def json_safe(value):

@@ -207,6 +207,8 @@ def near(word, names):
 
 def nearest(key, keys):
     """(the key that was probably meant or None, a few words about it)."""
+    if not isinstance(key, str):  # out of a dict of flags
+        return None, "a key must be a name in quotes"
     old, *more = OLD_NAMES.get(key, "").split(" ", 1)
     if old in keys:
         return old, f"nanoGPT's {key} is {' '.join([old, *more])} here"

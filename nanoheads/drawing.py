@@ -7,7 +7,7 @@ import matplotlib as mpl
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from nanoheads.common import write_atomic
+from nanoheads.common import UserError, write_atomic
 
 # Okabe-Ito, safe for colour-blind readers; its yellow is left out, too pale on white
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
@@ -71,7 +71,10 @@ def drawn(draw, found, kind="svg"):
 
 def save(figure, stem, kinds=("png", "svg")):
     """Write STEM.png and STEM.svg -> their paths. UserError: the disk refuses."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"cannot make the folder {stem.parent} ({e.strerror or e})") from None
     paths = [Path(f"{stem}.{kind}") for kind in kinds]
     for path in paths:
         data = encoded(figure, path.suffix[1:])

@@ -112,6 +112,7 @@ def sample_token(logits, temperature, top_k, top_p, generator):
     probs = F.softmax(logits, dim=-1)
     if top_p is not None and top_p < 1:
         ranked, order = probs.sort(descending=True)
-        beyond = ranked.cumsum(-1) - ranked >= top_p  # the mass before it is enough; never the first
+        beyond = ranked.cumsum(-1) - ranked >= top_p  # the mass before it is enough
+        beyond[:, 0] = False  # never the first, also where top_p is 0 in the precision of probs
         probs = probs.masked_fill(beyond.scatter(-1, order, beyond), 0.0)
     return torch.multinomial(probs, 1, generator=generator).squeeze(-1)

@@ -252,6 +252,9 @@ class Mechanism(nn.Module):
         """A factor per head that depends on no token, [H], or None."""
 
 
+LARGEST_GATE = torch.finfo(torch.float32).max
+
+
 class HeadControl:
     """What a GPT's heads can be set to by hand: their gates, states and consent."""
 
@@ -263,6 +266,8 @@ class HeadControl:
         """
         if not 0 <= layer < self.config.n_layer:
             raise ValueError(f"there is no block {layer}; they go from 0 to {self.config.n_layer - 1}")
+        if gate is not None and abs(gate) > LARGEST_GATE:  # NaN is none by hand
+            raise ValueError(f"the gate must be a number of at most {LARGEST_GATE:g} either way")
         attn, agency = self.transformer.h[layer].attn, self.transformer.h[layer].agency
         if head is None:
             if agency is None:

@@ -44,16 +44,47 @@ MARKS = {"frozen": ("s", "closed, to be pruned", 1), "pruned": ("X", "pruned", -
 ROWS = {None: "head", "mlp": "MLP of block", "block": "block"}  # what a row is, by agency_scope
 FORCED = ("D", "forced without consent, from here", 1)
 SHAPES = "osD^vPX"
+MEASURED = ("static_gate", "gate", "entropy", "importance", "utilisation")
+SCOPES = (None, "mlp", "block")
+MOST_HEADS = 1000  # no layer's or head's number in a log is above it
 TEXT = "the cat saw the dog, and the dog saw the cat"  # nothing that a small vocabulary lacks
 NAMED = 48  # tokens that have room for their names
 
 
 # ---- reading ----
 
+def is_number_of(value):
+    """Whether a value can be the number of a layer or of a head."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_HEADS
+
+
+def is_list_of_lists(value):
+    return isinstance(value, list) and all(isinstance(own, list) for own in value)
+
+
 def sound(row):
-    """Whether a row of heads.jsonl lists the heads."""
-    ids = row.get("heads")
-    return isinstance(ids, list) and bool(ids) and all(isinstance(own, list) for own in ids)
+    """Whether a row of heads.jsonl lists the heads, its measurements are lists like theirs, and its events
+    name a layer and a head.
+    """
+    ids, events, pieces = row.get("heads"), row.get("events") or [], row.get("pieces") or {}
+    if not (ids and is_list_of_lists(ids) and all(is_number_of(head) for own in ids for head in own)):
+        return False
+    if not all(is_list_of_lists(row.get(key) or []) for key in (*MEASURED, "state")):
+        return False
+    if not (isinstance(events, list) and isinstance(pieces, dict) and pieces.get("scope") in SCOPES
+            and isinstance(pieces.get("state") or [], list)):
+        return False
+    return all(isinstance(e, dict) and (e.get("what") not in [*MARKS] or names_head(e)) for e in events)
+
+
+def names_head(row):
+    """Whether a row names a layer and a head by their numbers."""
+    return is_number_of(row.get("layer")) and is_number_of(row.get("head"))
+
+
+def number_of_state(state):
+    """The place of a state in STATES; None for what is none."""
+    return STATES.index(state) if state in STATES else None
 
 
 def spread(rows, key, shape, value=number):
@@ -76,25 +107,31 @@ def history(run_dir):
     if not rows:
         return warn(run_dir, "heads.jsonl has no measurements")
     events = [(e["what"], row["step"], e["layer"], e["head"])
-              for row in rows for e in row.get("events", []) if e["what"] in MARKS]
+              for row in rows for e in row.get("events") or [] if e.get("what") in [*MARKS]]
     ids = [head for row in rows for own in row["heads"] for head in own] + [head for *_, head in events]
     shape = max(len(row["heads"]) for row in rows), 1 + max(ids, default=0)
-    names = ("static_gate", "gate", "entropy", "importance", "utilisation")
-    h = SimpleNamespace(**{name: spread(rows, name, shape) for name in names}, events=events,
+    events = [event for event in events if event[2] < shape[0]]
+    h = SimpleNamespace(**{name: spread(rows, name, shape) for name in MEASURED}, events=events,
                         step=np.array([row["step"] for row in rows]),
                         active=np.array([number(row.get("active")) for row in rows]),
                         here=np.isfinite(spread(rows, "heads", shape)),
-                        state=spread(rows, "state", shape, {s: i for i, s in enumerate(STATES)}.get))
+                        state=spread(rows, "state", shape, number_of_state))
     h.absent = np.where(h.here.any(0), "gone", "–")  # what to write where there is no head
     pieces = [row.get("pieces") or {} for row in rows]
     h.scope = pieces[-1].get("scope")  # mlp | block, where those have states; they are drawn as one layer
     if h.scope:
-        lists = [dict(heads=[range(shape[0])], state=[own.get("state", ())]) for own in pieces]
-        h.state = spread(lists, "state", (1, shape[0]), {s: i for i, s in enumerate(STATES)}.get)
-    rows = read_rows(path.with_name("violations.jsonl"), complain=partial(warn, run_dir))
+        lists = [dict(heads=[range(shape[0])], state=[own.get("state") or ()]) for own in pieces]
+        h.state = spread(lists, "state", (1, shape[0]), number_of_state)
+    rows = read_rows(path.with_name("violations.jsonl"), lambda row: is_violation(row, h.scope),
+                     complain=partial(warn, run_dir))
     h.forced = [("forced", row["step"], *((0, row["layer"]) if h.scope else (row["layer"], row["head"])))
                 for row in rows if row.get("type") == "forced"]
     return h
+
+
+def is_violation(row, scope):
+    """Whether a row of violations.jsonl says where it was: of pieces, which have a scope, the layer alone."""
+    return is_number_of(row.get("layer")) and (bool(scope) or is_number_of(row.get("head")))
 
 
 def edges(steps):

@@ -40,6 +40,10 @@ RATES = {"muon_lr": ("muon_lr",), "lr": ("lr", "min_lr"), "embed_lr": ("embed_lr
          "mechanism_lr": ("mechanism_lr",)}
 
 
+# what is beyond these is a slip: no machine trains it
+MOST_TOKENS_PER_PARAM, MOST_BUDGETS = 1_000_000, 1000
+MOST_SEED, MOST_PLAIN_SEEDS = 10**9, 1000
+
 # names that a study gives: budgets, baselines, rates that are tried
 OF_STUDY = re.compile(r"plain( x .*|, .*| at .*)|.*, (candidate \d+|\w+ x [\d.]+)")
 
@@ -127,8 +131,13 @@ class StudyConfig:
         if not (self.mechanisms or self.variants or self.tune_plain or self.has_results_already):
             bad.append("mechanisms and variants are empty: name at least one variant to compare")
         for name, flags in [("settings", self.settings), *self.variants.items()]:
+            if not (isinstance(name, str) and name):
+                bad.append(f"variants: the name {name!r} must be text in quotes")
             if not isinstance(flags, dict):
                 bad.append(f"variants: {name!r} must be a dict of flags, not {flags!r}")
+                continue
+            if unnamed := [key for key in flags if not isinstance(key, str)]:
+                bad.append(f"{name}: the flag {unnamed[0]!r} must be a name in quotes")
                 continue
             fixed = FIXED_BY_STUDY | ({"seed"} if name == "settings" else SAME_TEXT)
             if refused := sorted(set(flags) & fixed):
@@ -137,10 +146,11 @@ class StudyConfig:
                            f"a study decides it for every run{where}")
         names = {"plain", *(name for pattern in self.mechanisms for name in matching(pattern))}
         bad += [f"variants: the name {name!r} is taken" for name in self.variants
-                if name in names or OF_STUDY.fullmatch(name)]
+                if name in names or isinstance(name, str) and OF_STUDY.fullmatch(name)]
         names |= set(self.variants)
         for pair in self.contrasts:
-            if not (isinstance(pair, (list, tuple)) and len(pair) == len({*pair}) == 2 and {*pair} <= names):
+            known = isinstance(pair, (list, tuple)) and all(isinstance(name, str) for name in pair)
+            if not (known and len(pair) == len({*pair}) == 2 and {*pair} <= names):
                 bad.append(f"contrasts: {pair!r} must be two of this study's variants")
         bad += [f"always: {name!r} is no variant of this study" for name in self.always if name not in names]
         return bad
@@ -156,18 +166,31 @@ class StudyConfig:
             known = isinstance(keys, dict) and set(keys) <= {f.name for f in fields(self)}
             if size not in self.sizes or not known:
                 bad.append(f"at={{{size!r}: {keys!r}}} must be one of sizes={self.sizes} and keys of a study")
+                continue
+            types = configurator.keys_of((StudyConfig,))
+            for key, value in keys.items():
+                try:
+                    configurator.check(value, types[key][0])
+                except ValueError:
+                    bad.append(f"at {size}: {key}={value!r} is not {configurator.type_name(types[key][0])}")
         names = {Path(text).name for text in self.texts}
         if self.texts and (len(names) < max(2, len(self.texts)) or self.sizes or "dataset" in self.settings):
             bad.append(f"texts={self.texts} must be two datasets or more, each once, with neither sizes nor "
                        "settings of a dataset beside them")
-        if self.tokens_per_param is not None and not self.tokens_per_param > 0:
-            bad.append(f"tokens_per_param={self.tokens_per_param} must be positive")
+        if self.tokens_per_param is not None and not 0 < self.tokens_per_param <= MOST_TOKENS_PER_PARAM:
+            bad.append(f"tokens_per_param={self.tokens_per_param} must be positive, and at most "
+                       f"{MOST_TOKENS_PER_PARAM:,}")
+        if large := [b for b in self.budgets if b > MOST_BUDGETS]:
+            bad.append(f"budgets={self.budgets} must be at most {MOST_BUDGETS:,} times the plain GPT's own, "
+                       f"and {large[0]:g} is not")
         if any(not b > 0 or b == 1 for b in self.budgets) or len(set(self.budgets)) < len(self.budgets):
             bad.append(f"budgets={self.budgets} must be different, positive, and not 1, the plain GPT's own")
         for name in ("seeds", "screen_seeds", "tune_seeds"):
             seeds = getattr(self, name)
             if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
                 bad.append(f"{name}={seeds} must be different numbers, at least one, none negative")
+            elif max(seeds) > MOST_SEED:
+                bad.append(f"{name}={seeds} must be numbers of at most {MOST_SEED:,}")
         if (self.screen or self.tune_lr) and set(self.seeds) & set(self.screen_seeds):
             bad.append(f"screen_seeds={self.screen_seeds} choose, and seeds={self.seeds} judge: none in both")
         if self.tune_plain and set(self.seeds) & set(self.tune_seeds):
@@ -176,6 +199,8 @@ class StudyConfig:
             bad.append(f"tune_seeds={self.tune_seeds} must be at least two, for a standard error")
         if self.plain_seeds is not None and self.plain_seeds < len(self.seeds):
             bad.append(f"plain_seeds={self.plain_seeds} must be at least a variant's, {len(self.seeds)}")
+        if self.plain_seeds is not None and self.plain_seeds > MOST_PLAIN_SEEDS:
+            bad.append(f"plain_seeds={self.plain_seeds} must be at most {MOST_PLAIN_SEEDS:,}")
         for name in ("jobs", "test_tokens", "best", "worst"):
             if getattr(self, name) < 0:
                 bad.append(f"{name}={getattr(self, name)} must not be negative")

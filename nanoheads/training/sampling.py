@@ -55,6 +55,9 @@ def reread(ids, tokenizer, other):
 
 # ---- settings, from the command line ----
 
+MOST_TOKENS = 100_000_000  # all texts of one call are in memory at once
+
+
 def add_arguments(parser):
     """The settings of every program that samples; returns the actions."""
     add = parser.add_argument
@@ -76,6 +79,9 @@ def check(args):
     for name in ("num_samples", "max_new_tokens"):
         if getattr(args, name) < 1:
             raise ValueError(f"{name}={getattr(args, name)} must be at least 1")
+    if args.num_samples * args.max_new_tokens > MOST_TOKENS:
+        raise ValueError(f"num_samples={args.num_samples} of max_new_tokens={args.max_new_tokens} are too many "
+                         f"to be made at once: at most {MOST_TOKENS:,} tokens; another --seed makes others")
     for name in ("temperature", "top_p", "repetition_penalty"):
         if not math.isfinite(getattr(args, name) or 0):
             raise ValueError(f"{name}={getattr(args, name)} must be a finite number")
