@@ -108,7 +108,7 @@ def arguments(argv):
     p.add_argument("--mechanisms",
                    help="all, or names of model.MECHANISMS, all_on, routing_packed, with commas between: "
                         "each against the first of --recipes")
-    p.add_argument("--own_mechanism", help="a file with a mechanism; --mechanisms=mine.py sets it")
+    p.add_argument("--own_mechanism", help="files with mechanisms; --mechanisms=mine.py sets it")
     p.add_argument("--heads_off", nargs="+", type=float,
                    help="shares of pruned heads, from 0 to below 1, each against the first")
     p.add_argument("--contexts", nargs="+", type=int,

@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 from nanoheads import configurator
-from nanoheads.common import UserError, explain, json_safe, pick_device, table
+from nanoheads.common import UserError, explain, fault_of_own_file, json_safe, pick_device, table
 from nanoheads.hub import own_mechanism as own
 from nanoheads.probes import promises
 from nanoheads.study import (analysis, costs, fingerprint, ledger, queue, rates, report, results, tables,
@@ -521,9 +521,9 @@ def keep_file(config, out):
     """The file of a study's own mechanism, into its report's folder: it can be run again elsewhere."""
     studies = [at_size(config, size) for size in config.sizes] or [config]
     every = [flags for study in studies for flags in variants_of(study).values()]
-    for cls, path in own.ADDED.items():
+    for cls, file in own.ADDED.items():
         if any(flags.get(cls.flag) for flags in every):
-            own.copy(path, out)
+            own.copy(file, out)
 
 
 def rechecked(path):
@@ -599,8 +599,11 @@ def main(argv=None):
         sys.exit(130)
     except UserError as e:
         sys.exit("\n".join(f"compare: {line}" for line in str(e).splitlines()))
-    except OSError as e:
-        sys.exit(f"compare: {explain(e)}")
+    except Exception as e:
+        problem = explain(e) if isinstance(e, OSError) else fault_of_own_file(e)
+        if problem is None:
+            raise
+        sys.exit(f"compare: {problem}")
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

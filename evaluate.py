@@ -29,10 +29,10 @@ import math
 import sys
 from itertools import groupby
 
-from nanoheads.common import UserError, pick_device, table, writable, write_json
+from nanoheads.common import UserError, fault_of_own_file, pick_device, table, writable, write_json
 from nanoheads.heads import look
 from nanoheads.intervals import block_bootstrap
-from nanoheads.training import sampling
+from nanoheads.training import checkpoint, sampling
 from nanoheads.training.continuations import SHORT, text_runs
 from nanoheads.training.scoring import add_arguments, evaluate, load
 
@@ -243,6 +243,7 @@ def main(argv=None):
         device = pick_device(args.device)
         out = writable(args.json) if args.json else None
         refuse_what_means_nothing(args, text)
+        checkpoint.allow_code(args, *args.ckpt, *filter(None, [args.judge]))
         if args.audit:
             print(look.run(args))
             return
@@ -253,13 +254,16 @@ def main(argv=None):
         if out:
             write_json(out, {"runs": runs} if args.text else as_json(runs))
         print(show(runs), *([args.json] if out else []), sep="\n")
-    except ValueError as e:
-        sys.exit(f"evaluate: {e}")
     except KeyboardInterrupt:
         if runs:
             print(show(runs))
         print("\nevaluate: interrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception as e:
+        problem = fault_of_own_file(e) or (str(e) if isinstance(e, ValueError) else None)
+        if problem is None:
+            raise
+        sys.exit(f"evaluate: {problem}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 from nanoheads.common import last_words
-from nanoheads.hub import huggingface as hf
+from nanoheads.hub import huggingface as hf, own_mechanism
 from nanoheads.training import checkpoint
 
 
@@ -25,12 +25,14 @@ def arguments(argv):
     parser.add_argument("--as", choices=list(hf.WRITERS), dest="family",
                         help="the class to write (default: the plainest that says the same)")
     parser.add_argument("--force", action="store_true", help="replace a folder that is there")
+    own_mechanism.add_arguments(parser)
     return parser.parse_args(argv)
 
 
 def main(argv=None):
     args = arguments(argv)
     with last_words("export_hf"):
+        checkpoint.allow_code(args, args.ckpt)
         state = checkpoint.read(args.ckpt)
         model = checkpoint.build(state, args.ckpt)
         family, why = hf.export(model, state["meta"], args.out, args.family, args.force)

@@ -19,7 +19,7 @@ arXiv 2109.08668 (squared ReLU).
 
 import hashlib
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Literal, NamedTuple, Optional
 
 import torch
@@ -1895,11 +1895,30 @@ BETWEEN_BLOCKS = [DepthAttention, DenseConnections, StreamScalars, UNet]
 MECHANISM_CLASSES = [*HEAD_MECHANISMS, *BETWEEN_BLOCKS[:-1], SkipFusion, Window]
 
 
-@dataclass
-class GPTConfig(*(cls.Options for cls in reversed(MECHANISM_CLASSES)), PlainConfig):
-    """The flags of a GPT: those of a plain one, and the Options of every mechanism."""
+OWN = []  # mechanisms in files of one's own: add_mechanism() puts them here, and behind those of a layer
 
-    def __post_init__(self):
+
+def own_defaults():
+    """{flag: default} of the mechanisms in files of one's own."""
+    return {f.name: f.default for cls in OWN for f in fields(cls.Options)}
+
+
+@dataclass
+class NamedFlags(*(cls.Options for cls in reversed(MECHANISM_CLASSES)), PlainConfig):
+    """The fields of GPTConfig: the flags of a plain GPT, and the Options of every mechanism here."""
+
+    own: dict = field(default_factory=dict)  # {flag: value} of mechanisms in files of one's own, but defaults
+
+
+class GPTConfig(NamedFlags):
+    """All flags; those of mechanisms in files of one's own, in `own`, are given and read as all others.
+    """
+
+    def __init__(self, own=(), **flags):
+        flags, of_own = {**dict(own), **flags}, own_defaults()
+        super().__init__(**{name: value for name, value in flags.items() if name not in of_own}, own={})
+        for name in set(flags) & set(of_own):
+            setattr(self, name, flags[name])
         for name, value in RECIPES.get(self.recipe, {}).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -1907,6 +1926,36 @@ class GPTConfig(*(cls.Options for cls in reversed(MECHANISM_CLASSES)), PlainConf
             self.n_kv_head = None
         for cls in MECHANISM_CLASSES:
             cls.settle(self)
+
+    def __getattr__(self, name):  # where there is no attribute of this name
+        of_own = own_defaults()
+        if name not in of_own:
+            raise AttributeError(f"a GPTConfig has no flag {name!r}")
+        return vars(self).get("own", {}).get(name, of_own[name])
+
+    def __setattr__(self, name, value):
+        of_own = own_defaults()
+        if name not in of_own:
+            super().__setattr__(name, value)
+        elif value == of_own[name]:
+            self.own.pop(name, None)
+        else:
+            self.own[name] = value
+
+    @staticmethod
+    def own_options():
+        """The Options of the mechanisms in files of one's own."""
+        return [cls.Options for cls in OWN]
+
+    @classmethod
+    def defaults(cls):
+        """{flag: default} of all flags, those of mechanisms in files of one's own too."""
+        return {**{f.name: f.default for f in fields(cls) if f.name != "own"}, **own_defaults()}
+
+    def flags(self):
+        """{flag: value} of all flags; of mechanisms in files of one's own, where they are on."""
+        mine = {name: getattr(self, name) for cls in OWN if cls.is_on(self) for name in cls.fields()}
+        return {**{name: value for name, value in asdict(self).items() if name != "own"}, **mine}
 
     @property
     def unit(self):
@@ -1933,15 +1982,9 @@ class GPTConfig(*(cls.Options for cls in reversed(MECHANISM_CLASSES)), PlainConf
 
 
 def add_mechanism(cls):
-    """Add a mechanism of a layer: its flags to GPTConfig, in place, so that all who hold it have them."""
-    for every in (HEAD_MECHANISMS, MECHANISM_CLASSES):
+    """Add a mechanism of a layer, out of a file of one's own, and the names of its modes."""
+    for every in (OWN, HEAD_MECHANISMS, MECHANISM_CLASSES):
         every.append(cls)
-    made = ("init", "repr", "eq", "match_args", "dataclass_fields", "dataclass_params", "replace")
-    for name in (f"__{name}__" for name in made):  # what @dataclass makes, it makes anew
-        if name in vars(GPTConfig):
-            delattr(GPTConfig, name)
-    GPTConfig.__bases__ = (cls.Options, *GPTConfig.__bases__)
-    dataclass(GPTConfig)
     MECHANISMS.update(cls.modes)
     NEUTRAL.update(cls.neutral)
 

@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 from nanoheads.common import last_words, writable_folder
+from nanoheads.hub import own_files
 from nanoheads.training.curves import AXES, plot_runs
 
 
@@ -46,9 +47,10 @@ def arguments(argv):
     heads.add_argument("--show", nargs="+", type=layer_and_head, default=[], metavar="L.H",
                        help="heads whose attention is drawn, as in 0.3 (default: the most and the "
                             "least important of each layer)")
+    own_files.add_arguments(heads)
     args = parser.parse_args(argv)
-    if not args.heads and (args.show or args.text is not None):
-        parser.error("--text and --show go with --heads")
+    if not args.heads and (args.show or args.text is not None or args.mechanism or args.trust_code):
+        parser.error("--text, --show, --mechanism and --trust_code go with --heads")
     if args.heads and args.x != "step":
         parser.error("--heads knows steps alone, no other --x")
     return args
@@ -79,6 +81,9 @@ def run(args):
         writable_folder(args.out)
     if args.heads:
         from nanoheads.heads.pictures import plot_heads  # here: it needs a model
+        from nanoheads.training import checkpoint
+        with last_words("plot_curves"):
+            checkpoint.allow_code(args, *(run for run in given if checkpoint.file_of(run).is_file()))
         written = plot_heads(given, names, together, args.text, args.show)
     else:
         written = plot_runs(given, names, together, args.x)

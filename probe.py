@@ -144,6 +144,7 @@ def main(argv=None):
         for key in ("seed", "tokens", "singles"):
             if vars(args).get(key, 0) < 0:
                 raise ValueError(f"--{key}={vars(args)[key]} must not be negative")
+        checkpoint.allow_code(args)
         args.device = pick_device(args.device)
         module, split, _ = PROBES[args.what]
         out = writable(args.json) if split and args.json else None

@@ -214,7 +214,7 @@ def save(path, state, model, row):
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = {key: state[key] for key in ("meta", "dataset", "train", "step") if key in state}
     kept.update(own_mechanism.held(model.config, path.parent))
-    checkpoint.save(path, dict(kept, model=model.state_dict(), config=asdict(model.config), pruned=row))
+    checkpoint.save(path, dict(kept, model=model.state_dict(), config=model.config.flags(), pruned=row))
 
 
 def recovery(path, state, model, data, args):
@@ -232,20 +232,25 @@ def recovery(path, state, model, data, args):
                      min_lr=0.0, schedule="trapezoid", decay_frac=1.0, warmup_iters=0,
                      eval_interval=max(1, args.recover // 4), save_interval=args.recover)
     defaults = asdict(TrainConfig())
-    values = {key: value for key, value in asdict(config).items() if value != defaults[key]}
+    values = {key: value for key, value in asdict(config).items()
+              if value != defaults[key] and key != "own_mechanism"}
     c = model.config  # the checkpoint brings its flags, but for those that a new run sets
     return dict(values, seed=c.seed + 1, dropout=c.dropout, attn_dropout=c.attn_dropout,
                 checkpoint_activations=c.checkpoint_activations)
 
 
-def run_training(values):
-    """Run train.py with these values, its lines on stderr. UserError, in one line, where it fails."""
+def run_training(values, files):
+    """Run train.py with these values, its lines on stderr. UserError, in one line, where it fails.
+
+    files: of mechanisms of one's own that may run, as they may here.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "recover.py")
         file.write_text("".join(f"{key} = {value!r}\n" for key, value in values.items()), encoding="utf-8")
         # stdout holds the table alone, so that what train.py prints goes to file descriptor 2
-        done = subprocess.run([sys.executable, str(ROOT / "train.py"), str(file)], stdout=2,
-                              stderr=subprocess.PIPE, text=True, errors="replace")
+        command = [sys.executable, str(ROOT / "train.py"), str(file)]
+        command += [f"--own_mechanism={','.join(files)}"] if files else []
+        done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace")
     problems = [line.removeprefix("train: ") for line in done.stderr.splitlines()
                 if line.startswith("train: ")]
     if not done.returncode or not problems:
@@ -256,7 +261,8 @@ def run_training(values):
 
 def recovered(path, state, model, data, args):
     """Train on from a pruned checkpoint into its folder; the model of the lowest validation loss."""
-    run_training(recovery(path, state, model, data, args))
+    files = [str(own_mechanism.copy(file, path.parent)) for file in own_mechanism.files_for(model.config)]
+    run_training(recovery(path, state, model, data, args), files)
     return checkpoint.build(checkpoint.read(path.parent), path.parent, args.device)
 
 
@@ -381,6 +387,7 @@ def arguments(argv):
     p.add_argument("--dataset", help="read this dataset (default: the one trained on)")
     p.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
     p.add_argument("--json", help="write the rows to this file; several shares: pruning.png beside it")
+    own_mechanism.add_arguments(p)
     return p.parse_args(argv)
 
 
@@ -443,6 +450,7 @@ def check(args):
     if args.recover and not args.out_dir:
         raise UserError("--recover needs --out_dir, where the training goes")
     args.to = sorted(set(args.to), reverse=True)
+    checkpoint.allow_code(args)
     args.device = pick_device(args.device)
     args.json = writable(args.json) if args.json else None
     args.loaded = [load(path, args.split, 0, args.device, args.dataset) for path in args.ckpt]

@@ -43,6 +43,7 @@ def explained(args, models, prompts, made, files):
 def run(args):
     """Load, generate, print."""
     check(args)
+    checkpoint.allow_code(args)
     device, text = pick_device(args.device), read_prompt(args.start)
     models = [model_and_tokenizer(path, device, args.dataset, args.settings) for path in args.ckpt]
     prompts = [encode(tokenizer, text, path) for (_, tokenizer), path in zip(models, args.ckpt)]

@@ -237,7 +237,7 @@ def save_checkpoint(run, name, resumable=True):
     if not get_total_norm([p.detach() for p in run.model.parameters()]).isfinite():
         raise UserError(f"the weights are no longer finite at step {run.step}, not saved; "
                         f"{checkpoint.last_save(run.out_dir)}, with a lower lr or muon_lr")
-    content = dict(model=run.model.state_dict(), config=asdict(run.model.config), meta=run.dataset.meta,
+    content = dict(model=run.model.state_dict(), config=run.model.config.flags(), meta=run.dataset.meta,
                    dataset=run.config.dataset, train=asdict(run.config))
     content.update({key: getattr(run, key) for key in PROGRESS})
     if mine := own.record(run.model.config):
@@ -378,8 +378,7 @@ def open_folder(run, saves, closing):
     """
     config, process = run.config, run.process
     run.out_dir.mkdir(parents=True, exist_ok=True)
-    if mine := own.file_for(run.model.config):
-        own.copy(mine, run.out_dir)
+    own.held(run.model.config, run.out_dir)
     for name in saves if config.overwrite else ():
         (run.out_dir / name).unlink()
     device = torch.cuda.get_device_name(process.device) if process.kind == "cuda" else process.kind
@@ -404,11 +403,13 @@ def main(argv=None):
     if argv and argv[0].startswith("--trial="):
         return trial.main(argv[0].removeprefix("--trial="), train, argv[1:])
     try:
-        argv = own.take(argv)
+        argv, trusted = own.without_trust(argv)
+        argv = own.take(argv, every="--check" in argv)
         if "--check" in argv:
             return promises.main([arg for arg in argv if arg != "--check"])
         configs, given = configurator.load_given((GPTConfig, TrainConfig), argv, __doc__, conflicts,
                                                  mechanisms=flags_by_name())
+        checkpoint.trust_what_it_starts_from(configs[1] if trusted else None)
         note = note_on_dropout(configs[0])
         if note and os.environ.get("RANK", "0") == "0":
             print(note, flush=True)

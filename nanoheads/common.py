@@ -9,10 +9,15 @@ import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+# paths of the files of one's own whose code runs in this process: what goes wrong there is no bug of ours
+OWN_FILES = set()
 
 
 class UserError(ValueError):
@@ -33,16 +38,31 @@ def explain(e, less=LESS):
         return str(e)
     if isinstance(e, KeyboardInterrupt):
         return "interrupted before the first step"
-    if isinstance(e, OSError):
-        return f"{e.filename or 'input or output'}: {e.strerror or e}"
     signs = "out of memory", "can't allocate memory", "ALLOC_FAILED"
     if isinstance(e, MemoryError) or any(sign in str(e) for sign in signs):
         return f"out of memory; {less}"
+    if problem := fault_of_own_file(e):
+        return problem
+    if isinstance(e, OSError):
+        return f"{e.filename or 'input or output'}: {e.strerror or e}"
     if "out of resource: shared memory" in str(e):  # --compile=False would meet the same kernel
         return (f"a kernel needs more shared memory than this GPU has ({' '.join(str(e).split())[:200]}); "
                 "smaller heads (more n_head) or dtype=bfloat16 need less")
     if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
         return f"torch.compile failed ({' '.join(str(e).split())[:200]}); --compile=False does without"
+
+
+def fault_of_own_file(e):
+    """What went wrong in which line of a file of one's own, in one line; None: it was not there, or is told.
+    """
+    if isinstance(e, UserError):
+        return None
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(e.__traceback__)]
+    if isinstance(e, SyntaxError):
+        frames.append((e.filename, e.lineno))
+    places = [f"{path}, line {line}" for path, line in frames if path in OWN_FILES]
+    words = " ".join(str(getattr(e, "msg", e)).split())[:300]
+    return f"{places[-1]}: {type(e).__name__}: {words}" if places else None
 
 
 @contextmanager
@@ -59,7 +79,7 @@ def last_words(program, less="ask for less at once: shorter texts, a smaller bat
     except BrokenPipeError:  # such as head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as e:
-        words = str(e) if isinstance(e, ValueError) else explain(e, less)
+        words = fault_of_own_file(e) or (str(e) if isinstance(e, ValueError) else explain(e, less))
         if words is None:
             raise
         close_bars()

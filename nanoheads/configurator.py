@@ -141,10 +141,11 @@ def parse(text, t):
 def source_lines(cls):
     """The lines of a dataclass's source, and before them those of the dataclasses that it extends.
 
-    The Options of a mechanism, a class inside of its class, get a heading: its first flag's name.
+    The Options of a mechanism, a class inside of its class, get a heading: its first flag's name. Last are
+    those of mechanisms in files of one's own.
     """
     lines = []
-    for each in reversed(cls.__mro__[:-1]):
+    for each in (*reversed(cls.__mro__[:-1]), *own_options(cls)):
         if each.__name__ == "Options":
             lines.append(f"    # ---- {next(iter(each.__annotations__))} ----")
         lines += classes_of(each.__module__)[each.__qualname__]
@@ -181,13 +182,21 @@ def comments(cls):
     return found
 
 
+def own_options(cls):
+    """The Options of mechanisms in files of one's own, whose flags a GPTConfig holds in its field `own`."""
+    return cls.own_options() if hasattr(cls, "own_options") else []
+
+
 @functools.cache  # reading the source takes 0.1 s
 def keys_of(classes):
-    """{key: (type, default, comment)} over all fields of the dataclasses."""
+    """{key: (type, default, comment)} over all fields of the dataclasses, and of own_options()."""
     keys = {}
     for cls in classes:
-        hints, words = typing.get_type_hints(cls), comments(cls)
-        for f in fields(cls):
+        words, options = comments(cls), own_options(cls)
+        hints = {name: hint for each in (cls, *options) for name, hint in typing.get_type_hints(each).items()}
+        for f in (f for each in (cls, *options) for f in fields(each)):
+            if f.name == "own":  # which holds flags and is none itself
+                continue
             default = f.default if f.default is not MISSING else f.default_factory()
             keys[f.name] = hints[f.name], default, words.get(f.name, "")
     return keys
@@ -434,8 +443,8 @@ def load_given(classes, argv, doc="", together=None, more=None, mechanisms=None)
 
     made = []
     for cls in classes:
-        own = {f.name for f in fields(cls)}
-        made.append(cls(**{key: value for key, value in values.items() if key in own}))
+        of_class = keys_of((cls,))
+        made.append(cls(**{key: value for key, value in values.items() if key in of_class}))
     if not lost:
         found = [p for instance in made for p in instance.problems()] + (together(*made) if together else [])
         # a key named in `wrong` kept its default, which was not asked for: what follows from that is left out

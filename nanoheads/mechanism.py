@@ -43,10 +43,13 @@ def choices(cls):
     return allowed
 
 
-def range_problems(config, names=None):
-    """Yield a sentence for each flag (of these names, None: all) outside of its range or its choices."""
-    allowed = choices(type(config))
-    for f in fields(config):
+def range_problems(config, names=None, options=None):
+    """Yield a sentence for each flag (of these names, None: all) outside of its range or its choices.
+
+    options: the dataclass that has these flags as fields; None: the config's own.
+    """
+    allowed = choices(options or type(config))
+    for f in fields(options or config):
         value = getattr(config, f.name)
         if value is None or names is not None and f.name not in names:
             continue
@@ -187,16 +190,16 @@ class Mechanism(nn.Module):
     def all_problems(cls, config):
         """Yield all that is wrong with its flags: details of what is off, and what goes with no kernel."""
         if cls.is_on(config):
-            yield from [*range_problems(config, cls.fields())] or cls.problems(config)
+            yield from [*range_problems(config, options=cls.Options)] or cls.problems(config)
             if cls.in_pairs and config.n_head % 2:
                 yield f"{cls.flag}=True joins heads in pairs: n_head={config.n_head} is odd"
             if cls.needs_row_stats:
                 yield from no_dropout(config, cls.flag)
             return
-        for name in cls.fields():
-            value = getattr(config, name)
-            if name != cls.flag and value != type(config).__dataclass_fields__[name].default:
-                yield f"{name}={value!r} means nothing while {cls.flag} is off"
+        for f in fields(cls.Options):
+            value = getattr(config, f.name)
+            if f.name != cls.flag and value != f.default:
+                yield f"{f.name}={value!r} means nothing while {cls.flag} is off"
 
     # ---- tensors ----
 

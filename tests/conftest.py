@@ -4,7 +4,6 @@ import socket
 import os
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +17,9 @@ sys.path.insert(0, str(ROOT))
 import model  # noqa: E402
 import train  # noqa: E402
 from browser import CHROMIUM, Browser  # noqa: E402
+from nanoheads.common import OWN_FILES  # noqa: E402
 from nanoheads.configurator import keys_of  # noqa: E402
-from nanoheads.hub import own_mechanism as own  # noqa: E402
+from nanoheads.hub import own_files, own_mechanism as own  # noqa: E402
 from nanoheads.mechanism import choices  # noqa: E402
 from nanoheads.study import fingerprint  # noqa: E402
 from nanoheads.text import sources  # noqa: E402
@@ -189,21 +189,24 @@ def own_mechanisms_go():
 
 @contextmanager
 def without_own_mechanisms():
-    """Forget the mechanisms that were added inside: flags, classes and the fields of GPTConfig."""
-    config = model.GPTConfig
-    bases, head, every = config.__bases__, [*model.HEAD_MECHANISMS], [*model.MECHANISM_CLASSES]
+    """Forget the mechanisms that were added inside: flags, classes, modes, and the modules of their files."""
+    before = {*own.ADDED}
     yield
-    for cls in own.ADDED:
+    forget_own_mechanisms(before)
+
+
+def forget_own_mechanisms(but=()):
+    """As in a process that has added none, but for these classes."""
+    for cls in {*own.ADDED} - {*but}:
         for name in cls.modes:
             model.MECHANISMS.pop(name)
             model.NEUTRAL.pop(name, None)
-    own.ADDED.clear()
-    model.HEAD_MECHANISMS[:], model.MECHANISM_CLASSES[:] = head, every
-    for name in ("init", "repr", "eq", "match_args", "dataclass_fields", "dataclass_params", "replace"):
-        if f"__{name}__" in vars(config):
-            delattr(config, f"__{name}__")
-    config.__bases__ = bases
-    dataclass(config)
+        for every in (model.OWN, model.HEAD_MECHANISMS, model.MECHANISM_CLASSES):
+            every.remove(cls)
+        own.ADDED.pop(cls)
+    kept = {module.name for file in own.ADDED.values() for module in file.modules}
+    own_files.forget("", [module for name, module in own_files.LOADED.items() if name not in kept])
+    OWN_FILES.intersection_update(str(path) for file in own.ADDED.values() for path in file.paths)
     keys_of.cache_clear()
     choices.cache_clear()
 

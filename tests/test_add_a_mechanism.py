@@ -1,6 +1,5 @@
 """A mechanism in a file of one's own: the page's file, its commands, the promises, and what is refused."""
 
-import json
 import os
 import py_compile
 import re
@@ -13,14 +12,13 @@ import torch
 
 import compare
 import model
-from conftest import ROOT
+from conftest import ROOT, without_own_mechanisms
 from nanoheads.common import UserError
 from nanoheads.configurator import keys_of
 from nanoheads.hub import huggingface as hf, own_mechanism as own
 from nanoheads.probes import promises
-from nanoheads.study import fingerprint, results
+from nanoheads.study import fingerprint
 from nanoheads.study.variants import StudyConfig
-from nanoheads.text.targets import sha256
 from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig
 
@@ -128,7 +126,7 @@ def test_the_file_of_a_mechanism_lies_in_the_folder_however_it_was_named(mine, t
 
 
 @pytest.mark.parametrize("before, after, words", [
-    ("class Forgetting(Mechanism)", "class Forgetting", "must define one class .* defines none"),
+    ("class Forgetting(Mechanism)", "class Forgetting", "must define a class .* defines none"),
     ("import torch\n", "import torch\nboom\n", "line 3: NameError: name 'boom'"),
     ('    flag = "forget" ', '    flag = "xsa" ', "flag='xsa' must be one of its Options"),
     ("forget_init: float", "init: float", "init must begin with forget"),
@@ -170,12 +168,18 @@ def test_the_hash_of_other_runs_does_not_see_it(mine):
     fingerprint.code_digest(model.GPTConfig(**SIZES, forget=True), TrainConfig())
 
 
-def test_its_hash_has_what_it_uses_of_ours(mine):
-    """Row statistics, which are there for the asking, and what it imports."""
-    own.add(mine("import torch\n", "import torch\nfrom nanoheads.kernels import float32_linear, relu2\n"))
-    names = fingerprint.model_names(model.GPTConfig(**SIZES, forget=True))
-    assert {"row_statistics", "flex", "float32_linear", "linear32", "relu2", "HeadAxis"} <= names
-    assert "row_statistics" not in fingerprint.model_names(model.GPTConfig(**SIZES))
+def test_its_hash_has_what_it_uses_of_ours(mine, monkeypatch):
+    """Also a file of ours that train.py does without."""
+    path = mine("import torch\n", "import torch\nfrom nanoheads.text import quality\n")
+    own.add(path)
+    reached, inner = [], fingerprint.digest_of
+    monkeypatch.setattr(fingerprint, "digest_of", lambda root, programs, off: reached.extend(
+        fingerprint.files_of(root, programs)) or inner(root, programs, off))
+    fingerprint.code_digest(model.GPTConfig(**SIZES, forget=True), TrainConfig(own_mechanism=str(path)))
+    assert {Path(path).resolve(), ROOT / "nanoheads" / "text" / "quality.py"} <= {*reached}
+    reached.clear()
+    fingerprint.code_digest(model.GPTConfig(**SIZES), TrainConfig())
+    assert ROOT / "nanoheads" / "text" / "quality.py" not in reached and ROOT / "model.py" in reached
 
 
 def test_a_run_with_it_goes_through_every_program(mine, bytes_data, tmp_path):
@@ -189,23 +193,26 @@ def test_a_run_with_it_goes_through_every_program(mine, bytes_data, tmp_path):
         assert done.returncode == 0, done.stderr
     assert (out / "mine.py").read_text() == CODE
     state = torch.load(out / "best.pt", weights_only=True)
-    assert state["own_mechanism"] == dict(file="mine.py", digest=own.digest(path))
+    assert state["own_mechanism"] == [dict(file="mine.py", digest=own.digest(path))]
     path.unlink()
+    named = f"--mechanism={out / 'mine.py'}"
     for command in (["evaluate.py", "--ckpt", out, "--split=val"],
                     ["sample.py", "--ckpt", out, "--max_new_tokens=3", "--start=a"],
                     ["prune.py", "--ckpt", out, "--by=random", "--to=0.5", f"--out_dir={tmp_path / 'less'}"],
                     ["export_hf.py", "--ckpt", out, "--out", tmp_path / "hf"]):
-        done = run(*command)
+        done = run(*command, named)
         assert done.returncode == 0, done.stderr
-    done = run("probe.py", "inspect", "--ckpt", out, words=f"save {tmp_path / 'saved'}\nquit\n")
+    done = run("probe.py", "inspect", "--ckpt", out, named, words=f"save {tmp_path / 'saved'}\nquit\n")
     assert done.returncode == 0, done.stderr
     for folder in ("less", "saved"):  # new checkpoints, with a copy of their own
-        done = run("evaluate.py", "--ckpt", tmp_path / folder, "--split=val")
+        done = run("evaluate.py", "--ckpt", tmp_path / folder, "--split=val", "--trust_code")
+        assert f"--trust_code runs {tmp_path / folder / 'mine.py'}\n" in done.stderr
         assert done.returncode == 0 and (tmp_path / folder / "mine.py").read_text() == CODE, done.stderr
     (out / "mine.py").write_text(CODE + "\n# changed\n")
-    done = run("evaluate.py", "--ckpt", out)
-    assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
-    assert str(out / "mine.py") in done.stderr and "another text" in done.stderr
+    for allowed in ("--trust_code", named):
+        done = run("evaluate.py", "--ckpt", out, allowed)
+        assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
+        assert str(out / "mine.py") in done.stderr and "another text" in done.stderr
 
 
 def test_the_record_is_of_the_text_that_runs(mine, tmp_path):
@@ -214,7 +221,7 @@ def test_the_record_is_of_the_text_that_runs(mine, tmp_path):
     own.add(path)
     before, config = own.digest(path), model.GPTConfig(**SIZES, forget=True)
     path.write_text(CODE + "\n# edited\n")
-    assert own.record(config) == dict(file="mine.py", digest=before)
+    assert own.record(config) == [dict(file="mine.py", digest=before)]
     assert own.copy(own.file_for(config), tmp_path / "run").read_text() == CODE
     with pytest.raises(UserError, match="two texts of one mechanism, with the flag forget"):
         own.add(path)
@@ -228,7 +235,8 @@ def test_bytecode_beside_a_file_is_not_run(mine):
     path = mine()
     py_compile.compile(str(path), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
     mine("-60.0}", "-61.0}")
-    assert own.class_in(own.opened(path)).neutral == {"forget": {"forgetting.slope": -61.0}}
+    own.add(path)
+    assert model.NEUTRAL["forget"] == {"forgetting.slope": -61.0}
 
 
 @pytest.mark.parametrize("argv, config, taken", [
@@ -259,19 +267,18 @@ def test_it_is_timed(mine):
 
 
 @pytest.mark.parametrize("name", ["mine.py", "mechanism.py", "own_mechanism.py"])
-def test_an_export_is_read_by_its_path_as_text(name, mine, tmp_path):
-    own.add(mine(name=name))
-    gpt = model.GPT(model.GPTConfig(**SIZES, forget=True)).eval()
-    hf.export(gpt, None, tmp_path / "hf")
+def test_an_export_is_read_as_text_and_runs_where_it_is_trusted(name, mine, tmp_path, capsys):
+    with without_own_mechanisms():
+        own.add(mine(name=name))
+        gpt, idx = model.GPT(model.GPTConfig(**SIZES, forget=True)).eval(), torch.arange(9)[None]
+        hf.export(gpt, None, tmp_path / "hf")
+        want = gpt(idx).logits
     state = checkpoint.read(str(tmp_path / "hf"))
-    there = checkpoint.build(state, "hf")
-    idx = torch.arange(9)[None]
-    assert torch.equal(gpt(idx).logits, there(idx).logits)
-    assert not (tmp_path / "hf" / "mechanism.py").read_text() == CODE
-    (tmp_path / "hf" / json.loads((tmp_path / "hf" / "config.json").read_text())["own_mechanism"]["file"]
-     ).write_text("raise SystemExit('run')")
-    with pytest.raises(UserError, match="another text"):
-        checkpoint.read(str(tmp_path / "hf"))
+    with pytest.raises(UserError, match="what is only read is not run: name its file"):
+        checkpoint.build(state, "hf")
+    assert torch.equal(checkpoint.build(checkpoint.read(str(tmp_path / "hf"), trust_code=True), "hf")(idx).logits,
+                       want)
+    assert capsys.readouterr().err == f"--trust_code runs {tmp_path / 'hf' / 'own' / name}\n"
 
 
 def test_an_export_loads_in_transformers(mine, tmp_path):
@@ -289,23 +296,6 @@ def test_an_export_loads_in_transformers(mine, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_results_find_the_file_beside_them(mine, tmp_path):
-    path = mine()
-    spec = dict(data=dict(mechanism=sha256(path)), train=dict(own_mechanism="elsewhere/mine.py"))
-    plain = dict(spec=dict(data={}, train={}))
-    results.add_own(dict(runs=dict(a=plain, b=dict(spec=spec))), tmp_path / "results.json.gz")
-    assert [cls.flag for cls in own.ADDED] == ["forget"]
-    spec["data"]["mechanism"] = "0" * 64
-    with pytest.raises(UserError, match="mine.py .another text"):
-        results.add_own(dict(runs=dict(b=dict(spec=spec))), tmp_path / "results.json.gz")
-
-
-def test_a_record_of_another_form_is_one_line(tmp_path):
-    for held in ("mine.py", dict(file="mine.py"), dict(file=["x"], digest="0")):
-        with pytest.raises(UserError, match="must be a file's name and its digest"):
-            own.find(dict(own_mechanism=held), tmp_path / "best.pt")
-
-
 def test_the_folder_of_a_study_holds_the_file(mine, tmp_path):
     """So that who gets the folder can run it again."""
     name, = own.add(mine())
@@ -313,17 +303,6 @@ def test_the_folder_of_a_study_holds_the_file(mine, tmp_path):
     assert not (tmp_path / "other").exists()
     compare.keep_file(StudyConfig(mechanism=name), tmp_path / "report")
     assert (tmp_path / "report" / "mine.py").read_text() == CODE
-
-
-def test_a_checkpoint_that_names_a_file_runs_nothing_of_its_own(mine, tmp_path):
-    """The digest is compared before the file is read as code."""
-    evil = tmp_path / "mine.py"
-    evil.write_text("raise SystemExit('run')")
-    with pytest.raises(UserError, match="another text"):
-        own.find(dict(own_mechanism=dict(file="mine.py", digest="0" * 16)), tmp_path / "best.pt")
-    with pytest.raises(UserError, match="not there"):
-        own.find(dict(own_mechanism=dict(file="other.py", digest="0" * 16)), tmp_path / "best.pt")
-    own.find({}, tmp_path / "best.pt")
 
 
 @pytest.mark.parametrize("argv, words", [

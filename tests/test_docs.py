@@ -24,7 +24,8 @@ MECHANISMS_PAGE = (ROOT / "docs/mechanisms.md").read_text(encoding="utf-8")
 FOLDERS = "data|config|docs|tests|results|nanoheads"
 
 # a reader's own file, placeholders, and two programs that the README names with what replaced them
-NOT_OURS = {"mine.py", "PROGRAM.py", "data/NAME/prepare.py", "inspect_heads.py", "nanoheads_eval.py"}
+NOT_OURS = {"mine.py", "other.py", "PROGRAM.py", "data/NAME/prepare.py", "inspect_heads.py",
+            "nanoheads_eval.py"}
 SOURCES = (*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py"), *ROOT.glob("data/**/*.py"))
 
 

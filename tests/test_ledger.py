@@ -5,13 +5,14 @@ import json
 import re
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from compare import main
-from conftest import ROOT, without_own_mechanisms
+from conftest import ROOT, forget_own_mechanisms, without_own_mechanisms
 from nanoheads.hub import own_mechanism as own
 from nanoheads.study import analysis, findings, fingerprint, ledger, ledger_page, results, trial
 from nanoheads.study.analysis import BOTH
@@ -247,12 +248,34 @@ def test_a_challenge_is_rechecked_and_then_a_row(challenge, capsys, monkeypatch)
     row, = [row for row in ledger.rows_of(ledger.RESULTS) if row["name"] == "forget"]
     assert row["code"] == "today's" and row["verdict"] in findings.MEANING
     assert "id='challenge-forget-tiny.forget.judged'" in ledger.PAGE.read_text(encoding="utf-8")
-    # from there alone it can be rechecked: its file went along
-    read = []
-    monkeypatch.setattr(own, "add", lambda path, wanted: read.append((path, wanted)))
-    assert "all of them the same" in results.recheck(target)
+    # its file went along, and its figures are computed once more without running it
     copy = ledger.RESULTS / "challenge-forget-tiny" / "mine.py"
-    assert set(read) == {(copy, own.digest(challenge / "mine.py"))}
+    assert own.digest(copy) == own.digest(challenge / "mine.py")
+    forget_own_mechanisms()
+    monkeypatch.setattr(own, "add", None)
+    assert "; 3 more, of models, need the code of a mechanism" in results.recheck(target)
+
+
+def test_the_ledger_runs_nothing_of_a_results_file(challenge, tmp_path, monkeypatch):
+    """Neither what lies beside it, nor what its runs name by an absolute path."""
+    marker, evil = tmp_path / "marker", tmp_path / "evil.py"
+    (challenge / "mine.py").write_text(f"open({str(marker)!r}, 'w')")
+    evil.write_text(f"open({str(marker)!r}, 'w')")
+
+    def change(found):
+        for run in found["runs"].values():
+            if "mechanism" in run["spec"]["data"]:
+                run["spec"]["train"]["own_mechanism"] = str(evil)
+                run["spec"]["data"]["mechanism"] = own.opened(evil).sha256
+    resummed(challenge, change)
+    forget_own_mechanisms()
+    for argv in (["--ledger", "add", str(challenge)], ["--ledger"],
+                 [f"--recheck={challenge / 'results.json.gz'}"],
+                 [f"--from_results={challenge / 'results.json.gz'}", f"--out_dir={tmp_path / 'again'}"]):
+        with suppress(SystemExit):
+            main(argv)
+        assert not marker.exists(), argv
+    assert (tmp_path / "again" / "results.json.gz").is_file() or any((tmp_path / "again").iterdir())
 
 
 def resummed(folder, change):

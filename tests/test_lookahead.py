@@ -194,8 +194,9 @@ def study(bytes_data, tmp_path_factory):
         "eval_interval = 3\neval_tokens = 64\nrecipe = 'modern'\nmechanism_lr = 1.0\n"
         f"dataset = {str(bytes_data)!r}\n")
     done = subprocess.run(
-        [sys.executable, ROOT / "compare.py", f"--mechanisms={LEAKS},leak_grown", "--base=plain.py",
-         "--seeds=[1]", "--plain_seeds=1", "--budgets=[]", "--device=cpu", "--jobs=2", "--out_dir=study"],
+        [sys.executable, ROOT / "compare.py", f"--mechanisms={LEAKS}:leak_block,leak_grown",
+         "--base=plain.py", "--seeds=[1]", "--plain_seeds=1", "--budgets=[]", "--device=cpu", "--jobs=2",
+         "--out_dir=study"],
         cwd=folder, capture_output=True, text=True)
     return folder, done, results.read(folder / "study/results.json.gz")
 

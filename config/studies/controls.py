@@ -1,10 +1,10 @@
 # Controls: changes that others have shown to help, or to hurt, and changes that cannot help. A comparison is
 # worth what it says of them; docs/results/controls.md has what is expected of each, and from where
-# tests/controls.py is noise, or parameters without effect; a third mode of it looks ahead, and is refused
+# tests/controls.py has noise and parameters without effect; a third mode of it looks ahead, and is refused
 
 question = "Does a comparison find what is known, and nothing else?"
 
-mechanisms = ["tests/controls.py", "short_conv", "query_gain"]
+mechanisms = ["tests/controls.py:control_noise", "short_conv", "query_gain"]
 variants = {
     "parameters without effect": dict(control="dead"),
     "AdamW for Muon": dict(optimizer="adamw", lr=8e-3, embed_lr=8e-3, min_lr=0.0, weight_decay=0.1),

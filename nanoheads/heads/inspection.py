@@ -18,7 +18,7 @@ import re
 import shutil
 import sys
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from model import Agency
@@ -304,7 +304,7 @@ class Session(cmd.Cmd):
         model = folded(self.model)
         state = {key: self.read[key] for key in ("dataset", "train", "step") if key in self.read}
         edits = dict(ckpt=str(self.path), set=self.args.settings, commands=[line for line, _ in self.changes])
-        state.update(model=model.state_dict(), config=asdict(model.config), meta=self.data.meta, edits=edits)
+        state.update(model=model.state_dict(), config=model.config.flags(), meta=self.data.meta, edits=edits)
         if not checkpoint.same_logits(checkpoint.build(state, path, self.args.device), self.model):
             raise UserError("a checkpoint of it would say something else; nothing was written")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -389,6 +389,7 @@ def main(argv=None):
             raise UserError(f"--ckpt: one at a time, not {len(args.ckpt)}")
         if args.tokens < 0:
             raise UserError(f"--tokens={args.tokens} must not be negative")
+        checkpoint.allow_code(args)
         args.device = pick_device(args.device)
         session = Session(args)
         session.cmdloop()

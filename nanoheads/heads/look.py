@@ -667,4 +667,6 @@ def main(argv=None):
     p.add_argument("--out", help="JSON lines; a page of that name, .html, comes beside them "
                                  "(default: look.jsonl)")
     with last_words(PROGRAM):
-        print(run(p.parse_args(argv)))
+        args = p.parse_args(argv)
+        checkpoint.allow_code(args)
+        print(run(args))

@@ -15,10 +15,13 @@ windows     how a long text is cut for its perplexity: harness (default: the las
             (as evaluate.py does: it holds what is left). Both figures are logged
 stride      how far that window moves, as in evaluate.py; 0 (default): disjoint windows
 dataset     where a nanoGPT checkpoint's vocabulary is, if not in the dataset that it names
+mechanism   the file of a mechanism of one's own that the checkpoint was made with
+trust_code  True: run the copy of that file in the checkpoint's folder; nothing else that is read is run
 
 It scores and generates with nanoheads/training/: the one module of hub/ that stands after that folder.
 """
 
+import argparse
 import logging
 import math
 import re
@@ -33,7 +36,7 @@ from tqdm import tqdm
 
 from nanoheads.common import ROOT, UserError, last_words, pick_device
 from nanoheads.configurator import near
-from nanoheads.training import sampling, scoring
+from nanoheads.training import checkpoint, sampling, scoring
 
 PROGRAM = "nanoheads.hub.harness"
 try:
@@ -46,7 +49,7 @@ except ImportError as e:
         raise
     sys.exit(f"{PROGRAM}: {e}; pip install 'lm_eval>=0.4.13'")
 
-KEYS = "ckpt", "device", "batch_size", "dtype", "windows", "stride", "dataset"
+KEYS = "ckpt", "device", "batch_size", "dtype", "windows", "stride", "dataset", "mechanism", "trust_code"
 SAMPLING = "temperature", "top_k", "top_p", "repetition_penalty"
 logger = logging.getLogger("lm_eval.nanoheads")
 
@@ -69,7 +72,7 @@ class NanoHeads(TemplateLM):
     """A checkpoint as the harness asks it, with the keys of --model_args. Raises UserError."""
 
     def __init__(self, ckpt=None, device="auto", batch_size="auto", dtype="float32", windows="harness",
-                 stride=0, dataset=None, **unknown):
+                 stride=0, dataset=None, mechanism=None, trust_code=False, **unknown):
         super().__init__()
         for key in unknown:
             meant = near(key, KEYS)
@@ -84,6 +87,10 @@ class NanoHeads(TemplateLM):
             raise UserError(f"--model_args: dtype={dtype} must be float32 or bfloat16")
         if windows not in ("harness", "evaluate"):
             raise UserError(f"--model_args: windows={windows} must be harness or evaluate")
+        if trust_code not in (True, False):
+            raise UserError(f"--model_args: trust_code={trust_code} must be True or False")
+        code = argparse.Namespace(mechanism=[str(mechanism)] if mechanism else [], trust_code=trust_code)
+        checkpoint.allow_code(code, str(ckpt))
         self.path, self._device = str(ckpt), torch.device(pick_device(str(device)))
         self.model, self.tokenizer = sampling.model_and_tokenizer(self.path, self._device, dataset)
         self.max_length = self.model.config.block_size

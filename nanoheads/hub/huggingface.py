@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -93,8 +92,11 @@ def fetch(name):
         raise UserError(f"{advice} ({type(e).__name__})") from None
 
 
-def read(folder):
-    """A folder in the form of our checkpoints: dict(model, config, meta, dataset). UserError."""
+def read(folder, trust_code=False):
+    """A folder in the form of our checkpoints: dict(model, config, meta, dataset). UserError.
+
+    trust_code: of a mechanism in a file of one's own, that in the folder is run; without, nothing is.
+    """
     c = config_of(folder)
     if not isinstance(c.get("model_type"), str):
         raise UserError(f"{Path(folder) / 'config.json'} names no model_type: it is not this model's")
@@ -111,7 +113,12 @@ def read(folder):
     if tensors.left():
         raise UserError(f"{folder} holds tensors that a {c['model_type']} model here has no place for: "
                         f"{', '.join(tensors.left()[:3])}")
-    return dict(model=weights, config=config, meta=tokenizer_of(folder, config), dataset=None)
+    state = dict(model=weights, config=config, meta=tokenizer_of(folder, config), dataset=None)
+    if c.get("own_mechanism"):
+        state["own_mechanism"] = c["own_mechanism"]
+    if trust_code:
+        own.trust(state, folder)
+    return state
 
 
 class Tensors:
@@ -397,7 +404,6 @@ def stretched_rope(c):
 
 def read_nanoheads(c, t):
     """What export() wrote for models of our own."""
-    own.find(c, Path(t.folder, "config.json"))
     weights = {name.removeprefix("gpt."): w for name, w in t.found.items()}
     t.found = {}
     if c["gpt"].get("tied"):
@@ -604,13 +610,13 @@ def write_nanoheads(model):
     if c.unet and any(fuse.ramp is not None and fuse.ramp < 1 for fuse in model.fuse):
         raise UserError("its U-Net skips have not risen to all that they give, and no folder says how far: "
                         f"train beyond step {c.unet_from + c.unet_ramp}")
-    config = dict(model_type="nanoheads", architectures=["NanoHeadsForCausalLM"], gpt=asdict(c),
+    config = dict(model_type="nanoheads", architectures=["NanoHeadsForCausalLM"], gpt=c.flags(),
                   hidden_size=c.n_embd, num_hidden_layers=c.n_layer, num_attention_heads=c.n_head,
                   max_position_embeddings=c.block_size, tie_word_embeddings=c.tied,
                   auto_map={"AutoConfig": "modeling_nanoheads.NanoHeadsConfig",
                             "AutoModelForCausalLM": "modeling_nanoheads.NanoHeadsForCausalLM"})
     if mine := own.record(c):
-        config["own_mechanism"] = dict(mine, file=name_beside_code(mine["file"]))
+        config["own_mechanism"] = [dict(each, file=f"own/{each['file']}") for each in mine]
     return config, {f"gpt.{name}": t for name, t in model.state_dict().items()
                     if not (c.tied and name == "lm_head.weight")}
 
@@ -651,31 +657,59 @@ def export(model, meta, out, family=None, force=False):
     return family, why if family == plainest else ""
 
 
-def name_beside_code(name):
-    """The name of a file of one's own in a folder that holds CODE, too."""
-    taken = {"own_mechanism.py", *(Path(code).name for code in CODE)}
-    return f"my_{name}" if name in taken else name
-
-
 def write_code(folder, config):
-    """The files that transformers runs, into a folder, with that of a mechanism of one's own."""
-    mine = own.file_for(config)
+    """The files that transformers runs, into a folder, with those of mechanisms of one's own.
+
+    Our own programs read those in the folder own/, as they are; transformers wants all files side by side, so
+    that it gets copies with other imports. UserError where these cannot be made.
+    """
+    files = own.files_for(config)
     for name in CODE:
         text = as_package((ROOT / name).read_text(encoding="utf-8"))
-        if mine and name.endswith("modeling_nanoheads.py"):  # its flags join before a config is made
-            line = f"from .own_mechanism import {own.class_for(config).__name__} as Own\n"
-            text = text.replace("from .model import", line + "from .model import add_mechanism, ", 1)
-            text = text.replace("\n\n\nclass ", "\n\nadd_mechanism(Own)\n\n\nclass ", 1)
+        if files and name.endswith("modeling_nanoheads.py"):  # their flags join before a config is made
+            lines = [f"from .own_mechanism_{i} import {cls.__name__} as Own{i}_{j}\n"
+                     for i, file in enumerate(files) for j, cls in enumerate(own.classes_of(file))]
+            lines = "".join(lines)
+            text = text.replace("from .model import", f"{lines}from .model import add_mechanism, ", 1)
+            added = "".join(f"add_mechanism({line.split()[-1]})\n" for line in lines.splitlines())
+            text = text.replace("\n\n\nclass ", f"\n\n{added}\n\nclass ", 1)
         (folder / Path(name).name).write_text(text, encoding="utf-8")
-    if mine:
-        (folder / "own_mechanism.py").write_text(as_package(mine.text.decode()), encoding="utf-8")
-        (folder / name_beside_code(mine.path.name)).write_bytes(mine.text)  # what our own programs read
+    for i, file in enumerate(files):
+        own.copy(file, folder / "own")
+        names = {module.name for module in file.modules}
+        texts = {f"own_mechanism_{i}": file.text, **{each.name: each.text for each in file.others}}
+        for name, text in texts.items():
+            if "." in name or name in {Path(code).stem for code in CODE} or not beside(file, name):
+                raise UserError(f"{file.path} imports {name}, which no folder for transformers can hold: its "
+                                "code must be plain files side by side, with other names than ours")
+            code = as_package(text.decode(), names)
+            left = [line for line in code.splitlines() if re.match(r"\s*(import|from) [^.]", line)
+                    and names & set(re.findall(r"\w+", line))]
+            if left:
+                raise UserError(f"{file.path}: for transformers {left[0].strip()!r} must be one import alone "
+                                "in its line")
+            (folder / f"{name}.py").write_text(code, encoding="utf-8")
 
 
-def as_package(code):
-    """Source whose imports of our own modules are relative, as transformers wants the code in a folder."""
-    modules = "|".join(Path(name).stem for name in CODE)
-    return re.sub(rf"^from (?:nanoheads\.)?({modules}) import", r"from .\1 import", code, flags=re.MULTILINE)
+def beside(file, name):
+    """Whether what a file of one's own imports by this name is a plain text, or no import at all."""
+    module = next((each for each in file.modules if each.name == name), None)
+    return module is None or module.path.name == f"{name}.py"
+
+
+def as_package(code, others=()):
+    """Source whose imports of our own modules are relative, as transformers wants the code in a folder.
+
+    others: more modules that lie there. Of `import x` transformers needs to see a `from .x import`, too.
+    """
+    modules = "|".join([*(Path(name).stem for name in CODE), *map(re.escape, others)])
+    code = re.sub(rf"^([ \t]*)from (?:nanoheads\.)?({modules}) import", r"\1from .\2 import", code,
+                  flags=re.M)
+    if others:
+        plain = "|".join(map(re.escape, others))
+        code = re.sub(rf"^([ \t]*)import ({plain})((?: as \w+)?)[ \t]*(?:#.*)?$",
+                      r"\1from .\2 import __name__ as _\2_\n\1from . import \2\3", code, flags=re.M)
+    return code
 
 
 @contextmanager

@@ -1,104 +1,111 @@
 """
-A mechanism in a file of one's own: read, checked, and added to the flags (docs/add-a-mechanism.md).
+Mechanisms in files of one's own: read, checked, and added to the flags (docs/add-a-mechanism.md).
 
-    python train.py --scale=tiny --mechanism=mine.py        python compare.py --mechanism=mine.py
+    python train.py --scale=tiny --mechanism=mine.py    python compare.py --mechanisms=mine.py,other.py:mode
+    python sample.py --ckpt out/a --mechanism=mine.py   python sample.py --ckpt out/a --trust_code
 
-A run keeps a copy of the file beside its checkpoints, which hold its name and digest, never its code. What
-reads such a checkpoint takes the copy, if its digest is right, or the file itself.
+A run keeps a copy of the file, and of what it imports, beside its checkpoints, which hold name and digest.
+What is only read is not run: code runs where the command line names its file, or says --trust_code, which
+takes the copy in the checkpoint's own folder and says so.
 """
 
-import hashlib
-import importlib.util
-import linecache
+import ast
+import re
 import sys
+import typing
+from collections import Counter
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
-from typing import NamedTuple
 
 import model
-from nanoheads.common import UserError, write_atomic
-from nanoheads.configurator import keys_of, near, read_file, where_it_failed
+from nanoheads.common import UserError
+from nanoheads.configurator import check, keys_of, near, read_file, type_name
+from nanoheads.hub import own_files
+from nanoheads.hub.own_files import OwnFile, add_arguments, copy, files_of, inside, kept_inside, opened, run
 from nanoheads.mechanism import Mechanism, choices
 
-
-class OwnFile(NamedTuple):
-    """A file as it was when it was read: it may be edited while a run goes on."""
-
-    path: Path
-    text: bytes
-
-    @property
-    def digest(self):
-        """The first 16 digits of its SHA-256."""
-        return hashlib.sha256(self.text).hexdigest()[:16]
-
+__all__ = ["ADDED", "OwnFile", "add", "add_arguments", "copy", "digest", "files_of", "held", "opened", "take"]
 
 ADDED = {}  # class -> its OwnFile
 
 
-def opened(path):
-    """The OwnFile of a path. UserError."""
-    try:
-        return OwnFile(Path(path), Path(path).read_bytes())
-    except OSError as e:
-        raise UserError(f"no mechanism file {path} ({e.strerror}); it holds one class, see "
-                        "docs/add-a-mechanism.md") from None
-
-
 def digest(path):
-    """The digest of a file as it is now. UserError."""
+    """The digest of a file, and of what it imports, as they are now. UserError."""
     return opened(path).digest
 
 
+# ---- adding ----
+
 def add(path, wanted=None):
-    """Read a file and add the mechanism in it, once; returns the names of its modes. UserError.
+    """Read a file and add the mechanisms in it, once; returns the names of all their modes. UserError.
 
     wanted: the digest without which nothing of it is executed.
     """
     file = opened(path)
     if wanted not in (None, file.digest):
         raise UserError(f"{path} is another text than the one wanted (sha256 {wanted}...)")
-    for cls, known in ADDED.items():
-        if known.digest == file.digest:
-            return list(cls.modes)
-    cls = class_in(file)
-    if other := next((known for each, known in ADDED.items() if each.flag == cls.flag), None):
-        raise UserError(f"{path} and {other.path} are two texts of one mechanism, with the flag {cls.flag}: "
-                        "one at a time")
-    if problem := next(problems(cls), None):
-        raise UserError(f"{path}: {cls.__name__}: {problem}")
-    model.add_mechanism(cls)
+    if known := [cls for cls, each in ADDED.items() if each.digest == file.digest]:
+        return [name for cls in known for name in cls.modes]
+    loaded = {*own_files.LOADED}
+    try:
+        classes = classes_in(file)
+        if other := next((each for each in ADDED.values() if each.path.name == file.path.name), None):
+            raise UserError(f"{path} and {other.path} have one name, and a run keeps both in its folder: "
+                            "rename one of them")
+    except UserError:  # nothing of it stays
+        own_files.forget(module_name(file), [own_files.LOADED[name] for name in {*own_files.LOADED} - loaded])
+        raise
+    for cls in classes:
+        model.add_mechanism(cls)
+        ADDED[cls] = file
     keys_of.cache_clear()
     choices.cache_clear()
-    ADDED[cls] = file
-    return list(cls.modes)
+    return [name for cls in classes for name in cls.modes]
 
 
-def class_in(file):
-    """The one class of a Mechanism that an OwnFile defines. UserError."""
-    path, name = file.path, f"own_mechanism_{file.digest}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        # the text that the digest is of: a loader would take bytecode that stands beside it
-        code = compile(file.text, str(path), "exec")
-        # its source, for the comments of its flags, also when the file is edited or gone
-        lines = file.text.decode(errors="replace").splitlines(keepends=True)
-        linecache.cache[module.__file__] = len(file.text), None, lines, module.__file__
-        exec(code, vars(module))
-    except Exception as e:  # whatever a file of one's own may do
-        raise UserError(f"{path}, {where_it_failed(e, path)}") from None
-    found = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, Mechanism)
-             and cls.__module__ == name]
-    if len(found) != 1:
-        names = ", ".join(cls.__name__ for cls in found) or "none"
-        raise UserError(f"{path} must define one class that extends Mechanism; it defines {names}")
-    return found[0]
+def module_name(file):
+    """What the module of an OwnFile is called in this process."""
+    return f"own_mechanism_{file.digest}"
 
 
-def problems(cls):
-    """Yield what is wrong with a class as it is declared, sentence by sentence."""
-    own = [name for name in vars(cls.Options).get("__annotations__", {})]
+def classes_in(file):
+    """The classes of a Mechanism that an OwnFile defines, each checked. UserError."""
+    name, tree = module_name(file), ast.parse(file.text)
+    named_so = Counter(node.name for node in tree.body if isinstance(node, ast.ClassDef))
+    if twice := [each for each, count in named_so.items() if count > 1]:
+        raise UserError(f"{file.path} defines {twice[0]} twice, so that the first would be lost: rename one")
+    found = [cls for cls in vars(run(file, name)).values() if isinstance(cls, type)
+             and issubclass(cls, Mechanism) and cls.__module__ == name]
+    found = list(dict.fromkeys(found))
+    # a class without a flag that others extend is what they share
+    found = [cls for cls in found if cls.flag or not any(cls in other.__mro__[1:] for other in found)]
+    if not found:
+        raise UserError(f"{file.path} must define a class that extends Mechanism; it defines none")
+    for i, cls in enumerate(found):
+        if other := next((each for known, each in ADDED.items() if known.flag == cls.flag), None):
+            raise UserError(f"{file.path} and {other.path} are two texts of one mechanism, with the flag "
+                            f"{cls.flag}: one at a time")
+        if problem := next(problems(cls, found[:i]), None):
+            raise UserError(f"{file.path}: {cls.__name__}: {problem}")
+        check_that_it_starts(cls, file.path)
+    return found
+
+
+def problems(cls, before=()):
+    """Yield what is wrong with a class as it is declared, sentence by sentence.
+
+    before: classes of the same file, whose names are taken.
+    """
+    if "Options" not in {name for each in cls.__mro__ if each is not Mechanism for name in vars(each)
+                         if issubclass(each, Mechanism)}:
+        yield "it needs a class Options inside, with its flags as annotated fields"
+        return
+    for key in ("name", "flag"):
+        if not isinstance(getattr(cls, key), str):
+            yield f"{key}={getattr(cls, key)!r} must be a text"
+            return
+    own = [f.name for f in fields(cls.Options)]
     if not cls.flag or cls.flag not in own:
         yield f"flag={cls.flag!r} must be one of its Options, the one that turns it on"
         return
@@ -108,28 +115,77 @@ def problems(cls):
         yield "Options: every flag needs a default, at which it does nothing"
     elif getattr(cls.Options, cls.flag) not in (None, False):
         yield f"Options: {cls.flag} must be off (None or False) where it is not set"
-    if taken := set(own) & set(model.GPTConfig.__dataclass_fields__):
+    flags = {*model.GPTConfig.defaults(), "own", *(name for each in before for name in each.fields())}
+    if taken := set(own) & flags:
         yield f"Options: there is a flag {min(taken)} already: choose another name"
-    taken = {other.name for other in model.MECHANISM_CLASSES} | set(dir(model.CausalSelfAttention))
+    taken = {other.name for other in [*model.MECHANISM_CLASSES, *before]} | {*dir(model.CausalSelfAttention)}
     if not cls.name.isidentifier() or cls.name in taken:
         yield f"name={cls.name!r} must be a name of its own: it is the layer's attribute"
+    yield from problems_of_modes(cls, before)
+
+
+def problems_of_modes(cls, before):
+    """Yield what is wrong with the types of a class's flags, and with its modes, sentence by sentence."""
+    try:
+        hints = typing.get_type_hints(cls.Options)
+    except Exception as e:  # whatever an annotation may say
+        yield f"Options: an annotation cannot be read: {type(e).__name__}: {e}"
+        return
+    form = f"{{name: {{{cls.flag!r}: ...}}}}"
+    if not isinstance(cls.modes, dict) or not all(isinstance(flags, dict) for flags in cls.modes.values()):
+        yield f"modes={cls.modes!r} must be a dict of dicts, {form}"
+        return
+    if not isinstance(cls.neutral, dict) or not all(isinstance(each, dict) for each in cls.neutral.values()):
+        yield f"neutral={cls.neutral!r} must be a dict of dicts, {{mode: {{flag or parameter: value}}}}"
+        return
     if not cls.modes or any(cls.flag not in flags for flags in cls.modes.values()):
-        yield f"modes must name at least one mode, {{name: {{{cls.flag!r}: ...}}}}"
-    for name in set(cls.modes) & set(model.MECHANISMS):
+        yield f"modes must name at least one mode, {form}"
+    types = {**{key: t for key, (t, _, _) in keys_of((model.GPTConfig,)).items()}, **hints}
+    for mode, flags in cls.modes.items():
+        if not (isinstance(mode, str) and re.fullmatch(r"\w+", mode)):
+            yield f"modes: {mode!r} must be a name, of letters, digits and _"
+        for key, value in flags.items():
+            if key not in types:
+                meant = near(str(key), types)
+                yield f"modes: {mode} sets {key}, and there is no such flag" + (
+                    f"; did you mean {meant}?" if meant else "")
+                continue
+            try:
+                check(value, types[key])
+            except ValueError:
+                yield f"modes: {mode}: {key}={value!r} is not {type_name(types[key])}"
+    for name in set(cls.modes) & {*model.MECHANISMS, *(mode for each in before for mode in each.modes)}:
         yield f"modes: there is a mode {name} already: choose another name"
     for name in set(cls.neutral) - set(cls.modes):
         yield f"neutral: there is no mode {name}" + (f"; did you mean {near(name, cls.modes)}?"
                                                      if near(name, cls.modes) else "")
 
 
+def check_that_it_starts(cls, path):
+    """Let a class say, where it is made without super().__init__(), that this is missing."""
+    def __init__(self, *args, **more):
+        try:
+            made(self, *args, **more)
+        finally:
+            if "_parameters" not in vars(self):
+                raise UserError(f"{path}: {cls.__name__}.__init__() must call super().__init__() before all "
+                                "else")
+    made, cls.__init__ = cls.__init__, __init__
+
+
+# ---- the command line ----
+
 NAMING = ("mechanism", "mechanisms")  # keys of the command line and of config files
+FILE = re.compile(r"(.+\.py)(?::(\w+))?")  # mine.py, or mine.py:mode
+TRUST = "--trust_code"
 
 
-def take(argv, keep=None):
-    """Arguments in which a file of --mechanism or --mechanisms is added and is the name of its first mode.
+def take(argv, keep=None, every=True):
+    """Arguments in which the files of --mechanism or --mechanisms are added and are the names of their modes.
 
-    With it comes --own_mechanism, its path; keep: a folder where a copy is made first, by its digest. What a
-    config file names is added, too, as an argument that wins over it.
+    With them comes --own_mechanism, their paths; keep: a folder where copies are made first, by digest.
+    What a config file names is added, too, as an argument that wins over it. every: a file stands for all its
+    modes; without, UserError where it has several.
     """
     taken, files, rest, configs = [], [], list(argv), {}
     while rest:
@@ -137,19 +193,18 @@ def take(argv, keep=None):
         if key.removeprefix("--") in NAMING and not equals and rest and not rest[0].startswith("--"):
             equals, value = "=", rest.pop(0)
         if key.removeprefix("--") in NAMING and key.startswith("--"):
-            value = ",".join(named(value.split(","), files, keep))
+            value = ",".join(named(value.split(","), files, keep, every))
         elif key == "--own_mechanism" and equals:
-            files.append(added(value, keep))
+            files += [added(path, keep) for path in value.split(",") if path]
             continue
         elif key.endswith(".py") and not key.startswith("--"):
             configs.update(of_config(key))
         taken.append(key + equals + value)
     given = {arg.partition("=")[0] for arg in taken}
-    taken += [f"{key}={','.join(named(words, files, keep))}" for key, words in configs.items()
+    taken += [f"{key}={','.join(named(words, files, keep, every))}" for key, words in configs.items()
               if key not in given]
-    if len({digest(path) for path in files}) > 1:
-        raise UserError(f"{' and '.join(files)}: one file of one's own at a time")
-    return taken + [f"--own_mechanism={path}" for path in files[:1]]
+    files = list(dict.fromkeys(files))
+    return taken + ([f"--own_mechanism={','.join(files)}"] if files else [])
 
 
 def of_config(path):
@@ -158,76 +213,172 @@ def of_config(path):
         values = {key: value for key, value in read_file(path).items() if key in NAMING}
         lists = {key: value.split(",") if isinstance(value, str) else value for key, value in values.items()}
         return {f"--{key}": words for key, words in lists.items()
-                if isinstance(words, list) and any(str(word).endswith(".py") for word in words)}
+                if isinstance(words, list) and any(FILE.fullmatch(str(word).strip()) for word in words)}
     return {}
 
 
-def named(words, files, keep):
-    """Names of mechanisms, in which a file is that of its first mode; its path is put to `files`."""
+def named(words, files, keep, every):
+    """Names of mechanisms, in which a file is those of its modes; its path is put to `files`. UserError."""
     found = []
-    for word in map(str, words):
-        if word.strip().endswith(".py"):
-            files.append(added(word.strip(), keep))
-            word = add(files[-1])[0]
-        found.append(word)
+    for word in map(str.strip, map(str, words)):
+        if not (file := FILE.fullmatch(word)):
+            found.append(word)
+            continue
+        path, mode = file.groups()
+        files.append(added(path, keep))
+        names = add(files[-1])
+        if mode and mode not in names:
+            raise UserError(f"{path} has no mode {mode}; it has {', '.join(names)}")
+        several = [cls for cls in ADDED if len(cls.modes) > 1 and set(cls.modes) <= set(names)]
+        if several and not (every or mode):
+            raise UserError(f"{path} has the modes {', '.join(names)}: name one, as in {path}:{names[0]}")
+        found += [mode] if mode else names
     return found
 
 
 def added(path, keep):
-    """The path of a file, or of its copy in `keep`, whose mechanism is added by this. UserError."""
+    """The path of a file, or of its copy in `keep`, whose mechanisms are added by this. UserError."""
+    if "," in str(path):
+        raise UserError(f"{path}: the name of a mechanism's file must have no comma, which parts names")
     path = copy(opened(path), Path(keep, digest(path))) if keep else path
     add(path)
     return str(path)
 
 
-def copy(file, folder):
-    """A copy of an OwnFile in a folder; its path. UserError."""
-    target = Path(folder) / file.path.name
-    if not target.is_file() or target.read_bytes() != file.text:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(target, lambda f: f.write(file.text))
-    return target
+def without_trust(argv):
+    """(arguments without --trust_code, whether it was among them), for programs that have keys."""
+    return [arg for arg in argv if arg != TRUST], TRUST in argv
 
 
-def class_for(config):
-    """The mechanism of one's own that a GPTConfig has on; None: it has none."""
-    return next((cls for cls in ADDED if cls.is_on(config)), None)
+def add_named(args):
+    """Add the files of --mechanism in parsed arguments. UserError."""
+    for word in (word.strip() for each in args.mechanism for word in each.split(",")):
+        file = FILE.fullmatch(word)
+        if not file:
+            raise UserError(f"--mechanism={word} must be a file here, mine.py: the checkpoint says the rest")
+        names = add(file[1])
+        if file[2] and file[2] not in names:
+            raise UserError(f"{file[1]} has no mode {file[2]}; it has {', '.join(names)}")
+
+
+# ---- checkpoints ----
+
+def files_for(config):
+    """The OwnFiles of the mechanisms of one's own that a GPTConfig has on."""
+    return list(dict.fromkeys(file for cls, file in ADDED.items() if cls.is_on(config)))
+
+
+def classes_of(file):
+    """The classes of mechanisms that an OwnFile, which was added, defines."""
+    return [cls for cls, each in ADDED.items() if each == file]
 
 
 def file_for(config):
-    """The OwnFile of the mechanism of one's own that a GPTConfig has on; None: it has none."""
-    return ADDED.get(class_for(config))
+    """The first of files_for(); None: there is none."""
+    return next(iter(files_for(config)), None)
 
 
 def record(config):
-    """What a checkpoint holds of it: {"file": name, "digest": ...}; None: there is nothing to hold."""
-    file = file_for(config)
-    return file and dict(file=file.path.name, digest=file.digest)
+    """What a checkpoint holds of them: [{"file": name, "digest": ...}]; None: there is nothing to hold."""
+    return [dict(file=file.path.name, digest=file.digest) for file in files_for(config)] or None
 
 
 def held(config, folder):
-    """What a new checkpoint in a folder holds of it, {} or {"own_mechanism": ...}; its file is copied there.
+    """What a new checkpoint in a folder holds of them: {} or {"own_mechanism": ...}; copies go there."""
+    for file in files_for(config):
+        copy(file, folder)
+    return dict(own_mechanism=record(config)) if record(config) else {}
+
+
+def records_of(state, path):
+    """[{"file", "digest"}] that a read checkpoint holds; of one file also without a list. UserError."""
+    found = state.get("own_mechanism") or []
+    found = found if isinstance(found, list) else [found]
+    for each in found:
+        of_text = [isinstance(each, dict) and isinstance(each.get(key), str) for key in ("file", "digest")]
+        if not all(of_text):
+            raise UserError(f"{path}: own_mechanism={each!r} must be a file's name and its digest")
+        inside(folder_of(path), each["file"])
+    return found
+
+
+def folder_of(path):
+    """The folder that a checkpoint's path means."""
+    return Path(path) if Path(path).is_dir() else Path(path).parent
+
+
+def flat(config):
+    """A checkpoint's flags, with those of mechanisms of one's own beside all others."""
+    of_own = config.get("own")
+    return {**(of_own if isinstance(of_own, dict) else {}),
+            **{name: value for name, value in config.items() if name != "own"}}
+
+
+def turned_on(config):
+    """The flags in a flat config that are of no mechanism here, and that are on, with their details.
+
+    A detail begins with the flag that turns its mechanism on.
     """
-    if not (file := file_for(config)):
-        return {}
-    copy(file, folder)
-    return dict(own_mechanism=record(config))
+    names = [name for name in config if name not in model.GPTConfig.__dataclass_fields__]
+    firsts = [name for name in names if not any(name != other and name.startswith(other) for other in names)]
+    off = tuple(name for name in firsts if config[name] in (None, False))
+    return [name for name in names if not off or not name.startswith(off)]
 
 
-def find(state, path):
-    """Add the mechanism that a read checkpoint was made with, from the copy beside it. UserError."""
-    held = state.get("own_mechanism")
-    if not held:
-        return
-    if not isinstance(held, dict) or not all(isinstance(held.get(key), str) for key in ("file", "digest")):
-        raise UserError(f"{path}: own_mechanism={held!r} must be a file's name and its digest")
-    places = [Path(path).parent / Path(held["file"]).name,
-              Path((state.get("train") or {}).get("own_mechanism") or "")]
-    for place in places:
-        if place.is_file() and digest(place) == held["digest"]:
-            add(place, wanted=held["digest"])
-            return
-    where = " and ".join(f"{place} ({'another text' if place.is_file() else 'not there'})"
-                         for place in dict.fromkeys(places) if str(place) != ".")
-    raise UserError(f"{path} was made with a mechanism of {held['file']} (sha256 {held['digest']}...), which "
-                    f"is neither of {where}: put that file beside it")
+def lacking(state, path):
+    """The records of a read checkpoint whose code its flags need, and which was not added. UserError."""
+    if not turned_on(flat(state["config"])):
+        return []
+    there = {file.digest for file in ADDED.values()}
+    return [each for each in records_of(state, path) if each["digest"] not in there]
+
+
+def needs_code(state, path):
+    """Whether a read checkpoint's flags need code that was not added. UserError: another text of it was."""
+    missing = lacking(state, path)
+    on = turned_on(flat(state["config"]))
+    if missing and any(cls.flag in on for cls in ADDED):
+        raise UserError(what_is_needed(missing, on, path))
+    return bool(missing)
+
+
+def flags_of(state, path):
+    """A read checkpoint's flags, flat, without those of mechanisms of one's own that are off. UserError."""
+    config = flat(state["config"])
+    on = turned_on(config)
+    if missing := lacking(state, path):
+        raise UserError(what_is_needed(missing, on, path))
+    known = model.GPTConfig.defaults()
+    off = [name for name in config if name not in known and name not in on and state.get("own_mechanism")]
+    if unknown := sorted(set(config) - set(known) - set(off)):
+        raise UserError(f"{path} was written by a newer version: unknown flags {', '.join(unknown)}")
+    return {name: value for name, value in config.items() if name not in off}
+
+
+def what_is_needed(missing, on, path):
+    """Why a checkpoint with these records cannot be used yet, in one line."""
+    files = " and ".join(f"{each['file']} (sha256 {each['digest']}...)" for each in missing)
+    other = next((file for cls, file in ADDED.items() if cls.flag in on), None)
+    if other:
+        return (f"{path} was made with {files}, and {other.path} is another text (sha256 {other.digest}...): "
+                "name the file that it was made with")
+    return (f"{path} was made with the mechanism in {files}, and what is only read is not run: name its "
+            "file, --mechanism=FILE, or say --trust_code to run the one in its folder")
+
+
+def trust(state, path):
+    """Add what a read checkpoint's flags need from its own folder, and say what is run. UserError."""
+    folder = folder_of(path)
+    for each in lacking(state, path):
+        place, wanted = inside(folder, each["file"]), f"{each['file']} (sha256 {each['digest']}...)"
+        if not place.is_file():
+            raise UserError(f"{path} was made with {wanted}, which is not in {folder}: name it, "
+                            "--mechanism=FILE")
+        file = opened(place)
+        for part in file.paths:
+            kept_inside(folder, part)
+        if file.digest != each["digest"]:
+            raise UserError(f"{path} was made with {wanted}, and {place} is another text (sha256 "
+                            f"{file.digest}...): name the right one, --mechanism=FILE")
+        print(f"--trust_code runs {', '.join(map(str, file.paths))}", file=sys.stderr, flush=True)
+        add(place, each["digest"])

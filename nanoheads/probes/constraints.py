@@ -27,6 +27,7 @@ from nanoheads.common import last_words, pick_device, writable, write_json
 from nanoheads.probes import explaining, passages, scores, skipping
 from nanoheads.probes.passages import TASKS
 from nanoheads.probes.runs import positive
+from nanoheads.training import checkpoint
 from nanoheads.training.scoring import add_arguments
 
 COMMANDS = dict(score=scores, adjudicate=passages, explain=explaining, skip=skipping)
@@ -78,6 +79,7 @@ def main(argv=None):
         for key in ("seed", "tokens"):
             if vars(args).get(key, 0) < 0:
                 raise ValueError(f"--{key}={vars(args)[key]} must not be negative")
+        checkpoint.allow_code(args, *args.ckpt, *getattr(args, "plain", ()))
         args.device = pick_device(args.device)
         out = writable(args.json) if args.json else None
         if getattr(args, "picture", None):

@@ -19,7 +19,7 @@ from typing import get_args
 import torch
 
 from model import ALL_ON, GPT, MECHANISMS, NEUTRAL, GPTConfig, KVCache
-from nanoheads.common import UserError, pick_device, table
+from nanoheads.common import UserError, fault_of_own_file, pick_device, table
 from nanoheads.configurator import Scale, near, read_file
 from nanoheads.hub import own_mechanism as own
 from nanoheads.probes import lookahead
@@ -157,7 +157,7 @@ def at_neutral(name, flags, recipe):
     """The model of a mode at its neutral setting, everything else drawn at random."""
     sizes = GPTConfig(**SIZES)
     keys = {key: getattr(sizes, value) if isinstance(value, str) else value
-            for key, value in NEUTRAL[name].items() if key in GPTConfig.__dataclass_fields__}
+            for key, value in NEUTRAL[name].items() if key in GPTConfig.defaults()}
     model = made({**flags, **keys}, recipe, random=False)
     make_neutral(model, [name])
     return model
@@ -170,7 +170,8 @@ def tried(promise, build, plain=None):
         return str(e)
     except Exception as e:  # a mechanism of one's own may raise anything
         hint = "; do head_axes() or per_head name each tensor with a row for each head?"
-        return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}" + (hint if promise is pruned else "")
+        words = fault_of_own_file(e) or f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        return words + (hint if promise is pruned else "")
 
 
 def at_scale(scale, flags):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from model import MECHANISM_CLASSES
 from nanoheads.common import ROOT, UserError
+from nanoheads.hub import own_mechanism as own
 from nanoheads.training.config import ControllerConfig, TrainConfig
 
 # keys of training that change nothing where they are not set
@@ -37,8 +38,7 @@ def own_training(config):
 def own_flags(config):
     """{flag: value} of a GPTConfig that its model depends on: none of a mechanism that is off."""
     off = {name for cls in MECHANISM_CLASSES if not cls.is_on(config) for name in cls.fields()}
-    return {name: value for name, value in vars(config).items() if name in config.__dataclass_fields__
-            and name not in off}
+    return {name: value for name, value in config.flags().items() if name not in off}
 
 
 # ---- code ----
@@ -53,9 +53,9 @@ def code_digest(config, training=None, root=ROOT):
 
     root: the folder of train.py. UserError: a file cannot be read as Python.
     """
-    mine = (training or TrainConfig()).own_mechanism
-    programs = (Path(root, "train.py"), *([Path(mine).resolve()] if mine else []))
-    return digest_of(Path(root), programs, off_classes(config))
+    mine = ((training or TrainConfig()).own_mechanism or "").split(",")
+    files = {file for path in mine if path for file in own.files_of(path) if file.suffix == ".py"}
+    return digest_of(Path(root), (Path(root, "train.py"), *sorted(files)), off_classes(config))
 
 
 @functools.lru_cache(maxsize=256)
@@ -79,20 +79,16 @@ def digest_of(root, programs, off):
 
 @functools.cache
 def files_of(root, programs):
-    """The files that programs are made of: themselves, and what they import of ours; sorted.
-
-    Ours is what stands under `root`, and what stands beside a program that imports it.
-    """
+    """The files that programs are made of, sorted: themselves, and what they import that is under `root`."""
     found, waiting = set(), [*programs]
     while waiting:
         path = waiting.pop()
         if path in found:
             continue
         found.add(path)
-        folders = [root] if path.is_relative_to(root / "nanoheads") else [root, path.parent]
         for at in (Path(*name.split(".")) for name in imported(path)):
-            waiting += [file for folder in folders for file in
-                        (folder / at.with_suffix(".py"), folder / at / "__init__.py") if file.is_file()]
+            waiting += [file for file in (root / at.with_suffix(".py"), root / at / "__init__.py")
+                        if file.is_file()]
     return sorted(found)
 
 

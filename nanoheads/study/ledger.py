@@ -93,10 +93,16 @@ def add(folder):
         same = target.read_bytes() == source.read_bytes()
         raise UserError(f"{target} is there already, "
                         + ("the same" if same else "another study's: give the folder another name"))
-    for file in own_files(found):
+    for file, wanted in own_files(found):
         if file not in sums:
             raise UserError(f"{folder / SUMS} does not list {file}, the mechanism of its runs")
-        own.copy(own.opened(folder / file), RESULTS / name)
+        mine = own.opened(folder / file)
+        if mine.digest != wanted:
+            raise UserError(f"{folder / file} is another text than its runs were made with (sha256 "
+                            f"{wanted}...)")
+        if missing := [each.place.as_posix() for each in mine.others if each.place.as_posix() not in sums]:
+            raise UserError(f"{folder / SUMS} does not list {missing[0]}, which {file} imports")
+        own.copy(mine, RESULTS / name)
     write_atomic(target, lambda f: f.write(source.read_bytes()))
     return (f"{line}\nadded as {target}; nothing was trained again, which its own command with --fresh does")
 
@@ -109,7 +115,8 @@ def checked_sums(folder):
         raise UserError(f"{folder} has no {SUMS}: it is no folder that a challenge wrote") from None
     sums = {}
     for line in lines:
-        if not (match := re.fullmatch(r"([0-9a-f]{64})  ([^/\\]+)", line)):
+        match = re.fullmatch(r"([0-9a-f]{64})  ([^\\]+)", line)
+        if not match or Path(match[2]).is_absolute() or ".." in Path(match[2]).parts:
             raise UserError(f"{folder / SUMS}: {line[:80]!r} is no digest and name")
         sums[match[2]] = match[1]
     if "results.json.gz" not in sums:
@@ -123,10 +130,9 @@ def checked_sums(folder):
 
 
 def own_files(found):
-    """Names of the files of one's own mechanism that the runs of a results file were made with."""
-    return sorted({Path(run["spec"]["train"]["own_mechanism"]).name
-                   for study in trial.studies_in(found).values() for run in study["runs"].values()
-                   if "mechanism" in run["spec"].get("data", {})})
+    """[(name, digest)] of the files of one's own mechanisms that a results file's runs were made with."""
+    return sorted({(each["file"], each["digest"]) for study in trial.studies_in(found).values()
+                   for run in study["runs"].values() for each in results.own_records(run["spec"])})
 
 
 # ---- rows ----
@@ -137,10 +143,6 @@ def rows_of(folder):
     digests, rows = {}, []
     for path in sorted(Path(folder).glob("*.json.gz")):
         found = results.read(path)
-        try:
-            results.add_own(found, path)
-        except UserError:
-            pass  # its runs' code is not known then, and the row says so
         for size, study in trial.studies_in(found).items():
             file = File(path, size, computed(study, path), claims, digests)
             rows += file.rows()
@@ -242,7 +244,7 @@ class File:
         named += [against] if against not in ("plain GPT", "–") else []
         return dict(
             id=".".join(re.sub(r"[^\w+-]+", "-", part) for part in named), name=base,
-            label=label_of(study, name), is_named=base in MECHANISMS, stage=stage, verdict=verdict,
+            label=label_of(study, name), is_named=self.is_named(base), stage=stage, verdict=verdict,
             against=against, equal=equal, blocks=self.blocks, size=f"{self.blocks / 1e6:.2f} M",
             text=study["data"]["dataset"], recipe=self.recipe(),
             difference=difference, mean=mean, worth=worth, value=value, flops=show(flops, ".2f"),
@@ -253,8 +255,13 @@ class File:
                    if text and text != "–"],
             runs=[(seed, show(bpb, ".4f"), run) for seed, bpb, run in runs],
             claims=naming(self.claims, base, study["name"]),
-            kinds=[cls.flag for cls in MECHANISM_CLASSES if flags.get(cls.flag) not in (None, False)],
+            kinds=kinds_of(flags),
             commands=variant.get("commands") or [])
+
+    def is_named(self, name):
+        """Whether a variant is a mechanism by its name; one in a file of one's own is in the study's list."""
+        named = set(self.study.get("config", {}).get("mechanisms", ()))
+        return name in MECHANISMS or name in named - {"all_on"}  # whose flags are shown
 
     def recipe(self):
         """The recipe of both sides, its optimizer where it is not the recipe's own, the plain GPT's steps."""
@@ -316,6 +323,15 @@ class File:
             except (TypeError, UserError):  # a flag that is gone, or a mechanism that is not here
                 self.digests[flags] = None
         return self.digests[flags]
+
+
+def kinds_of(flags):
+    """The flags that turn a variant's mechanisms on; those in files of one's own, last, need not be here."""
+    ours = [cls.flag for cls in MECHANISM_CLASSES if flags.get(cls.flag) not in (None, False)]
+    known = {*GPTConfig.defaults(), *TrainConfig.__dataclass_fields__}
+    others = own.turned_on({name: value for name, value in flags.items() if name not in known})
+    return ours + [name for name in others
+                   if not any(name != each and name.startswith(each) for each in others)]
 
 
 def over_text(c):

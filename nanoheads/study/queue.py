@@ -22,8 +22,10 @@ from nanoheads.training.runlog import read_json
 
 
 def command_of(folder):
-    """What runs a trial, from any working directory."""
-    return [sys.executable, str(ROOT / "train.py"), f"--trial={folder}"]
+    """What runs a trial, from any working directory. It names the files of mechanisms that may run."""
+    files = (read_json(Path(folder) / "trial.json") or {}).get("train", {}).get("own_mechanism")
+    code = [f"--mechanism={files}"] if files else []
+    return [sys.executable, str(ROOT / "train.py"), f"--trial={folder}", *code]
 
 
 # ---- places to run ----

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -215,7 +215,8 @@ def commands_of(study, variant, seed, found):
     changed = {**study.builder.settings, **variant.flags, "seed": seed + variant.flags.get("seed", 0)}
     name = "".join(ch if ch.isalnum() else "_" for ch in variant.name)
     if variant.train.own_mechanism:
-        changed["own_mechanism"] = Path(variant.train.own_mechanism).name
+        files = variant.train.own_mechanism.split(",")
+        changed["own_mechanism"] = ",".join(Path(each).name for each in files)
     flags = (f"--{key}={value}" for key, value in changed.items())
     threads = next((result["threads"] for result in found if result), None)
     one = f"OMP_NUM_THREADS={threads} " * (threads is not None)
@@ -227,7 +228,7 @@ def commands_of(study, variant, seed, found):
 
 def flags_of(variant):
     """Every flag of the model and of its training that a variant's numbers depend on."""
-    flags = {**{f.name: getattr(variant.model, f.name) for f in fields(GPTConfig)}, **asdict(variant.train)}
+    flags = {**{name: getattr(variant.model, name) for name in GPTConfig.defaults()}, **asdict(variant.train)}
     return {key: value for key, value in flags.items() if key not in BOOKKEEPING | {"seed", "device"}}
 
 
@@ -333,8 +334,12 @@ def write(found, folder):
 
 def write_sums(folder):
     """SHA256SUMS over what lies in a report's folder, to check that all of it came along."""
-    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(
-        Path(folder).iterdir()) if path.is_file() and path.name not in ("SHA256SUMS", "clock.json")]
+    folder = Path(folder)
+    inner = {folder / each.place for file in own.ADDED.values() for each in file.others
+             if each.place.parent.name and (folder / each.place).is_file()}
+    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder).as_posix()}\n"
+             for path in sorted({*folder.iterdir(), *inner})
+             if path.is_file() and path.name not in ("SHA256SUMS", "clock.json")]
     write_atomic(Path(folder) / "SHA256SUMS", lambda f: f.write("".join(lines).encode()))
 
 
@@ -358,36 +363,31 @@ def read(path):
 
 # ---- once more ----
 
-def add_own(found, path):
-    """Add the mechanism in a file of its own that a results file's runs were made with. UserError.
-
-    The file lies beside it, or in a folder of its name, as `compare.py --ledger add` leaves it in results/.
-    """
-    folder = Path(path).with_name(Path(path).name.split(".")[0])
-    for study in trial.studies_in(found).values():
-        for run in study["runs"].values():
-            spec = run["spec"]
-            if digest := spec.get("data", {}).get("mechanism"):
-                file = spec["train"]["own_mechanism"]
-                at = folder / "results.json.gz" if (folder / Path(file).name).is_file() else path
-                own.find(dict(own_mechanism=dict(file=Path(file).name, digest=digest[:16]),
-                              train=dict(own_mechanism=file)), at)
+def own_records(spec):
+    """What a checkpoint of a run holds of mechanisms in files of one's own, by its trial.json."""
+    digests = spec.get("data", {}).get("mechanism")
+    files = (spec["train"].get("own_mechanism") or "").split(",") if digests else ()
+    return [dict(file=Path(file).name, digest=digest[:16])
+            for file, digest in zip(files, (digests or "").split(","))]
 
 
 def recheck(path, complain=True):
     """Compute every figure of a results file from its runs once more; a line. UserError: one differs.
 
-    complain: print which ones differ.
+    No code is run that the command line does not name: the line says what could not be computed without.
+    complain: print which figures differ.
     """
     found, wrong, figures = read(path), [], []  # (computed once more, as it is in the file, its name)
-    add_own(found, path)
+    left_out = 0
     for size, study in trial.studies_in(found).items():
         where = f"{size}: " * bool(size)
         for name, variant in study["arms"].items():
             for run, bpb in zip(variant["runs"], variant["bpb"]):
                 wrong += [f"{where}{name}: {problem}" for problem in wrong_score(study["runs"].get(run), bpb)]
             wrong += [f"{where}{name}: {problem}" for problem in wrong_runs(study, variant)]
-            figures += [(*both, f"{where}{name}: {what}") for *both, what in costs_again(study, variant)]
+            again, without = costs_again(study, variant, path)
+            left_out += without
+            figures += [(*both, f"{where}{name}: {what}") for *both, what in again]
         wrong += [f"{where}{problem}" for problem in unexplained(study)]
         figures += [(json_safe(value), study.get(key), f"{where}{key}")
                     for key, value in analysis.figures(study).items()]
@@ -403,7 +403,9 @@ def recheck(path, complain=True):
         if complain:
             print(*wrong, sep="\n", file=sys.stderr)
         raise UserError(f"{path}: {len(wrong)} of {count:,} figures are not what its runs give")
-    return f"{path}: {count:,} figures computed once more from its runs, all of them the same"
+    line = f"{path}: {count:,} figures computed once more from its runs, all of them the same"
+    return line + (f"; {left_out} more, of models, need the code of a mechanism of one's own: name its file, "
+                   "--mechanism=FILE" if left_out else "")
 
 
 def wrong_score(run, bpb):
@@ -449,23 +451,28 @@ def wrong_runs(study, variant):
 def follows(spec, key):
     """Whether a key of a run has the value that its recipe, optimizer and rate give it where none is set."""
     cls = GPTConfig if key in spec["model"] else TrainConfig
-    if cls.__dataclass_fields__[key].default is not None:
+    if key not in cls.__dataclass_fields__ or cls.__dataclass_fields__[key].default is not None:
         return False
     if cls is GPTConfig:
-        return getattr(GPTConfig(**{**spec["model"], key: None}), key) == spec["model"][key]
+        flags = {name: value for name, value in spec["model"].items() if name in GPTConfig.defaults()}
+        return getattr(GPTConfig(**{**flags, key: None}), key) == spec["model"][key]
     training = TrainConfig(**{**spec["train"], key: None}).for_recipe(spec["model"]["recipe"])
     return getattr(training, key) == spec["train"][key]
 
 
-def costs_again(study, variant):
-    """[(computed once more, as it is in the file, what)] of a variant's costs.
+def costs_again(study, variant, path):
+    """([(computed once more, as it is in the file, what)] of a variant's costs, how many need code).
 
     Its model's parameters and FLOPs are counted as they were in the study, an interval of time is computed
     from its rounds (files from before 2026-11-22 have none). Times themselves cannot be had again.
     """
-    found, time = [], variant["time_ratio"] or {}
+    found, time, without = [], variant["time_ratio"] or {}, 0
     if spec := next((study["runs"][run]["spec"] for run in variant["runs"] if run in study["runs"]), None):
-        model = GPTConfig(**spec["model"])
+        state = dict(config=spec["model"], own_mechanism=own_records(spec))
+        if own.needs_code(state, path):
+            spec, without = None, 3
+    if spec:
+        model = GPTConfig(**own.flags_of(state, path))
         params, needed = size_of(model)
         executed = costs.executed_flops(model, pick_device(spec["train"]["device"]))
         found += [(params, variant["params"], "parameters"),
@@ -474,7 +481,7 @@ def costs_again(study, variant):
     if "ratios" in time:
         found += [(value, time[end], f"time of a step, {end}")
                   for end, value in zip(("mean", "low", "high"), median_interval(time["ratios"]))]
-    return found
+    return found, without
 
 
 def unexplained(study):

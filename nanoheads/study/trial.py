@@ -250,19 +250,46 @@ def stop_with_parent():
 
 
 def data_of(dataset, labels=None, teacher=None, mechanism=None):
-    """{what: sha256} of all that a run reads: the splits, its labels, its teacher."""
+    """{what: sha256} of all that a run reads: the splits, its labels, its teacher, its own mechanisms.
+
+    mechanism: paths of their files, with commas between; so are the digests, over all that they import.
+    """
     found = {name: split["sha256"] for name, split in dataset.splits.items()}
     for split, row in Targets(dataset, labels).splits.items() if labels else ():
         found.update({f"labels {name}.{split}": file["sha256"] for name, file in row["names"].items()})
     if mechanism:
-        found["mechanism"] = sha256(Path(mechanism))
+        found["mechanism"] = ",".join(own.opened(path).sha256 for path in mechanism.split(","))
     if teacher:
         found["teacher"] = sha256(checkpoint.file_of(teacher))
     return found
 
 
-def check_unchanged(folder):
-    """UserError where the code or the data is not what this run was planned with."""
+def add_mechanisms(folder, files):
+    """Add the mechanisms of one's own that a run needs, from the files that the command line names.
+
+    files: their paths, with commas between. What trial.json names is never run. UserError: no file is named,
+    or another one.
+    """
+    spec = json.loads((folder / "trial.json").read_text(encoding="utf-8"))
+    if not (planned := spec["train"].get("own_mechanism")):
+        return
+    if not files:
+        raise UserError(f"this run is of a mechanism in {planned}, and what is only read is not run: "
+                        f"name it, --mechanism={planned}")
+    found = [own.opened(path) for path in files.split(",")]
+    want = spec.get("data", {}).get("mechanism")
+    if want and sorted(want.split(",")) != sorted(file.sha256 for file in found):
+        raise UserError(f"--mechanism={files} is another text than the one that this run was planned with; "
+                        "start the study again")
+    for file in found:
+        own.add(file.path, wanted=file.digest)
+
+
+def check_unchanged(folder, files=None):
+    """UserError where the code or the data is not what this run was planned with.
+
+    files: of its own mechanisms, as the command line names them.
+    """
     spec = json.loads((folder / "trial.json").read_text(encoding="utf-8"))
     if folder_of(spec).name != folder.name:
         raise UserError(f"{folder}/trial.json is that of another run; start the study again")
@@ -271,7 +298,7 @@ def check_unchanged(folder):
         raise UserError("the code changed after this run was planned; start the study again")
     training = spec["train"]
     data = data_of(Dataset(training["dataset"]), training.get("labels"), training.get("teacher"),
-                   training.get("own_mechanism"))
+                   training.get("own_mechanism") and files)
     if spec.get("data", data) != data:
         raise UserError("the data changed after this run was planned; start the study again")
 
@@ -279,10 +306,12 @@ def check_unchanged(folder):
 def main(folder, train, argv=()):
     """run(), its output in trial.log, alone in its folder: of two that want one run, the second waits.
 
-    train: train.py's function of that name. argv: WITH_PARENT or nothing.
+    train: train.py's function of that name. argv: WITH_PARENT, --mechanism=FILE,FILE, or nothing.
     """
     folder = Path(folder)
-    if set(argv) - {WITH_PARENT} or read_json(folder / "trial.json") is None:
+    files = next((arg.partition("=")[2] for arg in argv if arg.startswith("--mechanism=")), None)
+    known = {WITH_PARENT, f"--mechanism={files}"}
+    if set(argv) - known or read_json(folder / "trial.json") is None:
         sys.exit("trial: give one folder that holds a trial.json; compare.py makes them")
     print(f"what it prints is in {folder / 'trial.log'}", flush=True)
     log_to(folder / "trial.log")
@@ -293,9 +322,8 @@ def main(folder, train, argv=()):
             lock(file)
             if result(folder):
                 return
-            if mine := json.loads((folder / "trial.json").read_text())["train"].get("own_mechanism"):
-                own.add(mine)
-            check_unchanged(folder)
+            add_mechanisms(folder, files)
+            check_unchanged(folder, files)
             limit_memory()
             run(folder, train)
     except (Exception, KeyboardInterrupt) as e:

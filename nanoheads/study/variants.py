@@ -52,8 +52,8 @@ OF_STUDY = re.compile(r"plain( x .*|, .*| at .*)|.*, (candidate \d+|\w+ x [\d.]+
 class StudyConfig:
     # ---- the question ----
     question: str = ""                   # one line, at the top of the report
-    mechanism: Optional[str] = None      # the challenge: this one, or mine.py, screened and judged
-    own_mechanism: Optional[str] = None  # a file with a mechanism; --mechanism=mine.py sets it
+    mechanism: Optional[str] = None      # the challenge: this one, or all in mine.py, judged
+    own_mechanism: Optional[str] = None  # files with mechanisms; --mechanism=mine.py sets it
     mechanisms: list[str] = field(default_factory=list)  # variants, by name (also acag*), all_on, mine.py
     variants: dict = field(default_factory=dict)  # more variants: name -> flags; seed: added
     contrasts: list = field(default_factory=list)  # pairs of variants to compare too: [["a", "b"]]
@@ -109,7 +109,7 @@ class StudyConfig:
 
     def __post_init__(self):
         if self.mechanism:
-            self.mechanisms, self.screen = self.mechanisms or [self.mechanism], True
+            self.mechanisms, self.screen = self.mechanisms or self.mechanism.split(","), True
 
     @property
     def has_results_already(self):
@@ -126,7 +126,7 @@ class StudyConfig:
                 meant, hint = configurator.nearest(pattern, [*MECHANISMS, "all_on"])
                 hint = hint if meant else "model.MECHANISMS lists them, docs/add-a-mechanism.md adds one"
                 bad.append(f"mechanisms: unknown {pattern!r}; {hint}")
-        if self.mechanism and self.mechanisms != [self.mechanism]:
+        if self.mechanism and self.mechanisms != self.mechanism.split(","):
             bad.append(f"mechanism={self.mechanism!r} is a study of its own: leave out mechanisms, or it")
         if not (self.mechanisms or self.variants or self.tune_plain or self.has_results_already):
             bad.append("mechanisms and variants are empty: name at least one variant to compare")
@@ -316,8 +316,8 @@ class VariantBuilder:
         if bad := training_problems(model, training):
             raise UserError(f"{name}: {'; '.join(bad)}")
         model = replace(model, vocab_size=model.vocab_size or self.data.vocab_size)
-        mine = own.file_for(model)
-        training = replace(training, own_mechanism=mine and str(mine.path))
+        mine = ",".join(str(file.path) for file in own.files_for(model))
+        training = replace(training, own_mechanism=mine or None)
         params, flops = size_of(model)
         return Variant(name, kind, label, flags, model, training.for_recipe(model.recipe), params, flops)
 

@@ -2,14 +2,14 @@
 
 import math
 import zipfile
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 
 from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, GPTConfig
-from nanoheads.common import UserError, write_atomic
+from nanoheads.common import UserError, fault_of_own_file, write_atomic
 from nanoheads.configurator import keys_of, nearest, parse, type_name
 from nanoheads.hub import huggingface as hf, own_mechanism as own
 from nanoheads.pruning import scale_heads
@@ -34,13 +34,14 @@ def file_of(path):
     return next((path / n for n in ("best.pt", "ckpt.pt") if (path / n).is_file()), path / "ckpt.pt")
 
 
-def read(path, device="cpu"):
+def read(path, device="cpu", trust_code=False):
     """The dict in a checkpoint file: ours, or nanoGPT's, or a Hugging Face folder's, put into our form.
 
-    Raises UserError.
+    Nothing that is read is run. trust_code: of a mechanism in a file of one's own, the file in the
+    checkpoint's folder is run, and a line says so. Raises UserError.
     """
     if hf.is_folder(path):
-        return hf.read(path)
+        return hf.read(path, trust_code)
     if hf.is_name(path) and not Path(path).exists():
         return hf.read(hf.fetch(path))
     path = file_of(path)
@@ -63,7 +64,8 @@ def read(path, device="cpu"):
         return from_nanogpt(state)
     if not {"config", "meta"} <= set(state) or not isinstance(state["config"], dict):
         raise UserError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
-    own.find(state, path)
+    if trust_code:
+        own.trust(state, path)
     return state
 
 
@@ -78,14 +80,16 @@ def from_nanogpt(state):
 
 
 def config_of(state, path, **overrides):
-    """The GPTConfig of a read checkpoint; flags younger than it are off, as in the plain GPT. UserError."""
-    unknown = sorted(set(state["config"]) - set(GPTConfig.__dataclass_fields__))
-    if unknown:
-        raise UserError(f"{path} was written by a newer version: unknown flags {', '.join(unknown)}")
+    """The GPTConfig of a read checkpoint; flags younger than it are off, as in the plain GPT. UserError.
+
+    Its flags may need the code of a mechanism in a file of one's own: see allow_code().
+    """
+    flags = own.flags_of(state, path)
     try:
-        return GPTConfig(**{**RECIPES["gpt2"], **state["config"], **overrides})
+        return GPTConfig(**{**RECIPES["gpt2"], **flags, **overrides})
     except (ValueError, TypeError) as e:
-        raise UserError(f"{path}: its config is impossible: {' '.join(str(e).split())}")
+        why = fault_of_own_file(e) or " ".join(str(e).split())
+        raise UserError(f"{path}: its config is impossible: {why}")
 
 
 def build(state, path, device="cpu", settings=(), **overrides):
@@ -99,6 +103,8 @@ def build(state, path, device="cpu", settings=(), **overrides):
         model = GPT(config)
         model.load_state_dict(state["model"])
     except (ValueError, TypeError, AttributeError, RuntimeError) as e:
+        if problem := fault_of_own_file(e):
+            raise UserError(problem)
         raise UserError(f"{path}: its weights do not fit its config: {' '.join(str(e).split())[:300]}")
     model.to(device).eval()
     if config.unet_from or config.unet_ramp:  # its skips as in the last step before it was saved
@@ -121,6 +127,17 @@ def add_arguments(parser):
                              "layer and number: gate.0.3=0, state.0.3=withdrawn, consent.0.3=False; with "
                              "agency_scope an MLP or block by its layer: state.0=withdrawn; may be repeated")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
+    own.add_arguments(parser)
+
+
+def allow_code(args, *paths):
+    """Add the mechanisms in files of one's own that the command line lets run, of --ckpt or of these paths.
+
+    args: what a parser with own.add_arguments() made. Raises UserError.
+    """
+    own.add_named(args)
+    for path in (paths or args.ckpt) if args.trust_code else ():
+        read(path, trust_code=True)
 
 
 # ---- switches of a trained model ----
@@ -172,7 +189,7 @@ def switchable(state, path, flags):
     for key, value in flags.items():
         off = {}
         if value is None or value is False:  # what is off has no details: window=None means no window_block
-            off = {f.name: f.default for f in fields(GPTConfig) if f.name.startswith(key + "_")}
+            off = {name: value for name, value in GPTConfig.defaults().items() if name.startswith(key + "_")}
         details.update(off)
         try:
             new = old if key in FIXED else tensors(config_of(state, path, **{**off, key: value}))
@@ -208,6 +225,19 @@ def saves_in(config):
     return names
 
 
+def trust_what_it_starts_from(config):
+    """Run the code beside the checkpoints that a TrainConfig reads, where they need some; None: of no one.
+
+    Raises UserError.
+    """
+    if config is None:
+        return
+    here = config.out_dir if config.resume or config.eval_only and not config.init_from else None
+    for path in filter(None, (config.init_from, config.teacher, here)):
+        if path != here or file_of(path).is_file():
+            read(path, trust_code=True)
+
+
 def starting_point(model_config, config, dataset, device, given):
     """(model, the state to go on from or None) of a run; given: {flag: value} that were set for it.
 
@@ -222,10 +252,10 @@ def starting_point(model_config, config, dataset, device, given):
         return GPT(replace(model_config, vocab_size=vocab_size)).to(device), None
     state = read(path, device)
     same_vocabulary(state, dataset, path)
-    flags = {f.name for f in fields(GPTConfig)}
+    flags = set(GPTConfig.defaults())
     if config.init_from or config.eval_only:
         # a model that comes from elsewhere needs no flags: only those that were given can be wrong
-        flags = {f.name for f in fields(GPTConfig)} & set(given)
+        flags &= set(given)
     # what may change: how it is trained; in a new run also dropout, data order, a shorter context
     free = {"checkpoint_activations"} | ({"dropout", "attn_dropout", "seed"} if new_run else set())
     free |= {"unet_from", "unet_ramp"} if new_run and config.init_from else set()  # the new run's own
@@ -286,7 +316,7 @@ def neutral_flags(cls, config, given):
     if mode not in NEUTRAL:
         raise UserError(f"{what} has no neutral setting, that is, the checkpoint's logits; {anyway}")
     for key, value in NEUTRAL[mode].items():
-        if key not in GPTConfig.__dataclass_fields__:
+        if key not in GPTConfig.defaults():
             continue  # a parameter
         flags[key] = getattr(config, value) if isinstance(value, str) else value
         if key in given and getattr(config, key) != flags[key]:
@@ -377,7 +407,7 @@ def same_vocabulary(state, dataset, path):
 
 def same_model(state, path, config, flags):
     """Raise UserError, naming the flags, unless those of `config` among `flags` are the checkpoint's."""
-    old, new = asdict(config_of(state, path)), asdict(config)
+    old, new = config_of(state, path).flags(), config.flags()
     new["vocab_size"] = new["vocab_size"] or old["vocab_size"]
     differ = [f"{k}={new[k]!r} here is {old[k]!r} there" for k in old if k in flags and new[k] != old[k]]
     if differ:

@@ -81,7 +81,7 @@ class TrainConfig(ControllerConfig):
     out_dir: Optional[str] = None        # the run's folder; None: out/<scale or file>-<mechanisms, flags>
     dataset: str = "shakespeare_char"    # a folder under data/, or a path to one
     labels: Optional[str] = None         # what constraint heads are trained on: a folder of <dataset>/labels
-    own_mechanism: Optional[str] = None  # a file with a mechanism; --mechanism=mine.py sets it
+    own_mechanism: Optional[str] = None  # files with mechanisms; --mechanism=mine.py sets it
     teacher: Optional[str] = None        # a checkpoint that constraint_match compares with
     resume: bool = False                 # go on from out_dir/ckpt.pt, if there is one
     overwrite: bool = False              # start over in a folder that already holds a run

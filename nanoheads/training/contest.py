@@ -134,8 +134,9 @@ def memory_worker(name, args):
             return None
     torch.set_num_threads(args.threads)
     keep_freed_memory()
-    if vars(args).get("own_mechanism"):  # this process has not read it yet
-        own_mechanism.add(args.own_mechanism)
+    for path in (vars(args).get("own_mechanism") or "").split(","):
+        if path:  # this process has not read it yet
+            own_mechanism.add(path)
     # what the libraries load at a first step is not the model's memory
     tiny = argparse.Namespace(**{**vars(args), "n_layer": 2, "n_head": 6, "n_embd": 96, "block_size": 16,
                                  "batch_size": 1})

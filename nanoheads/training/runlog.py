@@ -26,7 +26,7 @@ def write_config(path, model_config, config, step, machine):
     if step:
         with suppress(OSError, ValueError, KeyError, TypeError):
             before = json.loads(path.read_text(encoding="utf-8"))["launches"]
-    details = dict(model=asdict(model_config), train=asdict(config), **launch,
+    details = dict(model=model_config.flags(), train=asdict(config), **launch,
                    launches=[*before, dict(step=step, **launch)])
     write_json(path, details)
     return details

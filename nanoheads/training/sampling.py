@@ -80,7 +80,7 @@ def check(args):
         if getattr(args, name) < 1:
             raise ValueError(f"{name}={getattr(args, name)} must be at least 1")
     if args.num_samples * args.max_new_tokens > MOST_TOKENS:
-        raise ValueError(f"num_samples={args.num_samples} of max_new_tokens={args.max_new_tokens} are too many "
+        raise ValueError(f"num_samples={args.num_samples} of max_new_tokens={args.max_new_tokens} are too "
                          f"to be made at once: at most {MOST_TOKENS:,} tokens; another --seed makes others")
     for name in ("temperature", "top_p", "repetition_penalty"):
         if not math.isfinite(getattr(args, name) or 0):
