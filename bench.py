@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from model import MECHANISMS, RECIPES
-from nanoheads.common import UserError, last_words, pick_device, table, writable, write_json
+from nanoheads.common import UserError, last_words, output_written, pick_device, table, writable, write_json
 from nanoheads.hub import own_mechanism
 from nanoheads.kernels import allow_graphs
 from nanoheads.timing import on_cuda
@@ -212,6 +212,7 @@ def write(args, rows, arguments, rate=None):
                                    measured_matmul_tflops=rate, rows=rows))
 
 
+@output_written("bench")
 def main(argv=None):
     with last_words("bench", "smaller sizes need less"):
         args = arguments(own_mechanism.take(sys.argv[1:] if argv is None else argv))

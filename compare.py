@@ -34,7 +34,8 @@ from pathlib import Path
 import torch
 
 from nanoheads import configurator
-from nanoheads.common import UserError, explain, fault_of_own_file, json_safe, pick_device, table
+from nanoheads.common import (UserError, explain, fault_of_own_file, json_safe, output_written, pick_device,
+                              table)
 from nanoheads.hub import own_mechanism as own
 from nanoheads.probes import promises
 from nanoheads.study import (analysis, costs, fingerprint, ledger, queue, rates, report, results, tables,
@@ -587,6 +588,7 @@ def run(argv):
                  "start again to try them once more")
 
 
+@output_written("compare")
 def main(argv=None):
     # so that SIGTERM and a closed terminal, but for nohup's, stop the runs before they end this program
     signals = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]

@@ -29,7 +29,8 @@ import math
 import sys
 from itertools import groupby
 
-from nanoheads.common import UserError, fault_of_own_file, pick_device, table, writable, write_json
+from nanoheads.common import (UserError, fault_of_own_file, output_written, pick_device, table, writable,
+                              write_json)
 from nanoheads.heads import look
 from nanoheads.intervals import block_bootstrap
 from nanoheads.training import checkpoint, sampling
@@ -221,6 +222,7 @@ def as_json(runs):
             "less_the_first": less}
 
 
+@output_written("evaluate")
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(p, "test")

@@ -12,7 +12,7 @@ trust_remote_code=True. docs/hugging-face.md.
 import argparse
 from pathlib import Path
 
-from nanoheads.common import last_words
+from nanoheads.common import last_words, output_written
 from nanoheads.hub import huggingface as hf, own_mechanism
 from nanoheads.training import checkpoint
 
@@ -29,6 +29,7 @@ def arguments(argv):
     return parser.parse_args(argv)
 
 
+@output_written("export_hf")
 def main(argv=None):
     args = arguments(argv)
     with last_words("export_hf"):

@@ -85,7 +85,7 @@ class PlainConfig:
     tied: Optional[bool] = None          # output head shares the embedding's weights
     zero_init: Optional[bool] = None     # projections into the residual stream and the head start at zero
     softcap: Optional[float] = flag(None, at_least=0)  # logits = cap * tanh(logits / cap); 0: off
-    rope_base: float = 10000.0           # wavelength base of the rotary positions
+    rope_base: float = flag(10000.0, above=0)  # wavelength base of the rotary positions
     rope_share: float = flag(1.0, above=0, at_most=1)  # share of each head's dimensions that they turn
     rope_scaling: Optional[list[float]] = None  # Llama 3's: factor, low, high, context; see rope_tables()
     parallel: bool = False               # attention and MLP read the same input and add to it together

@@ -19,7 +19,7 @@ import os
 import sys
 from pathlib import Path
 
-from nanoheads.common import last_words, writable_folder
+from nanoheads.common import last_words, output_written, writable_folder
 from nanoheads.hub import own_files
 from nanoheads.training.curves import AXES, plot_runs
 
@@ -56,6 +56,7 @@ def arguments(argv):
     return args
 
 
+@output_written("plot_curves")
 def main(argv=None):
     args = arguments(argv)
     with last_words("plot_curves"):

@@ -25,7 +25,7 @@ import sys
 from importlib import import_module
 
 
-from nanoheads.common import last_words, pick_device, writable, write_json
+from nanoheads.common import last_words, output_written, pick_device, writable, write_json
 from nanoheads.configurator import near
 from nanoheads.heads.detectors import EXCLUDED, MEASURES
 from nanoheads.probes import arrays, detectors, engagement, fewshot, heads, keys, late, needle, states
@@ -129,6 +129,7 @@ def add_option(parser, flag, kind, default, words):
     parser.add_argument(f"--{flag}", type=kind, default=default, nargs="+" if several else None, help=words)
 
 
+@output_written("probe")
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     word = argv[0] if argv else "-"

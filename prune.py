@@ -30,6 +30,7 @@ import copy
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from itertools import product
 from pathlib import Path
@@ -39,13 +40,15 @@ import numpy as np
 import torch
 
 from model import GPT
-from nanoheads.common import (ROOT, UserError, last_words, pick_device, table, writable, writable_folder,
+from nanoheads.common import (ROOT, UserError, last_words, output_written, pick_device, table, writable,
+                              writable_folder,
                               write_atomic, write_json)
 from nanoheads.configurator import near
 from nanoheads.drawing import COLOURS, drawn, label_right, panels
 from nanoheads.heads.measuring import (attentions, cache_bytes, closed, evaluating, fixed_text, measure,
                                        nats_on, static_gates)
 from nanoheads.hub import own_mechanism
+from nanoheads.locks import only_writer
 from nanoheads.pruning import pack, prune_heads
 from nanoheads.timing import progress_bar, take_turns, time_rows
 from nanoheads.training import checkpoint
@@ -211,10 +214,10 @@ def decoding(model, smaller, args):
 
 def save(path, state, model, row):
     """Write a pruned model as a checkpoint: what was read, less what belongs to the whole model."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     kept = {key: state[key] for key in ("meta", "dataset", "train", "step") if key in state}
-    kept.update(own_mechanism.held(model.config, path.parent))
-    checkpoint.save(path, dict(kept, model=model.state_dict(), config=model.config.flags(), pruned=row))
+    with only_writer(path.parent):
+        kept.update(own_mechanism.held(model.config, path.parent))
+        checkpoint.save(path, dict(kept, model=model.state_dict(), config=model.config.flags(), pruned=row))
 
 
 def recovery(path, state, model, data, args):
@@ -420,6 +423,8 @@ def check_model(args, path, state, model):
 def folders(args):
     """{(number of the checkpoint, criterion, share): folder}. UserError where one holds a run already."""
     found = {}
+    if not args.out_dir:
+        return found
     writable_folder(args.out_dir, "--out_dir")
     for (number, path), by, to in product(enumerate(args.ckpt, 1), args.by, args.to):
         run = Path(path) if Path(path).is_dir() else Path(path).parent
@@ -447,6 +452,8 @@ def check(args):
             meant = near(by, CRITERIA)
             words = f"did you mean {meant}?" if meant else f"there are {', '.join(CRITERIA)}, all"
             raise UserError(f"--by {by}: unknown criterion; {words}")
+    if args.out_dir == "":
+        raise UserError("--out_dir is empty, as it is when a variable of the shell is not set")
     if args.recover and not args.out_dir:
         raise UserError("--recover needs --out_dir, where the training goes")
     args.to = sorted(set(args.to), reverse=True)
@@ -461,7 +468,7 @@ def check(args):
             raise UserError(f"{path} and {args.ckpt[0]} have other heads or other data: one at a time")
     args.by = [by for by in CRITERIA if by in args.by or "all" in args.by]
     args.by = [by for by in args.by if not any(unfit(by, model) for _, model, _ in args.loaded)]
-    args.folders = folders(args) if args.out_dir else {}
+    folders(args)
 
 
 def run(args):
@@ -488,11 +495,14 @@ def run(args):
     print(result_table(rows), *written, sep="\n")
 
 
+@output_written("prune")
 def main(argv=None):
     args = arguments(argv)
     with last_words("prune"):
         check(args)
-        run(args)
+        with only_writer(args.out_dir) if args.out_dir else nullcontext():
+            args.folders = folders(args)  # once more: another process may just have been at work there
+            run(args)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import shutil
 import sys
 from functools import partial
 
-from nanoheads.common import UserError, last_words, pick_device
+from nanoheads.common import UserError, last_words, output_written, pick_device
 from nanoheads.heads import look
 from nanoheads.training import checkpoint
 from nanoheads.training.sampling import (add_arguments, check, encode, generate, model_and_tokenizer,
@@ -85,6 +85,7 @@ def print_samples(args, text, made, audits=None):
             print(audits[i], end="\n\n")
 
 
+@output_written("sample")
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     checkpoint.add_arguments(p)

@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Optional
@@ -30,10 +30,11 @@ from tqdm import tqdm
 
 from model import GPT, GPTConfig
 from nanoheads import configurator
-from nanoheads.common import UserError, explain
+from nanoheads.common import UserError, explain, output_written
 from nanoheads.heads import controller
 from nanoheads.heads.controller import Controller
 from nanoheads.hub import own_mechanism as own
+from nanoheads.locks import only_writer
 from nanoheads.probes import promises
 from nanoheads.study import trial
 from nanoheads.text.dataset import Batches, Dataset, DocumentBatches
@@ -149,6 +150,15 @@ def evaluate_splits(run):
     row["val_bpb"] = bits(row["val_loss"], dataset.bytes_per_token("val"))
     row["elapsed_s"] = round(run.elapsed_s, 3)
     return {**row, **of_critic(run.model, dataset, "val")}
+
+
+def check_finite(run, row):
+    """UserError where the weights that were evaluated, or what they gave, are not finite."""
+    broken = [name for name, p in run.model.named_parameters() if not p.isfinite().all()]
+    if broken or not math.isfinite(row["val_loss"]):
+        where = run.config.init_from or checkpoint.file_of(run.out_dir)
+        what = f"{broken[0]} holds NaN or infinities" if broken else f"it gives {row['val_loss']} nats on val"
+        raise UserError(f"{where}: {what}: its weights are damaged, or its training diverged")
 
 
 def eval_line(row):
@@ -302,12 +312,28 @@ def train(model_config, config, given=()):
     """Train as configured; returns the last evaluation's row of log.jsonl.
 
     given: {flag: value} of those that were set, all that a model from elsewhere must agree with.
+    UserError where another process writes into out_dir.
     """
-    # the model and how far it is: new, from another checkpoint, or where this run was left
     process = join_ranks(config.device)
+    if config.eval_only:  # writes nothing
+        return train_alone(model_config, config, given, process)
+    with only_writer(config.out_dir) if process.rank == 0 else nullcontext():
+        process.barrier()  # no rank reads what another process may still write
+        return train_alone(model_config, config, given, process)
+
+
+def train_alone(model_config, config, given, process):
+    """train(), as the one process, or the ranks of the one run, that writes into out_dir."""
+    # the model and how far it is: new, from another checkpoint, or where this run was left
     saves, dataset = checkpoint.saves_in(config), Dataset(config.dataset)
     model_config = controller.starting_config(model_config, config)
-    model, state = checkpoint.starting_point(model_config, config, dataset, process.device, given)
+    try:
+        model, state = checkpoint.starting_point(model_config, config, dataset, process.device, given)
+    except (MemoryError, RuntimeError) as e:
+        if "out of memory" not in (explain(e) or ""):
+            raise
+        raise UserError("out of memory before the first step, while the model was made: lower n_embd, "
+                        "n_layer or vocab_size") from None
     progress = {key: state[key] for key in PROGRESS if key in state} if state else {}
     check_model(model, config)
     targets = None
@@ -322,6 +348,7 @@ def train(model_config, config, given=()):
 
     if config.eval_only:
         row = evaluate_splits(run)
+        check_finite(run, row)
         process.print0(eval_line(row))
         return row
     if run.last_eval["step"] >= config.max_iters:
@@ -398,6 +425,7 @@ def batches_of(run):
     return DocumentBatches(*which, config.documents, few_widths=compiles(config, run.process))
 
 
+@output_written("train")
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0].startswith("--trial="):

@@ -66,24 +66,55 @@ def fault_of_own_file(e):
 
 
 @contextmanager
+def output_written(program):
+    """End a program in one line where what it printed cannot be written, such as to a full disk, and quietly
+    where its reader has seen enough. Everything else passes through.
+    """
+    try:
+        try:
+            yield
+        except SystemExit as e:
+            if not e.code:  # behind --help
+                flush_output()
+            raise
+        flush_output()
+    except BrokenPipeError:  # such as head
+        pass
+    except OSError as e:
+        sys.exit(f"{program}: {explain(e)}")
+    finally:
+        try:
+            flush_output()
+        except (OSError, ValueError):  # Python would try it once more, and print a traceback
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def flush_output():
+    if sys.stdout:  # None where it was closed before the program began
+        sys.stdout.flush()
+
+
+@contextmanager
 def last_words(program, less="ask for less at once: shorter texts, a smaller batch, fewer samples"):
     """End a program in one line where it cannot go on, and quietly where its reader has seen enough.
 
     less: what to lower where memory ran out. A bug keeps its traceback.
     """
-    try:
-        yield
-    except KeyboardInterrupt:
-        print(f"\n{program}: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:  # such as head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except Exception as e:
-        words = fault_of_own_file(e) or (str(e) if isinstance(e, ValueError) else explain(e, less))
-        if words is None:
+    with output_written(program):
+        try:
+            yield
+        except KeyboardInterrupt:
+            print(f"\n{program}: interrupted", file=sys.stderr)
+            sys.exit(130)
+        except BrokenPipeError:  # such as head, see output_written()
             raise
-        close_bars()
-        sys.exit(f"{program}: {words}")
+        except Exception as e:
+            words = fault_of_own_file(e) or (str(e) if isinstance(e, ValueError) else explain(e, less))
+            if words is None:
+                raise
+            close_bars()
+            sys.exit(f"{program}: {words}")
 
 
 def close_bars():
@@ -194,6 +225,8 @@ def checked_device(name):
         return name  # without touching it: under torchrun each process has a GPU of its own
     try:
         device = torch.device(name)
+        if device.type == "meta":
+            raise RuntimeError("it holds shapes and no numbers")
         count = torch.cuda.device_count() if device.type == "cuda" else 0
         if count and (device.index or 0) >= count:
             raise RuntimeError(f"GPUs here: {count}, and the last one is cuda:{count - 1}")

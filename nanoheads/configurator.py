@@ -109,10 +109,17 @@ def check(value, t):
         if base is float and isinstance(value, (int, float)) and math.isfinite(value):
             return float(value)
         if base is int and isinstance(value, float) and value.is_integer():
-            return int(value)
+            return checked_size(int(value))
         if base is not float and isinstance(value, base):
-            return value
+            return checked_size(value)
     raise ValueError
+
+
+def checked_size(value):
+    """A value as it is. UserError where it is a whole number that no tensor or array takes."""
+    if isinstance(value, int) and not -2**63 <= value < 2**63:
+        raise UserError("is beyond 64 bits, which no size or number of a run needs")
+    return value
 
 
 def parse(text, t):
@@ -128,6 +135,8 @@ def parse(text, t):
         return text
     try:
         return check(ast.literal_eval(text), t)
+    except UserError:
+        raise
     except (ValueError, SyntaxError):
         of_items = next((kind for kind in kinds if items(kind)), None)
         if of_items is None:
@@ -264,15 +273,35 @@ def where_it_failed(e, path):
     return f"line {line}: {type(e).__name__}: {words}"
 
 
-def read_file(path):
-    """The public assignments of a config file, as a dict. UserError."""
+def read_file(path, keys=()):
+    """The public assignments of a config file, as a dict; what it imports is left out.
+
+    keys: names under which an import is a mistake, too. UserError names the file and what is wrong in it.
+    """
     found = find_file(path)
     try:
         names = runpy.run_path(str(found))
+    except SystemExit as e:
+        raise UserError(f"{path}, {where_it_failed(e, found)}: a config file cannot end the program")
     except Exception as e:
         raise UserError(f"{path}, {where_it_failed(e, found)}")
-    return {key: value for key, value in names.items()
-            if not key.startswith("_") and not isinstance(value, types.ModuleType) and not callable(value)}
+    public = {key: value for key, value in names.items() if not key.startswith("_")}
+    code = {key for key, value in public.items() if isinstance(value, types.ModuleType) or callable(value)}
+    imported = imports_of(found)
+    for key in code:
+        if key in keys or key not in imported and "*" not in imported:
+            kind = "class" if isinstance(public[key], type) else (
+                "module" if isinstance(public[key], types.ModuleType) else "function")
+            raise UserError(f"{path}: {key} is a {kind}, and a config file holds values; a helper's name "
+                            "begins with an underscore")
+    return {key: value for key, value in public.items() if key not in code}
+
+
+def imports_of(path):
+    """The names that the import statements of a Python file bind; "*" where one binds all of a module's."""
+    nodes = ast.walk(ast.parse(path.read_bytes()))
+    return {alias.asname or alias.name.split(".")[0] for node in nodes
+            if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names}
 
 
 def split_args(argv, keys):
@@ -311,6 +340,9 @@ def read_values(settings, keys):
             continue
         try:
             values[key] = read(value, t)
+        except UserError as e:
+            bad.append(f"{source}: {key}={value!r} {e}")
+            wrong.add(key)
         except ValueError:
             words = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
             meant = [near(str(word), choices(t)) for word in words if word not in choices(t)]
@@ -328,6 +360,17 @@ def scale_of(path):
         found = find_file(path).resolve()
         if found.parent == ROOT / "config" and found.stem in typing.get_args(Scale):
             return found.stem
+
+
+def text_problems(config):
+    """Yield a sentence for each text of a dataclass that is empty or holds a NUL, as no file's name can."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if isinstance(value, str) and "\0" in value:
+            yield f"{f.name}={value!r} holds a NUL character: take it out"
+        elif value == "" != f.default:
+            yield (f"{f.name} is empty, as it is when a variable of the shell is not set: give it a value or "
+                   "leave it out")
 
 
 def preset_values(scale, names, mechanisms, source):
@@ -379,12 +422,15 @@ def run_name(scale, names, files, flags):
 
 # ---- all of it ----
 
-def in_files(files, presets):
-    """([(file, key, value, check)], [problems]) of config files; presets: a scale's own file is its name."""
+def in_files(files, presets, keys=()):
+    """([(file, key, value, check)], [problems]) of config files; presets: a scale's own file is its name.
+
+    keys: see read_file().
+    """
     settings, bad = [], []
     for path in files:
         try:
-            values = {"scale": scale_of(path)} if presets and scale_of(path) else read_file(path)
+            values = {"scale": scale_of(path)} if presets and scale_of(path) else read_file(path, keys)
             settings += [(path, key, value, check) for key, value in values.items()]
         except UserError as e:
             bad.append(str(e))
@@ -412,7 +458,7 @@ def load_given(classes, argv, doc="", together=None, more=None, mechanisms=None)
         print(help_text((*presets, *classes), doc, mechanisms or ()))
         raise SystemExit(0)
     files, texts = split_args(argv, keys)
-    settings, bad = in_files(files, presets)
+    settings, bad = in_files(files, presets, keys)
     lost = bool(bad)  # what such a file would have set is not known, so the values cannot be judged
     for source, values in (more or {}).items():
         settings += [(source, key, value, check) for key, value in values.items()]

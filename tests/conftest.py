@@ -1,4 +1,5 @@
 """What all tests share: the repository on the path, one thread, and a tiny data folder."""
+import hashlib
 import json
 import socket
 import os
@@ -48,6 +49,14 @@ def forget_code():
     for cached in (fingerprint.digest_of, fingerprint.files_of, fingerprint.tree_of, fingerprint.imported,
                    fingerprint.parts_of):
         cached.cache_clear()
+
+
+def put_split(folder, split, data):
+    """Write other bytes into a split of a data folder, with their checksum in its meta.json."""
+    meta = json.loads((folder / "meta.json").read_text())
+    meta["splits"][split]["sha256"] = hashlib.sha256(data).hexdigest()
+    (folder / f"{split}.bin").write_bytes(data)
+    (folder / "meta.json").write_text(json.dumps(meta))
 
 
 def cpu_seconds():

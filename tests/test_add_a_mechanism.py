@@ -276,8 +276,8 @@ def test_an_export_is_read_as_text_and_runs_where_it_is_trusted(name, mine, tmp_
     state = checkpoint.read(str(tmp_path / "hf"))
     with pytest.raises(UserError, match="what is only read is not run: name its file"):
         checkpoint.build(state, "hf")
-    assert torch.equal(checkpoint.build(checkpoint.read(str(tmp_path / "hf"), trust_code=True), "hf")(idx).logits,
-                       want)
+    trusted = checkpoint.read(str(tmp_path / "hf"), trust_code=True)
+    assert torch.equal(checkpoint.build(trusted, "hf")(idx).logits, want)
     assert capsys.readouterr().err == f"--trust_code runs {tmp_path / 'hf' / 'own' / name}\n"
 
 

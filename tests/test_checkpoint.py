@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import train
 from model import GPT, GPTConfig
 from nanoheads import common
 from nanoheads.common import UserError, explain, pick_device
@@ -367,3 +368,24 @@ def test_a_kernel_without_room_is_not_told_to_run_uncompiled():
     """FlexAttention is compiled with --compile=False too."""
     said = explain(RuntimeError("out of resource: shared memory, Required: 246784, Hardware limit: 232448."))
     assert "246784" in said and "smaller heads" in said and "--compile" not in said
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda s: s["meta"].pop("encoding"), "meta, its dataset's, has no encoding"),
+    (lambda s: s.update(meta="x"), "meta, its dataset's, is a str"),
+    (lambda s: s["model"].update({3: torch.zeros(2)}), "the tensor 3 has a name that is no text"),
+    (lambda s: s["model"].update(x=3), "x is a int, not a tensor"),
+    (lambda s: s.update(train="adamw"), "train is a str, not a dict of flags"),
+    (lambda s: s.update(step="ten"), "step='ten' is no number"),
+    (lambda s: s["config"].update(n_layer=20000), "n_layer=20000, and there are tensors of 1 blocks"),
+    (lambda s: s["config"].update(n_embd=10**9), "n_embd=1000000000, and the embedding is"),
+])
+def test_a_part_of_another_kind_is_one_line(args, fails, tmp_path, change, words, monkeypatch):
+    train.main(args())
+    state = checkpoint.read(tmp_path / "run/ckpt.pt")
+    change(state)
+    torch.save(state, tmp_path / "run/ckpt.pt")
+    with monkeypatch.context() as patch:  # refused before a model is built
+        patch.setattr(checkpoint, "GPT", None)
+        said, = fails([*args(max_iters=9), "--resume"])
+    assert said.startswith(f"{tmp_path}/run/ckpt.pt") and words in said

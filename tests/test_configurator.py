@@ -713,3 +713,30 @@ def test_the_script_runs_from_any_folder_and_ends_without_a_traceback(tmp_path):
     assert lines[:2] == ["train: command line: unknown key lrr; did you mean lr?",
                          "train: command line: n_layer='x' is not int"]
     assert all(line.startswith("train: dataset shakespeare_char is not prepared") for line in lines[2:])
+
+
+@pytest.mark.parametrize("text, words", [
+    ("n_layer = 2\nimport sys\nsys.exit(3)\n", "line 3: SystemExit: 3: a config file cannot end the program"),
+    ("exit()\n", "line 1: SystemExit"),
+    ("def lr():\n    return 1\n", "lr is a function, and a config file holds values"),
+    ("dropout = lambda: 0\n", "dropout is a function"),
+    ("class seed:\n    pass\n", "seed is a class"),
+    ("def helper():\n    pass\n", "helper is a function"),
+    ("import math\nlr = math.sqrt\n", "lr is a function"),
+    ("from math import sqrt as lr\n", "lr is a function"),
+    ("import math as seed\n", "seed is a module"),
+])
+def test_a_config_file_that_is_a_program_is_named(tmp_path, text, words):
+    path = tmp_path / "c.py"
+    path.write_text(text)
+    with pytest.raises(UserError) as e:
+        configurator.load((GPTConfig, TrainConfig), [str(path)])
+    said = str(e.value)
+    assert said.startswith(str(path)) and words in said and "\n" not in said
+
+
+def test_what_a_config_file_imports_is_its_own_business(tmp_path):
+    path = tmp_path / "c.py"
+    path.write_text("import math\nfrom pathlib import Path\n"
+                    "def _half(x):\n    return x / 2\nlr = _half(math.sqrt(0.04))\n")
+    assert configurator.load((GPTConfig, TrainConfig), [str(path)])[1].lr == 0.1

@@ -1,5 +1,7 @@
 """Data folders and the order in which training reads them."""
+import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -9,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import put_split
 from nanoheads.common import UserError
-from nanoheads.text import dataset, sources
+from nanoheads.text import checksums, dataset, sources
+from nanoheads.text.checksums import sha256
 from nanoheads.text.dataset import Batches, Dataset
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,9 +85,120 @@ def test_a_damaged_folder_is_one_line(copy, damage, words):
     assert words in line(lambda: Dataset(copy).tokens("train"))
 
 
+# ---- checksums ----
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The names of the files that were hashed, as it happens; this process knows no file at the start."""
+    names, hashed = [], checksums.sha256_of
+
+    def counted(file):
+        names.append(Path(file.name).name)
+        return hashed(file)
+    monkeypatch.setattr(checksums, "sha256_of", counted)
+    monkeypatch.setattr(checksums, "KNOWN", {})
+    monkeypatch.setattr(checksums, "SETTLED", -1e18)  # the files were written a moment ago
+    return names
+
+
+def test_a_changed_split_of_the_same_length_is_refused(copy):
+    (copy / "test.bin").write_bytes(b" " * 1000)
+    data = Dataset(copy)
+    assert len(data.tokens("train")) == 20000, "what is not read is not checked"
+    said = line(lambda: data.tokens("test"))
+    blank = hashlib.sha256(b" " * 1000).hexdigest()
+    for words in (f"{copy}/test.bin is not the file that meta.json describes", blank[:16],
+                  data.splits["test"]["sha256"][:16], "run its prepare script again"):
+        assert words in said
+
+
+def test_a_split_that_changes_while_it_is_read_is_refused(copy, monkeypatch):
+    monkeypatch.setattr(dataset, "REOPEN_AFTER", 1)
+    batches = Batches(Dataset(copy), "train", 16, 4, 0)
+    (copy / "train.bin").write_bytes(b" " * 20000)
+    assert "train.bin is not the file" in line(lambda: batches(0))
+
+
+def test_a_split_without_a_checksum_is_refused(copy):
+    meta = json.loads((copy / "meta.json").read_text())
+    del meta["splits"]["val"]["sha256"]
+    (copy / "meta.json").write_text(json.dumps(meta))
+    assert "meta.json is not what a prepare script writes" in line(lambda: Dataset(copy))
+
+
+def test_a_split_is_read_once_until_it_changes(copy, reads, monkeypatch):
+    def start():
+        monkeypatch.setattr(checksums, "KNOWN", {})  # another process
+        Dataset(copy).tokens("train")
+        Dataset(copy).tokens("train")
+    start()
+    start()
+    assert reads == ["train.bin"] and (copy / "train.bin.checked").is_file()
+    os.utime(copy / "train.bin", ns=(1, 1))
+    start()
+    assert reads == ["train.bin"] * 2
+    (copy / "train.bin").write_bytes(b" " * 20000)
+    os.utime(copy / "train.bin", ns=(1, 1))  # size and time as they were
+    assert "train.bin is not the file" in line(start)
+
+
+def test_a_file_that_was_just_written_is_not_relied_on(copy, reads, monkeypatch):
+    """Two changes within a tick of the file system's clock leave the same time."""
+    monkeypatch.setattr(checksums, "SETTLED", 1e18)
+    for _ in range(2):
+        Dataset(copy).tokens("val")
+    assert reads == ["val.bin"] * 2 and not (copy / "val.bin.checked").exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"3", b"\xff", "other"])
+def test_a_damaged_memory_of_a_checksum_is_made_anew(copy, reads, monkeypatch, damage):
+    data = Dataset(copy)
+    data.tokens("val")
+    memory = copy / "val.bin.checked"
+    good = memory.read_bytes()
+    if damage == "other":
+        damage = json.dumps({**json.loads(good), "sha256": "0" * 64}).encode()
+    memory.write_bytes(damage)
+    monkeypatch.setattr(checksums, "KNOWN", {})
+    data.tokens("val")
+    assert reads == ["val.bin"] * 2 and memory.read_bytes() == good
+
+
+def test_a_memory_that_cannot_be_kept_is_no_error(copy, reads, monkeypatch):
+    def refuse(*names):
+        raise PermissionError(13, "read-only")
+    monkeypatch.setattr(checksums.os, "replace", refuse)
+    for _ in range(2):
+        Dataset(copy).tokens("val")
+        monkeypatch.setattr(checksums, "KNOWN", {})
+    assert reads == ["val.bin"] * 2
+    assert sorted(path.name for path in copy.iterdir()) == ["meta.json", "test.bin", "train.bin", "val.bin"]
+
+
+def test_of_processes_that_start_together_one_reads(copy, tmp_path):
+    """Four processes, as ranks are: each waits for the one that reads, and then finds what it kept."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from nanoheads.text import checksums
+from nanoheads.text.dataset import Dataset
+hashed, checksums.SETTLED = checksums.sha256_of, -1e18
+checksums.sha256_of = lambda file: print("read", flush=True) or hashed(file)
+Dataset({str(copy)!r}).tokens("train")
+"""
+    started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+               for _ in range(4)]
+    assert sorted(process.communicate()[0] for process in started) == ["", "", "", "read\n"]
+    assert all(process.returncode == 0 for process in started)
+
+
+def test_git_does_not_see_what_is_kept_of_checksums():
+    assert "*.checked" in (ROOT / "data/.gitignore").read_text().splitlines()
+
+
 def test_a_token_outside_the_vocabulary_is_one_line(chars_data, tmp_path):
     folder = Path(shutil.copytree(chars_data, tmp_path / "copy"))
-    np.full(1500, 99, "<u2").tofile(folder / "train.bin")
+    put_split(folder, "train", np.full(1500, 99, "<u2").tobytes())
     message = line(lambda: Batches(Dataset(folder), "train", 16, 4, 0)(0))
     assert "99" in message and " 9" in message
 
@@ -153,13 +268,15 @@ def test_a_pass_over_a_large_file_keeps_memory_bounded(tmp_path):
         with open(tmp_path / f"{split}.bin", "wb") as f:
             f.truncate(n)
     meta = dict(name="large", encoding="byte", vocab_size=256, dtype="uint8", separator=10,
-                splits={split: {"tokens": n, "bytes": n}
+                splits={split: {"tokens": n, "bytes": n, "sha256": sha256(tmp_path / f"{split}.bin")}
                         for split, n in (("train", size), ("val", 1000), ("test", 1000))})
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     code = f"""
 import resource, sys
 sys.path.insert(0, {str(ROOT)!r})
+from nanoheads.text import checksums
 from nanoheads.text.dataset import Batches, Dataset
+checksums.SETTLED = -1e18  # as if the file were not from a moment ago
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()

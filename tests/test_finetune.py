@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import write_dataset
+from conftest import put_split, write_dataset
 from scipy.stats import t as student
 
 import probe
@@ -259,11 +259,11 @@ def test_documents_begin_where_the_text_says(text, pieces, encoding, tmp_path):
 def tokens_data(folder, tokens):
     """A dataset in GPT-2's tokens, whose text is nobody's business."""
     folder.mkdir()
-    for split in ("train", "val", "test"):
-        np.array(tokens, "<u2").tofile(folder / f"{split}.bin")
     meta = dict(name="t", encoding="gpt2", vocab_size=50257, dtype="uint16", separator=50256,
                 splits={split: dict(tokens=len(tokens), bytes=1) for split in ("train", "val", "test")})
     (folder / "meta.json").write_text(json.dumps(meta))
+    for split in meta["splits"]:
+        put_split(folder, split, np.array(tokens, "<u2").tobytes())
     return Dataset(folder)
 
 

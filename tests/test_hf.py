@@ -180,6 +180,7 @@ def gpt2_folder(tmp_path_factory):
     ("sizes", ["config.json", "gpt2"]),
     ("vocabulary", ["256", "61"]),
     ("no heads", ["config.json", "gpt2"]),
+    ("layers", ["n_layer=20000", "tensors are of 3 layers"]),
     ("integers", ["h.1.mlp.c_fc.weight", "int8"]),
     ("NaN", ["h.1.mlp.c_fc.weight", "NaN"]),
     ("an index that leaves", ["model.safetensors.index.json", "../x.safetensors"]),
@@ -219,6 +220,8 @@ def test_what_is_wrong_with_a_folder_is_one_line(what, words, gpt2_folder, tmp_p
     elif what == "vocabulary":
         vocab = {symbol: i for i, symbol in enumerate(byte_symbols())}
         (folder / "vocab.json").write_text(json.dumps(vocab))
+    elif what == "layers":
+        edit(folder, n_layer=20000)
     elif what == "no heads":
         edit(folder, n_head=0)
     elif what == "integers":

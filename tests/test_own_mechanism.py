@@ -1,4 +1,4 @@
-"""Code of one's own: what is only read is not run; files that import others; several files, classes, modes."""
+"""Code of one's own: what is only read is not run; files that import others; several files and modes."""
 
 import hashlib
 import json
@@ -62,8 +62,7 @@ def evil(mine, tmp_path):  # noqa: F811
 
 @pytest.fixture
 def ran(evil, bytes_data, tmp_path):
-    """(folder with a checkpoint whose code is beside it, whether that was run); all that was added is forgotten.
-    """
+    """(folder with a checkpoint whose code is beside it, whether that was run); nothing stays added."""
     path, was_run = evil
     own.add(path)
     folder = tmp_path / "run"
@@ -77,8 +76,17 @@ def ran(evil, bytes_data, tmp_path):
 def save(path, data, flags=None, config=None, **more):
     gpt = model.GPT(model.GPTConfig(**SIZES, **(dict(forget=True) if flags is None else flags)))
     train_flags = dict(dataset=str(data), **more.pop("train", {}))
-    checkpoint.save(path, dict(model=gpt.state_dict(), config={**gpt.config.flags(), **(config or {})},
-                               meta=Dataset(data).meta, train=train_flags, step=1, **more))
+    checkpoint.save(
+        path,
+        dict(
+            model=gpt.state_dict(),
+            config={**gpt.config.flags(), **(config or {})},
+            meta=Dataset(data).meta,
+            train=train_flags,
+            step=1,
+            **more,
+        ),
+    )
 
 
 def line_of(program, *argv):
@@ -91,18 +99,30 @@ def line_of(program, *argv):
 
 # ---- what is only read is not run ----
 
-@pytest.mark.parametrize("program, argv", [
-    (sample, ["--start=a", "--ckpt"]), (evaluate, ["--split=val", "--ckpt"]), (export_hf, ["--out=hf", "--ckpt"]),
-    (prune, ["--by=random", "--to=0.5", "--ckpt"]), (probe, ["heads", "--ckpt"]), (probe, ["inspect", "--ckpt"]),
-    (probe, ["look", "--start=abc", "--ckpt"]), (probe, ["constraints", "skip", "--ckpt"]),
-    (probe, ["arrays", "--text=x", "--ckpt"]),
-])
+
+@pytest.mark.parametrize(
+    "program, argv",
+    [
+        (sample, ["--start=a", "--ckpt"]),
+        (evaluate, ["--split=val", "--ckpt"]),
+        (export_hf, ["--out=hf", "--ckpt"]),
+        (prune, ["--by=random", "--to=0.5", "--ckpt"]),
+        (probe, ["heads", "--ckpt"]),
+        (probe, ["inspect", "--ckpt"]),
+        (probe, ["look", "--start=abc", "--ckpt"]),
+        (probe, ["constraints", "skip", "--ckpt"]),
+        (probe, ["arrays", "--text=x", "--ckpt"]),
+    ],
+)
 def test_no_program_runs_the_code_beside_a_checkpoint(program, argv, ran, tmp_path, monkeypatch):
     folder, was_run = ran
     monkeypatch.chdir(tmp_path)
     for path in (folder, folder / "best.pt"):
         said = line_of(program, *argv, path)
-        assert "was made with the mechanism in mine.py" in said and "--mechanism=FILE, or say --trust_code" in said
+        assert (
+            "was made with the mechanism in mine.py" in said
+            and "--mechanism=FILE, or say --trust_code" in said
+        )
         assert not was_run()
 
 
@@ -128,8 +148,13 @@ def test_a_checkpoint_whose_flag_is_off_needs_no_code(ran, bytes_data):
     held = torch.load(folder / "best.pt", weights_only=True)["own_mechanism"]
     for record in (held, held[0], [dict(held[0], file=str(folder / "mine.py"))], "mine.py"):
         for flag in (False, None):
-            save(folder / "best.pt", bytes_data, flags={}, config=dict(forget=flag, forget_init=-3.0),
-                 own_mechanism=record)
+            save(
+                folder / "best.pt",
+                bytes_data,
+                flags={},
+                config=dict(forget=flag, forget_init=-3.0),
+                own_mechanism=record,
+            )
             sample.main(["--ckpt", str(folder), "--start=a", "--max_new_tokens=2"])
             sample.main(["--ckpt", str(folder), "--start=a", "--max_new_tokens=2", "--trust_code"])
             assert not was_run()
@@ -154,20 +179,28 @@ def test_an_absolute_path_in_a_checkpoint_is_never_run(evil, bytes_data, tmp_pat
             assert "run" in line_of(sample, "--ckpt", file, "--start=a", *more) and not was_run(), file
     (alone / "mine.py").unlink()
     assert f"mine.py (sha256 {forget['digest']}...), which is not in" in line_of(
-        sample, "--ckpt", alone / "x.pt", "--trust_code")
+        sample, "--ckpt", alone / "x.pt", "--trust_code"
+    )
 
 
 def test_what_a_trusted_file_imports_must_lie_in_the_folder_too(bytes_data, tmp_path, own_mechanisms_go):
     outside, folder = tmp_path / "outside", tmp_path / "run"
     outside.mkdir()
     folder.mkdir()
-    written(folder / "mine.py", "import rates\n", MODE.format("Twice", "twice", "dict(up=dict(twice=True))",
-                                                               "rates.R"))
+    written(
+        folder / "mine.py",
+        "import rates\n",
+        MODE.format("Twice", "twice", "dict(up=dict(twice=True))", "rates.R"),
+    )
     (outside / "rates.py").write_text("R = 2")
     (folder / "rates.py").symlink_to(outside / "rates.py")
     own.add(folder / "mine.py")
-    save(folder / "best.pt", bytes_data, flags=dict(twice=True),
-         own_mechanism=own.record(model.GPTConfig(**SIZES, twice=True)))
+    save(
+        folder / "best.pt",
+        bytes_data,
+        flags=dict(twice=True),
+        own_mechanism=own.record(model.GPTConfig(**SIZES, twice=True)),
+    )
     forget_own_mechanisms()
     assert f"{folder / 'rates.py'} leads out of" in line_of(sample, "--ckpt", folder, "--trust_code")
     assert "rates" not in sys.modules
@@ -193,8 +226,14 @@ def test_a_folder_for_transformers_is_read_and_not_run(ran, tmp_path):
 
 def test_training_runs_no_code_of_what_it_starts_from(ran, bytes_data, tmp_path):
     folder, was_run = ran
-    args = [f"--dataset={bytes_data}", "--device=cpu", "--max_iters=1", "--eval_tokens=32", "--batch_size=2",
-            *(f"--{key}={value}" for key, value in SIZES.items() if key != "vocab_size")]
+    args = [
+        f"--dataset={bytes_data}",
+        "--device=cpu",
+        "--max_iters=1",
+        "--eval_tokens=32",
+        "--batch_size=2",
+        *(f"--{key}={value}" for key, value in SIZES.items() if key != "vocab_size"),
+    ]
     said = line_of(train, *args, f"--init_from={folder}", f"--out_dir={tmp_path / 'new'}")
     assert "what is only read is not run" in said and not was_run()
     train.main([*args, f"--init_from={folder}", f"--out_dir={tmp_path / 'new'}", "--trust_code"])
@@ -220,32 +259,48 @@ def test_old_checkpoints_hold_one_record_and_flat_flags(ran, bytes_data):
     folder, _ = ran
     state = torch.load(folder / "best.pt", weights_only=True)
     assert state["config"]["forget"] is True and "own" not in state["config"]
-    state["own_mechanism"], = state["own_mechanism"]
+    (state["own_mechanism"],) = state["own_mechanism"]
     own.add(folder / "mine.py")
     want = model.GPTConfig(**SIZES, forget=True)
     assert checkpoint.config_of(state, folder) == want
-    nested = dict(state, config={**{k: v for k, v in state["config"].items() if "forget" not in k},
-                                 "own": dict(forget=True)})
+    nested = dict(
+        state,
+        config={**{k: v for k, v in state["config"].items() if "forget" not in k}, "own": dict(forget=True)},
+    )
     assert checkpoint.config_of(nested, folder).flags() == want.flags()
 
 
 # ---- a study and its runs ----
 
+
 @pytest.fixture
 def planned(evil, bytes_data, tmp_path):
     """(folder of a trial that was planned, its spec, whether its code was run)."""
     path, was_run = evil
-    spec = dict(model={**SIZES, "forget": True, "forget_init": -3.0},
-                train=dict(dataset=str(bytes_data), device="cpu", max_iters=2, eval_interval=2, eval_tokens=32,
-                           batch_size=2, own_mechanism=str(path)),
-                score=dict(split="val", tokens=64),
-                data=trial.data_of(Dataset(bytes_data), mechanism=str(path)))
+    spec = dict(
+        model={**SIZES, "forget": True, "forget_init": -3.0},
+        train=dict(
+            dataset=str(bytes_data),
+            device="cpu",
+            max_iters=2,
+            eval_interval=2,
+            eval_tokens=32,
+            batch_size=2,
+            own_mechanism=str(path),
+        ),
+        score=dict(split="val", tokens=64),
+        data=trial.data_of(Dataset(bytes_data), mechanism=str(path)),
+    )
     return trial.make(spec, tmp_path / "trials"), spec, was_run
 
 
 def by_hand(folder, *more):
-    done = subprocess.run([sys.executable, ROOT / "train.py", f"--trial={folder}", *map(str, more)],
-                          capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", f"--trial={folder}", *map(str, more)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
     return done.returncode, (folder / "trial.log").read_text().strip()
 
 
@@ -264,14 +319,17 @@ def test_a_copied_trial_runs_nothing(planned, tmp_path):
     folder, spec, was_run = planned
     code, said = by_hand(folder)
     assert code == 1 and not was_run()
-    assert said == (f"trial: this run is of a mechanism in {spec['train']['own_mechanism']}, and what is only read "
-                    f"is not run: name it, --mechanism={spec['train']['own_mechanism']}")
+    assert said == (
+        f"trial: this run is of a mechanism in {spec['train']['own_mechanism']}, and what is only read "
+        f"is not run: name it, --mechanism={spec['train']['own_mechanism']}"
+    )
     (tmp_path / "other.py").write_text(CODE)
     code, said = by_hand(folder, f"--mechanism={tmp_path / 'other.py'}")
     assert code == 1 and "is another text" in said.splitlines()[-1] and not was_run()
 
 
 # ---- files that import others ----
+
 
 @pytest.fixture
 def project(tmp_path, own_mechanisms_go):
@@ -283,8 +341,11 @@ def project(tmp_path, own_mechanisms_go):
     (folder / "parts" / "half.py").write_text("from .one import ONE\nHALF = ONE / 2\n")
     (folder / "parts" / "one.py").write_text("ONE = 1.0\n")
     (folder / "unused.py").write_text("raise SystemExit('run')\n")
-    written(folder / "mine.py", "import json, torch\nimport rates\nfrom model import GPT\n",
-            MODE.format("Twice", "twice", "dict(twice=dict(twice=True))", "rates.RATE"))
+    written(
+        folder / "mine.py",
+        "import json, torch\nimport rates\nfrom model import GPT\n",
+        MODE.format("Twice", "twice", "dict(twice=dict(twice=True))", "rates.RATE"),
+    )
     return folder
 
 
@@ -317,7 +378,9 @@ def test_a_copy_is_whole_and_its_digest_the_same(project, tmp_path):
 
 def test_it_runs_the_texts_that_were_read_and_leaves_no_folder_on_the_path(project, tmp_path):
     path = [*sys.path]
-    py_compile.compile(str(project / "rates.py"), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    py_compile.compile(
+        str(project / "rates.py"), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH
+    )
     (project / "rates.py").write_text("RATE = 5.0\n")
     own.add(project / "mine.py")
     assert sys.path == path and sys.modules["rates"].RATE == 5.0, "bytecode of an older text"
@@ -325,14 +388,25 @@ def test_it_runs_the_texts_that_were_read_and_leaves_no_folder_on_the_path(proje
     assert own_files.LOADED["rates"].text == b"RATE = 5.0\n"
     copy = own.copy(own.files_for(model.GPTConfig(**SIZES, twice=True))[0], tmp_path / "copy")
     assert (tmp_path / "copy" / "rates.py").read_text() == "RATE = 5.0\n" and own.digest(copy) != own.digest(
-        project / "mine.py")
+        project / "mine.py"
+    )
 
 
 def test_a_run_with_what_it_imports_and_a_program_that_reads_it(project, bytes_data, tmp_path):
     out = tmp_path / "run"
-    args = [f"--mechanism={project / 'mine.py'}", f"--dataset={bytes_data}", f"--out_dir={out}", "--device=cpu",
-            "--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--max_iters=1", "--eval_tokens=32",
-            "--batch_size=2"]
+    args = [
+        f"--mechanism={project / 'mine.py'}",
+        f"--dataset={bytes_data}",
+        f"--out_dir={out}",
+        "--device=cpu",
+        "--n_layer=1",
+        "--n_head=2",
+        "--n_embd=16",
+        "--block_size=16",
+        "--max_iters=1",
+        "--eval_tokens=32",
+        "--batch_size=2",
+    ]
     train.main(args)
     assert [name for name in FILES if not (out / name).is_file()] == []
     forget_own_mechanisms()
@@ -343,15 +417,20 @@ def test_a_run_with_what_it_imports_and_a_program_that_reads_it(project, bytes_d
     sample.main(["--ckpt", str(out), "--start=a", "--max_new_tokens=2", "--trust_code"])
     assert sys.modules["rates"].RATE == 2.0
     spec = dict(train=dict(dataset=str(bytes_data)))
-    digests = [trial.data_of(Dataset(spec["train"]["dataset"]), mechanism=str(folder / "mine.py"))["mechanism"]
-               for folder in (project, out)]
+    digests = [
+        trial.data_of(Dataset(spec["train"]["dataset"]), mechanism=str(folder / "mine.py"))["mechanism"]
+        for folder in (project, out)
+    ]
     assert digests[0] != digests[1], "so that no run of the other counts as done"
 
 
 def test_equally_named_modules_of_two_files_are_told_apart(project, tmp_path):
     own.add(project / "mine.py")
-    other = written(tmp_path / "other" / "yours.py", "import rates\n",
-                    MODE.format("Thrice", "thrice", "dict(thrice=dict(thrice=True))", "rates.RATE"))
+    other = written(
+        tmp_path / "other" / "yours.py",
+        "import rates\n",
+        MODE.format("Thrice", "thrice", "dict(thrice=dict(thrice=True))", "rates.RATE"),
+    )
     with pytest.raises(UserError, match="yours.py imports rates, which is not there; .*project/rates.py"):
         own.add(other)
     (other.parent / "rates.py").write_text("RATE = 3.0\n")
@@ -372,12 +451,19 @@ def test_an_export_with_what_it_imports_loads_in_transformers(project, tmp_path)
     gpt = model.GPT(model.GPTConfig(**SIZES, twice=True)).eval()
     hf.export(gpt, None, tmp_path / "hf")
     torch.save(gpt(torch.arange(9)[None]).logits, tmp_path / "logits.pt")
-    code = ("import sys, torch; from transformers import AutoModelForCausalLM as A; "
-            "m = A.from_pretrained('hf', trust_remote_code=True).eval(); "
-            "off = (m(torch.arange(9)[None]).logits - torch.load('logits.pt')).abs().max(); "
-            "sys.exit(0 if off < 1e-6 else f'off by {off}')")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
-                          env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"})
+    code = (
+        "import sys, torch; from transformers import AutoModelForCausalLM as A; "
+        "m = A.from_pretrained('hf', trust_remote_code=True).eval(); "
+        "off = (m(torch.arange(9)[None]).logits - torch.load('logits.pt')).abs().max(); "
+        "sys.exit(0 if off < 1e-6 else f'off by {off}')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
+    )
     assert done.returncode == 0, done.stderr
     (project / "rates.py").write_text("from parts.one import ONE\nRATE = 2 * ONE\n")
     forget_own_mechanisms()
@@ -388,48 +474,77 @@ def test_an_export_with_what_it_imports_loads_in_transformers(project, tmp_path)
 
 # ---- every class, every mode, several files ----
 
+
 @pytest.fixture
 def two(tmp_path, own_mechanisms_go):
     """A file with two classes, the first of two modes; another file with one."""
-    return (written(tmp_path / "mine.py", MODE.format("Twice", "twice", TWO_MODES, "2"),
-                    MODE.format("Thrice", "thrice", "dict(thrice=dict(thrice=True))", "3")),
-            written(tmp_path / "yours.py", MODE.format("Half", "half", "dict(half=dict(half=True))", "0.5")))
+    return (
+        written(
+            tmp_path / "mine.py",
+            MODE.format("Twice", "twice", TWO_MODES, "2"),
+            MODE.format("Thrice", "thrice", "dict(thrice=dict(thrice=True))", "3"),
+        ),
+        written(tmp_path / "yours.py", MODE.format("Half", "half", "dict(half=dict(half=True))", "0.5")),
+    )
 
 
 def test_a_file_stands_for_every_mode_of_every_class(two):
     mine, yours = two  # noqa: F811
     assert own.take([f"--mechanisms=xsa,{mine},{yours}"]) == [
-        "--mechanisms=xsa,up,down,thrice,half", f"--own_mechanism={mine},{yours}"]
+        "--mechanisms=xsa,up,down,thrice,half",
+        f"--own_mechanism={mine},{yours}",
+    ]
     config = StudyConfig(mechanisms=["up", "down", "thrice", "half"])
     assert config.problems() == [] and variants_of(config)["down"] == dict(twice=True, twice_size=0.5)
     challenge = StudyConfig(mechanism="up,down,thrice")
-    assert challenge.problems() == [] and challenge.mechanisms == ["up", "down", "thrice"] and challenge.screen
+    assert (
+        challenge.problems() == [] and challenge.mechanisms == ["up", "down", "thrice"] and challenge.screen
+    )
     assert own.take([f"--mechanisms={mine}:down,{yours}:half"])[0] == "--mechanisms=down,half"
 
 
 def test_one_run_names_one_mode(two, bytes_data):
     mine, yours = two  # noqa: F811
     assert f"{mine} has the modes up, down, thrice: name one, as in {mine}:up" in line_of(
-        train, f"--mechanism={mine}")
+        train, f"--mechanism={mine}"
+    )
     assert f"{mine} has no mode dwon; it has up, down, thrice" in line_of(train, f"--mechanism={mine}:dwon")
     assert own.take([f"--mechanism={mine}:down,{mine}:thrice,{yours}"], every=False) == [
-        "--mechanism=down,thrice,half", f"--own_mechanism={mine},{yours}"]
+        "--mechanism=down,thrice,half",
+        f"--own_mechanism={mine},{yours}",
+    ]
 
 
 def test_a_run_keeps_the_files_of_all_that_it_has_on(two, bytes_data, tmp_path):
     mine, yours = two  # noqa: F811
     out = tmp_path / "run"
-    train.main([f"--mechanism={mine}:down,{yours}", f"--dataset={bytes_data}", f"--out_dir={out}", "--device=cpu",
-                "--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--max_iters=1",
-                "--eval_tokens=32", "--batch_size=2"])
+    train.main(
+        [
+            f"--mechanism={mine}:down,{yours}",
+            f"--dataset={bytes_data}",
+            f"--out_dir={out}",
+            "--device=cpu",
+            "--n_layer=1",
+            "--n_head=2",
+            "--n_embd=16",
+            "--block_size=16",
+            "--max_iters=1",
+            "--eval_tokens=32",
+            "--batch_size=2",
+        ]
+    )
     state = torch.load(out / "best.pt", weights_only=True)
     assert [each["file"] for each in state["own_mechanism"]] == ["mine.py", "yours.py"]
-    assert {key: value for key, value in state["config"].items() if key[:4] in ("twic", "thri", "half")} == dict(
-        twice=True, twice_size=0.5, half=True, half_size=1.0)
+    assert {
+        key: value for key, value in state["config"].items() if key[:4] in ("twic", "thri", "half")
+    } == dict(twice=True, twice_size=0.5, half=True, half_size=1.0)
     forget_own_mechanisms()
     assert "in mine.py (sha256" in (said := line_of(sample, "--ckpt", out)) and "and yours.py" in said
-    for allowed in ([f"--mechanism={out / 'mine.py'},{yours}"],
-                    [f"--mechanism={mine}", "--mechanism", str(yours)], ["--trust_code"]):
+    for allowed in (
+        [f"--mechanism={out / 'mine.py'},{yours}"],
+        [f"--mechanism={mine}", "--mechanism", str(yours)],
+        ["--trust_code"],
+    ):
         sample.main(["--ckpt", str(out), "--start=a", "--max_new_tokens=2", *allowed])
         forget_own_mechanisms()
 
@@ -449,17 +564,34 @@ def test_flags_are_flat_to_the_person_and_in_one_field_of_the_config(two):
         model.GPTConfig(**SIZES, thrce=True)
 
 
-@pytest.mark.parametrize("first, second, words", [
-    (("Half", "half", "dict(half=dict(half=True))"), ("Half", "half", "dict(less=dict(half=True))"),
-     "two texts of one mechanism, with the flag half"),
-    (("Half", "half", "dict(half=dict(half=True))"), ("Half", "less", "dict(less=dict(less=True))"),
-     "name='Half' must be a name of its own|defines Half twice"),
-    (("Half", "half", "dict(half=dict(half=True))"), ("Less", "less", "dict(half=dict(less=True))"),
-     "there is a mode half already"),
-    (("Half", "half", "dict(half=dict(half=True))"), ("Less", "half_size", "dict(less=dict(half_size=True))"),
-     "there is a flag half_size already"),
-])
-def test_what_two_files_or_classes_may_not_share_is_one_line(first, second, words, tmp_path, own_mechanisms_go):
+@pytest.mark.parametrize(
+    "first, second, words",
+    [
+        (
+            ("Half", "half", "dict(half=dict(half=True))"),
+            ("Half", "half", "dict(less=dict(half=True))"),
+            "two texts of one mechanism, with the flag half",
+        ),
+        (
+            ("Half", "half", "dict(half=dict(half=True))"),
+            ("Half", "less", "dict(less=dict(less=True))"),
+            "name='Half' must be a name of its own|defines Half twice",
+        ),
+        (
+            ("Half", "half", "dict(half=dict(half=True))"),
+            ("Less", "less", "dict(half=dict(less=True))"),
+            "there is a mode half already",
+        ),
+        (
+            ("Half", "half", "dict(half=dict(half=True))"),
+            ("Less", "half_size", "dict(less=dict(half_size=True))"),
+            "there is a flag half_size already",
+        ),
+    ],
+)
+def test_what_two_files_or_classes_may_not_share_is_one_line(
+    first, second, words, tmp_path, own_mechanisms_go
+):
     classes = [MODE.format(*each, "1") for each in (first, second)]
     own.add(written(tmp_path / "a.py", classes[0]))
     with pytest.raises(UserError, match=words) as e:
@@ -474,25 +606,46 @@ def test_what_two_files_or_classes_may_not_share_is_one_line(first, second, word
 
 def test_two_files_of_one_name_are_one_line(two, tmp_path):
     own.add(two[0])
-    other = written(tmp_path / "there" / "mine.py", MODE.format("Half", "half", "dict(half=dict(half=True))", "1"))
+    other = written(
+        tmp_path / "there" / "mine.py", MODE.format("Half", "half", "dict(half=dict(half=True))", "1")
+    )
     with pytest.raises(UserError, match="have one name, and a run keeps both"):
         own.add(other)
 
 
 # ---- mistakes, each one line ----
 
-@pytest.mark.parametrize("before, after, words", [
-    ("modes = {\"forget\": dict(forget=True)}", "modes = {\"forget\": dict(forget=True, forget_int=-2)}",
-     "modes: forget sets forget_int, and there is no such flag; did you mean forget_init?"),
-    ("modes = {\"forget\": dict(forget=True)}", "modes = [\"forget\"]", "modes=['forget'] must be a dict of dicts"),
-    ("modes = {\"forget\": dict(forget=True)}", "modes = 3", "modes=3 must be a dict of dicts"),
-    ("modes = {\"forget\": dict(forget=True)}", "modes = {\"forget\": True}", "must be a dict of dicts"),
-    ("dict(forget=True)}", "dict(forget=True, forget_init='x')}", "forget_init='x' is not float"),
-    ("forget_init: float", "forget_init: 'Number'", "an annotation cannot be read: NameError: name 'Number'"),
-    ('name = "forgetting"', "name = 5", "name=5 must be a text"),
-    ('flag = "forget" ', "flag = None ", "flag=None must be a text"),
-    ("neutral = {\"forget\": {\"forgetting.slope\": -60.0}}", "neutral = 1", "neutral=1 must be a dict of dicts"),
-])
+
+@pytest.mark.parametrize(
+    "before, after, words",
+    [
+        (
+            'modes = {"forget": dict(forget=True)}',
+            'modes = {"forget": dict(forget=True, forget_int=-2)}',
+            "modes: forget sets forget_int, and there is no such flag; did you mean forget_init?",
+        ),
+        (
+            'modes = {"forget": dict(forget=True)}',
+            'modes = ["forget"]',
+            "modes=['forget'] must be a dict of dicts",
+        ),
+        ('modes = {"forget": dict(forget=True)}', "modes = 3", "modes=3 must be a dict of dicts"),
+        ('modes = {"forget": dict(forget=True)}', 'modes = {"forget": True}', "must be a dict of dicts"),
+        ("dict(forget=True)}", "dict(forget=True, forget_init='x')}", "forget_init='x' is not float"),
+        (
+            "forget_init: float",
+            "forget_init: 'Number'",
+            "an annotation cannot be read: NameError: name 'Number'",
+        ),
+        ('name = "forgetting"', "name = 5", "name=5 must be a text"),
+        ('flag = "forget" ', "flag = None ", "flag=None must be a text"),
+        (
+            'neutral = {"forget": {"forgetting.slope": -60.0}}',
+            "neutral = 1",
+            "neutral=1 must be a dict of dicts",
+        ),
+    ],
+)
 def test_a_mistake_in_a_declaration_is_one_line(before, after, words, mine, capsys):  # noqa: F811
     path = mine(before, after)
     said = line_of(train, f"--mechanism={path}")
@@ -501,33 +654,67 @@ def test_a_mistake_in_a_declaration_is_one_line(before, after, words, mine, caps
 
 
 def trained(path, data):
-    return [f"--mechanism={path}", f"--dataset={data}", "--device=cpu", "--n_layer=1", "--n_head=2", "--n_embd=16",
-            "--block_size=16", "--max_iters=1", "--eval_tokens=32", "--batch_size=2"]
+    return [
+        f"--mechanism={path}",
+        f"--dataset={data}",
+        "--device=cpu",
+        "--n_layer=1",
+        "--n_head=2",
+        "--n_embd=16",
+        "--block_size=16",
+        "--max_iters=1",
+        "--eval_tokens=32",
+        "--batch_size=2",
+    ]
 
 
-@pytest.mark.parametrize("before, after, words", [
-    ("        super().__init__()\n", "", "Forgetting.__init__() must call super().__init__() before all else"),
-    ("    def before(self, attn, h):", "    def before(self, attn, h):\n        boom  #",
-     "mine.py, line 34: NameError: name 'boom' is not defined"),
-    ("    def before(self, attn, h):", "    def before(self, attn, h):\n        raise ValueError('so')  #",
-     "mine.py, line 34: ValueError: so"),
-    ("        self.start = config.forget_init\n", "        self.start = config.forget_in\n",
-     "mine.py, line 24: AttributeError: a GPTConfig has no flag 'forget_in'"),
-    ("    def head_axes(self):", "    @staticmethod\n    def problems(config):\n        yield 1 / 0\n\n    def head_axes(self):",
-     "mine.py, line 32: ZeroDivisionError: division by zero"),
-])
-def test_a_mistake_in_a_hook_names_file_and_line(before, after, words, mine, bytes_data, tmp_path, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize(
+    "before, after, words",
+    [
+        (
+            "        super().__init__()\n",
+            "",
+            "Forgetting.__init__() must call super().__init__() before all else",
+        ),
+        (
+            "    def before(self, attn, h):",
+            "    def before(self, attn, h):\n        boom  #",
+            "mine.py, line 34: NameError: name 'boom' is not defined",
+        ),
+        (
+            "    def before(self, attn, h):",
+            "    def before(self, attn, h):\n        raise ValueError('so')  #",
+            "mine.py, line 34: ValueError: so",
+        ),
+        (
+            "        self.start = config.forget_init\n",
+            "        self.start = config.forget_in\n",
+            "mine.py, line 24: AttributeError: a GPTConfig has no flag 'forget_in'",
+        ),
+        (
+            "    def head_axes(self):",
+            "    @staticmethod\n    def problems(config):\n        yield 1 / 0\n\n    def head_axes(self):",
+            "mine.py, line 32: ZeroDivisionError: division by zero",
+        ),
+    ],
+)
+def test_a_mistake_in_a_hook_names_file_and_line(
+    before, after, words, mine, bytes_data, tmp_path, monkeypatch  # noqa: F811
+):
     monkeypatch.chdir(tmp_path)
     path = mine(before, after)
     assert words in line_of(train, *trained(path, bytes_data))
-    assert words in line_of(compare, f"--mechanism={path}", f"--settings={{'dataset': {str(bytes_data)!r}}}",
-                                 "--dry_run")
+    assert words in line_of(
+        compare, f"--mechanism={path}", f"--settings={{'dataset': {str(bytes_data)!r}}}", "--dry_run"
+    )
 
 
 def test_a_mistake_in_a_hook_of_a_read_checkpoint_is_one_line(ran):
     folder, _ = ran
     path = folder / "mine.py"
-    broken = CODE.replace("    def before(self, attn, h):", "    def before(self, attn, h):\n        1 / 0  #")
+    broken = CODE.replace(
+        "    def before(self, attn, h):", "    def before(self, attn, h):\n        1 / 0  #"
+    )
     path.write_text(broken)
     state = torch.load(folder / "best.pt", weights_only=True)
     state["own_mechanism"][0]["digest"] = own.digest(path)

@@ -138,7 +138,7 @@ def test_what_cannot_be_planted_is_refused(source, chars_data, tmp_path, monkeyp
             prepare.main([*args, f"--out={tmp_path / 'out'}"])
     damaged = write_dataset(tmp_path / "damaged", {s: words(2000, 1) for s in ("train", "val", "test")})
     (damaged / "val.bin").write_bytes(b"x" * 2000)
-    with pytest.raises(UserError, match="val.bin differs from its checksum"):
+    with pytest.raises(UserError, match="val.bin is not the file that meta.json describes"):
         prepare.main([f"--source={damaged}", f"--out={tmp_path / 'out'}"])
     monkeypatch.setattr(prepare, "names", lambda split: [b"ABC", b"DEF"])
     with pytest.raises(UserError, match="need more than the 2 names of train"):

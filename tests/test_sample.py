@@ -33,7 +33,7 @@ def one_thread():
 def meta_of(encoding, name="toy"):
     vocab, size, separator = dict(byte=(None, 256, 10), char=(VOCAB, len(VOCAB), 0),
                                   gpt2=(None, 50257, 50256))[encoding]
-    counts = dict(tokens=1, bytes=1, chars=1)
+    counts = dict(tokens=1, bytes=1, chars=1, sha256="of no file")
     return dict(name=name, encoding=encoding, vocab_size=size,
                 separator=separator, dtype="uint16", **({"vocab": vocab} if vocab else {}),
                 splits={s: counts for s in ("train", "val", "test")})

@@ -85,7 +85,7 @@ def test_what_does_not_belong_to_the_tokens_is_refused_by_name(labelled, chars_d
     path.write_bytes(whole[:-1])
     refused("digit.train.u8.*19,999.*20,000")
     path.write_bytes(whole[1:] + b"\0")  # as long, and one token off
-    refused("digit.train.u8.*checksum")
+    refused("digit.train.u8 is not the file that labels.json describes.*label digit anew")
     path.unlink()
     refused("digit.train.u8")
     path.write_bytes(whole)

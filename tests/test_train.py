@@ -1,7 +1,10 @@
 """The training loop: exact resumes, nothing lost to a kill or a full disk, ranks that agree, clear errors."""
+import errno
+import fcntl
 import io
 import json
 import os
+import pty
 import resource
 import signal
 import subprocess
@@ -17,6 +20,7 @@ import torch
 import model as model_py
 import train
 from model import GPT, GPTConfig
+from nanoheads import locks
 from nanoheads.text.dataset import Batches, Dataset
 from nanoheads.training import checkpoint, scoring
 from nanoheads.training.optim import Trainer
@@ -269,12 +273,15 @@ def test_a_negative_seed_is_refused(args, fails):
 
 def test_a_finished_run_says_so_and_stays_as_it_is(args, tmp_path, capsys):
     main(args())
-    before = {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in (tmp_path / "run").iterdir()}
+    def files():
+        return {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in (tmp_path / "run").iterdir()
+                if p.name != "lock"}
+    before = files()
     capsys.readouterr()
     for max_iters in (6, 4):
         main([*args(max_iters=max_iters), "--resume"])
         assert f"run is finished: 6 of {max_iters} steps, best val loss " in capsys.readouterr().out
-    assert {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in (tmp_path / "run").iterdir()} == before
+    assert files() == before
 
 
 def test_resume_without_a_save_starts_at_the_beginning(args, rows, tmp_path):
@@ -359,7 +366,7 @@ def test_eval_only_scores_the_best_checkpoint_and_writes_nothing(args, rows, tmp
 
 # ---- stops, kills and full disks ----
 
-@pytest.mark.parametrize("number,code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("number,code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_saves_and_leaves_with_one_line(args, rows, tmp_path, at_step, capsys, number, code):
     main(args("whole", dropout=0.2))
     capsys.readouterr()
@@ -375,6 +382,135 @@ def test_a_signal_saves_and_leaves_with_one_line(args, rows, tmp_path, at_step, 
     main([*args(dropout=0.2), "--resume"])
     assert [untimed(r) for r in rows(tmp_path / "run")] == [untimed(r) for r in rows(tmp_path / "whole")]
     assert same(weights(tmp_path / "run/ckpt.pt"), weights(tmp_path / "whole/ckpt.pt"))
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored(args, at_step, monkeypatch, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        at_step(2, lambda out: (os.kill(os.getpid(), signal.SIGHUP), out)[1])
+        main(args())
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 6
+
+
+def test_a_run_whose_terminal_closes_is_saved(args, tmp_path):
+    """A process in a session of its own whose terminal is hung up, as when a window is closed."""
+    command = [sys.executable, str(ROOT / "train.py"), *args(max_iters=10**6, eval_interval=10**6)]
+    child, terminal = pty.fork()
+    if not child:
+        os.execv(sys.executable, command)
+    seen = b""
+    while b"step" not in seen:
+        seen += os.read(terminal, 1000)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 129
+    assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] >= 0
+
+
+# ---- one writer ----
+
+@pytest.fixture
+def writer(tmp_path):
+    """writer(folder) -> a living process that writes into a run's folder."""
+    started = []
+
+    def start(folder):
+        code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); from nanoheads.locks import only_writer\n"
+                f"with only_writer({str(folder)!r}): print('has it', flush=True); sys.stdin.read()")
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout.readline() == b"has it\n"
+        return process
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_second_writer_of_a_folder_is_refused_by_name(args, fails, tmp_path, writer):
+    other = writer(tmp_path / "run")
+    for argv in (args(), [*args(), "--resume"], [*args(), "--overwrite"]):
+        said, = fails(argv)
+        assert said.startswith(f"{tmp_path}/run is being written by process {other.pid} (since 2")
+        assert said.endswith("; wait for it, stop it, or choose another --out_dir")
+    assert os.listdir(tmp_path / "run") == ["lock"]
+
+
+def test_a_killed_writer_leaves_no_lock(args, tmp_path, writer):
+    other = writer(tmp_path / "run")
+    other.kill()
+    other.wait()
+    main(args())
+    assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 6
+
+
+def test_an_evaluation_beside_a_living_run_goes_on(args, tmp_path, writer):
+    main(args())
+    writer(tmp_path / "run")
+    main([*args(), "--eval_only"])
+
+
+def test_a_refused_run_leaves_no_folder(args, fails, tmp_path):
+    fails(args(init_from=tmp_path / "nowhere.pt"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_process_may_ask_for_its_folder_again_and_so_may_its_child(args, tmp_path):
+    """A trial does, and prune.py starts train.py in the folder that it holds."""
+    with locks.only_writer(tmp_path / "run"):
+        main(args())
+        assert subprocess.run([sys.executable, str(ROOT / "train.py"), *args(max_iters=8), "--resume"],
+                              stdout=subprocess.DEVNULL).returncode == 0
+    assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 8
+
+
+def test_without_locks_a_run_goes_on(args, tmp_path, monkeypatch):
+    def unsupported(file, how):
+        raise OSError(errno.ENOLCK, "no locks available")
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    main(args())
+    assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 6
+
+
+# ---- what no run can be ----
+
+@pytest.mark.parametrize("keys, words", [
+    (dict(out_dir=""), ["out_dir is empty", "variable of the shell"]),
+    (dict(init_from=""), ["init_from is empty"]),
+    (dict(out_dir="a\0b"), ["out_dir='a\\x00b' holds a NUL"]),
+    (dict(rope_base=0, pos="rope"), ["rope_base=0.0 must be above 0"]),
+    (dict(rope_base=-1.0), ["rope_base=-1.0 must be above 0"]),
+    (dict(batch_size=99999999999999999999), ["batch_size='99999999999999999999' is beyond 64 bits"]),
+    (dict(batch_size=10**15), ["batch_size=1000000000000000", "lower batch_size or block_size"]),
+    (dict(grad_accum=10**15), ["grad_accum=1000000000000000", "lower batch_size or grad_accum"]),
+    (dict(n_embd=10**9), ["n_embd=1000000000", "lower n_layer or n_head or n_embd or n_inner"]),
+    (dict(n_layer=10**12), ["n_layer=1000000000000", "this machine has"]),
+    (dict(vocab_size=10**15), ["vocab_size=1000000000000000", "lower vocab_size or n_embd"]),
+    (dict(device="meta"), ["device=meta cannot be used: it holds shapes and no numbers"]),
+], ids=lambda each: "-".join(each) if isinstance(each, dict) else "")
+def test_what_no_run_can_be_is_one_line(args, fails, keys, words):
+    said, = fails(args(**keys))
+    assert all(word in said for word in words) and ("n_embd" not in keys or "batch_size" not in said)
+
+
+def test_memory_that_a_model_takes_is_not_that_of_the_batch(args, fails, monkeypatch):
+    def out_of_memory(config):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    monkeypatch.setattr(checkpoint, "GPT", out_of_memory)
+    said, = fails(args())
+    assert "lower n_embd, n_layer or vocab_size" in said and "batch_size" not in said
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_end_an_evaluation(args, fails, tmp_path, value):
+    main(args())
+    state = checkpoint.read(tmp_path / "run/best.pt")
+    state["model"]["transformer.wpe.weight"][3, 1] = value
+    torch.save(state, tmp_path / "run/best.pt")
+    said, = fails([*args(), "--eval_only"])
+    assert said.startswith(f"{tmp_path}/run/best.pt: transformer.wpe.weight holds NaN or infinities")
 
 
 def test_killing_the_process_loses_only_unsaved_steps(args, rows, tmp_path):

@@ -28,6 +28,7 @@ from nanoheads.heads.measuring import METRICS, attentions, fixed_text, measure, 
 from nanoheads.heads.states import find_violations
 from nanoheads.heads.surgery import fold_gates
 from nanoheads.hub import own_mechanism
+from nanoheads.locks import only_writer
 from nanoheads.pruning import prune_heads
 from nanoheads.training import checkpoint, scoring
 from nanoheads.training.sampling import check, encode, generate, read_prompt, side_by_side
@@ -307,9 +308,9 @@ class Session(cmd.Cmd):
         state.update(model=model.state_dict(), config=model.config.flags(), meta=self.data.meta, edits=edits)
         if not checkpoint.same_logits(checkpoint.build(state, path, self.args.device), self.model):
             raise UserError("a checkpoint of it would say something else; nothing was written")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        state.update(own_mechanism.held(model.config, path.parent))
-        checkpoint.save(path, state)
+        with only_writer(path.parent):
+            state.update(own_mechanism.held(model.config, path.parent))
+            checkpoint.save(path, state)
         print(path)
         for layer, block in enumerate(self.model.transformer.h):
             for head, gate in by_hand(block).items():

@@ -103,6 +103,7 @@ def read(folder, trust_code=False):
     if c["model_type"] not in FAMILIES:
         raise UserError(f"{folder} holds a {c['model_type']} model; known are {', '.join(FAMILIES)}")
     tensors = Tensors(folder)
+    check_layers(folder, c, tensors)
     try:
         config, weights = FAMILIES[c["model_type"]](c, tensors)
     except UserError as e:
@@ -119,6 +120,17 @@ def read(folder, trust_code=False):
     if trust_code:
         own.trust(state, folder)
     return state
+
+
+def check_layers(folder, c, tensors):
+    """UserError where config.json says another number of layers than there are tensors of."""
+    sizes = c["gpt"] if isinstance(c.get("gpt"), dict) else c
+    numbered = re.compile(r"(?:^|\.)(?:h|layers)\.(\d+)\.")
+    there = {found[1] for name in tensors.found if (found := numbered.search(name))}
+    for key in ("n_layer", "num_layers", "num_hidden_layers"):
+        if isinstance(sizes.get(key), int) and sizes[key] != len(there):
+            raise UserError(f"{folder}: its config.json says {key}={sizes[key]}, and its tensors are of "
+                            f"{len(there)} layers: a half download, or another model's config")
 
 
 class Tensors:

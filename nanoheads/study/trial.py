@@ -30,6 +30,7 @@ from model import GPT, GPTConfig
 from nanoheads.common import UserError, explain, pick_device, write_atomic
 from nanoheads.heads import controller
 from nanoheads.hub import own_mechanism as own
+from nanoheads.locks import only_writer
 from nanoheads.probes import lookahead
 from nanoheads.study.fingerprint import code_digest
 from nanoheads.text.dataset import Dataset
@@ -207,15 +208,6 @@ def log_to(path):
         os.dup2(log, stream)
 
 
-def lock(file):
-    """Wait until no other process holds this open file; it is let go when the file is closed."""
-    try:
-        import fcntl  # not on every system
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except (ImportError, OSError):  # OSError: a file system without locks
-        pass
-
-
 def trials_on_gpu():
     return int(os.environ.get(TRIALS_ON_GPU) or 1)
 
@@ -297,7 +289,9 @@ def check_unchanged(folder, files=None):
     if spec.get("code", code) != code:
         raise UserError("the code changed after this run was planned; start the study again")
     training = spec["train"]
-    data = data_of(Dataset(training["dataset"]), training.get("labels"), training.get("teacher"),
+    dataset = Dataset(training["dataset"])
+    dataset.tokens(spec["score"]["split"])  # before the training rather than after it
+    data = data_of(dataset, training.get("labels"), training.get("teacher"),
                    training.get("own_mechanism") and files)
     if spec.get("data", data) != data:
         raise UserError("the data changed after this run was planned; start the study again")
@@ -318,8 +312,7 @@ def main(folder, train, argv=()):
     if WITH_PARENT in argv:
         threading.Thread(target=stop_with_parent, daemon=True).start()
     try:
-        with open(folder / "lock", "w") as file:
-            lock(file)
+        with only_writer(folder, wait=True):
             if result(folder):
                 return
             add_mechanisms(folder, files)

@@ -117,7 +117,7 @@ class StudyConfig:
 
     def problems(self):
         """Everything that is wrong with this study, as a list of sentences (empty: fine)."""
-        return [*self.problems_of_variants(), *self.problems_of_budget()]
+        return [*configurator.text_problems(self), *self.problems_of_variants(), *self.problems_of_budget()]
 
     def problems_of_variants(self):
         bad = []

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from nanoheads.common import ROOT, UserError
+from nanoheads.text import checksums
 from nanoheads.text.tokenizer import Tokenizer, token_sizes
 
 # where a document begins in the bytes of a text: the first of these that is there at least twice
@@ -25,7 +26,10 @@ REOPEN_AFTER = 64 << 20  # bytes read through one mapping before it is dropped: 
 
 
 class Dataset:
-    """data/<name>, or any folder that a prepare script wrote. UserError when it is missing or damaged."""
+    """data/<name>, or any folder that a prepare script wrote. UserError when it is missing or damaged.
+
+    A split is compared with its sha256 in meta.json whenever it is opened; see checksums.check().
+    """
 
     def __init__(self, name):
         folders = (Path(name), ROOT / "data" / name, ROOT / name)
@@ -39,12 +43,13 @@ class Dataset:
             self.dtype = np.dtype(self.meta["dtype"])
             self.vocab_size, self.separator = self.meta["vocab_size"], self.meta["separator"]
             self.sizes = {split: (size["tokens"], size["bytes"]) for split, size in self.splits.items()}
+            self.sums = {split: size["sha256"] for split, size in self.splits.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise UserError(f"{self.dir / 'meta.json'} is not what a prepare script writes "
                             f"({type(e).__name__}: {e}); run it again with --force")
 
     def tokens(self, split):
-        """The split as a read-only memory map, [n]."""
+        """The split as a read-only memory map, [n]. UserError where it is not what meta.json says."""
         path = self.dir / f"{split}.bin"
         if split not in self.splits or not path.is_file():
             splits = [s for s in self.splits if (self.dir / f"{s}.bin").is_file()]
@@ -54,6 +59,8 @@ class Dataset:
         if size != tokens * self.dtype.itemsize or not tokens:
             raise UserError(f"{path} holds {size // self.dtype.itemsize:,} tokens "
                             f"where meta.json says {tokens:,}; run its prepare script with --force")
+        checksums.check(path, self.sums[split], "meta.json",
+                        "run its prepare script again, which writes it anew")
         return np.memmap(path, self.dtype, "r")
 
     def need(self, split, tokens, block_size):

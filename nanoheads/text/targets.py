@@ -11,7 +11,6 @@ of its .bin, and for each name the sha256 of its file, how many tokens are label
 data/label.py writes such folders.
 """
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -19,6 +18,8 @@ import numpy as np
 import torch
 
 from nanoheads.common import UserError, write_json
+from nanoheads.text import checksums
+from nanoheads.text.checksums import sha256
 
 UNKNOWN = 255
 VALUES = torch.cat((torch.arange(UNKNOWN) / (UNKNOWN - 1), torch.tensor([-1.0])))  # of each byte; -1: unknown
@@ -36,14 +37,6 @@ def encode(values):
 def decode(codes):
     """Bytes -> float32 values in [0, 1], -1 where unknown."""
     return VALUES[torch.as_tensor(codes).long()]
-
-
-def sha256(path):
-    found = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
 
 
 def label_file(folder, name, split):
@@ -110,8 +103,7 @@ class Targets:
         if path.stat().st_size != tokens:
             raise UserError(f"{path} holds {path.stat().st_size:,} bytes for {tokens:,} tokens: "
                             f"label {name} anew")
-        if sha256(path) != row["names"][name]["sha256"]:
-            raise UserError(f"{path} differs from its checksum in labels.json: label {name} anew")
+        checksums.check(path, row["names"][name]["sha256"], "labels.json", f"label {name} anew")
         self.files[name, split] = np.memmap(path, np.uint8, "r")
         return self.files[name, split]
 

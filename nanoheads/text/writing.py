@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanoheads.common import UserError, write_atomic
+from nanoheads.common import UserError, output_written, write_atomic
 from nanoheads.text.sources import HOME, SPLITS, count_chars, digest, find, identity, origin, read
 from nanoheads.text.tokenizer import Tokenizer, cut_at_spaces
 
@@ -188,10 +188,18 @@ def symbols(splits):
 
 def run(main):
     """Run a script: what goes wrong outside the code is one line on stderr and exit code 1."""
+    with output_written("error"):
+        run_main(main)
+
+
+def run_main(main):
+    """run(), but for what could not be printed."""
     try:
         main()
     except UserError as error:
         sys.exit(f"error: {error}")
+    except BrokenPipeError:  # output_written() knows what to do
+        raise
     except OSError as error:
         sys.exit(f"error: {error.filename or 'input or output'}: {error.strerror or error}")
     except KeyboardInterrupt:

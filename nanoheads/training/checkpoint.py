@@ -60,6 +60,7 @@ def read(path, device="cpu", trust_code=False):
         raise UserError(f"{path} cannot be read as a checkpoint ({why})") from None
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise UserError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
+    check_form(state, path)
     if isinstance(state.get("model_args"), dict):
         return from_nanogpt(state)
     if not {"config", "meta"} <= set(state) or not isinstance(state["config"], dict):
@@ -67,6 +68,27 @@ def read(path, device="cpu", trust_code=False):
     if trust_code:
         own.trust(state, path)
     return state
+
+
+def check_form(state, path):
+    """UserError where a part of a checkpoint, ours or nanoGPT's, is not of the kind that is written."""
+    def need(what, holds):
+        if not holds:
+            raise UserError(f"{path} is damaged, or no checkpoint of this program: {what}")
+
+    for name, t in state["model"].items():
+        need(f"the tensor {name!r} has a name that is no text", isinstance(name, str))
+        need(f"{name} is a {type(t).__name__}, not a tensor", isinstance(t, torch.Tensor))
+    for key in ("config", "train", "model_args"):
+        names = state.get(key) or {}
+        need(f"{key} is a {type(names).__name__}, not a dict of flags",
+             isinstance(names, dict) and all(isinstance(name, str) for name in names))
+    meta = state.get("meta") or {}
+    need(f"meta, its dataset's, is a {type(meta).__name__}, not a dict", isinstance(meta, dict))
+    for key, kind in dict(name=str, encoding=str, vocab_size=int).items() if meta else ():
+        need(f"meta, its dataset's, has no {key}", isinstance(meta.get(key), kind))
+    need(f"step={state.get('step')!r} is no number", isinstance(state.get("step", 0), int))
+    need(f"dataset={state.get('dataset')!r} is no text", isinstance(state.get("dataset"), (str, type(None))))
 
 
 def from_nanogpt(state):
@@ -86,10 +108,26 @@ def config_of(state, path, **overrides):
     """
     flags = own.flags_of(state, path)
     try:
-        return GPTConfig(**{**RECIPES["gpt2"], **flags, **overrides})
+        config = GPTConfig(**{**RECIPES["gpt2"], **flags, **overrides})
+        check_layers(state, config)
     except (ValueError, TypeError) as e:
         why = fault_of_own_file(e) or " ".join(str(e).split())
         raise UserError(f"{path}: its config is impossible: {why}")
+    return config
+
+
+def check_layers(state, config):
+    """ValueError where a config has other blocks or another width than the tensors beside it.
+
+    A model of 20,000 layers takes minutes to build, only to find that its weights are those of 12.
+    """
+    weights = state.get("model", {})
+    layers = {name.split(".")[2] for name in weights if name.startswith("transformer.h.")}
+    if weights and len(layers) != config.n_layer:
+        raise ValueError(f"n_layer={config.n_layer}, and there are tensors of {len(layers)} blocks")
+    wte = weights.get("transformer.wte.weight")
+    if wte is not None and config.n_embd not in wte.shape:
+        raise ValueError(f"n_embd={config.n_embd}, and the embedding is {' x '.join(map(str, wte.shape))}")
 
 
 def build(state, path, device="cpu", settings=(), **overrides):

@@ -81,17 +81,26 @@ def join_ranks(name):
 
 
 class StopSignal:
-    """Remembers the first SIGINT or SIGTERM, until `closing` (an ExitStack) puts the handlers back.
+    """Remembers the first SIGINT, SIGTERM or SIGHUP, until `closing` (an ExitStack) puts the handlers back.
 
-    A second one ends the process at once, unless torchrun passes signals on.
+    A second one ends the process at once, unless torchrun passes signals on. SIGHUP says that the terminal
+    is gone: from then on what would be printed there is dropped, since printing would end the run before it
+    is saved. Where SIGHUP is ignored, as under nohup, it stays so.
     """
 
     def __init__(self, closing):
         self.name = None
-        for number in (signal.SIGINT, signal.SIGTERM):
+        self.on_terminal = [number for number in (1, 2) if os.isatty(number)]
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number is None or name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             closing.callback(signal.signal, number, signal.signal(number, self.catch))
 
     def catch(self, number, frame):
         self.name = signal.Signals(number).name
+        if self.name == "SIGHUP":
+            for stream in self.on_terminal:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         if "RANK" not in os.environ:
             signal.signal(number, signal.SIG_DFL)

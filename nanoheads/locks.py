@@ -1,0 +1,90 @@
+"""Locks between processes: one writer for a run's folder, one reader at a time for a large file.
+
+A lock is the system's own on an open file (flock): it ends with the process, however that ends. Where there
+are none, as on Windows and some network file systems, everything goes on without.
+"""
+
+import os
+import socket
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from nanoheads.common import UserError
+
+HELD = set()  # the folders, resolved, that this process is the writer of
+
+
+def lock(file, wait=True):
+    """Hold this open file until it is closed; False where another process does and `wait` is False."""
+    try:
+        import fcntl  # not on every system
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):  # OSError: a file system without locks
+        pass
+    return True
+
+
+@contextmanager
+def only_writer(folder, wait=False):
+    """Be the one process that writes into a run's folder, which is made where it is not there.
+
+    The lock is on the folder's file `lock`, which names the process. Inside, this process may ask for the
+    same folder again, and a process that it starts may too. wait: until another process has let it go;
+    else UserError, which names that process. A folder that was made here and stays empty is removed.
+    """
+    folder = Path(folder)
+    key = folder.resolve()
+    if key in HELD:
+        yield
+        return
+    made_here = not folder.is_dir()
+    file = hold(folder, wait)
+    if file is None:  # by the process that started this one
+        yield
+        return
+    HELD.add(key)
+    try:
+        yield
+    finally:
+        HELD.discard(key)
+        if made_here and os.listdir(folder) == ["lock"]:
+            (folder / "lock").unlink()
+            folder.rmdir()
+        file.close()
+
+
+def hold(folder, wait):
+    """The open and locked file `lock` of a folder; None where the parent of this process holds it. UserError.
+    """
+    path = folder / "lock"
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+", encoding="utf-8")
+        if not lock(file, wait):
+            file.seek(0)
+            number, host, since = (file.read().split(" ", 2) + ["?"] * 3)[:3]
+            file.close()
+            if number == str(os.getppid()) and host == socket.gethostname():
+                return None
+            where = "" if host in ("?", socket.gethostname()) else f" on {host}"
+            raise UserError(f"{folder} is being written by process {number}{where} (since {since}); wait for "
+                            "it, stop it, or choose another --out_dir")
+        # between opening and locking, the process before may have removed its empty folder
+        if same_file(path, file):
+            break
+        file.close()
+    file.truncate(0)
+    file.write(f"{os.getpid()} {socket.gethostname()} {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    file.flush()
+    return file
+
+
+def same_file(path, file):
+    """Whether the open file is the one that stands at the path."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
