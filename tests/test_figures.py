@@ -88,7 +88,7 @@ def differences_of(found):
     by = {}
     for c in found["comparisons"]:
         if c["baseline"] == "plain" or c["equal"]:
-            by[c["variant"], *c["equal"]] = f"{abs(c['mean']):.3f}"
+            by[(c["variant"], *c["equal"])] = f"{abs(c['mean']):.3f}"
         if c.get("equal_flops"):
             by[c["variant"], "FLOPs"] = f"{abs(c['equal_flops']['mean']):.3f}"
     return by
