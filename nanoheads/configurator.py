@@ -27,7 +27,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Literal, Optional
 
-from nanoheads.common import ROOT, UserError
+from nanoheads.common import ROOT, UserError, number
 
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 # nanoGPT's names for what is called otherwise here, for those who bring a config along
@@ -106,7 +106,7 @@ def check(value, t):
             continue
         if base is list and isinstance(value, (list, tuple)):
             return [check(v, item) for v in value] if item else list(value)
-        if base is float and isinstance(value, (int, float)) and math.isfinite(value):
+        if base is float and not math.isnan(number(value)):
             return float(value)
         if base is int and isinstance(value, float) and value.is_integer():
             return checked_size(int(value))

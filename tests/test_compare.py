@@ -1216,7 +1216,7 @@ def test_nothing_in_the_study_folder_imports_what_uses_it():
                    "pictures": {"findings"}, "ledger_page": {"findings", "page"},
                    "ledger": {"analysis", "fingerprint", "findings", "ledger_page", "results", "tables",
                               "trial"}, "findings": {"analysis", "dynamic"}, "dynamic": {"costs", "variants"},
-                   "results": {"analysis", "costs", "dynamic", "queue", "trial",
+                   "results": {"analysis", "costs", "dynamic", "queue", "shape", "trial",
                                "variants"}}.get(path.stem, set())
         assert {name.split(".")[2] for name in imported if name.startswith("nanoheads.study.")} & {
             p.stem for p in (ROOT / "nanoheads" / "study").glob("*.py")} == allowed, path.name

@@ -58,7 +58,7 @@ def config_of(folder):
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{folder} has no config.json: fetch it too") from None
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise UserError(f"{path} cannot be read as JSON ({type(e).__name__}): fetch it again") from None
     if not isinstance(found, dict):
         raise UserError(f"{path} holds no config, but a {type(found).__name__}")
@@ -108,7 +108,10 @@ def read(folder, trust_code=False):
         config, weights = FAMILIES[c["model_type"]](c, tensors)
     except UserError as e:
         raise UserError(str(e) if str(folder) in str(e) else f"{folder}: {e}") from None
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, ZeroDivisionError) as e:
+        size = config.get("vocab_size")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"vocab_size={str(size)[:40]} is no number of tokens")
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, ArithmeticError, IndexError) as e:
         raise UserError(f"{folder}: its config.json and its tensors do not make a {c['model_type']} model "
                         f"({type(e).__name__}: {' '.join(str(e).split())[:150]})") from None
     if tensors.left():
@@ -169,7 +172,7 @@ class Tensors:
                 raise UserError(f"{index} names {outside[0]}, which is no file of {folder}")
         except UserError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(f"{index} is damaged: fetch it again") from None
         for name in names:
             if not (folder / name).is_file():
@@ -442,10 +445,12 @@ def tokenizer_of(folder, config):
     try:
         text = whole.read_text(encoding="utf-8") if whole.is_file() else ""
         ids = vocabulary(json.loads(text)) if text else json.loads(vocab.read_text(encoding="utf-8"))
+        if not all(isinstance(i, int) and i >= 0 for i in ids.values()):
+            raise ValueError("an id is no number")
         digest, size = fingerprint(ids), max(ids.values()) + 1
     except UserError as e:
         raise UserError(f"{folder}: {e}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise UserError(f"the tokenizer files of {folder} are damaged ({type(e).__name__}): fetch them again"
                         ) from None
     meta = dict(name=folder.name, vocab_size=size)

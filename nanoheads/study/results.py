@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+import zlib
 from collections import Counter
 from dataclasses import asdict
 from datetime import date
@@ -27,11 +28,12 @@ import numpy as np
 import torch
 
 from model import GPTConfig
+from nanoheads import configurator
 from nanoheads.common import ROOT, UserError, git_commit, json_safe, pick_device, write_atomic
 from nanoheads.traces import summaries
 from nanoheads.hub import own_mechanism as own
-from nanoheads.study import analysis, costs, dynamic, queue, trial
-from nanoheads.study.variants import BOOKKEEPING, size_of
+from nanoheads.study import analysis, costs, dynamic, queue, shape, trial
+from nanoheads.study.variants import BOOKKEEPING, StudyConfig, size_of
 from nanoheads.text.dataset import Dataset
 from nanoheads.timing import median_interval
 from nanoheads.training import checkpoint
@@ -39,10 +41,6 @@ from nanoheads.training.config import TrainConfig
 from nanoheads.training.scoring import bits, windows_of
 
 CURVE_POINTS = 25  # of a run's validation curve that are kept, the last one among them
-# what nothing can do without
-KEYS = dict(name=str, question=str, command=str, alpha=float, margin=float, data=dict, machine=dict,
-            versions=dict, arms=dict, runs=dict, pairs=list, config=dict, failures=list, planned=int,
-            done=int)
 
 
 # ---- from the runs ----
@@ -351,14 +349,39 @@ def read(path):
         found = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror or 'damaged'}") from None
-    except (ValueError, EOFError):
+    except (ValueError, EOFError, zlib.error, RecursionError):
         raise UserError(f"{path} is not JSON, gzip'd or not") from None
-    for study in trial.studies_in(found).values() if isinstance(found, dict) else [{}]:
-        wrong = [key for key, kind in KEYS.items() if not isinstance(study.get(key), kind)]
-        if wrong:
-            raise UserError(f"{path} is not what compare.py writes: {', '.join(wrong[:4])} "
-                            "missing or of another kind")
+    if wrong := problem_of_file(found):
+        raise UserError(f"{path} is not what compare.py writes: {wrong}")
     return found
+
+
+def problem_of_file(found):
+    """What is wrong with what a results file holds, in words; None: nothing that a reader would trip over."""
+    if not isinstance(found, dict):
+        return f"it holds {shape.shown(found)}, not a dict"
+    for several, whole in (("sizes", shape.OF_SIZES), ("texts", shape.OF_TEXTS)):
+        if several in found:
+            if wrong := shape.misfit(found, whole):
+                return wrong.lstrip(".")
+            if not found[several]:
+                return f"{several} holds no study"
+    studies = trial.studies_in(found)
+    for name, study in studies.items():
+        if wrong := shape.problem_of(study) or problem_of_config(study["config"]):
+            return f"{name}: " * bool(name) + wrong
+    if "texts" in found:
+        return shape.problem_of({**analysis.over_texts(found["texts"]), **found["together"]})
+
+
+def problem_of_config(config):
+    """What is wrong with the types of a study's config, in words; None: nothing. Older keys do not matter."""
+    types = configurator.keys_of((StudyConfig,))
+    for key in types.keys() & config.keys():
+        try:
+            configurator.check(config[key], types[key][0])
+        except ValueError:
+            return f"config.{key} is {shape.shown(config[key])}, not {configurator.type_name(types[key][0])}"
 
 
 # ---- once more ----
@@ -381,6 +404,10 @@ def recheck(path, complain=True):
     left_out = 0
     for size, study in trial.studies_in(found).items():
         where = f"{size}: " * bool(size)
+        # what makes no model is named before anything is counted
+        for run in {json.dumps({**each["spec"]["model"], "seed": 0}, sort_keys=True, default=str): name
+                    for name, each in study["runs"].items()}.values():
+            model_of(study, run, path)
         for name, variant in study["arms"].items():
             for run, bpb in zip(variant["runs"], variant["bpb"]):
                 wrong += [f"{where}{name}: {problem}" for problem in wrong_score(study["runs"].get(run), bpb)]
@@ -406,6 +433,30 @@ def recheck(path, complain=True):
     line = f"{path}: {count:,} figures computed once more from its runs, all of them the same"
     return line + (f"; {left_out} more, of models, need the code of a mechanism of one's own: name its file, "
                    "--mechanism=FILE" if left_out else "")
+
+
+def model_of(study, run, path):
+    """The GPTConfig of a run of a results file; None where that needs code of one's own that was not named.
+
+    UserError: its flags make none.
+    """
+    spec, types = study["runs"][run]["spec"], configurator.keys_of((GPTConfig,))
+    state = dict(config=spec["model"], own_mechanism=own_records(spec))
+    if own.needs_code(state, path):
+        return None
+    flags = own.flags_of(state, path)
+    for key, value in flags.items():
+        if key not in types:
+            raise UserError(f"run {run}: a model has no flag {key} here: its file is of other code")
+        try:
+            configurator.check(value, types[key][0])
+        except ValueError:
+            raise UserError(f"run {run}: {key}={shape.shown(value)} is not "
+                            f"{configurator.type_name(types[key][0])}") from None
+    config = GPTConfig(**flags)
+    if bad := config.problems():
+        raise UserError(f"run {run}: {'; '.join(bad)}")
+    return config
 
 
 def wrong_score(run, bpb):
@@ -467,12 +518,12 @@ def costs_again(study, variant, path):
     from its rounds (files from before 2026-11-22 have none). Times themselves cannot be had again.
     """
     found, time, without = [], variant["time_ratio"] or {}, 0
-    if spec := next((study["runs"][run]["spec"] for run in variant["runs"] if run in study["runs"]), None):
-        state = dict(config=spec["model"], own_mechanism=own_records(spec))
-        if own.needs_code(state, path):
-            spec, without = None, 3
-    if spec:
-        model = GPTConfig(**own.flags_of(state, path))
+    run = next((run for run in variant["runs"] if run in study["runs"]), None)
+    model = run and model_of(study, run, path)
+    if run and model is None:
+        without = 3
+    if model:
+        spec = study["runs"][run]["spec"]
         params, needed = size_of(model)
         executed = costs.executed_flops(model, pick_device(spec["train"]["device"]))
         found += [(params, variant["params"], "parameters"),

@@ -1,0 +1,144 @@
+"""
+What a results file must hold, and what is wrong with one that does not: so that every reader of it can trust
+what it finds.
+
+A shape is a type, or NUMBER; a tuple of shapes, one of which must fit; {key: shape}, a dict with these keys
+and any others; [shape], a list of such; Each(shape), a dict with such values; Maybe(shape), which may be
+None or missing.
+"""
+
+import math
+from typing import NamedTuple
+
+
+class Maybe(NamedTuple):
+    """A shape of what may be None, or missing in its dict."""
+    shape: object
+
+
+class Each(NamedTuple):
+    """A shape of a dict under any names: that of each of its values."""
+    shape: object
+
+
+NUMBER = (int, float)
+OPEN = (int, float, type(None))  # a number that may not be known, its key there all the same
+INTERVAL = dict(mean=OPEN, low=OPEN, high=OPEN)
+WORTH = dict(**INTERVAL, words=str, smallest=OPEN, largest=OPEN, beyond=(str, type(None)))
+PIECE = dict(nats=NUMBER, bytes=NUMBER, bpb=NUMBER)
+SCORES = Each(Each(NUMBER))  # {name: {seed: bits/byte}}
+
+RUN = dict(**PIECE, params=NUMBER, flops_per_token=NUMBER, block_nats=Maybe([NUMBER]),
+           spec=dict(model=dict, train=dict(device=Maybe(str), own_mechanism=Maybe(str)),
+                     score=dict(split=str), data=Maybe(Each(str))),
+           curve=Maybe(dict(tokens=[NUMBER], seconds=[NUMBER], bpb=[OPEN])))
+ARM = dict(kind=str, label=str, flags=dict, steps=NUMBER, multiple=NUMBER, params=NUMBER, tokens=NUMBER,
+           flops_per_token=NUMBER, executed_flops_per_token=OPEN,
+           time_ratio=Maybe(dict(mean=NUMBER, low=NUMBER, high=NUMBER, ratios=Maybe([NUMBER]))),
+           seconds=OPEN, tokens_per_s=OPEN, memory_mib=OPEN,
+           best_step=OPEN, decode_tokens_per_s=OPEN, sample=Maybe(str), heads=Maybe(dict),
+           seeds=[int], bpb=[OPEN], runs=[str], commands=Maybe([str]))
+COMPARISON = dict(**INTERVAL, variant=str, baseline=str, equal=[str], n=int, verdict=str, words=str,
+                  se=OPEN, df=OPEN, p=OPEN, p_corrected=OPEN,
+                  more_seeds=OPEN, differences=[NUMBER], text=Maybe(dict(low=NUMBER, high=NUMBER)),
+                  worth=Maybe(WORTH), equal_flops=Maybe(INTERVAL),
+                  equal_time=Maybe(INTERVAL))
+STUDY = dict(
+    name=str, question=str, command=str, alpha=NUMBER, margin=NUMBER, planned=int, done=int, config=dict,
+    settings=Maybe(dict), date=Maybe(str), commit=Maybe(str), patch=Maybe(str),
+    versions=dict(torch=str), machine=dict(processor=str),
+    data=dict(dataset=str, split=str, name=str, tokens=Maybe(NUMBER), bytes=Maybe(NUMBER),
+              of_bytes=Maybe(NUMBER), note=Maybe(str)),
+    plain=dict(base=str, recipe=str, n_layer=int, n_embd=int, block_size=int),
+    failures=[dict(arm=str, log=str, why=str)], pairs=[list], arms=Each(ARM), runs=Each(RUN),
+    comparisons=[COMPARISON], findable=Maybe(NUMBER), margin_as_compute=Maybe([Maybe(NUMBER)]),
+    screen=Maybe(dict(seeds=[int], scores=SCORES, chosen=[str])),
+    screened=Maybe([dict(**INTERVAL, variant=str, bpb=NUMBER, chosen=bool)]), screened_out=Maybe([str]),
+    tuned=Maybe(Each(SCORES)), candidates=Maybe(Each([dict(rates=Each(NUMBER), bpb=Each(NUMBER))])),
+    plain_rates=Maybe(dict(seeds=[int], start=dict, flags=dict, tried=[dict(steps=dict, bpb=Each(NUMBER))])),
+    taken=Maybe(Each(int)), lives=Maybe(dict))
+
+# a ladder over sizes, and a study on several texts, around the studies that they hold
+CHECKED = Maybe((dict(sentence=str), Each(dict(sentence=str))))  # against the size that was held out
+PART = dict(sentence=str, held_out=CHECKED)
+LADDER = dict(level=NUMBER, fitted=[int], held_out=Maybe(int), exponent=PART, plain=dict(**PART, scores=dict),
+              arms=Each(dict(**PART, worth=Each(WORTH), verdict=str)))
+OF_SIZES = dict(name=str, command=str, held_out=Maybe(str), sizes=Each(dict), ladder=LADDER)
+OF_TEXTS = dict(name=str, command=str, texts=Each(dict), together=dict)
+
+
+def misfit(value, shape, where=""):
+    """Where a value does not have a shape and what is there, in words; None: it has it."""
+    if isinstance(shape, Maybe):
+        return None if value is None else misfit(value, shape.shape, where)
+    if isinstance(shape, (dict, Each)) and not isinstance(value, dict):
+        return f"{where} is {shown(value)}, not a dict"
+    if isinstance(shape, Each):
+        parts = [(f"{where}.{key}", each, shape.shape) for key, each in value.items()]
+    elif isinstance(shape, dict):
+        missing = [key for key, each in shape.items() if key not in value and not isinstance(each, Maybe)]
+        if missing:
+            return f"{where}.{missing[0]} is missing"
+        parts = [(f"{where}.{key}", value.get(key), each) for key, each in shape.items()]
+    elif isinstance(shape, list):
+        if not isinstance(value, list):
+            return f"{where} is {shown(value)}, not a list"
+        parts = [(f"{where}[{i}]", each, shape[0]) for i, each in enumerate(value)]
+    elif isinstance(shape, tuple) and not all(isinstance(kind, type) for kind in shape):
+        every = [misfit(value, each, where) for each in shape]
+        return every[0] if all(every) else None
+    else:
+        kinds = shape if isinstance(shape, tuple) else (shape,)
+        fits = isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds)
+        if fits and isinstance(value, (int, float)) and not is_finite(value):
+            fits = False
+        name = "number" if int in kinds and float in kinds else kinds[0].__name__
+        return None if fits else f"{where} is {shown(value)}, not a {name}"
+    return next((words for part, each, own in parts if (words := misfit(each, own, part))), None)
+
+
+def is_finite(value):
+    """Whether a number is one that a float can hold."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def shown(value):
+    """A value in a message, cut short."""
+    try:
+        return repr(value)[:40]
+    except ValueError:  # an int of more digits than Python prints
+        return "a very long number"
+
+
+def problem_of(study):
+    """What is wrong with one study of a results file, in words; None: nothing a reader would trip over."""
+    if words := misfit(study, STUDY):
+        return words.lstrip(".")
+    arms = study["arms"]
+    if "plain" not in arms:
+        return "arms has no plain, the plain GPT"
+    if not 0 < study["alpha"] < 1 or not study["margin"] > 0:
+        return f"alpha={study['alpha']} must be between 0 and 1 and margin={study['margin']} positive"
+    for name, arm in arms.items():
+        if not len(arm["seeds"]) == len(arm["bpb"]) == len(arm["runs"]):
+            return (f"arms.{name} has {len(arm['seeds'])} seeds, {len(arm['bpb'])} scores, {len(arm['runs'])} "
+                    "runs")
+        if not (arm["multiple"] > 0 and arm["tokens"] > 0 and arm["steps"] > 0):
+            return f"arms.{name} must have steps, tokens and a multiple above 0"
+    for pair in study["pairs"]:
+        if len(pair) != 3 or misfit(pair[2], [str]) or not all(isinstance(each, str) for each in pair[:2]):
+            return f"pairs: {shown(pair)} is not a variant, a baseline and what is equal"
+    named = [(f"pairs: {name!r}", name) for pair in study["pairs"] for name in pair[:2]]
+    named += [(f"comparisons[{i}]: {c[side]!r}", c[side]) for i, c in enumerate(study["comparisons"])
+              for side in ("variant", "baseline")]
+    if unknown := [words for words, name in named if name not in arms]:
+        return f"{unknown[0]} is not one of its arms"
+    for name, run in study["runs"].items():
+        if not run["bytes"] > 0:
+            return f"runs.{name}.bytes is {run['bytes']}, and must be above 0"
+        if len({*map(len, (run.get("curve") or {}).values())}) > 1:
+            return f"runs.{name}.curve has lists of several lengths"
+    return None
