@@ -124,8 +124,8 @@ def problem_of(study):
         return f"alpha={study['alpha']} must be between 0 and 1 and margin={study['margin']} positive"
     for name, arm in arms.items():
         if not len(arm["seeds"]) == len(arm["bpb"]) == len(arm["runs"]):
-            return (f"arms.{name} has {len(arm['seeds'])} seeds, {len(arm['bpb'])} scores, {len(arm['runs'])} "
-                    "runs")
+            return (f"arms.{name} has {len(arm['seeds'])} seeds, {len(arm['bpb'])} scores and "
+                    f"{len(arm['runs'])} runs")
         if not (arm["multiple"] > 0 and arm["tokens"] > 0 and arm["steps"] > 0):
             return f"arms.{name} must have steps, tokens and a multiple above 0"
     for pair in study["pairs"]:
