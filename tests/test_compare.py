@@ -822,6 +822,18 @@ def test_runs_of_a_file_that_is_named_are_taken_and_counted(finished, here, caps
     assert "all of them the same" in results.recheck("out/elsewhere/results.json.gz")
 
 
+def test_a_study_does_not_combine_scores_of_two_texts_of_one_name(finished, plain, bytes_data, refusal):
+    """A test split of blanks in the place of another of that length once gave a variant 3 bits/byte."""
+    path = bytes_data / "test.bin"
+    before = path.read_bytes()
+    try:
+        path.write_bytes(b" " * len(before))
+        said = refusal(["--base", str(plain), "--device=cpu", "--mechanisms=sink", "--out_dir=out/test"])
+    finally:
+        path.write_bytes(before)
+    assert "test.bin" in said and "sha256" in said
+
+
 @pytest.mark.parametrize("change", [dict(code="other"), dict(torch="0.1")], ids=["code", "torch"])
 def test_runs_of_other_code_are_taken_only_where_that_is_accepted(finished, here, change):
     study, found = finished
