@@ -159,7 +159,8 @@ def check(args):
                         "one at a time")
     if any(not 0 <= share < 1 for share in args.heads_off or ()) or any(
             not 1 <= n <= LARGEST for n in args.contexts or ()):
-        raise UserError("--heads_off takes shares from 0 to below 1, --contexts positive numbers")
+        raise UserError("--heads_off takes shares from 0 to below 1, --contexts positive numbers up to "
+                        f"{LARGEST:,}")
     if args.json:
         args.json = str(writable(args.json))
     if args.race and not args.nanogpt or args.nanogpt and not (Path(args.nanogpt) / "model.py").is_file():

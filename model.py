@@ -60,8 +60,8 @@ class PlainConfig:
     # ---- size ----
     block_size: int = flag(1024, at_least=1)  # context length, in tokens
     vocab_size: Optional[int] = flag(None, at_least=1)  # number of tokens; None: the dataset's, when training
-    n_layer: int = flag(12, at_least=1)  # number of blocks
-    n_head: int = flag(12, at_least=1)   # attention heads per block
+    n_layer: int = flag(12, at_least=1, at_most=10_000)  # number of blocks
+    n_head: int = flag(12, at_least=1, at_most=10_000)  # attention heads per block
     n_kv_head: Optional[int] = flag(None, at_least=1)  # key and value heads, shared by groups; None: n_head
     head_dim: Optional[int] = flag(None, at_least=1)  # width of a head; None: n_embd / n_head
     n_embd: int = flag(768, at_least=1)  # width of the residual stream
@@ -1823,7 +1823,7 @@ class Window(CausalMask, Mechanism):
     """
 
     class Options:
-        window: Optional[int] = flag(None, at_least=0)  # tokens seen, itself too; 0: a quarter of block_size
+        window: Optional[int] = flag(None, at_least=0, at_most=10**12)  # tokens seen, itself too; 0: block_size // 4
         window_global: int = flag(0, at_least=0)  # the first tokens, seen by all
         window_random: int = flag(0, at_least=0)  # earlier blocks at random that a block of tokens sees
         window_block: Optional[int] = flag(None, at_least=1)  # tokens in such a block; None: block_size // 16

@@ -84,9 +84,9 @@ def plain_problems(config):
         yield f"n_kv_head={config.n_kv_head} must divide n_head={config.n_head}, into groups of heads"
     if config.qk_max is not None and not config.qk_norm:
         yield f"qk_max={config.qk_max} needs qk_norm, without which nothing bounds the logits"
-    every = set(range(config.n_head))
+    every = range(config.n_head)
     if config.head_ids is not None and (len(config.head_ids) != config.n_layer
-                                      or any(h != sorted(set(h) & every) for h in config.head_ids)):
+                                      or any(h != sorted({*h}.intersection(every)) for h in config.head_ids)):
         yield (f"head_ids={config.head_ids} must list, for each of the {config.n_layer} layers, "
                f"heads from 0 to {config.n_head - 1} in order")
     elif config.head_ids is not None and any(not whole_groups(h, config.unit) for h in config.head_ids):

@@ -72,7 +72,18 @@ def test_a_missing_checkout_is_one_line(tmp_path):
         bench.main(["--race"])
 
 
-@pytest.mark.parametrize("bad, line", [(["--rounds=0"], "--rounds must be"),
+@pytest.mark.parametrize("bad, line", [(["--rounds=0"], "--rounds=0 must be"),
+                                       (["--vocab_size=-1"], "--vocab_size=-1 must be at least 1"),
+                                       (["--vocab_size=0"], "--vocab_size=0 must be at least 1"),
+                                       (["--vocab_size=99999999999"], "must be at most 2,147,483,647"),
+                                       (["--batch_size=0"], "--batch_size=0 must be at least 1"),
+                                       (["--batch_size=-3"], "--batch_size=-3 must be at least 1"),
+                                       (["--n_layer=0"], "--n_layer=0 must be at least 1"),
+                                       (["--threads=99999999999999999999"], "must be at most"),
+                                       (["--contexts", "99999999999"], "--contexts positive numbers up to"),
+                                       (["--device=meta"], "device=meta cannot be used"),
+                                       (["--json", "/proc/x"], "--json: cannot write into /proc"),
+                                       (["--json", "."], "is not a file"),
                                        (["--block_size=1"], "--block_size=1"), (["--n_head=3"], "n_embd=128"),
                                        (["--json", "/nowhere/x"], "--json"),
                                        (["--device=cuda:99"], "device=cuda:99")])
@@ -214,3 +225,12 @@ def test_the_share_of_the_peak_is_in_the_table():
                time_ratio_high=1.0, rounds=1, peak_bytes=2**20, share_of_matmul_rate=0.51, mfu=0.42)
     head, *lines = bench.table_of([row, {**row, "name": "other", "mfu": None}]).splitlines()
     assert head.endswith("MFU") and lines[0].endswith("51.0%  42.0%") and "42" not in lines[1]
+
+
+def test_memory_that_is_not_there_is_one_line(monkeypatch):
+    """Whatever allocates it: the allocator's error, of a RuntimeError's kind, is no bug."""
+    def rows(*args):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    monkeypatch.setattr(bench, "contest_rows", rows)
+    with pytest.raises(SystemExit, match="^bench: out of memory; smaller sizes need less$"):
+        bench.main(["--rounds=1"])

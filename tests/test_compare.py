@@ -191,7 +191,9 @@ def test_a_run_that_another_study_starts_again_counts_as_failed(plain, here, mon
 def test_a_report_does_not_fall_over_a_file_of_several_studies(finished):
     study, found = finished
     for key in ("texts", "sizes"):
-        results.write(dict(patch=None, **{key: dict(a=found, b=found)}), study.out)
+        both = dict(a=found, b=found)
+        whole = analysis.ladder(both, None, "both", "") if key == "sizes" else analysis.together(both, "both", "")
+        results.write(json_safe(whole), study.out)
         path = study.out / "results.json.gz"
         assert results.holds_runs(path) and ("judge", "output_gate", 5) in results.scored_in(path)
 
@@ -1328,6 +1330,21 @@ def test_a_gpu_that_is_not_there_is_one_line(plain, two_gpus, refusal):
     (["--mechanisms=output_gate", "--scale=small"], "scale='small' means nothing beside base="),
     (["--mechanisms=output_gate", "--submit=slurm"], "submit=slurm: "),
     (["--mechanisms=output_gate", "--out_dir=/proc/none"], "/proc/none: "),
+    (["--variants={3: {'xsa': True}}"], "variants: the name 3 must be text in quotes"),
+    (["--variants={'': {'xsa': True}}"], "variants: the name '' must be text in quotes"),
+    (["--variants={(1, 2): {}}"], "variants: the name (1, 2) must be text in quotes"),
+    (["--variants={'a': {3: True}}"], "a: the flag 3 must be a name in quotes"),
+    (["--mechanisms=output_gate", "--settings={3: 4}"], "settings: the flag 3 must be a name in quotes"),
+    (["--mechanisms=output_gate,xsa", "--contrasts=[['xsa', ['output_gate']]]"], "must be two of this study's"),
+    (["--mechanisms=output_gate,xsa", "--contrasts=[[['xsa'], ['output_gate']]]"], "must be two of this"),
+    (["--mechanisms=output_gate", "--contrasts=[[{}, 'output_gate']]"], "must be two of this study's"),
+    (["--mechanisms=output_gate", "--budgets=[1e300]"], "must be at most 1,000 times the plain GPT's own"),
+    (["--mechanisms=output_gate", "--tokens_per_param=1e300"], "tokens_per_param=1e+300 must be positive, and"),
+    (["--mechanisms=output_gate", "--seeds=[1e30]"], "must be numbers of at most 1,000,000,000"),
+    (["--mechanisms=output_gate", "--plain_seeds=100000000"], "plain_seeds=100000000 must be at most 1,000"),
+    (["--mechanisms=output_gate", "--sizes=0.1M,1M", "--at={'1M': {'seeds': 4}}"], "at 1M: seeds=4 is not list"),
+    (["--mechanisms=output_gate", "--sizes=0.1M,1M", "--at={'1M': {'budgets': ['x']}}"], "at 1M: budgets=['x']"),
+    (["--mechanisms=output_gate", "--device=meta"], "device=meta cannot be used"),
 ])
 def test_what_is_wrong_with_a_study_is_one_line(plain, args, words, refusal):
     assert words in refusal(["--base", str(plain), "--device=cpu", *args])
@@ -1347,3 +1364,110 @@ def test_head_statistics_are_one_row_a_layer(flags):
         if isinstance(layers, list):
             assert len(layers) == (3 if name != "router_gates" else 1), name
     assert all(len(row) == 4 + block.attn.n_extra for row, block in zip(seen["entropy"], model.transformer.h))
+
+
+# ---- a damaged results file ----
+
+def path_of(found, *keys):
+    """The dict or list that holds the last of these keys; None stands for the first run or arm there is."""
+    for key in keys[:-1]:
+        found = found[next(iter(found)) if key is None else key]
+    return found
+
+
+DAMAGE = [
+    (["arms"], [], "arms is [], not a dict"),
+    (["arms"], {}, "arms has no plain"),
+    (["arms"], ..., "arms is missing"),
+    (["arms", "plain"], 3, "arms.plain is 3, not a dict"),
+    (["arms", "plain", "bpb"], ["text"], "arms.plain.bpb[0] is 'text', not a number"),
+    (["arms", "plain", "seeds"], [], "arms.plain has 0 seeds"),
+    (["arms", "plain", "params"], math.nan, "arms.plain.params is nan, not a number"),
+    (["arms", "plain", "tokens"], 0, "above 0"),
+    (["runs"], [1], "runs is [1], not a dict"),
+    (["runs", "0123"], 5, "runs.0123 is 5, not a dict"),
+    (["runs", None, "spec"], None, "spec is None, not a dict"),
+    (["runs", None, "spec", "model"], "text", "spec.model is 'text', not a dict"),
+    (["runs", None, "nats"], "text", "nats is 'text', not a number"),
+    (["runs", None, "nats"], 10**400, "nats is 1000"),
+    (["runs", None, "bytes"], 0, "bytes is 0, and must be above 0"),
+    (["runs", None, "bpb"], True, "bpb is True, not a number"),
+    (["runs", None, "block_nats"], [[1]], "block_nats[0] is [1], not a number"),
+    (["pairs"], [["output_gate", "nobody", []]], "pairs: 'nobody' is not one of its arms"),
+    (["pairs"], [[["output_gate"], "plain", []]], "is not a variant, a baseline and what is equal"),
+    (["pairs"], ["ab"], "pairs[0] is 'ab', not a list"),
+    (["comparisons", 0, "variant"], "nobody", "comparisons[0]: 'nobody' is not one of its arms"),
+    (["comparisons", 0, "mean"], ..., "comparisons[0].mean is missing"),
+    (["comparisons", 0, "low"], "text", "comparisons[0].low is 'text', not a number"),
+    (["findable"], "text", "findable is 'text', not a number"),
+    (["alpha"], 2, "alpha=2 must be between 0 and 1"),
+    (["data", "bytes"], "text", "data.bytes is 'text', not a number"),
+    (["config", "seeds"], "text", "config.seeds is 'text', not list[int]"),
+    (["texts"], 3, "name"),
+    (["sizes"], {"0.1M": 3}, "sizes.0.1M is 3, not a dict"),
+]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return results.read(ROOT / "results/demo.json.gz")
+
+
+@pytest.mark.parametrize("where, value, words", DAMAGE)
+def test_what_is_wrong_in_a_results_file_is_named_when_it_is_read(demo, tmp_path, where, value, words):
+    found = json.loads(json.dumps(demo))
+    holder, key = path_of(found, *where), where[-1]
+    if value is ...:
+        del holder[key]
+    else:
+        holder[key] = value
+    path = tmp_path / "damaged.json"
+    path.write_text(json.dumps(found))
+    with pytest.raises(UserError) as e:
+        results.read(path)
+    said = str(e.value)
+    assert said.startswith(f"{path} is not what compare.py writes: ") and words in said and "\n" not in said
+
+
+@pytest.mark.parametrize("program", [["--from_results"], ["--recheck"], ["--again", "--device=cpu"]])
+@pytest.mark.parametrize("data, words", [
+    (b"", "is not JSON"), (b"\x1f\x8b", "is not JSON"), (gzip.compress(b"{}")[:-9], "is not JSON"),
+    (gzip.compress(b"{}" * 50)[:12] + bytes(40), "is not JSON"), (bytes(range(256)), "is not JSON"),
+    (b"[" * 100_000, "is not JSON"), (b"[3]", "it holds [3], not a dict"), (b"null", "it holds None"),
+    (b"{}", "name is missing")])
+def test_a_file_that_is_no_results_file_is_one_line(tmp_path, refusal, program, data, words):
+    (tmp_path / "x.json.gz").write_bytes(data)
+    assert words in refusal([f"{program[0]}={tmp_path / 'x.json.gz'}", *program[1:]])
+
+
+def test_tables_and_the_ledger_name_a_damaged_results_file(demo, tmp_path, monkeypatch, refusal):
+    found = json.loads(json.dumps(demo))
+    next(iter(found["runs"].values()))["nats"] = "text"
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/demo.json.gz").write_bytes(gzip.compress(json.dumps(found).encode()))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/claims.md").write_text("")
+    (tmp_path / "README.md").write_text("<!-- table: verdicts demo.json.gz -->\n<!-- end -->\n")
+    for module in (tables, ledger):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(ledger, "RESULTS", tmp_path / "results")
+    for flag in ("--tables", "--ledger"):
+        assert "nats is 'text', not a number" in refusal([flag])
+
+
+@pytest.mark.parametrize("flags, words", [
+    ({"n_layer": "text"}, "n_layer='text' is not int"), ({"dropout": 10**400}, "dropout="),
+    ({"pos": ["learned"]}, "pos=['learned'] is not"), ({"n_head": 3}, "n_embd=64 must be a multiple of n_head=3"),
+    ({"no_flag": 1}, "a model has no flag no_flag here")])
+def test_flags_that_make_no_model_are_named_by_recheck(demo, tmp_path, refusal, flags, words):
+    found = json.loads(json.dumps(demo))
+    next(iter(found["runs"].values()))["spec"]["model"].update(flags)
+    (tmp_path / "x.json").write_text(json.dumps(found))
+    assert words in refusal([f"--recheck={tmp_path / 'x.json'}"])
+
+
+def test_every_file_in_results_has_the_shape_that_is_asked():
+    paths = [*(ROOT / "results").glob("*.json.gz"), *(ROOT / "results/unfinished").glob("*.json.gz")]
+    assert len(paths) > 5
+    for path in paths:
+        assert results.problem_of_file(json.loads(gzip.decompress(path.read_bytes()))) is None, path

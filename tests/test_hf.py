@@ -705,3 +705,52 @@ def test_tokens_of_sentencepiece_spell_the_texts_bytes(prepends, tmp_path):
     folder = write_dataset(tmp_path / "pairs", {s: TEXT * 9 for s in ("train", "val", "test")}, "hf",
                            json.dumps(sentencepiece(prepends)))
     assert Dataset(folder).tokenizer.decode(Dataset(folder).tokens("val")) == TEXT * 9
+
+
+# ---- nonsense in a folder ----
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize("size", ["256", [256], {"a": 1}, None, -1, 0, 1.5, True, 10**400, [[]]])
+@pytest.mark.parametrize("tokenizer", [False, True])
+def test_a_vocab_size_that_is_no_number_is_one_line(size, tokenizer, gpt2_folder, tmp_path):
+    folder = shutil.copytree(gpt2_folder, tmp_path / "gpt2")
+    edit(folder, vocab_size=size)
+    if tokenizer:
+        (folder / "tokenizer.json").write_text(json.dumps(dict(model=dict(vocab=dict(a=0, b=1), merges=[]))))
+    with pytest.raises(UserError) as e:
+        checkpoint.build(checkpoint.read(folder), folder)
+    assert "\n" not in str(e.value) and ("vocab_size" in str(e.value) or isinstance(size, int))
+
+
+@pytest.mark.parametrize("text", [DEEP, '{"a":' * 100_000 + "1" + "}" * 100_000, "", "3", "null", "\0"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json", "vocab.json"])
+def test_json_that_is_too_deep_or_none_is_one_line(name, text, gpt2_folder, tmp_path):
+    folder = shutil.copytree(gpt2_folder, tmp_path / "gpt2")
+    if name == "model.safetensors.index.json":
+        (folder / "model.safetensors").unlink()
+    if name == "tokenizer.json" and not text:
+        pytest.skip("an empty one counts as none")
+    (folder / name).write_text(text)
+    refused(folder, "tokenizer" if name in ("tokenizer.json", "vocab.json") else name)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "vocab.json", "model.safetensors"])
+def test_a_folder_in_the_place_of_a_file_is_a_line_or_none(name, gpt2_folder, tmp_path):
+    folder = shutil.copytree(gpt2_folder, tmp_path / "gpt2")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).mkdir()
+    try:
+        checkpoint.read(folder)
+    except UserError as e:
+        assert "\n" not in str(e)
+    else:
+        assert name in ("tokenizer.json", "vocab.json")  # a folder of that name is no tokenizer file
+
+
+@pytest.mark.parametrize("vocab", [dict(a="x"), dict(a=-1), dict(a=1e300), dict(a=None), dict(a=[0]), 3, {}])
+def test_ids_that_are_no_numbers_are_a_damaged_tokenizer(vocab, gpt2_folder, tmp_path):
+    folder = shutil.copytree(gpt2_folder, tmp_path / "gpt2")
+    (folder / "tokenizer.json").write_text(json.dumps(dict(model=dict(vocab=vocab, merges=[]))))
+    refused(folder, "tokenizer files", "damaged")

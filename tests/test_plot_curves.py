@@ -591,3 +591,57 @@ def test_every_entry_of_the_legend_is_drawn(home, monkeypatch, steps):
     assert {line.get_label() for line in lines} == entries - {"val", "best val"}
     for line in lines:
         assert curves.points(line).shape[1] > 1 or line.get_marker() not in ("", "None"), line.get_label()
+
+
+# ---- what cannot be written, and damaged logs of heads ----
+
+@pytest.mark.parametrize("out, words", [
+    ("/proc/x", "--out: cannot write into /proc; name another folder"),
+    (__file__, "is a file, not a folder; name another one"),
+    (__file__ + "/x", "is a file, not a folder; name another one")])
+def test_a_folder_that_cannot_be_written_is_one_line(home, refusal, out, words):
+    runs = [str(write(home / name, rows(4, 2))) for name in ("a", "b")]
+    assert words in refusal([*runs, "--out", out])
+
+
+@pytest.mark.parametrize("more", [[], ["--heads"]])
+def test_a_run_whose_figures_cannot_be_written_is_one_line(home, refusal, more):
+    run = write_heads(home / "run")
+    (run / "figures").write_text("a file")
+    assert f"cannot make the folder {run / 'figures'} (File exists)" in refusal([str(run), *more])
+
+
+@pytest.mark.parametrize("damage", [
+    dict(heads=[["a"], [1]]), dict(heads=[[1.5], [1]]), dict(heads=[[-5], [1]]), dict(heads=[[None], [1]]),
+    dict(heads=[[10**9], [1]]), dict(heads=[[True], [1]]), dict(heads=[]), dict(gate=3), dict(gate=[3]),
+    dict(importance="text"), dict(state=5), dict(events=3), dict(events=[3]), dict(events=[dict(what="pruned")]),
+    dict(events=[dict(what="pruned", layer="0", head=0)]), dict(pieces=3), dict(pieces=dict(scope=["mlp"])),
+    dict(pieces=dict(scope="mlp", state=3)), dict(step=10**400), dict(step="text")])
+def test_a_damaged_row_of_measured_heads_is_left_out(home, capsys, damage):
+    heads = list(measured())
+    heads[1].update(damage)
+    run = write_heads(home / "run", heads)
+    assert plot_heads.history(run).step.tolist() == [10, 30, 40]
+    assert capsys.readouterr().err == \
+        f"{run}: 1 broken line(s) in heads.jsonl, the first is line 2; the rest is used\n"
+
+
+@pytest.mark.parametrize("damage", [
+    dict(state=[[["x"], "nothing"], [3]]), dict(importance=[[10**400, "x"], [[1]]]), dict(gate=[[1] * 9, []]),
+    dict(events=[dict(what=["x"])]), dict(events=[dict(what="pruned", layer=99, head=0)]), dict(active="text")])
+def test_a_value_of_a_head_that_is_none_is_drawn_as_missing(home, damage):
+    heads = list(measured())
+    heads[-1].update(damage)
+    h = plot_heads.history(write_heads(home / "run", heads))
+    assert len(h.step) == 4 and plot_heads.metrics(h, "run")
+    assert plot_heads.gates(h, "run") and plot_heads.states(h, "run")
+    assert not np.isinf(h.importance).any() and (h.state[np.isfinite(h.state)] < 4).all()
+
+
+def test_a_damaged_violation_is_left_out(home, capsys):
+    run = write_heads(home / "run")
+    rows_there = [dict(step=20, type="forced", layer=0, head=1), dict(step=20, type="forced", layer="x", head=1),
+                  dict(step=20, type="forced", layer=0)]
+    (run / "violations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_there))
+    assert plot_heads.history(run).forced == [("forced", 20, 0, 1)]
+    assert "2 broken line(s) in violations.jsonl, the first is line 2" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import asdict
 from itertools import product
 
@@ -466,6 +467,15 @@ def test_blocks_go_at_the_flops_of_heads(data, tmp_path):
     (["--split", "dev"], "'dev'"),
     (["--json", "/nowhere/x.json"], "/nowhere"),
     (["--text", "900000"], "20,000 tokens of train"),
+    (["--text", "0"], "--text 0 must be at least 1"),
+    (["--text", "-5"], "--text -5 must be at least 1"),
+    (["--seed", "9" * 30], "must be at most 9,223,372,036,854,775,807"),
+    (["--recover", "9" * 30], "must be at most 9,223,372,036,854,775,807"),
+    (["--out_dir", "/proc/x"], "--out_dir: cannot write into /proc; name another folder"),
+    (["--out_dir", __file__], "is a file, not a folder; name another one"),
+    (["--out_dir", __file__ + "/x"], "is a file, not a folder; name another one"),
+    (["--json", "/proc/x"], "--json: cannot write into /proc"),
+    (["--device", "meta"], "device=meta cannot be used"),
 ])
 def test_bad_input_is_one_line(argv, words, run, refusal):
     given = {"--ckpt": [str(run)], "--to": ["0.5"], "--by": ["random"], argv[0]: argv[1:]}
@@ -503,3 +513,13 @@ def test_blocks_that_are_not_of_one_kind_stay_as_they_are(flag):
     with pytest.raises(ValueError, match=f"blocks with {flag} are not of one kind"):
         stack_blocks(model)
     assert stack_blocks(alive(query_gain=True)), "the control"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_one_line(run, tmp_path, refusal):
+    tmp_path.chmod(0o500)
+    try:
+        said = refusal(["--ckpt", str(run), "--to", "0.5", "--by", "random", "--out_dir", str(tmp_path / "x")])
+        assert f"--out_dir: cannot write into {tmp_path}" in said
+    finally:
+        tmp_path.chmod(0o700)

@@ -283,6 +283,9 @@ def test_what_was_set_is_said(switched, ckpt, capsys):
     ("unet_skip=False", "unknown key unet_skip; did you mean unet_skips?"),
     ("unet_skips=3", "'3' is not bool"),
     ("gate.0.5=0", "block 0 has no head 5"),
+    ("gate.0.0=1e39", "gate.0.0=1e+39: the gate must be a number of at most 3.40282e+38"),
+    ("gate.0.0=-1e39", "the gate must be a number of at most 3.40282e+38"),
+    ("gate.0.0=nan", "'nan' is not float"),
     ("n_layer=1", "s.pt: n_layer cannot be changed after training"),
 ])
 def test_a_setting_that_cannot_be_is_one_clear_line(switched, refusal, setting, line):
@@ -341,6 +344,12 @@ def test_a_nanogpt_checkpoint_without_its_dataset_is_one_line(tmp_path,
     ("--seed", "-1", "seed=-1"),
     ("--seed", "9" * 30, "seed=999"),
     ("--device", "gpu", "device=gpu cannot be used"),
+    ("--num_samples", "100000000", "num_samples=100000000 of max_new_tokens=300 are too many"),
+    ("--max_new_tokens", "9" * 30, "are too many"),
+    ("--device", "meta", "device=meta cannot be used: its tensors hold no numbers"),
+    ("--start", "FILE:.", "cannot be read: Is a directory"),
+    ("--audit", ".", "is not a file"),
+    ("--audit", "/proc/x.jsonl", "--audit: cannot write into /proc"),
     ("--start", "FILE:nowhere.txt", "nowhere.txt cannot be read: No such file"),
     ("--start", "FILE:latin1.txt", "latin1.txt is not UTF-8 text"),
 ])
@@ -366,7 +375,15 @@ def test_damaged_weights_are_one_clear_line(tmp_path, ckpt, capsys):
     state["model"]["lm_head.weight"].fill_(float("nan"))
     torch.save(state, tmp_path / "nan.pt")
     with pytest.raises(SystemExit, match="sample: the probabilities are not numbers"):
-        main(["--ckpt", str(tmp_path / "nan.pt")])
+        main(["--ckpt", str(tmp_path / "nan.pt"), "--start", "abc"])
+    assert capsys.readouterr().out == "abc\n"  # so that the message has a line of its own
+
+
+def test_no_mass_is_too_little_for_the_likeliest_token(ckpt, capsys):
+    main(["--ckpt", ckpt, "--top_p", "1e-300", "--max_new_tokens", "9"])
+    least = capsys.readouterr().out
+    main(["--ckpt", ckpt, "--temperature", "0", "--max_new_tokens", "9"])
+    assert least == capsys.readouterr().out
 
 
 # ---- as a process ----

@@ -106,11 +106,11 @@ def read(folder, trust_code=False):
     check_layers(folder, c, tensors)
     try:
         config, weights = FAMILIES[c["model_type"]](c, tensors)
-    except UserError as e:
-        raise UserError(str(e) if str(folder) in str(e) else f"{folder}: {e}") from None
         size = config.get("vocab_size")
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"vocab_size={str(size)[:40]} is no number of tokens")
+    except UserError as e:
+        raise UserError(str(e) if str(folder) in str(e) else f"{folder}: {e}") from None
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, ArithmeticError, IndexError) as e:
         raise UserError(f"{folder}: its config.json and its tensors do not make a {c['model_type']} model "
                         f"({type(e).__name__}: {' '.join(str(e).split())[:150]})") from None

@@ -117,7 +117,8 @@ class StudyConfig:
 
     def problems(self):
         """Everything that is wrong with this study, as a list of sentences (empty: fine)."""
-        return [*configurator.text_problems(self), *self.problems_of_variants(), *self.problems_of_budget()]
+        return [*configurator.text_problems(self), *self.problems_of_variants(), *self.problems_of_sizes(),
+                *self.problems_of_budget(), *self.problems_of_choices()]
 
     def problems_of_variants(self):
         bad = []
@@ -155,7 +156,7 @@ class StudyConfig:
         bad += [f"always: {name!r} is no variant of this study" for name in self.always if name not in names]
         return bad
 
-    def problems_of_budget(self):
+    def problems_of_sizes(self):
         bad = []
         for size in [self.size, self.held_out, *self.sizes]:
             if size not in (None, *SIZES):
@@ -177,6 +178,10 @@ class StudyConfig:
         if self.texts and (len(names) < max(2, len(self.texts)) or self.sizes or "dataset" in self.settings):
             bad.append(f"texts={self.texts} must be two datasets or more, each once, with neither sizes nor "
                        "settings of a dataset beside them")
+        return bad
+
+    def problems_of_budget(self):
+        bad = []
         if self.tokens_per_param is not None and not 0 < self.tokens_per_param <= MOST_TOKENS_PER_PARAM:
             bad.append(f"tokens_per_param={self.tokens_per_param} must be positive, and at most "
                        f"{MOST_TOKENS_PER_PARAM:,}")
@@ -206,6 +211,10 @@ class StudyConfig:
                 bad.append(f"{name}={getattr(self, name)} must not be negative")
         if self.jobs_per_gpu < 1:
             bad.append(f"jobs_per_gpu={self.jobs_per_gpu} must be at least 1")
+        return bad
+
+    def problems_of_choices(self):
+        bad = []
         if not 0 < self.alpha < 1 or not self.margin > 0:
             bad.append(f"alpha={self.alpha} must be between 0 and 1 and margin={self.margin} positive")
         if self.base and self.scale != "tiny":
