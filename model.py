@@ -1823,7 +1823,8 @@ class Window(CausalMask, Mechanism):
     """
 
     class Options:
-        window: Optional[int] = flag(None, at_least=0, at_most=10**12)  # tokens seen, itself too; 0: block_size // 4
+        window: Optional[int] = flag(None, at_least=0, at_most=10**12)  # tokens seen, itself too;
+                                                                        # 0: block_size // 4
         window_global: int = flag(0, at_least=0)  # the first tokens, seen by all
         window_random: int = flag(0, at_least=0)  # earlier blocks at random that a block of tokens sees
         window_block: Optional[int] = flag(None, at_least=1)  # tokens in such a block; None: block_size // 16

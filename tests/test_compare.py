@@ -192,7 +192,8 @@ def test_a_report_does_not_fall_over_a_file_of_several_studies(finished):
     study, found = finished
     for key in ("texts", "sizes"):
         both = dict(a=found, b=found)
-        whole = analysis.ladder(both, None, "both", "") if key == "sizes" else analysis.together(both, "both", "")
+        whole = (analysis.ladder(both, None, "both", "") if key == "sizes" else
+                 analysis.together(both, "both", ""))
         results.write(json_safe(whole), study.out)
         path = study.out / "results.json.gz"
         assert results.holds_runs(path) and ("judge", "output_gate", 5) in results.scored_in(path)
@@ -1335,15 +1336,19 @@ def test_a_gpu_that_is_not_there_is_one_line(plain, two_gpus, refusal):
     (["--variants={(1, 2): {}}"], "variants: the name (1, 2) must be text in quotes"),
     (["--variants={'a': {3: True}}"], "a: the flag 3 must be a name in quotes"),
     (["--mechanisms=output_gate", "--settings={3: 4}"], "settings: the flag 3 must be a name in quotes"),
-    (["--mechanisms=output_gate,xsa", "--contrasts=[['xsa', ['output_gate']]]"], "must be two of this study's"),
+    (["--mechanisms=output_gate,xsa", "--contrasts=[['xsa', ['output_gate']]]"],
+     "must be two of this study's"),
     (["--mechanisms=output_gate,xsa", "--contrasts=[[['xsa'], ['output_gate']]]"], "must be two of this"),
     (["--mechanisms=output_gate", "--contrasts=[[{}, 'output_gate']]"], "must be two of this study's"),
     (["--mechanisms=output_gate", "--budgets=[1e300]"], "must be at most 1,000 times the plain GPT's own"),
-    (["--mechanisms=output_gate", "--tokens_per_param=1e300"], "tokens_per_param=1e+300 must be positive, and"),
+    (["--mechanisms=output_gate", "--tokens_per_param=1e300"],
+     "tokens_per_param=1e+300 must be positive, and"),
     (["--mechanisms=output_gate", "--seeds=[1e30]"], "must be numbers of at most 1,000,000,000"),
     (["--mechanisms=output_gate", "--plain_seeds=100000000"], "plain_seeds=100000000 must be at most 1,000"),
-    (["--mechanisms=output_gate", "--sizes=0.1M,1M", "--at={'1M': {'seeds': 4}}"], "at 1M: seeds=4 is not list"),
-    (["--mechanisms=output_gate", "--sizes=0.1M,1M", "--at={'1M': {'budgets': ['x']}}"], "at 1M: budgets=['x']"),
+    (["--mechanisms=output_gate", "--sizes=0.1M,1M", "--at={'1M': {'seeds': 4}}"],
+     "at 1M: seeds=4 is not list"),
+    (["--mechanisms=output_gate", "--sizes=0.1M,1M", "--at={'1M': {'budgets': ['x']}}"],
+     "at 1M: budgets=['x']"),
     (["--mechanisms=output_gate", "--device=meta"], "device=meta cannot be used"),
 ])
 def test_what_is_wrong_with_a_study_is_one_line(plain, args, words, refusal):
@@ -1457,7 +1462,8 @@ def test_tables_and_the_ledger_name_a_damaged_results_file(demo, tmp_path, monke
 
 @pytest.mark.parametrize("flags, words", [
     ({"n_layer": "text"}, "n_layer='text' is not int"), ({"dropout": 10**400}, "dropout="),
-    ({"pos": ["learned"]}, "pos=['learned'] is not"), ({"n_head": 3}, "n_embd=64 must be a multiple of n_head=3"),
+    ({"pos": ["learned"]}, "pos=['learned'] is not"),
+    ({"n_head": 3}, "n_embd=64 must be a multiple of n_head=3"),
     ({"no_flag": 1}, "a model has no flag no_flag here")])
 def test_flags_that_make_no_model_are_named_by_recheck(demo, tmp_path, refusal, flags, words):
     found = json.loads(json.dumps(demo))

@@ -725,7 +725,8 @@ def test_a_vocab_size_that_is_no_number_is_one_line(size, tokenizer, gpt2_folder
 
 
 @pytest.mark.parametrize("text", [DEEP, '{"a":' * 100_000 + "1" + "}" * 100_000, "", "3", "null", "\0"])
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json", "vocab.json"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json",
+                                  "vocab.json"])
 def test_json_that_is_too_deep_or_none_is_one_line(name, text, gpt2_folder, tmp_path):
     folder = shutil.copytree(gpt2_folder, tmp_path / "gpt2")
     if name == "model.safetensors.index.json":

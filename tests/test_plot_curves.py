@@ -567,8 +567,8 @@ def test_a_head_that_no_run_has_ends_with_an_error(home, capsys):
 
 
 @pytest.mark.parametrize("argv, said", [
-    (["--show", "0.1"], "--text and --show go with --heads"),
-    (["--text", ""], "--text and --show go with --heads"),
+    (["--show", "0.1"], "--text, --show, --mechanism and --trust_code go with --heads"),
+    (["--text", ""], "--text, --show, --mechanism and --trust_code go with --heads"),
     (["--heads", "--x", "tokens"], "--heads knows steps alone"),
     (["--heads", "--show", "1"], "'1' is no head; write layer.head, as in 0.3"),
     (["--heads", "--text", "FILE:none"], "plot_curves: --text: none cannot be read: No such file"),
@@ -614,7 +614,8 @@ def test_a_run_whose_figures_cannot_be_written_is_one_line(home, refusal, more):
 @pytest.mark.parametrize("damage", [
     dict(heads=[["a"], [1]]), dict(heads=[[1.5], [1]]), dict(heads=[[-5], [1]]), dict(heads=[[None], [1]]),
     dict(heads=[[10**9], [1]]), dict(heads=[[True], [1]]), dict(heads=[]), dict(gate=3), dict(gate=[3]),
-    dict(importance="text"), dict(state=5), dict(events=3), dict(events=[3]), dict(events=[dict(what="pruned")]),
+    dict(importance="text"), dict(state=5), dict(events=3), dict(events=[3]),
+    dict(events=[dict(what="pruned")]),
     dict(events=[dict(what="pruned", layer="0", head=0)]), dict(pieces=3), dict(pieces=dict(scope=["mlp"])),
     dict(pieces=dict(scope="mlp", state=3)), dict(step=10**400), dict(step="text")])
 def test_a_damaged_row_of_measured_heads_is_left_out(home, capsys, damage):
@@ -628,7 +629,8 @@ def test_a_damaged_row_of_measured_heads_is_left_out(home, capsys, damage):
 
 @pytest.mark.parametrize("damage", [
     dict(state=[[["x"], "nothing"], [3]]), dict(importance=[[10**400, "x"], [[1]]]), dict(gate=[[1] * 9, []]),
-    dict(events=[dict(what=["x"])]), dict(events=[dict(what="pruned", layer=99, head=0)]), dict(active="text")])
+    dict(events=[dict(what=["x"])]), dict(events=[dict(what="pruned", layer=99, head=0)]),
+    dict(active="text")])
 def test_a_value_of_a_head_that_is_none_is_drawn_as_missing(home, damage):
     heads = list(measured())
     heads[-1].update(damage)
@@ -640,7 +642,8 @@ def test_a_value_of_a_head_that_is_none_is_drawn_as_missing(home, damage):
 
 def test_a_damaged_violation_is_left_out(home, capsys):
     run = write_heads(home / "run")
-    rows_there = [dict(step=20, type="forced", layer=0, head=1), dict(step=20, type="forced", layer="x", head=1),
+    rows_there = [dict(step=20, type="forced", layer=0, head=1),
+                  dict(step=20, type="forced", layer="x", head=1),
                   dict(step=20, type="forced", layer=0)]
     (run / "violations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_there))
     assert plot_heads.history(run).forced == [("forced", 20, 0, 1)]

@@ -519,7 +519,8 @@ def test_blocks_that_are_not_of_one_kind_stay_as_they_are(flag):
 def test_a_read_only_folder_is_one_line(run, tmp_path, refusal):
     tmp_path.chmod(0o500)
     try:
-        said = refusal(["--ckpt", str(run), "--to", "0.5", "--by", "random", "--out_dir", str(tmp_path / "x")])
+        said = refusal(["--ckpt", str(run), "--to", "0.5", "--by", "random",
+                        "--out_dir", str(tmp_path / "x")])
         assert f"--out_dir: cannot write into {tmp_path}" in said
     finally:
         tmp_path.chmod(0o700)

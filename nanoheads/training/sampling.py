@@ -81,7 +81,8 @@ def check(args):
             raise ValueError(f"{name}={getattr(args, name)} must be at least 1")
     if args.num_samples * args.max_new_tokens > MOST_TOKENS:
         raise ValueError(f"num_samples={args.num_samples} of max_new_tokens={args.max_new_tokens} are too "
-                         f"to be made at once: at most {MOST_TOKENS:,} tokens; another --seed makes others")
+                         f"many to be made at once: at most {MOST_TOKENS:,} tokens; another "
+                         "--seed makes others")
     for name in ("temperature", "top_p", "repetition_penalty"):
         if not math.isfinite(getattr(args, name) or 0):
             raise ValueError(f"{name}={getattr(args, name)} must be a finite number")
