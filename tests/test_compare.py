@@ -1434,12 +1434,15 @@ def test_what_is_wrong_in_a_results_file_is_named_when_it_is_read(demo, tmp_path
     assert said.startswith(f"{path} is not what compare.py writes: ") and words in said and "\n" not in said
 
 
-@pytest.mark.parametrize("program", [["--from_results"], ["--recheck"], ["--again", "--device=cpu"]])
+@pytest.mark.parametrize("program", [["--from_results"], ["--recheck"],
+                                     ["--reuse", "--mechanisms=xsa", "--device=cpu"]],
+                         ids=lambda argv: argv[0])
 @pytest.mark.parametrize("data, words", [
     (b"", "is not JSON"), (b"\x1f\x8b", "is not JSON"), (gzip.compress(b"{}")[:-9], "is not JSON"),
     (gzip.compress(b"{}" * 50)[:12] + bytes(40), "is not JSON"), (bytes(range(256)), "is not JSON"),
     (b"[" * 100_000, "is not JSON"), (b"[3]", "it holds [3], not a dict"), (b"null", "it holds None"),
-    (b"{}", "name is missing")])
+    (b"{}", "name is missing")],
+    ids=["empty", "two bytes", "gzip cut short", "gzip damaged", "binary", "deep", "list", "null", "no keys"])
 def test_a_file_that_is_no_results_file_is_one_line(tmp_path, refusal, program, data, words):
     (tmp_path / "x.json.gz").write_bytes(data)
     assert words in refusal([f"{program[0]}={tmp_path / 'x.json.gz'}", *program[1:]])

@@ -303,11 +303,11 @@ def lacking(e):
 def main():
     """lm_eval's command line. Its tasks find other modules before ours."""
     sys.path[:] = [*(path for path in sys.path if Path(path or ".").resolve() != ROOT), str(ROOT)]
-    try:
-        with last_words(PROGRAM):
+    with last_words(PROGRAM):
+        try:
             cli_evaluate()
-    except (ImportError, ConnectionError) as e:
-        sys.exit(f"{PROGRAM}: {lacking(e)}")
+        except (ImportError, ConnectionError) as e:
+            raise UserError(lacking(e)) from None
 
 
 if __name__ == "__main__":

@@ -109,7 +109,8 @@ def config_of(state, path, **overrides):
     flags = own.flags_of(state, path)
     try:
         config = GPTConfig(**{**RECIPES["gpt2"], **flags, **overrides})
-        check_layers(state, config)
+        if not {"n_layer", "n_embd"} & set(overrides):
+            check_layers(state, config)
     except (ValueError, TypeError) as e:
         why = fault_of_own_file(e) or " ".join(str(e).split())
         raise UserError(f"{path}: its config is impossible: {why}")
