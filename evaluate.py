@@ -29,7 +29,7 @@ import math
 import sys
 from itertools import groupby
 
-from nanoheads.common import (UserError, fault_of_own_file, output_written, pick_device, table, writable,
+from nanoheads.common import (UserError, last_words, output_written, pick_device, table, writable,
                               write_json)
 from nanoheads.heads import look
 from nanoheads.intervals import block_bootstrap
@@ -241,31 +241,26 @@ def main(argv=None):
     text = add_text_arguments(p)
     args = p.parse_args(argv)
     runs, show = [], text_table if args.text else score_table
-    try:
-        device = pick_device(args.device)
-        out = writable(args.json) if args.json else None
-        refuse_what_means_nothing(args, text)
-        checkpoint.allow_code(args, *args.ckpt, *filter(None, [args.judge]))
-        if args.audit:
-            print(look.run(args))
-            return
-        if args.text and args.tokens is None:
-            args.tokens = 256
-        for run in (text_runs if args.text else scored_runs)(args, device, sys.stderr.isatty()):
-            runs.append(run)
-        if out:
-            write_json(out, {"runs": runs} if args.text else as_json(runs))
-        print(show(runs), *([args.json] if out else []), sep="\n")
-    except KeyboardInterrupt:
-        if runs:
-            print(show(runs))
-        print("\nevaluate: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except Exception as e:
-        problem = fault_of_own_file(e) or (str(e) if isinstance(e, ValueError) else None)
-        if problem is None:
+    with last_words("evaluate", "lower --batch_size or --tokens"):
+        try:
+            device = pick_device(args.device)
+            out = writable(args.json) if args.json else None
+            refuse_what_means_nothing(args, text)
+            checkpoint.allow_code(args, *args.ckpt, *filter(None, [args.judge]))
+            if args.audit:
+                print(look.run(args))
+                return
+            if args.text and args.tokens is None:
+                args.tokens = 256
+            for run in (text_runs if args.text else scored_runs)(args, device, sys.stderr.isatty()):
+                runs.append(run)
+            if out:
+                write_json(out, {"runs": runs} if args.text else as_json(runs))
+            print(show(runs), *([args.json] if out else []), sep="\n")
+        except KeyboardInterrupt:
+            if runs:
+                print(show(runs))
             raise
-        sys.exit(f"evaluate: {problem}")
 
 
 if __name__ == "__main__":

@@ -750,3 +750,11 @@ def test_a_split_that_is_not_the_one_of_the_training_is_refused_unless_named(byt
     run, = json.loads(out.read_text())["runs"]
     assert run["split_sha256"] == meta["splits"]["test"]["sha256"] and run["note"] == "made up"
     assert "note: made up" in capsys.readouterr().out
+
+
+def test_memory_that_is_not_there_is_one_line(monkeypatch, refusal):
+    def scored(*args):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        yield
+    monkeypatch.setattr(evaluate, "scored_runs", scored)
+    assert refusal(["--ckpt", "any"]) == "evaluate: out of memory; lower --batch_size or --tokens"
