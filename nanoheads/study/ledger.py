@@ -30,7 +30,7 @@ SUMS = "SHA256SUMS"
 STAGES = ("judged on test", "judged on validation", "screened on validation", "plain GPT")
 # files whose runs were timed while other work ran on the machine: their times are not shown
 TIMES_DISTURBED = {"all-tiny.json.gz"}
-NOW, OLDER, UNKNOWN = "today's", "older", "unknown"  # the code of a row's runs
+NOW, OLDER, UNKNOWN = ledger_page.CODE_STATES
 
 
 # ---- the command ----

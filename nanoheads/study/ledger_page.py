@@ -22,6 +22,7 @@ COLUMNS = {
     "FLOPs ×": ("flops", "flops_value", True), "step time ×": ("time", "time_value", True),
     "verdict": ("verdict", "verdict", False), "seeds": ("seeds", "seeds", True),
     "date, code": ("date", "date", False)}
+CODE_STATES = ("today's", "older", "unknown")  # of a row's runs
 FILTERS = ("verdict", "size", "text", "recipe", "stage", "code")
 STAGES = {
     "judged on test": "seeds that chose nothing, the test split: what a claim rests on",
@@ -135,6 +136,8 @@ def controls(rows):
         return tag("label", key, tag(f"select id='{key}'", Html(options)))
 
     def in_order(key):
+        if key == "code":  # whichever there is: each change of the code makes rows older
+            return CODE_STATES
         values = list(dict.fromkeys(row[key] for row in sorted(rows, key=lambda row: row["blocks"])))
         first = {"size": values, "verdict": [*MEANING], "stage": [*STAGES]}.get(key, [])
         return [*(value for value in first if value in values), *sorted({*values} - {*first})]
