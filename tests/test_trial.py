@@ -327,6 +327,50 @@ def test_a_failure_on_the_cluster_is_reported(spec):
     assert "no dataset nowhere" in trial.failure(folder)
 
 
+def test_without_a_terminal_a_study_prints_a_line_a_minute(tmp_path, monkeypatch, capsys):
+    """Runs done and to do, and the time left, which follows from the steps that were made so far."""
+    monkeypatch.chdir(tmp_path)
+    now = [1000.0]
+    monkeypatch.setattr(queue.time, "monotonic", lambda: now[0])
+    folders = [Path("a"), Path("b"), Path("c")]
+    progress = queue.Progress("runs", dict.fromkeys(folders, 100), total=5)  # two of five are done already
+    folders[0].mkdir()
+    for seconds, step in ((0, 10), (59, 20), (61, 60)):
+        now[0] = 1000.0 + seconds
+        row = dict(step=step, loss=2.5, tokens_per_s=1000.0)
+        (folders[0] / "log.jsonl").write_text(json.dumps(row) + "\n")
+        progress.show(waiting=folders[1:], running=folders[:1])
+    # 50 of 290 steps took 61 s, since the first ten were there when it began
+    assert capsys.readouterr().out == (
+        "runs: 2 of 5 runs done, 3 to do, 5 min left, loss 2.500, 1,000 tok/s, 1 at once\n")
+    now[0] += 30
+    progress.show(waiting=folders[1:], running=folders[:1])
+    assert capsys.readouterr().out == ""
+
+
+def test_a_bar_has_the_time_left(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(queue.sys.stderr, "isatty", lambda: True, raising=False)
+    now = [1000.0]
+    monkeypatch.setattr(queue.time, "monotonic", lambda: now[0])
+    Path("a").mkdir()
+    progress = queue.Progress("runs", {Path("a"): 100}, total=1)
+    for seconds, step in ((0, 0), (10, 50)):
+        now[0] = 1000.0 + seconds
+        row = dict(step=step, loss=2.5, tokens_per_s=1000.0)
+        (Path("a") / "log.jsonl").write_text(json.dumps(row) + "\n")
+        progress.show(waiting=[], running=[Path("a")])
+    progress.bar.close()
+    shown = capsys.readouterr().err
+    assert "0.5 of 1 runs" in shown and "10 s left" in shown and " 50%" in shown
+
+
+@pytest.mark.parametrize("seconds, words", [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7199, "120 min"),
+                                            (7200, "2.0 h"), (36000, "10.0 h")])
+def test_a_length_of_time_is_in_words(seconds, words):
+    assert queue.time_in_words(seconds) == words
+
+
 def test_two_studies_that_want_the_same_run_train_it_once(bytes_data, spec):
     folder = trial.make(spec_of(bytes_data, max_iters=30))
     # by hand, and with nothing at their standard input
