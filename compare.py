@@ -108,7 +108,7 @@ class Study:
         return dict(model=fingerprint.own_flags(model), train=flags,
                     score=dict(split=split, tokens=self.config.test_tokens),
                     data=trial.data_of(self.builder.data, variant.train.labels, variant.train.teacher,
-                                       variant.train.own_mechanism),
+                                       variant.train.own_mechanism, training.get("policy_rules")),
                     code=fingerprint.code_digest(model, variant.train), torch=torch.__version__)
 
     def plan(self, stage, variants, seeds, split=None):
@@ -142,7 +142,8 @@ class Study:
 
     def reused(self):
         """How many of the study's runs were taken from where, see reuse.counted()."""
-        return counted({folder: self.taken[folder] for folder in {*self.runs.values()} & {*self.taken}})
+        names = {folder: name for (_, name, _), folder in self.runs.items() if folder in self.taken}
+        return counted({folder: self.taken[folder] for folder in names}, names)
 
     def scores(self, stage):
         """{variant: {seed: bits/byte}} of what is done in a stage."""

@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Optional
@@ -317,8 +317,16 @@ def train(model_config, config, given=()):
     process = join_ranks(config.device)
     if config.eval_only:  # writes nothing
         return train_alone(model_config, config, given, process)
-    with only_writer(config.out_dir) if process.rank == 0 else nullcontext():
-        process.barrier()  # no rank reads what another process may still write
+    with ExitStack() as held:
+        problem = None
+        if process.rank == 0:
+            try:
+                held.enter_context(only_writer(config.out_dir))
+            except (UserError, OSError) as e:
+                problem = e
+        # all ranks stop here together; and no rank reads what another process may still write
+        if process.all_reduce_sum([float(problem is not None)])[0]:
+            raise problem or UserError(f"the first rank cannot write into {config.out_dir}")
         return train_alone(model_config, config, given, process)
 
 

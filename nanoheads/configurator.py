@@ -368,7 +368,7 @@ def text_problems(config):
         value = getattr(config, f.name)
         if isinstance(value, str) and "\0" in value:
             yield f"{f.name}={value!r} holds a NUL character: take it out"
-        elif value == "" != f.default:
+        elif isinstance(value, str) and not value.strip() and f.default != "":
             yield (f"{f.name} is empty, as it is when a variable of the shell is not set: give it a value or "
                    "leave it out")
 

@@ -816,13 +816,53 @@ def test_runs_of_a_file_that_is_named_are_taken_and_counted(finished, here, caps
     again = results.collect(taking, "test")
     n = len(found["runs"])
     assert again["comparisons"] == found["comparisons"]
-    assert again["reused"] == [{"from": path, "runs": n, "other_code": 0}]
+    assert again["reused"] == [{"from": path, "runs": n, "other_code": 0, "of": []}]
     words = f"{n} of {n} runs were not trained for this study: {n} from {path}."
     assert words in findings.notices(again) and words in report.table_of(again).replace("\n", " ")
     assert words in page.html(again, {})
     assert words in plan_of(taking)
     results.write(again, "out/elsewhere")
     assert "all of them the same" in results.recheck("out/elsewhere/results.json.gz")
+
+
+def test_the_runs_that_were_taken_are_counted_over_all_texts(
+        plain, here, bytes_data, other_text, monkeypatch, capsys):
+    """Also where a file has runs of the second text alone."""
+    monkeypatch.setattr(compare, "place_for", lambda config: here)
+    small = ["--base", str(plain), "--device=cpu", "--mechanisms=sink", "--seeds=1", "--plain_seeds=1",
+             "--budgets=[]"]
+    main([*small, f"--settings={{'dataset': {str(other_text)!r}}}", "--out_dir=out/one"])
+    path = on_file(results.read("out/one/results.json.gz"))
+    here.started = []
+    main([*small, f"--texts={[str(bytes_data), str(other_text)]}", f"--reuse={path}", "--out_dir=out/two"])
+    found = results.read("out/two/results.json.gz")
+    assert len(here.started) == 2
+    assert analysis.pooled(found)["reused"] == [{"from": path, "runs": 2, "other_code": 0, "of": []}]
+    words = f"2 of 4 runs were not trained for this study: 2 from {path}."
+    assert words in report.table_of(found).replace("\n", " ") and words in capsys.readouterr().out.replace(
+        "\n", " ")
+
+
+def test_a_damaged_training_text_is_refused_before_the_first_run(plain, bytes_data, refusal):
+    path = bytes_data / "train.bin"
+    before = path.read_bytes()
+    try:
+        path.write_bytes(before[:-1] + b"?")
+        argv = ["--base", str(plain), "--device=cpu", "--mechanisms=sink", "--dry_run"]
+        assert "train.bin" in refusal(argv)
+    finally:
+        path.write_bytes(before)
+
+
+def test_other_policy_rules_in_a_file_of_one_name_are_another_run(plain, tmp_path):
+    rules = tmp_path / "rules.json"
+    keys = dict(mechanisms=[], variants={"rules": dict(agency=True, policy=True, policy_rules=str(rules))})
+    folders = []
+    for text in ("[]", '[{"who": "policy", "allow": false}]'):
+        rules.write_text(text)
+        study = study_of(plain, **keys)
+        folders.append({folder.name for folder in study.plan("judge", study.variants.values(), [1])})
+    assert not folders[0] & folders[1]
 
 
 def test_a_study_does_not_combine_scores_of_two_texts_of_one_name(finished, plain, bytes_data, refusal):
@@ -849,16 +889,18 @@ def test_runs_of_other_code_are_taken_only_where_that_is_accepted(finished, here
     taking = Study(replace(study.config, out_dir="out/b", reuse=[path], accept_code=True), "test")
     taking.run(here)
     again = results.collect(taking, "test")
-    assert here.started == [] and again["reused"] == [{"from": path, "runs": n, "other_code": n}]
+    row, = again["reused"]
+    assert here.started == [] and (row["from"], row["runs"], row["other_code"]) == (path, n, n)
+    assert {*row["of"]} == {*again["arms"]}
     assert again["comparisons"] == found["comparisons"]
-    assert f"({n} of them made by other code or another torch, which --accept_code allowed)" in " ".join(
-        findings.notices(again))
+    assert f"({n} of them made by other code or another torch, which --accept_code allowed, those of " in (
+        " ".join(findings.notices(again)))
 
 
 @pytest.mark.parametrize("key", ["data", "train", "model", "score"])
 def test_runs_of_other_data_or_flags_are_never_taken(finished, here, key):
     study, found = finished
-    changed = {**next(iter(found["runs"].values()))["spec"][key], "more": 1}
+    changed = {**next(iter(found["runs"].values()))["spec"][key], "more": "1"}
     path = on_file(of_other_code(found, **{key: changed}))
     here.started = []
     Study(replace(study.config, out_dir="out/a", reuse=[path], accept_code=True), "test").run(here)
@@ -876,7 +918,8 @@ def test_runs_of_other_code_in_out_trials_count_only_where_that_is_accepted(fini
     taking = Study(replace(study.config, out_dir="out/b", accept_code=True), "test")
     taking.run(here)
     again = results.collect(taking, "test")
-    assert here.started == [] and again["reused"] == [{"from": "out/trials", "runs": n, "other_code": n}]
+    row, = again["reused"]
+    assert here.started == [] and (row["from"], row["runs"], row["other_code"]) == ("out/trials", n, n)
     assert again["comparisons"] == found["comparisons"]
 
 
@@ -1468,7 +1511,7 @@ def test_tables_and_the_ledger_name_a_damaged_results_file(demo, tmp_path, monke
     ({"n_layer": "text"}, "n_layer='text' is not int"), ({"dropout": 10**400}, "dropout="),
     ({"pos": ["learned"]}, "pos=['learned'] is not"),
     ({"n_head": 3}, "n_embd=64 must be a multiple of n_head=3"),
-    ({"no_flag": 1}, "a model has no flag no_flag here")])
+    ({"no_flag": 1}, "unknown flags no_flag")])
 def test_flags_that_make_no_model_are_named_by_recheck(demo, tmp_path, refusal, flags, words):
     found = json.loads(json.dumps(demo))
     next(iter(found["runs"].values()))["spec"]["model"].update(flags)

@@ -159,6 +159,16 @@ def test_a_helper_that_a_mechanism_newly_calls_is_in_the_hash(tree):
     assert digests(tree.root)["sink"] != before["sink"]
 
 
+def test_with_a_teacher_every_mechanism_counts(tree):
+    """It may have other mechanisms than its student, and the run executes them."""
+    config, training = CONFIGS["plain"][0], TrainConfig(teacher="out/teacher")
+    forget()
+    before = fingerprint.code_digest(config, training, root=tree.root)
+    tree("rivals.py", "self.strength.tanh()", "self.strength.sin()")
+    forget()
+    assert fingerprint.code_digest(config, training, root=tree.root) != before
+
+
 def test_an_imported_file_is_found_wherever_the_import_stands(tree):
     (tree.root / "nanoheads" / "late.py").write_text("LATE = 1\n")
     tree("train.py", "def send(t, process):\n", "def send(t, process):\n    from nanoheads import late\n")

@@ -25,7 +25,7 @@ from conftest import ROOT, forget_own_mechanisms
 from nanoheads.common import UserError
 from nanoheads.configurator import help_text, keys_of
 from nanoheads.hub import huggingface as hf, own_files, own_mechanism as own
-from nanoheads.study import queue, trial
+from nanoheads.study import fingerprint, queue, trial
 from nanoheads.study.variants import StudyConfig, variants_of
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
@@ -158,6 +158,27 @@ def test_a_checkpoint_whose_flag_is_off_needs_no_code(ran, bytes_data):
             sample.main(["--ckpt", str(folder), "--start=a", "--max_new_tokens=2"])
             sample.main(["--ckpt", str(folder), "--start=a", "--max_new_tokens=2", "--trust_code"])
             assert not was_run()
+
+
+def test_a_file_with_a_byte_order_mark_is_read(mine, bytes_data, tmp_path, own_mechanisms_go):  # noqa: F811
+    """As some editors on Windows write it."""
+    path = Path(mine())
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    sizes = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4"]
+    train.main([f"--mechanism={path}", f"--dataset={bytes_data}", f"--out_dir={tmp_path / 'run'}", *sizes,
+                "--eval_tokens=64", "--device=cpu", "--max_iters=1"])
+    assert fingerprint.code_digest(model.GPTConfig(**SIZES), TrainConfig(own_mechanism=str(path)))
+
+
+def test_a_resumed_run_names_the_file_again(mine, bytes_data, tmp_path, own_mechanisms_go):  # noqa: F811
+    """Trust alone does not say which mode it was."""
+    out = tmp_path / "run"
+    args = [f"--dataset={bytes_data}", f"--out_dir={out}", "--n_layer=1", "--n_head=2", "--n_embd=16",
+            "--block_size=16", "--batch_size=4", "--eval_tokens=64", "--device=cpu"]
+    train.main([f"--mechanism={mine()}", *args, "--max_iters=1"])
+    forget_own_mechanisms()
+    said = line_of(train, *args, "--max_iters=2", "--resume", "--trust_code")
+    assert "--resume names the file of a mechanism of one's own again" in said
 
 
 def test_an_absolute_path_in_a_checkpoint_is_never_run(evil, bytes_data, tmp_path):

@@ -332,6 +332,7 @@ def test_without_a_terminal_a_study_prints_a_line_a_minute(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     now = [1000.0]
     monkeypatch.setattr(queue.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(queue.Progress, "printed", None)
     folders = [Path("a"), Path("b"), Path("c")]
     progress = queue.Progress("runs", dict.fromkeys(folders, 100), total=5)  # two of five are done already
     folders[0].mkdir()

@@ -252,6 +252,14 @@ class Finder:
         return importlib.util.spec_from_file_location(name, place, loader=loader)
 
 
+def decoded(text):
+    """The bytes of a Python file as text, in the encoding that they name, without a byte order mark."""
+    try:
+        return importlib.util.decode_source(text)
+    except (SyntaxError, UnicodeDecodeError):  # of which compile() will say more
+        return text.decode(errors="replace")
+
+
 def run(file, name):
     """The module of this name that an OwnFile's text makes. UserError, in one line, where it fails."""
     names = {module.name for module in file.modules}
@@ -267,7 +275,7 @@ def run(file, name):
     path, before = str(file.path), set(OWN_FILES)
     for each, text in [(path, file.text), *((str(each.path), each.text) for each in file.others)]:
         # their source, for the comments of flags, also when a file is edited or gone
-        lines = text.decode(errors="replace").splitlines(keepends=True)
+        lines = decoded(text).splitlines(keepends=True)
         linecache.cache[each] = len(text), None, lines, each
         OWN_FILES.add(each)
     module = sys.modules[name] = types.ModuleType(name)

@@ -215,11 +215,23 @@ def over_texts(texts):
     pairs = [pair for pair in first["pairs"] if all(pair in study["pairs"] for study in studies)]
     sums = {key: sum(study[key] for study in studies) for key in ("planned", "done")}
     failures = [failure for study in studies for failure in study["failures"]]
+    reused = reused_in(studies)
     size = {key: sum(study["data"][key] or 0 for study in studies) for key in ("tokens", "bytes", "of_bytes")}
     data = {**first["data"], **size, "dataset": BOTH.join(texts), "sha256": None, "note": None}
     settings = {key: value for key, value in first.get("settings", {}).items() if key != "dataset"}
     return {**first, **sums, "settings": settings, "arms": variants, "pairs": pairs, "failures": failures,
-            "runs": {}, "data": data}
+            "reused": reused, "runs": {}, "data": data}
+
+
+def reused_in(studies):
+    """The rows of reuse.counted() of several studies together: how many runs came from each source."""
+    found = {}
+    for row in (row for study in studies for row in study.get("reused") or ()):
+        total = found.setdefault(row["from"], {"from": row["from"], "runs": 0, "other_code": 0, "of": []})
+        total["runs"] += row["runs"]
+        total["other_code"] += row["other_code"]
+        total["of"] += [name for name in row.get("of", ()) if name not in total["of"]]
+    return [*found.values()]
 
 
 def seem_better_over_texts(texts):

@@ -193,8 +193,12 @@ def notices(found):
 
 def reused_sentence(rows, planned):
     """How many runs a study took from where; rows: those of reuse.counted(); planned: runs in all."""
-    parts = [f"{row['runs']:,} from {row['from']}" + f" ({row['other_code']:,} of them made by other code or "
-             "another torch, which --accept_code allowed)" * bool(row["other_code"]) for row in rows]
+    def other_code(row):
+        of = f", those of {listed(row['of'])}" * bool(row.get("of"))
+        return (f" ({row['other_code']:,} of them made by other code or another torch, which --accept_code "
+                f"allowed{of})" if row["other_code"] else "")
+
+    parts = [f"{row['runs']:,} from {row['from']}{other_code(row)}" for row in rows]
     return (f"{sum(row['runs'] for row in rows):,} of {planned:,} runs were not trained for this study: "
             f"{' and '.join(parts)}.")
 

@@ -55,7 +55,9 @@ def code_digest(config, training=None, root=ROOT):
     """
     mine = ((training or TrainConfig()).own_mechanism or "").split(",")
     files = {file for path in mine if path for file in own.files_of(path) if file.suffix == ".py"}
-    return digest_of(Path(root), (Path(root, "train.py"), *sorted(files)), off_classes(config))
+    # a teacher may have other mechanisms than its student
+    off = frozenset() if training and training.teacher else off_classes(config)
+    return digest_of(Path(root), (Path(root, "train.py"), *sorted(files)), off)
 
 
 @functools.lru_cache(maxsize=256)
@@ -96,7 +98,7 @@ def files_of(root, programs):
 def tree_of(path):
     """A file's syntax tree without docstrings; it never has comments. UserError."""
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError) as e:
         raise UserError(f"{path} cannot be read as Python ({' '.join(str(e).split())})") from None
     for node in ast.walk(tree):

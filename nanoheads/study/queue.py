@@ -223,10 +223,12 @@ class Progress:
 
     steps: {folder: optimizer steps} of all that has to run. Time left follows from the share that is done.
     """
+    printed = None  # when the last line was printed, in whichever stage of a study
 
     def __init__(self, what, steps, total):
         self.what, self.steps, self.total = what, steps, total
-        self.began = self.printed = time.monotonic()
+        self.began = time.monotonic()
+        Progress.printed = Progress.printed or self.began
         self.at = {}  # folder: steps that it had behind it when it was first seen
         bar = "{desc}: {percentage:3.0f}% |{bar}| {n:.1f} of {total} runs, {elapsed}{postfix}"
         self.bar = tqdm(total=total, initial=total - len(steps), desc=what, dynamic_ncols=True,
@@ -250,8 +252,8 @@ class Progress:
         self.bar.n = max(self.bar.n, ended + part)
         self.bar.set_postfix_str(", ".join(words), refresh=False)
         self.bar.refresh()
-        if self.bar.disable and time.monotonic() - self.printed > 60:
-            self.printed = time.monotonic()
+        if self.bar.disable and time.monotonic() - Progress.printed > 60:
+            Progress.printed = time.monotonic()
             print(f"{self.what}: {ended} of {self.total} runs done, {len(waiting) + len(running)} to do, "
                   f"{', '.join(words)}", flush=True)
 

@@ -16,9 +16,14 @@ TRIALS_THERE = "out/trials"  # where a run of other code is said to come from
 
 
 def key_of(spec):
-    """What a run of this trial.json is: its flags, data, seed and score, without code and torch."""
-    return json.dumps({key: value for key, value in spec.items() if key not in ("code", "torch")},
-                      sort_keys=True)
+    """What a run of this trial.json is: its flags, data, seed and score, without its code and torch.
+
+    The text of a mechanism in a file of one's own is code, too.
+    """
+    rest = {key: value for key, value in spec.items() if key not in ("code", "torch")}
+    rest["train"] = {key: value for key, value in spec["train"].items() if key != "own_mechanism"}
+    rest["data"] = {key: value for key, value in spec.get("data", {}).items() if key != "mechanism"}
+    return json.dumps(rest, sort_keys=True)
 
 
 class Reuse:
@@ -68,8 +73,9 @@ def runs_on_file(path):
 
 
 def is_same_code(spec, other):
-    """Whether two runs were made by the same code and the same torch."""
-    return all(spec.get(key) == other.get(key) for key in ("code", "torch"))
+    """Whether two runs were made by the same code, files of one's own among it, and the same torch."""
+    mine = [each.get("data", {}).get("mechanism") for each in (spec, other)]
+    return mine[0] == mine[1] and all(spec.get(key) == other.get(key) for key in ("code", "torch"))
 
 
 def specs_in(trials):
@@ -80,11 +86,17 @@ def specs_in(trials):
     return [spec for spec in specs if spec]
 
 
-def counted(taken):
-    """[{"from", "runs", "other_code"}] of the runs that a study took, {folder: (run, its planned spec)}."""
+def counted(taken, names):
+    """[{"from", "runs", "other_code", "of"}] of the runs that a study took.
+
+    taken: {folder: (run, its planned trial.json)}; names: {folder: variant}. of: the variants that have runs
+    of other code.
+    """
     found = {}
-    for run, planned in taken.values():
-        row = found.setdefault(run["from"], {"from": run["from"], "runs": 0, "other_code": 0})
+    for folder, (run, planned) in taken.items():
+        row = found.setdefault(run["from"], {"from": run["from"], "runs": 0, "other_code": 0, "of": []})
         row["runs"] += 1
-        row["other_code"] += not is_same_code(run["spec"], planned)
+        if not is_same_code(run["spec"], planned):
+            row["other_code"] += 1
+            row["of"] += [names[folder]] * (names[folder] not in row["of"])
     return [*found.values()]

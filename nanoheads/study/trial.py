@@ -241,8 +241,8 @@ def stop_with_parent():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def data_of(dataset, labels=None, teacher=None, mechanism=None):
-    """{what: sha256} of all that a run reads: the splits, its labels, its teacher, its own mechanisms.
+def data_of(dataset, labels=None, teacher=None, mechanism=None, rules=None):
+    """{what: sha256} of all that a run reads: splits, labels, teacher, mechanisms of one's own, policy rules.
 
     mechanism: paths of their files, with commas between; so are the digests, over all that they import.
     """
@@ -253,6 +253,8 @@ def data_of(dataset, labels=None, teacher=None, mechanism=None):
         found["mechanism"] = ",".join(own.opened(path).sha256 for path in mechanism.split(","))
     if teacher:
         found["teacher"] = sha256(checkpoint.file_of(teacher))
+    if rules:
+        found["policy_rules"] = sha256(Path(rules))
     return found
 
 
@@ -292,7 +294,7 @@ def check_unchanged(folder, files=None):
     dataset = Dataset(training["dataset"])
     dataset.tokens(spec["score"]["split"])  # before the training rather than after it
     data = data_of(dataset, training.get("labels"), training.get("teacher"),
-                   training.get("own_mechanism") and files)
+                   training.get("own_mechanism") and files, training.get("policy_rules"))
     if spec.get("data", data) != data:
         raise UserError("the data changed after this run was planned; start the study again")
 

@@ -17,6 +17,7 @@ from nanoheads.common import UserError
 from nanoheads.configurator import Scale
 from nanoheads.hub import own_mechanism as own
 from nanoheads.text.dataset import Dataset
+from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig, training_problems, with_log
 from nanoheads.training.optim import block_matrices, of_mechanisms
 
@@ -305,7 +306,7 @@ class VariantBuilder:
         if without and (model.dropout if model.attn_dropout is None else model.attn_dropout):
             self.settings["attn_dropout"] = 0.0
         self.data = Dataset(training.dataset)
-        for split in (config.split, "val"):
+        for split in dict.fromkeys(("train", "val", config.split)):
             self.data.tokens(split)  # what is missing is reported now, not after all runs
         self.plain = self.make("plain", "plain", "plain GPT", {})
 
@@ -325,6 +326,9 @@ class VariantBuilder:
         if bad := training_problems(model, training):
             raise UserError(f"{name}: {'; '.join(bad)}")
         model = replace(model, vocab_size=model.vocab_size or self.data.vocab_size)
+        if training.teacher and checkpoint.needs_code_of_own(training.teacher):
+            raise UserError(f"{name}: teacher={training.teacher} has a mechanism in a file of one's own, "
+                            "which a study cannot name to its runs: train the student with train.py")
         mine = ",".join(str(file.path) for file in own.files_for(model))
         training = replace(training, own_mechanism=mine or None)
         params, flops = size_of(model)

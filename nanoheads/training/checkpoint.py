@@ -264,6 +264,11 @@ def saves_in(config):
     return names
 
 
+def needs_code_of_own(path):
+    """Whether the checkpoint of a run needs code of one's own that was not added. UserError."""
+    return own.needs_code(read(path), path)
+
+
 def trust_what_it_starts_from(config):
     """Run the code beside the checkpoints that a TrainConfig reads, where they need some; None: of no one.
 
@@ -272,6 +277,9 @@ def trust_what_it_starts_from(config):
     if config is None:
         return
     here = config.out_dir if config.resume or config.eval_only and not config.init_from else None
+    if config.resume and file_of(here).is_file() and needs_code_of_own(here):
+        raise UserError("--resume names the file of a mechanism of one's own again, --mechanism=FILE: "
+                        "--trust_code alone does not say which of its modes is trained")
     for path in filter(None, (config.init_from, config.teacher, here)):
         if path != here or file_of(path).is_file():
             read(path, trust_code=True)
@@ -448,6 +456,8 @@ def same_model(state, path, config, flags):
     """Raise UserError, naming the flags, unless those of `config` among `flags` are the checkpoint's."""
     old, new = config_of(state, path).flags(), config.flags()
     new["vocab_size"] = new["vocab_size"] or old["vocab_size"]
+    # a flag of a mechanism in a file of one's own that was not named is off here
+    new.update((name, value) for name, value in GPTConfig.defaults().items() if name not in new)
     differ = [f"{k}={new[k]!r} here is {old[k]!r} there" for k in old if k in flags and new[k] != old[k]]
     if differ:
         raise UserError(f"{path} holds another model: {'; '.join(differ)}")
