@@ -22,8 +22,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def copy(bytes_data, tmp_path):
-    """A copy of the byte dataset, to be damaged."""
-    return Path(shutil.copytree(bytes_data, tmp_path / "copy"))
+    """A copy of the byte dataset as it was written, to be damaged: other tests leave more there."""
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for name in ("meta.json", "train.bin", "val.bin", "test.bin"):
+        shutil.copy(bytes_data / name, folder)
+    return folder
 
 
 def line(action):
