@@ -78,6 +78,9 @@ class Study:
         self.trials = self.out / "fresh" if config.fresh else trial.TRIALS  # what is done is no answer
         self.reuse = Reuse() if config.fresh else Reuse(config.reuse, config.accept_code)
         self.taken = {}      # folder: (run of Reuse, the trial.json that was planned)
+        if config.fresh and (left := [*self.trials.glob("*/result.json")]):
+            print(f"--fresh goes on where it was stopped: {len(left)} runs are in {self.trials}; delete that "
+                  "folder to train them once more", flush=True)
         self.build({})
         self.pairs = []      # (variant, baseline, what is equal beside the hyperparameters)
         self.wider = {}      # variant that meets a plain GPT of its parameters anyway: MLP width or None

@@ -962,6 +962,17 @@ def test_fresh_trains_everything_anew_and_says_how_many_scores_agree(
     assert here.started == []
 
 
+def test_a_fresh_study_that_was_stopped_says_what_it_goes_on_with(finished, here, capsys):
+    study, found = finished
+    fresh = replace(study.config, out_dir="out/b", fresh=True)
+    Study(fresh, "test").run(here)
+    assert "--fresh goes on" not in capsys.readouterr().out
+    here.started = []
+    Study(fresh, "test").run(here)  # the first one ended before its runs were put into out/trials
+    n = len(found["runs"])
+    assert here.started == [] and f"stopped: {n} runs are in out/b/fresh" in capsys.readouterr().out
+
+
 @pytest.fixture
 def other_text(tmp_path_factory):
     """A second byte dataset, of other text."""
