@@ -326,7 +326,8 @@ class VariantBuilder:
         if bad := training_problems(model, training):
             raise UserError(f"{name}: {'; '.join(bad)}")
         model = replace(model, vocab_size=model.vocab_size or self.data.vocab_size)
-        if training.teacher and checkpoint.needs_code_of_own(training.teacher):
+        teacher = training.teacher and checkpoint.file_of(training.teacher)
+        if teacher and teacher.is_file() and checkpoint.needs_code_of_own(training.teacher):
             raise UserError(f"{name}: teacher={training.teacher} has a mechanism in a file of one's own, "
                             "which a study cannot name to its runs: train the student with train.py")
         mine = ",".join(str(file.path) for file in own.files_for(model))
