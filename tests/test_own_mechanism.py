@@ -26,7 +26,7 @@ from nanoheads.common import UserError
 from nanoheads.configurator import help_text, keys_of
 from nanoheads.hub import huggingface as hf, own_files, own_mechanism as own
 from nanoheads.study import fingerprint, queue, trial
-from nanoheads.study.variants import StudyConfig, variants_of
+from nanoheads.study.variants import StudyConfig, VariantBuilder, variants_of
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig
@@ -168,6 +168,15 @@ def test_a_file_with_a_byte_order_mark_is_read(mine, bytes_data, tmp_path, own_m
     train.main([f"--mechanism={path}", f"--dataset={bytes_data}", f"--out_dir={tmp_path / 'run'}", *sizes,
                 "--eval_tokens=64", "--device=cpu", "--max_iters=1"])
     assert fingerprint.code_digest(model.GPTConfig(**SIZES), TrainConfig(own_mechanism=str(path)))
+
+
+def test_a_study_refuses_a_teacher_whose_code_it_cannot_name(ran, bytes_data, monkeypatch):
+    folder, was_run = ran
+    flags = dict(teacher=str(folder), constraint_names=["a"], constraint_match="kl", dataset=str(bytes_data))
+    with pytest.raises(UserError, match="x: teacher=.* has a mechanism in a file of one's own"):
+        VariantBuilder(StudyConfig(device="cpu", settings=dict(dataset=str(bytes_data)))).make(
+            "x", "variant", "x", flags)
+    assert not was_run()
 
 
 def test_a_resumed_run_names_the_file_again(mine, bytes_data, tmp_path, own_mechanisms_go):  # noqa: F811
