@@ -222,7 +222,8 @@ def test_the_record_is_of_the_text_that_runs(mine, tmp_path):
     before, config = own.digest(path), model.GPTConfig(**SIZES, forget=True)
     path.write_text(CODE + "\n# edited\n")
     assert own.record(config) == [dict(file="mine.py", digest=before)]
-    assert own.copy(own.file_for(config), tmp_path / "run").read_text() == CODE
+    file, = own.files_for(config)
+    assert own.copy(file, tmp_path / "run").read_text() == CODE
     with pytest.raises(UserError, match="two texts of one mechanism, with the flag forget"):
         own.add(path)
     path.unlink()

@@ -594,35 +594,23 @@ def test_flags_are_flat_to_the_person_and_in_one_field_of_the_config(two):
         model.GPTConfig(**SIZES, thrce=True)
 
 
+HALF = ("Half", "half", "dict(half=dict(half=True))")
+
+
 @pytest.mark.parametrize(
-    "first, second, words",
+    "second, words",
     [
+        (("Half", "half", "dict(less=dict(half=True))"), "two texts of one mechanism, with the flag half"),
         (
-            ("Half", "half", "dict(half=dict(half=True))"),
-            ("Half", "half", "dict(less=dict(half=True))"),
-            "two texts of one mechanism, with the flag half",
-        ),
-        (
-            ("Half", "half", "dict(half=dict(half=True))"),
             ("Half", "less", "dict(less=dict(less=True))"),
             "name='Half' must be a name of its own|defines Half twice",
         ),
-        (
-            ("Half", "half", "dict(half=dict(half=True))"),
-            ("Less", "less", "dict(half=dict(less=True))"),
-            "there is a mode half already",
-        ),
-        (
-            ("Half", "half", "dict(half=dict(half=True))"),
-            ("Less", "half_size", "dict(less=dict(half_size=True))"),
-            "there is a flag half_size already",
-        ),
+        (("Less", "less", "dict(half=dict(less=True))"), "there is a mode half already"),
+        (("Less", "half_size", "dict(less=dict(half_size=True))"), "there is a flag half_size already"),
     ],
 )
-def test_what_two_files_or_classes_may_not_share_is_one_line(
-    first, second, words, tmp_path, own_mechanisms_go
-):
-    classes = [MODE.format(*each, "1") for each in (first, second)]
+def test_what_two_files_or_classes_may_not_share_is_one_line(second, words, tmp_path, own_mechanisms_go):
+    classes = [MODE.format(*each, "1") for each in (HALF, second)]
     own.add(written(tmp_path / "a.py", classes[0]))
     with pytest.raises(UserError, match=words) as e:
         own.add(written(tmp_path / "b.py", classes[1]))

@@ -273,11 +273,6 @@ def classes_of(file):
     return [cls for cls, each in ADDED.items() if each == file]
 
 
-def file_for(config):
-    """The first of files_for(); None: there is none."""
-    return next(iter(files_for(config)), None)
-
-
 def record(config):
     """What a checkpoint holds of them: [{"file": name, "digest": ...}]; None: there is nothing to hold."""
     return [dict(file=file.path.name, digest=file.digest) for file in files_for(config)] or None
