@@ -19,7 +19,7 @@ from nanoheads.common import UserError
 from nanoheads.heads import controller
 from nanoheads.heads.gates import move_gates
 from nanoheads.heads.measuring import METRICS, PIECE_METRICS, Measurements, all_heads, attentions
-from nanoheads.heads.states import states_of
+from nanoheads.heads.states import States, states_of
 from nanoheads.pruning import pack
 from nanoheads.text.dataset import Batches, Dataset
 from nanoheads.training import checkpoint
@@ -499,19 +499,41 @@ def test_a_compiled_run_lives_the_same(args, tmp_path, monkeypatch):
 def test_states_follow_the_metrics_with_hysteresis_and_dwell(run, monkeypatch):
     use = {"now": 1.0}
     r = run(dict(agency=True), policy=True, policy_dwell=2)
-    given(monkeypatch, utilisation=lambda layer, head: use["now"] / 4 if head == 1 else 0.25,
+    given(monkeypatch, utilisation=lambda layer, head: (use["now"] if head == 1 else (4 - use["now"]) / 3) / 4,
           conflict=lambda layer, head: -0.5 if (layer, head) == (1, 3) else 0.2)
     seen = []
     for value in (1.0, 1.6, 1.6, 1.3, 1.3, 1.3, 1.2, 1.2, 1.2):
         use["now"] = value
         measured(r)
         seen.append(states_of(r.model)[0, 1])
-    # used() is over the sum of shares, here the number of heads times the share
     assert seen == ["active", "overloaded", "overloaded", "overloaded", "overloaded", "overloaded", "active",
                     "active", "active"]
     assert states_of(r.model)[1, 3] == "misaligned"
     assert attentions(r.model)[1].agency.utilisation[0] == 0.25
     assert attentions(r.model)[0].agency.last_signal[1] > 0
+
+
+@pytest.mark.parametrize("at_work", [(0, 2), (3,), ()], ids=["two", "one", "none"])
+def test_heads_at_work_are_not_overloaded_because_others_are_withdrawn(run, monkeypatch, at_work):
+    r = run(dict(agency=True), policy=True, policy_dwell=1)
+    for head in set(range(4)) - set(at_work):
+        r.model.set_head(0, head, state="withdrawn", consent=False)
+    monkeypatch.setattr(States, "wanted", keep_withdrawn(States.wanted))
+    before = states_of(r.model)
+    measured(r, 5)
+    used, all_present = r.controller.measured.used()[0], r.controller.measured.mean["utilisation"][0] * 4
+    assert np.isfinite(used).all()
+    if at_work:
+        assert used[list(at_work)].mean() == pytest.approx(1.0)
+        assert all_present[list(at_work)].max() > 1.5, "this is what used to be compared with the limit"
+    assert {at: state for at, state in states_of(r.model).items() if at[0] == 0} == \
+        {at: state for at, state in before.items() if at[0] == 0}
+
+
+def keep_withdrawn(wanted):
+    """The policy, but what is withdrawn stays so: no head's turn comes."""
+    return lambda self, measured, at, now, resting: \
+        now if now == "withdrawn" else wanted(self, measured, at, now, resting)
 
 
 def test_a_dwell_is_kept(run, monkeypatch):

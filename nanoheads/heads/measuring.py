@@ -412,8 +412,13 @@ class Measurements:
         return gone
 
     def used(self):
-        """Utilisation over an equal share of the layer."""
-        return self.mean["utilisation"] * np.isfinite(self.mean["utilisation"]).sum(1, keepdims=True)
+        """Utilisation over the mean of the layer's heads at work, [blocks, heads].
+
+        Withdrawn heads do not count. Otherwise those that are left would look overloaded for going on.
+        """
+        own = self.mean["utilisation"]
+        at_work = layer_mean(np.where(self.now["gate"] > 0, own, math.nan))
+        return np.divide(own, at_work, out=0 * own, where=at_work > 0)
 
     def level(self, name):
         """A metric's mean over each layer, [blocks, 1]."""
