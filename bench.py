@@ -26,6 +26,8 @@ import math
 import sys
 from pathlib import Path
 
+from nanoheads import threads  # before torch, whose threads it has wait briefly
+
 import torch
 
 from model import MECHANISMS, RECIPES
@@ -175,11 +177,11 @@ def run(args):
     torch.set_float32_matmul_precision("high")
     allow_graphs()  # each contestant is one more of GPT.forward
     if args.race:
-        print(f"torch {torch.__version__}, cpu, float32: "
+        print(f"torch {torch.__version__}, {threads.on_processor()}, float32: "
               "nanoGPT's CPU setting (4 layers, 4 heads, 128 wide, context 64, batch 12)")
         write(args, race(args), dict(seeds=args.seeds, iters=args.iters))
         return
-    machine = torch.cuda.get_device_name() if on_cuda(args) else f"cpu, {args.threads} threads"
+    machine = torch.cuda.get_device_name() if on_cuda(args) else threads.on_processor()
     print(f"torch {torch.__version__}, {machine}, {args.dtype}{', compiled' if args.compile else ''}: "
           f"{args.n_layer} layers, {args.n_head} heads, {args.n_embd} wide, "
           f"context {args.block_size}, batch {args.batch_size}, vocabulary {args.vocab_size}", flush=True)
@@ -209,7 +211,8 @@ def run(args):
 def write(args, rows, arguments, rate=None):
     """What is measured so far, into --json."""
     if args.json:
-        write_json(args.json, dict(torch=torch.__version__, arguments=arguments,
+        write_json(args.json, dict(torch=torch.__version__, processor=threads.on_processor(),
+                                   arguments=arguments,
                                    measured_matmul_tflops=rate, rows=rows))
 
 

@@ -31,6 +31,8 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
+
 import torch
 
 from nanoheads import configurator

@@ -29,6 +29,7 @@ import math
 import sys
 from itertools import groupby
 
+import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads.common import (UserError, last_words, output_written, pick_device, table, writable,
                               write_json)
 from nanoheads.heads import look

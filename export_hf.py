@@ -12,6 +12,7 @@ trust_remote_code=True. docs/hugging-face.md.
 import argparse
 from pathlib import Path
 
+import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads.common import last_words, output_written
 from nanoheads.hub import huggingface as hf, own_mechanism
 from nanoheads.training import checkpoint

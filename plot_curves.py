@@ -19,6 +19,7 @@ import os
 import sys
 from pathlib import Path
 
+import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads.common import last_words, output_written, writable_folder
 from nanoheads.hub import own_files
 from nanoheads.training.curves import AXES, plot_runs

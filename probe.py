@@ -24,7 +24,7 @@ import argparse
 import sys
 from importlib import import_module
 
-
+import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads.common import last_words, output_written, pick_device, writable, write_json
 from nanoheads.configurator import near
 from nanoheads.heads.detectors import EXCLUDED, MEASURES

@@ -36,6 +36,8 @@ from itertools import product
 from pathlib import Path
 from statistics import mean
 
+import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
+
 import numpy as np
 import torch
 

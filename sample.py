@@ -17,6 +17,7 @@ import shutil
 import sys
 from functools import partial
 
+import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads.common import UserError, last_words, output_written, pick_device
 from nanoheads.heads import look
 from nanoheads.training import checkpoint

@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Optional
 
+from nanoheads import threads  # before torch, whose threads it has wait briefly
+
 import torch
 import torch.distributed as dist
 from torch.nn.utils import get_total_norm
@@ -395,7 +397,14 @@ def print_run(run, saves):
     anew = ", where no checkpoint is yet: starting anew" if config.resume and not saves else ""
     process.print0(f"{run.model.config.recipe}: {run.model.num_params():,} parameters, "
                    f"{'at most ' if config.documents else ''}{run.tokens_per_step:,} tokens a step, "
-                   f"{process.kind} {run.trainer.dtype} x {process.world}, {steps} in {run.out_dir}{anew}")
+                   f"{run.trainer.dtype} on {hardware(process)}, {steps} in {run.out_dir}{anew}")
+
+
+def hardware(process):
+    """What a run computes on: the GPU of a rank by its name, or threads and processor; how many ranks."""
+    name = torch.cuda.get_device_name(process.device) if process.kind == "cuda" else process.kind
+    name = threads.on_processor() if process.kind == "cpu" else name
+    return f"{process.world} x {name}" if process.world > 1 else name
 
 
 def print_changes(run, state):
@@ -417,7 +426,8 @@ def open_folder(run, saves, closing):
     for name in saves if config.overwrite else ():
         (run.out_dir / name).unlink()
     device = torch.cuda.get_device_name(process.device) if process.kind == "cuda" else process.kind
-    machine = dict(device=device, dtype=run.trainer.dtype, compile=run.trainer.compiled, ranks=process.world)
+    machine = dict(device=device, processor=threads.on_processor(), dtype=run.trainer.dtype,
+                   compile=run.trainer.compiled, ranks=process.world)
     details = write_config(run.out_dir / "config.json", run.model.config, config, run.step, machine)
     run.log = Log(run.out_dir, run.step or -1, run.last_eval["step"], closing)
     if config.wandb_log:

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads.common import UserError
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.labellers import LABELLERS, NAME, Text

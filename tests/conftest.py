@@ -9,11 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read at import: no test asks the network
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from nanoheads import threads  # noqa: E402, F401  before torch, whose threads it has wait briefly
+
+import torch  # noqa: E402
 
 import model  # noqa: E402
 import train  # noqa: E402

@@ -499,7 +499,8 @@ def test_a_compiled_run_lives_the_same(args, tmp_path, monkeypatch):
 def test_states_follow_the_metrics_with_hysteresis_and_dwell(run, monkeypatch):
     use = {"now": 1.0}
     r = run(dict(agency=True), policy=True, policy_dwell=2)
-    given(monkeypatch, utilisation=lambda layer, head: (use["now"] if head == 1 else (4 - use["now"]) / 3) / 4,
+    given(monkeypatch,
+          utilisation=lambda layer, head: (use["now"] if head == 1 else (4 - use["now"]) / 3) / 4,
           conflict=lambda layer, head: -0.5 if (layer, head) == (1, 3) else 0.2)
     seen = []
     for value in (1.0, 1.6, 1.6, 1.3, 1.3, 1.3, 1.2, 1.2, 1.2):

@@ -30,6 +30,8 @@ import traceback
 from contextlib import nullcontext
 from pathlib import Path
 
+import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
+
 import numpy as np
 import torch
 from tqdm import tqdm

@@ -1,0 +1,52 @@
+"""
+How the threads of a CPU wait for each other, and what this machine's processor is called.
+
+A program imports this module before torch. PyTorch's Linux wheels compute with GNU's OpenMP, whose threads
+spin while they wait for each other: for the next operation to begin, or for the slowest of them to end. Where
+other work shares the machine, a spinning thread takes the core that the thread it waits for would need, and
+training becomes many times slower. So they spin briefly here, and then sleep. docs/results/speed.md has the
+measurements.
+
+OpenMP reads its settings once, when torch loads it. What the user has set counts, and other systems, whose
+PyTorch comes with another OpenMP, are left as they are.
+"""
+
+import os
+import platform
+import sys
+
+# turns of the waiting loop: of 1,000, 20,000 and none the fastest, or near it, on an idle and a busy machine
+SPIN_COUNT = 1000
+# any of these means that the user has decided how threads wait
+WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "KMP_LIBRARY")
+
+
+def wait_briefly():
+    """Let OpenMP's threads spin for SPIN_COUNT turns only, unless the environment says how they wait."""
+    if sys.platform == "linux" and not any(name in os.environ for name in WAITING):
+        os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+
+
+def processor():
+    """The processor by name, and on Linux by family and model, which tell generations of one name apart."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            first = file.read().split("\n\n")[0]
+    except OSError:
+        first = ""
+    found = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
+    found = {key.strip(): value.strip() for key, value in found.items()}
+    if "model name" in found:
+        generation = f"family {found.get('cpu family', '?')}, model {found.get('model', '?')}"
+        return f"{found['model name']} ({generation})"
+    return platform.processor() or platform.machine() or "unknown processor"
+
+
+def on_processor():
+    """The threads that torch has, and of what: "2 threads of AMD EPYC 9R14 (family 25, model 17)"."""
+    import torch  # not before wait_briefly() has been called
+    threads = torch.get_num_threads()
+    return f"{threads} thread{'s' * (threads != 1)} of {processor()}"
+
+
+wait_briefly()
