@@ -401,7 +401,7 @@ def test_a_run_whose_terminal_closes_is_saved(args, tmp_path):
     if not child:
         os.execv(sys.executable, command)
     seen = b""
-    while b"step" not in seen:
+    while b"nats/token" not in seen:  # the first evaluation, by when signals are listened to
         seen += os.read(terminal, 1000)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 129
