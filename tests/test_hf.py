@@ -10,6 +10,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+import safetensors.torch as safetensors
 import torch
 
 import train
@@ -26,7 +27,6 @@ from nanoheads.text.tokenizer import Tokenizer, byte_symbols
 from nanoheads.training import checkpoint
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: requirements-test.txt")
-safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors: requirements-test.txt")
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
@@ -608,14 +608,6 @@ def test_every_command_of_the_page_runs(language, desk, monkeypatch, capsys):
             module.main(args)
             ran += 1
     assert ran >= (7 if language == "sh" else 1)
-
-
-def test_without_safetensors_one_line_says_what_to_install(tmp_path, monkeypatch, gpt2_folder):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    refused(gpt2_folder, "pip install safetensors")
-    with pytest.raises(UserError, match="pip install safetensors"):
-        hf.export(GPT(GPTConfig(**SIZES)), None, tmp_path / "out")
 
 
 def test_a_dataset_in_another_models_byte_pairs(tmp_path):

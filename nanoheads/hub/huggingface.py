@@ -142,11 +142,8 @@ class Tensors:
     PREFIX = re.compile(r"^(transformer|gpt_neox|model)\.")
 
     def __init__(self, folder):
-        try:
-            from safetensors import SafetensorError
-            from safetensors.torch import load_file
-        except ImportError:
-            raise UserError(f"{folder}: reading it needs safetensors: pip install safetensors") from None
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
         self.folder, self.found = folder, {}
         for path in self.files(Path(folder)):
             try:
@@ -648,10 +645,7 @@ def export(model, meta, out, family=None, force=False):
     meta: of its tokenizer; None: no tokenizer files. family: gpt2, nanochat or nanoheads; None: the plainest
     that says the same function. force: replace what is there.
     """
-    try:
-        from safetensors.torch import save_file
-    except ImportError:
-        raise UserError("writing it needs safetensors: pip install safetensors") from None
+    from safetensors.torch import save_file
     plainest, why = what_it_is(model.config)
     if family not in (None, plainest, "nanoheads"):
         raise UserError(f"this model is no {family}: {why or f'it is a {plainest} model'}")
