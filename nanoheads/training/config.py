@@ -62,7 +62,7 @@ class ControllerConfig:
     policy_budget: float = flag(1.0, above=0, at_most=1)
                                          # part of the heads that may be at work; the least important withdraw
     policy_unit: Literal["head", "layer"] = "head"  # who withdraws: single heads, or all of a layer
-    policy_overloaded: float = 1.5       # overloaded: sends this x an equal share of its layer
+    policy_overloaded: float = 1.5       # overloaded: sends this x the mean of its layer's heads at work
     policy_conflict: float = -0.1        # misaligned: cosine of its gradients on two texts is below
     policy_entropy: float = 0.95         # withdrawn: entropy above, below half a share sent
     policy_dwell: int = flag(3, at_least=1)  # measurements that a state lasts at least
