@@ -26,6 +26,7 @@ from nanoheads.probes.keys import (gone, gradient_times_input, nats_without, ran
                                    without_keys)
 from nanoheads.probes.needle import answers, haystacks, recalled
 from nanoheads.probes.runs import open_runs, window_text
+from nanoheads.probes.states import states_on
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.facts import DIGITS, names
 from nanoheads.training import checkpoint
@@ -506,6 +507,16 @@ def test_states_are_those_of_the_policy_piece_by_piece(facts, tmp_path, capsys):
     want = spearmanr(*([piece[key] for piece in result["pieces"]] for key in ("largest", "nats")))
     assert result["spearman"]["largest"]["rho"] == pytest.approx(want.statistic)
     assert "7 pieces of 96 tokens" in text and text.count("hardest") == 1
+
+
+def test_a_withdrawn_head_makes_no_other_look_overloaded():
+    """Two heads a layer: the one that is left sends all of its layer's output, which is no overload."""
+    model = make_model(recipe="modern", agency=True).eval()
+    model.set_head(0, 1, state="withdrawn")
+    ids = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(0))
+    found = states_on(model, ids[:, :-1], ids[:, 1:])
+    assert measure(model, ids[:, :-1], ids[:, 1:])["utilisation"][0].tolist() == [1.0, 0.0]
+    assert found["overloaded"] == 0 and found["largest"] < 1.5
 
 
 # ---- the command line ----

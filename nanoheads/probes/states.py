@@ -20,9 +20,14 @@ STATES = ("largest", "overloaded", "misaligned", "idle")
 
 
 def states_on(model, x, y):
-    """{what: number} of x, y [B, T]: the loss, the largest share sent, heads in each state of the policy."""
+    """{what: number} of x, y [B, T]: the loss, the largest share sent, heads in each state of the policy.
+
+    A withdrawn head sends nothing, so that it may count as idle.
+    """
     limits, found = ControllerConfig(), measure(model, x, y)
-    sent = torch.cat([each * len(each) for each in found["utilisation"]])  # 1: an equal share of its layer
+    # 1: the mean of its layer's heads at work, as for the policy
+    sent = torch.cat([each / each[gate > 0].mean().nan_to_num(1.0)
+                      for each, gate in zip(found["utilisation"], found["gate"])])
     entropy, conflict = torch.cat(found["entropy"]), torch.cat(found["conflict"])
     return dict(nats=nats_on(model, x, y), largest=sent.max().item(),
                 overloaded=(sent > limits.policy_overloaded).sum().item(),
