@@ -13,6 +13,7 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from model import GPT, GPTConfig
 from nanoheads import locks
 from nanoheads.text.dataset import Batches, Dataset
 from nanoheads.training import checkpoint, scoring
+from nanoheads.training.config import WANDB_MODES
 from nanoheads.training.optim import Trainer
 from nanoheads.training.ranks import Process
 from tests.conftest import TINY
@@ -809,6 +811,12 @@ def test_without_a_terminal_there_are_only_lines(args, tmp_path):
 
 # ---- Weights & Biases ----
 
+class NoKey:
+    """What a made-up wandb has in the place of wandb.errors."""
+    class UsageError(Exception):
+        pass
+
+
 @pytest.mark.parametrize("broken", ["import", "init", "log", "finish"])
 def test_a_wandb_failure_never_stops_training(args, rows, tmp_path, monkeypatch, capsys, broken):
     def step(name, value=None):
@@ -817,9 +825,10 @@ def test_a_wandb_failure_never_stops_training(args, rows, tmp_path, monkeypatch,
                 raise ConnectionError("no network\nat all")
             return value
         return call
-    run = SimpleNamespace(log=step("log"), finish=step("finish"), log_artifact=step("artifact"))
-    artifact = SimpleNamespace(add_file=lambda path: None)
-    fake = SimpleNamespace(init=step("init", run), Artifact=lambda *a, **kw: artifact)
+    run = SimpleNamespace(log=step("log"), finish=step("finish"), log_artifact=step("artifact"),
+                          disabled=False)
+    artifact = SimpleNamespace(add_file=lambda path, name=None: None)
+    fake = SimpleNamespace(init=step("init", run), Artifact=lambda *a, **kw: artifact, errors=NoKey)
     monkeypatch.setitem(sys.modules, "wandb", None if broken == "import" else fake)
     main(args(wandb_log=True))
     said = capsys.readouterr().err.splitlines()
@@ -832,10 +841,10 @@ def test_wandb_gets_rows_config_code_and_the_same_id_again(args, tmp_path, monke
     calls, logged, files = [], [], []
     run = SimpleNamespace(log=lambda row, step: logged.append((step, set(row))),
                           finish=lambda: calls.append("finish"),
-                          log_artifact=lambda artifact: None)
+                          log_artifact=lambda artifact: None, disabled=False)
     artifact = SimpleNamespace(add_file=lambda path, name=None: files.append(Path(path).name))
     fake = SimpleNamespace(init=lambda **kw: (calls.append(kw), run)[1],
-                           Artifact=lambda *a, **kw: artifact)
+                           Artifact=lambda *a, **kw: artifact, errors=NoKey)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     main(args(wandb_log=True, wandb_mode="offline", wandb_tags="a,b"))
     main([*args(wandb_log=True, wandb_mode="offline", wandb_tags="a,b", max_iters=8), "--resume"])
@@ -847,6 +856,73 @@ def test_wandb_gets_rows_config_code_and_the_same_id_again(args, tmp_path, monke
     assert {"train.py", "model.py", "config.json"} <= set(files)
     assert [s for s, keys in logged if "loss" in keys] == list(range(1, 9))
     assert [s for s, keys in logged if "val_bpb" in keys] == [0, 3, 6, 8]
+
+
+@pytest.fixture
+def train_with_wandb(args, tmp_path):
+    """run(WANDB_MODE or None, *arguments) -> the finished process of train.py with the real wandb.
+
+    There is no API key, no terminal, and no server: its address is a port that nothing listens on.
+    """
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    environment = {name: value for name, value in os.environ.items()
+                   if not name.startswith("WANDB_") and name != "NETRC"}
+    for name in ("CONFIG", "CACHE", "DATA"):
+        environment[f"WANDB_{name}_DIR"] = str(tmp_path / f"wandb_{name.lower()}")
+    environment.update(HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9")
+
+    def run(mode, *more):
+        command = [sys.executable, str(ROOT / "train.py"), *args(wandb_log=True, max_iters=2), *more]
+        given = {"WANDB_MODE": mode} if mode else {}
+        return subprocess.run(command, cwd=tmp_path, env={**environment, **given}, stdin=subprocess.DEVNULL,
+                              capture_output=True, text=True, timeout=300)
+    return run
+
+
+@pytest.mark.parametrize("mode, more, logged, said", [
+    (None, [], True, True),  # wandb asked for a key and there was nobody to ask
+    ("online", [], True, True),
+    ("offline", [], True, False),
+    ("disabled", [], False, False),
+    ("disabled", ["--wandb_mode=offline"], True, False),  # what is given wins
+    ("offline", ["--wandb_mode=online"], True, True),
+    ("offline", ["--wandb_mode=disabled"], False, False)])
+def test_wandb_mode_is_the_key_then_the_environment_and_offline_without_a_key(
+        train_with_wandb, tmp_path, mode, more, logged, said):
+    done = train_with_wandb(mode, *more)
+    assert done.returncode == 0 and "goes on without it" not in done.stderr
+    found = [*tmp_path.glob("run/wandb/offline-run-*")]
+    assert len(found) == logged and not [*tmp_path.glob("run/wandb/run-*")]
+    lines = [line for line in done.stderr.splitlines() if "is logged offline" in line]
+    assert lines == (["wandb: No API key configured. Use `wandb login` to log in. This run is logged "
+                      f"offline, and `wandb sync {found[0]}` uploads it"] if said else [])
+
+
+@pytest.mark.parametrize("error, tried", [(NoKey.UsageError, [None, "offline"]), (ConnectionError, [None])])
+def test_only_a_missing_key_is_tried_again_offline(args, rows, tmp_path, monkeypatch, capsys, error, tried):
+    calls = []
+
+    def init(mode, **more):
+        calls.append(mode)
+        raise error("no key") if mode != "offline" else ConnectionError("no key")
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, errors=NoKey))
+    main(args(wandb_log=True))
+    assert calls == tried and len(rows(tmp_path / "run")[0]) == 6
+    assert capsys.readouterr().err == "wandb: ConnectionError: no key; training goes on without it\n"
+
+
+@pytest.mark.parametrize("mode", ["offlin", "", "OFFLINE"])
+def test_a_wrong_wandb_mode_of_the_environment_is_one_line(args, fails, monkeypatch, mode):
+    monkeypatch.setenv("WANDB_MODE", mode)
+    line, = fails(args(wandb_log=True))
+    assert line == (f"WANDB_MODE={mode!r} in the environment must be one of online, offline, disabled, "
+                    "shared, dryrun, run: change it or unset it")
+    main(args())  # without wandb it means nothing
+
+
+def test_the_modes_of_wandb_are_those_of_the_wandb_that_is_installed():
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    assert {*get_args(wandb.Settings.model_fields["mode"].annotation)} == {*WANDB_MODES}
 
 
 def test_wandb_offline_for_real(args, tmp_path, monkeypatch):

@@ -20,6 +20,8 @@ OPTIMIZERS = {
     "muon": dict(lr=4e-3, min_lr=0.0, beta2=0.95, weight_decay=0.0, grad_clip=0.0, schedule="trapezoid",
                  warmup_iters=0),
 }
+# wandb's own words for WANDB_MODE; dryrun and run are its older names of offline and online
+WANDB_MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")
 
 
 @dataclass
@@ -148,7 +150,9 @@ class TrainConfig(ControllerConfig):
     wandb_log: bool = False              # also log to Weights & Biases
     wandb_project: str = "nanoheads"     # the project that the run is filed under
     wandb_run_name: Optional[str] = None  # None: the name of out_dir
-    wandb_mode: Literal["online", "offline"] = "online"  # offline: kept here, for `wandb sync`
+    wandb_mode: Optional[Literal["online", "offline", "disabled"]] = None
+                                         # offline: kept here, for `wandb sync`; None: what the environment's
+                                         # WANDB_MODE says, else online, or offline where there is no API key
     wandb_tags: Optional[list[str]] = None  # words to find the run by
 
     def __post_init__(self):
@@ -226,6 +230,10 @@ def conflicts(model_config, config):
         bad.append("what a checkpoint of init_from has on it brings with all its flags: leave those out")
     if not model_config.problems():
         bad += training_problems(model_config, config)
+    mode = os.environ.get("WANDB_MODE", "online")
+    if config.wandb_log and mode not in WANDB_MODES:
+        bad.append(f"WANDB_MODE={mode!r} in the environment must be one of {', '.join(WANDB_MODES)}: change "
+                   "it or unset it")
     if any(text_problems(config)):
         return bad
     try:

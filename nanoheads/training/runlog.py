@@ -177,9 +177,18 @@ class Log:
         def start():
             import wandb  # only here: an optional dependency
             name = config.wandb_run_name or self.path.parent.resolve().name
-            self.wandb_run = wandb.init(project=config.wandb_project, name=name, id=run_id, resume="allow",
-                                        config=details, mode=config.wandb_mode, tags=config.wandb_tags,
-                                        dir=str(self.path.parent))
+            settings = dict(project=config.wandb_project, name=name, id=run_id, resume="allow",
+                            config=details, tags=config.wandb_tags, dir=str(self.path.parent))
+            try:
+                # mode None: wandb takes WANDB_MODE or its settings; it looks for an API key by itself, too
+                self.wandb_run = wandb.init(**settings, mode=config.wandb_mode)
+            except wandb.errors.UsageError as e:  # no API key, and no terminal to ask for one
+                self.wandb_run = wandb.init(**settings, mode="offline")
+                upload = shlex.join(["wandb", "sync", self.wandb_run.settings.sync_dir])
+                tqdm.write(f"wandb: {e} This run is logged offline, and `{upload}` uploads it",
+                           file=sys.stderr)
+            if self.wandb_run.disabled:  # nothing is logged, so no code either
+                return
             code = wandb.Artifact(f"code-{run_id}", type="code")
             for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py")]):
                 code.add_file(str(path), str(path.relative_to(ROOT)))
