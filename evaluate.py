@@ -10,12 +10,14 @@ Score whole splits: every token once, bits per byte first.
 The context policy is part of the number. Without --stride the split is cut into disjoint windows of
 block_size tokens, and a token sees from 1 to block_size tokens before it. With --stride S the window moves on
 by S tokens and scores its last S: after the first window, every token sees more than block_size - S. The very
-first token is conditioned on the corpus separator. Words are what whitespace parts, as lm-evaluation-harness
-counts them. FLOPs/token count training: forward and backward.
+first token is conditioned on the corpus separator. With --tokens all checkpoints score the same tokens, those
+of whole windows of the longest context among them, and each token as in the whole split. Words are what
+whitespace parts, as lm-evaluation-harness counts them. FLOPs/token count training: forward and backward.
 
 Each checkpoint after the first is compared with the first, token by token: the interval is over the text, and
-another seed of the same model may differ by more (compare.py takes several). A router's load is measured on a
-part of the split.
+another seed of the same model may differ by more (compare.py takes several). Where contexts or training steps
+are unequal, a line says so: a difference includes what that does. A router's load is measured on a part of
+the split.
 
 --text has each model continue the same prompts, and measures what it writes: repetition, diversity, loops,
 and its bits per byte under a larger model, beside the text's own continuation (docs/results/text-quality.md).
@@ -44,8 +46,8 @@ SHOWN = dict(rep_4="rep-4", distinct_2="distinct-2", self_bleu="self-BLEU", loop
 
 # ---- output ----
 
-HEAD = ("run", "bits/byte", "bits/char", "nats/token", "perplexity", "params", "non-embed.", "FLOPs/token",
-        "tokens/s")
+HEAD = ("run", "bits/byte", "bits/char", "nats/token", "perplexity", "params", "non-embed.", "steps",
+        "FLOPs/token", "tokens/s")
 
 
 def scored_line(run):
@@ -63,7 +65,7 @@ def score_table(runs, width=120):
     """
     rows = [(r["name"].removesuffix("/best.pt"), f"{r['bpb']:.4f}", f"{r['bpc']:.4f}",
              f"{r['nats_per_token']:.4f}", f"{r['ppl']:.5g}",
-             f"{r['params']:,}", f"{r['params_non_embedding']:,}",
+             f"{r['params']:,}", f"{r['params_non_embedding']:,}", steps_of(r),
              f"{r['flops_per_token'] / 1e6:,.2f}M", f"{r['tokens_per_s']:,.0f}") for r in runs]
     head, *rows = table(HEAD, rows, width=width).splitlines()
     lines = []
@@ -76,15 +78,32 @@ def score_table(runs, width=120):
         if run["words"]:
             lines.append(f"perplexity of a word, of {run['words']:,} parted by whitespace: "
                          + ", ".join(f"{r['word_ppl']:.6g}" for r, _ in group))
-    for block in (difference_table(runs, width), heads_line(runs), *map(routing_table, runs)):
+    for block in (unequal_lines(runs), difference_table(runs, width), heads_line(runs),
+                  *map(routing_table, runs)):
         lines += ["", block] if block else []
     return "\n".join(lines)
 
 
+def steps_of(run):
+    """How many steps a run was trained for before it was saved; a dash: its file does not say."""
+    return "–" if run["step"] is None else f"{run['step']:,}"
+
+
+def unequal_lines(runs):
+    """A line each where the checkpoints' steps, and where their contexts, are not the same; "": they are."""
+    names, lines = [run["name"].removesuffix("/best.pt") for run in runs], []
+    if len({run["step"] for run in runs} - {None}) > 1:
+        steps = ", ".join(f"{name} {steps_of(run)}" for name, run in zip(names, runs))
+        lines.append(f"The checkpoints were trained for different numbers of steps: {steps}.")
+    if len({run["block_size"] for run in runs}) > 1:
+        contexts = ", ".join(f"{name} {run['block_size']:,}" for name, run in zip(names, runs))
+        lines.append(f"The checkpoints see contexts of different lengths, in tokens: {contexts}.")
+    return "\n".join(lines)
+
+
 def same_text(a, b):
-    """Whether two runs are of the same tokens, seen in the same windows."""
-    return all(a[key] == b[key] for key in ("dataset", "split", "split_sha256", "tokens", "bytes", "stride",
-                                            "block_size"))
+    """Whether two runs of one command are of the same tokens."""
+    return all(a[key] == b[key] for key in ("dataset", "split", "split_sha256", "tokens", "bytes"))
 
 
 def compared(run, first):
@@ -209,11 +228,11 @@ def refuse_beside_audit(args, given):
 
 def scored_runs(args, device, progress):
     """Yield what evaluate() reports of each checkpoint; the last are opened before the first is scored."""
-    options = args.split, args.stride, device, args.dataset, args.settings
-    for path in args.ckpt[1:]:  # what is wrong with the last should not cost the time of those before it
-        load(path, *options)
+    options, longest = (args.split, args.stride, device, args.dataset, args.settings), 0
+    if args.ckpt[1:]:  # what is wrong with the last should not cost the time of those before it
+        longest = max(load(path, *options)[1].config.block_size for path in args.ckpt)
     for path in args.ckpt:
-        yield evaluate(path, *options, progress, args.tokens or 0, args.batch_size)
+        yield evaluate(path, *options, progress, args.tokens or 0, args.batch_size, longest)
 
 
 def as_json(runs):

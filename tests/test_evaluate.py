@@ -417,16 +417,17 @@ def fake_run(name, **more):
                      bpb=1.12345, bpc=1.12834, nats_per_token=0.77871,
                      ppl=2.17868, params=124439808, params_non_embedding=123653376,
                      flops_per_token=8.5e8, tokens_per_s=123456.7, of=5000000, heads=[12, 12], routing=[],
-                     pieces=np.full(1220, 4096 * 0.77871), split_sha256="s", stride=128, block_size=1024),
+                     pieces=np.full(1220, 4096 * 0.77871), split_sha256="s", stride=128, block_size=1024,
+                     step=20000),
                 **more)
 
 
 def test_the_table_is_aligned_in_the_order_given_and_fits_120_columns():
-    names = ["out/enwik8_modern_seed3", "out/b/best.pt",
+    names = ["out/enwik8_seed3", "out/b/best.pt",
              "/a/very/long/path/to/some/experiments/folder/seed2/best.pt"]
     lines = score_table([fake_run(n, bpb=b, ppl=3.2e9) for n, b in zip(names, (2, 1, 3))]).splitlines()
     assert max(map(len, lines)) <= 120 and len(set(map(len, lines[1:5]))) == 1
-    assert lines[2].startswith("out/enwik8_modern_seed3 ") and lines[3].startswith("out/b ")
+    assert lines[2].startswith("out/enwik8_seed3 ") and lines[3].startswith("out/b ")
     assert lines[4].startswith("…")
     assert "folder/seed2 " in lines[4]
     assert [line.split()[1] for line in lines[2:5]] == ["2.0000", "1.0000", "3.0000"]
@@ -445,10 +446,10 @@ def test_what_was_scored_is_said_again_where_it_changes():
 
 # ---- compared ----
 
-def scored_pair(tmp_path, capsys, *more, **other):
-    """(what is printed, the json) of two checkpoints on one text."""
+def scored_pair(tmp_path, capsys, *more, first=(), **other):
+    """(what is printed, the json) of two checkpoints on one text; first, other: flags of the two."""
     data = write_data(tmp_path / "data", n=600)
-    for name, flags in (("a", {}), ("b", other)):
+    for name, flags in (("a", dict(first)), ("b", other)):
         write_checkpoint(tmp_path / f"{name}.pt", make_model(spread=2.0, **flags), data)
     args = [arg for name in "ab" for arg in ("--ckpt", str(tmp_path / f"{name}.pt"))]
     main([*args, "--json", str(tmp_path / "s.json"), *more])
@@ -491,6 +492,61 @@ def test_a_part_of_the_split_is_a_quick_look(tmp_path, capsys):
     assert out.startswith(f"data, test: 80 of {n:,} tokens") and "a quick look, not the split's score" in out
     model = checkpoint.build(checkpoint.read(tmp_path / "a.pt"), "a")
     assert run["nats_per_token"] == pytest.approx(score(model, data, "test", max_tokens=80)[0] / 80, abs=1e-9)
+
+
+# of 600 tokens there are 18 whole windows of 32: the first, the middle and the last of them
+CHOSEN = [*range(0, 32), *range(256, 288), *range(544, 576)]
+
+
+@pytest.mark.parametrize("first, other", [(16, 32), (32, 16), (32, 12)])  # 12: its windows end elsewhere
+def test_a_part_of_the_split_is_the_same_tokens_for_unequal_contexts(tmp_path, capsys, first, other):
+    out, found, data = scored_pair(tmp_path, capsys, "--tokens", "96", first=dict(block_size=first),
+                                   block_size=other)
+    losses = []
+    for name, context, run in zip("ab", (first, other), found["runs"]):
+        model = checkpoint.build(checkpoint.read(tmp_path / f"{name}.pt"), name)
+        each = score(model, data, "test", max_tokens=96, longest=32, per_token=True)
+        by_hand = oracle(model, data, "test", 0)[CHOSEN]  # as they are scored in the whole split
+        assert each.shape == by_hand.shape and np.allclose(each, by_hand, atol=1e-4)
+        assert run["tokens"] == run["bytes"] == 96 and run["block_size"] == context
+        assert run["nats_per_token"] == pytest.approx(by_hand.mean(), abs=1e-5)
+        losses.append(by_hand)
+    less, = found["less_the_first"]
+    assert less["bpb"][0] == pytest.approx((losses[1] - losses[0]).mean() / math.log(2), abs=1e-5)
+    assert "not compared" not in out and f"b.pt {other}." in out and "contexts of different lengths" in out
+    # negative control: tokens chosen by a shorter context's own windows are others
+    i = int(first == 32)  # the model of the shorter context
+    shorter = checkpoint.build(checkpoint.read(tmp_path / f"{'ab'[i]}.pt"), "")
+    alone = score(shorter, data, "test", max_tokens=96, per_token=True)
+    assert len(alone) == 96 and abs(alone.mean() - losses[i].mean()) > 1e-3
+
+
+def test_with_a_stride_too_the_tokens_are_the_same_for_unequal_contexts(tmp_path):
+    data = write_data(tmp_path, n=100)  # windows of 32 that score their last 5: ends are 32, 37, ..., 97
+    chosen = [*range(0, 32), *range(57, 62), *range(92, 97)]
+    for context in (32, 16, 7):
+        model = make_model(block_size=context)
+        each = score(model, data, "test", 5, max_tokens=42, longest=32, per_token=True)
+        assert np.allclose(each, oracle(model, data, "test", 5)[chosen], atol=1e-4)
+
+
+def test_over_whole_splits_unequal_contexts_are_compared_on_all_tokens(tmp_path, capsys):
+    out, found, data = scored_pair(tmp_path, capsys, first=dict(block_size=16), block_size=32)
+    models = [checkpoint.build(checkpoint.read(tmp_path / f"{name}.pt"), name) for name in "ab"]
+    each = [oracle(model, data, "test", 0) for model in models]
+    less, = found["less_the_first"]
+    assert less["bpb"][0] == pytest.approx((each[1] - each[0]).mean() / math.log(2), abs=1e-5)
+    assert [run["tokens"] for run in found["runs"]] == [600, 600] and "not compared" not in out
+
+
+def test_training_steps_are_shown_and_a_line_says_where_they_differ():
+    lines = score_table([fake_run("a"), fake_run("b", step=500), fake_run("c", step=None)]).splitlines()
+    at = lines[1].index("steps") + len("steps")
+    assert [line[:at].split()[-1] for line in lines[2:5]] == ["20,000", "500", "–"]
+    said = "The checkpoints were trained for different numbers of steps: a 20,000, b 500, c –."
+    assert lines.count(said) == 1
+    for runs in ([fake_run("a")], [fake_run("a"), fake_run("b"), fake_run("c", step=None)]):
+        assert "different" not in score_table(runs)
 
 
 def test_heads_at_work_and_the_load_of_each_head_are_shown(tmp_path, capsys):

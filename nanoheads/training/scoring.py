@@ -8,6 +8,7 @@ import codecs
 import math
 import re
 import time
+from bisect import bisect_right
 from contextlib import nullcontext
 from itertools import groupby
 
@@ -37,19 +38,35 @@ def windows(n, block_size, stride):
     return cuts
 
 
-def windows_of(dataset, split, block_size, stride=0, max_tokens=0):
+def windows_of(dataset, split, block_size, stride=0, max_tokens=0, longest=0):
     """The windows of a split that score() scores.
 
     max_tokens > 0: whole windows, evenly spaced from the first to the last, at least one, and beyond that so
-    many tokens at most.
+    many tokens at most. longest: a longer context, in whose windows these tokens are chosen; each of them is
+    scored as it is in the whole split, in windows of block_size.
     """
-    n, step = len(dataset.tokens(split)), stride or block_size
-    cuts = windows(n, block_size, step)
-    if 0 < max_tokens < n:
-        cuts = [c for c in cuts if c[1] - c[0] == block_size] or cuts
-        count = max(1, 1 + (max_tokens - block_size) // step)
-        cuts = [cuts[i * (len(cuts) - 1) // max(1, count - 1)] for i in range(count)]
-    return cuts
+    n, longest = len(dataset.tokens(split)), longest or block_size
+    cuts, step = windows(n, block_size, stride or block_size), stride or longest
+    if not 0 < max_tokens < n:
+        return cuts
+    chosen = cuts if longest == block_size else windows(n, longest, step)
+    chosen = [c for c in chosen if c[1] - c[0] == longest] or chosen
+    count = max(1, 1 + (max_tokens - longest) // step)
+    chosen = [chosen[i * (len(chosen) - 1) // max(1, count - 1)] for i in range(count)]
+    return chosen if longest == block_size else within(cuts, chosen)
+
+
+def within(cuts, chosen):
+    """The windows of `cuts` that score what the windows of `chosen` score, cut to that."""
+    ends, found = [end for _, end, _ in cuts], []
+    for _, to, scored in chosen:
+        done = to - scored
+        while done < to:  # the window that scores the next token; what follows in it is not read
+            start, end, _ = cuts[bisect_right(ends, done)]
+            end = min(end, to)
+            found.append((start, end, end - done))
+            done = end
+    return found
 
 
 def window_ids(tokens, separator, start, end):
@@ -98,15 +115,16 @@ def rows_at_once(device, block_size, vocab_size, batch_tokens=16384):
 
 @torch.no_grad()
 def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, rank=0, world=1, autocast=None,
-          per_token=False, progress=False, rows=None, into=None):
+          per_token=False, progress=False, rows=None, into=None, longest=0):
     """Cross-entropy of a split: (nats summed, tokens scored), or with per_token those of each, [n] float32.
 
-    stride 0: disjoint windows. max_tokens > 0 scores at most so many tokens, the same at each call, see
-    windows_of(). Windows go to ranks in turn; the caller adds the ranks' sums up. rows: windows in a forward
-    pass, None: by batch_tokens. into: a list that the nats of each token are added to, in parts.
+    stride 0: disjoint windows. max_tokens > 0 scores at most so many tokens, the same at each call, and with
+    one `longest` the same for each model, see windows_of(). Windows go to ranks in turn; the caller adds the
+    ranks' sums up. rows: windows in a forward pass, None: by batch_tokens. into: a list that the nats of each
+    token are added to, in parts.
     """
     device, T, tokens = next(model.parameters()).device, model.config.block_size, dataset.tokens(split)
-    cuts = windows_of(dataset, split, T, stride, max_tokens)[rank::world]
+    cuts = windows_of(dataset, split, T, stride, max_tokens, longest)[rank::world]
     fitting, most = rows_at_once(device, T, model.config.vocab_size, batch_tokens)
     rows = rows or fitting
 
@@ -248,22 +266,25 @@ def load(path, split, stride, device, dataset=None, settings=()):
 PIECES = 64  # of the scored text, at least where it has as many tokens: what a difference's interval rests on
 
 
-def evaluate(path, split, stride, device, dataset=None, settings=(), progress=True, max_tokens=0, rows=None):
+def evaluate(path, split, stride, device, dataset=None, settings=(), progress=True, max_tokens=0, rows=None,
+             longest=0):
     """Everything that is reported of one checkpoint, as a dict. Raises UserError, ValueError.
 
-    max_tokens: score so many tokens at most, evenly spaced; rows: windows in one forward pass, None: by
-    device. pieces, [n], are nats of consecutive parts of the text: what compared() needs.
+    max_tokens: score so many tokens at most, evenly spaced, in windows of `longest`, 0: of the model's own
+    context; rows: windows in one forward pass, None: by device. pieces, [n], are nats of consecutive parts of
+    the text: what compared() needs.
     """
     state, model, data = load(path, split, stride, device, dataset, settings)
     T, size, parts = model.config.block_size, dict(data.splits[split]), []
     began = time.perf_counter()
-    nats, tokens = score(model, data, split, stride, max_tokens, progress=progress, rows=rows, into=parts)
+    nats, tokens = score(model, data, split, stride, max_tokens, progress=progress, rows=rows, into=parts,
+                         longest=longest)
     seconds, whole = time.perf_counter() - began, size["tokens"]
     if not math.isfinite(nats):
         raise UserError(f"{path} gives {nats} nats on {split}: "
                         "its weights are damaged, or its training diverged")
     if tokens < whole:
-        text = scored_text(data, split, windows_of(data, split, T, stride, max_tokens))
+        text = scored_text(data, split, windows_of(data, split, longest or T, stride, max_tokens))
         size.update(bytes=sum(map(len, text)), chars=sum(len(part.decode(errors="replace")) for part in text))
     stride, words = stride or T, count_words(data, split) if tokens == whole else None
     context = f"disjoint windows of {T:,}" if stride == T else f"windows of {T:,}, stride {stride:,}"
