@@ -38,6 +38,7 @@ import torch
 from nanoheads import configurator
 from nanoheads.common import (UserError, explain, fault_of_own_file, json_safe, output_written, pick_device,
                               table)
+from nanoheads.folders import LONGEST, find, joined
 from nanoheads.hub import own_mechanism as own
 from nanoheads.probes import promises
 from nanoheads.study import (analysis, costs, fingerprint, ledger, queue, rates, report, results, tables,
@@ -67,16 +68,20 @@ def extend_grid(tried, tuned):
                 tried[name][group].add(best * 2)
 
 
+def scale_of(config):
+    """The name of the plain GPT that a study begins with, behind its own in out/<study>-<scale>."""
+    scale = Path(config.base).stem if config.base else config.scale
+    return f"{scale}-{config.size}" if config.size else scale
+
+
 class Study:
     """A study: its variants, the runs that it consists of so far, and which are compared with each other."""
 
     def __init__(self, config, name):
         self.config, self.name = config, name
         self.plain_rates = None  # how the plain GPT's rates were found, see tune_plain()
-        self.scale = Path(config.base).stem if config.base else config.scale
-        if config.size:
-            self.scale += f"-{config.size}"
-        self.out = Path(config.out_dir or f"out/{name}-{self.scale}")
+        self.scale = scale_of(config)
+        self.out = Path(config.out_dir or Path("out", folder_name(config, name)))
         self.trials = self.out / "fresh" if config.fresh else trial.TRIALS  # what is done is no answer
         self.reuse = Reuse() if config.fresh else Reuse(config.reuse, config.accept_code)
         self.taken = {}      # folder: (run of Reuse, the trial.json that was planned)
@@ -388,12 +393,43 @@ def plan_of(study):
 
 def name_of(config, files):
     """A study's name: its config files', else that of its mechanisms and variants."""
+    longest = LONGEST - len("-small-0.33M")  # which comes behind it
+    if config.mechanism and not files:
+        return joined(config.mechanism.split(","), "challenge", longest)
     names = [Path(file).stem for file in files]
     for name in [] if files else [*config.mechanisms, *config.variants]:
         names.append(re.sub(r"_?\*", "-all", name).lstrip("-"))
-    if config.mechanism and not files:
-        names = [f"challenge-{config.mechanism}"]
-    return re.sub(r"[^\w+.-]", "_", "+".join(names))[:100]
+    return joined(names or [PLAIN], longest=longest)
+
+
+def folder_name(config, name):
+    """What the folder of a study of this name is called, out/<study>-<scale>, without a number."""
+    return joined([f"{name}-{scale_of(config)}"])
+
+
+# keys of a study that change none of its figures: how it runs, and what counts as done
+NOT_ASKED = {"question", "out_dir", "jobs", "jobs_per_gpu", "device", "submit", "submit_options", "dry_run",
+             "report_only", "reuse", "accept_code", "fresh", "from_results", "recheck", "tables", "ledger"}
+
+
+def asked_for(config):
+    """{key: value} of what makes a study another one, from a StudyConfig as a dict."""
+    defaults, config = (json.loads(json.dumps(json_safe(each))) for each in (asdict(StudyConfig()), config))
+    return {key: value for key, value in config.items()
+            if key in defaults and key not in NOT_ASKED and value != defaults[key]}
+
+
+def asked_in(folder):
+    """What was asked for in a study's folder, as asked_for(); None: its results do not say."""
+    try:
+        return asked_for(results.read(folder / "results.json.gz")["config"])
+    except (UserError, KeyError, AttributeError):
+        return None
+
+
+def default_folder(config, name):
+    """(out_dir for a study that gives none, a line about it or None)."""
+    return find(folder_name(config, name), asked_for(asdict(config)), ["results.json.gz"], asked_in)
 
 
 def place_for(config):
@@ -425,8 +461,7 @@ def at_size(config, size, **keys):
 
 def ladder_of(config, name, command):
     """The study at each of its sizes, and how the effects go with size."""
-    out = Path(config.out_dir or f"out/{name}-{config.scale}")
-    found, studies = {}, []
+    out, found, studies = Path(config.out_dir), {}, []
     for size in config.sizes:
         studies.append(Study(at_size(config, size, out_dir=str(out / size)), name))
         found[size] = finished(studies[-1], command)
@@ -454,7 +489,7 @@ def on_texts(config, name, command):
 
     What seems better on the first text or over all of them meets the same wider plain GPT on each.
     """
-    out = Path(config.out_dir or f"out/{name}-{config.scale}")
+    out = Path(config.out_dir)
     texts = {Path(text).name: text for text in config.texts}
     studies, found, first = {}, {}, None
     for short, text in texts.items():
@@ -558,7 +593,8 @@ def run(argv):
     if config.from_results:
         found = results.read(config.from_results)
         print(rechecked(config.from_results), flush=True)
-        out = Path(config.out_dir or f"out/{Path(config.from_results).name.split('.')[0]}-report")
+        out = Path(config.out_dir or
+                   Path("out", joined([f"{Path(config.from_results).name.split('.')[0]}-report"])))
         out.mkdir(parents=True, exist_ok=True)
         report.write_all(found, out)
         return
@@ -573,6 +609,11 @@ def run(argv):
         if config.texts[1:]:
             print(f"What is judged is trained again on {', '.join(config.texts[1:])}.")
         return
+    if config.out_dir is None:
+        out, line = default_folder(config, name)
+        config = replace(config, out_dir=str(out))
+        if line:
+            print(line, flush=True)
     if config.sizes:
         found, out, studies = ladder_of(config, name, command)
     elif config.texts:

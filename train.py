@@ -277,6 +277,7 @@ class Run:
     dataset: Dataset
     process: Process
     targets: Optional[Targets] = None  # of constraint heads
+    asked: dict = field(default_factory=dict)  # see checkpoint.asked_for()
     # in every checkpoint
     step: int = 0                    # steps done
     best_val_loss: float = math.inf
@@ -336,6 +337,7 @@ def train_alone(model_config, config, given, process):
     """train(), as the one process, or the ranks of the one run, that writes into out_dir."""
     # the model and how far it is: new, from another checkpoint, or where this run was left
     saves, dataset = checkpoint.saves_in(config), Dataset(config.dataset)
+    asked = checkpoint.asked_for(model_config, config)
     model_config = controller.starting_config(model_config, config)
     try:
         model, state = checkpoint.starting_point(model_config, config, dataset, process.device, given)
@@ -352,7 +354,7 @@ def train_alone(model_config, config, given, process):
     if config.labels:
         targets = Targets(dataset, config.labels, model.config.constraint_names)
         targets.check("train")
-    run = Run(config.for_recipe(model.config.recipe), model, dataset, process, targets, **progress)
+    run = Run(config.for_recipe(model.config.recipe), model, dataset, process, targets, asked, **progress)
     config, step = run.config, run.step
     model.at_step(max(0, step - 1))  # what is evaluated first is what the last step left
 
@@ -428,7 +430,8 @@ def open_folder(run, saves, closing):
     device = torch.cuda.get_device_name(process.device) if process.kind == "cuda" else process.kind
     machine = dict(device=device, processor=threads.on_processor(), dtype=run.trainer.dtype,
                    compile=run.trainer.compiled, ranks=process.world)
-    details = write_config(run.out_dir / "config.json", run.model.config, config, run.step, machine)
+    details = write_config(run.out_dir / "config.json", run.model.config, config, run.step, machine,
+                           run.asked)
     run.log = Log(run.out_dir, run.step or -1, run.last_eval["step"], closing)
     if config.wandb_log:
         run.log.start_wandb(config, details, run.run_id, closing)
@@ -455,10 +458,14 @@ def main(argv=None):
             return promises.main([arg for arg in argv if arg != "--check"])
         configs, given = configurator.load_given((GPTConfig, TrainConfig), argv, __doc__, conflicts,
                                                  mechanisms=flags_by_name())
+        notes = [note_on_dropout(configs[0])]
+        if given.get("out_dir") is None:  # every rank finds the same one: none is made before all have
+            configs[1].out_dir, line = checkpoint.default_folder(*configs)
+            notes.append(line)
         checkpoint.trust_what_it_starts_from(configs[1] if trusted else None)
-        note = note_on_dropout(configs[0])
-        if note and os.environ.get("RANK", "0") == "0":
-            print(note, flush=True)
+        for note in filter(None, notes):
+            if os.environ.get("RANK", "0") == "0":
+                print(note, flush=True)
         train(*configs, given)
         return
     except (Exception, KeyboardInterrupt) as e:

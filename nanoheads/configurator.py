@@ -12,7 +12,6 @@ own: see Presets. Every problem is reported at once, in plain lines, before anyt
 import ast
 import difflib
 import functools
-import hashlib
 import linecache
 import math
 import re
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from nanoheads.common import ROOT, UserError, number
+from nanoheads.folders import joined, setting_in_name
 
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 # nanoGPT's names for what is called otherwise here, for those who bring a config along
@@ -398,13 +398,13 @@ def preset_values(scale, names, mechanisms, source):
     return settings, bad
 
 
-# keys that change nothing of what is trained, or how long: no part of a run's name
+# keys that change nothing of what is trained, or how long: no part of a run's name. The file of a mechanism
+# of one's own is none either, since the mechanism's name is there
 UNNAMED = set("""
-    scale mechanism out_dir resume overwrite eval_only init_anyway device dtype compile compile_mode max_iters
-    eval_interval eval_tokens save_interval log_interval loss_chunks checkpoint_activations
-    wandb_log wandb_project wandb_run_name wandb_mode wandb_tags
+    scale mechanism own_mechanism out_dir resume overwrite eval_only init_anyway device dtype compile
+    compile_mode max_iters eval_interval eval_tokens save_interval log_interval loss_chunks
+    checkpoint_activations wandb_log wandb_project wandb_run_name wandb_mode wandb_tags
 """.split())
-LONGEST = 100  # letters of a run's name; beyond them a digest of the rest
 
 
 def run_name(scale, names, files, flags):
@@ -413,11 +413,7 @@ def run_name(scale, names, files, flags):
     files: those that set more than presets; flags: {key: value} of the command line that differ.
     """
     base = "-".join(filter(None, (scale, files and Path(files[-1]).stem))) or "gpt"
-    words = [re.sub(r"[^\w.,=-]+", "_", f"{key}={value}").strip("_") for key, value in flags.items()]
-    name = "-".join((base, "+".join((*names, *words)))) if names or words else base
-    if len(name) > LONGEST:
-        name = f"{name[:LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-    return name
+    return joined([*names, *(setting_in_name(key, value) for key, value in flags.items())], base)
 
 
 # ---- all of it ----

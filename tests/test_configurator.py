@@ -345,7 +345,15 @@ def test_what_is_set_wins_over_scale_and_mechanism(argv, want, config_file):
     (["--scale=tiny", "--max_iters=9", "--resume", "--device=cpu"], "out/tiny"),
     (["--scale=tiny", "config/scenarios/constrained.py"], "out/tiny-constrained"),
     (["--scale=tiny", "--init_from=out/x/best.pt", "--agency", "--dropout=0.1"],
-     "out/tiny-init_from=out_x_best.pt+agency=True+dropout=0.1"),
+     "out/tiny-init_from=x+agency=True+dropout=0.1"),
+    (["--init_from=/home/me/a.pt", "--dataset=C:\\texts\\mine/"], "out/gpt-init_from=a.pt+dataset=mine"),
+    (["--init_from=EleutherAI/gpt-neo-125m"], "out/gpt-init_from=gpt-neo-125m"),
+    (["--scale=tiny", "--own_mechanism=/a/b/mine.py", "--mechanism=sink"], "out/tiny-sink"),
+    (["--policy_no_consent=0.0,1.2", "--controller_entropy=-0.5"],
+     "out/gpt-policy_no_consent=0.0_1.2+controller_entropy=-0.5"),
+    # as many as fit into 60 characters
+    (["--scale=small", "--mechanism=sink,xsa,key_offset,agency,output_gate_elementwise,unet_concat,moh"],
+     "out/small-sink+xsa+key_offset+agency+3_more"),
     (["--n_embd=64", "--n_head=4"], "out/gpt-n_embd=64+n_head=4"),
 ])
 def test_the_run_folder_follows_from_the_names(argv, folder):
@@ -365,11 +373,21 @@ def test_a_scale_with_another_recipe_has_that_recipes_rates(recipe, optimizer):
     assert named("--scale=tiny", "--recipe=modern")[1].lr == named("--scale=tiny")[1].lr != plain.lr
 
 
-def test_a_long_name_of_a_run_is_cut_and_still_its_own():
-    ids = [str(list(range(n))) for n in (60, 61)]
-    folders = {named("--scale=tiny", f"--wandb_tags={ids[0]}", f"--policy_no_consent={each}")[1].out_dir
-               for each in ids}
-    assert len(folders) == 2 and all(len(folder) < 120 for folder in folders)
+@pytest.mark.parametrize("argv", [
+    ["--scale=tiny", f"--policy_no_consent={list(range(60))}"],
+    ["--scale=tiny", f"--policy_no_consent={list(range(60))}", "--seed=3", "--mechanism=moh"],
+    ["--init_from=a b/ü é:*?.pt", "--dataset=data/\N{SNOWMAN}/", "--teacher=x."],
+    ["--dataset=.."], ["--dataset=/"], ["--wandb_tags=a/b", "--labels=a|b>c"]])
+def test_a_run_folder_is_short_and_legal_on_every_system(argv):
+    out, name = named(*argv)[1].out_dir.split("/")
+    assert out == "out" and len(name) <= 60 and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+-]*(?<!\.)", name)
+
+
+def test_a_config_files_name_that_is_long_or_odd_makes_a_legal_folder(config_file):
+    for stem in ("a" * 90, "-x ü", "con fig.v2."):
+        path = config_file("n_layer = 3", f"{stem}.py")
+        name = named(path, "--mechanism=moh,sink")[1].out_dir.removeprefix("out/")
+        assert len(name) <= 60 and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+-]*-moh\+sink", name), name
 
 
 def test_a_config_made_without_names_has_a_folder_too():

@@ -87,7 +87,8 @@ class StudyConfig:
     tune_lr: bool = False                # all that are judged, and the plain GPT, have their own best rates
     lives: bool = False                  # dynamic heads: also report their states, speed, samples
     # ---- where it runs ----
-    out_dir: Optional[str] = None        # the report's folder; None: out/<config or mechanisms>-<scale>
+    out_dir: Optional[str] = None        # the report's folder; None: out/<config or mechanisms>-<scale>,
+                                         # with -2, -3, ... behind where another study has that name
     jobs: int = 0                        # runs at once, at most; 0: jobs_per_gpu a GPU, or one a CPU core
     jobs_per_gpu: int = 1                # runs at once on one GPU, each with its part of the memory
     device: str = "auto"                 # auto | cpu | cuda | mps; cuda:1: that GPU alone

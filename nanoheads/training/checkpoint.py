@@ -1,5 +1,6 @@
 """Checkpoints: written whole or not at all, read without running their code, and what a run starts from."""
 
+import json
 import math
 import zipfile
 from dataclasses import asdict, replace
@@ -9,8 +10,9 @@ from pathlib import Path
 import torch
 
 from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, GPTConfig
-from nanoheads.common import UserError, fault_of_own_file, write_atomic
-from nanoheads.configurator import keys_of, nearest, parse, type_name
+from nanoheads.common import UserError, fault_of_own_file, json_safe, write_atomic
+from nanoheads.configurator import UNNAMED, keys_of, nearest, parse, type_name
+from nanoheads.folders import find
 from nanoheads.hub import huggingface as hf, own_mechanism as own
 from nanoheads.pruning import scale_heads
 
@@ -247,6 +249,43 @@ def tensors(config):
     """{name: shape} of all that a checkpoint of this config holds. Raises ValueError on an impossible one."""
     with torch.device("meta"):
         return {name: t.shape for name, t in GPT(config).state_dict().items()}
+
+
+# ---- which folder a run is in ----
+
+RUN_FILES = ("config.json", "ckpt.pt", "best.pt")  # of which a folder that holds a run has one
+
+
+def asked_for(model_config, config):
+    """{key: value} of what makes a run another one, as config.json holds it: a GPTConfig and a TrainConfig.
+
+    No defaults, and no keys that may change when a run goes on (UNNAMED); of mechanisms in files of one's own
+    the texts. The configs are as the command line made them: nothing in them follows from a checkpoint yet.
+    """
+    defaults = {**GPTConfig().flags(), **asdict(type(config)())}
+    asked = {key: value for key, value in {**model_config.flags(), **asdict(config)}.items()
+             if key not in UNNAMED and (key not in defaults or value != defaults[key])}
+    if mine := own.record(model_config):
+        asked["own_mechanism"] = [f"{each['file']} {each['digest']}" for each in mine]
+    return json.loads(json.dumps(json_safe(asked)))  # as it will be read
+
+
+def asked_in(folder):
+    """What was asked for in a run's folder, as asked_for(); None: its config.json does not say."""
+    try:
+        asked = json.loads((folder / "config.json").read_bytes())["asked"]
+        return asked if isinstance(asked, dict) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def default_folder(model_config, config):
+    """(out_dir for a command that gives none, a line about it or None), from the name that config has."""
+    name = Path(config.out_dir).name
+    folder, line = find(name, asked_for(model_config, config), RUN_FILES, asked_in)
+    if config.eval_only and line:  # which makes no run, so that there is nothing in a new folder
+        return config.out_dir, None
+    return str(folder), line
 
 
 # ---- what a run starts from ----

@@ -81,7 +81,8 @@ class ControllerConfig:
 @dataclass
 class TrainConfig(ControllerConfig):
     # ---- run ----
-    out_dir: Optional[str] = None        # the run's folder; None: out/<scale or file>-<mechanisms, flags>
+    out_dir: Optional[str] = None        # the run's folder; None: out/<scale or file>-<mechanisms, flags>,
+                                         # with -2, -3, ... behind where another run has that name
     dataset: str = "shakespeare_char"    # a folder under data/, or a path to one
     labels: Optional[str] = None         # what constraint heads are trained on: a folder of <dataset>/labels
     own_mechanism: Optional[str] = None  # files with mechanisms; --mechanism=mine.py sets it

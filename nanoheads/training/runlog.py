@@ -16,8 +16,11 @@ from tqdm import tqdm
 from nanoheads.common import ROOT, UserError, git_commit, json_safe, number, write_atomic, write_json
 
 
-def write_config(path, model_config, config, step, machine):
-    """Write config.json: both configs, what it takes to run this again, what it ran on, and every launch."""
+def write_config(path, model_config, config, step, machine, asked):
+    """Write config.json: both configs, what it takes to run this again, what it ran on, and every launch.
+
+    asked: see checkpoint.asked_for().
+    """
     import torch  # late here and below: the reader of a log does without
     launch = dict(command=shlex.join(["python", *sys.argv]), commit=git_commit(), machine=machine,
                   versions=dict(python=platform.python_version(), torch=torch.__version__,
@@ -26,7 +29,7 @@ def write_config(path, model_config, config, step, machine):
     if step:
         with suppress(OSError, ValueError, KeyError, TypeError):
             before = json.loads(path.read_text(encoding="utf-8"))["launches"]
-    details = dict(model=model_config.flags(), train=asdict(config), **launch,
+    details = dict(model=model_config.flags(), train=asdict(config), asked=asked, **launch,
                    launches=[*before, dict(step=step, **launch)])
     write_json(path, details)
     return details
