@@ -33,7 +33,7 @@ from nanoheads.kernels import (SKIP_FROM, ChunkedCrossEntropy, Linear, RowStats,
                                attend_packed, attend_selected, block_mask, blocks_reached, float32_linear,
                                for_each_head, grouped_heads_of, has_flex_attention, heads_of,
                                normed_and_rotated, padded_rows, product_dtype, random_cells, relu2, rms_norm,
-                               rope_tables, row_statistics)
+                               rope_tables, row_statistics, self_gated_rows)
 from nanoheads.logits import (check_sampling, discounted_return, distance_to_teacher, label_losses, logit,
                               penalise, portions, sample_token)
 from nanoheads.mechanism import (CONSTRAINTS, HeadAxis, HeadControl, Mechanism, Uniform, choices, flag,
@@ -194,7 +194,14 @@ class AttentionCore(nn.Module):
         needs = "shape" if h.wants_traces else self.needs_row_stats
         if needs or h.used is not None or h.open_rows:  # kernels for which each head has its own
             k, v = for_each_head(k, q.size(1)), for_each_head(v, q.size(1))
-        if needs:
+        if h.self_factor is not None:  # constraint heads, the last ones, whose scores are gated
+            n, shape = self.n_head, needs == "shape"
+            y, own = row_statistics(q[:, :n], k[:, :n], v[:, :n], self.scale, h.mask, h.n_keys, shape=shape)
+            gated, rows = self_gated_rows(q[:, n:], k[:, n:], v[:, n:], self.scale, h.mask, h.n_keys,
+                                          h.self_factor.squeeze(-1), shape=shape)
+            y = torch.cat((y, gated), 1)
+            row_stats = RowStats(*(a if a is None else torch.cat((a, b), 1) for a, b in zip(own, rows)))
+        elif needs:
             y, row_stats = row_statistics(q, k, v, self.scale, h.mask, h.n_keys, self.detach_row_stats,
                                           dropout, shape=needs == "shape")
         elif h.used is not None and q.size(2) == 1:
@@ -816,11 +823,12 @@ class Pass:
     k: Optional[torch.Tensor] = None          # (after attention with those of the cache: [B, H, S, D])
     v: Optional[torch.Tensor] = None
     y: Optional[torch.Tensor] = None          # outputs before the gates, [B, H, T, D]
-    row_stats: Optional[RowStats] = None      # of the attention rows, where a mechanism reads them
+    row_stats: Optional[RowStats] = None      # of the attention rows, gates of scores included, where read
     used: Optional[torch.Tensor] = None       # the heads to compute, bool [B, H, T]; None: all
     capacity: float = 0.0                     # of those, queries per head and sequence at most
     open_rows: Optional[list] = None          # the rows in which to compute each constraint head; None: all
-    self_factor: Optional[torch.Tensor] = None       # of a constraint head's weight on the token itself
+    self_factor: Optional[torch.Tensor] = None       # on constraint heads' weights on the token itself: its
+                                              # logarithm joins the logit, [B, heads, T or 1, 1]
     gates: dict = field(default_factory=dict)        # name -> factor on y, broadcasting over [B, H, T, D]
     leaves: dict = field(default_factory=dict)       # name -> what later layers find in left
     losses: dict = field(default_factory=dict)       # name -> weighted auxiliary loss
@@ -1511,31 +1519,15 @@ class ConstraintHeads(Mechanism):
             coins = F.binary_cross_entropy_with_logits(logits, logits.sigmoid(), reduction="none")
             h.losses["constraint_entropy"] = self.entropy_coef * coins.mean()
 
-    def behind_softmax(self, attn, h, y, stats):
-        """Multiply each token's weight on itself by its gate, and let the row's weights sum to 1 again."""
-        if h.self_factor is None:
-            return y, stats
-        n, T, D = attn.n_head, h.q.size(2), attn.head_size
-        taken = self.taken(attn, h, stats)
-        left, v = y[:, n:].to(taken.dtype), h.v[:, n:, -T:, :D].to(taken.dtype)
-        left = (left - taken * v) / (1 - taken).clamp_min(1e-6)
-        return torch.cat((y[:, :n], left.to(y.dtype)), 1), stats
-
-    def taken(self, attn, h, stats):
-        """What gates of scores take of each row's weights, which sum to 1, [B, heads, T, 1]."""
-        n, T, dtype = attn.n_head, h.q.size(2), stats.lse.dtype
-        own = (h.q[:, n:].to(dtype) * h.k[:, n:, -T:]).sum(-1) * attn.scale
-        taken = (1 - h.self_factor) * (own - stats.lse[:, n:]).exp()[..., None].clamp_max(1)
-        # a row of one key stays as it is: rounding errors are all that would be left of it
-        return taken.masked_fill((h.n_keys == 1)[..., None], 0.0)
-
     def reweigh(self, attn, p, h):
+        """Each token's weight on itself times its gate, and the row's sum 1 again."""
         if h.self_factor is None:
             return p
-        taken = self.taken(attn, h, h.row_stats).to(p.dtype)
         base, p = p.split((attn.n_head, self.n_head), 1)
-        own = F.pad(torch.diag_embed(taken.squeeze(-1)), (p.size(-1) - p.size(-2), 0))  # behind a cache's
-        return torch.cat((base, (p - own) / (1 - taken).clamp_min(1e-6)), 1)
+        kept = h.self_factor.squeeze(-1).masked_fill(h.n_keys == 1, 1.0)  # alone, the token stays as it is
+        before = p.size(-1) - p.size(-2)  # keys of a cache
+        p = p * (1 - F.pad(torch.diag_embed(1 - kept.expand(p.shape[:-1])), (before, 0))).to(p.dtype)
+        return torch.cat((base, p / p.sum(-1, keepdim=True).clamp_min(1e-30)), 1)
 
     def after(self, attn, h):
         if not (h.wants_scores or h.wants_traces):

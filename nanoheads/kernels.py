@@ -658,6 +658,67 @@ def row_statistics(q, k, v, scale, mask, n_keys, detach=False, dropout=0.0, shap
     return y, RowStats(lse, entropy, log_p2)
 
 
+SMALLEST_GATE = 1e-30  # in the logarithm of a gate: below it a gate is as good as 0, and gets no gradient
+
+
+def self_gated_rows(q, k, v, scale, mask, n_keys, gate, shape=True):
+    """row_statistics() of attention in which log(gate) is added to each token's logit with itself.
+
+    gate [B, H, T or 1], in [0, 1]. The row is that of the other keys, joined with the token's own key by the
+    log-sum-exp of both, lse = log(exp(lse_others) + exp(own)). With w = exp(own - lse), the token's weight on
+    itself:
+
+        y        = (1 - w) y_others + w v
+        entropy  = (1 - w) (entropy_others - log(1 - w)) - w log w
+        sum p^2  = (1 - w)^2 sum p^2_others + w^2
+
+    Statistics of whole rows would do in exact numbers, with the token's own key taken out again. But where
+    the weight on it is near 1, they hold few digits of the others, or none, and a small gate makes the others
+    all that is left. A token that sees no other key keeps y = v whatever its gate; its lse has log(gate).
+    """
+    T, total = q.size(2), torch.promote_types(q.dtype, torch.float32)
+    alone = n_keys <= 1  # [T] or [B, 1, T]
+    v_own = v[:, :, k.size(2) - T:]
+    own = (q.to(total) * k[:, :, k.size(2) - T:].to(total)).sum(-1) * scale
+    own = own + gate.to(total).clamp_min(SMALLEST_GATE).log()
+    if k.size(2) == 1:
+        return v_own, RowStats(own, *([torch.zeros_like(own)] * 2 if shape else []))
+    if mask is None:  # causal: all keys but the last, of which the first of several queries sees none
+        first = int(T > 1)
+        y, others = row_statistics(q[:, :, first:], k[:, :, :-1], v[:, :, :-1], scale, None,
+                                   (n_keys[..., first:] - 1).clamp_min(1), shape=shape)
+        y = F.pad(y, (0, 0, first, 0))
+        others = RowStats(*(None if s is None else F.pad(s, (first, 0)) for s in others))
+    else:
+        y, others = row_statistics(q, k, v, scale, without_oneself(mask, alone, T), (n_keys - 1).clamp_min(1),
+                                   shape=shape)
+    log_w, log_others = F.logsigmoid(own - others.lse), F.logsigmoid(others.lse - own)
+    w = torch.where(alone, 1.0, log_w.exp())
+    lse = torch.where(alone, own, torch.logaddexp(own, others.lse))
+    y = torch.lerp(y.to(total), v_own.to(total), w[..., None]).to(y.dtype)
+    if not shape:
+        return y, RowStats(lse)
+    entropy = (1 - w) * (others.entropy - log_others) - w * log_w
+    log_p2 = torch.logaddexp(2 * log_w, 2 * log_others + others.log_p2)
+    return y, RowStats(lse, torch.where(alone, 0.0, entropy), torch.where(alone, 0.0, log_p2))
+
+
+def without_oneself(mask, alone, T):
+    """A mask, bool [1 or B, 1, T, S] or a BlockMask, of all keys but the token's own.
+
+    alone [T] or [B, 1, T]: the tokens that see no other key, and so keep their own: a softmax needs one.
+    """
+    if not isinstance(mask, BlockMask):
+        S = mask.size(-1)
+        own = torch.arange(S, device=mask.device) == torch.arange(S - T, S, device=mask.device)[:, None]
+        return mask & ~own | own & alone[..., None]
+    blocks = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    seen = mask.mask_mod  # blocks that are seen whole lie before the diagonal
+    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=mask.BLOCK_SIZE, seq_lengths=mask.seq_lengths,
+                                    mask_mod=lambda b, h, query, key: seen(b, h, query, key)
+                                    & ((key != query) | alone[query]))
+
+
 def one_row(q, k, v, scale, mask):
     """row_statistics() of one query, as when decoding, from its weights: few enough to be stored."""
     total = torch.promote_types(q.dtype, torch.float32)

@@ -453,10 +453,9 @@ def constraint_scores(p, y):
     return torch.einsum("bhte,he->bht", inner.clamp_min(0), p["constraint.w2"]) + p["constraint.b2"][:, None]
 
 
-def on_itself(P, gates):
-    """Each token's weight on itself times its gate [B, heads, T], and the row's sum 1 again."""
-    P = P * (1 + torch.diag_embed(gates - 1))
-    return P / P.sum(-1, keepdim=True)
+def on_itself(s, gates):
+    """Logits s [B, heads, T, T] with the logarithm of its gate [B, heads, T] on each token's own."""
+    return s + torch.diag_embed(gates.clamp_min(1e-300).log())
 
 
 # ---- a layer, and the model ----
@@ -518,14 +517,14 @@ def attend(c, attn, layer, x, seen, t, hint=None, passed=None, inputs=None):
         q, k = queries_and_keys(c, p, q, k)
         s = torch.cat((s, q @ k.mT * (c.qk_max / q.size(-1) if c.qk_max else q.size(-1) ** -0.5)), 1)
         v = torch.cat((v, own * g[..., None] if c.constraint_gate == "value" else own), 1)
+    if E and c.constraint_gate == "score":
+        s = torch.cat((s[:, :H], on_itself(s[:, H:], g)), 1)
     s = s.masked_fill(~seen, -math.inf)
     every = torch.cat((s, F.pad(more, (0, 0, 0, 0, 0, E), value=-math.inf)), -1)
-    P = used = softmax(s)
-    if E and c.constraint_gate == "score":
-        used = torch.cat((P[:, :H], on_itself(P[:, H:], g)), 1)
-    y = used @ v
+    P = softmax(s)
+    y = P @ v
     first, y_own = second_maps(c, p, x, y[:, :H], own_v, P[:, :H], other)
-    used = torch.cat((first, used[:, H:]), 1)
+    used = torch.cat((first, P[:, H:]), 1)
     if c.diff_v1:
         y_own = differences(p, layer, P[:, :H], own_v)
     y = rewritten(c, p, b, x, torch.cat((y_own, y[:, H:]), 1), v, heads, attn.training)

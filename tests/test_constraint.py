@@ -77,7 +77,7 @@ def test_gates_and_scores_equal_the_oracle(name, hinted):
 
 
 @pytest.mark.parametrize("name, function, wrong", [
-    ("score", "on_itself", lambda P, gates: P),
+    ("score", "on_itself", lambda s, gates: s),
     ("published scorers", "constraint_scores", lambda p, y: y.sum(-1)),
     ("first", "constraint_gates", lambda c, p, x, hint, training: x[..., :2].sigmoid()),
 ])
@@ -92,43 +92,180 @@ def test_where_the_router_gates_follows_the_mode(mode, gate):
     assert alive(constraint_mode=mode).config.constraint_gate == gate
 
 
-@pytest.mark.parametrize("gate", [0.0, 1e-8, 1e-4])
-def test_a_token_that_sees_itself_alone_keeps_its_output(gate):
-    """Its weight is 1 whatever the gate; in float32 what is left of it without would be rounding errors."""
-    heads, generator = alive(constraint_gate="score").transformer.h[0].attn, torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(4, 5, 3, 8, generator=generator) for _ in range(3))
-    logits = (4 * q @ k.mT * heads.scale).masked_fill(torch.ones(3, 3).triu(1).bool(), -math.inf)
-    h = model_py.Pass(q=4 * q, k=k, v=v, y=logits.softmax(-1) @ v, n_keys=torch.arange(1.0, 4),
-                      row_stats=kernels.RowStats(logits.logsumexp(-1), None, None),
-                      self_factor=torch.full((4, 2, 3, 1), gate))
-    h.y, _ = heads.constraint.behind_softmax(heads, h, h.y, h.row_stats)
-    assert torch.equal(h.y[:, 3:, 0], v[:, 3:, 0])
-    weights = logits.double().softmax(-1) * (1 - (1 - gate) * torch.eye(3))
-    want = (weights / weights.sum(-1, keepdim=True)) @ v.double()
-    assert (h.y - want)[:, 3:, 1:].abs().max() < 1e-3
-    assert (h.y - want)[:, :3, 1:].abs().max() > 0.1, "a control: base heads are left as they were"
+# ---- gates of scores: rows with log(gate) on the diagonal ----
 
+def rows_of_their_own(gate, dtype=torch.float64, strength=4.0, T=9, mask=None):
+    """([y, lse, entropy, log sum p^2] of the kernel, and of the T x T logits in float64, inputs of each).
 
-def test_a_gate_on_scores_is_exact_in_bfloat16():
-    """Logits of tokens with themselves are not rounded to bfloat16, whose errors the division would blow up.
+    gate: of every token; strength: what the logit of each token with itself is raised by.
     """
-    heads, generator = alive(constraint_gate="score").transformer.h[0].attn, torch.Generator().manual_seed(0)
-    q, v = (torch.randn(2, 5, 16, 8, generator=generator).bfloat16() for _ in range(2))
-    logits = (4 * q.float() @ q.float().mT * heads.scale)
-    logits = logits.masked_fill(torch.ones(16, 16).triu(1).bool(), -math.inf)
-    h = model_py.Pass(q=4 * q, k=q, v=v, y=logits.softmax(-1) @ v.float(), n_keys=torch.arange(1.0, 17),
-                      row_stats=kernels.RowStats(logits.logsumexp(-1), None, None),
-                      self_factor=torch.full((2, 2, 16, 1), 0.01))
-    h.y, _ = heads.constraint.behind_softmax(heads, h, h.y, h.row_stats)
-    weights = logits.softmax(-1) * (1 - 0.99 * torch.eye(16))
-    want = (weights / weights.sum(-1, keepdim=True)) @ v.float()
-    assert (h.y - want)[:, 3:].abs().max() < 1e-2
+    q, k, v = (oracle.normal(2, 3, T, 16, seed=seed) for seed in (1, 2, 3))
+    k = k + 4 * strength * q / q.square().sum(-1, keepdim=True)
+    slow = [t.to(dtype).double().requires_grad_() for t in (q, k, v)]
+    slow.append(torch.full((2, 3, T), gate).double().requires_grad_())
+    fast = [t.detach().to(dtype).requires_grad_() for t in slow[:3]]
+    fast.append(slow[3].detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_())
+    seen = torch.ones(T, T).tril().bool() if mask is None else mask[0, 0]
+    y, rows = kernels.self_gated_rows(*fast[:3], 0.25, mask, seen.sum(-1).to(fast[3].dtype), fast[3])
+    s = oracle.on_itself(0.25 * slow[0] @ slow[1].mT, slow[3]).masked_fill(~seen, -math.inf)
+    lse, p = s.logsumexp(-1), s.softmax(-1)
+    entropy, p2 = oracle.row_statistics(p)
+    return [y, *rows], [p @ slow[2], lse, entropy, p2.log()], fast, slow
+
+
+BAND = torch.ones(9, 9).tril().triu(-2).bool()[None, None]
+
+
+@pytest.mark.parametrize("mask", [None, BAND, torch.eye(9).bool()[None, None]],
+                         ids=["causal", "window", "oneself"])
+@pytest.mark.parametrize("gate", [1.0, 0.3, 1e-8])
+def test_self_gated_rows_equal_those_of_the_stored_logits(gate, mask):
+    got, want, fast, slow = rows_of_their_own(gate, mask=mask)
+    for a, b in zip(got, want, strict=True):
+        oracle.close(a, b, 1e-12)
+    for i in range(4):  # each output's gradient alone
+        pairs = zip(oracle.gradients(got[i:i + 1], fast), oracle.gradients(want[i:i + 1], slow), strict=True)
+        for a, b in pairs:
+            oracle.close(a * gate if a.dim() == 3 else a, b * gate if b.dim() == 3 else b, 1e-11)
+
+
+@pytest.mark.parametrize("T", [1, 2, 9])
+def test_one_key_has_no_entropy_and_its_own_value(T):
+    """Whatever its gate, 0 too, and in float32 without a rounding error; no gradient is not a number."""
+    for gate in (0.0, 1e-8, 0.5):
+        (y, lse, entropy, log_p2), _, fast, _ = rows_of_their_own(gate, torch.float32, T=T)
+        assert torch.equal(y[:, :, 0], fast[2][:, :, 0])
+        assert not entropy[..., 0].any() and not log_p2[..., 0].any()
+        own = 0.25 * (fast[0] * fast[1]).sum(-1)[..., 0]
+        assert torch.allclose(lse[..., 0], own + math.log(max(gate, 1e-30)))
+        assert all(g.isfinite().all() for g in oracle.gradients([y, lse, entropy, log_p2], fast))
+
+
+@pytest.mark.parametrize("strength", [4.0, 9.0, 20.0])
+@pytest.mark.parametrize("gate", [1.0, 1e-2, 1e-8])
+@pytest.mark.parametrize("dtype, tol, slack", [(torch.float32, 2e-5, 1e-5), (torch.bfloat16, 0.1, 0.03)])
+def test_self_gated_rows_are_exact_beside_a_weight_near_one(dtype, tol, slack, gate, strength):
+    """At 20 a token's weight on itself is 1 to float32, and its gate leaves what the others have."""
+    got, want, fast, slow = rows_of_their_own(gate, dtype, strength)
+    for a, b in zip(got, want, strict=True):
+        oracle.close(a.double(), b, tol)
+    for a, b in zip(oracle.gradients([t.double() for t in got], fast[:3]), oracle.gradients(want, slow[:3])):
+        assert (a.double() - b).norm() < slack * b.norm()
+
+
+def test_whole_rows_are_too_coarse_to_take_the_own_key_out_of():
+    """A control: the formula from the statistics of the whole row, equal in exact numbers, is far off."""
+    _, want, (q, k, v, gate), _ = rows_of_their_own(1e-4, torch.float32, 9.0)
+    _, rows = kernels.row_statistics(q, k, v, 0.25, None, torch.arange(1.0, 10))
+    p = (0.25 * (q * k).sum(-1) - rows.lse).exp().clamp_max(1)
+    left = (1 - p + gate * p).clamp_min(1e-6)
+    log_p2 = (rows.log_p2.exp() - p**2 + (gate * p)**2).clamp_min(1e-12).log() - 2 * left.log()
+    assert (log_p2 - want[3])[..., 1:].abs().max() > 0.1
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_block_mask_leaves_out_the_token_itself():
+    """As on a GPU, with FlexAttention's slow form for CPUs: causal, windows, windows of one token."""
+    for window in (200, 3, 1):
+        def seen(query, key):
+            return (key <= query) & (query - key < window)
+
+        t = torch.arange(150)
+        dense = seen(t[:, None], t)[None, None]
+        blocks = kernels.block_mask(150, t.device, seen, window)
+        q, k, v = (oracle.normal(1, 2, 150, 16, seed=seed) for seed in (1, 2, 3))
+        gate = torch.rand(1, 2, 150, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        y, rows = kernels.self_gated_rows(q, k, v, 0.25, blocks, dense[0, 0].sum(-1).double(), gate)
+        want_y, want = kernels.self_gated_rows(q, k, v, 0.25, dense, dense[0, 0].sum(-1).double(), gate)
+        for a, b in zip([y, *rows], [want_y, *want], strict=True):
+            oracle.close(a.double(), b, 1e-5)  # its log-sum-exp is float32
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Inside of it, the largest number of entries of a tensor that an operation gives."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor):
+                self.size = max(self.size, t.numel())
+        return out
+
+
+def test_gated_scores_store_no_t_by_t():
+    T = 512
+    model = alive(constraint_gate="score", acag="headwise", sink=True, n_layer=1, constraint_layers=[0],
+                  block_size=T)
+    model, idx = model.float(), tokens(1, T)
+    with Largest() as largest:
+        model.hidden(idx).sum().backward()
+    assert largest.size < T * T
+    with Largest() as control:
+        model(idx, traces="maps")
+    assert control.size >= T * T
+
+
+SCORE = dict(constraint_gate="score")
+READERS = {"acag": dict(acag="headwise"), "elementwise": dict(acag="elementwise"),
+           "published": dict(acag="headwise", acag_mode="published"),
+           "detach": dict(acag="headwise", acag_detach=True), "sink": dict(sink=True),
+           "acag+sink": dict(acag="headwise", sink=True),
+           "a2c": dict(a2c="published"), "a2c+acag+sink": dict(a2c="temperature", acag="headwise", sink=True),
+           "a2c bias+acag": dict(a2c="key_bias", acag="headwise"),
+           "window": dict(acag="headwise", sink=True, window=3),
+           "oneself": dict(acag="headwise", sink=True, window=1),
+           "global": dict(acag="headwise", sink=True, window=2, window_global=1)}
+
+
+def gated_rows_agree(flags, T):
+    """Whether hidden states, their gradients, and the traces of rows are those of the stored T x T."""
+    model, idx = alive(**SCORE, **flags), tokens(2, T)
+    oracle.equals_the_oracle(model, idx, tol=1e-9 if model.config.pos == "learned" else 1e-6)
+    read, out = read_by_blocks(model, idx)
+    oracle.close(out.logits.double(), oracle.logits(model, idx), 1e-5)  # float32
+    for layer, x in enumerate(read):
+        want = oracle.attention(model, layer, x)[1]
+        for name in ("entropy", "concentration", "map"):
+            oracle.close(out.traces[f"blocks.{layer}.{name}"].double(), want[name], 1e-5)
+
+
+@pytest.mark.parametrize("T", [1, 2, 7, 16])
+@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
+@pytest.mark.parametrize("name", READERS)
+def test_who_reads_rows_reads_those_of_gated_scores(name, recipe, T):
+    gated_rows_agree(dict(READERS[name], recipe=recipe), T)
+
+
+def ungated_statistics(q, k, v, scale, mask, n_keys, gate, shape=True, gated=kernels.self_gated_rows):
+    """The former order: the outputs of gated rows, and what is known of the rows before the gate."""
+    y, _ = gated(q, k, v, scale, mask, n_keys, gate, shape)
+    return y, kernels.row_statistics(q, k, v, scale, mask, n_keys, shape=shape)[1]
+
+
+@pytest.mark.parametrize("name", ["acag", "published", "sink", "acag+sink", "a2c", "window"])
+def test_statistics_from_before_the_gate_are_noticed(name, monkeypatch):
+    """A control. With a2c alone nothing but the traces reads them."""
+    monkeypatch.setattr(model_py, "self_gated_rows", ungated_statistics)
+    with pytest.raises(AssertionError, match="off by"):
+        gated_rows_agree(READERS[name], 7)
+
+
+def test_traces_of_gated_scores_say_what_their_map_says():
+    traces = alive(**SCORE)(tokens(2, 9), traces="maps").traces
+    for layer in range(2):
+        entropy, p2 = oracle.row_statistics(traces[f"blocks.{layer}.map"].double())
+        oracle.close(traces[f"blocks.{layer}.entropy"].double(), entropy, 1e-5)
+        oracle.close(traces[f"blocks.{layer}.concentration"].double(), p2, 1e-5)
 
 
 ROUTED = {"first": dict(constraint_router_input="first"), "score": dict(constraint_gate="score"),
           "hard": dict(constraint_router="hard_concrete"), "value": dict(constraint_gate="value"),
           "skip": dict(constraint_skip=0.5), "skip xsa": dict(constraint_skip=0.5, xsa=True, head_norm=True),
           "score xsa": dict(constraint_gate="score", xsa=True, head_norm=True),
+          "score acag": dict(constraint_gate="score", acag="headwise", sink=True),
+          "score window": dict(constraint_gate="score", acag="headwise", sink=True, window=3),
           "skip first": dict(constraint_skip=0.5, constraint_router_input="first")}
 
 

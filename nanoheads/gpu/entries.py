@@ -46,6 +46,8 @@ VARIANTS = {
     "routing_packed": dict(routing="moh", routing_capacity=1.25),
     "constraint_score": SCORE,
     "constraint_score+xsa": {**SCORE, **MECHANISMS["xsa"]},
+    "constraint_score+acag": {**SCORE, **MECHANISMS["acag"]},
+    "constraint_score+window": {**SCORE, **MECHANISMS["window"]},
     "window_layers": dict(window=64, window_layers=[0]),
     "window_layers+sink": dict(window=64, window_layers=[0], sink=True),
     "a2c_key_bias+acag": both("a2c_key_bias", "acag"),
