@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Optional
 
@@ -203,11 +203,11 @@ def log_steps(run, read):
         run.speed = (run.tokens(newest) - run.tokens(since_step)) / (now - since)
         run.timed_from = newest, now
     for step, metrics in due:
-        log_step(run, step, metrics, run.speed, now)
+        log_step(run, step, metrics, run.speed)
 
 
-def log_step(run, step, metrics, speed, now):
-    """A row of the log about the first `step` steps, and of the bar; without a bar a line now and then.
+def log_step(run, step, metrics, speed):
+    """A row of the log about the first `step` steps, of the bar, and a line above it.
 
     speed: tokens/s; None: not known yet.
     """
@@ -228,10 +228,8 @@ def log_step(run, step, metrics, speed, now):
     if share:
         run.bar_values["mfu"] = f"{share:.1%}"
     run.bar.set_postfix(run.bar_values, refresh=False)
-    if run.bar.disable and now - run.last_line > 10:
-        run.last_line = now
-        run.process.print0(f"step {step:>7,}   loss  {row['loss']:.4f}   lr {row['lr']:.2e}   "
-                           f"{pace:>10} tokens/s   {run.elapsed_s:,.1f} s")
+    run.process.print0(f"step {step:>7,}   loss  {row['loss']:.4f}   lr {row['lr']:.2e}   "
+                       f"{pace:>10} tokens/s   {run.elapsed_s:,.1f} s")
 
 
 def open_bar(run, closing):
@@ -291,7 +289,6 @@ class Run:
     log: Optional[Log] = None        # on the first rank
     bar: Optional[tqdm] = None
     bar_values: dict = field(default_factory=dict)
-    last_line: float = -math.inf     # when a line about a step was printed
     graphs: int = 0                  # compiled so far in this process
     compile_s: float = 0.0           # in steps that compiled one
     untimed: int = 0                 # such steps since the last other one
@@ -409,12 +406,28 @@ def hardware(process):
     return f"{process.world} x {name}" if process.world > 1 else name
 
 
+SCHEDULE = ("lr", "min_lr", "max_iters", "lr_decay_iters", "warmup_iters", "schedule", "decay_frac")
+
+
 def print_changes(run, state):
     """A line for each key of training that is not what it was at the last save."""
     for key in sorted(set(asdict(run.config)) - {"resume", "overwrite", "init_from", "init_anyway"}):
         now, before = getattr(run.config, key), state["train"].get(key)
         if now != before:
             run.process.print0(f"changed since the last save: {key}={now}, was {before}")
+    print_rise(run, state["train"])
+
+
+def print_rise(run, before):
+    """A line where the learning rate goes on higher than the last save's schedule, before, would have."""
+    now, then = run.config, replace(run.config, **{key: before[key] for key in SCHEDULE if key in before})
+    rate, planned, ended = (c.lr * lr_multiplier(step, c) for c, step in
+                            ((now, run.step), (then, run.step), (then, run.step - 1)))
+    if rate > planned * (1 + 1e-9):
+        kept = then.lr_decay_iters or then.max_iters
+        by = f"; --lr_decay_iters={kept} keeps it low" if run.step >= kept and not now.lr_decay_iters else ""
+        run.process.print0(f"the learning rate rises: it ended at {ended:.2e} and goes on with {rate:.2e}, "
+                           f"by the schedule of {now.lr_decay_iters or now.max_iters:,} steps{by}")
 
 
 def open_folder(run, saves, closing):

@@ -30,6 +30,14 @@ LESS = ("lower batch_size (and raise grad_accum to keep the batch) or block_size
         "or set checkpoint_activations=True")
 
 
+# what torch.compile says where it finds no compiler of its own -> what it lacks, and what to do
+CXX = "a working C++ compiler: install one, such as g++, and let CXX name it if it has another name"
+COMPILERS = {"No working C++ compiler found": CXX, "InvalidCxxCompiler": CXX,
+             "Cannot find a working triton": "a working Triton, its compiler for GPUs: pip install triton",
+             "Failed to find C compiler": "a C compiler, which Triton calls: install one, such as gcc, and "
+                                          "let CC name it if it has another name"}
+
+
 def explain(e, less=LESS):
     """What a user can make of an exception that ended a program; None: nothing, it is a bug, and its
     traceback is wanted. less: what to lower where memory ran out.
@@ -49,6 +57,9 @@ def explain(e, less=LESS):
         return (f"a kernel needs more shared memory than this GPU has ({' '.join(str(e).split())[:200]}); "
                 "smaller heads (more n_head) or dtype=bfloat16 need less")
     if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        for sign, lacks in COMPILERS.items():
+            if sign in str(e):
+                return f"torch.compile lacks {lacks}, or do without: --compile=False"
         return f"torch.compile failed ({' '.join(str(e).split())[:200]}); --compile=False does without"
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pty
+import re
 import resource
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from typing import get_args
 
 import pytest
 import torch
+from torch._inductor import config as inductor_config, cpp_builder, exc as inductor_exc
 
 import model as model_py
 import train
@@ -261,6 +263,34 @@ def test_what_changes_at_a_resume_takes_effect_and_is_said(args, rows, tmp_path,
     assert rows(tmp_path / "run")[0][-1]["lr"] == pytest.approx(0.1)
     adamw, = checkpoint.read(tmp_path / "run/ckpt.pt")["optimizers"]
     assert adamw["param_groups"][0]["weight_decay"] == 0.7
+
+
+def rises(said):
+    return [line for line in said.splitlines() if "learning rate" in line]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "trapezoid"])
+def test_a_rate_that_rises_again_is_said_with_both_rates(args, rows, tmp_path, capsys, schedule):
+    keys = dict(schedule=schedule, lr=1e-2, min_lr=1e-4, warmup_iters=0, lr_decay_iters=...)
+    main(args(**keys))
+    capsys.readouterr()
+    main([*args(**keys, max_iters=12), "--resume"])
+    line, = rises(capsys.readouterr().out)
+    by_step = {row["step"]: row["lr"] for row in rows(tmp_path / "run")[0]}
+    assert by_step[7] > 2 * by_step[6], "it does"
+    assert f"it ended at {by_step[6]:.2e} and goes on with {by_step[7]:.2e}, by the schedule of 12" in line
+    assert line.endswith("; --lr_decay_iters=6 keeps it low")
+
+
+def test_a_rate_that_goes_on_as_planned_is_not_mentioned(args, rows, tmp_path, capsys):
+    """In the warm-up, where it rises anyway, and where it stays low as the message says."""
+    main(args(warmup_iters=20, lr_decay_iters=100, max_iters=4))
+    main([*args(warmup_iters=20, lr_decay_iters=100, max_iters=8), "--resume"])
+    low = dict(lr=1e-2, min_lr=1e-4, warmup_iters=0)
+    main(args("low", **low, lr_decay_iters=...))
+    main([*args("low", **low, max_iters=9, lr_decay_iters=6), "--resume"])
+    assert rises(capsys.readouterr().out) == []
+    assert rows(tmp_path / "low")[0][-1]["lr"] == pytest.approx(1e-4)
 
 
 def test_resume_where_nothing_is_says_that_it_starts_anew(args, capsys):
@@ -589,6 +619,19 @@ def test_the_row_before_a_loss_that_is_not_finite_is_logged(args, fails, rows, t
     assert [r["step"] for r in rows(tmp_path / "run")[0]] == [*range(1, step)]
 
 
+@pytest.mark.parametrize("interval, steps", [(1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (4, [4, 6])])
+@pytest.mark.parametrize("reads", ["at once", "late"])
+def test_every_logged_step_is_a_line(args, rows, tmp_path, capsys, request, reads, interval, steps):
+    """Whatever its pace, and also on a GPU, which is read a step late."""
+    if reads == "late":
+        request.getfixturevalue("late")
+    main(args(log_interval=interval))
+    lines = re.findall(r"^step +(\d+)   loss  (\S+)   lr \S+ .* tokens/s", capsys.readouterr().out, re.M)
+    logged = rows(tmp_path / "run")[0]
+    assert [int(step) for step, _ in lines] == steps == [row["step"] for row in logged]
+    assert [loss for _, loss in lines] == [f"{row['loss']:.4f}" for row in logged]
+
+
 def test_two_steps_that_are_read_at_once_have_one_speed(args, rows, tmp_path, late):
     """The second was timed from the moment at which the first was written."""
     main(args(max_iters=11, log_interval=5, eval_interval=11))
@@ -772,6 +815,33 @@ def test_resuming_from_a_best_checkpoint_is_explained(args, fails, tmp_path):
     assert "holds no state to go on from" in fails([*args(max_iters=9), "--resume"])[0]
 
 
+def test_a_missing_compiler_is_one_line_that_says_what_to_do(args, fails):
+    """As with CXX=/nonexistent, which PyTorch reads when it is imported; what was compiled before is no help.
+    """
+    without = {"cpp.cxx": (None, "/nonexistent"), "force_disable_caches": True}
+    cpp_builder.cpp_compiler_search.cache_clear()
+    torch._dynamo.reset()
+    with inductor_config.patch(without):
+        said = fails(args(compile=True))
+    cpp_builder.cpp_compiler_search.cache_clear()
+    torch._dynamo.reset()
+    assert said == ["torch.compile lacks a working C++ compiler: install one, such as g++, and let CXX name "
+                    "it if it has another name, or do without: --compile=False"]
+
+
+@pytest.mark.parametrize("error, words", [
+    (lambda: inductor_exc.TritonMissing(None), "a working Triton"),
+    (lambda: inductor_exc.InductorError(RuntimeError("Failed to find C compiler. Set CC"), None),
+     "a C compiler"),
+    (lambda: inductor_exc.InductorError(RuntimeError("another fault"), None), "another fault")])
+def test_what_a_gpu_lacks_to_compile_is_one_line_too(args, fails, at_step, error, words):
+    def fail(out):
+        raise error()
+    at_step(2, fail)
+    said, = fails(args())
+    assert words in said and "--compile=False" in said and ("install" in said) != ("another" in words)
+
+
 def test_an_interrupt_before_the_first_step_is_one_line(args, fails, monkeypatch):
     def interrupt(*a):
         raise KeyboardInterrupt
@@ -802,7 +872,7 @@ def test_without_a_terminal_there_are_only_lines(args, tmp_path):
                           capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "" and "\r" not in done.stdout
     lines = done.stdout.splitlines()
-    assert len(lines) < 8
+    assert len(lines) == 1 + 3 + 40 + 1, "what is trained, evaluations, steps, what was written"
     evals = [line[:12] for line in lines if "bits/byte" in line]
     assert evals == ["step       0", "step      20", "step      40"]
     assert lines[-1].endswith(
