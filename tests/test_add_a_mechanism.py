@@ -86,6 +86,69 @@ def test_each_promise_finds_its_mistake(promise, before, after, mine):
     assert promise in broken(mine(before, after))
 
 
+GATES = '''
+from torch import nn
+from nanoheads.mechanism import Mechanism
+
+
+class Gates(Mechanism):
+    class Options:
+        gates: bool = False  # factors on the heads' outputs
+
+    name = flag = "gates"
+    modes = {"gates": dict(gates=True)}
+
+    def __init__(self, config, attn):
+        super().__init__()
+        MAKE
+
+    def before(self, attn, h):
+        gate = FACTOR
+        h.add_gate("gates", gate.sigmoid().transpose(1, 2)[..., None])
+'''
+MADE = {
+    "linear": ("self.proj = nn.Linear(config.n_embd, attn.n_head)", "self.proj(h.x)"),
+    "no bias": ("self.proj = nn.Linear(config.n_embd, attn.n_head, bias=False)", "self.proj(h.x)"),
+    "in a sequence": ("self.net = nn.Sequential(nn.Linear(config.n_embd, 5), nn.Linear(5, attn.n_head))",
+                      "self.net(h.x)"),
+    "columns": ("self.back = nn.Linear(attn.n_head, config.n_embd, bias=False)", "h.x @ self.back.weight"),
+    "wide": ("self.proj = nn.Linear(config.n_embd, 3 * attn.n_head)",
+             "self.proj(h.x).unflatten(-1, (-1, 3)).sum(-1)"),
+    "beside a vector": ("self.proj = nn.Linear(config.n_embd, attn.n_head); "
+                        "self.scale = nn.Parameter(torch.empty(attn.n_head))", "self.scale * self.proj(h.x)")}
+
+
+def said_of_pruning(path, code):
+    """{how to declare head axes, as the check says, or None where pruning is right}, of both recipes."""
+    path.write_text(code)
+    with without_own_mechanisms():
+        own.add(path)
+        found = [wrong for _, _, promise, wrong in promises.check("gates", model.MECHANISMS["gates"])
+                 if promise == "pruned"]
+    return {wrong and wrong.partition("; ")[2] for wrong in found}
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("has", ["nothing", "per_head", "wrong", "head_axes"])
+def test_what_the_check_says_of_head_axes_works_as_it_stands(name, has, tmp_path):
+    """Put into the file as it is printed, beside what was declared before; wrong: a module, no tensor of it.
+    """
+    make, factor = MADE[name]
+    code = "import torch\n" + GATES.replace("MAKE", make).replace("FACTOR", factor)
+    names = {"per_head": re.findall("scale", make)[:1], "wrong": re.findall("proj|net", make)[:1]}.get(has)
+    code = code.replace("    modes", f"    per_head = {tuple(names)}\n    modes") if names else code
+    if has == "head_axes":
+        code += "\n    def head_axes(self):\n        return []\n"
+    said, = said_of_pruning(tmp_path / "gates.py", code)
+    if has == "head_axes":
+        axes, = re.findall(r"^add to the list that head_axes\(\) of Gates returns: (.*)$", said)
+        code = "from nanoheads.mechanism import HeadAxis\n" + code.replace("return []", f"return [{axes}]")
+    else:
+        top, line = re.fullmatch(r"write `(.*)`, and in class Gates `(.*)`", said).groups()
+        code = f"{top}\n{code}\n    {line}\n"
+    assert said_of_pruning(tmp_path / "gates.py", code) == {None}
+
+
 def test_the_controls_break_what_they_should_and_nothing_else(mine):
     """tests/controls.py: noise and dead parameters may be compared, the look ahead is refused."""
     own.add(ROOT / "tests" / "controls.py")

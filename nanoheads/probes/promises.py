@@ -22,6 +22,7 @@ from model import ALL_ON, GPT, MECHANISMS, NEUTRAL, GPTConfig, KVCache
 from nanoheads.common import UserError, fault_of_own_file, pick_device, table
 from nanoheads.configurator import Scale, near, read_file
 from nanoheads.hub import own_mechanism as own
+from nanoheads.mechanism import Mechanism
 from nanoheads.probes import lookahead
 from nanoheads.pruning import prune_heads
 from nanoheads.training.checkpoint import make_neutral
@@ -112,8 +113,7 @@ def pruned(model, plain):
     want = model(idx).logits
     prune_heads(model, gone)
     if (off := far(model(idx).logits, want)) > 1e-9:
-        return (f"without three heads the logits are off by {off:.1e} from those with their gates at 0: "
-                "head_axes() or per_head lacks a tensor")
+        return f"without three heads the logits are off by {off:.1e} from those with their gates at 0"
 
 
 def learns(model, plain):
@@ -147,10 +147,68 @@ def check(name, flags):
         if bad := config.problems():
             raise UserError(f"{name}: {'; '.join(bad)}")
         for promise in PROMISES:
-            yield name, recipe, promise.__name__, tried(promise, lambda: made(flags, recipe))
+            wrong = tried(promise, lambda: made(flags, recipe))
+            if wrong and promise is pruned:
+                wrong += f"; {how_to_declare(flags, recipe)}"
+            yield name, recipe, promise.__name__, wrong
         if name in NEUTRAL:
             yield name, recipe, "neutral", tried(neutral, lambda: at_neutral(name, flags, recipe),
                                                  made({}, recipe))
+
+
+def how_to_declare(flags, recipe):
+    """What to write into a mechanism's class so that its tensors with rows for each head are pruned."""
+    said = []
+    for cls, axes in axes_of(flags, recipe).items():
+        missing = [code for code, named in axes.items() if not named]
+        if not missing:
+            continue
+        if cls.head_axes is not Mechanism.head_axes:
+            said.append(f"add to the list that head_axes() of {cls.__name__} returns: {', '.join(missing)}")
+        else:  # this takes the place of per_head, which may name what is no tensor
+            said.append(f"write `from nanoheads.mechanism import HeadAxis`, and in class {cls.__name__} "
+                        f"`def head_axes(self): return [{', '.join(axes)}]`")
+    return "; ".join(said) or "do head_axes() or per_head name each tensor with a row for each head?"
+
+
+def axes_of(flags, recipe):
+    """{class of a mechanism: {HeadAxis, as code: whether its head_axes() names that tensor}}, of each tensor
+    that has rows for each head. Which have is seen from models of more heads, and of constraint heads.
+    """
+    config = dict(SIZES, recipe=recipe, head_dim=SIZES["n_embd"] // SIZES["n_head"], **flags)
+    more = dict(n_head=SIZES["n_head"] + 2)
+    constrained = dict(constraint_names=["a"], constraint_layers=[0, 1])
+    found = {}
+    try:
+        models = [GPT(GPTConfig(**{**config, **change})) for change in ({}, more, constrained)]
+    except Exception:  # sizes that the mechanism does not go with
+        return found
+    for attn, larger, extra in zip(*([block.attn for block in model.transformer.h] for model in models)):
+        named = {(axis.module, axis.tensor) for axis in attn.head_axes()}
+        for m in attn.mechanisms():
+            for path, t in tensors_of(m).items():
+                shape, with_extra = (tensors_of(at.get_submodule(m.name))[path].shape
+                                     for at in (larger, extra))
+                grown = [dim for dim in range(t.dim()) if t.size(dim) != shape[dim]]
+                if len(grown) == 1:
+                    dim, (inside, _, name) = grown[0], path.rpartition(".")
+                    size = (shape[dim] - t.size(dim)) // 2
+                    code = head_axis(inside, name, dim, size, extra=with_extra != t.shape)
+                    found.setdefault(type(m), {})[code] = (m.get_submodule(inside), name) in named
+    return found
+
+
+def tensors_of(module):
+    """{path: parameter or buffer} of a module."""
+    return dict((*module.named_parameters(), *module.named_buffers()))
+
+
+def head_axis(inside, name, dim, size, extra):
+    """The code of a HeadAxis: the tensor `name` of the mechanism's module at the path `inside`."""
+    parts = inside.split(".") if inside else []
+    module = "self" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts)
+    details = [f"dim={dim}"] * (dim > 0) + [f"size={size}"] * (size > 1) + ["extra=False"] * (not extra)
+    return f"HeadAxis({', '.join([module, repr(name), *details])})".replace("'", '"')
 
 
 def at_neutral(name, flags, recipe):
@@ -169,9 +227,7 @@ def tried(promise, build, plain=None):
     except UserError as e:
         return str(e)
     except Exception as e:  # a mechanism of one's own may raise anything
-        hint = "; do head_axes() or per_head name each tensor with a row for each head?"
-        words = fault_of_own_file(e) or f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
-        return words + (hint if promise is pruned else "")
+        return fault_of_own_file(e) or f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
 
 
 def at_scale(scale, flags):
