@@ -1370,6 +1370,7 @@ class ConstraintHeads(Mechanism):
         constraint_names: Optional[list[str]] = None  # what the extra heads are for; None: off
         constraint_heads: int = flag(1, at_least=1)  # heads per name
         constraint_variant: Literal["A", "B"] = "A"  # a wider concat | smaller heads in the layer
+        constraint_round: int = flag(1, at_least=1)  # B: the head size is floored to a multiple of it
         constraint_layers: Optional[list[int]] = None  # blocks that have them, from 0; None: one at 2/3
         constraint_mode: Literal["query", "published"] = "query"  # scores before | after the gate
         constraint_gate: Optional[Literal["output", "value", "score"]] = None  # None: by mode
@@ -1411,10 +1412,17 @@ class ConstraintHeads(Mechanism):
 
     @classmethod
     def head_size(cls, config, layer):
-        """Head size in block `layer`: B shares n_embd among more heads, floored to a multiple of 8."""
+        """Head size in block `layer`."""
         if config.constraint_variant == "B" and cls.on(config, layer):
-            return config.n_embd // (config.n_head + cls.count(config, layer)) // 8 * 8
+            return cls.size_in_b(config)
         return config.head_size
+
+    @staticmethod
+    def size_in_b(config):
+        """Variant B's head size: n_embd / all heads of the block, floored to a multiple of constraint_round.
+        """
+        heads = config.n_head + config.constraint_heads * len(config.constraint_names)
+        return config.n_embd // heads // config.constraint_round * config.constraint_round
 
     def __init__(self, config, attn):
         super().__init__()
@@ -1454,12 +1462,19 @@ class ConstraintHeads(Mechanism):
             yield (f"constraint_skip={c.constraint_skip} needs constraint_gate='output': a gate on "
                    f"{c.constraint_gate}s does not turn a head off")
         if c.constraint_variant == "B":
-            n = c.n_head + c.constraint_heads * len(names)
-            if c.n_embd // n < 8:
-                yield f"constraint_variant='B' leaves {c.n_embd} / {n} heads, less than 8 wide each"
+            n, size = c.n_head + c.constraint_heads * len(names), ConstraintHeads.size_in_b(c)
+            if size == 0:
+                yield (f"constraint_variant='B' leaves {c.n_embd} / {n} heads, less than "
+                       f"{c.constraint_round} wide each")
+            elif c.key_offset and size < 4:
+                yield (f"key_offset moves a part of each key: the head size of {size} that "
+                       "constraint_variant='B' leaves is below 4")
             if c.a2c == "published":
                 yield ("a2c='published' takes x in n_head slices as values, which constraint_variant='B' "
                        "makes too narrow")
+        elif c.constraint_round != 1:
+            yield (f"constraint_round={c.constraint_round} needs constraint_variant='B': heads of 'A' are as "
+                   "wide as the layer's others")
         if c.constraint_name_coef is not None and len(c.constraint_name_coef) != len(names):
             yield f"constraint_name_coef={c.constraint_name_coef} must be one for each name"
         if min(c.constraint_name_coef or [0.0]) < 0:

@@ -94,10 +94,11 @@ def relu2(x):
 def rope_tables(length, head_size, base=10000.0, share=1.0, scaling=None):
     """cos and signed sin of every position's angles, each [length, head_size] (RoPE, eq. 34).
 
-    Dimension i is paired with i + head_size / 2, so rotating is x * cos + (x, halves swapped) * sin. Of those
-    pairs the first share turn, at frequencies as of a head of that size; the others stand still. scaling:
-    Llama 3's (factor, low, high, context): what turns less than low times in that context turns `factor`
-    times slower, what turns more than high times as before, between them a mixture.
+    Dimension i is paired with i + head_size // 2, so rotating is x * cos + (x, halves swapped) * sin; of an
+    odd size the last dimension has no partner, and is not turned. Of those pairs the first share turn, at
+    frequencies as of a head of that size; the others stand still. scaling: Llama 3's (factor, low, high,
+    context): what turns less than low times in that context turns `factor` times slower, what turns more than
+    high times as before, between them a mixture.
     """
     half = head_size // 2
     turned = max(1, round(share * half))
@@ -108,14 +109,23 @@ def rope_tables(length, head_size, base=10000.0, share=1.0, scaling=None):
         kept = ((context * freq / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
         freq = freq * (kept + (1 - kept) / factor)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * freq
-    cos = torch.cat((angle.cos(), angle.cos()), -1)
-    sin = torch.cat((-angle.sin(), angle.sin()), -1)
+    still = angle.new_zeros(length, head_size % 2)  # the angles of a dimension without a partner
+    cos = torch.cat((angle.cos(), angle.cos(), still.cos()), -1)
+    sin = torch.cat((-angle.sin(), angle.sin(), still.sin()), -1)
     return cos.float(), sin.float()
 
 
 def rotate(x, cos, sin):
     """Rotate x [..., D] by its position's angles, given as rope_tables' cos and sin [..., D]."""
-    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin).type_as(x)
+    return torch.addcmul(x * cos, halves_swapped(x), sin).type_as(x)
+
+
+def halves_swapped(x):
+    """x [..., D] with dimensions i and i + D // 2 exchanged; of an odd D the last one stays where it is."""
+    half = x.size(-1) // 2
+    if x.size(-1) % 2 == 0:
+        return x.roll(half, -1)
+    return torch.cat((x[..., half:2 * half], x[..., :half], x[..., 2 * half:]), -1)
 
 
 class CpuHeads(torch.autograd.Function):
@@ -138,7 +148,7 @@ class CpuHeads(torch.autograd.Function):
         for part, g in zip(dqkv.unbind(2), (dq, dk, dv)):
             part.copy_(g.transpose(1, 2))
         g = dqkv[:, :, :2]
-        g = torch.addcmul((g * sin).roll(y.size(-1) // 2, -1), g, cos)  # turned back
+        g = torch.addcmul(halves_swapped(g * sin), g, cos)  # turned back
         along = (g * y).mean(-1, keepdim=True)
         torch.mul(g.addcmul_(y, along, value=-1), scale, out=dqkv[:, :, :2])
         return dqkv, None, None
@@ -414,10 +424,34 @@ def attend(q, k, v, scale, mask, dropout):
     options = dict(attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout)
     if k.size(1) != q.size(1):
         options["enable_gqa"] = True
+    width = v.size(-1)
+    q, k, v = in_eights(q, k, v)
     if not torch.compiler.is_compiling() and costs_a_plan(q):
         with without_cudnn():
-            return F.scaled_dot_product_attention(q, k, v, **options)
-    return F.scaled_dot_product_attention(q, k, v, **options)
+            y = F.scaled_dot_product_attention(q, k, v, **options)
+    else:
+        y = F.scaled_dot_product_attention(q, k, v, **options)
+    return y if y.size(-1) == width else y[..., :width]
+
+
+def in_eights(q, k, v):
+    """q, k and v with zeros behind their last dimension, up to a multiple of 8, where a kernel wants that.
+
+    They add nothing to a logit, and what they make of the output is 0 and cut off. The scale has to be given:
+    a kernel's own would be that of the wider heads.
+    """
+    return [F.pad(t, (0, -t.size(-1) % 8)) if t.size(-1) % 8 and wants_eights(t.device) else t
+            for t in (q, k, v)]
+
+
+def wants_eights(device):
+    """Whether attention kernels want head sizes that are multiples of 8.
+
+    On a GPU, cuDNN's and the memory-efficient one refuse others, so that only one that stores all T x T
+    logits is left wherever there is a mask, or float32; flash attention pads them itself, and FlexAttention
+    would read them unaligned. CPU kernels take any size, and padding only costs them time.
+    """
+    return device.type == "cuda"
 
 
 def costs_a_plan(q):
@@ -571,9 +605,10 @@ FLEX_MIN = 16  # head sizes below it are refused by FlexAttention on CUDA
 
 def flex(q, k, v, scale, mask):
     """FlexAttention: (y, log-sum-exp), differentiable in both; mask is a BlockMask. Narrow heads are padded
-    with zeros.
+    with zeros, and so are those whose size is no multiple of 8.
     """
     width = v.size(-1)
+    q, k, v = in_eights(q, k, v)
     q, k, v = (F.pad(t, (0, FLEX_MIN - t.size(-1))) if t.size(-1) < FLEX_MIN else t for t in (q, k, v))
     kernel = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else compiled_flex()
     options = None

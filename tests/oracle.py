@@ -127,7 +127,12 @@ def slowed(theta, factor, low, high, context):
 
 
 def rope(x, base=10000.0, share=1.0, scaling=None):
-    """x [..., T, D]: pair (i, i + D/2) as a complex number, times e^(i t theta); the first share of them."""
+    """x [..., T, D]: pair (i, i + D/2) as a complex number, times e^(i t theta); the first share of them.
+
+    Of an odd D the last dimension is in no pair, and stays as it is.
+    """
+    if x.size(-1) % 2:
+        return torch.cat((rope(x[..., :-1], base, share, scaling), x[..., -1:]), -1)
     T, half = x.size(-2), x.size(-1) // 2
     n = max(1, round(share * half))
     theta = [base ** (-i / n) for i in range(n)]
@@ -326,9 +331,13 @@ def differences(p, layer, P, v):
 # ---- logits ----
 
 def offset(k):
-    """Dimensions D/4 to D/2 and 3D/4 to D of each key from the token before, as in modded-nanogpt."""
-    D, moved = k.size(-1), k.clone()
-    for d in (*range(D // 4, D // 2), *range(3 * D // 4, D)):
+    """Dimensions D/4 to D/2 and 3D/4 to D of each key from the token before, as in modded-nanogpt.
+
+    Of each half what is turned slowest: of an odd number of pairs the one in the middle stays, and of an odd
+    D the last dimension, which is in no pair.
+    """
+    half, moved = k.size(-1) // 2, k.clone()
+    for d in (*range((half + 1) // 2, half), *range(half + (half + 1) // 2, 2 * half)):
         moved[..., 1:, d] = k[..., :-1, d]
     return moved
 

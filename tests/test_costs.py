@@ -36,7 +36,7 @@ def matrices(name, size):
     routing = L * (C * (C // 2) + C // 2 * H)
     router = C * 128 + 128 * 3                         # of three constraint heads
     constraint = 3 * C * 3 * D + 3 * D * C + router    # their q, k, v and the way out, in one block
-    small = C // (H + 3) // 8 * 8                      # variant B: all heads of that block
+    small = C // (H + 3)                               # variant B: all heads of that block
     sums = [(n, 4) for n in range(1 + L // 2, L + 1)]  # MUDD: of so many outputs, for q, k, v and the stream
     more = {
         "routing_published": routing, "routing_inf": routing, "routing_zero": routing,
@@ -72,7 +72,7 @@ def passes(name, size):
     if name in ("constraint_a", "constraint_published"):
         return [((heads + 3) * D, 2, 5)]
     if name == "constraint_b":
-        return [(H * (L - 1) * D, 2, 5), ((H + 3) * (C // (H + 3) // 8 * 8), 2, 5)]
+        return [(H * (L - 1) * D, 2, 5), ((H + 3) * (C // (H + 3)), 2, 5)]
     if name in ("diff", "diff_v1"):                    # two maps
         return [(heads * D, 2, 5)] * 2
     if name == "paired_heads":                         # the same with log-sum-exps
@@ -115,7 +115,7 @@ def algorithmic_by_hand(name, size):
     if name in ("constraint_a", "constraint_published", "all_on"):
         width += 3 * D
     if name == "constraint_b":
-        width += (H + 3) * (C // (H + 3) // 8 * 8) - C
+        width += (H + 3) * (C // (H + 3)) - C
     needed = 1.0
     if name == "acag_detach":
         needed = 9 / 6                                 # mean key: 2 products, LSE(2s): 1
@@ -153,8 +153,9 @@ def test_the_algorithms_flops_are_those_counted_by_hand(name):
 
 
 @pytest.mark.parametrize("name", ["acag", "acag_detach", "acag_elementwise", "acag_published", "a2c_key_bias",
-                                  "roles", "constraint_a", "constraint_b", "all_on"])
+                                  "roles", "constraint_a", "all_on"])
 def test_a_count_without_the_mechanisms_own_attention_is_noticed(name):
+    """Variant B of constraint heads is not among them: its attention is nearly as wide as the plain GPT's."""
     wrong = executed_by_hand(name, SIZES[0], passes=lambda name, size: passes("plain", size))
     assert costs.executed_flops(config_of(name, SIZES[0])) != pytest.approx(wrong, rel=0.01)
 

@@ -249,7 +249,7 @@ def test_the_constraint_layer_is_causal_but_for_a_hint():
     (lambda: AdaptiveContextualAttention(8, 2, mode="raw"), "acag_mode='raw'"),
     (lambda: AdaptiveContextualAttention(8, 2, 4)(torch.zeros(1, 5, 8)), "max_len=4"),
     (lambda: ConstraintAttention(16, 2, ["a", "a"]), "constraint_names=['a', 'a']"),
-    (lambda: ConstraintAttention(16, 2, variant="B"), "constraint_variant='B'"),
+    (lambda: ConstraintAttention(16, 2, variant="B", heads=5), "constraint_variant='B'"),
 ])
 def test_layers_say_what_is_wrong(make, words):
     with pytest.raises(UserError) as e:

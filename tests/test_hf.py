@@ -336,7 +336,7 @@ def same_everywhere(model, there):
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("name", [*WRITTEN, *(name for name in MECHANISMS if name != "constraint_b")])
+@pytest.mark.parametrize("name", [*WRITTEN, *MECHANISMS])
 def test_transformers_says_what_we_say(name, tmp_path):
     flags = WRITTEN.get(name) or dict(MECHANISMS[name], recipe="modern")
     model = awake(GPT(GPTConfig(**{**SIZES, **flags})))

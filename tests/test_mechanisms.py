@@ -922,8 +922,9 @@ def test_attention_maps_are_the_weights():
 
 def test_variant_a_widens_the_concat_and_variant_b_shrinks_the_heads():
     C, H, n = 96, 6, 3
-    for variant, D in (("A", 16), ("B", 8)):  # 96 / 9 heads is 10, floored to 8: 24 dimensions are left over
-        model = GPT(GPTConfig(**TINY, constraint_names=CONSTRAINTS, constraint_variant=variant))
+    for variant, step, D in (("A", 1, 16), ("B", 1, 10), ("B", 8, 8)):  # 96 / 9 heads: 6 dimensions are left
+        model = GPT(GPTConfig(**TINY, constraint_names=CONSTRAINTS, constraint_variant=variant,
+                              constraint_round=step))
         s = {name: tuple(p.shape) for name, p in model.named_parameters()}
         at = "transformer.h.1.attn."  # the block at 2/3 of depth 2
         assert s[at + "c_attn.weight"] == (3 * H * D, C)

@@ -30,8 +30,8 @@ from nanoheads.training.optim import make_optimizers
 from oracle import give_states, plain, tokens
 
 ROOT = Path(__file__).resolve().parents[1]
-# six heads: moh routes two; 72: variant B keeps 8 wide heads
-TINY = dict(block_size=16, vocab_size=37, n_layer=2, n_head=6, n_embd=72)
+# six heads: moh routes two; 48: variant B has heads of 5, an odd size
+TINY = dict(block_size=16, vocab_size=37, n_layer=2, n_head=6, n_embd=48)
 # tokens; no other dimension has this size
 T = 13
 
@@ -174,7 +174,7 @@ def test_off_is_the_plain_gpt_to_the_last_bit(recipe):
         buffers = set()
     else:
         around = ["transformer.wte", "lm_head"]
-        buffers = {"cos12", "sin12"}
+        buffers = {"cos8", "sin8"}
     parameters = around + [f"transformer.h.{i}.{n}" for i in range(2) for n in inside]
     assert {n for n, _ in model.named_parameters()} == {f"{n}.weight" for n in parameters}
     assert {n for n, _ in model.named_buffers()} == buffers
@@ -652,7 +652,7 @@ def test_two_ranks_train_as_one_process_does_with_everything_on(bytes_data, rows
 def test_load_balance_is_that_of_the_whole_batch(monkeypatch):
     """Two halves of a batch, as two ranks see them. The control: without the exchange the mean differs."""
     router = HeadRouter(GPTConfig(**TINY, routing="moh", routing_coef=1.0), None).double()
-    x = torch.randn(2, T, 72, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, T, TINY["n_embd"], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x = x + torch.tensor([[[1.0]], [[-1.0]]])
 
     def penalty(x):
@@ -769,9 +769,9 @@ def test_pruning_takes_rows_from_projections_and_moments(flags, optimizer):
         state = next(o.state[p] for o in optimizers if p in o.state)
         return {"": p, **{k: v for k, v in state.items() if v.shape == p.shape}}
 
-    D, left = 12, (0, 1, 4, 5)
+    D, left = TINY["n_embd"] // 6, (0, 1, 4, 5)
     columns = torch.cat([torch.arange(h * D, (h + 1) * D) for h in left])
-    rows = torch.cat([part * 72 + columns for part in range(attn.parts)])
+    rows = torch.cat([part * 6 * D + columns for part in range(attn.parts)])
     want = [{k: v.detach()[rows].clone() for k, v in held(attn.c_attn.weight).items()},
             {k: v.detach()[:, columns].clone() for k, v in held(attn.c_proj.weight).items()}]
     prune_heads(model, GONE, optimizers)
@@ -905,7 +905,10 @@ REFUSALS = [
     (dict(routing="moh", routing_capacity=0.5), "routing_capacity"),
     (dict(unet="concat", n_layer=1), "unet"),
     (dict(unet="add", unet_init=1.5), "unet_init"),
-    (dict(CONSTRAINED, constraint_variant="B", n_embd=48), "constraint_variant"),
+    (dict(CONSTRAINED, constraint_variant="B", constraint_heads=15), "constraint_variant"),
+    (dict(CONSTRAINED, constraint_variant="B", constraint_round=8), "constraint_variant"),
+    (dict(CONSTRAINED, constraint_variant="B", constraint_round=0), "constraint_round"),
+    (dict(CONSTRAINED, constraint_round=8), "constraint_round"),
     (dict(CONSTRAINED, constraint_variant="B", a2c="published"), "a2c"),
     (dict(CONSTRAINED, constraint_layers=[2]), "constraint_layers"),
     (dict(CONSTRAINED, constraint_layers=[-1]), "constraint_layers"),
@@ -926,7 +929,7 @@ REFUSALS = [
     (dict(roles=["long"], roles_waves=0), "roles_waves"),
     (dict(agency_learned=True), "agency_learned"),
     (dict(window=4, window_layers=[2]), "window_layers"),
-    (dict(output_gate="headwise", output_gate_width=73), "output_gate_width"),
+    (dict(output_gate="headwise", output_gate_width=49), "output_gate_width"),
     (dict(head_ids=[[0, 1]]), "head_ids"),
     (dict(n_kv_head=3, head_ids=[[0], [0, 1]]), "head_ids"),
     (dict(n_kv_head=4), "n_kv_head"),
@@ -953,6 +956,8 @@ def test_a_refusal_names_the_flag_and_its_value(flags, key):
     (dict(window=4, attn_dropout=0.1), ("window", "attn_dropout")),
     (dict(CONSTRAINED, constraint_gate="score", dropout=0.1), ("constraint_gate", "attn_dropout")),
     (dict(n_embd=18, key_offset=True), ("key_offset", "head size")),
+    (dict(CONSTRAINED, constraint_variant="B", constraint_heads=4, key_offset=True),
+     ("key_offset", "head size", "constraint_variant='B'")),
     (dict(routing="published", routing_capacity=1.5), ("routing_capacity", "routing_mask")),
     (dict(routing="moh", routing_capacity=1.5, acag="headwise"), ("routing_capacity", "acag")),
 ], ids=lambda v: "+".join(v))

@@ -9,7 +9,9 @@ out/trials, that other code or another torch made. Whatever is taken says where 
 import json
 from pathlib import Path
 
+from model import GPTConfig
 from nanoheads.common import UserError
+from nanoheads.hub import own_mechanism as own
 from nanoheads.study import results, trial
 
 TRIALS_THERE = "out/trials"  # where a run of other code is said to come from
@@ -18,9 +20,13 @@ TRIALS_THERE = "out/trials"  # where a run of other code is said to come from
 def key_of(spec):
     """What a run of this trial.json is: its flags, data, seed and score, without its code and torch.
 
-    The text of a mechanism in a file of one's own is code, too.
+    The text of a mechanism in a file of one's own is code, too. A flag at its default is as if it were not
+    there: a file from before there was the flag does not have it.
     """
     rest = {key: value for key, value in spec.items() if key not in ("code", "torch")}
+    flags, defaults = own.as_it_was(spec["model"]), GPTConfig.defaults()
+    rest["model"] = {name: value for name, value in flags.items()
+                     if name not in defaults or value != defaults[name]}
     rest["train"] = {key: value for key, value in spec["train"].items() if key != "own_mechanism"}
     rest["data"] = {key: value for key, value in spec.get("data", {}).items() if key != "mechanism"}
     return json.dumps(rest, sort_keys=True)
