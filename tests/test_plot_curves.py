@@ -14,6 +14,7 @@ import torch
 from matplotlib.image import imread
 
 import plot_curves
+from labels import hidden_labels
 from model import GPT, GPTConfig
 from nanoheads.drawing import COLOURS
 from nanoheads.heads import pictures as plot_heads
@@ -110,6 +111,42 @@ def test_best_point_has_its_number_and_the_smoothing_is_stated(three):
     loss = 1.2 + 4 * math.exp(-4) + 0.1
     assert f"best {loss:.3f}" in words and f"best {loss * 1.5:.3f}" in words and "step 60" in words
     assert "train, mean of 3 logged steps" in words and "last +0.100" in words
+
+
+def drawn_figures(monkeypatch, given):
+    """{file stem: Figure} of plot_runs()."""
+    figures = {}
+    monkeypatch.setattr(curves, "save", lambda figure, stem: figures.update({stem.name: figure}) or [])
+    curves.plot_runs(given, [run.name for run in given], given[0].parent / "figures")
+    return figures
+
+
+def test_the_comparison_shows_train_and_validation_losses_of_every_run(home, monkeypatch):
+    given = [write(home / name, rows(60, 20, floor)) for name, floor in (("a", 1.0), ("b", 2.0))]
+    figure = drawn_figures(monkeypatch, given)["comparison"]
+    for ax, ratio in zip(figure.axes[:2], (1.5, 1)):
+        assert "alidation" not in ax.get_title()
+        for run, colour in zip(given, COLOURS):
+            lines = [line for line in ax.lines if line.get_color() == colour and len(line.get_xdata()) > 1]
+            val, train = sorted(lines, key=lambda line: -line.get_linewidth())
+            evals = read_log(run)[1]
+            assert list(val.get_ydata()) == pytest.approx([row["val_loss"] * ratio for row in evals])
+            assert list(train.get_ydata()) == pytest.approx([row["train_loss"] * ratio for row in evals])
+            low, high = ax.get_ylim()
+            assert low < train.get_ydata()[-1] < high
+    assert "thin: train, evaluated" in {text.get_text() for text in figure.legends[0].get_texts()}
+
+
+@pytest.mark.parametrize("n", [1, 3, 16])
+def test_no_label_of_a_figure_lies_under_a_curve(home, monkeypatch, n):
+    """A diverged run goes through the upper right corner, where a label once stood."""
+    def diverged(i):
+        return [{**row, "val_loss": 1.0 + row["step"] / 20, "val_bpb": 1.5 + row["step"] / 15}
+                if "val_loss" in row and row["step"] else row for row in rows(60, 10, 1 + i / 10)]
+    given = [write(home / f"run_{i}", diverged(i)) for i in range(n)]
+    for figure in drawn_figures(monkeypatch, given).values():
+        assert hidden_labels(figure) == []
+        assert any("from" in ax.get_title("right") for ax in figure.axes)
 
 
 def test_colour_follows_the_order_given_and_a_skipped_run_keeps_its_place(home, capsys):

@@ -107,9 +107,8 @@ def fit_y(ax):
         high = max(ly[lx >= min(start, (lx[0] + lx[-1]) / 2)].max() for lx, ly in lines)
         pad = 0.06 * (high - y.min()) or 0.1
         ax.set_ylim(y.min() - pad, high + pad)
-        if y.max() > high + pad:
-            ax.text(0.98, 0.97, f"↑ from {y.max():.2f}", transform=ax.transAxes, ha="right", va="top",
-                    color=GREY)
+        if y.max() > high + pad:  # above the axes, where no curve hides it
+            ax.set_title(f"↑ from {y.max():.2f}", loc="right", color=GREY, fontsize=12, fontweight="normal")
 
 
 def draw_training(axes, c, colour):
@@ -124,6 +123,14 @@ def draw_training(axes, c, colour):
         if points(line).shape[1] == 1:  # a line through one point is none
             line.set(marker="o", markersize=4)
     return [line for line in (raw, smooth, fixed) if points(line).size]
+
+
+def draw_train_loss(axes, c, style):
+    """The evaluated train losses of one of several runs, thin beside its validation losses."""
+    bpb, loss, _, _ = axes
+    thin = {**style, "lw": 1, "alpha": 0.6, "ms": 3, "marker": "o" if len(c.ex) == 1 else ""}
+    for ax, ratio in ((bpb, c.ratio), (loss, 1)):
+        ax.plot(c.ex, c.etrain * ratio, **thin)
 
 
 def draw_validation(axes, c, style, tag, alone, labels):
@@ -141,11 +148,11 @@ def draw_validation(axes, c, style, tag, alone, labels):
                 ax.plot(c.ex[i], y[i], "o", ms=9, mfc="white", mec=style["color"], mew=2.2, zorder=5)
 
 
-def finish_axes(axes, x, alone, labels):
-    """Titles, limits, units, and the labels at the right."""
+def finish_axes(axes, x, labels):
+    """Titles, limits, units, and the labels, all outside the axes: no curve hides one."""
     bpb, loss, lr, gap = axes
     for ax, name in zip(axes, TITLES):
-        ax.set_title(name if alone or ax in (lr, gap) else f"Validation {name[0].lower()}{name[1:]}")
+        ax.set_title(name)
         if not any(points(line).size for line in ax.lines):
             ax.text(0.5, 0.5, "not in the log", transform=ax.transAxes, ha="center", color=GREY)
             ax.set_yticks([])
@@ -164,7 +171,10 @@ def finish_axes(axes, x, alone, labels):
 
 @mpl.rc_context(RC)
 def draw(runs, stem, title=""):
-    """[(name, curves, colour, dash)] -> the paths of one figure; a run alone also gets its training loss."""
+    """[(name, curves, colour, dash)] -> the paths of one figure.
+
+    Train and validation losses; a run alone also gets its minibatches'.
+    """
     fig = canvas(11, 7.5, title)
     fig.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
     axes = bpb, loss, lr, _ = fig.subplots(2, 2, sharex=True).ravel()
@@ -174,15 +184,19 @@ def draw(runs, stem, title=""):
         style = {"color": colour, "ls": dash, "lw": 2, "ms": 4, "marker": "o" if len(c.ex) <= 60 else ""}
         if alone:
             handles += draw_training(axes, c, colour)
+        else:
+            draw_train_loss(axes, c, style)
         # equal schedules lie on each other: the earlier run is wider, so that each stays visible
         lr.plot(c.tx, c.lr, color=colour, ls=dash, lw=2 + min(2, 6 / len(runs)) * (len(runs) - 1 - n))
         draw_validation(axes, c, style, tag, alone, labels)
         if not alone or len(c.ex):  # a leading _ would hide the label
             handles.append(Line2D([], [], label="val" if alone else tag + name.lstrip("_"), **style))
+    if not alone and any(np.isfinite(c.etrain).any() for _, c, _, _ in runs):
+        handles.append(Line2D([], [], color=GREY, lw=1, alpha=0.6, label="thin: train, evaluated"))
     if labels[bpb] or labels[loss]:
         handles.append(Line2D([], [], ls="", marker="o", ms=9, mfc="white", mec=GREY, mew=2.2,
                               label="best val"))
-    finish_axes(axes, c.x, alone, labels)
+    finish_axes(axes, c.x, labels)
     columns = 5 if alone else max(1, 120 // (max(len(h.get_label()) for h in handles) + 8))
     fig.legend(handles=handles, loc="outside lower center", ncol=min(columns, len(handles) or 1),
                frameon=False)
