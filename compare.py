@@ -23,6 +23,7 @@ many of either. --help: all keys.
 """
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -41,11 +42,11 @@ from nanoheads.common import (UserError, explain, fault_of_own_file, json_safe, 
 from nanoheads.folders import LONGEST, find, joined
 from nanoheads.hub import own_mechanism as own
 from nanoheads.probes import promises
-from nanoheads.study import (analysis, costs, fingerprint, ledger, queue, rates, report, results, tables,
-                             trial)
-from nanoheads.study.findings import reused_sentence
+from nanoheads.study import (analysis, costs, findings, fingerprint, ledger, queue, rates, report, results,
+                             tables, trial)
 from nanoheads.study.reuse import Reuse, counted, is_same_code
 from nanoheads.study.variants import BOOKKEEPING, StudyConfig, VariantBuilder, variants_of
+from nanoheads.text.dataset import NotPrepared
 
 PLAIN = "plain"
 
@@ -364,17 +365,17 @@ def plan_of(study):
                                     sizes["val"]["tokens"])
     rows = []
     for variant in variants.values():
-        flags = " ".join(f"{key}={value}" for key, value in variant.flags.items())[:70]
-        rows.append((variant.name, f"{variant.params:,}", f"{variant.train.max_iters:,}",
-                     f"{variant.tokens * variant.flops_per_token:.3g}", flags))
+        own = results.sizes_of(variant, device)
+        rows.append((variant.name, f"{own['params']:,}", f"{own['steps']:,}",
+                     findings.short(analysis.training_flops(own)), flags_in_short(variant.flags)))
     names = {folder: name for (_, name, _), folder in study.runs.items()}
     left = [folder for folder in names if study.result(folder) is None]
     steps = (variants.get(names[folder], plain).train.max_iters for folder in left)
     budget = sum(steps) / plain.train.max_iters
     hours = budget * seconds / place.count / 3600
-    length = f"{60 * hours:.0f} minutes" if hours < 2 else f"{hours:.2g} hours"
+    length = f"{math.ceil(60 * hours)} minutes" if hours < 2 else f"{hours:.2g} hours"
     notes = [f"{len(names):,} runs, {len(left):,} of them to do, in {study.trials}",
-             *([reused_sentence(study.reused(), len(names))] if study.taken else []),
+             *([findings.reused_sentence(study.reused(), len(names))] if study.taken else []),
              f"about {length}, {place.count} at once, if each took as long as the plain GPT's here, "
              f"{seconds:,.0f} s; what the others take: bench.py --mechanisms"]
     if place.per_gpu > 1:
@@ -388,7 +389,32 @@ def plan_of(study):
     if c.tune_lr:
         notes.append("the rates of what is judged are tuned before that: of this the first round alone is "
                      "counted")
-    return "\n".join([table(("variant", "parameters", "steps", "FLOPs", "flags"), rows, left=(0, 4)), *notes])
+    head = ("variant", "parameters", "steps", "training FLOPs", "flags")
+    return "\n".join([table(head, rows, left=(0, 4)), *notes])
+
+
+def plans(config, name):
+    """plan_of() each size of a study, and what else is to be known before it runs. UserError."""
+    notes, found = check_parts(config), []
+    for size in config.sizes or [config.size]:
+        study = Study(on_text(at_size(config, size), *config.texts[:1] or [None]), name)
+        study.run(None)
+        found.append(plan_of(study))
+    if config.texts[1:]:
+        found.append(f"What is judged is trained again on {', '.join(config.texts[1:])}.")
+    return [*found, *notes]
+
+
+def plan_without_data(config, missing):
+    """What a study compares where its data is missing, which everything else follows from, as text."""
+    rows = [(PLAIN, ""), *((name, flags_in_short(flags)) for name, flags in variants_of(config).items())]
+    rows += [(f"plain x {multiple:g}", "") for multiple in config.budgets]
+    return (f"{table(('variant', 'flags'), rows, left=(0, 1))}\n"
+            f"{missing}; then --dry_run shows parameters, FLOPs, runs and time too")
+
+
+def flags_in_short(flags):
+    return " ".join(f"{key}={value}" for key, value in flags.items())[:70]
 
 
 def name_of(config, files):
@@ -547,16 +573,20 @@ def take_into_trials(study):
 
 
 def check_parts(config):
-    """UserError, before anything runs, where a size or a text cannot be had, or a mechanism looks ahead."""
+    """UserError, before anything runs, where a size or a text cannot be had, or a mechanism looks ahead.
+
+    Returns what is known of its mechanisms that does not stop it, as lines.
+    """
     sizes = [at_size(config, size) for size in config.sizes]
     if bad := [f"at {each.size}: {problem}" for each in sizes for problem in each.problems()]:
         raise UserError("; ".join(bad))
     every = variants_of(config)
     more = {f"{name} at {each.size}": flags for each in sizes for name, flags in variants_of(each).items()
             if every.get(name) != flags}
-    promises.refuse_leaks({**every, **more})
+    notes = promises.refuse_leaks({**every, **more})
     for each in [*sizes[1:], *(on_text(config, text) for text in config.texts[1:])]:
         VariantBuilder(each).variants()
+    return notes
 
 
 def keep_file(config, out):
@@ -600,15 +630,14 @@ def run(argv):
         return
     files = configurator.split_args(argv, configurator.keys_of((StudyConfig,)))[0]
     name = name_of(config, files)
-    check_parts(config)
     if config.dry_run:
-        for size in config.sizes or [config.size]:
-            study = Study(on_text(at_size(config, size), *config.texts[:1] or [None]), name)
-            study.run(None)
-            print(plan_of(study))
-        if config.texts[1:]:
-            print(f"What is judged is trained again on {', '.join(config.texts[1:])}.")
+        try:
+            print(*plans(config, name), sep="\n")
+        except NotPrepared as e:
+            print(plan_without_data(config, e))
         return
+    if notes := check_parts(config):
+        print(*notes, sep="\n", flush=True)
     if config.out_dir is None:
         out, line = default_folder(config, name)
         config = replace(config, out_dir=str(out))

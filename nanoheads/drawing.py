@@ -41,8 +41,11 @@ def ticks(axis, at, text=None):
     axis.set_ticks([], minor=True)
 
 
-def label_right(ax, labels):
-    """Write [(y, text, colour)] right of the axes at their heights, pushed apart where they would overlap."""
+def label_right(ax, labels, size=12):
+    """Write [(y, text, colour)] right of the axes at their heights, pushed apart where they would overlap.
+
+    size: of the letters, at most. Returns [(height, (y, text, colour))] as written, heights 0 to 1.
+    """
     ax.get_ylim()  # settles the autoscale that transData needs
     labels, gap = sorted(labels), min(0.07, 1 / max(len(labels), 1))
     at = [ax.transAxes.inverted().transform(ax.transData.transform((0, y)))[1] for y, _, _ in labels]
@@ -52,7 +55,8 @@ def label_right(ax, labels):
         at[i] = min(at[i], at[i + 1] - gap if i + 1 < len(at) else 1)
     for height, (_, text, colour) in zip(at, labels):
         ax.text(1.02, height, text, transform=ax.transAxes, va="center", color=colour,
-                fontsize=min(12, 170 * gap))
+                fontsize=min(size, 170 * gap))
+    return list(zip(at, labels))
 
 
 def encoded(figure, kind):

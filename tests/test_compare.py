@@ -5,6 +5,7 @@ import gzip
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from nanoheads.hub import own_mechanism
 from nanoheads.study import (analysis, costs, findings, fingerprint, ledger, page, pictures, queue, rates,
                              report, results, stats, tables, trial)
 from nanoheads.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, variants_of
+from nanoheads.text.dataset import missing
 from train import train
 
 from conftest import write_dataset
@@ -1299,6 +1301,82 @@ def test_a_plan_runs_nothing(plain, capsys):
     assert "plain x 0.7" in said and "xsa" in said and (" minutes, " in said or " hours, " in said)
     # 3 variants x 2 seeds on validation, then 5 of one variant, 5 of the plain GPT and of each of 3 budgets
     assert "31 runs, 31 of them to do" in said and not Path("out").exists()
+
+
+def column_of(plan, title):
+    """{variant: cell} of a column of a plan's table."""
+    head, *rows = [re.split("  +", line) for line in plan.splitlines()]
+    return {row[0]: row[head.index(title)] for row in rows if len(row) > 3}
+
+
+def training_flops_of(found):
+    """{variant: training FLOPs} as the report's table of costs shows them."""
+    head, rows, _ = findings.costs_table(found)
+    return {name: row[head.index("training FLOPs")].split(" (")[0] for name, row in zip(found["arms"], rows)}
+
+
+def test_a_plan_has_the_training_flops_of_the_report(plain, here, monkeypatch, capsys):
+    """--dry_run once showed what the algorithm needs, and the report what the kernels execute."""
+    monkeypatch.setattr(compare, "place_for", lambda config: here)
+    monkeypatch.setattr(costs, "seconds_per_run", lambda *args: 1.0)
+    argv = ["--base", str(plain), "--device=cpu", "--mechanisms=constraint_a,routing_inf,unet_concat,window",
+            "--settings={'n_layer': 2, 'n_head': 4}", "--seeds=1,2", "--plain_seeds=2", "--budgets=[0.5]",
+            "--out_dir=out/a"]
+    main([*argv, "--dry_run"])
+    planned = column_of(capsys.readouterr().out, "training FLOPs")
+    assert set(planned) == {"plain", "plain x 0.5", "constraint_a", "routing_inf", "unet_concat", "window"}
+    main([*argv, "--match_parameters=False"])
+    found = results.read("out/a/results.json.gz")
+    assert training_flops_of(found) == planned
+    for name, arm in found["arms"].items():  # those that differences at equal FLOPs are read at
+        ratio = analysis.training_flops(arm) / analysis.training_flops(found["arms"]["plain"])
+        assert name in ("plain", "plain x 0.5") or ratio == next(
+            c["equal_flops"]["ratio"] for c in found["comparisons"] if c["variant"] == name)
+        needed = arm["flops_per_token"] * arm["tokens"]
+        assert findings.short(needed) != planned[name]  # what the plan showed before
+
+
+def test_the_plan_of_the_demo_has_the_training_flops_of_its_report(tmp_path, bytes_data, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(costs, "seconds_per_run", lambda *args: 1.0)
+    settings = dict(dataset=str(bytes_data), max_iters=320, eval_interval=80)
+    main([str(ROOT / "config/studies/demo.py"), "--dry_run", "--device=cpu", f"--settings={settings}"])
+    planned = column_of(capsys.readouterr().out, "training FLOPs")
+    assert planned == training_flops_of(results.read(ROOT / "results/demo.json.gz")) and len(planned) == 3
+
+
+def test_a_plan_without_its_data_names_the_command_that_makes_it(monkeypatch, capsys, own_mechanisms_go):
+    monkeypatch.chdir(ROOT)
+
+    def not_there(name):
+        raise missing("wikitext2_byte")
+    monkeypatch.setattr("nanoheads.study.variants.Dataset", not_there)
+    main(["config/studies/controls.py", "--dry_run", "--device=cpu"])
+    said = capsys.readouterr()
+    *rows, last = said.out.splitlines()
+    assert last.startswith("dataset wikitext2_byte is not prepared; run: python ")
+    assert "data/wikitext2/prepare.py --encoding=byte;" in last and said.err == ""
+    assert [re.split("  +", row)[0].strip() for row in rows] == [
+        "variant", "plain", "control_noise", "short_conv", "query_gain", "parameters without effect",
+        "AdamW for Muon", "learned positions for RoPE", "no QK-norm", "QK-norm without a gain", "plain again",
+        "plain x 0.7", "plain x 1.4", "plain x 2"]
+    with pytest.raises(SystemExit, match="is not prepared"):  # a study itself is refused
+        main(["config/studies/controls.py", "--device=cpu"])
+
+
+def test_the_plan_of_the_controls_reads_as_a_plan(
+        tmp_path, bytes_data, monkeypatch, capsys, own_mechanisms_go):
+    """It began with two lines that called a promise broken: parameters without effect have no gradient."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(trial, "TRIALS", tmp_path)
+    monkeypatch.setattr(costs, "seconds_per_run", lambda *args: 1.0)
+    main(["config/studies/controls.py", "--dry_run", "--device=cpu",
+          f"--settings={dict(dataset=str(bytes_data))}"])
+    said = capsys.readouterr()
+    first, *_, last = said.out.splitlines()
+    assert first.startswith("variant ") and "broken" not in said.out and said.err == ""
+    assert last.startswith("Note: 'parameters without effect' is compared all the same, although ")
+    assert said.out.count("Note: ") == 1 and "75 runs, 75 of them to do" in said.out
 
 
 @pytest.fixture

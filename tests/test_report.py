@@ -7,12 +7,15 @@ import re
 import subprocess
 from html.parser import HTMLParser
 
+import matplotlib as mpl
 import numpy as np
 import pytest
 
 from browser import CHROMIUM
+from labels import hidden_labels
 from nanoheads import drawing
-from nanoheads.study import findings, page, pictures, report, tables
+from nanoheads.common import ROOT
+from nanoheads.study import analysis, findings, page, pictures, report, results, tables
 from nanoheads.study.findings import headline
 from nanoheads.study.page import html as html_of
 
@@ -227,7 +230,7 @@ def test_table_with_every_verdict_comes_first(variants):
     assert rows[1].startswith("plain GPT")
     for c in main_rows(found):
         label = found["arms"][c["variant"]]["label"]
-        assert any(row.startswith(label) and row.endswith(c["verdict"]) for row in rows)
+        assert any(row.startswith(f"{label} {c['verdict']} ") for row in rows)
     assert top.index("class=lead") < top.index("<table>")
 
 
@@ -265,7 +268,9 @@ def test_better_only_than_a_smaller_baseline_is_told():
     found = make_found(2)
     wider = next(c for c in found["comparisons"] if c["equal"] == ["parameters"])
     wider["verdict"] = "leaning"
-    assert "1 of 2 variants was shown to be better than the plain GPT, 1 of them not at" in headline(found)
+    assert headline(found).startswith("1 of 2 variants was shown to be better than the plain GPT; 1 worse. ")
+    assert headline(found).endswith("ACAG, a gate for each element is not shown to be better at equal "
+                                    "parameters.")
     alone = make_found(1)
     next(c for c in alone["comparisons"] if c["equal"] == ["tuned rates"])["verdict"] = "undecided"
     assert headline(alone).endswith("bits/byte; not shown to be better at equal tuned rates.")
@@ -273,6 +278,96 @@ def test_better_only_than_a_smaller_baseline_is_told():
     for name in ("of one", label):
         first = report.table_of({**alone, "name": name}).replace("\n", " ")
         assert first.startswith(f"{name}: ") and first.count(f"{label}: ") == 1
+
+
+def one_better(**changes):
+    """A study of one variant, better by 0.02; changes: of its own entry. (study, comparison)."""
+    found = make_found(1)
+    found["comparisons"] = [row := main_rows(found)[0]]
+    row.update(verdict="better", mean=-0.02, low=-0.03, high=-0.01, words="better by 0.02 bits/byte")
+    plain, entry = found["arms"]["plain"], found["arms"][row["variant"]]
+    entry.update({**{key: plain[key] for key in ("params", "flops_per_token", "executed_flops_per_token",
+                                                 "multiple")}, **changes})
+    return found, row
+
+
+def of_one_budget(row):
+    for key in ("worth", "equal_flops", "equal_time"):
+        row.pop(key)
+
+
+def test_what_was_not_measured_is_not_called_lost():
+    """The demo's headline once spoke of equal time, at which nothing had been compared."""
+    found, row = one_better(params=10**9, flops_per_token=5.8e6, time_ratio=dict(mean=1.1, low=1.0, high=1.2))
+    of_one_budget(row)
+    assert headline(found).endswith("better by 0.02 bits/byte; not shown to be better at equal FLOPs; "
+                                    "equal parameters and equal time were not measured.")
+    found["arms"][row["variant"]]["params"] = found["arms"]["plain"]["params"]
+    assert headline(found).endswith("at equal FLOPs; equal time was not measured.")
+    head, (_, cells), _ = findings.verdicts_table(found)
+    assert [title for title, cell in zip(head, cells) if cell == "not measured"] == [
+        "worth × compute", "at equal FLOPs", "at equal time"]
+    assert report.table_of(found).count("not measured") == 4
+
+
+def test_a_variant_that_costs_no_more_is_better_at_equal_cost_too():
+    found, row = one_better(time_ratio=dict(mean=0.97, low=0.95, high=1.0))
+    of_one_budget(row)
+    assert headline(found).endswith(": better by 0.02 bits/byte.")
+    # a machine may execute as many FLOPs where the algorithm needs more, and the other way round
+    for key in ("flops_per_token", "executed_flops_per_token", "multiple"):
+        more, row = one_better(time_ratio=dict(mean=0.9, low=0.9, high=0.9))
+        of_one_budget(row)
+        more["arms"][row["variant"]][key] *= 1.01
+        assert headline(more).endswith("; not shown to be better at equal FLOPs.")
+
+
+@pytest.mark.parametrize("key, what", [("equal_flops", "FLOPs"), ("equal_time", "time")])
+def test_each_equal_cost_is_better_lost_or_not_measured(key, what):
+    found, row = one_better()
+    low = dict(ratio=1.2, mean=-0.01, low=-0.015, high=-0.005, p=0.01)
+    row.update(equal_flops=dict(low), equal_time=dict(low))
+    assert "equal" not in headline(found)
+    row[key].update(mean=0.0, low=-0.01, high=0.01)
+    assert headline(found).endswith(f"; not shown to be better at equal {what}.")
+    row[key].update(ratio=2.4, mean=None, low=None, high=None, p=None)  # no plain GPT was trained for as much
+    assert headline(found).endswith("; not shown to be better at equal FLOPs." if what == "FLOPs" else
+                                    "; equal time was not measured.")
+    cell = findings.verdicts_table(found).rows[1][-2 if what == "FLOPs" else -1]
+    assert cell == "not measured at 2.40 ×"
+
+
+def test_a_baseline_of_equal_parameters_without_runs_is_not_measured():
+    found = make_found(1)
+    wider = next(c for c in found["comparisons"] if c["equal"] == ["parameters"])
+    found["comparisons"] = [*main_rows(found), wider]
+    wider.update(dict.fromkeys(("mean", "low", "high", "p_corrected")), verdict="undecided")
+    assert headline(found).endswith("; equal parameters were not measured.")
+
+
+def test_of_several_winners_the_headline_counts_what_was_not_measured():
+    found = make_found(3)
+    found["comparisons"] = rows = main_rows(found)
+    for row in rows:
+        row["verdict"], row["equal_time"] = "better", None
+        found["arms"][row["variant"]].update(params=found["arms"]["plain"]["params"], time_ratio=None)
+    for row, high in zip(rows, (-0.01, 0.01, 0.01)):
+        row["equal_flops"].update(mean=0.0, low=-0.02, high=high)
+    assert headline(found) == (
+        "3 of 3 variants were shown to be better than the plain GPT. 2 of the 3 are not shown to be better "
+        "at equal FLOPs; equal time was not measured.")
+    rows[0]["equal_time"] = dict(ratio=1.1, mean=-0.01, low=-0.02, high=-0.001)
+    assert headline(found).endswith("; equal time was not measured for 2 of the 3.")
+    for row in rows:
+        row["equal_flops"].update(high=-0.01)
+    assert headline(found).endswith("plain GPT. Equal time was not measured for 2 of the 3.")
+
+
+def test_the_demo_claims_nothing_of_what_it_did_not_measure():
+    found = results.read(ROOT / "results" / "demo.json.gz")
+    assert found["config"]["budgets"] == [] and not found["config"]["match_parameters"]
+    assert headline(found).endswith("short_conv is not shown to be better at equal FLOPs; equal parameters "
+                                    "and equal time were not measured.")
 
 
 def test_unfinished_study_says_so_at_the_top():
@@ -299,7 +394,7 @@ def test_variant_whose_runs_all_failed_is_listed_as_failed():
         if c["variant"] == "routing_1":
             c.update(dict.fromkeys(("mean", "low", "high", "p_corrected")), differences=[])
     found["failures"] = [dict(arm="routing_1", seed=s, why="out of memory", log="x") for s in found["seeds"]]
-    assert re.search(r"^routing_1 .* failed$", report.table_of(found), re.M)
+    assert re.search(r"^routing_1 +failed ", report.table_of(found), re.M)
     row = rows_in(tables.TABLES["verdicts"](found))[-1]
     assert row["variant"] == "routing_1" and row["verdict"] == "failed"
     assert "1 failed" in headline(found)
@@ -311,7 +406,7 @@ def test_one_seed_has_a_mean_and_no_interval():
     c = main_rows(found)[0]
     c.update(low=None, high=None, p_corrected=None, verdict="undecided", worth=None)
     row, = (line for line in report.table_of(found).splitlines() if f"{c['mean']:+.4f}  " in line)
-    assert "[" not in row and row.endswith("undecided")
+    assert "[" not in row and "  undecided  " in row
 
 
 # ---- safe and whole ----
@@ -377,13 +472,13 @@ def test_terminal_table_fits_and_holds_the_numbers_best_first(variants):
     head = next(i for i, line in enumerate(lines) if line.startswith("variant "))
     plain = lines[head + 1].split()
     mean = np.mean(found["arms"]["plain"]["bpb"])
-    assert plain[:3] == ["plain", "GPT", "124M"] and float(plain[3]) == pytest.approx(mean, abs=5e-5)
+    assert plain[:4] == ["plain", "GPT", "–", "124M"] and float(plain[4]) == pytest.approx(mean, abs=5e-5)
     rows = lines[head + 2:head + 2 + variants]
     shown = [[float(v) for v in re.findall(r"(?<![\w.])[-+][\d.]+", row)] for row in rows]
     ranked = sorted(main_rows(found), key=lambda c: c["mean"])
     for c, numbers, row in zip(ranked, shown, rows):
         assert numbers[:3] == pytest.approx([c["mean"], c["low"], c["high"]], abs=5e-5)
-        assert row.endswith(c["verdict"]) and f"{c['worth']['mean']:.2f} [" in row
+        assert f"  {c['verdict']}  " in row and f"{c['worth']['mean']:.2f} [" in row
         assert numbers[3:] == pytest.approx([c[key]["mean"] for key in ("equal_flops", "equal_time")
                                              if c[key]["mean"] is not None], abs=5e-5)
     assert f"corrected for {len(found['comparisons'])} comparisons" in " ".join(lines)
@@ -426,7 +521,7 @@ def test_steps_to_the_same_score_follow_from_worth():
     rows = findings.steps_table(found).rows
     assert [row[0] for row in rows] == [findings.label_of(found, name) for name in names]
     assert {row[1:] for row in rows} == {("800", "1,000 [880, >1,600]", "+20 %")}
-    assert "1,000 [880, &gt;1,600]" in html_of(found)
+    assert "1,000 [880, >1,600]" in Page(html_of(found)).text
     for c in found["comparisons"]:
         c["worth"] = dict(mean=None, low=None, high=0.8, beyond="less", smallest=0.7, largest=2.0)
     assert {row[2:] for row in findings.steps_table(found).rows} == {("<560 [<560, 640]", "–")}
@@ -450,7 +545,9 @@ def test_tables_keep_the_named_variants_in_that_order():
     assert costs[1]["seconds a run"] == findings.show(entry["seconds"])  # no ratio: it was not timed in turn
     assert not any("decoding" in title for title in costs[1])
     entry["memory_mib"] = 0.0
-    assert rows_in(tables.TABLES["costs"](found, ["routing_1"]))[1]["MiB added"] == "–"
+    entry["time_ratio"] = None
+    row = rows_in(tables.TABLES["costs"](found, ["routing_1"]))[1]
+    assert row["MiB added"] == row["time of a step × [95 %]"] == "not measured"
 
 
 def test_grid_of_rates_says_what_was_chosen_and_what_lies_at_the_edge():
@@ -523,6 +620,51 @@ def test_of_many_variants_a_few_curves_have_a_colour():
     # the plain GPT and its three budgets, a wider and a tuned one, a tuned variant
     assert [len(figure.axes[0].get_lines()) for figure in (few, many)] == [3 + 7, 30 + 7]
     assert [len(figure.legends[0].get_texts()) for figure in (few, many)] == [4, 6]
+
+
+def with_train_loss(found):
+    for run in found["runs"].values():
+        run["curve"]["train"] = [bpb - 0.1 for bpb in run["curve"]["bpb"]]
+    return found
+
+
+def test_learning_curves_show_train_loss_beside_validation():
+    found = make_found(3)
+    without, figure = (pictures.learning(each) for each in (make_found(3), with_train_loss(found)))
+    for old, new in zip(without.axes, figure.axes):
+        dotted = [line for line in new.get_lines() if line.get_linestyle() == ":"]
+        assert len(dotted) == 4 and len(new.get_lines()) == len(old.get_lines()) + 4
+        for line in dotted:  # 0.1 below the validation of the same colour, and in the picture
+            colour = line.get_color()
+            val, = (each for each in new.get_lines() if each.get_color() == colour and each is not line)
+            assert np.allclose(val.get_ydata() - line.get_ydata(), 0.1)
+            assert line.get_ydata().min() > new.get_ylim()[0]
+    assert "dotted: train" in figure.legends[0].get_title().get_text()
+    assert "not in this results file" in without.legends[0].get_title().get_text()
+
+
+@pytest.mark.parametrize("variants", [1, 3, 16, 30])
+def test_no_label_of_a_picture_lies_under_a_curve(variants):
+    found = with_train_loss(make_found(variants))
+    for draw in (pictures.learning, pictures.compute):
+        with mpl.rc_context({**drawing.RC, "font.size": 11}):
+            assert hidden_labels(draw(found)) == []
+    figure, axes = drawing.panels(6, 4)  # as it was: names beside their dots, within the axes
+    axes.plot([0, 1, 2], [2, 1, 0])
+    axes.annotate("a name", (0.9, 1.1), (6, 0), textcoords="offset points", va="center")
+    assert hidden_labels(figure) == ["a name"]
+
+
+def test_names_of_variants_do_not_overlap_in_the_picture_of_compute():
+    found = results.read(ROOT / "results" / "all-tiny.json.gz")["texts"]["wikitext2_byte"]
+    with mpl.rc_context({**drawing.RC, "font.size": 11}):
+        figure = pictures.compute(found)
+        figure.draw_without_rendering()
+    assert hidden_labels(figure) == []
+    names = {findings.label_of(found, c["variant"]) for c in main_rows(found)}
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts if text.get_text() in names]
+    assert len(boxes) == len(names) == 16
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
 def test_compute_shows_plain_budgets_and_variants_at_their_cost():
@@ -621,6 +763,51 @@ for (const [name, width] of ask) {
 </script>"""
 
 
+CUT = """(() => {
+  document.querySelectorAll("details").forEach(each => each.open = true);
+  const right = each => each.getBoundingClientRect().right;
+  return {
+    page: document.documentElement.scrollWidth,
+    scrolling: [...document.querySelectorAll(".scroll")].filter(box => box.scrollWidth > box.clientWidth)
+      .map(box => box.textContent.slice(0, 60)),
+    cut: [...document.querySelectorAll("th, td, .badge")].filter(each =>
+      each.scrollWidth > each.clientWidth + 1 && each.clientWidth || right(each) > innerWidth)
+      .map(each => each.textContent.slice(0, 60)),
+    tables: document.querySelectorAll("table").length, badges: document.querySelectorAll("td .badge").length,
+  };
+})()"""
+
+
+def pages_on_file(name):
+    """{name: html} of a results file's report: over all its texts, and on each."""
+    found = results.read(ROOT / "results" / f"{name}.json.gz")
+    parts = {"all": analysis.pooled(found), **found["texts"]} if "texts" in found else {"all": found}
+    return {part: html_of(study) for part, study in parts.items()}
+
+
+@pytest.mark.parametrize("name", ["demo", "all-tiny"])
+def test_in_a_browser_no_table_is_cut_off_or_scrolls_at_a_desk(name, browser, tmp_path):
+    """The verdict was the last column, right of what a window of 1,200 px shows."""
+    for part, text in pages_on_file(name).items():
+        (tmp_path / f"{part}.html").write_text(text, encoding="utf-8")
+        for width in (1200, 1920):
+            browser.open(tmp_path / f"{part}.html", width)
+            found = browser.ask(CUT)
+            assert found["page"] <= width and found["scrolling"] == found["cut"] == [], (part, width, found)
+            assert found["tables"] >= 4 and found["badges"] >= 2
+    browser.open(tmp_path / "all.html", 400)  # what the script looks for is found on a phone
+    assert browser.ask(CUT)["scrolling"]
+
+
+@pytest.mark.parametrize("name", ["demo", "all-tiny"])
+def test_the_verdict_stands_right_after_the_name(name):
+    for part, text in pages_on_file(name).items():
+        heads = [re.findall(r"<th(?: [^>]*)?>(.*?)</th>", head)
+                 for head in re.findall(r"<thead>.*?</thead>", text)]
+        with_verdict = [head for head in heads if "verdict" in head]
+        assert with_verdict and all(head[:2] == ["variant", "verdict"] for head in with_verdict), part
+
+
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium or Chrome is installed, so no page can be opened")
 def test_in_a_real_browser_the_page_fits_a_phone_and_a_desk_loads_nothing_and_logs_nothing(tmp_path):
     pages = {"three.html": make_found(3), "thirty.html": make_found(30),
@@ -653,7 +840,7 @@ def test_a_winner_that_loses_at_the_cost_it_takes_is_no_plain_winner():
     assert "at equal FLOPs" in findings.headline(small)
     row["equal_flops"].update(mean=-0.01, low=-0.015, high=-0.005)
     assert "FLOPs" not in findings.headline(small)
-    # no plain GPT was as dear, or as cheap: the first shows nothing, the second only helps the variant
+    # no plain GPT was as dear, or as cheap: the first is not shown, the second only helps the variant
     row["equal_flops"].update(ratio=2.4, mean=None, low=None, high=None, p=None)
     assert "at equal FLOPs" in findings.headline(small)
     row["equal_flops"].update(ratio=0.6)

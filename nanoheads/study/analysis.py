@@ -149,9 +149,12 @@ def as_compute(curve, row, variants, alpha):
 
 def flops_ratio(variant, plain):
     """FLOPs that a variant's training executes over the plain GPT's; NaN where not counted."""
-    one, other = (number(each.get("executed_flops_per_token")) * number(each.get("tokens"))
-                  for each in (variant, plain))
-    return one / other
+    return training_flops(variant) / training_flops(plain)
+
+
+def training_flops(variant):
+    """FLOPs that a variant's whole training executes, evaluations aside; NaN where they were not counted."""
+    return number(variant.get("executed_flops_per_token")) * number(variant.get("tokens"))
 
 
 def at_equal_cost(curve, each, ratio, alpha):

@@ -1,11 +1,13 @@
 """
 What a study found, in words and as tables of text: what the terminal, the docs and report.html show.
 
-found: what results.py reads from a results.json.gz. Whatever in it is not known yet is None, and shown as –.
+found: what results.py reads from a results.json.gz. Whatever in it is not known yet is None, and shown as –;
+what a study did not measure reads "not measured".
 """
 
 import math
 import re
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +25,9 @@ MEANING = {
     "leaning": "seems different by itself, but among so many comparisons that may be chance",
     "undecided": "better, worse or the same: these seeds cannot tell, more of them would",
 }
+
+
+NOT_MEASURED = "not measured"
 
 
 class Table(NamedTuple):
@@ -128,26 +133,83 @@ def headline(found):
     rows = against_plain(found)
     if not rows:
         return "No variant was compared with the plain GPT."
-    best = [c["variant"] for c in rows if verdict_of(found, c) == "better"]
-    # (whose, what must be equal) where the better ones are not shown to be better: at equal cost also those
-    # that cost more than any plain GPT that was trained
-    lost = [(name, equal_of(found, c)) for name in best for c in others(found) if c["equal"]
-            and c["variant"].removesuffix(", tuned") == name and c["verdict"] != "better"]
-    lost += [(c["variant"], what) for c in rows if c["variant"] in best
-             for key, what in (("equal_flops", "FLOPs"), ("equal_time", "time"))
-             if (each := c.get(key)) and (each["high"] >= 0 if known(each["high"]) else each["ratio"] > 1)]
+    best = [c for c in rows if verdict_of(found, c) == "better"]
+    lost, unmeasured = limits_of(found, best)
+    whats = listed(list(dict.fromkeys(what for own in lost.values() for what in own)), "or")
     if len(rows) == 1:
-        but = f"; not shown to be better at equal {listed([what for _, what in lost])}" * bool(lost)
-        return f"{label_of(found, rows[0]['variant'])}: {sentence_of(found, rows[0]).rstrip('.')}{but}."
+        parts = [sentence_of(found, rows[0]).rstrip(".")]
+        if lost:
+            parts.append(f"not shown to be better at equal {whats}")
+        return f"{label_of(found, rows[0]['variant'])}: {'; '.join([*parts, *unmeasured])}."
     verdicts = [verdict_of(found, c) for c in rows]
     words = [word for word in (*MEANING, "failed", "no runs yet") if word in verdicts and word != "better"]
     rest = "".join(f"; {verdicts.count(word)} {word}" for word in words)
     screened = f"{len(found['screened'])} variants were screened. " if found.get("screened") else ""
-    whats = listed(list(dict.fromkeys(what for _, what in lost)), "or")
-    but = f", {len(dict(lost))} of them not at equal {whats}" * bool(lost)
     rest = rest.replace(" same", f" the same within ±{found['margin']:g} bits/byte")
     were = f"variants {'was' if len(best) < 2 else 'were'} shown to be better than the plain GPT"
-    return f"{screened}{len(best) or 'Not one'} of {len(rows)} {were}{but}{rest}."
+    said = f"{screened}{len(best) or 'Not one'} of {len(rows)} {were}{rest}."
+    parts = []
+    if lost:
+        one, *more = lost
+        who = f"{len(lost)} of the {len(best)} are" if more else f"{label_of(found, one)} is"
+        parts.append(f"{who} not shown to be better at equal {whats}")
+    parts += unmeasured
+    more = "; ".join(parts)
+    return f"{said} {more if lost else more[0].upper() + more[1:]}." if more else said
+
+
+def limits_of(found, best):
+    """What else is to be said of the variants that are better than the plain GPT as it is.
+
+    best: their comparisons. Returns {variant: [what is equal where it is not shown to be better]}, without
+    those that are shown to be better everywhere, and clauses on what was not measured.
+    """
+    lost, unmeasured = {}, []
+    for c in best:
+        shown = shown_at_equal(found, c)
+        unmeasured += [what for what, is_shown in shown.items() if is_shown is None]
+        if whats := [what for what, is_shown in shown.items() if is_shown is False]:
+            lost[c["variant"]] = whats
+    count = Counter(unmeasured)
+    of_all = [f"equal {what}" for what, n in count.items() if n == len(best)]
+    clauses = [f"{listed(of_all)} {were_or_was(of_all)} {NOT_MEASURED}"] if of_all else []
+    clauses += [f"equal {what} {were_or_was([what])} {NOT_MEASURED} for {n} of the {len(best)}"
+                for what, n in count.items() if n < len(best)]
+    return lost, clauses
+
+
+def were_or_was(words):
+    return "were" if len(words) > 1 or words[0].endswith("s") else "was"
+
+
+def shown_at_equal(found, c):
+    """{what is equal: whether a variant is shown to be better there too, None: that was not measured}.
+
+    A variant that needs no more of something than the plain GPT is better at an equal amount of it. FLOPs at
+    which no plain GPT was trained count as not shown: it is known that the variant takes more.
+    """
+    variant, plain = found["arms"][c["variant"]], found["arms"]["plain"]
+    more = {key: number(variant.get(key)) / number(plain.get(key))
+            for key in ("params", "flops_per_token", "executed_flops_per_token")}
+    shown = {"parameters": True if more["params"] <= 1.001 else None}  # as same_parameters() has it
+    for other in others(found):
+        if other["equal"] and other["variant"].removesuffix(", tuned") == c["variant"]:
+            shown[equal_of(found, other)] = other["verdict"] == "better" if known(other["mean"]) else None
+    multiple, time = number(variant.get("multiple")), variant.get("time_ratio") or {}
+    flops = max(more["flops_per_token"], more["executed_flops_per_token"]) * multiple
+    shown["FLOPs"] = bool(shown_at_cost(c.get("equal_flops"), flops))
+    shown["time"] = shown_at_cost(c.get("equal_time"), number(time.get("high")) * multiple)
+    return shown
+
+
+def shown_at_cost(each, ratio):
+    """Whether a difference at equal cost is below 0 for certain; None: not measured.
+
+    each: c["equal_flops"] or c["equal_time"], None without budgets; ratio: the cost then, × the plain GPT's.
+    """
+    if each and known(each["high"]):
+        return each["high"] < 0
+    return True if (each["ratio"] if each else ratio) <= 1 else None
 
 
 def notices(found):
@@ -227,26 +289,28 @@ def verdicts_table(found, only=None, difference=interval):
 
     difference: how a difference at equal cost is shown.
     """
-    head = ("variant", "params", "seeds", "bits/byte", f"difference [{level(found)}]", "corrected p",
-            "worth × compute", "at equal FLOPs", "at equal time", "verdict")
-    rows = [(*row_of(found, "plain"), "–", "–", "1", "–", "–", "–")]
-    rows += [(*row_of(found, c["variant"]), interval(c), p_of(c), worth_of(c),
-              at_cost(c, "equal_flops", difference), at_cost(c, "equal_time", difference),
-              verdict_of(found, c)) for c in against_plain(found, only)]
-    return Table(head, rows, (0, len(head) - 1))
+    head = ("variant", "verdict", "params", "seeds", "bits/byte", f"difference [{level(found)}]",
+            "corrected p", "worth × compute", "at equal FLOPs", "at equal time")
+    label, *sizes = row_of(found, "plain")
+    rows = [(label, "–", *sizes, "–", "–", "1", "–", "–")]
+    for c in against_plain(found, only):
+        label, *sizes = row_of(found, c["variant"])
+        rows.append((label, verdict_of(found, c), *sizes, interval(c), p_of(c), worth_of(c),
+                     at_cost(c, "equal_flops", difference), at_cost(c, "equal_time", difference)))
+    return Table(head, rows, (0, 1))
 
 
 def texts_table(found, only=None):
     """Each variant's difference over all texts of a study and on each of them, its worth and its verdict."""
     both, texts = analysis.pooled(found), found["texts"]
-    rows = [("plain GPT", row_of(both, "plain")[-1], "–", *("–" for _ in texts), "1", "–")]
+    rows = [("plain GPT", "–", row_of(both, "plain")[-1], "–", *("–" for _ in texts), "1")]
     for c in against_plain(both, only):
         label, *_, score = row_of(both, c["variant"])
         each = (interval(own) for study in texts.values() for own in against_plain(study, [c["variant"]]))
-        rows.append((label, score, interval(c), *each, worth_of(c), verdict_of(both, c)))
-    head = ("variant", "bits/byte", f"difference [{level(both)}]", *(f"on {text}" for text in texts),
-            "worth × compute", "verdict")
-    return Table(head, rows, (0, len(head) - 1))
+        rows.append((label, verdict_of(both, c), score, interval(c), *each, worth_of(c)))
+    head = ("variant", "verdict", "bits/byte", f"difference [{level(both)}]",
+            *(f"on {text}" for text in texts), "worth × compute")
+    return Table(head, rows, (0, 1))
 
 
 def without(table, *titles):
@@ -263,10 +327,13 @@ def row_of(found, name):
 
 
 def worth_of(c, of=1, spec=".2f"):
-    """0.93 [0.88, 0.99]: a multiple of the plain GPT's compute, or of its steps; < or > what was measured."""
+    """0.93 [0.88, 0.99]: a multiple of the plain GPT's compute, or of its steps; < or > what was measured.
+
+    – where the plain GPT does not get better with compute.
+    """
     w = c.get("worth") or {}
     if not w or w.get("problem"):
-        return "–"
+        return "–" if w else NOT_MEASURED
     w = {key: value * of if isinstance(value, (int, float)) else value for key, value in w.items()}
     less, more = (f"{sign}{show(w.get(key), 'g' if of == 1 else spec)}"
                   for sign, key in (("<", "smallest"), (">", "largest")))
@@ -283,16 +350,19 @@ def steps_table(found, only=None):
     steps, rows = found["arms"]["plain"].get("steps"), []
     for c in against_plain(found, only):
         worth, own = (c.get("worth") or {}).get("mean"), found["arms"][c["variant"]].get("steps")
-        if known(steps) and known(own) and worth_of(c) != "–":
+        if known(steps) and known(own) and worth_of(c) not in ("–", NOT_MEASURED):
             saved = f"{100 * (1 - own / worth / steps):+.0f} %" if known(worth) else "–"
             rows.append((label_of(found, c["variant"]), show(own), worth_of(c, steps, ",.0f"), saved))
     return Table(("variant", "its steps", "plain GPT's steps to its score", "steps saved"), rows, (0,))
 
 
 def at_cost(c, key, difference):
-    """What is left of a difference at equal cost, and that cost; – where no plain GPT was that dear."""
+    """What is left of a difference at equal cost, and that cost; whether a plain GPT was trained for it."""
     each = c.get(key)
-    return f"{difference(each)} at {show(each['ratio'], '.2f')} ×" if each else "–"
+    if not each:
+        return NOT_MEASURED
+    left = difference(each) if known(each["mean"]) else NOT_MEASURED
+    return f"{left} at {show(each['ratio'], '.2f')} ×"
 
 
 def mean_alone(c):
@@ -300,13 +370,13 @@ def mean_alone(c):
 
 
 def others_table(found, only=None):
-    head = ("variant", "against", "what is equal", "bits/byte", "the other's", f"difference [{level(found)}]",
-            "corrected p", "verdict")
-    rows = [(label_of(found, c["variant"]), label_of(found, c["baseline"]), equal_of(found, c),
-             row_of(found, c["variant"])[-1], row_of(found, c["baseline"])[-1], interval(c), p_of(c),
-             verdict_of(found, c))
+    head = ("variant", "verdict", "against", "what is equal", "bits/byte", "the other's",
+            f"difference [{level(found)}]", "corrected p")
+    rows = [(label_of(found, c["variant"]), verdict_of(found, c), label_of(found, c["baseline"]),
+             equal_of(found, c), row_of(found, c["variant"])[-1], row_of(found, c["baseline"])[-1],
+             interval(c), p_of(c))
             for c in others(found) if only is None or c["variant"].removesuffix(", tuned") in only]
-    return Table(head, rows, (0, 1, 2, 7))
+    return Table(head, rows, (0, 1, 2, 3))
 
 
 def screened_table(found, only=None):
@@ -323,20 +393,21 @@ def screened_table(found, only=None):
 
 def costs_table(found, only=None):
     """What each variant costs, with its ratio to the plain GPT where both were counted, or timed in turn."""
-    plain = found["arms"]["plain"]
     columns = {"params": ("params", short), "FLOPs/token, needed": ("flops_per_token", short),
                "FLOPs/token, executed": ("executed_flops_per_token", short), "steps": ("steps", show),
-               "seconds a run": ("seconds", show),
-               "MiB added": ("memory_mib", lambda mib: show(mib or None))}  # 0: it was not measured
+               "training FLOPs": ("training_flops", short), "seconds a run": ("seconds", show),
+               "MiB added": ("memory_mib", lambda mib: show(mib) if mib else NOT_MEASURED)}
+    costs = {name: {**variant, "training_flops": analysis.training_flops(variant)}
+             for name, variant in chosen(found["arms"], only).items()}
 
-    def cell(variant, key, form):
-        ratio = number(variant.get(key)) / (number(plain.get(key)) or math.nan)
-        alone = variant is plain or key == "seconds"  # which other work on the machine has its part in
-        return form(variant.get(key)) + f" ({ratio:.2f} ×)" * bool(known(ratio) and ratio and not alone)
+    def cell(name, key, form):
+        ratio = number(costs[name].get(key)) / (number(costs["plain"].get(key)) or math.nan)
+        alone = name == "plain" or key == "seconds"  # which other work on the machine has its part in
+        return form(costs[name].get(key)) + f" ({ratio:.2f} ×)" * bool(known(ratio) and ratio and not alone)
 
-    rows = [(label_of(found, name), *(cell(variant, *column) for column in columns.values()),
-             interval(variant["time_ratio"], ".2f") if variant.get("time_ratio") else "–")
-            for name, variant in chosen(found["arms"], only).items()]
+    rows = [(label_of(found, name), *(cell(name, *column) for column in columns.values()),
+             interval(own["time_ratio"], ".2f") if own.get("time_ratio") else NOT_MEASURED)
+            for name, own in costs.items()]
     return Table(("variant", *columns, f"time of a step × [{level(found)}]"), rows)
 
 

@@ -8,6 +8,7 @@ import base64
 import hashlib
 import html as escaping
 import math
+import re
 from pathlib import Path
 
 from nanoheads.study.findings import (MEANING, Table, against_plain, candidates_table, costs_table,
@@ -18,6 +19,7 @@ from nanoheads.study.findings import (MEANING, Table, against_plain, candidates_
                                       tuned_table, verdict_of, verdicts_table)
 from nanoheads.study.stats import STRICT
 
+SEEDS_ABREAST = 10  # columns of a table that a desk's window holds
 BADGES = (*MEANING, "failed", "no runs yet")
 CSS = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 
@@ -39,12 +41,13 @@ def badge(verdict):
 
 
 def grid(table):
-    """A Table that scrolls in a box of its own; "" without rows."""
+    """A Table; "" without rows. It fits a desk; on a phone it scrolls in a box of its own."""
     if not table.rows:
         return ""
 
     def line(cells, first, other):
-        shown = [cell if i in table.words else cell.replace("-", "−") for i, cell in enumerate(cells)]
+        shown = [number_cell(cell) if other == "td" and i not in table.words else cell
+                 for i, cell in enumerate(cells)]
         shown = [badge(cell) if title == "verdict" and cell in BADGES else cell
                  for title, cell in zip(table.head, shown)]
         return tag("tr", *(tag((other if i else first) + " class=w" * (i in table.words), cell)
@@ -52,6 +55,11 @@ def grid(table):
 
     body = tag("tbody", *(line(row, "th scope=row", "td") for row in table.rows))
     return tag("div class=scroll tabindex=0", tag("table", tag("thead", line(table.head, "th", "th")), body))
+
+
+def number_cell(text):
+    """A cell of numbers, which may break before an interval and before a cost alone."""
+    return re.sub(r" (?!\[|at )", "\N{NO-BREAK SPACE}", text.replace("-", "−"))
 
 
 def details(summary, *parts):
@@ -92,10 +100,12 @@ WORDS = {
         "same score are those of a plain GPT whose learning rate falls over just as many; a variant's step "
         "may cost more.",
     "Learning curves":
-        "Line: mean over the finished seeds; band: lowest seed to highest; grey: other variants.",
+        "Line: mean over the finished seeds on validation; band: lowest seed to highest; dotted: mean on "
+        "training text; grey: other variants on validation.",
     "Costs":
         "× is the ratio to the plain GPT. Needed: by the algorithm; executed: by these kernels, which may "
-        "compute what is thrown away. The time of a step was measured in turn with the plain GPT's; seconds "
+        "compute what is thrown away. Training FLOPs are executed in a whole run, evaluations aside; "
+        "--dry_run shows the same. The time of a step was measured in turn with the plain GPT's; seconds "
         "and memory are medians of runs that may have shared a machine.",
     "Learning rates":
         "Bits/byte on validation of whole runs with the learning rates × each factor, one group of them at a "
@@ -126,20 +136,30 @@ def in_words(found):
     return details("Every verdict in a sentence", tag("ul class=cards", *lines))
 
 
-def seeds_of(found):
+def runs_tables(found):
+    """Bits/byte of every run, SEEDS_ABREAST seeds a table: of the later ones only what has such seeds."""
     seeds = sorted({seed for variant in found["arms"].values() for seed in variant["seeds"]})
-    runs, tests = [], []
-    for label, variant in labelled(found):
-        own = dict(zip(variant["seeds"], variant["bpb"]))
-        runs.append((label, show(mean_of(variant), ".4f"), *(show(own.get(seed), ".4f") for seed in seeds)))
+    tables = []
+    for at in range(0, len(seeds), SEEDS_ABREAST):
+        part, rows = seeds[at:at + SEEDS_ABREAST], []
+        for label, variant in labelled(found):
+            own = dict(zip(variant["seeds"], variant["bpb"]))
+            if not at or {*part} & {*own}:
+                rows.append((label, show(mean_of(variant), ".4f"),
+                             *(show(own.get(seed), ".4f") for seed in part)))
+        tables.append(Table(("variant", "mean", *(f"seed {seed}" for seed in part)), rows))
+    return tables
+
+
+def seeds_of(found):
+    tests = []
     for c in [*against_plain(found), *others(found)]:
         low, high = (show((c.get("text") or {}).get(end), "+.4f") for end in ("low", "high"))
         pair = (label_of(found, c["variant"]), label_of(found, c["baseline"]))
         tests.append((*pair, interval(c), f"[{low}, {high}]"))
-    runs = Table(("variant", "mean", *(f"seed {seed}" for seed in seeds)), runs)
     over = [f"over {what} [{level(found)}]" for what in ("seeds", "text")]
     tests = Table(("variant", "against", *over), tests, (0, 1))
-    return tag("div", details("Bits/byte of every run", grid(runs)),
+    return tag("div", details("Bits/byte of every run", *map(grid, runs_tables(found))),
                details("Intervals over seeds and over text", grid(tests)))
 
 

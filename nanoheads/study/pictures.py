@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 from nanoheads.common import number
-from nanoheads.drawing import COLOURS, panels, ticks
+from nanoheads.drawing import COLOURS, label_right, panels, ticks
 from nanoheads.study.findings import MEANING, against_plain, known, label_of, level, mean_of, printable, short
 
 # blue, orange, green, purple, grey, and black for the plain GPT: as on the page
@@ -86,22 +86,28 @@ def draw_row(axes, y, c, left, right):
 # ---- learning curves ----
 
 def mean_curve(variant, runs):
-    """Mean, lowest, highest validation bits/byte where all finished seeds have one; None without a curve."""
+    """Mean, lowest, highest validation bits/byte where all finished seeds have one, and their mean on
+    training text, NaN where that was not kept; None without a curve.
+    """
     curves = [runs.get(run, {}).get("curve") for run in variant.get("runs") or []]
     curves = [c for c, bpb in zip(curves, variant.get("bpb") or []) if c and known(bpb)]
-    seeds = [{t: (t, s, b) for t, s, b in np.array([c["tokens"], c["seconds"], c["bpb"]], float).T
-              if np.isfinite(b)} for c in curves]
+    seeds = []
+    for c in curves:
+        train = c.get("train") or [math.nan] * len(c["tokens"])
+        rows = np.array([c["tokens"], c["seconds"], c["bpb"], train], float).T
+        seeds.append({row[0]: row for row in rows if np.isfinite(row[2])})
     at = sorted(set.intersection(*map(set, seeds))) if seeds else []
     if not at:
         return None
-    tokens, seconds, bpb = np.array([[seed[t] for t in at] for seed in seeds]).transpose(2, 0, 1)
-    return {"training tokens": tokens[0], "mean": bpb.mean(0), "low": bpb.min(0), "high": bpb.max(0),
+    tokens, seconds, bpb, train = np.array([[seed[t] for t in at] for seed in seeds]).transpose(2, 0, 1)
+    return {"training tokens": tokens[0], "train": train.mean(0),
+            "mean": bpb.mean(0), "low": bpb.min(0), "high": bpb.max(0),
             "training FLOPs, executed": tokens[0] * number(variant.get("executed_flops_per_token")),
             "seconds of training": seconds.mean(0)}
 
 
 def learning(found):
-    """A Figure: validation bits/byte of each variant against tokens, FLOPs and time; None: no curves yet."""
+    """A Figure: bits/byte of each variant against tokens, FLOPs and time; None: no curves yet."""
     curves = {name: c for name, variant in found["arms"].items() if (c := mean_curve(variant, found["runs"]))}
     if not curves:
         return None
@@ -111,7 +117,9 @@ def learning(found):
               for i, name in enumerate(chosen)}
     styles |= {"plain": dict(color="black")} if "plain" in curves else {}
     late = [c["high"][len(c["high"]) // 3:].max() for c in curves.values()]  # after the steep start
-    top, low = np.quantile(late, 0.9), min(c["low"].min() for c in curves.values())
+    trained = np.concatenate([curves[name]["train"] for name in styles])
+    top = np.quantile(late, 0.9)
+    low = np.nanmin([*(c["low"].min() for c in curves.values()), *trained])
     figure, every = panels(11, 4.4, 3)
     for axes, against in zip(every, ("training tokens", "training FLOPs, executed", "seconds of training")):
         for name in curves.keys() - styles:
@@ -120,14 +128,19 @@ def learning(found):
             c = curves[name]
             axes.fill_between(c[against], c["low"], c["high"], color=style["color"], alpha=0.12, linewidth=0)
             axes.plot(c[against], c["mean"], **style)
+            if np.isfinite(c["train"]).any():
+                axes.plot(c[against], c["train"], color=style["color"], linewidth=1, linestyle=":")
         axes.set_xlabel(against)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: short(v)))
     axes.set_ylim(low - 0.05 * (top - low) - 1e-3, top + 0.05 * (top - low) + 1e-3)
-    every[0].set_ylabel("bits/byte, validation")
+    every[0].set_ylabel("bits/byte")
     last = {name: curves[name]["mean"][-1] for name in styles}
     handles = [Line2D([], [], label=f"{cut(label_of(found, name))}, {last[name]:.3f}", **styles[name])
                for name in sorted(last, key=last.get)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=10)
+    words = ("lines: validation, with its last value; dotted: train" if np.isfinite(trained).any() else
+             "validation, with its last value; the train loss is not in this results file")
+    figure.legend(handles=handles, title=words, loc="outside lower center", ncols=3, frameon=False,
+                  fontsize=10, title_fontsize=10)
     return figure
 
 
@@ -143,18 +156,23 @@ def compute(found):
     x, y = zip(*plain)
     span = max(y) - min(y) or 0.01
     low, high = min(y) - 0.3 * span, max(y) + 0.3 * span
-    figure, axes = panels(8.6, 4.6)
+    rows = [(c, c["equal_flops"]["ratio"], mean_of(variants[c["variant"]])) for c in against_plain(found)
+            if c.get("equal_flops")]
+    rows = [row for row in rows if known(row[1]) and known(row[2])]
+    figure, axes = panels(8.6, max(4.6, 1.2 + 0.2 * len(rows)))
     axes.plot(x, y, "o-", color="black", markersize=5)
-    for c in against_plain(found):
-        ratio, score = (c.get("equal_flops") or {}).get("ratio"), mean_of(variants[c["variant"]])
-        if known(ratio) and known(score):
-            colour, at = VERDICT_COLOURS.get(c["verdict"]), min(max(score, low), high)
-            axes.plot([ratio], [at], "o" if at == score else "^" if at == high else "v", color=colour)
-            axes.annotate(cut(label_of(found, c["variant"])), (ratio, at), (6, 0), fontsize=9, color=colour,
-                          textcoords="offset points", va="center")
+    places = {}
+    for c, ratio, score in rows:
+        colour, at = VERDICT_COLOURS.get(c["verdict"]), min(max(score, low), high)
+        axes.plot([ratio], [at], "o" if at == score else "^" if at == high else "v", color=colour)
+        places[at, cut(label_of(found, c["variant"])), colour] = ratio
     axes.set(xscale="log", xlabel="executed training FLOPs, × the plain GPT's (black: the plain GPT)",
              ylabel=f"bits/byte, {found['data']['split']}", ylim=(low - 0.05 * span, high + 0.05 * span))
     ticks(axes.xaxis, x)
+    # the names stand right of the axes, each at the end of a thin line from its dot: no curve hides one
+    for height, label in label_right(axes, places, size=9):
+        axes.annotate("", (places[label], label[0]), (1.015, height), textcoords="axes fraction",
+                      arrowprops=dict(arrowstyle="-", color=label[2], linewidth=0.5, alpha=0.5))
     return figure
 
 

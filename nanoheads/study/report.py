@@ -12,8 +12,8 @@ from nanoheads import drawing
 from nanoheads.common import table, write_atomic
 from nanoheads.study import analysis, page, pictures
 from nanoheads.study.findings import (Table, dynamic_tables, headline, ladder_sentences, ladder_table,
-                                      notices, others_table, printable, remarks, texts_table, verdicts_table,
-                                      without)
+                                      mean_alone, notices, others_table, printable, remarks, texts_table,
+                                      verdicts_table, without)
 
 # ---- terminal ----
 
@@ -30,9 +30,10 @@ def table_of(found, width=120):
         name, first = f"{found['name']}: ", headline(found)
         above = [first if first.startswith(name) else name + first, *notices(found)]
         below = [" ".join(remarks(found))]
-        main, more = (without(part(found), "seeds", "corrected p") for part in (verdicts_table, others_table))
         # of differences at equal cost the mean alone: intervals and costs are on the page
-        rows = [[cell.split()[0] if title.startswith("at equal") else cell
+        main, more = (without(each, "seeds", "corrected p") for each in (
+            verdicts_table(found, difference=mean_alone), others_table(found)))
+        rows = [[cell.partition(" at ")[0] if title.startswith("at equal") else cell
                  for title, cell in zip(main.head, row)] for row in main.rows]
         tables = [Table([title.removeprefix("at ") for title in main.head], rows, main.words), more,
                   *dynamic_tables(found)]

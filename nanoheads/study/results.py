@@ -29,7 +29,7 @@ import torch
 
 from model import GPTConfig
 from nanoheads import configurator
-from nanoheads.common import ROOT, UserError, git_commit, json_safe, pick_device, write_atomic
+from nanoheads.common import ROOT, UserError, git_commit, json_safe, number, pick_device, write_atomic
 from nanoheads.traces import summaries
 from nanoheads.hub import own_mechanism as own
 from nanoheads.study import analysis, costs, dynamic, queue, shape, trial
@@ -170,18 +170,22 @@ def summary_of(study, variant, folders, done, nothing_runs):
 
     first = next((folder for folder, result in zip(folders.values(), found) if result), None)
     inside = inspected(first, nothing_runs) if first else NOT_INSPECTED
-    executed = costs.executed_flops(variant.model, pick_device(study.config.device))
     multiple = variant.train.max_iters / study.builder.plain.train.max_iters
-    return dict(kind=variant.kind, label=variant.label, flags=variant.flags, steps=variant.train.max_iters,
-                multiple=multiple, params=variant.params, tokens=variant.tokens,
-                flops_per_token=variant.flops_per_token,
-                executed_flops_per_token=executed,
+    return dict(kind=variant.kind, label=variant.label, flags=variant.flags, multiple=multiple,
+                **sizes_of(variant, pick_device(study.config.device)),
                 time_ratio=time_ratio(study, variant, nothing_runs),
                 seconds=median("seconds"), tokens_per_s=median("tokens_per_s"),
                 memory_mib=median("memory_mib"), best_step=median("best_step"),
                 seeds=list(folders), bpb=[result and result["bpb"] for result in found],
                 runs=[folder.name for folder in folders.values()],
                 commands=commands_of(study, variant, next(iter(folders), 1), found), **inside)
+
+
+def sizes_of(variant, device):
+    """What is known of a variant before it has run: steps, parameters, tokens, FLOPs a token."""
+    return dict(steps=variant.train.max_iters, params=variant.params, tokens=variant.tokens,
+                flops_per_token=variant.flops_per_token,
+                executed_flops_per_token=costs.executed_flops(variant.model, device))
 
 
 def time_ratio(study, variant, nothing_runs):
@@ -231,13 +235,18 @@ def flags_of(variant):
 
 
 def curve_of(folder, result):
-    """Validation bits per byte of one run against tokens and seconds, at most CURVE_POINTS of them."""
+    """Bits per byte of one run against tokens and seconds, at most CURVE_POINTS of them.
+
+    bpb: on validation; train: on training text, at the validation split's bytes a token.
+    """
     if "curve" in result:  # a run on file
         return result["curve"]
     rows = [row for row in trial.rows(folder) if "val_bpb" in row]
     rows = rows[::-1][::math.ceil(len(rows) / CURVE_POINTS) or 1][::-1]
+    bpb = [row["val_bpb"] for row in rows]
+    train = [number(row.get("train_loss")) / (row["val_loss"] or math.nan) * row["val_bpb"] for row in rows]
     return dict(tokens=[row["tokens"] for row in rows], seconds=[round(row["elapsed_s"], 2) for row in rows],
-                bpb=[round(row["val_bpb"], 6) for row in rows])
+                bpb=[round(v, 6) for v in bpb], train=[round(v, 6) for v in train])
 
 
 def patch():

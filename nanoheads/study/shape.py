@@ -31,7 +31,8 @@ SCORES = Each(Each(NUMBER))  # {name: {seed: bits/byte}}
 RUN = dict(**PIECE, params=NUMBER, flops_per_token=NUMBER, block_nats=Maybe([NUMBER]),
            spec=dict(model=dict, train=dict(device=Maybe(str), own_mechanism=Maybe(str)),
                      score=dict(split=str), data=Maybe(Each(str))),
-           curve=Maybe(dict(tokens=[NUMBER], seconds=[NUMBER], bpb=[OPEN])))
+           # train: not kept before 2026-11-25
+           curve=Maybe(dict(tokens=[NUMBER], seconds=[NUMBER], bpb=[OPEN], train=Maybe([OPEN]))))
 ARM = dict(kind=str, label=str, flags=dict, steps=NUMBER, multiple=NUMBER, params=NUMBER, tokens=NUMBER,
            flops_per_token=NUMBER, executed_flops_per_token=OPEN,
            time_ratio=Maybe(dict(mean=NUMBER, low=NUMBER, high=NUMBER, ratios=Maybe([NUMBER]))),
@@ -139,6 +140,6 @@ def problem_of(study):
     for name, run in study["runs"].items():
         if not run["bytes"] > 0:
             return f"runs.{name}.bytes is {run['bytes']}, and must be above 0"
-        if len({*map(len, (run.get("curve") or {}).values())}) > 1:
+        if len({len(each) for each in (run.get("curve") or {}).values() if each is not None}) > 1:
             return f"runs.{name}.curve has lists of several lengths"
     return None

@@ -72,22 +72,22 @@ def at_equal_parameters(found, c):
 
 def explained(found, only=None):
     """The variants that IN_WORDS explains, or `only`, against the plain GPT: for a reader who knows none."""
-    head = ("variant: what it does", "bits/byte", f"difference [{level(found)}]", "worth × compute",
-            "at equal parameters", "at equal FLOPs", "verdict")
-    rows = [("plain GPT: " + IN_WORDS["plain"], row_of(found, "plain")[-1], "–", "1", "–", "–", "–")]
+    head = ("variant: what it does", "verdict", "bits/byte", f"difference [{level(found)}]",
+            "worth × compute", "at equal parameters", "at equal FLOPs")
+    rows = [("plain GPT: " + IN_WORDS["plain"], "–", row_of(found, "plain")[-1], "–", "1", "–", "–")]
     for c in against_plain(found, only or list(IN_WORDS)):
         if c["variant"] not in IN_WORDS:
             raise UserError(f"IN_WORDS in nanoheads/study/tables.py does not say what {c['variant']} does")
-        rows.append((f"{label_of(found, c['variant'])}: {IN_WORDS[c['variant']]}",
+        rows.append((f"{label_of(found, c['variant'])}: {IN_WORDS[c['variant']]}", verdict_of(found, c),
                      row_of(found, c["variant"])[-1], interval(c), worth_of(c), at_equal_parameters(found, c),
-                     at_cost(c, "equal_flops", mean_alone), verdict_of(found, c)))
-    return in_markdown(*Table(head, rows, (0, 6)))
+                     at_cost(c, "equal_flops", mean_alone)))
+    return in_markdown(*Table(head, rows, (0, 1)))
 
 
 def counted(found, only=None):
     """What each variant costs as it is counted, without the times, which other work on a machine disturbs."""
     table = costs_table(found, only)
-    times = [title for title in table.head if title.startswith(("seconds", "time"))]
+    times = [title for title in table.head if title.startswith(("seconds", "time of"))]
     return in_markdown(*without(table, *times))
 
 

@@ -25,6 +25,10 @@ BEGINNINGS = (TITLE,
 REOPEN_AFTER = 64 << 20  # bytes read through one mapping before it is dropped: resident memory stays bounded
 
 
+class NotPrepared(UserError):
+    """A dataset whose prepare script is there and has not been run."""
+
+
 class Dataset:
     """data/<name>, or any folder that a prepare script wrote. UserError when it is missing or damaged.
 
@@ -35,7 +39,7 @@ class Dataset:
         folders = (Path(name), ROOT / "data" / name, ROOT / name)
         self.dir = next((folder for folder in folders if (folder / "meta.json").is_file()), None)
         if self.dir is None:
-            raise UserError(missing(name))
+            raise missing(name)
         try:
             self.meta = json.loads((self.dir / "meta.json").read_text(encoding="utf-8"))
             self.splits, _ = self.meta["splits"], self.meta["name"]
@@ -113,7 +117,7 @@ def beginnings(tokenizer, tokens, *patterns):
 
 
 def missing(name):
-    """One line about a data folder that is not there, with the command that makes it or the nearest name."""
+    """The UserError for a data folder that is not there: the command that makes it, or the nearest name."""
     known = {p.parent.name: "" for p in (ROOT / "data").glob("*/prepare.py")}
     # a second encoding has a folder of its own but no script of its own
     match = re.match(r"(.*)_(byte|char|gpt2)$", Path(name).name)
@@ -122,11 +126,13 @@ def missing(name):
         known.setdefault(f"{base}_{encoding}", f" --encoding={encoding}")
     close = difflib.get_close_matches(Path(name).name, known, 1, 0.6)
     if not close:
-        return f"no dataset {name}: neither a folder with a meta.json nor one of {', '.join(sorted(known))}"
+        return UserError(f"no dataset {name}: neither a folder with a meta.json nor one of "
+                         f"{', '.join(sorted(known))}")
     if close != [Path(name).name]:
-        return f"no dataset {name}; did you mean {close[0]}?"
+        return UserError(f"no dataset {name}; did you mean {close[0]}?")
     script = ROOT / "data" / (base if known[close[0]] else close[0]) / "prepare.py"
-    return f"dataset {name} is not prepared; run: python {os.path.relpath(script)}{known[close[0]]}"
+    return NotPrepared(f"dataset {name} is not prepared; run: python {os.path.relpath(script)}"
+                       f"{known[close[0]]}")
 
 
 class Reader:
