@@ -256,7 +256,8 @@ def reading(found):
         "At equal FLOPs, at equal time: the difference to a plain GPT trained for as much as the variant "
         "costs, which follows the ×. A variant may win by the step and lose by the hour. Not corrected.",
         "What is equal: a wider plain GPT has as many parameters as the variant; at tuned rates both sides "
-        "have their own best learning rates. – is what is not known."]
+        "have their own best learning rates. Not measured: it was not timed, or no plain GPT was trained for "
+        "as much. – is what is not known."]
     return tag("div", *words, *(tag("p", text) for text in texts))
 
 
