@@ -254,6 +254,26 @@ def test_every_command_of_the_docs_is_read(words, monkeypatch, own_mechanisms_go
         assert lines and all(re.search(MISSING, line) for line in lines), e.code
 
 
+def read_before_made(page):
+    """The run folders and label sets that commands of a page read and no command before it has made."""
+    made, lacking = set(), []
+    for words in commands(page):
+        line = " ".join(words)
+        lacking += [at for at in re.findall(r"--(?:ckpt|plain)[ =](\S+)|--(labels[ =]\w+)", line)
+                    if not made & {*at}]
+        made.update(re.findall(r"--out_dir[ =](\S+)", line))
+        made.update(f"labels {name}" for name in re.findall(r"--by[ =](\w+)", line))
+    return lacking
+
+
+def test_the_page_of_constraint_heads_makes_what_its_commands_read(tmp_path):
+    page = ROOT / "docs" / "constraints.md"
+    assert len(commands(page)) > 8 and read_before_made(page) == []
+    for gone in ("--out_dir=out/p1", "--by=weak"):  # a control
+        (tmp_path / "page.md").write_text(text_of(page).replace(gone, ""))
+        assert read_before_made(tmp_path / "page.md")
+
+
 @pytest.mark.parametrize("line", ["train.py --scale=tiny --muon_rate=1",
                                   "sample.py --ckpt x --temprature 1",
                                   "compare.py config/studies/none.py",
