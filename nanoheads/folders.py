@@ -48,13 +48,14 @@ def joined(words, base="", longest=LONGEST):
 
 # ---- which of several ----
 
-def find(name, asked, files, asked_in):
+def find(name, asked, files, asked_in, goes_on=False):
     """(the folder that a command means, a line where its name is taken by others or None).
 
     It is that of out/name, out/name-2, ... which holds what is asked for, the newest of several, and else the
     first that is free. asked: {key: value}. files: names of files; a folder without any of them is free.
     asked_in(folder): what was asked for there; None: it does not say, and then out/name itself is taken for
-    what is asked for, since that is all that there was before folders had numbers.
+    what is asked for, since that is all that there was before folders had numbers. goes_on: the command begins
+    nothing new, so where no folder holds what is asked for it means the newest that has the name.
     """
     first, numbered = Path("out", name), re.compile(rf"{re.escape(name)}-([2-9]|[1-9]\d+)")
     several = {1: first, **{int(match[1]): path for path in first.parent.glob("*")
@@ -63,6 +64,8 @@ def find(name, asked, files, asked_in):
     there = {number: asked_in(path) for number, path in held.items()}
     if own := [path for number, path in held.items() if there[number] == asked]:
         return max(own, key=lambda path: written(path, files)), None
+    if goes_on and held:
+        return max(held.values(), key=lambda path: written(path, files)), None
     if 1 not in held or there[1] is None:
         return first, None
     new = first.with_name(f"{name}-{next(number for number in count(2) if number not in held)}")

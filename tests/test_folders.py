@@ -168,12 +168,13 @@ def test_a_run_finds_its_folder_again_and_another_of_the_name_gets_a_number(trai
     sizes()
     trained(config, "--resume", max_iters=7)
     assert steps() == {name: 7, f"{name}-2": 8}
-    sizes(lr=3e-3)  # --resume of what is not there yet: a new run, as it was where a folder is not there
-    assert "where no checkpoint is yet: starting anew" in trained(config, "--resume")
-    assert steps() == {name: 7, f"{name}-2": 8, f"{name}-3": 6}
+    sizes(lr=3e-3)  # a file edited before --resume: the newest run of the name goes on, and says what changed
+    said = trained(config, "--resume", max_iters=8)
+    assert "changed since the last save: lr=0.003, was 0.001" in said and f"in out/{name}\n" in said
+    assert steps() == {name: 8, f"{name}-2": 8}
     sizes(lr=2e-3)
     trained(config, "--overwrite")  # its own folder alone
-    assert steps() == {name: 7, f"{name}-2": 6, f"{name}-3": 6}
+    assert steps() == {name: 8, f"{name}-2": 6}
 
 
 def test_evaluating_makes_no_folder_and_reads_the_one_that_is_meant(trained, sizes, bytes_data):
@@ -183,8 +184,8 @@ def test_evaluating_makes_no_folder_and_reads_the_one_that_is_meant(trained, siz
     sizes(lr=2e-3)
     trained(config, max_iters=4)
     assert "step       4 " in trained(config, "--eval_only")
-    sizes(lr=3e-3)  # of which there is none: as it was, by the name
-    assert "step       6 " in trained(config, "--eval_only")
+    sizes(lr=3e-3)  # of which there is none: the newest of the name
+    assert "step       4 " in trained(config, "--eval_only")
     assert {*steps()} == {name, f"{name}-2"} == {path.name for path in Path("out").iterdir()}
 
 

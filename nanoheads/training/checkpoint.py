@@ -281,10 +281,8 @@ def asked_in(folder):
 
 def default_folder(model_config, config):
     """(out_dir for a command that gives none, a line about it or None), from the name that config has."""
-    name = Path(config.out_dir).name
-    folder, line = find(name, asked_for(model_config, config), RUN_FILES, asked_in)
-    if config.eval_only and line:  # which makes no run, so that there is nothing in a new folder
-        return config.out_dir, None
+    folder, line = find(Path(config.out_dir).name, asked_for(model_config, config), RUN_FILES, asked_in,
+                        goes_on=config.resume or config.eval_only)
     return str(folder), line
 
 
