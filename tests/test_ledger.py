@@ -86,7 +86,8 @@ def test_a_difference_is_that_of_the_means_of_its_runs(rows):
                      for name in (row["label"], "plain") if name in study["arms"]]
             if row["stage"].startswith("judged") and row["against"] == "plain GPT" and len(sides) == 2:
                 seeds_matter = row["id"].startswith(("ladder-nano.0-33M", "controls-tiny", "dose-tiny",
-                                                     "value_embedding-depth6", "all-tiny", "scenarios-tiny"))
+                                                     "value_embedding-depth6", "all-tiny",
+                                                     "scenarios-tiny"))
                 seeds_matter = seeds_matter and row["text"] != "enwiki15"  # there no effect of a seed shows
                 off = 2e-3 if seeds_matter else 1e-6
                 assert row["mean"] == pytest.approx(sides[0] - sides[1], abs=off), row["id"]
