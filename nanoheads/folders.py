@@ -54,8 +54,8 @@ def find(name, asked, files, asked_in, goes_on=False):
     It is that of out/name, out/name-2, ... which holds what is asked for, the newest of several, and else the
     first that is free. asked: {key: value}. files: names of files; a folder without any of them is free.
     asked_in(folder): what was asked for there; None: it does not say, and then out/name itself is taken for
-    what is asked for, since that is all that there was before folders had numbers. goes_on: the command begins
-    nothing new, so where no folder holds what is asked for it means the newest that has the name.
+    what is asked for, since that is all that there was before folders had numbers. goes_on: the command
+    begins nothing new, so where no folder holds what is asked for it means the newest that has the name.
     """
     first, numbered = Path("out", name), re.compile(rf"{re.escape(name)}-([2-9]|[1-9]\d+)")
     several = {1: first, **{int(match[1]): path for path in first.parent.glob("*")
