@@ -43,7 +43,7 @@ def test_these_are_the_programs():
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems' OpenMP is left as it is")
 @pytest.mark.parametrize("program", [*PROGRAMS, "data/label.py", "nanoheads/hub/harness.py"])
 def test_threads_are_told_to_wait_briefly_before_torch_is_imported(program):
-    assert environment_at_torch(program) == {"GOMP_SPINCOUNT": "1000"}
+    assert environment_at_torch(program) == {"GOMP_SPINCOUNT": "10000"}
 
 
 @pytest.mark.parametrize("name, value", [("GOMP_SPINCOUNT", "5"), ("OMP_WAIT_POLICY", "active"),
@@ -58,7 +58,7 @@ def test_the_number_of_threads_says_nothing_of_how_they_wait(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setattr(sys, "platform", "linux")
     threads.wait_briefly()
-    assert os.environ["GOMP_SPINCOUNT"] == "1000"
+    assert os.environ["GOMP_SPINCOUNT"] == "10000"
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])
