@@ -12,7 +12,8 @@ Speed and memory, as ratios measured in one run: training step and cached decodi
     python bench.py --contexts 1024 4096 16384        # decoding after so many: routing that skips or not
     python bench.py --contexts 128 1024 --nanogpt ../nanoGPT     # and nanoGPT, which reads all again
 
-Contestants take turns, a few steps each, round after round: a machine that slows down slows all of them.
+A training step is train.training_step(), as in a run. Contestants take turns, a few steps each, round after
+round: a machine that slows down slows all of them.
 The ratio of a round is within that round; what is printed is the median over rounds with a 95 % interval
 (order statistics of the median). A time alone means nothing on a shared machine.
 
@@ -22,27 +23,423 @@ row too.
 """
 
 import argparse
+import functools
+import gc
+import importlib.util
+import json
 import math
+import multiprocessing
+import os
+import re
+import statistics
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 from nanoheads import threads  # before torch, whose threads it has wait briefly
 
 import torch
 
-from model import MECHANISMS, RECIPES
-from nanoheads.common import UserError, last_words, output_written, pick_device, table, writable, write_json
+import train
+from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache
+from nanoheads.common import (ROOT, UserError, explain, keep_freed_memory, last_words, output_written,
+                              pick_device, table, writable, write_json)
 from nanoheads.hub import own_mechanism
 from nanoheads.kernels import allow_graphs
-from nanoheads.timing import on_cuda
-from nanoheads.training.contest import MORE, contest_rows, decode_rows, matmul_rate, memory_rows, pair_rows
-from nanoheads.training.optim import CUDA_GRAPHS
-from nanoheads.training.race import race
+from nanoheads.pruning import prune_heads
+from nanoheads.text.dataset import Dataset
+from nanoheads.timing import mfu, on_cuda, progress_bar, take_turns, time_rows, timed
+from nanoheads.training import checkpoint
+from nanoheads.training.config import TrainConfig
+from nanoheads.training.optim import CUDA_GRAPHS, precision
+from nanoheads.training.ranks import Process
+from nanoheads.training.scoring import score
 
 # option, default on cpu, default on cuda
 SIZES = (("n_layer", 4, 12), ("n_head", 4, 12), ("n_embd", 128, 768), ("block_size", 64, 1024),
          ("batch_size", 12, 32))
 LARGEST = 2**31 - 1  # of any count: what is above fits no machine, and is no number for torch
+
+
+# beside model.MECHANISMS: everything together, and routing that computes the selected queries alone (on cuda)
+MORE = {"all_on": ALL_ON, "routing_packed": dict(routing="moh", routing_capacity=1.25)}
+
+
+# ---- contestants: {name: build() -> (model, train step, decode)} ----
+
+def gpt_config(args, block_size, **flags):
+    return GPTConfig(vocab_size=args.vocab_size, block_size=block_size, n_layer=args.n_layer,
+                     n_head=args.n_head, n_embd=args.n_embd, **flags)
+
+
+def ours(recipe, args, flags={}, off=0.0):
+    """A GPT with a mechanism's flags, and this share of each layer's heads pruned."""
+    def build():
+        model = GPT(gpt_config(args, args.block_size, recipe=recipe, **flags))
+        if off:
+            prune_heads(model, {layer: range(round(off * args.n_head)) for layer in range(args.n_layer)})
+        config = TrainConfig(dtype=args.dtype, compile=args.compile,
+                             compile_mode=args.compile_mode).for_recipe(recipe)
+        run = train.ready_to_step(model.to(args.device), config, Process(args.device))
+        return model, functools.partial(train.training_step, run), model.generate
+    return build
+
+
+def nanogpt(path, args):
+    """nanoGPT's model, and the step of its train.py."""
+    def build():
+        spec = importlib.util.spec_from_file_location("nanogpt_model", Path(path) / "model.py")
+        module = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        stdout, sys.stdout = sys.stdout, open(os.devnull, "w")  # it prints what it counts
+        config = module.GPTConfig(vocab_size=args.vocab_size, block_size=args.block_size,
+                                  n_layer=args.n_layer, n_head=args.n_head, n_embd=args.n_embd,
+                                  dropout=0.0, bias=False)
+        model = module.GPT(config).to(args.device)
+        optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), torch.device(args.device).type)
+        sys.stdout = stdout
+        compiled = torch.compile(model) if args.compile else model
+
+        def step(x, y):
+            with autocast(args):
+                _, loss = compiled(x, y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)  # its train.py reads the loss of every tenth step
+
+        def decode(idx, n):
+            model.eval()
+            out = model.generate(idx, n)
+            model.train()
+            return out
+        return model, step, decode
+    return build
+
+
+def contestants_of(args):
+    """{name: build}; the first one is what the ratios are to."""
+    recipe = args.recipes[0]
+    if args.heads_off:
+        return {f"{recipe}-{share:.0%}": ours(recipe, args, off=share) for share in args.heads_off}
+    if args.mechanisms:
+        flags = {**MECHANISMS, **MORE}
+        names = []
+        for name in args.mechanisms.split(","):
+            names += [*MECHANISMS, "all_on"] if name == "all" else [name]
+        return {recipe: ours(recipe, args), **{name: ours(recipe, args, flags[name]) for name in names}}
+    first = {"nanogpt": nanogpt(args.nanogpt, args)} if args.nanogpt else {}
+    return {**first, **{recipe: ours(recipe, args) for recipe in args.recipes}}
+
+
+# ---- measuring ----
+
+def autocast(args):
+    return precision(args.dtype, torch.device(args.device).type)[1]
+
+
+def batch(args):
+    """Random inputs and targets, [B, T] each."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(args.vocab_size, (2, args.batch_size, args.block_size), generator=generator)
+    return ids.to(args.device)
+
+
+def matmul_rate(args, n=8192):
+    """Measured bf16 matrix-product rate in TFLOP/s: the ceiling that utilisation is a share of."""
+    a, b = torch.randn(2, n, n, device=args.device, dtype=torch.bfloat16)
+    seconds = [timed(lambda: [a @ b for _ in range(10)], args.device) / 10 for _ in range(5)]
+    return 2 * n**3 / statistics.median(seconds) / 1e12
+
+
+# ---- peak memory ----
+
+def peak_memory_cpu(name, args):
+    """Peak resident bytes that building and three steps add, in a process of its own; None without /proc."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(memory_worker, (name, args))
+
+
+def memory_worker(name, args):
+    def peak():
+        try:
+            return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+        except OSError:
+            return None
+    torch.set_num_threads(args.threads)
+    keep_freed_memory()
+    for path in (vars(args).get("own_mechanism") or "").split(","):
+        if path:  # this process has not read it yet
+            own_mechanism.add(path)
+    # what the libraries load at a first step is not the model's memory
+    tiny = argparse.Namespace(**{**vars(args), "n_layer": 2, "n_head": 6, "n_embd": 96, "block_size": 16,
+                                 "batch_size": 1})
+    contestants_of(tiny)[name]()[1](*batch(tiny))
+    before = peak()
+    _, step, _ = contestants_of(args)[name]()
+    for _ in range(3):
+        step(*batch(args))
+    return None if before is None else peak() - before
+
+
+def step_peak_cuda(step, x, y):
+    """Peak bytes of a step beyond the weights and optimizer states of all contestants."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step(x, y)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def build_peak_cuda(build, x, y):
+    """Peak bytes of a model built, trained for two steps and thrown away again."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    _, step, _ = build()
+    step(x, y)
+    torch.cuda.reset_peak_memory_stats()
+    step(x, y)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def memory_rows(args):
+    """Yield the peak memory of each contestant alone."""
+    for name, build in progress_bar(contestants_of(args).items(), "memory"):
+        try:
+            peak = build_peak_cuda(build, *batch(args)) if on_cuda(args) else peak_memory_cpu(name, args)
+            row = dict(what="memory", name=name, peak_bytes=peak)
+        except Exception as e:
+            row = failure("memory", name, e)
+        yield row
+        free_memory(args)
+
+
+# ---- training steps and decoding ----
+
+class Contest:
+    """Contestants side by side: built and dropped by name, and timed taking turns; rate: matmul_rate()."""
+
+    def __init__(self, args, rate):
+        self.args, self.rate = args, rate
+        self.x, self.y = batch(args)
+        self.builders = contestants_of(args)
+        self.built, self.own_bytes = {}, {}  # own: on cuda, its weights and the optimizer's state
+        self.measured = set()  # (kind of work, name)
+
+    def build(self, name):
+        cuda = on_cuda(self.args)
+        before = torch.cuda.memory_allocated() if cuda else 0
+        self.built[name] = self.builders[name]()
+        if cuda:
+            _, step, _ = self.built[name]
+            step(self.x, self.y)  # a first step makes the optimizer's state
+            self.own_bytes[name] = torch.cuda.memory_allocated() - before
+
+    def drop(self, name):
+        self.built.pop(name, None)
+        free_memory(self.args)
+
+    def train(self, name):
+        _, step, _ = self.built[name]
+        for _ in range(self.args.steps):
+            step(self.x, self.y)
+
+    def decode(self, name):
+        _, _, generate = self.built[name]
+        with autocast(self.args):
+            prompts = torch.zeros(self.args.decode_batch, 1, dtype=torch.long, device=self.args.device)
+            generate(prompts, self.args.block_size - 1)
+
+    def rows(self):
+        """Yield a row for each that is built and each kind of work, once; the ratios are to the first."""
+        args, first = self.args, next(iter(self.built))
+        for what in args.what.split(","):
+            if what == "decode":
+                seconds = take_turns(self.built, self.decode, args, what)
+                repeats = args.block_size - 1
+                tokens = repeats * args.decode_batch
+            else:
+                seconds = take_turns(self.built, self.train, args, what)
+                tokens, repeats = args.steps * args.batch_size * args.block_size, args.steps
+            for row in time_rows(what, seconds, first, tokens, repeats):
+                if (what, row["name"]) not in self.measured:
+                    row.update(self.more_of(row) if what == "train" else {})
+                    self.measured.add((what, row["name"]))
+                    yield row
+
+    def more_of(self, row):
+        """What else is known of a training step: its share of the device's rate, its memory."""
+        args, name = self.args, row["name"]
+        if not on_cuda(args):
+            return {"peak_bytes": peak_memory_cpu(name, args)} if args.memory else {}
+        model, step, _ = self.built[name]
+        found = {"peak_bytes": self.own_bytes[name] + step_peak_cuda(step, self.x, self.y)}
+        if name == "nanogpt":  # which is recipe=gpt2, counted by our formula
+            model, _, _ = self.built.get("gpt2", (None, None, None))
+        if model is not None:
+            used = model.flops_per_token() * row["tokens_per_s"]
+            found.update(share_of_matmul_rate=used / (self.rate * 1e12),
+                         mfu=mfu(model, row["tokens_per_s"], args.device, args.dtype))
+        return found
+
+
+def contest_rows(args, rate):
+    """Yield rows of all contestants, which take turns together."""
+    contest = Contest(args, rate)
+    for name in contest.builders:
+        contest.build(name)
+    yield from contest.rows()
+
+
+def pair_rows(args, rate):
+    """Yield rows of each contestant taking turns with the first alone; the first's own from one pair."""
+    contest = Contest(args, rate)
+    first, *others = contest.builders
+    contest.build(first)
+    for name in others:
+        try:
+            contest.build(name)
+            yield from contest.rows()
+        except Exception as e:
+            yield failure(args.what, name, e)
+        contest.drop(name)
+
+
+def failure(what, name, e):
+    """The row of a contestant that an exception ended."""
+    text = explain(e) or f"{type(e).__name__}: {' '.join(str(e).split())}"
+    return dict(what=what, name=name, error=text.splitlines()[0][:300])
+
+
+def free_memory(args):
+    """Give back what a contestant that is gone has held: its optimizers and its compiled code form cycles."""
+    gc.collect()
+    if on_cuda(args):
+        torch.cuda.empty_cache()
+
+
+def decode_rows(args):
+    """Yield the times of one more token after each of args.contexts.
+
+    Ours, from a cache: all heads read, or only the selected ones. With nanoGPT: it reads all again.
+    """
+    token = torch.zeros(args.batch_size, 1, dtype=torch.long, device=args.device)
+    recipe = args.recipes[0]
+    variants = dict(plain=dict(recipe=recipe), dense=dict(recipe=recipe, routing="moh", routing_skip=False),
+                    skip=dict(recipe=recipe, routing="moh"))
+    if args.nanogpt:
+        variants = {recipe: dict(recipe=recipe) for recipe in args.recipes}
+    for context in progress_bar(args.contexts, "contexts"):
+        actions = {"nanogpt": whole_again(context, args)} if args.nanogpt else {}
+        actions.update({name: cached(context, flags, args) for name, flags in variants.items()})
+
+        def decode(name):
+            with torch.inference_mode(), autocast(args):
+                for _ in range(args.steps):
+                    actions[name](token)
+        seconds = take_turns(actions, decode, args, f"context {context}")
+        yield from time_rows(f"{context:,}", seconds, "nanogpt" if args.nanogpt else "dense",
+                             args.steps * args.batch_size, args.steps)
+
+
+def whole_again(context, args):
+    """action(token): nanoGPT's logits after `context` tokens and this one."""
+    model, _, _ = nanogpt(args.nanogpt, argparse.Namespace(**{**vars(args), "block_size": context + 1}))()
+    model.eval()
+    idx = torch.zeros(args.batch_size, context, dtype=torch.long, device=args.device)
+    return lambda token: model(torch.cat((idx, token), 1))
+
+
+def cached(context, flags, args):
+    """action(token): our logits after a cache that holds `context` tokens, and this one."""
+    model, cache = filled_cache(context, flags, args)
+
+    def action(token):
+        model.head(model.hidden(token, cache))
+        cache.length = context
+    return action
+
+
+def filled_cache(context, flags, args):
+    """(model, cache that holds `context` tokens): what the keys hold does not change the time."""
+    model = GPT(gpt_config(args, context + 1, **flags)).to(args.device).eval()
+    cache = KVCache(model.config)
+    shape = (2, args.batch_size, args.n_head, context, model.config.head_size)
+    for layer in range(args.n_layer):
+        cache.append(layer, *torch.randn(shape, device=args.device, dtype=getattr(torch, args.dtype)))
+    cache.length = context
+    return model, cache
+
+
+# ---- the race: how soon is the result that nanoGPT's README names reached? ----
+
+# nats per character: what nanoGPT's README reports after 2,000 iterations of its CPU setting
+REFERENCE_LOSS = 1.886
+
+
+def race(args):
+    """Train nanoGPT and recipe=modern as their users would, in turn; score both on all of validation."""
+    rows, data, out = [], Dataset("shakespeare_char"), Path("out/race").resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    for seed in range(1337, 1337 + args.seeds):
+        row = dict(seed=seed)
+        for name in ("nanogpt", "modern") if seed % 2 else ("modern", "nanogpt"):
+            folder = out / f"{name}-{seed}"
+            if name == "nanogpt":
+                steps, loop, process = 2000, *race_nanogpt(args.nanogpt, seed, folder)
+            else:
+                steps, loop, process = args.iters, *race_modern(args.iters, seed, folder)
+            model = checkpoint.build(checkpoint.read(folder / "ckpt.pt"), folder)
+            nats, count = score(model, data, "val")
+            result = dict(steps=steps, val_loss=nats / count, loop_s=loop, process_s=process)
+            row.update({f"{key}_{name}": value for key, value in result.items()})
+            print(f"seed {seed}  {name:<8} {steps:>5} steps  val {nats / count:.4f} nats/char "
+                  f"over {count:,}  loop {loop:6.1f} s  process {process:6.1f} s", flush=True)
+        rows.append(row)
+    for part in ("loop", "process"):
+        ratios = [r[f"{part}_s_modern"] / r[f"{part}_s_nanogpt"] for r in rows]
+        print(f"wall time of the {part}: {statistics.mean(ratios):.3f} of nanoGPT's "
+              f"(each seed: {', '.join(f'{x:.3f}' for x in ratios)})")
+    modern = statistics.mean(r["val_loss_modern"] for r in rows)
+    theirs = statistics.mean(r["val_loss_nanogpt"] for r in rows)
+    print(f"mean val loss: modern {modern:.4f} after {args.iters} steps, nanoGPT {theirs:.4f} after 2,000; "
+          f"{REFERENCE_LOSS} {'reached' if modern <= REFERENCE_LOSS else 'not reached'}")
+    return rows
+
+
+def race_nanogpt(path, seed, folder):
+    """(seconds of the loop, of the process) of its README's CPU command."""
+    # its seed is fixed in the script, so each run gets another by text
+    source = (Path(path) / "train.py").read_text()
+    source = source.replace("torch.manual_seed(1337", f"torch.manual_seed({seed}")
+    options = ("--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --dropout=0.0 "
+               "--device=cpu --compile=False --eval_iters=1 --eval_interval=2000 --log_interval=10 "
+               "--max_iters=2000 --lr_decay_iters=2000 --always_save_checkpoint=True")
+    lines = run_timed(["-c", f"__file__ = 'train.py'\n{source}", "config/train_shakespeare_char.py",
+                       *options.split(), f"--out_dir={folder}"], path)
+    stamps = [at for at, line in lines if re.match(r"iter \d+:", line)]
+    return stamps[-1] - stamps[0], lines[-1][0]
+
+
+def race_modern(iters, seed, folder):
+    """(seconds of the loop, of the process) of our config for the same model."""
+    lines = run_timed([str(ROOT / "train.py"), "config/shakespeare_cpu.py", "--device=cpu",
+                       f"--max_iters={iters}", "--eval_interval=1000000", "--eval_tokens=1000",
+                       f"--seed={seed}", f"--out_dir={folder}", "--overwrite"], ROOT)
+    log = (folder / "log.jsonl").read_text().splitlines()
+    return json.loads(log[-1])["elapsed_s"], lines[-1][0]
+
+
+def run_timed(command, folder):
+    """[(seconds since the start, line)] of a Python command's output, with one more entry for its end."""
+    began, lines = time.perf_counter(), []
+    process = subprocess.Popen([sys.executable, "-u", *command], cwd=folder, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    for line in process.stdout:
+        lines.append((time.perf_counter() - began, line.rstrip()))
+    if process.wait():
+        raise UserError(f"{command[0][:40]} failed: {process.stderr.read()[-800:]}")
+    return lines + [(time.perf_counter() - began, "")]
 
 
 # ---- output ----

@@ -21,21 +21,20 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Optional
+from typing import Any, Callable, Optional
 
 from nanoheads import threads  # before torch, whose threads it has wait briefly
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from tqdm import tqdm
 
 from model import GPT, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError, explain, output_written
-from nanoheads.heads import controller
-from nanoheads.heads.controller import Controller
 from nanoheads.hub import own_mechanism as own
+from nanoheads.kernels import allow_graphs
 from nanoheads.locks import only_writer
 from nanoheads.probes import promises
 from nanoheads.study import trial
@@ -44,14 +43,79 @@ from nanoheads.text.targets import Targets
 from nanoheads.timing import mfu
 from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig, check_model, conflicts, flags_by_name, note_on_dropout
-from nanoheads.training.optim import Trainer, compiles, lr_multiplier, precision
+from nanoheads.training.optim import (CUDA_GRAPHS, carry_moments, compiles, lr_multiplier, make_optimizers,
+                                      of_mechanisms, precision, seed_step)
 from nanoheads.training.ranks import Process, StopSignal, join_ranks
 from nanoheads.training.runlog import Log, write_config
 from nanoheads.training.scoring import bits, of_critic, score
 
 
+# ---- a training step, and the loop around it ----
+
+def forward_backward(run, x, y, targets=None, scored=None):
+    """Forward and backward on this rank's rows x, y [B, T], a portion of them at a time.
+
+    targets: {name: [B, T]} of constraint heads, -1 where unknown. scored: how many tokens of this step have a
+    target, over all portions and ranks, where rows differ in that; None: all portions weigh the same.
+    Returns {name: 0-dim tensor}, the loss first, then the mechanisms' own terms: means over these rows.
+    """
+    means = {}
+    for i, (x_part, y_part) in enumerate(zip(x.chunk(run.portions), y.chunk(run.portions))):
+        if run.replays_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        with run.autocast:
+            out = run.forward(x_part, y_part, **for_constraint_heads(run, x_part, targets, i))
+        aux = run.model.aux_at_step(out.aux, run.step)
+        terms = {"loss": out.loss, **{f"aux/{name}": term for name, term in aux.items()}}
+        # the loss is a mean over this portion's tokens, and what we want is the mean over the whole batch
+        parts = run.portions if scored is None else scored / ((y_part != -1).sum() * run.process.world)
+        run.scaler.scale(sum(terms.values()) / parts).backward()
+        for name, term in terms.items():
+            means[name] = means.get(name, 0.0) + term.detach() / parts
+    return means
+
+
+def training_step(run, x, y, targets=None, scored=None):
+    """One update of the weights; the arguments and what is returned are those of forward_backward().
+
+    Nothing here waits for a GPU, except that float16 has to see whether its gradients overflowed.
+    """
+    config, model = run.config, run.model
+
+    # learning rates, and all randomness of the step, follow from its number: a resumed run repeats nothing
+    multiplier = lr_multiplier(run.step, config)
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * multiplier
+    seed_step(run.process.kind, model.config.seed, run.step, run.process.rank)
+    model.at_step(run.step)
+    if run.step == config.thaw_from:
+        freeze_trunk(run)
+
+    # forward and backward, then the mean of the gradients over ranks
+    means = forward_backward(run, x, y, targets, scored)
+    run.process.average_gradients(model.parameters())
+
+    # clip; float16 needs the norm without clipping too, since it shows an overflow
+    optimizers = [optimizer for optimizer in run.optimizers if has_gradients(optimizer)]
+    overflow = False
+    if config.grad_clip or run.scaler.is_enabled():
+        for optimizer in optimizers:
+            run.scaler.unscale_(optimizer)
+        means["grad_norm"] = clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        overflow = run.scaler.is_enabled() and not means["grad_norm"].isfinite()
+
+    # update: all optimizers, or none of them where float16 overflowed
+    if not overflow:
+        for optimizer in optimizers:
+            run.scaler.step(optimizer)
+    run.scaler.update()
+    clear_gradients(run)
+    return means
+
+
 def loop(run, closing):
-    """Steps until max_iters, or until a rank is asked to stop; returns the last evaluation's row."""
+    """Train until max_iters, or until a rank is asked to stop; returns the last evaluation's row."""
     config = run.config
     stop = StopSignal(closing)
     open_bar(run, closing)
@@ -59,8 +123,7 @@ def loop(run, closing):
     batch = batch_at(run, run.step)
     while True:
         # evaluate, and keep the weights with the lowest validation loss
-        due = run.step % config.eval_interval == 0 or run.step == config.max_iters
-        if due and run.last_eval["step"] < run.step:
+        if run.is_due(config.eval_interval) and run.last_eval["step"] < run.step:
             run.last_eval = evaluate_splits(run)
             log_eval(run)
             trained = run.step or config.init_from  # untrained weights do not count as best
@@ -73,33 +136,33 @@ def loop(run, closing):
         if run.step >= config.max_iters:
             break
 
-        # forward and backward; the next batch is fetched while the device is busy with them
+        # train; the next batch is fetched while a GPU is busy with this one
         began = time.perf_counter()
-        means = run.trainer.backward(run.step, *batch)
-        if run.step + 1 < config.max_iters:
-            batch = batch_at(run, run.step + 1)
-
-        # clip, agree with the other ranks, update
-        run.trainer.update(run.step, means, stop.name is not None)
+        means = training_step(run, *batch)
         run.step += 1
-        # what a GPU computed is read a step late, but for what comes before an evaluation, a save, or surgery
-        due = config.eval_interval, config.save_interval
-        everything = bool(run.step == config.max_iters or run.controller
-                          or any(run.step % interval == 0 for interval in due))
-        read = run.trainer.read(everything)
-        stopping = any(stops for *_, stops in read)
-        if stopping:
-            read += run.trainer.read()
+        if run.step < config.max_iters:
+            batch = batch_at(run, run.step)
+
+        # read what the step computed where it is logged, and before an evaluation, a save or a change of
+        # heads; only here do we wait for a GPU
+        logging, saving = run.is_due(config.log_interval), run.is_due(config.save_interval)
+        measuring = run.controller and run.is_due(config.controller_interval)
+        asked = stop.name is not None
+        stopping = False
+        if (logging or saving or measuring or run.is_due(config.eval_interval)
+                or asked and run.process.world == 1):
+            values, stopping = read_values(run, means, asked)
         if run.controller:
-            run.trainer = controller.step(run)
+            copied = run.controller.step(run)
+            if copied is not None:  # heads or blocks came or went
+                set_up_again(run, copied)
         count_time(run, time.perf_counter() - began)
 
         # log and save
-        log_steps(run, read)
-        if everything or stopping:
-            run.trainer.read()  # raises where the last of them is not finite
+        if logging:
+            log_step(run, values)
         run.bar.update(1)
-        if stopping or (run.step % config.save_interval == 0 and run.step < config.max_iters):
+        if stopping or saving and run.step < config.max_iters:
             save_checkpoint(run, "ckpt.pt")
         if stopping:
             end_stopped(run, stop.name)
@@ -107,6 +170,56 @@ def loop(run, closing):
     run.process.print0(f"best val loss {run.best_val_loss:.4f} nats; wrote {run.out_dir / 'ckpt.pt'}, "
                        f"{run.out_dir / 'best.pt'}, {run.out_dir / 'log.jsonl'}")
     return run.last_eval
+
+
+def read_values(run, means, asked):
+    """({name: value} of the step just made, means over ranks; whether any rank has been asked to stop).
+
+    UserError where a value is not finite. A float16 run goes on after an overflow of its gradients.
+    """
+    values = torch.stack([*means.values(), means["loss"].new_tensor(float(asked))]).tolist()
+    *values, stops = run.process.all_reduce_sum(values)
+    values = {name: value / run.process.world for name, value in zip(means, values)}
+    for name, value in values.items():
+        if not math.isfinite(value) and not (run.scaler.is_enabled() and name == "grad_norm"):
+            raise UserError(f"{name} is {value} in step {run.step}: stopped before anything of it is saved; "
+                            f"{checkpoint.last_save(run.out_dir)}, with a lower lr or muon_lr, or another "
+                            "dtype")
+    return values, stops > 0
+
+
+# ---- the parts of a step that have a name ----
+
+def for_constraint_heads(run, x, targets, i):
+    """The model's arguments for what constraint heads are trained on, of the i-th portion x [B, T]."""
+    found = {}
+    if targets:
+        found["constraint_targets"] = {name: t.chunk(run.portions)[i] for name, t in targets.items()}
+    if run.teacher is not None:
+        found["teacher"] = run.teacher.predictions(x)
+    return found
+
+
+def freeze_trunk(run):
+    """Freeze all but what mechanisms add, or from thaw_from on train all: what is frozen has no gradient."""
+    frozen = run.config.freeze_trunk and (run.config.thaw_from is None or run.step < run.config.thaw_from)
+    added = of_mechanisms(run.model)
+    for name, p in run.model.named_parameters():
+        p.requires_grad_(not frozen or name in added)
+
+
+def has_gradients(optimizer):
+    """Whether an optimizer has anything to do: Muon has not, while the trunk is frozen."""
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def clear_gradients(run):
+    """Forget the gradients. CUDA graphs add theirs to what is there, so there they become zeros in place."""
+    for p in run.model.parameters():
+        if not run.replays_graphs:
+            p.grad = None
+        elif p.requires_grad:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad.zero_()
 
 
 def end_stopped(run, name):
@@ -179,7 +292,7 @@ def log_eval(run):
 
 def count_time(run, seconds):
     """Add the time of a step just made to elapsed_s; one that compiled a graph counts as much as the next."""
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if run.trainer.compiled else run.graphs
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if run.compiled else run.graphs
     if graphs != run.graphs:
         run.graphs = graphs
         run.compile_s += seconds
@@ -190,45 +303,32 @@ def count_time(run, seconds):
         run.untimed = 0
 
 
-def log_steps(run, read):
-    """Log those of the steps just read, of Trainer.read(), that are due."""
-    config, last = run.config, run.config.max_iters
-    due = [(step + 1, metrics) for step, metrics, _ in read
-           if (step + 1) % config.log_interval == 0 or step + 1 == last]
-    if not due or not run.log:
+def log_step(run, values):
+    """The values of the step just made as a row of the log, on the bar, and as a line above it."""
+    if not run.log:
         return
-    newest, now = read[-1][0] + 1, time.perf_counter()
+    config, now = run.config, time.perf_counter()
     since_step, since = run.timed_from
-    if newest > since_step:  # else nothing was done since but compilation
-        run.speed = (run.tokens(newest) - run.tokens(since_step)) / (now - since)
-        run.timed_from = newest, now
-    for step, metrics in due:
-        log_step(run, step, metrics, run.speed)
-
-
-def log_step(run, step, metrics, speed):
-    """A row of the log about the first `step` steps, of the bar, and a line above it.
-
-    speed: tokens/s; None: not known yet.
-    """
-    config = run.config
-    row = dict(step=step, tokens=run.tokens(step), **metrics,
-               lr=config.lr * lr_multiplier(step - 1, config), elapsed_s=round(run.elapsed_s, 3))
-    if speed is not None:
-        row["tokens_per_s"] = round(speed, 1)
+    if run.step > since_step:  # else nothing was done since but compilation
+        run.speed = (run.tokens(run.step) - run.tokens(since_step)) / (now - since)
+        run.timed_from = run.step, now
+    row = dict(step=run.step, tokens=run.tokens(run.step), **values,
+               lr=config.lr * lr_multiplier(run.step - 1, config), elapsed_s=round(run.elapsed_s, 3))
+    if run.speed is not None:
+        row["tokens_per_s"] = round(run.speed, 1)
     if run.compile_s:
         row["compile_s"] = round(run.compile_s, 1)
-    share = mfu(run.model, (speed or 0.0) / run.process.world, run.process.device, run.trainer.dtype)
+    share = mfu(run.model, (run.speed or 0.0) / run.process.world, run.process.device, run.dtype)
     if share:
         row["mfu"] = round(share, 4)
     run.log.write(row)
 
-    pace = "–" if speed is None else f"{speed:,.0f}"
+    pace = "–" if run.speed is None else f"{run.speed:,.0f}"
     run.bar_values.update({"loss": f"{row['loss']:.3f}", "tok/s": pace})
     if share:
         run.bar_values["mfu"] = f"{share:.1%}"
     run.bar.set_postfix(run.bar_values, refresh=False)
-    run.process.print0(f"step {step:>7,}   loss  {row['loss']:.4f}   lr {row['lr']:.2e}   "
+    run.process.print0(f"step {run.step:>7,}   loss  {row['loss']:.4f}   lr {row['lr']:.2e}   "
                        f"{pace:>10} tokens/s   {run.elapsed_s:,.1f} s")
 
 
@@ -253,8 +353,8 @@ def save_checkpoint(run, name, resumable=True):
     if mine := own.record(run.model.config):
         content["own_mechanism"] = mine
     if resumable:
-        content["optimizers"] = [optimizer.state_dict() for optimizer in run.trainer.optimizers]
-        content["scaler"] = run.trainer.scaler.state_dict()
+        content["optimizers"] = [optimizer.state_dict() for optimizer in run.optimizers]
+        content["scaler"] = run.scaler.state_dict()
         if run.controller:
             content["controller"] = run.controller.state()
     if run.controller and not resumable:
@@ -282,10 +382,19 @@ class Run:
     elapsed_s: float = 0.0           # in training steps, over all launches, compilation aside
     run_id: str = field(default_factory=lambda: os.urandom(4).hex())
     last_eval: dict = field(default_factory=lambda: dict(step=-1))
+    # what a step needs: see set_up()
+    teacher: Optional[GPT] = None    # whose outputs constraint_match compares with
+    forward: Optional[Callable] = None  # the model, compiled or as it is
+    compiled: bool = False
+    replays_graphs: bool = False     # CUDA graphs, of compile_mode
+    optimizers: list = field(default_factory=list)
+    dtype: str = "float32"
+    autocast: Optional[Any] = None   # the context in which the model runs
+    scaler: Optional[torch.amp.GradScaler] = None  # does something in float16 alone
+    portions: int = 1                # forward passes of this rank in a step
     # of this launch
-    trainer: Optional[Trainer] = None
     batches: Optional[Batches | DocumentBatches] = None
-    controller: Optional[Controller] = None  # where heads are measured or moved
+    controller: Optional[Any] = None  # a Controller, where heads are measured or moved
     log: Optional[Log] = None        # on the first rank
     bar: Optional[tqdm] = None
     bar_values: dict = field(default_factory=dict)
@@ -299,6 +408,10 @@ class Run:
     def out_dir(self):
         return Path(self.config.out_dir)
 
+    def is_due(self, interval):
+        """Whether what is done every `interval` steps is to be done now; in the last step everything is."""
+        return self.step % interval == 0 or self.step == self.config.max_iters
+
     @property
     def tokens_per_step(self):
         return self.config.batch_size * self.config.grad_accum * self.model.config.block_size
@@ -306,6 +419,58 @@ class Run:
     def tokens(self, step):
         """Tokens trained on in the steps before `step`."""
         return self.batches.tokens(step) if self.batches else step * self.tokens_per_step
+
+
+def set_up(run):
+    """Make what training steps need of a run: optimizers, precision, the compiled model."""
+    config, process, model = run.config, run.process, run.model.train()
+    run.compiled = compiles(config, process)
+    run.replays_graphs = run.compiled and config.compile_mode in CUDA_GRAPHS
+    if run.replays_graphs and process.kind != "cuda":
+        raise UserError(f"compile_mode={config.compile_mode!r} replays CUDA graphs, and this run is on "
+                        f"{process.kind}: use compile_mode=default")
+    # Muon's products are compiled on a GPU alone: on a CPU the last bits would be others
+    run.optimizers = make_optimizers(model, config, process.rank, process.world,
+                                     run.compiled and process.kind == "cuda")
+    run.dtype, run.autocast = precision(config.dtype, process.kind)
+    run.scaler = run.scaler or torch.amp.GradScaler(process.kind, enabled=run.dtype == "float16")
+    run.portions = max(1, config.grad_accum // process.world)
+    run.forward = model
+    if run.compiled:
+        allow_graphs()
+        mode = None if config.compile_mode == "default" else config.compile_mode
+        run.forward = torch.compile(model, dynamic=False if config.documents else None, mode=mode)
+    if config.freeze_trunk:
+        freeze_trunk(run)
+    clear_gradients(run)
+
+
+def ready_to_step(model, config, process=Process()):
+    """A Run that training_step() can be called on, without data, folder or log: for bench.py and the tests.
+
+    config: every key has its value, see TrainConfig.for_recipe().
+    """
+    run = Run(config, model, None, process)
+    set_up(run)
+    return run
+
+
+def set_up_again(run, copied):
+    """set_up() after heads or blocks came or went; the optimizers go on with the moments of what is left.
+
+    copied: {new parameter: the one whose moments it begins with}.
+    """
+    before = run.optimizers
+    set_up(run)
+    carry_moments(before, run.optimizers, copied)
+
+
+def load_optimizers(run, state, path):
+    """Take the optimizers' moments and the scaler from a read checkpoint. UserError where they do not fit."""
+    for optimizer, saved in zip(run.optimizers, state["optimizers"]):
+        checkpoint.restore(optimizer, saved, path)
+    if state["scaler"]:  # empty when dtype was another one
+        run.scaler.load_state_dict(state["scaler"])
 
 
 def train(model_config, config, given=()):
@@ -335,7 +500,9 @@ def train_alone(model_config, config, given, process):
     # the model and how far it is: new, from another checkpoint, or where this run was left
     saves, dataset = checkpoint.saves_in(config), Dataset(config.dataset)
     asked = checkpoint.asked_for(model_config, config)
-    model_config = controller.starting_config(model_config, config)
+    if config.dynamic_heads or config.grow_from is not None:
+        from nanoheads.heads import controller  # only here: most runs do without
+        model_config = controller.starting_config(model_config, config)
     try:
         model, state = checkpoint.starting_point(model_config, config, dataset, process.device, given)
     except (MemoryError, RuntimeError) as e:
@@ -367,11 +534,12 @@ def train_alone(model_config, config, given, process):
 
     # batches, optimizers, precision
     run.batches = batches_of(run)
-    teacher = checkpoint.teacher_of(config, model, process.device)
-    run.trainer = Trainer(model, config, process, teacher)
-    controller.start(run, state)
+    run.teacher = checkpoint.teacher_of(config, model, process.device)
+    set_up(run)
+    if config.dynamic_heads:
+        run.controller = controller.start(run, state)
     if state:
-        run.trainer.load(state, run.out_dir / "ckpt.pt")
+        load_optimizers(run, state, run.out_dir / "ckpt.pt")
         print_changes(run, state)
         state = None  # so that its tensors can go
     with ExitStack() as closing:
@@ -396,7 +564,7 @@ def print_run(run, saves):
     anew = ", where no checkpoint is yet: starting anew" if config.resume and not saves else ""
     process.print0(f"{run.model.config.recipe}: {run.model.num_params():,} parameters, "
                    f"{'at most ' if config.documents else ''}{run.tokens_per_step:,} tokens a step, "
-                   f"{run.trainer.dtype} on {hardware(process)}, {steps} in {run.out_dir}{anew}")
+                   f"{run.dtype} on {hardware(process)}, {steps} in {run.out_dir}{anew}")
 
 
 def hardware(process):
@@ -441,8 +609,8 @@ def open_folder(run, saves, closing):
     for name in saves if config.overwrite else ():
         (run.out_dir / name).unlink()
     device = torch.cuda.get_device_name(process.device) if process.kind == "cuda" else process.kind
-    machine = dict(device=device, processor=threads.on_processor(), dtype=run.trainer.dtype,
-                   compile=run.trainer.compiled, ranks=process.world)
+    machine = dict(device=device, processor=threads.on_processor(), dtype=run.dtype,
+                   compile=run.compiled, ranks=process.world)
     details = write_config(run.out_dir / "config.json", run.model.config, config, run.step, machine,
                            run.asked)
     run.log = Log(run.out_dir, run.step or -1, run.last_eval["step"], closing)

@@ -9,7 +9,6 @@ import pytest
 import bench
 from model import MECHANISMS
 from nanoheads.timing import median_interval
-from nanoheads.training import contest
 
 STAND_IN = '''
 from dataclasses import dataclass
@@ -97,19 +96,19 @@ def test_peak_memory_counts_the_model_and_not_the_libraries(tmp_path):
     args = dict(nanogpt=None, mechanisms=None, heads_off=None, recipes=["gpt2"], threads=1, device="cpu",
                 dtype="float32", compile=False, compile_mode="default", vocab_size=64, n_head=1, block_size=8,
                 batch_size=1)
-    small = contest.peak_memory_cpu("gpt2", argparse.Namespace(**args, n_layer=1, n_embd=8))
-    large = contest.peak_memory_cpu("gpt2", argparse.Namespace(**args, n_layer=4, n_embd=512))
+    small = bench.peak_memory_cpu("gpt2", argparse.Namespace(**args, n_layer=1, n_embd=8))
+    large = bench.peak_memory_cpu("gpt2", argparse.Namespace(**args, n_layer=4, n_embd=512))
     # weights and two moments, in float32
     assert small is None or small < 8 << 20 and large > 3 * 4 * 12 * 4 * 512**2
 
 
 def test_every_mechanism_is_a_contestant_against_the_plain_gpt():
     args = argparse.Namespace(nanogpt=None, mechanisms="all", heads_off=None, recipes=["gpt2"])
-    assert list(contest.contestants_of(args)) == ["gpt2", *MECHANISMS, "all_on"]
+    assert list(bench.contestants_of(args)) == ["gpt2", *MECHANISMS, "all_on"]
     args = argparse.Namespace(nanogpt=None, mechanisms=None, heads_off=[0, 0.5],
                               recipes=["gpt2"], block_size=8, vocab_size=16, n_layer=2, n_head=4,
                               n_embd=32, device="cpu", dtype="float32", compile=False, compile_mode="default")
-    whole, half = (build()[0] for build in contest.contestants_of(args).values())
+    whole, half = (build()[0] for build in bench.contestants_of(args).values())
     assert [block.attn.n_head for block in half.transformer.h] == [2, 2]
     assert whole.num_params() > half.num_params()
 
@@ -151,12 +150,12 @@ def figures(tmp_path):
 
 def builder_that(act, monkeypatch):
     """Have act(all contestants, name) called before each is built."""
-    build = contest.Contest.build
+    build = bench.Contest.build
 
     def wrapped(contestants, name):
         act(contestants, name)
         build(contestants, name)
-    monkeypatch.setattr(contest.Contest, "build", wrapped)
+    monkeypatch.setattr(bench.Contest, "build", wrapped)
 
 
 
@@ -203,7 +202,7 @@ def test_memory_that_cannot_be_measured_is_a_row_too(figures, monkeypatch):
         if name == "sink":
             raise MemoryError
         return 2**20
-    monkeypatch.setattr(contest, "peak_memory_cpu", peak)
+    monkeypatch.setattr(bench, "peak_memory_cpu", peak)
     with pytest.raises(SystemExit, match="1 failed: sink"):
         bench.main(["--what=memory", "--mechanisms=sink,xsa", "--json", str(figures.path), *TINY])
     assert [r.get("peak_bytes") for r in figures()] == [2**20, None, 2**20]

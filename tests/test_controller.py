@@ -24,7 +24,6 @@ from nanoheads.pruning import pack
 from nanoheads.text.dataset import Batches, Dataset
 from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig
-from nanoheads.training.optim import Trainer
 from nanoheads.training.ranks import Process
 from nanoheads.training.rules import Rules
 from tests.conftest import ROOT, TINY
@@ -58,7 +57,7 @@ def plain(state):
 
 @pytest.fixture
 def run(bytes_data, tmp_path):
-    """run(flags of the model, **keys of training) -> a Run with Trainer and Controller, nothing trained.
+    """run(flags of the model, **keys of training) -> a Run with optimizers and Controller, nothing trained.
 
     fresh: with the initial values, not alive.
     """
@@ -71,18 +70,25 @@ def run(bytes_data, tmp_path):
             for p in model.parameters():
                 p.add_(torch.randn_like(p) * 0.1 * (not fresh))
         found = train.Run(config, model, Dataset(bytes_data), process or Process())
-        found.trainer = Trainer(model, config, found.process)
+        train.set_up(found)
         found.out_dir.mkdir(parents=True, exist_ok=True)
-        controller.start(found, None)
+        found.controller = controller.start(found, None)
         return found
     return make
+
+
+def step_heads(run):
+    """What train.py does between two steps: measure, and set up again where heads came or went."""
+    copied = run.controller.step(run)
+    if copied is not None:
+        train.set_up_again(run, copied)
 
 
 def measured(run, n=1):
     """n measurements, one each interval."""
     for _ in range(n):
         run.step += run.config.controller_interval
-        run.trainer = controller.step(run)
+        step_heads(run)
     return rows_of(run.out_dir)
 
 
@@ -251,8 +257,8 @@ def test_sparsity_warms_up(run):
 
 # ---- pruning ----
 
-def parameters_of(trainer):
-    return sum(p.numel() for optimizer in trainer.optimizers for group in optimizer.param_groups
+def parameters_of(run):
+    return sum(p.numel() for optimizer in run.optimizers for group in optimizer.param_groups
                for p in group["params"])
 
 
@@ -268,16 +274,16 @@ def test_heads_are_frozen_then_dropped_and_the_logits_stay(run):
     measured(r, 3)  # the first measurement is warm-up
     assert r.model.config.head_ids is None and r.controller.surgery.frozen == [(0, 2)]
     before = r.model.eval()(idx).logits
-    whole = parameters_of(r.trainer)
+    whole = parameters_of(r)
     measured(r)
     assert r.model.config.head_ids == [[0, 1, 3], [0, 1, 2, 3]]
     assert torch.allclose(r.model.eval()(idx).logits, before, atol=1e-5)
     assert [e[1:] for e in events(r.out_dir)] == [("frozen", 0, 2), ("pruned", 0, 2)]
-    assert parameters_of(r.trainer) == sum(p.numel() for p in r.model.parameters()) < whole
+    assert parameters_of(r) == sum(p.numel() for p in r.model.parameters()) < whole
     assert np.isnan(r.controller.measured.mean["entropy"][0, 2])
     assert len(rows_of(r.out_dir)[-1]["entropy"][0]) == 3
     x = torch.randint(256, (4, 17))
-    r.trainer.step(x[:, :-1], x[:, 1:])  # training goes on
+    train.training_step(r, x[:, :-1], x[:, 1:])  # training goes on
 
 
 def test_a_drop_that_costs_too_much_is_taken_back(run, monkeypatch):
@@ -327,11 +333,11 @@ def test_growth_on_a_plateau_preserves_the_logits_and_opens_slowly(run, monkeypa
     for _ in range(5):
         opened.append(attentions(r.model)[0].static_gate(noisy=False)[2].item())
         r.step += 1
-        r.trainer = controller.step(r)
+        step_heads(r)
     assert opened == pytest.approx([own * done for done in (0, 0.25, 0.5, 0.75, 1)], abs=1e-6)
     assert r.controller.surgery.ramps == {} and attentions(r.model)[0].gate_override.isnan().all()
     x = torch.randint(256, (4, 17))
-    r.trainer.step(x[:, :-1], x[:, 1:])
+    train.training_step(r, x[:, :-1], x[:, 1:])
 
 
 def test_a_head_that_opens_is_not_taken_for_one_that_closes(run, monkeypatch):
@@ -358,7 +364,7 @@ def test_the_best_checkpoint_says_what_was_scored(run, monkeypatch):
             grow_used=0.0)
     measured(r, 3)
     r.step += 3
-    r.trainer = controller.step(r)
+    step_heads(r)
     with torch.no_grad():  # as if the new heads had learned to send something
         for attn in attentions(r.model):
             attn.c_proj.weight.normal_()
@@ -393,18 +399,18 @@ def test_stacking_doubles_the_blocks_once_with_their_moments(run, monkeypatch):
     monkeypatch.setattr(Measurements, "held_out", lambda self, run: 2.0)
     r = run(grow_stack=True)
     x = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(1))
-    r.trainer.step(x[:, :-1], x[:, 1:])
+    train.training_step(r, x[:, :-1], x[:, 1:])
     first = r.model.transformer.h[0].attn.c_attn.weight
-    moments = r.trainer.optimizers[0].state[first]["momentum"].clone()
+    moments = r.optimizers[0].state[first]["momentum"].clone()
     measured(r, 12)
     assert r.model.config.n_layer == 4 and [attn.layer for attn in attentions(r.model)] == [0, 1, 2, 3]
     for one, other in ((0, 2), (1, 3)):
         a, b = (r.model.transformer.h[i].state_dict() for i in (one, other))
         assert all(torch.equal(a[key], b[key]) for key in a)
     copy = r.model.transformer.h[2].attn.c_attn.weight
-    assert torch.equal(r.trainer.optimizers[0].state[copy]["momentum"], moments)
-    assert torch.equal(r.trainer.optimizers[0].state[first]["momentum"], moments)
-    r.trainer.step(x[:, :-1], x[:, 1:])
+    assert torch.equal(r.optimizers[0].state[copy]["momentum"], moments)
+    assert torch.equal(r.optimizers[0].state[first]["momentum"], moments)
+    train.training_step(r, x[:, :-1], x[:, 1:])
     assert not torch.equal(copy, first), "they go ways of their own"
     assert {e[1] for e in events(r.out_dir)} == {"stacked"} and len(events(r.out_dir)) == 8
 
@@ -854,9 +860,9 @@ def noisy_life(run, noise=3.0):
     batches = Batches(r.dataset, "train", 16, 16, 1)
     for step in range(24):
         ids = batches(step, 0, 1)
-        r.trainer.step(ids[:, :-1], ids[:, 1:], step)
+        train.training_step(r, ids[:, :-1], ids[:, 1:])
         r.step += 1
-        r.trainer = controller.step(r)
+        step_heads(r)
     return {at: state for at, state in states_of(r.model).items() if state != "active"}
 
 

@@ -331,7 +331,7 @@ def test_of_a_large_step_a_part_is_timed(monkeypatch):
     flops = 64 * 2.5 * costs.executed_flops(variant().model)  # two of its rows
     monkeypatch.setattr(costs, "PROBE_FLOPS", flops)
     monkeypatch.setattr(costs, "median_seconds", lambda action, device: next(answers))
-    real = costs.trainer_of
-    monkeypatch.setattr(costs, "trainer_of", lambda a, d, rows: sizes.append(rows) or real(a, d, rows))
+    real = costs.ready
+    monkeypatch.setattr(costs, "ready", lambda a, d, rows: sizes.append(rows) or real(a, d, rows))
     found = costs.seconds_per_run(variant(max_iters=1, batch_size=16), "cpu", 1, test_tokens=0)
     assert sizes == [2] and found == 10 + 7 * 8  # 8 portions of 2

@@ -23,10 +23,11 @@ from nanoheads.text import dataset
 from nanoheads.text.dataset import Dataset, DocumentBatches
 from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig
-from nanoheads.training.optim import Trainer, make_optimizers, of_mechanisms
+from nanoheads.training.optim import make_optimizers, of_mechanisms
 from nanoheads.training.ranks import Process
 from nanoheads.training.scoring import score
 from tests.test_train import torchrun, untimed
+import train
 from train import main
 
 SIZES = dict(block_size=32, vocab_size=256, n_layer=2, n_head=2, n_embd=16)
@@ -200,13 +201,13 @@ def test_20_steps_equal_10_and_10_while_all_of_it_moves(thaw_from, tuned, rows, 
     keys = dict(SKIPS, unet_from=6, unet_ramp=9, freeze_trunk=True, thaw_from=thaw_from, dropout=0.2,
                 documents=8, grad_accum=2, eval_interval=5, max_iters=20)
     main(tuned("once", **keys))
-    backward = Trainer.backward
+    forward_backward = train.forward_backward
 
-    def stopped(self, step, *a, **kw):
-        if step == 9:
+    def stopped(run, *a, **kw):
+        if run.step == 9:
             os.kill(os.getpid(), signal.SIGTERM)
-        return backward(self, step, *a, **kw)
-    monkeypatch.setattr(Trainer, "backward", stopped)
+        return forward_backward(run, *a, **kw)
+    monkeypatch.setattr(train, "forward_backward", stopped)
     with pytest.raises(SystemExit):
         main(tuned("twice", **keys))
     monkeypatch.undo()
@@ -410,11 +411,10 @@ def test_a_token_weighs_the_same_in_portions_ranks_and_one_batch():
 
     def gradients(portions, scored, rank=0, world=1):
         model = GPT(GPTConfig(**SIZES, acag="headwise", sentinel="sigmoid", a2c="temperature")).double()
-        trainer = Trainer(model, replace(config, grad_accum=portions), Process())
-        trainer.process = Process(rank=rank, world=world)
-        trainer.process.average_gradients = lambda params: None  # each rank's own share
-        trainer.micro_steps = portions // world
-        means = trainer.backward(0, x[rank::world], y[rank::world], scored=scored)
+        run = train.ready_to_step(model, replace(config, grad_accum=portions))
+        run.process = Process(rank=rank, world=world)
+        run.portions = portions // world
+        means = train.forward_backward(run, x[rank::world], y[rank::world], scored=scored)
         return means["loss"], {name: p.grad for name, p in model.named_parameters()}
 
     def far(found, wanted):  # logits and losses are float32

@@ -2,19 +2,18 @@
 
 import copy
 import math
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 
+import train
 from model import GPT, HEAD_MECHANISMS, MECHANISMS, GPTConfig
 from nanoheads.common import UserError
 from nanoheads.pruning import prune_heads
 from nanoheads.training.config import TrainConfig
-from nanoheads.training.optim import (MARGIN, QUINTICS, CastWeights, Muon, Trainer, block_matrices,
-                                      lr_multiplier, make_optimizers, orthogonalise)
+from nanoheads.training.optim import (MARGIN, QUINTICS, Muon, lr_multiplier, make_optimizers, orthogonalise)
 from nanoheads.training.ranks import Process
 
 SIZES = dict(vocab_size=64, n_layer=2, n_head=4, n_embd=32, block_size=16, seed=3)
@@ -277,9 +276,11 @@ def test_decay_may_end_before_the_training():
 
 # ---- one step ----
 
-def trainer_of(flags={}, **keys):
+def ready(flags={}, **keys):
+    """A run of train.py that can take steps."""
     model = GPT(GPTConfig(**SIZES, **{"recipe": "modern", **flags}))
-    return Trainer(model, TrainConfig(**{"max_iters": 20, **keys}).for_recipe(model.config.recipe), Process())
+    config = TrainConfig(**{"max_iters": 20, **keys}).for_recipe(model.config.recipe)
+    return train.ready_to_step(model, config)
 
 
 def text(rows=8, seed=1):
@@ -287,111 +288,23 @@ def text(rows=8, seed=1):
     return ids[:, :-1], ids[:, 1:]
 
 
-# ---- weights cast once ----
-
-class Casts(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts the matrices that are made bfloat16."""
-
-    def __init__(self, weights):
-        super().__init__()
-        self.shapes, self.count = {tuple(p.shape) for p in weights}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16:
-            self.count += tuple(out.shape) in self.shapes
-        return out
-
-
-@pytest.mark.parametrize("flags", [dict(recipe="gpt2"), dict(recipe="modern"),
-                                   dict(constraint_names=["a"], constraint_hidden=48),
-                                   MECHANISMS["routing_moh"]], ids=str)
-def test_weights_cast_once_a_step_train_the_same(flags):
-    """To the last bit, in bfloat16, of a tied head too; autocast casts each weight in each portion."""
-    found, casts = [], []
-    for once in (True, False):
-        trainer = trainer_of(flags, dtype="bfloat16", grad_accum=4)
-        assert isinstance(trainer.cast, CastWeights)
-        if not once:
-            trainer.cast = nullcontext()
-        with Casts([p for p, _ in block_matrices(trainer.raw)]) as counted:
-            for step in range(3):
-                trainer.step(*text(seed=step), step=step)
-        found.append({k: v.clone() for k, v in trainer.raw.state_dict().items()})
-        casts.append(counted.count)
-        assert all(p.dtype == torch.float32 for p in trainer.raw.parameters())
-    assert casts[0] == 0 < 3 * 4 * 8 <= casts[1]
-    far = max((found[0][k].float() - found[1][k].float()).abs().max().item() for k in found[0])
-    assert far <= (1e-6 if flags.get("recipe") == "gpt2" else 0)  # a tied weight's two parts are added later
-
-
-def test_a_copy_of_a_trainer_trains_the_same():
-    """A deepcopy of a parameter drops its hooks, and those of the first would lead to its own weights."""
-    trainer = trainer_of(dtype="bfloat16", grad_accum=2)
-    trainer.step(*text())
-    other = copy.deepcopy(trainer)
-    for each in (trainer, other):
-        each.step(*text(seed=2), step=1)
-    states = [each.raw.state_dict() for each in (trainer, other)]
+def test_a_copy_of_a_run_trains_the_same():
+    run = ready(dtype="bfloat16", grad_accum=2)
+    train.training_step(run, *text())
+    other = copy.deepcopy(run)
+    for each in (run, other):
+        each.step = 1
+        train.training_step(each, *text(seed=2))
+    states = [each.model.state_dict() for each in (run, other)]
     assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
-    assert not torch.equal(trainer_of().raw.lm_head.weight, other.raw.lm_head.weight)
+    assert not torch.equal(ready().model.lm_head.weight, other.model.lm_head.weight)
 
 
-def test_no_copies_where_a_step_is_one_portion_or_float32():
-    assert not isinstance(trainer_of(dtype="bfloat16").cast, CastWeights)
-    assert not isinstance(trainer_of(grad_accum=4).cast, CastWeights)
-
-
-def test_a_failure_in_a_portion_leaves_the_weights_in_place():
-    trainer = trainer_of(dtype="bfloat16", grad_accum=2)
-    before = dict(trainer.raw.named_parameters())
-    with pytest.raises(IndexError):
-        trainer.step(text()[0] + 1000, text()[1])
-    assert all(p is before[name] for name, p in trainer.raw.named_parameters())
-
-
-def test_a_frozen_weight_gets_no_gradient_from_its_copy():
-    trainer = trainer_of(MECHANISMS["xsa"], dtype="bfloat16", grad_accum=2, init_from="x", freeze_trunk=True)
-    trainer.backward(0, *text())
-    assert {name for name, p in trainer.raw.named_parameters() if p.grad is not None} \
+def test_a_frozen_weight_gets_no_gradient():
+    run = ready(MECHANISMS["xsa"], dtype="bfloat16", grad_accum=2, init_from="x", freeze_trunk=True)
+    train.forward_backward(run, *text())
+    assert {name for name, p in run.model.named_parameters() if p.grad is not None} \
         == {f"transformer.h.{i}.attn.xsa.strength" for i in range(2)}
-
-
-# ---- values that are read late ----
-
-def steps_of(late, n=5, **keys):
-    """(what each read() gave, the weights) of n steps."""
-    trainer = trainer_of(**keys)
-    trainer.reads_late, reads = late, []
-    for step in range(n):
-        trainer.update(step, trainer.backward(step, *text(seed=step)))
-        reads.append(trainer.read(everything=step == n - 1))
-    return reads, trainer.raw.state_dict()
-
-
-def test_values_that_are_read_late_are_the_same_values():
-    now, later = steps_of(False), steps_of(True)
-    assert [len(read) for read in now[0]] == [1] * 5 and [len(read) for read in later[0]] == [0, 1, 1, 1, 2]
-    assert sum(now[0], []) == sum(later[0], [])
-    assert all(torch.equal(now[1][k], later[1][k]) for k in now[1])
-
-
-def test_a_step_that_does_not_wait_gives_the_values_of_the_one_before():
-    trainer = trainer_of()
-    trainer.reads_late = True
-    first, second = (trainer.step(*text(), at_once=False) for _ in range(2))
-    assert first == {} and second["loss"] == pytest.approx(math.log(64), abs=0.1)
-    assert len(trainer.read()) == 1 and trainer.read() == []
-
-
-def test_a_value_that_is_not_finite_is_found_a_step_late():
-    trainer = trainer_of()
-    trainer.reads_late = True
-    trainer.update(0, trainer.backward(0, *text()))
-    trainer.update(1, {name: value * math.nan for name, value in trainer.backward(1, *text()).items()})
-    assert [step for step, *_ in trainer.read()] == [0]  # what came before it is not lost
-    with pytest.raises(UserError, match="loss is nan in step 2: stopped before an update of it is saved"):
-        trainer.read()
 
 
 # ---- many graphs in one process ----
@@ -413,7 +326,7 @@ def graphs(monkeypatch):
 def test_every_model_of_a_process_has_a_graph(graphs):
     """Beyond torch.compile's limit of 8 for one function it runs eager without a word."""
     for i, cls in enumerate(HEAD_MECHANISMS):
-        trainer_of(next(iter(cls.modes.values())), compile=True).step(*text())
+        train.training_step(ready(next(iter(cls.modes.values())), compile=True), *text())
         assert len(graphs) == i + 1 > 0, cls.flag
     assert len(graphs) > 8
 
@@ -422,19 +335,19 @@ def test_a_model_that_is_pruned_again_and_again_has_a_graph_each_time(graphs):
     model = GPT(GPTConfig(**{**SIZES, "n_head": 16, "n_embd": 64}, recipe="modern"))
     config = TrainConfig(compile=True).for_recipe("modern")
     for i in range(10):
-        Trainer(model, config, Process()).step(*text())
+        train.training_step(train.ready_to_step(model, config), *text())
         assert len(graphs) == i + 1
         prune_heads(model, {0: [i]})
 
 
 def test_the_penalty_of_gates_moves_without_a_new_graph(graphs):
-    trainer = trainer_of(MECHANISMS["sentinel_l0"], compile=True)
+    run = ready(MECHANISMS["sentinel_l0"], compile=True)
     for step in range(6):
-        for block in trainer.raw.transformer.h:
+        for block in run.model.transformer.h:
             block.attn.sentinel.set_coef(0.01 * step)
-        metrics = trainer.step(*text())
-        chance = sum(b.attn.sentinel.penalty()["gate_l0"] for b in trainer.raw.transformer.h).item()
-        assert metrics["aux/gate_l0"] == pytest.approx(chance, rel=1e-2)
+        means = train.training_step(run, *text())
+        chance = sum(b.attn.sentinel.penalty()["gate_l0"] for b in run.model.transformer.h).item()
+        assert means["aux/gate_l0"].item() == pytest.approx(chance, rel=1e-2)
     assert len(graphs) == 1
 
 
@@ -442,21 +355,24 @@ def test_the_penalty_of_gates_moves_without_a_new_graph(graphs):
 
 def test_cuda_graphs_are_refused_without_a_gpu():
     with pytest.raises(UserError, match="compile_mode='reduce-overhead' replays CUDA graphs.*is on cpu"):
-        trainer_of(compile=True, compile_mode="reduce-overhead")
+        ready(compile=True, compile_mode="reduce-overhead")
 
 
-def test_gradients_that_are_added_up_in_place_train_the_same():
+def test_gradients_that_are_added_up_in_place_train_the_same(monkeypatch):
     """What a step under CUDA graphs does with them, but for the graphs."""
     found = []
     for graphed in (False, True):
-        trainer = trainer_of(grad_accum=2)
-        trainer.graphed = graphed
-        trainer.zero_grad()
-        held = [p.grad for p in trainer.params]
-        for step in range(3):
-            trainer.step(*text(seed=step), step=step)
-        assert [p.grad is g for p, g in zip(trainer.params, held)] == [True] * len(held)
-        found.append(trainer.raw.state_dict())
+        run = ready(grad_accum=2)
+        if graphed:
+            monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
+            run.replays_graphs = True
+        train.clear_gradients(run)
+        held = [p.grad for p in run.model.parameters()]
+        for run.step in range(3):
+            train.training_step(run, *text(seed=run.step))
+        kept = [p.grad is not None and p.grad is g for p, g in zip(run.model.parameters(), held)]
+        assert kept == [graphed] * len(held)
+        found.append(run.model.state_dict())
     assert all(torch.equal(found[0][k], found[1][k]) for k in found[0])
 
 

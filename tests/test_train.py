@@ -5,7 +5,6 @@ import io
 import json
 import os
 import pty
-import re
 import resource
 import signal
 import subprocess
@@ -27,8 +26,6 @@ from nanoheads import locks
 from nanoheads.text.dataset import Batches, Dataset
 from nanoheads.training import checkpoint, scoring
 from nanoheads.training.config import WANDB_MODES
-from nanoheads.training.optim import Trainer
-from nanoheads.training.ranks import Process
 from tests.conftest import TINY
 from train import main
 
@@ -173,9 +170,9 @@ def test_the_step_that_benchmarks_time_is_the_step_of_a_run(args, tmp_path, keys
     model_config, config = GPTConfig(**said["model"]), train.TrainConfig(**said["train"])
     rows = config.batch_size * config.grad_accum
     batches = Batches(Dataset(config.dataset), "train", model_config.block_size, rows, model_config.seed)
-    trainer = Trainer(GPT(model_config), config, Process())
-    trainer.step(batches(0)[:, :-1], batches(0)[:, 1:])
-    assert same(trainer.raw.state_dict(), weights(tmp_path / "run/ckpt.pt"))
+    run = train.ready_to_step(GPT(model_config), config)
+    train.training_step(run, batches(0)[:, :-1], batches(0)[:, 1:])
+    assert same(run.model.state_dict(), weights(tmp_path / "run/ckpt.pt"))
 
 
 def torchrun(argv, ranks, **env):
@@ -572,7 +569,7 @@ def test_killing_the_process_loses_only_unsaved_steps(args, rows, tmp_path):
 def test_a_loss_that_is_not_finite_stops_before_the_update(args, fails, rows, tmp_path, at_step):
     at_step(5, lambda out: out._replace(loss=out.loss * float("nan")))
     said, = fails(args(save_interval=2))
-    assert said.startswith("loss is nan in step 5: stopped before the update; "
+    assert said.startswith("loss is nan in step 5: stopped before anything of it is saved; "
                            f"the last save is {tmp_path}/run/ckpt.pt, --resume goes on from it")
     state = checkpoint.read(tmp_path / "run/ckpt.pt")
     assert state["step"] == 4 and all(w.isfinite().all() for w in state["model"].values())
@@ -580,121 +577,34 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(args, fails, rows, tm
     main([*args(save_interval=2), "--resume"])
 
 
-@pytest.fixture
-def late(monkeypatch):
-    """Values are read a step late, as on a GPU."""
-    init = Trainer.__init__
-
-    def patched(self, *args, **keys):
-        init(self, *args, **keys)
-        self.reads_late = True
-    monkeypatch.setattr(Trainer, "__init__", patched)
-
-
-def test_a_run_that_reads_late_logs_and_saves_the_same(args, rows, tmp_path, late, monkeypatch):
-    keys = dict(max_iters=11, log_interval=2, eval_interval=5, save_interval=3)
-    main(args("late", **keys))
-    monkeypatch.undo()
-    main(args("now", **keys))
-    assert [list(map(untimed, rows(tmp_path / out))) for out in ("late",)] \
-        == [list(map(untimed, rows(tmp_path / out))) for out in ("now",)]
-    assert same(weights(tmp_path / "late/ckpt.pt"), weights(tmp_path / "now/ckpt.pt"))
-
-
-def test_a_loss_that_is_not_finite_is_read_late_and_never_saved(args, fails, rows, tmp_path, at_step, late):
+def test_a_loss_that_is_not_finite_between_two_logged_steps_is_never_saved(args, fails, tmp_path, at_step):
+    """It is read where it is logged, and before that where something is saved."""
     at_step(5, lambda out: out._replace(loss=out.loss * float("nan")))
-    said, = fails(args(save_interval=2))
-    assert said.startswith("loss is nan in step 5: stopped before an update of it is saved; the last save is")
+    said, = fails(args(save_interval=2, log_interval=100, eval_interval=100))
+    assert said.startswith("loss is nan in step 6: stopped before anything of it is saved; the last save is")
     state = checkpoint.read(tmp_path / "run/ckpt.pt")
     assert state["step"] == 4 and all(w.isfinite().all() for w in state["model"].values())
-    assert [r["step"] for r in rows(tmp_path / "run")[0]] == [1, 2, 3, 4]
     main([*args(save_interval=2), "--resume"])
 
 
 @pytest.mark.parametrize("step", [3, 6])
-def test_the_row_before_a_loss_that_is_not_finite_is_logged(args, fails, rows, tmp_path, at_step, late, step):
+def test_the_row_before_a_loss_that_is_not_finite_is_logged(args, fails, rows, tmp_path, at_step, step):
     """Also where an evaluation or the end wants both at once."""
     at_step(step, lambda out: out._replace(loss=out.loss * float("nan")))
     assert f"loss is nan in step {step}" in fails(args())[0]
     assert [r["step"] for r in rows(tmp_path / "run")[0]] == [*range(1, step)]
 
 
-@pytest.mark.parametrize("interval, steps", [(1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (4, [4, 6])])
-@pytest.mark.parametrize("reads", ["at once", "late"])
-def test_every_logged_step_is_a_line(args, rows, tmp_path, capsys, request, reads, interval, steps):
-    """Whatever its pace, and also on a GPU, which is read a step late."""
-    if reads == "late":
-        request.getfixturevalue("late")
-    main(args(log_interval=interval))
-    lines = re.findall(r"^step +(\d+)   loss  (\S+)   lr \S+ .* tokens/s", capsys.readouterr().out, re.M)
-    logged = rows(tmp_path / "run")[0]
-    assert [int(step) for step, _ in lines] == steps == [row["step"] for row in logged]
-    assert [loss for _, loss in lines] == [f"{row['loss']:.4f}" for row in logged]
-
-
-def test_two_steps_that_are_read_at_once_have_one_speed(args, rows, tmp_path, late):
-    """The second was timed from the moment at which the first was written."""
-    main(args(max_iters=11, log_interval=5, eval_interval=11))
-    speeds = [row["tokens_per_s"] for row in rows(tmp_path / "run")[0]]
-    assert len(speeds) == 3 and speeds[1] == speeds[2]
-
-
-def test_a_step_that_compiled_prints_no_speed(args, capsys, late, monkeypatch):
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, **keys: real(model, backend="eager"))
-    torch._dynamo.reset()
-    main(args(compile=True))
-    assert "– tokens/s" in capsys.readouterr().out
-    torch._dynamo.reset()
-
-
-def test_a_run_that_reads_late_stops_a_step_later_and_goes_on(args, rows, tmp_path, at_step, late, capsys):
-    keys = dict(max_iters=8, eval_interval=8, save_interval=8)
-    main(args("whole", **keys))
-    at_step(3, lambda out: (os.kill(os.getpid(), signal.SIGTERM), out)[1])
-    with pytest.raises(SystemExit) as e:
-        main(args("run", **keys))
-    assert e.value.code == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM at step 4: saved" in capsys.readouterr().out
-    main([*args("run", **keys), "--resume"])
-    for whole, run in zip(*(map(untimed, rows(tmp_path / out)) for out in ("whole", "run"))):
-        assert [row for row in whole if row["step"]] == [row for row in run if row["step"]]
-    assert same(weights(tmp_path / "run/ckpt.pt"), weights(tmp_path / "whole/ckpt.pt"))
-
-
-def test_elapsed_time_leaves_compilation_out(args, rows, tmp_path, monkeypatch):
-    """A step that compiles counts as much as the next one."""
-    real = torch.compile
-
-    def backend(graph, inputs):
-        time.sleep(1)
-        return graph.forward
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", lambda model, **keys: real(model, backend=backend))
-    main(args(compile=True, log_interval=1))
-    steps, evaluations = rows(tmp_path / "run")
-    assert evaluations[-1]["elapsed_s"] < steps[-1]["compile_s"] and steps[-1]["compile_s"] > 1
-    assert "tokens_per_s" not in steps[0] and steps[1]["tokens_per_s"] > 64
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("keys, says", [
-    (dict(loss_chunks=3), "loss_chunks=3"),
-    (dict(loss_chunks=0), "loss_chunks=0"),
-    (dict(loss_chunks=2, documents=4), "documents=4"),
-    (dict(compile_mode="reduce-overhead", compile=False), "compile=False"),
-    (dict(compile_mode="reduce-overhead", documents=4), "documents=4"),
-    (dict(compile_mode="fast"), "compile_mode"),
-    (dict(compile_mode="reduce-overhead", compile=True, device="cpu"), "cpu")], ids=str)
-def test_settings_of_a_step_that_do_not_go_together_are_one_line(args, fails, keys, says):
-    said, = fails(args(**keys))
-    assert says in said
-
-
-def test_cuda_graphs_cannot_ask_other_ranks(args, fails, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    said, = fails(args(routing="moh", n_head=2, routing_top_k=2, compile_mode="reduce-overhead"))
-    assert "routing='moh'" in said
+@pytest.mark.parametrize("interval", [2, 3])
+def test_how_often_a_run_logs_changes_nothing_of_what_it_computes(args, rows, tmp_path, interval):
+    keys = dict(max_iters=11, eval_interval=5, save_interval=3)
+    main(args("each", log_interval=1, **keys))
+    main(args("some", log_interval=interval, **keys))
+    each, some = (rows(tmp_path / out)[0] for out in ("each", "some"))
+    logged = [r["step"] for r in some]
+    assert [r["loss"] for r in some] == [r["loss"] for r in each if r["step"] in logged]
+    assert logged == [n for n in range(1, 12) if n % interval == 0 or n == 11]
+    assert same(weights(tmp_path / "each/ckpt.pt"), weights(tmp_path / "some/ckpt.pt"))
 
 
 def test_a_loss_in_portions_trains_the_same(args, rows, tmp_path, monkeypatch):
@@ -713,9 +623,10 @@ def broken_gradient(out):
     return out._replace(loss=out.loss + (0 * out.loss).sqrt())
 
 
-def test_a_gradient_that_is_not_finite_stops_before_the_update(args, fails, tmp_path, at_step):
+def test_a_gradient_that_is_not_finite_stops_the_run(args, fails, tmp_path, at_step):
     at_step(5, broken_gradient)
-    assert fails(args(save_interval=2))[0].startswith("grad_norm is nan in step 5: stopped before the update")
+    said, = fails(args(save_interval=2))
+    assert said.startswith("grad_norm is nan in step 5: stopped before anything of it is saved")
 
 
 def test_in_fp16_an_overflow_skips_the_step_of_every_optimizer(args, rows, tmp_path, at_step):

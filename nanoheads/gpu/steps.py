@@ -18,6 +18,7 @@ import torch
 from torch._inductor import metrics
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import train
 from model import GPT, KVCache
 from nanoheads.gpu import fake
 from nanoheads.gpu.entries import (BATCH, BATCH_124M, MUON, NANOGPT, NO_LABELS, SIZE_124M, TRAINING, Check,
@@ -30,11 +31,11 @@ from nanoheads.training.ranks import Process
 STEPS = 5
 
 
-def trainer_of(check, config):
-    """A Trainer on the card, for the model of a config."""
+def ready(check, config):
+    """A train.Run on the card, for the model of a config."""
     training = TrainConfig(dtype=check.dtype, compile=True, max_iters=1000, **TRAINING.get(check.entry, {}))
     model = fake.to_cuda(GPT(config))
-    return optim.Trainer(model, training.for_recipe(config.recipe), Process("cuda"))
+    return train.ready_to_step(model, training.for_recipe(config.recipe), Process("cuda"))
 
 
 def tokens(batch, config):
@@ -48,25 +49,32 @@ def labels(check, config, batch):
     return {name: torch.zeros(batch, config.block_size, device="cuda") for name in config.constraint_names}
 
 
-def train(check, batch=BATCH):
+def one_step(check, batch=BATCH):
     """Compile a training step."""
     config = settings(check)
-    trainer = trainer_of(check, config)
-    x = tokens(batch, config)
-    trainer.backward(0, x, x, labels(check, config, batch))
+    run = ready(check, config)
+    gradients(run, tokens(batch, config), labels(check, config, batch))
+
+
+def gradients(run, x, targets):
+    """What a training step does before the update, which launches kernels of torch's own."""
+    run.model.at_step(run.step)
+    if run.step == run.config.thaw_from:
+        train.freeze_trunk(run)
+    train.forward_backward(run, x, x, targets)
 
 
 def steps(check):
     """Five training steps, the schedules moving: the number of graphs after each."""
     config = settings(check)
-    trainer, graphs = trainer_of(check, config), []
+    run, graphs = ready(check, config), []
     x = tokens(BATCH, config)
-    for step in range(STEPS):
-        for block in trainer.raw.transformer.h:  # as the controller does
+    for run.step in range(STEPS):
+        for block in run.model.transformer.h:  # as the controller does
             if block.attn.sentinel is not None:
-                block.attn.sentinel.set_coef(config.sentinel_coef * step / STEPS)
-        trainer.backward(step, x, x, labels(check, config, BATCH))
-        trainer.zero_grad()
+                block.attn.sentinel.set_coef(config.sentinel_coef * run.step / STEPS)
+        gradients(run, x, labels(check, config, BATCH))
+        train.clear_gradients(run)
         graphs.append(SEEN.graphs)
     return {"graphs": graphs}
 
@@ -130,7 +138,7 @@ def run(check, nanogpt_folder=None):
             elif check.kind == "steps":
                 row.update(steps(check))
             else:
-                train(check, BATCH_124M if check.kind == "bytes" else BATCH)
+                one_step(check, BATCH_124M if check.kind == "bytes" else BATCH)
     except Exception as e:
         traceback.print_exc()  # into the log
         row["error"] = first_line(e)

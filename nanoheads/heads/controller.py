@@ -18,7 +18,7 @@ import torch
 from nanoheads.heads.gates import MOVERS, move_gates, set_sparsity
 from nanoheads.heads.measuring import Measurements, attentions, static_gates
 from nanoheads.heads.states import States, share_with_agency, states_of
-from nanoheads.heads.surgery import Surgery, fold_gates, new_trainer
+from nanoheads.heads.surgery import Surgery, fold_gates
 from nanoheads.training import checkpoint
 from nanoheads.training.runlog import append_row, read_rows, write_rows
 from nanoheads.training.scoring import heads_at_work
@@ -117,6 +117,36 @@ class Controller:
                 self.states.begin(self.state_shape())
         return changed, copied
 
+    def step(self, run):
+        """Between two steps: measure where it is due, and let heads change.
+
+        Returns None, or where heads or blocks came or went {new parameter: the one whose moments it takes}.
+        """
+        c = run.config
+        if run.step % c.controller_interval:
+            self.surgery.open_ramps(run)
+            return None
+        began = time.perf_counter()
+        self.measure(run)
+        changed, copied = False, {}
+        if self.measured.count >= c.controller_warmup:
+            changed, copied = self.act(run)
+        self.surgery.open_ramps(run)  # by hand, so after the states: a head withdrawn just now stays so
+        if run.model.config.agency:
+            self.states.watch(run)
+        self.measured.count += 1
+        self.seconds += time.perf_counter() - began
+        append_row(run, "heads.jsonl", self.row(run))
+        if line := heads_in_words(self.events):
+            left = sum(attn.n_total for attn in attentions(run.model))
+            run.process.print0(f"step {run.step:>7,}   {line}; {left} heads")
+        self.events.clear()
+        if run.step + c.controller_interval > c.max_iters:
+            share = self.seconds / max(run.elapsed_s + time.perf_counter() - began, 1e-9)
+            run.process.print0(f"heads: {self.measured.count} measurements took {share:.1%} of the "
+                               f"training time; wrote {run.out_dir / 'heads.jsonl'}")
+        return copied if changed or copied else None
+
     def row(self, run):
         """A row of heads.jsonl."""
         model, ids = run.model, [attn.all_head_ids() for attn in attentions(run.model)]
@@ -175,33 +205,3 @@ def heads_in_words(events):
         if event["what"] in ("pruned", "grown", "stacked"):
             found.setdefault(event["what"], []).append(f"{event['layer']}.{event['head']}")
     return "   ".join(f"heads {what}: {', '.join(heads)}" for what, heads in found.items())
-
-
-def step(run):
-    """Between two steps: measure where it is due and let heads change; the Trainer to go on with."""
-    c, controller = run.config, run.controller
-    if run.step % c.controller_interval:
-        controller.surgery.open_ramps(run)
-        return run.trainer
-    began = time.perf_counter()
-    controller.measure(run)
-    changed, copied = False, {}
-    if controller.measured.count >= c.controller_warmup:
-        changed, copied = controller.act(run)
-    controller.surgery.open_ramps(run)  # by hand, so after the states: a head withdrawn just now stays so
-    if run.model.config.agency:
-        controller.states.watch(run)
-    controller.measured.count += 1
-    controller.seconds += time.perf_counter() - began
-    append_row(run, "heads.jsonl", controller.row(run))
-    if line := heads_in_words(controller.events):
-        left = sum(attn.n_total for attn in attentions(run.model))
-        run.process.print0(f"step {run.step:>7,}   {line}; {left} heads")
-    controller.events.clear()
-    if run.step + c.controller_interval > c.max_iters:
-        share = controller.seconds / max(run.elapsed_s + time.perf_counter() - began, 1e-9)
-        run.process.print0(f"heads: {controller.measured.count} measurements took {share:.1%} of the "
-                           f"training time; wrote {run.out_dir / 'heads.jsonl'}")
-    if changed or copied:
-        run.trainer = new_trainer(run, copied)
-    return run.trainer

@@ -16,7 +16,6 @@ from torch import nn
 from model import GPT
 from nanoheads.heads.measuring import all_heads, attentions, closed, out_projections, static_gates
 from nanoheads.pruning import prune_heads, put, rows_of, scale_heads, set_heads
-from nanoheads.training.optim import Trainer
 
 
 def fold_gates(model):
@@ -159,7 +158,7 @@ class Surgery:
             dropped.setdefault(layer, []).append(head)
             self.event("pruned", layer, head)
         if dropped:
-            prune_heads(run.model, dropped, run.trainer.optimizers)
+            prune_heads(run.model, dropped, run.optimizers)
             self.frozen = []
             gone = measured.forget_missing(run.model)
             self.ramps = {at: step for at, step in self.ramps.items() if not gone[at]}
@@ -223,7 +222,7 @@ class Surgery:
                 new[layer] = free[:c.grow_heads]
         if not new:
             return False
-        insert_heads(model, new, run.trainer.optimizers, seed=run.step)
+        insert_heads(model, new, run.optimizers, seed=run.step)
         for layer, heads in new.items():
             for head in heads:
                 self.ramps[layer, head] = run.step
@@ -255,20 +254,3 @@ class Surgery:
         self.stacked = state["stacked"]
         self.frozen = [tuple(place) for place in state["frozen"]]
         self.ramps = {(layer, head): step for layer, head, step in state["ramps"]}
-
-
-def new_trainer(run, copied):
-    """A Trainer of the changed model that goes on with the optimizers' moments; compiled and wrapped anew.
-
-    copied: {new parameter: the one whose moments it begins with}.
-    """
-    old = run.trainer
-    moments = {p: state for optimizer in old.optimizers for p, state in optimizer.state.items()}
-    new = Trainer(run.model, run.config, run.process, old.teacher)
-    for optimizer in new.optimizers:
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
-            state = moments.get(copied.get(p, p))
-            if state is not None:
-                optimizer.state[p] = {key: t.clone() if torch.is_tensor(t) else t for key, t in state.items()}
-    new.scaler.load_state_dict(old.scaler.state_dict())
-    return new

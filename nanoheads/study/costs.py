@@ -15,9 +15,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+import train
 from model import GPT, CausalMask, Window
 from nanoheads.timing import median_interval, timed
-from nanoheads.training.optim import Trainer
 from nanoheads.training.ranks import Process
 from nanoheads.training.scoring import score
 
@@ -91,21 +91,21 @@ def as_in_a_run(device, threads):
         torch.set_float32_matmul_precision(before[1])
 
 
-def trainer_of(variant, device, rows):
-    """(Trainer of a variant's model, x and y [rows, T]), as in training but for the text, which is random."""
+def ready(variant, device, rows):
+    """(a train.Run of a variant's model, x and y [rows, T]), as in training but on random text."""
     model = GPT(variant.model).to(device)
     ids = torch.randint(variant.model.vocab_size, (rows, variant.model.block_size + 1), device=device)
-    return Trainer(model, variant.train, Process(device)), ids[:, :-1], ids[:, 1:]
+    return train.ready_to_step(model, variant.train, Process(device)), ids[:, :-1], ids[:, 1:]
 
 
 def stepper(variant, device, steps):
     """A function that trains a variant's model for `steps` steps."""
-    trainer, x, y = trainer_of(variant, device, variant.train.batch_size * variant.train.grad_accum)
+    run, x, y = ready(variant, device, variant.train.batch_size * variant.train.grad_accum)
 
-    def train():
+    def take_steps():
         for _ in range(steps):
-            trainer.step(x, y)
-    return train
+            train.training_step(run, x, y)
+    return take_steps
 
 
 def step_time_ratios(variants, plain, device, threads, rounds=11, steps=4):
@@ -128,9 +128,9 @@ def step_time_ratios(variants, plain, device, threads, rounds=11, steps=4):
             # in a run it is the one model that is compiled; after several, torch would run the next one eager
             torch._dynamo.reset()
             pair = plain_steps, stepper(variant, device, steps)
-            for train in pair:
-                train()  # compilation, the plain GPT's again; allocation, caches
-            seconds = [[timed(train, device, clock) for train in pair] for _ in range(rounds)]
+            for take_steps in pair:
+                take_steps()  # compilation, the plain GPT's again; allocation, caches
+            seconds = [[timed(take_steps, device, clock) for take_steps in pair] for _ in range(rounds)]
             ratios = [b / a for a, b in seconds]
             ratio, low, high = median_interval(ratios)
             plain_ms, ms = (1000 * statistics.median(side) / steps for side in zip(*seconds))
@@ -160,14 +160,14 @@ def seconds_per_run(variant, device, threads, test_tokens, val_tokens=0):
     portions = config.batch_size * config.grad_accum / rows
     with as_in_a_run(device, threads):
         probe = SimpleNamespace(model=variant.model, train=replace(config, grad_accum=1))
-        trainer, x, y = trainer_of(probe, device, rows)
-        step = median_seconds(lambda: trainer.step(x, y), device)
+        run, x, y = ready(probe, device, rows)
+        step = median_seconds(lambda: train.training_step(run, x, y), device)
         if portions > 1:  # an update follows the last alone
-            step += (portions - 1) * median_seconds(lambda: trainer.backward(0, x, y), device)
+            step += (portions - 1) * median_seconds(lambda: train.forward_backward(run, x, y), device)
         size = max(T, min(most, 4096 if on_cpu else 16384))  # a batch of score()
         ids = np.random.default_rng(1).integers(variant.model.vocab_size, size=size)
         text = SimpleNamespace(tokens=lambda split: ids, separator=0)
-        token = median_seconds(lambda: score(trainer.raw, text, "test"), device) / size
+        token = median_seconds(lambda: score(run.model, text, "test"), device) / size
     evaluations = 1 + -(-config.max_iters // config.eval_interval)  # at step 0, every so often, at the end
     scored = evaluations * 2 * (config.eval_tokens or val_tokens) + test_tokens
     return config.max_iters * step + scored * token

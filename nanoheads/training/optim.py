@@ -1,23 +1,16 @@
-"""AdamW, Muon for the blocks' matrices, the learning-rate schedule, and one training step with them."""
+"""AdamW, Muon for the blocks' matrices, and what a training step needs beside: rates, precision, seeds."""
 
 import functools
 import inspect
 import math
 import zlib
 from contextlib import nullcontext
-from typing import NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.utils import clip_grad_norm_
 
 from model import SkipFusion, ValueHead
-from nanoheads.common import UserError
-from nanoheads.kernels import allow_graphs
 from nanoheads.mechanism import Mechanism
-from nanoheads.training import checkpoint
-from nanoheads.training.checkpoint import last_save
 
 # The first four quintics of Polar Express (Amsel et al. 2025, arXiv 2505.16932), as (a, b, c) of
 # ax + bx^3 + cx^5. Alone they throw a singular value that rounding has put a little above 1 out to infinity,
@@ -228,8 +221,8 @@ def of_mechanisms(model):
 def make_optimizers(model, config, rank=0, world=1, compiled=False):
     """[AdamW] or [Muon, AdamW]: Muon takes the blocks' matrices, AdamW all the rest.
 
-    Only matrices decay: a gate, a norm or a bias has no reason to go to zero. Learning rates are peaks; a
-    skip_lr of None is mechanism_lr. rank, world, compiled: of Muon.
+    Only matrices decay: a gate, a norm or a bias has no reason to go to zero. Learning rates are peaks, which
+    each group keeps as its peak_lr; a skip_lr of None is mechanism_lr. rank, world, compiled: of Muon.
     """
     matrices = block_matrices(model) if config.optimizer == "muon" else []
     muons = {id(p) for p, _ in matrices}
@@ -247,14 +240,16 @@ def make_optimizers(model, config, rank=0, world=1, compiled=False):
             groups.setdefault((role, decays), group)["params"].append(p)
     fused = next(model.parameters()).device.type in ("cuda", "cpu")
     adamw = AdamW(list(groups.values()), betas=(config.beta1, config.beta2), fused=fused)
-    if not matrices:
-        return [adamw]
-    muon = Muon(matrices, config.muon_lr, config.muon_momentum, config.weight_decay, config.muon_beta2,
-                rank, world, compiled)
-    return [muon, adamw]
+    optimizers = [adamw]
+    if matrices:
+        optimizers.insert(0, Muon(matrices, config.muon_lr, config.muon_momentum, config.weight_decay,
+                                  config.muon_beta2, rank, world, compiled))
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["peak_lr"] = group["lr"]
+    return optimizers
 
 
-# ---- one step ----
+# ---- what a step needs beside ----
 
 def precision(dtype, kind):
     """(float32 | bfloat16 | float16, the autocast context for it) on a kind of device; dtype may be auto."""
@@ -278,248 +273,17 @@ def seed_step(kind, *key):
         getattr(torch, kind).manual_seed(seed)
 
 
-class CastWeights:
-    """Weights of matrix products in autocast's dtype, cast once for all portions of a step, not in each.
-
-    Inside `with cast:` the model holds copies in place of the weights; the gradients of a copy are added up
-    in its weight's own, in float32, as autocast does.
-    """
-
-    def __init__(self, model, dtype):
-        wanted = {id(p) for p, _ in block_matrices(model)} | {id(model.lm_head.weight)}
-        self.places = [(module, nn.Parameter(module.weight.detach().to(dtype)), module.weight)
-                       for module in model.modules() if isinstance(module, nn.Linear)
-                       and id(module.weight) in wanted and module.weight.numel()]
-        self.hooks = []  # while the copies are in place: a deepcopy of a hook would lead to the old weights
-
-    @staticmethod
-    def add_up(weight, copy):
-        if weight.grad is None:
-            weight.grad = copy.grad.to(weight.dtype)
-        else:
-            weight.grad += copy.grad
-        copy.grad = None
-
-    @torch.no_grad()
-    def __enter__(self):
-        torch._foreach_copy_([copy for _, copy, _ in self.places], [weight for *_, weight in self.places])
-        for module, copy, weight in self.places:
-            module.weight = copy.requires_grad_(weight.requires_grad)
-            if copy.requires_grad:
-                add_up = functools.partial(self.add_up, weight)
-                self.hooks.append(copy.register_post_accumulate_grad_hook(add_up))
-
-    def __exit__(self, *error):
-        for module, _, weight in self.places:
-            module.weight = weight
-        while self.hooks:
-            self.hooks.pop().remove()
-
-
-class Unread(NamedTuple):
-    """What a step computed and is not read yet: a GPU may still be busy with it."""
-
-    step: int
-    names: list
-    values: torch.Tensor               # means over ranks of what names say, then whether a rank is stopping
-    copied: Optional[object] = None    # a CUDA event: they are on the CPU
-
-
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that replay a step's kernels
 
 
-class Trainer:
-    """A model in training. One step of it is what train() does, and what bench.py and a comparison time.
+def carry_moments(before, after, copied):
+    """Give optimizers made anew the moments that those before them have of the same parameters.
 
-    config: a TrainConfig in which every key has its value, as for_recipe() makes it. teacher: a GPT in eval
-    mode, for constraint_match.
+    copied: {new parameter: the one whose moments it begins with}.
     """
-
-    def __init__(self, model, config, process, teacher=None):
-        self.raw = model.train()  # never compiled, never wrapped
-        self.config = config
-        self.process = process
-        self.teacher = teacher
-        self.params = list(model.parameters())
-        added = of_mechanisms(model)
-        self.trunk = [p for name, p in model.named_parameters() if name not in added]
-        self.frozen = None  # whether the trunk is, known after a step
-        self.compiled = compiles(config, process)
-        # on a CPU the last bits would be others
-        self.optimizers = make_optimizers(model, config, process.rank, process.world,
-                                          self.compiled and process.kind == "cuda")
-        self.peak_lrs = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
-        self.dtype, self.autocast = precision(config.dtype, process.kind)
-        self.scaler = torch.amp.GradScaler(process.kind, enabled=self.dtype == "float16")
-        self.micro_steps = max(1, config.grad_accum // process.world)
-        self.cast = nullcontext()
-        if self.micro_steps > 1 and self.dtype != "float32":
-            self.cast = CastWeights(model, getattr(torch, self.dtype))
-        # fp16 looks at the gradients before each update anyway
-        self.reads_late = process.kind == "cuda" and not self.scaler.is_enabled()
-        self.unread = []  # what read() gives next: Unread where that is late
-        self.graphed = self.compiled and config.compile_mode in CUDA_GRAPHS
-        if self.graphed and process.kind != "cuda":
-            raise UserError(f"compile_mode={config.compile_mode!r} replays CUDA graphs, and this run is on "
-                            f"{process.kind}: use compile_mode=default")
-        self.model = model
-        if self.compiled:
-            allow_graphs()
-            # mode None: as it is without one
-            mode = None if config.compile_mode == "default" else config.compile_mode
-            self.model = torch.compile(model, dynamic=False if config.documents else None, mode=mode)
-        if self.graphed:
-            self.zero_grad()
-
-    def freeze(self, step):
-        """Freeze the trunk, or thaw it, where a step asks for that. Frozen: no gradient, no moments."""
-        frozen = self.config.thaw_from is None or step < self.config.thaw_from
-        if self.config.freeze_trunk and frozen != self.frozen:
-            self.frozen = frozen
-            for p in self.trunk:
-                p.requires_grad_(not frozen)
-
-    def zero_grad(self):
-        """Forget the gradients; CUDA graphs write theirs over those of the step before, so that what adds
-        them up has to be there before.
-        """
-        for p in self.params:
-            if not self.graphed:
-                p.grad = None
-            elif p.requires_grad:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad.zero_()
-
-    def load(self, state, path):
-        """Take the optimizers' moments and the scaler from a read checkpoint. Raises UserError."""
-        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
-            checkpoint.restore(optimizer, saved, path)
-        if state["scaler"]:  # empty when dtype was another one
-            self.scaler.load_state_dict(state["scaler"])
-
-    def step(self, x, y, step=0, at_once=True):
-        """Forward, backward, clip and update on x, y [B, T]; returns {name: value}, the loss first.
-
-        at_once: wait for them; else a GPU's are those of the step before, {} at first.
-        """
-        self.update(step, self.backward(step, x, y))
-        return ([{}] + [metrics for _, metrics, _ in self.read(everything=at_once)])[-1]
-
-    def backward(self, step, x, y, targets=None, scored=None):
-        """Forward and backward on this rank's rows x, y [B, T], a portion at a time.
-
-        targets: {name: [B, T]} of constraint heads; -1: unknown. scored: the tokens of this step with a
-        target, over all portions and ranks, where rows differ in them; None: portions have equal weights.
-
-        Returns {name: 0-dim tensor}, the loss and the aux terms, means over these rows. A GPU may still be
-        busy with them.
-        """
-        # the rates and the randomness of a step follow from its number
-        multiplier = lr_multiplier(step, self.config)
-        for optimizer, peak_lrs in zip(self.optimizers, self.peak_lrs):
-            for group, lr in zip(optimizer.param_groups, peak_lrs):
-                group["lr"] = lr * multiplier
-        seed_step(self.process.kind, self.raw.config.seed, step, self.process.rank)
-        self.raw.at_step(step)
-        self.freeze(step)
-
-        means, n = {"loss": 0.0}, self.micro_steps
-        with self.cast:
-            for micro, (xm, ym) in enumerate(zip(x.chunk(n), y.chunk(n))):
-                if self.graphed:
-                    torch.compiler.cudagraph_mark_step_begin()
-                with self.autocast:
-                    out = self.model(xm, ym, **self.judged_by(xm, targets, micro))
-                terms = self.raw.aux_at_step(out.aux, step)
-                # the loss is a mean over this portion's tokens; ranks are averaged
-                parts = n if scored is None else scored / ((ym != -1).sum() * self.process.world)
-                self.scaler.scale(sum(terms.values(), out.loss) / parts).backward()
-                terms = {"loss": out.loss, **{f"aux/{name}": term for name, term in terms.items()}}
-                for name, term in terms.items():
-                    means[name] = means.get(name, 0.0) + term.detach() / parts
-        self.process.average_gradients(self.params)
-        return means
-
-    def judged_by(self, x, targets, micro):
-        """The model's arguments for what constraint heads are trained on, of one portion x [B, T]."""
-        found = {}
-        if targets:
-            n = self.micro_steps
-            found["constraint_targets"] = {name: t.chunk(n)[micro] for name, t in targets.items()}
-        if self.teacher is not None:
-            found["teacher"] = self.teacher.predictions(x)
-        return found
-
-    def update(self, step, means, stopping=False):
-        """Clip the gradients and update the weights; read() then gives what the step computed.
-
-        means: of backward(). stopping: has this rank been asked to stop? Raises UserError where a value is
-        not finite: before the update, or, on a GPU, in read(), before anything of it can be saved.
-        """
-        optimizers = self.optimizers
-        if self.frozen:  # Muon may have nothing to do
-            optimizers = [o for o in optimizers if any(p.grad is not None for g in o.param_groups
-                                                       for p in g["params"])]
-        # in fp16 the norm is needed without clipping too: it shows an overflow
-        if self.config.grad_clip or self.scaler.is_enabled():
-            for optimizer in optimizers:
-                self.scaler.unscale_(optimizer)
-            means = {**means, "grad_norm": clip_grad_norm_(self.params, self.config.grad_clip or math.inf)}
-
-        sent, overflow = self.sent(step, means, stopping), False
-        if not self.reads_late:
-            sent = self.checked(sent)
-            overflow = self.scaler.is_enabled() and not math.isfinite(sent[1]["grad_norm"])
-        self.unread.append(sent)
-        for optimizer in () if overflow else optimizers:  # of every optimizer, or of none
-            self.scaler.step(optimizer)
-        self.scaler.update()
-        self.zero_grad()
-
-    def sent(self, step, means, stopping):
-        """The values of a step, agreed on by all ranks and on their way to the CPU, as Unread."""
-        values, world = torch.stack(list(means.values())), self.process.world
-        if world > 1:
-            values = values.double() / world
-        # filled on the device: copied there, it would wait for all that the device has yet to do
-        values = torch.cat((values, values.new_full((1,), float(stopping))))
-        if world > 1:
-            dist.all_reduce(values)
-        if not self.reads_late:
-            return Unread(step, [*means], values)
-        values = values.to("cpu", non_blocking=True)
-        copied = torch.cuda.Event() if self.process.kind == "cuda" else None
-        if copied:
-            copied.record()
-        return Unread(step, [*means], values, copied)
-
-    def checked(self, unread):
-        """(step, {name: value}, whether a rank is stopping). UserError where a value is not finite."""
-        if unread.copied:
-            unread.copied.synchronize()
-        *values, stopping = unread.values.tolist()
-        metrics = dict(zip(unread.names, values))
-        for name, value in metrics.items():
-            # fp16 leaves out an update with an overflow and goes on
-            if not math.isfinite(value) and not (self.scaler.is_enabled() and name == "grad_norm"):
-                when = "before an update of it is saved" if self.reads_late else "before the update"
-                raise UserError(f"{name} is {value} in step {unread.step + 1}: stopped {when}; "
-                                f"{last_save(self.config.out_dir)}, with a lower lr or muon_lr, "
-                                "or another dtype")
-        return unread.step, metrics, bool(stopping)
-
-    def read(self, everything=True):
-        """[(step, {name: value}, whether any rank is stopping)] of the steps not read yet.
-
-        The loss is first; all are means over ranks. On a GPU the last step is left for the next call, unless
-        `everything` is wanted, so that it has work while the CPU waits. Raises UserError as update() does.
-        """
-        found, left = [], int(self.reads_late and not everything)
-        while len(self.unread) > left:
-            try:
-                found.append(self.checked(self.unread[0]) if self.reads_late else self.unread[0])
-            except UserError:
-                if not found:
-                    raise
-                break  # what was computed before it first: the next call raises
-            self.unread.pop(0)
-        return found
+    moments = {p: state for optimizer in before for p, state in optimizer.state.items()}
+    for optimizer in after:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            state = moments.get(copied.get(p, p))
+            if state is not None:
+                optimizer.state[p] = {key: t.clone() if torch.is_tensor(t) else t for key, t in state.items()}
