@@ -10,7 +10,8 @@ The GPT in one file, to be read top to bottom: first a plain GPT, then the mecha
 A mechanism joins this equation; turned off it leaves no parameter, no buffer and no computation. All about it
 is in its class: flags (Options), modes, formula, checks. GPTConfig and MECHANISMS are put together at the
 end. docs/mechanisms.md has formulas, costs and the faults of the sources; docs/add-a-mechanism.md adds one
-from a file of your own. Attention kernels are in nanoheads/kernels.py.
+from a file of your own. Attention kernels are in nanoheads/kernels.py, and what a CPU computes in another way
+in nanoheads/cpu.py.
 
 References: Radford et al. 2019 (GPT-2); Su et al. 2021, arXiv 2104.09864 (RoPE); Henry et al. 2020,
 arXiv 2010.04245 (QK-norm); Zhang & Sennrich 2019, arXiv 1910.07467 (RMSNorm); So et al. 2021,
@@ -29,11 +30,11 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from nanoheads.kernels import (SKIP_FROM, ChunkedCrossEntropy, Linear, RowStats, attend, attend_in_rows,
-                               attend_packed, attend_selected, block_mask, blocks_reached, float32_linear,
-                               for_each_head, grouped_heads_of, has_flex_attention, heads_of,
-                               normed_and_rotated, padded_rows, product_dtype, random_cells, relu2, rms_norm,
-                               rope_tables, row_statistics, self_gated_rows)
+from nanoheads.cpu import SKIP_FROM, attend_selected
+from nanoheads.kernels import (ChunkedCrossEntropy, Linear, RowStats, attend, attend_in_rows, attend_packed,
+                               block_mask, blocks_reached, float32_linear, for_each_head, grouped_heads_of,
+                               has_flex_attention, heads_of, normed_and_rotated, padded_rows, product_dtype,
+                               random_cells, relu2, rms_norm, rope_tables, row_statistics, self_gated_rows)
 from nanoheads.logits import (check_sampling, discounted_return, distance_to_teacher, label_losses, logit,
                               penalise, portions, sample_token)
 from nanoheads.mechanism import (CONSTRAINTS, HeadAxis, HeadControl, Mechanism, Uniform, choices, flag,

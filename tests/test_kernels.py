@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional as F
 
 from model import GPT, CausalMask, GPTConfig
-from nanoheads import kernels
-from nanoheads.kernels import (ChunkedCrossEntropy, CpuRMSNorm, CpuShortConvolution, CpuSquaredReLU,
-                               attend, attend_lse, costs_a_plan, flex, flex_tiles, linear32, padded_rows,
-                               row_statistics)
+from nanoheads import cpu, kernels
+from nanoheads.cpu import CpuRMSNorm, CpuShortConvolution, CpuSquaredReLU
+from nanoheads.kernels import (ChunkedCrossEntropy, attend, attend_lse, costs_a_plan, flex, flex_tiles,
+                               linear32, padded_rows, row_statistics)
 from oracle import agree, dense, normal, tokens
 
 
@@ -228,11 +228,11 @@ def test_heads_are_normed_and_rotated_as_by_single_steps(B, T, H, D):
         assert not torch.allclose(kernels.heads_of(qkv, *wrong)[0], want[0])
 
 
-@pytest.mark.skipif(not kernels.ONEDNN, reason="a CPU without AVX-512, whose products oneDNN does not make")
+@pytest.mark.skipif(not cpu.ONEDNN, reason="a CPU without AVX-512, whose products oneDNN does not make")
 @pytest.mark.parametrize("rows, inside, outside",
                          [(1, 1, 1), (7, 3, 5), (64, 9, 33), (64, 33, 9), (300, 64, 65)])
 def test_a_linear_layer_by_onednn_equals_the_product(rows, inside, outside, monkeypatch):
-    monkeypatch.setattr(kernels, "ONEDNN_FROM", 0)
+    monkeypatch.setattr(cpu, "ONEDNN_FROM", 0)
     layer = kernels.Linear(inside, outside, bias=False)
     x = torch.randn(2, rows, inside, requires_grad=True)
     g = torch.randn(rows, 2, outside).transpose(0, 1)  # whose rows do not lie one behind the other
@@ -246,9 +246,9 @@ def test_a_linear_layer_by_onednn_equals_the_product(rows, inside, outside, monk
         assert torch.allclose(a.double(), b, atol=1e-4 * max(1.0, b.abs().max().item()))
 
 
-@pytest.mark.skipif(not kernels.ONEDNN, reason="a CPU without AVX-512, whose products oneDNN does not make")
+@pytest.mark.skipif(not cpu.ONEDNN, reason="a CPU without AVX-512, whose products oneDNN does not make")
 def test_a_linear_layer_by_onednn_has_a_second_derivative(monkeypatch):
-    monkeypatch.setattr(kernels, "ONEDNN_FROM", 0)
+    monkeypatch.setattr(cpu, "ONEDNN_FROM", 0)
     layer, x = kernels.Linear(4, 3, bias=False), torch.randn(5, 4, requires_grad=True)
 
     def penalty(y):

@@ -17,7 +17,8 @@ from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, AdvantageAttention, Age
                    GPTConfig, HeadRoles, HeadRouter, KVCache, Pass, SentinelGate, SkipFusion, Window)
 from nanoheads.heads.states import find_violations
 from nanoheads.traces import explain, summaries
-from nanoheads.kernels import attend_lse, attend_packed, attend_selected, flex, row_statistics
+from nanoheads.cpu import attend_selected
+from nanoheads.kernels import attend_lse, attend_packed, flex, row_statistics
 from nanoheads.logits import discounted_return, label_losses
 from nanoheads.pruning import pack, prune_heads
 from nanoheads.training import optim
