@@ -39,10 +39,9 @@ from nanoheads.logits import (check_sampling, discounted_return, distance_to_tea
                               penalise, portions, sample_token)
 from nanoheads.mechanism import (CONSTRAINTS, HeadAxis, HeadControl, Mechanism, Uniform, choices, flag,
                                  no_dropout, plain_problems, range_problems)
-from nanoheads.rivals import (DenseConnections, DepthAttention, DifferentialAttention,
-                              DifferentialAttentionV1, ExclusiveAttention, ForgettingAttention, HeadMixing,
-                              KeyOffset, OutputGate, PairedHeads, QueryGain, ShortConv, Sink, StreamScalars,
-                              ValueEmbedding, ValueResidual, project_each)
+from nanoheads.rivals import (MUDD, XSA, DepthAttention, Diff, DiffV1, FoX, HeadMix, KeyOffset, OutputGate,
+                              PairedHeads, QueryGain, ShortConv, Sink, StreamScalars, ValueEmbedding,
+                              ValueResidual, project_each)
 
 # What a recipe means: the values taken by the flags that were left at None.
 RECIPES = {
@@ -159,60 +158,62 @@ class AttentionCore(nn.Module):
     def mechanisms(self):
         return [m for m in self._modules.values() if isinstance(m, Mechanism)]
 
-    def outputs(self, h):
-        """(the Pass after attention, the heads' gated outputs [B, H, T, D])."""
+    def outputs(self, heads):
+        """(the Heads after attention, their gated outputs [B, H, T, D])."""
         mechanisms = self.mechanisms()
         gate = self.static_gate() if mechanisms or self.gate_override is not None else None
         if gate is not None:
-            h.add_gate("gate", gate[:, None, None])
+            heads.add_gate("gate", gate[:, None, None])
         for m in mechanisms:
-            m.before(self, h)
+            m.before_attention(self, heads)
         # under autocast a norm may have made q and k float32, and x is it anyway; kernels want one dtype
-        dtype = product_dtype(h.v)
-        if not h.q.dtype == h.k.dtype == h.v.dtype == dtype:
-            h.q, h.k, h.v = h.q.to(dtype), h.k.to(dtype), h.v.to(dtype)
-        if h.cache is not None:
-            h.k, h.v = h.cache.append(self.layer, h.k, h.v)
-        y, row_stats = self.attend(h)
+        dtype = product_dtype(heads.v)
+        if not heads.q.dtype == heads.k.dtype == heads.v.dtype == dtype:
+            heads.q, heads.k, heads.v = heads.q.to(dtype), heads.k.to(dtype), heads.v.to(dtype)
+        if heads.cache is not None:
+            heads.k, heads.v = heads.cache.append(self.layer, heads.k, heads.v)
+        y, row_stats = self.attend(heads)
         for m in mechanisms:
-            y, row_stats = m.behind_softmax(self, h, y, row_stats)
+            y, row_stats = m.after_softmax(self, heads, y, row_stats)
         if torch.compiler.is_compiling():  # loses what is set on an old object behind FlexAttention (2.13)
-            h = replace(h, y=y, row_stats=row_stats)
-        h.y, h.row_stats = y, row_stats
+            heads = replace(heads, y=y, row_stats=row_stats)
+        heads.y, heads.row_stats = y, row_stats
         for m in mechanisms:
-            m.after(self, h)
-        if h.wants_traces:
-            self.trace(h)
-        if not h.gates:
-            return h, h.y
+            m.after_attention(self, heads)
+        if heads.wants_traces:
+            self.trace(heads)
+        if not heads.gates:
+            return heads, heads.y
         # one pass over y: the small factors are multiplied first
-        return h, h.y * math.prod(sorted(h.gates.values(), key=lambda g: g.size(-1))).to(h.y.dtype)
+        gate = math.prod(sorted(heads.gates.values(), key=lambda g: g.size(-1)))
+        return heads, heads.y * gate.to(heads.y.dtype)
 
-    def attend(self, h):
+    def attend(self, heads):
         """(y [B, H, T, D], RowStats where a mechanism reads them, else None)."""
-        q, k, v, row_stats = h.q, h.k, h.v, None
+        q, k, v, row_stats = heads.q, heads.k, heads.v, None
         dropout = self.attn_dropout if self.training else 0.0
-        needs = "shape" if h.wants_traces else self.needs_row_stats
-        if needs or h.used is not None or h.open_rows:  # kernels for which each head has its own
+        needs = "shape" if heads.wants_traces else self.needs_row_stats
+        if needs or heads.used is not None or heads.open_rows:  # kernels for which each head has its own
             k, v = for_each_head(k, q.size(1)), for_each_head(v, q.size(1))
-        if h.self_factor is not None:  # constraint heads, the last ones, whose scores are gated
+        if heads.self_factor is not None:  # constraint heads, the last ones, whose scores are gated
             n, shape = self.n_head, needs == "shape"
-            y, own = row_statistics(q[:, :n], k[:, :n], v[:, :n], self.scale, h.mask, h.n_keys, shape=shape)
-            gated, rows = self_gated_rows(q[:, n:], k[:, n:], v[:, n:], self.scale, h.mask, h.n_keys,
-                                          h.self_factor.squeeze(-1), shape=shape)
+            y, own = row_statistics(q[:, :n], k[:, :n], v[:, :n], self.scale, heads.mask, heads.n_keys,
+                                    shape=shape)
+            gated, rows = self_gated_rows(q[:, n:], k[:, n:], v[:, n:], self.scale, heads.mask, heads.n_keys,
+                                          heads.self_factor.squeeze(-1), shape=shape)
             y = torch.cat((y, gated), 1)
             row_stats = RowStats(*(a if a is None else torch.cat((a, b), 1) for a, b in zip(own, rows)))
         elif needs:
-            y, row_stats = row_statistics(q, k, v, self.scale, h.mask, h.n_keys, self.detach_row_stats,
-                                          dropout, shape=needs == "shape")
-        elif h.used is not None and q.size(2) == 1:
-            y = attend_selected(q, k, v, self.scale, h.used.squeeze(-1), h.mask)
-        elif h.used is not None:
-            y, _ = attend_packed(q, k, v, self.scale, h.used, h.capacity, h.mask_mod)
-        elif h.open_rows:
-            y = attend_in_rows(q, k, v, self.scale, h.open_rows, self.n_head, h.mask)
+            y, row_stats = row_statistics(q, k, v, self.scale, heads.mask, heads.n_keys,
+                                          self.detach_row_stats, dropout, shape=needs == "shape")
+        elif heads.used is not None and q.size(2) == 1:
+            y = attend_selected(q, k, v, self.scale, heads.used.squeeze(-1), heads.mask)
+        elif heads.used is not None:
+            y, _ = attend_packed(q, k, v, self.scale, heads.used, heads.capacity, heads.mask_mod)
+        elif heads.open_rows:
+            y = attend_in_rows(q, k, v, self.scale, heads.open_rows, self.n_head, heads.mask)
         else:
-            y = attend(q, k, v, self.scale, h.mask, dropout)
+            y = attend(q, k, v, self.scale, heads.mask, dropout)
         return y if y.size(-1) == self.head_size else y[..., :self.head_size], row_stats
 
     def static_gate(self, noisy=None):
@@ -224,15 +225,15 @@ class AttentionCore(nn.Module):
             gate = torch.where(self.gate_override.isnan(), 1.0 if gate is None else gate, self.gate_override)
         return gate
 
-    def trace(self, h):
+    def trace(self, heads):
         """What every model's traces hold, beside those of its mechanisms."""
-        h.traces.update(entropy=h.row_stats.entropy, concentration=h.row_stats.log_p2.exp())
-        if h.wants_traces == "maps":
-            logits = (h.q @ for_each_head(h.k, h.q.size(1)).mT).float() * self.scale
-            p = logits.masked_fill(~h.mask, -math.inf).softmax(-1)
+        heads.traces.update(entropy=heads.row_stats.entropy, concentration=heads.row_stats.log_p2.exp())
+        if heads.wants_traces == "maps":
+            logits = (heads.q @ for_each_head(heads.k, heads.q.size(1)).mT).float() * self.scale
+            weights = logits.masked_fill(~heads.mask, -math.inf).softmax(-1)
             for m in self.mechanisms():
-                p = m.reweigh(self, p, h)
-            h.traces["map"] = p
+                weights = m.trace_map(self, weights, heads)
+            heads.traces["map"] = weights
 
     def all_head_ids(self):
         """The heads that are here, by their original numbers, constraint heads too."""
@@ -279,25 +280,26 @@ class CausalSelfAttention(AttentionCore):
         """Key and value heads, of those that are left."""
         return self.n_head // self.group
 
-    def forward(self, x, p, inputs=None):
-        """(what joins the residual stream, Pass.results()); inputs: of q, k and v, if they are not x."""
-        h, mechanisms = p.of_layer(x), self.mechanisms()
+    def forward(self, x, heads, inputs=None):
+        """(what joins the residual stream, Heads.results()); inputs: of q, k and v, if they are not x."""
+        heads, mechanisms = heads.of_layer(x), self.mechanisms()
         for m in mechanisms:
-            m.read(self, h)
-        qkv = self.c_attn(h.x) if not inputs else project_each(self, inputs)
+            m.before_projection(self, heads)
+        qkv = self.c_attn(heads.x) if not inputs else project_each(self, inputs)
         qkv = qkv.view(*x.shape[:2], self.c_attn.out_features // self.head_size, self.head_size)
         for m in mechanisms:
-            qkv = m.projected(self, qkv, h)
-        h.q, h.k, h.v = self.split(qkv, h, self.n_head, self.n_kv_head, h.x if self.tied else None)
-        h, y = self.outputs(h)
-        return self.merge(y, h.none_open), h.results()
+            qkv = m.after_projection(self, qkv, heads)
+        values = heads.x if self.tied else None
+        heads.q, heads.k, heads.v = self.split(qkv, heads, self.n_head, self.n_kv_head, values)
+        heads, y = self.outputs(heads)
+        return self.merge(y, heads.none_open), heads.results()
 
-    def split(self, qkv, h, n_head, n_kv_head, values=None):
+    def split(self, qkv, heads, n_head, n_kv_head, values=None):
         """[B, T, heads of q, k and v, D] -> normed and rotated q and k, and v, each [B, heads, T, D].
 
         values: x, where keys are queries and values are slices of x.
         """
-        rope = h.rope[self.head_size] if self.rope else None
+        rope = heads.rope[self.head_size] if self.rope else None
         if values is not None:
             q = normed_and_rotated(qkv[:, :, None], self.qk_norm, rope, self.norm_eps)
             q = q.squeeze(2).transpose(1, 2)
@@ -381,11 +383,12 @@ class Block(nn.Module):
         self.agency = Agency(config) if config.agency and config.agency_scope != "head" else None
         self.parallel = config.parallel  # both at once, as in GPT-J and GPT-NeoX (2204.06745, section 2.1.2)
 
-    def forward(self, x, p):
-        inputs = p.left and p.left.get(("inputs", self.attn.layer))  # of queries, keys, values: from MUDD
-        y, results = self.attn(self.ln_1(x), p, inputs and [self.ln_1(each) for each in inputs])
+    def forward(self, x, heads):
+        # a mechanism between blocks may give queries, keys and values an input each
+        inputs = heads.shared and heads.shared.get(("inputs", self.attn.layer))
+        y, results = self.attn(self.ln_1(x), heads, inputs and [self.ln_1(each) for each in inputs])
         if self.agency is not None:
-            return self.agency.weigh(self, x, y, p, results), results
+            return self.agency.weigh(self, x, y, heads, results), results
         if self.parallel:
             return x + y + self.mlp(self.ln_2(x)), results
         x = x + y
@@ -423,8 +426,8 @@ class GPT(HeadControl, nn.Module):
         for cls in BETWEEN_BLOCKS:
             if cls.is_on(config):
                 self.add_module(cls.name, cls(config))
-        if AdvantageAttention.learns(config):
-            self.value = ValueHead(config)
+        if A2C.learns(config):
+            self.value = A2CValue(config)
         self.mask = Window(config) if config.window else CausalMask(config)
         self.whole_mask = None if config.window_layers is None else CausalMask(config)
         self.needs_row_stats = any(attn.needs_row_stats for attn in layers)
@@ -474,7 +477,7 @@ class GPT(HeadControl, nn.Module):
         aux, predictions = found["losses"], found["predictions"]
         out, loss = self.head(x) if logits or targets is None else None, None
         if targets is not None:
-            critic = AdvantageAttention.learns(self.config)
+            critic = A2C.learns(self.config)
             loss, nats = self.cross_entropy(x, targets, out, each=critic)
             if critic:
                 into = found["traces"] if traces else None
@@ -486,10 +489,10 @@ class GPT(HeadControl, nn.Module):
         return Output(out, loss, aux, found["traces"] if traces else None)
 
     def run_blocks(self, idx, cache=None, pad=None, **wanted):
-        """(final hidden states [B, T, C], Pass.results() of all blocks) of idx [B, T].
+        """(final hidden states [B, T, C], Heads.results() of all blocks) of idx [B, T].
 
         losses {name: sum over blocks}; predictions and traces {"blocks.<i>.<name>": tensor}. cache: what was
-        read before; row b begins at column pad[b]; wanted: fields of Pass.
+        read before; row b begins at column pad[b]; wanted: fields of Heads.
         """
         c, N = self.config, self.config.n_layer
         B, T = idx.shape
@@ -502,9 +505,10 @@ class GPT(HeadControl, nn.Module):
             columns = torch.arange(past, past + T, device=idx.device)
             positions = (columns - pad[:, None]).clamp_min(0)  # (B, T)
         masks = [self.mask] * N if c.window_layers is None else [self.mask_of(i) for i in range(N)]
-        wanted.update(tokens=idx, left={})  # left: by layers for later ones
-        passes = {mask: self.make_pass(mask, positions, past, T, cache, pad, idx.device, **wanted)
-                  for mask in dict.fromkeys(masks)}
+        shared = {}  # by layers for later ones
+        wanted.update(tokens=idx, shared=shared)
+        heads_by_mask = {mask: self.make_heads(mask, positions, past, T, cache, pad, idx.device, **wanted)
+                         for mask in dict.fromkeys(masks)}
         x = self.transformer.wte(idx)
         if c.pos == "learned":
             x = x + self.transformer.wpe.weight[positions]
@@ -514,32 +518,32 @@ class GPT(HeadControl, nn.Module):
         losses, named, outputs = {}, dict(predictions={}, traces={}), [x]
         for i, block in enumerate(self.transformer.h):
             if self.between:
-                x = self.mix(x, i, outputs, wanted["left"])
+                x = self.before_block(x, i, outputs, shared)
             if c.checkpoint_activations and self.training:
-                x, results = checkpoint(block, x, passes[masks[i]], use_reentrant=False)
+                x, results = checkpoint(block, x, heads_by_mask[masks[i]], use_reentrant=False)
             else:
-                x, results = block(x, passes[masks[i]])
+                x, results = block(x, heads_by_mask[masks[i]])
             if self.between:
                 outputs.append(x)
-            wanted["left"].update(results["leaves"])
+            shared.update(results["for_later"])
             for name, loss in results["losses"].items():
                 losses[name] = losses[name] + loss if name in losses else loss
             for kind, found in named.items():
                 found.update({f"blocks.{i}.{name}": t for name, t in results[kind].items()})
         if self.between:
-            x = self.mix(x, N, outputs, wanted["left"])
+            x = self.before_block(x, N, outputs, shared)
         if cache:
             cache.length += T
         return self.transformer.ln_f(x), dict(losses=losses, **named)
 
-    def mix(self, x, layer, outputs, left):
+    def before_block(self, x, layer, outputs, shared):
         """What block `layer` reads (n_layer: the last norm), of the outputs so far; x is the last of them."""
         for name in self.between:
-            x = getattr(self, name).mix(x, layer, outputs, left)
+            x = getattr(self, name).before_block(x, layer, outputs, shared)
         return x
 
-    def make_pass(self, mask, positions, past, T, cache, pad, device, **wanted):
-        """The Pass of the blocks with this CausalMask: only what is asked for. positions: a slice, or [B, T]
+    def make_heads(self, mask, positions, past, T, cache, pad, device, **wanted):
+        """The Heads of the blocks with this CausalMask: only what is asked for. positions: a slice, or [B, T]
         of padded rows.
         """
         traces = wanted.get("wants_traces", False)
@@ -556,7 +560,7 @@ class GPT(HeadControl, nn.Module):
         if counted:
             dtype = torch.promote_types(self.transformer.wte.weight.dtype, torch.float32)
             n_keys = mask.n_keys(positions if pad is None else positions[:, None]).to(dtype)
-        return Pass(rope, cache, seen, mask.mask_mod, positions, n_keys, valid, **wanted)
+        return Heads(rope, cache, seen, mask.mask_mod, positions, n_keys, valid, **wanted)
 
     def mask_of(self, layer):
         """The CausalMask of a block."""
@@ -799,7 +803,7 @@ class CausalMask(nn.Module):
 
 
 @dataclass
-class Pass:
+class Heads:
     """A layer in one forward pass: what is asked for, and the layer's heads, which mechanisms rewrite.
 
     The first half is made once and is the same in all layers; what no flag asks for is None.
@@ -813,7 +817,7 @@ class Pass:
     n_keys: Optional[torch.Tensor] = None     # keys that each query sees, [T] or [B, 1, T]
     valid: Optional[torch.Tensor] = None      # 0 where there is only padding, [B, T, 1]
     hint: Optional[torch.Tensor] = None       # the caller's input of the constraint router, [B, C]
-    left: Optional[dict] = None               # name -> what an earlier layer left for this one
+    shared: Optional[dict] = None             # name -> what earlier layers have left for later ones
     tokens: Optional[torch.Tensor] = None     # what is read, [B, T]
     wants_losses: bool = False                # auxiliary losses
     wants_scores: bool = False                # the constraint heads' scores
@@ -831,20 +835,21 @@ class Pass:
     self_factor: Optional[torch.Tensor] = None       # on constraint heads' weights on the token itself: its
                                               # logarithm joins the logit, [B, heads, T or 1, 1]
     gates: dict = field(default_factory=dict)        # name -> factor on y, broadcasting over [B, H, T, D]
-    leaves: dict = field(default_factory=dict)       # name -> what later layers find in left
+    for_later: dict = field(default_factory=dict)    # name -> what later layers find in shared
     losses: dict = field(default_factory=dict)       # name -> weighted auxiliary loss
     predictions: dict = field(default_factory=dict)  # name -> what a loss over the logits compares
     traces: dict = field(default_factory=dict)       # name -> tensor, where traces are wanted
 
     def of_layer(self, x):
         """A copy for the layer that reads x [B, T, C]."""
-        return Pass(self.rope, self.cache, self.mask, self.mask_mod, self.positions, self.n_keys, self.valid,
-                    self.hint, self.left, self.tokens, self.wants_losses, self.wants_scores,
+        return Heads(self.rope, self.cache, self.mask, self.mask_mod, self.positions, self.n_keys, self.valid,
+                    self.hint, self.shared, self.tokens, self.wants_losses, self.wants_scores,
                     self.wants_traces, x)
 
     def results(self):
         """What a layer gives beside its output."""
-        return dict(losses=self.losses, predictions=self.predictions, traces=self.traces, leaves=self.leaves)
+        return dict(losses=self.losses, predictions=self.predictions, traces=self.traces,
+                    for_later=self.for_later)
 
     @property
     def none_open(self):
@@ -872,11 +877,11 @@ class HeadNorm(Mechanism):
     name = flag = "head_norm"
     modes = {"head_norm": dict(head_norm=True)}
 
-    def after(self, attn, h):
-        h.y = rms_norm(h.y)
+    def after_attention(self, attn, heads):
+        heads.y = rms_norm(heads.y)
 
 
-class HeadRouter(Mechanism):
+class Routing(Mechanism):
     """Which heads each token uses and how much, x [B, T, C] -> weights [B, T, H].
 
     published: softmax of an MLP's logits, summing to 1 (Learnable Attention Head Routing). The write-up's
@@ -946,7 +951,7 @@ class HeadRouter(Mechanism):
 
     @staticmethod
     def problems(c):
-        k, shared, zero = HeadRouter.top_k(c), c.routing_shared, HeadRouter.zero_mask(c)
+        k, shared, zero = Routing.top_k(c), c.routing_shared, Routing.zero_mask(c)
         if not 1 <= k <= c.n_head:
             yield f"routing_top_k={k} must be from 1 to n_head={c.n_head}"
         if shared and c.routing != "moh":
@@ -987,31 +992,31 @@ class HeadRouter(Mechanism):
                 weights = torch.cat((split[..., :1] * shared, split[..., 1:] * weights), -1)
         return weights, F.pad(selected, (self.n_shared, 0), value=True), logits
 
-    def before(self, attn, h):
+    def before_attention(self, attn, heads):
         if not (self.training or self.in_eval):
             return
-        weights, selected, logits = self(h.x)
+        weights, selected, logits = self(heads.x)
         # the router knows of no pruning
         left = weights if attn.n_head == weights.size(-1) else weights[..., attn.head_ids]
         gate = F.pad(left, (0, attn.n_extra), value=1.0).transpose(1, 2)  # constraint heads are always on
-        h.gates["routing"] = gate[..., None]
-        self.compute_less(gate, h)
-        if h.wants_losses:
-            h.losses.update(self.penalty(weights, selected, logits))
-        if h.wants_traces:
-            h.traces.update(routing_weights=weights, selected=selected, routing_logits=logits)
+        heads.gates["routing"] = gate[..., None]
+        self.compute_less(gate, heads)
+        if heads.wants_losses:
+            heads.losses.update(self.penalty(weights, selected, logits))
+        if heads.wants_traces:
+            heads.traces.update(routing_weights=weights, selected=selected, routing_logits=logits)
 
-    def compute_less(self, gate, h):
+    def compute_less(self, gate, heads):
         """Where it pays, have only the heads of one query computed, or only the selected queries of many."""
-        T = h.x.size(1)
+        T = heads.x.size(1)
         if T == 1:
-            keys = T + (h.cache.length if h.cache is not None else 0)
-            if self.skip and keys >= SKIP_FROM and not (h.x.is_cuda or torch.is_grad_enabled()):
-                h.used = gate > 0
-        elif self.capacity and has_flex_attention(h.x.device) and h.cache is None \
-                and not isinstance(h.mask, torch.Tensor):
-            h.used = gate > 0
-            h.capacity = self.capacity * self.k / self.out.out_features * T
+            keys = T + (heads.cache.length if heads.cache is not None else 0)
+            if self.skip and keys >= SKIP_FROM and not (heads.x.is_cuda or torch.is_grad_enabled()):
+                heads.used = gate > 0
+        elif self.capacity and has_flex_attention(heads.x.device) and heads.cache is None \
+                and not isinstance(heads.mask, torch.Tensor):
+            heads.used = gate > 0
+            heads.capacity = self.capacity * self.k / self.out.out_features * T
 
     def penalty(self, weights, selected, logits):
         """{name: weighted loss}: token entropy in nats, or the load balance R sum_i P_i f_i (MoH, eq. 9)."""
@@ -1025,7 +1030,7 @@ class HeadRouter(Mechanism):
         return {"routing_balance": self.coef * load.numel() * (share * load).sum()}
 
 
-class SentinelGate(Mechanism):
+class Sentinel(Mechanism):
     """One learned gate per head, [H] (Adaptive Transformer, section 2.1).
 
     sigmoid: g = sigmoid(logit). hard_concrete: a stretched, clamped sigmoid, noisy while training, with real
@@ -1073,9 +1078,9 @@ class SentinelGate(Mechanism):
         """P(gate != 0) of those."""
         return (s - cls.BETA * math.log(-cls.LOW / cls.HIGH)).sigmoid()
 
-    def before(self, attn, h):
-        if h.wants_losses:
-            h.losses.update(self.penalty())
+    def before_attention(self, attn, heads):
+        if heads.wants_losses:
+            heads.losses.update(self.penalty())
 
     def set_coef(self, value):
         """Move the weight of the penalty: a tensor from here on, since a new number compiles a graph anew."""
@@ -1156,19 +1161,19 @@ class Agency(Mechanism):
             gate = gate + torch.where(self.consent, expected - expected.detach(), 0.0)
         return gate
 
-    def before(self, attn, h):
-        if h.wants_traces:
-            h.traces["agency"] = self.static_gate()
+    def before_attention(self, attn, heads):
+        if heads.wants_traces:
+            heads.traces["agency"] = self.static_gate()
 
     def gate(self):
         """The factor of a piece, [1], or what was set by hand."""
         gate = self.static_gate()
         return gate if self.by_hand is None else torch.where(self.by_hand.isnan(), gate, self.by_hand)
 
-    def weigh(self, block, x, y, p, results):
+    def weigh(self, block, x, y, heads, results):
         """What a block of a piece's state sends on, [B, T, C]; x: what it reads, y: of its attention."""
         gate = self.gate()
-        if p.wants_traces:
+        if heads.wants_traces:
             results["traces"]["agency"] = gate
         gate = gate.to(y.dtype)
         after = x + (gate * y if self.scope == "block" else y)
@@ -1191,7 +1196,7 @@ class Agency(Mechanism):
         self.last_signal[i] = step
 
 
-class AdvantageAttention(Mechanism):
+class A2C(Mechanism):
     """A2C attention: a critic's scalar a [B, T, H], linear in x, acts on the logits of its head.
 
     published: a_t q_t . q_s / sqrt(d), a signed temperature of the query. temperature: exp(a_t) instead.
@@ -1238,25 +1243,25 @@ class AdvantageAttention(Mechanism):
         return [HeadAxis(self.critic, "weight", extra=False), HeadAxis(self.critic, "bias", extra=False),
                 HeadAxis(self, "mix", extra=False)]
 
-    def before(self, attn, h):
-        a = float32_linear(self.critic, h.x)
-        h.predictions["advantage"] = a
-        if h.wants_traces:
-            h.traces["advantage"] = a
+    def before_attention(self, attn, heads):
+        a = float32_linear(self.critic, heads.x)
+        heads.predictions["advantage"] = a
+        if heads.wants_traces:
+            heads.traces["advantage"] = a
         per_head = a.transpose(1, 2)[..., None]
         if self.mode == "published":
-            h.q = h.q * per_head.to(h.q.dtype)
+            heads.q = heads.q * per_head.to(heads.q.dtype)
         elif self.mode == "temperature":
-            h.q = h.q * per_head.clamp_max(self.MAX).exp().to(h.q.dtype)
+            heads.q = heads.q * per_head.clamp_max(self.MAX).exp().to(heads.q.dtype)
         else:  # q . k + bias as one dimension more: (q, 1) . (k, bias)
-            h.k, h.v = for_each_head(h.k, attn.n_head), for_each_head(h.v, attn.n_head)
-            bias = (self.mix[:, None, None] * per_head / attn.scale).to(h.k.dtype)
-            h.q = F.pad(torch.cat((h.q, torch.ones_like(bias)), -1), (0, self.PAD - 1))
-            h.k = F.pad(torch.cat((h.k, bias), -1), (0, self.PAD - 1))
-            h.v = F.pad(h.v, (0, self.PAD))
+            heads.k, heads.v = for_each_head(heads.k, attn.n_head), for_each_head(heads.v, attn.n_head)
+            bias = (self.mix[:, None, None] * per_head / attn.scale).to(heads.k.dtype)
+            heads.q = F.pad(torch.cat((heads.q, torch.ones_like(bias)), -1), (0, self.PAD - 1))
+            heads.k = F.pad(torch.cat((heads.k, bias), -1), (0, self.PAD - 1))
+            heads.v = F.pad(heads.v, (0, self.PAD))
 
 
-class ValueHead(nn.Linear):
+class A2CValue(nn.Linear):
     """A2C's value of the text so far, [B, T, C] -> [B, T, 1], and the two losses that need the logits.
 
     The return G_s discounts the log-probabilities of the tokens to come, so it is a target only, never an
@@ -1287,7 +1292,7 @@ class ValueHead(nn.Linear):
                 "a2c_advantage": self.advantage_coef * (sum(errors) / max(1, len(predicted))) / scored.sum()}
 
 
-class HeadRoles(Mechanism):
+class Roles(Mechanism):
     """A prior over distances for each base head, by its role: logits[t, s] += sign strength_h p(t - s).
 
     Source: Adaptive Transformer, section 5.4 (specialised heads, without a formula). p(d) is the mean of
@@ -1324,8 +1329,8 @@ class HeadRoles(Mechanism):
 
     @staticmethod
     def problems(c):
-        if not 1 <= len(c.roles) <= c.n_head or set(c.roles) - set(HeadRoles.ROLES):
-            yield f"roles={c.roles} must be one to n_head={c.n_head} of {', '.join(HeadRoles.ROLES)}"
+        if not 1 <= len(c.roles) <= c.n_head or set(c.roles) - set(Roles.ROLES):
+            yield f"roles={c.roles} must be one to n_head={c.n_head} of {', '.join(Roles.ROLES)}"
         elif c.roles_waves < 4 or c.roles_waves % 4:  # kernels want widths in eights
             yield f"roles_waves={c.roles_waves} must be a multiple of 4, at least 4"
 
@@ -1340,9 +1345,9 @@ class HeadRoles(Mechanism):
     def head_axes(self):
         return [HeadAxis(self, "strength", extra=False), HeadAxis(self, "priors", extra=False)]
 
-    def before(self, attn, h):
+    def before_attention(self, attn, heads):
         dtype = torch.promote_types(self.strength.dtype, torch.float32)  # bfloat16 cannot count to 257
-        t = (h.positions if h.positions.dim() == 1 else h.positions[:, None])[..., None].to(dtype)
+        t = (heads.positions if heads.positions.dim() == 1 else heads.positions[:, None])[..., None].to(dtype)
         sign, offset, shortest = self.priors.to(dtype)[..., None, None].unbind(1)  # (H, 1, 1)
         wavelength = shortest * self.GROWTH ** torch.arange(self.waves, dtype=dtype, device=t.device)
         speed = 2 * math.pi / wavelength  # radians per token, (H, 1, waves)
@@ -1352,10 +1357,10 @@ class HeadRoles(Mechanism):
             features = factor * torch.cat((angle.cos(), angle.sin()), -1)  # ([B,] H, T, 2 waves)
             return torch.cat((x, features.to(x.dtype).expand(*x.shape[:3], -1)), -1)
 
-        h.k, h.v = for_each_head(h.k, attn.n_head), for_each_head(h.v, attn.n_head)
-        h.q = widened(h.q, (t - offset) * speed, strength)
-        h.k = widened(h.k, t * speed, 1.0)
-        h.v = F.pad(h.v, (0, 2 * self.waves))
+        heads.k, heads.v = for_each_head(heads.k, attn.n_head), for_each_head(heads.v, attn.n_head)
+        heads.q = widened(heads.q, (t - offset) * speed, strength)
+        heads.k = widened(heads.k, t * speed, 1.0)
+        heads.v = F.pad(heads.v, (0, 2 * self.waves))
 
 
 class ConstraintHeads(Mechanism):
@@ -1494,86 +1499,90 @@ class ConstraintHeads(Mechanism):
     def matrices(self):
         return [(self.c_attn.weight, 3), (self.c_proj.weight, 1)]
 
-    def before(self, attn, h):
-        h.k, h.v = for_each_head(h.k, attn.n_head), for_each_head(h.v, attn.n_head)
-        x = h.x.detach() if self.stopped else h.x
-        logits = self.router_logits(x, h, attn.layer)
+    def before_attention(self, attn, heads):
+        heads.k, heads.v = for_each_head(heads.k, attn.n_head), for_each_head(heads.v, attn.n_head)
+        x = heads.x.detach() if self.stopped else heads.x
+        logits = self.router_logits(x, heads, attn.layer)
         gates = self.router_gates(logits)
-        if h.wants_losses:
-            self.penalties(h, logits, gates)
-        if h.wants_traces:
-            h.traces["router_gates"] = gates
+        if heads.wants_losses:
+            self.penalties(heads, logits, gates)
+        if heads.wants_traces:
+            heads.traces["router_gates"] = gates
         factor = gates.transpose(1, 2)[..., None]  # (B, heads, T or 1, 1)
         if self.gate == "output":
-            h.gates["router"] = F.pad(gates, (attn.n_head, 0), value=1.0).transpose(1, 2)[..., None]
-            h.open_rows = self.open_rows(attn, h, gates)
-            if h.cache is None and h.none_open:
-                h.v = F.pad(h.v, (0, 0, 0, 0, 0, self.n_head))  # for who reads all values
+            heads.gates["constraint"] = F.pad(gates, (attn.n_head, 0), value=1.0).transpose(1, 2)[..., None]
+            heads.open_rows = self.open_rows(attn, heads, gates)
+            if heads.cache is None and heads.none_open:
+                heads.v = F.pad(heads.v, (0, 0, 0, 0, 0, self.n_head))  # for who reads all values
                 return  # not even projected
         qkv = self.c_attn(x).view(*x.shape[:2], 3 * self.n_head, attn.head_size)
-        q, k, v = attn.split(qkv, h, self.n_head, self.n_head)
+        q, k, v = attn.split(qkv, heads, self.n_head, self.n_head)
         if self.gate == "value":
-            v = v * factor.to(h.x.dtype)
+            v = v * factor.to(heads.x.dtype)
         if self.gate == "score":
-            h.self_factor = factor
-        width = h.q.size(-1) - attn.head_size  # A2C may have widened the base heads
-        h.q, h.k, h.v = (torch.cat((t, F.pad(u, (0, width))), 1) for t, u in ((h.q, q), (h.k, k), (h.v, v)))
+            heads.self_factor = factor
+        width = heads.q.size(-1) - attn.head_size  # A2C may have widened the base heads
+        heads.q = torch.cat((heads.q, F.pad(q, (0, width))), 1)
+        heads.k = torch.cat((heads.k, F.pad(k, (0, width))), 1)
+        heads.v = torch.cat((heads.v, F.pad(v, (0, width))), 1)
 
-    def open_rows(self, attn, h, gates):
+    def open_rows(self, attn, heads, gates):
         """[the rows in which it has a gate above 0] of each head, where others can be skipped; else None."""
-        if self.training or not self.skip or h.wants_scores or h.wants_traces or h.used is not None \
-                or attn.needs_row_stats or isinstance(h.mask, BlockMask):
+        if self.training or not self.skip or heads.wants_scores or heads.wants_traces \
+                or heads.used is not None or attn.needs_row_stats or isinstance(heads.mask, BlockMask):
             return None
         return [rows.nonzero().flatten() for rows in (gates > 0).any(1).unbind(1)]
 
-    def penalties(self, h, logits, gates):
+    def penalties(self, heads, logits, gates):
         """Add the router's own losses: its gates shall be few (sparsity), and decided (entropy, nats)."""
         if self.sparsity_coef:
-            few = SentinelGate.chance_open(logits) if self.hard else gates
-            h.losses["constraint_router"] = self.sparsity_coef * few.mean()
+            few = Sentinel.chance_open(logits) if self.hard else gates
+            heads.losses["constraint_router"] = self.sparsity_coef * few.mean()
         if self.entropy_coef:
             coins = F.binary_cross_entropy_with_logits(logits, logits.sigmoid(), reduction="none")
-            h.losses["constraint_entropy"] = self.entropy_coef * coins.mean()
+            heads.losses["constraint_entropy"] = self.entropy_coef * coins.mean()
 
-    def reweigh(self, attn, p, h):
+    def trace_map(self, attn, weights, heads):
         """Each token's weight on itself times its gate, and the row's sum 1 again."""
-        if h.self_factor is None:
-            return p
-        base, p = p.split((attn.n_head, self.n_head), 1)
-        kept = h.self_factor.squeeze(-1).masked_fill(h.n_keys == 1, 1.0)  # alone, the token stays as it is
-        before = p.size(-1) - p.size(-2)  # keys of a cache
-        p = p * (1 - F.pad(torch.diag_embed(1 - kept.expand(p.shape[:-1])), (before, 0))).to(p.dtype)
-        return torch.cat((base, p / p.sum(-1, keepdim=True).clamp_min(1e-30)), 1)
+        if heads.self_factor is None:
+            return weights
+        base, weights = weights.split((attn.n_head, self.n_head), 1)
+        # alone, the token stays as it is
+        kept = heads.self_factor.squeeze(-1).masked_fill(heads.n_keys == 1, 1.0)
+        before = weights.size(-1) - weights.size(-2)  # keys of a cache
+        lost = F.pad(torch.diag_embed(1 - kept.expand(weights.shape[:-1])), (before, 0))
+        weights = weights * (1 - lost).to(weights.dtype)
+        return torch.cat((base, weights / weights.sum(-1, keepdim=True).clamp_min(1e-30)), 1)
 
-    def after(self, attn, h):
-        if not (h.wants_scores or h.wants_traces):
+    def after_attention(self, attn, heads):
+        if not (heads.wants_scores or heads.wants_traces):
             return
-        y = h.y[:, attn.n_head:]
+        y = heads.y[:, attn.n_head:]
         if self.published and self.gate == "output":
-            y = y * h.gates["router"][:, attn.n_head:].to(y.dtype)
-        if h.wants_scores:
-            h.predictions["constraint_y"] = y
+            y = y * heads.gates["constraint"][:, attn.n_head:].to(y.dtype)
+        if heads.wants_scores:
+            heads.predictions["constraint_y"] = y
         scores = self.scores(y)
         means = scores.unflatten(1, (len(self.names), self.per_name)).mean(2).unbind(1)
         named = {f"constraint.{name}": score for name, score in zip(self.names, means)}
-        h.predictions.update(named)
-        if h.wants_traces:
-            h.traces.update(named, head_scores=scores)
+        heads.predictions.update(named)
+        if heads.wants_traces:
+            heads.traces.update(named, head_scores=scores)
 
-    def router_logits(self, x, h, layer):
+    def router_logits(self, x, heads, layer):
         """[B, T, heads] (T is 1 for a hint)."""
-        if h.hint is not None:
-            read = h.hint[:, None].to(x.dtype)
+        if heads.hint is not None:
+            read = heads.hint[:, None].to(x.dtype)
         else:
             x = x.to(torch.promote_types(x.dtype, torch.float32))
-            x = x if h.valid is None else x * h.valid
-            read = (x * (h.positions == 0)[..., None] if self.of_first else x).cumsum(1)
-            if h.cache is not None:
-                before = h.cache.kept.get((layer, "sum"))
+            x = x if heads.valid is None else x * heads.valid
+            read = (x * (heads.positions == 0)[..., None] if self.of_first else x).cumsum(1)
+            if heads.cache is not None:
+                before = heads.cache.kept.get((layer, "sum"))
                 read = read if before is None else read + before
-                h.cache.swap(layer, "sum", read[:, -1:])
+                heads.cache.swap(layer, "sum", read[:, -1:])
             if not self.of_first:
-                read = read / (h.positions + 1)[..., None]
+                read = read / (heads.positions + 1)[..., None]
         return float32_linear(self.out, F.relu(self.fc(read.to(self.fc.weight.dtype))))
 
     def router_gates(self, logits):
@@ -1582,7 +1591,7 @@ class ConstraintHeads(Mechanism):
             gates = logits.sigmoid()
         else:
             noise = torch.rand_like(logits[:, :1]) if self.training else None
-            gates = SentinelGate.hard_concrete(logits, noise)
+            gates = Sentinel.hard_concrete(logits, noise)
         return gates if self.training or not self.skip else gates * (gates >= self.skip)
 
     def scores(self, y):
@@ -1647,7 +1656,7 @@ class ConstraintHeads(Mechanism):
                 yield f"{key}={getattr(c, key)!r} is of the loss on labels: set labels"
 
 
-class ContextGate(Mechanism):
+class ACAG(Mechanism):
     """ACAG: a gate per head from context length and the shape of the attention row (ACAG README).
 
     published: sigmoid(W [c, mean, std] + b). normalised: 2 sigmoid(W [c, 1 - entropy / log n, log(n sum p^2)]
@@ -1708,27 +1717,27 @@ class ContextGate(Mechanism):
         z = torch.einsum("bhtf,hdf->bhtd", z, w.to(z.dtype)) + self.bias.view(len(w), 1, w.size(1))
         return z.sigmoid() if self.published else 2 * z.sigmoid()
 
-    def after(self, attn, h):
-        h.add_gate("acag_gate", self(h.row_stats, h.n_keys, h.positions))
+    def after_attention(self, attn, heads):
+        heads.add_gate("acag_gate", self(heads.row_stats, heads.n_keys, heads.positions))
 
 
 # ---- mechanisms outside the layers ----
 
-def identity_of_h(shape):
-    """[0, I], the matrix that takes h out of [skip; h], in the shape [C, 2 C]."""
+def identity_of_x(shape):
+    """[0, I], the matrix that takes x out of [skip; x], in the shape [C, 2 C]."""
     return torch.cat((torch.zeros(shape[0], shape[0]), torch.eye(shape[0])), 1)
 
 
-class SkipFusion(Mechanism):
-    """U-Net: joins an encoder block's output `skip` to a decoder block's output h, both [B, T, C].
+class UNetSkip(Mechanism):
+    """U-Net: joins an encoder block's output `skip` to a decoder block's output x, both [B, T, C].
 
-    Source: Adaptive Transformer, section 2.3. concat: h + W [skip; h]; add: h + sigmoid(logit) skip;
-    scalar: h + weight skip, as speedruns have it; published: the write-up's Linear([skip; h]). The initial
+    Source: Adaptive Transformer, section 2.3. concat: x + W [skip; x]; add: x + sigmoid(logit) skip;
+    scalar: x + weight skip, as speedruns have it; published: the write-up's Linear([skip; x]). The initial
     weight of the skip falls with depth (its section 5.3).
     """
 
     class Options:
-        unet: Optional[Literal["concat", "add", "scalar", "published"]] = None  # W[s; h] | sigmoid(l) s | w s
+        unet: Optional[Literal["concat", "add", "scalar", "published"]] = None  # W[s; x] | sigmoid(l) s | w s
         unet_init: Optional[float] = flag(None, at_least=0)  # skip of the first decoder block; None: 0.5, 1
         unet_skips: bool = True              # False: the skip half gives nothing (for trained models)
         unet_from: int = flag(0, at_least=0)  # training steps in which the skip half gives nothing yet
@@ -1740,7 +1749,7 @@ class SkipFusion(Mechanism):
              "unet_published": dict(unet="published")}
     neutral = {"unet_concat": {"unet_init": 0.0}, "unet_add": {"unet_init": 0.0},
                "unet_scalar": {"unet_init": 0.0},
-               "unet_published": {"fuse.*.weight": identity_of_h, "fuse.*.bias": 0.0}}
+               "unet_published": {"fuse.*.weight": identity_of_x, "fuse.*.bias": 0.0}}
 
     def __init__(self, config, depth):
         super().__init__()
@@ -1798,27 +1807,27 @@ class SkipFusion(Mechanism):
         """The part of the skips that acts in a training step, from 0 to 1."""
         return min(1.0, max(0.0, (step + 1 - config.unet_from) / max(1, config.unet_ramp)))
 
-    def forward(self, h, skip):
+    def forward(self, x, skip):
         if self.ramp is not None:
             skip = self.ramp * skip
         if self.mode in ("add", "scalar"):
             share = self.logit.sigmoid() if self.mode == "add" else self.weight
-            return h + share * skip if self.skips else h
-        both = torch.cat((skip if self.skips else torch.zeros_like(skip), h), -1)
+            return x + share * skip if self.skips else x
+        both = torch.cat((skip if self.skips else torch.zeros_like(skip), x), -1)
         mixed = F.linear(both, self.weight, getattr(self, "bias", None))
-        return mixed if self.mode == "published" else h + mixed
+        return mixed if self.mode == "published" else x + mixed
 
 
 class UNet(nn.ModuleList):
-    """The SkipFusion of each decoder block."""
+    """The UNetSkip of each decoder block."""
 
-    name, is_on = SkipFusion.name, SkipFusion.is_on
+    name, is_on = UNetSkip.name, UNetSkip.is_on
 
     def __init__(self, config):
-        super().__init__(SkipFusion(config, depth) for depth in range(config.n_layer // 2))
+        super().__init__(UNetSkip(config, depth) for depth in range(config.n_layer // 2))
         self.n_layer = config.n_layer
 
-    def mix(self, x, layer, outputs, left):
+    def before_block(self, x, layer, outputs, shared):
         """x, what decoder block layer - 1 put out, with what its partner did; a middle block has none."""
         depth = layer - 1 - (self.n_layer - len(self))
         return x if depth < 0 else self[depth](x, outputs[self.n_layer - layer + 1])
@@ -1896,12 +1905,11 @@ class Window(CausalMask, Mechanism):
 
 
 # The mechanisms of a layer, in the order in which they act, and all.
-HEAD_MECHANISMS = [ShortConv, ValueResidual, ValueEmbedding, QueryGain, KeyOffset, ExclusiveAttention,
-                   HeadNorm, HeadMixing, HeadRouter, SentinelGate, Agency, AdvantageAttention, HeadRoles,
-                   ForgettingAttention, PairedHeads, DifferentialAttention, DifferentialAttentionV1,
-                   OutputGate, ConstraintHeads, ContextGate, Sink]
-BETWEEN_BLOCKS = [DepthAttention, DenseConnections, StreamScalars, UNet]
-MECHANISM_CLASSES = [*HEAD_MECHANISMS, *BETWEEN_BLOCKS[:-1], SkipFusion, Window]
+HEAD_MECHANISMS = [ShortConv, ValueResidual, ValueEmbedding, QueryGain, KeyOffset, XSA, HeadNorm, HeadMix,
+                   Routing, Sentinel, Agency, A2C, Roles, FoX, PairedHeads, Diff, DiffV1, OutputGate,
+                   ConstraintHeads, ACAG, Sink]
+BETWEEN_BLOCKS = [DepthAttention, MUDD, StreamScalars, UNet]
+MECHANISM_CLASSES = [*HEAD_MECHANISMS, *BETWEEN_BLOCKS[:-1], UNetSkip, Window]
 
 
 OWN = []  # mechanisms in files of one's own: add_mechanism() puts them here, and behind those of a layer

@@ -122,6 +122,12 @@ def no_dropout(config, flag):
                "(and on what it is compared with)")
 
 
+# what hooks were called until 2026-11-25: a file of one's own that still says so would do nothing
+OLD_HOOKS = {"read": "before_projection", "projected": "after_projection", "before": "before_attention",
+             "behind_softmax": "after_softmax", "after": "after_attention", "reweigh": "trace_map",
+             "mix": "before_block"}
+
+
 class Mechanism(nn.Module):
     """One change to the heads of a layer, built where its flag is on. A subclass overrides what it changes.
 
@@ -136,9 +142,9 @@ class Mechanism(nn.Module):
     flag = ""               # the one of its Options that turns it on
     modes = {}              # name -> flags: its entries of MECHANISMS
     neutral = {}            # mode -> {flag, or parameter, * allowed: value}: the plain GPT; missing: none is
-    needs_row_stats = None  # does after() read Pass.row_stats? "lse" | "shape" (entropy and log_p2 too)
+    needs_row_stats = None  # does it read Heads.row_stats? "lse" | "shape" (entropy and log_p2 too)
     detach = False          # ... without a gradient into them?
-    needs_positions = False  # does it read Pass.positions?
+    needs_positions = False  # does it read Heads.positions?
     absorbs = False         # can a checkpoint's own weights make up for its start? Its static_gate() alone
     starts = {}             # parameter -> number, tensor or Uniform: what does not start as in GPT-2
     in_pairs = False        # are heads 0 and 1 one thing, 2 and 3, ...? They are then pruned together
@@ -151,6 +157,10 @@ class Mechanism(nn.Module):
     # ---- flags ----
 
     def __init_subclass__(cls):
+        for old, new in OLD_HOOKS.items():
+            if old in vars(cls):
+                raise TypeError(f"{cls.__name__}.{old}() is never called: the hook is {new}(); what is no "
+                                "hook needs another name")
         if "Options" in vars(cls):
             cls.Options = dataclass(cls.Options)
 
@@ -227,29 +237,32 @@ class Mechanism(nn.Module):
 
     # ---- the forward pass ----
 
-    def read(self, attn, h):
-        """Before the projection: rewrite h.x, the layer's normed input."""
+    def before_projection(self, attn, heads):
+        """Before queries, keys and values are projected: rewrite heads.x, the layer's normed input."""
 
-    def projected(self, attn, qkv, h):
-        """After the projection: queries, keys and values [B, T, 3 * H, D], before norm and rotation."""
+    def after_projection(self, attn, qkv, heads):
+        """After the projection, before QK-norm and RoPE: give back qkv [B, T, 3 * H, D] rewritten."""
         return qkv
 
-    def before(self, attn, h):
-        """Before attention: rewrite h.q, h.k, h.v; add gates and losses that need h.x alone.
+    def before_attention(self, attn, heads):
+        """Before attention: rewrite heads.q, heads.k, heads.v; add gates and losses that need heads.x alone.
 
-        What it puts into h.leaves, later layers find in h.left by the same name.
+        What it puts into heads.for_later, later layers find in heads.shared by the same name.
         """
 
-    def behind_softmax(self, attn, h, y, stats):
-        """After attention, before every after(): what the rows of weights gave, y, and their RowStats."""
-        return y, stats
+    def after_softmax(self, attn, heads, y, row_stats):
+        """Right after attention, before every after_attention(): give back the heads' outputs y [B, H, T, D]
+        and the RowStats as if the softmax itself had been another one.
+        """
+        return y, row_stats
 
-    def after(self, attn, h):
-        """After attention: rewrite h.y; add gates that need h.y, h.v or h.row_stats."""
+    def after_attention(self, attn, heads):
+        """After attention: rewrite heads.y; add gates that need heads.y, heads.v or heads.row_stats."""
 
-    def reweigh(self, attn, p, h):
-        """Attention weights [B, H, T, S] as they are after behind_softmax() and gates of rows, for maps."""
-        return p
+    def trace_map(self, attn, weights, heads):
+        """Where attention maps are traced: give back the weights [B, H, T, S] as this mechanism leaves them.
+        """
+        return weights
 
     def static_gate(self, noisy=None):
         """A factor per head that depends on no token, [H], or None."""

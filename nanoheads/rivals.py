@@ -41,8 +41,8 @@ class ShortConv(Mechanism):
     def __init__(self, config, attn):
         super().__init__()
         self.of = config.short_conv
-        heads = sum(self.heads(attn)[part] for part in self.of if part != "x")
-        channels = config.n_embd if self.of == "x" else heads * attn.head_size
+        count = sum(self.head_counts(attn)[part] for part in self.of if part != "x")
+        channels = config.n_embd if self.of == "x" else count * attn.head_size
         self.head_size = attn.head_size
         self.weight = nn.Parameter(torch.empty(config.short_conv_width, channels))
         self.bias = nn.Parameter(torch.empty(1, channels))  # two dimensions: it starts as the weights do
@@ -61,30 +61,30 @@ class ShortConv(Mechanism):
         return [HeadAxis(self, name, **how) for name in ("weight", "bias")]
 
     @staticmethod
-    def heads(attn):
+    def head_counts(attn):
         """How many heads of queries, keys and values a layer has."""
         return dict(q=attn.n_head, k=attn.n_head // attn.group, v=attn.n_head // attn.group)
 
-    def read(self, attn, h):
+    def before_projection(self, attn, heads):
         if self.of == "x":
-            h.x = self.convolved(h.x, attn, h)
+            heads.x = self.convolved(heads.x, attn, heads)
 
-    def projected(self, attn, qkv, h):
+    def after_projection(self, attn, qkv, heads):
         if self.of == "x":
             return qkv
-        heads = self.heads(attn)
-        first = sum(heads[part] for part in "qkv"[:"qkv".index(self.of)])
-        return self.convolved(qkv.flatten(2), attn, h, first * attn.head_size).view(qkv.shape)
+        counts = self.head_counts(attn)
+        first = sum(counts[part] for part in "qkv"[:"qkv".index(self.of)])
+        return self.convolved(qkv.flatten(2), attn, heads, first * attn.head_size).view(qkv.shape)
 
-    def convolved(self, x, attn, h, first=0):
+    def convolved(self, x, attn, heads, first=0):
         """x [B, T, C] with the channels from `first` convolved."""
-        if h.valid is not None:
-            x = x * h.valid  # padding is no token
+        if heads.valid is not None:
+            x = x * heads.valid  # padding is no token
         both, T, reach = x, x.size(1), len(self.weight) - 1
-        if h.cache is not None:
-            before = kept(h.cache, attn, self.name, None)
+        if heads.cache is not None:
+            before = kept(heads.cache, attn, self.name, None)
             both = x if before is None else torch.cat((before, x), 1)
-            h.cache.swap(attn.layer, self.name, both[:, -reach:])
+            heads.cache.swap(attn.layer, self.name, both[:, -reach:])
         return short_convolution(both, self.weight.to(x.dtype), self.bias.to(x.dtype), first)[:, -T:]
 
 
@@ -117,20 +117,20 @@ class ValueResidual(Mechanism):
             yield ("value_residual=True needs heads of one size: "
                    "constraint_variant='B' makes some layers' narrower")
 
-    def before(self, attn, h):
+    def before_attention(self, attn, heads):
         if self.share is None:
-            h.leaves["values"] = self.of_all_heads(attn, h)
+            heads.for_later["values"] = self.of_all_heads(attn, heads)
             return
-        first = h.left["values"]
+        first = heads.shared["values"]
         first = first if attn.n_head == attn.n_base else first[:, self.groups(attn)]
-        h.v = torch.lerp(h.v, first.to(h.v.dtype), self.share.to(h.v.dtype))
+        heads.v = torch.lerp(heads.v, first.to(heads.v.dtype), self.share.to(heads.v.dtype))
 
     @staticmethod
-    def of_all_heads(attn, h):
+    def of_all_heads(attn, heads):
         """The layer's values, 0 of heads that are closed or that pruning took."""
-        v = h.v
-        if "gate" in h.gates:  # of a group any
-            opened = (h.gates["gate"][:attn.n_head] != 0).unflatten(0, (v.size(1), attn.group)).any(1)
+        v = heads.v
+        if "gate" in heads.gates:  # of a group any
+            opened = (heads.gates["gate"][:attn.n_head] != 0).unflatten(0, (v.size(1), attn.group)).any(1)
             v = v * opened.to(v.dtype)
         if attn.n_head == attn.n_base:
             return v
@@ -174,10 +174,10 @@ class ValueEmbedding(Mechanism):
         return [HeadAxis(self.wte, "weight", dim=1, size=self.head_size, extra=False, shared=1),
                 HeadAxis(self.gate, "weight", extra=False, shared=1)]
 
-    def before(self, attn, h):
-        own = self.wte(h.tokens).unflatten(-1, (h.v.size(1), attn.head_size)).transpose(1, 2)
-        gate = 3 * self.gate(h.x[..., :self.gate.in_features]).sigmoid()
-        h.v = h.v + (gate.transpose(1, 2)[..., None] * own).to(h.v.dtype)
+    def before_attention(self, attn, heads):
+        own = self.wte(heads.tokens).unflatten(-1, (heads.v.size(1), attn.head_size)).transpose(1, 2)
+        gate = 3 * self.gate(heads.x[..., :self.gate.in_features]).sigmoid()
+        heads.v = heads.v + (gate.transpose(1, 2)[..., None] * own).to(heads.v.dtype)
 
 
 class QueryGain(Mechanism):
@@ -200,11 +200,11 @@ class QueryGain(Mechanism):
     def head_axes(self):
         return [HeadAxis(self, "gain", extra=False)]
 
-    def before(self, attn, h):
-        h.q = h.q * self.gain[:, None, None].to(h.q.dtype)
+    def before_attention(self, attn, heads):
+        heads.q = heads.q * self.gain[:, None, None].to(heads.q.dtype)
 
 
-class ForgettingAttention(Mechanism):
+class FoX(Mechanism):
     """FoX: a forget gate f = sigmoid(w x + b) of each head and token fades all keys before it.
 
     Source: arXiv 2503.02130, eq. 3: logits + c_t - c_s, where c is the running sum of log f, in float32. That
@@ -228,22 +228,22 @@ class ForgettingAttention(Mechanism):
     def head_axes(self):
         return [HeadAxis(self.proj, "weight", extra=False), HeadAxis(self.proj, "bias", extra=False)]
 
-    def before(self, attn, h):
-        log_f = F.logsigmoid(float32_linear(self.proj, h.x))
-        if h.valid is not None:
-            log_f = log_f * h.valid  # padding fades nothing
-        c = log_f.cumsum(1) + kept(h.cache, attn, self.name, 0.0)
-        if h.cache is not None:
-            h.cache.swap(attn.layer, self.name, c[:, -1:])
-        if h.wants_traces:
-            h.traces["log_forget"] = log_f
-        h.k, h.v = for_each_head(h.k, attn.n_head), for_each_head(h.v, attn.n_head)
-        dtype = product_dtype(h.v)
+    def before_attention(self, attn, heads):
+        log_f = F.logsigmoid(float32_linear(self.proj, heads.x))
+        if heads.valid is not None:
+            log_f = log_f * heads.valid  # padding fades nothing
+        c = log_f.cumsum(1) + kept(heads.cache, attn, self.name, 0.0)
+        if heads.cache is not None:
+            heads.cache.swap(attn.layer, self.name, c[:, -1:])
+        if heads.wants_traces:
+            heads.traces["log_forget"] = log_f
+        heads.k, heads.v = for_each_head(heads.k, attn.n_head), for_each_head(heads.v, attn.n_head)
+        dtype = product_dtype(heads.v)
         c = torch.stack(in_parts(c.transpose(1, 2) / attn.scale, dtype), -1)
         ones, left = torch.ones_like(c), self.PAD - 2 * c.size(-1)
-        h.q = F.pad(wider(h.q.to(dtype), c, ones), (0, left))
-        h.k = F.pad(wider(h.k.to(dtype), ones, -c), (0, left))
-        h.v = F.pad(h.v, (0, self.PAD))
+        heads.q = F.pad(wider(heads.q.to(dtype), c, ones), (0, left))
+        heads.k = F.pad(wider(heads.k.to(dtype), ones, -c), (0, left))
+        heads.v = F.pad(heads.v, (0, self.PAD))
 
 
 def wider(*parts):
@@ -263,16 +263,16 @@ def in_parts(x, dtype):
     return parts
 
 
-def masked_logits(attn, h, q, k):
+def masked_logits(attn, heads, q, k):
     """Logits of the layer's own heads with other queries or keys, -inf where none is seen: for maps."""
-    return ((q.to(k.dtype) @ k.mT).float() * attn.scale).masked_fill(~h.mask, -math.inf)
+    return ((q.to(k.dtype) @ k.mT).float() * attn.scale).masked_fill(~heads.mask, -math.inf)
 
 
-def own_heads(attn, h):
+def own_heads(attn, heads):
     """Queries, keys and values of the layer's own heads as attention read them, each [B, H, ...]."""
-    n = h.k.size(1) - attn.n_extra
-    k, v = (for_each_head(x[:, :n], attn.n_head) for x in (h.k, h.v))
-    return h.q[:, :attn.n_head], k, v
+    n = heads.k.size(1) - attn.n_extra
+    k, v = (for_each_head(x[:, :n], attn.n_head) for x in (heads.k, heads.v))
+    return heads.q[:, :attn.n_head], k, v
 
 
 def with_extra(attn, own, y):
@@ -280,13 +280,13 @@ def with_extra(attn, own, y):
     return torch.cat((own.to(y.dtype), y[:, attn.n_head:]), 1) if attn.n_extra else own.to(y.dtype)
 
 
-def attend_once_more(attn, h, q, k, v):
+def attend_once_more(attn, heads, q, k, v):
     """Attention of the layer's own heads with other queries, keys or values, [B, H, T, D]."""
     dropout = attn.attn_dropout if attn.training else 0.0
-    return attend(q.to(v.dtype), k, v, attn.scale, h.mask, dropout)[..., :attn.head_size]
+    return attend(q.to(v.dtype), k, v, attn.scale, heads.mask, dropout)[..., :attn.head_size]
 
 
-class DifferentialAttention(Mechanism):
+class Diff(Mechanism):
     """Differential attention V2: y1 - sigmoid(w_h x_t) y2, two maps over the same keys and values.
 
     Source: microsoft/unilm, Diff-Transformer-V2 (2026). The second map has queries of its own, normed and
@@ -314,31 +314,32 @@ class DifferentialAttention(Mechanism):
     def matrices(self):
         return [(self.c_q.weight, 1)]
 
-    def queries(self, attn, h):
+    def queries(self, attn, heads):
         """Those of the second map [B, H, T, D or more]; dimensions more are what others added to the logits.
         """
-        q = self.c_q(h.x).unflatten(-1, (attn.n_head, attn.head_size))[:, :, None]
-        rope = h.rope[attn.head_size] if attn.rope else None
+        q = self.c_q(heads.x).unflatten(-1, (attn.n_head, attn.head_size))[:, :, None]
+        rope = heads.rope[attn.head_size] if attn.rope else None
         scale = None if attn.qk_scale is None else attn.qk_scale[0].to(q.dtype)
         q = normed_and_rotated(q, attn.qk_norm, rope, attn.norm_eps, scale).squeeze(2).transpose(1, 2)
-        added = h.q[:, :attn.n_head, :, attn.head_size:]
+        added = heads.q[:, :attn.n_head, :, attn.head_size:]
         return torch.cat((q, added.to(q.dtype)), -1) if added.size(-1) else q
 
-    def shares(self, h):
+    def shares(self, heads):
         """What is taken of the second map, [B, H, T, 1]."""
-        return self.share(h.x).sigmoid().transpose(1, 2)[..., None]
+        return self.share(heads.x).sigmoid().transpose(1, 2)[..., None]
 
-    def behind_softmax(self, attn, h, y, stats):
-        n = h.k.size(1) - attn.n_extra
-        second = attend_once_more(attn, h, self.queries(attn, h), h.k[:, :n], h.v[:, :n])
-        return with_extra(attn, y[:, :attn.n_head] - self.shares(h).to(y.dtype) * second, y), stats
+    def after_softmax(self, attn, heads, y, row_stats):
+        n = heads.k.size(1) - attn.n_extra
+        second = attend_once_more(attn, heads, self.queries(attn, heads), heads.k[:, :n], heads.v[:, :n])
+        return with_extra(attn, y[:, :attn.n_head] - self.shares(heads).to(y.dtype) * second, y), row_stats
 
-    def reweigh(self, attn, p, h):
-        second = masked_logits(attn, h, self.queries(attn, h), own_heads(attn, h)[1]).softmax(-1)
-        return with_extra(attn, p[:, :attn.n_head] - self.shares(h).to(p.dtype) * second.to(p.dtype), p)
+    def trace_map(self, attn, weights, heads):
+        second = masked_logits(attn, heads, self.queries(attn, heads), own_heads(attn, heads)[1]).softmax(-1)
+        second = self.shares(heads).to(weights.dtype) * second.to(weights.dtype)
+        return with_extra(attn, weights[:, :attn.n_head] - second, weights)
 
 
-class DifferentialAttentionV1(Mechanism):
+class DiffV1(Mechanism):
     """Differential attention of pairs of heads: norm((P_1 - l P_2) (v_1, v_2)) (1 - l_0).
 
     Source: arXiv 2410.05258, eqs. 1 to 3, and transformers' DiffLlama. l = exp(a . b) - exp(c . d) + l_0,
@@ -366,15 +367,15 @@ class DifferentialAttentionV1(Mechanism):
         if config.group > 1:
             yield f"diff_v1 joins the values of two heads, which n_kv_head={config.n_kv_head} makes one"
 
-    def behind_softmax(self, attn, h, y, stats):
-        (q, k, v), pairs = own_heads(attn, h), (attn.n_head // 2, 2)
+    def after_softmax(self, attn, heads, y, row_stats):
+        (q, k, v), pairs = own_heads(attn, heads), (attn.n_head // 2, 2)
         y1, y2 = y[:, :attn.n_head].unflatten(1, pairs).unbind(2)  # each with its own value
-        other = attend_once_more(attn, h, q, k, in_other_order(v)).unflatten(1, pairs)
+        other = attend_once_more(attn, heads, q, k, in_other_order(v)).unflatten(1, pairs)
         a, b, c, d = self.vectors
         share = ((a * b).sum().exp() - (c * d).sum().exp() + self.start).to(y.dtype)
         both = torch.cat((y1 - share * other[:, :, 1], other[:, :, 0] - share * y2), -1)
         both = rms_norm(both, 1e-5) * (1 - self.start)
-        return with_extra(attn, torch.stack(both.chunk(2, -1), 2).flatten(1, 2), y), stats
+        return with_extra(attn, torch.stack(both.chunk(2, -1), 2).flatten(1, 2), y), row_stats
 
 
 def in_other_order(x):
@@ -406,28 +407,28 @@ class PairedHeads(Mechanism):
             if getattr(config, other):
                 yield f"paired_heads reads a neighbour's keys, and {other} writes its head's terms into keys"
 
-    def behind_softmax(self, attn, h, y, stats):
+    def after_softmax(self, attn, heads, y, row_stats):
         if not attn.n_head:
-            return y, stats
-        n, (q, k, v) = attn.n_head, own_heads(attn, h)
-        lse, other = attend_lse(q, in_other_order(k), attn.scale, h.mask, in_other_order(v))
-        own = stats.lse[:, :n]
+            return y, row_stats
+        n, (q, k, v) = attn.n_head, own_heads(attn, heads)
+        lse, other = attend_lse(q, in_other_order(k), attn.scale, heads.mask, in_other_order(v))
+        own = row_stats.lse[:, :n]
         share = (own - lse).sigmoid()[..., None].to(y.dtype)
         y = with_extra(attn, torch.lerp(other[..., :attn.head_size], y[:, :n], share), y)
-        return y, stats._replace(lse=torch.cat((torch.logaddexp(own, lse), stats.lse[:, n:]), 1))
+        return y, row_stats._replace(lse=torch.cat((torch.logaddexp(own, lse), row_stats.lse[:, n:]), 1))
 
-    def reweigh(self, attn, p, h):
+    def trace_map(self, attn, weights, heads):
         """Both heads' keys of a token counted together."""
         if not attn.n_head:
-            return p
-        q, k, _ = own_heads(attn, h)
-        s = masked_logits(attn, h, q, in_other_order(k))
-        other = (s - h.row_stats.lse[:, :attn.n_head, :, None]).exp()  # weights beside the head's own
-        own = p[:, :attn.n_head] * (1 - other.sum(-1, keepdim=True))
-        return with_extra(attn, own + other.to(p.dtype), p)
+            return weights
+        q, k, _ = own_heads(attn, heads)
+        s = masked_logits(attn, heads, q, in_other_order(k))
+        other = (s - heads.row_stats.lse[:, :attn.n_head, :, None]).exp()  # weights beside the head's own
+        own = weights[:, :attn.n_head] * (1 - other.sum(-1, keepdim=True))
+        return with_extra(attn, own + other.to(weights.dtype), weights)
 
 
-class HeadMixing(Mechanism):
+class HeadMix(Mechanism):
     """Heads' outputs join one another's by weights of the token's own: y_h + (b_h . x) sum_g (a_g . x) y_g.
 
     A dynamic composition (arXiv 2405.08553) of rank 1, of outputs: one of attention weights, as talking heads
@@ -451,12 +452,13 @@ class HeadMixing(Mechanism):
     def head_axes(self):
         return [HeadAxis(layer, "weight", extra=False) for layer in (self.read_from, self.write)]
 
-    def after(self, attn, h):
-        y = h.y[:, :attn.n_head]
-        a, b = (layer(h.x).transpose(1, 2)[..., None].to(y.dtype) for layer in (self.read_from, self.write))
-        for gate in (h.gates[name] for name in ("gate", "routing") if name in h.gates):
+    def after_attention(self, attn, heads):
+        y = heads.y[:, :attn.n_head]
+        a, b = (layer(heads.x).transpose(1, 2)[..., None].to(y.dtype)
+                for layer in (self.read_from, self.write))
+        for gate in (heads.gates[name] for name in ("gate", "routing") if name in heads.gates):
             a = a * (gate[..., :attn.n_head, :, :] != 0)  # what is closed, or not chosen, gives nothing
-        h.y = with_extra(attn, y + b * (a * y).sum(1, keepdim=True), h.y)
+        heads.y = with_extra(attn, y + b * (a * y).sum(1, keepdim=True), heads.y)
 
 
 class KeyOffset(Mechanism):
@@ -484,14 +486,14 @@ class KeyOffset(Mechanism):
         if config.head_size < 4:
             yield f"key_offset moves a part of each key: a head size of {config.head_size} is below 4"
 
-    def before(self, attn, h):
-        last = None if h.cache is None else h.cache.swap(attn.layer, "key", h.k[:, :, -1:])
-        before = torch.cat((h.k[:, :, :1] if last is None else last, h.k[:, :, :-1]), 2)
-        begins = (h.positions if h.positions.dim() == 1 else h.positions[:, None])[..., None] == 0
-        h.k = torch.where(self.moved & ~begins, before, h.k)
+    def before_attention(self, attn, heads):
+        last = None if heads.cache is None else heads.cache.swap(attn.layer, "key", heads.k[:, :, -1:])
+        before = torch.cat((heads.k[:, :, :1] if last is None else last, heads.k[:, :, :-1]), 2)
+        begins = (heads.positions if heads.positions.dim() == 1 else heads.positions[:, None])[..., None] == 0
+        heads.k = torch.where(self.moved & ~begins, before, heads.k)
 
 
-class ExclusiveAttention(Mechanism):
+class XSA(Mechanism):
     """XSA: take out of each head's output what its own value says (arXiv 2603.09078, eq. 3).
 
     y - tanh(strength_h) * (y . v) v / |v|^2. The paper takes all of it out; at 0, the start, it is neutral.
@@ -510,11 +512,11 @@ class ExclusiveAttention(Mechanism):
         super().__init__()
         self.strength = nn.Parameter(torch.empty(attn.n_total))
 
-    def after(self, attn, h):
-        v = for_each_head(h.v, h.y.size(1))
-        v = v[:, :, -h.y.size(2):, :attn.head_size]  # a cache holds earlier tokens too
-        share = (h.y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
-        h.y = h.y - self.strength.tanh()[:, None, None].to(v.dtype) * share * v
+    def after_attention(self, attn, heads):
+        v = for_each_head(heads.v, heads.y.size(1))
+        v = v[:, :, -heads.y.size(2):, :attn.head_size]  # a cache holds earlier tokens too
+        share = (heads.y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
+        heads.y = heads.y - self.strength.tanh()[:, None, None].to(v.dtype) * share * v
 
 
 class OutputGate(Mechanism):
@@ -546,9 +548,9 @@ class OutputGate(Mechanism):
     def head_axes(self):
         return [HeadAxis(self.proj, "weight", size=self.size)]
 
-    def before(self, attn, h):
-        gate = self.proj(h.x[..., :self.width]).sigmoid().unflatten(-1, (attn.n_total, self.size))
-        h.add_gate("output_gate", gate.transpose(1, 2))  # (B, H, T, 1 or D)
+    def before_attention(self, attn, heads):
+        gate = self.proj(heads.x[..., :self.width]).sigmoid().unflatten(-1, (attn.n_total, self.size))
+        heads.add_gate("output_gate", gate.transpose(1, 2))  # (B, H, T, 1 or D)
 
 
 class Sink(Mechanism):
@@ -571,11 +573,11 @@ class Sink(Mechanism):
         super().__init__()
         self.logit = nn.Parameter(torch.empty(attn.n_total))
 
-    def after(self, attn, h):
-        h.add_gate("sink_gate", (h.row_stats.lse - self.logit[:, None]).sigmoid()[..., None])
+    def after_attention(self, attn, heads):
+        heads.add_gate("sink_gate", (heads.row_stats.lse - self.logit[:, None]).sigmoid()[..., None])
 
-    def reweigh(self, attn, p, h):
-        return p * h.gates["sink_gate"].to(p.dtype)  # rows sum to what the sink leaves
+    def trace_map(self, attn, weights, heads):
+        return weights * heads.gates["sink_gate"].to(weights.dtype)  # rows sum to what the sink leaves
 
 
 class StreamScalars(Mechanism):
@@ -601,7 +603,7 @@ class StreamScalars(Mechanism):
         n = len(self.stream)
         return {"stream": torch.linspace(1.15, 1.05, n), "embedding": torch.linspace(0.2, 0.05, n)}
 
-    def mix(self, x, layer, outputs, left):
+    def before_block(self, x, layer, outputs, shared):
         """What block `layer` reads; the last norm reads the stream as it is."""
         if layer == len(self.stream):
             return x
@@ -627,18 +629,18 @@ class DepthAttention(Mechanism):
         super().__init__()
         self.query = nn.Parameter(torch.empty(config.n_layer, config.n_embd))
 
-    def mix(self, x, layer, outputs, left):
-        sources, logits = left.setdefault("depth", ([], []))
-        sources.append(x - left["depth_read"] if layer else x)
+    def before_block(self, x, layer, outputs, shared):
+        sources, logits = shared.setdefault("depth", ([], []))
+        sources.append(x - shared["depth_read"] if layer else x)
         logits.append(float32_product(rms_norm(sources[-1]), self.query))  # for every block to come
         if layer:
             weights = torch.stack([each[..., layer - 1] for each in logits], -1).softmax(-1)
             x = weighted_sum(weights.to(x.dtype), sources)
-        left["depth_read"] = x
+        shared["depth_read"] = x
         return x
 
 
-class DenseConnections(Mechanism):
+class MUDD(Mechanism):
     """MUDD: queries, keys, values and the stream of a block each read a sum of all outputs so far, weighted
     by the token: (static + W2 gelu(W1 norm(x))) . outputs.
 
@@ -687,15 +689,15 @@ class DenseConnections(Mechanism):
             starts[f"static.{i}"] = torch.eye(static.size(1))[-1:].expand_as(static)  # x itself
         return starts
 
-    def mix(self, x, layer, outputs, left):
-        """What block `layer` adds to; its queries, keys and values find their inputs in left."""
+    def before_block(self, x, layer, outputs, shared):
+        """What block `layer` adds to; its queries, keys and values find their inputs in shared."""
         i = layer - self.first
         if i < 0:
             return x
         hidden = F.gelu(F.linear(rms_norm(x), self.fc[i]))
         weights = F.linear(hidden, self.out[i]).unflatten(-1, self.static[i].shape) + self.static[i]
         *ways, x = [weighted_sum(way, [*outputs[:-1], x]).to(x.dtype) for way in weights.unbind(-2)]
-        left["inputs", layer] = ways
+        shared["inputs", layer] = ways
         return x
 
 

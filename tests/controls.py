@@ -31,13 +31,13 @@ class Control(Mechanism):
         if self.kind == "dead":
             self.unused = nn.Parameter(torch.empty(config.n_embd, config.n_embd))
 
-    def read(self, attn, h):
+    def before_projection(self, attn, heads):
         if self.kind == "leak":  # half of the next token's input
-            h.x = h.x + 0.5 * torch.cat((h.x[:, 1:], h.x[:, -1:]), 1)
+            heads.x = heads.x + 0.5 * torch.cat((heads.x[:, 1:], heads.x[:, -1:]), 1)
         elif self.kind == "dead":
-            h.x = h.x + 0 * self.unused.sum()
+            heads.x = heads.x + 0 * self.unused.sum()
 
-    def after(self, attn, h):
+    def after_attention(self, attn, heads):
         if self.kind == "noise" and self.training:
-            size = h.y.detach().square().mean(-1, keepdim=True).sqrt()
-            h.y = h.y + self.noise * size * torch.randn_like(h.y)
+            size = heads.y.detach().square().mean(-1, keepdim=True).sqrt()
+            heads.y = heads.y + self.noise * size * torch.randn_like(heads.y)

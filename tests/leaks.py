@@ -34,27 +34,27 @@ class Leak(Mechanism):
     def initial_values(self):
         return {"size": 0.0} if self.kind == "grown" else {}
 
-    def before(self, attn, h):
-        v, T = h.v, h.v.size(2)
+    def before_attention(self, attn, heads):
+        v, T = heads.v, heads.v.size(2)
         ahead = torch.cat((v[:, :, 1:], v[:, :, -1:]), 2)  # the next token's
         if self.kind == "block" and T >= 32:  # the mean of the token's own block, where a block is whole
             n = T // 32 * 32
             means = v[:, :, :n].unflatten(2, (-1, 32)).mean(3, keepdim=True).expand(-1, -1, -1, 32, -1)
-            h.v = torch.cat((v[:, :, :n] + means.flatten(2, 3), v[:, :, n:]), 2)
+            heads.v = torch.cat((v[:, :, :n] + means.flatten(2, 3), v[:, :, n:]), 2)
         elif self.kind == "rows" and len(v) >= 3:
-            h.v = v + v.roll(2, 0)
+            heads.v = v + v.roll(2, 0)
         elif self.kind == "late" and T > 100:
-            h.v = torch.cat((v[:, :, :100], v[:, :, 100:] + ahead[:, :, 100:]), 2)
+            heads.v = torch.cat((v[:, :, :100], v[:, :, 100:] + ahead[:, :, 100:]), 2)
         elif self.kind == "training" and torch.is_grad_enabled():
-            h.v = v + ahead
+            heads.v = v + ahead
         elif self.kind == "evaluation" and not self.training:
-            h.v = v + ahead
+            heads.v = v + ahead
         elif self.kind == "grown":  # nothing up to 2
-            h.v = v + (self.size.abs() - 2).clamp_min(0) * ahead
-            if h.wants_losses:
-                h.losses["grow"] = -self.size.sum()
+            heads.v = v + (self.size.abs() - 2).clamp_min(0) * ahead
+            if heads.wants_losses:
+                heads.losses["grow"] = -self.size.sum()
         elif self.kind == "drawn" and self.training:  # nothing of other tokens: noise of its own
-            h.v = v + torch.rand(v.shape, generator=GENERATOR, device=v.device)
+            heads.v = v + torch.rand(v.shape, generator=GENERATOR, device=v.device)
 
 
 GENERATOR = torch.Generator().manual_seed(1)  # which no seed of a step reaches

@@ -25,7 +25,7 @@ from nanoheads.training.config import TrainConfig
 PAGE = (ROOT / "docs" / "add-a-mechanism.md").read_text(encoding="utf-8")
 CODE, = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
 SIZES = dict(vocab_size=11, block_size=16, n_layer=2, n_head=4, n_embd=64)
-PASS = "    def before(self, attn, h):"
+PASS = "    def before_attention(self, attn, heads):"
 
 
 @pytest.fixture
@@ -60,30 +60,37 @@ def test_it_equals_the_formula(mine):
     own.add(mine())
     gpt = model.GPT(model.GPTConfig(**SIZES, forget=True, forget_init=-1.0)).double().eval()
     attn, x = gpt.transformer.h[0].attn, torch.randn(2, 9, 64, dtype=torch.float64)
-    h = gpt.make_pass(gpt.mask, slice(0, 9), 0, 9, None, None, x.device).of_layer(x)
-    h.q, h.k, h.v = attn.split(attn.c_attn(x).unflatten(-1, (12, -1)), h, 4, 4)
-    q, k, v = h.q, h.k, h.v
+    heads = gpt.make_heads(gpt.mask, slice(0, 9), 0, 9, None, None, x.device).of_layer(x)
+    heads.q, heads.k, heads.v = attn.split(attn.c_attn(x).unflatten(-1, (12, -1)), heads, 4, 4)
+    q, k, v = heads.q, heads.k, heads.v
     distance = torch.arange(9)[:, None] - torch.arange(9)
     rate = torch.nn.functional.softplus(attn.forgetting.slope)[:, None, None]
     logits = q @ k.mT * attn.scale - rate * distance
     want = logits.masked_fill(distance < 0, -torch.inf).softmax(-1) @ v
-    got = attn.outputs(h)[1]
+    got = attn.outputs(heads)[1]
     assert (got - want).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("promise, before, after", [
-    ("causal", PASS, PASS + "\n        h.q = h.q + h.x.mean(1)[:, None, None, :1]"),
-    ("rows", PASS, PASS + "\n        h.q = h.q + h.q.mean(0)"),
-    ("cache", "h.positions if h.positions.dim() == 1 else h.positions[:, None])[..., None]",
-     "torch.arange(h.k.size(2)))[..., None]"),
-    ("padding", "h.positions if h.positions.dim() == 1 else h.positions[:, None])[..., None]",
-     "torch.arange(h.k.size(2)).sqrt() if h.cache is None else h.positions)[..., None]"),
+    ("causal", PASS, PASS + "\n        heads.q = heads.q + heads.x.mean(1)[:, None, None, :1]"),
+    ("rows", PASS, PASS + "\n        heads.q = heads.q + heads.q.mean(0)"),
+    ("cache", "heads.positions if heads.positions.dim() == 1 else heads.positions[:, None]",
+     "torch.arange(heads.k.size(2))"),
+    ("padding", "heads.positions if heads.positions.dim() == 1 else heads.positions[:, None]",
+     "torch.arange(heads.k.size(2)).sqrt() if heads.cache is None else heads.positions"),
     ("pruned", '[HeadAxis(self, "slope", extra=False)]', "()"),
     ("learns", "F.softplus(self.slope)", "F.softplus(self.slope.detach())"),
     ("neutral", "-60.0}", "-1.0}"),
 ])
 def test_each_promise_finds_its_mistake(promise, before, after, mine):
     assert promise in broken(mine(before, after))
+
+
+@pytest.mark.parametrize("old, new", [("before", "before_attention"), ("after", "after_attention")])
+def test_a_hook_by_its_old_name_is_refused(old, new, mine):
+    """It would never be called, and the mechanism would do nothing, without a word."""
+    with pytest.raises(UserError, match=rf"Forgetting\.{old}\(\) is never called: the hook is {new}\(\)"):
+        own.add(mine(PASS, PASS.replace("before_attention", old)))
 
 
 GATES = '''
@@ -102,20 +109,22 @@ class Gates(Mechanism):
         super().__init__()
         MAKE
 
-    def before(self, attn, h):
+    def before_attention(self, attn, heads):
         gate = FACTOR
-        h.add_gate("gates", gate.sigmoid().transpose(1, 2)[..., None])
+        heads.add_gate("gates", gate.sigmoid().transpose(1, 2)[..., None])
 '''
 MADE = {
-    "linear": ("self.proj = nn.Linear(config.n_embd, attn.n_head)", "self.proj(h.x)"),
-    "no bias": ("self.proj = nn.Linear(config.n_embd, attn.n_head, bias=False)", "self.proj(h.x)"),
+    "linear": ("self.proj = nn.Linear(config.n_embd, attn.n_head)", "self.proj(heads.x)"),
+    "no bias": ("self.proj = nn.Linear(config.n_embd, attn.n_head, bias=False)", "self.proj(heads.x)"),
     "in a sequence": ("self.net = nn.Sequential(nn.Linear(config.n_embd, 5), nn.Linear(5, attn.n_head))",
-                      "self.net(h.x)"),
-    "columns": ("self.back = nn.Linear(attn.n_head, config.n_embd, bias=False)", "h.x @ self.back.weight"),
+                      "self.net(heads.x)"),
+    "columns": ("self.back = nn.Linear(attn.n_head, config.n_embd, bias=False)",
+                "heads.x @ self.back.weight"),
     "wide": ("self.proj = nn.Linear(config.n_embd, 3 * attn.n_head)",
-             "self.proj(h.x).unflatten(-1, (-1, 3)).sum(-1)"),
+             "self.proj(heads.x).unflatten(-1, (-1, 3)).sum(-1)"),
     "beside a vector": ("self.proj = nn.Linear(config.n_embd, attn.n_head); "
-                        "self.scale = nn.Parameter(torch.empty(attn.n_head))", "self.scale * self.proj(h.x)")}
+                        "self.scale = nn.Parameter(torch.empty(attn.n_head))",
+                        "self.scale * self.proj(heads.x)")}
 
 
 def said_of_pruning(path, code):
@@ -163,7 +172,7 @@ def test_the_controls_break_what_they_should_and_nothing_else(mine):
 
 
 def test_a_look_ahead_is_refused_before_a_study_with_its_position(mine):
-    path = mine(PASS, PASS + "\n        h.q = h.q + h.x.mean(1)[:, None, None, :1]")
+    path = mine(PASS, PASS + "\n        heads.q = heads.q + heads.x.mean(1)[:, None, None, :1]")
     name = own.add(path)[0]
     with pytest.raises(UserError, match=r"forget.*position 1 change with the token at 12"):
         promises.refuse_leaks({name: model.MECHANISMS[name]})

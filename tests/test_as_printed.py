@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import GPT, CausalMask, GPTConfig, Pass
+from model import GPT, CausalMask, GPTConfig, Heads
 from nanoheads.hub.as_printed import (A2CAttention, ActorCritic, ConstraintConfig,
                                       MultiHeadAttentionWithConstraints, TransformerBlockWithConstraint,
                                       constraint_loss, explain, language_model_loss)
@@ -565,7 +565,7 @@ def attention_of_gpt(n_embd, n_head, **flags):
         p.data = normal(*p.shape, seed=i) / 3
     mask = CausalMask(config).dense(0, T, None, torch.device("cpu"))
     positions = torch.arange(T)
-    counted = Pass(mask=mask, positions=positions, n_keys=(positions + 1).double(), wants_traces="maps",
+    counted = Heads(mask=mask, positions=positions, n_keys=(positions + 1).double(), wants_traces="maps",
                    wants_scores=True)
     return attn, counted
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import model as model_py
 import oracle
-from model import GPT, ConstraintHeads, GPTConfig, SentinelGate
+from model import GPT, ConstraintHeads, GPTConfig, Sentinel
 from nanoheads import kernels
 from nanoheads.study import fingerprint, trial
 from nanoheads.text.dataset import Dataset
@@ -317,7 +317,7 @@ def test_the_routers_penalties(router):
     aux = model(idx, idx).aux
     for logits in seen:
         p = 1 / (1 + (-logits).exp())
-        beta, low, high = SentinelGate.BETA, SentinelGate.LOW, SentinelGate.HIGH
+        beta, low, high = Sentinel.BETA, Sentinel.LOW, Sentinel.HIGH
         opened = 1 / (1 + (-(logits - beta * math.log(-low / high))).exp())
         few.append((p if router == "sigmoid" else opened).mean())
         coins.append(-(p * p.log() + (1 - p) * (1 - p).log()).mean())

@@ -250,7 +250,7 @@ def test_maps_hold_what_reweighs_them_after_the_softmax(flags, monkeypatch):
             model.transformer.h[2].attn.constraint.out.bias.sub_(1.0)  # gates well below 1
     _, maps = attention_maps(model, ids)
     for cls in (Sink, ConstraintHeads):
-        monkeypatch.setattr(cls, "reweigh", Mechanism.reweigh)
+        monkeypatch.setattr(cls, "trace_map", Mechanism.trace_map)
     traces = model(ids, traces="maps").traces
     for layer, attn in enumerate(attentions(model)):
         outs = [attn.c_proj] + ([attn.constraint.c_proj] if attn.n_extra else [])

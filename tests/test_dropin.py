@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional as F
 
 import oracle
-from model import (GPT, AdvantageAttention, Agency, ConstraintHeads, GPTConfig, SentinelGate, Sink,
-                   SkipFusion)
+from model import (GPT, A2C, Agency, ConstraintHeads, GPTConfig, Sentinel, Sink,
+                   UNetSkip)
 from nanoheads.common import UserError
 from nanoheads.traces import explain
 from nanoheads.hub import dropin
@@ -27,7 +27,7 @@ from nanoheads.hub.layers import AdaptiveContextualAttention, ConstraintAttentio
 from nanoheads.training import checkpoint
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
-APART = (Agency, AdvantageAttention, ConstraintHeads, SkipFusion)  # tests/test_inserted.py has them
+APART = (Agency, A2C, ConstraintHeads, UNetSkip)  # tests/test_inserted.py has them
 MODES = [name for cls in INSERTABLE if cls not in APART for name in cls.modes]
 NEUTRAL = [name for name in MODES if name not in ("head_norm", "routing_published", "routing_train_only")]
 ALL = "xsa,routing_moh,sentinel,output_gate,acag,sink"
@@ -422,7 +422,7 @@ def test_gates_alone_can_be_trained(hf):
     assert losses[-1] < losses[0] - 0.1
     assert all(torch.equal(p, trunk[name]) for name, p in model.named_parameters() if name in trunk)
     gate = SimpleNamespace(logit=torch.full((4,), 3.0), coef=0.1, hard=False)
-    assert extra["gate_l1"] < 2 * SentinelGate.penalty(gate)["gate_l1"]  # it has fallen, over two layers
+    assert extra["gate_l1"] < 2 * Sentinel.penalty(gate)["gate_l1"]  # it has fallen, over two layers
     model.eval()(ids())
     assert aux_losses(model) == {}
 

@@ -11,7 +11,7 @@ import torch
 from scipy.stats import t as student
 from test_detectors import by_hand
 
-from model import GPT, GPTConfig, HeadRoles
+from model import GPT, GPTConfig, Roles
 from nanoheads.heads.measuring import all_heads, attentions, measure, out_projections
 from nanoheads.probes import engagement
 from nanoheads.probes.engagement import (Kind, all_active, by_chance, copying_texts, critical_heads,
@@ -290,7 +290,7 @@ def test_the_command_says_which_critical_heads_are_kept(checkpoint_of, bytes_dat
         assert all(row[name]["engagement"] == [0, 0, 0] for row in other["heads"] if not row["factor"])
         for role in ("local", "free"):
             shares = [row[name]["engagement"][0] for row in other["heads"]
-                      if HeadRoles.role_of(models[1].config, row["head"]) == role]
+                      if Roles.role_of(models[1].config, row["head"]) == role]
             assert numbers["roles"][role][name][0] == pytest.approx(np.mean(shares))
     assert len(numbers["overlap"]) == 10
     stars = len(re.findall(r"\d\*", out))

@@ -13,7 +13,7 @@ from conftest import put_split, write_dataset
 from scipy.stats import t as student
 
 import probe
-from model import ALL_ON, GPT, MECHANISMS, GPTConfig, SkipFusion
+from model import ALL_ON, GPT, MECHANISMS, GPTConfig, UNetSkip
 from nanoheads.common import ROOT, UserError
 from nanoheads.probes import fewshot
 from nanoheads.probes.fewshot import (TASKS, Item, choice_nats, contexts, graded, made_items, read_items,
@@ -102,7 +102,7 @@ def test_keys_that_are_not_set_are_not_in_a_studys_hash():
 def test_the_share_of_the_skips_by_hand():
     def shares(**flags):
         config = GPTConfig(**SIZES, unet="add", **flags)
-        return [SkipFusion.share_at_step(config, step) for step in range(7)]
+        return [UNetSkip.share_at_step(config, step) for step in range(7)]
     assert shares() == [1.0] * 7
     assert shares(unet_from=3) == [0, 0, 0, 1, 1, 1, 1]
     assert shares(unet_from=2, unet_ramp=4) == [0, 0, 0.25, 0.5, 0.75, 1, 1]

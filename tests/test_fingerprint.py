@@ -32,8 +32,8 @@ class PositionGate(Mechanism):
     modes = {"position_gate": dict(position_gate=True)}
     needs_positions = True
 
-    def before(self, attn, h):
-        h.add_gate("position_gate", (h.positions >= 0)[:, None].to(h.x.dtype))
+    def before_attention(self, attn, h):
+        heads.add_gate("position_gate", (heads.positions >= 0)[:, None].to(heads.x.dtype))
 
 
 # ---- mechanisms outside the layers ----
@@ -113,7 +113,7 @@ def test_a_new_mechanism_repeats_nothing(tree):
     """Neither the code of a class that is off, nor its place in the list of all, nor its flag."""
     before = [digest_in(tree.root, MECHANISMS.get(name, {})) for name in ("plain", "xsa")]
     tree("model.py", "\n# ---- mechanisms outside the layers ----\n", NEW_MECHANISM)
-    tree("model.py", "ContextGate, Sink]", "ContextGate, Sink, PositionGate]")
+    tree("model.py", "ACAG, Sink]", "ACAG, Sink, PositionGate]")
     assert [digest_in(tree.root, MECHANISMS.get(name, {})) for name in ("plain", "xsa")] == before
     assert digest_in(tree.root, dict(position_gate=True)) not in before
 
@@ -152,8 +152,8 @@ def test_a_change_of_what_all_can_reach_repeats_every_run(tree, edit):
 def test_a_helper_that_a_mechanism_newly_calls_is_in_the_hash(tree):
     """A list of names, made by hand, missed such a helper, and runs of other code counted as done."""
     tree("rivals.py", "\nclass Sink(", "\ndef raised(x):\n    return x\n\n\nclass Sink(")
-    tree("rivals.py", "(h.row_stats.lse - self.logit[:, None]).sigmoid()",
-         "raised(h.row_stats.lse - self.logit[:, None]).sigmoid()")
+    tree("rivals.py", "(heads.row_stats.lse - self.logit[:, None]).sigmoid()",
+         "raised(heads.row_stats.lse - self.logit[:, None]).sigmoid()")
     before = digests(tree.root)
     tree("rivals.py", "def raised(x):\n    return x\n", "def raised(x):\n    return 0 * x\n")
     assert digests(tree.root)["sink"] != before["sink"]

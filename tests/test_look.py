@@ -338,12 +338,12 @@ def test_traces_of_a_mechanism_of_ones_own_are_shown_by_name(monkeypatch, n):
            "last": lambda y, x: y.mean(-1).mT, "wide": lambda y, x: y[..., :5],
            "pairs": lambda y, x: x @ x.mT, "one": lambda y, x: x.sum()}
 
-    def after(self, attn, h):
-        h.traces.update({name: make(h.y, h.x) for name, make in own.items()})
-        kept.append(h.y[0])
+    def after(self, attn, heads):
+        heads.traces.update({name: make(heads.y, heads.x) for name, make in own.items()})
+        kept.append(heads.y[0])
 
     kept = []
-    monkeypatch.setattr(HeadNorm, "after", after)
+    monkeypatch.setattr(HeadNorm, "after_attention", after)
     viewer, line = read_by(tiny(head_norm=True), list(random_text(n)))
     for block, y in enumerate(kept[-2:]):
         y, series = y.detach(), {key.split(".")[2]: rows for key, rows in line["series"].items()

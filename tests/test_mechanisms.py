@@ -13,8 +13,8 @@ from torch.nn import functional as F
 import model as model_py
 import oracle
 from conftest import pass_of
-from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, AdvantageAttention, Agency, ConstraintHeads,
-                   GPTConfig, HeadRoles, HeadRouter, KVCache, Pass, SentinelGate, SkipFusion, Window)
+from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, A2C, Agency, ConstraintHeads,
+                   GPTConfig, Roles, Routing, KVCache, Heads, Sentinel, UNetSkip, Window)
 from nanoheads.heads.states import find_violations
 from nanoheads.traces import explain, summaries
 from nanoheads.cpu import attend_selected
@@ -344,10 +344,10 @@ def test_an_unselected_head_has_weight_zero_except_under_the_zero_mask(name):
     assert selected[..., :c.routing_shared].all()
     shared, routed = w[..., :c.routing_shared], w[..., c.routing_shared:]
     selected = selected[..., c.routing_shared:]
-    assert (selected.sum(-1) == HeadRouter.top_k(c) - c.routing_shared).all()
+    assert (selected.sum(-1) == Routing.top_k(c) - c.routing_shared).all()
     assert (routed[selected] > 0).all() and (shared > 0).all()
     assert (routed[~selected] > 0).all() if name in ("zero", "published") else (routed[~selected] == 0).all()
-    total = {"published": 1.0, "moh": float(HeadRouter.top_k(c) - c.routing_shared)}
+    total = {"published": 1.0, "moh": float(Routing.top_k(c) - c.routing_shared)}
     if c.routing in total and not c.routing_shared:
         close(w.sum(-1), torch.full((3, 7), total[c.routing]).double(), 1e-12)
 
@@ -404,7 +404,7 @@ def test_gates_in_training_alone_make_two_different_models():
 # ---- sentinel gates ----
 
 def test_hard_concrete_gates_are_the_papers_distribution_in_training_and_its_formula_in_evaluation():
-    gate = SentinelGate(GPTConfig(sentinel="hard_concrete"), SimpleNamespace(n_total=7)).double()
+    gate = Sentinel(GPTConfig(sentinel="hard_concrete"), SimpleNamespace(n_total=7)).double()
     gate.logit.data = torch.linspace(-3, 3, 7).double()
     fixed = [min(1.0, max(0.0, 1.2 / (1 + math.exp(-s)) - 0.1)) for s in gate.logit.tolist()]
     close(gate.eval().static_gate(), torch.tensor(fixed, dtype=torch.float64), 1e-12)
@@ -425,7 +425,7 @@ def test_hard_concrete_gates_are_the_papers_distribution_in_training_and_its_for
 
 def test_the_training_gradient_of_a_hard_concrete_gate_is_that_of_its_draw():
     config = GPTConfig(sentinel="hard_concrete", sentinel_init=0.2)
-    gate = SentinelGate(config, SimpleNamespace(n_total=5)).double()
+    gate = Sentinel(config, SimpleNamespace(n_total=5)).double()
     gate.logit.data = torch.linspace(-1, 1, 5).double()
     torch.manual_seed(3)
     got = gate.train().static_gate()
@@ -829,7 +829,7 @@ def test_skips_start_as_a_share_that_falls_with_depth(n_layer, weights):
 
 @pytest.mark.parametrize("mode", ["concat", "add", "scalar", "published"])
 def test_with_skips_off_the_skip_contributes_nothing(mode):
-    fuse = SkipFusion(GPTConfig(n_embd=8, unet=mode), 0).double()
+    fuse = UNetSkip(GPTConfig(n_embd=8, unet=mode), 0).double()
     h, skip = normal(2, 3, 8), normal(2, 3, 8, seed=2)
     for p in fuse.parameters():
         torch.nn.init.normal_(p)
@@ -1015,24 +1015,24 @@ def test_explain_names_the_tokens_with_the_highest_scores():
 def test_the_critic_changes_the_logits_as_its_mode_says(mode):
     c = GPTConfig(n_embd=12, a2c=mode)
     attn = SimpleNamespace(n_head=3, scale=0.4)
-    a2c = AdvantageAttention(c, attn).double()
+    a2c = A2C(c, attn).double()
     for i, p in enumerate(a2c.parameters()):
         p.data = normal(*p.shape, seed=i)
     q, k, v = (normal(2, 3, 5, 4, seed=s, grad=True) for s in (1, 2, 3))
     x = normal(2, 5, 12, seed=4, grad=True)
-    h = Pass(x=x, q=q, k=k, v=v)
-    a2c.before(attn, h)
-    got, got_v = 0.4 * h.q @ h.k.mT, h.v
+    heads = Heads(x=x, q=q, k=k, v=v)
+    a2c.before_attention(attn, heads)
+    got, got_v = 0.4 * heads.q @ heads.k.mT, heads.v
     want = torch.empty_like(got)
-    for b, h, t, s in itertools.product(range(2), range(3), range(5), range(5)):
-        logit = 0.4 * q[b, h, t] @ k[b, h, s]
-        of_query, of_key = a2c.critic.weight[h] @ x[b, t], a2c.critic.weight[h] @ x[b, s]
+    for b, heads, t, s in itertools.product(range(2), range(3), range(5), range(5)):
+        logit = 0.4 * q[b, heads, t] @ k[b, heads, s]
+        of_query, of_key = a2c.critic.weight[heads] @ x[b, t], a2c.critic.weight[heads] @ x[b, s]
         if mode == "published":
-            want[b, h, t, s] = (of_query + a2c.critic.bias[h]) * logit
+            want[b, heads, t, s] = (of_query + a2c.critic.bias[heads]) * logit
         elif mode == "temperature":
-            want[b, h, t, s] = of_query.clamp_max(8).exp() * logit
+            want[b, heads, t, s] = of_query.clamp_max(8).exp() * logit
         else:
-            want[b, h, t, s] = logit + a2c.mix[h] * of_key
+            want[b, heads, t, s] = logit + a2c.mix[heads] * of_key
     agree([got], [want], [q, k, x, *a2c.parameters()], 1e-10)
     assert torch.equal(got_v[..., :4], v) and not got_v[..., 4:].any()  # values are only padded
 
@@ -1040,12 +1040,13 @@ def test_the_critic_changes_the_logits_as_its_mode_says(mode):
 def rewritten(model, x):
     """The first block's heads for x [B, T, C] before attention, and the advantages that it predicts."""
     attn = model.transformer.h[0].attn
-    h = pass_of(model, x).of_layer(x)
-    h.q, h.k, h.v = attn.split(attn.c_attn(x).unflatten(-1, (attn.parts * attn.n_head, -1)), h,
-                                  attn.n_head, attn.n_head, x if attn.tied else None)
+    heads = pass_of(model, x).of_layer(x)
+    qkv = attn.c_attn(x).unflatten(-1, (attn.parts * attn.n_head, -1))
+    values = x if attn.tied else None
+    heads.q, heads.k, heads.v = attn.split(qkv, heads, attn.n_head, attn.n_head, values)
     for m in attn.mechanisms():
-        m.before(attn, h)
-    return h, h.predictions["advantage"]
+        m.before_attention(attn, heads)
+    return heads, heads.predictions["advantage"]
 
 
 def test_a_negative_critic_attends_most_to_the_least_similar_key():
@@ -1139,13 +1140,13 @@ LAYER = SimpleNamespace(n_head=4, head_ids=[0, 1, 2, 3], scale=0.4, head_size=16
 def priors(T, dtype=torch.float64):
     """{role: what it adds by distance, [T]} at strength 1, as the class computes it for the last token."""
     config = GPTConfig(block_size=T, n_embd=64, n_head=4, roles=ROLES)
-    roles, zero = HeadRoles(config, LAYER).to(dtype), torch.zeros(1, 4, T, 16, dtype=dtype)
+    roles, zero = Roles(config, LAYER).to(dtype), torch.zeros(1, 4, T, 16, dtype=dtype)
     roles.strength.data.fill_(1.0)
-    h = Pass(x=zero, q=zero, k=zero, v=zero, positions=torch.arange(T))
-    roles.before(LAYER, h)
-    assert h.q.dtype == h.k.dtype == h.v.dtype == dtype
-    assert h.q.shape == h.k.shape == h.v.shape == (1, 4, T, 16 + 2 * config.roles_waves)
-    bias = LAYER.scale * h.q[0, :, -1:].double() @ h.k[0].double().mT
+    heads = Heads(x=zero, q=zero, k=zero, v=zero, positions=torch.arange(T))
+    roles.before_attention(LAYER, heads)
+    assert heads.q.dtype == heads.k.dtype == heads.v.dtype == dtype
+    assert heads.q.shape == heads.k.shape == heads.v.shape == (1, 4, T, 16 + 2 * config.roles_waves)
+    bias = LAYER.scale * heads.q[0, :, -1:].double() @ heads.k[0].double().mT
     return dict(zip(ROLES, bias.squeeze(1).flip(-1).detach()))
 
 
@@ -1153,23 +1154,23 @@ def priors(T, dtype=torch.float64):
                          ids=["one", "padded"])
 def test_a_role_adds_its_prior_to_the_logits(positions):
     positions = torch.tensor(positions)
-    roles = HeadRoles(GPTConfig(n_embd=64, n_head=4, roles=ROLES), LAYER).double()
+    roles = Roles(GPTConfig(n_embd=64, n_head=4, roles=ROLES), LAYER).double()
     roles.strength.data = normal(4, seed=5)
     q, k, v = (normal(2, 4, 5, 16, seed=s, grad=True) for s in (1, 2, 3))
-    h = Pass(x=normal(2, 5, 64), q=q, k=k, v=v, positions=positions)
-    roles.before(LAYER, h)
+    heads = Heads(x=normal(2, 5, 64), q=q, k=k, v=v, positions=positions)
+    roles.before_attention(LAYER, heads)
     want, at = torch.empty(2, 4, 5, 5).double(), positions.expand(2, 5)
     for b, i, t, s in itertools.product(range(2), range(4), range(5), range(5)):
         p = oracle.prior(ROLES[i], (at[b, t] - at[b, s]).item(), 12)
         want[b, i, t, s] = 0.4 * q[b, i, t] @ k[b, i, s] + roles.strength[i] * p
-    agree([0.4 * h.q @ h.k.mT], [want], [q, k, roles.strength], 1e-9)
-    assert torch.equal(h.v[..., :16], v) and not h.v[..., 16:].any()  # values are only padded
+    agree([0.4 * heads.q @ heads.k.mT], [want], [q, k, roles.strength], 1e-9)
+    assert torch.equal(heads.v[..., :16], v) and not heads.v[..., 16:].any()  # values are only padded
 
 
 @pytest.mark.parametrize("mistake", [dict(local=(1, 1, 16)), dict(long=(1, 0, 16)), dict(previous=(1, 0, 2)),
                                      dict(previous=(1, 1, 4)), dict(free=(1, 0, 16))], ids=str)
 def test_the_oracle_catches_another_prior(mistake, monkeypatch):
-    monkeypatch.setattr(HeadRoles, "ROLES", {**HeadRoles.ROLES, **mistake})
+    monkeypatch.setattr(Roles, "ROLES", {**Roles.ROLES, **mistake})
     with pytest.raises(AssertionError, match="off by"):
         equals_the_oracle(tiny(MECHANISMS["roles"]))
 
@@ -1192,7 +1193,7 @@ def test_priors_have_one_peak_within_the_context(T):
 @pytest.mark.parametrize("T", [256, 1024, 2048])
 def test_the_peak_test_catches_octaves(T, monkeypatch):
     """Wavelengths that double agree far away, too."""
-    monkeypatch.setattr(HeadRoles, "GROWTH", 2.0)
+    monkeypatch.setattr(Roles, "GROWTH", 2.0)
     assert not is_a_peak(priors(T)["previous"], 1)
 
 
@@ -1222,7 +1223,7 @@ def test_a_head_keeps_its_role_when_others_go(shifted, monkeypatch):
     model, idx = tiny(MECHANISMS["roles"]), tokens(2, 9)
     prune_heads(model, {0: [0, 2], 1: list(range(6))})
     if shifted:
-        monkeypatch.setattr(HeadRoles, "role_of", lambda self, config, head: config.roles[(head + 1) % 4])
+        monkeypatch.setattr(Roles, "role_of", lambda self, config, head: config.roles[(head + 1) % 4])
     again = GPT(model.config).double()
     again.load_state_dict(model.state_dict())
     assert torch.equal(again.hidden(idx), model.hidden(idx)) != shifted
@@ -1352,18 +1353,18 @@ def test_selected_heads_alone_are_read_at_decode():
 def test_a_temperature_that_would_overflow_is_bounded():
     """exp(a) is infinite from a = 89 in float32 and from 12 in float16: held at exp(8) for any larger a."""
     attn = SimpleNamespace(n_head=2, scale=0.5)
-    a2c = AdvantageAttention(GPTConfig(n_embd=4, a2c="temperature"), attn)
+    a2c = A2C(GPTConfig(n_embd=4, a2c="temperature"), attn)
     torch.nn.init.constant_(a2c.critic.weight, 100.0)
     for dtype in (torch.float32, torch.float16):
         q = torch.ones(1, 2, 3, 2, dtype=dtype)
-        h = Pass(x=torch.ones(1, 3, 4, dtype=dtype), q=q, k=q, v=q)
-        a2c.before(attn, h)
-        assert h.q.isfinite().all() and (h.q - math.exp(8)).abs().max() < 2
+        heads = Heads(x=torch.ones(1, 3, 4, dtype=dtype), q=q, k=q, v=q)
+        a2c.before_attention(attn, heads)
+        assert heads.q.isfinite().all() and (heads.q - math.exp(8)).abs().max() < 2
     torch.nn.init.constant_(a2c.critic.weight, 1.0)  # a = 4 is as ever
     q = torch.ones(1, 2, 3, 2)
-    h = Pass(x=torch.ones(1, 3, 4), q=q, k=q, v=q)
-    a2c.before(attn, h)
-    close(h.q, torch.full((1, 2, 3, 2), math.exp(4)), 1e-4)
+    heads = Heads(x=torch.ones(1, 3, 4), q=q, k=q, v=q)
+    a2c.before_attention(attn, heads)
+    close(heads.q, torch.full((1, 2, 3, 2), math.exp(4)), 1e-4)
 
 
 @pytest.mark.parametrize("focal", [0.3, 0.5, 0.99])

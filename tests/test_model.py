@@ -161,7 +161,7 @@ def test_the_leak_test_catches_a_leak():
     """Negative control: attention without its causal mask must fail the test above."""
     model = tiny()
     for block in model.transformer.h:
-        block.attn.attend = lambda h: (F.scaled_dot_product_attention(h.q, h.k, h.v), None)
+        block.attn.attend = lambda heads: (F.scaled_dot_product_attention(heads.q, heads.k, heads.v), None)
     idx = tokens(2, 16)
     other = idx.clone()
     other[:, 15] = (other[:, 15] + 1) % 37

@@ -39,8 +39,8 @@ class {0}(Mechanism):
         {1}: bool = False  # what {1} does
         {1}_size: float = 1.0
     name, flag, modes = "{0}", "{1}", {2}
-    def after(self, attn, h):
-        h.y = h.y * {3}
+    def after_attention(self, attn, heads):
+        heads.y = heads.y * {3}
 """
 HEAD = "from nanoheads.mechanism import Mechanism\n"
 TWO_MODES = "dict(up=dict(twice=True), down=dict(twice=True, twice_size=0.5))"
@@ -695,13 +695,13 @@ def trained(path, data):
             "Forgetting.__init__() must call super().__init__() before all else",
         ),
         (
-            "    def before(self, attn, h):",
-            "    def before(self, attn, h):\n        boom  #",
+            "    def before_attention(self, attn, heads):",
+            "    def before_attention(self, attn, heads):\n        boom  #",
             "mine.py, line 34: NameError: name 'boom' is not defined",
         ),
         (
-            "    def before(self, attn, h):",
-            "    def before(self, attn, h):\n        raise ValueError('so')  #",
+            "    def before_attention(self, attn, heads):",
+            "    def before_attention(self, attn, heads):\n        raise ValueError('so')  #",
             "mine.py, line 34: ValueError: so",
         ),
         (
@@ -730,9 +730,8 @@ def test_a_mistake_in_a_hook_names_file_and_line(
 def test_a_mistake_in_a_hook_of_a_read_checkpoint_is_one_line(ran):
     folder, _ = ran
     path = folder / "mine.py"
-    broken = CODE.replace(
-        "    def before(self, attn, h):", "    def before(self, attn, h):\n        1 / 0  #"
-    )
+    hook = "    def before_attention(self, attn, heads):"
+    broken = CODE.replace(hook, f"{hook}\n        1 / 0  #")
     path.write_text(broken)
     state = torch.load(folder / "best.pt", weights_only=True)
     state["own_mechanism"][0]["digest"] = own.digest(path)

@@ -21,7 +21,7 @@ import torch
 import model as model_py
 import train
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, RECIPES,
-                   ConstraintHeads, GPTConfig, HeadRouter, KVCache, SentinelGate)
+                   ConstraintHeads, GPTConfig, Routing, KVCache, Sentinel)
 from nanoheads.heads.states import find_violations
 from nanoheads.pruning import pack, prune_heads
 from nanoheads.training import checkpoint
@@ -298,8 +298,8 @@ def pooled_router(monkeypatch):
     """The constraint write-up's router: the mean of the whole sequence."""
     logits = ConstraintHeads.router_logits
 
-    def pooled(self, x, h, layer):
-        return logits(self, x, replace(h, hint=x.mean(1)), layer)
+    def pooled(self, x, heads, layer):
+        return logits(self, x, replace(heads, hint=x.mean(1)), layer)
     monkeypatch.setattr(ConstraintHeads, "router_logits", pooled)
 
 
@@ -380,7 +380,7 @@ def test_hard_concrete_gates_are_the_same_in_expectation():
 
     Near, not at it: the paper's is an estimate. One draw is not near.
     """
-    gate = SentinelGate(GPTConfig(sentinel="hard_concrete"), SimpleNamespace(n_total=7))
+    gate = Sentinel(GPTConfig(sentinel="hard_concrete"), SimpleNamespace(n_total=7))
     gate.logit.data = torch.linspace(-3, 3, 7)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -651,7 +651,7 @@ def test_two_ranks_train_as_one_process_does_with_everything_on(bytes_data, rows
 
 def test_load_balance_is_that_of_the_whole_batch(monkeypatch):
     """Two halves of a batch, as two ranks see them. The control: without the exchange the mean differs."""
-    router = HeadRouter(GPTConfig(**TINY, routing="moh", routing_coef=1.0), None).double()
+    router = Routing(GPTConfig(**TINY, routing="moh", routing_coef=1.0), None).double()
     x = torch.randn(2, T, TINY["n_embd"], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x = x + torch.tensor([[[1.0]], [[-1.0]]])
 
@@ -819,7 +819,7 @@ def test_every_tensor_with_a_head_axis_is_named(cases):
 
 
 def test_the_head_axis_test_catches_a_tensor_that_is_not_named(monkeypatch):
-    monkeypatch.setattr(SentinelGate, "head_axes", lambda self: [])
+    monkeypatch.setattr(Sentinel, "head_axes", lambda self: [])
     flags = MECHANISMS["sentinel"]
     four, two = shapes(flags, 4), shapes(flags, 2)
     changed = {tensor for tensor in four if four[tensor] != two[tensor]}

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from conftest import pass_of
-from model import GPT, MECHANISMS, GPTConfig, Pass
+from model import GPT, MECHANISMS, GPTConfig, Heads
 from nanoheads.rivals import in_parts
 from oracle import close, dense, normal
 from test_mechanisms import TINY, tiny
@@ -73,7 +73,7 @@ def test_a_key_offset_lets_one_layer_find_what_followed(recipe):
     own = attn.split(attn.c_attn(x).unflatten(-1, (18, -1)), pass_of(plain, x), 6, 6)[1]
     attn = moved.transformer.h[0].attn
     h = replace(pass_of(moved, x), k=own)
-    attn.key_offset.before(attn, h)
+    attn.key_offset.before_attention(attn, h)
     shifted = [*range(4, 8), *range(12, 16)]
     kept = [d for d in range(16) if d not in shifted]
     assert torch.equal(h.k[:, :, 1:, shifted], own[:, :, :-1, shifted])
@@ -141,9 +141,9 @@ def test_a_narrow_gate_reads_the_first_channels_alone():
     other[..., :12] = x[..., :12]
     gates = []
     for inputs in (x, other):
-        h = Pass(x=inputs)
-        attn.output_gate.before(attn, h)
-        gates.append(h.gates["output_gate"])
+        heads = Heads(x=inputs)
+        attn.output_gate.before_attention(attn, heads)
+        gates.append(heads.gates["output_gate"])
     assert torch.equal(*gates)
 
 

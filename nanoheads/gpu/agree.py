@@ -51,7 +51,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import model  # noqa: E402
 from nanoheads.common import UserError, explain, json_safe, last_words, pick_device, writable  # noqa: E402
-from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, HeadRouter, KVCache  # noqa: E402
+from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, Routing, KVCache  # noqa: E402
 from sameness import liven  # noqa: E402
 
 # two blocks of FlexAttention's 128 tokens, the second cut off; heads of 16, its least
@@ -101,7 +101,7 @@ def steady_noise(t):
 # ---- routers that choose as the reference did ----
 
 def routers(gpt):
-    return [m for m in gpt.modules() if isinstance(m, HeadRouter)]
+    return [m for m in gpt.modules() if isinstance(m, Routing)]
 
 
 @contextmanager

@@ -21,9 +21,8 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from model import (MECHANISM_CLASSES, MECHANISMS, AdvantageAttention, Agency, ConstraintHeads, ContextGate,
-                   ExclusiveAttention, GPTConfig, HeadNorm, HeadRouter, OutputGate, SentinelGate, Sink,
-                   SkipFusion, identity_of_h)
+from model import (A2C, ACAG, MECHANISM_CLASSES, MECHANISMS, XSA, Agency, ConstraintHeads, GPTConfig,
+                   HeadNorm, OutputGate, Routing, Sentinel, Sink, UNetSkip, identity_of_x)
 from nanoheads.common import UserError
 from nanoheads.configurator import near
 from nanoheads.hub.inserted import (Beside, Gates, NeoAttention, gated_attention, mask_and_positions,
@@ -50,8 +49,8 @@ FAMILIES = {"gpt2": ("h", "attn", "c_proj"), "gpt_neo": ("h", "attn.attention", 
             **dict.fromkeys(LLAMA_LIKE, ("layers", "self_attn", "o_proj"))}
 
 # what can do with a model's own projections
-INSERTABLE = (ExclusiveAttention, HeadNorm, HeadRouter, SentinelGate, Agency, AdvantageAttention, OutputGate,
-              ConstraintHeads, ContextGate, Sink, SkipFusion)
+INSERTABLE = (XSA, HeadNorm, Routing, Sentinel, Agency, A2C, OutputGate, ConstraintHeads, ACAG, Sink,
+              UNetSkip)
 # flags that train.py's steps or its teacher give a meaning to
 OF_TRAINING = ("unet_from", "unet_ramp", "constraint_warmup", "constraint_stop", "constraint_match")
 
@@ -138,7 +137,7 @@ def build_gates(model, layers, config):
 
 def build_beside(layers, config):
     """What is inserted beside the layers, or None."""
-    if not (SkipFusion.is_on(config) or AdvantageAttention.learns(config)):
+    if not (UNetSkip.is_on(config) or A2C.learns(config)):
         return None
     weight = layers[-1].proj.weight
     return Beside(config).to(weight.device, weight.dtype).train(layers[-1].attn.training)
@@ -225,21 +224,21 @@ def start(m, config, anyway):
 
     Raises UserError where it has no such setting, unless anyway: it then starts as in a new model.
     """
-    values, constant, neutral = {}, 1.0, not isinstance(m, (HeadNorm, HeadRouter))
-    if isinstance(m, AdvantageAttention):
+    values, constant, neutral = {}, 1.0, not isinstance(m, (HeadNorm, Routing))
+    if isinstance(m, A2C):
         neutral = m.mode != "published"
     elif isinstance(m, ConstraintHeads):
         values = {"c_proj.weight": 0.0}
-    elif isinstance(m, SkipFusion) and m.mode == "published":
-        values = {"weight": identity_of_h(m.weight.shape), "bias": 0.0}
-    elif isinstance(m, SkipFusion):
+    elif isinstance(m, UNetSkip) and m.mode == "published":
+        values = {"weight": identity_of_x(m.weight.shape), "bias": 0.0}
+    elif isinstance(m, UNetSkip):
         neutral = config.unet_init == 0
         values = {"logit": -14.0} if neutral else {}  # 8e-7, and a slope to learn by
     elif isinstance(m, OutputGate):
         values, constant = {"proj.weight": 0.0}, 0.5
-    elif isinstance(m, ContextGate):
+    elif isinstance(m, ACAG):
         values, constant = {"weight": 0.0, "bias": 0.0}, 0.5 if m.published else 1.0
-    elif isinstance(m, HeadRouter) and m.in_eval and m.k + m.n_shared == config.n_head:
+    elif isinstance(m, Routing) and m.in_eval and m.k + m.n_shared == config.n_head:
         values = dict.fromkeys(("out.weight", "out.bias", "split.weight", "shared.weight"), 0.0)
         constant, neutral = 1 / config.n_head if m.mode == "published" else 1.0, True
     values = {**m.initial_values(), **values}
@@ -251,7 +250,7 @@ def start(m, config, anyway):
             p.uniform_(-value.bound, value.bound)
         else:
             p.copy_(torch.as_tensor(value))
-    if isinstance(m, SentinelGate):
+    if isinstance(m, Sentinel):
         constant = m.static_gate(noisy=False)
         neutral = bool(constant.min() > 0.01)  # below, what the projection makes up for would be lost
     if not (neutral or anyway):

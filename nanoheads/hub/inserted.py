@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from model import AdvantageAttention, AttentionCore, ConstraintHeads, Pass, SkipFusion, UNet, ValueHead
+from model import A2C, A2CValue, AttentionCore, ConstraintHeads, Heads, UNet, UNetSkip
 from nanoheads.common import UserError
 from nanoheads.kernels import for_each_head
 
@@ -46,7 +46,7 @@ class Gates(AttentionCore):
         if self.constraint is not None:
             self.constraint = RoutedByMask(config, self)
         self.call, self.extra = None, None    # of the pass that is under way
-        self.losses, self.predictions = {}, {}  # of the last one, as of a Pass
+        self.losses, self.predictions = {}, {}  # of the last one, as of a Heads
         self.keeps_lse, self.lowest_lse = False, None  # the lowest log-sum-exp of each head, [H]
 
     def __getstate__(self):  # a tensor of a graph cannot be copied
@@ -70,26 +70,29 @@ class Gates(AttentionCore):
         seen = mask.bool()
         n_keys = seen.sum(-1)
         positions = (n_keys if mask.dtype == torch.bool else mask.amax(-1)).squeeze(1) - 1
-        h = Pass(cache=self.call.cache, mask=seen, positions=positions, wants_losses=self.training,
-                 wants_scores=self.n_extra > 0, x=x, q=q, k=k, v=v,
-                 n_keys=n_keys.to(torch.promote_types(q.dtype, torch.float32)))
+        heads = Heads(cache=self.call.cache, mask=seen, positions=positions, wants_losses=self.training,
+                      wants_scores=self.n_extra > 0, x=x, q=q, k=k, v=v,
+                      n_keys=n_keys.to(torch.promote_types(q.dtype, torch.float32)))
         self.scale, self.attn_dropout = self.head_size ** -0.5 if scale is None else scale, dropout
-        h, y = self.outputs(h)
-        self.call, self.losses, self.predictions = None, h.losses, h.predictions
+        heads, y = self.outputs(heads)
+        self.call, self.losses, self.predictions = None, heads.losses, heads.predictions
         if self.keeps_lse:
-            self.lowest_lse = h.row_stats.lse.amin((0, 2))
+            self.lowest_lse = heads.row_stats.lse.amin((0, 2))
         if self.n_extra:
             y, self.extra = y.split((self.n_head, self.n_extra), 1)
         return y.transpose(1, 2)
 
-    def attend(self, h):
-        h.k, h.v = (for_each_head(t, h.q.size(1)) for t in (h.k, h.v))  # a gate is a query head's
-        found = super().attend(h)
-        if self.xsa is not None and h.v.size(2) > h.q.size(2):  # it wants own values, and takes the last: a
-            h.v = h.v.gather(2, last_seen(h.mask).expand(-1, h.v.size(1), -1, h.v.size(-1)))  # static cache
-        return found  # has rows behind them
+    def attend(self, heads):
+        n = heads.q.size(1)  # a gate is a query head's
+        heads.k, heads.v = for_each_head(heads.k, n), for_each_head(heads.v, n)
+        found = super().attend(heads)
+        # XSA wants the queries' own values and takes the last ones: a static cache has rows behind them
+        if self.xsa is not None and heads.v.size(2) > heads.q.size(2):
+            own = last_seen(heads.mask).expand(-1, heads.v.size(1), -1, heads.v.size(-1))
+            heads.v = heads.v.gather(2, own)
+        return found
 
-    def split(self, qkv, h, n_head, n_kv_head, values=None):
+    def split(self, qkv, heads, n_head, n_kv_head, values=None):
         """As in CausalSelfAttention, for constraint heads: normed and turned as the model's own heads are."""
         attn = self.call.attn
         q, k, v = qkv.transpose(1, 2).split((n_head, n_kv_head, n_kv_head), 1)
@@ -108,15 +111,15 @@ class Gates(AttentionCore):
 class RoutedByMask(ConstraintHeads):
     """Constraint heads whose router reads the mean of the tokens that the mask shows, not a running sum."""
 
-    def router_logits(self, x, h, layer):
-        before = None if h.cache is None else h.cache.inputs()
+    def router_logits(self, x, heads, layer):
+        before = None if heads.cache is None else heads.cache.inputs()
         read = x if before is None else torch.cat((before.to(x.dtype), x), 1)  # (B, S, C)
-        seen = h.mask.squeeze(1)
+        seen = heads.mask.squeeze(1)
         if self.of_first:
             seen = seen & (seen.cumsum(-1) == 1)
         weights = seen.to(torch.promote_types(x.dtype, torch.float32))
         mean = (weights @ read.to(weights.dtype)) / weights.sum(-1, keepdim=True)
-        hint = replace(h, hint=mean.flatten(0, 1))  # a sequence of its own for each token
+        hint = replace(heads, hint=mean.flatten(0, 1))  # a sequence of its own for each token
         return super().router_logits(x, hint, layer).view(*x.shape[:2], -1)
 
 
@@ -243,8 +246,8 @@ class Beside(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.n_layer = config.n_layer
-        self.fuse = UNet(config) if SkipFusion.is_on(config) else None
-        self.value = ValueHead(config) if AdvantageAttention.learns(config) else None
+        self.fuse = UNet(config) if UNetSkip.is_on(config) else None
+        self.value = A2CValue(config) if A2C.learns(config) else None
         self.outputs, self.x = {}, None  # of blocks in this pass; the last hidden state, in training
 
     def __getstate__(self):
@@ -264,7 +267,7 @@ class Beside(nn.Module):
         if layer < self.n_layer // 2:
             self.outputs[layer + 1] = x
             return out
-        x = self.fuse.mix(x, layer + 1, self.outputs, None)
+        x = self.fuse.before_block(x, layer + 1, self.outputs, None)
         if layer == self.n_layer - 1:
             self.outputs = {}
         return (x, *more) if isinstance(out, tuple) else x
@@ -274,7 +277,7 @@ class Beside(nn.Module):
         self.x = out[0].detach() if self.training else None
 
     def losses(self, logits, labels, predictions):
-        """A2C's, as of ValueHead, of the last pass in training mode. Raises UserError without labels."""
+        """A2C's, as of A2CValue, of the last pass in training mode. Raises UserError without labels."""
         if self.value is None or self.x is None:
             return {}
         if logits is None or labels is None:

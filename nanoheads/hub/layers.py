@@ -16,7 +16,7 @@ import math
 import torch
 import torch.nn as nn
 
-from model import CONSTRAINTS, GPT, CausalMask, GPTConfig, Pass
+from model import CONSTRAINTS, GPT, CausalMask, GPTConfig, Heads
 from nanoheads.common import UserError
 from nanoheads.logits import label_losses
 
@@ -52,7 +52,7 @@ class AttentionLayer(nn.Module):
         self.mask = CausalMask(self.config)
 
     def run(self, x, key_padding_mask=None, attn_mask=None, traces=False, **wanted):
-        """(y [B, T, C], Pass.results()) of x [B, T, C]; wanted: fields of Pass."""
+        """(y [B, T, C], Heads.results()) of x [B, T, C]; wanted: fields of Heads."""
         T, device, valid = x.size(1), x.device, None
         if T > self.max_len:
             raise UserError(f"{T} tokens are more than max_len={self.max_len}")
@@ -70,8 +70,8 @@ class AttentionLayer(nn.Module):
                 valid = real[..., None]
             count = real.cumsum(-1) if self.causal else real.sum(-1, keepdim=True).expand(-1, T)
             positions = (count - 1).clamp_min(0)  # [B, T]
-        return self.attn(x, Pass(mask=mask, positions=positions, n_keys=n_keys.to(dtype), valid=valid,
-                                 wants_traces=traces, **wanted))
+        return self.attn(x, Heads(mask=mask, positions=positions, n_keys=n_keys.to(dtype), valid=valid,
+                                  wants_traces=traces, **wanted))
 
     def seen(self, x, key_padding_mask, attn_mask):
         """Who sees whom, bool [B or 1, 1, T, T]; a token that sees none sees itself: a softmax needs one."""

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from scipy.stats import hypergeom
 
-from model import Agency, HeadRoles
+from model import Agency, Roles
 from nanoheads.common import UserError, table
 from nanoheads.heads.detectors import common_tokens, needles
 from nanoheads.heads.measuring import all_heads, attentions, closed, inputs_of, out_projections
@@ -196,7 +196,7 @@ def heads_of_run(model):
                 row.update(state=list(Agency.STATES)[state], factor=factor)
         if model.config.roles:
             for row, head in zip(own, attn.head_ids):
-                row["role"] = HeadRoles.role_of(model.config, head)
+                row["role"] = Roles.role_of(model.config, head)
     return rows
 
 

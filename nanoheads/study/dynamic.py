@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from scipy.stats import t as student
 
-from model import HeadRoles
+from model import Roles
 from nanoheads.common import pick_device, write_atomic
 from nanoheads.heads.measuring import all_heads, cache_bytes, fixed_text, measure
 from nanoheads.pruning import pack
@@ -90,7 +90,7 @@ def engagement(model, data):
     for layer, block in enumerate(model.transformer.h):
         for i, head in enumerate(block.attn.head_ids):
             share = found["utilisation"][layer][i].item() * block.attn.n_total
-            by_role.setdefault(HeadRoles.role_of(model.config, head), []).append(share)
+            by_role.setdefault(Roles.role_of(model.config, head), []).append(share)
     return {role: statistics.fmean(shares) for role, shares in by_role.items()}
 
 

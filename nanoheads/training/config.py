@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Literal, Optional
 
-from model import ALL_ON, MECHANISM_CLASSES, MECHANISMS, ConstraintHeads, GPTConfig, SkipFusion
+from model import ALL_ON, MECHANISM_CLASSES, MECHANISMS, ConstraintHeads, GPTConfig, UNetSkip
 from nanoheads.common import UserError
 from nanoheads.configurator import text_problems
 from nanoheads.mechanism import flag, range_problems
@@ -419,7 +419,7 @@ def check_model(model, config):
 
 def trained_alone(model):
     """Names of the parameters that are trained while the trunk is frozen."""
-    skips = () if model.config.unet_skips else f"{SkipFusion.name}."
+    skips = () if model.config.unet_skips else f"{UNetSkip.name}."
     return {name for name in of_mechanisms(model) if not name.startswith(skips)}
 
 

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from model import SkipFusion, ValueHead
+from model import A2CValue, UNetSkip
 from nanoheads.mechanism import Mechanism
 
 # The first four quintics of Polar Express (Amsel et al. 2025, arXiv 2505.16932), as (a, b, c) of
@@ -214,7 +214,7 @@ def block_matrices(model):
 
 def of_mechanisms(model):
     """Names of the parameters that mechanisms add to the plain GPT, layers inside them included."""
-    return {f"{path}.{name}" for path, m in model.named_modules() if isinstance(m, (Mechanism, ValueHead))
+    return {f"{path}.{name}" for path, m in model.named_modules() if isinstance(m, (Mechanism, A2CValue))
             for name, _ in m.named_parameters()}
 
 
@@ -233,7 +233,7 @@ def make_optimizers(model, config, rank=0, world=1, compiled=False):
     for name, p in model.named_parameters():
         if id(p) not in muons:
             role = "embed_lr" if "wte" in name or "wpe" in name else "mechanism_lr" if name in added else "lr"
-            role = "skip_lr" if name.startswith(f"{SkipFusion.name}.") else role
+            role = "skip_lr" if name.startswith(f"{UNetSkip.name}.") else role
             decays = p.dim() >= 2 and name not in no_decay
             group = dict(params=[], lr=getattr(config, role) or config.mechanism_lr,
                          weight_decay=config.weight_decay if decays else 0.0)
