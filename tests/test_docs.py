@@ -139,7 +139,7 @@ def test_the_readme_names_the_tests_and_the_old_command_lines():
     named = set(re.findall(r"\bmake ([\w-]+)", README))
     assert {"demo", "test", "test-all", "gpu-check"} <= named
     assert named <= targets
-    for old in ("constraints.py", "inspect_heads.py", "nanoheads_eval.py"):
+    for old in ("constraints.py", "inspect_heads.py"):
         assert f"`{old}" in README
 
 
@@ -238,9 +238,8 @@ def read_arguments(words, monkeypatch):
         importlib.import_module(words[0].removesuffix(".py").replace("/", ".")).main(words[1:])
 
 
-# but the harness's: lm_eval reads those (tests/test_lm_eval.py)
 COMMANDS = sorted({tuple(words) for page in PAGES for words in commands(page)
-                   if is_whole(words) and "nanoheads.hub.harness" not in words})
+                   if is_whole(words)})
 MISSING = "is not prepared|no dataset data/mine|no labels 'weak'"  # here, and made by a command before
 
 

@@ -434,6 +434,25 @@ def test_as_a_model_of_transformers(tmp_path):
     assert half.dtype == torch.bfloat16 and apart(half.eval(), model) < 0.1
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_of_a_padded_batch_have_the_logits_of_each_alone(side, tmp_path):
+    """As other programs score texts of several lengths; without the mask, padding on the left is seen."""
+    model = awake(GPT(GPTConfig(**SIZES, **MECHANISMS["constraint_a"], acag="headwise")))
+    _, there = written(model, tmp_path / "out")
+    lengths, rows = (32, 19, 7), torch.zeros(3, 32, dtype=torch.long)
+    mask = torch.zeros_like(rows)
+    for i, n in enumerate(lengths):
+        place = slice(32 - n, 32) if side == "left" else slice(n)
+        rows[i, place], mask[i, place] = IDS[0, :n], 1
+    with torch.no_grad():
+        logits, blind = there(rows, attention_mask=mask).logits, there(rows).logits
+        for i, n in enumerate(lengths):
+            want = model(IDS[:1, :n]).logits[0]
+            assert torch.allclose(logits[i, mask[i] == 1], want, atol=1e-5)
+            seen = not torch.allclose(blind[i, mask[i] == 1], want, atol=1e-2)
+            assert seen == (side == "left" and n < 32)
+
+
 def test_the_folder_needs_nothing_of_this_repository(tmp_path):
     model = awake(GPT(GPTConfig(**SIZES, **MECHANISMS["acag"])))
     hf.export(model, None, tmp_path / "out")
@@ -599,7 +618,7 @@ def test_every_command_of_the_page_runs(language, desk, monkeypatch, capsys):
             continue
         for line in block.replace("\\\n", " ").strip().split("\n"):
             python, script, *args = shlex.split(line, comments=True)
-            if script == "-m":  # tests/test_lm_eval.py starts it, in a process of its own
+            if python != "python":  # lm_eval, which is no program of this repository
                 continue
             module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
             if script == "train.py":

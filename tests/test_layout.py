@@ -13,8 +13,6 @@ PROGRAMS = ("train", "evaluate", "sample", "compare", "probe", "prune", "bench",
 FOLDERS = ("text", "hub", "training", "heads", "probes", "study", "gpu")
 ORDER = ("top", "model", *FOLDERS, "data", "program")  # each may import its own kind and those before it
 APART = {"text": {"model"}}  # kinds before it that it does not import all the same
-# the plugin of lm-eval scores as evaluate.py does: it stands after training/, and nothing of hub/ imports it
-KINDS = {"nanoheads.hub.harness": "training"}
 # module:function -> why it has more than 60 lines
 LONG = {}
 
@@ -26,9 +24,6 @@ def name_of(path, root):
 
 def kind_of(name):
     """The kind of a module of this repository, by its dotted name; None: it is another's."""
-    for module, kind in KINDS.items():
-        if name == module or name.startswith(module + "."):
-            return kind
     first, *rest = name.split(".")
     if first in PROGRAMS:
         return "program"
@@ -88,7 +83,7 @@ MADE = {
     ("nanoheads/kernels.py", "import model", "model"),
     ("model.py", "from nanoheads.text.tokenizer import Tokenizer", "nanoheads.text.tokenizer.Tokenizer"),
     ("nanoheads/text/dataset.py", "from model import GPT", "model.GPT"),
-    ("nanoheads/hub/dropin.py", "from nanoheads.hub import harness", "nanoheads.hub.harness"),
+    ("nanoheads/hub/dropin.py", "from nanoheads.training import scoring", "nanoheads.training.scoring"),
     ("nanoheads/text/dataset.py", "from data.label import main", "data.label.main"),
 ])
 def test_an_import_that_climbs_is_noticed(path, text, arrow, tmp_path):

@@ -41,7 +41,7 @@ def test_these_are_the_programs():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems' OpenMP is left as it is")
-@pytest.mark.parametrize("program", [*PROGRAMS, "data/label.py", "nanoheads/hub/harness.py"])
+@pytest.mark.parametrize("program", [*PROGRAMS, "data/label.py"])
 def test_threads_are_told_to_wait_briefly_before_torch_is_imported(program):
     assert environment_at_torch(program) == {"GOMP_SPINCOUNT": "10000"}
 
