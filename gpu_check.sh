@@ -144,8 +144,7 @@ part() {
       --out_dir="$RUNS/adaptive" --overwrite
     each "$PY" probe.py fewshot --ckpt "$RUNS/tuned-plain" --ckpt "$RUNS/tuned-acag" --ckpt "$RUNS/base" \
       --shots 0 1 4 8 --json "$OUT/fewshot.json"
-    each "$PY" probe.py detectors --ckpt "$RUNS/base" --picture "$OUT/detectors.png" \
-      --json "$OUT/detectors.json"
+    each "$PY" probe.py detectors --ckpt "$RUNS/base" --json "$OUT/detectors.json"
     "$PY" -c "import safetensors" 2>/dev/null || return "$code"
     each "$PY" export_hf.py --ckpt "$RUNS/adaptive" --out "$RUNS/adaptive-hf" --force
     each "$PY" evaluate.py --ckpt "$RUNS/adaptive-hf" --dataset "$DATASET" --split val ;;

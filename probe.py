@@ -7,8 +7,7 @@ Ask trained checkpoints what one loss does not say; paired, since all checkpoint
     python probe.py heads --ckpt out/a
     python probe.py engagement --ckpt out/a [--ckpt out/b ...] [--samples 128]
     python probe.py states --ckpt out/a [--pieces 64]
-    python probe.py detectors --ckpt out/a [--ckpt out/b ...] [--picture heads.png]
-    python probe.py arrays --ckpt out/a --text FILE [--out maps.npz] [--results]
+    python probe.py detectors --ckpt out/a [--ckpt out/b ...]
     python probe.py fewshot --ckpt out/a [--ckpt out/b ...] [--file items.jsonl] [--shots 0 1 2 4 8]
     python probe.py constraints score|adjudicate|explain|skip --ckpt out/a [...]
     python probe.py inspect --ckpt out/a
@@ -27,14 +26,12 @@ from importlib import import_module
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads.common import last_words, output_written, pick_device, writable, write_json
 from nanoheads.configurator import near
-from nanoheads.heads.detectors import EXCLUDED, MEASURES
-from nanoheads.probes import arrays, detectors, engagement, fewshot, heads, keys, late, needle, states
-from nanoheads.probes.runs import one_of, positive
+from nanoheads.probes import detectors, engagement, fewshot, heads, keys, late, needle, states
+from nanoheads.probes.runs import positive
 from nanoheads.training import checkpoint
 from nanoheads.training.scoring import add_arguments
 
-# word -> (module, split, {flag: (type, default, help)}); a list as default takes several, False is a switch.
-# Without a split no text of a dataset is read.
+# word -> (module, split, {flag: (type, default, help)}); a list as default takes several
 CONTEXT = (positive, None, "tokens in a window (default: the shortest training length)")
 PROBES = {
     "needle": (needle, "test", dict(
@@ -65,20 +62,8 @@ PROBES = {
         windows=(positive, 4, "windows in a piece, one after the other"))),
     "detectors": (detectors, "val", dict(
         context=CONTEXT,
-        samples=(positive, 32, "sequences of random tokens, and texts"),
-        length=(positive, None, "random tokens before they come again (default: 64, or what fits)"),
-        needle=(positive, None, "tokens of a needle, the first third of which asks for the others "
-                                "(default: 12, or a third of the context)"),
-        measure=(one_of(MEASURES), "mul", "mul: the share of a head's attention that is on the pattern; "
-                                          "abs: how near its attention comes to the pattern"),
-        exclude=(one_of(EXCLUDED), [], "leave out attention to the first token, to the token itself, or "
-                                       "both: first self"),
-        picture=(str, None, "draw the scores into this file, .png, .svg or .pdf"))),
-    "arrays": (arrays, None, dict(
-        text=(str, None, "the file to read"),
-        out=(str, "maps.npz", "the file to write"),
-        tokens=(int, 0, "tokens to read, from the first; 0: as many as a context holds"),
-        results=(bool, False, "also what each head adds to the residual stream"))),
+        samples=(positive, 32, "sequences of random tokens"),
+        length=(positive, None, "random tokens before they come again (default: 64, or what fits)"))),
     "fewshot": (fewshot, "test", dict(
         file=(str, None, "items, a JSON object a line (default: made of the split's words)"),
         items=(positive, 200, "items of each task, at most"),
@@ -104,13 +89,9 @@ def parser_of_all():
     for name, (module, split, options) in PROBES.items():
         p = commands.add_parser(name, help=module.probe.__doc__, description=module.__doc__,
                                 formatter_class=plain)
-        if split:
-            add_arguments(p, split)
-            p.add_argument("--seed", type=int, default=1337,
-                           help="of texts, queries and random keys (default: 1337)")
-        else:
-            checkpoint.add_arguments(p)
-            p.add_argument("--dataset", help="where a checkpoint without a vocabulary of its own has it")
+        add_arguments(p, split)
+        p.add_argument("--seed", type=int, default=1337,
+                       help="of texts, queries and random keys (default: 1337)")
         for flag, option in options.items():
             add_option(p, flag, *option)
     for name, (_, words) in PROGRAMS.items():
@@ -120,9 +101,6 @@ def parser_of_all():
 
 def add_option(parser, flag, kind, default, words):
     """An argument of PROBES."""
-    if default is False:
-        parser.add_argument(f"--{flag}", action="store_true", help=words)
-        return
     several = isinstance(default, list)
     if default not in (None, []):
         words += f" (default: {' '.join(map(str, default)) if several else default})"
@@ -147,8 +125,8 @@ def main(argv=None):
                 raise ValueError(f"--{key}={vars(args)[key]} must not be negative")
         checkpoint.allow_code(args)
         args.device = pick_device(args.device)
-        module, split, _ = PROBES[args.what]
-        out = writable(args.json) if split and args.json else None
+        module = PROBES[args.what][0]
+        out = writable(args.json) if args.json else None
         numbers, lines = module.probe(args)
         if out:
             write_json(out, numbers)

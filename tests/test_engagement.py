@@ -15,8 +15,8 @@ from model import GPT, GPTConfig, Roles
 from nanoheads.heads.measuring import all_heads, attentions, measure, out_projections
 from nanoheads.probes import engagement
 from nanoheads.probes.engagement import (Kind, all_active, by_chance, copying_texts, critical_heads,
-                                         engagements, kept, last_nats, needle_texts, overlaps, pattern_texts,
-                                         power_sent, result_of, texts_of, window_texts)
+                                         engagements, kept, last_nats, needle_texts, needles, overlaps,
+                                         pattern_texts, power_sent, result_of, texts_of, window_texts)
 from nanoheads.probes.runs import Run
 from nanoheads.text.dataset import Dataset
 from probe import main
@@ -53,6 +53,16 @@ def t_by_hand(values):
 
 
 # ---- texts ----
+
+def test_a_needle_is_planted_in_text_and_begins_again_at_the_end():
+    rng, text = np.random.default_rng(0), np.arange(1000)
+    ids, at = needles(text, np.arange(1000, 1020), 40, 6, 200, rng)
+    for row, place in zip(ids, at):
+        needle, rest = row[place:place + 6], np.delete(row[:-5], range(place, place + 6))
+        assert needle.min() >= 1000 and len(set(needle)) == 6 and (row[-5:] == needle[:-1]).all()
+        assert (np.diff(rest) == 1).all() and rest.max() < 1000 and len(rest) == 40 - 11
+    assert at.min() == 0 and at.max() == 40 - 11, "from before the text to behind it"
+
 
 def test_a_pattern_comes_again_and_again_and_its_control_once():
     kind = pattern_texts(np.arange(5, 15), 4, 18, 30, 3, np.random.default_rng(0))

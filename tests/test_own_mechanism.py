@@ -111,7 +111,7 @@ def line_of(program, *argv):
         (probe, ["inspect", "--ckpt"]),
         (probe, ["look", "--start=abc", "--ckpt"]),
         (probe, ["constraints", "skip", "--ckpt"]),
-        (probe, ["arrays", "--text=x", "--ckpt"]),
+        (probe, ["detectors", "--ckpt"]),
     ],
 )
 def test_no_program_runs_the_code_beside_a_checkpoint(program, argv, ran, tmp_path, monkeypatch):

@@ -48,7 +48,6 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from nanoheads.common import UserError, last_words, pick_device, writable, write_atomic
-from nanoheads.heads.detectors import FLOATS
 from nanoheads.heads.measuring import attentions
 from nanoheads.text.tokenizer import char_sizes
 from nanoheads.traces import explain
@@ -56,6 +55,7 @@ from nanoheads.training import checkpoint
 from nanoheads.training.sampling import encode, model_and_tokenizer, read_prompt, same_tokens
 
 PROGRAM = "probe.py look"
+FLOATS = 1 << 26  # of attention maps that are held at once
 TOP = 5  # tokens that explain() names
 PAGE_TOKENS = 32768  # a page of more is slow in a browser; the lines hold them all
 PAGE_NUMBERS = 1 << 22  # of all series on a page

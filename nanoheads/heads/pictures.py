@@ -1,13 +1,11 @@
 """
-The pictures of a run's heads, for plot_curves.py --heads: from heads.jsonl, log.jsonl and a checkpoint; and
-for probe.py detectors.
+The pictures of a run's heads, for plot_curves.py --heads: from heads.jsonl, log.jsonl and a checkpoint.
 
 gates      each head's gate over the run, and when heads were closed, pruned, kept and grown
 states     the state over the run of each head, MLP or block (agency), and when it was forced without consent
 active     heads at work against bits per byte
 metrics    entropy, importance and utilisation of each head at the last measurement
 attention  where chosen heads attend in a text
-scores     what each head of a checkpoint is like, by its detectors
 """
 
 import sys
@@ -26,8 +24,8 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from model import Agency
-from nanoheads.common import UserError, number, write_atomic
-from nanoheads.drawing import COLOURS, GREY, RC, canvas, encoded, label_right, panels, save
+from nanoheads.common import UserError, number
+from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, panels, save
 from nanoheads.heads.measuring import attentions
 from nanoheads.text.tokenizer import Tokenizer
 from nanoheads.training import checkpoint
@@ -314,46 +312,6 @@ def squares(ax, title, values, absent, norm):
     ax.tick_params(length=0)
     ax.grid(False)
     ax.spines[:].set_visible(False)
-
-
-# ---- detectors ----
-
-@mpl.rc_context(RC)
-def draw_head_scores(runs, ends, path):
-    """head_scores() as a file of the kind of its name: .png, .svg, .pdf."""
-    figure = head_scores(runs, ends)
-    write_atomic(path, lambda f: f.write(encoded(figure, path.suffix[1:].lower())))
-
-
-def head_scores(runs, ends):
-    """A Figure, a panel a detector, of [(name, model, [dict(layer, head, detector=[mean, ...]), ...])].
-
-    ends: {detector: (where its colours begin, the score of a head that does nothing else, where they end)}.
-    """
-    n_layer = max(model.config.n_layer for _, model, _ in runs)
-    n_head = max(attn.n_base + attn.n_extra for _, model, _ in runs for attn in attentions(model))
-    columns = len(ends) if n_head <= 8 else 3
-    lines = -(-len(ends) // columns)
-    height = len(runs) * (lines * (0.42 * n_layer + 1) + 0.5)
-    figure = canvas(columns * max(2.8, 0.42 * n_head + 0.7) + 0.6, height)
-    parts = figure.subfigures(len(runs), 1, squeeze=False).ravel()
-    for part, (run, model, rows) in zip(parts, runs):
-        part.suptitle(run, x=0.01, ha="left", weight="bold")
-        absent = np.full((n_layer, n_head), "–", "<U4")
-        for layer, attn in enumerate(attentions(model)):
-            absent[layer, sorted(set(range(attn.n_base)) - set(attn.head_ids))] = "gone"
-        axes = part.subplots(lines, columns, squeeze=False, sharey=True)
-        for ax, (name, (low, top)) in zip(axes.ravel(), ends.items()):
-            values = np.full((n_layer, n_head), np.nan)
-            for row in rows:
-                values[row["layer"], row["head"]] = row[name][0]
-            norm = Normalize(low, top) if low else PowerNorm(0.5, 0, max(top, 1e-9))  # most are small
-            squares(ax, f"{name} (best: {top:.2f})", values, absent, norm)
-        for ax in axes.ravel()[len(ends):]:
-            ax.set_visible(False)
-        for ax in axes[:, 0]:
-            ax.set_ylabel("layer")
-    return figure
 
 
 # ---- attention ----

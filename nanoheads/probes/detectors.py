@@ -1,93 +1,143 @@
 """
-What does a head look at? Attention on random tokens that come twice, and on text with a needle.
+What kind of head is it? How much of its attention lies on three patterns that the field has names for.
 
-On the tokens that come twice: the token before, earlier copies of the token, what followed them (induction),
-as transformer_lens.head_detector scores attention. On text with a planted needle, which begins again at the
-end: how often its next token is what the head looks at most (at needle), and also what the model says
-(retrieval, arXiv 2404.15574). Random tokens are the frequent ones of the split, each as likely.
+    previous token    on the token before
+    duplicate token   on earlier copies of the token
+    induction         on what came after earlier copies of the token
+
+Each model reads sequences of random tokens that come twice, drawn from the frequent tokens of the split, each
+as likely. A head's score is the share of its attention that lies on the pattern, as
+transformer_lens.head_detector measures it with error_measure="mul". Two lines above the table say what a head
+would score that attends to all keys alike, and one that attends to the pattern alone.
 """
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from nanoheads.common import table
-from nanoheads.heads.detectors import (PATTERNS, common_tokens, needles, pattern_scores, repeats,
-                                       retrieval_scores, similarity, typical_maps)
-from nanoheads.heads.measuring import all_heads
-from nanoheads.heads.pictures import draw_head_scores
+from nanoheads.heads.measuring import all_heads, evaluating
 from nanoheads.intervals import t_interval
-from nanoheads.probes.runs import about_text, finite, numbers_of, open_runs, picture_path, plus_minus
+from nanoheads.probes.runs import about_text, finite, numbers_of, open_runs, plus_minus
+from nanoheads.training.scoring import nats_of
 
 
-NEEDLE = ("retrieval", "at needle")  # scores on a needle: copied, looked at
+# ---- patterns ----
+
+def previous_token(ids):
+    """Pattern [T, T] of ids [T]: 1 where such a head looks from a token (row) at a key (column), else 0."""
+    return torch.ones(len(ids) - 1).diag(-1)
 
 
-def detector_tokens(args, data, context):
-    """(repeats(), texts and starts of needles(), tokens in a needle), on the device. ValueError."""
-    rng, text = np.random.default_rng(args.seed), data.tokens(args.split)
+def duplicate_token(ids):
+    return (ids[:, None] == ids).float().tril(-1)
+
+
+def induction(ids):
+    return F.pad(duplicate_token(ids)[:, :-1], (1, 0))
+
+
+PATTERNS = {"previous token": previous_token, "duplicate token": duplicate_token, "induction": induction}
+
+
+def share_on(maps, pattern):
+    """The share of the attention of maps [..., T, T] that lies on a pattern [T, T]: float64 [...]."""
+    maps = maps.double()
+    return (maps * pattern).sum((-2, -1)) / maps.sum((-2, -1))
+
+
+def typical_maps(pattern):
+    """(attention that is the same for all keys, attention that is on the pattern alone), [T, T] each.
+
+    Where the pattern has nothing for a token, the second looks at the first token.
+    """
+    uniform = torch.ones_like(pattern).tril()
+    first = torch.zeros_like(pattern)
+    first[:, 0] = 1.0
+    perfect = torch.where(pattern.any(-1, keepdim=True), pattern, first)
+    return uniform / uniform.sum(-1, keepdim=True), perfect / perfect.sum(-1, keepdim=True)
+
+
+# ---- tokens to read ----
+
+def common_tokens(tokens, share=0.99):
+    """The most frequent tokens of a text that make up `share` of it, in order of their numbers."""
+    count = np.bincount(tokens)
+    order = np.argsort(-count, kind="stable")
+    enough = np.searchsorted(np.cumsum(count[order]), share * len(tokens)) + 1
+    return np.sort(order[:enough])
+
+
+def repeats(alphabet, n, samples, separator, rng):
+    """Token ids [samples, 1 + 2 n]: the corpus separator, n random tokens of an alphabet, the same again."""
+    half = rng.choice(alphabet, (samples, n))
+    return np.concatenate((np.full((samples, 1), separator), half, half), 1).astype(np.int64)
+
+
+# ---- scores ----
+
+@torch.no_grad()
+def pattern_scores(model, ids):
+    """({name of PATTERNS: [B, heads of all blocks]}, nats of each token but the first [B, T - 1]).
+
+    ids [B, T] on the model's device; one sequence at a time, since a map takes T x T numbers a head.
+    """
+    scores, nats = {name: [] for name in PATTERNS}, []
+    with evaluating(model):
+        for row in ids.split(1):
+            output = model(row, traces="maps")
+            nats.append(nats_of(output.logits[:, :-1], row[:, 1:]))
+            maps = torch.cat([output.traces[f"blocks.{i}.map"][0].cpu() for i in range(model.config.n_layer)])
+            for name, pattern in PATTERNS.items():
+                scores[name].append(share_on(maps, pattern(row[0].cpu())).numpy())
+    return {name: np.stack(each) for name, each in scores.items()}, np.concatenate(nats)
+
+
+# ---- the probe ----
+
+def random_tokens_twice(args, data, context):
+    """repeats() of the arguments' length, on the device. ValueError where a context does not hold them."""
     length = args.length or max(1, min(64, (context - 2) // 2))
     if 2 * length + 1 > context:
         raise ValueError(f"--length={length}: the separator and so many tokens twice are more than "
                          f"a context of {context:,}")
-    size = args.needle or max(2, min(12, context // 3))
-    if not 2 <= size <= context // 3:
-        raise ValueError(f"--needle={size} must be from 2 to {context // 3}, a third of the context")
-    alphabet = common_tokens(text)
-    twice = repeats(alphabet, length, args.samples, data.separator, rng)
-    texts, begins = needles(text, alphabet, context, size, args.samples, rng)
-    return *(torch.from_numpy(each).to(args.device) for each in (twice, texts, begins)), size
+    alphabet, rng = common_tokens(data.tokens(args.split)), np.random.default_rng(args.seed)
+    return torch.from_numpy(repeats(alphabet, length, args.samples, data.separator, rng)).to(args.device)
 
 
-def typical_scores(twice, args):
-    """{detector: [its score where attention is the same for all keys, where it is on the pattern alone]}."""
-    scores = {name: [] for name in PATTERNS}
-    for ids in twice.cpu():
-        for name, pattern in PATTERNS.items():
-            maps = torch.stack(typical_maps(pattern(ids)))
-            scores[name].append(similarity(maps, pattern(ids), args.measure, args.exclude).tolist())
-    return {name: np.mean(each, 0).tolist() for name, each in scores.items()}
+def typical_scores(ids):
+    """{pattern: [the score of attention that is the same for all keys, of attention on it alone]}."""
+    found = {}
+    for name, pattern in PATTERNS.items():
+        patterns = [pattern(row) for row in ids.cpu()]
+        scores = [share_on(torch.stack(typical_maps(each)), each).tolist() for each in patterns]
+        found[name] = np.mean(scores, 0).tolist()
+    return found
 
 
-def rows_of(run, twice, texts, begins, size, asked, args):
-    """What is written of a run: scores of each head, nats of random tokens, share of needles it outputs."""
-    half = twice.size(1) // 2
-    scores, nats = pattern_scores(run.model, twice, args.measure, args.exclude)
+def rows_of(run, ids):
+    """What is written of a run: the scores of each head, and the nats of the random tokens."""
+    half = ids.size(1) // 2
+    scores, nats = pattern_scores(run.model, ids)
     finite(nats, run)
-    *of_needle, output = retrieval_scores(run.model, texts, begins, size, asked)
-    scores.update(zip(NEEDLE, of_needle))
     rows = [dict(layer=layer, head=head, **{name: t_interval(each[:, i]) for name, each in scores.items()})
             for i, (layer, head) in enumerate(all_heads(run.model))]
     return dict(heads=rows, nats_first=t_interval(nats[:, :half].mean(1)),
-                nats_again=t_interval(nats[:, half:].mean(1)), said=t_interval(output))
-
-
-def detector_table(runs, rows, typical):
-    """A line for each head of each run, above them what attention of two kinds would score."""
-    detectors = *PATTERNS, *NEEDLE
-    cells = [(what, "", "", *(f"{typical[name][i]:.3f}" for name in PATTERNS), "", "")
-             for i, what in enumerate(("if alike to all keys", "if on that alone"))]
-    cells += [(run.name, r["layer"], r["head"], *(plus_minus(r[name], 3, sign=False) for name in detectors))
-              for run, row in zip(runs, rows) for r in row["heads"]]
-    return table(("run", "block", "head", *detectors), cells)
+                nats_again=t_interval(nats[:, half:].mean(1)))
 
 
 def probe(args):
-    """What each head looks at: the token before, copies, what followed them, a needle."""
-    picture = picture_path(args.picture) if args.picture else None
+    """What each head looks at: the token before, copies, what followed them."""
     runs, data, context = open_runs(args, args.context)
-    twice, texts, begins, size = detector_tokens(args, data, context)
-    typical, asked = typical_scores(twice, args), max(1, size // 3)
-    rows = [rows_of(run, twice, texts, begins, size, asked, args) for run in runs]
-    above = [f"{about_text(data, args)}: {args.samples} x {twice.size(1) // 2:,} random tokens twice; "
-             f"{args.samples} texts of {context:,} with a needle of {size}, {asked} of which ask for the "
-             "others"]
-    below = [f"{run.name}: {plus_minus(row['nats_first'], 3, False)} nats per random token, "
-             f"{plus_minus(row['nats_again'], 3, False)} where it comes again; "
-             f"says {plus_minus(row['said'], 2, False)} of a needle" for run, row in zip(runs, rows)]
-    lines = [*above, detector_table(runs, rows, typical), *below]
-    if picture:
-        drawn = [(run.name, run.model, row["heads"]) for run, row in zip(runs, rows)]
-        ends = {name: ends if args.measure == "abs" else (0, ends[1]) for name, ends in typical.items()}
-        draw_head_scores(drawn, ends | dict.fromkeys(NEEDLE, (0, 1)), picture)
-        lines.append(args.picture)
+    ids = random_tokens_twice(args, data, context)
+    typical, rows = typical_scores(ids), [rows_of(run, ids) for run in runs]
+    cells = [(what, "", "", *(f"{typical[name][i]:.3f}" for name in PATTERNS))
+             for i, what in enumerate(("if alike to all keys", "if on that alone"))]
+    cells += [(run.name, r["layer"], r["head"], *(plus_minus(r[name], 3, sign=False) for name in PATTERNS))
+              for run, row in zip(runs, rows) for r in row["heads"]]
+    lines = [f"{about_text(data, args)}: {args.samples} x {ids.size(1) // 2:,} random tokens twice",
+             table(("run", "block", "head", *PATTERNS), cells)]
+    for run, row in zip(runs, rows):
+        lines.append(f"{run.name}: {plus_minus(row['nats_first'], 3, False)} nats per random token, "
+                     f"{plus_minus(row['nats_again'], 3, False)} where it comes again")
     return numbers_of(runs, data, args, rows) | dict(typical=typical), lines

@@ -31,9 +31,9 @@ from scipy.stats import hypergeom
 
 from model import Agency, Roles
 from nanoheads.common import UserError, table
-from nanoheads.heads.detectors import common_tokens, needles
 from nanoheads.heads.measuring import all_heads, attentions, closed, inputs_of, out_projections
 from nanoheads.intervals import by_jackknife, t_interval
+from nanoheads.probes.detectors import common_tokens
 from nanoheads.probes.runs import about_text, finite, numbers_of, open_runs, plus_minus
 from nanoheads.timing import progress_bar
 from nanoheads.training.scoring import LOGITS_AT_ONCE, nats_of_last
@@ -66,8 +66,23 @@ def copying_texts(alphabet, n, samples, separator, rng):
     return Kind(joined(separator, half, separator, half), n, joined(separator, other, separator, half))
 
 
+def needles(text, alphabet, context, n, samples, rng):
+    """(ids [samples, context], where the needle begins [samples]).
+
+    A needle of n random tokens, no two the same where the alphabet has as many, is planted into real text at
+    a random place; the text ends in all but its last token.
+    """
+    ids, at = [], rng.integers(context - 2 * n + 2, size=samples)
+    for place in at:
+        start = rng.integers(len(text) - context + 1)
+        rest = text[start:start + context - 2 * n + 1]
+        needle = rng.choice(alphabet, n, replace=len(alphabet) < n)
+        ids.append(np.concatenate((rest[:place], needle, rest[place:], needle[:-1])))
+    return np.array(ids).astype(np.int64), at
+
+
 def needle_texts(text, alphabet, context, n, asked, samples, rng):
-    """detectors.needles(), to the end of the needle that begins again; its first `asked` tokens ask."""
+    """needles(), to the end of the needle that begins again; its first `asked` tokens ask."""
     ids, at = needles(text, alphabet, context, n, samples, rng)
     rows, places = np.arange(samples)[:, None], at[:, None] + np.arange(n)
     ids = joined(ids, ids[rows, places[:, -1:]])

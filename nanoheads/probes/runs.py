@@ -4,15 +4,13 @@ What all probes share: checkpoints opened at one context, windows of their text,
 A probe is a module with a function probe(args) -> (what --json writes, the lines that are printed).
 """
 
-import argparse
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from model import GPT
-from nanoheads.common import UserError, writable
+from nanoheads.common import UserError
 from nanoheads.training import checkpoint
 from nanoheads.training.scoring import load, score, window_ids
 
@@ -111,7 +109,7 @@ def plus_minus(bounds, digits=4, sign=True):
 
 def numbers_of(runs, data, args, rows):
     """What --json writes: every number, intervals as [mean, low, high]."""
-    own = ("ckpt", "json", "what", "settings", "picture")
+    own = ("ckpt", "json", "what", "settings")
     options = {key: value for key, value in vars(args).items() if key not in own}
     return dict(what=args.what, dataset=data.meta["name"],
                 split_sha256=data.splits[args.split].get("sha256"), set=args.settings, options=options,
@@ -126,19 +124,3 @@ def positive(text):
     if (number := int(text)) < 1:
         raise ValueError
     return number
-
-
-def one_of(names):
-    """The type of an argument: one of these words."""
-    def choice(text):
-        if text not in names:
-            raise argparse.ArgumentTypeError(f"{text!r} must be {' or '.join(names)}")
-        return text
-    return choice
-
-
-def picture_path(path):
-    """The Path of a picture to write, of a kind that can be drawn. UserError."""
-    if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--picture: {path} must end in .png, .svg or .pdf")
-    return writable(path, "--picture")
