@@ -130,7 +130,7 @@ part() {
     each "$PY" probe.py constraints score --ckpt "$RUNS/constraint12" --plain "$RUNS/plain12" \
       --labels synthetic --tokens 65536 --fit 50000 --json "$OUT/constraints.json"
     each "$PY" probe.py constraints skip --ckpt "$RUNS/constraint12" --tokens 65536
-    each "$PY" evaluate.py --audit --ckpt "$RUNS/constraint12" --text README.md --out "$OUT/audit.jsonl" ;;
+    each "$PY" probe.py look --ckpt "$RUNS/constraint12" --text README.md --out "$OUT/audit.jsonl" ;;
   finetune)
     prepared "$DATASET"
     BIG=${BIG:---n_layer=12 --n_head=12 --n_embd=768 --block_size=1024 --batch_size=16 --max_iters=400}

@@ -562,10 +562,27 @@ def test_heads_at_work_and_the_load_of_each_head_are_shown(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("args, line", [
-    (["--tokens", "0"], "--tokens 0 must be at least 1"), (["--batch_size", "-1"], "--batch_size -1 must be"),
-    (["--text", "--batch_size", "2"], "--batch_size means nothing with --text")])
+    (["--tokens", "0"], "--tokens 0 must be at least 1"),
+    (["--batch_size", "-1"], "--batch_size -1 must be"),
+])
 def test_sizes_that_cannot_be_are_refused(byte_run, refusal, args, line):
     assert line in refusal(["--ckpt", byte_run[0], *args])
+
+
+@pytest.mark.parametrize("argv, instead", [
+    (["--text", "--ckpt", "a"], "python probe.py text --ckpt"),
+    (["--ckpt=a", "--audit", "--text=x"], "python probe.py look --ckpt"),
+])
+def test_questions_that_are_probes_are_named(argv, instead, refusal):
+    assert instead in refusal(argv)
+
+
+def test_scoring_imports_no_probe_and_nothing_about_heads():
+    code = ("import sys, evaluate\n"
+            "apart = ('nanoheads.probes', 'nanoheads.heads', 'nanoheads.study')\n"
+            "print([name for name in sys.modules if name.startswith(apart)])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "[]\n", done.stderr
 
 
 # ---- whose data ----

@@ -12,7 +12,6 @@ import torch
 from torch.nn import functional as F
 
 import sample
-from evaluate import main
 from model import GPT, MECHANISMS, GPTConfig, HeadNorm
 from nanoheads.common import UserError
 from nanoheads.heads import look
@@ -146,7 +145,7 @@ def test_a_file_is_read_once_from_end_to_end(make, tmp_path, capsys):
     path, raw = make(), random_text(2 * T + 5)
     (tmp_path / "t.txt").write_bytes(raw)
     out = tmp_path / "o.jsonl"
-    main(["--audit", "--ckpt", path, "--text", str(tmp_path / "t.txt"), "--out", str(out)])
+    look.main(["--ckpt", path, "--text", str(tmp_path / "t.txt"), "--out", str(out)])
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].endswith("t.txt: 37 tokens in 3 windows of 16")
     assert printed[1:] == [str(out), str(out.with_suffix(".html"))]
@@ -161,7 +160,7 @@ def test_a_file_is_read_once_from_end_to_end(make, tmp_path, capsys):
                 traces[f"blocks.0.constraint.{name}"][0].tolist(), abs=1e-6)
         assert (line["checkpoint"], line["text"]) == (path, str(tmp_path / "t.txt"))
         assert "maps" not in line["blocks"]["0"]
-    main(["--audit", "--ckpt", path, "--text", str(tmp_path / "t.txt"), "--out", str(out), "--maps"])
+    look.main(["--ckpt", path, "--text", str(tmp_path / "t.txt"), "--out", str(out), "--maps"])
     maps = lines_of(out)[0]["blocks"]["0"]["maps"]["fair"][0]
     assert [len(row) for row in maps] == list(range(1, T + 1))
     assert all(sum(row) == pytest.approx(1, abs=1e-4) for row in maps)
@@ -172,7 +171,7 @@ def test_heads_that_no_label_trained_say_so(make, tmp_path, capsys):
     (tmp_path / "t.txt").write_bytes(random_text(T))
     for trained in (False, True):
         path, out = make(trained=trained), tmp_path / "o.jsonl"
-        main(["--audit", "--ckpt", path, "--text", str(tmp_path / "t.txt"), "--out", str(out)])
+        look.main(["--ckpt", path, "--text", str(tmp_path / "t.txt"), "--out", str(out)])
         sample.main(["--ckpt", path, "--start", "a", "--max_new_tokens", "3",
                      "--audit", str(tmp_path / "s.jsonl")])
         printed = capsys.readouterr().out
@@ -497,7 +496,7 @@ def test_what_was_set_counts_and_is_said(make, tmp_path):
     (tmp_path / "t.txt").write_text("some text")
     scores = []
     for settings in ([], ["--set", "gate.0.0=0", "--set", "gate.1.1=0"]):
-        main(["--audit", "--ckpt", path, "--text", str(tmp_path / "t.txt"), "--out", str(out), *settings])
+        look.main(["--ckpt", path, "--text", str(tmp_path / "t.txt"), "--out", str(out), *settings])
         line, = lines_of(out)
         assert line["set"] == settings[1::2]
         scores.append(line["blocks"]["2"]["logits"]["fair"])
@@ -518,6 +517,18 @@ def test_a_sample_ends_before_its_stop_token(make, tmp_path, capsys, monkeypatch
 
 
 # ---- bad input: one line ----
+
+@pytest.fixture
+def refusal(capsys):
+    """refusal(args) -> the one line that probe.py look ends with, nothing printed before."""
+    def call(args):
+        with pytest.raises(SystemExit) as e:
+            look.main(args)
+        assert isinstance(e.value.code, str) and "\n" not in e.value.code
+        assert e.value.code.startswith("probe.py look: ") and capsys.readouterr().out == ""
+        return e.value.code
+    return call
+
 
 @pytest.fixture
 def files(tmp_path, monkeypatch, make):
@@ -546,33 +557,17 @@ def files(tmp_path, monkeypatch, make):
     (["--out", "."], "--out: "),
     (["--out", "folder.jsonl"], "folder.html is not a file"),
     (["--out", "o.html"], "o.html is the name of the page; the JSON lines need another, such as o.jsonl"),
-    (["--text"], "--audit needs the text to read: --text FILE"),
     (["--ckpt", "a.pt", "--ckpt", "a.pt", "--ckpt", "a.pt"], "--ckpt: one, or two side by side, not 3"),
     (["--ckpt", "a.pt", "--ckpt", "bytes.pt"], "a.pt and bytes.pt have different vocabularies"),
-    (["--stride", "3"], "--stride means nothing with --audit"),
-    (["--json", "s.json"], "--json means nothing with --audit"),
-    (["--split", "val"], "--split means nothing with --audit"),
-    (["--dataset", "toy"], "--dataset means nothing with --audit"),
     (["--text", "t.txt", "--out", "t.txt"], "--out: t.txt is the text itself, and would be lost"),
     (["--text", "t.html", "--out", "t.jsonl"], "--out: t.html is the text itself, and would be lost"),
-    (["--samples", "3"], "--samples means nothing with --audit"),
 ])
 def test_bad_input_is_one_clear_line(files, refusal, args, line):
     before = set(files.iterdir())
     more = [] if "--text" in args else ["--text", "t.txt"]
     more += ["--ckpt", "a.pt"] if "--ckpt" not in args else []
-    assert line in refusal(["--audit", *more, *args])
+    assert line in refusal([*more, *args])
     assert set(files.iterdir()) == before  # nothing is left behind
-
-
-def test_the_program_of_its_own_writes_the_same_files(files, capsys):
-    options = ["--ckpt", "a.pt", "--text", "t.txt", "--maps"]
-    main(["--audit", *options, "--out", "e.jsonl"])
-    look.main([*options, "--out", "p.jsonl"])
-    shown = capsys.readouterr().out.splitlines()
-    assert [line.replace("/e.", "/p.") for line in shown[:3]] == shown[3:]
-    assert Path("e.jsonl").read_bytes() == Path("p.jsonl").read_bytes()
-    assert Path("e.html").read_bytes() == Path("p.html").read_bytes()
 
 
 @pytest.mark.parametrize("args, line", [
@@ -580,19 +575,10 @@ def test_the_program_of_its_own_writes_the_same_files(files, capsys):
     (["--ckpt", "a.pt", "--start", "Z"], "probe.py look: --start, for a.pt: 'Z' (U+005A) at position 0"),
     (["--ckpt", "a.pt", "--start", "FILE:no"], "probe.py look: --start: no cannot be read"),
 ])
-def test_the_program_of_its_own_refuses_in_one_line(files, args, line):
+def test_the_program_refuses_in_one_line(files, args, line):
     with pytest.raises(SystemExit) as e:
         look.main(args)
     assert e.value.code.startswith(line) and "\n" not in e.value.code
-
-
-@pytest.mark.parametrize("args, line", [
-    (["--text", "t.txt"], "--text t.txt: a file means nothing without --audit"),
-    (["--maps"], "--maps means nothing without --audit"),
-    (["--out", "o.jsonl"], "--out means nothing without --audit"),
-])
-def test_what_goes_with_an_audit_is_refused_without(files, refusal, args, line):
-    assert line in refusal(["--ckpt", "a.pt", *args])
 
 
 @pytest.mark.parametrize("args, line", [

@@ -1,4 +1,4 @@
-"""Text quality: each measure against a slow obvious one; what evaluate.py --text says of tiny models."""
+"""Text quality: each measure against a slow obvious one; what probe.py text says of tiny models."""
 import json
 import math
 import random
@@ -16,14 +16,16 @@ from conftest import write_dataset
 from scipy import stats
 from torch import nn
 
-from evaluate import main, text_table
 from model import GPT, GPTConfig
 from nanoheads.intervals import jackknife
+from nanoheads.probes import continuations
+from nanoheads.probes.continuations import text_table
 from nanoheads.text import quality as textquality
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.quality import distinct_n, first_repeat, leave_one_out, loop, rep_n, self_bleu, words
-from nanoheads.training import continuations, scoring
+from nanoheads.training import scoring
 from nanoheads.training.scoring import nats_after
+from probe import main
 
 ROOT = Path(__file__).resolve().parents[1]
 SUMS = sorted(set("0123456789 plusi.\n"))
@@ -308,6 +310,18 @@ SHORT = ["--num_prompts", "3", "--prompt_tokens", "6", "--samples", "2", "--toke
 
 
 @pytest.fixture
+def refusal(capsys):
+    """refusal(args) -> the one line that probe.py text ends with, nothing printed before."""
+    def call(args):
+        with pytest.raises(SystemExit) as e:
+            main(args)
+        assert isinstance(e.value.code, str) and "\n" not in e.value.code
+        assert e.value.code.startswith("probe.py text: ") and capsys.readouterr().out == ""
+        return e.value.code
+    return call
+
+
+@pytest.fixture
 def ckpt(tmp_path, bytes_data):
     return write_checkpoint(tmp_path / "a.pt", tiny(), bytes_data)
 
@@ -321,10 +335,10 @@ def sums_as_chars(tmp_path, bytes_data):
 
 @pytest.fixture
 def written(tmp_path, capsys):
-    """written(args) -> (the runs of its --json, the printed lines) of evaluate.py --text."""
+    """written(args) -> (the runs of its --json, the printed lines) of probe.py text."""
     def call(*args, short=SHORT):
         out = tmp_path / "text.json"
-        main(["--text", *short, *args, "--json", str(out)])
+        main(["text", *short, *args, "--json", str(out)])
         lines = capsys.readouterr().out.splitlines()
         assert lines.pop() == str(out)
         return json.loads(out.read_text())["runs"], lines
@@ -510,7 +524,7 @@ def test_tokens_of_another_length_are_as_many_as_make_the_bytes(tmp_path, ckpt, 
 
 @pytest.mark.parametrize("args, line", [
     (["--samples", "0"], "samples=0 must be at least 1"),
-    (["--tokens", "0"], "--tokens 0 must be at least 1"),
+    (["--tokens", "0"], "tokens=0 must be at least 1"),
     (["--num_prompts", "1"], "num_prompts=1 must be at least 2"),
     (["--prompt_tokens", "0"], "prompt_tokens=0 must be at least 1"),
     (["--seed", "-1"], "seed=-1 must be from 0"),
@@ -521,7 +535,6 @@ def test_tokens_of_another_length_are_as_many_as_make_the_bytes(tmp_path, ckpt, 
     (["--repetition_penalty", "inf"], "repetition_penalty=inf must be positive"),
     (["--num_prompts", "90"], "90 prompts of 6 tokens, each with the 24 after it, need 2,700 tokens; "
                               "the test split of "),
-    (["--stride", "4"], "--stride means nothing with --text"),
     (["--split", "dev"], "no split 'dev'"),
     (["--judge", "nowhere.pt"], "no checkpoint nowhere.pt"),
     (["--judge", "chars.pt"], "its 18 characters cannot spell all that "),
@@ -536,7 +549,7 @@ def test_bad_input_is_one_clear_line(tmp_path, ckpt, refusal, monkeypatch, bytes
     write_checkpoint("nan.pt", tiny(spread=math.nan), bytes_data)
     write_checkpoint("chars.pt", tiny(len(SUMS)), sums_as_chars)
     write_checkpoint("letters.pt", tiny(10), chars_data)
-    assert line in refusal(["--text", "--ckpt", ckpt, *SHORT, *args])
+    assert line in refusal(["text", "--ckpt", ckpt, *SHORT, *args])
 
 
 @pytest.mark.parametrize("content, line", [
@@ -549,19 +562,17 @@ def test_a_bad_file_of_prompts_is_one_clear_line(tmp_path, refusal, sums_as_char
     path = write_checkpoint(tmp_path / "c.pt", tiny(len(SUMS)), sums_as_chars)
     if content is not None:
         (tmp_path / "p.txt").write_bytes(content)
-    assert line in refusal(["--text", "--ckpt", path, "--prompts", str(tmp_path / "p.txt")])
+    assert line in refusal(["text", "--ckpt", path, "--prompts", str(tmp_path / "p.txt")])
 
 
 def test_flags_that_mean_nothing_are_refused(ckpt, refusal):
-    assert "--judge means nothing without --text" in refusal(["--ckpt", ckpt, "--judge", ckpt])
-    assert "--num_prompts means nothing without" in refusal(["--ckpt", ckpt, "--num_prompts", "5"])
-    message = refusal(["--text", "--ckpt", ckpt, "--prompts", "p.txt", "--num_prompts", "4"])
+    message = refusal(["text", "--ckpt", ckpt, "--prompts", "p.txt", "--num_prompts", "4"])
     assert "--num_prompts means nothing with --prompts" in message
 
 
 def test_a_mistake_in_the_judge_is_found_before_anything_is_written(ckpt, refusal, monkeypatch):
     monkeypatch.setattr(continuations, "continuations", lambda *a, **k: pytest.fail("written"))
-    assert "no checkpoint" in refusal(["--text", "--ckpt", ckpt, *SHORT, "--judge", "nowhere.pt"])
+    assert "no checkpoint" in refusal(["text", "--ckpt", ckpt, *SHORT, "--judge", "nowhere.pt"])
 
 
 def test_ctrl_c_prints_the_runs_that_are_done(ckpt, capsys, monkeypatch):
@@ -575,10 +586,10 @@ def test_ctrl_c_prints_the_runs_that_are_done(ckpt, capsys, monkeypatch):
 
     monkeypatch.setattr(continuations, "continuations", interrupted)
     with pytest.raises(SystemExit) as e:
-        main(["--text", *SHORT, "--ckpt", ckpt, "--ckpt", ckpt])
+        main(["text", *SHORT, "--ckpt", ckpt, "--ckpt", ckpt])
     shown = capsys.readouterr()
     assert e.value.code == 130 and shown.out.count("a.pt  ") == 1 and "rep-4" in shown.out
-    assert shown.err.strip() == "evaluate: interrupted"
+    assert shown.err.strip() == "probe.py text: interrupted"
 
 
 # ---- the table ----

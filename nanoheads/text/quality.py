@@ -1,5 +1,5 @@
 """
-How a text reads, in numbers: repetition, diversity, loops. No model here; `evaluate.py --text` has them.
+How a text reads, in numbers: repetition, diversity, loops. No model here; `probe.py text` has them.
 
 Words are what lies between white space, whatever the tokens of a model are, so that vocabularies of different
 kinds compare. Loops and first repeats are counted in bytes, where one without white space shows as well. NaN:

@@ -1,10 +1,15 @@
 """
 What models write: continuations of the same prompts from each of several checkpoints, measured side by side.
 
-Repetition, diversity and loops are measured in nanoheads/text/quality.py; bits per byte under a larger model,
-the judge, here. docs/results/text-quality.md.
+    python probe.py text --ckpt out/a [--ckpt out/b ...] [--judge out/big] [--tokens 256] [--json FILE]
+
+The measures are repetition, diversity, loops, and bits per byte under a larger model, the judge, beside those
+of the text's own continuation (nanoheads/text/quality.py, docs/results/text-quality.md).
 """
 
+import argparse
+import math
+import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -14,16 +19,20 @@ import torch
 from tqdm import tqdm
 
 from model import GPT
-from nanoheads.common import UserError
+from nanoheads.common import UserError, last_words, pick_device, table, writable, write_json
 from nanoheads.intervals import jackknife
 from nanoheads.logits import check_sampling
 from nanoheads.text import quality as textquality
 from nanoheads.text.dataset import Dataset
+from nanoheads.training import checkpoint, sampling
 from nanoheads.training.sampling import bfloat16_on_gpu, reread, same_tokens, settings_of, until_stop, write
-from nanoheads.training.scoring import bits, load, nats_after
+from nanoheads.training.scoring import add_arguments, bits, load, nats_after
 
+PROGRAM = "probe.py text"
 TEXT = "the text itself"
 SHORT = 4  # words: fewer have no rep-4
+SHOWN = dict(rep_4="rep-4", distinct_2="distinct-2", self_bleu="self-BLEU", loop="loop",
+             first_repeat="first repeat", judge="bits/byte")  # of a measure, in the table; all are in --json
 
 
 class Writer(NamedTuple):
@@ -192,3 +201,74 @@ def text_run(writer, samples, judge=None, baseline=None):
         short=sum(len(textquality.words(one)) < SHORT for row in raw for one in row),
         prompts=[writer.tokenizer.decode(ids) for ids in writer.prompts],
         samples=[[one.decode("utf-8", "replace") for one in row] for row in raw])
+
+
+# ---- output ----
+
+def text_table(runs, width=120):
+    """The runs in the order given under a line that says how; each after the first also less the first."""
+    shown = {key: title for key, title in SHOWN.items() if key in runs[0]["figures"]}
+
+    def cells(figures, sign=""):
+        for key in shown:
+            value, half = figures[key]
+            digits = 1 if key == "first_repeat" else 3
+            spread = "" if math.isnan(half) else f" ±{half:.{digits}f}"
+            yield "–" if math.isnan(value) else f"{value:{sign}.{digits}f}{spread}"
+
+    rows, notes = [], []
+    for run in runs:
+        speed = "–" if run["tokens_per_s"] is None else f"{run['tokens_per_s']:,.0f}"
+        rows.append((run["name"], *cells(run["figures"]), speed))
+        if run["less_the_first"]:
+            rows.append(("  less the first", *cells(run["less_the_first"], "+"), ""))
+        if run["short"]:
+            count = sum(map(len, run["samples"]))
+            notes.append(f"note: {run['short']:,} of {count:,} samples of {run['name']} have fewer than "
+                         f"{SHORT} words and no rep-4")
+    head = ("run", *shown.values(), "tokens/s")
+    return "\n".join([runs[0]["about"], table(head, rows, width=width), *notes])
+
+
+# ---- command line ----
+
+def arguments(argv):
+    p = argparse.ArgumentParser(prog=PROGRAM, description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(p, "test")
+    p.add_argument("--prompts", metavar="FILE",
+                   help="a prompt a line; \\n is a newline (default: from the split)")
+    p.add_argument("--num_prompts", type=int,
+                   help="or so many cut evenly from the split (default: 16)")
+    p.add_argument("--prompt_tokens", type=int, help="of so many tokens each (default: 64)")
+    p.add_argument("--samples", type=int, default=8, help="continuations of each prompt (default: 8)")
+    p.add_argument("--tokens", type=int, default=256,
+                   help="the length of each continuation (default: 256). A checkpoint whose vocabulary is "
+                        "not the first one's writes as many as make the same number of bytes")
+    sampling.add_arguments(p)
+    p.add_argument("--judge", metavar="CKPT",
+                   help="a larger model, for the bits per byte of the samples under it")
+    return p.parse_args(argv)
+
+
+def main(argv=None):
+    args, runs = arguments(argv), []
+    with last_words(PROGRAM, "lower --samples or --tokens"):
+        try:
+            for flag, default in (("num_prompts", 16), ("prompt_tokens", 64)):
+                if getattr(args, flag) is None:
+                    setattr(args, flag, default)
+                elif args.prompts:
+                    raise UserError(f"--{flag} means nothing with --prompts")
+            device = pick_device(args.device)
+            out = writable(args.json) if args.json else None
+            checkpoint.allow_code(args, *args.ckpt, *filter(None, [args.judge]))
+            for run in text_runs(args, device, sys.stderr.isatty()):
+                runs.append(run)
+            if out:
+                write_json(out, {"runs": runs})
+            print(text_table(runs), *([args.json] if out else []), sep="\n")
+        except KeyboardInterrupt:
+            if runs:
+                print(text_table(runs))
+            raise
