@@ -12,8 +12,6 @@ Does a mechanism beat a plain GPT? A study in two stages, intervals, effects as 
     python compare.py --recheck=results/all-tiny.json.gz         # every figure of it, computed once more
     python compare.py config/studies/all.py --reuse=results/all-tiny.json.gz   # take its runs, train the rest
     python compare.py config/studies/all.py --fresh              # train everything anew: do the scores agree?
-    python compare.py --ledger                                   # all of results/ on a page, docs/ledger.html
-    python compare.py --ledger add out/challenge-mine-tiny       # with a challenge's, rechecked first
 
 Every run is kept in out/trials, under a hash of its flags, its data and the code that it can reach: start a
 study again and it goes on where it stopped; change a flag or the code and what depends on it runs again.
@@ -42,8 +40,8 @@ from nanoheads.common import (UserError, explain, fault_of_own_file, json_safe, 
 from nanoheads.folders import LONGEST, find, joined
 from nanoheads.hub import own_mechanism as own
 from nanoheads.probes import promises
-from nanoheads.study import (analysis, costs, findings, fingerprint, ledger, queue, rates, report, results,
-                             tables, trial)
+from nanoheads.study import (analysis, costs, findings, fingerprint, queue, rates, report, results, tables,
+                             trial)
 from nanoheads.study.reuse import Reuse, counted, is_same_code
 from nanoheads.study.variants import BOOKKEEPING, StudyConfig, VariantBuilder, variants_of
 from nanoheads.text.dataset import NotPrepared
@@ -435,7 +433,7 @@ def folder_name(config, name):
 
 # keys of a study that change none of its figures: how it runs, and what counts as done
 NOT_ASKED = {"question", "out_dir", "jobs", "jobs_per_gpu", "device", "submit", "submit_options", "dry_run",
-             "report_only", "reuse", "accept_code", "fresh", "from_results", "recheck", "tables", "ledger"}
+             "report_only", "reuse", "accept_code", "fresh", "from_results", "recheck", "tables"}
 
 
 def asked_for(config):
@@ -607,15 +605,11 @@ def rechecked(path):
 
 
 def run(argv):
-    argv, to_add = ledger.folder_to_add(argv)
     argv = own.take(argv, keep="out/mechanisms")
     config, = configurator.load((StudyConfig,), argv, __doc__)
     command = shlex.join(["python", "compare.py", *(arg for arg in argv if arg != "--report_only")])
     if config.tables:
         print(*tables.write() or ["every table is as results/ has it"], sep="\n")
-        return
-    if config.ledger:
-        print(*([ledger.add(to_add)] if to_add else []), *ledger.write(), sep="\n")
         return
     if config.recheck:
         print(results.recheck(config.recheck))

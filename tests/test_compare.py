@@ -25,7 +25,7 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError, json_safe
 from nanoheads.hub import own_mechanism
-from nanoheads.study import (analysis, costs, findings, fingerprint, ledger, page, pictures, queue, rates,
+from nanoheads.study import (analysis, costs, findings, fingerprint, page, pictures, queue, rates,
                              report, results, stats, tables, trial)
 from nanoheads.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, variants_of
 from nanoheads.text.dataset import missing
@@ -1020,15 +1020,6 @@ def test_a_study_on_two_texts_is_one_analysis_and_the_second_chooses_nothing(
     assert "On each text" in page and all(f"{text}/report.html" in page for text in ("sums", "products"))
     assert Path("out/two/products/report.html").is_file() and Path("out/two/sums/forest.png").is_file()
     assert "sums and products" in page and row["verdict"] in page
-    (Path("out/two") / "two.json.gz").write_bytes(Path("out/two/results.json.gz").read_bytes())
-    Path("out/two/results.json.gz").rename("out/results.json.gz")
-    ours = [row for row in ledger.rows_of("out/two") if row["name"] == judged[0]
-            and row["stage"] == "judged on test" and row["against"] == "plain GPT"]
-    assert [row["text"] for row in ours] == ["sums", "products", "sums and products"]
-    assert {row["seeds"] for row in ours} == {3} and {row["code"] for row in ours} == {ledger.NOW}
-    assert len({row["id"] for row in ours}) == 3 and ours[2]["verdict"] == row["verdict"]
-    assert "sums and products" in ledger.short_table(ours)
-    Path("out/results.json.gz").rename("out/two/results.json.gz")
     table = findings.texts_table(found)
     assert table.head[4:6] == ("on sums", "on products") and len(table.rows) == 3
     assert "all of them the same" in results.recheck("out/two/results.json.gz")
@@ -1050,25 +1041,6 @@ def test_a_text_that_is_missing_is_named_before_anything_is_trained(
     for more in ([], ["--dry_run"]):
         said = refusal(on_two(plain, bytes_data, "not_there", "--mechanisms=sink", *more))
         assert "no dataset not_there" in said and not here.started
-
-
-def test_the_ledger_refuses_a_verdict_over_texts_that_the_texts_do_not_give(
-        plain, here, bytes_data, other_text, monkeypatch):
-    monkeypatch.setattr(compare, "place_for", lambda config: here)
-    monkeypatch.setattr(results, "patch", lambda: "diff\n")
-    main(on_two(plain, bytes_data, other_text, "--mechanisms=sink"))
-    assert Path("out/two/patch.diff").read_text() == "diff\n"  # beside the report that points to it
-    found = results.read("out/two/results.json.gz")
-    Path("filed").mkdir()
-    row = found["together"]["comparisons"][0]
-    for verdict in (None, "better"):
-        row["verdict"] = verdict or row["verdict"]
-        results.write(found, "filed")
-        Path("filed/results.json.gz").rename("filed/two.json.gz")
-        if verdict is None:
-            assert "sums and products" in {row["text"] for row in ledger.rows_of("filed")}
-    with pytest.raises(UserError, match="1 figures are not what its runs give"):
-        ledger.rows_of("filed")
 
 
 def test_a_report_of_the_first_text_is_written_again_while_the_second_has_none(
@@ -1285,9 +1257,8 @@ def test_nothing_in_the_study_folder_imports_what_uses_it():
                    "reuse": {"results", "trial"},
                    "analysis": {"compute", "rates", "stats"},
                    "tables": {"analysis", "findings", "pictures", "results"},
-                   "pictures": {"findings"}, "ledger_page": {"findings", "page"},
-                   "ledger": {"analysis", "fingerprint", "findings", "ledger_page", "results", "tables",
-                              "trial"}, "findings": {"analysis", "dynamic"}, "dynamic": {"costs", "variants"},
+                   "pictures": {"findings"}, "findings": {"analysis", "dynamic"},
+                   "dynamic": {"costs", "variants"},
                    "results": {"analysis", "costs", "dynamic", "queue", "shape", "trial",
                                "variants"}}.get(path.stem, set())
         assert {name.split(".")[2] for name in imported if name.startswith("nanoheads.study.")} & {
@@ -1581,7 +1552,7 @@ def test_a_file_that_is_no_results_file_is_one_line(tmp_path, refusal, program, 
     assert words in refusal([f"{program[0]}={tmp_path / 'x.json.gz'}", *program[1:]])
 
 
-def test_tables_and_the_ledger_name_a_damaged_results_file(demo, tmp_path, monkeypatch, refusal):
+def test_tables_name_a_damaged_results_file(demo, tmp_path, monkeypatch, refusal):
     found = json.loads(json.dumps(demo))
     next(iter(found["runs"].values()))["nats"] = "text"
     (tmp_path / "results").mkdir()
@@ -1589,11 +1560,8 @@ def test_tables_and_the_ledger_name_a_damaged_results_file(demo, tmp_path, monke
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/claims.md").write_text("")
     (tmp_path / "README.md").write_text("<!-- table: verdicts demo.json.gz -->\n<!-- end -->\n")
-    for module in (tables, ledger):
-        monkeypatch.setattr(module, "ROOT", tmp_path)
-    monkeypatch.setattr(ledger, "RESULTS", tmp_path / "results")
-    for flag in ("--tables", "--ledger"):
-        assert "nats is 'text', not a number" in refusal([flag])
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    assert "nats is 'text', not a number" in refusal(["--tables"])
 
 
 @pytest.mark.parametrize("flags, words", [

@@ -104,7 +104,6 @@ class StudyConfig:
     from_results: Optional[str] = None   # write its report once more, without the runs
     recheck: Optional[str] = None        # compute every figure of it once more, and compare
     tables: bool = False                 # write the tables in README.md and docs/ from results/
-    ledger: bool = False                 # write docs/ledger.html from results/; add FOLDER: a challenge's too
     # ---- statistics ----
     alpha: float = 0.05                  # false verdicts of the whole study; intervals are 1 - alpha
     margin: float = 0.01                 # bits/byte: a difference below it is called the same
@@ -115,7 +114,7 @@ class StudyConfig:
 
     @property
     def has_results_already(self):
-        return self.from_results or self.recheck or self.tables or self.ledger
+        return self.from_results or self.recheck or self.tables
 
     def problems(self):
         """Everything that is wrong with this study, as a list of sentences (empty: fine)."""
