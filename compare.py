@@ -647,7 +647,6 @@ def run(argv):
         out = Path(found["out"])
     report.write_all(found, out)
     keep_file(config, out)
-    results.write_sums(out)
     print(results.leaks_looked_for(found))
     if config.fresh:
         print(agreement(studies))

@@ -1162,12 +1162,6 @@ def test_a_damaged_plan_of_a_run_that_is_done_is_written_again(finished, here):
     assert results.collect(again, "test")["runs"] == found["runs"]
 
 
-def test_an_earlier_patch_does_not_stay_in_the_folder(tmp_path):
-    for patch in ("diff", None):
-        results.write(dict(patch=patch), tmp_path)
-        assert (tmp_path / "patch.diff").is_file() == bool(patch)
-
-
 def test_a_report_of_nothing_does_not_replace_one_of_something(plain, finished, refusal):
     study, _ = finished
     before = Path("out/test/results.json.gz").read_bytes()

@@ -82,10 +82,10 @@ def make_found(variants=2, seeds=5, screened=0, evals=12, size=None):
     rates = {"lr": {"0.5": 2.4, "1.0": 2.3, "2.0": 2.31},
              "muon_lr": {"0.5": 2.3, "1.0": 2.3, "2.0": 2.31, "4.0": 2.2}}
     n = sum(len(a["seeds"]) for a in entries.values())
-    found = dict(name="routing", scale="tiny", size=size, out="out/routing-tiny", patch=None,
+    found = dict(name="routing", scale="tiny", size=size, out="out/routing-tiny",
                  question="Does routing tokens to their best heads beat a plain GPT?",
                  command="python compare.py config/studies/routing.py", date="2026-11-21",
-                 commit="abc123-dirty",
+                 commit="abc123",
                  versions=dict(python="3.11.7", torch="2.13.0"), config=dict(alpha=0.05), settings={},
                  plain=dict(base="config/tiny.py", n_layer=2, n_embd=64, block_size=256),
                  machine=dict(processor="AMD EPYC", cores=2, system="Linux", jobs=2, threads="1"),
@@ -151,7 +151,7 @@ def poisoned(found):
     """The study, all text but keys and verdicts replaced by one that wants to be HTML, Markdown, wide."""
     bad = "<script>alert('x')</script><img src=http://evil.example/a.png>| `a` **b**\n & \x00\x1b[31m "
     bad += "\ud800 " + "w" * 300
-    found.update(question=bad, name=bad.replace("\ud800", ""), command=bad, commit=bad, patch=bad)
+    found.update(question=bad, name=bad.replace("\ud800", ""), command=bad, commit=bad)
     found["failures"] = [dict(arm="plain", seed=1, why=bad, log=bad)]
     found["data"].update(note=bad, name=bad)
     found["machine"]["processor"] = bad
@@ -378,12 +378,12 @@ def test_unfinished_study_says_so_at_the_top():
         assert f"not finished: {n - 7} of {n} runs are done" in text[:1000]
 
 
-def test_failures_edges_and_patches_are_reported():
+def test_failures_edges_and_changed_code_are_reported():
     found = make_found(3)
     found["failures"] = [dict(arm="routing_1", seed=4, why="loss is nan in step 73", log="out/0f/trial.log")]
-    found["patch"] = "--- a/model.py"
+    found["commit"] = "55b4914-dirty"
     text = Page(html_of(found)).text
-    for words in ("1 failed run is missing", "loss is nan in step 73", "out/0f/trial.log", "patch.diff",
+    for words in ("1 failed run is missing", "loss is nan in step 73", "out/0f/trial.log", "in no commit",
                   "edge of the grid for plain GPT (muon_lr) and ACAG, a gate for each element (muon_lr)"):
         assert words in text
 

@@ -247,9 +247,8 @@ def notices(found):
     if early:
         lines.append("Scored long before the end, where validation was best, since it got worse after: "
                      f"{listed(early)}.")
-    if found.get("patch"):
-        lines.append("The code is not that of its commit: what differs is in the results file, and in "
-                     "patch.diff beside it.")
+    if (found.get("commit") or "").endswith("-dirty"):
+        lines.append("The code had changes that are in no commit.")
     return lines
 
 

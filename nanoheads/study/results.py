@@ -7,14 +7,12 @@ figures that recheck() computes once more.
 """
 
 import gzip
-import hashlib
 import json
 import math
 import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 import zlib
@@ -29,7 +27,7 @@ import torch
 
 from model import GPTConfig
 from nanoheads import configurator
-from nanoheads.common import ROOT, UserError, git_commit, json_safe, number, pick_device, write_atomic
+from nanoheads.common import UserError, git_commit, json_safe, number, pick_device, write_atomic
 from nanoheads.traces import summaries
 from nanoheads.hub import own_mechanism as own
 from nanoheads.study import analysis, costs, dynamic, queue, shape, trial
@@ -56,7 +54,7 @@ def collect(study, command):
     nothing_runs = len(done) + analysis.failed_runs(failures) >= len(planned)
     found = json.loads(json.dumps(json_safe(dict(  # as it will be read: what follows is the same then
         name=study.name, scale=study.scale, size=c.size, question=c.question, command=command,
-        out=str(study.out), date=date.today().isoformat(), commit=git_commit(), patch=patch(),
+        out=str(study.out), date=date.today().isoformat(), commit=git_commit(),
         # torch's own name holds the build; the package's may not
         versions=dict(python=sys.version.split()[0], torch=torch.__version__,
                       **{name: version(name) for name in ("numpy", "scipy")}),
@@ -249,18 +247,6 @@ def curve_of(folder, result):
                 bpb=[round(v, 6) for v in bpb], train=[round(v, 6) for v in train])
 
 
-def patch():
-    """What differs from the last commit in *.py, for `git apply`; None: nothing, or no git."""
-    def git(*words):
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout
-    try:
-        new = git("ls-files", "--others", "--exclude-standard", "--", "*.py").split()
-        return (git("diff", "HEAD", "--", "*.py")
-                + "".join(git("diff", "--no-index", "--", os.devnull, name) for name in new)) or None
-    except OSError:
-        return None
-
-
 # ---- inside a trained model ----
 
 PROMPT, SAMPLE_TOKENS = "\n", 300  # what samples continue, and for how long
@@ -328,26 +314,9 @@ def rounded(value):
 # ---- files ----
 
 def write(found, folder):
-    """results.json.gz and, where the code differs from its commit, patch.diff."""
+    """Write results.json.gz into a folder."""
     text = json.dumps(found).encode()
     write_atomic(Path(folder) / "results.json.gz", lambda f: f.write(gzip.compress(text, mtime=0)))
-    patched = Path(folder) / "patch.diff"
-    patches = [study["patch"] for study in trial.studies_in(found).values() if study.get("patch")]
-    if patches:
-        write_atomic(patched, lambda f: f.write(patches[0].encode()))
-    else:
-        patched.unlink(missing_ok=True)  # that of an earlier report
-
-
-def write_sums(folder):
-    """SHA256SUMS over what lies in a report's folder, to check that all of it came along."""
-    folder = Path(folder)
-    inner = {folder / each.place for file in own.ADDED.values() for each in file.others
-             if each.place.parent.name and (folder / each.place).is_file()}
-    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder).as_posix()}\n"
-             for path in sorted({*folder.iterdir(), *inner})
-             if path.is_file() and path.name not in ("SHA256SUMS", "clock.json")]
-    write_atomic(Path(folder) / "SHA256SUMS", lambda f: f.write("".join(lines).encode()))
 
 
 def read(path):

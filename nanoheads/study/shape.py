@@ -46,7 +46,7 @@ COMPARISON = dict(**INTERVAL, variant=str, baseline=str, equal=[str], n=int, ver
                   equal_time=Maybe(INTERVAL))
 STUDY = dict(
     name=str, question=str, command=str, alpha=NUMBER, margin=NUMBER, planned=int, done=int, config=dict,
-    settings=Maybe(dict), date=Maybe(str), commit=Maybe(str), patch=Maybe(str),
+    settings=Maybe(dict), date=Maybe(str), commit=Maybe(str),
     versions=dict(torch=str), machine=dict(processor=str),
     data=dict(dataset=str, split=str, name=str, tokens=Maybe(NUMBER), bytes=Maybe(NUMBER),
               of_bytes=Maybe(NUMBER), note=Maybe(str)),
