@@ -23,9 +23,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 MECHANISMS_PAGE = (ROOT / "docs/mechanisms.md").read_text(encoding="utf-8")
 FOLDERS = "data|config|docs|tests|results|nanoheads"
 
-# a reader's own file, placeholders, and two programs that the README names with what replaced them
-NOT_OURS = {"mine.py", "other.py", "PROGRAM.py", "data/NAME/prepare.py", "inspect_heads.py",
-            "nanoheads_eval.py"}
+# a reader's own file, and placeholders
+NOT_OURS = {"mine.py", "other.py", "PROGRAM.py", "data/NAME/prepare.py"}
 SOURCES = (*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py"), *ROOT.glob("data/**/*.py"))
 
 
@@ -134,13 +133,11 @@ def test_the_readme_maps_every_folder_and_describes_every_program():
         assert f"**{program}**" in programs and f"\npython {program} " in programs
 
 
-def test_the_readme_names_the_tests_and_the_old_command_lines():
+def test_the_readme_names_the_tests():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     named = set(re.findall(r"\bmake ([\w-]+)", README))
     assert {"demo", "test", "test-all", "gpu-check"} <= named
     assert named <= targets
-    for old in ("constraints.py", "inspect_heads.py"):
-        assert f"`{old}" in README
 
 
 def test_the_readme_lists_every_mechanism():
