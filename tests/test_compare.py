@@ -1,6 +1,5 @@
 """A study: two stages, seeds, baselines that match, results that anybody can compute again."""
 
-import ast
 import gzip
 import json
 import math
@@ -1236,28 +1235,6 @@ def test_a_table_is_written_between_its_marks_and_a_wrong_one_is_named(finished,
 
 
 # ---- the command line ----
-
-def test_nothing_in_the_study_folder_imports_what_uses_it():
-    """Down alone: findings, page, report; trial, queue; no program but those that a run is made of."""
-    for path in sorted((ROOT / "nanoheads" / "study").glob("*.py")):
-        imported = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            imported |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
-            if isinstance(node, ast.ImportFrom):
-                imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        assert "compare" not in imported, path.name
-        allowed = {"queue": {"trial"}, "trial": {"fingerprint"}, "page": {"findings", "stats"},
-                   "report": {"analysis", "page", "findings", "pictures"},
-                   "reuse": {"results", "trial"},
-                   "analysis": {"compute", "rates", "stats"},
-                   "tables": {"analysis", "findings", "pictures", "results"},
-                   "pictures": {"findings"}, "findings": {"analysis", "dynamic"},
-                   "dynamic": {"costs", "variants"},
-                   "results": {"analysis", "costs", "dynamic", "queue", "shape", "trial",
-                               "variants"}}.get(path.stem, set())
-        assert {name.split(".")[2] for name in imported if name.startswith("nanoheads.study.")} & {
-            p.stem for p in (ROOT / "nanoheads" / "study").glob("*.py")} == allowed, path.name
-
 
 def test_a_plan_runs_nothing(plain, capsys):
     main(["--base", str(plain), "--mechanisms=output_gate,xsa", "--dry_run", "--device=cpu", "--screen",

@@ -696,7 +696,7 @@ def test_openwebtext_is_streamed_from_a_fixed_commit(tmp_path, gpt2_files, monke
 def test_scripts_start_from_any_folder_and_begin_with_their_command(script):
     text = (ROOT / "data" / script).read_text()
     doc = text.split('"""')[1]
-    assert f"python data/{script}" in doc and "ou should see" in doc and len(doc.splitlines()) < 15
+    assert f"python data/{script}" in doc and "ou should see" in doc
     if script in ("pystdlib/prepare.py", "prepare_text.py"):  # the others share their frame
         done = subprocess.run([sys.executable, ROOT / "data" / script, "--help"],
                               capture_output=True, text=True, cwd="/")

@@ -86,19 +86,6 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_no_line_is_wider_than_a_screen(page):
-    """110 columns, as in the code; only tables may need more."""
-    lines = text_of(page).splitlines()
-    assert not [line for line in lines if len(line) > 110 and not line.startswith("|")]
-
-
-@pytest.mark.parametrize("page", DOCS, ids=name_of)
-def test_a_page_begins_with_its_heading_and_an_answer(page):
-    heading, first, *_ = filter(None, page.read_text(encoding="utf-8").splitlines())
-    assert heading.startswith("# ") and re.match(r"[A-Z`*]", first)
-
-
 # ---- the README ----
 
 def test_every_flag_named_in_the_readme_is_a_key_or_an_argument():
