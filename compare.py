@@ -40,7 +40,7 @@ from nanoheads.common import (UserError, explain, fault_of_own_file, json_safe, 
 from nanoheads.folders import LONGEST, find, joined
 from nanoheads.hub import own_mechanism as own
 from nanoheads.probes import promises
-from nanoheads.study import (analysis, costs, findings, fingerprint, queue, rates, report, results, tables,
+from nanoheads.study import (analysis, costs, findings, digest, queue, rates, report, results, tables,
                              trial)
 from nanoheads.study.reuse import Reuse, counted, is_same_code
 from nanoheads.study.variants import BOOKKEEPING, StudyConfig, VariantBuilder, variants_of
@@ -109,16 +109,16 @@ class Study:
     def spec(self, variant, seed, split):
         """trial.json of one run."""
         model = replace(variant.model, seed=seed + variant.flags.get("seed", 0))
-        training = fingerprint.own_training(variant.train)
+        training = digest.own_training(variant.train)
         flags = {key: value for key, value in training.items() if key not in BOOKKEEPING}
         # a cluster's node picks its own device; here, GPUs are handed out by number
         on_slurm = queue.on_slurm(self.config.submit)
         flags["device"] = self.config.device if on_slurm else pick_device(self.config.device).split(":")[0]
-        return dict(model=fingerprint.own_flags(model), train=flags,
+        return dict(model=digest.own_flags(model), train=flags,
                     score=dict(split=split, tokens=self.config.test_tokens),
                     data=trial.data_of(self.builder.data, variant.train.labels, variant.train.teacher,
                                        variant.train.own_mechanism, training.get("policy_rules")),
-                    code=fingerprint.code_digest(model, variant.train), torch=torch.__version__)
+                    code=digest.code_digest(model, variant.train), torch=torch.__version__)
 
     def plan(self, stage, variants, seeds, split=None):
         """Add runs of these variants, seed by seed: a stage that is cut short has whole seeds; folders."""

@@ -6,7 +6,6 @@ Train a GPT, with any mechanism that its flags turn on.
     python train.py --mechanism=mine.py [--check]         # one in a file of your own
     python train.py config/x.py --resume                  # go on exactly where the last save was
     python train.py --init_from=out/x --dataset=y         # fine-tune: a checkpoint's model, a fresh optimizer
-    python train.py --trial=out/trials/x                  # one run of a study; compare.py starts these
     torchrun --standalone --nproc_per_node=8 train.py config/x.py   # data parallel, the same global batch
 
 A run is a folder (out_dir): config.json, log.jsonl, ckpt.pt (last), best.pt (lowest validation loss).
@@ -37,7 +36,6 @@ from nanoheads.hub import own_mechanism as own
 from nanoheads.kernels import allow_graphs
 from nanoheads.locks import only_writer
 from nanoheads.probes import promises
-from nanoheads.study import trial
 from nanoheads.text.dataset import Batches, Dataset, DocumentBatches
 from nanoheads.text.targets import Targets
 from nanoheads.timing import mfu
@@ -630,8 +628,6 @@ def batches_of(run):
 @output_written("train")
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0].startswith("--trial="):
-        return trial.main(argv[0].removeprefix("--trial="), train, argv[1:])
     try:
         argv, trusted = own.without_trust(argv)
         argv = own.take(argv, every="--check" in argv)

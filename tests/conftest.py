@@ -25,7 +25,7 @@ from nanoheads.common import OWN_FILES  # noqa: E402
 from nanoheads.configurator import keys_of  # noqa: E402
 from nanoheads.hub import own_files, own_mechanism as own  # noqa: E402
 from nanoheads.mechanism import choices  # noqa: E402
-from nanoheads.study import fingerprint  # noqa: E402
+from nanoheads.study import digest  # noqa: E402
 from nanoheads.text import sources  # noqa: E402
 from nanoheads.text.writing import Writer  # noqa: E402
 from nanoheads.text.tokenizer import Tokenizer  # noqa: E402
@@ -49,8 +49,7 @@ def write_dataset(folder, splits, encoding="byte", vocab=None):
 
 def forget_code():
     """Have files of code read again: in one process they are read once, as they were when it began."""
-    for cached in (fingerprint.digest_of, fingerprint.files_of, fingerprint.tree_of, fingerprint.imported,
-                   fingerprint.parts_of):
+    for cached in (digest.digest_of, digest.files_of, digest.tree_of, digest.statements_of):
         cached.cache_clear()
 
 

@@ -17,7 +17,7 @@ from nanoheads.common import UserError
 from nanoheads.configurator import keys_of
 from nanoheads.hub import huggingface as hf, own_mechanism as own
 from nanoheads.probes import promises
-from nanoheads.study import fingerprint
+from nanoheads.study import digest
 from nanoheads.study.variants import StudyConfig
 from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig
@@ -235,24 +235,24 @@ def test_its_flags_are_keys_with_ranges_and_comments(mine):
 
 def test_the_hash_of_other_runs_does_not_see_it(mine):
     plain = model.GPTConfig(**SIZES)
-    before = fingerprint.code_digest(plain), fingerprint.own_flags(plain)
+    before = digest.code_digest(plain), digest.own_flags(plain)
     own.add(mine())
     plain = model.GPTConfig(**SIZES)
-    assert (fingerprint.code_digest(plain), fingerprint.own_flags(plain)) == before
-    fingerprint.code_digest(model.GPTConfig(**SIZES, forget=True), TrainConfig())
+    assert (digest.code_digest(plain), digest.own_flags(plain)) == before
+    digest.code_digest(model.GPTConfig(**SIZES, forget=True), TrainConfig())
 
 
 def test_its_hash_has_what_it_uses_of_ours(mine, monkeypatch):
     """Also a file of ours that train.py does without."""
     path = mine("import torch\n", "import torch\nfrom nanoheads.text import quality\n")
     own.add(path)
-    reached, inner = [], fingerprint.digest_of
-    monkeypatch.setattr(fingerprint, "digest_of", lambda root, programs, off: reached.extend(
-        fingerprint.files_of(root, programs)) or inner(root, programs, off))
-    fingerprint.code_digest(model.GPTConfig(**SIZES, forget=True), TrainConfig(own_mechanism=str(path)))
+    reached, inner = [], digest.digest_of
+    monkeypatch.setattr(digest, "digest_of", lambda root, programs, off: reached.extend(
+        digest.files_of(root, programs)) or inner(root, programs, off))
+    digest.code_digest(model.GPTConfig(**SIZES, forget=True), TrainConfig(own_mechanism=str(path)))
     assert {Path(path).resolve(), ROOT / "nanoheads" / "text" / "quality.py"} <= {*reached}
     reached.clear()
-    fingerprint.code_digest(model.GPTConfig(**SIZES), TrainConfig())
+    digest.code_digest(model.GPTConfig(**SIZES), TrainConfig())
     assert ROOT / "nanoheads" / "text" / "quality.py" not in reached and ROOT / "model.py" in reached
 
 

@@ -24,11 +24,10 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError, json_safe
 from nanoheads.hub import own_mechanism
-from nanoheads.study import (analysis, costs, findings, fingerprint, page, pictures, queue, rates,
+from nanoheads.study import (analysis, costs, findings, digest, page, pictures, queue, rates,
                              report, results, stats, tables, trial)
 from nanoheads.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, variants_of
 from nanoheads.text.dataset import missing
-from train import train
 
 from conftest import write_dataset
 
@@ -79,7 +78,7 @@ class Here:
     def start(self, folder):
         self.started.append(folder)
         try:
-            trial.run(folder, train)
+            trial.run(folder)
             return ""
         except Exception as e:
             return str(e)
@@ -592,7 +591,7 @@ def test_a_study_is_cut_short_and_goes_on_to_the_same_numbers(plain):
     alone = Path("alone") / folder.name
     alone.mkdir(parents=True)
     (alone / "trial.json").write_text((folder / "trial.json").read_text())
-    assert trial.run(alone, train)["bpb"] == cut["bpb"]  # to the last bit
+    assert trial.run(alone)["bpb"] == cut["bpb"]  # to the last bit
 
 
 def test_the_same_study_runs_through_submitit(plain):
@@ -910,7 +909,7 @@ def test_runs_of_other_data_or_flags_are_never_taken(finished, here, key):
 
 def test_runs_of_other_code_in_out_trials_count_only_where_that_is_accepted(finished, here, monkeypatch):
     study, found = finished
-    monkeypatch.setattr(fingerprint, "code_digest", lambda *args, **keys: "tomorrow's")
+    monkeypatch.setattr(digest, "code_digest", lambda *args, **keys: "tomorrow's")
     n = len(found["runs"])
     planned = Study(replace(study.config, out_dir="out/a"), "test")
     planned.run(None)

@@ -12,7 +12,7 @@ import model as model_py
 import oracle
 from model import GPT, ConstraintHeads, GPTConfig, Sentinel
 from nanoheads import kernels
-from nanoheads.study import fingerprint, trial
+from nanoheads.study import digest, trial
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.targets import encode, label_file, sha256, write_meta
 from nanoheads.training import checkpoint
@@ -553,5 +553,5 @@ def test_labels_and_teacher_are_part_of_what_a_run_reads(labelled, tmp_path, run
     run("teacher", max_iters=3)
     one = trial.data_of(data, "truth", tmp_path / "teacher")["teacher"]
     assert one == sha256(tmp_path / "teacher" / "best.pt") != with_labels["labels digit.train"]
-    assert not {"labels", "teacher"} & set(fingerprint.own_training(TrainConfig()))
-    assert fingerprint.own_training(TrainConfig(labels="truth"))["labels"] == "truth"
+    assert not {"labels", "teacher"} & set(digest.own_training(TrainConfig()))
+    assert digest.own_training(TrainConfig(labels="truth"))["labels"] == "truth"

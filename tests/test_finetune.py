@@ -18,7 +18,7 @@ from nanoheads.common import ROOT, UserError
 from nanoheads.probes import fewshot
 from nanoheads.probes.fewshot import (TASKS, Item, choice_nats, contexts, graded, made_items, read_items,
                                       save_items)
-from nanoheads.study import fingerprint
+from nanoheads.study import digest
 from nanoheads.text import dataset
 from nanoheads.text.dataset import Dataset, DocumentBatches
 from nanoheads.training import checkpoint
@@ -93,8 +93,8 @@ def test_gates_and_skips_have_rates_of_their_own(optimizer):
 
 def test_keys_that_are_not_set_are_not_in_a_studys_hash():
     new = {"documents", "freeze_trunk", "thaw_from", "skip_lr"}
-    assert not new & set(fingerprint.own_training(TrainConfig().for_recipe("gpt2")))
-    assert fingerprint.own_training(TrainConfig(documents=8))["documents"] == 8
+    assert not new & set(digest.own_training(TrainConfig().for_recipe("gpt2")))
+    assert digest.own_training(TrainConfig(documents=8))["documents"] == 8
 
 
 # ---- late skips ----

@@ -14,7 +14,7 @@ from nanoheads.common import ROOT, UserError
 from nanoheads.hub import own_mechanism as own
 from nanoheads.probes import lookahead
 from nanoheads.study import results, trial
-from train import main, train
+from train import main
 
 TINY = dict(vocab_size=256, block_size=128, n_layer=2, n_head=4, n_embd=64, seed=1, recipe="modern")
 LEAKS = ROOT / "tests" / "leaks.py"
@@ -245,6 +245,6 @@ def test_a_run_has_the_numbers_of_one_without_the_check(bytes_data, tmp_path, mo
                                eval_interval=3, eval_tokens=64, log_interval=1),
                     score=dict(split="test", tokens=0))
         folder = trial.make(spec, tmp_path / str(check))
-        run = trial.run(folder, train)
+        run = trial.run(folder)
         found.append((run["bpb"], run["nats"], [row.get("loss") for row in trial.rows(folder)]))
     assert found[0] == found[1] and len(found[0][2]) >= 6

@@ -25,7 +25,7 @@ from conftest import ROOT, forget_own_mechanisms
 from nanoheads.common import UserError
 from nanoheads.configurator import help_text, keys_of
 from nanoheads.hub import huggingface as hf, own_files, own_mechanism as own
-from nanoheads.study import fingerprint, queue, trial
+from nanoheads.study import digest, queue, trial
 from nanoheads.study.variants import StudyConfig, VariantBuilder, variants_of
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
@@ -167,7 +167,7 @@ def test_a_file_with_a_byte_order_mark_is_read(mine, bytes_data, tmp_path, own_m
     sizes = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4"]
     train.main([f"--mechanism={path}", f"--dataset={bytes_data}", f"--out_dir={tmp_path / 'run'}", *sizes,
                 "--eval_tokens=64", "--device=cpu", "--max_iters=1"])
-    assert fingerprint.code_digest(model.GPTConfig(**SIZES), TrainConfig(own_mechanism=str(path)))
+    assert digest.code_digest(model.GPTConfig(**SIZES), TrainConfig(own_mechanism=str(path)))
 
 
 def test_a_study_refuses_a_teacher_whose_code_it_cannot_name(ran, bytes_data, monkeypatch):
@@ -326,7 +326,7 @@ def planned(evil, bytes_data, tmp_path):
 
 def by_hand(folder, *more):
     done = subprocess.run(
-        [sys.executable, ROOT / "train.py", f"--trial={folder}", *map(str, more)],
+        [sys.executable, "-m", "nanoheads.study.trial", str(folder), *map(str, more)],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -337,12 +337,12 @@ def by_hand(folder, *more):
 def test_a_study_names_the_file_on_the_command_line_of_its_runs(planned):
     folder, spec, was_run = planned
     file = spec["train"]["own_mechanism"]
-    assert queue.command_of(folder)[2:] == [f"--trial={folder}", f"--mechanism={file}"]
-    assert by_hand(folder, *queue.command_of(folder)[3:])[0] == 0 and was_run() and trial.done(folder)
+    assert queue.command_of(folder)[3:] == [str(folder), f"--mechanism={file}"]
+    assert by_hand(folder, *queue.command_of(folder)[4:])[0] == 0 and was_run() and trial.done(folder)
     assert (folder / "mine.py").read_text() == Path(file).read_text()
     del spec["train"]["own_mechanism"], spec["data"]["mechanism"]
     plain = trial.make(spec, folder.parent)
-    assert queue.command_of(plain)[2:] == [f"--trial={plain}"]
+    assert queue.command_of(plain)[3:] == [str(plain)]
 
 
 def test_a_copied_trial_runs_nothing(planned, tmp_path):

@@ -20,10 +20,9 @@ import torch
 import compare
 from model import GPTConfig
 from nanoheads.common import ROOT, UserError
-from nanoheads.study import fingerprint, queue, trial
+from nanoheads.study import digest, queue, trial
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import runlog
-from train import train
 
 
 def spec_of(data, tokens=0, **keys):
@@ -31,8 +30,8 @@ def spec_of(data, tokens=0, **keys):
     model = GPTConfig(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16, recipe="modern", seed=1)
     training = dict(dataset=str(data), device="cpu", batch_size=4, max_iters=6, eval_interval=3,
                     eval_tokens=64, log_interval=2)
-    return dict(model=fingerprint.own_flags(model), train={**training, **keys},
-                score=dict(split="test", tokens=tokens), code=fingerprint.code_digest(model),
+    return dict(model=digest.own_flags(model), train={**training, **keys},
+                score=dict(split="test", tokens=tokens), code=digest.code_digest(model),
                 data=trial.data_of(Dataset(data)),
                 torch=torch.__version__)
 
@@ -47,7 +46,7 @@ def spec(bytes_data, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def trained(bytes_data, tmp_path_factory):
     folder = trial.make(spec_of(bytes_data), tmp_path_factory.mktemp("trials"))
-    trial.run(folder, train)
+    trial.run(folder)
     return folder
 
 
@@ -88,7 +87,7 @@ def test_a_damaged_result_is_set_aside_and_run_again(name, damage, finished, cap
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1 and str(finished / name) in printed and f"{name}.damaged" in printed
     assert (finished / f"{name}.damaged").is_file() and not (finished / name).exists()
-    again = trial.run(finished, train)
+    again = trial.run(finished)
     assert again["bpb"] == before["bpb"] and trial.done(finished)
 
 
@@ -208,7 +207,7 @@ def test_blocks_are_sums_of_whole_windows_in_order():
 def test_a_result_says_what_it_was_computed_on_and_its_blocks(spec, monkeypatch):
     monkeypatch.setattr(trial, "BLOCK", 64)
     folder = trial.make(spec)
-    found = trial.run(folder, train)
+    found = trial.run(folder)
     nats = np.load(folder / "nats.npy")
     assert len(nats) == -(-1000 // 16) and nats.sum() == pytest.approx(found["nats"], rel=1e-12)
     assert found["block_nats"] == [round(float(nats[i:i + 4].sum()), 6) for i in range(0, len(nats), 4)]
@@ -218,7 +217,7 @@ def test_a_result_says_what_it_was_computed_on_and_its_blocks(spec, monkeypatch)
 
 def test_a_slice_is_scored_window_by_window_and_its_bytes_are_its_own(bytes_data, spec):
     folder = trial.make(spec_of(bytes_data, tokens=160))
-    found = trial.run(folder, train)
+    found = trial.run(folder)
     assert found["tokens"] == found["bytes"] == 160 and np.load(folder / "nats.npy").shape == (10,)
 
 
@@ -254,7 +253,7 @@ def test_a_trial_json_in_another_runs_folder_is_not_run(finished, spec):
     folder.mkdir()
     shutil.copy(finished / "trial.json", folder)
     with pytest.raises(SystemExit, match="that of another run"):
-        trial.main(folder, train)
+        trial.main([str(folder)])
 
 
 # ---- processes ----
@@ -392,7 +391,7 @@ def test_a_run_does_not_begin_with_other_code_or_data_than_was_planned(spec):
 def test_a_best_checkpoint_alone_does_not_block_a_run(spec):
     folder = trial.make(spec)
     (folder / "best.pt").write_bytes(b"left behind by a full disk")
-    trial.run(folder, train)
+    trial.run(folder)
     assert trial.done(folder)
 
 
@@ -561,14 +560,14 @@ def test_a_trial_on_a_shared_gpu_allocates_its_part_of_the_memory(monkeypatch):
     ("1", "trial: out of memory; lower batch_size"),
     ("4", "trial: out of memory with 4 trials on one GPU: lower jobs_per_gpu, or jobs; if that is 1, lower")])
 def test_memory_that_runs_out_on_a_shared_gpu_has_a_second_reason(at_once, words, spec, monkeypatch):
-    def runs_out(folder, train):
+    def runs_out(folder):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     monkeypatch.setenv(trial.TRIALS_ON_GPU, at_once)
     monkeypatch.setattr(trial, "limit_memory", lambda: None)
     monkeypatch.setattr(trial, "log_to", lambda path: None)
     monkeypatch.setattr(trial, "run", runs_out)
     with pytest.raises(SystemExit) as e:
-        trial.main(trial.make(spec), train)
+        trial.main([str(trial.make(spec))])
     assert e.value.code.startswith(words) and "\n" not in e.value.code
 
 
@@ -576,8 +575,8 @@ def test_memory_is_limited_before_a_trial_trains(spec, monkeypatch):
     order = []
     monkeypatch.setattr(trial, "log_to", lambda path: None)
     monkeypatch.setattr(trial, "limit_memory", lambda: order.append("limit"))
-    monkeypatch.setattr(trial, "run", lambda folder, train: order.append("run"))
-    trial.main(trial.make(spec), train)
+    monkeypatch.setattr(trial, "run", lambda folder: order.append("run"))
+    trial.main([str(trial.make(spec))])
     assert order == ["limit", "run"]
 
 

@@ -9,7 +9,7 @@ from model import MECHANISM_CLASSES
 from nanoheads.common import ROOT
 from nanoheads.gpu.entries import MUON, NANOGPT, TRAINING, settings
 from nanoheads.gpu.environment import HERE, TORCH
-from nanoheads.study.fingerprint import digest_of, off_classes, own_flags
+from nanoheads.study.digest import digest_of, off_classes, own_flags
 
 MODEL = ("model.py", "nanoheads/training/optim.py")  # the model, and what a step does with it
 COMPILING = ("nanoheads/gpu/fake.py", "nanoheads/gpu/steps.py")  # how it is compiled without a card

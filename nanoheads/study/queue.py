@@ -1,7 +1,8 @@
 """
 The queue of a study: every run that is not done, as many at once as this machine or a cluster has places for.
 
-A run is a process of its own (train.py --trial), so that one that crashes or is killed takes nothing with it.
+A run is a process of its own (nanoheads/study/trial.py), so that one that crashes or is killed takes nothing
+with it.
 """
 
 import json
@@ -24,8 +25,9 @@ from nanoheads.training.runlog import read_json
 def command_of(folder):
     """What runs a trial, from any working directory. It names the files of mechanisms that may run."""
     files = (read_json(Path(folder) / "trial.json") or {}).get("train", {}).get("own_mechanism")
-    code = [f"--mechanism={files}"] if files else []
-    return [sys.executable, str(ROOT / "train.py"), f"--trial={folder}", *code]
+    # not -m: with it a model.py or train.py of the working directory would be imported in the place of ours
+    program = f"import sys; sys.path[0] = {str(ROOT)!r}; from nanoheads.study import trial; trial.main()"
+    return [sys.executable, "-c", program, str(folder), *([f"--mechanism={files}"] if files else [])]
 
 
 # ---- places to run ----

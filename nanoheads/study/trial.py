@@ -1,7 +1,7 @@
 """
 One run of a study: its folder, what its numbers depend on, and the run itself: train, score, result.json.
 
-    python train.py --trial=out/trials/0123456789abcdef    # queue.py starts these; again: it goes on
+    python -m nanoheads.study.trial out/trials/0123456789abcdef    # queue.py starts these; again: it goes on
 
 trial.json: {"model": {flags}, "train": {flags}, "score": {"split", "tokens"}}, where tokens 0 means the whole
 split, and "code", "data", "torch": what else the numbers depend on. The folder's name is a hash of it. Beside
@@ -23,16 +23,19 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+from nanoheads import threads  # noqa: F401  before torch, whose threads it has wait briefly
+
 import numpy as np
 import torch
 
+import train
 from model import GPT, GPTConfig
 from nanoheads.common import UserError, explain, pick_device, write_atomic
 from nanoheads.heads import controller
 from nanoheads.hub import own_mechanism as own
 from nanoheads.locks import only_writer
 from nanoheads.probes import lookahead
-from nanoheads.study.fingerprint import code_digest
+from nanoheads.study.digest import code_digest
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.targets import Targets, sha256
 from nanoheads.training import checkpoint
@@ -139,8 +142,8 @@ def studies_in(found):
 
 # ---- the run ----
 
-def run(folder, train):
-    """Train (or go on), score, measure; returns what it wrote into result.json. train: that of train.py.
+def run(folder):
+    """Train (or go on), score, measure; returns what it wrote into result.json.
 
     UserError where the model looks ahead or mixes rows, before training or after it: it is not scored then.
     """
@@ -155,7 +158,7 @@ def run(folder, train):
     config = TrainConfig(**spec["train"], out_dir=str(folder), resume=True)
     device = pick_device(config.device)
     refuse_leak(GPTConfig(**spec["model"]), config, device)
-    last = train(GPTConfig(**spec["model"]), config)
+    last = train.train(GPTConfig(**spec["model"]), config)
     memory = None if libraries is None else peak_memory() - libraries
 
     state, model, per_window, scored = score_of(folder, spec, device)
@@ -299,15 +302,16 @@ def check_unchanged(folder, files=None):
         raise UserError("the data changed after this run was planned; start the study again")
 
 
-def main(folder, train, argv=()):
+def main(argv=None):
     """run(), its output in trial.log, alone in its folder: of two that want one run, the second waits.
 
-    train: train.py's function of that name. argv: WITH_PARENT, --mechanism=FILE,FILE, or nothing.
+    argv: the folder; behind it --mechanism=FILE,FILE, WITH_PARENT, or nothing.
     """
-    folder = Path(folder)
-    files = next((arg.partition("=")[2] for arg in argv if arg.startswith("--mechanism=")), None)
+    argv = sys.argv[1:] if argv is None else argv
+    folder, options = Path(*argv[:1]), argv[1:]
+    files = next((arg.partition("=")[2] for arg in options if arg.startswith("--mechanism=")), None)
     known = {WITH_PARENT, f"--mechanism={files}"}
-    if set(argv) - known or read_json(folder / "trial.json") is None:
+    if set(options) - known or read_json(folder / "trial.json") is None:
         sys.exit("trial: give one folder that holds a trial.json; compare.py makes them")
     print(f"what it prints is in {folder / 'trial.log'}", flush=True)
     log_to(folder / "trial.log")
@@ -320,9 +324,13 @@ def main(folder, train, argv=()):
             add_mechanisms(folder, files)
             check_unchanged(folder, files)
             limit_memory()
-            run(folder, train)
+            run(folder)
     except (Exception, KeyboardInterrupt) as e:
         problem = explained(e)
         if problem is None:
             raise
         sys.exit(f"trial: {problem}")
+
+
+if __name__ == "__main__":
+    main()

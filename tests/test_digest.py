@@ -8,7 +8,7 @@ import pytest
 
 from model import ALL_ON, MECHANISMS, GPTConfig
 from nanoheads.common import ROOT, UserError
-from nanoheads.study import fingerprint
+from nanoheads.study import digest
 from nanoheads.training.config import ControllerConfig, TrainConfig
 
 from conftest import forget_code as forget
@@ -45,7 +45,7 @@ PATHS.update({path.name: path for path in ROOT.glob("nanoheads/**/*.py") if path
 def digests(root):
     """{name: the hash of its code} of each of CONFIGS."""
     forget()
-    return {name: fingerprint.code_digest(*configs, root=root) for name, configs in CONFIGS.items()}
+    return {name: digest.code_digest(*configs, root=root) for name, configs in CONFIGS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def tree(tmp_path, as_they_are):
 def digest_in(root, flags, training=""):
     """The hash that a fresh Python finds in a folder, for a model with these flags."""
     script = ("from model import GPTConfig; from nanoheads.training.config import TrainConfig; "
-              "from nanoheads.study.fingerprint import code_digest; "
+              "from nanoheads.study.digest import code_digest; "
               f"print(code_digest(GPTConfig(**{ {**SIZE, **flags} }), TrainConfig({training})))")
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -159,14 +159,38 @@ def test_a_helper_that_a_mechanism_newly_calls_is_in_the_hash(tree):
     assert digests(tree.root)["sink"] != before["sink"]
 
 
+@pytest.mark.parametrize("words, counts", [
+    ("OTHERS = [ExclusiveAttention]", False), ("from nanoheads.rivals import ExclusiveAttention", False),
+    ("OTHER = ExclusiveAttention", True), ("OTHERS = {'x': ExclusiveAttention}", True),
+    ("def other():\n    return ExclusiveAttention", True)])
+def test_lists_and_imports_alone_name_a_class_without_using_it(tree, words, counts):
+    path = tree.root / "nanoheads" / "logits.py"
+    path.write_text(path.read_text() + f"\n\n{words}\n")
+    before = digests(tree.root)
+    tree("rivals.py", "self.strength.tanh()", "self.strength.sin()")
+    assert (digests(tree.root)["plain"] != before["plain"]) == counts
+
+
+@pytest.mark.parametrize("words", [
+    "from . import late", "from .late import LATE", "import nanoheads.late as x",
+    "x = __import__('nanoheads.late')"])
+def test_every_way_to_import_a_file_is_known(tree, words):
+    (tree.root / "nanoheads" / "late.py").write_text("LATE = 1\n")
+    path = tree.root / "nanoheads" / "logits.py"
+    path.write_text(path.read_text() + f"\n\n{words}\n")
+    before = digests(tree.root)
+    (tree.root / "nanoheads" / "late.py").write_text("LATE = 2\n")
+    assert digests(tree.root)["plain"] != before["plain"]
+
+
 def test_with_a_teacher_every_mechanism_counts(tree):
     """It may have other mechanisms than its student, and the run executes them."""
     config, training = CONFIGS["plain"][0], TrainConfig(teacher="out/teacher")
     forget()
-    before = fingerprint.code_digest(config, training, root=tree.root)
+    before = digest.code_digest(config, training, root=tree.root)
     tree("rivals.py", "self.strength.tanh()", "self.strength.sin()")
     forget()
-    assert fingerprint.code_digest(config, training, root=tree.root) != before
+    assert digest.code_digest(config, training, root=tree.root) != before
 
 
 def test_an_imported_file_is_found_wherever_the_import_stands(tree):
@@ -211,17 +235,17 @@ def test_a_file_that_a_mechanism_of_ones_own_imports_is_in_the_hash(tmp_path):
                        (tmp_path / "unrelated.py", "VALUE = 3\n")):
         path.write_text(text)
         forget()
-        found.append(fingerprint.code_digest(GPTConfig(**SIZE), TrainConfig(own_mechanism=str(mine))))
+        found.append(digest.code_digest(GPTConfig(**SIZE), TrainConfig(own_mechanism=str(mine))))
     assert len(set(found)) == 3 and found[2] == found[3]
-    assert fingerprint.code_digest(GPTConfig(**SIZE)) not in found
+    assert digest.code_digest(GPTConfig(**SIZE)) not in found
     forget()
 
 
 # ---- flags ----
 
 def test_flags_of_what_is_off_are_not_in_it():
-    lists = {name: fingerprint.own_flags(config) for name, (config, _) in CONFIGS.items()}
+    lists = {name: digest.own_flags(config) for name, (config, _) in CONFIGS.items()}
     assert "xsa" in lists["xsa"] and not {"xsa", "sink", "routing_top_k"} & set(lists["plain"])
     assert GPTConfig(**lists["moh"]) == CONFIGS["moh"][0]
-    off, on = (fingerprint.own_training(CONFIGS[name][1]) for name in ("plain", "measured"))
+    off, on = (digest.own_training(CONFIGS[name][1]) for name in ("plain", "measured"))
     assert on.keys() - off.keys() == set(ControllerConfig.__dataclass_fields__)
