@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,7 +76,7 @@ class Here:
     def __init__(self):
         self.started = []
 
-    def start(self, folder):
+    def run(self, folder):
         self.started.append(folder)
         try:
             trial.run(folder)
@@ -83,16 +84,22 @@ class Here:
         except Exception as e:
             return str(e)
 
-    def ended(self, job, folder):
-        return job
-
-    def stop(self, running):
+    def stop(self):
         pass
+
+
+class NoThreads(ThreadPoolExecutor):
+    """Runs what is submitted at once: a trial without a process of its own needs the main thread."""
+
+    def submit(self, function, *args):
+        job = Future()
+        job.set_result(function(*args))
+        return job
 
 
 @pytest.fixture
 def here(monkeypatch):
-    monkeypatch.setattr(queue.time, "sleep", lambda s: None)
+    monkeypatch.setattr(queue, "ThreadPoolExecutor", NoThreads)
     row = dict(ratio=1.1, low=1.0, high=1.2, ratios=[1.0, 1.1, 1.2], clock="wall", load=0.0, cores=2,
                threads=1)
     monkeypatch.setattr(costs, "step_time_ratios", lambda found, *args: {each.name: row for each in found})
@@ -175,13 +182,13 @@ def test_what_is_wrong_at_one_size_is_said_before_anything_runs(plain, here, ref
 
 def test_a_run_that_another_study_starts_again_counts_as_failed(plain, here, monkeypatch):
     """Else its variant would be judged at rates that were never tuned."""
-    start = here.start
+    run = here.run
 
     def diverges(folder):
         spec = json.loads((folder / "trial.json").read_text())
-        return "diverged" if spec["train"]["muon_lr"] == 0.04 else start(folder)
+        return "diverged" if spec["train"]["muon_lr"] == 0.04 else run(folder)
 
-    monkeypatch.setattr(here, "start", diverges)
+    monkeypatch.setattr(here, "run", diverges)
     monkeypatch.setattr(trial, "failure", lambda folder: None)  # failed.txt is gone
     study = study_of(plain, tune_lr=True, screen_seeds=[9, 8], match_parameters=False)
     study.run(here)
@@ -416,8 +423,8 @@ def test_a_variant_of_another_optimizer_keeps_its_own_rates_beside_a_tuned_plain
 
 
 def test_what_diverges_at_every_rate_is_judged_at_its_own(plain, here, monkeypatch):
-    start, spec_of = here.start, lambda folder: json.loads((folder / "trial.json").read_text())
-    monkeypatch.setattr(here, "start", lambda folder: start(folder) if spec_of(folder)["model"].get(
+    run, spec_of = here.run, lambda folder: json.loads((folder / "trial.json").read_text())
+    monkeypatch.setattr(here, "run", lambda folder: run(folder) if spec_of(folder)["model"].get(
         "output_gate") is None else "diverged")
     study = study_of(plain, tune_lr=True, screen_seeds=[9, 8], match_parameters=False)
     before = study.variants["output_gate"].train
@@ -940,7 +947,6 @@ def test_fresh_trains_everything_anew_and_says_how_many_scores_agree(
         finished, here, plain, monkeypatch, capsys):
     study, found = finished
     monkeypatch.setattr(compare, "place_for", lambda config: here)
-    monkeypatch.setattr(queue.time, "sleep", lambda s: None)
     n, here.started = len(found["runs"]), []
     one = next(Path("out/trials").glob("*/result.json"))
     result = json.loads(one.read_text())
@@ -1044,16 +1050,16 @@ def test_a_text_that_is_missing_is_named_before_anything_is_trained(
 def test_a_report_of_the_first_text_is_written_again_while_the_second_has_none(
         plain, here, bytes_data, other_text, monkeypatch):
     monkeypatch.setattr(compare, "place_for", lambda config: here)
-    start = here.start
+    run = here.run
 
     def stopped(folder):
         if "products" in json.loads((folder / "trial.json").read_text())["train"]["dataset"]:
             raise KeyboardInterrupt
-        return start(folder)
+        return run(folder)
 
     argv = on_two(plain, bytes_data, other_text, "--mechanisms=sink")
     main([*argv, "--report_only"])
-    monkeypatch.setattr(here, "start", stopped)
+    monkeypatch.setattr(here, "run", stopped)
     with pytest.raises(SystemExit):
         main(argv)
     main([*argv, "--report_only"])
@@ -1099,15 +1105,15 @@ def test_what_seems_better_over_all_texts_is_by_the_mean_of_each_seed():
 
 
 def test_a_run_that_fails_under_several_names_is_one_failed_run(plain, here, monkeypatch):
-    start = here.start
+    run = here.run
 
     def diverges(folder):
         if json.loads((folder / "trial.json").read_text())["model"].get("output_gate") is None:
-            return start(folder)
+            return run(folder)
         (folder / "failed.txt").write_text("diverged")
         return "diverged"
 
-    monkeypatch.setattr(here, "start", diverges)
+    monkeypatch.setattr(here, "run", diverges)
     study = study_of(plain, tune_lr=True, screen_seeds=[9], match_parameters=False)
     study.run(here)
     found = results.collect(study, "")

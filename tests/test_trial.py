@@ -260,12 +260,11 @@ def test_a_trial_json_in_another_runs_folder_is_not_run(finished, spec):
 
 def test_what_cannot_be_started_is_a_failure_and_no_end(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(queue.time, "sleep", lambda s: None)
 
     class Full:
         slots = 1
 
-        def start(self, folder):
+        def run(self, folder):
             raise RuntimeError("no such\npartition")
     folders = [Path("a"), Path("b")]
     why = "could not be started: no such partition"
@@ -276,7 +275,7 @@ def test_what_cannot_be_started_is_a_failure_and_no_end(tmp_path, monkeypatch):
 def test_a_study_that_cannot_start_a_run_ends_with_an_error(bytes_data, spec, monkeypatch, capsys):
     def refuse(self, folder):
         raise RuntimeError("the queue is full")
-    monkeypatch.setattr(queue.Processes, "start", refuse)
+    monkeypatch.setattr(queue.Processes, "run", refuse)
     Path("plain.py").write_text("n_layer = 1\nn_head = 2\nn_embd = 16\nblock_size = 16\nmax_iters = 6\n"
                                 f"eval_interval = 3\nrecipe = 'modern'\ndataset = {str(bytes_data)!r}\n")
     with pytest.raises(SystemExit) as e:
@@ -288,8 +287,8 @@ def test_a_study_that_cannot_start_a_run_ends_with_an_error(bytes_data, spec, mo
 def test_a_run_stops_when_its_parent_is_killed(bytes_data, spec):
     """The real thing: a parent that SIGKILL gives no time to stop anything."""
     folder = trial.make(spec_of(bytes_data, max_iters=20000, eval_interval=10000))
-    script = ("import sys, time; from pathlib import Path; from nanoheads.study import queue; "
-              "job = queue.Processes(1, 'cpu').start(Path(sys.argv[1])); time.sleep(100)")
+    script = ("import sys; from pathlib import Path; from nanoheads.study import queue; "
+              "queue.run_all([Path(sys.argv[1])], queue.Processes(1, 'cpu'))")
     parent = subprocess.Popen([sys.executable, "-c", script, str(folder)],
                               env={**os.environ, "PYTHONPATH": str(ROOT)})
 
@@ -405,16 +404,15 @@ def gpus(monkeypatch, count):
 
 def handed_out(slots, count=None):
     """The GPUs that the next trials get, as many as there is room for."""
-    found = []
-    for _ in range(count or slots.count):
-        found.append(slots.next_gpu())
-        slots.take(SimpleNamespace(), found[-1])
-    return found
+    with ExitStack() as running:
+        return [running.enter_context(slots.gpu()) for _ in range(count or slots.count)]
 
 
-def write_environment(monkeypatch):
-    """Instead of training, a trial writes down its environment."""
-    code = "import json, os, sys; open(sys.argv[1] + '/env.json', 'w').write(json.dumps({**os.environ}))"
+WRITE = "import json, os, sys; open(sys.argv[1] + '/env.json', 'w').write(json.dumps({**os.environ}))"
+
+
+def write_environment(monkeypatch, code=WRITE):
+    """Instead of training, a trial writes down its environment, or does what other code says."""
     monkeypatch.setattr(queue, "command_of", lambda folder: [sys.executable, "-c", code, str(folder)])
     monkeypatch.setattr(queue, "done", lambda folder: (folder / "env.json").is_file())
 
@@ -424,7 +422,7 @@ def environments(place, count):
     folders = [Path("out/trials", str(i)) for i in range(count)]
     for folder in folders:
         folder.mkdir(parents=True)
-    assert queue.run_all(folders, place, poll=0.05) == {}
+    assert queue.run_all(folders, place) == {}
     return [json.loads((folder / "env.json").read_text()) for folder in folders]
 
 
@@ -469,12 +467,12 @@ def test_the_next_trial_gets_the_gpu_with_the_fewest(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     gpus(monkeypatch, 3)
     slots = queue.Slots(0, "cuda", 2)
-    jobs = [SimpleNamespace() for _ in range(6)]
-    for job in jobs:
-        slots.take(job, slots.next_gpu())
-    for i in (1, 4):  # both of the second GPU
-        slots.free(jobs[i])
-    assert handed_out(slots, 2) == ["1", "1"]
+    with ExitStack() as running, ExitStack() as of_the_second:
+        for place in ("0", "1", "2") * 2:
+            at = of_the_second if place == "1" else running
+            assert at.enter_context(slots.gpu()) == place
+        of_the_second.close()
+        assert handed_out(slots, 2) == ["1", "1"]
 
 
 def test_one_trial_each_on_a_gpu_of_its_own_and_the_gpu_back(spec, monkeypatch):
@@ -512,7 +510,7 @@ def test_a_job_that_cannot_be_submitted_takes_no_gpu(spec, monkeypatch):
     for place in (queue.Cluster("local", 0, {}, "cuda"), queue.Processes(0, "cuda")):
         monkeypatch.setattr(queue, "command_of", lambda folder: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            place.start(Path("out/trials/x"))
+            place.run(Path("out/trials/x"))
         assert set(place.room.running.values()) == {0}
 
 
@@ -524,7 +522,7 @@ def test_a_job_on_slurm_keeps_the_environment_of_its_node(tmp_path, spec, monkey
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     place = queue.Cluster("slurm", 3, {})
     monkeypatch.setattr(place.executor, "submit", lambda command: command)
-    command = place.start(Path("out/trials/x"))
+    command = place.start(Path("out/trials/x"), {})
     assert command.env is None and not any("CUDA" in word for word in command.command)
     assert place.slots == 3 and place.executor._executor.parameters["gpus_per_node"] == 1
     for keys in (dict(jobs_per_gpu=2), dict(device="cuda:1")):
@@ -590,10 +588,34 @@ def test_no_more_threads_than_were_asked_for(asked, threads, monkeypatch):
         {"OMP_NUM_THREADS": str(each)} for each in threads]
 
 
-def test_a_killed_run_is_named(tmp_path):
-    place = queue.Processes(1, "cpu")
-    job = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdin=subprocess.PIPE)
-    place.room.take(job, None)
-    job.kill()
-    job.wait()
-    assert place.ended(job, tmp_path) == "killed by SIGKILL: out of memory?"
+def test_a_killed_run_is_one_line_and_takes_nothing_with_it(tmp_path, monkeypatch, capsys):
+    code = ("import os, sys; from pathlib import Path; folder = Path(sys.argv[1]); "
+            "os.kill(os.getpid(), 9) if folder.name == 'b' else (folder / 'env.json').write_text('{}')")
+    write_environment(monkeypatch, code)
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    why = "killed by SIGKILL: out of memory?"
+    assert queue.run_all(folders, queue.Processes(2, "cpu")) == {folders[1]: why}
+    assert trial.failure(folders[1]) == why and all(queue.done(folders[i]) for i in (0, 2))
+    assert capsys.readouterr().err.count(f"{folders[1]} failed: {why}\n") == 1
+
+
+def test_ctrl_c_stops_what_runs_and_starts_nothing_more(tmp_path, monkeypatch):
+    """One of two runs at once is asked to save; what waits for its place does not begin."""
+    code = ("import signal, sys, time; from pathlib import Path; folder = Path(sys.argv[1]); "
+            "signal.signal(15, lambda *_: ((folder / 'saved').write_text(''), sys.exit(143))); "
+            "(folder / 'begun').write_text(''); time.sleep(100)")
+    write_environment(monkeypatch, code)
+    folders = [tmp_path / str(i) for i in range(6)]
+    for folder in folders:
+        folder.mkdir()
+
+    def show(self, waiting, running):
+        if len([*tmp_path.glob("*/begun")]) == 2:
+            raise KeyboardInterrupt
+    monkeypatch.setattr(queue.Progress, "show", show)
+    with pytest.raises(KeyboardInterrupt):
+        queue.run_all(folders, queue.Processes(2, "cpu"))
+    begun, saved = ({path.parent for path in tmp_path.glob(f"*/{name}")} for name in ("begun", "saved"))
+    assert begun == saved == {*folders[:2]}

@@ -12,7 +12,10 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import Lock
 
 import torch
 from tqdm import tqdm
@@ -72,26 +75,26 @@ class Slots:
         self.threads = threads_each(self.count)
         self.running = dict.fromkeys(gpus, 0)  # how many trials each GPU has now
         self.per_gpu = -(-self.count // len(gpus)) if gpus else 1  # at most
+        self.lock = Lock()
 
-    def next_gpu(self):
-        """The GPU with the fewest trials; None where there is none."""
-        return min(self.running, key=self.running.get, default=None)
+    @contextmanager
+    def gpu(self):
+        """The GPU with the fewest trials, which has one more meanwhile; None where there is none."""
+        with self.lock:
+            gpu = min(self.running, key=self.running.get, default=None)
+            if gpu is not None:
+                self.running[gpu] += 1
+        try:
+            yield gpu
+        finally:
+            with self.lock:
+                if gpu is not None:
+                    self.running[gpu] -= 1
 
     def env(self, gpu):
         """What a trial on this GPU finds in its environment beside what this program does."""
         env = {"OMP_NUM_THREADS": str(self.threads)}
         return env if gpu is None else {**env, "CUDA_VISIBLE_DEVICES": gpu, TRIALS_ON_GPU: str(self.per_gpu)}
-
-    def take(self, job, gpu):
-        """A job has begun on this GPU."""
-        job.gpu = gpu
-        if gpu is not None:
-            self.running[gpu] += 1
-
-    def free(self, job):
-        """A job has ended."""
-        if job.gpu is not None:
-            self.running[job.gpu] -= 1
 
 
 class Processes:
@@ -100,23 +103,18 @@ class Processes:
     def __init__(self, jobs, device, jobs_per_gpu=1):
         self.room = Slots(jobs, device, jobs_per_gpu)
         self.slots = self.room.count
+        self.jobs, self.lock, self.stopped = [], Lock(), False
 
-    def start(self, folder):
-        gpu = self.room.next_gpu()
-        # a session of its own: Ctrl-C reaches this program alone, which then asks each trial to save;
-        # a pipe that only this program holds: when it is killed, the trial finds the pipe closed
-        job = subprocess.Popen([*command_of(folder), WITH_PARENT], env={**os.environ, **self.room.env(gpu)},
-                               start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL)
-        self.room.take(job, gpu)
-        return job
-
-    def ended(self, job, folder):
-        """None while it runs, "" when it is done, else why it is not."""
-        if job.poll() is None:
-            return None
-        job.stdin.close()
-        self.room.free(job)
+    def run(self, folder):
+        """Run a trial, and wait for its end: "" when it is done, else why it is not, in a line."""
+        with self.room.gpu() as gpu:
+            with self.lock:
+                if self.stopped:
+                    return "stopped"
+                job = self.start(folder, {**os.environ, **self.room.env(gpu)})
+                self.jobs.append(job)
+            job.wait()
+            job.stdin.close()
         if done(folder):
             return ""
         if job.returncode < 0:
@@ -124,11 +122,19 @@ class Processes:
             return f"killed by {signal.Signals(-job.returncode).name}{hint}"
         return last_line(folder)
 
-    def stop(self, jobs):
-        """Ask the running trials to save, and wait for them."""
-        for job in jobs:
-            job.send_signal(signal.SIGTERM)
-        for job in jobs:
+    def start(self, folder, env):
+        # a session of its own: Ctrl-C reaches this program alone, which then asks each trial to save;
+        # a pipe that only this program holds: when it is killed, the trial finds the pipe closed
+        return subprocess.Popen([*command_of(folder), WITH_PARENT], env=env, start_new_session=True,
+                                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def stop(self):
+        """Ask the running trials to save, and wait for them. No other one starts."""
+        with self.lock:
+            self.stopped = True
+        for job in self.jobs:
+            job.send_signal(signal.SIGTERM)  # does nothing to one that has ended
+        for job in self.jobs:
             try:
                 job.wait(60)
             except subprocess.TimeoutExpired:
@@ -166,40 +172,47 @@ class Cluster:
             raise UserError(f"submit={submit}: {' '.join(str(e).split())[:300]}")
         self.command = submitit.helpers.CommandFunction
         self.slots = self.room.count if self.room else jobs or 1000  # a cluster queues by itself
+        self.jobs, self.lock, self.stopped = [], Lock(), False  # submitit expects one thread at a time
 
-    def start(self, folder):
-        gpu = self.room and self.room.next_gpu()
+    def run(self, folder):
+        """Run a trial, and wait for its end: "" when it is done, else why it is not, in a line."""
+        with self.room.gpu() if self.room else nullcontext() as gpu:
+            with self.lock:
+                if self.stopped:
+                    return "stopped"
+                job = self.start(folder, self.room.env(gpu) if self.room else {})
+                self.jobs.append(job)
+            while not self.has_ended(job):
+                time.sleep(0.5)
+        # it ended well, but a network file system may show the result a little later
+        until = time.monotonic() + 60
+        while not done(folder):
+            if self.stopped:
+                return "stopped"
+            if job.exception() is not None:
+                return last_line(folder)
+            if time.monotonic() > until:
+                return "it ended without a result"
+            time.sleep(0.5)
+        return ""
+
+    def start(self, folder, env):
         # `env` adds to the environment that submitit gives a job; its own env= would stand in its place
-        words = [f"{key}={value}" for key, value in self.room.env(gpu).items()] if self.room else []
+        words = [f"{key}={value}" for key, value in env.items()]
         # a command rather than a function: a node would have to import its module before it has a path
         command = self.command(["env", *words, *command_of(folder)], cwd=str(Path.cwd()), verbose=False)
-        job = self.executor.submit(command)
-        if self.room:
-            self.room.take(job, gpu)
-        return job
+        return self.executor.submit(command)
 
-    def ended(self, job, folder):
-        why = self.outcome(job, folder)
-        if why is not None and self.room:
-            self.room.free(job)
-        return why
+    def has_ended(self, job):
+        with self.lock:
+            return self.stopped or job.done()
 
-    def outcome(self, job, folder):
-        """As ended(), of the job alone."""
-        if not job.done():
-            return None
-        if done(folder):
-            return ""
-        # it ended well, but a network file system may show the result a little later
-        if job.exception() is None:
-            job.ended = getattr(job, "ended", time.monotonic())
-            return None if time.monotonic() - job.ended < 60 else "it ended without a result"
-        return last_line(folder)
-
-    def stop(self, jobs):
+    def stop(self):
         """Take the jobs back; each goes on from its last save when it is submitted again."""
-        for job in jobs:
-            job.cancel()
+        with self.lock:
+            self.stopped = True
+            for job in self.jobs:
+                job.cancel()
 
 
 # ---- the queue ----
@@ -274,50 +287,45 @@ def steps_of(folder):
     return (spec.get("train") or {}).get("max_iters") or 1
 
 
-def run_all(folders, place, what="runs", poll=0.5):
+def run_all(folders, place, what="runs"):
     """Run what is not done, as many at once as the place has slots; {folder: why} of the trials that failed.
 
     A failed trial does not stop the others. Ctrl-C stops the running ones, then raises KeyboardInterrupt.
     """
-    waiting = [f for f in dict.fromkeys(folders) if not done(f)]
-    running, failed = {}, {}
-    progress = Progress(what, {folder: steps_of(folder) for folder in waiting}, len(set(folders)))
-    with progress.bar:
+    todo = [folder for folder in dict.fromkeys(folders) if not done(folder)]
+    progress = Progress(what, {folder: steps_of(folder) for folder in todo}, len(set(folders)))
+    failed = {}
+    with progress.bar, ThreadPoolExecutor(place.slots) as pool:
         try:
-            while waiting or running:
-                while waiting and len(running) < place.slots:
-                    start(waiting.pop(0), place, running, failed)
-                time.sleep(poll)
-                collect(place, running, failed)
+            jobs = {pool.submit(run_one, folder, place): folder for folder in todo}
+            left = {*jobs}
+            while left:
+                ended, left = wait(left, 0.5, FIRST_COMPLETED)
+                for job in ended:
+                    if why := job.result():
+                        failed[jobs[job]] = why
+                        fail(jobs[job], why)
+                running = [jobs[job] for job in left if job.running()]
+                waiting = [jobs[job] for job in left if not job.running()]
                 progress.show(waiting, running)
         except BaseException:
-            place.stop(list(running.values()))
+            pool.shutdown(wait=False, cancel_futures=True)
+            place.stop()
             raise
     return failed
 
 
-def start(folder, place, running, failed):
-    """Start one trial: into `running`, or into `failed` where the place refuses."""
+def run_one(folder, place):
+    """Run one trial, and wait for its end: "" when it is done, else why it is not, in a line."""
     (folder / "failed.txt").unlink(missing_ok=True)
     try:
-        running[folder] = place.start(folder)
+        return place.run(folder)
     except Exception as e:  # a full queue, a wrong partition: what runs already should not be lost with it
-        fail(folder, f"could not be started: {' '.join(str(e).split())[:300]}", failed)
+        return f"could not be started: {' '.join(str(e).split())[:300]}"
 
 
-def fail(folder, why, failed):
-    """Keep why a trial failed, in its folder too, where trial.failure() reads it, and print it."""
-    failed[folder] = why
+def fail(folder, why):
+    """Keep why a trial failed in its folder, where trial.failure() reads it, and print it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "failed.txt").write_text(why, encoding="utf-8")
     tqdm.write(f"{folder} failed: {why}", file=sys.stderr)
-
-
-def collect(place, running, failed):
-    """Take trials that have ended out of `running`, and put those that failed into `failed`."""
-    for folder, job in list(running.items()):
-        why = place.ended(job, folder)
-        if why is not None:
-            del running[folder]
-        if why:
-            fail(folder, why, failed)
