@@ -227,7 +227,7 @@ def recovery(path, state, model, data, args):
     known = {f.name for f in fields(TrainConfig)} - {f.name for f in fields(ControllerConfig)}
     config = TrainConfig(**{key: value for key, value in state["train"].items() if key in known})
     config = config.for_recipe(model.config.recipe)
-    rates = ("lr", "muon_lr", "embed_lr", "mechanism_lr")
+    rates = ("adamw_lr", "muon_lr", "embed_lr", "mechanism_lr")
     rates = {key: RECOVER_FROM * getattr(config, key) for key in rates}
     launch = dict(resume=False, overwrite=False, eval_only=False, init_anyway=False, wandb_log=False)
     if config.thaw_from and config.thaw_from >= args.recover:  # the trunk stays frozen to the end

@@ -181,8 +181,8 @@ def read_values(run, means, asked):
     for name, value in values.items():
         if not math.isfinite(value) and not (run.scaler.is_enabled() and name == "grad_norm"):
             raise UserError(f"{name} is {value} in step {run.step}: stopped before anything of it is saved; "
-                            f"{checkpoint.last_save(run.out_dir)}, with a lower lr or muon_lr, or another "
-                            "dtype")
+                            f"{checkpoint.last_save(run.out_dir)}, with a lower adamw_lr or muon_lr, or "
+                            "another dtype")
     return values, stops > 0
 
 
@@ -310,8 +310,9 @@ def log_step(run, values):
     if run.step > since_step:  # else nothing was done since but compilation
         run.speed = (run.tokens(run.step) - run.tokens(since_step)) / (now - since)
         run.timed_from = run.step, now
-    row = dict(step=run.step, tokens=run.tokens(run.step), **values,
-               lr=config.lr * lr_multiplier(run.step - 1, config), elapsed_s=round(run.elapsed_s, 3))
+    rates = rates_at(config, run.step - 1)
+    row = dict(step=run.step, tokens=run.tokens(run.step), **values, **rates,
+               elapsed_s=round(run.elapsed_s, 3))
     if run.speed is not None:
         row["tokens_per_s"] = round(run.speed, 1)
     if run.compile_s:
@@ -326,8 +327,15 @@ def log_step(run, values):
     if share:
         run.bar_values["mfu"] = f"{share:.1%}"
     run.bar.set_postfix(run.bar_values, refresh=False)
-    run.process.print0(f"step {run.step:>7,}   loss  {row['loss']:.4f}   lr {row['lr']:.2e}   "
+    rates = "   ".join(f"{name} {rate:.2e}" for name, rate in rates.items())
+    run.process.print0(f"step {run.step:>7,}   loss  {row['loss']:.4f}   {rates}   "
                        f"{pace:>10} tokens/s   {run.elapsed_s:,.1f} s")
+
+
+def rates_at(config, step):
+    """{name: learning rate} of AdamW, and where it is on of Muon, in the step of this number."""
+    names = ["adamw_lr"] + ["muon_lr"] * (config.optimizer == "muon")
+    return {name: getattr(config, name) * lr_multiplier(step, config) for name in names}
 
 
 def open_bar(run, closing):
@@ -344,7 +352,7 @@ def save_checkpoint(run, name, resumable=True):
         return
     if not get_total_norm([p.detach() for p in run.model.parameters()]).isfinite():
         raise UserError(f"the weights are no longer finite at step {run.step}, not saved; "
-                        f"{checkpoint.last_save(run.out_dir)}, with a lower lr or muon_lr")
+                        f"{checkpoint.last_save(run.out_dir)}, with a lower adamw_lr or muon_lr")
     content = dict(model=run.model.state_dict(), config=run.model.config.flags(), meta=run.dataset.meta,
                    dataset=run.config.dataset, train=asdict(run.config))
     content.update({key: getattr(run, key) for key in PROGRESS})
@@ -572,7 +580,7 @@ def hardware(process):
     return f"{process.world} x {name}" if process.world > 1 else name
 
 
-SCHEDULE = ("lr", "min_lr", "max_iters", "lr_decay_iters", "warmup_iters", "schedule", "decay_frac")
+SCHEDULE = ("adamw_lr", "min_lr", "max_iters", "lr_decay_iters", "warmup_iters", "schedule", "decay_frac")
 
 
 def print_changes(run, state):
@@ -587,7 +595,7 @@ def print_changes(run, state):
 def print_rise(run, before):
     """A line where the learning rate goes on higher than the last save's schedule, before, would have."""
     now, then = run.config, replace(run.config, **{key: before[key] for key in SCHEDULE if key in before})
-    rate, planned, ended = (c.lr * lr_multiplier(step, c) for c, step in
+    rate, planned, ended = (c.adamw_lr * lr_multiplier(step, c) for c, step in
                             ((now, run.step), (then, run.step), (then, run.step - 1)))
     if rate > planned * (1 + 1e-9):
         kept = then.lr_decay_iters or then.max_iters
@@ -641,8 +649,7 @@ def main(argv=None):
             notes.append(line)
         checkpoint.trust_what_it_starts_from(configs[1] if trusted else None)
         for note in filter(None, notes):
-            if os.environ.get("RANK", "0") == "0":
-                print(note, flush=True)
+            configurator.print_once(note)
         train(*configs, given)
         return
     except (Exception, KeyboardInterrupt) as e:

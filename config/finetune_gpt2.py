@@ -4,7 +4,7 @@
 # In a minute on a core, over a GPT of our own:
 #     python train.py --scale=tiny
 #     python train.py config/finetune_gpt2.py --init_from=out/tiny --dataset=wikitext2_byte --grad_accum=4 \
-#         --lr=3e-4 --mechanism_lr=3e-3 --skip_lr=3e-5 --eval_tokens=16384
+#         --adamw_lr=3e-4 --mechanism_lr=3e-3 --skip_lr=3e-5 --eval_tokens=16384
 
 init_from = "gpt2"
 dataset = "shakespeare"
@@ -23,9 +23,9 @@ max_iters = 300
 warmup_iters = 30
 
 optimizer = "adamw"
-lr = 3e-5                 # nanoGPT's, for this data
+adamw_lr = 3e-5                 # nanoGPT's, for this data
 min_lr = 3e-6
-mechanism_lr = 3e-4       # gates: 10 x lr, below which no gate moves in so many steps (docs/claims.md, S11)
-skip_lr = 3e-6            # skips: lr / 10, since each is a whole matrix that reads the unnormed stream
+mechanism_lr = 3e-4       # gates: 10 x adamw_lr, below which no gate moves in that time
+skip_lr = 3e-6            # skips: adamw_lr / 10, since each is a whole matrix that reads the unnormed stream
 
 eval_interval = 50

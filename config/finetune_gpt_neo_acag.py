@@ -5,7 +5,7 @@
 # In a minute on a core, over a GPT of our own:
 #     python train.py --scale=tiny
 #     python train.py config/finetune_gpt_neo_acag.py --init_from=out/tiny --dataset=wikitext2_byte \
-#         --documents=16 --grad_accum=4 --lr=3e-4 --mechanism_lr=3e-3 --eval_tokens=16384
+#         --documents=16 --grad_accum=4 --adamw_lr=3e-4 --mechanism_lr=3e-3 --eval_tokens=16384
 
 init_from = "EleutherAI/gpt-neo-125m"
 dataset = "wikitext2"
@@ -20,7 +20,7 @@ max_iters = 300
 warmup_iters = 30
 
 optimizer = "adamw"
-lr = 5e-5
+adamw_lr = 5e-5
 min_lr = 5e-6
 mechanism_lr = 5e-4       # gates: 10 x lr
 

@@ -6,7 +6,7 @@
 # In a minute on a core, over a GPT of our own (--recipe=llama --qk_max=none: one of that kind):
 #     python train.py --scale=tiny
 #     python train.py config/finetune_smollm2.py --init_from=out/tiny --dataset=wikitext2_byte \
-#         --grad_accum=4 --lr=3e-4 --mechanism_lr=3e-3 --eval_tokens=16384 --block_size=128
+#         --grad_accum=4 --adamw_lr=3e-4 --mechanism_lr=3e-3 --eval_tokens=16384 --block_size=128
 
 init_from = "HuggingFaceTB/SmolLM2-135M"
 dataset = "data/mine-smollm2"
@@ -20,7 +20,7 @@ max_iters = 300
 warmup_iters = 30
 
 optimizer = "adamw"
-lr = 3e-5
+adamw_lr = 3e-5
 min_lr = 3e-6
 mechanism_lr = 3e-4
 

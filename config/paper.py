@@ -15,7 +15,7 @@ dropout = 0.1         # acag and window have none on the attention weights, see 
 batch_size = 32       # out of memory: 8, with grad_accum = 4, is the same batch
 grad_accum = 1
 max_iters = 200000
-lr = 6e-4
+adamw_lr = 6e-4
 min_lr = 6e-5
 warmup_iters = 1000
 

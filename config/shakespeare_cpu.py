@@ -18,7 +18,7 @@ warmup_iters = 0      # whatever --scale has
 qk_max = 12.0
 muon_lr = 0.045
 muon_momentum = 0.85
-lr = 8e-3
+adamw_lr = 8e-3
 embed_lr = 2e-3
 decay_frac = 0.7
 

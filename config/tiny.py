@@ -14,7 +14,7 @@ block_size = 128
 batch_size = 16
 max_iters = 960
 muon_momentum = 0.9   # the rates: docs/results/rates.md
-lr = 0.016
+adamw_lr = 0.016
 embed_lr = 0.02
 
 eval_interval = 96    # points of the curves

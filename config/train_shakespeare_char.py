@@ -11,7 +11,7 @@ dropout = 0.2
 
 batch_size = 64
 max_iters = 5000
-lr = 1e-3             # small networks can afford a higher rate
+adamw_lr = 1e-3             # small networks can afford a higher rate
 min_lr = 1e-4
 beta2 = 0.99          # few tokens a step
 warmup_iters = 100

@@ -14,6 +14,7 @@ import difflib
 import functools
 import linecache
 import math
+import os
 import re
 import runpy
 import sys
@@ -24,7 +25,7 @@ import typing
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Literal, NamedTuple, Optional
 
 from nanoheads.common import ROOT, UserError, number
 from nanoheads.folders import joined, setting_in_name
@@ -32,13 +33,14 @@ from nanoheads.folders import joined, setting_in_name
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 # nanoGPT's names for what is called otherwise here, for those who bring a config along
 OLD_NAMES = {
-    "learning_rate": "lr",
     "gradient_accumulation_steps": "grad_accum",
     "eval_iters": "eval_tokens (counted in tokens)",
     "decay_lr": "schedule (cosine or trapezoid)",
     "backend": "device (it decides the backend)",
     "always_save_checkpoint": "save_interval (ckpt.pt is always the last, best.pt the best)",
 }
+# other names of a key that are taken, with a line that says what they set
+OTHER_NAMES = {"learning_rate": "adamw_lr", "lr": "adamw_lr"}
 Scale = Literal["tiny", "nano", "mid", "small", "paper"]
 
 
@@ -51,7 +53,7 @@ class Presets:
 
 
 # what a scale sets for its own recipe: with another one its default holds
-OF_ITS_RECIPE = ("qk_max", "lr", "embed_lr", "muon_lr", "muon_momentum")
+OF_ITS_RECIPE = ("qk_max", "adamw_lr", "embed_lr", "muon_lr", "muon_momentum")
 
 
 # ---- types ----
@@ -230,7 +232,8 @@ def nearest(key, keys):
     old, *more = OLD_NAMES.get(key, "").split(" ", 1)
     if old in keys:
         return old, f"nanoGPT's {key} is {' '.join([old, *more])} here"
-    meant = near(key, keys)
+    meant = near(key, keys) or OTHER_NAMES.get(near(key, OTHER_NAMES))
+    meant = meant if meant in keys else None
     return meant, f"did you mean {meant}?" if meant else "--help lists the keys"
 
 
@@ -433,64 +436,144 @@ def in_files(files, presets, keys=()):
     return settings, bad
 
 
+class Resolved(NamedTuple):
+    """What every key is set to: see resolve()."""
+
+    values: dict    # {key: value} of what is set
+    sources: dict   # {key: where it is set: a file, a mechanism, the command line}
+    folder: str     # out/<name>, by what is set
+    problems: list  # sentences
+    notes: list     # lines to print
+    wrong: set      # keys that problems are about
+    lost: bool      # whether it is not known what else would have been set
+
+
+def resolve(classes, argv, mechanisms=None, more=None):
+    """What the fields of these dataclasses are set to, by files and arguments, as Resolved.
+
+    A value comes from one of five places, and the later wins:
+        1. config/<scale>.py, of --scale
+        2. the flags of each mechanism of --mechanism
+        3. the config files, in their order
+        4. `more`, {where it comes from: {key: value}}, from the program that calls this
+        5. the command line
+    Scale and mechanism are themselves set in 3 to 5. What nobody sets has the default of its dataclass; where
+    that is None, the recipe says what it means (model.RECIPES), or the optimizer (TrainConfig.for_recipe()).
+    """
+    presets = () if mechanisms is None else (Presets,)
+    keys = keys_of((*presets, *classes))
+    files, texts = split_args(argv, keys)
+
+    # what is set by hand, 3 to 5
+    explicit, problems = in_files(files, presets, keys)
+    lost = bool(problems)  # a file that cannot be read may have set anything
+    for source, values in (more or {}).items():
+        explicit += [(source, key, value, check) for key, value in values.items()]
+    in_the_files = len(explicit)
+    explicit += [("command line", key, text, parse) for key, text in texts]
+    explicit, notes = renamed(explicit, keys)
+    values, bad, wrong = read_values(explicit, keys)
+    sources = {key: source for source, key, *_ in explicit if key in values}
+    problems += bad
+
+    # what scale and mechanisms set, 1 and 2
+    scale, names, weaker, weaker_sources = None, [], {}, {}
+    if presets:
+        scale, names = values.pop("scale", None), values.pop("mechanism", None) or []
+        names = re.findall(r"\w+", names) if isinstance(names, str) else names
+        preset, bad = preset_values(scale, names, mechanisms, sources.get("mechanism"))
+        weaker, more_bad, _ = read_values(preset, keys_of(classes))
+        weaker_sources = {key: source for source, key, *_ in preset}
+        problems += bad + more_bad
+        lost = lost or bool(bad) or bool(wrong & {"scale", "mechanism"})
+        # a scale's rates were tuned for its own recipe: with another one they mean nothing
+        if values.get("recipe", weaker.get("recipe")) != weaker.get("recipe"):
+            weaker = {key: value for key, value in weaker.items() if key not in OF_ITS_RECIPE}
+
+    # the name of a run's folder says what the command line sets to another value than all before it
+    without = {**weaker, **read_values(explicit[:in_the_files], keys)[0]}
+    differ = {key: values[key] for key, _ in texts if key in values and key not in UNNAMED
+              and values[key] != without.get(key, keys[key][1])}
+    setting = {source for source, key, *_ in explicit[:in_the_files] if key not in ("scale", "mechanism")}
+    folder = f"out/{run_name(scale, names, [f for f in files if f in setting] if scale else files, differ)}"
+
+    values = {**weaker, **values}
+    sources = {key: sources.get(key) or weaker_sources[key] for key in values}
+    return Resolved(values, sources, folder, problems, notes, wrong, lost)
+
+
+def renamed(settings, keys):
+    """(settings under the names that keys have here, a line for each that has another name elsewhere)."""
+    found, notes = [], []
+    for source, key, value, read in settings:
+        if key in OTHER_NAMES and key not in keys and OTHER_NAMES[key] in keys:
+            key, other = OTHER_NAMES[key], key
+            notes.append(f"{source}: {other} sets {key}, the peak rate of AdamW; "
+                         "that of Muon, where it is on, is muon_lr")
+        found.append((source, key, value, read))
+    return found, list(dict.fromkeys(notes))
+
+
 def load(classes, argv, doc="", **how):
     """One instance per dataclass, from config files and arguments; see load_given()."""
     return load_given(classes, argv, doc, **how)[0]
 
 
 def load_given(classes, argv, doc="", together=None, more=None, mechanisms=None):
-    """([one instance per dataclass], {key: value} that was set) from config files and arguments.
+    """([one instance per dataclass], {key: value} that was set), from config files and arguments.
 
-    more: {where it comes from: {key: value}} wins over the files, and the command line over both.
-    mechanisms: {name: flags} to choose from. With it there are the keys of Presets, too; what they set counts
-    as given, and an out_dir of None becomes out/<scale>-<mechanisms and flags>.
+    more, mechanisms: see resolve(); with mechanisms there are the keys of Presets too, and an out_dir that is
+    not set becomes out/<scale>-<mechanisms and flags>. `--help` prints every key, beside other arguments with
+    the values that they lead to, and exits.
 
     Raises UserError with every problem there is: unknown keys, wrong types, what each class's problems()
-    says, and what together(*instances) says of all of them side by side. `--help` prints the keys and exits.
+    says, and what together(*instances) says of all of them side by side.
     """
-    presets = () if mechanisms is None else (Presets,)
-    keys = keys_of((*presets, *classes))
-    if "--help" in argv or "-h" in argv:
+    wants_help = "--help" in argv or "-h" in argv
+    argv = [arg for arg in argv if arg not in ("--help", "-h")]
+    found = resolve(classes, argv, mechanisms, more)
+    if wants_help and not argv:
+        presets = () if mechanisms is None else (Presets,)
         print(help_text((*presets, *classes), doc, mechanisms or ()))
         raise SystemExit(0)
-    files, texts = split_args(argv, keys)
-    settings, bad = in_files(files, presets, keys)
-    lost = bool(bad)  # what such a file would have set is not known, so the values cannot be judged
-    for source, values in (more or {}).items():
-        settings += [(source, key, value, check) for key, value in values.items()]
-    of_files = list(settings)
-    settings += [("command line", key, text, parse) for key, text in texts]
-    values, problems, wrong = read_values(settings, keys)
-    bad += problems
-
-    if presets:  # their values are weaker than all of these
-        scale, names = values.pop("scale", None), values.pop("mechanism", None) or []
-        names = re.findall(r"\w+", names) if isinstance(names, str) else names
-        sources = {key: source for source, key, *_ in settings}
-        settings, problems = preset_values(scale, names, mechanisms, sources.get("mechanism"))
-        defaults, more_problems, _ = read_values(settings, keys_of(classes))
-        bad += problems + more_problems
-        lost = lost or bool(problems) or bool(wrong & {"scale", "mechanism"})
-        if values.get("recipe", defaults.get("recipe")) != defaults.get("recipe"):
-            defaults = {key: value for key, value in defaults.items() if key not in OF_ITS_RECIPE}
-        values = {**defaults, **values}
-        weaker = {**defaults, **read_values(of_files, keys)[0]}
-    given = dict(values)
-    if presets and values.get("out_dir") is None:
-        differ = {key: values[key] for key, _ in texts if key in values and key not in UNNAMED
-                  and values[key] != weaker.get(key, keys[key][1])}
-        setting = {source for source, key, *_ in of_files if key not in ("scale", "mechanism")}
-        named = [path for path in files if path in setting] if scale else files
-        values["out_dir"] = f"out/{run_name(scale, names, named, differ)}"
-
+    values, problems = dict(found.values), list(found.problems)
+    if mechanisms is not None and values.get("out_dir") is None:
+        values["out_dir"] = found.folder
+        found.sources["out_dir"] = "a name made of scale, mechanisms and flags"
     made = []
     for cls in classes:
         of_class = keys_of((cls,))
         made.append(cls(**{key: value for key, value in values.items() if key in of_class}))
-    if not lost:
-        found = [p for instance in made for p in instance.problems()] + (together(*made) if together else [])
-        # a key named in `wrong` kept its default, which was not asked for: what follows from that is left out
-        bad += [p for p in found if not any(re.search(rf"\b{key}\b", p) for key in wrong)]
-    if bad:
-        raise UserError("\n".join(bad))
-    return made, given
+    if not found.lost:
+        bad = [p for instance in made for p in instance.problems()] + (together(*made) if together else [])
+        # a key named in `wrong` kept its default, which nobody asked for: what follows from that is left out
+        problems += [p for p in bad if not any(re.search(rf"\b{key}\b", p) for key in found.wrong)]
+    if problems:
+        raise UserError("\n".join(problems))
+    if wants_help:
+        print(help_of_values(made, found.sources))
+        raise SystemExit(0)
+    for note in found.notes:
+        print_once(note)
+    return made, found.values
+
+
+def help_of_values(made, sources):
+    """Every key of these configs with its value, and where that comes from."""
+    lines = ["Every key, its value for these arguments, and where that comes from.", ""]
+    recipe = getattr(made[0], "recipe", None)
+    for config in made:
+        settled = config.for_recipe(recipe) if hasattr(config, "for_recipe") else config
+        for key, (_, default, _) in keys_of((type(config),)).items():
+            value = getattr(settled, key)
+            source = sources.get(key) or "default"
+            if key not in sources and value != default:
+                source = f"follows from recipe={recipe} and what is set"
+            lines.append(f"  --{key:<24} {value!r:<32} {source}")
+    return "\n".join(lines)
+
+
+def print_once(line):
+    """Print a line, under torchrun on the first rank alone."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)

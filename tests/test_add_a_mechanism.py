@@ -178,10 +178,11 @@ def test_a_look_ahead_is_refused_before_a_study_with_its_position(mine):
         promises.refuse_leaks({name: model.MECHANISMS[name]})
     # those of the repository have been tested
     promises.refuse_leaks({"xsa": model.MECHANISMS["xsa"], "all_on": model.ALL_ON})
-    variants = {"gates": dict(output_gate="headwise"), "fast": dict(forget=True, forget_init=-1.0, lr=0.1)}
+    variants = {"gates": dict(output_gate="headwise"),
+                "fast": dict(forget=True, forget_init=-1.0, adamw_lr=0.1)}
     with pytest.raises(UserError, match=r"fast .*position 1 change with the token at 12"):
         promises.refuse_leaks(variants)
-    promises.refuse_leaks({"off": dict(forget=False, lr=0.1)})
+    promises.refuse_leaks({"off": dict(forget=False, adamw_lr=0.1)})
     at_one_size = dict(mechanisms=["xsa"], sizes=["0.1M", "0.33M"],
                        at={"0.33M": dict(variants={"x": dict(forget=True)})})
     for name, each in (("forget", dict(mechanisms=["forg*"])), ("x at 0.33M", at_one_size)):
@@ -321,7 +322,7 @@ def test_bytecode_beside_a_file_is_not_run(mine):
     (["C"], 'mechanisms = ["xsa", "F"]', ["C", "--mechanisms=xsa,forget", "--own_mechanism=F"]),
     (["C", "--mechanism=xsa"], 'mechanism = "F"', ["C", "--mechanism=xsa"]),
     (["--own_mechanism=F", "--mechanism=forget"], None, ["--mechanism=forget", "--own_mechanism=F"]),
-    (["C", "--lr=1"], "boom", ["C", "--lr=1"]),  # the configurator says what is wrong
+    (["C", "--adamw_lr=1"], "boom", ["C", "--adamw_lr=1"]),  # the configurator says what is wrong
 ])
 def test_a_file_is_found_in_every_form(argv, config, taken, mine, tmp_path):
     names = {"F": str(mine()), "C": str(tmp_path / "config.py")}

@@ -165,7 +165,8 @@ def test_the_width_of_a_matched_baseline_counts_the_recipes_own(plain):
     assert abs(wide.params - variant.params) <= 1.5 * 64 and wide.model.n_inner > 168
 
 
-@pytest.mark.parametrize("name", ["plain", "plain x 2", "plain, MLP 260", "xsa, candidate 0", "xsa, lr x 2"])
+@pytest.mark.parametrize("name", ["plain", "plain x 2", "plain, MLP 260", "xsa, candidate 0",
+                                  "xsa, adamw_lr x 2"])
 def test_a_variant_cannot_have_a_name_that_the_study_gives(name):
     problems = StudyConfig(mechanisms=["xsa"], variants={name: dict(pos="learned")}).problems()
     assert problems == [f"variants: the name {name!r} is taken"]
@@ -215,7 +216,7 @@ def test_a_budget_is_given_in_tokens_a_parameter_and_a_size_by_name(monkeypatch)
         blocks = sum(p.numel() for p in GPT(plain.model).transformer.h.parameters())
         assert blocks == 12 * plain.model.n_layer * plain.model.n_embd ** 2
         assert plain.train.max_iters == steps == round(20 * blocks / 2048)
-        assert all(getattr(plain.train if "lr" in key else plain.model, key) == value
+        assert all(getattr(plain.train if "adamw_lr" in key else plain.model, key) == value
                    for key, value in SIZES[size].items())
         assert builder.at_budget(0.7).train.max_iters == round(0.7 * steps)
     # the smallest of the ladder is the tiny scale: their runs have the same hashes
@@ -229,13 +230,13 @@ def test_a_budget_is_given_in_tokens_a_parameter_and_a_size_by_name(monkeypatch)
 def test_the_groups_of_rates_are_those_that_the_optimizers_have(plain):
     study = study_of(plain, mechanisms=["output_gate", "window"], settings=dict(n_layer=2),
                      variants={"adamw": dict(optimizer="adamw")})
-    every = ["muon_lr", "lr", "embed_lr"]
+    every = ["muon_lr", "adamw_lr", "embed_lr"]
     assert study.builder.plain.groups() == every == study.variants["window"].groups()
     assert study.variants["output_gate"].groups() == [*every, "mechanism_lr"]
-    assert study.variants["adamw"].groups() == ["lr", "embed_lr"]
-    twice = study.variants["output_gate"].at_rates({"lr": 2.0, "muon_lr": 1.0}, "twice")
-    assert twice.train.lr == 8e-3 and twice.train.embed_lr == 2e-2 and twice.train.mechanism_lr == 4e-3
-    assert twice.flags == dict(output_gate="headwise", lr=8e-3, embed_lr=2e-2, min_lr=0.0,
+    assert study.variants["adamw"].groups() == ["adamw_lr", "embed_lr"]
+    twice = study.variants["output_gate"].at_rates({"adamw_lr": 2.0, "muon_lr": 1.0}, "twice")
+    assert twice.train.adamw_lr == 8e-3 and twice.train.embed_lr == 2e-2 and twice.train.mechanism_lr == 4e-3
+    assert twice.flags == dict(output_gate="headwise", adamw_lr=8e-3, embed_lr=2e-2, min_lr=0.0,
                                mechanism_lr=4e-3)
     assert twice.at_rates({"embed_lr": 2.0}, "").train.embed_lr == 4e-2
 
@@ -305,7 +306,8 @@ def test_a_finished_study_repeats_nothing_and_a_change_only_what_it_touches(plai
     first, here.started = study.scores("judge"), []
     study_of(plain).run(here)
     assert here.started == []
-    changed = study_of(plain, mechanisms=[], variants={"output_gate": dict(output_gate="headwise", lr=5e-4)})
+    slower = {"output_gate": dict(output_gate="headwise", adamw_lr=5e-4)}
+    changed = study_of(plain, mechanisms=[], variants=slower)
     changed.run(here)
     assert len(here.started) == 2
     again = changed.scores("judge")
@@ -369,7 +371,7 @@ def test_what_is_judged_has_its_own_best_rates(plain, here, monkeypatch, capsys,
               if stage == "tune"}
     assert {spec["score"]["split"] for spec in tuning.values()} == {"val"}
     assert {seed for _, seed in tuning} == {9, 8}
-    every, best = ["muon_lr", "lr", "embed_lr"], {}
+    every, best = ["muon_lr", "adamw_lr", "embed_lr"], {}
     for name, groups in {"plain": every, "output_gate": [*every, "mechanism_lr"]}.items():
         assert list(study.tuned[name]) == groups
         best[name] = {group: min(scores, key=scores.get) for group, scores in study.tuned[name].items()}
@@ -390,7 +392,7 @@ def test_what_is_judged_has_its_own_best_rates(plain, here, monkeypatch, capsys,
             assert getattr(judged, group) == getattr(before[name], group) * factor
     for group, scores in study.tuned["output_gate"].items():  # no factor that the plain GPT did not get
         assert {*scores} <= {*study.tuned["plain"].get(group, scores)}
-    assert study.compared["plain x 2"].train.lr == study.compared["plain"].train.lr
+    assert study.compared["plain x 2"].train.adamw_lr == study.compared["plain"].train.adamw_lr
     assert study.pairs == [("output_gate", "plain", [])]
     # what its flags say is what runs, also where they are read again
     variant = study.compared["output_gate"]
@@ -410,14 +412,15 @@ def test_what_is_judged_has_its_own_best_rates(plain, here, monkeypatch, capsys,
 
 
 def test_a_variant_of_another_optimizer_keeps_its_own_rates_beside_a_tuned_plain_gpt(plain):
-    flags = {"adamw": dict(optimizer="adamw", lr=8e-3, min_lr=0.0), "gpt2": dict(recipe="gpt2")}
+    flags = {"adamw": dict(optimizer="adamw", adamw_lr=8e-3, min_lr=0.0), "gpt2": dict(recipe="gpt2")}
     study = study_of(plain, mechanisms=["output_gate"], variants=flags)
-    tuned = VariantBuilder(study.config, study.builder.plain.at_rates({"lr": 2.0, "muon_lr": 0.5}, "").flags)
+    faster = study.builder.plain.at_rates({"adamw_lr": 2.0, "muon_lr": 0.5}, "")
+    tuned = VariantBuilder(study.config, faster.flags)
     for variant in study.variants.values():
-        for factors in ({}, {"lr": 2.0}, {"lr": 0.5}):
+        for factors in ({}, {"adamw_lr": 2.0}, {"adamw_lr": 0.5}):
             new = variant.at_best_rates(factors, tuned.plain)
-            for key in ("lr", "embed_lr", "min_lr", "muon_lr", "mechanism_lr"):
-                times = factors.get("lr", 1) if key in ("lr", "min_lr") else 1
+            for key in ("adamw_lr", "embed_lr", "min_lr", "muon_lr", "mechanism_lr"):
+                times = factors.get("adamw_lr", 1) if key in ("adamw_lr", "min_lr") else 1
                 assert getattr(new.train, key) == getattr(variant.train, key) * times
             assert tuned.make(variant.name, "variant", "", new.flags).train == new.train
 
@@ -477,13 +480,13 @@ def test_the_search_for_rates_ends_in_the_valley_and_stays_where_nothing_is_bett
     tried = [dict(steps=dict(a=a), bpb={} if a else {1: 2.0, 2: 2.1}) for a in (0, -1, 1)]
     assert rates.search(tried) == (dict(a=0), [])
     # what diverged at the start is left for what did not, and named where it is a neighbour
-    tried = [dict(steps=dict(lr=n), bpb=bpb) for n, bpb in (
+    tried = [dict(steps=dict(adamw_lr=n), bpb=bpb) for n, bpb in (
         (0, {}), (-1, {1: 1.5, 2: 1.6}), (1, {}), (-2, {1: 1.7, 2: 1.8}))]
-    assert rates.search(tried) == (dict(lr=-1), [])
-    record = dict(tried=tried, start=dict(lr=0.1), flags=dict(lr=0.05))
+    assert rates.search(tried) == (dict(adamw_lr=-1), [])
+    record = dict(tried=tried, start=dict(adamw_lr=0.1), flags=dict(adamw_lr=0.05))
     best = json.loads(json.dumps(json_safe(rates.summary(record))))
     row, = findings.plain_rates_table(dict(plain_at_best=best, plain_rates=record)).rows
-    assert row == ("lr", "0.1", "0.05", "+0.2000 ± 0.0000", "diverged") and best["finished"]
+    assert row == ("adamw_lr", "0.1", "0.05", "+0.2000 ± 0.0000", "diverged") and best["finished"]
     # a search that was given up is not at its end
     _, tried = searched(lambda steps: 1e-3 * -steps["a"], dict(a=0))
     assert not rates.summary(dict(tried=tried))["finished"]
@@ -497,11 +500,13 @@ def test_two_seeds_are_enough_for_rates_that_are_far_behind():
 
 @pytest.mark.parametrize("optimizer, steps, flags", [
     ("muon", dict(muon_lr=1, muon_momentum=0), dict(muon_lr=0.04)),
-    ("muon", dict(muon_momentum=1, lr=-1), dict(muon_momentum=0.95, lr=0.001, min_lr=0.0)),
+    ("muon", dict(muon_momentum=1, adamw_lr=-1), dict(muon_momentum=0.95, adamw_lr=0.001, min_lr=0.0)),
     ("muon", dict(embed_lr=2), dict(embed_lr=0.04)),
-    ("adamw", dict(lr=1, embed_lr=0), dict(lr=0.004, min_lr=0.0002)), ("muon", dict(lr=0), {})], ids=str)
+    ("adamw", dict(adamw_lr=1, embed_lr=0), dict(adamw_lr=0.004, min_lr=0.0002)),
+    ("muon", dict(adamw_lr=0), {})], ids=str)
 def test_a_rate_moves_with_what_follows_from_it(optimizer, steps, flags):
-    train = SimpleNamespace(optimizer=optimizer, muon_lr=0.02, muon_momentum=0.9, lr=0.002, embed_lr=0.01,
+    train = SimpleNamespace(optimizer=optimizer, muon_lr=0.02, muon_momentum=0.9, adamw_lr=0.002,
+                            embed_lr=0.01,
                             min_lr=0.0 if optimizer == "muon" else 1e-4)
     assert rates.flags_at(train, steps) == pytest.approx(flags)
 
@@ -512,7 +517,7 @@ def test_a_study_can_find_the_plain_gpts_best_rates_first(plain, here, monkeypat
         spec = trial.read_json(folder / "trial.json") if (folder / "trial.json").is_file() else None
         found = real(folder, **how)
         if found and spec["score"]["split"] == "val":
-            muon_lr, lr, m = (spec["train"][key] for key in ("muon_lr", "lr", "muon_momentum"))
+            muon_lr, lr, m = (spec["train"][key] for key in ("muon_lr", "adamw_lr", "muon_momentum"))
             off = abs(math.log2(muon_lr / 0.04)) + abs(math.log2(lr / 0.004)) + abs(m - 0.95)
             factor = (4 + off + spec["model"]["seed"] / 100) / found["bpb"]
             found["block_nats"] = [n * factor for n in found["block_nats"]]
@@ -523,7 +528,7 @@ def test_a_study_can_find_the_plain_gpts_best_rates_first(plain, here, monkeypat
     study = study_of(plain, tune_plain=True, tune_seeds=[8, 9, 7], match_parameters=False)
     study.run(here)
     taken = study.plain_rates["flags"]
-    assert taken["muon_lr"] == 0.04 and "lr" not in taken
+    assert taken["muon_lr"] == 0.04 and "adamw_lr" not in taken
     tuning = {(name, seed): study.specs[folder] for (stage, name, seed), folder in study.runs.items()
               if stage == "rates"}
     assert {spec["score"]["split"] for spec in tuning.values()} == {"val"}
@@ -534,7 +539,7 @@ def test_a_study_can_find_the_plain_gpts_best_rates_first(plain, here, monkeypat
     assert judged and all(train[key] == value for train in judged for key, value in taken.items())
     found = results.collect(study, "test")
     rows = {row[0]: row for row in findings.plain_rates_table(found).rows}
-    assert list(rows) == ["muon_lr", "muon_momentum", "lr", "embed_lr"]
+    assert list(rows) == ["muon_lr", "muon_momentum", "adamw_lr", "embed_lr"]
     assert rows["muon_lr"][1:3] == ("0.02", "0.04") and "muon_lr=0.04" in " ".join(findings.notices(found))
     results.write(found, ".")
     assert "all of them the same" in results.recheck("results.json.gz")
@@ -545,7 +550,7 @@ def test_a_study_can_find_the_plain_gpts_best_rates_first(plain, here, monkeypat
 
 
 def test_a_run_that_crashes_is_reported_and_sinks_nothing(plain, here, monkeypatch):
-    hot = dict(lr=1e9, muon_lr=1e9, min_lr=1e9, recipe="gpt2", optimizer="adamw", grad_clip=0.0)
+    hot = dict(adamw_lr=1e9, muon_lr=1e9, min_lr=1e9, recipe="gpt2", optimizer="adamw", grad_clip=0.0)
     study = study_of(plain, variants={"hot": hot})
     study.run(here)
     timed = costs.step_time_ratios
@@ -759,9 +764,9 @@ def test_a_recheck_asks_whose_the_runs_are(finished, capsys):
 
 def test_a_recheck_knows_what_follows_from_a_recipe_an_optimizer_or_a_rate(plain):
     """Of another optimizer the rest of the rates are others too, of another recipe the flags; no more."""
-    flags = {"adamw": dict(optimizer="adamw", lr=8e-3), "gpt2": dict(recipe="gpt2", optimizer="adamw")}
+    flags = {"adamw": dict(optimizer="adamw", adamw_lr=8e-3), "gpt2": dict(recipe="gpt2", optimizer="adamw")}
     study = study_of(plain, mechanisms=[], variants=flags)
-    tuned = [v.at_rates({"lr": 2.0}, f"{v.name}, tuned") for v in study.variants.values()]
+    tuned = [v.at_rates({"adamw_lr": 2.0}, f"{v.name}, tuned") for v in study.variants.values()]
     for variant in [*study.variants.values(), *tuned]:
         spec = study.spec(variant, 1, "test")
         run = trial.folder_of(spec).name
@@ -938,7 +943,7 @@ def test_a_damaged_run_of_a_file_is_not_taken(finished, refusal, plain):
     assert "cannot be taken: a figure was changed" in refusal([*argv, f"--reuse={on_file(other)}"])
     Path("out/trials").mkdir()
     other = json.loads(json.dumps(found))
-    next(iter(other["runs"].values()))["spec"]["train"]["lr"] = 0.5
+    next(iter(other["runs"].values()))["spec"]["train"]["adamw_lr"] = 0.5
     assert "has the trial.json of another run" in refusal([*argv, f"--reuse={on_file(other)}"])
     assert "cannot read results/none.json.gz" in refusal([*argv, "--reuse=results/none.json.gz"])
 

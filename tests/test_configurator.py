@@ -306,9 +306,9 @@ def test_every_mechanism_is_named_in_a_file_of_its_family():
 
 @pytest.mark.parametrize("argv,want", [
     # what a file sets wins over both
-    (["x.py"], dict(n_layer=2, n_head=16, routing="moh", lr=1e-3)),
+    (["x.py"], dict(n_layer=2, n_head=16, routing="moh", adamw_lr=1e-3)),
     # the command line's scale replaces it
-    (["x.py", "--scale=small"], dict(n_layer=6, n_head=16, routing="moh", lr=1e-3)),
+    (["x.py", "--scale=small"], dict(n_layer=6, n_head=16, routing="moh", adamw_lr=1e-3)),
     (["x.py", "--n_head=32"], dict(n_layer=2, n_head=32, routing="moh")),
     (["--n_head=32", "--scale=small", "x.py"], dict(n_layer=6, n_head=32)),
     (["x.py", "config/small.py"], dict(n_layer=6, n_head=16, routing="moh")),  # a scale's file is a scale
@@ -323,7 +323,7 @@ def test_every_mechanism_is_named_in_a_file_of_its_family():
     (["x.py", "y.py"], dict(n_head=16, routing="moh", unet="add")),
 ])
 def test_what_is_set_wins_over_scale_and_mechanism(argv, want, config_file):
-    files = {"x.py": config_file("n_head = 16\nlr = 1e-3\nscale = 'tiny'\nmechanism = ['moh']"),
+    files = {"x.py": config_file("n_head = 16\nadamw_lr = 1e-3\nscale = 'tiny'\nmechanism = ['moh']"),
              "y.py": config_file("mechanism = 'moh, unet_add'\nscale = 'tiny'", "y.py")}
     model, train = named(*(files.get(arg, arg) for arg in argv))
     assert {key: getattr(model, key, getattr(train, key, None)) for key in want} == want
@@ -340,7 +340,8 @@ def test_what_is_set_wins_over_scale_and_mechanism(argv, want, config_file):
     (["config/tiny.py", "--out_dir=here"], "here"),
     (["config/tiny.py", "--out_dir=None"], "out/tiny"),
     (["--scale=tiny", "--routing=published"], "out/tiny-routing=published"),  # not the plain GPT's folder
-    (["--scale=tiny", "--mechanism=moh", "--seed=2", "--lr=0.001"], "out/tiny-moh+seed=2+lr=0.001"),
+    (["--scale=tiny", "--mechanism=moh", "--seed=2", "--adamw_lr=0.001"],
+     "out/tiny-moh+seed=2+adamw_lr=0.001"),
     (["--scale=tiny", "--n_layer=2", "--seed=1337"], "out/tiny"),  # as it is anyway
     (["--scale=tiny", "--max_iters=9", "--resume", "--device=cpu"], "out/tiny"),
     (["--scale=tiny", "config/scenarios/constrained.py"], "out/tiny-constrained"),
@@ -367,10 +368,12 @@ def test_a_scale_with_another_recipe_has_that_recipes_rates(recipe, optimizer):
     more = [f"--recipe={recipe}"] + ([f"--optimizer={optimizer}"] if optimizer == "muon" else [])
     model, config = named("--scale=tiny", *more)
     plain, own = named(*more)[1].for_recipe(recipe), config.for_recipe(recipe)
-    assert (own.lr, own.embed_lr, own.muon_momentum) == (plain.lr, plain.embed_lr, plain.muon_momentum)
+    for key in ("adamw_lr", "embed_lr", "muon_momentum"):
+        assert getattr(own, key) == getattr(plain, key)
     assert model.recipe == recipe and model.n_embd == 64 and model.qk_max is None and not model.problems()
-    assert named("--scale=tiny", *more, "--lr=0.5")[1].lr == 0.5
-    assert named("--scale=tiny", "--recipe=modern")[1].lr == named("--scale=tiny")[1].lr != plain.lr
+    assert named("--scale=tiny", *more, "--adamw_lr=0.5")[1].adamw_lr == 0.5
+    own, same = named("--scale=tiny")[1], named("--scale=tiny", "--recipe=modern")[1]
+    assert same.adamw_lr == own.adamw_lr != plain.adamw_lr
 
 
 @pytest.mark.parametrize("argv", [
@@ -537,7 +540,6 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(config_file):
 
 
 @pytest.mark.parametrize("theirs,ours", [
-    ("learning_rate=1e-3", "lr"),
     ("gradient_accumulation_steps=8", "grad_accum"),
     ("decay_lr=True", "schedule"),
     ("eval_iters=200", "eval_tokens"),
@@ -622,9 +624,9 @@ def test_only_near_files_are_suggested(name, meant):
     ("N_EMBD", "n_embd"),
     ("warmup", "warmup_iters"),
     ("clip", "grad_clip"),
-    ("lrr", "lr"),
+    ("lrr", "adamw_lr"),
     ("dtpye", "dtype"),
-    ("l", "lr"),
+    ("learning_rates", "adamw_lr"),
     *((name, None) for name in ("wandb", "epochs", "iters", "temperature", "zzz", "model")),
 ])
 def test_only_near_keys_are_suggested(name, meant):
@@ -657,17 +659,19 @@ def test_a_broken_config_file_is_one_line(config_file, text, words):
 
 def test_impossible_values_of_the_real_configs_come_at_once(bytes_data):
     bad = problems("--n_embd=10", "--n_head=3", "--dropout=1.5", "--recipe=old", "--optimizer=sgd",
-                   "--lr=-1", "--warmup_iters=30", "--max_iters=20", "--block_size=15000", "--vocab_size=5",
+                   "--adamw_lr=-1", "--warmup_iters=30", "--max_iters=20", "--block_size=15000",
+                   "--vocab_size=5",
                    "--resume", "--overwrite", f"--dataset={bytes_data}",
                    classes=(GPTConfig, TrainConfig), together=conflicts)
-    for named in ("n_embd=10", "dropout=1.5", "recipe='old'", "optimizer='sgd'", "lr=-1.0", "warmup_iters=30",
+    for named in ("n_embd=10", "dropout=1.5", "recipe='old'", "optimizer='sgd'", "adamw_lr=-1.0",
+                  "warmup_iters=30",
                   "30,000 tokens of train", "of val", "vocab_size=5", "overwrite=True"):
         assert sum(named in line for line in bad) == 1, (named, bad)
     assert len(bad) == 10
 
 
 @pytest.mark.parametrize("argv,named", [
-    (["--min_lr=1", "--block_size=16"], [["min_lr=1.0", "lr=0.001"]]),  # once the defaults are filled in
+    (["--min_lr=1", "--block_size=16"], [["min_lr=1.0", "adamw_lr=0.001"]]),  # by the defaults
     (["--init_from=resume"], [["init_from='resume'", "--resume"]]),  # nanoGPT's
     (["--constraint_focal=2"], [["constraint_focal=2.0", "constraint_names"]]),
     (["--init_from=out/c", "--constraint_focal=2"],  # a detail of what the checkpoint may have
@@ -696,8 +700,43 @@ def test_filling_in_defaults_leaves_the_original_alone():
 
 
 def test_a_default_never_contradicts_a_small_value():
-    c = TrainConfig(lr=1e-5, max_iters=20).for_recipe("gpt2")
+    c = TrainConfig(adamw_lr=1e-5, max_iters=20).for_recipe("gpt2")
     assert c.min_lr == 1e-5 and c.warmup_iters == 2 and not c.problems()
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "lr"])
+def test_other_names_of_the_rate_are_taken_with_a_line_that_says_what_they_set(name, config_file, capsys):
+    for given in ([f"--{name}=3e-4"], [config_file(f"{name} = 3e-4")]):
+        _, config = load((GPTConfig, TrainConfig), given)
+        assert config.adamw_lr == 3e-4 and config.muon_lr == TrainConfig().muon_lr
+        said = capsys.readouterr().out
+        assert said.count("\n") == 1
+        assert f": {name} sets adamw_lr, the peak rate of AdamW; that of Muon" in said
+    assert load((GPTConfig, TrainConfig), ["--lr=1e-3", "--adamw_lr=2e-3"])[1].adamw_lr == 2e-3
+    with pytest.raises(UserError, match="command line: adamw_lr='fast' is not float or None"):
+        load((GPTConfig, TrainConfig), ["--lr=fast"])
+
+
+def test_help_beside_other_arguments_says_where_each_value_comes_from(config_file, capsys):
+    path = config_file("n_head = 8\nmuon_lr = 0.03")
+    with pytest.raises(SystemExit) as end:
+        named_help("--scale=tiny", path, "--mechanism=moh", "--seed=2", "--lr=0.5")
+    assert end.value.code == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    lines = [words for words in lines if words and words[0].startswith("--")]
+    found = {words[0]: (words[1], " ".join(words[2:])) for words in lines}
+    assert len(found) > 150
+    for key, value, source in (
+            ("n_embd", "64", "config/tiny.py"), ("n_head", "8", path), ("muon_lr", "0.03", path),
+            ("routing", "'moh'", "mechanism moh"), ("seed", "2", "command line"),
+            ("adamw_lr", "0.5", "command line"), ("dropout", "0.0", "default"),
+            ("qk_norm", "True", "follows from recipe=modern and what is set"),
+            ("mechanism_lr", "0.5", "follows from recipe=modern and what is set")):
+        assert found[f"--{key}"] == (value, source)
+
+
+def named_help(*argv):
+    load_given((GPTConfig, TrainConfig), [*argv, "--help"], mechanisms=flags_by_name())
 
 
 def test_help_prints_every_key_with_type_default_and_comment():
@@ -728,7 +767,7 @@ def test_the_script_runs_from_any_folder_and_ends_without_a_traceback(tmp_path):
     done = train("--lrr=1", "--n_layer=x")
     assert done.returncode == 1 and done.stdout == ""
     lines = done.stderr.splitlines()  # where the default dataset is not prepared, a third line says so
-    assert lines[:2] == ["train: command line: unknown key lrr; did you mean lr?",
+    assert lines[:2] == ["train: command line: unknown key lrr; did you mean adamw_lr?",
                          "train: command line: n_layer='x' is not int"]
     assert all(line.startswith("train: dataset shakespeare_char is not prepared") for line in lines[2:])
 
@@ -736,12 +775,12 @@ def test_the_script_runs_from_any_folder_and_ends_without_a_traceback(tmp_path):
 @pytest.mark.parametrize("text, words", [
     ("n_layer = 2\nimport sys\nsys.exit(3)\n", "line 3: SystemExit: 3: a config file cannot end the program"),
     ("exit()\n", "line 1: SystemExit"),
-    ("def lr():\n    return 1\n", "lr is a function, and a config file holds values"),
+    ("def adamw_lr():\n    return 1\n", "adamw_lr is a function, and a config file holds values"),
     ("dropout = lambda: 0\n", "dropout is a function"),
     ("class seed:\n    pass\n", "seed is a class"),
     ("def helper():\n    pass\n", "helper is a function"),
-    ("import math\nlr = math.sqrt\n", "lr is a function"),
-    ("from math import sqrt as lr\n", "lr is a function"),
+    ("import math\nadamw_lr = math.sqrt\n", "adamw_lr is a function"),
+    ("from math import sqrt as adamw_lr\n", "adamw_lr is a function"),
     ("import math as seed\n", "seed is a module"),
 ])
 def test_a_config_file_that_is_a_program_is_named(tmp_path, text, words):
@@ -757,4 +796,4 @@ def test_what_a_config_file_imports_is_its_own_business(tmp_path):
     path = tmp_path / "c.py"
     path.write_text("import math\nfrom pathlib import Path\n"
                     "def _half(x):\n    return x / 2\nlr = _half(math.sqrt(0.04))\n")
-    assert configurator.load((GPTConfig, TrainConfig), [str(path)])[1].lr == 0.1
+    assert configurator.load((GPTConfig, TrainConfig), [str(path)])[1].adamw_lr == 0.1

@@ -425,7 +425,7 @@ LIFE = dict(sentinel="hard_concrete", agency=True, controller="ann", prune_gate=
 
 # without the policy, which moves states too; measured at every other step: the last metrics count in between
 LEARNED = {**LIFE, "policy": ..., "policy_budget": ..., "policy_dwell": ...,
-           "agency_learned": True, "mechanism_lr": 0.3, "lr": 0.01, "warmup_iters": 0,
+           "agency_learned": True, "mechanism_lr": 0.3, "adamw_lr": 0.01, "warmup_iters": 0,
            "prune_floor": 2, "controller_interval": 2}
 
 
@@ -782,7 +782,7 @@ def test_learned_states_of_mlps_and_blocks_take_the_likeliest(run, monkeypatch, 
 @pytest.mark.parametrize("scope", ["mlp", "block"])
 def test_a_run_with_states_of_mlps_or_blocks_resumes_exactly(args, rows, tmp_path, scope):
     keys = {**LIVE, **MLPS, "n_layer": 4, "agency_scope": scope, "policy_budget": 0.75, "policy_dwell": 5,
-            "policy_overloaded": 1.05, "policy_conflict": 0.9, "lr": 0.02, "warmup_iters": 0,
+            "policy_overloaded": 1.05, "policy_conflict": 0.9, "adamw_lr": 0.02, "warmup_iters": 0,
             "controller_interval": 1}
     main(args("whole", **keys))
     main(args("parts", **{**keys, "max_iters": 7}))

@@ -139,7 +139,7 @@ def sizes(tmp_path):
     """A config file with the sizes of a tiny run, small.py, as it says at first; sizes(lr) changes it."""
     def write(lr=1e-3):
         path = tmp_path / "small.py"
-        path.write_text("".join(f"{key} = {value!r}\n" for key, value in {**TINY, "lr": lr}.items()))
+        path.write_text("".join(f"{key} = {value!r}\n" for key, value in {**TINY, "adamw_lr": lr}.items()))
         return path
     return write
 
@@ -158,7 +158,8 @@ def test_a_run_finds_its_folder_again_and_another_of_the_name_gets_a_number(trai
     assert steps() == {name: 6}
     sizes(lr=2e-3)
     said = trained(config)
-    assert said.startswith(f"out/{name} holds another configuration (lr is 0.001 there and 0.002 here): "
+    assert said.startswith(f"out/{name} holds another configuration (adamw_lr is 0.001 there and 0.002 "
+                           "here): "
                            f"this one goes into out/{name}-2\n")
     with pytest.raises(SystemExit, match=f"out/{name}-2 already holds a run"):
         trained(config)
@@ -170,7 +171,7 @@ def test_a_run_finds_its_folder_again_and_another_of_the_name_gets_a_number(trai
     assert steps() == {name: 7, f"{name}-2": 8}
     sizes(lr=3e-3)  # a file edited before --resume: the newest run of the name goes on, and says what changed
     said = trained(config, "--resume", max_iters=8)
-    assert "changed since the last save: lr=0.003, was 0.001" in said and f"in out/{name}\n" in said
+    assert "changed since the last save: adamw_lr=0.003, was 0.001" in said and f"in out/{name}\n" in said
     assert steps() == {name: 8, f"{name}-2": 8}
     sizes(lr=2e-3)
     trained(config, "--overwrite")  # its own folder alone

@@ -386,7 +386,7 @@ def test_a_run_on_file_is_reused_for_the_size_that_it_had():
     def key(without=(), **more):
         model = {name: value for name, value in asdict(config_of((64, 4, 3), **more)).items()
                  if name not in without}
-        return reuse.key_of(dict(model=model, train=dict(lr=0.1), code="x"))
+        return reuse.key_of(dict(model=model, train=dict(adamw_lr=0.1), code="x"))
 
     older = ["constraint_round"]
     assert key(older) == key(constraint_round=8) != key()

@@ -284,7 +284,8 @@ def test_a_run_starts_from_a_folder_with_mechanisms_neutral(tmp_path, bytes_data
     there.save_pretrained(tmp_path / "neo")
     args = [f"--{key}={value}" for key, value in TINY.items() if not key.startswith(("n_", "block"))]
     args += [f"--dataset={bytes_data}", f"--init_from={tmp_path / 'neo'}", "--acag=headwise"]
-    train.main([*args, f"--out_dir={tmp_path / 'run'}", "--max_iters=1", "--eval_interval=1", "--lr=1e-12",
+    train.main([*args, f"--out_dir={tmp_path / 'run'}", "--max_iters=1", "--eval_interval=1",
+                "--adamw_lr=1e-12",
                 "--min_lr=0", "--warmup_iters=0"])
     model = ours(tmp_path / "run")
     assert model.config.acag == "headwise" and model.config.window_layers == [1, 3]

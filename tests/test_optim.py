@@ -247,7 +247,7 @@ def test_muon_state_survives_saving():
 # ---- schedules ----
 
 def config(**kw):
-    return TrainConfig(**{**dict(lr=1.0, min_lr=0.1, warmup_iters=10, max_iters=110, schedule="cosine"),
+    return TrainConfig(**{**dict(adamw_lr=1.0, min_lr=0.1, warmup_iters=10, max_iters=110, schedule="cosine"),
                           **kw}).for_recipe("gpt2")
 
 

@@ -357,10 +357,10 @@ def test_recovery_goes_on_from_the_pruned_weights(run, tmp_path, rows):
     assert row["bpb_recovered"] < row["bpb"] - 0.01
     assert model_of(out).config.head_ids == model_of(out / "pruned.pt").config.head_ids
     assert model_of(out).config.seed == model_of(run).config.seed + 1  # batches in another order
-    lr = checkpoint.read(run)["train"]["lr"]
+    lr = checkpoint.read(run)["train"]["adamw_lr"]
     steps, _ = rows(out)
     for at, step in enumerate(steps):
-        assert math.isclose(step["lr"], 0.3 * lr * (20 - at) / 20, rel_tol=1e-9)
+        assert math.isclose(step["adamw_lr"], 0.3 * lr * (20 - at) / 20, rel_tol=1e-9)
 
 
 def test_recovery_moves_no_heads(run, tmp_path):

@@ -66,20 +66,20 @@ def untimed(rows):
                                   dict(recipe="gpt2", optimizer="muon"),
                                   dict(recipe="modern", optimizer="adamw", schedule="trapezoid"),
                                   dict(dtype="bfloat16"),
-                                  dict(dtype="float16", lr=1e-2)],
+                                  dict(dtype="float16", adamw_lr=1e-2)],
                          ids=lambda k: "-".join(map(str, k.values())))
 def test_a_tiny_model_learns(args, rows, tmp_path, keys):
     main(args(max_iters=60, eval_interval=30, lr_decay_iters=60, **keys))
     losses, evals = rows(tmp_path / "run")
     assert [r["step"] for r in evals] == [0, 30, 60] and evals[-1]["val_loss"] < evals[0]["val_loss"] - 0.3
-    assert losses[-1]["lr"] < max(r["lr"] for r in losses) / 4, "the rate falls"
+    assert losses[-1]["adamw_lr"] < max(r["adamw_lr"] for r in losses) / 4, "the rate falls"
 
 
 def test_the_log_has_what_its_readers_rely_on(args, rows, tmp_path):
     main(args(grad_clip=1.0))
     losses, evals = rows(tmp_path / "run")
     assert [r["step"] for r in losses] == [1, 2, 3, 4, 5, 6] and [r["step"] for r in evals] == [0, 3, 6]
-    assert all(set(r) == {"step", "tokens", "loss", "lr", "tokens_per_s", "elapsed_s", "grad_norm"}
+    assert all(set(r) == {"step", "tokens", "loss", "adamw_lr", "tokens_per_s", "elapsed_s", "grad_norm"}
                for r in losses)
     assert all(set(r) == {"step", "tokens", "train_loss", "val_loss", "val_bpb", "elapsed_s"} for r in evals)
     assert all(r["tokens"] == r["step"] * 4 * 16 for r in losses + evals)
@@ -110,12 +110,12 @@ def test_train_returns_the_last_evaluation(args, rows, tmp_path):
 
 
 def test_a_run_folder_says_how_to_run_it_again(args, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--lr=1", "a b"])
+    monkeypatch.setattr(sys, "argv", ["train.py", "--adamw_lr=1", "a b"])
     main(args(optimizer="muon"))
     said = json.loads((tmp_path / "run" / "config.json").read_text())
     assert said["model"]["vocab_size"] == 256 and said["train"]["muon_lr"] == 0.02
-    assert said["train"]["lr"] == 4e-3
-    assert said["command"] == "python train.py --lr=1 'a b'"
+    assert said["train"]["adamw_lr"] == 4e-3
+    assert said["command"] == "python train.py --adamw_lr=1 'a b'"
     assert said["versions"]["torch"] == torch.__version__
     if (ROOT / ".git").exists():
         assert len(said["commit"].removesuffix("-dirty")) == 40
@@ -251,13 +251,13 @@ def test_resuming_as_another_run_is_refused_by_name(args, fails, chars_data, tmp
 def test_what_changes_at_a_resume_takes_effect_and_is_said(args, rows, tmp_path, capsys):
     main(args(weight_decay=0.1, warmup_iters=0))
     capsys.readouterr()
-    main([*args(max_iters=8, lr=0.1, min_lr=0.1, weight_decay=0.7,
+    main([*args(max_iters=8, adamw_lr=0.1, min_lr=0.1, weight_decay=0.7,
                 batch_size=2, grad_accum=2, warmup_iters=0), "--resume"])
     said = capsys.readouterr().out
-    for words in ("max_iters=8, was 6", "lr=0.1, was 0.001",
+    for words in ("max_iters=8, was 6", "adamw_lr=0.1, was 0.001",
                   "weight_decay=0.7, was 0.1", "batch_size=2, was 4"):
         assert f"changed since the last save: {words}" in said
-    assert rows(tmp_path / "run")[0][-1]["lr"] == pytest.approx(0.1)
+    assert rows(tmp_path / "run")[0][-1]["adamw_lr"] == pytest.approx(0.1)
     adamw, = checkpoint.read(tmp_path / "run/ckpt.pt")["optimizers"]
     assert adamw["param_groups"][0]["weight_decay"] == 0.7
 
@@ -268,12 +268,12 @@ def rises(said):
 
 @pytest.mark.parametrize("schedule", ["cosine", "trapezoid"])
 def test_a_rate_that_rises_again_is_said_with_both_rates(args, rows, tmp_path, capsys, schedule):
-    keys = dict(schedule=schedule, lr=1e-2, min_lr=1e-4, warmup_iters=0, lr_decay_iters=...)
+    keys = dict(schedule=schedule, adamw_lr=1e-2, min_lr=1e-4, warmup_iters=0, lr_decay_iters=...)
     main(args(**keys))
     capsys.readouterr()
     main([*args(**keys, max_iters=12), "--resume"])
     line, = rises(capsys.readouterr().out)
-    by_step = {row["step"]: row["lr"] for row in rows(tmp_path / "run")[0]}
+    by_step = {row["step"]: row["adamw_lr"] for row in rows(tmp_path / "run")[0]}
     assert by_step[7] > 2 * by_step[6], "it does"
     assert f"it ended at {by_step[6]:.2e} and goes on with {by_step[7]:.2e}, by the schedule of 12" in line
     assert line.endswith("; --lr_decay_iters=6 keeps it low")
@@ -283,11 +283,11 @@ def test_a_rate_that_goes_on_as_planned_is_not_mentioned(args, rows, tmp_path, c
     """In the warm-up, where it rises anyway, and where it stays low as the message says."""
     main(args(warmup_iters=20, lr_decay_iters=100, max_iters=4))
     main([*args(warmup_iters=20, lr_decay_iters=100, max_iters=8), "--resume"])
-    low = dict(lr=1e-2, min_lr=1e-4, warmup_iters=0)
+    low = dict(adamw_lr=1e-2, min_lr=1e-4, warmup_iters=0)
     main(args("low", **low, lr_decay_iters=...))
     main([*args("low", **low, max_iters=9, lr_decay_iters=6), "--resume"])
     assert rises(capsys.readouterr().out) == []
-    assert rows(tmp_path / "low")[0][-1]["lr"] == pytest.approx(1e-4)
+    assert rows(tmp_path / "low")[0][-1]["adamw_lr"] == pytest.approx(1e-4)
 
 
 def test_resume_where_nothing_is_says_that_it_starts_anew(args, capsys):
@@ -370,7 +370,7 @@ def test_flags_that_contradict_the_checkpoint_are_refused(args, fails, tmp_path)
 
 def test_the_best_checkpoint_of_a_fine_tuning_may_be_its_start(args, rows, tmp_path):
     main(args("a", max_iters=60, eval_interval=60, lr_decay_iters=60))
-    main(args("b", init_from=tmp_path / "a", lr=0.5, min_lr=0.5,
+    main(args("b", init_from=tmp_path / "a", adamw_lr=0.5, min_lr=0.5,
               warmup_iters=0, n_layer=..., n_head=..., n_embd=..., block_size=...))
     _, evals = rows(tmp_path / "b")
     assert evals[0]["val_loss"] < evals[-1]["val_loss"], "this training only spoils"
@@ -832,7 +832,7 @@ def test_wandb_gets_rows_config_code_and_the_same_id_again(args, tmp_path, monke
     first, _, second, _ = calls
     assert first["id"] == second["id"] and first["resume"] == "allow" and first["mode"] == "offline"
     assert first["tags"] == ["a", "b"]
-    assert first["config"]["model"]["n_embd"] == 16 and first["config"]["train"]["lr"] == 1e-3
+    assert first["config"]["model"]["n_embd"] == 16 and first["config"]["train"]["adamw_lr"] == 1e-3
     assert first["name"] == "run"
     assert {"train.py", "model.py", "config.json"} <= set(files)
     assert [s for s, keys in logged if "loss" in keys] == list(range(1, 9))

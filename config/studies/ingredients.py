@@ -12,5 +12,5 @@ variants = {
     "tied": dict(tied=True),
     "not started at zero": dict(zero_init=False),
     "embedding not normed": dict(embed_norm=False),
-    "AdamW": dict(optimizer="adamw", lr=8e-3, min_lr=0.0, weight_decay=0.1),
+    "AdamW": dict(optimizer="adamw", adamw_lr=8e-3, min_lr=0.0, weight_decay=0.1),
 }

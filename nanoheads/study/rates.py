@@ -8,7 +8,7 @@ by more than one standard error of the differences at the same seeds.
 import math
 
 # flags of each optimizer that the search moves; lr takes along what follows from it
-MOVED = {"muon": ("muon_lr", "muon_momentum", "lr", "embed_lr"), "adamw": ("lr", "embed_lr")}
+MOVED = {"muon": ("muon_lr", "muon_momentum", "adamw_lr", "embed_lr"), "adamw": ("adamw_lr", "embed_lr")}
 FAR = 0.01  # bits/byte: twice what two seeds at the same rates differ by; so far off, two seeds are enough
 MOST_MOVES = 12  # of one flag by one factor: a search that goes on for longer has found no optimum
 
@@ -23,7 +23,7 @@ def flags_at(train, steps):
         if n and flag == "muon_momentum":
             moved[flag] = round(1 - (1 - train.muon_momentum) / 2**n, 12)
         elif n:
-            keys = ("lr", "min_lr") if flag == "lr" else (flag,)
+            keys = ("adamw_lr", "min_lr") if flag == "adamw_lr" else (flag,)
             moved.update({key: getattr(train, key) * 2.0**n for key in keys})
     return moved
 

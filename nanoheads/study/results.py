@@ -319,12 +319,19 @@ def write(found, folder):
     write_atomic(Path(folder) / "results.json.gz", lambda f: f.write(gzip.compress(text, mtime=0)))
 
 
+def of_today(entry):
+    """A dict of a results file with AdamW's rate under its name of today: it was `lr` until 2026-11-25."""
+    if "lr" in entry:
+        entry["adamw_lr"] = entry.pop("lr")
+    return entry
+
+
 def read(path):
     """The study in a results file, gzip'd or not. UserError, in one line, where there is none."""
     path = Path(path)
     try:
         data = path.read_bytes()
-        found = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        found = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data, object_hook=of_today)
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror or 'damaged'}") from None
     except (ValueError, EOFError, zlib.error, RecursionError):
@@ -456,7 +463,7 @@ def wrong_runs(study, variant):
     A flag that is None in the study may have another value in a run, which its mechanism chose; so may one
     that follows from a recipe, an optimizer or a rate, where the variant has another of those.
     """
-    moved = {"recipe", "optimizer", "lr"} & set(variant["flags"])
+    moved = {"recipe", "optimizer", "adamw_lr"} & set(variant["flags"])
     flags, wrong = {**study["plain"], **variant["flags"]}, []
     for run, seed in zip(variant["runs"], variant["seeds"]):
         if (found := study["runs"].get(run)) is None:

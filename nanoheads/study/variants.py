@@ -23,7 +23,7 @@ from nanoheads.training.optim import block_matrices, of_mechanisms
 
 # plain GPTs by size, the parameters of their blocks, for a ladder on one scale's data and recipe
 SIZES = {
-    "0.1M": dict(n_layer=2, n_head=4, n_embd=64, lr=0.016, embed_lr=0.02),  # 98,304; rates: config/tiny.py
+    "0.1M": dict(n_layer=2, n_head=4, n_embd=64, adamw_lr=0.016, embed_lr=0.02),  # 98,304 parameters
     "0.33M": dict(n_layer=3, n_head=6, n_embd=96),   # 331,776
     "1M": dict(n_layer=5, n_head=8, n_embd=128),     # 983,040
     "10M": dict(n_layer=6, n_head=6, n_embd=384),    # 10,616,832
@@ -37,7 +37,7 @@ BOOKKEEPING = {"out_dir", "resume", "overwrite", "eval_only",
 FIXED_BY_STUDY = BOOKKEEPING | {"init_from", "init_anyway", "device"}  # what settings and variants cannot set
 SAME_TEXT = {"dataset", "block_size"}  # what variants cannot set: the two sides would be scored on other text
 # rates that are tuned together. min_lr goes with lr, which it must not exceed
-RATES = {"muon_lr": ("muon_lr",), "lr": ("lr", "min_lr"), "embed_lr": ("embed_lr",),
+RATES = {"muon_lr": ("muon_lr",), "adamw_lr": ("adamw_lr", "min_lr"), "embed_lr": ("embed_lr",),
          "mechanism_lr": ("mechanism_lr",)}
 
 
@@ -264,7 +264,7 @@ class Variant:
         """This variant, under another name, with the rates of some groups of RATES times a factor each."""
         flags = {key: getattr(self.train, key) * factor for group, factor in factors.items() if factor != 1
                  for key in RATES[group]}
-        if "lr" in flags:  # as these were resolved, from the lr before
+        if "adamw_lr" in flags:  # as these were resolved, from the rate before
             for key in ("embed_lr", "mechanism_lr"):
                 flags.setdefault(key, getattr(self.train, key))
         return replace(self, name=name, label=name, train=replace(self.train, **flags),
@@ -283,7 +283,7 @@ class Variant:
         model = built(self.model)
         muons = {id(p) for p, _ in block_matrices(model)} if self.train.optimizer == "muon" else set()
         added = of_mechanisms(model)
-        has = {"muon_lr": muons, "lr": True, "embed_lr": True, "mechanism_lr":
+        has = {"muon_lr": muons, "adamw_lr": True, "embed_lr": True, "mechanism_lr":
                [p for name, p in model.named_parameters() if name in added and id(p) not in muons]}
         return [group for group in RATES if has[group]]
 

@@ -69,6 +69,8 @@ def read(path, device="cpu", trust_code=False):
         raise UserError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
     if trust_code:
         own.trust(state, path)
+    if "lr" in state.get("train", {}):  # its name until 2026-11-25
+        state["train"]["adamw_lr"] = state["train"].pop("lr")
     return state
 
 

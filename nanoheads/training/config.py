@@ -15,9 +15,9 @@ from nanoheads.training.rules import Rules
 
 # What an optimizer means for keys left at None. Muon's were tuned on Shakespeare's characters (docs/log.md).
 OPTIMIZERS = {
-    "adamw": dict(lr=1e-3, min_lr=1e-4, beta2=0.95, weight_decay=0.1, grad_clip=1.0, schedule="cosine",
+    "adamw": dict(adamw_lr=1e-3, min_lr=1e-4, beta2=0.95, weight_decay=0.1, grad_clip=1.0, schedule="cosine",
                   warmup_iters=100),
-    "muon": dict(lr=4e-3, min_lr=0.0, beta2=0.95, weight_decay=0.0, grad_clip=0.0, schedule="trapezoid",
+    "muon": dict(adamw_lr=4e-3, min_lr=0.0, beta2=0.95, weight_decay=0.0, grad_clip=0.0, schedule="trapezoid",
                  warmup_iters=0),
 }
 # wandb's own words for WANDB_MODE; dryrun and run are its older names of offline and online
@@ -114,18 +114,19 @@ class TrainConfig(ControllerConfig):
     optimizer: Optional[Literal["adamw", "muon"]] = None
                                          # muon: for the blocks' matrices, AdamW for the rest;
                                          # None: muon for recipe=modern, else adamw
-    lr: Optional[float] = flag(None, above=0)  # peak learning rate of AdamW
+    adamw_lr: Optional[float] = flag(None, above=0)
+                                         # peak learning rate of AdamW, of all that no key below names
     min_lr: Optional[float] = flag(None, at_least=0)
-                                         # where lr ends; every other rate falls by the same factor
+                                         # where adamw_lr ends; every other rate falls by the same factor
     muon_lr: float = flag(0.02, above=0)  # peak learning rate of Muon
     muon_momentum: float = flag(0.95, at_least=0, below=1)  # momentum of Muon
     muon_beta2: float = flag(0.95, at_least=0, below=1)
                                          # of the mean square of each output's updates, by which Muon divides
                                          # them (NorMuon); 0: it does not
     embed_lr: Optional[float] = flag(None, above=0)
-                                         # the embeddings' peak learning rate; None: lr, with muon 5 * lr
+                                         # the embeddings' peak learning rate; None: adamw_lr, with muon 5 *
     mechanism_lr: Optional[float] = flag(None, above=0)
-                                         # of what a mechanism adds, Muon's matrices aside; None: lr
+                                         # of what a mechanism adds, Muon's matrices aside; None: adamw_lr
     skip_lr: Optional[float] = flag(None, above=0)  # of what U-Net skips add; None: mechanism_lr
     beta1: float = flag(0.9, at_least=0, below=1)  # AdamW
     beta2: Optional[float] = flag(None, at_least=0, below=1)  # AdamW
@@ -164,13 +165,13 @@ class TrainConfig(ControllerConfig):
         """A copy in which every key has a value: what was None follows from recipe and optimizer."""
         c = replace(self, optimizer=self.optimizer or ("muon" if recipe == "modern" else "adamw"))
         values, end = OPTIMIZERS[c.optimizer], c.lr_decay_iters or c.max_iters
-        c.lr = values["lr"] if c.lr is None else c.lr
+        c.adamw_lr = values["adamw_lr"] if c.adamw_lr is None else c.adamw_lr
         values = {
             **values,
-            "min_lr": min(values["min_lr"], c.lr),
+            "min_lr": min(values["min_lr"], c.adamw_lr),
             "warmup_iters": min(values["warmup_iters"], end // 10),
-            "embed_lr": 5 * c.lr if c.optimizer == "muon" else c.lr,
-            "mechanism_lr": c.lr,
+            "embed_lr": 5 * c.adamw_lr if c.optimizer == "muon" else c.adamw_lr,
+            "mechanism_lr": c.adamw_lr,
             "save_interval": c.eval_interval,
         }
         for key, value in values.items():
@@ -188,8 +189,8 @@ class TrainConfig(ControllerConfig):
                 if value is not None and not holds(value):
                     bad.append(f"{key}={value!r} must {words}")
 
-        if self.lr is not None:
-            rule(f"not be above lr={self.lr}", lambda v: v <= self.lr, "min_lr")
+        if self.adamw_lr is not None:
+            rule(f"not be above adamw_lr={self.adamw_lr}", lambda v: v <= self.adamw_lr, "min_lr")
         rule(f"be below the end of the schedule at step {end} (lower it too)", lambda v: v < max(1, end),
              "warmup_iters")
         rule("not be given with resume, which goes on with what it would remove",

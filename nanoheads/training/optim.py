@@ -194,7 +194,7 @@ class Muon(torch.optim.Optimizer):
 
 def lr_multiplier(step, config):
     """The factor on every learning rate at `step`, from 0 to 1: linear warm-up, then cosine or trapezoid."""
-    low, end = config.min_lr / config.lr, config.lr_decay_iters or config.max_iters
+    low, end = config.min_lr / config.adamw_lr, config.lr_decay_iters or config.max_iters
     if step < config.warmup_iters:
         return (step + 1) / (config.warmup_iters + 1)
     if step >= end:
@@ -232,7 +232,8 @@ def make_optimizers(model, config, rank=0, world=1, compiled=False):
     groups = {}  # by role, not by value: the same whatever the rates, so that a resumed run may change them
     for name, p in model.named_parameters():
         if id(p) not in muons:
-            role = "embed_lr" if "wte" in name or "wpe" in name else "mechanism_lr" if name in added else "lr"
+            role = "mechanism_lr" if name in added else "adamw_lr"
+            role = "embed_lr" if "wte" in name or "wpe" in name else role
             role = "skip_lr" if name.startswith(f"{UNetSkip.name}.") else role
             decays = p.dim() >= 2 and name not in no_decay
             group = dict(params=[], lr=getattr(config, role) or config.mechanism_lr,
