@@ -7,7 +7,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = {path.stem for path in ROOT.glob("*.py")} - {"model"}
-ALLOWED = {"nanoheads/study": {"train"}, "nanoheads/gpu": {"train"}}  # a run of a study is a run of train.py
+# a run of a study is a run of train.py, whose step the GPU check compiles
+ALLOWED = {"nanoheads/study": {"train"}, "nanoheads/gpu": {"train"}}
 
 
 def imported(path):
