@@ -35,7 +35,6 @@ from nanoheads.common import UserError, explain, output_written
 from nanoheads.hub import own_mechanism as own
 from nanoheads.kernels import allow_graphs
 from nanoheads.locks import only_writer
-from nanoheads.probes import promises
 from nanoheads.text.dataset import Batches, Dataset, DocumentBatches
 from nanoheads.text.targets import Targets
 from nanoheads.timing import mfu
@@ -640,6 +639,7 @@ def main(argv=None):
         argv, trusted = own.without_trust(argv)
         argv = own.take(argv, every="--check" in argv)
         if "--check" in argv:
+            from nanoheads.probes import promises  # only here: a run needs no probe
             return promises.main([arg for arg in argv if arg != "--check"])
         configs, given = configurator.load_given((GPTConfig, TrainConfig), argv, __doc__, conflicts,
                                                  mechanisms=flags_by_name())

@@ -14,7 +14,6 @@ from nanoheads.common import UserError, fault_of_own_file, json_safe, write_atom
 from nanoheads.configurator import UNNAMED, keys_of, nearest, parse, type_name
 from nanoheads.folders import find
 from nanoheads.hub import huggingface as hf, own_mechanism as own
-from nanoheads.pruning import scale_heads
 
 # what a run needs to go on, beside model, config and meta
 RESUMABLE = {"optimizers", "scaler", "train", "step", "best_val_loss", "elapsed_s", "run_id", "last_eval"}
@@ -435,6 +434,7 @@ def extended(state, path, device, given, classes, anyway, overrides):
         why = " ".join(str(e).split())[:300]
         raise UserError(f"{path}: {names} cannot be turned on over its weights: {why}")
     make_neutral(model, modes)
+    from nanoheads.pruning import scale_heads  # only here: no other start of a run needs it
     for block in model.transformer.h:
         for m in block.attn.mechanisms():
             if m.absorbs and type(m) in classes:

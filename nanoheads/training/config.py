@@ -11,7 +11,6 @@ from nanoheads.mechanism import flag, range_problems
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.targets import Targets
 from nanoheads.training.optim import CUDA_GRAPHS, of_mechanisms
-from nanoheads.training.rules import Rules
 
 # What an optimizer means for keys left at None. Muon's were tuned on Shakespeare's characters (docs/log.md).
 OPTIMIZERS = {
@@ -366,6 +365,7 @@ def controller_conflicts(model, config):
         bad.append("block_size must be at least 2 to measure heads")
     bad += scope_conflicts(model, config)
     if config.policy_rules:
+        from nanoheads.heads.rules import Rules  # only here: most runs have none
         try:
             Rules.read(config.policy_rules)
         except UserError as e:
