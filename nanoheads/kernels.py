@@ -79,6 +79,9 @@ def heads_of(qkv, normed, rope):
     """
     if normed and rope and eager_on_cpu(qkv) and torch.is_grad_enabled():
         return CpuHeads.apply(qkv, *rope, halves_swapped)
+    if not normed and not rope:  # their gradients are put together in one copy
+        q, k, v = qkv.unbind(2)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     qk, v = qkv.split_with_sizes((2, 1), 2)
     q, k = normed_and_rotated(qk, normed, rope).transpose(1, 3).unbind(2)
     return q, k, v.squeeze(2).transpose(1, 2)
