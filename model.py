@@ -1,17 +1,20 @@
 """
-The GPT in one file, to be read top to bottom: first a plain GPT, then the mechanisms, each with its flags.
+The GPT in one file, to be read from top to bottom: first a plain GPT, then the mechanisms, each with its
+flags. A block computes this, and a mechanism changes it in the hooks that are named on the right:
 
-    q, k, v = project(x)          # 1. project; A2C, key offset, roles change q, k; constraint heads add some
-    y       = attend(q, k, v)     # 2. attend: causal, fused, no stored T x T; CausalMask says who is seen
-    y       = y * gates           # 3. a factor per head and token: sentinel, agency, routing, ACAG, sink, ...
-    x       = x + merge(y)        # 4. merge the heads and project out
-    x       = fuse(x, skip)       # 5. between blocks: U-Net skips
+    x       = mix(x, skips)       # between blocks: before_block (U-Net skips)
+    q, k, v = project(x)          # before_projection, after_projection (short convolutions)
+                                  # before_attention (A2C and roles change q, k; constraint heads are added)
+    y       = attend(q, k, v)     # causal and fused, no T x T matrix is stored; CausalMask says who sees whom
+                                  # after_softmax (a second attention map), after_attention (ACAG, head norm)
+    y       = y * gates           # a factor for each head and token: sentinel, agency, routing, ACAG, sink
+    x       = x + merge(y)        # the heads side by side, projected out
 
-A mechanism joins this equation; turned off it leaves no parameter, no buffer and no computation. All about it
-is in its class: flags (Options), modes, formula, checks. GPTConfig and MECHANISMS are put together at the
-end. docs/mechanisms.md has formulas, costs and the faults of the sources; docs/add-a-mechanism.md adds one
-from a file of your own. Attention kernels are in nanoheads/kernels.py, and what a CPU computes in another way
-in nanoheads/cpu.py.
+A mechanism that is turned off leaves no parameter, no buffer and no computation. Everything about one is in
+its class: flags (Options), modes, formula, checks. GPTConfig and MECHANISMS are put together at the end.
+docs/mechanisms.md has the formulas, their costs and the faults of their sources; docs/add-a-mechanism.md has
+a table of the hooks, and adds a mechanism from a file of your own. Attention kernels are in
+nanoheads/kernels.py, and what a CPU computes in another way in nanoheads/cpu.py.
 
 References: Radford et al. 2019 (GPT-2); Su et al. 2021, arXiv 2104.09864 (RoPE); Henry et al. 2020,
 arXiv 2010.04245 (QK-norm); Zhang & Sennrich 2019, arXiv 1910.07467 (RMSNorm); So et al. 2021,
@@ -41,7 +44,7 @@ from nanoheads.mechanism import (CONSTRAINTS, HeadAxis, HeadControl, Mechanism, 
                                  no_dropout, plain_problems, range_problems)
 from nanoheads.rivals import (MUDD, XSA, DepthAttention, Diff, DiffV1, FoX, HeadMix, KeyOffset, OutputGate,
                               PairedHeads, QueryGain, ShortConv, Sink, StreamScalars, ValueEmbedding,
-                              ValueResidual, project_each)
+                              ValueResidual)
 
 # What a recipe means: the values taken by the flags that were left at None.
 RECIPES = {
@@ -134,15 +137,20 @@ def make_norm(config):
 # ---- the transformer ----
 
 class AttentionCore(nn.Module):
-    """Attention of one layer from queries, keys and values on, and its mechanisms: no projections.
+    """The attention of one layer with its mechanisms, but without projections: from q, k, v to gated outputs.
 
-    A subclass sets layer, head_ids (what pruning left, by the original numbers), n_base (constraint heads are
-    numbered on from there), n_head, n_extra, head_size, scale and attn_dropout, and then adds mechanisms.
+    CausalSelfAttention, below, puts projections around it, and a drop-in layer those of another model. A
+    subclass sets layer, n_head (heads of its own), n_extra (heads that a mechanism adds behind them),
+    head_size, scale and attn_dropout; head_ids (the heads that pruning has left, by their original numbers)
+    and n_base (the number of heads before pruning, from which added heads are numbered); then it calls
+    add_mechanisms().
     """
 
-    group = unit = 1  # heads that share a key and a value; that are pruned together
+    group = 1  # how many heads share a key and a value
+    unit = 1   # how many neighbouring heads are pruned together
 
     def add_mechanisms(self, config):
+        """Build the mechanisms that are on in this layer; those that are off are None."""
         for cls in HEAD_MECHANISMS:
             self.register_module(cls.name, cls(config, self) if cls.on(config, self.layer) else None)
         self.register_buffer("gate_override", None, persistent=False)  # gates set by hand, [H], NaN: not set
@@ -152,50 +160,58 @@ class AttentionCore(nn.Module):
 
     @property
     def n_total(self):
-        """All heads: those of the layer, then the constraint heads."""
+        """All heads: those of the layer, then those that a mechanism adds."""
         return self.n_head + self.n_extra
 
     def mechanisms(self):
+        """The mechanisms that are on, in the order in which they act."""
         return [m for m in self._modules.values() if isinstance(m, Mechanism)]
 
     def outputs(self, heads):
-        """(the Heads after attention, their gated outputs [B, H, T, D])."""
+        """From q, k and v to (the Heads after attention, the gated outputs [B, H, T, D])."""
         mechanisms = self.mechanisms()
         gate = self.static_gate() if mechanisms or self.gate_override is not None else None
         if gate is not None:
             heads.add_gate("gate", gate[:, None, None])
         for m in mechanisms:
             m.before_attention(self, heads)
-        # under autocast a norm may have made q and k float32, and x is it anyway; kernels want one dtype
+
+        # kernels want one dtype; under autocast a norm may have made q and k float32
         dtype = product_dtype(heads.v)
         if not heads.q.dtype == heads.k.dtype == heads.v.dtype == dtype:
             heads.q, heads.k, heads.v = heads.q.to(dtype), heads.k.to(dtype), heads.v.to(dtype)
         if heads.cache is not None:
             heads.k, heads.v = heads.cache.append(self.layer, heads.k, heads.v)
+
         y, row_stats = self.attend(heads)
         for m in mechanisms:
             y, row_stats = m.after_softmax(self, heads, y, row_stats)
-        if torch.compiler.is_compiling():  # loses what is set on an old object behind FlexAttention (2.13)
+        if torch.compiler.is_compiling():  # behind FlexAttention, 2.13 loses what is set on an older object
             heads = replace(heads, y=y, row_stats=row_stats)
         heads.y, heads.row_stats = y, row_stats
         for m in mechanisms:
             m.after_attention(self, heads)
         if heads.wants_traces:
             self.trace(heads)
+
         if not heads.gates:
             return heads, heads.y
-        # one pass over y: the small factors are multiplied first
+        # the small factors are multiplied first, so that there is one pass over y
         gate = math.prod(sorted(heads.gates.values(), key=lambda g: g.size(-1)))
         return heads, heads.y * gate.to(heads.y.dtype)
 
     def attend(self, heads):
-        """(y [B, H, T, D], RowStats where a mechanism reads them, else None)."""
+        """(y [B, H, T, D], RowStats where a mechanism reads them, else None).
+
+        A plain GPT takes the last branch. The others are for mechanisms that read statistics of the rows, or
+        have heads computed only where they are used.
+        """
         q, k, v, row_stats = heads.q, heads.k, heads.v, None
         dropout = self.attn_dropout if self.training else 0.0
         needs = "shape" if heads.wants_traces else self.needs_row_stats
-        if needs or heads.used is not None or heads.open_rows:  # kernels for which each head has its own
+        if needs or heads.used is not None or heads.open_rows:  # kernels that want keys of each head
             k, v = for_each_head(k, q.size(1)), for_each_head(v, q.size(1))
-        if heads.self_factor is not None:  # constraint heads, the last ones, whose scores are gated
+        if heads.self_factor is not None:  # the added heads, the last ones, have a gate on their scores
             n, shape = self.n_head, needs == "shape"
             y, own = row_statistics(q[:, :n], k[:, :n], v[:, :n], self.scale, heads.mask, heads.n_keys,
                                     shape=shape)
@@ -206,18 +222,19 @@ class AttentionCore(nn.Module):
         elif needs:
             y, row_stats = row_statistics(q, k, v, self.scale, heads.mask, heads.n_keys,
                                           self.detach_row_stats, dropout, shape=needs == "shape")
-        elif heads.used is not None and q.size(2) == 1:
+        elif heads.used is not None and q.size(2) == 1:  # decoding, with the selected heads alone
             y = attend_selected(q, k, v, self.scale, heads.used.squeeze(-1), heads.mask)
-        elif heads.used is not None:
+        elif heads.used is not None:  # the selected queries alone
             y, _ = attend_packed(q, k, v, self.scale, heads.used, heads.capacity, heads.mask_mod)
-        elif heads.open_rows:
+        elif heads.open_rows:  # added heads in some rows alone
             y = attend_in_rows(q, k, v, self.scale, heads.open_rows, self.n_head, heads.mask)
         else:
             y = attend(q, k, v, self.scale, heads.mask, dropout)
         return y if y.size(-1) == self.head_size else y[..., :self.head_size], row_stats
 
     def static_gate(self, noisy=None):
-        """Product of the gates that depend on no token, or what was set by hand, [H], or None."""
+        """The product of the gates that depend on no token, or what was set by hand, [H]; None: no such gate.
+        """
         gates = [m.static_gate(noisy) for m in self.mechanisms()]
         gates = [gate for gate in gates if gate is not None]
         gate = math.prod(gates) if gates else None
@@ -226,7 +243,7 @@ class AttentionCore(nn.Module):
         return gate
 
     def trace(self, heads):
-        """What every model's traces hold, beside those of its mechanisms."""
+        """Add what every model's traces hold, whatever its mechanisms: row statistics and attention maps."""
         heads.traces.update(entropy=heads.row_stats.entropy, concentration=heads.row_stats.log_p2.exp())
         if heads.wants_traces == "maps":
             logits = (heads.q @ for_each_head(heads.k, heads.q.size(1)).mT).float() * self.scale
@@ -236,7 +253,7 @@ class AttentionCore(nn.Module):
             heads.traces["map"] = weights
 
     def all_head_ids(self):
-        """The heads that are here, by their original numbers, constraint heads too."""
+        """The original numbers of the heads that are left, then those of the added heads."""
         return self.head_ids + [self.n_base + i for i in range(self.n_extra)]
 
     def head_axes(self):
@@ -245,11 +262,10 @@ class AttentionCore(nn.Module):
 
 
 class CausalSelfAttention(AttentionCore):
-    """Multi-head causal attention and the mechanisms of its config, [B, T, C] -> [B, T, C].
+    """Multi-head causal attention with the mechanisms of its config, [B, T, C] -> [B, T, C].
 
-    Two mechanisms are named here, since they change what the projections are. Constraint heads have
-    projections of their own, which make the layer's heads more and its output wider (n_extra, merge); A2C as
-    published has no keys and values of its own (tied).
+    Two mechanisms are named here, since they change the projections. Constraint heads add heads with
+    projections of their own (n_extra, merge); A2C as published takes queries as keys and x as values (tied).
     """
 
     def __init__(self, config, layer):
@@ -281,11 +297,14 @@ class CausalSelfAttention(AttentionCore):
         return self.n_head // self.group
 
     def forward(self, x, heads, inputs=None):
-        """(what joins the residual stream, Heads.results()); inputs: of q, k and v, if they are not x."""
+        """(what joins the residual stream, Heads.results()) of the normed stream x [B, T, C].
+
+        inputs: what queries, keys and values are projected from, where they have an input each; else None.
+        """
         heads, mechanisms = heads.of_layer(x), self.mechanisms()
         for m in mechanisms:
             m.before_projection(self, heads)
-        qkv = self.c_attn(heads.x) if not inputs else project_each(self, inputs)
+        qkv = self.c_attn(heads.x) if not inputs else self.project_each(inputs)
         qkv = qkv.view(*x.shape[:2], self.c_attn.out_features // self.head_size, self.head_size)
         for m in mechanisms:
             qkv = m.after_projection(self, qkv, heads)
@@ -293,6 +312,12 @@ class CausalSelfAttention(AttentionCore):
         heads.q, heads.k, heads.v = self.split(qkv, heads, self.n_head, self.n_kv_head, values)
         heads, y = self.outputs(heads)
         return self.merge(y, heads.none_open), heads.results()
+
+    def project_each(self, inputs):
+        """As c_attn, but queries, keys and values are each projected from an input of their own [B, T, C]."""
+        rows = [n * self.head_size for n in (self.n_head, self.n_kv_head, self.n_kv_head)]
+        bias = (None,) * 3 if self.c_attn.bias is None else self.c_attn.bias.split(rows)
+        return torch.cat([F.linear(*part) for part in zip(inputs, self.c_attn.weight.split(rows), bias)], -1)
 
     def split(self, qkv, heads, n_head, n_kv_head, values=None):
         """[B, T, heads of q, k and v, D] -> normed and rotated q and k, and v, each [B, heads, T, D].
@@ -372,7 +397,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each reading the normed residual stream and adding to it."""
+    """Attention, then MLP: each reads the normed residual stream and adds to it, [B, T, C] -> [B, T, C]."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -384,6 +409,7 @@ class Block(nn.Module):
         self.parallel = config.parallel  # both at once, as in GPT-J and GPT-NeoX (2204.06745, section 2.1.2)
 
     def forward(self, x, heads):
+        """(what the block sends on, Heads.results()); heads: what is the same in all layers."""
         # a mechanism between blocks may give queries, keys and values an input each
         inputs = heads.shared and heads.shared.get(("inputs", self.attn.layer))
         y, results = self.attn(self.ln_1(x), heads, inputs and [self.ln_1(each) for each in inputs])
@@ -396,7 +422,7 @@ class Block(nn.Module):
 
 
 class GPT(HeadControl, nn.Module):
-    """The language model. Parameter names are nanoGPT's. Raises ValueError on an impossible config."""
+    """The language model. Its parameters have nanoGPT's names. Raises ValueError on an impossible config."""
 
     def __init__(self, config):
         super().__init__()
@@ -436,10 +462,10 @@ class GPT(HeadControl, nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """GPT-2's initial values, or a mechanism's own; each parameter's generator is keyed by (seed, its
-        name).
+        """Set GPT-2's initial values, or a mechanism's own.
 
-        Two models therefore start bit-identical in every parameter that they share, whatever else they have.
+        Each parameter has a generator of its own, keyed by the seed and its name. So two models start
+        bit-identical in every parameter that they share, whatever else they have.
         """
         starts = {f"{path}.{name}": value for path, m in self.named_modules() if isinstance(m, Mechanism)
                   for name, value in m.initial_values().items()}
@@ -464,12 +490,12 @@ class GPT(HeadControl, nn.Module):
 
     def forward(self, idx, targets=None, traces=False, constraint_targets=None, router_hint=None,
                 teacher=None, logits=False):
-        """idx, targets [B, T] -> Output; targets of -1 are not scored. Without targets there are no losses.
+        """idx, targets [B, T] -> Output. Targets of -1 are not scored; without targets there is no loss.
 
-        logits: whether they are wanted beside a loss; without targets they are always there. traces: True, or
+        logits: give them back beside a loss, too; without targets they are always there. traces: True, or
         "maps" for attention maps too. constraint_targets: {name: [B, T]}, see label_losses(). router_hint
-        [B, C]: read by the constraint router instead of the text so far. teacher: another model's
-        predictions() on idx, which constraint_match compares with.
+        [B, C]: the constraint router reads it instead of the text so far. teacher: another model's
+        predictions() on idx, with which constraint_match compares.
         """
         scores = constraint_targets is not None or teacher is not None
         x, found = self.run_blocks(idx, wants_losses=targets is not None, wants_scores=scores,
@@ -491,8 +517,9 @@ class GPT(HeadControl, nn.Module):
     def run_blocks(self, idx, cache=None, pad=None, **wanted):
         """(final hidden states [B, T, C], Heads.results() of all blocks) of idx [B, T].
 
-        losses {name: sum over blocks}; predictions and traces {"blocks.<i>.<name>": tensor}. cache: what was
-        read before; row b begins at column pad[b]; wanted: fields of Heads.
+        Losses are summed over blocks, {name: sum}; predictions and traces are {"blocks.<i>.<name>": tensor}.
+        cache: a KVCache of the tokens before idx. pad [B]: the column at which each row's text begins.
+        wanted: fields of Heads that say what is asked for.
         """
         c, N = self.config, self.config.n_layer
         B, T = idx.shape
@@ -537,14 +564,15 @@ class GPT(HeadControl, nn.Module):
         return self.transformer.ln_f(x), dict(losses=losses, **named)
 
     def before_block(self, x, layer, outputs, shared):
-        """What block `layer` reads (n_layer: the last norm), of the outputs so far; x is the last of them."""
+        """What block `layer` reads, or, at n_layer, the last norm; x is the last of the outputs so far."""
         for name in self.between:
             x = getattr(self, name).before_block(x, layer, outputs, shared)
         return x
 
     def make_heads(self, mask, positions, past, T, cache, pad, device, **wanted):
-        """The Heads of the blocks with this CausalMask: only what is asked for. positions: a slice, or [B, T]
-        of padded rows.
+        """The Heads of the blocks that have this CausalMask, with what is the same in all of them.
+
+        positions: a slice, or [B, T] where rows are padded. What nobody asks for is None.
         """
         traces = wanted.get("wants_traces", False)
         counted, rope, n_keys, valid = self.needs_row_stats or bool(traces), None, None, None
@@ -700,13 +728,13 @@ class GPT(HeadControl, nn.Module):
     # ---- what mechanisms add ----
 
     def at_step(self, step):
-        """Set what of the model depends on the number of a training step, before that step."""
+        """Before each training step: set what depends on its number."""
         for m in self.modules():
             if isinstance(m, Mechanism):
                 m.at_step(self.config, step)
 
     def aux_at_step(self, aux, step):
-        """The losses of an Output at their weights in a training step."""
+        """The losses of an Output with the weights that they have in this training step."""
         for cls in MECHANISM_CLASSES:
             aux = cls.aux_at_step(self.config, aux, step)
         return aux
@@ -804,15 +832,16 @@ class CausalMask(nn.Module):
 
 @dataclass
 class Heads:
-    """A layer in one forward pass: what is asked for, and the layer's heads, which mechanisms rewrite.
+    """The heads of one layer in one forward pass: what hooks are given, and what they rewrite.
 
-    The first half is made once and is the same in all layers; what no flag asks for is None.
+    The first half says what is asked for and what is known of the text. It is made once a pass and is the
+    same in all layers; what no mechanism asks for is None. The second half is the layer's own.
     """
 
     rope: Optional[dict] = None               # head size -> (cos, sin) of the positions
     cache: Optional[KVCache] = None
     mask: object = None                       # who sees whom: bool [1 or B, 1, T, S], BlockMask, None: causal
-    mask_mod: object = None                   # the same as a function of (query, key) positions
+    mask_mod: object = None                   # the same, as a function of positions (query, key)
     positions: Optional[torch.Tensor] = None  # tokens before each token, [T] or [B, T]
     n_keys: Optional[torch.Tensor] = None     # keys that each query sees, [T] or [B, 1, T]
     valid: Optional[torch.Tensor] = None      # 0 where there is only padding, [B, T, 1]
@@ -831,9 +860,9 @@ class Heads:
     row_stats: Optional[RowStats] = None      # of the attention rows, gates of scores included, where read
     used: Optional[torch.Tensor] = None       # the heads to compute, bool [B, H, T]; None: all
     capacity: float = 0.0                     # of those, queries per head and sequence at most
-    open_rows: Optional[list] = None          # the rows in which to compute each constraint head; None: all
-    self_factor: Optional[torch.Tensor] = None       # on constraint heads' weights on the token itself: its
-                                              # logarithm joins the logit, [B, heads, T or 1, 1]
+    open_rows: Optional[list] = None          # the rows in which to compute each added head; None: all
+    # of the added heads, a factor on each token's weight on itself: its logarithm is added to the logit
+    self_factor: Optional[torch.Tensor] = None       # [B, added heads, T or 1, 1]
     gates: dict = field(default_factory=dict)        # name -> factor on y, broadcasting over [B, H, T, D]
     for_later: dict = field(default_factory=dict)    # name -> what later layers find in shared
     losses: dict = field(default_factory=dict)       # name -> weighted auxiliary loss
@@ -841,7 +870,7 @@ class Heads:
     traces: dict = field(default_factory=dict)       # name -> tensor, where traces are wanted
 
     def of_layer(self, x):
-        """A copy for the layer that reads x [B, T, C]."""
+        """A copy for one layer, whose normed input is x [B, T, C]."""
         return Heads(self.rope, self.cache, self.mask, self.mask_mod, self.positions, self.n_keys, self.valid,
                     self.hint, self.shared, self.tokens, self.wants_losses, self.wants_scores,
                     self.wants_traces, x)
@@ -852,8 +881,13 @@ class Heads:
                     for_later=self.for_later)
 
     @property
+    def positions_per_head(self):
+        """The positions in a form that broadcasts over heads, [T] or [B, 1, T]."""
+        return self.positions if self.positions.dim() == 1 else self.positions[:, None]
+
+    @property
     def none_open(self):
-        """Is there no row in which a constraint head is to be computed?"""
+        """Is no added head to be computed in any row?"""
         return bool(self.open_rows) and not any(map(len, self.open_rows))
 
     def add_gate(self, name, gate):
@@ -903,7 +937,7 @@ class Routing(Mechanism):
         routing_skip: bool = True            # decoding reads the selected heads alone, where that pays
         routing_capacity: float = 0.0        # cuda: compute so many times the mean number of queries; 0: all
 
-    name, flag = "router", "routing"
+    name, flag = "router", "routing"  # router: its parameters, and so checkpoints, go by that name
     modes = {
         "routing_published": dict(routing="published", routing_mask="zero", routing_eval_gate=False),
         "routing_inf": dict(routing="published", routing_mask="inf", routing_eval_gate=True),
@@ -1347,7 +1381,7 @@ class Roles(Mechanism):
 
     def before_attention(self, attn, heads):
         dtype = torch.promote_types(self.strength.dtype, torch.float32)  # bfloat16 cannot count to 257
-        t = (heads.positions if heads.positions.dim() == 1 else heads.positions[:, None])[..., None].to(dtype)
+        t = heads.positions_per_head[..., None].to(dtype)
         sign, offset, shortest = self.priors.to(dtype)[..., None, None].unbind(1)  # (H, 1, 1)
         wavelength = shortest * self.GROWTH ** torch.arange(self.waves, dtype=dtype, device=t.device)
         speed = 2 * math.pi / wavelength  # radians per token, (H, 1, waves)
@@ -1697,11 +1731,13 @@ class ACAG(Mechanism):
         return {"weight": start, "bias": start}
 
     def forward(self, stats, n_keys, positions):
-        """Gate [B, H, T, 1 or D] from RowStats, the keys seen and the tokens before each token."""
+        """Gate [B, H, T, 1 or D] from RowStats, the keys seen and the tokens before each token, [T] or
+        [B, 1, T].
+        """
         entropy, log_p2 = stats.entropy, stats.log_p2
         if self.detach:  # another mechanism may have asked for the gradient
             entropy, log_p2 = entropy.detach(), log_p2.detach()
-        before = (positions if positions.dim() == 1 else positions[:, None]).to(entropy.dtype)
+        before = positions.to(entropy.dtype)
         alone = n_keys == 1  # nothing to choose from: no logarithm or root whose gradient is not a number
         n = n_keys.masked_fill(alone, 2).to(entropy.dtype)
         if self.published:
@@ -1718,7 +1754,7 @@ class ACAG(Mechanism):
         return z.sigmoid() if self.published else 2 * z.sigmoid()
 
     def after_attention(self, attn, heads):
-        heads.add_gate("acag_gate", self(heads.row_stats, heads.n_keys, heads.positions))
+        heads.add_gate("acag_gate", self(heads.row_stats, heads.n_keys, heads.positions_per_head))
 
 
 # ---- mechanisms outside the layers ----
@@ -1743,7 +1779,7 @@ class UNetSkip(Mechanism):
         unet_from: int = flag(0, at_least=0)  # training steps in which the skip half gives nothing yet
         unet_ramp: int = flag(0, at_least=0)  # training steps over which it then rises to all that it gives
 
-    name, flag = "fuse", "unet"
+    name, flag = "fuse", "unet"  # fuse: its parameters, and so checkpoints, go by that name
     modes = {"unet_concat": dict(unet="concat"), "unet_add": dict(unet="add"),
              "unet_scalar": dict(unet="scalar"),
              "unet_published": dict(unet="published")}
@@ -1847,7 +1883,7 @@ class Window(CausalMask, Mechanism):
         window_block: Optional[int] = flag(None, at_least=1)  # tokens in such a block; None: block_size // 16
         window_layers: Optional[list[int]] = None  # blocks that have the window, from 0; None: all
 
-    name, flag = "mask", "window"
+    name = flag = "window"
     modes = {"window": dict(window=0),
              "window_global_random": dict(window=0, window_global=1, window_random=1)}
     neutral = {"window": {"window": "block_size"}, "window_global_random": {"window": "block_size"}}

@@ -27,7 +27,7 @@ RANGES = {
 def flag(default, **limits):
     """A dataclass field with a default and a range: flag(4, at_least=1), flag(0.9, at_least=0, below=1).
 
-    None is always allowed as a default means it: the value follows from other flags.
+    None is always allowed, and means that the value follows from other flags.
     """
     return field(default=default, metadata=limits)
 
@@ -101,12 +101,12 @@ class HeadAxis(NamedTuple):
     """A tensor with a head axis: what pruning slices."""
 
     module: nn.Module
-    tensor: str         # its name there; a name without a tensor is passed over
+    tensor: str         # its name there; where the module has no such tensor, nothing is sliced
     dim: int = 0
     size: int = 1       # entries of one head along dim
     extra: bool = True  # constraint heads come behind the base heads
-    parts: int = 1      # how often all that is repeated: q, k, v
-    shared: int = 0     # of those, the last that have one for each group of heads: k, v with n_kv_head
+    parts: int = 1      # how often that is repeated along dim: 3 where q, k and v are stacked
+    shared: int = 0     # how many of those parts, the last ones, have a row for each group of heads alone
 
 
 class Uniform(NamedTuple):
@@ -131,28 +131,34 @@ OLD_HOOKS = {"read": "before_projection", "projected": "after_projection", "befo
 class Mechanism(nn.Module):
     """One change to the heads of a layer, built where its flag is on. A subclass overrides what it changes.
 
-    Its own parameters (those of layers inside it aside) never decay. It must not keep `attn`: modules would
-    contain each other.
+    Weight decay leaves its own parameters alone, but not those of layers inside it. It must not keep `attn`,
+    because then two modules would contain each other.
     """
 
     class Options:
         """Its flags, as annotated fields: the one that turns it on, then details, named <flag>_..."""
 
-    name = ""               # its attribute of CausalSelfAttention, hence the prefix of its parameters
-    flag = ""               # the one of its Options that turns it on
-    modes = {}              # name -> flags: its entries of MECHANISMS
-    neutral = {}            # mode -> {flag, or parameter, * allowed: value}: the plain GPT; missing: none is
-    needs_row_stats = None  # does it read Heads.row_stats? "lse" | "shape" (entropy and log_p2 too)
-    detach = False          # ... without a gradient into them?
-    needs_positions = False  # does it read Heads.positions?
-    absorbs = False         # can a checkpoint's own weights make up for its start? Its static_gate() alone
-    starts = {}             # parameter -> number, tensor or Uniform: what does not start as in GPT-2
-    in_pairs = False        # are heads 0 and 1 one thing, 2 and 3, ...? They are then pruned together
-    joins_blocks = False    # is a block's part of it another than the next one's? None is then put in or out
-    passes_on = False       # do others read what its layer's heads hold, beside what the layer sends out?
-    per_head = ()           # its tensors of a row per head, constraint heads too: pruning slices them
-    averages = ()           # its flags for what is a mean over all tokens of a row, padding too
-    attention_cost = 0.0    # FLOPs beyond those of plain attention, as a share of them
+    name = ""                # its attribute of the layer, and so the prefix of its parameters
+    flag = ""                # the one of its Options that turns it on
+    modes = {}               # name -> flags: its entries in MECHANISMS
+    # mode -> {flag or parameter (* stands for any text): value} at which it equals the plain GPT. A mode that
+    # is missing has no such setting.
+    neutral = {}
+    # What it reads: "lse" of each attention row, or "shape", which is its entropy and log_p2 too.
+    needs_row_stats = None
+    detach = False           # no gradient goes into those statistics
+    needs_positions = False  # it reads Heads.positions
+    # Its tensors.
+    starts = {}              # parameter -> number, tensor or Uniform: what does not start as in GPT-2
+    per_head = ()            # its tensors with a row for each head, added heads too: pruning slices them
+    # What it means for pruning and growing.
+    in_pairs = False         # heads 0 and 1 belong together, 2 and 3, ...: they are pruned together
+    joins_blocks = False     # its part differs from block to block: none can be put in or taken out
+    passes_on = False        # others read what its layer's heads hold, not only what the layer sends out
+    absorbs = False          # it starts as a constant factor, for which a checkpoint's weights can make up
+    # What it costs and averages.
+    averages = ()            # its flags for means over all tokens of a row, padding included
+    attention_cost = 0.0     # FLOPs beyond those of plain attention, as a share of them
 
     # ---- flags ----
 

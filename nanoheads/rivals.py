@@ -489,7 +489,7 @@ class KeyOffset(Mechanism):
     def before_attention(self, attn, heads):
         last = None if heads.cache is None else heads.cache.swap(attn.layer, "key", heads.k[:, :, -1:])
         before = torch.cat((heads.k[:, :, :1] if last is None else last, heads.k[:, :, :-1]), 2)
-        begins = (heads.positions if heads.positions.dim() == 1 else heads.positions[:, None])[..., None] == 0
+        begins = heads.positions_per_head[..., None] == 0
         heads.k = torch.where(self.moved & ~begins, before, heads.k)
 
 
@@ -699,10 +699,3 @@ class MUDD(Mechanism):
         *ways, x = [weighted_sum(way, [*outputs[:-1], x]).to(x.dtype) for way in weights.unbind(-2)]
         shared["inputs", layer] = ways
         return x
-
-
-def project_each(attn, inputs):
-    """The projection of an input each for queries, keys and values: [B, T, heads of all three * D]."""
-    rows = [n * attn.head_size for n in (attn.n_head, attn.n_kv_head, attn.n_kv_head)]
-    bias = (None,) * 3 if attn.c_attn.bias is None else attn.c_attn.bias.split(rows)
-    return torch.cat([F.linear(*part) for part in zip(inputs, attn.c_attn.weight.split(rows), bias)], -1)

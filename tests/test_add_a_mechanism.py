@@ -74,9 +74,9 @@ def test_it_equals_the_formula(mine):
 @pytest.mark.parametrize("promise, before, after", [
     ("causal", PASS, PASS + "\n        heads.q = heads.q + heads.x.mean(1)[:, None, None, :1]"),
     ("rows", PASS, PASS + "\n        heads.q = heads.q + heads.q.mean(0)"),
-    ("cache", "heads.positions if heads.positions.dim() == 1 else heads.positions[:, None]",
+    ("cache", "heads.positions_per_head",
      "torch.arange(heads.k.size(2))"),
-    ("padding", "heads.positions if heads.positions.dim() == 1 else heads.positions[:, None]",
+    ("padding", "heads.positions_per_head",
      "torch.arange(heads.k.size(2)).sqrt() if heads.cache is None else heads.positions"),
     ("pruned", '[HeadAxis(self, "slope", extra=False)]', "()"),
     ("learns", "F.softplus(self.slope)", "F.softplus(self.slope.detach())"),

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import model as model_py
 import oracle
 from conftest import pass_of
-from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISMS, A2C, Agency, ConstraintHeads,
+from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, A2C, Agency, ConstraintHeads,
                    GPTConfig, Roles, Routing, KVCache, Heads, Sentinel, UNetSkip, Window)
 from nanoheads.heads.states import find_violations
 from nanoheads.traces import explain, summaries
@@ -44,6 +44,19 @@ def tiny(flags={}, alive=True, **more):
         torch.nn.init.normal_(p, mean, std)
     give_states(model)
     return model
+
+
+# ---- names ----
+
+KEPT = {"Routing": "router", "UNetSkip": "fuse", "ConstraintHeads": "constraint"}  # by which parameters go
+
+
+@pytest.mark.parametrize("cls", MECHANISM_CLASSES, ids=lambda cls: cls.__name__)
+def test_a_mechanisms_class_flag_and_attribute_have_one_name(cls):
+    flag = cls.flag.removesuffix("_names")
+    assert cls.name == KEPT.get(cls.__name__, flag)
+    assert cls.__name__.lower().startswith(flag.replace("_", ""))
+    assert all(name.startswith(flag) for name in cls.fields())
 
 
 # ---- the whole model ----
