@@ -160,9 +160,9 @@ def test_a_helper_that_a_mechanism_newly_calls_is_in_the_hash(tree):
 
 
 @pytest.mark.parametrize("words, counts", [
-    ("OTHERS = [ExclusiveAttention]", False), ("from nanoheads.rivals import ExclusiveAttention", False),
-    ("OTHER = ExclusiveAttention", True), ("OTHERS = {'x': ExclusiveAttention}", True),
-    ("def other():\n    return ExclusiveAttention", True)])
+    ("OTHERS = [XSA]", False), ("from nanoheads.rivals import XSA", False),
+    ("OTHER = XSA", True), ("OTHERS = {'x': XSA}", True),
+    ("def other():\n    return XSA", True)])
 def test_lists_and_imports_alone_name_a_class_without_using_it(tree, words, counts):
     path = tree.root / "nanoheads" / "logits.py"
     path.write_text(path.read_text() + f"\n\n{words}\n")
