@@ -45,7 +45,7 @@ import train
 from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache
 from nanoheads.common import (ROOT, UserError, explain, keep_freed_memory, last_words, output_written,
                               pick_device, table, writable, write_json)
-from nanoheads.hub import own_mechanism
+from nanoheads import own_mechanism
 from nanoheads.kernels import allow_graphs
 from nanoheads.pruning import prune_heads
 from nanoheads.text.dataset import Dataset

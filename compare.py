@@ -38,7 +38,7 @@ from nanoheads import configurator
 from nanoheads.common import (UserError, explain, fault_of_own_file, json_safe, output_written, pick_device,
                               table)
 from nanoheads.folders import LONGEST, find, joined
-from nanoheads.hub import own_mechanism as own
+from nanoheads import own_mechanism as own
 from nanoheads.probes import promises
 from nanoheads.study import (analysis, costs, findings, digest, queue, rates, report, results, tables,
                              trial)

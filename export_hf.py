@@ -14,7 +14,8 @@ from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads.common import last_words, output_written
-from nanoheads.hub import huggingface as hf, own_mechanism
+from nanoheads import own_mechanism
+from nanoheads.hub import huggingface as hf
 from nanoheads.training import checkpoint
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads.common import last_words, output_written, writable_folder
-from nanoheads.hub import own_files
+from nanoheads import own_files
 from nanoheads.training.curves import AXES, plot_runs
 
 

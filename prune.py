@@ -49,7 +49,7 @@ from nanoheads.configurator import near
 from nanoheads.drawing import COLOURS, drawn, label_right, panels
 from nanoheads.heads.measuring import (attentions, cache_bytes, closed, evaluating, fixed_text, measure,
                                        nats_on, static_gates)
-from nanoheads.hub import own_mechanism
+from nanoheads import own_mechanism
 from nanoheads.locks import only_writer
 from nanoheads.pruning import pack, prune_heads
 from nanoheads.timing import progress_bar, take_turns, time_rows

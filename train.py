@@ -32,7 +32,7 @@ from tqdm import tqdm
 from model import GPT, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError, explain, output_written
-from nanoheads.hub import own_mechanism as own
+from nanoheads import own_mechanism as own
 from nanoheads.kernels import allow_graphs
 from nanoheads.locks import only_writer
 from nanoheads.text.dataset import Batches, Dataset, DocumentBatches

@@ -23,7 +23,7 @@ import train  # noqa: E402
 from browser import CHROMIUM, Browser  # noqa: E402
 from nanoheads.common import OWN_FILES  # noqa: E402
 from nanoheads.configurator import keys_of  # noqa: E402
-from nanoheads.hub import own_files, own_mechanism as own  # noqa: E402
+from nanoheads import own_mechanism as own  # noqa: E402
 from nanoheads.mechanism import choices  # noqa: E402
 from nanoheads.study import digest  # noqa: E402
 from nanoheads.text import sources  # noqa: E402
@@ -215,9 +215,7 @@ def forget_own_mechanisms(but=()):
         for every in (model.OWN, model.HEAD_MECHANISMS, model.MECHANISM_CLASSES):
             every.remove(cls)
         own.ADDED.pop(cls)
-    kept = {module.name for file in own.ADDED.values() for module in file.modules}
-    own_files.forget("", [module for name, module in own_files.LOADED.items() if name not in kept])
-    OWN_FILES.intersection_update(str(path) for file in own.ADDED.values() for path in file.paths)
+    OWN_FILES.intersection_update(str(file.path) for file in own.ADDED.values())
     keys_of.cache_clear()
     choices.cache_clear()
 

@@ -15,7 +15,8 @@ import model
 from conftest import ROOT, without_own_mechanisms
 from nanoheads.common import UserError
 from nanoheads.configurator import keys_of
-from nanoheads.hub import huggingface as hf, own_mechanism as own
+from nanoheads import own_mechanism as own
+from nanoheads.hub import huggingface as hf
 from nanoheads.probes import promises
 from nanoheads.study import digest
 from nanoheads.study.variants import StudyConfig
@@ -268,7 +269,7 @@ def test_a_run_with_it_goes_through_every_program(mine, bytes_data, tmp_path):
         assert done.returncode == 0, done.stderr
     assert (out / "mine.py").read_text() == CODE
     state = torch.load(out / "best.pt", weights_only=True)
-    assert state["own_mechanism"] == [dict(file="mine.py", digest=own.digest(path))]
+    assert state["own_mechanism"] == [dict(file="mine.py", digest=own.opened(path).digest)]
     path.unlink()
     named = f"--mechanism={out / 'mine.py'}"
     for command in (["evaluate.py", "--ckpt", out, "--split=val"],
@@ -294,7 +295,7 @@ def test_the_record_is_of_the_text_that_runs(mine, tmp_path):
     """A file that is edited during a run, or deleted: the copy and the digest are those of what was read."""
     path = mine()
     own.add(path)
-    before, config = own.digest(path), model.GPTConfig(**SIZES, forget=True)
+    before, config = own.opened(path).digest, model.GPTConfig(**SIZES, forget=True)
     path.write_text(CODE + "\n# edited\n")
     assert own.record(config) == [dict(file="mine.py", digest=before)]
     file, = own.files_for(config)
@@ -401,5 +402,5 @@ def test_the_commands_of_the_page(mine, tmp_path):
     assert done.returncode == 0 and done.stdout.count("kept") == 15, done.stderr
     taken = own.take([str(tmp_path / "mine.py").join(arg.split("mine.py")) for arg in commands[2][1:]],
                      keep=tmp_path / "kept")
-    assert taken == ["--mechanism=forget",
-                     f"--own_mechanism={tmp_path / 'kept' / own.digest(tmp_path / 'mine.py') / 'mine.py'}"]
+    digest = own.opened(tmp_path / "mine.py").digest
+    assert taken == ["--mechanism=forget", f"--own_mechanism={tmp_path / 'kept' / digest / 'mine.py'}"]

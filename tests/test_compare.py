@@ -24,7 +24,7 @@ from compare import Study, main, plan_of
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError, json_safe
-from nanoheads.hub import own_mechanism
+from nanoheads import own_mechanism
 from nanoheads.study import (analysis, costs, findings, digest, page, pictures, queue, rates,
                              report, results, stats, tables, trial)
 from nanoheads.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, variants_of

@@ -1,6 +1,8 @@
 """Who may import whom: libraries import no program, and text/ does not know the model."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,13 @@ def test_an_import_that_should_not_be_is_found(path, text, said, tmp_path):
     (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / path).write_text(text)
     assert wrong_imports(tmp_path) == said
+
+
+def test_what_reads_others_weights_is_imported_where_it_is_asked_for():
+    code = ("import sys, sample, evaluate, nanoheads.training.checkpoint\n"
+            "print([name for name in sys.modules if name.startswith(('nanoheads.hub', 'transformers'))])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "[]\n", done.stderr
 
 
 # ---- tests that `make test` leaves out ----

@@ -11,7 +11,7 @@ import torch
 
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads.common import ROOT, UserError
-from nanoheads.hub import own_mechanism as own
+from nanoheads import own_mechanism as own
 from nanoheads.probes import lookahead
 from nanoheads.study import results, trial
 from train import main

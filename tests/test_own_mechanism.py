@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import py_compile
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +22,8 @@ import train
 from conftest import ROOT, forget_own_mechanisms
 from nanoheads.common import UserError
 from nanoheads.configurator import help_text, keys_of
-from nanoheads.hub import huggingface as hf, own_files, own_mechanism as own
+from nanoheads import own_mechanism as own
+from nanoheads.hub import huggingface as hf
 from nanoheads.study import digest, queue, trial
 from nanoheads.study.variants import StudyConfig, VariantBuilder, variants_of
 from nanoheads.text.dataset import Dataset
@@ -213,29 +212,6 @@ def test_an_absolute_path_in_a_checkpoint_is_never_run(evil, bytes_data, tmp_pat
     )
 
 
-def test_what_a_trusted_file_imports_must_lie_in_the_folder_too(bytes_data, tmp_path, own_mechanisms_go):
-    outside, folder = tmp_path / "outside", tmp_path / "run"
-    outside.mkdir()
-    folder.mkdir()
-    written(
-        folder / "mine.py",
-        "import rates\n",
-        MODE.format("Twice", "twice", "dict(up=dict(twice=True))", "rates.R"),
-    )
-    (outside / "rates.py").write_text("R = 2")
-    (folder / "rates.py").symlink_to(outside / "rates.py")
-    own.add(folder / "mine.py")
-    save(
-        folder / "best.pt",
-        bytes_data,
-        flags=dict(twice=True),
-        own_mechanism=own.record(model.GPTConfig(**SIZES, twice=True)),
-    )
-    forget_own_mechanisms()
-    assert f"{folder / 'rates.py'} leads out of" in line_of(sample, "--ckpt", folder, "--trust_code")
-    assert "rates" not in sys.modules
-
-
 def test_a_folder_for_transformers_is_read_and_not_run(ran, tmp_path):
     folder, was_run = ran
     gpt = checkpoint.build(checkpoint.read(str(folder), trust_code=True), folder)
@@ -358,148 +334,43 @@ def test_a_copied_trial_runs_nothing(planned, tmp_path):
     assert code == 1 and "is another text" in said.splitlines()[-1] and not was_run()
 
 
-# ---- files that import others ----
+# ---- a file stands alone ----
+
+TWICE = "dict(twice=dict(twice=True))"
 
 
-@pytest.fixture
-def project(tmp_path, own_mechanisms_go):
-    """A mechanism's file beside what it imports: a module, and a package that imports from itself."""
-    folder = tmp_path / "project"
-    (folder / "parts").mkdir(parents=True)
-    (folder / "rates.py").write_text("from parts import half\nRATE = 4 * half.HALF\n")
-    (folder / "parts" / "__init__.py").write_text("")
-    (folder / "parts" / "half.py").write_text("from .one import ONE\nHALF = ONE / 2\n")
-    (folder / "parts" / "one.py").write_text("ONE = 1.0\n")
-    (folder / "unused.py").write_text("raise SystemExit('run')\n")
-    written(
-        folder / "mine.py",
-        "import json, torch\nimport rates\nfrom model import GPT\n",
-        MODE.format("Twice", "twice", "dict(twice=dict(twice=True))", "rates.RATE"),
-    )
-    return folder
+@pytest.mark.parametrize("imports, words", [
+    ("import rates\n", "imports rates, which is .*rates.py: a mechanism's file stands alone"),
+    ("from parts.one import ONE\n", "imports parts, which is .*parts: a mechanism's file stands alone"),
+    ("def f():\n    import rates\n", "imports rates"),
+    ("from . import rates\n", "line 2: it imports from its own folder"),
+    ("import train\n", "imports train, which is .*train.py"),  # a program, whose text no digest would hold
+])
+def test_code_of_another_file_is_refused_before_anything_runs(imports, words, tmp_path, own_mechanisms_go):
+    mark = tmp_path / "it was run"
+    for name in ("rates.py", "parts/one.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"open({str(mark)!r}, 'w').close()\n")
+    path = written(tmp_path / "mine.py", imports, MODE.format("Twice", "twice", TWICE, 2))
+    with pytest.raises(UserError, match=words) as e:
+        own.add(path)
+    assert "\n" not in str(e.value) and not own.ADDED and not mark.exists()
 
 
-FILES = ["mine.py", "parts/__init__.py", "parts/half.py", "parts/one.py", "rates.py"]
+def test_installed_libraries_and_this_repository_may_be_imported(tmp_path, own_mechanisms_go):
+    """Also where something beside the file has a library's name, which Python does not take."""
+    (tmp_path / "numpy.py").write_text("1 / 0\n")
+    imports = "import json, torch, numpy as np\nfrom model import GPT\nfrom nanoheads.kernels import attend\n"
+    path = written(tmp_path / "mine.py", imports, MODE.format("Twice", "twice", TWICE, 2))
+    assert own.add(path) == ["twice"]
+    assert own.opened(path).sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_all_that_a_file_imports_is_found_without_running_it(project):
-    (project / "rates.py").write_text((project / "rates.py").read_text() + "raise SystemExit('run')\n")
-    assert own.files_of(project / "mine.py") == [project / name for name in FILES]
-
-
-def test_its_digest_is_of_all_of_them(project):
-    digests = {own.digest(project / "mine.py")}
-    for name in FILES:
-        (project / name).write_text((project / name).read_text() + "# changed\n")
-        digests.add(own.digest(project / "mine.py"))
-    assert len(digests) == 6
-    (project / "unused.py").write_text("")
-    assert own.digest(project / "mine.py") in digests
-    alone = written(project / "alone.py", MODE.format("A", "a", "dict(a=dict(a=True))", 2))
-    assert own.opened(alone).sha256 == hashlib.sha256(alone.read_bytes()).hexdigest()
-
-
-def test_a_copy_is_whole_and_its_digest_the_same(project, tmp_path):
-    own.add(project / "mine.py")
-    copy = own.copy(own.opened(project / "mine.py"), tmp_path / "copy")
-    assert own.files_of(copy) == [tmp_path / "copy" / name for name in FILES]
-    assert own.digest(copy) == own.digest(project / "mine.py") and own.add(copy) == ["twice"]
-
-
-def test_it_runs_the_texts_that_were_read_and_leaves_no_folder_on_the_path(project, tmp_path):
-    path = [*sys.path]
-    py_compile.compile(
-        str(project / "rates.py"), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH
-    )
-    (project / "rates.py").write_text("RATE = 5.0\n")
-    own.add(project / "mine.py")
-    assert sys.path == path and sys.modules["rates"].RATE == 5.0, "bytecode of an older text"
-    (project / "rates.py").write_text("RATE = 6.0\n")
-    assert own_files.LOADED["rates"].text == b"RATE = 5.0\n"
-    copy = own.copy(own.files_for(model.GPTConfig(**SIZES, twice=True))[0], tmp_path / "copy")
-    assert (tmp_path / "copy" / "rates.py").read_text() == "RATE = 5.0\n" and own.digest(copy) != own.digest(
-        project / "mine.py"
-    )
-
-
-def test_a_run_with_what_it_imports_and_a_program_that_reads_it(project, bytes_data, tmp_path):
-    out = tmp_path / "run"
-    args = [
-        f"--mechanism={project / 'mine.py'}",
-        f"--dataset={bytes_data}",
-        f"--out_dir={out}",
-        "--device=cpu",
-        "--n_layer=1",
-        "--n_head=2",
-        "--n_embd=16",
-        "--block_size=16",
-        "--max_iters=1",
-        "--eval_tokens=32",
-        "--batch_size=2",
-    ]
-    train.main(args)
-    assert [name for name in FILES if not (out / name).is_file()] == []
-    forget_own_mechanisms()
-    (project / "parts" / "one.py").write_text("ONE = 0.0\n")  # switches it off
-    said = line_of(sample, "--ckpt", out, f"--mechanism={project / 'mine.py'}")
-    assert "is another text" in said
-    forget_own_mechanisms()
-    sample.main(["--ckpt", str(out), "--start=a", "--max_new_tokens=2", "--trust_code"])
-    assert sys.modules["rates"].RATE == 2.0
-    spec = dict(train=dict(dataset=str(bytes_data)))
-    digests = [
-        trial.data_of(Dataset(spec["train"]["dataset"]), mechanism=str(folder / "mine.py"))["mechanism"]
-        for folder in (project, out)
-    ]
-    assert digests[0] != digests[1], "so that no run of the other counts as done"
-
-
-def test_equally_named_modules_of_two_files_are_told_apart(project, tmp_path):
-    own.add(project / "mine.py")
-    other = written(
-        tmp_path / "other" / "yours.py",
-        "import rates\n",
-        MODE.format("Thrice", "thrice", "dict(thrice=dict(thrice=True))", "rates.RATE"),
-    )
-    with pytest.raises(UserError, match="yours.py imports rates, which is not there; .*project/rates.py"):
-        own.add(other)
-    (other.parent / "rates.py").write_text("RATE = 3.0\n")
-    with pytest.raises(UserError, match="another module of that name is loaded already.*rename one of them"):
-        own.add(other)
-    (other.parent / "torch.py").write_text("")
-    other.write_text(other.read_text().replace("import rates", "import torch"))
-    with pytest.raises(UserError, match="torch.py has the name of an installed module .*: rename it"):
-        own.add(other)
-    assert own_files.LOADED["rates"].path == project / "rates.py" and len(own.ADDED) == 1
-    assert sys.modules["torch"] is torch
-
-
-def test_an_export_with_what_it_imports_loads_in_transformers(project, tmp_path):
-    pytest.importorskip("transformers")
-    (project / "rates.py").write_text("RATE = 2.0\n")
-    own.add(project / "mine.py")
-    gpt = model.GPT(model.GPTConfig(**SIZES, twice=True)).eval()
-    hf.export(gpt, None, tmp_path / "hf")
-    torch.save(gpt(torch.arange(9)[None]).logits, tmp_path / "logits.pt")
-    code = (
-        "import sys, torch; from transformers import AutoModelForCausalLM as A; "
-        "m = A.from_pretrained('hf', trust_remote_code=True).eval(); "
-        "off = (m(torch.arange(9)[None]).logits - torch.load('logits.pt')).abs().max(); "
-        "sys.exit(0 if off < 1e-6 else f'off by {off}')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    (project / "rates.py").write_text("from parts.one import ONE\nRATE = 2 * ONE\n")
-    forget_own_mechanisms()
-    own.add(project / "mine.py")
-    with pytest.raises(UserError, match="imports parts, which no folder for transformers can hold"):
-        hf.export(gpt, None, tmp_path / "hf2")
+def test_a_name_that_is_nowhere_is_one_line(tmp_path, own_mechanisms_go):
+    before = {*sys.modules}
+    with pytest.raises(UserError, match="mine.py, line 2: ModuleNotFoundError: No module named 'nowhere'"):
+        own.add(written(tmp_path / "mine.py", "import nowhere\n"))
+    assert not [name for name in {*sys.modules} - before if name.startswith("own_mechanism_")]
 
 
 # ---- every class, every mode, several files ----
@@ -692,7 +563,7 @@ def trained(path, data):
         (
             "        super().__init__()\n",
             "",
-            "Forgetting.__init__() must call super().__init__() before all else",
+            "mine.py, line 24: AttributeError: cannot assign parameters before Module.__init__() call",
         ),
         (
             "    def before_attention(self, attn, heads):",
@@ -734,7 +605,7 @@ def test_a_mistake_in_a_hook_of_a_read_checkpoint_is_one_line(ran):
     broken = CODE.replace(hook, f"{hook}\n        1 / 0  #")
     path.write_text(broken)
     state = torch.load(folder / "best.pt", weights_only=True)
-    state["own_mechanism"][0]["digest"] = own.digest(path)
+    state["own_mechanism"][0]["digest"] = own.opened(path).digest
     checkpoint.save(folder / "best.pt", state)
     for program, argv in ((sample, ["--start=a"]), (evaluate, ["--split=val"]), (probe, [])):
         words = ["heads"] if program is probe else []
@@ -742,15 +613,12 @@ def test_a_mistake_in_a_hook_of_a_read_checkpoint_is_one_line(ran):
         assert f"{path}, line 34: ZeroDivisionError" in said
 
 
-def test_a_file_that_is_no_python_is_one_line(tmp_path, own_mechanisms_go):
-    (tmp_path / "mine.py").write_text("import rates\n")
-    (tmp_path / "rates.py").write_text("def f(:\n")
-    with pytest.raises(UserError, match="rates.py, line 1: SyntaxError"):
+@pytest.mark.parametrize("text, words", [("def f(:\n", "SyntaxError"), ("\n1 / 0\n", "ZeroDivisionError")])
+def test_a_file_that_is_no_python_is_one_line(text, words, tmp_path, own_mechanisms_go):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(UserError, match=f"mine.py, line {text.count(chr(10))}: {words}"):
         own.add(tmp_path / "mine.py")
-    (tmp_path / "rates.py").write_text("\n1 / 0\n")
-    with pytest.raises(UserError, match="rates.py, line 2: ZeroDivisionError"):
-        own.add(tmp_path / "mine.py")
-    assert "rates" not in sys.modules and not own_files.LOADED
+    assert not own.ADDED
 
 
 def test_the_arguments_take_files_alone(ran):

@@ -10,7 +10,7 @@ import pytest
 from compare import main
 from conftest import ROOT, forget_own_mechanisms
 from nanoheads.common import UserError
-from nanoheads.hub import own_mechanism as own
+from nanoheads import own_mechanism as own
 from nanoheads.study import analysis, results, trial
 from nanoheads.study.analysis import BOTH
 from test_add_a_mechanism import mine  # noqa: F401

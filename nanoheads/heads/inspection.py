@@ -27,7 +27,7 @@ from nanoheads.configurator import near
 from nanoheads.heads.measuring import METRICS, attentions, fixed_text, measure, measure_pieces
 from nanoheads.heads.states import find_violations
 from nanoheads.heads.surgery import fold_gates
-from nanoheads.hub import own_mechanism
+from nanoheads import own_mechanism
 from nanoheads.locks import only_writer
 from nanoheads.pruning import prune_heads
 from nanoheads.training import checkpoint, scoring

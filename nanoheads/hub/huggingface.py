@@ -23,7 +23,7 @@ import torch
 
 from model import MECHANISM_CLASSES, RECIPES
 from nanoheads.common import ROOT, UserError, write_atomic, write_json
-from nanoheads.hub import own_mechanism as own
+from nanoheads import own_mechanism as own
 from nanoheads.text.sources import GPT2_ENCODER, GPT2_MERGES, HOME, keep
 from nanoheads.text.tokenizer import byte_symbols
 
@@ -672,7 +672,7 @@ def write_code(folder, config):
     """The files that transformers runs, into a folder, with those of mechanisms of one's own.
 
     Our own programs read those in the folder own/, as they are; transformers wants all files side by side, so
-    that it gets copies with other imports. UserError where these cannot be made.
+    that it gets copies with other imports.
     """
     files = own.files_for(config)
     for name in CODE:
@@ -687,40 +687,15 @@ def write_code(folder, config):
         (folder / Path(name).name).write_text(text, encoding="utf-8")
     for i, file in enumerate(files):
         own.copy(file, folder / "own")
-        names = {module.name for module in file.modules}
-        texts = {f"own_mechanism_{i}": file.text, **{each.name: each.text for each in file.others}}
-        for name, text in texts.items():
-            if "." in name or name in {Path(code).stem for code in CODE} or not beside(file, name):
-                raise UserError(f"{file.path} imports {name}, which no folder for transformers can hold: its "
-                                "code must be plain files side by side, with other names than ours")
-            code = as_package(text.decode(), names)
-            left = [line for line in code.splitlines() if re.match(r"\s*(import|from) [^.]", line)
-                    and names & set(re.findall(r"\w+", line))]
-            if left:
-                raise UserError(f"{file.path}: for transformers {left[0].strip()!r} must be one import alone "
-                                "in its line")
-            (folder / f"{name}.py").write_text(code, encoding="utf-8")
+        code = as_package(file.text.decode("utf-8-sig"))
+        (folder / f"own_mechanism_{i}.py").write_text(code, encoding="utf-8")
 
 
-def beside(file, name):
-    """Whether what a file of one's own imports by this name is a plain text, or no import at all."""
-    module = next((each for each in file.modules if each.name == name), None)
-    return module is None or module.path.name == f"{name}.py"
-
-
-def as_package(code, others=()):
-    """Source whose imports of our own modules are relative, as transformers wants the code in a folder.
-
-    others: more modules that lie there. Of `import x` transformers needs to see a `from .x import`, too.
-    """
-    modules = "|".join([*(Path(name).stem for name in CODE), *map(re.escape, others)])
-    code = re.sub(rf"^([ \t]*)from (?:nanoheads\.)?({modules}) import", r"\1from .\2 import", code,
-                  flags=re.M)
-    if others:
-        plain = "|".join(map(re.escape, others))
-        code = re.sub(rf"^([ \t]*)import ({plain})((?: as \w+)?)[ \t]*(?:#.*)?$",
-                      r"\1from .\2 import __name__ as _\2_\n\1from . import \2\3", code, flags=re.M)
-    return code
+def as_package(code):
+    """Source whose imports of our own modules are relative, as transformers wants the code in a folder."""
+    modules = "|".join(Path(name).stem for name in CODE)
+    pattern = rf"^([ \t]*)from (?:nanoheads\.)?({modules}) import"
+    return re.sub(pattern, r"\1from .\2 import", code, flags=re.M)
 
 
 @contextmanager

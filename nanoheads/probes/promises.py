@@ -21,7 +21,7 @@ import torch
 from model import ALL_ON, GPT, MECHANISMS, NEUTRAL, GPTConfig, KVCache
 from nanoheads.common import UserError, fault_of_own_file, pick_device, table
 from nanoheads.configurator import Scale, near, read_file
-from nanoheads.hub import own_mechanism as own
+from nanoheads import own_mechanism as own
 from nanoheads.mechanism import Mechanism
 from nanoheads.probes import lookahead
 from nanoheads.pruning import prune_heads

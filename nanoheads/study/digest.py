@@ -17,7 +17,6 @@ from pathlib import Path
 
 from model import MECHANISM_CLASSES
 from nanoheads.common import ROOT, UserError
-from nanoheads.hub import own_mechanism as own
 from nanoheads.training.config import ControllerConfig
 
 # keys of training that change nothing where they are not set
@@ -49,8 +48,7 @@ def code_digest(config, training=None, root=ROOT):
     """
     programs = [Path(root, "train.py"), Path(root, "nanoheads", "study", "trial.py")]
     if training and training.own_mechanism:
-        files = {file for path in training.own_mechanism.split(",") for file in own.files_of(path)}
-        programs += sorted(file for file in files if file.suffix == ".py")
+        programs += sorted(Path(path).resolve() for path in training.own_mechanism.split(","))
     # a teacher may have other mechanisms than its student
     off = frozenset() if training and training.teacher else off_classes(config)
     return digest_of(Path(root), tuple(programs), off)

@@ -29,7 +29,7 @@ from model import GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError, git_commit, json_safe, number, pick_device, write_atomic
 from nanoheads.traces import summaries
-from nanoheads.hub import own_mechanism as own
+from nanoheads import own_mechanism as own
 from nanoheads.study import analysis, costs, dynamic, queue, shape, trial
 from nanoheads.study.variants import BOOKKEEPING, StudyConfig, size_of
 from nanoheads.text.dataset import Dataset

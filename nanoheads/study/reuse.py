@@ -11,7 +11,7 @@ from pathlib import Path
 
 from model import GPTConfig
 from nanoheads.common import UserError
-from nanoheads.hub import own_mechanism as own
+from nanoheads import own_mechanism as own
 from nanoheads.study import results, trial
 
 TRIALS_THERE = "out/trials"  # where a run of other code is said to come from

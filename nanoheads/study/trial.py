@@ -32,7 +32,7 @@ import train
 from model import GPT, GPTConfig
 from nanoheads.common import UserError, explain, pick_device, write_atomic
 from nanoheads.heads import controller
-from nanoheads.hub import own_mechanism as own
+from nanoheads import own_mechanism as own
 from nanoheads.locks import only_writer
 from nanoheads.probes import lookahead
 from nanoheads.study.digest import code_digest
@@ -247,7 +247,7 @@ def stop_with_parent():
 def data_of(dataset, labels=None, teacher=None, mechanism=None, rules=None):
     """{what: sha256} of all that a run reads: splits, labels, teacher, mechanisms of one's own, policy rules.
 
-    mechanism: paths of their files, with commas between; so are the digests, over all that they import.
+    mechanism: paths of their files, with commas between; so are the digests.
     """
     found = {name: split["sha256"] for name, split in dataset.splits.items()}
     for split, row in Targets(dataset, labels).splits.items() if labels else ():

@@ -15,7 +15,7 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError
 from nanoheads.configurator import Scale
-from nanoheads.hub import own_mechanism as own
+from nanoheads import own_mechanism as own
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig, training_problems, with_log

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, GPTConfig
+from nanoheads import own_mechanism as own
 from nanoheads.common import UserError, fault_of_own_file, json_safe, write_atomic
 from nanoheads.configurator import UNNAMED, keys_of, nearest, parse, type_name
 from nanoheads.folders import find
-from nanoheads.hub import huggingface as hf, own_mechanism as own
 
 # what a run needs to go on, beside model, config and meta
 RESUMABLE = {"optimizers", "scaler", "train", "step", "best_val_loss", "elapsed_s", "run_id", "last_eval"}
@@ -41,10 +41,12 @@ def read(path, device="cpu", trust_code=False):
     Nothing that is read is run. trust_code: of a mechanism in a file of one's own, the file in the
     checkpoint's folder is run, and a line says so. Raises UserError.
     """
-    if hf.is_folder(path):
-        return hf.read(path, trust_code)
-    if hf.is_name(path) and not Path(path).exists():
-        return hf.read(hf.fetch(path))
+    if not file_of(path).is_file():  # no file of ours: a folder of transformers', or a name on the hub
+        from nanoheads.hub import huggingface as hf
+        if hf.is_folder(path):
+            return hf.read(path, trust_code)
+        if hf.is_name(path) and not Path(path).exists():
+            return hf.read(hf.fetch(path))
     path = file_of(path)
     if not path.is_file():
         raise UserError(f"no checkpoint {path}")

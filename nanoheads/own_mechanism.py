@@ -1,12 +1,12 @@
 """
-Mechanisms in files of one's own: read, checked, and added to the flags (docs/add-a-mechanism.md).
+Mechanisms in files of one's own: checked, and added to the flags. docs/add-a-mechanism.md
 
     python train.py --scale=tiny --mechanism=mine.py    python compare.py --mechanisms=mine.py,other.py:mode
     python sample.py --ckpt out/a --mechanism=mine.py   python sample.py --ckpt out/a --trust_code
 
-A run keeps a copy of the file, and of what it imports, beside its checkpoints, which hold name and digest.
-What is only read is not run: code runs where the command line names its file, or says --trust_code, which
-takes the copy in the checkpoint's own folder and says so.
+A run keeps a copy of the file beside its checkpoints, which hold its name and digest. What is only read is
+not run: code runs where the command line names its file, or says --trust_code, which takes the copy in the
+checkpoint's own folder and says so.
 """
 
 import ast
@@ -15,24 +15,17 @@ import sys
 import typing
 from collections import Counter
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 
 import model
 from nanoheads.common import UserError
 from nanoheads.configurator import check, keys_of, near, read_file, type_name
-from nanoheads.hub import own_files
-from nanoheads.hub.own_files import OwnFile, add_arguments, copy, files_of, inside, kept_inside, opened, run
 from nanoheads.mechanism import Mechanism, choices
+from nanoheads.own_files import OwnFile, add_arguments, copy, inside, opened, run
 
-__all__ = ["ADDED", "OwnFile", "add", "add_arguments", "copy", "digest", "files_of", "held", "opened", "take"]
+__all__ = ["ADDED", "OwnFile", "add", "add_arguments", "copy", "held", "opened", "take"]
 
 ADDED = {}  # class -> its OwnFile
-
-
-def digest(path):
-    """The digest of a file, and of what it imports, as they are now. UserError."""
-    return opened(path).digest
 
 
 # ---- adding ----
@@ -45,39 +38,34 @@ def add(path, wanted=None):
     file = opened(path)
     if wanted not in (None, file.digest):
         raise UserError(f"{path} is another text than the one wanted (sha256 {wanted}...)")
-    if known := [cls for cls, each in ADDED.items() if each.digest == file.digest]:
-        return [name for cls in known for name in cls.modes]
-    loaded = {*own_files.LOADED}
-    try:
-        classes = classes_in(file)
-        if other := next((each for each in ADDED.values() if each.path.name == file.path.name), None):
-            raise UserError(f"{path} and {other.path} have one name, and a run keeps both in its folder: "
-                            "rename one of them")
-    except UserError:  # nothing of it stays
-        own_files.forget(module_name(file), [own_files.LOADED[name] for name in {*own_files.LOADED} - loaded])
-        raise
-    for cls in classes:
-        model.add_mechanism(cls)
-        ADDED[cls] = file
-    keys_of.cache_clear()
-    choices.cache_clear()
-    return [name for cls in classes for name in cls.modes]
+    if not classes_of(file):
+        name = f"own_mechanism_{file.digest}"
+        module = run(file, name)
+        try:
+            classes = checked_classes(module, file)
+        except UserError:
+            del sys.modules[name]
+            raise
+        for cls in classes:
+            model.add_mechanism(cls)
+            ADDED[cls] = file
+        keys_of.cache_clear()
+        choices.cache_clear()
+    return [name for cls in classes_of(file) for name in cls.modes]
 
 
-def module_name(file):
-    """What the module of an OwnFile is called in this process."""
-    return f"own_mechanism_{file.digest}"
+def classes_of(file):
+    """The classes of mechanisms that an OwnFile defines; none where it was not added."""
+    return [cls for cls, each in ADDED.items() if each.digest == file.digest]
 
 
-def classes_in(file):
-    """The classes of a Mechanism that an OwnFile defines, each checked. UserError."""
-    name, tree = module_name(file), ast.parse(file.text)
-    named_so = Counter(node.name for node in tree.body if isinstance(node, ast.ClassDef))
-    if twice := [each for each, count in named_so.items() if count > 1]:
+def checked_classes(module, file):
+    """The mechanisms that an OwnFile's module defines. UserError: one is declared wrongly, or is there."""
+    count = Counter(node.name for node in ast.parse(file.text).body if isinstance(node, ast.ClassDef))
+    if twice := [name for name in count if count[name] > 1]:
         raise UserError(f"{file.path} defines {twice[0]} twice, so that the first would be lost: rename one")
-    found = [cls for cls in vars(run(file, name)).values() if isinstance(cls, type)
-             and issubclass(cls, Mechanism) and cls.__module__ == name]
-    found = list(dict.fromkeys(found))
+    found = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, Mechanism)
+             and cls.__module__ == module.__name__]
     # a class without a flag that others extend is what they share
     found = [cls for cls in found if cls.flag or not any(cls in other.__mro__[1:] for other in found)]
     if not found:
@@ -88,7 +76,10 @@ def classes_in(file):
                             f"{cls.flag}: one at a time")
         if problem := next(problems(cls, found[:i]), None):
             raise UserError(f"{file.path}: {cls.__name__}: {problem}")
-        check_that_it_starts(cls, file.path)
+    for other in ADDED.values():
+        if other.path.name == file.path.name:
+            raise UserError(f"{file.path} and {other.path} have one name, and a run keeps both in its "
+                            "folder: rename one of them")
     return found
 
 
@@ -97,15 +88,14 @@ def problems(cls, before=()):
 
     before: classes of the same file, whose names are taken.
     """
-    if "Options" not in {name for each in cls.__mro__ if each is not Mechanism for name in vars(each)
-                         if issubclass(each, Mechanism)}:
+    if not hasattr(cls.Options, "__dataclass_fields__"):
         yield "it needs a class Options inside, with its flags as annotated fields"
         return
     for key in ("name", "flag"):
         if not isinstance(getattr(cls, key), str):
             yield f"{key}={getattr(cls, key)!r} must be a text"
             return
-    own = [f.name for f in fields(cls.Options)]
+    own = cls.fields()
     if not cls.flag or cls.flag not in own:
         yield f"flag={cls.flag!r} must be one of its Options, the one that turns it on"
         return
@@ -161,18 +151,6 @@ def problems_of_modes(cls, before):
                                                      if near(name, cls.modes) else "")
 
 
-def check_that_it_starts(cls, path):
-    """Let a class say, where it is made without super().__init__(), that this is missing."""
-    def __init__(self, *args, **more):
-        try:
-            made(self, *args, **more)
-        finally:
-            if "_parameters" not in vars(self):
-                raise UserError(f"{path}: {cls.__name__}.__init__() must call super().__init__() before all "
-                                "else")
-    made, cls.__init__ = cls.__init__, __init__
-
-
 # ---- the command line ----
 
 NAMING = ("mechanism", "mechanisms")  # keys of the command line and of config files
@@ -226,21 +204,32 @@ def named(words, files, keep, every):
             continue
         path, mode = file.groups()
         files.append(added(path, keep))
-        names = add(files[-1])
-        if mode and mode not in names:
-            raise UserError(f"{path} has no mode {mode}; it has {', '.join(names)}")
-        several = [cls for cls in ADDED if len(cls.modes) > 1 and set(cls.modes) <= set(names)]
+        names = modes_in(files[-1], path, mode)
+        several = any(len(cls.modes) > 1 for cls in classes_of(opened(files[-1])))
         if several and not (every or mode):
             raise UserError(f"{path} has the modes {', '.join(names)}: name one, as in {path}:{names[0]}")
-        found += [mode] if mode else names
+        found += names
     return found
+
+
+def modes_in(path, said, mode=None):
+    """The names of the modes in a file, which is added by this, or the one of them that is named. UserError.
+
+    said: what the command line calls the file.
+    """
+    names = add(path)
+    if mode and mode not in names:
+        raise UserError(f"{said} has no mode {mode}; it has {', '.join(names)}")
+    return [mode] if mode else names
 
 
 def added(path, keep):
     """The path of a file, or of its copy in `keep`, whose mechanisms are added by this. UserError."""
     if "," in str(path):
         raise UserError(f"{path}: the name of a mechanism's file must have no comma, which parts names")
-    path = copy(opened(path), Path(keep, digest(path))) if keep else path
+    if keep:
+        file = opened(path)
+        path = copy(file, Path(keep, file.digest))
     add(path)
     return str(path)
 
@@ -256,9 +245,7 @@ def add_named(args):
         file = FILE.fullmatch(word)
         if not file:
             raise UserError(f"--mechanism={word} must be a file here, mine.py: the checkpoint says the rest")
-        names = add(file[1])
-        if file[2] and file[2] not in names:
-            raise UserError(f"{file[1]} has no mode {file[2]}; it has {', '.join(names)}")
+        modes_in(file[1], *file.groups())
 
 
 # ---- checkpoints ----
@@ -266,11 +253,6 @@ def add_named(args):
 def files_for(config):
     """The OwnFiles of the mechanisms of one's own that a GPTConfig has on."""
     return list(dict.fromkeys(file for cls, file in ADDED.items() if cls.is_on(config)))
-
-
-def classes_of(file):
-    """The classes of mechanisms that an OwnFile, which was added, defines."""
-    return [cls for cls, each in ADDED.items() if each == file]
 
 
 def record(config):
@@ -379,11 +361,8 @@ def trust(state, path):
         if not place.is_file():
             raise UserError(f"{path} was made with {wanted}, which is not in {folder}: name it, "
                             "--mechanism=FILE")
-        file = opened(place)
-        for part in file.paths:
-            kept_inside(folder, part)
-        if file.digest != each["digest"]:
+        if (found := opened(place).digest) != each["digest"]:
             raise UserError(f"{path} was made with {wanted}, and {place} is another text (sha256 "
-                            f"{file.digest}...): name the right one, --mechanism=FILE")
-        print(f"--trust_code runs {', '.join(map(str, file.paths))}", file=sys.stderr, flush=True)
+                            f"{found}...): name the right one, --mechanism=FILE")
+        print(f"--trust_code runs {place}", file=sys.stderr, flush=True)
         add(place, each["digest"])
