@@ -3,7 +3,7 @@ Any text of your own, byte by byte, character by character or in byte pairs, GPT
 
 python data/prepare_text.py --source=my.txt --encoding=byte --out=data/mine
 python data/prepare_text.py --source=folder_of_txt --encoding=gpt2 --out=data/mine --val=0.05 --test=0.05
-python data/prepare_text.py --source=my.txt --encoding=hf --tokenizer=pythia-70m --out=data/mine
+python data/prepare_text.py --source=my.txt --encoding=hf --tokenizer=SmolLM2-135M --out=data/mine
 
 The text (.txt, also .gz or .xz; those of a folder one after the other, in order of name) is cut in place:
 first train, then val, then test. The char vocabulary is that of the whole text; that of hf is in the folder

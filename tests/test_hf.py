@@ -21,7 +21,6 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator, pruning
 from nanoheads.common import UserError
 from nanoheads.hub import huggingface as hf
-from nanoheads.hub.dropin import prune_heads
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.tokenizer import Tokenizer, byte_symbols
 from nanoheads.training import checkpoint
@@ -34,10 +33,6 @@ SIZES = dict(block_size=32, vocab_size=61, n_layer=3, n_head=4, n_embd=32)
 GPT2 = dict(vocab_size=61, n_positions=32, n_embd=32, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0)
 NEO = dict(vocab_size=61, max_position_embeddings=32, hidden_size=32, num_layers=4, num_heads=4,
            window_size=5, attention_types=[[["global", "local"], 2]], bos_token_id=0, eos_token_id=0)
-NEOX = dict(vocab_size=61, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96,
-            max_position_embeddings=32, bos_token_id=0, eos_token_id=0)
-NANOCHAT = dict(vocab_size=61, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
-                intermediate_size=128, max_position_embeddings=32, pad_token_id=None, eos_token_id=0)
 LLAMA = dict(vocab_size=61, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
              intermediate_size=64, max_position_embeddings=32, pad_token_id=None, eos_token_id=0,
              initializer_range=0.2)
@@ -50,19 +45,12 @@ ORIGINALS = {  # name: (family, fields of its config)
                                         scale_attn_by_inverse_layer_idx=True)),
     "gpt_neo": ("GPTNeo", NEO),
     "gpt_neo, all global": ("GPTNeo", dict(NEO, attention_types=[[["global"], 4]], intermediate_size=40)),
-    "gpt_neox": ("GPTNeoX", NEOX),
-    "gpt_neox, one after the other": ("GPTNeoX", dict(NEOX, use_parallel_residual=False, attention_bias=False,
-                                                      rotary_pct=0.5, rotary_emb_base=500)),
     "llama": ("Llama", LLAMA),
     "llama, other fields": ("Llama", dict(LLAMA, rope_parameters=STRETCHED, rms_norm_eps=1e-3, head_dim=12,
                                           tie_word_embeddings=True, num_key_value_heads=6)),
     "mistral": ("Mistral", dict(LLAMA, sliding_window=None)),
     "qwen2": ("Qwen2", LLAMA),
     "qwen3": ("Qwen3", dict(LLAMA, head_dim=16)),
-    "nanochat": ("NanoChat", NANOCHAT),
-    "nanochat, grouped": ("NanoChat", dict(NANOCHAT, num_key_value_heads=2)),
-    "nanochat, other fields": ("NanoChat", dict(NANOCHAT, final_logit_softcapping=None,
-                                                tie_word_embeddings=True)),
 }
 IDS = torch.randint(1, 61, (2, 32), generator=torch.Generator().manual_seed(1))
 
@@ -111,8 +99,8 @@ def test_a_folder_read_says_what_the_original_says(name, tmp_path):
 def test_what_makes_the_families_differ_is_seen(tmp_path):
     """Negative controls: without each of these flags the logits are others."""
     for name, changed in (("gpt_neo", dict(window_layers=[0, 2])), ("gpt_neo", dict(window=6)),
-                          ("gpt_neox", dict(parallel=False)), ("gpt_neox", dict(rope_share=0.5)),
-                          ("gpt2", dict(act="gelu")), ("nanochat", dict(softcap=0.0))):
+                          ("gpt2", dict(act="gelu")), ("llama, other fields", dict(rope_scaling=None)),
+                          ("qwen3", dict(rope_base=500.0))):
         there = original(*ORIGINALS[name])
         there.save_pretrained(tmp_path / name)
         state = checkpoint.read(tmp_path / name)
@@ -130,21 +118,35 @@ def test_names_without_prefix_and_mask_tables_of_old_files(tmp_path):
 
 
 def test_sharded_weights_are_read_and_a_missing_file_is_named(tmp_path):
-    there = original(*ORIGINALS["gpt_neox"])
+    there = original(*ORIGINALS["gpt2"])
     there.save_pretrained(tmp_path, max_shard_size="60KB")
     files = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(files) > 2 and not (tmp_path / "model.safetensors").exists()
     assert apart(ours(tmp_path), there) < 1e-5
     files[1].unlink()
-    refused(tmp_path, f"lacks {files[1].name}")
+    refused(tmp_path, files[1].name)
 
 
-def test_a_gpt2_whose_heads_are_gone(tmp_path):
-    there = original(*ORIGINALS["gpt2, other fields"])
-    prune_heads(there, {0: [1, 3], 2: [0]})
-    there.save_pretrained(tmp_path)
-    here = ours(tmp_path)
-    assert here.config.head_ids == [[0, 2], [0, 1, 2, 3], [1, 2, 3]] and apart(here, there) < 1e-5
+def test_half_precision_and_older_files_are_read(tmp_path):
+    half = original(*ORIGINALS["llama"]).bfloat16()
+    half.save_pretrained(tmp_path)
+    there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert ours(tmp_path).lm_head.weight.dtype == torch.float32
+    assert apart(ours(tmp_path), there) < 1e-5
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(half.state_dict(), tmp_path / "pytorch_model.bin")
+    assert apart(ours(tmp_path), there) < 1e-5
+
+
+def test_without_transformers_a_line_says_what_to_install(gpt2_folder, tmp_path, monkeypatch):
+    """What was written for our own class is read without it."""
+    model = awake(GPT(GPTConfig(**SIZES, **MECHANISMS["acag"])))
+    hf.export(model, None, tmp_path / "ours")
+    monkeypatch.setitem(sys.modules, "transformers", None)  # importing it fails
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    for path in (gpt2_folder, "gpt2"):
+        refused(path, f"{path} is read by transformers, which is missing: pip install transformers")
+    assert apart(ours(tmp_path / "ours"), model) < 1e-6
 
 
 def refused(path, *words):
@@ -169,22 +171,19 @@ def gpt2_folder(tmp_path_factory):
 @pytest.mark.parametrize("what, words", [
     ("no config", ["config.json"]),
     ("no weights", ["model.safetensors"]),
-    ("a .bin", ["pytorch_model.bin"]),
-    ("half", ["damaged"]),
+    ("a .bin", ["transformers cannot read it as a gpt2 model"]),
+    ("half", ["transformers cannot read it as a gpt2 model"]),
     ("config", ["JSON"]),
     ("family", ["bloom", "gpt2", "gpt_neo"]),
     ("a tensor less", ["h.1.mlp.c_fc.weight"]),
     ("a tensor more", ["h.0.adapter.weight"]),
     ("eps", ["layer_norm_epsilon=1e-06"]),
     ("activation", ["'silu'", "gelu_new"]),
-    ("sizes", ["config.json", "gpt2"]),
+    ("sizes", ["n_embd"]),
     ("vocabulary", ["256", "61"]),
-    ("no heads", ["config.json", "gpt2"]),
-    ("layers", ["n_layer=20000", "tensors are of 3 layers"]),
-    ("integers", ["h.1.mlp.c_fc.weight", "int8"]),
+    ("no heads", ["gpt2"]),
+    ("quantised", ["quantis"]),
     ("NaN", ["h.1.mlp.c_fc.weight", "NaN"]),
-    ("an index that leaves", ["model.safetensors.index.json", "../x.safetensors"]),
-    ("an index of numbers", ["model.safetensors.index.json"]),
     ("tokenizer", ["tokenizer"]),
     ("no tokens", ["tokenizer"]),
     ("unigram", ["tokenizer", "byte pairs"]),
@@ -220,21 +219,13 @@ def test_what_is_wrong_with_a_folder_is_one_line(what, words, gpt2_folder, tmp_p
     elif what == "vocabulary":
         vocab = {symbol: i for i, symbol in enumerate(byte_symbols())}
         (folder / "vocab.json").write_text(json.dumps(vocab))
-    elif what == "layers":
-        edit(folder, n_layer=20000)
     elif what == "no heads":
         edit(folder, n_head=0)
-    elif what == "integers":
-        tensors["transformer.h.1.mlp.c_fc.weight"] = torch.ones(32, 128, dtype=torch.int8)
-        safetensors.save_file(tensors, weights)
+    elif what == "quantised":
+        edit(folder, quantization_config=dict(quant_method="bitsandbytes", load_in_8bit=True))
     elif what == "NaN":
         tensors["transformer.h.1.mlp.c_fc.weight"][3, 5] = float("nan")
         safetensors.save_file(tensors, weights)
-    elif what.startswith("an index"):
-        weights.rename(tmp_path / "x.safetensors")
-        where = 5 if what.endswith("numbers") else "../x.safetensors"
-        index = dict(weight_map=dict.fromkeys(tensors, where))
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     elif what == "tokenizer":
         (folder / "tokenizer.json").write_text("{}")
     elif what in ("no tokens", "unigram"):
@@ -245,15 +236,19 @@ def test_what_is_wrong_with_a_folder_is_one_line(what, words, gpt2_folder, tmp_p
 
 @pytest.mark.parametrize("name, fields, words", [
     ("llama", dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=2.0)), ["'yarn'", "llama3"]),
-    ("llama", dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), ["lacks", "low_freq_factor"]),
+    ("llama", dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), ["low_freq_factor"]),
     ("llama", dict(attention_bias=True), ["attention_bias=True"]),
     ("llama", dict(hidden_act="gelu"), ["hidden_act='gelu'"]),
     ("llama", dict(num_key_value_heads=4), ["n_kv_head=4", "n_head=6"]),
     ("mistral", dict(sliding_window=16), ["sliding_window=16"]),
     ("qwen2", dict(use_sliding_window=True), ["use_sliding_window=True"])], ids=str)
 def test_what_a_llama_has_that_ours_has_not_is_one_line(name, fields, words, tmp_path):
-    original(*ORIGINALS[name]).save_pretrained(tmp_path)
-    edit(tmp_path, **fields)
+    family, its = ORIGINALS[name]
+    if "rope_parameters" in fields:  # which transformers refuses itself, in part
+        original(family, its).save_pretrained(tmp_path)
+        edit(tmp_path, **fields)
+    else:
+        original(family, {**its, **fields}).save_pretrained(tmp_path)
     with pytest.raises(UserError) as e:
         ours(tmp_path)
     assert "\n" not in str(e.value) and all(word in str(e.value) for word in words), str(e.value)
@@ -262,14 +257,14 @@ def test_what_a_llama_has_that_ours_has_not_is_one_line(name, fields, words, tmp
 def test_sizes_that_disagree_with_the_weights_are_refused(gpt2_folder, tmp_path):
     folder = shutil.copytree(gpt2_folder, tmp_path / "gpt2")
     edit(folder, n_positions=16)
-    with pytest.raises(UserError, match="weights"):
+    with pytest.raises(UserError, match="another size of the tensor transformer.wpe.weight"):
         ours(folder)
 
 
 def test_names_of_the_hub_and_a_hub_out_of_reach(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
-    for name in ("gpt2", "distilgpt2", "gpt2-xl", "EleutherAI/gpt-neo-125m", "pythia-70m-deduped"):
+    for name in ("gpt2", "distilgpt2", "gpt2-xl", "EleutherAI/gpt-neo-125m", "HuggingFaceTB/SmolLM2-135M"):
         assert hf.is_name(name)
         refused(name, f"no checkpoint {name}", "give that folder")
     for path in ("nowhere", "out/a", "gpt2.pt", "gpt2/ckpt.pt"):
@@ -344,7 +339,8 @@ def test_transformers_says_what_we_say(name, tmp_path):
     said, there = written(model, tmp_path / "out")
     assert type(there).__name__ == CLASSES.get(name, "NanoHeadsForCausalLM")
     same_everywhere(model, there)
-    assert apart(ours(tmp_path / "out"), model) < 1e-6  # and read back
+    if said[0] != "nanochat":  # which is written alone
+        assert apart(ours(tmp_path / "out"), model) < 1e-6  # and read back
 
 
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
@@ -588,7 +584,7 @@ def desk(tmp_path_factory):
             ("distilgpt2", "GPT2", dict(GPT2, vocab_size=256, n_layer=2), own),
             ("EleutherAI/gpt-neo-125m", "GPTNeo", dict(NEO, vocab_size=256, max_position_embeddings=256),
              own),
-            ("pythia-70m", "GPTNeoX", dict(NEOX, vocab_size=300), another)):
+            ("HuggingFaceTB/SmolLM2-135M", "Llama", dict(LLAMA, vocab_size=300), another)):
         original(family, fields).save_pretrained(desk / name)
         for file, text in hf.tokenizer_files(tokenizer, 32).items():
             (desk / name / file).write_text(text)
@@ -737,7 +733,7 @@ def test_a_vocab_size_that_is_no_number_is_one_line(size, tokenizer, gpt2_folder
 
 
 NO_JSON = (DEEP, '{"a":' * 100_000 + "1" + "}" * 100_000, "", "3", "null", "\0")
-FILES = ("config.json", "model.safetensors.index.json", "tokenizer.json", "vocab.json")
+FILES = ("config.json", "tokenizer.json", "vocab.json")
 
 
 # an empty tokenizer.json counts as none
@@ -745,10 +741,8 @@ FILES = ("config.json", "model.safetensors.index.json", "tokenizer.json", "vocab
                                         if text or name != "tokenizer.json"])
 def test_json_that_is_too_deep_or_none_is_one_line(name, text, gpt2_folder, tmp_path):
     folder = shutil.copytree(gpt2_folder, tmp_path / "gpt2")
-    if name == "model.safetensors.index.json":
-        (folder / "model.safetensors").unlink()
     (folder / name).write_text(text)
-    refused(folder, "tokenizer" if name in ("tokenizer.json", "vocab.json") else name)
+    refused(folder, "tokenizer" if name != "config.json" else name)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "vocab.json", "model.safetensors"])

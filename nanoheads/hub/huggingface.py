@@ -1,13 +1,14 @@
 """
-Hugging Face folders, in and out, without transformers: config.json, model.safetensors and tokenizer files.
+Others' models, in and out. docs/hugging-face.md is for users.
 
-In:   every program that takes a checkpoint takes such a folder, or the name of one on the hub:
+In:   every program that takes a checkpoint takes a folder of transformers, or the name of one on the hub:
           python train.py config/tiny.py --init_from=gpt2 ...      python sample.py --ckpt DIR
-      gpt2, gpt_neo, gpt_neox (Pythia), nanochat, and what this file wrote. The logits are the original's.
-Out:  export_hf.py. A model that GPT2LMHeadModel or NanoChatForCausalLM can say becomes one; every other comes
-      with this repository's model.py and loads with trust_remote_code=True.
+      transformers reads GPT-2, GPT-Neo and the Llama family; what export_hf.py wrote is read here. The logits
+      are the original's.
+Out:  export_hf.py, without transformers. A plain model becomes one that transformers knows (GPT-2, Llama,
+      Qwen, nanochat); every other comes with this repository's model.py, for trust_remote_code=True.
 
-Names of tensors and of config fields are those of transformers 5.23. docs/hugging-face.md is for users.
+Names of tensors and of config fields are those of transformers 5.23.
 """
 
 import hashlib
@@ -27,13 +28,12 @@ from nanoheads import own_mechanism as own
 from nanoheads.text.sources import GPT2_ENCODER, GPT2_MERGES, HOME, keep
 from nanoheads.text.tokenizer import byte_symbols
 
-HUB = re.compile(r"(distil)?gpt2(-medium|-large|-xl)?|pythia-[\w.-]+"
-                 r"|(EleutherAI|openai-community|distilbert|karpathy|HuggingFaceTB|meta-llama|Qwen"
-                 r"|mistralai)/[\w.-]+")
+HUB = re.compile(r"(distil)?gpt2(-medium|-large|-xl)?"
+                 r"|(EleutherAI|openai-community|distilbert|HuggingFaceTB|meta-llama|Qwen|mistralai)/[\w.-]+")
 FILES = ["config.json", "model.safetensors*", "*-of-*.safetensors", "vocab.json", "merges.txt",
          "tokenizer.json"]  # what is fetched from the hub
-IGNORED = re.compile(r"(attn\.(attention\.)?(masked_)?bias|attention\.(masked_)?bias|rotary_emb\.inv_freq)$")
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"}
+MISSING = "{} is read by transformers, which is missing: pip install transformers"
 # sha256 of the lines "token id" of GPT-2's 50,257 tokens, in the order of ids
 GPT2_VOCABULARY = "dfd729bcc6f1abaa6451126583f5a7eef7f2b2defe741084249792434e49d636"
 # what a model needs that transformers lacks
@@ -73,50 +73,39 @@ def is_name(text):
 def fetch(name):
     """The local folder of a model by its name on the hub, downloaded if need be. UserError without network.
     """
-    advice = (f"no checkpoint {name}, and no model of that name could be fetched: put its config.json, "
-              "model.safetensors, vocab.json and merges.txt into a folder and give that folder")
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise UserError(f"{advice} (a download takes: pip install huggingface_hub)") from None
-    name, wanted = f"EleutherAI/{name}" if name.startswith("pythia-") else name, dict(allow_patterns=FILES)
+        raise UserError(MISSING.format(name)) from None
     try:
-        return snapshot_download(name, local_files_only=True, **wanted)
+        return snapshot_download(name, local_files_only=True, allow_patterns=FILES)
     except Exception:  # not in the cache: ask the hub
         pass
     try:
         if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
             raise OSError("HF_HUB_OFFLINE is set")
-        return snapshot_download(name, **wanted)
+        return snapshot_download(name, allow_patterns=FILES)
     except Exception as e:  # the hub's errors are many; each says the same to the reader
-        raise UserError(f"{advice} ({type(e).__name__})") from None
+        raise UserError(f"no checkpoint {name}, and no model of that name could be fetched "
+                        f"({type(e).__name__}): put its config.json, model.safetensors and tokenizer files "
+                        "into a folder and give that folder") from None
 
 
 def read(folder, trust_code=False):
     """A folder in the form of our checkpoints: dict(model, config, meta, dataset). UserError.
 
+    What export() wrote for our own class is read here, and its code is not run; all else transformers reads.
     trust_code: of a mechanism in a file of one's own, that in the folder is run; without, nothing is.
     """
     c = config_of(folder)
-    if not isinstance(c.get("model_type"), str):
-        raise UserError(f"{Path(folder) / 'config.json'} names no model_type: it is not this model's")
-    if c["model_type"] not in FAMILIES:
-        raise UserError(f"{folder} holds a {c['model_type']} model; known are {', '.join(FAMILIES)}")
-    tensors = Tensors(folder)
-    check_layers(folder, c, tensors)
-    try:
-        config, weights = FAMILIES[c["model_type"]](c, tensors)
-        size = config.get("vocab_size")
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"vocab_size={str(size)[:40]} is no number of tokens")
-    except UserError as e:
-        raise UserError(str(e) if str(folder) in str(e) else f"{folder}: {e}") from None
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, ArithmeticError, IndexError) as e:
-        raise UserError(f"{folder}: its config.json and its tensors do not make a {c['model_type']} model "
-                        f"({type(e).__name__}: {' '.join(str(e).split())[:150]})") from None
-    if tensors.left():
-        raise UserError(f"{folder} holds tensors that a {c['model_type']} model here has no place for: "
-                        f"{', '.join(tensors.left()[:3])}")
+    kind = c.get("model_type")
+    if kind == "nanoheads":
+        config, weights = read_ours(folder, c)
+    elif isinstance(kind, str) and kind in READERS:
+        config, weights = read_theirs(folder, c)
+    else:
+        raise UserError(f"{folder} holds a {kind} model; known are nanoheads, {', '.join(READERS)}")
+    check_finite(weights, folder)
     state = dict(model=weights, config=config, meta=tokenizer_of(folder, config), dataset=None)
     if c.get("own_mechanism"):
         state["own_mechanism"] = c["own_mechanism"]
@@ -125,90 +114,69 @@ def read(folder, trust_code=False):
     return state
 
 
-def check_layers(folder, c, tensors):
-    """UserError where config.json says another number of layers than there are tensors of."""
-    sizes = c["gpt"] if isinstance(c.get("gpt"), dict) else c
-    numbered = re.compile(r"(?:^|\.)(?:h|layers)\.(\d+)\.")
-    there = {found[1] for name in tensors.found if (found := numbered.search(name))}
-    for key in ("n_layer", "num_layers", "num_hidden_layers"):
-        if isinstance(sizes.get(key), int) and sizes[key] != len(there):
-            raise UserError(f"{folder}: its config.json says {key}={sizes[key]}, and its tensors are of "
-                            f"{len(there)} layers: a half download, or another model's config")
+def check_finite(weights, whose):
+    """UserError where a tensor holds what is no number."""
+    for name, t in weights.items():
+        if t.is_floating_point() and not t.isfinite().all():
+            raise UserError(f"{whose}: {name} holds NaN or infinities: its weights are damaged")
 
 
-class Tensors:
-    """The tensors of a folder, each taken once, as float32; names without the model's own prefix."""
-
-    PREFIX = re.compile(r"^(transformer|gpt_neox|model)\.")
-
-    def __init__(self, folder):
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-        self.folder, self.found = folder, {}
-        for path in self.files(Path(folder)):
-            try:
-                self.found.update({self.PREFIX.sub("", name): t for name, t in load_file(path).items()})
-            except (OSError, SafetensorError) as e:
-                why = " ".join(str(e).split())[:80]
-                raise UserError(f"{path} is cut short or damaged ({why}): fetch it again") from None
-
-    @staticmethod
-    def files(folder):
-        """The files of weights, all there. UserError."""
-        whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-        if whole.is_file():
-            return [whole]
-        if not index.is_file():
-            there = [p.name for p in sorted(folder.glob("*.bin"))[:1]]
-            instead = (f"; {there[0]} is not read: load it with transformers and save_pretrained it" if there
-                       else "")
-            raise UserError(f"{folder} holds no model.safetensors{instead}")
+def read_ours(folder, c):
+    """(config, weights) of what export() wrote for our own class. UserError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+    weights, files = {}, sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder} holds no model.safetensors")
+    for path in files:
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            if outside := [name for name in names if Path(name).name != name]:
-                raise UserError(f"{index} names {outside[0]}, which is no file of {folder}")
-        except UserError:
-            raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise UserError(f"{index} is damaged: fetch it again") from None
-        for name in names:
-            if not (folder / name).is_file():
-                raise UserError(f"{folder} lacks {name}, one of {len(names)} files of weights: fetch it")
-        return [folder / name for name in names]
-
-    def __contains__(self, name):
-        return name in self.found
-
-    def take(self, name, *others):
-        """The first of these tensors that there is. UserError."""
-        for each in (name, *others):
-            if each in self.found:
-                t = self.found.pop(each)
-                if not t.is_floating_point():
-                    raise UserError(f"{self.folder}: {each} is {str(t.dtype).removeprefix('torch.')}: "
-                                    "quantised weights are not known here")
-                if not t.isfinite().all():
-                    raise UserError(f"{self.folder}: {each} holds NaN or infinities: fetch it again")
-                return t.float()
-        raise UserError(f"{self.folder} lacks the tensor {name}: a half download, or another model")
-
-    def left(self):
-        """The names that were not taken, tables that follow from the config aside."""
-        return sorted(name for name in self.found if not IGNORED.search(name))
+            weights.update({name.removeprefix("gpt."): t for name, t in load_file(path).items()})
+        except (OSError, SafetensorError) as e:
+            raise UserError(f"{path} is cut short or damaged ({type(e).__name__}): fetch it again") from None
+    gpt = c.get("gpt")
+    size = isinstance(gpt, dict) and (c.get("vocab_size") or gpt.get("vocab_size"))
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise UserError(f"{Path(folder) / 'config.json'} holds no flags of a model with a vocab_size")
+    if gpt.get("tied") and "transformer.wte.weight" in weights:
+        weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    return {**gpt, "vocab_size": size}, weights
 
 
-def known(c, folder_type, **must):
+def read_theirs(folder, c):
+    """(config, weights) of a model that transformers reads, in float32; c: its config.json. UserError."""
+    kind = c["model_type"]
+    if c.get("quantization_config"):
+        raise UserError(f"{folder} holds quantised weights, which are not known here")
+    try:
+        import transformers
+    except ImportError:
+        raise UserError(MISSING.format(folder)) from None
+    transformers.logging.set_verbosity_error()  # what it warns of is refused below
+    transformers.logging.disable_progress_bar()
+    try:
+        theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True,
+            ignore_mismatched_sizes=True)
+    except Exception as e:  # its errors are many: a file is missing, cut short, or says what cannot be
+        raise UserError(f"{folder}: transformers cannot read it as a {kind} model ({type(e).__name__}: "
+                        f"{' '.join(str(e).split())[:200]})") from None
+    for key, what in (("missing_keys", "lacks"), ("unexpected_keys", "has no place for"),
+                      ("mismatched_keys", "has another size of")):
+        if found := sorted(each if isinstance(each, str) else each[0] for each in info[key]):
+            raise UserError(f"{folder}: this {kind} model {what} the tensor {found[0]}: a half download, or "
+                            "another model's config")
+    try:
+        return READERS[kind](theirs.config, theirs.state_dict())
+    except UserError as e:
+        raise UserError(f"{folder}: {e}") from None
+
+
+def must(c, **values):
     """Raise UserError where a config says something that our GPT has no flag for: {key: the one value}."""
-    for key, value in must.items():
-        if c.get(key, value) != value:
-            raise UserError(f"a {folder_type} model with {key}={c[key]!r} is not known here, only {value!r}")
-
-
-def rope_of(c, **old):
-    """What a config says of RoPE, in whichever of its forms. UserError where it is stretched."""
-    rope = {**old, **(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
-    known(rope, c["model_type"], rope_type="default", type="default")
-    return rope
+    for key, value in values.items():
+        if getattr(c, key, value) != value:
+            raise UserError(f"a {c.model_type} model with {key}={getattr(c, key)!r} is not known here, only "
+                            f"{value!r}")
 
 
 def activation(name):
@@ -217,175 +185,74 @@ def activation(name):
     return ACTIVATIONS[name]
 
 
-def head_of(weights, t, tied, *names):
-    """The output head: the tensor of one of these names, or the embedding, which a file may hold again."""
-    own = t.take(*names) if not tied or any(name in t for name in names) else None
-    return weights["transformer.wte.weight"] if tied else own
-
-
-def plain(t, tied):
-    """What stands around the blocks of a GPT-2: {our name: tensor}."""
-    weights = {"transformer.wte.weight": t.take("wte.weight"), "transformer.wpe.weight": t.take("wpe.weight")}
-    weights["lm_head.weight"] = head_of(weights, t, tied, "lm_head.weight")
-    for part in ("weight", "bias"):
-        weights[f"transformer.ln_f.{part}"] = t.take(f"ln_f.{part}")
-    return weights
-
-
-def read_gpt2(c, t):
+def read_gpt2(c, w):
     """GPT-2 and DistilGPT2: nanoGPT's names, with the matrices of Conv1D transposed."""
-    known(c, "gpt2", layer_norm_epsilon=1e-5, add_cross_attention=False)
-    config = dict(
-        recipe="gpt2", bias=True, act=activation(c.get("activation_function", "gelu_new")),
-        tied=c.get("tie_word_embeddings", True), vocab_size=c["vocab_size"], block_size=c["n_positions"],
-        n_layer=c["n_layer"], n_head=c["n_head"], n_embd=c["n_embd"], n_inner=c.get("n_inner"))
-    if gone := {int(i): heads for i, heads in (c.get("pruned_heads") or {}).items()}:
-        config["head_ids"] = [[head for head in range(c["n_head"]) if head not in gone.get(i, ())]
-                              for i in range(c["n_layer"])]
-    weights, D = plain(t, config["tied"]), c["n_embd"] // c["n_head"]
-    for i in range(config["n_layer"]):
-        h = {}
-        for part in ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
-            w = t.take(f"h.{i}.{part}.weight")
-            h[f"{part}.weight"] = w if w.dim() == 1 else w.T.contiguous()
-            h[f"{part}.bias"] = t.take(f"h.{i}.{part}.bias")
-        scale = 1.0 if c.get("scale_attn_weights", True) else math.sqrt(D)
-        scale /= i + 1 if c.get("scale_attn_by_inverse_layer_idx") else 1
+    must(c, layer_norm_epsilon=1e-5, add_cross_attention=False)
+    config = dict(recipe="gpt2", bias=True, act=activation(c.activation_function), tied=c.tie_word_embeddings,
+                  vocab_size=c.vocab_size, block_size=c.n_positions, n_layer=c.n_layer, n_head=c.n_head,
+                  n_embd=c.n_embd, n_inner=c.n_inner)
+    conv = re.compile(r"(c_attn|c_proj|c_fc)\.weight$")
+    weights = {name: t.T.contiguous() if conv.search(name) else t for name, t in w.items()}
+    for i in range(c.n_layer):
+        scale = 1.0 if c.scale_attn_weights else math.sqrt(c.n_embd // c.n_head)
+        scale /= i + 1 if c.scale_attn_by_inverse_layer_idx else 1
         for part in ("weight", "bias"):  # ours always divides by the root
-            w = h[f"attn.c_attn.{part}"]
-            w[:len(w) // 3] *= scale
-        weights.update({f"transformer.h.{i}.{name}": w for name, w in h.items()})
+            weights[f"transformer.h.{i}.attn.c_attn.{part}"][:c.n_embd] *= scale
     return config, weights
 
 
-def read_gpt_neo(c, t):
+def read_gpt_neo(c, w):
     """GPT-Neo: every other block sees a window, and its logits are not divided by sqrt(D): folded into q."""
-    known(c, "gpt_neo", layer_norm_epsilon=1e-5)
-    kinds = c.get("attention_layers") or [kind for pattern, n in c["attention_types"] for kind in pattern * n]
-    if len(kinds) != c["num_layers"] or set(kinds) - {"global", "local"}:
-        raise UserError(f"attention layers {kinds} are not {c['num_layers']} of global and local")
-    config = dict(
-        recipe="gpt2", bias=True, act=activation(c.get("activation_function", "gelu_new")),
-        tied=c.get("tie_word_embeddings", True), vocab_size=c["vocab_size"],
-        block_size=c["max_position_embeddings"], n_layer=c["num_layers"], n_head=c["num_heads"],
-        n_embd=c["hidden_size"], n_inner=c.get("intermediate_size"))
-    local = [i for i, kind in enumerate(kinds) if kind == "local"]
+    must(c, layer_norm_epsilon=1e-5)
+    config = dict(recipe="gpt2", bias=True, act=activation(c.activation_function), tied=c.tie_word_embeddings,
+                  vocab_size=c.vocab_size, block_size=c.max_position_embeddings, n_layer=c.num_layers,
+                  n_head=c.num_heads, n_embd=c.hidden_size, n_inner=c.intermediate_size)
+    local = [i for i, kind in enumerate(c.attention_layers) if kind == "local"]
     if local:
-        config.update(window=c["window_size"], window_layers=local)
-    weights, C = plain(t, config["tied"]), c["hidden_size"]
-    for i in range(config["n_layer"]):
-        h = {}
-        for part in ("ln_1", "ln_2", "mlp.c_fc", "mlp.c_proj"):
-            for kind in ("weight", "bias"):
-                h[f"{part}.{kind}"] = t.take(f"h.{i}.{part}.{kind}")
-        q, k, v = (t.take(f"h.{i}.attn.attention.{part}_proj.weight") for part in "qkv")
-        h["attn.c_attn.weight"] = torch.cat((q * math.sqrt(C // c["num_heads"]), k, v))
-        h["attn.c_attn.bias"] = torch.zeros(3 * C)  # it has none
-        for kind in ("weight", "bias"):
-            h[f"attn.c_proj.{kind}"] = t.take(f"h.{i}.attn.attention.out_proj.{kind}")
-        weights.update({f"transformer.h.{i}.{name}": w for name, w in h.items()})
+        config.update(window=c.window_size, window_layers=local)
+    weights = {name.replace("attn.attention.out_proj", "attn.c_proj"): t for name, t in w.items()}
+    for i in range(c.num_layers):
+        q, k, v = (weights.pop(f"transformer.h.{i}.attn.attention.{part}_proj.weight") for part in "qkv")
+        q = q * math.sqrt(c.hidden_size // c.num_heads)
+        weights[f"transformer.h.{i}.attn.c_attn.weight"] = torch.cat((q, k, v))
+        weights[f"transformer.h.{i}.attn.c_attn.bias"] = torch.zeros(3 * c.hidden_size)  # it has none
     return config, weights
 
 
-def read_gpt_neox(c, t):
-    """GPT-NeoX and Pythia: RoPE on the first rotary_pct of each head's dimensions, parallel residual."""
-    known(c, "gpt_neox", layer_norm_eps=1e-5)
-    rope = rope_of(c, rope_theta=c.get("rotary_emb_base", 10000.0),
-                   partial_rotary_factor=c.get("rotary_pct", 0.25))
-    C, H = c["hidden_size"], c["num_attention_heads"]
-    D = C // H
-    turned = int(D * rope["partial_rotary_factor"])
-    if turned % 2 or not turned:
-        raise UserError(f"RoPE on {turned} of {D} dimensions is not known here: their number must be even")
-    config = dict(
-        recipe="gpt2", bias=True, act=activation(c.get("hidden_act", "gelu")), pos="rope",
-        rope_base=rope["rope_theta"], rope_share=turned / D, parallel=c.get("use_parallel_residual", True),
-        tied=c.get("tie_word_embeddings", False), vocab_size=c["vocab_size"],
-        block_size=c["max_position_embeddings"], n_layer=c["num_hidden_layers"], n_head=H, n_embd=C,
-        n_inner=c["intermediate_size"])
-    n, half = turned // 2, D // 2
-    # ours pairs i with i + D/2, of which the first n turn; theirs i with i + n, and the rest stands behind
-    order = [*range(n), *range(turned, turned + half - n), *range(n, turned), *range(turned + half - n, D)]
-    weights = {"transformer.wte.weight": t.take("embed_in.weight")}
-    for kind in ("weight", "bias"):
-        weights[f"transformer.ln_f.{kind}"] = t.take(f"final_layer_norm.{kind}")
-    weights["lm_head.weight"] = head_of(weights, t, config["tied"], "embed_out.weight", "lm_head.weight")
-    names = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "mlp.c_fc": "mlp.dense_h_to_4h",
-             "mlp.c_proj": "mlp.dense_4h_to_h", "attn.c_proj": "attention.dense"}
-    for i in range(config["n_layer"]):
-        h = {}
-        for kind in ("weight", "bias"):
-            for ours, theirs in names.items():
-                if kind == "bias" and ours.startswith("attn") and not c.get("attention_bias", True):
-                    h[f"{ours}.bias"] = torch.zeros(C)
-                else:
-                    h[f"{ours}.{kind}"] = t.take(f"layers.{i}.{theirs}.{kind}")
-            if kind == "bias" and not c.get("attention_bias", True):
-                h["attn.c_attn.bias"] = torch.zeros(3 * C)
-                continue
-            qkv = t.take(f"layers.{i}.attention.query_key_value.{kind}")
-            q, k, v = qkv.unflatten(0, (H, 3, D)).transpose(0, 1)  # [H, D, ...] each
-            h[f"attn.c_attn.{kind}"] = torch.cat((q[:, order], k[:, order], v)).flatten(0, 1)
-        weights.update({f"transformer.h.{i}.{name}": w for name, w in h.items()})
-    return config, weights
-
-
-def read_nanochat(c, t):
-    """nanochat: the modern recipe, whose RoPE turns the other way."""
-    known(c, "nanochat", rms_norm_eps=1e-6, attention_bias=False, hidden_act="relu2")
-    rope = rope_of(c, rope_theta=10000.0)
-    H, C = c["num_attention_heads"], c["hidden_size"]
-    K = c.get("num_key_value_heads", H)
-    known(c, "nanochat", head_dim=C // H)
-    config = dict(
-        RECIPES["modern"], recipe="modern", tied=c.get("tie_word_embeddings", False),
-        rope_base=rope["rope_theta"], softcap=c.get("final_logit_softcapping") or 0.0,
-        vocab_size=c["vocab_size"],
-        block_size=c["max_position_embeddings"], n_layer=c["num_hidden_layers"], n_head=H, n_embd=C,
-        n_inner=c["intermediate_size"], n_kv_head=None if K == H else K)
-    weights = {"transformer.wte.weight": t.take("embed_tokens.weight")}
-    weights["lm_head.weight"] = head_of(weights, t, config["tied"], "lm_head.weight")
-    for i in range(config["n_layer"]):
-        q, k, v = (t.take(f"layers.{i}.self_attn.{part}_proj.weight") for part in "qkv")
-        name = f"transformer.h.{i}."
-        weights[name + "attn.c_attn.weight"] = torch.cat((turned_back(q, H), turned_back(k, K), v))
-        weights[name + "attn.c_proj.weight"] = t.take(f"layers.{i}.self_attn.o_proj.weight")
-        weights[name + "mlp.c_fc.weight"] = t.take(f"layers.{i}.mlp.fc1.weight")
-        weights[name + "mlp.c_proj.weight"] = t.take(f"layers.{i}.mlp.fc2.weight")
-    return config, weights
-
-
-def turned_back(w, n_head):
-    """Rows [H * D, C] of queries or keys with the second half of each head's negated: RoPE the other way."""
-    heads = w.unflatten(0, (n_head, 2, -1)).clone()
-    heads[:, 1] *= -1
-    return heads.flatten(0, 2)
-
-
-def read_llama(c, t):
+def read_llama(c, w):
     """Llama, SmolLM2, Mistral without a window, Qwen2 (biases on q, k, v), Qwen3 (q and k normed)."""
-    kind, H, C = c["model_type"], c["num_attention_heads"], c["hidden_size"]
-    known(c, kind, hidden_act="silu", mlp_bias=False, attention_bias=False, use_sliding_window=False)
-    if kind == "mistral":
-        known(c, kind, sliding_window=None)
-    K, qwen2, qwen3 = c.get("num_key_value_heads") or H, kind == "qwen2", kind == "qwen3"
-    rope, scaling = stretched_rope(c)
+    must(c, hidden_act="silu", mlp_bias=False, attention_bias=False, use_sliding_window=False)
+    if c.model_type == "mistral":
+        must(c, sliding_window=None)
+    H, K, C = c.num_attention_heads, c.num_key_value_heads, c.hidden_size
+    head_dim = getattr(c, "head_dim", None)
+    qwen2, qwen3 = c.model_type == "qwen2", c.model_type == "qwen3"
     config = dict(
-        RECIPES["llama"], recipe="llama", tied=c.get("tie_word_embeddings", False), rope_base=rope,
-        rope_scaling=scaling, norm_eps=c.get("rms_norm_eps", 1e-6), qkv_bias=qwen2, qk_norm=qwen3,
-        qk_scale=qwen3, vocab_size=c["vocab_size"], block_size=c["max_position_embeddings"],
-        n_layer=c["num_hidden_layers"], n_head=H, n_kv_head=None if K == H else K, head_dim=c.get("head_dim"),
-        n_embd=C, n_inner=c["intermediate_size"])
-    weights = {"transformer.wte.weight": t.take("embed_tokens.weight"),
-               "transformer.ln_f.weight": t.take("norm.weight")}
-    weights["lm_head.weight"] = head_of(weights, t, config["tied"], "lm_head.weight")
-    for i in range(config["n_layer"]):
+        RECIPES["llama"], recipe="llama", tied=c.tie_word_embeddings, norm_eps=c.rms_norm_eps,
+        rope_base=c.rope_parameters["rope_theta"], rope_scaling=rope_scaling(c.rope_parameters),
+        qkv_bias=qwen2, qk_norm=qwen3, qk_scale=qwen3,
+        vocab_size=c.vocab_size, block_size=c.max_position_embeddings,
+        n_layer=c.num_hidden_layers, n_head=H, n_kv_head=None if K == H else K,
+        head_dim=None if head_dim == C / H else head_dim, n_embd=C, n_inner=c.intermediate_size)
+    weights = {"transformer.wte.weight": w["model.embed_tokens.weight"],
+               "transformer.ln_f.weight": w["model.norm.weight"], "lm_head.weight": w["lm_head.weight"]}
+    for i in range(c.num_hidden_layers):
         for ours, theirs in LLAMA_NAMES.items():
             if ours.startswith("attn.qk_scale") and not qwen3 or ours.endswith("bias") and not qwen2:
                 continue
-            parts = [t.take(f"layers.{i}.{each}") for each in theirs]
+            parts = [w[f"model.layers.{i}.{each}"] for each in theirs]
             weights[f"transformer.h.{i}.{ours}"] = torch.cat(parts)
     return config, weights
+
+
+def rope_scaling(rope):
+    """The rope_scaling of a GPTConfig, of a config's rope_parameters. UserError: stretched in another way."""
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "llama3"):
+        raise UserError(f"RoPE stretched as {kind!r} is not known here: 'default' and 'llama3' are")
+    if kind == "default":
+        return None
+    return [float(rope[key]) for key in LLAMA3]
 
 
 # our name in a block: theirs, one behind the other
@@ -398,34 +265,8 @@ LLAMA_NAMES = {
     "mlp.c_fc.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
     "mlp.c_proj.weight": ["mlp.down_proj.weight"]}
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
-def stretched_rope(c):
-    """(base, scaling as GPTConfig has it or None) of a config's RoPE; UserError: stretched in another way."""
-    rope = {"rope_theta": c.get("rope_theta", 10000.0), **(c.get("rope_scaling") or {}),
-            **(c.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise UserError(f"RoPE stretched as {kind!r} is not known here: 'default' and 'llama3' are")
-    if kind == "default":
-        return rope["rope_theta"], None
-    if missing := [key for key in LLAMA3 if key not in rope]:
-        raise UserError(f"RoPE of kind 'llama3' lacks {', '.join(missing)} in config.json")
-    return rope["rope_theta"], [float(rope[key]) for key in LLAMA3]
-
-
-def read_nanoheads(c, t):
-    """What export() wrote for models of our own."""
-    weights = {name.removeprefix("gpt."): w for name, w in t.found.items()}
-    t.found = {}
-    if c["gpt"].get("tied"):
-        weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    return {**c["gpt"], "vocab_size": c.get("vocab_size") or c["gpt"].get("vocab_size")}, weights
-
-
-FAMILIES = dict(gpt2=read_gpt2, gpt_neo=read_gpt_neo, gpt_neox=read_gpt_neox, nanochat=read_nanochat,
-                nanoheads=read_nanoheads,
-                **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), read_llama))
+READERS = dict(gpt2=read_gpt2, gpt_neo=read_gpt_neo,
+               **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), read_llama))
 
 
 # ---- tokenizers in ----
@@ -566,6 +407,13 @@ def write_gpt2(model):
     return config, out
 
 
+def turned(w, n_head):
+    """Rows [H * D, C] of queries or keys with the second half of each head's negated: RoPE the other way."""
+    heads = w.unflatten(0, (n_head, 2, -1)).clone()
+    heads[:, 1] *= -1
+    return heads.flatten(0, 2)
+
+
 def write_nanochat(model):
     """(config.json, {name: tensor}) of NanoChatForCausalLM."""
     c, w, n = model.config, model.state_dict(), model.config.n_kv_head or model.config.n_head
@@ -582,8 +430,8 @@ def write_nanochat(model):
     for i in range(c.n_layer):
         ours, theirs = f"transformer.h.{i}.", f"model.layers.{i}."
         q, k, v = w[ours + "attn.c_attn.weight"].split([heads * c.head_size for heads in (c.n_head, n, n)])
-        out[theirs + "self_attn.q_proj.weight"] = turned_back(q, c.n_head)
-        out[theirs + "self_attn.k_proj.weight"] = turned_back(k, n)
+        out[theirs + "self_attn.q_proj.weight"] = turned(q, c.n_head)
+        out[theirs + "self_attn.k_proj.weight"] = turned(k, n)
         out[theirs + "self_attn.v_proj.weight"] = v
         out[theirs + "self_attn.o_proj.weight"] = w[ours + "attn.c_proj.weight"]
         out[theirs + "mlp.fc1.weight"] = w[ours + "mlp.c_fc.weight"]
@@ -651,6 +499,7 @@ def export(model, meta, out, family=None, force=False):
         raise UserError(f"this model is no {family}: {why or f'it is a {plainest} model'}")
     family = family or plainest
     config, tensors = WRITERS[family](model)
+    check_finite(tensors, "this model")
     end = 50256 if meta and meta["encoding"] == "gpt2" else None
     config.update(vocab_size=model.config.vocab_size, dtype="float32", use_cache=True,
                   bos_token_id=end, eos_token_id=end, pad_token_id=None)
@@ -664,7 +513,6 @@ def export(model, meta, out, family=None, force=False):
             (folder / name).write_text(text, encoding="utf-8")
         if family == "nanoheads":
             write_code(folder, model.config)
-        read(folder)  # what cannot be read back is not left behind
     return family, why if family == plainest else ""
 
 
