@@ -1,4 +1,4 @@
-"""Head states, constraint heads, A2C and U-Net skips in models of transformers: against our own GPT."""
+"""Head states and constraint heads in models of transformers: against our own GPT."""
 
 import copy
 import pickle
@@ -12,21 +12,17 @@ from nanoheads.common import UserError
 from nanoheads.heads.states import find_violations, states_of
 from nanoheads.hub import dropin
 from nanoheads.hub.dropin import (FAMILIES, Control, aux_losses, gates_of, insert, load, mask_heads,
-                                   predictions, prune_heads)
+                                   predictions)
 from nanoheads.training import checkpoint
 from test_dropin import (REAL, T, V, hf, ids, logits, normal, scatter, told,  # noqa: F401 (hf is a fixture)
                          told_with_and_without_cache_and_padding)
 from test_dropin import tiny as of_two_layers
 
 STATES, CONSTRAINT = dict(agency=True), dict(constraint_names=["a", "b"], constraint_hidden=8)
-A2C = {mode: dict(a2c=mode) for mode in ("temperature", "key_bias")}
-UNET = {mode: dict(unet=mode) for mode in ("concat", "add", "scalar", "published")}
-TOGETHER = dict(**STATES, **CONSTRAINT, **A2C["key_bias"], **UNET["concat"], acag="headwise", xsa=True,
-                constraint_heads=2, constraint_layers=[1, 2])
+TOGETHER = dict(**STATES, **CONSTRAINT, acag="headwise", xsa=True, constraint_heads=2,
+                constraint_layers=[1, 2])
 NEUTRAL = {
     "agency": STATES, "agency_learned": dict(**STATES, agency_learned=True),
-    **{f"a2c_{mode}": flags for mode, flags in A2C.items()},
-    **{f"unet_{mode}": flags for mode, flags in UNET.items()},
     "constraint": CONSTRAINT, "constraint_published": dict(**CONSTRAINT, constraint_mode="published"),
     "constraint_value": dict(**CONSTRAINT, constraint_gate="value"),
     "constraint_score": dict(**CONSTRAINT, constraint_gate="score"),
@@ -34,11 +30,8 @@ NEUTRAL = {
     "constraint_closed": dict(**CONSTRAINT, constraint_router="hard_concrete", constraint_skip=0.4),
     "together": TOGETHER,
 }
-ALL = {**NEUTRAL, "a2c_published": dict(a2c="published"),
-       "unet_skips": dict(**UNET["concat"], unet_init=0.5)}
 KINDS = ["gpt2", "llama"]
-PLACES = [(name, kind) for name in ALL for kind in KINDS
-          if (name, kind) != ("a2c_published", "llama")]  # keys of a group are no queries
+PLACES = [(name, kind) for name in NEUTRAL for kind in KINDS]
 
 
 def tiny(hf, kind, dtype=torch.float64, **more):  # noqa: F811
@@ -50,11 +43,9 @@ def tiny(hf, kind, dtype=torch.float64, **more):  # noqa: F811
 
 def random_insert(model, name):
     """With random values on all that is new, states of heads too."""
-    insert(model, anyway=True, **ALL[name])
+    insert(model, **NEUTRAL[name])
     scatter(model, 0.3, only="nanoheads")
-    for p in (p for name, p in model.named_parameters() if "fuse" in name and name.endswith("logit")):
-        p.data.add_(13)  # it begins at -14
-    if "agency" in ALL[name]:
+    if "agency" in NEUTRAL[name]:
         control = Control(model)
         for layer, head, how in ((0, 1, dict(state="overloaded")), (1, 3, dict(state="misaligned")),
                                  (1, 0, dict(consent=False)), (3, 2, dict(state="withdrawn"))):
@@ -76,9 +67,6 @@ def ours(model, state, folder):
         layer = re.search(r"\.(\d+)\.", before)
         state["model"][f"transformer.h.{layer[1]}.attn.{tail}" if layer else tail] = t
     config = checkpoint.config_of(state, folder, **flags)
-    for name, t in state["model"].items():
-        if flags.get("a2c") == "published" and "attn.c_attn" in name:
-            state["model"][name] = t[:32]  # queries alone
     here = GPT(config).eval()
     there = {name: t.clone() for name, t in here.state_dict().items()}
     for name in set(there) - set(state["model"]):
@@ -107,7 +95,7 @@ def test_what_is_inserted_is_ours(hf, name, kind, tmp_path):  # noqa: F811
     assert far(before, want) > 1e-3  # and not by being off
     scores, expected = predictions(model), here.predictions(ids())
     assert scores.keys() == expected.keys() and bool(scores) is any(key in name for key in (
-        "a2c", "constraint", "together"))
+        "constraint", "together"))
     assert all(far(scores[key], want) < 1e-4 for key, want in expected.items())
 
 
@@ -154,7 +142,7 @@ def test_a_constraint_head_attends_as_the_models_own_do(hf, kind):  # noqa: F811
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_their_losses_are_ours(hf, kind, tmp_path):  # noqa: F811
-    """Those of A2C's critic, of constraint scores and of their router, as in training; gradients too."""
+    """Those of constraint scores and of their router, as in training; gradients too."""
     model = tiny(hf, kind, torch.float32)
     model.save_pretrained(tmp_path)
     insert(model, **TOGETHER, constraint_sparsity_coef=0.1, constraint_entropy_coef=0.1)
@@ -163,21 +151,21 @@ def test_their_losses_are_ours(hf, kind, tmp_path):  # noqa: F811
     labels = ids().masked_fill(torch.arange(T) < 3, -100)
     targets = {"a": torch.rand(2, T).round(), "b": torch.full((2, T), -1.0)}
     out = model.train()(ids(), labels=labels)
-    got = aux_losses(model, out.logits, labels, targets)
+    got = aux_losses(model, targets)
     shifted = torch.cat((labels[:, 1:].clamp_min(-1), torch.full((2, 1), -1)), 1)
     want = here(ids(), shifted, constraint_targets=targets, logits=True)
     assert (out.loss - want.loss).abs() < 1e-5
-    assert got.keys() == want.aux.keys() >= {"a2c_value", "a2c_advantage", "constraint_router"}
+    assert got.keys() == want.aux.keys() >= {"constraint.a", "constraint_router"}
     for name, loss in want.aux.items():
         assert (got[name] - loss).abs() < 1e-5 * loss.abs().clamp_min(1), name
     assert got["constraint.b"] == 0 < got["constraint.a"]
     wrapped = torch.nn.Sequential(model)  # as torch's and others' wrappers do
-    assert aux_losses(wrapped, out.logits, labels, targets).keys() == got.keys()
+    assert aux_losses(wrapped, targets).keys() == got.keys()
     sum(got.values()).backward()
     sum(want.aux.values()).backward()
     slopes, mine = ([p.grad for n, p in m.named_parameters()
-                     if n.endswith(("critic.weight", "w1", "value.weight"))] for m in (here, model))
-    assert len(slopes) == len(mine) == 7
+                     if n.endswith("w1")] for m in (here, model))
+    assert len(slopes) == len(mine) == 2
     assert all(a.any() and min(far(a, b) for b in mine if b.shape == a.shape) < 1e-3 for a in slopes)
     model.eval()(ids())
     assert aux_losses(model) == {} and set(aux_losses(model, constraint_targets=targets)) == {
@@ -199,20 +187,20 @@ def test_the_logits_stay_in_every_family(hf, kind):  # noqa: F811
 def test_training_reaches_all_that_is_new(hf, name, kind):  # noqa: F811
     """A few steps of AdamW with the trunk frozen, but where that can lower no loss by itself.
 
-    States move by hand, learned or not; a skip in `add` has at the start next to no effect.
+    States move by hand, learned or not.
     """
-    model = insert(tiny(hf, kind, torch.float32), anyway=True, **ALL[name]).train()
+    model = insert(tiny(hf, kind, torch.float32), **NEUTRAL[name]).train()
     own = {n: p for n, p in model.named_parameters() if "nanoheads" in n}
     for gates in gates_of(model).values():
         if gates.agency is not None and gates.agency.learned:
             gates.agency.metrics.normal_()
-    alone = "agency" not in name and name != "unet_add"
+    alone = "agency" not in name
     optimizer = torch.optim.AdamW(own.values() if alone else model.parameters(), 3e-2 if alone else 1e-2)
-    targets = {"a": torch.ones(2, T), "b": torch.zeros(2, T)} if "constraint_names" in ALL[name] else None
+    targets = {"a": torch.ones(2, T), "b": torch.zeros(2, T)} if "constraint_names" in NEUTRAL[name] else None
     losses, reached = [], set()
     for _ in range(10):
         out = model(ids(), labels=ids())
-        total = out.loss + sum(aux_losses(model, out.logits, ids(), targets).values())
+        total = out.loss + sum(aux_losses(model, targets).values())
         total.backward()
         reached |= {n for n, p in own.items() if p.grad is not None and p.grad.abs().max() > 0}
         optimizer.step()
@@ -226,7 +214,7 @@ def test_training_reaches_all_that_is_new(hf, name, kind):  # noqa: F811
 def test_a_cache_and_padding_change_nothing(hf, name, kind):  # noqa: F811
     model = random_insert(tiny(hf, kind), name)
     tokens, cached = told_with_and_without_cache_and_padding(model)
-    if "constraint_names" in ALL[name]:
+    if "constraint_names" in NEUTRAL[name]:
         with pytest.raises(UserError, match="dynamic cache.*StaticLayer"):
             told(model, tokens, REAL, cache_implementation="static")
     else:
@@ -250,7 +238,7 @@ def test_a_cache_made_by_hand_is_taken(hf):  # noqa: F811
     with torch.no_grad():
         steps = [model(token, past_key_values=cache).logits for token in ids().split(1, 1)]
     assert (torch.cat(steps, 1) - logits(model, ids())).abs().max() < 1e-9
-    assert cache.layers[0].keys.size(1) == 4 and cache.layers[1].keys.size(1) == 4 + 4 + 1
+    assert cache.layers[0].keys.size(1) == 2 and cache.layers[1].keys.size(1) == 4 + 4 + 2
 
 
 @pytest.mark.parametrize("router", ["mean", "first"])
@@ -270,7 +258,7 @@ def test_models_are_copied_pickled_compiled_and_checkpointed(hf, kind):  # noqa:
     def slopes(m):
         m.zero_grad()
         out = m.train()(ids(), labels=ids())
-        (out.loss + sum(aux_losses(m, out.logits, ids()).values())).backward()
+        (out.loss + sum(aux_losses(m).values())).backward()
         return {name: p.grad for name, p in m.named_parameters()}
 
     want, twin = slopes(model), copy.deepcopy(model)
@@ -303,7 +291,7 @@ def test_saved_and_loaded_a_model_is_the_same(hf, name, kind, tmp_path):  # noqa
     assert half.generate(ids(), max_new_tokens=2).shape == (2, T + 2)
 
 
-# ---- heads by hand, off, and gone ----
+# ---- heads by hand, and off ----
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_is_a_factor_and_consent_is_kept(hf, kind):  # noqa: F811
@@ -336,44 +324,17 @@ def test_constraint_heads_can_be_turned_off_by_number(hf):  # noqa: F811
     assert torch.equal(logits(model, ids()), before)
 
 
-@pytest.mark.parametrize("name", ["together", "a2c_published", "agency_learned", "a2c_temperature"])
-def test_masked_is_pruned(hf, name, tmp_path):  # noqa: F811
-    masked = random_insert(tiny(hf, "gpt2"), name)
-    pruned, heads = copy.deepcopy(masked), {0: [3, 1], 2: [0]}
-    mask_heads(masked, heads)
-    prune_heads(pruned, heads)
-    assert (logits(masked, ids(), REAL) - logits(pruned, ids(), REAL)).abs().max() < 1e-12
-    assert (told(masked, ids(), None) - told(pruned, ids(), None)).abs().max() < 1e-9
-    pruned.save_pretrained(tmp_path)
-    assert torch.equal(logits(load(tmp_path), ids(), REAL), logits(pruned, ids(), REAL))
-
-
-def test_a_layer_with_constraint_heads_keeps_one_of_its_own(hf):  # noqa: F811
-    model = insert(tiny(hf, "gpt2"), **CONSTRAINT)
-    prune_heads(model, {2: [0, 1]})
-    with pytest.raises(UserError, match="layer 2 has constraint heads"):
-        prune_heads(model, {2: [2, 3]})
-    prune_heads(model, {2: [2], 0: range(4)})
-    assert logits(model, ids()).isfinite().all()
-    bare = tiny(hf, "gpt2")
-    prune_heads(bare, {2: range(4)})
-    with pytest.raises(UserError, match="layer 2 has lost all its heads"):
-        insert(bare, **CONSTRAINT)
-
-
 # ---- bad input ----
 
 @pytest.mark.parametrize("kind, act, words", [
-    ("gpt2", lambda m: insert(m, "a2c_published"), "a2c=published"),
-    ("llama", lambda m: insert(m, "a2c_published", anyway=True), "n_kv_head=2"),
-    ("gpt2", lambda m: insert(m, "unet_concat", unet_init=0.5), "unet_init=0.5"),
-    ("gpt2", lambda m: insert(m, "unet_concat", unet_from=5), "unet_from=5"),
+    ("gpt2", lambda m: insert(m, "a2c_temperature"), "a2c cannot be inserted"),
+    ("gpt2", lambda m: insert(m, "acag,unet_concat"), "unet cannot be inserted"),
     ("gpt2", lambda m: insert(m, "constraint_b"), "constraint_variant='B'"),
     ("gpt2", lambda m: insert(m, "constraint_a", constraint_stop=9), "constraint_stop=9"),
     ("gpt2", lambda m: insert(m, "constraint_a", constraint_layers=[4]), "constraint_layers=[4]"),
     ("gpt2", lambda m: insert(m, "constraint_a", constraint_names=["a", "a"]), "constraint_names=['a', 'a']"),
     ("gpt2", lambda m: insert(m, agency_learned=True), "agency"),
-    ("gpt2", lambda m: Control(m), "not every layer has gates"),
+    ("gpt2", lambda m: Control(m), "no gates"),
 ])
 def test_bad_input_is_one_clear_line_and_changes_nothing(hf, kind, act, words):  # noqa: F811
     model = tiny(hf, kind)
@@ -386,10 +347,9 @@ def test_bad_input_is_one_clear_line_and_changes_nothing(hf, kind, act, words): 
 
 
 def test_what_is_asked_of_a_model_without_it_is_one_clear_line(hf):  # noqa: F811
-    model = insert(tiny(hf, "gpt2"), "a2c_temperature,constraint_a").train()
-    out = model(ids(), labels=ids())
-    for act, words in ((lambda: aux_losses(model), "aux_losses(model, logits, labels)"),
-                       (lambda: aux_losses(model, out.logits, ids(), {"c": ids()}), "['c']"),
+    model = insert(tiny(hf, "gpt2"), "constraint_a").train()
+    model(ids(), labels=ids())
+    for act, words in ((lambda: aux_losses(model, {"c": ids()}), "['c']"),
                        (lambda: aux_losses(insert(tiny(hf, "gpt2"), "acag"), constraint_targets={"a": ids()}),
                         "insert some"),
                        (lambda: aux_losses(insert(tiny(hf, "gpt2"), **CONSTRAINT),
@@ -399,16 +359,10 @@ def test_what_is_asked_of_a_model_without_it_is_one_clear_line(hf):  # noqa: F81
                        (lambda: Control(model).set_head(0, 0, state="active"), "agency off"),
                        (lambda: insert(tiny(hf, "gpt2"), "agency_block"), "agency_scope='block'"),
                        (lambda: insert(tiny(hf, "gpt2"), "agency_mlp"), "agency_scope='mlp'"),
-                       (lambda: insert(model, "unet_add"), "already")):
+                       (lambda: insert(model, "acag"), "already")):
         with pytest.raises(UserError) as e:
             act()
         assert words in str(e.value) and "\n" not in str(e.value)
     dropping = tiny(hf, "llama", attention_dropout=0.1)
     with pytest.raises(UserError, match="constraint_gate='score'"):
         insert(dropping, **CONSTRAINT, constraint_gate="score")
-    wide = tiny(hf, "qwen3", num_key_value_heads=4)
-    with pytest.raises(UserError, match="4 heads of 16"):
-        insert(wide, "a2c_published", anyway=True)
-    insert(tiny(hf, "gpt2", n_layer=1), "agency")
-    with pytest.raises(UserError, match="two layers"):
-        insert(tiny(hf, "gpt2", n_layer=1), "unet_add")

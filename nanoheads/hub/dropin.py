@@ -2,10 +2,10 @@
 The mechanisms in a model of transformers; as layers of one's own they are in nanoheads/hub/layers.py.
 
     insert(model, "acag,sentinel")        gates into a loaded Hugging Face model, neutral as they start
-    aux_losses(model, ...)                their own losses; predictions(model): what some say of the tokens
+    aux_losses(model, targets)            their own losses; predictions(model): scores of constraint heads
     Control(model).set_head(0, 1, ...)    gates, states and consent by hand
     load(folder)                          what model.save_pretrained(folder) wrote of such a model
-    mask_heads(model, {layer: [heads]}), prune_heads(model, {layer: [heads]})
+    mask_heads(model, {layer: [heads]})   the model's own heads off, and on again
 
 How that runs is in nanoheads/hub/inserted.py. transformers is an optional extra: insert() and load() alone
 import it.
@@ -21,14 +21,12 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from model import (A2C, ACAG, MECHANISM_CLASSES, MECHANISMS, XSA, Agency, ConstraintHeads, GPTConfig,
-                   HeadNorm, OutputGate, Routing, Sentinel, Sink, UNetSkip, identity_of_x)
+from model import (ACAG, MECHANISM_CLASSES, MECHANISMS, XSA, Agency, ConstraintHeads, GPTConfig, HeadNorm,
+                   OutputGate, Routing, Sentinel, Sink)
 from nanoheads.common import UserError
 from nanoheads.configurator import near
-from nanoheads.hub.inserted import (Beside, Gates, NeoAttention, gated_attention, mask_and_positions,
-                                    remember_call)
+from nanoheads.hub.inserted import Gates, NeoAttention, gated_attention, mask_and_positions, remember_call
 from nanoheads.mechanism import HeadControl, Uniform
-from nanoheads.pruning import keep_rows, prune_layer
 
 
 # ---- gates in a Hugging Face model ----
@@ -49,10 +47,9 @@ FAMILIES = {"gpt2": ("h", "attn", "c_proj"), "gpt_neo": ("h", "attn.attention", 
             **dict.fromkeys(LLAMA_LIKE, ("layers", "self_attn", "o_proj"))}
 
 # what can do with a model's own projections
-INSERTABLE = (XSA, HeadNorm, Routing, Sentinel, Agency, A2C, OutputGate, ConstraintHeads, ACAG, Sink,
-              UNetSkip)
+INSERTABLE = (XSA, HeadNorm, Routing, Sentinel, Agency, OutputGate, ConstraintHeads, ACAG, Sink)
 # flags that train.py's steps or its teacher give a meaning to
-OF_TRAINING = ("unet_from", "unet_ramp", "constraint_warmup", "constraint_stop", "constraint_match")
+OF_TRAINING = ("constraint_warmup", "constraint_stop", "constraint_match")
 
 
 def needed(name):
@@ -84,77 +81,44 @@ def places(model):
     return [Place(parent, name, attn, getattr(attn, proj)) for parent, attn in zip(parents, attns)]
 
 
-def heads_left(model, layer):
-    """The heads that pruning left in a layer, by their original numbers."""
-    gone = getattr(model.config, "pruned_heads", {}).get(layer, ())
-    return [i for i in range(model.config.num_attention_heads) if i not in gone]
-
-
 def insert(model, mechanisms=(), anyway=False, **flags):
     """Put mechanisms into a loaded Hugging Face model, in place, and return it: its logits stay as they were.
 
     mechanisms: names of MECHANISMS, with commas or as a list; flags: fields of GPTConfig, which win. Routing
-    starts with all heads, unless routing_top_k says how many, skips with nothing, unless unet_init says how
-    much. Where a gate starts at another constant than 1, the projection out makes up for it. What cannot be
-    neutral is refused; with anyway=True it starts as in a new model. Raises UserError, and then the model is
-    as it was.
+    starts with all heads, unless routing_top_k says how many. Where a gate starts at another constant than 1,
+    the projection out makes up for it. What cannot be neutral is refused; with anyway=True it starts as in a
+    new model. Raises UserError, and then the model is as it was.
     """
     layers, held = places(model), getattr(model.config, "nanoheads", {})
     if held:
         names = ", ".join(cls.flag for cls in INSERTABLE if cls.flag in held)
-        there = any(isinstance(m, (Gates, Beside)) for m in model.modules())
+        there = bool(gates_of(model))
         raise UserError(f"the model has {names} already: insert all in one call" if there else
                         f"the model was saved with {names}, which only dropin.load(folder) reads")
     config = gpt_config(model, mechanisms, flags)
-    made, beside = build_gates(model, layers, config), build_beside(layers, config)
+    made = build_gates(model, layers, config)
     constants = [math.prod(start(m, config, anyway) for m in gates.mechanisms()) for _, gates in made]
-    if beside is not None:
-        start_beside(beside, config, anyway)
     for (place, gates), constant in zip(made, constants):  # from here on nothing can be refused
         scale_columns(place.proj, 1 / constant, gates)
-    attach(model, made, beside, config)
+    attach(model, made, config)
     lower_sinks(model, [gates for _, gates in made if gates.sink is not None])
     return model
 
 
 def build_gates(model, layers, config):
-    """[(Place, Gates)] of the layers that have heads, or none where nothing is for layers.
-
-    Raises UserError for quantised weights, and for constraint heads where all others are pruned.
-    """
+    """[(Place, Gates)] of the layers. UserError for quantised weights."""
     made = []
     for i, place in enumerate(layers):
-        heads, weight = heads_left(model, i), place.proj.weight
+        weight = place.proj.weight
         if not weight.is_floating_point():
             raise UserError(f"{type(model).__name__} is quantised, in {weight.dtype}: load it without")
-        if not heads and ConstraintHeads.count(config, i):
-            raise UserError(f"constraint_layers: layer {i} has lost all its heads, choose another")
-        if heads:
-            gates = Gates(config, i, heads, weight.numel() // config.n_embd // len(heads))
-            made.append((place, gates.to(weight.device, weight.dtype).train(place.attn.training)))
-    return made if any(gates.mechanisms() for _, gates in made) else []
+        gates = Gates(config, i, weight.numel() // config.n_embd // config.n_head)
+        made.append((place, gates.to(weight.device, weight.dtype).train(place.attn.training)))
+    return made
 
 
-def build_beside(layers, config):
-    """What is inserted beside the layers, or None."""
-    if not (UNetSkip.is_on(config) or A2C.learns(config)):
-        return None
-    weight = layers[-1].proj.weight
-    return Beside(config).to(weight.device, weight.dtype).train(layers[-1].attn.training)
-
-
-def attach(model, made, beside, config):
-    """Put Gates where build_gates() says, let attention go through them, and say so in model.config."""
-    if made:
-        attach_gates(model, made)
-    if beside is not None:
-        beside.attach(model.base_model, blocks_of(model))
-    model.config.nanoheads = {name: getattr(config, name) for cls in INSERTABLE if cls.is_on(config)
-                              for name in cls.fields()}
-
-
-def attach_gates(model, made):
-    """The hooks and interfaces of Gates in the attention of their layers."""
+def attach(model, made, config):
+    """The hooks and interfaces of Gates in the attention of their layers; what they are, to model.config."""
     attention = needed("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     attention.register("nanoheads", gated_attention)
     masks = needed("transformers.masking_utils")  # without one registered attention would get no mask at all
@@ -168,6 +132,8 @@ def attach_gates(model, made):
         if gates.n_extra:
             proj.register_forward_hook(gates.add_extra)
     model.config._attn_implementation = "nanoheads"
+    model.config.nanoheads = {name: getattr(config, name) for cls in INSERTABLE if cls.is_on(config)
+                              for name in cls.fields()}
 
 
 def gpt_config(model, mechanisms, flags):
@@ -184,8 +150,6 @@ def gpt_config(model, mechanisms, flags):
     c = model.config
     if flags.get("routing"):
         flags = {"routing_top_k": c.num_attention_heads, **flags}
-    if flags.get("unet"):
-        flags = {"unet_init": 0.0, **flags}
     config = GPTConfig(block_size=c.max_position_embeddings, vocab_size=1, n_layer=c.num_hidden_layers,
                        n_head=c.num_attention_heads, n_kv_head=getattr(c, "num_key_value_heads", None),
                        head_dim=getattr(c, "head_dim", None), n_embd=c.hidden_size,
@@ -213,9 +177,6 @@ def insert_problems(c, config):
     dropout = getattr(c, "attn_pdrop", getattr(c, "attention_dropout", 0.0))
     if config.constraint_gate == "score" and dropout:
         yield f"constraint_gate='score' goes with no dropout on attention weights: it is {dropout}"
-    if config.a2c == "published" and config.n_head * config.head_size != config.n_embd:
-        yield (f"a2c='published' takes x in slices as values: {config.n_head} heads of {config.head_size} do "
-               f"not make up {config.n_embd}")
 
 
 @torch.no_grad()
@@ -225,15 +186,8 @@ def start(m, config, anyway):
     Raises UserError where it has no such setting, unless anyway: it then starts as in a new model.
     """
     values, constant, neutral = {}, 1.0, not isinstance(m, (HeadNorm, Routing))
-    if isinstance(m, A2C):
-        neutral = m.mode != "published"
-    elif isinstance(m, ConstraintHeads):
+    if isinstance(m, ConstraintHeads):
         values = {"c_proj.weight": 0.0}
-    elif isinstance(m, UNetSkip) and m.mode == "published":
-        values = {"weight": identity_of_x(m.weight.shape), "bias": 0.0}
-    elif isinstance(m, UNetSkip):
-        neutral = config.unet_init == 0
-        values = {"logit": -14.0} if neutral else {}  # 8e-7, and a slope to learn by
     elif isinstance(m, OutputGate):
         values, constant = {"proj.weight": 0.0}, 0.5
     elif isinstance(m, ACAG):
@@ -258,16 +212,6 @@ def start(m, config, anyway):
         raise UserError(f"{m.flag} has no neutral setting, that is, the model's own logits, with {given}; "
                         "anyway=True starts it as in a new model")
     return constant if neutral else 1.0
-
-
-@torch.no_grad()
-def start_beside(beside, config, anyway):
-    """start() of each U-Net skip; a value begins as in a new model."""
-    for m in beside.fuse or ():
-        start(m, config, anyway)
-    if beside.value is not None:
-        beside.value.weight.normal_(0.0, 0.02)
-        beside.value.bias.zero_()
 
 
 @torch.no_grad()
@@ -304,25 +248,22 @@ def gates_of(model):
 
 
 def predictions(model):
-    """{"blocks.<i>.<name>": tensor} of the last pass: constraint.<name> [B, T], a logit; A2C's advantage."""
+    """{"blocks.<i>.constraint.<name>": logits [B, T]} of the last pass."""
     return {f"blocks.{i}.{name}": t for i, gates in gates_of(model).items()
             for name, t in gates.predictions.items()}
 
 
-def aux_losses(model, logits=None, labels=None, constraint_targets=None):
+def aux_losses(model, constraint_targets=None):
     """{name: weighted loss, summed over layers} of what is inserted, of the last pass in training mode.
 
-    logits, labels: of that pass, as its `labels` are (-100: not scored), for A2C's critic. constraint_targets
-    {name: [B, T]}, from 0 to 1, below 0: not known; these have a loss in any mode. Raises UserError.
+    constraint_targets {name: [B, T]}, from 0 to 1, below 0: not known; these have a loss in any mode. Raises
+    UserError.
     """
     total, found, config = {}, predictions(model), None
-    for m in model.modules():
-        if isinstance(m, Gates):
-            config = m.config
-            for name, loss in m.losses.items():
-                total[name] = total[name] + loss if name in total else loss
-        elif isinstance(m, Beside):
-            total.update(m.losses(logits, labels, found))
+    for gates in gates_of(model).values():
+        config = gates.config
+        for name, loss in gates.losses.items():
+            total[name] = total[name] + loss if name in total else loss
     if constraint_targets is not None:
         if config is None or not ConstraintHeads.is_on(config):
             raise UserError("constraint_targets are for constraint heads: insert some")
@@ -343,8 +284,8 @@ class Control(HeadControl):
 
     def __init__(self, model):
         self.layers, gates = places(model), gates_of(model)
-        if len(gates) < len(self.layers):
-            raise UserError("not every layer has gates: insert some, into a model that has heads in each")
+        if not gates:
+            raise UserError("the model has no gates: insert some")
         states = all(own.agency is not None for own in gates.values())
         self.config = SimpleNamespace(n_layer=len(self.layers), agency=states, agency_scope="head")
         blocks = [SimpleNamespace(attn=gates[i], agency=None) for i in range(len(gates))]
@@ -367,8 +308,8 @@ def new_of(cls, *arguments):
 
 
 def load(folder, **options):
-    """The model that save_pretrained(folder) wrote, with its gates and without its pruned heads: an instance
-    of a class of the same name that extends it.
+    """The model that save_pretrained(folder) wrote, with its gates: an instance of a class of the same name
+    that extends it.
 
     options: of from_pretrained(), such as dtype. Raises UserError where something is missing or does not fit.
     """
@@ -377,13 +318,11 @@ def load(folder, **options):
         raise UserError(f"{folder} has no config.json: no folder that save_pretrained() wrote")
 
     def init(self, config, *args, **kwargs):
-        flags, pruned = config.__dict__.pop("nanoheads", {}), config.__dict__.pop("pruned_heads", {})
+        flags = config.__dict__.pop("nanoheads", {})
         cls.__init__(self, config, *args, **kwargs)
-        if pruned:
-            prune_heads(self, {int(layer): heads for layer, heads in pruned.items()})
         if flags:
-            gpt, layers = gpt_config(self, (), flags), places(self)
-            attach(self, build_gates(self, layers, gpt), build_beside(layers, gpt), gpt)
+            gpt = gpt_config(self, (), flags)
+            attach(self, build_gates(self, places(self), gpt), gpt)
 
     def reduce(self, protocol):
         _, (_, *arguments), *state = object.__reduce_ex__(self, protocol)
@@ -408,7 +347,7 @@ def load(folder, **options):
     return model
 
 
-# ---- heads that are off, or gone ----
+# ---- heads that are off ----
 
 def checked(model, heads):
     """{layer: [heads]} -> the same with every layer and head there. Raises UserError."""
@@ -433,63 +372,14 @@ def mask_heads(model, heads):
         if not hasattr(proj, "head_mask"):
             proj.register_buffer("head_mask", None, persistent=False)
             proj.register_forward_pre_hook(mask_columns)
-        left = heads_left(model, i)
         proj.head_mask = None
-        if left and heads.get(i):
-            head_size = proj.weight.numel() // model.config.hidden_size // len(left)
-            mask = proj.weight.new_tensor([head not in heads[i] for head in left])
+        if heads.get(i):
+            n_head = model.config.num_attention_heads
+            head_size = proj.weight.numel() // model.config.hidden_size // n_head
+            mask = proj.weight.new_tensor([head not in heads[i] for head in range(n_head)])
             proj.head_mask = mask.repeat_interleave(head_size)
 
 
 def mask_columns(proj, args):
     """Before a projection out: masked heads give 0."""
     return args if proj.head_mask is None else (args[0] * proj.head_mask, *args[1:])
-
-
-def prune_heads(model, heads, optimizers=()):
-    """Remove heads of a GPT-2 for good, {layer: [head, ...]} by their original numbers: as masked, but gone.
-
-    config.pruned_heads records them, as in version 4; those that are gone already are passed over. Gates and
-    optimizers' moments lose them, too. load() reads what save_pretrained() writes. Raises UserError.
-    """
-    layers, heads = places(model), checked(model, heads)
-    if model.config.model_type != "gpt2":
-        raise UserError(f"{type(model).__name__}: only GPT-2's heads can be pruned; mask_heads() masks any")
-    for layer, gates in gates_of(model).items():
-        if gates.n_extra and not set(heads_left(model, layer)) - set(heads.get(layer, ())):
-            raise UserError(f"layer {layer} has constraint heads: leave it one of its own heads")
-    for layer, gone in heads.items():
-        parent, name, attn, proj = layers[layer]
-        old, D = heads_left(model, layer), attn.head_dim
-        left = [i for i, head in enumerate(old) if head not in gone]
-        columns = torch.tensor([i * D + d for i in left for d in range(D)], dtype=torch.long, device="cpu")
-        rows = torch.cat([columns + part * len(old) * D for part in range(3)])  # q, k, v
-        keep_rows(attn.c_attn, "weight", 1, rows, optimizers)
-        keep_rows(attn.c_attn, "bias", 0, rows, optimizers)
-        keep_rows(proj, "weight", 0, columns, optimizers)
-        keep_rows(proj, "head_mask", 0, columns, ())
-        attn.c_attn.nf, proj.nx = len(rows), len(columns)
-        attn.split_size, attn.num_heads = len(columns), len(left)
-        if hasattr(attn, "nanoheads"):
-            prune_layer(attn.nanoheads, set(gone), optimizers)
-        if not left and not isinstance(attn, NoHeads):
-            setattr(parent, name, NoHeads(attn))
-        left = {old[i] for i in left}
-        model.config.pruned_heads = {**getattr(model.config, "pruned_heads", {}),
-                                     layer: [i for i in range(model.config.n_head) if i not in left]}
-
-
-class NoHeads(nn.Module):
-    """GPT-2's attention without a head: its output bias. A cache counts tokens by the first layer's keys."""
-
-    def __init__(self, old):
-        super().__init__()
-        self.c_attn, self.c_proj, self.resid_dropout = old.c_attn, old.c_proj, old.resid_dropout
-        self.layer_idx, self.head_dim = old.layer_idx, old.head_dim
-        self.train(old.training)
-
-    def forward(self, hidden_states, past_key_values=None, **kwargs):
-        if past_key_values is not None:
-            nothing = hidden_states.new_zeros(len(hidden_states), 1, hidden_states.size(1), 1)
-            past_key_values.update(nothing, nothing, self.layer_idx)
-        return self.resid_dropout(self.c_proj.bias.expand_as(hidden_states)), None

@@ -2,7 +2,6 @@
 What nanoheads/hub/dropin.py inserts into a transformers model, and how it runs there.
 
     Gates     in every layer's attention: the mechanisms of heads, constraint heads with their projections
-    Beside    in the base model: U-Net skips, and the value of A2C's critic
 
 Queries, keys and values come from the model's own attention, by the attention interface; who sees whom by the
 mask interface; the rest by hooks. A cache is written behind the mechanisms, as in model.py.
@@ -10,14 +9,13 @@ mask interface; the rest by hooks. A cache is written behind the mechanisms, as 
 
 import sys
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple, Optional
 
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from model import A2C, A2CValue, AttentionCore, ConstraintHeads, Heads, UNet, UNetSkip
+from model import AttentionCore, ConstraintHeads, Heads
 from nanoheads.common import UserError
 from nanoheads.kernels import for_each_head
 
@@ -36,12 +34,12 @@ class Call(NamedTuple):
 class Gates(AttentionCore):
     """The mechanisms of one layer of another model."""
 
-    def __init__(self, config, layer, head_ids, head_size):
+    def __init__(self, config, layer, head_size):
         super().__init__()
-        self.config, self.layer, self.head_ids, self.head_size = config, layer, head_ids, head_size
-        self.n_base, self.n_head = config.n_head, len(head_ids)
+        self.config, self.layer, self.head_size = config, layer, head_size
+        self.head_ids = [*range(config.n_head)]
+        self.n_base = self.n_head = config.n_head
         self.n_extra = ConstraintHeads.count(config, layer)
-        self.tied = config.a2c == "published"  # keys are queries, values are slices of x
         self.add_mechanisms(config)
         if self.constraint is not None:
             self.constraint = RoutedByMask(config, self)
@@ -54,7 +52,7 @@ class Gates(AttentionCore):
 
     def fill_buffers(self):
         """Those that no file has, which from_pretrained() leaves without values."""
-        fresh = type(self)(self.config, self.layer, self.head_ids, self.head_size)
+        fresh = type(self)(self.config, self.layer, self.head_size)
         for name, buffer in fresh.named_buffers():
             if name not in fresh.state_dict():
                 self.get_buffer(name).copy_(buffer)
@@ -65,8 +63,6 @@ class Gates(AttentionCore):
         mask [B, 1, T, S]: mask_and_positions() or booleans. S is T where there is a LateCache.
         """
         x = self.call.x
-        if self.tied:
-            k, v = q, x.unflatten(-1, (-1, self.head_size))[..., self.head_ids, :].transpose(1, 2)
         seen = mask.bool()
         n_keys = seen.sum(-1)
         positions = (n_keys if mask.dtype == torch.bool else mask.amax(-1)).squeeze(1) - 1
@@ -236,53 +232,3 @@ class NeoAttention(nn.Module):
         q, k, v = (t.to(torch.promote_types(dtype, torch.float32)) for t in (q, k, v))
         y, weights = gated_attention(self, q, k, v, attention_mask, dropout, 1.0)
         return self.resid_dropout(self.out_proj(y.flatten(2).to(dtype))), weights
-
-
-# ---- beside the layers ----
-
-class Beside(nn.Module):
-    """U-Net skips between the blocks, and the value that A2C's critic learns from."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.n_layer = config.n_layer
-        self.fuse = UNet(config) if UNetSkip.is_on(config) else None
-        self.value = A2CValue(config) if A2C.learns(config) else None
-        self.outputs, self.x = {}, None  # of blocks in this pass; the last hidden state, in training
-
-    def __getstate__(self):
-        return {**super().__getstate__(), "outputs": {}, "x": None}
-
-    def attach(self, base, blocks):
-        """Put it into a base model, with its hooks, which are outside of what checkpointing makes twice."""
-        base.nanoheads = self
-        for layer, block in enumerate(blocks if self.fuse else ()):
-            block.register_forward_hook(partial(self.after_block, layer))
-        if self.value is not None:
-            base.register_forward_hook(self.after_blocks)
-
-    def after_block(self, layer, block, args, out):
-        """A block's output, joined by its partner's where it is a decoder's."""
-        x, *more = out if isinstance(out, tuple) else (out,)
-        if layer < self.n_layer // 2:
-            self.outputs[layer + 1] = x
-            return out
-        x = self.fuse.before_block(x, layer + 1, self.outputs, None)
-        if layer == self.n_layer - 1:
-            self.outputs = {}
-        return (x, *more) if isinstance(out, tuple) else x
-
-    def after_blocks(self, base, args, out):
-        """The last hidden state, for losses()."""
-        self.x = out[0].detach() if self.training else None
-
-    def losses(self, logits, labels, predictions):
-        """A2C's, as of A2CValue, of the last pass in training mode. Raises UserError without labels."""
-        if self.value is None or self.x is None:
-            return {}
-        if logits is None or labels is None:
-            raise UserError("A2C's critic learns from what comes next: aux_losses(model, logits, labels)")
-        targets = F.pad(labels[:, 1:], (0, 1), value=-100)
-        nats = F.cross_entropy(logits.detach().flatten(0, 1).float(), targets.flatten(), ignore_index=-100,
-                               reduction="none").view_as(targets)
-        return self.value.losses(self.x, nats, targets != -100, predictions)
