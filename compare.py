@@ -40,8 +40,7 @@ from nanoheads.common import (UserError, explain, fault_of_own_file, json_safe, 
 from nanoheads.folders import LONGEST, find, joined
 from nanoheads import own_mechanism as own
 from nanoheads.probes import promises
-from nanoheads.study import (analysis, costs, findings, digest, queue, rates, report, results, tables,
-                             trial)
+from nanoheads.study import costs, digest, effects, findings, queue, rates, report, results, tables, trial
 from nanoheads.study.reuse import Reuse, counted, is_same_code
 from nanoheads.study.variants import BOOKKEEPING, StudyConfig, VariantBuilder, variants_of
 from nanoheads.text.dataset import NotPrepared
@@ -256,26 +255,24 @@ class Study:
         self.execute(folders, place)
 
     def seem_better(self):
-        """The variants that are better than the plain GPT, or lean to it, by what is done."""
-        return analysis.seem_better(self.scores("judge"), self.pairs, self.config.alpha, self.config.margin)
+        """The variants whose interval lies below the plain GPT, by what is done."""
+        return effects.seem_better([self.scores("judge")], self.pairs, self.config.alpha, self.config.margin)
 
     def match_parameters(self, place):
         """Compare each variant that seems better with a plain GPT of as many parameters."""
-        before = None
-        while before != len(self.pairs):  # more runs, more known of the spread: others may seem better then
-            before, named = len(self.pairs), {*self.wider, *self.seem_better()}
-            for name in [name for name, other, equal in self.pairs
-                         if name in named and other == PLAIN and not equal]:
-                width, variant = self.wider.get(name), self.compared[name]
-                baseline = (self.builder.wide(width) if width else
-                            self.builder.same_parameters(variant, self.baselines()))
-                if baseline is None:
-                    print(f"{name} has fewer parameters than any plain GPT of this size", file=sys.stderr)
-                    continue
-                self.compared.setdefault(baseline.name, baseline)
-                if baseline.name != PLAIN and (name, baseline.name, ["parameters"]) not in self.pairs:
-                    self.pairs.append((name, baseline.name, ["parameters"]))
-            self.execute(self.plan("judge", self.baselines(), self.config.seeds), place)
+        named = {*self.wider, *self.seem_better()}
+        for name in [name for name, other, equal in self.pairs
+                     if name in named and other == PLAIN and not equal]:
+            width, variant = self.wider.get(name), self.compared[name]
+            baseline = (self.builder.wide(width) if width else
+                        self.builder.same_parameters(variant, self.baselines()))
+            if baseline is None:
+                print(f"{name} has fewer parameters than any plain GPT of this size", file=sys.stderr)
+                continue
+            self.compared.setdefault(baseline.name, baseline)
+            if baseline.name != PLAIN and (name, baseline.name, ["parameters"]) not in self.pairs:
+                self.pairs.append((name, baseline.name, ["parameters"]))
+        self.execute(self.plan("judge", self.baselines(), self.config.seeds), place)
 
     def widths(self):
         """{variant: MLP width of the plain GPT of its parameters} of those that meet one."""
@@ -337,7 +334,7 @@ class Study:
         scores = self.scores("tune")
         self.candidates = {name: [dict(rates=rates, bpb=scores.get(at[name, i].name, {}))
                                   for i, rates in enumerate(each)] for name, each in tried.items()}
-        taken = analysis.best_rates(self.candidates)
+        taken = effects.best_rates(self.candidates)
         factors = {name: each[taken[name]] for name, each in tried.items()}
         flags = self.builder.plain.at_rates(factors.pop(PLAIN), PLAIN).flags
         self.builder = VariantBuilder(self.config, {**(self.plain_rates or {}).get("flags", {}), **flags})
@@ -365,7 +362,7 @@ def plan_of(study):
     for variant in variants.values():
         own = results.sizes_of(variant, device)
         rows.append((variant.name, f"{own['params']:,}", f"{own['steps']:,}",
-                     findings.short(analysis.training_flops(own)), flags_in_short(variant.flags)))
+                     findings.short(effects.training_flops(own)), flags_in_short(variant.flags)))
     names = {folder: name for (_, name, _), folder in study.runs.items()}
     left = [folder for folder in names if study.result(folder) is None]
     steps = (variants.get(names[folder], plain).train.max_iters for folder in left)
@@ -479,18 +476,18 @@ def written(study, command):
 
 def at_size(config, size, **keys):
     """The config of one size of a ladder."""
-    return replace(config, **{"size": size, "sizes": [], "held_out": None, "at": {}, **keys,
+    return replace(config, **{"size": size, "sizes": [], "at": {}, **keys,
                               **config.at.get(size, {})})
 
 
 def ladder_of(config, name, command):
-    """The study at each of its sizes, and how the effects go with size."""
+    """The study at each of its sizes."""
     out, found, studies = Path(config.out_dir), {}, []
     for size in config.sizes:
         studies.append(Study(at_size(config, size, out_dir=str(out / size)), name))
         found[size] = finished(studies[-1], command)
         print(report.table_of(found[size]))
-    both = {**analysis.ladder(found, config.held_out, name, command), "config": asdict(config)}
+    both = dict(name=name, command=command, sizes=found, config=asdict(config))
     results.write(both, out)
     return both, out, studies
 
@@ -524,14 +521,14 @@ def on_texts(config, name, command):
             study.tuned_on = first.builder.data.meta["name"] if first.candidates else None
         studies[short], found[short] = study, finished(study, command)
         first = first or study
-    while config.match_parameters and (more := {*analysis.seem_better_over_texts(found)} -
+    while config.match_parameters and (more := {*effects.seem_better_over_texts(found)} -
                                        {*first.wider, *first.widths()}):
         first.wider.update(dict.fromkeys(more))  # no width yet: that of the first text is made there
         for short, study in studies.items():
             study.wider.update(first.widths())
             study.match_parameters(place_for(study.config))
             found[short] = written(study, command)
-    both = {**analysis.together(found, name, command), "config": asdict(config)}
+    both = {**effects.together(found, name, command), "config": asdict(config)}
     both = json.loads(json.dumps(json_safe(both)))  # as it will be read
     results.write(both, out)
     return both, out, [*studies.values()]

@@ -25,7 +25,7 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError, json_safe
 from nanoheads import own_mechanism
-from nanoheads.study import (analysis, costs, findings, digest, page, pictures, queue, rates,
+from nanoheads.study import (costs, digest, effects, findings, pictures, queue, rates,
                              report, results, stats, tables, trial)
 from nanoheads.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, variants_of
 from nanoheads.text.dataset import missing
@@ -200,8 +200,8 @@ def test_a_report_does_not_fall_over_a_file_of_several_studies(finished):
     study, found = finished
     for key in ("texts", "sizes"):
         both = dict(a=found, b=found)
-        whole = (analysis.ladder(both, None, "both", "") if key == "sizes" else
-                 analysis.together(both, "both", ""))
+        whole = (dict(name="both", command="", sizes=both) if key == "sizes" else
+                 effects.together(both, "both", ""))
         results.write(json_safe(whole), study.out)
         path = study.out / "results.json.gz"
         assert results.holds_runs(path) and ("judge", "output_gate", 5) in results.scored_in(path)
@@ -346,11 +346,11 @@ def test_the_best_and_the_worst_on_validation_are_judged_with_fresh_seeds_on_tes
 
 
 def test_what_seems_better_meets_a_plain_gpt_of_its_size(plain, here, monkeypatch):
-    def verdicts(scores, pairs, alpha, margin):
-        return [dict(variant=v, baseline=b, verdict={"unet_concat": "better"}.get(v, "worse"), mean=-1.0)
+    def verdicts(texts, pairs, *settings):
+        return [dict(variant=v, baseline=b, verdict={"unet_concat": "better"}.get(v, "worse"), high=1.0)
                 for v, b, _ in pairs]
 
-    monkeypatch.setattr(analysis, "comparisons", verdicts)
+    monkeypatch.setattr(effects, "comparisons", verdicts)
     study = study_of(plain, mechanisms=["output_gate", "unet_concat"], settings=dict(n_layer=2, n_embd=32))
     study.run(here)
     (_, wide, equal), = [pair for pair in study.pairs if pair[2]]
@@ -364,7 +364,7 @@ def test_what_is_judged_has_its_own_best_rates(plain, here, monkeypatch, capsys,
     """Seeds that no comparison uses, on validation; each group of rates by itself, then all together."""
     study = study_of(plain, tune_lr=True, screen_seeds=[9, 8], match_parameters=False, budgets=[2.0])
     before = {variant.name: variant.train for variant in (study.builder.plain, *study.variants.values())}
-    monkeypatch.setattr(analysis, "best_rates", lambda candidates: {
+    monkeypatch.setattr(effects, "best_rates", lambda candidates: {
         name: 0 if name == stays else len(own) - 1 for name, own in candidates.items()})
     study.run(here)
     tuning = {(name, seed): study.specs[folder] for (stage, name, seed), folder in study.runs.items()
@@ -442,12 +442,12 @@ def test_rates_are_taken_where_they_are_better_by_a_standard_error():
     variants = dict(loud=at([3.0, 3.4], [2.0, 2.8]), a=at([2.0, 2.02], [2.0, 2.01]),
                 b=at([2.0, 2.02], [1.95, 1.97], [1.9, 2.0], [1.9]))
     # n = 2: a difference of two means has the spread as its error: 0.02 / 2 ** 0.5, the median
-    assert analysis.best_rates(variants) == dict(loud=1, a=0, b=2)
-    assert analysis.best_rates(dict(a=at([2.0, 2.02], [1.99, 2.01]), b=variants["b"]))["a"] == 0
-    assert analysis.best_rates(dict(a=at([2.0, 2.0], [1.9, 2.2]))) == dict(a=0)  # one seed's luck
-    assert analysis.best_rates(dict(a=at([2.0, 2.0], [1.5]), b=at([], []))) == dict(a=0, b=0)  # diverged
-    assert analysis.best_rates(dict(a=at([2.0], [1.9]))) == dict(a=1)
-    assert analysis.best_rates(dict(a=at([1.9], [1.5, 1.6]), b=at([], [3.0, 3.1]))) == dict(a=1, b=1)
+    assert effects.best_rates(variants) == dict(loud=1, a=0, b=2)
+    assert effects.best_rates(dict(a=at([2.0, 2.02], [1.99, 2.01]), b=variants["b"]))["a"] == 0
+    assert effects.best_rates(dict(a=at([2.0, 2.0], [1.9, 2.2]))) == dict(a=0)  # one seed's luck
+    assert effects.best_rates(dict(a=at([2.0, 2.0], [1.5]), b=at([], []))) == dict(a=0, b=0)  # diverged
+    assert effects.best_rates(dict(a=at([2.0], [1.9]))) == dict(a=1)
+    assert effects.best_rates(dict(a=at([1.9], [1.5, 1.6]), b=at([], [3.0, 3.1]))) == dict(a=1, b=1)
 
 
 def searched(loss, start, seeds=(1, 2, 3, 4), noise=0.0):
@@ -737,7 +737,7 @@ def test_a_recheck_asks_whose_the_runs_are(finished, capsys):
     def changed(change, *args):
         copy = json.loads(json.dumps(found))
         change(copy, *args)
-        results.write({**copy, **json_safe(analysis.figures(copy))}, ".")
+        results.write({**copy, **json_safe(effects.figures(copy))}, ".")
 
     for change, problem in (
             (exchanged, "is of another variant or seed: params"),
@@ -831,7 +831,7 @@ def test_runs_of_a_file_that_is_named_are_taken_and_counted(finished, here, caps
     assert again["reused"] == [{"from": path, "runs": n, "other_code": 0, "of": []}]
     words = f"{n} of {n} runs were not trained for this study: {n} from {path}."
     assert words in findings.notices(again) and words in report.table_of(again).replace("\n", " ")
-    assert words in page.html(again, {})
+    assert words in report.page(again)
     assert words in plan_of(taking)
     results.write(again, "out/elsewhere")
     assert "all of them the same" in results.recheck("out/elsewhere/results.json.gz")
@@ -849,7 +849,7 @@ def test_the_runs_that_were_taken_are_counted_over_all_texts(
     main([*small, f"--texts={[str(bytes_data), str(other_text)]}", f"--reuse={path}", "--out_dir=out/two"])
     found = results.read("out/two/results.json.gz")
     assert len(here.started) == 2
-    assert analysis.pooled(found)["reused"] == [{"from": path, "runs": 2, "other_code": 0, "of": []}]
+    assert effects.pooled(found)["reused"] == [{"from": path, "runs": 2, "other_code": 0, "of": []}]
     words = f"2 of 4 runs were not trained for this study: 2 from {path}."
     assert words in report.table_of(found).replace("\n", " ") and words in capsys.readouterr().out.replace(
         "\n", " ")
@@ -1081,32 +1081,30 @@ def test_what_is_better_over_all_texts_meets_the_same_wider_plain_gpt_on_each(
     monkeypatch.setattr(compare, "place_for", lambda config: here)
     monkeypatch.setattr(compare.Study, "seem_better", lambda study: ["output_gate"] * (
         study.builder.data.meta["name"] == where))
-    monkeypatch.setattr(analysis, "seem_better_over_texts", lambda texts: ["output_gate"] * (where == "both"))
+    monkeypatch.setattr(effects, "seem_better_over_texts", lambda texts: ["output_gate"] * (where == "both"))
     monkeypatch.setattr(VariantBuilder, "same_parameters", lambda builder, variant, baselines: builder.wide(
         70 if builder.data.meta["name"] == "sums" else 71))  # as where another vocabulary counts
     main(on_two(plain, bytes_data, other_text, "--mechanisms=output_gate,sink"))
     found = results.read("out/two/results.json.gz")
-    for study in (*found["texts"].values(), analysis.pooled(found)):
+    for study in (*found["texts"].values(), effects.pooled(found)):
         assert study["pairs"][2:] == [["output_gate", "plain, MLP 70", ["parameters"]]]
-        assert len(analysis.known(study["arms"]["plain, MLP 70"])) == 2
-    assert len(findings.others(analysis.pooled(found))) == 1
+        assert len(effects.known(study["arms"]["plain, MLP 70"])) == 2
+    assert len(findings.others(effects.pooled(found))) == 1
     assert results.read("out/two/products/results.json.gz") == found["texts"]["products"]
 
 
-def test_what_seems_better_over_all_texts_is_by_the_mean_of_each_seed():
-    noise = np.array([0.3, -0.3, 0.2, -0.2])  # of which one text has the opposite of the other
-
-    def study(sign):
-        scores = dict(plain=np.array([3.00, 3.02, 2.98, 3.01]) + sign * noise,
-                      a=np.array([2.89, 2.91, 2.90, 2.87]) - sign * noise,
-                      b=np.array([3.02, 2.99, 3.01, 3.00]) - sign * noise)
-        arms = {name: dict(kind="variant", seeds=[1, 2, 3, 4], runs=[""] * 4, bpb=[*own])
+def test_what_seems_better_over_all_texts_is_by_the_mean_of_the_differences():
+    def study(gain):
+        scores = dict(plain=[3.00, 3.02, 2.98, 3.01], a=[2.99 - gain, 3.01 - gain, 3.00 - gain, 2.97 - gain],
+                      b=[3.02, 2.99, 3.01, 3.00])
+        arms = {name: dict(kind="variant", seeds=[1, 2, 3, 4], runs=[""] * 4, bpb=own)
                 for name, own in scores.items()}
         return dict(arms=arms, pairs=[["a", "plain", []], ["b", "plain", []]], planned=8, done=8, runs={},
                     failures=[], data=dict(tokens=1, bytes=1, of_bytes=1), alpha=0.05, margin=0.001)
 
-    assert analysis.seem_better_over_texts(dict(x=study(1), y=study(-1))) == ["a"]
-    assert analysis.seem_better_over_texts(dict(x=study(1), y=study(1))) == []
+    assert effects.seem_better_over_texts(dict(x=study(0.3), y=study(-0.1))) == ["a"]
+    assert effects.seem_better_over_texts(dict(x=study(0.3), y=study(-0.4))) == []
+    assert effects.seem_better_over_texts(dict(x=study(0.01), y=study(0.01))) == []
 
 
 def test_a_run_that_fails_under_several_names_is_one_failed_run(plain, here, monkeypatch):
@@ -1141,7 +1139,7 @@ def test_a_verdict_that_favours_a_side_whose_runs_failed_is_withheld(verdict, fa
     scores = [2.0 + 1e-5 * i for i in range(len(plain["bpb"]))]
     plain["bpb"], arms["output_gate"]["bpb"] = scores, [score + shift for score in scores[:3]]
     found["failures"] = [dict(arm=failed[0], stage=failed[1], seed=1, why="killed", log="x")]
-    row = next(row for row in analysis.figures(found)["comparisons"] if row["variant"] == "output_gate")
+    row = next(row for row in effects.figures(found)["comparisons"] if row["variant"] == "output_gate")
     assert row["verdict"] == (verdict if stays else "undecided")
     assert row["words"].startswith(f"not called {verdict}, since 1 of") is not stays
 
@@ -1281,7 +1279,7 @@ def test_a_plan_has_the_training_flops_of_the_report(plain, here, monkeypatch, c
     found = results.read("out/a/results.json.gz")
     assert training_flops_of(found) == planned
     for name, arm in found["arms"].items():  # those that differences at equal FLOPs are read at
-        ratio = analysis.training_flops(arm) / analysis.training_flops(found["arms"]["plain"])
+        ratio = effects.training_flops(arm) / effects.training_flops(found["arms"]["plain"])
         assert name in ("plain", "plain x 0.5") or ratio == next(
             c["equal_flops"]["ratio"] for c in found["comparisons"] if c["variant"] == name)
         needed = arm["flops_per_token"] * arm["tokens"]
@@ -1494,7 +1492,7 @@ DAMAGE = [
     (["data", "bytes"], "text", "data.bytes is 'text', not a number"),
     (["config", "seeds"], "text", "config.seeds is 'text', not list[int]"),
     (["texts"], 3, "together is missing"),
-    (["sizes"], {"0.1M": 3}, "ladder is missing"),
+    (["sizes"], {"0.1M": 3}, "sizes.0.1M is 3, not a dict"),
 ]
 
 

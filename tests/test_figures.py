@@ -11,7 +11,7 @@ import pytest
 from nanoheads.common import UserError
 from nanoheads.intervals import t_interval
 from nanoheads.probes.engagement import by_chance
-from nanoheads.study import analysis, findings, results, tables, trial
+from nanoheads.study import effects, findings, results, tables, trial
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -69,7 +69,7 @@ def test_the_differences_on_a_page_are_those_of_the_results(page, known):
 @pytest.fixture(scope="module")
 def both():
     """The study of all mechanisms, over both texts."""
-    return analysis.pooled(results.read(RESULTS / "all-tiny.json.gz"))
+    return effects.pooled(results.read(RESULTS / "all-tiny.json.gz"))
 
 
 def test_the_picture_of_the_front_page_is_drawn_from_the_results(both, tmp_path):

@@ -1,4 +1,4 @@
-"""The report: one table of numbers as measured, five verdicts, one page that loads nothing, at any width."""
+"""The report: one table of numbers as measured, four verdicts, one page that loads nothing, at any width."""
 
 import html
 import json
@@ -15,9 +15,9 @@ from browser import CHROMIUM
 from labels import hidden_labels
 from nanoheads import drawing
 from nanoheads.common import ROOT
-from nanoheads.study import analysis, findings, page, pictures, report, results, tables
+from nanoheads.study import effects, findings, pictures, report, results, tables
 from nanoheads.study.findings import headline
-from nanoheads.study.page import html as html_of
+from nanoheads.study.report import page as html_of
 
 
 def make_found(variants=2, seeds=5, screened=0, evals=12, size=None):
@@ -101,12 +101,12 @@ def make_found(variants=2, seeds=5, screened=0, evals=12, size=None):
 
 
 def comparison(entries, variant, baseline, equal):
-    """One row as analysis.py makes it; the figures are made up of the scores, simply."""
+    """One row as effects.py makes it; the figures are made up of the scores, simply."""
     a, b = (np.array(entries[name]["bpb"]) for name in (variant, baseline))
     mean, se = a.mean() - b.mean(), 0.004
     low, high, p = mean - 2 * se, mean + 2 * se, math.exp(-abs(mean) / se)
     verdict = ("better" if mean < -0.02 else "worse" if mean > 0.02 else "same" if abs(mean) < 0.004 else
-               "leaning" if abs(mean) > 0.01 else "undecided")
+               "undecided")
     found = dict(variant=variant, baseline=baseline, equal=equal, n=len(a), n_baseline=len(b), mean=mean,
                  low=low, high=high, se=se, df=20.0, p=p, p_corrected=min(1.0, 10 * p), p_same=1 - p,
                  verdict=verdict, more_seeds=14 if verdict == "undecided" else None,
@@ -124,27 +124,12 @@ def comparison(entries, variant, baseline, equal):
 
 
 def make_ladder(variants=2):
-    """Three sizes, the largest held out; ladder as compute.py's function of that name gives it."""
+    """Three sizes."""
     sizes = {size: make_found(variants, size=size) for size in ("0.1M", "0.33M", "1M")}
-    blocks = (98304, 331776, 983040)
-    names = [c["variant"] for c in sizes["1M"]["comparisons"] if "worth" in c]
-    for k, study in enumerate(sizes.values()):
-        study["arms"]["plain"]["params"] = blocks[k]
-    held_out = dict(predicted=1.1, low=0.9, high=1.3, measured=1.2, inside=True,
-                    sentence="the held-out size 983,040: predicted 1.1 x [0.9, 1.3], measured 1.2 x: inside")
-    worth = {name: {str(n): dict(mean=1.1 - 0.1 * i + 0.05 * k, low=1.0 - 0.1 * i, high=None if k else 1.3,
-                                 smallest=0.7, largest=2.0, beyond=None, problem=None, words="worth 1.1 x")
-                    for k, n in enumerate(blocks)} for i, name in enumerate(names)}
-    effects = {str(n): [-0.01, 0.004, 20.0] for n in blocks}
-    entries = {name: dict(effects=effects, worth=worth[name], slope=None, verdict="grows with size",
-                          held_out=held_out, sentence=f"grows with size: {name}") for name in names}
-    ladder = dict(level=0.95, fitted=blocks[:2], held_out=blocks[2], arms=entries,
-                  plain=dict(scores={str(n): 2.3 for n in blocks}, alpha={}, held_out=held_out,
-                             sentence="the plain GPT falls as floor + A N^-alpha"),
-                  exponent=dict(arms=names, b=None, low=None, high=None, p_shared=None,
-                                held_out={names[0]: held_out}, sentence="one exponent: cannot be told"))
+    for (layers, width), study in zip(((2, 64), (3, 96), (5, 128)), sizes.values()):
+        study["plain"].update(n_layer=layers, n_embd=width)
     return json.loads(json.dumps(dict(name="ladder", command="python compare.py config/studies/ladder.py",
-                                      held_out="1M", sizes=sizes, ladder=ladder)))
+                                      sizes=sizes)))
 
 
 def poisoned(found):
@@ -236,11 +221,11 @@ def test_table_with_every_verdict_comes_first(variants):
 
 def test_headline_counts_verdicts():
     found = make_found(5, screened=3)
-    for c, word in zip(main_rows(found), findings.MEANING):
+    for c, word in zip(main_rows(found), (*findings.MEANING, "undecided")):
         c["verdict"] = word
     assert headline(found) == (
         "8 variants were screened. 1 of 5 variants was shown to be better than the plain GPT; 1 worse; 1 the "
-        "same within ±0.01 bits/byte; 1 leaning; 1 undecided.")
+        "same within ±0.01 bits/byte; 2 undecided.")
     for c in found["comparisons"]:
         c["verdict"] = "undecided"
     assert "Not one of 5 variants was shown to be better than the plain GPT; 5 undecided." in headline(found)
@@ -261,13 +246,13 @@ def test_what_a_page_says_of_seeds_and_comparisons_is_so_in_this_study():
         seeds = few["arms"]["plain"]["seeds"] = list(range(min(
             len(own["seeds"]) for name, own in few["arms"].items() if name != "plain") + more))
         few["arms"]["plain"]["bpb"] = [2.1] * len(seeds)
-        assert f"every comparison, {word} more seeds than" in str(page.reading(few))
+        assert f"every comparison, {word} more seeds than" in Page(html_of(few)).text
 
 
 def test_better_only_than_a_smaller_baseline_is_told():
     found = make_found(2)
     wider = next(c for c in found["comparisons"] if c["equal"] == ["parameters"])
-    wider["verdict"] = "leaning"
+    wider["verdict"] = "undecided"
     assert headline(found).startswith("1 of 2 variants was shown to be better than the plain GPT; 1 worse. ")
     assert headline(found).endswith("ACAG, a gate for each element is not shown to be better at equal "
                                     "parameters.")
@@ -704,7 +689,7 @@ def test_36_variants_stay_a_small_page():
 
 # ---- ladders ----
 
-def test_ladder_has_a_table_sentences_a_picture_and_each_size_its_report(tmp_path, capsys):
+def test_ladder_has_a_table_a_picture_and_each_size_its_report(tmp_path, capsys):
     found = make_ladder()
     report.write_all(found, tmp_path)
     printed = capsys.readouterr().out
@@ -713,30 +698,34 @@ def test_ladder_has_a_table_sentences_a_picture_and_each_size_its_report(tmp_pat
     own = {"report.html", "forest.svg", "forest.png"}
     assert files == {"report.html", "ladder.svg", "ladder.png"} | {
         f"{size}/{name}" for size in found["sizes"] for name in own}
-    text = Page((tmp_path / "report.html").read_text()).text
+    page = Page((tmp_path / "report.html").read_text())
     plain, *rows = rows_in(tables.TABLES["ladder"](found))
-    assert len(rows) == 2 + 2 * 3 and rows[1]["size"] == "1M, held out"
+    assert len(rows) == 2 + 2 * 3 and rows[1]["size"] == "1M"
     c = main_rows(found["sizes"]["0.1M"])[0]
-    assert rows[2]["difference [95 %]"] == findings.interval(c)
-    for name, part in findings.ladder_sentences(found):
-        assert part in text and " ".join(part.split()) in " ".join(printed.split())
+    assert rows[2]["difference [95 %]"] == findings.interval(c) and rows[2]["verdict"] == c["verdict"]
+    assert findings.interval(c) in page.text.replace("−", "-") and findings.interval(c) in printed
+    assert {attrs["href"] for tag, attrs in page.tags if tag == "a"} == {
+        f"{size}/report.html" for size in found["sizes"]}
     assert rows_in(tables.TABLES["ladder"](found, ["routing_1"]))[3]["variant"] == "routing_1"
     assert tables.TABLES["costs"](found, None).count("**") == 6
 
 
-def test_ladder_picture_has_worth_at_each_size_and_hollow_where_held_out():
+def test_ladder_picture_has_worth_at_each_size():
     found = make_ladder()
-    one, other = (entry["worth"]["98304"] for entry in found["ladder"]["arms"].values())
+    smallest = found["sizes"]["0.1M"]
+    one, other = (c["worth"] for c in findings.against_plain(smallest))
     one.update(mean=None, low=None, high=None, beyond="more")
     other["mean"] = None
     axes, = pictures.ladder(found).axes
     curves = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
-    assert [len(line.get_xdata()) for line in curves] == [3, 2] and curves[0].get_ydata()[0] == 2.0
+    assert sorted(len(line.get_xdata()) for line in curves) == [2, 3]
+    longer = max(curves, key=lambda line: len(line.get_xdata()))
+    assert longer.get_ydata()[0] == 2.0
+    assert longer.get_xdata() == pytest.approx([98304, 331776, 983040], rel=0.05)
     assert [line.get_ydata()[0] for line in axes.get_lines() if line.get_marker() == "^"] == [2.0]
-    assert sum(line.get_markerfacecolor() == "white" for line in axes.get_lines()) == 2
-    for entry in found["ladder"]["arms"].values():
-        for worth in entry["worth"].values():
-            worth.update(mean=None, beyond=None)
+    for study in found["sizes"].values():
+        for c in study["comparisons"]:
+            c["worth"] = None
     assert pictures.ladder(found) is None
 
 
@@ -781,7 +770,7 @@ CUT = """(() => {
 def pages_on_file(name):
     """{name: html} of a results file's report: over all its texts, and on each."""
     found = results.read(ROOT / "results" / f"{name}.json.gz")
-    parts = {"all": analysis.pooled(found), **found["texts"]} if "texts" in found else {"all": found}
+    parts = {"all": effects.pooled(found), **found["texts"]} if "texts" in found else {"all": found}
     return {part: html_of(study) for part, study in parts.items()}
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.ticker import EngFormatter
 
 from nanoheads.common import number
-from nanoheads.study import analysis
+from nanoheads.study import effects
 from nanoheads.study.dynamic import FIGURES, shares, summary
 
 # the verdicts, and what each means
@@ -22,7 +22,6 @@ MEANING = {
     "better": "fewer bits/byte than the other side; by chance alone that would hardly be seen",
     "worse": "more bits/byte than the other side; by chance alone that would hardly be seen",
     "same": "whichever of the two is ahead, it is by less than the margin: too little to matter",
-    "leaning": "seems different by itself, but among so many comparisons that may be chance",
     "undecided": "better, worse or the same: these seeds cannot tell, more of them would",
 }
 
@@ -214,7 +213,7 @@ def shown_at_cost(each, ratio):
 
 def notices(found):
     """What a reader must know before the numbers."""
-    failed, lines = analysis.failed_runs(found["failures"]), []
+    failed, lines = effects.failed_runs(found["failures"]), []
     if found["done"] + failed < found["planned"]:
         lines.append(f"This study is not finished: {found['done']} of {found['planned']} runs are done; "
                      "all of this may still change.")
@@ -301,7 +300,7 @@ def verdicts_table(found, only=None, difference=interval):
 
 def texts_table(found, only=None):
     """Each variant's difference over all texts of a study and on each of them, its worth and its verdict."""
-    both, texts = analysis.pooled(found), found["texts"]
+    both, texts = effects.pooled(found), found["texts"]
     rows = [("plain GPT", "–", row_of(both, "plain")[-1], "–", *("–" for _ in texts), "1")]
     for c in against_plain(both, only):
         label, *_, score = row_of(both, c["variant"])
@@ -396,7 +395,7 @@ def costs_table(found, only=None):
                "FLOPs/token, executed": ("executed_flops_per_token", short), "steps": ("steps", show),
                "training FLOPs": ("training_flops", short), "seconds a run": ("seconds", show),
                "MiB added": ("memory_mib", lambda mib: show(mib) if mib else NOT_MEASURED)}
-    costs = {name: {**variant, "training_flops": analysis.training_flops(variant)}
+    costs = {name: {**variant, "training_flops": effects.training_flops(variant)}
              for name, variant in chosen(found["arms"], only).items()}
 
     def cell(name, key, form):
@@ -485,32 +484,17 @@ def candidates_table(found, only=None):
 
 
 def ladder_table(found, only=None):
-    """Each variant's difference to the plain GPT and its worth, size by size; which way its worth goes."""
-    studies = {f"{size}, held out" if size == found["held_out"] else size: study
-               for size, study in found["sizes"].items()}
-    rows = [("plain GPT", size, row_of(study, "plain")[-1], "–", "1", "–") for size, study in studies.items()]
-    trends = {name: variant["verdict"] for name, variant in found["ladder"]["arms"].items()}
-    judged = dict.fromkeys(c["variant"] for study in studies.values() for c in against_plain(study))
+    """Each variant's difference to the plain GPT and its worth, size by size."""
+    rows = [("plain GPT", size, "–", row_of(study, "plain")[-1], "–", "1")
+            for size, study in found["sizes"].items()]
+    judged = dict.fromkeys(c["variant"] for study in found["sizes"].values() for c in against_plain(study))
     for name in only or judged:
-        for size, study in studies.items():
+        for size, study in found["sizes"].items():
             label, *_, score = row_of(study, name)
-            rows += [(label, size, score, interval(c), worth_of(c), trends.get(name, "–"))
+            rows += [(label, size, verdict_of(study, c), score, interval(c), worth_of(c))
                      for c in against_plain(study, [name])]
-    gap = f"difference [{100 * found['ladder']['level']:g} %]"
-    head = ("variant", "size", "bits/byte", gap, "worth × compute", "its worth over sizes")
-    return Table(head, rows, (0, 1, 5))
-
-
-def ladder_sentences(found):
-    """[(whose, sentence)]: how the plain GPT and the effects go with size, how the held-out one fits."""
-    ladder, rows = found["ladder"], []
-    parts = {"plain GPT": ladder["plain"], "all variants": ladder["exponent"], **ladder["arms"]}
-    for name, part in parts.items():
-        rows.append((name, part["sentence"]))
-        if checked := part.get("held_out"):
-            each = {name: checked} if "sentence" in checked else checked
-            rows += [(f"{own}, {name}" if own != name else name, c["sentence"]) for own, c in each.items()]
-    return rows
+    gap = f"difference [{level(next(iter(found['sizes'].values())))}]"
+    return Table(("variant", "size", "verdict", "bits/byte", gap, "worth × compute"), rows, (0, 1, 2))
 
 
 def settings_of(found):

@@ -14,9 +14,9 @@ from nanoheads.common import number
 from nanoheads.drawing import COLOURS, label_right, panels, ticks
 from nanoheads.study.findings import MEANING, against_plain, known, label_of, level, mean_of, printable, short
 
-# blue, orange, green, purple, grey, and black for the plain GPT: as on the page
+# blue, orange, green, grey, and black for the plain GPT: as on the page
 VERDICT_COLOURS = dict(zip([*MEANING, "plain"],
-                           ("#0067a3", "#a94400", "#00735a", "#8a4b8f", "#5a636d", "#000000")))
+                           ("#0067a3", "#a94400", "#00735a", "#5a636d", "#000000")))
 FEW = 8  # variants that colours can show; of more, the best and the worst are
 
 
@@ -178,10 +178,14 @@ def compute(found):
 
 def ladder(found):
     """A Figure: what each variant is worth in the plain GPT's compute, against size; None: nothing known."""
-    lines = {name: sorted((int(n), w) for n, w in variant["worth"].items()
-                          if known(w["mean"]) or w["beyond"])
-             for name, variant in found["ladder"]["arms"].items()}
-    lines = {name: points for name, points in lines.items() if points}
+    lines, sizes = {}, []
+    for study in found["sizes"].values():
+        plain = study["plain"]
+        sizes.append(12 * plain["n_layer"] * plain["n_embd"] ** 2)  # parameters of its blocks
+        for c in against_plain(study):
+            w = c.get("worth") or {}
+            if known(w.get("mean")) or w.get("beyond"):
+                lines.setdefault(c["variant"], []).append((sizes[-1], w))
     if not lines:
         return None
     figure, axes = panels(7.5, 4.5)
@@ -196,13 +200,11 @@ def ladder(found):
             low, high = (w[key] if known(w[key]) else w[end]
                          for key, end in (("low", "smallest"), ("high", "largest")))
             axes.plot([n * shift, n * shift], [low, high], color=colour, linewidth=1.5)
-            fill = "white" if n == found["ladder"].get("held_out") else colour
             marker = {"less": "v", "more": "^"}.get(w["beyond"], "o")
-            axes.plot([n * shift], [value], marker, color=colour, markerfacecolor=fill)
+            axes.plot([n * shift], [value], marker, color=colour)
     axes.set(xscale="log", yscale="log", title=f"{cut(found['name'])}: effect against size",
-             xlabel="parameters of the plain GPT's blocks (hollow: held out)",
+             xlabel="parameters of the plain GPT's blocks",
              ylabel="worth, × the plain GPT's compute")
-    sizes = sorted(int(n) for n in found["ladder"]["plain"]["scores"])
     ticks(axes.xaxis, sizes, [short(n) for n in sizes])
     low, high = axes.get_ylim()
     multiples = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.7, 2, 3)

@@ -2,7 +2,7 @@
 results.json.gz: everything that a study found, from which its page can be computed again.
 
 `runs` holds each run under its hash: score, nats of each block of the text, flags, costs. `arms` names the
-runs of each variant, `screen`, `pairs` and `tuned` what was done with them, and the rest is analysis.py's:
+runs of each variant, `screen`, `pairs` and `tuned` what was done with them, and the rest is effects.py's:
 figures that recheck() computes once more.
 """
 
@@ -30,7 +30,7 @@ from nanoheads import configurator
 from nanoheads.common import UserError, git_commit, json_safe, number, pick_device, write_atomic
 from nanoheads.traces import summaries
 from nanoheads import own_mechanism as own
-from nanoheads.study import analysis, costs, dynamic, queue, shape, trial
+from nanoheads.study import costs, dynamic, effects, queue, shape, trial
 from nanoheads.study.variants import BOOKKEEPING, StudyConfig, size_of
 from nanoheads.text.dataset import Dataset
 from nanoheads.timing import median_interval
@@ -51,7 +51,7 @@ def collect(study, command):
     judged = {name: {seed: folder for (stage, variant, seed), folder in study.runs.items()
                      if stage == "judge" and variant == name} for name in study.compared}
     failures = failures_of(study)
-    nothing_runs = len(done) + analysis.failed_runs(failures) >= len(planned)
+    nothing_runs = len(done) + effects.failed_runs(failures) >= len(planned)
     found = json.loads(json.dumps(json_safe(dict(  # as it will be read: what follows is the same then
         name=study.name, scale=study.scale, size=c.size, question=c.question, command=command,
         out=str(study.out), date=date.today().isoformat(), commit=git_commit(),
@@ -71,7 +71,7 @@ def collect(study, command):
               for folder, result in done.items()},
         lives=dynamic.of_study(study, judged, done) if c.lives and nothing_runs else None,
         reused=study.reused(), failures=failures, planned=len(planned), done=len(done)))))
-    return {**found, **json_safe(analysis.figures(found))}
+    return {**found, **as_read(effects.figures(found))}
 
 
 def refuse_to_lose(study, done):
@@ -121,7 +121,7 @@ def failures_of(study):
 
 
 def failures_in(found):
-    return sum(analysis.failed_runs(study["failures"]) for study in trial.studies_in(found).values())
+    return sum(effects.failed_runs(study["failures"]) for study in trial.studies_in(found).values())
 
 
 def leaks_looked_for(found):
@@ -338,7 +338,29 @@ def read(path):
         raise UserError(f"{path} is not JSON, gzip'd or not") from None
     if wrong := problem_of_file(found):
         raise UserError(f"{path} is not what compare.py writes: {wrong}")
+    found = converted(found)
+    if wrong := problem_of_figures(found):
+        raise UserError(f"{path} is not what compare.py writes: {wrong}")
     return found
+
+
+def converted(found):
+    """What a results file holds, with the figures of today's procedure where it has those of another one."""
+    several = next((key for key in ("sizes", "texts") if key in found), None)
+    if several:
+        found = {**found, several: {name: converted(study) for name, study in found[several].items()}}
+        if "texts" in found and found["together"].get("procedure") != effects.PROCEDURE:
+            whole = effects.together(found["texts"], found["name"], found["command"])
+            found["together"] = as_read(whole["together"])
+        return {key: value for key, value in found.items() if key not in ("ladder", "held_out")}
+    if found.get("procedure") == effects.PROCEDURE:
+        return found
+    return {**found, **as_read(effects.figures(found))}
+
+
+def as_read(figures):
+    """Figures as they are when they are read from a file: without tuples, nan and infinity."""
+    return json.loads(json.dumps(json_safe(figures)))
 
 
 def problem_of_file(found):
@@ -355,8 +377,16 @@ def problem_of_file(found):
     for name, study in studies.items():
         if wrong := shape.problem_of(study) or problem_of_config(study["config"]):
             return f"{name}: " * bool(name) + wrong
+
+
+def problem_of_figures(found):
+    """What is wrong with the figures of a results file, in words; None: nothing a page would trip over."""
+    studies = trial.studies_in(found)
     if "texts" in found:
-        return shape.problem_of({**analysis.over_texts(found["texts"]), **found["together"]})
+        studies = {**studies, "together": effects.pooled(found)}
+    for name, study in studies.items():
+        if wrong := shape.problem_of_figures(study):
+            return f"{name}: " * bool(name) + wrong
 
 
 def problem_of_config(config):
@@ -402,12 +432,9 @@ def recheck(path, complain=True):
             figures += [(*both, f"{where}{name}: {what}") for *both, what in again]
         wrong += [f"{where}{problem}" for problem in unexplained(study)]
         figures += [(json_safe(value), study.get(key), f"{where}{key}")
-                    for key, value in analysis.figures(study).items()]
-    if "sizes" in found:
-        fresh = analysis.ladder(found["sizes"], found["held_out"], found["name"], found["command"])
-        figures.append((json_safe(fresh["ladder"]), found["ladder"], "ladder"))
+                    for key, value in effects.figures(study).items()]
     if "texts" in found:
-        fresh = analysis.together(found["texts"], found["name"], found["command"])
+        fresh = effects.together(found["texts"], found["name"], found["command"])
         figures.append((json_safe(fresh["together"]), found["together"], "all texts"))
     counts, differing = zip(*(differences(*each) for each in figures))
     count, wrong = sum(counts), [*wrong, *(line for lines in differing for line in lines)]

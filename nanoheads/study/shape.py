@@ -52,19 +52,17 @@ STUDY = dict(
               of_bytes=Maybe(NUMBER), note=Maybe(str)),
     plain=dict(base=str, recipe=str, n_layer=int, n_embd=int, block_size=int),
     failures=[dict(arm=str, log=str, why=str)], pairs=[list], arms=Each(ARM), runs=Each(RUN),
-    comparisons=[COMPARISON], findable=Maybe(NUMBER), margin_as_compute=Maybe([Maybe(NUMBER)]),
-    screen=Maybe(dict(seeds=[int], scores=SCORES, chosen=[str])),
-    screened=Maybe([dict(**INTERVAL, variant=str, bpb=NUMBER, chosen=bool)]), screened_out=Maybe([str]),
+    screen=Maybe(dict(seeds=[int], scores=SCORES, chosen=[str])), screened_out=Maybe([str]),
     tuned=Maybe(Each(SCORES)), candidates=Maybe(Each([dict(rates=Each(NUMBER), bpb=Each(NUMBER))])),
     plain_rates=Maybe(dict(seeds=[int], start=dict, flags=dict, tried=[dict(steps=dict, bpb=Each(NUMBER))])),
-    taken=Maybe(Each(int)), lives=Maybe(dict))
+    lives=Maybe(dict))
+# what effects.py computes from that
+FIGURES = dict(
+    comparisons=[COMPARISON], findable=Maybe(NUMBER), margin_as_compute=Maybe([Maybe(NUMBER)]),
+    screened=Maybe([dict(**INTERVAL, variant=str, bpb=NUMBER, chosen=bool)]), taken=Maybe(Each(int)))
 
-# a ladder over sizes, and a study on several texts, around the studies that they hold
-CHECKED = Maybe((dict(sentence=str), Each(dict(sentence=str))))  # against the size that was held out
-PART = dict(sentence=str, held_out=CHECKED)
-LADDER = dict(level=NUMBER, fitted=[int], held_out=Maybe(int), exponent=PART, plain=dict(**PART, scores=dict),
-              arms=Each(dict(**PART, worth=Each(WORTH), verdict=str)))
-OF_SIZES = dict(name=str, command=str, held_out=Maybe(str), sizes=Each(dict), ladder=LADDER)
+# around the studies of several sizes, or on several texts
+OF_SIZES = dict(name=str, command=str, sizes=Each(dict))
 OF_TEXTS = dict(name=str, command=str, texts=Each(dict), together=dict)
 
 
@@ -132,14 +130,20 @@ def problem_of(study):
     for pair in study["pairs"]:
         if len(pair) != 3 or misfit(pair[2], [str]) or not all(isinstance(each, str) for each in pair[:2]):
             return f"pairs: {shown(pair)} is not a variant, a baseline and what is equal"
-    named = [(f"pairs: {name!r}", name) for pair in study["pairs"] for name in pair[:2]]
-    named += [(f"comparisons[{i}]: {c[side]!r}", c[side]) for i, c in enumerate(study["comparisons"])
-              for side in ("variant", "baseline")]
-    if unknown := [words for words, name in named if name not in arms]:
-        return f"{unknown[0]} is not one of its arms"
+        if unknown := [name for name in pair[:2] if name not in arms]:
+            return f"pairs: {unknown[0]!r} is not one of its arms"
     for name, run in study["runs"].items():
         if not run["bytes"] > 0:
             return f"runs.{name}.bytes is {run['bytes']}, and must be above 0"
         if len({len(each) for each in (run.get("curve") or {}).values() if each is not None}) > 1:
             return f"runs.{name}.curve has lists of several lengths"
     return None
+
+
+def problem_of_figures(study):
+    """What is wrong with the figures of one study of a results file, in words; None: nothing."""
+    if words := misfit(study, FIGURES):
+        return words.lstrip(".")
+    for i, c in enumerate(study["comparisons"]):
+        if unknown := [c[side] for side in ("variant", "baseline") if c[side] not in study["arms"]]:
+            return f"comparisons[{i}]: {unknown[0]!r} is not one of its arms"

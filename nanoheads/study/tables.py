@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nanoheads import drawing
 from nanoheads.common import ROOT, UserError, write_atomic
-from nanoheads.study import analysis, pictures, results
+from nanoheads.study import effects, pictures, results
 from nanoheads.study.findings import (Table, against_plain, at_cost, candidates_table, costs_table,
                                       dynamic_tables, interval, label_of, ladder_table, level, mean_alone,
                                       others, others_table, plain_rates_table, row_of, screened_table,
@@ -96,7 +96,7 @@ def of_each_size(make):
     def text(found, only=None):
         if "sizes" in found:
             return "\n\n".join(f"**{size}**\n\n{make(study, only)}" for size, study in found["sizes"].items())
-        return make(analysis.pooled(found) if "texts" in found else found, only)
+        return make(effects.pooled(found) if "texts" in found else found, only)
     return text
 
 
@@ -144,7 +144,7 @@ def filled(text, where):
 def picture(file):
     """The PNG of a results file's differences; of several texts, over all of them."""
     found = results.read(ROOT / "results" / file)
-    return drawing.drawn(pictures.forest, analysis.pooled(found) if "texts" in found else found, "png")
+    return drawing.drawn(pictures.forest, effects.pooled(found) if "texts" in found else found, "png")
 
 
 def write_pictures():

@@ -61,7 +61,6 @@ class StudyConfig:
     scale: Scale = "tiny"                # which plain GPT: config/<scale>.py
     size: Optional[str] = None           # another size of it: 0.1M | 0.33M | 1M | 10M
     sizes: list[str] = field(default_factory=list)  # a ladder: the study once for each of these sizes
-    held_out: Optional[str] = None       # of the ladder's sizes, the one that its fit must predict
     at: dict = field(default_factory=dict)  # other keys at one size of the ladder: {"1M": {"seeds": [1]}}
     base: Optional[str] = None           # config file of another plain GPT
     settings: dict = field(default_factory=dict)  # flags for both sides, on top of the plain GPT's
@@ -159,11 +158,11 @@ class StudyConfig:
 
     def problems_of_sizes(self):
         bad = []
-        for size in [self.size, self.held_out, *self.sizes]:
+        for size in [self.size, *self.sizes]:
             if size not in (None, *SIZES):
                 bad.append(f"size={size!r} must be one of {', '.join(SIZES)}")
-        if self.held_out and self.held_out not in self.sizes or self.sizes and self.size:
-            bad.append(f"sizes={self.sizes} must hold held_out={self.held_out!r}, and no size beside them")
+        if self.sizes and self.size:
+            bad.append(f"sizes={self.sizes} and size={self.size!r}: give one of the two")
         for size, keys in self.at.items():
             known = isinstance(keys, dict) and set(keys) <= {f.name for f in fields(self)}
             if size not in self.sizes or not known:

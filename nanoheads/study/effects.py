@@ -1,0 +1,389 @@
+"""
+From the scores of a results file to every figure of its page: differences with their verdicts, what they are
+worth in training compute, what is left of them at equal cost, the text's share in the uncertainty.
+
+All of it is a function of the results file alone. A study on several texts has the mean of the texts'
+differences; a study of one text is the case of one.
+
+The plain GPT is also trained at several multiples of the budget. Between two of them its score is
+interpolated, in a straight line over the logarithm of the multiple. So a variant at any cost is compared with
+a weighted mean of two groups of runs, by the same test as everything else.
+"""
+
+import math
+
+import numpy as np
+from scipy.optimize import brentq
+
+from nanoheads.common import number
+from nanoheads.intervals import block_bootstrap
+from nanoheads.study import rates, stats
+from nanoheads.training.scoring import BLOCK
+
+PROCEDURE = "Welch, Holm, two one-sided tests"  # files of another one are computed anew when they are read
+NOT_FALLING = "the plain GPT's bits/byte does not fall all along its budgets: no value in compute"
+
+
+def figures(found, texts=None):
+    """{name: figure} of a study; found: its results file without them.
+
+    texts: the studies, one for each text, that `found` puts together; None: found is of one text.
+    """
+    variants, alpha, margin = found["arms"], found["alpha"], found["margin"]
+    studies = texts or [found]
+    scores = [scores_of(study["arms"]) for study in studies]
+    rows = comparisons(scores, found["pairs"], alpha, margin)
+    curve = curve_of(studies)
+    for row in rows:
+        row["differences"] = differences(scores_of(variants), row)
+        row["text"] = None if texts else text_interval(found, row)
+        if row["baseline"] == "plain":
+            row.update(as_compute(curve, scores, row, variants, alpha))
+        withhold_where_runs_failed(row, found["failures"])
+    tuned = dict(taken=best_rates(found["candidates"])) if found.get("candidates") else {}
+    if found.get("plain_rates"):
+        tuned["plain_at_best"] = rates.summary(found["plain_rates"])
+    as_multiples = [multiple_of(curve, each) for each in (margin, -margin)] if curve else None
+    return dict(procedure=PROCEDURE, comparisons=rows, screened=screened(found),
+                findable=findable(scores_of(variants), rows, alpha), margin_as_compute=as_multiples, **tuned)
+
+
+# ---- differences and verdicts ----
+
+def known(variant):
+    """{seed: bits/byte} of a variant's finished runs."""
+    return {str(seed): bpb for seed, bpb in zip(variant["seeds"], variant["bpb"]) if bpb is not None}
+
+
+def scores_of(variants):
+    """{variant: {seed: bits/byte}} of those that have a finished run."""
+    return {name: known(variant) for name, variant in variants.items() if known(variant)}
+
+
+def comparisons(texts, pairs, alpha=0.05, margin=0.01, higher_is_better=False, unit="bits/byte"):
+    """A dict for each pair (variant, baseline, what is equal beside the hyperparameters), judged together.
+
+    texts: {variant: {seed: score}} of each text. ValueError: a score is not finite.
+    """
+    for name, own in (each for scores in texts for each in scores.items()):
+        for seed, score in own.items():
+            if not math.isfinite(score):
+                raise ValueError(f"the score of {name}, seed {seed}, is {score}: not a finite number")
+    found = [compared(texts, *pair[:2], alpha) for pair in pairs]
+    sizes = [[min(len(scores.get(name, ())) for scores in texts) for name in pair[:2]] for pair in pairs]
+    judged = stats.judge(found, sizes, alpha, margin, higher_is_better)
+    return [dict(variant=variant, baseline=baseline, equal=equal, **each._asdict(),
+                 words=stats.in_words(each, alpha, margin, unit))
+            for (variant, baseline, equal), each in zip(pairs, judged)]
+
+
+def compared(texts, variant, baseline, alpha):
+    """The Difference of two variants: the mean of those on each text."""
+    own, other = ([scores.get(name, {}) for scores in texts] for name in (variant, baseline))
+    if all(identical(*each) for each in zip(own, other)):
+        return stats.IDENTICAL
+    return stats.difference([*parts_of(own, 1), *parts_of(other, -1)], alpha)
+
+
+def parts_of(texts, weight):
+    """The mean over texts of {seed: score} as parts of stats.difference()."""
+    return [(weight / len(texts), [*scores.values()]) for scores in texts]
+
+
+def identical(scores, others):
+    """Whether two variants have the same score at each of two or more seeds that both have."""
+    shared = scores.keys() & others.keys()
+    return len(shared) > 1 and all(scores[seed] == others[seed] for seed in shared)
+
+
+def seem_better(texts, pairs, alpha, margin):
+    """The variants whose interval lies below the plain GPT, before anything else is made equal."""
+    rows = comparisons(texts, [pair for pair in pairs if pair[1] == "plain" and not pair[2]], alpha, margin)
+    return [row["variant"] for row in rows if row["verdict"] == "better" or row["high"] < 0]
+
+
+def withhold_where_runs_failed(row, failures):
+    """Call a verdict undecided where runs failed of the side that it favours: those might change it."""
+    favoured = row["variant" if row["verdict"] in ("better", "same") else "baseline"]
+    # files from before 2026-11-23 do not name the stage
+    failed = sum(f["arm"] == favoured and f.get("stage", "judge") == "judge" for f in failures)
+    if failed and row["verdict"] != "undecided":
+        whose = "its" if favoured == row["variant"] else "the other side's"
+        row.update(verdict="undecided", words=f"not called {row['verdict']}, since {failed} of {whose} "
+                                              f"runs failed; else {row['words']}")
+
+
+def failed_runs(failures):
+    """How many runs failed: one may stand under several names, such as a rate times 1 in each group."""
+    return len({row["log"] for row in failures})
+
+
+def differences(scores, row):
+    """Each seed of the variant minus the mean of the baseline, for the picture."""
+    own, base = scores.get(row["variant"], {}), list(scores.get(row["baseline"], {}).values())
+    return [score - float(np.mean(base)) for score in own.values()] if base else []
+
+
+def screened(found):
+    """The first stage's rows, the best first: differences on validation, with intervals and no verdicts."""
+    screen = found["screen"]
+    if not screen or "plain" not in screen["scores"]:
+        return []
+    rows = []
+    for name, own in screen["scores"].items():
+        if name != "plain":
+            each = compared([screen["scores"]], name, "plain", found["alpha"])
+            rows.append(dict(variant=name, bpb=float(np.mean([*own.values()])), mean=each.mean, low=each.low,
+                             high=each.high, chosen=name in screen["chosen"]))
+    return sorted(rows, key=lambda row: row["mean"])
+
+
+def findable(scores, rows, alpha):
+    """The smallest difference to the plain GPT found four times in five, at a careful spread; or None."""
+    sizes = [row["n"] for row in rows if row["baseline"] == "plain"]
+    if not sizes or min(sizes) < 2:
+        return None
+    groups = [[*own.values()] for own in scores.values()]
+    return stats.findable(groups, int(np.median(sizes)), len(scores.get("plain", ())), len(rows), alpha)
+
+
+def best_rates(candidates):
+    """{variant: index of the candidate taken}. candidates: {variant: [{"bpb": {seed: bits/byte}}, ...]}.
+
+    The first is the variant as it is, which stays unless the best is better by more than a standard error of
+    such a difference, from the median spread over seeds of all candidates (the one-standard-error rule,
+    Breiman et al. 1984). One with a run that diverged is none, unless all have.
+    """
+    scores = {name: [list(each["bpb"].values()) for each in own] for name, own in candidates.items()}
+    sds = [np.std(each, ddof=1) for own in scores.values() for each in own if len(each) > 1]
+    taken = {}
+    for name, own in scores.items():
+        n = max(map(len, own))
+        means = [float(np.mean(each)) if len(each) == n > 0 else np.inf for each in own]
+        error = float(np.median(sds or [0.0])) * (2 / max(1, n)) ** 0.5
+        best = int(np.argmin(means))
+        taken[name] = best if means[0] - means[best] > error else 0
+    return taken
+
+
+# ---- compute ----
+
+def curve_of(studies):
+    """{multiple: [{seed: bits/byte} of the plain GPT on each text]} of its budgets; None: only one."""
+    curve = {}
+    for name, variant in studies[0]["arms"].items():
+        if variant["kind"] in ("plain", "budget"):
+            texts = [known(study["arms"].get(name, dict(seeds=[], bpb=[]))) for study in studies]
+            if all(texts):
+                curve[variant["multiple"]] = texts
+    return dict(sorted(curve.items())) if len(curve) > 1 and 1.0 in curve else None
+
+
+def plain_at(curve, multiple, weight=-1):
+    """Parts of stats.difference(): the plain GPT at a multiple of its budget, interpolated between two.
+
+    None where the multiple is not between the smallest and the largest budget.
+    """
+    budgets = list(curve)
+    if not budgets[0] <= multiple <= budgets[-1]:
+        return None
+    i = min(int(np.searchsorted(budgets, multiple, "right")), len(budgets) - 1)
+    below, above = budgets[i - 1], budgets[i]
+    share = math.log(multiple / below) / math.log(above / below)
+    return [*parts_of(curve[below], weight * (1 - share)), *parts_of(curve[above], weight * share)]
+
+
+def as_compute(curve, scores, row, variants, alpha):
+    """What a difference is worth in the plain GPT's compute, and what is left of it at equal cost."""
+    if curve is None:
+        return {}
+    variant, plain = variants[row["variant"]], variants["plain"]
+    name = "plain" if row["se"] == 0 else row["variant"]  # identical: the plain GPT, which has more seeds
+    own = parts_of([each.get(name, {}) for each in scores], 1)
+    time = variant["time_ratio"]
+    return dict(worth=worth(curve, own, alpha),
+                equal_flops=at_equal_cost(curve, own, flops_ratio(variant, plain), alpha),
+                equal_time=time and at_equal_time(curve, own, time, variant["multiple"], alpha))
+
+
+def flops_ratio(variant, plain):
+    """FLOPs that a variant's training executes over the plain GPT's; NaN where not counted."""
+    return training_flops(variant) / training_flops(plain)
+
+
+def training_flops(variant):
+    """FLOPs that a variant's whole training executes, evaluations aside; NaN where they were not counted."""
+    return number(variant.get("executed_flops_per_token")) * number(variant.get("tokens"))
+
+
+def at_equal_cost(curve, own, ratio, alpha):
+    """A variant against the plain GPT trained at its cost, `ratio` times the plain GPT's own.
+
+    own: the variant as parts of stats.difference(). The figures are None outside the plain GPT's budgets.
+    """
+    plain = plain_at(curve, ratio)
+    found = stats.difference([*own, *plain], alpha) if plain else stats.UNKNOWN
+    return dict(ratio=ratio, **{key: value if plain and math.isfinite(value) else None
+                                for key, value in found._asdict().items() if key not in ("se", "df")})
+
+
+def at_equal_time(curve, own, time, multiple, alpha):
+    """The same for a time that was measured: from the low end at its least to the high end at its most."""
+    found, least, most = (at_equal_cost(curve, own, time[end] * multiple, alpha)
+                          for end in ("mean", "low", "high"))
+    return {**found, "low": least["low"], "high": most["high"]}
+
+
+def worth(curve, own, alpha):
+    """The multiple of its budget at which the plain GPT has a variant's score, as a dict.
+
+    mean, low, high: the interval holds the multiples at which the difference's own interval holds 0. None:
+    not between smallest and largest, the plain GPT's budgets; beyond: "less" or "more", where that is so of
+    the mean. low and high are equal where all of the interval lies beyond. problem: why there is no number.
+    """
+    smallest, largest = min(curve), max(curve)
+    found = dict(mean=None, low=None, high=None, smallest=smallest, largest=largest, beyond=None,
+                 problem=None)
+    if not falls(curve):
+        found["problem"] = NOT_FALLING
+    elif not math.isfinite(stats.difference(own, alpha).mean):
+        found["problem"] = "no difference was measured"
+    else:
+        def left(end):
+            def at(multiple):
+                return getattr(stats.difference([*own, *plain_at(curve, multiple)], alpha), end)
+            return at
+
+        # what is left of the difference grows with the compute of the plain GPT
+        mean, low, high = (crossing(left(end), smallest, largest) for end in ("mean", "high", "low"))
+        found["mean"], found["beyond"] = (None, mean) if isinstance(mean, str) else (mean, None)
+        if low == high and isinstance(low, str):  # the whole interval lies beyond
+            found["low"] = found["high"] = smallest if low == "less" else largest
+        else:
+            found["low"], found["high"] = (None if isinstance(end, str) else end for end in (low, high))
+    return {**found, "words": worth_in_words(found)}
+
+
+def falls(curve):
+    """Whether the plain GPT is better at each larger budget."""
+    scores = [stats.difference(plain_at(curve, multiple, 1)).mean for multiple in curve]
+    return bool(np.all(np.diff(scores) < 0))
+
+
+def crossing(rising, smallest, largest):
+    """Where a function that rises crosses 0: "less" or "more" if that is not between the two."""
+    if rising(smallest) > 0:
+        return "less"
+    if rising(largest) < 0:
+        return "more"
+    # infinite where a budget has one seed, whose spread is not known
+    return float(brentq(lambda multiple: np.clip(rising(multiple), -1e9, 1e9), smallest, largest))
+
+
+def worth_in_words(found):
+    if found["problem"]:
+        return found["problem"]
+    less, more = f"less than {found['smallest']:g}", f"more than {found['largest']:g}"
+    value = {"less": less, "more": more}.get(found["beyond"]) or f"{found['mean']:.2f}"
+    if found["low"] is not None and found["low"] == found["high"]:
+        return f"worth {value} x of the plain GPT's training compute"
+    low = less if found["low"] is None else f"{found['low']:.2f}"
+    high = more if found["high"] is None else f"{found['high']:.2f}"
+    return f"worth {value} x [{low}, {high}] of the plain GPT's training compute"
+
+
+def multiple_of(curve, difference):
+    """The multiple at which the plain GPT is worse by a difference, or better below 0; None: not measured."""
+    if not falls(curve):
+        return None
+
+    def left(multiple):
+        parts = [*plain_at(curve, 1.0, 1), *plain_at(curve, multiple)]
+        return stats.difference(parts).mean + difference
+
+    found = crossing(left, min(curve), max(curve))
+    return None if isinstance(found, str) else found
+
+
+# ---- text ----
+
+def text_interval(found, row):
+    """The interval over the text: these trained models, other text of its kind; None: blocks unknown.
+
+    The last block, which is shorter, is left out.
+    """
+    sums, T = [], found["plain"]["block_size"]
+    for name in (row["variant"], row["baseline"]):
+        runs = [found["runs"].get(run) for run in found["arms"][name]["runs"]]
+        blocks = [run["block_nats"][:-1] for run in runs if run and run.get("block_nats")]
+        if not blocks or len({len(each) for each in blocks}) > 1:
+            return None
+        sums.append(np.mean(blocks, 0))
+    if len(sums[0]) != len(sums[1]) or len(sums[0]) < 2:
+        return None
+    tokens = len(sums[0]) * max(1, BLOCK // T) * T
+    size = found["data"]["bytes"] * tokens / found["data"]["tokens"]
+    _, low, high = block_bootstrap(*sums, size, 1, 1 - found["alpha"])
+    return dict(low=low, high=high)
+
+
+# ---- texts ----
+
+BOTH = " and "  # between the names of two texts, or of two runs, that count as one
+
+
+def together(texts, name, command):
+    """Studies of the same variants on several texts, {text: study}, as one dict: each, and all of them."""
+    return dict(name=name, command=command, texts=texts,
+                together=figures(over_texts(texts), [*texts.values()]))
+
+
+def pooled(found):
+    """The study over all texts of a results file, with the figures that the file has."""
+    return {**found, **over_texts(found["texts"]), **found["together"]}
+
+
+def over_texts(texts):
+    """One study of those on several texts, without figures; what is judged on every text is in it.
+
+    For tables and pictures the score of a seed is the mean over the texts.
+    """
+    studies, first = list(texts.values()), next(iter(texts.values()))
+    names = [name for name in first["arms"] if all(name in study["arms"] for study in studies)]
+    variants = {name: over_runs([study["arms"][name] for study in studies]) for name in names}
+    pairs = [pair for pair in first["pairs"] if all(pair in study["pairs"] for study in studies)]
+    sums = {key: sum(study[key] for study in studies) for key in ("planned", "done")}
+    failures = [failure for study in studies for failure in study["failures"]]
+    reused = reused_in(studies)
+    size = {key: sum(study["data"][key] or 0 for study in studies) for key in ("tokens", "bytes", "of_bytes")}
+    data = {**first["data"], **size, "dataset": BOTH.join(texts), "sha256": None, "note": None}
+    settings = {key: value for key, value in first.get("settings", {}).items() if key != "dataset"}
+    return {**first, **sums, "settings": settings, "arms": variants, "pairs": pairs, "failures": failures,
+            "reused": reused, "runs": {}, "data": data}
+
+
+def reused_in(studies):
+    """The rows of reuse.counted() of several studies together: how many runs came from each source."""
+    found = {}
+    for row in (row for study in studies for row in study.get("reused") or ()):
+        total = found.setdefault(row["from"], {"from": row["from"], "runs": 0, "other_code": 0, "of": []})
+        total["runs"] += row["runs"]
+        total["other_code"] += row["other_code"]
+        total["of"] += [name for name in row.get("of", ()) if name not in total["of"]]
+    return [*found.values()]
+
+
+def seem_better_over_texts(texts):
+    """seem_better() over all texts of {text: study}."""
+    found, scores = over_texts(texts), [scores_of(study["arms"]) for study in texts.values()]
+    return seem_better(scores, found["pairs"], found["alpha"], found["margin"])
+
+
+def over_runs(variants):
+    """A variant of several texts as one: of each seed that all have, the mean score, and its runs' names."""
+    first, rows = variants[0], [dict(zip(each["seeds"], zip(each["bpb"], each["runs"]))) for each in variants]
+    seeds = [seed for seed in first["seeds"] if all(seed in own for own in rows)]
+    scores = [[own[seed][0] for own in rows] for seed in seeds]
+    return {**first, "seeds": seeds,
+            "bpb": [None if None in each else sum(each) / len(each) for each in scores],
+            "runs": [BOTH.join(own[seed][1] for own in rows) for seed in seeds]}
