@@ -10,6 +10,7 @@ Does a mechanism beat a plain GPT? A study in two stages, intervals, effects as 
     python compare.py config/studies/all.py --dry_run            # what would run, and for how long
     python compare.py --from_results=results/all-tiny.json.gz    # a report once more, from its numbers alone
     python compare.py --recheck=results/all-tiny.json.gz         # every figure of it, computed once more
+    python compare.py --scores=scores.csv --baseline=plain       # verdicts on runs of another program
     python compare.py config/studies/all.py --reuse=results/all-tiny.json.gz   # take its runs, train the rest
     python compare.py config/studies/all.py --fresh              # train everything anew: do the scores agree?
 
@@ -41,6 +42,7 @@ from nanoheads.folders import LONGEST, find, joined
 from nanoheads import own_mechanism as own
 from nanoheads.probes import promises
 from nanoheads.study import costs, digest, effects, findings, queue, rates, report, results, tables, trial
+from nanoheads.study import scores as score_file
 from nanoheads.study.reuse import Reuse, counted, is_same_code
 from nanoheads.study.variants import BOOKKEEPING, StudyConfig, VariantBuilder, variants_of
 from nanoheads.text.dataset import NotPrepared
@@ -430,7 +432,8 @@ def folder_name(config, name):
 
 # keys of a study that change none of its figures: how it runs, and what counts as done
 NOT_ASKED = {"question", "out_dir", "jobs", "jobs_per_gpu", "device", "submit", "submit_options", "dry_run",
-             "report_only", "reuse", "accept_code", "fresh", "from_results", "recheck", "tables"}
+             "report_only", "reuse", "accept_code", "fresh", "from_results", "recheck", "tables",
+             "scores", "baseline", "higher_is_better", "json"}
 
 
 def asked_for(config):
@@ -610,6 +613,12 @@ def run(argv):
         return
     if config.recheck:
         print(results.recheck(config.recheck))
+        return
+    if config.scores:
+        path = Path(config.scores)
+        found = score_file.judged(score_file.read(path), path.name, config.baseline, config.alpha,
+                                  config.margin, config.higher_is_better)
+        score_file.write(found, config.out_dir or Path("out", joined([f"{path.stem}-report"])), config.json)
         return
     if config.from_results:
         found = results.read(config.from_results)

@@ -1,13 +1,13 @@
 """
-How often the verdicts of study/stats.py are wrong, and how often they find what is there: simulated studies.
+How often the verdicts of a study are wrong, and how often they find what is there: simulated studies.
 
     python tests/simulate.py                  # all tables: about 20 minutes on one idle core
     python tests/simulate.py --sims=200       # a first look
     python tests/simulate.py --only=dose      # known gains, with the spreads of real runs; a picture too
 
-Each simulated study goes through judge() as a real one would. Spreads are in units of a typical arm's, the
-margin is one of those; true differences are 0, or exactly the margin, which is where "same" is wrong most
-often. It is no test: tests/test_stats.py holds a small part of it.
+Each simulated study goes through effects.comparisons() as a real one would. Spreads are in units of a typical
+arm's, the margin is one of those; true differences are 0, or exactly the margin, which is where "same" is
+wrong most often. It is no test: tests/test_stats.py holds a small part of it.
 """
 
 import argparse
@@ -26,9 +26,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from scipy.stats import ttest_1samp  # noqa: E402
 
-from nanoheads.study import results  # noqa: E402
-from nanoheads.study.analysis import known  # noqa: E402
-from nanoheads.study.stats import findable, judge  # noqa: E402
+from nanoheads.study import effects, results  # noqa: E402
+from nanoheads.study.effects import known  # noqa: E402
+from nanoheads.study.stats import findable  # noqa: E402
 
 # how the scores of a study may be: keywords of study()
 WORLDS = {
@@ -62,16 +62,20 @@ def study(rng, n, n_plain, m, tails=0, unequal=0.0, loud=1, correlation=0.0, tru
     counts = [n_plain] + [n] * m
     names = ["plain"] + [f"arm {i}" for i in range(m)]
     scores = {name: dict(enumerate(row[:count].tolist())) for name, row, count in zip(names, y, counts)}
-    return scores, [(name, "plain") for name in names[1:]]
+    return scores, [(name, "plain", []) for name in names[1:]]
+
+
+def judge(scores, pairs, margin=0.01):
+    return effects.comparisons([scores], pairs, margin=margin)
 
 
 def wrong(judged, true, margin):
     """Whether a verdict says what is not so."""
-    if judged.verdict == "better":
+    if judged["verdict"] == "better":
         return true >= 0
-    if judged.verdict == "worse":
+    if judged["verdict"] == "worse":
         return true <= 0
-    return judged.verdict == "same" and abs(true) >= margin
+    return judged["verdict"] == "same" and abs(true) >= margin
 
 
 def error_rates(n, n_plain, m, sims, **world):
@@ -82,7 +86,7 @@ def error_rates(n, n_plain, m, sims, **world):
     half = np.where(np.arange(m) % 2, 1.0, 0.0) if m > 1 else np.ones(1)
     for _ in range(sims):
         judged = judge(*study(rng, n, n_plain, m, **world), margin=1.0)
-        single += np.mean([j.p <= 0.05 for j in judged])
+        single += np.mean([j["p"] <= 0.05 for j in judged])
         studies += any(wrong(j, 0, 1.0) for j in judged)
         scores, comparisons = study(rng, n, n_plain, m, **world, true=half)
         mixed += any(wrong(j, t, 1.0) for j, t in zip(judge(scores, comparisons, margin=1.0), half))
@@ -116,7 +120,8 @@ def two_stages(rng, fresh, true, sd=0.006, text=0.006, n=5, n_plain=14, **world)
     """(any wrong verdict, arms of the judged that do differ, found): 34 arms, two seeds each on validation.
 
     The best six and the worst two go on. Validation and test differ by what their texts do to an arm (sd
-    `text`). fresh=False judges on the screening's own seeds (and more): what must not be done.
+    `text`). What seems better then meets a wider plain GPT, which is as good as the plain one. fresh=False
+    judges on the screening's own seeds (and more): what must not be done.
     """
     m = len(true)
     y = np.asarray(true)[:, None] + sd * rng.normal(size=(m, 2))
@@ -125,11 +130,16 @@ def two_stages(rng, fresh, true, sd=0.006, text=0.006, n=5, n_plain=14, **world)
     unit, comparisons = study(rng, n, n_plain, len(chosen), true=true[chosen] / sd, **world)
     scores = {arm: {seed: sd * score for seed, score in of_arm.items()} for arm, of_arm in unit.items()}
     if not fresh:
-        for (arm, _), i in zip(comparisons, chosen):
+        for (arm, *_), i in zip(comparisons, chosen):
             scores[arm].update(enumerate(y[i].tolist()))
-    judged = judge(scores, comparisons)
-    false = [wrong(j, t, 0.01) for j, t in zip(judged, true[chosen])]
-    found = sum(j.verdict in ("better", "worse") and not bad for j, bad in zip(judged, false))
+    truth = dict(zip((arm for arm, *_ in comparisons), true[chosen]))
+    wider = effects.seem_better([scores], comparisons, 0.05, 0.01)
+    for arm in wider:
+        scores[f"plain for {arm}"] = dict(enumerate((sd * rng.normal(size=n)).tolist()))
+    judged = judge(scores, [*comparisons, *((arm, f"plain for {arm}", ["parameters"]) for arm in wider)])
+    false = [wrong(row, truth[row["variant"]], 0.01) for row in judged]
+    found = sum(row["verdict"] in ("better", "worse") and not bad
+                for row, bad in zip(judged[:len(comparisons)], false))
     return any(false), (true[chosen] != 0).sum(), found
 
 
@@ -183,14 +193,14 @@ def verdict_on(draw, true, own, plain, n, n_plain, others=0):
     scores = {"plain": draw(plain, n_plain), "dose": true + draw(own, n)}
     scores |= {f"null {i}": draw(plain, n) for i in range(others)}
     by_seed = {name: dict(enumerate(y.tolist())) for name, y in scores.items()}
-    return judge(by_seed, [(name, "plain") for name in scores if name != "plain"])[0].verdict
+    return judge(by_seed, [(name, "plain", []) for name in scores if name != "plain"])[0]["verdict"]
 
 
 def print_doses(sims, path="results/dose-tiny.json.gz", picture="docs/dose.png"):
     """How often each gain of a study of doses is found: among 34 variants, and by itself."""
     about = doses_of(results.read(path))
     plain = about.pop("plain")[2]
-    smallest = findable({name: dict(enumerate(own)) for name, (_, _, own) in about.items()}, 5, 14, 8)
+    smallest = findable([own for _, _, own in about.values()], 5, 14, 8)
     print(f"\n{path}: percent of {sims} studies. Of 34 variants the best six and the worst two are judged, "
           f"with five\nseeds (plain 14); alone: one variant, five seeds, plain 5. findable() promises 80 % "
           f"at {smallest:.4f}.")
@@ -231,7 +241,7 @@ def draw_doses(rows, smallest, path):
 
 def paired_and_holm(scores, comparisons, m):
     """Whether a paired t-test on shared seeds finds the first comparison, in Holm's first of m steps."""
-    variant, baseline = (scores[arm] for arm in comparisons[0])
+    variant, baseline = (scores[arm] for arm in comparisons[0][:2])
     return ttest_1samp([variant[s] - baseline[s] for s in variant], 0).pvalue * m <= 0.05
 
 
@@ -248,13 +258,14 @@ def print_power(sims, sd=0.006):
             rng, found = np.random.default_rng(3), 0
             for _ in range(sims):
                 scores, comparisons = study(rng, 5, n_plain, 8, **world, true=[true / sd] + [0] * 7)
-                found += judge(scores, comparisons, margin=0.01 / sd)[0].verdict == "worse"
+                found += judge(scores, comparisons, margin=0.01 / sd)[0]["verdict"] == "worse"
                 if not world and n_plain == 5:
                     old += paired_and_holm(scores, comparisons, 69)
             row.append(100 * found / sims)
         print(f"{true:10.3f}" + "".join(f"{x:15.1f}" for x in (*row, 100 * old / sims)), flush=True)
     rng = np.random.default_rng(4)
-    quoted = [findable(study(rng, 5, 14, 8)[0], 5, 14, 8) * sd for _ in range(200)]
+    quoted = [findable([[*own.values()] for own in study(rng, 5, 14, 8)[0].values()], 5, 14, 8) * sd
+              for _ in range(200)]
     print(f"findable() quotes {np.mean(quoted):.4f} (middle 80 %: {np.quantile(quoted, 0.1):.4f} to "
           f"{np.quantile(quoted, 0.9):.4f})")
     print_decided(sims, sd)
@@ -266,7 +277,7 @@ def print_decided(sims, sd):
         rng, same = np.random.default_rng(n), 0
         for _ in range(sims // 4):
             judged = judge(*study(rng, n, round(n * math.sqrt(8)), 8), margin=0.01 / sd)
-            same += np.mean([j.verdict == "same" for j in judged])
+            same += np.mean([j["verdict"] == "same" for j in judged])
         print(f"  {n} seeds an arm: {400 * same / sims:.0f}", flush=True)
 
 

@@ -54,8 +54,10 @@ def forest(found):
     axes.set_yticks(range(len(rows)), [cut(label_of(found, c["variant"])) for c in rows])
     axes.set(xlim=(left, right), ylim=(len(rows) - 0.4, -0.6))
     axes.grid(axis="y", visible=False)
-    axes.set_title(cut(f"{found['data']['dataset']}, {found.get('scale')} scale"), fontsize=11)
-    axes.set_xlabel("bits/byte, variant − plain GPT (left is better)")
+    words = found.get("forest") or dict(title=f"{found['data']['dataset']}, {found.get('scale')} scale",
+                                        axis="bits/byte, variant − plain GPT (left is better)")
+    axes.set_title(cut(words["title"]), fontsize=11)
+    axes.set_xlabel(printable(words["axis"]))
     words = f"mean and {level(found)} interval over seeds; small dots: the seeds; grey band: the margin"
     shown = {c["verdict"] for c in rows}
     handles = [Line2D([], [], color=colour, marker="o", linewidth=2, label=verdict)

@@ -164,7 +164,7 @@ def findable(groups, n, n_baseline, m, alpha=0.05, power=0.8):
 
 def in_words(found, alpha=0.05, margin=0.01, unit="bits/byte"):
     """The verdict as one sentence."""
-    c, level = found, f"{100 * (1 - alpha):g} % interval"
+    c, level, unit = found, f"{100 * (1 - alpha):g} % interval", f" {unit}" if unit else ""
     if math.isinf(c.se) and min(c.n, c.n_baseline) > 1:
         return f"undecided: {c.n} and {c.n_baseline} seeds do not show the spread of these scores"
     if math.isinf(c.se):
@@ -174,10 +174,10 @@ def in_words(found, alpha=0.05, margin=0.01, unit="bits/byte"):
     p = "corrected p < 0.0001" if c.p_corrected < 1e-4 else f"corrected p = {c.p_corrected:.3g}"
     if c.verdict in ("better", "worse"):  # the word holds the sign
         low, high = (-c.high, -c.low) if c.mean < 0 else (c.low, c.high)
-        return f"{c.verdict} by {abs(c.mean):.4f} {unit} ({level} {low:.4f} to {high:.4f}, {p})"
-    seen = f"{c.mean:+.4f} {unit} ({level} {c.low:+.4f} to {c.high:+.4f}"
+        return f"{c.verdict} by {abs(c.mean):.4f}{unit} ({level} {low:.4f} to {high:.4f}, {p})"
+    seen = f"{c.mean:+.4f}{unit} ({level} {c.low:+.4f} to {c.high:+.4f}"
     if c.verdict == "same":
         same = "corrected p < 0.0001" if c.p_same < 1e-4 else f"corrected p = {c.p_same:.3g}"
-        return f"the same within {margin:g} {unit}: {seen}, {same} of more)"
+        return f"the same within {margin:g}{unit}: {seen}, {same} of more)"
     more = f"about {c.more_seeds}" if c.more_seeds else "more than 1000"
     return f"undecided: {seen}, {p}); {more} seeds, now {c.n}, would probably decide"

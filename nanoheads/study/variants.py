@@ -103,6 +103,11 @@ class StudyConfig:
     from_results: Optional[str] = None   # write its report once more, without the runs
     recheck: Optional[str] = None        # compute every figure of it once more, and compare
     tables: bool = False                 # write the tables in README.md and docs/ from results/
+    # ---- from a file of scores that another program made (docs/scores.md) ----
+    scores: Optional[str] = None         # CSV: variant, seed, score; optional: tokens, bytes, cost
+    baseline: Optional[str] = None       # the variant that the others are compared with; None: the first
+    higher_is_better: bool = False       # of these scores; False: lower is, as for a loss
+    json: Optional[str] = None           # also write the verdicts to this file
     # ---- statistics ----
     alpha: float = 0.05                  # false verdicts of the whole study; intervals are 1 - alpha
     margin: float = 0.01                 # bits/byte: a difference below it is called the same
@@ -113,7 +118,7 @@ class StudyConfig:
 
     @property
     def has_results_already(self):
-        return self.from_results or self.recheck or self.tables
+        return self.from_results or self.recheck or self.tables or self.scores
 
     def problems(self):
         """Everything that is wrong with this study, as a list of sentences (empty: fine)."""
@@ -122,6 +127,9 @@ class StudyConfig:
 
     def problems_of_variants(self):
         bad = []
+        given = [key for key in ("baseline", "higher_is_better", "json") if getattr(self, key)]
+        if given and not self.scores:
+            bad.append(f"{', '.join(given)}: these go with --scores=FILE alone")
         for pattern in self.mechanisms:
             if not matching(pattern):
                 meant, hint = configurator.nearest(pattern, [*MECHANISMS, "all_on"])

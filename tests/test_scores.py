@@ -1,0 +1,256 @@
+"""Scores of another program: a file is read or its bad rows named; verdicts as a study has them; the page."""
+import json
+import math
+import re
+import subprocess
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from scipy import stats as scipy_stats
+
+from compare import main
+from nanoheads.common import ROOT, UserError
+from nanoheads.study import scores
+
+
+def file(tmp_path, text, name="scores.csv"):
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def csv_of(**variants):
+    lines = ["variant,seed,score"]
+    for variant, own in variants.items():
+        lines += [f"{variant},{seed},{score}" for seed, score in enumerate(own, 1)]
+    return "\n".join(lines) + "\n"
+
+
+def found_in(tmp_path, text, **settings):
+    return scores.judged(scores.read(file(tmp_path, text)), "scores.csv", **settings)
+
+
+PLAIN, GOOD = [2.00, 2.01, 1.99, 2.005], [1.90, 1.91, 1.895, 1.905]
+
+
+# ---- the file ----
+
+@pytest.mark.parametrize("line, words", [
+    ("a,9", "2 cells, where the first line has 3"), ("a,9,1,1", "4 cells, where the first line has 3"),
+    (",9,1", "no variant"), ("a,,1", "no seed"), (",,1", "no variant and no seed"), ("a,9,", "no score"),
+    ("a,9,nan", "score 'nan' is not a finite number"), ("a,9,inf", "score 'inf' is not a finite number"),
+    ("a,9,two", "score 'two' is not a finite number"), ("a,9,1e400", "not a finite number"),
+    ("a,2,1.5", "a with seed 2 is on line 7 already")])
+def test_a_bad_row_is_named_by_its_line(tmp_path, line, words):
+    text = csv_of(plain=PLAIN, a=GOOD)
+    assert len(scores.read(file(tmp_path, text))) == 8  # control
+    path = file(tmp_path, f"{text}{line}\n")
+    with pytest.raises(UserError) as e:
+        scores.read(path)
+    assert str(e.value).startswith(f"{path}, line 10: ") and words in str(e.value)
+
+
+def test_every_bad_row_is_named_up_to_twenty(tmp_path):
+    path = file(tmp_path, csv_of(plain=PLAIN) + "a,1,x\n" + "\n" + "a,2,y\n")
+    with pytest.raises(UserError) as e:
+        scores.read(path)
+    named = [line.split(": ")[0] for line in str(e.value).splitlines()]
+    assert named == [f"{path}, line 6", f"{path}, line 8"]
+    path = file(tmp_path, "variant,seed,score\n" + "a,1,x\n" * 30)
+    with pytest.raises(UserError, match="and 10 more$"):
+        scores.read(path)
+
+
+@pytest.mark.parametrize("column", ["tokens", "bytes", "cost"])
+@pytest.mark.parametrize("value", ["0", "-1", "many", "nan"])
+def test_what_a_run_took_must_be_a_number_above_0(tmp_path, column, value):
+    path = file(tmp_path, f"variant,seed,score,{column}\na,1,2.0,{value}\n")
+    with pytest.raises(UserError, match=f"line 2: {column} '{value}' is not a number above 0"):
+        scores.read(path)
+    row, = scores.read(file(tmp_path, f"variant,seed,score,{column}\na,1,2.0,\n"))
+    assert row[column] is None
+
+
+@pytest.mark.parametrize("text, words", [
+    ("", "line 1: no column variant, seed, score; it must name variant, seed and score, and has nothing"),
+    ("variant,score\na,1\n", "line 1: no column seed"),
+    ("variant,seed,score,score\n", "score is there twice"),
+    ("variant,seed,score\n", "has no runs")])
+def test_a_file_without_its_columns_or_rows_is_one_line(tmp_path, text, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        scores.read(file(tmp_path, text))
+
+
+def test_columns_may_stand_in_any_order_with_others_quoted_and_marked(tmp_path):
+    text = '\ufeffNote, Score ,SEED,variant\n"x, y",1.5,one,"a, b"\n\n,failed,two,"a, b"\n'
+    one, two = scores.read(file(tmp_path, text))
+    assert (one["variant"], one["seed"], one["score"], two["score"]) == ("a, b", "one", 1.5, None)
+
+
+def test_what_cannot_be_read_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="cannot read .*: No such file"):
+        scores.read(tmp_path / "none.csv")
+    (tmp_path / "x.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="cannot read .*: not UTF-8 text"):
+        scores.read(tmp_path / "x.csv")
+
+
+# ---- the verdicts ----
+
+def test_verdicts_are_those_of_a_study(tmp_path):
+    same = (np.array(PLAIN) + [0.001, -0.001, 0, 0]).tolist()
+    found = found_in(tmp_path, csv_of(plain=PLAIN, good=GOOD, bad=[2.2, 2.21, 2.19], same=same, lone=[1.9]),
+                     margin=0.05)
+    by = {c["variant"]: c for c in found["comparisons"]}
+    assert {name: c["verdict"] for name, c in by.items()} == dict(good="better", bad="worse", same="same",
+                                                                  lone="undecided")
+    test = scipy_stats.ttest_ind(GOOD, PLAIN, equal_var=False)
+    interval = test.confidence_interval(0.95)
+    assert (by["good"]["p"], by["good"]["low"], by["good"]["high"]) == pytest.approx(
+        (test.pvalue, interval.low, interval.high))
+    assert by["good"]["p_corrected"] > 3 * test.pvalue  # corrected for all four
+    assert [c["variant"] for c in scores.in_order(found)] == ["lone", "good", "same", "bad"]
+
+
+def test_of_scores_where_higher_is_better_all_verdicts_turn(tmp_path):
+    text = csv_of(plain=PLAIN, good=GOOD, bad=[2.2, 2.21, 2.19])
+    lower, higher = (found_in(tmp_path, text, higher_is_better=each) for each in (False, True))
+    assert [c["verdict"] for c in lower["comparisons"]] == ["better", "worse"]
+    assert [c["verdict"] for c in higher["comparisons"]] == ["worse", "better"]
+    assert [c["variant"] for c in scores.in_order(higher)] == ["bad", "good"]
+    assert "right is better" in higher["forest"]["axis"] and "left is better" in lower["forest"]["axis"]
+    assert [c["mean"] for c in lower["comparisons"]] == [c["mean"] for c in higher["comparisons"]]
+    assert higher["comparisons"][0]["words"].startswith("worse by 0.0987 (95 % interval 0.0")
+
+
+def test_the_baseline_is_the_one_that_is_named_or_the_first(tmp_path):
+    text = csv_of(a=PLAIN, plain=GOOD)
+    first, named = found_in(tmp_path, text), found_in(tmp_path, text, baseline="plain")
+    assert first["arms"]["plain"]["label"] == "a" and first["comparisons"][0]["verdict"] == "better"
+    assert named["arms"]["plain"]["label"] == "plain" and named["comparisons"][0]["verdict"] == "worse"
+    assert [row[0] for row in scores.table_of(first).rows] == ["a", "plain"]
+    with pytest.raises(UserError, match="--baseline=c is not a variant of scores.csv; it has a, plain"):
+        found_in(tmp_path, text, baseline="c")
+    with pytest.raises(UserError, match="one variant, a: nothing to compare"):
+        found_in(tmp_path, csv_of(a=PLAIN))
+
+
+def test_a_verdict_that_favours_a_side_with_failed_runs_is_withheld(tmp_path):
+    text = csv_of(plain=PLAIN, a=GOOD, b=[2.2, 2.21, 2.19], c=["failed", "failed"])
+    control = found_in(tmp_path, text)["comparisons"]
+    assert [c["verdict"] for c in control][:2] == ["better", "worse"]
+    found = found_in(tmp_path, text + "a,9,failed\nb,9,failed\n")
+    a, b, c = found["comparisons"]
+    assert a["verdict"] == "undecided"
+    assert a["words"].startswith("not called better, since 1 of its runs failed")
+    assert b["verdict"] == "worse"
+    assert scores.table_of(found).rows[-1][:2] == ("c", "failed") and math.isnan(c["mean"])
+    assert any("4 runs failed" in line for line in scores.notices(found))
+
+
+def test_what_a_variant_took_stands_beside_its_verdict(tmp_path):
+    rows = ["variant,seed,score,tokens,cost"]
+    rows += [f"plain,{seed},{score},1000,2" for seed, score in enumerate(PLAIN)]
+    rows += [f"good,{seed},{score},1500,3" for seed, score in enumerate(GOOD)]
+    rows += [f"other,{seed},{score + 0.2},1000,3" for seed, score in enumerate(PLAIN)]
+    found = found_in(tmp_path, "\n".join(rows))
+    table = scores.table_of(found)
+    assert table.head[-2:] == ("tokens ×", "cost ×")
+    assert {row[0]: row[-2:] for row in table.rows} == dict(plain=("1.00", "1.00"), good=("1.50", "1.50"),
+                                                            other=("1.00", "1.50"))
+    lines = scores.notices(found)
+    assert lines[0].startswith("good was trained on 1.50 × the tokens of plain") and len(lines) == 2
+    assert lines[1].startswith("Better and dearer: good.")
+    plain = found_in(tmp_path, csv_of(plain=PLAIN, good=GOOD))
+    assert scores.notices(plain) == [] and len(scores.table_of(plain).head) == 6
+
+
+# ---- what is written ----
+
+class Tags(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.words, self.open = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        if tag not in ("meta", "link", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_the_command_prints_the_table_and_writes_page_picture_and_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    evil = "<script>alert('x')</script>"
+    file(tmp_path, csv_of(**{"plain": PLAIN, "good": GOOD, evil: [2.2, 2.21, 2.19]}))
+    main(["--scores=scores.csv", "--json=verdicts.json", "--margin=0.02"])
+    printed = capsys.readouterr().out
+    assert re.search(r"^good +better +4 +1\.9025 +-0\.0987 \[-0\.1\d+, -0\.0\d+\] +<0\.001$", printed, re.M)
+    assert printed.splitlines()[-4:] == [f"out/scores-report/{name}" for name in (
+        "report.html", "forest.svg", "forest.png")] + ["verdicts.json"]
+    page = Tags((tmp_path / "out/scores-report/report.html").read_text())
+    text = " ".join(" ".join(page.words).split())
+    assert page.open == [] and "script" not in page.tags and text.count(evil) >= 3
+    assert "−0.0987 [" in text and "Margin: ±0.02, set beforehand" in text and "bits/byte" not in text
+    found = json.loads((tmp_path / "verdicts.json").read_text())
+    assert found["baseline"] == "plain" and found["margin"] == 0.02
+    assert [(row["variant"], row["verdict"]) for row in found["comparisons"]] == [
+        ("good", "better"), (evil, "worse")]
+    good = found["comparisons"][0]
+    assert good["difference"] == pytest.approx(np.mean(GOOD) - np.mean(PLAIN))
+    assert good["low"] < good["difference"] < good["high"] and good["cost_ratio"] is None
+    assert not re.search(r"NaN|Infinity", (tmp_path / "verdicts.json").read_text())
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--scores=none.csv"], "compare: cannot read none.csv"),
+    (["--json=x.json", "--mechanisms=xsa"], "json: these go with --scores=FILE alone"),
+    (["--baseline=plain", "--higher_is_better", "--mechanisms=xsa"], "baseline, higher_is_better: these go")])
+def test_what_is_wrong_with_the_command_is_one_line(tmp_path, monkeypatch, argv, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as e:
+        main(argv)
+    assert words in str(e.value.code) and "\n" not in str(e.value.code)
+
+
+# ---- the page of the docs ----
+
+DOC = (ROOT / "docs/scores.md").read_text(encoding="utf-8")
+
+
+def test_the_example_of_the_docs_prints_what_it_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    file(tmp_path, re.search(r"```csv\n(.*?)```", DOC, re.S).group(1))
+    main(["--scores=scores.csv", "--baseline=plain"])
+    shown = re.search(r"```\n(swiglu against.*?)```", DOC, re.S).group(1)
+    assert capsys.readouterr().out.startswith(shown)
+
+
+LINES = {"nanogpt": "step 0: train loss 4.2, val loss 4.3\niter 0: loss 4.2, time 5ms\n"
+                    "step 9: train loss 1.7, val loss {}\n",
+         "nanochat": "Step 00000 | Validation bpb: 3.1\nStep 00009 | Validation bpb: {}\n"
+                     "Step 00009 | CORE metric: 0.1234\n"}
+
+
+@pytest.mark.parametrize("program", LINES)
+def test_the_scripts_of_the_docs_read_the_logs_that_they_name(tmp_path, program):
+    script = re.findall(r"```sh\n(.*?)```", DOC, re.S)[list(LINES).index(program)]
+    script = script.replace("python compare.py", "true")
+    (tmp_path / "logs").mkdir()
+    for variant, own in (("plain", PLAIN), ("my-idea", GOOD)):
+        for seed, score in enumerate(own):
+            (tmp_path / f"logs/{variant}-{seed}.txt").write_text(LINES[program].format(score))
+    subprocess.run(["bash", "-euc", script], cwd=tmp_path, check=True)
+    rows = scores.read(tmp_path / ("scores.csv" if program == "nanogpt" else "bpb.csv"))
+    assert {(row["variant"], row["seed"], row["score"]) for row in rows} == {
+        *(("plain", str(i), each) for i, each in enumerate(PLAIN)),
+        *(("my-idea", str(i), each) for i, each in enumerate(GOOD))}
+    if program == "nanochat":
+        assert {row["score"] for row in scores.read(tmp_path / "core.csv")} == {0.1234}
