@@ -779,7 +779,7 @@ class KVCache:
 
 
 class CausalMask(nn.Module):
-    """Who sees whom: a token itself and those before. Window, a mechanism, shows it fewer."""
+    """Who sees whom: each token sees itself and all tokens before it. A Window shows it fewer."""
 
     windowed = False
 
@@ -788,6 +788,7 @@ class CausalMask(nn.Module):
         self.block_size = config.block_size
 
     def crop(self, block_size):
+        """Shorten the context in place."""
         self.block_size = block_size
 
     def mask_mod(self, query, key):
@@ -803,10 +804,10 @@ class CausalMask(nn.Module):
         return self.block_size
 
     def make(self, past, T, pad, device, cached, counted, maps):
-        """What the kernel needs for T tokens after `past`: BlockMask, bool [1 or B, 1, T, past + T], or None:
-        causal.
+        """What the kernel needs for T tokens after `past` others.
 
-        counted: are row statistics taken? maps: is the dense mask wanted?
+        That is a BlockMask, a bool tensor [1 or B, 1, T, past + T], or None, which means causal. cached: is
+        there a KVCache? counted: are row statistics taken? maps: are attention maps traced?
         """
         if has_flex_attention(device) and not cached and pad is None and not maps:
             return self.block_mask(T, device) if self.windowed or counted else None
@@ -822,7 +823,7 @@ class CausalMask(nn.Module):
         if pad is None:
             return self.mask_mod(query, key)[None, None]
         query, key = query - pad[:, None, None], key - pad[:, None, None]
-        # an empty query sees itself: a softmax needs something
+        # a query that is padding sees itself, since a softmax needs something
         return (self.mask_mod(query, key) & (key >= 0) | (key == query))[:, None]
 
     def block_mask(self, T, device):
@@ -872,8 +873,8 @@ class Heads:
     def of_layer(self, x):
         """A copy for one layer, whose normed input is x [B, T, C]."""
         return Heads(self.rope, self.cache, self.mask, self.mask_mod, self.positions, self.n_keys, self.valid,
-                    self.hint, self.shared, self.tokens, self.wants_losses, self.wants_scores,
-                    self.wants_traces, x)
+                     self.hint, self.shared, self.tokens, self.wants_losses, self.wants_scores,
+                     self.wants_traces, x)
 
     def results(self):
         """What a layer gives beside its output."""
@@ -902,7 +903,7 @@ class Heads:
 class HeadNorm(Mechanism):
     """RMS-normalise every head's output, per token, before the gates (Adaptive Transformer, section 5.3).
 
-    The write-up's own, over batch and sequence, would leak.
+    The write-up normalises over batch and sequence, which would leak.
     """
 
     class Options:
@@ -916,14 +917,14 @@ class HeadNorm(Mechanism):
 
 
 class Routing(Mechanism):
-    """Which heads each token uses and how much, x [B, T, C] -> weights [B, T, H].
+    """Which heads each token uses and how much, x [B, T, C] -> weights [B, T, H]; 0 where not selected.
 
-    published: softmax of an MLP's logits, summing to 1 (Learnable Attention Head Routing). The write-up's
-    printed code multiplies the logits of heads beyond the top k by 0, which leaves them weight, and gates in
-    training only; routing_mask=inf and routing_eval_gate undo the one and the other. moh: softmax over the
-    top k, times k, so that the mean is 1; shared heads are always on, and a second softmax weighs the two
-    groups (MoH, arXiv 2410.11842, eqs. 5-8, in the scale of its published code). sigmoid: 2 sigmoid(logit) of
-    the top k, each for itself. Unselected weights are exactly 0.
+    published: a softmax over an MLP's logits, which sums to 1 (Learnable Attention Head Routing). The
+        write-up's printed code multiplies the logits of heads beyond the top k by 0, which leaves them some
+        weight, and it gates in training only. routing_mask=inf undoes the one, routing_eval_gate the other.
+    moh: a softmax over the top k, times k, so that the mean is 1. Shared heads are always on, and a second
+        softmax weighs the two groups (MoH, arXiv 2410.11842, eqs. 5-8, in the scale of its published code).
+    sigmoid: 2 sigmoid(logit) of each of the top k.
     """
 
     class Options:
@@ -1041,7 +1042,7 @@ class Routing(Mechanism):
             heads.traces.update(routing_weights=weights, selected=selected, routing_logits=logits)
 
     def compute_less(self, gate, heads):
-        """Where it pays, have only the heads of one query computed, or only the selected queries of many."""
+        """Where that pays, have only what is selected computed: the heads of one query, or some queries."""
         T = heads.x.size(1)
         if T == 1:
             keys = T + (heads.cache.length if heads.cache is not None else 0)
@@ -1067,8 +1068,8 @@ class Routing(Mechanism):
 class Sentinel(Mechanism):
     """One learned gate per head, [H] (Adaptive Transformer, section 2.1).
 
-    sigmoid: g = sigmoid(logit). hard_concrete: a stretched, clamped sigmoid, noisy while training, with real
-    zeros (arXiv 1712.01312, eqs. 10-13).
+    sigmoid: g = sigmoid(logit). hard_concrete: a stretched and clamped sigmoid, which reaches 0 exactly and
+    is noisy in training (arXiv 1712.01312, eqs. 10-13).
     """
 
     class Options:
@@ -1109,7 +1110,7 @@ class Sentinel(Mechanism):
 
     @classmethod
     def chance_open(cls, s):
-        """P(gate != 0) of those."""
+        """The probability that such a gate is not 0."""
         return (s - cls.BETA * math.log(-cls.LOW / cls.HIGH)).sigmoid()
 
     def before_attention(self, attn, heads):
@@ -1130,13 +1131,14 @@ class Sentinel(Mechanism):
 
 
 class Agency(Mechanism):
-    """States and consent of the heads, as buffers: moved between steps, a state never recompiles.
+    """States and consent of the heads (Adaptive Transformer, section 2.2).
 
-    Source: Adaptive Transformer, section 2.2. agency_learned: a layer's heads share a linear map from what
-    was measured of a head to the logits of its states. Between two steps a head takes the likeliest; the
-    gradient is that of the expected factor (straight-through, arXiv 1308.3432). agency_scope (section 7,
-    "module-level"): a block has one of its own, of a single piece, whose factor multiplies what the MLP, or
-    the whole block, adds to the stream; heads then have no states.
+    They are buffers and change between two steps, so that no change compiles the model anew. agency_learned:
+    the heads of a layer share a linear map from what was measured of a head to the logits of its states.
+    Between two steps a head takes the likeliest state; the gradient is that of the expected factor
+    (straight-through, arXiv 1308.3432). agency_scope=mlp or block (section 7, "module-level"): each block has
+    one state, whose factor multiplies what its MLP, or the whole block, adds to the stream. Heads then have
+    no states.
     """
 
     class Options:
@@ -1200,12 +1202,12 @@ class Agency(Mechanism):
             heads.traces["agency"] = self.static_gate()
 
     def gate(self):
-        """The factor of a piece, [1], or what was set by hand."""
+        """The factor of an MLP or a block, [1], or what was set by hand."""
         gate = self.static_gate()
         return gate if self.by_hand is None else torch.where(self.by_hand.isnan(), gate, self.by_hand)
 
     def weigh(self, block, x, y, heads, results):
-        """What a block of a piece's state sends on, [B, T, C]; x: what it reads, y: of its attention."""
+        """What a block with a state of its own sends on, [B, T, C]; it reads x, and its attention gave y."""
         gate = self.gate()
         if heads.wants_traces:
             results["traces"]["agency"] = gate
@@ -1233,9 +1235,9 @@ class Agency(Mechanism):
 class A2C(Mechanism):
     """A2C attention: a critic's scalar a [B, T, H], linear in x, acts on the logits of its head.
 
-    published: a_t q_t . q_s / sqrt(d), a signed temperature of the query. temperature: exp(a_t) instead.
-    key_bias: w a_s is added to the logits of key s. In the corrected modes a is trained to predict the
-    advantage, which needs the future.
+    published: the logits are a_t q_t . q_s / sqrt(d), so a is a signed temperature of the query.
+    temperature: exp(a_t) in place of a_t. key_bias: w a_s is added to the logits of key s. In the last two a
+    is trained to predict the advantage, which itself is known only from later tokens.
     """
 
     class Options:
@@ -1298,9 +1300,8 @@ class A2C(Mechanism):
 class A2CValue(nn.Linear):
     """A2C's value of the text so far, [B, T, C] -> [B, T, 1], and the two losses that need the logits.
 
-    The return G_s discounts the log-probabilities of the tokens to come, so it is a target only, never an
-    input. The value reads the last hidden state and A its block's input; no gradient of the value's error
-    reaches them.
+    The return G_s discounts the log-probabilities of the tokens to come. It is a target and never an input.
+    The value reads the last hidden state, into which its error sends no gradient.
     """
 
     def __init__(self, config):
@@ -1309,10 +1310,10 @@ class A2CValue(nn.Linear):
         self.value_coef, self.advantage_coef = config.a2c_value_coef, config.a2c_advantage_coef
 
     def losses(self, x, nats, scored, predictions, traces=None):
-        """{name: weighted loss} from x [B, T, C], nats and scored [B, T] and the advantages that blocks
-        predict.
+        """{name: weighted loss} of the value and of the advantages that blocks have predicted.
 
-        traces: gets return, value and advantage, [B, T].
+        x [B, T, C]: the last hidden state. nats, scored [B, T]: each token's loss, and whether it counts.
+        traces: a dict that gets return, value and advantage, [B, T].
         """
         G = discounted_return(-nats, scored, self.gamma)
         V = float32_linear(self, x.detach()).squeeze(-1)
@@ -1330,8 +1331,9 @@ class Roles(Mechanism):
     """A prior over distances for each base head, by its role: logits[t, s] += sign strength_h p(t - s).
 
     Source: Adaptive Transformer, section 5.4 (specialised heads, without a formula). p(d) is the mean of
-    cos(2 pi (d - offset) / wavelength) over growing wavelengths, 1 at d = offset and below it elsewhere: an
-    inner product of features of the two positions, by which queries and keys get wider. Nothing is T x T.
+    cos(2 pi (d - offset) / wavelength) over growing wavelengths: 1 at d = offset, and less elsewhere. That is
+    an inner product of features of the two positions, by which queries and keys get wider, so that nothing
+    is T x T.
     """
 
     class Options:
@@ -1343,9 +1345,9 @@ class Roles(Mechanism):
     modes = {"roles": dict(roles=["local", "long", "previous", "free"])}
     neutral = {"roles": {"roles_strength": 0.0}}
     needs_positions = True
-    # sign, offset and shortest wavelength in tokens: to the near, away from them, to the token before, none
+    # role -> (sign, offset, shortest wavelength), in tokens
     ROLES = {"local": (1, 0, 16), "long": (-1, 0, 16), "previous": (1, 1, 2), "free": (0, 0, 16)}
-    GROWTH = 1.5  # of the wavelengths: at 2 they agree with one another far from the peak, too
+    GROWTH = 1.5  # of the wavelengths, from one to the next: at 2 they agree far from the peak, too
 
     def __init__(self, config, attn):
         super().__init__()
@@ -1398,12 +1400,12 @@ class Roles(Mechanism):
 
 
 class ConstraintHeads(Mechanism):
-    """Heads of their own for named constraints: projections, a router over them, a score per token.
+    """Heads of their own for named constraints, with projections, a router over them and a score per token.
 
     Source: the constraint write-up. The router reads the running mean of x, or its first token, or a hint
-    [B, C]; the write-up's mean over the whole sequence would leak. It gates outputs, or values, or (score)
-    multiplies each token's weight on itself, the write-up's log(gate) on the diagonal of the logits.
-    published: gated values, and scores that read the gated outputs.
+    [B, C]; the write-up's mean over the whole sequence would leak. It gates the heads' outputs, or their
+    values, or (score) each token's weight on itself, which is the write-up's log(gate) on the diagonal of the
+    logits. published: the values are gated, and the scores read the gated outputs.
     """
 
     class Options:
@@ -1547,8 +1549,8 @@ class ConstraintHeads(Mechanism):
             heads.gates["constraint"] = F.pad(gates, (attn.n_head, 0), value=1.0).transpose(1, 2)[..., None]
             heads.open_rows = self.open_rows(attn, heads, gates)
             if heads.cache is None and heads.none_open:
-                heads.v = F.pad(heads.v, (0, 0, 0, 0, 0, self.n_head))  # for who reads all values
-                return  # not even projected
+                heads.v = F.pad(heads.v, (0, 0, 0, 0, 0, self.n_head))  # for mechanisms that read all values
+                return  # nothing is even projected
         qkv = self.c_attn(x).view(*x.shape[:2], 3 * self.n_head, attn.head_size)
         q, k, v = attn.split(qkv, heads, self.n_head, self.n_head)
         if self.gate == "value":
@@ -1561,14 +1563,14 @@ class ConstraintHeads(Mechanism):
         heads.v = torch.cat((heads.v, F.pad(v, (0, width))), 1)
 
     def open_rows(self, attn, heads, gates):
-        """[the rows in which it has a gate above 0] of each head, where others can be skipped; else None."""
+        """For each head the rows in which it has a gate above 0; None where no row may be skipped."""
         if self.training or not self.skip or heads.wants_scores or heads.wants_traces \
                 or heads.used is not None or attn.needs_row_stats or isinstance(heads.mask, BlockMask):
             return None
         return [rows.nonzero().flatten() for rows in (gates > 0).any(1).unbind(1)]
 
     def penalties(self, heads, logits, gates):
-        """Add the router's own losses: its gates shall be few (sparsity), and decided (entropy, nats)."""
+        """Add the router's own losses: few gates shall be open (sparsity), and all near 0 or 1 (entropy)."""
         if self.sparsity_coef:
             few = Sentinel.chance_open(logits) if self.hard else gates
             heads.losses["constraint_router"] = self.sparsity_coef * few.mean()
@@ -1693,8 +1695,8 @@ class ConstraintHeads(Mechanism):
 class ACAG(Mechanism):
     """ACAG: a gate per head from context length and the shape of the attention row (ACAG README).
 
-    published: sigmoid(W [c, mean, std] + b). normalised: 2 sigmoid(W [c, 1 - entropy / log n, log(n sum p^2)]
-    + b), zero at the start: the mean is always 1/n, and the raw std shrinks with n.
+    published: sigmoid(W [c, mean, std] + b); but the mean is always 1/n, and the std shrinks with n.
+    normalised: 2 sigmoid(W [c, 1 - entropy / log n, log(n sum p^2)] + b), with W and b zero at the start.
     """
 
     class Options:
@@ -1738,7 +1740,7 @@ class ACAG(Mechanism):
         if self.detach:  # another mechanism may have asked for the gradient
             entropy, log_p2 = entropy.detach(), log_p2.detach()
         before = positions.to(entropy.dtype)
-        alone = n_keys == 1  # nothing to choose from: no logarithm or root whose gradient is not a number
+        alone = n_keys == 1  # such a row has no spread; its logarithm and root would have no gradient
         n = n_keys.masked_fill(alone, 2).to(entropy.dtype)
         if self.published:
             spread = torch.where(alone, 0.0, log_p2.exp() / n - 1 / n**2)  # the population's variance
@@ -1864,13 +1866,13 @@ class UNet(nn.ModuleList):
         self.n_layer = config.n_layer
 
     def before_block(self, x, layer, outputs, shared):
-        """x, what decoder block layer - 1 put out, with what its partner did; a middle block has none."""
+        """The output x of decoder block layer - 1 with that of its partner; a middle block has none."""
         depth = layer - 1 - (self.n_layer - len(self))
         return x if depth < 0 else self[depth](x, outputs[self.n_layer - layer + 1])
 
 
 class Window(CausalMask, Mechanism):
-    """Tokens see the near ones alone, with some first tokens, and blocks at random.
+    """A token sees only those near before it, and on request the first tokens and some blocks at random.
 
     Source: Longformer (arXiv 2004.05150), BigBird (arXiv 2007.14062).
     """

@@ -1,6 +1,6 @@
 """
-Changes that others report gains with: what a new mechanism has to beat. Each is a Mechanism, as in model.py,
-which reads them from here.
+The rivals: changes with which others report gains, and which a new mechanism has to beat. Each is a class, as
+in model.py, which imports them from here. Hooks and shapes: docs/add-a-mechanism.md.
 """
 
 import math
@@ -16,7 +16,7 @@ from nanoheads.mechanism import HeadAxis, Mechanism, Uniform, flag
 
 
 def kept(cache, attn, name, value):
-    """What a mechanism put into a KVCache for the tokens before these, or `value` at first."""
+    """What a mechanism has put into a KVCache for the tokens before these; at first `value`."""
     before = None if cache is None else cache.swap(attn.layer, name, None)
     return value if before is None else before
 
@@ -24,8 +24,9 @@ def kept(cache, attn, name, value):
 class ShortConv(Mechanism):
     """A short causal convolution of each channel, y_t = x_t + b + sum_i w_i x_{t-i}, before norm and RoPE.
 
-    Source: arXiv 2607.18413, whose weights start N(0, 0.02) and lose at 0; Primer (2109.08668). "x" convolves
-    the layer's input in their place (Canon-A, arXiv 2512.17351). Before the first token there are zeros.
+    Source: arXiv 2607.18413, where weights that start at N(0, 0.02) do better than zeros; Primer
+    (2109.08668). "x" convolves the layer's input instead of queries, keys and values (Canon-A, arXiv
+    2512.17351). Before the first token there are zeros.
     """
 
     class Options:
@@ -91,8 +92,8 @@ class ShortConv(Mechanism):
 class ValueResidual(Mechanism):
     """Values mixed with those of the first layer, (1 - share) v_l + share v_1 (ResFormer, arXiv 2410.17897).
 
-    One share a layer, learned from 0.5. A head of the first layer that is closed, its gate 0, leaves nothing
-    to later ones, as one that was pruned.
+    Each layer learns a share, from 0.5 on. A head of the first layer whose gate is 0 leaves nothing to later
+    layers, just as one that was pruned.
     """
 
     class Options:
@@ -127,7 +128,7 @@ class ValueResidual(Mechanism):
 
     @staticmethod
     def of_all_heads(attn, heads):
-        """The layer's values, 0 of heads that are closed or that pruning took."""
+        """The layer's values; those of heads that are closed or pruned are 0."""
         v = heads.v
         if "gate" in heads.gates:  # of a group any
             opened = (heads.gates["gate"][:attn.n_head] != 0).unflatten(0, (v.size(1), attn.group)).any(1)
@@ -146,8 +147,8 @@ class ValueResidual(Mechanism):
 class ValueEmbedding(Mechanism):
     """A table of values for each token of the vocabulary, v_h += 3 sigmoid(W x[:12])_h table[token]_h.
 
-    Source: nanochat (2026), modded-nanogpt; on every second layer, the last one too. The table is trained as
-    the embedding is, by whose name it goes; W starts N(0, 0.02), the gate at 1.5.
+    Source: nanochat (2026), modded-nanogpt. Every second layer has one, the last layer included. The table is
+    called wte, as the embedding is, and so is trained at its rate; W starts at N(0, 0.02), the gate at 1.5.
     """
 
     class Options:
@@ -181,9 +182,9 @@ class ValueEmbedding(Mechanism):
 
 
 class QueryGain(Mechanism):
-    """A learned factor of each head's logits, from 1 on: how sharply it attends.
+    """A learned factor on each head's logits, 1 at the start: how sharply the head attends.
 
-    With qk_norm it moves the largest logit of a head away from qk_max.
+    Under qk_norm a head's largest logit is qk_max times this factor.
     """
 
     class Options:
@@ -207,8 +208,8 @@ class QueryGain(Mechanism):
 class FoX(Mechanism):
     """FoX: a forget gate f = sigmoid(w x + b) of each head and token fades all keys before it.
 
-    Source: arXiv 2503.02130, eq. 3: logits + c_t - c_s, where c is the running sum of log f, in float32. That
-    is two more dimensions: (q, c_t, 1) . (k, 1, - c_s).
+    Source: arXiv 2503.02130, eq. 3: logits + c_t - c_s, where c is the running sum of log f, in float32.
+    Queries and keys get two dimensions more for it: (q, c_t, 1) . (k, 1, - c_s).
     """
 
     class Options:
@@ -255,7 +256,7 @@ def wider(*parts):
 
 
 def in_parts(x, dtype):
-    """x as a sum of tensors of a dtype, to float32's precision: in bfloat16 hundreds have few digits."""
+    """Tensors of a dtype whose sum is x to float32's precision: bfloat16 alone keeps few digits of 300.5."""
     parts = []
     for _ in range(1 if dtype in (torch.float32, torch.float64) else 3):
         parts.append(x.to(dtype))
@@ -264,19 +265,20 @@ def in_parts(x, dtype):
 
 
 def masked_logits(attn, heads, q, k):
-    """Logits of the layer's own heads with other queries or keys, -inf where none is seen: for maps."""
+    """For attention maps: the logits of the layer's own heads with other queries or keys, -inf where hidden.
+    """
     return ((q.to(k.dtype) @ k.mT).float() * attn.scale).masked_fill(~heads.mask, -math.inf)
 
 
 def own_heads(attn, heads):
-    """Queries, keys and values of the layer's own heads as attention read them, each [B, H, ...]."""
+    """The queries, keys and values of the layer's own heads, as attention reads them, each [B, H, ...]."""
     n = heads.k.size(1) - attn.n_extra
     k, v = (for_each_head(x[:, :n], attn.n_head) for x in (heads.k, heads.v))
     return heads.q[:, :attn.n_head], k, v
 
 
 def with_extra(attn, own, y):
-    """Outputs y [B, H, T, D] with those of the layer's own heads replaced."""
+    """y [B, H, ...] of all heads, with `own` in place of what the layer's own heads have there."""
     return torch.cat((own.to(y.dtype), y[:, attn.n_head:]), 1) if attn.n_extra else own.to(y.dtype)
 
 
@@ -290,8 +292,8 @@ class Diff(Mechanism):
     """Differential attention V2: y1 - sigmoid(w_h x_t) y2, two maps over the same keys and values.
 
     Source: microsoft/unilm, Diff-Transformer-V2 (2026). The second map has queries of its own, normed and
-    turned as the first's; what other mechanisms add to the logits acts on both, what changes or rescales
-    queries on the first alone.
+    rotated as those of the first. A mechanism that adds something to the logits acts on both maps; one that
+    changes or rescales queries acts on the first map alone.
     """
 
     class Options:
@@ -315,8 +317,7 @@ class Diff(Mechanism):
         return [(self.c_q.weight, 1)]
 
     def queries(self, attn, heads):
-        """Those of the second map [B, H, T, D or more]; dimensions more are what others added to the logits.
-        """
+        """The queries of the second map, [B, H, T, D or more]: others add to logits by further dimensions."""
         q = self.c_q(heads.x).unflatten(-1, (attn.n_head, attn.head_size))[:, :, None]
         rope = heads.rope[attn.head_size] if attn.rope else None
         scale = None if attn.qk_scale is None else attn.qk_scale[0].to(q.dtype)
@@ -325,7 +326,7 @@ class Diff(Mechanism):
         return torch.cat((q, added.to(q.dtype)), -1) if added.size(-1) else q
 
     def shares(self, heads):
-        """What is taken of the second map, [B, H, T, 1]."""
+        """The share of the second map that is taken away, [B, H, T, 1]."""
         return self.share(heads.x).sigmoid().transpose(1, 2)[..., None]
 
     def after_softmax(self, attn, heads, y, row_stats):
@@ -386,8 +387,9 @@ def in_other_order(x):
 class PairedHeads(Mechanism):
     """Each head's softmax runs over its own keys and over those of its neighbour, whose values it reads too.
 
-    Source: modded-nanogpt (2026-01), where two heads' tokens are interleaved into a sequence of 2 T. Here
-    both read both keys of their own token too, at the same angle. Two maps, joined by their log-sum-exp.
+    Source: modded-nanogpt (2026-01), where the tokens of two heads are interleaved into a sequence of 2 T.
+    Here there are two maps, joined by their log-sum-exp, and a token reads both heads' keys of its own
+    position, too.
     """
 
     class Options:
@@ -418,7 +420,7 @@ class PairedHeads(Mechanism):
         return y, row_stats._replace(lse=torch.cat((torch.logaddexp(own, lse), row_stats.lse[:, n:]), 1))
 
     def trace_map(self, attn, weights, heads):
-        """Both heads' keys of a token counted together."""
+        """A map has one column a token: the weights on both heads' keys of it are added."""
         if not attn.n_head:
             return weights
         q, k, _ = own_heads(attn, heads)
@@ -429,10 +431,11 @@ class PairedHeads(Mechanism):
 
 
 class HeadMix(Mechanism):
-    """Heads' outputs join one another's by weights of the token's own: y_h + (b_h . x) sum_g (a_g . x) y_g.
+    """Heads add to one another's outputs, weighted by the token: y_h + (b_h . x) sum_g (a_g . x) y_g.
 
-    A dynamic composition (arXiv 2405.08553) of rank 1, of outputs: one of attention weights, as talking heads
-    are (2003.02436), fits no fused kernel, and a constant one is a factor of the output projection.
+    That is a dynamic composition (arXiv 2405.08553) of rank 1. It mixes outputs: mixing attention weights, as
+    talking heads do (2003.02436), fits no fused kernel, and constant weights would be a part of the output
+    projection.
     """
 
     class Options:
@@ -464,8 +467,9 @@ class HeadMix(Mechanism):
 class KeyOffset(Mechanism):
     """Half of each key's dimensions come from the token before (modded-nanogpt, 2025-12).
 
-    One layer then finds what followed an earlier copy of a token, which else takes two. Moved are the
-    dimensions that RoPE turns slowest; the first token keeps its own. Constraint heads are left as they are.
+    So one layer finds what followed an earlier copy of a token, for which a plain GPT needs two. The moved
+    dimensions are those that RoPE turns slowest; the first token keeps its own. Constraint heads stay as they
+    are.
     """
 
     class Options:
@@ -496,7 +500,8 @@ class KeyOffset(Mechanism):
 class XSA(Mechanism):
     """XSA: take out of each head's output what its own value says (arXiv 2603.09078, eq. 3).
 
-    y - tanh(strength_h) * (y . v) v / |v|^2. The paper takes all of it out; at 0, the start, it is neutral.
+    y - tanh(strength_h) * (y . v) v / |v|^2. It is neutral at strength 0, where it starts; the paper takes
+    all of it out.
     """
 
     class Options:
