@@ -272,6 +272,18 @@ def test_names_of_the_hub_and_a_hub_out_of_reach(monkeypatch, tmp_path):
         refused(path, "no checkpoint")
 
 
+def test_a_name_of_the_hub_is_read_from_what_was_downloaded(gpt2_folder, monkeypatch, tmp_path):
+    """As from a folder; a folder of that name, where there is one, comes first."""
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download",
+                        lambda name, **more: asked.append(name) or gpt2_folder)
+    monkeypatch.chdir(tmp_path)
+    assert apart(ours("distilgpt2"), ours(gpt2_folder)) == 0 and asked == ["distilgpt2"]
+    other = original("GPT2", dict(GPT2, n_layer=1))
+    other.save_pretrained(tmp_path / "distilgpt2")
+    assert apart(ours("distilgpt2"), other) < 1e-5 and asked == ["distilgpt2"]
+
+
 # ---- from there to a run ----
 
 def test_a_run_starts_from_a_folder_with_mechanisms_neutral(tmp_path, bytes_data):
