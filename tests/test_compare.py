@@ -216,7 +216,7 @@ def test_a_budget_is_given_in_tokens_a_parameter_and_a_size_by_name(monkeypatch)
         blocks = sum(p.numel() for p in GPT(plain.model).transformer.h.parameters())
         assert blocks == 12 * plain.model.n_layer * plain.model.n_embd ** 2
         assert plain.train.max_iters == steps == round(20 * blocks / 2048)
-        assert all(getattr(plain.train if "adamw_lr" in key else plain.model, key) == value
+        assert all(getattr(plain.train if key.endswith("_lr") else plain.model, key) == value
                    for key, value in SIZES[size].items())
         assert builder.at_budget(0.7).train.max_iters == round(0.7 * steps)
     # the smallest of the ladder is the tiny scale: their runs have the same hashes
