@@ -24,7 +24,7 @@ MECHANISMS_PAGE = (ROOT / "docs/mechanisms.md").read_text(encoding="utf-8")
 FOLDERS = "data|config|docs|tests|results|nanoheads"
 
 # a reader's own file, and placeholders
-NOT_OURS = {"mine.py", "other.py", "PROGRAM.py", "data/NAME/prepare.py"}
+NOT_OURS = {"mine.py", "other.py", "PROGRAM.py", "data/NAME/prepare.py", "base_train.py"}
 SOURCES = (*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py"), *ROOT.glob("data/**/*.py"))
 
 
