@@ -25,7 +25,7 @@ from nanoheads.text.dataset import Batches, Dataset
 from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig
 from nanoheads.training.ranks import Process
-from nanoheads.heads.rules import Rules
+from nanoheads.training.rules import Rules
 from tests.conftest import ROOT, TINY
 from tests.test_train import same, weights
 from train import main

@@ -17,7 +17,7 @@ import torch
 from model import Agency
 from nanoheads.common import UserError
 from nanoheads.heads.measuring import attentions, static_gates
-from nanoheads.heads.rules import Rules
+from nanoheads.training.rules import Rules
 from nanoheads.training.runlog import append_row
 
 FAVOUR = 1.1  # times the importance of a head at work, so that two heads of one importance do not take turns

@@ -365,7 +365,7 @@ def controller_conflicts(model, config):
         bad.append("block_size must be at least 2 to measure heads")
     bad += scope_conflicts(model, config)
     if config.policy_rules:
-        from nanoheads.heads.rules import Rules  # only here: most runs have none
+        from nanoheads.training.rules import Rules  # only here: most runs have none
         try:
             Rules.read(config.policy_rules)
         except UserError as e:
