@@ -25,7 +25,6 @@ import json
 import math
 import re
 import shlex
-import shutil
 import signal
 import sys
 from dataclasses import asdict, replace
@@ -33,18 +32,16 @@ from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 
-import torch
-
 from nanoheads import configurator
 from nanoheads.common import (UserError, explain, fault_of_own_file, json_safe, output_written, pick_device,
                               table)
 from nanoheads.folders import LONGEST, find, joined
 from nanoheads import own_mechanism as own
 from nanoheads.probes import promises
-from nanoheads.study import costs, digest, effects, findings, queue, rates, report, results, tables, trial
+from nanoheads.study import costs, effects, findings, queue, rates, report, results, tables, trial
 from nanoheads.study import scores as score_file
-from nanoheads.study.reuse import Reuse, counted, is_same_code
-from nanoheads.study.variants import BOOKKEEPING, StudyConfig, VariantBuilder, variants_of
+from nanoheads.study.runs import Runs, agreement
+from nanoheads.study.variants import StudyConfig, VariantBuilder, variants_of
 from nanoheads.text.dataset import NotPrepared
 
 PLAIN = "plain"
@@ -82,19 +79,15 @@ class Study:
         self.plain_rates = None  # how the plain GPT's rates were found, see tune_plain()
         self.scale = scale_of(config)
         self.out = Path(config.out_dir or Path("out", folder_name(config, name)))
-        self.trials = self.out / "fresh" if config.fresh else trial.TRIALS  # what is done is no answer
-        self.reuse = Reuse() if config.fresh else Reuse(config.reuse, config.accept_code)
-        self.taken = {}      # folder: (run of Reuse, the trial.json that was planned)
-        if config.fresh and (left := [*self.trials.glob("*/result.json")]):
-            print(f"--fresh goes on where it was stopped: {len(left)} runs are in {self.trials}; delete that "
+        trials = self.out / "fresh" if config.fresh else trial.TRIALS
+        if config.fresh and (left := [*trials.glob("*/result.json")]):
+            print(f"--fresh goes on where it was stopped: {len(left)} runs are in {trials}; delete that "
                   "folder to train them once more", flush=True)
         self.build({})
+        self.runs = Runs(config, self.builder.data, trials)
         self.pairs = []      # (variant, baseline, what is equal beside the hyperparameters)
         self.wider = {}      # variant that meets a plain GPT of its parameters anyway: MLP width or None
         self.tuned_on = None  # the text that gave all their best rates, where it is another
-        self.runs = {}       # (stage, variant, seed): folder; a stage is screen, judge or tune
-        self.failed = set()  # folders; another study may have started these again meanwhile
-        self.specs = {}      # folder: its trial.json
         self.screened = None  # what results.json.gz holds of the first stage
         self.tuned = {}      # variant: {group: {factor: bits/byte on validation}}
         self.candidates = {}  # variant: [{rates, as factors, and bits/byte on validation of each seed}]
@@ -104,64 +97,6 @@ class Study:
         self.builder = VariantBuilder(self.config, flags)
         self.variants = by_name(self.builder.variants())
         self.compared = {PLAIN: self.builder.plain}  # all that are judged: variants, budgets, baselines
-
-    # ---- runs ----
-
-    def spec(self, variant, seed, split):
-        """trial.json of one run."""
-        model = replace(variant.model, seed=seed + variant.flags.get("seed", 0))
-        training = digest.own_training(variant.train)
-        flags = {key: value for key, value in training.items() if key not in BOOKKEEPING}
-        # a cluster's node picks its own device; here, GPUs are handed out by number
-        on_slurm = queue.on_slurm(self.config.submit)
-        flags["device"] = self.config.device if on_slurm else pick_device(self.config.device).split(":")[0]
-        return dict(model=digest.own_flags(model), train=flags,
-                    score=dict(split=split, tokens=self.config.test_tokens),
-                    data=trial.data_of(self.builder.data, variant.train.labels, variant.train.teacher,
-                                       variant.train.own_mechanism, training.get("policy_rules")),
-                    code=digest.code_digest(model, variant.train), torch=torch.__version__)
-
-    def plan(self, stage, variants, seeds, split=None):
-        """Add runs of these variants, seed by seed: a stage that is cut short has whole seeds; folders."""
-        folders = []
-        for seed in seeds:
-            for variant in variants:
-                spec = self.spec(variant, seed, split or self.config.split)
-                folder = trial.folder_of(spec, self.trials)
-                if not trial.done(folder) and (run := self.reuse.find(spec)):
-                    planned, spec = spec, run["spec"]
-                    folder = trial.folder_of(spec)
-                    self.taken[folder] = run, planned
-                self.specs[folder] = spec
-                self.runs[stage, variant.name, seed] = folder
-                folders.append(folder)
-        return folders
-
-    def execute(self, folders, place, what="runs"):
-        """Run what is not done."""
-        if self.config.report_only or place is None:
-            return
-        folders = [folder for folder in folders if folder not in self.taken]
-        for folder in folders:
-            trial.make(self.specs[folder], self.trials)  # of what is done, its trial.json may be damaged
-        self.failed |= queue.run_all(folders, place, what).keys()
-
-    def result(self, folder):
-        """What a run gave, trained here or taken from elsewhere; None: it is not done."""
-        return trial.result(folder) or self.taken.get(folder, (None,))[0]
-
-    def reused(self):
-        """How many of the study's runs were taken from where, see reuse.counted()."""
-        names = {folder: name for (_, name, _), folder in self.runs.items() if folder in self.taken}
-        return counted({folder: self.taken[folder] for folder in names}, names)
-
-    def scores(self, stage):
-        """{variant: {seed: bits/byte}} of what is done in a stage."""
-        found = {}
-        for (at, name, seed), folder in self.runs.items():
-            if at == stage and (result := self.result(folder)):
-                found.setdefault(name, {})[seed] = result["bpb"]
-        return found
 
     # ---- the stages ----
 
@@ -176,7 +111,7 @@ class Study:
         chosen = list(self.variants)
         if c.screen:
             variants = [self.builder.plain, *self.variants.values()]
-            self.execute(self.plan("screen", variants, c.screen_seeds, "val"), place, "screening")
+            self.runs.execute(self.runs.plan("screen", variants, c.screen_seeds, "val"), place, "screening")
             chosen = self.choose()
         if c.tune_lr:
             self.tune(chosen, place)
@@ -196,11 +131,11 @@ class Study:
             first = c.tune_seeds[:2] if tried else c.tune_seeds
             if not self.tried(at, first, place):
                 break
-            scores, best = self.scores("rates"), self.plain_at(found).name
+            scores, best = self.runs.scores("rates"), self.plain_at(found).name
             close = [each for each in at if rates.is_close(scores.get(each.name, {}), scores.get(best, {}))]
             if not self.tried(close, [seed for seed in c.tune_seeds if seed not in first], place):
                 break
-            scores = self.scores("rates")
+            scores = self.runs.scores("rates")
             tried += [dict(steps=steps, bpb=scores.get(each.name, {})) for steps, each in zip(todo, at)]
             found, todo = rates.search(tried)
         if tried:
@@ -217,13 +152,13 @@ class Study:
 
     def tried(self, variants, seeds, place):
         """Whether all of these runs on validation are done or have failed, once what is missing has run."""
-        folders = self.plan("rates", variants, seeds, "val")
-        self.execute(folders, place, "rates of the plain GPT")
-        return self.ended(folders)
+        folders = self.runs.plan("rates", variants, seeds, "val")
+        self.runs.execute(folders, place, "rates of the plain GPT")
+        return self.runs.ended(folders)
 
     def choose(self):
         """The variants to judge: the best and the worst on validation, those named, those contrasted."""
-        c, scores = self.config, self.scores("screen")
+        c, scores = self.config, self.runs.scores("screen")
         means = {name: sum(own.values()) / len(own) for name, own in scores.items() if name in self.variants}
         ranked = sorted(means, key=means.get) or list(self.variants)  # none is known before the first run
         named = [*c.always, *(name for pair in c.contrasts for name in pair if name != PLAIN)]
@@ -252,13 +187,14 @@ class Study:
         self.pairs += [(name, PLAIN, []) for name in chosen]
         self.pairs += [(one, other, []) for one, other in c.contrasts if other != PLAIN]
         plain, seeds = self.builder.plain, c.seeds
-        folders = self.plan("judge", [plain, *variants, *budgets], seeds)
-        folders += self.plan("judge", [plain], self.plain_seeds(len(variants))[len(seeds):])
-        self.execute(folders, place)
+        folders = self.runs.plan("judge", [plain, *variants, *budgets], seeds)
+        folders += self.runs.plan("judge", [plain], self.plain_seeds(len(variants))[len(seeds):])
+        self.runs.execute(folders, place)
 
     def seem_better(self):
         """The variants whose interval lies below the plain GPT, by what is done."""
-        return effects.seem_better([self.scores("judge")], self.pairs, self.config.alpha, self.config.margin)
+        c = self.config
+        return effects.seem_better([self.runs.scores("judge")], self.pairs, c.alpha, c.margin)
 
     def match_parameters(self, place):
         """Compare each variant that seems better with a plain GPT of as many parameters."""
@@ -274,7 +210,7 @@ class Study:
             self.compared.setdefault(baseline.name, baseline)
             if baseline.name != PLAIN and (name, baseline.name, ["parameters"]) not in self.pairs:
                 self.pairs.append((name, baseline.name, ["parameters"]))
-        self.execute(self.plan("judge", self.baselines(), self.config.seeds), place)
+        self.runs.execute(self.runs.plan("judge", self.baselines(), self.config.seeds), place)
 
     def widths(self):
         """{variant: MLP width of the plain GPT of its parameters} of those that meet one."""
@@ -295,19 +231,20 @@ class Study:
         groups, seed = {variant.name: variant.groups() for variant in variants}, self.config.screen_seeds[:1]
         tried = {name: {group: {0.5, 1.0, 2.0} for group in own} for name, own in groups.items()}
         for _ in range(3):
-            runs = {}
+            of = {}
             for variant in variants:
                 name = variant.name
                 for group, factor in ((g, f) for g in groups[name] for f in sorted(tried[name][g])):
                     changed = variant.at_rates({group: factor}, f"{name}, {group} x {factor:g}")
-                    runs[name, group, factor], = self.plan("tune", [changed], seed, "val")
-            folders = list(dict.fromkeys(runs.values()))
-            self.execute(folders, place, "learning rates")
-            found = {key: result["bpb"] for key, folder in runs.items() if (result := self.result(folder))}
+                    of[name, group, factor], = self.runs.plan("tune", [changed], seed, "val")
+            folders = list(dict.fromkeys(of.values()))
+            self.runs.execute(folders, place, "learning rates")
+            found = {key: result["bpb"] for key, folder in of.items()
+                     if (result := self.runs.result(folder))}
             self.tuned = {}
             for (name, group, factor), bpb in found.items():
                 self.tuned.setdefault(name, {}).setdefault(group, {})[factor] = bpb
-            if not self.ended(folders):
+            if not self.runs.ended(folders):
                 return
             extend_grid(tried, self.tuned)
             for group in groups[PLAIN]:  # what is tried for a variant is tried for the plain GPT
@@ -329,11 +266,11 @@ class Study:
             tried[variant.name] = [{}, *alone, *[moved] * (len(moved) > 1)]
         at = {(variant.name, i): variant.at_rates(rates, f"{variant.name}, candidate {i}")
               for variant in variants for i, rates in enumerate(tried[variant.name])}
-        folders = self.plan("tune", at.values(), seeds, "val")
-        self.execute(folders, place, "best rates")
-        if not self.ended(folders):
+        folders = self.runs.plan("tune", at.values(), seeds, "val")
+        self.runs.execute(folders, place, "best rates")
+        if not self.runs.ended(folders):
             return
-        scores = self.scores("tune")
+        scores = self.runs.scores("tune")
         self.candidates = {name: [dict(rates=rates, bpb=scores.get(at[name, i].name, {}))
                                   for i, rates in enumerate(each)] for name, each in tried.items()}
         taken = effects.best_rates(self.candidates)
@@ -343,10 +280,6 @@ class Study:
         self.compared = {PLAIN: self.builder.plain}
         self.variants.update(by_name(variant.at_best_rates(factors[variant.name], self.builder.plain)
                                      for variant in variants[1:]))
-
-    def ended(self, folders):
-        """Whether all of these runs are done or have failed."""
-        return all(self.result(f) or f in self.failed or trial.failure(f) for f in folders)
 
 
 # ---- command line ----
@@ -365,14 +298,14 @@ def plan_of(study):
         own = results.sizes_of(variant, device)
         rows.append((variant.name, f"{own['params']:,}", f"{own['steps']:,}",
                      findings.short(effects.training_flops(own)), flags_in_short(variant.flags)))
-    names = {folder: name for (_, name, _), folder in study.runs.items()}
-    left = [folder for folder in names if study.result(folder) is None]
+    names = {folder: name for (_, name, _), folder in study.runs.folders.items()}
+    left = [folder for folder in names if study.runs.result(folder) is None]
     steps = (variants.get(names[folder], plain).train.max_iters for folder in left)
     budget = sum(steps) / plain.train.max_iters
     hours = budget * seconds / place.count / 3600
     length = f"{math.ceil(60 * hours)} minutes" if hours < 2 else f"{hours:.2g} hours"
-    notes = [f"{len(names):,} runs, {len(left):,} of them to do, in {study.trials}",
-             *([findings.reused_sentence(study.reused(), len(names))] if study.taken else []),
+    notes = [f"{len(names):,} runs, {len(left):,} of them to do, in {study.runs.trials}",
+             *([findings.reused_sentence(study.runs.reused(), len(names))] if study.runs.taken else []),
              f"about {length}, {place.count} at once, if each took as long as the plain GPT's here, "
              f"{seconds:,.0f} s; what the others take: bench.py --mechanisms"]
     if place.per_gpu > 1:
@@ -537,39 +470,6 @@ def on_texts(config, name, command):
     return both, out, [*studies.values()]
 
 
-def agreement(studies):
-    """How many scores of a study that was trained anew are those that were there before, as a sentence.
-
-    There before: the same runs in out/trials, and in the files of reuse those of the same flags, data, seed.
-    """
-    known = Reuse(studies[0].config.reuse, accept_code=True)
-    pairs = []
-    for study in studies:
-        for folder in {*study.runs.values()}:
-            new, spec = study.result(folder), study.specs[folder]
-            old = trial.result(trial.folder_of(spec)) or known.find(spec)
-            if new and old:
-                pairs.append((old["bpb"], new["bpb"], is_same_code(old.get("spec", spec), spec)))
-    if not pairs:
-        return "Nothing was there before to compare these scores with."
-    equal, far = sum(old == new for old, new, _ in pairs), max(abs(old - new) for old, new, _ in pairs)
-    other = sum(not same_code for *_, same_code in pairs)
-    return (f"Trained anew: {equal:,} of {len(pairs):,} scores are those that were there, to the last digit"
-            + f"; the others differ by up to {far:.4f} bits/byte" * (equal < len(pairs))
-            + f"; {other:,} of those that were there were made by other code or another torch" * bool(other)
-            + ".")
-
-
-def take_into_trials(study):
-    """Put the runs that a study trained anew in the place of those in out/trials."""
-    for folder in {*study.runs.values()}:
-        there = trial.TRIALS / folder.name
-        if trial.done(folder) and (trial.done(there) or not there.exists()):
-            shutil.rmtree(there, ignore_errors=True)
-            there.parent.mkdir(parents=True, exist_ok=True)
-            folder.rename(there)
-
-
 def check_parts(config):
     """UserError, before anything runs, where a size or a text cannot be had, or a mechanism looks ahead.
 
@@ -655,9 +555,9 @@ def run(argv):
     keep_file(config, out)
     print(results.leaks_looked_for(found))
     if config.fresh:
-        print(agreement(studies))
+        print(agreement([study.runs for study in studies], config.reuse))
         for study in studies:
-            take_into_trials(study)
+            study.runs.take_into_trials()
     if failures := results.failures_in(found):
         sys.exit(f"compare: {failures} run(s) failed, the report names them; "
                  "start again to try them once more")

@@ -65,8 +65,8 @@ def study_of(plain, **keys):
 
 def started(here, study):
     """[(variant, split)] of the runs that a place started, by the flags of the study's specs."""
-    names = {folder: (name, study.specs[folder]["score"]["split"])
-             for (_, name, _), folder in study.runs.items()}
+    names = {folder: (name, study.runs.specs[folder]["score"]["split"])
+             for (_, name, _), folder in study.runs.folders.items()}
     return [names[folder] for folder in here.started]
 
 
@@ -194,7 +194,7 @@ def test_a_run_that_another_study_starts_again_counts_as_failed(plain, here, mon
     monkeypatch.setattr(trial, "failure", lambda folder: None)  # failed.txt is gone
     study = study_of(plain, tune_lr=True, screen_seeds=[9, 8], match_parameters=False)
     study.run(here)
-    assert study.candidates and study.failed
+    assert study.candidates and study.runs.failed
 
 
 def test_a_report_does_not_fall_over_a_file_of_several_studies(finished):
@@ -304,7 +304,7 @@ def test_a_finished_study_repeats_nothing_and_a_change_only_what_it_touches(plai
     study = study_of(plain)
     study.run(here)
     assert len(here.started) == 4 and not results.collect(study, "test")["failures"]
-    first, here.started = study.scores("judge"), []
+    first, here.started = study.runs.scores("judge"), []
     study_of(plain).run(here)
     assert here.started == []
     slower = {"output_gate": dict(output_gate="headwise", adamw_lr=5e-4)}
@@ -319,7 +319,7 @@ def test_the_plain_gpt_has_more_seeds_and_other_budgets(plain, here):
     study = study_of(plain, mechanisms=["output_gate", "xsa", "sink", "key_offset"], plain_seeds=None,
                      budgets=[0.5, 2.0], seeds=[3, 4])
     study.run(here)
-    seeds = {name: list(own) for name, own in study.scores("judge").items()}
+    seeds = {name: list(own) for name, own in study.runs.scores("judge").items()}
     assert seeds["plain"] == [3, 4, 5, 6] and seeds["xsa"] == [3, 4] == seeds["plain x 0.5"]
     found = results.collect(study, "test")
     assert [found["arms"][name]["steps"] for name in ("plain x 0.5", "plain", "plain x 2")] == [3, 6, 12]
@@ -334,7 +334,7 @@ def test_the_best_and_the_worst_on_validation_are_judged_with_fresh_seeds_on_tes
     study.run(here)
     runs = started(here, study)
     assert set(runs[:12]) == {(name, "val") for name in ("plain", *names)}
-    means = {name: np.mean(list(own.values())) for name, own in study.scores("screen").items()}
+    means = {name: np.mean(list(own.values())) for name, own in study.runs.scores("screen").items()}
     others = sorted({"output_gate", "key_offset", "head_norm"}, key=means.get)
     chosen = {"sink", "xsa", others[0], others[-1]}
     assert set(study.screened["chosen"]) == chosen and {name for name, _ in runs[12:]} == {"plain", *chosen}
@@ -357,7 +357,7 @@ def test_what_seems_better_meets_a_plain_gpt_of_its_size(plain, here, monkeypatc
     (_, wide, equal), = [pair for pair in study.pairs if pair[2]]
     assert equal == ["parameters"] and study.compared[wide].kind == "baseline"
     assert abs(study.compared[wide].params - study.variants["unet_concat"].params) < 70
-    assert list(study.scores("judge")[wide]) == [1, 2]
+    assert list(study.runs.scores("judge")[wide]) == [1, 2]
 
 
 @pytest.mark.parametrize("stays", [None, "plain", "output_gate"])
@@ -368,8 +368,8 @@ def test_what_is_judged_has_its_own_best_rates(plain, here, monkeypatch, capsys,
     monkeypatch.setattr(effects, "best_rates", lambda candidates: {
         name: 0 if name == stays else len(own) - 1 for name, own in candidates.items()})
     study.run(here)
-    tuning = {(name, seed): study.specs[folder] for (stage, name, seed), folder in study.runs.items()
-              if stage == "tune"}
+    tuning = {(name, seed): study.runs.specs[folder]
+              for (stage, name, seed), folder in study.runs.folders.items() if stage == "tune"}
     assert {spec["score"]["split"] for spec in tuning.values()} == {"val"}
     assert {seed for _, seed in tuning} == {9, 8}
     every, best = ["muon_lr", "adamw_lr", "embed_lr"], {}
@@ -433,7 +433,7 @@ def test_what_diverges_at_every_rate_is_judged_at_its_own(plain, here, monkeypat
     study = study_of(plain, tune_lr=True, screen_seeds=[9, 8], match_parameters=False)
     before = study.variants["output_gate"].train
     study.run(here)
-    assert study.compared["output_gate"].train == before and {*study.scores("judge")} == {"plain"}
+    assert study.compared["output_gate"].train == before and {*study.runs.scores("judge")} == {"plain"}
 
 
 def test_rates_are_taken_where_they_are_better_by_a_standard_error():
@@ -530,13 +530,14 @@ def test_a_study_can_find_the_plain_gpts_best_rates_first(plain, here, monkeypat
     study.run(here)
     taken = study.plain_rates["flags"]
     assert taken["muon_lr"] == 0.04 and "adamw_lr" not in taken
-    tuning = {(name, seed): study.specs[folder] for (stage, name, seed), folder in study.runs.items()
-              if stage == "rates"}
+    tuning = {(name, seed): study.runs.specs[folder]
+              for (stage, name, seed), folder in study.runs.folders.items() if stage == "rates"}
     assert {spec["score"]["split"] for spec in tuning.values()} == {"val"}
     assert {seed for _, seed in tuning} == {7, 8, 9}
     near = {name for name, seed in tuning if seed == 7}  # of those far behind, two seeds
     assert {"plain at {}", "plain at {'muon_lr': 0.04}"} <= near < {name for name, _ in tuning}
-    judged = [study.specs[folder]["train"] for (stage, *_), folder in study.runs.items() if stage == "judge"]
+    judged = [study.runs.specs[folder]["train"]
+              for (stage, *_), folder in study.runs.folders.items() if stage == "judge"]
     assert judged and all(train[key] == value for train in judged for key, value in taken.items())
     found = results.collect(study, "test")
     rows = {row[0]: row for row in findings.plain_rates_table(found).rows}
@@ -614,7 +615,7 @@ def test_the_same_study_runs_through_submitit(plain):
     assert results.collect(study, "test")["comparisons"][0]["differences"] == [0.0]
     # the same runs as without it
     plain_arm = study.builder.plain
-    assert study.spec(plain_arm, 1, "test") == study_of(plain).spec(plain_arm, 1, "test")
+    assert study.runs.spec(plain_arm, 1, "test") == study_of(plain).runs.spec(plain_arm, 1, "test")
 
 
 # ---- results ----
@@ -638,7 +639,7 @@ def test_the_displayed_commands_give_the_displayed_score(plain, here, monkeypatc
 def test_a_slice_is_scored_window_by_window_and_its_bytes_are_its_own(plain, here, bytes_data):
     study = study_of(plain, seeds=[3], plain_seeds=1, test_tokens=160, mechanisms=["agency"])
     study.run(here)
-    folder = study.runs["judge", "plain", 3]
+    folder = study.runs.folders["judge", "plain", 3]
     found = trial.result(folder)
     assert found["tokens"] == found["bytes"] == 160 and np.load(folder / "nats.npy").shape == (10,)
 
@@ -772,7 +773,7 @@ def test_a_recheck_knows_what_follows_from_a_recipe_an_optimizer_or_a_rate(plain
     study = study_of(plain, mechanisms=[], variants=flags)
     tuned = [v.at_rates({"adamw_lr": 2.0}, f"{v.name}, tuned") for v in study.variants.values()]
     for variant in [*study.variants.values(), *tuned]:
-        spec = study.spec(variant, 1, "test")
+        spec = study.runs.spec(variant, 1, "test")
         run = trial.folder_of(spec).name
         found = dict(plain=results.flags_of(study.builder.plain), data=dict(split="test"),
                      runs={run: dict(spec=spec, params=1, flops_per_token=1)})
@@ -818,7 +819,7 @@ def test_a_run_in_results_does_not_count_as_done(finished, here):
     here.started = []
     anew = Study(replace(study.config, out_dir="out/elsewhere"), "test")
     anew.run(here)
-    assert len(here.started) == len(found["runs"]) and anew.reused() == []
+    assert len(here.started) == len(found["runs"]) and anew.runs.reused() == []
     assert not results.collect(anew, "test")["reused"]
 
 
@@ -877,7 +878,7 @@ def test_other_policy_rules_in_a_file_of_one_name_are_another_run(plain, tmp_pat
     for text in ("[]", '[{"who": "policy", "allow": false}]'):
         rules.write_text(text)
         study = study_of(plain, **keys)
-        folders.append({folder.name for folder in study.plan("judge", study.variants.values(), [1])})
+        folders.append({folder.name for folder in study.runs.plan("judge", study.variants.values(), [1])})
     assert not folders[0] & folders[1]
 
 
@@ -1165,11 +1166,11 @@ def test_texts_must_be_several_and_alone(refusal):
 
 def test_a_damaged_plan_of_a_run_that_is_done_is_written_again(finished, here):
     study, found = finished
-    folder = study.runs["judge", "output_gate", 5]
+    folder = study.runs.folders["judge", "output_gate", 5]
     (folder / "trial.json").write_text("{")
     again = Study(study.config, "test")
     again.run(here)
-    assert json.loads((folder / "trial.json").read_text()) == study.specs[folder]
+    assert json.loads((folder / "trial.json").read_text()) == study.runs.specs[folder]
     assert results.collect(again, "test")["runs"] == found["runs"]
 
 
@@ -1186,7 +1187,7 @@ def test_a_report_of_less_does_not_replace_one_of_more(finished):
     """After an edit of one mechanism the plain GPT's runs are still done, and the mechanism's are not."""
     study, found = finished
     for seed in (5, 6):
-        (study.runs["judge", "output_gate", seed] / "result.json").unlink()
+        (study.runs.folders["judge", "output_gate", seed] / "result.json").unlink()
     less = Study(replace(study.config, report_only=True), "test")
     less.run(None)
     with pytest.raises(UserError, match="2 runs that it has are not done .* judge output_gate 5 the first"):
@@ -1349,7 +1350,7 @@ def test_which_gpu_and_how_many_runs_on_it_change_no_hash(plain, two_gpus):
     specs = []
     for keys in (dict(), dict(device="cuda:1"), dict(jobs_per_gpu=4), dict(submit="local")):
         study = study_of(plain, **{"device": "cuda", **keys})
-        specs.append(study.spec(study.builder.plain, 1, "test"))
+        specs.append(study.runs.spec(study.builder.plain, 1, "test"))
     assert all(spec == specs[0] for spec in specs) and specs[0]["train"]["device"] == "cuda"
 
 
@@ -1374,7 +1375,7 @@ def test_times_are_those_of_the_gpu_that_is_named(plain, two_gpus, here, monkeyp
     monkeypatch.setattr(costs, "step_time_ratios",
                         lambda found, plain, device, *rest: devices.append(device) or ratios(found, plain))
     study = study_of(plain, device="cuda:1", seeds=[1], plain_seeds=1)
-    study.plan("judge", [study.builder.plain], [1])
+    study.runs.plan("judge", [study.builder.plain], [1])
     results.time_ratio(study, study.variants["output_gate"], nothing_runs=True)
     assert devices == ["cuda:1"] * 2
 

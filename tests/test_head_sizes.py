@@ -13,7 +13,7 @@ from model import GPT, MECHANISMS, ConstraintHeads, GPTConfig, KVCache
 from nanoheads import kernels
 from nanoheads.common import UserError
 from nanoheads.hub.layers import ConstraintAttention
-from nanoheads.study import results, reuse, trial
+from nanoheads.study import results, runs, trial
 from nanoheads.training import checkpoint
 from oracle import agree, close, dense, normal, rms, sigmoid, tokens
 
@@ -386,7 +386,7 @@ def test_a_run_on_file_is_reused_for_the_size_that_it_had():
     def key(without=(), **more):
         model = {name: value for name, value in asdict(config_of((64, 4, 3), **more)).items()
                  if name not in without}
-        return reuse.key_of(dict(model=model, train=dict(adamw_lr=0.1), code="x"))
+        return runs.key_of(dict(model=model, train=dict(adamw_lr=0.1), code="x"))
 
     older = ["constraint_round"]
     assert key(older) == key(constraint_round=8) != key()

@@ -252,7 +252,7 @@ def notices(found):
 
 
 def reused_sentence(rows, planned):
-    """How many runs a study took from where; rows: those of reuse.counted(); planned: runs in all."""
+    """How many runs a study took from where; rows: those of Runs.reused(); planned: runs in all."""
     def other_code(row):
         of = f", those of {listed(row['of'])}" * bool(row.get("of"))
         return (f" ({row['other_code']:,} of them made by other code or another torch, which --accept_code "

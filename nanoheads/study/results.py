@@ -45,10 +45,10 @@ CURVE_POINTS = 25  # of a run's validation curve that are kept, the last one amo
 
 def collect(study, command):
     """A study as a dict: what its runs gave, and every figure that follows. UserError: nothing is done."""
-    c, planned = study.config, set(study.runs.values())
-    done = {folder: result for folder in planned if (result := study.result(folder))}
+    c, planned = study.config, set(study.runs.folders.values())
+    done = {folder: result for folder in planned if (result := study.runs.result(folder))}
     refuse_to_lose(study, done)
-    judged = {name: {seed: folder for (stage, variant, seed), folder in study.runs.items()
+    judged = {name: {seed: folder for (stage, variant, seed), folder in study.runs.folders.items()
                      if stage == "judge" and variant == name} for name in study.compared}
     failures = failures_of(study)
     nothing_runs = len(done) + effects.failed_runs(failures) >= len(planned)
@@ -67,26 +67,26 @@ def collect(study, command):
         screened_out=[name for name in study.variants if name not in study.compared],
         arms={name: summary_of(study, variant, judged[name], done, nothing_runs)
               for name, variant in study.compared.items()},
-        runs={folder.name: {**result, "spec": study.specs[folder], "curve": curve_of(folder, result)}
+        runs={folder.name: {**result, "spec": study.runs.specs[folder], "curve": curve_of(folder, result)}
               for folder, result in done.items()},
         lives=dynamic.of_study(study, judged, done) if c.lives and nothing_runs else None,
-        reused=study.reused(), failures=failures, planned=len(planned), done=len(done)))))
+        reused=study.runs.reused(), failures=failures, planned=len(planned), done=len(done)))))
     return {**found, **as_read(effects.figures(found))}
 
 
 def refuse_to_lose(study, done):
     """UserError where a report would stand in the place of one that has more of the same runs."""
     before = study.out / "results.json.gz"
-    if not (study.runs and before.is_file()):
+    if not (study.runs.folders and before.is_file()):
         return
     stays = f"{before} stays as it is, and --from_results={before} shows it"
     if not done and holds_runs(before):
         failed = failures_of(study)
         what = f"all that were started failed ({failed[0]['why']})" if failed else (
             "none is done with today's code and flags")
-        raise UserError(f"of {len(set(study.runs.values()))} runs {what}; {stays}")
+        raise UserError(f"of {len(set(study.runs.folders.values()))} runs {what}; {stays}")
     had = scored_in(before) if study.config.report_only else ()
-    lost = [key for key, folder in study.runs.items() if key in had and folder not in done]
+    lost = [key for key, folder in study.runs.folders.items() if key in had and folder not in done]
     if lost:
         raise UserError(f"{len(lost)} runs that it has are not done with today's code and flags, "
                         f"{' '.join(map(str, lost[0]))} the first; {stays}; without --report_only they run")
@@ -116,7 +116,8 @@ def scored_in(path):
 
 def failures_of(study):
     rows = [dict(arm=name, seed=seed, stage=stage, why=trial.failure(folder), log=str(folder / "trial.log"))
-            for (stage, name, seed), folder in study.runs.items() if study.result(folder) is None]
+            for (stage, name, seed), folder in study.runs.folders.items()
+            if study.runs.result(folder) is None]
     return [row for row in rows if row["why"]]
 
 
@@ -152,7 +153,7 @@ def scored(study, done):
     windows = windows_of(data, c.split, T, max_tokens=c.test_tokens)
     part = f"{len(windows):,} evenly spaced windows" if len(windows) < -(-split["tokens"] // T) else "all"
     first = next((result for folder, result in done.items()
-                  if study.specs[folder]["score"]["split"] == c.split), {})
+                  if study.runs.specs[folder]["score"]["split"] == c.split), {})
     return dict(dataset=data.meta["name"], split=c.split, sha256=split["sha256"], tokens=first.get("tokens"),
                 bytes=first.get("bytes"), of_bytes=split["bytes"], name=f"{part} of {T:,} tokens",
                 context=f"disjoint windows of {T:,}", note=data.meta.get("note"))
@@ -191,7 +192,7 @@ def time_ratio(study, variant, nothing_runs):
     plain, path = study.builder.plain, study.out / "clock.json"
     if variant.kind in ("plain", "budget"):
         return dict(mean=1.0, low=1.0, high=1.0)
-    key = trial.folder_of([study.spec(variant, 0, "val"), study.spec(plain, 0, "val")]).name
+    key = trial.folder_of([study.runs.spec(each, 0, "val") for each in (variant, plain)]).name
     kept = trial.read_json(path) or {}
     if key not in kept:
         # on a cluster the runs were not on this machine
