@@ -13,6 +13,7 @@ from nanoheads.common import UserError
 from nanoheads import own_mechanism as own
 from nanoheads.study import analysis, results, trial
 from nanoheads.study.analysis import BOTH
+from nanoheads.study.runs import Reuse, key_of, runs_on_file
 from test_add_a_mechanism import mine  # noqa: F401
 from test_compare import here, plain, study_of  # noqa: F401
 
@@ -85,3 +86,15 @@ def test_nothing_that_a_results_file_names_is_run(challenge, tmp_path):
         results.recheck(path)
     main([f"--from_results={path}", f"--out_dir={tmp_path / 'again'}"])
     assert (tmp_path / "again" / "report.html").is_file() and not marker.exists()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.split(".")[0])
+def test_the_runs_on_file_can_be_reused(path):
+    """Each has the name that follows from its flags, also by the names that flags had when it was made."""
+    runs = list(runs_on_file(path))
+    assert runs and all("adamw_lr" in run["spec"]["train"] for run in runs)
+    found = Reuse([path], accept_code=True).find(runs[0]["spec"])
+    assert found["bpb"] == runs[0]["bpb"] and found["from"] == str(path)
+    older = {**runs[0]["spec"], "train": dict(runs[0]["spec"]["train"])}
+    older["train"]["lr"] = older["train"].pop("adamw_lr")
+    assert key_of(older) == key_of(runs[0]["spec"])

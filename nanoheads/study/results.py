@@ -322,9 +322,16 @@ def write(found, folder):
 
 def of_today(entry):
     """A dict of a results file with AdamW's rate under its name of today: it was `lr` until 2026-11-25."""
-    if "lr" in entry:
-        entry["adamw_lr"] = entry.pop("lr")
+    entry = {"adamw_lr" if key == "lr" else key: value for key, value in entry.items()}
+    if entry.get("flag") == "lr":
+        entry["flag"] = "adamw_lr"
     return entry
+
+
+def is_run_of(spec, name):
+    """Whether a run has the name that follows from its trial.json, by the keys of today or of its time."""
+    train = {"lr" if key == "adamw_lr" else key: value for key, value in spec["train"].items()}
+    return name in (trial.folder_of(spec).name, trial.folder_of({**spec, "train": train}).name)
 
 
 def read(path):
@@ -505,7 +512,7 @@ def wrong_runs(study, variant):
         other += ["split"] * (spec["score"]["split"] != study["data"]["split"])
         if "controller" not in spec["train"]:  # else heads may have come or gone
             other += [key for key in ("params", "flops_per_token") if found[key] != variant[key]]
-        if trial.folder_of(spec).name != run:
+        if not is_run_of(spec, run):
             wrong.append(f"run {run} has another spec")
         if other:
             wrong.append(f"run {run} is of another variant or seed: {', '.join(other)}")

@@ -129,7 +129,8 @@ def key_of(spec):
     flags, defaults = own.as_it_was(spec["model"]), GPTConfig.defaults()
     rest["model"] = {name: value for name, value in flags.items()
                      if name not in defaults or value != defaults[name]}
-    rest["train"] = {key: value for key, value in spec["train"].items() if key != "own_mechanism"}
+    rest["train"] = {"adamw_lr" if key == "lr" else key: value  # its name until 2026-11-25
+                     for key, value in spec["train"].items() if key != "own_mechanism"}
     rest["data"] = {key: value for key, value in spec.get("data", {}).items() if key != "mechanism"}
     return json.dumps(rest, sort_keys=True)
 
@@ -179,7 +180,7 @@ def runs_on_file(path):
         for name, run in study["runs"].items():
             try:
                 trial.check_figures(run, run.get("block_nats", run["nats"]), 1e-6)  # blocks are rounded
-                if trial.folder_of(run["spec"]).name != name:
+                if not results.is_run_of(run["spec"], name):
                     raise ValueError("it has the trial.json of another run")
             except (KeyError, TypeError, ValueError) as e:
                 raise UserError(f"{path}: run {name} cannot be taken: {e}") from None
