@@ -217,11 +217,11 @@ def test_a_budget_is_given_in_tokens_a_parameter_and_a_size_by_name(monkeypatch)
         blocks = sum(p.numel() for p in GPT(plain.model).transformer.h.parameters())
         assert blocks == 12 * plain.model.n_layer * plain.model.n_embd ** 2
         assert plain.train.max_iters == steps == round(20 * blocks / 2048)
-        assert all(getattr(plain.train if key.endswith("_lr") else plain.model, key) == value
+        assert all(getattr(plain.train if key.endswith("lr") else plain.model, key) == value
                    for key, value in SIZES[size].items())
         assert builder.at_budget(0.7).train.max_iters == round(0.7 * steps)
     # the smallest of the ladder is the tiny scale: their runs have the same hashes
-    spec = [Study(StudyConfig(mechanisms=["xsa"], device="cpu", **keys), "x").spec
+    spec = [Study(StudyConfig(mechanisms=["xsa"], device="cpu", **keys), "x").runs.spec
             for keys in (dict(), dict(scale="nano", size="0.1M", tokens_per_param=20.0))]
     variants = [VariantBuilder(StudyConfig(mechanisms=["xsa"], **keys)).plain
             for keys in (dict(), dict(scale="nano", size="0.1M", tokens_per_param=20.0))]
@@ -311,7 +311,7 @@ def test_a_finished_study_repeats_nothing_and_a_change_only_what_it_touches(plai
     changed = study_of(plain, mechanisms=[], variants=slower)
     changed.run(here)
     assert len(here.started) == 2
-    again = changed.scores("judge")
+    again = changed.runs.scores("judge")
     assert again["plain"] == first["plain"] and again["output_gate"] != first["output_gate"]
 
 
