@@ -9,13 +9,16 @@ The context policy is part of the number. Without --stride the split is cut into
 block_size tokens, and a token sees from 1 to block_size tokens before it. With --stride S the window moves on
 by S tokens and scores its last S: after the first window, every token sees more than block_size - S. The very
 first token is conditioned on the corpus separator. With --tokens all checkpoints score the same tokens, those
-of whole windows of the longest context among them, and each token as in the whole split. Words are what
-whitespace parts, as lm-evaluation-harness counts them. FLOPs/token count training: forward and backward.
+of whole windows of the longest context among them, and each token as in the whole split. Words are separated
+by whitespace, as lm-evaluation-harness counts them. FLOPs/token are those of training, forward and backward.
 
 Each checkpoint after the first is compared with the first, token by token: the interval is over the text, and
 another seed of the same model may differ by more (compare.py takes several). Where contexts or training steps
-are unequal, a line says so: a difference includes what that does. A router's load is measured on a part of
-the split.
+are unequal, a line says so, since the difference includes their effect. A router's load is measured on a part
+of the split.
+
+In this file a `run` is what evaluate() in nanoheads/training/scoring.py reports of one checkpoint, a dict; it
+is not the Run of train.py.
 
 What models write, and what their heads do, are questions for probe.py: text, look.
 """
@@ -24,14 +27,14 @@ import argparse
 import sys
 from itertools import groupby
 
-import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
+import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
 from nanoheads.common import (UserError, last_words, output_written, pick_device, table, writable,
                               write_json)
 from nanoheads.intervals import block_bootstrap
 from nanoheads.training import checkpoint
 from nanoheads.training.scoring import add_arguments, evaluate, load
 
-# what was asked here once, and what to type instead
+# arguments that this program had until they moved to probe.py, and what to type instead
 MOVED = {"--audit": "what heads do to a text is asked with: python probe.py look --ckpt out/a --text FILE",
          "--text": "what models write is asked with: python probe.py text --ckpt out/a [--ckpt out/b ...]"}
 
@@ -52,8 +55,10 @@ def scored_line(run):
 
 
 def score_table(runs, width=120):
-    """The runs in the order given, one aligned line each, under a line that says what was scored and how, and
-    over one with their perplexities of a word.
+    """The whole report, as text.
+
+    Runs that were scored on the same text stand under one line that says what was scored and how, one aligned
+    line each, and below them are their perplexities per word. Then come notes, differences and routing.
     """
     rows = [(r["name"].removesuffix("/best.pt"), f"{r['bpb']:.4f}", f"{r['bpc']:.4f}",
              f"{r['nats_per_token']:.4f}", f"{r['ppl']:.5g}",
@@ -82,7 +87,7 @@ def steps_of(run):
 
 
 def unequal_lines(runs):
-    """A line each where the checkpoints' steps, and where their contexts, are not the same; "": they are."""
+    """A line where the checkpoints' steps differ, and one where their contexts do; "" where neither does."""
     names, lines = [run["name"].removesuffix("/best.pt") for run in runs], []
     if len({run["step"] for run in runs} - {None}) > 1:
         steps = ", ".join(f"{name} {steps_of(run)}" for name, run in zip(names, runs))
@@ -99,9 +104,9 @@ def same_text(a, b):
 
 
 def compared(run, first):
-    """What a run has beside the first: a dict, None: scored on other text.
+    """A run compared with the first one, as a dict; None where it was scored on other text.
 
-    bpb: the difference in bits/byte [value, low, high], its interval over the text.
+    bpb: the difference in bits/byte, [value, low, high], an interval over the text. params, flops: ratios.
     """
     if not same_text(run, first):
         return None
@@ -112,7 +117,7 @@ def compared(run, first):
 
 
 def difference_table(runs, width):
-    """Each run after the first beside the first; "": there is one alone."""
+    """A table that compares each later run with the first; "" where there is only one."""
     first, rows = runs[0], []
     for run in runs[1:]:
         found = compared(run, first)
@@ -130,7 +135,7 @@ def difference_table(runs, width):
 
 
 def heads_line(runs):
-    """How many heads of each run are at work, "": all of all."""
+    """How many heads of each run are at work; "" where all heads of all runs are."""
     if all(active == total for active, total in (run["heads"] for run in runs)):
         return ""
     return "heads at work: " + ", ".join(f"{run['heads'][0]} of {run['heads'][1]}" for run in runs)
@@ -146,7 +151,7 @@ def routing_table(run):
 
 
 def scored_runs(args, device, progress):
-    """Yield what evaluate() reports of each checkpoint; the last are opened before the first is scored."""
+    """Yield what evaluate() reports of each checkpoint. All are opened before the first one is scored."""
     options, longest = (args.split, args.stride, device, args.dataset, args.settings), 0
     if args.ckpt[1:]:  # what is wrong with the last should not cost the time of those before it
         longest = max(load(path, *options)[1].config.block_size for path in args.ckpt)
@@ -155,7 +160,7 @@ def scored_runs(args, device, progress):
 
 
 def as_json(runs):
-    """The runs of scoring without the nats of parts of the text, and what each has beside the first."""
+    """The runs without their `pieces` (the nats of parts of the text), and each compared with the first."""
     less = [compared(run, runs[0]) for run in runs[1:]]
     return {"runs": [{key: value for key, value in run.items() if key != "pieces"} for run in runs],
             "less_the_first": less}

@@ -11,7 +11,14 @@ flags. A block computes this, and a mechanism changes it in the hooks that are n
     x       = x + merge(y)        # the heads side by side, projected out
 
 A mechanism that is turned off leaves no parameter, no buffer and no computation. Everything about one is in
-its class: flags (Options), modes, formula, checks. GPTConfig and MECHANISMS are put together at the end.
+its class: flags (Options), modes, formula, checks. What a class inherits, and what each attribute such as
+`neutral`, `averages` or `per_head` means, is in class Mechanism, nanoheads/mechanism.py. At the end of this
+file the lists of mechanisms, GPTConfig and MECHANISMS are put together.
+
+Three objects are passed around. `config` is the GPTConfig. `attn` is the attention of one layer, with its
+mechanisms as submodules. `heads` is a Heads: the queries, keys, values, outputs and gates of one layer in one
+forward pass, which hooks read and rewrite.
+
 docs/mechanisms.md has the formulas, their costs and the faults of their sources; docs/add-a-mechanism.md has
 a table of the hooks, and adds a mechanism from a file of your own. Attention kernels are in
 nanoheads/kernels.py, and what a CPU computes in another way in nanoheads/cpu.py.
@@ -95,7 +102,7 @@ class PlainConfig:
     # ---- memory ----
     checkpoint_activations: bool = False  # recompute each block in the backward pass: less memory, slower
     loss_chunks: Optional[int] = flag(None, at_least=1)  # portions in which a training step computes its
-                                         # logits; 1: all at once; None: none of over 1 GB
+                                         # logits; 1: all at once; None: so many that none is over 1 GB
     # ---- pruning ----
     head_ids: Optional[list[list[int]]] = None  # the heads that are left in each layer; None: all
 
@@ -139,23 +146,31 @@ def make_norm(config):
 class AttentionCore(nn.Module):
     """The attention of one layer with its mechanisms, but without projections: from q, k, v to gated outputs.
 
-    CausalSelfAttention, below, puts projections around it, and a drop-in layer those of another model. A
-    subclass sets layer, n_head (heads of its own), n_extra (heads that a mechanism adds behind them),
-    head_size, scale and attn_dropout; head_ids (the heads that pruning has left, by their original numbers)
-    and n_base (the number of heads before pruning, from which added heads are numbered); then it calls
-    add_mechanisms().
+    CausalSelfAttention, below, puts projections around it. A drop-in layer (nanoheads/hub/) uses the
+    projections of another model instead. A subclass sets these and then calls add_mechanisms():
+
+        layer                           its number
+        n_head, n_extra                 heads of its own, and heads that constraint heads add after them
+        head_size, scale, attn_dropout
+        head_ids                        the heads that pruning has left, by their original numbers
+        n_base                          heads before pruning; added heads are numbered from there
     """
 
     group = 1  # how many heads share a key and a value
     unit = 1   # how many neighbouring heads are pruned together
 
     def add_mechanisms(self, config):
-        """Build the mechanisms that are on in this layer; those that are off are None."""
+        """Build the mechanisms that are on in this layer; those that are off are None.
+
+        HEAD_MECHANISMS, near the end of this file, lists their classes. cls.is_on(config) says whether a
+        model has a mechanism, and cls.on(config, layer) whether this layer does.
+        """
         for cls in HEAD_MECHANISMS:
             self.register_module(cls.name, cls(config, self) if cls.on(config, self.layer) else None)
         self.register_buffer("gate_override", None, persistent=False)  # gates set by hand, [H], NaN: not set
         readers = [m for m in self.mechanisms() if m.needs_row_stats]
-        self.needs_row_stats = max((m.needs_row_stats for m in readers), default=None)  # shape, lse
+        # "shape" holds all that "lse" does, and comes after it in the alphabet
+        self.needs_row_stats = max((m.needs_row_stats for m in readers), default=None)
         self.detach_row_stats = all(m.detach for m in readers)
 
     @property
@@ -186,7 +201,9 @@ class AttentionCore(nn.Module):
         y, row_stats = self.attend(heads)
         for m in mechanisms:
             y, row_stats = m.after_softmax(self, heads, y, row_stats)
-        if torch.compiler.is_compiling():  # behind FlexAttention, 2.13 loses what is set on an older object
+        # compiled by torch 2.13, an attribute that is set after FlexAttention on an object from before it is
+        # lost, so there it is set on a copy
+        if torch.compiler.is_compiling():
             heads = replace(heads, y=y, row_stats=row_stats)
         heads.y, heads.row_stats = y, row_stats
         for m in mechanisms:
@@ -203,15 +220,21 @@ class AttentionCore(nn.Module):
     def attend(self, heads):
         """(y [B, H, T, D], RowStats where a mechanism reads them, else None).
 
-        A plain GPT takes the last branch. The others are for mechanisms that read statistics of the rows, or
-        have heads computed only where they are used.
+        A plain GPT takes the last branch. The others are for mechanisms that read statistics of the rows
+        (needs_row_stats: ACAG), that put a gate on each token's weight on itself (self_factor: constraint
+        heads), or that have heads computed only where they are used (used: routing; open_rows: constraint
+        heads). Class Heads describes these fields.
+
+        No hook sees the logits, since a fused kernel never stores them. A bias that is an inner product can
+        be added by wider queries and keys, as Roles does. A soft cap on the logits would need a change in
+        every kernel that is called here; qk_max bounds them instead.
         """
         q, k, v, row_stats = heads.q, heads.k, heads.v, None
         dropout = self.attn_dropout if self.training else 0.0
         needs = "shape" if heads.wants_traces else self.needs_row_stats
         if needs or heads.used is not None or heads.open_rows:  # kernels that want keys of each head
             k, v = for_each_head(k, q.size(1)), for_each_head(v, q.size(1))
-        if heads.self_factor is not None:  # the added heads, the last ones, have a gate on their scores
+        if heads.self_factor is not None:  # the added heads, the last ones, have this gate; the others do not
             n, shape = self.n_head, needs == "shape"
             y, own = row_statistics(q[:, :n], k[:, :n], v[:, :n], self.scale, heads.mask, heads.n_keys,
                                     shape=shape)
@@ -230,6 +253,7 @@ class AttentionCore(nn.Module):
             y = attend_in_rows(q, k, v, self.scale, heads.open_rows, self.n_head, heads.mask)
         else:
             y = attend(q, k, v, self.scale, heads.mask, dropout)
+        # a mechanism that widens q and k pads v to the same width, and what that adds to y is cut off
         return y if y.size(-1) == self.head_size else y[..., :self.head_size], row_stats
 
     def static_gate(self, noisy=None):
@@ -299,7 +323,8 @@ class CausalSelfAttention(AttentionCore):
     def forward(self, x, heads, inputs=None):
         """(what joins the residual stream, Heads.results()) of the normed stream x [B, T, C].
 
-        inputs: what queries, keys and values are projected from, where they have an input each; else None.
+        heads: the Heads of the pass, of which this layer makes a copy. inputs: three streams, one each for
+        queries, keys and values, where a mechanism between blocks (MUDD) keeps them apart; else None.
         """
         heads, mechanisms = heads.of_layer(x), self.mechanisms()
         for m in mechanisms:
@@ -338,7 +363,8 @@ class CausalSelfAttention(AttentionCore):
     def merge(self, y, none_open=False):
         """Heads side by side, [B, H, T, D] -> [B, T, C], and out into the residual stream.
 
-        none_open: the constraint heads put out nothing.
+        none_open: no constraint head has an open gate, so none was computed. That happens in evaluation
+        alone, where there is no dropout.
         """
         if self.n_extra:  # constraint heads come out through a projection of their own
             y, extra = y.split((self.n_head, self.n_extra), 1)
@@ -358,7 +384,11 @@ class CausalSelfAttention(AttentionCore):
         return [*own, out, *super().head_axes()]
 
     def matrices(self):
-        """[(weight, matrices stacked in it by rows: how many, or their heights in proportion)], for Muon."""
+        """[(weight, parts)]: the weights that Muon updates.
+
+        Muon treats each matrix that is stacked in a weight by itself, as q, k and v are in c_attn. parts: how
+        many of equal height; or their heights in proportion, as (4, 1, 1) where four heads share a key.
+        """
         parts = self.parts if self.group == 1 else (self.group, 1, 1)
         own = [(self.c_attn.weight, parts), (self.c_proj.weight, 1)]
         return own + [matrix for m in self.mechanisms() for matrix in m.matrices()]
@@ -392,7 +422,7 @@ class MLP(nn.Module):
         return self.dropout(x) if self.training else x
 
     def matrices(self):
-        """As of attention, for Muon."""
+        """For Muon, see CausalSelfAttention.matrices()."""
         return [(self.c_fc.weight, self.parts), (self.c_proj.weight, 1)]
 
 
@@ -409,7 +439,10 @@ class Block(nn.Module):
         self.parallel = config.parallel  # both at once, as in GPT-J and GPT-NeoX (2204.06745, section 2.1.2)
 
     def forward(self, x, heads):
-        """(what the block sends on, Heads.results()); heads: what is the same in all layers."""
+        """(what the block sends on, Heads.results()).
+
+        heads: the Heads of the pass, which hold only what is the same in all layers. Attention copies them.
+        """
         # a mechanism between blocks may give queries, keys and values an input each
         inputs = heads.shared and heads.shared.get(("inputs", self.attn.layer))
         y, results = self.attn(self.ln_1(x), heads, inputs and [self.ln_1(each) for each in inputs])
@@ -492,10 +525,10 @@ class GPT(HeadControl, nn.Module):
                 teacher=None, logits=False):
         """idx, targets [B, T] -> Output. Targets of -1 are not scored; without targets there is no loss.
 
-        logits: give them back beside a loss, too; without targets they are always there. traces: True, or
-        "maps" for attention maps too. constraint_targets: {name: [B, T]}, see label_losses(). router_hint
-        [B, C]: the constraint router reads it instead of the text so far. teacher: another model's
-        predictions() on idx, with which constraint_match compares.
+        logits: return them together with a loss, too; without targets they are always returned. traces: True,
+        or "maps" for attention maps too. The other three are for constraint heads alone. constraint_targets:
+        {name: [B, T]}, see label_losses(). router_hint [B, C]: their router reads it instead of the text so
+        far. teacher: another model's predictions() on idx, with which constraint_match compares.
         """
         scores = constraint_targets is not None or teacher is not None
         x, found = self.run_blocks(idx, wants_losses=targets is not None, wants_scores=scores,
@@ -519,7 +552,7 @@ class GPT(HeadControl, nn.Module):
 
         Losses are summed over blocks, {name: sum}; predictions and traces are {"blocks.<i>.<name>": tensor}.
         cache: a KVCache of the tokens before idx. pad [B]: the column at which each row's text begins.
-        wanted: fields of Heads that say what is asked for.
+        wanted: the fields of Heads that say what is asked for, wants_losses and the like, and hint.
         """
         c, N = self.config, self.config.n_layer
         B, T = idx.shape
@@ -532,7 +565,7 @@ class GPT(HeadControl, nn.Module):
             columns = torch.arange(past, past + T, device=idx.device)
             positions = (columns - pad[:, None]).clamp_min(0)  # (B, T)
         masks = [self.mask] * N if c.window_layers is None else [self.mask_of(i) for i in range(N)]
-        shared = {}  # by layers for later ones
+        shared = {}  # what layers leave for later layers
         wanted.update(tokens=idx, shared=shared)
         heads_by_mask = {mask: self.make_heads(mask, positions, past, T, cache, pad, idx.device, **wanted)
                          for mask in dict.fromkeys(masks)}
@@ -572,8 +605,9 @@ class GPT(HeadControl, nn.Module):
     def make_heads(self, mask, positions, past, T, cache, pad, device, **wanted):
         """The Heads of the blocks that have this CausalMask, with what is the same in all of them.
 
-        positions: a slice, or [B, T] where rows are padded. What nobody asks for is None.
+        positions: a slice, or [B, T] where rows are padded. A field that no mechanism needs is None.
         """
+        # counted: are row statistics computed, for which kernels must know how many keys each query sees?
         traces = wanted.get("wants_traces", False)
         counted, rope, n_keys, valid = self.needs_row_stats or bool(traces), None, None, None
         seen = mask.make(past, T, pad, device, cache is not None, counted, traces == "maps")
@@ -601,7 +635,10 @@ class GPT(HeadControl, nn.Module):
 
     @torch.no_grad()
     def predictions(self, idx):
-        """{"blocks.<i>.<name>": what constraint heads and A2C say of idx [B, T]}: what a student matches."""
+        """{"blocks.<i>.<name>": tensor}: what constraint heads and A2C predict for idx [B, T].
+
+        Of a teacher it is what the constraint heads of a student are trained to match.
+        """
         return self.run_blocks(idx, wants_scores=True)[1]["predictions"]
 
     def head(self, x):
@@ -616,7 +653,11 @@ class GPT(HeadControl, nn.Module):
         return logits
 
     def cross_entropy(self, x, targets, logits=None, each=False):
-        """(mean nats of the scored tokens, of each [B, T] where wanted); logits: head(x), if it is there."""
+        """(mean nats of the scored tokens, the nats of each token [B, T] or None).
+
+        logits: head(x), where it was computed already. each: the nats of each token are needed; in portions
+        they come anyway.
+        """
         chunks, targets_ = 1, targets.flatten()
         if logits is None:
             chunks = portions(self.config.loss_chunks, x, self.config.vocab_size)
@@ -699,9 +740,9 @@ class GPT(HeadControl, nn.Module):
     def flops_per_token(self):
         """Floating-point operations to train on one token, forward and backward (PaLM, appendix B).
 
-        6 per parameter in a matrix product, 12 * n_embd * block_size for each block's attention, causality
-        not deducted; a window counts as the context that sees as many keys. All heads are computed, selected
-        or not.
+        6 per parameter in a matrix product, and 12 * n_embd * block_size for each block's attention, as if
+        every token saw the whole context. A block with a window counts as one with a context so short that
+        its tokens see as many keys on average. Heads that routing does not select count, too.
         """
         attention = 0
         for layer, block in enumerate(self.transformer.h):
@@ -807,7 +848,7 @@ class CausalMask(nn.Module):
         """What the kernel needs for T tokens after `past` others.
 
         That is a BlockMask, a bool tensor [1 or B, 1, T, past + T], or None, which means causal. cached: is
-        there a KVCache? counted: are row statistics taken? maps: are attention maps traced?
+        there a KVCache? counted: are row statistics computed? maps: are attention maps traced?
         """
         if has_flex_attention(device) and not cached and pad is None and not maps:
             return self.block_mask(T, device) if self.windowed or counted else None
@@ -835,8 +876,9 @@ class CausalMask(nn.Module):
 class Heads:
     """The heads of one layer in one forward pass: what hooks are given, and what they rewrite.
 
-    The first half says what is asked for and what is known of the text. It is made once a pass and is the
-    same in all layers; what no mechanism asks for is None. The second half is the layer's own.
+    The first half says what is asked for and what is known of the text. GPT.make_heads() fills it once a
+    pass, and it is the same in all layers; what no mechanism needs is None. Each layer makes a copy with
+    of_layer() and fills the second half, and results() is what it returns of that.
     """
 
     rope: Optional[dict] = None               # head size -> (cos, sin) of the positions
@@ -858,16 +900,16 @@ class Heads:
     k: Optional[torch.Tensor] = None          # (after attention with those of the cache: [B, H, S, D])
     v: Optional[torch.Tensor] = None
     y: Optional[torch.Tensor] = None          # outputs before the gates, [B, H, T, D]
-    row_stats: Optional[RowStats] = None      # of the attention rows, gates of scores included, where read
+    row_stats: Optional[RowStats] = None      # of the attention rows, self_factor included, where needed
     used: Optional[torch.Tensor] = None       # the heads to compute, bool [B, H, T]; None: all
-    capacity: float = 0.0                     # of those, queries per head and sequence at most
-    open_rows: Optional[list] = None          # the rows in which to compute each added head; None: all
-    # of the added heads, a factor on each token's weight on itself: its logarithm is added to the logit
+    capacity: float = 0.0                     # with `used`: at most so many queries per head and sequence
+    open_rows: Optional[list] = None          # batch rows in which to compute each added head; None: all
+    # a factor on each token's weight on itself, in the added heads: its logarithm is added to the logit
     self_factor: Optional[torch.Tensor] = None       # [B, added heads, T or 1, 1]
     gates: dict = field(default_factory=dict)        # name -> factor on y, broadcasting over [B, H, T, D]
     for_later: dict = field(default_factory=dict)    # name -> what later layers find in shared
     losses: dict = field(default_factory=dict)       # name -> weighted auxiliary loss
-    predictions: dict = field(default_factory=dict)  # name -> what a loss over the logits compares
+    predictions: dict = field(default_factory=dict)  # name -> what GPT.forward() compares with a target
     traces: dict = field(default_factory=dict)       # name -> tensor, where traces are wanted
 
     def of_layer(self, x):
@@ -888,7 +930,7 @@ class Heads:
 
     @property
     def none_open(self):
-        """Is no added head to be computed in any row?"""
+        """Whether there are added heads, of which none has an open gate in any row."""
         return bool(self.open_rows) and not any(map(len, self.open_rows))
 
     def add_gate(self, name, gate):
@@ -961,7 +1003,8 @@ class Routing(Mechanism):
         self.mode, self.coef = config.routing, config.routing_coef
         self.zero = self.zero_mask(config)
         self.in_eval = not published if config.routing_eval_gate is None else config.routing_eval_gate
-        self.skip = config.routing_skip and not config.in_pairs  # where a head reads another's map
+        # paired heads read each other's attention maps, so there none can be skipped
+        self.skip = config.routing_skip and not config.in_pairs
         self.capacity = config.routing_capacity
         self.n_shared = config.routing_shared
         self.k = self.top_k(config) - self.n_shared
@@ -1059,7 +1102,8 @@ class Routing(Mechanism):
             return {"routing_entropy": self.coef * -(weights * (weights + 1e-8).log()).sum(-1).mean()}
         share = logits.softmax(-1).flatten(0, -2).mean(0)
         load = selected[..., self.n_shared:].flatten(0, -2).to(logits.dtype).mean(0)
-        if dist.is_available() and dist.is_initialized():  # a product of means is no mean of products
+        # each rank has the product of its means, not its part of the product of all ranks' means
+        if dist.is_available() and dist.is_initialized():
             dist.all_reduce(load)
             load = load / dist.get_world_size()
         return {"routing_balance": self.coef * load.numel() * (share * load).sum()}
@@ -1080,7 +1124,9 @@ class Sentinel(Mechanism):
     name = flag = "sentinel"
     modes = {"sentinel": dict(sentinel="sigmoid"), "sentinel_l0": dict(sentinel="hard_concrete")}
     neutral = {"sentinel": {"sentinel_init": 50.0}, "sentinel_l0": {}}  # l0: as it starts, when evaluated
-    absorbs = True  # at its neutral setting a sigmoid has no slope left to learn by
+    # in a trained model it cannot start at its neutral setting, where a sigmoid has no slope to learn by: it
+    # starts at sentinel_init, and the model's weights make up for that factor
+    absorbs = True
     per_head = ("logit",)
     BETA, LOW, HIGH = 2 / 3, -0.1, 1.1  # the paper's values
 
@@ -1133,12 +1179,13 @@ class Sentinel(Mechanism):
 class Agency(Mechanism):
     """States and consent of the heads (Adaptive Transformer, section 2.2).
 
-    They are buffers and change between two steps, so that no change compiles the model anew. agency_learned:
-    the heads of a layer share a linear map from what was measured of a head to the logits of its states.
-    Between two steps a head takes the likeliest state; the gradient is that of the expected factor
-    (straight-through, arXiv 1308.3432). agency_scope=mlp or block (section 7, "module-level"): each block has
-    one state, whose factor multiplies what its MLP, or the whole block, adds to the stream. Heads then have
-    no states.
+    They are buffers and change between two steps, so that no change compiles the model anew; the controller
+    (nanoheads/heads/controller.py) changes them, or a caller by set(). agency_learned: the heads of a layer
+    share a linear map from what was measured of a head to the logits of its states. Between two steps a head
+    takes the likeliest state; the gradient is that of the expected factor (straight-through, arXiv
+    1308.3432). agency_scope=mlp or block (section 7, "module-level"): each block has one state, whose factor
+    multiplies what its MLP, or the whole block, adds to the stream. Heads then have no states. A "piece" is
+    such an MLP or block.
     """
 
     class Options:
@@ -1155,7 +1202,9 @@ class Agency(Mechanism):
     neutral = dict.fromkeys(modes, {})  # all heads active
     STATES = {"active": 1.0, "overloaded": 0.5, "misaligned": 0.7, "withdrawn": 0.0}  # and their factors
     per_head = ("state", "consent", "utilisation", "last_signal", "metrics")
-    METRICS = 6  # what is measured of a head: Measurements.features() but depth; of a piece: but entropy
+    # how many numbers are measured of a head: those of Measurements.features() without the depth; a piece has
+    # no entropy, so one number less
+    METRICS = 6
 
     def __init__(self, config, attn=None):
         """attn: the layer whose heads have states; None: the MLP or the block has one."""
@@ -1163,7 +1212,7 @@ class Agency(Mechanism):
         n, metrics = (attn.n_total, self.METRICS) if attn is not None else (1, self.METRICS - 1)
         self.enforce, self.threshold = config.agency_enforce, config.agency_threshold
         self.learned, self.scope = config.agency_learned, config.agency_scope
-        self.skipped = False  # has pack() taken a withdrawn MLP out?
+        self.skipped = False  # whether pack(), in nanoheads/pruning.py, has removed the withdrawn MLP
         self.register_buffer("by_hand", None, persistent=False)  # a piece's gate, as gate_override of heads
         if self.learned:
             self.weight = nn.Parameter(torch.empty(len(self.STATES), metrics))
@@ -1347,12 +1396,13 @@ class Roles(Mechanism):
     needs_positions = True
     # role -> (sign, offset, shortest wavelength), in tokens
     ROLES = {"local": (1, 0, 16), "long": (-1, 0, 16), "previous": (1, 1, 2), "free": (0, 0, 16)}
-    GROWTH = 1.5  # of the wavelengths, from one to the next: at 2 they agree far from the peak, too
+    GROWTH = 1.5  # of each wavelength over the one before; with 2 there would be more peaks
 
     def __init__(self, config, attn):
         super().__init__()
         self.waves, self.start = config.roles_waves, config.roles_strength
-        self.attention_cost = self.waves / attn.head_size  # 2 waves wider, in half of the products
+        # q and k are 2 * waves wider, and q . k is one half of attention's products
+        self.attention_cost = self.waves / attn.head_size
         self.strength = nn.Parameter(torch.empty(attn.n_head))
         priors = torch.tensor([self.ROLES[self.role_of(config, head)] for head in attn.head_ids],
                               dtype=torch.float32)
@@ -1411,7 +1461,7 @@ class ConstraintHeads(Mechanism):
     class Options:
         constraint_names: Optional[list[str]] = None  # what the extra heads are for; None: off
         constraint_heads: int = flag(1, at_least=1)  # heads per name
-        constraint_variant: Literal["A", "B"] = "A"  # a wider concat | smaller heads in the layer
+        constraint_variant: Literal["A", "B"] = "A"  # heads as wide as before | narrower, of all in the layer
         constraint_round: int = flag(1, at_least=1)  # B: the head size is floored to a multiple of it
         constraint_layers: Optional[list[int]] = None  # blocks that have them, from 0; None: one at 2/3
         constraint_mode: Literal["query", "published"] = "query"  # scores before | after the gate
@@ -1419,9 +1469,9 @@ class ConstraintHeads(Mechanism):
         constraint_router: Literal["sigmoid", "hard_concrete"] = "sigmoid"  # in (0, 1) | with real zeros
         constraint_router_input: Literal["mean", "first"] = "mean"  # running mean | first token
         constraint_hidden: int = flag(128, at_least=1)  # width inside the router
-        constraint_skip: float = flag(0.0, at_least=0)  # evaluated, gates below are 0, their heads skipped
+        constraint_skip: float = flag(0.0, at_least=0)  # in evaluation, gates below it are 0 and skipped
         constraint_coef: float = flag(0.2, at_least=0)  # of the constraint loss, when targets are given
-        constraint_warmup: int = flag(0, at_least=0)  # steps over which that and match_coef rise from 0
+        constraint_warmup: int = flag(0, at_least=0)  # steps in which coef and match_coef rise from 0
         constraint_stop: int = flag(0, at_least=0)  # training steps in which no gradient goes into the trunk
         constraint_loss_layers: Optional[list[int]] = None  # blocks whose scores count in it; None: all
         constraint_name_coef: Optional[list[float]] = None  # of each name in that loss; None: 1 each
@@ -1430,14 +1480,15 @@ class ConstraintHeads(Mechanism):
         constraint_sparsity_coef: float = flag(0.0, at_least=0)  # of the mean gate, hard_concrete: P(open)
         constraint_entropy_coef: float = flag(0.0, at_least=0)  # of the mean entropy of its gates
         constraint_match: Optional[Literal["kl", "huber"]] = None  # match a teacher's scores | its outputs
-        constraint_match_coef: float = flag(1.0, at_least=0)  # of that
+        constraint_match_coef: float = flag(1.0, at_least=0)  # of the loss that matches the teacher
 
     name, flag = "constraint", "constraint_names"
     modes = {"constraint_a": dict(constraint_names=CONSTRAINTS),
              "constraint_b": dict(constraint_names=CONSTRAINTS, constraint_variant="B"),
              "constraint_published": dict(constraint_names=CONSTRAINTS, constraint_mode="published")}
     neutral = {"constraint_a": {"constraint.c_proj.weight": 0.0},
-               "constraint_published": {"constraint.c_proj.weight": 0.0}}  # b: its heads have another size
+               # constraint_b has no neutral setting: all heads of its layers have another size
+               "constraint_published": {"constraint.c_proj.weight": 0.0}}
     needs_positions = True
     starts = {"b1": 0.0, "b2": 0.0}
     averages = ("constraint_sparsity_coef", "constraint_entropy_coef")
@@ -1549,8 +1600,9 @@ class ConstraintHeads(Mechanism):
             heads.gates["constraint"] = F.pad(gates, (attn.n_head, 0), value=1.0).transpose(1, 2)[..., None]
             heads.open_rows = self.open_rows(attn, heads, gates)
             if heads.cache is None and heads.none_open:
-                heads.v = F.pad(heads.v, (0, 0, 0, 0, 0, self.n_head))  # for mechanisms that read all values
-                return  # nothing is even projected
+                # zeros for the added heads, since other mechanisms read the values of all heads
+                heads.v = F.pad(heads.v, (0, 0, 0, 0, 0, self.n_head))
+                return  # no added head is computed: not even its q, k and v
         qkv = self.c_attn(x).view(*x.shape[:2], 3 * self.n_head, attn.head_size)
         q, k, v = attn.split(qkv, heads, self.n_head, self.n_head)
         if self.gate == "value":
@@ -1579,11 +1631,11 @@ class ConstraintHeads(Mechanism):
             heads.losses["constraint_entropy"] = self.entropy_coef * coins.mean()
 
     def trace_map(self, attn, weights, heads):
-        """Each token's weight on itself times its gate, and the row's sum 1 again."""
+        """Multiply each token's weight on itself by its gate, and scale the row to sum to 1 again."""
         if heads.self_factor is None:
             return weights
         base, weights = weights.split((attn.n_head, self.n_head), 1)
-        # alone, the token stays as it is
+        # a token that sees only itself has weight 1 whatever its gate is
         kept = heads.self_factor.squeeze(-1).masked_fill(heads.n_keys == 1, 1.0)
         before = weights.size(-1) - weights.size(-2)  # keys of a cache
         lost = F.pad(torch.diag_embed(1 - kept.expand(weights.shape[:-1])), (before, 0))
@@ -1695,8 +1747,12 @@ class ConstraintHeads(Mechanism):
 class ACAG(Mechanism):
     """ACAG: a gate per head from context length and the shape of the attention row (ACAG README).
 
-    published: sigmoid(W [c, mean, std] + b); but the mean is always 1/n, and the std shrinks with n.
-    normalised: 2 sigmoid(W [c, 1 - entropy / log n, log(n sum p^2)] + b), with W and b zero at the start.
+    c is the length of the context so far, as a share of acag_length; n is the number of keys that the token
+    sees, and p is the row of its n attention weights.
+    published: sigmoid(W [c, mean, std] + b). The mean of p is always 1/n, so it says nothing of the row's
+        shape, and the std shrinks with n.
+    normalised: 2 sigmoid(W [c, 1 - entropy / log n, log(n sum p^2)] + b), with W and b zero at the start, and
+        the length in c on a logarithmic scale.
     """
 
     class Options:
@@ -1807,7 +1863,7 @@ class UNetSkip(Mechanism):
     def settle(config):
         if config.unet and config.unet_init is None:  # at 1 others report that a free number helps
             config.unet_init = 1.0 if config.unet == "scalar" else 0.5
-        if not config.unet and config.unet_init == 0.5:  # so say older checkpoints
+        if not config.unet and config.unet_init == 0.5:  # older checkpoints hold 0.5 even where unet is off
             config.unet_init = None
 
     @staticmethod
@@ -1857,7 +1913,7 @@ class UNetSkip(Mechanism):
 
 
 class UNet(nn.ModuleList):
-    """The UNetSkip of each decoder block."""
+    """The UNetSkip of each decoder block. GPT holds it as `fuse`, since it acts between blocks."""
 
     name, is_on = UNetSkip.name, UNetSkip.is_on
 
@@ -1942,7 +1998,8 @@ class Window(CausalMask, Mechanism):
 # ---- all of them ----
 
 
-# The mechanisms of a layer, in the order in which they act, and all.
+# The mechanisms of a layer, in the order in which they act; those between blocks, where UNet is a list of
+# UNetSkips; and all classes that have flags, so with UNetSkip in place of UNet.
 HEAD_MECHANISMS = [ShortConv, ValueResidual, ValueEmbedding, QueryGain, KeyOffset, XSA, HeadNorm, HeadMix,
                    Routing, Sentinel, Agency, A2C, Roles, FoX, PairedHeads, Diff, DiffV1, OutputGate,
                    ConstraintHeads, ACAG, Sink]
@@ -1950,7 +2007,7 @@ BETWEEN_BLOCKS = [DepthAttention, MUDD, StreamScalars, UNet]
 MECHANISM_CLASSES = [*HEAD_MECHANISMS, *BETWEEN_BLOCKS[:-1], UNetSkip, Window]
 
 
-OWN = []  # mechanisms in files of one's own: add_mechanism() puts them here, and behind those of a layer
+OWN = []  # mechanisms from files of one's own: add_mechanism() appends them here and to HEAD_MECHANISMS
 
 
 def own_defaults():
@@ -1962,7 +2019,8 @@ def own_defaults():
 class NamedFlags(*(cls.Options for cls in reversed(MECHANISM_CLASSES)), PlainConfig):
     """The fields of GPTConfig: the flags of a plain GPT, and the Options of every mechanism here."""
 
-    own: dict = field(default_factory=dict)  # {flag: value} of mechanisms in files of one's own, but defaults
+    # {flag: value} of mechanisms in files of one's own, where it is not the default
+    own: dict = field(default_factory=dict)
 
 
 class GPTConfig(NamedFlags):
@@ -2024,7 +2082,7 @@ class GPTConfig(NamedFlags):
 
     @property
     def joined(self):
-        """The flags of mechanisms that are on and for which blocks are not of one kind."""
+        """The flags of the mechanisms that are on and differ from block to block (joins_blocks)."""
         return [cls.flag for cls in MECHANISM_CLASSES if cls.joins_blocks and cls.is_on(self)]
 
     def problems(self):
@@ -2048,7 +2106,7 @@ def add_mechanism(cls):
 MECHANISMS = {name: flags for cls in MECHANISM_CLASSES for name, flags in cls.modes.items()}
 
 # name -> {flag, or parameter: value} that makes it equal to the plain GPT, where such a setting exists. A
-# value may be the name of a size, and a function of the parameter's shape.
+# value may also be the name of a flag that holds it, like "n_head", or a function of the parameter's shape.
 NEUTRAL = {name: values for cls in MECHANISM_CLASSES for name, values in cls.neutral.items()}
 
 # The corrected form of all seven together.

@@ -7,9 +7,9 @@ Generate text from one checkpoint, or from several side by side.
     python sample.py --ckpt out/a --start "To be" --audit audit.jsonl    # what its heads do to it
 
 A run folder stands for its best.pt. Every checkpoint gets the same prompt, seed and settings; with one
-checkpoint and one sample the text appears as it is made; several get 200 tokens, each of the 200 likeliest,
-as in the routing write-up. --audit writes what mechanisms do to each text to a file and a page
-(docs/look.md); under a text it lists which tokens constraint heads score highest.
+checkpoint and one sample the text appears as it is made. With several checkpoints the defaults are 200 tokens
+and --top_k 200, as in the routing write-up. --audit writes what mechanisms do to each text to a file and a
+page (docs/look.md); under a text it lists which tokens constraint heads score highest.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import shutil
 import sys
 from functools import partial
 
-import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
+import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
 from nanoheads.common import UserError, last_words, output_written, pick_device
 from nanoheads.heads import look
 from nanoheads.training import checkpoint
@@ -26,7 +26,7 @@ from nanoheads.training.sampling import (add_arguments, check, encode, generate,
 
 
 def audit_files(args, models):
-    """Where --audit writes to, after every check that needs no text; None without it. UserError."""
+    """The files that --audit writes, or None without it. UserError where they could not be written."""
     if not args.audit:
         return None
     if len(models) > 1:
@@ -35,14 +35,17 @@ def audit_files(args, models):
 
 
 def explained(args, models, prompts, made, files):
-    """Write the audit of the Samples made; returns what to print under each. files: audit_files()."""
+    """Write the audit of `made`, one Samples per checkpoint; returns the lines to print under each text.
+
+    files: see audit_files().
+    """
     (model, tokenizer), = models
     viewer = look.Viewer(model, args.ckpt[0], args.settings)
     return look.of_samples(viewer, tokenizer, prompts[0][0].tolist(), made[0].rows, files)
 
 
 def run(args):
-    """Load, generate, print."""
+    """Load, generate, print. The loop over tokens is GPT.stream(); generate() makes text of its tokens."""
     check(args)
     checkpoint.allow_code(args)
     device, text = pick_device(args.device), read_prompt(args.start)

@@ -8,7 +8,8 @@ Train a GPT, with any mechanism that its flags turn on.
     python train.py --init_from=out/x --dataset=y         # fine-tune: a checkpoint's model, a fresh optimizer
     torchrun --standalone --nproc_per_node=8 train.py config/x.py   # data parallel, the same global batch
 
-A run is a folder (out_dir): config.json, log.jsonl, ckpt.pt (last), best.pt (lowest validation loss).
+A run is a folder (out_dir) with config.json, log.jsonl and two checkpoints. ckpt.pt is the last save and has
+the optimizers' states, so --resume goes on from it. best.pt has the weights with the lowest validation loss.
 `python train.py --help` lists every key; nanoheads/training/config.py holds them and their checks.
 """
 
@@ -22,7 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Callable, Optional
 
-from nanoheads import threads  # before torch, whose threads it has wait briefly
+from nanoheads import threads  # imported before torch: sets how long its threads spin while they wait
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,8 @@ def forward_backward(run, x, y, targets=None, scored=None):
             out = run.forward(x_part, y_part, **for_constraint_heads(run, x_part, targets, i))
         aux = run.model.aux_at_step(out.aux, run.step)
         terms = {"loss": out.loss, **{f"aux/{name}": term for name, term in aux.items()}}
-        # the loss is a mean over this portion's tokens, and what we want is the mean over the whole batch
+        # the loss is a mean over this portion's tokens, and what we want is the mean over the whole batch: so
+        # divide by the number of portions or, where they differ in tokens, weigh each one by its tokens
         parts = run.portions if scored is None else scored / ((y_part != -1).sum() * run.process.world)
         run.scaler.scale(sum(terms.values()) / parts).backward()
         for name, term in terms.items():
@@ -79,14 +81,15 @@ def training_step(run, x, y, targets=None, scored=None):
     """
     config, model = run.config, run.model
 
-    # learning rates, and all randomness of the step, follow from its number: a resumed run repeats nothing
+    # learning rates and the seed of all randomness follow from the step's number, so a resumed run draws the
+    # same dropout masks as one that was never stopped
     multiplier = lr_multiplier(run.step, config)
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * multiplier
     seed_step(run.process.kind, model.config.seed, run.step, run.process.rank)
     model.at_step(run.step)
-    if run.step == config.thaw_from:
+    if run.step == config.thaw_from:  # from this step on the trunk is trained, too
         freeze_trunk(run)
 
     # forward and backward, then the mean of the gradients over ranks
@@ -102,7 +105,8 @@ def training_step(run, x, y, targets=None, scored=None):
         means["grad_norm"] = clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
         overflow = run.scaler.is_enabled() and not means["grad_norm"].isfinite()
 
-    # update: all optimizers, or none of them where float16 overflowed
+    # update: all optimizers, or none of them where float16 overflowed. In other dtypes a NaN does reach the
+    # weights here; read_values() and save_checkpoint() end the run before any of it is saved
     if not overflow:
         for optimizer in optimizers:
             run.scaler.step(optimizer)
@@ -112,14 +116,18 @@ def training_step(run, x, y, targets=None, scored=None):
 
 
 def loop(run, closing):
-    """Train until max_iters, or until a rank is asked to stop; returns the last evaluation's row."""
+    """Train until max_iters, or until a rank is asked to stop; returns the last evaluation's row.
+
+    closing: the ExitStack that closes the run's log and bar and puts signal handlers back.
+    """
     config = run.config
     stop = StopSignal(closing)
     open_bar(run, closing)
     run.timed_from = run.step, time.perf_counter()
     batch = batch_at(run, run.step)
     while True:
-        # evaluate, and keep the weights with the lowest validation loss
+        # evaluate, unless the run did so at this step before it was resumed; keep the weights with the lowest
+        # validation loss
         if run.is_due(config.eval_interval) and run.last_eval["step"] < run.step:
             run.last_eval = evaluate_splits(run)
             log_eval(run)
@@ -141,7 +149,8 @@ def loop(run, closing):
             batch = batch_at(run, run.step)
 
         # read what the step computed where it is logged, and before an evaluation, a save or a change of
-        # heads; only here do we wait for a GPU
+        # heads (the controller of dynamic heads, docs/heads.md); only here do we wait for a GPU. All ranks
+        # must read in the same step, so with several of them a signal to stop waits for the next such step
         logging, saving = run.is_due(config.log_interval), run.is_due(config.save_interval)
         measuring = run.controller and run.is_due(config.controller_interval)
         asked = stop.name is not None
@@ -198,7 +207,7 @@ def for_constraint_heads(run, x, targets, i):
 
 
 def freeze_trunk(run):
-    """Freeze all but what mechanisms add, or from thaw_from on train all: what is frozen has no gradient."""
+    """Freeze all parameters but those that mechanisms add; from step thaw_from on, let all learn again."""
     frozen = run.config.freeze_trunk and (run.config.thaw_from is None or run.step < run.config.thaw_from)
     added = of_mechanisms(run.model)
     for name, p in run.model.named_parameters():
@@ -228,8 +237,11 @@ def end_stopped(run, name):
 
 
 def batch_at(run, step):
-    """This rank's rows of the batch at `step` on their way to the device: x and y [B, T], targets of
-    constraint heads, {name: [B, T]}, beside x, and the tokens scored on all ranks, where rows differ.
+    """(x, y, targets, scored) of the batch at `step`, as training_step() takes them.
+
+    x and y [B, T] are this rank's rows, on their way to the device; targets are those of its constraint
+    heads, {name: [B, T]} for the tokens of x, or None; scored is None unless rows differ in their number of
+    tokens (documents).
     """
     batches, process = run.batches, run.process
     ids, targets = send(batches(step, process.rank, process.world), process), None
@@ -237,7 +249,7 @@ def batch_at(run, step):
         starts = batches.starts(step, process.rank, process.world)
         targets = run.targets.rows("train", starts, batches.block_size)
         targets = {name: send(t, process) for name, t in targets.items()}
-    x = ids[:, :-1]
+    x = ids[:, :-1]  # documents are padded with -1, for which there is no embedding
     return x.clamp_min(0) if run.config.documents else x, ids[:, 1:], targets, batches.scored(step)
 
 
@@ -288,7 +300,11 @@ def log_eval(run):
 
 
 def count_time(run, seconds):
-    """Add the time of a step just made to elapsed_s; one that compiled a graph counts as much as the next."""
+    """Add the time of a step just made to elapsed_s.
+
+    The time of a step that compiled a graph goes into compile_s. For elapsed_s it is taken to be as long as
+    the next step that compiled none.
+    """
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if run.compiled else run.graphs
     if graphs != run.graphs:
         run.graphs = graphs
@@ -346,7 +362,11 @@ def open_bar(run, closing):
 
 
 def save_checkpoint(run, name, resumable=True):
-    """Write out_dir/name, from the first rank alone. UserError where the weights are not finite."""
+    """Write out_dir/name, from the first rank alone. UserError where the weights are not finite.
+
+    resumable: with the states of optimizers, scaler and controller, as ckpt.pt; best.pt is the model alone,
+    with the gates that the controller has set multiplied into its weights.
+    """
     if run.process.rank:
         return
     if not get_total_norm([p.detach() for p in run.model.parameters()]).isfinite():
@@ -380,7 +400,7 @@ class Run:
     dataset: Dataset
     process: Process
     targets: Optional[Targets] = None  # of constraint heads
-    asked: dict = field(default_factory=dict)  # see checkpoint.asked_for()
+    asked: dict = field(default_factory=dict)  # what was set for it, for config.json: checkpoint.asked_for()
     # in every checkpoint
     step: int = 0                    # steps done
     best_val_loss: float = math.inf
@@ -395,7 +415,7 @@ class Run:
     optimizers: list = field(default_factory=list)
     dtype: str = "float32"
     autocast: Optional[Any] = None   # the context in which the model runs
-    scaler: Optional[torch.amp.GradScaler] = None  # does something in float16 alone
+    scaler: Optional[torch.amp.GradScaler] = None  # scales the loss in float16; else it changes nothing
     portions: int = 1                # forward passes of this rank in a step
     # of this launch
     batches: Optional[Batches | DocumentBatches] = None
@@ -405,7 +425,7 @@ class Run:
     bar_values: dict = field(default_factory=dict)
     graphs: int = 0                  # compiled so far in this process
     compile_s: float = 0.0           # in steps that compiled one
-    untimed: int = 0                 # such steps since the last other one
+    untimed: int = 0                 # steps that compiled since the last one that did not
     timed_from: tuple = (0, 0.0)     # (step, time) since which tokens/s is measured
     speed: Optional[float] = None    # tokens/s when it was last measured
 
@@ -481,7 +501,8 @@ def load_optimizers(run, state, path):
 def train(model_config, config, given=()):
     """Train as configured; returns the last evaluation's row of log.jsonl.
 
-    given: {flag: value} of those that were set, all that a model from elsewhere must agree with.
+    given: {flag: value} of the flags that were set. A model from another checkpoint must agree with them;
+    other flags it brings itself.
     UserError where another process writes into out_dir.
     """
     process = join_ranks(config.device)
@@ -525,7 +546,7 @@ def train_alone(model_config, config, given, process):
         targets.check("train")
     run = Run(config.for_recipe(model.config.recipe), model, dataset, process, targets, asked, **progress)
     config, step = run.config, run.step
-    model.at_step(max(0, step - 1))  # what is evaluated first is what the last step left
+    model.at_step(max(0, step - 1))  # the first evaluation sees the model as the last step left it
 
     if config.eval_only:
         row = evaluate_splits(run)
@@ -610,7 +631,7 @@ def open_folder(run, saves, closing):
     """
     config, process = run.config, run.process
     run.out_dir.mkdir(parents=True, exist_ok=True)
-    own.held(run.model.config, run.out_dir)
+    own.held(run.model.config, run.out_dir)  # copies the files of one's own mechanisms there
     for name in saves if config.overwrite else ():
         (run.out_dir / name).unlink()
     device = torch.cuda.get_device_name(process.device) if process.kind == "cuda" else process.kind
@@ -636,15 +657,18 @@ def batches_of(run):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     try:
+        # read the files of one's own that --mechanism names: their mechanisms join those of model.py
         argv, trusted = own.without_trust(argv)
         argv = own.take(argv, every="--check" in argv)
         if "--check" in argv:
             from nanoheads.probes import promises  # only here: a run needs no probe
             return promises.main([arg for arg in argv if arg != "--check"])
+        # config files and flags become a GPTConfig and a TrainConfig; resolve() there says which of them wins
         configs, given = configurator.load_given((GPTConfig, TrainConfig), argv, __doc__, conflicts,
                                                  mechanisms=flags_by_name())
         notes = [note_on_dropout(configs[0])]
-        if given.get("out_dir") is None:  # every rank finds the same one: none is made before all have
+        # all ranks find the same name, since no rank makes the folder before all of them have looked
+        if given.get("out_dir") is None:
             configs[1].out_dir, line = checkpoint.default_folder(*configs)
             notes.append(line)
         checkpoint.trust_what_it_starts_from(configs[1] if trusted else None)
