@@ -2,19 +2,17 @@
 Take heads out of trained checkpoints by several criteria; measure what that costs and brings.
 
     python prune.py --ckpt out/a --to 0.5 --by importance_rescored --out_dir out/half   # out/half/best.pt
-    python prune.py --ckpt out/a --to 1 0.5 --by magnitude --out_dir out/b --recover 200
+    python prune.py --ckpt out/a --to 1 0.5 --by importance --out_dir out/b --recover 200
     python prune.py --ckpt out/a --ckpt out/b --to 0.75 0.5 0.25 --by all --json out/pruning.json
 
 --to is the share kept of the heads that a checkpoint has, to the nearest head, and each layer keeps --floor.
 The lowest score goes first, constraint heads never. Criteria read --text tokens of the training split.
 
 random               by --seed, another draw for each checkpoint
-magnitude            norm of its slice of the value weights, times that of the output weights
 gate                 its gate that depends on no token: sentinel, agency
 entropy              of its attention rows over log of their length; the highest goes first
 importance           |y . dL/dy| a sequence (Michel et al., arXiv 1905.10650, eq. 2), no norm over layers
 importance_rescored  the same, measured again after every removal
-fitted               gates fitted with the model frozen, once drawn open, once closed (arXiv 2505.13737)
 blocks               the control: whole blocks, as many as save no more FLOPs than the heads would have, each
                      time the one whose absence costs least; without --floor
 
@@ -47,8 +45,8 @@ from nanoheads.common import (ROOT, UserError, last_words, output_written, pick_
                               write_atomic, write_json)
 from nanoheads.configurator import near
 from nanoheads.drawing import COLOURS, drawn, label_right, panels
-from nanoheads.heads.measuring import (attentions, cache_bytes, closed, evaluating, fixed_text, measure,
-                                       nats_on, static_gates)
+from nanoheads.heads.measuring import (attentions, cache_bytes, closed, fixed_text, measure, nats_on,
+                                       static_gates)
 from nanoheads import own_mechanism
 from nanoheads.locks import only_writer
 from nanoheads.pruning import pack, prune_heads
@@ -60,8 +58,6 @@ from nanoheads.training.scoring import load, score_windows
 LARGEST = 2**63 - 1  # the largest seed, and no count is larger
 RECOVER_FROM = 0.3   # of the peak learning rates
 DECODED = 256        # tokens that a timed text has at most
-# weight and clip as in the paper's code; at its lr of 1 gates saturate and learn no more
-FIT = dict(steps=100, rows=16, lr=0.1, weight=0.1, clip=4.0)
 
 
 # ---- criteria: (model, x, y, seed) -> [a score of each head] of each block; constraint heads last ----
@@ -69,18 +65,6 @@ FIT = dict(steps=100, rows=16, lr=0.1, weight=0.1, clip=4.0)
 def random(model, x, y, seed):
     rng = np.random.default_rng(seed)
     return [rng.random(attn.n_head) for attn in attentions(model)]
-
-
-def magnitude(model, x, y, seed):
-    norms = []
-    for attn in attentions(model):
-        n, D = attn.n_head, attn.head_size
-        each = attn.c_proj.weight.detach().unflatten(1, (n, D)).norm(dim=(0, 2))
-        if not attn.tied and n:  # else slices of x are the values
-            values = attn.c_attn.weight.detach()[-attn.n_kv_head * D:].unflatten(0, (-1, D)).norm(dim=(1, 2))
-            each = each * values.repeat_interleave(attn.group)
-        norms.append(each)
-    return norms
 
 
 def gate(model, x, y, seed):
@@ -95,41 +79,8 @@ def importance(model, x, y, seed):
     return measure(model, x, y)["importance"]
 
 
-def fitted(model, x, y, seed):
-    """G+ + G-: near 2 for a head that is needed, 1 for one that does not matter, 0 for one that does harm."""
-    return [opened + shut for opened, shut in zip(*fit_gates(model, x, y, seed))]
-
-
-def fit_gates(model, x, y, seed):
-    """(G+, G-), each [the gate of each head] of each block, on top of the model's own gates; weights stay.
-
-    They are fitted to the loss alone, and from there once more with a term that opens them (G+), and with one
-    that closes them (G-).
-    """
-    generator = torch.Generator().manual_seed(seed)
-    sizes, own = [attn.n_head for attn in attentions(model)], static_gates(model)
-
-    def fit(start, sign):
-        logits = start.clone().requires_grad_()
-        adam = torch.optim.Adam([logits], FIT["lr"])
-        for _ in range(FIT["steps"]):
-            gates = {layer: torch.cat((factor[:n] * each.sigmoid(), factor[n:])) for layer, (n, factor, each)
-                     in enumerate(zip(sizes, own, logits.split(sizes)))}
-            rows = torch.randint(len(x), (FIT["rows"],), generator=generator).to(x.device)
-            pull = FIT["weight"] * logits.clamp(-FIT["clip"], FIT["clip"]).mean()
-            with model.gates(gates):
-                loss = model(x[rows], y[rows]).loss
-            logits.grad, = torch.autograd.grad(loss - sign * pull, logits)
-            adam.step()
-        return logits.detach()
-
-    with evaluating(model):
-        free = fit(torch.zeros(sum(sizes), device=x.device), 0)
-        return [fit(free, sign).sigmoid().split(sizes) for sign in (1, -1)]
-
-
-CRITERIA = {"random": random, "magnitude": magnitude, "gate": gate, "entropy": entropy,
-            "importance": importance, "importance_rescored": importance, "fitted": fitted, "blocks": random}
+CRITERIA = {"random": random, "gate": gate, "entropy": entropy, "importance": importance,
+            "importance_rescored": importance, "blocks": random}
 
 
 # ---- what goes ----
@@ -384,7 +335,7 @@ def arguments(argv):
     p.add_argument("--out_dir", help="where the pruned checkpoints go (default: they are not kept)")
     p.add_argument("--recover", type=int, default=0, metavar="STEPS", help="train on for so many steps")
     p.add_argument("--floor", type=int, default=1, help="heads that each layer keeps (default: 1)")
-    p.add_argument("--seed", type=int, default=1337, help="of random and fitted (default: 1337)")
+    p.add_argument("--seed", type=int, default=1337, help="of random (default: 1337)")
     p.add_argument("--split", default="val", help="train, val or test (default: val)")
     p.add_argument("--tokens", type=int, default=131072, help="to score, 0: all (default: 131072)")
     p.add_argument("--text", type=int, default=16384, help="tokens that criteria read (default: 16384)")

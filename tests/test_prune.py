@@ -9,7 +9,6 @@ from itertools import product
 import pytest
 import torch
 
-import prune
 import train
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads.configurator import load as configure
@@ -19,8 +18,8 @@ from nanoheads.pruning import prune_heads
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
 from nanoheads.training.scoring import evaluate, score
-from prune import (CRITERIA, attentions, blocks_to_drop, draw_curves, held_bytes, magnitude, main,
-                   removal_order, unfit, without_blocks, without_heads)
+from prune import (CRITERIA, attentions, blocks_to_drop, draw_curves, held_bytes, main, removal_order,
+                   unfit, without_blocks, without_heads)
 
 SIZES = dict(block_size=16, vocab_size=256, n_layer=3, n_head=4, n_embd=32)
 MODELS = {"gpt2": {}, "modern": dict(recipe="modern"), "all_on": ALL_ON,
@@ -95,25 +94,6 @@ def order_of(by, model, n=11, floor=0, seed=3, B=6):
     return removal_order(model, by, n, floor, *text(B), seed)
 
 
-def test_magnitude_is_the_norm_of_values_times_that_of_the_output():
-    model, C, D = alive(), SIZES["n_embd"], 8
-    scores = []
-    for attn in attentions(model):
-        into, out = attn.c_attn.weight.tolist(), attn.c_proj.weight.tolist()
-        scores.append({})
-        for h in range(4):
-            values = sum(v * v for row in into[2 * C + h * D:2 * C + (h + 1) * D] for v in row)
-            outputs = sum(row[i] ** 2 for row in out for i in range(h * D, (h + 1) * D))
-            scores[-1][h] = math.sqrt(values) * math.sqrt(outputs)
-    assert order_of("magnitude", model) == ascending(scores, 11)
-
-
-def test_magnitude_of_tied_heads_is_that_of_their_output():
-    model = alive(**MODELS["tied"])
-    out = attentions(model)[1].c_proj.weight[:, 8:16]
-    assert torch.isclose(magnitude(model, None, None, 0)[1][1], out.norm())
-
-
 def test_gate_takes_the_lowest_product_of_sentinel_and_agency():
     model = alive(**MECHANISMS["sentinel"], **MECHANISMS["agency"])
     model.set_head(2, 1, state="overloaded")
@@ -173,33 +153,6 @@ def test_random_is_a_draw_by_the_seed():
     assert order_of("random", model) != order_of("random", model, seed=4)
 
 
-def test_fitted_tells_harm_from_no_matter_from_need(run, data, monkeypatch):
-    model = model_of(run)
-    x, y = fixed_text(data, "train", 32, 2048)
-    useless, harmful = removal_order(model, "importance", 2, 1, x, y, 0)
-    for (layer, head), scale in ((useless, 0.0), (harmful, 1.0)):
-        part = attentions(model)[layer].c_proj.weight.detach()[:, 8 * head:8 * head + 8]
-        part.copy_(scale * torch.randn(part.shape, generator=torch.Generator().manual_seed(0)))
-    monkeypatch.setitem(prune.FIT, "steps", 60)
-    before = nats_on(model, x, y)
-    opened, shut = prune.fit_gates(model, x, y, 0)
-    assert nats_on(model, x, y) == before  # the gates are as they were, and no weight has moved
-    (i, j), (k, m) = useless, harmful
-    assert opened[i][j] > 0.9 and shut[i][j] < 0.1
-    assert shut[k][m] < opened[k][m] < 0.5
-    assert max(each.max() for each in shut) > 0.6
-    assert removal_order(model, "fitted", 2, 1, x, y, 0) == [harmful, useless]
-
-
-def test_fitting_keeps_the_models_own_gates(run, data, monkeypatch):
-    """A withdrawn head stays shut whatever its gate, so that the loss does not depend on it."""
-    model = alive(**MECHANISMS["agency"]).float()
-    model.set_head(1, 2, state="withdrawn")
-    monkeypatch.setitem(prune.FIT, "steps", 40)
-    score = prune.fitted(model, *text(20), 0)[1][2].item()
-    assert abs(score - 1) < 1e-5  # opened and closed by the same steps, in opposite directions
-
-
 def test_importance_beats_its_reverse(run, data, monkeypatch):
     """The control: the same heads in the other order must cost more."""
     model = model_of(run)
@@ -216,8 +169,7 @@ def test_importance_beats_its_reverse(run, data, monkeypatch):
 
 @pytest.mark.parametrize("by", [by for by in CRITERIA if by != "gate"])
 @pytest.mark.parametrize("floor", [1, 3])
-def test_every_layer_keeps_the_floor(by, floor, monkeypatch):
-    monkeypatch.setitem(prune.FIT, "steps", 1)
+def test_every_layer_keeps_the_floor(by, floor):
     model = alive(**MODELS["constraint_b"]).float()
     order = order_of(by, model, 12 - 3 * floor, floor)
     assert [len(attn.head_ids) for attn in attentions(without_heads(model, order))] == [floor] * 3
@@ -227,9 +179,9 @@ def test_without_a_floor_a_layer_can_be_emptied():
     model = alive()
     with torch.no_grad():
         attentions(model)[1].c_proj.weight.mul_(1e-3)
-    assert order_of("magnitude", model, 4, 0) == ascending(
-        [{h: 1.0 for h in range(4)}, dict(enumerate(magnitude(model, None, None, 0)[1].tolist())), {}], 4)
-    smaller = without_heads(model, order_of("magnitude", model, 4, 0))
+    slopes = gate_slopes(model, *text())
+    assert order_of("importance", model, 4, 0) == ascending(slopes, 4)
+    smaller = without_heads(model, order_of("importance", model, 4, 0))
     assert [attn.n_head for attn in attentions(smaller)] == [4, 0, 4]
     assert len(order_of("importance", smaller, 3, 1)) == 3  # and it can be pruned further
 
@@ -249,16 +201,16 @@ def test_a_pruned_model_is_the_model_with_gates_at_0(flags):
             assert (model(x).logits - want).abs().max() > 1e-6 * want.abs().max()
 
 
-@pytest.mark.parametrize("by", ["random", "magnitude", "importance", "importance_rescored"])
+@pytest.mark.parametrize("by", ["random", "entropy", "importance", "importance_rescored"])
 def test_heads_that_share_keys_go_together(by):
     """By the mean of what they score alone; the model is the one with their gates at 0."""
     model, (x, _) = alive(n_kv_head=2), text()
     order = order_of(by, model, 4)
     assert len(order) == 4 and all(b == (a[0], a[1] + 1) and a[1] % 2 == 0
                                    for a, b in zip(order[::2], order[1::2]))
-    if by == "magnitude":
-        alone = magnitude(model, None, None, 0)
-        means = {(layer, h): (scores[h] + scores[h + 1]).item() / 2 for layer, scores in enumerate(alone)
+    if by == "importance":
+        alone = gate_slopes(model, *text())
+        means = {(layer, h): (scores[h] + scores[h + 1]) / 2 for layer, scores in enumerate(alone)
                  for h in (0, 2)}
         assert order[::2] == sorted(means, key=means.get)[:2]
     smaller = without_heads(model, order)
@@ -388,9 +340,9 @@ def test_recovery_that_cannot_train_is_one_line(run, tmp_path, refusal):
 
 def test_a_curve_has_a_folder_each_and_a_picture(run, tmp_path, capsys):
     found = prune_json(["--ckpt", run, "--ckpt", run / "best.pt", "--to", "0.5", "0.75", "--by", "random",
-                        "magnitude", "--out_dir", tmp_path / "out", "--rounds", "0"], tmp_path)
+                        "entropy", "--out_dir", tmp_path / "out", "--rounds", "0"], tmp_path)
     assert {(tmp_path / "out" / f"{n}-plain" / f"{by}-{to}" / "best.pt").is_file()
-            for n in (1, 2) for by in ("random", "magnitude") for to in (0.5, 0.75)} == {True}
+            for n in (1, 2) for by in ("random", "entropy") for to in (0.5, 0.75)} == {True}
     rows = found["rows"]
     for row in rows:
         assert len(row["gone"]) == 8 - row["kept"] == 8 * (1 - row["to"])
@@ -430,8 +382,7 @@ def test_every_point_and_every_name_of_the_picture_is_seen(shares):
     assert all(a.y1 <= b.y0 + 1 for a, b in zip(boxes, boxes[1:]))
 
 
-def test_all_leaves_out_what_a_checkpoint_has_not(run, tmp_path, monkeypatch):
-    monkeypatch.setitem(prune.FIT, "steps", 2)
+def test_all_leaves_out_what_a_checkpoint_has_not(run, tmp_path):
     found = prune_json(["--ckpt", run, "--to", "0.25", "--by", "all", "--rounds", "0"], tmp_path)
     assert [row["by"] for row in found["rows"]] == [by for by in CRITERIA if by not in ("gate", "blocks")]
     assert not (tmp_path / "pruning.png").exists()  # one share is no curve
@@ -439,9 +390,10 @@ def test_all_leaves_out_what_a_checkpoint_has_not(run, tmp_path, monkeypatch):
 
 def test_blocks_go_at_the_flops_of_heads(data, tmp_path):
     deep = saved(tmp_path / "deep.pt", alive(n_layer=8), data)
-    found = prune_json(["--ckpt", deep, "--to", "0.25", "--by", "blocks", "magnitude", "--out_dir",
+    found = prune_json(["--ckpt", deep, "--to", "0.25", "--by", "blocks", "importance", "--out_dir",
                         tmp_path / "out", "--rounds", "0"], tmp_path)
     heads, blocks = found["rows"]
+    assert (heads["by"], blocks["by"]) == ("importance", "blocks")
     saves = blocks["flops_before"] - blocks["flops"]
     one = saves / len(blocks["blocks_gone"])
     assert saves <= heads["flops_before"] - heads["flops"] < saves + one
@@ -454,7 +406,7 @@ def test_blocks_go_at_the_flops_of_heads(data, tmp_path):
 
 @pytest.mark.parametrize("argv, words", [
     (["--by", "importanse"], "importance?"),
-    (["--by", "charm"], "random, magnitude"),
+    (["--by", "charm"], "random, gate"),
     (["--to", "0"], "--to 0 "),
     (["--to", "0.5", "1.5"], "--to 1.5"),
     (["--to", "nan"], "--to nan"),
