@@ -40,7 +40,7 @@ from nanoheads import own_mechanism as own
 from nanoheads.probes import promises
 from nanoheads.study import costs, effects, findings, queue, rates, report, results, tables, trial
 from nanoheads.study import scores as score_file
-from nanoheads.study.runs import Runs, agreement
+from nanoheads.study.runs import Reuse, Runs, agreement
 from nanoheads.study.variants import StudyConfig, VariantBuilder, variants_of
 from nanoheads.text.dataset import NotPrepared
 
@@ -83,8 +83,9 @@ class Study:
         if config.fresh and (left := [*trials.glob("*/result.json")]):
             print(f"--fresh goes on where it was stopped: {len(left)} runs are in {trials}; delete that "
                   "folder to train them once more", flush=True)
+        reuse = Reuse() if config.fresh else Reuse(config.reuse, config.accept_code)
         self.build({})
-        self.runs = Runs(config, self.builder.data, trials)
+        self.runs = Runs(config, self.builder.data, trials, reuse)
         self.pairs = []      # (variant, baseline, what is equal beside the hyperparameters)
         self.wider = {}      # variant that meets a plain GPT of its parameters anyway: MLP width or None
         self.tuned_on = None  # the text that gave all their best rates, where it is another

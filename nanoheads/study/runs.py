@@ -24,11 +24,13 @@ TRIALS_THERE = "out/trials"  # where a run of other code is said to come from
 
 
 class Runs:
-    """The runs of a study so far, on one dataset; trials: the folder that they lie in."""
+    """The runs of a study so far, on one dataset.
 
-    def __init__(self, config, data, trials):
-        self.config, self.data, self.trials = config, data, trials
-        self.reuse = Reuse() if config.fresh else Reuse(config.reuse, config.accept_code)
+    trials: the folder that they lie in; reuse: a Reuse of those that may be taken instead of trained.
+    """
+
+    def __init__(self, config, data, trials, reuse):
+        self.config, self.data, self.trials, self.reuse = config, data, trials, reuse
         self.folders = {}    # (stage, variant, seed): folder; a stage is rates, screen, tune or judge
         self.specs = {}      # folder: its trial.json
         self.taken = {}      # folder: (run of Reuse, the trial.json that was planned)
