@@ -100,13 +100,13 @@ def test_the_sentences_of_the_front_page_have_the_figures_of_the_results(both):
     words = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     for sentence in (
             f"only constraint heads beat the plain GPT**, by {by['constraint_a',]} bits per byte",
-                f"as many FLOPs is better than they are by {by['constraint_a', 'FLOPs']}. One with as many "
-                f"parameters is ahead by {by['constraint_a', 'parameters']}, but the test does not confirm",
-                f"Head routing is worse than the plain GPT by {by['routing_inf',]}",
+            f"as many FLOPs is better than they are by {by['constraint_a', 'FLOPs']}. One with as many "
+            f"parameters is ahead by {by['constraint_a', 'parameters']}, but the test does not confirm",
+            f"Head routing is worse than the plain GPT by {by['routing_inf',]}",
             f"They gain {by['short_conv',]} at equal hyperparameters: a plain GPT needs "
-                f"{rows['short_conv']['worth']['mean']:.2f} times its training compute to be as good",
-                f"At equal parameters they gain {by['short_conv', 'parameters']}.",
-                f"no parameters at all and gains {by['key_offset',]}",
+            f"{rows['short_conv']['worth']['mean']:.2f} times its training compute to be as good",
+            f"At equal parameters they gain {by['short_conv', 'parameters']}.",
+            f"no parameters at all and gains {by['key_offset',]}",
             f"only at equal hyperparameters**, by {by['diff',]}.",
             f"at equal FLOPs the plain GPT is better by {by['diff', 'FLOPs']}"):
         assert sentence in words
