@@ -30,10 +30,9 @@ test: .venv/ready-test
 test-all: .venv/ready-test
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
 
-# long lines, unused names, named lambdas: pyproject.toml says what; then what the GPU check has not seen
+# long lines, unused names, named lambdas: pyproject.toml says what
 lint: .venv/ready-test
 	$(PY) -m ruff check .
-	@OMP_NUM_THREADS=1 $(PY) -m nanoheads.gpu.check --changed
 
 # STUDY=config/studies/routing.py for another one; it goes on where it stopped
 compare: .venv/ready
@@ -50,7 +49,7 @@ notebook: .venv/ready-test
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(PY) tests/refresh_notebook.py
 
 # compile every training step for sm_90, sm_80 and sm_89 on a machine without a GPU (docs/gpu.md);
-# QUICK=1: six entries; ENTRIES="acag sink": those; JOBS: processes at a time; what has not changed is kept
+# QUICK=1: six entries; ENTRIES="acag sink": those; JOBS: processes at a time
 gpu-check:
 	$(PYTHON) -m nanoheads.gpu.environment $(GPU_VENV)
 	$(GPU_VENV)/bin/python -m nanoheads.gpu.check $(ENTRIES) $(if $(QUICK),--quick) $(if $(JOBS),--jobs=$(JOBS))

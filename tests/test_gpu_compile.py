@@ -1,17 +1,17 @@
-"""The GPU check: what makes a result stale, what counts as wrong, what is refused. No GPU, no CUDA build."""
+"""The GPU check: what is compiled again, what counts as wrong, what is refused. No GPU, no CUDA build."""
 
 import json
-import shutil
+import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from model import MECHANISMS
 from nanoheads.common import ROOT
-from nanoheads.gpu import check, digest, entries, environment, report
+from nanoheads.gpu import check, entries, environment, report
 from nanoheads.gpu.entries import CARDS, ENTRIES, Check
-
-from conftest import forget_code as forget
 
 FINE = {"kernels": 44, "bytes": 10**8, "shared": 2048, "limit": 101376, "largest": "triton_0", "too_large": 0}
 
@@ -21,8 +21,10 @@ def results(monkeypatch):
     """Results that are kept in memory; results.compiled: the checks that were compiled, each with row()."""
     monkeypatch.setattr(report, "write", lambda rows: found.rows.update(rows))
     monkeypatch.setattr(report, "read", lambda: dict(found.rows))
+    monkeypatch.setattr(report, "code_commit", lambda: found.commit)
+    monkeypatch.setattr(report, "write_page", lambda: False)
     monkeypatch.setattr(check, "prepare", lambda: None)
-    found = SimpleNamespace(rows={}, compiled=[], row=lambda check: FINE)
+    found = SimpleNamespace(rows={}, compiled=[], commit="1234abcd", row=lambda check: FINE)
 
     def compile_all(wanted, jobs, nanogpt, done):
         found.compiled = list(wanted)
@@ -67,73 +69,46 @@ def test_moving_schedules_are_those_of_the_mechanisms_that_are_on():
     assert entries.settings(Check("plain", "steps")).unet_ramp == 0
 
 
-# ---- what makes a result stale ----
+# ---- what is compiled again ----
 
-def digests(root):
-    forget()
-    return {name: digest.digest(Check(name, "train"), root) for name in ("plain", "xsa", "sink", "muon")}
-
-
-@pytest.fixture(scope="module")
-def as_they_are():
-    return digests(ROOT)
-
-
-@pytest.fixture
-def stale_after(tmp_path, as_they_are):
-    """stale_after((file, before, after), ...) -> the entries whose digest these edits change."""
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py")]:
-        target = tmp_path / path.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, target)
-
-    def edit(*edits):
-        for file, before, after in edits:
-            text = (tmp_path / file).read_text(encoding="utf-8")
-            assert before in text, (file, before)
-            (tmp_path / file).write_text(text.replace(before, after, 1), encoding="utf-8")
-        new = digests(tmp_path)
-        return {name for name in new if new[name] != as_they_are[name]}
-
-    yield edit
-    forget()
-
-
-def test_words_make_nothing_stale(stale_after):
-    """A comment, a docstring, another program."""
-    assert stale_after(
-        ("nanoheads/kernels.py", "# its values do not matter", "# whatever they are"),
-        ("nanoheads/kernels.py", '"""Rotate x [..., D] by its', '"""Turn x [..., D] by its'),
-        ("compare.py", "def main(", "def main_(")) == set()
-
-
-@pytest.mark.parametrize("file, before, after, stale", [
-    ("nanoheads/kernels.py", "F.relu(x).square()", "F.relu(x) ** 2", {"plain", "xsa", "sink", "muon"}),
-    ("nanoheads/rivals.py", "self.strength.tanh()", "self.strength.sin()", {"xsa"}),
-    ("nanoheads/training/optim.py", "X = X.bfloat16()", "X = X.half()", {"plain", "xsa", "sink", "muon"}),
-], ids=["kernel of all", "mechanism", "optimizer"])
-def test_code_makes_stale_what_reaches_it(stale_after, file, before, after, stale):
-    assert stale_after((file, before, after)) == stale
-
-
-def test_what_was_compiled_is_not_compiled_again(results):
-    assert run("xsa") == 0 and len(results.compiled) == len(entries.checks(("xsa",)))
+def test_what_a_commit_has_compiled_is_not_compiled_again(results):
+    every = entries.checks(("xsa",))
+    assert run("xsa") == 0 and results.compiled == every
+    assert all(row["commit"] == "1234abcd" for row in results.rows.values())
     assert run("xsa") == 0 and results.compiled == []
-    next(iter(results.rows.values()))["digest"] = "another"
-    assert run("xsa") == 0 and len(results.compiled) == 1
+    results.rows[every[0].key]["commit"] = "another"
+    assert run("xsa") == 0 and results.compiled == every[:1]
+    results.rows[every[1].key]["error"] = "the process died"
+    run("xsa")
+    assert results.compiled == every[1:2]
+    run("xsa", "--again")
+    assert results.compiled == every
 
 
-def test_lint_lists_what_has_changed_and_does_not_fail(results, monkeypatch, capsys):
-    for module in (check, report):
-        monkeypatch.setattr(module, "checks", lambda names=None: entries.checks(("plain", "xsa")))
-    check.main(["--changed"])
-    assert "2 of 2 entries have changed" in (said := capsys.readouterr().out) and "plain, xsa" in said
-    run("plain", "xsa")
-    capsys.readouterr()
-    check.main(["--changed"])
-    assert capsys.readouterr().out == "gpu-check: all 2 entries were compiled for a GPU as they are\n"
-    lint = (ROOT / "Makefile").read_text().split("\nlint:")[1].split("\n\n")[0]
-    assert "nanoheads.gpu.check --changed" in lint
+@pytest.mark.parametrize("commit", ["1234abcd-dirty", None])
+def test_code_that_is_in_no_commit_is_always_compiled(results, commit):
+    results.commit = commit
+    for _ in range(2):
+        assert run("xsa") == 0 and results.compiled == entries.checks(("xsa",))
+
+
+def test_the_commit_is_the_last_that_changed_the_code(tmp_path, monkeypatch):
+    def git(*args):
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a", *args]
+        return subprocess.check_output(command, cwd=tmp_path, text=True).strip()
+
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    assert report.code_commit() is None
+    git("init", "-q")
+    for name in ("model.py", "README.md"):
+        (tmp_path / name).write_text("x")
+        git("add", name)
+        git("commit", "-q", "-m", name)
+    commit = git("rev-parse", "HEAD~")[:8]
+    (tmp_path / "README.md").write_text("y")
+    assert report.code_commit() == commit
+    (tmp_path / "model.py").write_text("y")
+    assert report.code_commit() == f"{commit}-dirty"
 
 
 # ---- what is wrong ----
@@ -143,8 +118,7 @@ def test_lint_lists_what_has_changed_and_does_not_fail(results, monkeypatch, cap
     ({"error": "InductorError: no"}, "does not compile: InductorError: no"),
     ({"breaks": ["aten.nonzero"]}, "graph break: aten.nonzero"),
     ({"graphs": [1, 1, 2, 2, 2]}, "recompiled: [1, 1, 2, 2, 2]"),
-    ({"attention": {"decode": ["cudnn_attention"], "prompt": ["flash_attention"]}}, "cuDNN's"),
-], ids=["shared memory", "error", "graph break", "recompilation", "cudnn"])
+], ids=["shared memory", "error", "graph break", "recompilation"])
 def test_each_fault_makes_the_check_fail(results, capsys, row, words):
     results.row = lambda each: {**FINE, **(row if each.card == "sm_89" or each.kind == "steps" else {})}
     assert run("xsa") == 1
@@ -161,28 +135,66 @@ def test_a_switch_of_the_gradient_may_compile_once_more(entry, graphs):
     assert [*report.problems(check, {"graphs": [*graphs[:4], graphs[4] + 1]})]
 
 
-def test_each_check_goes_to_a_process_of_its_card(monkeypatch):
-    class Process(check.Worker):
-        made = []
+# ---- processes ----
 
-        def __init__(self, work, card, nanogpt):
-            self.work, self.card, self.left = work, card, 3
-            self.process = SimpleNamespace(poll=lambda: None)
-            self.made.append((work, card))
+STAND_IN = """
+import json, os, signal, sys
+for entry, *_ in json.loads(sys.argv[1])["checks"]:
+    if entry == "sink" and not os.path.exists("died"):
+        open("died", "w").close()
+        os.kill(os.getpid(), getattr(signal, os.environ["SIGNAL"]))
+    print(json.dumps({"entry": entry}), flush=True)
+"""
 
-        def run(self, each):
-            self.left -= 1
-            assert (check.WORK[each.kind], each.card) == (self.work, self.card)
-            return FINE
 
-        def close(self):
-            pass
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    """compiled(wanted, jobs, signal) -> {check: row}; the first process that comes to "sink" dies of it.
 
-    monkeypatch.setattr(check, "Worker", Process)
-    wanted, done = entries.checks(("xsa", "plain")), []
-    check.compile_all(wanted, 2, None, lambda each, row: done.append(each))
-    assert sorted(done) == sorted(wanted)
-    assert set(Process.made) == {("graphs", "sm_90"), *(("binaries", card) for card in CARDS)}
+    compiled.started: the checks of each process.
+    """
+    def start(checks, nanogpt):
+        run.started.append(checks)
+        command = [sys.executable, "-c", STAND_IN, json.dumps({"checks": checks})]
+        return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                                text=True)
+
+    def run(wanted, jobs=2, signal="SIGKILL"):
+        rows = {}
+        monkeypatch.setenv("SIGNAL", signal)
+        check.compile_all(wanted, jobs, None, lambda each, row: rows.__setitem__(each, row))
+        return rows
+
+    run.started = []
+    monkeypatch.setattr(check, "start", lambda checks, nanogpt: start(list(checks), nanogpt))
+    return run
+
+
+def test_each_check_goes_to_a_process_of_its_card_and_kind(compiled):
+    wanted = entries.checks(("xsa", "plain"))
+    assert compiled(wanted) == {each: {"entry": each.entry} for each in wanted}
+    for checks in compiled.started:
+        assert len({(check.WORK[each.kind], each.card) for each in checks}) == 1
+
+
+def test_a_process_that_dies_takes_no_other_check_with_it(compiled):
+    wanted = [Check(name, "train") for name in ("plain", "sink", "xsa")]
+    rows = compiled(wanted, jobs=1)
+    assert [*rows] == wanted and len(compiled.started) == 2
+    assert "the process died" in rows[wanted[1]].pop("error")
+    assert [row.get("entry") for row in rows.values()] == ["plain", None, "xsa"]
+
+
+def test_after_an_interrupt_nothing_more_is_compiled(compiled):
+    wanted = [Check(name, "train") for name in ("plain", "sink", "xsa")]
+    assert [*compiled(wanted, jobs=1, signal="SIGINT")] == wanted[:1] and len(compiled.started) == 1
+
+
+def test_a_process_that_takes_too_long_is_killed(monkeypatch):
+    monkeypatch.setattr(check, "LIMIT", 0.2)
+    process = subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE, text=True)
+    assert check.answer(process) is None and process.wait() == -signal.SIGKILL
+    process.stdout.close()
 
 
 # ---- what is refused, in one line ----
@@ -243,9 +255,9 @@ def test_a_broken_results_file_is_named(tmp_path, monkeypatch):
 
 def test_results_come_back_as_they_were_written(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path / "gpu.json")
-    key = Check("acag", "train").key
-    report.write({key: FINE, "gone train 64 bfloat16 sm_90": FINE})
-    assert report.read() == {key: FINE}
+    rows = {check.key: FINE for check in (Check("acag", "train"), Check("accumulated", "bytes"))}
+    report.write({**rows, "gone train 64 bfloat16 sm_90": FINE})
+    assert report.read() == rows
     assert json.loads(report.RESULTS.read_text())["torch"] == environment.TORCH
 
 
@@ -254,20 +266,37 @@ def test_results_come_back_as_they_were_written(tmp_path, monkeypatch):
 def test_bytes_are_compared_with_nanogpt_and_the_plain_gpt():
     sizes = {"nanogpt": (40, 200), "gpt2": (42, 210), "plain": (48, 220),
              "acag": (60, 300), "sink": (57, 250)}
-    rows = {Check(name, "bytes").key: {"bytes": gb * 10**9, "kernels": n} for name, (gb, n) in sizes.items()}
-    rows[Check("xsa", "bytes").key] = {"error": "no", "bytes": 0, "kernels": 0}
+    rows = {Check(name, "bytes").key: {"bytes": gb * 10**9, "kernels": n, "commit": "1234abcd"}
+            for name, (gb, n) in sizes.items()}
+    rows[Check("xsa", "bytes").key] = {"error": "no", "bytes": 0, "kernels": 0, "commit": "5678abcd"}
     lines = report.byte_tables(rows).splitlines()
-    assert "| `recipe=gpt2` | 42.00 | 1.05 x, goal 1.00 | 210 |" in lines
-    assert "| `recipe=modern` | 48.00 | 1.20 x | 220 |" in lines
-    assert "| `acag` | 60.00 | 1.25 x | 300 |" in lines
-    assert "| `sink` | 57.00 | 1.19 x, goal 1.15 | 250 |" in lines
-    assert "| `xsa` | does not compile |  |  |" in lines
+    assert "| `recipe=gpt2` | 42.00 | 1.05 x, goal 1.00 | 210 | 1234abcd |" in lines
+    assert "| `recipe=modern` | 48.00 | 1.20 x | 220 | 1234abcd |" in lines
+    assert "| `acag` | 60.00 | 1.25 x | 300 | 1234abcd |" in lines
+    assert "| `sink` | 57.00 | 1.19 x, goal 1.15 | 250 | 1234abcd |" in lines
+    assert "| `xsa` | does not compile |  |  | 5678abcd |" in lines
 
 
 def test_the_overview_has_a_line_for_each_entry():
     rows = {Check("xsa", "train", card=card).key: {**FINE, "shared": 200000} for card in CARDS}
     head, line, *_ = report.overview(rows, entries.checks(("xsa", "plain"))).splitlines()
-    assert line.split() == ["xsa", "44", "100.0", "195", "195", "195", "yes", "3", "of", "7"]
+    assert line.split() == ["xsa", "44", "100.0", "195", "195", "195", "3", "of", "7"]
+
+
+def test_bytes_are_printed_of_what_was_asked_for_alone(results, capsys):
+    results.rows[Check("sink", "bytes").key] = {**FINE, "commit": "old"}
+    assert run("xsa", "accumulated", "--bytes") == 0
+    head, *lines = capsys.readouterr().out.splitlines()[:3]
+    assert head.split() == ["entry", "GB", "moved", "kernels", "commit"]
+    assert [line.split() for line in lines] == [["xsa", "0.10", "44", "1234abcd"],
+                                                ["accumulated", "0.10", "44", "1234abcd"]]
+
+
+def test_a_table_says_of_which_commit_the_results_are():
+    old, new = dict(commit="11111111", date="2026-11-23"), dict(commit="22222222", date="2026-11-25")
+    rows = {Check("acag", "train").key: old, Check("xsa", "train").key: new, Check("xsa", "steps").key: new}
+    assert report.commits_table(rows).splitlines()[2:] == ["| 22222222 | 2026-11-25 | 2 | `xsa` |",
+                                                           "| 11111111 | 2026-11-23 | 1 | `acag` |"]
 
 
 def test_the_table_of_shared_memory_names_the_largest():
@@ -279,4 +308,4 @@ def test_the_table_of_shared_memory_names_the_largest():
 
 def test_the_page_holds_the_tables_of_the_results():
     text = report.PAGE.read_text(encoding="utf-8")
-    assert report.filled(text) == text, "run: python -m gpu.check --tables"
+    assert report.filled(text) == text, "run: python -m nanoheads.gpu.check --tables"

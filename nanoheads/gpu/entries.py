@@ -13,7 +13,7 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 CARDS = ("sm_90", "sm_80", "sm_89")
 KINDS = {"steps": "five training steps with moving schedules, Dynamo alone",
          "train": "a training step, forward and backward",
-         "eval": "evaluation, traces, a prompt and one cached decode step, uncompiled",
+         "eval": "FlexAttention in evaluation, traces, a prompt and one cached decode step",
          "bytes": "a training step at GPT-2 124M, 12 x 1024, down to code"}
 HEAD_SIZES = (16, 32, 128)  # beside 64, which all have
 NO_LABELS = " (no labels)"  # the end of an entry's name
@@ -42,7 +42,7 @@ VARIANTS = {
     "vocabulary": dict(vocab_size=50257),
     "portions": dict(loss_chunks=4),
     "portions, a2c_temperature": dict(loss_chunks=4, **MECHANISMS["a2c_temperature"]),
-    "accumulated": {},  # gradients of two portions, over weights that are cast once
+    "accumulated": {},  # gradients of two portions; autocast casts the weights in each
     "routing_packed": dict(routing="moh", routing_capacity=1.25),
     "constraint_score": SCORE,
     "constraint_score+xsa": {**SCORE, **MECHANISMS["xsa"]},
@@ -78,6 +78,7 @@ ALL_SIZES = ("plain", "all_on", "routing_packed", "constraint_score", "a2c_key_b
 MUON = "muon"
 # of the table of bytes: nanoGPT's own model, where it is at hand
 NANOGPT = "nanogpt"
+BYTES = (NANOGPT, "gpt2", "plain", *MECHANISMS, "all_on")
 QUICK = ("plain", "gpt2", "acag", "sink", "all_on", "routing_packed")
 
 
@@ -167,9 +168,8 @@ def checks(entries: Optional[tuple] = None):
 
 
 def byte_checks(entries: Optional[tuple] = None):
-    """The checks of the table of bytes: both recipes, nanoGPT, and each mechanism."""
-    names = [NANOGPT, "gpt2", "plain", *MECHANISMS, "all_on"]
-    return [Check(name, "bytes") for name in names if entries is None or name in entries]
+    """The checks of bytes of these entries; None: both recipes, nanoGPT, and each mechanism."""
+    return [Check(name, "bytes") for name in dict.fromkeys(entries or BYTES)]
 
 
 def quick_checks(entries: Optional[tuple] = None):

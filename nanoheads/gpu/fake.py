@@ -7,7 +7,6 @@ another version is refused (gpu/environment.py) rather than compiled in some oth
 
 import functools
 import logging
-from contextlib import contextmanager
 
 import torch
 import torch._dynamo as dynamo
@@ -16,15 +15,13 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch._subclasses.fake_tensor as fake_tensor
 from torch import nn
-from torch.nn import functional as F
 from torch._dynamo.utils import counters
-from torch._inductor import compile_fx, cudagraph_utils, metrics
+from torch._inductor import compile_fx, metrics
 from torch._inductor.graph import GraphLowering, getattr_recursive
 from torch._inductor.ir import Constant
 from torch._inductor.lowering import tensor as lower_tensor
 from torch._inductor.runtime import triton_heuristics
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoheads import kernels
 
@@ -33,13 +30,11 @@ class Seen:
     """What compiling has shown since clear()."""
 
     def __init__(self):
-        self.shared = {}           # kernel -> bytes of shared memory that it asks for
-        self.graphs = 0            # that Dynamo has handed to a compiler
-        self.no_cuda_graph = set()  # why Inductor would not capture one
+        self.shared = {}  # kernel -> bytes of shared memory that it asks for
+        self.graphs = 0   # that Dynamo has handed to a compiler
 
     def clear(self):
         self.shared.clear()
-        self.no_cuda_graph.clear()
         self.graphs = 0
         dynamo.reset()
         counters.clear()
@@ -79,12 +74,6 @@ def compile_kernel(tuner, *args, **kwargs):
     if least is None:
         raise error or triton_heuristics.NoTritonConfigsError(f"{name} has no configuration")
     SEEN.shared[name] = max(SEEN.shared.get(name, 0), least)
-
-
-def note_skip(reason):
-    """In place of Inductor's log of why it captures no CUDA graph."""
-    reason = reason.split("\n")[0].replace("skipping cudagraphs due to ", "").split(". Found from")[0]
-    SEEN.no_cuda_graph.add(reason.strip()[:160])
 
 
 def lower_constant(lowering, target, args, kwargs, usual=GraphLowering.get_attr):
@@ -135,11 +124,6 @@ def prepare(binaries=True):
     inductor_config.joint_graph_constant_folding = False  # computes on the device
     inductor_config.shape_padding = False                 # measures on the device
     inductor_config.triton.unique_kernel_names = False    # the same in all models: triton's cache finds them
-    inductor_config.triton.cudagraphs = True              # nothing is captured, only the reasons against it
-    inductor_config.graph_partition = False               # which says them of the whole graph
-    for module in (cudagraph_utils, compile_fx, torch._inductor.output_code):
-        if hasattr(module, "log_cudagraph_skip_and_bump_counter"):
-            module.log_cudagraph_skip_and_bump_counter = note_skip
 
     log = compile_fx.inductor_metrics_log  # Inductor counts bytes only for those who listen
     log.setLevel(logging.INFO)
@@ -176,36 +160,3 @@ def to_cuda(model):
         for tensors in (module._parameters, module._buffers):
             tensors.update({name: move(t) for name, t in tensors.items() if t is not None})
     return model
-
-
-class AttentionOps(TorchDispatchMode):
-    """Adds to `names` which of PyTorch's attention kernels are called."""
-
-    def __init__(self, names):
-        super().__init__()
-        self.names = names
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.__name__.split(".")[0]
-        if name.startswith("_scaled_dot_product"):
-            self.names.add(name.removeprefix("_scaled_dot_product_"))
-        return function(*args, **(kwargs or {}))
-
-
-@contextmanager
-def attention_ops():
-    """The names of the kernels that F.scaled_dot_product_attention takes meanwhile, uncompiled.
-
-    The mode is on inside that function only: torch.compile, which FlexAttention is under, refuses it.
-    """
-    names, real = set(), F.scaled_dot_product_attention
-
-    def watched(*args, **kwargs):
-        with AttentionOps(names):
-            return real(*args, **kwargs)
-
-    F.scaled_dot_product_attention = watched
-    try:
-        yield names
-    finally:
-        F.scaled_dot_product_attention = real

@@ -1,15 +1,18 @@
-"""What the results of the GPU check say: what is wrong, what is printed, the table in docs/gpu.md."""
+"""What the results of the GPU check say: what is wrong, what is printed, the tables in docs/gpu.md."""
 
 import json
 import re
+import subprocess
+from contextlib import suppress
 
 from model import MECHANISMS
 from nanoheads.common import ROOT, UserError, table, write_atomic
-from nanoheads.gpu.entries import CARDS, NANOGPT, Check, byte_checks, checks, switches
+from nanoheads.gpu.entries import BYTES, CARDS, ENTRIES, NANOGPT, Check, byte_checks, checks, switches
 from nanoheads.gpu.environment import TORCH
 
 RESULTS = ROOT / "results/gpu-compile.json"
 PAGE = ROOT / "docs/gpu.md"
+CODE = ("model.py", "train.py", "nanoheads")  # what is compiled
 MARK = re.compile(rf"(<!-- table: (\w+) {RESULTS.name} -->\n).*?(<!-- end -->)", re.S)
 OF_NANOGPT = {"gpt2": 1.00, "plain": 1.25}  # bytes that the two recipes may move, in those of nanoGPT
 OF_PLAIN, OF_PLAIN_WITH_ACAG = 1.15, 1.50   # and a mechanism, in those of the plain GPT
@@ -30,10 +33,36 @@ def read():
 
 def write(rows):
     """Write {key: row}, a line each; those of checks that are no more are left out."""
-    known = [check.key for check in (*checks(), *byte_checks())]
+    known = [check.key for check in (*checks(), *byte_checks((*BYTES, *ENTRIES)))]
     lines = [f" {json.dumps(key)}: {json.dumps(rows[key], sort_keys=True)}" for key in known if key in rows]
     text = f'{{"torch": "{TORCH}", "checks": {{\n' + ",\n".join(lines) + "\n}}\n"
     write_atomic(RESULTS, lambda f: f.write(text.encode()))
+
+
+def code_commit():
+    """The last commit that changed what is compiled, "-dirty" behind it where that has changed since.
+
+    None without git.
+    """
+    def git(*args):
+        command = ["git", *args, "--", *CODE]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    with suppress(OSError):
+        commit = git("log", "-1", "--abbrev=8", "--format=%h")
+        if not commit:
+            return None
+        return f"{commit}-dirty" if git("status", "--porcelain") else commit
+    return None
+
+
+def missing(wanted, commit):
+    """Those of the wanted checks that the results file does not have from this commit, or has as an error."""
+    rows = read()
+    if commit is None or commit.endswith("-dirty"):
+        return wanted
+    have = {key for key, row in rows.items() if row["commit"] == commit and "error" not in row}
+    return [check for check in wanted if check.key not in have]
 
 
 # ---- what is wrong ----
@@ -50,9 +79,6 @@ def problems(check, row):
     if row.get("shared", 0) > row.get("limit", 0):
         yield (f"{row['largest']} asks for {row['shared']:,} bytes of shared memory, the card has "
                f"{row['limit']:,}; kernels that ask for too much: {row['too_large']}")
-    calls = [call for call, names in row.get("attention", {}).items() if "cudnn_attention" in names]
-    if calls:
-        yield f"attention is cuDNN's, which plans anew for each length: {', '.join(calls)}"
 
 
 def wrong(rows, wanted):
@@ -77,21 +103,18 @@ def overview(rows, wanted):
         cells += [f"{row['shared'] / 1024:.0f}" if "shared" in row else "–" for row in of_cards]
         mine = [check for check in wanted if check.entry == name]
         bad = sum(any(problems(check, rows.get(check.key, {}))) for check in mine)
-        graph = "–" if not first else "no" if "no_cuda_graph" in first else "yes"
-        lines.append([name, *cells, graph, f"{bad} of {len(mine)}" if bad else "0"])
-    return table(["entry", "kernels", "MB moved", *(f"KB {card}" for card in CARDS), "CUDA graph", "wrong"],
-                 lines)
+        lines.append([name, *cells, f"{bad} of {len(mine)}" if bad else "0"])
+    return table(["entry", "kernels", "MB moved", *(f"KB {card}" for card in CARDS), "wrong"], lines)
 
 
-def changed(stale):
-    """What has changed since it was last compiled, in a line or two; stale: those checks."""
-    every = list(dict.fromkeys(check.entry for check in checks()))
-    entries = list(dict.fromkeys(check.entry for check in stale))
-    if not entries:
-        return f"gpu-check: all {len(every)} entries were compiled for a GPU as they are"
-    names = ", ".join(entries[:8]) + (f" and {len(entries) - 8} more" if len(entries) > 8 else "")
-    return (f"gpu-check: {len(entries)} of {len(every)} entries have changed since they were compiled for a "
-            f"GPU (make gpu-check):\n  {names}")
+def byte_overview(rows, wanted):
+    """A line for each entry: bytes and kernels of its training step at GPT-2 124M."""
+    lines = []
+    for check in wanted:
+        row = rows.get(check.key, {})
+        moved = f"{row['bytes'] / 1e9:.2f}" if "bytes" in row else "–"
+        lines.append([check.entry, moved, row.get("kernels", "–"), row.get("commit") or "–"])
+    return table(["entry", "GB moved", "kernels", "commit"], lines)
 
 
 # ---- the table of bytes ----
@@ -99,10 +122,10 @@ def changed(stale):
 def byte_row(name, row, base, goal):
     """A line of the table; base: the row that bytes are compared with."""
     if "error" in row:
-        return [name, "does not compile", "", ""]
+        return [name, "does not compile", "", "", row["commit"]]
     share = row["bytes"] / base["bytes"]
     missed = "" if goal is None or round(share, 2) <= goal else f", goal {goal:.2f}"
-    return [name, f"{row['bytes'] / 1e9:.2f}", f"{share:.2f} x{missed}", row["kernels"]]
+    return [name, f"{row['bytes'] / 1e9:.2f}", f"{share:.2f} x{missed}", row["kernels"], row["commit"]]
 
 
 def byte_tables(rows):
@@ -114,7 +137,7 @@ def byte_tables(rows):
     of_mechanisms = [byte_row(f"`{name}`", found[name], plain, goal_of(name))
                      for name in (*MECHANISMS, "all_on") if name in found and plain]
     return "\n\n".join(
-        in_markdown(["", "GB moved", f"of {whose}'s", "kernels"], lines)
+        in_markdown(["", "GB moved", f"of {whose}'s", "kernels", "commit"], lines)
         for whose, lines in (("nanoGPT", of_recipes), ("the plain GPT", of_mechanisms)) if lines)
 
 
@@ -144,8 +167,27 @@ def shared_table(rows):
     return in_markdown(head, lines) if lines else ""
 
 
+# ---- the table of commits ----
+
+def commits_table(rows):
+    """A table in Markdown: how many results there are of each commit, the newest first."""
+    found = {}
+    for check in (*checks(), *byte_checks()):
+        row = rows.get(check.key)
+        if row:
+            found.setdefault((row["date"], row["commit"]), []).append(check.entry)
+    lines = [[commit, day, len(entries), in_short(dict.fromkeys(entries))]
+             for (day, commit), entries in sorted(found.items(), reverse=True)]
+    return in_markdown(["commit", "compiled on", "checks", "entries"], lines) if lines else ""
+
+
+def in_short(entries):
+    """Up to six entries by name, more by their number."""
+    return ", ".join(f"`{entry}`" for entry in entries) if len(entries) <= 6 else f"{len(entries)}"
+
+
 # what docs/gpu.md can hold of the results file
-TABLES = {"bytes": byte_tables, "shared": shared_table}
+TABLES = {"commits": commits_table, "bytes": byte_tables, "shared": shared_table}
 
 
 def in_markdown(head, lines):
@@ -165,7 +207,7 @@ def filled(text):
 
 
 def write_page():
-    """Write the table into docs/gpu.md; whether anything changed."""
+    """Write the tables into docs/gpu.md; whether anything changed."""
     before = PAGE.read_text(encoding="utf-8")
     after = filled(before)
     if after != before:

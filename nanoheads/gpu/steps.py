@@ -1,5 +1,5 @@
 """
-One process of the GPU check: reads checks from its standard input, a JSON line each, and answers each in one.
+One process of the GPU check: compiles the checks that its argument names, and prints a JSON line for each.
 
 It runs in the environment that gpu/environment.py made, with its variables: tensors are fake, kernels are
 compiled and never launched.
@@ -12,7 +12,6 @@ import sys
 import time
 import traceback
 import warnings
-from types import SimpleNamespace
 
 import torch
 from torch._inductor import metrics
@@ -81,24 +80,17 @@ def steps(check):
 
 @torch.no_grad()
 def evaluate(check):
-    """Evaluation, traces, a prompt and one cached step, uncompiled: the attention kernels that are taken."""
+    """Compile FlexAttention as evaluation, traces, a prompt and one cached step use it, where any does."""
     config = settings(check)
     model = fake.to_cuda(GPT(config)).eval()
-    x, names = tokens(BATCH, config), {}
+    x, cache = tokens(BATCH, config), KVCache(config)
     _, autocast = optim.precision(check.dtype, "cuda")
-    cache = KVCache(config)
-
-    def prompt_and_step():
+    with autocast:
+        model(x)
+        model(x, x)
+        model(x, x, traces=True)
         model.head(model.hidden(x[:, :-1], cache))
-
-    calls = {"eval": lambda: model(x), "loss": lambda: model(x, x),
-             "traces": lambda: model(x, x, traces=True),
-             "prompt": prompt_and_step, "decode": lambda: model.head(model.hidden(x[:, -1:], cache))}
-    for name, call in calls.items():
-        with autocast, fake.attention_ops() as found:
-            call()
-        names[name] = sorted(found)
-    return {"attention": names}
+        model.head(model.hidden(x[:, -1:], cache))
 
 
 def muon():
@@ -134,7 +126,7 @@ def run(check, nanogpt_folder=None):
             elif check.entry == NANOGPT:
                 nanogpt(nanogpt_folder)
             elif check.kind == "eval":
-                row.update(evaluate(check))
+                evaluate(check)
             elif check.kind == "steps":
                 row.update(steps(check))
             else:
@@ -156,15 +148,13 @@ def first_line(e):
 
 
 def figures():
-    """Kernels, bytes moved, the most shared memory that a kernel asks for, why no CUDA graph is taken."""
+    """Kernels, bytes moved, and the most shared memory that a kernel asks for."""
     row = {"kernels": metrics.generated_kernel_count, "bytes": metrics.num_bytes_accessed}
     if SEEN.shared:
         largest = max(SEEN.shared, key=SEEN.shared.get)
         limit = fake.shared_memory_limit()
         row.update(shared=SEEN.shared[largest], limit=limit, largest=largest[:60])
         row["too_large"] = sum(shared > limit for shared in SEEN.shared.values())
-    if SEEN.no_cuda_graph:
-        row["no_cuda_graph"] = sorted(SEEN.no_cuda_graph)
     return row
 
 
@@ -172,11 +162,11 @@ def main():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what torch prints is no answer
     warnings.simplefilter("ignore")
-    options = SimpleNamespace(**json.loads(sys.argv[1]))
-    fake.prepare(binaries=options.work == "binaries")
-    fake.compile_with(fake.no_compiler if options.work == "graphs" else fake.inductor)
-    for line in sys.stdin:
-        row = run(Check(*json.loads(line)), options.nanogpt)
+    request = json.loads(sys.argv[1])
+    fake.prepare(binaries=request["work"] == "binaries")
+    fake.compile_with(fake.no_compiler if request["work"] == "graphs" else fake.inductor)
+    for check in request["checks"]:
+        row = run(Check(*check), request["nanogpt"])
         print(json.dumps(row), file=answers, flush=True)
 
 
