@@ -51,13 +51,13 @@ notebook: .venv/ready-test
 # compile every training step for sm_90, sm_80 and sm_89 on a machine without a GPU (docs/gpu.md);
 # QUICK=1: six entries; ENTRIES="acag sink": those; JOBS: processes at a time
 gpu-check:
-	$(PYTHON) -m nanoheads.gpu.environment $(GPU_VENV)
-	$(GPU_VENV)/bin/python -m nanoheads.gpu.check $(ENTRIES) $(if $(QUICK),--quick) $(if $(JOBS),--jobs=$(JOBS))
+	$(PYTHON) -m tests.gpu.environment $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m tests.gpu.check $(ENTRIES) $(if $(QUICK),--quick) $(if $(JOBS),--jobs=$(JOBS))
 
 # bytes moved and kernels of a training step at GPT-2 124M; NANOGPT=/path compares with nanoGPT's model.py
 gpu-bytes:
-	$(PYTHON) -m nanoheads.gpu.environment $(GPU_VENV)
-	$(GPU_VENV)/bin/python -m nanoheads.gpu.check $(ENTRIES) --bytes $(if $(NANOGPT),--nanogpt=$(NANOGPT)) \
+	$(PYTHON) -m tests.gpu.environment $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m tests.gpu.check $(ENTRIES) --bytes $(if $(NANOGPT),--nanogpt=$(NANOGPT)) \
 	    $(if $(JOBS),--jobs=$(JOBS))
 
 clean:

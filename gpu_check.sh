@@ -60,8 +60,8 @@ each() { "$@" || code=1; }
 part() {
   case "$1" in
   agree)
-    each "$PY" -m nanoheads.gpu.agree --jobs "$JOBS" --out "$OUT/agree.jsonl"
-    each "$PY" -m nanoheads.gpu.agree --quick --compile --recipes modern --jobs "$JOBS" \
+    each "$PY" -m tests.gpu.agree --jobs "$JOBS" --out "$OUT/agree.jsonl"
+    each "$PY" -m tests.gpu.agree --quick --compile --recipes modern --jobs "$JOBS" \
       --out "$OUT/agree.jsonl" ;;
   bench)
     bench bench $SIZE_124M --what train --batch_size "${BATCH:-16}" --rounds 11 ;;
@@ -77,7 +77,7 @@ part() {
       each bench "graphs-$mode" $SMALL --compile_mode "$mode" ${NANOGPT:+--nanogpt "$NANOGPT"}
     done ;;
   compiled)
-    each "$PY" -m nanoheads.gpu.agree --compile --recipes modern --jobs "$JOBS" --out "$OUT/agree.jsonl" ;;
+    each "$PY" -m tests.gpu.agree --compile --recipes modern --jobs "$JOBS" --out "$OUT/agree.jsonl" ;;
   mechanisms)
     ALL=acag,routing_moh,routing_packed,sink,constraint_a,window,acag_detach,all_on,output_gate,unet_concat
     ALL=$ALL,a2c_temperature,roles,xsa,key_offset,sentinel,agency

@@ -1,11 +1,11 @@
-"""gpu/agree.py, on the CPU: float32 agrees with float64, and a model with other weights does not."""
+"""tests/gpu/agree.py, on the CPU: float32 agrees with float64, and a model with other weights does not."""
 
 import json
 
 import pytest
 import torch
 
-from nanoheads.gpu import agree
+from tests.gpu import agree
 
 NAMES = ["plain", "routing_moh", "sentinel_l0", "constraint_a", "acag"]
 

@@ -72,8 +72,8 @@ def test_every_part_is_described_in_its_order_and_is_there():
 
 def test_programs_of_the_script_exist():
     programs = set(re.findall(r'"\$PY" (\w+\.py)', TEXT))
-    modules = set(re.findall(r'"\$PY" -m (nanoheads[\w.]+)', TEXT))
-    assert {"bench.py", "compare.py"} <= programs and modules == {"nanoheads.gpu.agree"}
+    modules = set(re.findall(r'"\$PY" -m (tests\.[\w.]+)', TEXT))
+    assert {"bench.py", "compare.py"} <= programs and modules == {"tests.gpu.agree"}
     programs |= {module.replace(".", "/") + ".py" for module in modules}
     assert all((ROOT / program).is_file() for program in programs)
 

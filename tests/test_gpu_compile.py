@@ -10,8 +10,8 @@ import pytest
 
 from model import MECHANISMS
 from nanoheads.common import ROOT
-from nanoheads.gpu import check, entries, environment, report
-from nanoheads.gpu.entries import CARDS, ENTRIES, Check
+from tests.gpu import check, entries, environment, report
+from tests.gpu.entries import CARDS, ENTRIES, Check
 
 FINE = {"kernels": 44, "bytes": 10**8, "shared": 2048, "limit": 101376, "largest": "triton_0", "too_large": 0}
 
@@ -308,4 +308,4 @@ def test_the_table_of_shared_memory_names_the_largest():
 
 def test_the_page_holds_the_tables_of_the_results():
     text = report.PAGE.read_text(encoding="utf-8")
-    assert report.filled(text) == text, "run: python -m nanoheads.gpu.check --tables"
+    assert report.filled(text) == text, "run: python -m tests.gpu.check --tables"

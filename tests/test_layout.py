@@ -9,8 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = {path.stem for path in ROOT.glob("*.py")} - {"model"}
-# a run of a study is a run of train.py, whose step the GPU check compiles
-ALLOWED = {"nanoheads/study": {"train"}, "nanoheads/gpu": {"train"}}
+ALLOWED = {"nanoheads/study": {"train"}}  # a run of a study is a run of train.py
 
 
 def imported(path):

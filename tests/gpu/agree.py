@@ -1,10 +1,10 @@
 """
 Does every mechanism compute on this device what it computes on the CPU in float64?
 
-    python -m nanoheads.gpu.agree                                   # all, eager, on this machine's GPU
-    python -m nanoheads.gpu.agree --compile --jobs 8 --out agree.jsonl
-    python -m nanoheads.gpu.agree plain acag sink --recipes modern --dtypes bfloat16
-    python -m nanoheads.gpu.agree --quick --device cpu
+    python -m tests.gpu.agree                                   # all, eager, on this machine's GPU
+    python -m tests.gpu.agree --compile --jobs 8 --out agree.jsonl
+    python -m tests.gpu.agree plain acag sink --recipes modern --dtypes bfloat16
+    python -m tests.gpu.agree --quick --device cpu
 
 The plain GPT, each entry of MECHANISMS, ALL_ON and packed routing get the same drawn weights (not those of
 their neutral start) and the same tokens in float64 on the CPU, the reference, and on the device: logits,
@@ -41,18 +41,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
-from pathlib import Path
 from unittest import mock
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-import model  # noqa: E402
-from nanoheads.common import UserError, explain, json_safe, last_words, pick_device, writable  # noqa: E402
-from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, Routing, KVCache  # noqa: E402
-from sameness import liven  # noqa: E402
+import model
+from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache, Routing
+from nanoheads.common import UserError, explain, json_safe, last_words, pick_device, writable
+from tests.sameness import liven
 
 # two blocks of FlexAttention's 128 tokens, the second cut off; heads of 16, its least
 SHAPE = dict(block_size=192, vocab_size=64, n_layer=3, n_head=6, n_embd=96, seed=7)
@@ -317,7 +313,7 @@ def at_once(args, argv):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
 
     def one(name):
-        command = [sys.executable, "-m", "nanoheads.gpu.agree", name, *argv, "--jobs", "1"]
+        command = [sys.executable, "-m", "tests.gpu.agree", name, *argv, "--jobs", "1"]
         code = subprocess.run(command, env=env).returncode
         if code not in (0, 1, 130, -signal.SIGINT):
             keep(dict(name=name, recipe="", compiled=args.compile, passed=False,

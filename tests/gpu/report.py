@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from model import MECHANISMS
 from nanoheads.common import ROOT, UserError, table, write_atomic
-from nanoheads.gpu.entries import BYTES, CARDS, ENTRIES, NANOGPT, Check, byte_checks, checks, switches
-from nanoheads.gpu.environment import TORCH
+from tests.gpu.entries import BYTES, CARDS, ENTRIES, NANOGPT, Check, byte_checks, checks, switches
+from tests.gpu.environment import TORCH
 
 RESULTS = ROOT / "results/gpu-compile.json"
 PAGE = ROOT / "docs/gpu.md"

@@ -25,8 +25,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from nanoheads.common import ROOT, UserError, last_words
-from nanoheads.gpu import environment, report
-from nanoheads.gpu.entries import ENTRIES, MUON, NANOGPT, QUICK, byte_checks, checks, quick_checks
+from tests.gpu import environment, report
+from tests.gpu.entries import ENTRIES, MUON, NANOGPT, QUICK, byte_checks, checks, quick_checks
 
 LOG = ROOT / "out/gpu-check.log"  # what torch and triton say meanwhile
 WORK = {"steps": "graphs", "train": "binaries", "eval": "binaries", "bytes": "code"}
@@ -84,7 +84,7 @@ def start(checks, nanogpt):
     variables = {**os.environ, **environment.variables(sys.prefix, card.removeprefix("sm_"))}
     LOG.parent.mkdir(exist_ok=True)
     with open(LOG, "a") as log:
-        return subprocess.Popen([sys.executable, "-m", "nanoheads.gpu.steps", json.dumps(request)], cwd=ROOT,
+        return subprocess.Popen([sys.executable, "-m", "tests.gpu.steps", json.dumps(request)], cwd=ROOT,
                                 env=variables, stdout=subprocess.PIPE, stderr=log, text=True)
 
 
@@ -114,7 +114,7 @@ def compile_and_keep(wanted, commit, jobs, nanogpt=None):
 # ---- the command line ----
 
 def arguments(argv):
-    parser = argparse.ArgumentParser(prog="nanoheads.gpu.check", description=__doc__,
+    parser = argparse.ArgumentParser(prog="tests.gpu.check", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("entries", nargs="*", help="entries to compile; none: all")
     parser.add_argument("--quick", action="store_true", help=f"{len(QUICK)} entries, head size 64 alone")

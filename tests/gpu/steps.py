@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train
 from model import GPT, KVCache
-from nanoheads.gpu import fake
-from nanoheads.gpu.entries import (BATCH, BATCH_124M, MUON, NANOGPT, NO_LABELS, SIZE_124M, TRAINING, Check,
+from tests.gpu import fake
+from tests.gpu.entries import (BATCH, BATCH_124M, MUON, NANOGPT, NO_LABELS, SIZE_124M, TRAINING, Check,
                                    settings)
-from nanoheads.gpu.fake import SEEN
+from tests.gpu.fake import SEEN
 from nanoheads.training import optim
 from nanoheads.training.config import TrainConfig
 from nanoheads.training.ranks import Process

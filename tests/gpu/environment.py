@@ -1,7 +1,7 @@
 """
 The environment of the GPU check: torch's CUDA build, triton, and a CUDA runtime on which nothing runs.
 
-    python -m nanoheads.gpu.environment .venv-gpu
+    python -m tests.gpu.environment .venv-gpu
 
 Makes the folder where it is missing (5 GB), and builds two libraries in it where their source has changed.
 Needs Linux, gcc and nm. An environment that is there already has to hold the CUDA build of the torch below.
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-TORCH = "2.13.0"  # whose inner parts nanoheads/gpu/fake.py patches
+TORCH = "2.13.0"  # whose inner parts tests/gpu/fake.py patches
 PACKAGES = (f"torch==={TORCH}", "numpy", "tqdm")
 ROOM = 5 << 30  # bytes, of torch, triton and the CUDA libraries
 LIBRARIES = "fake_cuda"  # their folder inside the environment
