@@ -78,7 +78,7 @@ def compile_alike(checks, nanogpt, done):
 
 
 def start(checks, nanogpt):
-    """A process that compiles checks of one kind of work and one card: gpu/steps.py."""
+    """A process that compiles checks of one kind of work and one card: steps.py."""
     kind, card = checks[0].kind, checks[0].card
     request = dict(work=WORK[kind], checks=checks, nanogpt=nanogpt)
     variables = {**os.environ, **environment.variables(sys.prefix, card.removeprefix("sm_"))}
@@ -102,7 +102,7 @@ def compile_and_keep(wanted, commit, jobs, nanogpt=None):
     rows = report.read()
     with tqdm(total=len(wanted), unit="check", smoothing=0.1, mininterval=1) as bar:
         def done(check, row):
-            rows[check.key] = {"commit": commit, "date": date.today().isoformat(), **row}
+            rows[check.key] = {"commit": commit or "unknown", "date": date.today().isoformat(), **row}
             report.write(rows)
             bar.set_postfix_str(check.key)
             bar.update()

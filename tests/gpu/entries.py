@@ -1,8 +1,12 @@
 """
 What the GPU check compiles: every mechanism, combinations that share a kernel, and variants of the plain GPT.
 
-A check is one thing to compile: an entry, a kind (KINDS), a head size, a dtype and a card. Its key is these,
-joined: "acag train 64 bfloat16 sm_90".
+A check is one thing to compile: an entry, a kind, a head size, a dtype and a card. Its key is these, joined:
+"acag train 64 bfloat16 sm_90". There are four kinds:
+    steps   five training steps with moving schedules, Dynamo alone
+    train   a training step, forward and backward
+    eval    FlexAttention in evaluation, traces, a prompt and one cached decode step
+    bytes   a training step at GPT-2 124M, 12 x 1024, down to code
 """
 
 import functools
@@ -11,10 +15,6 @@ from typing import NamedTuple, Optional
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 
 CARDS = ("sm_90", "sm_80", "sm_89")
-KINDS = {"steps": "five training steps with moving schedules, Dynamo alone",
-         "train": "a training step, forward and backward",
-         "eval": "FlexAttention in evaluation, traces, a prompt and one cached decode step",
-         "bytes": "a training step at GPT-2 124M, 12 x 1024, down to code"}
 HEAD_SIZES = (16, 32, 128)  # beside 64, which all have
 NO_LABELS = " (no labels)"  # the end of an entry's name
 SIZE = dict(vocab_size=256, n_layer=2, n_head=4, block_size=256, recipe="modern")
@@ -132,20 +132,11 @@ def trains_only(entry):
     return entry in TRAINING or entry.endswith(NO_LABELS) or entry.startswith(("checkpointed", "portions"))
 
 
-class Attention(NamedTuple):
-    """What an entry needs of attention beyond plain attention, each of which is FlexAttention on a GPU."""
-
-    row_stats: bool
-    window: bool
-    packed: bool
-
-
 @functools.cache
-def attention(entry):
-    """The Attention of an entry's model."""
+def uses_flex_attention(entry):
+    """Whether an entry's training step computes attention by FlexAttention on a GPU."""
     model = GPT(settings(Check(entry, "train", 16)))
-    return Attention(bool(model.needs_row_stats), bool(model.config.window),
-                     bool(model.config.routing_capacity))
+    return bool(model.needs_row_stats or model.config.window or model.config.routing_capacity)
 
 
 def checks(entries: Optional[tuple] = None):
@@ -160,7 +151,7 @@ def checks(entries: Optional[tuple] = None):
             continue
         kinds = ("train",) if trains_only(entry) else ("train", "eval")
         found += [Check(entry, kind, card=card) for kind in kinds for card in CARDS]
-        if entry in ALL_SIZES or entry in MECHANISMS and any(attention(entry)):
+        if entry in ALL_SIZES or entry in MECHANISMS and uses_flex_attention(entry):
             found += [Check(entry, "train", size, dtype, card) for card in CARDS
                       for size, dtype in [*((size, "bfloat16") for size in HEAD_SIZES),
                                           *((size, "float32") for size in (64, 128))]]

@@ -71,8 +71,8 @@ def check_machine(venv):
             raise Unusable(f"no room for torch's CUDA build: {left / 2**30:.1f} GB are free in {place}, "
                            f"{ROOM / 2**30:.0f} GB are needed")
     elif found[0].split("+")[0] != TORCH:
-        raise Unusable(f"torch {found[0]} in {venv}: gpu/fake.py knows the inner parts of {TORCH} alone; "
-                       "another GPU_VENV, or adapt it")
+        raise Unusable(f"torch {found[0]} in {venv}: tests/gpu/fake.py knows the inner parts of {TORCH} "
+                       "alone; another GPU_VENV, or adapt it")
     elif found[1] is None:
         raise Unusable(f"torch {found[0]} in {venv} is a CPU build, which cannot compile for CUDA: "
                        "another GPU_VENV")

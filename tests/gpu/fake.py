@@ -1,8 +1,8 @@
 """
 A CUDA device on which nothing runs: fake tensors, and Inductor stopped where it would launch a kernel.
 
-Only in a process that has gpu/environment.py's variables. What is patched here are inner parts of torch, so
-another version is refused (gpu/environment.py) rather than compiled in some other way than it would be.
+Only in a process that has environment.py's variables. What is patched here are inner parts of torch, so
+another version is refused (environment.py) rather than compiled in some other way than it would be.
 """
 
 import functools

@@ -132,13 +132,16 @@ def byte_tables(rows):
     """Two tables in Markdown: the recipes beside nanoGPT, each mechanism beside the plain GPT."""
     found = {check.entry: rows[check.key] for check in byte_checks() if check.key in rows}
     nanogpt, plain = found.get(NANOGPT), found.get("plain")
-    of_recipes = [byte_row(RECIPES[name], found[name], nanogpt, OF_NANOGPT.get(name))
-                  for name in RECIPES if name in found and nanogpt]
-    of_mechanisms = [byte_row(f"`{name}`", found[name], plain, goal_of(name))
-                     for name in (*MECHANISMS, "all_on") if name in found and plain]
-    return "\n\n".join(
-        in_markdown(["", "GB moved", f"of {whose}'s", "kernels", "commit"], lines)
-        for whose, lines in (("nanoGPT", of_recipes), ("the plain GPT", of_mechanisms)) if lines)
+    tables = []
+    if nanogpt:
+        lines = [byte_row(RECIPES[name], found[name], nanogpt, OF_NANOGPT.get(name))
+                 for name in RECIPES if name in found]
+        tables.append(in_markdown(["", "GB moved", "of nanoGPT's", "kernels", "commit"], lines))
+    if plain:
+        lines = [byte_row(f"`{name}`", found[name], plain, goal_of(name))
+                 for name in (*MECHANISMS, "all_on") if name in found]
+        tables.append(in_markdown(["", "GB moved", "of the plain GPT's", "kernels", "commit"], lines))
+    return "\n\n".join(tables)
 
 
 def goal_of(name):
@@ -157,12 +160,16 @@ def shared_table(rows):
     for check in checks():
         row = rows.get(check.key, {})
         if check.kind == "train" and "shared" in row:
-            place = check.head_size, check.dtype
-            most.setdefault(place, {}).setdefault(check.card, []).append((row["shared"], check.entry))
+            cell = check.head_size, check.dtype, check.card
+            most[cell] = max(most.get(cell, (0, "")), (row["shared"], check.entry))
             limits[check.card] = row["limit"]
-    lines = [[f"{size}, {dtype}", *("{:.0f}, `{}`".format(max(found[card])[0] / 1024, max(found[card])[1])
-                                    if card in found else "–" for card in CARDS)]
-             for (size, dtype), found in sorted(most.items())]
+    lines = []
+    for size, dtype in sorted({(size, dtype) for size, dtype, _ in most}):
+        cells = []
+        for card in CARDS:
+            shared, entry = most.get((size, dtype, card), (0, ""))
+            cells.append(f"{shared / 1024:.0f}, `{entry}`" if entry else "–")
+        lines.append([f"{size}, {dtype}", *cells])
     head = ["head size", *(f"{card}, of {limits.get(card, 0) / 1024:.0f}" for card in CARDS)]
     return in_markdown(head, lines) if lines else ""
 

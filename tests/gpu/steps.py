@@ -1,7 +1,7 @@
 """
 One process of the GPU check: compiles the checks that its argument names, and prints a JSON line for each.
 
-It runs in the environment that gpu/environment.py made, with its variables: tensors are fake, kernels are
+It runs in the environment that environment.py made, with its variables: tensors are fake, kernels are
 compiled and never launched.
 """
 
@@ -19,13 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train
 from model import GPT, KVCache
-from tests.gpu import fake
-from tests.gpu.entries import (BATCH, BATCH_124M, MUON, NANOGPT, NO_LABELS, SIZE_124M, TRAINING, Check,
-                                   settings)
-from tests.gpu.fake import SEEN
 from nanoheads.training import optim
 from nanoheads.training.config import TrainConfig
 from nanoheads.training.ranks import Process
+from tests.gpu import fake
+from tests.gpu.entries import (BATCH, BATCH_124M, MUON, NANOGPT, NO_LABELS, SIZE_124M, TRAINING, Check,
+                               settings)
+from tests.gpu.fake import SEEN
 
 STEPS = 5
 
@@ -115,7 +115,7 @@ def nanogpt(folder):
 
 
 def run(check, nanogpt_folder=None):
-    """What compiling a check shows, as it goes into the results file; gpu/check.py judges it."""
+    """What compiling a check shows, as it goes into the results file; check.py judges it."""
     SEEN.clear()
     torch.set_float32_matmul_precision("high")  # as train.py sets it
     row, begin = {}, time.time()
