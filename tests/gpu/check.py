@@ -1,7 +1,7 @@
 """
 Compile training, evaluation and decoding for NVIDIA GPUs on a machine without one (docs/gpu.md).
 
-    make gpu-check                     every entry; 30 to 40 minutes on two cores
+    make gpu-check                     every entry; more than an hour on two cores
     make gpu-check QUICK=1             six entries
     make gpu-check ENTRIES="acag sink" those
     make gpu-bytes NANOGPT=/path       bytes moved at GPT-2 124M, beside nanoGPT's model.py

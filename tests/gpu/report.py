@@ -178,19 +178,20 @@ def shared_table(rows):
 
 def commits_table(rows):
     """A table in Markdown: how many results there are of each commit, the newest first."""
+    if not rows:
+        return ""
     found = {}
     for check in (*checks(), *byte_checks()):
-        row = rows.get(check.key)
-        if row:
-            found.setdefault((row["date"], row["commit"]), []).append(check.entry)
+        row = rows.get(check.key, {"date": "", "commit": "not compiled yet"})
+        found.setdefault((row["date"], row["commit"]), []).append(check.entry)
     lines = [[commit, day, len(entries), in_short(dict.fromkeys(entries))]
              for (day, commit), entries in sorted(found.items(), reverse=True)]
-    return in_markdown(["commit", "compiled on", "checks", "entries"], lines) if lines else ""
+    return in_markdown(["commit", "compiled on", "checks", "entries"], lines)
 
 
 def in_short(entries):
-    """Up to six entries by name, more by their number."""
-    return ", ".join(f"`{entry}`" for entry in entries) if len(entries) <= 6 else f"{len(entries)}"
+    """Up to a dozen entries by name, more by their number."""
+    return ", ".join(f"`{entry}`" for entry in entries) if len(entries) <= 12 else f"{len(entries)}"
 
 
 # what docs/gpu.md can hold of the results file
