@@ -83,11 +83,11 @@ def rates(config, **flags):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_gates_and_skips_have_rates_of_their_own(optimizer):
     flags = dict(unet="concat", sentinel="sigmoid", output_gate="headwise")
-    found = rates(TrainConfig(optimizer=optimizer, lr=1e-3, mechanism_lr=1e-2, skip_lr=1e-4), **flags)
+    found = rates(TrainConfig(optimizer=optimizer, adamw_lr=1e-3, mechanism_lr=1e-2, skip_lr=1e-4), **flags)
     assert {found[name] for name in found if name.startswith("fuse.")} == {1e-4}
     assert {found[name] for name in found if "sentinel" in name or "output_gate" in name} == {1e-2}
     assert found["transformer.ln_f.weight"] == 1e-3
-    without = rates(TrainConfig(optimizer=optimizer, lr=1e-3, mechanism_lr=1e-2), **flags)
+    without = rates(TrainConfig(optimizer=optimizer, adamw_lr=1e-3, mechanism_lr=1e-2), **flags)
     assert without == {**found, **{name: 1e-2 for name in found if name.startswith("fuse.")}}
 
 
@@ -180,7 +180,7 @@ def test_a_frozen_trunk_stays_as_it_is_until_it_thaws(keys, tuned, tmp_path):
     keys = {**SKIPS, "unet_ramp": 3, "freeze_trunk": True, "grad_clip": 1.0, **keys}
     main(tuned("frozen", max_iters=6, **keys))
     main(tuned("thawed", max_iters=6, thaw_from=4, **keys))
-    main(tuned("start", max_iters=1, lr=1e-30, min_lr=0, muon_lr=1e-30,
+    main(tuned("start", max_iters=1, adamw_lr=1e-30, min_lr=0, muon_lr=1e-30,
                **{**keys, "mechanism_lr": 1e-30, "skip_lr": 1e-30, "weight_decay": 0}))
     states = {out: checkpoint.read(tmp_path / out / "ckpt.pt") for out in ("frozen", "thawed", "start")}
     start, added = states["start"]["model"], of_mechanisms(GPT(GPTConfig(**states["start"]["config"])))

@@ -605,7 +605,7 @@ def desk(tmp_path_factory):
     (desk / "my.txt").write_bytes(text)
     words = b"some river or a stone or one horse and the house with rivers and stones and horses and houses "
     wiki = b"".join(b" = Title %d = \n \n %s\n" % (i, words * 5) for i in range(20))
-    for name in ("wikitext2", "wikitext2_byte"):
+    for name in ("wikitext2", "wikitext2_byte", "pystdlib"):
         write_dataset(desk / name, dict(train=wiki, val=wiki[:900], test=wiki))
     for name, flag in (("a", "--sentinel=sigmoid"), ("plain", "--recipe=gpt2")):
         train.main([*(f"--{key}={value}" for key, value in TINY.items()), f"--dataset={desk / 'shakespeare'}",

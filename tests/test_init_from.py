@@ -8,6 +8,7 @@ import torch
 
 import train
 from model import ALL_ON, GPT, MECHANISMS, NEUTRAL, GPTConfig
+from nanoheads import pruning
 from nanoheads.common import UserError
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
@@ -111,7 +112,7 @@ def test_gates_over_a_checkpoint_can_learn(flags, tmp_path, data):
 
 def test_a_setting_that_is_not_neutral_after_all_is_noticed(tmp_path, data, monkeypatch):
     saved(tmp_path / "plain.pt", {})
-    monkeypatch.setattr(checkpoint, "scale_heads", lambda attn, factor: None)
+    monkeypatch.setattr(pruning, "scale_heads", lambda attn, factor: None)
     with pytest.raises(UserError, match="sentinel"):
         started(tmp_path / "plain.pt", data, dict(sentinel="sigmoid"))
 
