@@ -342,8 +342,8 @@ def log_step(run, values):
     if share:
         run.bar_values["mfu"] = f"{share:.1%}"
     run.bar.set_postfix(run.bar_values, refresh=False)
-    rates = "   ".join(f"{name} {rate:.2e}" for name, rate in rates.items())
-    run.process.print0(f"step {run.step:>7,}   loss  {row['loss']:.4f}   {rates}   "
+    shown = "   ".join(f"{name} {rate:.2e}" for name, rate in rates.items())
+    run.process.print0(f"step {run.step:>7,}   loss  {row['loss']:.4f}   {shown}   "
                        f"{pace:>10} tokens/s   {run.elapsed_s:,.1f} s")
 
 
@@ -615,7 +615,7 @@ def print_changes(run, state):
 def print_rise(run, before):
     """A line where the learning rate goes on higher than the last save's schedule, before, would have."""
     now, then = run.config, replace(run.config, **{key: before[key] for key in SCHEDULE if key in before})
-    rate, planned, ended = (c.adamw_lr * lr_multiplier(step, c) for c, step in
+    rate, planned, ended = (rates_at(c, step)["adamw_lr"] for c, step in
                             ((now, run.step), (then, run.step), (then, run.step - 1)))
     if rate > planned * (1 + 1e-9):
         kept = then.lr_decay_iters or then.max_iters

@@ -121,13 +121,18 @@ def gpt2_files(tmp_path, monkeypatch):
 
 @pytest.fixture
 def refusal(request, capsys):
-    """refusal(args) -> the one line that the tested script's main(args) ends with, nothing printed before."""
+    """refusal(args) -> the one line that the tested script's main(args) ends with, nothing printed before.
+
+    The line begins with the program's name: the test module's PROGRAM, or the script's own.
+    """
+    script = request.module.main
+    program = getattr(request.module, "PROGRAM", script.__module__)
+
     def call(args):
-        script = request.module.main
         with pytest.raises(SystemExit) as e:
             script(args)
         assert isinstance(e.value.code, str) and "\n" not in e.value.code
-        assert e.value.code.startswith(f"{script.__module__}: ")
+        assert e.value.code.startswith(f"{program}: ")
         assert capsys.readouterr().out == ""
         return e.value.code
     return call

@@ -29,6 +29,8 @@ from nanoheads.training import checkpoint
 from nanoheads.training.scoring import score as lm_score
 from probe import main as probe
 
+PROGRAM = "probe.py constraints"  # see the fixture refusal
+
 NAMES = ["digit", "noise"]
 SYMBOLS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz0123456789 \n.,", np.uint8)
 
@@ -100,18 +102,6 @@ def saved(tmp_path, data):
 
 def main(args):
     probe(["constraints", *args])
-
-
-@pytest.fixture
-def refusal(capsys):
-    """refusal(args) -> the one line that main(args) ends with, nothing printed before."""
-    def call(args):
-        with pytest.raises(SystemExit) as e:
-            main(args)
-        assert isinstance(e.value.code, str) and "\n" not in e.value.code
-        assert e.value.code.startswith("probe.py constraints: ") and capsys.readouterr().out == ""
-        return e.value.code
-    return call
 
 
 def say(capsys, tmp_path, *args):

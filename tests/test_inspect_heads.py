@@ -18,6 +18,8 @@ from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint, scoring
 from nanoheads.training.sampling import side_by_side
 
+PROGRAM = "probe.py inspect"  # see the fixture refusal
+
 ROOT = Path(__file__).resolve().parents[1]
 PLAIN = {}
 ALL = dict(agency=True, sentinel="sigmoid", unet="concat", routing="moh", routing_top_k=2,
@@ -48,18 +50,6 @@ def ckpt(tmp_path, bytes_data):
                         train=dict(dataset=str(bytes_data))), tmp_path / name)
         return str(tmp_path / name)
     return make
-
-
-@pytest.fixture
-def refusal(capsys):
-    """refusal(args) -> the one line that main(args) ends with, nothing printed before."""
-    def call(args):
-        with pytest.raises(SystemExit) as e:
-            main(args)
-        assert e.value.code.startswith("probe.py inspect: ") and "\n" not in e.value.code
-        assert capsys.readouterr().out == ""
-        return e.value.code
-    return call
 
 
 def session_of(path, *args):

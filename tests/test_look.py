@@ -20,6 +20,9 @@ from nanoheads.traces import explain
 from nanoheads.training.sampling import model_and_tokenizer
 from test_sample import make_checkpoint
 
+PROGRAM = "probe.py look"  # see the fixture refusal
+main = look.main
+
 NAMES = ["fair", "clear"]
 FLAGS = {
     "one head": dict(constraint_names=NAMES),
@@ -517,18 +520,6 @@ def test_a_sample_ends_before_its_stop_token(make, tmp_path, capsys, monkeypatch
 
 
 # ---- bad input: one line ----
-
-@pytest.fixture
-def refusal(capsys):
-    """refusal(args) -> the one line that probe.py look ends with, nothing printed before."""
-    def call(args):
-        with pytest.raises(SystemExit) as e:
-            look.main(args)
-        assert isinstance(e.value.code, str) and "\n" not in e.value.code
-        assert e.value.code.startswith("probe.py look: ") and capsys.readouterr().out == ""
-        return e.value.code
-    return call
-
 
 @pytest.fixture
 def files(tmp_path, monkeypatch, make):

@@ -27,6 +27,8 @@ from nanoheads.training import scoring
 from nanoheads.training.scoring import nats_after
 from probe import main
 
+PROGRAM = "probe.py text"  # see the fixture refusal
+
 ROOT = Path(__file__).resolve().parents[1]
 SUMS = sorted(set("0123456789 plusi.\n"))
 
@@ -307,18 +309,6 @@ def write_checkpoint(path, model, folder):
 
 
 SHORT = ["--num_prompts", "3", "--prompt_tokens", "6", "--samples", "2", "--tokens", "24"]
-
-
-@pytest.fixture
-def refusal(capsys):
-    """refusal(args) -> the one line that probe.py text ends with, nothing printed before."""
-    def call(args):
-        with pytest.raises(SystemExit) as e:
-            main(args)
-        assert isinstance(e.value.code, str) and "\n" not in e.value.code
-        assert e.value.code.startswith("probe.py text: ") and capsys.readouterr().out == ""
-        return e.value.code
-    return call
 
 
 @pytest.fixture

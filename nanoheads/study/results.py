@@ -322,10 +322,11 @@ def write(found, folder):
 
 def of_today(entry):
     """A dict of a results file with AdamW's rate under its name of today: it was `lr` until 2026-11-25."""
-    entry = {"adamw_lr" if key == "lr" else key: value for key, value in entry.items()}
     if entry.get("flag") == "lr":
         entry["flag"] = "adamw_lr"
-    return entry
+    if "lr" not in entry:
+        return entry
+    return {"adamw_lr" if key == "lr" else key: value for key, value in entry.items()}  # in their order
 
 
 def is_run_of(spec, name):

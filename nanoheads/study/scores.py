@@ -150,25 +150,23 @@ def ratio(found, name, column):
 
 
 def headline(found):
-    rows = in_order(found)
+    rows, baseline = in_order(found), label_of(found, "plain")
+    if len(rows) == 1:
+        return f"{label_of(found, rows[0]['variant'])} against {baseline}: {rows[0]['words']}."
     counts = {word: sum(verdict_of(found, c) == word for c in rows) for word in (*MEANING, "failed")}
     words = [f"{n} {word}" + f" within ±{found['margin']:g}" * (word == "same")
              for word, n in counts.items() if n]
-    several = f"Of {len(rows)} variants" if len(rows) > 1 else label_of(found, rows[0]["variant"])
-    verb = ", against " if len(rows) > 1 else " against "
-    if len(rows) == 1:
-        return f"{several}{verb}{label_of(found, 'plain')}: {rows[0]['words']}."
-    return f"{several}{verb}{label_of(found, 'plain')}: {', '.join(words)}."
+    return f"Of {len(rows)} variants, against {baseline}: {', '.join(words)}."
 
 
 def notices(found):
     """What a reader must know before the numbers."""
     lines = []
-    for column, what in (("tokens", "tokens"), ("bytes", "bytes")):
+    for column in ("tokens", "bytes"):
         for c in in_order(found):
             times = ratio(found, c["variant"], column)
             if times and abs(times - 1) > 0.001:
-                lines.append(f"{label_of(found, c['variant'])} was trained on {times:.2f} × the {what} of "
+                lines.append(f"{label_of(found, c['variant'])} was trained on {times:.2f} × the {column} of "
                              f"{label_of(found, 'plain')}: that alone may make a difference.")
     dearer = [label_of(found, c["variant"]) for c in in_order(found)
               if verdict_of(found, c) == "better" and (ratio(found, c["variant"], "cost") or 0) > 1.001]
