@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import compare
 import train
@@ -219,6 +220,21 @@ def test_an_older_runs_folder_is_gone_on_with_by_its_name(trained, sizes, bytes_
     assert "going on at step 6 of 8" in trained(config, "--resume", max_iters=8)
     assert steps() == {name: 8}
     assert json.loads(path.read_text())["asked"]["n_embd"] == TINY["n_embd"]
+
+
+def test_a_run_from_when_the_rate_was_called_lr_is_gone_on_with(trained, sizes, bytes_data):
+    name = f"small-dataset={bytes_data.name}"
+    config = sizes()
+    trained(config)
+    path, last = Path("out", name, "config.json"), Path("out", name, "ckpt.pt")
+    details, state = json.loads(path.read_text()), torch.load(last)
+    for values in (details["asked"], details["train"], state["train"]):
+        values["lr"] = values.pop("adamw_lr")
+    path.write_text(json.dumps(details))
+    torch.save(state, last)
+    said = trained(config, "--resume", max_iters=8)
+    assert "going on at step 6 of 8" in said and "adamw_lr" not in said.split("step ")[0]
+    assert steps() == {name: 8}  # its own folder, and not one with a number
 
 
 def test_a_run_of_grown_heads_finds_its_folder_again(trained, sizes, bytes_data):

@@ -27,7 +27,8 @@ import torch
 
 from model import GPTConfig
 from nanoheads import configurator
-from nanoheads.common import UserError, git_commit, json_safe, number, pick_device, write_atomic
+from nanoheads.common import (UserError, git_commit, json_safe, number, pick_device, with_names_of_today,
+                              write_atomic)
 from nanoheads.traces import summaries
 from nanoheads import own_mechanism as own
 from nanoheads.study import costs, dynamic, effects, queue, shape, trial
@@ -321,12 +322,10 @@ def write(found, folder):
 
 
 def of_today(entry):
-    """A dict of a results file with AdamW's rate under its name of today: it was `lr` until 2026-11-25."""
+    """A dict of a results file with the names of today, also where a name is a value."""
     if entry.get("flag") == "lr":
         entry["flag"] = "adamw_lr"
-    if "lr" not in entry:
-        return entry
-    return {"adamw_lr" if key == "lr" else key: value for key, value in entry.items()}  # in their order
+    return with_names_of_today(entry)
 
 
 def is_run_of(spec, name):

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from model import GPTConfig
-from nanoheads.common import UserError, pick_device
+from nanoheads.common import UserError, pick_device, with_names_of_today
 from nanoheads import own_mechanism as own
 from nanoheads.study import digest, queue, results, trial
 from nanoheads.study.variants import BOOKKEEPING
@@ -131,8 +131,8 @@ def key_of(spec):
     flags, defaults = own.as_it_was(spec["model"]), GPTConfig.defaults()
     rest["model"] = {name: value for name, value in flags.items()
                      if name not in defaults or value != defaults[name]}
-    rest["train"] = {"adamw_lr" if key == "lr" else key: value  # its name until 2026-11-25
-                     for key, value in spec["train"].items() if key != "own_mechanism"}
+    rest["train"] = {key: value for key, value in with_names_of_today(spec["train"]).items()
+                     if key != "own_mechanism"}
     rest["data"] = {key: value for key, value in spec.get("data", {}).items() if key != "mechanism"}
     return json.dumps(rest, sort_keys=True)
 

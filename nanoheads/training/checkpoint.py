@@ -11,7 +11,7 @@ import torch
 
 from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, GPTConfig
 from nanoheads import own_mechanism as own
-from nanoheads.common import UserError, fault_of_own_file, json_safe, write_atomic
+from nanoheads.common import UserError, fault_of_own_file, json_safe, with_names_of_today, write_atomic
 from nanoheads.configurator import UNNAMED, keys_of, nearest, parse, type_name
 from nanoheads.folders import find
 
@@ -70,8 +70,8 @@ def read(path, device="cpu", trust_code=False):
         raise UserError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
     if trust_code:
         own.trust(state, path)
-    if "lr" in state.get("train", {}):  # its name until 2026-11-25
-        state["train"]["adamw_lr"] = state["train"].pop("lr")
+    if state.get("train"):
+        state["train"] = with_names_of_today(state["train"])
     return state
 
 

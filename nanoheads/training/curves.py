@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter
 
-from nanoheads.common import number
+from nanoheads.common import number, with_names_of_today
 from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, save
 from nanoheads.training.runlog import read_rows, warn
 
@@ -35,7 +35,7 @@ def read_log(run_dir):
     for row in read_rows(Path(run_dir) / "log.jsonl", complain=partial(warn, run_dir)):
         for rows, key in ((train, "loss"), (evals, "val_loss")):
             if key in row:
-                rows[row["step"]] = row
+                rows[row["step"]] = with_names_of_today(row)
     if not train and not evals:
         warn(run_dir, "log.jsonl has no rows to plot, skipped")
     return [train[s] for s in sorted(train)], [evals[s] for s in sorted(evals)]
@@ -56,7 +56,7 @@ def curves_of(run_dir, x="step"):
         x=x,
         tx=column(train, key) / unit,
         loss=column(train, "loss"),
-        lr=column(train, "adamw_lr" if train and "adamw_lr" in train[-1] else "lr"),  # lr: until 2026-11-25
+        lr=column(train, "adamw_lr"),
         ex=column(evals, key) / unit,
         step=column(evals, "step"),
         etrain=column(evals, "train_loss"),
