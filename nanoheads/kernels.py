@@ -139,11 +139,10 @@ class Linear(torch.nn.Linear):
         return F.linear(x, self.weight, self.bias)
 
 
-@torch.library.custom_op("nanoheads::linear32", mutates_args=())
-def linear32(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:
-    """F.linear in true float32 on a GPU: under set_float32_matmul_precision("high") it is TF32, of 10 bits.
+def true_float32(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:
+    """F.linear in true float32 on a GPU.
 
-    An operator of its own, because the setting is read when a kernel starts, compiled or not.
+    Under set_float32_matmul_precision("high") F.linear alone would be TF32, of 10 bits.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -151,11 +150,6 @@ def linear32(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]
         return F.linear(x, weight, bias)
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@linear32.register_fake
-def _(x, weight, bias):
-    return x.new_empty(*x.shape[:-1], len(weight))
 
 
 def linear32_backward(ctx, g):
@@ -173,7 +167,15 @@ def keep_inputs(ctx, inputs, output):
     ctx.has_bias = bias is not None
 
 
-linear32.register_autograd(linear32_backward, setup_context=keep_inputs)
+# true_float32() as an operator of its own, since the setting is read when a kernel starts, compiled or not.
+# An exported folder brings a copy of this file. In one process with ours it takes the operator that is there:
+# registered once more, it would free the one that models already use.
+if hasattr(torch.ops.nanoheads, "linear32"):
+    linear32 = torch.ops.nanoheads.linear32
+else:
+    linear32 = torch.library.custom_op("nanoheads::linear32", true_float32, mutates_args=())
+    linear32.register_fake(lambda x, weight, bias: x.new_empty(*x.shape[:-1], len(weight)))
+    linear32.register_autograd(linear32_backward, setup_context=keep_inputs)
 
 
 def float32_linear(layer, x):
