@@ -3,7 +3,6 @@ import hashlib
 import json
 import socket
 import os
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read at import: no test asks the network
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 from nanoheads import threads  # noqa: E402, F401  before torch, whose threads it has wait briefly
 
@@ -21,11 +18,12 @@ import torch  # noqa: E402
 import model  # noqa: E402
 import train  # noqa: E402
 from browser import CHROMIUM, Browser  # noqa: E402
+from helpers import CODE, ROOT, SMALL, Here, NoThreads  # noqa: E402
 from nanoheads.common import OWN_FILES  # noqa: E402
 from nanoheads.configurator import keys_of  # noqa: E402
 from nanoheads import own_mechanism as own  # noqa: E402
 from nanoheads.mechanism import choices  # noqa: E402
-from nanoheads.study import digest  # noqa: E402
+from nanoheads.study import costs, digest, queue  # noqa: E402
 from nanoheads.text import sources  # noqa: E402
 from nanoheads.text.writing import Writer  # noqa: E402
 from nanoheads.text.tokenizer import Tokenizer  # noqa: E402
@@ -223,6 +221,36 @@ def forget_own_mechanisms(but=()):
     OWN_FILES.intersection_update(str(file.path) for file in own.ADDED.values())
     keys_of.cache_clear()
     choices.cache_clear()
+
+
+@pytest.fixture
+def mine(tmp_path, own_mechanisms_go):
+    """mine(before, after) -> the path of the page's file with an edit; what was added goes with the test."""
+    def write(before="", after="", name="mine.py"):
+        assert CODE.count(before) == 1 or not before
+        path = tmp_path / name
+        path.write_text(CODE.replace(before, after) if before else CODE, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def plain(tmp_path, bytes_data, monkeypatch):
+    """The config file of a plain GPT that trains in a moment, and an empty folder for runs."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "plain.py"
+    path.write_text(SMALL + f"dataset = {str(bytes_data)!r}\n")
+    return path
+
+
+@pytest.fixture
+def here(monkeypatch):
+    monkeypatch.setattr(queue, "ThreadPoolExecutor", NoThreads)
+    row = dict(ratio=1.1, low=1.0, high=1.2, ratios=[1.0, 1.1, 1.2], clock="wall", load=0.0, cores=2,
+               threads=1)
+    monkeypatch.setattr(costs, "step_time_ratios", lambda found, *args: {each.name: row for each in found})
+    return Here()
 
 
 @pytest.fixture

@@ -1,0 +1,266 @@
+"""What README.md and docs/ name exists, and what exists is described."""
+
+import argparse
+import importlib
+import json
+import re
+import shlex
+import statistics
+from dataclasses import fields
+
+import pytest
+
+from model import MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig
+from nanoheads import configurator
+from nanoheads.configurator import choices
+from train import main
+from conftest import ROOT
+
+DOCS = sorted((ROOT / "docs").glob("**/*.md"))
+PAGES = [ROOT / "README.md", *DOCS, *sorted((ROOT / "docs").glob("*.ipynb"))]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MECHANISMS_PAGE = (ROOT / "docs/mechanisms.md").read_text(encoding="utf-8")
+FOLDERS = "data|config|docs|tests|results|nanoheads"
+
+# a reader's own file, and placeholders
+NOT_OURS = {"mine.py", "other.py", "PROGRAM.py", "data/NAME/prepare.py", "base_train.py"}
+SOURCES = (*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py"), *ROOT.glob("data/**/*.py"))
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def text_of(page):
+    """The text of a page; of a notebook, that of its cells."""
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    return text
+
+
+def section(name):
+    """The README's text under a heading."""
+    return README.split(f"\n## {name}\n")[1].split("\n## ")[0]
+
+
+def rows(text):
+    """{what the first cell has between backticks: the other cells} of the tables in a Markdown text."""
+    lines = re.findall(r"^\| `(\w+)` \|(.*)\|$", text, re.M)
+    return {name: [cell.strip() for cell in cells.replace(r"\|", "/").split("|")] for name, cells in lines}
+
+
+def anchors(text):
+    """What GitHub calls the headings of a Markdown text."""
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+# ---- files ----
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_named_in_the_docs_exist(page):
+    """By their path from the root, by their path in the package, or a module by its name alone."""
+    files = rf"(?:{FOLDERS})/[\w/\-]+\.(?:py|md|ipynb|json(?:\.gz)?|css)|\b[\w/]+\.(?:py|sh)\b"
+    known = {p.name for p in (*SOURCES, *ROOT.glob("*.sh"), *ROOT.glob("tests/**/*.py"))}
+    known |= {f"{p.parent.name}/{p.name}" for p in SOURCES} | NOT_OURS
+    missing = {n for n in re.findall(files, text_of(page)) if n not in known
+               and not (ROOT / n).exists() and not (page.parent / n).exists()}
+    assert not missing
+
+
+def test_pages_named_in_the_code_exist():
+    named = {n for p in SOURCES for n in re.findall(r"\bdocs/[\w/\-]+\.md\b", p.read_text(encoding="utf-8"))}
+    assert named and all((ROOT / n).exists() for n in named), {n for n in named if not (ROOT / n).exists()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+# ---- the README ----
+
+def test_every_flag_named_in_the_readme_is_a_key_or_an_argument():
+    programs = [*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py"), *ROOT.glob("data/**/*.py")]
+    sources = "".join(p.read_text(encoding="utf-8") for p in programs)
+    named = set(re.findall(r"(?<!\w)--(\w+)", README)) - {"standalone", "nproc_per_node", "learning_rate"}
+    for flag in named:
+        assert re.search(rf"""^    {flag}: |--{flag}\b|more\["{flag}"\]""", sources, re.M), f"--{flag}"
+
+
+def test_a_mistake_is_answered_as_the_readme_shows(capsys):
+    shown = section("What you will do most").split("```\n$ python train.py ")[1].split("```")[0]
+    command, *lines_there = shown.splitlines()
+    with pytest.raises(SystemExit) as e:
+        main(command.split())
+    lines = [line for line in str(e.value.code).splitlines() if "is not prepared" not in line]  # no data here
+    assert capsys.readouterr().out == "" and lines == lines_there
+
+
+def test_every_dataset_of_the_readme_has_its_script_and_the_other_way_round():
+    table = re.findall(r"^\| (`.*?) \|", section("Data"), re.M)
+    named = {name for row in table for name in re.findall(r"`(\w+)`", row)}
+    assert named == {p.parent.name for p in ROOT.glob("data/*/prepare.py")}
+
+
+def test_the_readme_maps_every_folder_and_describes_every_program():
+    layout, programs = section("How to read the code"), section("What you will do most")
+    folders = {p.parent.name for p in ROOT.glob("nanoheads/*/__init__.py")}
+    folders |= {"nanoheads", "config", "data", "results", "docs", "tests"}
+    assert folders <= set(re.findall(r"(\w+)/ ", layout)) and "model.py" in layout
+    for program in {p.name for p in ROOT.glob("*.py")} - {"model.py"}:
+        assert re.search(rf"\*\*[^*]*{re.escape(program)}\.?\*\*", programs), program
+        assert f"\npython {program} " in programs
+
+
+def test_the_readme_names_the_tests():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    named = set(re.findall(r"\bmake ([\w-]+)", README))
+    assert {"demo", "test", "test-all", "gpu-check"} <= named
+    assert named <= targets
+
+
+def test_the_readme_lists_every_mechanism():
+    named = set(re.findall(r"`(\w+)[=`]", section("Mechanisms")))
+    assert {cls.flag for cls in MECHANISM_CLASSES} <= named
+
+
+# ---- docs/mechanisms.md ----
+
+def flags_of_mechanisms():
+    """The fields of GPTConfig that turn a mechanism on, or are its details; and what pruning leaves."""
+    names = {name for cls in MECHANISM_CLASSES for name in cls.fields()} | {"head_ids"}
+    return [f for f in fields(GPTConfig) if f.name in names]
+
+
+@pytest.mark.parametrize("flag", flags_of_mechanisms(), ids=lambda f: f.name)
+def test_every_flag_of_a_mechanism_is_described(flag):
+    """A row of a table in docs/mechanisms.md: what may be chosen, the default, what it means."""
+    values, default, meaning = rows(MECHANISMS_PAGE)[flag.name]
+    assert all(word in values for word in choices(flag.type))
+    assert default.split(":")[0] == str(flag.default)
+    assert meaning
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_every_entry_of_mechanisms_is_described(name):
+    """Its flags as they are, and its neutral setting, or that there is none."""
+    flags, neutral = rows(MECHANISMS_PAGE.split("## The entries")[1].split("\n## ")[0])[name]
+    described = re.findall(r"(\w+)=([^\s`]+)", flags)
+    assert dict(described) == {key: "[...]" if isinstance(value, list) else str(value)
+                          for key, value in MECHANISMS[name].items()}
+    assert neutral.startswith("none") != (name in NEUTRAL)
+    for key, value in NEUTRAL.get(name, {}).items():
+        if isinstance(value, float) and value:
+            assert f"{value:g}" in neutral, key
+
+
+def test_the_table_of_the_recipe_is_what_its_trials_gave():
+    """Every cell: the mean difference to the same seeds without the change, its standard error."""
+    found, scores = json.loads((ROOT / "results" / "recipe.json").read_text(encoding="utf-8")), {}
+    for row in found["rows"]:
+        scores.setdefault((row["size"], row["name"]), {})[row["seed"]] = row.get("bpb")
+    for one, other in (("B", "h8std1e30"), ("N", "C nor")):  # one trial under two names
+        for size in ("0.1", "0.33"):
+            both = {**scores.get((size, one), {}), **scores.get((size, other), {})}
+            scores[size, one] = scores[size, other] = both
+
+    def cell(size, name, to):
+        own, base = scores.get((size, name), {}), scores.get((size, to), {})
+        d = [own[seed] - base[seed] for seed in sorted(own) if None not in (own[seed], base.get(seed))]
+        if len(d) < 2:
+            return f"{d[0]:+.4f}" if d else "–"
+        return f"{statistics.mean(d):+.4f}±{statistics.stdev(d) / len(d)**.5:.4f}"
+
+    page = (ROOT / "docs" / "results" / "recipe.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == len(found["labels"]) > 10
+    for line, (label, name, to) in zip(rows, found["labels"]):
+        assert label.endswith(", with NorMuon") == (to != "base")
+        assert line == f"| {label} | {cell('0.1', name, to)} | {cell('0.33', name, to)} |"
+
+
+# ---- commands ----
+
+class Read(Exception):
+    """A program has read its arguments, and would now begin."""
+
+
+def commands(page):
+    """The command lines of a page that begin with python, whole, without comments."""
+    text = re.sub(r"^    ", "", text_of(page), flags=re.M) if page.suffix == ".md" else text_of(page)
+    found = re.findall(r"^(?:\.venv/bin/)?python (.*)$", text.replace("\\\n", "\0"), re.M)
+    lines = (line.replace("\0--", " --").replace("\0", "") for line in found)
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def is_whole(words):
+    """Whether no part of a command stands for what a reader chooses: FILE, DIR, <plain>, ..."""
+    line = " ".join(word for word in words if not word.startswith("--settings"))
+    return not re.search(r"\.\.\.|[<>\[\]]|\b(FILE|DIR|NAME|PROGRAM)\b|mine\.(py|yaml)", line)
+
+
+def read_arguments(words, monkeypatch):
+    """Run a command until it has read its arguments; SystemExit with its message where it refuses them."""
+    def until_read(function):
+        def stop(*args, **kwargs):
+            function(*args, **kwargs)
+            raise Read
+        return stop
+    if words[0] == "-m":
+        words = [words[1].replace(".", "/") + ".py", *words[2:]]
+    for place, name in ((argparse.ArgumentParser, "parse_args"), (configurator, "load_given")):
+        monkeypatch.setattr(place, name, until_read(getattr(place, name)))
+    with pytest.raises(Read):
+        importlib.import_module(words[0].removesuffix(".py").replace("/", ".")).main(words[1:])
+
+
+COMMANDS = sorted({tuple(words) for page in PAGES for words in commands(page)
+                   if is_whole(words)})
+MISSING = "is not prepared|no dataset data/mine|no labels 'weak'"  # here, and made by a command before
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_of_the_docs_is_read(words, monkeypatch, own_mechanisms_go):
+    """The program, its flags and their values exist; what they do, its own tests say."""
+    try:
+        read_arguments(words, monkeypatch)
+    except SystemExit as e:
+        lines = str(e.code).splitlines()
+        assert lines and all(re.search(MISSING, line) for line in lines), e.code
+
+
+def read_before_made(page):
+    """The run folders and label sets that commands of a page read and no command before it has made."""
+    made, lacking = set(), []
+    for words in commands(page):
+        line = " ".join(words)
+        lacking += [at for at in re.findall(r"--(?:ckpt|plain)[ =](\S+)|--(labels[ =]\w+)", line)
+                    if not made & {*at}]
+        made.update(re.findall(r"--out_dir[ =](\S+)", line))
+        made.update(f"labels {name}" for name in re.findall(r"--by[ =](\w+)", line))
+    return lacking
+
+
+def test_the_page_of_constraint_heads_makes_what_its_commands_read(tmp_path):
+    page = ROOT / "docs" / "constraints.md"
+    assert len(commands(page)) > 8 and read_before_made(page) == []
+    for gone in ("--out_dir=out/p1", "--by=weak"):  # a control
+        (tmp_path / "page.md").write_text(text_of(page).replace(gone, ""))
+        assert read_before_made(tmp_path / "page.md")
+
+
+@pytest.mark.parametrize("line", ["train.py --scale=tiny --muon_rate=1",
+                                  "sample.py --ckpt x --temprature 1",
+                                  "compare.py config/studies/none.py",
+                                  "prune.py --ckpt x --to much --by all"])
+def test_a_command_with_a_mistake_is_not_read(line, monkeypatch):
+    with pytest.raises(SystemExit):
+        read_arguments(line.split(), monkeypatch)

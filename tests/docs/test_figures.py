@@ -1,0 +1,287 @@
+"""The figures of README.md and docs/ are those of results/."""
+
+import json
+import re
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from conftest import ROOT
+from nanoheads.common import UserError
+from nanoheads.intervals import t_interval
+from nanoheads.probes.engagement import by_chance
+from nanoheads.study import effects, findings, results, tables, trial
+
+RESULTS = ROOT / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+
+# a difference with its interval, of four digits; not what its row or page marks as of the former scale
+FIGURE = re.compile(r"(?<!ormer scale: )[+-]\d\.\d{4} \[[+-]\d\.\d{4}, [+-]\d\.\d{4}\]")
+FORMER = ROOT / "docs" / "results" / "routing.md"
+EXAMPLES = ROOT / "docs" / "scores.md"  # tests/study/test_scores.py runs them
+
+
+def text_of(name):
+    return (ROOT / "docs" / name).read_text(encoding="utf-8").replace("−", "-")
+
+
+def row_of(text, title):
+    """The cells after the first of the table row that begins with `title`."""
+    line = re.findall(rf"^\| {re.escape(title)} \|(.*)\|$", text, re.M)[0]
+    return [cell.strip() for cell in line.split("|")]
+
+
+# ---- studies ----
+
+def figures_on_file():
+    """Every difference with its interval of results/, as pages write it."""
+    for path in RESULTS.glob("*.json.gz"):
+        found = results.read(path)
+        over_texts = [found["together"]] if "texts" in found else []
+        for study in [*trial.studies_in(found).values(), *over_texts]:
+            rows = [*study["comparisons"], *(study["screened"] or [])]
+            rows += [row[key] for row in rows for key in ("equal_flops", "equal_time") if row.get(key)]
+            yield from (findings.interval(row) for row in rows if row["mean"] is not None)
+
+
+@pytest.fixture(scope="module")
+def known():
+    return {*figures_on_file()}
+
+
+def test_the_tables_of_the_pages_are_those_of_the_results():
+    texts = {str(page): page.read_text(encoding="utf-8") for page in PAGES}
+    for name, text in texts.items():
+        assert tables.filled(text, name) == text, f"{name}: run python compare.py --tables"
+    assert sum(len(tables.MARK.findall(text)) for text in texts.values()) >= 9
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_differences_on_a_page_are_those_of_the_results(page, known):
+    text = page.read_text(encoding="utf-8").replace("−", "-").replace("\\[", "[").replace("\\]", "]")
+    found = set() if page in (FORMER, EXAMPLES) else set(FIGURE.findall(" ".join(text.split())))
+    assert found <= known, found - known
+    assert page.name != "claims.md" or len(FIGURE.findall(text)) > 50
+    assert "+0.1234 [-0.1111, +0.2222]" not in known  # control
+
+
+@pytest.fixture(scope="module")
+def both():
+    """The study of all mechanisms, over both texts."""
+    return effects.pooled(results.read(RESULTS / "all-tiny.json.gz"))
+
+
+def test_the_picture_of_the_front_page_is_drawn_from_the_results(both, tmp_path):
+    """As pixels: another version of matplotlib may write other bytes, and move a letter a little."""
+    for name, file in tables.PICTURES.items():
+        (tmp_path / "now.png").write_bytes(tables.picture(file))
+        (tmp_path / "other.png").write_bytes(tables.picture("aa-tiny.json.gz"))
+        now, other, there = (matplotlib.image.imread(path) for path in (
+            tmp_path / "now.png", tmp_path / "other.png", ROOT / name))
+        assert there.shape == now.shape and np.abs(there - now).mean() < 0.01, "run compare.py --tables"
+        assert other.shape != now.shape  # control
+
+
+def differences_of(found):
+    """{(variant, what is equal): the difference, as prose has it}."""
+    by = {}
+    for c in found["comparisons"]:
+        if c["baseline"] == "plain" or c["equal"]:
+            by[(c["variant"], *c["equal"])] = f"{abs(c['mean']):.3f}"
+        if c.get("equal_flops"):
+            by[c["variant"], "FLOPs"] = f"{abs(c['equal_flops']['mean']):.3f}"
+    return by
+
+
+def test_the_sentences_of_the_front_page_have_the_figures_of_the_results(both):
+    by, rows = differences_of(both), {c["variant"]: c for c in findings.against_plain(both)}
+    words = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    for sentence in (
+            f"only constraint heads beat the plain GPT**, by {by['constraint_a',]} bits per byte",
+            f"as many FLOPs is better than they are by {by['constraint_a', 'FLOPs']}. One with as many "
+            f"parameters is ahead by {by['constraint_a', 'parameters']}, but the test does not confirm",
+            f"Head routing is worse than the plain GPT by {by['routing_inf',]}",
+            f"They gain {by['short_conv',]} at equal hyperparameters: a plain GPT needs "
+            f"{rows['short_conv']['worth']['mean']:.2f} times its training compute to be as good",
+            f"At equal parameters they gain {by['short_conv', 'parameters']}.",
+            f"no parameters at all and gains {by['key_offset',]}",
+            f"only at equal hyperparameters**, by {by['diff',]}.",
+            f"at equal FLOPs the plain GPT is better by {by['diff', 'FLOPs']}"):
+        assert sentence in words
+    better = {name for name, c in rows.items() if c["verdict"] == "better"}
+    assert better == {"short_conv", "short_conv_kv", "short_conv_x", "key_offset", "diff", "constraint_a"}
+    equal = {c["variant"]: c["verdict"] for c in both["comparisons"] if c["equal"] == ["parameters"]}
+    assert (equal["constraint_a"], equal["diff"], equal["short_conv"]) == ("undecided", "same", "better")
+
+
+def test_the_seeds_and_scores_of_the_plain_gpt_are_those_of_the_results():
+    words = " ".join((ROOT / "docs/results/mechanisms.md").read_text(encoding="utf-8").split())
+    texts = results.read(RESULTS / "all-tiny.json.gz")["texts"]
+    assert sum(study["done"] for study in texts.values()) == sum(study["planned"] for study in texts.values())
+    runs = sum(study["done"] for study in texts.values())
+    assert f"{runs}, none of which failed, at commit f18e3c5" in words
+    for study in texts.values():
+        own = study["arms"]["plain"]["bpb"]
+        assert study["commit"].startswith("f18e3c5") and len(own) == 32 and not study["failures"]
+        mean, spread = f"{np.mean(own):.4f}", f"{np.std(own, ddof=1):.4f}"
+        assert re.search(rf"{mean} on \w[\w-]* \((standard deviation over seeds )?{spread}\)", words)
+        budgets = [f"{np.mean(study['arms'][f'plain x {each}']['bpb']):.4f}" for each in ("0.7", "1.4", "2")]
+        assert f"{budgets[0]}, {budgets[1]} and {budgets[2]}" in words
+
+
+def test_every_variant_of_the_readme_is_explained_in_words(both):
+    text = tables.TABLES["explained"](both)
+    assert all(f"{name}: ".replace("_", "\\_") + words in text for name, words in tables.IN_WORDS.items()
+               if name != "plain") and len(tables.IN_WORDS) == 10
+    with pytest.raises(UserError, match="does not say what mudd does"):
+        tables.TABLES["explained"](both, ["mudd"])
+
+
+def test_no_page_quotes_the_disturbed_times_of_the_study_of_all_mechanisms(both):
+    text = tables.TABLES["counted"](both)
+    assert "FLOPs/token, executed" in text and "seconds" not in text and "time" not in text
+    with_times = re.compile(r"<!-- table: (verdicts|costs) all-tiny")
+    assert with_times.search("<!-- table: costs all-tiny.json.gz -->")  # control
+    ratios = {findings.interval(each["time_ratio"], ".2f") for each in both["arms"].values()
+              if each["kind"] == "variant"} - {findings.worth_of(c) for c in both["comparisons"]}
+    equal_time = {findings.interval(c["equal_time"]) for c in both["comparisons"] if c.get("equal_time")}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8").replace("\\", "")
+        assert not with_times.search(text), page
+        assert not [each for each in ratios | equal_time if each in text], page
+
+
+# ---- pruning ----
+
+TITLES = {"random": "random", "magnitude": "magnitude", "entropy": "entropy",  # how a row's title begins
+          "importance": r"importance(?! meas|, meas)", "importance_rescored": "importance, measured again",
+          "fitted": "gates fitted"}
+
+
+@pytest.mark.parametrize("file, kept", [("prune-tiny.json", (7, 6, 5, 4, 3, 2)),
+                                        ("prune-nano.json", (14, 9, 4))])
+def test_the_pruning_page_has_the_means_of_its_file(file, kept):
+    rows = json.loads((RESULTS / file).read_text())["rows"]
+    text = text_of("results/pruning.md")
+    text = text.split("## ")[1 if "tiny" in file else 2]
+    for by in TITLES:
+        title, = re.findall(rf"^\| ({TITLES[by]}[^|]*?) \|", text, re.M)
+        for cell, heads in zip(row_of(text, title), kept):
+            bits = [row["bpb"] for row in rows if row["by"] == by and row["kept"] == heads]
+            assert len(bits) == 5, (by, heads)
+            assert float(cell.split()[0]) == pytest.approx(np.mean(bits), abs=6e-4), (by, heads)
+
+
+# ---- constraint heads ----
+
+SCORES = {"constraint heads, λ = 0.2": "labels", "linear probe of the plain GPT, same block": "labels",
+          "MLP probe, as many parameters as the heads": "labels",
+          "untrained scorers (no labels)": "no_labels",
+          "λ = 0.05": "coef_0.05", "λ = 1": "coef_1", "λ = 1, no warm-up": "coef_1_no_warm-up"}
+
+
+@pytest.mark.parametrize("title", SCORES)
+def test_the_scores_of_constraint_heads_are_those_of_their_file(title):
+    found = json.loads((RESULTS / "constraint-scores-tiny.json").read_text())[SCORES[title]]
+    cells = row_of(text_of("results/constraint-heads.md").split("## What the scores know")[1], title)
+    scorer = next((probe for probe in ("linear probe", "MLP probe") if title.startswith(probe)), None)
+    scorer = f"{scorer}, plain" if scorer else "constraint heads"
+    figures = {each["name"]: each["figures"][scorer]["auroc"] for each in found["names"]}
+    for cell, name in zip(cells, ("reciprocity", "testifiability", "decidability"), strict=True):
+        mean, low, high = figures[name]
+        for shown, measured in zip(cell.strip("*").split(" ±"), (mean, (high - low) / 2)):
+            assert float(shown) == pytest.approx(measured, abs=5.1e-4), name
+
+
+# ---- what heads are needed for ----
+
+RANDOM, TEXT = ("pattern", "copying", "needle"), ("late", "natural")  # the kinds of a column each
+
+
+@pytest.fixture(scope="module")
+def engagement():
+    """(the section of docs/results/dynamic-heads.md, {scenario: what its runs gave, seed by seed})."""
+    page = text_of("results/dynamic-heads.md").split("\n## What heads are needed for\n")[1].split("\n## ")[0]
+    found = json.loads((RESULTS / "engagement-tiny.json").read_text())
+    for name, each in found.items():
+        assert [run["name"] for run in each["runs"]] == [f"out/{name}-{seed}" for seed in range(1, 6)]
+    return page, {name: [run["results"] for run in each["runs"]] for name, each in found.items()}
+
+
+def critical(each, kind):
+    return {tuple(at) for at in each["critical"][kind]}
+
+
+def at_work(each):
+    return {(row["layer"], row["head"]) for row in each["heads"] if row["factor"] > 0}
+
+
+def test_critical_heads_on_the_page_are_counted_from_the_file(engagement):
+    """Again from each head's cost; beside the states, and the critical heads of the same seed's plain GPT."""
+    page, runs = engagement
+    for each in (each for group in runs.values() for each in group):
+        for kind in (*RANDOM, *TEXT):
+            costs = {(row["layer"], row["head"]): row[kind]["cost"] for row in each["heads"]}
+            dearest = sorted(costs, key=lambda at: -costs[at][0])[:2]
+            assert critical(each, kind) == {at for at in dearest if costs[at][1] > 0}
+            assert len(critical(each, kind)) == 2, "of 10 in five seeds"
+    plain, half, most = runs["plain"], runs["constrained"], runs["mixed"]
+
+    def counts(kind):
+        return {
+            "on natural text too, plain GPT (2.5)": [
+                critical(e, kind) & critical(e, "natural") for e in plain],
+            "at work, constrained (5)": [critical(e, kind) & at_work(e) for e in half],
+            "the plain GPT's, at work, constrained (5)": [
+                critical(p, kind) & at_work(e) for p, e in zip(plain, half)],
+            "at work, mixed (7.5)": [critical(e, kind) & at_work(e) for e in most]}
+
+    for column, kinds in enumerate((RANDOM, TEXT)):
+        for kind in kinds:
+            for title, both in counts(kind).items():
+                cells = [int(cell) for cell in row_of(page, title)[column].split(", ")]
+                own = cells[kinds.index(kind)] if len(cells) > 1 else cells[0]  # one number is all kinds'
+                assert own == sum(map(len, both)), (title, kind)
+    assert [len(at_work(e)) for e in half] == [4] * 5 and [len(at_work(e)) for e in most] == [6] * 5
+    kept = by_chance([(8, 2, 4, len(critical(e, "natural") & at_work(e))) for e in half])
+    of_plain = by_chance([(8, 2, 4, len(critical(p, "natural") & at_work(e))) for p, e in zip(plain, half)])
+    assert f"keeps all (p = {kept['p']:.4f})" in page and f"it keeps 9 (p = {of_plain['p']:.3f})" in page
+
+
+def test_gains_and_shares_on_the_page_are_means_over_seeds(engagement):
+    page, runs = " ".join(engagement[0].split()), engagement[1]
+
+    def mean(values, digits, sign=""):
+        middle, low, high = t_interval(values)
+        return f"{middle:{sign}.{digits}f} ±{(high - low) / 2:.{digits}f}"
+
+    for kind in RANDOM:
+        gain = mean([each["texts"][kind]["gain"][0] for each in runs["plain"]], 3)
+        assert re.search(rf"{re.escape(gain)} (nats of 8.6 )?\({kind}\)", page), (kind, gain)
+    natural = [each["texts"]["natural"] for each in runs["constrained"]]
+    before, active = (np.mean([each[key] for each in natural]) for key in ("nats", "nats_all_active"))
+    factors = [np.mean([row["factor"] for row in each["heads"]
+                        if (row["layer"], row["head"]) in critical(each, "natural")])
+               for each in runs["constrained"]]
+    assert f"{before:.2f} nats become {active:.2f}" in page
+    assert f"critical heads is {mean(factors, 2)}, where the write-up has 0.92" in page
+    for kind, words in (("needle", "of an equal share on needles"), ("natural", "on natural text")):
+        sent = [np.mean([row[kind]["engagement"][0] for row in each["heads"] if row["role"] == "long"])
+                for each in runs["specialised"]]
+        assert f"{mean(sent, 2)} {words}" in page
+
+
+def test_the_task_of_the_controls_has_the_figures_of_its_file():
+    found = json.loads((ROOT / "results" / "cloze-tiny.json").read_text())["models"]
+    study = results.read(ROOT / "results" / "controls-tiny.json.gz")
+    text = " ".join((ROOT / "docs" / "results" / "controls.md").read_text().split())
+    bpb, accuracy, nats = np.array([[each[key] for key in ("bpb", "accuracy", "nats")] for each in found]).T
+    assert all(each["bpb"] == study["runs"][each["run"]]["bpb"] for each in found) and len(found) == 35
+    assert f"by {np.corrcoef(bpb, accuracy)[0, 1]:.2f}, the nats of the right word by " \
+           f"{np.corrcoef(bpb, nats)[0, 1]:.2f}." in text
+    labels = {"plain": "plain GPT", "short_conv": "`short_conv`", "AdamW for Muon": "AdamW",
+              "learned positions for RoPE": "learned positions"}
+    for variant, label in labels.items():
+        own = [each["accuracy"] for each in found if each["variant"] == variant]
+        assert len(own) == 5 and f"{label} {np.mean(own):.3f} ± {np.std(own, ddof=1):.3f}" in text

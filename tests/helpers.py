@@ -1,0 +1,133 @@
+"""What tests of several folders need: models, checkpoints, runs on two ranks, studies without processes."""
+
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from compare import Study
+from model import GPT, GPTConfig
+from nanoheads.study import trial
+from nanoheads.study.variants import StudyConfig
+from nanoheads.training import checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+# ---- runs of train.py ----
+
+
+def weights(path):
+    return checkpoint.read(path)["model"]
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def untimed(rows):
+    return [{k: v for k, v in row.items() if k not in ("elapsed_s", "tokens_per_s")} for row in rows]
+
+
+def torchrun(argv, ranks, **env):
+    command = [sys.executable, "-m", "torch.distributed.run",
+               "--standalone", f"--nproc_per_node={ranks}", str(ROOT / "train.py"), *argv]
+    return subprocess.run(command, capture_output=True, text=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", **env}, timeout=120)
+
+
+# ---- models and checkpoints ----
+
+
+VOCAB = ["\n", " ", *"abcdefghij", "é"]
+
+
+def meta_of(encoding, name="toy"):
+    vocab, size, separator = dict(byte=(None, 256, 10), char=(VOCAB, len(VOCAB), 0),
+                                  gpt2=(None, 50257, 50256))[encoding]
+    counts = dict(tokens=1, bytes=1, chars=1, sha256="of no file")
+    return dict(name=name, encoding=encoding, vocab_size=size,
+                separator=separator, dtype="uint16", **({"vocab": vocab} if vocab else {}),
+                splits={s: counts for s in ("train", "val", "test")})
+
+
+def make_checkpoint(path, encoding="char", seed=0, vocab_size=None, **flags):
+    """A checkpoint of a tiny random model; padded when vocab_size is above the encoding's."""
+    meta = meta_of(encoding)
+    model = GPT(GPTConfig(**{**dict(block_size=16, vocab_size=vocab_size or meta["vocab_size"],
+                                    n_layer=1, n_head=2, n_embd=16, seed=seed), **flags}))
+    weights = {k: 4 * v for k, v in model.state_dict().items()}  # so that the context shows in the text
+    torch.save(dict(model=weights, config=asdict(model.config), meta=meta, step=1), path)
+    return str(path)
+
+
+def make_model(seed=1, **flags):
+    """A tiny random model whose heads matter: weights large enough to show in bits and samples."""
+    sizes = dict(block_size=32, vocab_size=256, n_layer=2, n_head=3, n_embd=24, seed=seed)
+    model = GPT(GPTConfig(**{**sizes, **flags}))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3).add_(0.1 * torch.randn(p.shape, generator=generator))
+    return model.eval()
+
+
+# ---- a mechanism of one's own: the file of docs/add-a-mechanism.md ----
+
+
+PAGE = (ROOT / "docs" / "add-a-mechanism.md").read_text(encoding="utf-8")
+CODE, = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
+
+
+# ---- studies ----
+
+
+SMALL = """
+n_layer = 1
+n_head = 2
+n_embd = 16
+block_size = 16
+batch_size = 4
+max_iters = 6
+eval_interval = 3
+eval_tokens = 64
+recipe = 'modern'
+"""
+
+
+def study_of(plain, **keys):
+    return Study(StudyConfig(**{"base": str(plain), "device": "cpu", "seeds": [1, 2], "plain_seeds": 2,
+                                "budgets": [], "mechanisms": ["output_gate"], **keys}), "test")
+
+
+class Here:
+    """A place to run trials without a process, one at a time."""
+    slots = 1
+
+    def __init__(self):
+        self.started = []
+
+    def run(self, folder):
+        self.started.append(folder)
+        try:
+            trial.run(folder)
+            return ""
+        except Exception as e:
+            return str(e)
+
+    def stop(self):
+        pass
+
+
+class NoThreads(ThreadPoolExecutor):
+    """Runs what is submitted at once: a trial without a process of its own needs the main thread."""
+
+    def submit(self, function, *args):
+        job = Future()
+        job.set_result(function(*args))
+        return job

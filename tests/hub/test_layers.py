@@ -1,0 +1,168 @@
+"""The layers of the write-ups beside nn.MultiheadAttention: masks, weights, dropout.
+
+Their formulas are compared in tests/hub/test_dropin.py.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from nanoheads.common import UserError
+from nanoheads.hub.layers import (A2CAttention, AdaptiveContextualAttention, AttentionLayer,
+                                  ConstraintAttention, MultiHeadAttentionWithConstraints,
+                                  TransformerBlockWithConstraint)
+from oracle import normal
+
+C, H, T = 32, 4, 7
+
+
+def acag(**how):
+    """ACAG, its gates neutral: 1 everywhere."""
+    return AdaptiveContextualAttention(C, H, 16, bias=True, **how).double().eval()
+
+
+def a2c(**how):
+    """A2C, its critic at 0."""
+    return A2CAttention(C, H, 16, bias=True, **how).double().eval()
+
+
+def constraint(**how):
+    """Constraint heads, of which nothing comes out."""
+    layer = ConstraintAttention(C, H, ["a"], 16, bias=True, **how).double().eval()
+    layer.attn.constraint.c_proj.weight.data.zero_()
+    return layer
+
+
+def beside(layer):
+    """nn.MultiheadAttention with the layer's projections."""
+    theirs = nn.MultiheadAttention(C, H, batch_first=True, dtype=torch.float64).eval()
+    own = layer.attn.c_attn, layer.attn.c_proj
+    theirs.in_proj_weight.data, theirs.in_proj_bias.data = own[0].weight.data, own[0].bias.data
+    theirs.out_proj.weight.data, theirs.out_proj.bias.data = own[1].weight.data, own[1].bias.data
+    return theirs
+
+
+def scattered(layer):
+    """No projection is small, no bias 0; what makes a layer neutral stays."""
+    generator = torch.Generator().manual_seed(4)
+    for linear in (layer.attn.c_attn, layer.attn.c_proj):
+        for p in linear.parameters():
+            p.data.normal_(0, 0.3, generator=generator)
+    return layer
+
+
+def first(found):
+    return found if torch.is_tensor(found) else found[0]
+
+
+PADDING = torch.tensor([[False] * T, [False] * 5 + [True] * 2, [True] * 2 + [False] * 5])
+BLOCKED = torch.rand(T, T, generator=torch.Generator().manual_seed(2)) < 0.4
+BLOCKED.fill_diagonal_(False)
+MASKS = {"none": {}, "padding": dict(key_padding_mask=PADDING), "mask": dict(attn_mask=BLOCKED),
+         "both": dict(key_padding_mask=PADDING, attn_mask=BLOCKED)}
+
+
+def additive(masks):
+    return {name: torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, -math.inf)
+            for name, mask in masks.items()}
+
+
+@pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("make, causal", [(acag, True), (acag, False), (a2c, True), (a2c, False),
+                                          (constraint, True)])
+def test_with_neutral_gates_a_layer_is_multi_head_attention(make, causal, masks):
+    """Outputs and gradients at tokens that are no padding, whatever form the masks have."""
+    layer = scattered(make() if make is constraint else make(causal=causal))
+    theirs, x = beside(layer), normal(3, T, C).requires_grad_()
+    seen = {**masks}
+    if causal:
+        seen["attn_mask"] = seen.get("attn_mask", torch.zeros(T, T, dtype=torch.bool)) | ~torch.ones(
+            T, T, dtype=torch.bool).tril()
+    want, weights = theirs(x, x, x, **seen, average_attn_weights=False)
+    real = ~masks.get("key_padding_mask", torch.zeros(3, T, dtype=torch.bool))
+    real &= want.isfinite().all(-1)  # a row that sees nothing is not a number there
+    r = normal(int(real.sum()), C, seed=3)
+    dx, = torch.autograd.grad((want[real] * r).sum(), x, retain_graph=True)
+    for each in (masks, additive(masks)):
+        found = layer(x, **each, need_weights=True)
+        got, maps = (found[0], found[1]["blocks.0.map"]) if make is constraint else found[:2]
+        assert (got[real] - want[real]).abs().max() < 1e-12
+        assert (maps[:, :H].transpose(1, 2)[real] - weights.transpose(1, 2)[real]).abs().max() < 1e-6
+        assert (first(layer(x, **each))[real] - want[real]).abs().max() < 1e-12
+    if not dx.isnan().any():
+        assert (torch.autograd.grad((got[real] * r).sum(), x)[0] - dx).abs().max() < 1e-11
+    wrong = first(layer(x))  # the control: without masks it is another function
+    assert not masks or (wrong[real] - want[real]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("layer", [acag(), acag(causal=False), a2c(), a2c(mode="published"), constraint(),
+                                   AdaptiveContextualAttention(C, H, 16, "published").double().eval()],
+                         ids=lambda layer: type(layer).__name__)
+def test_padding_is_as_if_it_were_not_there(layer):
+    """Gates too: a row gives what its real tokens alone give, wherever the padding is."""
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.normal_(0, 0.3, generator=torch.Generator().manual_seed(p.numel()))
+    x = normal(3, T, C)
+    got = first(layer(x, key_padding_mask=PADDING))
+    for row, padded in enumerate(PADDING):
+        alone = first(layer(x[row:row + 1, ~padded]))
+        assert (got[row, ~padded] - alone[0]).abs().max() < 1e-9
+    other = first(layer(torch.where(PADDING[..., None], 9.0, x), key_padding_mask=PADDING))
+    assert torch.equal(other[~PADDING], got[~PADDING])
+
+
+def test_dropout_acts_in_training_alone():
+    for make in (acag, a2c, constraint):
+        layer, x = scattered(make(dropout=0.5)), normal(2, T, C)
+        assert torch.equal(first(layer(x)), first(layer(x)))
+        layer.train()
+        assert not torch.equal(first(layer(x)), first(layer(x)))
+    assert acag(dropout=0.5).attn.attn_dropout == 0 and a2c(dropout=0.5).attn.attn_dropout == 0.5
+
+
+def test_the_critics_scalars_have_a_gradient():
+    layer, x = a2c(), normal(2, T, C)
+    y, weights, advantage = layer(x, need_weights=True)
+    assert advantage.shape == (2, T, H) and (weights.sum(-1) - 1).abs().max() < 1e-6
+    (y.sum() + (advantage - 1).square().sum()).backward()
+    assert layer.attn.a2c.critic.weight.grad.any()
+
+
+def test_the_block_of_the_write_up_trains_on_its_labels():
+    torch.manual_seed(0)
+    block, x = TransformerBlockWithConstraint(C, H, names=["a", "b"], max_len=16), normal(4, T, C).float()
+    assert MultiHeadAttentionWithConstraints is type(block.attn) is ConstraintAttention
+    labels = {"a": (x[..., 0] > 0).float(), "b": torch.full((4, T), -1.0)}
+    optimizer, losses = torch.optim.Adam(block.parameters(), lr=1e-2), []
+    for _ in range(60):
+        y, traces = block(x)
+        terms = block.attn.losses(traces, labels)
+        losses.append(terms["a"].item())
+        assert y.shape == x.shape and terms["b"] == 0
+        optimizer.zero_grad()
+        sum(terms.values()).backward()
+        optimizer.step()
+    assert losses[-1] < losses[0] / 2
+    same = copy.deepcopy(block)
+    assert torch.equal(same(x)[0], block(x)[0])
+    want = x + block.attn(block.ln_1(x))[0]
+    assert torch.equal(block(x)[0], want + block.mlp(block.ln_2(want)))
+
+
+@pytest.mark.parametrize("masks, words", [
+    (dict(attn_mask=torch.ones(T, T)), "attn_mask must be boolean, True where nothing may be seen, or of 0"),
+    (dict(attn_mask=torch.zeros(T, 3)), r"attn_mask \[7, 3\] must be \[7, 7\], \[2, 7, 7\] or \[2, 1, 7,"),
+    (dict(attn_mask=torch.zeros(2, H, T, T)), "one for all heads"),
+    (dict(key_padding_mask=torch.zeros(2, 3)), r"key_padding_mask \[2, 3\] must be \[2, 7\]")])
+def test_masks_that_cannot_be_are_one_clear_line(masks, words):
+    with pytest.raises(UserError, match=words):
+        acag()(normal(2, T, C), **masks)
+
+
+def test_a_layer_alone_has_no_states_of_mlps_or_blocks():
+    with pytest.raises(UserError, match="agency_scope='block' is of a GPT's blocks, not of a layer"):
+        AttentionLayer(C, H, max_len=T, agency=True, agency_scope="block")

@@ -1,0 +1,557 @@
+"""Constraint heads in training: gates, routers, losses, a teacher, skipping, against slow references."""
+import json
+import math
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import model as model_py
+import oracle
+from model import GPT, ConstraintHeads, GPTConfig, Sentinel
+from nanoheads import kernels
+from nanoheads.study import digest, trial
+from nanoheads.text.dataset import Dataset
+from nanoheads.text.targets import encode, label_file, sha256, write_meta
+from nanoheads.training import checkpoint
+from nanoheads.training.config import TrainConfig
+from oracle import tokens
+from conftest import TINY
+from train import main
+
+SMALL = dict(block_size=16, vocab_size=37, n_layer=2, n_head=3, n_embd=24, constraint_names=["a", "b"],
+             constraint_layers=[0, 1])
+
+
+def alive(seed=0, **flags):
+    """A small GPT in float64 with a signal in every path."""
+    model = GPT(GPTConfig(**{**SMALL, **flags})).double().eval()
+    torch.manual_seed(seed)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 0.0 if p.dim() >= 2 else 1.0, 0.3 if p.dim() >= 2 else 0.1)
+    return model
+
+
+def read_by_blocks(model, idx, **kw):
+    """[what each block's attention was given], and the Output with traces and maps."""
+    read, hooks = [], []
+    for block in model.transformer.h:
+        hooks.append(block.attn.register_forward_pre_hook(lambda module, args: read.append(args[0])))
+    out = model(idx, traces="maps", **kw)
+    for hook in hooks:
+        hook.remove()
+    return read, out
+
+
+# ---- where the router gates ----
+
+GATED = {"score": dict(constraint_gate="score", constraint_heads=2), "value": dict(constraint_gate="value"),
+         "output": dict(constraint_gate="output", constraint_heads=2),
+         "published": dict(constraint_mode="published"),
+         "published scorers": dict(constraint_mode="published", constraint_gate="output"),
+         "first": dict(constraint_router_input="first"), "hard": dict(constraint_router="hard_concrete")}
+
+
+def scores_agree(name, hinted=False):
+    """Whether all of the model, scores and gates of each block, and their gradients, are the oracle's."""
+    model, idx = alive(**GATED[name]), tokens(2, 9)
+    hint = torch.randn(2, 24, dtype=torch.float64) if hinted else None
+    read, out = read_by_blocks(model, idx, router_hint=hint)
+    predictions = model.predictions(idx) if hint is None else {}
+    for layer, x in enumerate(read):
+        want, at = oracle.attention(model, layer, x, hint)[1], f"blocks.{layer}."
+        oracle.agree([out.traces[at + "head_scores"], out.traces[at + "router_gates"].expand(2, 9, -1)],
+                     [want["head_scores"], want["router_gates"]], list(model.parameters()), 1e-6)
+        oracle.close(out.traces[at + "map"].double(), want["map"], 1e-5)  # float32
+        if predictions:
+            oracle.close(predictions[at + "constraint_y"], want["constraint_y"], 1e-9)
+    oracle.equals_the_oracle(model, idx, hint)
+
+
+@pytest.mark.parametrize("hinted", [False, True], ids=["", "hint"])
+@pytest.mark.parametrize("name", GATED)
+def test_gates_and_scores_equal_the_oracle(name, hinted):
+    scores_agree(name, hinted)
+
+
+@pytest.mark.parametrize("name, function, wrong", [
+    ("score", "on_itself", lambda s, gates: s),
+    ("published scorers", "constraint_scores", lambda p, y: y.sum(-1)),
+    ("first", "constraint_gates", lambda c, p, x, hint, training: x[..., :2].sigmoid()),
+])
+def test_the_oracle_notices_another_gate(name, function, wrong, monkeypatch):
+    monkeypatch.setattr(oracle, function, wrong)
+    with pytest.raises(AssertionError):
+        scores_agree(name)
+
+
+@pytest.mark.parametrize("mode, gate", [("query", "output"), ("published", "value")])
+def test_where_the_router_gates_follows_the_mode(mode, gate):
+    assert alive(constraint_mode=mode).config.constraint_gate == gate
+
+
+# ---- gates of scores: rows with log(gate) on the diagonal ----
+
+def rows_of_their_own(gate, dtype=torch.float64, strength=4.0, T=9, mask=None):
+    """([y, lse, entropy, log sum p^2] of the kernel, and of the T x T logits in float64, inputs of each).
+
+    gate: of every token; strength: what the logit of each token with itself is raised by.
+    """
+    q, k, v = (oracle.normal(2, 3, T, 16, seed=seed) for seed in (1, 2, 3))
+    k = k + 4 * strength * q / q.square().sum(-1, keepdim=True)
+    slow = [t.to(dtype).double().requires_grad_() for t in (q, k, v)]
+    slow.append(torch.full((2, 3, T), gate).double().requires_grad_())
+    fast = [t.detach().to(dtype).requires_grad_() for t in slow[:3]]
+    fast.append(slow[3].detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_())
+    seen = torch.ones(T, T).tril().bool() if mask is None else mask[0, 0]
+    y, rows = kernels.self_gated_rows(*fast[:3], 0.25, mask, seen.sum(-1).to(fast[3].dtype), fast[3])
+    s = oracle.on_itself(0.25 * slow[0] @ slow[1].mT, slow[3]).masked_fill(~seen, -math.inf)
+    lse, p = s.logsumexp(-1), s.softmax(-1)
+    entropy, p2 = oracle.row_statistics(p)
+    return [y, *rows], [p @ slow[2], lse, entropy, p2.log()], fast, slow
+
+
+BAND = torch.ones(9, 9).tril().triu(-2).bool()[None, None]
+
+
+@pytest.mark.parametrize("mask", [None, BAND, torch.eye(9).bool()[None, None]],
+                         ids=["causal", "window", "oneself"])
+@pytest.mark.parametrize("gate", [1.0, 0.3, 1e-8])
+def test_self_gated_rows_equal_those_of_the_stored_logits(gate, mask):
+    got, want, fast, slow = rows_of_their_own(gate, mask=mask)
+    for a, b in zip(got, want, strict=True):
+        oracle.close(a, b, 1e-12)
+    for i in range(4):  # each output's gradient alone
+        pairs = zip(oracle.gradients(got[i:i + 1], fast), oracle.gradients(want[i:i + 1], slow), strict=True)
+        for a, b in pairs:
+            oracle.close(a * gate if a.dim() == 3 else a, b * gate if b.dim() == 3 else b, 1e-11)
+
+
+@pytest.mark.parametrize("T", [1, 2, 9])
+def test_one_key_has_no_entropy_and_its_own_value(T):
+    """Whatever its gate, 0 too, and in float32 without a rounding error; no gradient is not a number."""
+    for gate in (0.0, 1e-8, 0.5):
+        (y, lse, entropy, log_p2), _, fast, _ = rows_of_their_own(gate, torch.float32, T=T)
+        assert torch.equal(y[:, :, 0], fast[2][:, :, 0])
+        assert not entropy[..., 0].any() and not log_p2[..., 0].any()
+        own = 0.25 * (fast[0] * fast[1]).sum(-1)[..., 0]
+        assert torch.allclose(lse[..., 0], own + math.log(max(gate, 1e-30)))
+        assert all(g.isfinite().all() for g in oracle.gradients([y, lse, entropy, log_p2], fast))
+
+
+@pytest.mark.parametrize("strength", [4.0, 9.0, 20.0])
+@pytest.mark.parametrize("gate", [1.0, 1e-2, 1e-8])
+@pytest.mark.parametrize("dtype, tol, slack", [(torch.float32, 2e-5, 1e-5), (torch.bfloat16, 0.1, 0.03)])
+def test_self_gated_rows_are_exact_beside_a_weight_near_one(dtype, tol, slack, gate, strength):
+    """At 20 a token's weight on itself is 1 to float32, and its gate leaves what the others have."""
+    got, want, fast, slow = rows_of_their_own(gate, dtype, strength)
+    for a, b in zip(got, want, strict=True):
+        oracle.close(a.double(), b, tol)
+    for a, b in zip(oracle.gradients([t.double() for t in got], fast[:3]), oracle.gradients(want, slow[:3])):
+        assert (a.double() - b).norm() < slack * b.norm()
+
+
+def test_whole_rows_are_too_coarse_to_take_the_own_key_out_of():
+    """A control: the formula from the statistics of the whole row, equal in exact numbers, is far off."""
+    _, want, (q, k, v, gate), _ = rows_of_their_own(1e-4, torch.float32, 9.0)
+    _, rows = kernels.row_statistics(q, k, v, 0.25, None, torch.arange(1.0, 10))
+    p = (0.25 * (q * k).sum(-1) - rows.lse).exp().clamp_max(1)
+    left = (1 - p + gate * p).clamp_min(1e-6)
+    log_p2 = (rows.log_p2.exp() - p**2 + (gate * p)**2).clamp_min(1e-12).log() - 2 * left.log()
+    assert (log_p2 - want[3])[..., 1:].abs().max() > 0.1
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_block_mask_leaves_out_the_token_itself():
+    """As on a GPU, with FlexAttention's slow form for CPUs: causal, windows, windows of one token."""
+    for window in (200, 3, 1):
+        def seen(query, key):
+            return (key <= query) & (query - key < window)
+
+        t = torch.arange(150)
+        dense = seen(t[:, None], t)[None, None]
+        blocks = kernels.block_mask(150, t.device, seen, window)
+        q, k, v = (oracle.normal(1, 2, 150, 16, seed=seed) for seed in (1, 2, 3))
+        gate = torch.rand(1, 2, 150, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        y, rows = kernels.self_gated_rows(q, k, v, 0.25, blocks, dense[0, 0].sum(-1).double(), gate)
+        want_y, want = kernels.self_gated_rows(q, k, v, 0.25, dense, dense[0, 0].sum(-1).double(), gate)
+        for a, b in zip([y, *rows], [want_y, *want], strict=True):
+            oracle.close(a.double(), b, 1e-5)  # its log-sum-exp is float32
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Inside of it, the largest number of entries of a tensor that an operation gives."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor):
+                self.size = max(self.size, t.numel())
+        return out
+
+
+def test_gated_scores_store_no_t_by_t():
+    T = 512
+    model = alive(constraint_gate="score", acag="headwise", sink=True, n_layer=1, constraint_layers=[0],
+                  block_size=T)
+    model, idx = model.float(), tokens(1, T)
+    with Largest() as largest:
+        model.hidden(idx).sum().backward()
+    assert largest.size < T * T
+    with Largest() as control:
+        model(idx, traces="maps")
+    assert control.size >= T * T
+
+
+SCORE = dict(constraint_gate="score")
+READERS = {"acag": dict(acag="headwise"), "elementwise": dict(acag="elementwise"),
+           "published": dict(acag="headwise", acag_mode="published"),
+           "detach": dict(acag="headwise", acag_detach=True), "sink": dict(sink=True),
+           "acag+sink": dict(acag="headwise", sink=True),
+           "a2c": dict(a2c="published"), "a2c+acag+sink": dict(a2c="temperature", acag="headwise", sink=True),
+           "a2c bias+acag": dict(a2c="key_bias", acag="headwise"),
+           "window": dict(acag="headwise", sink=True, window=3),
+           "oneself": dict(acag="headwise", sink=True, window=1),
+           "global": dict(acag="headwise", sink=True, window=2, window_global=1)}
+
+
+def gated_rows_agree(flags, T):
+    """Whether hidden states, their gradients, and the traces of rows are those of the stored T x T."""
+    model, idx = alive(**SCORE, **flags), tokens(2, T)
+    oracle.equals_the_oracle(model, idx, tol=1e-9 if model.config.pos == "learned" else 1e-6)
+    read, out = read_by_blocks(model, idx)
+    oracle.close(out.logits.double(), oracle.logits(model, idx), 1e-5)  # float32
+    for layer, x in enumerate(read):
+        want = oracle.attention(model, layer, x)[1]
+        for name in ("entropy", "concentration", "map"):
+            oracle.close(out.traces[f"blocks.{layer}.{name}"].double(), want[name], 1e-5)
+
+
+@pytest.mark.parametrize("T", [1, 2, 7, 16])
+@pytest.mark.parametrize("recipe", ["gpt2", "modern"])
+@pytest.mark.parametrize("name", READERS)
+def test_who_reads_rows_reads_those_of_gated_scores(name, recipe, T):
+    gated_rows_agree(dict(READERS[name], recipe=recipe), T)
+
+
+def ungated_statistics(q, k, v, scale, mask, n_keys, gate, shape=True, gated=kernels.self_gated_rows):
+    """The former order: the outputs of gated rows, and what is known of the rows before the gate."""
+    y, _ = gated(q, k, v, scale, mask, n_keys, gate, shape)
+    return y, kernels.row_statistics(q, k, v, scale, mask, n_keys, shape=shape)[1]
+
+
+@pytest.mark.parametrize("name", ["acag", "published", "sink", "acag+sink", "a2c", "window"])
+def test_statistics_from_before_the_gate_are_noticed(name, monkeypatch):
+    """A control. With a2c alone nothing but the traces reads them."""
+    monkeypatch.setattr(model_py, "self_gated_rows", ungated_statistics)
+    with pytest.raises(AssertionError, match="off by"):
+        gated_rows_agree(READERS[name], 7)
+
+
+def test_traces_of_gated_scores_say_what_their_map_says():
+    traces = alive(**SCORE)(tokens(2, 9), traces="maps").traces
+    for layer in range(2):
+        entropy, p2 = oracle.row_statistics(traces[f"blocks.{layer}.map"].double())
+        oracle.close(traces[f"blocks.{layer}.entropy"].double(), entropy, 1e-5)
+        oracle.close(traces[f"blocks.{layer}.concentration"].double(), p2, 1e-5)
+
+
+ROUTED = {"first": dict(constraint_router_input="first"), "score": dict(constraint_gate="score"),
+          "hard": dict(constraint_router="hard_concrete"), "value": dict(constraint_gate="value"),
+          "skip": dict(constraint_skip=0.5), "skip xsa": dict(constraint_skip=0.5, xsa=True, head_norm=True),
+          "score xsa": dict(constraint_gate="score", xsa=True, head_norm=True),
+          "score acag": dict(constraint_gate="score", acag="headwise", sink=True),
+          "score window": dict(constraint_gate="score", acag="headwise", sink=True, window=3),
+          "skip first": dict(constraint_skip=0.5, constraint_router_input="first")}
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_cached_padded_and_cut_short_it_says_the_same(name):
+    """A token at a time with a cache, rows of other lengths beside it, and without what comes later."""
+    model, idx = alive(**ROUTED[name]), tokens(2, 9)
+    whole = model(idx).logits
+    assert (model(idx[:, :5]).logits - whole[:, :5]).abs().max() < 1e-10
+    cache, parts = model_py.KVCache(model.config), []
+    for t in range(9):
+        parts.append(model.head(model.hidden(idx[:, t:t + 1], cache)))
+    assert (torch.cat(parts, 1) - whole).abs().max() < 1e-5
+    padded = torch.cat((torch.zeros(2, 3, dtype=torch.long), idx), 1)
+    shifted = model.head(model.hidden(padded, pad=torch.tensor([3, 3])))[:, 3:]
+    assert (shifted - whole).abs().max() < 1e-5
+    hint = torch.randn(2, 24, dtype=torch.float64)
+    one = model.generate(idx, 12, temperature=0, router_hint=hint)  # beyond the context, too
+    assert len(model.generate(idx, 12, temperature=0)[0]) == len(one[0]) == 21
+    greedy = idx
+    for _ in range(5):
+        last = model(greedy, router_hint=hint).logits[:, -1].argmax(-1, keepdim=True)
+        greedy = torch.cat((greedy, last), 1)
+    assert torch.equal(one[:, :14], greedy)
+
+
+# ---- the router's gates and penalties ----
+
+def test_hard_gates_are_zero_at_last_and_noisy_in_training_alone():
+    model, idx = alive(constraint_router="hard_concrete"), tokens(4, 9)
+    out = model(idx, traces=True)
+    gates = out.traces["blocks.0.router_gates"]
+    assert torch.equal(gates, model(idx, traces=True).traces["blocks.0.router_gates"])
+    with torch.no_grad():
+        model.transformer.h[0].attn.constraint.out.bias.fill_(-9.0)
+        model.transformer.h[0].attn.constraint.out.weight.zero_()
+    assert not model(idx, traces=True).traces["blocks.0.router_gates"].any()
+    model.train()
+    one, two = (model(idx, traces=True).traces["blocks.1.router_gates"] for _ in range(2))
+    assert not torch.equal(one, two)
+
+
+@pytest.mark.parametrize("router", ["sigmoid", "hard_concrete"])
+def test_the_routers_penalties(router):
+    model = alive(constraint_router=router, constraint_sparsity_coef=0.3, constraint_entropy_coef=0.7)
+    idx, seen, few, coins = tokens(2, 9), [], [], []
+    for c in (block.attn.constraint for block in model.transformer.h):
+        c.fc.register_forward_hook(lambda module, args, out, c=c: seen.append(c.out(out.relu())))
+    aux = model(idx, idx).aux
+    for logits in seen:
+        p = 1 / (1 + (-logits).exp())
+        beta, low, high = Sentinel.BETA, Sentinel.LOW, Sentinel.HIGH
+        opened = 1 / (1 + (-(logits - beta * math.log(-low / high))).exp())
+        few.append((p if router == "sigmoid" else opened).mean())
+        coins.append(-(p * p.log() + (1 - p) * (1 - p).log()).mean())
+    assert len(seen) == 2
+    assert aux["constraint_router"].item() == pytest.approx(0.3 * sum(few).item(), rel=1e-6)
+    assert aux["constraint_entropy"].item() == pytest.approx(0.7 * sum(coins).item(), rel=1e-6)
+
+
+# ---- what it is trained on ----
+
+def test_scores_are_judged_in_the_chosen_blocks_alone():
+    model, idx = alive(constraint_loss_layers=[1]), tokens(2, 9)
+    out = model(idx, idx, traces=True, constraint_targets={"b": torch.ones(2, 9)})
+    want = 0.2 * F.softplus(-out.traces["blocks.1.constraint.b"]).mean()
+    assert out.aux["constraint.b"].item() == pytest.approx(want.item(), rel=1e-6)
+
+
+def test_warm_up_weighs_the_loss_on_labels_and_nothing_else():
+    config = GPTConfig(**SMALL, constraint_warmup=4)
+    aux = {"constraint.a": 8.0, "constraint_match": 4.0, "constraint_router": 1.0, "gate_l1": 2.0}
+    shares = [ConstraintHeads.aux_at_step(config, aux, step)["constraint.a"] / 8 for step in range(6)]
+    assert shares == [0.25, 0.5, 0.75, 1, 1, 1]
+    half = ConstraintHeads.aux_at_step(config, aux, 1)
+    assert (half["constraint_match"], half["constraint_router"], half["gate_l1"]) == (2.0, 1.0, 2.0)
+    assert ConstraintHeads.aux_at_step(GPTConfig(**SMALL), aux, 0) == aux
+
+
+def test_stopped_heads_send_no_gradient_into_the_trunk():
+    """Their own weights learn all the same; the language model's gradient goes the other ways."""
+    model, idx = alive(constraint_stop=3), tokens(2, 9)
+    for step, stopped in ((0, True), (2, True), (3, False)):
+        model.at_step(step)
+        out = model(idx, idx, constraint_targets={"a": torch.ones(2, 9), "b": torch.zeros(2, 9)})
+        labelled = out.aux["constraint.a"] + out.aux["constraint.b"]
+        trunk, own = torch.autograd.grad(
+            labelled, [model.transformer.wte.weight, model.transformer.h[0].attn.constraint.c_attn.weight],
+            allow_unused=True, retain_graph=True)
+        assert (trunk is None or not trunk.any()) == stopped and own.any()
+        assert torch.autograd.grad(out.loss, model.transformer.wte.weight)[0].any()
+
+
+@pytest.mark.parametrize("kind", ["kl", "huber"])
+def test_a_student_is_compared_with_its_teacher(kind):
+    student, teacher = alive(constraint_match=kind, constraint_match_coef=0.5), alive(seed=3)
+    idx = tokens(2, 9)
+    said = teacher.predictions(idx)
+    out = student(idx, idx, teacher=said, traces=True)
+    ours = student.predictions(idx)
+    if kind == "kl":
+        terms = []
+        for block in range(2):
+            for name in "ab":
+                p, q = (1 / (1 + (-each[f"blocks.{block}.constraint.{name}"]).exp()) for each in (said, ours))
+                terms.append((p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean())
+    else:
+        away = [(ours[f"blocks.{i}.constraint_y"] - said[f"blocks.{i}.constraint_y"]).abs() for i in range(2)]
+        terms = [torch.where(d < 1, d.square() / 2, d - 0.5).mean() for d in away]
+    want = 0.5 * np.mean([t.item() for t in terms])
+    assert out.aux["constraint_match"].item() == pytest.approx(want, rel=1e-5)
+    assert student(idx, idx, teacher=ours).aux["constraint_match"].item() == pytest.approx(0, abs=1e-6)
+
+
+# ---- skipping ----
+
+@pytest.mark.parametrize("cached", [False, True], ids=["rows", "decoding"])
+def test_heads_below_the_threshold_are_not_computed(monkeypatch, cached):
+    """The same function as with their gates at 0, and no attention of a closed head."""
+    model, idx, rows = alive(constraint_skip=0.5), tokens(3, 9), []
+    gates = [g for name, g in model(idx, traces=True).traces.items() if name.endswith("router_gates")]
+    opened = [(g > 0).any(1) for g in gates]
+    assert any(o.any() and not o.all() for o in opened), "some are open, some closed"
+    skipping = model_py.attend_in_rows
+    monkeypatch.setattr(model_py, "attend_in_rows", lambda *a: rows.append(a[4]) or skipping(*a))
+    if not cached:
+        fast = model(idx).logits
+        found = [[len(r) for r in each] for each in rows]
+        assert found == [o.sum(0).tolist() for o in opened]
+    else:
+        cache = model_py.KVCache(model.config)
+        fast = torch.cat([model.head(model.hidden(idx[:, t:t + 1], cache)) for t in range(9)], 1)
+        assert len(rows) == 18
+    monkeypatch.setattr(ConstraintHeads, "open_rows", lambda *a: None)
+    assert (model(idx).logits - fast).abs().max() < 1e-5
+    model.transformer.h[0].attn.constraint.skip = 0.0
+    assert (model(idx).logits - fast).abs().max() > 1e-4, "a control: the threshold changes something"
+
+
+def test_a_layer_whose_heads_are_all_closed_does_not_even_project_them():
+    model, idx, called = alive(constraint_skip=0.5, xsa=True), tokens(2, 9), []
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.attn.constraint.out.bias.fill_(-99.0)
+            block.attn.constraint.c_attn.register_forward_hook(lambda *a: called.append(1))
+    fast = model(idx).logits
+    assert not called
+    for block in model.transformer.h:
+        block.attn.constraint.skip = 0.0
+    assert (model(idx).logits - fast).abs().max() < 1e-12 and len(called) == 2
+
+
+def test_no_head_at_all_is_no_attention():
+    q = torch.zeros(2, 0, 3, 8)
+    assert kernels.attend(q, q, q, 1.0, None, 0.0).shape == (2, 0, 3, 8)
+
+
+# ---- train.py ----
+
+@pytest.fixture(scope="module")
+def labelled(bytes_data):
+    """Labels of the sums: "digit" is 1 on a digit; "even" knows digits alone, 1 on an even one."""
+    dataset = Dataset(bytes_data)
+    folder = dataset.dir / "labels" / "truth"
+    folder.mkdir(parents=True)
+    for split in ("train", "val"):
+        ids = np.asarray(dataset.tokens(split))
+        digit = (ids >= 48) & (ids < 58)
+        encode(digit).tofile(label_file(folder, "digit", split))
+        encode(np.where(digit, ids % 2 == 0, np.nan)).tofile(label_file(folder, "even", split))
+        encode(np.full(len(ids), np.nan)).tofile(label_file(folder, "nothing", split))
+    write_meta(folder, dataset, ["digit", "even", "nothing"], ["train", "val"], weak=True, note="made up")
+    return dataset.dir
+
+
+@pytest.fixture
+def run(labelled, tmp_path):
+    """run(name, key=value, ...) -> the rows of a training run's log that have a loss."""
+    def call(name, *flags, **keys):
+        keys = {**TINY, "dataset": labelled, "labels": "truth", "constraint_names": ["digit", "even"],
+                "constraint_layers": [0], "recipe": "modern", "out_dir": tmp_path / name, **keys}
+        main([f"--{key}={value}" for key, value in keys.items()] + list(flags))
+        rows = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        return [row for row in rows if "loss" in row]
+    return call
+
+
+def test_scorers_learn_what_they_are_shown(run, tmp_path, labelled, capsys):
+    rows = run("a", max_iters=300, lr_decay_iters=300, eval_interval=300, constraint_coef=3.0, batch_size=8)
+    first, last = ({k: row[f"aux/constraint.{k}"] for k in ("digit", "even")} for row in (rows[0], rows[-1]))
+    assert first["digit"] == pytest.approx(3 * math.log(2) / 2, abs=0.1), "nats, of the mean of two names"
+    assert last["digit"] < 0.3 * first["digit"] and last["even"] < 0.5 * first["even"]
+    assert "weak labels" in (said := capsys.readouterr().out) and "not read: nothing" in said
+    data = Dataset(labelled)
+    model = checkpoint.build(checkpoint.read(tmp_path / "a"), tmp_path / "a", "cpu")
+    ids = torch.from_numpy(np.asarray(data.tokens("val"))[:1600].astype(np.int64)).view(100, 16)
+    scores = model(ids, traces=True).traces["blocks.0.constraint.digit"] > 0
+    digit = (ids >= 48) & (ids < 58)
+    assert (scores == digit).float().mean() > 0.95
+    later = (scores[:, :-1] == digit[:, 1:]).float().mean()
+    assert later < 0.9, "a control: it is about the token itself, not the next one"
+
+
+@pytest.mark.parametrize("keys", [dict(grad_accum=2), dict(constraint_warmup=6, constraint_stop=4)], ids=str)
+def test_a_resumed_run_is_the_same(run, tmp_path, keys):
+    once, _ = run("once", **keys), run("twice", **{**keys, "max_iters": 3})
+    twice = run("twice", "--resume", **keys)
+
+    def untimed(rows):
+        return [{k: v for k, v in row.items() if k not in ("elapsed_s", "tokens_per_s")} for row in rows]
+    assert untimed(once) == untimed(twice)
+    one, two = (checkpoint.read(tmp_path / name / "ckpt.pt")["model"] for name in ("once", "twice"))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_where_nothing_is_labelled_nothing_is_paid(run):
+    rows = run("a", constraint_names=["nothing"], constraint_coef=5.0)
+    assert all(row["aux/constraint.nothing"] == 0 and math.isfinite(row["grad_norm"]) for row in rows
+               if "grad_norm" in row)
+    assert all(row["aux/constraint.nothing"] == 0 for row in rows)
+
+
+@pytest.mark.parametrize("kind", ["kl", "huber"])
+def test_a_run_may_have_a_teacher(run, tmp_path, kind):
+    run("teacher", max_iters=20, constraint_coef=1.0)
+    rows = run("student", labels=None, teacher=tmp_path / "teacher", constraint_match=kind, seed=5,
+               max_iters=60, eval_interval=60, constraint_match_coef=5.0)
+    assert rows[-1]["aux/constraint_match"] < 0.5 * max(row["aux/constraint_match"] for row in rows)
+
+
+def test_a_checkpoint_that_matches_nobody_takes_no_teacher(run, labelled, tmp_path):
+    run("alone")
+    run("pupil", teacher=tmp_path / "alone", constraint_match="kl")
+
+    def tuned(name):
+        main([f"--{key}={TINY[key]}" for key in ("max_iters", "eval_tokens", "lr_decay_iters", "device")]
+             + [f"--dataset={labelled}", f"--init_from={tmp_path / name}", f"--teacher={tmp_path / 'alone'}",
+                f"--out_dir={tmp_path / name}_on"])
+
+    tuned("pupil")
+    with pytest.raises(SystemExit, match="teacher"):
+        tuned("alone")
+    assert not (tmp_path / "alone_on").exists()
+
+
+def test_what_does_not_go_together_is_refused(run, tmp_path, capsys):
+    def refused(words, **keys):
+        with pytest.raises(SystemExit) as e:
+            run("no", **keys)
+        assert words in str(e.value.code) and not (tmp_path / "no").exists(), e.value.code
+
+    refused("truth", constraint_names=["digit", "truth"])
+    refused("'lies'", labels="lies")
+    refused("labels='truth'", constraint_names=None,
+            constraint_layers=None)
+    refused("constraint_focal=2.0", labels=None, constraint_focal=2.0)
+    refused("constraint_warmup=3", labels=None, constraint_warmup=3)
+    refused("constraint_match", constraint_match="kl")
+    refused("teacher", teacher=tmp_path)
+    run("small", max_iters=3, constraint_heads=2)
+    refused(str(tmp_path / "small"), teacher=tmp_path / "small",
+            constraint_match="huber")
+    run("other", max_iters=3, constraint_names=["even"])
+    refused("constraint_names", teacher=tmp_path / "other", constraint_match="kl")
+
+
+def test_a_checkpoint_from_before_there_were_these_flags_is_read(tmp_path):
+    model = alive(constraint_mode="published")
+    config = {key: value for key, value in asdict(model.config).items()
+              if key not in ("constraint_gate", "constraint_router", "constraint_skip", "constraint_stop")}
+    again = GPT(GPTConfig(**config)).double().eval()
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(tokens(2, 9)).logits, model(tokens(2, 9)).logits)
+
+
+# ---- in a study ----
+
+def test_labels_and_teacher_are_part_of_what_a_run_reads(labelled, tmp_path, run):
+    """Other labels are another run; a run of none keeps its folder."""
+    data = Dataset(labelled)
+    bare = trial.data_of(data)
+    assert set(bare) == {"train", "val", "test"}
+    with_labels = trial.data_of(data, "truth")
+    assert {"labels digit.train", "labels even.val"} < set(with_labels) and bare.items() < with_labels.items()
+    run("teacher", max_iters=3)
+    one = trial.data_of(data, "truth", tmp_path / "teacher")["teacher"]
+    assert one == sha256(tmp_path / "teacher" / "best.pt") != with_labels["labels digit.train"]
+    assert not {"labels", "teacher"} & set(digest.own_training(TrainConfig()))
+    assert digest.own_training(TrainConfig(labels="truth"))["labels"] == "truth"

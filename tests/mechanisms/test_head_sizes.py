@@ -1,0 +1,392 @@
+"""Head sizes that divide nothing: variant B of constraint heads, RoPE of an odd size, zeros for a kernel."""
+
+import math
+from dataclasses import asdict
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import oracle
+from model import GPT, MECHANISMS, ConstraintHeads, GPTConfig, KVCache
+from nanoheads import kernels
+from nanoheads.common import UserError
+from nanoheads.hub.layers import ConstraintAttention
+from nanoheads.study import results, runs, trial
+from nanoheads.training import checkpoint
+from conftest import ROOT
+from oracle import agree, close, dense, normal, rms, sigmoid, tokens
+
+# on CPU it is the reference, not a kernel
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+# (n_embd, heads, names) -> the head size that the write-up gives all heads of the block, n_embd // all heads
+SIZES = {(48, 5, 2): 6, (36, 6, 1): 5, (64, 4, 3): 9}
+sizes = pytest.mark.parametrize("size", SIZES, ids=lambda size: "{}-{}+{}".format(*size))
+recipes = pytest.mark.parametrize("recipe", ["gpt2", "modern"])
+modes = pytest.mark.parametrize("mode", ["query", "published"])
+
+
+def config_of(size, **more):
+    """Two blocks, both with constraint heads. head_dim: 48 does not divide into 5 heads of a plain block."""
+    C, H, names = size
+    return GPTConfig(**{**dict(block_size=16, vocab_size=37, n_layer=2, n_head=H, n_embd=C, head_dim=8,
+                               constraint_names=["a", "b", "c"][:names], constraint_layers=[0, 1],
+                               constraint_variant="B", constraint_hidden=12), **more})
+
+
+def alive(config):
+    """A model in float64 with a signal in every path."""
+    model = GPT(config).double().eval()
+    torch.manual_seed(0)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 0.0 if p.dim() >= 2 else 1.0, 0.2 if p.dim() >= 2 else 0.1)
+    return model
+
+
+# ---- the write-up's layer, head by head ----
+
+def turned(x):
+    """RoPE of x [T, D], pair by pair: (i, i + D // 2) by the angle t 10000^(-i / (D // 2)), whose cosine and
+    sine are float32, as in the model's tables; of an odd D the last dimension is in no pair.
+    """
+    half, y = x.size(-1) // 2, x.clone()
+    for t in range(len(x)):
+        for i in range(half):
+            angle = t * 10000.0 ** (-i / half)
+            cos, sin = (torch.tensor(f(angle)).item() for f in (math.cos, math.sin))
+            y[t, i] = x[t, i] * cos - x[t, i + half] * sin
+            y[t, i + half] = x[t, i + half] * cos + x[t, i] * sin
+    return y
+
+
+def write_up(attn, c, x):
+    """The write-up's layer in variant B: x [B, T, C] -> (y [B, T, C], scores [B, heads, T]).
+
+    Its weights are cut into heads of D = floor(C / all heads), and the logits are scaled by 1 / sqrt(D). As
+    everywhere here it is causal, and the router reads the mean of the text so far. query: gates on outputs,
+    scores before them; published: gates on values, scores behind them.
+    """
+    w = {name: p for name, p in attn.named_parameters()}
+    H, E = c.n_head, c.constraint_heads * len(c.constraint_names)
+    C, D = c.n_embd, c.n_embd // (H + E)
+    assert [w[f"{part}c_{name}.weight"].shape for part in ("", "constraint.") for name in ("attn", "proj")] \
+        == [(3 * H * D, C), (C, H * D), (3 * E * D, C), (C, E * D)], "heads of another size"
+    scale = c.qk_max / D if c.qk_max else 1 / math.sqrt(D)
+    rows, all_scores = [], []
+    for b in range(len(x)):
+        y, scores = torch.zeros_like(x[b]), []
+        context = torch.stack([x[b, :t + 1].mean(0) for t in range(x.size(1))])
+        hidden = (context @ w["constraint.fc.weight"].T + w["constraint.fc.bias"]).clamp_min(0)
+        gates = sigmoid(hidden @ w["constraint.out.weight"].T + w["constraint.out.bias"])  # [T, E]
+        for head in range(H + E):
+            part, n, i = ("", H, head) if head < H else ("constraint.", E, head - H)
+            Wq, Wk, Wv = (W[i * D:(i + 1) * D] for W in w[part + "c_attn.weight"].split(n * D))
+            q, k, v = x[b] @ Wq.T, x[b] @ Wk.T, x[b] @ Wv.T
+            if c.qk_norm:
+                q, k = rms(q), rms(k)
+            if c.pos == "rope":
+                q, k = turned(q), turned(k)
+            if head >= H and c.constraint_mode == "published":
+                v = v * gates[:, i, None]
+            logits = (q @ k.T * scale).masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -math.inf)
+            out = logits.softmax(-1) @ v
+            if head >= H:
+                inner = (out @ w["constraint.w1"][i].T + w["constraint.b1"][i]).clamp_min(0)
+                scores.append(inner @ w["constraint.w2"][i] + w["constraint.b2"][i])
+                if c.constraint_mode == "query":
+                    out = out * gates[:, i, None]
+            y = y + out @ w[part + "c_proj.weight"][:, i * D:(i + 1) * D].T
+        rows.append(y)
+        all_scores.append(torch.stack(scores))
+    return torch.stack(rows), torch.stack(all_scores)
+
+
+def equals_the_write_up(model, tol=1e-9):
+    """Whether both blocks' outputs and scores are the write-up's, and all gradients too."""
+    read, put_out = [], []
+
+    def note(module, args, out):
+        read.append(args[0])
+        put_out.append(out[0])
+
+    hooks = [block.attn.register_forward_hook(note) for block in model.transformer.h]
+    traces = model(tokens(2, 7), traces=True).traces
+    for hook in hooks:
+        hook.remove()
+    for layer, (x, y) in enumerate(zip(read, put_out)):
+        attn = model.transformer.h[layer].attn
+        want, scores = write_up(attn, model.config, x)
+        got = traces[f"blocks.{layer}.head_scores"]
+        agree([y, got], [want, scores], [x, *attn.parameters()], tol)
+
+
+@sizes
+@recipes
+@modes
+def test_variant_b_equals_the_write_up_forward_and_gradient(size, recipe, mode):
+    model = alive(config_of(size, recipe=recipe, constraint_mode=mode))
+    assert {block.attn.head_size for block in model.transformer.h} == {SIZES[size]}
+    equals_the_write_up(model)
+    oracle.equals_the_oracle(model, tol=1e-6)  # the whole model; its RoPE has tables of float64
+
+
+@recipes
+def test_logits_may_have_a_largest_value_and_heads_several_for_a_name(recipe):
+    equals_the_write_up(alive(config_of((64, 4, 2), recipe=recipe, constraint_heads=2, qk_norm=True,
+                                        qk_max=12.0)))
+
+
+@recipes
+@modes
+def test_a_rounded_size_does_not_equal_the_write_up(recipe, mode):
+    model = alive(config_of((64, 4, 3), recipe=recipe, constraint_mode=mode, constraint_round=8))
+    assert model.transformer.h[0].attn.head_size == 8
+    with pytest.raises(AssertionError, match="heads of another size"):
+        equals_the_write_up(model)
+
+
+def test_the_write_up_notices_the_scale_of_a_padded_size():
+    model = alive(config_of((64, 4, 3)))
+    model.transformer.h[1].attn.scale = 16 ** -0.5
+    with pytest.raises(AssertionError, match="off by"):
+        equals_the_write_up(model)
+
+
+def test_the_write_up_notices_other_pairs_of_a_rotation(monkeypatch):
+    """Rolled by half of an odd size, dimensions meet others than their partners."""
+    monkeypatch.setattr(kernels, "halves_swapped", lambda x: x.roll(x.size(-1) // 2, -1))
+    with pytest.raises(AssertionError, match="off by"):
+        equals_the_write_up(alive(config_of((64, 4, 3), recipe="modern")))
+    equals_the_write_up(alive(config_of((48, 5, 2), recipe="modern")))  # of an even size it is the same
+
+
+# ---- parameters ----
+
+@pytest.mark.parametrize("C, H, names, heads, D", [
+    (1024, 16, 3, 1, 53), (144, 4, 3, 1, 20), (96, 6, 3, 1, 10), (768, 12, 3, 1, 51), (48, 5, 2, 1, 6),
+    (36, 6, 1, 1, 5), (64, 4, 3, 2, 6)])
+@modes
+def test_variant_b_has_as_many_parameters_as_the_write_up(C, H, names, heads, D, mode):
+    E, r = names * heads, 128
+    written = {"Wq, Wk, Wv": 3 * C * H * D, "of constraint heads": 3 * C * E * D, "Wo": (H + E) * D * C,
+               "router": C * r + r + r * E + E, "scorers": E * (D * D + D + D + 1)}
+    config = config_of((C, H, names), constraint_heads=heads, constraint_hidden=r, constraint_mode=mode)
+    assert ConstraintHeads.head_size(config, 0) == D == C // (H + E)
+    with torch.device("meta"):
+        attn = GPT(config).transformer.h[0].attn
+    assert sum(p.numel() for p in attn.parameters()) == sum(written.values())
+    layer = ConstraintAttention(C, H, ["a", "b", "c"][:names], 16, variant="B", heads=heads,
+                                constraint_mode=mode, **({"head_dim": 8} if C % H else {}))
+    assert sum(p.numel() for p in layer.parameters()) == sum(written.values())
+
+
+def test_a_rounded_size_has_fewer_parameters():
+    with torch.device("meta"):
+        exact, rounded = (GPT(config_of((1024, 16, 3), n_layer=1, constraint_layers=[0],
+                                        constraint_round=step)) for step in (1, 8))
+    assert [m.transformer.h[0].attn.head_size for m in (exact, rounded)] == [53, 48]
+    assert rounded.num_params() < exact.num_params()
+    assert rounded.flops_per_token() < exact.flops_per_token()
+
+
+# ---- what every model does ----
+
+@sizes
+@recipes
+@modes
+def test_it_is_causal_and_the_same_with_a_cache_and_padding(size, recipe, mode):
+    model, idx = alive(config_of(size, recipe=recipe, constraint_mode=mode)), tokens(2, 9)
+    whole = model(idx).logits
+    for t in (1, 5, 8):
+        other = idx.clone()
+        other[:, t] = (other[:, t] + 1) % 37
+        changed = (model(other).logits - whole).abs().amax((0, 2)) > 0
+        assert not changed[:t].any() and changed[t:].all()
+    cache = KVCache(model.config)
+    parts = [model.head(model.hidden(idx[:, t:t + 1], cache)) for t in range(9)]
+    close(torch.cat(parts, 1), whole, 1e-5)  # logits are float32
+    padded = torch.cat((torch.zeros(2, 3, dtype=torch.long), idx), 1)
+    close(model.head(model.hidden(padded, pad=torch.tensor([3, 3])))[:, 3:], whole, 1e-5)
+
+
+@recipes
+def test_bfloat16_is_near_float64(recipe):
+    model, idx = alive(config_of((64, 4, 3), recipe=recipe)), tokens(2, 9)
+    want = model(idx).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model.float()(idx, idx, logits=True)
+    out.loss.backward()
+    assert (out.logits - want).abs().max() < 0.05 * want.abs().max()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+# ---- RoPE ----
+
+@pytest.mark.parametrize("D", [1, 2, 5, 8, 53])
+def test_rope_of_an_odd_size_leaves_the_last_dimension_alone(D):
+    x, (cos, sin) = normal(6, D), (t.double() for t in kernels.rope_tables(6, D))
+    y = kernels.rotate(x, cos, sin)
+    close(y, turned(x), 1e-12)
+    close(y.norm(dim=-1), x.norm(dim=-1), 1e-6)
+    assert torch.equal(y[1:, -1], x[1:, -1]) == bool(D % 2)
+    assert D < 2 or not torch.equal(y[1:, 0], x[1:, 0])
+    if D % 2:
+        even = kernels.rope_tables(6, D - 1)
+        assert torch.equal(cos[:, :-1].float(), even[0]) and torch.equal(sin[:, :-1].float(), even[1])
+
+
+@pytest.mark.parametrize("D", [1, 5, 6, 53])
+def test_the_hand_written_gradient_of_heads_knows_odd_sizes(D):
+    rope = [t[:, None, None].double() for t in kernels.rope_tables(5, D)]
+    qkv = normal(2, 5, 3, 3, D, grad=True)
+    got = kernels.heads_of(qkv, True, rope)
+    assert "CpuHeads" in got[0].grad_fn.name()
+    q, k, v = qkv.transpose(1, 3).unbind(2)
+    want = [torch.stack([torch.stack([turned(row) for row in rows]) for rows in rms(t)]) for t in (q, k)]
+    agree(list(got), [*want, v], [qkv], 1e-9)
+
+
+# ---- zeros for a kernel ----
+
+@pytest.fixture
+def padding(monkeypatch):
+    """As on a GPU, zeros up to a multiple of 8; {(q's, k's, v's size)} that the kernel was given."""
+    seen, sdpa = set(), F.scaled_dot_product_attention
+
+    def attention(q, k, v, **options):
+        seen.add((q.size(-1), k.size(-1), v.size(-1)))
+        return sdpa(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(kernels, "wants_eights", lambda device: True)
+    return seen
+
+
+ON_TOP = {"alone": {}, "wider": {**MECHANISMS["a2c_key_bias"], **MECHANISMS["fox"]},
+          "two maps": MECHANISMS["diff"], "window": dict(window=3), "skipped": dict(constraint_skip=0.5)}
+
+
+@pytest.mark.parametrize("flags", ON_TOP.values(), ids=ON_TOP)
+@recipes
+def test_zeros_for_a_kernel_change_neither_output_nor_gradient(flags, recipe, padding, monkeypatch):
+    model, idx = alive(config_of((64, 4, 3), recipe=recipe, **flags)), tokens(2, 9)
+    padded = model.hidden(idx)
+    assert padding and all(size % 8 == 0 for sizes in padding for size in sizes)
+    padding.clear()
+    monkeypatch.setattr(kernels, "wants_eights", lambda device: False)
+    as_it_is = model.hidden(idx)
+    assert padding and all(size % 2 for sizes in padding for size in sizes), "9, or 9 with 8 more"
+    agree([padded], [as_it_is], list(model.parameters()), 1e-9)
+
+
+@pytest.mark.parametrize("D, to", [(5, 8), (8, 8), (53, 56)])
+def test_attention_of_padded_heads_is_the_formula(D, to, padding):
+    q, k, v = (normal(2, 3, 6, D, seed=i, grad=True) for i in range(3))
+    y = kernels.attend(q, k, v, D ** -0.5, None, 0.0)
+    agree([y], [dense(q, k, v, D ** -0.5)[0]], [q, k, v], 1e-10)
+    assert padding == {(to,) * 3}
+    mask = kernels.block_mask(6, q.device, lambda query, key: key <= query)
+    with torch.no_grad():  # on a CPU it has no backward pass here
+        y, lse = kernels.flex(q, k, v, D ** -0.5, mask)
+    close(y, dense(q, k, v, D ** -0.5)[0], 1e-6)
+    close(lse, dense(q, k, v, D ** -0.5)[1], 1e-6)
+
+
+def test_the_scale_of_a_padded_head_would_be_noticed(padding):
+    q, k, v = (normal(2, 3, 6, 53, seed=i) for i in range(3))
+    y = kernels.attend(q, k, v, 56 ** -0.5, None, 0.0)
+    assert (y - dense(q, k, v, 53 ** -0.5)[0]).abs().max() > 1e-3
+
+
+def test_a_kernel_on_the_cpu_gets_no_zeros():
+    assert kernels.wants_eights(torch.device("cuda")) and not kernels.wants_eights(torch.device("cpu"))
+    q = normal(1, 2, 3, 5)
+    assert all(t is q for t in kernels.in_eights(q, q, q))
+
+
+# ---- refusals ----
+
+@pytest.mark.parametrize("more, words", [
+    (dict(constraint_heads=50), "constraint_variant='B' leaves 64 / 154 heads, less than 1 wide each"),
+    (dict(constraint_round=16), "constraint_variant='B' leaves 64 / 7 heads, less than 16 wide each"),
+    (dict(constraint_heads=6, key_offset=True),
+     "key_offset moves a part of each key: the head size of 2 that constraint_variant='B' leaves is below 4"),
+    (dict(constraint_variant="A", constraint_round=8), "constraint_round=8 needs constraint_variant='B': "
+     "heads of 'A' are as wide as the layer's others"),
+])
+def test_a_size_that_cannot_be_is_refused_in_one_line(more, words):
+    assert config_of((64, 4, 3), **more).problems() == [words]
+
+
+@recipes
+def test_heads_may_be_one_wide(recipe):
+    config = config_of((36, 4, 3), constraint_heads=10, recipe=recipe)
+    assert ConstraintHeads.head_size(config, 0) == 1
+    equals_the_write_up(alive(config), 1e-7)
+
+
+# ---- checkpoints and results from before ----
+
+def written(model, path, without=()):
+    """The model's checkpoint, from before there were some flags."""
+    flags = {name: value for name, value in asdict(model.config).items() if name not in without}
+    meta = dict(name="x", encoding="byte", vocab_size=37)
+    checkpoint.save(path, dict(model=model.state_dict(), config=flags, meta=meta, step=3))
+    return path
+
+
+@pytest.mark.parametrize("step, without, size", [(8, ["constraint_round"], 8), (8, [], 8), (1, [], 9)])
+def test_an_older_checkpoint_of_variant_b_is_what_it_was(step, without, size, tmp_path):
+    model = alive(config_of((64, 4, 3), constraint_round=step))
+    path = written(model, tmp_path / "ckpt.pt", without)
+    again = checkpoint.build(checkpoint.read(path), path)
+    assert {block.attn.head_size for block in again.transformer.h} == {size}
+    assert again.config.constraint_round == step
+    assert torch.equal(again(tokens(2, 9)).logits, model.float()(tokens(2, 9)).logits)
+
+
+def test_an_older_checkpoint_of_variant_a_has_no_rounded_size(tmp_path):
+    model = alive(config_of((64, 4, 3), constraint_variant="A"))
+    path = written(model, tmp_path / "ckpt.pt", ["constraint_round"])
+    again = checkpoint.build(checkpoint.read(path), path)
+    assert again.config.constraint_round == 1 and again.config.problems() == []
+
+
+def test_an_older_checkpoint_is_another_model_than_todays(tmp_path):
+    """Nothing loads it with heads of the exact size, not even by mistake."""
+    model = alive(config_of((64, 4, 3), constraint_round=8))
+    path = written(model, tmp_path / "ckpt.pt", ["constraint_round"])
+    state, flags = checkpoint.read(path), set(GPTConfig.defaults())
+    with pytest.raises(UserError, match="constraint_round=1 here is 8 there"):
+        checkpoint.same_model(state, path, config_of((64, 4, 3)), flags)
+    checkpoint.same_model(state, path, config_of((64, 4, 3), constraint_round=8), flags)
+    with pytest.raises(UserError, match="constraint_round cannot be changed after training"):
+        checkpoint.build(state, path, settings=["constraint_round=1"])
+
+
+@pytest.mark.parametrize("file, size", [("all-tiny.json.gz", 8), ("constraints-tiny.json.gz", 8)])
+def test_runs_of_variant_b_on_file_are_read_with_their_rounded_size(file, size):
+    """Their parameters and FLOPs are counted as they were."""
+    path, found = ROOT / "results" / file, 0
+    for study in trial.studies_in(results.read(path)).values():
+        for name, run in study["runs"].items():
+            if run["spec"]["model"].get("constraint_variant") != "B":
+                continue
+            found += 1
+            with torch.device("meta"):
+                model = GPT(results.model_of(study, name, path))
+            assert model.transformer.h[1].attn.head_size == size
+            assert (model.num_params(), model.flops_per_token()) == (run["params"], run["flops_per_token"])
+    assert found
+
+
+def test_a_run_on_file_is_reused_for_the_size_that_it_had():
+    def key(without=(), **more):
+        model = {name: value for name, value in asdict(config_of((64, 4, 3), **more)).items()
+                 if name not in without}
+        return runs.key_of(dict(model=model, train=dict(adamw_lr=0.1), code="x"))
+
+    older = ["constraint_round"]
+    assert key(older) == key(constraint_round=8) != key()
+    assert key(older, constraint_variant="A") == key(constraint_variant="A")

@@ -1,0 +1,629 @@
+"""Code of one's own: what is only read is not run; files that import others; several files and modes."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench
+import compare
+import evaluate
+import export_hf
+import model
+import plot_curves
+import probe
+import prune
+import sample
+import train
+from conftest import ROOT, forget_own_mechanisms
+from helpers import CODE
+from nanoheads.common import UserError
+from nanoheads.configurator import help_text, keys_of
+from nanoheads import own_mechanism as own
+from nanoheads.hub import huggingface as hf
+from nanoheads.study import digest, queue, trial
+from nanoheads.study.variants import StudyConfig, VariantBuilder, variants_of
+from nanoheads.text.dataset import Dataset
+from nanoheads.training import checkpoint
+from nanoheads.training.config import TrainConfig
+
+SIZES = dict(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16)
+MODE = """
+class {0}(Mechanism):
+    class Options:
+        {1}: bool = False  # what {1} does
+        {1}_size: float = 1.0
+    name, flag, modes = "{0}", "{1}", {2}
+    def after_attention(self, attn, heads):
+        heads.y = heads.y * {3}
+"""
+HEAD = "from nanoheads.mechanism import Mechanism\n"
+TWO_MODES = "dict(up=dict(twice=True), down=dict(twice=True, twice_size=0.5))"
+
+
+def written(path, *parts):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(HEAD + "".join(parts), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def evil(mine, tmp_path):  # noqa: F811
+    """(a mechanism's file that leaves a mark where it is run, whether it was)."""
+    path, mark = mine(), tmp_path / "it was run"
+    path.write_text(f"open({str(mark)!r}, 'w').close()\n{CODE}", encoding="utf-8")
+    return path, mark.exists
+
+
+@pytest.fixture
+def ran(evil, bytes_data, tmp_path):
+    """(folder with a checkpoint whose code is beside it, whether that was run); nothing stays added."""
+    path, was_run = evil
+    own.add(path)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    save(folder / "best.pt", bytes_data, **own.held(model.GPTConfig(**SIZES, forget=True), folder))
+    forget_own_mechanisms()
+    (tmp_path / "it was run").unlink()
+    return folder, was_run
+
+
+def save(path, data, flags=None, config=None, **more):
+    gpt = model.GPT(model.GPTConfig(**SIZES, **(dict(forget=True) if flags is None else flags)))
+    train_flags = dict(dataset=str(data), **more.pop("train", {}))
+    checkpoint.save(
+        path,
+        dict(
+            model=gpt.state_dict(),
+            config={**gpt.config.flags(), **(config or {})},
+            meta=Dataset(data).meta,
+            train=train_flags,
+            step=1,
+            **more,
+        ),
+    )
+
+
+def line_of(program, *argv):
+    """The line with which a program ends that cannot go on."""
+    with pytest.raises(SystemExit) as e:
+        program.main([*map(str, argv)])
+    assert isinstance(e.value.code, str) and "\n" not in e.value.code, e.value.code
+    return e.value.code
+
+
+# ---- what is only read is not run ----
+
+
+@pytest.mark.parametrize(
+    "program, argv",
+    [
+        (sample, ["--start=a", "--ckpt"]),
+        (evaluate, ["--split=val", "--ckpt"]),
+        (export_hf, ["--out=hf", "--ckpt"]),
+        (prune, ["--by=random", "--to=0.5", "--ckpt"]),
+        (probe, ["heads", "--ckpt"]),
+        (probe, ["inspect", "--ckpt"]),
+        (probe, ["look", "--start=abc", "--ckpt"]),
+        (probe, ["constraints", "skip", "--ckpt"]),
+        (probe, ["detectors", "--ckpt"]),
+    ],
+)
+def test_no_program_runs_the_code_beside_a_checkpoint(program, argv, ran, tmp_path, monkeypatch):
+    folder, was_run = ran
+    monkeypatch.chdir(tmp_path)
+    for path in (folder, folder / "best.pt"):
+        said = line_of(program, *argv, path)
+        assert (
+            "was made with the mechanism in mine.py" in said
+            and "--mechanism=FILE, or say --trust_code" in said
+        )
+        assert not was_run()
+
+
+def test_it_runs_where_its_file_is_named_or_trusted(ran, capsys):
+    folder, was_run = ran
+    evaluate.main(["--ckpt", str(folder), "--split=val", "--tokens=32", f"--mechanism={folder / 'mine.py'}"])
+    assert was_run() and "runs" not in capsys.readouterr().err
+    forget_own_mechanisms()
+    evaluate.main(["--ckpt", str(folder), "--split=val", "--tokens=32", "--trust_code"])
+    assert capsys.readouterr().err == f"--trust_code runs {folder / 'mine.py'}\n"
+
+
+def test_drawing_heads_runs_nothing(ran, capsys):
+    folder, was_run = ran
+    assert "what is only read is not run" in line_of(plot_curves, folder, "--heads", "--show", "0.0")
+    assert not was_run()
+    plot_curves.main([str(folder), "--heads", "--show", "0.0", "--trust_code"])
+    assert was_run() and (folder / "figures" / "attention.png").is_file()
+
+
+def test_a_checkpoint_whose_flag_is_off_needs_no_code(ran, bytes_data):
+    folder, was_run = ran
+    held = torch.load(folder / "best.pt", weights_only=True)["own_mechanism"]
+    for record in (held, held[0], [dict(held[0], file=str(folder / "mine.py"))], "mine.py"):
+        for flag in (False, None):
+            save(
+                folder / "best.pt",
+                bytes_data,
+                flags={},
+                config=dict(forget=flag, forget_init=-3.0),
+                own_mechanism=record,
+            )
+            sample.main(["--ckpt", str(folder), "--start=a", "--max_new_tokens=2"])
+            sample.main(["--ckpt", str(folder), "--start=a", "--max_new_tokens=2", "--trust_code"])
+            assert not was_run()
+
+
+def test_a_file_with_a_byte_order_mark_is_read(mine, bytes_data, tmp_path, own_mechanisms_go):  # noqa: F811
+    """As some editors on Windows write it."""
+    path = Path(mine())
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    sizes = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4"]
+    train.main([f"--mechanism={path}", f"--dataset={bytes_data}", f"--out_dir={tmp_path / 'run'}", *sizes,
+                "--eval_tokens=64", "--device=cpu", "--max_iters=1"])
+    assert digest.code_digest(model.GPTConfig(**SIZES), TrainConfig(own_mechanism=str(path)))
+
+
+def test_a_study_refuses_a_teacher_whose_code_it_cannot_name(ran, bytes_data, monkeypatch):
+    folder, was_run = ran
+    flags = dict(teacher=str(folder), constraint_names=["a"], constraint_match="kl", dataset=str(bytes_data))
+    with pytest.raises(UserError, match="x: teacher=.* has a mechanism in a file of one's own"):
+        VariantBuilder(StudyConfig(device="cpu", settings=dict(dataset=str(bytes_data)))).make(
+            "x", "variant", "x", flags)
+    assert not was_run()
+
+
+def test_a_resumed_run_names_the_file_again(mine, bytes_data, tmp_path, own_mechanisms_go):  # noqa: F811
+    """Trust alone does not say which mode it was."""
+    out = tmp_path / "run"
+    args = [f"--dataset={bytes_data}", f"--out_dir={out}", "--n_layer=1", "--n_head=2", "--n_embd=16",
+            "--block_size=16", "--batch_size=4", "--eval_tokens=64", "--device=cpu"]
+    train.main([f"--mechanism={mine()}", *args, "--max_iters=1"])
+    forget_own_mechanisms()
+    said = line_of(train, *args, "--max_iters=2", "--resume", "--trust_code")
+    assert "--resume names the file of a mechanism of one's own again" in said
+
+
+def test_an_absolute_path_in_a_checkpoint_is_never_run(evil, bytes_data, tmp_path):
+    """Neither where its training names one, nor where its record does, trusted or not."""
+    path, was_run = evil
+    own.add(path)
+    forget = own.record(model.GPTConfig(**SIZES, forget=True))[0]
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    save(alone / "x.pt", bytes_data, own_mechanism=forget, train=dict(own_mechanism=str(path)))
+    for name in (str(path), "../mine.py", "a/../../mine.py", "", "..\\mine.py", "C:mine.py"):
+        save(alone / f"{len(name)}.pt", bytes_data, own_mechanism=[dict(forget, file=name)])
+    (alone / "mine.py").symlink_to(path)
+    save(alone / "link.pt", bytes_data, own_mechanism=forget)
+    forget_own_mechanisms()
+    (tmp_path / "it was run").unlink()
+    for file in sorted(alone.glob("*.pt")):
+        for more in ([], ["--trust_code"]):
+            assert "run" in line_of(sample, "--ckpt", file, "--start=a", *more) and not was_run(), file
+    (alone / "mine.py").unlink()
+    assert f"mine.py (sha256 {forget['digest']}...), which is not in" in line_of(
+        sample, "--ckpt", alone / "x.pt", "--trust_code"
+    )
+
+
+def test_a_folder_for_transformers_is_read_and_not_run(ran, tmp_path):
+    folder, was_run = ran
+    gpt = checkpoint.build(checkpoint.read(str(folder), trust_code=True), folder)
+    hf.export(gpt, None, tmp_path / "hf")
+    forget_own_mechanisms()
+    (tmp_path / "it was run").unlink()
+    about = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert about["gpt"]["forget"] is True and about["own_mechanism"][0]["file"] == "own/mine.py"
+    state = checkpoint.read(str(tmp_path / "hf"))
+    with pytest.raises(UserError, match="what is only read is not run"):
+        checkpoint.build(state, tmp_path / "hf")
+    about["own_mechanism"][0]["file"] = str(folder / "mine.py")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(about))
+    with pytest.raises(UserError, match="absolute"):
+        hf.read(tmp_path / "hf", trust_code=True)
+    assert not was_run()
+
+
+def test_training_runs_no_code_of_what_it_starts_from(ran, bytes_data, tmp_path):
+    folder, was_run = ran
+    args = [
+        f"--dataset={bytes_data}",
+        "--device=cpu",
+        "--max_iters=1",
+        "--eval_tokens=32",
+        "--batch_size=2",
+        *(f"--{key}={value}" for key, value in SIZES.items() if key != "vocab_size"),
+    ]
+    said = line_of(train, *args, f"--init_from={folder}", f"--out_dir={tmp_path / 'new'}")
+    assert "what is only read is not run" in said and not was_run()
+    train.main([*args, f"--init_from={folder}", f"--out_dir={tmp_path / 'new'}", "--trust_code"])
+    assert was_run() and (tmp_path / "new" / "mine.py").is_file()
+    forget_own_mechanisms()
+    (tmp_path / "it was run").unlink()
+    # going on names the file again
+    on = [*args[:2], "--max_iters=2", *args[3:], "--resume", f"--out_dir={tmp_path / 'new'}"]
+    assert "what is only read is not run" in line_of(train, *on) and not was_run()
+    train.main([*on, f"--mechanism={tmp_path / 'new' / 'mine.py'}"])
+    assert torch.load(tmp_path / "new" / "ckpt.pt", weights_only=True)["step"] == 2
+
+
+def test_another_text_of_the_file_is_refused(ran):
+    folder, was_run = ran
+    other = folder.parent / "mine.py"
+    other.write_text(CODE + "\n# another\n")
+    said = line_of(sample, "--ckpt", folder, "--start=a", f"--mechanism={other}")
+    assert f"{other} is another text (sha256" in said and not was_run()
+
+
+def test_old_checkpoints_hold_one_record_and_flat_flags(ran, bytes_data):
+    folder, _ = ran
+    state = torch.load(folder / "best.pt", weights_only=True)
+    assert state["config"]["forget"] is True and "own" not in state["config"]
+    (state["own_mechanism"],) = state["own_mechanism"]
+    own.add(folder / "mine.py")
+    want = model.GPTConfig(**SIZES, forget=True)
+    assert checkpoint.config_of(state, folder) == want
+    nested = dict(
+        state,
+        config={**{k: v for k, v in state["config"].items() if "forget" not in k}, "own": dict(forget=True)},
+    )
+    assert checkpoint.config_of(nested, folder).flags() == want.flags()
+
+
+# ---- a study and its runs ----
+
+
+@pytest.fixture
+def planned(evil, bytes_data, tmp_path):
+    """(folder of a trial that was planned, its spec, whether its code was run)."""
+    path, was_run = evil
+    spec = dict(
+        model={**SIZES, "forget": True, "forget_init": -3.0},
+        train=dict(
+            dataset=str(bytes_data),
+            device="cpu",
+            max_iters=2,
+            eval_interval=2,
+            eval_tokens=32,
+            batch_size=2,
+            own_mechanism=str(path),
+        ),
+        score=dict(split="val", tokens=64),
+        data=trial.data_of(Dataset(bytes_data), mechanism=str(path)),
+    )
+    return trial.make(spec, tmp_path / "trials"), spec, was_run
+
+
+def by_hand(folder, *more):
+    done = subprocess.run(
+        [sys.executable, "-m", "nanoheads.study.trial", str(folder), *map(str, more)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    return done.returncode, (folder / "trial.log").read_text().strip()
+
+
+def test_a_study_names_the_file_on_the_command_line_of_its_runs(planned):
+    folder, spec, was_run = planned
+    file = spec["train"]["own_mechanism"]
+    assert queue.command_of(folder)[3:] == [str(folder), f"--mechanism={file}"]
+    assert by_hand(folder, *queue.command_of(folder)[4:])[0] == 0 and was_run() and trial.done(folder)
+    assert (folder / "mine.py").read_text() == Path(file).read_text()
+    del spec["train"]["own_mechanism"], spec["data"]["mechanism"]
+    plain = trial.make(spec, folder.parent)
+    assert queue.command_of(plain)[3:] == [str(plain)]
+
+
+def test_a_copied_trial_runs_nothing(planned, tmp_path):
+    folder, spec, was_run = planned
+    code, said = by_hand(folder)
+    assert code == 1 and not was_run()
+    assert said == (
+        f"trial: this run is of a mechanism in {spec['train']['own_mechanism']}, and what is only read "
+        f"is not run: name it, --mechanism={spec['train']['own_mechanism']}"
+    )
+    (tmp_path / "other.py").write_text(CODE)
+    code, said = by_hand(folder, f"--mechanism={tmp_path / 'other.py'}")
+    assert code == 1 and "is another text" in said.splitlines()[-1] and not was_run()
+
+
+# ---- a file stands alone ----
+
+TWICE = "dict(twice=dict(twice=True))"
+
+
+@pytest.mark.parametrize("imports, words", [
+    ("import rates\n", "imports rates, which is .*rates.py: a mechanism's file stands alone"),
+    ("from parts.one import ONE\n", "imports parts, which is .*parts: a mechanism's file stands alone"),
+    ("def f():\n    import rates\n", "imports rates"),
+    ("from . import rates\n", "line 2: it imports from its own folder"),
+    ("import train\n", "imports train, which is .*train.py"),  # a program, whose text no digest would hold
+])
+def test_code_of_another_file_is_refused_before_anything_runs(imports, words, tmp_path, own_mechanisms_go):
+    mark = tmp_path / "it was run"
+    for name in ("rates.py", "parts/one.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"open({str(mark)!r}, 'w').close()\n")
+    path = written(tmp_path / "mine.py", imports, MODE.format("Twice", "twice", TWICE, 2))
+    with pytest.raises(UserError, match=words) as e:
+        own.add(path)
+    assert "\n" not in str(e.value) and not own.ADDED and not mark.exists()
+
+
+def test_installed_libraries_and_this_repository_may_be_imported(tmp_path, own_mechanisms_go):
+    """Also where something beside the file has a library's name, which Python does not take."""
+    (tmp_path / "numpy.py").write_text("1 / 0\n")
+    imports = "import json, torch, numpy as np\nfrom model import GPT\nfrom nanoheads.kernels import attend\n"
+    path = written(tmp_path / "mine.py", imports, MODE.format("Twice", "twice", TWICE, 2))
+    assert own.add(path) == ["twice"]
+    assert own.opened(path).sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_name_that_is_nowhere_is_one_line(tmp_path, own_mechanisms_go):
+    before = {*sys.modules}
+    with pytest.raises(UserError, match="mine.py, line 2: ModuleNotFoundError: No module named 'nowhere'"):
+        own.add(written(tmp_path / "mine.py", "import nowhere\n"))
+    assert not [name for name in {*sys.modules} - before if name.startswith("own_mechanism_")]
+
+
+# ---- every class, every mode, several files ----
+
+
+@pytest.fixture
+def two(tmp_path, own_mechanisms_go):
+    """A file with two classes, the first of two modes; another file with one."""
+    return (
+        written(
+            tmp_path / "mine.py",
+            MODE.format("Twice", "twice", TWO_MODES, "2"),
+            MODE.format("Thrice", "thrice", "dict(thrice=dict(thrice=True))", "3"),
+        ),
+        written(tmp_path / "yours.py", MODE.format("Half", "half", "dict(half=dict(half=True))", "0.5")),
+    )
+
+
+def test_a_file_stands_for_every_mode_of_every_class(two):
+    mine, yours = two  # noqa: F811
+    assert own.take([f"--mechanisms=xsa,{mine},{yours}"]) == [
+        "--mechanisms=xsa,up,down,thrice,half",
+        f"--own_mechanism={mine},{yours}",
+    ]
+    config = StudyConfig(mechanisms=["up", "down", "thrice", "half"])
+    assert config.problems() == [] and variants_of(config)["down"] == dict(twice=True, twice_size=0.5)
+    challenge = StudyConfig(mechanism="up,down,thrice")
+    assert (
+        challenge.problems() == [] and challenge.mechanisms == ["up", "down", "thrice"] and challenge.screen
+    )
+    assert own.take([f"--mechanisms={mine}:down,{yours}:half"])[0] == "--mechanisms=down,half"
+
+
+def test_one_run_names_one_mode(two, bytes_data):
+    mine, yours = two  # noqa: F811
+    assert f"{mine} has the modes up, down, thrice: name one, as in {mine}:up" in line_of(
+        train, f"--mechanism={mine}"
+    )
+    assert f"{mine} has no mode dwon; it has up, down, thrice" in line_of(train, f"--mechanism={mine}:dwon")
+    assert own.take([f"--mechanism={mine}:down,{mine}:thrice,{yours}"], every=False) == [
+        "--mechanism=down,thrice,half",
+        f"--own_mechanism={mine},{yours}",
+    ]
+
+
+def test_a_run_keeps_the_files_of_all_that_it_has_on(two, bytes_data, tmp_path):
+    mine, yours = two  # noqa: F811
+    out = tmp_path / "run"
+    train.main(
+        [
+            f"--mechanism={mine}:down,{yours}",
+            f"--dataset={bytes_data}",
+            f"--out_dir={out}",
+            "--device=cpu",
+            "--n_layer=1",
+            "--n_head=2",
+            "--n_embd=16",
+            "--block_size=16",
+            "--max_iters=1",
+            "--eval_tokens=32",
+            "--batch_size=2",
+        ]
+    )
+    state = torch.load(out / "best.pt", weights_only=True)
+    assert [each["file"] for each in state["own_mechanism"]] == ["mine.py", "yours.py"]
+    assert {
+        key: value for key, value in state["config"].items() if key[:4] in ("twic", "thri", "half")
+    } == dict(twice=True, twice_size=0.5, half=True, half_size=1.0)
+    forget_own_mechanisms()
+    assert "in mine.py (sha256" in (said := line_of(sample, "--ckpt", out)) and "and yours.py" in said
+    for allowed in (
+        [f"--mechanism={out / 'mine.py'},{yours}"],
+        [f"--mechanism={mine}", "--mechanism", str(yours)],
+        ["--trust_code"],
+    ):
+        sample.main(["--ckpt", str(out), "--start=a", "--max_new_tokens=2", *allowed])
+        forget_own_mechanisms()
+
+
+def test_flags_are_flat_to_the_person_and_in_one_field_of_the_config(two):
+    mine, _ = two  # noqa: F811
+    bases = model.GPTConfig.__bases__
+    own.add(mine)
+    config = model.GPTConfig(**SIZES, twice=True, twice_size=0.25)
+    assert model.GPTConfig.__bases__ == bases and "twice" not in model.GPTConfig.__dataclass_fields__
+    assert config.own == dict(twice=True, twice_size=0.25) and config.twice_size == 0.25
+    assert keys_of((model.GPTConfig,))["twice"][1:] == (False, "what twice does")
+    assert "--twice_size" in help_text((model.GPTConfig, TrainConfig), "")
+    assert "own" not in keys_of((model.GPTConfig,)) and config.flags()["twice_size"] == 0.25
+    assert checkpoint.read_settings(["twice_size=0.5"]) == (dict(twice_size=0.5), [])
+    with pytest.raises(TypeError, match="thrce"):
+        model.GPTConfig(**SIZES, thrce=True)
+
+
+HALF = ("Half", "half", "dict(half=dict(half=True))")
+
+
+@pytest.mark.parametrize(
+    "second, words",
+    [
+        (("Half", "half", "dict(less=dict(half=True))"), "two texts of one mechanism, with the flag half"),
+        (
+            ("Half", "less", "dict(less=dict(less=True))"),
+            "name='Half' must be a name of its own|defines Half twice",
+        ),
+        (("Less", "less", "dict(half=dict(less=True))"), "there is a mode half already"),
+        (("Less", "half_size", "dict(less=dict(half_size=True))"), "there is a flag half_size already"),
+    ],
+)
+def test_what_two_files_or_classes_may_not_share_is_one_line(second, words, tmp_path, own_mechanisms_go):
+    classes = [MODE.format(*each, "1") for each in (HALF, second)]
+    own.add(written(tmp_path / "a.py", classes[0]))
+    with pytest.raises(UserError, match=words) as e:
+        own.add(written(tmp_path / "b.py", classes[1]))
+    assert "\n" not in str(e.value) and len(own.ADDED) == 1
+    if "two texts" not in words:
+        forget_own_mechanisms()
+        with pytest.raises(UserError, match=words):
+            own.add(written(tmp_path / "c.py", *classes))
+    assert len(model.OWN) == len(own.ADDED)
+
+
+def test_two_files_of_one_name_are_one_line(two, tmp_path):
+    own.add(two[0])
+    other = written(
+        tmp_path / "there" / "mine.py", MODE.format("Half", "half", "dict(half=dict(half=True))", "1")
+    )
+    with pytest.raises(UserError, match="have one name, and a run keeps both"):
+        own.add(other)
+
+
+# ---- mistakes, each one line ----
+
+
+@pytest.mark.parametrize(
+    "before, after, words",
+    [
+        (
+            'modes = {"forget": dict(forget=True)}',
+            'modes = {"forget": dict(forget=True, forget_int=-2)}',
+            "modes: forget sets forget_int, and there is no such flag; did you mean forget_init?",
+        ),
+        (
+            'modes = {"forget": dict(forget=True)}',
+            'modes = ["forget"]',
+            "modes=['forget'] must be a dict of dicts",
+        ),
+        ('modes = {"forget": dict(forget=True)}', "modes = 3", "modes=3 must be a dict of dicts"),
+        ('modes = {"forget": dict(forget=True)}', 'modes = {"forget": True}', "must be a dict of dicts"),
+        ("dict(forget=True)}", "dict(forget=True, forget_init='x')}", "forget_init='x' is not float"),
+        (
+            "forget_init: float",
+            "forget_init: 'Number'",
+            "an annotation cannot be read: NameError: name 'Number'",
+        ),
+        ('name = "forgetting"', "name = 5", "name=5 must be a text"),
+        ('flag = "forget" ', "flag = None ", "flag=None must be a text"),
+        (
+            'neutral = {"forget": {"forgetting.slope": -60.0}}',
+            "neutral = 1",
+            "neutral=1 must be a dict of dicts",
+        ),
+    ],
+)
+def test_a_mistake_in_a_declaration_is_one_line(before, after, words, mine, capsys):  # noqa: F811
+    path = mine(before, after)
+    said = line_of(train, f"--mechanism={path}")
+    assert said.startswith(f"train: {path}: Forgetting: ") and words in said
+    assert line_of(compare, f"--mechanism={path}").startswith("compare: ") and not own.ADDED
+
+
+def trained(path, data):
+    return [
+        f"--mechanism={path}",
+        f"--dataset={data}",
+        "--device=cpu",
+        "--n_layer=1",
+        "--n_head=2",
+        "--n_embd=16",
+        "--block_size=16",
+        "--max_iters=1",
+        "--eval_tokens=32",
+        "--batch_size=2",
+    ]
+
+
+@pytest.mark.parametrize(
+    "before, after, words",
+    [
+        (
+            "        super().__init__()\n",
+            "",
+            "mine.py, line 24: AttributeError: cannot assign parameters before Module.__init__() call",
+        ),
+        (
+            "    def before_attention(self, attn, heads):",
+            "    def before_attention(self, attn, heads):\n        boom  #",
+            "mine.py, line 34: NameError: name 'boom' is not defined",
+        ),
+        (
+            "    def before_attention(self, attn, heads):",
+            "    def before_attention(self, attn, heads):\n        raise ValueError('so')  #",
+            "mine.py, line 34: ValueError: so",
+        ),
+        (
+            "        self.start = config.forget_init\n",
+            "        self.start = config.forget_in\n",
+            "mine.py, line 24: AttributeError: a GPTConfig has no flag 'forget_in'",
+        ),
+        (
+            "    def head_axes(self):",
+            "    @staticmethod\n    def problems(config):\n        yield 1 / 0\n\n    def head_axes(self):",
+            "mine.py, line 32: ZeroDivisionError: division by zero",
+        ),
+    ],
+)
+def test_a_mistake_in_a_hook_names_file_and_line(
+    before, after, words, mine, bytes_data, tmp_path, monkeypatch  # noqa: F811
+):
+    monkeypatch.chdir(tmp_path)
+    path = mine(before, after)
+    assert words in line_of(train, *trained(path, bytes_data))
+    assert words in line_of(
+        compare, f"--mechanism={path}", f"--settings={{'dataset': {str(bytes_data)!r}}}", "--dry_run"
+    )
+
+
+def test_a_mistake_in_a_hook_of_a_read_checkpoint_is_one_line(ran):
+    folder, _ = ran
+    path = folder / "mine.py"
+    hook = "    def before_attention(self, attn, heads):"
+    broken = CODE.replace(hook, f"{hook}\n        1 / 0  #")
+    path.write_text(broken)
+    state = torch.load(folder / "best.pt", weights_only=True)
+    state["own_mechanism"][0]["digest"] = own.opened(path).digest
+    checkpoint.save(folder / "best.pt", state)
+    for program, argv in ((sample, ["--start=a"]), (evaluate, ["--split=val"]), (probe, [])):
+        words = ["heads"] if program is probe else []
+        said = line_of(program, *words, "--ckpt", folder, "--trust_code", *argv)
+        assert f"{path}, line 34: ZeroDivisionError" in said
+
+
+@pytest.mark.parametrize("text, words", [("def f(:\n", "SyntaxError"), ("\n1 / 0\n", "ZeroDivisionError")])
+def test_a_file_that_is_no_python_is_one_line(text, words, tmp_path, own_mechanisms_go):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(UserError, match=f"mine.py, line {text.count(chr(10))}: {words}"):
+        own.add(tmp_path / "mine.py")
+    assert not own.ADDED
+
+
+def test_the_arguments_take_files_alone(ran):
+    folder, was_run = ran
+    assert "--mechanism=xsa must be a file" in line_of(sample, "--ckpt", folder, "--mechanism=xsa")
+    assert "no mechanism file nowhere.py" in line_of(sample, "--ckpt", folder, "--mechanism=nowhere.py")
+    assert not was_run()
+    assert bench.arguments(["--own_mechanism=a.py,b.py"]).own_mechanism == "a.py,b.py"

@@ -1,0 +1,234 @@
+"""The benchmark: its interval is what it says, and it runs with a stand-in for a nanoGPT checkout."""
+
+import argparse
+import json
+import math
+
+import pytest
+
+import bench
+from model import MECHANISMS
+from nanoheads.timing import median_interval
+
+STAND_IN = '''
+from dataclasses import dataclass
+import torch
+
+@dataclass
+class GPTConfig:
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    dropout: float
+    bias: bool
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.table = torch.nn.Embedding(config.vocab_size, config.vocab_size)
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate)
+    def forward(self, x, y):
+        logits = self.table(x)
+        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+    def generate(self, idx, n):
+        return idx.repeat(1, n + 1)
+'''
+
+
+@pytest.mark.parametrize("n, cut", [(5, 0), (6, 0), (8, 0), (9, 1), (11, 1), (15, 3)])
+def test_the_interval_of_the_median_covers_95_percent(n, cut):
+    values = [3.0 * i for i in range(n)][::-1]
+    median, low, high = median_interval(values)
+    assert (low, high) == (3.0 * cut, 3.0 * (n - 1 - cut)) and median == 3.0 * (n - 1) / 2
+    def coverage(c):
+        return 1 - 2 * sum(math.comb(n, i) for i in range(c + 1)) / 2**n
+    assert n < 6 or coverage(cut) >= 0.95 > coverage(cut + 1)  # the narrowest that does
+
+
+def test_all_contestants_are_measured_in_one_run_and_written_as_json(tmp_path, capsys):
+    (tmp_path / "nanoGPT").mkdir()
+    (tmp_path / "nanoGPT" / "model.py").write_text(STAND_IN)
+    bench.main(["--nanogpt", str(tmp_path / "nanoGPT"), "--n_layer=1",
+                "--n_head=1", "--n_embd=8", "--block_size=8", "--batch_size=2",
+                "--vocab_size=11", "--rounds=3", "--steps=1",
+                "--threads=1", "--device=cpu", "--json", str(tmp_path / "b.json")])
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert [(r["what"], r["name"]) for r in rows] == [(w, n) for w in ("train", "decode")
+                                                      for n in ("nanogpt", "gpt2", "modern")]
+    for r in rows:
+        assert r["tokens_per_s"] > 0 and r["reference"] == "nanogpt"
+        assert r["time_ratio_low"] <= r["time_ratio"] <= r["time_ratio_high"]
+    assert rows[0]["time_ratio"] == 1 and "decode" in capsys.readouterr().out
+
+
+def test_a_missing_checkout_is_one_line(tmp_path):
+    with pytest.raises(SystemExit, match="--nanogpt must name a nanoGPT checkout"):
+        bench.main(["--nanogpt", str(tmp_path)])
+    with pytest.raises(SystemExit, match="--nanogpt must name"):
+        bench.main(["--race"])
+
+
+@pytest.mark.parametrize("bad, line", [(["--rounds=0"], "--rounds=0 must be"),
+                                       (["--vocab_size=-1"], "--vocab_size=-1 must be at least 1"),
+                                       (["--vocab_size=0"], "--vocab_size=0 must be at least 1"),
+                                       (["--vocab_size=99999999999"], "must be at most 2,147,483,647"),
+                                       (["--batch_size=0"], "--batch_size=0 must be at least 1"),
+                                       (["--batch_size=-3"], "--batch_size=-3 must be at least 1"),
+                                       (["--n_layer=0"], "--n_layer=0 must be at least 1"),
+                                       (["--threads=99999999999999999999"], "must be at most"),
+                                       (["--contexts", "99999999999"], "--contexts positive numbers up to"),
+                                       (["--device=meta"], "device=meta cannot be used"),
+                                       (["--json", "/proc/x"], "--json: cannot write into /proc"),
+                                       (["--json", "."], "is not a file"),
+                                       (["--block_size=1"], "--block_size=1"), (["--n_head=3"], "n_embd=128"),
+                                       (["--json", "/nowhere/x"], "--json"),
+                                       (["--device=cuda:99"], "device=cuda:99")])
+def test_impossible_arguments_are_one_line_before_anything_runs(bad, line):
+    with pytest.raises(SystemExit) as e:
+        bench.main([*bad, "--rounds=1"] if "--rounds=0" not in bad else bad)
+    assert str(e.value.code).startswith("bench: ") and line in e.value.code
+
+
+def test_peak_memory_counts_the_model_and_not_the_libraries(tmp_path):
+    args = dict(nanogpt=None, mechanisms=None, heads_off=None, recipes=["gpt2"], threads=1, device="cpu",
+                dtype="float32", compile=False, compile_mode="default", vocab_size=64, n_head=1, block_size=8,
+                batch_size=1)
+    small = bench.peak_memory_cpu("gpt2", argparse.Namespace(**args, n_layer=1, n_embd=8))
+    large = bench.peak_memory_cpu("gpt2", argparse.Namespace(**args, n_layer=4, n_embd=512))
+    # weights and two moments, in float32
+    assert small is None or small < 8 << 20 and large > 3 * 4 * 12 * 4 * 512**2
+
+
+def test_every_mechanism_is_a_contestant_against_the_plain_gpt():
+    args = argparse.Namespace(nanogpt=None, mechanisms="all", heads_off=None, recipes=["gpt2"])
+    assert list(bench.contestants_of(args)) == ["gpt2", *MECHANISMS, "all_on"]
+    args = argparse.Namespace(nanogpt=None, mechanisms=None, heads_off=[0, 0.5],
+                              recipes=["gpt2"], block_size=8, vocab_size=16, n_layer=2, n_head=4,
+                              n_embd=32, device="cpu", dtype="float32", compile=False, compile_mode="default")
+    whole, half = (build()[0] for build in bench.contestants_of(args).values())
+    assert [block.attn.n_head for block in half.transformer.h] == [2, 2]
+    assert whole.num_params() > half.num_params()
+
+
+@pytest.mark.parametrize("options, words", [(["--mechanisms", "routng"], "no routng"),
+                                            (["--heads_off", "1"], "below 1"),
+                                            (["--contexts", "0"], "positive"),
+                                            (["--mechanisms", "all", "--heads_off", "0"], "one at a time")])
+def test_what_cannot_be_measured_is_refused_in_one_line(options, words):
+    with pytest.raises(SystemExit, match=words):
+        bench.main(options)
+
+
+def test_decoding_after_a_context_and_memory_are_measured(capsys, tmp_path):
+    size = ["--n_layer", "1", "--n_head", "6", "--n_embd", "48",
+            "--rounds", "1", "--steps", "1", "--threads", "1", "--device", "cpu"]
+    bench.main(["--contexts", "8", *size])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("plain", "dense", "skip"))
+    bench.main(["--what", "memory", "--mechanisms", "output_gate",
+                "--block_size", "32", "--batch_size", "2", *size])
+    assert "output_gate" in capsys.readouterr().out
+
+
+# ---- mechanisms, pair by pair ----
+
+TINY = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=8", "--batch_size=2", "--rounds=1",
+        "--steps=1", "--threads=1", "--device=cpu", "--no-memory"]
+
+
+@pytest.fixture
+def figures(tmp_path):
+    """figures() -> the rows that --json holds by now; figures.path: its file."""
+    def read():
+        return json.loads(read.path.read_text())["rows"] if read.path.exists() else []
+    read.path = tmp_path / "b.json"
+    return read
+
+
+def builder_that(act, monkeypatch):
+    """Have act(all contestants, name) called before each is built."""
+    build = bench.Contest.build
+
+    def wrapped(contestants, name):
+        act(contestants, name)
+        build(contestants, name)
+    monkeypatch.setattr(bench.Contest, "build", wrapped)
+
+
+def test_a_mechanism_is_finished_and_written_before_the_next_is_built(figures, monkeypatch, capsys):
+    seen = {}
+    builder_that(lambda contestants, name: seen.update(
+        {name: ([*contestants.built], [r["name"] for r in figures()])}), monkeypatch)
+    bench.main(["--mechanisms=acag,sink,xsa", "--json", str(figures.path), *TINY])
+    assert seen == {"gpt2": ([], []), "acag": (["gpt2"], []), "sink": (["gpt2"], ["gpt2", "acag"]),
+                    "xsa": (["gpt2"], ["gpt2", "acag", "sink"])}
+    rows = figures()
+    assert [r["name"] for r in rows] == ["gpt2", "acag", "sink", "xsa"]
+    assert all(r["what"] == "train" and r["reference"] == "gpt2" for r in rows)
+    assert capsys.readouterr().out.count("acag") == 2  # as soon as it is made, and in the table
+
+
+def test_a_mechanism_that_fails_is_a_row_and_the_rest_go_on(figures, monkeypatch, capsys):
+    def fail(contestants, name):
+        if name == "sink":
+            raise RuntimeError("CUDA out of memory.\nTried to allocate 1 GiB")
+        if name == "xsa":
+            raise ValueError("two\nlines")
+    builder_that(fail, monkeypatch)
+    with pytest.raises(SystemExit, match="2 failed: sink, xsa"):
+        bench.main(["--mechanisms=sink,xsa,acag", "--json", str(figures.path), *TINY])
+    sink, xsa, plain, acag = figures()
+    assert sink["error"].startswith("out of memory") and xsa["error"] == "ValueError: two lines"
+    assert plain["time_ratio"] == 1 and acag["tokens_per_s"] > 0
+    assert len([line for line in capsys.readouterr().out.splitlines() if "failed:" in line]) == 2
+
+
+def test_what_is_done_is_kept_when_the_benchmark_is_stopped(figures, monkeypatch):
+    def stop(contestants, name):
+        if name == "xsa":
+            raise KeyboardInterrupt
+    builder_that(stop, monkeypatch)
+    with pytest.raises(SystemExit) as e:
+        bench.main(["--mechanisms=sink,xsa,acag", "--json", str(figures.path), *TINY])
+    assert e.value.code == 130 and [r["name"] for r in figures()] == ["gpt2", "sink"]
+
+
+def test_memory_that_cannot_be_measured_is_a_row_too(figures, monkeypatch):
+    def peak(name, args):
+        if name == "sink":
+            raise MemoryError
+        return 2**20
+    monkeypatch.setattr(bench, "peak_memory_cpu", peak)
+    with pytest.raises(SystemExit, match="1 failed: sink"):
+        bench.main(["--what=memory", "--mechanisms=sink,xsa", "--json", str(figures.path), *TINY])
+    assert [r.get("peak_bytes") for r in figures()] == [2**20, None, 2**20]
+
+
+def test_decoding_after_a_context_beside_nanogpt(tmp_path, figures):
+    (tmp_path / "nanoGPT").mkdir()
+    stand_in = STAND_IN.replace("def forward(self, x, y)", "def forward(self, x, y=None)")
+    stand_in = stand_in.replace("logits = self.table(x)", "logits, y = self.table(x), x if y is None else y")
+    (tmp_path / "nanoGPT" / "model.py").write_text(stand_in)
+    bench.main(["--contexts", "4", "8", "--nanogpt", str(tmp_path / "nanoGPT"), "--json", str(figures.path),
+                *TINY])
+    assert [(r["what"], r["name"]) for r in figures()] == [
+        (context, name) for context in ("4", "8") for name in ("nanogpt", "gpt2", "modern")]
+
+
+def test_the_share_of_the_peak_is_in_the_table():
+    row = dict(what="train", name="gpt2", tokens_per_s=1e6, ms=1.0, time_ratio=1.0, time_ratio_low=1.0,
+               time_ratio_high=1.0, rounds=1, peak_bytes=2**20, share_of_matmul_rate=0.51, mfu=0.42)
+    head, *lines = bench.table_of([row, {**row, "name": "other", "mfu": None}]).splitlines()
+    assert head.endswith("MFU") and lines[0].endswith("51.0%  42.0%") and "42" not in lines[1]
+
+
+def test_memory_that_is_not_there_is_one_line(monkeypatch):
+    """Whatever allocates it: the allocator's error, of a RuntimeError's kind, is no bug."""
+    def rows(*args):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    monkeypatch.setattr(bench, "contest_rows", rows)
+    with pytest.raises(SystemExit, match="^bench: out of memory; smaller sizes need less$"):
+        bench.main(["--rounds=1"])

@@ -1,0 +1,107 @@
+"""threads.py: in every program threads wait briefly, set before torch is there, unless the user decides."""
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from nanoheads import threads
+from conftest import ROOT
+
+PROGRAMS = [path.name for path in sorted(ROOT.glob("*.py")) if "__main__" in path.read_text()]
+# imports a program up to the moment where it asks for torch (or, if it never does, to its end), and says what
+# the environment is then
+UP_TO_TORCH = """
+import atexit, json, os, runpy, sys
+@atexit.register
+def say():
+    print("\\n" + json.dumps({k: v for k, v in os.environ.items() if k.startswith(("GOMP", "OMP", "KMP"))}))
+class AtTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            sys.exit(0)
+sys.meta_path.insert(0, AtTorch())
+sys.argv = [sys.argv[1], "--help"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def environment_at_torch(program, **env):
+    without = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP", "OMP", "KMP"))}
+    done = subprocess.run([sys.executable, "-c", UP_TO_TORCH, str(ROOT / program)], cwd=ROOT, text=True,
+                          capture_output=True, env={**without, "PYTHONPATH": str(ROOT), **env}, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_these_are_the_programs():
+    assert {"train.py", "sample.py", "evaluate.py", "compare.py", "probe.py", "bench.py"} <= set(PROGRAMS)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems' OpenMP is left as it is")
+@pytest.mark.parametrize("program", [*PROGRAMS, "data/label.py"])
+def test_threads_are_told_to_wait_briefly_before_torch_is_imported(program):
+    assert environment_at_torch(program) == {"GOMP_SPINCOUNT": "10000"}
+
+
+@pytest.mark.parametrize("name, value", [("GOMP_SPINCOUNT", "5"), ("OMP_WAIT_POLICY", "active"),
+                                         ("KMP_BLOCKTIME", "0")])
+def test_what_the_user_has_set_counts(name, value):
+    assert environment_at_torch("train.py", **{name: value}) == {name: value}
+
+
+def test_the_number_of_threads_says_nothing_of_how_they_wait(monkeypatch):
+    for name in threads.WAITING:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setattr(sys, "platform", "linux")
+    threads.wait_briefly()
+    assert os.environ["GOMP_SPINCOUNT"] == "10000"
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_other_systems_are_left_as_they_are(monkeypatch, system):
+    for name in threads.WAITING:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "platform", system)
+    threads.wait_briefly()
+    assert not any(name in os.environ for name in threads.WAITING)
+
+
+def test_tests_wait_briefly_too():
+    assert any(name in os.environ for name in threads.WAITING) or sys.platform != "linux"
+
+
+def processor_of(monkeypatch, tmp_path, text):
+    (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr("builtins.open", lambda path, *args, _open=open, **kw: _open(
+        tmp_path / "cpuinfo" if path == "/proc/cpuinfo" else path, *args, **kw))
+    return threads.processor()
+
+
+def test_the_processor_is_named_with_its_generation(monkeypatch, tmp_path):
+    text = ("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel\t\t: 2\n"
+            "model name\t: AMD EPYC\npower management:\n\nprocessor\t: 1\nmodel name\t: another\n")
+    assert processor_of(monkeypatch, tmp_path, text) == "AMD EPYC (family 26, model 2)"
+
+
+def test_a_processor_without_a_name_gets_what_the_system_says(monkeypatch, tmp_path):
+    found = processor_of(monkeypatch, tmp_path, "processor\t: 0\nBogoMIPS\t: 50.00\n")
+    assert found and "family" not in found
+
+
+def test_threads_are_counted(monkeypatch):
+    import torch
+    monkeypatch.setattr(threads, "processor", lambda: "a processor")
+    for n, line in ((1, "1 thread of a processor"), (3, "3 threads of a processor")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=n: n)
+        assert threads.on_processor() == line
+
+
+def test_a_run_says_what_it_computes_on(args, capsys):
+    from train import main
+    main(args())
+    first = capsys.readouterr().out.splitlines()[0]
+    assert re.search(r"float32 on 1 thread of .+, 6 steps in ", first), first

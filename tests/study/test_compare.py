@@ -1,0 +1,1502 @@
+"""A study: two stages, seeds, baselines that match, results that anybody can compute again."""
+
+import gzip
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import ttest_ind
+
+import compare
+from compare import Study, main, plan_of
+from model import ALL_ON, GPT, MECHANISMS, GPTConfig
+from nanoheads import configurator
+from nanoheads.common import UserError, json_safe
+from nanoheads import own_mechanism
+from nanoheads.study import (costs, digest, effects, findings, pictures, queue, rates,
+                             report, results, tables, trial)
+from nanoheads.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, variants_of
+from nanoheads.text.dataset import missing
+
+from conftest import ROOT, write_dataset
+from helpers import study_of
+
+STUDIES = sorted(p.name for p in (ROOT / "config" / "studies").glob("*.py"))
+
+def started(here, study):
+    """[(variant, split)] of the runs that a place started, by the flags of the study's specs."""
+    names = {folder: (name, study.runs.specs[folder]["score"]["split"])
+             for (_, name, _), folder in study.runs.folders.items()}
+    return [names[folder] for folder in here.started]
+
+
+# ---- variants ----
+
+class Bytes:
+    """A dataset that is not there, for plans."""
+    vocab_size = 256
+
+    def __init__(self, name):
+        self.vocab_size = 6064 if "char" in str(name) else 256
+        self.tokens = lambda split: range(10**6)
+        self.splits = {s: dict(sha256=s, tokens=10**6, bytes=10**6) for s in ("train", "val", "test")}
+
+
+@pytest.mark.parametrize("scale", ["tiny", "small"])
+def test_a_matched_baseline_has_the_parameters_of_its_variant_and_nothing_else_differs(scale, monkeypatch):
+    monkeypatch.setattr("nanoheads.study.variants.Dataset", Bytes)
+    builder = VariantBuilder(StudyConfig(mechanisms=list(MECHANISMS), scale=scale))
+    for variant in builder.variants():
+        wide = builder.same_parameters(variant, [])
+        per_unit = 2 * builder.plain.model.n_embd * builder.plain.model.n_layer
+        assert abs(wide.params - variant.params) <= max(1e-3 * variant.params, per_unit / 2)
+        # counted, not solved for
+        assert scale != "tiny" or wide.params == GPT(wide.model).num_params()
+        differ = {k for k, v in asdict(wide.model).items() if v != asdict(builder.plain.model)[k]}
+        differ |= {k for k, v in asdict(wide.train).items() if v != asdict(builder.plain.train)[k]}
+        assert differ <= {"n_inner"}
+
+
+def test_variants_whose_parameters_agree_share_a_baseline(monkeypatch):
+    monkeypatch.setattr("nanoheads.study.variants.Dataset", Bytes)
+    builder = VariantBuilder(StudyConfig(mechanisms=["routing_moh", "output_gate", "sentinel"]))
+    first, same, few = builder.variants()
+    wide = builder.same_parameters(first, [])
+    assert builder.same_parameters(same, [wide]) is wide
+    assert builder.same_parameters(few, [wide]) is builder.plain  # 8 parameters are less than 0.1 %
+
+
+def test_a_wider_mlp_is_the_only_difference_and_survives_a_checkpoint():
+    sizes = [size_of(GPTConfig(vocab_size=65, n_layer=2, n_head=2, n_embd=16, block_size=8, n_inner=w))[0]
+             for w in (None, 64, 65)]
+    assert sizes[0] == sizes[1] and sizes[2] - sizes[1] == 2 * 2 * 16
+    assert GPTConfig(n_inner=0).problems() == ["n_inner=0 must be at least 1"]
+
+
+def test_what_cannot_be_matched_is_said_and_keeps_its_verdict(plain, here, monkeypatch, capsys):
+    study = study_of(plain, mechanisms=["a2c_published"], settings=dict(n_inner=1))
+    monkeypatch.setattr(compare.Study, "seem_better", lambda study: ["a2c_published"])
+    study.run(here)
+    assert "a2c_published has fewer parameters than any plain GPT of this size" in capsys.readouterr().err
+    assert study.pairs == [("a2c_published", "plain", [])] and results.collect(study, "test")["comparisons"]
+
+
+def test_the_width_of_a_matched_baseline_counts_the_recipes_own(plain):
+    """SwiGLU's MLP is 8/3 of the width wide, not 4 times."""
+    study = study_of(plain, mechanisms=["short_conv"], settings=dict(recipe="llama", qk_max=None, n_embd=64))
+    variant = study.variants["short_conv"]
+    wide = study.builder.same_parameters(variant, [])
+    assert abs(wide.params - variant.params) <= 1.5 * 64 and wide.model.n_inner > 168
+
+
+@pytest.mark.parametrize("name", ["plain", "plain x 2", "plain, MLP 260", "xsa, candidate 0",
+                                  "xsa, adamw_lr x 2"])
+def test_a_variant_cannot_have_a_name_that_the_study_gives(name):
+    problems = StudyConfig(mechanisms=["xsa"], variants={name: dict(pos="learned")}).problems()
+    assert problems == [f"variants: the name {name!r} is taken"]
+
+
+def test_what_is_wrong_at_one_size_is_said_before_anything_runs(plain, here, refusal, monkeypatch):
+    monkeypatch.setattr(compare, "place_for", lambda config: here)
+    argv = ["--base", str(plain), "--device=cpu", "--mechanisms=xsa", "--sizes=['0.1M', '0.33M']"]
+    said = refusal([*argv, "--at={'0.33M': {'seeds': [], 'mechanisms': ['nope']}}"])
+    assert "at 0.33M: seeds=[] must be" in said and "unknown 'nope'" in said
+    said = refusal([*argv, "--at={'0.33M': {'variants': {'x': {'n_head': 5}}}}"])
+    assert "n_head=5" in said and not here.started
+
+
+def test_a_run_that_another_study_starts_again_counts_as_failed(plain, here, monkeypatch):
+    """Else its variant would be judged at rates that were never tuned."""
+    run = here.run
+
+    def diverges(folder):
+        spec = json.loads((folder / "trial.json").read_text())
+        return "diverged" if spec["train"]["muon_lr"] == 0.04 else run(folder)
+
+    monkeypatch.setattr(here, "run", diverges)
+    monkeypatch.setattr(trial, "failure", lambda folder: None)  # failed.txt is gone
+    study = study_of(plain, tune_lr=True, screen_seeds=[9, 8], match_parameters=False)
+    study.run(here)
+    assert study.candidates and study.runs.failed
+
+
+def test_a_report_does_not_fall_over_a_file_of_several_studies(finished):
+    study, found = finished
+    for key in ("texts", "sizes"):
+        both = dict(a=found, b=found)
+        whole = (dict(name="both", command="", sizes=both) if key == "sizes" else
+                 effects.together(both, "both", ""))
+        results.write(json_safe(whole), study.out)
+        path = study.out / "results.json.gz"
+        assert results.holds_runs(path) and ("judge", "output_gate", 5) in results.scored_in(path)
+
+
+def test_a_budget_is_given_in_tokens_a_parameter_and_a_size_by_name(monkeypatch):
+    monkeypatch.setattr("nanoheads.study.variants.Dataset", Bytes)
+    for size, steps in {"0.1M": 960, "0.33M": 3240, "1M": 9600}.items():
+        config = StudyConfig(mechanisms=["xsa"], scale="nano", size=size, tokens_per_param=20.0)
+        builder = VariantBuilder(config)
+        plain = builder.plain
+        blocks = sum(p.numel() for p in GPT(plain.model).transformer.h.parameters())
+        assert blocks == 12 * plain.model.n_layer * plain.model.n_embd ** 2
+        assert plain.train.max_iters == steps == round(20 * blocks / 2048)
+        assert all(getattr(plain.train if key.endswith("lr") else plain.model, key) == value
+                   for key, value in SIZES[size].items())
+        assert builder.at_budget(0.7).train.max_iters == round(0.7 * steps)
+    # the smallest of the ladder is the tiny scale: their runs have the same hashes
+    spec = [Study(StudyConfig(mechanisms=["xsa"], device="cpu", **keys), "x").runs.spec
+            for keys in (dict(), dict(scale="nano", size="0.1M", tokens_per_param=20.0))]
+    variants = [VariantBuilder(StudyConfig(mechanisms=["xsa"], **keys)).plain
+            for keys in (dict(), dict(scale="nano", size="0.1M", tokens_per_param=20.0))]
+    assert spec[0](variants[0], 1, "test") == spec[1](variants[1], 1, "test")
+
+
+def test_the_groups_of_rates_are_those_that_the_optimizers_have(plain):
+    study = study_of(plain, mechanisms=["output_gate", "window"], settings=dict(n_layer=2),
+                     variants={"adamw": dict(optimizer="adamw")})
+    every = ["muon_lr", "adamw_lr", "embed_lr"]
+    assert study.builder.plain.groups() == every == study.variants["window"].groups()
+    assert study.variants["output_gate"].groups() == [*every, "mechanism_lr"]
+    assert study.variants["adamw"].groups() == ["adamw_lr", "embed_lr"]
+    twice = study.variants["output_gate"].at_rates({"adamw_lr": 2.0, "muon_lr": 1.0}, "twice")
+    assert twice.train.adamw_lr == 8e-3 and twice.train.embed_lr == 2e-2 and twice.train.mechanism_lr == 4e-3
+    assert twice.flags == dict(output_gate="headwise", adamw_lr=8e-3, embed_lr=2e-2, min_lr=0.0,
+                               mechanism_lr=4e-3)
+    assert twice.at_rates({"embed_lr": 2.0}, "").train.embed_lr == 4e-2
+
+
+@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("scale", ["tiny", "mid", "paper"])
+def test_every_shipped_study_makes_its_variants(name, scale, monkeypatch, own_mechanisms_go):
+    monkeypatch.setattr("nanoheads.study.variants.Dataset", Bytes)
+    # 90 million numbers take their time; sizes have their own test
+    monkeypatch.setattr("nanoheads.study.variants.size_of", lambda config: (1000, 1000))
+    own = "\nbase = " in (ROOT / "config" / "studies" / name).read_text()  # its plain GPT, or its steps
+    if own or name in ("demo.py", "dose.py", "ladder.py"):
+        scale = "nano" if name == "ladder.py" else "tiny"
+    argv = own_mechanism.take([f"config/studies/{name}", f"--scale={scale}"])
+    config, = configurator.load((StudyConfig,), argv)
+    builder = VariantBuilder(config)
+    variants = builder.variants()
+    assert config.question and (variants or config.tune_plain)
+    for variant in variants:
+        assert not variant.model.problems()
+        assert variant.train.max_iters == builder.plain.train.max_iters or name == "dose.py"
+        assert variant.model.attn_dropout == builder.plain.model.attn_dropout  # on both sides or on none
+
+
+def test_every_mechanism_and_rival_is_in_the_study_of_all():
+    config, = configurator.load((StudyConfig,), ["config/studies/all.py"])
+    want = {**MECHANISMS, "all_on": ALL_ON, **config.variants}
+    want["agency_learned"] = {**want["agency_learned"], "controller_log": True}
+    assert variants_of(config) == want
+
+
+@pytest.mark.parametrize("mechanisms, names", [
+    (["moh", "routing_*"], ["moh"] + [name for name in MECHANISMS if name.startswith("routing_")]),
+    (["acag_*", "acag*"], [name for name in MECHANISMS if name.startswith("acag_")] + ["acag"]),
+    (["all_on", "moh", "moh"], ["all_on", "moh"])])
+def test_a_star_stands_for_every_mechanism_that_fits(mechanisms, names):
+    assert list(variants_of(StudyConfig(mechanisms=mechanisms))) == names
+
+
+@pytest.mark.parametrize("args, folder", [
+    (["--mechanisms=unet_concat,unet_add"], "unet_concat+unet_add"),
+    (["--mechanisms=a2c_*,agency"], "a2c-all+agency"),
+    (["--mechanisms=*"], "all"),
+    (["--variants={'two heads': {'n_head': 2}}"], "two_heads"),
+    (["config/studies/routing.py"], "routing")])
+def test_a_study_is_named_after_its_file_or_its_mechanisms(args, folder):
+    config, = configurator.load((StudyConfig,), args)
+    files = [arg for arg in args if not arg.startswith("--")]
+    assert compare.name_of(config, files) == folder
+
+
+def test_the_ablations_of_routing_say_which_form_they_take_apart():
+    """The literal mode multiplies by 0 and gates in training only; these take the other one apart."""
+    config, = configurator.load((StudyConfig,), ["config/studies/routing.py"])
+    published = [flags for flags in config.variants.values() if flags["routing"] == "published"]
+    assert len(published) == 2
+    for flags in published:
+        assert flags["routing_mask"] == "inf" and flags["routing_eval_gate"] is True
+
+
+# ---- stages ----
+
+def test_a_finished_study_repeats_nothing_and_a_change_only_what_it_touches(plain, here):
+    study = study_of(plain)
+    study.run(here)
+    assert len(here.started) == 4 and not results.collect(study, "test")["failures"]
+    first, here.started = study.runs.scores("judge"), []
+    study_of(plain).run(here)
+    assert here.started == []
+    slower = {"output_gate": dict(output_gate="headwise", adamw_lr=5e-4)}
+    changed = study_of(plain, mechanisms=[], variants=slower)
+    changed.run(here)
+    assert len(here.started) == 2
+    again = changed.runs.scores("judge")
+    assert again["plain"] == first["plain"] and again["output_gate"] != first["output_gate"]
+
+
+def test_the_plain_gpt_has_more_seeds_and_other_budgets(plain, here):
+    study = study_of(plain, mechanisms=["output_gate", "xsa", "sink", "key_offset"], plain_seeds=None,
+                     budgets=[0.5, 2.0], seeds=[3, 4])
+    study.run(here)
+    seeds = {name: list(own) for name, own in study.runs.scores("judge").items()}
+    assert seeds["plain"] == [3, 4, 5, 6] and seeds["xsa"] == [3, 4] == seeds["plain x 0.5"]
+    found = results.collect(study, "test")
+    assert [found["arms"][name]["steps"] for name in ("plain x 0.5", "plain", "plain x 2")] == [3, 6, 12]
+    row = found["comparisons"][0]
+    assert (row["n"], row["n_baseline"]) == (2, 4) and {"worth", "equal_flops", "equal_time"} <= set(row)
+
+
+def test_the_best_and_the_worst_on_validation_are_judged_with_fresh_seeds_on_test(plain, here):
+    names = ["output_gate", "xsa", "sink", "key_offset", "head_norm"]
+    study = study_of(plain, mechanisms=names, screen=True, best=1, worst=1, always=["sink"],
+                     contrasts=[["xsa", "plain"]])
+    study.run(here)
+    runs = started(here, study)
+    assert set(runs[:12]) == {(name, "val") for name in ("plain", *names)}
+    means = {name: np.mean(list(own.values())) for name, own in study.runs.scores("screen").items()}
+    others = sorted({"output_gate", "key_offset", "head_norm"}, key=means.get)
+    chosen = {"sink", "xsa", others[0], others[-1]}
+    assert set(study.screened["chosen"]) == chosen and {name for name, _ in runs[12:]} == {"plain", *chosen}
+    assert {split for _, split in runs[12:]} == {"test"}
+    found = results.collect(study, "test")
+    assert len(found["comparisons"]) == 4  # what was judged, and no more, is corrected for
+    assert [row["variant"] for row in found["screened"]] == sorted(names, key=means.get)
+    assert {row["variant"] for row in found["screened"] if row["chosen"]} == chosen
+    assert found["screened_out"] == [name for name in names if name not in chosen]
+
+
+def test_what_seems_better_meets_a_plain_gpt_of_its_size(plain, here, monkeypatch):
+    def verdicts(texts, pairs, *settings):
+        return [dict(variant=v, baseline=b, verdict={"unet_concat": "better"}.get(v, "worse"), high=1.0)
+                for v, b, _ in pairs]
+
+    monkeypatch.setattr(effects, "comparisons", verdicts)
+    study = study_of(plain, mechanisms=["output_gate", "unet_concat"], settings=dict(n_layer=2, n_embd=32))
+    study.run(here)
+    (_, wide, equal), = [pair for pair in study.pairs if pair[2]]
+    assert equal == ["parameters"] and study.compared[wide].kind == "baseline"
+    assert abs(study.compared[wide].params - study.variants["unet_concat"].params) < 70
+    assert list(study.runs.scores("judge")[wide]) == [1, 2]
+
+
+@pytest.mark.parametrize("stays", [None, "plain", "output_gate"])
+def test_what_is_judged_has_its_own_best_rates(plain, here, monkeypatch, capsys, stays):
+    """Seeds that no comparison uses, on validation; each group of rates by itself, then all together."""
+    study = study_of(plain, tune_lr=True, screen_seeds=[9, 8], match_parameters=False, budgets=[2.0])
+    before = {variant.name: variant.train for variant in (study.builder.plain, *study.variants.values())}
+    monkeypatch.setattr(effects, "best_rates", lambda candidates: {
+        name: 0 if name == stays else len(own) - 1 for name, own in candidates.items()})
+    study.run(here)
+    tuning = {(name, seed): study.runs.specs[folder]
+              for (stage, name, seed), folder in study.runs.folders.items() if stage == "tune"}
+    assert {spec["score"]["split"] for spec in tuning.values()} == {"val"}
+    assert {seed for _, seed in tuning} == {9, 8}
+    every, best = ["muon_lr", "adamw_lr", "embed_lr"], {}
+    for name, groups in {"plain": every, "output_gate": [*every, "mechanism_lr"]}.items():
+        assert list(study.tuned[name]) == groups
+        best[name] = {group: min(scores, key=scores.get) for group, scores in study.tuned[name].items()}
+        for group, scores in study.tuned[name].items():
+            assert {0.5, 1.0, 2.0} <= set(scores)
+            # an end is tried further out, twice at most
+            inside = min(scores) < best[name][group] < max(scores)
+            assert inside or best[name][group] in (0.125, 8.0)
+        moved = {group: factor for group, factor in best[name].items() if factor != 1}
+        own = study.candidates[name]
+        assert [each["rates"] for each in own[:len(moved) + 1]] == [{}, *({g: f} for g, f in moved.items())]
+        assert own[-1]["rates"] == moved and all({*each["bpb"]} == {9, 8} for each in own)
+        last = tuning[f"{name}, candidate {len(own) - 1}", 8]["train"]
+        judged = study.compared[name].train
+        for group in every:
+            assert last[group] == getattr(before[name], group) * best[name][group]
+            factor = 1 if name == stays else best[name][group]
+            assert getattr(judged, group) == getattr(before[name], group) * factor
+    for group, scores in study.tuned["output_gate"].items():  # no factor that the plain GPT did not get
+        assert {*scores} <= {*study.tuned["plain"].get(group, scores)}
+    assert study.compared["plain x 2"].train.adamw_lr == study.compared["plain"].train.adamw_lr
+    assert study.pairs == [("output_gate", "plain", [])]
+    # what its flags say is what runs, also where they are read again
+    variant = study.compared["output_gate"]
+    assert study.builder.make("output_gate", "variant", "", variant.flags).train == variant.train
+    found = results.collect(study, "test")
+    rates = [row[1] for row in findings.candidates_table(found).rows if row[-1] == "taken"]
+    assert [word == "as they are" for word in rates] == [name == stays for name in ("plain", "output_gate")]
+    results.write(found, ".")
+    assert "all of them the same" in results.recheck("results.json.gz")
+    found["candidates"]["plain"][0]["bpb"]["8"] += 0.1
+    found["taken"]["output_gate"] += 1
+    results.write(found, ".")
+    with pytest.raises(UserError, match="2 of"):
+        results.recheck("results.json.gz")
+    told = capsys.readouterr().err
+    assert "plain at {}, seed 8: no run gave" in told and "taken.output_gate: " in told
+
+
+def test_a_variant_of_another_optimizer_keeps_its_own_rates_beside_a_tuned_plain_gpt(plain):
+    flags = {"adamw": dict(optimizer="adamw", adamw_lr=8e-3, min_lr=0.0), "gpt2": dict(recipe="gpt2")}
+    study = study_of(plain, mechanisms=["output_gate"], variants=flags)
+    faster = study.builder.plain.at_rates({"adamw_lr": 2.0, "muon_lr": 0.5}, "")
+    tuned = VariantBuilder(study.config, faster.flags)
+    for variant in study.variants.values():
+        for factors in ({}, {"adamw_lr": 2.0}, {"adamw_lr": 0.5}):
+            new = variant.at_best_rates(factors, tuned.plain)
+            for key in ("adamw_lr", "embed_lr", "min_lr", "muon_lr", "mechanism_lr"):
+                times = factors.get("adamw_lr", 1) if key in ("adamw_lr", "min_lr") else 1
+                assert getattr(new.train, key) == getattr(variant.train, key) * times
+            assert tuned.make(variant.name, "variant", "", new.flags).train == new.train
+
+
+def test_what_diverges_at_every_rate_is_judged_at_its_own(plain, here, monkeypatch):
+    run, spec_of = here.run, lambda folder: json.loads((folder / "trial.json").read_text())
+    monkeypatch.setattr(here, "run", lambda folder: run(folder) if spec_of(folder)["model"].get(
+        "output_gate") is None else "diverged")
+    study = study_of(plain, tune_lr=True, screen_seeds=[9, 8], match_parameters=False)
+    before = study.variants["output_gate"].train
+    study.run(here)
+    assert study.compared["output_gate"].train == before and {*study.runs.scores("judge")} == {"plain"}
+
+
+def test_rates_are_taken_where_they_are_better_by_a_standard_error():
+    def at(*scores):
+        return [dict(bpb=dict(enumerate(each))) for each in scores]
+
+    variants = dict(loud=at([3.0, 3.4], [2.0, 2.8]), a=at([2.0, 2.02], [2.0, 2.01]),
+                b=at([2.0, 2.02], [1.95, 1.97], [1.9, 2.0], [1.9]))
+    # n = 2: a difference of two means has the spread as its error: 0.02 / 2 ** 0.5, the median
+    assert effects.best_rates(variants) == dict(loud=1, a=0, b=2)
+    assert effects.best_rates(dict(a=at([2.0, 2.02], [1.99, 2.01]), b=variants["b"]))["a"] == 0
+    assert effects.best_rates(dict(a=at([2.0, 2.0], [1.9, 2.2]))) == dict(a=0)  # one seed's luck
+    assert effects.best_rates(dict(a=at([2.0, 2.0], [1.5]), b=at([], []))) == dict(a=0, b=0)  # diverged
+    assert effects.best_rates(dict(a=at([2.0], [1.9]))) == dict(a=1)
+    assert effects.best_rates(dict(a=at([1.9], [1.5, 1.6]), b=at([], [3.0, 3.1]))) == dict(a=1, b=1)
+
+
+def searched(loss, start, seeds=(1, 2, 3, 4), noise=0.0):
+    """(where the search ends, all that it tried) on a loss of {flag: steps}."""
+    todo, tried = [start], []
+    while todo:
+        for steps in todo:
+            at = 10 * sum(steps.values())
+            bpb = {seed: loss(steps) + noise * math.sin(100 * seed + at) for seed in seeds}
+            tried.append(dict(steps=steps, bpb=bpb))
+        found, todo = rates.search(tried)
+    return found, tried
+
+
+def test_the_search_for_rates_ends_in_the_valley_and_stays_where_nothing_is_better():
+    def bowl(steps):
+        return 2 + 0.1 * ((steps["a"] - 3)**2 + (steps["b"] + 2)**2)
+    found, tried = searched(bowl, dict(a=0, b=0))
+    assert found == dict(a=3, b=-2)
+    around = [dict(a=a, b=b) for a, b in ((2, -2), (4, -2), (3, -3), (3, -1))]
+    assert all(steps in [each["steps"] for each in tried] for steps in around)
+    record = dict(tried=tried, seeds=[1], start={}, flags={})
+    best = rates.summary(record)
+    assert best["finished"] and best["gain"] == (pytest.approx(-1.3), pytest.approx(0, abs=1e-9))
+    assert all(mean > 0 for row in best["rows"] for mean, _ in row["beside"])
+    # differences below their standard error move nothing
+    assert searched(lambda steps: 2 - 1e-4 * steps["a"], dict(a=0), noise=0.1)[0] == dict(a=0)
+    # what never gets better is left after a while; what diverged is no place to go to
+    assert abs(searched(lambda steps: -steps["a"], dict(a=0))[0]["a"]) == rates.MOST_MOVES
+    tried = [dict(steps=dict(a=a), bpb={} if a else {1: 2.0, 2: 2.1}) for a in (0, -1, 1)]
+    assert rates.search(tried) == (dict(a=0), [])
+    # what diverged at the start is left for what did not, and named where it is a neighbour
+    tried = [dict(steps=dict(adamw_lr=n), bpb=bpb) for n, bpb in (
+        (0, {}), (-1, {1: 1.5, 2: 1.6}), (1, {}), (-2, {1: 1.7, 2: 1.8}))]
+    assert rates.search(tried) == (dict(adamw_lr=-1), [])
+    record = dict(tried=tried, start=dict(adamw_lr=0.1), flags=dict(adamw_lr=0.05))
+    best = json.loads(json.dumps(json_safe(rates.summary(record))))
+    row, = findings.plain_rates_table(dict(plain_at_best=best, plain_rates=record)).rows
+    assert row == ("adamw_lr", "0.1", "0.05", "+0.2000 ± 0.0000", "diverged") and best["finished"]
+    # a search that was given up is not at its end
+    _, tried = searched(lambda steps: 1e-3 * -steps["a"], dict(a=0))
+    assert not rates.summary(dict(tried=tried))["finished"]
+
+
+def test_two_seeds_are_enough_for_rates_that_are_far_behind():
+    best = {1: 2.0, 2: 2.02}
+    assert rates.is_close({1: 2.005, 2: 2.025}, best) and rates.is_close({1: 1.9, 2: 1.9}, best)
+    assert not rates.is_close({1: 2.02, 2: 2.04}, best) and not rates.is_close({}, best)
+
+
+@pytest.mark.parametrize("optimizer, steps, flags", [
+    ("muon", dict(muon_lr=1, muon_momentum=0), dict(muon_lr=0.04)),
+    ("muon", dict(muon_momentum=1, adamw_lr=-1), dict(muon_momentum=0.95, adamw_lr=0.001, min_lr=0.0)),
+    ("muon", dict(embed_lr=2), dict(embed_lr=0.04)),
+    ("adamw", dict(adamw_lr=1, embed_lr=0), dict(adamw_lr=0.004, min_lr=0.0002)),
+    ("muon", dict(adamw_lr=0), {})], ids=str)
+def test_a_rate_moves_with_what_follows_from_it(optimizer, steps, flags):
+    train = SimpleNamespace(optimizer=optimizer, muon_lr=0.02, muon_momentum=0.9, adamw_lr=0.002,
+                            embed_lr=0.01,
+                            min_lr=0.0 if optimizer == "muon" else 1e-4)
+    assert rates.flags_at(train, steps) == pytest.approx(flags)
+
+
+def test_a_study_can_find_the_plain_gpts_best_rates_first(plain, here, monkeypatch, tmp_path):
+    """All that is judged has them, the page says so, and a recheck finds a score that no run gave."""
+    def result(folder, **how):  # the best: muon_lr doubled once
+        spec = trial.read_json(folder / "trial.json") if (folder / "trial.json").is_file() else None
+        found = real(folder, **how)
+        if found and spec["score"]["split"] == "val":
+            muon_lr, lr, m = (spec["train"][key] for key in ("muon_lr", "adamw_lr", "muon_momentum"))
+            off = abs(math.log2(muon_lr / 0.04)) + abs(math.log2(lr / 0.004)) + abs(m - 0.95)
+            factor = (4 + off + spec["model"]["seed"] / 100) / found["bpb"]
+            found["block_nats"] = [n * factor for n in found["block_nats"]]
+            found.update(bpb=found["bpb"] * factor, nats=found["nats"] * factor)
+        return found
+    real = trial.result
+    monkeypatch.setattr(trial, "result", result)
+    study = study_of(plain, tune_plain=True, tune_seeds=[8, 9, 7], match_parameters=False)
+    study.run(here)
+    taken = study.plain_rates["flags"]
+    assert taken["muon_lr"] == 0.04 and "adamw_lr" not in taken
+    tuning = {(name, seed): study.runs.specs[folder]
+              for (stage, name, seed), folder in study.runs.folders.items() if stage == "rates"}
+    assert {spec["score"]["split"] for spec in tuning.values()} == {"val"}
+    assert {seed for _, seed in tuning} == {7, 8, 9}
+    near = {name for name, seed in tuning if seed == 7}  # of those far behind, two seeds
+    assert {"plain at {}", "plain at {'muon_lr': 0.04}"} <= near < {name for name, _ in tuning}
+    judged = [study.runs.specs[folder]["train"]
+              for (stage, *_), folder in study.runs.folders.items() if stage == "judge"]
+    assert judged and all(train[key] == value for train in judged for key, value in taken.items())
+    found = results.collect(study, "test")
+    rows = {row[0]: row for row in findings.plain_rates_table(found).rows}
+    assert list(rows) == ["muon_lr", "muon_momentum", "adamw_lr", "embed_lr"]
+    assert rows["muon_lr"][1:3] == ("0.02", "0.04") and "muon_lr=0.04" in " ".join(findings.notices(found))
+    results.write(found, ".")
+    assert "all of them the same" in results.recheck("results.json.gz")
+    found["plain_rates"]["tried"][0]["bpb"]["8"] += 0.5
+    results.write(found, ".")
+    with pytest.raises(UserError):
+        results.recheck("results.json.gz")
+
+
+def test_a_run_that_crashes_is_reported_and_sinks_nothing(plain, here, monkeypatch):
+    hot = dict(adamw_lr=1e9, muon_lr=1e9, min_lr=1e9, recipe="gpt2", optimizer="adamw", grad_clip=0.0)
+    study = study_of(plain, variants={"hot": hot})
+    study.run(here)
+    timed = costs.step_time_ratios
+
+    def diverges(variants, *args):
+        if variants[0].name == "hot":
+            raise UserError("loss is nan in step 1")
+        return timed(variants, *args)
+
+    monkeypatch.setattr(costs, "step_time_ratios", diverges)
+    found = results.collect(study, "test")
+    assert found["arms"]["hot"]["time_ratio"] is None and found["arms"]["output_gate"]["time_ratio"]
+    assert {f["arm"] for f in found["failures"]} == {"hot"}
+    assert all("stopped before anything of it is saved" in f["why"] for f in found["failures"])
+    verdicts = {row["variant"]: row["verdict"] for row in found["comparisons"]}
+    assert verdicts["hot"] == "undecided" and found["done"] == 4 and found["planned"] == 6
+    assert all(x is not None for x in found["arms"]["output_gate"]["bpb"])
+    again = study_of(plain, variants=study.config.variants, report_only=True)
+    again.run(here)
+    assert len(results.collect(again, "test")["failures"]) == 2  # reported again, without running anything
+
+
+def test_a_study_is_cut_short_and_goes_on_to_the_same_numbers(plain):
+    """The real thing: processes, a signal while two runs train (as Ctrl-C is one), the same command again."""
+    (Path.cwd() / "study.py").write_text(
+        f"base = {str(plain)!r}\nmechanisms = ['output_gate']\nseeds = [1]\nbudgets = []\n"
+        "jobs = 2\ndevice = 'cpu'\nsettings = dict(max_iters=160, eval_interval=10)\n")
+    command = [sys.executable, str(ROOT / "compare.py"), "study.py"]
+    job = subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
+                           env={**os.environ, "OMP_NUM_THREADS": "1"})
+    until = time.monotonic() + 60
+
+    def logs():
+        return [p for p in Path("out/trials").glob("*/log.jsonl") if p.read_text().count("val_bpb") > 1]
+
+    while len(logs()) < 2 and time.monotonic() < until and job.poll() is None:
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)
+    _, said = job.communicate(timeout=60)
+    assert job.returncode == 130 and "the same command goes on" in said
+    assert not list(Path("out/trials").glob("*/result.json"))
+    saved = {p.parent: torch.load(p, weights_only=True)["step"] for p in Path("out/trials").glob("*/ckpt.pt")}
+    assert len(saved) == 2 and all(0 < step < 160 for step in saved.values())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "output_gate" in done.stdout and "report.html" in done.stdout
+    cut = json.loads(next(Path("out/trials").glob("*/result.json")).read_text())
+    folder = next(Path("out/trials").glob("*/result.json")).parent
+    assert "going on at step" in (folder / "trial.log").read_text()
+    alone = Path("alone") / folder.name
+    alone.mkdir(parents=True)
+    (alone / "trial.json").write_text((folder / "trial.json").read_text())
+    assert trial.run(alone)["bpb"] == cut["bpb"]  # to the last bit
+
+
+def test_the_same_study_runs_through_submitit(plain):
+    pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
+    study = study_of(plain, submit="local", seeds=[1], plain_seeds=1, mechanisms=["agency"])
+    study.run(queue.Cluster("local", 2, {"timeout_min": 5}))
+    assert results.collect(study, "test")["comparisons"][0]["differences"] == [0.0]
+    # the same runs as without it
+    plain_arm = study.builder.plain
+    assert study.runs.spec(plain_arm, 1, "test") == study_of(plain).runs.spec(plain_arm, 1, "test")
+
+
+# ---- results ----
+
+def test_the_displayed_commands_give_the_displayed_score(plain, here, monkeypatch):
+    """Word for word, in a shell, with the threads that they name: the same digits."""
+    study = study_of(plain, seeds=[3], plain_seeds=1)
+    study.run(here)
+    variant = results.collect(study, "test")["arms"]["output_gate"]
+    train, evaluate = variant["commands"]
+    assert train.startswith(f"OMP_NUM_THREADS={torch.get_num_threads()} python train.py ")
+    for line in (train, f"{evaluate} --json=score.json"):
+        words = line.replace(" python ", f" {sys.executable} {ROOT}/", 1)
+        done = subprocess.run(words, shell=True, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    score, = json.loads(Path("score.json").read_text())["runs"]
+    assert score["bpb"] == pytest.approx(variant["bpb"][0], rel=1e-7)  # of a token's nats, 32 bits are kept
+    assert f"{variant['bpb'][0]:.4f}" in done.stdout
+
+
+def test_a_slice_is_scored_window_by_window_and_its_bytes_are_its_own(plain, here, bytes_data):
+    study = study_of(plain, seeds=[3], plain_seeds=1, test_tokens=160, mechanisms=["agency"])
+    study.run(here)
+    folder = study.runs.folders["judge", "plain", 3]
+    found = trial.result(folder)
+    assert found["tokens"] == found["bytes"] == 160 and np.load(folder / "nats.npy").shape == (10,)
+
+
+@pytest.fixture
+def finished(plain, here):
+    """A finished study of three seeds, and its results, in out/test."""
+    study = study_of(plain, seeds=[5, 6, 7], plain_seeds=4, mechanisms=["output_gate", "unet_concat"],
+                     settings=dict(n_layer=2), budgets=[0.5], out_dir="out/test")
+    study.run(here)
+    found = results.collect(study, "python compare.py test")
+    study.out.mkdir(exist_ok=True)
+    results.write(found, study.out)
+    return study, found
+
+
+def test_results_hold_what_the_statistics_need(finished):
+    """From the scores of each seed alone: the same figures; from the blocks alone: the same scores."""
+    _, found = finished
+    assert found == json.loads(json.dumps(found, allow_nan=False)) == results.read("out/test/results.json.gz")
+    assert found["command"] and found["commit"] and found["versions"]["torch"] == torch.__version__
+    for draw in (pictures.forest, pictures.learning, pictures.compute):  # all that they need is in it
+        assert draw(found).axes[0].get_lines()
+    assert found["plain"]["n_layer"] == 2 and not {"seed", "out_dir", "device"} & set(found["plain"])
+    scores = {name: dict(zip(map(str, variant["seeds"]), variant["bpb"]))
+              for name, variant in found["arms"].items()}
+    for row in found["comparisons"]:
+        own, other = ([*scores[row[side]].values()] for side in ("variant", "baseline"))
+        want = ttest_ind(own, other, equal_var=False)
+        # never surer than Welch: with more seeds of the plain GPT the degrees of freedom may be fewer
+        assert row["mean"] / row["se"] == pytest.approx(want.statistic)
+        assert row["df"] <= want.df * (1 + 1e-9)
+        assert row["p_corrected"] >= row["p"] >= want.pvalue * (1 - 1e-9)
+    for variant in found["arms"].values():
+        for run, bpb in zip(variant["runs"], variant["bpb"]):
+            nats = sum(found["runs"][run]["block_nats"])
+            assert nats / np.log(2) / found["data"]["bytes"] == pytest.approx(bpb, rel=1e-8)
+
+
+def test_a_recheck_computes_every_figure_and_finds_a_changed_one(finished, capsys):
+    _, found = finished
+    main(["--recheck=out/test/results.json.gz"])
+    assert "all of them the same" in capsys.readouterr().out
+
+    said = []
+
+    def changed(change):
+        copy = json.loads(json.dumps(found))
+        change(copy)
+        results.write(copy, ".")
+        with pytest.raises(SystemExit) as e:
+            main(["--recheck=results.json.gz"])
+        assert "figures are not what its runs give" in e.value.code and "\n" not in e.value.code
+        said.append(capsys.readouterr().err)
+        return said[-1]
+
+    assert "output_gate: " in changed(lambda f: f["arms"]["output_gate"]["bpb"].__setitem__(0, 2.0))
+    assert "comparisons[0].mean" in changed(lambda f: f["comparisons"][0].__setitem__("mean", -0.5))
+    assert "verdict" in changed(lambda f: f["comparisons"][1].__setitem__("verdict", "better"))
+    run = found["arms"]["plain"]["runs"][0]
+    assert "blocks sum up" in changed(lambda f: f["runs"][run]["block_nats"].__setitem__(0, 3.0))
+    gate = "output_gate"
+    for key, problem in (("params", "parameters: "), ("flops_per_token", "FLOPs a token: "),
+                         ("executed_flops_per_token", "executed FLOPs a token: ")):
+        assert f"{gate}: {problem}" in changed(lambda f: f["arms"][gate].update({key: 5}))
+    assert "time of a step, high" in changed(lambda f: f["arms"][gate]["time_ratio"].update(high=9.0))
+
+
+def exchanged(found):
+    """Two variants have each other's runs and scores."""
+    one, other = (found["arms"][name] for name in ("output_gate", "unet_concat"))
+    for key in ("runs", "bpb"):
+        one[key], other[key] = other[key], one[key]
+
+
+def twice(found):
+    variant = found["arms"]["output_gate"]
+    for key in ("runs", "bpb"):
+        variant[key][0] = variant[key][1]
+
+
+def dropped(found):
+    for key in ("seeds", "runs", "bpb"):
+        found["arms"]["output_gate"][key].pop()
+
+
+def of_fewer_steps(found):
+    found["runs"][found["arms"]["plain"]["runs"][0]]["spec"]["train"]["max_iters"] = 3
+
+
+def screened(found, score=2.0):
+    found["screen"] = dict(seeds=[9], split="val", rule="", chosen=["output_gate"],
+                           scores={"plain": {"9": score}, "output_gate": {"9": score}})
+
+
+def test_a_recheck_asks_whose_the_runs_are(finished, capsys):
+    """Also where every figure was computed anew from what was changed."""
+    _, found = finished
+
+    def changed(change, *args):
+        copy = json.loads(json.dumps(found))
+        change(copy, *args)
+        results.write({**copy, **json_safe(effects.figures(copy))}, ".")
+
+    for change, problem in (
+            (exchanged, "is of another variant or seed: params"),
+            (twice, "is of another variant or seed: seed"), (dropped, "stands under no variant"),
+            (of_fewer_steps, "has another spec"),
+            (screened, "screened output_gate, seed 9: no run gave 2.0")):
+        changed(change)
+        with pytest.raises(UserError, match="are not what its runs give"):
+            results.recheck("results.json.gz")
+        assert problem in capsys.readouterr().err, problem
+    run = next(iter(found["runs"].values()))
+    spec = {**run["spec"], "score": {**run["spec"]["score"], "split": "val"}}
+    nats = [run["block_nats"][0] + 0.1, *run["block_nats"][1:]]
+    for of_screen, problem in ((dict(bpb=run["bpb"] - 0.3), "is not"), (dict(block_nats=nats), "sum up to")):
+        of_screen = {**run, "spec": spec, **of_screen}  # of a run in no table
+        runs = {**found["runs"], trial.folder_of(spec).name: of_screen}
+        results.write({**found, "runs": runs}, ".")
+        with pytest.raises(UserError, match="1 of"):
+            results.recheck("results.json.gz")
+        assert problem in capsys.readouterr().err
+    changed(screened, found["arms"]["plain"]["bpb"][0])  # what a run did give
+    assert "all of them the same" in results.recheck("results.json.gz")
+
+
+def test_a_recheck_knows_what_follows_from_a_recipe_an_optimizer_or_a_rate(plain):
+    """Of another optimizer the rest of the rates are others too, of another recipe the flags; no more."""
+    flags = {"adamw": dict(optimizer="adamw", adamw_lr=8e-3), "gpt2": dict(recipe="gpt2", optimizer="adamw")}
+    study = study_of(plain, mechanisms=[], variants=flags)
+    tuned = [v.at_rates({"adamw_lr": 2.0}, f"{v.name}, tuned") for v in study.variants.values()]
+    for variant in [*study.variants.values(), *tuned]:
+        spec = study.runs.spec(variant, 1, "test")
+        run = trial.folder_of(spec).name
+        found = dict(plain=results.flags_of(study.builder.plain), data=dict(split="test"),
+                     runs={run: dict(spec=spec, params=1, flops_per_token=1)})
+        row = dict(flags=variant.flags, runs=[run], seeds=[1], params=1, flops_per_token=1)
+        assert results.wrong_runs(found, row) == []
+        for section, key, value in (("train", "grad_clip", 7.0), ("train", "beta2", 0.5),
+                                    ("model", "act", "swiglu"), ("model", "n_layer", 5)):
+            assert spec[section][key] != value
+            other = json.loads(json.dumps(spec))
+            other[section][key] = value
+            name = trial.folder_of(other).name
+            found["runs"][name] = dict(spec=other, params=1, flops_per_token=1)
+            problem, = results.wrong_runs(found, {**row, "runs": [name]})
+            assert problem.endswith(f"of another variant or seed: {key}")
+
+
+def on_file(found, name="x"):
+    """A results file, and nothing left in out/trials."""
+    Path("results").mkdir(exist_ok=True)
+    path = Path("results", f"{name}.json.gz")
+    path.write_bytes(gzip.compress(json.dumps(found).encode()))
+    shutil.rmtree("out/trials")
+    return str(path)
+
+
+def of_other_code(found, **change):
+    """The same results as other code, or another torch, would have left them."""
+    found = json.loads(json.dumps(found))
+    names = {}
+    for name, run in list(found["runs"].items()):
+        run["spec"].update(change)
+        names[name] = trial.folder_of(run["spec"]).name
+        found["runs"][names[name]] = found["runs"].pop(name)
+    for arm in found["arms"].values():
+        arm["runs"] = [names[name] for name in arm["runs"]]
+    return found
+
+
+def test_a_run_in_results_does_not_count_as_done(finished, here):
+    """Today's table must not be one of another day."""
+    study, found = finished
+    on_file(found)
+    here.started = []
+    anew = Study(replace(study.config, out_dir="out/elsewhere"), "test")
+    anew.run(here)
+    assert len(here.started) == len(found["runs"]) and anew.runs.reused() == []
+    assert not results.collect(anew, "test")["reused"]
+
+
+def test_runs_of_a_file_that_is_named_are_taken_and_counted(finished, here, capsys):
+    study, found = finished
+    path = on_file(found)
+    here.started = []
+    taking = Study(replace(study.config, out_dir="out/elsewhere", reuse=[path]), "test")
+    taking.run(here)
+    assert here.started == []
+    again = results.collect(taking, "test")
+    n = len(found["runs"])
+    assert again["comparisons"] == found["comparisons"]
+    assert again["reused"] == [{"from": path, "runs": n, "other_code": 0, "of": []}]
+    words = f"{n} of {n} runs were not trained for this study: {n} from {path}."
+    assert words in findings.notices(again) and words in report.table_of(again).replace("\n", " ")
+    assert words in report.page(again)
+    assert words in plan_of(taking)
+    results.write(again, "out/elsewhere")
+    assert "all of them the same" in results.recheck("out/elsewhere/results.json.gz")
+
+
+def test_the_runs_that_were_taken_are_counted_over_all_texts(
+        plain, here, bytes_data, other_text, monkeypatch, capsys):
+    """Also where a file has runs of the second text alone."""
+    monkeypatch.setattr(compare, "place_for", lambda config: here)
+    small = ["--base", str(plain), "--device=cpu", "--mechanisms=sink", "--seeds=1", "--plain_seeds=1",
+             "--budgets=[]"]
+    main([*small, f"--settings={{'dataset': {str(other_text)!r}}}", "--out_dir=out/one"])
+    path = on_file(results.read("out/one/results.json.gz"))
+    here.started = []
+    main([*small, f"--texts={[str(bytes_data), str(other_text)]}", f"--reuse={path}", "--out_dir=out/two"])
+    found = results.read("out/two/results.json.gz")
+    assert len(here.started) == 2
+    assert effects.pooled(found)["reused"] == [{"from": path, "runs": 2, "other_code": 0, "of": []}]
+    words = f"2 of 4 runs were not trained for this study: 2 from {path}."
+    assert words in report.table_of(found).replace("\n", " ") and words in capsys.readouterr().out.replace(
+        "\n", " ")
+
+
+def test_a_damaged_training_text_is_refused_before_the_first_run(plain, bytes_data, refusal):
+    path = bytes_data / "train.bin"
+    before = path.read_bytes()
+    try:
+        path.write_bytes(before[:-1] + b"?")
+        argv = ["--base", str(plain), "--device=cpu", "--mechanisms=sink", "--dry_run"]
+        assert "train.bin" in refusal(argv)
+    finally:
+        path.write_bytes(before)
+
+
+def test_other_policy_rules_in_a_file_of_one_name_are_another_run(plain, tmp_path):
+    rules = tmp_path / "rules.json"
+    keys = dict(mechanisms=[], variants={"rules": dict(agency=True, policy=True, policy_rules=str(rules))})
+    folders = []
+    for text in ("[]", '[{"who": "policy", "allow": false}]'):
+        rules.write_text(text)
+        study = study_of(plain, **keys)
+        folders.append({folder.name for folder in study.runs.plan("judge", study.variants.values(), [1])})
+    assert not folders[0] & folders[1]
+
+
+def test_a_study_does_not_combine_scores_of_two_texts_of_one_name(finished, plain, bytes_data, refusal):
+    """A test split of blanks in the place of another of that length once gave a variant 3 bits/byte."""
+    path = bytes_data / "test.bin"
+    before = path.read_bytes()
+    try:
+        path.write_bytes(b" " * len(before))
+        said = refusal(["--base", str(plain), "--device=cpu", "--mechanisms=sink", "--out_dir=out/test"])
+    finally:
+        path.write_bytes(before)
+    assert "test.bin" in said and "sha256" in said
+
+
+@pytest.mark.parametrize("change", [dict(code="other"), dict(torch="0.1")], ids=["code", "torch"])
+def test_runs_of_other_code_are_taken_only_where_that_is_accepted(finished, here, change):
+    study, found = finished
+    path = on_file(of_other_code(found, **change))
+    here.started, n = [], len(found["runs"])
+    Study(replace(study.config, out_dir="out/a", reuse=[path]), "test").run(here)
+    assert len(here.started) == n
+    shutil.rmtree("out/trials")
+    here.started = []
+    taking = Study(replace(study.config, out_dir="out/b", reuse=[path], accept_code=True), "test")
+    taking.run(here)
+    again = results.collect(taking, "test")
+    row, = again["reused"]
+    assert here.started == [] and (row["from"], row["runs"], row["other_code"]) == (path, n, n)
+    assert {*row["of"]} == {*again["arms"]}
+    assert again["comparisons"] == found["comparisons"]
+    assert f"({n} of them made by other code or another torch, which --accept_code allowed, those of " in (
+        " ".join(findings.notices(again)))
+
+
+@pytest.mark.parametrize("key", ["data", "train", "model", "score"])
+def test_runs_of_other_data_or_flags_are_never_taken(finished, here, key):
+    study, found = finished
+    changed = {**next(iter(found["runs"].values()))["spec"][key], "more": "1"}
+    path = on_file(of_other_code(found, **{key: changed}))
+    here.started = []
+    Study(replace(study.config, out_dir="out/a", reuse=[path], accept_code=True), "test").run(here)
+    assert len(here.started) == len(found["runs"])
+
+
+def test_runs_of_other_code_in_out_trials_count_only_where_that_is_accepted(finished, here, monkeypatch):
+    study, found = finished
+    monkeypatch.setattr(digest, "code_digest", lambda *args, **keys: "tomorrow's")
+    n = len(found["runs"])
+    planned = Study(replace(study.config, out_dir="out/a"), "test")
+    planned.run(None)
+    assert f"{n} of them to do" in plan_of(planned)
+    here.started = []
+    taking = Study(replace(study.config, out_dir="out/b", accept_code=True), "test")
+    taking.run(here)
+    again = results.collect(taking, "test")
+    row, = again["reused"]
+    assert here.started == [] and (row["from"], row["runs"], row["other_code"]) == ("out/trials", n, n)
+    assert again["comparisons"] == found["comparisons"]
+
+
+def test_a_damaged_run_of_a_file_is_not_taken(finished, refusal, plain):
+    study, found = finished
+    other = json.loads(json.dumps(found))
+    next(iter(other["runs"].values()))["bpb"] += 1e-3
+    argv = ["--base", str(plain), "--device=cpu", "--mechanisms=sink", "--dry_run"]
+    assert "cannot be taken: a figure was changed" in refusal([*argv, f"--reuse={on_file(other)}"])
+    Path("out/trials").mkdir()
+    other = json.loads(json.dumps(found))
+    next(iter(other["runs"].values()))["spec"]["train"]["adamw_lr"] = 0.5
+    assert "has the trial.json of another run" in refusal([*argv, f"--reuse={on_file(other)}"])
+    assert "cannot read results/none.json.gz" in refusal([*argv, "--reuse=results/none.json.gz"])
+
+
+def test_fresh_trains_everything_anew_and_says_how_many_scores_agree(
+        finished, here, plain, monkeypatch, capsys):
+    study, found = finished
+    monkeypatch.setattr(compare, "place_for", lambda config: here)
+    n, here.started = len(found["runs"]), []
+    one = next(Path("out/trials").glob("*/result.json"))
+    result = json.loads(one.read_text())
+    double = {key: 2 * result[key] for key in ("nats", "bpb")}
+    np.save(one.with_name("nats.npy"), np.load(one.with_name("nats.npy")) * 2)
+    one.write_text(json.dumps({**result, **double}))
+    argv = ["--base", str(plain), "--device=cpu", "--seeds=5,6,7", "--plain_seeds=4", "--budgets=[0.5]",
+            "--mechanisms=output_gate,unet_concat", "--settings={'n_layer': 2}"]
+    main([*argv, "--fresh", "--out_dir=out/b"])
+    said = capsys.readouterr().out
+    assert len(here.started) >= n and {folder.parent for folder in here.started} == {Path("out/b/fresh")}
+    words = f"Trained anew: {n - 1} of {n} scores are those that were there, to the last digit; the others"
+    assert words in said
+    # what was trained last is what counts from now on
+    assert json.loads(one.read_text())["bpb"] == result["bpb"]
+    assert not list(Path("out/b/fresh").glob("*/result.json"))
+    here.started = []
+    main([*argv, "--out_dir=out/c"])
+    assert here.started == []
+
+
+def test_a_fresh_study_that_was_stopped_says_what_it_goes_on_with(finished, here, capsys):
+    study, found = finished
+    fresh = replace(study.config, out_dir="out/b", fresh=True)
+    Study(fresh, "test").run(here)
+    assert "--fresh goes on" not in capsys.readouterr().out
+    here.started = []
+    Study(fresh, "test").run(here)  # the first one ended before its runs were put into out/trials
+    n = len(found["runs"])
+    assert here.started == [] and f"stopped: {n} runs are in out/b/fresh" in capsys.readouterr().out
+
+
+@pytest.fixture
+def other_text(tmp_path_factory):
+    """A second byte dataset, of other text."""
+    text = b"".join(b"%d times %d is %d.\n" % (i % 13, i % 7, i % 13 * (i % 7)) for i in range(2000))
+    return write_dataset(tmp_path_factory.mktemp("data") / "products",
+                         {"train": text[:20000], "val": text[20000:22000], "test": text[22000:23500]})
+
+
+def test_a_study_on_two_texts_is_one_analysis_and_the_second_chooses_nothing(
+        plain, here, bytes_data, other_text, monkeypatch, capsys):
+    monkeypatch.setattr(compare, "place_for", lambda config: here)
+    texts = [str(bytes_data), str(other_text)]
+    argv = ["--base", str(plain), "--device=cpu", "--mechanisms=output_gate,sink,xsa", f"--texts={texts}",
+            "--seeds=1,2,3", "--plain_seeds=4", "--budgets=[0.5]", "--screen", "--best=1", "--worst=1",
+            "--screen_seeds=9,8", "--tune_lr", "--out_dir=out/two"]
+    main([*argv, "--dry_run"])
+    assert f"is trained again on {other_text}" in capsys.readouterr().out and not here.started
+    main(argv)
+    found = results.read("out/two/results.json.gz")
+    first, second = found["texts"].values()
+    assert [study["data"]["dataset"] for study in (first, second)] == ["sums", "products"]
+    assert {run["spec"]["score"]["split"] for run in second["runs"].values()} == {"test"}
+    assert {run["spec"]["data"]["train"] for run in first["runs"].values()}.isdisjoint(
+        run["spec"]["data"]["train"] for run in second["runs"].values())
+    judged = first["screen"]["chosen"]
+    assert len(judged) == 2 and second["screen"] is None and not second["tuned"]
+    assert findings.at_own_rates(second) and "found on sums." in " ".join(findings.notices(second))
+    for name in ("plain", *judged, "plain x 0.5"):  # the same models, at the rates that the first text chose
+        own, other = ([study["runs"][run]["spec"] for run in study["arms"][name]["runs"]]
+                      for study in (first, second))
+        assert [spec["model"] for spec in own] == [spec["model"] for spec in other]
+        assert [{**spec["train"], "dataset": 0} for spec in own] == [{**spec["train"], "dataset": 0}
+                                                                  for spec in other]
+    # by hand: the mean over the texts of each seed, then as any study
+    means = {name: {seed: (a + b) / 2 for seed, a, b in zip(
+        first["arms"][name]["seeds"], first["arms"][name]["bpb"], second["arms"][name]["bpb"])}
+        for name in first["arms"] if name in second["arms"]}
+    assert len(means["plain"]) == 4
+    row = next(c for c in found["together"]["comparisons"] if c["variant"] == judged[0] and not c["equal"])
+    of_two = np.mean([*means[judged[0]].values()]) - np.mean([*means["plain"].values()])
+    assert row["n"] == 3 and math.isclose(row["mean"], of_two, abs_tol=1e-4)
+    page = Path("out/two/report.html").read_text()
+    assert "On each text" in page and all(f"{text}/report.html" in page for text in ("sums", "products"))
+    assert Path("out/two/products/report.html").is_file() and Path("out/two/sums/forest.png").is_file()
+    assert "sums and products" in page and row["verdict"] in page
+    table = findings.texts_table(found)
+    assert table.head[4:6] == ("on sums", "on products") and len(table.rows) == 3
+    assert "all of them the same" in results.recheck("out/two/results.json.gz")
+    found["together"]["comparisons"][0]["mean"] += 0.01
+    results.write(found, "out/two")
+    with pytest.raises(UserError, match="1 of"):
+        results.recheck("out/two/results.json.gz")
+
+
+def on_two(plain, bytes_data, other_text, *more):
+    """A command line of a study on two texts, its report in out/two."""
+    return ["--base", str(plain), "--device=cpu", f"--texts={[str(bytes_data), str(other_text)]}",
+            "--seeds=1,2", "--plain_seeds=2", "--budgets=[]", "--out_dir=out/two", *more]
+
+
+def test_a_text_that_is_missing_is_named_before_anything_is_trained(
+        plain, here, bytes_data, monkeypatch, refusal):
+    monkeypatch.setattr(compare, "place_for", lambda config: here)
+    for more in ([], ["--dry_run"]):
+        said = refusal(on_two(plain, bytes_data, "not_there", "--mechanisms=sink", *more))
+        assert "no dataset not_there" in said and not here.started
+
+
+def test_a_report_of_the_first_text_is_written_again_while_the_second_has_none(
+        plain, here, bytes_data, other_text, monkeypatch):
+    monkeypatch.setattr(compare, "place_for", lambda config: here)
+    run = here.run
+
+    def stopped(folder):
+        if "products" in json.loads((folder / "trial.json").read_text())["train"]["dataset"]:
+            raise KeyboardInterrupt
+        return run(folder)
+
+    argv = on_two(plain, bytes_data, other_text, "--mechanisms=sink")
+    main([*argv, "--report_only"])
+    monkeypatch.setattr(here, "run", stopped)
+    with pytest.raises(SystemExit):
+        main(argv)
+    main([*argv, "--report_only"])
+    studies = results.read("out/two/results.json.gz")["texts"]
+    assert [study["done"] for study in studies.values()] == [4, 0]
+    assert not results.holds_runs("out/two/products/results.json.gz")
+    assert results.holds_runs("out/two/sums/results.json.gz")
+
+
+@pytest.mark.parametrize("where", ["sums", "both"])
+def test_what_is_better_over_all_texts_meets_the_same_wider_plain_gpt_on_each(
+        plain, here, bytes_data, other_text, monkeypatch, where):
+    """Better on the first text alone, and over both alone: the plain GPT of its parameters is on both."""
+    monkeypatch.setattr(compare, "place_for", lambda config: here)
+    monkeypatch.setattr(compare.Study, "seem_better", lambda study: ["output_gate"] * (
+        study.builder.data.meta["name"] == where))
+    monkeypatch.setattr(effects, "seem_better_over_texts", lambda texts: ["output_gate"] * (where == "both"))
+    monkeypatch.setattr(VariantBuilder, "same_parameters", lambda builder, variant, baselines: builder.wide(
+        70 if builder.data.meta["name"] == "sums" else 71))  # as where another vocabulary counts
+    main(on_two(plain, bytes_data, other_text, "--mechanisms=output_gate,sink"))
+    found = results.read("out/two/results.json.gz")
+    for study in (*found["texts"].values(), effects.pooled(found)):
+        assert study["pairs"][2:] == [["output_gate", "plain, MLP 70", ["parameters"]]]
+        assert len(effects.known(study["arms"]["plain, MLP 70"])) == 2
+    assert len(findings.others(effects.pooled(found))) == 1
+    assert results.read("out/two/products/results.json.gz") == found["texts"]["products"]
+
+
+def test_what_seems_better_over_all_texts_is_by_the_mean_of_the_differences():
+    def study(gain):
+        scores = dict(plain=[3.00, 3.02, 2.98, 3.01], a=[2.99 - gain, 3.01 - gain, 3.00 - gain, 2.97 - gain],
+                      b=[3.02, 2.99, 3.01, 3.00])
+        arms = {name: dict(kind="variant", seeds=[1, 2, 3, 4], runs=[""] * 4, bpb=own)
+                for name, own in scores.items()}
+        return dict(arms=arms, pairs=[["a", "plain", []], ["b", "plain", []]], planned=8, done=8, runs={},
+                    failures=[], data=dict(tokens=1, bytes=1, of_bytes=1), alpha=0.05, margin=0.001)
+
+    assert effects.seem_better_over_texts(dict(x=study(0.3), y=study(-0.1))) == ["a"]
+    assert effects.seem_better_over_texts(dict(x=study(0.3), y=study(-0.4))) == []
+    assert effects.seem_better_over_texts(dict(x=study(0.0), y=study(-0.01))) == []
+
+
+def test_a_run_that_fails_under_several_names_is_one_failed_run(plain, here, monkeypatch):
+    run = here.run
+
+    def diverges(folder):
+        if json.loads((folder / "trial.json").read_text())["model"].get("output_gate") is None:
+            return run(folder)
+        (folder / "failed.txt").write_text("diverged")
+        return "diverged"
+
+    monkeypatch.setattr(here, "run", diverges)
+    study = study_of(plain, tune_lr=True, screen_seeds=[9], match_parameters=False)
+    study.run(here)
+    found = results.collect(study, "")
+    failed = found["planned"] - found["done"]
+    assert len(found["failures"]) > failed == results.failures_in(found)
+    assert any(f"{failed} failed runs are missing" in line for line in findings.notices(found))
+    assert not any("not finished" in line for line in findings.notices(found))
+    found["planned"] += 1
+    assert any("not finished" in line for line in findings.notices(found))
+
+
+@pytest.mark.parametrize("verdict, failed, stays", [
+    ("better", ("output_gate", "judge"), False), ("better", ("output_gate", "screen"), True),
+    ("same", ("output_gate", "judge"), False), ("worse", ("output_gate", "judge"), True),
+    ("worse", ("plain", "judge"), False), ("better", ("plain", "judge"), True)], ids=str)
+def test_a_verdict_that_favours_a_side_whose_runs_failed_is_withheld(verdict, failed, stays, finished):
+    _, found = finished
+    shift = dict(better=-1.0, worse=1.0, same=0.0)[verdict]
+    arms, plain = found["arms"], found["arms"]["plain"]
+    scores = [2.0 + 1e-5 * i for i in range(len(plain["bpb"]))]
+    plain["bpb"], arms["output_gate"]["bpb"] = scores, [score + shift for score in scores[:3]]
+    found["failures"] = [dict(arm=failed[0], stage=failed[1], seed=1, why="killed", log="x")]
+    row = next(row for row in effects.figures(found)["comparisons"] if row["variant"] == "output_gate")
+    assert row["verdict"] == (verdict if stays else "undecided")
+    assert row["words"].startswith(f"not called {verdict}, since 1 of") is not stays
+
+
+def test_more_tokens_a_step_count_as_more_flops(plain, here):
+    study = study_of(plain, mechanisms=[], variants={"twice": dict(batch_size=8)}, budgets=[0.5],
+                     match_parameters=False)  # SMALL has 4
+    study.run(here)
+    found = results.collect(study, "test")
+    row, = found["comparisons"]
+    assert row["equal_flops"]["ratio"] == pytest.approx(2.0)
+
+
+def test_texts_must_be_several_and_alone(refusal):
+    for argv in (["--texts=['a']"], ["--texts=['a', 'a']"], ["--texts=['a', 'b']", "--sizes=['0.1M', '1M']"],
+                 ["--texts=['a', 'b']", "--settings={'dataset': 'c'}"]):
+        assert "must be two datasets or more" in refusal(["--mechanisms=sink", *argv])
+
+
+def test_a_damaged_plan_of_a_run_that_is_done_is_written_again(finished, here):
+    study, found = finished
+    folder = study.runs.folders["judge", "output_gate", 5]
+    (folder / "trial.json").write_text("{")
+    again = Study(study.config, "test")
+    again.run(here)
+    assert json.loads((folder / "trial.json").read_text()) == study.runs.specs[folder]
+    assert results.collect(again, "test")["runs"] == found["runs"]
+
+
+def test_a_report_of_nothing_does_not_replace_one_of_something(plain, finished, refusal):
+    study, _ = finished
+    before = Path("out/test/results.json.gz").read_bytes()
+    said = refusal(["--base", str(plain), "--mechanisms=sink", "--seeds=8,9", "--device=cpu", "--report_only",
+                    "--out_dir=out/test"])
+    assert "none is done with today's code" in said
+    assert Path("out/test/results.json.gz").read_bytes() == before
+
+
+def test_a_report_of_less_does_not_replace_one_of_more(finished):
+    """After an edit of one mechanism the plain GPT's runs are still done, and the mechanism's are not."""
+    study, found = finished
+    for seed in (5, 6):
+        (study.runs.folders["judge", "output_gate", seed] / "result.json").unlink()
+    less = Study(replace(study.config, report_only=True), "test")
+    less.run(None)
+    with pytest.raises(UserError, match="2 runs that it has are not done .* judge output_gate 5 the first"):
+        results.collect(less, "test")
+    (study.out / "results.json.gz").unlink()
+    assert results.collect(less, "test")["done"] == found["done"] - 2
+
+
+def test_a_mechanism_that_does_nothing_is_identical_and_another_seed_is_not(plain, here):
+    study = study_of(plain, mechanisms=["agency"], variants={"again": dict(seed=1000)}, plain_seeds=3)
+    study.run(here)
+    rows = {row["variant"]: row for row in results.collect(study, "test")["comparisons"]}
+    assert rows["agency"]["verdict"] == "same" and rows["agency"]["mean"] == 0.0
+    assert "identical" in rows["agency"]["words"] and rows["again"]["mean"] != 0.0
+
+
+def test_a_report_from_a_file_says_first_whether_its_runs_give_its_figures(finished, capsys):
+    study, found = finished
+    main(["--from_results=out/test/results.json.gz", "--out_dir=out/a"])
+    assert "figures computed once more from its runs, all of them the same" in capsys.readouterr().out.split(
+        "\n")[0]
+    found["comparisons"][0]["mean"] -= 0.5
+    results.write(found, study.out)
+    main(["--from_results=out/test/results.json.gz", "--out_dir=out/a"])
+    first = capsys.readouterr().out.split("\n")[0]
+    assert first.startswith("NOT AS COMPUTED: out/test/results.json.gz: 1 of ") and "--recheck" in first
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*.json.gz")), ids=lambda path: path.stem)
+def test_shipped_results_are_what_their_runs_give_and_make_their_report(path, tmp_path, capsys,
+                                                                        own_mechanisms_go):
+    main([f"--recheck={path}"])
+    main([f"--from_results={path}", f"--out_dir={tmp_path}"])
+    study = results.read(path)
+    assert study["name"] in capsys.readouterr().out
+    assert study["command"].startswith("python compare.py ")
+    for each in trial.studies_in(study).values():
+        assert each["done"] == each["planned"]
+
+
+def test_a_table_is_written_between_its_marks_and_a_wrong_one_is_named(finished, monkeypatch, tmp_path):
+    _, found = finished
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "pages", lambda: ["page.md"])
+    monkeypatch.setattr(tables, "PICTURES", {"differences.png": "results.json.gz"})
+    (tmp_path / "results").mkdir()
+    results.write(found, tmp_path / "results")
+    text = "before\n<!-- table: verdicts results.json.gz unet_concat -->\nold\n<!-- end -->\nafter\n"
+    (tmp_path / "page.md").write_text(text)
+    assert tables.write() == ["page.md: tables written from results/",
+                              "differences.png: drawn from results/results.json.gz"]
+    assert tables.write() == [] and (tmp_path / "differences.png").read_bytes().startswith(b"\x89PNG")
+    after = (tmp_path / "page.md").read_text()
+    assert after.startswith("before\n<!--") and after.endswith("<!-- end -->\nafter\n") and "old" not in after
+    assert f"{np.mean(found['arms']['unet_concat']['bpb']):.4f}" in after and "output_gate" not in after
+    with pytest.raises(UserError, match="page: no table is called verdict; there are verdicts"):
+        tables.filled(text.replace("verdicts", "verdict"), "page")
+
+
+# ---- the command line ----
+
+def test_a_plan_runs_nothing(plain, capsys):
+    main(["--base", str(plain), "--mechanisms=output_gate,xsa", "--dry_run", "--device=cpu", "--screen",
+          "--best=1", "--worst=0"])
+    said = capsys.readouterr().out
+    assert "plain x 0.7" in said and "xsa" in said and (" minutes, " in said or " hours, " in said)
+    # 3 variants x 2 seeds on validation, then 5 of one variant, 5 of the plain GPT and of each of 3 budgets
+    assert "31 runs, 31 of them to do" in said and not Path("out").exists()
+
+
+def column_of(plan, title):
+    """{variant: cell} of a column of a plan's table."""
+    head, *rows = [re.split("  +", line) for line in plan.splitlines()]
+    return {row[0]: row[head.index(title)] for row in rows if len(row) > 3}
+
+
+def training_flops_of(found):
+    """{variant: training FLOPs} as the report's table of costs shows them."""
+    head, rows, _ = findings.costs_table(found)
+    return {name: row[head.index("training FLOPs")].split(" (")[0] for name, row in zip(found["arms"], rows)}
+
+
+def test_a_plan_has_the_training_flops_of_the_report(plain, here, monkeypatch, capsys):
+    """--dry_run once showed what the algorithm needs, and the report what the kernels execute."""
+    monkeypatch.setattr(compare, "place_for", lambda config: here)
+    monkeypatch.setattr(costs, "seconds_per_run", lambda *args: 1.0)
+    argv = ["--base", str(plain), "--device=cpu", "--mechanisms=constraint_a,routing_inf,unet_concat,window",
+            "--settings={'n_layer': 2, 'n_head': 4}", "--seeds=1,2", "--plain_seeds=2", "--budgets=[0.5]",
+            "--out_dir=out/a"]
+    main([*argv, "--dry_run"])
+    planned = column_of(capsys.readouterr().out, "training FLOPs")
+    assert set(planned) == {"plain", "plain x 0.5", "constraint_a", "routing_inf", "unet_concat", "window"}
+    main([*argv, "--match_parameters=False"])
+    found = results.read("out/a/results.json.gz")
+    assert training_flops_of(found) == planned
+    for name, arm in found["arms"].items():  # those that differences at equal FLOPs are read at
+        ratio = effects.training_flops(arm) / effects.training_flops(found["arms"]["plain"])
+        assert name in ("plain", "plain x 0.5") or ratio == next(
+            c["equal_flops"]["ratio"] for c in found["comparisons"] if c["variant"] == name)
+        needed = arm["flops_per_token"] * arm["tokens"]
+        assert findings.short(needed) != planned[name]  # what the plan showed before
+
+
+def test_the_plan_of_the_demo_has_the_training_flops_of_its_report(tmp_path, bytes_data, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(costs, "seconds_per_run", lambda *args: 1.0)
+    settings = dict(dataset=str(bytes_data), max_iters=320, eval_interval=80)
+    main([str(ROOT / "config/studies/demo.py"), "--dry_run", "--device=cpu", f"--settings={settings}"])
+    planned = column_of(capsys.readouterr().out, "training FLOPs")
+    assert planned == training_flops_of(results.read(ROOT / "results/demo.json.gz")) and len(planned) == 3
+
+
+def test_a_plan_without_its_data_names_the_command_that_makes_it(monkeypatch, capsys, own_mechanisms_go):
+    monkeypatch.chdir(ROOT)
+
+    def not_there(name):
+        raise missing("wikitext2_byte")
+    monkeypatch.setattr("nanoheads.study.variants.Dataset", not_there)
+    main(["config/studies/controls.py", "--dry_run", "--device=cpu"])
+    said = capsys.readouterr()
+    *rows, last = said.out.splitlines()
+    assert last.startswith("dataset wikitext2_byte is not prepared; run: python ")
+    assert "data/wikitext2/prepare.py --encoding=byte;" in last and said.err == ""
+    assert [re.split("  +", row)[0].strip() for row in rows] == [
+        "variant", "plain", "control_noise", "short_conv", "query_gain", "parameters without effect",
+        "AdamW for Muon", "learned positions for RoPE", "no QK-norm", "QK-norm without a gain", "plain again",
+        "plain x 0.7", "plain x 1.4", "plain x 2"]
+    with pytest.raises(SystemExit, match="is not prepared"):  # a study itself is refused
+        main(["config/studies/controls.py", "--device=cpu"])
+
+
+def test_the_plan_of_the_controls_reads_as_a_plan(
+        tmp_path, bytes_data, monkeypatch, capsys, own_mechanisms_go):
+    """It began with two lines that called a promise broken: parameters without effect have no gradient."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(trial, "TRIALS", tmp_path)
+    monkeypatch.setattr(costs, "seconds_per_run", lambda *args: 1.0)
+    main(["config/studies/controls.py", "--dry_run", "--device=cpu",
+          f"--settings={dict(dataset=str(bytes_data))}"])
+    said = capsys.readouterr()
+    first, *_, last = said.out.splitlines()
+    assert first.startswith("variant ") and "broken" not in said.out and said.err == ""
+    assert last.startswith("Note: 'parameters without effect' is compared all the same, although ")
+    assert said.out.count("Note: ") == 1 and "75 runs, 75 of them to do" in said.out
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """Make believe that there are two; what is computed on them is computed on the CPU."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, device=None, **keys: empty(
+        *shape, device=None if "cuda" in str(device) else device, **keys))
+
+
+def test_which_gpu_and_how_many_runs_on_it_change_no_hash(plain, two_gpus):
+    specs = []
+    for keys in (dict(), dict(device="cuda:1"), dict(jobs_per_gpu=4), dict(submit="local")):
+        study = study_of(plain, **{"device": "cuda", **keys})
+        specs.append(study.runs.spec(study.builder.plain, 1, "test"))
+    assert all(spec == specs[0] for spec in specs) and specs[0]["train"]["device"] == "cuda"
+
+
+@pytest.mark.parametrize("submit", [None, "local"])
+def test_a_study_hands_its_keys_to_the_queue(plain, two_gpus, submit):
+    if submit:
+        pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
+    config = study_of(plain, device="cuda:1", jobs_per_gpu=3, submit=submit).config
+    place = compare.place_for(config)
+    assert place.slots == 3 and [*place.room.running] == ["1"]
+
+
+def test_times_are_those_of_the_gpu_that_is_named(plain, two_gpus, here, monkeypatch, capsys):
+    """Of the plan, and of steps after the runs."""
+    devices = []
+    monkeypatch.setattr(costs, "seconds_per_run", lambda variant, device, *rest: devices.append(device) or 60)
+    main(["--base", str(plain), "--mechanisms=output_gate", "--dry_run", "--device=cuda:1",
+          "--jobs_per_gpu=3"])
+    said = capsys.readouterr().out
+    assert "3 at once" in said and "3 runs share a GPU, and each takes longer than alone" in said
+    ratios = costs.step_time_ratios
+    monkeypatch.setattr(costs, "step_time_ratios",
+                        lambda found, plain, device, *rest: devices.append(device) or ratios(found, plain))
+    study = study_of(plain, device="cuda:1", seeds=[1], plain_seeds=1)
+    study.runs.plan("judge", [study.builder.plain], [1])
+    results.time_ratio(study, study.variants["output_gate"], nothing_runs=True)
+    assert devices == ["cuda:1"] * 2
+
+
+def test_a_gpu_that_is_not_there_is_one_line(plain, two_gpus, refusal):
+    for more in ([], ["--dry_run"], ["--submit=local"]):
+        said = refusal(["--base", str(plain), "--mechanisms=output_gate", "--device=cuda:2", *more])
+        assert said == "compare: device=cuda:2 cannot be used: GPUs here: 2, and the last one is cuda:1"
+
+
+@pytest.mark.parametrize("args, words", [
+    (["--mechanisms=output_gate", "--jobs_per_gpu=0"], "jobs_per_gpu=0 must be at least 1"),
+    (["--mechanisms=output_gate", "--jobs_per_gpu=-2"], "jobs_per_gpu=-2 must be at least 1"),
+    (["--mechanisms=output_gate", "--jobs_per_gpu=2"], "jobs_per_gpu=2 means nothing on device=cpu"),
+    (["--mechanisms=output_gate", "--jobs_per_gpu=2", "--dry_run"], "jobs_per_gpu=2 means nothing on"),
+    (["--mechanisms=output_gat"], "unknown 'output_gat'; did you mean output_gate?"),
+    (["--mechanisms=output_gate", "--scale=huge"], "scale='huge' is not tiny, nano, mid, small or paper"),
+    ([], "name at least one variant"),
+    (["--mechanisms=output_gate", "--seeds=1,1"], "seeds=[1, 1] must be different numbers"),
+    (["--variants={'x': {'output_gatee': 1}}"],
+     "x: variant with {'output_gatee': 1}: unknown key output_gatee; did you mean output_gate?"),
+    (["--variants={'x': {'block_size': 8}}"], "x: block_size cannot be set here"),
+    (["--variants={'x': {'agency': True, 'agency_learned': True}}"],
+     "x: agency_learned predicts from what is measured of the heads: set controller_log"),
+    (["--variants={'x': {'dataset': 'needle'}}"], "x: dataset cannot be set here"),
+    (["--mechanisms=output_gate", "--screen", "--seeds=101,3"], "none in both"),
+    (["--mechanisms=output_gate", "--size=3M"], "size='3M' must be one of 0.1M"),
+    (["--mechanism=output_gate", "--mechanisms=xsa"], "mechanism='output_gate' is a study of its own"),
+    (["--mechanism=qqqq"], "unknown 'qqqq'; model.MECHANISMS lists them, docs/add-a-mechanism.md adds one"),
+    (["--mechanisms=output_gate", "--contrasts=[['output_gate', 'sink']]"], "must be two of this study's"),
+    (["--mechanisms=output_gate", "--budgets=1,2"], "must be different, positive, and not 1"),
+    (["--mechanisms=output_gate", "--contrasts=[['output_gate', 'output_gate']]"], "must be two of this"),
+    (["--recheck=nowhere.json.gz"], "cannot read nowhere.json.gz"),
+    (["--mechanisms=output_gate", "--settings={'dataset': 'nowhere'}"], "no dataset nowhere"),
+    (["--mechanisms=output_gate", "--settings={'init_from': 'x', 'seed': 3}"],
+     "settings: init_from, seed cannot be set here"),
+    (["--mechanisms=output_gate", "--split=tset"], "split='tset' must be test or val"),
+    (["--mechanisms=output_gate", "--split=val", "--tune_lr"], "since val chooses"),
+    (["--mechanisms=output_gate", "--tune_plain", "--tune_seeds=1,2"], "tune_seeds=[1, 2] choose"),
+    (["--mechanisms=output_gate", "--tune_plain", "--tune_seeds=[7]"], "must be at least two"),
+    (["--mechanisms=output_gate", "--scale=small"], "scale='small' means nothing beside base="),
+    (["--mechanisms=output_gate", "--submit=slurm"], "submit=slurm: "),
+    (["--mechanisms=output_gate", "--out_dir=/proc/none"], "/proc/none: "),
+    (["--variants={3: {'xsa': True}}"], "variants: the name 3 must be text in quotes"),
+    (["--variants={'': {'xsa': True}}"], "variants: the name '' must be text in quotes"),
+    (["--variants={(1, 2): {}}"], "variants: the name (1, 2) must be text in quotes"),
+    (["--variants={'a': {3: True}}"], "a: the flag 3 must be a name in quotes"),
+    (["--mechanisms=output_gate", "--settings={3: 4}"], "settings: the flag 3 must be a name in quotes"),
+    (["--mechanisms=output_gate,xsa", "--contrasts=[['xsa', ['output_gate']]]"],
+     "must be two of this study's"),
+    (["--mechanisms=output_gate,xsa", "--contrasts=[[['xsa'], ['output_gate']]]"], "must be two of this"),
+    (["--mechanisms=output_gate", "--contrasts=[[{}, 'output_gate']]"], "must be two of this study's"),
+    (["--mechanisms=output_gate", "--budgets=[1e300]"], "must be at most 1,000 times the plain GPT's own"),
+    (["--mechanisms=output_gate", "--tokens_per_param=1e300"],
+     "tokens_per_param=1e+300 must be positive, and"),
+    (["--mechanisms=output_gate", "--seeds=[1e30]"], "is beyond 64 bits"),
+    (["--mechanisms=output_gate", "--plain_seeds=100000000"], "plain_seeds=100000000 must be at most 1,000"),
+    (["--mechanisms=output_gate", "--sizes=0.1M,1M", "--at={'1M': {'seeds': 4}}"],
+     "at 1M: seeds=4 is not list"),
+    (["--mechanisms=output_gate", "--sizes=0.1M,1M", "--at={'1M': {'budgets': ['x']}}"],
+     "at 1M: budgets=['x']"),
+    (["--mechanisms=output_gate", "--device=meta"], "device=meta cannot be used"),
+])
+def test_what_is_wrong_with_a_study_is_one_line(plain, args, words, refusal):
+    assert words in refusal(["--base", str(plain), "--device=cpu", *args])
+
+
+@pytest.mark.parametrize("flags",
+                         [{}, *({"routing": "moh"}, {"acag": "elementwise", "output_gate": "elementwise"}),
+                          ALL_ON, MECHANISMS["a2c_published"]])
+def test_head_statistics_are_one_row_a_layer(flags):
+    model = GPT(GPTConfig(vocab_size=9, n_layer=3, n_head=4, n_embd=32, block_size=8, **flags)).eval()
+    with torch.no_grad():
+        seen = results.heads_of(model, torch.randint(9, (2, 9)))
+    assert {"entropy", "concentration"} <= set(seen) and json.dumps(seen)
+    assert ("gate" in seen) == bool(model.config.sentinel) and (
+        "routing_load" in seen) == bool(model.config.routing)
+    for name, layers in seen.items():
+        if isinstance(layers, list):
+            assert len(layers) == (3 if name != "router_gates" else 1), name
+    assert all(len(row) == 4 + block.attn.n_extra for row, block in zip(seen["entropy"], model.transformer.h))
+
+
+# ---- a damaged results file ----
+
+def path_of(found, *keys):
+    """The dict or list that holds the last of these keys; None stands for the first run or arm there is."""
+    for key in keys[:-1]:
+        found = found[next(iter(found)) if key is None else key]
+    return found
+
+
+DAMAGE = [
+    (["arms"], [], "arms is [], not a dict"),
+    (["arms"], {}, "arms has no plain"),
+    (["arms"], ..., "arms is missing"),
+    (["arms", "plain"], 3, "arms.plain is 3, not a dict"),
+    (["arms", "plain", "bpb"], ["text"], "arms.plain.bpb[0] is 'text', not a number"),
+    (["arms", "plain", "seeds"], [], "arms.plain has 0 seeds"),
+    (["arms", "plain", "params"], math.nan, "arms.plain.params is nan, not a number"),
+    (["arms", "plain", "tokens"], 0, "above 0"),
+    (["runs"], [1], "runs is [1], not a dict"),
+    (["runs", "0123"], 5, "runs.0123 is 5, not a dict"),
+    (["runs", None, "spec"], None, "spec is None, not a dict"),
+    (["runs", None, "spec", "model"], "text", "spec.model is 'text', not a dict"),
+    (["runs", None, "nats"], "text", "nats is 'text', not a number"),
+    (["runs", None, "nats"], 10**400, "nats is 1000"),
+    (["runs", None, "bytes"], 0, "bytes is 0, and must be above 0"),
+    (["runs", None, "bpb"], True, "bpb is True, not a number"),
+    (["runs", None, "block_nats"], [[1]], "block_nats[0] is [1], not a number"),
+    (["pairs"], [["plain", "nobody", []]], "pairs: 'nobody' is not one of its arms"),
+    (["pairs"], [[["output_gate"], "plain", []]], "is not a variant, a baseline and what is equal"),
+    (["pairs"], ["ab"], "pairs[0] is 'ab', not a list"),
+    (["comparisons", 0, "variant"], "nobody", "comparisons[0]: 'nobody' is not one of its arms"),
+    (["comparisons", 0, "mean"], ..., "comparisons[0].mean is missing"),
+    (["comparisons", 0, "low"], "text", "comparisons[0].low is 'text', not a number"),
+    (["findable"], "text", "findable is 'text', not a number"),
+    (["alpha"], 2, "alpha=2 must be between 0 and 1"),
+    (["data", "bytes"], "text", "data.bytes is 'text', not a number"),
+    (["config", "seeds"], "text", "config.seeds is 'text', not list[int]"),
+    (["texts"], 3, "together is missing"),
+    (["sizes"], {"0.1M": 3}, "sizes.0.1M is 3, not a dict"),
+]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return results.read(ROOT / "results/demo.json.gz")
+
+
+@pytest.mark.parametrize("where, value, words", DAMAGE)
+def test_what_is_wrong_in_a_results_file_is_named_when_it_is_read(demo, tmp_path, where, value, words):
+    found = json.loads(json.dumps(demo))
+    holder, key = path_of(found, *where), where[-1]
+    if value is ...:
+        del holder[key]
+    else:
+        holder[key] = value
+    path = tmp_path / "damaged.json"
+    path.write_text(json.dumps(found))
+    with pytest.raises(UserError) as e:
+        results.read(path)
+    said = str(e.value)
+    assert said.startswith(f"{path} is not what compare.py writes: ") and words in said and "\n" not in said
+
+
+@pytest.mark.parametrize("program", [["--from_results"], ["--recheck"],
+                                     ["--reuse", "--mechanisms=xsa", "--device=cpu"]],
+                         ids=lambda argv: argv[0])
+@pytest.mark.parametrize("data, words", [
+    (b"", "is not JSON"), (b"\x1f\x8b", "is not JSON"), (gzip.compress(b"{}", mtime=0)[:-9], "is not JSON"),
+    (gzip.compress(b"{}" * 50, mtime=0)[:12] + bytes(40), "damaged"), (bytes(range(256)), "is not JSON"),
+    (b"[" * 100_000, "is not JSON"), (b"[3]", "it holds [3], not a dict"), (b"null", "it holds None"),
+    (b"{}", "name is missing")],
+    ids=["empty", "two bytes", "gzip cut short", "gzip damaged", "binary", "deep", "list", "null", "no keys"])
+def test_a_file_that_is_no_results_file_is_one_line(tmp_path, refusal, program, data, words):
+    (tmp_path / "x.json.gz").write_bytes(data)
+    assert words in refusal([f"{program[0]}={tmp_path / 'x.json.gz'}", *program[1:]])
+
+
+def test_tables_name_a_damaged_results_file(demo, tmp_path, monkeypatch, refusal):
+    found = json.loads(json.dumps(demo))
+    next(iter(found["runs"].values()))["nats"] = "text"
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/demo.json.gz").write_bytes(gzip.compress(json.dumps(found).encode()))
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/claims.md").write_text("")
+    (tmp_path / "README.md").write_text("<!-- table: verdicts demo.json.gz -->\n<!-- end -->\n")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    assert "nats is 'text', not a number" in refusal(["--tables"])
+
+
+@pytest.mark.parametrize("flags, words", [
+    ({"n_layer": "text"}, "n_layer='text' is not int"), ({"dropout": 10**400}, "dropout="),
+    ({"pos": ["learned"]}, "pos=['learned'] is not"),
+    ({"n_head": 3}, "n_embd=64 must be a multiple of n_head=3"),
+    ({"no_flag": 1}, "unknown flags no_flag")])
+def test_flags_that_make_no_model_are_named_by_recheck(demo, tmp_path, refusal, flags, words):
+    found = json.loads(json.dumps(demo))
+    next(iter(found["runs"].values()))["spec"]["model"].update(flags)
+    (tmp_path / "x.json").write_text(json.dumps(found))
+    assert words in refusal([f"--recheck={tmp_path / 'x.json'}"])
+
+
+def test_every_file_in_results_has_the_shape_that_is_asked():
+    paths = [*(ROOT / "results").glob("*.json.gz"), *(ROOT / "results/unfinished").glob("*.json.gz")]
+    assert len(paths) > 5
+    for path in paths:
+        assert results.problem_of_file(json.loads(gzip.decompress(path.read_bytes()))) is None, path

@@ -1,0 +1,703 @@
+"""The data scripts: exact counts, refusals by name, whole files, verified second runs, downloads."""
+import gzip
+import http.server
+import importlib
+import json
+import lzma
+import os
+import subprocess
+import sys
+import threading
+import tracemalloc
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import prepare_text
+from nanoheads.common import UserError
+from nanoheads.text import sources, writing
+from nanoheads.text.sources import File
+from nanoheads.text.tokenizer import Tokenizer
+from conftest import ROOT
+
+REAL = os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data"
+NAMES = ["pystdlib", "shakespeare_char", "shakespeare", "enwik8", "enwik8_char", "wikitext2", "wikitext103",
+         "openwebtext", "enwiki15", "needle"]
+SCRIPTS = {name: importlib.import_module(f"data.{name}.prepare") for name in NAMES}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """No script sees this machine's data: downloads go to a temporary folder, $NANOHEADS_DATA is unset."""
+    monkeypatch.delenv("NANOHEADS_DATA", raising=False)
+    (tmp_path / "home").mkdir()
+    for module in (sources, writing, SCRIPTS["enwik8"]):
+        monkeypatch.setattr(module, "HOME", tmp_path / "home")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    sources.digest.cache_clear()
+    yield
+    sources.digest.cache_clear()
+
+
+def corpora(*names):
+    """The folder of real corpora: $NANOHEADS_DATA, else a sibling folder; else the test is skipped."""
+    folder = Path(REAL).resolve()
+    for name in names:
+        if not (folder / name).exists():
+            pytest.skip(f"no {name} in the folder of real corpora: set NANOHEADS_DATA to it")
+    return folder
+
+
+def load(out):
+    """meta.json and the three splits of a data folder, each checked against the other."""
+    meta = json.loads((out / "meta.json").read_text())
+    bins = {s: np.fromfile(out / f"{s}.bin", dtype=meta["dtype"]) for s in ("train", "val", "test")}
+    # nothing left over
+    assert sorted(p.name for p in out.iterdir()) == ["meta.json", "test.bin", "train.bin", "val.bin"]
+    for split, ids in bins.items():
+        assert len(ids) == meta["splits"][split]["tokens"] and ids.max() < meta["vocab_size"]
+        assert sources.digest.__wrapped__(out / f"{split}.bin")["sha256"] == meta["splits"][split]["sha256"]
+    return meta, bins
+
+
+def counts(meta, key="tokens"):
+    return tuple(meta["splits"][s][key] for s in ("train", "val", "test"))
+
+
+def text_file(path, text="To be, or not to be: that is the question.\n" * 100):
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def mine(tmp_path, source, *more):
+    prepare_text.main([f"--source={source}", f"--out={tmp_path / 'mine'}", *more])
+    return load(tmp_path / "mine")
+
+
+def refused(call, *words):
+    """The one line with which a call is refused; every word is in it."""
+    with pytest.raises(UserError) as error:
+        call()
+    line = str(error.value)
+    assert "\n" not in line and all(word in line for word in words), line
+    return line
+
+
+# ---- real corpora, exact counts ----
+
+def test_shakespeare_char_has_nanogpt_counts(tmp_path, capsys):
+    source = corpora("tinyshakespeare")
+    SCRIPTS["shakespeare_char"].main([f"--source={source}", f"--out={tmp_path / 'out'}"])
+    meta, bins = load(tmp_path / "out")
+    assert counts(meta) == (1_003_854, 111_540, 111_540) and meta["vocab_size"] == len(meta["vocab"]) == 65
+    assert meta["vocab"] == sorted(meta["vocab"]) and meta["separator"] == 0 and meta["vocab"][0] == "\n"
+    assert (bins["val"] == bins["test"]).all() and "test is val" in meta["note"]
+    assert "test is val" in capsys.readouterr().out
+    text = (source / "tinyshakespeare/input.txt").read_text()
+    assert Tokenizer.from_meta(meta).decode(np.concatenate([bins["train"], bins["val"]])) == text
+    assert meta["source"] == {"file": "input.txt", "bytes": 1_115_394,
+                              "sha256": SCRIPTS["shakespeare_char"].TEXT.sha256}
+
+
+def test_shakespeare_has_nanogpt_counts(tmp_path, gpt2_files):
+    SCRIPTS["shakespeare"].main([f"--source={corpora('tinyshakespeare')}", f"--out={tmp_path / 'out'}"])
+    meta, bins = load(tmp_path / "out")
+    assert counts(meta)[:2] == (301_966, 36_059) and (bins["val"] == bins["test"]).all()
+    assert meta["separator"] == 50256 and meta["dtype"] == "uint16" and counts(meta, "bytes")[0] == 1_003_854
+
+
+def test_wikitext2_has_its_published_counts(tmp_path, gpt2_files):
+    folder = f"--source={corpora('wikitext-2')}"
+    SCRIPTS["wikitext2"].main([folder, f"--out={tmp_path / 'bpe'}"])
+    SCRIPTS["wikitext2"].main([folder, f"--out={tmp_path / 'byte'}", "--encoding=byte"])
+    meta, _ = load(tmp_path / "bpe")
+    assert counts(meta) == (2_448_382, 258_659, 295_877) and meta["name"] == "wikitext2"
+    byte, bins = load(tmp_path / "byte")
+    assert counts(byte) == counts(byte, "bytes") == counts(meta, "bytes")
+    assert counts(byte) == (10_797_148, 1_121_681, 1_256_449)
+    assert counts(byte, "chars") == counts(meta, "chars") and byte["name"] == "wikitext2_byte"
+    assert "vocab" not in byte
+    with gzip.open(corpora("wikitext-2") / "wikitext-2/test.txt.gz") as f:
+        assert f.read() == bins["test"].tobytes()
+
+
+def test_enwiki15_reads_xz(tmp_path, monkeypatch):
+    script, folder = SCRIPTS["enwiki15"], corpora("enwiki15")
+    # the small one only
+    monkeypatch.setattr(script, "FILES", {s: script.FILES["test"] for s in ("train", "val", "test")})
+    script.main([f"--source={folder}", f"--out={tmp_path / 'out'}"])
+    assert counts(load(tmp_path / "out")[0]) == (5_972_296,) * 3
+
+
+def test_enwiki15_without_a_copy_says_so_in_one_line():
+    env = {k: v for k, v in os.environ.items() if k != "NANOHEADS_DATA"}
+    for more in ([], ["--source=/nowhere"]):
+        done = subprocess.run([sys.executable, ROOT / "data/enwiki15/prepare.py",
+                               "--out=/nowhere/out", *more], env=env,
+                              capture_output=True, text=True, cwd="/")
+        if (ROOT / "data/enwiki15/train.txt.xz").exists():
+            pytest.skip("data/enwiki15/ holds a copy")
+        assert done.returncode == 1 and done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
+        assert "enwiki15/train.txt" in done.stderr or "/nowhere" in done.stderr
+
+
+# ---- enwik8 ----
+
+TEXT8 = ("<page> naïve — 日本語 text\n" * 1000).encode()
+
+
+def as_enwik8(tmp_path, data=TEXT8):
+    """A file, and the File that says it is enwik8."""
+    path = text_file(tmp_path / "enwik8", data)
+    return path, replace(SCRIPTS["enwik8"].ENWIK8, sha256=sources.digest(path)["sha256"], bytes=len(data))
+
+
+@pytest.mark.parametrize("form", ["plain", "gz", "xz", "zip", "folder"])
+def test_enwik8_is_cut_in_bytes_from_any_form(tmp_path, form, monkeypatch):
+    path, file = as_enwik8(tmp_path)
+    monkeypatch.setattr(sources, "BLOCK", 1000)  # many blocks, none at the cuts
+    if form in ("gz", "xz"):
+        path = tmp_path / f"copy.{form}"
+        path.write_bytes({"gz": gzip, "xz": lzma}[form].compress(TEXT8))
+    if form == "zip":
+        path = tmp_path / "enwik8.zip"
+        with zipfile.ZipFile(path, "w") as z:
+            z.writestr("enwik8", TEXT8)
+    if form == "folder":
+        monkeypatch.setenv("NANOHEADS_DATA", str(tmp_path))
+    sizes = (len(TEXT8) - 2000, 1001, 999)
+    SCRIPTS["enwik8"].main([f"--out={tmp_path / 'out'}"] + ([] if form == "folder" else [f"--source={path}"]),
+                           sizes=sizes, file=file)
+    meta, bins = load(tmp_path / "out")
+    assert counts(meta) == counts(meta, "bytes") == sizes and meta["dtype"] == "uint8"
+    assert meta["separator"] == 10
+    assert b"".join(bins[s].tobytes() for s in bins) == TEXT8
+    assert sum(counts(meta, "chars")) == len(TEXT8.decode()) and meta["name"] == "enwik8"
+    assert "note" not in meta
+
+
+def test_enwik8_char_is_cut_in_characters(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK", 1000)  # blocks end inside characters
+    path = text_file(tmp_path / "some", TEXT8)
+    total = len(TEXT8.decode())
+    SCRIPTS["enwik8_char"].main([f"--source={path}", f"--out={tmp_path / 'out'}", "--no-verify",
+                                 f"--split={total - 200},101,99"])
+    meta, bins = load(tmp_path / "out")
+    assert counts(meta) == counts(meta, "chars") == (total - 200, 101, 99) and meta["dtype"] == "uint16"
+    assert sum(counts(meta, "bytes")) == len(TEXT8) and meta["vocab"] == sorted(set(TEXT8.decode()))
+    assert Tokenizer.from_meta(meta).decode(np.concatenate(list(bins.values()))) == TEXT8.decode()
+
+
+def test_a_foreign_source_never_passes_for_enwik8(tmp_path):
+    path, main = text_file(tmp_path / "some"), SCRIPTS["enwik8"].main
+    refused(lambda: main([f"--source={path}", f"--out={tmp_path / 'out'}"]), str(path), "100,000,000")
+    same_size = replace(SCRIPTS["enwik8"].ENWIK8, bytes=path.stat().st_size)
+    refused(lambda: main([f"--source={path}", f"--out={tmp_path / 'out'}"], file=same_size),
+            str(path), "sha256", "replace it")
+    refused(lambda: main([f"--source={path}", f"--out={tmp_path / 'out'}", "--split=1,2,3"]), "--no-verify")
+    refused(lambda: main([f"--source={path}", f"--out={tmp_path / 'out'}", "--no-verify"]), "--split")
+    for sizes in ("4000,200,99", "4000,200,101"):  # 4,300 bytes
+        refused(lambda: main([f"--source={path}", f"--out={tmp_path / 'out'}",
+                              "--no-verify", f"--split={sizes}"]), "test")
+    assert not list((tmp_path / "out").glob("*"))
+    main([f"--source={path}", f"--out={tmp_path / 'out'}", "--no-verify", "--split=4000,200,100"])
+    meta, _ = load(tmp_path / "out")
+    assert meta["name"] == "enwik8_unverified" and "not enwik8" in meta["note"]
+
+
+def test_enwik8_facts():
+    assert SCRIPTS["enwik8"].ENWIK8.bytes == 100_000_000
+    assert SCRIPTS["enwik8"].ENWIK8.sha256.startswith("2b49720ec4d78c3c")
+    assert sum((90_000_000, 5_000_000, 4_621_832)) == 99_621_832
+
+
+# ---- sources that are refused by name ----
+
+@pytest.mark.parametrize("damage", ["empty", "short", "wrong", "gz cut off", "gz rotten", "xz cut off",
+                                    "xz rotten", "no zip"])
+def test_bad_sources_are_refused_by_name(tmp_path, damage):
+    whole = TEXT8 * 3
+    _, file = as_enwik8(tmp_path, whole)
+    kind = damage.split()[0] if damage[:2] in ("gz", "xz") else "zip" if damage == "no zip" else "txt"
+    packed = {"gz": gzip.compress, "xz": lzma.compress}.get(kind, bytes)(whole)
+    content = {"empty": b"", "short": whole[:-1], "wrong": b"x" + whole[1:],
+               "cut off": packed[:-20], "no zip": b"PK",
+               "rotten": packed[:50] + bytes(20) + packed[70:]}
+    content = content[damage if kind in ("txt", "zip") else damage[3:]]
+    path = tmp_path / f"source.{kind}"
+    path.write_bytes(content)
+    line = refused(lambda: SCRIPTS["enwik8"].main([f"--source={path}", f"--out={tmp_path / 'out'}"],
+                                                  file=file), str(path))
+    assert {"empty": "is empty", "short": "are expected", "wrong": "sha256"}.get(damage, "damaged") in line
+    assert "replace it" in line and not (tmp_path / "out").exists()
+
+
+def test_missing_folders_and_files_are_refused_by_name(tmp_path, monkeypatch):
+    main = SCRIPTS["wikitext2"].main
+    refused(lambda: main(["--source=/nowhere"]), "/nowhere", "--source")
+    refused(lambda: main([f"--source={tmp_path}"]), str(tmp_path), "train.txt")
+    refused(lambda: main([f"--source={text_file(tmp_path / 'x')}"]), "one file")
+    monkeypatch.setenv("NANOHEADS_DATA", "/nowhere")
+    refused(lambda: main([]), "/nowhere", "NANOHEADS_DATA")
+
+
+def test_wikitext103_takes_a_folder_or_its_zip_and_counts_lines(tmp_path, monkeypatch):
+    script, lines = SCRIPTS["wikitext103"], {"train": 50, "val": 7, "test": 9}
+    monkeypatch.setattr(script, "FILES", {s: replace(f, lines=lines[s]) for s, f in script.FILES.items()})
+    folder = tmp_path / "wikitext-103"
+    folder.mkdir()
+    with zipfile.ZipFile(tmp_path / "wikitext-103-v1.zip", "w") as z:
+        for split, file in script.FILES.items():
+            z.writestr(file.names[0], "word <unk> @-@\n" * lines[split])
+    script.main([f"--source={tmp_path / 'wikitext-103-v1.zip'}",
+                 f"--out={tmp_path / 'a'}", "--encoding=byte"])
+    zipfile.ZipFile(tmp_path / "wikitext-103-v1.zip").extractall(tmp_path)
+    (tmp_path / "wikitext-103-v1.zip").unlink()
+    script.main([f"--source={tmp_path}", f"--out={tmp_path / 'b'}", "--encoding=byte"])
+    a, b = load(tmp_path / "a")[0], load(tmp_path / "b")[0]
+    assert a == b and counts(a) == (750, 105, 135) and a["name"] == "wikitext103_byte"
+    text_file(folder / "wiki.valid.tokens", "too\nfew\n")
+    sources.digest.cache_clear()
+    refused(lambda: script.main([f"--source={tmp_path}", f"--out={tmp_path / 'c'}"]),
+            "wiki.valid.tokens", "7 are expected")
+
+
+# ---- writing ----
+
+def test_second_run_verifies_and_stops(tmp_path, capsys):
+    source = text_file(tmp_path / "a.txt")
+    mine(tmp_path, source)
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "mine").iterdir()}
+    capsys.readouterr()
+    mine(tmp_path, source)
+    out = capsys.readouterr().out
+    assert "already prepared, verified" in out and "3,870" in out
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "mine").iterdir()} == before
+    mine(tmp_path, source, "--force")
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "mine").iterdir()} != before
+
+
+def test_second_run_of_a_known_corpus_needs_no_source(tmp_path, capsys):
+    path, file = as_enwik8(tmp_path)
+    args = [f"--out={tmp_path / 'out'}", f"--source={path}"]
+    sizes = (len(TEXT8) - 20, 10, 10)
+    SCRIPTS["enwik8"].main(args, sizes=sizes, file=file)
+    path.unlink()
+    SCRIPTS["enwik8"].main(args, sizes=sizes, file=file)
+    assert "already prepared, verified" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", ["bin", "short bin", "no bin", "meta", "no meta", "meta of another kind",
+                                    "source", "share", "encoding", "errors"])
+def test_whatever_changed_is_noticed_and_built_anew(tmp_path, capsys, change):
+    source, more = text_file(tmp_path / "a.txt"), []
+    good, _ = mine(tmp_path, source)
+    out = tmp_path / "mine"
+    if change == "bin":
+        data = bytearray((out / "val.bin").read_bytes())
+        data[5] ^= 1
+        (out / "val.bin").write_bytes(data)
+    if change == "short bin":
+        os.truncate(out / "train.bin", 10)
+    if change.startswith("no "):
+        (out / {"bin": "test.bin", "meta": "meta.json"}[change[3:]]).unlink()
+    if change.startswith("meta"):
+        (out / "meta.json").write_text('{"name":' if change == "meta" else "[1]")
+    if change == "source":
+        text_file(source, source.read_text() + "More.\n")
+        sources.digest.cache_clear()
+    more += {"share": ["--val=0.1"], "encoding": ["--encoding=char"],
+             "errors": ["--encoding=char", "--errors=replace"]}.get(change, [])
+    capsys.readouterr()
+    meta, _ = mine(tmp_path, source, *more)
+    assert "already prepared" not in capsys.readouterr().out
+    assert (meta == good) == (change not in ("source", "share", "encoding", "errors"))
+
+
+@pytest.mark.parametrize("moment", ["writing", "before renaming", "while renaming"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_an_interrupted_run_leaves_no_half_folder(tmp_path, monkeypatch, capsys, moment, error):
+    source = text_file(tmp_path / "a.txt")
+    good, _ = mine(tmp_path, source)
+    text_file(source, "Another text.\n" * 500)
+    sources.digest.cache_clear()
+    calls = []
+
+    def fail(*args, **kwargs):
+        calls.append(1)
+        if moment != "while renaming" or len(calls) == 2:
+            raise error
+        return REPLACE(*args, **kwargs)
+    REPLACE = os.replace
+    with monkeypatch.context() as m:
+        if moment == "writing":
+            m.setattr(Tokenizer, "encode", fail)
+        else:
+            m.setattr(os, "fsync" if moment == "before renaming" else "replace", fail)
+        with pytest.raises((KeyboardInterrupt, UserError, OSError)):
+            mine(tmp_path, source)
+    names = sorted(p.name for p in (tmp_path / "mine").iterdir())
+    if moment == "while renaming":
+        assert "meta.json" not in names and not [n for n in names if "tmp" in n]  # counts as not prepared
+    else:
+        assert load(tmp_path / "mine")[0] == good  # as it was
+    meta, _ = mine(tmp_path, source)
+    assert meta["source"]["bytes"] == 7000
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    source = text_file(tmp_path / "a.txt", b"x" * 3_000_000)
+    command = f"ulimit -f 1000; exec {sys.executable} {ROOT / 'data/prepare_text.py'} --source={source}"
+    command += f" --out={tmp_path / 'o'}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    assert str(tmp_path / "o") in done.stderr and "make room" in done.stderr
+    assert not list((tmp_path / "o").iterdir())
+
+
+def test_an_impossible_folder_is_one_line(tmp_path):
+    source = text_file(tmp_path / "a.txt")
+    done = subprocess.run([sys.executable, ROOT / "data/prepare_text.py",
+                           f"--source={source}", f"--out={source}/out"],
+                          capture_output=True, text=True, cwd="/")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and f"{source}/out" in done.stderr
+
+
+def test_leftovers_of_a_killed_run_are_swept_after_an_hour(tmp_path):
+    out = tmp_path / "mine"
+    out.mkdir()
+    for name, age in (("train.bin.1.tmp", 7200), ("val.bin.2.tmp", 0)):
+        text_file(out / name)
+        os.utime(out / name, (out.stat().st_mtime - age,) * 2)
+    prepare_text.main([f"--source={text_file(tmp_path / 'a.txt')}", f"--out={out}"])
+    assert [p.name for p in out.glob("*.tmp")] == ["val.bin.2.tmp"]  # another run may be writing it
+
+
+# ---- downloads, from a server on this machine ----
+
+class Server(http.server.BaseHTTPRequestHandler):
+    data, failures, asked, ranges = b"", 0, [], []
+
+    def do_GET(self):
+        self.asked.append(self.path)
+        if self.path == "/missing" or len(self.asked) <= self.failures:
+            return self.send_error(404 if self.path == "/missing" else 500)
+        body = {"/wrong": b"x" * len(self.data), "/empty": b""}.get(self.path, self.data)
+        if start := int((self.headers.get("Range") or "bytes=0-")[6:-1]) if self.path == "/resumed" else 0:
+            self.ranges.append(start)
+            body = body[start:]
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        cut = self.path == "/cut" or self.path == "/resumed" and not start
+        self.wfile.write(body[:-5] if cut else body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(Server, "asked", [])
+    monkeypatch.setattr(Server, "ranges", [])
+    monkeypatch.setattr(Server, "failures", 0)
+    monkeypatch.setattr(Server, "data", TEXT8)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{running.server_port}"
+    running.shutdown()
+
+
+def remote(server, tmp_path, path):
+    _, file = as_enwik8(tmp_path)
+    return replace(file, url=server + path, archive=None)
+
+
+def test_download_is_kept_and_asked_for_once(server, tmp_path):
+    file = remote(server, tmp_path, "/good")
+    path, _ = sources.find(file)
+    assert path == sources.HOME / "enwik8/enwik8" and path.read_bytes() == TEXT8
+    assert sources.find(file)[0] == path and Server.asked == ["/good"]
+
+
+def test_download_is_tried_again_after_a_server_error(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(Server, "failures", 2)
+    assert sources.find(remote(server, tmp_path, "/good"))[0].read_bytes() == TEXT8 and len(Server.asked) == 3
+
+
+def test_a_download_that_was_cut_off_goes_on_from_there(server, tmp_path):
+    assert sources.find(remote(server, tmp_path, "/resumed"))[0].read_bytes() == TEXT8
+    assert Server.asked == ["/resumed"] * 2 and 0 < Server.ranges[0] < len(TEXT8)
+
+
+@pytest.mark.parametrize("path,words,asked", [
+    ("/missing", ["HTTP 404", "NANOHEADS_DATA"], 1), ("/cut", ["download failed", "NANOHEADS_DATA"], 3),
+    ("/wrong", ["sha256"], 1), ("/empty", ["is empty"], 1)])
+def test_a_bad_download_is_refused_and_leaves_nothing(server, tmp_path, path, words, asked):
+    refused(lambda: sources.find(remote(server, tmp_path, path)), server + path, *words)
+    assert len(Server.asked) == asked and not [p for p in sources.HOME.rglob("*") if p.is_file()]
+
+
+def test_a_server_that_is_down_is_one_short_line(tmp_path):
+    line = refused(lambda: sources.find(remote("http://127.0.0.1:9", tmp_path, "/x")),
+                   "http://127.0.0.1:9/x", "by hand")
+    assert len(line) < 250
+
+
+def test_a_download_in_a_zip_is_unpacked(server, tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as z:
+        z.writestr("enwik8", TEXT8)
+    monkeypatch.setattr(Server, "data", (tmp_path / "a.zip").read_bytes())
+    _, file = as_enwik8(tmp_path)
+    packed = sources.digest.__wrapped__(text_file(tmp_path / "b", Server.data))
+    file = replace(file, archive=File(("enwik8/enwik8.zip",),
+                                      packed["sha256"], packed["bytes"], url=server + "/good"))
+    SCRIPTS["enwik8"].main([f"--out={tmp_path / 'out'}"], sizes=(len(TEXT8) - 20, 10, 10), file=file)
+    assert sum(counts(load(tmp_path / "out")[0])) == len(TEXT8)
+    assert (sources.HOME / "enwik8/enwik8.zip").is_file()
+
+
+def test_gpt2_files_are_kept_so_that_later_runs_need_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOHEADS_DATA", str(corpora("gpt2_bpe")))
+    kept = sources.keep(sources.GPT2_MERGES)
+    assert kept == sources.HOME / "gpt2_bpe/vocab.bpe"
+    monkeypatch.setenv("NANOHEADS_DATA", "/nowhere")
+    assert sources.keep(sources.GPT2_MERGES) == kept
+    kept.write_bytes(b"rotten")
+    sources.digest.cache_clear()
+    monkeypatch.setenv("NANOHEADS_DATA", str(corpora("gpt2_bpe")))
+    assert sources.keep(sources.GPT2_MERGES).stat().st_size == 456_318  # mended
+
+
+def test_every_download_names_a_public_https_or_http_address_and_a_checksum():
+    files = [SCRIPTS["shakespeare_char"].TEXT, SCRIPTS["enwik8"].ENWIK8.archive, SCRIPTS["wikitext103"].ZIP,
+             *SCRIPTS["wikitext2"].FILES.values(), sources.GPT2_MERGES, sources.GPT2_ENCODER]
+    for file in files:
+        assert file.url.startswith("http") and len(file.sha256) == 64, file
+
+
+# ---- pystdlib ----
+
+def test_pystdlib_is_the_same_every_time(tmp_path):
+    for out in ("a", "b"):
+        SCRIPTS["pystdlib"].main([f"--out={tmp_path / out}"])
+    (a, bins), (b, _) = load(tmp_path / "a"), load(tmp_path / "b")
+    assert a == b and a["options"]["python"] == "%d.%d.%d" % sys.version_info[:3]
+    assert 5e6 < sum(counts(a)) < 3e7 and counts(a)[0] > 0.8 * sum(counts(a)) and min(counts(a)) > 1e5
+    bins["train"].tobytes().decode()  # UTF-8 throughout
+
+
+def test_pystdlib_splits_by_file(tmp_path):
+    for name in ("a.py", "pkg/b.py", "pkg/test/c.py", "site-packages/d.py",
+                 "__pycache__/e.py", "_sysconfigdata_x.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        text_file(tmp_path / name, f"name = {name!r}\n")
+    text_file(tmp_path / "latin.py", "# é\n".encode("latin-1"))
+    assert [name for _, name, _ in SCRIPTS["pystdlib"].library(tmp_path)] == ["a.py", "pkg/b.py"]
+    for i in range(300):
+        text_file(tmp_path / f"m{i}.py", "x = 1\n")
+    SCRIPTS["pystdlib"].main([f"--source={tmp_path}", f"--out={tmp_path / 'out'}"])
+    _, bins = load(tmp_path / "out")
+    names = [set(line for line in ids.tobytes().splitlines() if line.startswith(b"# ----"))
+             for ids in bins.values()]
+    assert len(set.union(*names)) == sum(map(len, names)) == 302  # each file in one split
+    assert len(names[0]) > 240 and min(map(len, names)) > 3
+
+
+def test_pystdlib_without_files_says_so(tmp_path):
+    refused(lambda: SCRIPTS["pystdlib"].main([f"--source={tmp_path}", f"--out={tmp_path / 'out'}"]),
+            str(tmp_path), "no .py")
+
+
+# ---- any text ----
+
+@pytest.mark.parametrize("encoding", ["byte", "char", "gpt2"])
+def test_any_text_in_any_encoding(tmp_path, encoding, request):
+    if encoding == "gpt2":
+        request.getfixturevalue("gpt2_files")
+    text = "naïve — 日本語\n" * 400
+    meta, bins = mine(tmp_path, text_file(tmp_path / "a.txt", text),
+                      f"--encoding={encoding}", "--val=0.1", "--test=0.2")
+    tok = Tokenizer.from_meta(meta)
+    assert b"".join(tok.decode_bytes(ids) for ids in bins.values()) == text.encode()
+    assert meta["encoding"] == encoding and meta["name"] == "mine"
+    assert sum(counts(meta, "bytes")) == len(text.encode())
+    cut_in = ("bytes", text.encode()) if encoding == "byte" else ("chars", text)
+    assert counts(meta, cut_in[0])[2] == int(0.2 * len(cut_in[1]))
+
+
+def test_a_folder_of_texts_is_read_in_order_of_name(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in "cab":
+        text_file(folder / f"{name}.txt", name * 100)
+    text_file(folder / "ignored.md")
+    (folder / "d.txt.gz").write_bytes(gzip.compress(b"d" * 100))
+    meta, bins = mine(tmp_path, folder)
+    text = b"".join(ids.tobytes() for ids in bins.values())
+    assert text == b"a" * 100 + b"b" * 100 + b"c" * 100 + b"d" * 100
+    assert meta["source"]["file"] == ["a.txt", "b.txt", "c.txt", "d.txt.gz"]
+    assert meta["source"]["bytes"] == 400
+
+
+def test_bytes_need_not_be_text(tmp_path):
+    data = bytes(range(256)) * 10
+    meta, bins = mine(tmp_path, text_file(tmp_path / "a.bin", data))
+    assert b"".join(ids.tobytes() for ids in bins.values()) == data
+    assert sum(counts(meta, "chars")) == 10 * 192  # all but the 64 continuation bytes
+
+
+def test_unusable_texts_are_refused_in_one_line(tmp_path, monkeypatch):
+    def run(source, *more):
+        sources.digest.cache_clear()
+        return refused(lambda: mine(tmp_path, source, *more))
+    monkeypatch.setattr(sources, "BLOCK", 1000)
+    assert "is empty" in run(text_file(tmp_path / "empty.txt", ""))
+    assert "no such file" in run(tmp_path / "nothing.txt")
+    assert "no .txt" in run(tmp_path / "home")
+    assert "too small" in run(text_file(tmp_path / "small.txt", "tiny"))
+    assert "--val" in run(text_file(tmp_path / "a.txt"), "--val=0.6", "--test=0.5")
+    assert "--val" in run(text_file(tmp_path / "a.txt"), "--val=0")
+    latin = text_file(tmp_path / "latin.txt", b"x" * 1999 + "é".encode() + b"\xe9" + b"x" * 1000)
+    for encoding in ("char", "gpt2"):
+        line = run(latin, f"--encoding={encoding}")
+        assert "latin.txt" in line and "not UTF-8 at byte 2,001" in line
+        assert line.endswith("; convert it, or take --errors=replace or --encoding=byte")
+    assert "at byte 2,000" in run(text_file(tmp_path / "cut.txt", b"x" * 2000 + "é".encode()[:1]),
+                                  "--encoding=char")
+    assert "--out" in refused(lambda: prepare_text.main([f"--source={tmp_path}"]))
+    assert "--source" in refused(lambda: prepare_text.main([f"--out={tmp_path}"]))
+    assert not list((tmp_path / "mine").glob("*"))
+
+
+@pytest.mark.parametrize("encoding", ["char", "gpt2"])
+@pytest.mark.parametrize("block", [7, 1 << 22])
+def test_what_is_not_utf8_is_replaced_and_counted(tmp_path, encoding, block, request, monkeypatch, capsys):
+    if encoding == "gpt2":
+        request.getfixturevalue("gpt2_files")
+    monkeypatch.setattr(sources, "BLOCK", block)  # blocks end inside characters
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    text_file(folder / "a.txt", "naïve — 日本語 \ufffd\n" * 50)  # whole, and U+FFFD of its own is not counted
+    # a lone byte of Latin-1, a stray continuation, a character cut short, surrogates, and the end cut short
+    broken = "naïve caf".encode() + b"\xe9 \x80 \xe6\x97" + b" \xed\xb2\x80 ok" * 20 + b" \xe6\x97"
+    text_file(folder / "b.txt", broken)
+    argv = [f"--encoding={encoding}", "--errors=replace", "--val=0.2", "--test=0.2"]
+    meta, bins = mine(tmp_path, folder, *argv)
+    tok, strays = Tokenizer.from_meta(meta), 1 + 1 + 2 + 3 * 20 + 2
+    text = b"".join(tok.decode_bytes(ids) for ids in bins.values()).decode()
+    want = (folder / "a.txt").read_text() + broken.decode("utf-8", "surrogateescape")
+    assert text == "".join("\ufffd" if "\udc80" <= c <= "\udcff" else c for c in want)
+    assert text.count("\ufffd") == 50 + strays
+    assert meta["options"] == {"val": 0.2, "test": 0.2, "errors": "replace"}
+    assert meta["note"] == ("bytes that are not UTF-8, replaced by U+FFFD, which counts as 3 bytes: "
+                            f"{strays}, the first at byte 10 of b.txt")
+    assert f"note: {meta['note']}" in capsys.readouterr().out
+    assert sum(counts(meta, "bytes")) == len(text.encode())
+    assert counts(meta, "chars")[1:] == (int(0.2 * len(text)),) * 2
+
+
+def test_replacing_in_a_text_that_is_whole_changes_nothing(tmp_path):
+    source = text_file(tmp_path / "a.txt", "naïve\n" * 100)
+    plain, before = mine(tmp_path, source, "--encoding=char")
+    meta, bins = mine(tmp_path, source, "--encoding=char", "--errors=replace")
+    assert all((bins[split] == before[split]).all() for split in bins) and "note" not in meta
+    assert meta == {**plain, "options": {**plain["options"], "errors": "replace"}}
+
+
+def test_bytes_need_no_replacing_which_is_said(tmp_path, capsys):
+    data = bytes(range(256)) * 10
+    meta, bins = mine(tmp_path, text_file(tmp_path / "a.bin", data), "--errors=replace")
+    assert b"".join(ids.tobytes() for ids in bins.values()) == data and "note" not in meta
+    assert capsys.readouterr().out.startswith("--errors=replace changes nothing here: with --encoding=byte")
+    assert "errors" not in meta["options"]
+
+
+def test_a_corpus_script_does_not_name_an_option_it_lacks(tmp_path):
+    path = text_file(tmp_path / "some", b"caf\xe9" * 100)
+    line = refused(lambda: SCRIPTS["enwik8_char"].main([f"--source={path}", f"--out={tmp_path / 'out'}",
+                                                        "--no-verify", "--split=200,50,50"]))
+    assert line == f"{path}: is not UTF-8 at byte 3; convert it"
+
+
+# ---- openwebtext ----
+
+def arguments(tmp_path):
+    return writing.arguments("", "openwebtext", ["gpt2"], [f"--out={tmp_path / 'out'}"])
+
+
+def test_openwebtext_documents_end_in_end_of_text(tmp_path, gpt2_files):
+    documents = [f"Document {i}: naïve <|endoftext|> text.\n\n" for i in range(1000)]
+    documents += documents[:300]  # copies
+    script = SCRIPTS["openwebtext"]
+    script.write(arguments(tmp_path), iter(documents), "made up", share=0.05)
+    meta, bins = load(tmp_path / "out")
+    tok, found = Tokenizer("gpt2"), {}
+    for split, ids in bins.items():
+        ends = np.flatnonzero(ids == 50256)
+        assert ids[-1] == 50256
+        found[split] = [tok.decode(part[part != 50256]) for part in np.split(ids, ends + 1)[:-1]]
+        assert meta["splits"][split]["bytes"] == len("".join(found[split]).encode())  # separators are no text
+        assert f"{split} {len(ends):,}" in meta["note"]
+    assert sorted(sum(found.values(), [])) == sorted(documents)
+    for one, other in (("train", "val"), ("train", "test"), ("val", "test")):
+        assert not set(found[one]) & set(found[other])  # copies stay on one side
+    assert 30 < len(found["val"]) < 120 and 30 < len(found["test"]) < 120
+    assert meta["source"]["bytes"] == sum(len(d.encode()) for d in documents)
+
+
+def test_openwebtext_memory_does_not_grow_with_the_corpus(tmp_path, gpt2_files):
+    def documents(n):
+        return (f"{i} " + "word " * 300 for i in range(n))
+    script, args, peaks = SCRIPTS["openwebtext"], arguments(tmp_path), []
+    for n in (600, 3000):
+        tracemalloc.start()
+        script.write(args, documents(n), "made up", share=0.1)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.3 * peaks[0]
+
+
+def test_openwebtext_says_what_it_lacks(tmp_path, monkeypatch):
+    script = SCRIPTS["openwebtext"]
+    monkeypatch.setitem(sys.modules, "datasets", None)  # importing it fails
+    refused(lambda: next(script.stream([])), "pip install datasets")
+    refused(lambda: script.main([f"--source={tmp_path}", f"--out={tmp_path / 'o'}"]),
+            str(tmp_path), ".parquet")
+
+
+def test_openwebtext_is_streamed_from_a_fixed_commit(tmp_path, gpt2_files, monkeypatch, capsys):
+    import types
+    asked = []
+
+    def load_dataset(path, **kwargs):
+        asked.append({"path": path, **kwargs})
+        if len(asked) == 2:
+            raise RuntimeError("no network\nwith details")
+        return ({"text": f"document {i}"} for i in range(20_000))
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    script = SCRIPTS["openwebtext"]
+    script.main([f"--out={tmp_path / 'out'}"])
+    assert asked[0] == {"path": script.REPO, "revision": script.REVISION, "split": "train", "streaming": True}
+    assert "a part of the corpus, 20,000 of 8,013,769" in load(tmp_path / "out")[0]["note"]
+    script.main([f"--out={tmp_path / 'out'}"])
+    assert "already prepared, verified" in capsys.readouterr().out and len(asked) == 1
+    refused(lambda: script.main([f"--out={tmp_path / 'out'}", "--force"]), script.REPO, "no network")
+
+
+# ---- all scripts ----
+
+@pytest.mark.parametrize("script", [f"{name}/prepare.py" for name in NAMES] + ["prepare_text.py"])
+def test_scripts_start_from_any_folder_and_begin_with_their_command(script):
+    text = (ROOT / "data" / script).read_text()
+    doc = text.split('"""')[1]
+    assert f"python data/{script}" in doc and "ou should see" in doc
+    if script in ("pystdlib/prepare.py", "prepare_text.py"):  # the others share their frame
+        done = subprocess.run([sys.executable, ROOT / "data" / script, "--help"],
+                              capture_output=True, text=True, cwd="/")
+        assert done.returncode == 0 and "--source" in done.stdout

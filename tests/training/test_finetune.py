@@ -1,0 +1,675 @@
+"""Fine-tuning: rates of their own, late skips, a frozen trunk, documents as rows, few-shot items."""
+import json
+import math
+import os
+import signal
+from dataclasses import asdict, replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from conftest import put_split, write_dataset
+from helpers import torchrun, untimed
+from scipy.stats import t as student
+
+import probe
+from model import ALL_ON, GPT, MECHANISMS, GPTConfig, UNetSkip
+from nanoheads.common import ROOT, UserError
+from nanoheads.probes import fewshot
+from nanoheads.probes.fewshot import (TASKS, Item, choice_nats, contexts, graded, made_items, read_items,
+                                      save_items)
+from nanoheads.study import digest
+from nanoheads.text import dataset
+from nanoheads.text.dataset import Dataset, DocumentBatches
+from nanoheads.training import checkpoint
+from nanoheads.training.config import TrainConfig
+from nanoheads.training.optim import make_optimizers, of_mechanisms
+from nanoheads.training.ranks import Process
+from nanoheads.training.scoring import score
+import train
+from train import main
+
+SIZES = dict(block_size=32, vocab_size=256, n_layer=2, n_head=2, n_embd=16)
+SKIPS = dict(unet="concat", sentinel="sigmoid", mechanism_lr=0.02, skip_lr=0.005)
+
+
+def articles(n, seed):
+    """n WikiText articles of 1 to 400 words."""
+    rng, text = np.random.default_rng(seed), b""
+    for i in range(n):
+        words = rng.choice(["the", "river", "rivers", "of", "stone", "stones"], int(400 ** rng.random()))
+        text += f" = Title {i} = \n \n {' '.join(words)} \n \n = = Section = = \n".encode()
+    return text
+
+
+@pytest.fixture(scope="module")
+def wiki(tmp_path_factory):
+    """A byte dataset of 120 articles of 40 to 2,500 bytes."""
+    folder = tmp_path_factory.mktemp("data") / "wiki"
+    return write_dataset(folder, {"train": articles(120, 1), "val": articles(20, 2), "test": articles(20, 3)})
+
+
+@pytest.fixture
+def plain(args, tmp_path, wiki):
+    """The run folder of a plain GPT, trained a little."""
+    main(args("plain", dataset=wiki, n_layer=2, block_size=32))
+    return tmp_path / "plain"
+
+
+@pytest.fixture
+def tuned(args, plain, wiki):
+    """tuned(out, **keys) -> the command line of a run over the plain GPT."""
+    def make(out, **keys):
+        sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"), ...)
+        return args(out, **{**sizes, "dataset": wiki, "init_from": plain, "lr_decay_iters": 20, **keys})
+    return make
+
+
+def weights(path):
+    return checkpoint.read(path)["model"]
+
+
+# ---- rates ----
+
+def rates(config, **flags):
+    """{name: its rate} of a model's parameters, muon's aside."""
+    model = GPT(GPTConfig(**SIZES, **flags))
+    of = {id(p): group["lr"] for optimizer in make_optimizers(model, config.for_recipe("gpt2"))
+          for group in optimizer.param_groups for p in group["params"]}
+    return {name: of[id(p)] for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_gates_and_skips_have_rates_of_their_own(optimizer):
+    flags = dict(unet="concat", sentinel="sigmoid", output_gate="headwise")
+    found = rates(TrainConfig(optimizer=optimizer, adamw_lr=1e-3, mechanism_lr=1e-2, skip_lr=1e-4), **flags)
+    assert {found[name] for name in found if name.startswith("fuse.")} == {1e-4}
+    assert {found[name] for name in found if "sentinel" in name or "output_gate" in name} == {1e-2}
+    assert found["transformer.ln_f.weight"] == 1e-3
+    without = rates(TrainConfig(optimizer=optimizer, adamw_lr=1e-3, mechanism_lr=1e-2), **flags)
+    assert without == {**found, **{name: 1e-2 for name in found if name.startswith("fuse.")}}
+
+
+def test_keys_that_are_not_set_are_not_in_a_studys_hash():
+    new = {"documents", "freeze_trunk", "thaw_from", "skip_lr"}
+    assert not new & set(digest.own_training(TrainConfig().for_recipe("gpt2")))
+    assert digest.own_training(TrainConfig(documents=8))["documents"] == 8
+
+
+# ---- late skips ----
+
+def test_the_share_of_the_skips_by_hand():
+    def shares(**flags):
+        config = GPTConfig(**SIZES, unet="add", **flags)
+        return [UNetSkip.share_at_step(config, step) for step in range(7)]
+    assert shares() == [1.0] * 7
+    assert shares(unet_from=3) == [0, 0, 0, 1, 1, 1, 1]
+    assert shares(unet_from=2, unet_ramp=4) == [0, 0, 0.25, 0.5, 0.75, 1, 1]
+    assert shares(unet_ramp=2) == [0.5, 1, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("mode", ["concat", "add", "scalar", "published"])
+def test_before_they_start_skips_are_off_and_at_the_end_all_there(mode):
+    idx = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(1))
+    models = [GPT(GPTConfig(**SIZES, unet=mode, **flags)).double().eval()
+              for flags in ({}, dict(unet_skips=False), dict(unet_from=5, unet_ramp=2))]
+    with torch.no_grad():
+        on, off, late = ([model(idx).logits for model in models[:2]] + [None])
+        found = []
+        for step in (4, 5, 6):
+            models[2].at_step(step)
+            found.append(models[2](idx).logits)
+    assert torch.equal(found[0], off) and torch.equal(found[2], on)
+    assert not any(torch.allclose(found[1], other) for other in (on, off))
+    assert models[2].state_dict().keys() == models[0].state_dict().keys(), "the schedule is no weight"
+
+
+def test_a_share_that_moves_compiles_nothing_anew():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph
+    torch._dynamo.reset()
+    model = GPT(GPTConfig(**SIZES, unet="add", unet_from=2, unet_ramp=3))
+    fast, idx, losses = torch.compile(model, backend=backend, fullgraph=True), torch.zeros(1, 8).long(), set()
+    for step in range(6):
+        model.at_step(step)
+        losses.add(fast(idx, idx).loss.item())
+    assert len(compiled) == 1 and len(losses) == 4, "0, 1/3, 2/3 and 1"
+    model.fuse[0].skips = False  # negative control: what Python decides does
+    fast(idx, idx)
+    assert len(compiled) == 2
+    torch._dynamo.reset()
+
+
+def test_a_run_starts_its_skips_when_it_is_told_to(tuned, rows, tmp_path):
+    main(tuned("late", unet="add", unet_init=0.5, unet_from=4, init_anyway=True, max_iters=8))
+    main(tuned("never", unet="add", unet_init=0.5, unet_skips=False, init_anyway=True, max_iters=8))
+    late, never = ([row["loss"] for row in rows(tmp_path / out)[0]] for out in ("late", "never"))
+    assert late[:4] == never[:4] and late[4] != never[4]
+    late, never = ([row["val_loss"] for row in rows(tmp_path / out)[1]] for out in ("late", "never"))
+    assert late[0] == never[0] and late[-1] != never[-1], "also as it is evaluated"
+
+
+def test_a_checkpoint_has_the_skips_of_its_last_step(tuned, rows, tmp_path, wiki):
+    main(tuned("half", unet="add", unet_init=0.5, init_anyway=True, unet_from=2, unet_ramp=8, max_iters=6))
+    row = rows(tmp_path / "half")[1][-1]
+    model = checkpoint.build(checkpoint.read(tmp_path / "half/ckpt.pt"), "half")
+
+    def val_loss():
+        nats, n = score(model, Dataset(wiki), "val", max_tokens=512)
+        return nats / n
+    assert model.fuse[0].ramp.item() == 0.5 and val_loss() == pytest.approx(row["val_loss"], abs=1e-6)
+    model.at_step(100)
+    assert abs(val_loss() - row["val_loss"]) > 1e-4
+    # a run over it has skips from the start, or a beginning of its own
+    for out, keys, share in (("all", {}, None), ("own", dict(unet="add", unet_ramp=5), 0.2)):
+        main(tuned(out, init_from=tmp_path / "half", max_iters=1, **keys))
+        model = checkpoint.build(checkpoint.read(tmp_path / out / "ckpt.pt"), out)
+        assert share == (None if model.fuse[0].ramp is None else pytest.approx(model.fuse[0].ramp.item()))
+
+
+# ---- a frozen trunk ----
+
+@pytest.mark.parametrize("keys", [dict(optimizer="adamw", weight_decay=0.5), dict(optimizer="muon"),
+                                  dict(optimizer="muon", dtype="float16")],
+                         ids=lambda k: "-".join(map(str, k.values())))
+def test_a_frozen_trunk_stays_as_it_is_until_it_thaws(keys, tuned, tmp_path):
+    keys = {**SKIPS, "unet_ramp": 3, "freeze_trunk": True, "grad_clip": 1.0, **keys}
+    main(tuned("frozen", max_iters=6, **keys))
+    main(tuned("thawed", max_iters=6, thaw_from=4, **keys))
+    main(tuned("start", max_iters=1, adamw_lr=1e-30, min_lr=0, muon_lr=1e-30,
+               **{**keys, "mechanism_lr": 1e-30, "skip_lr": 1e-30, "weight_decay": 0}))
+    states = {out: checkpoint.read(tmp_path / out / "ckpt.pt") for out in ("frozen", "thawed", "start")}
+    start, added = states["start"]["model"], of_mechanisms(GPT(GPTConfig(**states["start"]["config"])))
+    assert added == {name for name in start if "sentinel" in name or name.startswith("fuse.")}
+    for name, before in start.items():
+        assert torch.equal(states["frozen"]["model"][name], before) == (name not in added), name
+        assert not torch.equal(states["thawed"]["model"][name], before), name
+    every = len(set(start) - {"lm_head.weight"})  # which is the embedding's
+    for out, steps, count in (("frozen", {6}, len(added)), ("thawed", {2, 6}, every)):
+        moments = [state for each in states[out]["optimizers"] for state in each["state"].values()]
+        assert len(moments) == count, "what is frozen has no moments"
+        assert {int(state["step"]) for state in moments if "step" in state} == steps
+
+
+@pytest.mark.parametrize("thaw_from", [8, 12], ids=["thawed", "frozen"])
+def test_20_steps_equal_10_and_10_while_all_of_it_moves(thaw_from, tuned, rows, tmp_path, monkeypatch):
+    """Stopped after ten steps: skips half there, the trunk as the id says, between documents."""
+    keys = dict(SKIPS, unet_from=6, unet_ramp=9, freeze_trunk=True, thaw_from=thaw_from, dropout=0.2,
+                documents=8, grad_accum=2, eval_interval=5, max_iters=20)
+    main(tuned("once", **keys))
+    forward_backward = train.forward_backward
+
+    def stopped(run, *a, **kw):
+        if run.step == 9:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return forward_backward(run, *a, **kw)
+    monkeypatch.setattr(train, "forward_backward", stopped)
+    with pytest.raises(SystemExit):
+        main(tuned("twice", **keys))
+    monkeypatch.undo()
+    assert checkpoint.read(tmp_path / "twice/ckpt.pt")["step"] == 10
+    main([*tuned("twice", **keys), "--resume"])
+    once, twice = (rows(tmp_path / out) for out in ("once", "twice"))
+    assert [untimed(found) for found in once] == [untimed(found) for found in twice]
+    a, b = (weights(tmp_path / out / "ckpt.pt") for out in ("once", "twice"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_two_ranks_thaw_and_read_documents_as_one_process_does(tuned, rows, tmp_path):
+    keys = dict(SKIPS, unet_from=1, unet_ramp=2, freeze_trunk=True, thaw_from=3, documents=8, batch_size=3,
+                grad_accum=4)
+    main(tuned("one", **keys))
+    done = torchrun(tuned("two", **keys), 2)
+    assert done.returncode == 0, done.stderr
+    for one, two in zip(rows(tmp_path / "one"), rows(tmp_path / "two")):
+        for a, b in zip(untimed(one), untimed(two), strict=True):
+            assert a == pytest.approx(b, abs=1e-5)
+    one, two = (weights(tmp_path / out / "ckpt.pt") for out in ("one", "two"))
+    assert max((one[k] - two[k]).abs().max() for k in one) < 1e-4
+
+
+# ---- where documents are ----
+
+def dataset_of_text(tmp_path, text, encoding="byte"):
+    vocab = sorted(set(text)) if encoding == "char" else None
+    splits = {split: text if encoding == "char" else text.encode() for split in ("train", "val", "test")}
+    return Dataset(write_dataset(tmp_path / encoding, splits, encoding, vocab))
+
+
+@pytest.mark.parametrize("text,pieces", [
+    ("before\n = One = \n\n text \n = = Part = = \n more\n = Two = \n\n end\n",
+     ["before\n", " = One = \n\n text \n = = Part = = \n more\n", " = Two = \n\n end\n"]),
+    ("Anna:\nYes.\n\nBen:\nNo.\nNever.\n\n\nAnna:\nOh.\n",
+     ["Anna:\nYes.\n\n", "Ben:\nNo.\nNever.\n\n\n", "Anna:\nOh.\n"]),
+    ("# ---- a.py ----\nx = 1\n\n\ny = 2\n\n\n# ---- b/c.py ----\nz\n",
+     ["# ---- a.py ----\nx = 1\n\n\ny = 2\n\n\n", "# ---- b/c.py ----\nz\n"]),
+    ("<mediawiki>\n  <page>\n a\n\n b\n  </page>\n  <page>\n c\n",
+     ["<mediawiki>\n", "  <page>\n a\n\n b\n  </page>\n", "  <page>\n c\n"]),
+    ("é\n\nö\n\nü", ["é\n\n", "ö\n\n", "ü"])], ids=["titles", "speeches", "files", "pages", "umlauts"])
+@pytest.mark.parametrize("encoding", ["byte", "char"])
+def test_documents_begin_where_the_text_says(text, pieces, encoding, tmp_path):
+    data = dataset_of_text(tmp_path, text, encoding)
+    cuts, tokens = data.documents("train"), data.tokens("train")
+    assert [data.tokenizer.decode(tokens[a:b]) for a, b in zip(cuts, cuts[1:])] == pieces
+
+
+def tokens_data(folder, tokens):
+    """A dataset in GPT-2's tokens, whose text is nobody's business."""
+    folder.mkdir()
+    meta = dict(name="t", encoding="gpt2", vocab_size=50257, dtype="uint16", separator=50256,
+                splits={split: dict(tokens=len(tokens), bytes=1) for split in ("train", "val", "test")})
+    (folder / "meta.json").write_text(json.dumps(meta))
+    for split in meta["splits"]:
+        put_split(folder, split, np.array(tokens, "<u2").tobytes())
+    return Dataset(folder)
+
+
+def test_an_end_of_text_ends_a_document(tmp_path, monkeypatch):
+    data = tokens_data(tmp_path / "t", [5, 6, 50256, 7, 50256, 50256, 8, 9])
+    assert data.documents("train").tolist() == [0, 3, 5, 6, 8]
+    monkeypatch.setattr(dataset, "after_each", partial(dataset.after_each, block=3))
+    assert data.documents("train").tolist() == [0, 3, 5, 6, 8], "in blocks"
+
+
+def test_text_without_documents_is_one_line(tmp_path, args, fails, wiki, bytes_data):
+    with pytest.raises(UserError, match="no end-of-text token, title or blank line says where one begins"):
+        Dataset(bytes_data).documents("train")
+    line, = fails(args(documents=4))
+    assert line.startswith(f"{bytes_data}/train.bin has no documents")
+    line, = fails(args(dataset=wiki, documents=8, batch_size=100000))
+    assert "fewer than the 100,000 of a batch" in line
+
+
+# ---- rows of documents ----
+
+@pytest.mark.parametrize("T,shortest", [(64, 8), (64, 32), (128, 1)])
+def test_a_pass_has_each_token_once_and_no_row_two_documents(wiki, T, shortest):
+    data, rows = Dataset(wiki), 3
+    batches = DocumentBatches(data, "train", T, rows, 5, shortest)
+    tokens, cuts = np.asarray(data.tokens("train")), data.documents("train")
+    wanted = [(a, b) for a, b in zip(cuts, cuts[1:]) if b - a >= shortest]
+    assert 50 < len(wanted) and any(b - a < T for a, b in wanted) and any(b - a > T for a, b in wanted)
+    passes = []
+    for number in (0, 1):
+        steps = range(batches.ends[0][0] if number else 0, 10**9)
+        seen, lengths = np.zeros(len(tokens), int), []
+        for step in steps:
+            if batches.place(step)[0] != number:
+                break
+            ids, at = batches(step), batches.place(step)[1]
+            for row, first, length in zip(ids.tolist(), *(each[at] for each in batches.one_pass(number))):
+                a, b = next((a, b) for a, b in wanted if a <= first < b)
+                assert first + length <= b, "within its document"
+                assert length <= T and length >= shortest and (length == b - a or b - a > T)
+                assert row[0] == (data.separator if first == a else tokens[first - 1])
+                assert row[1:1 + length] == tokens[first:first + length].tolist()
+                assert set(row[1 + length:]) <= {-1} and len(row) <= T + 1
+                seen[first:first + length] += 1
+                lengths.append(length)
+        left_out = sum(b - a for a, b in wanted) - seen.sum()
+        assert set(seen) <= {0, 1} and 0 <= left_out < rows * T
+        passes.append(sorted(lengths))
+    assert passes[0] != passes[1], "long documents are cut anew"
+
+
+def test_the_batch_is_a_function_of_seed_and_step_alone(wiki):
+    data = Dataset(wiki)
+
+    def made(seed=1):
+        return DocumentBatches(data, "train", 64, 8, seed, 8)
+    a, b = made(), made()
+    last = len(a.one_pass(0)[0]) + 20
+    forward = [a(step) for step in range(last)]
+    assert [a.place(step) for step in (0, last - 1)] == [(0, 0), (1, 19)]
+    assert all(torch.equal(b(step), forward[step]) for step in reversed(range(last)))
+    assert not torch.equal(made(2)(3)[0, :5], forward[3][0, :5])
+    for world in (2, 4):
+        for step in (0, 7, last - 1):
+            shares = torch.stack([b(step, rank, world) for rank in range(world)], 1).flatten(0, 1)
+            assert torch.equal(shares, forward[step])
+    counts = [int((ids[:, 1:] != -1).sum()) for ids in forward]
+    assert [b.scored(step) for step in range(last)] == counts
+    assert [b.tokens(step) for step in range(last)] == [sum(counts[:step]) for step in range(last)]
+
+
+def test_rows_of_similar_length_come_together(wiki):
+    batches = DocumentBatches(Dataset(wiki), "train", 512, 8, 1, 8)
+    first, length = batches.one_pass(0)
+    padded = sum(batches.width(row) for row in length) * 8
+    share = 1 - length.sum() / padded
+    assert share < 0.15 and f"{share:.1%} of it is padding" in str(batches)
+    longest = length.max(1)
+    assert (np.diff(longest) < 0).mean() == pytest.approx(0.5, abs=0.2), "but short and long ones in turn"
+    few = DocumentBatches(Dataset(wiki), "train", 512, 8, 1, 8, few_widths=True)
+    assert torch.equal(few(3)[:, :batches(3).shape[1]], batches(3)), "the same rows, padded further"
+    assert few.widths.tolist() == [8, 16, 24, 32, 48, 64, 96, 128, 184, 256, 368, 512]
+    assert {few(step).shape[1] - 1 for step in range(len(length))} <= set(few.widths)
+    shuffled = np.random.default_rng(0).permutation(length.ravel()).reshape(length.shape)
+    assert 1 - length.sum() / (8 * shuffled.max(1)).sum() > 0.4, "negative control: in any order"
+
+
+def test_the_log_counts_the_tokens_that_were_read(tuned, rows, tmp_path, wiki, capsys):
+    main(tuned("run", documents=8, grad_accum=2))
+    batches = DocumentBatches(Dataset(wiki), "train", 32, 8, 1337, 8)
+    losses, evals = rows(tmp_path / "run")
+    assert [r["tokens"] for r in losses] == [batches.tokens(step) for step in range(1, 7)]
+    assert [r["tokens"] for r in evals] == [batches.tokens(step) for step in (0, 3, 6)]
+    assert f"{batches}\n" in capsys.readouterr().out
+
+
+# ---- nothing crosses documents ----
+
+def padded(row, width, fill):
+    """(x, y) [1, width] of a row of tokens, padded behind with `fill`."""
+    x = torch.full((1, width), fill)
+    y = torch.full((1, width), -1)
+    x[0, :len(row) - 1], y[0, :len(row) - 1] = torch.tensor(row[:-1]), torch.tensor(row[1:])
+    return x, y
+
+
+@pytest.mark.parametrize("name", [*MECHANISMS, "all_on"])
+def test_neither_padding_nor_another_document_changes_a_logit_or_a_loss(name):
+    """Causal attention needs no mask for it; router losses would count padding, and are refused."""
+    flags = ALL_ON if name == "all_on" else MECHANISMS[name]
+    sizes = dict(SIZES, n_head=6, n_embd=72, block_size=24)
+    model = GPT(GPTConfig(**sizes, **flags)).double().train()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.15 + (p.dim() < 2))
+    row, other, third = (torch.randint(256, (n,), generator=generator).tolist() for n in (12, 20, 17))
+
+    def computed(*rows, fill=0, width=24):
+        pairs = [padded(each, width, fill) for each in rows]
+        x, y = (torch.cat(each) for each in zip(*pairs))
+        torch.manual_seed(1)  # of hard-concrete gates
+        return model(x, y, logits=True)
+
+    alone, two = computed(row, width=11), computed(other, width=24)
+    for rows_, fill in (((row, other), 0), ((row, other), 77), ((row, third), 0)):
+        both = computed(*rows_, fill=fill)
+        assert torch.allclose(both.logits[0, :11], alone.logits[0], atol=1e-10)
+        if rows_[1] is other:  # the mean over tokens of both
+            assert torch.allclose(both.loss, (11 * alone.loss + 19 * two.loss) / 30, atol=1e-10)
+            if fill:
+                a, b = computed(*rows_).aux, both.aux
+                routed = {key for key in a if key.startswith("routing")}
+                assert all(torch.allclose(a[key], b[key], atol=1e-10) for key in set(a) - routed)
+                assert not any(torch.allclose(a[key], b[key], atol=1e-10) for key in routed), "the control"
+    assert not torch.allclose(computed(row[:5] + row[6:], width=11).logits[0, :9], alone.logits[0, :9])
+
+
+def test_a_token_weighs_the_same_in_portions_ranks_and_one_batch():
+    """Gradients of portions with 2 to 24 scored tokens, against those of all rows at once."""
+    x, y = (torch.cat(each) for each in zip(*(padded(list(range(9, 10 + n)), 24, 0)
+                                              for n in (2, 3, 5, 7, 11, 20, 23, 24))))
+    config = replace(TrainConfig(batch_size=8, max_iters=10), grad_accum=1).for_recipe("gpt2")
+
+    def gradients(portions, scored, rank=0, world=1):
+        model = GPT(GPTConfig(**SIZES, acag="headwise", sentinel="sigmoid", a2c="temperature")).double()
+        run = train.ready_to_step(model, replace(config, grad_accum=portions))
+        run.process = Process(rank=rank, world=world)
+        run.portions = portions // world
+        means = train.forward_backward(run, x[rank::world], y[rank::world], scored=scored)
+        return means["loss"], {name: p.grad for name, p in model.named_parameters()}
+
+    def far(found, wanted):  # logits and losses are float32
+        return max(((found[k] - wanted[k]).abs().max() / wanted[k].abs().max()).item() for k in wanted)
+    n = int((y != -1).sum())
+    loss, whole = gradients(1, None)
+    for portions in (2, 4, 8):
+        mean, found = gradients(portions, n)
+        assert mean.item() == pytest.approx(loss.item(), rel=1e-6) and far(found, whole) < 1e-6
+        mean, found = gradients(portions, None)  # negative control: portions alike
+        assert abs(mean - loss) > 1e-4 and far(found, whole) > 1e-2
+    (one, a), (two, b) = (gradients(2, n, rank, 2) for rank in (0, 1))
+    assert (one + two).item() / 2 == pytest.approx(loss.item(), rel=1e-6)
+    assert far({name: (a[name] + b[name]) / 2 for name in a}, whole) < 1e-6
+
+
+@pytest.mark.parametrize("change", [dict(batch_size=2, grad_accum=4), dict(compile=True)],
+                         ids=["portions", "compiled"])
+def test_a_run_over_documents_has_the_same_losses(change, tuned, rows, tmp_path, monkeypatch):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(inputs)
+        return graph
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    keys = dict(documents=4, acag="headwise", batch_size=8, max_iters=20)
+    main(tuned("whole", **keys))
+    main(tuned("changed", **{**keys, **change}))
+    a, b = (rows(tmp_path / out)[0] for out in ("whole", "changed"))
+    assert [r["loss"] for r in a] == pytest.approx([r["loss"] for r in b], abs=1e-5)
+    assert ("compile" in change) == (1 < len(graphs) <= 4), "one for each of 8, 16, 24 and 32"
+    torch._dynamo.reset()
+
+
+# ---- what means nothing ----
+
+@pytest.mark.parametrize("keys,key", [
+    (dict(skip_lr=1e-3), "skip_lr=0.001"),
+    (dict(skip_lr=0.0, unet="add"), "skip_lr=0.0"),
+    (dict(freeze_trunk=True), "freeze_trunk=True"),
+    (dict(freeze_trunk=True, agency=True, head_norm=True, init_anyway=True), "freeze_trunk=True"),
+    (dict(freeze_trunk=True, unet="add", unet_skips=False), "freeze_trunk=True"),
+    (dict(freeze_trunk=True, init_from=..., xsa=True), "init_from"),
+    (dict(thaw_from=3), "thaw_from=3"),
+    (dict(freeze_trunk=True, xsa=True, thaw_from=6), "thaw_from=6"),
+    (dict(freeze_trunk=True, xsa=True, thaw_from=0), "thaw_from=0"),
+    (dict(freeze_trunk=True, sentinel="sigmoid", controller_log=True), "freeze_trunk=True"),
+    (dict(unet="add", unet_from=6), "unet_from=6"),
+    (dict(unet="add", unet_from=-1), "unet_from=-1"),
+    (dict(unet_ramp=3), "unet_ramp=3"),
+    (dict(unet="add", unet_ramp=3, unet_skips=False), "unet_skips=False"),
+    (dict(documents=0), "documents=0"),
+    (dict(documents=17), "documents=17"),
+    (dict(documents=8, labels="weak", constraint_names="['a']"), "documents=8"),
+    (dict(documents=8, routing="moh"), "routing_coef=0.01"),
+    (dict(documents=8, constraint_names="['a']", constraint_entropy_coef=0.1, init_anyway=True),
+     "constraint_entropy_coef=0.1")],
+    ids=lambda v: "-".join(v) if isinstance(v, dict) else "")
+def test_what_means_nothing_is_refused_in_a_line(keys, key, tuned, fails, tmp_path):
+    lines = fails(tuned("run", **keys))
+    assert any(key in line for line in lines), lines
+    lines = [line for line in lines if "what a checkpoint of init_from has" not in line]
+    assert len(lines) == 1 or "labels" in keys and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["finetune_gpt2", "finetune_gpt_neo_acag", "finetune_smollm2"])
+def test_the_config_runs_over_a_gpt_of_our_own(name, plain, wiki, rows, tmp_path):
+    """With the command that stands there, in fewer steps."""
+    text = (ROOT / f"config/{name}.py").read_text()
+    command = text.split("python train.py config/")[1].split("\n\n")[0]
+    words = command.replace("#", "").replace("\\", "").split()
+    assert words[0] == f"{name}.py" and words[1] == "--init_from=out/tiny"
+    main([str(ROOT / f"config/{words[0]}"), *words[3:], f"--init_from={plain}", f"--dataset={wiki}",
+          f"--out_dir={tmp_path}/run", "--max_iters=4", "--warmup_iters=1", "--eval_interval=2",
+          "--eval_tokens=256", "--device=cpu",
+          dict(finetune_gpt2="--unet_from=1", finetune_smollm2="--block_size=32",
+               finetune_gpt_neo_acag="--documents=8")[name]])
+    before, after = rows(plain)[1][-1]["val_loss"], rows(tmp_path / "run")[1][0]["val_loss"]
+    assert after == pytest.approx(before, abs=0.2), "it begins where the plain GPT ended"
+    config = checkpoint.read(tmp_path / "run/ckpt.pt")["config"]
+    want = dict(finetune_gpt2="unet", finetune_gpt_neo_acag="acag", finetune_smollm2="xsa")
+    assert [key for key in want.values() if config[key]] == [want[name]]
+
+
+# ---- few-shot items ----
+
+TEXT = " ".join(["the river runs by stones and rivers", "a stone wall near towns", "one town of houses",
+                 "some house with doors", "every door is open to friends", "a friend has horses",
+                 "the horse and riders", "no rider sees gardens", "this garden has walls"] * 40)
+
+
+class Bytes:
+    """A tokenizer of bytes."""
+    separator = 10
+
+    def encode(self, text):
+        return np.frombuffer(text.encode(), np.uint8)
+
+
+@pytest.fixture(scope="module")
+def items():
+    return made_items(TEXT, 12, seed=1)
+
+
+def test_items_are_what_they_are_called(items):
+    right = {task: [(item.prompt, item.choices[item.answer]) for item in items if item.task == task]
+             for task in TASKS}
+    assert all(answer == f" {prompt[:-1]}" for prompt, answer in right["copy"])
+    assert all(answer == f" {prompt[0]}" for prompt, answer in right["first"])
+    assert all(answer == f" {prompt[:-1]}s" and answer[1:] in TEXT for prompt, answer in right["plural"])
+    assert all(ord(answer[1]) == ord(prompt[-1]) + 1 for prompt, answer in right["next"])
+    assert all(prompt + answer in TEXT for prompt, answer in right["cloze"])
+    for item in items:
+        assert len(set(item.choices)) == 4 and len({len(choice) for choice in item.choices}) == 1
+    answers = [item.answer for item in made_items(TEXT, 40, seed=2)]
+    assert set(answers) == {0, 1, 2, 3}
+    assert made_items(TEXT, 12, seed=1) == items != made_items(TEXT, 12, seed=2)
+
+
+def test_examples_are_other_items_of_the_task_one_more_each_time(items):
+    items = [*items, items[0]]  # an item that is there twice is no example of itself
+    for item, texts in zip(items, contexts(items, 5, seed=3)):
+        others = {other.prompt for other in items if other.task == item.task} - {item.prompt}
+        assert len(texts) == 1 + min(5, len(others)) and texts[0] == item.prompt
+        for fewer, more in zip(texts, texts[1:]):
+            assert more.endswith(fewer)
+            example = more.removesuffix(fewer)
+            assert example in {other.example for other in items
+                               if other.task == item.task and other.prompt != item.prompt}
+    assert max(map(len, contexts(items[:3], 5, seed=3))) == 3, "no more than there are"
+
+
+def slow_nats(model, context, choice):
+    """Nats of a choice's bytes, one forward pass each, nothing padded."""
+    total, ids = 0.0, [10, *context.encode()]
+    for byte in choice.encode():
+        with torch.no_grad():
+            total -= model(torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)[byte].item()
+        ids.append(byte)
+    return total
+
+
+def test_choices_are_scored_one_at_a_time(items):
+    model = GPT(GPTConfig(**{**SIZES, "block_size": 96}, recipe="modern", zero_init=False)).double().eval()
+    some = [*items[:5], *items[-5:]]  # copies, and pieces of text
+    texts = contexts(some, 3, seed=1) + [["France:", "Italy: Rome\nFrance:"]]
+    some.append(Item("capitals", "France:", [" Paris", " Rome", " the capital"], 2))
+    nats, read = choice_nats(model, Bytes(), some, texts, 96)
+    for i, (item, of_item) in enumerate(zip(some, texts)):
+        fit = [text for text in of_item if len(text) + max(map(len, item.choices)) <= 96]
+        assert read[i] == len(fit) - 1
+        want = [slow_nats(model, fit[-1], choice) for choice in item.choices]
+        assert nats[i, :len(want)] == pytest.approx(want, abs=1e-5) and np.isinf(nats[i, len(want):]).all()
+    assert {1, 3} < set(read.tolist()), "some examples do not fit"
+    other, _ = choice_nats(model, Bytes(), some, [of_item[:1] for of_item in texts], 96)
+    assert not np.allclose(other, nats), "negative control: examples are read"
+    with pytest.raises(UserError, match="item 1 of 'copy': its prompt and choices are longer than the 4 tok"):
+        choice_nats(model, Bytes(), some, texts, 4)
+
+
+def test_the_likeliest_choice_is_the_answer():
+    nats = np.array([[1.0, 2.0, np.inf], [2.0, 1.0, 3.0], [1.0, 1.0, 5.0]])
+    right, surprise = graded(nats, np.array([0, 0, 0]))
+    assert right.tolist() == [True, False, False], "a tie is no answer"
+    p = np.exp(-nats)
+    assert surprise == pytest.approx(-np.log(p[:, 0] / p.sum(1)))
+
+
+def test_who_knows_the_rules_is_right_and_who_does_not_is_at_chance(monkeypatch):
+    items = made_items(TEXT, 40, seed=4)
+    answer, texts = np.array([item.answer for item in items]), contexts(items, 1, seed=1)
+
+    def accuracy(nats_of_pair):
+        monkeypatch.setattr(fewshot, "nats_after", lambda model, separator, pairs: np.array(
+            [nats_of_pair(bytes(before).decode().split("\n")[-1], bytes(after).decode())
+             for before, after in pairs]))
+        return graded(choice_nats(None, Bytes(), items, texts, 500)[0], answer)[0].mean()
+
+    known = {(item.prompt, item.choices[item.answer]) for item in items}
+    rng = np.random.default_rng(0)
+    assert accuracy(lambda before, after: float((before, after) not in known)) > 0.95
+    assert abs(accuracy(lambda before, after: rng.random()) - 0.25) < 0.12
+    assert accuracy(lambda before, after: 1.0) == 0.0
+
+
+@pytest.mark.parametrize("line,words", [
+    ("{", "line 3"), ("[1]", "line 3"), ('{"prompt": "a", "choices": ["b", "c"]}', "answer"),
+    ('{"prompt": "a", "choices": ["b", "c"], "answer": 2}', "answer"),
+    ('{"prompt": "a", "choices": ["b", "c"], "answer": true}', "answer"),
+    ('{"prompt": 1, "choices": ["b", "c"], "answer": 0}', "texts"),
+    ('{"prompt": "a", "choices": "bc", "answer": 0}', "texts"),
+    ('{"prompt": "a", "choices": ["b"], "answer": 0}', "two choices"),
+    ('{"prompt": "a", "choices": ["b", "b"], "answer": 0}', "two choices")])
+def test_what_is_no_item_is_one_line(line, words, tmp_path):
+    path = tmp_path / "items.jsonl"
+    path.write_text('{"prompt": "a", "choices": ["b", "c"], "answer": 0}\n\n' + line)
+    with pytest.raises(UserError) as e:
+        read_items(path)
+    assert f"{path}, line 3" in str(e.value) and words in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_files_without_items_are_one_line(tmp_path):
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(UserError, match="empty"):
+        read_items(tmp_path / "empty")
+    with pytest.raises(UserError, match="nowhere"):
+        read_items(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="too few words"):
+        made_items("a b c", 5, 0)
+
+
+def test_items_are_read_as_they_were_saved(items, tmp_path):
+    save_items(tmp_path / "items.jsonl", items)
+    assert read_items(tmp_path / "items.jsonl") == items
+
+
+def test_probe_fewshot_end_to_end(tmp_path, capsys):
+    data = Dataset(write_dataset(tmp_path / "text", dict.fromkeys(("train", "val", "test"), TEXT.encode())))
+    paths = []
+    for seed in (1, 2):
+        model = GPT(GPTConfig(**{**SIZES, "block_size": 64}, seed=seed))
+        checkpoint.save(tmp_path / f"{seed}.pt", dict(
+            model=model.state_dict(), config=asdict(model.config), meta=data.meta, step=1,
+            train=dict(dataset=str(data.dir)), dataset=str(data.dir)))
+        paths += ["--ckpt", str(tmp_path / f"{seed}.pt")]
+    common = ["fewshot", *paths, "--shots", "0", "2", "--device", "cpu"]
+    saved = str(tmp_path / "items.jsonl")
+    probe.main([*common, "--items", "10", "--save", saved, "--json", str(tmp_path / "a.json")])
+    out = capsys.readouterr().out
+    assert f"{len(read_items(saved))} items, made of the words of text, test" in out
+    first, second = (run["results"] for run in json.loads((tmp_path / "a.json").read_text())["runs"])
+    assert [(r["task"], r["shots"]) for r in first] == [(task, k) for task in [*TASKS, "all"] for k in (0, 2)]
+    assert all(r["accuracy_over_first"] is None for r in first)
+
+    # by hand, from the same items
+    items = read_items(saved)
+    models = [checkpoint.build(checkpoint.read(path), path) for path in paths[1::2]]
+    texts, answer = contexts(items, 2, 1337), np.array([item.answer for item in items])
+    right = [graded(choice_nats(model, Bytes(), items, texts, 64)[0], answer)[0] for model in models]
+    over = right[1].astype(float) - right[0]
+    half = student.isf(0.025, len(over) - 1) * over.std(ddof=1) / math.sqrt(len(over))
+    assert second[-1]["accuracy"][0] == pytest.approx(right[1].mean())
+    bounds = [over.mean(), over.mean() - half, over.mean() + half]
+    assert second[-1]["accuracy_over_first"] == pytest.approx(bounds)
+
+    # the same items from the file, and fewer of them
+    probe.main([*common, "--file", saved, "--json", str(tmp_path / "b.json")])
+    assert json.loads((tmp_path / "b.json").read_text())["runs"][1]["results"] == second
+    probe.main([*common, "--file", saved, "--items", "3"])
+    assert "15 items" in capsys.readouterr().out
+    for more, words in ((["--file", "x", "--split", "val"], "--split val"),
+                        (["--shots", "-1"], "--shots -1"),
+                        (["--file", "x"], "x")):
+        with pytest.raises(SystemExit) as e:
+            probe.main([*common, *more])
+        assert words in str(e.value) and "\n" not in str(e.value)
