@@ -94,7 +94,7 @@ class PlainConfig:
     embed_norm: Optional[bool] = None    # RMS-normalise the embedding before the first block
     tied: Optional[bool] = None          # output head shares the embedding's weights
     zero_init: Optional[bool] = None     # projections into the residual stream and the head start at zero
-    softcap: Optional[float] = flag(None, at_least=0)  # logits = cap * tanh(logits / cap); 0: off
+    softcap: Optional[float] = flag(None, at_least=0)  # output logits = cap * tanh(logits / cap); 0: off
     rope_base: float = flag(10000.0, above=0)  # wavelength base of the rotary positions
     rope_share: float = flag(1.0, above=0, at_most=1)  # share of each head's dimensions that they turn
     rope_scaling: Optional[list[float]] = None  # Llama 3's: factor, low, high, context; see rope_tables()
@@ -139,6 +139,76 @@ def make_norm(config):
     if config.norm == "rmsnorm":
         return RMSNorm(config.n_embd, config.norm_scale, config.norm_eps or 1e-6)
     return nn.LayerNorm(config.n_embd, config.norm_eps or 1e-5, bias=config.bias)
+
+
+# ---- what the hooks of a layer are given ----
+
+@dataclass
+class Heads:
+    """The heads of one layer in one forward pass: what hooks are given, and what they rewrite.
+
+    The first half says what is asked for and what is known of the text. GPT.make_heads() fills it once a
+    pass, and it is the same in all layers; what no mechanism needs is None. Each layer makes a copy with
+    of_layer() and fills the second half, and results() is what it returns of that.
+    """
+
+    rope: Optional[dict] = None               # head size -> (cos, sin) of the positions
+    cache: Optional["KVCache"] = None
+    mask: object = None                       # who sees whom: bool [1 or B, 1, T, S], BlockMask, None: causal
+    mask_mod: object = None                   # the same, as a function of positions (query, key)
+    positions: Optional[torch.Tensor] = None  # tokens before each token, [T] or [B, T]
+    n_keys: Optional[torch.Tensor] = None     # keys that each query sees, [T] or [B, 1, T]
+    valid: Optional[torch.Tensor] = None      # 0 where there is only padding, [B, T, 1]
+    hint: Optional[torch.Tensor] = None       # the caller's input of the constraint router, [B, C]
+    shared: Optional[dict] = None             # name -> what earlier layers have left for later ones
+    tokens: Optional[torch.Tensor] = None     # what is read, [B, T]
+    wants_losses: bool = False                # auxiliary losses
+    wants_scores: bool = False                # the constraint heads' scores
+    wants_traces: object = False              # "maps": attention maps too
+
+    x: Optional[torch.Tensor] = None          # the layer's normed input, [B, T, C]
+    q: Optional[torch.Tensor] = None          # queries, keys, values, each [B, H, T, D]
+    k: Optional[torch.Tensor] = None          # (after attention with those of the cache: [B, H, S, D])
+    v: Optional[torch.Tensor] = None
+    y: Optional[torch.Tensor] = None          # outputs before the gates, [B, H, T, D]
+    row_stats: Optional[RowStats] = None      # of the attention rows, self_factor included, where needed
+    used: Optional[torch.Tensor] = None       # the heads to compute, bool [B, H, T]; None: all
+    capacity: float = 0.0                     # with `used`: at most so many queries per head and sequence
+    open_rows: Optional[list] = None          # batch rows in which to compute each added head; None: all
+    # a factor on each token's weight on itself, in the added heads: its logarithm is added to the logit
+    self_factor: Optional[torch.Tensor] = None       # [B, added heads, T or 1, 1]
+    gates: dict = field(default_factory=dict)        # name -> factor on y, broadcasting over [B, H, T, D]
+    for_later: dict = field(default_factory=dict)    # name -> what later layers find in shared
+    losses: dict = field(default_factory=dict)       # name -> weighted auxiliary loss
+    predictions: dict = field(default_factory=dict)  # name -> what GPT.forward() compares with a target
+    traces: dict = field(default_factory=dict)       # name -> tensor, where traces are wanted
+
+    def of_layer(self, x):
+        """A copy for one layer, whose normed input is x [B, T, C]."""
+        return Heads(self.rope, self.cache, self.mask, self.mask_mod, self.positions, self.n_keys, self.valid,
+                     self.hint, self.shared, self.tokens, self.wants_losses, self.wants_scores,
+                     self.wants_traces, x)
+
+    def results(self):
+        """What a layer gives beside its output."""
+        return dict(losses=self.losses, predictions=self.predictions, traces=self.traces,
+                    for_later=self.for_later)
+
+    @property
+    def positions_per_head(self):
+        """The positions in a form that broadcasts over heads, [T] or [B, 1, T]."""
+        return self.positions if self.positions.dim() == 1 else self.positions[:, None]
+
+    @property
+    def none_open(self):
+        """Whether there are added heads, of which none has an open gate in any row."""
+        return bool(self.open_rows) and not any(map(len, self.open_rows))
+
+    def add_gate(self, name, gate):
+        """Multiply y by a gate, broadcasting over [B, H, T, D], and trace it."""
+        self.gates[name] = gate
+        if self.wants_traces:
+            self.traces[name] = gate
 
 
 # ---- the transformer ----
@@ -781,7 +851,7 @@ class GPT(HeadControl, nn.Module):
         return aux
 
 
-# ---- what a forward pass carries, and returns ----
+# ---- what a forward pass returns, its cache and its mask ----
 
 class Output(NamedTuple):
     """What a forward pass returns; None: not asked for."""
@@ -870,74 +940,6 @@ class CausalMask(nn.Module):
     def block_mask(self, T, device):
         """The same for FlexAttention, by blocks of tokens: nothing is T x T."""
         return block_mask(T, device, self.mask_mod)
-
-
-@dataclass
-class Heads:
-    """The heads of one layer in one forward pass: what hooks are given, and what they rewrite.
-
-    The first half says what is asked for and what is known of the text. GPT.make_heads() fills it once a
-    pass, and it is the same in all layers; what no mechanism needs is None. Each layer makes a copy with
-    of_layer() and fills the second half, and results() is what it returns of that.
-    """
-
-    rope: Optional[dict] = None               # head size -> (cos, sin) of the positions
-    cache: Optional[KVCache] = None
-    mask: object = None                       # who sees whom: bool [1 or B, 1, T, S], BlockMask, None: causal
-    mask_mod: object = None                   # the same, as a function of positions (query, key)
-    positions: Optional[torch.Tensor] = None  # tokens before each token, [T] or [B, T]
-    n_keys: Optional[torch.Tensor] = None     # keys that each query sees, [T] or [B, 1, T]
-    valid: Optional[torch.Tensor] = None      # 0 where there is only padding, [B, T, 1]
-    hint: Optional[torch.Tensor] = None       # the caller's input of the constraint router, [B, C]
-    shared: Optional[dict] = None             # name -> what earlier layers have left for later ones
-    tokens: Optional[torch.Tensor] = None     # what is read, [B, T]
-    wants_losses: bool = False                # auxiliary losses
-    wants_scores: bool = False                # the constraint heads' scores
-    wants_traces: object = False              # "maps": attention maps too
-
-    x: Optional[torch.Tensor] = None          # the layer's normed input, [B, T, C]
-    q: Optional[torch.Tensor] = None          # queries, keys, values, each [B, H, T, D]
-    k: Optional[torch.Tensor] = None          # (after attention with those of the cache: [B, H, S, D])
-    v: Optional[torch.Tensor] = None
-    y: Optional[torch.Tensor] = None          # outputs before the gates, [B, H, T, D]
-    row_stats: Optional[RowStats] = None      # of the attention rows, self_factor included, where needed
-    used: Optional[torch.Tensor] = None       # the heads to compute, bool [B, H, T]; None: all
-    capacity: float = 0.0                     # with `used`: at most so many queries per head and sequence
-    open_rows: Optional[list] = None          # batch rows in which to compute each added head; None: all
-    # a factor on each token's weight on itself, in the added heads: its logarithm is added to the logit
-    self_factor: Optional[torch.Tensor] = None       # [B, added heads, T or 1, 1]
-    gates: dict = field(default_factory=dict)        # name -> factor on y, broadcasting over [B, H, T, D]
-    for_later: dict = field(default_factory=dict)    # name -> what later layers find in shared
-    losses: dict = field(default_factory=dict)       # name -> weighted auxiliary loss
-    predictions: dict = field(default_factory=dict)  # name -> what GPT.forward() compares with a target
-    traces: dict = field(default_factory=dict)       # name -> tensor, where traces are wanted
-
-    def of_layer(self, x):
-        """A copy for one layer, whose normed input is x [B, T, C]."""
-        return Heads(self.rope, self.cache, self.mask, self.mask_mod, self.positions, self.n_keys, self.valid,
-                     self.hint, self.shared, self.tokens, self.wants_losses, self.wants_scores,
-                     self.wants_traces, x)
-
-    def results(self):
-        """What a layer gives beside its output."""
-        return dict(losses=self.losses, predictions=self.predictions, traces=self.traces,
-                    for_later=self.for_later)
-
-    @property
-    def positions_per_head(self):
-        """The positions in a form that broadcasts over heads, [T] or [B, 1, T]."""
-        return self.positions if self.positions.dim() == 1 else self.positions[:, None]
-
-    @property
-    def none_open(self):
-        """Whether there are added heads, of which none has an open gate in any row."""
-        return bool(self.open_rows) and not any(map(len, self.open_rows))
-
-    def add_gate(self, name, gate):
-        """Multiply y by a gate, broadcasting over [B, H, T, D], and trace it."""
-        self.gates[name] = gate
-        if self.wants_traces:
-            self.traces[name] = gate
 
 
 # ---- the mechanisms of a layer ----

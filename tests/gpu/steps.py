@@ -59,7 +59,7 @@ def gradients(run, x, targets):
     """What a training step does before the update, which launches kernels of torch's own."""
     run.model.at_step(run.step)
     if run.step == run.config.thaw_from:
-        train.freeze_trunk(run)
+        train.freeze_or_thaw(run)
     train.forward_backward(run, x, x, targets)
 
 
