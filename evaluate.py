@@ -28,6 +28,7 @@ import sys
 from itertools import groupby
 
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
+from nanoheads import other_names
 from nanoheads.common import (UserError, last_words, output_written, pick_device, table, writable,
                               write_json)
 from nanoheads.intervals import block_bootstrap
@@ -178,7 +179,7 @@ def main(argv=None):
                    help="move the window by so many tokens; 0: disjoint windows (default)")
     p.add_argument("--tokens", type=int, help="score so many, evenly spaced: a quick look (default: all)")
     p.add_argument("--batch_size", type=int, help="windows in one forward pass (default: by device)")
-    args, runs = p.parse_args(argv), []
+    args, runs = p.parse_args(other_names.in_our_arguments("evaluate", argv)), []
     with last_words("evaluate", "lower --batch_size or --tokens"):
         try:
             device = pick_device(args.device)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads.common import last_words, output_written, writable_folder
-from nanoheads import own_files
+from nanoheads import other_names, own_files
 from nanoheads.training.curves import AXES, plot_runs
 
 
@@ -59,7 +59,7 @@ def arguments(argv):
 
 @output_written("plot_curves")
 def main(argv=None):
-    args = arguments(argv)
+    args = arguments(other_names.in_our_arguments("plot_curves", sys.argv[1:] if argv is None else argv))
     with last_words("plot_curves"):
         return run(args)
 

@@ -18,6 +18,7 @@ import sys
 from functools import partial
 
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
+from nanoheads import other_names
 from nanoheads.common import UserError, last_words, output_written, pick_device
 from nanoheads.heads import look
 from nanoheads.training import checkpoint
@@ -46,6 +47,9 @@ def explained(args, models, prompts, made, files):
 
 def run(args):
     """Load, generate, print. The loop over tokens is GPT.stream(); generate() makes text of its tokens."""
+    if not args.ckpt:
+        args.ckpt = [checkpoint.newest_run()]
+        print(f"sample: --ckpt {args.ckpt[0]}, the newest run", file=sys.stderr)
     check(args)
     checkpoint.allow_code(args)
     device, text = pick_device(args.device), read_prompt(args.start)
@@ -92,7 +96,7 @@ def print_samples(args, text, made, audits=None):
 @output_written("sample")
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    checkpoint.add_arguments(p)
+    checkpoint.add_arguments(p, required=False)
     p.add_argument("--start", default="\n",
                    help='the prompt, or FILE:prompt.txt; \\n is a newline (the default); "" is the separator')
     p.add_argument("--num_samples", type=int, default=1,
@@ -105,7 +109,7 @@ def main(argv=None):
                         "comes beside them")
     p.add_argument("--dataset",
                    help="where a nanoGPT checkpoint's vocabulary is, if not in the dataset that it names")
-    args = p.parse_args(argv)
+    args = p.parse_args(other_names.in_our_arguments("sample", sys.argv[1:] if argv is None else argv))
     several = len(args.ckpt) > 1
     args.max_new_tokens = (200 if several else 300) if args.max_new_tokens is None else args.max_new_tokens
     args.top_k = 200 if several and args.top_k is None else args.top_k

@@ -40,7 +40,8 @@ from nanoheads.text.dataset import Batches, Dataset, DocumentBatches
 from nanoheads.text.targets import Targets
 from nanoheads.timing import mfu
 from nanoheads.training import checkpoint
-from nanoheads.training.config import TrainConfig, check_model, conflicts, flags_by_name, note_on_dropout
+from nanoheads.training.config import (TrainConfig, check_model, conflicts, flags_by_name, note_on_dropout,
+                                       note_on_warmup)
 from nanoheads.training.optim import (CUDA_GRAPHS, carry_moments, compiles, lr_multiplier, make_optimizers,
                                       of_mechanisms, precision, seed_step)
 from nanoheads.training.ranks import Process, StopSignal, join_ranks
@@ -90,7 +91,7 @@ def training_step(run, x, y, targets=None, scored=None):
     seed_step(run.process.kind, model.config.seed, run.step, run.process.rank)
     model.at_step(run.step)
     if run.step == config.thaw_from:  # from this step on the trunk is trained, too
-        freeze_trunk(run)
+        freeze_or_thaw(run)
 
     # forward and backward, then the mean of the gradients over ranks
     means = forward_backward(run, x, y, targets, scored)
@@ -153,11 +154,11 @@ def loop(run, closing):
         # must read in the same step, so with several of them a signal to stop waits for the next such step
         logging, saving = run.is_due(config.log_interval), run.is_due(config.save_interval)
         measuring = run.controller and run.is_due(config.controller_interval)
-        asked = stop.name is not None
+        stop_asked = stop.name is not None
         stopping = False
         if (logging or saving or measuring or run.is_due(config.eval_interval)
-                or asked and run.process.world == 1):
-            values, stopping = read_values(run, means, asked)
+                or stop_asked and run.process.world == 1):
+            values, stopping = read_values(run, means, stop_asked)
         if run.controller:
             copied = run.controller.step(run)
             if copied is not None:  # heads or blocks came or went
@@ -178,12 +179,12 @@ def loop(run, closing):
     return run.last_eval
 
 
-def read_values(run, means, asked):
+def read_values(run, means, stop_asked):
     """({name: value} of the step just made, means over ranks; whether any rank has been asked to stop).
 
     UserError where a value is not finite. A float16 run goes on after an overflow of its gradients.
     """
-    values = torch.stack([*means.values(), means["loss"].new_tensor(float(asked))]).tolist()
+    values = torch.stack([*means.values(), means["loss"].new_tensor(float(stop_asked))]).tolist()
     *values, stops = run.process.all_reduce_sum(values)
     values = {name: value / run.process.world for name, value in zip(means, values)}
     for name, value in values.items():
@@ -206,7 +207,7 @@ def for_constraint_heads(run, x, targets, i):
     return found
 
 
-def freeze_trunk(run):
+def freeze_or_thaw(run):
     """Freeze all parameters but those that mechanisms add; from step thaw_from on, let all learn again."""
     frozen = run.config.freeze_trunk and (run.config.thaw_from is None or run.step < run.config.thaw_from)
     added = of_mechanisms(run.model)
@@ -466,7 +467,7 @@ def set_up(run):
         mode = None if config.compile_mode == "default" else config.compile_mode
         run.forward = torch.compile(model, dynamic=False if config.documents else None, mode=mode)
     if config.freeze_trunk:
-        freeze_trunk(run)
+        freeze_or_thaw(run)
     clear_gradients(run)
 
 
@@ -666,7 +667,7 @@ def main(argv=None):
         # config files and flags become a GPTConfig and a TrainConfig; resolve() there says which of them wins
         configs, given = configurator.load_given((GPTConfig, TrainConfig), argv, __doc__, conflicts,
                                                  mechanisms=flags_by_name())
-        notes = [note_on_dropout(configs[0])]
+        notes = [note_on_dropout(configs[0]), note_on_warmup(configs[1])]
         # all ranks find the same name, since no rank makes the folder before all of them have looked
         if given.get("out_dir") is None:
             configs[1].out_dir, line = checkpoint.default_folder(*configs)

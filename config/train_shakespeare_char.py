@@ -1,6 +1,7 @@
 # nanoGPT's baby GPT on Shakespeare's characters, its hyperparameters as they are: a few minutes on one GPU.
 # It overfits; best.pt keeps the lowest validation loss (nanoGPT reports 1.4697).
 
+out_dir = "out-shakespeare-char"
 dataset = "shakespeare_char"
 
 n_layer = 6

@@ -27,20 +27,11 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Literal, NamedTuple, Optional
 
+from nanoheads import other_names
 from nanoheads.common import ROOT, UserError, number
 from nanoheads.folders import joined, setting_in_name
 
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
-# nanoGPT's names for what is called otherwise here, for those who bring a config along
-OLD_NAMES = {
-    "gradient_accumulation_steps": "grad_accum",
-    "eval_iters": "eval_tokens (counted in tokens)",
-    "decay_lr": "schedule (cosine or trapezoid)",
-    "backend": "device (it decides the backend)",
-    "always_save_checkpoint": "save_interval (ckpt.pt is always the last, best.pt the best)",
-}
-# other names of a key that are taken, with a line that says what they set
-OTHER_NAMES = {"learning_rate": "adamw_lr", "lr": "adamw_lr"}
 Scale = Literal["tiny", "nano", "mid", "small", "paper"]
 
 
@@ -229,10 +220,8 @@ def nearest(key, keys):
     """(the key that was probably meant or None, a few words about it)."""
     if not isinstance(key, str):  # out of a dict of flags
         return None, "a key must be a name in quotes"
-    old, *more = OLD_NAMES.get(key, "").split(" ", 1)
-    if old in keys:
-        return old, f"nanoGPT's {key} is {' '.join([old, *more])} here"
-    meant = near(key, keys) or OTHER_NAMES.get(near(key, OTHER_NAMES))
+    theirs = difflib.get_close_matches(key, other_names.NAMES, 1, 0.75)
+    meant = near(key, keys) or (other_names.NAMES[theirs[0]][1] if theirs else None)
     meant = meant if meant in keys else None
     return meant, f"did you mean {meant}?" if meant else "--help lists the keys"
 
@@ -462,56 +451,82 @@ def resolve(classes, argv, mechanisms=None, more=None):
     """
     presets = () if mechanisms is None else (Presets,)
     keys = keys_of((*presets, *classes))
-    files, texts = split_args(argv, keys)
+    files, texts = split_args(argv, {**other_names.KEYS, **keys})
 
     # what is set by hand, 3 to 5
     explicit, problems = in_files(files, presets, keys)
     lost = bool(problems)  # a file that cannot be read may have set anything
     for source, values in (more or {}).items():
         explicit += [(source, key, value, check) for key, value in values.items()]
-    in_the_files = len(explicit)
     explicit += [("command line", key, text, parse) for key, text in texts]
-    explicit, notes = renamed(explicit, keys)
-    values, bad, wrong = read_values(explicit, keys)
-    sources = {key: source for source, key, *_ in explicit if key in values}
-    problems += bad
+    ours = [each for each in explicit if each[1] in keys]
+    values = read_values(ours, keys)[0]
+    sources = {key: source for source, key, *_ in ours if key in values}
 
     # what scale and mechanisms set, 1 and 2
-    scale, names, weaker, weaker_sources = None, [], {}, {}
+    scale, names, weaker, weaker_sources, bad_presets = None, [], {}, {}, []
     if presets:
         scale, names = values.pop("scale", None), values.pop("mechanism", None) or []
         names = re.findall(r"\w+", names) if isinstance(names, str) else names
-        preset, bad = preset_values(scale, names, mechanisms, sources.get("mechanism"))
-        weaker, more_bad, _ = read_values(preset, keys_of(classes))
+        preset, bad_presets = preset_values(scale, names, mechanisms, sources.get("mechanism"))
+        lost = lost or bool(bad_presets)
+        weaker, bad, _ = read_values(preset, keys_of(classes))
+        bad_presets += bad
         weaker_sources = {key: source for source, key, *_ in preset}
-        problems += bad + more_bad
-        lost = lost or bool(bad) or bool(wrong & {"scale", "mechanism"})
         # a scale's rates were tuned for its own recipe: with another one they mean nothing
         if values.get("recipe", weaker.get("recipe")) != weaker.get("recipe"):
             weaker = {key: value for key, value in weaker.items() if key not in OF_ITS_RECIPE}
 
+    # nanoGPT's names and a write-up's, whose meaning depends on all that is known by now
+    known = {**{key: default for key, (_, default, _) in keys.items()}, **weaker, **values}
+    explicit, notes, bad = in_our_names(explicit, keys, known)
+    problems += bad
+    values, bad, wrong = read_values(explicit, keys)
+    sources = {key: source for source, key, *_ in explicit if key in values}
+    problems += bad + bad_presets
+    lost = lost or bool(wrong & {"scale", "mechanism"})
+
     # the name of a run's folder says what the command line sets to another value than all before it
-    without = {**weaker, **read_values(explicit[:in_the_files], keys)[0]}
-    differ = {key: values[key] for key, _ in texts if key in values and key not in UNNAMED
+    before = [each for each in explicit if each[0] != "command line"]
+    without = {**weaker, **read_values(before, keys)[0]}
+    on_the_line = [key for source, key, *_ in explicit if source == "command line"]
+    differ = {key: values[key] for key in on_the_line if key in values and key not in UNNAMED
               and values[key] != without.get(key, keys[key][1])}
-    setting = {source for source, key, *_ in explicit[:in_the_files] if key not in ("scale", "mechanism")}
+    setting = {source for source, key, *_ in before if key not in ("scale", "mechanism")}
     folder = f"out/{run_name(scale, names, [f for f in files if f in setting] if scale else files, differ)}"
 
+    for key in ("scale", "mechanism") if presets else ():
+        values.pop(key, None)
     values = {**weaker, **values}
     sources = {key: sources.get(key) or weaker_sources[key] for key in values}
     return Resolved(values, sources, folder, problems, notes, wrong, lost)
 
 
-def renamed(settings, keys):
-    """(settings under the names that keys have here, a line for each that has another name elsewhere)."""
-    found, notes = [], []
-    for source, key, value, read in settings:
-        if key in OTHER_NAMES and key not in keys and OTHER_NAMES[key] in keys:
-            key, other = OTHER_NAMES[key], key
-            notes.append(f"{source}: {other} sets {key}, the peak rate of AdamW; "
-                         "that of Muon, where it is on, is muon_lr")
-        found.append((source, key, value, read))
-    return found, list(dict.fromkeys(notes))
+def in_our_names(settings, keys, known):
+    """(settings under the names of the keys here, a line for each that had another, [problems]).
+
+    known: {key: value} of all keys, as they are without what is translated, see other_names.meanings().
+    """
+    if "adamw_lr" not in keys:  # not a program that trains
+        return settings, [], []
+    theirs = [each for each in settings if each[1] in other_names.NAMES and each[1] not in keys]
+    values, problems, _ = read_values(theirs, other_names.KEYS)
+    meanings = other_names.meanings(values, known)
+    last = {each[1]: each for each in theirs}
+    found, lines = [], []
+    for each in settings:
+        source, key, value, _ = each
+        if key == "init_from" and value in ("scratch", "resume"):  # nanoGPT's words for two other keys
+            found += [(source, "init_from", None, check), (source, "resume", value == "resume", check)]
+            lines.append(f"{source}: init_from={value} sets resume={value == 'resume'}")
+        elif key in keys or key not in other_names.NAMES:
+            found.append(each)
+        elif each is last[key] and key in meanings:
+            sets, words = meanings[key]
+            found += [(source, ours, value, check) for ours, value in sets.items()]
+            what = ", ".join(f"{ours}={value}" for ours, value in sets.items()) or "nothing here"
+            lines.append(f"{source}: {key}={values[key]} sets {what}{words and f': {words}'}")
+    return found, lines, problems
 
 
 def load(classes, argv, doc="", **how):

@@ -35,6 +35,16 @@ def file_of(path):
     return next((path / n for n in ("best.pt", "ckpt.pt") if (path / n).is_file()), path / "ckpt.pt")
 
 
+def newest_run():
+    """The run folder, under out/ or called out-..., that was saved last. UserError: there is none."""
+    saved = [path for pattern in ("out/*/", "out-*/", "out/") for folder in Path().glob(pattern)
+             if (path := file_of(folder)).is_file()]
+    if not saved:
+        raise UserError("no --ckpt is named, and there is no run under out/: train one, for instance with "
+                        "python train.py --scale=tiny")
+    return str(max(saved, key=lambda path: path.stat().st_mtime).parent)
+
+
 def read(path, device="cpu", trust_code=False):
     """The dict in a checkpoint file: ours, or nanoGPT's, or a Hugging Face folder's, put into our form.
 
@@ -162,10 +172,11 @@ def build(state, path, device="cpu", settings=(), **overrides):
     return model
 
 
-def add_arguments(parser):
+def add_arguments(parser, required=True):
     """The arguments of every program that reads checkpoints."""
-    parser.add_argument("--ckpt", action="append", required=True,
-                        help="a checkpoint or a run folder (its best.pt); may be repeated")
+    parser.add_argument("--ckpt", action="append", required=required, default=[],
+                        help="a checkpoint or a run folder (its best.pt); may be repeated"
+                             + ("" if required else "; default: the newest run"))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
                         help="change a flag that no weight depends on, as in unet_skips=False, or a head by "
                              "layer and number: gate.0.3=0, state.0.3=withdrawn, consent.0.3=False; with "

@@ -132,9 +132,10 @@ class TrainConfig(ControllerConfig):
     weight_decay: Optional[float] = flag(None, at_least=0)  # of matrices; never of biases, norms and gates
     grad_clip: Optional[float] = flag(None, at_least=0)  # clip the gradient's norm; 0: off
     # ---- schedule ----
-    schedule: Optional[Literal["cosine", "trapezoid"]] = None
+    schedule: Optional[Literal["cosine", "trapezoid", "constant"]] = None
                                          # trapezoid: stable, then a straight line down
-    warmup_iters: Optional[int] = flag(None, at_least=0)  # linear warm-up, in steps
+    warmup_iters: Optional[int] = flag(None, at_least=0)
+                                         # linear warm-up, in steps; a tenth of a schedule that is shorter
     decay_frac: float = flag(0.5, above=0, at_most=1)
                                          # trapezoid: the last part of the steps, in which the rate falls
     lr_decay_iters: Optional[int] = flag(None, at_least=1)
@@ -176,11 +177,13 @@ class TrainConfig(ControllerConfig):
         for key, value in values.items():
             if getattr(c, key) is None:
                 setattr(c, key, value)
+        if c.warmup_iters >= end:
+            c.warmup_iters = end // 10
         return c
 
     def problems(self):
         """Everything that is wrong with this config, as a list of sentences (empty: fine)."""
-        bad, end = [*range_problems(self), *text_problems(self)], self.lr_decay_iters or self.max_iters
+        bad = [*range_problems(self), *text_problems(self)]
 
         def rule(words, holds, *keys):
             for key in keys:
@@ -190,12 +193,8 @@ class TrainConfig(ControllerConfig):
 
         if self.adamw_lr is not None:
             rule(f"not be above adamw_lr={self.adamw_lr}", lambda v: v <= self.adamw_lr, "min_lr")
-        rule(f"be below the end of the schedule at step {end} (lower it too)", lambda v: v < max(1, end),
-             "warmup_iters")
         rule("not be given with resume, which goes on with what it would remove",
              lambda v: not (v and self.resume), "overwrite")
-        rule("be a checkpoint; to go on with a run there is --resume",
-             lambda v: v not in ("scratch", "resume"), "init_from")
         rule(f"be below max_iters={self.max_iters}; without it the trunk stays frozen",
              lambda v: v < self.max_iters, "thaw_from")
         for key, needed in (("init_anyway", "init_from"), ("freeze_trunk", "init_from"),
@@ -444,6 +443,14 @@ def flags_by_name():
 def with_log(flags):
     """A variant's flags, and that of measuring heads where learned agency predicts from what is measured."""
     return {**flags, "controller_log": True} if "agency_learned" in flags else flags
+
+
+def note_on_warmup(config):
+    """What becomes of a warm-up as long as the whole schedule, as that of a longer run is; else None."""
+    end = config.lr_decay_iters or config.max_iters
+    if config.warmup_iters and config.warmup_iters >= end:
+        return (f"warmup_iters={config.warmup_iters} is longer than the schedule of {end:,} steps: the rate "
+                f"rises in the first {end // 10:,} steps instead")
 
 
 def note_on_dropout(model_config):

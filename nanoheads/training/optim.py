@@ -193,10 +193,12 @@ class Muon(torch.optim.Optimizer):
 
 
 def lr_multiplier(step, config):
-    """The factor on every learning rate at `step`, from 0 to 1: linear warm-up, then cosine or trapezoid."""
+    """The factor on every learning rate at `step`, from 0 to 1: linear warm-up, then what schedule says."""
     low, end = config.min_lr / config.adamw_lr, config.lr_decay_iters or config.max_iters
     if step < config.warmup_iters:
         return (step + 1) / (config.warmup_iters + 1)
+    if config.schedule == "constant":
+        return 1.0
     if step >= end:
         return low
     if config.schedule == "cosine":

@@ -13,7 +13,8 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator, timing
 from nanoheads.common import UserError
 from nanoheads.configurator import Presets, Scale, help_text, load, load_given, near
-from nanoheads.training.config import OPTIMIZERS, TrainConfig, conflicts, flags_by_name, note_on_dropout
+from nanoheads.training.config import (OPTIMIZERS, TrainConfig, conflicts, flags_by_name, note_on_dropout,
+                                       note_on_warmup)
 from train import main
 from conftest import ROOT
 
@@ -488,8 +489,8 @@ def test_all_is_the_corrected_form_of_all_seven():
 @pytest.mark.parametrize("argv, count", [
     (["config/paper.py"], 90_397_440),
     (["--scale=paper", "--mechanism=routing_inf"], 93_996_432),
-    (["config/enwik8_baseline.py"], 90_397_440),
-    (["config/enwik8_routing.py"], 93_996_432),
+    (["config/train_enwik8_routing_ablation.py"], 90_397_440),
+    (["config/train_enwik8_routing.py"], 93_996_432),
 ])
 def test_the_pair_at_paper_scale_has_the_size_of_its_write_up(argv, count):
     with torch.device("meta"):
@@ -538,16 +539,59 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(config_file):
     assert "zzz" in line and "--help" in line
 
 
-@pytest.mark.parametrize("theirs,ours", [
-    ("gradient_accumulation_steps=8", "grad_accum"),
-    ("decay_lr=True", "schedule"),
-    ("eval_iters=200", "eval_tokens"),
-    ("backend=nccl", "device"),
-    ("always_save_checkpoint=False", "save_interval"),
+@pytest.mark.parametrize("theirs,ours,line", [
+    ("--gradient_accumulation_steps=8", dict(grad_accum=8), "sets grad_accum=8"),
+    ("--learning_rate=3e-4", dict(adamw_lr=3e-4, muon_lr=0.02), "sets adamw_lr=0.0003: the peak rate"),
+    ("--lr=3e-4", dict(adamw_lr=3e-4, muon_lr=0.02), "lr=0.0003 sets adamw_lr=0.0003: the peak rate"),
+    ("--eval_iters=20 --batch_size=3 --block_size=8", dict(eval_tokens=480), "sets eval_tokens=480: 20 "),
+    ("--decay_lr=True", dict(schedule=None), "decay_lr=True sets nothing here: "),
+    ("--decay_lr=False", dict(schedule="constant", warmup_iters=0), "sets schedule=constant, warmup_iters=0"),
+    ("--decay_lr", dict(schedule=None), "decay_lr=True sets nothing here: "),
+    ("--backend=nccl", dict(device="auto"), "backend=nccl sets nothing here: "),
+    ("--always_save_checkpoint=False", {}, "ckpt.pt is always the last save"),
+    ("--init_from=scratch", dict(init_from=None, resume=False), "init_from=scratch sets resume=False"),
+    ("--init_from=resume", dict(init_from=None, resume=True), "init_from=resume sets resume=True"),
+    # the head-routing write-up's, with its defaults for those that are not set
+    ("--use_routing=True", dict(routing="published", routing_top_k=12, routing_mask="zero",
+                                routing_coef=0.01, routing_eval_gate=False), "sets routing=published"),
+    ("--use_routing --n_head=6", dict(routing="published", routing_top_k=6), "routing_top_k=6"),
+    ("--use_routing=True --top_k_heads=4", dict(routing_top_k=4), "top_k_heads=4 sets routing_top_k=4"),
+    ("--top_k_heads=4 --use_routing=True", dict(routing_top_k=4), "top_k_heads=4 sets routing_top_k=4"),
+    ("--use_routing=True --top_k_heads=None", dict(routing_top_k=12), "top_k_heads=None sets routing_top_k"),
+    ("--entropy_reg_coef=0.5 --use_routing=True", dict(routing_coef=0.5), "sets routing_coef=0.5"),
+    ("--routing=moh --top_k_heads=4", dict(routing="moh", routing_top_k=4), "sets routing_top_k=4"),
+    ("--use_routing=False --top_k_heads=4", dict(routing=None, routing_top_k=None), "there is no routing"),
+    ("--entropy_reg_coef=0.0", dict(routing=None, routing_coef=0.01), "there is no routing"),
 ])
-def test_nanogpts_names_are_translated(theirs, ours):
-    line, = problems(f"--{theirs}", classes=(GPTConfig, TrainConfig))
-    assert f"nanoGPT's {theirs.split('=')[0]} is {ours} " in line
+def test_keys_of_other_programs_are_taken_with_a_line_that_says_what_they_set(theirs, ours, line, capsys):
+    both = load((GPTConfig, TrainConfig), theirs.split())
+    for key, value in ours.items():
+        assert next(getattr(config, key) for config in both if hasattr(config, key)) == value, key
+    said = capsys.readouterr().out
+    assert line in said and all(each.startswith("command line: ") for each in said.splitlines())
+
+
+def test_of_two_names_for_one_key_the_later_wins(config_file):
+    path = config_file("eval_iters = 20\nlearning_rate = 3e-4\nbatch_size = 1\nblock_size = 2")
+    _, config = load((GPTConfig, TrainConfig), [path])
+    assert config.eval_tokens == 40 and config.adamw_lr == 3e-4
+    _, config = load((GPTConfig, TrainConfig), [path, "--eval_tokens=7", "--adamw_lr=1e-3"])
+    assert config.eval_tokens == 7 and config.adamw_lr == 1e-3
+    _, config = load((GPTConfig, TrainConfig), [path, "--eval_iters=3", "--batch_size=10", "--lr=2e-3"])
+    assert config.eval_tokens == 60 and config.adamw_lr == 2e-3
+
+
+@pytest.mark.parametrize("given, line", [
+    (["--eval_iters=many"], "command line: eval_iters='many' is not int"),
+    (["--lr=fast"], "command line: lr='fast' is not float"),
+    (["--use_routing=perhaps"], "command line: use_routing='perhaps' is not bool"),
+    (["--eval_iters"], "command line: --eval_iters needs a value (int)"),
+    (["--eval_itres=3"], "command line: unknown key eval_itres; did you mean eval_tokens?"),
+])
+def test_wrong_values_of_other_programs_keys_are_refused_by_their_names(given, line):
+    with pytest.raises(UserError) as e:
+        load((GPTConfig, TrainConfig), given)
+    assert str(e.value) == line
 
 
 @pytest.mark.parametrize("arg", ["--lr=fast", "--lr=nan", "--lr=inf", "--width=1.5", "--width=True",
@@ -658,12 +702,12 @@ def test_a_broken_config_file_is_one_line(config_file, text, words):
 
 def test_impossible_values_of_the_real_configs_come_at_once(bytes_data):
     bad = problems("--n_embd=10", "--n_head=3", "--dropout=1.5", "--recipe=old", "--optimizer=sgd",
-                   "--adamw_lr=-1", "--warmup_iters=30", "--max_iters=20", "--block_size=15000",
+                   "--adamw_lr=-1", "--warmup_iters=-30", "--max_iters=20", "--block_size=15000",
                    "--vocab_size=5",
                    "--resume", "--overwrite", f"--dataset={bytes_data}",
                    classes=(GPTConfig, TrainConfig), together=conflicts)
     for named in ("n_embd=10", "dropout=1.5", "recipe='old'", "optimizer='sgd'", "adamw_lr=-1.0",
-                  "warmup_iters=30",
+                  "warmup_iters=-30",
                   "30,000 tokens of train", "of val", "vocab_size=5", "overwrite=True"):
         assert sum(named in line for line in bad) == 1, (named, bad)
     assert len(bad) == 10
@@ -671,7 +715,6 @@ def test_impossible_values_of_the_real_configs_come_at_once(bytes_data):
 
 @pytest.mark.parametrize("argv,named", [
     (["--min_lr=1", "--block_size=16"], [["min_lr=1.0", "adamw_lr=0.001"]]),  # by the defaults
-    (["--init_from=resume"], [["init_from='resume'", "--resume"]]),  # nanoGPT's
     (["--constraint_focal=2"], [["constraint_focal=2.0", "constraint_names"]]),
     (["--init_from=out/c", "--constraint_focal=2"],  # a detail of what the checkpoint may have
      [["constraint_focal=2.0", "constraint_names"], ["init_from"]]),
@@ -703,17 +746,14 @@ def test_a_default_never_contradicts_a_small_value():
     assert c.min_lr == 1e-5 and c.warmup_iters == 2 and not c.problems()
 
 
-@pytest.mark.parametrize("name", ["learning_rate", "lr"])
-def test_other_names_of_the_rate_are_taken_with_a_line_that_says_what_they_set(name, config_file, capsys):
-    for given in ([f"--{name}=3e-4"], [config_file(f"{name} = 3e-4")]):
-        _, config = load((GPTConfig, TrainConfig), given)
-        assert config.adamw_lr == 3e-4 and config.muon_lr == TrainConfig().muon_lr
-        said = capsys.readouterr().out
-        assert said.count("\n") == 1
-        assert f": {name} sets adamw_lr, the peak rate of AdamW; that of Muon" in said
-    assert load((GPTConfig, TrainConfig), ["--lr=1e-3", "--adamw_lr=2e-3"])[1].adamw_lr == 2e-3
-    with pytest.raises(UserError, match="command line: adamw_lr='fast' is not float or None"):
-        load((GPTConfig, TrainConfig), ["--lr=fast"])
+def test_a_warm_up_longer_than_the_schedule_becomes_a_tenth_of_it_and_a_line_says_so():
+    for keys, steps in ((dict(max_iters=20), 2), (dict(max_iters=500, lr_decay_iters=100), 10)):
+        c = TrainConfig(warmup_iters=2000, **keys)
+        assert not c.problems() and c.for_recipe("gpt2").warmup_iters == steps
+        note = note_on_warmup(c)
+        assert note.startswith("warmup_iters=2000 ") and f"the first {steps} steps" in note
+    for fits in (dict(), dict(warmup_iters=0), dict(warmup_iters=1999), dict(max_iters=5)):
+        assert note_on_warmup(TrainConfig(**fits)) is None
 
 
 def test_help_beside_other_arguments_says_where_each_value_comes_from(config_file, capsys):

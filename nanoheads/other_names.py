@@ -1,0 +1,134 @@
+"""
+Keys and arguments under the names of other programs: nanoGPT's, and those of the head-routing write-up.
+
+A config file or a command line that somebody brings along works here as it is: each key that is called
+otherwise here is translated, and a line says what it sets. That is done for all of them at once, since some
+mean something only beside others. nanoGPT counts an evaluation in batches, for instance, so what eval_iters
+sets depends on the size of a batch. The arguments of sample.py, evaluate.py and plot_curves.py follow below.
+"""
+
+import sys
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+# name -> (its type there, the key here that it sets or is nearest to; "": none)
+NAMES = {
+    # nanoGPT
+    "learning_rate": (float, "adamw_lr"),
+    "lr": (float, "adamw_lr"),
+    "gradient_accumulation_steps": (int, "grad_accum"),
+    "eval_iters": (int, "eval_tokens"),
+    "decay_lr": (bool, "schedule"),
+    "always_save_checkpoint": (bool, ""),
+    "backend": (str, ""),
+    # head routing
+    "use_routing": (bool, "routing"),
+    "top_k_heads": (Optional[int], "routing_top_k"),
+    "entropy_reg_coef": (float, "routing_coef"),
+}
+KEYS = {name: (type_, None, "") for name, (type_, _) in NAMES.items()}  # in the form of keys_of()
+
+
+class Meaning(NamedTuple):
+    sets: dict  # {key here: value}
+    words: str  # what else there is to say
+
+
+def meanings(theirs, known):
+    """{name: its Meaning} of keys under the names of NAMES.
+
+    theirs: {name: value}. known: {key: value} of all keys here, as they are without these.
+    """
+    found = {}
+    for name, value in theirs.items():
+        if name in ("learning_rate", "lr"):
+            found[name] = Meaning(dict(adamw_lr=value),
+                                  "the peak rate of AdamW; that of Muon, where it is on, is muon_lr")
+        elif name == "gradient_accumulation_steps":
+            found[name] = Meaning(dict(grad_accum=value), "")
+        elif name == "eval_iters":
+            batch, block = known["batch_size"], known["block_size"]
+            found[name] = Meaning(dict(eval_tokens=value * batch * block),
+                                  f"{value} batches of {batch} x {block} tokens, the same ones each time")
+        elif name == "decay_lr" and not value:
+            found[name] = Meaning(dict(schedule="constant", warmup_iters=0), "")
+        elif name == "decay_lr":
+            found[name] = Meaning({}, "the rate falls unless schedule=constant")
+        elif name == "always_save_checkpoint":
+            found[name] = Meaning({}, "ckpt.pt is always the last save, and best.pt the best")
+        elif name == "backend":
+            found[name] = Meaning({}, "the device decides it: nccl on cuda, gloo on a CPU")
+    return {**found, **of_routing(theirs, known)}
+
+
+def of_routing(theirs, known):
+    """meanings() of the head-routing write-up's three keys, with the defaults that it gives the other two.
+
+    Its GPTConfig has use_routing=False, top_k_heads=None, which uses every head, and entropy_reg_coef=0.01.
+    """
+    found = {}
+    if theirs.get("use_routing"):
+        found["use_routing"] = Meaning(
+            dict(routing="published", routing_mask="zero", routing_eval_gate=False,
+                 routing_top_k=theirs.get("top_k_heads") or known["n_head"],
+                 routing_coef=theirs.get("entropy_reg_coef", 0.01)), "the router as its write-up prints it")
+    elif "use_routing" in theirs:
+        found["use_routing"] = Meaning(dict(routing=None), "")
+    on = theirs.get("use_routing", known["routing"] is not None)
+    for name in ("top_k_heads", "entropy_reg_coef"):
+        if name in theirs and not on:
+            found[name] = Meaning({}, "there is no routing")
+        elif name in theirs:
+            value = known["n_head"] if theirs[name] is None else theirs[name]
+            found[name] = Meaning({NAMES[name][1]: value}, "")
+    return found
+
+
+# ---- arguments of programs that do not train ----
+
+def run_folder(path):
+    """The run folder of a file in it: out-a/training_log.json -> out-a."""
+    return str(Path(path).parent)
+
+
+# program -> {argument there: the arguments here that its value means}
+ARGUMENTS = {
+    "sample": {  # nanoGPT
+        "--out_dir": lambda path: ["--ckpt", path],
+        "--init_from": lambda name: [] if name == "resume" else ["--ckpt", name],
+        "--compile": lambda value: [],
+    },
+    "evaluate": {  # head routing: the first checkpoint is what others are compared with
+        "--baseline_checkpoint": lambda path: ["--ckpt", path],
+        "--routing_checkpoint": lambda path: ["--ckpt", path],
+        "--test_data": lambda path: ["--dataset", run_folder(path), "--split", Path(path).stem],
+        "--use_full_dataset": lambda value: [],
+    },
+    "plot_curves": {  # head routing
+        "--log_file": lambda path: [run_folder(path)],
+    },
+}
+WITHOUT_VALUE = {"--use_full_dataset"}
+
+
+def in_our_arguments(program, argv):
+    """argv with the arguments of ARGUMENTS under the names here; a line for each says what it means.
+
+    Ends the program in one line where a value is missing.
+    """
+    names, rest, found = ARGUMENTS[program], list(argv), []
+    while rest:
+        given = rest.pop(0)
+        name, equals, value = given.partition("=")
+        if name not in names:
+            found.append((len(names), [given]))
+            continue
+        if not equals and name not in WITHOUT_VALUE:
+            if not rest:
+                sys.exit(f"{program}: {name} needs a value")
+            value = rest.pop(0)
+        ours = names[name](value)
+        found.append((list(names).index(name), ours))  # the baseline comes before what is compared with it
+        print(f"{program}: {name} {value}".rstrip(), "means", " ".join(ours) or "nothing here",
+              file=sys.stderr)
+    return [each for _, ours in sorted(found, key=lambda pair: pair[0]) for each in ours]
