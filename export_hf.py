@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-from nanoheads.common import last_words, output_written
+from nanoheads.common import last_words, output_written, writable, write_json
 from nanoheads import own_mechanism
 from nanoheads.hub import huggingface as hf
 from nanoheads.training import checkpoint
@@ -27,6 +27,7 @@ def arguments(argv):
     parser.add_argument("--as", choices=list(hf.WRITERS), dest="family",
                         help="the class to write (default: the plainest that says the same)")
     parser.add_argument("--force", action="store_true", help="replace a folder that is there")
+    parser.add_argument("--json", help="write what was written, and how to load it, to this file")
     own_mechanism.add_arguments(parser)
     return parser.parse_args(argv)
 
@@ -35,6 +36,7 @@ def arguments(argv):
 def main(argv=None):
     args = arguments(argv)
     with last_words("export_hf"):
+        out = writable(args.json) if args.json else None
         checkpoint.allow_code(args, args.ckpt)
         state = checkpoint.read(args.ckpt)
         model = checkpoint.build(state, args.ckpt)
@@ -43,6 +45,9 @@ def main(argv=None):
               f"tokenizer {state['meta']['encoding'] if state['meta'] else 'none'}")
         code = ", trust_remote_code=True" if family == "nanoheads" else ""
         print(f'AutoModelForCausalLM.from_pretrained("{args.out}"{code})')
+        if out:
+            write_json(out, dict(folder=str(args.out), family=family, parameters=model.num_params(),
+                                 trust_remote_code=family == "nanoheads"))
 
 
 if __name__ == "__main__":

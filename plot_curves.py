@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-from nanoheads.common import last_words, output_written, writable_folder
+from nanoheads.common import last_words, output_written, writable, writable_folder, write_json
 from nanoheads import other_names, own_files
 from nanoheads.training.curves import AXES, plot_runs
 
@@ -41,6 +41,7 @@ def arguments(argv):
     parser.add_argument("--out", type=Path, metavar="DIR",
                         help="for the comparison (default: figures/ by the runs)")
     parser.add_argument("--x", choices=list(AXES), default="step", help="horizontal axis (default: step)")
+    parser.add_argument("--json", help="write the paths of the pictures to this file")
     heads = parser.add_argument_group("heads that are measured (--controller_log)")
     heads.add_argument("--heads", action="store_true", help="draw these instead; default: all under out/")
     heads.add_argument("--text", help="what attention.png shows heads reading, or FILE:name; "
@@ -66,6 +67,7 @@ def main(argv=None):
 
 def run(args):
     """Draw what is asked for, print the paths; the exit code. UserError: it cannot be written."""
+    listing = writable(args.json) if args.json else None
     what, file = ("measured runs", "heads.jsonl") if args.heads else ("runs", "config.json")
     out = Path("out") if Path("out").is_dir() else Path(__file__).resolve().parent / "out"
     known = sorted({path.parent for path in out.rglob(file)})
@@ -91,6 +93,8 @@ def run(args):
         written = plot_runs(given, names, together, args.x)
     for path in written:
         print(path)
+    if listing:
+        write_json(listing, [str(path) for path in written])
     if not written:
         print("nothing to plot" + ("" if given else f": no {what} under {out}"), file=sys.stderr)
     return 0 if written else 1

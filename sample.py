@@ -19,7 +19,7 @@ from functools import partial
 
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
 from nanoheads import other_names
-from nanoheads.common import UserError, last_words, output_written, pick_device
+from nanoheads.common import UserError, last_words, output_written, pick_device, writable, write_json
 from nanoheads.heads import look
 from nanoheads.training import checkpoint
 from nanoheads.training.sampling import (add_arguments, check, encode, generate, model_and_tokenizer,
@@ -57,6 +57,7 @@ def run(args):
     prompts = [encode(tokenizer, text, path) for (_, tokenizer), path in zip(models, args.ckpt)]
     changed = f"with {', '.join(args.settings)}" if args.settings else ""
     files = audit_files(args, models)
+    out = writable(args.json) if args.json else None
 
     # one text appears as it is made
     if len(models) == args.num_samples == 1:
@@ -75,6 +76,9 @@ def run(args):
             print(changed, end="\n\n")
         print_samples(args, text, made, audits)
     sys.stdout.flush()
+    if out:
+        write_json(out, [dict(ckpt=path, prompt=text, texts=list(samples.texts),
+                              tokens_per_s=samples.tokens_per_s) for path, samples in zip(args.ckpt, made)])
     for path, samples in zip(args.ckpt, made):
         print(f"{path}{', ' * bool(changed)}{changed}: {samples.tokens_per_s:,.0f} tokens/s", file=sys.stderr)
     for path in files or ():
@@ -107,6 +111,7 @@ def main(argv=None):
     p.add_argument("--audit", metavar="FILE",
                    help="write what mechanisms do to each text, as JSON lines; a page of that name, .html, "
                         "comes beside them")
+    p.add_argument("--json", help="write the texts to this file as well")
     p.add_argument("--dataset",
                    help="where a nanoGPT checkpoint's vocabulary is, if not in the dataset that it names")
     args = p.parse_args(other_names.in_our_arguments("sample", sys.argv[1:] if argv is None else argv))

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from model import GPT, GPTConfig
 from nanoheads import configurator
-from nanoheads.common import UserError, explain, output_written
+from nanoheads.common import UserError, explain, output_written, writable, write_json
 from nanoheads import own_mechanism as own
 from nanoheads.kernels import allow_graphs
 from nanoheads.locks import only_writer
@@ -117,7 +117,7 @@ def training_step(run, x, y, targets=None, scored=None):
 
 
 def loop(run, closing):
-    """Train until max_iters, or until a rank is asked to stop; returns the last evaluation's row.
+    """Train until max_iters, or until a rank is asked to stop.
 
     closing: the ExitStack that closes the run's log and bar and puts signal handlers back.
     """
@@ -176,7 +176,6 @@ def loop(run, closing):
     run.process.barrier()
     run.process.print0(f"best val loss {run.best_val_loss:.4f} nats; wrote {run.out_dir / 'ckpt.pt'}, "
                        f"{run.out_dir / 'best.pt'}, {run.out_dir / 'log.jsonl'}")
-    return run.last_eval
 
 
 def read_values(run, means, stop_asked):
@@ -550,13 +549,15 @@ def train_alone(model_config, config, given, process):
     model.at_step(max(0, step - 1))  # the first evaluation sees the model as the last step left it
 
     if config.eval_only:
-        row = evaluate_splits(run)
+        run.last_eval = row = evaluate_splits(run)
         check_finite(run, row)
         process.print0(eval_line(row))
+        write_result(run)
         return row
     if run.last_eval["step"] >= config.max_iters:
         process.print0(f"{run.out_dir} is finished: {step:,} of {config.max_iters:,} steps, "
                        f"best val loss {run.best_val_loss:.4f} nats; a larger max_iters goes on")
+        write_result(run)
         return run.last_eval
 
     # batches, optimizers, precision
@@ -573,7 +574,20 @@ def train_alone(model_config, config, given, process):
         if process.rank == 0:
             open_folder(run, saves, closing)
         print_run(run, saves)
-        return loop(run, closing)
+        loop(run, closing)
+        write_result(run)
+        return run.last_eval
+
+
+def write_result(run):
+    """What a run that did what was asked has come to, into the file of --json, from the first rank alone.
+
+    val_bpb is that of the last evaluation in bits per byte, best_val_loss the lowest in nats a token.
+    """
+    if run.config.json and run.process.rank == 0:
+        trained = dict(out_dir=str(run.out_dir), best_val_loss=run.best_val_loss)
+        write_json(run.config.json, dict(**({} if run.config.eval_only else trained),
+                                         parameters=run.model.num_params(), **run.last_eval))
 
 
 def print_run(run, saves):
@@ -606,7 +620,7 @@ SCHEDULE = ("adamw_lr", "min_lr", "max_iters", "lr_decay_iters", "warmup_iters",
 
 def print_changes(run, state):
     """A line for each key of training that is not what it was at the last save."""
-    for key in sorted(set(asdict(run.config)) - {"resume", "overwrite", "init_from", "init_anyway"}):
+    for key in sorted(set(asdict(run.config)) - {"resume", "overwrite", "init_from", "init_anyway", "json"}):
         now, before = getattr(run.config, key), state["train"].get(key)
         if now != before:
             run.process.print0(f"changed since the last save: {key}={now}, was {before}")
@@ -643,6 +657,8 @@ def open_folder(run, saves, closing):
     run.log = Log(run.out_dir, run.step or -1, run.last_eval["step"], closing)
     if config.wandb_log:
         run.log.start_wandb(config, details, run.run_id, closing)
+    if config.tensorboard:
+        run.log.start_tensorboard(closing)
 
 
 def batches_of(run):
@@ -675,6 +691,8 @@ def main(argv=None):
         checkpoint.trust_what_it_starts_from(configs[1] if trusted else None)
         for note in filter(None, notes):
             configurator.print_once(note)
+        if configs[1].json:
+            writable(configs[1].json)
         train(*configs, given)
         return
     except (Exception, KeyboardInterrupt) as e:

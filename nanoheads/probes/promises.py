@@ -19,7 +19,7 @@ from typing import get_args
 import torch
 
 from model import ALL_ON, GPT, MECHANISMS, NEUTRAL, GPTConfig, KVCache
-from nanoheads.common import UserError, fault_of_own_file, pick_device, table
+from nanoheads.common import UserError, fault_of_own_file, pick_device, table, writable, write_json
 from nanoheads.configurator import Scale, near, read_file
 from nanoheads import own_mechanism as own
 from nanoheads.mechanism import Mechanism
@@ -266,6 +266,9 @@ def main(argv):
     for name in names:
         found += check(name, known[name])
         found.append((name, f"of {scale}", "causal, rows", at_scale(scale, known[name])))
+    if path := next((arg.partition("=")[2] for arg in argv if arg.startswith("--json=")), None):
+        write_json(writable(path), [dict(mechanism=name, recipe=recipe, promise=promise, broken=wrong or None)
+                                    for name, recipe, promise, wrong in found])
     lines = [(*row[:3], row[3] or "kept") for row in found]
     print(table(("mechanism", "recipe", "promise", ""), lines, left=4))
     if broken := [row for row in found if row[3]]:

@@ -149,6 +149,8 @@ class TrainConfig(ControllerConfig):
                                          # steps between saves of ckpt.pt; None: at each evaluation
     # ---- logging ----
     log_interval: int = flag(10, at_least=1)  # steps between rows of log.jsonl
+    json: Optional[str] = None           # write the result to this file, for a program to read
+    tensorboard: bool = False            # also write files for TensorBoard, into out_dir/tensorboard
     wandb_log: bool = False              # also log to Weights & Biases
     wandb_project: str = "nanoheads"     # the project that the run is filed under
     wandb_run_name: Optional[str] = None  # None: the name of out_dir

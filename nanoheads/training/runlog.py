@@ -151,6 +151,7 @@ class Log:
     def __init__(self, out_dir, step, evaluated, closing):
         self.path = out_dir / "log.jsonl"
         self.wandb_run = None
+        self.tensorboard = None
         before = read_rows(self.path)
         write_rows(self.path, [row for row in before
                                if row["step"] <= (evaluated if "val_loss" in row else step)])
@@ -172,9 +173,25 @@ class Log:
         row = json_safe(row)
         # an evaluation is the dear one: a step's row reaches the disk with the next of them
         self.add((json.dumps(row) + "\n").encode(), sync="val_loss" in row)
+        if self.tensorboard:
+            for key, value in row.items():
+                if key != "step" and isinstance(value, (int, float)):
+                    self.tensorboard.add_scalar(key, value, row["step"])
         if self.wandb_run:
             values = {key: value for key, value in row.items() if key != "step"}
             self.attempt(lambda: self.wandb_run.log(values, step=row["step"]))
+
+    def start_tensorboard(self, closing):
+        """Write the same rows for TensorBoard, too. UserError where it is not installed."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # only here: it needs an optional package
+        except ImportError:
+            raise UserError("tensorboard=True needs TensorBoard: pip install tensorboard") from None
+        folder = self.path.with_name("tensorboard")
+        last = read_rows(self.path)[-1:]
+        # what a killed run wrote behind its last save is written again: TensorBoard shows the newer ones
+        self.tensorboard = SummaryWriter(str(folder), purge_step=last[0]["step"] + 1 if last else None)
+        closing.callback(self.tensorboard.close)
 
     def start_wandb(self, config, details, run_id, closing):
         def start():
