@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from model import GPT, GPTConfig
 from nanoheads import configurator
-from nanoheads.common import UserError, explain, output_written, writable, write_json
+from nanoheads.common import LESS, UserError, explain, output_written, writable, write_json
 from nanoheads import own_mechanism as own
 from nanoheads.kernels import allow_graphs
 from nanoheads.locks import only_writer
@@ -42,6 +42,7 @@ from nanoheads.timing import mfu
 from nanoheads.training import checkpoint
 from nanoheads.training.config import (TrainConfig, check_model, conflicts, flags_by_name, note_on_dropout,
                                        note_on_warmup)
+from nanoheads.training.memory import advice, memory_lines
 from nanoheads.training.optim import (CUDA_GRAPHS, carry_moments, compiles, lr_multiplier, make_optimizers,
                                       of_mechanisms, precision, seed_step)
 from nanoheads.training.ranks import Process, StopSignal, join_ranks
@@ -603,6 +604,8 @@ def print_run(run, saves):
     if config.documents:
         process.print0(str(run.batches))
     anew = ", where no checkpoint is yet: starting anew" if config.resume and not saves else ""
+    for line in memory_lines(run):
+        process.print0(line)
     process.print0(f"{run.model.config.recipe}: {run.model.num_params():,} parameters, "
                    f"{'at most ' if config.documents else ''}{run.tokens_per_step:,} tokens a step, "
                    f"{run.dtype} on {hardware(process)}, {steps} in {run.out_dir}{anew}")
@@ -672,7 +675,7 @@ def batches_of(run):
 
 @output_written("train")
 def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
+    argv, less = sys.argv[1:] if argv is None else argv, LESS
     try:
         # read the files of one's own that --mechanism names: their mechanisms join those of model.py
         argv, trusted = own.without_trust(argv)
@@ -693,10 +696,11 @@ def main(argv=None):
             configurator.print_once(note)
         if configs[1].json:
             writable(configs[1].json)
+        less = advice(configs[1], int(os.environ.get("WORLD_SIZE", 1)))  # where memory runs out
         train(*configs, given)
         return
     except (Exception, KeyboardInterrupt) as e:
-        problem = explain(e)
+        problem = explain(e, less)
         if problem is None:
             raise
     finally:

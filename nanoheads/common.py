@@ -282,6 +282,18 @@ def write_json(path, value, indent=1):
     write_atomic(path, lambda f: f.write(json.dumps(json_safe(value), indent=indent).encode() + b"\n"))
 
 
+def memory_of_machine():
+    """Bytes of this machine's memory; where the system does not say, a petabyte, which no machine has."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 2**50
+
+
+def gib(size):
+    return f"{size / 2**30:,.1f} GiB" if size < 2**60 else f"{size / 2**30:.1e} GiB"
+
+
 def table(head, rows, left=1, width=None):
     """Aligned lines, no rule, two spaces between: the columns `left` to the left, the others to the right.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Optional
 
 from model import ALL_ON, MECHANISM_CLASSES, MECHANISMS, ConstraintHeads, GPTConfig, UNetSkip
-from nanoheads.common import UserError
+from nanoheads.common import UserError, gib, memory_of_machine
 from nanoheads.configurator import text_problems
 from nanoheads.mechanism import flag, range_problems
 from nanoheads.text.dataset import Dataset
@@ -291,18 +291,6 @@ def size_problems(model_config, config, world, vocab_size):
         bad.append(f"{' * '.join(f'{key}={sizes[key]}' for key in keys)} tokens take at least "
                    f"{gib(ids + stream)}, and this machine has {gib(memory)}: lower {' or '.join(keys)}")
     return bad
-
-
-def memory_of_machine():
-    """Bytes of this machine's memory; where the system does not say, a petabyte, which no machine has."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return 2**50
-
-
-def gib(size):
-    return f"{size / 2**30:,.1f} GiB" if size < 2**60 else f"{size / 2**30:.1e} GiB"
 
 
 def step_conflicts(model_config, config, world):
