@@ -95,9 +95,11 @@ def memory_lines(run):
         return []
     config, rows = run.config, rows_at_once(run.config, run.process.world)
     need, limit = step_memory(run.model, config, rows, run.autocast), device_memory(run.process)
-    lines = [f"a step takes about {gib(need.total)} of memory: weights {gib(need.weights)}, gradients "
-             f"{gib(need.gradients)}, optimizers {gib(need.optimizers)}, activations "
-             f"{gib(need.activations + need.backward)} for {rows} x {run.model.config.block_size:,} tokens"]
+    parts = dict(weights=need.weights, gradients=need.gradients, optimizers=need.optimizers,
+                 activations=need.activations + need.backward)
+    lines = [f"a step takes about {gib(need.total)} of memory: "
+             + ", ".join(f"{name} {size / 2**30:,.2f}" for name, size in parts.items())
+             + f" for {rows} x {run.model.config.block_size:,} tokens at once"]
     if need.total > limit:
         lines.append(f"that is more than the {gib(limit)} of this {'machine' if on_cpu else 'device'}: "
                      + advice(config, run.process.world,

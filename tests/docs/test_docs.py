@@ -17,7 +17,7 @@ from train import main
 from conftest import ROOT
 
 DOCS = sorted((ROOT / "docs").glob("**/*.md"))
-PAGES = [ROOT / "README.md", *DOCS, *sorted((ROOT / "docs").glob("*.ipynb"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS, *sorted((ROOT / "docs").glob("*.ipynb"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MECHANISMS_PAGE = (ROOT / "docs/mechanisms.md").read_text(encoding="utf-8")
 FOLDERS = "data|config|docs|tests|results|nanoheads"
