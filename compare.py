@@ -38,7 +38,7 @@ from nanoheads.common import (UserError, explain, fault_of_own_file, json_safe, 
 from nanoheads.folders import LONGEST, find, joined
 from nanoheads import own_mechanism as own
 from nanoheads.probes import promises
-from nanoheads.study import costs, effects, findings, queue, rates, report, results, tables, trial
+from nanoheads.study import costs, effects, findings, queue, report, results, tables, trial
 from nanoheads.study import scores as score_file
 from nanoheads.study.runs import Reuse, Runs, agreement
 from nanoheads.study.variants import StudyConfig, VariantBuilder, variants_of
@@ -76,7 +76,6 @@ class Study:
 
     def __init__(self, config, name):
         self.config, self.name = config, name
-        self.plain_rates = None  # how the plain GPT's rates were found, see tune_plain()
         self.scale = scale_of(config)
         self.out = Path(config.out_dir or Path("out", folder_name(config, name)))
         trials = self.out / "fresh" if config.fresh else trial.TRIALS
@@ -84,7 +83,9 @@ class Study:
             print(f"--fresh goes on where it was stopped: {len(left)} runs are in {trials}; delete that "
                   "folder to train them once more", flush=True)
         reuse = Reuse() if config.fresh else Reuse(config.reuse, config.accept_code)
-        self.build({})
+        self.builder = VariantBuilder(config)
+        self.variants = by_name(self.builder.variants())
+        self.compared = {PLAIN: self.builder.plain}  # all that are judged: variants, budgets, baselines
         self.runs = Runs(config, self.builder.data, trials, reuse)
         self.pairs = []      # (variant, baseline, what is equal beside the hyperparameters)
         self.wider = {}      # variant that meets a plain GPT of its parameters anyway: MLP width or None
@@ -93,22 +94,14 @@ class Study:
         self.tuned = {}      # variant: {group: {factor: bits/byte on validation}}
         self.candidates = {}  # variant: [{rates, as factors, and bits/byte on validation of each seed}]
 
-    def build(self, flags):
-        """Make the variants, of a plain GPT with these flags beside the study's settings."""
-        self.builder = VariantBuilder(self.config, flags)
-        self.variants = by_name(self.builder.variants())
-        self.compared = {PLAIN: self.builder.plain}  # all that are judged: variants, budgets, baselines
-
     # ---- the stages ----
 
     def run(self, place):
-        """Tune the plain GPT, screen, tune what is judged, judge it, compare winners with wider plain GPTs.
+        """Screen, tune what is judged, judge it, compare winners with wider plain GPTs.
 
         place None: plan alone.
         """
         c = self.config
-        if c.tune_plain:
-            self.tune_plain(place)
         chosen = list(self.variants)
         if c.screen:
             variants = [self.builder.plain, *self.variants.values()]
@@ -121,41 +114,6 @@ class Study:
             return
         if c.match_parameters:
             self.match_parameters(place)
-
-    def tune_plain(self, place):
-        """Find the plain GPT's best rates on validation, with seeds of their own, and go on from them."""
-        c, plain = self.config, self.builder.plain
-        found = dict.fromkeys(rates.MOVED[plain.train.optimizer], 0)
-        todo, tried, scores = [found], [], {}
-        while todo:
-            at = [self.plain_at(steps) for steps in todo]
-            first = c.tune_seeds[:2] if tried else c.tune_seeds
-            if not self.tried(at, first, place):
-                break
-            scores, best = self.runs.scores("rates"), self.plain_at(found).name
-            close = [each for each in at if rates.is_close(scores.get(each.name, {}), scores.get(best, {}))]
-            if not self.tried(close, [seed for seed in c.tune_seeds if seed not in first], place):
-                break
-            scores = self.runs.scores("rates")
-            tried += [dict(steps=steps, bpb=scores.get(each.name, {})) for steps, each in zip(todo, at)]
-            found, todo = rates.search(tried)
-        if tried:
-            start = {flag: getattr(plain.train, flag) for flag in tried[0]["steps"]}
-            self.plain_rates = dict(seeds=c.tune_seeds, start=start, tried=tried,
-                                    flags=rates.flags_at(plain.train, found))
-            self.build(self.plain_rates["flags"])
-
-    def plain_at(self, steps):
-        """The plain GPT with its rates moved, see rates.flags_at()."""
-        plain = self.builder.plain
-        flags = rates.flags_at(plain.train, steps)
-        return replace(plain, name=f"plain at {flags}", train=replace(plain.train, **flags))
-
-    def tried(self, variants, seeds, place):
-        """Whether all of these runs on validation are done or have failed, once what is missing has run."""
-        folders = self.runs.plan("rates", variants, seeds, "val")
-        self.runs.execute(folders, place, "rates of the plain GPT")
-        return self.runs.ended(folders)
 
     def choose(self):
         """The variants to judge: the best and the worst on validation, those named, those contrasted."""
@@ -176,7 +134,7 @@ class Study:
         """The seeds of the plain GPT, which stands in every comparison: more than a variant has."""
         c, seeds = self.config, list(self.config.seeds)
         n = c.plain_seeds or round(len(seeds) * max(1, n_variants) ** 0.5)
-        more = (seed for seed in range(max(seeds) + 1, 10**9) if seed not in [*c.screen_seeds, *c.tune_seeds])
+        more = (seed for seed in range(max(seeds) + 1, 10**9) if seed not in c.screen_seeds)
         return [*seeds, *(next(more) for _ in range(n - len(seeds)))]
 
     def judge(self, chosen, place):
@@ -223,10 +181,11 @@ class Study:
         return [variant for variant in self.compared.values() if variant.kind == "baseline"]
 
     def tune(self, chosen, place):
-        """Give the plain GPT and the chosen their own best rates before they are judged.
+        """Give the plain GPT and the chosen their own best rates before they are judged: a grid.
 
-        Seeds of the first stage, whole runs, validation. Each group of rates by itself, one seed, by factors
-        of 2, further while the best lies at an end, twice at most; then the best of all groups together.
+        Seeds of the first stage, whole runs, validation. Each of RATES by itself, one seed, by factors of 2,
+        further while the best lies at an end, twice at most; then the best of all together. Without variants
+        this is the search for the plain GPT's rates.
         """
         variants = [self.builder.plain, *(self.variants[name] for name in chosen)]
         groups, seed = {variant.name: variant.groups() for variant in variants}, self.config.screen_seeds[:1]
@@ -277,7 +236,7 @@ class Study:
         taken = effects.best_rates(self.candidates)
         factors = {name: each[taken[name]] for name, each in tried.items()}
         flags = self.builder.plain.at_rates(factors.pop(PLAIN), PLAIN).flags
-        self.builder = VariantBuilder(self.config, {**(self.plain_rates or {}).get("flags", {}), **flags})
+        self.builder = VariantBuilder(self.config, flags)
         self.compared = {PLAIN: self.builder.plain}
         self.variants.update(by_name(variant.at_best_rates(factors[variant.name], self.builder.plain)
                                      for variant in variants[1:]))
@@ -313,10 +272,6 @@ def plan_of(study):
         notes.append(f"{place.per_gpu} runs share a GPU, and each takes longer than alone: not in the hours")
     if c.screen and c.best + c.worst < len(study.variants):
         notes.append("which are judged is known after the screening; here it is taken for the first ones")
-    if c.tune_plain and not study.plain_rates:
-        notes.append("the plain GPT's rates are tuned first: two runs of each rate's half and double, or "
-                     f"{len(c.tune_seeds)} where it is close, not in the hours; all that is above may "
-                     "change")
     if c.tune_lr:
         notes.append("the rates of what is judged are tuned before that: of this the first round alone is "
                      "counted")
@@ -439,7 +394,7 @@ def judged_of(study, config):
     """The config for other texts: what the study on the first one judged, at the rates that it found."""
     variants = {each.name: each.flags for each in study.compared.values() if each.kind == "variant"}
     return replace(config, settings=study.builder.settings, variants=variants, mechanisms=[], always=[],
-                   mechanism=None, screen=False, tune_plain=False, tune_lr=False)
+                   mechanism=None, screen=False, tune_lr=False)
 
 
 def on_texts(config, name, command):

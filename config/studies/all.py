@@ -1,7 +1,7 @@
 # Every mechanism in every mode, and every rival, against the plain GPT: all of them with two seeds on
 # WikiText-2's validation; those that go on get their own best rates there, and are judged with eight fresh
 # seeds on the test split of each text. enwiki15 chooses nothing
-# Tiny scale: about 750 runs of half a minute to a minute on a core
+# Tiny scale: about 800 runs of half a minute to a minute on a core
 
 question = "Does any head mechanism or rival beat a plain GPT?"
 

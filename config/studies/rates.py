@@ -1,8 +1,9 @@
-# The plain GPT's best rates: every rate and the momentum by factors of 2, until no neighbour is better. Then
-# the plain GPT alone is judged at what was found. Other scales: --scale=nano; other text:
-# --settings="{'dataset': 'enwiki15'}"
+# The plain GPT's best rates: every rate and the momentum by factors of 2, each by itself with one seed, further
+# while the best is at an end; then the best of each, and all together, with four seeds. What is found is
+# judged with seeds of its own. Other scales: --scale=nano; other text: --settings="{'dataset': 'enwiki15'}"
 
 question = "At which rates is the plain GPT at its best?"
 
-tune_plain = True
+tune_lr = True
+screen_seeds = [111, 112, 113, 114]
 budgets = []

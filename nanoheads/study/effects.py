@@ -17,7 +17,7 @@ from scipy.optimize import brentq
 
 from nanoheads.common import number
 from nanoheads.intervals import block_bootstrap
-from nanoheads.study import rates, stats
+from nanoheads.study import stats
 from nanoheads.training.scoring import BLOCK
 
 PROCEDURE = "Welch, Holm, two one-sided tests"  # files of another one are computed anew when they are read
@@ -41,8 +41,6 @@ def figures(found, texts=None):
             row.update(as_compute(curve, scores, row, variants, alpha))
         withhold_where_runs_failed(row, found["failures"])
     tuned = dict(taken=best_rates(found["candidates"])) if found.get("candidates") else {}
-    if found.get("plain_rates"):
-        tuned["plain_at_best"] = rates.summary(found["plain_rates"])
     as_multiples = [multiple_of(curve, each) for each in (margin, -margin)] if curve else None
     return dict(procedure=PROCEDURE, comparisons=rows, screened=screened(found),
                 findable=findable(scores_of(variants), rows, alpha), margin_as_compute=as_multiples, **tuned)

@@ -16,6 +16,7 @@ from matplotlib.ticker import EngFormatter
 from nanoheads.common import number
 from nanoheads.study import effects
 from nanoheads.study.dynamic import FIGURES, shares, summary
+from nanoheads.study.variants import times
 
 # the verdicts, and what each means
 MEANING = {
@@ -220,16 +221,9 @@ def notices(found):
     elif at_own_rates(found):
         where = f"found on {found['tuned_on']}" if found.get("tuned_on") else "see Learning rates"
         lines.append(f"The plain GPT and all that are judged have their own best rates: {where}.")
-    best = found.get("plain_at_best")
-    if best and not best["finished"]:
-        lines.append("The plain GPT's rates are still being tuned: it may get better.")
-    elif best and any(best["steps"].values()):
-        moved = listed([f"{flag}={value:g}" for flag, value in found["plain_rates"]["flags"].items()])
-        gain, error = best["gain"]
-        by = (f"is better by {-gain:.4f} ± {show(error, '.4f')} bits/byte on validation, by less on seeds "
-              "that did not choose them" if known(gain) else "no longer diverges")
-        lines.append(f"The rates of this scale on file are not its best ones: with {moved} the plain GPT "
-                     f"{by}. All is compared at those.")
+    if taken := (found.get("plain_rates") or {}).get("flags"):
+        moved = listed([f"{flag}={value:g}" for flag, value in taken.items()])
+        lines.append(f"All is compared at the plain GPT's best rates on validation, which had {moved}.")
     if found.get("reused"):
         lines.append(reused_sentence(found["reused"], found["planned"]))
     if failed:
@@ -443,15 +437,21 @@ def at_edge(scores):
 
 
 def plain_rates_table(found):
-    """The plain GPT's rates as they were found, and what half and double of each would change."""
-    best, record = found.get("plain_at_best"), found.get("plain_rates") or {}
+    """What a search of until 2026-11-25 tried of the plain GPT's rates, and its scores, the best first."""
+    record = found.get("plain_rates") or dict(start={}, flags={}, tried=[])
     rows = []
-    for row in (best or {}).get("rows", ()):
-        value = record["flags"].get(row["flag"], record["start"][row["flag"]])
-        beside = ("–" if own is None else f"{own[0]:+.4f} ± {show(own[1], '.4f')}" if known(own[0])
-                  else "diverged" for own in row["beside"])
-        rows.append((row["flag"], f"{record['start'][row['flag']]:g}", f"{value:g}", *beside))
-    return Table(("rate", "at first", "best", "at half", "at double"), rows, (0,))
+    for each in record["tried"]:
+        rates = {flag: times(2.0 ** each["steps"][flag], flag, start)
+                 for flag, start in record["start"].items()}
+        taken = all(rates[flag] == record["flags"].get(flag, start)
+                    for flag, start in record["start"].items())
+        scores = [*each["bpb"].values()]
+        rows.append((mean_of(dict(bpb=scores)), len(scores), rates, taken))
+    rows.sort(key=lambda row: (row[0] is None, row[0]))
+    return Table((*record["start"], "seeds", "bits/byte, validation", "taken"),
+                 [(*(f"{rate:g}" for rate in rates.values()), str(n),
+                   show(mean, ".4f") if n else "diverged", "taken" * taken)
+                  for mean, n, rates, taken in rows], (len(record["start"]) + 2,))
 
 
 def tuned_table(found, only=None):

@@ -63,7 +63,7 @@ def collect(study, command):
         settings=study.builder.settings, plain={"base": study.builder.base, **flags_of(study.builder.plain)},
         machine=machine(study, done), data=scored(study, done),
         alpha=c.alpha, margin=c.margin, seeds=c.seeds, pairs=[list(pair) for pair in study.pairs],
-        plain_rates=study.plain_rates, screen=study.screened, tuned=study.tuned, candidates=study.candidates,
+        screen=study.screened, tuned=study.tuned, candidates=study.candidates,
         tuned_on=study.tuned_on,
         screened_out=[name for name in study.variants if name not in study.compared],
         arms={name: summary_of(study, variant, judged[name], done, nothing_runs)
@@ -571,7 +571,7 @@ def unexplained(study):
     given += [(f"{name} at {each['rates']}, seed {seed}", bpb)
               for name, own in (study.get("candidates") or {}).items()
               for each in own for seed, bpb in each["bpb"].items()]
-    tried = (study.get("plain_rates") or {}).get("tried", ())
+    tried = (study.get("plain_rates") or {}).get("tried", ())  # of a search until 2026-11-25
     given += [(f"the plain GPT at {each['steps']}, seed {seed}", bpb)
               for each in tried for seed, bpb in each["bpb"].items()]
     return wrong + [f"{what}: no run gave {bpb}" for what, bpb in given if bpb not in of_runs]

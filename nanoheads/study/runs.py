@@ -31,7 +31,7 @@ class Runs:
 
     def __init__(self, config, data, trials, reuse):
         self.config, self.data, self.trials, self.reuse = config, data, trials, reuse
-        self.folders = {}    # (stage, variant, seed): folder; a stage is rates, screen, tune or judge
+        self.folders = {}    # (stage, variant, seed): folder; a stage is screen, tune or judge
         self.specs = {}      # folder: its trial.json
         self.taken = {}      # folder: (run of Reuse, the trial.json that was planned)
         self.failed = set()  # folders; another study may have started these again meanwhile

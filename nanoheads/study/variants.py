@@ -36,9 +36,9 @@ BOOKKEEPING = {"out_dir", "resume", "overwrite", "eval_only", "json", "tensorboa
                "wandb_log", "wandb_project", "wandb_run_name", "wandb_mode", "wandb_tags"}
 FIXED_BY_STUDY = BOOKKEEPING | {"init_from", "init_anyway", "device"}  # what settings and variants cannot set
 SAME_TEXT = {"dataset", "block_size"}  # what variants cannot set: the two sides would be scored on other text
-# rates that are tuned together. min_lr goes with lr, which it must not exceed
-RATES = {"muon_lr": ("muon_lr",), "adamw_lr": ("adamw_lr", "min_lr"), "embed_lr": ("embed_lr",),
-         "mechanism_lr": ("mechanism_lr",)}
+# what is tuned, and which keys move together. min_lr goes with adamw_lr, which it must not exceed
+RATES = {"muon_lr": ("muon_lr",), "muon_momentum": ("muon_momentum",), "adamw_lr": ("adamw_lr", "min_lr"),
+         "embed_lr": ("embed_lr",), "mechanism_lr": ("mechanism_lr",)}
 
 
 # what is beyond these is a slip: no machine trains it
@@ -46,7 +46,7 @@ MOST_TOKENS_PER_PARAM, MOST_BUDGETS = 1_000_000, 1000
 MOST_SEED, MOST_PLAIN_SEEDS = 10**9, 1000
 
 # names that a study gives: budgets, baselines, rates that are tried
-OF_STUDY = re.compile(r"plain( x .*|, .*| at .*)|.*, (candidate \d+|\w+ x [\d.]+)")
+OF_STUDY = re.compile(r"plain( x .*|, .*)|.*, (candidate \d+|\w+ x [\d.]+)")
 
 
 @dataclass
@@ -80,10 +80,8 @@ class StudyConfig:
     worst: int = 2                       # and so many of the worst
     always: list[str] = field(default_factory=list)  # and these, wherever they stand
     # ---- fairness ----
-    tune_plain: bool = False             # first find the plain GPT's best rates; all is compared at those
-    tune_seeds: list[int] = field(default_factory=lambda: [111, 112, 113, 114])  # with these, on validation
     match_parameters: bool = True        # what seems better is compared to a plain GPT of as many parameters
-    tune_lr: bool = False                # all that are judged, and the plain GPT, have their own best rates
+    tune_lr: bool = False                # the plain GPT and all that is judged: at their own best rates
     lives: bool = False                  # dynamic heads: also report their states, speed, samples
     # ---- where it runs ----
     out_dir: Optional[str] = None        # the report's folder; None: out/<config or mechanisms>-<scale>,
@@ -137,7 +135,7 @@ class StudyConfig:
                 bad.append(f"mechanisms: unknown {pattern!r}; {hint}")
         if self.mechanism and self.mechanisms != self.mechanism.split(","):
             bad.append(f"mechanism={self.mechanism!r} is a study of its own: leave out mechanisms, or it")
-        if not (self.mechanisms or self.variants or self.tune_plain or self.has_results_already):
+        if not (self.mechanisms or self.variants or self.tune_lr or self.has_results_already):
             bad.append("mechanisms and variants are empty: name at least one variant to compare")
         for name, flags in [("settings", self.settings), *self.variants.items()]:
             if not (isinstance(name, str) and name):
@@ -198,7 +196,7 @@ class StudyConfig:
                        f"and {large[0]:g} is not")
         if any(not b > 0 or b == 1 for b in self.budgets) or len(set(self.budgets)) < len(self.budgets):
             bad.append(f"budgets={self.budgets} must be different, positive, and not 1, the plain GPT's own")
-        for name in ("seeds", "screen_seeds", "tune_seeds"):
+        for name in ("seeds", "screen_seeds"):
             seeds = getattr(self, name)
             if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
                 bad.append(f"{name}={seeds} must be different numbers, at least one, none negative")
@@ -206,10 +204,6 @@ class StudyConfig:
                 bad.append(f"{name}={seeds} must be numbers of at most {MOST_SEED:,}")
         if (self.screen or self.tune_lr) and set(self.seeds) & set(self.screen_seeds):
             bad.append(f"screen_seeds={self.screen_seeds} choose, and seeds={self.seeds} judge: none in both")
-        if self.tune_plain and set(self.seeds) & set(self.tune_seeds):
-            bad.append(f"tune_seeds={self.tune_seeds} choose, and seeds={self.seeds} judge: none in both")
-        if self.tune_plain and len(self.tune_seeds) < 2:
-            bad.append(f"tune_seeds={self.tune_seeds} must be at least two, for a standard error")
         if self.plain_seeds is not None and self.plain_seeds < len(self.seeds):
             bad.append(f"plain_seeds={self.plain_seeds} must be at least a variant's, {len(self.seeds)}")
         if self.plain_seeds is not None and self.plain_seeds > MOST_PLAIN_SEEDS:
@@ -228,7 +222,7 @@ class StudyConfig:
         if self.base and self.scale != "tiny":
             bad.append(f"scale={self.scale!r} means nothing beside base={self.base!r}, "
                        "which is the plain GPT already")
-        chooses = self.tune_plain or self.tune_lr or self.screen
+        chooses = self.tune_lr or self.screen
         if self.split not in ("val", "test") or self.split == "val" and chooses:
             reason = ", since val chooses" if chooses else " or val"
             bad.append(f"split={self.split!r} must be test{reason}")
@@ -269,8 +263,8 @@ class Variant:
 
     def at_rates(self, factors, name):
         """This variant, under another name, with the rates of some groups of RATES times a factor each."""
-        flags = {key: getattr(self.train, key) * factor for group, factor in factors.items() if factor != 1
-                 for key in RATES[group]}
+        flags = {key: times(factor, key, getattr(self.train, key))
+                 for group, factor in factors.items() if factor != 1 for key in RATES[group]}
         if "adamw_lr" in flags:  # as these were resolved, from the rate before
             for key in ("embed_lr", "mechanism_lr"):
                 flags.setdefault(key, getattr(self.train, key))
@@ -290,9 +284,14 @@ class Variant:
         model = built(self.model)
         muons = {id(p) for p, _ in block_matrices(model)} if self.train.optimizer == "muon" else set()
         added = of_mechanisms(model)
-        has = {"muon_lr": muons, "adamw_lr": True, "embed_lr": True, "mechanism_lr":
+        has = {"muon_lr": muons, "muon_momentum": muons, "adamw_lr": True, "embed_lr": True, "mechanism_lr":
                [p for name, p in model.named_parameters() if name in added and id(p) not in muons]}
         return [group for group in RATES if has[group]]
+
+
+def times(factor, key, value):
+    """A rate times a factor; a momentum m at so many times its memory of 1 / (1 - m) steps."""
+    return max(0.0, round(1 - (1 - value) / factor, 12)) if key == "muon_momentum" else value * factor
 
 
 class VariantBuilder:

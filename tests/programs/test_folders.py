@@ -290,7 +290,7 @@ def test_a_study_finds_its_folder_again_and_another_of_the_name_gets_a_number(
     (dict(mechanisms=["unet_concat"], size="0.33M", scale="nano"), "unet_concat-nano-0.33M"),
     (dict(mechanisms=["sink"], base="some where/my plain.py"), "sink-my_plain"),
     (dict(variants={"a/b: c": {}}), "a_b_c-tiny"),
-    (dict(tune_plain=True), "plain-tiny"),
+    (dict(tune_lr=True), "plain-tiny"),
     (dict(variants={f"variant number {i}": {} for i in range(30)}),
      "variant_number_0+variant_number_1+28_more-tiny")])
 def test_a_studys_folder_is_short_and_has_no_path(keys, name):

@@ -25,9 +25,9 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError, json_safe
 from nanoheads import own_mechanism
-from nanoheads.study import (costs, digest, effects, findings, pictures, queue, rates,
-                             report, results, tables, trial)
-from nanoheads.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, variants_of
+from nanoheads.study import (costs, digest, effects, findings, pictures, queue, report, results, tables,
+                             trial)
+from nanoheads.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, times, variants_of
 from nanoheads.text.dataset import missing
 
 from conftest import ROOT, write_dataset
@@ -166,7 +166,7 @@ def test_a_budget_is_given_in_tokens_a_parameter_and_a_size_by_name(monkeypatch)
 def test_the_groups_of_rates_are_those_that_the_optimizers_have(plain):
     study = study_of(plain, mechanisms=["output_gate", "window"], settings=dict(n_layer=2),
                      variants={"adamw": dict(optimizer="adamw")})
-    every = ["muon_lr", "adamw_lr", "embed_lr"]
+    every = ["muon_lr", "muon_momentum", "adamw_lr", "embed_lr"]
     assert study.builder.plain.groups() == every == study.variants["window"].groups()
     assert study.variants["output_gate"].groups() == [*every, "mechanism_lr"]
     assert study.variants["adamw"].groups() == ["adamw_lr", "embed_lr"]
@@ -190,7 +190,7 @@ def test_every_shipped_study_makes_its_variants(name, scale, monkeypatch, own_me
     config, = configurator.load((StudyConfig,), argv)
     builder = VariantBuilder(config)
     variants = builder.variants()
-    assert config.question and (variants or config.tune_plain)
+    assert config.question and (variants or config.tune_lr)
     for variant in variants:
         assert not variant.model.problems()
         assert variant.train.max_iters == builder.plain.train.max_iters or name == "dose.py"
@@ -307,7 +307,7 @@ def test_what_is_judged_has_its_own_best_rates(plain, here, monkeypatch, capsys,
               for (stage, name, seed), folder in study.runs.folders.items() if stage == "tune"}
     assert {spec["score"]["split"] for spec in tuning.values()} == {"val"}
     assert {seed for _, seed in tuning} == {9, 8}
-    every, best = ["muon_lr", "adamw_lr", "embed_lr"], {}
+    every, best = ["muon_lr", "muon_momentum", "adamw_lr", "embed_lr"], {}
     for name, groups in {"plain": every, "output_gate": [*every, "mechanism_lr"]}.items():
         assert list(study.tuned[name]) == groups
         best[name] = {group: min(scores, key=scores.get) for group, scores in study.tuned[name].items()}
@@ -323,9 +323,10 @@ def test_what_is_judged_has_its_own_best_rates(plain, here, monkeypatch, capsys,
         last = tuning[f"{name}, candidate {len(own) - 1}", 8]["train"]
         judged = study.compared[name].train
         for group in every:
-            assert last[group] == getattr(before[name], group) * best[name][group]
+            assert last[group] == times(best[name][group], group, getattr(before[name], group))
             factor = 1 if name == stays else best[name][group]
-            assert getattr(judged, group) == getattr(before[name], group) * factor
+            assert getattr(judged, group) == pytest.approx(
+                times(factor, group, getattr(before[name], group)), rel=1e-15)
     for group, scores in study.tuned["output_gate"].items():  # no factor that the plain GPT did not get
         assert {*scores} <= {*study.tuned["plain"].get(group, scores)}
     assert study.compared["plain x 2"].train.adamw_lr == study.compared["plain"].train.adamw_lr
@@ -386,104 +387,80 @@ def test_rates_are_taken_where_they_are_better_by_a_standard_error():
     assert effects.best_rates(dict(a=at([1.9], [1.5, 1.6]), b=at([], [3.0, 3.1]))) == dict(a=1, b=1)
 
 
-def searched(loss, start, seeds=(1, 2, 3, 4), noise=0.0):
-    """(where the search ends, all that it tried) on a loss of {flag: steps}."""
-    todo, tried = [start], []
-    while todo:
-        for steps in todo:
-            at = 10 * sum(steps.values())
-            bpb = {seed: loss(steps) + noise * math.sin(100 * seed + at) for seed in seeds}
-            tried.append(dict(steps=steps, bpb=bpb))
-        found, todo = rates.search(tried)
-    return found, tried
+@pytest.mark.parametrize("optimizer, factors, flags", [
+    ("muon", dict(muon_lr=2.0, muon_momentum=1.0), dict(muon_lr=0.04)),
+    ("muon", dict(muon_momentum=2.0), dict(muon_momentum=0.95)),
+    ("muon", dict(muon_momentum=0.05), dict(muon_momentum=0.0)),
+    ("muon", dict(muon_momentum=2.0, adamw_lr=0.5), dict(
+        muon_momentum=0.95, adamw_lr=0.001, min_lr=0.0, embed_lr=0.01, mechanism_lr=0.002)),
+    ("muon", dict(embed_lr=4.0), dict(embed_lr=0.04)),
+    ("adamw", dict(adamw_lr=2.0, embed_lr=1.0), dict(
+        adamw_lr=0.004, min_lr=0.0002, embed_lr=0.01, mechanism_lr=0.002)),
+    ("muon", dict(adamw_lr=1.0), {})], ids=str)
+def test_a_rate_moves_with_what_follows_from_it(plain, optimizer, factors, flags):
+    """A momentum of 0.9 remembers 10 steps, one of 0.95 twice as many."""
+    variant = study_of(plain).builder.plain
+    rates = dict(optimizer=optimizer, muon_lr=0.02, muon_momentum=0.9, adamw_lr=0.002, embed_lr=0.01,
+                 mechanism_lr=0.002, min_lr=0.0 if optimizer == "muon" else 1e-4)
+    variant = replace(variant, train=replace(variant.train, **rates))
+    assert variant.at_rates(factors, "").flags == pytest.approx(flags)
 
 
-def test_the_search_for_rates_ends_in_the_valley_and_stays_where_nothing_is_better():
-    def bowl(steps):
-        return 2 + 0.1 * ((steps["a"] - 3)**2 + (steps["b"] + 2)**2)
-    found, tried = searched(bowl, dict(a=0, b=0))
-    assert found == dict(a=3, b=-2)
-    around = [dict(a=a, b=b) for a, b in ((2, -2), (4, -2), (3, -3), (3, -1))]
-    assert all(steps in [each["steps"] for each in tried] for steps in around)
-    record = dict(tried=tried, seeds=[1], start={}, flags={})
-    best = rates.summary(record)
-    assert best["finished"] and best["gain"] == (pytest.approx(-1.3), pytest.approx(0, abs=1e-9))
-    assert all(mean > 0 for row in best["rows"] for mean, _ in row["beside"])
-    # differences below their standard error move nothing
-    assert searched(lambda steps: 2 - 1e-4 * steps["a"], dict(a=0), noise=0.1)[0] == dict(a=0)
-    # what never gets better is left after a while; what diverged is no place to go to
-    assert abs(searched(lambda steps: -steps["a"], dict(a=0))[0]["a"]) == rates.MOST_MOVES
-    tried = [dict(steps=dict(a=a), bpb={} if a else {1: 2.0, 2: 2.1}) for a in (0, -1, 1)]
-    assert rates.search(tried) == (dict(a=0), [])
-    # what diverged at the start is left for what did not, and named where it is a neighbour
-    tried = [dict(steps=dict(adamw_lr=n), bpb=bpb) for n, bpb in (
-        (0, {}), (-1, {1: 1.5, 2: 1.6}), (1, {}), (-2, {1: 1.7, 2: 1.8}))]
-    assert rates.search(tried) == (dict(adamw_lr=-1), [])
-    record = dict(tried=tried, start=dict(adamw_lr=0.1), flags=dict(adamw_lr=0.05))
-    best = json.loads(json.dumps(json_safe(rates.summary(record))))
-    row, = findings.plain_rates_table(dict(plain_at_best=best, plain_rates=record)).rows
-    assert row == ("adamw_lr", "0.1", "0.05", "+0.2000 ± 0.0000", "diverged") and best["finished"]
-    # a search that was given up is not at its end
-    _, tried = searched(lambda steps: 1e-3 * -steps["a"], dict(a=0))
-    assert not rates.summary(dict(tried=tried))["finished"]
-
-
-def test_two_seeds_are_enough_for_rates_that_are_far_behind():
-    best = {1: 2.0, 2: 2.02}
-    assert rates.is_close({1: 2.005, 2: 2.025}, best) and rates.is_close({1: 1.9, 2: 1.9}, best)
-    assert not rates.is_close({1: 2.02, 2: 2.04}, best) and not rates.is_close({}, best)
-
-
-@pytest.mark.parametrize("optimizer, steps, flags", [
-    ("muon", dict(muon_lr=1, muon_momentum=0), dict(muon_lr=0.04)),
-    ("muon", dict(muon_momentum=1, adamw_lr=-1), dict(muon_momentum=0.95, adamw_lr=0.001, min_lr=0.0)),
-    ("muon", dict(embed_lr=2), dict(embed_lr=0.04)),
-    ("adamw", dict(adamw_lr=1, embed_lr=0), dict(adamw_lr=0.004, min_lr=0.0002)),
-    ("muon", dict(adamw_lr=0), {})], ids=str)
-def test_a_rate_moves_with_what_follows_from_it(optimizer, steps, flags):
-    train = SimpleNamespace(optimizer=optimizer, muon_lr=0.02, muon_momentum=0.9, adamw_lr=0.002,
-                            embed_lr=0.01,
-                            min_lr=0.0 if optimizer == "muon" else 1e-4)
-    assert rates.flags_at(train, steps) == pytest.approx(flags)
-
-
-def test_a_study_can_find_the_plain_gpts_best_rates_first(plain, here, monkeypatch, tmp_path):
-    """All that is judged has them, the page says so, and a recheck finds a score that no run gave."""
-    def result(folder, **how):  # the best: muon_lr doubled once
+def test_a_study_of_the_plain_gpt_alone_finds_its_best_rates(plain, here, monkeypatch):
+    """It is judged at them, the page says so, and a recheck finds a score that no run gave."""
+    def result(folder, **how):  # the best: muon_lr doubled once, momentum as long again
         spec = trial.read_json(folder / "trial.json") if (folder / "trial.json").is_file() else None
         found = real(folder, **how)
         if found and spec["score"]["split"] == "val":
             muon_lr, lr, m = (spec["train"][key] for key in ("muon_lr", "adamw_lr", "muon_momentum"))
-            off = abs(math.log2(muon_lr / 0.04)) + abs(math.log2(lr / 0.004)) + abs(m - 0.95)
+            off = abs(math.log2(muon_lr / 0.04)) + abs(math.log2(lr / 0.004)) + abs(m - 0.975)
             factor = (4 + off + spec["model"]["seed"] / 100) / found["bpb"]
             found["block_nats"] = [n * factor for n in found["block_nats"]]
             found.update(bpb=found["bpb"] * factor, nats=found["nats"] * factor)
         return found
     real = trial.result
     monkeypatch.setattr(trial, "result", result)
-    study = study_of(plain, tune_plain=True, tune_seeds=[8, 9, 7], match_parameters=False)
+    study = study_of(plain, mechanisms=[], tune_lr=True, screen_seeds=[8, 9, 7])
     study.run(here)
-    taken = study.plain_rates["flags"]
-    assert taken["muon_lr"] == 0.04 and "adamw_lr" not in taken
+    taken = study.builder.plain.train
+    assert (taken.muon_lr, taken.muon_momentum, taken.adamw_lr) == (0.04, 0.975, 0.004)
+    assert list(study.tuned["plain"]) == ["muon_lr", "muon_momentum", "adamw_lr", "embed_lr"]
     tuning = {(name, seed): study.runs.specs[folder]
-              for (stage, name, seed), folder in study.runs.folders.items() if stage == "rates"}
+              for (stage, name, seed), folder in study.runs.folders.items() if stage == "tune"}
     assert {spec["score"]["split"] for spec in tuning.values()} == {"val"}
     assert {seed for _, seed in tuning} == {7, 8, 9}
-    near = {name for name, seed in tuning if seed == 7}  # of those far behind, two seeds
-    assert {"plain at {}", "plain at {'muon_lr': 0.04}"} <= near < {name for name, _ in tuning}
     judged = [study.runs.specs[folder]["train"]
               for (stage, *_), folder in study.runs.folders.items() if stage == "judge"]
-    assert judged and all(train[key] == value for train in judged for key, value in taken.items())
+    assert judged and all(train["muon_lr"] == 0.04 and train["muon_momentum"] == 0.975 for train in judged)
     found = results.collect(study, "test")
-    rows = {row[0]: row for row in findings.plain_rates_table(found).rows}
-    assert list(rows) == ["muon_lr", "muon_momentum", "adamw_lr", "embed_lr"]
-    assert rows["muon_lr"][1:3] == ("0.02", "0.04") and "muon_lr=0.04" in " ".join(findings.notices(found))
+    assert "have their own best rates" in " ".join(findings.notices(found)) and "Learning rates" in (
+        report.page(found))
     results.write(found, ".")
     assert "all of them the same" in results.recheck("results.json.gz")
-    found["plain_rates"]["tried"][0]["bpb"]["8"] += 0.5
+    found["tuned"]["plain"]["muon_lr"]["1.0"] += 0.5
     results.write(found, ".")
     with pytest.raises(UserError):
         results.recheck("results.json.gz")
+
+
+def test_a_page_shows_what_a_search_of_before_tried():
+    """Two files in results/ hold such a search: its scores stay readable, nothing of it is computed."""
+    found = results.read(ROOT / "results" / "rates-tiny.json.gz")
+    head, rows, _ = findings.plain_rates_table(found)
+    record = found["plain_rates"]
+    assert len(rows) == len(record["tried"]) == 23
+    best = dict(zip(head, rows[0]))
+    assert best["taken"] == "taken" and [row[-1] for row in rows].count("taken") == 1
+    assert (best["muon_lr"], best["muon_momentum"], best["adamw_lr"]) == ("0.02", "0.9", "0.016")
+    own, = (each["bpb"] for each in record["tried"] if each["steps"] == {
+        "muon_lr": 0, "muon_momentum": 0, "adamw_lr": 2, "embed_lr": 0})
+    assert best["seeds"] == "4" and float(best["bits/byte, validation"]) == pytest.approx(
+        np.mean([*own.values()]), abs=5e-5)
+    assert {row[1] for row in rows} == {"0.8", "0.9", "0.95"}
+    assert "adamw_lr=0.016" in " ".join(findings.notices(found)) and "Rates of the plain GPT" in (
+        report.page(found))
+    record["tried"][0]["bpb"] = {}
+    assert findings.plain_rates_table(found).rows[-1][-2] == "diverged"
 
 
 def test_a_run_that_crashes_is_reported_and_sinks_nothing(plain, here, monkeypatch):
@@ -1349,8 +1326,7 @@ def test_a_gpu_that_is_not_there_is_one_line(plain, two_gpus, refusal):
      "settings: init_from, seed cannot be set here"),
     (["--mechanisms=output_gate", "--split=tset"], "split='tset' must be test or val"),
     (["--mechanisms=output_gate", "--split=val", "--tune_lr"], "since val chooses"),
-    (["--mechanisms=output_gate", "--tune_plain", "--tune_seeds=1,2"], "tune_seeds=[1, 2] choose"),
-    (["--mechanisms=output_gate", "--tune_plain", "--tune_seeds=[7]"], "must be at least two"),
+    (["--tune_lr", "--screen_seeds=1,7"], "screen_seeds=[1, 7] choose"),
     (["--mechanisms=output_gate", "--scale=small"], "scale='small' means nothing beside base="),
     (["--mechanisms=output_gate", "--submit=slurm"], "submit=slurm: "),
     (["--mechanisms=output_gate", "--out_dir=/proc/none"], "/proc/none: "),
