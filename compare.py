@@ -1,7 +1,7 @@
 """
 Does a mechanism beat a plain GPT? A study in two stages, intervals, effects as compute, a report.
 
-    python compare.py --mechanism=mine                           # the challenge: screened, judged, one folder
+    python compare.py --mechanism=mine                           # the challenge: judged, many are screened first
     python compare.py config/studies/all.py                      # this machine: its GPUs, or its cores
     python compare.py --mechanisms=unet_concat,unet_add          # without a file; unet_* is each that fits
     python compare.py config/studies/all.py --scale=mid          # tiny | nano | mid | small | paper
@@ -103,7 +103,7 @@ class Study:
         """
         c = self.config
         chosen = list(self.variants)
-        if c.screen:
+        if self.screens():
             variants = [self.builder.plain, *self.variants.values()]
             self.runs.execute(self.runs.plan("screen", variants, c.screen_seeds, "val"), place, "screening")
             chosen = self.choose()
@@ -115,19 +115,29 @@ class Study:
         if c.match_parameters:
             self.match_parameters(place)
 
+    def screens(self):
+        """Whether a first stage is asked for and can leave a variant out."""
+        c = self.config
+        return c.screen and len(self.variants.keys() - self.named()) > c.best + c.worst
+
+    def named(self):
+        """The variants that are judged wherever they stand on validation, in order."""
+        c = self.config
+        named = [*c.always, *(name for pair in c.contrasts for name in pair if name != PLAIN)]
+        return dict.fromkeys(named)
+
     def choose(self):
         """The variants to judge: the best and the worst on validation, those named, those contrasted."""
         c, scores = self.config, self.runs.scores("screen")
         means = {name: sum(own.values()) / len(own) for name, own in scores.items() if name in self.variants}
         ranked = sorted(means, key=means.get) or list(self.variants)  # none is known before the first run
-        named = [*c.always, *(name for pair in c.contrasts for name in pair if name != PLAIN)]
+        named = self.named()
         others = [name for name in ranked if name not in named]
         chosen = {*named, *others[:c.best], *others[max(c.best, len(others) - c.worst):]}
         self.screened = dict(seeds=c.screen_seeds, split="val", scores=scores,
                              chosen=[name for name in self.variants if name in chosen],
-                             rule="all of them" if chosen == {*self.variants} else
-                                  f"the best {c.best} and the worst {c.worst} on validation"
-                                  + (f", and {', '.join(dict.fromkeys(named))}" if named else ""))
+                             rule=f"the best {c.best} and the worst {c.worst} on validation"
+                                  + (f", and {', '.join(named)}" if named else ""))
         return self.screened["chosen"]
 
     def plain_seeds(self, n_variants):
@@ -270,7 +280,7 @@ def plan_of(study):
              f"{seconds:,.0f} s; what the others take: bench.py --mechanisms"]
     if place.per_gpu > 1:
         notes.append(f"{place.per_gpu} runs share a GPU, and each takes longer than alone: not in the hours")
-    if c.screen and c.best + c.worst < len(study.variants):
+    if study.screens():
         notes.append("which are judged is known after the screening; here it is taken for the first ones")
     if c.tune_lr:
         notes.append("the rates of what is judged are tuned before that: of this the first round alone is "

@@ -74,7 +74,8 @@ class StudyConfig:
     split: str = "test"                  # what is scored in the end
     test_tokens: int = 0                 # of it, evenly spaced; 0: all
     # ---- two stages: all variants on validation, some of them with fresh seeds on the test split ----
-    screen: bool = False                 # choose the variants to judge by validation first
+    screen: bool = False                 # choose the variants to judge by validation first, if all are too
+                                         # many: more than best + worst beside those that are named
     screen_seeds: list[int] = field(default_factory=lambda: [101, 102])
     best: int = 6                        # so many of the best are judged
     worst: int = 2                       # and so many of the worst

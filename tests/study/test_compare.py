@@ -281,6 +281,23 @@ def test_the_best_and_the_worst_on_validation_are_judged_with_fresh_seeds_on_tes
     assert found["screened_out"] == [name for name in names if name not in chosen]
 
 
+@pytest.mark.parametrize("keys, excludes", [
+    (dict(mechanism="output_gate"), False), (dict(screen=True, best=1, worst=1), False),
+    (dict(screen=True, best=1, worst=0), True), (dict(screen=True, best=0, worst=0, always=["xsa"]), True),
+    (dict(screen=True, best=0, worst=0, always=["xsa"], contrasts=[["sink", "plain"]]), False)], ids=str)
+def test_nothing_is_screened_where_nothing_can_be_left_out(plain, here, keys, excludes):
+    """One mechanism of one's own was once trained with two seeds on validation, to be chosen from one."""
+    mechanisms = [] if "mechanism" in keys else ["xsa", "sink"]
+    study = study_of(plain, mechanisms=mechanisms, match_parameters=False, seeds=[1], plain_seeds=1,
+                     screen_seeds=[9], **keys)
+    assert study.screens() == excludes
+    study.run(None)
+    planned = {(stage, split) for (stage, *_), folder in study.runs.folders.items()
+               for split in [study.runs.specs[folder]["score"]["split"]]}
+    assert planned == {("judge", "test")} | ({("screen", "val")} if excludes else set())
+    assert (study.screened is None) != excludes
+
+
 def test_what_seems_better_meets_a_plain_gpt_of_its_size(plain, here, monkeypatch):
     def verdicts(texts, pairs, *settings):
         return [dict(variant=v, baseline=b, verdict={"unet_concat": "better"}.get(v, "worse"), high=1.0)
