@@ -209,6 +209,14 @@ def flops_ratio(variant, plain):
     return training_flops(variant) / training_flops(plain)
 
 
+SAME_SIZE = 1e-3  # the share of their parameters by which two models of equal parameters may differ
+
+
+def same_size(params, others):
+    """Whether two numbers of parameters count as equal."""
+    return abs(number(others) - number(params)) <= SAME_SIZE * number(params)
+
+
 def training_flops(variant):
     """FLOPs that a variant's whole training executes, evaluations aside; NaN where they were not counted."""
     return number(variant.get("executed_flops_per_token")) * number(variant.get("tokens"))
@@ -235,6 +243,8 @@ def at_equal_time(curve, own, time, multiple, alpha):
 def worth(curve, own, alpha):
     """The multiple of its budget at which the plain GPT has a variant's score, as a dict.
 
+    It is not divided by what the variant itself costs: one that takes 1.23 times the FLOPs must be worth more
+    than 1.23 to be better at equal FLOPs. At equal cost, see at_equal_cost().
     mean, low, high: the interval holds the multiples at which the difference's own interval holds 0. None:
     not between smallest and largest, the plain GPT's budgets; beyond: "less" or "more", where that is so of
     the mean. low and high are equal where all of the interval lies beyond. problem: why there is no number.

@@ -185,16 +185,20 @@ def were_or_was(words):
 def shown_at_equal(found, c):
     """{what is equal: whether a variant is shown to be better there too, None: that was not measured}.
 
-    A variant that needs no more of something than the plain GPT is better at an equal amount of it. FLOPs at
-    which no plain GPT was trained count as not shown: it is known that the variant takes more.
+    One rule, is_shown(): the interval lies below 0, and where the study also made a verdict, it is "better".
+    It makes one at equal parameters, and none at equal FLOPs or time, whose intervals are not corrected;
+    remarks() says so. A variant that needs no more of something than the plain GPT is better at an
+    equal amount of it. FLOPs at which no plain GPT was trained count as not shown: it is known that the variant
+    takes more.
     """
     variant, plain = found["arms"][c["variant"]], found["arms"]["plain"]
     more = {key: number(variant.get(key)) / number(plain.get(key))
             for key in ("params", "flops_per_token", "executed_flops_per_token")}
-    shown = {"parameters": True if more["params"] <= 1.001 else None}  # as same_parameters() has it
+    no_larger = more["params"] <= 1 or effects.same_size(variant.get("params"), plain.get("params"))
+    shown = {"parameters": no_larger or None}
     for other in others(found):
         if other["equal"] and other["variant"].removesuffix(", tuned") == c["variant"]:
-            shown[equal_of(found, other)] = other["verdict"] == "better" if known(other["mean"]) else None
+            shown[equal_of(found, other)] = is_shown(other)
     multiple, time = number(variant.get("multiple")), variant.get("time_ratio") or {}
     flops = max(more["flops_per_token"], more["executed_flops_per_token"]) * multiple
     shown["FLOPs"] = bool(shown_at_cost(c.get("equal_flops"), flops))
@@ -202,14 +206,33 @@ def shown_at_equal(found, c):
     return shown
 
 
+def is_shown(difference):
+    """Whether a difference is shown to be better, see shown_at_equal(); None: it was not measured."""
+    if not known(difference["high"]):
+        return None
+    return difference["high"] < 0 and difference.get("verdict", "better") == "better"
+
+
 def shown_at_cost(each, ratio):
-    """Whether a difference at equal cost is below 0 for certain; None: not measured.
+    """is_shown() at equal cost; without a figure, whether the variant costs no more than the plain GPT.
 
     each: c["equal_flops"] or c["equal_time"], None without budgets; ratio: the cost then, × the plain GPT's.
     """
     if each and known(each["high"]):
-        return each["high"] < 0
+        return is_shown(each)
     return True if (each["ratio"] if each else ratio) <= 1 else None
+
+
+def timed_how(found):
+    """How the time of a step was measured, as a sentence; None: it was not."""
+    rows = [arm["time_ratio"] for arm in found["arms"].values() if (arm.get("time_ratio") or {}).get("clock")]
+    if not rows:
+        return None
+    processor = found["machine"].get("processor") or "one machine"
+    clock = "CPU seconds of one thread" if rows[0]["clock"] == "processor" else "seconds"
+    compiled = ", not compiled" if rows[0]["clock"] == "processor" else ""
+    return (f"Equal time is counted from training steps in turn with the plain GPT's: {clock} on one processor "
+            f"({processor}){compiled}. Another machine has other ratios.")
 
 
 def notices(found):
@@ -271,7 +294,11 @@ def remarks(found, over_text="report.html"):
                  + f": so much does the plain GPT change at {listed(worth)} its compute" * bool(worth) + ".")
     beside = f"; {over_text} has one over the text beside each" * any(
         c.get("text") for c in found["comparisons"])
-    return [*lines, f"Intervals ({level(found)}) are over seeds and not over other text{beside}."]
+    lines.append(f"Intervals ({level(found)}) are over seeds and not over other text{beside}.")
+    if any(verdict_of(found, c) == "better" for c in against_plain(found)):
+        lines.append("At equal parameters better is a verdict; at equal FLOPs or time it means that the "
+                     "interval, which is not corrected, lies below 0.")
+    return [*lines, *filter(None, [timed_how(found)])]
 
 
 # ---- tables ----
@@ -303,6 +330,15 @@ def texts_table(found, only=None):
     head = ("variant", "verdict", "bits/byte", f"difference [{level(both)}]",
             *(f"on {text}" for text in texts), "worth × compute")
     return Table(head, rows, (0, 1))
+
+
+def on_each_text(found, name):
+    """What each text by itself says of a variant, in words: its verdicts there, corrected for that text alone."""
+    verdicts = {text: verdict_of(study, c) for text, study in found["texts"].items()
+                for c in against_plain(study, [name])}
+    if len(set(verdicts.values())) == 1:
+        return f"{next(iter(verdicts.values()))} on {'both' if len(verdicts) == 2 else 'all'}"
+    return ", ".join(f"{verdict} on {text}" for text, verdict in verdicts.items())
 
 
 def without(table, *titles):

@@ -15,8 +15,9 @@ from nanoheads.common import ROOT, UserError, write_atomic
 from nanoheads.study import effects, pictures, results
 from nanoheads.study.findings import (Table, against_plain, at_cost, candidates_table, costs_table,
                                       dynamic_tables, interval, label_of, ladder_table, level, mean_alone,
-                                      others, others_table, plain_rates_table, row_of, screened_table,
-                                      texts_table, tuned_table, verdict_of, verdicts_table, without, worth_of)
+                                      on_each_text, others, others_table, plain_rates_table, row_of,
+                                      screened_table, texts_table, tuned_table, verdict_of, verdicts_table,
+                                      without, worth_of)
 
 PICTURES = {"docs/forest.png": "all-tiny.json.gz"}
 
@@ -57,31 +58,46 @@ def verdicts(found, only=None):
 
 def short_verdicts(found, only=None):
     """The first of the two tables alone, of differences at equal FLOPs the mean alone."""
-    more = ("params", "seeds", "corrected p", "at equal time")
-    return in_markdown(*without(verdicts_table(found, only, mean_alone), *more))
+    return in_markdown(*without(timed_table(found, only), "at equal time"))
+
+
+def short_and_timed(found, only=None):
+    """short_verdicts() and equal time, for a page that says how time was measured: findings.timed_how()."""
+    return in_markdown(*timed_table(found, only))
+
+
+def timed_table(found, only):
+    return without(verdicts_table(found, only, mean_alone), "params", "seeds", "corrected p")
 
 
 def at_equal_parameters(found, c):
     """A variant's difference to a plain GPT of as many parameters, and its verdict; –: none was trained."""
-    if found["arms"][c["variant"]].get("params") == found["arms"]["plain"].get("params"):
-        return f"{mean_alone(c)}, {verdict_of(found, c)}"  # the mechanism adds none
+    if effects.same_size(*(found["arms"][name].get("params") for name in (c["variant"], "plain"))):
+        return f"{mean_alone(c)}, {verdict_of(found, c)}"  # the plain GPT itself
     row = next((row for row in others(found)
                 if row["variant"] == c["variant"] and row["equal"] == ["parameters"]), None)
     return f"{mean_alone(row)}, {verdict_of(found, row)}" if row else "–"
 
 
 def explained(found, only=None):
-    """The variants that IN_WORDS explains, or `only`, against the plain GPT: for a reader who knows none."""
-    head = ("variant: what it does", "verdict", "bits/byte", f"difference [{level(found)}]",
-            "worth × compute", "at equal parameters", "at equal FLOPs")
-    rows = [("plain GPT: " + IN_WORDS["plain"], "–", row_of(found, "plain")[-1], "–", "1", "–", "–")]
+    """The variants that IN_WORDS explains, or `only`, against the plain GPT: for a reader who knows none.
+
+    found: of several texts, all of them together.
+    """
+    texts = bool(found.get("texts"))
+    head = ("variant: what it does", "verdict", "on each text alone", "bits/byte",
+            f"difference [{level(found)}]", "worth × compute", "at equal parameters", "at equal FLOPs",
+            "at equal time")
+    rows = [("plain GPT: " + IN_WORDS["plain"], "–", "–", row_of(found, "plain")[-1], "–", "1", *3 * "–")]
     for c in against_plain(found, only or list(IN_WORDS)):
         if c["variant"] not in IN_WORDS:
             raise UserError(f"IN_WORDS in nanoheads/study/tables.py does not say what {c['variant']} does")
         rows.append((f"{label_of(found, c['variant'])}: {IN_WORDS[c['variant']]}", verdict_of(found, c),
-                     row_of(found, c["variant"])[-1], interval(c), worth_of(c), at_equal_parameters(found, c),
-                     at_cost(c, "equal_flops", mean_alone)))
-    return in_markdown(*Table(head, rows, (0, 1)))
+                     on_each_text(found, c["variant"]) if texts else "", row_of(found, c["variant"])[-1], interval(c),
+                     worth_of(c), at_equal_parameters(found, c), at_cost(c, "equal_flops", mean_alone),
+                     at_cost(c, "equal_time", mean_alone)))
+    table = Table(head, rows, (0, 1, 2))
+    return in_markdown(*(table if texts else without(table, "on each text alone")))
 
 
 def counted(found, only=None):
@@ -104,6 +120,7 @@ def of_each_size(make):
 TABLES = {
     "verdicts": of_each_size(verdicts),
     "short": of_each_size(short_verdicts),
+    "short_timed": of_each_size(short_and_timed),
     "explained": of_each_size(explained),
     "each_text": lambda found, only=None: in_markdown(*without(
         texts_table(found, only), "bits/byte", "worth × compute", "verdict")),

@@ -16,6 +16,7 @@ from nanoheads import configurator
 from nanoheads.common import UserError
 from nanoheads.configurator import Scale
 from nanoheads import own_mechanism as own
+from nanoheads.study import effects
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig, training_problems, with_log
@@ -357,7 +358,7 @@ class VariantBuilder:
         None where a plain GPT without its MLPs has more.
         """
         fitting = [plain for plain in [self.plain, *baselines]
-                   if abs(plain.params - variant.params) <= 1e-3 * variant.params]
+                   if effects.same_size(variant.params, plain.params)]
         if fitting:
             return fitting[0]
         width = 64  # of two sizes any width follows; that of the plain GPT depends on its recipe

@@ -138,18 +138,66 @@ def test_every_variant_of_the_readme_is_explained_in_words(both):
         tables.TABLES["explained"](both, ["mudd"])
 
 
-def test_no_page_quotes_the_disturbed_times_of_the_study_of_all_mechanisms(both):
+def test_no_page_quotes_the_disturbed_seconds_of_the_study_of_all_mechanisms(both):
+    """Other programs ran beside its runs; its steps were timed apart, in CPU seconds."""
     text = tables.TABLES["counted"](both)
     assert "FLOPs/token, executed" in text and "seconds" not in text and "time" not in text
-    with_times = re.compile(r"<!-- table: (verdicts|costs) all-tiny")
-    assert with_times.search("<!-- table: costs all-tiny.json.gz -->")  # control
-    ratios = {findings.interval(each["time_ratio"], ".2f") for each in both["arms"].values()
-              if each["kind"] == "variant"} - {findings.worth_of(c) for c in both["comparisons"]}
-    equal_time = {findings.interval(c["equal_time"]) for c in both["comparisons"] if c.get("equal_time")}
+    with_seconds = re.compile(r"<!-- table: costs all-tiny")
+    assert with_seconds.search("<!-- table: costs all-tiny.json.gz -->")  # control
     for page in PAGES:
-        text = page.read_text(encoding="utf-8").replace("\\", "")
-        assert not with_times.search(text), page
-        assert not [each for each in ratios | equal_time if each in text], page
+        assert not with_seconds.search(page.read_text(encoding="utf-8")), page
+
+
+def test_what_is_said_of_equal_time_is_one_sentence_and_that_of_the_file(both):
+    """Wherever the study's differences at equal time stand, and on its own page."""
+    sentence = findings.timed_how(both)
+    assert sentence.startswith("Equal time is counted from ") and "AMD EPYC" in sentence
+    assert sentence in " ".join(findings.remarks(both))
+    shown = [page for page in PAGES if "at equal time |" in page.read_text(encoding="utf-8")
+             and "all-tiny" in page.read_text(encoding="utf-8")]
+    assert {page.name for page in shown} >= {"README.md", "mechanisms.md"}
+    for page in shown:
+        assert sentence in " ".join(page.read_text(encoding="utf-8").split()), page
+    for page in PAGES:
+        assert "Equal time was not measured." not in page.read_text(encoding="utf-8"), page
+    rows = {c["variant"]: c for c in findings.against_plain(both)}
+    words = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    conv, offset = (rows[name]["equal_time"] for name in ("short_conv", "key_offset"))
+    assert (f"since a step takes {conv['ratio']:.2f} times as long, they gain {abs(conv['mean']):.3f}. "
+            in words and conv["high"] < 0)
+    assert (f"nothing is left at equal time: a step takes {offset['ratio']:.2f} times as long." in words
+            and offset["low"] < 0 < offset["high"])
+    # twice measured: once for each text
+    ratios = [{name: arm["time_ratio"]["mean"] for name, arm in study["arms"].items()
+               if arm["kind"] == "variant"} for study in both["texts"].values()]
+    assert max(abs(ratios[0][name] - ratios[1][name]) for name in ratios[0]) < 0.035
+    times = [row["equal_time"]["ratio"] for row in rows.values()]
+    page = (ROOT / "docs/results/mechanisms.md").read_text(encoding="utf-8")
+    assert f"here {min(times):.2f} to {max(times):.2f} times." in page
+
+
+def test_the_front_page_says_what_each_text_says_alone(both):
+    """enwiki15 chose neither variants nor rates: who relies on a gain wants to know whether it is there too."""
+    alone = {text: {c["variant"] for c in findings.against_plain(study) if c["verdict"] == "better"}
+             for text, study in both["texts"].items()}
+    convolutions = {"short_conv", "short_conv_kv", "short_conv_x"}
+    assert alone["enwiki15"] == convolutions
+    assert alone["wikitext2_byte"] == {*convolutions, "constraint_a", "key_offset"}
+    assert findings.on_each_text(both, "short_conv") == "better on both"
+    assert findings.on_each_text(both, "key_offset") == "better on wikitext2_byte, undecided on enwiki15"
+    words = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert "On enwiki15 alone, the text that chose nothing, only short convolutions are better." in words
+    assert "Constraint heads and key offset are better on WikiText-2 alone" in words
+
+
+def test_equal_parameters_are_equal_to_a_thousandth(both):
+    """xsa adds 8 parameters and unet_scalar one: the plain GPT itself is of their size."""
+    rows = {c["variant"]: c for c in findings.against_plain(both)}
+    for name in ("xsa", "unet_scalar", "key_offset"):
+        assert tables.at_equal_parameters(both, rows[name]) == (
+            f"{findings.mean_alone(rows[name])}, {rows[name]['verdict']}")
+    assert tables.at_equal_parameters(both, rows["routing_inf"]) == "–"
+    assert tables.at_equal_parameters(both, rows["diff"]) == "+0.0033, same"
 
 
 # ---- pruning ----
