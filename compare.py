@@ -1,7 +1,7 @@
 """
 Does a mechanism beat a plain GPT? A study in two stages, intervals, effects as compute, a report.
 
-    python compare.py --mechanism=mine                           # the challenge: judged, many are screened first
+    python compare.py --mechanism=mine                           # the challenge: is mine better?
     python compare.py config/studies/all.py                      # this machine: its GPUs, or its cores
     python compare.py --mechanisms=unet_concat,unet_add          # without a file; unet_* is each that fits
     python compare.py config/studies/all.py --scale=mid          # tiny | nano | mid | small | paper
@@ -36,7 +36,7 @@ from nanoheads import configurator
 from nanoheads.common import (UserError, explain, fault_of_own_file, json_safe, output_written, pick_device,
                               table)
 from nanoheads.folders import LONGEST, find, joined
-from nanoheads import own_mechanism as own
+from nanoheads import own_mechanism
 from nanoheads.probes import promises
 from nanoheads.study import costs, effects, findings, queue, report, results, tables, trial
 from nanoheads.study import scores as score_file
@@ -72,7 +72,14 @@ def scale_of(config):
 
 
 class Study:
-    """A study: its variants, the runs that it consists of so far, and which are compared with each other."""
+    """A study: its variants, the runs that it consists of so far, and which are compared with each other.
+
+    `builder` makes models on top of the plain GPT. Until tune() has found better rates, that is the plain GPT
+    at the rates on file. From then on it is the one at its best rates, and the budgets and wider plain GPTs
+    that are made later have them too. A stage plans its runs, has them run and reads their scores. With `place`
+    None nothing runs: a stage then goes on with the scores that there are, or takes the first variants where
+    there are none, so that a plan shows what would come.
+    """
 
     def __init__(self, config, name):
         self.config, self.name = config, name
@@ -99,7 +106,7 @@ class Study:
     def run(self, place):
         """Screen, tune what is judged, judge it, compare winners with wider plain GPTs.
 
-        place None: plan alone.
+        place: of queue.py; None: plan alone, see the class.
         """
         c = self.config
         chosen = list(self.variants)
@@ -383,15 +390,15 @@ def at_size(config, size, **keys):
 
 
 def ladder_of(config, name, command):
-    """The study at each of its sizes."""
+    """(results, Study of each): the study at each of its sizes."""
     out, found, studies = Path(config.out_dir), {}, []
     for size in config.sizes:
         studies.append(Study(at_size(config, size, out_dir=str(out / size)), name))
         found[size] = finished(studies[-1], command)
-        print(report.table_of(found[size]))
+        print(report.in_text(found[size]))
     both = dict(name=name, command=command, sizes=found, config=asdict(config))
     results.write(both, out)
-    return both, out, studies
+    return both, studies
 
 
 def on_text(config, text, **keys):
@@ -400,7 +407,7 @@ def on_text(config, text, **keys):
     return replace(config, **{"texts": [], "settings": settings, **keys})
 
 
-def judged_of(study, config):
+def config_of_what_was_judged(study, config):
     """The config for other texts: what the study on the first one judged, at the rates that it found."""
     variants = {each.name: each.flags for each in study.compared.values() if each.kind == "variant"}
     return replace(config, settings=study.builder.settings, variants=variants, mechanisms=[], always=[],
@@ -408,7 +415,7 @@ def judged_of(study, config):
 
 
 def on_texts(config, name, command):
-    """The study on the first of its texts, what it judged on the others, and all of them together.
+    """(results, Study of each): on the first of its texts, what that judged on the others, and all together.
 
     What seems better on the first text or over all of them meets the same wider plain GPT on each.
     """
@@ -416,7 +423,7 @@ def on_texts(config, name, command):
     texts = {Path(text).name: text for text in config.texts}
     studies, found, first = {}, {}, None
     for short, text in texts.items():
-        own = judged_of(first, config) if first else config
+        own = config_of_what_was_judged(first, config) if first else config
         study = Study(on_text(own, text, out_dir=str(out / short)), name)
         if first:
             study.wider = first.widths()
@@ -433,7 +440,7 @@ def on_texts(config, name, command):
     both = {**effects.together(found, name, command), "config": asdict(config)}
     both = json.loads(json.dumps(json_safe(both)))  # as it will be read
     results.write(both, out)
-    return both, out, [*studies.values()]
+    return both, [*studies.values()]
 
 
 def check_parts(config):
@@ -457,51 +464,55 @@ def keep_file(config, out):
     """The file of a study's own mechanism, into its report's folder: it can be run again elsewhere."""
     studies = [at_size(config, size) for size in config.sizes] or [config]
     every = [flags for study in studies for flags in variants_of(study).values()]
-    for cls, file in own.ADDED.items():
+    for cls, file in own_mechanism.ADDED.items():
         if any(flags.get(cls.flag) for flags in every):
-            own.copy(file, out)
+            own_mechanism.copy(file, out)
 
 
-def rechecked(path):
-    """A report's first line: whether the figures of a results file are what its runs give."""
+# ---- the five things that this program does; run() picks one ----
+
+def write_tables(config):
+    """--tables: the tables in README.md and docs/, from results/."""
+    print(*tables.write() or ["every table is as results/ has it"], sep="\n")
+
+
+def recheck(config):
+    """--recheck: whether every figure of a results file is what its runs give."""
+    print(results.recheck(config.recheck))
+
+
+def compare_scores(config):
+    """--scores: verdicts on the runs of another program."""
+    path = Path(config.scores)
+    found = score_file.study_of(score_file.read(path), path.name, config.baseline, config.alpha,
+                                config.margin, config.higher_is_better)
+    score_file.write(found, config.out_dir or Path("out", joined([f"{path.stem}-report"])), config.json)
+
+
+def report_once_more(config):
+    """--from_results: the report of a results file, without its runs."""
+    path = Path(config.from_results)
+    found = results.read(path)
     try:
-        return results.recheck(path, complain=False)
+        print(results.recheck(path, complain=False), flush=True)
     except UserError as e:
-        return f"NOT AS COMPUTED: {e}; --recheck names them, and what follows is as the file has it"
+        print(f"NOT AS COMPUTED: {e}; --recheck names them, and what follows is as the file has it",
+              flush=True)
+    out = Path(config.out_dir or Path("out", joined([f"{path.name.split('.')[0]}-report"])))
+    out.mkdir(parents=True, exist_ok=True)
+    report.write_all(found, out)
 
 
-def run(argv):
-    argv = own.take(argv, keep="out/mechanisms")
-    config, = configurator.load((StudyConfig,), argv, __doc__)
-    command = shlex.join(["python", "compare.py", *(arg for arg in argv if arg != "--report_only")])
-    if config.tables:
-        print(*tables.write() or ["every table is as results/ has it"], sep="\n")
-        return
-    if config.recheck:
-        print(results.recheck(config.recheck))
-        return
-    if config.scores:
-        path = Path(config.scores)
-        found = score_file.judged(score_file.read(path), path.name, config.baseline, config.alpha,
-                                  config.margin, config.higher_is_better)
-        score_file.write(found, config.out_dir or Path("out", joined([f"{path.stem}-report"])), config.json)
-        return
-    if config.from_results:
-        found = results.read(config.from_results)
-        print(rechecked(config.from_results), flush=True)
-        out = Path(config.out_dir or
-                   Path("out", joined([f"{Path(config.from_results).name.split('.')[0]}-report"])))
-        out.mkdir(parents=True, exist_ok=True)
-        report.write_all(found, out)
-        return
-    files = configurator.split_args(argv, configurator.keys_of((StudyConfig,)))[0]
-    name = name_of(config, files)
-    if config.dry_run:
-        try:
-            print(*plans(config, name), sep="\n")
-        except NotPrepared as e:
-            print(plan_without_data(config, e))
-        return
+def show_plan(config, name):
+    """--dry_run: what a study would train, and for how long."""
+    try:
+        print(*plans(config, name), sep="\n")
+    except NotPrepared as e:
+        print(plan_without_data(config, e))
+
+
+def run_study(config, name, command):
+    """Train what is not done, judge, write the report."""
     if notes := check_parts(config):
         print(*notes, sep="\n", flush=True)
     if config.out_dir is None:
@@ -510,13 +521,13 @@ def run(argv):
         if line:
             print(line, flush=True)
     if config.sizes:
-        found, out, studies = ladder_of(config, name, command)
+        found, studies = ladder_of(config, name, command)
     elif config.texts:
-        found, out, studies = on_texts(config, name, command)
+        found, studies = on_texts(config, name, command)
     else:
         studies = [Study(config, name)]
         found = finished(studies[0], command)
-        out = Path(found["out"])
+    out = Path(config.out_dir)
     report.write_all(found, out)
     keep_file(config, out)
     print(results.leaks_looked_for(found))
@@ -527,6 +538,21 @@ def run(argv):
     if failures := results.failures_in(found):
         sys.exit(f"compare: {failures} run(s) failed, the report names them; "
                  "start again to try them once more")
+
+
+def run(argv):
+    argv = own_mechanism.take(argv, keep="out/mechanisms")
+    config, = configurator.load((StudyConfig,), argv, __doc__)
+    for key, program in (("tables", write_tables), ("recheck", recheck), ("scores", compare_scores),
+                         ("from_results", report_once_more)):
+        if getattr(config, key):
+            return program(config)
+    files = configurator.split_args(argv, configurator.keys_of((StudyConfig,)))[0]
+    name = name_of(config, files)
+    if config.dry_run:
+        return show_plan(config, name)
+    command = shlex.join(["python", "compare.py", *(arg for arg in argv if arg != "--report_only")])
+    run_study(config, name, command)
 
 
 @output_written("compare")

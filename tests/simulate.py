@@ -28,7 +28,7 @@ from scipy.special import stdtr  # noqa: E402
 from scipy.stats import ttest_1samp  # noqa: E402
 
 from nanoheads.study import effects, results  # noqa: E402
-from nanoheads.study.effects import known  # noqa: E402
+from nanoheads.study.effects import finished_scores  # noqa: E402
 from nanoheads.study.stats import findable, holm, satterthwaite  # noqa: E402
 
 # how the scores of a study may be: keywords of study()
@@ -181,7 +181,7 @@ def doses_of(found):
 
     Deviations are from the variant's mean, in bits/byte, made as wide as a sample's are too narrow.
     """
-    scores = {name: np.array([*known(variant).values()]) for name, variant in found["arms"].items()}
+    scores = {name: np.array([*finished_scores(variant).values()]) for name, variant in found["arms"].items()}
     about = {}
     for name, y in scores.items():
         errors = [own.std(ddof=1) / math.sqrt(own.size) for own in (y, scores["plain"])]

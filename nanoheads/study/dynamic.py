@@ -182,7 +182,7 @@ def of_study(study, runs, done):
     return found
 
 
-def summary(figures):
+def means_over_seeds(figures):
     """{variant: {figure: [mean, half of its 95 % interval over seeds]}}; None: not defined."""
     found = {}
     for name, seeds in figures.items():

@@ -48,14 +48,14 @@ def figures(found, texts=None):
 
 # ---- differences and verdicts ----
 
-def known(variant):
+def finished_scores(variant):
     """{seed: bits/byte} of a variant's finished runs."""
     return {str(seed): bpb for seed, bpb in zip(variant["seeds"], variant["bpb"]) if bpb is not None}
 
 
 def scores_of(variants):
     """{variant: {seed: bits/byte}} of those that have a finished run."""
-    return {name: known(variant) for name, variant in variants.items() if known(variant)}
+    return {name: finished_scores(variant) for name, variant in variants.items() if finished_scores(variant)}
 
 
 def comparisons(texts, pairs, alpha=0.05, margin=0.01, higher_is_better=False, unit="bits/byte"):
@@ -171,7 +171,7 @@ def curve_of(studies):
     curve = {}
     for name, variant in studies[0]["arms"].items():
         if variant["kind"] in ("plain", "budget"):
-            texts = [known(study["arms"].get(name, dict(seeds=[], bpb=[]))) for study in studies]
+            texts = [finished_scores(study["arms"].get(name, dict(seeds=[], bpb=[]))) for study in studies]
             if all(texts):
                 curve[variant["multiple"]] = texts
     return dict(sorted(curve.items())) if len(curve) > 1 and 1.0 in curve else None

@@ -15,13 +15,13 @@ from matplotlib.ticker import EngFormatter
 
 from nanoheads.common import number
 from nanoheads.study import effects
-from nanoheads.study.dynamic import FIGURES, shares, summary
+from nanoheads.study.dynamic import FIGURES, means_over_seeds, shares
 from nanoheads.study.variants import times
 
 # the verdicts, and what each means
 MEANING = {
-    "better": "fewer bits/byte than the other side; by chance alone that would hardly be seen",
-    "worse": "more bits/byte than the other side; by chance alone that would hardly be seen",
+    "better": "ahead of the other side, by however little; by chance alone that would hardly be seen",
+    "worse": "behind the other side, by however little; by chance alone that would hardly be seen",
     "same": "whichever of the two is ahead, it is by less than the margin: too little to matter",
     "undecided": "better, worse or the same: these seeds cannot tell, more of them would",
 }
@@ -187,9 +187,9 @@ def shown_at_equal(found, c):
 
     One rule, is_shown(): the interval lies below 0, and where the study also made a verdict, it is "better".
     It makes one at equal parameters, and none at equal FLOPs or time, whose intervals are not corrected;
-    remarks() says so. A variant that needs no more of something than the plain GPT is better at an
-    equal amount of it. FLOPs at which no plain GPT was trained count as not shown: it is known that the variant
-    takes more.
+    remarks() says so. A variant that needs no more of something than the plain GPT is better at an equal
+    amount of it. FLOPs at which no plain GPT was trained count as not shown: the variant is known to take
+    more.
     """
     variant, plain = found["arms"][c["variant"]], found["arms"]["plain"]
     more = {key: number(variant.get(key)) / number(plain.get(key))
@@ -231,8 +231,8 @@ def timed_how(found):
     processor = found["machine"].get("processor") or "one machine"
     clock = "CPU seconds of one thread" if rows[0]["clock"] == "processor" else "seconds"
     compiled = ", not compiled" if rows[0]["clock"] == "processor" else ""
-    return (f"Equal time is counted from training steps in turn with the plain GPT's: {clock} on one processor "
-            f"({processor}){compiled}. Another machine has other ratios.")
+    return ("Equal time is counted from training steps in turn with the plain GPT's: "
+            f"{clock} on one processor ({processor}){compiled}. Another machine has other ratios.")
 
 
 def notices(found):
@@ -310,10 +310,10 @@ def verdicts_table(found, only=None, difference=interval):
     """
     head = ("variant", "verdict", "params", "seeds", "bits/byte", f"difference [{level(found)}]",
             "corrected p", "worth × compute", "at equal FLOPs", "at equal time")
-    label, *sizes = row_of(found, "plain")
+    label, *sizes = label_and_figures(found, "plain")
     rows = [(label, "–", *sizes, "–", "–", "1", "–", "–")]
     for c in against_plain(found, only):
-        label, *sizes = row_of(found, c["variant"])
+        label, *sizes = label_and_figures(found, c["variant"])
         rows.append((label, verdict_of(found, c), *sizes, interval(c), p_of(c), worth_of(c),
                      at_cost(c, "equal_flops", difference), at_cost(c, "equal_time", difference)))
     return Table(head, rows, (0, 1))
@@ -322,9 +322,9 @@ def verdicts_table(found, only=None, difference=interval):
 def texts_table(found, only=None):
     """Each variant's difference over all texts of a study and on each of them, its worth and its verdict."""
     both, texts = effects.pooled(found), found["texts"]
-    rows = [("plain GPT", "–", row_of(both, "plain")[-1], "–", *("–" for _ in texts), "1")]
+    rows = [("plain GPT", "–", score_of(both, "plain"), "–", *("–" for _ in texts), "1")]
     for c in against_plain(both, only):
-        label, *_, score = row_of(both, c["variant"])
+        label, *_, score = label_and_figures(both, c["variant"])
         each = (interval(own) for study in texts.values() for own in against_plain(study, [c["variant"]]))
         rows.append((label, verdict_of(both, c), score, interval(c), *each, worth_of(c)))
     head = ("variant", "verdict", "bits/byte", f"difference [{level(both)}]",
@@ -333,8 +333,8 @@ def texts_table(found, only=None):
 
 
 def on_each_text(found, name):
-    """What each text by itself says of a variant, in words: its verdicts there, corrected for that text alone."""
-    verdicts = {text: verdict_of(study, c) for text, study in found["texts"].items()
+    """A variant's verdict on each text by itself, in words; each is corrected for that text alone."""
+    verdicts = {text: verdict_of(study, c) for text, study in (found.get("texts") or {}).items()
                 for c in against_plain(study, [name])}
     if len(set(verdicts.values())) == 1:
         return f"{next(iter(verdicts.values()))} on {'both' if len(verdicts) == 2 else 'all'}"
@@ -348,10 +348,16 @@ def without(table, *titles):
                  [kept.index(i) for i in table.words if i in kept])
 
 
-def row_of(found, name):
+def score_of(found, name):
+    """A variant's mean bits per byte, as text."""
+    return show(mean_of(found["arms"].get(name, {})), ".4f")
+
+
+def label_and_figures(found, name):
+    """(label, parameters, seeds, bits per byte) of a variant, as text."""
     variant = found["arms"].get(name, {})
     seeds = sum(map(known, variant.get("bpb") or []))
-    return label_of(found, name), short(variant.get("params")), str(seeds), show(mean_of(variant), ".4f")
+    return label_of(found, name), short(variant.get("params")), str(seeds), score_of(found, name)
 
 
 def worth_of(c, of=1, spec=".2f"):
@@ -401,7 +407,7 @@ def others_table(found, only=None):
     head = ("variant", "verdict", "against", "what is equal", "bits/byte", "the other's",
             f"difference [{level(found)}]", "corrected p")
     rows = [(label_of(found, c["variant"]), verdict_of(found, c), label_of(found, c["baseline"]),
-             equal_of(found, c), row_of(found, c["variant"])[-1], row_of(found, c["baseline"])[-1],
+             equal_of(found, c), score_of(found, c["variant"]), score_of(found, c["baseline"]),
              interval(c), p_of(c))
             for c in others(found) if only is None or c["variant"].removesuffix(", tuned") in only]
     return Table(head, rows, (0, 1, 2, 3))
@@ -452,7 +458,7 @@ def dynamic_tables(found, only=None):
         mean, half = value
         return show(mean, f".{digits}f") + (f" ±{show(half, f'.{digits}f')}" if half else "")
 
-    variants, means = list(runs), summary(runs)
+    variants, means = list(runs), means_over_seeds(runs)
     head = ("mean over seeds, ± 95 %", *(label_of(found, name) for name in variants))
     rows = [(title, *(cell(means[name][key], digits) for name in variants))
             for key, (title, digits) in FIGURES.items() if any(means[name][key] for name in variants)]
@@ -521,12 +527,12 @@ def candidates_table(found, only=None):
 
 def ladder_table(found, only=None):
     """Each variant's difference to the plain GPT and its worth, size by size."""
-    rows = [("plain GPT", size, "–", row_of(study, "plain")[-1], "–", "1")
+    rows = [("plain GPT", size, "–", score_of(study, "plain"), "–", "1")
             for size, study in found["sizes"].items()]
     judged = dict.fromkeys(c["variant"] for study in found["sizes"].values() for c in against_plain(study))
     for name in only or judged:
         for size, study in found["sizes"].items():
-            label, *_, score = row_of(study, name)
+            label, *_, score = label_and_figures(study, name)
             rows += [(label, size, verdict_of(study, c), score, interval(c), worth_of(c))
                      for c in against_plain(study, [name])]
     gap = f"difference [{level(next(iter(found['sizes'].values())))}]"

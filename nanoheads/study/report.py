@@ -28,7 +28,7 @@ SEEDS_ABREAST = 10  # columns of a table that a desk's window holds
 
 # ---- terminal ----
 
-def table_of(found, width=120):
+def in_text(found, width=120):
     """The plain GPT and each variant, the best first; long names lose their beginning to keep to `width`."""
     if "sizes" in found:
         above, tables, below = [f"{found['name']}: effects over sizes"], [ladder_table(found)], []
@@ -155,7 +155,7 @@ def ladder_page(found, drawn=None):
 
 def write_all(found, folder):
     """Print the table, write every file of the report, print their paths. UserError: the disk refuses."""
-    print(table_of(found))
+    print(in_text(found))
     print(*write(found, folder), sep="\n")
 
 

@@ -14,7 +14,6 @@ import platform
 import shlex
 import statistics
 import sys
-import time
 import zlib
 from collections import Counter
 from dataclasses import asdict
@@ -30,13 +29,11 @@ from nanoheads import configurator
 from nanoheads.common import (UserError, git_commit, json_safe, number, pick_device, with_names_of_today,
                               write_atomic)
 from nanoheads.traces import summaries
-from nanoheads import own_mechanism as own
 from nanoheads.study import costs, dynamic, effects, queue, shape, trial
-from nanoheads.study.variants import BOOKKEEPING, StudyConfig, size_of
+from nanoheads.study.variants import BOOKKEEPING, StudyConfig
 from nanoheads.text.dataset import Dataset
 from nanoheads.timing import median_interval
 from nanoheads.training import checkpoint
-from nanoheads.training.config import TrainConfig
 from nanoheads.training.scoring import bits, windows_of
 
 CURVE_POINTS = 25  # of a run's validation curve that are kept, the last one among them
@@ -66,7 +63,7 @@ def collect(study, command):
         screen=study.screened, tuned=study.tuned, candidates=study.candidates,
         tuned_on=study.tuned_on,
         screened_out=[name for name in study.variants if name not in study.compared],
-        arms={name: summary_of(study, variant, judged[name], done, nothing_runs)
+        arms={name: arm_of(study, variant, judged[name], done, nothing_runs)
               for name, variant in study.compared.items()},
         runs={folder.name: {**result, "spec": study.runs.specs[folder], "curve": curve_of(folder, result)}
               for folder, result in done.items()},
@@ -160,7 +157,7 @@ def scored(study, done):
                 context=f"disjoint windows of {T:,}", note=data.meta.get("note"))
 
 
-def summary_of(study, variant, folders, done, nothing_runs):
+def arm_of(study, variant, folders, done, nothing_runs):
     """One variant: sizes, costs, each seed's score, the command of a run, and what is inside one."""
     found = [done.get(folder) for folder in folders.values()]
 
@@ -252,7 +249,7 @@ def curve_of(folder, result):
 # ---- inside a trained model ----
 
 PROMPT, SAMPLE_TOKENS = "\n", 300  # what samples continue, and for how long
-NOT_INSPECTED = dict(decode_tokens_per_s=None, heads=None, sample=None)
+NOT_INSPECTED = dict(heads=None, sample=None)
 # traces of the heads that the report shows -> the dimensions over which their mean is taken
 HEAD_TRACES = dict(
     entropy=(0, 2), concentration=(0, 2), gate=(1, 2), output_gate=(0, 2, 3), acag_gate=(0, 2, 3),
@@ -261,7 +258,7 @@ HEAD_TRACES = dict(
 
 
 def inspected(folder, nothing_runs=True):
-    """{decode_tokens_per_s, heads, sample} of a finished run; measured once, when nothing runs, and kept."""
+    """{heads, sample} of a finished run; measured once, when nothing runs, and kept."""
     path = folder / "inspected.json"
     inside = trial.read_json(path)
     if inside is None:
@@ -275,23 +272,19 @@ def inspected(folder, nothing_runs=True):
 
 @torch.no_grad()
 def inspect(folder):
-    """Decoding speed (cache, batch 1, the better of two), a sample, the heads on 15 windows of val."""
+    """A sample, and the heads on 15 windows of val."""
     state, device = checkpoint.read(folder), pick_device("auto")
     model = checkpoint.build(state, folder, device)
     data, T = Dataset(state["train"]["dataset"]), model.config.block_size
     ids = torch.tensor([data.tokenizer.encode(PROMPT).tolist()], device=device)
-    best = math.inf
-    for _ in range(2):
-        began = time.perf_counter()
-        generator = torch.Generator(device).manual_seed(1)
-        tokens = model.generate(ids, SAMPLE_TOKENS, temperature=0.8, generator=generator)[0].tolist()
-        best = min(best, time.perf_counter() - began)
+    generator = torch.Generator(device).manual_seed(1)
+    tokens = model.generate(ids, SAMPLE_TOKENS, temperature=0.8, generator=generator)[0].tolist()
     text = data.tokenizer.decode_bytes([t for t in tokens if t < data.vocab_size]).decode("utf-8", "replace")
     starts = [start for start, _, _ in windows_of(data, "val", T, max_tokens=16 * T)]
     starts = starts[:-1]  # the last may have no token after it
     windows = [data.tokens("val")[start:start + T + 1].astype(np.int64) for start in starts]
     x = torch.stack([torch.from_numpy(window) for window in windows]).to(device)
-    return dict(decode_tokens_per_s=SAMPLE_TOKENS / best, sample=text, heads=heads_of(model, x))
+    return dict(sample=text, heads=heads_of(model, x))
 
 
 def heads_of(model, x):
@@ -321,13 +314,6 @@ def write(found, folder):
     write_atomic(Path(folder) / "results.json.gz", lambda f: f.write(gzip.compress(text, mtime=0)))
 
 
-def of_today(entry):
-    """A dict of a results file with the names of today, also where a name is a value."""
-    if entry.get("flag") == "lr":
-        entry["flag"] = "adamw_lr"
-    return with_names_of_today(entry)
-
-
 def is_run_of(spec, name):
     """Whether a run has the name that follows from its trial.json, by the keys of today or of its time."""
     train = {"lr" if key == "adamw_lr" else key: value for key, value in spec["train"].items()}
@@ -339,7 +325,8 @@ def read(path):
     path = Path(path)
     try:
         data = path.read_bytes()
-        found = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data, object_hook=of_today)
+        found = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data,
+                           object_hook=with_names_of_today)
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror or 'damaged'}") from None
     except (ValueError, EOFError, zlib.error, RecursionError):
@@ -409,161 +396,85 @@ def problem_of_config(config):
 
 # ---- once more ----
 
-def own_records(spec):
-    """What a checkpoint of a run holds of mechanisms in files of one's own, by its trial.json."""
-    digests = spec.get("data", {}).get("mechanism")
-    files = (spec["train"].get("own_mechanism") or "").split(",") if digests else ()
-    return [dict(file=Path(file).name, digest=digest[:16])
-            for file, digest in zip(files, (digests or "").split(","))]
-
-
 def recheck(path, complain=True):
-    """Compute every figure of a results file from its runs once more; a line. UserError: one differs.
+    """Compute every figure of a results file from its runs' scores once more; a line. UserError: one differs.
 
-    No code is run that the command line does not name: the line says what could not be computed without.
-    complain: print which figures differ.
+    Costs are as the file has them: to count them again needs the code of each model. No code is run.
+    complain: print what differs.
     """
-    found, wrong, figures = read(path), [], []  # (computed once more, as it is in the file, its name)
-    left_out = 0
-    for size, study in trial.studies_in(found).items():
-        where = f"{size}: " * bool(size)
-        # what makes no model is named before anything is counted
-        for run in {json.dumps({**each["spec"]["model"], "seed": 0}, sort_keys=True, default=str): name
-                    for name, each in study["runs"].items()}.values():
-            model_of(study, run, path)
-        for name, variant in study["arms"].items():
-            for run, bpb in zip(variant["runs"], variant["bpb"]):
-                wrong += [f"{where}{name}: {problem}" for problem in wrong_score(study["runs"].get(run), bpb)]
-            wrong += [f"{where}{name}: {problem}" for problem in wrong_runs(study, variant)]
-            again, without = costs_again(study, variant, path)
-            left_out += without
-            figures += [(*both, f"{where}{name}: {what}") for *both, what in again]
-        wrong += [f"{where}{problem}" for problem in unexplained(study)]
+    found, wrong = read(path), []
+    figures = []  # (computed once more, as it is in the file, its name)
+    for name, study in trial.studies_in(found).items():
+        where = f"{name}: " * bool(name)
+        problems = [*wrong_runs(study), *wrong_scores(study), *unexplained(study)]
+        wrong += [where + problem for problem in problems]
         figures += [(json_safe(value), study.get(key), f"{where}{key}")
                     for key, value in effects.figures(study).items()]
+        for variant, arm in study["arms"].items():
+            time = arm["time_ratio"] or {}
+            if "ratios" in time:  # files from before 2026-11-22 have none
+                again = dict(zip(("mean", "low", "high"), median_interval(time["ratios"])))
+                figures.append((again, {end: time[end] for end in again},
+                                f"{where}{variant}: time of a step"))
     if "texts" in found:
-        fresh = effects.together(found["texts"], found["name"], found["command"])
-        figures.append((json_safe(fresh["together"]), found["together"], "all texts"))
-    counts, differing = zip(*(differences(*each) for each in figures))
-    count, wrong = sum(counts), [*wrong, *(line for lines in differing for line in lines)]
+        whole = effects.together(found["texts"], found["name"], found["command"])
+        figures.append((json_safe(whole["together"]), found["together"], "all texts"))
+    counts, differing = zip(*(mismatches(*each) for each in figures))
+    wrong += [line for lines in differing for line in lines]
     if wrong:
         if complain:
             print(*wrong, sep="\n", file=sys.stderr)
-        raise UserError(f"{path}: {len(wrong)} of {count:,} figures are not what its runs give")
-    line = f"{path}: {count:,} figures computed once more from its runs, all of them the same"
-    return line + (f"; {left_out} more, of models, need the code of a mechanism of one's own: name its file, "
-                   "--mechanism=FILE" if left_out else "")
+        raise UserError(f"{path}: {len(wrong)} of {sum(counts):,} figures are not what its runs give")
+    return f"{path}: {sum(counts):,} figures computed once more from its runs, all of them the same"
 
 
-def model_of(study, run, path):
-    """The GPTConfig of a run of a results file; None where that needs code of one's own that was not named.
+def wrong_runs(study):
+    """Why runs are not those of the variants that they stand under, as sentences.
 
-    UserError: its flags make none.
+    What a variant's flags do not name is not compared: it may follow from a recipe or an optimizer.
     """
-    spec, types = study["runs"][run]["spec"], configurator.keys_of((GPTConfig,))
-    state = dict(config=spec["model"], own_mechanism=own_records(spec))
-    if own.needs_code(state, path):
-        return None
-    flags = own.flags_of(state, path)
-    for key, value in flags.items():
-        if key not in types:
-            raise UserError(f"run {run}: a model has no flag {key} here: its file is of other code")
-        try:
-            configurator.check(value, types[key][0])
-        except ValueError:
-            raise UserError(f"run {run}: {key}={shape.shown(value)} is not "
-                            f"{configurator.type_name(types[key][0])}") from None
-    config = GPTConfig(**flags)
-    if bad := config.problems():
-        raise UserError(f"run {run}: {'; '.join(bad)}")
-    return config
-
-
-def wrong_score(run, bpb):
-    """What is wrong between a score and the nats of the run that it comes from, as sentences."""
-    if run is None:
-        return [] if bpb is None else ["a score without its run"]
-    fresh = bits(run["nats"], run["bytes"])
-    parts, wrong = sum(run.get("block_nats") or [run["nats"]]), []
-    if not math.isclose(bpb, fresh, rel_tol=1e-12):
-        wrong.append(f"{bpb} is not {fresh}")
-    if not math.isclose(parts, run["nats"], rel_tol=1e-8):
-        wrong.append(f"the blocks sum up to {parts} nats, not {run['nats']}")
+    wrong = []
+    for name, arm in study["arms"].items():
+        for run, seed, bpb in zip(arm["runs"], arm["seeds"], arm["bpb"]):
+            found = study["runs"].get(run)
+            if found is None:
+                wrong += [f"{name}: a score without its run"] * (bpb is not None)
+                continue
+            spec = found["spec"]
+            of_run = {**spec["model"].get("own", {}), **spec["model"], **spec["train"]}
+            other = [key for key, value in arm["flags"].items()
+                     if key != "seed" and value is not None and of_run.get(key) != value]
+            other += ["seed"] * (spec["model"]["seed"] != seed + arm["flags"].get("seed", 0))
+            other += ["split"] * (spec["score"]["split"] != study["data"]["split"])
+            if "controller" not in spec["train"]:  # else heads may have come or gone
+                other += [key for key in ("params", "flops_per_token") if found[key] != arm[key]]
+            if other:
+                wrong.append(f"{name}: run {run} is of another variant or seed: {', '.join(other)}")
+            if bpb != found["bpb"]:
+                wrong.append(f"{name}: {bpb} is not {found['bpb']}, the score of run {run}")
     return wrong
 
 
-def wrong_runs(study, variant):
-    """Why runs are not those of the variant that they stand under, as sentences.
-
-    A flag that is None in the study may have another value in a run, which its mechanism chose; so may one
-    that follows from a recipe, an optimizer or a rate, where the variant has another of those.
-    """
-    moved = {"recipe", "optimizer", "adamw_lr"} & set(variant["flags"])
-    flags, wrong = {**study["plain"], **variant["flags"]}, []
-    for run, seed in zip(variant["runs"], variant["seeds"]):
-        if (found := study["runs"].get(run)) is None:
-            continue
-        spec = found["spec"]
-        of_run = {**spec["model"], **spec["train"]}
-        seeds = of_run.pop("seed"), seed + variant["flags"].get("seed", 0)
-        other = [key for key, value in of_run.items() if flags.get(key) not in (None, value)
-                 and not (moved and key not in variant["flags"] and follows(spec, key))]
-        other += ["seed"] * (seeds[0] != seeds[1])
-        other += ["split"] * (spec["score"]["split"] != study["data"]["split"])
-        if "controller" not in spec["train"]:  # else heads may have come or gone
-            other += [key for key in ("params", "flops_per_token") if found[key] != variant[key]]
-        if not is_run_of(spec, run):
-            wrong.append(f"run {run} has another spec")
-        if other:
-            wrong.append(f"run {run} is of another variant or seed: {', '.join(other)}")
+def wrong_scores(study):
+    """Runs whose score does not follow from their nats, or whose name not from their flags, as sentences."""
+    wrong = []
+    for name, run in study["runs"].items():
+        score, parts = bits(run["nats"], run["bytes"]), sum(run.get("block_nats") or [run["nats"]])
+        if not math.isclose(run["bpb"], score, rel_tol=1e-12):
+            wrong.append(f"run {name}: {run['bpb']} is not {score}")
+        if not math.isclose(parts, run["nats"], rel_tol=1e-8):
+            wrong.append(f"run {name}: the blocks sum up to {parts} nats, not {run['nats']}")
+        if not is_run_of(run["spec"], name):
+            wrong.append(f"run {name} has another spec")
     return wrong
-
-
-def follows(spec, key):
-    """Whether a key of a run has the value that its recipe, optimizer and rate give it where none is set."""
-    cls = GPTConfig if key in spec["model"] else TrainConfig
-    if key not in cls.__dataclass_fields__ or cls.__dataclass_fields__[key].default is not None:
-        return False
-    if cls is GPTConfig:
-        flags = {name: value for name, value in spec["model"].items() if name in GPTConfig.defaults()}
-        return getattr(GPTConfig(**{**flags, key: None}), key) == spec["model"][key]
-    training = TrainConfig(**{**spec["train"], key: None}).for_recipe(spec["model"]["recipe"])
-    return getattr(training, key) == spec["train"][key]
-
-
-def costs_again(study, variant, path):
-    """([(computed once more, as it is in the file, what)] of a variant's costs, how many need code).
-
-    Its model's parameters and FLOPs are counted as they were in the study, an interval of time is computed
-    from its rounds (files from before 2026-11-22 have none). Times themselves cannot be had again.
-    """
-    found, time, without = [], variant["time_ratio"] or {}, 0
-    run = next((run for run in variant["runs"] if run in study["runs"]), None)
-    model = run and model_of(study, run, path)
-    if run and model is None:
-        without = 3
-    if model:
-        spec = study["runs"][run]["spec"]
-        params, needed = size_of(model)
-        executed = costs.executed_flops(model, pick_device(spec["train"]["device"]))
-        found += [(params, variant["params"], "parameters"),
-                  (needed, variant["flops_per_token"], "FLOPs a token"),
-                  (executed, variant["executed_flops_per_token"], "executed FLOPs a token")]
-    if "ratios" in time:
-        found += [(value, time[end], f"time of a step, {end}")
-                  for end, value in zip(("mean", "low", "high"), median_interval(time["ratios"]))]
-    return found, without
 
 
 def unexplained(study):
-    """Runs of no variant on the judged text; scores that their nats do not give, or no run gave."""
+    """Runs of no variant on the judged split, and scores of earlier stages that no run gave, as sentences."""
     runs, split = study["runs"], study["data"]["split"]
     taken = {run for variant in study["arms"].values() for run in variant["runs"]}
     wrong = [f"run {run} was scored on {split} and stands under no variant" for run, found in runs.items()
              if run not in taken and found["spec"]["score"]["split"] == split]
-    for run, found in runs.items():
-        wrong += [f"run {run}: {problem}" for problem in wrong_score(found, found["bpb"])]
-    of_runs = {found["bpb"] for found in runs.values()}
     given = [(f"screened {name}, seed {seed}", bpb) for name, own in
              ((study.get("screen") or {}).get("scores") or {}).items() for seed, bpb in own.items()]
     given += [(f"tuned {name}, {group} x {factor}", bpb) for name, own in (study.get("tuned") or {}).items()
@@ -574,15 +485,16 @@ def unexplained(study):
     tried = (study.get("plain_rates") or {}).get("tried", ())  # of a search until 2026-11-25
     given += [(f"the plain GPT at {each['steps']}, seed {seed}", bpb)
               for each in tried for seed, bpb in each["bpb"].items()]
+    of_runs = {found["bpb"] for found in runs.values()}
     return wrong + [f"{what}: no run gave {bpb}" for what, bpb in given if bpb not in of_runs]
 
 
-def differences(a, b, where):
+def mismatches(a, b, where):
     """(how many numbers and words were compared, [what differs]) of two JSON values."""
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-        parts = [differences(a[key], b[key], f"{where}.{key}") for key in a]
+        parts = [mismatches(a[key], b[key], f"{where}.{key}") for key in a]
     elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        parts = [differences(x, y, f"{where}[{i}]") for i, (x, y) in enumerate(zip(a, b))]
+        parts = [mismatches(x, y, f"{where}[{i}]") for i, (x, y) in enumerate(zip(a, b))]
     else:
         numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (a, b))
         same = math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12) if numbers else a == b

@@ -14,19 +14,12 @@ from pathlib import Path
 
 from nanoheads.common import UserError, json_safe, write_atomic
 from nanoheads.study import effects, pictures, report
-from nanoheads.study.findings import (Table, against_plain, interval, known, label_of, level, mean_of, p_of,
-                                      printable, show, verdict_of)
+from nanoheads.study.findings import (MEANING, Table, against_plain, interval, known, label_of, level,
+                                      mean_of, p_of, printable, show, verdict_of)
 
 NEEDED, OPTIONAL = ("variant", "seed", "score"), ("tokens", "bytes", "cost")
 FAILED = "failed"  # in the place of a score
 MOST_NAMED = 20    # bad rows
-
-MEANING = {
-    "better": "by chance alone that would hardly be seen",
-    "worse": "by chance alone that would hardly be seen",
-    "same": "whichever of the two is ahead, it is by less than the margin: too little to matter",
-    "undecided": "better, worse or the same: these seeds cannot tell, more of them would",
-}
 
 
 # ---- the file ----
@@ -52,7 +45,7 @@ def read(path):
         for cells in lines:
             if not any(cell.strip() for cell in cells):
                 continue
-            row, problem = row_of(dict(zip(head, (cell.strip() for cell in cells))), len(cells), len(head))
+            row, problem = parsed(dict(zip(head, (cell.strip() for cell in cells))), len(cells), len(head))
             key = row.get("variant"), row.get("seed")
             if not problem and key in first:
                 problem = f"{key[0]} with seed {key[1]} is on line {first[key]} already"
@@ -71,7 +64,7 @@ def read(path):
     return rows
 
 
-def row_of(cells, n, wanted):
+def parsed(cells, n, wanted):
     """(one row, what is wrong with it or None); cells: {column: text}."""
     if n != wanted:
         return {}, f"{n} cells, where the first line has {wanted}"
@@ -99,7 +92,7 @@ def finite(text):
 
 # ---- the figures ----
 
-def judged(rows, name, baseline=None, alpha=0.05, margin=0.01, higher_is_better=False):
+def study_of(rows, name, baseline=None, alpha=0.05, margin=0.01, higher_is_better=False):
     """A study of these rows as the report's functions take it: the baseline is its "plain".
 
     baseline: None: the first variant of the file. UserError: there is no such variant, or no other one.
@@ -179,7 +172,7 @@ def notices(found):
     return lines
 
 
-def table_of(found):
+def scores_table(found):
     """The baseline, then each variant against it, the best first."""
     columns = [column for column in OPTIONAL if any(arm[column] for arm in found["arms"].values())]
     head = ("variant", "verdict", "seeds", "score", f"difference [{level(found)}]", "corrected p",
@@ -225,13 +218,13 @@ def page(found, drawn):
                   verdict=verdict_of(found, c), sentence=c["words"], worth=None) for c in in_order(found)]
     return report.PAGES.get_template("scores.html").render(
         found=found, title=f"{found['name']}: against {label_of(found, 'plain')}", headline=headline(found),
-        notices=notices(found), table=table_of(found), remarks=remarks(found), cards=cards, drawn=drawn,
-        runs=report.runs_tables(found), meaning=MEANING)
+        notices=notices(found), table=scores_table(found), remarks=remarks(found), cards=cards, drawn=drawn,
+        runs=report.runs_tables(found))
 
 
 def write(found, folder, json_file=None):
     """Print the table; write report.html, the forest plot and the verdicts as JSON; print their paths."""
-    print(report.in_terminal([headline(found), *notices(found)], [table_of(found)], [remarks(found)]))
+    print(report.in_terminal([headline(found), *notices(found)], [scores_table(found)], [remarks(found)]))
     paths = report.write_page(found, folder, page, [pictures.forest])
     if json_file:
         text = json.dumps(verdicts(found), indent=1).encode()

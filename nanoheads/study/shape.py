@@ -37,7 +37,7 @@ ARM = dict(kind=str, label=str, flags=dict, steps=NUMBER, multiple=NUMBER, param
            flops_per_token=NUMBER, executed_flops_per_token=OPEN,
            time_ratio=Maybe(dict(mean=NUMBER, low=NUMBER, high=NUMBER, ratios=Maybe([NUMBER]))),
            seconds=OPEN, tokens_per_s=OPEN, memory_mib=OPEN,
-           best_step=OPEN, decode_tokens_per_s=OPEN, sample=Maybe(str), heads=Maybe(dict),
+           best_step=OPEN, sample=Maybe(str), heads=Maybe(dict),
            seeds=[int], bpb=[OPEN], runs=[str], commands=Maybe([str]))
 COMPARISON = dict(**INTERVAL, variant=str, baseline=str, equal=[str], n=int, verdict=str, words=str,
                   se=OPEN, df=OPEN, p=OPEN, p_corrected=OPEN,

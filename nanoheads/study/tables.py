@@ -15,7 +15,7 @@ from nanoheads.common import ROOT, UserError, write_atomic
 from nanoheads.study import effects, pictures, results
 from nanoheads.study.findings import (Table, against_plain, at_cost, candidates_table, costs_table,
                                       dynamic_tables, interval, label_of, ladder_table, level, mean_alone,
-                                      on_each_text, others, others_table, plain_rates_table, row_of,
+                                      on_each_text, others, others_table, plain_rates_table, score_of,
                                       screened_table, texts_table, tuned_table, verdict_of, verdicts_table,
                                       without, worth_of)
 
@@ -84,20 +84,19 @@ def explained(found, only=None):
 
     found: of several texts, all of them together.
     """
-    texts = bool(found.get("texts"))
     head = ("variant: what it does", "verdict", "on each text alone", "bits/byte",
             f"difference [{level(found)}]", "worth × compute", "at equal parameters", "at equal FLOPs",
             "at equal time")
-    rows = [("plain GPT: " + IN_WORDS["plain"], "–", "–", row_of(found, "plain")[-1], "–", "1", *3 * "–")]
+    rows = [("plain GPT: " + IN_WORDS["plain"], "–", "–", score_of(found, "plain"), "–", "1", *3 * "–")]
     for c in against_plain(found, only or list(IN_WORDS)):
         if c["variant"] not in IN_WORDS:
             raise UserError(f"IN_WORDS in nanoheads/study/tables.py does not say what {c['variant']} does")
         rows.append((f"{label_of(found, c['variant'])}: {IN_WORDS[c['variant']]}", verdict_of(found, c),
-                     on_each_text(found, c["variant"]) if texts else "", row_of(found, c["variant"])[-1], interval(c),
+                     on_each_text(found, c["variant"]), score_of(found, c["variant"]), interval(c),
                      worth_of(c), at_equal_parameters(found, c), at_cost(c, "equal_flops", mean_alone),
                      at_cost(c, "equal_time", mean_alone)))
     table = Table(head, rows, (0, 1, 2))
-    return in_markdown(*(table if texts else without(table, "on each text alone")))
+    return in_markdown(*(table if found.get("texts") else without(table, "on each text alone")))
 
 
 def counted(found, only=None):

@@ -15,7 +15,7 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError
 from nanoheads.configurator import Scale
-from nanoheads import own_mechanism as own
+from nanoheads import own_mechanism
 from nanoheads.study import effects
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
@@ -338,7 +338,7 @@ class VariantBuilder:
         if teacher and teacher.is_file() and checkpoint.needs_code_of_own(training.teacher):
             raise UserError(f"{name}: teacher={training.teacher} has a mechanism in a file of one's own, "
                             "which a study cannot name to its runs: train the student with train.py")
-        mine = ",".join(str(file.path) for file in own.files_for(model))
+        mine = ",".join(str(file.path) for file in own_mechanism.files_for(model))
         training = replace(training, own_mechanism=mine or None)
         params, flops = size_of(model)
         return Variant(name, kind, label, flags, model, training.for_recipe(model.recipe), params, flops)

@@ -177,7 +177,7 @@ def test_what_is_said_of_equal_time_is_one_sentence_and_that_of_the_file(both):
 
 
 def test_the_front_page_says_what_each_text_says_alone(both):
-    """enwiki15 chose neither variants nor rates: who relies on a gain wants to know whether it is there too."""
+    """enwiki15 chose neither variants nor rates: is a gain there too?"""
     alone = {text: {c["variant"] for c in findings.against_plain(study) if c["verdict"] == "better"}
              for text, study in both["texts"].items()}
     convolutions = {"short_conv", "short_conv_kv", "short_conv_x"}

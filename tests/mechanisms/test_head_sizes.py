@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import oracle
 from model import GPT, MECHANISMS, ConstraintHeads, GPTConfig, KVCache
-from nanoheads import kernels
+from nanoheads import kernels, own_mechanism
 from nanoheads.common import UserError
 from nanoheads.hub.layers import ConstraintAttention
 from nanoheads.study import results, runs, trial
@@ -375,7 +375,7 @@ def test_runs_of_variant_b_on_file_are_read_with_their_rounded_size(file, size):
                 continue
             found += 1
             with torch.device("meta"):
-                model = GPT(results.model_of(study, name, path))
+                model = GPT(GPTConfig(**own_mechanism.flags_of(dict(config=run["spec"]["model"]), path)))
             assert model.transformer.h[1].attn.head_size == size
             assert (model.num_params(), model.flops_per_token()) == (run["params"], run["flops_per_token"])
     assert found

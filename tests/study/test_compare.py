@@ -631,10 +631,10 @@ def test_a_recheck_computes_every_figure_and_finds_a_changed_one(finished, capsy
     run = found["arms"]["plain"]["runs"][0]
     assert "blocks sum up" in changed(lambda f: f["runs"][run]["block_nats"].__setitem__(0, 3.0))
     gate = "output_gate"
-    for key, problem in (("params", "parameters: "), ("flops_per_token", "FLOPs a token: "),
-                         ("executed_flops_per_token", "executed FLOPs a token: ")):
-        assert f"{gate}: {problem}" in changed(lambda f: f["arms"][gate].update({key: 5}))
-    assert "time of a step, high" in changed(lambda f: f["arms"][gate]["time_ratio"].update(high=9.0))
+    for key in ("params", "flops_per_token"):
+        assert f"is of another variant or seed: {key}" in changed(lambda f: f["arms"][gate].update({key: 5}))
+    assert "equal_flops" in changed(lambda f: f["arms"][gate].update(executed_flops_per_token=5))
+    assert "time of a step.high" in changed(lambda f: f["arms"][gate]["time_ratio"].update(high=9.0))
 
 
 def exchanged(found):
@@ -674,7 +674,7 @@ def test_a_recheck_asks_whose_the_runs_are(finished, capsys):
         results.write({**copy, **json_safe(effects.figures(copy))}, ".")
 
     for change, problem in (
-            (exchanged, "is of another variant or seed: params"),
+            (exchanged, "is of another variant or seed: output_gate, params"),
             (twice, "is of another variant or seed: seed"), (dropped, "stands under no variant"),
             (of_fewer_steps, "has another spec"),
             (screened, "screened output_gate, seed 9: no run gave 2.0")):
@@ -696,27 +696,24 @@ def test_a_recheck_asks_whose_the_runs_are(finished, capsys):
     assert "all of them the same" in results.recheck("results.json.gz")
 
 
-def test_a_recheck_knows_what_follows_from_a_recipe_an_optimizer_or_a_rate(plain):
-    """Of another optimizer the rest of the rates are others too, of another recipe the flags; no more."""
+def test_a_recheck_compares_the_flags_that_a_variant_names(plain):
+    """Of another optimizer the rest of the rates are others too, of another recipe the flags."""
     flags = {"adamw": dict(optimizer="adamw", adamw_lr=8e-3), "gpt2": dict(recipe="gpt2", optimizer="adamw")}
     study = study_of(plain, mechanisms=[], variants=flags)
     tuned = [v.at_rates({"adamw_lr": 2.0}, f"{v.name}, tuned") for v in study.variants.values()]
     for variant in [*study.variants.values(), *tuned]:
         spec = study.runs.spec(variant, 1, "test")
         run = trial.folder_of(spec).name
-        found = dict(plain=results.flags_of(study.builder.plain), data=dict(split="test"),
-                     runs={run: dict(spec=spec, params=1, flops_per_token=1)})
-        row = dict(flags=variant.flags, runs=[run], seeds=[1], params=1, flops_per_token=1)
-        assert results.wrong_runs(found, row) == []
-        for section, key, value in (("train", "grad_clip", 7.0), ("train", "beta2", 0.5),
-                                    ("model", "act", "swiglu"), ("model", "n_layer", 5)):
-            assert spec[section][key] != value
+        arm = dict(flags=variant.flags, runs=[run], seeds=[1], bpb=[2.0], params=1, flops_per_token=1)
+        found = dict(data=dict(split="test"), arms={"it": arm},
+                     runs={run: dict(spec=spec, params=1, flops_per_token=1, bpb=2.0)})
+        assert results.wrong_runs(found) == []
+        for key in variant.flags:
             other = json.loads(json.dumps(spec))
-            other[section][key] = value
-            name = trial.folder_of(other).name
-            found["runs"][name] = dict(spec=other, params=1, flops_per_token=1)
-            problem, = results.wrong_runs(found, {**row, "runs": [name]})
-            assert problem.endswith(f"of another variant or seed: {key}")
+            other["model" if key in spec["model"] else "train"][key] = "other"
+            found["runs"][run] = dict(spec=other, params=1, flops_per_token=1, bpb=2.0)
+            problem, = results.wrong_runs(found)
+            assert problem.endswith(f"is of another variant or seed: {key}")
 
 
 def on_file(found, name="x"):
@@ -764,7 +761,7 @@ def test_runs_of_a_file_that_is_named_are_taken_and_counted(finished, here, caps
     assert again["comparisons"] == found["comparisons"]
     assert again["reused"] == [{"from": path, "runs": n, "other_code": 0, "of": []}]
     words = f"{n} of {n} runs were not trained for this study: {n} from {path}."
-    assert words in findings.notices(again) and words in report.table_of(again).replace("\n", " ")
+    assert words in findings.notices(again) and words in report.in_text(again).replace("\n", " ")
     assert words in report.page(again)
     assert words in plan_of(taking)
     results.write(again, "out/elsewhere")
@@ -785,7 +782,7 @@ def test_the_runs_that_were_taken_are_counted_over_all_texts(
     assert len(here.started) == 2
     assert effects.pooled(found)["reused"] == [{"from": path, "runs": 2, "other_code": 0, "of": []}]
     words = f"2 of 4 runs were not trained for this study: 2 from {path}."
-    assert words in report.table_of(found).replace("\n", " ") and words in capsys.readouterr().out.replace(
+    assert words in report.in_text(found).replace("\n", " ") and words in capsys.readouterr().out.replace(
         "\n", " ")
 
 
@@ -1022,7 +1019,7 @@ def test_what_is_better_over_all_texts_meets_the_same_wider_plain_gpt_on_each(
     found = results.read("out/two/results.json.gz")
     for study in (*found["texts"].values(), effects.pooled(found)):
         assert study["pairs"][2:] == [["output_gate", "plain, MLP 70", ["parameters"]]]
-        assert len(effects.known(study["arms"]["plain, MLP 70"])) == 2
+        assert len(effects.finished_scores(study["arms"]["plain, MLP 70"])) == 2
     assert len(findings.others(effects.pooled(found))) == 1
     assert results.read("out/two/products/results.json.gz") == found["texts"]["products"]
 
@@ -1474,18 +1471,6 @@ def test_tables_name_a_damaged_results_file(demo, tmp_path, monkeypatch, refusal
     (tmp_path / "README.md").write_text("<!-- table: verdicts demo.json.gz -->\n<!-- end -->\n")
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     assert "nats is 'text', not a number" in refusal(["--tables"])
-
-
-@pytest.mark.parametrize("flags, words", [
-    ({"n_layer": "text"}, "n_layer='text' is not int"), ({"dropout": 10**400}, "dropout="),
-    ({"pos": ["learned"]}, "pos=['learned'] is not"),
-    ({"n_head": 3}, "n_embd=64 must be a multiple of n_head=3"),
-    ({"no_flag": 1}, "unknown flags no_flag")])
-def test_flags_that_make_no_model_are_named_by_recheck(demo, tmp_path, refusal, flags, words):
-    found = json.loads(json.dumps(demo))
-    next(iter(found["runs"].values()))["spec"]["model"].update(flags)
-    (tmp_path / "x.json").write_text(json.dumps(found))
-    assert words in refusal([f"--recheck={tmp_path / 'x.json'}"])
 
 
 def test_every_file_in_results_has_the_shape_that_is_asked():

@@ -60,7 +60,6 @@ def make_found(variants=2, seeds=5, screened=0, evals=12, size=None):
                     runs=[run(i, seed, curve(b)) for seed, b in zip(own, bpb)],
                     commands=[f"OMP_NUM_THREADS=1 python train.py config/tiny.py --routing_top_k={i}",
                               "OMP_NUM_THREADS=1 python evaluate.py --ckpt out/x --split test"],
-                    decode_tokens_per_s=700.0 + i,
                     sample=f"\nThe cat of {name} sat = the = station , <unk> . " * 4,
                     heads={"entropy": rng.random((4, 8)).round(4).tolist(), "heat": 0.7,
                            "dead_heads": [0.0, 1.0, 0.0, 2.0]} if kind == "variant" else None)
@@ -152,7 +151,7 @@ def emptied(found):
     for entry in found["arms"].values():
         nothing = len(entry["seeds"]) * [None]
         entry.update(bpb=nothing, heads=None, sample=None, seconds=None, tokens_per_s=math.nan,
-                   decode_tokens_per_s=None, memory_mib=None, time_ratio=None)
+                   memory_mib=None, time_ratio=None)
     for c in found["comparisons"]:
         c.update(dict.fromkeys(("mean", "low", "high", "se", "df", "p", "p_corrected", "p_same")), text=None,
                  differences=[], verdict="undecided", words="no runs", n=0, n_baseline=0)
@@ -261,7 +260,7 @@ def test_better_only_than_a_smaller_baseline_is_told():
     assert headline(alone).endswith("bits/byte; not shown to be better at equal tuned rates.")
     label = headline(alone).partition(":")[0]
     for name in ("of one", label):
-        first = report.table_of({**alone, "name": name}).replace("\n", " ")
+        first = report.in_text({**alone, "name": name}).replace("\n", " ")
         assert first.startswith(f"{name}: ") and first.count(f"{label}: ") == 1
 
 
@@ -292,7 +291,7 @@ def test_what_was_not_measured_is_not_called_lost():
     head, (_, cells), _ = findings.verdicts_table(found)
     assert [title for title, cell in zip(head, cells) if cell == "not measured"] == [
         "worth × compute", "at equal FLOPs", "at equal time"]
-    assert report.table_of(found).count("not measured") == 4
+    assert report.in_text(found).count("not measured") == 4
 
 
 def test_a_variant_that_costs_no_more_is_better_at_equal_cost_too():
@@ -357,9 +356,9 @@ def test_the_demo_claims_nothing_of_what_it_did_not_measure():
 
 def test_unfinished_study_says_so_at_the_top():
     found = make_found(30)
-    assert not any("not finished" in f(found) for f in (report.table_of, html_of))
+    assert not any("not finished" in f(found) for f in (report.in_text, html_of))
     n, found["done"] = found["done"], found["done"] - 7
-    for text in (report.table_of(found), html_of(found).split("<body>")[1]):
+    for text in (report.in_text(found), html_of(found).split("<body>")[1]):
         assert f"not finished: {n - 7} of {n} runs are done" in text[:1000]
 
 
@@ -379,7 +378,7 @@ def test_variant_whose_runs_all_failed_is_listed_as_failed():
         if c["variant"] == "routing_1":
             c.update(dict.fromkeys(("mean", "low", "high", "p_corrected")), differences=[])
     found["failures"] = [dict(arm="routing_1", seed=s, why="out of memory", log="x") for s in found["seeds"]]
-    assert re.search(r"^routing_1 +failed ", report.table_of(found), re.M)
+    assert re.search(r"^routing_1 +failed ", report.in_text(found), re.M)
     row = rows_in(tables.TABLES["verdicts"](found))[-1]
     assert row["variant"] == "routing_1" and row["verdict"] == "failed"
     assert "1 failed" in headline(found)
@@ -390,7 +389,7 @@ def test_one_seed_has_a_mean_and_no_interval():
     found = make_found(2)
     c = main_rows(found)[0]
     c.update(low=None, high=None, p_corrected=None, verdict="undecided", worth=None)
-    row, = (line for line in report.table_of(found).splitlines() if f"{c['mean']:+.4f}  " in line)
+    row, = (line for line in report.in_text(found).splitlines() if f"{c['mean']:+.4f}  " in line)
     assert "[" not in row and "  undecided  " in row
 
 
@@ -416,7 +415,7 @@ def test_text_from_the_study_stays_text():
     found = poisoned(make_found(3))
     page = Page(html_of(found))
     assert page.text.count("<script>alert('x')</script><img src=http://evil.example/a.png>") > 20
-    assert not re.search(r"[\x00-\x08\x0b-\x1f]", page.text + report.table_of(found).replace("\n", ""))
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", page.text + report.in_text(found).replace("\n", ""))
     assert not {tag for tag, _ in page.tags} & {"script", "img"}
     assert len(rows_in(tables.TABLES["verdicts"](found))) == 4
 
@@ -424,11 +423,11 @@ def test_text_from_the_study_stays_text():
 @every_size
 def test_what_is_not_known_is_a_dash(variants):
     found = emptied(make_found(variants))
-    for text in (Page(html_of(found)).text, report.table_of(found),
+    for text in (Page(html_of(found)).text, report.in_text(found),
                  *(table(found) for kind, table in tables.TABLES.items()
                    if kind not in ("ladder", "texts", "each_text"))):
         assert not re.search(r"\b(nan|NaN|None|null|inf)\b", text)
-    assert "no runs yet" in report.table_of(found) and "–" in report.table_of(found)
+    assert "no runs yet" in report.in_text(found) and "–" in report.in_text(found)
 
 
 def test_every_tag_is_closed_where_it_was_opened():
@@ -452,7 +451,7 @@ def test_every_tag_is_closed_where_it_was_opened():
 def test_terminal_table_fits_and_holds_the_numbers_best_first(variants):
     found = make_found(variants)
     found["arms"]["plain"]["params"] = 124_439_808
-    lines = report.table_of(found).splitlines()
+    lines = report.in_text(found).splitlines()
     assert max(map(len, lines)) <= 120
     head = next(i for i, line in enumerate(lines) if line.startswith("variant "))
     plain = lines[head + 1].split()

@@ -28,7 +28,7 @@ def csv_of(**variants):
 
 
 def found_in(tmp_path, text, **settings):
-    return scores.judged(scores.read(file(tmp_path, text)), "scores.csv", **settings)
+    return scores.study_of(scores.read(file(tmp_path, text)), "scores.csv", **settings)
 
 
 PLAIN, GOOD = [2.00, 2.01, 1.99, 2.005], [1.90, 1.91, 1.895, 1.905]
@@ -129,7 +129,7 @@ def test_the_baseline_is_the_one_that_is_named_or_the_first(tmp_path):
     first, named = found_in(tmp_path, text), found_in(tmp_path, text, baseline="plain")
     assert first["arms"]["plain"]["label"] == "a" and first["comparisons"][0]["verdict"] == "better"
     assert named["arms"]["plain"]["label"] == "plain" and named["comparisons"][0]["verdict"] == "worse"
-    assert [row[0] for row in scores.table_of(first).rows] == ["a", "plain"]
+    assert [row[0] for row in scores.scores_table(first).rows] == ["a", "plain"]
     with pytest.raises(UserError, match="--baseline=c is not a variant of scores.csv; it has a, plain"):
         found_in(tmp_path, text, baseline="c")
     with pytest.raises(UserError, match="one variant, a: nothing to compare"):
@@ -145,7 +145,7 @@ def test_a_verdict_that_favours_a_side_with_failed_runs_is_withheld(tmp_path):
     assert a["verdict"] == "undecided"
     assert a["words"].startswith("not called better, since 1 of its runs failed")
     assert b["verdict"] == "worse"
-    assert scores.table_of(found).rows[-1][:2] == ("c", "failed") and math.isnan(c["mean"])
+    assert scores.scores_table(found).rows[-1][:2] == ("c", "failed") and math.isnan(c["mean"])
     assert any("4 runs failed" in line for line in scores.notices(found))
 
 
@@ -155,7 +155,7 @@ def test_what_a_variant_took_stands_beside_its_verdict(tmp_path):
     rows += [f"good,{seed},{score},1500,3" for seed, score in enumerate(GOOD)]
     rows += [f"other,{seed},{score + 0.2},1000,3" for seed, score in enumerate(PLAIN)]
     found = found_in(tmp_path, "\n".join(rows))
-    table = scores.table_of(found)
+    table = scores.scores_table(found)
     assert table.head[-2:] == ("tokens ×", "cost ×")
     assert {row[0]: row[-2:] for row in table.rows} == dict(plain=("1.00", "1.00"), good=("1.50", "1.50"),
                                                             other=("1.00", "1.50"))
@@ -163,7 +163,7 @@ def test_what_a_variant_took_stands_beside_its_verdict(tmp_path):
     assert lines[0].startswith("good was trained on 1.50 × the tokens of plain") and len(lines) == 2
     assert lines[1].startswith("Better and dearer: good.")
     plain = found_in(tmp_path, csv_of(plain=PLAIN, good=GOOD))
-    assert scores.notices(plain) == [] and len(scores.table_of(plain).head) == 6
+    assert scores.notices(plain) == [] and len(scores.scores_table(plain).head) == 6
 
 
 # ---- what is written ----
