@@ -34,11 +34,11 @@ import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait 
 
 from nanoheads import configurator
 from nanoheads.common import (UserError, explain, fault_of_own_file, json_safe, output_written, pick_device,
-                              table)
+                              table, writable, write_json)
 from nanoheads.folders import LONGEST, find, joined
 from nanoheads import own_mechanism
 from nanoheads.probes import promises
-from nanoheads.study import costs, effects, findings, queue, report, results, tables, trial
+from nanoheads.study import budget, costs, effects, findings, queue, report, results, tables, trial
 from nanoheads.study import scores as score_file
 from nanoheads.study.runs import Reuse, Runs, agreement
 from nanoheads.study.variants import StudyConfig, VariantBuilder, variants_of
@@ -76,9 +76,9 @@ class Study:
 
     `builder` makes models on top of the plain GPT. Until tune() has found better rates, that is the plain GPT
     at the rates on file. From then on it is the one at its best rates, and the budgets and wider plain GPTs
-    that are made later have them too. A stage plans its runs, has them run and reads their scores. With `place`
-    None nothing runs: a stage then goes on with the scores that there are, or takes the first variants where
-    there are none, so that a plan shows what would come.
+    that are made later have them too. A stage plans its runs, has them run and reads their scores. With
+    `place` None nothing runs: a stage then goes on with the scores that there are, or takes the first
+    variants where there are none, so that a plan shows what would come.
     """
 
     def __init__(self, config, name):
@@ -275,11 +275,8 @@ def plan_of(study):
         own = results.sizes_of(variant, device)
         rows.append((variant.name, f"{own['params']:,}", f"{own['steps']:,}",
                      findings.short(effects.training_flops(own)), flags_in_short(variant.flags)))
-    names = {folder: name for (_, name, _), folder in study.runs.folders.items()}
-    left = [folder for folder in names if study.runs.result(folder) is None]
-    steps = (variants.get(names[folder], plain).train.max_iters for folder in left)
-    budget = sum(steps) / plain.train.max_iters
-    hours = budget * seconds / place.count / 3600
+    names, left = folders_of(study)
+    hours = runs_left(study) * seconds / place.count / 3600
     length = f"{math.ceil(60 * hours)} minutes" if hours < 2 else f"{hours:.2g} hours"
     notes = [f"{len(names):,} runs, {len(left):,} of them to do, in {study.runs.trials}",
              *([findings.reused_sentence(study.runs.reused(), len(names))] if study.runs.taken else []),
@@ -294,6 +291,43 @@ def plan_of(study):
                      "counted")
     head = ("variant", "parameters", "steps", "training FLOPs", "flags")
     return "\n".join([table(head, rows, left=(0, 4)), *notes])
+
+
+def folders_of(study):
+    """({folder: name of its variant} of the runs that a study has planned, those that are to be done)."""
+    names = {folder: name for (_, name, _), folder in study.runs.folders.items()}
+    return names, [folder for folder in names if study.runs.result(folder) is None]
+
+
+def runs_left(study):
+    """How many runs of the plain GPT, counted in steps, what a study has planned and not done amounts to."""
+    names, left = folders_of(study)
+    plain, variants = study.builder.plain, {**study.variants, **study.compared}
+    return sum(variants.get(names[folder], plain).train.max_iters for folder in left) / plain.train.max_iters
+
+
+STARTED = 5.0  # seconds that a run takes beside its steps: starting Python, reading torch, writing
+
+
+def within_minutes(config, name):
+    """(the study in config.minutes, a line about what was left out of it), see budget.fitted()."""
+    if config.sizes or config.texts:
+        raise UserError("minutes is for a study of one size on one text: leave out sizes and texts")
+    place, study = queue.Slots(config.jobs, config.device, config.jobs_per_gpu), Study(config, name)
+    plain, splits = study.builder.plain, study.builder.data.splits
+    a_step = costs.seconds_per_run(plain, pick_device(config.device), place.threads,
+                                   config.test_tokens or splits[config.split]["tokens"],
+                                   splits["val"]["tokens"])
+
+    def seconds(config):
+        study = Study(config, name)
+        study.run(None)
+        # a wider plain GPT for each variant that may seem better is counted too
+        runs = runs_left(study) + config.match_parameters * len(study.variants) * len(config.seeds)
+        steps = study.builder.plain.train.max_iters / plain.train.max_iters
+        return runs * (a_step * steps + STARTED) / place.count
+
+    return budget.fitted(config, seconds, plain.train.max_iters)
 
 
 def plans(config, name):
@@ -506,13 +540,24 @@ def report_once_more(config):
 def show_plan(config, name):
     """--dry_run: what a study would train, and for how long."""
     try:
+        if config.minutes:
+            config, line = within_minutes(config, name)
+            print(line)
         print(*plans(config, name), sep="\n")
     except NotPrepared as e:
         print(plan_without_data(config, e))
 
 
 def run_study(config, name, command):
-    """Train what is not done, judge, write the report."""
+    """Train what is not done, judge, write the report; returns the results, as results.json.gz has them.
+
+    command: what the report says made it. Raises UserError.
+    """
+    if config.json:
+        writable(config.json)
+    if config.minutes:
+        config, line = within_minutes(config, name)
+        print(line, flush=True)
     if notes := check_parts(config):
         print(*notes, sep="\n", flush=True)
     if config.out_dir is None:
@@ -535,9 +580,13 @@ def run_study(config, name, command):
         print(agreement([study.runs for study in studies], config.reuse))
         for study in studies:
             study.runs.take_into_trials()
+    if config.json:
+        write_json(config.json, findings.verdicts(found))
+        print(config.json)
     if failures := results.failures_in(found):
         sys.exit(f"compare: {failures} run(s) failed, the report names them; "
                  "start again to try them once more")
+    return found
 
 
 def run(argv):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.ticker import EngFormatter
 
-from nanoheads.common import number
+from nanoheads.common import json_safe, number
 from nanoheads.study import effects
 from nanoheads.study.dynamic import FIGURES, means_over_seeds, shares
 from nanoheads.study.variants import times
@@ -93,6 +93,23 @@ def labelled(found):
 
 
 # ---- verdicts ----
+
+def verdicts(found):
+    """The verdicts of a study for a program to read, as a dict for JSON; over several texts those of all
+    together, of several sizes {"sizes": {size: ...}}.
+    """
+    if "sizes" in found:
+        return {"sizes": {size: verdicts(each) for size, each in found["sizes"].items()}}
+    out, found = found.get("out") or found["config"].get("out_dir"), found.get("together", found)
+    keys = ("low", "high", "p", "p_corrected", "p_same", "n", "n_baseline", "more_seeds")
+    rows = [dict(variant=c["variant"], baseline=c["baseline"], equal=c["equal"],
+                 verdict=verdict_of(found, c), difference=c["mean"], **{key: c.get(key) for key in keys},
+                 words=sentence_of(found, c)) for c in [*against_plain(found), *others(found)]]
+    bpb = {name: mean_of(arm) for name, arm in found["arms"].items()}
+    return json_safe(dict(name=found["name"], folder=out, headline=headline(found), alpha=found["alpha"],
+                          margin=found["margin"], failures=len(found["failures"]), bpb=bpb,
+                          comparisons=rows))
+
 
 def against_plain(found, only=None):
     """The comparisons with the plain GPT as it is, the best first, or in the order of `only`."""

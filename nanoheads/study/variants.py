@@ -67,6 +67,7 @@ class StudyConfig:
     settings: dict = field(default_factory=dict)  # flags for both sides, on top of the plain GPT's
     texts: list[str] = field(default_factory=list)  # datasets to judge on, together; the first chooses, tunes
     # ---- the budget ----
+    minutes: Optional[float] = None      # all of it in so many on this machine: fewer seeds, then fewer steps
     tokens_per_param: Optional[float] = None  # tokens to train on, a parameter of the plain blocks
     # multiples of the budget at which the plain GPT is trained too, to know what compute is worth
     budgets: list[float] = field(default_factory=lambda: [0.7, 1.4, 2.0])
@@ -86,6 +87,7 @@ class StudyConfig:
     tune_lr: bool = False                # the plain GPT and all that is judged: at their own best rates
     lives: bool = False                  # dynamic heads: also report their states, speed, samples
     # ---- where it runs ----
+    json: Optional[str] = None           # write the verdicts to this file too, for a program to read
     out_dir: Optional[str] = None        # the report's folder; None: out/<config or mechanisms>-<scale>,
                                          # with -2, -3, ... behind where another study has that name
     jobs: int = 0                        # runs at once, at most; 0: jobs_per_gpu a GPU, or one a CPU core
@@ -107,7 +109,6 @@ class StudyConfig:
     scores: Optional[str] = None         # CSV: variant, seed, score; optional: tokens, bytes, cost
     baseline: Optional[str] = None       # the variant that the others are compared with; None: the first
     higher_is_better: bool = False       # of these scores; False: lower is, as for a loss
-    json: Optional[str] = None           # also write the verdicts to this file
     # ---- statistics ----
     alpha: float = 0.05                  # false verdicts of the whole study; intervals are 1 - alpha
     margin: float = 0.01                 # bits/byte: a difference below it is called the same
@@ -127,7 +128,7 @@ class StudyConfig:
 
     def problems_of_variants(self):
         bad = []
-        given = [key for key in ("baseline", "higher_is_better", "json") if getattr(self, key)]
+        given = [key for key in ("baseline", "higher_is_better") if getattr(self, key)]
         if given and not self.scores:
             bad.append(f"{', '.join(given)}: these go with --scores=FILE alone")
         for pattern in self.mechanisms:
@@ -190,6 +191,8 @@ class StudyConfig:
 
     def problems_of_budget(self):
         bad = []
+        if self.minutes is not None and not self.minutes > 0:
+            bad.append(f"minutes={self.minutes} must be above 0")
         if self.tokens_per_param is not None and not 0 < self.tokens_per_param <= MOST_TOKENS_PER_PARAM:
             bad.append(f"tokens_per_param={self.tokens_per_param} must be positive, and at most "
                        f"{MOST_TOKENS_PER_PARAM:,}")

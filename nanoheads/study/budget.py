@@ -1,0 +1,48 @@
+"""A study in so many minutes: first fewer seeds, then fewer steps, until what is planned fits."""
+
+from dataclasses import replace
+
+from nanoheads.common import UserError
+
+LEAST_SEEDS = 3    # fewer give no interval worth reading
+LEAST_SHARE = 0.1  # of the steps: a model that has hardly begun to learn says nothing of one that has
+
+
+def fitted(config, seconds, steps):
+    """(a StudyConfig whose runs fit into config.minutes, a line that says what was left out).
+
+    seconds(config): how long everything that it plans takes on this machine. steps: those of its plain GPT.
+    Raises UserError where not even LEAST_SEEDS and LEAST_SHARE of the steps fit.
+    """
+    limit, minutes, seeds = 60 * config.minutes, f"{config.minutes:g} minutes", len(config.seeds)
+    if (whole := seconds(config)) <= limit:
+        return config, f"{minutes}: all of it fits, {seeds} seeds, {steps:,} steps a run; {about(whole)}"
+    extras = {"the screening": config.screen, "the search for rates": config.tune_lr,
+              "other budgets": config.budgets}
+    without = [word for word, on in extras.items() if on]
+    left_out = f"; without {', '.join(without)}" if without else ""
+    plain = replace(config, mechanism=None, screen=False, tune_lr=False, budgets=[])
+    for n in range(seeds, min(seeds, LEAST_SEEDS) - 1, -1):
+        fewer = replace(plain, seeds=config.seeds[:n])
+        if (whole := seconds(fewer)) <= limit:
+            return fewer, (f"{minutes}: {n} seeds of {seeds}, {steps:,} steps a run{left_out}; "
+                           f"{about(whole)}")
+    # steps by 5 %, so that the same command trains the same on another day; scoring takes as long as before
+    for share in (n / 20 for n in range(19, round(20 * LEAST_SHARE) - 1, -1)):
+        shorter = at_share(fewer, share, steps)
+        if (whole := seconds(shorter)) <= limit:
+            return shorter, (f"{minutes}: {n} seeds of {seeds}, {round(steps * share):,} of {steps:,} steps "
+                             f"a run{left_out}; {about(whole)}")
+    raise UserError(f"minutes={config.minutes:g} are too few: {n} seeds at {LEAST_SHARE:.0%} of the steps "
+                    f"take {about(whole)}")
+
+
+def at_share(config, share, steps):
+    """The StudyConfig with so much of the steps of its plain GPT."""
+    if config.tokens_per_param:
+        return replace(config, tokens_per_param=config.tokens_per_param * share)
+    return replace(config, settings={**config.settings, "max_iters": round(steps * share)})
+
+
+def about(seconds):
+    return f"about {seconds / 60:,.1f} minutes"
