@@ -44,7 +44,7 @@ bench: .venv/ready
 plots: .venv/ready
 	$(PY) plot_curves.py
 
-# run docs/heads.ipynb in a fresh copy of the repository and store its outputs
+# run the notebooks of docs/ in a fresh copy of the repository and store their outputs
 notebook: .venv/ready-test
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(PY) tests/docs/refresh_notebook.py
 

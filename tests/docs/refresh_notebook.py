@@ -1,5 +1,5 @@
 """
-Execute docs/heads.ipynb in a fresh copy of the repository and store its outputs: `make notebook`.
+Execute the notebooks of docs/ in a fresh copy of the repository and store their outputs: `make notebook`.
 
     PYTHONPATH=.:tests python tests/docs/refresh_notebook.py
 """
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import nbformat
 
-from test_notebook import NOTEBOOK, arithmetic, copy_into, differences, execute, problems_of
+from test_notebook import COMPARISON, NOTEBOOK, arithmetic, copy_into, differences, execute, problems_of
 
 
-def main():
-    notebook = nbformat.read(NOTEBOOK, 4)
-    before = {cell["id"]: cell for cell in nbformat.read(NOTEBOOK, 4).cells}
+def refresh(path):
+    notebook = nbformat.read(path, 4)
+    before = {cell["id"]: cell for cell in nbformat.read(path, 4).cells}
     with tempfile.TemporaryDirectory() as folder:
         copy_into(Path(folder))
         cells = execute(notebook, Path(folder) / "docs", folder)
@@ -22,10 +22,11 @@ def main():
         cell["metadata"] = {}  # when it ran
     notebook.metadata.update(language_info={"name": "python"}, arithmetic=arithmetic())
     if problems := problems_of(notebook):
-        sys.exit("refresh_notebook: " + "; ".join(problems))
-    nbformat.write(notebook, NOTEBOOK)
-    print("\n".join(differences(before, cells)) or "no output changed")
+        sys.exit(f"refresh_notebook: {path.name}: " + "; ".join(problems))
+    nbformat.write(notebook, path)
+    print(path.name, *differences(before, cells) or ["no output changed"], sep="\n")
 
 
 if __name__ == "__main__":
-    main()
+    for each in sys.argv[1:] or (NOTEBOOK, COMPARISON):
+        refresh(Path(each))

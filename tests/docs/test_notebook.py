@@ -29,7 +29,9 @@ pytest.importorskip("ipykernel", reason="ipykernel is not installed: requirement
 from nbclient.exceptions import CellExecutionError  # noqa: E402
 
 NOTEBOOK = ROOT / "docs" / "heads.ipynb"
-COPIED = ("*.py", "config/*.py", "data/*.py", "data/pystdlib/*.py", "nanoheads/**/*.py", "docs/heads.ipynb")
+COMPARISON = ROOT / "docs" / "compare.ipynb"
+COPIED = ("*.py", "config/*.py", "data/*.py", "data/pystdlib/*.py", "nanoheads/**/*.py",
+          "nanoheads/study/templates/*", "docs/*.ipynb")
 # Where sums are rounded as when the outputs were stored, all digits come out again. Elsewhere Muon amplifies
 # the rounding: without vector instructions losses differ by up to 1.3 %, and what single heads do by a third.
 TOLERANCE, ELSEWHERE = 0.02, 0.04  # of the largest number of a column; losses on another processor
@@ -50,7 +52,7 @@ def execute(notebook, folder, own, run=None):
         if run:
             patch.setenv("NANOHEADS_RUN", str(run))
         where = {"metadata": {"path": str(folder)}}
-        nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where,
+        nbclient.NotebookClient(notebook, timeout=1200, kernel_name="python3", resources=where,
                                 coalesce_streams=True).execute()
     return {cell["id"]: cell for cell in notebook.cells}
 
