@@ -73,7 +73,7 @@ PROBES = {
 }
 # word -> (the module whose main() takes what follows, help); imported when asked for: they need more packages
 PROGRAMS = {
-    "constraints": ("nanoheads.probes.constraints", "What constraint heads know of their labels."),
+    "constraints": ("nanoheads.probes.constraints.command", "What constraint heads know of their labels."),
     "inspect": ("nanoheads.heads.inspection", "Heads one by one, by commands: set gates, prune, save."),
     "text": ("nanoheads.probes.continuations", "What models write: repetition, diversity, loops, bits/byte."),
     "look": ("nanoheads.heads.look", "What mechanisms do to a text, token by token, as a page."),

@@ -14,15 +14,15 @@ from torch.nn import functional as F
 from model import GPT, GPTConfig
 from nanoheads import intervals
 from nanoheads.common import UserError
-from nanoheads.probes import explaining, figures as figures_module, tokens as token_probes
-from nanoheads.probes.explaining import removal_sets, scores_without, window_changes
-from nanoheads.probes.figures import (METRICS, best_threshold, bins, compared, figures, over_documents,
-                                      over_text)
+from nanoheads.probes.constraints import explain, metrics, token_probes
+from nanoheads.probes.constraints.adjudicate import aggregated, classes, classified, documents, passages
+from nanoheads.probes.constraints.explain import removal_sets, scores_without, window_changes
+from nanoheads.probes.constraints.metrics import (METRICS, best_threshold, bins, compared, figures,
+                                                  over_documents, over_text)
+from nanoheads.probes.constraints.score import PRIOR
+from nanoheads.probes.constraints.setup import HEADS, Part, branch_size, layers_of, parts_of, read, starts_of
+from nanoheads.probes.constraints.token_probes import Probe, descend, fit_probe, mlp_width, nats_of_names
 from nanoheads.probes.keys import gone, without_keys
-from nanoheads.probes.passages import aggregated, classes, classified, documents, passages
-from nanoheads.probes.scores import PRIOR
-from nanoheads.probes.tokens import (HEADS, Part, Probe, branch_size, descend, fit_probe, mlp_width,
-                                     nats_of_names, parts_of, read, starts_of)
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.targets import encode, label_file, write_meta
 from nanoheads.training import checkpoint
@@ -59,7 +59,7 @@ def few(monkeypatch):
     """Fewer blocks, draws and steps: enough for these."""
     monkeypatch.setattr(token_probes, "STEPS", 400)
     monkeypatch.setattr(intervals, "BLOCKS", 6)
-    monkeypatch.setattr(figures_module, "DRAWS", 200)
+    monkeypatch.setattr(metrics, "DRAWS", 200)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_states_are_what_the_blocks_attention_reads(layers):
 def test_blocks_whose_scores_no_loss_has_seen_are_left_out():
     flags = dict(spread=3.0, constraint_layers=[0, 1, 2], constraint_loss_layers=[2, 1])
     model, ids = with_heads(**flags), torch.arange(20)[None]
-    assert token_probes.layers_of(model) == [1, 2] and token_probes.layers_of(make_model()) == []
+    assert layers_of(model) == [1, 2] and layers_of(make_model()) == []
     scores, traces = read(model, ids, [1])[1], model(ids, traces=True).traces
     for n, name in enumerate(NAMES):
         want = (traces[f"blocks.1.constraint.{name}"] + traces[f"blocks.2.constraint.{name}"]) / 2
@@ -474,13 +474,13 @@ def test_draws_of_documents_are_weighted_figures():
     rng = np.random.default_rng(0)
     y, p, document = rng.random(60) < 0.5, rng.random(60).round(1), np.repeat(np.arange(3, 15), 5)
     found = over_documents(y, p, 0.4, document, 1)
-    draws = np.random.default_rng(1).multinomial(12, np.full(12, 1 / 12), figures_module.DRAWS)
+    draws = np.random.default_rng(1).multinomial(12, np.full(12, 1 / 12), metrics.DRAWS)
     for i, times in enumerate([np.ones(12, int), *draws[:20]]):
         many = np.repeat(np.arange(60), times.repeat(5))
         assert found["accuracy"][i] == pytest.approx(accuracy_score(y[many], p[many] >= 0.4))
         assert found["f1"][i] == pytest.approx(f1_score(y[many], p[many] >= 0.4))
         assert found["auroc"][i] == pytest.approx(roc_auc_score(y[many], p[many]))
-    assert len(found["f1"]) == figures_module.DRAWS + 1
+    assert len(found["f1"]) == metrics.DRAWS + 1
     two = over_documents(np.array([True, False]), np.array([0.7, 0.1]), 0.5, np.arange(2), 0)
     assert np.isnan(two["f1"]).any() and two["auroc"][0] == 1 and set(two["accuracy"][1:]) >= {1.0}
 
@@ -575,7 +575,7 @@ def test_top_tokens_explain_where_they_are_what_is_read(models, data, tmp_path, 
         seen = digit * ~removed
         return np.stack((seen.cumsum(-1) + 100 * digit, np.zeros_like(seen)), -1)
 
-    monkeypatch.setattr(explaining, "scores_without", count)
+    monkeypatch.setattr(explain, "scores_without", count)
     found, _ = say(capsys, tmp_path, "explain", *models[:2], "--k=2", "--windows=40")
     rows = {(r["name"], r["removed"]): r for r in found["rows"]}
     assert rows["digit", "highest"]["final"] == pytest.approx([-2, -2, -2])

@@ -11,10 +11,9 @@ import torch
 
 from nanoheads.common import UserError, table
 from nanoheads.heads.measuring import attentions
-from nanoheads.probes.tokens import Part, numbers_of_setup, open_setup, starts_of
+from nanoheads.probes.constraints.setup import Part, numbers_of_setup, open_setup, starts_of
 from nanoheads.timing import take_turns, time_rows
 from nanoheads.training.scoring import score_windows
-
 
 
 def at_threshold(model, below):

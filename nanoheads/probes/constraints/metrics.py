@@ -12,13 +12,12 @@ from sklearn.metrics import (average_precision_score, brier_score_loss, f1_score
 from nanoheads.common import table
 from nanoheads.drawing import COLOURS, panels
 from nanoheads.intervals import over_checkpoints
+from nanoheads.probes.constraints.setup import HEADS
 from nanoheads.probes.runs import plus_minus
-from nanoheads.probes.tokens import HEADS
 
 METRICS = dict(auroc="AUROC", ap="av. precision", f1="F1", ece="ECE", brier="Brier")
 BINS = 15     # of equal width, for calibration
 DRAWS = 1000  # of documents, for an interval
-
 
 
 def sigmoid(logits):

@@ -24,13 +24,13 @@ checkpoint: 95 % intervals over text; several: by t over checkpoints, which pair
 import argparse
 
 from nanoheads.common import last_words, pick_device, writable, write_json
-from nanoheads.probes import explaining, passages, scores, skipping
-from nanoheads.probes.passages import TASKS
+from nanoheads.probes.constraints import adjudicate, explain, score, skip
+from nanoheads.probes.constraints.adjudicate import TASKS
 from nanoheads.probes.runs import positive
 from nanoheads.training import checkpoint
 from nanoheads.training.scoring import add_arguments
 
-COMMANDS = dict(score=scores, adjudicate=passages, explain=explaining, skip=skipping)
+COMMANDS = dict(score=score, adjudicate=adjudicate, explain=explain, skip=skip)
 
 
 def arguments(argv):

@@ -8,11 +8,10 @@ import torch
 
 from nanoheads.common import UserError, table
 from nanoheads.intervals import over_windows
+from nanoheads.probes.constraints.setup import Part, names_of, numbers_of_setup, open_setup, read, starts_of
 from nanoheads.probes.keys import without_keys
 from nanoheads.probes.runs import plus_minus
-from nanoheads.probes.tokens import Part, names_of, numbers_of_setup, open_setup, read, starts_of
 from nanoheads.timing import progress_bar
-
 
 SETS = ("highest", "lowest", "neighbours", "random")
 

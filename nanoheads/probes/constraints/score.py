@@ -11,17 +11,17 @@ import numpy as np
 from nanoheads.common import write_atomic
 from nanoheads.drawing import drawn
 from nanoheads.intervals import blocks_of, by_jackknife, t_interval
-from nanoheads.probes.figures import (METRICS, best_threshold, bins, compared, comparison_table, over_text,
-                                      pooled, reliability, sigmoid)
+from nanoheads.probes.constraints.metrics import (METRICS, best_threshold, bins, compared, comparison_table,
+                                                  over_text, pooled, reliability, sigmoid)
+from nanoheads.probes.constraints.setup import (HEADS, about_setup, branch_size, labels_of, numbers_of_setup,
+                                                open_setup, outputs, starts_of, two_classes)
+from nanoheads.probes.constraints.token_probes import takers_of
 from nanoheads.probes.runs import plus_minus
-from nanoheads.probes.tokens import (HEADS, about_setup, branch_size, labels_of, numbers_of_setup, open_setup,
-                                     outputs, starts_of, takers_of, two_classes)
 from nanoheads.text.targets import UNKNOWN
 from nanoheads.timing import progress_bar
 from nanoheads.training.scoring import score_windows
 
 PRIOR = "prior"
-
 
 
 def prior_of(setup):

@@ -10,9 +10,11 @@ from sklearn.preprocessing import StandardScaler
 
 from nanoheads.common import UserError
 from nanoheads.intervals import by_draws
-from nanoheads.probes.figures import best_threshold, compared, comparison_table, in_brackets, over_documents
-from nanoheads.probes.tokens import (about_setup, labels_of, layers_of, numbers_of_setup, open_setup, outputs,
-                                     takers_of, two_classes)
+from nanoheads.probes.constraints.metrics import (best_threshold, compared, comparison_table, in_brackets,
+                                                  over_documents)
+from nanoheads.probes.constraints.setup import (about_setup, labels_of, layers_of, numbers_of_setup,
+                                                open_setup, outputs, two_classes)
+from nanoheads.probes.constraints.token_probes import takers_of
 from nanoheads.text.dataset import TITLE, beginnings
 from nanoheads.timing import progress_bar
 
@@ -22,7 +24,6 @@ QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)   # of a passage's scores, beside their 
 TASKS = dict(cited="testifiability", hedged="decidability", dialogue="reciprocity")
 METRICS = dict(accuracy="accuracy", f1="F1", auroc="AUROC")
 DOCUMENT = 16  # passages: a document of text without titles
-
 
 
 def documents(data, part):

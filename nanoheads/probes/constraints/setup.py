@@ -1,19 +1,14 @@
 """
-What `probe.py constraints` compares: constraint heads' scores of tokens, and probes of a plain GPT's states.
-
-A Setup is runs, plain GPTs, labels and the parts of the text to fit on, to choose on and to measure on. A
-probe reads what the attention of the heads' blocks reads.
+What `probe.py constraints` reads: checkpoints with constraint heads, plain GPTs, labels, and the parts of the
+text to fit on, to choose on and to measure on; and what the models give for tokens of it.
 """
 
-import copy
 from os.path import relpath
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 from model import ConstraintHeads
 from nanoheads.common import ROOT, UserError
@@ -23,10 +18,7 @@ from nanoheads.text.dataset import Dataset
 from nanoheads.text.targets import Targets, decode
 from nanoheads.timing import progress_bar
 
-HEADS = "constraint heads"
-DECAYS = (1e-6, 1e-4, 1e-2)      # of a probe's weights; the best on val is taken
-STEPS, BATCH, LR = 6000, 512, 5e-3  # of an MLP probe by Adam, its rate falling to 0 in a straight line
-CHECKS = 20                      # of an MLP probe on val, as it is fitted
+HEADS = "constraint heads"  # as a scorer, beside prior and probes
 
 
 # ---- checkpoints, labels, text ----
@@ -59,12 +51,6 @@ def layers_of(model):
 def branch_size(model):
     """Parameters of these blocks' constraint heads, with router and scorers."""
     return sum(p.numel() for i in layers_of(model) for p in attentions(model)[i].constraint.parameters())
-
-
-def mlp_width(model, n_names):
-    """Width of the MLP probe whose parameters come nearest to branch_size()."""
-    inputs = len(layers_of(model)) * model.config.n_embd
-    return max(1, round((branch_size(model) - n_names) / (inputs + 1 + n_names)))
 
 
 def parts_of(data, split):
@@ -177,128 +163,6 @@ def outputs(run, setup, split, starts, length, takers):
     if bad := [name for name, each in found.items() if not each.isfinite().all()]:
         raise UserError(f"{run.name}: {bad[0]} not finite: its weights are damaged, or its training diverged")
     return found
-
-
-# ---- probes ----
-
-class Probe(nn.Module):
-    """Logits [..., names] of states [..., C], standardised as those it is fitted to; width 0: linear.
-
-    It starts as the prior, whatever it reads.
-    """
-
-    def __init__(self, states, labels, width, seed):
-        super().__init__()
-        known = labels >= 0
-        prior = (labels * known).sum(0) / known.sum(0).clamp_min(1)
-        self.register_buffer("mean", states.mean(0))
-        self.register_buffer("std", states.std(0).clamp_min(1e-6))
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            self.inner = nn.Linear(states.size(-1), width) if width else None
-            self.out = nn.Linear(width or states.size(-1), labels.size(-1))
-        nn.init.zeros_(self.out.weight)
-        self.out.bias.data.copy_(prior.clamp(1e-4, 1 - 1e-4).logit())
-        self.to(states.device)
-
-    def forward(self, x):
-        x = (x - self.mean) / self.std
-        return self.out(x if self.inner is None else F.relu(self.inner(x)))
-
-    def penalty(self):
-        return sum(p.square().sum() for p in self.parameters() if p.dim() > 1) / 2
-
-    def size(self):
-        return sum(p.numel() for p in self.parameters())
-
-
-def nats_of_names(logits, labels):
-    """Cross-entropy [names], each the mean over its known tokens; logits and labels [n, names]."""
-    known = labels >= 0
-    nats = F.binary_cross_entropy_with_logits(logits, labels.clamp_min(0), reduction="none")
-    return (nats * known).sum(0) / known.sum(0).clamp_min(1)
-
-
-def descend(probe, states, labels, decay, seed):
-    """Minimise cross-entropy + decay * penalty(); yields where the probe may be kept.
-
-    A linear one by L-BFGS to the end; an MLP by Adam, CHECKS times on the way.
-    """
-    def loss_of(rows):
-        return nats_of_names(probe(states[rows]), labels[rows]).sum() + decay * probe.penalty()
-
-    if probe.inner is None:
-        optimizer = torch.optim.LBFGS(probe.parameters(), max_iter=200, history_size=20,
-                                      tolerance_grad=1e-6, line_search_fn="strong_wolfe")
-
-        def closure():
-            optimizer.zero_grad()
-            loss = loss_of(slice(None))
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        yield
-        return
-    optimizer, generator = torch.optim.Adam(probe.parameters(), LR), torch.Generator().manual_seed(seed)
-    for step in range(STEPS):
-        optimizer.param_groups[0]["lr"] = LR * (1 - step / STEPS)
-        optimizer.zero_grad()
-        loss_of(torch.randint(len(states), (BATCH,), generator=generator).to(states.device)).backward()
-        optimizer.step()
-        if (step + 1) % (STEPS // CHECKS) == 0:
-            yield
-
-
-def fit_probe(fitted, chosen, width, seed):
-    """The Probe fitted to (states [n, C], labels [n, names]) that is best on the other such pair.
-
-    Of all weight decays, of an MLP also checks on the way; a linear one for each name by itself.
-    """
-    best = Probe(*fitted, width, seed)
-    with torch.no_grad():
-        lowest = nats_of_names(best(chosen[0]), chosen[1])
-    for decay in progress_bar(DECAYS, "MLP probe" if width else "linear probe"):
-        probe = Probe(*fitted, width, seed)
-        for _ in descend(probe, *fitted, decay, seed):
-            with torch.no_grad():
-                nats = nats_of_names(probe(chosen[0]), chosen[1])
-                if width:
-                    if nats.sum() < lowest.sum():
-                        best, lowest = copy.deepcopy(probe), nats
-                else:
-                    better = nats < lowest
-                    best.out.weight[better] = probe.out.weight[better]
-                    best.out.bias[better] = probe.out.bias[better]
-                    lowest = torch.where(better, nats, lowest)
-    return best.requires_grad_(False)
-
-
-def probes_of(run, setup, args, whose):
-    """{scorer: Probe} on the states of a run: linear, and an MLP of as many parameters as the heads have."""
-    pairs, device = [], next(run.model.parameters()).device
-    for part in setup.parts[:2]:
-        starts = starts_of(part, setup.context, args.fit)
-        states = outputs(run, setup, part.split, starts, setup.context, {"states": lambda x, _: x})["states"]
-        labels = labels_of(setup, part.split, starts, setup.context)
-        pairs.append((states.flatten(0, 1).to(device), labels.to(device)))
-    model, n = setup.runs[0].model, len(setup.names)
-    return {f"linear probe, {whose}": fit_probe(*pairs, 0, args.seed),
-            f"MLP probe, {whose}": fit_probe(*pairs, mlp_width(model, n), args.seed)}
-
-
-def takers_of(run, setup, args):
-    """({scorer: taker}, {scorer: parameters}) of a run: heads and, with --own, probes; of a plain GPT probes.
-    """
-    takers, sizes, heads = {}, {}, bool(layers_of(run.model))
-    if heads:
-        columns = [names_of(run.model).index(name) for name in setup.names]
-        takers[HEADS], sizes[HEADS] = lambda _, scores: scores[..., columns], branch_size(run.model)
-    if args.own or not heads:
-        for name, probe in probes_of(run, setup, args, "own" if heads else "plain").items():
-            takers[name] = lambda states, _, probe=probe: probe(states)
-            sizes[name] = probe.size()
-    return takers, sizes
 
 
 # ---- output ----
