@@ -26,6 +26,7 @@ import torch
 
 from nanoheads.common import UserError, last_words, pick_device, table
 from nanoheads.configurator import where_it_failed
+from nanoheads.probes.causality import Perturbation, apart, two_texts
 from nanoheads.probes.runs import positive
 
 PADS = 3  # tokens of padding, and tokens that are cut off
@@ -56,7 +57,7 @@ def function_of(name):
     return found
 
 
-class Asked:
+class Logits:
     """A function that is asked for logits: no gradient, every answer checked."""
 
     def __init__(self, function):
@@ -93,68 +94,35 @@ class Asked:
         return found.clone()  # and one that it returns again
 
 
-def apart(a, b):
-    """The largest difference at each position, [B, T]; two infinities of one sign are the same."""
-    a, b = a.double(), b.double()
-    return torch.where(a == b, 0.0, (a - b).abs()).amax(2)
-
-
 def texts(vocab, draws, batch, length, device):
     """Random ids [draws, batch, length], and as many others that differ from them at every place."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(vocab, (draws, batch, length), generator=generator)
-    other = (ids + torch.randint(1, vocab, ids.shape, generator=generator)) % vocab
-    return ids.to(device), other.to(device)
+    found = two_texts(vocab, (draws, batch, length), torch.Generator().manual_seed(1))
+    return [ids.to(device) for ids in found]
 
 
-class Probe:
+class Leaks(Perturbation):
     """The checks of one function on one text and another that differs everywhere, [B, T] each."""
 
     def __init__(self, ask, ids, other, tolerance=None):
-        self.ask, self.ids, self.other = ask, ids, other
-        self.before = ask(ids)
-        finite = self.before[self.before.isfinite()]
+        before = ask(ids)
+        finite = before[before.isfinite()]
         size = finite.abs().max().item() if finite.numel() else 1.0
-        noise = max(apart(ask(ids, seed=seed), self.before).max().item() for seed in (1, 2))
+        noise = max(apart(ask(ids, seed=seed), before).max().item() for seed in (1, 2))
         if noise > 0.01 * size:
             raise UserError(f"the same ids give logits that differ by {noise:.1e} (the largest is "
                             f"{size:.1e}): turn dropout and sampling off")
-        rounding = min(32 * torch.finfo(self.before.dtype).eps, 0.01) * size
-        self.tolerance = max(4 * noise, rounding) if tolerance is None else tolerance
-        self.fixed, self.most = tolerance is not None, 0.0  # most: what differed and passed
+        rounding = min(32 * torch.finfo(before.dtype).eps, 0.01) * size
+        self.fixed = tolerance is not None
+        super().__init__(ask, ids, other, before, tolerance if self.fixed else max(4 * noise, rounding))
 
-    def changed(self, ids, keep):
-        """Positions [T'] at which the logits of `ids` differ from those before, in rows and places `keep`."""
-        found = apart(self.ask(ids)[keep], self.before[keep]).amax(0)
-        wrong = found > self.tolerance
-        self.most = max(self.most, found[~wrong].max().item() if (~wrong).any() else 0.0)
-        return wrong
+    def first_ahead(self):
+        """The Ahead of the first position that reads a later token; None.
 
-    def ahead(self):
-        """(position, token) of the first position that reads a later token; None."""
-        T, found = self.ids.size(1), []
-        for j in range(T - 1, 0, -1):
-            alone, behind = self.ids.clone(), self.ids.clone()
-            alone[:, j] = self.other[:, j]
-            behind[:, j:] = self.other[:, j:]
-            for ids in (alone, behind):
-                wrong = self.changed(ids, (slice(None), slice(0, j)))
-                found += [(p, ids is behind, j) for p in wrong.nonzero().flatten().tolist()]
-        if not found:
-            return None
-        first = min(p for p, *_ in found)
-        single = [j for p, joint, j in found if p == first and not joint]
-        # of all that were changed together, the last one that it takes
-        return first, min(single) if single else max(j for p, _, j in found if p == first)
-
-    def rows(self):
-        """(row, other row) of the first row that reads another; None."""
-        for row in range(len(self.ids)):
-            for other in range(len(self.ids)):
-                ids = self.ids.clone()
-                ids[other] = self.other[other]
-                if row != other and self.changed(ids, (slice(row, row + 1), slice(None))).any():
-                    return row, other
+        Of the tokens that it reads the first one, where one alone is enough; else the last from which on.
+        """
+        rows, T = self.ids.shape
+        return min(self.ahead([[token] * rows for token in range(1, T)]), default=None, key=lambda found: (
+            found.position, found.all_after, -found.token if found.all_after else found.token))
 
     def shape_tolerance(self):
         """The tolerance between other shapes, once rows are known to be apart."""
@@ -201,23 +169,21 @@ def first_of(wrong):
 NO_ROWS = {True: None, False: "there is one row alone, --batch"}
 
 
-def tried(probe):
-    """{promise: (what is wrong or None, why it was not tried or None)} of one text.
+def checked(text):
+    """{promise: (what is wrong or None, why it was not tried or None)} of the Leaks of one text.
 
     The first that is broken ends it: what comes later would be broken by the same.
     """
-    if at := probe.ahead():
-        return {"ahead": (f"position {at[0]} reads token {at[1]}", None)}
-    found = {"ahead": (None, None)}
-    at = probe.rows()
-    found["rows"] = at and f"row {at[0]} reads row {at[1]} of the batch", NO_ROWS[len(probe.ids) > 1]
-    if at:
+    if ahead := text.first_ahead():
+        return {"ahead": (str(ahead), None)}
+    found = {"ahead": (None, None), "rows": (text.rows(), NO_ROWS[len(text.ids) > 1])}
+    if found["rows"][0]:
         return found
     try:
-        at = probe.prefixes()
+        at = text.prefixes()
         wrong = at and f"position {at[0]} changes when the last {at[1]} tokens are cut off"
         found["prefixes"] = wrong, None
-        found["padding"] = probe.padding(), None
+        found["padding"] = text.padding(), None
     except UserError as e:  # one that takes a single length, first of all
         found["prefixes" if "prefixes" not in found else "padding"] = None, str(e)
     return found
@@ -232,11 +198,11 @@ def leaks(function, vocab=256, length=32, batch=3, draws=3, device="cpu", tolera
         raise UserError(f"vocab={vocab} and length={length} must be at least 2: else nothing can change")
     if tolerance is not None and not tolerance >= 0:
         raise UserError(f"tolerance={tolerance} must be 0 or more")
-    ask, most = Asked(function), 0.0
+    ask, most = Logits(function), 0.0
     for ids, other in zip(*texts(vocab, draws, batch, length, device)):
-        probe = Probe(ask, ids, other, tolerance)
-        found = tried(probe)
-        most = max(most, probe.most)
+        text = Leaks(ask, ids, other, tolerance)
+        found = checked(text)
+        most = max(most, text.most)
         if leak := next((wrong for wrong, _ in found.values() if wrong), None):
             break
     return [(name, *each) for name, each in found.items()], leak, ask.calls, most

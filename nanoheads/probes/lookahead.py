@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from nanoheads.common import UserError
+from nanoheads.probes.causality import Perturbation, two_texts
 from nanoheads.training.optim import precision, seed_step
 from nanoheads.training.scoring import rows_at_once
 
@@ -52,7 +53,7 @@ def same_randomness(device):
         yield
 
 
-class Asked:
+class HiddenStates:
     """A copy of a GPT that is asked in one Mode, each time with the same noise and the same buffers."""
 
     def __init__(self, model, mode):
@@ -95,67 +96,34 @@ def positions_of(T, rows, generator):
     return sorted(named + others[:batches * rows - len(named)])
 
 
-class Probe:
-    """The two promises of one model in one Mode, on random tokens."""
+def perturbation_of(model, mode):
+    """(the Perturbation of a model in one Mode, on random tokens; the positions to change). UserError."""
+    c, device = model.config, next(model.parameters()).device
+    ask, generator = HiddenStates(model, mode), torch.Generator().manual_seed(1)
+    ids, other = two_texts(c.vocab_size, (mode.rows, c.block_size), generator)
+    positions = positions_of(c.block_size, mode.rows, generator)
+    ids, other = ids.to(device), other.to(device)
+    before = ask(ids)
+    noise = (ask(ids) - before).abs().max().item()
+    if not noise <= 0.01 * before.abs().max().item():
+        raise UserError(f"the same tokens give other results when they are read again ({mode}): they "
+                        f"differ by {noise:.1e}. What is random must be PyTorch's, and nothing may be "
+                        "kept from one batch for the next")
+    return Perturbation(ask, ids, other, before, tolerance_of(before, noise, mode.dtype)), positions
 
-    def __init__(self, model, mode):
-        self.ask, self.mode = Asked(model, mode), mode
-        c, device = model.config, next(model.parameters()).device
-        generator = torch.Generator().manual_seed(1)
-        shape = mode.rows, c.block_size
-        ids = torch.randint(c.vocab_size, shape, generator=generator)
-        other = (ids + torch.randint(1, max(2, c.vocab_size), shape, generator=generator)) % c.vocab_size
-        self.positions = positions_of(c.block_size, mode.rows, generator)
-        self.ids, self.other = ids.to(device), other.to(device)
-        self.before = self.ask(self.ids)
-        noise = (self.ask(self.ids) - self.before).abs().max().item()
-        if not noise <= 0.01 * self.before.abs().max().item():
-            raise UserError(f"the same tokens give other results when they are read again ({mode}): they "
-                            f"differ by {noise:.1e}. What is random must be PyTorch's, and nothing may be "
-                            "kept from one batch for the next")
-        self.tolerance = tolerance_of(self.before, noise, mode.dtype)
 
-    def changed(self, ids):
-        """Where the hidden states of other ids are not those of before, bool [B, T]; NaN is not."""
-        return ~((self.ask(ids) - self.before).abs().amax(-1) <= self.tolerance)
+def wrong_in(perturbation, positions):
+    """A sentence about rows that are mixed, or about a position that looks ahead; None.
 
-    def rows(self):
-        """A sentence about the first row that another one changes; None.
-
-        By the digits of their numbers in base two, any two rows are kept and changed once: few batches do.
-        """
-        number = torch.arange(self.mode.rows, device=self.ids.device)
-        for bit in range((self.mode.rows - 1).bit_length()):
-            for digit in (0, 1):
-                kept = (number >> bit & 1) == digit
-                wrong = self.changed(torch.where(kept[:, None], self.ids, self.other)) & kept[:, None]
-                if wrong.any():
-                    row = int(wrong.any(1).nonzero()[0])
-                    others = number[~kept].tolist()
-                    alone = next((s for s in others if self.changed(self.with_row(s))[row].any()), None)
-                    which = f"row {alone}" if alone is not None else f"{len(others)} others together"
-                    return f"row {row} of a batch changes with {which}"
-
-    def with_row(self, row):
-        """The ids, with one row that is another."""
-        ids = self.ids.clone()
-        ids[row] = self.other[row]
-        return ids
-
-    def causal(self):
-        """A sentence about the first position that a later token changes; None."""
-        rows, T = self.ids.shape
-        place = torch.arange(T, device=self.ids.device)
-        for behind in (False, True):
-            for i in range(0, len(self.positions), rows):
-                at = self.positions[i:i + rows]
-                at = torch.tensor(at + [T] * (rows - len(at)), device=self.ids.device)[:, None]
-                ids = torch.where(place >= at if behind else place == at, self.other, self.ids)
-                wrong = self.changed(ids) & (place < at)
-                if wrong.any():
-                    row = int(wrong.any(1).nonzero()[0])
-                    token = f"the tokens from {int(at[row])} on" if behind else f"the token at {int(at[row])}"
-                    return f"it looks ahead: position {int(wrong[row].nonzero()[-1])} changes with {token}"
+    A batch changes a position in each of its rows.
+    """
+    if wrong := perturbation.rows():
+        return wrong
+    rows, T = perturbation.ids.shape
+    batches = [positions[i:i + rows] for i in range(0, len(positions), rows)]
+    batches = [batch + [T] * (rows - len(batch)) for batch in batches]
+    found = next(perturbation.ahead(batches), None)
+    return found and f"it looks ahead: {found}"
 
 
 # ---- a model ----
@@ -183,8 +151,8 @@ def modes_of(model, batch_size, dtype="float32", scores=False):
             for training in (True, False) for each in dtypes]
 
 
-def tried(model, modes, step=None):
-    """(what is wrong, in a sentence, or None; how many positions were tried in the modes).
+def leak_in(model, modes, step=None):
+    """(what is wrong, in a sentence, or None; how many positions were changed in each of the modes).
 
     step: the number of the training step whose settings hold in training; None: as they are. The model, its
     mode, its gradients and PyTorch's generators stay as they are. UserError: it cannot be asked.
@@ -195,29 +163,29 @@ def tried(model, modes, step=None):
             asked = copy.deepcopy(model).requires_grad_(False)  # no gradient is made, nor memory taken for it
             if mode.training and step is not None:
                 asked.at_step(step)
-            probe = Probe(asked, mode)
-            if wrong := probe.rows() or probe.causal():
+            perturbation, positions = perturbation_of(asked, mode)
+            if wrong := wrong_in(perturbation, positions):
                 return f"{wrong} ({mode}, a block of {model.config.block_size})", counts
-            counts.append(len(probe.positions))
+            counts.append(len(positions))
     return None, counts
 
 
 def refuse(model, config, when, step=None):
     """What was tried of a run's model, in words. UserError where it looks ahead or mixes rows.
 
-    config: the run's TrainConfig. when: before or after training, for the message. step: see tried().
+    config: the run's TrainConfig. when: before or after training, for the message. step: see leak_in().
     """
     modes = modes_of(model, config.batch_size, config.dtype, bool(config.labels or config.teacher))
-    wrong, counts = tried(model, modes, step)
+    wrong, counts = leak_in(model, modes, step)
     if wrong:
         raise UserError(f"{when} {wrong}: its score would mean nothing")
     return described(model, modes, counts)
 
 
 def described(model, modes, counts):
-    """What was tried, in words."""
-    tried = dict(zip((mode.training for mode in modes), zip(counts, modes)))
-    parts = [f"{tried[training][0]} positions in {tried[training][1].rows} rows {how}"
+    """What was tried, in words: the modes in training have the same rows, and so have those in evaluation."""
+    of_mode = {mode.training: (count, mode.rows) for mode, count in zip(modes, counts)}
+    parts = ["{} positions in {} rows {}".format(*of_mode[training], how)
              for training, how in ((True, "in training"), (False, "in evaluation"))]
     dtypes = " and ".join(dict.fromkeys(mode.dtype for mode in modes))
     return f"{', '.join(parts)}, of a block of {model.config.block_size}, in {dtypes}"

@@ -24,6 +24,7 @@ from nanoheads.configurator import Scale, near, read_file
 from nanoheads import own_mechanism as own
 from nanoheads.mechanism import Mechanism
 from nanoheads.probes import lookahead
+from nanoheads.probes.causality import Perturbation
 from nanoheads.pruning import prune_heads
 from nanoheads.training.checkpoint import make_neutral
 from nanoheads.training.config import TrainConfig
@@ -60,30 +61,28 @@ def far(a, b):
 
 # ---- the promises: what is wrong, in words, or None ----
 
-@torch.no_grad()
-def causal(model, plain):
+def perturbations(model):
+    """Yield ("in training" or "when evaluated", the Perturbation of the model's logits) of both modes."""
+    idx = tokens(1, 2, T)
     for training in (False, True):
         model.train(training)
-        idx = tokens(1, 2, T)
-        before = logits_of(model, idx)
-        for t in range(T - 1, 0, -1):
-            other = idx.clone()
-            other[:, t] = (other[:, t] + 5) % SIZES["vocab_size"]
-            changed = (logits_of(model, other) - before)[:, :t].abs().amax((0, 2)) > 1e-9
-            if changed.any():
-                first = int(changed.nonzero()[0])
-                where = "in training" if training else "when evaluated"
-                return f"it looks ahead {where}: the logits at position {first} change with the token at {t}"
+        other, before = (idx + 5) % SIZES["vocab_size"], logits_of(model, idx)
+        yield ("in training" if training else "when evaluated",
+               Perturbation(lambda ids: logits_of(model, ids), idx, other, before, 1e-9))
+
+
+@torch.no_grad()
+def causal(model, plain):
+    for when, perturbation in perturbations(model):
+        for found in perturbation.ahead([[t, t] for t in range(T - 1, 0, -1)]):
+            return f"it looks ahead: {found} ({when})"
 
 
 @torch.no_grad()
 def rows(model, plain):
-    for training in (False, True):
-        model.train(training)
-        idx, other = tokens(1, 2, T), tokens(1, 2, T)
-        other[1] = tokens(4, T)
-        if far(logits_of(model, idx)[0], logits_of(model, other)[0]) > 1e-9:
-            return f"row 0 changes with row 1 of the batch{' in training' if training else ''}"
+    for when, perturbation in perturbations(model):
+        if wrong := perturbation.rows():
+            return f"{wrong} ({when})"
 
 
 @torch.no_grad()
@@ -147,13 +146,13 @@ def check(name, flags):
         if bad := config.problems():
             raise UserError(f"{name}: {'; '.join(bad)}")
         for promise in PROMISES:
-            wrong = tried(promise, lambda: made(flags, recipe))
+            wrong = broken(promise, lambda: made(flags, recipe))
             if wrong and promise is pruned:
                 wrong += f"; {how_to_declare(flags, recipe)}"
             yield name, recipe, promise.__name__, wrong
         if name in NEUTRAL:
-            yield name, recipe, "neutral", tried(neutral, lambda: at_neutral(name, flags, recipe),
-                                                 made({}, recipe))
+            yield name, recipe, "neutral", broken(neutral, lambda: at_neutral(name, flags, recipe),
+                                                  made({}, recipe))
 
 
 def how_to_declare(flags, recipe):
@@ -221,7 +220,8 @@ def at_neutral(name, flags, recipe):
     return model
 
 
-def tried(promise, build, plain=None):
+def broken(promise, build, plain=None):
+    """What is wrong with a promise of the model that build() makes, in words; None."""
     try:
         return promise(build(), plain)
     except UserError as e:
@@ -241,8 +241,8 @@ def at_scale(scale, flags):
 
     def promise(new, plain):
         c = TrainConfig(**training)
-        return lookahead.tried(new, lookahead.modes_of(new, c.batch_size, c.dtype), step=0)[0]
-    return tried(promise, lambda: lookahead.grown(GPT(config).to(pick_device("auto"))))
+        return lookahead.leak_in(new, lookahead.modes_of(new, c.batch_size, c.dtype), step=0)[0]
+    return broken(promise, lambda: lookahead.grown(GPT(config).to(pick_device("auto"))))
 
 
 def main(argv):
@@ -271,8 +271,8 @@ def main(argv):
                                     for name, recipe, promise, wrong in found])
     lines = [(*row[:3], row[3] or "kept") for row in found]
     print(table(("mechanism", "recipe", "promise", ""), lines, left=4))
-    if broken := [row for row in found if row[3]]:
-        raise UserError(f"{len(broken)} of {len(found)} promises are broken")
+    if wrong := [row for row in found if row[3]]:
+        raise UserError(f"{len(wrong)} of {len(found)} promises are broken")
 
 
 def refuse_leaks(variants):

@@ -162,19 +162,19 @@ def test_the_controls_break_what_they_should_and_nothing_else(mine):
 def test_a_look_ahead_is_refused_before_a_study_with_its_position(mine):
     path = mine(PASS, PASS + "\n        heads.q = heads.q + heads.x.mean(1)[:, None, None, :1]")
     name = own.add(path)[0]
-    with pytest.raises(UserError, match=r"forget.*position 1 change with the token at 12"):
+    with pytest.raises(UserError, match=r"forget.*position 1 changes with the token at 12"):
         promises.refuse_leaks({name: model.MECHANISMS[name]})
     # those of the repository have been tested
     promises.refuse_leaks({"xsa": model.MECHANISMS["xsa"], "all_on": model.ALL_ON})
     variants = {"gates": dict(output_gate="headwise"),
                 "fast": dict(forget=True, forget_init=-1.0, adamw_lr=0.1)}
-    with pytest.raises(UserError, match=r"fast .*position 1 change with the token at 12"):
+    with pytest.raises(UserError, match=r"fast .*position 1 changes with the token at 12"):
         promises.refuse_leaks(variants)
     promises.refuse_leaks({"off": dict(forget=False, adamw_lr=0.1)})
     at_one_size = dict(mechanisms=["xsa"], sizes=["0.1M", "0.33M"],
                        at={"0.33M": dict(variants={"x": dict(forget=True)})})
     for name, each in (("forget", dict(mechanisms=["forg*"])), ("x at 0.33M", at_one_size)):
-        with pytest.raises(UserError, match=rf"{name} .*position 1 change with the token at 12"):
+        with pytest.raises(UserError, match=rf"{name} .*position 1 changes with the token at 12"):
             compare.check_parts(StudyConfig(**each))
 
 

@@ -75,13 +75,16 @@ def leak_of(function, **more):
 
 
 @pytest.mark.parametrize("function, words", [
-    (at(5, 9), "position 5 reads token 9"), (at(0, T - 1), "position 0 reads token 11"),
-    (at(T - 2, T - 1), "position 10 reads token 11"), (at(3, 4), "position 3 reads token 4"),
-    (off_by_one, "position 0 reads token 1"), (mean_of_row, "position 0 reads token 1"),
-    (next_to_last, "position 10 reads token 11"),
-    (batch_norm, "row 0 reads row 1 of the batch"), (row_before, "row 1 reads row 0 of the batch"),
+    (at(5, 9), "position 5 changes with the token at 9"),
+    (at(0, T - 1), "position 0 changes with the token at 11"),
+    (at(T - 2, T - 1), "position 10 changes with the token at 11"),
+    (at(3, 4), "position 3 changes with the token at 4"),
+    (off_by_one, "position 0 changes with the token at 1"),
+    (mean_of_row, "position 0 changes with the token at 1"),
+    (next_to_last, "position 10 changes with the token at 11"),
+    (batch_norm, "row 0 of a batch changes with row 1"), (row_before, "row 1 of a batch changes with row 0"),
     (by_length, "position 0 changes when the last 1 tokens are cut off"),
-    (at(5, 9, 1e-3), "position 5 reads token 9"),
+    (at(5, 9, 1e-3), "position 5 changes with the token at 9"),
 ])
 def test_a_leak_is_found_at_its_place(function, words):
     assert leak_of(function) == words
@@ -105,14 +108,14 @@ def test_the_probe_agrees_with_every_pair_tried_by_hand():
             other = ids.clone()
             other[0, j] = (other[0, j] + 1) % V
             moved += [(p, j) for p in range(j) if not torch.equal(function(ids)[0, p], function(other)[0, p])]
-        assert leak_of(function, batch=1) == "position {} reads token {}".format(*min(moved))
+        assert leak_of(function, batch=1) == "position {} changes with the token at {}".format(*min(moved))
 
 
 def test_a_leak_that_takes_two_tokens_is_found(monkeypatch):
     from nanoheads.probes.leak import texts
     ids, _ = texts(V, 1, 3, T, "cpu")
     monkeypatch.setitem(globals(), "FIRST", [TABLE[ids[0][:, i]][:, 0] for i in (7, 9)])
-    assert leak_of(both_needed, draws=1) == "position 4 reads token 7"  # with token 9, which is behind it
+    assert leak_of(both_needed, draws=1) == "position 4 changes with the tokens from 7 on"
 
 
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
@@ -129,7 +132,7 @@ def test_a_causal_transformer_passes(recipe):
     # control: the same with an attention that sees all
     torch_model = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).eval()
     both = torch.nn.Sequential(torch.nn.Embedding(V, 16), torch_model)
-    assert leak_of(both) == "position 0 reads token 1"
+    assert leak_of(both) == "position 0 changes with the token at 1"
 
 
 def test_rounding_of_other_groups_is_no_leak_and_zero_tolerance_finds_it():
@@ -138,7 +141,7 @@ def test_rounding_of_other_groups_is_no_leak_and_zero_tolerance_finds_it():
         order = TABLE[ids].double() @ torch.ones(5, 4, dtype=torch.float64)
         return (order.float() + 1e-7 * ids[:, -1:, None]).to(torch.float32)
     assert leak_of(grouped) is None
-    assert leak_of(grouped, tolerance=0.0) == "position 0 reads token 11"
+    assert leak_of(grouped, tolerance=0.0) == "position 0 changes with the token at 11"
     for wrong in (-1.0, float("nan")):
         with pytest.raises(UserError, match="tolerance=.* must be 0 or more"):
             leak_of(grouped, tolerance=wrong)
@@ -225,7 +228,7 @@ def test_the_command_exits_with_the_place_or_0(file, capsys):
         assert "no leak found in" in capsys.readouterr().out
     done = subprocess.run([sys.executable, "probe.py", "leak", "--module", f"{file}:late", "--vocab", "37"],
                           cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr == "probe: position 17 reads token 23\n"
+    assert done.returncode == 1 and done.stderr == "probe: position 17 changes with the token at 23\n"
 
 
 @pytest.mark.parametrize("name, words", [

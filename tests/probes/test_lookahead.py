@@ -32,14 +32,15 @@ def gpt(mechanism=None, **keys):
 
 
 def wrong(model, dtype="float32", batch_size=16):
-    return lookahead.tried(model, lookahead.modes_of(model, batch_size, dtype))[0]
+    return lookahead.leak_in(model, lookahead.modes_of(model, batch_size, dtype))[0]
 
 
 # ---- what is refused ----
 
 @pytest.mark.parametrize("name, words", [
     ("leak_block", r"looks ahead: position 0 changes with the token at 1 \(in training, 16 rows"),
-    ("leak_rows", r"row 0 of a batch changes with row 14 \(in training"),
+    # each row takes the one two before it, in each of two blocks: row 0 changes with 14 and 12
+    ("leak_rows", r"row 0 of a batch changes with row 12 \(in training"),
     ("leak_late", r"looks ahead: position 100 changes with the token at 101 \(in training"),
     ("leak_training", r"looks ahead: position 0 changes with the token at 1 \(in training"),
     ("leak_evaluation", r"looks ahead: position 0 changes with the token at 1 \(when evaluated, 32 rows"),
@@ -86,7 +87,7 @@ def test_no_mechanism_of_the_repository_is_refused(name, recipe):
     config = replace(config, dropout=0.0, attn_dropout=0.0) if config.problems() else config
     model = lookahead.grown(GPT(config))
     modes = lookahead.modes_of(model, 16, "bfloat16", scores=True)
-    found = lookahead.tried(model, [mode._replace(rows=4) for mode in modes], step=3)
+    found = lookahead.leak_in(model, [mode._replace(rows=4) for mode in modes], step=3)
     assert found == (None, [32] * 4)
 
 
@@ -106,7 +107,7 @@ def test_a_small_leak_is_found(monkeypatch):
             return x + size * x.roll(-1, 1), found
         monkeypatch.setattr(GPT, "run_blocks", run_blocks)
         modes = [mode for mode in lookahead.modes_of(model, 16, dtype) if mode.dtype == dtype]
-        assert "looks ahead" in lookahead.tried(model, modes)[0]
+        assert "looks ahead" in lookahead.leak_in(model, modes)[0]
 
 
 # ---- what is tried ----
@@ -177,7 +178,7 @@ def test_check_finds_what_thirteen_tokens_do_not_show(own_mechanisms_go, capsys)
 
 def test_check_takes_a_scale(monkeypatch, fails):
     seen = []
-    monkeypatch.setattr(lookahead, "tried", lambda model, modes, step: seen.append(
+    monkeypatch.setattr(lookahead, "leak_in", lambda model, modes, step: seen.append(
         (model.config.n_embd, model.config.block_size, modes[0].rows)) or (None, []))
     for scale in ((), ("--scale=nano",)):
         main(["--check", "--mechanism=xsa", *scale])
