@@ -28,7 +28,7 @@ import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait 
 from nanoheads.common import last_words, output_written, pick_device, writable, write_json
 from nanoheads.configurator import near
 from nanoheads.probes import detectors, engagement, fewshot, heads, keys, late, needle, states
-from nanoheads.probes.runs import positive
+from nanoheads.probes.shared import positive
 from nanoheads.training import checkpoint
 from nanoheads.training.scoring import add_arguments
 

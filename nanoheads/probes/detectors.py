@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from nanoheads.common import table
 from nanoheads.heads.measuring import all_heads, evaluating
 from nanoheads.intervals import t_interval
-from nanoheads.probes.runs import about_text, finite, numbers_of, open_runs, plus_minus
+from nanoheads.probes.shared import about_text, finite, numbers_of, open_checkpoints, plus_minus
 from nanoheads.training.scoring import nats_of
 
 
@@ -115,29 +115,29 @@ def typical_scores(ids):
     return found
 
 
-def rows_of(run, ids):
-    """What is written of a run: the scores of each head, and the nats of the random tokens."""
+def rows_of(ckpt, ids):
+    """What is written of a checkpoint: the scores of each head, and the nats of the random tokens."""
     half = ids.size(1) // 2
-    scores, nats = pattern_scores(run.model, ids)
-    finite(nats, run)
+    scores, nats = pattern_scores(ckpt.model, ids)
+    finite(nats, ckpt)
     rows = [dict(layer=layer, head=head, **{name: t_interval(each[:, i]) for name, each in scores.items()})
-            for i, (layer, head) in enumerate(all_heads(run.model))]
+            for i, (layer, head) in enumerate(all_heads(ckpt.model))]
     return dict(heads=rows, nats_first=t_interval(nats[:, :half].mean(1)),
                 nats_again=t_interval(nats[:, half:].mean(1)))
 
 
 def probe(args):
     """What each head looks at: the token before, copies, what followed them."""
-    runs, data, context = open_runs(args, args.context)
+    ckpts, data, context = open_checkpoints(args, args.context)
     ids = random_tokens_twice(args, data, context)
-    typical, rows = typical_scores(ids), [rows_of(run, ids) for run in runs]
+    typical, rows = typical_scores(ids), [rows_of(ckpt, ids) for ckpt in ckpts]
     cells = [(what, "", "", *(f"{typical[name][i]:.3f}" for name in PATTERNS))
              for i, what in enumerate(("if alike to all keys", "if on that alone"))]
-    cells += [(run.name, r["layer"], r["head"], *(plus_minus(r[name], 3, sign=False) for name in PATTERNS))
-              for run, row in zip(runs, rows) for r in row["heads"]]
+    cells += [(ckpt.name, r["layer"], r["head"], *(plus_minus(r[name], 3, sign=False) for name in PATTERNS))
+              for ckpt, row in zip(ckpts, rows) for r in row["heads"]]
     lines = [f"{about_text(data, args)}: {args.samples} x {ids.size(1) // 2:,} random tokens twice",
              table(("run", "block", "head", *PATTERNS), cells)]
-    for run, row in zip(runs, rows):
-        lines.append(f"{run.name}: {plus_minus(row['nats_first'], 3, False)} nats per random token, "
+    for ckpt, row in zip(ckpts, rows):
+        lines.append(f"{ckpt.name}: {plus_minus(row['nats_first'], 3, False)} nats per random token, "
                      f"{plus_minus(row['nats_again'], 3, False)} where it comes again")
-    return numbers_of(runs, data, args, rows) | dict(typical=typical), lines
+    return numbers_of(ckpts, data, args, rows) | dict(typical=typical), lines

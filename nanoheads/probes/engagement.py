@@ -34,7 +34,7 @@ from nanoheads.common import UserError, table
 from nanoheads.heads.measuring import all_heads, attentions, closed, inputs_of, out_projections
 from nanoheads.intervals import by_jackknife, t_interval
 from nanoheads.probes.detectors import common_tokens
-from nanoheads.probes.runs import about_text, finite, numbers_of, open_runs, plus_minus
+from nanoheads.probes.shared import about_text, finite, numbers_of, open_checkpoints, plus_minus
 from nanoheads.timing import progress_bar
 from nanoheads.training.scoring import LOGITS_AT_ONCE, nats_of_last
 
@@ -200,7 +200,7 @@ def critical_heads(costs):
     return [i for i in dearest if costs[i][1] > 0]
 
 
-def heads_of_run(model):
+def heads_of(model):
     """[dict(layer, head)] of every head, where it has them with its state, the state's factor, its role."""
     rows = [dict(layer=layer, head=head) for layer, head in all_heads(model)]
     by_layer = [[row for row in rows if row["layer"] == i] for i in range(model.config.n_layer)]
@@ -215,25 +215,25 @@ def heads_of_run(model):
     return rows
 
 
-def result_of(run, kinds, progress):
-    """What is written of a run: its heads by kind of text, how well it reads each, the critical heads."""
-    model, heads = run.model, heads_of_run(run.model)
+def result_of(ckpt, kinds, progress):
+    """What is written of a checkpoint: heads by kind of text, how well it reads each, the critical ones."""
+    model, heads = ckpt.model, heads_of(ckpt.model)
     found = dict(heads=heads, texts={}, critical={})
     sizes = [attn.n_total for attn in attentions(model)]
     for name, kind in kinds.items():
         ids = torch.from_numpy(kind.ids).to(model.lm_head.weight.device)
-        nats = finite(last_nats(model, ids, kind.scored), run).mean(1)
+        nats = finite(last_nats(model, ids, kind.scored), ckpt).mean(1)
         text = dict(nats=float(nats.mean()), gain=None)
         if kind.control is not None:
             control = last_nats(model, torch.from_numpy(kind.control).to(ids.device), kind.scored)
             text["gain"] = t_interval(control.mean(1) - nats)
         engaged, costs = engagements(power_sent(model, ids, kind.scored), sizes), []
         with all_active(model):
-            every = finite(last_nats(model, ids, kind.scored), run).mean(1)
+            every = finite(last_nats(model, ids, kind.scored), ckpt).mean(1)
             text["nats_all_active"] = float(every.mean())
             for row in heads:
                 with closed(model, [(row["layer"], row["head"])]):
-                    without = finite(last_nats(model, ids, kind.scored), run).mean(1)
+                    without = finite(last_nats(model, ids, kind.scored), ckpt).mean(1)
                 costs.append(t_interval(without - every))
                 progress.update(1)
         for row, share, cost in zip(heads, engaged, costs):
@@ -243,7 +243,7 @@ def result_of(run, kinds, progress):
     return found
 
 
-# ---- all runs together ----
+# ---- all checkpoints together ----
 
 def by_chance(cases):
     """dict(hits, of, expected, p) of cases (heads, marked, drawn, hits), beside drawing each by chance.
@@ -271,7 +271,7 @@ def overlaps(results, kinds):
 
 
 def kept(results, kinds):
-    """{kind: by_chance() of critical heads at work, and factors}; {} where no run has states."""
+    """{kind: by_chance() of critical heads at work, and factors}; {} where no checkpoint has states."""
     results, found = [each for each in results if "factor" in each["heads"][0]], {}
     for name in kinds if results else ():
         cases, factors, every = [], [], []
@@ -289,7 +289,7 @@ def kept(results, kinds):
 
 
 def by_role(results, kinds):
-    """{role: {kind: t_interval() over runs of the mean engagement of its heads}} of runs with roles."""
+    """{role: {kind: t_interval() over checkpoints with roles of the mean engagement of its heads}}."""
     found = {}
     for each in results:
         roles = dict.fromkeys(row["role"] for row in each["heads"] if "role" in row)
@@ -303,13 +303,13 @@ def by_role(results, kinds):
 
 # ---- output ----
 
-def head_lines(runs, results, kinds):
-    """Two tables, a line for each head of each run: costs, of critical heads with a star; engagement."""
+def head_lines(ckpts, results, kinds):
+    """Two tables, a line for each head: costs, with a star for critical heads; engagement."""
     costs, shares = [], []
-    for run, each in zip(runs, results):
+    for ckpt, each in zip(ckpts, results):
         for row in each["heads"]:
             stars = ["*" if [row["layer"], row["head"]] in each["critical"][name] else " " for name in kinds]
-            who = (run.name, row["layer"], row["head"], row.get("role", "-"), row.get("state", "-"))
+            who = (ckpt.name, row["layer"], row["head"], row.get("role", "-"), row.get("state", "-"))
             costs.append((*who, *(plus_minus(row[name]["cost"]) + star for name, star in zip(kinds, stars))))
             shares.append((*who, *(plus_minus(row[name]["engagement"], 2, False) for name in kinds)))
     head = ("run", "block", "head", "role", "state", *kinds)
@@ -319,11 +319,11 @@ def head_lines(runs, results, kinds):
     yield table(head, shares)
 
 
-def summary_lines(numbers, runs, results, kinds):
-    """What holds of all runs together."""
-    cells = [(run.name, name, f"{text['nats']:.4f}", plus_minus(text["gain"]),
+def summary_lines(numbers, ckpts, results, kinds):
+    """What holds of all checkpoints together."""
+    cells = [(ckpt.name, name, f"{text['nats']:.4f}", plus_minus(text["gain"]),
               f"{text['nats_all_active']:.4f}")
-             for run, each in zip(runs, results) for name, text in each["texts"].items()]
+             for ckpt, each in zip(ckpts, results) for name, text in each["texts"].items()]
     yield table(("run", "text", "nats per token", "gain", "all heads active"), cells, left=2)
     pairs = [(" and ".join(row["kinds"]), *chance_cells(row)) for row in numbers["overlap"]]
     yield table(("critical on", "both", "by chance", "p"), pairs)
@@ -343,14 +343,14 @@ def chance_cells(row):
 
 def probe(args):
     """What each head sends and what its absence costs, by kind of text."""
-    runs, data, context = open_runs(args, args.context)
+    ckpts, data, context = open_checkpoints(args, args.context)
     kinds = texts_of(args, data, context)
-    steps = sum(len(kinds) * len(all_heads(run.model)) for run in runs)
+    steps = sum(len(kinds) * len(all_heads(ckpt.model)) for ckpt in ckpts)
     with progress_bar(steps, "engagement") as progress:
-        results = [result_of(run, kinds, progress) for run in runs]
+        results = [result_of(ckpt, kinds, progress) for ckpt in ckpts]
     together = dict(overlap=overlaps(results, kinds), kept=kept(results, kinds),
                     roles=by_role(results, kinds))
     scored = ", ".join(f"{name} {kind.scored:,} of {kind.ids.shape[1] - 1:,}" for name, kind in kinds.items())
     above = f"{about_text(data, args)}: {args.samples:,} texts of each kind; scored tokens: {scored}"
-    lines = [above, *head_lines(runs, results, kinds), *summary_lines(together, runs, results, kinds)]
-    return numbers_of(runs, data, args, results) | together, lines
+    lines = [above, *head_lines(ckpts, results, kinds), *summary_lines(together, ckpts, results, kinds)]
+    return numbers_of(ckpts, data, args, results) | together, lines

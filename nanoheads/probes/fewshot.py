@@ -21,7 +21,7 @@ import numpy as np
 
 from nanoheads.common import UserError, table, writable
 from nanoheads.intervals import t_interval
-from nanoheads.probes.runs import about_text, finite, numbers_of, open_runs, plus_minus
+from nanoheads.probes.shared import about_text, finite, numbers_of, open_checkpoints, plus_minus
 from nanoheads.timing import progress_bar
 from nanoheads.training.scoring import nats_after
 
@@ -199,23 +199,23 @@ def items_of(args, data):
     return [item for item in every if id(item) in few]
 
 
-def scored_items(runs, data, items, context, args):
-    """Yield {shots: (examples read, whether right, nats of the right choice), [n] each} of each run."""
+def scored_items(ckpts, data, items, context, args):
+    """Yield each checkpoint's {shots: (examples read, whether right, nats of the right choice), [n] each}."""
     texts, answer = contexts(items, max(args.shots), args.seed), np.array([item.answer for item in items])
-    with progress_bar(len(runs) * len(args.shots), "fewshot") as progress:
-        for run in runs:
+    with progress_bar(len(ckpts) * len(args.shots), "fewshot") as progress:
+        for ckpt in ckpts:
             scored = {}
             for shots in args.shots:
                 cut = [of_item[:shots + 1] for of_item in texts]
-                nats, read = choice_nats(run.model, data.tokenizer, items, cut, context)
+                nats, read = choice_nats(ckpt.model, data.tokenizer, items, cut, context)
                 right, surprise = graded(nats, answer)
-                scored[shots] = read, right.astype(float), finite(surprise, run)
+                scored[shots] = read, right.astype(float), finite(surprise, ckpt)
                 progress.update(1)
             yield scored
 
 
 def rows_of(scored, first, items, args):
-    """A dict for each task and number of examples; first: the first run's `scored`, None: it is the first."""
+    """A dict for each task and number of examples. first: the first checkpoint's `scored`, or None."""
     rows, chance = [], np.array([1 / len(item.choices) for item in items])
     for task in [*dict.fromkeys(item.task for item in items), "all"]:
         mine = np.array([task in (item.task, "all") for item in items])
@@ -231,15 +231,15 @@ def rows_of(scored, first, items, args):
     return rows
 
 
-def accuracy_table(runs, rows):
-    """A line for each task and number of examples of each run."""
-    over = ["over the first"] * (len(runs) > 1)
+def accuracy_table(ckpts, rows):
+    """A line for each task and number of examples of each checkpoint."""
+    over = ["over the first"] * (len(ckpts) > 1)
     head = ("run", "task", "shots", "read", "items", "chance", "accuracy", *over, "nats", *over)
-    cells = [(run.name, r["task"], r["shots"], f"{r['read']:.1f}", r["items"], f"{r['chance']:.2f}",
+    cells = [(ckpt.name, r["task"], r["shots"], f"{r['read']:.1f}", r["items"], f"{r['chance']:.2f}",
               plus_minus(r["accuracy"], 3, sign=False),
               *[plus_minus(r["accuracy_over_first"], 3) for _ in over],
               plus_minus(r["nats"], 3, sign=False), *[plus_minus(r["nats_over_first"], 3) for _ in over])
-             for run, run_rows in zip(runs, rows) for r in run_rows]
+             for ckpt, own_rows in zip(ckpts, rows) for r in own_rows]
     return table(head, cells, left=2)
 
 
@@ -247,13 +247,13 @@ def probe(args):
     """Accuracy on items of several choices, with examples in front."""
     if min(args.shots) < 0:
         raise UserError(f"--shots {min(args.shots)} must not be negative")
-    runs, data, context = open_runs(args)
+    ckpts, data, context = open_checkpoints(args)
     items = items_of(args, data)
     if args.save:
         save_items(writable(args.save, "--save"), items)
-    scored = [*scored_items(runs, data, items, context, args)]
+    scored = [*scored_items(ckpts, data, items, context, args)]
     rows = [rows_of(each, scored[0] if each is not scored[0] else None, items, args) for each in scored]
     source = args.file or f"made of the words of {about_text(data, args)}"
     what = (f"{len(items):,} items, {source}; read: examples that fit into {context:,} tokens; "
             "nats: of the right choice among all")
-    return numbers_of(runs, data, args, rows), [what, accuracy_table(runs, rows)]
+    return numbers_of(ckpts, data, args, rows), [what, accuracy_table(ckpts, rows)]

@@ -9,8 +9,8 @@ from scipy.stats import rankdata, spearmanr
 from nanoheads.common import table
 from nanoheads.heads.measuring import all_heads, attentions, closed, static_gates
 from nanoheads.intervals import over_windows
-from nanoheads.probes.runs import (about_windows, numbers_of, open_runs, plus_minus, position_in_windows,
-                                   token_nats, window_text)
+from nanoheads.probes.shared import (about_windows, numbers_of, open_checkpoints, plus_minus,
+                                     position_in_windows, token_nats, window_text)
 from nanoheads.timing import progress_bar
 from nanoheads.training.scoring import score, windows_of
 
@@ -56,14 +56,14 @@ def in_words(tests):
                      for name, t in tests.items())
 
 
-def rows_of(run, data, args, cuts, progress):
-    """What is written of a run: nats per token, a row for each head, ranks beside the loss change."""
+def rows_of(ckpt, data, args, cuts, progress):
+    """What is written of a checkpoint: nats per token, a row for each head, ranks beside the loss change."""
     window, _ = position_in_windows(cuts)
-    plain = token_nats(run, data, args)
-    entropy, slope = head_metrics(run.model, data, args.split, cuts, progress)
+    plain = token_nats(ckpt, data, args)
+    entropy, slope = head_metrics(ckpt.model, data, args.split, cuts, progress)
     rows = []
-    for (layer, head), e, g in zip(all_heads(run.model), entropy, slope):
-        change = without_head(run.model, layer, head, data, args.split, args.tokens) - plain
+    for (layer, head), e, g in zip(all_heads(ckpt.model), entropy, slope):
+        change = without_head(ckpt.model, layer, head, data, args.split, args.tokens) - plain
         rows.append(dict(layer=layer, head=head, entropy=float(e), gate_gradient=float(g),
                          change=over_windows(change, window, len(cuts))))
         progress.update(1)
@@ -75,17 +75,17 @@ def rows_of(run, data, args, cuts, progress):
 
 def probe(args):
     """Entropy and gate gradient of every head, beside what its absence costs."""
-    runs, data, context = open_runs(args, args.context)
+    ckpts, data, context = open_checkpoints(args, args.context)
     cuts = windows_of(data, args.split, context, 0, args.tokens)
-    steps = sum(len(cuts) + len(all_heads(run.model)) for run in runs)
+    steps = sum(len(cuts) + len(all_heads(ckpt.model)) for ckpt in ckpts)
     with progress_bar(steps, "heads") as progress:
-        rows = [rows_of(run, data, args, cuts, progress) for run in runs]
+        rows = [rows_of(ckpt, data, args, cuts, progress) for ckpt in ckpts]
     head = ("run", "block", "head", "entropy, nats", "|d loss / d gate|", "loss change when off, nats")
-    cells = [(run.name, r["layer"], r["head"], f"{r['entropy']:.3f}", f"{r['gate_gradient']:.2e}",
-              plus_minus(r["change"])) for run, row in zip(runs, rows) for r in row["heads"]]
+    cells = [(ckpt.name, r["layer"], r["head"], f"{r['entropy']:.3f}", f"{r['gate_gradient']:.2e}",
+              plus_minus(r["change"])) for ckpt, row in zip(ckpts, rows) for r in row["heads"]]
     above, below = [about_windows(data, args, cuts, context)], []
-    for run, row in zip(runs, rows):
-        above.append(f"{run.name}: {row['nats_per_token']:.4f} nats per token with all heads")
-        below.append(f"{run.name}, Spearman with the loss change, n = {row['n']} heads: "
+    for ckpt, row in zip(ckpts, rows):
+        above.append(f"{ckpt.name}: {row['nats_per_token']:.4f} nats per token with all heads")
+        below.append(f"{ckpt.name}, Spearman with the loss change, n = {row['n']} heads: "
                      f"{in_words(row['spearman'])}")
-    return numbers_of(runs, data, args, rows), [*above, table(head, cells), *below]
+    return numbers_of(ckpts, data, args, rows), [*above, table(head, cells), *below]

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from nanoheads.common import table
 from nanoheads.intervals import t_interval
-from nanoheads.probes.runs import about_text, finite, numbers_of, open_runs, plus_minus, window_text
+from nanoheads.probes.shared import about_text, finite, numbers_of, open_checkpoints, plus_minus, window_text
 from nanoheads.timing import progress_bar
 from nanoheads.training.scoring import nats_of, windows_of
 
@@ -170,20 +170,20 @@ def ranking_rows(effects, args):
     return rows
 
 
-def ranking_table(runs, rows, args):
-    """A line for each ranking of each run."""
+def ranking_table(ckpts, rows, args):
+    """A line for each ranking of each checkpoint."""
     titles = [title for m in args.remove for title in (f"rise, {m} gone", "over random")]
     cells = []
-    for run, row in zip(runs, rows):
+    for ckpt, row in zip(ckpts, rows):
         for r in row["rankings"]:
             removed = [plus_minus(x[what]) for x in r["removed"] for what in ("rise", "over_random")]
-            cells.append((run.name, r["ranking"], *removed, plus_minus(r["spearman"], 2)))
+            cells.append((ckpt.name, r["ranking"], *removed, plus_minus(r["spearman"], 2)))
     return table(("run", "ranking", *titles, "Spearman, one gone"), cells)
 
 
 def probe(args):
     """What it costs the next token to lose the keys that a ranking puts first."""
-    runs, data, context = open_runs(args, args.context)
+    ckpts, data, context = open_checkpoints(args, args.context)
     fewest = 3 * context // 4 + 1 - args.nearest
     if fewest < max(args.remove):
         raise ValueError(f"a context of {context:,} with --nearest={args.nearest} leaves "
@@ -191,19 +191,19 @@ def probe(args):
     cuts = windows_of(data, args.split, context, 0, args.windows * context)
     cuts = [cut for cut in cuts if cut[2] == context]
     rows = []
-    with progress_bar(len(runs) * len(cuts), "keys") as progress:
-        for run in runs:
-            effects, device = [], next(run.model.parameters()).device
+    with progress_bar(len(ckpts) * len(cuts), "keys") as progress:
+        for ckpt in ckpts:
+            effects, device = [], next(ckpt.model.parameters()).device
             for w, (start, end, _) in enumerate(cuts):
-                rng = np.random.default_rng([args.seed, w])  # of the window: chance is the same for all runs
+                rng = np.random.default_rng([args.seed, w])  # the same for all checkpoints
                 ids, targets = window_text(data, args.split, start, end, device)
-                effects.append(window_effects(run.model, ids, targets, args, rng))
+                effects.append(window_effects(ckpt.model, ids, targets, args, rng))
                 progress.update(1)
-            nats = finite(np.array([base for base, _, _ in effects]), run)
+            nats = finite(np.array([base for base, _, _ in effects]), ckpt)
             rows.append(dict(nats=float(np.mean(nats)), rankings=ranking_rows(effects, args)))
     what = [f"{about_text(data, args)}: {len(cuts):,} windows of {context:,}, "
             f"{args.queries} queries in the last quarter of each",
             f"rise of the next token's nats; candidates: keys from {args.nearest} tokens back; "
             f"random: mean of {args.draws} draws",
-            *(f"{run.name}: {row['nats']:.4f} nats with all keys" for run, row in zip(runs, rows))]
-    return numbers_of(runs, data, args, rows), [*what, ranking_table(runs, rows, args)]
+            *(f"{ckpt.name}: {row['nats']:.4f} nats with all keys" for ckpt, row in zip(ckpts, rows))]
+    return numbers_of(ckpts, data, args, rows), [*what, ranking_table(ckpts, rows, args)]

@@ -27,7 +27,7 @@ import torch
 from nanoheads.common import UserError, last_words, pick_device, table
 from nanoheads.configurator import where_it_failed
 from nanoheads.probes.causality import Perturbation, apart, two_texts
-from nanoheads.probes.runs import positive
+from nanoheads.probes.shared import positive
 
 PADS = 3  # tokens of padding, and tokens that are cut off
 

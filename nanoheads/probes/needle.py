@@ -15,7 +15,7 @@ import torch
 
 from nanoheads.common import UserError, table
 from nanoheads.intervals import t_interval
-from nanoheads.probes.runs import about_text, beyond, finite, numbers_of, open_runs, plus_minus
+from nanoheads.probes.shared import about_text, beyond, finite, numbers_of, open_checkpoints, plus_minus
 from nanoheads.text.facts import DIGITS, digits_of, fact, names, question
 from nanoheads.timing import progress_bar
 from nanoheads.training.scoring import nats_of
@@ -82,46 +82,46 @@ def check(args):
         raise ValueError(f"--depths: {given} must be from 0 (the beginning) to 1 (before the question)")
 
 
-def rows_of(runs, ids, context, args, progress):
-    """[[a dict for each depth] of each run], on the texts ids of one context, see haystacks()."""
+def rows_of(ckpts, ids, context, args, progress):
+    """[[a dict for each depth] of each checkpoint], on the texts ids of one context, see haystacks()."""
     found, first = [], None
-    for run in runs:
-        scored = answers(run.model, ids.reshape(-1, context), progress)
+    for ckpt in ckpts:
+        scored = answers(ckpt.model, ids.reshape(-1, context), progress)
         nats, right = (part.reshape(*ids.shape[:2], DIGITS) for part in scored)
-        gain, depth_rows = recalled(finite(nats, run), right)
+        gain, depth_rows = recalled(finite(nats, ckpt), right)
         first = gain if first is None else first
         found.append([])
         for i, (depth, row) in enumerate(zip(args.depths, depth_rows)):
-            over = None if run is runs[0] else t_interval((gain - first)[:, i])
+            over = None if ckpt is ckpts[0] else t_interval((gain - first)[:, i])
             found[-1].append(dict(context=context, depth=depth, samples=args.samples, **row,
-                                  over_first=over, beyond_training=context > run.trained))
+                                  over_first=over, beyond_training=context > ckpt.trained))
     return found
 
 
-def recall_table(runs, rows):
-    """A line for each context and depth of each run."""
-    over = ["over the first"] * (len(runs) > 1)
+def recall_table(ckpts, rows):
+    """A line for each context and depth of each checkpoint."""
+    over = ["over the first"] * (len(ckpts) > 1)
     head = ("run", "context", "depth", "nats/byte", "exact", "control", "recall gain, bits", *over, "")
-    cells = [(run.name, f"{r['context']:,}", f"{r['depth']:g}", f"{r['nats_per_byte']:.3f}",
+    cells = [(ckpt.name, f"{r['context']:,}", f"{r['depth']:g}", f"{r['nats_per_byte']:.3f}",
               f"{r['exact']:.0%}", f"{r['control_nats_per_byte']:.3f}", plus_minus(r["gain_bits"], 2),
               *[plus_minus(r["over_first"], 2) for _ in over], beyond(r))
-             for run, run_rows in zip(runs, rows) for r in run_rows]
+             for ckpt, own_rows in zip(ckpts, rows) for r in own_rows]
     return table(head, cells)
 
 
 def probe(args):
     """Recall of a planted fact by context and depth."""
     check(args)
-    runs, data, _ = open_runs(args, max(args.contexts))
+    ckpts, data, _ = open_checkpoints(args, max(args.contexts))
     if data.meta["encoding"] != "byte":
         raise UserError(f"{data.dir} is {data.meta['encoding']}, not byte: the facts are bytes")
-    text, rows = data.tokens(args.split).tobytes(), [[] for _ in runs]
+    text, rows = data.tokens(args.split).tobytes(), [[] for _ in ckpts]
     n_texts = args.samples * (1 + len(args.depths))
-    with progress_bar(len(runs) * len(args.contexts) * n_texts, "needle") as progress:
+    with progress_bar(len(ckpts) * len(args.contexts) * n_texts, "needle") as progress:
         for context in args.contexts:
             ids = haystacks(text, args.split, context, args.depths, args.samples, args.seed)
-            for run_rows, more in zip(rows, rows_of(runs, ids, context, args, progress)):
-                run_rows += more
+            for own_rows, more in zip(rows, rows_of(ckpts, ids, context, args, progress)):
+                own_rows += more
     what = (f"{about_text(data, args)}: {args.samples} texts a context, the same for all; "
             f"answers of {DIGITS} digits, teacher forced")
-    return numbers_of(runs, data, args, rows), [what, recall_table(runs, rows)]
+    return numbers_of(ckpts, data, args, rows), [what, recall_table(ckpts, rows)]

@@ -11,7 +11,7 @@ from nanoheads.common import UserError, table
 from nanoheads.heads.measuring import measure, nats_on
 from nanoheads.intervals import t_interval
 from nanoheads.probes.heads import in_words, spearman_tests
-from nanoheads.probes.runs import about_text, finite, numbers_of, open_runs, plus_minus
+from nanoheads.probes.shared import about_text, finite, numbers_of, open_checkpoints, plus_minus
 from nanoheads.timing import progress_bar
 from nanoheads.training.config import ControllerConfig
 
@@ -37,28 +37,28 @@ def states_on(model, x, y):
 
 def probe(args):
     """Heads that agency would call overloaded, misaligned or idle, beside the loss."""
-    runs, data, context = open_runs(args, args.context)
+    ckpts, data, context = open_checkpoints(args, args.context)
     tokens, size = data.tokens(args.split), args.windows * context
     if len(tokens) < args.pieces * size + 1 or args.windows < 2 or args.pieces < 3:
         raise UserError(f"--pieces {args.pieces} (at least 3) of {args.windows} windows (at least 2) of "
                         f"{context:,}: {args.split} has {len(tokens):,} tokens")
     starts = np.linspace(0, len(tokens) - size - 1, args.pieces).astype(np.int64)
     rows, cells, below = [], [], []
-    with progress_bar(len(runs) * len(starts), "states") as progress:
-        for run in runs:
+    with progress_bar(len(ckpts) * len(starts), "states") as progress:
+        for ckpt in ckpts:
             pieces = []
             for start in starts:
                 ids = torch.from_numpy(tokens[start:start + size + 1].astype(np.int64)).to(args.device)
-                pieces.append(states_on(run.model, ids[:-1].view(-1, context), ids[1:].view(-1, context)))
+                pieces.append(states_on(ckpt.model, ids[:-1].view(-1, context), ids[1:].view(-1, context)))
                 progress.update(1)
             by = {key: np.array([piece[key] for piece in pieces]) for key in pieces[0]}
-            tests = spearman_tests(finite(by["nats"], run), {key: by[key] for key in STATES})
+            tests = spearman_tests(finite(by["nats"], ckpt), {key: by[key] for key in STATES})
             rows.append(dict(pieces=pieces, spearman=tests))
-            cells += [(run.name, *third) for third in thirds(by)]
-            below.append(f"{run.name}, Spearman with the loss, n = {len(starts)} pieces: {in_words(tests)}")
+            cells += [(ckpt.name, *third) for third in thirds(by)]
+            below.append(f"{ckpt.name}, Spearman with the loss, n = {len(starts)} pieces: {in_words(tests)}")
     above = [f"{about_text(data, args)}: {len(starts)} pieces of {size:,} tokens"]
     head = ("run", "pieces", "n", "nats", "largest share", "overloaded", "misaligned", "idle")
-    return numbers_of(runs, data, args, rows), [*above, table(head, cells, left=2), *below]
+    return numbers_of(ckpts, data, args, rows), [*above, table(head, cells, left=2), *below]
 
 
 def thirds(by):

@@ -17,7 +17,7 @@ from nanoheads.probes import engagement
 from nanoheads.probes.engagement import (Kind, all_active, by_chance, copying_texts, critical_heads,
                                          engagements, kept, last_nats, needle_texts, needles, overlaps,
                                          pattern_texts, power_sent, result_of, texts_of, window_texts)
-from nanoheads.probes.runs import Run
+from nanoheads.probes.shared import Checkpoint
 from nanoheads.text.dataset import Dataset
 from probe import main
 
@@ -131,7 +131,7 @@ def test_costs_are_those_of_heads_zeroed_by_hand(name):
         model.set_head(1, 2, state="overloaded")
     states = {key: t.clone() for key, t in model.state_dict().items() if "agency" in key}
     as_it_is = last_nats(model, ids, 7)
-    result = result_of(Run("m", model, 24), dict(text=kind), Progress())
+    result = result_of(Checkpoint("m", model, 24), dict(text=kind), Progress())
     assert all(torch.equal(t, model.state_dict()[key]) for key, t in states.items())
     assert (last_nats(model, ids, 7) == as_it_is).all() and not any(
         attn.gate_override is not None for attn in attentions(model))
@@ -198,7 +198,7 @@ def test_the_head_that_copies_is_the_critical_one():
                  pattern=pattern_texts(np.arange(15), 8, 40, 40, 15, rng),
                  needle=needle_texts(rng.integers(8, size=500), np.arange(8, 15), 40, 6, 2, 40, rng),
                  random=some_texts(40, 24, 24, 15))
-    result = result_of(Run("m", model, 40), kinds, Progress())
+    result = result_of(Checkpoint("m", model, 40), kinds, Progress())
     for name in ("copying", "pattern", "needle"):
         copies, other = (row[name]["cost"] for row in result["heads"])
         assert copies[1] > 0.2 and abs(other[0]) < 0.01 and result["texts"][name]["gain"][1] > 0.2
@@ -206,7 +206,7 @@ def test_the_head_that_copies_is_the_critical_one():
     assert result["critical"]["random"] == [] and result["texts"]["random"]["gain"] is None
     with torch.no_grad():  # control: the head that copies says nothing
         model.transformer.h[0].attn.c_proj.weight.zero_()
-    result = result_of(Run("m", model, 40), kinds, Progress())
+    result = result_of(Checkpoint("m", model, 40), kinds, Progress())
     assert not any(result["critical"].values())
     assert all(abs(text["gain"][0]) < 1e-6 for text in result["texts"].values() if text["gain"])
 

@@ -25,7 +25,7 @@ from nanoheads.probes.heads import head_metrics, without_head
 from nanoheads.probes.keys import (gone, gradient_times_input, nats_without, rankings, window_effects,
                                    without_keys)
 from nanoheads.probes.needle import answers, haystacks, recalled
-from nanoheads.probes.runs import open_runs, window_text
+from nanoheads.probes.shared import open_checkpoints, window_text
 from nanoheads.probes.states import states_on
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.facts import DIGITS, names
@@ -230,10 +230,10 @@ def test_needle_reports_every_context_and_depth_of_every_run(checkpoint_of, tmp_
 def test_a_longer_context_leaves_lengths_of_the_training_alone(checkpoint_of, facts):
     path = checkpoint_of("a", block_size=64, recipe="modern", acag="headwise", window=0)
     a = SimpleNamespace(ckpt=[path], split="test", device="cpu", dataset=None, settings=[])
-    (run,), _, context = open_runs(a, 200)
+    (run,), _, context = open_checkpoints(a, 200)
     assert (context, run.trained, run.model.config.block_size) == (200, 64, 200)
     assert (run.model.config.acag_length, run.model.config.window) == (64, 16)
-    (short,), *_ = open_runs(a, 64)
+    (short,), *_ = open_checkpoints(a, 64)
     x = torch.randint(256, (2, 64))
     assert torch.equal(run.model(x).logits, short.model(x).logits)
 

@@ -64,15 +64,15 @@ def aggregated(scores):
     return np.concatenate((scores.mean(1), scores.max(1), *np.quantile(scores, QUANTILES, 1)), 1)
 
 
-def passage_features(run, setup, args, cuts, length):
-    """{features: [float64 [passages, F] of each part]} of a run."""
-    takers, _ = takers_of(run, setup, args)
-    if not layers_of(run.model) or args.own:
-        takers[f"{STATE}, {'own' if layers_of(run.model) else 'plain'}"] = lambda states, _: states.mean(1)
+def passage_features(ckpt, setup, args, cuts, length):
+    """{features: [float64 [passages, F] of each part]} of a checkpoint."""
+    takers, _ = takers_of(ckpt, setup, args)
+    if not layers_of(ckpt.model) or args.own:
+        takers[f"{STATE}, {'own' if layers_of(ckpt.model) else 'plain'}"] = lambda states, _: states.mean(1)
     T, found = min(length, setup.context), {}
     for part, (starts, _) in zip(setup.parts, cuts):
         windows = (starts[:, None] + np.arange(0, length, T)).ravel()
-        for name, each in outputs(run, setup, part.split, windows, T, takers).items():
+        for name, each in outputs(ckpt, setup, part.split, windows, T, takers).items():
             each = each.double().numpy().reshape(len(starts), -1, each.size(-1))
             found.setdefault(name, []).append(each.mean(1) if name.startswith(STATE) else aggregated(each))
     return found
@@ -97,7 +97,7 @@ def row_of(setup, task, name, models, cuts, classed, seed):
         for scorer, x in features.items():
             p, threshold = classified([each[c] for each, c in zip(x, chosen)], y)
             found[-1][scorer] = over_documents(y[2], p, threshold, document, seed)
-    whole, less = compared(found, METRICS, by_draws, len(setup.plain) == len(setup.runs))
+    whole, less = compared(found, METRICS, by_draws, len(setup.plain) == len(setup.ckpts))
     return dict(task=task, name=name, terciles=terciles, passages=[len(each) for each in y],
                 positive=[float(each.mean()) for each in y], documents=len(np.unique(document)),
                 figures=whole, heads_less=less)
@@ -113,9 +113,9 @@ def probe(args):
               for part, (starts, _) in zip(setup.parts, cuts)]
     sorts = [classes([each[..., setup.names.index(name)] for each in labels], name, setup.parts)
              for name in tasks.values()]
-    plain = [passage_features(run, setup, args, cuts, length) for run in setup.plain] or [{}]
-    models = [{**passage_features(run, setup, args, cuts, length), **plain[i % len(plain)]}
-              for i, run in enumerate(setup.runs)]
+    plain = [passage_features(ckpt, setup, args, cuts, length) for ckpt in setup.plain] or [{}]
+    models = [{**passage_features(ckpt, setup, args, cuts, length), **plain[i % len(plain)]}
+              for i, ckpt in enumerate(setup.ckpts)]
     sizes = {name: x[0].shape[1] for name, x in models[0].items()}
     rows = [row_of(setup, task, name, models, cuts, classed, args.seed)
             for (task, name), classed in zip(tasks.items(), sorts)]

@@ -26,7 +26,7 @@ import argparse
 from nanoheads.common import last_words, pick_device, writable, write_json
 from nanoheads.probes.constraints import adjudicate, explain, score, skip
 from nanoheads.probes.constraints.adjudicate import TASKS
-from nanoheads.probes.runs import positive
+from nanoheads.probes.shared import positive
 from nanoheads.training import checkpoint
 from nanoheads.training.scoring import add_arguments
 

@@ -10,7 +10,7 @@ from nanoheads.common import UserError, table
 from nanoheads.intervals import over_windows
 from nanoheads.probes.constraints.setup import Part, names_of, numbers_of_setup, open_setup, read, starts_of
 from nanoheads.probes.keys import without_keys
-from nanoheads.probes.runs import plus_minus
+from nanoheads.probes.shared import plus_minus
 from nanoheads.timing import progress_bar
 
 SETS = ("highest", "lowest", "neighbours", "random")
@@ -71,22 +71,22 @@ def probe(args):
     tokens, n = setup.data.tokens(args.split), np.arange(len(starts))
     columns = ("final", "mean", "|final|", "|mean|")
     rows, cells = [], []
-    for run in setup.runs:
-        device, found = next(run.model.parameters()).device, []
-        for w, start in enumerate(progress_bar(starts, run.name)):
+    for ckpt in setup.ckpts:
+        device, found = next(ckpt.model.parameters()).device, []
+        for w, start in enumerate(progress_bar(starts, ckpt.name)):
             ids = torch.from_numpy(tokens[start:start + setup.context].astype(np.int64)).to(device)
             rng = np.random.default_rng([args.seed, w])
-            found.append(window_changes(run.model, ids, args.k, args.draws, rng))
+            found.append(window_changes(ckpt.model, ids, args.k, args.draws, rng))
         by = {key: np.stack([each[key] for each in found]) for key in found[0]}  # [windows, 4]
         if not np.isfinite(np.concatenate(list(by.values()))).all():
-            raise UserError(f"{run.name} gives scores that are not finite: its weights are damaged")
+            raise UserError(f"{ckpt.name} gives scores that are not finite: its weights are damaged")
         for name in setup.names:
             what = {s: by[name, s] for s in SETS}
             what |= {f"highest less {s}": by[name, "highest"] - by[name, s] for s in SETS[1:]}
             for s, values in what.items():
                 row = {c: over_windows(values[:, i], n, len(n)) for i, c in enumerate(columns)}
-                rows.append(dict(run=run.name, name=name, removed=s, **row))
-                cells.append((run.name, name, s, *(plus_minus(row[c]) for c in columns)))
+                rows.append(dict(run=ckpt.name, name=name, removed=s, **row))
+                cells.append((ckpt.name, name, s, *(plus_minus(row[c]) for c in columns)))
     line = (f"{setup.data.meta['name']}, {args.split}: {len(starts)} passages of {setup.context:,} tokens, "
             f"{args.k} hidden; change of the score in logits; random: mean of {args.draws} draws")
     head = ("run", "name", "hidden", *columns)

@@ -13,7 +13,7 @@ from nanoheads.common import table
 from nanoheads.drawing import COLOURS, panels
 from nanoheads.intervals import over_checkpoints
 from nanoheads.probes.constraints.setup import HEADS
-from nanoheads.probes.runs import plus_minus
+from nanoheads.probes.shared import plus_minus
 
 METRICS = dict(auroc="AUROC", ap="av. precision", f1="F1", ece="ECE", brier="Brier")
 BINS = 15     # of equal width, for calibration

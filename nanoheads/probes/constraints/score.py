@@ -16,7 +16,7 @@ from nanoheads.probes.constraints.metrics import (METRICS, best_threshold, bins,
 from nanoheads.probes.constraints.setup import (HEADS, about_setup, branch_size, labels_of, numbers_of_setup,
                                                 open_setup, outputs, starts_of, two_classes)
 from nanoheads.probes.constraints.token_probes import takers_of
-from nanoheads.probes.runs import plus_minus
+from nanoheads.probes.shared import plus_minus
 from nanoheads.text.targets import UNKNOWN
 from nanoheads.timing import progress_bar
 from nanoheads.training.scoring import score_windows
@@ -35,19 +35,19 @@ def prior_of(setup):
 
 
 def of_models(setup, args, parts, starts, prior):
-    """([{scorer: [p [n, names] of each part]} of each run, its plain GPT's too], {scorer: parameters})."""
-    sizes = {HEADS: branch_size(setup.runs[0].model), PRIOR: 0}
+    """([{scorer: [p [n, names] of each part]} of each pair of checkpoints], {scorer: parameters})."""
+    sizes = {HEADS: branch_size(setup.ckpts[0].model), PRIOR: 0}
 
-    def of(run):
-        takers, own = takers_of(run, setup, args)
+    def of(ckpt):
+        takers, own = takers_of(ckpt, setup, args)
         sizes.update(own)
-        each = [outputs(run, setup, part.split, s, setup.context, takers) for part, s in zip(parts, starts)]
+        each = [outputs(ckpt, setup, part.split, s, setup.context, takers) for part, s in zip(parts, starts)]
         return {name: [sigmoid(x[name].flatten(0, 1)) for x in each] for name in takers}
 
-    plain = [of(run) for run in setup.plain] or [{}]
+    plain = [of(ckpt) for ckpt in setup.plain] or [{}]
     shapes = [(len(s) * setup.context, len(setup.names)) for s in starts]
     constant = {PRIOR: [np.broadcast_to(prior, shape) for shape in shapes]}
-    return [{**of(run), **constant, **plain[i % len(plain)]} for i, run in enumerate(setup.runs)], sizes
+    return [{**of(ckpt), **constant, **plain[i % len(plain)]} for i, ckpt in enumerate(setup.ckpts)], sizes
 
 
 def row_of(setup, n, models, known, truth, blocks):
@@ -66,7 +66,7 @@ def row_of(setup, n, models, known, truth, blocks):
             found[-1][scorer] = over_text(y, p[after, n], threshold, block)
             calibration.setdefault(scorer, []).append(bins(y, p[after, n]))
             thresholds.setdefault(scorer, []).append(threshold)
-    whole, less = compared(found, METRICS, by_jackknife, len(setup.plain) == len(setup.runs))
+    whole, less = compared(found, METRICS, by_jackknife, len(setup.plain) == len(setup.ckpts))
     calibration = {scorer: pooled(each) for scorer, each in calibration.items()}
     return dict(name=setup.names[n], tokens=len(y), positive=float(y.mean()),
                 prior=float(models[0][PRIOR][0][0, n]), figures=whole, heads_less=less,
@@ -85,8 +85,8 @@ def probe(args):
     blocks = blocks_of(np.repeat(np.arange(len(starts[1])), setup.context), len(starts[1]))
     models, sizes = of_models(setup, args, parts, starts, prior)
     rows = [row_of(setup, n, models, known, each, blocks) for n, each in enumerate(truth)]
-    bpb = {run.name: score_windows(run.model, setup.data, args.split, args.tokens)[1]["bpb"]
-           for run in progress_bar([*setup.runs, *setup.plain], "bits per byte")}
+    bpb = {ckpt.name: score_windows(ckpt.model, setup.data, args.split, args.tokens)[1]["bpb"]
+           for ckpt in progress_bar([*setup.ckpts, *setup.plain], "bits per byte")}
     lines = [about_setup(setup, args), *(f"{row['name']}: {row['tokens']:,} labelled tokens, "
                                          f"{row['positive']:.4f} positive" for row in rows),
              comparison_table([(r["name"], r["figures"], r["heads_less"]) for r in rows], METRICS, sizes),
@@ -101,7 +101,7 @@ def probe(args):
 def bits_lines(setup, bpb):
     """Bits per byte in words: of each model, and by how much the constraint models differ."""
     lines = [f"{name}: {value:.4f} bits/byte" for name, value in bpb.items()]
-    if len(setup.plain) == len(setup.runs) > 1:
-        pairs = t_interval([bpb[a.name] - bpb[b.name] for a, b in zip(setup.runs, setup.plain)])
+    if len(setup.plain) == len(setup.ckpts) > 1:
+        pairs = t_interval([bpb[a.name] - bpb[b.name] for a, b in zip(setup.ckpts, setup.plain)])
         lines.append(f"bits/byte less plain: {plus_minus(pairs)}")
     return lines

@@ -13,7 +13,7 @@ import torch
 from model import ConstraintHeads
 from nanoheads.common import ROOT, UserError
 from nanoheads.heads.measuring import attentions, inputs_of
-from nanoheads.probes.runs import Run, open_runs
+from nanoheads.probes.shared import Checkpoint, open_checkpoints
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.targets import Targets, decode
 from nanoheads.timing import progress_bar
@@ -31,9 +31,9 @@ class Part(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What is compared: runs and plain GPTs, their data, blocks and names."""
-    runs: list[Run]
-    plain: list[Run]
+    """What is compared: checkpoints and plain GPTs, their data, blocks and names."""
+    ckpts: list[Checkpoint]
+    plain: list[Checkpoint]
     data: Dataset
     context: int
     layers: list[int]     # blocks whose constraint heads are measured
@@ -68,37 +68,37 @@ def open_setup(args):
     """The Setup of a command line. UserError where its checkpoints do not belong together."""
     plain, labels = getattr(args, "plain", []), getattr(args, "labels", None)
     both = SimpleNamespace(**vars(args) | dict(ckpt=args.ckpt + plain))
-    runs, data, context = open_runs(both, args.context)
-    runs, plain = runs[:len(args.ckpt)], runs[len(args.ckpt):]
-    first = runs[0].model
-    for run in runs:
-        if not layers_of(run.model):
-            raise UserError(f"{run.name} has no constraint heads; --mechanism=constraint_a trains some")
-        if [f(run.model) for f in (names_of, layers_of, branch_size)] != \
+    ckpts, data, context = open_checkpoints(both, args.context)
+    ckpts, plain = ckpts[:len(args.ckpt)], ckpts[len(args.ckpt):]
+    first = ckpts[0].model
+    for ckpt in ckpts:
+        if not layers_of(ckpt.model):
+            raise UserError(f"{ckpt.name} has no constraint heads; --mechanism=constraint_a trains some")
+        if [f(ckpt.model) for f in (names_of, layers_of, branch_size)] != \
                 [f(first) for f in (names_of, layers_of, branch_size)]:
-            raise UserError(f"{run.name} and {runs[0].name} have other constraint heads: one at a time")
+            raise UserError(f"{ckpt.name} and {ckpts[0].name} have other constraint heads: one at a time")
     layers, width = layers_of(first), first.config.n_embd
-    for run in plain:
-        if layers_of(run.model):
-            raise UserError(f"--plain {run.name} has constraint heads itself")
-        if run.model.config.n_embd != width or run.model.config.n_layer <= layers[-1]:
-            raise UserError(f"--plain {run.name} is {run.model.config.n_layer} blocks of "
-                            f"{run.model.config.n_embd}: a probe of as many inputs reads block {layers[-1]} "
+    for ckpt in plain:
+        if layers_of(ckpt.model):
+            raise UserError(f"--plain {ckpt.name} has constraint heads itself")
+        if ckpt.model.config.n_embd != width or ckpt.model.config.n_layer <= layers[-1]:
+            raise UserError(f"--plain {ckpt.name} is {ckpt.model.config.n_layer} blocks of "
+                            f"{ckpt.model.config.n_embd}: a probe of as many inputs reads block {layers[-1]} "
                             f"of {width}")
-    if len(plain) not in (0, 1, len(runs)):
-        raise UserError(f"{len(plain)} --plain for {len(runs)} --ckpt: give none, one, or as many")
+    if len(plain) not in (0, 1, len(ckpts)):
+        raise UserError(f"{len(plain)} --plain for {len(ckpts)} --ckpt: give none, one, or as many")
     if labels is None:
-        return Setup(runs, plain, data, context, layers, names_of(first), None, [])
+        return Setup(ckpts, plain, data, context, layers, names_of(first), None, [])
     targets = Targets(data, labels)
     names = [name for name in names_of(first) if name in targets.names]
     if not names:
-        raise UserError(f"{runs[0].name} has heads for {', '.join(names_of(first))}, and "
+        raise UserError(f"{ckpts[0].name} has heads for {', '.join(names_of(first))}, and "
                         f"{targets.dir} labels for {', '.join(targets.names)}")
     parts = parts_of(data, args.split)
     for name in names:  # what is missing shows before anything is read
         for part in parts:
             targets.codes(name, part.split)
-    return Setup(runs, plain, data, context, layers, names, targets, parts)
+    return Setup(ckpts, plain, data, context, layers, names, targets, parts)
 
 
 def names_of(model):
@@ -148,20 +148,21 @@ def read(model, ids, layers):
 
 
 @torch.no_grad()
-def outputs(run, setup, split, starts, length, takers):
+def outputs(ckpt, setup, split, starts, length, takers):
     """{name: float32 [windows, ...]}: what each taker(states, scores) makes of the windows. UserError: NaN.
     """
-    device, tokens = next(run.model.parameters()).device, setup.data.tokens(split)
+    device, tokens = next(ckpt.model.parameters()).device, setup.data.tokens(split)
     rows = max(1, (4096 if device.type == "cpu" else 65536) // length)
     found = {name: [] for name in takers}
-    for at in progress_bar(range(0, len(starts), rows), f"{run.name}, {split}"):
+    for at in progress_bar(range(0, len(starts), rows), f"{ckpt.name}, {split}"):
         ids = np.stack([tokens[s:s + length] for s in starts[at:at + rows]]).astype(np.int64)
-        states, scores = read(run.model, torch.from_numpy(ids).to(device), setup.layers)
+        states, scores = read(ckpt.model, torch.from_numpy(ids).to(device), setup.layers)
         for name, take in takers.items():
             found[name].append(take(states, scores).cpu())
     found = {name: torch.cat(each) for name, each in found.items()}
     if bad := [name for name, each in found.items() if not each.isfinite().all()]:
-        raise UserError(f"{run.name}: {bad[0]} not finite: its weights are damaged, or its training diverged")
+        raise UserError(f"{ckpt.name}: {bad[0]} not finite: its weights are damaged, or its training "
+                        "diverged")
     return found
 
 
@@ -170,7 +171,7 @@ def outputs(run, setup, split, starts, length, takers):
 def about_setup(setup, args):
     """What was measured, on which labels, by how many checkpoints."""
     weak = " (weak: unchecked)" if setup.targets.meta.get("weak") else ""
-    many = f"; {len(setup.runs)} checkpoints, mean and t interval" if len(setup.runs) > 1 else ""
+    many = f"; {len(setup.ckpts)} checkpoints, mean and t interval" if len(setup.ckpts) > 1 else ""
     half = ", second half" if args.split == "val" else ""
     return (f"{setup.data.meta['name']}, {args.split}{half}: labels {setup.targets.dir.name}{weak}; "
             f"block {', '.join(map(str, setup.layers))}, windows of {setup.context:,}{many}")
@@ -183,4 +184,4 @@ def numbers_of_setup(setup, args, found):
                                     weak=setup.targets.meta.get("weak"))
     return dict(what=args.what, dataset=setup.data.meta["name"], layers=setup.layers, context=setup.context,
                 split_sha256=setup.data.splits[args.split].get("sha256"), labels=labels, options=options,
-                runs=[run.name for run in setup.runs], plain=[run.name for run in setup.plain], **found)
+                runs=[ckpt.name for ckpt in setup.ckpts], plain=[ckpt.name for ckpt in setup.plain], **found)

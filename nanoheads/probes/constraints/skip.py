@@ -36,15 +36,15 @@ def closed_shares(model, ids, below):
 def probe(args):
     """What skipping closed constraint heads saves and costs, threshold by threshold, beside computing all."""
     setup, rows = open_setup(args), []
-    if setup.runs[0].model.config.constraint_gate != "output":
+    if setup.ckpts[0].model.config.constraint_gate != "output":
         raise UserError("skip is for models whose router gates outputs; a gate elsewhere turns no head off")
     part = Part(args.split, 0, len(setup.data.tokens(args.split)))
     starts = starts_of(part, setup.context, args.batch * setup.context)
     tokens = setup.data.tokens(args.split)
     ids = torch.from_numpy(np.stack([tokens[s:s + setup.context] for s in starts]).astype(np.int64))
     ids = ids.to(args.device)
-    for run in setup.runs:
-        models = {"all": at_threshold(run.model, 0.0)} | {b: at_threshold(run.model, b) for b in args.below}
+    for ckpt in setup.ckpts:
+        models = {"all": at_threshold(ckpt.model, 0.0)} | {b: at_threshold(ckpt.model, b) for b in args.below}
 
         def write(below):
             models[below].generate(ids[:1, :1], setup.context - 1, temperature=0)
@@ -58,7 +58,7 @@ def probe(args):
                  for what, act in (("a window", score_ids), ("decoding", write))}
         for below, model in models.items():
             windows, each = (0.0, 0.0) if below == "all" else closed_shares(models["all"], ids, below)
-            row = dict(run=run.name, below=below, windows=windows, tokens=each,
+            row = dict(run=ckpt.name, below=below, windows=windows, tokens=each,
                        bpb=score_windows(model, setup.data, args.split, args.tokens)[1]["bpb"])
             for what, found in times.items():
                 row[what] = [found[below][key] for key in ("time_ratio", "time_ratio_low", "time_ratio_high")]

@@ -118,28 +118,29 @@ def mlp_width(model, n_names):
     return max(1, round((branch_size(model) - n_names) / (inputs + 1 + n_names)))
 
 
-def probes_of(run, setup, args, whose):
-    """{scorer: Probe} on the states of a run: linear, and an MLP of as many parameters as the heads have."""
-    pairs, device = [], next(run.model.parameters()).device
+def probes_of(ckpt, setup, args, whose):
+    """{scorer: Probe} on a checkpoint's states: linear, and an MLP with as many parameters as the heads."""
+    pairs, device = [], next(ckpt.model.parameters()).device
     for part in setup.parts[:2]:
         starts = starts_of(part, setup.context, args.fit)
-        states = outputs(run, setup, part.split, starts, setup.context, {"states": lambda x, _: x})["states"]
+        states = outputs(ckpt, setup, part.split, starts, setup.context, {"states": lambda x, _: x})["states"]
         labels = labels_of(setup, part.split, starts, setup.context)
         pairs.append((states.flatten(0, 1).to(device), labels.to(device)))
-    model, n = setup.runs[0].model, len(setup.names)
+    model, n = setup.ckpts[0].model, len(setup.names)
     return {f"linear probe, {whose}": fit_probe(*pairs, 0, args.seed),
             f"MLP probe, {whose}": fit_probe(*pairs, mlp_width(model, n), args.seed)}
 
 
-def takers_of(run, setup, args):
-    """({scorer: taker}, {scorer: parameters}) of a run: heads and, with --own, probes; of a plain GPT probes.
+def takers_of(ckpt, setup, args):
+    """({scorer: taker}, {scorer: parameters}) of a checkpoint. A taker makes logits [..., names] of (states,
+    scores): the heads' own, with --own those of probes as well; of a plain GPT those of probes.
     """
-    takers, sizes, heads = {}, {}, bool(layers_of(run.model))
+    takers, sizes, heads = {}, {}, bool(layers_of(ckpt.model))
     if heads:
-        columns = [names_of(run.model).index(name) for name in setup.names]
-        takers[HEADS], sizes[HEADS] = lambda _, scores: scores[..., columns], branch_size(run.model)
+        columns = [names_of(ckpt.model).index(name) for name in setup.names]
+        takers[HEADS], sizes[HEADS] = lambda _, scores: scores[..., columns], branch_size(ckpt.model)
     if args.own or not heads:
-        for name, probe in probes_of(run, setup, args, "own" if heads else "plain").items():
+        for name, probe in probes_of(ckpt, setup, args, "own" if heads else "plain").items():
             takers[name] = lambda states, _, probe=probe: probe(states)
             sizes[name] = probe.size()
     return takers, sizes

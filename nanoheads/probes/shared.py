@@ -15,7 +15,7 @@ from nanoheads.training import checkpoint
 from nanoheads.training.scoring import load, score, window_ids
 
 
-class Run(NamedTuple):
+class Checkpoint(NamedTuple):
     """A checkpoint, loaded: what it is called, the model, and the context that it was trained on."""
     name: str
     model: GPT
@@ -24,8 +24,8 @@ class Run(NamedTuple):
 
 # ---- checkpoints and windows ----
 
-def open_runs(args, context=None):
-    """([Run], Dataset, context), all checkpoints at one context (None: the shortest training). UserError."""
+def open_checkpoints(args, context=None):
+    """([Checkpoint], Dataset, context), all at one context (None: the shortest training). UserError."""
     loaded = [load(path, args.split, 0, args.device, args.dataset, args.settings) for path in args.ckpt]
     _, _, data = loaded[0]
     for path, (_, _, other) in zip(args.ckpt, loaded):
@@ -37,12 +37,12 @@ def open_runs(args, context=None):
     if context > n:
         raise UserError(f"a context of {context:,} is longer than the {args.split} split of {data.dir}, "
                         f"{n:,} tokens")
-    runs = []
+    ckpts = []
     for path, (state, model, _) in zip(args.ckpt, loaded):
         trained = checkpoint.config_of(state, path).block_size
         model = at_context(model, context, state, path, args)
-        runs.append(Run(path.removesuffix("/best.pt"), model, trained))
-    return runs, data, context
+        ckpts.append(Checkpoint(path.removesuffix("/best.pt"), model, trained))
+    return ckpts, data, context
 
 
 def at_context(model, context, state, path, args):
@@ -63,16 +63,16 @@ def window_text(data, split, start, end, device):
     return ids[:-1], ids[1:]
 
 
-def token_nats(run, data, args, progress=False):
+def token_nats(ckpt, data, args, progress=False):
     """Nats of every scored token, [n] float64. UserError where they are not finite."""
-    nats = score(run.model, data, args.split, max_tokens=args.tokens, per_token=True, progress=progress)
-    return finite(nats.astype(np.float64), run)
+    nats = score(ckpt.model, data, args.split, max_tokens=args.tokens, per_token=True, progress=progress)
+    return finite(nats.astype(np.float64), ckpt)
 
 
-def finite(nats, run):
-    """The nats of a run. UserError where one is not finite."""
+def finite(nats, ckpt):
+    """The nats of a checkpoint. UserError where one is not finite."""
     if not np.isfinite(nats).all():
-        raise UserError(f"{run.name} gives {nats[~np.isfinite(nats)][0]} nats: "
+        raise UserError(f"{ckpt.name} gives {nats[~np.isfinite(nats)][0]} nats: "
                         "its weights are damaged, or its training diverged")
     return nats
 
@@ -107,14 +107,14 @@ def plus_minus(bounds, digits=4, sign=True):
     return f"{mean:{'+' if sign else ''}.{digits}f} ±{(high - low) / 2:.{digits}f}"
 
 
-def numbers_of(runs, data, args, rows):
+def numbers_of(ckpts, data, args, rows):
     """What --json writes: every number, intervals as [mean, low, high]."""
     own = ("ckpt", "json", "what", "settings")
     options = {key: value for key, value in vars(args).items() if key not in own}
     return dict(what=args.what, dataset=data.meta["name"],
                 split_sha256=data.splits[args.split].get("sha256"), set=args.settings, options=options,
-                runs=[dict(name=run.name, trained_block_size=run.trained, results=row)
-                      for run, row in zip(runs, rows)])
+                runs=[dict(name=ckpt.name, trained_block_size=ckpt.trained, results=row)
+                      for ckpt, row in zip(ckpts, rows)])
 
 
 # ---- arguments ----
