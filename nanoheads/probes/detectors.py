@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from nanoheads.common import table
 from nanoheads.heads.measuring import all_heads, evaluating
 from nanoheads.intervals import t_interval
-from nanoheads.probes.shared import about_text, finite, numbers_of, open_checkpoints, plus_minus
+from nanoheads.probes.shared import (CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints,
+                                     plus_minus, positive)
 from nanoheads.training.scoring import nats_of
 
 
@@ -141,3 +142,10 @@ def probe(args):
         lines.append(f"{ckpt.name}: {plus_minus(row['nats_first'], 3, False)} nats per random token, "
                      f"{plus_minus(row['nats_again'], 3, False)} where it comes again")
     return numbers_of(ckpts, data, args, rows) | dict(typical=typical), lines
+
+
+def main(argv):
+    ask("detectors", probe, "val", argv,
+        context=CONTEXT,
+        samples=(positive, 32, "sequences of random tokens"),
+        length=(positive, None, "random tokens before they come again (default: 64, or what fits)"))

@@ -34,7 +34,8 @@ from nanoheads.common import UserError, table
 from nanoheads.heads.measuring import all_heads, attentions, closed, inputs_of, out_projections
 from nanoheads.intervals import by_jackknife, t_interval
 from nanoheads.probes.detectors import common_tokens
-from nanoheads.probes.shared import about_text, finite, numbers_of, open_checkpoints, plus_minus
+from nanoheads.probes.shared import (CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints,
+                                     plus_minus, positive)
 from nanoheads.timing import progress_bar
 from nanoheads.training.scoring import LOGITS_AT_ONCE, nats_of_last
 
@@ -354,3 +355,10 @@ def probe(args):
     above = f"{about_text(data, args)}: {args.samples:,} texts of each kind; scored tokens: {scored}"
     lines = [above, *head_lines(ckpts, results, kinds), *summary_lines(together, ckpts, results, kinds)]
     return numbers_of(ckpts, data, args, results) | together, lines
+
+
+def main(argv):
+    ask("engagement", probe, "val", argv,
+        context=CONTEXT,
+        samples=(positive, 128, "texts of each kind"),
+        period=(positive, 8, "tokens in a pattern"))

@@ -21,7 +21,8 @@ import numpy as np
 
 from nanoheads.common import UserError, table, writable
 from nanoheads.intervals import t_interval
-from nanoheads.probes.shared import about_text, finite, numbers_of, open_checkpoints, plus_minus
+from nanoheads.probes.shared import (about_text, ask, finite, numbers_of, open_checkpoints, plus_minus,
+                                     positive)
 from nanoheads.timing import progress_bar
 from nanoheads.training.scoring import nats_after
 
@@ -257,3 +258,11 @@ def probe(args):
     what = (f"{len(items):,} items, {source}; read: examples that fit into {context:,} tokens; "
             "nats: of the right choice among all")
     return numbers_of(ckpts, data, args, rows), [what, accuracy_table(ckpts, rows)]
+
+
+def main(argv):
+    ask("fewshot", probe, "test", argv,
+        file=(str, None, "items, a JSON object a line (default: made of the split's words)"),
+        items=(positive, 200, "items of each task, at most"),
+        shots=(int, [0, 1, 2, 4, 8], "examples before an item"),
+        save=(str, None, "write the items to this file, as --file reads them"))

@@ -9,7 +9,7 @@ from scipy.stats import rankdata, spearmanr
 from nanoheads.common import table
 from nanoheads.heads.measuring import all_heads, attentions, closed, static_gates
 from nanoheads.intervals import over_windows
-from nanoheads.probes.shared import (about_windows, numbers_of, open_checkpoints, plus_minus,
+from nanoheads.probes.shared import (CONTEXT, about_windows, ask, numbers_of, open_checkpoints, plus_minus,
                                      position_in_windows, token_nats, window_text)
 from nanoheads.timing import progress_bar
 from nanoheads.training.scoring import score, windows_of
@@ -89,3 +89,9 @@ def probe(args):
         below.append(f"{ckpt.name}, Spearman with the loss change, n = {row['n']} heads: "
                      f"{in_words(row['spearman'])}")
     return numbers_of(ckpts, data, args, rows), [*above, table(head, cells), *below]
+
+
+def main(argv):
+    ask("heads", probe, "val", argv,
+        context=CONTEXT,
+        tokens=(int, 16384, "tokens to score for each head, in evenly spaced windows; 0: all"))

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from nanoheads.common import table
 from nanoheads.intervals import t_interval
-from nanoheads.probes.shared import about_text, finite, numbers_of, open_checkpoints, plus_minus, window_text
+from nanoheads.probes.shared import (CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints,
+                                     plus_minus, positive, window_text)
 from nanoheads.timing import progress_bar
 from nanoheads.training.scoring import nats_of, windows_of
 
@@ -207,3 +208,14 @@ def probe(args):
             f"random: mean of {args.draws} draws",
             *(f"{ckpt.name}: {row['nats']:.4f} nats with all keys" for ckpt, row in zip(ckpts, rows))]
     return numbers_of(ckpts, data, args, rows), [*what, ranking_table(ckpts, rows, args)]
+
+
+def main(argv):
+    ask("keys", probe, "test", argv,
+        context=CONTEXT,
+        windows=(positive, 32, "windows, evenly spaced"),
+        queries=(positive, 4, "queries in each"),
+        remove=(positive, [4, 8], "how many keys to remove"),
+        draws=(positive, 8, "random sets of each size"),
+        nearest=(positive, 2, "the nearest key that may go, in tokens back"),
+        singles=(int, 32, "keys to remove one by one, at the first query of a window"))

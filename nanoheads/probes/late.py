@@ -11,8 +11,8 @@ import numpy as np
 
 from nanoheads.common import table
 from nanoheads.intervals import over_windows
-from nanoheads.probes.shared import (about_windows, beyond, numbers_of, open_checkpoints, plus_minus,
-                                     position_in_windows, token_nats)
+from nanoheads.probes.shared import (CONTEXT, about_windows, ask, beyond, numbers_of, open_checkpoints,
+                                     plus_minus, position_in_windows, token_nats)
 from nanoheads.training.scoring import windows_of
 
 
@@ -58,3 +58,9 @@ def probe(args):
     unit = "byte" if data.meta["encoding"] == "byte" else "token"
     lines = [about_windows(data, args, cuts, context), position_table(ckpts, rows, unit)]
     return numbers_of(ckpts, data, args, rows), lines
+
+
+def main(argv):
+    ask("late", probe, "test", argv,
+        context=CONTEXT,
+        tokens=(int, 262144, "tokens to score, in evenly spaced windows; 0: all"))

@@ -15,7 +15,8 @@ import torch
 
 from nanoheads.common import UserError, table
 from nanoheads.intervals import t_interval
-from nanoheads.probes.shared import about_text, beyond, finite, numbers_of, open_checkpoints, plus_minus
+from nanoheads.probes.shared import (about_text, ask, beyond, finite, numbers_of, open_checkpoints,
+                                     plus_minus, positive)
 from nanoheads.text.facts import DIGITS, digits_of, fact, names, question
 from nanoheads.timing import progress_bar
 from nanoheads.training.scoring import nats_of
@@ -125,3 +126,10 @@ def probe(args):
     what = (f"{about_text(data, args)}: {args.samples} texts a context, the same for all; "
             f"answers of {DIGITS} digits, teacher forced")
     return numbers_of(ckpts, data, args, rows), [what, recall_table(ckpts, rows)]
+
+
+def main(argv):
+    ask("needle", probe, "test", argv,
+        contexts=(positive, [1024, 2048, 4096, 8192, 16384], "bytes, question and answer included"),
+        depths=(float, [0.1, 0.5, 0.9], "where the fact is, from 0 to 1"),
+        samples=(positive, 32, "texts for each context"))

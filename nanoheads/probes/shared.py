@@ -1,18 +1,21 @@
 """
 What all probes share: checkpoints opened at one context, windows of their text, and what is written of them.
 
-A probe is a module with a function probe(args) -> (what --json writes, the lines that are printed).
+A probe is a function probe(args) -> (what --json writes, the lines that are printed).
 """
 
+import argparse
+import sys
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from model import GPT
-from nanoheads.common import UserError
+from nanoheads.common import UserError, last_words, pick_device, writable, write_json
 from nanoheads.training import checkpoint
-from nanoheads.training.scoring import load, score, window_ids
+from nanoheads.training.scoring import add_arguments, load, score, window_ids
 
 
 class Checkpoint(NamedTuple):
@@ -117,10 +120,49 @@ def numbers_of(ckpts, data, args, rows):
                       for ckpt, row in zip(ckpts, rows)])
 
 
-# ---- arguments ----
+# ---- the command line ----
 
 def positive(text):
     """The type of an argument: a whole number from 1 on."""
     if (number := int(text)) < 1:
         raise ValueError
     return number
+
+
+CONTEXT = (positive, None, "tokens in a window (default: the shortest training length)")
+
+
+def ask(word, probe, split, argv, **options):
+    """`probe.py WORD`: print what the probe says of the checkpoints that the command line names.
+
+    split: the default one. options: {flag: (type, default, help)}; a list as default takes several.
+    """
+    form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=110)
+    about = sys.modules[probe.__module__].__doc__
+    parser = argparse.ArgumentParser(prog=f"probe.py {word}", description=about, formatter_class=form)
+    add_arguments(parser, split)
+    parser.add_argument("--seed", type=int, default=1337,
+                        help="of texts, queries and random keys (default: 1337)")
+    for flag, (kind, default, words) in options.items():
+        several = isinstance(default, list)
+        if default is not None:
+            words += f" (default: {' '.join(map(str, default)) if several else default})"
+        parser.add_argument(f"--{flag}", type=kind, default=default, help=words,
+                            nargs="+" if several else None)
+    parser.set_defaults(what=word)
+    answer("probe", probe, parser.parse_args(argv))
+
+
+def answer(program, probe, args):
+    """Print what a probe says, and write its numbers to --json."""
+    with last_words(program):
+        for key in ("seed", "tokens", "singles"):
+            if vars(args).get(key, 0) < 0:
+                raise ValueError(f"--{key}={vars(args)[key]} must not be negative")
+        checkpoint.allow_code(args, *args.ckpt, *getattr(args, "plain", ()))
+        args.device = pick_device(args.device)
+        out = writable(args.json) if args.json else None
+        numbers, lines = probe(args)
+        if out:
+            write_json(out, numbers)
+        print(*lines, *([args.json] if out else []), sep="\n")

@@ -11,7 +11,8 @@ from nanoheads.common import UserError, table
 from nanoheads.heads.measuring import measure, nats_on
 from nanoheads.intervals import t_interval
 from nanoheads.probes.heads import in_words, spearman_tests
-from nanoheads.probes.shared import about_text, finite, numbers_of, open_checkpoints, plus_minus
+from nanoheads.probes.shared import (CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints,
+                                     plus_minus, positive)
 from nanoheads.timing import progress_bar
 from nanoheads.training.config import ControllerConfig
 
@@ -66,3 +67,10 @@ def thirds(by):
     for third, part in zip(("easiest", "middle", "hardest"), np.array_split(by["nats"].argsort(), 3)):
         yield (third, len(part), f"{by['nats'][part].mean():.3f}",
                *(plus_minus(t_interval(by[key][part]), 2, sign=False) for key in STATES))
+
+
+def main(argv):
+    ask("states", probe, "val", argv,
+        context=CONTEXT,
+        pieces=(positive, 64, "pieces of text, evenly spaced"),
+        windows=(positive, 4, "windows in a piece, one after the other"))

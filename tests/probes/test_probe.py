@@ -32,7 +32,7 @@ from nanoheads.text.facts import DIGITS, names
 from nanoheads.training import checkpoint
 from nanoheads.training.config import ControllerConfig
 from nanoheads.training.scoring import score, windows_of
-from probe import PROBES, PROGRAMS, main
+from probe import PROBES, main
 
 prepare = importlib.import_module("data.needle.prepare")
 LINE = re.compile(rb"\n\[([A-Z]{3})(\d{4})\]\n")
@@ -526,7 +526,7 @@ def test_help_lists_every_probe_in_a_line(capsys):
         main(["--help"])
     lines = capsys.readouterr().out.splitlines()
     assert e.value.code == 0
-    for word in (*PROBES, *PROGRAMS):
+    for word in PROBES:
         assert sum(bool(re.match(rf"    {word} +\S.*\.$", line)) for line in lines) == 1, word
 
 
@@ -535,11 +535,11 @@ def test_help_lists_every_probe_in_a_line(capsys):
 def test_a_wrong_word_names_the_nearest(word, meant, refusal):
     assert refusal([word, "--ckpt", "x"]) == f"probe: no probe {word!r}; did you mean {meant}?"
     message = refusal(["xyz"])
-    assert all(known in message for known in (*PROBES, *PROGRAMS))
+    assert all(known in message for known in PROBES)
 
 
-@pytest.mark.parametrize("word", PROGRAMS)
-def test_other_programs_get_what_follows_their_word(word, capsys):
+@pytest.mark.parametrize("word", PROBES)
+def test_a_probe_gets_what_follows_its_word(word, capsys):
     with pytest.raises(SystemExit) as e:
         main([word, "--help"])
     assert e.value.code == 0 and capsys.readouterr().out.startswith(f"usage: probe.py {word} ")

@@ -23,11 +23,9 @@ checkpoint: 95 % intervals over text; several: by t over checkpoints, which pair
 
 import argparse
 
-from nanoheads.common import last_words, pick_device, writable, write_json
 from nanoheads.probes.constraints import adjudicate, explain, score, skip
 from nanoheads.probes.constraints.adjudicate import TASKS
-from nanoheads.probes.shared import positive
-from nanoheads.training import checkpoint
+from nanoheads.probes.shared import answer, positive
 from nanoheads.training.scoring import add_arguments
 
 COMMANDS = dict(score=score, adjudicate=adjudicate, explain=explain, skip=skip)
@@ -71,20 +69,6 @@ def arguments(argv):
     return parser.parse_args(argv)
 
 
-def main(argv=None):
+def main(argv):
     args = arguments(argv)
-    with last_words("probe.py constraints"):
-        if not all(0 < below <= 1 for below in vars(args).get("below", ())):
-            raise ValueError(f"--below={' '.join(map(str, args.below))} must be above 0 and at most 1")
-        for key in ("seed", "tokens"):
-            if vars(args).get(key, 0) < 0:
-                raise ValueError(f"--{key}={vars(args)[key]} must not be negative")
-        checkpoint.allow_code(args, *args.ckpt, *getattr(args, "plain", ()))
-        args.device = pick_device(args.device)
-        out = writable(args.json) if args.json else None
-        if getattr(args, "picture", None):
-            args.picture = writable(args.picture, "--picture")
-        numbers, lines = COMMANDS[args.what].probe(args)
-        if out:
-            write_json(out, numbers)
-        print(*lines, *([args.json] if out else []), sep="\n")
+    answer("probe.py constraints", COMMANDS[args.what].probe, args)

@@ -8,7 +8,7 @@ block of the plain GPT reads, --own: of the model itself, too.
 
 import numpy as np
 
-from nanoheads.common import write_atomic
+from nanoheads.common import writable, write_atomic
 from nanoheads.drawing import drawn
 from nanoheads.intervals import blocks_of, by_jackknife, t_interval
 from nanoheads.probes.constraints.metrics import (METRICS, best_threshold, bins, compared, comparison_table,
@@ -75,6 +75,7 @@ def row_of(setup, n, models, known, truth, blocks):
 
 def probe(args):
     """The heads' scores and their rivals', token by token."""
+    picture_file = writable(args.picture, "--picture") if args.picture else None
     setup = open_setup(args)
     prior, parts = prior_of(setup), setup.parts[1:]
     starts = [starts_of(part, setup.context, args.tokens) for part in parts]
@@ -91,10 +92,10 @@ def probe(args):
                                          f"{row['positive']:.4f} positive" for row in rows),
              comparison_table([(r["name"], r["figures"], r["heads_less"]) for r in rows], METRICS, sizes),
              *bits_lines(setup, bpb)]
-    if args.picture:
+    if picture_file:
         picture = drawn(reliability, rows, "png")
-        write_atomic(args.picture, lambda f: f.write(picture))
-        lines.append(str(args.picture))
+        write_atomic(picture_file, lambda f: f.write(picture))
+        lines.append(str(picture_file))
     return numbers_of_setup(setup, args, dict(parameters=sizes, names=rows, bits_per_byte=bpb)), lines
 
 

@@ -35,6 +35,8 @@ def closed_shares(model, ids, below):
 
 def probe(args):
     """What skipping closed constraint heads saves and costs, threshold by threshold, beside computing all."""
+    if not all(0 < below <= 1 for below in args.below):
+        raise UserError(f"--below={' '.join(map(str, args.below))} must be above 0 and at most 1")
     setup, rows = open_setup(args), []
     if setup.ckpts[0].model.config.constraint_gate != "output":
         raise UserError("skip is for models whose router gates outputs; a gate elsewhere turns no head off")
