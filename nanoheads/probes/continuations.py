@@ -151,7 +151,7 @@ def bits_under(judge, writer, samples):
     return bits(nats, 1).reshape(len(samples), -1).tolist()
 
 
-def text_runs(args, device, progress=True):
+def reports_of(args, device, progress=True):
     """Yield what is reported of each checkpoint's samples, a dict; the last is of the text itself.
 
     The first checkpoint is the baseline of the others. Raises UserError, ValueError.
@@ -165,13 +165,14 @@ def text_runs(args, device, progress=True):
             sizes = [one.data.bytes_per_token(args.split) for one in (first, writer)]
             length = max(1, round(length * sizes[0] / sizes[1]))
         samples, speed = continuations(writer, length, args, progress)
-        found, run = text_run(writer, samples, judge, baseline)
+        found, report = report_of(writer, samples, judge, baseline)
         baseline = baseline or found
-        yield dict(name=writer.name, about=about, tokens=length, tokens_per_s=speed, set=args.settings, **run)
+        yield dict(name=writer.name, about=about, tokens=length, tokens_per_s=speed, set=args.settings,
+                   **report)
     if real:
         stop = first.tokenizer.separator if args.stop else None
-        _, run = text_run(first, [[until_stop(ids, first.tokenizer, stop)] for ids in real], judge)
-        yield dict(name=TEXT, about=about, tokens=args.tokens, tokens_per_s=None, set=[], **run)
+        _, report = report_of(first, [[until_stop(ids, first.tokenizer, stop)] for ids in real], judge)
+        yield dict(name=TEXT, about=about, tokens=args.tokens, tokens_per_s=None, set=[], **report)
 
 
 def text_line(args, writers, judge):
@@ -191,7 +192,7 @@ def text_line(args, writers, judge):
     return f"{line}\njudge: {judge.name}, {size:,} parameters{larger}"
 
 
-def text_run(writer, samples, judge=None, baseline=None):
+def report_of(writer, samples, judge=None, baseline=None):
     """(what leave_one_out() gives, the same for a report), of samples [P][S] in a writer's ids."""
     raw = [[writer.tokenizer.decode_bytes(ids) for ids in row] for row in samples]
     found = textquality.leave_one_out(raw, bits_under(judge, writer, samples) if judge else None)
@@ -205,9 +206,9 @@ def text_run(writer, samples, judge=None, baseline=None):
 
 # ---- output ----
 
-def text_table(runs, width=120):
-    """The runs in the order given under a line that says how; each after the first also less the first."""
-    shown = {key: title for key, title in SHOWN.items() if key in runs[0]["figures"]}
+def text_table(reports, width=120):
+    """The reports in the order given under a line that says how; each after the first also less the first."""
+    shown = {key: title for key, title in SHOWN.items() if key in reports[0]["figures"]}
 
     def cells(figures, sign=""):
         for key in shown:
@@ -217,17 +218,17 @@ def text_table(runs, width=120):
             yield "–" if math.isnan(value) else f"{value:{sign}.{digits}f}{spread}"
 
     rows, notes = [], []
-    for run in runs:
-        speed = "–" if run["tokens_per_s"] is None else f"{run['tokens_per_s']:,.0f}"
-        rows.append((run["name"], *cells(run["figures"]), speed))
-        if run["less_the_first"]:
-            rows.append(("  less the first", *cells(run["less_the_first"], "+"), ""))
-        if run["short"]:
-            count = sum(map(len, run["samples"]))
-            notes.append(f"note: {run['short']:,} of {count:,} samples of {run['name']} have fewer than "
-                         f"{SHORT} words and no rep-4")
+    for report in reports:
+        speed = "–" if report["tokens_per_s"] is None else f"{report['tokens_per_s']:,.0f}"
+        rows.append((report["name"], *cells(report["figures"]), speed))
+        if report["less_the_first"]:
+            rows.append(("  less the first", *cells(report["less_the_first"], "+"), ""))
+        if report["short"]:
+            count = sum(map(len, report["samples"]))
+            notes.append(f"note: {report['short']:,} of {count:,} samples of {report['name']} have fewer "
+                         f"than {SHORT} words and no rep-4")
     head = ("run", *shown.values(), "tokens/s")
-    return "\n".join([runs[0]["about"], table(head, rows, width=width), *notes])
+    return "\n".join([reports[0]["about"], table(head, rows, width=width), *notes])
 
 
 # ---- command line ----
@@ -252,7 +253,7 @@ def arguments(argv):
 
 
 def main(argv=None):
-    args, runs = arguments(argv), []
+    args, reports = arguments(argv), []
     with last_words(PROGRAM, "lower --samples or --tokens"):
         try:
             for flag, default in (("num_prompts", 16), ("prompt_tokens", 64)):
@@ -263,12 +264,12 @@ def main(argv=None):
             device = pick_device(args.device)
             out = writable(args.json) if args.json else None
             checkpoint.allow_code(args, *args.ckpt, *filter(None, [args.judge]))
-            for run in text_runs(args, device, sys.stderr.isatty()):
-                runs.append(run)
+            for report in reports_of(args, device, sys.stderr.isatty()):
+                reports.append(report)
             if out:
-                write_json(out, {"runs": runs})
-            print(text_table(runs), *([args.json] if out else []), sep="\n")
+                write_json(out, {"runs": reports})
+            print(text_table(reports), *([args.json] if out else []), sep="\n")
         except KeyboardInterrupt:
-            if runs:
-                print(text_table(runs))
+            if reports:
+                print(text_table(reports))
             raise

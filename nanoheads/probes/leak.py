@@ -166,9 +166,6 @@ def first_of(wrong):
 
 # ---- all of them ----
 
-NO_ROWS = {True: None, False: "there is one row alone, --batch"}
-
-
 def checked(text):
     """{promise: (what is wrong or None, why it was not tried or None)} of the Leaks of one text.
 
@@ -176,7 +173,8 @@ def checked(text):
     """
     if ahead := text.first_ahead():
         return {"ahead": (str(ahead), None)}
-    found = {"ahead": (None, None), "rows": (text.rows(), NO_ROWS[len(text.ids) > 1])}
+    single = "there is one row alone, --batch" if len(text.ids) == 1 else None
+    found = {"ahead": (None, None), "rows": (text.rows(), single)}
     if found["rows"][0]:
         return found
     try:

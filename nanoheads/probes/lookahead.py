@@ -17,7 +17,6 @@ epsilon in what has fewer digits (TF32 and float16 0.4 %, bfloat16 3 %).
 """
 
 import copy
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -43,15 +42,6 @@ class Mode(NamedTuple):
 
 
 # ---- asking ----
-
-@contextmanager
-def same_randomness(device):
-    """Inside, generators may be seeded; then PyTorch's on the CPU and on this CUDA device are as before."""
-    device = torch.device(device)
-    devices = [device.index or 0] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        yield
-
 
 class HiddenStates:
     """A copy of a GPT that is asked in one Mode, each time with the same noise and the same buffers."""
@@ -157,8 +147,9 @@ def leak_in(model, modes, step=None):
     step: the number of the training step whose settings hold in training; None: as they are. The model, its
     mode, its gradients and PyTorch's generators stay as they are. UserError: it cannot be asked.
     """
-    counts = []
-    with same_randomness(next(model.parameters()).device):
+    counts, device = [], next(model.parameters()).device
+    # generators are seeded within, and then are as before: PyTorch's on the CPU, and on this CUDA device
+    with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
         for mode in modes:
             asked = copy.deepcopy(model).requires_grad_(False)  # no gradient is made, nor memory taken for it
             if mode.training and step is not None:
