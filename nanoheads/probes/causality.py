@@ -39,10 +39,10 @@ class Ahead(NamedTuple):
 
 
 class Perturbation:
-    """ask(ids [B, T]) -> [B, T, C], what is computed of each token, and the same after a change of some ids.
+    """What ask(ids [B, T]) -> [B, T, C] computes of each token, before and after some ids are changed.
 
-    other [B, T]: what the ids are changed to. before: what was computed of `ids`. A difference of more than
-    `tolerance`, or a NaN that was none, is a change; most: the largest difference so far that is none.
+    before: what was computed of `ids`. other [B, T]: what they are changed to. A difference of more than
+    `tolerance` is a change, and so is a NaN that was none; `most` is the largest difference that is none.
     """
 
     def __init__(self, ask, ids, other, before, tolerance):
@@ -50,17 +50,17 @@ class Perturbation:
         self.tolerance, self.most = tolerance, 0.0
 
     def changed(self, ids, stays):
-        """Where something changes with these ids although it stays(bool [B, T]), bool [B, T]."""
+        """Where what should stay does not with these ids, bool [B, T]. stays, bool [B, T]: what should."""
         found = apart(self.ask(ids), self.before)
         small = found <= self.tolerance
         self.most = max(self.most, torch.where(small & stays, found, 0.0).max().item())
         return stays & ~small
 
     def ahead(self, positions):
-        """Yield an Ahead of each batch in which something changes with a later token: of its first position.
+        """Change tokens; yield the Ahead of the first position, for each batch in which one looks ahead.
 
-        positions: for each batch the token of each row that is changed, [B]; T: none. First each alone, then
-        each with all that come after it.
+        positions: for each batch, which token is changed in each row, [B]; T: none. All batches are tried
+        twice: the token is changed alone, then with all that come after it.
         """
         T = self.ids.size(1)
         place = torch.arange(T, device=self.ids.device)
@@ -76,7 +76,8 @@ class Perturbation:
     def rows(self):
         """A sentence about the first row of the batch that another one changes; None.
 
-        By the digits of their numbers in base two, any two rows are kept and changed once: few batches do.
+        Rows are changed by the digits of their numbers in base two. So a few batches suffice for every row to
+        be kept while any given other one is changed.
         """
         rows = len(self.ids)
         number = torch.arange(rows, device=self.ids.device)
@@ -90,7 +91,7 @@ class Perturbation:
                     return "row {} of a batch changes with {}".format(*found)
 
     def changed_by_one(self):
-        """(the first row that changes with a single other one, that row in words); None."""
+        """(the first row that changes with a single other one, the other one in words); None."""
         number, pairs = torch.arange(len(self.ids), device=self.ids.device)[:, None], []
         for row in range(len(self.ids)):
             wrong = self.changed(torch.where(number == row, self.other, self.ids), number != row)

@@ -118,6 +118,19 @@ def test_a_leak_that_takes_two_tokens_is_found(monkeypatch):
     assert leak_of(both_needed, draws=1) == "position 4 changes with the tokens from 7 on"
 
 
+def test_a_row_that_changes_with_two_others_together_is_found():
+    """The last row reads the first two, but only where both are others than they were."""
+    from nanoheads.probes.leak import texts
+    first = texts(V, 1, 3, T, "cpu")[0][0]
+
+    def both_rows(ids):
+        found = causal(ids)
+        if ids.shape == first.shape and (ids[:2] != first[:2]).all(1).all():
+            found[2] += 1
+        return found
+    assert leak_of(both_rows, draws=1) == "row 2 of a batch changes with 2 others together"
+
+
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
 def test_a_causal_transformer_passes(recipe):
     sizes = dict(vocab_size=V, block_size=2 * T, n_layer=2, n_head=2, n_embd=16)
