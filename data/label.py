@@ -4,7 +4,6 @@ Labels for constraint heads: a value in [0, 1], or none, for each token of a dat
 python data/label.py --dataset=wikitext2_byte --by=weak                      rules of text/weak.py, unchecked
 python data/label.py --dataset=wikitext2_byte --by=synthetic --noise=0.1     a known truth, to test learning
 python data/label.py --dataset=mine --by=spans --file=labels.jsonl --split=val                   your own
-python data/label.py --dataset=mine --by=hf --model=DIR --map='{"testifiability": "LABEL_1"}'    a model's
 
 Writes <dataset>/labels/<by>/, or --out: another name there, or a folder. nanoheads/text/targets.py describes
 it, docs/labels.md what the labels mean. Given once more, the command verifies what is there. You should
@@ -25,7 +24,7 @@ from nanoheads.text.writing import run
 
 # the flags of each way to label; those of the others are refused
 FLAGS = {"weak": ("splits", "reach"), "synthetic": ("splits", "seed", "noise"),
-         "spans": ("file", "split", "rest"), "hf": ("splits", "model", "map", "hypothesis")}
+         "spans": ("file", "split", "rest")}
 
 
 def arguments(argv):
@@ -37,7 +36,7 @@ def arguments(argv):
     parser.add_argument("--out", help="name of the set, or a folder (default: the --by)")
     parser.add_argument("--force", action="store_true", help="replace what is there")
     parser.add_argument("--show", type=int, default=3, help="texts to show of each name")
-    parser.add_argument("--splits", nargs="+", help="weak, synthetic, hf: the splits to label (default: all)")
+    parser.add_argument("--splits", nargs="+", help="weak, synthetic: the splits to label (default: all)")
     parser.add_argument("--from", dest="reach", choices=["trigger", "start"],
                         help="weak: what a sentence is labelled from on (default: trigger)")
     parser.add_argument("--seed", type=int, help="synthetic: of the noise (default: 0)")
@@ -45,10 +44,6 @@ def arguments(argv):
     parser.add_argument("--file", action="append", help="spans: JSON lines; one for each --split")
     parser.add_argument("--split", action="append", help="spans: the split that the --file is about")
     parser.add_argument("--rest", choices=["0", "ignore"], help="spans: what no line names (default: ignore)")
-    parser.add_argument("--model", help="hf: the model's folder")
-    parser.add_argument("--map", help="hf: JSON, which label of the model each name takes")
-    parser.add_argument("--hypothesis", action="append", metavar="NAME=TEXT",
-                        help="hf, sequence classification: what a name's sentences are read with")
     args = parser.parse_args(argv)
     args.names = args.names and list(dict.fromkeys(args.names))
     for by, flags in FLAGS.items():

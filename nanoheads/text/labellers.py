@@ -1,5 +1,5 @@
 """
-What labels a dataset for data/label.py: rules, a known truth, a user's file, a Hugging Face model.
+What labels a dataset for data/label.py: rules, a known truth, a user's file.
 
 A labeller has names, weak (True: no person has checked its labels), note (what its labels depend on:
 with the same note they are the same) and size (tokens of a piece); labeller(piece) gives {name: codes of the
@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from nanoheads.common import UserError, pick_device
+from nanoheads.common import UserError
 from nanoheads.mechanism import CONSTRAINTS
 from nanoheads.text import weak
 from nanoheads.text.targets import UNKNOWN, encode, sha256
@@ -305,115 +304,4 @@ class Spans:
         return labels
 
 
-# ---- a model of the Hugging Face library ----
-
-def import_transformers():
-    try:
-        import transformers
-    except ImportError:
-        raise UserError("--by=hf needs transformers: pip install 'transformers>=5,<6'") from None
-    transformers.logging.set_verbosity_error()
-    return transformers
-
-
-def mapping(text):
-    """--map, a JSON object {name: label of the model}. UserError."""
-    try:
-        labels = json.loads(text or "")
-    except ValueError:
-        labels = None
-    if not isinstance(labels, dict) or not labels or not all(isinstance(v, str) for v in labels.values()):
-        raise UserError(f"--map={text}: must be JSON such as '{{\"testifiability\": \"LABEL_1\"}}'")
-    return labels
-
-
-class HuggingFace:
-    """A token- or sequence-classification model from a local folder; the probability of a label is the value.
-
-    Token level: each character has the probability at its token of theirs. Sequence level: a sentence is the
-    premise, --hypothesis (for models of inference) what it is read with; all of the sentence has the value.
-    """
-    size, weak, rows = 1 << 14, True, 16
-
-    def __init__(self, args, dataset):
-        if not args.model or not (Path(args.model) / "config.json").is_file():
-            raise UserError(f"--by=hf needs --model, a local folder with a config.json; {args.model} is none")
-        self.labels, transformers = mapping(args.map), import_transformers()
-        self.names = args.names or list(self.labels)
-        pairs = [pair.partition("=")[::2] for pair in args.hypothesis or []]
-        self.hypotheses = dict(pairs)
-        for name in (*self.names, *self.hypotheses):
-            if name not in self.labels:
-                raise UserError(f"--map gives no label for {name}; it has {', '.join(self.labels)}")
-        self.device = pick_device("auto")
-        kind, config = self.load(args.model, transformers)
-        if not self.tok.is_fast:
-            raise UserError(f"{args.model} has no fast tokenizer: where its tokens lie is not known")
-        if wrong := [label for label in self.labels.values() if label not in config.label2id]:
-            raise UserError(f"{args.model} has no label {wrong[0]!r}; it has {', '.join(config.label2id)}")
-        if self.hypotheses and kind == "Token":
-            raise UserError(f"--hypothesis is for sequence classification; {args.model} classifies tokens")
-        self.ids, self.by_token = config.label2id, kind == "Token"
-        self.sigmoid = config.problem_type == "multi_label_classification" or config.num_labels == 1
-        places = getattr(config, "max_position_embeddings", None) or 514
-        self.length = min(self.tok.model_max_length, places - 2, 512)  # RoBERTa's places begin at 2
-        files = sorted(path for path in Path(args.model).iterdir() if path.is_file())
-        made = zlib.crc32("".join(map(sha256, files)).encode())
-        made_by = (f"{name} = {self.labels[name]} of {self.hypotheses.get(name, 'the text alone')!r}"
-                for name in self.names)
-        self.note = f"{', '.join(made_by)} by the model {Path(args.model).name} ({made:08x})"
-
-    def load(self, folder, transformers):
-        """Set model and tokenizer -> ("Token" or "Sequence", config). Runs none of its code. UserError."""
-        only = dict(local_files_only=True, trust_remote_code=False)
-        try:
-            config = transformers.AutoConfig.from_pretrained(folder, **only)
-            kind = next((kind for kind in ("Token", "Sequence") for made in config.architectures or []
-                         if made.endswith(f"For{kind}Classification")), None)
-            if kind:
-                load = getattr(transformers, f"AutoModelFor{kind}Classification").from_pretrained
-                self.model = load(folder, dtype=torch.float32, **only).to(self.device).eval()
-                self.tok = transformers.AutoTokenizer.from_pretrained(folder, **only)
-        except Exception as e:  # the library has many kinds
-            raise UserError(f"{folder} cannot be loaded: {' '.join(str(e).split())[:200]}") from None
-        if kind is None:
-            raise UserError(f"{folder} is {config.architectures}, no token or sequence classifier")
-        if self.tok.pad_token is None:
-            self.rows = 1  # nothing to fill shorter rows with
-        return kind, config
-
-    def __call__(self, piece):
-        values = {name: np.full(len(piece.text), np.nan) for name in self.names}
-        spans = weak.sentences(piece.text)
-        # bytes that are not UTF-8 are surrogates here, which no tokenizer takes
-        texts = [re.sub("[\ud800-\udfff]", "?", piece.text[a:b]) for a, b in spans]
-        for hypothesis in dict.fromkeys(map(self.hypotheses.get, self.names)) if texts else ():
-            for i, first, last, chances in self.read(texts, hypothesis):
-                start = spans[i][0]
-                for name in self.names:
-                    if self.hypotheses.get(name) == hypothesis:
-                        values[name][start + first:start + last] = chances[self.ids[self.labels[name]]]
-        return {name: to_tokens(encode(values[name]), piece) for name in self.names}
-
-    @torch.no_grad()
-    def read(self, texts, hypothesis):
-        """Yield (text, first, last + 1, probabilities of the labels): what holds for its characters."""
-        pair = None if hypothesis is None else [hypothesis] * len(texts)
-        rows = self.tok(texts, pair, truncation="longest_first" if pair is None else "only_first",
-                        max_length=self.length, return_overflowing_tokens=self.by_token,
-                        return_offsets_mapping=True)
-        of_text = rows.pop("overflow_to_sample_mapping", range(len(texts)))  # a long text has several rows
-        offsets = rows.pop("offset_mapping")
-        for at in range(0, len(of_text), self.rows):
-            some = self.tok.pad({key: value[at:at + self.rows] for key, value in rows.items()
-                                 if key in self.tok.model_input_names}, self.rows > 1, return_tensors="pt")
-            logits = self.model(**some.to(self.device)).logits
-            chances = (logits.sigmoid() if self.sigmoid else logits.softmax(-1)).cpu().numpy()
-            for i, places, row in zip(of_text[at:at + self.rows], offsets[at:at + self.rows], chances):
-                if self.by_token:
-                    yield from ((i, a, b, chance) for (a, b), chance in zip(places, row) if a < b)
-                else:
-                    yield i, 0, len(texts[i]), row
-
-
-LABELLERS = {"weak": Weak, "synthetic": Synthetic, "spans": Spans, "hf": HuggingFace}
+LABELLERS = {"weak": Weak, "synthetic": Synthetic, "spans": Spans}

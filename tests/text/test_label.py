@@ -1,12 +1,10 @@
 """data/label.py: labels stand at their tokens, follow from the text before, and are written whole."""
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from conftest import write_dataset
 from data.label import main
@@ -424,102 +422,3 @@ def test_what_cannot_be_meant_is_refused(mixed, tmp_path):
     file = spans_file(tmp_path, span(0, 1))
     refused(mixed, "nothing about 'x'; there is truth", "--by=spans", file, "--split=val", "--names", "x")
     refused(mixed, "holds no label", "--by=spans", spans_file(tmp_path), "--split=val")
-    refused(mixed, "--by=hf needs --model", "--by=hf", "--model=nowhere")
-
-
-# ---- a Hugging Face model ----
-
-HYPOTHESIS = "this can be checked"
-
-
-def tiny_model(folder, kind, pad="[PAD]"):
-    """A random BERT of one layer and a tokenizer of whole words, saved to disk."""
-    transformers = pytest.importorskip("transformers", reason="needs transformers: requirements-test.txt")
-    tokenizers = pytest.importorskip("tokenizers")
-    every = sorted(set(MIXED.split()) | set(HYPOTHESIS.split()))
-    vocab = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *every])}
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "[UNK]"))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    inner.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-    tok = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=pad, unk_token="[UNK]",
-                                               cls_token="[CLS]", sep_token="[SEP]", model_max_length=12,
-                                               model_input_names=["input_ids", "token_type_ids",
-                                                                  "attention_mask"])
-    config = transformers.BertConfig(
-        vocab_size=len(vocab), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_labels=3,
-        intermediate_size=16, max_position_embeddings=32, initializer_range=1.0)
-    torch.manual_seed(0)
-    model = getattr(transformers, f"BertFor{kind}Classification")(config).eval()
-    model.save_pretrained(folder)
-    tok.save_pretrained(folder)
-    return model, vocab
-
-
-@pytest.mark.parametrize("pad", ["[PAD]", None])
-def test_a_classifier_of_tokens_labels_its_words(tmp_path, pad):
-    model, vocab = tiny_model(tmp_path / "model", "Token", pad)
-    dataset = made(tmp_path / "data", MIXED)
-    ask = "--by=hf", f"--model={tmp_path}/model", '--map={"truth": "LABEL_2"}'
-    found, long = run(dataset, *ask, "--splits", "val")["truth.val"], 0
-    assert Targets(dataset, "hf").meta["weak"]
-    raw, want = MIXED.encode(), np.full(len(MIXED.encode()), -1.0)
-    for start, end in weak.sentences(MIXED):
-        text, at = MIXED[start:end], len(MIXED[:start].encode())
-        words = text.split()
-        long += len(words) > 10
-        for first in range(0, len(words), 10):  # 12 places, two of them [CLS] and [SEP]
-            some = words[first:first + 10]
-            ids = torch.tensor([[2, *(vocab[word] for word in some), 3]])
-            with torch.no_grad():
-                chances = model(ids).logits[0].softmax(-1)[1:-1, 2]
-            for word, chance in zip(some, chances):
-                at = raw.index(word.encode(), at)
-                want[at:at + len(word.encode())] = chance
-                at += len(word.encode())
-    np.testing.assert_allclose(found, want, atol=0.51 / 254)
-    assert long and found[want >= 0].std() > 0.05
-
-
-def test_a_classifier_of_inference_labels_sentences(tmp_path):
-    model, vocab = tiny_model(tmp_path / "model", "Sequence")
-    dataset = made(tmp_path / "data", WIKI)
-    ask = "--by=hf", f"--model={tmp_path}/model", '--map={"truth": "LABEL_1", "plain": "LABEL_0"}'
-    found = run(dataset, *ask, f"--hypothesis=truth={HYPOTHESIS}", "--splits", "val")
-    for start, end in weak.sentences(WIKI):
-        words = [vocab.get(word, 1) for word in WIKI[start:end].split()]
-        told = [vocab[word] for word in HYPOTHESIS.split()]
-        pair = [2, *words[:12 - 3 - len(told)], 3, *told, 3]
-        kinds = [0] * (len(pair) - len(told) - 1) + [1] * (len(told) + 1)
-        with torch.no_grad():
-            truth = model(torch.tensor([pair]), token_type_ids=torch.tensor([kinds])).logits.softmax(-1)[0, 1]
-            plain = model(torch.tensor([[2, *words[:10], 3]])).logits.softmax(-1)[0, 0]
-        np.testing.assert_allclose(found["truth.val"][start:end], truth, atol=0.51 / 254)
-        np.testing.assert_allclose(found["plain.val"][start:end], plain, atol=0.51 / 254)
-    outside = np.ones(len(WIKI), bool)
-    for start, end in weak.sentences(WIKI):
-        outside[start:end] = False
-    assert outside.any() and (found["truth.val"][outside] == -1).all()
-
-
-def test_a_model_that_does_not_fit_is_refused(tmp_path, mixed, monkeypatch):
-    tiny_model(tmp_path / "model", "Token")
-    ask = "--by=hf", f"--model={tmp_path}/model"
-    refused(mixed, "--map=None: must be JSON such as", *ask)
-    refused(mixed, "--map=x: must be JSON", *ask, "--map=x")
-    refused(mixed, "has no label 'yes'; it has LABEL_0, LABEL_1, LABEL_2", *ask, '--map={"truth": "yes"}')
-    refused(mixed, "--map gives no label for b; it has truth", *ask, '--map={"truth": "LABEL_1"}',
-            "--names", "b")
-    refused(mixed, "--hypothesis is for sequence classification", *ask, '--map={"truth": "LABEL_1"}',
-            "--hypothesis=truth=so")
-    weights = next((tmp_path / "model").glob("*.safetensors"))
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-100])
-    refused(mixed, "model cannot be loaded: ", *ask, '--map={"truth": "LABEL_1"}')
-    weights.write_bytes(whole)
-    config = tmp_path / "model/config.json"
-    config.write_text(config.read_text().replace("ForTokenClassification", "ForMaskedLM"))
-    refused(mixed, "no token or sequence classifier", *ask, '--map={"truth": "LABEL_1"}')
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    refused(mixed, "--by=hf needs transformers: pip install", *ask, '--map={"truth": "LABEL_1"}')
