@@ -1,11 +1,15 @@
 """A mechanism in a file of one's own: the page's file, its commands, the promises, and what is refused."""
 
+import importlib
+import io
 import os
 import py_compile
 import re
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,6 +35,24 @@ PASS = "    def before_attention(self, attn, heads):"
 def run(*argv, cwd=ROOT, words=None):
     return subprocess.run([sys.executable, *map(str, argv)], cwd=cwd, input=words, capture_output=True,
                           text=True)
+
+
+def run_here(program, *argv, words=None):
+    """As run(), in this process, which knows of no mechanism of one's own before nor after."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    before = sys.stdin
+    sys.stdin = io.StringIO(words or "")
+    try:
+        with without_own_mechanisms(), redirect_stdout(out), redirect_stderr(err):
+            importlib.import_module(program.removesuffix(".py")).main([*map(str, argv)])
+    except SystemExit as e:
+        code = e.code
+        if isinstance(code, str):
+            print(code, file=err)
+    finally:
+        sys.stdin = before
+    return SimpleNamespace(returncode=1 if isinstance(code, str) else code or 0, stdout=out.getvalue(),
+                           stderr=err.getvalue())
 
 
 def broken(path):
@@ -252,7 +274,7 @@ def test_a_run_with_it_goes_through_every_program(mine, bytes_data, tmp_path):
             "--n_embd=32", "--block_size=16", "--batch_size=4", "--eval_tokens=64", "--device=cpu",
             "--eval_interval=2"]
     for more in (["--max_iters=2"], ["--max_iters=4", "--resume"]):
-        done = run("train.py", *args, *more)
+        done = (run if more[1:] else run_here)("train.py", *args, *more)
         assert done.returncode == 0, done.stderr
     assert (out / "mine.py").read_text() == CODE
     state = torch.load(out / "best.pt", weights_only=True)
@@ -263,17 +285,17 @@ def test_a_run_with_it_goes_through_every_program(mine, bytes_data, tmp_path):
                     ["sample.py", "--ckpt", out, "--max_new_tokens=3", "--start=a"],
                     ["prune.py", "--ckpt", out, "--by=random", "--to=0.5", f"--out_dir={tmp_path / 'less'}"],
                     ["export_hf.py", "--ckpt", out, "--out", tmp_path / "hf"]):
-        done = run(*command, named)
+        done = run_here(*command, named)
         assert done.returncode == 0, done.stderr
-    done = run("probe.py", "inspect", "--ckpt", out, named, words=f"save {tmp_path / 'saved'}\nquit\n")
+    done = run_here("probe.py", "inspect", "--ckpt", out, named, words=f"save {tmp_path / 'saved'}\nquit\n")
     assert done.returncode == 0, done.stderr
     for folder in ("less", "saved"):  # new checkpoints, with a copy of their own
-        done = run("evaluate.py", "--ckpt", tmp_path / folder, "--split=val", "--trust_code")
+        done = run_here("evaluate.py", "--ckpt", tmp_path / folder, "--split=val", "--trust_code")
         assert f"--trust_code runs {tmp_path / folder / 'mine.py'}\n" in done.stderr
         assert done.returncode == 0 and (tmp_path / folder / "mine.py").read_text() == CODE, done.stderr
     (out / "mine.py").write_text(CODE + "\n# changed\n")
     for allowed in ("--trust_code", named):
-        done = run("evaluate.py", "--ckpt", out, allowed)
+        done = run_here("evaluate.py", "--ckpt", out, allowed)
         assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
         assert str(out / "mine.py") in done.stderr and "another text" in done.stderr
 

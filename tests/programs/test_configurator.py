@@ -239,14 +239,17 @@ def test_the_words_of_training_are_refused_with_their_choices(key, near_by):
 
 # ---- scale and mechanism ----
 
+NAMES = flags_by_name()  # once: it asks each mechanism whether it takes dropout
+
+
 def named(*argv, **more):
     """(GPTConfig, TrainConfig) as train.py loads them."""
-    return load((GPTConfig, TrainConfig), list(argv), mechanisms=flags_by_name(), **more)
+    return load((GPTConfig, TrainConfig), list(argv), mechanisms=NAMES, **more)
 
 
 def given(*argv):
     """{key: value} that these arguments set."""
-    return load_given((GPTConfig, TrainConfig), list(argv), mechanisms=flags_by_name())[1]
+    return load_given((GPTConfig, TrainConfig), list(argv), mechanisms=NAMES)[1]
 
 
 def refused(*argv):
@@ -265,7 +268,7 @@ def test_every_config_file_loads_at_every_scale(path, scale):
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", flags_by_name())
+@pytest.mark.parametrize("name", NAMES)
 def test_every_mechanism_loads_at_every_scale_and_changes_nothing_else(name, scale):
     plain, train_plain = named(f"--scale={scale}")
     model, train = named(f"--scale={scale}", f"--mechanism={name}")

@@ -17,7 +17,6 @@ from typing import get_args
 
 import pytest
 import torch
-from torch._inductor import config as inductor_config, cpp_builder, exc as inductor_exc
 
 import model as model_py
 import train
@@ -705,9 +704,15 @@ def test_resuming_from_a_best_checkpoint_is_explained(args, fails, tmp_path):
     assert "holds no state to go on from" in fails([*args(max_iters=9), "--resume"])[0]
 
 
+def inductor_errors():
+    from torch._inductor import exc  # takes seconds to import
+    return exc
+
+
 def test_a_missing_compiler_is_one_line_that_says_what_to_do(args, fails):
     """As with CXX=/nonexistent, which PyTorch reads when it is imported; what was compiled before is no help.
     """
+    from torch._inductor import config as inductor_config, cpp_builder  # takes seconds to import
     without = {"cpp.cxx": (None, "/nonexistent"), "force_disable_caches": True}
     cpp_builder.cpp_compiler_search.cache_clear()
     torch._dynamo.reset()
@@ -720,10 +725,10 @@ def test_a_missing_compiler_is_one_line_that_says_what_to_do(args, fails):
 
 
 @pytest.mark.parametrize("error, words", [
-    (lambda: inductor_exc.TritonMissing(None), "a working Triton"),
-    (lambda: inductor_exc.InductorError(RuntimeError("Failed to find C compiler. Set CC"), None),
+    (lambda: inductor_errors().TritonMissing(None), "a working Triton"),
+    (lambda: inductor_errors().InductorError(RuntimeError("Failed to find C compiler. Set CC"), None),
      "a C compiler"),
-    (lambda: inductor_exc.InductorError(RuntimeError("another fault"), None), "another fault")])
+    (lambda: inductor_errors().InductorError(RuntimeError("another fault"), None), "another fault")])
 def test_what_a_gpu_lacks_to_compile_is_one_line_too(args, fails, at_step, error, words):
     def fail(out):
         raise error()
