@@ -1,6 +1,5 @@
 """Head sizes that divide nothing: variant B of constraint heads, RoPE of an odd size, zeros for a kernel."""
 
-import math
 from dataclasses import asdict
 
 import pytest
@@ -15,7 +14,7 @@ from nanoheads.hub.layers import ConstraintAttention
 from nanoheads.study import results, runs, trial
 from nanoheads.training import checkpoint
 from conftest import ROOT
-from oracle import agree, close, dense, normal, rms, sigmoid, tokens
+from oracle import agree, close, dense, normal, rms, tokens, turned, write_up
 
 # on CPU it is the reference, not a kernel
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -44,63 +43,7 @@ def alive(config):
     return model
 
 
-# ---- the write-up's layer, head by head ----
-
-def turned(x):
-    """RoPE of x [T, D], pair by pair: (i, i + D // 2) by the angle t 10000^(-i / (D // 2)), whose cosine and
-    sine are float32, as in the model's tables; of an odd D the last dimension is in no pair.
-    """
-    half, y = x.size(-1) // 2, x.clone()
-    for t in range(len(x)):
-        for i in range(half):
-            angle = t * 10000.0 ** (-i / half)
-            cos, sin = (torch.tensor(f(angle)).item() for f in (math.cos, math.sin))
-            y[t, i] = x[t, i] * cos - x[t, i + half] * sin
-            y[t, i + half] = x[t, i + half] * cos + x[t, i] * sin
-    return y
-
-
-def write_up(attn, c, x):
-    """The write-up's layer in variant B: x [B, T, C] -> (y [B, T, C], scores [B, heads, T]).
-
-    Its weights are cut into heads of D = floor(C / all heads), and the logits are scaled by 1 / sqrt(D). As
-    everywhere here it is causal, and the router reads the mean of the text so far. query: gates on outputs,
-    scores before them; published: gates on values, scores behind them.
-    """
-    w = {name: p for name, p in attn.named_parameters()}
-    H, E = c.n_head, c.constraint_heads * len(c.constraint_names)
-    C, D = c.n_embd, c.n_embd // (H + E)
-    assert [w[f"{part}c_{name}.weight"].shape for part in ("", "constraint.") for name in ("attn", "proj")] \
-        == [(3 * H * D, C), (C, H * D), (3 * E * D, C), (C, E * D)], "heads of another size"
-    scale = c.qk_max / D if c.qk_max else 1 / math.sqrt(D)
-    rows, all_scores = [], []
-    for b in range(len(x)):
-        y, scores = torch.zeros_like(x[b]), []
-        context = torch.stack([x[b, :t + 1].mean(0) for t in range(x.size(1))])
-        hidden = (context @ w["constraint.fc.weight"].T + w["constraint.fc.bias"]).clamp_min(0)
-        gates = sigmoid(hidden @ w["constraint.out.weight"].T + w["constraint.out.bias"])  # [T, E]
-        for head in range(H + E):
-            part, n, i = ("", H, head) if head < H else ("constraint.", E, head - H)
-            Wq, Wk, Wv = (W[i * D:(i + 1) * D] for W in w[part + "c_attn.weight"].split(n * D))
-            q, k, v = x[b] @ Wq.T, x[b] @ Wk.T, x[b] @ Wv.T
-            if c.qk_norm:
-                q, k = rms(q), rms(k)
-            if c.pos == "rope":
-                q, k = turned(q), turned(k)
-            if head >= H and c.constraint_mode == "published":
-                v = v * gates[:, i, None]
-            logits = (q @ k.T * scale).masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -math.inf)
-            out = logits.softmax(-1) @ v
-            if head >= H:
-                inner = (out @ w["constraint.w1"][i].T + w["constraint.b1"][i]).clamp_min(0)
-                scores.append(inner @ w["constraint.w2"][i] + w["constraint.b2"][i])
-                if c.constraint_mode == "query":
-                    out = out * gates[:, i, None]
-            y = y + out @ w[part + "c_proj.weight"][:, i * D:(i + 1) * D].T
-        rows.append(y)
-        all_scores.append(torch.stack(scores))
-    return torch.stack(rows), torch.stack(all_scores)
-
+# ---- the write-up's layer ----
 
 def equals_the_write_up(model, tol=1e-9):
     """Whether both blocks' outputs and scores are the write-up's, and all gradients too."""

@@ -23,8 +23,8 @@ from nanoheads.logits import discounted_return, label_losses
 from nanoheads.pruning import pack, prune_heads
 from nanoheads.training import optim
 from nanoheads.training.config import TrainConfig
-from oracle import (agree, close, dense, equals_the_oracle, give_states, gradients, normal, sigmoid, softmax,
-                    tokens)
+from oracle import (agree, close, constraint_loss, dense, equals_the_oracle, give_states, gradients, normal,
+                    sigmoid, softmax, tokens)
 
 # on CPU it is the reference, not a kernel
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -960,18 +960,6 @@ def test_scores_read_the_ungated_output_except_in_published_mode():
         assert torch.equal(before, after.traces["blocks.1.head_scores"]) == same
 
 
-def slow_constraint_loss(scores, targets, weights, focal, positive):
-    total = 0.0
-    for name, rows in targets.items():
-        terms = []
-        for y, s in zip(rows.flatten().tolist(), scores[name].flatten()):
-            if y >= 0:
-                p = sigmoid(s)
-                terms.append(-(positive * y * p.log() + (1 - y) * (1 - p).log()) * abs(y - p) ** focal)
-        total = total + weights.get(name, 1.0) * sum(terms) / max(1, len(terms))
-    return total / len(targets)
-
-
 @pytest.mark.parametrize("weights", [{}, {"a": 0.3, "b": 2.0}], ids=["even", "weighted"])
 @pytest.mark.parametrize("focal, positive", [(0.0, 1.0), (2.0, 1.0), (0.0, 3.0), (1.5, 0.5)])
 def test_constraint_loss_equals_a_loop_over_tokens(weights, focal, positive):
@@ -981,10 +969,10 @@ def test_constraint_loss_equals_a_loop_over_tokens(weights, focal, positive):
     inputs = [scores["a"], scores["b"]]
     terms = label_losses(scores, targets, weights, focal, positive)
     for name, term in terms.items():  # each name's part, and their sum
-        alone = slow_constraint_loss(scores, {name: targets[name]}, weights, focal, positive) / 2
+        alone = constraint_loss(scores, {name: targets[name]}, weights, focal, positive) / 2
         assert term.item() == pytest.approx(alone.item(), rel=1e-6)
     got = sum(terms.values())
-    want = slow_constraint_loss(scores, targets, weights, focal, positive)
+    want = constraint_loss(scores, targets, weights, focal, positive)
     agree([got[None].double()], [want[None]], inputs, 1e-6)
     nobody = label_losses(scores, {"a": -torch.ones(2, 9)}, weights, focal, positive)["a"]
     assert nobody == 0 and not torch.autograd.grad(nobody, scores["a"])[0].any()
@@ -1000,7 +988,7 @@ def test_the_models_constraint_loss_is_the_mean_over_blocks_times_lambda_and_the
     idx, targets = tokens(2, 9), {"b": tokens(2, 9, seed=4) % 2, "a": tokens(2, 9, seed=5) % 3 - 1}
     out = model(idx, idx, traces=True, constraint_targets=targets)
     each = [{n: out.traces[f"blocks.{i}.constraint.{n}"] for n in "ab"} for i in range(2)]
-    want = 0.7 / 2 * sum(slow_constraint_loss(s, targets, {"a": 2.0, "b": 0.5}, 1.0, 2.0) for s in each)
+    want = 0.7 / 2 * sum(constraint_loss(s, targets, {"a": 2.0, "b": 0.5}, 1.0, 2.0) for s in each)
     assert sum(out.aux[f"constraint.{n}"].item() for n in "ab") == pytest.approx(want.item(), abs=1e-6)
     gates = sum(out.traces[f"blocks.{i}.router_gates"].mean() for i in range(2))
     close(out.aux["constraint_router"], 0.3 * gates, 1e-9)
@@ -1386,7 +1374,7 @@ def test_a_weak_focus_has_a_finite_gradient_where_a_score_is_right(focal):
     loss = label_losses({"a": scores}, {"a": torch.tensor([[1.0, 0.0, 1.0, 1.0]])}, focal=focal)["a"]
     gradient, = torch.autograd.grad(loss, scores)
     assert gradient.isfinite().all() and gradient[0, 2] < 0
-    want = slow_constraint_loss({"a": scores[:, 2:3].double()}, {"a": torch.ones(1, 1)}, {}, focal, 1.0) / 4
+    want = constraint_loss({"a": scores[:, 2:3].double()}, {"a": torch.ones(1, 1)}, {}, focal, 1.0) / 4
     assert loss.item() == pytest.approx(want.item(), rel=1e-5)
 
 

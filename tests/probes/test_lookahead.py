@@ -81,7 +81,7 @@ def test_noise_that_no_seed_reaches_is_named(leaks):
 @pytest.mark.parametrize("recipe, context", [("gpt2", 32), ("modern", 64)])
 @pytest.mark.parametrize("name", ["plain", *MECHANISMS, "all_on"])
 def test_no_mechanism_of_the_repository_is_refused(name, recipe, context):
-    """In float32 and bfloat16, with dropout where it goes, in fewer rows and a shorter context than a study's.
+    """In float32 and bfloat16, with dropout where it goes, in fewer rows and a shorter context.
 
     The test below has the rows and the context of the tiny scale.
     """

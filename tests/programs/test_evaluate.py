@@ -31,14 +31,6 @@ KEYS = {"name", "split", "tokens", "bytes", "nats_per_token",
         "flops_per_token", "tokens_per_s", "context"}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def write_data(folder, encoding="byte", n=23, sizes=None, seed=0):
     """A data folder whose splits hold n random tokens each; sizes: {"bytes": .., "chars": ..} of a split."""
     folder.mkdir(parents=True, exist_ok=True)

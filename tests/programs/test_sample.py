@@ -20,14 +20,6 @@ from helpers import VOCAB, make_checkpoint, meta_of
 from sample import main
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def ckpt(tmp_path):
     return make_checkpoint(tmp_path / "a.pt")

