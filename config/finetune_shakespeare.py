@@ -11,6 +11,7 @@ grad_accum = 32
 max_iters = 20
 
 adamw_lr = 3e-5
+min_lr = 3e-5
 schedule = "constant"
 warmup_iters = 0
 

@@ -501,10 +501,10 @@ def test_the_pair_at_paper_scale_has_the_size_of_its_write_up(argv, count):
     assert model.num_params() == count and model.num_params(non_embedding=True) == count - 1024 * 768
 
 
-@pytest.mark.parametrize("name", ["baseline", "routing"])
+@pytest.mark.parametrize("name", ["train_enwik8_routing_ablation", "train_enwik8_routing"])
 def test_the_hours_of_the_enwik8_pair_are_counted(name):
     """From the FLOPs of a token, at the share of the peak that the file names."""
-    path = f"config/enwik8_{name}.py"
+    path = f"config/{name}.py"
     flops, share, a100, h100 = re.search(
         r"(4\.\de18) FLOPs: at (\d+) % .* ([\d.]+) hours on an A100, ([\d.]+) on an H100",
         (ROOT / path).read_text()).groups()
@@ -734,7 +734,7 @@ def test_every_key_has_a_value_once_the_recipe_is_known(optimizer):
     c = TrainConfig(optimizer=optimizer).for_recipe("gpt2")
     may_be_none = {"init_from", "compile", "lr_decay_iters", "wandb_run_name", "wandb_mode", "wandb_tags",
                    "controller", "grow_from", "policy_rules", "labels", "teacher", "documents", "thaw_from",
-                   "skip_lr", "own_mechanism"}
+                   "skip_lr", "own_mechanism", "json"}
     assert {f.name for f in fields(c) if getattr(c, f.name) is None} <= may_be_none
     assert not c.problems()
 
