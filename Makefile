@@ -52,7 +52,8 @@ notebook: .venv/ready-test
 # QUICK=1: six entries; ENTRIES="acag sink": those; JOBS: processes at a time
 gpu-check:
 	$(PYTHON) -m tests.gpu.environment $(GPU_VENV)
-	$(GPU_VENV)/bin/python -m tests.gpu.check $(ENTRIES) $(if $(QUICK),--quick) $(if $(JOBS),--jobs=$(JOBS))
+	$(GPU_VENV)/bin/python -m tests.gpu.check $(ENTRIES) $(if $(QUICK),--quick) $(if $(CARDS),--cards $(CARDS)) \
+	    $(if $(JOBS),--jobs=$(JOBS))
 
 # bytes moved and kernels of a training step at GPT-2 124M; NANOGPT=/path compares with nanoGPT's model.py
 gpu-bytes:

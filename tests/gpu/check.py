@@ -4,6 +4,7 @@ Compile training, evaluation and decoding for NVIDIA GPUs on a machine without o
     make gpu-check                     every entry; more than an hour on two cores
     make gpu-check QUICK=1             six entries
     make gpu-check ENTRIES="acag sink" those
+    make gpu-check CARDS="sm_75 sm_120" six entries on T4 and RTX 20 (float16), RTX 50; sm_100 is B200
     make gpu-bytes NANOGPT=/path       bytes moved at GPT-2 124M, beside nanoGPT's model.py
 
 Results go to results/gpu-compile.json, each with the commit whose code was compiled. What that commit has
@@ -26,7 +27,8 @@ from tqdm import tqdm
 
 from nanoheads.common import ROOT, UserError, last_words
 from tests.gpu import environment, report
-from tests.gpu.entries import ENTRIES, MUON, NANOGPT, QUICK, byte_checks, checks, quick_checks
+from tests.gpu.entries import (ENTRIES, MORE_CARDS, MUON, NANOGPT, QUICK, byte_checks, checks, more_checks,
+                               quick_checks)
 
 LOG = ROOT / "out/gpu-check.log"  # what torch and triton say meanwhile
 WORK = {"steps": "graphs", "train": "binaries", "eval": "binaries", "bytes": "code"}
@@ -118,6 +120,8 @@ def arguments(argv):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("entries", nargs="*", help="entries to compile; none: all")
     parser.add_argument("--quick", action="store_true", help=f"{len(QUICK)} entries, head size 64 alone")
+    parser.add_argument("--cards", nargs="+", choices=list(MORE_CARDS), metavar="CARD",
+                        help=f"a training step of a few entries on these: {', '.join(MORE_CARDS)}")
     parser.add_argument("--bytes", action="store_true", help="bytes moved at GPT-2 124M instead")
     parser.add_argument("--nanogpt", help="nanoGPT's folder, for --bytes")
     parser.add_argument("--tables", action="store_true", help="write the tables of docs/gpu.md alone")
@@ -135,6 +139,8 @@ def wanted_checks(args):
     if args.jobs < 1:
         raise UserError(f"--jobs={args.jobs} must be at least 1")
     entries = tuple(args.entries) or None
+    if args.cards:
+        return more_checks(args.cards, entries)
     if args.quick:
         return quick_checks(entries)
     if not args.bytes:

@@ -15,6 +15,8 @@ from typing import NamedTuple, Optional
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 
 CARDS = ("sm_90", "sm_80", "sm_89")
+# cards on which fewer entries are compiled, and their dtype: T4 and RTX 20, B200, RTX 50
+MORE_CARDS = {"sm_75": "float16", "sm_100": "bfloat16", "sm_120": "bfloat16"}
 HEAD_SIZES = (16, 32, 128)  # beside 64, which all have
 NO_LABELS = " (no labels)"  # the end of an entry's name
 SIZE = dict(vocab_size=256, n_layer=2, n_head=4, block_size=256, recipe="modern")
@@ -156,6 +158,12 @@ def checks(entries: Optional[tuple] = None):
                       for size, dtype in [*((size, "bfloat16") for size in HEAD_SIZES),
                                           *((size, "float32") for size in (64, 128))]]
     return found
+
+
+def more_checks(cards, entries: Optional[tuple] = None):
+    """A training step of a few entries on each of some MORE_CARDS."""
+    return [Check(entry, "train", dtype=MORE_CARDS[card], card=card) for card in cards
+            for entry in entries or QUICK]
 
 
 def byte_checks(entries: Optional[tuple] = None):

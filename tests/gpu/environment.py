@@ -149,7 +149,7 @@ def build(venv):
 
 
 def variables(venv, card):
-    """The environment variables of a process that compiles for a card, which is 90, 80 or 89."""
+    """The environment variables of a process that compiles for a card: 90 for sm_90, and so on."""
     folder, caches = Path(venv, LIBRARIES).resolve(), Path(venv, "cache").resolve()
     return {"NANOHEADS_CARD": str(card), "LD_PRELOAD": str(folder / "runtime.so"),
             "LD_LIBRARY_PATH": str(folder), "TRITON_LIBCUDA_PATH": str(folder),

@@ -1,5 +1,5 @@
 /* A CUDA runtime with one card, on which nothing runs: to be preloaded, so that torch's CUDA build compiles for
- * that card on a machine without any. NANOHEADS_CARD says which: 90, 80 or 89.
+ * that card on a machine without any. NANOHEADS_CARD says which: 90, 80, 89, 75, 100 or 120.
  *
  * Here are the questions that torch asks before it compiles. gpu/environment.py adds a function that returns 0
  * for each of the others. What would launch a kernel is never reached: all tensors are fake.
@@ -25,6 +25,9 @@ static const struct card CARDS[] = {
   {90, "NVIDIA H100 80GB HBM3", 132, 227 << 10, 2048, 50 << 20, 5120, 80UL << 30},
   {80, "NVIDIA A100-SXM4-80GB", 108, 163 << 10, 2048, 40 << 20, 5120, 80UL << 30},
   {89, "NVIDIA GeForce RTX 4090", 128, 99 << 10, 1536, 72 << 20, 384, 24UL << 30},
+  {75, "Tesla T4", 40, 64 << 10, 1024, 4 << 20, 256, 16UL << 30},
+  {100, "NVIDIA B200", 148, 227 << 10, 2048, 126 << 20, 8192, 180UL << 30},
+  {120, "NVIDIA GeForce RTX 5090", 170, 99 << 10, 1536, 96 << 20, 512, 32UL << 30},
 };
 
 static const struct card *card(void) {

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from model import MECHANISMS
 from nanoheads.common import ROOT, UserError, table, write_atomic
-from tests.gpu.entries import BYTES, CARDS, ENTRIES, NANOGPT, Check, byte_checks, checks, switches
+from tests.gpu.entries import BYTES, CARDS, ENTRIES, MORE_CARDS, NANOGPT, Check, byte_checks, checks, switches
 from tests.gpu.environment import TORCH
 
 RESULTS = ROOT / "results/gpu-compile.json"
@@ -94,17 +94,21 @@ def wrong(rows, wanted):
 # ---- what is printed ----
 
 def overview(rows, wanted):
-    """A line for each entry: kernels, bytes and memory of its training step at head size 64 in bfloat16."""
-    lines = []
+    """A line for each entry: kernels, bytes and memory of its training step at head size 64 in the dtype
+    that each card is compiled with.
+    """
+    lines, more = [], [card for card in MORE_CARDS if any(check.card == card for check in wanted)]
+    cards = more or CARDS
     for name in dict.fromkeys(check.entry for check in wanted):
-        of_cards = [rows.get(Check(name, "train", card=card).key, {}) for card in CARDS]
+        of_cards = [rows.get(Check(name, "train", 64, MORE_CARDS.get(card, "bfloat16"), card).key, {})
+                    for card in cards]
         first = next(filter(None, of_cards), {})
         cells = [first.get("kernels", "–"), f"{first['bytes'] / 1e6:.1f}" if "bytes" in first else "–"]
         cells += [f"{row['shared'] / 1024:.0f}" if "shared" in row else "–" for row in of_cards]
         mine = [check for check in wanted if check.entry == name]
         bad = sum(any(problems(check, rows.get(check.key, {}))) for check in mine)
         lines.append([name, *cells, f"{bad} of {len(mine)}" if bad else "0"])
-    return table(["entry", "kernels", "MB moved", *(f"KB {card}" for card in CARDS), "wrong"], lines)
+    return table(["entry", "kernels", "MB moved", *(f"KB {card}" for card in cards), "wrong"], lines)
 
 
 def byte_overview(rows, wanted):
