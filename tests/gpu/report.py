@@ -7,7 +7,8 @@ from contextlib import suppress
 
 from model import MECHANISMS
 from nanoheads.common import ROOT, UserError, table, write_atomic
-from tests.gpu.entries import BYTES, CARDS, ENTRIES, MORE_CARDS, NANOGPT, Check, byte_checks, checks, switches
+from tests.gpu.entries import (BYTES, CARDS, ENTRIES, MORE_CARDS, NANOGPT, Check, byte_checks, checks,
+                               more_checks, switches)
 from tests.gpu.environment import TORCH
 
 RESULTS = ROOT / "results/gpu-compile.json"
@@ -33,7 +34,8 @@ def read():
 
 def write(rows):
     """Write {key: row}, a line each; those of checks that are no more are left out."""
-    known = [check.key for check in (*checks(), *byte_checks((*BYTES, *ENTRIES)))]
+    every = *checks(), *more_checks(MORE_CARDS, tuple(ENTRIES)), *byte_checks((*BYTES, *ENTRIES))
+    known = [check.key for check in every]
     lines = [f" {json.dumps(key)}: {json.dumps(rows[key], sort_keys=True)}" for key in known if key in rows]
     text = f'{{"torch": "{TORCH}", "checks": {{\n' + ",\n".join(lines) + "\n}}\n"
     write_atomic(RESULTS, lambda f: f.write(text.encode()))
