@@ -10,7 +10,7 @@ Ask trained checkpoints what one loss does not say; paired, since all checkpoint
     python probe.py detectors --ckpt out/a [--ckpt out/b ...]
     python probe.py fewshot --ckpt out/a [--ckpt out/b ...] [--file items.jsonl] [--shots 0 1 2 4 8]
     python probe.py constraints score|adjudicate|explain|skip --ckpt out/a [...]
-    python probe.py inspect --ckpt out/a
+    python probe.py inspect --ckpt out/a [--set gate.0.3=0] [--prune 0.1 0.2] [--save out/b]
     python probe.py text --ckpt out/a [--ckpt out/b ...] [--judge out/big]
     python probe.py look --ckpt out/a [--ckpt out/b] --text FILE
     python probe.py leak --module file.py:function [--vocab 256] [--length 32] [--batch 3] [--device cpu]
@@ -45,7 +45,7 @@ PROBES = {
                   "What each head looks at: the token before, copies, what followed them."),
     "fewshot": ("nanoheads.probes.fewshot", "Accuracy on items of several choices, with examples in front."),
     "constraints": ("nanoheads.probes.constraints.command", "What constraint heads know of their labels."),
-    "inspect": ("nanoheads.heads.inspection", "Heads one by one, by commands: set gates, prune, save."),
+    "inspect": ("nanoheads.heads.inspection", "Change heads by hand: gates, states, pruning; see the cost, and save."),
     "text": ("nanoheads.probes.continuations", "What models write: repetition, diversity, loops, bits/byte."),
     "look": ("nanoheads.heads.look", "What mechanisms do to a text, token by token, as a page."),
     "leak": ("nanoheads.probes.leak", "Whether any function from token ids to logits looks ahead."),

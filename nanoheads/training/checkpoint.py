@@ -165,7 +165,7 @@ def build(state, path, device="cpu", settings=(), **overrides):
         model.at_step(max(0, state.get("step", math.inf) - 1))
     for key, layer, head, value in heads:
         try:
-            model.set_head(layer, head, **{key: value})
+            model.set_head(layer, head, step=state.get("step") or 0, **{key: value})
         except ValueError as e:
             place = layer if head is None else f"{layer}.{head}"
             raise UserError(f"{path}: --set {key}.{place}={value}: {e}")

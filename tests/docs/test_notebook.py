@@ -2,7 +2,6 @@
 import base64
 import copy
 import hashlib
-import io
 import json
 import os
 import platform
@@ -249,13 +248,16 @@ def test_gates_skips_and_a_folder_are_those_of_the_commands(fresh, stored, capsy
     head = printed(cells["gate"]).split()[0]
     assert tables["gate"]["0.0"][0] == tables["close"][head][1] != tables["gate"]["learned"][0]
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"gate {head} 2\nundo\nskips off\n"))
-    inspect_heads.main(["--ckpt=out/heads", "--max_new_tokens=1", "--device=cpu", "--tokens=4096",
-                        f"--dataset={folder / 'data/pystdlib'}"])
-    out = capsys.readouterr().out
+    args = ["--ckpt=out/heads", "--device=cpu", "--tokens=4096", f"--dataset={folder / 'data/pystdlib'}"]
+    out = []
+    for change in (f"gate.{head}=2", "unet_skips=False"):
+        inspect_heads.main([*args, f"--set={change}"])
+        out.append(capsys.readouterr().out.splitlines()[:2])
     whole, (bits, difference), closed = tables["gate"]["learned"][0], tables["gate"]["2.0"], tables["skips"]
-    assert f"bits/byte {whole} -> {bits} ({difference})" in out
-    assert f"bits/byte {whole} -> {closed['all'][0]} (" in out and closed["none"] == [whole]
+    assert out[0][0] == out[1][0] and out[0][0].startswith(f"out/heads: {whole} bits/byte on ")
+    assert out[0][1] == f"gate.{head}=2: {bits} bits/byte ({difference})"
+    assert out[1][1].startswith(f"unet_skips=False: {closed['all'][0]} bits/byte (")
+    assert closed["none"] == [whole]
     assert f": {whole} bits/byte\n" in printed(cells["folder"])
     assert tables["folder"]["0.1"] == tables["close"]["0.1"][1:]
 
@@ -361,17 +363,16 @@ def test_a_run_of_ones_own_is_opened_and_not_trained(opened):
     assert pictures(cells["draw"]) == 1 and (run / "figures/attention.png").is_file()
 
 
-def test_closed_heads_cost_what_inspect_heads_says(opened, monkeypatch, capsys):
+def test_closed_heads_cost_what_inspect_heads_says(opened, capsys):
     run, cells = opened
     shown = table_of(printed(cells["close"]))
     before = shown["all"][-1]
     assert printed(cells["close"]).endswith(f"all open again: {before}, before: {before}\n")
     for head in ("0.0", "1.3"):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(f"gate {head} 0\n"))
-        inspect_heads.main([f"--ckpt={run}", "--max_new_tokens=1", "--device=cpu"])
+        inspect_heads.main([f"--ckpt={run}", "--device=cpu", f"--set=gate.{head}=0"])
         _, bits, difference = shown[head]
         assert bits != before
-        assert f"bits/byte {before} -> {bits} ({difference})" in capsys.readouterr().out
+        assert f"\ngate.{head}=0: {bits} bits/byte ({difference})\n" in capsys.readouterr().out
 
 
 def test_pruned_models_are_those_of_prune_py(opened, tmp_path, capsys, monkeypatch):
