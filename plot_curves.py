@@ -4,14 +4,13 @@ Draw the curves of runs, and several runs against each other.
 $ python plot_curves.py                          # every run under out/
 $ python plot_curves.py out/base out/routing     # these two
 $ python plot_curves.py out/base --x tokens
-$ python plot_curves.py out/base --heads         # its heads: gates, states, metrics, attention
-$ python plot_curves.py out/base --heads --text "To be or not to be" --show 0.1 1.2
+$ python plot_curves.py out/base --heads         # its heads: gates, states, heads at work
 
 A run gets RUN/figures/curves.png and .svg. Two or more also get comparison.png and .svg in --out.
 A run's colour follows its place in the list and is the same in its own figure.
 
---heads draws what heads.jsonl holds of a run that measures its heads, and its checkpoint:
-gates, states, active, metrics and attention.png and .svg. Two or more also get active.png and .svg in --out.
+--heads draws what heads.jsonl holds of a run that measures its heads: gates, states and active.png and .svg.
+Two or more also get active.png and .svg in --out. What heads attend to is on the page of probe.py look.
 """
 import argparse
 import difflib
@@ -21,16 +20,8 @@ from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 from nanoheads.common import last_words, output_written, writable, writable_folder, write_json
-from nanoheads import other_names, own_files
+from nanoheads import other_names
 from nanoheads.training.curves import AXES, plot_runs
-
-
-def layer_and_head(word):
-    """(layer, head) of a word L.H, for argparse."""
-    layer, dot, head = word.partition(".")
-    if not (dot and layer.isdecimal() and head.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{word!r} is no head; write layer.head, as in 0.3")
-    return int(layer), int(head)
 
 
 def arguments(argv):
@@ -42,17 +33,9 @@ def arguments(argv):
                         help="for the comparison (default: figures/ by the runs)")
     parser.add_argument("--x", choices=list(AXES), default="step", help="horizontal axis (default: step)")
     parser.add_argument("--json", help="write the paths of the pictures to this file")
-    heads = parser.add_argument_group("heads that are measured (--controller_log)")
-    heads.add_argument("--heads", action="store_true", help="draw these instead; default: all under out/")
-    heads.add_argument("--text", help="what attention.png shows heads reading, or FILE:name; "
-                                      "\\n is a newline (default: a sentence)")
-    heads.add_argument("--show", nargs="+", type=layer_and_head, default=[], metavar="L.H",
-                       help="heads whose attention is drawn, as in 0.3 (default: the most and the "
-                            "least important of each layer)")
-    own_files.add_arguments(heads)
+    parser.add_argument("--heads", action="store_true",
+                        help="draw heads that were measured (--controller_log); default: all under out/")
     args = parser.parse_args(argv)
-    if not args.heads and (args.show or args.text is not None or args.mechanism or args.trust_code):
-        parser.error("--text, --show, --mechanism and --trust_code go with --heads")
     if args.heads and args.x != "step":
         parser.error("--heads knows steps alone, no other --x")
     return args
@@ -84,11 +67,8 @@ def run(args):
     if args.out:
         writable_folder(args.out)
     if args.heads:
-        from nanoheads.heads.pictures import plot_heads  # here: it needs a model
-        from nanoheads.training import checkpoint
-        with last_words("plot_curves"):
-            checkpoint.allow_code(args, *(run for run in given if checkpoint.file_of(run).is_file()))
-        written = plot_heads(given, names, together, args.text, args.show)
+        from nanoheads.heads.pictures import plot_heads  # here: it imports torch and the model
+        written = plot_heads(given, names, together)
     else:
         written = plot_runs(given, names, together, args.x)
     for path in written:

@@ -45,7 +45,7 @@ PROBES = {
                   "What each head looks at: the token before, copies, what followed them."),
     "fewshot": ("nanoheads.probes.fewshot", "Accuracy on items of several choices, with examples in front."),
     "constraints": ("nanoheads.probes.constraints.command", "What constraint heads know of their labels."),
-    "inspect": ("nanoheads.heads.inspection", "Change heads by hand: gates, states, pruning; see the cost, and save."),
+    "inspect": ("nanoheads.heads.inspection", "What heads changed by hand cost: gates, states, pruning."),
     "text": ("nanoheads.probes.continuations", "What models write: repetition, diversity, loops, bits/byte."),
     "look": ("nanoheads.heads.look", "What mechanisms do to a text, token by token, as a page."),
     "leak": ("nanoheads.probes.leak", "Whether any function from token ids to logits looks ahead."),

@@ -1,37 +1,28 @@
 """
-The pictures of a run's heads, for plot_curves.py --heads: from heads.jsonl, log.jsonl and a checkpoint.
+The pictures of a run's heads, for plot_curves.py --heads: from heads.jsonl, violations.jsonl and log.jsonl.
 
 gates      each head's gate over the run, and when heads were closed, pruned, kept and grown
 states     the state over the run of each head, MLP or block (agency), and when it was forced without consent
 active     heads at work against bits per byte
-metrics    entropy, importance and utilisation of each head at the last measurement
-attention  where chosen heads attend in a text
 """
 
-import sys
-import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib as mpl
 import numpy as np
-import torch
-from matplotlib.colors import ListedColormap, Normalize, PowerNorm
+from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from model import Agency
-from nanoheads.common import UserError, number
+from nanoheads.common import number
 from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, panels, save
-from nanoheads.heads.measuring import attentions
-from nanoheads.text.tokenizer import Tokenizer
-from nanoheads.training import checkpoint
 from nanoheads.training.curves import curves_of
 from nanoheads.training.runlog import read_rows, warn
-from nanoheads.training.sampling import encode, read_prompt
 
 STATES = list(Agency.STATES)
 STATE_COLOURS = ["#d6e2ec", "#E69F00", "#0072B2", "#000000"]  # ever darker, so that they differ in grey too
@@ -42,11 +33,9 @@ MARKS = {"frozen": ("s", "closed, to be pruned", 1), "pruned": ("X", "pruned", -
 ROWS = {None: "head", "mlp": "MLP of block", "block": "block"}  # what a row is, by agency_scope
 FORCED = ("D", "forced without consent, from here", 1)
 SHAPES = "osD^vPX"
-MEASURED = ("static_gate", "gate", "entropy", "importance", "utilisation")
+MEASURED = ("static_gate", "gate")
 SCOPES = (None, "mlp", "block")
 MOST_HEADS = 1000  # no layer's or head's number in a log is above it
-TEXT = "the cat saw the dog, and the dog saw the cat"  # nothing that a small vocabulary lacks
-NAMED = 48  # tokens that have room for their names
 
 
 # ---- reading ----
@@ -275,178 +264,29 @@ def active(runs, title):
     return figure
 
 
-# ---- metrics ----
-
-def metrics(h, name):
-    """A Figure: entropy, importance and utilisation of each head, layer x head, as measured last."""
-    here = h.here[-1]
-    n_layer, n_head = here.shape
-    figure = canvas(max(9, 3 * (0.42 * n_head + 1)), 1.8 + 0.42 * n_layer,
-                    f"{name}: heads at step {h.step[-1]:,g}")
-    power = int(np.floor(np.log10(np.nanmax(np.append(h.importance[-1], 1e-12)))))
-    unit = f"{power}".translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    maps = (("Entropy (1: all keys equal)", h.entropy[-1]),
-            (f"Importance (10{unit} nats a token)", h.importance[-1] / 10.0 ** power),
-            ("Utilisation (share of layer)", h.utilisation[-1]))
-    absent = np.where(here, "new", h.absent)
-    for ax, (title, values) in zip(figure.subplots(1, 3, sharey=True), maps):
-        top = 1 if title.startswith("Entropy") else np.nanmax(np.append(values, 1e-12))
-        squares(ax, title, values, absent, Normalize(0, top))
-    figure.axes[0].set_ylabel("layer")
-    return figure
-
-
-def squares(ax, title, values, absent, norm):
-    """A panel of values [layers, heads], as colours and as numbers; `absent`: why one is NaN."""
-    ax.pcolormesh(values, cmap="viridis", norm=norm, edgecolor="white", lw=1.5)
-    for (layer, head), v in np.ndenumerate(values):
-        there = np.isfinite(v)
-        dark = there and norm(v) < 0.6
-        ax.text(head + 0.5, layer + 0.5, f"{v:.2f}" if there else absent[layer, head], ha="center",
-                va="center", fontsize=9, color="white" if dark else "black" if there else GREY)
-    n_layer, n_head = values.shape
-    ax.set_title(title, fontsize=11)
-    ax.set(xlabel="head", ylim=(n_layer, 0))
-    ax.set_xticks(np.arange(n_head) + 0.5, range(n_head))
-    ax.set_yticks(np.arange(n_layer) + 0.5, range(n_layer))
-    ax.tick_params(length=0)
-    ax.grid(False)
-    ax.spines[:].set_visible(False)
-
-
-# ---- attention ----
-
-def extremes(h, step, model):
-    """{(layer, head): in words} of the most and the least important head of each layer of a model.
-
-    By the last measurement up to the step of its checkpoint.
-    """
-    i = max(0, np.searchsorted(h.step, step, side="right") - 1)
-    found = {}
-    for layer, attn in enumerate(attentions(model)):
-        worth = {head: h.importance[i, layer, head] for head in attn.all_head_ids()
-                 if head < h.here.shape[2] and np.isfinite(h.importance[i, layer, head])}
-        if worth:
-            ranked = sorted(worth, key=worth.get)
-            words = ("most important", "least important") if len(ranked) > 1 else ("only head",)
-            for word, head in zip(words, (ranked[-1], ranked[0])):
-                found[layer, head] = f"{word}, {worth[head]:.2g} nats"
-    return found
-
-
-def spelled(tokenizer, token):
-    """A token as a label: blanks can be seen, bytes that are no character stand in hexadecimal."""
-    data = tokenizer.decode_bytes([token])
-    try:
-        text = data.decode()
-    except UnicodeDecodeError:
-        return data.hex()
-    seen = {" ": "·", "\n": "↵", "\t": "→"}
-    return "".join(seen.get(c, c if c.isprintable() else f"{ord(c):02x}") for c in text)
-
-
-@torch.no_grad()
-def attention_maps(run_dir, h, text, show):
-    """({(layer, head): in words}, [maps [T, T]], [T tokens in words], step) of a run's checkpoint. UserError.
-    """
-    state = checkpoint.read(run_dir)
-    if not state["meta"]:
-        raise UserError(f"{run_dir}: its checkpoint has no vocabulary to read a text with")
-    model, tokenizer = checkpoint.build(state, run_dir), Tokenizer.from_meta(state["meta"])
-    step = state.get("step") or 0
-    for layer, head in show:
-        try:
-            model.set_head(layer, head)
-        except ValueError as e:
-            raise UserError(f"--show {layer}.{head}: {e}") from None
-    chosen = {at: "" for at in show} or (extremes(h, step, model) if h else {})
-    if not chosen:
-        raise UserError("no measurement shows which heads matter; --show names some")
-    try:
-        ids = encode(tokenizer, text, run_dir)
-    except ValueError as e:  # which begins with the flag of sample.py
-        raise UserError(f"--text: {str(e).partition(': ')[2]}") from None
-    ids = ids[:, :model.config.block_size]
-    traces = model(ids, traces="maps").traces
-    maps = []
-    for layer, head in chosen:
-        i = attentions(model)[layer].all_head_ids().index(head)
-        maps.append(traces[f"blocks.{layer}.map"][0, i].float().numpy())
-    return chosen, maps, [spelled(tokenizer, i) for i in ids[0].tolist()], step
-
-
-def attention(found, name):
-    """A Figure of what attention_maps() has found."""
-    chosen, maps, tokens, step = found
-    T, n = len(tokens), len(maps)
-    columns = n if n <= 3 else 2 if n <= 4 else 4
-    lines = -(-n // columns)
-    side = 3.2 if T <= 24 else 5 if n <= 4 else 4.2
-    figure = canvas(side * columns + 1.4, (side + 0.5) * lines + 1, f"{name}: attention at step {step:,}")
-    axes = figure.subplots(lines, columns, squeeze=False).ravel()
-    seen = np.tri(T, dtype=bool)
-    for ax, ((layer, head), words), values in zip(axes, chosen.items(), maps):
-        image = ax.imshow(np.where(seen, values, np.nan), cmap="viridis", norm=PowerNorm(0.5, 0, 1),
-                          interpolation="nearest")
-        ax.set_title(f"layer {layer}, head {head}" + f"\n{words}" * bool(words), fontsize=11)
-        ax.grid(False)
-        if T <= NAMED:
-            turn = 90 if max(map(len, tokens)) > 1 else 0
-            size = min(9, 62 * side / T)
-            ax.set_xticks(range(T), tokens, fontsize=size, rotation=turn)
-            ax.set_yticks(range(T), tokens, fontsize=size)
-            ax.tick_params(length=0, pad=1)
-    for ax in axes[n:]:
-        ax.set_visible(False)
-    what = "token" if T <= NAMED else "position"
-    figure.supxlabel(f"key: the {what} attended to", fontsize=12)
-    figure.supylabel(f"query: the {what} that attends", fontsize=12)
-    bar = figure.colorbar(image, ax=axes, label="attention weight (white: still to come)", pad=0.02,
-                          aspect=30 * lines)
-    bar.set_ticks(at := [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1], labels=at)
-    return figure
-
-
 # ---- all of them ----
 
 @mpl.rc_context(RC)
-def plot_heads(given, names, together, text=None, show=(), kinds=("png", "svg")):
+def plot_heads(given, names, together, kinds=("png", "svg")):
     """Draw the heads of each run, and into the folder `together` the active ones of all -> the paths.
 
     What cannot be drawn is reported on stderr, a line each.
     """
-    try:
-        text = read_prompt(TEXT if text is None else text)
-    except ValueError as e:  # which begins with the flag of sample.py
-        sys.exit(f"plot_curves: --text: {str(e).partition(': ')[2]}")
-    written, runs, shown, unseen = [], [], 0, []
+    written, runs = [], []
     for i, (run, name) in enumerate(zip(given, names)):
         h = history(run)
-        if not h and not show:
+        if not h:
             continue
-        figures = {}
-        if h:
-            runs.append((name, h, curves_of(run), COLOURS[i % len(COLOURS)], SHAPES[i % len(SHAPES)]))
-            figures = dict(gates=gates(h, name), states=states(h, name),
-                           active=active(runs[-1:], f"{name}: heads at work and bits per byte"),
-                           metrics=metrics(h, name))
-            missing = dict(gates="all gates are 1", states="heads have no states, agency is off",
-                           active="no evaluation with bits per byte after the first measurement")
-            for picture, why in missing.items():
-                if figures[picture] is None:
-                    warn(run, f"{why}: no {picture}.png")
-        try:
-            figures["attention"] = attention(attention_maps(run, h, text, show), name)
-            shown += 1
-        except UserError as e:
-            unseen.append(str(e))
-            warn(run, f"{e}: no attention.png")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph")  # a character that the font lacks is a box
-            for picture, figure in figures.items():
-                written += save(figure, Path(run) / "figures" / picture, kinds) if figure else []
+        runs.append((name, h, curves_of(run), COLOURS[i % len(COLOURS)], SHAPES[i % len(SHAPES)]))
+        figures = dict(gates=gates(h, name), states=states(h, name),
+                       active=active(runs[-1:], f"{name}: heads at work and bits per byte"))
+        missing = dict(gates="all gates are 1", states="heads have no states, agency is off",
+                       active="no evaluation with bits per byte after the first measurement")
+        for picture, figure in figures.items():
+            if figure is None:
+                warn(run, f"{missing[picture]}: no {picture}.png")
+            else:
+                written += save(figure, Path(run) / "figures" / picture, kinds)
     if len(runs) > 1 and (figure := active(runs, "Heads at work and bits per byte")):
         written += save(figure, Path(together) / "active", kinds)
-    if show and unseen and not shown:
-        sys.exit(f"plot_curves: {unseen[0]}: the heads of --show are in none of the runs")
     return written

@@ -235,7 +235,7 @@ def test_a_fresh_clone_prepares_trains_measures_and_draws(fresh):
     measured = [line.split()[0] for line in printed(cells["heads"]).splitlines()[3:]]
     assert measured == [f"{layer}.{head}" for layer in range(4) for head in range(4)]
     names = {path.stem for path in (folder / "out/heads/figures").glob("*.png")}
-    assert names == {"gates", "states", "active", "metrics", "attention"}
+    assert names == {"gates", "states", "active"} and pictures(cells["attend"]) == 1
     assert pictures(cells["draw"]) == len(names) and not printed(cells["draw"], "stderr")
     assert {"whole", "importance", "random_5"} < set(table_of(printed(cells["prune"])))
     assert not cells["install"]["outputs"], "a clone has all it needs"
@@ -306,7 +306,7 @@ def test_rows_may_change_places_and_must_not_be_lost(stored):
     assert len(differences(stored, changed)) >= 1
     changed = copy.deepcopy(stored)
     del changed["draw"]["outputs"][0]
-    assert differences(stored, changed) == ["draw: 5 pictures, 4 now"]
+    assert differences(stored, changed) == ["draw: 3 pictures, 2 now"]
 
 
 # ---- in a hosted notebook ----
@@ -354,13 +354,13 @@ def test_without_an_address_the_first_cell_says_what_to_set(hosted):
 def test_a_run_of_ones_own_is_opened_and_not_trained(opened):
     """It has no gates, no states and no heads.jsonl: what there is to see is shown."""
     run, cells = opened
-    assert {path.name for path in run.iterdir()} == {"best.pt", "figures", "folder"}
+    assert {path.name for path in run.iterdir()} == {"best.pt", "folder"}
     assert not cells["train"]["outputs"] and printed(cells["skips"]).startswith("no skips")
     assert printed(cells["folder"]).startswith("written for gpt2, ")
     measured = [line.split()[0] for line in printed(cells["heads"]).splitlines()[3:]]
     assert measured == [f"{layer}.{head}" for layer in range(2) for head in range(4)]
     assert "no heads.jsonl" in printed(cells["draw"], "stderr")
-    assert pictures(cells["draw"]) == 1 and (run / "figures/attention.png").is_file()
+    assert not pictures(cells["draw"]) and pictures(cells["attend"]) == 1
 
 
 def test_closed_heads_cost_what_inspect_heads_says(opened, capsys):

@@ -14,7 +14,6 @@ import compare
 import evaluate
 import export_hf
 import model
-import plot_curves
 import probe
 import prune
 import sample
@@ -132,14 +131,6 @@ def test_it_runs_where_its_file_is_named_or_trusted(ran, capsys):
     forget_own_mechanisms()
     evaluate.main(["--ckpt", str(folder), "--split=val", "--tokens=32", "--trust_code"])
     assert capsys.readouterr().err == f"--trust_code runs {folder / 'mine.py'}\n"
-
-
-def test_drawing_heads_runs_nothing(ran, capsys):
-    folder, was_run = ran
-    assert "what is only read is not run" in line_of(plot_curves, folder, "--heads", "--show", "0.0")
-    assert not was_run()
-    plot_curves.main([str(folder), "--heads", "--show", "0.0", "--trust_code"])
-    assert was_run() and (folder / "figures" / "attention.png").is_file()
 
 
 def test_a_checkpoint_whose_flag_is_off_needs_no_code(ran, bytes_data):

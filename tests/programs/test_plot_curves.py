@@ -6,20 +6,15 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from dataclasses import asdict
 
 import numpy as np
 import pytest
-import torch
 from matplotlib.image import imread
 
 import plot_curves
 from labels import hidden_labels
-from model import GPT, GPTConfig
 from nanoheads.drawing import COLOURS
 from nanoheads.heads import pictures as plot_heads
-from nanoheads.pruning import prune_heads
-from nanoheads.text.tokenizer import Tokenizer
 from nanoheads.training import curves
 from nanoheads.training.curves import curves_of, plot_run, read_log
 from plot_curves import main
@@ -342,21 +337,6 @@ def write_heads(run_dir, heads=None, log=None):
     return run_dir
 
 
-def make_model(**flags):
-    """A tiny random model whose heads differ."""
-    model = GPT(GPTConfig(n_layer=2, n_head=3, n_embd=24, block_size=32, vocab_size=256, seed=1, **flags))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(3).add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
-    return model.eval()
-
-
-def save_model(run_dir, model, step=40):
-    meta = dict(encoding="byte", vocab_size=256, name="made up")
-    torch.save(dict(model=model.state_dict(), config=asdict(model.config), meta=meta, step=step),
-               run_dir / "best.pt")
-
-
 def test_heads_stand_under_their_own_numbers(home):
     h = plot_heads.history(write_heads(home / "run"))
     assert h.step.tolist() == [10, 20, 30, 40] and h.active.tolist() == [5, 5, 4, 5]
@@ -364,13 +344,13 @@ def test_heads_stand_under_their_own_numbers(home):
         want = [[metric(step, layer, head) if head in own else None for head in range(3)]
                 for layer, own in enumerate(heads)]
         want = np.array(want, float)
-        assert np.array_equal(h.entropy[i], want, equal_nan=True)
+        assert np.allclose(h.gate[i], want + 0.1, equal_nan=True)
         assert np.array_equal(h.gate[i], want + 0.1, equal_nan=True)
     assert h.here.sum((1, 2)).tolist() == [5, 5, 4, 5]
-    # grown: it is there, its gate is known, its metrics are not
-    assert h.here[3, 0, 1] and np.isnan(h.entropy[3, 0, 1]) and h.static_gate[3, 0, 1] == 0
+    # grown: it is there, its own gate is known, what was measured is not
+    assert h.here[3, 0, 1] and np.isnan(h.gate[3, 0, 1]) and h.static_gate[3, 0, 1] == 0
     # by place in the list head 2 of the second layer, which has no head 1, would be head 1
-    assert np.isnan(h.entropy[:, 1, 1]).all() and np.isfinite(h.entropy[:, 1, 2]).all()
+    assert np.isnan(h.gate[:, 1, 1]).all() and np.isfinite(h.gate[:, 1, 2]).all()
 
 
 def test_states_events_and_forced_violations_are_read(home):
@@ -448,10 +428,9 @@ def test_blocks_that_were_stacked_begin_where_they_do(home):
         del found[1][name]  # of a model that was just stacked nothing is known
     h = plot_heads.history(write_heads(home / "run", found))
     assert h.here.tolist() == [[[True, True], [False, False]], [[True, True], [True, True]]]
-    assert np.isnan(h.entropy[1]).all() and np.isfinite(h.static_gate[1]).all()
+    assert np.isnan(h.gate[1]).all() and np.isfinite(h.static_gate[1]).all()
     figure = plot_heads.gates(h, "run")
     assert [line.get_marker() for line in figure.axes[1].lines] == ["v", "v"] and not figure.axes[0].lines
-    assert {t.get_text() for t in plot_heads.metrics(h, "run").axes[0].texts} == {"new"}
 
 
 def test_gates_that_depend_on_tokens_alone_are_drawn_as_their_mean(home):
@@ -463,14 +442,6 @@ def test_gates_that_depend_on_tokens_alone_are_drawn_as_their_mean(home):
         row.update(gate=row["static_gate"], events=[])
     h = plot_heads.history(write_heads(home / "shut", same))
     assert plot_heads.gates(h, "run") is None  # nothing to see
-
-
-def test_metrics_are_those_of_the_last_measurement(home):
-    figure = plot_heads.metrics(plot_heads.history(write_heads(home / "run")), "run")
-    entropy, importance, _ = figure.axes[:3]
-    assert [t.get_text() for t in entropy.texts] == ["0.40", "new", "0.42", "0.43", "–", "0.45"]
-    assert [t.get_text() for t in importance.texts] == ["4.00", "new", "4.20", "4.30", "–", "4.50"]
-    assert "10⁻¹ nats" in importance.get_title()
 
 
 def test_active_heads_of_several_runs_lie_in_one_picture(home):
@@ -489,79 +460,36 @@ def test_active_heads_of_several_runs_lie_in_one_picture(home):
     assert plot_heads.active([("a", h, None, "", "")], "") is None
 
 
-def test_the_extremes_are_by_importance_at_the_checkpoint(home):
-    life = [(10, [[0, 1, 2], [0, 1, 2]], []), (20, [[0, 1, 2], [0, 1, 2]], [])]
-    found = list(measured(life))
-    found[0]["importance"] = [[0.1, 0.3, 0.2], [0.5, 0.4, 0.6]]
-    found[1]["importance"] = [[0.3, 0.1, 0.2], [None, 0.4, 0.6]]
-    h, model = plot_heads.history(write_heads(home / "run", found)), make_model()
-    assert [*plot_heads.extremes(h, 19, model)] == [(0, 1), (0, 0), (1, 2), (1, 1)]
-    assert [*plot_heads.extremes(h, 20, model)] == [(0, 0), (0, 1), (1, 2), (1, 1)]
-    prune_heads(model, {0: [0], 1: [0, 1]})  # who is gone is no extreme
-    got = plot_heads.extremes(h, 20, model)
-    assert got == {(0, 2): "most important, 0.2 nats", (0, 1): "least important, 0.1 nats",
-                   (1, 2): "only head, 0.6 nats"}
-
-
-def test_attention_is_that_of_the_head_with_this_number(home):
-    run, model = write_heads(home / "run"), make_model()
-    ids = torch.tensor([list(b"to be, or not to")])
-    before = model(ids, traces="maps").traces["blocks.0.map"][0].detach()
-    prune_heads(model, {0: [0]})
-    save_model(run, model)
-    chosen, maps, tokens, step = plot_heads.attention_maps(run, None, "to be, or not to", [(0, 2), (0, 1)])
-    assert [*chosen] == [(0, 2), (0, 1)] and step == 40 and "".join(tokens) == "to·be,·or·not·to"
-    assert np.allclose(maps[0], before[2], atol=1e-6) and np.allclose(maps[1], before[1], atol=1e-6)
-    assert not np.allclose(before[1], before[2], atol=1e-3)
-    axes = plot_heads.attention((chosen, maps, tokens, step), "run").axes[0]
-    drawn = axes.images[0].get_array().filled(NAN)
-    assert np.allclose(drawn[np.tri(16, dtype=bool)], maps[0][np.tri(16, dtype=bool)])
-    assert np.isnan(drawn[~np.tri(16, dtype=bool)]).all()  # the future is no zero
-    assert [t.get_text() for t in axes.get_xticklabels()] == tokens
-    # beyond the context the text is cut
-    assert len(plot_heads.attention_maps(run, None, "a" * 99, [(0, 1)])[2]) == 32
-
-
-def test_every_token_can_be_read():
-    byte, char = Tokenizer("byte"), Tokenizer("char", ["a", " ", "\n", "é", "\0"])
-    assert [plot_heads.spelled(byte, i) for i in b"a \n\t\xc3\0"] == ["a", "·", "↵", "→", "c3", "00"]
-    assert [plot_heads.spelled(char, i) for i in range(5)] == ["a", "·", "↵", "é", "00"]
-
-
 @pytest.mark.filterwarnings("error")
 def test_heads_draws_every_picture_of_a_run_and_the_comparison(home, capsys):
     for name in "ab":
         write_heads(home / "out" / name)
-        save_model(home / "out" / name, make_model(head_ids=LIFE[-1][1]))
-    assert main(["--heads", "--text", "to be", "--out", "all"]) == 0
+    assert main(["--heads", "--out", "all"]) == 0
     done = capsys.readouterr()
-    pictures = ("gates", "states", "active", "metrics", "attention")
+    pictures = ("gates", "states", "active")
     stems = [f"out/{name}/figures/{picture}" for name in "ab" for picture in pictures] + ["all/active"]
     assert done.err == ""
     assert done.out.split() == [f"{stem}.{ext}" for stem in stems for ext in ("png", "svg")]
     words = {picture: text(home / f"out/a/figures/{picture}.svg") for picture in pictures}
     for picture, want in (("gates", "layer 1 | step | head | pruned | grown | closed, to be pruned"),
                           ("states", "active | withdrawn | step"),
-                          ("active", "bits/byte, validation | heads at work"),
-                          ("metrics", "Entropy | Importance | Utilisation | 0.45 | new | layer"),
-                          ("attention", "layer 0, head 2 | most important | attention weight | query | key")):
+                          ("active", "bits/byte, validation | heads at work")):
         assert all(word in words[picture] for word in want.split(" | ")), picture
     for path in (home / "out/a/figures").glob("*.png"):
         assert (imread(path)[..., :3].min(axis=2) < 0.9).mean() > 0.01, path
 
 
-def test_one_head_measured_once_without_gates_states_or_checkpoint(home, capsys):
+def test_one_head_measured_once_without_gates_or_states(home, capsys):
     row = next(measured([(10, [[0]], [])]))
     row.update(gate=[[1.0]], static_gate=[[1.0]])
     del row["state"]
     run = write_heads(home / "run", [row])
     assert main([str(run), "--heads"]) == 0
     done = capsys.readouterr()
-    assert re.findall(r"(\w+)\.png", done.out) == ["active", "metrics"]
+    assert re.findall(r"(\w+)\.png", done.out) == ["active"]
     assert done.err.splitlines() == [
         f"{run}: all gates are 1: no gates.png",
-        f"{run}: heads have no states, agency is off: no states.png",
-        f"{run}: no checkpoint {run}/ckpt.pt: no attention.png"]
+        f"{run}: heads have no states, agency is off: no states.png"]
 
 
 def test_damaged_measurements_are_named_and_the_rest_drawn(home, capsys):
@@ -582,38 +510,12 @@ def test_a_run_whose_heads_were_not_measured_is_said(home, capsys):
     assert capsys.readouterr().err == said
     assert main(["--heads"]) == 1
     assert capsys.readouterr().err == "nothing to plot: no measured runs under out\n"
-    save_model(run, make_model())
-    assert main([str(run), "--heads", "--show", "0.1"]) == 0  # attention needs none
-    assert capsys.readouterr().out.split()[0] == f"{run}/figures/attention.png"
-    with pytest.raises(SystemExit, match="--show 0.7: block 0 has no head 7; it has 0, 1, 2"):
-        main([str(run), "--heads", "--show", "0.7"])
 
 
-def test_a_head_that_no_run_has_ends_with_an_error(home, capsys):
-    """Also where other pictures can be drawn; where one of two runs has it, the other is named."""
-    one, two = write_heads(home / "one"), write_heads(home / "two")
-    for run in (one, two):
-        save_model(run, make_model())
-    with pytest.raises(SystemExit, match="--show 9.9: there is no block 9"):
-        main([str(one), str(two), "--heads", "--show", "9.9"])
-    assert (one / "figures/gates.png").is_file() and not (one / "figures/attention.png").exists()
-    for file in two.glob("*.pt"):
-        file.unlink()
-    assert main([str(one), str(two), "--heads", "--show", "0.1"]) == 0
-    assert f"{two}: no checkpoint" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("argv, said", [
-    (["--show", "0.1"], "--text, --show, --mechanism and --trust_code go with --heads"),
-    (["--text", ""], "--text, --show, --mechanism and --trust_code go with --heads"),
-    (["--heads", "--x", "tokens"], "--heads knows steps alone"),
-    (["--heads", "--show", "1"], "'1' is no head; write layer.head, as in 0.3"),
-    (["--heads", "--text", "FILE:none"], "plot_curves: --text: none cannot be read: No such file"),
-])
-def test_what_heads_cannot_take_is_said_in_a_line(home, capsys, argv, said):
-    with pytest.raises(SystemExit) as stop:
-        main(argv)
-    assert said in (stop.value.code if isinstance(stop.value.code, str) else capsys.readouterr().err)
+def test_heads_are_drawn_over_steps_alone(home, capsys):
+    with pytest.raises(SystemExit):
+        main(["--heads", "--x", "tokens"])
+    assert "--heads knows steps alone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("steps", [0, 20, 60])
@@ -651,7 +553,7 @@ def test_a_run_whose_figures_cannot_be_written_is_one_line(home, refusal, more):
 @pytest.mark.parametrize("damage", [
     dict(heads=[["a"], [1]]), dict(heads=[[1.5], [1]]), dict(heads=[[-5], [1]]), dict(heads=[[None], [1]]),
     dict(heads=[[10**9], [1]]), dict(heads=[[True], [1]]), dict(heads=[]), dict(gate=3), dict(gate=[3]),
-    dict(importance="text"), dict(state=5), dict(events=3), dict(events=[3]),
+    dict(gate="text"), dict(state=5), dict(events=3), dict(events=[3]),
     dict(events=[dict(what="pruned")]),
     dict(events=[dict(what="pruned", layer="0", head=0)]), dict(pieces=3), dict(pieces=dict(scope=["mlp"])),
     dict(pieces=dict(scope="mlp", state=3)), dict(step=10**400), dict(step="text")])
@@ -665,16 +567,16 @@ def test_a_damaged_row_of_measured_heads_is_left_out(home, capsys, damage):
 
 
 @pytest.mark.parametrize("damage", [
-    dict(state=[[["x"], "nothing"], [3]]), dict(importance=[[10**400, "x"], [[1]]]), dict(gate=[[1] * 9, []]),
-    dict(events=[dict(what=["x"])]), dict(events=[dict(what="pruned", layer=99, head=0)]),
-    dict(active="text")])
+    dict(state=[[["x"], "nothing"], [3]]), dict(static_gate=[[10**400, "x"], [[1]]]),
+    dict(gate=[[1] * 9, []]), dict(events=[dict(what=["x"])]),
+    dict(events=[dict(what="pruned", layer=99, head=0)]), dict(active="text")])
 def test_a_value_of_a_head_that_is_none_is_drawn_as_missing(home, damage):
     heads = list(measured())
     heads[-1].update(damage)
     h = plot_heads.history(write_heads(home / "run", heads))
-    assert len(h.step) == 4 and plot_heads.metrics(h, "run")
+    assert len(h.step) == 4
     assert plot_heads.gates(h, "run") and plot_heads.states(h, "run")
-    assert not np.isinf(h.importance).any() and (h.state[np.isfinite(h.state)] < 4).all()
+    assert not np.isinf(h.static_gate).any() and (h.state[np.isfinite(h.state)] < 4).all()
 
 
 def test_a_damaged_violation_is_left_out(home, capsys):
