@@ -8,11 +8,10 @@ function(ids [B, T] int64) -> logits [B, T, V], or what holds them as .logits; p
 ahead     tokens behind a position are changed, one by one and all at once: its logits stay
 rows      all other rows of the batch are changed: the logits of a row stay
 prefixes  tokens are cut off at the end: the logits before stay
-padding   the same with tokens added; where it takes attention_mask, on the left too, whatever they are
 
 Each is tried with several random texts. What stays is compared to a tolerance: four times what the same call
 again changes, or 32 epsilon of the largest logit (at most 1 % of it), whichever is more. Other shapes have
-other kernels: prefixes and padding may differ by four times what a row alone differs from it in its batch.
+other kernels: prefixes may differ by four times what a row alone differs from it in its batch.
 Exits with 1 where it leaks. A leak that takes rare tokens, or is smaller than the tolerance, is not found.
 """
 
@@ -24,13 +23,10 @@ from pathlib import Path
 
 import torch
 
-from nanoheads.common import UserError, last_words, pick_device, table
+from nanoheads.common import UserError, last_words, pick_device
 from nanoheads.configurator import where_it_failed
 from nanoheads.probes.causality import Perturbation, apart, two_texts
 from nanoheads.probes.shared import positive
-
-PADS = 3  # tokens of padding, and tokens that are cut off
-
 
 def function_of(name):
     """The function that file.py:function names. UserError."""
@@ -62,23 +58,14 @@ class Logits:
 
     def __init__(self, function):
         self.function, self.calls = function, 0
-        try:
-            self.masked = "attention_mask" in inspect.signature(function).parameters
-        except (TypeError, ValueError):  # not everything that can be called has one
-            self.masked = False
 
     @torch.no_grad()
-    def __call__(self, ids, mask=None, seed=1):
-        """Logits [B, T, V]. UserError: another shape, NaN where the mask is not 0, an exception.
-
-        mask: attention_mask, of ones where none is given; only where the function takes one.
-        """
+    def __call__(self, ids, seed=1):
+        """Logits [B, T, V]. UserError: another shape, NaN, an exception."""
         torch.manual_seed(seed)
         self.calls += 1
-        mask = torch.ones_like(ids) if mask is None else mask
-        more = dict(attention_mask=mask) if self.masked else {}
         try:
-            found = self.function(ids.clone(), **more)  # a function may write into what it is given
+            found = self.function(ids.clone())  # a function may write into what it is given
         except Exception as e:
             raise UserError(f"the function fails on ids of {[*ids.shape]}: {type(e).__name__}: "
                             f"{' '.join(str(e).split())[:200]}") from None
@@ -88,7 +75,7 @@ class Logits:
         if found.dim() != 3 or found.shape[:2] != ids.shape:
             raise UserError(f"the function returns {[*found.shape]} for ids of {[*ids.shape]}, "
                             "which must be [B, T, V]")
-        if (bad := found.isnan().any(2) & (mask > 0)).any():
+        if (bad := found.isnan().any(2)).any():
             row, position = bad.nonzero()[0].tolist()
             raise UserError(f"the logits are NaN at row {row}, position {position}")
         return found.clone()  # and one that it returns again
@@ -132,63 +119,36 @@ class Leaks(Perturbation):
         return max(self.tolerance, 4 * alone)
 
     def prefixes(self):
-        """(position, tokens cut off at the end) of the first position that is changed by that; None."""
+        """A sentence about the first position that changes when tokens are cut off at the end; None."""
         T, tolerance = self.ids.size(1), self.shape_tolerance()
-        for cut in sorted({1, PADS, T // 2}):
+        for cut in sorted({1, 3, T // 2}):
             if cut < T:
-                found = apart(self.ask(self.ids[:, :-cut]), self.before[:, :-cut]).amax(0)
-                if (at := first_of(found > tolerance)) is not None:
-                    return at, cut
-
-    def padding(self):
-        """What is wrong with padding, in words; None."""
-        T, tolerance = self.ids.size(1), self.shape_tolerance()
-        # the ids as tokens of padding have no meaning of their own: two kinds of them
-        pads, others = (torch.full((len(self.ids), PADS), token).to(self.ids) for token in (0, 1))
-        ones, zeros = torch.ones_like(self.ids), torch.zeros_like(pads)
-        right = self.ask(torch.cat((self.ids, pads), 1), torch.cat((ones, zeros), 1))[:, :T]
-        if (at := first_of(apart(right, self.before).amax(0) > tolerance)) is not None:
-            return f"position {at} reads the padding on the right, {PADS} tokens"
-        if self.ask.masked:
-            mask = torch.cat((zeros, ones), 1)
-            left, again = (self.ask(torch.cat((each, self.ids), 1), mask)[:, PADS:]
-                           for each in (pads, others))
-            if (at := first_of(apart(left, again).amax(0) > self.tolerance)) is not None:
-                return f"position {at} reads the padding on the left, though attention_mask hides it"
-            if (at := first_of(apart(left, self.before).amax(0) > tolerance)) is not None:
-                return f"position {at} changes with {PADS} tokens of padding on the left: do positions move?"
-
-
-def first_of(wrong):
-    """The first position of [T] that is wrong; None."""
-    return int(wrong.nonzero()[0]) if wrong.any() else None
+                wrong = apart(self.ask(self.ids[:, :-cut]), self.before[:, :-cut]).amax(0) > tolerance
+                if wrong.any():
+                    at = int(wrong.nonzero()[0])
+                    return f"position {at} changes when the last {cut} tokens are cut off"
 
 
 # ---- all of them ----
 
 def checked(text):
-    """{promise: (what is wrong or None, why it was not tried or None)} of the Leaks of one text.
-
-    The first that is broken ends it: what comes later would be broken by the same.
-    """
+    """(the first leak of one text in words or None, {what was not tried: why}), from its Leaks."""
+    skipped = {}
     if ahead := text.first_ahead():
-        return {"ahead": (str(ahead), None)}
-    single = "there is one row alone, --batch" if len(text.ids) == 1 else None
-    found = {"ahead": (None, None), "rows": (text.rows(), single)}
-    if found["rows"][0]:
-        return found
+        return str(ahead), skipped
+    if len(text.ids) == 1:
+        skipped["rows"] = "there is one row alone, --batch"
+    elif mixed := text.rows():
+        return mixed, skipped
     try:
-        at = text.prefixes()
-        wrong = at and f"position {at[0]} changes when the last {at[1]} tokens are cut off"
-        found["prefixes"] = wrong, None
-        found["padding"] = text.padding(), None
-    except UserError as e:  # one that takes a single length, first of all
-        found["prefixes" if "prefixes" not in found else "padding"] = None, str(e)
-    return found
+        return text.prefixes(), skipped
+    except UserError as e:  # one that takes a single length
+        return None, dict(skipped, prefixes=str(e))
 
 
 def leaks(function, vocab=256, length=32, batch=3, draws=3, device="cpu", tolerance=None):
-    """(rows of what was tried, the first leak in words or None, calls, the largest difference that passed).
+    """(the first leak in words or None, {what was not tried: why}, calls, the largest difference in what
+    stayed).
 
     UserError: the function cannot be probed.
     """
@@ -199,15 +159,15 @@ def leaks(function, vocab=256, length=32, batch=3, draws=3, device="cpu", tolera
     ask, most = Logits(function), 0.0
     for ids, other in zip(*texts(vocab, draws, batch, length, device)):
         text = Leaks(ask, ids, other, tolerance)
-        found = checked(text)
+        leak, skipped = checked(text)
         most = max(most, text.most)
-        if leak := next((wrong for wrong, _ in found.values() if wrong), None):
+        if leak:
             break
-    return [(name, *each) for name, each in found.items()], leak, ask.calls, most
+    return leak, skipped, ask.calls, most
 
 
 def main(argv):
-    """python probe.py leak: a table of what was tried; exits with 1 where the function leaks."""
+    """python probe.py leak: the first leak that is found; exits with 1 where there is one."""
     parser = argparse.ArgumentParser(prog="probe.py leak", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--module", required=True, metavar="FILE.py:FUNCTION", help="what is probed")
@@ -220,11 +180,11 @@ def main(argv):
     args = parser.parse_args(argv)
     with last_words("probe"):
         function, device = function_of(args.module), pick_device(args.device)
-        rows, leak, calls, most = leaks(function, args.vocab, args.length, args.batch, args.draws, device,
-                                        args.tolerance)
-        print(table(("promise", ""), [(name, wrong or (f"not tried: {skipped}" if skipped else "kept"))
-                                      for name, wrong, skipped in rows], left=2))
+        leak, skipped, calls, most = leaks(function, args.vocab, args.length, args.batch, args.draws, device,
+                                           args.tolerance)
         if leak:
             raise UserError(leak)
         same = "bit for bit" if most == 0 else f"to {most:.1e}"
         print(f"no leak found in {calls} calls; what was to stay stayed {same} (ahead, rows)")
+        for name, why in skipped.items():
+            print(f"{name} not tried: {why}")

@@ -71,7 +71,7 @@ def by_length(ids):
 
 
 def leak_of(function, **more):
-    return leaks(function, **{**dict(vocab=V, length=T, batch=3), **more})[1]
+    return leaks(function, **{**dict(vocab=V, length=T, batch=3), **more})[0]
 
 
 @pytest.mark.parametrize("function, words", [
@@ -138,14 +138,9 @@ def test_a_causal_transformer_passes(recipe):
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-    rows, leak, calls, _ = leaks(lambda ids: model(ids).logits, V, T)
+    leak, skipped, calls, _ = leaks(lambda ids: model(ids).logits, V, T)
     assert leak is None and calls > 3 * 2 * (T - 1)
-    assert [row[0] for row in rows] == ["ahead", "rows", "prefixes", "padding"] and not any(
-        row[1] or row[2] for row in rows)
-    # control: the same with an attention that sees all
-    torch_model = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).eval()
-    both = torch.nn.Sequential(torch.nn.Embedding(V, 16), torch_model)
-    assert leak_of(both) == "position 0 changes with the token at 1"
+    assert not skipped
 
 
 def test_rounding_of_other_groups_is_no_leak_and_zero_tolerance_finds_it():
@@ -160,34 +155,13 @@ def test_rounding_of_other_groups_is_no_leak_and_zero_tolerance_finds_it():
             leak_of(grouped, tolerance=wrong)
 
 
-# ---- padding ----
-
-def masked(reads_left=False, reads_right=False, moves=False):
-    def function(ids, attention_mask=None):
-        mask = torch.ones_like(ids) if attention_mask is None else attention_mask
-        x = TABLE[ids] * (1 if reads_left else mask[..., None])
-        found = x.cumsum(1)
-        if reads_right:  # only tokens that the mask hides
-            found = found + (TABLE[ids] * (1 - mask)[..., None]).sum(1, keepdim=True)
-        return found + (0.1 * torch.arange(ids.size(1))[:, None] if moves else 0)
-    return function
-
-
-def test_padding_is_tried_on_both_sides_where_a_mask_is_taken():
-    assert leak_of(masked()) is None
-    assert leak_of(masked(reads_left=True)) == (
-        "position 0 reads the padding on the left, though attention_mask hides it")
-    assert leak_of(masked(reads_right=True)) == "position 0 reads the padding on the right, 3 tokens"
-    assert "position 0 changes with 3 tokens of padding on the left" in leak_of(masked(moves=True))
-
-
 def test_a_function_of_one_length_or_one_row_is_tried_as_far_as_it_goes():
     def fixed(ids):
         assert ids.size(1) == T, "one length"
         return causal(ids)
-    rows, leak, *_ = leaks(fixed, V, T, batch=1)
-    assert leak is None and [row[0] for row in rows] == ["ahead", "rows", "prefixes"]
-    assert "one row" in rows[1][2] and "fails on ids of [1, 11]: AssertionError: one length" in rows[2][2]
+    leak, skipped, *_ = leaks(fixed, V, T, batch=1)
+    assert leak is None and [*skipped] == ["rows", "prefixes"] and "one row" in skipped["rows"]
+    assert "fails on ids of [1, 11]: AssertionError: one length" in skipped["prefixes"]
 
 
 def test_a_function_may_write_into_what_it_is_given_and_return_one_tensor_again():
