@@ -7,8 +7,9 @@ The classes of two write-ups as they print them, in plain PyTorch, to be held ag
 
 Names, arguments, defaults and the keys of traces are the write-ups'. As printed, every token sees the whole
 text. With causal=True a token sees itself and those before it, and the docstrings say what else that changes.
-Added here are causal and the checks of arguments. The constraint write-up's page has lost its indentation and
-whatever reads like a web address: `self.dk =`, `, self.dk`, `torch.cat`, `@torch`. Those are back.
+Added here are causal, and an error where a mistake would stay unseen. The constraint write-up's page has lost
+its indentation and whatever reads like a web address: `self.dk =`, `, self.dk`, `torch.cat`, `@torch`. Those
+are back.
 
 The same mechanisms within a GPT, without a stored T x T, are in model.py; as layers with our names in
 nanoheads/hub/layers.py. docs/mechanisms.md says where those depart from what is printed here.
@@ -34,46 +35,51 @@ class ConstraintConfig:
                  trace_token_scores=True, trace_attn_maps=False, router_hidden=128, loss_weights=None,
                  variant="A"):
         if isinstance(names, str):
-            raise TypeError(f"names={names!r} must be a list of names: [{names!r}]")
-        names = list(names)
-        if not names:
-            raise ValueError("names is empty: name at least one constraint")
-        if not all(isinstance(name, str) for name in names):
-            raise TypeError(f"names={names} must be strings")
+            raise ValueError(f"names={names!r} must be a list of names: [{names!r}]")
         if len(set(names)) < len(names):
-            raise ValueError(f"names={names} must be different: a name stands there twice")
-        taken = {"head_token_scores", "router_gates"} & set(names)
-        if taken:
-            raise ValueError(f"names={names} must not hold {taken.pop()!r}, which is a key of the traces")
-        check_whole("heads_per_constraint", heads_per_constraint)
-        check_whole("router_hidden", router_hidden)
+            raise ValueError(f"names={list(names)} must be different: a name stands there twice")
         if variant not in ("A", "B"):
             raise ValueError(f"variant={variant!r} must be 'A' (wider concatenation) or 'B' (smaller heads)")
-        self.names = names
-        self.heads_per_constraint = heads_per_constraint
+        self.names = list(names)
+        self.heads_per_constraint = int(heads_per_constraint)
         self.trace_token_scores = trace_token_scores
         self.trace_attn_maps = trace_attn_maps
-        self.router_hidden = router_hidden
+        self.router_hidden = int(router_hidden)
         self.loss_weights = loss_weights or {name: 1.0 for name in names}
-        check_weights("loss_weights", self.loss_weights, names)
         self.variant = variant
+
+
+def added_mask(attn_mask, x, causal):
+    """What is added to the logits, broadcastable to [B, 1, T, T], or None.
+
+    That is attn_mask, of 0 and -inf, and where causal, -inf at all later tokens. Other numbers below 0 are
+    added as they are.
+    """
+    B, T, _ = x.shape
+    mask = None
+    if attn_mask is not None:
+        if torch.broadcast_shapes(attn_mask.shape, (B, 1, T, T)) != (B, 1, T, T):
+            raise ValueError(f"attn_mask {list(attn_mask.shape)} must be broadcastable to [{B}, 1, {T}, "
+                             f"{T}], one for all heads: [{T}, {T}] or [{B}, 1, {T}, {T}], say")
+        if not attn_mask.is_floating_point() or not (attn_mask <= 0).all():
+            raise ValueError("attn_mask is added to the logits: give floats, 0 where a token may look and "
+                             "-inf where not, as in torch.zeros(T, T).masked_fill(hidden, -math.inf)")
+        mask = attn_mask.to(x.dtype)
+    if causal:
+        later = torch.full((T, T), -math.inf, dtype=x.dtype, device=x.device).triu(1)
+        mask = later if mask is None else mask + later
+    return mask
 
 
 @torch.no_grad()
 def explain(traces, tokens, constraint_name="reciprocity"):
     """The five tokens of highest score of the first text of a batch, as one line of text.
 
-    tokens: the T tokens of that text, as strings. As printed it is "No constraint trace." where the traces
-    have none. An unknown name is an error here, where the write-up returns that sentence too.
+    tokens: the T tokens of that text, as strings.
     """
-    if "constraint" not in traces:
+    if "constraint" not in traces or constraint_name not in traces["constraint"]:
         return "No constraint trace."
-    entries = {name: entry for name, entry in traces["constraint"].items() if isinstance(entry, dict)}
-    if constraint_name not in entries:
-        raise ValueError(f"constraint_name={constraint_name!r} has no trace; there are {', '.join(entries)}")
-    ts = entries[constraint_name]["token_scores"][0]  # [T], first in batch
-    if len(tokens) != len(ts):
-        raise ValueError(f"{len(tokens)} tokens for scores of {len(ts)}: give the tokens that the block read")
+    ts = traces["constraint"][constraint_name]["token_scores"][0]  # [T], first in batch
     k = min(5, len(tokens))
     top_idx = torch.topk(ts, k=k).indices.tolist()
     parts = [f"{tokens[i]}:{ts[i]:.2f}" for i in top_idx]
@@ -94,10 +100,6 @@ class MultiHeadAttentionWithConstraints(nn.Module):
 
     def __init__(self, d_model, n_heads_base, n_layers=1, constraint=None, dropout=0.0, causal=False):
         super().__init__()
-        check_whole("d_model", d_model)
-        check_whole("n_heads_base", n_heads_base)
-        if constraint is not None and not isinstance(constraint, ConstraintConfig):
-            raise TypeError(f"constraint is a {type(constraint).__name__}: give a ConstraintConfig")
         self.d_model = d_model
         self.n_heads_base = n_heads_base
         self.constraint = constraint or ConstraintConfig()
@@ -113,9 +115,6 @@ class MultiHeadAttentionWithConstraints(nn.Module):
                                  "in variant 'A'")
             self.dk = self.dv = d_model // self.n_heads_base
         else:
-            if d_model < self.n_total_heads:
-                raise ValueError(f"d_model={d_model} must be at least the {self.n_total_heads} heads that "
-                                 "share it in variant 'B'")
             self.dk = self.dv = d_model // self.n_total_heads
         concat_width = self.dv * self.n_total_heads
 
@@ -178,8 +177,6 @@ class MultiHeadAttentionWithConstraints(nn.Module):
             return torch.sigmoid(self.router(so_far)).transpose(1, 2)
         if router_hint is None:
             router_hint = x.mean(dim=1)  # [B, d_model]
-        elif router_hint.shape != (x.size(0), self.d_model):
-            raise ValueError(f"router_hint {list(router_hint.shape)} must be [{x.size(0)}, {self.d_model}]")
         return torch.sigmoid(self.router(router_hint))
 
     def forward(self, x, attn_mask=None, need_weights=False, router_hint=None):
@@ -195,7 +192,6 @@ class MultiHeadAttentionWithConstraints(nn.Module):
 
         The maps are there with need_weights alone, attn_maps if the config has trace_attn_maps too.
         """
-        check_states(x, self.d_model)
         mask = added_mask(attn_mask, x, self.causal)
         Hc, Hb = self.n_constraint_heads, self.n_heads_base
 
@@ -245,15 +241,12 @@ class TransformerBlockWithConstraint(nn.Module):
         super().__init__()
         self.attn = MultiHeadAttentionWithConstraints(d_model, n_heads_base, constraint=constraint,
                                                       dropout=dropout, causal=causal)
-        if not isinstance(mlp_ratio, (int, float)) or not 1 <= mlp_ratio * d_model < math.inf:
-            raise ValueError(f"mlp_ratio={mlp_ratio!r} must be a number that leaves the MLP a width: 4, say")
         inner = int(mlp_ratio * d_model)
         self.ln_1, self.ln_2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
         self.mlp = nn.Sequential(nn.Linear(d_model, inner), nn.GELU(), nn.Linear(inner, d_model),
                                  nn.Dropout(dropout))
 
     def forward(self, x, attn_mask=None, need_weights=False, router_hint=None):
-        check_states(x, self.attn.d_model)
         y, traces = self.attn(self.ln_1(x), attn_mask, need_weights, router_hint)
         x = x + y
         return x + self.mlp(self.ln_2(x)), traces
@@ -264,9 +257,6 @@ def language_model_loss(logits, targets_next_tokens):
 
     The write-up hands it the block's own output, whose d_model columns are then the logits.
     """
-    if logits.shape[:-1] != targets_next_tokens.shape:
-        raise ValueError(f"targets {list(targets_next_tokens.shape)} must be {list(logits.shape[:-1])}, a "
-                         f"token for each row of the logits {list(logits.shape)}")
     return F.cross_entropy(logits.flatten(0, -2), targets_next_tokens.flatten())
 
 
@@ -277,23 +267,14 @@ def constraint_loss(traces, targets, weights=None):
     is not known, the mean is over the known ones, and a name without any adds 0. weights: {name: weight}, as
     loss_weights; None: 1 each.
     """
-    if "constraint" not in traces:
-        raise ValueError("traces have no 'constraint': give what the block returned")
     entries = {name: entry for name, entry in traces["constraint"].items() if isinstance(entry, dict)}
     unknown = [name for name in targets if name not in entries]
     if unknown or not targets:
         raise ValueError(f"targets are for {', '.join(map(str, unknown)) or 'nothing'}; the heads are for "
                          f"{', '.join(entries)}")
-    if weights is not None:
-        check_weights("weights", weights, entries)
     total = 0.0
     for name, y in targets.items():
         scores = entries[name]["token_scores"]
-        if not torch.is_tensor(y):
-            raise TypeError(f"targets[{name!r}] is a {type(y).__name__}: give a tensor")
-        if y.shape != scores.shape:
-            raise ValueError(f"targets[{name!r}] {list(y.shape)} must be {list(scores.shape)}, one for each "
-                             "token")
         y = y.to(scores.dtype)
         if not (y <= 1).all():
             raise ValueError(f"targets[{name!r}] holds a number above 1 or NaN: give 0 to 1, or less than 0 "
@@ -317,16 +298,12 @@ class A2CAttention(nn.Module):
 
     def __init__(self, input_dim, d_k, causal=False):
         super().__init__()
-        check_whole("input_dim", input_dim)
-        check_whole("d_k", d_k)
         self.d_k = d_k
         self.causal = causal
         self.actor = nn.Linear(input_dim, d_k)
         self.critic = nn.Linear(input_dim, 1)
 
     def forward(self, x):
-        check_states(x, self.actor.in_features, "input_dim", dims=(2, 3))
-
         # query generation
         q = self.actor(x)
 
@@ -355,8 +332,6 @@ class ActorCritic(nn.Module):
 
     def __init__(self, input_dim, hidden_dim, output_dim, causal=False):
         super().__init__()
-        for name, size in (("input_dim", input_dim), ("hidden_dim", hidden_dim), ("output_dim", output_dim)):
-            check_whole(name, size)
         self.causal = causal
         self.embedding = nn.Embedding(input_dim, hidden_dim)
         self.actor = nn.GRU(hidden_dim, hidden_dim, batch_first=causal)
@@ -365,11 +340,6 @@ class ActorCritic(nn.Module):
         self.fc = nn.Linear(hidden_dim, output_dim)
 
     def forward(self, x):
-        if not torch.is_tensor(x) or x.dtype not in (torch.int32, torch.int64):
-            kind = getattr(x, "dtype", type(x).__name__)
-            raise TypeError(f"x must be a tensor of tokens, int64, not {kind}")
-        if x.dim() != 2 or not x.numel():
-            raise ValueError(f"x {list(x.shape)} must be tokens [B, T], at least one")
         if x.min() < 0 or x.max() >= self.embedding.num_embeddings:
             raise ValueError(f"x holds tokens from {x.min()} to {x.max()}: they must be from 0 to "
                              f"{self.embedding.num_embeddings - 1}, below input_dim")
@@ -387,67 +357,3 @@ class ActorCritic(nn.Module):
         # output generation
         output = self.fc(output)
         return output, attention_weights, states if self.causal else value
-
-
-# ---- checks: each raises TypeError or ValueError with one line that says what to do ----
-
-def check_whole(name, value):
-    """A whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} must be a whole number")
-    if value < 1:
-        raise ValueError(f"{name}={value} must be at least 1")
-
-
-def check_states(x, width, name="d_model", dims=(3,)):
-    """A tensor of floats [B, T, width] of at least one token; dims: how many dimensions it may have."""
-    if not torch.is_tensor(x) or not x.is_floating_point():
-        raise TypeError(f"x must be a tensor of floats, not {getattr(x, 'dtype', type(x).__name__)}")
-    if x.dim() not in dims or x.size(-1) != width or not x.numel():
-        raise ValueError(f"x {list(x.shape)} must be [B, T, {name}={width}], with at least one token")
-
-
-def added_mask(attn_mask, x, causal):
-    """What is added to the logits, broadcastable to [B, 1, T, T], or None.
-
-    That is attn_mask, of 0 and -inf, and where causal, -inf at all later tokens. Other numbers below 0 are
-    added as they are.
-    """
-    B, T, _ = x.shape
-    if attn_mask is not None:
-        if not torch.is_tensor(attn_mask) or not attn_mask.is_floating_point():
-            kind = getattr(attn_mask, "dtype", type(attn_mask).__name__)
-            raise TypeError(f"attn_mask is of {kind} but is added to the logits: give floats, 0 where a "
-                            "token may look and -inf where not, as in torch.zeros(T, T).masked_fill(hidden, "
-                            "-math.inf)")
-        try:
-            fits = torch.broadcast_shapes(attn_mask.shape, (B, 1, T, T)) == (B, 1, T, T)
-        except RuntimeError:
-            fits = False
-        if not fits:
-            raise ValueError(f"attn_mask {list(attn_mask.shape)} must be broadcastable to [{B}, 1, {T}, "
-                             f"{T}], one for all heads: [{T}, {T}] or [{B}, 1, {T}, {T}], say")
-        if not (attn_mask <= 0).all():
-            raise ValueError("attn_mask is added to the logits and holds a number above 0 or NaN: give 0 "
-                             "where a token may look and -inf where not")
-        attn_mask = attn_mask.to(x.dtype)
-    mask = attn_mask
-    if causal:
-        later = torch.full((T, T), -math.inf, dtype=x.dtype, device=x.device).triu(1)
-        mask = later if mask is None else mask + later
-    if attn_mask is not None and (mask == -math.inf).all(-1).any():
-        raise ValueError("attn_mask leaves a token nothing to look at, whose softmax is not a number: let "
-                         "each token see at least itself")
-    return mask
-
-
-def check_weights(what, weights, names):
-    """A dict with a number of at least 0 for each name."""
-    if not isinstance(weights, dict):
-        raise TypeError(f"{what} is a {type(weights).__name__}: give a dict, {{name: weight}}")
-    if set(weights) != set(names):
-        raise ValueError(f"{what} has weights for {', '.join(map(str, weights)) or 'nothing'}: give one for "
-                         f"each of {', '.join(names)} and for no other")
-    for name, weight in weights.items():
-        if not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
-            raise ValueError(f"{what}[{name!r}]={weight!r} must be a number of at least 0")

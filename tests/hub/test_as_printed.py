@@ -495,7 +495,7 @@ def test_explain_names_the_five_highest_tokens_of_the_first_text():
     assert explain(traces, list("abcdef")) == line
     assert attention().explain(traces, list("abcdef"), constraint_name="reciprocity") == line
     assert explain(traces, list("abcde"), "testifiability").startswith("testifiability focus → ")
-    assert explain({}, []) == "No constraint trace."
+    assert explain({}, []) == explain(traces, list("abcde"), "truth") == "No constraint trace."
 
 
 # ---- A2C ----
@@ -618,89 +618,35 @@ def test_causal_a2c_is_that_of_model_py_as_published_with_one_head_and_no_projec
 
 # ---- mistakes ----
 
-X = torch.zeros(B, T, C)
-LABELS = {name: torch.zeros(B, T) for name in NAMES}
+def read(**how):
+    return lambda: attention().float()(torch.zeros(B, T, C), **how)
 
 
-def config(**how):
-    return lambda: ConstraintConfig(NAMES, **how)
+def judge(targets):
+    return lambda: constraint_loss(some_traces(), targets)
 
 
-def make(d_model=C, n_heads_base=H, **how):
-    return lambda: MultiHeadAttentionWithConstraints(d_model, n_heads_base, **how)
-
-
-def read(x=X, **how):
-    return lambda: attention().float()(x, **how)
-
-
-def judge(targets, weights=None):
-    return lambda: constraint_loss(some_traces(), targets, weights)
-
-
-def say(*args):
-    return lambda: explain(some_traces(), *args)
-
-
-B_OF_MANY = ConstraintConfig(heads_per_constraint=9, variant="B")
 MISTAKES = [
-    (lambda: ConstraintConfig([]), "names is empty: name at least one"),
     (lambda: ConstraintConfig("truth"), r"names='truth' must be a list of names: \['truth'\]"),
-    (lambda: ConstraintConfig([1]), r"names=\[1\] must be strings"),
     (lambda: ConstraintConfig(["a", "a"]), r"names=\['a', 'a'\] must be different"),
-    (lambda: ConstraintConfig(["router_gates"]), "must not hold 'router_gates', which is a key of the"),
-    (config(heads_per_constraint=0), "heads_per_constraint=0 must be at least 1"),
-    (config(heads_per_constraint=1.5), "heads_per_constraint=1.5 must be a whole number"),
-    (config(router_hidden=0), "router_hidden=0 must be at least 1"),
-    (config(variant="C"), r"variant='C' must be 'A' \(wider concatenation\) or 'B'"),
-    (config(loss_weights={"reciprocity": 1.0, "truth": 1.0}), "loss_weights has weights for reciprocity, "
-     "truth: give one for each of reciprocity, testifiability and for no other"),
-    (config(loss_weights={"reciprocity": 1.0}), "give one for each of reciprocity, testifiability"),
-    (config(loss_weights=[1.0, 2.0, 3.0]), "loss_weights is a list: give a dict"),
-    (config(loss_weights=dict.fromkeys(NAMES, -1)), r"loss_weights\['reciprocity'\]=-1 must be a number"),
-    (config(loss_weights=dict.fromkeys(NAMES, "x")), "='x' must be a number of at least 0"),
-    (make(25), "d_model=25 must be a multiple of n_heads_base=4 in variant 'A'"),
-    (make(n_heads_base=0), "n_heads_base=0 must be at least 1"),
-    (make(constraint={"names": []}), "constraint is a dict: give a ConstraintConfig"),
-    (make(constraint=B_OF_MANY), "d_model=24 must be at least the 31 heads that share it in variant 'B'"),
-    (lambda: TransformerBlockWithConstraint(C, H, mlp_ratio=0), "mlp_ratio=0 must be a number that leaves"),
-    (read(X[..., 1:]), r"x \[2, 5, 23\] must be \[B, T, d_model=24\]"),
-    (lambda: TransformerBlockWithConstraint(C, H)(X[0]), r"x \[5, 24\] must be \[B, T, d_model=24\]"),
-    (read(X[:, :0]), "with at least one token"),
-    (read(X.long()), "x must be a tensor of floats, not torch.int64"),
-    (read(attn_mask=SOME[:, None]), "attn_mask is of torch.bool but is added to the logits: give floats"),
-    (read(attn_mask=torch.ones(T, T).long()), "attn_mask is of torch.int64 but is added"),
-    (read(attn_mask=[[0]]), "attn_mask is of list but"),
-    (read(attn_mask=torch.zeros(T, T + 1)), r"attn_mask \[5, 6\] must be broadcastable to \[2, 1, 5, 5\]"),
+    (lambda: ConstraintConfig(NAMES, variant="C"), r"variant='C' must be 'A' \(wider concatenation\) or 'B'"),
+    (lambda: MultiHeadAttentionWithConstraints(25, H), "d_model=25 must be a multiple of n_heads_base=4"),
+    (read(attn_mask=SOME[:, None]), "attn_mask is added to the logits: give floats"),
+    (read(attn_mask=torch.ones(T, T).long()), "attn_mask is added to the logits: give floats"),
+    (read(attn_mask=torch.ones(T, T)), "attn_mask is added to the logits: give floats, 0 where"),
+    (read(attn_mask=torch.full((T, T), math.nan)), "attn_mask is added to the logits"),
     (read(attn_mask=torch.zeros(B, T, T)), r"attn_mask \[2, 5, 5\] must be broadcastable to \[2, 1, 5, 5\]"),
     (read(attn_mask=torch.zeros(B, 8, T, T)), "one for all heads"),
-    (read(attn_mask=torch.ones(T, T)), "a number above 0 or NaN: give 0 where a token may look"),
-    (read(attn_mask=torch.full((T, T), -math.inf).tril()), "attn_mask leaves a token nothing to look at"),
-    (read(router_hint=X), r"router_hint \[2, 5, 24\] must be \[2, 24\]"),
-    (say(list("abcde"), "truth"), "constraint_name='truth' has no trace; there are reciprocity, test"),
-    (say(list("abcde"), "router_gates"), "constraint_name='router_gates' has no trace"),
-    (say(list("abc")), "3 tokens for scores of 5: give the tokens that the block read"),
     (judge({}), "targets are for nothing; the heads are for reciprocity, testifiability"),
     (judge({"truth": torch.zeros(B, T)}), "targets are for truth; the heads are for"),
-    (judge({"reciprocity": torch.zeros(B, T, 1)}), r"targets\['reciprocity'\] \[2, 5, 1\] must be \[2, 5\]"),
-    (judge({"reciprocity": [0.0]}), r"targets\['reciprocity'\] is a list: give a tensor"),
     (judge({"reciprocity": torch.full((B, T), 2)}), "a number above 1 or NaN: give 0 to 1"),
     (judge({"reciprocity": torch.full((B, T), math.nan)}), "a number above 1 or NaN"),
-    (judge(LABELS, {"reciprocity": 1.0}), "weights has weights for reciprocity: give one for each of"),
-    (lambda: constraint_loss({}, LABELS), "traces have no 'constraint'"),
-    (lambda: language_model_loss(X, torch.zeros(B, T - 1).long()), r"targets \[2, 4\] must be \[2, 5\]"),
-    (lambda: A2CAttention(0, 3), "input_dim=0 must be at least 1"),
-    (lambda: A2CAttention(3, 2.0), "d_k=2.0 must be a whole number"),
-    (lambda: A2CAttention(3, 2)(X), r"x \[2, 5, 24\] must be \[B, T, input_dim=3\]"),
-    (lambda: ActorCritic(3, 2, 0), "output_dim=0 must be at least 1"),
-    (lambda: ActorCritic(3, 2, 4)(X), "x must be a tensor of tokens, int64, not torch.float32"),
-    (lambda: ActorCritic(3, 2, 4)(torch.zeros(T).long()), r"x \[5\] must be tokens \[B, T\]"),
     (lambda: ActorCritic(3, 2, 4)(torch.tensor([[0, 3]])), "x holds tokens from 0 to 3: .* from 0 to 2"),
 ]
 
 
 @pytest.mark.parametrize("mistake, words", MISTAKES, ids=[words for _, words in MISTAKES])
-def test_a_mistake_is_one_clear_line(mistake, words):
-    with pytest.raises((TypeError, ValueError), match=words) as e:
+def test_a_mistake_that_would_stay_unseen_is_one_clear_line(mistake, words):
+    with pytest.raises(ValueError, match=words) as e:
         mistake()
     assert "\n" not in str(e.value)
