@@ -27,7 +27,6 @@ import argparse
 import copy
 import subprocess
 import sys
-import tempfile
 from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from itertools import product
@@ -60,7 +59,7 @@ RECOVER_FROM = 0.3   # of the peak learning rates
 DECODED = 256        # tokens that a timed text has at most
 
 
-# ---- criteria: (model, x, y, seed) -> [a score of each head] of each block; constraint heads last ----
+# ---- scores: (model, x, y, seed) -> [a score of each head] of each block; constraint heads last ----
 
 def random(model, x, y, seed):
     rng = np.random.default_rng(seed)
@@ -79,22 +78,23 @@ def importance(model, x, y, seed):
     return measure(model, x, y)["importance"]
 
 
-CRITERIA = {"random": random, "gate": gate, "entropy": entropy, "importance": importance,
-            "importance_rescored": importance, "blocks": random}
+SCORES = {"random": random, "gate": gate, "entropy": entropy, "importance": importance}
+CRITERIA = (*SCORES, "importance_rescored", "blocks")  # --by: scores, one of them taken again, and a control
 
 
 # ---- what goes ----
 
-def removal_order(model, by, n, floor, x, y, seed):
+def removal_order(model, score, n, floor, x, y, seed, rescored=False):
     """[(layer, head)] of the n heads to remove, in that order, by their original numbers.
 
-    Heads of a group or pair go together, by their mean score; n is a number of whole groups.
+    score: one of SCORES; it is taken once, or (rescored) again after every removal. Heads of a group or pair
+    go together, by their mean score; n is a number of whole groups.
     """
     gone, left, scores, group = [], [attn.n_head for attn in attentions(model)], {}, model.config.unit
     while len(gone) < n:
-        if not scores or by == "importance_rescored":
+        if not scores or rescored:
             with closed(model, gone):
-                found = CRITERIA[by](model, x, y, seed)
+                found = SCORES[score](model, x, y, seed)
             scores = {(layer, attn.head_ids[i]): mean(found[layer][i:i + group].tolist())
                       for layer, attn in enumerate(attentions(model)) for i in range(0, attn.n_head, group)}
         may_go = [place for place in scores if place not in gone and left[place[0]] - group >= floor]
@@ -200,13 +200,10 @@ def run_training(values, files):
 
     files: of mechanisms of one's own that may run, as they may here.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "recover.py")
-        file.write_text("".join(f"{key} = {value!r}\n" for key, value in values.items()), encoding="utf-8")
-        # stdout holds the table alone, so that what train.py prints goes to file descriptor 2
-        command = [sys.executable, str(ROOT / "train.py"), str(file)]
-        command += [f"--own_mechanism={','.join(files)}"] if files else []
-        done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace")
+    command = [sys.executable, str(ROOT / "train.py"), *(f"--{key}={value}" for key, value in values.items())]
+    command += [f"--own_mechanism={','.join(files)}"] if files else []
+    # stdout holds the table alone, so that what train.py prints goes to file descriptor 2
+    done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace")
     problems = [line.removeprefix("train: ") for line in done.stderr.splitlines()
                 if line.startswith("train: ")]
     if not done.returncode or not problems:
@@ -234,7 +231,10 @@ def rows_of(args, number):
 
     before = bits_of(model)
     for by in progress_bar(args.by, f"checkpoint {number + 1}"):
-        order = removal_order(model, by, max(goes.values()), args.floor, x, y, args.seed + number)
+        # blocks: they save no more FLOPs than heads at random
+        score = {"importance_rescored": "importance", "blocks": "random"}.get(by, by)
+        order = removal_order(model, score, max(goes.values()), args.floor, x, y, args.seed + number,
+                              rescored=by == "importance_rescored")
         for to in args.to:
             gone, blocks = order[:goes[to]], []
             smaller = without_heads(model, gone)

@@ -18,7 +18,7 @@ from nanoheads.pruning import prune_heads
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
 from nanoheads.training.scoring import evaluate, score
-from prune import (CRITERIA, attentions, blocks_to_drop, draw_curves, held_bytes, main, removal_order,
+from prune import (CRITERIA, SCORES, attentions, blocks_to_drop, draw_curves, held_bytes, main, removal_order,
                    unfit, without_blocks, without_heads)
 
 SIZES = dict(block_size=16, vocab_size=256, n_layer=3, n_head=4, n_embd=32)
@@ -90,8 +90,8 @@ def prune_json(argv, tmp_path):
 
 # ---- criteria, each against brute force ----
 
-def order_of(by, model, n=11, floor=0, seed=3, B=6):
-    return removal_order(model, by, n, floor, *text(B), seed)
+def order_of(score, model, n=11, floor=0, seed=3, B=6, rescored=False):
+    return removal_order(model, score, n, floor, *text(B), seed, rescored)
 
 
 def test_gate_takes_the_lowest_product_of_sentinel_and_agency():
@@ -142,7 +142,7 @@ def test_rescored_importance_is_that_of_the_model_without_what_went(floor):
         values = measure(smaller, *text())["importance"]
         scores = [dict(zip(attn.head_ids, each.tolist())) for attn, each in zip(attentions(smaller), values)]
         order += ascending(scores, 1, floor)
-    assert order_of("importance_rescored", model, n, floor) == order
+    assert order_of("importance", model, n, floor, rescored=True) == order
     assert order != order_of("importance", model, n, floor)  # else it says nothing here
 
 
@@ -158,20 +158,21 @@ def test_importance_beats_its_reverse(run, data, monkeypatch):
     model = model_of(run)
     x, y = fixed_text(data, "train", 32, 2048)
     xv, yv = fixed_text(data, "val", 32, 1900)
-    monkeypatch.setitem(CRITERIA, "reverse", lambda *args: [-v for v in CRITERIA["importance"](*args)])
-    cost = {by: nats_on(without_heads(model, removal_order(model, by, 4, 1, x, y, 0)), xv, yv)
-            for by in ("importance", "importance_rescored", "reverse")}
-    assert cost["importance"] < cost["reverse"] - 0.1
-    assert cost["importance_rescored"] < cost["reverse"] - 0.1
+    monkeypatch.setitem(SCORES, "reverse", lambda *args: [-v for v in SCORES["importance"](*args)])
+    once, again, reverse = (
+        nats_on(without_heads(model, removal_order(model, score, 4, 1, x, y, 0, rescored)), xv, yv)
+        for score, rescored in (("importance", False), ("importance", True), ("reverse", False)))
+    assert once < reverse - 0.1 and again < reverse - 0.1
 
 
 # ---- what goes ----
 
-@pytest.mark.parametrize("by", [by for by in CRITERIA if by != "gate"])
+@pytest.mark.parametrize("score, rescored", [("random", False), ("entropy", False), ("importance", False),
+                                             ("importance", True)])
 @pytest.mark.parametrize("floor", [1, 3])
-def test_every_layer_keeps_the_floor(by, floor):
+def test_every_layer_keeps_the_floor(score, rescored, floor):
     model = alive(**MODELS["constraint_b"]).float()
-    order = order_of(by, model, 12 - 3 * floor, floor)
+    order = order_of(score, model, 12 - 3 * floor, floor, rescored=rescored)
     assert [len(attn.head_ids) for attn in attentions(without_heads(model, order))] == [floor] * 3
 
 
@@ -201,14 +202,15 @@ def test_a_pruned_model_is_the_model_with_gates_at_0(flags):
             assert (model(x).logits - want).abs().max() > 1e-6 * want.abs().max()
 
 
-@pytest.mark.parametrize("by", ["random", "entropy", "importance", "importance_rescored"])
-def test_heads_that_share_keys_go_together(by):
+@pytest.mark.parametrize("score, rescored", [("random", False), ("entropy", False), ("importance", False),
+                                             ("importance", True)])
+def test_heads_that_share_keys_go_together(score, rescored):
     """By the mean of what they score alone; the model is the one with their gates at 0."""
     model, (x, _) = alive(n_kv_head=2), text()
-    order = order_of(by, model, 4)
+    order = order_of(score, model, 4, rescored=rescored)
     assert len(order) == 4 and all(b == (a[0], a[1] + 1) and a[1] % 2 == 0
                                    for a, b in zip(order[::2], order[1::2]))
-    if by == "importance":
+    if score == "importance" and not rescored:
         alone = gate_slopes(model, *text())
         means = {(layer, h): (scores[h] + scores[h + 1]) / 2 for layer, scores in enumerate(alone)
                  for h in (0, 2)}
