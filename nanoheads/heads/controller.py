@@ -23,10 +23,6 @@ from nanoheads.training import checkpoint
 from nanoheads.training.runlog import append_row, read_rows, write_rows
 from nanoheads.training.scoring import heads_at_work
 
-# what a checkpoint holds of it, from its parts: see state()
-KEYS = ("measured", "seconds", "frozen", "losses", "stacked", "heldout_now", "high", "since", "counts",
-        "mean", "now", "pieces", "ramps", "violating", "refused", "overrides", "generator", "mover")
-
 
 def starting_config(model_config, config):
     """The GPTConfig to build: with the first grow_from heads of every layer, or those of the last save."""
@@ -67,7 +63,7 @@ class Controller:
                      **self.measured.state(), **self.surgery.state(), **self.states.state())
         if "pieces" in found:
             found["pieces"]["overrides"] = [block.agency.by_hand for block in self.model.transformer.h]
-        return {key: found[key] for key in KEYS if key in found}
+        return found
 
     def load(self, state, run):
         self.seconds = state["seconds"]

@@ -426,7 +426,7 @@ def cells(line, raw):
             for group in groups]
 
 
-def words(pieces):
+def word_starts(pieces):
     """The number of the first piece of each word: letters and digits, or what stands between, or one blank.
 
     A piece that begins with a blank and goes on, as GPT-2's do, begins a word.
@@ -466,7 +466,7 @@ def for_page(looks, raw):
     panes = [dict(values={key: short(each.values, key) for key, each in look.series.items()},
                   maps=look.maps, explain=look.line["explain"]) for look in looks]
     return dict(text=line["text"], first=line["first"], tokens=len(line["ids"]), prompt=line["prompt"],
-                cells=shown, words=words([piece for piece, _, _ in shown]), panes=panes)
+                cells=shown, words=word_starts([piece for piece, _, _ in shown]), panes=panes)
 
 
 def series_for_page(viewer, series):

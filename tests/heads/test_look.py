@@ -395,7 +395,7 @@ def test_a_router_that_acts_in_training_alone_says_so(make, tmp_path):
     (["a", "", "b"], ["a", "", "b"]), ([], []),
 ])
 def test_tokens_are_grouped_into_words(pieces, want):
-    starts = look.words(pieces)
+    starts = look.word_starts(pieces)
     assert ["".join(pieces[a:b]) for a, b in zip(starts, [*starts[1:], len(pieces)])] == want
 
 
