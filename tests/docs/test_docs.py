@@ -93,7 +93,7 @@ def test_links_lead_somewhere(page):
 def test_every_flag_named_in_the_readme_is_a_key_or_an_argument():
     programs = [*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py"), *ROOT.glob("data/**/*.py")]
     sources = "".join(p.read_text(encoding="utf-8") for p in programs)
-    named = set(re.findall(r"(?<!\w)--(\w+)", README)) - {"standalone", "nproc_per_node", "dropot"}
+    named = set(re.findall(r"(?<!\w)--(?:no-)?(\w+)", README)) - {"standalone", "nproc_per_node", "dropot"}
     named -= {*other_names.NAMES}
     for flag in named:
         assert re.search(rf"""^    {flag}: |--{flag}\b|more\["{flag}"\]""", sources, re.M), f"--{flag}"

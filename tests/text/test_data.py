@@ -34,7 +34,7 @@ def elsewhere(tmp_path, monkeypatch):
     """No script sees this machine's data: downloads go to a temporary folder, $NANOHEADS_DATA is unset."""
     monkeypatch.delenv("NANOHEADS_DATA", raising=False)
     (tmp_path / "home").mkdir()
-    for module in (sources, writing, SCRIPTS["enwik8"]):
+    for module in (sources, writing):
         monkeypatch.setattr(module, "HOME", tmp_path / "home")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     sources.digest.cache_clear()
@@ -181,10 +181,10 @@ def test_enwik8_is_cut_in_bytes_from_any_form(tmp_path, form, monkeypatch):
 
 def test_enwik8_char_is_cut_in_characters(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "BLOCK", 1000)  # blocks end inside characters
-    path = text_file(tmp_path / "some", TEXT8)
+    path, file = as_enwik8(tmp_path)
     total = len(TEXT8.decode())
-    SCRIPTS["enwik8_char"].main([f"--source={path}", f"--out={tmp_path / 'out'}", "--no-verify",
-                                 f"--split={total - 200},101,99"])
+    SCRIPTS["enwik8"].main([f"--source={path}", f"--out={tmp_path / 'out'}"], "enwik8_char", "char",
+                           (total - 200, 101, 99), file)
     meta, bins = load(tmp_path / "out")
     assert counts(meta) == counts(meta, "chars") == (total - 200, 101, 99) and meta["dtype"] == "uint16"
     assert sum(counts(meta, "bytes")) == len(TEXT8) and meta["vocab"] == sorted(set(TEXT8.decode()))
@@ -197,15 +197,11 @@ def test_a_foreign_source_never_passes_for_enwik8(tmp_path):
     same_size = replace(SCRIPTS["enwik8"].ENWIK8, bytes=path.stat().st_size)
     refused(lambda: main([f"--source={path}", f"--out={tmp_path / 'out'}"], file=same_size),
             str(path), "sha256", "replace it")
-    refused(lambda: main([f"--source={path}", f"--out={tmp_path / 'out'}", "--split=1,2,3"]), "--no-verify")
-    refused(lambda: main([f"--source={path}", f"--out={tmp_path / 'out'}", "--no-verify"]), "--split")
-    for sizes in ("4000,200,99", "4000,200,101"):  # 4,300 bytes
-        refused(lambda: main([f"--source={path}", f"--out={tmp_path / 'out'}",
-                              "--no-verify", f"--split={sizes}"]), "test")
+    of_this = replace(same_size, sha256=sources.digest(path)["sha256"])
+    for sizes in ((4000, 200, 99), (4000, 200, 101)):  # 4,300 bytes
+        refused(lambda: main([f"--source={path}", f"--out={tmp_path / 'out'}"], sizes=sizes, file=of_this),
+                "test")
     assert not list((tmp_path / "out").glob("*"))
-    main([f"--source={path}", f"--out={tmp_path / 'out'}", "--no-verify", "--split=4000,200,100"])
-    meta, _ = load(tmp_path / "out")
-    assert meta["name"] == "enwik8_unverified" and "not enwik8" in meta["note"]
 
 
 def test_enwik8_facts():
@@ -614,9 +610,9 @@ def test_bytes_need_no_replacing_which_is_said(tmp_path, capsys):
 
 
 def test_a_corpus_script_does_not_name_an_option_it_lacks(tmp_path):
-    path = text_file(tmp_path / "some", b"caf\xe9" * 100)
-    line = refused(lambda: SCRIPTS["enwik8_char"].main([f"--source={path}", f"--out={tmp_path / 'out'}",
-                                                        "--no-verify", "--split=200,50,50"]))
+    path, file = as_enwik8(tmp_path, b"caf\xe9" * 100)
+    line = refused(lambda: SCRIPTS["enwik8_char"].main([f"--source={path}", f"--out={tmp_path / 'out'}"],
+                                                       file=file))
     assert line == f"{path}: is not UTF-8 at byte 3; convert it"
 
 
