@@ -211,7 +211,6 @@ def test_the_command_prints_the_table_and_writes_page_picture_and_json(tmp_path,
 
 @pytest.mark.parametrize("argv, words", [
     (["--scores=none.csv"], "compare: cannot read none.csv"),
-    (["--json=x.json", "--mechanisms=xsa"], "json: these go with --scores=FILE alone"),
     (["--baseline=plain", "--higher_is_better", "--mechanisms=xsa"], "baseline, higher_is_better: these go")])
 def test_what_is_wrong_with_the_command_is_one_line(tmp_path, monkeypatch, argv, words):
     monkeypatch.chdir(tmp_path)
