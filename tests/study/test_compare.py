@@ -183,8 +183,9 @@ def test_every_shipped_study_makes_its_variants(name, scale, monkeypatch, own_me
     # 90 million numbers take their time; sizes have their own test
     monkeypatch.setattr("nanoheads.study.variants.size_of", lambda config: (1000, 1000))
     own = "\nbase = " in (ROOT / "config" / "studies" / name).read_text()  # its plain GPT, or its steps
-    if own or name in ("demo.py", "dose.py", "ladder.py", "nano_rates.py"):
-        scale = "nano" if name in ("ladder.py", "nano_rates.py") else "tiny"
+    nano = ("ladder.py", "ladder_rates.py", "nano_rates.py")
+    if own or name in ("demo.py", "dose.py", *nano):
+        scale = "nano" if name in nano else "tiny"
     argv = own_mechanism.take([f"config/studies/{name}", f"--scale={scale}"])
     config, = configurator.load((StudyConfig,), argv)
     builder = VariantBuilder(config)
