@@ -33,18 +33,18 @@ def loop(verdicts, monkeypatch):
     return given
 
 
-@pytest.mark.parametrize("verdicts, share", [
-    ([("undecided", -0.02)], 0.0),
-    ([("better", -0.02), ("better", -0.01)], 0.25),
-    ([("better", -0.02), ("better", -0.03), ("worse", 0.1)], 0.5),
-    ([("better", -0.01), ("better", -0.02), ("better", -0.03), ("better", -0.04)], 1.0),
+@pytest.mark.parametrize("verdicts, times", [
+    ([("undecided", -0.02)], 0),
+    ([("better", -0.02), ("better", -0.01)], 1),
+    ([("better", -0.02), ("better", -0.03), ("worse", 0.1)], 2),
+    ([("better", -0.01), ("better", -0.02), ("better", -0.03), ("better", -0.04)], 4),
 ])
-def test_the_loop_keeps_what_is_better_than_before(verdicts, share, tmp_path, monkeypatch, capsys):
+def test_the_loop_keeps_what_is_better_than_before(verdicts, times, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     given = loop(verdicts, monkeypatch)
-    assert f"s = {share}." in (tmp_path / "mine.py").read_text()
+    assert f"before, {times} times in a row" in (tmp_path / "mine.py").read_text()
     best = min([0, *(difference for verdict, difference in verdicts if verdict == "better")])
-    assert capsys.readouterr().out.endswith(f"kept: share {share}, {best:+.4f} bits/byte\n")
+    assert capsys.readouterr().out.endswith(f"kept: times {times}, {best:+.4f} bits/byte\n")
     assert len(given) == 2 * len(verdicts) and given[1][-1] == "--minutes=10"
 
 
