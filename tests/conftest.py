@@ -235,22 +235,32 @@ def mine(tmp_path, own_mechanisms_go):
     return write
 
 
-@pytest.fixture
-def plain(tmp_path, bytes_data, monkeypatch):
-    """The config file of a plain GPT that trains in a moment, and an empty folder for runs."""
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "plain.py"
-    path.write_text(SMALL + f"dataset = {str(bytes_data)!r}\n")
+def small_plain(folder, data, monkeypatch):
+    """Make a folder the working directory; returns the config file in it, of a plain GPT that trains at once."""
+    monkeypatch.chdir(folder)
+    path = folder / "plain.py"
+    path.write_text(SMALL + f"dataset = {str(data)!r}\n")
     return path
 
 
 @pytest.fixture
-def here(monkeypatch):
+def plain(tmp_path, bytes_data, monkeypatch):
+    """The config file of a plain GPT that trains in a moment, and an empty folder for runs."""
+    return small_plain(tmp_path, bytes_data, monkeypatch)
+
+
+def in_this_process(monkeypatch):
+    """A place to run trials without processes; the time of a step is made up."""
     monkeypatch.setattr(queue, "ThreadPoolExecutor", NoThreads)
     row = dict(ratio=1.1, low=1.0, high=1.2, ratios=[1.0, 1.1, 1.2], clock="wall", load=0.0, cores=2,
                threads=1)
     monkeypatch.setattr(costs, "step_time_ratios", lambda found, *args: {each.name: row for each in found})
     return Here()
+
+
+@pytest.fixture
+def here(monkeypatch):
+    return in_this_process(monkeypatch)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from nanoheads.study import (costs, digest, effects, findings, pictures, queue, 
 from nanoheads.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, times, variants_of
 from nanoheads.text.dataset import missing
 
-from conftest import ROOT, write_dataset
+from conftest import ROOT, in_this_process, small_plain, write_dataset
 from helpers import study_of
 
 STUDIES = sorted(p.name for p in (ROOT / "config" / "studies").glob("*.py"))
@@ -573,9 +573,7 @@ def test_a_slice_is_scored_window_by_window_and_its_bytes_are_its_own(plain, her
     assert found["tokens"] == found["bytes"] == 160 and np.load(folder / "nats.npy").shape == (10,)
 
 
-@pytest.fixture
-def finished(plain, here):
-    """A finished study of three seeds, and its results, in out/test."""
+def run_study_of_three_seeds(plain, here):
     study = study_of(plain, seeds=[5, 6, 7], plain_seeds=4, mechanisms=["output_gate", "unet_concat"],
                      settings=dict(n_layer=2), budgets=[0.5], out_dir="out/test")
     study.run(here)
@@ -583,6 +581,25 @@ def finished(plain, here):
     study.out.mkdir(exist_ok=True)
     results.write(found, study.out)
     return study, found
+
+
+@pytest.fixture(scope="module")
+def finished_once(bytes_data, tmp_path_factory):
+    """The folder out of a finished study of three seeds, trained once for all tests of this file."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        place = in_this_process(monkeypatch)
+        run_study_of_three_seeds(small_plain(folder, bytes_data, monkeypatch), place)
+    return folder / "out"
+
+
+@pytest.fixture
+def finished(finished_once, plain, here):
+    """That study, and its results, in this test's own out/test; nothing of it runs again."""
+    shutil.copytree(finished_once, "out")
+    found = run_study_of_three_seeds(plain, here)
+    assert not here.started
+    return found
 
 
 def test_results_hold_what_the_statistics_need(finished):
