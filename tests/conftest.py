@@ -23,7 +23,8 @@ from nanoheads.common import OWN_FILES  # noqa: E402
 from nanoheads.configurator import keys_of  # noqa: E402
 from nanoheads import own_mechanism as own  # noqa: E402
 from nanoheads.mechanism import choices  # noqa: E402
-from nanoheads.study import costs, digest, queue  # noqa: E402
+from nanoheads.probes import lookahead  # noqa: E402
+from nanoheads.study import costs, digest, queue, results  # noqa: E402
 from nanoheads.text import sources  # noqa: E402
 from nanoheads.text.writing import Writer  # noqa: E402
 from nanoheads.text.tokenizer import Tokenizer  # noqa: E402
@@ -250,8 +251,14 @@ def plain(tmp_path, bytes_data, monkeypatch):
 
 
 def in_this_process(monkeypatch):
-    """A place to run trials without processes; the time of a step is made up."""
+    """A place to run trials without processes, in a moment.
+
+    The time of a step is made up, samples are short, and nobody looks for leaks before and after each run:
+    tests/probes/test_lookahead.py has runs that look, and takes most of a run's time for it.
+    """
     monkeypatch.setattr(queue, "ThreadPoolExecutor", NoThreads)
+    monkeypatch.setattr(lookahead, "refuse", lambda *args, **keys: "nowhere, in a test")
+    monkeypatch.setattr(results, "SAMPLE_TOKENS", 20)
     row = dict(ratio=1.1, low=1.0, high=1.2, ratios=[1.0, 1.1, 1.2], clock="wall", load=0.0, cores=2,
                threads=1)
     monkeypatch.setattr(costs, "step_time_ratios", lambda found, *args: {each.name: row for each in found})
