@@ -237,7 +237,7 @@ def mine(tmp_path, own_mechanisms_go):
 
 
 def small_plain(folder, data, monkeypatch):
-    """Make a folder the working directory; returns the config file in it, of a plain GPT that trains at once."""
+    """The config file of a plain GPT that trains in a moment, in a folder that becomes the working directory."""
     monkeypatch.chdir(folder)
     path = folder / "plain.py"
     path.write_text(SMALL + f"dataset = {str(data)!r}\n")
