@@ -43,8 +43,9 @@ from nanoheads.training import checkpoint
 from nanoheads.training.config import (TrainConfig, check_model, conflicts, flags_by_name, note_on_dropout,
                                        note_on_warmup)
 from nanoheads.training.memory import advice, memory_lines
-from nanoheads.training.optim import (CUDA_GRAPHS, carry_moments, compiles, lr_multiplier, make_optimizers,
-                                      of_mechanisms, precision, seed_step)
+from nanoheads.training.optim import (CUDA_GRAPHS, carry_moments, check_compile, check_precision, compiles,
+                                      lr_multiplier, make_optimizers, note_on_compile, of_mechanisms,
+                                      precision, seed_step)
 from nanoheads.training.ranks import Process, StopSignal, join_ranks
 from nanoheads.training.runlog import Log, write_config
 from nanoheads.training.scoring import bits, of_critic, score
@@ -507,6 +508,8 @@ def train(model_config, config, given=()):
     UserError where another process writes into out_dir.
     """
     process = join_ranks(config.device)
+    check_compile(config, process.kind)
+    check_precision(precision(config.dtype, process.kind)[0], process.device)
     if config.eval_only:  # writes nothing
         return train_alone(model_config, config, given, process)
     with ExitStack() as held:
@@ -606,6 +609,8 @@ def print_run(run, saves):
     anew = ", where no checkpoint is yet: starting anew" if config.resume and not saves else ""
     for line in memory_lines(run):
         process.print0(line)
+    if note := note_on_compile(config, process.kind):
+        process.print0(note)
     process.print0(f"{run.model.config.recipe}: {run.model.num_params():,} parameters, "
                    f"{'at most ' if config.documents else ''}{run.tokens_per_step:,} tokens a step, "
                    f"{run.dtype} on {hardware(process)}, {steps} in {run.out_dir}{anew}")
@@ -704,7 +709,7 @@ def main(argv=None):
         if problem is None:
             raise
     finally:
-        if dist.is_initialized():
+        if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
     if os.environ.get("LOCAL_RANK", "0") != "0" and "out of memory" not in problem:
         sys.exit(1)  # the first rank of this machine says the same

@@ -46,7 +46,8 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from nanoheads.common import UserError, last_words, pick_device, writable, write_atomic, write_json
+from nanoheads.common import (UserError, in_float64, last_words, pick_device, writable, write_atomic,
+                              write_json)
 from nanoheads.heads.measuring import attentions
 from nanoheads.text.tokenizer import char_sizes
 from nanoheads.traces import explain
@@ -234,7 +235,7 @@ class Viewer:
         """{trace: Series} of a pass, in the order of KINDS."""
         found = {}
         for key, axes in self.axes.items():
-            x = traces[key].detach().double().cpu()
+            x = traces[key].detach().cpu().double()
             moved = [axis for axis in (axes.head, axes.token) if axis is not None]
             x = x.movedim(moved, list(range(len(moved))))
             x = x.reshape(*x.shape[:len(moved)], -1).mean(-1)
@@ -287,7 +288,7 @@ def maps_to(layers, take):
 
 def plain(values):
     """Nested lists of an array's or tensor's numbers; what is none, null."""
-    values = values.double().cpu().numpy() if torch.is_tensor(values) else values
+    values = values.cpu().double().numpy() if torch.is_tensor(values) else values
     rounded, there = np.round(values, 6), np.isfinite(values)
     return (rounded if there.all() else np.where(there, rounded, None)).tolist()
 
@@ -345,7 +346,7 @@ def look(viewer, text, name, maps=False, prompt=0, start=0, end=None, room=None)
     kept, rows, first = {}, {}, {}
 
     def take(block, p):
-        first[f"blocks.{block}.first_token"] = Series(p[..., 0].double().cpu().numpy(),
+        first[f"blocks.{block}.first_token"] = Series(p[..., 0].cpu().double().numpy(),
                                                       viewer.layers[block].all_head_ids())
         if room and room.takes(p):
             kept[block] = packed(p)
@@ -353,8 +354,9 @@ def look(viewer, text, name, maps=False, prompt=0, start=0, end=None, room=None)
             rows[block] = [[row[:t + 1] for t, row in enumerate(head)] for head in plain(p)]
 
     logits, traces = viewer.read(ids, take, maps or room)
+    logits = in_float64(logits[:-1])
     after = torch.tensor(ids[1:], dtype=torch.long, device=logits.device)
-    nats = F.cross_entropy(logits[:-1].double(), after, reduction="none").cpu().numpy()
+    nats = F.cross_entropy(logits, after, reduction="none").cpu().numpy()
     series = {"nats": Series(np.append(np.nan, nats), None), **viewer.series(traces), **first}
     tokens = [printed(piece) for piece in raw]
     line = dict(checkpoint=printable(viewer.path), set=viewer.settings, text=printable(name), first=start,
@@ -397,7 +399,7 @@ def constraint_block(viewer, traces, block, tokens, rows):
         return {name: values[i * heads:(i + 1) * heads] for i, name in enumerate(names)}
 
     found = dict(logits={name: plain(each) for name, each in logits.items()},
-                 probabilities={name: plain(each.double().sigmoid()) for name, each in logits.items()},
+                 probabilities={name: plain(in_float64(each).sigmoid()) for name, each in logits.items()},
                  head_logits=by_name(plain(of["head_scores"])), gates=by_name(plain(of["router_gates"].T)),
                  top={})
     for name, each in logits.items():

@@ -97,7 +97,7 @@ class TrainConfig(ControllerConfig):
     device: str = "auto"                 # auto: cuda, mps or cpu, whichever is there first
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
                                          # auto: bfloat16 (or float16) on cuda, else float32
-    compile: Optional[bool] = None       # torch.compile; None: on cuda only
+    compile: Optional[bool] = None       # torch.compile; None: on cuda, but not on Windows
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
                                          # torch.compile's own; the latter two replay CUDA graphs, which pays
                                          # where a GPU computes faster than kernels are launched

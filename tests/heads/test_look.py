@@ -184,8 +184,8 @@ def test_json_has_the_mean_of_each_series_and_the_page(make, tmp_path, capsys):
         lines, means = lines_of(out)[number::2], run["means"]
         nats = [each for line in lines for each in line["nats"] if each is not None]
         assert len(nats) == 34 and means["nats"] == pytest.approx(np.mean(nats), abs=1e-5)
-        assert means.keys() == {"nats", *lines[0]["series"]} | {
-            key for key in means if key.split(".")[2:3] in (["constraint"], ["head_scores"], ["router_gates"])}
+        of_constraints = {key for key in means if look.of_constraints(key)}
+        assert of_constraints and means.keys() == {"nats", *lines[0]["series"]} | of_constraints
         for key, heads in lines[0]["heads"].items():
             for row, head in enumerate(heads):  # a gate has one number for all the tokens of a line
                 values = [line["series"][key][row] for line in lines]
