@@ -9,7 +9,6 @@ from nanoheads.common import UserError, gib, memory_of_machine
 from nanoheads.configurator import text_problems
 from nanoheads.mechanism import flag, range_problems
 from nanoheads.text.dataset import Dataset
-from nanoheads.text.targets import Targets
 from nanoheads.training.optim import CUDA_GRAPHS, of_mechanisms
 
 # What an optimizer means for keys left at None. Muon's were tuned on Shakespeare's characters (docs/log.md).
@@ -241,6 +240,7 @@ def conflicts(model_config, config):
     try:
         dataset = Dataset(config.dataset)
         if config.labels and model_config.constraint_names:
+            from nanoheads.text.targets import Targets  # only here: most runs have no labels
             Targets(dataset, config.labels, model_config.constraint_names)
     except UserError as e:
         return bad + [str(e)]
