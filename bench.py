@@ -52,7 +52,7 @@ from nanoheads.text.dataset import Dataset
 from nanoheads.timing import mfu, on_cuda, progress_bar, take_turns, time_rows, timed
 from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig
-from nanoheads.training.optim import CUDA_GRAPHS, precision
+from nanoheads.training.optim import CUDA_GRAPHS, check_compile, precision
 from nanoheads.training.ranks import Process
 from nanoheads.training.scoring import score
 
@@ -524,7 +524,8 @@ def arguments(argv):
     p.add_argument("--device", default="auto")
     p.add_argument("--dtype", choices=["float32", "bfloat16"],
                    help="default float32 on cpu, bfloat16 on cuda")
-    p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default on cuda only")
+    p.add_argument("--compile", action=argparse.BooleanOptionalAction,
+                   help="default on cuda, but not on Windows")
     p.add_argument("--compile_mode", choices=["default", *CUDA_GRAPHS], default="default",
                    help="of our training steps; all but default replay CUDA graphs")
     p.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True,
@@ -539,9 +540,11 @@ def arguments(argv):
 def check(args):
     """Fill in what follows from the device. Raises UserError for the first argument that makes no sense."""
     args.device = pick_device(args.device)
-    for name, cpu, cuda in (*SIZES, ("dtype", "float32", "bfloat16"), ("compile", False, True)):
+    of_device = ("dtype", "float32", "bfloat16"), ("compile", False, sys.platform != "win32")
+    for name, cpu, cuda in (*SIZES, *of_device):
         if getattr(args, name) is None:
             setattr(args, name, cuda if on_cuda(args) else cpu)
+    check_compile(args, torch.device(args.device).type)
     sizes = [name for name, *_ in SIZES]
     for name in ("rounds", "steps", "threads", "seeds", "iters", "decode_batch", "vocab_size", *sizes):
         if getattr(args, name) < 1:

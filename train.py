@@ -33,18 +33,16 @@ from tqdm import tqdm
 from model import GPT, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import LESS, UserError, explain, output_written, writable, write_json
-from nanoheads import own_mechanism as own
 from nanoheads.kernels import allow_graphs
 from nanoheads.locks import only_writer
 from nanoheads.text.dataset import Batches, Dataset, DocumentBatches
-from nanoheads.text.targets import Targets
 from nanoheads.timing import mfu
 from nanoheads.training import checkpoint
 from nanoheads.training.config import (TrainConfig, check_model, conflicts, flags_by_name, note_on_dropout,
                                        note_on_warmup)
-from nanoheads.training.memory import advice, memory_lines
-from nanoheads.training.optim import (CUDA_GRAPHS, carry_moments, compiles, lr_multiplier, make_optimizers,
-                                      of_mechanisms, precision, seed_step)
+from nanoheads.training.optim import (CUDA_GRAPHS, carry_moments, check_compile, check_precision, compiles,
+                                      lr_multiplier, make_optimizers, note_on_compile, of_mechanisms,
+                                      precision, seed_step)
 from nanoheads.training.ranks import Process, StopSignal, join_ranks
 from nanoheads.training.runlog import Log, write_config
 from nanoheads.training.scoring import bits, of_critic, score
@@ -376,8 +374,10 @@ def save_checkpoint(run, name, resumable=True):
     content = dict(model=run.model.state_dict(), config=run.model.config.flags(), meta=run.dataset.meta,
                    dataset=run.config.dataset, train=asdict(run.config))
     content.update({key: getattr(run, key) for key in PROGRESS})
-    if mine := own.record(run.model.config):
-        content["own_mechanism"] = mine
+    if run.model.config.own:
+        from nanoheads import own_mechanism
+        if mine := own_mechanism.record(run.model.config):
+            content["own_mechanism"] = mine
     if resumable:
         content["optimizers"] = [optimizer.state_dict() for optimizer in run.optimizers]
         content["scaler"] = run.scaler.state_dict()
@@ -400,7 +400,7 @@ class Run:
     model: GPT                       # never compiled, never wrapped
     dataset: Dataset
     process: Process
-    targets: Optional[Targets] = None  # of constraint heads
+    targets: Optional[Any] = None    # Targets of constraint heads, with labels
     asked: dict = field(default_factory=dict)  # what was set for it, for config.json: checkpoint.asked_for()
     # in every checkpoint
     step: int = 0                    # steps done
@@ -507,6 +507,8 @@ def train(model_config, config, given=()):
     UserError where another process writes into out_dir.
     """
     process = join_ranks(config.device)
+    check_compile(config, process.kind)
+    check_precision(precision(config.dtype, process.kind)[0], process.device)
     if config.eval_only:  # writes nothing
         return train_alone(model_config, config, given, process)
     with ExitStack() as held:
@@ -543,6 +545,7 @@ def train_alone(model_config, config, given, process):
     if config.labels and not model.config.constraint_names:
         raise UserError(f"labels={config.labels!r} is for constraint heads, and {config.init_from} has none")
     if config.labels:
+        from nanoheads.text.targets import Targets  # only here: most runs have no labels
         targets = Targets(dataset, config.labels, model.config.constraint_names)
         targets.check("train")
     run = Run(config.for_recipe(model.config.recipe), model, dataset, process, targets, asked, **progress)
@@ -593,6 +596,7 @@ def write_result(run):
 
 def print_run(run, saves):
     """What is trained on what, before the first step. saves: see saves_in()."""
+    from nanoheads.training.memory import memory_lines  # only here: no step needs it
     config, process, targets = run.config, run.process, run.targets
     steps = f"{config.max_iters:,} steps"
     if run.step:
@@ -606,6 +610,8 @@ def print_run(run, saves):
     anew = ", where no checkpoint is yet: starting anew" if config.resume and not saves else ""
     for line in memory_lines(run):
         process.print0(line)
+    if note := note_on_compile(config, process.kind):
+        process.print0(note)
     process.print0(f"{run.model.config.recipe}: {run.model.num_params():,} parameters, "
                    f"{'at most ' if config.documents else ''}{run.tokens_per_step:,} tokens a step, "
                    f"{run.dtype} on {hardware(process)}, {steps} in {run.out_dir}{anew}")
@@ -649,7 +655,9 @@ def open_folder(run, saves, closing):
     """
     config, process = run.config, run.process
     run.out_dir.mkdir(parents=True, exist_ok=True)
-    own.held(run.model.config, run.out_dir)  # copies the files of one's own mechanisms there
+    if run.model.config.own:
+        from nanoheads import own_mechanism  # only here and where it is saved: most runs have none
+        own_mechanism.held(run.model.config, run.out_dir)  # copies the files of one's own mechanisms there
     for name in saves if config.overwrite else ():
         (run.out_dir / name).unlink()
     device = torch.cuda.get_device_name(process.device) if process.kind == "cuda" else process.kind
@@ -673,13 +681,25 @@ def batches_of(run):
     return DocumentBatches(*which, config.documents, few_widths=compiles(config, run.process))
 
 
+def what_to_lower(configs):
+    """What takes less memory, in words; configs: (GPTConfig, TrainConfig), None where they were not read."""
+    if configs is None:
+        return LESS
+    from nanoheads.training.memory import advice
+    return advice(configs[1], int(os.environ.get("WORLD_SIZE", 1)))
+
+
 @output_written("train")
 def main(argv=None):
-    argv, less = sys.argv[1:] if argv is None else argv, LESS
+    argv, configs = sys.argv[1:] if argv is None else argv, None
     try:
-        # read the files of one's own that --mechanism names: their mechanisms join those of model.py
-        argv, trusted = own.without_trust(argv)
-        argv = own.take(argv, every="--check" in argv)
+        # read the files of one's own that --mechanism names, here or in a config file: their mechanisms join
+        # those of model.py
+        trusted = "--trust_code" in argv
+        argv = [arg for arg in argv if arg != "--trust_code"]
+        if any(".py" in arg for arg in argv):
+            from nanoheads import own_mechanism
+            argv = own_mechanism.take(argv, every="--check" in argv)
         if "--check" in argv:
             from nanoheads.probes import promises  # only here: a run needs no probe
             return promises.main([arg for arg in argv if arg != "--check"])
@@ -696,15 +716,14 @@ def main(argv=None):
             configurator.print_once(note)
         if configs[1].json:
             writable(configs[1].json)
-        less = advice(configs[1], int(os.environ.get("WORLD_SIZE", 1)))  # where memory runs out
         train(*configs, given)
         return
     except (Exception, KeyboardInterrupt) as e:
-        problem = explain(e, less)
+        problem = explain(e, what_to_lower(configs))
         if problem is None:
             raise
     finally:
-        if dist.is_initialized():
+        if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
     if os.environ.get("LOCAL_RANK", "0") != "0" and "out of memory" not in problem:
         sys.exit(1)  # the first rank of this machine says the same

@@ -81,6 +81,9 @@ def output_written(program):
     """End a program in one line where what it printed cannot be written, such as to a full disk, and quietly
     where its reader has seen enough. Everything else passes through.
     """
+    if sys.platform == "win32" and hasattr(sys.stdout, "reconfigure"):
+        # a file or a pipe takes the 256 characters of a code page there
+        sys.stdout.reconfigure(errors="replace")
     try:
         try:
             yield
@@ -183,11 +186,12 @@ def write_atomic(path, write):
             f.flush()
             os.fsync(f.fileno())
         os.replace(part, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the rename itself must reach the disk
-        finally:
-            os.close(folder)
+        if sys.platform != "win32":  # which opens no folder as a file
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # the rename itself must reach the disk
+            finally:
+                os.close(folder)
     except (OSError, RuntimeError) as e:
         with suppress(OSError):
             part.unlink(missing_ok=True)
@@ -249,6 +253,11 @@ def checked_device(name):
     except (RuntimeError, AssertionError) as e:
         raise UserError(f"device={name} cannot be used: {(str(e) or 'not there').splitlines()[0][:120]}")
     return name
+
+
+def in_float64(tensor):
+    """A tensor in float64: on its device, or on the CPU where that is a Mac's GPU, which has no float64."""
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
 def number(value):

@@ -7,7 +7,9 @@ Nothing here knows of a model: tensors in, tensors out. B: batch, H: heads, T: q
 """
 
 import functools
+import importlib.util
 import math
+import sys
 from contextlib import contextmanager
 from typing import NamedTuple, Optional
 
@@ -326,9 +328,14 @@ def without_cudnn():
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
+# PyTorch comes with Triton, which compiles for GPUs, on Linux alone; others make triton-windows
+NO_TRITON = sys.platform == "win32" and importlib.util.find_spec("triton") is None
+
+
 def has_flex_attention(device):
-    """Whether FlexAttention has fused kernels here, forward and backward."""
-    return device.type == "cuda"
+    """Whether FlexAttention has fused kernels here, forward and backward: on a Mac's GPU it has no backward.
+    """
+    return device.type == "cuda" and not NO_TRITON
 
 
 def allow_graphs():

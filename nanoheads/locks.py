@@ -6,6 +6,7 @@ are none, as on Windows and some network file systems, everything goes on withou
 
 import os
 import socket
+import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +51,8 @@ def only_writer(folder, wait=False):
         yield
     finally:
         HELD.discard(key)
+        if sys.platform == "win32":  # where no open file can be removed
+            file.close()
         if made_here and os.listdir(folder) == ["lock"]:
             (folder / "lock").unlink()
             folder.rmdir()
@@ -72,8 +75,9 @@ def hold(folder, wait):
             where = "" if host in ("?", socket.gethostname()) else f" on {host}"
             raise UserError(f"{folder} is being written by process {number}{where} (since {since}); wait for "
                             "it, stop it, or choose another --out_dir")
-        # between opening and locking, the process before may have removed its empty folder
-        if same_file(path, file):
+        # between opening and locking, the process before may have removed its empty folder; on Windows an
+        # open file cannot be removed
+        if sys.platform == "win32" or same_file(path, file):
             break
         file.close()
     file.truncate(0)

@@ -329,17 +329,7 @@ def flags_of(state, path):
     off = [name for name in config if name not in known and name not in on and state.get("own_mechanism")]
     if unknown := sorted(set(config) - set(known) - set(off)):
         raise UserError(f"{path} was written by a newer version: unknown flags {', '.join(unknown)}")
-    return as_it_was({name: value for name, value in config.items() if name not in off})
-
-
-def as_it_was(flags):
-    """A checkpoint's flags, with what was true before there was a flag for it, where that is not the default.
-
-    Variant B's head size was always floored to a multiple of 8.
-    """
-    if flags.get("constraint_variant") == "B":
-        return {"constraint_round": 8, **flags}
-    return flags
+    return {name: value for name, value in config.items() if name not in off}
 
 
 def what_is_needed(missing, on, path):

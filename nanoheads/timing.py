@@ -22,13 +22,12 @@ def progress_bar(items, what):
 
 def timed(action, device, clock=time.perf_counter):
     """Seconds that action() takes, the device's work included."""
-    cuda = torch.device(device).type == "cuda"
-    if cuda:
-        torch.cuda.synchronize()
+    kind = torch.device(device).type
+    wait = getattr(torch, kind).synchronize if kind in ("cuda", "mps") else lambda: None
+    wait()
     began = clock()
     action()
-    if cuda:
-        torch.cuda.synchronize()
+    wait()
     return clock() - began
 
 

@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 
 from model import Agency
-from nanoheads.common import UserError, last_words, pick_device, table
+from nanoheads.common import UserError, last_words, pick_device, table, writable, write_json
 from nanoheads.heads.measuring import METRICS, attentions, fixed_text, measure, measure_pieces
 from nanoheads.heads.states import find_violations
 from nanoheads.heads.surgery import fold_gates
@@ -100,46 +100,70 @@ def save(path, model, read, meta, edits):
         checkpoint.save(path, state)
 
 
-# ---- what is printed ----
+# ---- what is reported ----
 
-def table_of_heads(model, x, y):
-    """A table of all heads and their metrics on a text [B, T], and of MLPs or blocks that have states."""
-    metrics, rows, states = measure(model, x, y), [], list(Agency.STATES)
-    hands = [by_hand(block) for block in model.transformer.h]
-    for layer, (attn, hand) in enumerate(zip(attentions(model), hands)):
-        agency = attn.agency
+def heads_of(model, x, y):
+    """A dict of each head: where it is, its metrics on a text [B, T], its state and consent under agency."""
+    metrics, found = measure(model, x, y), []
+    for layer, (block, attn) in enumerate(zip(model.transformer.h, attentions(model))):
+        hand = by_hand(block)
         for i, head in enumerate(attn.all_head_ids()):
-            m = {name: each[layer][i].item() for name, each in metrics.items()}
-            who = ("-", "-")
-            if agency is not None:
-                who = states[agency.state[i]], "yes" if agency.consent[i] else "no"
-            rows.append((layer, head, f"{m['gate']:.3f}" + (" ", "*")[head in hand], *who,
-                         f"{m['entropy']:.3f}", f"{m['importance']:.2e}", f"{m['utilisation']:.3f}",
-                         f"{m['gradient']:.2e}", f"{m['conflict']:+.2f}"))
+            row = dict(layer=layer, head=head, set_by_hand=head in hand)
+            if attn.agency is not None:
+                row.update(state_in(attn.agency, i))
+            found.append(row | {name: each[layer][i].item() for name, each in metrics.items()})
+    return found
+
+
+def pieces_of(model, x, y):
+    """The same of each MLP or block, where these have states; else []."""
+    metrics = measure_pieces(model, x, y)
+    return [dict(layer=layer, set_by_hand=None in by_hand(block), **state_in(block.agency, 0),
+                 **{name: each[layer].item() for name, each in metrics.items()})
+            for layer, block in enumerate(model.transformer.h if metrics else [])]
+
+
+def state_in(agency, i):
+    """{"state", "consent"} of the i-th head, MLP or block of an Agency."""
+    return dict(state=list(Agency.STATES)[agency.state[i]], consent=bool(agency.consent[i]))
+
+
+def table_of_heads(heads, pieces, scope):
+    """heads_of() as a table and, where there are any, pieces_of(); scope: what a piece is called."""
+    rows = [(row["layer"], row["head"], *shown_first(row), f"{row['entropy']:.3f}", *shown_last(row))
+            for row in heads]
     text = table(("layer", "head", "gate ", "state", "consent", "entropy", "importance", "utilisation",
                   "gradient", "conflict"), rows, left=(3, 4))
-    if found := measure_pieces(model, x, y):
-        rows = []
-        for layer, (block, hand) in enumerate(zip(model.transformer.h, hands)):
-            m, agency = {name: each[layer].item() for name, each in found.items()}, block.agency
-            rows.append((layer, f"{m['gate']:.3f}" + (" ", "*")[None in hand], states[agency.state[0]],
-                         "yes" if agency.consent[0] else "no", f"{m['importance']:.2e}",
-                         f"{m['utilisation']:.3f}", f"{m['gradient']:.2e}", f"{m['conflict']:+.2f}"))
-        text += "\n\n" + table((model.config.agency_scope, "gate ", "state", "consent", "importance",
-                                "utilisation", "gradient", "conflict"), rows, left=(2, 3))
-    return text + "\n* set by hand" * any(hands)
+    if pieces:
+        rows = [(row["layer"], *shown_first(row), *shown_last(row)) for row in pieces]
+        text += "\n\n" + table((scope, "gate ", "state", "consent", "importance", "utilisation", "gradient",
+                                "conflict"), rows, left=(2, 3))
+    return text + "\n* set by hand" * any(row["set_by_hand"] for row in [*heads, *pieces])
 
 
-def table_of_violations(model):
+def shown_first(row):
+    """The cells for gate, state and consent."""
+    consent = {True: "yes", False: "no"}.get(row.get("consent"), "-")
+    return f"{row['gate']:.3f}" + (" ", "*")[row["set_by_hand"]], row.get("state", "-"), consent
+
+
+def shown_last(row):
+    """The cells for importance, utilisation, gradient and conflict."""
+    return (f"{row['importance']:.2e}", f"{row['utilisation']:.3f}", f"{row['gradient']:.2e}",
+            f"{row['conflict']:+.2f}")
+
+
+def table_of_violations(violations):
     """A table of what has no consent and a gate that says that it is in use; "": there is none."""
     rows = [(v["layer"], v.get("head", v.get("scope")), v["type"], f"{v['gate']:.3f}", v["state"])
-            for v in find_violations(model)]
+            for v in violations]
     return table(("layer", "head", "without consent", "gate", "state"), rows, left=(2, 4)) if rows else ""
 
 
 def inspect(args):
     """Change a checkpoint as the arguments say; print what that costs, the heads, and what was written."""
     path, device = args.ckpt[0], pick_device(args.device)
+    out = writable(args.json) if args.json else None
     written = free_path(args.save) if args.save is not None else None
     read, loaded, data = scoring.load(path, args.split, 0, device, args.dataset)
     model = checkpoint.build(read, path, device, args.settings)
@@ -154,12 +178,12 @@ def inspect(args):
         nats, _ = scoring.score(each, data, args.split, max_tokens=args.tokens)
         return scoring.bits(nats, n_bytes)
 
-    before = bits_per_byte(loaded)
+    before, after = bits_per_byte(loaded), None
     if not math.isfinite(before):
         raise UserError(f"{path} gives {before} bits/byte on {args.split}: "
                         "its weights are damaged, or its training diverged")
-    lines = [f"{path}: {before:.4f} bits/byte on {sum(n for *_, n in cuts):,} tokens of "
-             f"{data.meta['name']}, {args.split}"]
+    scored = sum(n for *_, n in cuts)
+    lines = [f"{path}: {before:.4f} bits/byte on {scored:,} tokens of {data.meta['name']}, {args.split}"]
     if args.settings or args.prune:
         after = bits_per_byte(model)
         if not math.isfinite(after):
@@ -168,9 +192,11 @@ def inspect(args):
         lines.append(f"{', '.join(changes)}: {after:.4f} bits/byte ({after - before:+.4f})")
 
     x, y = fixed_text(data, args.split, T, min(METRIC_TOKENS, len(tokens) - 1))
-    lines += ["", table_of_heads(model, x.to(device), y.to(device))]
-    if violations := table_of_violations(model):
-        lines += ["", violations]
+    x, y = x.to(device), y.to(device)
+    heads, pieces, violations = heads_of(model, x, y), pieces_of(model, x, y), find_violations(model)
+    lines += ["", table_of_heads(heads, pieces, model.config.agency_scope)]
+    if violations:
+        lines += ["", table_of_violations(violations)]
     if written:
         save(written, model, read, data.meta, dict(ckpt=str(path), set=args.settings, prune=args.prune))
         lines += ["", str(written)]
@@ -178,6 +204,12 @@ def inspect(args):
             for head, gate in by_hand(block).items():
                 where = "its output projection" if head is not None else "its output projections"
                 lines.append(f"gate {gate:g} of {in_words(layer, head)} is in {where} there")
+    if out:
+        write_json(out, dict(ckpt=path, dataset=data.meta["name"], split=args.split, tokens=scored,
+                             set=args.settings, prune=args.prune, bpb=before, bpb_after=after,
+                             heads=heads, pieces=pieces, violations=violations,
+                             written=str(written) if written else None))
+        lines += ["", args.json]
     print("\n".join(lines))
 
 
@@ -196,6 +228,7 @@ def arguments(argv):
                                      "(default: the one trained on)")
     p.add_argument("--tokens", type=int, default=16384,
                    help="tokens to score, in evenly spaced windows; 0: all (default: 16,384)")
+    p.add_argument("--json", help="write what is printed to this file as well")
     return p.parse_args(argv)
 
 

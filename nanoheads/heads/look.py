@@ -46,7 +46,8 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from nanoheads.common import UserError, last_words, pick_device, writable, write_atomic
+from nanoheads.common import (UserError, in_float64, last_words, pick_device, writable, write_atomic,
+                              write_json)
 from nanoheads.heads.measuring import attentions
 from nanoheads.text.tokenizer import char_sizes
 from nanoheads.traces import explain
@@ -234,7 +235,7 @@ class Viewer:
         """{trace: Series} of a pass, in the order of KINDS."""
         found = {}
         for key, axes in self.axes.items():
-            x = traces[key].detach().double().cpu()
+            x = traces[key].detach().cpu().double()
             moved = [axis for axis in (axes.head, axes.token) if axis is not None]
             x = x.movedim(moved, list(range(len(moved))))
             x = x.reshape(*x.shape[:len(moved)], -1).mean(-1)
@@ -287,7 +288,7 @@ def maps_to(layers, take):
 
 def plain(values):
     """Nested lists of an array's or tensor's numbers; what is none, null."""
-    values = values.double().cpu().numpy() if torch.is_tensor(values) else values
+    values = values.cpu().double().numpy() if torch.is_tensor(values) else values
     rounded, there = np.round(values, 6), np.isfinite(values)
     return (rounded if there.all() else np.where(there, rounded, None)).tolist()
 
@@ -345,7 +346,7 @@ def look(viewer, text, name, maps=False, prompt=0, start=0, end=None, room=None)
     kept, rows, first = {}, {}, {}
 
     def take(block, p):
-        first[f"blocks.{block}.first_token"] = Series(p[..., 0].double().cpu().numpy(),
+        first[f"blocks.{block}.first_token"] = Series(p[..., 0].cpu().double().numpy(),
                                                       viewer.layers[block].all_head_ids())
         if room and room.takes(p):
             kept[block] = packed(p)
@@ -353,8 +354,9 @@ def look(viewer, text, name, maps=False, prompt=0, start=0, end=None, room=None)
             rows[block] = [[row[:t + 1] for t, row in enumerate(head)] for head in plain(p)]
 
     logits, traces = viewer.read(ids, take, maps or room)
+    logits = in_float64(logits[:-1])
     after = torch.tensor(ids[1:], dtype=torch.long, device=logits.device)
-    nats = F.cross_entropy(logits[:-1].double(), after, reduction="none").cpu().numpy()
+    nats = F.cross_entropy(logits, after, reduction="none").cpu().numpy()
     series = {"nats": Series(np.append(np.nan, nats), None), **viewer.series(traces), **first}
     tokens = [printed(piece) for piece in raw]
     line = dict(checkpoint=printable(viewer.path), set=viewer.settings, text=printable(name), first=start,
@@ -397,7 +399,7 @@ def constraint_block(viewer, traces, block, tokens, rows):
         return {name: values[i * heads:(i + 1) * heads] for i, name in enumerate(names)}
 
     found = dict(logits={name: plain(each) for name, each in logits.items()},
-                 probabilities={name: plain(each.double().sigmoid()) for name, each in logits.items()},
+                 probabilities={name: plain(in_float64(each).sigmoid()) for name, each in logits.items()},
                  head_logits=by_name(plain(of["head_scores"])), gates=by_name(plain(of["router_gates"].T)),
                  top={})
     for name, each in logits.items():
@@ -406,6 +408,39 @@ def constraint_block(viewer, traces, block, tokens, rows):
     if rows:
         found["maps"] = by_name(rows[block][viewer.layers[block].n_head:])
     return found
+
+
+# ---- means over a text ----
+
+def as_shown(values, key):
+    """A series as the page shows it: of a constraint's logits the probabilities."""
+    return 1 / (1 + np.exp(-values)) if key.split(".")[2:3] == ["constraint"] else values
+
+
+class Means:
+    """The mean of each series over the tokens of a text, window after window; tokens without one left out."""
+
+    def __init__(self):
+        self.sums, self.counts, self.heads = {}, {}, {}
+
+    def add(self, look):
+        n = len(look.line["ids"])
+        for key, each in look.series.items():
+            values = as_shown(each.values, key)
+            values = np.broadcast_to(values, (*values.shape[:-1], n))  # [.., 1]: the same for all tokens
+            there = np.isfinite(values)
+            self.sums[key] = self.sums.get(key, 0) + np.where(there, values, 0).sum(-1)
+            self.counts[key] = self.counts.get(key, 0) + there.sum(-1)
+            self.heads[key] = each.heads
+
+    def found(self):
+        """{series: mean, or {head: mean}}; None where no token has a number."""
+        found = {}
+        for key, total in self.sums.items():
+            means = plain(np.where(self.counts[key], total / np.maximum(self.counts[key], 1), np.nan))
+            heads = self.heads[key]
+            found[key] = dict(zip(map(str, heads), means)) if heads else means
+        return found
 
 
 # ---- the page ----
@@ -456,8 +491,7 @@ def for_page(looks, raw):
     firsts = np.append(0, lasts[:-1] + 1)
 
     def short(values, key):  # one for each cell, or the one there is
-        if key.split(".")[2:3] == ["constraint"]:
-            values = 1 / (1 + np.exp(-values))
+        values = as_shown(values, key)
         if values.shape[-1] > 1:
             sums = kind_of(parted(key)[1]).sums
             values = np.add.reduceat(values, firsts, -1) if sums else values[..., lasts]
@@ -598,9 +632,9 @@ def write(found, out, page_path, viewers, notes=()):
 
 
 def of_text(viewers, tokenizer, ids, name, files, maps=False, progress=False):
-    """A text in windows of block_size, the shortest of the viewers', each token once. Returns what to print.
+    """Write a text in windows of block_size, the shortest of the viewers', each token once, into paths().
 
-    files: paths().
+    Returns (what --json writes, the lines to print).
     """
     text, T = spell(tokenizer, ids), min(viewer.model.config.block_size for viewer in viewers)
     notes, room = notes_of(viewers), room_for(viewers, min(T, len(ids)))
@@ -609,11 +643,22 @@ def of_text(viewers, tokenizer, ids, name, files, maps=False, progress=False):
     if not (room or maps):
         notes.append("No attention maps: those of one block would not fit into memory.")
     starts = tqdm(range(0, len(text.ids), T), "look", disable=not progress, leave=False)
-    found = (([look(viewer, text, name, maps, start=s, end=s + T, room=room) for viewer in viewers],
-              text.raw[s:s + T]) for s in starts)
-    write(found, *files, viewers, notes)
+    means = [Means() for _ in viewers]
+
+    def windows():
+        for s in starts:
+            looks = [look(viewer, text, name, maps, start=s, end=s + T, room=room) for viewer in viewers]
+            for mean, each in zip(means, looks):
+                mean.add(each)
+            yield looks, text.raw[s:s + T]
+
+    write(windows(), *files, viewers, notes)
+    numbers = dict(text=printable(name), tokens=len(text.ids), windows=len(starts), block_size=T, notes=notes,
+                   lines=str(files[0]), page=str(files[1]),
+                   runs=[dict(ckpt=printable(viewer.path), set=viewer.settings, means=mean.found())
+                         for viewer, mean in zip(viewers, means)])
     summary = f"{name}: {len(text.ids):,} tokens in {len(starts):,} windows of {T:,}"
-    return "\n".join([summary, *notes, *map(str, files)])
+    return numbers, [summary, *notes, *map(str, files)]
 
 
 def of_samples(viewer, tokenizer, prompt, samples, files):
@@ -635,13 +680,16 @@ def of_samples(viewer, tokenizer, prompt, samples, files):
 # ---- command line ----
 
 def run(args):
-    """Look at args.text or args.start with the checkpoints args.ckpt; returns what to print. UserError."""
+    """Look at args.text or args.start with the checkpoints args.ckpt; returns of_text()'s. UserError."""
     if len(args.ckpt) > 2:
         raise UserError(f"--ckpt: one, or two side by side, not {len(args.ckpt)}")
     device, files = pick_device(args.device), paths(args.out or "look.jsonl", "--out")
     prompt, path = getattr(args, "start", None), args.text
     if prompt is None and Path(path).resolve() in files:
         raise UserError(f"--out: {path} is the text itself, and would be lost")
+    read_or_written = [*files, *([] if path is None else [Path(path).resolve()])]
+    if args.json and writable(args.json) in read_or_written:
+        raise UserError(f"--json: {args.json} is the text, the JSON lines or the page; it needs another name")
     pairs = [model_and_tokenizer(each, device, settings=args.settings) for each in args.ckpt]
     tokenizer = pairs[0][1]
     if not all(same_tokens(tokenizer, other) for _, other in pairs):
@@ -665,7 +713,11 @@ def main(argv=None):
     p.add_argument("--maps", action="store_true", help="the attention maps in the JSON lines too")
     p.add_argument("--out", help="JSON lines; a page of that name, .html, comes beside them "
                                  "(default: look.jsonl)")
+    p.add_argument("--json", help="write the mean of each series, and where the page is, to this file")
     with last_words(PROGRAM):
         args = p.parse_args(argv)
         checkpoint.allow_code(args)
-        print(run(args))
+        numbers, lines = run(args)
+        if args.json:
+            write_json(args.json, numbers)
+        print(*lines, *([args.json] if args.json else []), sep="\n")

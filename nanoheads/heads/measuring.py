@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from model import KVCache
-from nanoheads.common import UserError
+from nanoheads.common import UserError, in_float64
 from nanoheads.training.optim import precision
 
 # what measure() gives of every head
@@ -125,7 +125,7 @@ def nats_on(model, x, y, autocast=None, rows=16):
     total = 0.0
     with evaluating(model), autocast or nullcontext():
         for xs, ys in zip(x.split(rows), y.split(rows)):
-            total += model(xs, ys).loss.double().item() * len(xs)
+            total += model(xs, ys).loss.item() * len(xs)
     return total / len(x)
 
 
@@ -189,7 +189,7 @@ def measure_pieces(model, x, y, autocast=None):
         metrics["importance"].append((a["importance"] + b["importance"])[None] / 2)
         adds, onto = (((a[name] + b[name]) / 2).sqrt() for name in ("adds", "onto"))
         metrics["utilisation"].append((adds / (adds + onto).clamp_min(1e-30))[None])
-        metrics["gate"].append(block.agency.gate().detach().double())
+        metrics["gate"].append(in_float64(block.agency.gate().detach()))
         for name in metrics:
             if not metrics[name][layer].isfinite():
                 raise ValueError(f"{name} of the {block.agency.scope} of block {layer} is not finite")
@@ -208,12 +208,12 @@ def piece_metrics(block, x, y, m, found):
     y, m: what its attention and its MLP put out, before the factor; found: the gradients of y, m and
     piece_matrices().
     """
-    x, y, m, dy, dm = (t.detach().double() for t in (x, y, m, *found[:2]))
-    worth, gate = (m * dm).sum((1, 2)), block.agency.gate().detach().double()
+    x, y, m, dy, dm = (in_float64(t.detach()) for t in (x, y, m, *found[:2]))
+    worth, gate = (m * dm).sum((1, 2)), in_float64(block.agency.gate().detach())
     adds, onto = gate * m, x + y
     if block.agency.scope == "block":
         worth, adds, onto = worth + (y * dy).sum((1, 2)), adds + gate * y, x
-    return dict(slope=torch.cat([slope.double().flatten() for slope in found[2:]]),
+    return dict(slope=torch.cat([in_float64(slope).flatten() for slope in found[2:]]),
                 importance=worth.abs().mean() * len(x),  # times the sequences, as in half_metrics()
                 adds=adds.square().sum(-1).mean(), onto=onto.square().sum(-1).mean())
 
@@ -249,21 +249,21 @@ def half_metrics(model, traces, found, outputs):
             groups.append((attn.n_extra, 3, attn.constraint.c_proj))
         for n, count, out in groups:
             D = attn.head_size
-            into, away = next(slopes).double(), next(slopes).double()
+            into, away = in_float64(next(slopes)), in_float64(next(slopes))
             own = rows_of_heads(into, n, count, D)
             row["slope"].append(torch.cat((own, away.view(len(away), n, D).transpose(0, 1).flatten(1)), 1))
-            y, g = (next(each).detach().double().unflatten(-1, (n, D)) for each in (outputs, grads))
+            y, g = (in_float64(next(each).detach()).unflatten(-1, (n, D)) for each in (outputs, grads))
             # the loss is a mean over sequences: times their number, a sequence's own
             row["importance"].append((y * g).sum((1, 3)).abs().mean(0) * len(y))
-            weight = out.weight.detach().double().view(len(away), n, D)
+            weight = in_float64(out.weight.detach()).view(len(away), n, D)
             gram = torch.einsum("cnd,cne->nde", weight, weight)
             row["power"].append(torch.einsum("btnd,nde,btne->n", y, gram, y) / (y.size(0) * y.size(1)))
         row = {name: torch.cat(values) for name, values in row.items()}
         own = {key.split(".", 2)[2]: t for key, t in traces.items() if key.startswith(f"blocks.{layer}.")}
-        positions = torch.arange(T, device=row["power"].device)
-        n_keys = model.mask_of(layer).n_keys(positions).double()
+        positions = torch.arange(T, device=model.transformer.wte.weight.device)
+        n_keys = in_float64(model.mask_of(layer).n_keys(positions))
         seen = n_keys > 1  # a row of one key has no entropy to speak of
-        entropy = own["entropy"].detach().double()[..., seen] / n_keys[seen].log()
+        entropy = in_float64(own["entropy"].detach())[..., seen] / n_keys[seen].log()
         row["entropy"] = entropy.mean((0, 2))
         row["gate"] = mean_gate(attn, own)
         rows.append(row)
@@ -275,17 +275,17 @@ def mean_gate(attn, traces):
 
     Of constraint heads as published, what multiplies their values; a gate on their scores is no factor.
     """
-    gate = torch.ones(1, attn.n_total, 1, 1, dtype=torch.float64, device=attn.c_proj.weight.device)
+    gate = in_float64(attn.c_proj.weight.new_ones(1, attn.n_total, 1, 1))
     for name in GATES:
         if name in traces:
-            each = traces[name].detach().double()
+            each = in_float64(traces[name].detach())
             gate = gate * (each if each.dim() == 4 else each[None])
     if "routing_weights" in traces:
-        each = traces["routing_weights"].detach().double()
+        each = in_float64(traces["routing_weights"].detach())
         each = each if each.size(-1) == attn.n_head else each[..., attn.head_ids]
         gate = gate * F.pad(each, (0, attn.n_extra), value=1.0).transpose(1, 2)[..., None]
     if "router_gates" in traces and attn.constraint.gate != "score":
-        each = F.pad(traces["router_gates"].detach().double(), (attn.n_head, 0), value=1.0)
+        each = F.pad(in_float64(traces["router_gates"].detach()), (attn.n_head, 0), value=1.0)
         gate = gate * each.transpose(1, 2)[..., None]
     return gate.mean((0, 2, 3))
 
@@ -390,7 +390,7 @@ class Measurements:
 
     def average(self, run, found, into, spread):
         """Put {metric: [a tensor a block]}, the mean of all ranks', into the now and mean of `into`."""
-        flat = torch.cat([t.double().cpu() for values in found.values() for t in values]).tolist()
+        flat = torch.cat([t.cpu().double() for values in found.values() for t in values]).tolist()
         sizes = [len(t) for values in found.values() for t in values]
         world = run.process.world
         flat = torch.tensor(run.process.all_reduce_sum(flat), dtype=torch.float64) / world

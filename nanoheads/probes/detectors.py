@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from nanoheads.common import table
+from nanoheads.common import in_float64, table
 from nanoheads.heads.measuring import all_heads, evaluating
 from nanoheads.intervals import t_interval
 from nanoheads.probes.shared import (CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints,
@@ -43,7 +43,8 @@ PATTERNS = {"previous token": previous_token, "duplicate token": duplicate_token
 
 def share_on(maps, pattern):
     """The share of the attention of maps [..., T, T] that lies on a pattern [T, T]: float64 [...]."""
-    maps = maps.double()
+    maps = in_float64(maps)
+    pattern = pattern.to(maps.device)
     return (maps * pattern).sum((-2, -1)) / maps.sum((-2, -1))
 
 

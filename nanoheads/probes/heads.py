@@ -25,8 +25,8 @@ def head_metrics(model, data, split, cuts, progress=None):
             out = model(ids[None], targets[None], traces=True)
             grads = torch.autograd.grad(out.loss, list(gates.values()))
             rows = [out.traces[f"blocks.{i}.entropy"].detach()[0].mean(-1) for i in range(len(layers))]
-            slope.append(torch.cat(grads).abs().double().cpu())
-            entropy.append(torch.cat(rows).double().cpu())
+            slope.append(torch.cat(grads).abs().cpu().double())
+            entropy.append(torch.cat(rows).cpu().double())
             if progress is not None:
                 progress.update(1)
     return torch.stack(entropy).mean(0).numpy(), torch.stack(slope).mean(0).numpy()

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from nanoheads.common import UserError, last_words, pick_device
+from nanoheads.common import UserError, last_words, pick_device, writable, write_json
 from nanoheads.configurator import where_it_failed
 from nanoheads.probes.causality import Perturbation, apart, two_texts
 from nanoheads.probes.shared import positive
@@ -177,11 +177,16 @@ def main(argv):
     parser.add_argument("--draws", type=positive, default=3, help="random texts (default: 3)")
     parser.add_argument("--device", default="cpu", help="cpu | cuda | mps | auto (default: cpu)")
     parser.add_argument("--tolerance", type=float, help="in place of the estimated one; 0: bit for bit")
+    parser.add_argument("--json", help="write what was found to this file, a leak too")
     args = parser.parse_args(argv)
     with last_words("probe"):
+        out = writable(args.json) if args.json else None
         function, device = function_of(args.module), pick_device(args.device)
         leak, skipped, calls, most = leaks(function, args.vocab, args.length, args.batch, args.draws, device,
                                            args.tolerance)
+        if out:
+            write_json(out, dict(module=args.module, leak=leak, calls=calls, largest_difference=most,
+                                 not_tried=skipped))
         if leak:
             raise UserError(leak)
         same = "bit for bit" if most == 0 else f"to {most:.1e}"

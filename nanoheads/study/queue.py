@@ -133,7 +133,10 @@ class Processes:
         with self.lock:
             self.stopped = True
         for job in self.jobs:
-            job.send_signal(signal.SIGTERM)  # does nothing to one that has ended
+            if sys.platform == "win32":  # there a signal would end it at once; a closed pipe asks it to save
+                job.stdin.close()
+            else:
+                job.send_signal(signal.SIGTERM)  # does nothing to one that has ended
         for job in self.jobs:
             try:
                 job.wait(60)

@@ -16,9 +16,9 @@ import torch
 
 from model import GPTConfig
 from nanoheads.common import UserError, pick_device, with_names_of_today
-from nanoheads import own_mechanism
 from nanoheads.study import digest, queue, results, trial
 from nanoheads.study.variants import BOOKKEEPING
+from nanoheads.training import checkpoint
 
 TRIALS_THERE = "out/trials"  # where a run of other code is said to come from
 
@@ -128,7 +128,7 @@ def key_of(spec):
     there: a file from before there was the flag does not have it.
     """
     rest = {key: value for key, value in spec.items() if key not in ("code", "torch")}
-    flags, defaults = own_mechanism.as_it_was(spec["model"]), GPTConfig.defaults()
+    flags, defaults = checkpoint.as_it_was(spec["model"]), GPTConfig.defaults()
     rest["model"] = {name: value for name, value in flags.items()
                      if name not in defaults or value != defaults[name]}
     rest["train"] = {key: value for key, value in with_names_of_today(spec["train"]).items()

@@ -241,7 +241,10 @@ def explained(e):
 def stop_with_parent():
     """Wait until the other end of standard input is closed; then this process saves and stops."""
     os.read(0, 1)  # nothing is written there
-    os.kill(os.getpid(), signal.SIGTERM)
+    if sys.platform == "win32":  # where os.kill() asks nobody
+        signal.raise_signal(signal.SIGTERM)
+    else:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def data_of(dataset, labels=None, teacher=None, mechanism=None, rules=None):

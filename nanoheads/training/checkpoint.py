@@ -1,4 +1,9 @@
-"""Checkpoints: written whole or not at all, read without running their code, and what a run starts from."""
+"""
+Checkpoints: written whole or not at all, read without running their code, and what a run starts from.
+
+nanoheads/own_mechanism.py and nanoheads/hub/ are imported by the functions that need them: most checkpoints
+have no mechanism of one's own, and are no folders of transformers'.
+"""
 
 import json
 import math
@@ -10,7 +15,6 @@ from pathlib import Path
 import torch
 
 from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, GPTConfig
-from nanoheads import own_mechanism as own
 from nanoheads.common import UserError, fault_of_own_file, json_safe, with_names_of_today, write_atomic
 from nanoheads.configurator import UNNAMED, keys_of, nearest, parse, type_name
 from nanoheads.folders import find
@@ -79,7 +83,8 @@ def read(path, device="cpu", trust_code=False):
     if not {"config", "meta"} <= set(state) or not isinstance(state["config"], dict):
         raise UserError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
     if trust_code:
-        own.trust(state, path)
+        from nanoheads import own_mechanism
+        own_mechanism.trust(state, path)
     if state.get("train"):
         state["train"] = with_names_of_today(state["train"])
     return state
@@ -121,7 +126,11 @@ def config_of(state, path, **overrides):
 
     Its flags may need the code of a mechanism in a file of one's own: see allow_code().
     """
-    flags = own.flags_of(state, path)
+    flags = state["config"]
+    if state.get("own_mechanism") or not set(flags) <= set(GPTConfig.defaults()):
+        from nanoheads import own_mechanism
+        flags = own_mechanism.flags_of(state, path)
+    flags = as_it_was(flags)
     try:
         config = GPTConfig(**{**RECIPES["gpt2"], **flags, **overrides})
         if not {"n_layer", "n_embd"} & set(overrides):
@@ -130,6 +139,16 @@ def config_of(state, path, **overrides):
         why = fault_of_own_file(e) or " ".join(str(e).split())
         raise UserError(f"{path}: its config is impossible: {why}")
     return config
+
+
+def as_it_was(flags):
+    """A checkpoint's flags, with what was true before there was a flag for it, where that is not the default.
+
+    Variant B's head size was always floored to a multiple of 8.
+    """
+    if flags.get("constraint_variant") == "B":
+        return {"constraint_round": 8, **flags}
+    return flags
 
 
 def check_layers(state, config):
@@ -174,6 +193,7 @@ def build(state, path, device="cpu", settings=(), **overrides):
 
 def add_arguments(parser, required=True):
     """The arguments of every program that reads checkpoints."""
+    from nanoheads.own_files import add_arguments as add_arguments_of_own
     parser.add_argument("--ckpt", action="append", required=required, default=[],
                         help="a checkpoint or a run folder (its best.pt); may be repeated"
                              + ("" if required else "; default: the newest run"))
@@ -182,15 +202,17 @@ def add_arguments(parser, required=True):
                              "layer and number: gate.0.3=0, state.0.3=withdrawn, consent.0.3=False; with "
                              "agency_scope an MLP or block by its layer: state.0=withdrawn; may be repeated")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
-    own.add_arguments(parser)
+    add_arguments_of_own(parser)
 
 
 def allow_code(args, *paths):
     """Add the mechanisms in files of one's own that the command line lets run, of --ckpt or of these paths.
 
-    args: what a parser with own.add_arguments() made. Raises UserError.
+    args: what a parser with own_files.add_arguments() made. Raises UserError.
     """
-    own.add_named(args)
+    if args.mechanism:
+        from nanoheads import own_mechanism
+        own_mechanism.add_named(args)
     for path in (paths or args.ckpt) if args.trust_code else ():
         read(path, trust_code=True)
 
@@ -279,8 +301,10 @@ def asked_for(model_config, config):
     defaults = {**GPTConfig().flags(), **asdict(type(config)())}
     asked = {key: value for key, value in {**model_config.flags(), **asdict(config)}.items()
              if key not in UNNAMED and (key not in defaults or value != defaults[key])}
-    if mine := own.record(model_config):
-        asked["own_mechanism"] = [f"{each['file']} {each['digest']}" for each in mine]
+    if model_config.own:
+        from nanoheads import own_mechanism
+        if mine := own_mechanism.record(model_config):
+            asked["own_mechanism"] = [f"{each['file']} {each['digest']}" for each in mine]
     return json.loads(json.dumps(json_safe(asked)))  # as it will be read
 
 
@@ -317,7 +341,8 @@ def saves_in(config):
 
 def needs_code_of_own(path):
     """Whether the checkpoint of a run needs code of one's own that was not added. UserError."""
-    return own.needs_code(read(path), path)
+    from nanoheads import own_mechanism
+    return own_mechanism.needs_code(read(path), path)
 
 
 def trust_what_it_starts_from(config):

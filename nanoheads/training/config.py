@@ -9,7 +9,6 @@ from nanoheads.common import UserError, gib, memory_of_machine
 from nanoheads.configurator import text_problems
 from nanoheads.mechanism import flag, range_problems
 from nanoheads.text.dataset import Dataset
-from nanoheads.text.targets import Targets
 from nanoheads.training.optim import CUDA_GRAPHS, of_mechanisms
 
 # What an optimizer means for keys left at None. Muon's were tuned on Shakespeare's characters (docs/log.md).
@@ -97,7 +96,7 @@ class TrainConfig(ControllerConfig):
     device: str = "auto"                 # auto: cuda, mps or cpu, whichever is there first
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
                                          # auto: bfloat16 (or float16) on cuda, else float32
-    compile: Optional[bool] = None       # torch.compile; None: on cuda only
+    compile: Optional[bool] = None       # torch.compile; None: on cuda, but not on Windows
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
                                          # torch.compile's own; the latter two replay CUDA graphs, which pays
                                          # where a GPU computes faster than kernels are launched
@@ -241,6 +240,7 @@ def conflicts(model_config, config):
     try:
         dataset = Dataset(config.dataset)
         if config.labels and model_config.constraint_names:
+            from nanoheads.text.targets import Targets  # only here: most runs have no labels
             Targets(dataset, config.labels, model_config.constraint_names)
     except UserError as e:
         return bad + [str(e)]

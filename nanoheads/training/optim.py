@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+import sys
 import zlib
 from contextlib import nullcontext
 
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from model import A2CValue, UNetSkip
+from nanoheads.common import UserError
+from nanoheads.kernels import NO_TRITON
 from nanoheads.mechanism import Mechanism
 
 # The first four quintics of Polar Express (Amsel et al. 2025, arXiv 2505.16932), as (a, b, c) of
@@ -263,9 +266,57 @@ def precision(dtype, kind):
     return dtype, torch.autocast(kind, getattr(torch, dtype)) if dtype != "float32" else nullcontext()
 
 
+def check_precision(dtype, device):
+    """UserError where a Mac's GPU cannot train in a dtype: that depends on the GPU, macOS and PyTorch."""
+    if dtype == "float32" or torch.device(device).type != "mps":
+        return
+    try:
+        a = torch.ones(8, 8, device=device, dtype=getattr(torch, dtype))
+        works = (a @ a).float().eq(8).all().item()
+        if dtype == "float16":
+            works = works and scaler_gives_back(device)
+        why = "its numbers are wrong"
+    except (RuntimeError, TypeError) as e:
+        works, why = False, str(e).splitlines()[0][:120]
+    if not works:
+        raise UserError(f"dtype={dtype} does not work on this device, {device} ({why}): use --dtype=float32")
+
+
+def scaler_gives_back(device):
+    """Whether a gradient of 1 is 1 again after float16's scaling of the loss."""
+    weight = torch.zeros(8, device=device, requires_grad=True)
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), torch.amp.GradScaler(torch.device(device).type)
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    return weight.grad.eq(1).all().item()
+
+
 def compiles(config, process):
-    """Whether a run's model is compiled."""
-    return process.kind == "cuda" if config.compile is None else config.compile
+    """Whether a run's model is compiled: where the flag is not set, on CUDA outside Windows."""
+    if config.compile is None:
+        return process.kind == "cuda" and sys.platform != "win32"
+    return config.compile
+
+
+def check_compile(config, kind):
+    """UserError where torch.compile is asked for and has no Triton to compile with for a GPU on Windows."""
+    if config.compile and kind == "cuda" and NO_TRITON:
+        raise UserError("compile=True compiles for a GPU with Triton, which PyTorch for Windows does not "
+                        "bring: pip install triton-windows, or --compile=False")
+
+
+def note_on_compile(config, kind):
+    """Why a GPU's run is not compiled where nobody said so, in a line; None: it is, or there is no GPU."""
+    if config.compile is not None:
+        return None
+    if kind == "mps":
+        return ("torch.compile is off on a Mac's GPU, where PyTorch calls it a prototype; "
+                "--compile=True tries it")
+    if kind == "cuda" and NO_TRITON:
+        return ("torch.compile and FlexAttention's kernels are off: PyTorch for Windows brings no Triton "
+                "(pip install triton-windows)")
+    if kind == "cuda" and sys.platform == "win32":
+        return "torch.compile is off on Windows; --compile=True compiles with the Triton that is installed"
 
 
 def seed_step(kind, *key):

@@ -68,16 +68,34 @@ def join_ranks(name):
     if "RANK" not in os.environ:
         return Process(device)
     local = int(os.environ.get("LOCAL_RANK", 0))
-    if device.startswith("cuda:"):
-        raise UserError(f"device={device} under torchrun would put every process on one GPU; say device=cuda")
-    if device == "mps" or device == "cuda" and local >= torch.cuda.device_count():
-        raise UserError(f"torchrun started more processes than there are GPUs ({torch.cuda.device_count()}): "
-                        "fewer, or --device=cpu")
+    if problem := problem_of_ranks(device, local):
+        raise UserError(problem)
     if device == "cuda":
         device = f"cuda:{local}"
         torch.cuda.set_device(device)
     dist.init_process_group(dist.get_default_backend_for_device(device))
     return Process(device, dist.get_rank(), dist.get_world_size())
+
+
+def problem_of_ranks(device, local):
+    """What keeps torchrun's processes from working together on a device, in a line; None: nothing does.
+
+    local: this one's number on its machine.
+    """
+    if not dist.is_available():
+        return ("torchrun needs torch.distributed, which this build of PyTorch does not have: start one "
+                "process")
+    if device.startswith("cuda:"):
+        return f"device={device} under torchrun would put every process on one GPU; say device=cuda"
+    if device == "mps":
+        return ("device=mps under torchrun would put every process on the Mac's one GPU: start one process, "
+                "or --device=cpu")
+    if device == "cuda" and local >= torch.cuda.device_count():
+        return (f"torchrun started more processes than there are GPUs ({torch.cuda.device_count()}): fewer, "
+                "or --device=cpu")
+    if device == "cuda" and not dist.is_nccl_available():
+        return ("device=cuda under torchrun needs NCCL, which this build of PyTorch does not have (none for "
+                "Windows has it): start one process, or --device=cpu")
 
 
 class StopSignal:

@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from nanoheads.common import UserError
 from nanoheads.text.dataset import Dataset
-from nanoheads.traces import critic_summary, summaries
 from nanoheads.training import checkpoint
 
 
@@ -332,6 +331,7 @@ def of_critic(model, data, split):
     """
     if not hasattr(model, "value"):
         return {}
+    from nanoheads.traces import critic_summary  # only here: most models have no critic
     was_training, found = model.training, []
     model.eval()
     for ids in some_windows(model, data, split, CRITICISED):
@@ -350,6 +350,7 @@ def routing_of(model, data, split):
     """[what the router of a block does, with `block`] as in traces.routing_summary(); []: none acts."""
     if not model.config.routing:
         return []
+    from nanoheads.traces import summaries  # only here: most models have no router
     found = {}
     for ids in some_windows(model, data, split, ROUTED):
         for key, value in model(ids[:, :-1], traces=True).traces.items():

@@ -1,6 +1,7 @@
-"""Who may import whom: libraries import no program, and text/ does not know the model."""
+"""Who may import whom: libraries import no program, text/ does not know the model, nothing runs back up."""
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -69,3 +70,110 @@ def test_every_slow_test_is_there():
         if path is None or f"def {name}(" not in path.read_text(encoding="utf-8"):
             gone.append(line)
     assert gone == []
+
+
+# ---- the map in README.md ----
+
+BESIDE_MODEL = {"own_mechanism", "own_files"}  # files of nanoheads/ that know the model
+
+
+def part_of(name):
+    """The part of the project that a module is in, as README.md's map calls it; None: it is none of ours."""
+    first, *rest = name.split(".")
+    if first != "nanoheads":
+        return f"{first}.py" if (ROOT / f"{first}.py").is_file() else None
+    if rest and (ROOT / "nanoheads" / rest[0]).is_dir():
+        return f"{rest[0]}/"
+    if rest and rest[0] in BESIDE_MODEL:
+        return "own_mechanism.py"
+    return "nanoheads/*.py" if rest and (ROOT / "nanoheads" / f"{rest[0]}.py").is_file() else None
+
+
+def imports_by_part():
+    """{part: {part that it imports: whether only inside functions}}."""
+    found = {}
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py"), *ROOT.glob("data/**/*.py")]:
+        place = path.relative_to(ROOT).with_suffix("").parts
+        part = "data/" if place[0] == "data" else part_of(".".join(place))
+        if part is None:
+            continue  # an empty __init__.py
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        inside = {node for function in functions for node in ast.walk(function)}
+        row = found.setdefault(part, {})
+        for node in ast.walk(tree):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for other in {part_of(name) for name in names} - {None, part}:
+                row[other] = row.get(other, True) and node in inside
+    return found
+
+
+def parts_on_the_map():
+    """{part: {part that it imports: whether a * follows it}} of README.md's map, in its order."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    block, = re.findall(r"\*\*Who imports whom.*?^```\n(.*?)^```$", text, re.M | re.S)
+    found = {}
+    for row in block.splitlines():
+        part, _, others = row.partition("->")
+        found[part.strip()] = {other.removesuffix("*"): other.endswith("*") for other in others.split()}
+    return found
+
+
+def test_the_map_names_who_imports_whom():
+    assert parts_on_the_map() == imports_by_part()
+
+
+def upward(order, imports):
+    """The imports {part: parts} that lead up in this order of parts."""
+    return [f"{part} -> {other}" for part, others in imports.items() for other in others
+            if order.index(other) < order.index(part)]
+
+
+def test_no_part_imports_one_that_stands_above_it():
+    assert upward(list(parts_on_the_map()), imports_by_part()) == []
+
+
+def test_an_import_that_leads_up_is_found():
+    order = list(parts_on_the_map())
+    assert upward(order, {"training/": ["hub/", "study/"], "study/": ["train.py"]}) == ["training/ -> study/"]
+    for part in ("compare.py", "study/", "probes/", "heads/"):
+        assert upward(order, {"training/": [part]})
+
+
+LOADED = {  # by `import train` -> why every run needs it
+    "train": "the run itself",
+    "model": "the GPT and its mechanisms",
+    "nanoheads.mechanism": "what a mechanism is, which model.py extends",
+    "nanoheads.rivals": "the literature's mechanisms, whose flags are among GPTConfig's",
+    "nanoheads.kernels": "attention and the loss",
+    "nanoheads.cpu": "what these compute in another way on a CPU",
+    "nanoheads.logits": "losses and sampling from logits",
+    "nanoheads.common": "errors in one line, whole files, devices",
+    "nanoheads.threads": "must set how threads wait before torch is loaded",
+    "nanoheads.configurator": "reads the command line and config files",
+    "nanoheads.other_names": "nanoGPT's names of keys, which any command line may have",
+    "nanoheads.folders": "the name of a run's folder",
+    "nanoheads.locks": "one writer for each folder",
+    "nanoheads.timing": "mfu, in each row of a GPU's log",
+    "nanoheads.text.dataset": "batches",
+    "nanoheads.text.tokenizer": "bytes of a token, for bits per byte",
+    "nanoheads.text.checksums": "each split is compared with its checksum before it is read",
+    "nanoheads.training.config": "the keys of training",
+    "nanoheads.training.checkpoint": "what a run starts from, and its saves",
+    "nanoheads.training.optim": "AdamW, Muon, precision",
+    "nanoheads.training.ranks": "the process, its device, signals",
+    "nanoheads.training.runlog": "config.json and log.jsonl",
+    "nanoheads.training.scoring": "evaluation",
+}
+
+
+def test_train_loads_only_what_every_run_needs():
+    code = ("import sys, train\n"
+            "print(*[name for name, module in sys.modules.items() if name.split('.')[0] in "
+            "('nanoheads', 'model', 'train', 'config') and not hasattr(module, '__path__')])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert set(done.stdout.split()) == LOADED.keys(), done.stderr

@@ -1,5 +1,6 @@
 """Heads changed by hand: what is printed is what evaluate.py says, and what is saved has the same logits."""
 import copy
+import json
 import subprocess
 import sys
 from dataclasses import asdict
@@ -110,6 +111,45 @@ def test_bits_of_characters_are_per_byte_of_the_slice(tmp_path, inspect):
 def test_a_change_that_breaks_the_model_is_named(ckpt, refusal):
     assert "the change makes nan bits/byte" in refusal([f"--ckpt={ckpt(PLAIN)}", "--device=cpu",
                                                         "--set=gate.0.1=1e38"])
+
+
+# ---- for a program to read ----
+
+def strict(path):
+    """What a JSON file holds, which must have no NaN and no infinities."""
+    return json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{path} has {word}"))
+
+
+def test_json_has_what_is_printed(ckpt, inspect, tmp_path):
+    path, out = ckpt(ALL), tmp_path / "found.json"
+    changes = ["gate.0.1=0", "state.1.1=withdrawn", "consent.1.1=False", "gate.1.1=0.5"]
+    text = inspect(path, *changes, "--prune=0.2", f"--json={out}")
+    lines, found = text.splitlines(), strict(out)
+    assert lines[-1] == str(out)
+    assert lines[0].startswith(f"{found['ckpt']}: {found['bpb']:.4f} bits/byte on {found['tokens']:,} tokens")
+    assert f": {found['bpb_after']:.4f} bits/byte (" in lines[1]
+    assert found["set"] == changes and found["prune"] == ["0.2"] and found["split"] == "val"
+    shown = table_of(text)
+    assert shown.keys() == {(str(row["layer"]), str(row["head"])) for row in found["heads"]}
+    for row in found["heads"]:
+        cells = shown[str(row["layer"]), str(row["head"])]
+        assert cells[2:5] == [f"{row['gate']:.3f}" + "*" * row["set_by_hand"], row["state"],
+                              "yes" if row["consent"] else "no"]
+        assert cells[5:] == [f"{row['entropy']:.3f}", f"{row['importance']:.2e}", f"{row['utilisation']:.3f}",
+                             f"{row['gradient']:.2e}", f"{row['conflict']:+.2f}"]
+    assert found["violations"] == [dict(layer=1, head=1, type="forced", gate=0.5, state="withdrawn")]
+    assert found["written"] is None and found["pieces"] == []
+
+
+def test_json_without_a_change_has_one_score_and_a_state_for_each_piece(ckpt, inspect, tmp_path):
+    out = tmp_path / "found.json"
+    inspect(ckpt(dict(agency=True, agency_scope="mlp")), f"--json={out}", f"--save={tmp_path / 'saved'}")
+    found = strict(out)
+    assert found["bpb"] > 0 and found["bpb_after"] is None
+    assert found["written"] == str(tmp_path / "saved" / "best.pt")
+    assert [(row["layer"], row["state"], row["consent"]) for row in found["pieces"]] == [
+        (0, "active", True), (1, "active", True)]
+    assert "state" not in found["heads"][0]
 
 
 # ---- consent ----
@@ -261,7 +301,7 @@ def test_a_layer_may_lose_all_its_heads(ckpt, inspect, tmp_path, flags):
     (["--prune", "0.0", "0.9"], "--prune: block 0 has no head 9; it has 0, 1, 2"),
     (["--prune", "5.0"], "--prune: there is no block 5; they go from 0 to 1"),
     (["--prune", "1.3"], "--prune: 1.3 is a constraint head, which stays for its scores; --set gate.1.3=0"),
-    (["--save=/proc/none/x"], "/proc/none")])
+    (["--save=/proc/none/x"], "/proc/none"), (["--json=no/such/file.json"], "--json: cannot write into")])
 def test_a_wrong_argument_is_one_line(ckpt, refusal, args, words):
     assert words in refusal([f"--ckpt={ckpt(ALL)}", "--device=cpu", *args])
 

@@ -169,6 +169,40 @@ def test_a_file_is_read_once_from_end_to_end(make, tmp_path, capsys):
     assert all(sum(row) == pytest.approx(1, abs=1e-4) for row in maps)
 
 
+def test_json_has_the_mean_of_each_series_and_the_page(make, tmp_path, capsys):
+    paths, raw = [make(), make(name="b.pt", sentinel="sigmoid")], random_text(2 * T + 5)
+    (tmp_path / "t.txt").write_bytes(raw)
+    out, found = tmp_path / "o.jsonl", tmp_path / "found.json"
+    look.main(["--ckpt", paths[0], "--ckpt", paths[1], "--text", str(tmp_path / "t.txt"), "--out", str(out),
+               "--json", str(found)])
+    assert capsys.readouterr().out.splitlines()[-1] == str(found)
+    found = json.loads(found.read_text(), parse_constant=lambda word: pytest.fail(word))
+    assert (found["text"], found["tokens"], found["windows"]) == (str(tmp_path / "t.txt"), 37, 3)
+    assert (found["lines"], found["page"]) == (str(out), str(out.with_suffix(".html")))
+    assert [run["ckpt"] for run in found["runs"]] == paths
+    for number, run in enumerate(found["runs"]):
+        lines, means = lines_of(out)[number::2], run["means"]
+        nats = [each for line in lines for each in line["nats"] if each is not None]
+        assert len(nats) == 34 and means["nats"] == pytest.approx(np.mean(nats), abs=1e-5)
+        of_constraints = {key for key in means if look.of_constraints(key)}
+        assert of_constraints and means.keys() == {"nats", *lines[0]["series"]} | of_constraints
+        for key, heads in lines[0]["heads"].items():
+            for row, head in enumerate(heads):  # a gate has one number for all the tokens of a line
+                values = [line["series"][key][row] for line in lines]
+                values = [v if len(v) > 1 else v * len(line["ids"]) for v, line in zip(values, lines)]
+                assert means[key][str(head)] == pytest.approx(np.mean(sum(values, [])), abs=1e-5)
+        scores = [each for line in lines for each in line["blocks"]["0"]["probabilities"]["fair"]]
+        assert means["blocks.0.constraint.fair"] == pytest.approx(np.mean(scores), abs=1e-5)
+    assert "blocks.0.gate" in found["runs"][1]["means"]
+
+
+def test_json_of_one_token_has_no_mean_of_what_no_token_has(make, tmp_path, capsys):
+    found = tmp_path / "found.json"
+    look.main(["--ckpt", make(), "--start", "a", "--out", str(tmp_path / "o.jsonl"), "--json", str(found)])
+    found = json.loads(found.read_text(), parse_constant=lambda word: pytest.fail(word))
+    assert found["tokens"] == 1 and found["runs"][0]["means"]["nats"] is None
+
+
 def test_heads_that_no_label_trained_say_so(make, tmp_path, capsys):
     """On the page, in the terminal, and under a sample; once a label has moved a score, nowhere."""
     (tmp_path / "t.txt").write_bytes(random_text(T))
@@ -551,6 +585,9 @@ def files(tmp_path, monkeypatch, make):
     (["--ckpt", "a.pt", "--ckpt", "bytes.pt"], "a.pt and bytes.pt have different vocabularies"),
     (["--text", "t.txt", "--out", "t.txt"], "--out: t.txt is the text itself, and would be lost"),
     (["--text", "t.html", "--out", "t.jsonl"], "--out: t.html is the text itself, and would be lost"),
+    (["--json", "look.html"], "--json: look.html is the text, the JSON lines or the page"),
+    (["--json", "t.txt"], "--json: t.txt is the text, the JSON lines or the page"),
+    (["--json", "no/such.json"], "--json: cannot write into"),
 ])
 def test_bad_input_is_one_clear_line(files, refusal, args, line):
     before = set(files.iterdir())

@@ -318,7 +318,8 @@ def test_runs_of_variant_b_on_file_are_read_with_their_rounded_size(file, size):
                 continue
             found += 1
             with torch.device("meta"):
-                model = GPT(GPTConfig(**own_mechanism.flags_of(dict(config=run["spec"]["model"]), path)))
+                flags = own_mechanism.flags_of(dict(config=run["spec"]["model"]), path)
+                model = GPT(GPTConfig(**checkpoint.as_it_was(flags)))
             assert model.transformer.h[1].attn.head_size == size
             assert (model.num_params(), model.flops_per_token()) == (run["params"], run["flops_per_token"])
     assert found

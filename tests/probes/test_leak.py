@@ -1,5 +1,6 @@
 """The leak probe: functions that leak at a known place are found there, a causal one passes."""
 
+import json
 import subprocess
 import sys
 
@@ -216,6 +217,17 @@ def test_the_command_exits_with_the_place_or_0(file, capsys):
     done = subprocess.run([sys.executable, "probe.py", "leak", "--module", f"{file}:late", "--vocab", "37"],
                           cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "probe: position 17 changes with the token at 23\n"
+
+
+def test_json_names_the_leak_or_null(file, tmp_path, capsys):
+    out = tmp_path / "found.json"
+    main(["leak", "--module", f"{file}:causal", "--vocab=37", "--batch=1", f"--json={out}"])
+    found = json.loads(out.read_text())
+    assert found["leak"] is None and found["calls"] > 3 and list(found["not_tried"]) == ["rows"]
+    with pytest.raises(SystemExit):
+        main(["leak", "--module", f"{file}:late", "--vocab=37", f"--json={out}"])
+    found = json.loads(out.read_text())
+    assert found["leak"] == "position 17 changes with the token at 23" and found["module"] == f"{file}:late"
 
 
 @pytest.mark.parametrize("name, words", [

@@ -1,20 +1,33 @@
 """What a program writes for another program to read, with --json, and for TensorBoard."""
 
 import json
+from importlib import import_module
 
 import pytest
 
 import export_hf
 import plot_curves
+import probe
 import sample
 import train
 from conftest import TINY
+from helpers import ROOT
+
+PROGRAMS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem not in ("model", "probe"))
 
 
 @pytest.fixture
 def read(tmp_path):
     """read(name) -> what that file holds."""
     return lambda name: json.loads((tmp_path / name).read_text())
+
+
+@pytest.mark.parametrize("command", [*PROGRAMS, *(f"probe {word}" for word in probe.PROBES)])
+def test_every_program_and_probe_has_the_flag(command, capsys):
+    program, *words = command.replace("constraints", "constraints score").split()
+    with pytest.raises(SystemExit) as e:
+        import_module(program).main([*words, "--help"])
+    assert not e.value.code and "--json" in capsys.readouterr().out
 
 
 def test_a_run_writes_its_result(args, rows, read, tmp_path, capsys):

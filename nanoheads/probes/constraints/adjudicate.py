@@ -73,7 +73,7 @@ def passage_features(ckpt, setup, args, cuts, length):
     for part, (starts, _) in zip(setup.parts, cuts):
         windows = (starts[:, None] + np.arange(0, length, T)).ravel()
         for name, each in outputs(ckpt, setup, part.split, windows, T, takers).items():
-            each = each.double().numpy().reshape(len(starts), -1, each.size(-1))
+            each = each.cpu().double().numpy().reshape(len(starts), -1, each.size(-1))
             found.setdefault(name, []).append(each.mean(1) if name.startswith(STATE) else aggregated(each))
     return found
 

@@ -40,7 +40,7 @@ def scores_without(model, ids, removed):
     found, rows = [], max(1, (1 << 24) // len(ids) ** 2)  # the masks are sets x T x T
     for sets in torch.from_numpy(removed).split(rows):
         with without_keys(model, sets.to(ids.device)):
-            found.append(read(model, ids.expand(len(sets), -1), [])[1].double().cpu())
+            found.append(read(model, ids.expand(len(sets), -1), [])[1].cpu().double())
     return torch.cat(found).numpy()
 
 

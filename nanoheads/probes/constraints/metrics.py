@@ -21,7 +21,7 @@ DRAWS = 1000  # of documents, for an interval
 
 
 def sigmoid(logits):
-    return torch.as_tensor(logits).double().sigmoid().numpy()
+    return torch.as_tensor(logits).cpu().double().sigmoid().numpy()
 
 
 def bins(y, p):

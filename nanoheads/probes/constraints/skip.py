@@ -9,7 +9,7 @@ import copy
 import numpy as np
 import torch
 
-from nanoheads.common import UserError, table
+from nanoheads.common import UserError, in_float64, table
 from nanoheads.heads.measuring import attentions
 from nanoheads.probes.constraints.setup import Part, numbers_of_setup, open_setup, starts_of
 from nanoheads.timing import take_turns, time_rows
@@ -30,7 +30,7 @@ def closed_shares(model, ids, below):
     """(share of windows x heads, of tokens x heads) with gates below a threshold, of ids [B, T]."""
     traces = model(ids, traces=True).traces
     low = torch.cat([each for key, each in traces.items() if key.endswith("router_gates")], -1) < below
-    return low.all(1).double().mean().item(), low.double().mean().item()
+    return in_float64(low.all(1)).mean().item(), in_float64(low).mean().item()
 
 
 def probe(args):
