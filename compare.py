@@ -66,7 +66,7 @@ def extend_grid(tried, tuned):
 
 
 def scale_of(config):
-    """The name of the plain GPT that a study begins with, behind its own in out/<study>-<scale>."""
+    """What <scale> is in out/<study>-<scale>: the plain GPT's config, and its size where one is set."""
     scale = Path(config.base).stem if config.base else config.scale
     return f"{scale}-{config.size}" if config.size else scale
 
@@ -95,8 +95,10 @@ class Study:
         self.compared = {PLAIN: self.builder.plain}  # all that are judged: variants, budgets, baselines
         self.runs = Runs(config, self.builder.data, trials, reuse)
         self.pairs = []      # (variant, baseline, what is equal beside the hyperparameters)
-        self.wider = {}      # variant that meets a plain GPT of its parameters anyway: MLP width or None
-        self.tuned_on = None  # the text that gave all their best rates, where it is another
+        # {variant: MLP width of the plain GPT of its parameters, None: not made yet} of those that are
+        # compared with one even if they do not seem better here, since they do on another text
+        self.wider = {}
+        self.tuned_on = None  # the text on which the best rates were found, where it is not this study's
         self.screened = None  # what results.json.gz holds of the first stage
         self.tuned = {}      # variant: {group: {factor: bits/byte on validation}}
         self.candidates = {}  # variant: [{rates, as factors, and bits/byte on validation of each seed}]
@@ -168,7 +170,7 @@ class Study:
         self.runs.execute(folders, place)
 
     def seem_better(self):
-        """The variants whose interval lies below the plain GPT, by what is done."""
+        """The variants whose interval lies below the plain GPT, by the runs that are done."""
         c = self.config
         return effects.seem_better([self.runs.scores("judge")], self.pairs, c.alpha, c.margin)
 
@@ -200,9 +202,10 @@ class Study:
     def tune(self, chosen, place):
         """Give the plain GPT and the chosen their own best rates before they are judged: a grid.
 
-        Seeds of the first stage, whole runs, validation. Each of RATES by itself, one seed, by factors of 2,
-        further while the best lies at an end, twice at most; then the best of all together. Without variants
-        this is the search for the plain GPT's rates.
+        Runs have the full number of steps and seeds of the first stage, and are scored on validation. First
+        each group of RATES is moved by itself, with one seed, by factors of 0.5, 1 and 2. Where the best is
+        the smallest or the largest factor tried, the next one beyond it is tried too, twice at most. Then
+        take_best_rates() decides. Without variants this is the search for the plain GPT's rates.
         """
         variants = [self.builder.plain, *(self.variants[name] for name in chosen)]
         groups, seed = {variant.name: variant.groups() for variant in variants}, self.config.screen_seeds[:1]
@@ -229,10 +232,11 @@ class Study:
         self.take_best_rates(variants, place)
 
     def take_best_rates(self, variants, place):
-        """Of each variant the rates as they are, the best of one group, or of all: by all first-stage seeds.
+        """Decide on each variant's rates, by runs with all seeds of the first stage.
 
-        One seed's best of six is luck in part, and what is good by itself may be bad together: the plain
-        GPT's best two were.
+        The candidates: the rates as they are; for each group, its best factor alone; the best factors of all
+        groups together. One seed's best of six is luck in part, and what is good by itself may be bad
+        together: the plain GPT's best two were.
         """
         tried, seeds = {}, self.config.screen_seeds
         for variant in variants:

@@ -7,8 +7,13 @@ flags. A block computes this, and a mechanism changes it in the hooks that are n
                                   # before_attention (A2C and roles change q, k; constraint heads are added)
     y       = attend(q, k, v)     # causal and fused, no T x T matrix is stored; CausalMask says who sees whom
                                   # after_softmax (a second attention map), after_attention (ACAG, head norm)
-    y       = y * gates           # a factor for each head and token: sentinel, agency, routing, ACAG, sink
+    y       = y * gates           # factors for each head and token, which hooks have added: see below
     x       = x + merge(y)        # the heads side by side, projected out
+
+No hook sees the logits or the weights of attention, which fused kernels do not store: after_softmax acts on
+y, right after the kernel. A gate has no hook of its own. One that depends on no token is what static_gate()
+returns (sentinel, agency). One that needs the layer's input alone is added in before_attention (routing,
+output gate), and one that needs y or statistics of the attention rows in after_attention (ACAG, sink).
 
 A mechanism that is turned off leaves no parameter, no buffer and no computation. Everything about one is in
 its class: flags (Options), modes, formula, checks. What a class inherits, and what each attribute such as
@@ -185,6 +190,7 @@ class Heads:
 
     def of_layer(self, x):
         """A copy for one layer, whose normed input is x [B, T, C]."""
+        # not replace(), which would give every layer the same dicts of gates, losses and traces
         return Heads(self.rope, self.cache, self.mask, self.mask_mod, self.positions, self.n_keys, self.valid,
                      self.hint, self.shared, self.tokens, self.wants_losses, self.wants_scores,
                      self.wants_traces, x)
@@ -205,7 +211,10 @@ class Heads:
         return bool(self.open_rows) and not any(map(len, self.open_rows))
 
     def add_gate(self, name, gate):
-        """Multiply y by a gate, broadcasting over [B, H, T, D], and trace it."""
+        """Multiply y by a gate, broadcasting over [B, H, T, D], and trace it.
+
+        Routing and constraint heads trace more than the gate, so they write into `gates` themselves.
+        """
         self.gates[name] = gate
         if self.wants_traces:
             self.traces[name] = gate
@@ -239,7 +248,7 @@ class AttentionCore(nn.Module):
             self.register_module(cls.name, cls(config, self) if cls.on(config, self.layer) else None)
         self.register_buffer("gate_override", None, persistent=False)  # gates set by hand, [H], NaN: not set
         readers = [m for m in self.mechanisms() if m.needs_row_stats]
-        # "shape" holds all that "lse" does, and comes after it in the alphabet
+        # max() takes "shape", which comes after "lse" in the alphabet and holds all that it does
         self.needs_row_stats = max((m.needs_row_stats for m in readers), default=None)
         self.detach_row_stats = all(m.detach for m in readers)
 
@@ -622,7 +631,8 @@ class GPT(HeadControl, nn.Module):
 
         Losses are summed over blocks, {name: sum}; predictions and traces are {"blocks.<i>.<name>": tensor}.
         cache: a KVCache of the tokens before idx. pad [B]: the column at which each row's text begins.
-        wanted: the fields of Heads that say what is asked for, wants_losses and the like, and hint.
+        wanted: the fields of Heads that say what is asked for, wants_losses and the like, and hint. Here
+        tokens and shared join them, and make_heads() adds the rest of the first half.
         """
         c, N = self.config, self.config.n_layer
         B, T = idx.shape

@@ -523,7 +523,7 @@ def train(model_config, config, given=()):
 
 
 def train_alone(model_config, config, given, process):
-    """train(), as the one process, or the ranks of the one run, that writes into out_dir."""
+    """What train() does once no other run can write into out_dir; each rank of this run calls it."""
     # the model and how far it is: new, from another checkpoint, or where this run was left
     saves, dataset = checkpoint.saves_in(config), Dataset(config.dataset)
     asked = checkpoint.asked_for(model_config, config)
@@ -649,7 +649,7 @@ def open_folder(run, saves, closing):
     """
     config, process = run.config, run.process
     run.out_dir.mkdir(parents=True, exist_ok=True)
-    own.held(run.model.config, run.out_dir)  # copies the files of one's own mechanisms there
+    own.held(run.model.config, run.out_dir)  # copies the files of one's own mechanisms into the folder
     for name in saves if config.overwrite else ():
         (run.out_dir / name).unlink()
     device = torch.cuda.get_device_name(process.device) if process.kind == "cuda" else process.kind

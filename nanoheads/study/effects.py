@@ -196,7 +196,9 @@ def as_compute(curve, scores, row, variants, alpha):
     if curve is None:
         return {}
     variant, plain = variants[row["variant"]], variants["plain"]
-    name = "plain" if row["se"] == 0 else row["variant"]  # identical: the plain GPT, which has more seeds
+    # a variant with the very scores of the plain GPT has no error: its place is taken by the plain GPT, which
+    # has more seeds
+    name = "plain" if row["se"] == 0 else row["variant"]
     own = parts_of([each.get(name, {}) for each in scores], 1)
     time = variant["time_ratio"]
     return dict(worth=worth(curve, own, alpha),
@@ -371,7 +373,7 @@ def over_texts(texts):
 
 
 def reused_in(studies):
-    """The rows of reuse.counted() of several studies together: how many runs came from each source."""
+    """The rows of Runs.reused() of several studies together: how many runs came from each source."""
     found = {}
     for row in (row for study in studies for row in study.get("reused") or ()):
         total = found.setdefault(row["from"], {"from": row["from"], "runs": 0, "other_code": 0, "of": []})
