@@ -211,15 +211,15 @@ class Study:
         groups, seed = {variant.name: variant.groups() for variant in variants}, self.config.screen_seeds[:1]
         tried = {name: {group: {0.5, 1.0, 2.0} for group in own} for name, own in groups.items()}
         for _ in range(3):
-            of = {}
+            folder_at = {}
             for variant in variants:
                 name = variant.name
                 for group, factor in ((g, f) for g in groups[name] for f in sorted(tried[name][g])):
                     changed = variant.at_rates({group: factor}, f"{name}, {group} x {factor:g}")
-                    of[name, group, factor], = self.runs.plan("tune", [changed], seed, "val")
-            folders = list(dict.fromkeys(of.values()))
+                    folder_at[name, group, factor], = self.runs.plan("tune", [changed], seed, "val")
+            folders = list(dict.fromkeys(folder_at.values()))
             self.runs.execute(folders, place, "learning rates")
-            found = {key: result["bpb"] for key, folder in of.items()
+            found = {key: result["bpb"] for key, folder in folder_at.items()
                      if (result := self.runs.result(folder))}
             self.tuned = {}
             for (name, group, factor), bpb in found.items():
@@ -243,8 +243,9 @@ class Study:
             best = {group: min(scores, key=scores.get)
                     for group, scores in self.tuned.get(variant.name, {}).items()}
             moved = {group: factor for group, factor in best.items() if factor != 1}
-            alone = [{group: factor} for group, factor in moved.items()]
-            tried[variant.name] = [{}, *alone, *[moved] * (len(moved) > 1)]
+            tried[variant.name] = [{}, *({group: factor} for group, factor in moved.items())]
+            if len(moved) > 1:
+                tried[variant.name].append(moved)
         at = {(variant.name, i): variant.at_rates(rates, f"{variant.name}, candidate {i}")
               for variant in variants for i, rates in enumerate(tried[variant.name])}
         folders = self.runs.plan("tune", at.values(), seeds, "val")
@@ -268,11 +269,11 @@ class Study:
 def plan_of(study):
     """What a study consists of, as text: every variant with its cost, how many runs are left, how long."""
     c = study.config
-    place = queue.Slots(c.jobs, c.device, c.jobs_per_gpu)
+    slots = queue.Slots(c.jobs, c.device, c.jobs_per_gpu)
     variants = {**study.variants, **study.compared}
     device = pick_device(c.device)
     plain, sizes = study.builder.plain, study.builder.data.splits
-    seconds = costs.seconds_per_run(plain, device, place.threads, c.test_tokens or sizes[c.split]["tokens"],
+    seconds = costs.seconds_per_run(plain, device, slots.threads, c.test_tokens or sizes[c.split]["tokens"],
                                     sizes["val"]["tokens"])
     rows = []
     for variant in variants.values():
@@ -280,14 +281,14 @@ def plan_of(study):
         rows.append((variant.name, f"{own['params']:,}", f"{own['steps']:,}",
                      findings.short(effects.training_flops(own)), flags_in_short(variant.flags)))
     names, left = folders_of(study)
-    hours = runs_left(study) * seconds / place.count / 3600
+    hours = runs_left(study) * seconds / slots.count / 3600
     length = f"{math.ceil(60 * hours)} minutes" if hours < 2 else f"{hours:.2g} hours"
     notes = [f"{len(names):,} runs, {len(left):,} of them to do, in {study.runs.trials}",
              *([findings.reused_sentence(study.runs.reused(), len(names))] if study.runs.taken else []),
-             f"about {length}, {place.count} at once, if each took as long as the plain GPT's here, "
+             f"about {length}, {slots.count} at once, if each took as long as the plain GPT's here, "
              f"{seconds:,.0f} s; what the others take: bench.py --mechanisms"]
-    if place.per_gpu > 1:
-        notes.append(f"{place.per_gpu} runs share a GPU, and each takes longer than alone: not in the hours")
+    if slots.per_gpu > 1:
+        notes.append(f"{slots.per_gpu} runs share a GPU, and each takes longer than alone: not in the hours")
     if study.screens():
         notes.append("which are judged is known after the screening; here it is taken for the first ones")
     if c.tune_lr:
@@ -310,26 +311,26 @@ def runs_left(study):
     return sum(variants.get(names[folder], plain).train.max_iters for folder in left) / plain.train.max_iters
 
 
-STARTED = 5.0  # seconds that a run takes beside its steps: starting Python, reading torch, writing
+SECONDS_BESIDE_STEPS = 5.0  # of a run: starting Python, reading torch, writing
 
 
 def within_minutes(config, name):
     """(the study in config.minutes, a line about what was left out of it), see budget.fitted()."""
     if config.sizes or config.texts:
         raise UserError("minutes is for a study of one size on one text: leave out sizes and texts")
-    place, study = queue.Slots(config.jobs, config.device, config.jobs_per_gpu), Study(config, name)
+    slots, study = queue.Slots(config.jobs, config.device, config.jobs_per_gpu), Study(config, name)
     plain, splits = study.builder.plain, study.builder.data.splits
-    a_step = costs.seconds_per_run(plain, pick_device(config.device), place.threads,
-                                   config.test_tokens or splits[config.split]["tokens"],
-                                   splits["val"]["tokens"])
+    one_run = costs.seconds_per_run(plain, pick_device(config.device), slots.threads,
+                                    config.test_tokens or splits[config.split]["tokens"],
+                                    splits["val"]["tokens"])
 
-    def seconds(config):
-        study = Study(config, name)
-        study.run(None)
+    def seconds(smaller):
+        planned = Study(smaller, name)
+        planned.run(None)
         # a wider plain GPT for each variant that may seem better is counted too
-        runs = runs_left(study) + config.match_parameters * len(study.variants) * len(config.seeds)
-        steps = study.builder.plain.train.max_iters / plain.train.max_iters
-        return runs * (a_step * steps + STARTED) / place.count
+        runs = runs_left(planned) + smaller.match_parameters * len(planned.variants) * len(smaller.seeds)
+        share = planned.builder.plain.train.max_iters / plain.train.max_iters  # of the steps of a run
+        return runs * (one_run * share + SECONDS_BESIDE_STEPS) / slots.count
 
     return budget.fitted(config, seconds, plain.train.max_iters)
 
@@ -434,9 +435,9 @@ def ladder_of(config, name, command):
         studies.append(Study(at_size(config, size, out_dir=str(out / size)), name))
         found[size] = finished(studies[-1], command)
         print(report.in_text(found[size]))
-    both = dict(name=name, command=command, sizes=found, config=asdict(config))
-    results.write(both, out)
-    return both, studies
+    ladder = dict(name=name, command=command, sizes=found, config=asdict(config))
+    results.write(ladder, out)
+    return ladder, studies
 
 
 def on_text(config, text, **keys):
@@ -475,10 +476,10 @@ def on_texts(config, name, command):
             study.wider.update(first.widths())
             study.match_parameters(place_for(study.config))
             found[short] = written(study, command)
-    both = {**effects.together(found, name, command), "config": asdict(config)}
-    both = json.loads(json.dumps(json_safe(both)))  # as it will be read
-    results.write(both, out)
-    return both, [*studies.values()]
+    whole = {**effects.together(found, name, command), "config": asdict(config)}
+    whole = json.loads(json.dumps(json_safe(whole)))  # as it will be read
+    results.write(whole, out)
+    return whole, [*studies.values()]
 
 
 def check_parts(config):
