@@ -56,7 +56,7 @@ def score_table(reports, width=120):
     """All that is printed, as text.
 
     Checkpoints that were scored on the same text stand under one line that says what was scored and how, one
-    aligned line each, and below them are their perplexities per word. Then come differences and routing.
+    aligned line each, and below them are their perplexities per word. Then come notes, differences, routing.
     """
     rows = [(r["name"].removesuffix("/best.pt"), f"{r['bpb']:.4f}", f"{r['bpc']:.4f}",
              f"{r['nats_per_token']:.4f}", f"{r['ppl']:.5g}",
