@@ -368,7 +368,7 @@ class CausalSelfAttention(AttentionCore):
     """Multi-head causal attention with the mechanisms of its config, [B, T, C] -> [B, T, C].
 
     Two mechanisms are named here, since they change the projections. Constraint heads add heads with
-    projections of their own (n_extra, merge); A2C as published takes queries as keys and x as values (tied).
+    projections of their own (n_extra, merge); A2C as published has queries as keys and x as values.
     """
 
     def __init__(self, config, layer):
@@ -381,10 +381,10 @@ class CausalSelfAttention(AttentionCore):
         self.n_head = len(self.head_ids)
         self.n_extra = ConstraintHeads.count(config, layer)
         self.rope, self.qk_norm = config.pos == "rope", config.qk_norm
-        self.tied = config.a2c == "published"  # keys are queries, values are slices of x
+        self.queries_are_keys = config.a2c == "published"  # and values are slices of x
         self.group, self.unit = config.group, config.unit
-        self.parts = 1 if self.tied else 3  # q, k, v in c_attn
-        rows = self.n_head if self.tied else self.n_head + 2 * self.n_kv_head
+        self.parts = 1 if self.queries_are_keys else 3  # q, k, v in c_attn
+        rows = self.n_head if self.queries_are_keys else self.n_head + 2 * self.n_kv_head
         self.c_attn = Linear(config.n_embd, rows * self.head_size, bias=config.bias or config.qkv_bias)
         self.norm_eps, self.qk_scale = config.norm_eps or 1e-6, None
         if config.qk_scale:
@@ -412,7 +412,7 @@ class CausalSelfAttention(AttentionCore):
         qkv = qkv.view(*x.shape[:2], self.c_attn.out_features // self.head_size, self.head_size)
         for m in mechanisms:
             qkv = m.after_projection(self, qkv, heads)
-        values = heads.x if self.tied else None
+        values = heads.x if self.queries_are_keys else None
         heads.q, heads.k, heads.v = self.split(qkv, heads, self.n_head, self.n_kv_head, values)
         heads, y = self.outputs(heads)
         return self.merge(y, heads.none_open), heads.results()
@@ -613,7 +613,8 @@ class GPT(HeadControl, nn.Module):
         x, found = self.run_blocks(idx, wants_losses=targets is not None, wants_scores=scores,
                                    wants_traces=traces, hint=router_hint)
         aux, predictions = found["losses"], found["predictions"]
-        out, loss = self.head(x) if logits or targets is None else None, None
+        out = self.head(x) if logits or targets is None else None
+        loss = None
         if targets is not None:
             critic = A2C.learns(self.config)
             loss, nats = self.cross_entropy(x, targets, out, each=critic)
@@ -644,7 +645,7 @@ class GPT(HeadControl, nn.Module):
         else:
             columns = torch.arange(past, past + T, device=idx.device)
             positions = (columns - pad[:, None]).clamp_min(0)  # (B, T)
-        masks = [self.mask] * N if c.window_layers is None else [self.mask_of(i) for i in range(N)]
+        masks = [self.mask_of(i) for i in range(N)]
         shared = {}  # what layers leave for later layers
         wanted.update(tokens=idx, shared=shared)
         heads_by_mask = {mask: self.make_heads(mask, positions, past, T, cache, pad, idx.device, **wanted)
@@ -738,19 +739,19 @@ class GPT(HeadControl, nn.Module):
         logits: head(x), where it was computed already. each: the nats of each token are needed; in portions
         they come anyway.
         """
-        chunks, targets_ = 1, targets.flatten()
+        chunks, flat_targets = 1, targets.flatten()
         if logits is None:
             chunks = portions(self.config.loss_chunks, x, self.config.vocab_size)
         if chunks > 1:
             size = -(-targets.numel() // chunks)
             total, nats = ChunkedCrossEntropy.apply(
-                x.flatten(0, 1), self.lm_head.weight, targets_, size, product_dtype(x), self.config.softcap,
-                torch.is_grad_enabled())
+                x.flatten(0, 1), self.lm_head.weight, flat_targets, size, product_dtype(x),
+                self.config.softcap, torch.is_grad_enabled())
             return total / (targets != -1).sum(), nats.view_as(targets)
         logits = (self.head(x) if logits is None else logits).flatten(0, 1)
         if not each:
-            return F.cross_entropy(logits, targets_, ignore_index=-1), None
-        nats = F.cross_entropy(logits, targets_, ignore_index=-1, reduction="none").view_as(targets)
+            return F.cross_entropy(logits, flat_targets, ignore_index=-1), None
+        nats = F.cross_entropy(logits, flat_targets, ignore_index=-1, reduction="none").view_as(targets)
         return nats.sum() / (targets != -1).sum(), nats
 
     # ---- generation ----
