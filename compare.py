@@ -66,7 +66,7 @@ def extend_grid(tried, tuned):
 
 
 def scale_of(config):
-    """The name of the plain GPT that a study begins with, behind its own in out/<study>-<scale>."""
+    """What <scale> is in out/<study>-<scale>: the plain GPT's config, and its size where one is set."""
     scale = Path(config.base).stem if config.base else config.scale
     return f"{scale}-{config.size}" if config.size else scale
 
@@ -95,8 +95,10 @@ class Study:
         self.compared = {PLAIN: self.builder.plain}  # all that are judged: variants, budgets, baselines
         self.runs = Runs(config, self.builder.data, trials, reuse)
         self.pairs = []      # (variant, baseline, what is equal beside the hyperparameters)
-        self.wider = {}      # variant that meets a plain GPT of its parameters anyway: MLP width or None
-        self.tuned_on = None  # the text that gave all their best rates, where it is another
+        # {variant: MLP width of the plain GPT of its parameters, None: not made yet} of those that are
+        # compared with one even if they do not seem better here, since they do on another text
+        self.wider = {}
+        self.tuned_on = None  # the text on which the best rates were found, where it is not this study's
         self.screened = None  # what results.json.gz holds of the first stage
         self.tuned = {}      # variant: {group: {factor: bits/byte on validation}}
         self.candidates = {}  # variant: [{rates, as factors, and bits/byte on validation of each seed}]
@@ -168,7 +170,7 @@ class Study:
         self.runs.execute(folders, place)
 
     def seem_better(self):
-        """The variants whose interval lies below the plain GPT, by what is done."""
+        """The variants whose interval lies below the plain GPT, by the runs that are done."""
         c = self.config
         return effects.seem_better([self.runs.scores("judge")], self.pairs, c.alpha, c.margin)
 
@@ -200,23 +202,24 @@ class Study:
     def tune(self, chosen, place):
         """Give the plain GPT and the chosen their own best rates before they are judged: a grid.
 
-        Seeds of the first stage, whole runs, validation. Each of RATES by itself, one seed, by factors of 2,
-        further while the best lies at an end, twice at most; then the best of all together. Without variants
-        this is the search for the plain GPT's rates.
+        Runs have the full number of steps and seeds of the first stage, and are scored on validation. First
+        each group of RATES is moved by itself, with one seed, by factors of 0.5, 1 and 2. Where the best is
+        the smallest or the largest factor tried, the next one beyond it is tried too, twice at most. Then
+        take_best_rates() decides. Without variants this is the search for the plain GPT's rates.
         """
         variants = [self.builder.plain, *(self.variants[name] for name in chosen)]
         groups, seed = {variant.name: variant.groups() for variant in variants}, self.config.screen_seeds[:1]
         tried = {name: {group: {0.5, 1.0, 2.0} for group in own} for name, own in groups.items()}
         for _ in range(3):
-            of = {}
+            folder_at = {}
             for variant in variants:
                 name = variant.name
                 for group, factor in ((g, f) for g in groups[name] for f in sorted(tried[name][g])):
                     changed = variant.at_rates({group: factor}, f"{name}, {group} x {factor:g}")
-                    of[name, group, factor], = self.runs.plan("tune", [changed], seed, "val")
-            folders = list(dict.fromkeys(of.values()))
+                    folder_at[name, group, factor], = self.runs.plan("tune", [changed], seed, "val")
+            folders = list(dict.fromkeys(folder_at.values()))
             self.runs.execute(folders, place, "learning rates")
-            found = {key: result["bpb"] for key, folder in of.items()
+            found = {key: result["bpb"] for key, folder in folder_at.items()
                      if (result := self.runs.result(folder))}
             self.tuned = {}
             for (name, group, factor), bpb in found.items():
@@ -229,18 +232,20 @@ class Study:
         self.take_best_rates(variants, place)
 
     def take_best_rates(self, variants, place):
-        """Of each variant the rates as they are, the best of one group, or of all: by all first-stage seeds.
+        """Decide on each variant's rates, by runs with all seeds of the first stage.
 
-        One seed's best of six is luck in part, and what is good by itself may be bad together: the plain
-        GPT's best two were.
+        The candidates: the rates as they are; for each group, its best factor alone; the best factors of all
+        groups together. One seed's best of six is luck in part, and what is good by itself may be bad
+        together: the plain GPT's best two were.
         """
         tried, seeds = {}, self.config.screen_seeds
         for variant in variants:
             best = {group: min(scores, key=scores.get)
                     for group, scores in self.tuned.get(variant.name, {}).items()}
             moved = {group: factor for group, factor in best.items() if factor != 1}
-            alone = [{group: factor} for group, factor in moved.items()]
-            tried[variant.name] = [{}, *alone, *[moved] * (len(moved) > 1)]
+            tried[variant.name] = [{}, *({group: factor} for group, factor in moved.items())]
+            if len(moved) > 1:
+                tried[variant.name].append(moved)
         at = {(variant.name, i): variant.at_rates(rates, f"{variant.name}, candidate {i}")
               for variant in variants for i, rates in enumerate(tried[variant.name])}
         folders = self.runs.plan("tune", at.values(), seeds, "val")
@@ -264,11 +269,11 @@ class Study:
 def plan_of(study):
     """What a study consists of, as text: every variant with its cost, how many runs are left, how long."""
     c = study.config
-    place = queue.Slots(c.jobs, c.device, c.jobs_per_gpu)
+    slots = queue.Slots(c.jobs, c.device, c.jobs_per_gpu)
     variants = {**study.variants, **study.compared}
     device = pick_device(c.device)
     plain, sizes = study.builder.plain, study.builder.data.splits
-    seconds = costs.seconds_per_run(plain, device, place.threads, c.test_tokens or sizes[c.split]["tokens"],
+    seconds = costs.seconds_per_run(plain, device, slots.threads, c.test_tokens or sizes[c.split]["tokens"],
                                     sizes["val"]["tokens"])
     rows = []
     for variant in variants.values():
@@ -276,14 +281,14 @@ def plan_of(study):
         rows.append((variant.name, f"{own['params']:,}", f"{own['steps']:,}",
                      findings.short(effects.training_flops(own)), flags_in_short(variant.flags)))
     names, left = folders_of(study)
-    hours = runs_left(study) * seconds / place.count / 3600
+    hours = runs_left(study) * seconds / slots.count / 3600
     length = f"{math.ceil(60 * hours)} minutes" if hours < 2 else f"{hours:.2g} hours"
     notes = [f"{len(names):,} runs, {len(left):,} of them to do, in {study.runs.trials}",
              *([findings.reused_sentence(study.runs.reused(), len(names))] if study.runs.taken else []),
-             f"about {length}, {place.count} at once, if each took as long as the plain GPT's here, "
+             f"about {length}, {slots.count} at once, if each took as long as the plain GPT's here, "
              f"{seconds:,.0f} s; what the others take: bench.py --mechanisms"]
-    if place.per_gpu > 1:
-        notes.append(f"{place.per_gpu} runs share a GPU, and each takes longer than alone: not in the hours")
+    if slots.per_gpu > 1:
+        notes.append(f"{slots.per_gpu} runs share a GPU, and each takes longer than alone: not in the hours")
     if study.screens():
         notes.append("which are judged is known after the screening; here it is taken for the first ones")
     if c.tune_lr:
@@ -306,26 +311,26 @@ def runs_left(study):
     return sum(variants.get(names[folder], plain).train.max_iters for folder in left) / plain.train.max_iters
 
 
-STARTED = 5.0  # seconds that a run takes beside its steps: starting Python, reading torch, writing
+SECONDS_BESIDE_STEPS = 5.0  # of a run: starting Python, reading torch, writing
 
 
 def within_minutes(config, name):
     """(the study in config.minutes, a line about what was left out of it), see budget.fitted()."""
     if config.sizes or config.texts:
         raise UserError("minutes is for a study of one size on one text: leave out sizes and texts")
-    place, study = queue.Slots(config.jobs, config.device, config.jobs_per_gpu), Study(config, name)
+    slots, study = queue.Slots(config.jobs, config.device, config.jobs_per_gpu), Study(config, name)
     plain, splits = study.builder.plain, study.builder.data.splits
-    a_step = costs.seconds_per_run(plain, pick_device(config.device), place.threads,
-                                   config.test_tokens or splits[config.split]["tokens"],
-                                   splits["val"]["tokens"])
+    one_run = costs.seconds_per_run(plain, pick_device(config.device), slots.threads,
+                                    config.test_tokens or splits[config.split]["tokens"],
+                                    splits["val"]["tokens"])
 
-    def seconds(config):
-        study = Study(config, name)
-        study.run(None)
+    def seconds(smaller):
+        planned = Study(smaller, name)
+        planned.run(None)
         # a wider plain GPT for each variant that may seem better is counted too
-        runs = runs_left(study) + config.match_parameters * len(study.variants) * len(config.seeds)
-        steps = study.builder.plain.train.max_iters / plain.train.max_iters
-        return runs * (a_step * steps + STARTED) / place.count
+        runs = runs_left(planned) + smaller.match_parameters * len(planned.variants) * len(smaller.seeds)
+        share = planned.builder.plain.train.max_iters / plain.train.max_iters  # of the steps of a run
+        return runs * (one_run * share + SECONDS_BESIDE_STEPS) / slots.count
 
     return budget.fitted(config, seconds, plain.train.max_iters)
 
@@ -430,9 +435,9 @@ def ladder_of(config, name, command):
         studies.append(Study(at_size(config, size, out_dir=str(out / size)), name))
         found[size] = finished(studies[-1], command)
         print(report.in_text(found[size]))
-    both = dict(name=name, command=command, sizes=found, config=asdict(config))
-    results.write(both, out)
-    return both, studies
+    ladder = dict(name=name, command=command, sizes=found, config=asdict(config))
+    results.write(ladder, out)
+    return ladder, studies
 
 
 def on_text(config, text, **keys):
@@ -471,10 +476,10 @@ def on_texts(config, name, command):
             study.wider.update(first.widths())
             study.match_parameters(place_for(study.config))
             found[short] = written(study, command)
-    both = {**effects.together(found, name, command), "config": asdict(config)}
-    both = json.loads(json.dumps(json_safe(both)))  # as it will be read
-    results.write(both, out)
-    return both, [*studies.values()]
+    whole = {**effects.together(found, name, command), "config": asdict(config)}
+    whole = json.loads(json.dumps(json_safe(whole)))  # as it will be read
+    results.write(whole, out)
+    return whole, [*studies.values()]
 
 
 def check_parts(config):

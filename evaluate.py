@@ -17,9 +17,6 @@ another seed of the same model may differ by more (compare.py takes several). Wh
 are unequal, a line says so, since the difference includes their effect. A router's load is measured on a part
 of the split.
 
-In this file a `run` is what evaluate() in nanoheads/training/scoring.py reports of one checkpoint, a dict; it
-is not the Run of train.py.
-
 What models write, and what their heads do, are questions for probe.py: text, look.
 """
 
@@ -40,115 +37,115 @@ MOVED = {"--audit": "what heads do to a text is asked with: python probe.py look
          "--text": "what models write is asked with: python probe.py text --ckpt out/a [--ckpt out/b ...]"}
 
 
-# ---- output ----
+# ---- output: a report is the dict that nanoheads/training/scoring.py's evaluate() gives of a checkpoint ----
 
 HEAD = ("run", "bits/byte", "bits/char", "nats/token", "perplexity", "params", "non-embed.", "steps",
         "FLOPs/token", "tokens/s")
 
 
-def scored_line(run):
+def scored_line(report):
     """What was scored, and how."""
-    part = f" of {run['of']:,}" if run["tokens"] < run["of"] else ""
-    line = (f"{run['dataset']}, {run['split']}: {run['tokens']:,}{part} tokens, {run['bytes']:,} bytes, "
-            f"{run['chars']:,} characters, each once, in {run['context']}")
+    part = f" of {report['of']:,}" if report["tokens"] < report["of"] else ""
+    line = (f"{report['dataset']}, {report['split']}: {report['tokens']:,}{part} tokens, "
+            f"{report['bytes']:,} bytes, {report['chars']:,} characters, each once, in {report['context']}")
     line += "; evenly spaced: a quick look, not the split's score" if part else ""
-    return line + (f", with {', '.join(run['set'])}" if run.get("set") else "")
+    return line + (f", with {', '.join(report['set'])}" if report.get("set") else "")
 
 
-def score_table(runs, width=120):
-    """The whole report, as text.
+def score_table(reports, width=120):
+    """All that is printed, as text.
 
-    Runs that were scored on the same text stand under one line that says what was scored and how, one aligned
-    line each, and below them are their perplexities per word. Then come notes, differences and routing.
+    Checkpoints that were scored on the same text stand under one line that says what was scored and how, one
+    aligned line each, and below them are their perplexities per word. Then come notes, differences, routing.
     """
     rows = [(r["name"].removesuffix("/best.pt"), f"{r['bpb']:.4f}", f"{r['bpc']:.4f}",
              f"{r['nats_per_token']:.4f}", f"{r['ppl']:.5g}",
              f"{r['params']:,}", f"{r['params_non_embedding']:,}", steps_of(r),
-             f"{r['flops_per_token'] / 1e6:,.2f}M", f"{r['tokens_per_s']:,.0f}") for r in runs]
+             f"{r['flops_per_token'] / 1e6:,.2f}M", f"{r['tokens_per_s']:,.0f}") for r in reports]
     head, *rows = table(HEAD, rows, width=width).splitlines()
     lines = []
-    for scored, group in groupby(zip(runs, rows), lambda pair: scored_line(pair[0])):
+    for scored, group in groupby(zip(reports, rows), lambda pair: scored_line(pair[0])):
         group = list(group)
-        run = group[0][0]
+        report = group[0][0]
         lines += ["", scored] if lines else [scored]
-        lines += [f"note: {run['note']}", head] if run.get("note") else [head]
+        lines += [f"note: {report['note']}", head] if report.get("note") else [head]
         lines += [row for _, row in group]
-        if run["words"]:
-            lines.append(f"perplexity of a word, of {run['words']:,} parted by whitespace: "
+        if report["words"]:
+            lines.append(f"perplexity of a word, of {report['words']:,} parted by whitespace: "
                          + ", ".join(f"{r['word_ppl']:.6g}" for r, _ in group))
-    for block in (unequal_lines(runs), difference_table(runs, width), heads_line(runs),
-                  *map(routing_table, runs)):
+    for block in (unequal_lines(reports), difference_table(reports, width), heads_line(reports),
+                  *map(routing_table, reports)):
         lines += ["", block] if block else []
     return "\n".join(lines)
 
 
-def steps_of(run):
-    """How many steps a run was trained for before it was saved; a dash: its file does not say."""
-    return "–" if run["step"] is None else f"{run['step']:,}"
+def steps_of(report):
+    """How many steps a checkpoint was trained for before it was saved; a dash: its file does not say."""
+    return "–" if report["step"] is None else f"{report['step']:,}"
 
 
-def unequal_lines(runs):
+def unequal_lines(reports):
     """A line where the checkpoints' steps differ, and one where their contexts do; "" where neither does."""
-    names, lines = [run["name"].removesuffix("/best.pt") for run in runs], []
-    if len({run["step"] for run in runs} - {None}) > 1:
-        steps = ", ".join(f"{name} {steps_of(run)}" for name, run in zip(names, runs))
+    names, lines = [report["name"].removesuffix("/best.pt") for report in reports], []
+    if len({report["step"] for report in reports} - {None}) > 1:
+        steps = ", ".join(f"{name} {steps_of(report)}" for name, report in zip(names, reports))
         lines.append(f"The checkpoints were trained for different numbers of steps: {steps}.")
-    if len({run["block_size"] for run in runs}) > 1:
-        contexts = ", ".join(f"{name} {run['block_size']:,}" for name, run in zip(names, runs))
+    if len({report["block_size"] for report in reports}) > 1:
+        contexts = ", ".join(f"{name} {report['block_size']:,}" for name, report in zip(names, reports))
         lines.append(f"The checkpoints see contexts of different lengths, in tokens: {contexts}.")
     return "\n".join(lines)
 
 
 def same_text(a, b):
-    """Whether two runs of one command are of the same tokens."""
+    """Whether two reports of one command are on the same tokens."""
     return all(a[key] == b[key] for key in ("dataset", "split", "split_sha256", "tokens", "bytes"))
 
 
-def compared(run, first):
-    """A run compared with the first one, as a dict; None where it was scored on other text.
+def compared(report, first):
+    """A report compared with the first one, as a dict; None where it was scored on other text.
 
     bpb: the difference in bits/byte, [value, low, high], an interval over the text. params, flops: ratios.
     """
-    if not same_text(run, first):
+    if not same_text(report, first):
         return None
-    bpb = block_bootstrap(run["pieces"], first["pieces"], run["bytes"], 1)
-    return dict(name=run["name"], bpb=list(bpb), percent=100 * bpb[0] / first["bpb"],
-                params=run["params"] / first["params"],
-                flops=run["flops_per_token"] / first["flops_per_token"])
+    bpb = block_bootstrap(report["pieces"], first["pieces"], report["bytes"], 1)
+    return dict(name=report["name"], bpb=list(bpb), percent=100 * bpb[0] / first["bpb"],
+                params=report["params"] / first["params"],
+                flops=report["flops_per_token"] / first["flops_per_token"])
 
 
-def difference_table(runs, width):
-    """A table that compares each later run with the first; "" where there is only one."""
-    first, rows = runs[0], []
-    for run in runs[1:]:
-        found = compared(run, first)
-        name = run["name"].removesuffix("/best.pt")
+def difference_table(reports, width):
+    """A table that compares each later report with the first; "" where there is only one."""
+    first, rows = reports[0], []
+    for report in reports[1:]:
+        found = compared(report, first)
+        name = report["name"].removesuffix("/best.pt")
         if found is None:
             rows.append((name, "other text: not compared", *["–"] * 4))
             continue
         mean, low, high = found["bpb"]
         rows.append((name, f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]", f"{found['percent']:+.2f} %",
-                     f"{run['params'] - first['params']:+,}", f"{found['params']:.3f} x",
+                     f"{report['params'] - first['params']:+,}", f"{found['params']:.3f} x",
                      f"{found['flops']:.3f} x"))
     head = ("less " + first["name"].removesuffix("/best.pt"), "bits/byte [95 % over text]", "of it",
             "parameters", "ratio", "FLOPs/token")
     return table(head, rows, width=width) if rows else ""
 
 
-def heads_line(runs):
-    """How many heads of each run are at work; "" where all heads of all runs are."""
-    if all(active == total for active, total in (run["heads"] for run in runs)):
+def heads_line(reports):
+    """How many heads of each checkpoint are at work; "" where all heads of all of them are."""
+    if all(active == total for active, total in (report["heads"] for report in reports)):
         return ""
-    return "heads at work: " + ", ".join(f"{run['heads'][0]} of {run['heads'][1]}" for run in runs)
+    return "heads at work: " + ", ".join("{} of {}".format(*report["heads"]) for report in reports)
 
 
-def routing_table(run):
+def routing_table(report):
     """What the router of each block does; "": there is none."""
     rows = [(str(each["block"]), " ".join(f"{100 * load:.0f}" for load in each["routing_load"]),
              str(each["dead_heads"]), f"{each['effective_heads']:.2f}", f"{each['token_entropy']:.3f}",
-             f"{each['batch_entropy']:.3f}") for each in run["routing"]]
+             f"{each['batch_entropy']:.3f}") for each in report["routing"]]
     head = ("block", "load of each head, %", "dead", "effective heads", "nats of a token", "of all")
-    return f"routing of {run['name'].removesuffix('/best.pt')}:\n{table(head, rows)}" if rows else ""
+    return f"routing of {report['name'].removesuffix('/best.pt')}:\n{table(head, rows)}" if rows else ""
 
 
 def scored_runs(args, device, progress):
@@ -160,10 +157,10 @@ def scored_runs(args, device, progress):
         yield evaluate(path, *options, progress, args.tokens or 0, args.batch_size, longest)
 
 
-def as_json(runs):
-    """The runs without their `pieces` (the nats of parts of the text), and each compared with the first."""
-    less = [compared(run, runs[0]) for run in runs[1:]]
-    return {"runs": [{key: value for key, value in run.items() if key != "pieces"} for run in runs],
+def as_json(reports):
+    """The reports without `pieces` (the nats of parts of the text), and each compared with the first."""
+    less = [compared(report, reports[0]) for report in reports[1:]]
+    return {"runs": [{key: value for key, value in report.items() if key != "pieces"} for report in reports],
             "less_the_first": less}
 
 
@@ -179,7 +176,7 @@ def main(argv=None):
                    help="move the window by so many tokens; 0: disjoint windows (default)")
     p.add_argument("--tokens", type=int, help="score so many, evenly spaced: a quick look (default: all)")
     p.add_argument("--batch_size", type=int, help="windows in one forward pass (default: by device)")
-    args, runs = p.parse_args(other_names.in_our_arguments("evaluate", argv)), []
+    args, reports = p.parse_args(other_names.in_our_arguments("evaluate", argv)), []
     with last_words("evaluate", "lower --batch_size or --tokens"):
         try:
             device = pick_device(args.device)
@@ -188,14 +185,14 @@ def main(argv=None):
                 if getattr(args, flag) is not None and getattr(args, flag) < 1:
                     raise UserError(f"--{flag} {getattr(args, flag)} must be at least 1")
             checkpoint.allow_code(args)
-            for run in scored_runs(args, device, sys.stderr.isatty()):
-                runs.append(run)
+            for report in scored_runs(args, device, sys.stderr.isatty()):
+                reports.append(report)
             if out:
-                write_json(out, as_json(runs))
-            print(score_table(runs), *([args.json] if out else []), sep="\n")
+                write_json(out, as_json(reports))
+            print(score_table(reports), *([args.json] if out else []), sep="\n")
         except KeyboardInterrupt:
-            if runs:
-                print(score_table(runs))
+            if reports:
+                print(score_table(reports))
             raise
 
 

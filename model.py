@@ -7,8 +7,13 @@ flags. A block computes this, and a mechanism changes it in the hooks that are n
                                   # before_attention (A2C and roles change q, k; constraint heads are added)
     y       = attend(q, k, v)     # causal and fused, no T x T matrix is stored; CausalMask says who sees whom
                                   # after_softmax (a second attention map), after_attention (ACAG, head norm)
-    y       = y * gates           # a factor for each head and token: sentinel, agency, routing, ACAG, sink
+    y       = y * gates           # factors for each head and token, which hooks have added: see below
     x       = x + merge(y)        # the heads side by side, projected out
+
+No hook sees the logits or the weights of attention, which fused kernels do not store: after_softmax acts on
+y, right after the kernel. A gate has no hook of its own. One that depends on no token is what static_gate()
+returns (sentinel, agency). One that needs the layer's input alone is added in before_attention (routing,
+output gate), and one that needs y or statistics of the attention rows in after_attention (ACAG, sink).
 
 A mechanism that is turned off leaves no parameter, no buffer and no computation. Everything about one is in
 its class: flags (Options), modes, formula, checks. What a class inherits, and what each attribute such as
@@ -185,6 +190,7 @@ class Heads:
 
     def of_layer(self, x):
         """A copy for one layer, whose normed input is x [B, T, C]."""
+        # not replace(), which would give every layer the same dicts of gates, losses and traces
         return Heads(self.rope, self.cache, self.mask, self.mask_mod, self.positions, self.n_keys, self.valid,
                      self.hint, self.shared, self.tokens, self.wants_losses, self.wants_scores,
                      self.wants_traces, x)
@@ -205,7 +211,10 @@ class Heads:
         return bool(self.open_rows) and not any(map(len, self.open_rows))
 
     def add_gate(self, name, gate):
-        """Multiply y by a gate, broadcasting over [B, H, T, D], and trace it."""
+        """Multiply y by a gate, broadcasting over [B, H, T, D], and trace it.
+
+        Routing and constraint heads trace more than the gate, so they write into `gates` themselves.
+        """
         self.gates[name] = gate
         if self.wants_traces:
             self.traces[name] = gate
@@ -239,7 +248,7 @@ class AttentionCore(nn.Module):
             self.register_module(cls.name, cls(config, self) if cls.on(config, self.layer) else None)
         self.register_buffer("gate_override", None, persistent=False)  # gates set by hand, [H], NaN: not set
         readers = [m for m in self.mechanisms() if m.needs_row_stats]
-        # "shape" holds all that "lse" does, and comes after it in the alphabet
+        # max() takes "shape", which comes after "lse" in the alphabet and holds all that it does
         self.needs_row_stats = max((m.needs_row_stats for m in readers), default=None)
         self.detach_row_stats = all(m.detach for m in readers)
 
@@ -359,7 +368,7 @@ class CausalSelfAttention(AttentionCore):
     """Multi-head causal attention with the mechanisms of its config, [B, T, C] -> [B, T, C].
 
     Two mechanisms are named here, since they change the projections. Constraint heads add heads with
-    projections of their own (n_extra, merge); A2C as published takes queries as keys and x as values (tied).
+    projections of their own (n_extra, merge); A2C as published has queries as keys and x as values.
     """
 
     def __init__(self, config, layer):
@@ -372,10 +381,10 @@ class CausalSelfAttention(AttentionCore):
         self.n_head = len(self.head_ids)
         self.n_extra = ConstraintHeads.count(config, layer)
         self.rope, self.qk_norm = config.pos == "rope", config.qk_norm
-        self.tied = config.a2c == "published"  # keys are queries, values are slices of x
+        self.queries_are_keys = config.a2c == "published"  # and values are slices of x
         self.group, self.unit = config.group, config.unit
-        self.parts = 1 if self.tied else 3  # q, k, v in c_attn
-        rows = self.n_head if self.tied else self.n_head + 2 * self.n_kv_head
+        self.parts = 1 if self.queries_are_keys else 3  # q, k, v in c_attn
+        rows = self.n_head if self.queries_are_keys else self.n_head + 2 * self.n_kv_head
         self.c_attn = Linear(config.n_embd, rows * self.head_size, bias=config.bias or config.qkv_bias)
         self.norm_eps, self.qk_scale = config.norm_eps or 1e-6, None
         if config.qk_scale:
@@ -403,7 +412,7 @@ class CausalSelfAttention(AttentionCore):
         qkv = qkv.view(*x.shape[:2], self.c_attn.out_features // self.head_size, self.head_size)
         for m in mechanisms:
             qkv = m.after_projection(self, qkv, heads)
-        values = heads.x if self.tied else None
+        values = heads.x if self.queries_are_keys else None
         heads.q, heads.k, heads.v = self.split(qkv, heads, self.n_head, self.n_kv_head, values)
         heads, y = self.outputs(heads)
         return self.merge(y, heads.none_open), heads.results()
@@ -604,7 +613,8 @@ class GPT(HeadControl, nn.Module):
         x, found = self.run_blocks(idx, wants_losses=targets is not None, wants_scores=scores,
                                    wants_traces=traces, hint=router_hint)
         aux, predictions = found["losses"], found["predictions"]
-        out, loss = self.head(x) if logits or targets is None else None, None
+        out = self.head(x) if logits or targets is None else None
+        loss = None
         if targets is not None:
             critic = A2C.learns(self.config)
             loss, nats = self.cross_entropy(x, targets, out, each=critic)
@@ -622,7 +632,8 @@ class GPT(HeadControl, nn.Module):
 
         Losses are summed over blocks, {name: sum}; predictions and traces are {"blocks.<i>.<name>": tensor}.
         cache: a KVCache of the tokens before idx. pad [B]: the column at which each row's text begins.
-        wanted: the fields of Heads that say what is asked for, wants_losses and the like, and hint.
+        wanted: the fields of Heads that say what is asked for, wants_losses and the like, and hint. Here
+        tokens and shared join them, and make_heads() adds the rest of the first half.
         """
         c, N = self.config, self.config.n_layer
         B, T = idx.shape
@@ -634,7 +645,7 @@ class GPT(HeadControl, nn.Module):
         else:
             columns = torch.arange(past, past + T, device=idx.device)
             positions = (columns - pad[:, None]).clamp_min(0)  # (B, T)
-        masks = [self.mask] * N if c.window_layers is None else [self.mask_of(i) for i in range(N)]
+        masks = [self.mask_of(i) for i in range(N)]
         shared = {}  # what layers leave for later layers
         wanted.update(tokens=idx, shared=shared)
         heads_by_mask = {mask: self.make_heads(mask, positions, past, T, cache, pad, idx.device, **wanted)
@@ -728,19 +739,19 @@ class GPT(HeadControl, nn.Module):
         logits: head(x), where it was computed already. each: the nats of each token are needed; in portions
         they come anyway.
         """
-        chunks, targets_ = 1, targets.flatten()
+        chunks, flat_targets = 1, targets.flatten()
         if logits is None:
             chunks = portions(self.config.loss_chunks, x, self.config.vocab_size)
         if chunks > 1:
             size = -(-targets.numel() // chunks)
             total, nats = ChunkedCrossEntropy.apply(
-                x.flatten(0, 1), self.lm_head.weight, targets_, size, product_dtype(x), self.config.softcap,
-                torch.is_grad_enabled())
+                x.flatten(0, 1), self.lm_head.weight, flat_targets, size, product_dtype(x),
+                self.config.softcap, torch.is_grad_enabled())
             return total / (targets != -1).sum(), nats.view_as(targets)
         logits = (self.head(x) if logits is None else logits).flatten(0, 1)
         if not each:
-            return F.cross_entropy(logits, targets_, ignore_index=-1), None
-        nats = F.cross_entropy(logits, targets_, ignore_index=-1, reduction="none").view_as(targets)
+            return F.cross_entropy(logits, flat_targets, ignore_index=-1), None
+        nats = F.cross_entropy(logits, flat_targets, ignore_index=-1, reduction="none").view_as(targets)
         return nats.sum() / (targets != -1).sum(), nats
 
     # ---- generation ----

@@ -40,8 +40,7 @@ import torch
 
 from model import GPT
 from nanoheads.common import (ROOT, UserError, last_words, output_written, pick_device, table, writable,
-                              writable_folder,
-                              write_atomic, write_json)
+                              writable_folder, write_atomic, write_json)
 from nanoheads.configurator import near
 from nanoheads.drawing import COLOURS, drawn, label_right, panels
 from nanoheads.heads.measuring import (attentions, cache_bytes, closed, fixed_text, measure, nats_on,

@@ -55,7 +55,7 @@ def run(args):
     device, text = pick_device(args.device), read_prompt(args.start)
     models = [model_and_tokenizer(path, device, args.dataset, args.settings) for path in args.ckpt]
     prompts = [encode(tokenizer, text, path) for (_, tokenizer), path in zip(models, args.ckpt)]
-    changed = f"with {', '.join(args.settings)}" if args.settings else ""
+    changed = f"with {', '.join(args.settings)}" if args.settings else None
     files = audit_files(args, models)
     out = writable(args.json) if args.json else None
 
@@ -80,7 +80,8 @@ def run(args):
         write_json(out, [dict(ckpt=path, prompt=text, texts=list(samples.texts),
                               tokens_per_s=samples.tokens_per_s) for path, samples in zip(args.ckpt, made)])
     for path, samples in zip(args.ckpt, made):
-        print(f"{path}{', ' * bool(changed)}{changed}: {samples.tokens_per_s:,.0f} tokens/s", file=sys.stderr)
+        which = f"{path}, {changed}" if changed else path
+        print(f"{which}: {samples.tokens_per_s:,.0f} tokens/s", file=sys.stderr)
     for path in files or ():
         print(path, file=sys.stderr)
 

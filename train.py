@@ -67,10 +67,10 @@ def forward_backward(run, x, y, targets=None, scored=None):
         terms = {"loss": out.loss, **{f"aux/{name}": term for name, term in aux.items()}}
         # the loss is a mean over this portion's tokens, and what we want is the mean over the whole batch: so
         # divide by the number of portions or, where they differ in tokens, weigh each one by its tokens
-        parts = run.portions if scored is None else scored / ((y_part != -1).sum() * run.process.world)
-        run.scaler.scale(sum(terms.values()) / parts).backward()
+        divisor = run.portions if scored is None else scored / ((y_part != -1).sum() * run.process.world)
+        run.scaler.scale(sum(terms.values()) / divisor).backward()
         for name, term in terms.items():
-            means[name] = means.get(name, 0.0) + term.detach() / parts
+            means[name] = means.get(name, 0.0) + term.detach() / divisor
     return means
 
 
@@ -304,9 +304,9 @@ def count_time(run, seconds):
     The time of a step that compiled a graph goes into compile_s. For elapsed_s it is taken to be as long as
     the next step that compiled none.
     """
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if run.compiled else run.graphs
-    if graphs != run.graphs:
-        run.graphs = graphs
+    so_far = torch._dynamo.utils.counters["stats"]["unique_graphs"] if run.compiled else 0
+    if so_far != run.compiled_graphs:
+        run.compiled_graphs = so_far
         run.compile_s += seconds
         run.untimed += 1
         run.timed_from = run.step, time.perf_counter()
@@ -331,15 +331,15 @@ def log_step(run, values):
         row["tokens_per_s"] = round(run.speed, 1)
     if run.compile_s:
         row["compile_s"] = round(run.compile_s, 1)
-    share = mfu(run.model, (run.speed or 0.0) / run.process.world, run.process.device, run.dtype)
-    if share:
-        row["mfu"] = round(share, 4)
+    of_peak = mfu(run.model, (run.speed or 0.0) / run.process.world, run.process.device, run.dtype)
+    if of_peak:
+        row["mfu"] = round(of_peak, 4)
     run.log.write(row)
 
     pace = "–" if run.speed is None else f"{run.speed:,.0f}"
     run.bar_values.update({"loss": f"{row['loss']:.3f}", "tok/s": pace})
-    if share:
-        run.bar_values["mfu"] = f"{share:.1%}"
+    if of_peak:
+        run.bar_values["mfu"] = f"{of_peak:.1%}"
     run.bar.set_postfix(run.bar_values, refresh=False)
     shown = "   ".join(f"{name} {rate:.2e}" for name, rate in rates.items())
     run.process.print0(f"step {run.step:>7,}   loss  {row['loss']:.4f}   {shown}   "
@@ -424,7 +424,7 @@ class Run:
     log: Optional[Log] = None        # on the first rank
     bar: Optional[tqdm] = None
     bar_values: dict = field(default_factory=dict)
-    graphs: int = 0                  # compiled so far in this process
+    compiled_graphs: int = 0         # so far in this process
     compile_s: float = 0.0           # in steps that compiled one
     untimed: int = 0                 # steps that compiled since the last one that did not
     timed_from: tuple = (0, 0.0)     # (step, time) since which tokens/s is measured
@@ -525,7 +525,7 @@ def train(model_config, config, given=()):
 
 
 def train_alone(model_config, config, given, process):
-    """train(), as the one process, or the ranks of the one run, that writes into out_dir."""
+    """What train() does once no other run can write into out_dir; each rank of this run calls it."""
     # the model and how far it is: new, from another checkpoint, or where this run was left
     saves, dataset = checkpoint.saves_in(config), Dataset(config.dataset)
     asked = checkpoint.asked_for(model_config, config)
@@ -681,17 +681,17 @@ def batches_of(run):
     return DocumentBatches(*which, config.documents, few_widths=compiles(config, run.process))
 
 
-def what_to_lower(configs):
-    """What takes less memory, in words; configs: (GPTConfig, TrainConfig), None where they were not read."""
-    if configs is None:
+def what_to_lower(config):
+    """What takes less memory, in words; config: the TrainConfig, None where it was not read."""
+    if config is None:
         return LESS
     from nanoheads.training.memory import advice
-    return advice(configs[1], int(os.environ.get("WORLD_SIZE", 1)))
+    return advice(config, int(os.environ.get("WORLD_SIZE", 1)))
 
 
 @output_written("train")
 def main(argv=None):
-    argv, configs = sys.argv[1:] if argv is None else argv, None
+    argv, config = sys.argv[1:] if argv is None else argv, None
     try:
         # read the files of one's own that --mechanism names, here or in a config file: their mechanisms join
         # those of model.py
@@ -704,22 +704,22 @@ def main(argv=None):
             from nanoheads.probes import promises  # only here: a run needs no probe
             return promises.main([arg for arg in argv if arg != "--check"])
         # config files and flags become a GPTConfig and a TrainConfig; resolve() there says which of them wins
-        configs, given = configurator.load_given((GPTConfig, TrainConfig), argv, __doc__, conflicts,
-                                                 mechanisms=flags_by_name())
-        notes = [note_on_dropout(configs[0]), note_on_warmup(configs[1])]
+        (model_config, config), given = configurator.load_given((GPTConfig, TrainConfig), argv, __doc__,
+                                                                conflicts, mechanisms=flags_by_name())
+        notes = [note_on_dropout(model_config), note_on_warmup(config)]
         # all ranks find the same name, since no rank makes the folder before all of them have looked
         if given.get("out_dir") is None:
-            configs[1].out_dir, line = checkpoint.default_folder(*configs)
+            config.out_dir, line = checkpoint.default_folder(model_config, config)
             notes.append(line)
-        checkpoint.trust_what_it_starts_from(configs[1] if trusted else None)
+        checkpoint.trust_what_it_starts_from(config if trusted else None)
         for note in filter(None, notes):
             configurator.print_once(note)
-        if configs[1].json:
-            writable(configs[1].json)
-        train(*configs, given)
+        if config.json:
+            writable(config.json)
+        train(model_config, config, given)
         return
     except (Exception, KeyboardInterrupt) as e:
-        problem = explain(e, what_to_lower(configs))
+        problem = explain(e, what_to_lower(config))
         if problem is None:
             raise
     finally:

@@ -97,6 +97,7 @@ def plain_problems(config):
 
 CONSTRAINTS = ["reciprocity", "testifiability", "decidability"]  # of the constraint write-up: heads, labels
 
+
 class HeadAxis(NamedTuple):
     """A tensor with a head axis: what pruning slices."""
 
@@ -257,8 +258,8 @@ class Mechanism(nn.Module):
         """
 
     def after_softmax(self, attn, heads, y, row_stats):
-        """Right after attention, before every after_attention(): give back the heads' outputs y [B, H, T, D]
-        and the RowStats as if the softmax itself had been another one.
+        """Right after the attention kernel, before any after_attention(): give back the heads' outputs y
+        [B, H, T, D] and the RowStats as if the softmax itself had been another one. It sees no weights.
         """
         return y, row_stats
 

@@ -165,7 +165,6 @@ class Controller:
             found["events"] = self.events
         return found
 
-
     def row_of_pieces(self, states):
         """What a row says of MLPs or blocks: {"scope": mlp | block, name: [a value a block]}."""
         now = self.measured.pieces.now

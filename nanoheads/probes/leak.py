@@ -28,6 +28,7 @@ from nanoheads.configurator import where_it_failed
 from nanoheads.probes.causality import Perturbation, apart, two_texts
 from nanoheads.probes.shared import positive
 
+
 def function_of(name):
     """The function that file.py:function names. UserError."""
     file, _, attribute = name.rpartition(":")

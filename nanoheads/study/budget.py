@@ -28,7 +28,8 @@ def fitted(config, seconds, steps):
             return fewer, (f"{minutes}: {n} seeds of {seeds}, {steps:,} steps a run{left_out}; "
                            f"{about(whole)}")
     # steps by 5 %, so that the same command trains the same on another day; scoring takes as long as before
-    for share in (n / 20 for n in range(19, round(20 * LEAST_SHARE) - 1, -1)):
+    for twentieths in range(19, round(20 * LEAST_SHARE) - 1, -1):
+        share = twentieths / 20
         shorter = at_share(fewer, share, steps)
         if (whole := seconds(shorter)) <= limit:
             return shorter, (f"{minutes}: {n} seeds of {seeds}, {round(steps * share):,} of {steps:,} steps "

@@ -38,8 +38,8 @@ def executed_flops(config, device="cpu"):
 
     Beyond model.flops_per_token() they have the keys that a window's mask hides, logits computed again in the
     backward pass, passes for statistics of the rows, and columns that a kernel wants for padding. Causality
-    is not deducted, as there; nor is the optimizer counted. device "cuda": the CPU's passes, where
-    FlexAttention pads less and reads only the blocks of 128 keys that a window reaches into; the latter is
+    is not deducted, as there; nor is the optimizer counted. For device "cuda" the CPU's passes are counted,
+    less the blocks of 128 keys that FlexAttention does not read under a window. That it pads less is not
     deducted.
     """
     key = repr(replace(config, seed=0))

@@ -27,7 +27,8 @@ NOT_FALLING = "the plain GPT's bits/byte does not fall all along its budgets: no
 def figures(found, texts=None):
     """{name: figure} of a study; found: its results file without them.
 
-    texts: the studies, one for each text, that `found` puts together; None: found is of one text.
+    texts: the studies, one for each text, that `found` puts together; None: found is of one text. Below,
+    by_text is a list too, of scores alone: what each function says of one text, for each of them.
     """
     variants, alpha, margin = found["arms"], found["alpha"], found["margin"]
     studies = texts or [found]
@@ -58,34 +59,34 @@ def scores_of(variants):
     return {name: finished_scores(variant) for name, variant in variants.items() if finished_scores(variant)}
 
 
-def comparisons(texts, pairs, alpha=0.05, margin=0.01, higher_is_better=False, unit="bits/byte"):
+def comparisons(by_text, pairs, alpha=0.05, margin=0.01, higher_is_better=False, unit="bits/byte"):
     """A dict for each pair (variant, baseline, what is equal beside the hyperparameters), judged together.
 
-    texts: {variant: {seed: score}} of each text. ValueError: a score is not finite.
+    by_text: {variant: {seed: score}} of each text. ValueError: a score is not finite.
     """
-    for name, own in (each for scores in texts for each in scores.items()):
+    for name, own in (each for scores in by_text for each in scores.items()):
         for seed, score in own.items():
             if not math.isfinite(score):
                 raise ValueError(f"the score of {name}, seed {seed}, is {score}: not a finite number")
-    found = [compared(texts, *pair[:2], alpha) for pair in pairs]
-    sizes = [[min(len(scores.get(name, ())) for scores in texts) for name in pair[:2]] for pair in pairs]
-    judged = stats.judge(found, sizes, alpha, margin, higher_is_better)
+    differences = [compared(by_text, *pair[:2], alpha) for pair in pairs]
+    sizes = [[min(len(scores.get(name, ())) for scores in by_text) for name in pair[:2]] for pair in pairs]
+    judged = stats.judge(differences, sizes, alpha, margin, higher_is_better)
     return [dict(variant=variant, baseline=baseline, equal=equal, **each._asdict(),
                  words=stats.in_words(each, alpha, margin, unit))
             for (variant, baseline, equal), each in zip(pairs, judged)]
 
 
-def compared(texts, variant, baseline, alpha):
+def compared(by_text, variant, baseline, alpha):
     """The Difference of two variants: the mean of those on each text."""
-    own, other = ([scores.get(name, {}) for scores in texts] for name in (variant, baseline))
+    own, other = ([scores.get(name, {}) for scores in by_text] for name in (variant, baseline))
     if all(identical(*each) for each in zip(own, other)):
         return stats.IDENTICAL
     return stats.difference([*parts_of(own, 1), *parts_of(other, -1)], alpha)
 
 
-def parts_of(texts, weight):
-    """The mean over texts of {seed: score} as parts of stats.difference()."""
-    return [(weight / len(texts), [*scores.values()]) for scores in texts]
+def parts_of(by_text, weight):
+    """The mean over texts, of {seed: score} of each, as parts of stats.difference()."""
+    return [(weight / len(by_text), [*scores.values()]) for scores in by_text]
 
 
 def identical(scores, others):
@@ -94,9 +95,10 @@ def identical(scores, others):
     return len(shared) > 1 and all(scores[seed] == others[seed] for seed in shared)
 
 
-def seem_better(texts, pairs, alpha, margin):
+def seem_better(by_text, pairs, alpha, margin):
     """The variants whose interval lies below the plain GPT, before anything else is made equal."""
-    rows = comparisons(texts, [pair for pair in pairs if pair[1] == "plain" and not pair[2]], alpha, margin)
+    pairs = [pair for pair in pairs if pair[1] == "plain" and not pair[2]]
+    rows = comparisons(by_text, pairs, alpha, margin)
     return [row["variant"] for row in rows if row["verdict"] == "better" or row["high"] < 0]
 
 
@@ -196,17 +198,14 @@ def as_compute(curve, scores, row, variants, alpha):
     if curve is None:
         return {}
     variant, plain = variants[row["variant"]], variants["plain"]
-    name = "plain" if row["se"] == 0 else row["variant"]  # identical: the plain GPT, which has more seeds
+    # a variant with the very scores of the plain GPT has no error: its place is taken by the plain GPT, which
+    # has more seeds
+    name = "plain" if row["se"] == 0 else row["variant"]
     own = parts_of([each.get(name, {}) for each in scores], 1)
-    time = variant["time_ratio"]
+    time, flops = variant["time_ratio"], training_flops(variant) / training_flops(plain)
     return dict(worth=worth(curve, own, alpha),
-                equal_flops=at_equal_cost(curve, own, flops_ratio(variant, plain), alpha),
+                equal_flops=at_equal_cost(curve, own, flops, alpha),
                 equal_time=time and at_equal_time(curve, own, time, variant["multiple"], alpha))
-
-
-def flops_ratio(variant, plain):
-    """FLOPs that a variant's training executes over the plain GPT's; NaN where not counted."""
-    return training_flops(variant) / training_flops(plain)
 
 
 SAME_SIZE = 1e-3  # the share of their parameters by which two models of equal parameters may differ
@@ -371,7 +370,7 @@ def over_texts(texts):
 
 
 def reused_in(studies):
-    """The rows of reuse.counted() of several studies together: how many runs came from each source."""
+    """The rows of Runs.reused() of several studies together: how many runs came from each source."""
     found = {}
     for row in (row for study in studies for row in study.get("reused") or ()):
         total = found.setdefault(row["from"], {"from": row["from"], "runs": 0, "other_code": 0, "of": []})

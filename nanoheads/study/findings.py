@@ -120,7 +120,10 @@ def against_plain(found, only=None):
 
 
 def others(found):
-    """All other comparisons: with wider plain GPTs, at tuned rates, of two variants."""
+    """All other comparisons: with wider plain GPTs, and of two variants.
+
+    Results files from before 2026-11-23 also have some at tuned rates, of variants called "NAME, tuned".
+    """
     return [c for c in found["comparisons"] if c["baseline"] != "plain" or c["equal"]]
 
 

@@ -190,6 +190,7 @@ def time_ratio(study, variant, nothing_runs):
     plain, path = study.builder.plain, study.out / "clock.json"
     if variant.kind in ("plain", "budget"):
         return dict(mean=1.0, low=1.0, high=1.0)
+    # the hash that names a run's folder, here of both runs' trial.json
     key = trial.folder_of([study.runs.spec(each, 0, "val") for each in (variant, plain)]).name
     kept = trial.read_json(path) or {}
     if key not in kept:

@@ -82,11 +82,12 @@ def satterthwaite(squares, sizes):
     return sum(squares) ** 2 / sum(square ** 2 / (n - 1) for square, n in zip(squares, sizes))
 
 
-def p_same(found, margin):
+def p_same(difference, margin):
     """p of a true difference of the margin or more: the larger p of two one-sided tests (Schuirmann 1987)."""
-    if not found.df:
+    mean, se, df = difference.mean, difference.se, difference.df
+    if not df:  # no spread is known
         return math.nan
-    return float(stdtr(found.df, (abs(found.mean) - margin) / found.se)) if found.se else 0.0
+    return float(stdtr(df, (abs(mean) - margin) / se)) if se else 0.0
 
 
 # ---- all of a study ----
@@ -125,16 +126,16 @@ def judge(differences, sizes, alpha=0.05, margin=0.01, higher_is_better=False):
 
 # ---- how many seeds ----
 
-def seeds_wanted(found, n, alpha, margin, m, power=0.8, most=1000):
-    """Seeds of the variant, the baseline's in proportion, at which found.mean is shown, or shown the same.
+def seeds_wanted(seen, n, alpha, margin, m, power=0.8, most=1000):
+    """Seeds of the variant, the baseline's in proportion, at which seen.mean is shown, or shown the same.
 
     At Holm's first of m steps; None: more than `most`.
     """
     def enough(seeds):
-        se, df = found.se * math.sqrt(n / seeds), found.df * seeds / n
-        differs = stdtr(df, abs(found.mean) / se - stdtrit(df, 1 - alpha / m / 2))
+        se, df = seen.se * math.sqrt(n / seeds), seen.df * seeds / n
+        differs = stdtr(df, abs(seen.mean) / se - stdtrit(df, 1 - alpha / m / 2))
         inside = stdtrit(df, 1 - alpha / m)
-        outside = sum(stdtr(df, inside - (margin + sign * found.mean) / se) for sign in (1, -1))
+        outside = sum(stdtr(df, inside - (margin + sign * seen.mean) / se) for sign in (1, -1))
         return max(differs, 1 - outside) >= power
 
     wanted = n + 1 + bisect_left(range(n + 1, most + 1), True, key=enough)
@@ -162,9 +163,9 @@ def findable(groups, n, n_baseline, m, alpha=0.05, power=0.8):
 
 # ---- in words ----
 
-def in_words(found, alpha=0.05, margin=0.01, unit="bits/byte"):
-    """The verdict as one sentence."""
-    c, level, unit = found, f"{100 * (1 - alpha):g} % interval", f" {unit}" if unit else ""
+def in_words(c, alpha=0.05, margin=0.01, unit="bits/byte"):
+    """The verdict of a Comparison as one sentence."""
+    level, unit = f"{100 * (1 - alpha):g} % interval", f" {unit}" if unit else ""
     if math.isinf(c.se) and min(c.n, c.n_baseline) > 1:
         return f"undecided: {c.n} and {c.n_baseline} seeds do not show the spread of these scores"
     if math.isinf(c.se):

@@ -116,6 +116,8 @@ def check_figures(found, parts, to):
 def checked(folder, at):
     """result.json with its block_nats; None where there is none, where nats.npy does not bear it out, or
     where it is that of another run.
+
+    at: the stamps of its files. They are read again when one of these changes, and only then.
     """
     found, spec = (read_json(folder / name) for name in ("result.json", "trial.json"))
     if found is None:

@@ -11,7 +11,7 @@ from typing import Optional
 
 import torch
 
-from model import ALL_ON, GPT, MECHANISMS, GPTConfig
+from model import ALL_ON, GPT, MECHANISM_CLASSES, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError
 from nanoheads.configurator import Scale
@@ -311,10 +311,11 @@ class VariantBuilder:
             self.settings.update(budget_of(model, training, config.tokens_per_param))
             model, training = self.load({})
         # these have no fused kernel with dropout on the attention weights, and both sides have it or none
-        without = any(flags.get("acag") or "window" in flags or flags.get("routing_capacity")
-                      or flags.get("constraint_gate") == "score"
-                      for flags in variants_of(config).values())
-        if without and (model.dropout if model.attn_dropout is None else model.attn_dropout):
+        readers = [cls.flag for cls in MECHANISM_CLASSES if cls.needs_row_stats]
+        no_kernel = any(any(map(flags.get, readers)) or "window" in flags or flags.get("routing_capacity")
+                        or flags.get("constraint_gate") == "score"
+                        for flags in variants_of(config).values())
+        if no_kernel and (model.dropout if model.attn_dropout is None else model.attn_dropout):
             self.settings["attn_dropout"] = 0.0
         self.data = Dataset(training.dataset)
         for split in dict.fromkeys(("train", "val", config.split)):

@@ -346,9 +346,9 @@ def needs_code_of_own(path):
 
 
 def trust_what_it_starts_from(config):
-    """Run the code beside the checkpoints that a TrainConfig reads, where they need some; None: of no one.
+    """Run the code of mechanisms that lies beside the checkpoints a run starts from, where they need some.
 
-    Raises UserError.
+    config: the TrainConfig, which names these checkpoints; None: nothing is trusted. Raises UserError.
     """
     if config is None:
         return

@@ -32,16 +32,13 @@ SIZES = dict(vocab_size=11, block_size=16, n_layer=2, n_head=4, n_embd=64)
 PASS = "    def before_attention(self, attn, heads):"
 
 
-def run(*argv, cwd=ROOT, words=None):
-    return subprocess.run([sys.executable, *map(str, argv)], cwd=cwd, input=words, capture_output=True,
-                          text=True)
+def run(*argv, cwd=ROOT):
+    return subprocess.run([sys.executable, *map(str, argv)], cwd=cwd, capture_output=True, text=True)
 
 
-def run_here(program, *argv, words=None):
+def run_here(program, *argv):
     """As run(), in this process, which knows of no mechanism of one's own before nor after."""
     out, err, code = io.StringIO(), io.StringIO(), 0
-    before = sys.stdin
-    sys.stdin = io.StringIO(words or "")
     try:
         with without_own_mechanisms(), redirect_stdout(out), redirect_stderr(err):
             importlib.import_module(program.removesuffix(".py")).main([*map(str, argv)])
@@ -49,8 +46,6 @@ def run_here(program, *argv, words=None):
         code = e.code
         if isinstance(code, str):
             print(code, file=err)
-    finally:
-        sys.stdin = before
     return SimpleNamespace(returncode=1 if isinstance(code, str) else code or 0, stdout=out.getvalue(),
                            stderr=err.getvalue())
 
@@ -287,7 +282,7 @@ def test_a_run_with_it_goes_through_every_program(mine, bytes_data, tmp_path):
                     ["export_hf.py", "--ckpt", out, "--out", tmp_path / "hf"]):
         done = run_here(*command, named)
         assert done.returncode == 0, done.stderr
-    done = run_here("probe.py", "inspect", "--ckpt", out, named, words=f"save {tmp_path / 'saved'}\nquit\n")
+    done = run_here("probe.py", "inspect", "--ckpt", out, named, "--save", tmp_path / "saved")
     assert done.returncode == 0, done.stderr
     for folder in ("less", "saved"):  # new checkpoints, with a copy of their own
         done = run_here("evaluate.py", "--ckpt", tmp_path / folder, "--split=val", "--trust_code")

@@ -1043,7 +1043,7 @@ def rewritten(model, x):
     attn = model.transformer.h[0].attn
     heads = pass_of(model, x).of_layer(x)
     qkv = attn.c_attn(x).unflatten(-1, (attn.parts * attn.n_head, -1))
-    values = x if attn.tied else None
+    values = x if attn.queries_are_keys else None
     heads.q, heads.k, heads.v = attn.split(qkv, heads, attn.n_head, attn.n_head, values)
     for m in attn.mechanisms():
         m.before_attention(attn, heads)

@@ -197,6 +197,15 @@ def test_every_shipped_study_makes_its_variants(name, scale, monkeypatch, own_me
         assert variant.model.attn_dropout == builder.plain.model.attn_dropout  # on both sides or on none
 
 
+@pytest.mark.parametrize("name", [name for name, flags in MECHANISMS.items()
+                                  if GPTConfig(dropout=0.1, **flags).problems()])
+def test_what_has_no_kernel_with_dropout_is_compared_without_it_on_both_sides(name, monkeypatch):
+    monkeypatch.setattr("nanoheads.study.variants.Dataset", Bytes)
+    builder = VariantBuilder(StudyConfig(mechanisms=[name], settings=dict(dropout=0.1)))
+    variant, = builder.variants()
+    assert builder.plain.model.attn_dropout == variant.model.attn_dropout == 0 != variant.model.dropout
+
+
 def test_every_mechanism_and_rival_is_in_the_study_of_all():
     config, = configurator.load((StudyConfig,), ["config/studies/all.py"])
     want = {**MECHANISMS, "all_on": ALL_ON, **config.variants}
