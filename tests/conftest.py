@@ -237,7 +237,7 @@ def mine(tmp_path, own_mechanisms_go):
 
 
 def small_plain(folder, data, monkeypatch):
-    """A config file of a plain GPT that trains in a moment, in a folder that is made the working directory."""
+    """A config file of a plain GPT that trains in a moment; its folder is made the working directory."""
     monkeypatch.chdir(folder)
     path = folder / "plain.py"
     path.write_text(SMALL + f"dataset = {str(data)!r}\n")
