@@ -1,8 +1,9 @@
 """What all tests share: the repository on the path, one thread, and a tiny data folder."""
 import hashlib
 import json
-import socket
 import os
+import signal
+import socket
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,8 @@ from nanoheads.text.writing import Writer  # noqa: E402
 from nanoheads.text.tokenizer import Tokenizer  # noqa: E402
 
 torch.set_num_threads(1)
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and what it starts does too
 TINY = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4,
             max_iters=6, eval_interval=3, eval_tokens=512, log_interval=1,
             device="cpu", lr_decay_iters=100)  # a run of train.py, in a second
