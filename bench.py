@@ -52,7 +52,7 @@ from nanoheads.text.dataset import Dataset
 from nanoheads.timing import mfu, on_cuda, progress_bar, take_turns, time_rows, timed
 from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig
-from nanoheads.training.optim import CUDA_GRAPHS, check_compile, precision
+from nanoheads.training.optim import CUDA_GRAPHS, check_compile, compiles, precision
 from nanoheads.training.ranks import Process
 from nanoheads.training.scoring import score
 
@@ -540,11 +540,12 @@ def arguments(argv):
 def check(args):
     """Fill in what follows from the device. Raises UserError for the first argument that makes no sense."""
     args.device = pick_device(args.device)
-    of_device = ("dtype", "float32", "bfloat16"), ("compile", False, sys.platform != "win32")
-    for name, cpu, cuda in (*SIZES, *of_device):
+    for name, cpu, cuda in (*SIZES, ("dtype", "float32", "bfloat16")):
         if getattr(args, name) is None:
             setattr(args, name, cuda if on_cuda(args) else cpu)
-    check_compile(args, torch.device(args.device).type)
+    kind = torch.device(args.device).type
+    args.compile = compiles(args, kind)
+    check_compile(args, kind)
     sizes = [name for name, *_ in SIZES]
     for name in ("rounds", "steps", "threads", "seeds", "iters", "decode_batch", "vocab_size", *sizes):
         if getattr(args, name) < 1:

@@ -450,7 +450,7 @@ class Run:
 def set_up(run):
     """Make what training steps need of a run: optimizers, precision, the compiled model."""
     config, process, model = run.config, run.process, run.model.train()
-    run.compiled = compiles(config, process)
+    run.compiled = compiles(config, process.kind)
     run.replays_graphs = run.compiled and config.compile_mode in CUDA_GRAPHS
     if run.replays_graphs and process.kind != "cuda":
         raise UserError(f"compile_mode={config.compile_mode!r} replays CUDA graphs, and this run is on "
@@ -678,7 +678,7 @@ def batches_of(run):
     which = run.dataset, "train", c.block_size, config.batch_size * config.grad_accum, c.seed
     if not config.documents:
         return Batches(*which)
-    return DocumentBatches(*which, config.documents, few_widths=compiles(config, run.process))
+    return DocumentBatches(*which, config.documents, few_widths=compiles(config, run.process.kind))
 
 
 def what_to_lower(config):

@@ -291,10 +291,10 @@ def scaler_gives_back(device):
     return weight.grad.eq(1).all().item()
 
 
-def compiles(config, process):
-    """Whether a run's model is compiled: where the flag is not set, on CUDA outside Windows."""
+def compiles(config, kind):
+    """Whether a run's model is compiled on a kind of device: without the flag, on CUDA outside Windows."""
     if config.compile is None:
-        return process.kind == "cuda" and sys.platform != "win32"
+        return kind == "cuda" and sys.platform != "win32"
     return config.compile
 
 

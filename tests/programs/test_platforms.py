@@ -55,7 +55,7 @@ def windows(monkeypatch):
 ])
 def test_torch_compile_is_off_by_itself_on_macs_and_windows(platform, kind, flag, compiled, monkeypatch):
     monkeypatch.setattr(sys, "platform", platform)
-    assert optim.compiles(TrainConfig(compile=flag), Process(kind)) is compiled
+    assert optim.compiles(TrainConfig(compile=flag), kind) is compiled
 
 
 @pytest.mark.parametrize("platform, kind, no_triton, words", [
