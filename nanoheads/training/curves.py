@@ -211,13 +211,6 @@ def dataset_name(run_dir):
         return "?"
 
 
-def plot_run(run_dir, colour=COLOURS[0], x="step"):
-    """Draw one run -> [curves.png, curves.svg]; [] if its log has nothing to draw."""
-    run_dir = Path(run_dir)
-    c, name = curves_of(run_dir, x), run_dir.resolve().name
-    return draw([(name, c, colour, "-")], run_dir / "figures" / "curves", title=name) if c else []
-
-
 def plot_runs(given, names, together, x="step"):
     """Draw each run by itself, and into the folder `together` all of them -> the paths."""
     runs, written, datasets = [], [], [dataset_name(run) for run in given]

@@ -16,7 +16,7 @@ from labels import hidden_labels
 from nanoheads.drawing import COLOURS
 from nanoheads.heads import pictures as plot_heads
 from nanoheads.training import curves
-from nanoheads.training.curves import curves_of, plot_run, read_log
+from nanoheads.training.curves import curves_of, plot_runs, read_log
 from plot_curves import main
 
 
@@ -108,6 +108,11 @@ def test_best_point_has_its_number_and_the_smoothing_is_stated(three):
     assert "train, mean of 3 logged steps" in words and "last +0.100" in words
 
 
+def plotted(run):
+    """The paths of plot_runs() of one run."""
+    return plot_runs([run], [run.name], run.parent / "figures")
+
+
 def drawn_figures(monkeypatch, given):
     """{file stem: Figure} of plot_runs()."""
     figures = {}
@@ -159,9 +164,9 @@ def test_colour_follows_the_order_given_and_a_skipped_run_keeps_its_place(home, 
 
 def test_the_same_log_gives_the_same_bytes(home):
     run = write(home / "run", rows(20, 10))
-    first = [path.read_bytes() for path in plot_run(run, colour=COLOURS[4])]
-    assert [path.read_bytes() for path in plot_run(str(run), colour=COLOURS[4])] == first
-    assert strokes(run / "figures/curves.svg") == {COLOURS[4]}
+    first = [path.read_bytes() for path in plotted(run)]
+    assert [path.read_bytes() for path in plotted(run)] == first
+    assert strokes(run / "figures/curves.svg") == {COLOURS[0]}
 
 
 def test_a_line_cut_in_half_is_named_and_the_rest_drawn(home, capsys):
@@ -170,7 +175,7 @@ def test_a_line_cut_in_half_is_named_and_the_rest_drawn(home, capsys):
     assert [r["step"] for r in train] == list(range(21)) and [r["step"] for r in evals] == [0, 10, 20]
     message = f"{run}: 1 broken line(s) in log.jsonl, the first is line 25; the rest is used\n"
     assert capsys.readouterr().err == message
-    assert len(plot_run(run)) == 2
+    assert len(plotted(run)) == 2
 
 
 def test_a_row_appended_to_half_a_line_is_kept(home, capsys):
@@ -224,7 +229,7 @@ def test_the_running_mean_is_centred_and_steps_over_nan(home, capsys):
 ], ids=["training rows only", "evaluation rows only", "one step", "every loss NaN or inf", "null loss"])
 @pytest.mark.filterwarnings("error")
 def test_an_odd_log_is_drawn_all_the_same(home, capsys, log, said):
-    paths = plot_run(write(home / "out" / "run", log))
+    paths = plotted(write(home / "out" / "run", log))
     assert [p.name for p in paths] == ["curves.png", "curves.svg"]
     assert all(p.stat().st_size > 5000 for p in paths)
     err = capsys.readouterr().err
@@ -248,7 +253,7 @@ def test_exit_1_when_nothing_can_be_plotted(home, capsys):
     assert capsys.readouterr().err == "nothing to plot: no runs under out\n"
     write(home / "out/empty", "")
     assert main(["out/empty"]) == 1
-    assert "no rows to plot" in capsys.readouterr().err and plot_run("out/empty") == []
+    assert "no rows to plot" in capsys.readouterr().err
 
 
 def test_time_that_restarts_is_said(home, capsys):
