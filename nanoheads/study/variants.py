@@ -11,7 +11,7 @@ from typing import Optional
 
 import torch
 
-from model import ALL_ON, GPT, MECHANISM_CLASSES, MECHANISMS, GPTConfig
+from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError
 from nanoheads.configurator import Scale
@@ -299,6 +299,12 @@ def times(factor, key, value):
     return max(0.0, round(1 - (1 - value) / factor, 12)) if key == "muon_momentum" else value * factor
 
 
+def relative(flags, model):
+    """Flags with the values of RELATIVE worked out for a plain GPT, a GPTConfig."""
+    return {key: RELATIVE[value](model) if isinstance(value, str) and value in RELATIVE else value
+            for key, value in flags.items()}
+
+
 class VariantBuilder:
     """Makes variants from flags on top of a study's plain GPT. Raises UserError."""
 
@@ -310,13 +316,9 @@ class VariantBuilder:
         if config.tokens_per_param:
             self.settings.update(budget_of(model, training, config.tokens_per_param))
             model, training = self.load({})
-        # these have no fused kernel with dropout on the attention weights, and both sides have it or none
-        readers = [cls.flag for cls in MECHANISM_CLASSES if cls.needs_row_stats]
-        no_kernel = any(any(map(flags.get, readers)) or "window" in flags or flags.get("routing_capacity")
-                        or flags.get("constraint_gate") == "score"
-                        for flags in variants_of(config).values())
-        if no_kernel and (model.dropout if model.attn_dropout is None else model.attn_dropout):
-            self.settings["attn_dropout"] = 0.0
+        if model.weight_dropout and any(self.needs_no_dropout(relative(flags, model))
+                                        for flags in variants_of(config).values()):
+            self.settings["attn_dropout"] = 0.0  # on both sides, so that dropout is no part of the difference
         self.data = Dataset(training.dataset)
         for split in dict.fromkeys(("train", "val", config.split)):
             self.data.tokens(split)  # what is missing is reported now, not after all runs
@@ -327,10 +329,18 @@ class VariantBuilder:
         more = {"settings": self.settings, f"variant with {flags}": flags}
         return configurator.load((GPTConfig, TrainConfig), [self.base], more=more)
 
+    def needs_no_dropout(self, flags):
+        """Whether only dropout on the attention weights keeps the plain GPT from taking these flags."""
+        def accepted(flags):
+            try:
+                return bool(self.load(flags))
+            except UserError:
+                return False
+        return not accepted(flags) and accepted({**flags, "attn_dropout": 0.0})
+
     def make(self, name, kind, label, flags):
-        for key, value in flags.items():
-            if isinstance(value, str) and value in RELATIVE:
-                flags = {**flags, key: RELATIVE[value](self.plain.model)}
+        if flags:  # the plain GPT, which has none, is made before there is a self.plain
+            flags = relative(flags, self.plain.model)
         try:
             model, training = self.load(flags)
         except UserError as e:
