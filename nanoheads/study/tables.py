@@ -3,7 +3,7 @@ The tables and the picture of README.md and docs/ that come from results/. `pyth
 them.
 
 A table stands between `<!-- table: KIND FILE [rows] -->` and `<!-- end -->`; what is between is written anew.
-PICTURES names each picture that is a study's differences, and its results file.
+PICTURES names each picture of a study, its differences or what it finds at each size, and its results file.
 """
 
 import html as escaping
@@ -19,7 +19,7 @@ from nanoheads.study.findings import (Table, against_plain, at_cost, candidates_
                                       screened_table, texts_table, tuned_table, verdict_of, verdicts_table,
                                       without, worth_of)
 
-PICTURES = {"docs/forest.png": "all-tiny.json.gz"}
+PICTURES = {"docs/forest.png": "all-tiny.json.gz", "docs/ladder.png": "ladder-nano.json.gz"}
 
 # what a variant of the README's table does, in words
 IN_WORDS = {
@@ -158,8 +158,10 @@ def filled(text, where):
 
 
 def picture(file):
-    """The PNG of a results file's differences; of several texts, over all of them."""
+    """The PNG of a results file's differences; of several texts, over all of them; of a ladder, by size."""
     found = results.read(ROOT / "results" / file)
+    if "sizes" in found:
+        return drawing.drawn(pictures.ladder, found, "png")
     return drawing.drawn(pictures.forest, effects.pooled(found) if "texts" in found else found, "png")
 
 

@@ -320,6 +320,23 @@ def test_gains_and_shares_on_the_page_are_means_over_seeds(engagement):
         assert f"{mean(sent, 2)} {words}" in page
 
 
+def test_the_table_of_rates_on_the_page_about_size_is_that_of_its_file():
+    arms = results.read(RESULTS / "ladder_rates-nano-0.33M.json.gz")["arms"]
+    means = {name: np.mean(arm["bpb"]) for name, arm in arms.items()}
+    text, best = text_of("results/scale.md"), []
+    rows = ("× 0.5", "half rates"), ("as in `config/nano.py`", "plain"), ("× 2", "double rates")
+    for title, plain in rows:
+        variant = "short_conv_kv" + (f" at {plain}" if plain != "plain" else "")
+        one, other = means[plain], means[variant]
+        score, of_variant, difference = row_of(text, title)
+        assert (score, of_variant) == (f"{one:.4f}", f"{other:.4f}")
+        assert difference.startswith(f"{other - one:.4f} ") and other < one
+        best.append((one, other))
+    best_plain, best_other = (min(column) for column in zip(*best))
+    words = f"at the best of its three rates the difference is {best_other - best_plain:.4f}."
+    assert words in " ".join(text.split())
+
+
 def test_the_task_of_the_controls_has_the_figures_of_its_file():
     found = json.loads((ROOT / "results" / "cloze-tiny.json").read_text())["models"]
     study = results.read(ROOT / "results" / "controls-tiny.json.gz")
