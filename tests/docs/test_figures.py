@@ -337,6 +337,32 @@ def test_the_table_of_rates_on_the_page_about_size_is_that_of_its_file():
     assert words in " ".join(text.split())
 
 
+def test_the_tasks_on_the_page_about_size_have_the_figures_of_their_file():
+    models = json.loads((RESULTS / "tasks-nano-0.33M.json").read_text())["models"]
+    study = results.read(RESULTS / "ladder-nano.json.gz")["sizes"]["0.33M"]
+    assert all(each["bpb"] == study["runs"][each["run"]]["bpb"] for each in models) and len(models) == 22
+    of = {(each["variant"], each["seed"]): each for each in models}
+    text = text_of("results/scale.md")
+    tasks = text[text.index("## Does it show beyond the loss?"):text.index("## How it was measured")]
+    for variant in ("plain", "short_conv_kv", "key_offset", "constraint_a", "routing_inf"):
+        seeds = [seed for name, seed in of if name == variant]
+        cells = [f"{np.mean([of[variant, seed]['accuracy'] for seed in seeds]):.3f}"]
+        for key in ("accuracy", "nats") if variant != "plain" else ():
+            mean, low, high = t_interval([of[variant, seed][key] - of["plain", seed][key] for seed in seeds])
+            cells.append(f"{mean:+.4f} ± {(high - low) / 2:.4f}")
+        title = "plain GPT" if variant == "plain" else variant.replace("_", "\\_")
+        assert row_of(tasks, title)[:len(cells)] == cells
+    recall = [np.mean([each["recall_bits"][depth] for each in models if each["variant"] == "plain"])
+              for depth in ("0.1", "0.5", "0.9")]
+    assert "gains {:.2f}, {:.2f} and {:.2f} from".format(*recall) in " ".join(tasks.split())
+    for variant in ("short_conv_kv", "key_offset", "constraint_a", "routing_inf"):
+        for depth in ("0.1", "0.5", "0.9"):
+            plain = [of["plain", seed]["recall_bits"][depth] for seed in range(1, 5)]
+            own = [of[variant, seed]["recall_bits"][depth] for seed in range(1, 5)]
+            _, low, high = t_interval(np.subtract(own, plain))
+            assert low < 0 < high
+
+
 def test_the_task_of_the_controls_has_the_figures_of_its_file():
     found = json.loads((ROOT / "results" / "cloze-tiny.json").read_text())["models"]
     study = results.read(ROOT / "results" / "controls-tiny.json.gz")
