@@ -482,7 +482,8 @@ def test_one_trial_each_on_a_gpu_of_its_own_and_the_gpu_back(spec, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     place = queue.Processes(0, "cuda")
     found = [each["CUDA_VISIBLE_DEVICES"] for each in environments(place, 3)]
-    assert found[:2] == ["4", "6"] and found[2] in found[:2]
+    # which of two threads asks first is the machine's choice
+    assert sorted(found[:2]) == ["4", "6"] and found[2] in found[:2]
     assert place.room.running == {"4": 0, "6": 0}
 
 
