@@ -253,7 +253,7 @@ def test_exit_1_when_nothing_can_be_plotted(home, capsys):
     assert capsys.readouterr().err == "nothing to plot: no runs under out\n"
     write(home / "out/empty", "")
     assert main(["out/empty"]) == 1
-    assert "no rows to plot" in capsys.readouterr().err
+    assert "no rows to plot" in capsys.readouterr().err and plotted(home / "out/empty") == []
 
 
 def test_time_that_restarts_is_said(home, capsys):
