@@ -337,29 +337,34 @@ def test_the_table_of_rates_on_the_page_about_size_is_that_of_its_file():
     assert words in " ".join(text.split())
 
 
-def test_the_tasks_on_the_page_about_size_have_the_figures_of_their_file():
-    models = json.loads((RESULTS / "tasks-nano-0.33M.json").read_text())["models"]
-    study = results.read(RESULTS / "ladder-nano.json.gz")["sizes"]["0.33M"]
-    assert all(each["bpb"] == study["runs"][each["run"]]["bpb"] for each in models) and len(models) == 22
+@pytest.mark.parametrize("size, variants, seeds, plain_seeds", [
+    ("0.33M", ["short_conv_kv", "key_offset", "constraint_a", "routing_inf"], 4, 6)])
+def test_the_tasks_on_the_page_about_size_have_the_figures_of_their_file(size, variants, seeds, plain_seeds):
+    models = json.loads((RESULTS / f"tasks-nano-{size}.json").read_text())["models"]
+    study = results.read(RESULTS / "ladder-nano.json.gz")["sizes"][size]
+    assert all(each["bpb"] == study["runs"][each["run"]]["bpb"] for each in models)
     of = {(each["variant"], each["seed"]): each for each in models}
+    assert of.keys() == ({("plain", seed) for seed in range(1, plain_seeds + 1)}
+                         | {(name, seed) for name in variants for seed in range(1, seeds + 1)})
     text = text_of("results/scale.md")
     tasks = text[text.index("## Does it show beyond the loss?"):text.index("## How it was measured")]
-    for variant in ("plain", "short_conv_kv", "key_offset", "constraint_a", "routing_inf"):
-        seeds = [seed for name, seed in of if name == variant]
-        cells = [f"{np.mean([of[variant, seed]['accuracy'] for seed in seeds]):.3f}"]
-        for key in ("accuracy", "nats") if variant != "plain" else ():
-            mean, low, high = t_interval([of[variant, seed][key] - of["plain", seed][key] for seed in seeds])
+    plain = np.mean([of["plain", seed]["accuracy"] for seed in range(1, plain_seeds + 1)])
+    assert row_of(tasks, f"plain GPT | {size}")[0] == f"{plain:.3f}"
+    for variant in variants:
+        cells = [f"{np.mean([of[variant, seed]['accuracy'] for seed in range(1, seeds + 1)]):.3f}"]
+        for key in ("accuracy", "nats"):
+            mean, low, high = t_interval([of[variant, seed][key] - of["plain", seed][key]
+                                          for seed in range(1, seeds + 1)])
             cells.append(f"{mean:+.4f} ± {(high - low) / 2:.4f}")
-        title = "plain GPT" if variant == "plain" else variant.replace("_", "\\_")
-        assert row_of(tasks, title)[:len(cells)] == cells
-    recall = [np.mean([each["recall_bits"][depth] for each in models if each["variant"] == "plain"])
-              for depth in ("0.1", "0.5", "0.9")]
-    assert "gains {:.2f}, {:.2f} and {:.2f} from".format(*recall) in " ".join(tasks.split())
-    for variant in ("short_conv_kv", "key_offset", "constraint_a", "routing_inf"):
-        for depth in ("0.1", "0.5", "0.9"):
-            plain = [of["plain", seed]["recall_bits"][depth] for seed in range(1, 5)]
-            own = [of[variant, seed]["recall_bits"][depth] for seed in range(1, 5)]
-            _, low, high = t_interval(np.subtract(own, plain))
+        assert row_of(tasks, variant.replace("_", "\\_") + f" | {size}") == cells
+    depths = "0.1", "0.5", "0.9"
+    recall = [np.mean([of["plain", seed]["recall_bits"][depth] for seed in range(1, plain_seeds + 1)])
+              for depth in depths]
+    assert "{:.2f}, {:.2f} and {:.2f}".format(*recall) in " ".join(tasks.split())
+    for variant in variants:
+        for depth in depths:
+            _, low, high = t_interval([of[variant, seed]["recall_bits"][depth]
+                                       - of["plain", seed]["recall_bits"][depth] for seed in range(1, seeds + 1)])
             assert low < 0 < high
 
 
