@@ -1,6 +1,7 @@
 """
-The pictures of a report: differences as a forest, learning curves, scores against compute, and a ladder's
-worth against size. White, so that they read on a dark page too; the same results give the same bytes.
+The pictures of a report: differences as a forest, learning curves, scores against compute, and of a ladder
+differences and worth against size. White, so that they read on a dark page too; the same results give the
+same bytes.
 """
 
 import math
@@ -11,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 from nanoheads.common import number
-from nanoheads.drawing import COLOURS, label_right, panels, ticks
+from nanoheads.drawing import COLOURS, canvas, label_right, panels, ticks
 from nanoheads.study.findings import MEANING, against_plain, known, label_of, level, mean_of, printable, short
 
 # blue, orange, green, grey, and black for the plain GPT: as on the page
@@ -179,37 +180,70 @@ def compute(found):
 
 
 def ladder(found):
-    """A Figure: what each variant is worth in the plain GPT's compute, against size; None: nothing known."""
-    lines, sizes = {}, []
+    """A Figure: each variant's difference in bits/byte against size, and beside it, where the plain GPT was
+    trained at other budgets too, what the variant is worth in the plain GPT's compute; None: nothing known.
+    """
+    sizes, points = [], {}  # variant -> [(parameters of the plain GPT's blocks, comparison)]
     for study in found["sizes"].values():
         plain = study["plain"]
-        sizes.append(12 * plain["n_layer"] * plain["n_embd"] ** 2)  # parameters of its blocks
+        sizes.append(12 * plain["n_layer"] * plain["n_embd"] ** 2)
         for c in against_plain(study):
-            w = c.get("worth") or {}
-            if known(w.get("mean")) or w.get("beyond"):
-                lines.setdefault(c["variant"], []).append((sizes[-1], w))
-    if not lines:
+            if known(c["mean"]):
+                points.setdefault(c["variant"], []).append((sizes[-1], c))
+    if not points:
         return None
-    figure, axes = panels(7.5, 4.5)
+    some_worth = any(has_worth(c) for own in points.values() for _, c in own)
+    figure = canvas(10 if some_worth else 6, 4.7, f"{cut(found['name'])}: effect against size")
+    panels_of = figure.subplots(1, 1 + some_worth, squeeze=False)[0]
+    lines = [(cut(name), COLOURS[i % len(COLOURS)],
+              [(n * 1.03 ** (i - (len(points) - 1) / 2), c) for n, c in own])  # beside each other
+             for i, (name, own) in enumerate(points.items())]
+    draw_differences(panels_of[0], lines)
+    if some_worth:
+        draw_worth(panels_of[1], lines)
+    for axes in panels_of:
+        axes.set(xscale="log", xlabel="parameters of the plain GPT's blocks")
+        ticks(axes.xaxis, sizes, [short(n) for n in sizes])
+    figure.legend(handles=[Line2D([], [], color=colour, marker="o", label=name) for name, colour, _ in lines],
+                  loc="outside lower center", ncols=4, frameon=False, fontsize=10)
+    return figure
+
+
+def draw_differences(axes, lines):
+    """Means and intervals against size; a triangle at the edge: the mean lies beyond it."""
+    low, high = range_of([(c["low"], c["high"], c["mean"]) for *_, own in lines for _, c in own])
+    axes.axhline(0, color="black", linewidth=1.2)
+    for name, colour, own in lines:
+        heights = [min(max(c["mean"], low), high) for _, c in own]
+        axes.plot([n for n, _ in own], heights, color=colour, label=name)
+        for (n, c), height in zip(own, heights):
+            if known(c["low"]):
+                axes.plot([n, n], [min(max(end, low), high) for end in (c["low"], c["high"])], color=colour)
+            marker = "v" if c["mean"] < low else "^" if c["mean"] > high else "o"
+            axes.plot([n], [height], marker, color=colour, clip_on=False)
+    axes.set(ylim=(low, high), ylabel="bits/byte, variant − plain GPT (lower is better)")
+
+
+def has_worth(c):
+    worth = c.get("worth") or {}
+    return known(worth.get("mean")) or bool(worth.get("beyond"))
+
+
+def draw_worth(axes, lines):
+    """Worth in the plain GPT's compute against size; a triangle: beyond the budgets that were trained."""
     axes.axhline(1, color="black", linewidth=1.2)
-    for i, (name, points) in enumerate(lines.items()):
-        colour, shift = COLOURS[i % len(COLOURS)], 1.03 ** (i - (len(lines) - 1) / 2)  # beside each other
-        ends = {"less": "smallest", "more": "largest"}  # beyond the measured budgets: a triangle at their end
-        values = [w[ends.get(w["beyond"], "mean")] for _, w in points]
-        axes.plot([n * shift for n, _ in points], values, color=colour, label=cut(name))
-        for (n, w), value in zip(points, values):
+    ends = {"less": "smallest", "more": "largest"}
+    for name, colour, own in lines:
+        own = [(n, c["worth"]) for n, c in own if has_worth(c)]
+        values = [w[ends.get(w["beyond"], "mean")] for _, w in own]
+        axes.plot([n for n, _ in own], values, color=colour, label=name)
+        for (n, w), value in zip(own, values):
             # an open end goes on to where the measured budgets end
             low, high = (w[key] if known(w[key]) else w[end]
                          for key, end in (("low", "smallest"), ("high", "largest")))
-            axes.plot([n * shift, n * shift], [low, high], color=colour, linewidth=1.5)
-            marker = {"less": "v", "more": "^"}.get(w["beyond"], "o")
-            axes.plot([n * shift], [value], marker, color=colour)
-    axes.set(xscale="log", yscale="log", title=f"{cut(found['name'])}: effect against size",
-             xlabel="parameters of the plain GPT's blocks",
-             ylabel="worth, × the plain GPT's compute")
-    ticks(axes.xaxis, sizes, [short(n) for n in sizes])
+            axes.plot([n, n], [low, high], color=colour)
+            axes.plot([n], [value], {"less": "v", "more": "^"}.get(w["beyond"], "o"), color=colour)
+    axes.set(yscale="log", ylabel="worth, × the plain GPT's compute")
     low, high = axes.get_ylim()
     multiples = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.7, 2, 3)
     ticks(axes.yaxis, [m for m in multiples if low <= m <= high])
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=10)
-    return figure

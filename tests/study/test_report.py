@@ -709,22 +709,43 @@ def test_ladder_has_a_table_a_picture_and_each_size_its_report(tmp_path, capsys)
     assert tables.TABLES["costs"](found, None).count("**") == 6
 
 
-def test_ladder_picture_has_worth_at_each_size():
+def curves_of(axes):
+    """{name: line} of what a panel of the ladder's picture draws through its sizes."""
+    return {line.get_label(): line for line in axes.get_lines() if not line.get_label().startswith("_")}
+
+
+def test_ladder_picture_has_difference_and_worth_at_each_size():
     found = make_ladder()
     smallest = found["sizes"]["0.1M"]
-    one, other = (c["worth"] for c in findings.against_plain(smallest))
-    one.update(mean=None, low=None, high=None, beyond="more")
-    other["mean"] = None
-    axes, = pictures.ladder(found).axes
-    curves = [line for line in axes.get_lines() if not line.get_label().startswith("_")]
-    assert sorted(len(line.get_xdata()) for line in curves) == [2, 3]
-    longer = max(curves, key=lambda line: len(line.get_xdata()))
-    assert longer.get_ydata()[0] == 2.0
-    assert longer.get_xdata() == pytest.approx([98304, 331776, 983040], rel=0.05)
-    assert [line.get_ydata()[0] for line in axes.get_lines() if line.get_marker() == "^"] == [2.0]
-    for study in found["sizes"].values():
+    one, other = findings.against_plain(smallest)
+    one["worth"].update(mean=None, low=None, high=None, beyond="more")
+    other["worth"]["mean"] = None
+    differences, worth = pictures.ladder(found).axes
+    for c in one, other:
+        curve = curves_of(differences)[c["variant"]]
+        assert curve.get_ydata()[0] == c["mean"] and len(curve.get_ydata()) == 3
+    curves = curves_of(worth)
+    assert curves[one["variant"]].get_ydata()[0] == 2.0 and len(curves[one["variant"]].get_ydata()) == 3
+    assert curves[one["variant"]].get_xdata() == pytest.approx([98304, 331776, 983040], rel=0.05)
+    assert len(curves[other["variant"]].get_ydata()) == 2
+    assert [line.get_ydata()[0] for line in worth.get_lines() if line.get_marker() == "^"] == [2.0]
+
+
+def test_ladder_picture_does_without_worth_and_marks_what_lies_far_out():
+    found = make_ladder()
+    sizes = list(found["sizes"].values())
+    for study in sizes:
         for c in study["comparisons"]:
             c["worth"] = None
+    far = findings.against_plain(sizes[2])[0]
+    far.update(mean=5.0, low=4.0, high=6.0)
+    axes, = pictures.ladder(found).axes
+    top = axes.get_ylim()[1]
+    assert top < 1 and curves_of(axes)[far["variant"]].get_ydata()[2] == top
+    assert [line.get_ydata()[0] for line in axes.get_lines() if line.get_marker() == "^"] == [top]
+    for study in sizes:
+        for c in study["comparisons"]:
+            c["mean"] = None
     assert pictures.ladder(found) is None
 
 
