@@ -21,6 +21,7 @@ seed; --accept_code takes runs of other code too, for who knows that it computes
 many of either. --help: all keys.
 """
 
+import itertools
 import json
 import math
 import re
@@ -153,7 +154,7 @@ class Study:
         """The seeds of the plain GPT, which stands in every comparison: more than a variant has."""
         c, seeds = self.config, list(self.config.seeds)
         n = c.plain_seeds or round(len(seeds) * max(1, n_variants) ** 0.5)
-        more = (seed for seed in range(max(seeds) + 1, 10**9) if seed not in c.screen_seeds)
+        more = (seed for seed in itertools.count(max(seeds) + 1) if seed not in c.screen_seeds)
         return [*seeds, *(next(more) for _ in range(n - len(seeds)))]
 
     def judge(self, chosen, place):
@@ -163,7 +164,7 @@ class Study:
         budgets = [self.builder.at_budget(multiple) for multiple in c.budgets]
         self.compared.update(by_name([*budgets, *variants]))
         self.pairs += [(name, PLAIN, []) for name in chosen]
-        self.pairs += [(one, other, []) for one, other in c.contrasts if other != PLAIN]
+        self.pairs += [(one, other, []) for one, other in c.contrasts if PLAIN not in (one, other)]
         plain, seeds = self.builder.plain, c.seeds
         folders = self.runs.plan("judge", [plain, *variants, *budgets], seeds)
         folders += self.runs.plan("judge", [plain], self.plain_seeds(len(variants))[len(seeds):])
@@ -281,7 +282,7 @@ def plan_of(study):
         rows.append((variant.name, f"{own['params']:,}", f"{own['steps']:,}",
                      findings.short(effects.training_flops(own)), flags_in_short(variant.flags)))
     names, left = folders_of(study)
-    hours = runs_left(study) * seconds / slots.count / 3600
+    hours = in_runs_of_plain(study, [names[folder] for folder in left]) * seconds / slots.count / 3600
     length = f"{math.ceil(60 * hours)} minutes" if hours < 2 else f"{hours:.2g} hours"
     notes = [f"{len(names):,} runs, {len(left):,} of them to do, in {study.runs.trials}",
              *([findings.reused_sentence(study.runs.reused(), len(names))] if study.runs.taken else []),
@@ -304,33 +305,40 @@ def folders_of(study):
     return names, [folder for folder in names if study.runs.result(folder) is None]
 
 
-def runs_left(study):
-    """How many runs of the plain GPT, counted in steps, what a study has planned and not done amounts to."""
-    names, left = folders_of(study)
+def in_runs_of_plain(study, names):
+    """How many runs of the plain GPT, counted in steps, the runs of these variants amount to."""
     plain, variants = study.builder.plain, {**study.variants, **study.compared}
-    return sum(variants.get(names[folder], plain).train.max_iters for folder in left) / plain.train.max_iters
+    return sum(variants.get(name, plain).train.max_iters for name in names) / plain.train.max_iters
 
 
 SECONDS_BESIDE_STEPS = 5.0  # of a run: starting Python, reading torch, writing
 
 
 def within_minutes(config, name):
-    """(the study in config.minutes, a line about what was left out of it), see budget.fitted()."""
+    """(the study in config.minutes, a line about what was left out of it), see budget.fitted().
+
+    Runs that are done count as if they were to be done, so that the same command is the same study when it
+    goes on, and a script that tries one mechanism after the other has the same seeds and steps for each.
+    """
     if config.sizes or config.texts:
         raise UserError("minutes is for a study of one size on one text: leave out sizes and texts")
     slots, study = queue.Slots(config.jobs, config.device, config.jobs_per_gpu), Study(config, name)
     plain, splits = study.builder.plain, study.builder.data.splits
-    one_run = costs.seconds_per_run(plain, pick_device(config.device), slots.threads,
-                                    config.test_tokens or splits[config.split]["tokens"],
-                                    splits["val"]["tokens"])
+    config = replace(config, screen=study.screens())  # else it would be named among what is left out
+    device = pick_device(config.device)
+    probed = costs.probe(plain, device, slots.threads)
+    test_tokens = config.test_tokens or splits[config.split]["tokens"]
 
     def seconds(smaller):
         planned = Study(smaller, name)
         planned.run(None)
         # a wider plain GPT for each variant that may seem better is counted too
-        runs = runs_left(planned) + smaller.match_parameters * len(planned.variants) * len(smaller.seeds)
-        share = planned.builder.plain.train.max_iters / plain.train.max_iters  # of the steps of a run
-        return runs * (one_run * share + SECONDS_BESIDE_STEPS) / slots.count
+        names, _ = folders_of(planned)
+        runs = in_runs_of_plain(planned, names.values())
+        runs += smaller.match_parameters * len(planned.variants) * len(smaller.seeds)
+        one_run = costs.seconds_per_run(planned.builder.plain, device, slots.threads, test_tokens,
+                                        splits["val"]["tokens"], probed)
+        return runs * (one_run + SECONDS_BESIDE_STEPS) / slots.count
 
     return budget.fitted(config, seconds, plain.train.max_iters)
 
@@ -508,7 +516,7 @@ def keep_file(config, out):
             own_mechanism.copy(file, out)
 
 
-# ---- the five things that this program does; run() picks one ----
+# ---- the six things that this program does; run() picks one ----
 
 def write_tables(config):
     """--tables: the tables in README.md and docs/, from results/."""
@@ -540,6 +548,9 @@ def report_once_more(config):
     out = Path(config.out_dir or Path("out", joined([f"{path.name.split('.')[0]}-report"])))
     out.mkdir(parents=True, exist_ok=True)
     report.write_all(found, out)
+    if config.json:
+        write_json(config.json, findings.verdicts(found))
+        print(config.json)
 
 
 def show_plan(config, name):

@@ -263,7 +263,7 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(lookahead, "refuse", lambda *args, **keys: "nowhere, in a test")
     monkeypatch.setattr(results, "SAMPLE_TOKENS", 20)
     row = dict(ratio=1.1, low=1.0, high=1.2, ratios=[1.0, 1.1, 1.2], clock="wall", load=0.0, cores=2,
-               threads=1)
+               processor="AMD EPYC", compiled=False, threads=1)
     monkeypatch.setattr(costs, "step_time_ratios", lambda found, *args: {each.name: row for each in found})
     return Here()
 

@@ -39,7 +39,10 @@ def fitted(config, seconds, steps):
 
 
 def at_share(config, share, steps):
-    """The StudyConfig with so much of the steps of its plain GPT."""
+    """The StudyConfig with so much of the steps of its plain GPT, and of variants that set their own."""
+    own = {name: {**flags, "max_iters": round(flags["max_iters"] * share)} if "max_iters" in flags else flags
+           for name, flags in config.variants.items()}
+    config = replace(config, variants=own)
     if config.tokens_per_param:
         return replace(config, tokens_per_param=config.tokens_per_param * share)
     return replace(config, settings={**config.settings, "max_iters": round(steps * share)})

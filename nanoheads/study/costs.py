@@ -12,13 +12,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (DataDependentOutputException, DynamicOutputShapeException,
+                                           FakeTensorMode)
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import train
 from model import GPT, CausalMask, Window
 from nanoheads.timing import median_interval, timed
 from nanoheads.training.ranks import Process
+from nanoheads.training.runlog import processor
 from nanoheads.training.scoring import score
 
 # ---- FLOPs ----
@@ -54,17 +56,27 @@ def executed_flops(config, device="cpu"):
 def count(config):
     """(FLOPs of all matrix products, those of attention), per token of one sequence.
 
-    Tensors without memory that count as on the CPU: it takes 1.5 s at most, GPT-2's size too.
+    Tensors without memory that count as on the CPU: it takes 1.5 s at most, GPT-2's size too. A mechanism
+    that asks for values, by .item() or a mask as an index, is counted on tensors that have some.
     """
-    with FakeTensorMode():
-        model = GPT(config).train()
-        ids = torch.zeros(1, config.block_size + 1, dtype=torch.long)
-        with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
-            out = model(ids[:, :-1], ids[:, 1:])
-            sum(out.aux.values(), out.loss).backward()
+    try:
+        with FakeTensorMode():
+            counter = one_pass(config)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        counter = one_pass(config)
     by_kernel = counter.get_flop_counts()["Global"]
     attention = by_kernel.get(FLASH, 0) + by_kernel.get(FLASH_BACKWARD, 0)
     return counter.get_total_flops() / config.block_size, attention / config.block_size
+
+
+def one_pass(config):
+    """The counter of FLOPs after a forward and a backward pass of one sequence."""
+    model = GPT(config).train()
+    ids = torch.zeros(1, config.block_size + 1, dtype=torch.long)
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+        out = model(ids[:, :-1], ids[:, 1:])
+        sum(out.aux.values(), out.loss).backward()
+    return counter
 
 
 def blocks_read(config):
@@ -116,7 +128,7 @@ def step_time_ratios(variants, plain, device, threads, rounds=11, steps=4):
     load of twice the cores its intervals were a quarter as wide.
     ratios: of each round; ratio: their median; low, high: its 95 % interval (below 6 rounds the range); ms,
     plain_ms: medians of a step; clock: processor or wall; load: processes that wanted to run in the minute
-    before (None: not known); cores.
+    before (None: not known); cores; processor; compiled: whether either side was.
     """
     on_processor = torch.device(device).type == "cpu" and threads == 1
     clock = time.process_time if on_processor else time.perf_counter
@@ -137,7 +149,8 @@ def step_time_ratios(variants, plain, device, threads, rounds=11, steps=4):
             rows[variant.name] = dict(
                 ratio=ratio, low=low, high=high, ratios=ratios, ms=ms, plain_ms=plain_ms, rounds=rounds,
                 clock="processor" if on_processor else "wall", threads=threads, load=load,
-                cores=os.cpu_count())
+                cores=os.cpu_count(), processor=processor(device),
+                compiled=any(each.train.compile for each in (variant, plain)))
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()  # the next size's runs share this GPU
     return rows
@@ -146,11 +159,23 @@ def step_time_ratios(variants, plain, device, threads, rounds=11, steps=4):
 PROBE_FLOPS = 2e11  # on a CPU, of a step that is timed: some seconds
 
 
-def seconds_per_run(variant, device, threads, test_tokens, val_tokens=0):
+def seconds_per_run(variant, device, threads, test_tokens, val_tokens=0, probed=None):
     """Seconds of one run, from a probe: training steps, evaluations, and the scoring of test_tokens tokens.
 
-    val_tokens: what eval_tokens=0 means, the size of the validation split. Other work that runs now is in it.
-    Left out: the start of a process (a few seconds), compilation, and what jobs at once take from each other.
+    val_tokens: what eval_tokens=0 means, the size of the validation split. probed: what probe() gave for a
+    run that differs in its number of steps alone. Other work that runs now is in it. Left out: the start of a
+    process (a few seconds), compilation, and what jobs at once take from each other.
+    """
+    config = variant.train
+    step, token = probed or probe(variant, device, threads)
+    evaluations = 1 + -(-config.max_iters // config.eval_interval)  # at step 0, every so often, at the end
+    scored = evaluations * 2 * (config.eval_tokens or val_tokens) + test_tokens
+    return config.max_iters * step + scored * token
+
+
+def probe(variant, device, threads):
+    """(seconds of a training step, seconds to score a token).
+
     Where a step is large, a part of its rows is timed and the rest taken to be in proportion.
     """
     config, T = variant.train, variant.model.block_size
@@ -159,18 +184,15 @@ def seconds_per_run(variant, device, threads, test_tokens, val_tokens=0):
     rows = max(1, min(config.batch_size, most // T))
     portions = config.batch_size * config.grad_accum / rows
     with as_in_a_run(device, threads):
-        probe = SimpleNamespace(model=variant.model, train=replace(config, grad_accum=1))
-        run, x, y = ready(probe, device, rows)
+        alone = SimpleNamespace(model=variant.model, train=replace(config, grad_accum=1))
+        run, x, y = ready(alone, device, rows)
         step = median_seconds(lambda: train.training_step(run, x, y), device)
         if portions > 1:  # an update follows the last alone
             step += (portions - 1) * median_seconds(lambda: train.forward_backward(run, x, y), device)
         size = max(T, min(most, 4096 if on_cpu else 16384))  # a batch of score()
         ids = np.random.default_rng(1).integers(variant.model.vocab_size, size=size)
         text = SimpleNamespace(tokens=lambda split: ids, separator=0)
-        token = median_seconds(lambda: score(run.model, text, "test"), device) / size
-    evaluations = 1 + -(-config.max_iters // config.eval_interval)  # at step 0, every so often, at the end
-    scored = evaluations * 2 * (config.eval_tokens or val_tokens) + test_tokens
-    return config.max_iters * step + scored * token
+        return step, median_seconds(lambda: score(run.model, text, "test"), device) / size
 
 
 def median_seconds(action, device, times=9, at_most=5.0):

@@ -141,13 +141,17 @@ def flops_of(folder, model):
 
 
 def figures_of(folder, plain_folder, nats_per_token):
-    """{figure: value} of a finished run beside the plain GPT's of the same seed; kept in its dynamic.json."""
+    """{figure: value} of a finished run beside the plain GPT's of the same seed; kept in its dynamic.json,
+    with the plain run that stood beside it, since another one gives other figures.
+    """
     path = Path(folder) / "dynamic.json"
-    if kept := read_json(path):
-        return kept
+    beside = Path(plain_folder).name if Path(plain_folder, "best.pt").is_file() else None
+    kept = read_json(path) or {}
+    if "figures" in kept and kept["beside"] == beside:
+        return kept["figures"]
     model, data = opened(folder)
     packed = pack(model)
-    plain = opened(plain_folder)[0] if Path(plain_folder, "best.pt").is_file() else None
+    plain = opened(plain_folder)[0] if beside else None
     found = history_of(folder)
     if found["active"] is None:
         found["active"] = len(all_heads(packed))
@@ -157,7 +161,7 @@ def figures_of(folder, plain_folder, nats_per_token):
         found.update(decode=speed_of_generation(dict(packed=packed, plain=plain)),
                      cache=cache_bytes(packed) / cache_bytes(plain),
                      flops=flops_of(folder, model) / flops_of(plain_folder, plain))
-    write_atomic(path, lambda f: f.write(json.dumps(found).encode()))
+    write_atomic(path, lambda f: f.write(json.dumps(dict(beside=beside, figures=found)).encode()))
     return found
 
 

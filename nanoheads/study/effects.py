@@ -90,9 +90,10 @@ def parts_of(by_text, weight):
 
 
 def identical(scores, others):
-    """Whether two variants have the same score at each of two or more seeds that both have."""
+    """Whether two variants have the same score at each seed of the one with fewer, two at least."""
     shared = scores.keys() & others.keys()
-    return len(shared) > 1 and all(scores[seed] == others[seed] for seed in shared)
+    enough = len(shared) == min(len(scores), len(others)) > 1
+    return enough and all(scores[seed] == others[seed] for seed in shared)
 
 
 def seem_better(by_text, pairs, alpha, margin):
@@ -103,12 +104,17 @@ def seem_better(by_text, pairs, alpha, margin):
 
 
 def withhold_where_runs_failed(row, failures):
-    """Call a verdict undecided where runs failed of the side that it favours: those might change it."""
-    favoured = row["variant" if row["verdict"] in ("better", "same") else "baseline"]
+    """Call a verdict undecided where runs failed of the side that it favours, for "same" of either side:
+    those might change it.
+    """
+    sides = {"better": ["variant"], "worse": ["baseline"]}.get(row["verdict"], ["variant", "baseline"])
     # files from before 2026-11-23 do not name the stage
-    failed = sum(f["arm"] == favoured and f.get("stage", "judge") == "judge" for f in failures)
+    judged = [f["arm"] for f in failures if f.get("stage", "judge") == "judge"]
+    count = {side: judged.count(row[side]) for side in sides}
+    failed = sum(count.values())
     if failed and row["verdict"] != "undecided":
-        whose = "its" if favoured == row["variant"] else "the other side's"
+        whose = " and ".join({"variant": "its", "baseline": "the other side's"}[side]
+                             for side in sides if count[side])
         row.update(verdict="undecided", words=f"not called {row['verdict']}, since {failed} of {whose} "
                                               f"runs failed; else {row['words']}")
 

@@ -100,7 +100,8 @@ def verdicts(found):
     """
     if "sizes" in found:
         return {"sizes": {size: verdicts(each) for size, each in found["sizes"].items()}}
-    out, found = found.get("out") or found["config"].get("out_dir"), found.get("together", found)
+    out = found.get("out") or found["config"].get("out_dir")
+    found = effects.pooled(found) if "texts" in found else found
     keys = ("low", "high", "p", "p_corrected", "p_same", "n", "n_baseline", "more_seeds")
     rows = [dict(variant=c["variant"], baseline=c["baseline"], equal=c["equal"],
                  verdict=verdict_of(found, c), difference=c["mean"], **{key: c.get(key) for key in keys},
@@ -141,7 +142,9 @@ def verdict_of(found, c):
     """The verdict; without a difference, why there is none."""
     if known(c["mean"]):
         return c["verdict"]
-    return "failed" if any(f["arm"] == c["variant"] for f in found["failures"]) else "no runs yet"
+    baseline_is_missing = mean_of(found["arms"].get(c["baseline"], {})) is None
+    missing = [c["variant"], *[c["baseline"]] * baseline_is_missing]
+    return "failed" if any(f["arm"] in missing for f in found["failures"]) else "no runs yet"
 
 
 def sentence_of(found, c):
@@ -220,7 +223,8 @@ def shown_at_equal(found, c):
         if other["equal"] and other["variant"].removesuffix(", tuned") == c["variant"]:
             shown[equal_of(found, other)] = is_shown(other)
     multiple, time = number(variant.get("multiple")), variant.get("time_ratio") or {}
-    flops = max(more["flops_per_token"], more["executed_flops_per_token"]) * multiple
+    tokens = number(variant.get("tokens")) / number(plain.get("tokens"))
+    flops = max(more["flops_per_token"], more["executed_flops_per_token"]) * tokens
     shown["FLOPs"] = bool(shown_at_cost(c.get("equal_flops"), flops))
     shown["time"] = shown_at_cost(c.get("equal_time"), number(time.get("high")) * multiple)
     return shown
@@ -248,9 +252,11 @@ def timed_how(found):
     rows = [arm["time_ratio"] for arm in found["arms"].values() if (arm.get("time_ratio") or {}).get("clock")]
     if not rows:
         return None
-    processor = found["machine"].get("processor") or "one machine"
+    # files from before 2026-11-26 do not name the processor, which is that of the runs, and were not compiled
+    # where the processor's time was taken
+    processor = rows[0].get("processor") or found["machine"].get("processor") or "one machine"
     clock = "CPU seconds of one thread" if rows[0]["clock"] == "processor" else "seconds"
-    compiled = ", not compiled" if rows[0]["clock"] == "processor" else ""
+    compiled = "" if rows[0].get("compiled", rows[0]["clock"] != "processor") else ", not compiled"
     return ("Equal time is counted from training steps in turn with the plain GPT's: "
             f"{clock} on one processor ({processor}){compiled}. Another machine has other ratios.")
 

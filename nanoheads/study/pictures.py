@@ -44,6 +44,8 @@ def forest(found):
     if not rows:
         return None
     scores = [v for v in found["arms"]["plain"]["bpb"] if known(v)]
+    if found.get("higher_is_better"):
+        rows.reverse()
     rows.insert(0, dict(variant="plain", verdict="plain", mean=0.0, low=None, high=None,
                         differences=[v - sum(scores) / len(scores) for v in scores]))
     left, right = range_of([(c["low"], c["high"], c["mean"], *c["differences"]) for c in rows])

@@ -24,13 +24,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from model import GPTConfig
 from nanoheads import configurator
 from nanoheads.common import (UserError, git_commit, json_safe, number, pick_device, with_names_of_today,
                               write_atomic)
 from nanoheads.traces import summaries
 from nanoheads.study import costs, dynamic, effects, queue, shape, trial
-from nanoheads.study.variants import BOOKKEEPING, StudyConfig
+from nanoheads.study.variants import StudyConfig, all_flags
 from nanoheads.text.dataset import Dataset
 from nanoheads.timing import median_interval
 from nanoheads.training import checkpoint
@@ -42,7 +41,10 @@ CURVE_POINTS = 25  # of a run's validation curve that are kept, the last one amo
 # ---- from the runs ----
 
 def collect(study, command):
-    """A study as a dict: what its runs gave, and every figure that follows. UserError: nothing is done."""
+    """A study as a dict: what its runs gave, and every figure that follows.
+
+    UserError: the report in its folder has more of the same runs, and stays.
+    """
     c, planned = study.config, set(study.runs.folders.values())
     done = {folder: result for folder in planned if (result := study.runs.result(folder))}
     refuse_to_lose(study, done)
@@ -139,9 +141,20 @@ def leaks_looked_for(found):
 def machine(study, done):
     c, threads = study.config, sorted({result["threads"] for result in done.values()})
     processors = sorted({result["processor"] for result in done.values() if result.get("processor")})
-    return dict(processor=", ".join(processors), cores=os.cpu_count(), system=platform.system(),
-                jobs=queue.Slots(c.jobs, c.device, c.jobs_per_gpu).count,
+    here = dict(cores=os.cpu_count(), jobs=None)
+    if queue.on_slurm(c.submit):  # the runs were not on this machine, which may lack their device
+        here["cores"] = None
+    else:
+        here["jobs"] = queue.Slots(c.jobs, c.device, c.jobs_per_gpu).count
+    return dict(processor=", ".join(processors), system=platform.system(), **here,
                 threads=", ".join(map(str, threads)))
+
+
+def device_of_runs(config):
+    """The kind of device of a study's runs, also where they were on a cluster and this machine lacks it."""
+    if queue.on_slurm(config.submit):
+        return "cpu" if config.device == "auto" else config.device
+    return pick_device(config.device)
 
 
 def scored(study, done):
@@ -169,7 +182,7 @@ def arm_of(study, variant, folders, done, nothing_runs):
     inside = inspected(first, nothing_runs) if first else NOT_INSPECTED
     multiple = variant.train.max_iters / study.builder.plain.train.max_iters
     return dict(kind=variant.kind, label=variant.label, flags=variant.flags, multiple=multiple,
-                **sizes_of(variant, pick_device(study.config.device)),
+                **sizes_of(variant, device_of_runs(study.config)),
                 time_ratio=time_ratio(study, variant, nothing_runs),
                 seconds=median("seconds"), tokens_per_s=median("tokens_per_s"),
                 memory_mib=median("memory_mib"), best_step=median("best_step"),
@@ -201,9 +214,9 @@ def time_ratio(study, variant, nothing_runs):
         threads = queue.Slots(c.jobs, c.device, c.jobs_per_gpu).threads
         try:
             row = costs.step_time_ratios([variant], plain, device, threads)[variant.name]
-        except UserError:  # what diverged in its runs may do so here
+        except (UserError, torch.OutOfMemoryError):  # as its runs may have diverged, or run out of memory
             return None
-        measured = ("low", "high", "ratios", "clock", "load", "cores", "threads")
+        measured = ("low", "high", "ratios", "clock", "load", "cores", "threads", "processor", "compiled")
         kept[key] = dict(mean=row["ratio"], **{name: row[name] for name in measured})
         study.out.mkdir(parents=True, exist_ok=True)
         write_atomic(path, lambda f: f.write(json.dumps(kept).encode()))
@@ -228,8 +241,8 @@ def commands_of(study, variant, seed, found):
 
 def flags_of(variant):
     """Every flag of the model and of its training that a variant's numbers depend on."""
-    flags = {**{name: getattr(variant.model, name) for name in GPTConfig.defaults()}, **asdict(variant.train)}
-    return {key: value for key, value in flags.items() if key not in BOOKKEEPING | {"seed", "device"}}
+    flags = all_flags(variant.model, variant.train)
+    return {key: value for key, value in flags.items() if key not in ("seed", "device")}
 
 
 def curve_of(folder, result):
@@ -241,8 +254,9 @@ def curve_of(folder, result):
         return result["curve"]
     rows = [row for row in trial.rows(folder) if "val_bpb" in row]
     rows = rows[::-1][::math.ceil(len(rows) / CURVE_POINTS) or 1][::-1]
-    bpb = [row["val_bpb"] for row in rows]
-    train = [number(row.get("train_loss")) / (row["val_loss"] or math.nan) * row["val_bpb"] for row in rows]
+    bpb = [number(row["val_bpb"]) for row in rows]  # NaN where it was infinite, and null in the log
+    train = [number(row.get("train_loss")) / (number(row["val_loss"]) or math.nan) * each
+             for row, each in zip(rows, bpb)]
     return dict(tokens=[row["tokens"] for row in rows], seconds=[round(row["elapsed_s"], 2) for row in rows],
                 bpb=[round(v, 6) for v in bpb], train=[round(v, 6) for v in train])
 
@@ -259,14 +273,21 @@ HEAD_TRACES = dict(
 
 
 def inspected(folder, nothing_runs=True):
-    """{heads, sample} of a finished run; measured once, when nothing runs, and kept."""
+    """{heads, sample} of a finished run; measured once, when nothing runs, and kept.
+
+    Whatever goes wrong here costs the report its sample and its maps of heads, and not the scores.
+    """
     path = folder / "inspected.json"
     inside = trial.read_json(path)
     if inside is None:
         # the weights may be on another machine
         if not nothing_runs or not (folder / "best.pt").is_file():
             return NOT_INSPECTED
-        inside = inspect(folder)
+        try:
+            inside = inspect(folder)
+        except Exception as e:  # a mechanism of one's own may fail with a cache, which training never has
+            print(f"the report has no sample of {folder}: {type(e).__name__}: {e}", flush=True)
+            return NOT_INSPECTED
         write_atomic(path, lambda f: f.write(json.dumps(inside).encode()))
     return inside
 

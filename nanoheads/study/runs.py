@@ -114,9 +114,12 @@ class Runs:
         for folder in {*self.folders.values()}:
             there = trial.TRIALS / folder.name
             if trial.done(folder) and (trial.done(there) or not there.exists()):
+                trial.TRIALS.mkdir(parents=True, exist_ok=True)
+                arrived = there.with_name(f"{there.name}.new")
+                shutil.rmtree(arrived, ignore_errors=True)
+                shutil.move(folder, arrived)  # perhaps from another disk; the old run goes once this is here
                 shutil.rmtree(there, ignore_errors=True)
-                there.parent.mkdir(parents=True, exist_ok=True)
-                folder.rename(there)
+                arrived.rename(there)
 
 
 # ---- runs from elsewhere ----

@@ -34,7 +34,10 @@ def read(path):
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"cannot read {path}: {getattr(e, 'strerror', None) or 'not UTF-8 text'}") from None
     lines = csv.reader(text.splitlines())
-    head = [title.strip().lower() for title in next(lines, [])]
+    try:
+        head = [title.strip().lower() for title in next(lines, [])]
+    except csv.Error as e:
+        raise UserError(f"{path}, line 1: {e}") from None
     if missing := [title for title in NEEDED if title not in head]:
         raise UserError(f"{path}, line 1: no column {', '.join(missing)}; it must name variant, seed and "
                         f"score, and has {', '.join(head) or 'nothing'}")

@@ -29,7 +29,7 @@ PIECE = dict(nats=NUMBER, bytes=NUMBER, bpb=NUMBER)
 SCORES = Each(Each(NUMBER))  # {name: {seed: bits/byte}}
 
 RUN = dict(**PIECE, params=NUMBER, flops_per_token=NUMBER, block_nats=Maybe([NUMBER]),
-           spec=dict(model=dict, train=dict(device=Maybe(str), own_mechanism=Maybe(str)),
+           spec=dict(model=dict(seed=int), train=dict(device=Maybe(str), own_mechanism=Maybe(str)),
                      score=dict(split=str), data=Maybe(Each(str))),
            # train: not kept before 2026-11-25
            curve=Maybe(dict(tokens=[NUMBER], seconds=[NUMBER], bpb=[OPEN], train=Maybe([OPEN]))))
@@ -46,13 +46,14 @@ COMPARISON = dict(**INTERVAL, variant=str, baseline=str, equal=[str], n=int, ver
                   equal_time=Maybe(INTERVAL))
 STUDY = dict(
     name=str, question=str, command=str, alpha=NUMBER, margin=NUMBER, planned=int, done=int, config=dict,
+    seeds=[int],
     settings=Maybe(dict), date=Maybe(str), commit=Maybe(str),
     versions=dict(torch=str), machine=dict(processor=str),
     data=dict(dataset=str, split=str, name=str, tokens=Maybe(NUMBER), bytes=Maybe(NUMBER),
               of_bytes=Maybe(NUMBER), note=Maybe(str)),
     plain=dict(base=str, recipe=str, n_layer=int, n_embd=int, block_size=int),
     failures=[dict(arm=str, log=str, why=str)], pairs=[list], arms=Each(ARM), runs=Each(RUN),
-    screen=Maybe(dict(seeds=[int], scores=SCORES, chosen=[str])), screened_out=Maybe([str]),
+    screen=Maybe(dict(seeds=[int], scores=SCORES, chosen=[str], rule=str)), screened_out=Maybe([str]),
     tuned=Maybe(Each(SCORES)), candidates=Maybe(Each([dict(rates=Each(NUMBER), bpb=Each(NUMBER))])),
     plain_rates=Maybe(dict(seeds=[int], start=dict, flags=dict, tried=[dict(steps=dict, bpb=Each(NUMBER))])),
     lives=Maybe(dict))

@@ -5,7 +5,7 @@ at other budgets, and plain GPTs with a variant's parameters.
 
 import fnmatch
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Optional
 
@@ -76,8 +76,9 @@ class StudyConfig:
     split: str = "test"                  # what is scored in the end
     test_tokens: int = 0                 # of it, evenly spaced; 0: all
     # ---- two stages: all variants on validation, some of them with fresh seeds on the test split ----
-    screen: bool = False                 # choose the variants to judge by validation first, if all are too
-                                         # many: more than best + worst beside those that are named
+    screen: Optional[bool] = None        # choose the variants to judge by validation first, if all are too
+                                         # many: more than best + worst beside those that are named; None:
+                                         # with --mechanism alone
     screen_seeds: list[int] = field(default_factory=lambda: [101, 102])
     best: int = 6                        # so many of the best are judged
     worst: int = 2                       # and so many of the worst
@@ -114,8 +115,10 @@ class StudyConfig:
     margin: float = 0.01                 # bits/byte: a difference below it is called the same
 
     def __post_init__(self):
+        if self.screen is None:
+            self.screen = self.mechanism is not None
         if self.mechanism:
-            self.mechanisms, self.screen = self.mechanisms or self.mechanism.split(","), True
+            self.mechanisms = self.mechanisms or self.mechanism.split(",")
 
     @property
     def has_results_already(self):
@@ -140,7 +143,7 @@ class StudyConfig:
             bad.append(f"mechanism={self.mechanism!r} is a study of its own: leave out mechanisms, or it")
         if not (self.mechanisms or self.variants or self.tune_lr or self.has_results_already):
             bad.append("mechanisms and variants are empty: name at least one variant to compare")
-        for name, flags in [("settings", self.settings), *self.variants.items()]:
+        for i, (name, flags) in enumerate([("settings", self.settings), *self.variants.items()]):
             if not (isinstance(name, str) and name):
                 bad.append(f"variants: the name {name!r} must be text in quotes")
             if not isinstance(flags, dict):
@@ -149,7 +152,7 @@ class StudyConfig:
             if unnamed := [key for key in flags if not isinstance(key, str)]:
                 bad.append(f"{name}: the flag {unnamed[0]!r} must be a name in quotes")
                 continue
-            fixed = FIXED_BY_STUDY | ({"seed"} if name == "settings" else SAME_TEXT)
+            fixed = FIXED_BY_STUDY | ({"seed"} if i == 0 else SAME_TEXT)
             if refused := sorted(set(flags) & fixed):
                 where = "; settings can" if set(refused) <= SAME_TEXT else ""
                 bad.append(f"{name}: {', '.join(refused)} cannot be set here: "
@@ -222,6 +225,9 @@ class StudyConfig:
 
     def problems_of_choices(self):
         bad = []
+        given = [key for key in ("dry_run", "recheck", "tables") if getattr(self, key)]
+        if self.json and given:
+            bad.append(f"json={self.json!r} has nothing to hold: {given[0]} judges nothing")
         if not 0 < self.alpha < 1 or not self.margin > 0:
             bad.append(f"alpha={self.alpha} must be between 0 and 1 and margin={self.margin} positive")
         if self.base and self.scale != "tiny":
@@ -354,8 +360,22 @@ class VariantBuilder:
                             "which a study cannot name to its runs: train the student with train.py")
         mine = ",".join(str(file.path) for file in own_mechanism.files_for(model))
         training = replace(training, own_mechanism=mine or None)
-        params, flops = size_of(model)
-        return Variant(name, kind, label, flags, model, training.for_recipe(model.recipe), params, flops)
+        training, (params, flops) = training.for_recipe(model.recipe), size_of(model)
+        if flags:
+            flags = self.as_taken(flags, model, training)
+        return Variant(name, kind, label, flags, model, training, params, flops)
+
+    def as_taken(self, flags, model, training):
+        """Flags by the names and values that a run has them under, with which --recheck compares its runs.
+
+        nanoGPT's names become what they changed, and a warm-up may have been shortened.
+        """
+        known, plain = all_flags(model, training), all_flags(self.plain.model, self.plain.train)
+        own = {key: known[key] if key == "warmup_iters" else value
+               for key, value in flags.items() if key in known or key in BOOKKEEPING}
+        if len(own) < len(flags):
+            own.update({key: value for key, value in known.items() if value != plain[key]})
+        return own
 
     def variants(self):
         return [self.make(name, "variant", name, flags) for name, flags in variants_of(self.config).items()]
@@ -384,6 +404,12 @@ class VariantBuilder:
         """The plain GPT with an MLP of this width."""
         label = f"plain GPT, MLP {width} wide"
         return self.make(f"plain, MLP {width}", "baseline", label, {"n_inner": width})
+
+
+def all_flags(model, training):
+    """Every flag of a model and of its training but those that change no number."""
+    flags = {**{name: getattr(model, name) for name in GPTConfig.defaults()}, **asdict(training)}
+    return {key: value for key, value in flags.items() if key not in BOOKKEEPING}
 
 
 def budget_of(model, training, tokens_per_param):

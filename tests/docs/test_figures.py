@@ -363,8 +363,9 @@ def test_the_tasks_on_the_page_about_size_have_the_figures_of_their_file(size, v
     assert "{:.2f}, {:.2f} and {:.2f}".format(*recall) in " ".join(tasks.split())
     for variant in variants:
         for depth in depths:
-            _, low, high = t_interval([of[variant, seed]["recall_bits"][depth]
-                                       - of["plain", seed]["recall_bits"][depth] for seed in range(1, seeds + 1)])
+            own, base = ([of[name, seed]["recall_bits"][depth] for seed in range(1, seeds + 1)]
+                         for name in (variant, "plain"))
+            _, low, high = t_interval(np.subtract(own, base))
             assert low < 0 < high
 
 

@@ -47,6 +47,13 @@ def test_then_steps_go_and_never_below_three_seeds():
     assert found.tokens_per_param == pytest.approx(10) and "max_iters" not in found.settings
 
 
+def test_a_variant_with_steps_of_its_own_is_shortened_as_the_plain_gpt_is():
+    found, _ = fitted(study(minutes=1.5, variants={"long": dict(max_iters=2000), "gate": dict(xsa=True)}),
+                      seconds, STEPS)
+    steps = round(2000 * found.settings["max_iters"] / STEPS)
+    assert steps < 2000 and found.variants == {"long": dict(max_iters=steps), "gate": dict(xsa=True)}
+
+
 def test_too_few_minutes_are_refused_with_what_the_least_takes():
     words = "^minutes=0.2 are too few: 3 seeds at 10% of the steps take about 0.3 minutes$"
     with pytest.raises(UserError, match=words):

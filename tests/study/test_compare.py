@@ -1,5 +1,6 @@
 """A study: two stages, seeds, baselines that match, results that anybody can compute again."""
 
+import errno
 import gzip
 import json
 import math
@@ -1087,8 +1088,9 @@ def test_a_run_that_fails_under_several_names_is_one_failed_run(plain, here, mon
 
 @pytest.mark.parametrize("verdict, failed, stays", [
     ("better", ("output_gate", "judge"), False), ("better", ("output_gate", "screen"), True),
-    ("same", ("output_gate", "judge"), False), ("worse", ("output_gate", "judge"), True),
-    ("worse", ("plain", "judge"), False), ("better", ("plain", "judge"), True)], ids=str)
+    ("same", ("output_gate", "judge"), False), ("same", ("plain", "judge"), False),
+    ("worse", ("output_gate", "judge"), True), ("worse", ("plain", "judge"), False),
+    ("better", ("plain", "judge"), True)], ids=str)
 def test_a_verdict_that_favours_a_side_whose_runs_failed_is_withheld(verdict, failed, stays, finished):
     _, found = finished
     shift = dict(better=-1.0, worse=1.0, same=0.0)[verdict]
@@ -1166,6 +1168,96 @@ def test_a_report_from_a_file_says_first_whether_its_runs_give_its_figures(finis
     main(["--from_results=out/test/results.json.gz", "--out_dir=out/a"])
     first = capsys.readouterr().out.split("\n")[0]
     assert first.startswith("NOT AS COMPUTED: out/test/results.json.gz: 1 of ") and "--recheck" in first
+
+
+def test_the_verdicts_of_a_file_are_written_for_a_program_too(finished, refusal, capsys):
+    _, found = finished
+    main(["--from_results=out/test/results.json.gz", "--out_dir=out/a", "--json=verdicts.json"])
+    assert json.loads(Path("verdicts.json").read_text()) == findings.verdicts(found)
+    capsys.readouterr()
+    said = refusal(["--recheck=out/test/results.json.gz", "--json=verdicts.json"])
+    assert "json='verdicts.json' has nothing to hold: recheck judges nothing" in said
+
+
+def test_a_run_is_gone_only_when_the_new_one_is_in_its_place(finished, monkeypatch):
+    study, _ = finished
+    folder = next(iter(study.runs.folders.values()))
+    new = Path("out/b/fresh", folder.name)
+    shutil.copytree(folder, new)
+    monkeypatch.setattr(study.runs, "folders", {("judge", "plain", 5): new})
+
+    def full(here, there):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as disk:
+        disk.setattr(shutil, "move", full)
+        with pytest.raises(OSError):
+            study.runs.take_into_trials()
+    assert trial.done(folder) and trial.done(new)
+    study.runs.take_into_trials()
+    assert trial.done(folder) and not new.exists()
+
+
+def test_flags_by_nanogpts_names_and_a_shortened_warm_up_are_those_of_their_runs(plain, here):
+    study = study_of(plain, mechanisms=[], seeds=[1, 2], plain_seeds=2, match_parameters=False, budgets=[],
+                     variants={"low": dict(learning_rate=2e-3), "warm": dict(warmup_iters=2000)})
+    study.run(here)
+    found = results.collect(study, "test")
+    assert found["arms"]["low"]["flags"]["adamw_lr"] == 2e-3
+    assert "learning_rate" not in found["arms"]["low"]["flags"]
+    results.write(found, ".")
+    assert "all of them the same" in results.recheck("results.json.gz")
+    found["arms"]["low"]["flags"]["adamw_lr"] = 3e-3  # control
+    results.write(found, ".")
+    with pytest.raises(UserError):
+        results.recheck("results.json.gz")
+
+
+def test_what_cannot_be_sampled_costs_the_report_its_sample_alone(finished, monkeypatch, capsys):
+    study, found = finished
+    for kept in Path("out/trials").glob("*/inspected.json"):
+        kept.unlink()
+
+    def fails(folder):
+        raise ValueError("no cache here")
+    monkeypatch.setattr(results, "inspect", fails)
+    again = results.collect(study, "test")
+    assert again["comparisons"] == found["comparisons"] and again["arms"]["plain"]["sample"] is None
+    assert "the report has no sample of out/trials/" in capsys.readouterr().out
+
+
+def test_runs_on_a_cluster_need_no_gpu_where_their_report_is_made(finished, monkeypatch):
+    study, found = finished
+    monkeypatch.setattr(results.queue, "on_slurm", lambda submit: True)
+    monkeypatch.setattr(study, "config", replace(study.config, device="cuda", submit="slurm"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    again = results.collect(study, "test")
+    assert again["comparisons"] == found["comparisons"] and again["machine"]["jobs"] is None
+    assert "runs at once: –" in report.page(again)
+
+
+def test_a_study_in_minutes_counts_runs_that_are_done(finished, plain, monkeypatch):
+    """Else the same command would be a larger study when it goes on."""
+    study, _ = finished
+    seconds = []
+    monkeypatch.setattr(costs, "probe", lambda *args: (0.1, 0.0))
+    monkeypatch.setattr(compare.budget, "fitted", lambda config, clock, steps: seconds.append(clock(config)))
+    config = replace(study.config, minutes=5.0)
+    compare.within_minutes(config, "test")
+    shutil.rmtree("out/trials")
+    compare.within_minutes(config, "test")
+    assert seconds[0] == seconds[1] > 0
+
+
+def test_a_named_mechanism_is_screened_unless_that_is_switched_off():
+    assert StudyConfig(mechanism="xsa").screen is True
+    assert StudyConfig(mechanism="xsa", screen=False).screen is False
+    assert StudyConfig(mechanisms=["xsa"]).screen is False
+    assert not StudyConfig(mechanism="xsa", screen=False, seeds=[101, 102, 103]).problems()
+
+
+def test_a_variant_called_settings_is_a_variant():
+    said = StudyConfig(variants={"settings": dict(block_size=64)}).problems()
+    assert any("block_size cannot be set here" in line for line in said)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*.json.gz")), ids=lambda path: path.stem)

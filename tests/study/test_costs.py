@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train
-from model import ALL_ON, GPT, MECHANISMS, GPTConfig, Window
+from model import ALL_ON, GPT, MECHANISMS, GPTConfig, Sentinel, Window
 from nanoheads.study import costs
 
 NAMES = ["plain", *MECHANISMS, "all_on"]
@@ -324,6 +324,24 @@ def test_a_runs_seconds_are_steps_evaluations_and_scoring(monkeypatch, training,
     answers = iter([0.5, 0.4, 0.0])  # a step of one portion, forward and backward alone
     found = costs.seconds_per_run(variant(**training, grad_accum=3), "cpu", 1, test_tokens=0)
     assert found == pytest.approx(training["max_iters"] * (0.5 + 2 * 0.4))
+
+
+def test_a_shorter_runs_seconds_need_no_other_probe(monkeypatch):
+    monkeypatch.setattr(costs, "probe", None)
+    found = costs.seconds_per_run(variant(max_iters=10, eval_interval=5), "cpu", 1, 3000, 0, (0.5, 0.01))
+    assert found == pytest.approx(10 * 0.5 + 0.01 * (3 * 2 * 1024 + 3000))
+
+
+def test_a_mechanism_that_asks_for_values_is_counted_on_real_tensors(monkeypatch):
+    config = config_of("sentinel", SIZES[0])
+    expected = costs.count(config)
+    before = Sentinel.before_attention
+
+    def asks(self, attn, heads):
+        assert bool((heads.q.sum() > -1e9).item())
+        return before(self, attn, heads)
+    monkeypatch.setattr(Sentinel, "before_attention", asks)
+    assert costs.count(config) == expected
 
 
 def test_of_a_large_step_a_part_is_timed(monkeypatch):

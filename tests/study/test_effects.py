@@ -219,6 +219,12 @@ def test_identical_scores_are_the_same_and_one_digit_off_is_not():
     assert b["mean"] != 0
 
 
+def test_two_seeds_that_coincide_make_no_identity():
+    own = {"1": 0.50, "2": 0.51, "8": 0.90, "9": 0.90}
+    plain = {"1": 0.50, "2": 0.51, "3": 0.50, "4": 0.49}
+    assert not effects.identical(own, plain) and effects.identical({"1": 0.5, "2": 0.51}, plain)
+
+
 def test_a_diverged_run_is_refused_by_name():
     with pytest.raises(ValueError, match="the score of a, seed 2, is nan: not a finite number"):
         effects.figures(study({"plain": [2.0, 2.1], "a": [2.0, math.nan]}))

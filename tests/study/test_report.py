@@ -218,6 +218,17 @@ def test_table_with_every_verdict_comes_first(variants):
     assert top.index("class=lead") < top.index("<table>")
 
 
+def test_verdicts_over_several_texts_are_those_of_all_together():
+    """--json of such a study was a KeyError."""
+    found = results.read(ROOT / "results" / "all-tiny.json.gz")
+    rows = findings.verdicts(found)["comparisons"]
+    expected = {(c["variant"], c["baseline"]): c for c in found["together"]["comparisons"]}
+    assert len(rows) == len(expected) > 20
+    for row in rows:
+        c = expected[row["variant"], row["baseline"]]
+        assert (row["verdict"], row["difference"], row["n"]) == (c["verdict"], c["mean"], c["n"])
+
+
 def test_headline_counts_verdicts():
     found = make_found(5, screened=3)
     for c, word in zip(main_rows(found), (*findings.MEANING, "undecided")):
@@ -299,7 +310,7 @@ def test_a_variant_that_costs_no_more_is_better_at_equal_cost_too():
     of_one_budget(row)
     assert headline(found).endswith(": better by 0.02 bits/byte.")
     # a machine may execute as many FLOPs where the algorithm needs more, and the other way round
-    for key in ("flops_per_token", "executed_flops_per_token", "multiple"):
+    for key in ("flops_per_token", "executed_flops_per_token", "tokens"):
         more, row = one_better(time_ratio=dict(mean=0.9, low=0.9, high=0.9))
         of_one_budget(row)
         more["arms"][row["variant"]][key] *= 1.01

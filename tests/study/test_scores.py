@@ -51,6 +51,17 @@ def test_a_bad_row_is_named_by_its_line(tmp_path, line, words):
     assert str(e.value).startswith(f"{path}, line 10: ") and words in str(e.value)
 
 
+def test_a_first_line_that_is_no_csv_is_one_line(tmp_path):
+    path = file(tmp_path, "x" * 200_000)
+    with pytest.raises(UserError, match="line 1: field larger than field limit"):
+        scores.read(path)
+
+
+def test_where_the_baseline_failed_a_variant_is_not_called_unfinished(tmp_path):
+    text = "variant,seed,score\nplain,1,failed\nplain,2,failed\na,1,1.9\na,2,1.8\nb,1,1.9\nb,2,1.8\n"
+    assert "2 failed" in scores.headline(found_in(tmp_path, text))
+
+
 def test_every_bad_row_is_named_up_to_twenty(tmp_path):
     path = file(tmp_path, csv_of(plain=PLAIN) + "a,1,x\n" + "\n" + "a,2,y\n")
     with pytest.raises(UserError) as e:
