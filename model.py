@@ -2020,7 +2020,7 @@ BETWEEN_BLOCKS = [DepthAttention, MUDD, StreamScalars, UNet]
 MECHANISM_CLASSES = [*HEAD_MECHANISMS, *BETWEEN_BLOCKS[:-1], UNetSkip, Window]
 
 
-OWN = []  # mechanisms from files of one's own: add_mechanism() appends them here and to HEAD_MECHANISMS
+OWN = []  # mechanisms from files of one's own: add_mechanism() adds them here and to HEAD_MECHANISMS
 
 
 def own_defaults():
@@ -2108,9 +2108,14 @@ class GPTConfig(NamedFlags):
 
 
 def add_mechanism(cls):
-    """Add a mechanism of a layer, out of a file of one's own, and the names of its modes."""
-    for every in (OWN, HEAD_MECHANISMS, MECHANISM_CLASSES):
-        every.append(cls)
+    """Add a mechanism of a layer, out of a file of one's own, and the names of its modes.
+
+    It acts before constraint heads join the layer's own, so that queries, keys and values are those that it
+    was built for, and before what reads the rows of the softmax.
+    """
+    OWN.append(cls)
+    MECHANISM_CLASSES.append(cls)
+    HEAD_MECHANISMS.insert(HEAD_MECHANISMS.index(ConstraintHeads), cls)
     MECHANISMS.update(cls.modes)
     NEUTRAL.update(cls.neutral)
 

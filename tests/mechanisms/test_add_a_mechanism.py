@@ -76,6 +76,29 @@ def test_it_equals_the_formula(mine):
     assert (got - want).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("beside", [
+    dict(n_kv_head=2), "constraint_a", "constraint_published", "constraint_b", "acag", "sink", "routing_inf",
+    "diff", "fox"], ids=str)
+def test_it_acts_beside_other_mechanisms_and_grouped_queries(beside, mine):
+    """At its neutral setting the model is the one without it; elsewhere it is another, and learns."""
+    own.add(mine())
+    flags = beside if isinstance(beside, dict) else model.MECHANISMS[beside]
+    ids = torch.randint(11, (2, 17), generator=torch.Generator().manual_seed(1))
+
+    def with_slope(slope):
+        forgets = {} if slope is None else dict(forget=True, forget_init=slope)
+        gpt = model.GPT(model.GPTConfig(**SIZES, **flags, **forgets)).double().eval()
+        with torch.no_grad():
+            for name, weight in gpt.named_parameters():  # at the start some matrices are 0
+                noise = torch.Generator().manual_seed(len(name))
+                weight += 0.05 * torch.randn(weight.shape, generator=noise) * (".slope" not in name)
+        return gpt, gpt(ids[:, :-1], ids[:, 1:]).loss
+    without, neutral, (gpt, loss) = with_slope(None)[1], with_slope(-60.0)[1], with_slope(-1.0)
+    assert abs(neutral - without) < 1e-12 and abs(loss - without) > 1e-6
+    loss.backward()
+    assert gpt.transformer.h[0].attn.forgetting.slope.grad.abs().min() > 0
+
+
 @pytest.mark.parametrize("promise, before, after", [
     ("causal", PASS, PASS + "\n        heads.q = heads.q + heads.x.mean(1)[:, None, None, :1]"),
     ("rows", PASS, PASS + "\n        heads.q = heads.q + heads.q.mean(0)"),
