@@ -256,8 +256,8 @@ def timed_how(found):
     # where the processor's time was taken
     processor = rows[0].get("processor") or found["machine"].get("processor") or "one machine"
     clock = "CPU seconds of one thread" if rows[0]["clock"] == "processor" else "seconds"
-    compiled = "" if rows[0].get("compiled", rows[0]["clock"] != "processor") else ", not compiled"
-    return ("Equal time is counted from training steps in turn with the plain GPT's: "
+    compiled = "" if rows[0].get("compiled", rows[0]["clock"] != "processor") else ", without torch.compile"
+    return ("For the time, training steps of both sides were timed in alternation, in "
             f"{clock} on one processor ({processor}){compiled}. Another machine has other ratios.")
 
 
