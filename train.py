@@ -121,7 +121,7 @@ def loop(run, closing):
     closing: the ExitStack that closes the run's log and bar and puts signal handlers back.
     """
     config = run.config
-    stop = StopSignal(closing)
+    stop = run.process.stop = StopSignal(closing)
     open_bar(run, closing)
     run.timed_from = run.step, time.perf_counter()
     batch = batch_at(run, run.step)
@@ -168,7 +168,7 @@ def loop(run, closing):
         if logging:
             log_step(run, values)
         run.bar.update(1)
-        if stopping or saving and run.step < config.max_iters:
+        if stopping or saving:
             save_checkpoint(run, "ckpt.pt")
         if stopping:
             end_stopped(run, stop.name)
@@ -230,9 +230,13 @@ def clear_gradients(run):
 def end_stopped(run, name):
     """End this process after a signal of that name (None: to another rank), all ranks in the same step."""
     run.process.barrier()
-    run.process.print0(f"stopped by {name or 'a signal to another rank'} at step {run.step:,}: "
-                       f"saved {run.out_dir / 'ckpt.pt'}; go on with --resume")
-    raise SystemExit(128 + getattr(signal, name or "SIGTERM"))
+    by = "what read its output, which is gone" if name == "SIGPIPE" else name or "a signal to another rank"
+    line = f"stopped by {by} at step {run.step:,}: saved {run.out_dir / 'ckpt.pt'}; go on with --resume"
+    if name == "SIGPIPE":
+        print(f"train: {line}", file=sys.stderr)
+    else:
+        run.process.print0(line)
+    raise SystemExit(128 + getattr(signal, name or "SIGTERM", 13))  # Windows has no SIGPIPE, which is 13
 
 
 def batch_at(run, step):
@@ -261,7 +265,11 @@ def send(t, process):
 # ---- evaluation, log and checkpoints ----
 
 def evaluate_splits(run):
-    """A row of log.jsonl: train and val loss on fixed tokens, dropout off; every rank scores its share."""
+    """A row of log.jsonl: train and val loss on fixed tokens, dropout off; every rank scores its share.
+
+    val_bpb takes a token to have as many bytes as the mean token of the whole split. With eval_tokens below
+    that, and tokens of unequal length, `evaluate.py --tokens` counts the bytes of what it scores.
+    """
     process, dataset = run.process, run.dataset
     row = dict(step=run.step, tokens=run.tokens(run.step))
     for split in ("train", "val"):
@@ -452,9 +460,10 @@ def set_up(run):
     config, process, model = run.config, run.process, run.model.train()
     run.compiled = compiles(config, process.kind)
     run.replays_graphs = run.compiled and config.compile_mode in CUDA_GRAPHS
-    if run.replays_graphs and process.kind != "cuda":
-        raise UserError(f"compile_mode={config.compile_mode!r} replays CUDA graphs, and this run is on "
-                        f"{process.kind}: use compile_mode=default")
+    if config.compile_mode in CUDA_GRAPHS and not (run.compiled and process.kind == "cuda"):
+        what = "is not compiled" if process.kind == "cuda" else f"is on {process.kind}"
+        raise UserError(f"compile_mode={config.compile_mode!r} replays CUDA graphs, and this run {what}: "
+                        "use compile_mode=default")
     # Muon's products are compiled on a GPU alone: on a CPU the last bits would be others
     run.optimizers = make_optimizers(model, config, process.rank, process.world,
                                      run.compiled and process.kind == "cuda")
@@ -550,6 +559,7 @@ def train_alone(model_config, config, given, process):
         targets.check("train")
     run = Run(config.for_recipe(model.config.recipe), model, dataset, process, targets, asked, **progress)
     config, step = run.config, run.step
+    check_ranks_agree(run)
     model.at_step(max(0, step - 1))  # the first evaluation sees the model as the last step left it
 
     if config.eval_only:
@@ -558,7 +568,7 @@ def train_alone(model_config, config, given, process):
         process.print0(eval_line(row))
         write_result(run)
         return row
-    if run.last_eval["step"] >= config.max_iters:
+    if run.last_eval["step"] >= config.max_iters or step > config.max_iters:
         process.print0(f"{run.out_dir} is finished: {step:,} of {config.max_iters:,} steps, "
                        f"best val loss {run.best_val_loss:.4f} nats; a larger max_iters goes on")
         write_result(run)
@@ -578,9 +588,25 @@ def train_alone(model_config, config, given, process):
         if process.rank == 0:
             open_folder(run, saves, closing)
         print_run(run, saves)
-        loop(run, closing)
+        try:
+            loop(run, closing)
+        except (UserError, OSError) as e:
+            if process.rank:  # main() lets the first rank speak, which may know nothing of this
+                print(f"train: rank {process.rank}: {explain(e)}", file=sys.stderr, flush=True)
+            raise
         write_result(run)
         return run.last_eval
+
+
+def check_ranks_agree(run):
+    """UserError where ranks begin with other weights or at another step, whose gradients have no mean."""
+    process, norm = run.process, get_total_norm([p.detach() for p in run.model.parameters()])
+    mine = [float(run.step), float(norm)]
+    sums = process.all_reduce_sum(mine)
+    differ = any(abs(total - process.world * own) > 1e-6 * abs(total) for total, own in zip(sums, mine))
+    if process.all_reduce_sum([float(differ)])[0]:
+        raise UserError("the processes begin with different weights or at different steps: "
+                        f"{run.out_dir}, and what init_from names, must be on a disk that all machines share")
 
 
 def write_result(run):
@@ -726,7 +752,7 @@ def main(argv=None):
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
     if os.environ.get("LOCAL_RANK", "0") != "0" and "out of memory" not in problem:
-        sys.exit(1)  # the first rank of this machine says the same
+        sys.exit(1)  # the first rank of this machine says the same, or this one did in train_alone()
     sys.exit("\n".join(f"train: {line}" for line in problem.splitlines()))
 
 

@@ -245,8 +245,6 @@ def checked_device(name):
         count = torch.cuda.device_count() if device.type == "cuda" else 0
         if count and (device.index or 0) >= count:
             raise RuntimeError(f"GPUs here: {count}, and the last one is cuda:{count - 1}")
-        if device.type == "meta":
-            raise RuntimeError("its tensors hold no numbers")
         torch.empty(1, device=device)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # seeds, streams and statistics are those of the current device

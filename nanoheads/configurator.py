@@ -130,7 +130,7 @@ def parse(text, t):
         return check(ast.literal_eval(text), t)
     except UserError:
         raise
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):  # such as a set of lists
         of_items = next((kind for kind in kinds if items(kind)), None)
         if of_items is None:
             raise ValueError

@@ -34,11 +34,12 @@ def untimed(rows):
     return [{k: v for k, v in row.items() if k not in ("elapsed_s", "tokens_per_s")} for row in rows]
 
 
-def torchrun(argv, ranks, **env):
+def torchrun(argv, ranks, program=ROOT / "train.py", **env):
     command = [sys.executable, "-m", "torch.distributed.run",
-               "--standalone", f"--nproc_per_node={ranks}", str(ROOT / "train.py"), *argv]
-    return subprocess.run(command, capture_output=True, text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", **env}, timeout=120)
+               "--standalone", f"--nproc_per_node={ranks}", str(program), *argv]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(command, capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **env})
 
 
 # ---- models and checkpoints ----

@@ -75,7 +75,7 @@ def read_anew(path, file):
     """The sha256 of an open file, kept for the next time unless it was changed a moment ago."""
     before, began = stamp(path), time.time_ns()
     found = sha256_of(file)
-    if began - max(before[1:]) > SETTLED:
+    if min(abs(began - changed) for changed in before[1:]) > SETTLED:  # also a time that lies in the future
         KNOWN[path] = before, found
         with suppress(OSError):  # a folder that is read-only, or full
             own = path.with_name(f"{path.name}.{os.getpid()}.tmp")

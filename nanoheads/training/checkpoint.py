@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, GPTConfig
-from nanoheads.common import UserError, fault_of_own_file, json_safe, with_names_of_today, write_atomic
+from nanoheads.common import (UserError, explain, fault_of_own_file, json_safe, with_names_of_today,
+                              write_atomic)
 from nanoheads.configurator import UNNAMED, keys_of, nearest, parse, type_name
 from nanoheads.folders import find
 
@@ -70,9 +71,9 @@ def read(path, device="cpu", trust_code=False):
         if broken := zipfile.ZipFile(path).testzip():  # torch itself does not verify the checksums
             raise ValueError(f"damaged in {broken}")
         state = torch.load(path, map_location=device, weights_only=True)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as e:  # damage shows in many ways, all meaning the same to the reader
+        if "out of memory" in (explain(e) or ""):
+            raise
         why = str(e).splitlines()[0][:80] if type(e) is ValueError else type(e).__name__
         raise UserError(f"{path} cannot be read as a checkpoint ({why})") from None
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
@@ -176,6 +177,8 @@ def build(state, path, device="cpu", settings=(), **overrides):
         model = GPT(config)
         model.load_state_dict(state["model"])
     except (ValueError, TypeError, AttributeError, RuntimeError) as e:
+        if "out of memory" in (explain(e) or ""):
+            raise
         if problem := fault_of_own_file(e):
             raise UserError(problem)
         raise UserError(f"{path}: its weights do not fit its config: {' '.join(str(e).split())[:300]}")
@@ -330,6 +333,11 @@ def saves_in(config):
     """Names of the checkpoints in out_dir. UserError unless the config says what becomes of them."""
     out_dir = Path(config.out_dir)
     names = [name for name in ("ckpt.pt", "best.pt") if (out_dir / name).is_file()]
+    for key in ("init_from", "teacher") if config.overwrite else ():
+        start = getattr(config, key) and file_of(getattr(config, key))
+        if start and start.is_file() and start.resolve().parent == out_dir.resolve():
+            raise UserError(f"--overwrite removes the checkpoints of {out_dir}, and {key} names one of them: "
+                            "choose another --out_dir")
     resumes = config.resume and "ckpt.pt" in names
     if names and not (config.eval_only or config.overwrite or resumes):
         instead = f"take its weights with --init_from={out_dir / 'best.pt'}"
@@ -380,7 +388,8 @@ def starting_point(model_config, config, dataset, device, given):
         # a model that comes from elsewhere needs no flags: only those that were given can be wrong
         flags &= set(given)
     # what may change: how it is trained; in a new run also dropout, data order, a shorter context
-    free = {"checkpoint_activations"} | ({"dropout", "attn_dropout", "seed"} if new_run else set())
+    free = {"checkpoint_activations", "loss_chunks"}
+    free |= {"dropout", "attn_dropout", "seed"} if new_run else set()
     free |= {"unet_from", "unet_ramp"} if new_run and config.init_from else set()  # the new run's own
     longest = state["config"].get("block_size", 0)
     crop = new_run and "block_size" in flags and model_config.block_size < longest

@@ -295,14 +295,7 @@ def size_problems(model_config, config, world, vocab_size):
 
 def step_conflicts(model_config, config, world):
     """What of a model's and a run's sizes does not go together in one training step, as sentences."""
-    bad, chunks, routing = [], model_config.loss_chunks, model_config.routing
-    rows = config.batch_size * config.grad_accum // world // max(1, config.grad_accum // world)
-    if chunks and config.documents:
-        bad.append(f"loss_chunks={chunks} cannot divide rows of documents={config.documents}, whose widths "
-                   "differ: leave it out")
-    elif chunks and rows * model_config.block_size % chunks and not config.init_from:
-        bad.append(f"loss_chunks={chunks} must divide the tokens of a forward pass, {rows} rows of "
-                   f"block_size={model_config.block_size}")
+    bad, routing = [], model_config.routing
     if world > 1 and config.compile_mode in CUDA_GRAPHS and routing in ("moh", "sigmoid"):
         bad.append(f"compile_mode={config.compile_mode!r} replays CUDA graphs, in which routing={routing!r} "
                    "cannot ask the other ranks for their load: use default")

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -18,16 +19,27 @@ class Process:
     device: str = "cpu"
     rank: int = 0
     world: int = 1
+    stop: Optional["StopSignal"] = None  # while steps are made: what the run is asked to stop by
 
     @property
     def kind(self):
         return torch.device(self.device).type
 
     def print0(self, text):
-        """Print on the first rank alone: above the bar, and line by line into a file or a pipe."""
-        if self.rank == 0:
+        """Print on the first rank alone: above the bar, and line by line into a file or a pipe.
+
+        Where the pipe's reader is gone while steps are made, such as `| head`, or `| tee` after Ctrl-C, the
+        run is saved before it ends.
+        """
+        if self.rank:
+            return
+        try:
             tqdm.write(text)
             sys.stdout.flush()
+        except BrokenPipeError:
+            if self.stop is None:
+                raise
+            self.stop.reader_gone()
 
     def all_reduce_sum(self, values):
         """The sum over ranks of a few numbers, in float64."""
@@ -114,6 +126,11 @@ class StopSignal:
             if number is None or name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN:
                 continue
             closing.callback(signal.signal, number, signal.signal(number, self.catch))
+
+    def reader_gone(self):
+        """What is printed from now on is dropped, and the run is to stop."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        self.name = self.name or "SIGPIPE"
 
     def catch(self, number, frame):
         self.name = signal.Signals(number).name

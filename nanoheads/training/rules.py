@@ -28,7 +28,8 @@ class Rules:
             raise UserError(f"policy_rules: cannot read {path}: {e.strerror}") from None
         except ValueError as e:
             raise UserError(f"policy_rules: {path} is not JSON: {e}") from None
-        for rule in rules if isinstance(rules, list) else [rules]:
+        rules = rules if isinstance(rules, list) else [rules]
+        for rule in rules:
             if not isinstance(rule, dict) or "allow" not in rule or \
                     any(not isinstance(value, cls.KEYS.get(key, ())) for key, value in rule.items()):
                 raise UserError(f"policy_rules: {path}: {json.dumps(rule)} is no rule; one is "

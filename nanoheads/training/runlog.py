@@ -1,5 +1,6 @@
 """What a run writes beside its checkpoints: config.json, log.jsonl and, with wandb_log, Weights & Biases."""
 
+import errno
 import json
 import os
 import platform
@@ -110,10 +111,16 @@ def append_row(run, name, row):
         return
     try:
         with open(run.out_dir / name, "ab", buffering=0) as f:
-            f.write((json.dumps(json_safe(row)) + "\n").encode())
+            write_whole(f, (json.dumps(json_safe(row)) + "\n").encode())
             os.fsync(f.fileno())
     except OSError as e:
         raise UserError(f"could not write {run.out_dir / name} ({e.strerror})") from None
+
+
+def write_whole(file, data):
+    """Write bytes into an unbuffered file, which takes less than all of them where a disk is nearly full."""
+    if file.write(data) < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def processor(device):
@@ -162,7 +169,7 @@ class Log:
     def add(self, text, sync):
         """Write at the end; sync: wait until everything written so far is on the disk."""
         try:
-            self.file.write(text)
+            write_whole(self.file, text)
             if sync:
                 os.fsync(self.file.fileno())
         except OSError as e:

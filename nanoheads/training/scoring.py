@@ -28,13 +28,23 @@ BLOCK = 4096  # tokens whose nats a study keeps as one sum: neighbours resemble 
 
 def windows(n, block_size, stride):
     """[(start, end, scored)]: read tokens [start, end), score the last `scored`; each of n is scored once."""
+    return [window(i, n, block_size, stride) for i in range(n_windows(n, block_size, stride))]
+
+
+def n_windows(n, block_size, stride):
+    """How many windows() there are. ValueError: windows that leave tokens out."""
     if not 1 <= stride <= block_size:
         raise ValueError(f"stride={stride} must be from 1 to block_size={block_size} (0: disjoint windows)")
-    cuts = [(0, min(block_size, n), min(block_size, n))]
-    while (done := cuts[-1][1]) < n:
-        end = min(done + stride, n)
-        cuts.append((done + stride - block_size, end, end - done))
-    return cuts
+    return 1 + max(0, -(-(n - block_size) // stride))
+
+
+def window(i, n, block_size, stride):
+    """The i-th of windows()."""
+    if i == 0:
+        return 0, min(block_size, n), min(block_size, n)
+    done = block_size + (i - 1) * stride  # scored by the windows before it
+    end = min(done + stride, n)
+    return done + stride - block_size, end, end - done
 
 
 def windows_of(dataset, split, block_size, stride=0, max_tokens=0, longest=0):
@@ -45,14 +55,17 @@ def windows_of(dataset, split, block_size, stride=0, max_tokens=0, longest=0):
     scored as it is in the whole split, in windows of block_size.
     """
     n, longest = len(dataset.tokens(split)), longest or block_size
-    cuts, step = windows(n, block_size, stride or block_size), stride or longest
     if not 0 < max_tokens < n:
-        return cuts
-    chosen = cuts if longest == block_size else windows(n, longest, step)
-    chosen = [c for c in chosen if c[1] - c[0] == longest] or chosen
+        return windows(n, block_size, stride or block_size)
+    # only those that are chosen are made: of a large split there are millions, at each evaluation
+    step = stride or longest
+    last = n_windows(n, longest, step) - 1
+    start, end, _ = window(last, n, longest, step)
+    if last and end - start < longest:
+        last -= 1  # it is cut short by the end of the text
     count = max(1, 1 + (max_tokens - longest) // step)
-    chosen = [chosen[i * (len(chosen) - 1) // max(1, count - 1)] for i in range(count)]
-    return chosen if longest == block_size else within(cuts, chosen)
+    chosen = [window(i * last // max(1, count - 1), n, longest, step) for i in range(count)]
+    return chosen if longest == block_size else within(windows(n, block_size, stride or block_size), chosen)
 
 
 def within(cuts, chosen):
@@ -178,9 +191,19 @@ def summed(nats, sizes):
 
 
 def scored_text(data, split, cuts):
-    """The text, in bytes, of what each of these windows scores."""
-    ids = data.tokens(split)
-    return [data.tokenizer.decode_bytes(ids[end - scored:end]) for _, end, scored in cuts]
+    """The text, in bytes, of what each of these windows scores. A separator of documents is no text."""
+    ids, mark = data.tokens(split), mark_of(data)
+    parts = (ids[end - scored:end] for _, end, scored in cuts)
+    return [data.tokenizer.decode_bytes(part if mark is None else part[part != data.separator])
+            for part in parts]
+
+
+def mark_of(data):
+    """How the token between documents is spelled, in bytes; None: what separates them is text, a newline."""
+    if data.tokenizer.encoding in ("byte", "char"):
+        return None
+    spelled = data.tokenizer.decode_bytes(np.array([data.separator]))
+    return spelled if spelled in (b"<|endoftext|>", b"</s>") else None
 
 
 def count_words(dataset, split, piece=1 << 20):
@@ -193,9 +216,10 @@ def count_words(dataset, split, piece=1 << 20):
     if dataset.tokenizer.encoding == "gpt2" and not here(GPT2_MERGES, GPT2_ENCODER):
         return None
     tokens, decoder = dataset.tokens(split), codecs.getincrementaldecoder("utf-8")("replace")
-    count, space = 1, False
+    count, space, mark = 1, False, mark_of(dataset)
     for at in range(0, len(tokens), piece):
-        text = decoder.decode(dataset.tokenizer.decode_bytes(tokens[at:at + piece]))
+        data = dataset.tokenizer.decode_bytes(tokens[at:at + piece])
+        text = decoder.decode(data.replace(mark, b"\n") if mark else data)  # between documents a word ends
         if text:
             count += len(re.findall(r"\s+", text)) - (space and text[0].isspace())
             space = text[-1].isspace()
@@ -283,8 +307,9 @@ def evaluate(path, split, stride, device, dataset=None, settings=(), progress=Tr
         raise UserError(f"{path} gives {nats} nats on {split}: "
                         "its weights are damaged, or its training diverged")
     if tokens < whole:
+        from nanoheads.text.sources import count_chars  # not part of a run
         text = scored_text(data, split, windows_of(data, split, longest or T, stride, max_tokens))
-        size.update(bytes=sum(map(len, text)), chars=sum(len(part.decode(errors="replace")) for part in text))
+        size.update(bytes=sum(map(len, text)), chars=sum(map(count_chars, text)))
     stride, words = stride or T, count_words(data, split) if tokens == whole else None
     context = f"disjoint windows of {T:,}" if stride == T else f"windows of {T:,}, stride {stride:,}"
     each, piece = np.concatenate(parts).astype(np.float64), max(1, min(BLOCK, tokens // PIECES))

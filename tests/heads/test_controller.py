@@ -910,6 +910,14 @@ def test_bad_input_is_one_line(args, fails, keys, words):
     assert any(words in line for line in fails(args(**keys)))
 
 
+def test_one_rule_needs_no_list_around_it(tmp_path):
+    path = tmp_path / "rules.json"
+    path.write_text('{"who": "policy", "states": ["withdrawn"], "allow": false}')
+    rules = Rules.read(path)
+    assert not rules.allow("policy", 0, 0, "withdrawn") and rules.allow("policy", 0, 0, "active")
+    assert rules.allow("hand", 0, 0, "withdrawn")
+
+
 @pytest.mark.parametrize("text, words", [
     ("{", "is not JSON"), ('[{"who": "me", "allow": true}]', "'me' must be"),
     ('[{"heads": [1]}]', "is no rule"), ('[{"states": ["tired"], "allow": true}]', "state 'tired' must be")])

@@ -424,9 +424,10 @@ def test_portions_follow_from_the_size_of_the_logits(monkeypatch):
     assert logits_py.portions(1, x, V) == 1
 
 
-def test_portions_that_leave_tokens_over_are_refused():
-    with pytest.raises(ValueError, match="loss_chunks=3"):
-        tiny(dict(loss_chunks=3))(tokens(2, 8), tokens(2, 8))
+@pytest.mark.parametrize("chunks", [3, 5, 16, 100])
+def test_the_last_portion_may_be_smaller_or_none(chunks):
+    want, got = (tiny(dict(loss_chunks=n))(tokens(2, 8), tokens(2, 8)).loss for n in (1, chunks))
+    assert torch.allclose(want.float(), got.float(), atol=1e-5)
 
 
 def test_a_loss_in_portions_compiles_in_one_graph():

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -323,6 +324,36 @@ def test_words_of_gpt2_tokens_are_not_counted_where_that_needs_a_download(tmp_pa
     assert run["words"] is run["word_ppl"] is None and "word" not in score_table([run])
 
 
+def test_chosen_windows_are_those_of_the_whole_list():
+    """They are made one by one; here all are made, and then chosen."""
+    def by_hand(n, block_size, stride, most):
+        whole, step = windows(n, block_size, stride or block_size), stride or block_size
+        if not 0 < most < n:
+            return whole
+        full = [cut for cut in whole if cut[1] - cut[0] == block_size] or whole
+        count = max(1, 1 + (most - block_size) // step)
+        return [full[i * (len(full) - 1) // max(1, count - 1)] for i in range(count)]
+    for n, block_size, most in product((1, 7, 8, 9, 31, 100), (1, 3, 8, 20), (0, 1, 8, 20, 50, 99)):
+        data = SimpleNamespace(tokens=lambda split, n=n: range(n))
+        for stride in range(block_size + 1):
+            found = scoring.windows_of(data, "test", block_size, stride, most)
+            assert found == by_hand(n, block_size, stride, most)
+
+
+def test_a_separator_of_documents_is_no_text(gpt2_files, tmp_path):
+    """Of a part of a split, as in the bytes that data/openwebtext counts; in bytes a newline is text."""
+    tokenizer = Tokenizer("gpt2")
+    first, second = (tokenizer.encode(text).tolist() for text in ("The river is", "wide. So"))
+    ids = np.array([*first, 50256, *second, 50256])
+    data = SimpleNamespace(tokens=lambda split: ids, tokenizer=tokenizer, separator=50256)
+    cuts = scoring.windows(len(ids), 4, 4)
+    assert b"".join(scoring.scored_text(data, "test", cuts)) == b"The river iswide. So"
+    assert scoring.count_words(data, "test") == 5 + 1  # and what follows the last separator
+    plain = SimpleNamespace(tokens=lambda split: np.frombuffer(b"a\nb", np.uint8), separator=10,
+                            tokenizer=Tokenizer("byte"))
+    assert scoring.scored_text(plain, "test", [(0, 3, 3)]) == [b"a\nb"]
+
+
 SPACED = "", "a", " ", " a  b\n\n c", "a b ", "\u3000é \xa0\u2003x\n", " \n" * 9 + "ab c"
 
 
@@ -331,7 +362,7 @@ SPACED = "", "a", " ", " a  b\n\n c", "a b ", "\u3000é \xa0\u2003x\n", " \n" * 
 def test_words_are_counted_as_by_lm_evaluation_harness(text, piece):
     """Whatever pieces the split is read in; the harness's count is that of re.split()."""
     ids = np.frombuffer(text.encode(), np.uint8)
-    data = SimpleNamespace(tokens=lambda split: ids, tokenizer=Tokenizer("byte"))
+    data = SimpleNamespace(tokens=lambda split: ids, tokenizer=Tokenizer("byte"), separator=10)
     assert scoring.count_words(data, "test", piece) == len(re.split(r"\s+", text))
 
 
@@ -478,7 +509,10 @@ def test_a_part_of_the_split_is_a_quick_look(tmp_path, capsys):
     """Evenly spaced windows, whose bytes and characters are counted; the output says what it is."""
     out, found, data = scored_pair(tmp_path, capsys, "--tokens", "80", "--batch_size", "3", n_layer=1)
     run, n = found["runs"][0], len(data.tokens("test"))
-    assert run["tokens"] == run["bytes"] == 80 < n and 70 < run["chars"] <= 80 and run["words"] is None
+    assert run["tokens"] == run["bytes"] == 80 < n and run["words"] is None
+    cuts = scoring.windows_of(data, "test", run["block_size"], max_tokens=80)
+    text = b"".join(scoring.scored_text(data, "test", cuts))
+    assert run["chars"] == sum(byte & 0xC0 != 0x80 for byte in text) < 80  # cut at window's edges or not
     assert out.startswith(f"data, test: 80 of {n:,} tokens") and "a quick look, not the split's score" in out
     model = checkpoint.build(checkpoint.read(tmp_path / "a.pt"), "a")
     assert run["nats_per_token"] == pytest.approx(score(model, data, "test", max_tokens=80)[0] / 80, abs=1e-9)

@@ -22,6 +22,7 @@ import model as model_py
 import train
 from model import GPT, GPTConfig
 from nanoheads import locks
+from nanoheads.common import UserError
 from nanoheads.text.dataset import Batches, Dataset
 from nanoheads.training import checkpoint, scoring
 from nanoheads.training.config import WANDB_MODES
@@ -177,6 +178,39 @@ def test_two_ranks_train_as_one_process_does(args, rows, tmp_path, portions):
     one, two = weights(tmp_path / "one/ckpt.pt"), weights(tmp_path / "two/ckpt.pt")
     assert one.keys() == two.keys() and max((one[k] - two[k]).abs().max() for k in one) < 1e-4
     assert done.stdout.count("best val loss") == 1, "one rank speaks"
+
+
+@pytest.mark.parametrize("key", ["step", "weights"])
+def test_ranks_that_begin_apart_are_refused(args, key):
+    """As where only one of two machines finds the checkpoint that --resume names."""
+    gpt = GPT(GPTConfig(vocab_size=16, block_size=8, n_layer=1, n_head=2, n_embd=16))
+    norm = float(torch.nn.utils.get_total_norm([p.detach() for p in gpt.parameters()]))
+
+    def two(others):  # what the other rank gives, and then whether it, too, sees a difference
+        answers = iter([others, [0.0]])
+        return SimpleNamespace(
+            world=2, all_reduce_sum=lambda own: [a + b for a, b in zip(own, next(answers))])
+    run = SimpleNamespace(process=two([3.0, norm]), model=gpt, step=3, out_dir="out/a")
+    train.check_ranks_agree(run)
+    run.process = two([0.0, norm] if key == "step" else [3.0, norm * 1.01])
+    with pytest.raises(UserError, match="different weights or at different steps: out/a"):
+        train.check_ranks_agree(run)
+
+
+def test_the_rank_that_fails_alone_says_why(args, tmp_path):
+    """The first rank knows nothing of it, and would leave without a reason."""
+    code = ("import sys, train\n"
+            "real = train.training_step\n"
+            "def step(run, *batch):\n"
+            "    if run.process.rank == 1 and run.step == 2:\n"
+            "        raise train.UserError('its rows hold a token that is none')\n"
+            "    return real(run, *batch)\n"
+            "train.training_step = step\n"
+            "train.main(sys.argv[1:])\n")
+    (tmp_path / "broken.py").write_text(code)
+    done = torchrun(args("two", batch_size=8), 2, program=tmp_path / "broken.py")
+    assert done.returncode != 0
+    assert "train: rank 1: its rows hold a token that is none" in done.stderr
 
 
 def test_a_batch_that_ranks_cannot_share_is_one_line(args, fails, monkeypatch):
@@ -415,6 +449,69 @@ def test_a_run_whose_terminal_closes_is_saved(args, tmp_path):
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 129
     assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] >= 0
+
+
+def test_a_run_whose_reader_is_gone_is_saved(args, tmp_path):
+    """As by `| tee` after Ctrl-C, which ends tee first, or by `| head`."""
+    command = [sys.executable, str(ROOT / "train.py"),
+               *args(max_iters=10**6, eval_interval=10**6, log_interval=1)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while b"nats/token" not in child.stdout.readline():
+        pass
+    child.stdout.close()
+    said = child.stderr.read().decode()
+    assert child.wait() == 128 + signal.SIGPIPE
+    step = checkpoint.read(tmp_path / "run/ckpt.pt")["step"]
+    assert step > 0 and f"which is gone at step {step:,}: saved {tmp_path}/run/ckpt.pt" in said
+
+
+def test_a_run_that_is_killed_in_its_last_evaluation_loses_no_step(args, tmp_path, monkeypatch):
+    real = train.evaluate_splits
+
+    def killed(run):
+        if run.step == run.config.max_iters:
+            raise ZeroDivisionError("as if killed")
+        return real(run)
+    monkeypatch.setattr(train, "evaluate_splits", killed)
+    with pytest.raises(ZeroDivisionError):
+        main(args(save_interval=100))
+    assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 6
+    monkeypatch.undo()
+    main([*args(save_interval=100), "--resume"])
+    main(args("whole", save_interval=100))
+    assert same(weights(tmp_path / "run/ckpt.pt"), weights(tmp_path / "whole/ckpt.pt"))
+
+
+def test_overwriting_what_a_run_starts_from_is_refused(args, fails, tmp_path):
+    main(args())
+    line, = fails(args(init_from=tmp_path / "run/best.pt", overwrite=True))
+    assert "--overwrite removes the checkpoints of" in line and "init_from names one of them" in line
+    assert (tmp_path / "run/best.pt").is_file()
+    main(args("other", init_from=tmp_path / "run/best.pt", overwrite=True))  # control
+
+
+def test_a_finished_run_with_fewer_steps_asked_for_says_so(args, capsys, tmp_path):
+    main(args())
+    main([*args(max_iters=3), "--resume"])
+    assert f"{tmp_path}/run is finished: 6 of 3 steps" in capsys.readouterr().out
+
+
+def test_cuda_graphs_without_a_gpu_are_refused(args, fails):
+    line, = fails(args(device="cpu", compile_mode="reduce-overhead"))
+    assert "replays CUDA graphs, and this run is on cpu" in line
+
+
+@pytest.mark.parametrize("flags", [dict(loss_chunks=3), dict(loss_chunks=3, mechanism="a2c_temperature"),
+                                   dict(loss_chunks=3, mechanism="sentinel", controller="rules",
+                                        controller_interval=2, controller_tokens=256,
+                                        controller_heldout=256)], ids=str)
+def test_portions_of_the_loss_need_divide_nothing(args, flags, rows, tmp_path):
+    """Neither a step's 64 tokens, nor what a critic or a controller reads."""
+    main(args(**flags))
+    main(args("whole", **{**flags, "loss_chunks": 1}))
+    some, whole = (rows(tmp_path / out)[0] for out in ("run", "whole"))
+    assert [r["loss"] for r in some] == pytest.approx([r["loss"] for r in whole], abs=1e-4)
+    main(args("other", init_from=tmp_path / "run", loss_chunks=5))  # it is how one trains, not a model
 
 
 # ---- one writer ----
