@@ -396,6 +396,7 @@ def race(args):
             print(f"seed {seed}  {name:<8} {steps:>5} steps  val {nats / count:.4f} nats/char "
                   f"over {count:,}  loop {loop:6.1f} s  process {process:6.1f} s", flush=True)
         rows.append(row)
+        write(args, rows, dict(seeds=args.seeds, iters=args.iters))
     for part in ("loop", "process"):
         ratios = [r[f"{part}_s_modern"] / r[f"{part}_s_nanogpt"] for r in rows]
         print(f"wall time of the {part}: {statistics.mean(ratios):.3f} of nanoGPT's "
@@ -580,7 +581,7 @@ def run(args):
     if args.race:
         print(f"torch {torch.__version__}, {threads.on_processor()}, float32: "
               "nanoGPT's CPU setting (4 layers, 4 heads, 128 wide, context 64, batch 12)")
-        write(args, race(args), dict(seeds=args.seeds, iters=args.iters))
+        race(args)
         return
     machine = torch.cuda.get_device_name() if on_cuda(args) else threads.on_processor()
     print(f"torch {torch.__version__}, {machine}, {args.dtype}{', compiled' if args.compile else ''}: "
@@ -600,7 +601,8 @@ def run(args):
         write(args, done, vars(args), rate)
         if args.mechanisms or args.contexts:  # which come one by one
             print(line_of(row), flush=True)
-    print(table_of(done))
+    if text := table_of(done):
+        print(text)
     if rate:
         print(f"measured bf16 matrix product: {rate:.0f} TFLOP/s")
     if args.json:

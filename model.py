@@ -1060,7 +1060,7 @@ class Routing(Mechanism):
             if zero:
                 yield "routing_capacity needs routing_mask='inf': with 'zero' every head is used"
             readers = [cls.flag for cls in HEAD_MECHANISMS if cls.needs_row_stats or cls.in_pairs]
-            for other in (*readers, "routing_shared", "constraint_names"):
+            for other in (*readers, "routing_shared", "constraint_names", "diff", "head_mix"):
                 if getattr(c, other):
                     yield f"routing_capacity packs the queries of selected heads alone: not with {other}"
             yield from no_dropout(c, "routing_capacity")
@@ -1326,6 +1326,9 @@ class A2C(Mechanism):
     def problems(config):
         if config.a2c == "published" and config.group > 1:
             yield f"a2c='published' has queries as keys, one for each head: not n_kv_head={config.n_kv_head}"
+        if config.a2c == "published" and config.n_head * config.head_size != config.n_embd:
+            yield (f"a2c='published' has the layer's input as values, {config.n_embd} wide: not "
+                   f"{config.n_head} heads of head_dim={config.head_dim}")
 
     @staticmethod
     def learns(config):
@@ -1922,7 +1925,7 @@ class UNetSkip(Mechanism):
             return x + share * skip if self.skips else x
         both = torch.cat((skip if self.skips else torch.zeros_like(skip), x), -1)
         mixed = F.linear(both, self.weight, getattr(self, "bias", None))
-        return mixed if self.mode == "published" else x + mixed
+        return mixed.to(x.dtype) if self.mode == "published" else x + mixed  # the stream stays float32
 
 
 class UNet(nn.ModuleList):

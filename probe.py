@@ -15,9 +15,9 @@ Ask trained checkpoints what one loss does not say; paired, since all checkpoint
     python probe.py look --ckpt out/a [--ckpt out/b] --text FILE
     python probe.py leak --module file.py:function [--vocab 256] [--length 32] [--batch 3] [--device cpu]
 
-`python probe.py needle --help` says what a probe measures, and how. Intervals are 95 %, by t over samples
-(needle, detectors, engagement), windows (keys), items (fewshot) or blocks of neighbouring windows (late,
-heads).
+`python probe.py needle --help` says what a probe measures, and how. Intervals are 95 %: by t over samples
+(needle, detectors, engagement), windows (keys), items (fewshot), pieces of the text (states) or blocks of
+neighbouring windows (late, heads); by the jackknife over prompts (text); of constraints as its help says.
 """
 
 import argparse

@@ -352,14 +352,18 @@ def unfit(by, model):
         return "has no gates: it was trained without sentinel and agency"
     if by == "blocks" and model.config.unet:
         return "has U-Net skips, which join blocks in pairs"
+    numbered = [key for key in ("window_layers", "constraint_loss_layers") if getattr(model.config, key)]
+    if by == "blocks" and numbered:
+        return f"has {', '.join(numbered)}, which names blocks by their numbers"
     if by == "blocks" and model.config.joined:
         return f"has {', '.join(model.config.joined)}, for which blocks are not of one kind"
 
 
 def check_model(args, path, state, model):
     """Raise UserError where a checkpoint does not go with the arguments."""
-    sizes = [attn.n_head for attn in attentions(model)]
-    kept, least = round(min(args.to) * sum(sizes)), sum(min(args.floor, n) for n in sizes)
+    sizes, unit = [attn.n_head for attn in attentions(model)], model.config.unit
+    kept = round(min(args.to) * sum(sizes) / unit) * unit  # groups go whole, see rows_of()
+    least = sum(-(-min(args.floor, n) // unit) * unit for n in sizes)
     if args.floor > model.config.n_head:
         raise UserError(f"--floor {args.floor} is above {path}'s n_head={model.config.n_head}")
     if kept < least:
@@ -424,17 +428,26 @@ def check(args):
 
 
 def run(args):
-    """Prune, measure, write, print."""
-    rows = [row for number in range(len(args.ckpt)) for row in rows_of(args, number)]
-    if not rows:
-        raise UserError("--by blocks: so few heads save fewer FLOPs than any block")
+    """Prune, measure, write, print; of what was stopped or failed, the rows that are done."""
     _, _, data = args.loaded[0]
     options = ("split", "tokens", "text", "floor", "seed", "recover", "rounds", "device")
+    rows = []
     found = dict(dataset=data.meta["name"], split_sha256=data.splits[args.split].get("sha256"),
                  torch=torch.__version__, **{name: vars(args)[name] for name in options}, rows=rows)
+    try:
+        for number in range(len(args.ckpt)):
+            for row in rows_of(args, number):
+                rows.append(row)
+                if args.json:
+                    write_json(args.json, found)
+    except (UserError, KeyboardInterrupt):
+        if rows:
+            print(result_table(rows))
+        raise
+    if not rows:
+        raise UserError("--by blocks: so few heads save fewer FLOPs than any block")
     written = sorted({row["folder"] for row in rows if "folder" in row})
     if args.json:
-        write_json(args.json, found)
         written.append(args.json)
         if picture := drawn(draw_curves, rows, "png"):
             written.append(args.json.with_name("pruning.png"))

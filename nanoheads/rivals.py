@@ -240,8 +240,9 @@ class FoX(Mechanism):
             heads.traces["log_forget"] = log_f
         heads.k, heads.v = for_each_head(heads.k, attn.n_head), for_each_head(heads.v, attn.n_head)
         dtype = product_dtype(heads.v)
-        c = torch.stack(in_parts(c.transpose(1, 2) / attn.scale, dtype), -1)
-        ones, left = torch.ones_like(c), self.PAD - 2 * c.size(-1)
+        unit = 256.0 if dtype == torch.float16 else 1.0  # float16 ends at 65,504, which c reaches
+        c = torch.stack(in_parts(c.transpose(1, 2) / attn.scale / unit, dtype), -1)
+        ones, left = torch.full_like(c, unit), self.PAD - 2 * c.size(-1)
         heads.q = F.pad(wider(heads.q.to(dtype), c, ones), (0, left))
         heads.k = F.pad(wider(heads.k.to(dtype), ones, -c), (0, left))
         heads.v = F.pad(heads.v, (0, self.PAD))
@@ -255,11 +256,18 @@ def wider(*parts):
     return torch.cat([x.transpose(1, 2) for x in parts], -1).transpose(1, 2)
 
 
-def in_parts(x, dtype):
-    """Tensors of a dtype whose sum is x to float32's precision: bfloat16 alone keeps few digits of 300.5."""
-    parts = []
-    for _ in range(1 if dtype in (torch.float32, torch.float64) else 3):
-        parts.append(x.to(dtype))
+def in_parts(x, dtype, tf32=None):
+    """Tensors of a dtype whose sum is x to float32's precision: bfloat16 alone keeps few digits of 300.5.
+
+    tf32: whether products of float32 keep ten bits of each factor, as a GPU's may (None: where x is on one).
+    Then each part has no more digits than bfloat16.
+    """
+    tf32 = x.is_cuda if tf32 is None else tf32
+    if dtype == torch.float64 or dtype == torch.float32 and not tf32:
+        return [x.to(dtype)]
+    digits, parts = torch.bfloat16 if dtype == torch.float32 else dtype, []
+    for _ in range(3):
+        parts.append(x.to(digits).to(dtype))
         x = x - parts[-1].to(x.dtype)
     return parts
 
@@ -272,8 +280,7 @@ def masked_logits(attn, heads, q, k):
 
 def own_heads(attn, heads):
     """The queries, keys and values of the layer's own heads, as attention reads them, each [B, H, ...]."""
-    n = heads.k.size(1) - attn.n_extra
-    k, v = (for_each_head(x[:, :n], attn.n_head) for x in (heads.k, heads.v))
+    k, v = (for_each_head(x[:, :attn.n_head], attn.n_head) for x in (heads.k, heads.v))
     return heads.q[:, :attn.n_head], k, v
 
 
@@ -330,8 +337,8 @@ class Diff(Mechanism):
         return self.share(heads.x).sigmoid().transpose(1, 2)[..., None]
 
     def after_softmax(self, attn, heads, y, row_stats):
-        n = heads.k.size(1) - attn.n_extra
-        second = attend_once_more(attn, heads, self.queries(attn, heads), heads.k[:, :n], heads.v[:, :n])
+        own = slice(attn.n_head)  # constraint heads that no gate opens have no keys
+        second = attend_once_more(attn, heads, self.queries(attn, heads), heads.k[:, own], heads.v[:, own])
         return with_extra(attn, y[:, :attn.n_head] - self.shares(heads).to(y.dtype) * second, y), row_stats
 
     def trace_map(self, attn, weights, heads):
@@ -520,8 +527,9 @@ class XSA(Mechanism):
     def after_attention(self, attn, heads):
         v = for_each_head(heads.v, heads.y.size(1))
         v = v[:, :, -heads.y.size(2):, :attn.head_size]  # a cache holds earlier tokens too
-        share = (heads.y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-8)
-        heads.y = heads.y - self.strength.tanh()[:, None, None].to(v.dtype) * share * v
+        wide = dict(dim=-1, keepdim=True, dtype=torch.promote_types(v.dtype, torch.float32))
+        share = (heads.y * v).sum(**wide) / v.square().sum(**wide).clamp_min(1e-8)  # which is 0 in float16
+        heads.y = heads.y - self.strength.tanh()[:, None, None].to(v.dtype) * share.to(v.dtype) * v
 
 
 class OutputGate(Mechanism):

@@ -81,7 +81,9 @@ def folded(model):
 
 
 def free_path(folder):
-    """The best.pt to write into a folder. UserError where a run is there."""
+    """The best.pt to write into a folder. UserError where a run is there, or no folder is named."""
+    if not folder.strip():
+        raise UserError("--save is empty, as it is when a variable of the shell is not set")
     path = Path(folder.strip()).expanduser() / "best.pt"
     if taken := [p for p in (path, path.with_name("ckpt.pt")) if p.exists()]:
         raise UserError(f"{taken[0]} is there already; name another folder")

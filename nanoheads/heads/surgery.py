@@ -186,6 +186,7 @@ class Surgery:
                 self.event("kept", layer, head, cost=after - before)
                 continue
             run.model.set_head(layer, head, gate=0.0)
+            self.ramps.pop((layer, head), None)  # else it would open again
             self.frozen.append((layer, head))
             self.event("frozen", layer, head, cost=after - before)
             before = after

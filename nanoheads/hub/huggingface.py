@@ -11,6 +11,7 @@ Out:  export_hf.py, without transformers. A plain model becomes one that transfo
 Names of tensors and of config fields are those of transformers 5.23.
 """
 
+import ast
 import hashlib
 import json
 import math
@@ -419,7 +420,7 @@ def write_nanochat(model):
     c, w, n = model.config, model.state_dict(), model.config.n_kv_head or model.config.n_head
     config = dict(model_type="nanochat", architectures=["NanoChatForCausalLM"], hidden_act="relu2",
                   max_position_embeddings=c.block_size, hidden_size=c.n_embd, num_hidden_layers=c.n_layer,
-                  num_attention_heads=c.n_head, num_key_value_heads=n,
+                  num_attention_heads=c.n_head, num_key_value_heads=n, head_dim=c.head_size,
                   intermediate_size=c.n_inner or 4 * c.n_embd, attention_dropout=c.weight_dropout,
                   rms_norm_eps=1e-6, attention_bias=False, final_logit_softcapping=c.softcap or None,
                   rope_parameters=dict(rope_type="default", rope_theta=c.rope_base),
@@ -536,14 +537,30 @@ def write_code(folder, config):
     for i, file in enumerate(files):
         own.copy(file, folder / "own")
         code = as_package(file.text.decode("utf-8-sig"))
+        if left := imports_of_ours(code):
+            may = ", ".join(Path(name).stem for name in CODE[1:])
+            raise UserError(f"{file.path}: a folder for transformers cannot hold its import of {left[0]}; of "
+                            f"our modules it may have {may}, by `from MODULE import NAME`")
         (folder / f"own_mechanism_{i}.py").write_text(code, encoding="utf-8")
 
 
 def as_package(code):
     """Source whose imports of our own modules are relative, as transformers wants the code in a folder."""
     modules = "|".join(Path(name).stem for name in CODE)
-    pattern = rf"^([ \t]*)from (?:nanoheads\.)?({modules}) import"
-    return re.sub(pattern, r"\1from .\2 import", code, flags=re.M)
+    for pattern, relative in (
+            (rf"^([ \t]*)from (?:nanoheads\.)?({modules}) import", r"\1from .\2 import"),
+            (rf"^([ \t]*)from nanoheads import ((?:{modules})( as \w+)?)[ \t]*$", r"\1from . import \2"),
+            (r"^([ \t]*)import (model( as \w+)?)[ \t]*$", r"\1from . import \2")):
+        code = re.sub(pattern, relative, code, flags=re.M)
+    return code
+
+
+def imports_of_ours(code):
+    """Our own modules that source imports from the repository, and not from its own folder."""
+    nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return [name for name in names if name.split(".")[0] in ("model", "nanoheads")]
 
 
 @contextmanager

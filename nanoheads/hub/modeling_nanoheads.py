@@ -117,8 +117,11 @@ def padding(mask, cached):
     """The columns of padding before each row, [B]; None: there are none. mask [B, S]: 0 at padding."""
     if mask is None or bool(mask.all()):
         return None
+    mask = (mask != 0).long()
     before = (mask.cumsum(1) == 0).sum(1)
-    inside = mask.sum(1) + before != mask.size(1)
-    if bool(inside.any()) and (cached or bool((mask.diff(dim=1).abs().sum(1) > 2).any())):
+    begins = (mask.diff(dim=1) == 1).sum(1) + mask[:, 0]  # how often a row's text begins
+    if bool((begins > 1).any()):
+        raise ValueError("attention_mask has zeros inside a row's text: padding is at its ends alone")
+    if cached and bool((mask.sum(1) + before != mask.size(1)).any()):
         raise ValueError("attention_mask has zeros behind a row's text: pad left to generate")
     return before if bool(before.any()) else None

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanoheads.common import UserError, table, writable
+from nanoheads.common import UserError, table, writable, write_atomic
 from nanoheads.intervals import t_interval
 from nanoheads.probes.shared import (about_text, ask, finite, numbers_of, open_checkpoints, plus_minus,
                                      positive)
@@ -130,7 +130,7 @@ def made_items(text, count, seed):
 def save_items(path, items):
     """What read_items() reads."""
     lines = "".join(json.dumps(item._asdict(), ensure_ascii=False) + "\n" for item in items)
-    Path(path).write_text(lines, encoding="utf-8")
+    write_atomic(path, lambda f: f.write(lines.encode()))
 
 
 # ---- scores ----
@@ -248,6 +248,10 @@ def probe(args):
     """Accuracy on items of several choices, with examples in front."""
     if min(args.shots) < 0:
         raise UserError(f"--shots {min(args.shots)} must not be negative")
+    for key in ("save", "json"):
+        path = getattr(args, key)
+        if args.file and path and Path(path).resolve() == Path(args.file).resolve():
+            raise UserError(f"--{key} {path} is the --file of the items: name another file")
     ckpts, data, context = open_checkpoints(args)
     items = items_of(args, data)
     if args.save:

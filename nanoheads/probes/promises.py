@@ -106,13 +106,16 @@ def padding(model, plain):
 @torch.no_grad()
 def pruned(model, plain):
     idx, gone = tokens(1, 2, T), {0: [1], 1: [0, 2]}
+    if model.config.unit > 1:  # heads of a pair go together
+        gone = {0: [*range(model.config.unit)], 1: [*range(model.config.unit, 2 * model.config.unit)]}
     for layer, heads in gone.items():
         for head in heads:
             model.set_head(layer, head, gate=0.0)
     want = model(idx).logits
     prune_heads(model, gone)
     if (off := far(model(idx).logits, want)) > 1e-9:
-        return f"without three heads the logits are off by {off:.1e} from those with their gates at 0"
+        n = sum(map(len, gone.values()))
+        return f"without {n} heads the logits are off by {off:.1e} from those with their gates at 0"
 
 
 def learns(model, plain):

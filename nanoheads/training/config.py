@@ -103,9 +103,9 @@ class TrainConfig(ControllerConfig):
     # ---- batch: batch_size * grad_accum sequences of block_size tokens each step, over all ranks ----
     batch_size: int = flag(12, at_least=1)  # sequences in one forward pass
     grad_accum: int = flag(1, at_least=1)
-                                         # forward passes in one step; a multiple of the number of ranks, or 1.
-                                         # The mechanisms' own losses (labels, a router's balance) are means
-                                         # of one forward pass, and so depend on how a batch is divided
+                                         # forward passes in one step; a multiple of the number of ranks, or
+                                         # 1. The mechanisms' own losses (labels, a router's balance) are
+                                         # means of one forward pass, so they depend on how a batch is divided
     max_iters: int = flag(2000, at_least=1)  # steps
     documents: Optional[int] = flag(None, at_least=1)
                                          # rows are documents, each by itself, of so many tokens at least,

@@ -223,6 +223,14 @@ def of_mechanisms(model):
             for name, _ in m.named_parameters()}
 
 
+def own_parameters(mechanism):
+    """(name, parameter) of what a mechanism holds itself, also in a ParameterList, and not in a layer."""
+    yield from mechanism.named_parameters(recurse=False)
+    for child, each in mechanism.named_children():
+        if isinstance(each, torch.nn.ParameterList):
+            yield from each.named_parameters(prefix=child)
+
+
 def make_optimizers(model, config, rank=0, world=1, compiled=False):
     """[AdamW] or [Muon, AdamW]: Muon takes the blocks' matrices, AdamW all the rest.
 
@@ -233,7 +241,7 @@ def make_optimizers(model, config, rank=0, world=1, compiled=False):
     muons = {id(p) for p, _ in matrices}
     added = of_mechanisms(model)
     no_decay = {f"{path}.{name}" for path, m in model.named_modules() if isinstance(m, Mechanism)
-                for name, _ in m.named_parameters(recurse=False)}  # a mechanism's own, whatever their shape
+                for name, _ in own_parameters(m)}  # a mechanism's own, whatever their shape
     groups = {}  # by role, not by value: the same whatever the rates, so that a resumed run may change them
     for name, p in model.named_parameters():
         if id(p) not in muons:

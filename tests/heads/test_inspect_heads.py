@@ -254,6 +254,10 @@ def test_a_checkpoint_of_other_logits_is_not_written(ckpt, refusal, tmp_path, mo
     assert not (tmp_path / "out").exists()
 
 
+def test_an_empty_folder_name_is_refused(ckpt, refusal):
+    assert "--save is empty" in refusal([f"--ckpt={ckpt(PLAIN)}", "--device=cpu", "--save="])
+
+
 def test_a_folder_that_holds_a_run_is_left_alone(ckpt, refusal, tmp_path):
     path = ckpt(PLAIN)
     for name in ("best.pt", "ckpt.pt"):

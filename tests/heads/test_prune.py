@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 
+import prune
 import train
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads.configurator import load as configure
@@ -402,6 +403,38 @@ def test_blocks_go_at_the_flops_of_heads(data, tmp_path):
     left = evaluate(tmp_path / "out/blocks-0.25", "val", 0, "cpu", progress=False)
     assert left["flops_per_token"] == blocks["flops"]
     assert model_of(tmp_path / "out/blocks-0.25").config.n_layer == 8 - len(blocks["blocks_gone"])
+
+
+def test_the_rows_that_are_done_are_kept_where_the_next_one_fails(run, data, tmp_path, monkeypatch, capsys):
+    two = [saved(tmp_path / name, alive(seed, n_layer=2), data) for seed, name in enumerate(("a.pt", "b.pt"))]
+    real, calls = prune.decoding, []
+
+    def stops(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args)
+    monkeypatch.setattr(prune, "decoding", stops)
+    out = tmp_path / "rows.json"
+    with pytest.raises(SystemExit):
+        main(["--ckpt", two[0], "--ckpt", two[1], "--to", "0.5", "--by", "random", "--rounds=0",
+              "--device=cpu", f"--json={out}"])
+    assert [row["ckpt"] for row in json.loads(out.read_text())["rows"]] == two[:1]
+    assert "random" in capsys.readouterr().out
+
+
+def test_heads_in_groups_are_counted_in_groups(data, tmp_path, refusal):
+    """Of two layers with two groups of two, a quarter is one group, and a floor keeps one in each layer."""
+    path = saved(tmp_path / "grouped.pt", alive(n_layer=2, n_kv_head=2), data)
+    said = refusal(["--ckpt", path, "--to", "0.25", "--by", "importance", "--rounds=0"])
+    assert "--to 0.25 keeps 2 of" in said and "--floor 1 keeps 4" in said
+    prune_json(["--ckpt", path, "--to", "0.5", "--by", "importance", "--rounds=0"], tmp_path)  # control
+
+
+@pytest.mark.parametrize("flags", [dict(window=3, window_layers=[1]),
+                                   dict(MECHANISMS["constraint_a"], constraint_loss_layers=[2])], ids=str)
+def test_blocks_that_flags_name_by_number_are_not_removed(flags):
+    assert "names blocks by their numbers" in unfit("blocks", alive(**flags))
 
 
 # ---- what is refused, each in one line ----

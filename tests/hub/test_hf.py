@@ -18,7 +18,7 @@ from conftest import ROOT, TINY, write_dataset
 from data.prepare_text import main as prepare_text
 from export_hf import main
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
-from nanoheads import configurator, pruning
+from nanoheads import configurator, own_mechanism, pruning
 from nanoheads.common import UserError
 from nanoheads.hub import huggingface as hf
 from nanoheads.text.dataset import Dataset
@@ -314,6 +314,7 @@ def test_another_vocabulary_than_the_datasets_is_refused(tmp_path, bytes_data):
 WRITTEN = {"gpt2": dict(recipe="gpt2"),
            "gpt2, all biases": dict(recipe="gpt2", bias=True, act="gelu_tanh", tied=False, n_inner=48),
            "modern": dict(recipe="modern"),
+           "modern, other heads": dict(recipe="modern", head_dim=6),
            "modern, capped": dict(recipe="modern", softcap=15.0, tied=True, rope_base=500.0),
            "llama": dict(recipe="llama", n_kv_head=2, norm_eps=1e-3),
            "llama, stretched": dict(recipe="llama", rope_scaling=[4.0, 1.0, 3.0, 16.0], tied=True,
@@ -324,8 +325,9 @@ WRITTEN = {"gpt2": dict(recipe="gpt2"),
            "parallel": dict(recipe="gpt2", pos="rope", rope_share=0.25, parallel=True),
            "all on": dict(recipe="modern", **ALL_ON, n_embd=64)}
 CLASSES = {"gpt2": "GPT2LMHeadModel", "gpt2, all biases": "GPT2LMHeadModel", "modern": "NanoChatForCausalLM",
-           "modern, capped": "NanoChatForCausalLM", "llama": "LlamaForCausalLM",
-           "llama, stretched": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+           "modern, other heads": "NanoChatForCausalLM", "modern, capped": "NanoChatForCausalLM",
+           "llama": "LlamaForCausalLM", "llama, stretched": "LlamaForCausalLM",
+           "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def written(model, folder, meta=None, **options):
@@ -460,6 +462,38 @@ def test_rows_of_a_padded_batch_have_the_logits_of_each_alone(side, tmp_path):
             assert torch.allclose(logits[i, mask[i] == 1], want, atol=1e-5)
             seen = not torch.allclose(blind[i, mask[i] == 1], want, atol=1e-2)
             assert seen == (side == "left" and n < 32)
+
+
+def test_a_mask_with_a_hole_is_refused_and_a_boolean_one_is_read(tmp_path):
+    model = awake(GPT(GPTConfig(**SIZES, **MECHANISMS["acag"])))
+    _, there = written(model, tmp_path / "out")
+    ids = IDS[:1, :5]
+    for mask in ([1, 1, 0, 1, 1], [1, 0, 0, 1, 1], [0, 1, 0, 1, 1]):
+        with pytest.raises(ValueError, match="zeros inside a row's text"):
+            there(ids, attention_mask=torch.tensor([mask]))
+    for mask in ([1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 1, 1, 1, 0]):
+        mask = torch.tensor([mask])
+        with torch.no_grad():
+            some, same = (there(ids, attention_mask=each).logits for each in (mask, mask.bool()))
+            want = model(ids[:, mask[0] == 1]).logits
+        assert torch.equal(some, same) and torch.allclose(some[:, mask[0] == 1], want, atol=1e-5)
+
+
+@pytest.mark.parametrize("line, stands", [
+    ("import model", True), ("import model as m", True), ("from nanoheads import kernels", True),
+    ("from nanoheads.common import UserError", False), ("import nanoheads.kernels", False)])
+def test_every_import_of_an_own_mechanism_leads_into_its_folder(line, stands, mine, tmp_path):
+    """Else the folder has no such module, or finds another class of the same name where the repository is."""
+    model_py = sys.modules["model"]
+    own_mechanism.add(mine("import torch\n", f"import torch\n{line}\n"))
+    model = awake(GPT(GPTConfig(**SIZES, forget=True)))
+    if not stands:
+        with pytest.raises(UserError, match="cannot hold its import of nanoheads"):
+            hf.export(model, None, tmp_path / "out")
+        return
+    hf.export(model, None, tmp_path / "out")
+    code = (tmp_path / "out/own_mechanism_0.py").read_text()
+    assert "from . import" in code and not hf.imports_of_ours(code) and model_py is sys.modules["model"]
 
 
 def test_the_folder_needs_nothing_of_this_repository(tmp_path):

@@ -60,6 +60,13 @@ def test_the_file_of_the_page_keeps_every_promise(mine):
     assert broken(mine()) == {}
 
 
+@pytest.mark.parametrize("name", ["paired_heads", "diff_v1"])
+def test_heads_that_go_in_pairs_are_checked_in_pairs(name):
+    """--check took one head of a pair, which pruning refuses, and called the mechanism broken."""
+    wrong = {promise: wrong for _, _, promise, wrong in promises.check(name, model.MECHANISMS[name]) if wrong}
+    assert wrong == {}
+
+
 def test_it_equals_the_formula(mine):
     """Logits fall by rate (t - s), in float64, against a softmax that is written out."""
     own.add(mine())

@@ -971,6 +971,9 @@ def test_a_refusal_names_the_flag_and_its_value(flags, key):
      ("key_offset", "head size", "constraint_variant='B'")),
     (dict(routing="published", routing_capacity=1.5), ("routing_capacity", "routing_mask")),
     (dict(routing="moh", routing_capacity=1.5, acag="headwise"), ("routing_capacity", "acag")),
+    (dict(routing="moh", routing_capacity=1.5, diff=True), ("routing_capacity", "diff")),
+    (dict(routing="moh", routing_capacity=1.5, head_mix=True), ("routing_capacity", "head_mix")),
+    (dict(a2c="published", head_dim=4), ("a2c='published'", "head_dim=4")),
 ], ids=lambda v: "+".join(v))
 def test_a_refusal_names_both_flags_that_do_not_go_together(flags, named):
     problem, = GPTConfig(**{**TINY, **flags}).problems()

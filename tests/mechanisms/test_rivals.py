@@ -207,3 +207,54 @@ def test_a_sum_in_parts_keeps_its_digits_in_bfloat16():
     assert len(parts) == 3 and (sum(p.float() for p in parts) - c).abs().max() < 1e-4
     assert (parts[0].float() - c).abs().max() > 0.5
     assert len(in_parts(c, torch.float32)) == 1
+    # in float32 where products keep ten bits, as in TF32: no part has more digits than bfloat16
+    parts = in_parts(c, torch.float32, tf32=True)
+    assert all(torch.equal(p, p.bfloat16().float()) and p.dtype == torch.float32 for p in parts)
+    assert len(parts) == 3 and (sum(parts) - c).abs().max() < 1e-4
+    assert len(in_parts(c.double(), torch.float64, tf32=True)) == 1
+
+
+@pytest.mark.parametrize("length, qk_max", [(64, None), (2048, 1.0)])
+def test_fox_stays_finite_in_float16(length, qk_max):
+    """In long texts its running sum over the scale is beyond what float16 holds."""
+    config = GPTConfig(vocab_size=16, block_size=length, n_layer=1, n_head=1, n_embd=64, recipe="modern",
+                       fox=True, qk_max=qk_max)
+    model, idx = GPT(config).eval(), torch.arange(length)[None] % 16
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.normal_(0, 0.05, generator=torch.Generator().manual_seed(p.numel()))
+        want = model(idx).logits
+        with torch.autocast("cpu", torch.float16):
+            got = model(idx).logits
+    assert got.isfinite().all() and (got.float() - want).abs().max() < 0.02
+
+
+def test_xsa_of_values_that_are_0_takes_nothing_away_in_float16():
+    model = GPT(GPTConfig(vocab_size=16, block_size=8, n_layer=1, n_head=2, n_embd=16, xsa=True))
+    attn = model.transformer.h[0].attn
+    attn.xsa.strength.data.fill_(1.0)
+    y = torch.ones(1, 2, 8, 8).half()
+    heads = SimpleNamespace(y=y, v=torch.zeros_like(y))
+    attn.xsa.after_attention(attn, heads)
+    assert torch.equal(heads.y, y)
+
+
+@pytest.mark.parametrize("maps", ["diff", "diff_v1"])
+@pytest.mark.parametrize("names", [["a"], ["a", "b", "c"]], ids=len)
+def test_two_maps_beside_constraint_heads_that_are_skipped(maps, names):
+    """Where no gate is open the added heads have no keys, and the layer's own heads keep theirs."""
+    flags = dict(vocab_size=16, block_size=8, n_layer=1, n_head=4, n_embd=32, constraint_names=names,
+                 constraint_heads=len(names), **MECHANISMS[maps])
+    models = [GPT(GPTConfig(**flags, **skip)).double().eval() for skip in ({}, dict(constraint_skip=0.99))]
+    idx = torch.arange(16).view(2, 8)
+    for model in models:
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                noise = torch.Generator().manual_seed(len(name))
+                p.copy_(0.2 * torch.randn(p.shape, generator=noise, dtype=p.dtype))
+            router = model.transformer.h[0].attn.constraint.out
+            router.weight.zero_()
+            router.bias.fill_(-60.0)
+    all_heads, skipping = (model(idx).logits for model in models)
+    assert (all_heads - skipping).abs().max() < 1e-9

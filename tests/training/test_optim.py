@@ -225,6 +225,15 @@ def test_a_mechanisms_own_parameter_never_decays():
     for p, decays in ((attn.acag.weight, False), (attn.output_gate.proj.weight, True)):
         group = next(g for g in adamw.param_groups if any(q is p for q in g["params"]))
         assert p.dim() >= 2 and (group["weight_decay"] > 0) == decays
+    # also where it is in a list: MUDD's static weights are the identity of the stream
+    model = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=16, mudd=True))
+    adamw, = make_optimizers(model, TrainConfig().for_recipe("gpt2"))
+    for name, p in model.named_parameters():
+        if ".static." in name or name.startswith("mudd.") or ".mudd." in name:
+            group = next(g for g in adamw.param_groups if any(q is p for q in g["params"]))
+            assert p.dim() >= 2 and group["weight_decay"] == 0
+            seen = True
+    assert seen
 
 
 def test_muon_state_survives_saving():
