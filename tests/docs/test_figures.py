@@ -165,7 +165,7 @@ def test_what_is_said_of_equal_time_is_one_sentence_and_that_of_the_file(both):
     conv, offset = (rows[name]["equal_time"] for name in ("short_conv", "key_offset"))
     assert (f"since a step takes {conv['ratio']:.2f} times as long, they gain {abs(conv['mean']):.3f}. "
             in words and conv["high"] < 0)
-    assert (f"nothing is left at equal time: a step takes {offset['ratio']:.2f} times as long." in words
+    assert (f"no gain is shown at equal time: a step takes {offset['ratio']:.2f} times as long." in words
             and offset["low"] < 0 < offset["high"])
     # twice measured: once for each text
     ratios = [{name: arm["time_ratio"]["mean"] for name, arm in study["arms"].items()
@@ -294,7 +294,7 @@ def test_critical_heads_on_the_page_are_counted_from_the_file(engagement):
     assert [len(at_work(e)) for e in half] == [4] * 5 and [len(at_work(e)) for e in most] == [6] * 5
     kept = by_chance([(8, 2, 4, len(critical(e, "natural") & at_work(e))) for e in half])
     of_plain = by_chance([(8, 2, 4, len(critical(p, "natural") & at_work(e))) for p, e in zip(plain, half)])
-    assert f"keeps all (p = {kept['p']:.4f})" in page and f"it keeps 9 (p = {of_plain['p']:.3f})" in page
+    assert f"keeps all ten critical heads of the constrained models (p = {kept['p']:.4f})" in page and f"it keeps 9 (p = {of_plain['p']:.3f})" in page
 
 
 def test_gains_and_shares_on_the_page_are_means_over_seeds(engagement):
