@@ -337,9 +337,11 @@ def test_the_table_of_rates_on_the_page_about_size_is_that_of_its_file():
     assert words in " ".join(text.split())
 
 
-@pytest.mark.parametrize("size, variants, seeds, plain_seeds", [
-    ("0.33M", ["short_conv_kv", "key_offset", "constraint_a", "routing_inf"], 4, 6)])
-def test_the_tasks_on_the_page_about_size_have_the_figures_of_their_file(size, variants, seeds, plain_seeds):
+@pytest.mark.parametrize("size, variants, seeds, plain_seeds, differ", [
+    ("0.33M", ["short_conv_kv", "key_offset", "constraint_a", "routing_inf"], 4, 6, set())])
+def test_the_tasks_on_the_page_about_size_have_the_figures_of_their_file(
+        size, variants, seeds, plain_seeds, differ):
+    """differ: what recalls more or less than the plain GPT, as the page says."""
     models = json.loads((RESULTS / f"tasks-nano-{size}.json").read_text())["models"]
     study = results.read(RESULTS / "ladder-nano.json.gz")["sizes"][size]
     assert all(each["bpb"] == study["runs"][each["run"]]["bpb"] for each in models)
@@ -361,12 +363,11 @@ def test_the_tasks_on_the_page_about_size_have_the_figures_of_their_file(size, v
     recall = [np.mean([of["plain", seed]["recall_bits"][depth] for seed in range(1, plain_seeds + 1)])
               for depth in depths]
     assert "{:.2f}, {:.2f} and {:.2f}".format(*recall) in " ".join(tasks.split())
-    for variant in variants:
-        for depth in depths:
-            own, base = ([of[name, seed]["recall_bits"][depth] for seed in range(1, seeds + 1)]
-                         for name in (variant, "plain"))
-            _, low, high = t_interval(np.subtract(own, base))
-            assert low < 0 < high
+    intervals = {(variant, depth): t_interval([of[variant, seed]["recall_bits"][depth]
+                                               - of["plain", seed]["recall_bits"][depth]
+                                               for seed in range(1, seeds + 1)])
+                 for variant in variants for depth in depths}
+    assert {key for key, (_, low, high) in intervals.items() if not low < 0 < high} == differ
 
 
 def test_the_task_of_the_controls_has_the_figures_of_its_file():
