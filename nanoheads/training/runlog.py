@@ -1,6 +1,5 @@
 """What a run writes beside its checkpoints: config.json, log.jsonl and, with wandb_log, Weights & Biases."""
 
-import errno
 import json
 import os
 import platform
@@ -118,9 +117,12 @@ def append_row(run, name, row):
 
 
 def write_whole(file, data):
-    """Write bytes into an unbuffered file, which takes less than all of them where a disk is nearly full."""
-    if file.write(data) < len(data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    """Write bytes into an unbuffered file, which takes a part of them where a disk is nearly full.
+
+    OSError: it does not take the rest.
+    """
+    while data:
+        data = data[file.write(data):]
 
 
 def processor(device):

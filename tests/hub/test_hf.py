@@ -634,6 +634,7 @@ def desk(tmp_path_factory):
         original(family, fields).save_pretrained(desk / name)
         for file, text in hf.tokenizer_files(tokenizer, 32).items():
             (desk / name / file).write_text(text)
+    shutil.copytree(desk / "HuggingFaceTB/SmolLM2-135M", desk / "SmolLM2-135M")  # what `hf download` writes
     text = b"The head that says what the other says is no other head.\n" * 80
     write_dataset(desk / "shakespeare", dict(train=text, val=text[:900], test=text[:900]))
     (desk / "my.txt").write_bytes(text)

@@ -740,7 +740,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(args, fails, tmp_path, at_ste
     at_step(5, lambda out: (limit(20000), out)[1])
     said, = fails(args(save_interval=2))
     limit(resource.RLIM_INFINITY)
-    assert said == f"could not write {tmp_path}/run/best.pt (File too large); the previous one is intact"
+    assert said == f"could not write {tmp_path}/run/ckpt.pt (File too large); the previous one is intact"
     assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 4
     assert checkpoint.read(tmp_path / "run/best.pt")["step"] == 3
     assert not list((tmp_path / "run").glob("*.part"))
