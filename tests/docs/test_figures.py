@@ -339,7 +339,8 @@ def test_the_table_of_rates_on_the_page_about_size_is_that_of_its_file():
 
 
 @pytest.mark.parametrize("size, variants, seeds, plain_seeds, differ", [
-    ("0.33M", ["short_conv_kv", "key_offset", "constraint_a", "routing_inf"], 4, 6, set())])
+    ("0.33M", ["short_conv_kv", "key_offset", "constraint_a", "routing_inf"], 4, 6, set()),
+    ("1M", ["short_conv_kv", "key_offset"], 3, 3, set())])
 def test_the_tasks_on_the_page_about_size_have_the_figures_of_their_file(
         size, variants, seeds, plain_seeds, differ):
     """differ: what recalls more or less than the plain GPT, as the page says."""
