@@ -405,7 +405,6 @@ def race(args):
     theirs = statistics.mean(r["val_loss_nanogpt"] for r in rows)
     print(f"mean val loss: modern {modern:.4f} after {args.iters} steps, nanoGPT {theirs:.4f} after 2,000; "
           f"{REFERENCE_LOSS} {'reached' if modern <= REFERENCE_LOSS else 'not reached'}")
-    return rows
 
 
 def race_nanogpt(path, seed, folder):

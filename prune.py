@@ -218,12 +218,17 @@ def recovered(path, state, model, data, args):
     return checkpoint.build(checkpoint.read(path.parent), path.parent, args.device)
 
 
+def heads_kept(to, heads, unit):
+    """The share `to` of so many heads, to the nearest group of `unit` heads, which stay or go together."""
+    return round(to * heads / unit) * unit
+
+
 def rows_of(args, number):
     """Yield a row for each criterion and share of one checkpoint; of blocks, where one is cheap enough."""
     state, model, data = args.loaded[number]
     x, y = (t.to(args.device) for t in fixed_text(data, "train", model.config.block_size, args.text))
     heads, whole = sum(attn.n_head for attn in attentions(model)), model.flops_per_token()
-    goes = {to: heads - round(to * heads / model.config.unit) * model.config.unit for to in args.to}
+    goes = {to: heads - heads_kept(to, heads, model.config.unit) for to in args.to}
 
     def bits_of(each):
         return score_windows(each, data, args.split, args.tokens)[1]["bpb"]
@@ -362,7 +367,7 @@ def unfit(by, model):
 def check_model(args, path, state, model):
     """Raise UserError where a checkpoint does not go with the arguments."""
     sizes, unit = [attn.n_head for attn in attentions(model)], model.config.unit
-    kept = round(min(args.to) * sum(sizes) / unit) * unit  # groups go whole, see rows_of()
+    kept = heads_kept(min(args.to), sum(sizes), unit)
     least = sum(-(-min(args.floor, n) // unit) * unit for n in sizes)
     if args.floor > model.config.n_head:
         raise UserError(f"--floor {args.floor} is above {path}'s n_head={model.config.n_head}")

@@ -32,7 +32,8 @@ from tqdm import tqdm
 
 from model import GPT, GPTConfig
 from nanoheads import configurator
-from nanoheads.common import LESS, UserError, explain, output_written, writable, write_json
+from nanoheads.common import (LESS, UserError, explain, output_written, ran_out_of_memory, writable,
+                              write_json)
 from nanoheads.kernels import allow_graphs
 from nanoheads.locks import only_writer
 from nanoheads.text.dataset import Batches, Dataset, DocumentBatches
@@ -164,7 +165,7 @@ def loop(run, closing):
                 set_up_again(run, copied)
         count_time(run, time.perf_counter() - began)
 
-        # log and save
+        # log and save, also before the last evaluation: that may be killed before it saves once more
         if logging:
             log_step(run, values)
         run.bar.update(1)
@@ -544,7 +545,7 @@ def train_alone(model_config, config, given, process):
     try:
         model, state = checkpoint.starting_point(model_config, config, dataset, process.device, given)
     except (MemoryError, RuntimeError) as e:
-        if "out of memory" not in (explain(e) or ""):
+        if not ran_out_of_memory(e):
             raise
         raise UserError("out of memory before the first step, while the model was made: lower n_embd, "
                         "n_layer or vocab_size") from None
@@ -600,8 +601,10 @@ def train_alone(model_config, config, given, process):
 
 def check_ranks_agree(run):
     """UserError where ranks begin with other weights or at another step, whose gradients have no mean."""
-    process, norm = run.process, get_total_norm([p.detach() for p in run.model.parameters()])
-    mine = [float(run.step), float(norm)]
+    process = run.process
+    if process.world == 1:
+        return
+    mine = [float(run.step), float(get_total_norm([p.detach() for p in run.model.parameters()]))]
     sums = process.all_reduce_sum(mine)
     differ = any(abs(total - process.world * own) > 1e-6 * abs(total) for total, own in zip(sums, mine))
     if process.all_reduce_sum([float(differ)])[0]:

@@ -38,6 +38,12 @@ COMPILERS = {"No working C++ compiler found": CXX, "InvalidCxxCompiler": CXX,
                                           "let CC name it if it has another name"}
 
 
+def ran_out_of_memory(e):
+    """Whether an exception says that memory ran out, on a CPU or a GPU."""
+    signs = "out of memory", "can't allocate memory", "ALLOC_FAILED"
+    return isinstance(e, MemoryError) or any(sign in str(e) for sign in signs)
+
+
 def explain(e, less=LESS):
     """What a user can make of an exception that ended a program; None: nothing, it is a bug, and its
     traceback is wanted. less: what to lower where memory ran out.
@@ -46,8 +52,7 @@ def explain(e, less=LESS):
         return str(e)
     if isinstance(e, KeyboardInterrupt):
         return "interrupted before the first step"
-    signs = "out of memory", "can't allocate memory", "ALLOC_FAILED"
-    if isinstance(e, MemoryError) or any(sign in str(e) for sign in signs):
+    if ran_out_of_memory(e):
         return f"out of memory; {less}"
     if problem := fault_of_own_file(e):
         return problem

@@ -142,9 +142,11 @@ def verdict_of(found, c):
     """The verdict; without a difference, why there is none."""
     if known(c["mean"]):
         return c["verdict"]
-    baseline_is_missing = mean_of(found["arms"].get(c["baseline"], {})) is None
-    missing = [c["variant"], *[c["baseline"]] * baseline_is_missing]
-    return "failed" if any(f["arm"] in missing for f in found["failures"]) else "no runs yet"
+    failed = {f["arm"] for f in found["failures"]}
+    baseline_has_score = mean_of(found["arms"].get(c["baseline"], {})) is not None
+    if c["variant"] in failed or c["baseline"] in failed and not baseline_has_score:
+        return "failed"
+    return "no runs yet"
 
 
 def sentence_of(found, c):

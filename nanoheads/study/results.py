@@ -141,12 +141,10 @@ def leaks_looked_for(found):
 def machine(study, done):
     c, threads = study.config, sorted({result["threads"] for result in done.values()})
     processors = sorted({result["processor"] for result in done.values() if result.get("processor")})
-    here = dict(cores=os.cpu_count(), jobs=None)
-    if queue.on_slurm(c.submit):  # the runs were not on this machine, which may lack their device
-        here["cores"] = None
-    else:
-        here["jobs"] = queue.Slots(c.jobs, c.device, c.jobs_per_gpu).count
-    return dict(processor=", ".join(processors), system=platform.system(), **here,
+    away = queue.on_slurm(c.submit)  # the runs were not on this machine, which may lack their device
+    return dict(processor=", ".join(processors), cores=None if away else os.cpu_count(),
+                system=platform.system(),
+                jobs=None if away else queue.Slots(c.jobs, c.device, c.jobs_per_gpu).count,
                 threads=", ".join(map(str, threads)))
 
 

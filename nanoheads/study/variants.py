@@ -143,7 +143,9 @@ class StudyConfig:
             bad.append(f"mechanism={self.mechanism!r} is a study of its own: leave out mechanisms, or it")
         if not (self.mechanisms or self.variants or self.tune_lr or self.has_results_already):
             bad.append("mechanisms and variants are empty: name at least one variant to compare")
-        for i, (name, flags) in enumerate([("settings", self.settings), *self.variants.items()]):
+        every = [("settings", self.settings, {"seed"})]
+        every += [(name, flags, SAME_TEXT) for name, flags in self.variants.items()]
+        for name, flags, not_here in every:
             if not (isinstance(name, str) and name):
                 bad.append(f"variants: the name {name!r} must be text in quotes")
             if not isinstance(flags, dict):
@@ -152,8 +154,7 @@ class StudyConfig:
             if unnamed := [key for key in flags if not isinstance(key, str)]:
                 bad.append(f"{name}: the flag {unnamed[0]!r} must be a name in quotes")
                 continue
-            fixed = FIXED_BY_STUDY | ({"seed"} if i == 0 else SAME_TEXT)
-            if refused := sorted(set(flags) & fixed):
+            if refused := sorted(set(flags) & (FIXED_BY_STUDY | not_here)):
                 where = "; settings can" if set(refused) <= SAME_TEXT else ""
                 bad.append(f"{name}: {', '.join(refused)} cannot be set here: "
                            f"a study decides it for every run{where}")

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, GPTConfig
-from nanoheads.common import (UserError, explain, fault_of_own_file, json_safe, with_names_of_today,
-                              write_atomic)
+from nanoheads.common import (UserError, fault_of_own_file, json_safe, ran_out_of_memory,
+                              with_names_of_today, write_atomic)
 from nanoheads.configurator import UNNAMED, keys_of, nearest, parse, type_name
 from nanoheads.folders import find
 
@@ -72,7 +72,7 @@ def read(path, device="cpu", trust_code=False):
             raise ValueError(f"damaged in {broken}")
         state = torch.load(path, map_location=device, weights_only=True)
     except Exception as e:  # damage shows in many ways, all meaning the same to the reader
-        if "out of memory" in (explain(e) or ""):
+        if ran_out_of_memory(e):
             raise
         why = str(e).splitlines()[0][:80] if type(e) is ValueError else type(e).__name__
         raise UserError(f"{path} cannot be read as a checkpoint ({why})") from None
@@ -177,7 +177,7 @@ def build(state, path, device="cpu", settings=(), **overrides):
         model = GPT(config)
         model.load_state_dict(state["model"])
     except (ValueError, TypeError, AttributeError, RuntimeError) as e:
-        if "out of memory" in (explain(e) or ""):
+        if ran_out_of_memory(e):
             raise
         if problem := fault_of_own_file(e):
             raise UserError(problem)

@@ -110,6 +110,11 @@ def problem_of_ranks(device, local):
                 "Windows has it): start one process, or --device=cpu")
 
 
+def drop(stream):
+    """Have what is written to a stream, 1 or 2, go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+
+
 class StopSignal:
     """Remembers the first SIGINT, SIGTERM or SIGHUP, until `closing` (an ExitStack) puts the handlers back.
 
@@ -129,13 +134,13 @@ class StopSignal:
 
     def reader_gone(self):
         """What is printed from now on is dropped, and the run is to stop."""
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        drop(1)
         self.name = self.name or "SIGPIPE"
 
     def catch(self, number, frame):
         self.name = signal.Signals(number).name
         if self.name == "SIGHUP":
             for stream in self.on_terminal:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+                drop(stream)
         if "RANK" not in os.environ:
             signal.signal(number, signal.SIG_DFL)
