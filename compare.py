@@ -501,7 +501,7 @@ def check_parts(config):
     every = variants_of(config)
     more = {f"{name} at {each.size}": flags for each in sizes for name, flags in variants_of(each).items()
             if every.get(name) != flags}
-    notes = promises.refuse_leaks({**every, **more})
+    notes = promises.refuse_broken({**every, **more})
     for each in [*sizes[1:], *(on_text(config, text) for text in config.texts[1:])]:
         VariantBuilder(each).variants()
     return notes

@@ -1213,6 +1213,7 @@ class Agency(Mechanism):
              "agency_mlp": dict(agency=True, agency_scope="mlp"),
              "agency_block": dict(agency=True, agency_scope="block")}
     neutral = dict.fromkeys(modes, {})  # all heads active
+    no_effect_because = "all heads are active at first; between steps the controller changes their states"
     STATES = {"active": 1.0, "overloaded": 0.5, "misaligned": 0.7, "withdrawn": 0.0}  # and their factors
     per_head = ("state", "consent", "utilisation", "last_signal", "metrics")
     # how many numbers are measured of a head: those of Measurements.features() without the depth; a piece has
@@ -2121,6 +2122,15 @@ def add_mechanism(cls):
     HEAD_MECHANISMS.insert(HEAD_MECHANISMS.index(ConstraintHeads), cls)
     MECHANISMS.update(cls.modes)
     NEUTRAL.update(cls.neutral)
+
+
+def remove_mechanism(cls):
+    """Take back what add_mechanism() did."""
+    for every in (OWN, MECHANISM_CLASSES, HEAD_MECHANISMS):
+        every.remove(cls)
+    for name in cls.modes:
+        MECHANISMS.pop(name)
+        NEUTRAL.pop(name, None)
 
 
 # name -> flags: every mechanism in each of its modes. Tests, bench.py, compare.py and the docs read it.

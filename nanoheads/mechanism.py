@@ -157,6 +157,7 @@ class Mechanism(nn.Module):
     joins_blocks = False     # its part differs from block to block: none can be put in or taken out
     passes_on = False        # others read what its layer's heads hold, not only what the layer sends out
     absorbs = False          # it starts as a constant factor, for which a checkpoint's weights can make up
+    no_effect_because = ""   # why a new model of it computes what the plain GPT does, where it is meant to
     # What it costs and averages.
     averages = ()            # its flags for means over all tokens of a row, padding included
     attention_cost = 0.0     # FLOPs beyond those of plain attention, as a share of them

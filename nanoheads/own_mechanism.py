@@ -15,7 +15,10 @@ import sys
 import typing
 from collections import Counter
 from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
+
+import torch
 
 import model
 from nanoheads.common import UserError
@@ -42,16 +45,28 @@ def add(path, wanted=None):
         name = f"own_mechanism_{file.digest}"
         module = run(file, name)
         try:
-            classes = checked_classes(module, file)
+            for cls in checked_classes(module, file):
+                model.add_mechanism(cls)
+                ADDED[cls] = file
+            keys_of.cache_clear()
+            choices.cache_clear()
+            for cls in classes_of(file):
+                if problem := next(problems_of_names(cls), None):
+                    raise UserError(f"{file.path}: {cls.__name__}: {problem}")
         except UserError:
+            remove(classes_of(file))
             del sys.modules[name]
             raise
-        for cls in classes:
-            model.add_mechanism(cls)
-            ADDED[cls] = file
-        keys_of.cache_clear()
-        choices.cache_clear()
     return [name for cls in classes_of(file) for name in cls.modes]
+
+
+def remove(classes):
+    """Take back what add() did to these classes."""
+    for cls in classes:
+        model.remove_mechanism(cls)
+        ADDED.pop(cls)
+    keys_of.cache_clear()
+    choices.cache_clear()
 
 
 def classes_of(file):
@@ -95,6 +110,11 @@ def problems(cls, before=()):
         if not isinstance(getattr(cls, key), str):
             yield f"{key}={getattr(cls, key)!r} must be a text"
             return
+    known = [name for name in vars(Mechanism) if not name.startswith("_")]
+    for name in (name for name in vars(cls) if name not in known):
+        for meant in (each for each in known if one_edit_apart(name, each)):
+            yield (f"{name} is nothing that a mechanism is asked for; did you mean {meant}? If it is your own, "
+                   "give it a name that is less like it")
     own = cls.fields()
     if not cls.flag or cls.flag not in own:
         yield f"flag={cls.flag!r} must be one of its Options, the one that turns it on"
@@ -149,6 +169,49 @@ def problems_of_modes(cls, before):
     for name in set(cls.neutral) - set(cls.modes):
         yield f"neutral: there is no mode {name}" + (f"; did you mean {near(name, cls.modes)}?"
                                                      if near(name, cls.modes) else "")
+
+
+def problems_of_names(cls):
+    """Yield what in initial_values() and in `neutral` names no parameter and no flag, sentence by sentence.
+
+    Which parameters there are is seen from small models of its modes. A mode that cannot be built so small is
+    left to the run that builds it.
+    """
+    sizes = dict(n_layer=2, n_head=4, n_embd=64, block_size=16, vocab_size=37)
+    for mode, flags in cls.modes.items():
+        try:
+            with torch.device("meta"):
+                gpt = model.GPT(model.GPTConfig(**sizes, **flags))
+            layer = next(m for m in gpt.modules() if isinstance(m, cls))
+            starts = [*layer.initial_values()]
+        except Exception:  # a mechanism of one's own may raise anything
+            continue
+        own = [name for name, _ in layer.named_parameters()]
+        for name in (name for name in starts if name not in own):
+            yield f"initial_values() names {name!r}, {which_of(name, own, 'its parameters')}"
+        flags, every = model.GPTConfig.defaults(), [name for name, _ in gpt.named_parameters()]
+        for name in cls.neutral.get(mode, ()):
+            if name not in flags and not any(fnmatch(each, f"*{name}") for each in every):
+                known = [*cls.fields(), *(f"{cls.name}.{each}" for each in own)]
+                yield f"neutral: {mode} names {name!r}, {which_of(name, known, 'its flags and parameters')}"
+
+
+def which_of(name, known, what):
+    """Words behind a name that is none of the known ones."""
+    meant = near(str(name), known)
+    return (f"which is none of {what}; did you mean {meant}?" if meant else
+            f"which is none of {what}: {', '.join(known) or 'there are none'}")
+
+
+def one_edit_apart(a, b):
+    """Whether two names differ by one letter that is missing, added, another, or two that are swapped."""
+    if len(a) > len(b):
+        a, b = b, a
+    at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), len(a))
+    if len(a) < len(b):
+        return a[at:] == b[at + 1:]
+    return a != b and (a[at + 1:] == b[at + 1:] or
+                       (a[at:at + 2] == b[at:at + 2][::-1] and a[at + 2:] == b[at + 2:]))
 
 
 # ---- the command line ----

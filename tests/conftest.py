@@ -16,14 +16,11 @@ from nanoheads import threads  # noqa: E402, F401  before torch, whose threads i
 
 import torch  # noqa: E402
 
-import model  # noqa: E402
 import train  # noqa: E402
 from browser import CHROMIUM, Browser  # noqa: E402
 from helpers import CODE, ROOT, SMALL, Here, NoThreads  # noqa: E402
 from nanoheads.common import OWN_FILES  # noqa: E402
-from nanoheads.configurator import keys_of  # noqa: E402
 from nanoheads import own_mechanism as own  # noqa: E402
-from nanoheads.mechanism import choices  # noqa: E402
 from nanoheads.probes import lookahead  # noqa: E402
 from nanoheads.study import costs, digest, queue, results  # noqa: E402
 from nanoheads.text import sources  # noqa: E402
@@ -215,16 +212,8 @@ def without_own_mechanisms():
 
 def forget_own_mechanisms(but=()):
     """As in a process that has added none, but for these classes."""
-    for cls in {*own.ADDED} - {*but}:
-        for name in cls.modes:
-            model.MECHANISMS.pop(name)
-            model.NEUTRAL.pop(name, None)
-        for every in (model.OWN, model.HEAD_MECHANISMS, model.MECHANISM_CLASSES):
-            every.remove(cls)
-        own.ADDED.pop(cls)
+    own.remove({*own.ADDED} - {*but})
     OWN_FILES.intersection_update(str(file.path) for file in own.ADDED.values())
-    keys_of.cache_clear()
-    choices.cache_clear()
 
 
 @pytest.fixture

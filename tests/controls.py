@@ -25,6 +25,8 @@ class Control(Mechanism):
              "control_leak": dict(control="leak")}
     neutral = {"control_noise": {"control_noise": 0.0}, "control_dead": {}}
 
+    no_effect_because = "parameters without effect are the control that they are to be"
+
     def __init__(self, config, attn):
         super().__init__()
         self.kind, self.noise = config.control, config.control_noise

@@ -3,14 +3,15 @@ What every mechanism promises, tried on a small model in float64, in a minute.
 
     python train.py --mechanism=mine.py --check       # a mechanism in a file of one's own, or any by its name
 
+acts      with every weight off its start, not the logits or the loss of the plain GPT
 causal    changing a token changes no logit before it      rows     ... nor one of another row of the batch
 cache     token by token as all at once                    padding  ... as without padding before a row
 pruned    a head removed is a head whose gate is 0         learns   a finite gradient for each parameter
 neutral   where it says so, the logits of the plain GPT
 
 --check also tries causal and rows at a scale's own size, tiny's or that of --scale, as lookahead.py does.
-compare.py tries them before a study of a mechanism of one's own, and refuses one that is not causal; each run
-of a study tries causal and rows at its own size.
+compare.py tries them before a study of a mechanism of one's own, and refuses one that does not run, does not
+act or is not causal; each run of a study tries causal and rows at its own size.
 """
 
 import re
@@ -18,7 +19,7 @@ from typing import get_args
 
 import torch
 
-from model import ALL_ON, GPT, MECHANISMS, NEUTRAL, GPTConfig, KVCache
+from model import ALL_ON, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig, KVCache
 from nanoheads.common import UserError, fault_of_own_file, pick_device, table, writable, write_json
 from nanoheads.configurator import Scale, near, read_file
 from nanoheads import own_mechanism as own
@@ -32,7 +33,7 @@ from nanoheads.training.optim import of_mechanisms
 
 SIZES = dict(vocab_size=37, block_size=16, n_layer=2, n_head=4, n_embd=64, seed=1)
 T = 13
-LEAKS = ("causal", "rows")  # what no comparison survives
+NEEDED = ("runs", "acts", "causal", "rows")  # what no comparison survives
 
 
 def tokens(seed, *shape):
@@ -139,17 +140,51 @@ def neutral(model, plain):
         return f"at its neutral setting the logits are off by {off:.1e} from the plain GPT's"
 
 
-PROMISES = (causal, rows, cache, padding, pruned, learns)
+def runs(model, plain):
+    """Tried first and shown only where it fails: an error in it would be that of every promise."""
+    learns(model, plain)
+
+
+def acts(model, plain):
+    """With noise on all weights, its own too, and those it shares with the plain GPT as that one has them."""
+    weights = model.state_dict()
+    shared = {name: t for name, t in plain.state_dict().items()
+              if name in weights and weights[name].shape == t.shape}
+    model.load_state_dict({**weights, **shared})
+    with torch.no_grad():
+        for training in (False, True):
+            idx = tokens(1, 2, T)
+            torch.manual_seed(3)
+            out = model.train(training)(idx, tokens(2, 2, T), logits=True)
+            want = plain.train(training)(idx).logits
+            # a loss of its own acts too, through what is learned from it
+            if far(out.logits, want) > 1e-9 or any(loss.any() for loss in out.aux.values()):
+                return None
+    return ("it does nothing: with noise on all its parameters the logits are those of the plain GPT, in "
+            "training and when evaluated")
+
+
+PROMISES = (acts, causal, rows, cache, padding, pruned, learns)
 
 
 def check(name, flags):
-    """Yield (mode, recipe, promise, what is wrong or None) for one of MECHANISMS."""
+    """Yield (mode, recipe, promise, what is wrong or None) for one of MECHANISMS.
+
+    Where it does not run at all, that alone, once. Where its class says why it has no effect yet, nobody asks
+    whether it acts.
+    """
+    said = [cls for cls in MECHANISM_CLASSES if cls.flag in flags and cls.no_effect_because]
     for recipe in ("gpt2", "modern"):
         config = GPTConfig(**SIZES, recipe=recipe, **flags)
         if bad := config.problems():
             raise UserError(f"{name}: {'; '.join(bad)}")
+        if wrong := broken(runs, lambda: made(flags, recipe)):
+            yield name, recipe, "runs", wrong
+            return
         for promise in PROMISES:
-            wrong = broken(promise, lambda: made(flags, recipe))
+            if promise is acts and said:
+                continue
+            wrong = broken(promise, lambda: made(flags, recipe), made({}, recipe))
             if wrong and promise is pruned:
                 wrong += f"; {how_to_declare(flags, recipe)}"
             yield name, recipe, promise.__name__, wrong
@@ -262,13 +297,11 @@ def main(argv):
         if name not in known:
             meant = near(name, known)
             raise UserError(f"--check: no mechanism {name}" + (f"; did you mean {meant}?" if meant else ""))
-        # of a file of one's own every mode
-        whose = next((cls for cls in own.ADDED if name in cls.modes), None)
-        names += [mode for mode in (whose.modes if whose else ()) if mode not in names]
     found = []
     for name in names:
         found += check(name, known[name])
-        found.append((name, f"of {scale}", "causal, rows", at_scale(scale, known[name])))
+        if found[-1][2] != "runs":  # else the same error once more
+            found.append((name, f"of {scale}", "causal, rows", at_scale(scale, known[name])))
     if path := next((arg.partition("=")[2] for arg in argv if arg.startswith("--json=")), None):
         write_json(writable(path), [dict(mechanism=name, recipe=recipe, promise=promise, broken=wrong or None)
                                     for name, recipe, promise, wrong in found])
@@ -278,9 +311,10 @@ def main(argv):
         raise UserError(f"{len(wrong)} of {len(found)} promises are broken")
 
 
-def refuse_leaks(variants):
-    """UserError where a mechanism of one's own looks ahead or mixes rows. Returns a line for each other
-    promise that is broken, which stops no study.
+def refuse_broken(variants):
+    """UserError where a mechanism of one's own does not run, does nothing, looks ahead or mixes rows.
+
+    Returns a line for each other promise that is broken, which stops no study.
 
     variants: {name: flags}; those that turn a mechanism of one's own on are tried.
     """
@@ -291,7 +325,7 @@ def refuse_leaks(variants):
         flags.update({name: mine} if mine else {})
     for name, each in flags.items():
         for _, recipe, promise, wrong in check(name, each):
-            if wrong and promise in LEAKS:
+            if wrong and promise in NEEDED:
                 raise UserError(f"{name} (recipe={recipe}): {wrong}: a comparison would mean nothing")
             if wrong:  # of two recipes the first is enough
                 words = f"Note: {name!r} is compared all the same, although {wrong}"

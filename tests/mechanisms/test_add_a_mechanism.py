@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import itertools
 import os
 import py_compile
 import re
@@ -116,9 +117,44 @@ def test_it_acts_beside_other_mechanisms_and_grouped_queries(beside, mine):
     ("pruned", '[HeadAxis(self, "slope", extra=False)]', "()"),
     ("learns", "F.softplus(self.slope)", "F.softplus(self.slope.detach())"),
     ("neutral", "-60.0}", "-1.0}"),
+    ("acts", "F.softplus(self.slope)", "0 * F.softplus(self.slope)"),
+    ("runs", PASS, PASS + "\n        heads.q = heads.q + boom"),
 ])
 def test_each_promise_finds_its_mistake(promise, before, after, mine):
     assert promise in broken(mine(before, after))
+
+
+def test_every_mechanism_acts_or_says_why_not():
+    """Agency alone starts as the plain GPT whatever its weights are."""
+    kept = {}
+    for name, flags in model.MECHANISMS.items():
+        for _, recipe, promise, wrong in itertools.islice(promises.check(name, flags), 1):
+            kept[name] = promise == "acts" and wrong is None
+    assert {name for name, acts in kept.items() if not acts} == {*model.Agency.modes}
+    assert "all heads are active at first" in model.Agency.no_effect_because
+
+
+def test_what_does_nothing_is_refused_before_a_study(mine):
+    """It passed every promise, and the study called it the same as the plain GPT."""
+    name, = own.add(mine("F.softplus(self.slope)", "0 * F.softplus(self.slope)"))
+    with pytest.raises(UserError, match="forget .*it does nothing: .*: a comparison would mean nothing"):
+        promises.refuse_broken({name: model.MECHANISMS[name]})
+
+
+def test_what_does_not_run_says_so_once(mine, capsys):
+    path = mine(PASS, PASS + "\n        boom")
+    done = run_here("train.py", f"--mechanism={path}", "--check")
+    assert done.returncode == 1 and done.stdout.count("name 'boom' is not defined") == 1
+    assert "train: 1 of 1 promises are broken" in done.stderr
+
+
+def test_one_mode_of_a_file_is_checked_alone(mine):
+    path = mine('modes = {"forget": dict(forget=True)}',
+                'modes = {"forget": dict(forget=True), "fast": dict(forget=True, forget_init=-1.0)}')
+    one, both = (run_here("train.py", f"--mechanism={path}{mode}", "--check").stdout
+                 for mode in (":fast", ""))
+    assert {line.split()[0] for line in one.splitlines()[1:]} == {"fast"}
+    assert {line.split()[0] for line in both.splitlines()[1:]} == {"fast", "forget"}
 
 
 @pytest.mark.parametrize("old, new", [("before", "before_attention"), ("after", "after_attention")])
@@ -200,24 +236,24 @@ def test_the_controls_break_what_they_should_and_nothing_else(mine):
               for name in ("control_noise", "control_dead", "control_leak")}
     assert broken == dict(control_noise=set(), control_dead={"learns"}, control_leak={"causal", "cache"})
     allowed = {name: model.MECHANISMS[name] for name in ("control_noise", "control_dead")}
-    note, = promises.refuse_leaks(allowed)
+    note, = promises.refuse_broken(allowed)
     assert re.fullmatch("Note: 'control_dead' is compared all the same, although .* has no gradient .*", note)
     with pytest.raises(UserError, match=r"control_leak .* looks ahead.* position 10 .* at 12"):
-        promises.refuse_leaks({"control_leak": model.MECHANISMS["control_leak"]})
+        promises.refuse_broken({"control_leak": model.MECHANISMS["control_leak"]})
 
 
 def test_a_look_ahead_is_refused_before_a_study_with_its_position(mine):
     path = mine(PASS, PASS + "\n        heads.q = heads.q + heads.x.mean(1)[:, None, None, :1]")
     name = own.add(path)[0]
     with pytest.raises(UserError, match=r"forget.*position 1 changes with the token at 12"):
-        promises.refuse_leaks({name: model.MECHANISMS[name]})
+        promises.refuse_broken({name: model.MECHANISMS[name]})
     # those of the repository have been tested
-    promises.refuse_leaks({"xsa": model.MECHANISMS["xsa"], "all_on": model.ALL_ON})
+    promises.refuse_broken({"xsa": model.MECHANISMS["xsa"], "all_on": model.ALL_ON})
     variants = {"gates": dict(output_gate="headwise"),
                 "fast": dict(forget=True, forget_init=-1.0, adamw_lr=0.1)}
     with pytest.raises(UserError, match=r"fast .*position 1 changes with the token at 12"):
-        promises.refuse_leaks(variants)
-    promises.refuse_leaks({"off": dict(forget=False, adamw_lr=0.1)})
+        promises.refuse_broken(variants)
+    promises.refuse_broken({"off": dict(forget=False, adamw_lr=0.1)})
     at_one_size = dict(mechanisms=["xsa"], sizes=["0.1M", "0.33M"],
                        at={"0.33M": dict(variants={"x": dict(forget=True)})})
     for name, each in (("forget", dict(mechanisms=["forg*"])), ("x at 0.33M", at_one_size)):
@@ -244,6 +280,14 @@ def test_the_file_of_a_mechanism_lies_in_the_folder_however_it_was_named(mine, t
     ('name = "forgetting"', 'name = "router"', "name='router' must be a name of its own"),
     ('modes = {"forget"', 'modes = {"moh"', "there is a mode moh already"),
     ('neutral = {"forget"', 'neutral = {"forgt"', "there is no mode forgt; did you mean forget"),
+    ("def before_attention", "def before_atention", "before_atention is .* did you mean before_attention?"),
+    ("def head_axes", "def head_axis", "head_axis is nothing .*; did you mean head_axes?"),
+    ("needs_positions =", "need_positions =", "need_positions is nothing .* did you mean needs_positions?"),
+    ("def initial_values", "def initail_values", "initail_values is nothing .* mean initial_values?"),
+    ('{"slope": self.start}', '{"slop": self.start}',
+     r"initial_values\(\) names 'slop', which is none of its parameters; did you mean slope?"),
+    ('{"forgetting.slope": -60.0}', '{"forgeting.slope": -60.0}',
+     "neutral: forget names 'forgeting.slope', which is none .*; did you mean forgetting.slope?"),
 ])
 def test_a_file_that_cannot_be_added_is_one_line(before, after, words, mine):
     with pytest.raises(UserError, match=words) as e:
@@ -433,7 +477,7 @@ def test_the_commands_of_the_page(mine, tmp_path):
     assert [Path(words[0]).name for words in commands] == ["train.py", "train.py", "compare.py"]
     mine()
     done = run(ROOT / commands[0][0], *commands[0][1:], cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.count("kept") == 15, done.stderr
+    assert done.returncode == 0 and done.stdout.count("kept") == 17, done.stderr
     taken = own.take([str(tmp_path / "mine.py").join(arg.split("mine.py")) for arg in commands[2][1:]],
                      keep=tmp_path / "kept")
     digest = own.opened(tmp_path / "mine.py").digest
