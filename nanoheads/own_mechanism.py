@@ -113,8 +113,8 @@ def problems(cls, before=()):
     known = [name for name in vars(Mechanism) if not name.startswith("_")]
     for name in (name for name in vars(cls) if name not in known):
         for meant in (each for each in known if one_edit_apart(name, each)):
-            yield (f"{name} is nothing that a mechanism is asked for; did you mean {meant}? If it is your own, "
-                   "give it a name that is less like it")
+            yield (f"{name} is nothing that a mechanism is asked for; did you mean {meant}? If it is your "
+                   "own, give it a name that is less like that one")
     own = cls.fields()
     if not cls.flag or cls.flag not in own:
         yield f"flag={cls.flag!r} must be one of its Options, the one that turns it on"
