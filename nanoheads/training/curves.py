@@ -21,7 +21,8 @@ from nanoheads.training.runlog import read_rows, warn
 AXES = {"step": ("step", "step"), "tokens": ("tokens", "training tokens"),
         "time": ("elapsed_s", "elapsed minutes")}
 DASHES = ["-", "--", ":", "-."]  # beyond 7 runs the colours repeat; dash and number differ
-TITLES = ("Bits per byte", "Loss, nats per token", "Learning rate", "Gap, val − train loss")
+TITLES = {"bpb": "Bits per byte", "loss": "Loss, nats per token", "lr": "Learning rate of AdamW",
+          "gap": "Gap, val − train loss"}
 
 
 # ---- log.jsonl as arrays ----
@@ -111,15 +112,27 @@ def fit_y(ax):
             ax.set_title(f"↑ from {y.max():.2f}", loc="right", color=GREY, fontsize=12, fontweight="normal")
 
 
+def losses_in(axes, c):
+    """[(axes, what nats a token are multiplied by there)] of the panels that show losses of a run."""
+    ratios = {"bpb": c.ratio, "loss": 1}
+    return [(axes[name], ratio) for name, ratio in ratios.items() if name in axes]
+
+
+def same_panels(runs):
+    """Whether bits per byte are nats per token in another unit for every run, since its tokens are bytes."""
+    ratios = [c.ratio for _, c, _, _ in runs]
+    return bool(np.allclose(ratios, 1 / np.log(2), rtol=1e-6))
+
+
 def draw_training(axes, c, colour):
     """The minibatch losses of a run alone; returns their lines for the legend."""
-    bpb, loss, _, _ = axes
     mean = f"train, mean of {c.window} logged steps" if c.window > 1 else "train, as logged"
-    for ax, ratio in ((bpb, c.ratio), (loss, 1)):
+    for ax, ratio in losses_in(axes, c):
         raw, = ax.plot(c.tx, c.loss * ratio, color=colour, lw=0.8, alpha=0.3, label="train, minibatch")
         smooth, = ax.plot(c.tx, c.smooth * ratio, color=colour, lw=1.4, alpha=0.7, label=mean)
-    fixed, = loss.plot(c.ex, c.etrain, color=colour, lw=1.4, ls="--", label="train, evaluated")
-    for line in (*bpb.lines, *loss.lines):
+    ax, ratio = losses_in(axes, c)[-1]
+    fixed, = ax.plot(c.ex, c.etrain * ratio, color=colour, lw=1.4, ls="--", label="train, evaluated")
+    for line in (line for ax, _ in losses_in(axes, c) for line in ax.lines):
         if points(line).shape[1] == 1:  # a line through one point is none
             line.set(marker="o", markersize=4)
     return [line for line in (raw, smooth, fixed) if points(line).size]
@@ -127,16 +140,15 @@ def draw_training(axes, c, colour):
 
 def draw_train_loss(axes, c, style):
     """The evaluated train losses of one of several runs, thin beside its validation losses."""
-    bpb, loss, _, _ = axes
     thin = {**style, "lw": 1, "alpha": 0.6, "ms": 3, "marker": "o" if len(c.ex) == 1 else ""}
-    for ax, ratio in ((bpb, c.ratio), (loss, 1)):
+    for ax, ratio in losses_in(axes, c):
         ax.plot(c.ex, c.etrain * ratio, **thin)
 
 
 def draw_validation(axes, c, style, tag, alone, labels):
     """The evaluations of a run, its best marked; what stands beside them goes into labels {axes: [...]}."""
-    bpb, loss, _, gap = axes
-    for ax, y in ((bpb, c.bpb), (loss, c.val), (gap, c.gap)):
+    gap, evaluated = axes["gap"], {"bpb": c.bpb, "loss": c.val, "gap": c.gap}
+    for ax, y in ((axes[name], y) for name, y in evaluated.items() if name in axes):
         ax.plot(c.ex, y, **style)
         if np.isfinite(y).any():
             i = np.flatnonzero(np.isfinite(y))[-1] if ax is gap else np.nanargmin(y)
@@ -150,35 +162,35 @@ def draw_validation(axes, c, style, tag, alone, labels):
 
 def finish_axes(axes, x, labels):
     """Titles, limits, units, and the labels, all outside the axes: no curve hides one."""
-    bpb, loss, lr, gap = axes
-    for ax, name in zip(axes, TITLES):
-        ax.set_title(name)
+    for name, ax in axes.items():
+        ax.set_title(TITLES[name])
         if not any(points(line).size for line in ax.lines):
             ax.text(0.5, 0.5, "not in the log", transform=ax.transAxes, ha="center", color=GREY)
             ax.set_yticks([])
-        elif ax is gap:
+        elif name == "gap":
             ax.axhline(0, color=GREY, lw=1)
-    for ax in (bpb, loss):
-        fit_y(ax)
-    for ax in axes:
+        if name in ("bpb", "loss"):
+            fit_y(ax)
         label_right(ax, labels[ax])
-    for ax in (lr, gap):
+    for ax in (axes["lr"], axes["gap"]):
         ax.set_xlabel(AXES[x][1])
         short, plain = EngFormatter(sep=""), FuncFormatter(lambda v, _: f"{v:,.10g}")
         ax.xaxis.set_major_formatter(short if x == "tokens" else plain)
-    lr.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.6g}"))
+    axes["lr"].yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.6g}"))
 
 
 @mpl.rc_context(RC)
 def draw(runs, stem, title=""):
     """[(name, curves, colour, dash)] -> the paths of one figure.
 
-    Train and validation losses; a run alone also gets its minibatches'.
+    Train and validation losses; a run alone also gets its minibatches'. Where tokens are bytes, the loss has no
+    panel of its own: it would be that of bits per byte in another unit.
     """
     fig = canvas(11, 7.5, title)
     fig.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
-    axes = bpb, loss, lr, _ = fig.subplots(2, 2, sharex=True).ravel()
-    alone, handles, labels = len(runs) == 1, [], {ax: [] for ax in axes}
+    above = ["bpb", "bpb" if same_panels(runs) else "loss"]
+    axes = fig.subplot_mosaic([above, ["lr", "gap"]], sharex=True)
+    alone, handles, labels = len(runs) == 1, [], {ax: [] for ax in axes.values()}
     for n, (name, c, colour, dash) in enumerate(runs):
         tag = f"{n + 1}: " if len(runs) > len(COLOURS) else ""
         style = {"color": colour, "ls": dash, "lw": 2, "ms": 4, "marker": "o" if len(c.ex) <= 60 else ""}
@@ -187,13 +199,13 @@ def draw(runs, stem, title=""):
         else:
             draw_train_loss(axes, c, style)
         # equal schedules lie on each other: the earlier run is wider, so that each stays visible
-        lr.plot(c.tx, c.lr, color=colour, ls=dash, lw=2 + min(2, 6 / len(runs)) * (len(runs) - 1 - n))
+        axes["lr"].plot(c.tx, c.lr, color=colour, ls=dash, lw=2 + min(2, 6 / len(runs)) * (len(runs) - 1 - n))
         draw_validation(axes, c, style, tag, alone, labels)
         if not alone or len(c.ex):  # a leading _ would hide the label
             handles.append(Line2D([], [], label="val" if alone else tag + name.lstrip("_"), **style))
     if not alone and any(np.isfinite(c.etrain).any() for _, c, _, _ in runs):
         handles.append(Line2D([], [], color=GREY, lw=1, alpha=0.6, label="thin: train, evaluated"))
-    if labels[bpb] or labels[loss]:
+    if any(labels[axes[name]] for name in above):
         handles.append(Line2D([], [], ls="", marker="o", ms=9, mfc="white", mec=GREY, mew=2.2,
                               label="best val"))
     finish_axes(axes, c.x, labels)
