@@ -636,6 +636,8 @@ def print_run(run, saves):
         process.print0(f"{weak}labels {targets.dir}: {', '.join(targets.names)}{unread}")
     if config.documents:
         process.print0(str(run.batches))
+    shown = ["dataset", "optimizer", *rates_at(config, 0), "min_lr", "schedule", "warmup_iters"]
+    process.print0(", ".join(f"{key}={getattr(config, key)}" for key in shown))
     anew = ", where no checkpoint is yet: starting anew" if config.resume and not saves else ""
     for line in memory_lines(run):
         process.print0(line)

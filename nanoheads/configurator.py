@@ -441,7 +441,8 @@ def resolve(classes, argv, mechanisms=None, more=None):
     """What the fields of these dataclasses are set to, by files and arguments, as Resolved.
 
     A value comes from one of five places, and the later wins:
-        1. config/<scale>.py, of --scale
+        1. config/<scale>.py, of --scale; without one, where a config file is written for nanoGPT, what
+           nanoGPT's train.py sets before it reads that file
         2. the flags of each mechanism of --mechanism
         3. the config files, in their order
         4. `more`, {where it comes from: {key: value}}, from the program that calls this
@@ -477,9 +478,20 @@ def resolve(classes, argv, mechanisms=None, more=None):
         if values.get("recipe", weaker.get("recipe")) != weaker.get("recipe"):
             weaker = {key: value for key, value in weaker.items() if key not in OF_ITS_RECIPE}
 
-    # nanoGPT's names and a write-up's, whose meaning depends on all that is known by now
     known = {**{key: default for key, (_, default, _) in keys.items()}, **weaker, **values}
-    explicit, notes, bad = in_our_names(explicit, keys, known)
+    notes = []
+    if "adamw_lr" in keys and not scale and (file := other_names.for_nanogpt(files, explicit)):
+        set_by_hand = read_values(explicit, {**other_names.KEYS, **keys})[0]
+        defaults = other_names.nanogpt_defaults(set_by_hand, known)
+        words = ", ".join(f"{key}={value}" for key, value in defaults.items())
+        notes = [f"{file} is written for nanoGPT, whose defaults hold for what it leaves open: {words}"]
+        known = {**known, **defaults}
+        weaker = {**defaults, **weaker}
+        weaker_sources = {**dict.fromkeys(defaults, "nanoGPT's default"), **weaker_sources}
+
+    # nanoGPT's names and a write-up's, whose meaning depends on all that is known by now
+    explicit, translated, bad = in_our_names(explicit, keys, known)
+    notes += translated
     problems += bad
     values, bad, wrong = read_values(explicit, keys)
     sources = {key: source for source, key, *_ in explicit if key in values}

@@ -28,6 +28,44 @@ NAMES = {
 }
 KEYS = {name: (type_, None, "") for name, (type_, _) in NAMES.items()}  # in the form of keys_of()
 
+# what holds in nanoGPT where a config file does not say otherwise, from the head of its train.py (github.com/
+# karpathy/nanoGPT, 3adf61e), under our names but for eval_iters. Its folder, device and precision are left
+# out, as are its names for Weights & Biases: the numbers are the same with ours
+NANOGPT = dict(
+    dataset="openwebtext", n_layer=12, n_head=12, n_embd=768, block_size=1024, dropout=0.0, bias=False,
+    batch_size=12, grad_accum=5 * 8, max_iters=600000, adamw_lr=6e-4, min_lr=6e-5, warmup_iters=2000,
+    lr_decay_iters=600000, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0,
+    eval_interval=2000, eval_iters=200, log_interval=1)
+# keys of nanoGPT alone, by which a config file is known to be written for it
+ONLY_NANOGPT = ("learning_rate", "gradient_accumulation_steps", "eval_iters", "decay_lr",
+                "always_save_checkpoint", "backend")
+
+
+def for_nanogpt(files, settings):
+    """The first of these config files that has a key of nanoGPT alone; None: no one has.
+
+    settings: [(file or another source, key, ...)].
+    """
+    return next((source for source, key, *_ in settings if source in files and key in ONLY_NANOGPT), None)
+
+
+def nanogpt_defaults(values, known):
+    """{key here: value} of NANOGPT that these values, {key: value} under any names, leave open.
+
+    known: see meanings(). A model that comes from a checkpoint brings its sizes, and a rate that does not
+    fall has no end.
+    """
+    out = {*values, *(NAMES[key][1] for key in values if key in NAMES)}
+    if values.get("init_from") not in (None, "scratch", "resume"):
+        out |= {"n_layer", "n_head", "n_embd", "block_size", "bias"}
+    if values.get("decay_lr") is False or values.get("schedule") == "constant":
+        out |= {"min_lr", "warmup_iters", "lr_decay_iters"}
+    found = {key: value for key, value in NANOGPT.items() if key not in out}
+    batches = found.pop("eval_iters", None)
+    if batches and "eval_tokens" not in values:
+        found.update(meanings({"eval_iters": batches}, {**known, **found})["eval_iters"].sets)
+    return found
+
 
 class Meaning(NamedTuple):
     sets: dict  # {key here: value}

@@ -113,11 +113,19 @@ def check_form(state, path):
 
 
 def from_nanogpt(state):
-    """nanoGPT's checkpoint in our form; it names the dataset but lacks its vocabulary (meta: None)."""
+    """nanoGPT's checkpoint in our form; it names the dataset but lacks its vocabulary (meta: None).
+
+    Its GELU was the tanh form until 17 May 2023, which those from before February are known by. For one in
+    between there is --set act=gelu_tanh.
+    """
     flags = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")
     config = dict(recipe="gpt2", **{k: state["model_args"][k] for k in flags if k in state["model_args"]})
     masks = (".attn.bias", ".attn.masked_bias")
     weights = {k.removeprefix("_orig_mod."): v for k, v in state["model"].items() if not k.endswith(masks)}
+    if "bias" not in config:  # from before 27 January 2023, when biases became a choice: the tensors tell
+        wte, head = weights.get("transformer.wte.weight"), weights.get("lm_head.weight")
+        tied = wte is None or head is None or torch.equal(wte, head)  # two matrices until 14 January 2023
+        config.update(bias="transformer.ln_f.bias" in weights, tied=tied, act="gelu_tanh")
     return dict(model=weights, config=config, meta=None, step=state.get("iter_num", 0),
                 dataset=state.get("config", {}).get("dataset"))
 

@@ -864,7 +864,7 @@ def test_without_a_terminal_there_are_only_lines(args, tmp_path):
                           capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "" and "\r" not in done.stdout
     lines = done.stdout.splitlines()
-    assert len(lines) == 1 + 3 + 40 + 1, "what is trained, evaluations, steps, what was written"
+    assert len(lines) == 2 + 3 + 40 + 1, "what is trained, evaluations, steps, what was written"
     evals = [line[:12] for line in lines if "bits/byte" in line]
     assert evals == ["step       0", "step      20", "step      40"]
     assert lines[-1].endswith(

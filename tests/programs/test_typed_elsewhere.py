@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ import sample
 import train
 from conftest import TINY, write_dataset
 from helpers import torchrun
+from model import GPTConfig
+from nanoheads import configurator
 from nanoheads.training import checkpoint
+from nanoheads.training.config import TrainConfig, flags_by_name
 
 SMALL = [f"--{key}={value}" for key, value in TINY.items() if key not in ("device", "lr_decay_iters")]
 FEW = ["--max_iters=2", "--eval_interval=2", "--eval_tokens=64", "--device=cpu"]
@@ -146,6 +150,67 @@ backend = 'nccl'
                  "learning_rate", "decay_lr", "backend"):
         assert f"theirs.py: {name}=" in said
     assert rows("out-theirs")[0][-1]["step"] == TINY["max_iters"]
+
+
+# what nanoGPT's own config files set, under its names, but for its names on Weights & Biases
+OF_NANOGPT = {
+    "train_gpt2": dict(
+        wandb_log=False, batch_size=12, block_size=1024, gradient_accumulation_steps=40, max_iters=600000,
+        lr_decay_iters=600000, eval_interval=1000, eval_iters=200, log_interval=10, weight_decay=0.1),
+    "finetune_shakespeare": dict(
+        out_dir="out-shakespeare", eval_interval=5, eval_iters=40, wandb_log=False, dataset="shakespeare",
+        init_from="gpt2-xl", always_save_checkpoint=False, batch_size=1, gradient_accumulation_steps=32,
+        max_iters=20, learning_rate=3e-5, decay_lr=False),
+    "eval_gpt2": dict(batch_size=8, eval_iters=500, eval_only=True, wandb_log=False, init_from="gpt2")}
+
+
+def in_nanogpts_words(folder, name):
+    path = folder / f"{name}.py"
+    path.write_text("".join(f"{key} = {value!r}\n" for key, value in OF_NANOGPT[name].items()))
+    return str(path)
+
+
+def test_nanogpts_defaults_hold_in_nanogpts_config_files(here, capsys):
+    """They come to what our own file of that name says in full."""
+    path = in_nanogpts_words(here, "train_gpt2")
+    same = ["--vocab_size=50304", "--eval_tokens=9"]
+    theirs, ours = (configurator.load((GPTConfig, TrainConfig), [file, *same])
+                    for file in (path, "config/train_gpt2.py"))
+    assert theirs[0] == ours[0]
+    assert theirs[1].for_recipe("gpt2") == replace(ours[1].for_recipe("gpt2"), lr_decay_iters=600000)
+    assert capsys.readouterr().out.splitlines()[0] == (
+        f"{path} is written for nanoGPT, whose defaults hold for what it leaves open: dataset=openwebtext, "
+        "n_layer=12, n_head=12, n_embd=768, dropout=0.0, bias=False, adamw_lr=0.0006, min_lr=6e-05, "
+        "warmup_iters=2000, beta1=0.9, beta2=0.95, grad_clip=1.0")
+
+
+def test_the_first_lines_name_dataset_rates_and_warm_up(here, chars_data, capsys):
+    path = in_nanogpts_words(here, "train_gpt2")
+    train.main([path, f"--dataset={chars_data}", "--n_layer=1", "--n_head=2", "--n_embd=16",
+                "--block_size=16", "--batch_size=1", "--grad_accum=1", "--lr_decay_iters=600000", *FEW])
+    said = capsys.readouterr().out
+    assert "dataset=openwebtext" not in said and "grad_accum=" not in said.splitlines()[0]
+    assert (f"dataset={chars_data}, optimizer=adamw, adamw_lr=0.0006, min_lr=6e-05, schedule=cosine, "
+            "warmup_iters=2000\n") in said
+
+
+def test_nanogpts_own_files_take_the_sizes_of_a_checkpoint(here, tokens_data, rows, capsys):
+    small_gpt2("gpt2-xl")
+    small_gpt2("gpt2")
+    train.main([in_nanogpts_words(here, "finetune_shakespeare"), f"--dataset={tokens_data}", "--max_iters=2",
+                "--grad_accum=2", "--device=cpu", "--eval_tokens=64"])
+    assert [row["adamw_lr"] for row in rows("out-shakespeare")[0]] == [3e-5, 3e-5]
+    capsys.readouterr()
+    train.main([in_nanogpts_words(here, "eval_gpt2"), f"--dataset={tokens_data}", "--device=cpu",
+                "--eval_iters=1"])
+    assert "nats/token" in capsys.readouterr().out
+
+
+def test_a_scale_is_a_start_of_its_own(here):
+    (here / "mine.py").write_text("scale = 'tiny'\nlearning_rate = 1e-3")
+    model, config = configurator.load((GPTConfig, TrainConfig), ["mine.py"], mechanisms=flags_by_name())
+    tiny = configurator.load((GPTConfig, TrainConfig), ["--scale=tiny"], mechanisms=flags_by_name())
+    assert model == tiny[0] and config == replace(tiny[1], adamw_lr=1e-3, out_dir=config.out_dir)
 
 
 # ---- head routing ----

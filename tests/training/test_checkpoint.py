@@ -216,6 +216,23 @@ def test_nanogpts_checkpoints_are_read(tmp_path, bias, prefix):
     assert torch.equal(model(x).logits, ours(x).logits) and model.config.dropout == 0.2
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+def test_nanogpts_checkpoints_of_january_2023_are_read(tmp_path, bias, tied):
+    """No `bias` among their model_args, the tanh form of GELU, two matrices until the 14th."""
+    theirs, _ = nanogpt_state(bias)
+    del theirs["model_args"]["bias"]
+    ours = GPT(GPTConfig(**TINY, bias=bias, act="gelu_tanh", tied=tied, seed=3)).eval()
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.add_(torch.randn_like(p))
+    theirs["model"] = ours.state_dict()
+    torch.save(theirs, tmp_path / "ckpt.pt")
+    model = checkpoint.build(checkpoint.read(tmp_path / "ckpt.pt"), "ckpt.pt")
+    x = torch.arange(16)[None]
+    assert torch.equal(model(x).logits, ours(x).logits) and model.config.bias == bias
+
+
 def test_an_incomplete_nanogpt_checkpoint_is_one_line(tmp_path):
     theirs, _ = nanogpt_state()
     del theirs["model_args"]["vocab_size"], theirs["model"]["transformer.ln_f.weight"]
