@@ -18,6 +18,7 @@ import math
 import os
 import re
 import shutil
+import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -29,8 +30,7 @@ from nanoheads import own_mechanism as own
 from nanoheads.text.sources import GPT2_ENCODER, GPT2_MERGES, HOME, keep
 from nanoheads.text.tokenizer import byte_symbols
 
-HUB = re.compile(r"(distil)?gpt2(-medium|-large|-xl)?"
-                 r"|(EleutherAI|openai-community|distilbert|HuggingFaceTB|meta-llama|Qwen|mistralai)/[\w.-]+")
+HUB = re.compile(r"(distil)?gpt2(-medium|-large|-xl)?|([A-Za-z0-9][\w.-]*)/[\w.-]+")
 FILES = ["config.json", "model.safetensors*", "*-of-*.safetensors", "vocab.json", "merges.txt",
          "tokenizer.json"]  # what is fetched from the hub
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"}
@@ -67,8 +67,15 @@ def config_of(folder):
 
 
 def is_name(text):
-    """Is it a name on the hub of a family that is known here? Every other text is a path."""
-    return HUB.fullmatch(str(text)) is not None
+    """Is it a name on the hub, owner/name or a GPT-2 without one? Every other text is a path.
+
+    So is what looks like a name and begins with a folder that is here, or like the folders of runs.
+    """
+    found = HUB.fullmatch(str(text))
+    if found is None or str(text).endswith((".pt", ".pth", ".bin", ".safetensors")):
+        return False
+    owner = found[3]
+    return owner is None or not (re.match(r"out(-|$)", owner) or Path(owner).exists())
 
 
 def fetch(name):
@@ -85,6 +92,7 @@ def fetch(name):
     try:
         if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
             raise OSError("HF_HUB_OFFLINE is set")
+        print(f"{name} is no file or folder here: fetching it from the hub", file=sys.stderr)
         return snapshot_download(name, allow_patterns=FILES)
     except Exception as e:  # the hub's errors are many; each says the same to the reader
         raise UserError(f"no checkpoint {name}, and no model of that name could be fetched "
@@ -230,7 +238,7 @@ def read_llama(c, w):
     qwen2, qwen3 = c.model_type == "qwen2", c.model_type == "qwen3"
     config = dict(
         RECIPES["llama"], recipe="llama", tied=c.tie_word_embeddings, norm_eps=c.rms_norm_eps,
-        rope_base=c.rope_parameters["rope_theta"], rope_scaling=rope_scaling(c.rope_parameters),
+        **rope_flags(c),
         qkv_bias=qwen2, qk_norm=qwen3, qk_scale=qwen3,
         vocab_size=c.vocab_size, block_size=c.max_position_embeddings,
         n_layer=c.num_hidden_layers, n_head=H, n_kv_head=None if K == H else K,
@@ -246,14 +254,22 @@ def read_llama(c, w):
     return config, weights
 
 
-def rope_scaling(rope):
-    """The rope_scaling of a GPTConfig, of a config's rope_parameters. UserError: stretched in another way."""
-    kind = rope.get("rope_type", "default")
+def rope_flags(c):
+    """{flag: value} of a config's rotary positions. UserError: stretched in another way than is known.
+
+    transformers 5 keeps all of them in rope_parameters, version 4 in rope_theta and rope_scaling, where the
+    kind was called type at first. Each version leaves a file of the other as it is.
+    """
+    rope = getattr(c, "rope_parameters", None) or getattr(c, "rope_scaling", None) or {}
+    theta = rope.get("rope_theta") or getattr(c, "rope_theta", 10000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise UserError(f"RoPE stretched as {kind!r} is not known here: 'default' and 'llama3' are")
     if kind == "default":
-        return None
-    return [float(rope[key]) for key in LLAMA3]
+        return dict(rope_base=float(theta), rope_scaling=None)
+    if missing := [key for key in LLAMA3 if key not in rope]:
+        raise UserError(f"RoPE stretched as {kind!r} lacks {', '.join(missing)}")
+    return dict(rope_base=float(theta), rope_scaling=[float(rope[key]) for key in LLAMA3])
 
 
 # our name in a block: theirs, one behind the other
@@ -444,15 +460,18 @@ def write_llama(model):
     """(config.json, {name: tensor}) of LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM."""
     c, w = model.config, model.state_dict()
     kind, n = "qwen3" if c.qk_scale else "qwen2" if c.qkv_bias else "llama", c.n_kv_head or c.n_head
-    rope = dict(rope_type="default", rope_theta=c.rope_base)
+    stretched = None
     if c.rope_scaling:
-        rope.update(rope_type="llama3", **dict(zip(LLAMA3, c.rope_scaling)))
+        *factors, length = c.rope_scaling
+        stretched = dict(rope_type="llama3", **dict(zip(LLAMA3, (*map(float, factors), int(length)))))
+    rope = dict(rope_theta=float(c.rope_base), rope_scaling=stretched,  # as transformers 4 reads them, and 5
+                rope_parameters=dict(stretched or dict(rope_type="default"), rope_theta=float(c.rope_base)))
     config = dict(model_type=kind, architectures=[f"{kind.capitalize()}ForCausalLM"], hidden_act="silu",
                   max_position_embeddings=c.block_size, hidden_size=c.n_embd, num_hidden_layers=c.n_layer,
                   num_attention_heads=c.n_head, num_key_value_heads=n, head_dim=c.head_size,
                   intermediate_size=model.transformer.h[0].mlp.c_proj.in_features,
                   rms_norm_eps=c.norm_eps or 1e-6, attention_dropout=c.weight_dropout, attention_bias=False,
-                  mlp_bias=False, rope_parameters=rope, tie_word_embeddings=c.tied)
+                  mlp_bias=False, tie_word_embeddings=c.tied, **rope)
     out = {"model.embed_tokens.weight": w["transformer.wte.weight"],
            "model.norm.weight": w["transformer.ln_f.weight"]}
     if not c.tied:
@@ -526,6 +545,9 @@ def write_code(folder, config):
     files = own.files_for(config)
     for name in CODE:
         text = as_package((ROOT / name).read_text(encoding="utf-8"))
+        if name.endswith("modeling_nanoheads.py"):  # transformers 4 copies no files but those it names
+            named = "".join(f"from .{Path(other).stem} import __doc__ as _\n" for other in CODE[2:])
+            text = text.replace("from .model import", f"{named}from .model import", 1)
         if files and name.endswith("modeling_nanoheads.py"):  # their flags join before a config is made
             lines = [f"from .own_mechanism_{i} import {cls.__name__} as Own{i}_{j}\n"
                      for i, file in enumerate(files) for j, cls in enumerate(own.classes_of(file))]

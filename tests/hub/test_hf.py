@@ -264,10 +264,12 @@ def test_sizes_that_disagree_with_the_weights_are_refused(gpt2_folder, tmp_path)
 def test_names_of_the_hub_and_a_hub_out_of_reach(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
-    for name in ("gpt2", "distilgpt2", "gpt2-xl", "EleutherAI/gpt-neo-125m", "HuggingFaceTB/SmolLM2-135M"):
+    (tmp_path / "runs").mkdir()
+    for name in ("gpt2", "distilgpt2", "gpt2-xl", "EleutherAI/gpt-neo-125m", "HuggingFaceTB/SmolLM2-135M",
+                 "somebody-new/a_Llama.v2"):
         assert hf.is_name(name)
         refused(name, f"no checkpoint {name}", "give that folder")
-    for path in ("nowhere", "out/a", "gpt2.pt", "gpt2/ckpt.pt"):
+    for path in ("nowhere", "out/a", "out-a/b", "runs/a", "gpt2.pt", "gpt2/ckpt.pt", "a/b/c", "./a", "/a/b"):
         assert not hf.is_name(path)
         refused(path, "no checkpoint")
 
@@ -355,6 +357,35 @@ def test_transformers_says_what_we_say(name, tmp_path):
     same_everywhere(model, there)
     if said[0] != "nanochat":  # which is written alone
         assert apart(ours(tmp_path / "out"), model) < 1e-6  # and read back
+
+
+OLD, NEW = ("rope_theta", "rope_scaling"), ("rope_parameters",)  # of transformers 4 and 5, in config.json
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, stretched", "qwen2", "qwen3"])
+def test_versions_4_and_5_of_transformers_read_the_same_positions(name, tmp_path):
+    """A folder holds what each of them reads, and either form alone is read here as well."""
+    model = awake(GPT(GPTConfig(**{**SIZES, **WRITTEN[name]}, rope_base=50)))
+    hf.export(model, None, tmp_path / "both")
+    config = hf.config_of(tmp_path / "both")
+    assert {**config["rope_parameters"]} == {
+        **(config["rope_scaling"] or dict(rope_type="default")), "rope_theta": config["rope_theta"]}
+    assert config["rope_theta"] == 50.0 and isinstance(config["rope_theta"], float)  # as version 4 wants them
+    for key, value in (config["rope_scaling"] or {}).items():
+        assert key == "rope_type" or type(value) is (int if key.startswith("original") else float)
+    for gone in (OLD, NEW):
+        folder = shutil.copytree(tmp_path / "both", tmp_path / gone[0])
+        left = {key: value for key, value in config.items() if key not in gone}
+        (folder / "config.json").write_text(json.dumps(left))
+        there = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert apart(there, model) < 1e-5 and apart(ours(folder), model) < 1e-6
+
+
+def test_the_code_of_a_folder_names_every_file_for_version_4(tmp_path):
+    """It copies what the first file imports, and nothing that those files import."""
+    hf.export(GPT(GPTConfig(**SIZES, **MECHANISMS["acag"])), None, tmp_path / "out")
+    named = re.findall(r"^from \.(\w+) import", (tmp_path / "out/modeling_nanoheads.py").read_text(), re.M)
+    assert {*named, "modeling_nanoheads"} == {path.stem for path in (tmp_path / "out").glob("*.py")}
 
 
 @pytest.mark.parametrize("recipe", ["gpt2", "modern"])
