@@ -53,11 +53,17 @@ OF_TRAINING = ("constraint_warmup", "constraint_stop", "constraint_match")
 
 
 def needed(name):
-    """An optional module. Raises UserError."""
+    """An optional module; of transformers, whose attention and masks are called in ways of version 5, no
+    older one. Raises UserError.
+    """
     try:
-        return importlib.import_module(name)
+        found = importlib.import_module(name)
     except ImportError:
         raise UserError(f'{name.split(".")[0]} is missing: pip install -e ".[hf]"') from None
+    if name == "transformers" and int(found.__version__.split(".")[0]) < 5:
+        raise UserError(f"gates go into models of transformers 5, and here is {found.__version__}: "
+                        "pip install -U transformers")
+    return found
 
 
 def blocks_of(model):
@@ -89,6 +95,7 @@ def insert(model, mechanisms=(), anyway=False, **flags):
     the projection out makes up for it. What cannot be neutral is refused; with anyway=True it starts as in a
     new model. Raises UserError, and then the model is as it was.
     """
+    needed("transformers")
     layers, held = places(model), getattr(model.config, "nanoheads", {})
     if held:
         names = ", ".join(cls.flag for cls in INSERTABLE if cls.flag in held)

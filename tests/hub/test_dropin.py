@@ -665,3 +665,11 @@ def test_without_transformers_layers_work_and_the_rest_says_so(monkeypatch, tmp_
     with pytest.raises(UserError, match="transformers"):
         load(tmp_path)
     assert AdaptiveContextualAttention(16, 2, 8)(torch.zeros(1, 3, 16)).shape == (1, 3, 16)
+
+
+def test_version_4_of_transformers_is_refused(hf, monkeypatch):
+    """It calls masks in another way."""
+    model = tiny(hf, "gpt2")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.6")
+    with pytest.raises(UserError, match="transformers 5, and here is 4.57.6: pip install"):
+        insert(model, "acag")
