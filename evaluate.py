@@ -154,7 +154,7 @@ def scored_runs(args, device, progress):
     if args.ckpt[1:]:  # what is wrong with the last should not cost the time of those before it
         longest = max(load(path, *options)[1].config.block_size for path in args.ckpt)
     for path in args.ckpt:
-        yield evaluate(path, *options, progress, args.tokens or 0, args.batch_size, longest)
+        yield evaluate(path, *options, progress, args.tokens or 0, args.batch_size, longest, args.pack)
 
 
 def as_json(reports):
@@ -176,6 +176,7 @@ def main(argv=None):
                    help="move the window by so many tokens; 0: disjoint windows (default)")
     p.add_argument("--tokens", type=int, help="score so many, evenly spaced: a quick look (default: all)")
     p.add_argument("--batch_size", type=int, help="windows in one forward pass (default: by device)")
+    checkpoint.add_pack(p)
     args, reports = p.parse_args(other_names.in_our_arguments("evaluate", argv)), []
     with last_words("evaluate", "lower --batch_size or --tokens"):
         try:

@@ -53,7 +53,8 @@ def run(args):
     check(args)
     checkpoint.allow_code(args)
     device, text = pick_device(args.device), read_prompt(args.start)
-    models = [model_and_tokenizer(path, device, args.dataset, args.settings) for path in args.ckpt]
+    pack = args.pack and not args.audit
+    models = [model_and_tokenizer(path, device, args.dataset, args.settings, pack) for path in args.ckpt]
     prompts = [encode(tokenizer, text, path) for (_, tokenizer), path in zip(models, args.ckpt)]
     changed = f"with {', '.join(args.settings)}" if args.settings else None
     files = audit_files(args, models)
@@ -112,6 +113,7 @@ def main(argv=None):
     p.add_argument("--audit", metavar="FILE",
                    help="write what mechanisms do to each text, as JSON lines; a page of that name, .html, "
                         "comes beside them")
+    checkpoint.add_pack(p, "; --audit looks at all heads")
     p.add_argument("--json", help="write the texts to this file as well")
     p.add_argument("--dataset",
                    help="where a nanoGPT checkpoint's vocabulary is, if not in the dataset that it names")

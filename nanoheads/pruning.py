@@ -38,15 +38,22 @@ def pack(model):
 
     Where agency_scope gives blocks or their MLPs states, also without what is withdrawn of those.
     """
-    model, gone = copy.deepcopy(model).eval(), {}
+    return pack_in_place(copy.deepcopy(model).eval())
+
+
+def pack_in_place(model):
+    """What pack() makes, of the model itself; one in which nothing is withdrawn stays as it is."""
+    gone = {}
     for layer, block in enumerate(model.transformer.h):
-        gone[layer] = closed_heads(block.attn)
+        if closed := closed_heads(block.attn):
+            gone[layer] = closed
         if block.agency is not None and block.agency.gate() == 0:
             block.agency.skipped = True
             # what others read of its heads stays
             if block.agency.scope == "block" and not any(m.passes_on for m in block.attn.mechanisms()):
                 gone[layer] = block.attn.head_ids
-    prune_heads(model, gone)
+    if gone:
+        prune_heads(model, gone)
     return model
 
 

@@ -5,6 +5,7 @@ nanoheads/own_mechanism.py and nanoheads/hub/ are imported by the functions that
 have no mechanism of one's own, and are no folders of transformers'.
 """
 
+import argparse
 import json
 import math
 import zipfile
@@ -214,6 +215,21 @@ def add_arguments(parser, required=True):
                              "agency_scope an MLP or block by its layer: state.0=withdrawn; may be repeated")
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, mps")
     add_arguments_of_own(parser)
+
+
+def add_pack(parser, but=""):
+    """The argument of a program that does without withdrawn heads; but: when it does not, in words."""
+    parser.add_argument("--pack", type=true_or_false, nargs="?", const=True, default=True, metavar="False",
+                        help="False: compute heads whose gate is 0 too, and multiply by it, as in training; "
+                             f"default: such heads are left out before anything begins{but}")
+
+
+def true_or_false(text):
+    """A bool from the command line, for argparse."""
+    try:
+        return parse(text, bool)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be True or False") from None
 
 
 def allow_code(args, *paths):

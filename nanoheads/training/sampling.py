@@ -15,18 +15,21 @@ import torch
 
 from nanoheads.common import UserError
 from nanoheads.logits import check_sampling
+from nanoheads.pruning import pack_in_place
 from nanoheads.text.tokenizer import Tokenizer
 from nanoheads.training import checkpoint
 from nanoheads.training.scoring import dataset_of
 
 
-def model_and_tokenizer(path, device, dataset=None, settings=()):
-    """(model, tokenizer) of a checkpoint.
+def model_and_tokenizer(path, device, dataset=None, settings=(), pack=False):
+    """(model, tokenizer) of a checkpoint; pack: without the heads whose gate is 0, see pruning.pack().
 
     nanoGPT's take their vocabulary from a dataset: the one they name, or `dataset`.
     """
     state = checkpoint.read(path)
     model, meta = checkpoint.build(state, path, device, settings), state["meta"]
+    if pack:
+        pack_in_place(model)
     if not meta:
         data = dataset_of(state, path, dataset)
         checkpoint.same_vocabulary(state, data, path)

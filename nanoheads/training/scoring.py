@@ -290,15 +290,22 @@ PIECES = 64  # of the scored text, at least where it has as many tokens: what a 
 
 
 def evaluate(path, split, stride, device, dataset=None, settings=(), progress=True, max_tokens=0, rows=None,
-             longest=0):
+             longest=0, pack=False):
     """Everything that is reported of one checkpoint, as a dict. Raises UserError, ValueError.
 
     max_tokens: score so many tokens at most, evenly spaced, in windows of `longest`, 0: of the model's own
-    context; rows: windows in one forward pass, None: by device. pieces, [n], are nats of consecutive parts of
-    the text: what compared() needs.
+    context; rows: windows in one forward pass, None: by device. pack: score without the heads whose gate is
+    0, see pruning.pack(); what is said of the model is of all heads. pieces, [n], are nats of consecutive
+    parts of the text: what compared() needs.
     """
     state, model, data = load(path, split, stride, device, dataset, settings)
     T, size, parts = model.config.block_size, dict(data.splits[split]), []
+    whole_model = dict(heads=heads_at_work(model), routing=routing_of(model, data, split),
+                       params=model.num_params(), params_non_embedding=model.num_params(non_embedding=True),
+                       flops_per_token=model.flops_per_token())
+    if pack:
+        from nanoheads.pruning import pack_in_place  # not part of a run
+        pack_in_place(model)
     began = time.perf_counter()
     nats, tokens = score(model, data, split, stride, max_tokens, progress=progress, rows=rows, into=parts,
                          longest=longest)
@@ -313,15 +320,13 @@ def evaluate(path, split, stride, device, dataset=None, settings=(), progress=Tr
     stride, words = stride or T, count_words(data, split) if tokens == whole else None
     context = f"disjoint windows of {T:,}" if stride == T else f"windows of {T:,}, stride {stride:,}"
     each, piece = np.concatenate(parts).astype(np.float64), max(1, min(BLOCK, tokens // PIECES))
-    return dict(pieces=summed(each, [piece] * (tokens // piece)), of=whole, heads=heads_at_work(model),
-                routing=routing_of(model, data, split),
+    return dict(pieces=summed(each, [piece] * (tokens // piece)), of=whole, **whole_model,
                 name=str(path), dataset=data.meta["name"], split=split, tokens=tokens, bytes=size["bytes"],
                 chars=size["chars"], words=words, context=context, block_size=T, stride=stride,
                 bpb=bits(nats, size["bytes"]), bpc=bits(nats, size["chars"]),
                 nats_per_token=nats / tokens, ppl=math.exp(min(nats / tokens, 700)),
                 word_ppl=words and math.exp(min(nats / words, 700)),
-                params=model.num_params(), params_non_embedding=model.num_params(non_embedding=True),
-                flops_per_token=model.flops_per_token(), tokens_per_s=tokens / seconds,
+                tokens_per_s=tokens / seconds,
                 step=state.get("step"), device=device, split_sha256=size.get("sha256"),
                 note=data.meta.get("note"), set=list(settings))
 

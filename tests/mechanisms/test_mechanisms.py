@@ -718,10 +718,10 @@ def test_packing_takes_a_withdrawn_mlp_and_a_withdrawn_blocks_heads_out(scope, m
     for i, block in enumerate(packed.transformer.h):
         block.mlp.register_forward_hook(lambda *_, i=i: ran.append(i))
     close(packed.hidden(tokens(2, 9)), model.hidden(tokens(2, 9)), 1e-12)
-    assert ran == [0] and packed.config.head_ids[1] == ([] if scope == "block" else list(range(6)))
+    assert ran == [0] and packed.transformer.h[1].attn.head_ids == ([] if scope == "block" else [*range(6)])
     passing = scoped(scope, value_residual=True)
     passing.set_head(0, None, state="withdrawn")
-    assert len(pack(passing).config.head_ids[0]) == 6, "others read its values"
+    assert len(pack(passing).transformer.h[0].attn.head_ids) == 6, "others read its values"
     close(pack(passing).hidden(tokens(2, 9)), passing.hidden(tokens(2, 9)), 1e-12)
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import evaluate
 from conftest import ROOT, put_split
 from evaluate import main, score_table
-from model import GPT, GPTConfig, Output
+from model import GPT, CausalSelfAttention, GPTConfig, Output
 from nanoheads.common import UserError
 from nanoheads.text import dataset, sources
 from nanoheads.text.dataset import Dataset
@@ -689,6 +689,49 @@ def test_a_gate_of_zero_by_hand_a_withdrawn_head_and_no_consent_are_the_same(swi
     assert scored(path, "consent.1.1=false", "agency_enforce=False") == scored(path)
     assert scored(path, "gate.1.1=0.5") == pytest.approx(scored(path, "state.1.1=overloaded")) != scored(path)
     assert scored(path, "gate.1.1=0", "gate.1.1=1") == scored(path)  # the last one counts
+
+
+@pytest.mark.parametrize("settings", [[], ["state.0.3=withdrawn"], ["gate.0.3=0"], ["consent.1.2=False"]],
+                         ids=str)
+def test_withdrawn_heads_are_packed_away_before_scoring(tmp_path, monkeypatch, settings):
+    """Whatever is said of the model is of all heads; --pack=False computes them, as in training."""
+    data, model = write_data(tmp_path / "toy"), make_model(n_head=4, agency=True, routing="moh")
+    model.set_head(1, 0, state="withdrawn")
+    path, ran = write_checkpoint(tmp_path / "a.pt", model, data), []
+
+    def count(self, heads):
+        ran.append(heads.q.size(1))
+        return attend(self, heads)
+
+    attend = CausalSelfAttention.attend
+    monkeypatch.setattr(CausalSelfAttention, "attend", count)
+    found = {}
+    for pack in ("True", "False"):
+        ran.clear()
+        args = [path, "--pack", pack, "--json", str(tmp_path / "a.json")]
+        main(["--ckpt", *args, *(f"--set={each}" for each in settings)])
+        found[pack] = json.loads((tmp_path / "a.json").read_text())["runs"][0], ran[-2:]
+    packed, whole = found["True"][0], found["False"][0]
+    assert packed["nats_per_token"] == pytest.approx(whole["nats_per_token"], rel=1e-6)
+    assert sum(found["True"][1]) == 7 - len(settings) and found["False"][1] == [4, 4]
+    for key in ("params", "flops_per_token", "heads", "routing"):
+        assert packed[key] == whole[key]
+    assert packed["heads"] == [7 - len(settings), 8]
+
+
+def test_an_infinity_in_a_withdrawn_head_does_not_reach_the_score(tmp_path):
+    data, model = write_data(tmp_path / "toy"), make_model(n_head=4, agency=True)
+    model.set_head(0, 3, state="withdrawn")
+    finite = scored(write_checkpoint(tmp_path / "a.pt", model, data))
+    with torch.no_grad():
+        for part in range(3):  # the rows of its query, key and value
+            model.transformer.h[0].attn.c_attn.weight[part * 16 + 12:part * 16 + 16] = math.inf
+    path = write_checkpoint(tmp_path / "b.pt", model, data)
+    main(["--ckpt", path, "--json", str(tmp_path / "a.json")])
+    got = json.loads((tmp_path / "a.json").read_text())["runs"][0]["nats_per_token"]
+    assert got == pytest.approx(finite, rel=1e-6)
+    with pytest.raises(SystemExit, match="gives nan nats"):
+        main(["--ckpt", path, "--pack=False"])
 
 
 @pytest.mark.parametrize("scope", ["mlp", "block"])

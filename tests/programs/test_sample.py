@@ -330,6 +330,23 @@ def test_a_bad_setting_is_one_clear_line(ckpt, refusal, tmp_path, monkeypatch, f
     assert line in refusal(["--ckpt", ckpt, flag, value])
 
 
+def test_withdrawn_heads_are_packed_away_before_the_first_token(tmp_path, out):
+    """Same text; what is wrong in such a head reaches nothing, and --audit still sees it."""
+    path = make_checkpoint(tmp_path / "a.pt", agency=True)
+    args = ["--ckpt", path, "--start", "ab", "--max_new_tokens", 20]
+    withdrawn = out(*args, "--set=state.0.1=withdrawn")
+    assert withdrawn == out(*args, "--set=state.0.1=withdrawn", "--pack=False") != out(*args)
+    state = torch.load(path)
+    for part in range(3):  # the second head's rows of queries, keys and values
+        state["model"]["transformer.h.0.attn.c_attn.weight"][part * 16 + 8:part * 16 + 16] = float("inf")
+    torch.save(state, tmp_path / "b.pt")
+    args[1] = str(tmp_path / "b.pt")
+    assert out(*args, "--set=state.0.1=withdrawn") == withdrawn
+    for more in (["--pack=False"], ["--audit", str(tmp_path / "a.jsonl")]):
+        with pytest.raises(SystemExit, match="not numbers"):
+            main([*map(str, args), "--set=state.0.1=withdrawn", *more])
+
+
 def test_a_character_outside_the_vocabulary_is_named_and_nothing_is_printed(ckpt, tmp_path, refusal):
     other = make_checkpoint(tmp_path / "b.pt", "byte")
     line = refusal(["--ckpt", other, "--ckpt", ckpt, "--start", "abcZ"])
