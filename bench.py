@@ -43,7 +43,7 @@ import torch
 
 import train
 from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache
-from nanoheads.common import (ROOT, UserError, explain, keep_freed_memory, last_words, output_written,
+from nanoheads.common import (ROOT, UserError, as_program, explain, keep_freed_memory, last_words,
                               pick_device, table, writable, write_json)
 from nanoheads import own_mechanism
 from nanoheads.kernels import allow_graphs
@@ -396,7 +396,7 @@ def race(args):
             print(f"seed {seed}  {name:<8} {steps:>5} steps  val {nats / count:.4f} nats/char "
                   f"over {count:,}  loop {loop:6.1f} s  process {process:6.1f} s", flush=True)
         rows.append(row)
-        write(args, rows, dict(seeds=args.seeds, iters=args.iters))
+        write(args, rows, dict(seeds=args.seeds, iters=args.iters), None, finished=len(rows) == args.seeds)
     for part in ("loop", "process"):
         ratios = [r[f"{part}_s_modern"] / r[f"{part}_s_nanogpt"] for r in rows]
         print(f"wall time of the {part}: {statistics.mean(ratios):.3f} of nanoGPT's "
@@ -597,9 +597,10 @@ def run(args):
     done = []
     for row in rows:
         done.append(row)
-        write(args, done, vars(args), rate)
+        write(args, done, vars(args), rate, finished=False)
         if args.mechanisms or args.contexts:  # which come one by one
             print(line_of(row), flush=True)
+    write(args, done, vars(args), rate, finished=True)
     if text := table_of(done):
         print(text)
     if rate:
@@ -610,15 +611,15 @@ def run(args):
         raise UserError(f"{len(failed)} failed: {', '.join(failed)}")
 
 
-def write(args, rows, arguments, rate=None):
-    """What is measured so far, into --json."""
+def write(args, rows, arguments, rate, finished):
+    """What is measured so far, into --json; finished: whether that is all."""
     if args.json:
         write_json(args.json, dict(torch=torch.__version__, processor=threads.on_processor(),
-                                   arguments=arguments,
+                                   arguments=arguments, finished=finished,
                                    measured_matmul_tflops=rate, rows=rows))
 
 
-@output_written("bench")
+@as_program("bench")
 def main(argv=None):
     with last_words("bench", "smaller sizes need less"):
         args = arguments(own_mechanism.take(sys.argv[1:] if argv is None else argv))

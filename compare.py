@@ -34,12 +34,12 @@ from pathlib import Path
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 
 from nanoheads import configurator
-from nanoheads.common import (UserError, explain, fault_of_own_file, json_safe, output_written, pick_device,
-                              table, writable, write_json)
+from nanoheads.common import (UserError, as_program, explain, fault_of_own_file, json_safe, pick_device,
+                              table, writable, writable_folder, write_json)
 from nanoheads.folders import LONGEST, find, joined
 from nanoheads import own_mechanism
 from nanoheads.probes import promises
-from nanoheads.study import budget, costs, effects, findings, queue, report, results, tables, trial
+from nanoheads.study import budget, costs, effects, findings, looks, queue, report, results, tables, trial
 from nanoheads.study import scores as score_file
 from nanoheads.study.runs import Reuse, Runs, agreement
 from nanoheads.study.variants import StudyConfig, VariantBuilder, variants_of
@@ -425,8 +425,9 @@ def finished(study, command):
 
 def written(study, command):
     """Write the results of a study's runs so far; the results."""
-    found = results.collect(study, command)
+    found = {**results.collect(study, command), **looks.beside(study)}
     results.write(found, study.out)
+    looks.keep(study, found)
     return found
 
 
@@ -443,7 +444,8 @@ def ladder_of(config, name, command):
         studies.append(Study(at_size(config, size, out_dir=str(out / size)), name))
         found[size] = finished(studies[-1], command)
         print(report.in_text(found[size]))
-    ladder = dict(name=name, command=command, sizes=found, config=asdict(config))
+    ladder = dict(name=name, command=command, **effects.progress(*found.values()), sizes=found,
+                  config=asdict(config))
     results.write(ladder, out)
     return ladder, studies
 
@@ -484,7 +486,8 @@ def on_texts(config, name, command):
             study.wider.update(first.widths())
             study.match_parameters(place_for(study.config))
             found[short] = written(study, command)
-    whole = {**effects.together(found, name, command), "config": asdict(config)}
+    whole = {**effects.together(found, name, command), **effects.progress(*found.values()),
+             "config": asdict(config)}
     whole = json.loads(json.dumps(json_safe(whole)))  # as it will be read
     results.write(whole, out)
     return whole, [*studies.values()]
@@ -516,6 +519,13 @@ def keep_file(config, out):
             own_mechanism.copy(file, out)
 
 
+def check_places(config):
+    """UserError, before anything is read or run, where the report or the file of --json cannot be written."""
+    writable_folder(config.out_dir or "out", "--out_dir")
+    if config.json:
+        writable(config.json)
+
+
 # ---- the six things that this program does; run() picks one ----
 
 def write_tables(config):
@@ -531,6 +541,7 @@ def recheck(config):
 def compare_scores(config):
     """--scores: verdicts on the runs of another program."""
     path = Path(config.scores)
+    check_places(config)
     found = score_file.study_of(score_file.read(path), path.name, config.baseline, config.alpha,
                                 config.margin, config.higher_is_better)
     score_file.write(found, config.out_dir or Path("out", joined([f"{path.stem}-report"])), config.json)
@@ -539,6 +550,7 @@ def compare_scores(config):
 def report_once_more(config):
     """--from_results: the report of a results file, without its runs."""
     path = Path(config.from_results)
+    check_places(config)
     found = results.read(path)
     try:
         print(results.recheck(path, complain=False), flush=True)
@@ -569,8 +581,7 @@ def run_study(config, name, command):
 
     command: what the report says made it. Raises UserError.
     """
-    if config.json:
-        writable(config.json)
+    check_places(config)
     if config.minutes:
         config, line = within_minutes(config, name)
         print(line, flush=True)
@@ -620,7 +631,7 @@ def run(argv):
     run_study(config, name, command)
 
 
-@output_written("compare")
+@as_program("compare")
 def main(argv=None):
     # so that SIGTERM and a closed terminal, but for nohup's, stop the runs before they end this program
     signals = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]

@@ -26,7 +26,7 @@ from itertools import groupby
 
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
 from nanoheads import other_names
-from nanoheads.common import (UserError, last_words, output_written, pick_device, table, writable,
+from nanoheads.common import (UserError, as_program, last_words, pick_device, table, writable,
                               write_json)
 from nanoheads.intervals import block_bootstrap
 from nanoheads.training import checkpoint
@@ -164,7 +164,7 @@ def as_json(reports):
             "less_the_first": less}
 
 
-@output_written("evaluate")
+@as_program("evaluate")
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     for flag, instead in MOVED.items():

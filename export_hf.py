@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-from nanoheads.common import last_words, output_written, writable, write_json
+from nanoheads.common import as_program, last_words, writable, write_json
 from nanoheads import own_mechanism
 from nanoheads.hub import huggingface as hf
 from nanoheads.training import checkpoint
@@ -32,7 +32,7 @@ def arguments(argv):
     return parser.parse_args(argv)
 
 
-@output_written("export_hf")
+@as_program("export_hf")
 def main(argv=None):
     args = arguments(argv)
     with last_words("export_hf"):

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-from nanoheads.common import last_words, output_written, writable, writable_folder, write_json
+from nanoheads.common import as_program, last_words, writable, writable_folder, write_json
 from nanoheads import other_names
 from nanoheads.training.curves import AXES, plot_runs
 
@@ -41,7 +41,7 @@ def arguments(argv):
     return args
 
 
-@output_written("plot_curves")
+@as_program("plot_curves")
 def main(argv=None):
     args = arguments(other_names.in_our_arguments("plot_curves", sys.argv[1:] if argv is None else argv))
     with last_words("plot_curves"):

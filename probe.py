@@ -26,7 +26,7 @@ from functools import partial
 from importlib import import_module
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-from nanoheads.common import output_written
+from nanoheads.common import as_program
 from nanoheads.configurator import near
 
 # word -> (the module whose main() takes what follows, help); imported when asked for
@@ -62,7 +62,7 @@ def usage(argv):
     parser.parse_args(argv)
 
 
-@output_written("probe")
+@as_program("probe")
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0].startswith("-"):

@@ -39,7 +39,7 @@ import numpy as np
 import torch
 
 from model import GPT
-from nanoheads.common import (ROOT, UserError, last_words, output_written, pick_device, table, writable,
+from nanoheads.common import (ROOT, UserError, as_program, last_words, pick_device, table, writable,
                               writable_folder, write_atomic, write_json)
 from nanoheads.configurator import near
 from nanoheads.drawing import COLOURS, drawn, label_right, panels
@@ -438,7 +438,8 @@ def run(args):
     options = ("split", "tokens", "text", "floor", "seed", "recover", "rounds", "device")
     rows = []
     found = dict(dataset=data.meta["name"], split_sha256=data.splits[args.split].get("sha256"),
-                 torch=torch.__version__, **{name: vars(args)[name] for name in options}, rows=rows)
+                 torch=torch.__version__, **{name: vars(args)[name] for name in options}, rows=rows,
+                 finished=False)
     try:
         for number in range(len(args.ckpt)):
             for row in rows_of(args, number):
@@ -453,6 +454,7 @@ def run(args):
         raise UserError("--by blocks: so few heads save fewer FLOPs than any block")
     written = sorted({row["folder"] for row in rows if "folder" in row})
     if args.json:
+        write_json(args.json, {**found, "finished": True})  # these are all
         written.append(args.json)
         if picture := drawn(draw_curves, rows, "png"):
             written.append(args.json.with_name("pruning.png"))
@@ -465,7 +467,7 @@ def run(args):
     print(result_table(rows), *written, sep="\n")
 
 
-@output_written("prune")
+@as_program("prune")
 def main(argv=None):
     args = arguments(argv)
     with last_words("prune"):

@@ -19,7 +19,7 @@ from functools import partial
 
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
 from nanoheads import other_names
-from nanoheads.common import UserError, last_words, output_written, pick_device, writable, write_json
+from nanoheads.common import UserError, as_program, last_words, pick_device, writable, write_json
 from nanoheads.heads import look
 from nanoheads.training import checkpoint
 from nanoheads.training.sampling import (add_arguments, check, encode, generate, model_and_tokenizer,
@@ -99,7 +99,7 @@ def print_samples(args, text, made, audits=None):
             print(audits[i], end="\n\n")
 
 
-@output_written("sample")
+@as_program("sample")
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     checkpoint.add_arguments(p, required=False)

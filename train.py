@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from model import GPT, GPTConfig
 from nanoheads import configurator
-from nanoheads.common import (LESS, UserError, explain, output_written, ran_out_of_memory, writable,
+from nanoheads.common import (LESS, UserError, as_program, explain, ran_out_of_memory, writable,
                               write_json)
 from nanoheads.kernels import allow_graphs
 from nanoheads.locks import only_writer
@@ -720,7 +720,7 @@ def what_to_lower(config):
     return advice(config, int(os.environ.get("WORLD_SIZE", 1)))
 
 
-@output_written("train")
+@as_program("train")
 def main(argv=None):
     argv, config = sys.argv[1:] if argv is None else argv, None
     try:

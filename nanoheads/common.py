@@ -3,6 +3,7 @@ commit.
 """
 
 import ctypes
+import functools
 import json
 import math
 import os
@@ -81,14 +82,105 @@ def fault_of_own_file(e):
     return f"{places[-1]}: {type(e).__name__}: {words}" if places else None
 
 
+# paths that the program at work has yet to write, by writable() and writable_folder(): it goes on without a
+# reader of what it prints
+PROMISED = set()
+# {file of --json: where the one that an earlier program wrote is now}
+ASIDE = {}
+
+
+def as_program(name):
+    """Decorate a program's main(argv=None): output_written(), and what an earlier one wrote into the file of
+    --json is never there to be taken for what this one found, however it ends.
+    """
+    def decorated(main):
+        @functools.wraps(main)
+        def run(argv=None):
+            PROMISED.clear()
+            ASIDE.clear()
+            with output_written(name):
+                for path in json_files(sys.argv[1:] if argv is None else argv):
+                    set_aside(path)
+                try:
+                    return main(argv)
+                finally:
+                    report_aside(name)
+        return run
+    return decorated
+
+
+def json_files(argv):
+    """The files that --json=FILE and --json FILE name in a command line."""
+    argv = [str(arg) for arg in argv]
+    joined = [arg.partition("=")[2] for arg in argv if arg.startswith("--json=")]
+    return joined + [after for arg, after in zip(argv, argv[1:]) if arg == "--json"]
+
+
+def set_aside(path):
+    """Rename the file of an earlier program's result to FILE.old. What holds no JSON is no result, and stays:
+    it may be a text that was named by mistake.
+    """
+    with suppress(OSError, ValueError, RuntimeError):  # no JSON; or not to be moved, and writable() says so
+        path = Path(path).resolve()
+        old = path.with_name(f"{path.name}.old")
+        if path.is_file() and isinstance(json.loads(path.read_bytes()), (dict, list)):
+            os.replace(path, old)
+            ASIDE[path] = old
+
+
+def report_aside(name):
+    """Remove what was set aside of a file that was written anew; a line for each that was not."""
+    for path, old in ASIDE.items():
+        with suppress(OSError, ValueError):
+            if path.exists():
+                old.unlink()
+            else:
+                print(f"{name}: --json: no result was written; the one that was in {path} is in {old}",
+                      file=sys.stderr)
+
+
+class Output:
+    """sys.stdout of a program. Where its reader goes away, as head does, and files are still to be written,
+    what is printed goes nowhere from then on, and the program goes on.
+    """
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        return self.attempt(self.stream.write, text)
+
+    def flush(self):
+        return self.attempt(self.stream.flush)
+
+    def attempt(self, action, *args):
+        try:
+            return action(*args)
+        except BrokenPipeError:
+            if not PROMISED:
+                raise
+            drop(self.stream.fileno())
+
+
+def drop(number):
+    """Have what is written to a file of this number, such as 1 or 2, go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+
+
 @contextmanager
 def output_written(program):
     """End a program in one line where what it printed cannot be written, such as to a full disk, and quietly
-    where its reader has seen enough. Everything else passes through.
+    where its reader has seen enough and no file is to be written, see Output. Everything else passes through.
     """
     if sys.platform == "win32" and hasattr(sys.stdout, "reconfigure"):
         # a file or a pipe takes the 256 characters of a code page there
         sys.stdout.reconfigure(errors="replace")
+    stdout = sys.stdout
+    if stdout:  # None where it was closed before the program began
+        sys.stdout = Output(stdout)
     try:
         try:
             yield
@@ -106,11 +198,12 @@ def output_written(program):
             flush_output()
         except (OSError, ValueError):  # Python would try it once more, and print a traceback
             with suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                drop(sys.stdout.fileno())
+        sys.stdout = stdout
 
 
 def flush_output():
-    if sys.stdout:  # None where it was closed before the program began
+    if sys.stdout:
         sys.stdout.flush()
 
 
@@ -144,12 +237,18 @@ def close_bars():
 
 
 def writable(path, flag="--json"):
-    """The Path to write, checked before hours of work. Raises UserError."""
+    """The Path to write, checked before hours of work, and promised. Raises UserError.
+
+    Of --json it no longer holds what an earlier program wrote: see as_program().
+    """
     path = Path(path).resolve()
     if path.exists() and not path.is_file():
         raise UserError(f"{flag}: {path} is not a file")
     if not (path.parent.is_dir() and takes_files(path.parent)):
         raise UserError(f"{flag}: cannot write into {path.parent}: no such folder, or not allowed")
+    if flag == "--json":
+        set_aside(path)
+    PROMISED.add(path)
     return path
 
 
@@ -165,7 +264,7 @@ def takes_files(folder):
 
 
 def writable_folder(path, flag="--out"):
-    """The Path of a folder to write into, which may not be there yet; checked before hours of work.
+    """The Path of a folder to write into, which may not be there yet; checked before hours of work, promised.
 
     Raises UserError.
     """
@@ -175,6 +274,7 @@ def writable_folder(path, flag="--out"):
         raise UserError(f"{flag}: {there} is a file, not a folder; name another one")
     if not takes_files(there):
         raise UserError(f"{flag}: cannot write into {there}; name another folder")
+    PROMISED.add(path)
     return path
 
 

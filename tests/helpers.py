@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -40,6 +41,20 @@ def torchrun(argv, ranks, program=ROOT / "train.py", **env):
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(command, capture_output=True, text=True, timeout=120,
                           env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **env})
+
+
+@contextmanager
+def unread():
+    """Standard output inside is a pipe that nobody reads any more, as behind `| head -1`, line by line."""
+    end, start = os.pipe()
+    os.close(end)
+    stream = open(start, "w", buffering=1)
+    try:
+        with redirect_stdout(stream):
+            yield
+    finally:
+        with suppress(BrokenPipeError):
+            stream.close()
 
 
 # ---- models and checkpoints ----

@@ -4,6 +4,7 @@ How often the verdicts of a study are wrong, and how often they find what is the
     python tests/simulate.py                  # all tables: about 20 minutes on one idle core
     python tests/simulate.py --sims=200       # a first look
     python tests/simulate.py --only=dose      # known gains, with the spreads of real runs; a picture too
+    python tests/simulate.py --only=looks     # second looks, and seeds that are chosen by their scores
 
 Each simulated study goes through effects.comparisons() as a real one would. Spreads are in units of a typical
 arm's, the margin is one of those; true differences are 0, or exactly the margin, which is where "same" is
@@ -14,6 +15,7 @@ import argparse
 import math
 import sys
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +122,48 @@ def print_error_rates(sims):
         cells = (studies_at_once(n, n_plain, m, sims, *case) for case in (
             (none, 1.0), (half, 1.0), (3 * half, 3.0), (none, 1.0, True), (half, 1.0, False, 2)))
         print(f"{m:4} {n:6} {n_plain:6} " + "".join(f"{cell:24.1f}" for cell in cells), flush=True)
+
+
+# ---- looking again, and choosing seeds ----
+
+def subsets(n, size):
+    """All sets of so many of n seeds."""
+    return [list(each) for each in combinations(range(n), size)]
+
+
+# what a report is made of, one after the other, until one says what is hoped for: lists of seeds
+LOOKS = {
+    "3 seeds": [range(3)],
+    "5 seeds": [range(5)],
+    "3, then 5": [range(3), range(5)],
+    "3, 4, ... 8": [range(n) for n in range(3, 9)],
+    "3, 4, ... 20": [range(n) for n in range(3, 21)],
+    "the best 2 of 5": subsets(5, 2),
+    "the best 3 of 5": subsets(5, 3),
+    "the best 4 of 5": subsets(5, 4),
+    "the best 5 of 10": subsets(10, 5),
+}
+
+
+def seen_in_looks(rng, looks, true):
+    """The verdicts of reports on a variant and the plain GPT, each by its own of the seeds that both have."""
+    plain, arm = rng.normal(size=(2, 1 + max(map(max, looks))))
+    scores = dict(plain=plain.tolist(), arm=(arm + true).tolist())
+    of_looks = ({name: {seed: y[seed] for seed in look} for name, y in scores.items()} for look in looks)
+    return {judge(own, [("arm", "plain", [])], margin=1.0)[0]["verdict"] for own in of_looks}
+
+
+def print_looks(sims):
+    print("\nPercent of studies in which one of several reports is wrong: one variant, both sides by the\n"
+          "same seeds, no true difference, or one of the margin, 1 sd. Monte-Carlo error (one sd at 5 %): "
+          f"{100 * math.sqrt(0.05 * 0.95 / sims):.1f}")
+    print(f"{'reports':<20}{'none: better or worse':>24}{'none: better':>16}{'1 sd: same':>14}")
+    for name, looks in LOOKS.items():
+        rng = np.random.default_rng(11)
+        none, true = ([seen_in_looks(rng, looks, size) for _ in range(sims)] for size in (0.0, 1.0))
+        cells = ({"better", "worse"}, none), ({"better"}, none), ({"same"}, true)
+        wrong, better, same = (100 * np.mean([bool(words & seen) for seen in of]) for words, of in cells)
+        print(f"{name:<20}{wrong:24.1f}{better:16.1f}{same:14.1f}", flush=True)
 
 
 # ---- screened, then judged ----
@@ -298,9 +342,9 @@ def print_decided(sims, sd):
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--sims", type=int, default=1000, help="simulated studies a cell")
-    p.add_argument("--only", choices=("errors", "stages", "power", "dose"))
+    p.add_argument("--only", choices=("errors", "stages", "power", "dose", "looks"))
     a = p.parse_args()
     for name, table in (("dose", print_doses), ("power", print_power), ("stages", print_two_stages),
-                        ("errors", print_error_rates)):
+                        ("looks", print_looks), ("errors", print_error_rates)):
         if a.only in (None, name):
             table(a.sims)

@@ -124,6 +124,15 @@ def failed_runs(failures):
     return len({row["log"] for row in failures})
 
 
+def progress(*studies):
+    """{"finished", "planned", "done"} of studies: whether all planned runs are done or failed, and how many
+    there are of the first two.
+    """
+    left = [study["planned"] - study["done"] - failed_runs(study["failures"]) for study in studies]
+    return dict(finished=max(left) <= 0, **{key: sum(study[key] for study in studies)
+                                            for key in ("planned", "done")})
+
+
 def differences(scores, row):
     """Each seed of the variant minus the mean of the baseline, for the picture."""
     own, base = scores.get(row["variant"], {}), list(scores.get(row["baseline"], {}).values())
@@ -368,11 +377,13 @@ def over_texts(texts):
     sums = {key: sum(study[key] for study in studies) for key in ("planned", "done")}
     failures = [failure for study in studies for failure in study["failures"]]
     reused = reused_in(studies)
+    beside = {key: [{**row, "text": text} for text, study in texts.items() for row in study.get(key) or ()]
+              for key in ("left_out", "looks")}
     size = {key: sum(study["data"][key] or 0 for study in studies) for key in ("tokens", "bytes", "of_bytes")}
     data = {**first["data"], **size, "dataset": BOTH.join(texts), "sha256": None, "note": None}
     settings = {key: value for key, value in first.get("settings", {}).items() if key != "dataset"}
     return {**first, **sums, "settings": settings, "arms": variants, "pairs": pairs, "failures": failures,
-            "reused": reused, "runs": {}, "data": data}
+            "reused": reused, "runs": {}, "data": data, **beside}
 
 
 def reused_in(studies):

@@ -99,17 +99,27 @@ def verdicts(found):
     together, of several sizes {"sizes": {size: ...}}.
     """
     if "sizes" in found:
-        return {"sizes": {size: verdicts(each) for size, each in found["sizes"].items()}}
+        sizes = found["sizes"]
+        return {**effects.progress(*sizes.values()), "sizes": {size: verdicts(sizes[size]) for size in sizes}}
     out = found.get("out") or found["config"].get("out_dir")
     found = effects.pooled(found) if "texts" in found else found
     keys = ("low", "high", "p", "p_corrected", "p_same", "n", "n_baseline", "more_seeds")
     rows = [dict(variant=c["variant"], baseline=c["baseline"], equal=c["equal"],
-                 verdict=verdict_of(found, c), difference=c["mean"], **{key: c.get(key) for key in keys},
+                 **verdict_for_a_program(found, c), difference=c["mean"], **{key: c.get(key) for key in keys},
                  words=sentence_of(found, c)) for c in [*against_plain(found), *others(found)]]
     bpb = {name: mean_of(arm) for name, arm in found["arms"].items()}
-    return json_safe(dict(name=found["name"], folder=out, headline=headline(found), alpha=found["alpha"],
-                          margin=found["margin"], failures=len(found["failures"]), bpb=bpb,
-                          comparisons=rows))
+    return json_safe(dict(name=found["name"], folder=out, **effects.progress(found), headline=headline(found),
+                          notices=notices(found), alpha=found["alpha"], margin=found["margin"],
+                          failures=len(found["failures"]), left_out=found.get("left_out"),
+                          looks=found.get("looks"), bpb=bpb, comparisons=rows))
+
+
+def verdict_for_a_program(found, c):
+    """{"verdict", "interim_verdict"}: what asks for "better" must not find it in an unfinished study."""
+    so_far = verdict_so_far(found, c)
+    if is_interim(found):
+        return dict(verdict="unfinished", interim_verdict=so_far)
+    return dict(verdict=so_far, interim_verdict=None)
 
 
 def against_plain(found, only=None):
@@ -138,8 +148,21 @@ def at_own_rates(found):
     return bool(tuned) and all("tuned rates" not in pair[2] for pair in found["pairs"])
 
 
+INTERIM = "interim: "  # before a verdict of an unfinished study
+
+
+def is_interim(found):
+    """Whether a study has runs left to do: then all of its verdicts may still change."""
+    return not effects.progress(found)["finished"]
+
+
 def verdict_of(found, c):
-    """The verdict; without a difference, why there is none."""
+    """The verdict as it is shown: of an unfinished study it is marked, so that nobody quotes it as one."""
+    return INTERIM * (is_interim(found) and known(c["mean"])) + verdict_so_far(found, c)
+
+
+def verdict_so_far(found, c):
+    """The verdict by the runs that are done; without a difference, why there is none."""
     if known(c["mean"]):
         return c["verdict"]
     failed = {f["arm"] for f in found["failures"]}
@@ -150,7 +173,8 @@ def verdict_of(found, c):
 
 
 def sentence_of(found, c):
-    return " ".join(printable(c["words"] if known(c["mean"]) else verdict_of(found, c)).split())
+    words = INTERIM * is_interim(found) + c["words"] if known(c["mean"]) else verdict_of(found, c)
+    return " ".join(printable(words).split())
 
 
 def headline(found):
@@ -158,7 +182,7 @@ def headline(found):
     rows = against_plain(found)
     if not rows:
         return "No variant was compared with the plain GPT."
-    best = [c for c in rows if verdict_of(found, c) == "better"]
+    best = [c for c in rows if verdict_so_far(found, c) == "better"]
     lost, unmeasured = limits_of(found, best)
     whats = listed(list(dict.fromkeys(what for own in lost.values() for what in own)), "or")
     if len(rows) == 1:
@@ -166,13 +190,14 @@ def headline(found):
         if lost:
             parts.append(f"not shown to be better at equal {whats}")
         return f"{label_of(found, rows[0]['variant'])}: {'; '.join([*parts, *unmeasured])}."
-    verdicts = [verdict_of(found, c) for c in rows]
+    verdicts = [verdict_so_far(found, c) for c in rows]
     words = [word for word in (*MEANING, "failed", "no runs yet") if word in verdicts and word != "better"]
     rest = "".join(f"; {verdicts.count(word)} {word}" for word in words)
     screened = f"{len(found['screened'])} variants were screened. " if found.get("screened") else ""
     rest = rest.replace(" same", f" the same within ±{found['margin']:g} bits/byte")
     were = f"variants {'was' if len(best) < 2 else 'were'} shown to be better than the plain GPT"
     said = f"{screened}{len(best) or 'Not one'} of {len(rows)} {were}{rest}."
+    said = INTERIM.capitalize() * is_interim(found) + said
     parts = []
     if lost:
         one, *more = lost
@@ -265,11 +290,8 @@ def timed_how(found):
 
 def notices(found):
     """What a reader must know before the numbers."""
-    failed, lines = effects.failed_runs(found["failures"]), []
-    if found["done"] + failed < found["planned"]:
-        lines.append(f"This study is not finished: {found['done']} of {found['planned']} runs are done; "
-                     "all of this may still change.")
-    elif at_own_rates(found):
+    failed, lines = effects.failed_runs(found["failures"]), standing(found)
+    if not is_interim(found) and at_own_rates(found):
         where = f"found on {found['tuned_on']}" if found.get("tuned_on") else "see Learning rates"
         lines.append(f"The plain GPT and all that are judged have their own best rates: {where}.")
     if taken := (found.get("plain_rates") or {}).get("flags"):
@@ -294,6 +316,63 @@ def notices(found):
     if (found.get("commit") or "").endswith("-dirty"):
         lines.append("The code had changes that are in no commit.")
     return lines
+
+
+MOST_LOOKS = 4  # of other reports, that are named one by one
+WHAT_IT_DOES = "docs/results/verdicts.md says how often it misleads"
+
+
+def standing(found):
+    """What p values do not know of, as sentences: runs that are to come, are left out, or were judged before.
+
+    found: also a study of several sizes.
+    """
+    if "sizes" in found:
+        return [f"{size}: {line}" for size, study in found["sizes"].items() for line in standing(study)]
+    lines = []
+    if is_interim(found):
+        lines.append(f"This study is not finished: {found['done']} of {found['planned']} runs are done; "
+                     "all of this may still change.")
+    if rows := found.get("left_out"):
+        runs = listed([f"{len(row['seeds'])} of {label_of(found, row['variant'])} "
+                       f"({seeds_in_words(row['seeds'])}{of_text(row)})" for row in rows])
+        lines.append(f"Finished runs of the same variants are left out: {runs}. p holds where seeds were "
+                     f"chosen before their scores were known; else {WHAT_IT_DOES}.")
+    if earlier := found.get("looks"):
+        more = len(earlier) - MOST_LOOKS
+        words = [f"{more} times before"] * (more > 0) + [look_in_words(found, look)
+                                                         for look in earlier[-MOST_LOOKS:]]
+        lines.append(f"The same variants were judged by other runs: {'; '.join(words)}. p does not allow for "
+                     f"another look; {WHAT_IT_DOES}.")
+    return lines
+
+
+def of_text(row):
+    """Behind a figure of a study on several texts: the one that it is of."""
+    return f", on {row['text']}" if "text" in row else ""
+
+
+def look_in_words(found, look):
+    """When and by which seeds another report judged the variants of a study."""
+    by_seeds = {}
+    for name, seeds in look["seeds"].items():
+        by_seeds.setdefault(seeds_in_words(seeds), []).append(label_of(found, name))
+    seeds = listed([f"{words} of {listed(names) if len(names) < 6 else f'{len(names)} of them'}"
+                    for words, names in by_seeds.items()])
+    interim = "" if look["finished"] else f", unfinished with {look['done']} of {look['planned']} runs"
+    return f"on {printable(look['date'])} by {seeds}{of_text(look)} ({printable(look['folder'])}{interim})"
+
+
+def seeds_in_words(seeds):
+    """1, 2, 3, 7 as "seeds 1 to 3, 7"; seeds: in order."""
+    parts = []
+    for seed in seeds:
+        if parts and seed == parts[-1][-1] + 1:
+            parts[-1].append(seed)
+        else:
+            parts.append([seed])
+    words = [f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts]
+    return f"seed{'s' * (len(seeds) > 1)} {', '.join(words)}"
 
 
 def reused_sentence(rows, planned):
@@ -323,7 +402,7 @@ def remarks(found, over_text="report.html"):
     beside = f"; {over_text} has one over the text beside each" * any(
         c.get("text") for c in found["comparisons"])
     lines.append(f"Intervals ({level(found)}) are over seeds and not over other text{beside}.")
-    if any(verdict_of(found, c) == "better" for c in against_plain(found)):
+    if any(verdict_so_far(found, c) == "better" for c in against_plain(found)):
         lines.append("At equal parameters better is a verdict; at equal FLOPs or time it means that the "
                      "interval, which is not corrected, lies below 0.")
     return [*lines, *filter(None, [timed_how(found)])]

@@ -13,7 +13,8 @@ from matplotlib.ticker import FuncFormatter
 
 from nanoheads.common import number
 from nanoheads.drawing import COLOURS, canvas, label_right, panels, ticks
-from nanoheads.study.findings import MEANING, against_plain, known, label_of, level, mean_of, printable, short
+from nanoheads.study.findings import (INTERIM, MEANING, against_plain, is_interim, known, label_of, level,
+                                      mean_of, printable, short)
 
 # blue, orange, green, grey, and black for the plain GPT: as on the page
 VERDICT_COLOURS = dict(zip([*MEANING, "plain"],
@@ -63,7 +64,8 @@ def forest(found):
     axes.set_xlabel(printable(words["axis"]))
     words = f"mean and {level(found)} interval over seeds; small dots: the seeds; grey band: the margin"
     shown = {c["verdict"] for c in rows}
-    handles = [Line2D([], [], color=colour, marker="o", linewidth=2, label=verdict)
+    interim = INTERIM * is_interim(found)
+    handles = [Line2D([], [], color=colour, marker="o", linewidth=2, label=interim + verdict)
                for verdict, colour in VERDICT_COLOURS.items() if verdict in shown and verdict != "plain"]
     figure.legend(handles=handles, title=words, loc="outside lower center", ncols=5, frameon=False,
                   fontsize=10, title_fontsize=10)

@@ -17,12 +17,12 @@ import jinja2
 from nanoheads import drawing
 from nanoheads.common import table, write_atomic
 from nanoheads.study import effects, pictures
-from nanoheads.study.findings import (MEANING, Table, against_plain, candidates_table, costs_table,
+from nanoheads.study.findings import (INTERIM, MEANING, Table, against_plain, candidates_table, costs_table,
                                       dynamic_tables, equal_of, headline, interval, known, label_of, labelled,
                                       ladder_table, level, mean_alone, mean_of, notices, others,
                                       others_table, plain_rates_table, printable, remarks, screened_table,
-                                      sentence_of, settings_of, show, steps_table, texts_table, tuned_table,
-                                      verdict_of, verdicts_table, without)
+                                      sentence_of, settings_of, show, standing, steps_table, texts_table,
+                                      tuned_table, verdict_of, verdicts_table, without)
 
 SEEDS_ABREAST = 10  # columns of a table that a desk's window holds
 
@@ -31,7 +31,8 @@ SEEDS_ABREAST = 10  # columns of a table that a desk's window holds
 def in_text(found, width=120):
     """The plain GPT and each variant, the best first; long names lose their beginning to keep to `width`."""
     if "sizes" in found:
-        above, tables, below = [f"{found['name']}: effects over sizes"], [ladder_table(found)], []
+        above = [f"{found['name']}: effects over sizes", *standing(found)]
+        tables, below = [ladder_table(found)], []
     elif "texts" in found:
         both = effects.pooled(found)
         above, tables = [headline(both), *notices(both)], [texts_table(found), others_table(both)]
@@ -84,7 +85,8 @@ PAGES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent 
                            trim_blocks=True, lstrip_blocks=True)
 PAGES.filters.update(numeric=numeric, shaded=shaded, shown=lambda value: show(value, ".4g"),
                      base64=lambda data: base64.b64encode(data).decode())
-PAGES.globals.update(MEANING=MEANING, BADGES=(*MEANING, "failed", "no runs yet"))
+PAGES.globals.update(MEANING=MEANING, BADGES=(*MEANING, "failed", "no runs yet",
+                                              *(INTERIM + word for word in MEANING)))
 
 
 def page(found, drawn=None):
@@ -148,6 +150,7 @@ def ladder_page(found, drawn=None):
     """report.html of a study of several sizes; drawn: {"ladder": SVG as bytes, or None}."""
     return PAGES.get_template("ladder.html").render(
         found=found, title=f"{found['name']}: effects over sizes", table=ladder_table(found),
+        notices=standing(found),
         drawn={"ladder": None, **(drawn or {})})
 
 

@@ -71,7 +71,7 @@ def collect(study, command):
               for folder, result in done.items()},
         lives=dynamic.of_study(study, judged, done) if c.lives and nothing_runs else None,
         reused=study.runs.reused(), failures=failures, planned=len(planned), done=len(done)))))
-    return {**found, **as_read(effects.figures(found))}
+    return {**found, **effects.progress(found), **as_read(effects.figures(found))}
 
 
 def refuse_to_lose(study, done):

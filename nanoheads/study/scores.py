@@ -122,6 +122,7 @@ def study_of(rows, name, baseline=None, alpha=0.05, margin=0.01, higher_is_bette
         effects.withhold_where_runs_failed(row, failures)
     better = "right" if higher_is_better else "left"
     return dict(name=name, arms=arms, comparisons=found, alpha=alpha, margin=margin, failures=failures,
+                planned=len(rows), done=len(rows) - len(failures),
                 higher_is_better=higher_is_better, procedure=effects.PROCEDURE,
                 forest=dict(title=name, axis=f"score, variant − {baseline} ({better} is better)"))
 
@@ -207,7 +208,7 @@ def verdicts(found):
         rows.append(dict(variant=label_of(found, c["variant"]), score=mean_of(found["arms"][c["variant"]]),
                          difference=c["mean"], **kept,
                          **{f"{column}_ratio": ratio(found, c["variant"], column) for column in OPTIONAL}))
-    return json_safe(dict(file=found["name"], baseline=label_of(found, "plain"),
+    return json_safe(dict(file=found["name"], baseline=label_of(found, "plain"), **effects.progress(found),
                           baseline_score=mean_of(found["arms"]["plain"]), alpha=found["alpha"],
                           margin=found["margin"], higher_is_better=found["higher_is_better"],
                           procedure=found["procedure"], headline=headline(found), notices=notices(found),

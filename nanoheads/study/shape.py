@@ -44,6 +44,7 @@ COMPARISON = dict(**INTERVAL, variant=str, baseline=str, equal=[str], n=int, ver
                   more_seeds=OPEN, differences=[NUMBER], text=Maybe(dict(low=NUMBER, high=NUMBER)),
                   worth=Maybe(WORTH), equal_flops=Maybe(INTERVAL),
                   equal_time=Maybe(INTERVAL))
+LOOK = dict(date=str, folder=str, planned=int, done=int, finished=bool, seeds=Each([int]))  # see looks.py
 STUDY = dict(
     name=str, question=str, command=str, alpha=NUMBER, margin=NUMBER, planned=int, done=int, config=dict,
     seeds=[int],
@@ -56,6 +57,8 @@ STUDY = dict(
     screen=Maybe(dict(seeds=[int], scores=SCORES, chosen=[str], rule=str)), screened_out=Maybe([str]),
     tuned=Maybe(Each(SCORES)), candidates=Maybe(Each([dict(rates=Each(NUMBER), bpb=Each(NUMBER))])),
     plain_rates=Maybe(dict(seeds=[int], start=dict, flags=dict, tried=[dict(steps=dict, bpb=Each(NUMBER))])),
+    # not kept before 2026-11-27
+    finished=Maybe(bool), left_out=Maybe([dict(variant=str, seeds=[int])]), looks=Maybe([LOOK]),
     lives=Maybe(dict))
 # what effects.py computes from that
 FIGURES = dict(

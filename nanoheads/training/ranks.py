@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from nanoheads.common import UserError, pick_device
+from nanoheads.common import UserError, drop, pick_device
 
 
 @dataclass
@@ -108,11 +108,6 @@ def problem_of_ranks(device, local):
     if device == "cuda" and not dist.is_nccl_available():
         return ("device=cuda under torchrun needs NCCL, which this build of PyTorch does not have (none for "
                 "Windows has it): start one process, or --device=cpu")
-
-
-def drop(stream):
-    """Have what is written to a stream, 1 or 2, go nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 class StopSignal:

@@ -347,6 +347,7 @@ def test_a_curve_has_a_folder_each_and_a_picture(run, tmp_path, capsys):
     assert {(tmp_path / "out" / f"{n}-plain" / f"{by}-{to}" / "best.pt").is_file()
             for n in (1, 2) for by in ("random", "entropy") for to in (0.5, 0.75)} == {True}
     rows = found["rows"]
+    assert found["finished"] is True
     for row in rows:
         assert len(row["gone"]) == 8 - row["kept"] == 8 * (1 - row["to"])
     drawn = {(row["ckpt"], row["to"]): row["gone"] for row in rows if row["by"] == "random"}
@@ -419,7 +420,8 @@ def test_the_rows_that_are_done_are_kept_where_the_next_one_fails(run, data, tmp
     with pytest.raises(SystemExit):
         main(["--ckpt", two[0], "--ckpt", two[1], "--to", "0.5", "--by", "random", "--rounds=0",
               "--device=cpu", f"--json={out}"])
-    assert [row["ckpt"] for row in json.loads(out.read_text())["rows"]] == two[:1]
+    told = json.loads(out.read_text())
+    assert [row["ckpt"] for row in told["rows"]] == two[:1] and told["finished"] is False
     assert "random" in capsys.readouterr().out
 
 

@@ -166,6 +166,7 @@ def test_a_mechanism_is_finished_and_written_before_the_next_is_built(figures, m
     assert seen == {"gpt2": ([], []), "acag": (["gpt2"], []), "sink": (["gpt2"], ["gpt2", "acag"]),
                     "xsa": (["gpt2"], ["gpt2", "acag", "sink"])}
     rows = figures()
+    assert json.loads(figures.path.read_text())["finished"] is True
     assert [r["name"] for r in rows] == ["gpt2", "acag", "sink", "xsa"]
     assert all(r["what"] == "train" and r["reference"] == "gpt2" for r in rows)
     assert capsys.readouterr().out.count("acag") == 2  # as soon as it is made, and in the table
@@ -194,6 +195,7 @@ def test_what_is_done_is_kept_when_the_benchmark_is_stopped(figures, monkeypatch
     with pytest.raises(SystemExit) as e:
         bench.main(["--mechanisms=sink,xsa,acag", "--json", str(figures.path), *TINY])
     assert e.value.code == 130 and [r["name"] for r in figures()] == ["gpt2", "sink"]
+    assert json.loads(figures.path.read_text())["finished"] is False
 
 
 def test_memory_that_cannot_be_measured_is_a_row_too(figures, monkeypatch):

@@ -31,7 +31,7 @@ from nanoheads.study.variants import SIZES, StudyConfig, VariantBuilder, size_of
 from nanoheads.text.dataset import missing
 
 from conftest import ROOT, in_this_process, small_plain, write_dataset
-from helpers import study_of
+from helpers import study_of, unread
 
 STUDIES = sorted(p.name for p in (ROOT / "config" / "studies").glob("*.py"))
 
@@ -1177,6 +1177,154 @@ def test_the_verdicts_of_a_file_are_written_for_a_program_too(finished, refusal,
     capsys.readouterr()
     said = refusal(["--recheck=out/test/results.json.gz", "--json=verdicts.json"])
     assert "json='verdicts.json' has nothing to hold: recheck judges nothing" in said
+
+
+def test_a_report_of_an_unfinished_study_has_no_verdict_for_a_program(finished, plain, capsys):
+    study, found = finished
+    for seed in (6, 7):
+        (study.runs.folders["judge", "output_gate", seed] / "result.json").unlink()
+    argv = ["--base", str(plain), "--device=cpu", "--seeds=5,6,7", "--plain_seeds=4", "--budgets=[0.5]",
+            "--mechanisms=output_gate,unet_concat", "--settings={'n_layer': 2}", "--out_dir=out/b"]
+    main([*argv, "--report_only", "--json=verdicts.json"])
+    told, kept = json.loads(Path("verdicts.json").read_text()), results.read("out/b/results.json.gz")
+    n = found["planned"]
+    for each in (told, kept):
+        assert (each["finished"], each["planned"], each["done"]) == (False, n, n - 2)
+    assert {c["verdict"] for c in told["comparisons"]} == {"unfinished"}
+    assert [c["interim_verdict"] for c in told["comparisons"]] == [
+        c["verdict"] for name in [c["variant"] for c in told["comparisons"]]
+        for c in kept["comparisons"] if c["variant"] == name]
+    assert "interim: " in capsys.readouterr().out and found["finished"] is True
+
+
+def small_study(plain, here, monkeypatch):
+    """compare(seeds, *more) -> what --json has of a study of sink with these seeds."""
+    monkeypatch.setattr(compare, "place_for", lambda config: here)
+
+    def call(seeds, *more):
+        main(["--base", str(plain), "--device=cpu", "--mechanisms=sink", "--budgets=[]", f"--seeds={seeds}",
+              "--match_parameters=False", "--json=v.json", *more])
+        return json.loads(Path("v.json").read_text())
+    return call
+
+
+def seen(told):
+    """[{variant: seeds}] of the other reports that --json names."""
+    return [look["seeds"] for look in told["looks"]]
+
+
+def test_a_study_says_which_runs_it_leaves_out_and_how_it_was_judged_before(plain, here, monkeypatch, capsys):
+    """Three verdicts from the same runs, each as if it were the only one."""
+    study = small_study(plain, here, monkeypatch)
+    both = {side: dict(plain=seeds, sink=seeds) for side, seeds in (("two", [1, 2]), ("four", [1, 2, 3, 4]))}
+    first = study("1,2")
+    assert first["left_out"] == first["looks"] == []
+    more = study("1,2,3,4")
+    assert more["left_out"] == [] and seen(more) == [both["two"]]
+    look, = more["looks"]
+    assert (look["folder"], look["finished"], look["planned"], look["done"]) == ("out/sink-plain", True, 4, 4)
+    capsys.readouterr()
+    chosen = study("2,4")
+    assert chosen["left_out"] == [dict(variant="plain", seeds=[1, 3]), dict(variant="sink", seeds=[1, 3])]
+    assert sorted(seen(chosen), key=str) == [both["four"], both["two"]]
+    left, judged = chosen["notices"][:2]
+    assert left.startswith("Finished runs of the same variants are left out: 2 of plain GPT (seeds 1, 3) "
+                           "and 2 of sink (seeds 1, 3).")
+    assert judged.startswith("The same variants were judged by other runs: on ")
+    assert "by seeds 1 to 4 of plain GPT and sink (out/sink-plain-2)" in judged
+    printed, page = capsys.readouterr().out, Path("out/sink-plain-3/report.html").read_text()
+    main(["--from_results=out/sink-plain-3/results.json.gz"])
+    for text in (printed, page, capsys.readouterr().out):
+        assert all("".join(line.split()) in "".join(text.split()) for line in (left, judged))
+    # the same report once more is no other one; without runs or with other ones there is nothing to say
+    assert study("2,4") == chosen
+    assert study("5,6")["left_out"] == [dict(variant=name, seeds=[1, 2, 3, 4]) for name in ("plain", "sink")]
+    other = study("5,6", "--mechanisms=xsa", "--out_dir=out/x")
+    assert [row["variant"] for row in other["left_out"]] == ["plain"] and other["looks"] == []
+    of_other_steps = study("1,2", "--settings={'max_iters': 5}", "--out_dir=out/y")
+    assert of_other_steps["left_out"] == of_other_steps["looks"] == []
+    assert "all of them the same" in results.recheck("out/sink-plain-3/results.json.gz")
+
+
+def test_what_a_study_was_judged_by_stays_with_its_results(plain, here, monkeypatch):
+    """Also where out/trials is gone, and where the file is from before such records were kept."""
+    study = small_study(plain, here, monkeypatch)
+    study("1,2", "--out_dir=out/a")
+    study("1,2,3", "--out_dir=out/a")
+    shutil.rmtree("out/trials")
+    two, three = (dict(plain=seeds, sink=seeds) for seeds in ([1, 2], [1, 2, 3]))
+    chosen = study("2,3", "--out_dir=out/a")
+    assert sorted(seen(chosen), key=str) == [three, two]
+    assert chosen["left_out"] == [dict(variant="plain", seeds=[1]), dict(variant="sink", seeds=[1])]
+    before = results.read("out/a/results.json.gz")
+    results.write({key: value for key, value in before.items() if key not in ("looks", "left_out")}, "out/a")
+    shutil.rmtree("out/trials")
+    assert seen(study("5,6", "--out_dir=out/a")) == [dict(plain=[2, 3], sink=[2, 3])]
+
+
+def test_runs_of_a_file_that_a_study_does_not_take_are_left_out_too(plain, here, monkeypatch):
+    study = small_study(plain, here, monkeypatch)
+    study("1,2,3", "--out_dir=out/a")
+    path = on_file(results.read("out/a/results.json.gz"))
+    here.started = []
+    chosen = study("1,3", f"--reuse={path}", "--out_dir=out/b")
+    assert here.started == []
+    assert chosen["left_out"] == [dict(variant=name, seeds=[2]) for name in ("plain", "sink")]
+
+
+def test_a_report_of_a_part_of_the_runs_is_a_look_too(plain, here, monkeypatch):
+    study = small_study(plain, here, monkeypatch)
+    study("1,2,3")
+    assert study("1,2,3,4", "--report_only")["looks"] == []  # of the same runs
+    (next(Path("out/trials").glob("*/result.json"))).unlink()
+    told = study("1,2,3,4", "--report_only", "--out_dir=out/a")
+    assert told["finished"] is False and told["done"] == 5
+    looks = study("1,2,3,4")["looks"]
+    assert [(look["finished"], look["done"]) for look in looks] == [(True, 6), (False, 5)]
+    assert sorted(map(len, looks[1]["seeds"].values())) == [2, 3]
+
+
+def test_damaged_records_of_reports_stop_no_study(plain, here, monkeypatch):
+    study = small_study(plain, here, monkeypatch)
+    study("1,2")
+    look, = Path("out/trials/looks").glob("*.json")
+    look.with_name("other.json").write_text('{"date": 3}')
+    look.with_name("half.json").write_text('{"date')
+    folder = next(Path("out/trials").glob("*/result.json")).parent
+    shutil.copytree(folder, "out/trials/copy")
+    Path("out/trials/copy/trial.json").write_text('{"model": {}}')
+    assert seen(study("1,2,3")) == [dict(plain=[1, 2], sink=[1, 2])]
+
+
+@pytest.mark.parametrize("more", [[], ["--from_results=out/sink-plain/results.json.gz"],
+                                  ["--scores=scores.csv"]], ids=["study", "results", "scores"])
+def test_a_report_is_written_without_a_reader(more, plain, here, monkeypatch, tmp_path):
+    """As by `compare.py ... | head -1`, which closes the pipe behind the first line."""
+    study = small_study(plain, here, monkeypatch)
+    if more:
+        study("1,2")
+        Path("scores.csv").write_text("variant,seed,score\na,1,2\na,2,2.1\nb,1,3\nb,2,3.1\n")
+        Path("v.json").unlink()
+    with unread():
+        if more:
+            main([*more, "--json=v.json", "--out_dir=out/b"])
+        else:
+            study("1,2", "--out_dir=out/b")
+    assert json.loads(Path("v.json").read_text())["comparisons"]
+    assert Path("out/b/report.html").is_file() and Path("out/b/forest.png").is_file()
+
+
+def test_a_study_that_is_stopped_leaves_no_verdict_of_another_day(plain, here, monkeypatch, capsys):
+    study = small_study(plain, here, monkeypatch)
+    study("1,2")
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(compare, "finished", interrupted)
+    with pytest.raises(SystemExit) as e:
+        study("1,2,3")
+    assert e.value.code == 130 and not Path("v.json").exists() and Path("v.json.old").is_file()
+    assert f"is in {Path('v.json.old').resolve()}" in capsys.readouterr().err
 
 
 def test_a_run_is_gone_only_when_the_new_one_is_in_its_place(finished, monkeypatch):

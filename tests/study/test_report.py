@@ -373,6 +373,73 @@ def test_unfinished_study_says_so_at_the_top():
         assert f"not finished: {n - 7} of {n} runs are done" in text[:1000]
 
 
+def test_verdicts_of_an_unfinished_study_are_marked_wherever_they_stand():
+    """A script that asks for "better" must not find it, and no line can be quoted as a verdict."""
+    found, row = one_better()
+    n = found["planned"]
+    c, = findings.verdicts(found)["comparisons"]
+    assert (c["verdict"], c["interim_verdict"], c["words"]) == ("better", None, "better by 0.02 bits/byte")
+    found["planned"] += 4
+    told = findings.verdicts(found)
+    assert (told["finished"], told["planned"], told["done"]) == (False, n + 4, n)
+    c, = told["comparisons"]
+    assert (c["verdict"], c["interim_verdict"]) == ("unfinished", "better")
+    assert c["words"] == "interim: better by 0.02 bits/byte"
+    for text in (told["headline"], report.in_text(found), Page(html_of(found)).text):
+        assert text.count("better by 0") == text.count("interim: better by 0") > 0
+    assert findings.verdicts_table(found).rows[1][1] == "interim: better"
+    assert ">interim: better</span>" in html_of(found)
+    legend, = pictures.forest(found).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["interim: better"]
+    assert headline({**make_found(5), "planned": 10**4}).startswith("Interim: 2 of 5 variants were shown")
+    # what failed is not to come, unless it is tried again
+    found["failures"] = [dict(arm="plain", seed=9 + i, why="killed", log=str(i)) for i in range(4)]
+    assert findings.verdicts(found)["finished"]
+
+
+def test_of_several_sizes_or_texts_the_unfinished_ones_are_marked():
+    ladder = make_ladder()
+    assert findings.verdicts(ladder)["finished"] and "not finished" not in report.in_text(ladder)
+    ladder["sizes"]["0.33M"]["done"] -= 3
+    told = findings.verdicts(ladder)
+    n = 3 * ladder["sizes"]["1M"]["planned"]
+    assert (told["finished"], told["planned"], told["done"]) == (False, n, n - 3)
+    for size, each in told["sizes"].items():
+        assert each["finished"] is (size != "0.33M")
+        assert all((c["verdict"] == "unfinished") is (size == "0.33M") for c in each["comparisons"])
+    assert {row[1] for row in findings.ladder_table(ladder).rows if row[2].startswith("interim")} == {"0.33M"}
+    for text in (report.in_text(ladder), Page(report.ladder_page(ladder)).text):
+        assert "0.33M: This study is not finished" in text and text.count("not finished") == 1
+    texts = results.read(ROOT / "results" / "all-tiny.json.gz")
+    assert findings.verdicts(texts)["finished"]
+    next(reversed(texts["texts"].values()))["planned"] += 1
+    told = findings.verdicts(texts)
+    assert not told["finished"] and {c["verdict"] for c in told["comparisons"]} == {"unfinished"}
+    # each text has verdicts of its own
+    assert [{c["verdict"] == "unfinished" for c in findings.verdicts(study)["comparisons"]}
+            for study in texts["texts"].values()] == [{False}, {True}]
+
+
+def test_what_p_does_not_know_of_is_said_of_each_text():
+    both = results.read(ROOT / "results" / "all-tiny.json.gz")
+    first = next(iter(both["texts"]))
+    assert not any("left out" in line for line in findings.notices(effects.pooled(both)))
+    both["texts"][first].update(
+        left_out=[dict(variant="xsa", seeds=[1, 2, 3, 5, 6])],
+        looks=[dict(date=f"2026-11-0{i}", folder="out/x", planned=9, done=9 - i % 2, finished=i % 2 == 0,
+                    seeds={"plain": [1, 2], "xsa": [1, 2], "sink": [3, i]}) for i in range(4, 10)])
+    left, judged = findings.notices(effects.pooled(both))[:2]
+    assert left.startswith("Finished runs of the same variants are left out: 5 of xsa (seeds 1 to 3, 5, 6, "
+                           f"on {first}). p holds where seeds were chosen before their scores were known")
+    assert judged.startswith(
+        "The same variants were judged by other runs: 2 times before; on 2026-11-06 by seeds 1, 2 of plain "
+        f"GPT and xsa and seeds 3, 6 of sink, on {first} (out/x); on 2026-11-07 ")
+    assert judged.count("(out/x, unfinished with 8 of 9 runs)") == 2
+    told = findings.verdicts(both)
+    assert told["left_out"] == [dict(variant="xsa", seeds=[1, 2, 3, 5, 6], text=first)]
+    assert len(told["looks"]) == 6 and told["notices"][:2] == [left, judged]
+
+
 def test_failures_edges_and_changed_code_are_reported():
     found = make_found(3)
     found["failures"] = [dict(arm="routing_1", seed=4, why="loss is nan in step 73", log="out/0f/trial.log")]

@@ -158,6 +158,8 @@ def test_a_verdict_that_favours_a_side_with_failed_runs_is_withheld(tmp_path):
     assert b["verdict"] == "worse"
     assert scores.scores_table(found).rows[-1][:2] == ("c", "failed") and math.isnan(c["mean"])
     assert any("4 runs failed" in line for line in scores.notices(found))
+    told = scores.verdicts(found)
+    assert (told["finished"], told["planned"], told["done"]) == (True, 15, 11)
 
 
 def test_what_a_variant_took_stands_beside_its_verdict(tmp_path):
@@ -212,6 +214,7 @@ def test_the_command_prints_the_table_and_writes_page_picture_and_json(tmp_path,
     assert "−0.0987 [" in text and "Margin: ±0.02, set beforehand" in text and "bits/byte" not in text
     found = json.loads((tmp_path / "verdicts.json").read_text())
     assert found["baseline"] == "plain" and found["margin"] == 0.02
+    assert (found["finished"], found["planned"], found["done"]) == (True, 11, 11)
     assert [(row["variant"], row["verdict"]) for row in found["comparisons"]] == [
         ("good", "better"), (evil, "worse")]
     good = found["comparisons"][0]
