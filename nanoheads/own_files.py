@@ -6,12 +6,16 @@ its text is all that a run has to keep, and all that a digest has to cover.
 """
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import linecache
+import platform
 import sys
 import sysconfig
 import types
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,7 +123,79 @@ def inside(folder, name):
     return place
 
 
+# ---- what its mechanisms read beside it ----
+
+@functools.cache
+def libraries_of(file):
+    """{name: version and digest} of Python and of what is installed that an OwnFile imports; None: not there.
+
+    A library's Python files may be changed by hand, so their digest is part of it, as they were when this
+    process asked first. PyTorch and NumPy are left out: every run has their versions.
+    """
+    found = {"python": platform.python_version()}
+    for name in sorted(imported(file) - sys.stdlib_module_names - {*OURS, "torch", "numpy"}):
+        place = place_of(name, file.path.parent)
+        found[name] = place and version_of(name, place)
+    return found
+
+
+def version_of(name, place):
+    """The versions of the distributions that a module is of, if any, and a digest of its Python files."""
+    found = [metadata.version(each) for each in sorted({*metadata.packages_distributions().get(name, ())})]
+    folder = place.parent if place.name == "__init__.py" else place
+    text = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")) if folder.is_dir() else [place]:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        text.update(f"{digest} {path.relative_to(folder).as_posix()}\n".encode())
+    return ", ".join([*found, f"sha256 {text.hexdigest()[:16]}"])
+
+
+def variables_of(file):
+    """The names of the environment variables that an OwnFile reads, sorted.
+
+    UserError: it uses the environment and does not name the variable in that place.
+    """
+    tree, names, said = ast.parse(file.text), set(), set()
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "os"]
+    known = {alias.asname or alias.name: alias.name for node in imports for alias in node.names}
+
+    def is_any(node, *of_os):
+        return getattr(node, "attr", known.get(getattr(node, "id", None))) in of_os
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript):  # os.environ["NAME"]
+            place, name = node.value, node.slice
+        elif isinstance(node, ast.Compare):  # "NAME" in os.environ
+            place, name = node.comparators[0], node.left
+        elif isinstance(node, ast.Call):     # os.getenv("NAME"), os.environ.get("NAME")
+            place = node.func if is_any(node.func, "getenv") else getattr(node.func, "value", None)
+            name = next(iter([*node.args, *(each.value for each in node.keywords)]), None)
+        else:
+            continue
+        if is_any(place, "environ", "getenv") and isinstance(getattr(name, "value", None), str):
+            said.add(place)
+            if not isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
+                names.add(name.value)
+    for node in ast.walk(tree):
+        if is_any(node, "environ", "getenv") and node not in said:
+            raise UserError(f"{file.path}, line {node.lineno}: it uses the environment and does not name the "
+                            "variable there, so no run can record it: write os.environ[\"NAME\"] or "
+                            "os.getenv(\"NAME\")")
+    return sorted(names)
+
+
 # ---- copying and running ----
+
+def import_ahead(file):
+    """Import what the import statements at the top of an OwnFile name; where that fails, run() says so.
+
+    What a library changes when it is imported is then not taken for what the file changes.
+    """
+    for node in ast.parse(file.text).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            with suppress(Exception):
+                exec(compile(ast.Module([node], []), str(file.path), "exec"), {})
+
 
 def copy(file, folder):
     """A copy of an OwnFile in a folder; its path. UserError."""

@@ -24,7 +24,8 @@ import model
 from nanoheads.common import UserError
 from nanoheads.configurator import check, keys_of, near, read_file, type_name
 from nanoheads.mechanism import Mechanism, choices
-from nanoheads.own_files import OwnFile, add_arguments, copy, inside, opened, run
+from nanoheads import replaced
+from nanoheads.own_files import OwnFile, add_arguments, copy, import_ahead, inside, opened, run
 
 __all__ = ["ADDED", "OwnFile", "add", "add_arguments", "copy", "held", "opened", "take"]
 
@@ -43,8 +44,12 @@ def add(path, wanted=None):
         raise UserError(f"{path} is another text than the one wanted (sha256 {wanted}...)")
     if not classes_of(file):
         name = f"own_mechanism_{file.digest}"
+        replaced.refuse()  # by a file that was added before
+        import_ahead(file)
+        replaced.remember()
         module = run(file, name)
         try:
+            replaced.refuse(file.path)
             for cls in checked_classes(module, file):
                 model.add_mechanism(cls)
                 ADDED[cls] = file

@@ -20,7 +20,7 @@ import train  # noqa: E402
 from browser import CHROMIUM, Browser  # noqa: E402
 from helpers import CODE, ROOT, SMALL, Here, NoThreads  # noqa: E402
 from nanoheads.common import OWN_FILES  # noqa: E402
-from nanoheads import own_mechanism as own  # noqa: E402
+from nanoheads import own_mechanism as own, replaced  # noqa: E402
 from nanoheads.probes import lookahead  # noqa: E402
 from nanoheads.study import costs, digest, queue, results  # noqa: E402
 from nanoheads.text import sources  # noqa: E402
@@ -214,6 +214,7 @@ def forget_own_mechanisms(but=()):
     """As in a process that has added none, but for these classes."""
     own.remove({*own.ADDED} - {*but})
     OWN_FILES.intersection_update(str(file.path) for file in own.ADDED.values())
+    replaced.BEFORE.clear()
 
 
 @pytest.fixture

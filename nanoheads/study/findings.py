@@ -379,7 +379,7 @@ def reused_sentence(rows, planned):
     """How many runs a study took from where; rows: those of Runs.reused(); planned: runs in all."""
     def other_code(row):
         of = f", those of {listed(row['of'])}" * bool(row.get("of"))
-        return (f" ({row['other_code']:,} of them made by other code or another torch, which --accept_code "
+        return (f" ({row['other_code']:,} of them made by other code or other libraries, which --accept_code "
                 f"allowed{of})" if row["other_code"] else "")
 
     parts = [f"{row['runs']:,} from {row['from']}{other_code(row)}" for row in rows]

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanoheads import configurator
+from nanoheads import configurator, replaced
 from nanoheads.common import (UserError, git_commit, json_safe, number, pick_device, with_names_of_today,
                               write_atomic)
 from nanoheads.traces import summaries
@@ -329,7 +329,8 @@ def rounded(value):
 # ---- files ----
 
 def write(found, folder):
-    """Write results.json.gz into a folder."""
+    """Write results.json.gz into a folder. UserError: a mechanism replaced something of these programs."""
+    replaced.refuse()
     text = json.dumps(found).encode()
     write_atomic(Path(folder) / "results.json.gz", lambda f: f.write(gzip.compress(text, mtime=0)))
 

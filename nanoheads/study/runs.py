@@ -4,7 +4,7 @@ The runs of a study: which there are, what each gave, and which of them were tak
 A run is a folder of out/trials, named after a hash of its flags, its data and its code (trial.py, digest.py).
 A study trains every run that is not done there. `--reuse=FILE` names results files whose runs count too; they
 are matched by flags, data and seed. `--accept_code` also takes runs, of these files and of out/trials, that
-other code or another torch made. Whatever is taken says where it comes from.
+other code or other libraries made. Whatever is taken says where it comes from.
 """
 
 import json
@@ -21,6 +21,7 @@ from nanoheads.study.variants import BOOKKEEPING
 from nanoheads.training import checkpoint
 
 TRIALS_THERE = "out/trials"  # where a run of other code is said to come from
+CODE = "code", "torch", "libraries", "environment"  # keys of trial.json that say what computed a run
 
 
 class Runs:
@@ -48,7 +49,8 @@ class Runs:
                     score=dict(split=split, tokens=c.test_tokens),
                     data=trial.data_of(self.data, variant.train.labels, variant.train.teacher,
                                        variant.train.own_mechanism, training.get("policy_rules")),
-                    code=digest.code_digest(model, variant.train), torch=torch.__version__)
+                    code=digest.code_digest(model, variant.train), torch=torch.__version__,
+                    **trial.surroundings_of(variant.train.own_mechanism))
 
     def plan(self, stage, variants, seeds, split=None):
         """Plan runs of these variants; returns their folders.
@@ -97,7 +99,7 @@ class Runs:
     def reused(self):
         """[{"from", "runs", "other_code", "of"}]: how many runs were taken from where.
 
-        other_code: how many of them other code or another torch made; of: the variants that have such runs.
+        other_code: how many of them other code or other libraries made; of: the variants that have such runs.
         """
         found, names = {}, {folder: name for (_, name, _), folder in self.folders.items()}
         for folder in (folder for folder in names if folder in self.taken):
@@ -125,12 +127,12 @@ class Runs:
 # ---- runs from elsewhere ----
 
 def key_of(spec):
-    """What a run of this trial.json is: its flags, data, seed and score, without its code and torch.
+    """What a run of this trial.json is: its flags, data, seed and score, without its CODE.
 
     The text of a mechanism in a file of one's own is code, too. A flag at its default is as if it were not
     there: a file from before there was the flag does not have it.
     """
-    rest = {key: value for key, value in spec.items() if key not in ("code", "torch")}
+    rest = {key: value for key, value in spec.items() if key not in CODE}
     flags, defaults = checkpoint.as_it_was(spec["model"]), GPTConfig.defaults()
     rest["model"] = {name: value for name, value in flags.items()
                      if name not in defaults or value != defaults[name]}
@@ -141,13 +143,13 @@ def key_of(spec):
 
 
 def is_same_code(spec, other):
-    """Whether two runs were made by the same code, files of one's own among it, and the same torch."""
+    """Whether two runs were made by the same CODE, and by the same files of one's own."""
     mine = [each.get("data", {}).get("mechanism") for each in (spec, other)]
-    return mine[0] == mine[1] and all(spec.get(key) == other.get(key) for key in ("code", "torch"))
+    return mine[0] == mine[1] and all(spec.get(key) == other.get(key) for key in CODE)
 
 
 class Reuse:
-    """The runs that a study may take. files: results files; accept_code: also those of other code or torch.
+    """The runs that a study may take. files: results files; accept_code: also those of other code.
 
     UserError: a file cannot be read, or holds no runs.
     """
@@ -218,5 +220,5 @@ def agreement(studies, files):
     other = sum(not same_code for *_, same_code in pairs)
     return (f"Trained anew: {equal:,} of {len(pairs):,} scores are those that were there, to the last digit"
             + f"; the others differ by up to {far:.4f} bits/byte" * (equal < len(pairs))
-            + f"; {other:,} of those that were there were made by other code or another torch" * bool(other)
+            + f"; {other:,} of those that were there were made by other code or other libraries" * bool(other)
             + ".")

@@ -4,10 +4,11 @@ One run of a study: its folder, what its numbers depend on, and the run itself: 
     python -m nanoheads.study.trial out/trials/0123456789abcdef    # queue.py starts these; again: it goes on
 
 trial.json: {"model": {flags}, "train": {flags}, "score": {"split", "tokens"}}, where tokens 0 means the whole
-split, and "code", "data", "torch": what else the numbers depend on. The folder's name is a hash of it. Beside
-a run's usual files it gets trial.log, nats.npy (float64, nats of each scored window, in order) and, last,
-result.json: what has that, in agreement with its nats.npy and its hash, is done. What is damaged, or was
-copied from another run's folder, is set aside, as <name>.damaged, and made again.
+split, and "code", "data", "torch", "libraries" and "environment": what else the numbers depend on. The
+folder's name is a hash of it. Beside a run's usual files it gets trial.log, nats.npy (float64, nats of each
+scored window, in order) and, last, result.json: what has that, in agreement with its nats.npy and its hash,
+is done. What is damaged, or was copied from another run's folder, is set aside, as <name>.damaged, and made
+again.
 """
 
 import functools
@@ -32,8 +33,9 @@ import train
 from model import GPT, GPTConfig
 from nanoheads.common import UserError, explain, pick_device, write_atomic
 from nanoheads.heads import controller
-from nanoheads import own_mechanism as own
+from nanoheads import own_mechanism as own, replaced
 from nanoheads.locks import only_writer
+from nanoheads.own_files import libraries_of, variables_of
 from nanoheads.probes import lookahead
 from nanoheads.study.digest import code_digest
 from nanoheads.text.dataset import Dataset
@@ -147,7 +149,8 @@ def studies_in(found):
 def run(folder):
     """Train (or go on), score, measure; returns what it wrote into result.json.
 
-    UserError where the model looks ahead or mixes rows, before training or after it: it is not scored then.
+    UserError where the model looks ahead or mixes rows, before training or after it, or where a mechanism of
+    one's own replaced something of these programs: it is not scored then.
     """
     folder = Path(folder)
     if found := result(folder):
@@ -164,6 +167,7 @@ def run(folder):
     memory = None if libraries is None else peak_memory() - libraries
 
     state, model, per_window, scored = score_of(folder, spec, device)
+    replaced.refuse()  # a mechanism's code ran until here
     speeds = [row["tokens_per_s"] for row in rows(folder) if "tokens_per_s" in row]
     found = dict(**scored, trial=folder.name, params=model.num_params(),
                  flops_per_token=model.flops_per_token(), best_step=state["step"], steps=last["step"],
@@ -266,6 +270,19 @@ def data_of(dataset, labels=None, teacher=None, mechanism=None, rules=None):
     return found
 
 
+def surroundings_of(mechanism=None):
+    """{"libraries": {name: version}, "environment": {variable: value}} of a run, each None where not there.
+
+    NumPy, and what mechanisms of one's own import and name. mechanism: paths of their files, with commas
+    between. UserError: one of them reads an environment variable that it does not name.
+    """
+    libraries, environment = {"numpy": np.__version__}, {}
+    for file in map(own.opened, mechanism.split(",") if mechanism else ()):
+        libraries.update(libraries_of(file))
+        environment.update({name: os.environ.get(name) for name in variables_of(file)})
+    return dict(libraries=libraries, **(dict(environment=environment) if environment else {}))
+
+
 def add_mechanisms(folder, files):
     """Add the mechanisms of one's own that a run needs, from the files that the command line names.
 
@@ -288,7 +305,7 @@ def add_mechanisms(folder, files):
 
 
 def check_unchanged(folder, files=None):
-    """UserError where the code or the data is not what this run was planned with.
+    """UserError where code, data, libraries or environment are not what this run was planned with.
 
     files: of its own mechanisms, as the command line names them.
     """
@@ -305,6 +322,12 @@ def check_unchanged(folder, files=None):
                    training.get("own_mechanism") and files, training.get("policy_rules"))
     if spec.get("data", data) != data:
         raise UserError("the data changed after this run was planned; start the study again")
+    for kind, now in surroundings_of(training.get("own_mechanism") and files).items():
+        planned = spec.get(kind, now)
+        if changed := [name for name in now if now[name] != planned.get(name)]:
+            what = "the environment variable " * (kind == "environment") + changed[0]
+            raise UserError(f"{what} is {now[changed[0]]!r} here, and was {planned.get(changed[0])!r} when "
+                            "this run was planned; start the study again")
 
 
 def main(argv=None):

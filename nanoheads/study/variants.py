@@ -100,7 +100,7 @@ class StudyConfig:
     report_only: bool = False            # write the report from what is done
     # ---- which finished runs count; without these keys those in out/trials of the same code alone ----
     reuse: list[str] = field(default_factory=list)  # results files whose runs are taken instead of trained
-    accept_code: bool = False            # take runs that other code or another torch made, too
+    accept_code: bool = False            # take runs that other code or other libraries made, too
     fresh: bool = False                  # train everything anew, and print how many scores agree with before
     # ---- from a results.json.gz ----
     from_results: Optional[str] = None   # write its report once more, without the runs

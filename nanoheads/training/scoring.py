@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from nanoheads.common import UserError
+from nanoheads.common import OWN_FILES, UserError
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
 
@@ -25,6 +25,13 @@ BLOCK = 4096  # tokens whose nats a study keeps as one sum: neighbours resemble 
 
 
 # ---- scoring ----
+
+def refuse_replaced():
+    """UserError where a mechanism of one's own replaced something of the programs that score it."""
+    if OWN_FILES:
+        from nanoheads import replaced  # only here: most runs have none
+        replaced.refuse()
+
 
 def windows(n, block_size, stride):
     """[(start, end, scored)]: read tokens [start, end), score the last `scored`; each of n is scored once."""
@@ -133,8 +140,9 @@ def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, ran
     stride 0: disjoint windows. max_tokens > 0 scores at most so many tokens, the same at each call, and with
     one `longest` the same for each model, see windows_of(). Windows go to ranks in turn; the caller adds the
     ranks' sums up. rows: windows in a forward pass, None: by batch_tokens. into: a list that the nats of each
-    token are added to, in parts.
+    token are added to, in parts. UserError: a mechanism replaced something of these programs.
     """
+    refuse_replaced()
     device, T, tokens = next(model.parameters()).device, model.config.block_size, dataset.tokens(split)
     cuts = windows_of(dataset, split, T, stride, max_tokens, longest)[rank::world]
     fitting, most = rows_at_once(device, T, model.config.vocab_size, batch_tokens)
@@ -162,6 +170,7 @@ def score(model, dataset, split, stride=0, max_tokens=0, batch_tokens=16384, ran
                     bar.update(each.size)
     finally:
         model.train(was_training)
+    refuse_replaced()  # its code ran meanwhile
     return np.concatenate(parts) if per_token else (nats, count)
 
 
@@ -252,6 +261,7 @@ def nats_after(model, separator, pairs):
             ids = torch.from_numpy(np.stack([piece[1] for piece in part])).to(device)
             nats = nats_of_last(model, ids, new)
             np.add.at(found, [piece[0] for piece in part], nats.sum(1))
+    refuse_replaced()
     return found
 
 

@@ -1,11 +1,16 @@
 """Code of one's own: what is only read is not run; files that import others; several files and modes."""
 
 import hashlib
+import importlib
 import json
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import CodeType
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +19,7 @@ import compare
 import evaluate
 import export_hf
 import model
+import nanoheads.traces
 import probe
 import prune
 import sample
@@ -22,12 +28,13 @@ from conftest import ROOT, forget_own_mechanisms
 from helpers import CODE
 from nanoheads.common import UserError
 from nanoheads.configurator import help_text, keys_of
-from nanoheads import own_mechanism as own
+from nanoheads import own_files, own_mechanism as own, replaced
 from nanoheads.hub import huggingface as hf
-from nanoheads.study import digest, queue, trial
+from nanoheads.probes import lookahead
+from nanoheads.study import digest, queue, results, trial
 from nanoheads.study.variants import StudyConfig, VariantBuilder, variants_of
 from nanoheads.text.dataset import Dataset
-from nanoheads.training import checkpoint
+from nanoheads.training import checkpoint, optim, scoring
 from nanoheads.training.config import TrainConfig
 
 SIZES = dict(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16)
@@ -323,6 +330,249 @@ def test_a_copied_trial_runs_nothing(planned, tmp_path):
     (tmp_path / "other.py").write_text(CODE)
     code, said = by_hand(folder, f"--mechanism={tmp_path / 'other.py'}")
     assert code == 1 and "is another text" in said.splitlines()[-1] and not was_run()
+
+
+# ---- what it reads beside its file ----
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """The folder of installed libraries that this test alone has, first on Python's path."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    yield folder
+    for name in {*sys.modules} & {"strengths", "strengths.deep"}:
+        del sys.modules[name]
+    own_files.libraries_of.cache_clear()
+
+
+@pytest.fixture
+def planned_run(bytes_data, tmp_path, own_mechanisms_go):
+    """planned_run(*lines) -> (surroundings of a run of the file that begins with these lines, why_not).
+
+    why_not() -> why the run does not start, as another process would find it now; "": it starts.
+    """
+    def make(*lines):
+        path = written(tmp_path / "mine.py", *(f"{line}\n" for line in lines),
+                       MODE.format("Twice", "twice", TWICE, 2))
+        own.add(path)
+        found = trial.surroundings_of(str(path))
+        spec = dict(model={**SIZES, "twice": True}, score=dict(split="val", tokens=64),
+                    train=dict(dataset=str(bytes_data), own_mechanism=str(path)), **found)
+        folder = trial.make(spec, tmp_path / "trials")
+
+        def why_not():
+            own_files.libraries_of.cache_clear()
+            importlib.invalidate_caches()
+            try:
+                trial.check_unchanged(folder, str(path))
+                return ""
+            except UserError as e:
+                return str(e)
+
+        return found, why_not
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["strengths.py", "strengths/__init__.py", "strengths/deep.py"])
+def test_a_constant_of_an_installed_library_is_part_of_a_run(name, library, planned_run):
+    """Also where it is changed by hand, so that the version stays."""
+    for each in {"strengths/__init__.py", name} if "/" in name else {name}:
+        (library / each).parent.mkdir(exist_ok=True)
+        (library / each).write_text("STRENGTH = 2.0\n")
+    found, why_not = planned_run("import math, numpy, strengths")
+    assert {*found["libraries"]} == {"numpy", "python", "strengths"} and "environment" not in found
+    assert found["libraries"]["numpy"] == np.__version__ and why_not() == ""
+    (library / name).write_text("STRENGTH = 3.0\n")
+    assert re.fullmatch(r"strengths is 'sha256 \w{16}' here, and was 'sha256 \w{16}' when this run was "
+                        "planned; start the study again", why_not())
+    (library / name).write_text("STRENGTH = 2.0\n")
+    assert why_not() == ""
+
+
+def test_the_version_of_an_installed_library_is_part_of_a_run(library, planned_run):
+    (library / "strengths.py").write_text("STRENGTH = 2.0\n")
+    about = library / "strong-1.0.dist-info"
+    about.mkdir()
+    (about / "top_level.txt").write_text("strengths\n")
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: strong\nVersion: 1.0\n")
+    found, why_not = planned_run("import strengths")
+    assert found["libraries"]["strengths"].startswith("1.0, sha256 ") and why_not() == ""
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: strong\nVersion: 1.1\n")
+    assert re.match("strengths is '1.1, sha256 .* was '1.0, sha256 ", why_not())
+
+
+def test_an_environment_variable_is_part_of_a_run(planned_run, monkeypatch):
+    monkeypatch.setenv("MYK", "1")
+    found, why_not = planned_run("import os", "K = float(os.environ['MYK'])")
+    assert found["environment"] == {"MYK": "1"} and why_not() == ""
+    monkeypatch.setenv("MYK", "2")
+    assert why_not() == ("the environment variable MYK is '2' here, and was '1' when this run was planned; "
+                         "start the study again")
+    monkeypatch.delenv("MYK")
+    assert "MYK is None here, and was '1'" in why_not()
+
+
+READING = {  # an expression that reads the environment variable MYK -> what goes before it
+    "os.environ.get('MYK')": "import os",
+    "os.environ.get(key='MYK')": "import os",
+    "os.getenv('MYK', '1')": "import os",
+    "'MYK' in os.environ": "import os",
+    "o.environ['MYK']": "import os as o",
+    "environ['MYK']": "from os import environ",
+    "e.setdefault('MYK', '1')": "from os import environ as e",
+    "getenv('MYK')": "from os import getenv",
+}
+
+
+@pytest.mark.parametrize("reading", READING)
+def test_every_way_to_name_an_environment_variable_is_found(reading, tmp_path, monkeypatch):
+    path = written(tmp_path / "mine.py", f"{READING[reading]}\ndef f():\n    return {reading}\n")
+    for value in ("1", "2"):
+        monkeypatch.setenv("MYK", value)
+        assert trial.surroundings_of(str(path))["environment"] == {"MYK": value}
+    monkeypatch.delenv("MYK")
+    assert trial.surroundings_of(str(path))["environment"] == {"MYK": None}
+
+
+@pytest.mark.parametrize("line", ["os.environ[NAME]", "os.environ.get(NAME)", "os.getenv(NAME)",
+                                  "f(os.environ)", "dict(os.environ)", "os.environ.items()", "getenv"])
+def test_a_variable_that_it_does_not_name_is_refused_in_a_study(line, tmp_path):
+    path = written(tmp_path / "mine.py", "import os\nfrom os import getenv\nNAME = 'MYK'\n", f"K = {line}\n")
+    with pytest.raises(UserError, match="mine.py, line 5: it uses the environment and does not name") as e:
+        trial.surroundings_of(str(path))
+    assert "\n" not in str(e.value)
+
+
+def test_what_it_only_sets_in_the_environment_is_not_recorded(tmp_path):
+    path = written(tmp_path / "mine.py", "import os\nos.environ['A'] = '1'\ndel os.environ['B']\n")
+    assert "environment" not in trial.surroundings_of(str(path))
+
+
+# ---- programs that it replaces ----
+
+SCORING = "nanoheads.training.scoring"
+PATCHES = {  # what a file of one's own may do -> (what it changes, a name in it, how that is named)
+    "scoring.nats_of = lambda *a, f=scoring.nats_of: 0.9 * f(*a)": (scoring, "nats_of", f"{SCORING}.nats_of"),
+    "scoring.nats_of.__code__ = (lambda logits, targets: 0).__code__":
+        (scoring.nats_of, "__code__", f"{SCORING}.nats_of"),
+    "scoring.score.__wrapped__.__defaults__ = None":
+        (scoring.score.__wrapped__, "__defaults__", f"{SCORING}.score"),
+    "scoring.float = lambda x: 0.9 * float(x)": (scoring, "float", f"{SCORING}.float"),
+    "scoring.BLOCK = 1": (scoring, "BLOCK", f"{SCORING}.BLOCK"),
+    f"sys.modules['{SCORING}'] = types.ModuleType('scoring')": (sys.modules, SCORING, SCORING),
+    "trial.score_windows = None": (trial, "score_windows", "nanoheads.study.trial.score_windows"),
+    "lookahead.refuse = lambda *a, **k: 'all'": (lookahead, "refuse", "nanoheads.probes.lookahead.refuse"),
+    "Dataset.tokens = lambda self, split: []": (Dataset, "tokens", "nanoheads.text.dataset.Dataset.tokens"),
+    "GPT.hidden = None": (model.GPT, "hidden", "model.GPT.hidden"),
+    "GPT.__call__ = lambda self, *a: None": (model.GPT, "__call__", "model.GPT.__call__"),
+    "GPTConfig.head_size.fget.__code__ = (lambda self: 1).__code__":
+        (model.GPTConfig.head_size.fget, "__code__", "model.PlainConfig.head_size"),
+    "math.log = lambda x: 1.1": (math, "log", "math.log"),
+    "torch.Tensor.double = torch.Tensor.float": (torch.Tensor, "double", "torch.Tensor.double"),
+    "F.linear = None": (torch.nn.functional, "linear", "torch.nn.functional.linear"),
+    "np.concatenate = None": (np, "concatenate", "numpy.concatenate"),
+}
+IMPORTS = """import math, sys, types
+import numpy as np
+import torch
+from torch.nn import functional as F
+from model import GPT, GPTConfig
+from nanoheads.probes import lookahead
+from nanoheads.study import trial
+from nanoheads.text.dataset import Dataset
+from nanoheads.training import scoring
+"""
+
+
+@pytest.fixture
+def restored(own_mechanisms_go):
+    """restored(place, name): what is there under this name now is put back after the test."""
+    before = []
+
+    def note(place, name):
+        before.append((place, name, vars(place).get(name, place)))
+
+    yield note
+    for place, name, value in before:
+        if value is place:  # there was none
+            delattr(place, name)
+        else:
+            setattr(place, name, value)
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_a_file_that_replaces_what_scores_is_refused(patch, restored, tmp_path, monkeypatch):
+    place, name, said = PATCHES[patch]
+    if place is sys.modules:
+        monkeypatch.setitem(place, name, place[name])
+    elif isinstance(getattr(place, name, None), CodeType) or name == "__defaults__":
+        monkeypatch.setattr(place, name, getattr(place, name))
+    else:
+        restored(place, name)
+    path = written(tmp_path / "mine.py", IMPORTS, f"{patch}\n", MODE.format("Twice", "twice", TWICE, 2))
+    with pytest.raises(UserError) as e:
+        own.add(path)
+    assert re.fullmatch(rf"{re.escape(f'{path} replaced {said}')}(, .*)?; a mechanism must not change the "
+                        "programs that train and score it", str(e.value))
+    assert not own.ADDED
+
+
+LATER = """
+    def after_attention(self, attn, heads):
+        scoring.nats_of = fewer
+"""
+
+
+def test_a_mechanism_that_replaces_it_while_it_runs_has_no_score(bytes_data, restored, tmp_path):
+    """A tenth of the nats less: such a run was 'better by 0.3'."""
+    restored(scoring, "nats_of")
+    path = written(tmp_path / "mine.py", "from nanoheads.training import scoring\n",
+                   "fewer = lambda *a, f=scoring.nats_of: 0.9 * f(*a)\n",
+                   MODE.format("Twice", "twice", TWICE, 2), LATER)
+    own.add(path)
+    spec = dict(model={**SIZES, "twice": True}, score=dict(split="val", tokens=64),
+                train=dict(dataset=str(bytes_data), device="cpu", max_iters=1, eval_interval=1,
+                           eval_tokens=32, batch_size=2, own_mechanism=str(path)))
+    folder = trial.make(spec, tmp_path / "trials")
+    with pytest.raises(UserError, match="mine.py replaced nanoheads.training.scoring.nats_of; "):
+        trial.run(folder)
+    assert not (folder / "result.json").exists()
+    with pytest.raises(UserError, match="mine.py replaced nanoheads.training.scoring.nats_of; "):
+        results.write({}, tmp_path)
+    assert not (tmp_path / "results.json.gz").exists()
+
+
+def test_a_module_that_was_loaded_since_has_no_functions_of_the_file(restored, tmp_path, monkeypatch):
+    """It is imported in a way that no import statement shows."""
+    monkeypatch.delitem(sys.modules, "nanoheads.traces")
+    monkeypatch.delattr(nanoheads, "traces")
+    path = written(tmp_path / "mine.py", "import importlib\n",
+                   "importlib.import_module('nanoheads.traces').summaries = lambda *a: {}\n",
+                   MODE.format("Twice", "twice", TWICE, 2))
+    with pytest.raises(UserError, match="mine.py replaced nanoheads.traces.summaries; "):
+        own.add(path)
+
+
+def test_what_pytorch_puts_around_a_function_is_not_the_files(tmp_path, monkeypatch, own_mechanisms_go):
+    """As when it compiles, and when the first optimizer of a class is made."""
+    own.add(written(tmp_path / "mine.py", MODE.format("Twice", "twice", TWICE, 2)))
+    monkeypatch.setattr(torch, "manual_seed", torch._disable_dynamo(torch.manual_seed))
+    monkeypatch.setattr(optim.Muon, "step", torch.optim.Optimizer.profile_hook_step(optim.Muon.step))
+    assert replaced.changed() == []
+    monkeypatch.setattr(torch, "manual_seed", torch.no_grad()(lambda seed: None))
+    monkeypatch.setattr(optim.Muon, "step", lambda self: None)
+    assert replaced.changed() == ["nanoheads.training.optim.Muon.step", "torch.manual_seed"]
+
+
+def test_what_a_library_does_when_it_is_imported_is_not_the_files(library, restored, tmp_path):
+    restored(torch.nn.functional, "linear")
+    (library / "strengths.py").write_text("from torch.nn import functional as F\n"
+                                          "F.linear = lambda *a, f=F.linear, **k: f(*a, **k)\n")
+    path = written(tmp_path / "mine.py", "import strengths\n", MODE.format("Twice", "twice", TWICE, 2))
+    assert own.add(path) == ["twice"] and replaced.changed() == []
 
 
 # ---- a file stands alone ----

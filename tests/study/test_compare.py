@@ -24,7 +24,7 @@ from compare import Study, main, plan_of
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError, json_safe
-from nanoheads import own_mechanism
+from nanoheads import own_files, own_mechanism
 from nanoheads.study import (costs, digest, effects, findings, pictures, queue, report, results, tables,
                              trial)
 from nanoheads.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, times, variants_of
@@ -753,11 +753,11 @@ def on_file(found, name="x"):
 
 
 def of_other_code(found, **change):
-    """The same results as other code, or another torch, would have left them."""
+    """The same results as other code, or another torch, would have left them; None: an older trial.json."""
     found = json.loads(json.dumps(found))
     names = {}
     for name, run in list(found["runs"].items()):
-        run["spec"].update(change)
+        run["spec"] = {key: value for key, value in {**run["spec"], **change}.items() if value is not None}
         names[name] = trial.folder_of(run["spec"]).name
         found["runs"][names[name]] = found["runs"].pop(name)
     for arm in found["arms"].values():
@@ -847,7 +847,9 @@ def test_a_study_does_not_combine_scores_of_two_texts_of_one_name(finished, plai
     assert "test.bin" in said and "sha256" in said
 
 
-@pytest.mark.parametrize("change", [dict(code="other"), dict(torch="0.1")], ids=["code", "torch"])
+@pytest.mark.parametrize("change", [
+    dict(code="other"), dict(torch="0.1"), dict(libraries={"numpy": "1.26"}), dict(environment={"MYK": "1"}),
+    dict(libraries=None)], ids=lambda change: "".join(change))
 def test_runs_of_other_code_are_taken_only_where_that_is_accepted(finished, here, change):
     study, found = finished
     path = on_file(of_other_code(found, **change))
@@ -863,8 +865,30 @@ def test_runs_of_other_code_are_taken_only_where_that_is_accepted(finished, here
     assert here.started == [] and (row["from"], row["runs"], row["other_code"]) == (path, n, n)
     assert {*row["of"]} == {*again["arms"]}
     assert again["comparisons"] == found["comparisons"]
-    assert f"({n} of them made by other code or another torch, which --accept_code allowed, those of " in (
+    assert f"({n} of them made by other code or other libraries, which --accept_code allowed, those of " in (
         " ".join(findings.notices(again)))
+
+
+@pytest.mark.parametrize("change", ["environment", "library"])
+def test_runs_are_not_done_where_what_their_mechanism_reads_changed(change, plain, here, mine, monkeypatch):
+    library = Path("site-packages/strengths.py")
+    library.parent.mkdir()
+    library.write_text("STRENGTH = 1.0\n")
+    monkeypatch.syspath_prepend(library.parent.resolve())
+    monkeypatch.setenv("MYK", "1")
+    own_mechanism.add(mine("import torch\n", "import os\nimport strengths\nimport torch\n"
+                                             "K = os.environ['MYK']\n"))
+    for started in (5, 0, 2, 0):  # the plain GPT's runs, which do not read it, stay
+        here.started = []
+        study_of(plain, plain_seeds=3, mechanisms=["forget"], match_parameters=False).run(here)
+        assert len(here.started) == started
+        if (started, change) == (0, "environment"):
+            monkeypatch.setenv("MYK", "2")
+        elif started == 0:
+            library.write_text("STRENGTH = 2.0\n")
+            own_files.libraries_of.cache_clear()  # as in another process
+    own_files.libraries_of.cache_clear()
+    del sys.modules["strengths"]
 
 
 @pytest.mark.parametrize("key", ["data", "train", "model", "score"])
