@@ -322,12 +322,16 @@ def check_unchanged(folder, files=None):
                    training.get("own_mechanism") and files, training.get("policy_rules"))
     if spec.get("data", data) != data:
         raise UserError("the data changed after this run was planned; start the study again")
-    for kind, now in surroundings_of(training.get("own_mechanism") and files).items():
-        planned = spec.get(kind, now)
-        if changed := [name for name in now if now[name] != planned.get(name)]:
-            what = "the environment variable " * (kind == "environment") + changed[0]
-            raise UserError(f"{what} is {now[changed[0]]!r} here, and was {planned.get(changed[0])!r} when "
-                            "this run was planned; start the study again")
+    now = surroundings_of(training.get("own_mechanism") and files)
+    pairs = [("torch", torch.__version__, spec.get("torch", torch.__version__))]
+    for kind, words in (("libraries", ""), ("environment", "the environment variable ")):
+        here = now.get(kind, {})
+        planned = spec.get(kind, here)
+        pairs += [(words + name, value, planned.get(name)) for name, value in here.items()]
+    for what, here, planned in pairs:
+        if here != planned:
+            raise UserError(f"{what} is {here!r} here, and was {planned!r} when this run was planned; start "
+                            "the study again, where both are the same")
 
 
 def main(argv=None):

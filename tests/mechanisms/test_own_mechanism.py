@@ -387,7 +387,7 @@ def test_a_constant_of_an_installed_library_is_part_of_a_run(name, library, plan
     assert found["libraries"]["numpy"] == np.__version__ and why_not() == ""
     (library / name).write_text("STRENGTH = 3.0\n")
     assert re.fullmatch(r"strengths is 'sha256 \w{16}' here, and was 'sha256 \w{16}' when this run was "
-                        "planned; start the study again", why_not())
+                        "planned; start the study again, where both are the same", why_not())
     (library / name).write_text("STRENGTH = 2.0\n")
     assert why_not() == ""
 
@@ -410,7 +410,7 @@ def test_an_environment_variable_is_part_of_a_run(planned_run, monkeypatch):
     assert found["environment"] == {"MYK": "1"} and why_not() == ""
     monkeypatch.setenv("MYK", "2")
     assert why_not() == ("the environment variable MYK is '2' here, and was '1' when this run was planned; "
-                         "start the study again")
+                         "start the study again, where both are the same")
     monkeypatch.delenv("MYK")
     assert "MYK is None here, and was '1'" in why_not()
 

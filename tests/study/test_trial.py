@@ -385,6 +385,9 @@ def test_a_run_does_not_begin_with_other_code_or_data_than_was_planned(spec):
     assert why == "trial: the code changed after this run was planned; start the study again"
     with pytest.raises(ValueError, match="the data changed after this run was planned"):
         trial.check_unchanged(trial.make({**spec, "data": {"train": "x"}}))
+    for other, what in ((dict(torch="0.1"), "torch"), (dict(libraries={"numpy": "0.1"}), "numpy")):
+        with pytest.raises(ValueError, match=f"^{what} is '.*' here, and was '0.1' when this run was"):
+            trial.check_unchanged(trial.make({**spec, **other}))
 
 
 def test_a_best_checkpoint_alone_does_not_block_a_run(spec):
