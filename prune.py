@@ -179,7 +179,8 @@ def recovery(path, state, model, data, args):
     config = config.for_recipe(model.config.recipe)
     rates = ("adamw_lr", "muon_lr", "embed_lr", "mechanism_lr")
     rates = {key: RECOVER_FROM * getattr(config, key) for key in rates}
-    launch = dict(resume=False, overwrite=False, eval_only=False, init_anyway=False, wandb_log=False)
+    launch = dict(resume=False, overwrite=False, eval_only=False, init_anyway=False, wandb_log=False,
+                  patience=None)
     if config.thaw_from and config.thaw_from >= args.recover:  # the trunk stays frozen to the end
         launch["thaw_from"] = None
     config = replace(config, **rates, **launch, out_dir=str(path.parent), init_from=str(path),

@@ -117,7 +117,7 @@ def training_step(run, x, y, targets=None, scored=None):
 
 
 def loop(run, closing):
-    """Train until max_iters, or until a rank is asked to stop.
+    """Train until max_iters, until patience is at its end, or until a rank is asked to stop.
 
     closing: the ExitStack that closes the run's log and bar and puts signal handlers back.
     """
@@ -134,12 +134,19 @@ def loop(run, closing):
             log_eval(run)
             trained = run.step or config.init_from  # untrained weights do not count as best
             if trained and run.last_eval["val_loss"] < run.best_val_loss:
-                run.best_val_loss = run.last_eval["val_loss"]
+                run.best_val_loss, run.evals_since_best = run.last_eval["val_loss"], 0
                 save_checkpoint(run, "best.pt", resumable=False)
-            if run.step == config.max_iters:
+            elif trained:
+                run.evals_since_best += 1
+            if run.step == config.max_iters or run.out_of_patience:
                 save_checkpoint(run, "ckpt.pt")
             run.timed_from = run.step, time.perf_counter()
         if run.step >= config.max_iters:
+            break
+        if run.out_of_patience:
+            run.process.print0(f"patience={config.patience}: no lower val loss in the last "
+                               f"{run.evals_since_best} evaluations, so the run ends at step {run.step:,} of "
+                               f"{config.max_iters:,}")
             break
 
         # train; the next batch is fetched while a GPU is busy with this one
@@ -399,7 +406,8 @@ def save_checkpoint(run, name, resumable=True):
 
 # ---- a run, from its configs to the loop ----
 
-PROGRESS = ("step", "best_val_loss", "elapsed_s", "run_id", "last_eval")  # of a Run, in its checkpoints
+# of a Run, in its checkpoints
+PROGRESS = ("step", "best_val_loss", "evals_since_best", "elapsed_s", "run_id", "last_eval")
 
 
 @dataclass
@@ -414,6 +422,7 @@ class Run:
     # in every checkpoint
     step: int = 0                    # steps done
     best_val_loss: float = math.inf
+    evals_since_best: int = 0        # evaluations since the one with that loss
     elapsed_s: float = 0.0           # in training steps, over all launches, compilation aside
     run_id: str = field(default_factory=lambda: os.urandom(4).hex())
     last_eval: dict = field(default_factory=lambda: dict(step=-1))
@@ -446,6 +455,11 @@ class Run:
     def is_due(self, interval):
         """Whether what is done every `interval` steps is to be done now; in the last step everything is."""
         return self.step % interval == 0 or self.step == self.config.max_iters
+
+    @property
+    def out_of_patience(self):
+        """Whether so many evaluations in a row had no lower validation loss that the run is to end."""
+        return self.config.patience is not None and self.evals_since_best >= self.config.patience
 
     @property
     def tokens_per_step(self):
@@ -572,6 +586,11 @@ def train_alone(model_config, config, given, process):
     if run.last_eval["step"] >= config.max_iters or step > config.max_iters:
         process.print0(f"{run.out_dir} is finished: {step:,} of {config.max_iters:,} steps, "
                        f"best val loss {run.best_val_loss:.4f} nats; a larger max_iters goes on")
+        write_result(run)
+        return run.last_eval
+    if run.out_of_patience:
+        process.print0(f"{run.out_dir} has ended at step {step:,} of {config.max_iters:,} by patience="
+                       f"{config.patience}, best val loss {run.best_val_loss:.4f} nats; a larger one goes on")
         write_result(run)
         return run.last_eval
 

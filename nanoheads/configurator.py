@@ -394,7 +394,7 @@ def preset_values(scale, names, mechanisms, source):
 # of one's own is none either, since the mechanism's name is there
 UNNAMED = set("""
     scale mechanism own_mechanism out_dir resume overwrite eval_only init_anyway device dtype compile
-    compile_mode max_iters eval_interval eval_tokens save_interval log_interval loss_chunks
+    compile_mode max_iters patience eval_interval eval_tokens save_interval log_interval loss_chunks
     checkpoint_activations json tensorboard wandb_log wandb_project wandb_run_name wandb_mode wandb_tags
 """.split())
 

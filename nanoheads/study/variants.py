@@ -354,6 +354,9 @@ class VariantBuilder:
             raise UserError(f"{name}: {' '.join(str(e).split())}")
         if bad := training_problems(model, training):
             raise UserError(f"{name}: {'; '.join(bad)}")
+        if training.patience:
+            raise UserError(f"{name}: patience={training.patience} would end runs at different steps, and a "
+                            "study compares runs of equal length: leave it out")
         model = replace(model, vocab_size=model.vocab_size or self.data.vocab_size)
         teacher = training.teacher and checkpoint.file_of(training.teacher)
         if teacher and teacher.is_file() and checkpoint.needs_code_of_own(training.teacher):

@@ -146,6 +146,9 @@ class TrainConfig(ControllerConfig):
     eval_tokens: int = flag(131072, at_least=0)
                                          # tokens of train and of val to score each time, evenly spaced;
                                          # 0: all of val, as many of train
+    patience: Optional[int] = flag(None, at_least=1)
+                                         # end after so many evaluations in a row without a lower validation
+                                         # loss; None: at max_iters alone
     save_interval: Optional[int] = flag(None, at_least=1)
                                          # steps between saves of ckpt.pt; None: at each evaluation
     # ---- logging ----

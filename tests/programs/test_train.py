@@ -482,6 +482,67 @@ def test_a_run_that_is_killed_in_its_last_evaluation_loses_no_step(args, tmp_pat
     assert same(weights(tmp_path / "run/ckpt.pt"), weights(tmp_path / "whole/ckpt.pt"))
 
 
+# ---- patience ----
+
+def val_losses(monkeypatch, *losses):
+    """Evaluations now give these validation losses, one after the other, the first one at step 0."""
+    real = train.evaluate_splits
+    monkeypatch.setattr(train, "evaluate_splits",
+                        lambda run: {**real(run), "val_loss": losses[run.step // run.config.eval_interval]})
+
+
+HALTING = 9.0, 4.0, 3.0, 3.5, 3.0, 2.9, 3.1, 3.2, 3.3, 2.0
+
+
+def test_evaluations_without_a_lower_loss_end_the_run(args, rows, tmp_path, monkeypatch, capsys):
+    """An equal loss is no lower one; a lower one begins the count anew."""
+    val_losses(monkeypatch, *HALTING)
+    keys = dict(eval_interval=2, max_iters=18, json=tmp_path / "a.json")
+    main(args(patience=3, **keys))
+    said = capsys.readouterr().out
+    assert "patience=3: no lower val loss in the last 3 evaluations, so the run ends at step 16 of 18" in said
+    assert "best val loss 2.9000" in said and rows(tmp_path / "run")[1][-1]["step"] == 16
+    assert json.loads((tmp_path / "a.json").read_text())["step"] == 16
+    saved = [checkpoint.read(tmp_path / "run" / name)["step"] for name in ("best.pt", "ckpt.pt")]
+    assert saved == [10, 16]
+    main([*args(patience=3, **keys), "--resume"])
+    assert f"{tmp_path}/run has ended at step 16 of 18 by patience=3" in capsys.readouterr().out
+    main([*args(patience=4, **keys), "--resume"])  # now it goes on, to the end and a lower loss
+    assert checkpoint.read(tmp_path / "run/best.pt")["step"] == 18
+    main(args("without", **keys))
+    assert rows(tmp_path / "without")[1][-1]["step"] == 18
+    assert same(weights(tmp_path / "run/ckpt.pt"), weights(tmp_path / "without/ckpt.pt"))
+
+
+@pytest.mark.parametrize("stopped", [5, 12, 14])
+def test_a_resumed_run_has_as_much_patience_left(stopped, args, rows, tmp_path, monkeypatch):
+    """Stopped between two evaluations, and where it saves before one."""
+    val_losses(monkeypatch, *HALTING)
+    keys = dict(eval_interval=2, max_iters=18, patience=3, save_interval=1)
+
+    def killed(run, *args, **more):
+        if run.step == stopped + 1:
+            raise ZeroDivisionError("as if killed")
+        return real(run, *args, **more)
+    real = train.save_checkpoint
+    monkeypatch.setattr(train, "save_checkpoint", killed)
+    with pytest.raises(ZeroDivisionError):
+        main(args(**keys))
+    assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == stopped
+    monkeypatch.setattr(train, "save_checkpoint", real)
+    main([*args(**keys), "--resume"])
+    assert rows(tmp_path / "run")[1][-1]["step"] == 16
+
+
+def test_all_ranks_end_in_the_same_step_by_patience(args, rows, tmp_path):
+    """At this rate the loss rises from the first evaluation on."""
+    done = torchrun(args(patience=2, eval_interval=1, max_iters=30, adamw_lr=30.0, min_lr=30.0,
+                         warmup_iters=0, grad_clip=0.0), 2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("patience=2: no lower val loss in the last 2 evaluations") == 1
+    assert rows(tmp_path / "run")[1][-1]["step"] < 30
+
+
 def test_overwriting_what_a_run_starts_from_is_refused(args, fails, tmp_path):
     main(args())
     line, = fails(args(init_from=tmp_path / "run/best.pt", overwrite=True))

@@ -813,6 +813,14 @@ def test_the_runs_that_were_taken_are_counted_over_all_texts(
         "\n", " ")
 
 
+def test_runs_that_may_end_at_different_steps_are_refused(plain, refusal):
+    argv = ["--base", str(plain), "--device=cpu", "--mechanisms=sink"]
+    said = refusal([*argv, "--settings={'patience': 3}"])
+    assert "plain: patience=3 would end runs at different steps" in said
+    said = refusal([*argv, "--variants={'early': {'patience': 2}}"])
+    assert "early: patience=2 would end runs" in said and "leave it out" in said
+
+
 def test_a_damaged_training_text_is_refused_before_the_first_run(plain, bytes_data, refusal):
     path = bytes_data / "train.bin"
     before = path.read_bytes()
