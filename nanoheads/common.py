@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -173,11 +174,10 @@ def drop(number):
 @contextmanager
 def output_written(program):
     """End a program in one line where what it printed cannot be written, such as to a full disk, and quietly
-    where its reader has seen enough and no file is to be written, see Output. Everything else passes through.
+    where its reader has seen enough and no file is to be written, see Output. What it cannot show is printed
+    as "?". Everything else passes through.
     """
-    if sys.platform == "win32" and hasattr(sys.stdout, "reconfigure"):
-        # a file or a pipe takes the 256 characters of a code page there
-        sys.stdout.reconfigure(errors="replace")
+    show_the_rest_as_question_marks()
     stdout = sys.stdout
     if stdout:  # None where it was closed before the program began
         sys.stdout = Output(stdout)
@@ -200,6 +200,14 @@ def output_written(program):
             with suppress(OSError, ValueError):
                 drop(sys.stdout.fileno())
         sys.stdout = stdout
+
+
+def show_the_rest_as_question_marks():
+    """From here on a character that standard output cannot show is printed as "?", and ends no program: an
+    encoding such as ASCII or Latin-1, and the code page of a file or a pipe on Windows, lack some of ours.
+    """
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has none
+        sys.stdout.reconfigure(errors="replace")
 
 
 def flush_output():
@@ -392,6 +400,16 @@ def json_safe(value):
 def write_json(path, value, indent=1):
     """write_atomic() of a value as JSON, json_safe() before. Raises UserError."""
     write_atomic(path, lambda f: f.write(json.dumps(json_safe(value), indent=indent).encode() + b"\n"))
+
+
+def unescaped(text):
+    """A text from the command line: \\n and \\t are a newline and a tab, with two backslashes what they look
+    like with one.
+    """
+    def meant(match):
+        twice, letter = match.groups()
+        return "\\" + letter if twice else dict(n="\n", t="\t")[letter]
+    return re.sub(r"\\(\\?)([nt])", meant, text)
 
 
 def memory_of_machine():

@@ -31,7 +31,7 @@ import torch
 
 import train
 from model import GPT, GPTConfig
-from nanoheads.common import UserError, explain, pick_device, write_atomic
+from nanoheads.common import UserError, explain, output_written, pick_device, write_atomic
 from nanoheads.heads import controller
 from nanoheads import own_mechanism as own, replaced
 from nanoheads.locks import only_writer
@@ -334,6 +334,7 @@ def check_unchanged(folder, files=None):
                             "the study again, where both are the same")
 
 
+@output_written("trial")
 def main(argv=None):
     """run(), its output in trial.log, alone in its folder: of two that want one run, the second waits.
 

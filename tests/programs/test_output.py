@@ -1,14 +1,22 @@
-"""Standard output that cannot be written ends every program in one line and with an error's status."""
+"""Standard output that cannot be written ends every program in one line and with an error's status; what it
+cannot show is a question mark.
+"""
+import io
+import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, TINY
 
 import train
+from nanoheads.study import trial
 
-pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+PROGRAMS = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "model")
 
 
 def said_when_full(*command):
@@ -20,6 +28,7 @@ def said_when_full(*command):
     return done.stderr
 
 
+@full_disk
 @pytest.mark.parametrize("program", ["train", "compare"])
 def test_help_on_a_full_disk_is_one_line(program):
     """The other programs' --help is argparse's, which takes a full disk for written."""
@@ -27,6 +36,7 @@ def test_help_on_a_full_disk_is_one_line(program):
     assert said == f"{program}: input or output: No space left on device\n"
 
 
+@full_disk
 def test_what_programs_print_on_a_full_disk_is_one_line(bytes_data, tmp_path):
     keys = [f"--{key}={value}" for key, value in TINY.items()]
     train.main([*keys, f"--dataset={bytes_data}", f"--out_dir={tmp_path / 'run'}"])
@@ -45,3 +55,54 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     done = subprocess.run(f"{sys.executable} evaluate.py --help | head -1", shell=True, cwd=ROOT,
                           capture_output=True, text=True)
     assert done.stdout.startswith("usage") and done.stderr == ""
+
+
+# ---- encodings that lack some characters ----
+
+def strict(monkeypatch, encoding):
+    """A standard output that refuses what its encoding lacks; returns a function: what was printed so far."""
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding, errors="strict"))
+
+    def shown():
+        sys.stdout.flush()
+        return raw.getvalue().decode(encoding)
+    return shown
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_is_shown_whatever_the_encoding(program, monkeypatch):
+    shown = strict(monkeypatch, "ascii")
+    with pytest.raises(SystemExit) as e:
+        import_module(program).main(["--help"])
+    print("…")
+    assert not e.value.code and f"python {program}.py" in shown() and shown().endswith("\n?\n")
+
+
+def test_all_else_that_runs_prints_in_the_same_way():
+    """What runs a study's trial, and every script of data/."""
+    assert hasattr(trial.main, "__wrapped__")
+    for path in ROOT.glob("data/**/*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert "__main__" not in text or text.endswith('if __name__ == "__main__":\n    run(main)\n')
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_tables_lose_no_more_than_a_character(encoding, args, tmp_path, monkeypatch):
+    """A dash for steps that are not known, ± behind a mean, and a multiplication sign, each a column wide."""
+    shown = strict(monkeypatch, encoding)
+    train.main(args(max_iters=3))
+    state = torch.load(tmp_path / "run/best.pt", weights_only=True)
+    del state["step"]
+    torch.save(state, tmp_path / "other.pt")
+    ckpts = ["--ckpt", str(tmp_path / "run"), "--ckpt", str(tmp_path / "other.pt")]
+    import_module("evaluate").main(ckpts)
+    assert re.search(r"run +\d.* 3 .*\n.*other.pt +\d.* \? ", shown())
+    import_module("probe").main(["late", *ckpts, "--tokens=64"])
+    assert re.search(r"other.pt .*[+-]0.0000 [?±]0.0000", shown())
+    (tmp_path / "scores.csv").write_text("variant,seed,score,tokens\n" + "".join(
+        f"{variant},{seed},{3 + 0.01 * seed},{tokens}\n"
+        for variant, tokens in (("plain", 10), ("wider", 20)) for seed in range(3)))
+    monkeypatch.chdir(tmp_path)
+    import_module("compare").main([f"--scores={tmp_path / 'scores.csv'}"])
+    assert re.search(r"trained on 2.00 [?×] the tokens", shown())
