@@ -763,8 +763,9 @@ class GPT(HeadControl, nn.Module):
 
         idx [B, T] holds the prompts, flush right where `lengths` [B] are unequal (left padding, never seen).
         A row reads at most block_size tokens; when it would read more it keeps the last half and goes on
-        from there. A row that ended with stop_token repeats it; when all have, the stream ends. router_hint
-        [B, C]: what the constraint router reads instead of the text.
+        from there. A row that ended with stop_token repeats it; when all have, the stream ends. generator: of
+        all rows, or a list with one for each. router_hint [B, C]: what the constraint router reads instead of
+        the text.
         """
         check_sampling(temperature, top_k, top_p, repetition_penalty)
         B, T, block_size = *idx.shape, self.config.block_size

@@ -7,9 +7,10 @@ Generate text from one checkpoint, or from several side by side.
     python sample.py --ckpt out/a --start "To be" --audit audit.jsonl    # what its heads do to it
 
 A run folder stands for its best.pt. Every checkpoint gets the same prompt, seed and settings; with one
-checkpoint and one sample the text appears as it is made. With several checkpoints the defaults are 200 tokens
-and --top_k 200, as in the routing write-up. --audit writes what mechanisms do to each text to a file and a
-page (docs/look.md); under a text it lists which tokens constraint heads score highest.
+checkpoint and one sample the text appears as it is made. More samples do not change the first. With several
+checkpoints the defaults are 200 tokens and --top_k 200, as in the routing write-up. --audit writes what
+mechanisms do to each text to a file and a page (docs/look.md); under a text it lists which tokens constraint
+heads score highest.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from nanoheads.common import UserError, as_program, last_words, pick_device, wri
 from nanoheads.heads import look
 from nanoheads.training import checkpoint
 from nanoheads.training.sampling import (add_arguments, check, encode, generate, model_and_tokenizer,
-                                         read_prompt, side_by_side)
+                                         read_prompt, side_by_side, stop_of)
 
 
 def audit_files(args, models):
@@ -55,7 +56,10 @@ def run(args):
     device, text = pick_device(args.device), read_prompt(args.start)
     pack = args.pack and not args.audit
     models = [model_and_tokenizer(path, device, args.dataset, args.settings, pack) for path in args.ckpt]
-    prompts = [encode(tokenizer, text, path) for (_, tokenizer), path in zip(models, args.ckpt)]
+    prompts = [encode(tokenizer, text, path, args.special)
+               for (_, tokenizer), path in zip(models, args.ckpt)]
+    for _, tokenizer in models:
+        stop_of(args, tokenizer)  # what is wrong with it is said before anything is printed
     changed = f"with {', '.join(args.settings)}" if args.settings else None
     files = audit_files(args, models)
     out = writable(args.json) if args.json else None
@@ -104,7 +108,8 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     checkpoint.add_arguments(p, required=False)
     p.add_argument("--start", default="\n",
-                   help='the prompt, or FILE:prompt.txt; \\n is a newline (the default); "" is the separator')
+                   help='the prompt, or FILE:prompt.txt; \\n is a newline (the default), \\\\n a backslash '
+                        'and an n; "" is the separator')
     p.add_argument("--num_samples", type=int, default=1,
                    help="continuations from each checkpoint (default: 1)")
     p.add_argument("--max_new_tokens", type=int,
@@ -121,8 +126,6 @@ def main(argv=None):
     several = len(args.ckpt) > 1
     args.max_new_tokens = (200 if several else 300) if args.max_new_tokens is None else args.max_new_tokens
     args.top_k = 200 if several and args.top_k is None else args.top_k
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # what the terminal cannot show becomes "?"
     with last_words("sample", "lower --num_samples or --max_new_tokens"):
         run(args)
 

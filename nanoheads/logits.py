@@ -99,6 +99,8 @@ def penalise(logits, tokens, penalty):
 
 def sample_token(logits, temperature, top_k, top_p, generator):
     """One token per row, [B], from logits [B, V]: of the k likeliest, of those that hold top_p of the mass.
+
+    generator: of all rows, or a list with one for each.
     """
     if temperature == 0:
         return logits.argmax(-1)
@@ -112,4 +114,6 @@ def sample_token(logits, temperature, top_k, top_p, generator):
         beyond = ranked.cumsum(-1) - ranked >= top_p  # the mass before it is enough
         beyond[:, 0] = False  # never the first, also where top_p is 0 in the precision of probs
         probs = probs.masked_fill(beyond.scatter(-1, order, beyond), 0.0)
+    if isinstance(generator, list):
+        return torch.cat([torch.multinomial(row, 1, generator=own) for row, own in zip(probs, generator)])
     return torch.multinomial(probs, 1, generator=generator).squeeze(-1)

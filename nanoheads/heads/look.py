@@ -52,7 +52,7 @@ from nanoheads.heads.measuring import attentions
 from nanoheads.text.tokenizer import char_sizes
 from nanoheads.traces import explain
 from nanoheads.training import checkpoint
-from nanoheads.training.sampling import encode, model_and_tokenizer, read_prompt, same_tokens
+from nanoheads.training.sampling import add_special, encode, model_and_tokenizer, read_prompt, same_tokens
 
 PROGRAM = "probe.py look"
 FLOATS = 1 << 26  # of attention maps that are held at once
@@ -698,7 +698,8 @@ def run(args):
     if prompt is None:
         ids, name = read_ids(path, tokenizer), path
     else:
-        ids, name = encode(tokenizer, read_prompt(prompt), args.ckpt[0])[0].tolist(), "prompt"
+        ids = encode(tokenizer, read_prompt(prompt), args.ckpt[0], args.special)[0].tolist()
+        name = "prompt"
     viewers = [Viewer(model, each, args.settings) for (model, _), each in zip(pairs, args.ckpt)]
     return of_text(viewers, tokenizer, ids, name, files, args.maps, sys.stderr.isatty())
 
@@ -710,6 +711,7 @@ def main(argv=None):
     text = p.add_mutually_exclusive_group(required=True)
     text.add_argument("--text", metavar="FILE", help="the text to read")
     text.add_argument("--start", help='the text itself, or FILE:prompt.txt; \\n is a newline')
+    add_special(p)
     p.add_argument("--maps", action="store_true", help="the attention maps in the JSON lines too")
     p.add_argument("--out", help="JSON lines; a page of that name, .html, comes beside them "
                                  "(default: look.jsonl)")

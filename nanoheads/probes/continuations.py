@@ -19,13 +19,15 @@ import torch
 from tqdm import tqdm
 
 from model import GPT
-from nanoheads.common import UserError, last_words, pick_device, table, writable, write_json
+from nanoheads.common import (UserError, last_words, pick_device, table, unescaped, writable,
+                              write_json)
 from nanoheads.intervals import jackknife
 from nanoheads.logits import check_sampling
 from nanoheads.text import quality as textquality
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint, sampling
-from nanoheads.training.sampling import bfloat16_on_gpu, reread, same_tokens, settings_of, until_stop, write
+from nanoheads.training.sampling import (bfloat16_on_gpu, reread, same_tokens, settings_of, stop_of,
+                                         until_stop, write)
 from nanoheads.training.scoring import add_arguments, bits, load, nats_after
 
 PROGRAM = "probe.py text"
@@ -50,8 +52,10 @@ class Writer(NamedTuple):
         return self.data.tokenizer
 
 
-def prompts_of_file(path, tokenizer):
-    """[P] lists of ids: the lines of a file, where \\n and \\t mean what they usually do. UserError."""
+def prompts_of_file(path, tokenizer, special):
+    """[P] lists of ids: the lines of a file, unescaped(). special: are the names of special tokens in them
+    those tokens? UserError.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as e:
@@ -60,7 +64,7 @@ def prompts_of_file(path, tokenizer):
     found = []
     for i, line in enumerate(lines, 1):
         try:
-            found.append(tokenizer.encode(line.replace("\\n", "\n").replace("\\t", "\t")).tolist())
+            found.append(tokenizer.encode(unescaped(line), special).tolist())
         except ValueError as e:
             raise UserError(f"--prompts: {path}, line {i}: {e}")
     found = [ids for ids in found if ids]
@@ -99,8 +103,10 @@ def open_writers(args, device):
     writers = [opened(path, args.settings) for path in args.ckpt]
     judge = opened(args.judge) if args.judge else None
     first = writers[0]
+    for writer in writers:
+        stop_of(args, writer.tokenizer)
     if args.prompts:
-        prompts, real = prompts_of_file(args.prompts, first.tokenizer), None
+        prompts, real = prompts_of_file(args.prompts, first.tokenizer, args.special == "token"), None
     else:
         prompts, real = cut_prompts(args, first.data)
     for i, writer in enumerate(writers):
@@ -170,7 +176,7 @@ def reports_of(args, device, progress=True):
         yield dict(name=writer.name, about=about, tokens=length, tokens_per_s=speed, set=args.settings,
                    **report)
     if real:
-        stop = first.tokenizer.separator if args.stop else None
+        stop = stop_of(args, first.tokenizer)
         _, report = report_of(first, [[until_stop(ids, first.tokenizer, stop)] for ids in real], judge)
         yield dict(name=TEXT, about=about, tokens=args.tokens, tokens_per_s=None, set=[], **report)
 

@@ -11,9 +11,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from nanoheads.common import UserError
+from nanoheads.common import UserError, unescaped
 from nanoheads.logits import check_sampling
 from nanoheads.pruning import pack_in_place
 from nanoheads.text.tokenizer import Tokenizer
@@ -73,8 +74,16 @@ def add_arguments(parser):
             help="above 1: tokens already there become less likely (default: 1)"),
         add("--stop", action="store_true",
             help="stop at the corpus separator (a newline, or end of text)"),
+        add_special(parser),
         add("--seed", type=int, default=1337, help="same seed, same text (default: 1337)"),
     ]
+
+
+def add_special(parser):
+    """The argument of every program that takes a prompt; returns the action."""
+    return parser.add_argument("--special", choices=["token", "text"], default="token",
+                               help="what <|endoftext|> and other special tokens of the vocabulary are in a "
+                                    "prompt (default: token)")
 
 
 def check(args):
@@ -94,17 +103,24 @@ def check(args):
     check_sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty)
 
 
+def stop_of(args, tokenizer):
+    """The token that ends a text, None without --stop. ValueError: the vocabulary has none."""
+    if args.stop and tokenizer.end is None:
+        raise ValueError("--stop: this vocabulary has neither a newline nor an end-of-text token to stop at")
+    return tokenizer.end if args.stop else None
+
+
 def settings_of(args, tokenizer):
-    """The settings as GPT.stream() takes them."""
+    """The settings as GPT.stream() takes them. ValueError: see stop_of()."""
     return dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
                 repetition_penalty=args.repetition_penalty,
-                stop_token=tokenizer.separator if args.stop else None)
+                stop_token=stop_of(args, tokenizer))
 
 
 def read_prompt(text):
-    """The prompt, in which \\n and \\t mean what they usually do; FILE:name reads it from a file as it is."""
+    """The prompt, unescaped(); FILE:name reads it from a file as it is."""
     if not text.startswith("FILE:"):
-        return text.replace("\\n", "\n").replace("\\t", "\t")
+        return unescaped(text)
     try:
         return Path(text[5:]).read_bytes().decode()
     except OSError as e:
@@ -113,10 +129,13 @@ def read_prompt(text):
         raise ValueError(f"--start: {text[5:]} is not UTF-8 text: {e.reason} at byte {e.start:,}")
 
 
-def encode(tokenizer, text, path):
-    """The prompt's token ids, [1, T]; an empty prompt is the corpus separator: the beginning of a text."""
+def encode(tokenizer, text, path, special="token"):
+    """The prompt's token ids, [1, T]; an empty prompt is the corpus separator: the beginning of a text.
+
+    special: "text": the names of special tokens in it are text.
+    """
     try:
-        return torch.tensor([tokenizer.encode(text).tolist() or [tokenizer.separator]])
+        return torch.tensor([tokenizer.encode(text, special == "token").tolist() or [tokenizer.separator]])
     except ValueError as e:
         raise ValueError(f"--start, for {path}: {e}")
 
@@ -126,11 +145,13 @@ def encode(tokenizer, text, path):
 def write(model, idx, length, seed=None, on_step=None, **settings):
     """The ids that a model makes of prompts idx [B, T]: B lists of the same length, `length` at most.
 
-    seed: of a generator of this call's own; None: the global one. settings: those of GPT.stream(). on_step is
-    called with each step's ids [B], a list; where it returns True, that was the last. Raises UserError where
-    the probabilities are not numbers.
+    seed: of a generator of this call's own, or a list with one for each prompt; None: the global one.
+    settings: those of GPT.stream(). on_step is called with each step's ids [B], a list; where it returns
+    True, that was the last. Raises UserError where the probabilities are not numbers.
     """
-    if seed is not None:
+    if isinstance(seed, list):
+        settings["generator"] = [torch.Generator(idx.device).manual_seed(each) for each in seed]
+    elif seed is not None:
         settings["generator"] = torch.Generator(idx.device).manual_seed(seed)
     steps = []
     try:
@@ -144,6 +165,12 @@ def write(model, idx, length, seed=None, on_step=None, **settings):
         raise UserError("the probabilities are not numbers: damaged weights, or an extreme temperature or "
                         "repetition_penalty") from None
     return torch.stack(steps, dim=1).tolist() if steps else [[] for _ in idx]
+
+
+def seeds_of(seed, count):
+    """A seed for each of `count` texts, a list. The first is `seed`; none depends on how many there are."""
+    others = (np.random.SeedSequence([seed, i]).generate_state(1, np.uint64) for i in range(1, count))
+    return [seed, *(int(state[0]) for state in others)]
 
 
 def bfloat16_on_gpu(device):
@@ -175,7 +202,8 @@ def generate(model, tokenizer, ids, args, on_piece=None):
 
     idx, began = ids.to(device).repeat(args.num_samples, 1), time.perf_counter()
     with bfloat16_on_gpu(device):
-        made = write(model, idx, args.max_new_tokens, args.seed, show_first if on_piece else None, **settings)
+        seeds = seeds_of(args.seed, args.num_samples)
+        made = write(model, idx, args.max_new_tokens, seeds, show_first if on_piece else None, **settings)
     if on_piece:
         on_piece(decoder.decode(b"", final=True))
     texts = [spell(row).decode("utf-8", "replace") for row in made]

@@ -92,6 +92,17 @@ def test_several_samples_of_one_checkpoint_differ_and_begin_with_the_prompt(ckpt
     assert all(text.startswith("abba") and len(text) == 4 + 300 + 2 for text in several.values())
 
 
+def test_more_samples_do_not_change_those_before(ckpt, out):
+    args = "--ckpt", ckpt, "--start", "ab", "--temperature", 1, "--seed"
+    alone = out(*args, 7)
+    two, five = (blocks(out(*args, 7, "--num_samples", n)) for n in (2, 5))
+    assert two[1] == alone + "\n" and [two[i].strip() for i in (1, 2)] == [five[i].strip() for i in (1, 2)]
+    assert len(set(five.values())) == 5
+    # nor is a sample one of the next seed's
+    others = blocks(out(*args, 8, "--num_samples", 5))
+    assert not {text.strip() for text in five.values()} & {text.strip() for text in others.values()}
+
+
 def test_the_text_is_the_models_own_continuation(ckpt, out):
     model, tokenizer = model_and_tokenizer(ckpt, "cpu")
     idx = torch.tensor([tokenizer.encode("head").tolist()])
@@ -123,6 +134,38 @@ def test_a_prompt_file_is_taken_as_it_is(tmp_path, out):
     (tmp_path / "p.txt").write_bytes("a\r\nprint('\\n') é\n".encode())
     assert out("--ckpt", path, "--start", f"FILE:{tmp_path}/p.txt").startswith("a\r\nprint('\\n') é\n")
     assert out("--ckpt", path, "--start", r"a\n\tb").startswith("a\n\tb")
+
+
+def test_a_backslash_before_an_n_has_a_way_to_stay_one(tmp_path, out):
+    path = make_checkpoint(tmp_path / "b.pt", "byte")
+    assert out("--ckpt", path, "--start", r"print(\"a\\nb\")\n").startswith('print(\\"a\\nb\\")\n')
+    assert out("--ckpt", path, "--start", r"\\tau and \alpha, \\ too").startswith(r"\tau and \alpha, \\ too")
+
+
+def test_special_tokens_of_a_prompt_are_tokens_unless_it_says_text(tmp_path, gpt2_files, monkeypatch):
+    """As in nanoGPT, whose <|endoftext|> is one token, 50256."""
+    path, seen = make_checkpoint(tmp_path / "g.pt", "gpt2"), []
+
+    def stream(self, idx, *args, **settings):
+        seen.append(idx[0].tolist())
+        yield torch.zeros(len(idx), dtype=torch.long)
+    monkeypatch.setattr(GPT, "stream", stream)
+    (tmp_path / "p.txt").write_text("<|endoftext|>")
+    for more in (["<|endoftext|>"], [f"FILE:{tmp_path}/p.txt"], ["<|endoftext|>", "--special=text"]):
+        main(["--ckpt", path, "--start", *more])
+    text = model_and_tokenizer(path, "cpu")[1].encode("<|endoftext|>").tolist()
+    assert seen == [[50256], [50256], text] and len(text) == 7
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_stop_is_refused_where_nothing_ends_a_text(tmp_path, refusal, samples):
+    """In a vocabulary of four bases, whose first symbol is a base like the others."""
+    path = make_checkpoint(tmp_path / "dna.pt")
+    state = torch.load(path, weights_only=True)
+    state["meta"]["vocab"][0] = "A"  # it was the newline
+    torch.save(state, path)
+    line = refusal(["--ckpt", path, "--start", "a", "--stop", "--num_samples", str(samples)])
+    assert line == "sample: --stop: this vocabulary has neither a newline nor an end-of-text token to stop at"
 
 
 def test_a_prompt_longer_than_the_block_goes_on(ckpt, out):
