@@ -9,6 +9,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
 import torch
 
 from compare import Study
@@ -91,6 +92,32 @@ def make_model(seed=1, **flags):
         for p in model.parameters():
             p.mul_(3).add_(0.1 * torch.randn(p.shape, generator=generator))
     return model.eval()
+
+
+# ---- tokenizers of others ----
+
+
+def byte_pairs(text, *splits, normalizer=None, special=("<|endoftext|>",)):
+    """The text of a tokenizer.json of GPT-2's kind, its merges learnt from a text.
+
+    splits: its pre-tokenizers, a str: a pattern of Split; without any, merges may cross spaces. normalizer:
+    the name of one.
+    """
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is optional")
+    pre = tokenizers.pre_tokenizers
+    own = tokenizers.Tokenizer(tokenizers.models.BPE())
+    steps = [pre.Split(tokenizers.Regex(each), "isolated") if isinstance(each, str) else each
+             for each in splits]
+    if not any(isinstance(each, pre.ByteLevel) for each in steps):
+        steps.append(pre.ByteLevel(False, use_regex=False))
+    own.pre_tokenizer = pre.Sequence(steps)
+    if normalizer:
+        own.normalizer = getattr(tokenizers.normalizers, normalizer)()
+    own.decoder = tokenizers.decoders.ByteLevel()
+    own.train_from_iterator([text], tokenizers.trainers.BpeTrainer(
+        vocab_size=600, show_progress=False, initial_alphabet=pre.ByteLevel.alphabet(),
+        special_tokens=[*special]))
+    return own.to_str()
 
 
 # ---- a mechanism of one's own: the file of docs/add-a-mechanism.md ----

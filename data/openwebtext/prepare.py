@@ -18,8 +18,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanoheads.common import UserError
-from nanoheads.text.sources import SPLITS, count_chars
-from nanoheads.text.tokenizer import END_OF_TEXT, Tokenizer
+from nanoheads.text.sources import SPLITS
+from nanoheads.text.tokenizer import END_OF_TEXT, Tokenizer, count_chars
 from nanoheads.text.writing import Writer, already, arguments, report, run
 
 # the commit with all 80 parquet files; the Hub's own refs/convert/parquet holds but a part of them

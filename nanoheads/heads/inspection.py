@@ -174,7 +174,7 @@ def inspect(args):
     # bits per byte before and after, on the same windows
     tokens, T = data.tokens(args.split), loaded.config.block_size
     cuts = scoring.windows_of(data, args.split, T, 0, args.tokens)
-    n_bytes = sum(map(len, scoring.scored_text(data, args.split, cuts)))
+    n_bytes, _ = scoring.text_size(data, args.split, cuts)
 
     def bits_per_byte(each):
         nats, _ = scoring.score(each, data, args.split, max_tokens=args.tokens)

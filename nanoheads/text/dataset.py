@@ -16,12 +16,15 @@ from nanoheads.common import ROOT, UserError
 from nanoheads.text import checksums
 from nanoheads.text.tokenizer import Tokenizer, token_sizes
 
-# where a document begins in the bytes of a text: the first of these that is there at least twice
-TITLE = re.compile(rb"^ = (?!= )[^\n]* = $", re.M)  # WikiText's, of an article; " = = " is a section's
+# where a document begins in the bytes of a text, whose lines may end in \r\n: the first of these that is
+# there at least twice
+TITLE = re.compile(rb"^ = (?!= )[^\n]* = \r?$", re.M)  # WikiText's, of an article; " = = " is a section's
 BEGINNINGS = (TITLE,
-              re.compile(rb"^# ---- \S+ ----$", re.M),  # data/pystdlib: a file
-              re.compile(rb"^  <page>$", re.M),          # enwik8: a page
-              re.compile(rb"(?<=\n\n)(?=[^\n])"))        # after a blank line: a speech, an article
+              re.compile(rb"^# ---- \S+ ----\r?$", re.M),  # data/pystdlib: a file
+              re.compile(rb"^  <page>\r?$", re.M),          # enwik8: a page
+              # after a blank line: a speech, an article
+              re.compile(rb"(?:(?<=\n\n)|(?<=\n\r\n))(?=[^\n])(?!\r\n)"))
+ANEW = "run its prepare script again, which writes it anew"
 REOPEN_AFTER = 64 << 20  # bytes read through one mapping before it is dropped: resident memory stays bounded
 
 
@@ -36,8 +39,7 @@ class Dataset:
     """
 
     def __init__(self, name):
-        folders = (Path(name), ROOT / "data" / name, ROOT / name)
-        self.dir = next((folder for folder in folders if (folder / "meta.json").is_file()), None)
+        self.dir = next((folder for folder in folders_of(name) if (folder / "meta.json").is_file()), None)
         if self.dir is None:
             raise missing(name)
         try:
@@ -63,9 +65,20 @@ class Dataset:
         if size != tokens * self.dtype.itemsize or not tokens:
             raise UserError(f"{path} holds {size // self.dtype.itemsize:,} tokens "
                             f"where meta.json says {tokens:,}; run its prepare script with --force")
-        checksums.check(path, self.sums[split], "meta.json",
-                        "run its prepare script again, which writes it anew")
+        checksums.check(path, self.sums[split], "meta.json", ANEW)
         return np.memmap(path, self.dtype, "r")
+
+    def sizes_beyond(self, split):
+        """[n, 3], int64: the tokens that stand for other text than they spell, in their order, and how many
+        more bytes and characters they stand for; see Tokenizer.encode_sized(). UserError as for tokens().
+        """
+        path, expected = self.dir / f"{split}.sizes.bin", self.splits[split].get("sizes_sha256")
+        if expected is None:
+            return np.empty((0, 3), np.int64)
+        if not path.is_file():
+            raise UserError(f"{path} is not there, which meta.json describes; {ANEW}")
+        checksums.check(path, expected, "meta.json", ANEW)
+        return np.memmap(path, "<i8", "r").reshape(-1, 3)
 
     def need(self, split, tokens, block_size):
         """Raise UserError unless the split has as many tokens as a use of it with this block_size takes."""
@@ -80,12 +93,16 @@ class Dataset:
     def documents(self, split):
         """Where the documents of a split begin, and the end of the last one: tokens, int64 [n + 1].
 
-        A document ends with an end-of-text token; where there are none one begins as BEGINNINGS has it, and
-        what stands before the first is one too. UserError where there are not two.
+        A document ends with an end-of-text token, and in bytes or characters with the --separator that the
+        text was prepared with. Where there are none one begins as BEGINNINGS has it, and what stands before
+        the first is one too. UserError where there are not two.
         """
-        tokens = self.tokens(split)
-        plain = self.meta["encoding"] in ("byte", "char")  # where a separator is a newline
-        cuts = [] if plain else after_each(tokens, self.separator)
+        tokens, separator = self.tokens(split), (self.meta.get("options") or {}).get("separator")
+        plain, cuts = self.meta["encoding"] in ("byte", "char"), []  # where a separator is text
+        if plain and separator:
+            cuts = after_matches(self.tokenizer, tokens, re.compile(re.escape(separator.encode())))
+        elif not plain and self.separator == self.tokenizer.end:  # else the vocabulary has none
+            cuts = after_each(tokens, self.separator)
         if not len(cuts):
             cuts = beginnings(self.tokenizer, tokens, *BEGINNINGS)
         cuts = np.unique([0, *cuts, len(tokens)])
@@ -106,14 +123,35 @@ def beginnings(tokenizer, tokens, *patterns):
 
     Of several patterns: of the first with two matches, or else of the last.
     """
-    raw = tokens.tobytes() if tokenizer.encoding == "byte" else tokenizer.decode_bytes(tokens)
+    raw = raw_text(tokenizer, tokens)
     for pattern in patterns:
-        found = np.array([match.start() for match in pattern.finditer(raw)], np.int64)
+        found = [match.start() for match in pattern.finditer(raw)]
         if len(found) > 1:
             break
-    if tokenizer.encoding != "byte":
-        found = np.searchsorted(token_sizes(tokenizer)[tokens].cumsum(), found, "right")
-    return found
+    return tokens_at(tokenizer, tokens, found)
+
+
+def after_matches(tokenizer, tokens, pattern):
+    """The tokens, int64 [n], that come after the matches of a pattern in their text."""
+    found = [match.end() for match in pattern.finditer(raw_text(tokenizer, tokens))]
+    return tokens_at(tokenizer, tokens, found)
+
+
+def raw_text(tokenizer, tokens):
+    return tokens.tobytes() if tokenizer.encoding == "byte" else tokenizer.decode_bytes(tokens)
+
+
+def tokens_at(tokenizer, tokens, places):
+    """The tokens, int64 [n], that the bytes at these places of their text are in."""
+    places = np.array(places, np.int64)
+    if tokenizer.encoding == "byte":
+        return places
+    return np.searchsorted(token_sizes(tokenizer)[tokens].cumsum(), places, "right")
+
+
+def folders_of(name):
+    """The folders that a dataset's name may stand for."""
+    return Path(name), ROOT / "data" / name, ROOT / name
 
 
 def missing(name):
@@ -124,6 +162,11 @@ def missing(name):
     base, encoding = match.groups() if match else ("", "")
     if base in known:
         known.setdefault(f"{base}_{encoding}", f" --encoding={encoding}")
+    for folder in folders_of(name):
+        ours = folder.resolve().parent == (ROOT / "data").resolve() and folder.name in known
+        if not ours and all((folder / f"{split}.bin").is_file() for split in ("train", "val")):
+            return UserError(f"{folder} has train.bin and val.bin but no meta.json; if nanoGPT wrote them, "
+                             f"run: python {os.path.relpath(ROOT / 'data/from_nanogpt.py')} {folder}")
     close = difflib.get_close_matches(Path(name).name, known, 1, 0.6)
     if not close:
         return UserError(f"no dataset {name}: neither a folder with a meta.json nor one of "

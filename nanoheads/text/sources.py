@@ -21,9 +21,8 @@ from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
-
 from nanoheads.common import UserError, write_atomic
+from nanoheads.text.tokenizer import count_chars
 
 HOME = Path(__file__).resolve().parents[2] / "data"
 SPLITS = ("train", "val", "test")
@@ -124,11 +123,6 @@ def digest(path, member=None):
     return {**total, "sha256": sha.hexdigest()}
 
 
-def count_chars(data):
-    """Characters in UTF-8 bytes: all bytes but the continuations 10xxxxxx."""
-    return int(np.count_nonzero((np.frombuffer(data, np.uint8) & 0xC0) != 0x80))
-
-
 def identity(shas):
     """One sha256 for a source: its file's own; of several files, that of their hex digests in a row."""
     return shas[0] if len(shas) == 1 else hashlib.sha256("".join(shas).encode()).hexdigest()
@@ -198,12 +192,12 @@ def first_stray(start, text):
 
 
 def stray_bytes(path, member=None):
-    """(characters, how many of them stand for a byte that is not UTF-8, the first one's place or None)."""
-    chars, count, first = 0, 0, None
+    """(how many bytes are not UTF-8, the first one's place or None)."""
+    count, first = 0, None
     for start, text in decoded(path, member):
         first = first_stray(start, text) if first is None else first
-        chars, count = chars + len(text), count + len(STRAY.findall(text))
-    return chars, count, first
+        count += len(STRAY.findall(text))
+    return count, first
 
 
 def read(path, member, encoding, errors=None):
@@ -222,6 +216,87 @@ def read(path, member, encoding, errors=None):
             ways = ["convert it", *(["take --errors=replace or --encoding=byte"] if errors else [])]
             raise UserError(f"{path}: is not UTF-8 at byte {place:,}; {', or '.join(ways)}")
         yield text
+
+
+def utf16(path):
+    """"UTF-16", "UTF-16LE" or "UTF-16BE", as iconv calls it, where a file begins like one; else None.
+
+    The latter two have no byte-order mark; but where the text is of an alphabet, every other byte is NUL.
+    """
+    data = next(blocks(path), b"")
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16"
+    first, second = (data[i::2].count(0) / max(1, len(data[i::2])) for i in (0, 1))
+    if max(first, second) > 0.4 and min(first, second) < 0.1:
+        return "UTF-16BE" if first > second else "UTF-16LE"
+
+
+# ---- streams of text, bytes or str in pieces ----
+
+def like(piece, text):
+    """A str as what a stream's piece is: bytes or str."""
+    return text.encode() if isinstance(piece, bytes) else text
+
+
+def counted(pieces, found):
+    """The same stream; how often each key of `found`, a str, is in it is added to that key's value."""
+    tail, longest = None, 4 * max(map(len, found))  # bytes of a character: four at most
+    for piece in pieces:
+        tail = piece[:0] if tail is None else tail
+        for mark in found:
+            own = like(piece, mark)
+            found[mark] += (tail[len(tail) - len(own) + 1:] + piece).count(own)
+        tail = (tail + piece[-longest:])[-longest:]
+        yield piece
+
+
+def normalised(pieces):
+    """A stream whose lines all end in \\n alone, without byte-order marks."""
+    rest = None
+    for piece in pieces:
+        mark, cr = like(piece, "\ufeff"), like(piece, "\r")
+        piece = piece if rest is None else rest + piece
+        # what may go on in the next piece
+        held = 1 if piece.endswith(cr) else next((n for n in (2, 1) if piece.endswith(mark[:n])), 0)
+        piece, rest = piece[:len(piece) - held], piece[len(piece) - held:]
+        yield in_lines(piece)
+    if rest:
+        yield in_lines(rest)
+
+
+def in_lines(piece):
+    """normalised() of a text that is whole."""
+    mark, crlf, cr, lf = (like(piece, each) for each in ("\ufeff", "\r\n", "\r", "\n"))
+    return piece.replace(mark, mark[:0]).replace(crlf, lf).replace(cr, lf)
+
+
+def joined(streams, between):
+    """Streams one after the other, and `between` two of them, a str, unless the first ends with it."""
+    end = None
+    for pieces in streams:
+        begins = end is not None
+        for piece in pieces:
+            own = like(piece, between)
+            if begins and not end.endswith(own):
+                yield own
+            begins, end = False, ((end or piece[:0]) + piece)[-len(own):]
+            yield piece
+
+
+def marked(pieces, separator):
+    """A stream with None in the place of each `separator`, a str."""
+    rest = None
+    for piece in pieces:
+        own = like(piece, separator)
+        *whole, rest = (piece if rest is None else rest + piece).split(own)
+        for text in whole:
+            yield from [text, None] if text else [None]
+        done = max(0, len(rest) - len(own) + 1)  # a separator may begin behind it
+        if done:
+            yield rest[:done]
+        rest = rest[done:]
+    if rest:
+        yield rest
 
 
 def cut(pieces, sizes):

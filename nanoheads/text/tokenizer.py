@@ -3,9 +3,11 @@ Text <-> token ids, for the encodings that the data scripts write.
 
 byte   one token a byte, 256 of them: any input at all
 char   one token a character, out of the vocabulary in meta.json
-gpt2   GPT-2's byte pairs, 50,257 tokens, through tiktoken; text that looks like a special token is plain text
+gpt2   GPT-2's byte pairs, 50,257 tokens, through tiktoken
 hf     byte pairs of another model, GPT-2's or SentencePiece's kind, out of the tokenizer.json in meta.json,
        through Hugging Face's tokenizers; no space is put before a text
+
+Text that looks like a special token is plain text, unless encode() is told otherwise.
 """
 import json
 import re
@@ -15,6 +17,8 @@ from itertools import islice
 import numpy as np
 
 END_OF_TEXT = 50256
+# how vocabularies call the token behind a text: of those that one has, the first here
+ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
 SPACE = "\u2581"  # SentencePiece's
 SAFE_CUT = re.compile(r"\S(?=[ \n])")
 
@@ -33,7 +37,9 @@ class Tokenizer:
         self.vocab = list(vocab) if vocab else None
         self.dtype = np.dtype("u1" if encoding == "byte" else "<u2")
         self.vocab_size = {"byte": 256, "gpt2": 50257}.get(encoding) or len(self.vocab)
-        self.separator = {"byte": 10, "gpt2": END_OF_TEXT}.get(encoding, 0)
+        # the token behind a text; None: there is none
+        self.end = {"byte": 10, "gpt2": END_OF_TEXT}.get(encoding)
+        self.cuts = SAFE_CUT if encoding == "gpt2" else None  # see cuts_of()
         if encoding == "char":
             different = len(set(self.vocab)) == self.vocab_size
             if not different or set(map(len, self.vocab)) != {1} or self.vocab_size > 65536:
@@ -42,7 +48,8 @@ class Tokenizer:
             self.symbols = np.array([ord(c) for c in self.vocab], "<u4")
             self.ids = np.full(0x110000, -1, np.int32)  # code point -> id, -1: not in the vocabulary
             self.ids[self.symbols] = np.arange(self.vocab_size)
-            self.separator = max(int(self.ids[10]), 0)
+            self.end = int(self.ids[10]) if self.ids[10] >= 0 else None
+        self.separator = self.end or 0
 
     def open_hf(self):
         """The parts of a tokenizer whose tokens are byte pairs; ValueError for others."""
@@ -57,13 +64,13 @@ class Tokenizer:
             raise ValueError("only tokenizers of byte pairs (decoder: ByteLevel or ByteFallback) are known "
                              "here")
         try:
-            as_read = json.dumps(nothing_before(about)) if self.spelled == "pieces" else self.vocab
-            self.pairs = Pairs.from_str(as_read)
+            as_read = nothing_before(about)
+            self.pairs = Pairs.from_str(self.vocab if as_read == about else json.dumps(as_read))
         except Exception as e:  # it knows no kind of its own
             raise ValueError(f"tokenizer.json cannot be read: {' '.join(str(e).split())[:100]}") from None
         self.pairs.no_truncation()  # what the last caller of transformers had set is saved with it
         self.pairs.no_padding()
-        self.pairs.encode_special_tokens = True  # text that looks like one is plain text
+        self.pairs.post_processor = None  # it puts special tokens around a text, and moves where tokens begin
         ids = self.pairs.get_vocab(with_added_tokens=True)
         added = {each["id"] for each in about.get("added_tokens", ())}
         symbols = byte_symbols() if self.spelled == "bytes" else [f"<0x{byte:02X}>" for byte in range(256)]
@@ -81,32 +88,34 @@ class Tokenizer:
         covered = about["model"].get("unk_token") and self.spelled == "bytes"
         self.lost = {symbols[symbol] for symbol in (() if covered else set(symbols) - set(ids))}
         self.dtype = np.dtype("<u2" if self.vocab_size <= 65536 else "<u4")
-        self.separator = next((ids[end] for end in ("<|endoftext|>", "</s>") if end in ids), 0)
+        self.cuts = cuts_of(as_read, self.pieces)
+        self.end = next((ids[end] for end in ENDS if end in ids), None)
+        self.separator = self.end or 0
 
     @classmethod
     def from_meta(cls, meta):
         """The tokenizer that wrote a data folder, from its meta.json (a dict)."""
         return cls(meta["encoding"], meta.get("vocab"))
 
-    def encode(self, text):
-        """str -> [n] token ids, typed as on disk. ValueError: a character that the vocabulary lacks."""
+    def encode(self, text, special=False):
+        """str -> [n] token ids, typed as on disk. ValueError: a character that the vocabulary lacks.
+
+        special: the name of a special token, such as <|endoftext|>, is that token; else it is text.
+        """
         if self.encoding == "byte":
             # surrogateescape: bytes of a shell argument that were not UTF-8 come back
             data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
             return np.frombuffer(data, self.dtype)
         if self.encoding == "gpt2":
-            pieces, parts = cut_at_spaces([text]), [np.empty(0, self.dtype)]
-            while batch := list(islice(pieces, 4)):  # a few at a time: lists of Python ints are large
-                parts += self.encode_batch(batch)
+            parts = [np.empty(0, self.dtype)]
+            for number, between in enumerate(text.split(ENDS[0]) if special else [text]):
+                parts += [np.array([END_OF_TEXT], self.dtype)] * (number > 0)
+                pieces = cut_at_spaces([between])
+                while batch := list(islice(pieces, 4)):  # a few at a time: lists of Python ints are large
+                    parts += self.encode_batch(batch)
             return np.concatenate(parts)
         if self.encoding == "hf":
-            lost = self.lost and self.lost & set(text.encode("utf-8", "surrogatepass"))
-            if self.spelled == "pieces" and SPACE in text:
-                raise ValueError(f"the text has {SPACE!r}, which this vocabulary writes for a space")
-            if lost:
-                raise ValueError(f"the text has the byte 0x{min(lost):02X}, for which this vocabulary has no "
-                                 "token")
-            return np.array(self.pairs.encode(text, add_special_tokens=False).ids, self.dtype)
+            return np.array(self.encode_hf(text, special).ids, self.dtype)
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
         ids = self.ids[codes]
         if ids.size and ids.min() < 0:
@@ -114,6 +123,46 @@ class Tokenizer:
             raise ValueError(f"{text[at]!r} (U+{codes[at]:04X}) at position {at} is not among "
                              f"the {self.vocab_size:,} symbols of this model's vocabulary")
         return ids.astype(self.dtype)
+
+    def encode_hf(self, text, special=False):
+        """encode() as tokenizers gives it, for hf alone: ids, and the offsets of tokens in the text."""
+        lost = self.lost and self.lost & set(text.encode("utf-8", "surrogatepass"))
+        if self.spelled == "pieces" and SPACE in text:
+            raise ValueError(f"the text has {SPACE!r}, which this vocabulary writes for a space")
+        if lost:
+            raise ValueError(f"the text has the byte 0x{min(lost):02X}, for which this vocabulary has no "
+                             "token")
+        self.pairs.encode_special_tokens = not special
+        return self.pairs.encode(text, add_special_tokens=False)
+
+    def encode_sized(self, text):
+        """(ids [n], sizes [m, 3], bytes): encode(), and which tokens stand for other text than they spell.
+
+        sizes, int64: such a token, and how many bytes and characters of the text it stands for beyond those
+        that it spells. A normaliser makes such tokens, and so does a vocabulary that lacks the space. bytes:
+        of the text that they stand for.
+        """
+        none = np.empty((0, 3), np.int64)
+        if self.encoding != "hf":
+            return self.encode(text), none, 0
+        found = self.encode_hf(text)
+        ids, raw = np.array(found.ids, self.dtype), text.encode()
+        if self.decode_bytes(ids) == raw or not len(ids):
+            return ids, none, 0
+        # what is between two tokens belongs to the first; a character that several share to the last
+        begins = np.maximum.accumulate([start for start, _ in found.offsets])
+        begins[0] = 0
+        first = np.flatnonzero(np.diff(begins, prepend=-1))
+        places = np.append(np.append(0, char_sizes(text).cumsum())[begins[first]], len(raw)).tolist()
+        sizes, changed = [], 0
+        for at, to, start, end in zip(first, np.append(first[1:], len(ids)), places, places[1:]):
+            spelled = [self.pieces[i] for i in ids[at:to].tolist()]
+            if raw[start:end] != b"".join(spelled):
+                meant = [b""] * (len(spelled) - 1) + [raw[start:end]]
+                sizes += [(at + i, len(a) - len(b), count_chars(a) - count_chars(b))
+                          for i, (a, b) in enumerate(zip(meant, spelled))]
+                changed += end - start
+        return ids, np.array(sizes, np.int64).reshape(-1, 3), changed
 
     def encode_batch(self, texts):
         """gpt2 only: [str] -> [ids], each text on its own, two threads."""
@@ -147,29 +196,89 @@ def spelled_by(about):
 
 
 def nothing_before(about):
-    """The same tokenizer.json of SentencePiece with no space put before a text, so that its tokens spell the
-    text's bytes and no more.
+    """The same tokenizer.json with no space put before a text, so that its tokens spell the text's bytes and
+    no more.
     """
     if isinstance(about, list):
         return [nothing_before(each) for each in about if each.get("type") != "Prepend"]
     if about.get("type") == "Metaspace":
         return {**about, "prepend_scheme": "never", "add_prefix_space": False}
+    if about.get("type") == "ByteLevel":
+        return {**about, "add_prefix_space": False}
     steps = ("normalizer", "normalizers", "pre_tokenizer", "pretokenizers")
     changed = {step: nothing_before(about[step]) for step in steps if about.get(step)}
     return None if about.get("type") == "Prepend" else {**about, **changed}
 
 
-def cut_at_spaces(texts, size=1 << 20):
-    """Cut a stream of str into pieces of about `size` characters whose GPT-2 tokens join to the whole's.
+# Patterns of Split, no match of which has a space behind another character: those of Llama 3 (and of GPT-4's
+# vocabulary), Qwen 2 and 3, gpt-oss. A letter and the newline behind it are in no match together, either.
+AT_SPACES = re.compile(r"\S(?= )|[A-Za-z\u4e00-\u9fa5](?=\n)")
+WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+CASED = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]%s[\p{Ll}\p{Lm}\p{Lo}\p{M}]%s"
+         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?")
+SPLITS_AT_SPACES = {
+    "|".join((WORD, r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*", REST)),
+    "|".join((WORD, r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*", REST)),
+    "|".join((CASED % ("*", "+"), CASED % ("+", "*"), r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*", REST))}
+# steps that look at one character at a time, or at what is combined with it, and leave spaces as they are
+ALONE = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Digits", "Punctuation", "ByteLevel")
 
-    GPT-2's pattern never puts a non-space and the space or newline after it into one pre-token, and it looks
-    ahead only out of a run of spaces: between those two characters, and nowhere later in the run, a cut
-    changes nothing.
+
+def cuts_of(about, pieces):
+    """Behind which characters a text may be cut so that the tokens of its parts are those of the whole: a
+    pattern, or None: behind none that is known to do no harm, so that a long text is encoded whole.
+
+    about: a tokenizer.json, a dict; pieces: how its tokens are spelled. Either its pre-tokenizer is known to
+    part a character from the space behind it, or it does not look at spaces, and no token has both, so that
+    no merge crosses a cut between them. No other step may look across it.
+    """
+    model, cuts, respelled = about["model"], None, False
+    for step in [*steps_of(about.get("normalizer")), *steps_of(about.get("pre_tokenizer"))]:
+        kind, pattern = step["type"], step.get("pattern") or {}
+        if kind == "ByteLevel" and step.get("use_regex", True):
+            cuts = cuts or SAFE_CUT
+        elif kind == "Split" and pattern.get("Regex") in SPLITS_AT_SPACES and step["behavior"] == "Isolated":
+            cuts = AT_SPACES
+        elif kind == "Metaspace" and step.get("replacement", SPACE) == SPACE:
+            respelled = True
+        elif kind == "Replace" and pattern.get("String") == " " and step["content"] == SPACE:
+            respelled = True
+        elif not (kind in ALONE or kind == "Split" and len(pattern.get("String", "")) == 1):
+            return None
+    across = re.compile(rb"\S[ \n]")
+    for token in about.get("added_tokens") or ():  # found in a text before it is split; special ones are not
+        flags = token.get("lstrip") or token.get("rstrip") or token.get("single_word")
+        if not token.get("special") and (flags or across.search(token["content"].encode())):
+            return None
+    if cuts:
+        return None if respelled else cuts
+    at_the_end = model.get("end_of_word_suffix") or model.get("continuing_subword_prefix")
+    fused = model.get("fuse_unk") and not model.get("byte_fallback")
+    if model.get("type", "BPE") != "BPE" or at_the_end or fused or any(map(across.search, pieces)):
+        return None
+    return SAFE_CUT
+
+
+def steps_of(part):
+    """The steps of a normaliser or pre-tokenizer of a tokenizer.json, those of a sequence one by one."""
+    if not part:
+        return []
+    inside = part.get("normalizers") or part.get("pretokenizers")
+    return [step for each in inside for step in steps_of(each)] if part["type"] == "Sequence" else [part]
+
+
+def cut_at_spaces(texts, size=1 << 20, cuts=SAFE_CUT):
+    """Cut a stream of str into pieces of about `size` characters whose tokens join to the whole's.
+
+    cuts: see cuts_of(). By default it is GPT-2's, whose pattern never puts a non-space and the space or
+    newline after it into one pre-token, and looks ahead only out of a run of spaces: between those two
+    characters, and nowhere later in the run, a cut changes nothing.
     """
     tail = ""
     for text in texts:
         tail, start = tail + text, 0
-        while cut := SAFE_CUT.search(tail, start + size):
+        while cut := cuts.search(tail, start + size):
             yield tail[start:cut.end()]
             start = cut.end()
         tail = tail[start:]
@@ -187,6 +296,11 @@ def byte_symbols():
 def token_sizes(tokenizer):
     """Bytes of each token of a vocabulary, [V]."""
     return np.array([len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)])
+
+
+def count_chars(data):
+    """Characters in UTF-8 bytes: all bytes but the continuations 10xxxxxx."""
+    return int(np.count_nonzero((np.frombuffer(data, np.uint8) & 0xC0) != 0x80))
 
 
 def char_sizes(text):

@@ -8,16 +8,20 @@ import json
 import os
 import sys
 import time
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
-from nanoheads.common import UserError, output_written, write_atomic
-from nanoheads.text.sources import HOME, SPLITS, count_chars, digest, find, identity, origin, read
-from nanoheads.text.tokenizer import Tokenizer, cut_at_spaces
+from nanoheads.common import UserError, gib, memory_of_machine, output_written, write_atomic
+from nanoheads.text.sources import HOME, SPLITS, digest, find, identity, origin, read
+from nanoheads.text.tokenizer import Tokenizer, count_chars, cut_at_spaces
 
 
 # ---- write ----
+
+WHOLE = 160  # bytes of memory for each byte of text that tokenizers encodes at once, measured
+
 
 class Writer:
     """The .bin files of a data folder under temporary names; they get their own together, meta.json last.
@@ -35,6 +39,7 @@ class Writer:
         self.meta = {key: value for key, value in meta.items() if value not in (None, "")}
         self.splits = {s: {"tokens": 0, "bytes": 0, "chars": 0} for s in SPLITS}
         self.sha = {s: hashlib.sha256() for s in SPLITS}
+        self.changed = 0  # bytes of text whose tokens spell something else
 
     def __enter__(self):
         self.out.mkdir(parents=True, exist_ok=True)
@@ -46,18 +51,54 @@ class Writer:
 
     def add(self, split, ids, size, chars):
         """Append [n] ids, which stand for `size` UTF-8 bytes and `chars` characters of text."""
-        data = ids.astype(self.tok.dtype, copy=False).tobytes()
-        with self.disk():
-            self.files[split].write(data)
-        self.sha[split].update(data)
+        self.put(split, ids.astype(self.tok.dtype, copy=False).tobytes())
         for key, n in zip(self.splits[split], (len(ids), size, chars)):
             self.splits[split][key] += n
 
     def add_pieces(self, split, pieces):
-        """Append the encoding of a stream of bytes (byte) or str (the others)."""
-        for piece in cut_at_spaces(pieces) if self.tok.encoding in ("gpt2", "hf") else pieces:
-            data = piece if isinstance(piece, bytes) else piece.encode()
-            self.add(split, self.tok.encode(piece), len(data), count_chars(data))
+        """Append the encoding of a stream of bytes (byte) or str (the others). None in it is the end of a
+        document, an end-of-text token; where there is no text between two, it is one.
+        """
+        for ends, part in groupby(pieces, lambda piece: piece is None):
+            if ends and self.splits[split]["tokens"]:
+                self.add(split, np.array([self.tok.end]), 0, 0)
+            for piece in () if ends else self.parted(part):
+                data = piece if isinstance(piece, bytes) else piece.encode()
+                ids, sizes, changed = self.tok.encode_sized(piece)
+                self.add_sizes(split, sizes)
+                self.changed += changed
+                self.add(split, ids, len(data), count_chars(data))
+
+    def parted(self, pieces):
+        """A stream in pieces whose tokens are those of the whole. UserError: that takes too much memory."""
+        if self.tok.encoding in ("byte", "char"):
+            return pieces
+        if self.tok.cuts:
+            return cut_at_spaces(pieces, cuts=self.tok.cuts)
+        whole = "".join(pieces)
+        needs = WHOLE * len(whole.encode())
+        if needs > 2**30:
+            print("where this tokenizer lets a text be cut is not known here, so that it is encoded whole: "
+                  f"about {gib(needs)} of memory", flush=True)
+        if needs > memory_of_machine():
+            raise UserError(f"{self.out}: this machine has {gib(memory_of_machine())} of memory, not "
+                            f"{gib(needs)}; take a smaller source, or --separator: its documents are encoded "
+                            "one by one")
+        return [whole]
+
+    def add_sizes(self, split, sizes):
+        """Append what the next tokens stand for beyond what they spell, see Tokenizer.encode_sized()."""
+        name = f"{split}.sizes"
+        if len(sizes) and name not in self.files:
+            self.files[name] = open(self.out / f"{name}.bin.{os.getpid()}.tmp", "wb")
+            self.sha[name] = hashlib.sha256()
+        if len(sizes):
+            self.put(name, (sizes + [self.splits[split]["tokens"], 0, 0]).astype("<i8").tobytes())
+
+    def put(self, name, data):
+        with self.disk():
+            self.files[name].write(data)
+        self.sha[name].update(data)
 
     def __exit__(self, kind, error, trace):
         try:
@@ -76,16 +117,32 @@ class Writer:
                 raise UserError(
                     f"{self.out}: the {split} split would be empty; take a larger source or other shares")
             self.splits[split]["sha256"] = self.sha[split].hexdigest()
+            if f"{split}.sizes" in self.sha:
+                self.splits[split]["sizes_sha256"] = self.sha[f"{split}.sizes"].hexdigest()
+        if self.tok.encoding == "hf":
+            self.meta["spelled"] = not self.changed
+        if self.changed:
+            size = sum(split["bytes"] for split in self.splits.values())
+            self.add_note(f"the encoding changes the text: the tokens of {self.changed:,} of its {size:,} "
+                          "bytes spell something else; bits per byte count the bytes of the text")
         with self.disk():
             for file in self.files.values():
                 file.flush()
                 os.fsync(file.fileno())
             (self.out / "meta.json").unlink(missing_ok=True)
-            for split in SPLITS:
-                os.replace(self.files[split].name, self.out / f"{split}.bin")
-            self.meta["splits"] = self.splits
-            meta = json.dumps(self.meta, indent=1, ensure_ascii=False).encode()
-            write_atomic(self.out / "meta.json", lambda file: file.write(meta))
+            for split in SPLITS:  # of what was there before
+                (self.out / f"{split}.sizes.bin").unlink(missing_ok=True)
+            for name, file in self.files.items():
+                os.replace(file.name, self.out / f"{name}.bin")
+            self.write_meta()
+
+    def write_meta(self):
+        self.meta["splits"] = self.splits
+        meta = json.dumps(self.meta, indent=1, ensure_ascii=False).encode()
+        write_atomic(self.out / "meta.json", lambda file: file.write(meta))
+
+    def add_note(self, note):
+        self.meta["note"] = "; ".join(filter(None, [self.meta.get("note"), note]))
 
     @contextlib.contextmanager
     def disk(self):
@@ -104,8 +161,10 @@ def prepared(out, **want):
             if {**meta["source"], **meta}.get(key) != value:
                 return print(f"{out}: was made with another {key}: preparing it anew")
         for split in SPLITS:
-            if digest.__wrapped__(out / f"{split}.bin")["sha256"] != meta["splits"][split]["sha256"]:
-                return print(f"{out / split}.bin: differs from its checksum: preparing it anew")
+            for name, key in ((f"{split}.bin", "sha256"), (f"{split}.sizes.bin", "sizes_sha256")):
+                expected = meta["splits"][split].get(key)
+                if expected and digest.__wrapped__(out / name)["sha256"] != expected:
+                    return print(f"{out / name}: differs from its checksum: preparing it anew")
         return meta
     except FileNotFoundError:
         return None

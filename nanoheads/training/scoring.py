@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from nanoheads.common import OWN_FILES, UserError
 from nanoheads.text.dataset import Dataset
+from nanoheads.text.tokenizer import count_chars
 from nanoheads.training import checkpoint
 
 
@@ -189,7 +190,7 @@ def score_windows(model, data, split, tokens):
     size = data.splits[split]["bytes"]
     # a slice, whose tokens may be longer or shorter than the others
     if nats.size < data.splits[split]["tokens"]:
-        size = sum(map(len, scored_text(data, split, windows)))
+        size, _ = text_size(data, split, windows)
     per_window = summed(nats, [scored for _, _, scored in windows])
     return per_window, dict(nats=total, tokens=int(nats.size), bytes=size, bpb=bits(total, size))
 
@@ -207,12 +208,38 @@ def scored_text(data, split, cuts):
             for part in parts]
 
 
+def text_size(data, split, cuts):
+    """(bytes, characters) of the text of what these windows score: of the text itself, also where its tokens
+    spell something else. UserError where the data folder does not say what they stand for.
+    """
+    text = scored_text(data, split, cuts)
+    size, chars = sum(map(len, text)), sum(map(count_chars, text))
+    if data.tokenizer.encoding == "hf" and "spelled" not in data.meta:  # an older folder
+        check_spelled(data, split)
+    more = data.sizes_beyond(split)
+    for _, end, scored in cuts:
+        first, last = np.searchsorted(more[:, 0], (end - scored, end))
+        more_bytes, more_chars = more[first:last, 1:].sum(0).tolist()
+        size, chars = size + more_bytes, chars + more_chars
+    return size, chars
+
+
+def check_spelled(data, split, piece=1 << 20):
+    """UserError unless the tokens of a split spell as many bytes as its text has."""
+    tokens, size = data.sizes[split]
+    cuts = ((0, min(at + piece, tokens), min(piece, tokens - at)) for at in range(0, tokens, piece))
+    spelled = sum(len(scored_text(data, split, [cut])[0]) for cut in cuts)
+    if spelled != size:
+        raise UserError(f"{data.dir}: the tokens of {split} spell {spelled:,} bytes where its text has "
+                        f"{size:,}, so that a part of it has no bits per byte; run its prepare script with "
+                        "--force")
+
+
 def mark_of(data):
     """How the token between documents is spelled, in bytes; None: what separates them is text, a newline."""
     if data.tokenizer.encoding in ("byte", "char"):
         return None
-    spelled = data.tokenizer.decode_bytes(np.array([data.separator]))
-    return spelled if spelled in (b"<|endoftext|>", b"</s>") else None
+    return data.tokenizer.decode_bytes([data.separator]) if data.separator == data.tokenizer.end else None
 
 
 def count_words(dataset, split, piece=1 << 20):
@@ -324,10 +351,11 @@ def evaluate(path, split, stride, device, dataset=None, settings=(), progress=Tr
         raise UserError(f"{path} gives {nats} nats on {split}: "
                         "its weights are damaged, or its training diverged")
     if tokens < whole:
-        from nanoheads.text.sources import count_chars  # not part of a run
-        text = scored_text(data, split, windows_of(data, split, longest or T, stride, max_tokens))
-        size.update(bytes=sum(map(len, text)), chars=sum(map(count_chars, text)))
-    stride, words = stride or T, count_words(data, split) if tokens == whole else None
+        cuts = windows_of(data, split, longest or T, stride, max_tokens)
+        size["bytes"], size["chars"] = text_size(data, split, cuts)
+    stride, words = stride or T, None
+    if tokens == whole and data.meta.get("spelled", True):  # other tokens do not show the text's words
+        words = count_words(data, split)
     context = f"disjoint windows of {T:,}" if stride == T else f"windows of {T:,}, stride {stride:,}"
     each, piece = np.concatenate(parts).astype(np.float64), max(1, min(BLOCK, tokens // PIECES))
     return dict(pieces=summed(each, [piece] * (tokens // piece)), of=whole, **whole_model,

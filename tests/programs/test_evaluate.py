@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import evaluate
-from conftest import ROOT, put_split
+from conftest import ROOT, put_split, write_dataset
+from helpers import byte_pairs
 from evaluate import main, score_table
 from model import GPT, CausalSelfAttention, GPTConfig, Output
 from nanoheads.common import UserError
@@ -516,6 +517,82 @@ def test_a_part_of_the_split_is_a_quick_look(tmp_path, capsys):
     assert out.startswith(f"data, test: 80 of {n:,} tokens") and "a quick look, not the split's score" in out
     model = checkpoint.build(checkpoint.read(tmp_path / "a.pt"), "a")
     assert run["nats_per_token"] == pytest.approx(score(model, data, "test", max_tokens=80)[0] / 80, abs=1e-9)
+
+
+ACCENTS = "un cafe\u0301 a\u0300 la cre\u0300me, s'il te plai\u0302t; a cup of tea. 日本\n" * 9
+
+
+def without_the_space():
+    """A tokenizer.json of SentencePiece's kind that lacks the marker for spaces: each becomes three bytes."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocab.update({c: 256 + i for i, c in enumerate("abcdefghijkl")})
+    space = dict(type="Replace", pattern=dict(String=" "), content="\u2581")
+    return json.dumps(dict(
+        version="1.0", truncation=None, padding=None, added_tokens=[], normalizer=space, pre_tokenizer=None,
+        post_processor=None, decoder=dict(type="ByteFallback"),
+        model=dict(type="BPE", vocab=vocab, merges=[], byte_fallback=True)))
+
+
+@pytest.fixture(params=["NFC", "no space"])
+def misspelt(request, tmp_path):
+    """(Dataset, text of its test split) whose tokens do not spell the text's own bytes."""
+    if request.param == "no space":
+        vocab, text = without_the_space(), "a cup of tea, or two\n" * 20
+    else:
+        vocab, text = byte_pairs(ACCENTS, r" ?\S+|\s", normalizer="NFC"), "a cup " + ACCENTS
+    return Dataset(write_dataset(tmp_path / "data", dict(train=text, val=text, test=text), "hf", vocab)), text
+
+
+def test_bytes_are_those_of_the_text_also_where_its_tokens_spell_others(misspelt):
+    """Of each part of a split, by the tokenizer's own offsets; the parts add up to the whole."""
+    data, text = misspelt
+    tokens, whole = data.tokens("test"), data.splits["test"]
+    assert whole["bytes"] == len(text.encode()) and whole["chars"] == len(text) and not data.meta["spelled"]
+    spelled = data.tokenizer.decode_bytes(tokens)
+    assert len(spelled) != whole["bytes"]  # negative control
+    begins = [start for start, _ in data.tokenizer.encode_hf(text).offsets] + [len(text)]
+    for size in (1, 7, 40):
+        parts = [scoring.text_size(data, "test", [cut]) for cut in windows(len(tokens), size, size)]
+        assert np.sum(parts, 0).tolist() == [whole["bytes"], whole["chars"]]
+        for (start, end, _), found in zip(windows(len(tokens), size, size), parts):
+            own = text[begins[start]:begins[end]]
+            assert found == (len(own.encode()), len(own))
+
+
+def test_one_model_has_one_number_of_bits_per_byte(misspelt, tmp_path, capsys):
+    """A uniform model, on the whole split and on parts of it, in evaluate.py and in a study."""
+    data, text = misspelt
+    model = make_model(data.vocab_size, block_size=16)
+    nn.init.zeros_(model.lm_head.weight)
+    path = write_checkpoint(tmp_path / "a.pt", model, data)
+    size, n = len(text.encode()), len(data.tokens("test"))
+    main(["--ckpt", path, "--json", str(tmp_path / "whole.json")])
+    main(["--ckpt", path, "--json", str(tmp_path / "part.json"), "--tokens", "64"])
+    whole, part = (json.loads((tmp_path / f"{name}.json").read_text())["runs"][0]
+                   for name in ("whole", "part"))
+    assert whole["bpb"] == pytest.approx(n * math.log2(data.vocab_size) / size)
+    assert whole["words"] is None  # they are not in the tokens
+    assert "note: the encoding changes the text: the tokens of" in capsys.readouterr().out
+    begins = [start for start, _ in data.tokenizer.encode_hf(text).offsets] + [len(text)]
+    cuts = scoring.windows_of(data, "test", 16, max_tokens=64)
+    own = sum(len(text[begins[start]:begins[end]].encode()) for start, end, _ in cuts)
+    assert part["bytes"] == own and part["bpb"] == pytest.approx(64 * math.log2(data.vocab_size) / own)
+    _, studied = scoring.score_windows(model, data, "test", 64)
+    assert studied["bytes"] == own and studied["bpb"] == pytest.approx(part["bpb"])
+
+
+def test_a_folder_that_does_not_say_what_its_tokens_stand_for_is_one_line(misspelt):
+    data, _ = misspelt
+    cuts = windows(8, 8, 8)
+    (data.dir / "test.sizes.bin").unlink()
+    with pytest.raises(UserError, match="test.sizes.bin is not there, which meta.json describes; run its"):
+        scoring.text_size(data, "test", cuts)
+    meta = data.meta.copy()
+    for split in meta["splits"].values():  # as folders were written before there were such files
+        del split["sizes_sha256"]
+    del data.meta["spelled"]
+    with pytest.raises(UserError, match="spell .* bytes where its text has .*; run its prepare script with"):
+        scoring.text_size(data, "test", cuts)
 
 
 # of 600 tokens there are 18 whole windows of 32: the first, the middle and the last of them

@@ -7,9 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import ROOT
-from nanoheads.text import sources, tokenizer
-from nanoheads.text.tokenizer import Tokenizer, cut_at_spaces
+from conftest import ROOT, write_dataset
+from helpers import byte_pairs
+from nanoheads.common import UserError
+from nanoheads.text import sources, tokenizer, writing
+from nanoheads.text.dataset import Dataset
+from nanoheads.text.tokenizer import AT_SPACES, SAFE_CUT, SPLITS_AT_SPACES, Tokenizer, cut_at_spaces
 
 REAL = os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data"
 TEXTS = ["", "a", "To be, or not to be\n", "naïve — 日本語 😀\r\n\x00\t",
@@ -52,6 +55,7 @@ def test_vocabulary_sizes_and_separators():
     assert (Tokenizer("gpt2").vocab_size, Tokenizer("gpt2").separator) == (50257, 50256)
     assert (Tokenizer("char", " \nab").vocab_size, Tokenizer("char", " \nab").separator) == (4, 1)
     assert Tokenizer("char", "ab").separator == 0  # no newline: id 0
+    assert [Tokenizer("char", vocab).end for vocab in ("ab", "\nab")] == [None, 0]  # what ends a text
 
 
 def test_meta_json_restores_the_tokenizer():
@@ -96,6 +100,20 @@ def test_end_of_text_is_a_token_only_when_it_is_an_id(gpt2):
     assert gpt2.decode([50256]) == "<|endoftext|>"
 
 
+def test_the_name_of_a_special_token_is_that_token_on_request(gpt2):
+    """As in nanoGPT, where <|endoftext|> is the token 50256 in a prompt."""
+    assert gpt2.encode("<|endoftext|>", special=True).tolist() == [50256]
+    whole = gpt2.encode("a <|endoftext|><|endoftext|> b", special=True).tolist()
+    assert whole == [*gpt2.encode("a ").tolist(), 50256, 50256, *gpt2.encode(" b").tolist()]
+    theirs = Tokenizer("hf", byte_pairs("a text", special=["<pad>", "<|im_end|>", "<|endoftext|>"]))
+    for name, i in (("<pad>", 0), ("<|im_end|>", 1), ("<|endoftext|>", 2)):
+        assert theirs.encode(f"a{name}", special=True).tolist() == [*theirs.encode("a").tolist(), i]
+        assert i not in theirs.encode(f"a{name}").tolist() and theirs.decode(theirs.encode(name)) == name
+    assert theirs.end == theirs.separator == 2
+    assert Tokenizer("hf", byte_pairs("a text", special=["<pad>"])).end is None
+    assert Tokenizer("byte").encode("<|endoftext|>", special=True).tobytes() == b"<|endoftext|>"
+
+
 def test_cutting_at_spaces_loses_nothing_and_changes_no_token(gpt2):
     rng = random.Random(0)
     parts = ["it's", " ", "  ", "\n", "\n\n", "\t", "don't",
@@ -109,6 +127,73 @@ def test_cutting_at_spaces_loses_nothing_and_changes_no_token(gpt2):
         assert [i for piece in pieces for i in whole(piece)] == whole(text)
 
 
+PARTS = ["it's", " ", "  ", "\n", "\n\n", "\t", "don't", "'", "日本", "\u3000", "\xa0", "\x1c", "12", "34567",
+         "...", ".", "é", "e\u0301", " \n", "。", "/", "\r\n", "a", "b.", "I'LL ", " 's", "ab ab"]
+
+
+def kinds_of_pairs():
+    """{name: (pre-tokenizers, normaliser, where long texts may be cut)} of tokenizers."""
+    pre = pytest.importorskip("tokenizers", reason="tokenizers is optional").pre_tokenizers
+    gpt2 = pre.ByteLevel(False, use_regex=True)
+    return {"gpt2": ([gpt2], None, SAFE_CUT), "digits": ([pre.Digits(True), gpt2], "NFC", SAFE_CUT),
+            **{f"known {i}": ([each], "NFC", AT_SPACES) for i, each in enumerate(sorted(SPLITS_AT_SPACES))},
+            "two words in a match": ([r"\S+ \S+|\s"], None, None),
+            "merges across spaces": ([], None, None), "strips its ends": ([gpt2], "Strip", None)}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "digits", "known 0", "known 1", "known 2", "two words in a match",
+                                  "merges across spaces", "strips its ends"])
+def test_a_long_text_has_the_tokens_of_the_whole(name, tmp_path, monkeypatch):
+    """Whatever it splits a text by: the text is cut where that is known to change nothing, or not at all."""
+    steps, normalizer, cuts = kinds_of_pairs()[name]
+    text = "".join(random.Random(0).choices(PARTS, k=3000))
+    vocab = byte_pairs(text, *steps, normalizer=normalizer)
+    tok = Tokenizer("hf", vocab)
+    assert tok.cuts is cuts
+    monkeypatch.setattr(cut_at_spaces, "__defaults__", (20, SAFE_CUT))
+    data = Dataset(write_dataset(tmp_path / "x", dict(train=text, val=text, test=text), "hf", vocab))
+    assert data.tokens("train").tolist() == tok.encode(text).tolist()
+    if cuts:
+        assert len(list(cut_at_spaces([text], cuts=cuts))) > 50
+    else:  # negative control
+        parts = [tok.encode(part).tolist() for part in cut_at_spaces([text])]
+        assert sum(parts, []) != tok.encode(text).tolist()
+
+
+def test_a_text_that_is_too_long_to_encode_whole_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(writing, "memory_of_machine", lambda: 1 << 30)
+    monkeypatch.setattr(writing, "WHOLE", 1 << 30)
+    split = {split: "aa bb\n" for split in ("train", "val", "test")}
+    with pytest.raises(UserError, match="1.0 GiB of memory, not 6.0 GiB; take a smaller source, or --sep"):
+        write_dataset(tmp_path / "x", split, "hf", byte_pairs("aa bb\n" * 9))
+    assert "it is encoded whole: about 6.0 GiB of memory" in capsys.readouterr().out
+
+
+def test_tokens_stand_for_the_texts_own_bytes_whatever_they_spell():
+    """Decomposed accents under NFC: what the tokens spell is shorter than what they stand for."""
+    text = "cafe\u0301 au lait, 日本 e\u0301\u0301"
+    tok = Tokenizer("hf", byte_pairs(text, r"\S+|\s", normalizer="NFC"))
+    ids, sizes, changed = tok.encode_sized(text)
+    spelled = [tok.decode_bytes([i]) for i in ids]
+    assert b"".join(spelled) == "caf\xe9 au lait, 日本 \xe9\u0301".encode() != text.encode()
+    stands_for = np.array([len(piece) for piece in spelled])
+    stands_for[sizes[:, 0]] += sizes[:, 1]
+    assert stands_for.sum() == len(text.encode()) and stands_for.min() >= 0
+    assert sizes[:, 2].sum() == 2  # two accents are one character with their letters
+    begins = {0, 6, 7, 9, 10, 15, 16, 22, 23, 28}  # of words and spaces, in bytes
+    assert begins <= {0, *stands_for.cumsum().tolist()}
+    assert changed == 6 + 5  # the two words with accents, each one token
+    plain, none, nothing = tok.encode_sized("cafe au lait")
+    assert tok.decode(plain) == "cafe au lait" and not len(none) and not nothing
+
+
+def test_no_space_is_put_before_a_text():
+    about = json.loads(byte_pairs("a text"))
+    about["pre_tokenizer"] = dict(type="ByteLevel", add_prefix_space=True, trim_offsets=True, use_regex=True)
+    tok = Tokenizer("hf", json.dumps(about))
+    assert tok.decode(tok.encode("text")) == "text"
+
+
 def test_cutting_after_the_space_would_change_tokens(gpt2):
     whole = tokenizer.gpt2().encode_ordinary  # negative control: not every cut is safe
     assert whole("a\n\n") + whole("b") != whole("a\n\nb")
@@ -119,7 +204,7 @@ def test_real_text_in_pieces_equals_the_whole(gpt2, monkeypatch):
     if not path.is_file():
         pytest.skip("no tinyshakespeare/input.txt in the folder of real corpora")
     text = path.read_text()[:300_000]
-    monkeypatch.setattr(tokenizer.cut_at_spaces, "__defaults__", (1000,))
+    monkeypatch.setattr(tokenizer.cut_at_spaces, "__defaults__", (1000, tokenizer.SAFE_CUT))
     assert gpt2.encode(text).tolist() == tokenizer.gpt2().encode_ordinary(text)
 
 

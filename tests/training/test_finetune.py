@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import re
 import signal
 from dataclasses import asdict, replace
 from functools import partial
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import put_split, write_dataset
-from helpers import torchrun, untimed
+from helpers import byte_pairs, torchrun, untimed
 from scipy.stats import t as student
 
 import probe
@@ -257,6 +258,16 @@ def test_documents_begin_where_the_text_says(text, pieces, encoding, tmp_path):
     assert [data.tokenizer.decode(tokens[a:b]) for a, b in zip(cuts, cuts[1:])] == pieces
 
 
+    # with the line ends of Windows the same documents, also where the first one has others
+    first, *rest = pieces
+    for name, each in (("windows", text), ("mixed", "".join(rest))):
+        each = (first if name == "mixed" else "") + each.replace("\n", "\r\n")
+        data = dataset_of_text(tmp_path / name, each, encoding)
+        cuts, tokens = data.documents("train"), data.tokens("train")
+        found = [data.tokenizer.decode(tokens[a:b]) for a, b in zip(cuts, cuts[1:])]
+        assert [each.replace("\r\n", "\n") for each in found] == pieces and "".join(found) == each
+
+
 def tokens_data(folder, tokens):
     """A dataset in GPT-2's tokens, whose text is nobody's business."""
     folder.mkdir()
@@ -273,6 +284,18 @@ def test_an_end_of_text_ends_a_document(tmp_path, monkeypatch):
     assert data.documents("train").tolist() == [0, 3, 5, 6, 8]
     monkeypatch.setattr(dataset, "after_each", partial(dataset.after_each, block=3))
     assert data.documents("train").tolist() == [0, 3, 5, 6, 8], "in blocks"
+
+
+def test_without_an_end_of_text_token_no_other_ends_a_document(tmp_path):
+    """The first token of a vocabulary that has none is a text's own."""
+    text = "one two\n\nthree!!\n\nfour" * 9
+    vocab = byte_pairs(text, r"\S+|\s+", special=["!"])
+    data = Dataset(write_dataset(tmp_path / "x", dict(train=text, val=text, test=text), "hf", vocab))
+    assert data.separator == 0 and data.tokenizer.end is None
+    cuts, tokens = data.documents("train"), data.tokens("train")
+    assert len(cuts) == 1 + len(text.split("\n\n"))
+    found = [data.tokenizer.decode(tokens[a:b]) for a, b in zip(cuts, cuts[1:])]
+    assert found == re.split(r"(?<=\n\n)", text)
 
 
 def test_text_without_documents_is_one_line(tmp_path, args, fails, wiki, bytes_data):
