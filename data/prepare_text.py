@@ -7,28 +7,39 @@ python data/prepare_text.py --source=my.txt --encoding=hf --tokenizer=SmolLM2-13
 
 The text (.txt, also .gz or .xz; those of a folder one after the other, in order of name) is cut in place:
 first train, then val, then test. The char vocabulary is that of the whole text; that of hf is in the folder
---tokenizer. All but byte refuse what is not UTF-8; --errors=replace replaces and counts it. You should see
-three splits that add up to the text.
+--tokenizer. All but byte refuse what is not UTF-8; --errors=replace replaces and counts it. --normalise makes
+line ends \\n, and removes byte-order marks. You should see three splits that add up to the text.
+
+--separator='<|endoftext|>', say, or '\\n\\n': what stands between documents. In gpt2 and hf the end-of-text
+token takes its place; bytes and characters keep it as text, and documents of training end behind it. It also
+comes between two files that it does not part yet.
 """
 import hashlib
 import sys
+from bisect import bisect_left
 from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from nanoheads.common import UserError
-from nanoheads.text.sources import File, cut, digest, origin, read, stray_bytes, wrong
-from nanoheads.text.tokenizer import Tokenizer
+from nanoheads.common import UserError, unescaped
+from nanoheads.text.sources import (File, counted, cut, joined, marked, normalised, origin, read, stray_bytes,
+                                    utf16, wrong)
+from nanoheads.text.tokenizer import ENDS, Tokenizer
 from nanoheads.text.writing import already, arguments, build, run
 
 
-def files_of(source):
-    """The checked text files of a --source: itself, or those of a folder in order of name. UserError."""
+def files_of(source, between):
+    """The checked text files of a --source: itself, or those of a folder in order of name, which are printed.
+    UserError.
+    """
     if not source.exists():
         raise UserError(f"{source}: no such file or folder; correct --source")
     paths = [source]
     if not source.is_file():
         paths = sorted(path for ending in ("", ".gz", ".xz") for path in source.glob("*.txt" + ending))
+        others = sorted(path.name + "/" * path.is_dir() for path in set(source.iterdir()) - set(paths))
+        print(f"{source}: {names([path.name for path in paths])}, and between two of them {between}; "
+              f"skipped: {names(others)}")
     if not paths:
         raise UserError(f"{source}: holds no .txt file; correct --source")
     for path in paths:
@@ -37,38 +48,90 @@ def files_of(source):
     return paths
 
 
-def replacing(paths):
-    """(characters, note) of texts whose bytes that are not UTF-8 are replaced."""
-    chars, count, first, note = 0, 0, "", ""
+def names(those, most=8):
+    """A list of files in words."""
+    rest = f" and {len(those) - most:,} more" if len(those) > most else ""
+    return ", ".join(those[:most]) + rest or "nothing"
+
+
+def in_utf16(paths, encoding):
+    """A note on the files that are UTF-16, for bytes; "": there are none. UserError for other encodings."""
     for path in paths:
-        size, strays, place = stray_bytes(path)
+        if kind := utf16(path):
+            advice = f"convert it: iconv -f {kind} -t UTF-8 {path.name} > new.txt"
+            if encoding != "byte":
+                raise UserError(f"{path}: is UTF-16, not UTF-8; {advice}")
+            print(f"{path} is UTF-16, many of whose bytes say nothing; {advice}")
+            return f"{path.name} is UTF-16: its bits per byte are not those of the same text in UTF-8"
+    return ""
+
+
+def replaced(paths):
+    """A note on bytes that are not UTF-8 and are replaced; "": there are none."""
+    count, first = 0, ""
+    for path in paths:
+        strays, place = stray_bytes(path)
         if strays and not count:
             first = f"byte {place:,} of {path.name}"
-        chars, count = chars + size, count + strays
-    if count:
-        note = (f"bytes that are not UTF-8, replaced by U+FFFD, which counts as 3 bytes: {count:,}, "
-                f"the first at {first}")
-    return chars, note
+        count += strays
+    return (f"bytes that are not UTF-8, replaced by U+FFFD, which counts as 3 bytes: {count:,}, "
+            f"the first at {first}") if count else ""
+
+
+def measured(pieces, length):
+    """(length, where in it the separators begin) of a stream with None for each separator, `length` long."""
+    total, places = 0, []
+    for piece in pieces:
+        if piece is None:
+            places.append(total)
+        total += length if piece is None else len(piece)
+    return total, places
+
+
+def outside(at, places, length):
+    """A place in the text, or the end of the separator that it is in."""
+    i = bisect_left(places, at) - 1
+    return max(at, places[i] + length) if i >= 0 else at
+
+
+def report(found, args):
+    """Print what of the line ends, marks and special tokens that were counted needs a word."""
+    crlf, marks = found["\r\n"], found["\ufeff"]
+    alone = found["\r"] - crlf
+    lines = found["\n"] + alone
+    if crlf or alone:
+        line = f"line ends: {crlf:,} of {lines:,} are CRLF" + f", {alone:,} are CR" * bool(alone)
+        print(line + ("; all are LF now" if args.normalise else "; --normalise makes all of them LF"))
+    if marks:
+        print(f"byte-order marks (U+FEFF): {marks:,}, which "
+              + ("are removed" if args.normalise else "stay in the text; --normalise removes them"))
+    for end in ENDS:
+        if found[end] and end != args.separator:
+            print(f"{end} is {found[end]:,} times in the text and stays text; --separator='{end}' makes "
+                  "documents of what is between")
 
 
 def tokenizer_json(path):
-    """The text of a tokenizer.json, or of the one in a folder. UserError where it is no tokenizer of ours."""
+    """(text, Tokenizer) of a tokenizer.json, or of the one in a folder. UserError: it is none of ours."""
     path = path / "tokenizer.json" if path.is_dir() else path
     try:
         text = path.read_text(encoding="utf-8")
-        Tokenizer("hf", text)
+        tok = Tokenizer("hf", text)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; --tokenizer names a model's folder") from None
     except Exception as error:  # the library's own are bare
         raise UserError(f"{path}: {' '.join(str(error).split())[:120]}") from None
-    return text
+    return text, tok
 
 
-def main(argv=None):
+def command_line(argv):
+    """The arguments, --separator as it is in the text, "" without one. UserError."""
     more = {split: {"type": float, "default": 0.05, "help": f"share of {split}"} for split in ("val", "test")}
     more["errors"] = {"choices": ["strict", "replace"], "default": "strict",
                       "help": "replace: U+FFFD for each byte that is not UTF-8 (not for byte)"}
     more["tokenizer"] = {"help": "hf: a model's folder, or a tokenizer.json"}
+    more["separator"] = {"help": "what stands between documents, such as '<|endoftext|>' or '\\n\\n'"}
+    more["normalise"] = {"action": "store_true", "help": "line ends become \\n, byte-order marks go"}
     args = arguments(__doc__, "", ["byte", "char", "gpt2", "hf"], argv, **more)
     if not args.source or not args.out:
         missing = "--out" if args.source else "--source"
@@ -78,30 +141,62 @@ def main(argv=None):
                         "and leave something for train")
     if (args.encoding == "hf") != bool(args.tokenizer):
         raise UserError("--encoding=hf and --tokenizer=FOLDER go together")
+    if args.separator == "":
+        raise UserError("--separator is empty: name what stands between documents, or leave it out")
+    args.separator, args.name = unescaped(args.separator or ""), args.out.resolve().name
+    return args
+
+
+def main(argv=None):
+    args = command_line(argv)
+    options, source, separator = {"val": args.val, "test": args.test}, Path(args.source), args.separator
     if args.tokenizer:
-        args.vocab = tokenizer_json(Path(args.tokenizer))
-    source, args.name = Path(args.source).expanduser(), args.out.resolve().name
-    paths = files_of(source)
-    options, note = {"val": args.val, "test": args.test}, ""
+        args.vocab, tok = tokenizer_json(Path(args.tokenizer))
+        options["tokenizer"] = hashlib.sha256(args.vocab.encode()).hexdigest()
+        if separator and tok.end is None:
+            raise UserError(f"--separator: {args.tokenizer} has no end-of-text token ({', '.join(ENDS)})")
+
+    # the files, and what is done to their text
+    as_token = separator and args.encoding in ("gpt2", "hf")
+    between = "an end-of-text token" if as_token else repr(separator) if separator else "nothing"
+    paths = files_of(source.expanduser(), between)
+    note = in_utf16(paths, args.encoding)
     if args.errors == "replace" and args.encoding == "byte":
         print("--errors=replace changes nothing here: with --encoding=byte, bytes need not be UTF-8")
-    if args.errors == "replace" and args.encoding != "byte":
-        total, note = replacing(paths)
-        options["errors"] = "replace"
-    else:
-        total = sum(digest(path)["bytes" if args.encoding == "byte" else "chars"] for path in paths)
+    elif args.errors == "replace":
+        note, options["errors"] = replaced(paths), "replace"
+    options.update({"normalise": True} if args.normalise else {})
+    options.update({"separator": separator} if separator else {})
+
+    def text(found=None):
+        """The text with these options, a stream; found: what of the files' own is counted, see counted()."""
+        streams = (read(path, None, args.encoding, args.errors) for path in paths)
+        if found:
+            streams = (counted(pieces, found) for pieces in streams)
+        if args.normalise:
+            streams = map(normalised, streams)
+        return joined(streams, separator) if separator else chain.from_iterable(streams)
+
+    # where the splits end, but not inside a separator
+    found = dict.fromkeys(("\r\n", "\r", "\n", "\ufeff", *ENDS), 0)
+    length = len(separator.encode() if args.encoding == "byte" else separator)
+    total, places = measured(marked(text(found), separator) if separator else text(found), length)
+    report(found, args)
+    if separator and not places:
+        crlf = "; lines end in CRLF: take --normalise as well" if found["\r\n"] and not args.normalise else ""
+        raise UserError(f"{source}: --separator={separator!r} is not in the text{crlf}")
     val, test = int(total * args.val), int(total * args.test)
-    if not (val and test):
+    ends = [outside(at, places, length) for at in (total - val - test, total - test)]
+    sizes = ends[0], ends[1] - ends[0], total - ends[1]
+    if not (val and test and min(sizes)):
         raise UserError(f"{source}: is too small ({total:,}): a split would be empty; "
                         "take larger --val and --test")
 
     def splits():
-        text = chain.from_iterable(read(path, None, args.encoding, args.errors) for path in paths)
-        return cut(text, (total - val - test, val, test))
+        for split, pieces in cut(text(), sizes):
+            yield split, marked(pieces, separator) if as_token else pieces
 
     about = origin((path, None) for path in paths)
-    if args.tokenizer:
-        options["tokenizer"] = hashlib.sha256(args.vocab.encode()).hexdigest()
     if not already(args, sha256=about["sha256"], options=options):
         build(args, about, splits, note, options)
 

@@ -5,6 +5,7 @@ import importlib
 import json
 import lzma
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -16,12 +17,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import prepare_text
+from data import from_nanogpt, prepare_text
 from nanoheads.common import UserError
 from nanoheads.text import sources, writing
+from nanoheads.text.dataset import Dataset
 from nanoheads.text.sources import File
 from nanoheads.text.tokenizer import Tokenizer
 from conftest import ROOT
+from helpers import byte_pairs
 
 REAL = os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data"
 NAMES = ["pystdlib", "shakespeare_char", "shakespeare", "enwik8", "enwik8_char", "wikitext2", "wikitext103",
@@ -609,6 +612,180 @@ def test_bytes_need_no_replacing_which_is_said(tmp_path, capsys):
     assert "errors" not in meta["options"]
 
 
+# ---- line ends, byte-order marks, UTF-16, folders of texts ----
+
+def test_a_folder_says_what_it_took_what_it_skipped_and_what_stands_between(tmp_path, capsys):
+    folder = tmp_path / "texts"
+    (folder / "more").mkdir(parents=True)
+    for name in "ba":
+        text_file(folder / f"{name}.txt", name * 100)
+    text_file(folder / "notes.md")
+    mine(tmp_path, folder)
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line == f"{folder}: a.txt, b.txt, and between two of them nothing; skipped: more/, notes.md"
+    for i in range(20):
+        text_file(folder / f"c{i}.txt")
+    mine(tmp_path, folder, "--separator=|")
+    line = capsys.readouterr().out.splitlines()[0]
+    assert "c4.txt" not in line and "c13.txt and 14 more, and between two of them '|'; skipped" in line
+    plain = text_file(tmp_path / "plain.txt")
+    mine(tmp_path, plain, "--force")
+    assert capsys.readouterr().out.startswith(f"{os.path.relpath(tmp_path / 'mine')}: byte")  # nothing to say
+
+
+@pytest.mark.parametrize("encoding", ["byte", "char"])
+@pytest.mark.parametrize("block", [1, 3, 1 << 22])
+def test_line_ends_and_byte_order_marks_are_named_and_normalised_on_request(tmp_path, encoding, block,
+                                                                            monkeypatch, capsys):
+    monkeypatch.setattr(sources, "BLOCK", block)  # blocks end inside them
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    lines = "\ufeffone\r\ntwo\n\r\n\rthr\ufeffée\r" * 10
+    for name in "ab":
+        text_file(folder / f"{name}.txt", lines)
+    argv = [f"--encoding={encoding}", "--val=0.2", "--test=0.2"]
+
+    def prepared(*more):
+        meta, bins = mine(tmp_path, folder, *argv, *more)
+        whole = np.concatenate(list(bins.values()))
+        return meta, Tokenizer.from_meta(meta).decode(whole), capsys.readouterr().out
+    meta, text, said = prepared()
+    assert text == 2 * lines and "note" not in meta
+    assert "line ends: 40 of 100 are CRLF, 40 are CR; --normalise makes all of them LF\n" in said
+    assert "byte-order marks (U+FEFF): 40, which stay in the text; --normalise removes them\n" in said
+    meta, text, said = prepared("--normalise")
+    assert text == "one\ntwo\n\n\nthrée\n" * 20 and meta["options"]["normalise"] is True
+    assert "line ends: 40 of 100 are CRLF, 40 are CR; all are LF now\n" in said
+    assert "byte-order marks (U+FEFF): 40, which are removed\n" in said
+    assert sum(counts(meta, "bytes")) == len(text.encode()) and sum(counts(meta, "chars")) == len(text)
+
+
+@pytest.mark.parametrize("codec, kind", [("utf-16", "UTF-16"), ("utf-16-le", "UTF-16LE"),
+                                         ("utf-16-be", "UTF-16BE")])
+def test_utf16_is_named_with_what_makes_it_utf8(tmp_path, codec, kind, capsys):
+    source = text_file(tmp_path / "a.txt", ("To be, naïve — or not\n" * 50).encode(codec))
+    advice = f"convert it: iconv -f {kind} -t UTF-8 a.txt > new.txt"
+    for more in (["--encoding=char"], ["--encoding=char", "--errors=replace"]):
+        assert refused(lambda more=more: mine(tmp_path, source, *more)) == (
+            f"{source}: is UTF-16, not UTF-8; {advice}")
+    meta, _ = mine(tmp_path, source)  # bytes may be anything: it is said, and said again with each score
+    assert advice in capsys.readouterr().out and meta["note"].startswith("a.txt is UTF-16: its bits per byte")
+
+
+# ---- documents ----
+
+STORIES = ["A first one.\n\nIt has two parts, naïve ones.\n", "A second.\n",
+           "A third, | here.\n\nAnd on.\n"] * 45
+
+
+def split_up(data):
+    """{split: the texts of its documents}."""
+    found = {}
+    for split in data.splits:
+        cuts, tokens = data.documents(split), data.tokens(split)
+        found[split] = [data.tokenizer.decode(tokens[a:b]) for a, b in zip(cuts, cuts[1:])]
+    return found
+
+
+@pytest.mark.parametrize("encoding", ["byte", "char", "gpt2", "hf"])
+@pytest.mark.parametrize("block", [50, 1 << 22])
+def test_documents_are_cut_where_the_separator_is(tmp_path, encoding, block, request, monkeypatch):
+    """All 135 of them, and not at their blank lines; the separator is a token, or stays text in bytes."""
+    if encoding == "gpt2":
+        request.getfixturevalue("gpt2_files")
+    monkeypatch.setattr(sources, "BLOCK", block)  # blocks end inside separators
+    mark, more = "<|endoftext|>", []
+    if encoding == "hf":
+        more = [f"--tokenizer={text_file(tmp_path / 'tokenizer.json', byte_pairs(STORIES[0]))}"]
+    source = text_file(tmp_path / "a.txt", mark.join(STORIES))
+    meta, bins = mine(tmp_path, source, f"--encoding={encoding}", f"--separator={mark}", *more)
+    data = Dataset(tmp_path / "mine")
+    found = split_up(data)
+    cut = sum(found.values(), [])
+    assert "".join(cut) == mark.join(STORIES) and meta["options"]["separator"] == mark
+    # a document may go on in the next split, and no separator is cut
+    assert 135 <= len(cut) <= 137 and sum(text.endswith(mark) for text in cut) == 134
+    assert all(text.count(mark) <= 1 for text in cut)
+    if encoding in ("gpt2", "hf"):
+        for split, ids in bins.items():
+            assert (ids == data.separator).sum() == sum(text.endswith(mark) for text in found[split])
+            text = "".join(found[split]).replace(mark, "").encode()
+            assert meta["splits"][split]["bytes"] == len(text)  # separators are tokens, and no text
+    else:
+        assert sum(counts(meta, "bytes")) == len(mark.join(STORIES).encode())
+
+
+@pytest.mark.parametrize("at", range(13))
+def test_a_split_does_not_end_inside_a_separator(tmp_path, at):
+    """Wherever in it the shares would have the split end."""
+    mark, total = "<|endoftext|>", 400
+    text = ("a" * (320 - at) + mark).ljust(total, "b")
+    _, bins = mine(tmp_path, text_file(tmp_path / "a.txt", text), f"--separator={mark}", "--val=0.1",
+                   "--test=0.1")
+    sizes = [len(ids) for ids in bins.values()]
+    assert sizes == [320 if at == 0 else 320 - at + 13, 40 if at == 0 else 27 + at, 40]
+    assert "".join(Tokenizer("byte").decode(ids) for ids in bins.values()) == text
+
+
+def test_blank_lines_may_part_documents_and_so_may_files(tmp_path, gpt2_files, capsys):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    text_file(folder / "a.txt", "\n\n".join(["one of\ntwo lines"] * 20))
+    text_file(folder / "b.txt", "\n\n".join(["another"] * 20) + "\n\n")  # ends with one
+    text_file(folder / "c.txt", "last " * 50 + "\n\n\n\n" + "very last " * 20)  # two in a row are one
+    meta, bins = mine(tmp_path, folder, "--encoding=gpt2", r"--separator=\n\n", "--val=0.2", "--test=0.2")
+    assert "and between two of them an end-of-text token" in capsys.readouterr().out
+    text = Tokenizer("gpt2").decode(np.concatenate(list(bins.values())))
+    expected = ["one of\ntwo lines"] * 20 + ["another"] * 20 + ["last " * 50, "very last " * 20]
+    assert text.split("<|endoftext|>") == expected
+
+
+def test_special_tokens_that_stay_text_are_counted(tmp_path, capsys):
+    mark = "<|endoftext|>"
+    source = text_file(tmp_path / "a.txt", mark.join(STORIES))
+    mine(tmp_path, source)
+    assert (f"{mark} is 134 times in the text and stays text; --separator='{mark}' makes documents of what "
+            "is between\n") in capsys.readouterr().out
+    mine(tmp_path, source, f"--separator={mark}")
+    assert "stays text" not in capsys.readouterr().out
+
+
+def test_separators_that_cannot_be_are_one_line(tmp_path):
+    crlf = text_file(tmp_path / "a.txt", "one\r\n\r\ntwo\r\n" * 30)
+    line = refused(lambda: mine(tmp_path, crlf, r"--separator=\n\n"))
+    assert line == (f"{crlf}: --separator='\\n\\n' is not in the text; lines end in CRLF: take --normalise "
+                    "as well")
+    mine(tmp_path, crlf, r"--separator=\n\n", "--normalise")
+    assert len(Dataset(tmp_path / "mine").documents("train")) == 29
+    assert "is not in the text" in refused(lambda: mine(tmp_path, crlf, "--separator=<eos>"))
+    assert "--separator is empty" in refused(lambda: mine(tmp_path, crlf, "--separator="))
+    tokenizer = text_file(tmp_path / "tokenizer.json", byte_pairs("a text", special=["<pad>"]))
+    argv = ["--encoding=hf", f"--tokenizer={tokenizer}", "--separator=two"]
+    line = refused(lambda: mine(tmp_path, crlf, *argv))
+    assert line.startswith(f"--separator: {tokenizer} has no end-of-text token (<|endoftext|>, </s>, ")
+
+
+def test_an_encoding_that_changes_the_text_says_so(tmp_path, capsys):
+    """NFC: two of five words have a decomposed accent."""
+    text = "cafe\u0301 or tea pre\u0301s or\n" * 40
+    tokenizer = text_file(tmp_path / "tokenizer.json", byte_pairs(text, r"\S+|\s", normalizer="NFC"))
+    argv = ["--encoding=hf", f"--tokenizer={tokenizer}", "--val=0.25", "--test=0.25"]
+    command = [f"--source={text_file(tmp_path / 'a.txt', text)}", f"--out={tmp_path / 'mine'}", *argv]
+    prepare_text.main(command)
+    meta, size = json.loads((tmp_path / "mine/meta.json").read_text()), len(text.encode())
+    assert meta["note"] == (f"the encoding changes the text: the tokens of {40 * (6 + 6):,} of its {size:,} "
+                            "bytes spell something else; bits per byte count the bytes of the text")
+    assert f"note: {meta['note']}\n" in capsys.readouterr().out
+    prepare_text.main(command)
+    assert "already prepared, verified" in capsys.readouterr().out
+    (tmp_path / "mine/val.sizes.bin").write_bytes(b"other")
+    prepare_text.main(command)
+    assert "val.sizes.bin: differs from its checksum: preparing it anew" in capsys.readouterr().out
+    composed = text_file(tmp_path / "b.txt", text.replace("e\u0301", "é"))
+    meta, _ = mine(tmp_path, composed, *argv)  # load(): and nothing of the old one is left over
+    assert "note" not in meta and meta["spelled"]
+
+
 def test_a_corpus_script_does_not_name_an_option_it_lacks(tmp_path):
     path, file = as_enwik8(tmp_path, b"caf\xe9" * 100)
     line = refused(lambda: SCRIPTS["enwik8_char"].main([f"--source={path}", f"--out={tmp_path / 'out'}"],
@@ -681,9 +858,91 @@ def test_openwebtext_is_streamed_from_a_fixed_commit(tmp_path, gpt2_files, monke
     refused(lambda: script.main([f"--out={tmp_path / 'out'}", "--force"]), script.REPO, "no network")
 
 
+# ---- nanoGPT's folders ----
+
+def nanogpt_folder(folder, text="First Citizen:\nBefore we proceed, é\n" * 50, **pickled):
+    """What nanoGPT's data/shakespeare_char/prepare.py writes, of another text."""
+    folder.mkdir()
+    chars = sorted(set(text))
+    stoi = {c: i for i, c in enumerate(chars)}
+    cut = int(0.9 * len(text))
+    for split, part in (("train", text[:cut]), ("val", text[cut:])):
+        np.array([stoi[c] for c in part], np.uint16).tofile(folder / f"{split}.bin")
+    meta = dict(vocab_size=len(chars), itos=dict(enumerate(chars)), stoi=stoi, **pickled)
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return folder, text[:cut], text[cut:]
+
+
+def test_a_folder_of_nanogpt_is_named_with_the_command_that_makes_it_a_dataset(tmp_path):
+    folder, *_ = nanogpt_folder(tmp_path / "shakespeare_char")
+    line = refused(lambda: Dataset(folder), f"{folder} has train.bin and val.bin but no meta.json; if nano")
+    assert line.endswith(f"run: python {os.path.relpath(ROOT / 'data/from_nanogpt.py')} {folder}")
+    from_nanogpt.main([str(folder)])
+    assert Dataset(folder).vocab_size == 21
+
+
+def test_characters_of_nanogpt_are_those_of_its_meta_pkl(tmp_path, capsys):
+    folder, train, val = nanogpt_folder(tmp_path / "theirs")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    from_nanogpt.main([str(folder)])
+    data, said = Dataset(folder), capsys.readouterr().out
+    for split, text in (("train", train), ("val", val), ("test", val)):
+        assert data.tokenizer.decode(data.tokens(split)) == text
+    assert data.splits["val"]["bytes"] == len(val.encode()) > data.splits["val"]["chars"] == len(val)
+    assert data.tokenizer.decode([data.separator]) == "\n" and data.meta["name"] == "theirs"
+    assert "test is val over again" in data.meta["note"] and "test is val over again" in said
+    assert all((folder / name).read_bytes() == content for name, content in before.items())
+    assert "is a dataset already" in refused(lambda: from_nanogpt.main([str(folder)]))
+    # a third part of one's own is taken
+    (folder / "test.bin").write_bytes(before["val.bin"][:20])
+    from_nanogpt.main([str(folder), "--force"])
+    assert Dataset(folder).splits["test"]["tokens"] == 10 and "note" not in Dataset(folder).meta
+
+
+def test_without_a_meta_pkl_the_tokens_are_gpt2s(tmp_path, gpt2_files):
+    folder, tok = tmp_path / "shakespeare", Tokenizer("gpt2")
+    folder.mkdir()
+    text = "To be, naïve, or not 日本."
+    np.append(tok.encode(text), [50256]).astype(np.uint16).tofile(folder / "train.bin")
+    tok.encode(text).tofile(folder / "val.bin")
+    from_nanogpt.main([str(folder)])
+    data = Dataset(folder)
+    assert data.meta["encoding"] == "gpt2" and data.separator == 50256
+    for split in ("train", "val"):  # the end of a text is no text
+        assert data.splits[split]["bytes"] == len(text.encode()) and data.splits[split]["chars"] == len(text)
+    np.array([50257], np.uint16).tofile(folder / "val.bin")
+    line = refused(lambda: from_nanogpt.main([str(folder), "--force"]))
+    assert line == f"{folder}: a token is 50,257, and the gpt2 vocabulary has 50,257"
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch evil",)
+
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda f: (f / "meta.pkl").write_bytes(pickle.dumps(Evil())), "(UnpicklingError: it wants to call "),
+    (lambda f: (f / "meta.pkl").write_bytes(b"\x80\x04 no pickle"), "meta.pkl does not name the characters"),
+    (lambda f: (f / "meta.pkl").write_bytes(b""), "(EOFError: "),
+    (lambda f: (f / "meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=3))), "(KeyError: 'itos')"),
+    (lambda f: (f / "meta.pkl").write_bytes(pickle.dumps(dict(itos={0: "the"}))), "single characters"),
+    (lambda f: (f / "meta.pkl").write_bytes(pickle.dumps(dict(itos={0: "a"}))), "the char vocabulary has 1"),
+    (lambda f: (f / "meta.pkl").unlink(), "no token is above 20, so that these are no byte pairs of GPT-2"),
+    (lambda f: (f / "val.bin").unlink(), "has no val.bin"),
+    (lambda f: (f / "val.bin").write_bytes(b"abc"), "3 bytes are no tokens of nanoGPT's"),
+])
+def test_a_folder_that_is_not_nanogpts_is_one_line(tmp_path, monkeypatch, damage, words):
+    monkeypatch.chdir(tmp_path)
+    folder, *_ = nanogpt_folder(tmp_path / "theirs")
+    damage(folder)
+    assert words in refused(lambda: from_nanogpt.main([str(folder)]))
+    assert not (tmp_path / "evil").exists() and not (folder / "meta.json").exists()
+
+
 # ---- all scripts ----
 
-@pytest.mark.parametrize("script", [f"{name}/prepare.py" for name in NAMES] + ["prepare_text.py"])
+@pytest.mark.parametrize("script", [f"{name}/prepare.py" for name in NAMES] + ["prepare_text.py",
+                                                                               "from_nanogpt.py"])
 def test_scripts_start_from_any_folder_and_begin_with_their_command(script):
     text = (ROOT / "data" / script).read_text()
     doc = text.split('"""')[1]
