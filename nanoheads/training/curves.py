@@ -183,8 +183,8 @@ def finish_axes(axes, x, labels):
 def draw(runs, stem, title=""):
     """[(name, curves, colour, dash)] -> the paths of one figure.
 
-    Train and validation losses; a run alone also gets its minibatches'. Where tokens are bytes, the loss has no
-    panel of its own: it would be that of bits per byte in another unit.
+    Train and validation losses; a run alone also gets its minibatches'. Where tokens are bytes, the loss has
+    no panel of its own: it would be that of bits per byte in another unit.
     """
     fig = canvas(11, 7.5, title)
     fig.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
