@@ -38,8 +38,8 @@ def files_of(source, between):
     if not source.is_file():
         paths = sorted(path for ending in ("", ".gz", ".xz") for path in source.glob("*.txt" + ending))
         others = sorted(path.name + "/" * path.is_dir() for path in set(source.iterdir()) - set(paths))
-        print(f"{source}: {names([path.name for path in paths])}, and between two of them {between}; "
-              f"skipped: {names(others)}")
+        print(f"{source}: {names([path.name for path in paths])}"
+              + f", and between two of them {between}" * (len(paths) > 1) + f"; skipped: {names(others)}")
     if not paths:
         raise UserError(f"{source}: holds no .txt file; correct --source")
     for path in paths:
@@ -185,6 +185,8 @@ def main(argv=None):
     if separator and not places:
         crlf = "; lines end in CRLF: take --normalise as well" if found["\r\n"] and not args.normalise else ""
         raise UserError(f"{source}: --separator={separator!r} is not in the text{crlf}")
+    if separator:
+        print(f"{separator!r} ends a document {len(places):,} times")
     val, test = int(total * args.val), int(total * args.test)
     ends = [outside(at, places, length) for at in (total - val - test, total - test)]
     sizes = ends[0], ends[1] - ends[0], total - ends[1]

@@ -747,7 +747,8 @@ def test_special_tokens_that_stay_text_are_counted(tmp_path, capsys):
     assert (f"{mark} is 134 times in the text and stays text; --separator='{mark}' makes documents of what "
             "is between\n") in capsys.readouterr().out
     mine(tmp_path, source, f"--separator={mark}")
-    assert "stays text" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "stays text" not in said and f"'{mark}' ends a document 134 times\n" in said
 
 
 def test_separators_that_cannot_be_are_one_line(tmp_path):
