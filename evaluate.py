@@ -3,6 +3,7 @@ Score whole splits: every token once, bits per byte first.
 
     python evaluate.py --ckpt out/a [--ckpt out/b/ckpt.pt ...] [--split test] [--stride 128] [--json FILE]
     python evaluate.py --ckpt out/a --ckpt out/b --tokens 16384       # a quick look: so many, evenly spaced
+    python evaluate.py                                                # the newest run
     python evaluate.py --ckpt out/a --set unet_skips=False --set gate.0.3=0    # switches moved, heads set
 
 The context policy is part of the number. Without --stride the split is cut into disjoint windows of
@@ -171,7 +172,7 @@ def main(argv=None):
         if any(arg.partition("=")[0] == flag for arg in argv):
             sys.exit(f"evaluate: {instead}")
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(p, "test")
+    add_arguments(p, "test", required=False)
     p.add_argument("--stride", type=int, default=0,
                    help="move the window by so many tokens; 0: disjoint windows (default)")
     p.add_argument("--tokens", type=int, help="score so many, evenly spaced: a quick look (default: all)")
@@ -180,6 +181,7 @@ def main(argv=None):
     args, reports = p.parse_args(other_names.in_our_arguments("evaluate", argv)), []
     with last_words("evaluate", "lower --batch_size or --tokens"):
         try:
+            args.ckpt = args.ckpt or checkpoint.default_runs("evaluate")
             device = pick_device(args.device)
             out = writable(args.json) if args.json else None
             for flag in ("tokens", "batch_size"):

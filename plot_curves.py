@@ -1,7 +1,7 @@
 """
 Draw the curves of runs, and several runs against each other.
 
-$ python plot_curves.py                          # every run under out/
+$ python plot_curves.py                          # every run under out/, and in folders out-...
 $ python plot_curves.py out/base out/routing     # these two
 $ python plot_curves.py out/base --x tokens
 $ python plot_curves.py out/base --heads         # its heads: gates, states, heads at work
@@ -28,7 +28,7 @@ def arguments(argv):
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN",
-                        help="run folders (default: all under out/)")
+                        help="run folders (default: all under out/, and folders out-...)")
     parser.add_argument("--out", type=Path, metavar="DIR",
                         help="for the comparison (default: figures/ by the runs)")
     parser.add_argument("--x", choices=list(AXES), default="step", help="horizontal axis (default: step)")
@@ -53,7 +53,7 @@ def run(args):
     listing = writable(args.json) if args.json else None
     what, file = ("measured runs", "heads.jsonl") if args.heads else ("runs", "config.json")
     out = Path("out") if Path("out").is_dir() else Path(__file__).resolve().parent / "out"
-    known = sorted({path.parent for path in out.rglob(file)})
+    known = sorted({path.parent for path in (*out.rglob(file), *Path().glob(f"out-*/{file}"))})
     for run in args.runs:
         if not run.is_dir():
             near = difflib.get_close_matches(str(run), map(str, known), n=1, cutoff=0)

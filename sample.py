@@ -8,9 +8,10 @@ Generate text from one checkpoint, or from several side by side.
 
 A run folder stands for its best.pt. Every checkpoint gets the same prompt, seed and settings; with one
 checkpoint and one sample the text appears as it is made. More samples do not change the first. With several
-checkpoints the defaults are 200 tokens and --top_k 200, as in the routing write-up. --audit writes what
-mechanisms do to each text to a file and a page (docs/look.md); under a text it lists which tokens constraint
-heads score highest.
+checkpoints the defaults are three samples of 200 tokens and --top_k 200, as in the routing write-up. Without
+--ckpt it is the newest run; where that is one of the write-up's pair, both. --audit writes what mechanisms do
+to each text to a file and a page (docs/look.md); under a text it lists which tokens constraint heads score
+highest.
 """
 
 import argparse
@@ -48,9 +49,12 @@ def explained(args, models, prompts, made, files):
 
 def run(args):
     """Load, generate, print. The loop over tokens is GPT.stream(); generate() makes text of its tokens."""
-    if not args.ckpt:
-        args.ckpt = [checkpoint.newest_run()]
-        print(f"sample: --ckpt {args.ckpt[0]}, the newest run", file=sys.stderr)
+    args.ckpt = args.ckpt or checkpoint.default_runs("sample")
+    # where several texts stand side by side, the routing write-up's
+    defaults = dict(num_samples=3, max_new_tokens=200, top_k=200) if args.ckpt[1:] else dict(
+        num_samples=1, max_new_tokens=300, top_k=None)
+    for name, value in defaults.items():
+        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     check(args)
     checkpoint.allow_code(args)
     device, text = pick_device(args.device), read_prompt(args.start)
@@ -110,8 +114,8 @@ def main(argv=None):
     p.add_argument("--start", default="\n",
                    help='the prompt, or FILE:prompt.txt; \\n is a newline (the default), \\\\n a backslash '
                         'and an n; "" is the separator')
-    p.add_argument("--num_samples", type=int, default=1,
-                   help="continuations from each checkpoint (default: 1)")
+    p.add_argument("--num_samples", type=int,
+                   help="continuations from each checkpoint (default: 1; of several checkpoints 3)")
     p.add_argument("--max_new_tokens", type=int,
                    help="length of each, in tokens (default: 300; of several checkpoints 200)")
     add_arguments(p)
@@ -123,9 +127,6 @@ def main(argv=None):
     p.add_argument("--dataset",
                    help="where a nanoGPT checkpoint's vocabulary is, if not in the dataset that it names")
     args = p.parse_args(other_names.in_our_arguments("sample", sys.argv[1:] if argv is None else argv))
-    several = len(args.ckpt) > 1
-    args.max_new_tokens = (200 if several else 300) if args.max_new_tokens is None else args.max_new_tokens
-    args.top_k = 200 if several and args.top_k is None else args.top_k
     with last_words("sample", "lower --num_samples or --max_new_tokens"):
         run(args)
 

@@ -124,9 +124,21 @@ def of_routing(theirs, known):
 
 # ---- arguments of programs that do not train ----
 
+# folders of the head-routing write-up's two runs: the baseline, and what is compared with it
+ROUTING_PAIR = ("out-enwik8-routing-ablation", "out-enwik8-routing")
+
+
 def run_folder(path):
     """The run folder of a file in it: out-a/training_log.json -> out-a."""
     return str(Path(path).parent)
+
+
+def test_data(path):
+    """The arguments for a split's file. The write-up's data/enwik8 has the characters that its runs are
+    trained on, enwik8_char here, and without --dataset a run is scored on what it was trained on.
+    """
+    dataset = [] if run_folder(path) == str(Path("data/enwik8")) else ["--dataset", run_folder(path)]
+    return [*dataset, "--split", Path(path).stem]
 
 
 # program -> {argument there: the arguments here that its value means}
@@ -139,7 +151,7 @@ ARGUMENTS = {
     "evaluate": {  # head routing: the first checkpoint is what others are compared with
         "--baseline_checkpoint": lambda path: ["--ckpt", path],
         "--routing_checkpoint": lambda path: ["--ckpt", path],
-        "--test_data": lambda path: ["--dataset", run_folder(path), "--split", Path(path).stem],
+        "--test_data": test_data,
         "--use_full_dataset": lambda value: [],
     },
     "plot_curves": {  # head routing

@@ -8,6 +8,7 @@ have no mechanism of one's own, and are no folders of transformers'.
 import argparse
 import json
 import math
+import sys
 import zipfile
 from dataclasses import asdict, replace
 from fnmatch import fnmatch
@@ -20,6 +21,7 @@ from nanoheads.common import (UserError, fault_of_own_file, json_safe, ran_out_o
                               with_names_of_today, write_atomic)
 from nanoheads.configurator import UNNAMED, keys_of, nearest, parse, type_name
 from nanoheads.folders import find
+from nanoheads.other_names import ROUTING_PAIR
 
 # what a run needs to go on, beside model, config and meta
 RESUMABLE = {"optimizers", "scaler", "train", "step", "best_val_loss", "elapsed_s", "run_id", "last_eval"}
@@ -49,6 +51,18 @@ def newest_run():
         raise UserError("no --ckpt is named, and there is no run under out/: train one, for instance with "
                         "python train.py --scale=tiny")
     return str(max(saved, key=lambda path: path.stat().st_mtime).parent)
+
+
+def default_runs(program):
+    """The run folders that a command without --ckpt means, which a line says: the newest run, or where it is
+    one of the head-routing write-up's pair, both. UserError: there is none.
+    """
+    newest, pair = newest_run(), list(ROUTING_PAIR)
+    found = pair if newest in pair and all(file_of(each).is_file() for each in pair) else [newest]
+    words = "the newest run" if len(found) == 1 else "the newest runs"
+    print(f"{program}:", *(f"--ckpt {path}" for path in found[:-1]), f"--ckpt {found[-1]}, {words}",
+          file=sys.stderr)
+    return found
 
 
 def read(path, device="cpu", trust_code=False):

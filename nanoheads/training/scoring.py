@@ -431,9 +431,9 @@ def routing_of(model, data, split):
     return list(rows.values())
 
 
-def add_arguments(parser, split):
-    """The arguments of every program that scores checkpoints; split: the default one."""
-    checkpoint.add_arguments(parser)
+def add_arguments(parser, split, required=True):
+    """The arguments of every program that scores checkpoints; split: the default one; required: --ckpt is."""
+    checkpoint.add_arguments(parser, required)
     parser.add_argument("--split", default=split, help=f"train, val or test (default: {split})")
     parser.add_argument("--dataset", help="read this dataset, which must have the same vocabulary "
                                           "(default: the one trained on)")

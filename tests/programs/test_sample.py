@@ -237,13 +237,18 @@ def test_each_checkpoint_gets_the_same_seed_and_prompt(ckpt, out):
 
 
 def test_side_by_side_has_the_write_ups_defaults(ckpt, monkeypatch):
-    """200 tokens, each out of the 200 likeliest; one checkpoint alone gets 300 out of all."""
+    """Three of 200 tokens, each out of the 200 likeliest; one checkpoint alone gets one of 300 out of all."""
     asked = []
-    monkeypatch.setattr(sample, "run", lambda args: asked.append((args.max_new_tokens, args.top_k)))
+
+    def check(args):
+        asked.append((args.num_samples, args.max_new_tokens, args.top_k))
+        raise ValueError("enough")
+    monkeypatch.setattr(sample, "check", check)
     for argv in (["--ckpt", ckpt], ["--ckpt", ckpt] * 2, [*["--ckpt", ckpt] * 2, "--top_k", "5"],
                  [*["--ckpt", ckpt] * 2, "--max_new_tokens", "9"]):
-        sample.main(list(map(str, argv)))
-    assert asked == [(300, None), (200, 200), (200, 5), (9, 200)]
+        with pytest.raises(SystemExit, match="enough"):
+            sample.main(list(map(str, argv)))
+    assert asked == [(1, 300, None), (3, 200, 200), (3, 200, 5), (3, 9, 200)]
 
 
 def test_columns_align_with_wide_and_control_characters():

@@ -234,6 +234,29 @@ def test_the_routing_pair_is_trained_evaluated_plotted_and_sampled(here, chars_d
                  "--num_samples", "2", "--max_new_tokens", "4", "--temperature", "1.2", "--top_k", "100"])
 
 
+def test_the_routing_write_ups_commands_without_arguments(here, chars_data, capsys):
+    """They find its two runs, with as many samples as it prints; the baseline is what is compared with."""
+    small = [each for each in SMALL if not each.startswith("--n_head")] + ["--n_head=4", "--dropout=0"]
+    pair = ["out-enwik8-routing-ablation", "out-enwik8-routing"]
+    for name in ("train_enwik8_routing", "train_enwik8_routing_ablation"):
+        train.main([f"config/{name}.py", f"--dataset={chars_data}", *small, "--device=cpu"])
+    capsys.readouterr()
+    for more in ([], ["--use_full_dataset", "--batch_size", "512"], ["--test_data", "data/enwik8/test.bin"]):
+        evaluate.main(more)
+        said = capsys.readouterr()
+        assert f"evaluate: --ckpt {pair[0]} --ckpt {pair[1]}, the newest runs\n" in said.err
+        assert f"\nless {pair[0]}" in said.out and "letters, test: 200 tokens" in said.out
+    assert "--test_data data/enwik8/test.bin means --split test" in said.err
+    plot_curves.main([])
+    assert {f"{run}/figures/curves.png" for run in pair} <= {*capsys.readouterr().out.split()}
+    assert (here / "figures/comparison.png").is_file()
+    sample.main(["--start", "a b"])
+    said = capsys.readouterr()
+    assert said.out.count("==== sample") == 3 and f"sample: --ckpt {pair[0]} --ckpt {pair[1]}, " in said.err
+    sample.main(["--start", "a b", "--ckpt", pair[1], "--max_new_tokens", "4"])  # one run, one sample
+    assert "==== sample" not in capsys.readouterr().out
+
+
 def test_the_routing_write_ups_keys_make_its_model(here, chars_data):
     train.main([f"--dataset={chars_data}", "--use_routing=True", "--top_k_heads=None",
                 "--entropy_reg_coef=0.02", *SMALL, "--device=cpu", "--out_dir=out/all"])
