@@ -286,15 +286,42 @@ def writable_folder(path, flag="--out"):
     return path
 
 
+def no_link(path):
+    """The path. UserError where a link stands there: what is written would land wherever it leads.
+
+    A run's folder may be a link, as out -> /scratch/out is. What stands in it may come from somebody else.
+    """
+    if os.path.islink(path):
+        raise UserError(f"{path} is a link to {os.readlink(path)!r}: remove it; nothing in a run's folder is "
+                        "written through a link")
+    return path
+
+
+def in_place(path, flags):
+    """The opener, see open(), of a file that keeps what it holds. UserError: it is a link."""
+    return os.open(no_link(path), flags | getattr(os, "O_NOFOLLOW", 0), 0o666)  # Windows has no such flag
+
+
+def opened_anew(path):
+    """A new file, open for bytes, in the place of what is there: a killed process left it, or it is a link.
+    """
+    while True:
+        try:
+            return open(path, "xb")  # which follows no link
+        except FileExistsError:
+            Path(path).unlink(missing_ok=True)
+
+
 def write_atomic(path, write):
     """write(file) into a temporary name, fsync, rename: after a crash `path` is the old file or the new one.
 
-    Raises UserError when the disk is full or refuses, and then leaves the old file as it was.
+    A link at `path` is replaced, and not followed. Raises UserError when the disk is full or refuses, and
+    then leaves the old file as it was.
     """
     path = Path(path)
     part = path.with_name(path.name + ".part")
     try:
-        with open(part, "wb") as f:
+        with opened_anew(part) as f:
             write(f)
             f.flush()
             os.fsync(f.fileno())

@@ -11,7 +11,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from nanoheads.common import UserError
+from nanoheads.common import UserError, in_place
 
 HELD = set()  # the folders, resolved, that this process is the writer of
 
@@ -65,7 +65,7 @@ def hold(folder, wait):
     path = folder / "lock"
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+", encoding="utf-8")
+        file = open(path, "a+", encoding="utf-8", opener=in_place)
         if not lock(file, wait):
             file.seek(0)
             number, host, since = (file.read().split(" ", 2) + ["?"] * 3)[:3]

@@ -19,7 +19,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from model import Agency
-from nanoheads.common import number
+from nanoheads.common import no_link, number
 from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, panels, save
 from nanoheads.training.curves import curves_of
 from nanoheads.training.runlog import read_rows, warn
@@ -286,7 +286,7 @@ def plot_heads(given, names, together, kinds=("png", "svg")):
             if figure is None:
                 warn(run, f"{missing[picture]}: no {picture}.png")
             else:
-                written += save(figure, Path(run) / "figures" / picture, kinds)
+                written += save(figure, no_link(Path(run) / "figures") / picture, kinds)
     if len(runs) > 1 and (figure := active(runs, "Heads at work and bits per byte")):
         written += save(figure, Path(together) / "active", kinds)
     return written

@@ -20,7 +20,7 @@ from threading import Lock
 import torch
 from tqdm import tqdm
 
-from nanoheads.common import ROOT, UserError, pick_device
+from nanoheads.common import ROOT, UserError, pick_device, write_atomic
 from nanoheads.study.trial import TRIALS, TRIALS_ON_GPU, WITH_PARENT, done, last_line
 from nanoheads.training.runlog import read_json
 
@@ -330,5 +330,5 @@ def run_one(folder, place):
 def fail(folder, why):
     """Keep why a trial failed in its folder, where trial.failure() reads it, and print it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "failed.txt").write_text(why, encoding="utf-8")
+    write_atomic(folder / "failed.txt", lambda f: f.write(why.encode()))
     tqdm.write(f"{folder} failed: {why}", file=sys.stderr)

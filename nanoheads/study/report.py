@@ -15,7 +15,7 @@ from pathlib import Path
 import jinja2
 
 from nanoheads import drawing
-from nanoheads.common import table, write_atomic
+from nanoheads.common import no_link, table, write_atomic
 from nanoheads.study import effects, pictures
 from nanoheads.study.findings import (INTERIM, MEANING, Table, against_plain, candidates_table, costs_table,
                                       dynamic_tables, equal_of, headline, interval, known, label_of, labelled,
@@ -170,7 +170,7 @@ def write(found, folder):
     draws = [pictures.ladder] if is_ladder else [pictures.forest, pictures.learning, pictures.compute]
     paths = write_page(found, folder, ladder_page if is_ladder else page, draws)
     for name, study in parts.items():
-        paths += write(study, Path(folder, name))
+        paths += write(study, no_link(Path(folder, name)))
     return paths
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from model import GPTConfig
-from nanoheads.common import UserError, pick_device, with_names_of_today
+from nanoheads.common import UserError, no_link, pick_device, with_names_of_today
 from nanoheads.study import digest, queue, results, trial
 from nanoheads.study.variants import BOOKKEEPING
 from nanoheads.training import checkpoint
@@ -117,7 +117,7 @@ class Runs:
             there = trial.TRIALS / folder.name
             if trial.done(folder) and (trial.done(there) or not there.exists()):
                 trial.TRIALS.mkdir(parents=True, exist_ok=True)
-                arrived = there.with_name(f"{there.name}.new")
+                arrived = no_link(there.with_name(f"{there.name}.new"))
                 shutil.rmtree(arrived, ignore_errors=True)
                 shutil.move(folder, arrived)  # perhaps from another disk; the old run goes once this is here
                 shutil.rmtree(there, ignore_errors=True)

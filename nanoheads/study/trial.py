@@ -31,7 +31,8 @@ import torch
 
 import train
 from model import GPT, GPTConfig
-from nanoheads.common import UserError, explain, output_written, pick_device, write_atomic
+from nanoheads.common import (UserError, explain, in_place, no_link, output_written, pick_device,
+                              write_atomic)
 from nanoheads.heads import controller
 from nanoheads import own_mechanism as own, replaced
 from nanoheads.locks import only_writer
@@ -63,7 +64,7 @@ def make(spec, trials=TRIALS):
     folder = folder_of(spec, trials)
     planned = read_json(folder / "trial.json")
     if planned is not None and folder_of(planned) != folder_of(spec):  # its checkpoints are no start either
-        foreign = folder.with_name(f"{folder.name}.damaged")
+        foreign = no_link(folder.with_name(f"{folder.name}.damaged"))
         shutil.rmtree(foreign, ignore_errors=True)
         folder.rename(foreign)
         print(f"{folder} held another run; it is set aside as {foreign}", file=sys.stderr)
@@ -211,8 +212,11 @@ def sums_of_blocks(per_window, block_size):
 # ---- the process ----
 
 def log_to(path):
-    """From here on, everything that this process prints goes to the end of a file."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    """From here on, everything that this process prints goes to the end of a file. A link there is removed.
+    """
+    if path.is_symlink():  # a refusal would be printed where nobody reads it
+        path.unlink()
+    log = in_place(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
 

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from nanoheads.common import UserError
+from nanoheads.common import UserError, opened_anew
 from nanoheads.locks import lock
 
 KNOWN = {}  # {path: (its stamp, its sha256)}, of this process
@@ -80,7 +80,8 @@ def read_anew(path, file):
         with suppress(OSError):  # a folder that is read-only, or full
             own = path.with_name(f"{path.name}.{os.getpid()}.tmp")
             try:
-                own.write_text(json.dumps(dict(stamp=before, sha256=found)), encoding="utf-8")
+                with opened_anew(own) as out:
+                    out.write(json.dumps(dict(stamp=before, sha256=found)).encode())
                 os.replace(own, memory(path))
             finally:
                 own.unlink(missing_ok=True)

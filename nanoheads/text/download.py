@@ -6,7 +6,7 @@ import time
 import requests
 from tqdm import tqdm
 
-from nanoheads.common import UserError
+from nanoheads.common import UserError, opened_anew
 
 
 def download(file, path, wrong, tries=3):
@@ -48,7 +48,7 @@ def receive(url, temp):
         reply.raise_for_status()
         size = int(reply.headers.get("Content-Length") or 0)
         bar = tqdm(total=size or None, unit="B", unit_scale=True, desc=url.rpartition("/")[2])
-        with open(temp, "wb") as out, bar:
+        with opened_anew(temp) as out, bar:
             for block in reply.iter_content(1 << 16):
                 bar.update(out.write(block))
     came = temp.stat().st_size

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import numpy as np
 from tqdm import tqdm
 
-from nanoheads.common import UserError, table
+from nanoheads.common import UserError, opened_anew, table
 from nanoheads.text.targets import UNKNOWN, Targets, decode, label_file, write_meta
 
 
@@ -39,7 +39,7 @@ def label_split(folder, text, labeller, split, names):
     parts = {name: path.with_name(f"{path.name}.{os.getpid()}.part") for name, path in paths.items()}
     try:
         with ExitStack() as stack:
-            files = {name: stack.enter_context(open(part, "wb")) for name, part in parts.items()}
+            files = {name: stack.enter_context(opened_anew(part)) for name, part in parts.items()}
             bar = stack.enter_context(tqdm(total=len(text.dataset.tokens(split)), desc=split, unit=" tokens",
                                            unit_scale=True, disable=None, leave=False))
             for piece in text.pieces(split):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanoheads.common import UserError, gib, memory_of_machine, output_written, write_atomic
+from nanoheads.common import UserError, gib, memory_of_machine, opened_anew, output_written, write_atomic
 from nanoheads.text.sources import HOME, SPLITS, digest, find, identity, origin, read
 from nanoheads.text.tokenizer import Tokenizer, count_chars, cut_at_spaces
 
@@ -46,7 +46,7 @@ class Writer:
         for old in self.out.glob("*.tmp"):  # left by a run that was killed: one that runs writes all the time
             if time.time() - old.stat().st_mtime > 3600:
                 old.unlink(missing_ok=True)
-        self.files = {s: open(self.out / f"{s}.bin.{os.getpid()}.tmp", "wb") for s in SPLITS}
+        self.files = {s: opened_anew(self.out / f"{s}.bin.{os.getpid()}.tmp") for s in SPLITS}
         return self
 
     def add(self, split, ids, size, chars):

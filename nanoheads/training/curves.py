@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter
 
-from nanoheads.common import number, with_names_of_today
+from nanoheads.common import no_link, number, with_names_of_today
 from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, save
 from nanoheads.training.runlog import read_rows, warn
 
@@ -234,7 +234,7 @@ def plot_runs(given, names, together, x="step"):
             colour = COLOURS[i % len(COLOURS)]
             shown = f"{name} ({datasets[i]})" if len(set(datasets)) > 1 else name
             runs.append((shown, c, colour, DASHES[i // len(COLOURS) % len(DASHES)]))
-            written += draw([(name, c, colour, "-")], run / "figures" / "curves", title=name)
+            written += draw([(name, c, colour, "-")], no_link(run / "figures") / "curves", title=name)
     if len(runs) > 1:
         written += draw(runs, together / "comparison")
     return written

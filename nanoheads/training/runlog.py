@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from nanoheads.common import ROOT, UserError, git_commit, json_safe, number, write_atomic, write_json
+from nanoheads.common import (ROOT, UserError, git_commit, in_place, json_safe, no_link, number, write_atomic,
+                              write_json)
 
 
 def write_config(path, model_config, config, step, machine, asked):
@@ -109,7 +110,7 @@ def append_row(run, name, row):
     if run.process.rank:
         return
     try:
-        with open(run.out_dir / name, "ab", buffering=0) as f:
+        with open(run.out_dir / name, "ab", buffering=0, opener=in_place) as f:
             write_whole(f, (json.dumps(json_safe(row)) + "\n").encode())
             os.fsync(f.fileno())
     except OSError as e:
@@ -165,7 +166,7 @@ class Log:
         write_rows(self.path, [row for row in before
                                if row["step"] <= (evaluated if "val_loss" in row else step)])
         # unbuffered: a row is in the file, or was refused at once
-        self.file = closing.enter_context(open(self.path, "ab", buffering=0))
+        self.file = closing.enter_context(open(self.path, "ab", buffering=0, opener=in_place))
         closing.callback(self.add, b"", sync=True)
 
     def add(self, text, sync):
@@ -196,7 +197,7 @@ class Log:
             from torch.utils.tensorboard import SummaryWriter  # only here: it needs an optional package
         except ImportError:
             raise UserError("tensorboard=True needs TensorBoard: pip install tensorboard") from None
-        folder = self.path.with_name("tensorboard")
+        folder = no_link(self.path.with_name("tensorboard"))
         last = read_rows(self.path)[-1:]
         # what a killed run wrote behind its last save is written again: TensorBoard shows the newer ones
         self.tensorboard = SummaryWriter(str(folder), purge_step=last[0]["step"] + 1 if last else None)
@@ -205,6 +206,8 @@ class Log:
     def start_wandb(self, config, details, run_id, closing):
         def start():
             import wandb  # only here: an optional dependency
+            for folder in ("wandb", ".wandb"):  # it takes the second where that is there
+                no_link(self.path.with_name(folder))
             name = config.wandb_run_name or self.path.parent.resolve().name
             settings = dict(project=config.wandb_project, name=name, id=run_id, resume="allow",
                             config=details, tags=config.wandb_tags, dir=str(self.path.parent))

@@ -5,7 +5,8 @@ import sys
 import pytest
 from tqdm import tqdm
 
-from nanoheads.common import UserError, last_words, number, writable, writable_folder
+from nanoheads.common import (UserError, in_place, last_words, number, opened_anew, writable,
+                              writable_folder, write_atomic)
 from nanoheads.configurator import check
 
 
@@ -45,6 +46,33 @@ def test_places_that_take_no_files_are_named(tmp_path):
         writable("/proc/x")
     assert writable_folder(tmp_path / "new" / "one") == tmp_path / "new" / "one"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]  # a check leaves nothing behind
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_no_file_is_written_through_a_link(tmp_path, there):
+    victim, link = tmp_path / "victim", tmp_path / "link"
+    if there:
+        victim.write_text("mine")
+    link.symlink_to(victim)
+    with pytest.raises(UserError, match="link is a link to '.*victim': remove it"):
+        open(link, "ab", opener=in_place)
+    for name in ("file.part", "file"):
+        (tmp_path / name).symlink_to(victim)
+    write_atomic(tmp_path / "file", lambda f: f.write(b"new"))
+    with opened_anew(link) as f:
+        f.write(b"new")
+    assert victim.read_text() == "mine" if there else not victim.exists()
+    for path in (link, tmp_path / "file"):
+        assert path.read_bytes() == b"new" and not path.is_symlink()
+    with open(link, "ab", opener=in_place) as f:
+        f.write(b"er")
+    assert link.read_bytes() == b"newer"
+
+
+def test_a_file_that_the_user_names_may_be_a_link(tmp_path):
+    (tmp_path / "mine.json").symlink_to(tmp_path / "disk.json")
+    write_atomic(writable(tmp_path / "mine.json"), lambda f: f.write(b"{}"))
+    assert (tmp_path / "mine.json").is_symlink() and (tmp_path / "disk.json").read_bytes() == b"{}"
 
 
 def test_an_int_beyond_all_floats_is_no_number():

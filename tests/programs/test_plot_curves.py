@@ -555,6 +555,15 @@ def test_a_run_whose_figures_cannot_be_written_is_one_line(home, refusal, more):
     assert f"cannot make the folder {run / 'figures'} (File exists)" in refusal([str(run), *more])
 
 
+@pytest.mark.parametrize("more", [[], ["--heads"]])
+def test_figures_are_not_written_into_a_folder_that_is_a_link(home, refusal, more):
+    run = write_heads(home / "run")
+    (home / "mine").mkdir()
+    (run / "figures").symlink_to(home / "mine")
+    assert "figures is a link to" in refusal([str(run), *more])
+    assert not list((home / "mine").iterdir())
+
+
 @pytest.mark.parametrize("damage", [
     dict(heads=[["a"], [1]]), dict(heads=[[1.5], [1]]), dict(heads=[[-5], [1]]), dict(heads=[[None], [1]]),
     dict(heads=[[10**9], [1]]), dict(heads=[[True], [1]]), dict(heads=[]), dict(gate=3), dict(gate=[3]),

@@ -239,6 +239,28 @@ def test_a_folder_copied_from_another_run_is_not_done(finished, spec, capsys):
     assert trial.done(finished)
 
 
+def test_no_link_in_a_runs_folder_is_written_through(spec, tmp_path, monkeypatch):
+    folder, victim = trial.make(spec), tmp_path / "victim"
+    victim.write_text("mine")
+    names = ["trial.log", "nats.npy", "nats.npy.part", "result.json.part", "best.pt.part", "config.json.part",
+             "failed.txt", "failed.txt.part"]
+    for name in names:
+        (folder / name).symlink_to(victim)
+    monkeypatch.setattr(os, "dup2", lambda log, stream: None)
+    trial.main([str(folder)])
+    queue.fail(folder, "killed by nobody")
+    assert victim.read_text() == "mine" and trial.done(folder)
+    assert not [name for name in names if (folder / name).is_symlink()]
+    assert (folder / "failed.txt").read_text() == "killed by nobody"
+
+
+def test_what_another_run_left_is_not_moved_over_a_link(finished, spec, tmp_path):
+    (finished.with_name(f"{finished.name}.damaged")).symlink_to(tmp_path)
+    rewrite(finished / "trial.json", torch="another")
+    with pytest.raises(UserError, match="damaged is a link to"):
+        trial.make(spec)
+
+
 def test_what_another_run_left_is_no_start_for_this_one(finished, spec, capsys):
     """A checkpoint of another variant would be gone on from."""
     folder = trial.folder_of({**spec, "torch": "0.1"})
