@@ -97,13 +97,24 @@ def penalise(logits, tokens, penalty):
     logits[tokens] = torch.where(logits[tokens] > 0, logits[tokens] / penalty, logits[tokens] * penalty)
 
 
+class NotNumbers(ValueError):
+    """What a token would be drawn by is NaN or infinite."""
+
+    def __init__(self):
+        super().__init__("the probabilities are not numbers: damaged weights, or an extreme temperature or "
+                         "repetition_penalty")
+
+
 def sample_token(logits, temperature, top_k, top_p, generator):
     """One token per row, [B], from logits [B, V]: of the k likeliest, of those that hold top_p of the mass.
 
-    generator: of all rows, or a list with one for each.
+    generator: of all rows, or a list with one for each. Raises NotNumbers.
     """
     if temperature == 0:
-        return logits.argmax(-1)
+        token = logits.argmax(-1)  # of a NaN where there is one
+        if not logits.gather(-1, token[:, None]).isfinite().all():
+            raise NotNumbers
+        return token
     if temperature != 1:
         logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0: cannot overflow
     if top_k is not None and top_k < logits.size(-1):
@@ -114,6 +125,11 @@ def sample_token(logits, temperature, top_k, top_p, generator):
         beyond = ranked.cumsum(-1) - ranked >= top_p  # the mass before it is enough
         beyond[:, 0] = False  # never the first, also where top_p is 0 in the precision of probs
         probs = probs.masked_fill(beyond.scatter(-1, order, beyond), 0.0)
-    if isinstance(generator, list):
-        return torch.cat([torch.multinomial(row, 1, generator=own) for row, own in zip(probs, generator)])
-    return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
+    try:
+        if isinstance(generator, list):
+            return torch.cat([torch.multinomial(row, 1, generator=own) for row, own in zip(probs, generator)])
+        return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
+    except RuntimeError as e:
+        if "probability tensor" not in str(e):
+            raise
+        raise NotNumbers from None

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from nanoheads.common import UserError, unescaped
-from nanoheads.logits import check_sampling
+from nanoheads.logits import NotNumbers, check_sampling
 from nanoheads.pruning import pack_in_place
 from nanoheads.text.tokenizer import Tokenizer
 from nanoheads.training import checkpoint
@@ -159,11 +159,8 @@ def write(model, idx, length, seed=None, on_step=None, **settings):
             steps.append(ids)
             if on_step and on_step(ids.tolist()):
                 break
-    except RuntimeError as e:
-        if "probability tensor" not in str(e):
-            raise
-        raise UserError("the probabilities are not numbers: damaged weights, or an extreme temperature or "
-                        "repetition_penalty") from None
+    except NotNumbers as e:
+        raise UserError(str(e)) from None
     return torch.stack(steps, dim=1).tolist() if steps else [[] for _ in idx]
 
 

@@ -406,13 +406,27 @@ def test_a_bad_checkpoint_is_one_clear_line(refusal, bad_checkpoint):
     assert line in refusal(["--ckpt", path])
 
 
-def test_damaged_weights_are_one_clear_line(tmp_path, ckpt, capsys):
-    state = torch.load(ckpt, weights_only=True)
-    state["model"]["lm_head.weight"].fill_(float("nan"))
-    torch.save(state, tmp_path / "nan.pt")
+def with_head(ckpt, value):
+    """A checkpoint beside another one, whose head's weights are all this value; its path."""
+    state, path = torch.load(ckpt, weights_only=True), Path(ckpt).with_name("damaged.pt")
+    state["model"]["lm_head.weight"].fill_(value)
+    torch.save(state, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8", "1"])
+def test_probabilities_that_are_no_numbers_are_one_clear_line(ckpt, capsys, temperature):
+    """Of weights that are finite, and too large for logits. Greedily it was symbol 0 all along."""
     with pytest.raises(SystemExit, match="sample: the probabilities are not numbers"):
-        main(["--ckpt", str(tmp_path / "nan.pt"), "--start", "abc"])
+        main(["--ckpt", with_head(ckpt, 3e38), "--start", "abc", "--temperature", temperature])
     assert capsys.readouterr().out == "abc\n"  # so that the message has a line of its own
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_damaged_weights_are_one_clear_line(ckpt, refusal, temperature):
+    path = with_head(ckpt, float("nan"))
+    message = refusal(["--ckpt", path, "--start", "abc", "--temperature", temperature])
+    assert message.startswith(f"sample: {path}: ") and "weight holds NaN or infinities" in message
 
 
 def test_no_mass_is_too_little_for_the_likeliest_token(ckpt, capsys):
