@@ -50,7 +50,7 @@ from nanoheads.locks import only_writer
 from nanoheads.pruning import pack, prune_heads
 from nanoheads.timing import progress_bar, take_turns, time_rows
 from nanoheads.training import checkpoint
-from nanoheads.training.config import ControllerConfig, TrainConfig
+from nanoheads.training.config import ControllerConfig, TrainConfig, trained_with
 from nanoheads.training.scoring import load, score_windows
 
 LARGEST = 2**63 - 1  # the largest seed, and no count is larger
@@ -174,8 +174,8 @@ def save(path, state, model, row):
 
 def recovery(path, state, model, data, args):
     """{key: value}, where it is not the default, of training on from a pruned checkpoint into its folder."""
-    known = {f.name for f in fields(TrainConfig)} - {f.name for f in fields(ControllerConfig)}
-    config = TrainConfig(**{key: value for key, value in state["train"].items() if key in known})
+    dynamic = {f.name for f in fields(ControllerConfig)}
+    config = trained_with({key: value for key, value in state["train"].items() if key not in dynamic}, path)
     config = config.for_recipe(model.config.recipe)
     rates = ("adamw_lr", "muon_lr", "embed_lr", "mechanism_lr")
     rates = {key: RECOVER_FROM * getattr(config, key) for key in rates}

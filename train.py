@@ -40,7 +40,7 @@ from nanoheads.text.dataset import Batches, Dataset, DocumentBatches
 from nanoheads.timing import mfu
 from nanoheads.training import checkpoint
 from nanoheads.training.config import (TrainConfig, check_model, conflicts, flags_by_name, note_on_dropout,
-                                       note_on_warmup)
+                                       note_on_warmup, trained_with)
 from nanoheads.training.optim import (CUDA_GRAPHS, carry_moments, check_compile, check_precision, compiles,
                                       lr_multiplier, make_optimizers, note_on_compile, of_mechanisms,
                                       precision, seed_step)
@@ -213,10 +213,14 @@ def for_constraint_heads(run, x, targets, i):
     return found
 
 
+def is_frozen(config, step):
+    """Whether what no mechanism adds stays as it is in a step: freeze_trunk, before thaw_from."""
+    return config.freeze_trunk and (config.thaw_from is None or step < config.thaw_from)
+
+
 def freeze_or_thaw(run):
     """Freeze all parameters but those that mechanisms add; from step thaw_from on, let all learn again."""
-    frozen = run.config.freeze_trunk and (run.config.thaw_from is None or run.step < run.config.thaw_from)
-    added = of_mechanisms(run.model)
+    frozen, added = is_frozen(run.config, run.step), of_mechanisms(run.model)
     for name, p in run.model.named_parameters():
         p.requires_grad_(not frozen or name in added)
 
@@ -292,12 +296,11 @@ def evaluate_splits(run):
 
 
 def check_finite(run, row):
-    """UserError where the weights that were evaluated, or what they gave, are not finite."""
-    broken = [name for name, p in run.model.named_parameters() if not p.isfinite().all()]
-    if broken or not math.isfinite(row["val_loss"]):
+    """UserError where what the weights that were evaluated gave is not finite."""
+    if not math.isfinite(row["val_loss"]):
         where = run.config.init_from or checkpoint.file_of(run.out_dir)
-        what = f"{broken[0]} holds NaN or infinities" if broken else f"it gives {row['val_loss']} nats on val"
-        raise UserError(f"{where}: {what}: its weights are damaged, or its training diverged")
+        raise UserError(f"{where} gives {row['val_loss']} nats on val: its weights are damaged, or its "
+                        "training diverged")
 
 
 def eval_line(row):
@@ -406,6 +409,8 @@ def save_checkpoint(run, name, resumable=True):
 
 # ---- a run, from its configs to the loop ----
 
+FIRST_SCALE = 2.0 ** 16  # of the loss in float16
+
 # of a Run, in its checkpoints
 PROGRESS = ("step", "best_val_loss", "evals_since_best", "elapsed_s", "run_id", "last_eval")
 
@@ -483,7 +488,7 @@ def set_up(run):
     run.optimizers = make_optimizers(model, config, process.rank, process.world,
                                      run.compiled and process.kind == "cuda")
     run.dtype, run.autocast = precision(config.dtype, process.kind)
-    run.scaler = run.scaler or torch.amp.GradScaler(process.kind, enabled=run.dtype == "float16")
+    run.scaler = run.scaler or torch.amp.GradScaler(process.kind, FIRST_SCALE, enabled=run.dtype == "float16")
     run.portions = max(1, config.grad_accum // process.world)
     run.forward = model
     if run.compiled:
@@ -517,10 +522,29 @@ def set_up_again(run, copied):
 
 def load_optimizers(run, state, path):
     """Take the optimizers' moments and the scaler from a read checkpoint. UserError where they do not fit."""
+    if len(state["optimizers"]) != len(run.optimizers):
+        raise UserError(f"{path} is damaged: it has the states of {len(state['optimizers'])} optimizers, and "
+                        f"this run has {len(run.optimizers)}")
+    trained = with_moments(run, state)
     for optimizer, saved in zip(run.optimizers, state["optimizers"]):
-        checkpoint.restore(optimizer, saved, path)
+        checkpoint.restore(optimizer, saved, path, run.step, trained)
     if state["scaler"]:  # empty when dtype was another one
-        run.scaler.load_state_dict(state["scaler"])
+        counts = {key: state["scaler"][key] for key in ("scale", "_growth_tracker")}
+        run.scaler.load_state_dict({**run.scaler.state_dict(), **counts})
+
+
+def with_moments(run, state):
+    """{parameter: name} of those that the last step before a read checkpoint trained, so that it has moments.
+
+    What mechanisms add may have none: a constraint head's scores, say, while there are no labels.
+    """
+    before = trained_with(state["train"], run.out_dir)
+    # each overflow of float16 halves the scale: at this one, all steps so far were overflows
+    overflows = state["scaler"] and state["scaler"]["scale"] <= FIRST_SCALE * 0.5 ** run.step
+    if run.step == 0 or overflows or is_frozen(before, run.step - 1):
+        return {}
+    added = of_mechanisms(run.model)
+    return {p: name for name, p in run.model.named_parameters() if name not in added and p.numel()}
 
 
 def train(model_config, config, given=()):

@@ -16,6 +16,7 @@ import linecache
 import math
 import os
 import re
+import reprlib
 import runpy
 import sys
 import textwrap
@@ -189,13 +190,33 @@ def own_options(cls):
     return cls.own_options() if hasattr(cls, "own_options") else []
 
 
+def hints_of(cls):
+    """{key: type} of all fields of a dataclass, and of its own_options()."""
+    return {name: hint for each in (cls, *own_options(cls))
+            for name, hint in typing.get_type_hints(each).items()}
+
+
+def typed(values, cls):
+    """Those of the values, {key: value}, that are fields of a dataclass, as their types have them.
+
+    ValueError, which names the key, where one is of another type.
+    """
+    found = {}
+    for key, t in hints_of(cls).items():
+        if key in values:
+            try:
+                found[key] = check(values[key], t)
+            except ValueError:
+                raise ValueError(f"{key}={reprlib.repr(values[key])} is not {type_name(t)}") from None
+    return found
+
+
 @functools.cache  # reading the source takes 0.1 s
 def keys_of(classes):
     """{key: (type, default, comment)} over all fields of the dataclasses, and of own_options()."""
     keys = {}
     for cls in classes:
-        words, options = comments(cls), own_options(cls)
-        hints = {name: hint for each in (cls, *options) for name, hint in typing.get_type_hints(each).items()}
+        words, options, hints = comments(cls), own_options(cls), hints_of(cls)
         for f in (f for each in (cls, *options) for f in fields(each)):
             if f.name == "own":  # which holds flags and is none itself
                 continue

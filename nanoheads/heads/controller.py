@@ -15,11 +15,13 @@ from pathlib import Path
 
 import torch
 
+from nanoheads.common import UserError
 from nanoheads.heads.gates import MOVERS, move_gates, set_sparsity
 from nanoheads.heads.measuring import Measurements, attentions, static_gates
 from nanoheads.heads.states import States, share_with_agency, states_of
 from nanoheads.heads.surgery import Surgery, fold_gates
 from nanoheads.training import checkpoint
+from nanoheads.training.config import trained_with
 from nanoheads.training.runlog import append_row, read_rows, write_rows
 from nanoheads.training.scoring import heads_at_work
 
@@ -28,8 +30,8 @@ def starting_config(model_config, config):
     """The GPTConfig to build: with the first grow_from heads of every layer, or those of the last save."""
     last = Path(config.out_dir) / "ckpt.pt"
     if config.dynamic_heads and config.resume and last.is_file():
-        saved = checkpoint.read(last)["config"]
-        return replace(model_config, head_ids=saved.get("head_ids"), n_layer=saved["n_layer"])
+        saved = checkpoint.config_of(checkpoint.read(last), last)
+        return replace(model_config, head_ids=saved.head_ids, n_layer=saved.n_layer)
     if config.grow_from is None:
         return model_config
     return replace(model_config, head_ids=[list(range(config.grow_from))] * model_config.n_layer)
@@ -71,8 +73,8 @@ class Controller:
         for part in (self.measured, self.surgery, self.states):
             part.load(state)
         self.mover.load(state["mover"])
-        for attn, override in zip(attentions(run.model), state["overrides"]):
-            attn.gate_override = override
+        for attn, override in zip(attentions(run.model), state["overrides"], strict=True):
+            attn.gate_override = override if override is None else override.view(attn.n_total)
         for block, override in zip(run.model.transformer.h, state.get("pieces", {}).get("overrides", ())):
             block.agency.by_hand = override
         set_sparsity(run)
@@ -180,15 +182,22 @@ def start(run, state):
         return None
     run.controller = controller = Controller(run)
     set_sparsity(run)
+    path = run.out_dir / "ckpt.pt"
     if state and "controller" in state:
-        controller.load(state["controller"], run)
+        try:
+            controller.load(state["controller"], run)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as e:
+            why = f"{type(e).__name__}: {' '.join(str(e).split())[:120]}"
+            raise UserError(f"{path}: its controller's state does not fit this config ({why})") from None
+    elif state and trained_with(state["train"], path).dynamic_heads:
+        raise UserError(f"{path} is damaged: its heads were measured, and it has no controller's state")
     elif run.config.policy:
         controller.states.withhold(run)
     if run.process.rank == 0:  # what a killed process wrote after its last save will be written again
         run.out_dir.mkdir(parents=True, exist_ok=True)
         for name in ("heads.jsonl", "violations.jsonl"):
             path = run.out_dir / name
-            if path.is_file():
+            if path.is_file() or path.is_symlink():
                 write_rows(path, [row for row in read_rows(path) if state and row["step"] <= run.step])
     return controller
 

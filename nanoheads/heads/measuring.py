@@ -466,20 +466,21 @@ class Measurements:
     def load(self, state):
         self.count, self.losses, self.held_out_loss = (
             state[key] for key in ("measured", "losses", "heldout_now"))
-        self.high = state["high"].cpu().numpy().copy()
+        self.high = arrays_of(dict(high=state["high"]), self.shape)["high"]
         for name in ("counts", "mean", "now"):
-            setattr(self, name, arrays_of(state[name]))
+            setattr(self, name, arrays_of(state[name], self.shape))
         for name, values in state.get("pieces", {}).items():
             if name != "overrides":
-                setattr(self.pieces, name, arrays_of(values))
+                setattr(self.pieces, name, arrays_of(values, self.pieces.shape))
 
 
 def tensors_of(arrays):
     return {key: torch.from_numpy(value.copy()) for key, value in arrays.items()}
 
 
-def arrays_of(tensors):
-    return {key: value.cpu().numpy().copy() for key, value in tensors.items()}
+def arrays_of(tensors, shape):
+    """tensors_of() backwards. RuntimeError: one is not of this shape."""
+    return {key: value.view(shape).cpu().numpy().copy() for key, value in tensors.items()}
 
 
 FEATURES = 7  # numbers of a head in Measurements.features()

@@ -114,7 +114,6 @@ def read(folder, trust_code=False):
         config, weights = read_theirs(folder, c)
     else:
         raise UserError(f"{folder} holds a {kind} model; known are nanoheads, {', '.join(READERS)}")
-    check_finite(weights, folder)
     state = dict(model=weights, config=config, meta=tokenizer_of(folder, config), dataset=None)
     if c.get("own_mechanism"):
         state["own_mechanism"] = c["own_mechanism"]

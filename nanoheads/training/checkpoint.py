@@ -8,6 +8,7 @@ have no mechanism of one's own, and are no folders of transformers'.
 import argparse
 import json
 import math
+import reprlib
 import sys
 import zipfile
 from dataclasses import asdict, replace
@@ -17,14 +18,114 @@ from pathlib import Path
 import torch
 
 from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, GPTConfig
-from nanoheads.common import (UserError, fault_of_own_file, json_safe, ran_out_of_memory,
+from nanoheads.common import (UserError, fault_of_own_file, json_safe, number, ran_out_of_memory,
                               with_names_of_today, write_atomic)
-from nanoheads.configurator import UNNAMED, keys_of, nearest, parse, type_name
+from nanoheads.configurator import UNNAMED, keys_of, nearest, parse, type_name, typed
 from nanoheads.folders import find
 from nanoheads.other_names import ROUTING_PAIR
+from nanoheads.training.config import trained_with
 
-# what a run needs to go on, beside model, config and meta
-RESUMABLE = {"optimizers", "scaler", "train", "step", "best_val_loss", "elapsed_s", "run_id", "last_eval"}
+
+# ---- what is in the file ----
+
+def is_flags(value):
+    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
+
+
+def is_text(value):
+    return isinstance(value, str)
+
+
+def is_count(value):
+    return type(value) is int and 0 <= value < 2**63
+
+
+def is_number(value):
+    return type(value) in (int, float)
+
+
+def is_size(value):
+    return is_number(value) and number(value) >= 0  # which has NaN for what is infinite
+
+
+def is_list_of(kind):
+    return lambda value: isinstance(value, list) and all(type(each) is kind for each in value)
+
+
+def none_or(holds):
+    return lambda value: value is None or holds(value)
+
+
+def is_evaluation(value):
+    """Whether a value is a row of log.jsonl as train.py's evaluations are; step -1: of none so far."""
+    keys = {"step", "tokens", "train_loss", "val_loss", "val_bpb", "elapsed_s"}
+    return is_flags(value) and (value.get("step") == -1 or keys <= set(value))
+
+
+# place, * for each -> (what train.py writes there, whether a value is that). Keys of the top level may be
+# missing, where a run is not to go on: it needs those of RESUMABLE
+FORM = {
+    "model": ("a dict of tensors by name", is_flags),
+    "model.*": ("a tensor", torch.is_tensor),
+    "config": ("a dict of flags", is_flags),
+    "dataset": ("a text or None", none_or(is_text)),
+    "meta": ("a dict or None", none_or(is_flags)),
+    "meta.name": ("a text", is_text),
+    "meta.encoding": ("a text", is_text),
+    "meta.vocab_size": ("a number of symbols", is_count),
+    "meta.splits": ("a dict", none_or(is_flags)),
+    "meta.splits.*": ("a dict", is_flags),
+    "train": ("a dict of flags or None", none_or(is_flags)),
+    "step": ("a number of steps", is_count),
+    "best_val_loss": ("a loss, at least 0", lambda value: is_size(value) or value == math.inf),
+    "evals_since_best": ("a number of evaluations", is_count),
+    "elapsed_s": ("seconds, at least 0", is_size),
+    "run_id": ("a text", is_text),
+    "last_eval": ("an evaluation", is_evaluation),
+    "last_eval.*": ("a number", is_number),
+    "optimizers": ("a list of dicts", is_list_of(dict)),
+    "optimizers.*.state": ("a dict", lambda value: isinstance(value, dict)),
+    "optimizers.*.state.*": ("a dict of moments", is_flags),
+    "optimizers.*.state.*.*": ("a tensor of floats", lambda t: torch.is_tensor(t) and t.is_floating_point()),
+    "optimizers.*.param_groups": ("a list of dicts", is_list_of(dict)),
+    "optimizers.*.param_groups.*.params": ("a list of numbers", is_list_of(int)),
+    "scaler": ("a dict of numbers", is_flags),
+    "scaler.scale": ("a number above 0", lambda value: is_size(value) and value > 0),
+    "scaler._growth_tracker": ("a number of steps", is_count),
+    "controller": ("a dict", is_flags),
+}
+RESUMABLE = {"optimizers", "scaler", "train", "step", "best_val_loss", "elapsed_s", "run_id", "last_eval",
+             "meta"}
+
+
+def parts(value, place):
+    """Yield (name, part) of what stands at a place of FORM in nested dicts and lists; None: it is missing."""
+    key, _, rest = place.partition(".")
+    each = value.items() if isinstance(value, dict) else enumerate(value)
+    for name, part in each if key == "*" else [(key, value.get(key))]:
+        if not rest:
+            yield name, part
+        elif part:
+            for inner, found in parts(part, rest):
+                yield f"{name}.{inner}", found
+
+
+def check_form(state, path):
+    """UserError, naming the part and its value, where a read checkpoint is not as FORM says."""
+    def refuse(name, value, what):
+        value = " ".join(reprlib.repr(value).split())
+        raise UserError(f"{path} is damaged, or no checkpoint of this program: {name}={value} must be {what}")
+
+    for place, (what, holds) in FORM.items():
+        for name, part in parts(state, place) if place.partition(".")[0] in state else ():
+            if not holds(part):
+                refuse(name, part, what)
+    step, last = state.get("step"), (state.get("last_eval") or {}).get("step")
+    most = (state.get("train") or {}).get("max_iters")
+    if None not in (step, most) and not (is_count(most) and step <= most):
+        refuse("step", step, f"at most max_iters={reprlib.repr(most)}")
+    if last is not None and last not in range(-1, (step or 0) + 1):
+        refuse("last_eval.step", last, f"from -1 to step={step}")
 
 
 # ---- write ----
@@ -81,50 +182,30 @@ def read(path, device="cpu", trust_code=False):
     if not path.is_file():
         raise UserError(f"no checkpoint {path}")
     try:
-        if not zipfile.is_zipfile(path):
-            raise ValueError("cut short, or no torch file at all")
-        if broken := zipfile.ZipFile(path).testzip():  # torch itself does not verify the checksums
-            raise ValueError(f"damaged in {broken}")
+        with open(path, "rb") as file:
+            if not zipfile.is_zipfile(file):
+                raise ValueError("cut short, or no torch file at all")
+            if broken := zipfile.ZipFile(file).testzip():  # torch itself does not verify the checksums
+                raise ValueError(f"damaged in {broken}")
         state = torch.load(path, map_location=device, weights_only=True)
     except Exception as e:  # damage shows in many ways, all meaning the same to the reader
         if ran_out_of_memory(e):
             raise
         why = str(e).splitlines()[0][:80] if type(e) is ValueError else type(e).__name__
+        why = getattr(e, "strerror", None) or why  # such as: Permission denied
         raise UserError(f"{path} cannot be read as a checkpoint ({why})") from None
-    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
+    state = state if is_flags(state) else {}
+    if is_flags(state.get("model")) and isinstance(state.get("model_args"), dict):
+        state = from_nanogpt(state)
+    if None in (state.get("model"), state.get("config")) or "meta" not in state:
         raise UserError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
     check_form(state, path)
-    if isinstance(state.get("model_args"), dict):
-        return from_nanogpt(state)
-    if not {"config", "meta"} <= set(state) or not isinstance(state["config"], dict):
-        raise UserError(f"{path} is a torch file, but neither nanoHeads' nor nanoGPT's checkpoint")
     if trust_code:
         from nanoheads import own_mechanism
         own_mechanism.trust(state, path)
     if state.get("train"):
         state["train"] = with_names_of_today(state["train"])
     return state
-
-
-def check_form(state, path):
-    """UserError where a part of a checkpoint, ours or nanoGPT's, is not of the kind that is written."""
-    def need(what, holds):
-        if not holds:
-            raise UserError(f"{path} is damaged, or no checkpoint of this program: {what}")
-
-    for name, t in state["model"].items():
-        need(f"the tensor {name!r} has a name that is no text", isinstance(name, str))
-        need(f"{name} is a {type(t).__name__}, not a tensor", isinstance(t, torch.Tensor))
-    for key in ("config", "train", "model_args"):
-        names = state.get(key) or {}
-        need(f"{key} is a {type(names).__name__}, not a dict of flags",
-             isinstance(names, dict) and all(isinstance(name, str) for name in names))
-    meta = state.get("meta") or {}
-    need(f"meta, its dataset's, is a {type(meta).__name__}, not a dict", isinstance(meta, dict))
-    for key, kind in dict(name=str, encoding=str, vocab_size=int).items() if meta else ():
-        need(f"meta, its dataset's, has no {key}", isinstance(meta.get(key), kind))
-    need(f"step={state.get('step')!r} is no number", isinstance(state.get("step", 0), int))
-    need(f"dataset={state.get('dataset')!r} is no text", isinstance(state.get("dataset"), (str, type(None))))
 
 
 def from_nanogpt(state):
@@ -141,8 +222,9 @@ def from_nanogpt(state):
         wte, head = weights.get("transformer.wte.weight"), weights.get("lm_head.weight")
         tied = wte is None or head is None or torch.equal(wte, head)  # two matrices until 14 January 2023
         config.update(bias="transformer.ln_f.bias" in weights, tied=tied, act="gelu_tanh")
+    settings = state.get("config")
     return dict(model=weights, config=config, meta=None, step=state.get("iter_num", 0),
-                dataset=state.get("config", {}).get("dataset"))
+                dataset=settings.get("dataset") if isinstance(settings, dict) else None)
 
 
 def config_of(state, path, **overrides):
@@ -156,7 +238,7 @@ def config_of(state, path, **overrides):
         flags = own_mechanism.flags_of(state, path)
     flags = as_it_was(flags)
     try:
-        config = GPTConfig(**{**RECIPES["gpt2"], **flags, **overrides})
+        config = GPTConfig(**{**RECIPES["gpt2"], **flags, **typed(flags, GPTConfig), **overrides})
         if not {"n_layer", "n_embd"} & set(overrides):
             check_layers(state, config)
     except (ValueError, TypeError) as e:
@@ -198,7 +280,9 @@ def build(state, path, device="cpu", settings=(), **overrides):
     config = config_of(state, path, **overrides, **switchable(state, path, flags))
     try:
         model = GPT(config)
-        model.load_state_dict(state["model"])
+        load_weights(model, state["model"], path)
+    except UserError:
+        raise
     except (ValueError, TypeError, AttributeError, RuntimeError) as e:
         if ran_out_of_memory(e):
             raise
@@ -215,6 +299,28 @@ def build(state, path, device="cpu", settings=(), **overrides):
             place = layer if head is None else f"{layer}.{head}"
             raise UserError(f"{path}: --set {key}.{place}={value}: {e}")
     return model
+
+
+def is_finite(t):
+    """Whether all numbers of a tensor are. Their sum says so in a tenth of the time, but may overflow."""
+    return bool(t.sum().isfinite() or t.isfinite().all())
+
+
+def load_weights(model, weights, path, strict=True):
+    """load_state_dict() of a read checkpoint's weights, which must be of the model's kind, and finite.
+
+    Raises TypeError, RuntimeError: they do not fit the model; UserError: they are not finite.
+    """
+    own = model.state_dict()
+    for name, t in weights.items():
+        if name in own and (t.is_complex() or t.is_floating_point() != own[name].is_floating_point()):
+            raise TypeError(f"{name} holds {t.dtype} in the place of {own[name].dtype}")
+    loaded = model.load_state_dict(weights, strict=strict)
+    for name, p in model.named_parameters():
+        if not is_finite(p):
+            raise UserError(f"{path}: {name} holds NaN or infinities: its weights are damaged, or its "
+                            "training diverged")
+    return loaded
 
 
 def add_arguments(parser, required=True):
@@ -420,6 +526,7 @@ def starting_point(model_config, config, dataset, device, given):
         vocab_size = model_config.vocab_size or dataset.vocab_size
         return GPT(replace(model_config, vocab_size=vocab_size)).to(device), None
     state = read(path, device)
+    longest = config_of(state, path).block_size
     same_vocabulary(state, dataset, path)
     flags = set(GPTConfig.defaults())
     if config.init_from or config.eval_only:
@@ -429,7 +536,6 @@ def starting_point(model_config, config, dataset, device, given):
     free = {"checkpoint_activations", "loss_chunks"}
     free |= {"dropout", "attn_dropout", "seed"} if new_run else set()
     free |= {"unet_from", "unet_ramp"} if new_run and config.init_from else set()  # the new run's own
-    longest = state["config"].get("block_size", 0)
     crop = new_run and "block_size" in flags and model_config.block_size < longest
     new = turned_on(state, path, model_config, given) if new_run and config.init_from else []
     held = flags - free - ({"block_size"} if crop else set())
@@ -511,10 +617,12 @@ def extended(state, path, device, given, classes, anyway, overrides):
                 raise UserError(f"{path}: {e}") from None
     try:
         model = GPT(config_of(state, path, **flags))
-        missing, unknown = model.load_state_dict(state["model"], strict=False)
+        missing, unknown = load_weights(model, state["model"], path, strict=False)
         if unknown or set(missing) & set(tensors(config_of(state, path))):
             raise ValueError(f"no weights for {', '.join([*unknown, *missing][:3])}")
-    except (ValueError, RuntimeError) as e:
+    except UserError:
+        raise
+    except (ValueError, TypeError, RuntimeError) as e:
         names = ", ".join(cls.flag for cls in classes)
         why = " ".join(str(e).split())[:300]
         raise UserError(f"{path}: {names} cannot be turned on over its weights: {why}")
@@ -590,30 +698,54 @@ def same_model(state, path, config, flags):
 def same_run(state, path, config, dataset):
     """Raise UserError unless a run that goes on from `state` as configured is still the same run."""
     instead = f"to begin a new run with its weights: --init_from={path} and another --out_dir"
-    if lacks := sorted(RESUMABLE - set(state)):
+    if lacks := sorted(key for key in RESUMABLE if state.get(key) is None):
         raise UserError(f"{path} holds no state to go on from (no {', '.join(lacks)}); {instead}")
     fixed = []
-    for train in (state["train"], asdict(config)):
-        batch = train["batch_size"] * train["grad_accum"]
-        fixed.append({"optimizer": train["optimizer"], "batch_size * grad_accum": batch})
+    for each in (trained_with(state["train"], path), config):
+        batch = each.batch_size * each.grad_accum
+        fixed.append({"optimizer": each.optimizer, "batch_size * grad_accum": batch})
     old, new = fixed
     differ = [f"{key}={new[key]!r} here is {old[key]!r} there" for key in old if new[key] != old[key]]
-    if state["meta"]["splits"] != dataset.meta["splits"]:
+    if state["meta"].get("splits") != dataset.meta["splits"]:
         differ.append(f"{dataset.dir} holds other data than {state['meta']['name']} did")
     if differ:
         raise UserError(f"{path} cannot go on like this: {'; '.join(differ)}; {instead}")
 
 
-def restore(optimizer, saved, path):
-    """Load an optimizer's moments; rates, betas and decay stay those of the config. Raises UserError."""
+def restore(optimizer, saved, path, steps, trained=()):
+    """Load an optimizer's moments; rates, betas and decay stay those of the config. Raises UserError.
+
+    steps: how many the run has made. trained: {parameter: name} of those that must have moments.
+    """
     fresh = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(saved)
-    except (ValueError, KeyError) as e:
+        for p, group in ((p, group) for group in optimizer.param_groups for p in group["params"]):
+            if p in optimizer.state:
+                check_moments(optimizer.state[p], optimizer.moments(p, group), steps)
+            elif p in trained:
+                raise ValueError(f"{trained[p]} was trained and has no moments")
+        if unknown := [key for key in optimizer.state if not torch.is_tensor(key)]:
+            raise ValueError(f"no parameter has the number {unknown[0]!r}")
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
         why = " ".join(str(e).split())[:120]
         raise UserError(f"{path}: its optimizer state does not fit this config ({why})")
     for group, values in zip(optimizer.param_groups, fresh):
         group.update(values)
+
+
+def check_moments(moments, shapes, steps):
+    """ValueError where a parameter's moments are not finite tensors of these shapes; others are dropped."""
+    for key, shape in shapes.items():
+        if key not in moments or moments[key].shape != shape:
+            found = f"shape {list(moments[key].shape)}" if key in moments else "none"
+            raise ValueError(f"{key} must have the shape {list(shape)}, and there is {found}")
+        if not is_finite(moments[key]):
+            raise ValueError(f"{key} holds NaN or infinities")
+    if "step" in shapes and not 0 < moments["step"] <= steps:
+        raise ValueError(f"moments of {moments['step'].item():g} steps in a run of {steps:,}")
+    for key in moments.keys() - shapes:
+        del moments[key]
 
 
 def last_save(out_dir):

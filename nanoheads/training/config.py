@@ -6,7 +6,7 @@ from typing import Literal, Optional
 
 from model import ALL_ON, MECHANISM_CLASSES, MECHANISMS, ConstraintHeads, GPTConfig, UNetSkip
 from nanoheads.common import UserError, gib, memory_of_machine
-from nanoheads.configurator import text_problems
+from nanoheads.configurator import text_problems, typed
 from nanoheads.mechanism import flag, range_problems
 from nanoheads.text.dataset import Dataset
 from nanoheads.training.optim import CUDA_GRAPHS, of_mechanisms
@@ -217,6 +217,17 @@ class TrainConfig(ControllerConfig):
         if self.freeze_trunk and self.dynamic_heads:
             bad.append("freeze_trunk=True: heads are measured by gradients of the trunk, which has none")
         return bad
+
+
+def trained_with(flags, path):
+    """The TrainConfig that a read checkpoint's flags are, without those of another version. UserError."""
+    try:
+        config = TrainConfig(**typed(flags, TrainConfig))
+        for problem in range_problems(config):
+            raise ValueError(problem)
+    except ValueError as e:
+        raise UserError(f"{path}: what it was trained with is impossible: {e}") from None
+    return config
 
 
 # ---- what does not go together ----

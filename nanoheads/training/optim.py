@@ -99,6 +99,10 @@ class AdamW(torch.optim.AdamW):
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
+    def moments(self, p, group):
+        """{what is kept of a parameter of a group: its shape}."""
+        return dict(step=(), exp_avg=p.shape, exp_avg_sq=p.shape)
+
 
 def matrices_in(t, slices):
     """The matrices stacked in t by rows: how many, or their heights in proportion."""
@@ -128,6 +132,10 @@ class Muon(torch.optim.Optimizer):
         self.rank, self.world = rank, world
         if compiled:
             self.orthogonalise = torch.compile(orthogonalise, dynamic=False)
+
+    def moments(self, p, group):
+        """{what is kept of a parameter of a group: its shape}."""
+        return dict(momentum=p.shape, **(dict(row_square=p[:, :1].shape) if group["beta2"] else {}))
 
     @torch.no_grad()
     def step(self, closure=None):

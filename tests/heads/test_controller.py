@@ -472,6 +472,26 @@ def test_a_life_of_16_steps_equals_8_and_8(args, rows, tmp_path, who):
     assert plain(a["controller"]) == plain(b["controller"])
 
 
+@pytest.mark.parametrize("change, words", [
+    (lambda c: c.pop("mean"), "does not fit this config (KeyError: 'mean')"),
+    (lambda c: c.update(mover=None), "does not fit this config (TypeError: "),
+    (lambda c: c.update(generator=torch.zeros(3)), "does not fit this config (TypeError: "),
+    (lambda c: c["overrides"].pop(), "does not fit this config (ValueError: "),
+    (lambda c: c.update(high=torch.zeros(1, 1)), "does not fit this config (RuntimeError: "),
+    (lambda c: c["counts"].update(low="x"), "does not fit this config (AttributeError: "),
+    (lambda c: c.update(ramps=[3]), "does not fit this config (TypeError: "),
+    (None, "is damaged: its heads were measured, and it has no controller's state")])
+def test_a_damaged_state_of_a_controller_is_one_line(args, fails, tmp_path, change, words):
+    keys = {**LIVE, **LIFE, "controller": "ann", "max_iters": 4}
+    main(args(**keys))
+    path = tmp_path / "run/ckpt.pt"
+    state = checkpoint.read(path)
+    change(state["controller"]) if change else state.pop("controller")
+    torch.save(state, path)
+    said, = fails([*args(**{**keys, "max_iters": 6}), "--resume"])
+    assert said.startswith(str(path)) and words in said
+
+
 def test_a_killed_life_goes_on_exactly(args, tmp_path):
     keys = {**LIVE, **LIFE, "max_iters": 60, "eval_interval": 60, "save_interval": 5}
     main(args("whole", **keys))

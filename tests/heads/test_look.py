@@ -565,8 +565,8 @@ def files(tmp_path, monkeypatch, make):
     make("char")
     make("byte", "bytes.pt")
     state = torch.load("a.pt", weights_only=True)
-    state["model"]["transformer.h.0.attn.constraint.w2"].fill_(float("nan"))
-    torch.save(state, "nan.pt")
+    state["model"]["transformer.h.0.attn.constraint.w2"].fill_(3e38)
+    torch.save(state, "large.pt")
     return tmp_path
 
 
@@ -576,7 +576,7 @@ def files(tmp_path, monkeypatch, make):
     (["--text", "empty.txt"], "--text: empty.txt is empty"),
     (["--text", "latin1.txt"], "--text: latin1.txt is not UTF-8 text: unexpected end of data at byte 3"),
     (["--text", "other.txt"], "other.txt: 'Z' (U+005A) at position 3 is not among the 13 symbols"),
-    (["--ckpt", "nan.pt"], "nan.pt: its scores are not numbers: its weights are damaged"),
+    (["--ckpt", "large.pt"], "large.pt: its scores are not numbers: its weights are damaged"),
     (["--out", "no/such/folder.jsonl"], "--out: cannot write into"),
     (["--out", "."], "--out: "),
     (["--out", "folder.jsonl"], "folder.html is not a file"),

@@ -526,15 +526,15 @@ def test_tokens_of_another_length_are_as_many_as_make_the_bytes(tmp_path, ckpt, 
     (["--split", "dev"], "no split 'dev'"),
     (["--judge", "nowhere.pt"], "no checkpoint nowhere.pt"),
     (["--judge", "chars.pt"], "its 18 characters cannot spell all that "),
-    (["--judge", "nan.pt"], "--judge nan.pt gives nan nats"),
-    (["--ckpt", "nan.pt"], "nan.pt: the probabilities are not numbers"),
+    (["--judge", "large.pt"], "--judge large.pt gives nan nats"),
+    (["--ckpt", "large.pt"], "large.pt: the probabilities are not numbers"),
     (["--ckpt", "letters.pt"], "prompt 1, for letters.pt: 'p' (U+0070) at position 1 is not among the 10"),
     (["--json", "no/such/folder.json"], "cannot write into"),
 ])
 def test_bad_input_is_one_clear_line(tmp_path, ckpt, refusal, monkeypatch, bytes_data, sums_as_chars,
                                      chars_data, args, line):
     monkeypatch.chdir(tmp_path)
-    write_checkpoint("nan.pt", tiny(spread=math.nan), bytes_data)
+    write_checkpoint("large.pt", tiny(spread=1e38), bytes_data)
     write_checkpoint("chars.pt", tiny(len(SUMS)), sums_as_chars)
     write_checkpoint("letters.pt", tiny(10), chars_data)
     assert line in refusal(["text", "--ckpt", ckpt, *SHORT, *args])

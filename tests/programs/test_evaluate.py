@@ -888,7 +888,8 @@ def test_a_model_without_head_states_takes_gates_alone(byte_run, refusal):
     (["--split", "dev"], "no split 'dev'; it has train, val, test"),
     (["--stride", "9"], "stride=9 must be from 1 to block_size=8"),
     (["--stride", "-1"], "stride=-1 must be from 1 to block_size=8"),
-    (["--ckpt", "nan.pt"], "nan.pt gives nan nats"),
+    (["--ckpt", "nan.pt"], "nan.pt: transformer.wte.weight holds NaN or infinities"),
+    (["--ckpt", "large.pt"], "large.pt gives nan nats"),
     (["--dataset", "nothing_like_it"], "no dataset nothing_like_it"),
     (["--dataset", "other"], "whose vocabulary is not that of other (char, 13)"),
     (["--json", "no/such/folder.json"], "cannot write into"),
@@ -902,6 +903,7 @@ def test_bad_input_is_one_clear_line(tmp_path, byte_run, refusal, monkeypatch, a
     os.mkfifo("pipe")
     write_data(tmp_path / "other", "char")
     write_checkpoint("nan.pt", make_model(spread=math.nan), data)
+    write_checkpoint("large.pt", make_model(spread=1e38), data)
     assert line in refusal((["--ckpt", path] if "--ckpt" not in args else []) + args)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -677,7 +678,7 @@ def test_weights_that_are_not_finite_end_an_evaluation(args, fails, tmp_path, va
     state["model"]["transformer.wpe.weight"][3, 1] = value
     torch.save(state, tmp_path / "run/best.pt")
     said, = fails([*args(), "--eval_only"])
-    assert said.startswith(f"{tmp_path}/run/best.pt: transformer.wpe.weight holds NaN or infinities")
+    assert said.startswith(f"{tmp_path}/run: transformer.wpe.weight holds NaN or infinities")
 
 
 def test_killing_the_process_loses_only_unsaved_steps(args, rows, tmp_path):
@@ -822,6 +823,77 @@ def test_a_folder_that_cannot_be_written_is_one_line(args, fails, tmp_path):
     (tmp_path / "file").touch()
     assert fails(args("file/run")) == [f"{tmp_path}/file/run: Not a directory"]
     assert fails(args("file")) == [f"{tmp_path}/file: File exists"]
+
+
+# ---- a folder that somebody else made ----
+
+MEASURED = dict(block_size=8, agency=True, controller_log=True, controller_interval=2, controller_tokens=64,
+                controller_heldout=64, max_iters=6)
+
+
+@pytest.fixture(scope="module")
+def downloaded(bytes_data, tmp_path_factory):
+    """A run with all files that a run writes."""
+    folder = tmp_path_factory.mktemp("downloaded") / "run"
+    keys = {"dataset": bytes_data, **TINY, **MEASURED, "out_dir": folder}
+    main([f"--{key}={value}" for key, value in keys.items()])
+    (folder / "violations.jsonl").touch()
+    return folder
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["to a file", "to nothing"])
+@pytest.mark.parametrize("name", [
+    "lock", "config.json", "config.json.part", "ckpt.pt.part", "best.pt.part", "log.jsonl", "log.jsonl.part",
+    "heads.jsonl", "heads.jsonl.part", "violations.jsonl", "violations.jsonl.part"])
+def test_no_link_in_a_runs_folder_is_written_through(name, there, downloaded, args, tmp_path):
+    shutil.copytree(downloaded, tmp_path / "run")
+    path, victim = tmp_path / "run" / name, tmp_path / "victim"
+    if there:
+        victim.write_text("mine")
+    path.unlink(missing_ok=True)
+    path.symlink_to(victim)
+    argv = [*args(**{**MEASURED, "max_iters": 8}), "--resume"]
+    if name == "lock":
+        with pytest.raises(SystemExit) as e:
+            main(argv)
+        assert e.value.code.startswith(f"train: {path} is a link to '{victim}': remove it")
+    else:
+        main(argv)
+        assert not path.is_symlink() and checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 8
+    assert victim.read_text() == "mine" if there else not victim.exists()
+
+
+def test_a_checkpoint_that_is_a_link_is_read_and_then_replaced(downloaded, args, tmp_path):
+    shutil.copytree(downloaded, tmp_path / "run")
+    before = (tmp_path / "run/ckpt.pt").rename(tmp_path / "kept.pt").read_bytes()
+    (tmp_path / "run/ckpt.pt").symlink_to(tmp_path / "kept.pt")
+    main([*args(**{**MEASURED, "max_iters": 8}), "--resume"])
+    assert (tmp_path / "kept.pt").read_bytes() == before
+    assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 8
+
+
+@pytest.mark.parametrize("folder", ["tensorboard", "wandb"])
+def test_no_folder_in_a_runs_folder_may_be_a_link(folder, args, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=pytest.fail, errors=None))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / folder).symlink_to(tmp_path / "home")
+    if folder == "tensorboard":
+        pytest.importorskip("tensorboard")
+        with pytest.raises(SystemExit, match="tensorboard is a link to"):
+            main(args(tensorboard=True))
+    else:
+        main(args(wandb_log=True))
+        assert "wandb is a link to" in capsys.readouterr().err
+    assert not list((tmp_path / "home").iterdir())
+
+
+def test_a_runs_folder_may_be_a_link(args, tmp_path):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "scratch")
+    main(args())
+    main([*args(max_iters=8), "--resume"])
+    assert checkpoint.read(tmp_path / "scratch/ckpt.pt")["step"] == 8
 
 
 # ---- what the user got wrong ----

@@ -1,26 +1,36 @@
 """Checkpoints: whole or not at all, foreign ones read or refused in a line, resumed only as the same run."""
+import copy
 import io
+import math
 import os
 import pickle
 import platform
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import zipfile
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+import evaluate
+import export_hf
+import sample
 import train
+from conftest import TINY as RUN
 from model import GPT, GPTConfig
 from nanoheads import common
 from nanoheads.common import UserError, explain, pick_device
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig
+from nanoheads.training.optim import AdamW
 
 TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=256)
 
@@ -285,19 +295,19 @@ def test_a_vocabulary_that_means_something_else_is_one_line(state, chars_data, b
 
 def test_an_optimizer_keeps_its_moments_and_takes_the_new_rates():
     p = torch.nn.Parameter(torch.ones(3))
-    old = torch.optim.AdamW([p], lr=1.0, weight_decay=0.1)
-    new = torch.optim.AdamW([p], lr=2.0, weight_decay=0.3)
+    old = AdamW([p], lr=1.0, weight_decay=0.1)
+    new = AdamW([p], lr=2.0, weight_decay=0.3)
     p.grad = torch.ones(3)
     old.step()
-    checkpoint.restore(new, old.state_dict(), "x.pt")
+    checkpoint.restore(new, old.state_dict(), "x.pt", steps=1)
     assert (new.param_groups[0]["lr"], new.param_groups[0]["weight_decay"]) == (2.0, 0.3)
     assert torch.equal(new.state[p]["exp_avg"], old.state[p]["exp_avg"])
 
 
 def test_an_optimizer_state_that_does_not_fit_is_one_line():
-    old = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
-    new = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))])
-    assert "x.pt" in line(checkpoint.restore, new, old.state_dict(), "x.pt")
+    old = AdamW([torch.nn.Parameter(torch.ones(3))])
+    new = AdamW([torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))])
+    assert "x.pt" in line(checkpoint.restore, new, old.state_dict(), "x.pt", steps=1)
 
 
 def test_resuming_with_changed_model_flags_names_them_all(state):
@@ -387,22 +397,203 @@ def test_a_kernel_without_room_is_not_told_to_run_uncompiled():
     assert "246784" in said and "smaller heads" in said and "--compile" not in said
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda s: s["meta"].pop("encoding"), "meta, its dataset's, has no encoding"),
-    (lambda s: s.update(meta="x"), "meta, its dataset's, is a str"),
-    (lambda s: s["model"].update({3: torch.zeros(2)}), "the tensor 3 has a name that is no text"),
-    (lambda s: s["model"].update(x=3), "x is a int, not a tensor"),
-    (lambda s: s.update(train="adamw"), "train is a str, not a dict of flags"),
-    (lambda s: s.update(step="ten"), "step='ten' is no number"),
-    (lambda s: s["config"].update(n_layer=20000), "n_layer=20000, and there are tensors of 1 blocks"),
-    (lambda s: s["config"].update(n_embd=10**9), "n_embd=1000000000, and the embedding is"),
-])
-def test_a_part_of_another_kind_is_one_line(args, fails, tmp_path, change, words, monkeypatch):
-    train.main(args())
-    state = checkpoint.read(tmp_path / "run/ckpt.pt")
-    change(state)
-    torch.save(state, tmp_path / "run/ckpt.pt")
-    with monkeypatch.context() as patch:  # refused before a model is built
-        patch.setattr(checkpoint, "GPT", None)
-        said, = fails([*args(max_iters=9), "--resume"])
-    assert said.startswith(f"{tmp_path}/run/ckpt.pt") and words in said
+# ---- what is in the file ----
+
+@pytest.fixture(scope="module")
+def finished(bytes_data, tmp_path_factory):
+    """(folder, what its ckpt.pt holds) of a run of 6 steps with Muon, whose last evaluation was the best."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    train.main(command(bytes_data, folder))
+    return folder, checkpoint.read(folder / "ckpt.pt")
+
+
+def command(data, folder, **keys):
+    keys = {"dataset": data, **RUN, "optimizer": "muon", "out_dir": folder, **keys}
+    return [f"--{key}={value}" for key, value in keys.items()]
+
+
+@pytest.fixture
+def changed(finished, tmp_path):
+    """changed(change) -> a copy of the run, in whose ckpt.pt, best.pt are gone, change(state) was made."""
+    def make(change):
+        folder = shutil.copytree(finished[0], tmp_path / "run")
+        state = copy.deepcopy(finished[1])
+        change(state)
+        torch.save(state, folder / "ckpt.pt")
+        (folder / "best.pt").unlink()
+        return folder
+    return make
+
+
+def moments(state, optimizer):
+    """The first parameter's, of Muon (0) or AdamW (1)."""
+    return state["optimizers"][optimizer]["state"][0]
+
+
+def of_kind(dtype):
+    name = "transformer.wpe.weight"
+    return lambda s: s["model"].update({name: s["model"][name].to(dtype)})
+
+
+DAMAGED = {  # whoever reads it
+    "meta.encoding=None must be a text": lambda s: s["meta"].pop("encoding"),
+    "meta='x' must be a dict or None": lambda s: s.update(meta="x"),
+    "meta.splits=[] must be a dict": lambda s: s["meta"].update(splits=[]),
+    "meta.splits.val=3 must be a dict": lambda s: s["meta"]["splits"].update(val=3),
+    "must be a dict of tensors by name": lambda s: s["model"].update({3: torch.zeros(2)}),
+    "model.x=3 must be a tensor": lambda s: s["model"].update(x=3),
+    "config=['n_layer'] must be a dict of flags": lambda s: s.update(config=["n_layer"]),
+    "train='adamw' must be a dict of flags or None": lambda s: s.update(train="adamw"),
+    "dataset=['x'] must be a text or None": lambda s: s.update(dataset=["x"]),
+    "step='ten' must be a number of steps": lambda s: s.update(step="ten"),
+    "step=-3 must be a number of steps": lambda s: s.update(step=-3),
+    "step=True must be a number of steps": lambda s: s.update(step=True),
+    "step=None must be a number of steps": lambda s: s.update(step=None),
+    "step=7 must be at most max_iters=6": lambda s: s.update(step=7),
+    "step=1000000000 must be at most max_iters=6": lambda s: s.update(step=10**9),
+    "step=6 must be at most max_iters='6'": lambda s: s["train"].update(max_iters="6"),
+    "best_val_loss=nan must be a loss, at least 0": lambda s: s.update(best_val_loss=math.nan),
+    "best_val_loss=-1.0 must be a loss, at least 0": lambda s: s.update(best_val_loss=-1.0),
+    "best_val_loss='low' must be a loss, at least 0": lambda s: s.update(best_val_loss="low"),
+    "elapsed_s='long' must be seconds, at least 0": lambda s: s.update(elapsed_s="long"),
+    "elapsed_s=inf must be seconds, at least 0": lambda s: s.update(elapsed_s=math.inf),
+    "elapsed_s=-2 must be seconds, at least 0": lambda s: s.update(elapsed_s=-2),
+    "run_id=5 must be a text": lambda s: s.update(run_id=5),
+    "last_eval=None must be an evaluation": lambda s: s.update(last_eval=None),
+    "last_eval={} must be an evaluation": lambda s: s.update(last_eval={}),
+    "last_eval={'step': 6} must be an evaluation": lambda s: s.update(last_eval=dict(step=6)),
+    "last_eval.val_loss='x' must be a number": lambda s: s["last_eval"].update(val_loss="x"),
+    "last_eval.step=9 must be from -1 to step=6": lambda s: s["last_eval"].update(step=9),
+    "last_eval.step=nan must be from -1 to step=6": lambda s: s["last_eval"].update(step=math.nan),
+    "optimizers=None must be a list of dicts": lambda s: s.update(optimizers=None),
+    "optimizers=['a', 'b'] must be a list of dicts": lambda s: s.update(optimizers=["a", "b"]),
+    "optimizers.1.state=None must be a dict": lambda s: s["optimizers"][1].pop("state"),
+    "optimizers.0.state.0=[] must be a dict of moments":
+        lambda s: s["optimizers"][0]["state"].update({0: []}),
+    "optimizers.1.state.0.exp_avg='x' must be a tensor of floats":
+        lambda s: moments(s, 1).update(exp_avg="x"),
+    "optimizers.1.state.0.exp_avg=tensor": lambda s: moments(s, 1).update(exp_avg=torch.zeros(2, dtype=int)),
+    "optimizers.1.param_groups=None must be a list of dicts":
+        lambda s: s["optimizers"][1].pop("param_groups"),
+    "optimizers.1.param_groups.0.params=['x'] must be a list of numbers":
+        lambda s: s["optimizers"][1]["param_groups"][0].update(params=["x"]),
+    "scaler='x' must be a dict of numbers": lambda s: s.update(scaler="x"),
+    "scaler.scale=0.0 must be a number above 0": lambda s: s.update(scaler=dict(scale=0.0)),
+    "scaler._growth_tracker=None must be a number of steps": lambda s: s.update(scaler=dict(scale=1.0)),
+    "controller=[] must be a dict": lambda s: s.update(controller=[]),
+}
+MISFITS = {  # who builds the model
+    "n_layer=20000, and there are tensors of 1 blocks": lambda s: s["config"].update(n_layer=20000),
+    "n_embd=1000000000, and the embedding is": lambda s: s["config"].update(n_embd=10**9),
+    "its config is impossible: n_layer='1' is not int": lambda s: s["config"].update(n_layer="1"),
+    "its config is impossible: block_size='16' is not int": lambda s: s["config"].update(block_size="16"),
+    "its config is impossible: vocab_size='256' is not int or None":
+        lambda s: s["config"].update(vocab_size="256"),
+    "transformer.wpe.weight holds torch.int64 in the place of torch.float32": of_kind(torch.int64),
+    "transformer.wpe.weight holds torch.complex64 in the place of torch.float32": of_kind(torch.complex64),
+    "transformer.wpe.weight holds NaN or infinities":
+        lambda s: s["model"]["transformer.wpe.weight"][1, 2].fill_(math.nan),
+    "transformer.wte.weight holds NaN or infinities":
+        lambda s: s["model"]["transformer.wte.weight"][0].fill_(-math.inf),
+}
+NO_START = {  # --resume
+    "no state to go on from (no train)": lambda s: s.update(train=None),
+    "no state to go on from (no meta)": lambda s: s.update(meta=None),
+    "no state to go on from (no last_eval, optimizers)":
+        lambda s: (s.pop("optimizers"), s.pop("last_eval")),
+    "sums holds other data than sums did": lambda s: s["meta"].pop("splits"),
+    "trained with is impossible: batch_size='4' is not int": lambda s: s["train"].update(batch_size="4"),
+    "trained with is impossible: adamw_lr=nan is not float or None":
+        lambda s: s["train"].update(adamw_lr=math.nan),
+    "trained with is impossible: adamw_lr=-1.0 must be above 0": lambda s: s["train"].update(adamw_lr=-1.0),
+    "it has the states of 0 optimizers, and this run has 2": lambda s: s.update(optimizers=[]),
+    "it has the states of 1 optimizers, and this run has 2": lambda s: s["optimizers"].pop(),
+    "transformer.h.0.attn.c_proj.weight was trained and has no moments":
+        lambda s: s["optimizers"][0].update(state={}),
+    "transformer.wte.weight was trained and has no moments": lambda s: s["optimizers"][1]["state"].pop(0),
+    "no parameter has the number 99": lambda s: s["optimizers"][0]["state"].update({99: moments(s, 0)}),
+    "exp_avg must have the shape [256, 16], and there is shape [16, 256]":
+        lambda s: moments(s, 1).update(exp_avg=moments(s, 1)["exp_avg"].T.clone()),
+    "exp_avg_sq must have the shape [256, 16], and there is none": lambda s: moments(s, 1).pop("exp_avg_sq"),
+    "row_square must have the shape [16, 1], and there is none": lambda s: moments(s, 0).pop("row_square"),
+    "momentum holds NaN or infinities": lambda s: moments(s, 0)["momentum"][0].fill_(math.nan),
+    "moments of 7 steps in a run of 6": lambda s: moments(s, 1)["step"].fill_(7),
+    "moments of -3 steps in a run of 6": lambda s: moments(s, 1)["step"].fill_(-3),
+    "different number of parameter groups": lambda s: s["optimizers"][1]["param_groups"].pop(),
+    "does not fit this config ('beta2')": lambda s: s["optimizers"][0]["param_groups"][0].pop("beta2"),
+}
+
+
+@pytest.mark.parametrize("words, change", {**DAMAGED, **MISFITS, **NO_START}.items())
+def test_a_run_goes_on_from_what_it_wrote_alone(words, change, changed, fails, bytes_data):
+    folder = changed(change)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    said, = fails([*command(bytes_data, folder, max_iters=9), "--resume"])
+    assert said.startswith(f"{folder}/ckpt.pt") and words in said
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert after | {"lock": before["lock"]} == before
+
+
+PROGRAMS = dict(sample=lambda run, data: sample.main(["--ckpt", str(run), "--device=cpu"]),
+                evaluate=lambda run, data: evaluate.main(["--ckpt", str(run), "--device=cpu"]),
+                export_hf=lambda run, data: export_hf.main(["--ckpt", str(run), "--out=out"]),
+                train=lambda run, data: train.main([f"--init_from={run}", f"--dataset={data}", "--device=cpu",
+                                                    "--out_dir=out"]))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("words", ["step=-3", "best_val_loss=nan", "model.x=3", "block_size='16'",
+                                   "transformer.wpe.weight holds torch.int64",
+                                   "transformer.wpe.weight holds NaN"])
+def test_every_reader_finds_what_is_damaged(words, program, changed, bytes_data, tmp_path, monkeypatch):
+    change, = [change for key, change in {**DAMAGED, **MISFITS}.items() if words in key]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as e:
+        PROGRAMS[program](changed(change), bytes_data)
+    assert len(str(e.value.code).splitlines()) == 1
+    assert e.value.code.startswith(f"{program}: {tmp_path}/run") and words in e.value.code
+    assert not list(tmp_path.glob("out/*.*"))
+
+
+def test_a_config_that_is_damaged_is_refused_before_a_model_is_built(changed, fails, bytes_data, monkeypatch):
+    """20,000 layers take minutes to build."""
+    folder = changed(MISFITS["n_layer=20000, and there are tensors of 1 blocks"])
+    monkeypatch.setattr(checkpoint, "GPT", None)
+    assert "n_layer=20000" in fails([*command(bytes_data, folder, max_iters=9), "--resume"])[0]
+
+
+@pytest.mark.parametrize("change", [lambda s: s.update(best_val_loss=math.inf),
+                                    lambda s: s["last_eval"].update(val_loss=math.nan, val_bpb=math.inf),
+                                    lambda s: s["train"].update(of_another_version=[1])])
+def test_what_a_run_may_write_is_no_damage(change, changed, bytes_data):
+    folder = changed(change)
+    train.main([*command(bytes_data, folder, max_iters=7), "--resume"])
+    assert checkpoint.read(folder / "ckpt.pt")["step"] == 7
+
+
+@pytest.mark.parametrize("keys", [dict(dtype="float16"), dict(constraint_names="a,b")], ids=lambda k: [*k][0])
+def test_parameters_that_had_no_gradient_need_no_moments(keys, bytes_data, tmp_path, monkeypatch):
+    """In float16 while every step so far has overflowed; scores of constraint heads that have no labels."""
+    monkeypatch.setattr(train, "FIRST_SCALE", 2.0 ** 60)
+    run = partial(command, bytes_data, tmp_path / "run", optimizer="adamw", **keys)
+    train.main(run(max_iters=2))
+    adamw, = checkpoint.read(tmp_path / "run/ckpt.pt")["optimizers"]
+    count = sum(len(group["params"]) for group in adamw["param_groups"])
+    assert len(adamw["state"]) == (0 if "dtype" in keys else count - 4)
+    train.main([*run(max_iters=3), "--resume"])
+    assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 3
+
+
+def test_a_checkpoint_that_may_not_be_read_says_so(state):
+    with tempfile.TemporaryDirectory() as folder:  # one that other users may enter
+        os.chmod(folder, 0o755)
+        path = Path(folder, "ckpt.pt")
+        checkpoint.save(path, state)
+        path.chmod(0)
+        before = os.geteuid()
+        os.seteuid(before or 65534)  # root may read everything
+        try:
+            said = line(checkpoint.read, path)
+        finally:
+            os.seteuid(before)
+    assert said == f"{path} cannot be read as a checkpoint (Permission denied)"
