@@ -14,9 +14,9 @@ of whole windows of the longest context among them, and each token as in the who
 by whitespace, as lm-evaluation-harness counts them. FLOPs/token are those of training, forward and backward.
 
 Each checkpoint after the first is compared with the first, token by token: the interval is over the text, and
-another seed of the same model may differ by more (compare.py takes several). Where contexts or training steps
-are unequal, a line says so, since the difference includes their effect. A router's load is measured on a part
-of the split.
+another seed of the same model may differ by more (compare.py takes several). Where contexts, training steps or
+tokens in a step are unequal, a line says so, since the difference includes their effect. Scores on different
+texts are not compared, and a line says what differs. A router's load is measured on a part of the split.
 
 What models write, and what their heads do, are questions for probe.py: text, look.
 """
@@ -82,24 +82,47 @@ def score_table(reports, width=120):
 
 def steps_of(report):
     """How many steps a checkpoint was trained for before it was saved; a dash: its file does not say."""
-    return "–" if report["step"] is None else f"{report['step']:,}"
+    return shown(report["step"])
+
+
+def shown(number):
+    """A number, as text; None: a dash."""
+    return "–" if number is None else f"{number:,}"
 
 
 def unequal_lines(reports):
-    """A line where the checkpoints' steps differ, and one where their contexts do; "" where neither does."""
+    """A line where the checkpoints' steps differ, where their batches, their contexts or the scored text do;
+    "" where nothing differs.
+    """
     names, lines = [report["name"].removesuffix("/best.pt") for report in reports], []
     if len({report["step"] for report in reports} - {None}) > 1:
         steps = ", ".join(f"{name} {steps_of(report)}" for name, report in zip(names, reports))
         lines.append(f"The checkpoints were trained for different numbers of steps: {steps}.")
+    if len({report["tokens_a_step"] for report in reports} - {None}) > 1:
+        each = ", ".join(f"{name} {shown(report['tokens_a_step'])}" for name, report in zip(names, reports))
+        lines.append(f"The checkpoints were trained on different numbers of tokens in each step: {each}.")
     if len({report["block_size"] for report in reports}) > 1:
         contexts = ", ".join(f"{name} {report['block_size']:,}" for name, report in zip(names, reports))
         lines.append(f"The checkpoints see contexts of different lengths, in tokens: {contexts}.")
+    others = [f"{name} ({other})" for name, report in zip(names[1:], reports[1:])
+              if (other := other_text(report, reports[0]))]
+    if others:
+        lines.append(f"Not compared with {names[0]}, since the scored text differs: {', '.join(others)}.")
     return "\n".join(lines)
 
 
-def same_text(a, b):
-    """Whether two reports of one command are on the same tokens."""
-    return all(a[key] == b[key] for key in ("dataset", "split", "split_sha256", "tokens", "bytes"))
+# what makes the scored text of two checkpoints one text, beside its sha256: in words, and how it is shown
+OF_TEXT = dict(dataset=("the data set", ""), split=("the split", ""), tokens=("scored tokens", ","),
+               bytes=("scored bytes", ","), separator=("the token before the first", ""))
+
+
+def other_text(a, b):
+    """What two reports of one command were scored on that is not the same, in words; "": the same text."""
+    words = [f"{what}: {a[key]:{form}} and {b[key]:{form}}" for key, (what, form) in OF_TEXT.items()
+             if a[key] != b[key]]
+    if not words and a["split_sha256"] != b["split_sha256"]:
+        words = ["the sha256 of the split"]
+    return ", ".join(words)
 
 
 def compared(report, first):
@@ -107,7 +130,7 @@ def compared(report, first):
 
     bpb: the difference in bits/byte, [value, low, high], an interval over the text. params, flops: ratios.
     """
-    if not same_text(report, first):
+    if other_text(report, first):
         return None
     bpb = block_bootstrap(report["pieces"], first["pieces"], report["bytes"], 1)
     return dict(name=report["name"], bpb=list(bpb), percent=100 * bpb[0] / first["bpb"],

@@ -426,7 +426,7 @@ def check(args):
     ids = [[attn.head_ids for attn in attentions(model)] for _, model, _ in args.loaded]
     for path, (state, model, data), own in zip(args.ckpt, args.loaded, ids):
         check_model(args, path, state, model)
-        if own != ids[0] or data.splits != args.loaded[0][2].splits:
+        if own != ids[0] or data.digests != args.loaded[0][2].digests:
             raise UserError(f"{path} and {args.ckpt[0]} have other heads or other data: one at a time")
     args.by = [by for by in CRITERIA if by in args.by or "all" in args.by]
     args.by = [by for by in args.by if not any(unfit(by, model) for _, model, _ in args.loaded)]

@@ -60,6 +60,15 @@ def put_split(folder, split, data):
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
+def put_meta(folder, **fields):
+    """Write other fields into the meta.json of a data folder; bytes, tokens and chars into each split's."""
+    meta = json.loads((folder / "meta.json").read_text())
+    for split in meta["splits"].values():
+        split.update({key: fields[key] for key in ("bytes", "tokens", "chars") if key in fields})
+    meta.update({key: value for key, value in fields.items() if key not in ("bytes", "tokens", "chars")})
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
 def cpu_seconds():
     """Of this process and of the children that it has waited for."""
     return sum(os.times()[:4])

@@ -6,9 +6,9 @@ One run of a study: its folder, what its numbers depend on, and the run itself: 
 trial.json: {"model": {flags}, "train": {flags}, "score": {"split", "tokens"}}, where tokens 0 means the whole
 split, and "code", "data", "torch", "libraries" and "environment": what else the numbers depend on. The
 folder's name is a hash of it. Beside a run's usual files it gets trial.log, nats.npy (float64, nats of each
-scored window, in order) and, last, result.json: what has that, in agreement with its nats.npy and its hash,
-is done. What is damaged, or was copied from another run's folder, is set aside, as <name>.damaged, and made
-again.
+scored window, in order) and, last, result.json, with the sha256 of the best.pt that was scored: what has
+that, in agreement with its nats.npy and its hash, is done. What is damaged, or was copied from another run's
+folder, is set aside, as <name>.damaged, and made again.
 """
 
 import functools
@@ -39,7 +39,8 @@ from nanoheads.locks import only_writer
 from nanoheads.own_files import libraries_of, variables_of
 from nanoheads.probes import lookahead
 from nanoheads.study.digest import code_digest
-from nanoheads.text.dataset import Dataset
+from nanoheads.text.checksums import stamp
+from nanoheads.text.dataset import Dataset, digests_of
 from nanoheads.text.targets import Targets, sha256
 from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig
@@ -185,14 +186,36 @@ def run(folder):
 def score_of(folder, spec, device):
     """(state, model, nats of each window, figures) of what was trained in a folder: its best.pt.
 
-    UserError where it looks ahead or mixes rows: then there is no score.
+    UserError where it looks ahead or mixes rows, or was trained on other data than was planned: then there is
+    no score, and of the latter no checkpoint to go on from.
     """
-    state = checkpoint.read(folder)
+    digest, state = sha256(checkpoint.file_of(folder)), checkpoint.read(folder)
+    if digests_of(state["meta"]) != check_data(spec).digests:
+        for name in ("ckpt.pt", "best.pt"):
+            (folder / name).unlink(missing_ok=True)
+        raise UserError("the data changed while this run was trained, which begins anew when the study is "
+                        "started again")
     model = checkpoint.build(state, folder, device)
     config = TrainConfig(**spec["train"])
     tried = lookahead.refuse(model, config, "after training", step=max(0, state["step"] - 1))
-    per_window, scored = score_windows(model, Dataset(config.dataset), **spec["score"])
-    return state, model, per_window, dict(**scored, looked_for_leaks=tried)
+    per_window, scored = score_as_planned(model, spec)
+    return state, model, per_window, dict(**scored, checkpoint=digest, looked_for_leaks=tried)
+
+
+def score_as_planned(model, spec):
+    """score_windows() of a model on what a trial.json names.
+
+    UserError where that was not there from before the scoring until after it.
+    """
+    data = check_data(spec)
+    split = data.dir / f"{spec['score']['split']}.bin"
+    before = stamp(split)
+    found = score_windows(model, data, **spec["score"])
+    # what was put in its place and taken away again has left another stamp
+    if stamp(split) != before:
+        raise UserError(f"{split} changed while this run was scored; start the study again")
+    check_data(spec)
+    return found
 
 
 def refuse_leak(model_config, config, device):
@@ -258,11 +281,12 @@ def stop_with_parent():
 
 
 def data_of(dataset, labels=None, teacher=None, mechanism=None, rules=None):
-    """{what: sha256} of all that a run reads: splits, labels, teacher, mechanisms of one's own, policy rules.
+    """{what: sha256} of all that a run reads: splits, what is read of meta.json, labels, teacher, mechanisms
+    of one's own, policy rules.
 
     mechanism: paths of their files, with commas between; so are the digests.
     """
-    found = {name: split["sha256"] for name, split in dataset.splits.items()}
+    found = dict(dataset.digests)
     for split, row in Targets(dataset, labels).splits.items() if labels else ():
         found.update({f"labels {name}.{split}": file["sha256"] for name, file in row["names"].items()})
     if mechanism:
@@ -308,6 +332,21 @@ def add_mechanisms(folder, files):
         own.add(file.path, wanted=file.digest)
 
 
+def check_data(spec):
+    """The Dataset of a run. UserError where it, or what else is read, is not what its trial.json was planned
+    with; of a mechanism's text add_mechanisms() made sure.
+    """
+    training = spec["train"]
+    dataset = Dataset(training["dataset"])
+    for split in dict.fromkeys(("train", "val", spec["score"]["split"])):
+        dataset.tokens(split)
+    found = data_of(dataset, training.get("labels"), training.get("teacher"),
+                    rules=training.get("policy_rules"))
+    if not found.items() <= spec.get("data", found).items():
+        raise UserError("the data changed after this run was planned; start the study again")
+    return dataset
+
+
 def check_unchanged(folder, files=None):
     """UserError where code, data, libraries or environment are not what this run was planned with.
 
@@ -319,9 +358,7 @@ def check_unchanged(folder, files=None):
     code = code_digest(GPTConfig(**spec["model"]), TrainConfig(**spec["train"]))
     if spec.get("code", code) != code:
         raise UserError("the code changed after this run was planned; start the study again")
-    training = spec["train"]
-    dataset = Dataset(training["dataset"])
-    dataset.tokens(spec["score"]["split"])  # before the training rather than after it
+    training, dataset = spec["train"], check_data(spec)
     data = data_of(dataset, training.get("labels"), training.get("teacher"),
                    training.get("own_mechanism") and files, training.get("policy_rules"))
     if spec.get("data", data) != data:

@@ -1,12 +1,13 @@
 """A prepared data folder (data/<name>/): meta.json, the splits, the order in which training reads them."""
 
 import difflib
+import hashlib
 import json
 import math
 import os
 import re
 from bisect import bisect
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,9 @@ BEGINNINGS = (TITLE,
               re.compile(rb"(?:(?<=\n\n)|(?<=\n\r\n))(?=[^\n])(?!\r\n)"))
 ANEW = "run its prepare script again, which writes it anew"
 REOPEN_AFTER = 64 << 20  # bytes read through one mapping before it is dropped: resident memory stays bounded
+# what a model or a score reads of meta.json, and there of each split; names, notes and sources are for people
+READ = ("encoding", "vocab", "vocab_size", "separator", "dtype", "spelled")
+READ_OF_SPLITS = ("tokens", "bytes", "sizes_sha256")
 
 
 class NotPrepared(UserError):
@@ -53,6 +57,11 @@ class Dataset:
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise UserError(f"{self.dir / 'meta.json'} is not what a prepare script writes "
                             f"({type(e).__name__}: {e}); run it again with --force")
+
+    @cached_property
+    def digests(self):
+        """digests_of() its meta.json, as it was when this was made."""
+        return digests_of(self.meta)
 
     def tokens(self, split):
         """The split as a read-only memory map, [n]. UserError where it is not what meta.json says."""
@@ -110,6 +119,19 @@ class Dataset:
             raise UserError(f"{self.dir / split}.bin has no documents: no end-of-text token, title or blank "
                             "line says where one begins")
         return cuts
+
+
+def digests_of(meta):
+    """{what: sha256} of all that a model or a score reads of a data folder, from its meta.json (a dict).
+
+    Each split's is there by its name, and as "meta" the one of the fields that READ and READ_OF_SPLITS name.
+    """
+    splits = meta.get("splits") or {}
+    read = {key: meta.get(key) for key in READ}
+    read["documents"] = (meta.get("options") or {}).get("separator")
+    read["splits"] = {name: [split.get(key) for key in READ_OF_SPLITS] for name, split in splits.items()}
+    found = {name: split.get("sha256") for name, split in splits.items()}
+    return {**found, "meta": hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()}
 
 
 def after_each(tokens, token, block=1 << 26):

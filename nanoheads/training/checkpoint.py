@@ -23,6 +23,7 @@ from nanoheads.common import (UserError, fault_of_own_file, json_safe, number, r
 from nanoheads.configurator import UNNAMED, keys_of, nearest, parse, type_name, typed
 from nanoheads.folders import find
 from nanoheads.other_names import ROUTING_PAIR
+from nanoheads.text.dataset import digests_of
 from nanoheads.training.config import trained_with
 
 
@@ -706,7 +707,7 @@ def same_run(state, path, config, dataset):
         fixed.append({"optimizer": each.optimizer, "batch_size * grad_accum": batch})
     old, new = fixed
     differ = [f"{key}={new[key]!r} here is {old[key]!r} there" for key in old if new[key] != old[key]]
-    if state["meta"].get("splits") != dataset.meta["splits"]:
+    if digests_of(state["meta"]) != dataset.digests:
         differ.append(f"{dataset.dir} holds other data than {state['meta']['name']} did")
     if differ:
         raise UserError(f"{path} cannot go on like this: {'; '.join(differ)}; {instead}")

@@ -187,12 +187,18 @@ def score_windows(model, data, split, tokens):
     if not np.isfinite(nats).all():
         raise UserError(f"the trained model gives {total} nats on {split}: its training diverged")
     windows = windows_of(data, split, model.config.block_size, max_tokens=tokens)
-    size = data.splits[split]["bytes"]
-    # a slice, whose tokens may be longer or shorter than the others
-    if nats.size < data.splits[split]["tokens"]:
-        size, _ = text_size(data, split, windows)
+    count, size = scored_size(data, split, windows)
     per_window = summed(nats, [scored for _, _, scored in windows])
-    return per_window, dict(nats=total, tokens=int(nats.size), bytes=size, bpb=bits(total, size))
+    return per_window, dict(nats=total, tokens=count, bytes=size, bpb=bits(total, size))
+
+
+def scored_size(data, split, cuts):
+    """(tokens, bytes) of the text that these windows score."""
+    count, whole = sum(scored for _, _, scored in cuts), data.splits[split]
+    if count == whole["tokens"]:
+        return count, whole["bytes"]
+    # a slice, whose tokens may be longer or shorter than the others
+    return count, text_size(data, split, cuts)[0]
 
 
 def summed(nats, sizes):
@@ -315,10 +321,17 @@ def load(path, split, stride, device, dataset=None, settings=()):
     model = checkpoint.build(state, path, device, settings)
     data = dataset_of(state, path, dataset)
     checkpoint.same_vocabulary(state, data, path)
-    then, now = ((m or {}).get("splits", {}).get(split, {}).get("sha256") for m in (state["meta"], data.meta))
-    if then and then != now and not dataset:
-        raise UserError(f"{path}: the {split} split of {data.dir} is not the one of its training, "
-                        f"and may hold what it was trained on; --dataset={data.dir} scores it all the same")
+    then, now = ({"separator": meta.get("separator"), **meta.get("splits", {}).get(split, {})}
+                 for meta in (state["meta"] or {}, data.meta))
+    if then.get("sha256") and not dataset:
+        anyway = f"--dataset={data.dir} scores it all the same"
+        if then["sha256"] != now.get("sha256"):
+            raise UserError(f"{path}: the {split} split of {data.dir} is not the one of its training, "
+                            f"and may hold what it was trained on; {anyway}")
+        for key in ("tokens", "bytes", "separator"):
+            if then.get(key) not in (None, now[key]):
+                raise UserError(f"{path}: at its training {data.dir / 'meta.json'} had {key}={then[key]} for "
+                                f"{split}, and it has {now[key]} now; {anyway}")
     windows(len(data.tokens(split)), model.config.block_size, stride or model.config.block_size)
     return state, model, data
 
@@ -365,8 +378,19 @@ def evaluate(path, split, stride, device, dataset=None, settings=(), progress=Tr
                 nats_per_token=nats / tokens, ppl=math.exp(min(nats / tokens, 700)),
                 word_ppl=words and math.exp(min(nats / words, 700)),
                 tokens_per_s=tokens / seconds,
-                step=state.get("step"), device=device, split_sha256=size.get("sha256"),
+                step=state.get("step"), tokens_a_step=tokens_a_step(state, T), device=device,
+                split_sha256=size.get("sha256"), separator=data.separator,
                 note=data.meta.get("note"), set=list(settings))
+
+
+def tokens_a_step(state, block_size):
+    """Tokens that each step of a read checkpoint's training scored; None: its file does not say, or it was
+    trained on documents, which are not all of one length.
+    """
+    train = state.get("train") or {}
+    if train.get("documents") or not {"batch_size", "grad_accum"} <= train.keys():
+        return None
+    return train["batch_size"] * train["grad_accum"] * block_size
 
 
 def heads_at_work(model):

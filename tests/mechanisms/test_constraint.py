@@ -547,7 +547,7 @@ def test_labels_and_teacher_are_part_of_what_a_run_reads(labelled, tmp_path, run
     """Other labels are another run; a run of none keeps its folder."""
     data = Dataset(labelled)
     bare = trial.data_of(data)
-    assert set(bare) == {"train", "val", "test"}
+    assert set(bare) == {"train", "val", "test", "meta"}
     with_labels = trial.data_of(data, "truth")
     assert {"labels digit.train", "labels even.val"} < set(with_labels) and bare.items() < with_labels.items()
     run("teacher", max_iters=3)

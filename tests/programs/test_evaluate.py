@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import evaluate
-from conftest import ROOT, put_split, write_dataset
+from conftest import ROOT, put_meta, put_split, write_dataset
 from helpers import byte_pairs
 from evaluate import main, score_table
 from model import GPT, CausalSelfAttention, GPTConfig, Output
@@ -440,7 +440,7 @@ def fake_run(name, **more):
                      ppl=2.17868, params=124439808, params_non_embedding=123653376,
                      flops_per_token=8.5e8, tokens_per_s=123456.7, of=5000000, heads=[12, 12], routing=[],
                      pieces=np.full(1220, 4096 * 0.77871), split_sha256="s", stride=128, block_size=1024,
-                     step=20000),
+                     step=20000, tokens_a_step=None, separator=10),
                 **more)
 
 
@@ -504,6 +504,36 @@ def test_other_text_is_not_compared():
     lines = score_table([fake_run("a"), fake_run("b", split="val"), fake_run("c", bpb=2.0)]).splitlines()
     assert any(line.startswith("b ") and "other text: not compared" in line for line in lines)
     assert any(line.startswith("c ") and "+0.0000 [+0.0000, +0.0000]" in line for line in lines)
+
+
+@pytest.mark.parametrize("other, words", [
+    (dict(bytes=5500000), "scored bytes: 5,500,000 and 5,000,000"),
+    (dict(tokens=9), "scored tokens: 9 and 5,000,000"), (dict(split_sha256="t"), "the sha256 of the split"),
+    (dict(separator=0), "the token before the first: 0 and 10"),
+    (dict(split="val"), "the split: val and test"), (dict(dataset="x"), "the data set: x and enwik8")])
+def test_what_keeps_two_checkpoints_from_being_compared_is_said(other, words):
+    reports = [fake_run("a"), fake_run("b", **other)]
+    lines = score_table(reports).splitlines()
+    assert f"Not compared with a, since the scored text differs: b ({words})." in lines
+    assert evaluate.compared(*reports[::-1]) is None
+    row, = (line for line in lines if line.startswith("b ") and "other text: not compared" in line)
+    assert row.split()[-4:] == ["–"] * 4
+
+
+def test_other_tokens_in_as_many_steps_are_said():
+    lines = score_table([fake_run("a", tokens_a_step=4096), fake_run("b", tokens_a_step=8192),
+                         fake_run("c")]).splitlines()
+    said = "The checkpoints were trained on different numbers of tokens in each step: a 4,096, b 8,192, c –."
+    assert said in lines
+    lines = score_table([fake_run("a", tokens_a_step=4096), fake_run("c")]).splitlines()
+    assert not any("tokens in each step" in line for line in lines)
+
+
+@pytest.mark.parametrize("train, tokens", [
+    (dict(batch_size=4, grad_accum=2), 128), (dict(batch_size=4), None), (None, None),
+    (dict(batch_size=4, grad_accum=2, documents=8), None)])
+def test_the_tokens_of_a_step_are_those_of_the_whole_batch(train, tokens):
+    assert scoring.tokens_a_step(dict(train=train), 16) == tokens
 
 
 def test_a_part_of_the_split_is_a_quick_look(tmp_path, capsys):
@@ -969,6 +999,21 @@ def test_a_split_that_is_not_the_one_of_the_training_is_refused_unless_named(byt
     run, = json.loads(out.read_text())["runs"]
     assert run["split_sha256"] == meta["splits"]["test"]["sha256"] and run["note"] == "made up"
     assert "note: made up" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("field, value", [("bytes", 46), ("separator", 11)])
+def test_a_meta_json_that_says_something_else_than_at_the_training_is_refused(byte_run, capsys, field, value):
+    """Twice the bytes once halved the bits per byte, without a word."""
+    path, _, data = byte_run
+    before = dict(bytes=23, separator=10)[field]
+    put_meta(data.dir, **{field: value})
+    with pytest.raises(SystemExit) as e:
+        main(["--ckpt", path])
+    assert e.value.code == (
+        f"evaluate: {path}: at its training {data.dir / 'meta.json'} had {field}={before} for test, and it "
+        f"has {value} now; --dataset={data.dir} scores it all the same")
+    main(["--ckpt", path, "--dataset", str(data.dir)])
+    assert "bits/byte" in capsys.readouterr().out
 
 
 def test_memory_that_is_not_there_is_one_line(monkeypatch, refusal):

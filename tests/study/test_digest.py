@@ -139,7 +139,7 @@ def test_a_change_of_a_mechanism_repeats_the_runs_that_have_it(tree, edit, stale
     ("dataset.py", "rng.shuffle(order)", "rng.permutation(order)"),
     ("tokenizer.py", "END_OF_TEXT =", "END_OF_TEXT = 1 +"),
     ("train.py", "run.step += 1", "run.step += 2"),
-    ("trial.py", "score_windows(model, Dataset", "score_windows(model.train(), Dataset"),
+    ("trial.py", "score_windows(model, data", "score_windows(model.train(), data"),
     ("scoring.py", "np.isfinite(nats).all()", "np.isfinite(nats).any()"),
     ("mechanism.py", "must be a multiple of n_head", "is no multiple of n_head"),
 ], ids=lambda edit: f"{edit[0]}: {edit[1][:30]}")

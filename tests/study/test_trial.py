@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,9 +18,11 @@ import pytest
 import torch
 
 import compare
+from conftest import put_meta, write_dataset
 from model import GPTConfig
 from nanoheads.common import ROOT, UserError
 from nanoheads.study import digest, queue, trial
+from nanoheads.text.checksums import sha256
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import runlog
 
@@ -219,6 +221,100 @@ def test_a_slice_is_scored_window_by_window_and_its_bytes_are_its_own(bytes_data
     folder = trial.make(spec_of(bytes_data, tokens=160))
     found = trial.run(folder)
     assert found["tokens"] == found["bytes"] == 160 and np.load(folder / "nats.npy").shape == (10,)
+
+
+def test_a_result_names_the_checkpoint_that_was_scored(finished):
+    assert trial.result(finished)["checkpoint"] == sha256(finished / "best.pt")
+
+
+# ---- its data is what was planned, from the first step until it is scored ----
+
+@pytest.fixture
+def swap(tmp_path, bytes_data):
+    """(data folder, swap()): exchanges all of it with other text of the same sizes, each file by a rename."""
+    here, away = tmp_path / "sums", tmp_path / "away"
+    shutil.copytree(bytes_data, here, ignore=shutil.ignore_patterns("*.checked"))
+    write_dataset(away, dict(train=b"ab" * 10000, val=b"ab" * 1000, test=b"ab" * 500))
+
+    def exchange():
+        for path in (*here.glob("*.bin"), here / "meta.json"):
+            os.rename(path, tmp_path / "third")
+            os.rename(away / path.name, path)
+            os.rename(tmp_path / "third", away / path.name)
+
+    @contextmanager
+    def exchanged():
+        exchange()
+        try:
+            yield
+        finally:
+            exchange()
+    return here, exchange, exchanged
+
+
+def test_data_that_was_replaced_in_the_last_steps_gives_no_score(swap, finished, monkeypatch):
+    """Its score was kept as the planned text's, and counted as done when that was put back."""
+    data, exchange, _ = swap
+    folder, train = trial.make(spec_of(data)), trial.train.train
+    with monkeypatch.context() as replaced:
+        replaced.setattr(trial.train, "train", lambda *args: (train(*args), exchange())[0])
+        with pytest.raises(UserError, match="^the data changed after this run was planned; start the study"):
+            trial.run(folder)
+    assert not (folder / "result.json").exists() and not (folder / "nats.npy").exists()
+    exchange()
+    assert trial.run(folder)["bpb"] == trial.result(finished)["bpb"]  # nothing is trained once more
+
+
+def test_data_that_was_replaced_for_the_training_alone_gives_no_score(swap, finished, monkeypatch):
+    data, _, exchanged = swap
+    folder, train = trial.make(spec_of(data)), trial.train.train
+    with monkeypatch.context() as replaced:
+        replaced.setattr(trial.train, "train", exchanged()(train))
+        with pytest.raises(UserError, match="^the data changed while this run was trained, which begins ane"):
+            trial.run(folder)
+    assert not [*folder.glob("*.pt"), *folder.glob("result.json")]
+    assert trial.run(folder)["bpb"] == trial.result(finished)["bpb"]
+
+
+def test_data_that_was_replaced_for_the_scoring_alone_gives_no_score(swap, finished, monkeypatch):
+    """Also where the file itself is written to, and put back with its times: what was mapped is not what is
+    there now.
+    """
+    data, _, exchanged = swap
+    folder, score = trial.make(spec_of(data)), trial.score_windows
+    path = data / "test.bin"
+    before, times = path.read_bytes(), os.stat(path)
+
+    def written_to(model, dataset, **what):
+        dataset.tokens("test")
+        path.write_bytes(b"ab" * 500)
+        monkeypatch.setattr(dataset, "tokens", lambda split: np.memmap(path, "u1", "r"))
+        found = score(model, dataset, **what)
+        path.write_bytes(before)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        return found
+
+    for wrapped, words in ((exchanged()(score), "test.bin is not the file that meta.json describes"),
+                           (written_to, "test.bin changed while this run was scored; start the study again")):
+        with monkeypatch.context() as replaced:
+            replaced.setattr(trial, "score_windows", wrapped)
+            with pytest.raises(UserError, match=words):
+                trial.run(folder)
+        assert not (folder / "result.json").exists()
+    assert trial.run(folder)["bpb"] == trial.result(finished)["bpb"]
+
+
+@pytest.mark.parametrize("field, value", [("bytes", 22000), ("separator", 11)])
+def test_a_changed_meta_json_is_another_run_and_ends_one_that_was_planned(swap, field, value):
+    data, *_ = swap
+    before = spec_of(data)
+    folder = trial.make(before)
+    put_meta(data, note="nothing reads it", name="another")
+    assert spec_of(data) == before
+    put_meta(data, **{field: value})
+    assert trial.folder_of(spec_of(data)) != folder
+    with pytest.raises(UserError, match="the data changed after this run was planned"):
+        trial.check_unchanged(folder)
 
 
 # ---- a run's folder is its own ----

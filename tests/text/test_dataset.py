@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import ROOT, put_split
+from conftest import ROOT, put_meta, put_split
 from nanoheads.common import UserError
 from nanoheads.text import checksums, dataset, sources
 from nanoheads.text.checksums import sha256
@@ -45,6 +45,25 @@ def test_a_split_is_a_read_only_memory_map(bytes_data):
     tokens = Dataset(bytes_data).tokens("train")
     assert isinstance(tokens, np.memmap) and len(tokens) == 20000 and not tokens.flags.writeable
     assert Dataset(bytes_data).bytes_per_token("val") == 1.0
+
+
+@pytest.mark.parametrize("field, value", [
+    ("bytes", 22000), ("tokens", 22000), ("vocab_size", 257), ("vocab", ["a"]), ("separator", 0),
+    ("encoding", "char"), ("dtype", "uint16")])
+def test_each_field_of_meta_json_that_is_read_is_in_its_digest(field, value, copy):
+    before = Dataset(copy)
+    put_meta(copy, **{field: value})
+    after = dataset.digests_of(json.loads((copy / "meta.json").read_text()))
+    assert after["meta"] != before.digests["meta"]
+    assert {**after, "meta": ""} == {**before.digests, "meta": ""}
+    assert after["test"] == sha256(copy / "test.bin")
+
+
+@pytest.mark.parametrize("field", ["name", "note", "source", "options", "chars"])
+def test_what_nothing_reads_of_meta_json_is_not_in_its_digest(field, copy):
+    before = Dataset(copy).digests
+    put_meta(copy, **{field: "other"})
+    assert Dataset(copy).digests == before
 
 
 def test_one_error_class_covers_all_data():
