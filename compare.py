@@ -16,9 +16,10 @@ Does a mechanism beat a plain GPT? A study in two stages, intervals, effects as 
 
 Every run is kept in out/trials, under a hash of its flags, its data and the code that it can reach: start a
 study again and it goes on where it stopped; change a flag or the code and what depends on it runs again.
-Nothing else counts as done. --reuse takes finished runs from a results file, matched by flags, data and
-seed; --accept_code takes runs of other code too, for who knows that it computes the same; the report says how
-many of either. --help: all keys.
+Nothing else counts as done. --reuse takes finished runs from a results file, matched by flags, data and seed;
+--accept_code takes runs of other code too, for who knows that it computes the same; the report says how many
+of either. Before it reports, a study scores one in ten of its runs once more from their checkpoints, or as
+many as --rescore says, and ends with an error where a score is not the one on file. --help: all keys.
 """
 
 import itertools
@@ -385,7 +386,7 @@ def folder_name(config, name):
 
 # keys of a study that change none of its figures: how it runs, and what counts as done
 NOT_ASKED = {"question", "out_dir", "jobs", "jobs_per_gpu", "device", "submit", "submit_options", "dry_run",
-             "report_only", "reuse", "accept_code", "fresh", "from_results", "recheck", "tables",
+             "report_only", "reuse", "accept_code", "fresh", "rescore", "from_results", "recheck", "tables",
              "scores", "baseline", "higher_is_better", "json"}
 
 

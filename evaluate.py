@@ -14,9 +14,10 @@ of whole windows of the longest context among them, and each token as in the who
 by whitespace, as lm-evaluation-harness counts them. FLOPs/token are those of training, forward and backward.
 
 Each checkpoint after the first is compared with the first, token by token: the interval is over the text, and
-another seed of the same model may differ by more (compare.py takes several). Where contexts, training steps or
-tokens in a step are unequal, a line says so, since the difference includes their effect. Scores on different
-texts are not compared, and a line says what differs. A router's load is measured on a part of the split.
+another seed of the same model may differ by more (compare.py takes several). Where contexts, training steps
+or tokens in a step are unequal, a line says so, since the difference includes their effect. Scores on
+different texts are not compared, and a line says what differs. A router's load is measured on a part of the
+split.
 
 What models write, and what their heads do, are questions for probe.py: text, look.
 """

@@ -376,14 +376,14 @@ def over_texts(texts):
     pairs = [pair for pair in first["pairs"] if all(pair in study["pairs"] for study in studies)]
     sums = {key: sum(study[key] for study in studies) for key in ("planned", "done")}
     failures = [failure for study in studies for failure in study["failures"]]
-    reused = reused_in(studies)
+    reused, rescored = reused_in(studies), rescored_in(studies)
     beside = {key: [{**row, "text": text} for text, study in texts.items() for row in study.get(key) or ()]
               for key in ("left_out", "looks")}
     size = {key: sum(study["data"][key] or 0 for study in studies) for key in ("tokens", "bytes", "of_bytes")}
     data = {**first["data"], **size, "dataset": BOTH.join(texts), "sha256": None, "note": None}
     settings = {key: value for key, value in first.get("settings", {}).items() if key != "dataset"}
     return {**first, **sums, "settings": settings, "arms": variants, "pairs": pairs, "failures": failures,
-            "reused": reused, "runs": {}, "data": data, **beside}
+            "reused": reused, "rescored": rescored, "runs": {}, "data": data, **beside}
 
 
 def reused_in(studies):
@@ -395,6 +395,15 @@ def reused_in(studies):
         total["other_code"] += row["other_code"]
         total["of"] += [name for name in row.get("of", ()) if name not in total["of"]]
     return [*found.values()]
+
+
+def rescored_in(studies):
+    """What rescoring.rescored() found of several studies, together; None: a file from before does not say."""
+    every = [study.get("rescored") for study in studies]
+    if None in every:
+        return None
+    return dict(runs=[name for own in every for name in own["runs"]],
+                without=sum(own["without"] for own in every))
 
 
 def seem_better_over_texts(texts):

@@ -106,12 +106,15 @@ def verdicts(found):
     keys = ("low", "high", "p", "p_corrected", "p_same", "n", "n_baseline", "more_seeds")
     rows = [dict(variant=c["variant"], baseline=c["baseline"], equal=c["equal"],
                  **verdict_for_a_program(found, c), difference=c["mean"], **{key: c.get(key) for key in keys},
+                 tokens_ratio=tokens_ratio(found, c["variant"], c["baseline"]),
                  words=sentence_of(found, c)) for c in [*against_plain(found), *others(found)]]
     bpb = {name: mean_of(arm) for name, arm in found["arms"].items()}
+    again = found.get("rescored")
+    rescored = again and dict(agree=len(again["runs"]), without_checkpoint=again["without"])
     return json_safe(dict(name=found["name"], folder=out, **effects.progress(found), headline=headline(found),
                           notices=notices(found), alpha=found["alpha"], margin=found["margin"],
                           failures=len(found["failures"]), left_out=found.get("left_out"),
-                          looks=found.get("looks"), bpb=bpb, comparisons=rows))
+                          looks=found.get("looks"), bpb=bpb, comparisons=rows, rescored=rescored))
 
 
 def verdict_for_a_program(found, c):
@@ -136,6 +139,19 @@ def others(found):
     Results files from before 2026-11-23 also have some at tuned rates, of variants called "NAME, tuned".
     """
     return [c for c in found["comparisons"] if c["baseline"] != "plain" or c["equal"]]
+
+
+def tokens_ratio(found, name, baseline="plain"):
+    """How many times the tokens of another variant a variant is trained on; NaN: not known."""
+    own, other = (number(found["arms"].get(each, {}).get("tokens")) for each in (name, baseline))
+    return own / other
+
+
+def of_other_tokens(found, comparisons):
+    """{variant: what it trains on, in words} of those that are trained on other tokens than the plain GPT."""
+    ratios = {c["variant"]: tokens_ratio(found, c["variant"]) for c in comparisons}
+    return {name: f"trains on {ratio:.2f} times the plain GPT's tokens"
+            for name, ratio in ratios.items() if abs(ratio - 1) > 0.001}
 
 
 def equal_of(found, c):
@@ -189,6 +205,7 @@ def headline(found):
         parts = [sentence_of(found, rows[0]).rstrip(".")]
         if lost:
             parts.append(f"not shown to be better at equal {whats}")
+        parts += (f"it {words}" for words in of_other_tokens(found, rows).values())
         return f"{label_of(found, rows[0]['variant'])}: {'; '.join([*parts, *unmeasured])}."
     verdicts = [verdict_so_far(found, c) for c in rows]
     words = [word for word in (*MEANING, "failed", "no runs yet") if word in verdicts and word != "better"]
@@ -204,6 +221,7 @@ def headline(found):
         who = f"{len(lost)} of the {len(best)} are" if more else f"{label_of(found, one)} is"
         parts.append(f"{who} not shown to be better at equal {whats}")
     parts += unmeasured
+    parts += (f"{label_of(found, name)} {words}" for name, words in of_other_tokens(found, best).items())
     more = "; ".join(parts)
     return f"{said} {more if lost else more[0].upper() + more[1:]}." if more else said
 
@@ -294,6 +312,9 @@ def notices(found):
     if not is_interim(found) and at_own_rates(found):
         where = f"found on {found['tuned_on']}" if found.get("tuned_on") else "see Learning rates"
         lines.append(f"The plain GPT and all that are judged have their own best rates: {where}.")
+    if other := of_other_tokens(found, against_plain(found)):
+        each = [f"{label_of(found, name)} {words}" for name, words in other.items()]
+        lines.append(f"{listed(each)}: that alone may make a difference.")
     if taken := (found.get("plain_rates") or {}).get("flags"):
         moved = listed([f"{flag}={value:g}" for flag, value in taken.items()])
         lines.append(f"All is compared at the plain GPT's best rates on validation, which had {moved}.")
@@ -387,6 +408,18 @@ def reused_sentence(rows, planned):
             f"{' and '.join(parts)}.")
 
 
+def rescored_sentence(found):
+    """How many runs were scored once more, and how many have no checkpoint; None: a file from before that."""
+    if not (again := found.get("rescored")):
+        return None
+    n, of = len(again["runs"]), found["done"]
+    line = (f"{n:,} of {of:,} runs {'was' if n == 1 else 'were'} scored once more from "
+            f"{'its checkpoint and gave its score' if n == 1 else 'their checkpoints and gave their scores'}"
+            if n else "No run was scored once more from its checkpoint")
+    have = "has" if again["without"] == 1 else "have"
+    return line + f"; {again['without']:,} of {of:,} {have} none here" * bool(again["without"]) + "."
+
+
 def remarks(found, over_text="report.html"):
     """What belongs under the numbers: correction, what could be found, margin, what seeds do not show."""
     n, size = len(found["comparisons"]), found.get("findable")
@@ -405,7 +438,7 @@ def remarks(found, over_text="report.html"):
     if any(verdict_so_far(found, c) == "better" for c in against_plain(found)):
         lines.append("At equal parameters better is a verdict; at equal FLOPs or time it means that the "
                      "interval, which is not corrected, lies below 0.")
-    return [*lines, *filter(None, [timed_how(found)])]
+    return [*lines, *filter(None, [timed_how(found), rescored_sentence(found)])]
 
 
 # ---- tables ----
@@ -416,14 +449,16 @@ def verdicts_table(found, only=None, difference=interval):
     difference: how a difference at equal cost is shown.
     """
     head = ("variant", "verdict", "params", "seeds", "bits/byte", f"difference [{level(found)}]",
-            "corrected p", "worth × compute", "at equal FLOPs", "at equal time")
+            "corrected p", "worth × compute", "at equal FLOPs", "at equal time", "tokens ×")
     label, *sizes = label_and_figures(found, "plain")
-    rows = [(label, "–", *sizes, "–", "–", "1", "–", "–")]
+    rows = [(label, "–", *sizes, "–", "–", "1", "–", "–", "1")]
     for c in against_plain(found, only):
         label, *sizes = label_and_figures(found, c["variant"])
         rows.append((label, verdict_of(found, c), *sizes, interval(c), p_of(c), worth_of(c),
-                     at_cost(c, "equal_flops", difference), at_cost(c, "equal_time", difference)))
-    return Table(head, rows, (0, 1))
+                     at_cost(c, "equal_flops", difference), at_cost(c, "equal_time", difference),
+                     show(tokens_ratio(found, c["variant"]), ".2f")))
+    table = Table(head, rows, (0, 1))
+    return table if of_other_tokens(found, against_plain(found, only)) else without(table, "tokens ×")
 
 
 def texts_table(found, only=None):

@@ -28,7 +28,7 @@ from nanoheads import configurator, replaced
 from nanoheads.common import (UserError, git_commit, json_safe, number, pick_device, with_names_of_today,
                               write_atomic)
 from nanoheads.traces import summaries
-from nanoheads.study import costs, dynamic, effects, queue, shape, trial
+from nanoheads.study import costs, dynamic, effects, queue, rescoring, shape, trial
 from nanoheads.study.variants import StudyConfig, all_flags
 from nanoheads.text.dataset import Dataset
 from nanoheads.timing import median_interval
@@ -43,7 +43,8 @@ CURVE_POINTS = 25  # of a run's validation curve that are kept, the last one amo
 def collect(study, command):
     """A study as a dict: what its runs gave, and every figure that follows.
 
-    UserError: the report in its folder has more of the same runs, and stays.
+    UserError: the report in its folder has more of the same runs, and stays; runs scored different texts, or
+    are not what their checkpoints give.
     """
     c, planned = study.config, set(study.runs.folders.values())
     done = {folder: result for folder in planned if (result := study.runs.result(folder))}
@@ -70,7 +71,11 @@ def collect(study, command):
         runs={folder.name: {**result, "spec": study.runs.specs[folder], "curve": curve_of(folder, result)}
               for folder, result in done.items()},
         lives=dynamic.of_study(study, judged, done) if c.lives and nothing_runs else None,
-        reused=study.runs.reused(), failures=failures, planned=len(planned), done=len(done)))))
+        reused=study.runs.reused(), rescored=rescoring.rescored(study, done, nothing_runs),
+        failures=failures, planned=len(planned), done=len(done)))))
+    if wrong := of_other_text(found):
+        raise UserError("\n".join(f"{line}; delete its folder in {study.runs.trials}, and it is trained once "
+                                  "more" for line in wrong))
     return {**found, **effects.progress(found), **as_read(effects.figures(found))}
 
 
@@ -179,8 +184,12 @@ def arm_of(study, variant, folders, done, nothing_runs):
     first = next((folder for folder, result in zip(folders.values(), found) if result), None)
     inside = inspected(first, nothing_runs) if first else NOT_INSPECTED
     multiple = variant.train.max_iters / study.builder.plain.train.max_iters
-    return dict(kind=variant.kind, label=variant.label, flags=variant.flags, multiple=multiple,
-                **sizes_of(variant, device_of_runs(study.config)),
+    sizes = sizes_of(variant, device_of_runs(study.config))
+    if variant.train.documents:  # whose batches hold what the text has, and not all the tokens that fit
+        curves = [curve_of(folder, result) for folder, result in zip(folders.values(), found) if result]
+        sizes["tokens"] = statistics.median([n for curve in curves for n in curve["tokens"][-1:]]
+                                            or [variant.tokens])
+    return dict(kind=variant.kind, label=variant.label, flags=variant.flags, multiple=multiple, **sizes,
                 time_ratio=time_ratio(study, variant, nothing_runs),
                 seconds=median("seconds"), tokens_per_s=median("tokens_per_s"),
                 memory_mib=median("memory_mib"), best_step=median("best_step"),
@@ -427,7 +436,7 @@ def recheck(path, complain=True):
     figures = []  # (computed once more, as it is in the file, its name)
     for name, study in trial.studies_in(found).items():
         where = f"{name}: " * bool(name)
-        problems = [*wrong_runs(study), *wrong_scores(study), *unexplained(study)]
+        problems = [*wrong_runs(study), *wrong_scores(study), *of_other_text(study), *unexplained(study)]
         wrong += [where + problem for problem in problems]
         figures += [(json_safe(value), study.get(key), f"{where}{key}")
                     for key, value in effects.figures(study).items()]
@@ -487,6 +496,30 @@ def wrong_scores(study):
             wrong.append(f"run {name}: the blocks sum up to {parts} nats, not {run['nats']}")
         if not is_run_of(run["spec"], name):
             wrong.append(f"run {name} has another spec")
+    return wrong
+
+
+def of_other_text(study):
+    """Runs that read or scored another text than most others of the study, as sentences.
+
+    Runs from before 2026-11-26 do not say what they read of meta.json.
+    """
+    kinds = {}  # what is compared: {run: its value}
+    for name, run in study["runs"].items():
+        split, data = run["spec"]["score"]["split"], run["spec"].get("data") or {}
+        values = {f"{key} of {split}": run.get(key) for key in ("tokens", "bytes")}
+        values.update({f"data.{key}": data[key] for key in ("train", "val", "test", "meta") if key in data})
+        for kind, value in values.items():
+            kinds.setdefault(kind, {})[name] = value
+    wrong = []
+    for kind, values in kinds.items():
+        (usual, _), = Counter(values.values()).most_common(1)
+        wrong += [f"run {name} is of another text: {kind} is {value}, and of most runs {usual}"
+                  for name, value in values.items() if value != usual]
+    for key in ("tokens", "bytes"):
+        own = kinds.get(f"{key} of {study['data']['split']}", {}).values()
+        if own and study["data"].get(key) not in (None, *own):
+            wrong.append(f"data.{key} is {study['data'][key]}, and no run scored so many")
     return wrong
 
 

@@ -28,7 +28,7 @@ WORTH = dict(**INTERVAL, words=str, smallest=OPEN, largest=OPEN, beyond=(str, ty
 PIECE = dict(nats=NUMBER, bytes=NUMBER, bpb=NUMBER)
 SCORES = Each(Each(NUMBER))  # {name: {seed: bits/byte}}
 
-RUN = dict(**PIECE, params=NUMBER, flops_per_token=NUMBER, block_nats=Maybe([NUMBER]),
+RUN = dict(**PIECE, tokens=Maybe(int), params=NUMBER, flops_per_token=NUMBER, block_nats=Maybe([NUMBER]),
            spec=dict(model=dict(seed=int), train=dict(device=Maybe(str), own_mechanism=Maybe(str)),
                      score=dict(split=str), data=Maybe(Each(str))),
            # train: not kept before 2026-11-25
@@ -57,9 +57,9 @@ STUDY = dict(
     screen=Maybe(dict(seeds=[int], scores=SCORES, chosen=[str], rule=str)), screened_out=Maybe([str]),
     tuned=Maybe(Each(SCORES)), candidates=Maybe(Each([dict(rates=Each(NUMBER), bpb=Each(NUMBER))])),
     plain_rates=Maybe(dict(seeds=[int], start=dict, flags=dict, tried=[dict(steps=dict, bpb=Each(NUMBER))])),
-    # not kept before 2026-11-27
+    # not kept before 2026-11-26
     finished=Maybe(bool), left_out=Maybe([dict(variant=str, seeds=[int])]), looks=Maybe([LOOK]),
-    lives=Maybe(dict))
+    rescored=Maybe(dict(runs=[str], without=int)), lives=Maybe(dict))
 # what effects.py computes from that
 FIGURES = dict(
     comparisons=[COMPARISON], findable=Maybe(NUMBER), margin_as_compute=Maybe([Maybe(NUMBER)]),

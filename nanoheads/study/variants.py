@@ -102,6 +102,8 @@ class StudyConfig:
     reuse: list[str] = field(default_factory=list)  # results files whose runs are taken instead of trained
     accept_code: bool = False            # take runs that other code or other libraries made, too
     fresh: bool = False                  # train everything anew, and print how many scores agree with before
+    rescore: Optional[int] = None        # so many runs are scored once more from their checkpoints before the
+                                         # report; None: one in ten of those that are done, 0: none
     # ---- from a results.json.gz ----
     from_results: Optional[str] = None   # write its report once more, without the runs
     recheck: Optional[str] = None        # compute every figure of it once more, and compare
@@ -217,8 +219,8 @@ class StudyConfig:
             bad.append(f"plain_seeds={self.plain_seeds} must be at least a variant's, {len(self.seeds)}")
         if self.plain_seeds is not None and self.plain_seeds > MOST_PLAIN_SEEDS:
             bad.append(f"plain_seeds={self.plain_seeds} must be at most {MOST_PLAIN_SEEDS:,}")
-        for name in ("jobs", "test_tokens", "best", "worst"):
-            if getattr(self, name) < 0:
+        for name in ("jobs", "test_tokens", "best", "worst", "rescore"):
+            if (getattr(self, name) or 0) < 0:
                 bad.append(f"{name}={getattr(self, name)} must not be negative")
         if self.jobs_per_gpu < 1:
             bad.append(f"jobs_per_gpu={self.jobs_per_gpu} must be at least 1")

@@ -2,6 +2,7 @@
 
 import errno
 import gzip
+import html
 import json
 import math
 import os
@@ -25,12 +26,13 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator
 from nanoheads.common import UserError, json_safe
 from nanoheads import own_files, own_mechanism
-from nanoheads.study import (costs, digest, effects, findings, pictures, queue, report, results, tables,
-                             trial)
+from nanoheads.study import (costs, digest, effects, findings, pictures, queue, report, rescoring, results,
+                             tables, trial)
 from nanoheads.study.variants import SIZES, StudyConfig, VariantBuilder, size_of, times, variants_of
+from nanoheads.text import checksums
 from nanoheads.text.dataset import missing
 
-from conftest import ROOT, in_this_process, small_plain, write_dataset
+from conftest import ROOT, in_this_process, put_meta, small_plain, write_dataset
 from helpers import study_of, unread
 
 STUDIES = sorted(p.name for p in (ROOT / "config" / "studies").glob("*.py"))
@@ -52,6 +54,7 @@ class Bytes:
         self.vocab_size = 6064 if "char" in str(name) else 256
         self.tokens = lambda split: range(10**6)
         self.splits = {s: dict(sha256=s, tokens=10**6, bytes=10**6) for s in ("train", "val", "test")}
+        self.digests = dict.fromkeys(("train", "val", "test", "meta"), "0")
 
 
 @pytest.mark.parametrize("scale", ["tiny", "small"])
@@ -447,7 +450,7 @@ def test_a_study_of_the_plain_gpt_alone_finds_its_best_rates(plain, here, monkey
         return found
     real = trial.result
     monkeypatch.setattr(trial, "result", result)
-    study = study_of(plain, mechanisms=[], tune_lr=True, screen_seeds=[8, 9, 7])
+    study = study_of(plain, mechanisms=[], tune_lr=True, screen_seeds=[8, 9, 7], rescore=0)
     study.run(here)
     taken = study.builder.plain.train
     assert (taken.muon_lr, taken.muon_momentum, taken.adamw_lr) == (0.04, 0.975, 0.004)
@@ -897,6 +900,291 @@ def test_runs_are_not_done_where_what_their_mechanism_reads_changed(change, plai
             own_files.libraries_of.cache_clear()  # as in another process
     own_files.libraries_of.cache_clear()
     del sys.modules["strengths"]
+
+
+# ---- one text on both sides ----
+
+@pytest.fixture
+def copied(plain, bytes_data, tmp_path):
+    """A data folder of this test's own, in the place of the one that `plain` names."""
+    folder = tmp_path / "copied"
+    shutil.copytree(bytes_data, folder, ignore=shutil.ignore_patterns("*.checked"))
+    plain.write_text(plain.read_text().replace(str(bytes_data), str(folder)))
+    return folder
+
+
+def test_other_bytes_in_meta_json_are_another_text(copied, plain, here):
+    """A mechanism that was trained after the edit of 20000 bytes into 22000 was better by 0.27, p = 0.01."""
+    study_of(plain).run(here)
+    before = (copied / "meta.json").read_text()
+    put_meta(copied, bytes=22000)
+    here.started = []
+    study_of(plain, mechanisms=["output_gate", "sink"]).run(here)
+    assert len(here.started) == 6 and {trial.result(folder)["bytes"] for folder in here.started} == {22000}
+    (copied / "meta.json").write_text(before)
+    put_meta(copied, note="nothing reads it", name="other")
+    here.started = []
+    study_of(plain).run(here)
+    assert here.started == []
+
+
+def of_before(found, **change):
+    """The same results as they were written when no run said what it read of meta.json."""
+    text = {key: value for key, value in next(iter(found["runs"].values()))["spec"]["data"].items()
+            if key != "meta"}
+    return of_other_code(found, data=text, **change)
+
+
+@pytest.mark.parametrize("meta, taken", [({}, True), (dict(note="other", chars=5), True),
+                                         (dict(bytes=1001), False)])
+def test_runs_on_file_from_before_are_taken_where_they_scored_todays_bytes(
+        copied, plain, here, meta, taken):
+    study = study_of(plain)
+    study.run(here)
+    path = on_file(of_before(results.collect(study, "test")))
+    assert "all of them the same" in results.recheck(path)
+    put_meta(copied, **meta)
+    here.started = []
+    again = study_of(plain, reuse=[path])
+    again.run(here)
+    assert len(here.started) == (0 if taken else 4)
+    assert sum(row["runs"] for row in again.runs.reused()) == (4 if taken else 0)
+
+
+def test_runs_of_a_part_from_before_are_taken_where_they_scored_its_bytes(copied, plain, here):
+    """Its bytes are those of its own text, whatever meta.json says of the whole split."""
+    study = study_of(plain, test_tokens=160)
+    study.run(here)
+    path = on_file(of_before(results.collect(study, "test")))
+    put_meta(copied, bytes=1001)
+    again = study_of(plain, test_tokens=160, reuse=[path])
+    again.run(None)
+    assert sum(row["runs"] for row in again.runs.reused()) == 4
+
+
+def test_runs_that_read_another_meta_json_are_not_taken(copied, plain, here):
+    study = study_of(plain)
+    study.run(here)
+    path = on_file(results.collect(study, "test"))
+    for meta, taken in ((dict(note="other"), 4), (dict(separator=11), 0)):
+        put_meta(copied, **meta)
+        again = study_of(plain, reuse=[path], accept_code=True)
+        again.run(None)
+        assert sum(row["runs"] for row in again.runs.reused()) == taken
+
+
+def with_bytes(run, size):
+    """A run as one of the same nats on so many bytes."""
+    return {**run, "bytes": size, "bpb": run["bpb"] * run["bytes"] / size}
+
+
+def test_a_recheck_names_runs_of_another_text(finished, capsys):
+    _, found = finished
+    name = found["arms"]["output_gate"]["runs"][1]
+
+    def said(change):
+        copy = json.loads(json.dumps(found))
+        change(copy)
+        results.write({**copy, **json_safe(effects.figures(copy))}, ".")
+        with pytest.raises(UserError, match="are not what its runs give"):
+            results.recheck("results.json.gz")
+        return capsys.readouterr().err
+
+    def other_bytes(copy):
+        copy["runs"][name] = with_bytes(copy["runs"][name], 1100)
+        copy["arms"]["output_gate"]["bpb"][1] = copy["runs"][name]["bpb"]
+
+    assert said(other_bytes) == (
+        f"run {name} is of another text: bytes of test is 1100, and of most runs 1000\n")
+    assert f"run {name} is of another text: data.meta is x, and of most runs " in said(
+        lambda copy: copy["runs"][name]["spec"]["data"].update(meta="x"))
+    assert said(lambda copy: copy["data"].update(bytes=1100)) == (
+        "data.bytes is 1100, and no run scored so many\n")
+
+
+def test_a_study_does_not_subtract_scores_of_other_bytes(finished):
+    """Its nats bear out such a score, and its hash does not hold it."""
+    study, _ = finished
+    folder = study.runs.folders["judge", "output_gate", 6]
+    other = with_bytes(json.loads((folder / "result.json").read_text()), 1100)
+    (folder / "result.json").write_text(json.dumps(other))
+    assert trial.done(folder)
+    study.config.rescore = 0
+    with pytest.raises(UserError) as e:
+        results.collect(study, "test")
+    assert str(e.value) == (f"run {folder.name} is of another text: bytes of test is 1100, and of most runs "
+                            "1000; delete its folder in out/trials, and it is trained once more")
+
+
+# ---- some runs are scored once more before the report ----
+
+def scaled(folder, factor):
+    """Multiply a run's score, everywhere in its folder."""
+    found = json.loads((folder / "result.json").read_text())
+    found.update({key: factor * found[key] for key in ("nats", "bpb")})
+    found["block_nats"] = [factor * nats for nats in found["block_nats"]]
+    (folder / "result.json").write_text(json.dumps(found))
+    np.save(folder / "nats.npy", factor * np.load(folder / "nats.npy"))
+
+
+def test_a_score_that_its_checkpoint_does_not_give_ends_the_study(plain, here):
+    """Scores x 0.85 in out/trials were "better", and --recheck agreed."""
+    study = study_of(plain, rescore=10)
+    study.run(here)
+    for seed in (1, 2):
+        scaled(study.runs.folders["judge", "output_gate", seed], 0.85)
+    assert all(trial.done(folder) for folder in study.runs.folders.values())
+    with pytest.raises(UserError) as e:
+        results.collect(study, "test")
+    lines = sorted(str(e.value).splitlines(), key=lambda line: line.partition("(")[2])
+    for seed, line in zip((1, 2), lines, strict=True):
+        folder = study.runs.folders["judge", "output_gate", seed]
+        bpb = trial.result(folder)["bpb"]
+        assert line == (f"{folder} (output_gate, seed {seed}): its best.pt gives {bpb / 0.85:.6f} bits/byte, "
+                        f"and {bpb:.6f} is on file; delete this folder and start again, and it is trained "
+                        "once more; --rescore=0 reports what is there")
+    study.config.rescore = 0
+    found = results.collect(study, "test")
+    assert found["rescored"] == dict(runs=[], without=0)
+    assert "No run was scored once more from its checkpoint." in findings.remarks(found)
+
+
+def nats_exchanged(folder):
+    nats = np.load(folder / "nats.npy")
+    np.save(folder / "nats.npy", nats[::-1])
+
+
+def of_another_size(folder):
+    found = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps(with_bytes(found, 1100)))
+
+
+def checkpoint_exchanged(folder):
+    shutil.copy(next(path for path in folder.parent.glob("*/best.pt") if path.parent != folder), folder)
+
+
+def checkpoint_damaged(folder):
+    path = folder / "best.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+    found = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**found, "checkpoint": checksums.sha256(path)}))
+
+
+@pytest.mark.parametrize("edit, words", [
+    (nats_exchanged, "its best.pt gives "),
+    (of_another_size, "it scored 1,100 bytes, and today these are 1,000"),
+    (checkpoint_exchanged, "its best.pt is not the file that was scored"),
+    (checkpoint_damaged, "it cannot be scored once more: ")], ids=lambda each: getattr(each, "__name__", ""))
+def test_what_else_is_edited_in_a_run_ends_the_study_too(plain, here, edit, words):
+    study = study_of(plain, rescore=10)
+    study.run(here)
+    edit(study.runs.folders["judge", "plain", 2])
+    with pytest.raises(UserError) as e:
+        results.collect(study, "test")
+    assert f"(plain, seed 2): {words}" in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_report_says_how_many_runs_were_scored_once_more(finished, plain, here, monkeypatch, capsys):
+    study, found = finished
+    n, again = len(found["runs"]), found["rescored"]
+    assert n == 13 and len(again["runs"]) == 2 and again["without"] == 0
+    words = "2 of 13 runs were scored once more from their checkpoints and gave their scores."
+    for said in (findings.remarks(found), [report.in_text(found).replace("\n", " ")], [report.page(found)]):
+        assert words in " ".join(said)
+    assert findings.verdicts(found)["rescored"] == dict(agree=2, without_checkpoint=0)
+    # the same once more takes no second time, another result does
+    score, scored = trial.score_as_planned, []
+    monkeypatch.setattr(trial, "score_as_planned", lambda *args: scored.append(1) or score(*args))
+    assert results.collect(study, "test")["rescored"] == again and not scored
+    folder = Path("out/trials", again["runs"][0])
+    scaled(folder, 1 + 1e-9)
+    assert results.collect(study, "test")["rescored"] == again and len(scored) == 1
+    # of those without a checkpoint none can be drawn
+    for gone in Path("out/trials").glob("*/best.pt"):
+        gone.unlink() if gone.parent != folder else None
+    found = results.collect(study, "test")
+    assert found["rescored"] == dict(runs=[folder.name], without=12)
+    words = ("1 of 13 runs was scored once more from its checkpoint and gave its score; 12 of 13 have none "
+             "here.")
+    assert words in findings.remarks(found)
+
+
+@pytest.mark.parametrize("keys, done, n", [
+    ({}, 1, 1), ({}, 10, 1), ({}, 11, 2), (dict(rescore=3), 40, 3), (dict(rescore=0), 40, 0),
+    (dict(report_only=True), 40, 0), (dict(report_only=True, rescore=2), 40, 2)], ids=str)
+def test_one_run_in_ten_is_drawn_or_as_many_as_are_asked_for(keys, done, n):
+    config = StudyConfig(mechanisms=["xsa"], **keys)
+    assert rescoring.how_many(config, done, nothing_runs=True) == n
+    assert rescoring.how_many(config, done, nothing_runs=False) == (config.rescore or 0)
+    folders = [Path(f"{i:016x}") for i in range(done)]
+    drawn = rescoring.draw(folders, n)
+    assert len({*drawn}) == n and drawn == rescoring.draw(folders[::-1], n)
+    assert rescoring.draw(folders, done) != folders or done == 1
+
+
+def test_runs_of_a_results_file_have_no_checkpoint_and_are_counted(finished, here):
+    study, found = finished
+    path = on_file({**found, "rescored": None})  # as one from before there was this
+    assert findings.rescored_sentence(results.read(path)) is None
+    assert findings.verdicts(results.read(path))["rescored"] is None
+    taking = Study(replace(study.config, out_dir="out/elsewhere", reuse=[path]), "test")
+    taking.run(here)
+    again = results.collect(taking, "test")
+    assert again["rescored"] == dict(runs=[], without=13)
+    words = "No run was scored once more from its checkpoint; 13 of 13 have none here."
+    assert words in findings.remarks(again)
+
+
+def test_over_several_texts_they_are_counted_together(finished):
+    _, found = finished
+    both = effects.pooled(effects.together(dict(a=found, b=found), "both", ""))
+    assert both["rescored"] == dict(runs=2 * found["rescored"]["runs"], without=0)
+    old = effects.together(dict(a=found, b={**found, "rescored": None}), "both", "")
+    assert effects.pooled(old)["rescored"] is None
+
+
+# ---- other tokens than the plain GPT's ----
+
+@pytest.mark.parametrize("flags", [dict(max_iters=12), dict(batch_size=8), dict(grad_accum=2)], ids=str)
+def test_a_variant_that_trains_on_other_tokens_says_so(plain, here, flags):
+    study = study_of(plain, mechanisms=["output_gate"], variants={"x": flags}, match_parameters=False)
+    study.run(here)
+    found = results.collect(study, "test")
+    head, rows, _ = findings.verdicts_table(found)
+    assert {row[0]: row[head.index("tokens ×")] for row in rows} == {
+        "plain GPT": "1", "output_gate": "1.00", "x": "2.00"}
+    words = "x trains on 2.00 times the plain GPT's tokens"
+    assert f"{words}: that alone may make a difference." in findings.notices(found)
+    assert words in report.in_text(found).replace("\n", " ")
+    assert words in html.unescape(report.page(found))
+    row, = (row for row in findings.verdicts(found)["comparisons"] if row["variant"] == "x")
+    assert row["tokens_ratio"] == 2.0
+    alone, = (c for c in found["comparisons"] if c["variant"] == "x")
+    assert "; it trains on 2.00 times the plain GPT's tokens" in findings.headline(
+        {**found, "comparisons": [alone]})
+    alone["verdict"] = "better"
+    assert words in findings.headline(found)
+
+
+def test_nothing_is_said_of_tokens_where_they_are_the_same(finished):
+    _, found = finished
+    assert "tokens ×" not in findings.verdicts_table(found).head
+    assert "times the plain GPT's tokens" not in report.in_text(found)
+    assert {row["tokens_ratio"] for row in findings.verdicts(found)["comparisons"]} == {1.0}
+
+
+def test_a_variant_trained_on_documents_has_the_tokens_that_it_was_trained_on(plain, here, tmp_path):
+    text = b"".join(b"%d plus %d\n\n" % (i % 13, i % 7) for i in range(2000))
+    splits = dict(train=text[:18000], val=text[18000:20000], test=text[:1000])
+    folder = write_dataset(tmp_path / "short", splits)
+    study = study_of(plain, mechanisms=[], variants={"x": dict(documents=8)}, match_parameters=False,
+                     settings=dict(dataset=str(folder)))
+    study.run(here)
+    found = results.collect(study, "test")
+    own, all_of_them = (found["arms"][name]["tokens"] for name in ("x", "plain"))
+    logged = [trial.rows(study.runs.folders["judge", "x", seed])[-1]["tokens"] for seed in (1, 2)]
+    assert own == sum(logged) / 2 < all_of_them == 6 * 4 * 16
+    assert any(f"x trains on {own / all_of_them:.2f} times" in line for line in findings.notices(found))
 
 
 @pytest.mark.parametrize("key", ["data", "train", "model", "score"])
@@ -1612,6 +1900,7 @@ def test_a_gpu_that_is_not_there_is_one_line(plain, two_gpus, refusal):
 
 @pytest.mark.parametrize("args, words", [
     (["--mechanisms=output_gate", "--jobs_per_gpu=0"], "jobs_per_gpu=0 must be at least 1"),
+    (["--mechanisms=output_gate", "--rescore=-1"], "rescore=-1 must not be negative"),
     (["--mechanisms=output_gate", "--jobs_per_gpu=-2"], "jobs_per_gpu=-2 must be at least 1"),
     (["--mechanisms=output_gate", "--jobs_per_gpu=2"], "jobs_per_gpu=2 means nothing on device=cpu"),
     (["--mechanisms=output_gate", "--jobs_per_gpu=2", "--dry_run"], "jobs_per_gpu=2 means nothing on"),
