@@ -880,8 +880,7 @@ def test_runs_of_other_code_are_taken_only_where_that_is_accepted(finished, here
         " ".join(findings.notices(again)))
 
 
-@pytest.mark.parametrize("change", ["environment", "library"])
-def test_runs_are_not_done_where_what_their_mechanism_reads_changed(change, plain, here, mine, monkeypatch):
+def test_runs_are_not_done_where_what_their_mechanism_reads_changed(plain, here, mine, monkeypatch):
     library = Path("site-packages/strengths.py")
     library.parent.mkdir()
     library.write_text("STRENGTH = 1.0\n")
@@ -889,15 +888,18 @@ def test_runs_are_not_done_where_what_their_mechanism_reads_changed(change, plai
     monkeypatch.setenv("MYK", "1")
     own_mechanism.add(mine("import torch\n", "import os\nimport strengths\nimport torch\n"
                                              "K = os.environ['MYK']\n"))
-    for started in (5, 0, 2, 0):  # the plain GPT's runs, which do not read it, stay
+
+    def started():
         here.started = []
-        study_of(plain, plain_seeds=3, mechanisms=["forget"], match_parameters=False).run(here)
-        assert len(here.started) == started
-        if (started, change) == (0, "environment"):
-            monkeypatch.setenv("MYK", "2")
-        elif started == 0:
-            library.write_text("STRENGTH = 2.0\n")
-            own_files.libraries_of.cache_clear()  # as in another process
+        study_of(plain, mechanisms=["forget"], match_parameters=False).run(here)
+        return len(here.started)
+
+    assert started() == 4 and started() == 0
+    monkeypatch.setenv("MYK", "2")
+    assert started() == 2 and started() == 0  # the plain GPT's runs do not read it
+    library.write_text("STRENGTH = 2.0\n")
+    own_files.libraries_of.cache_clear()  # as in another process
+    assert started() == 2
     own_files.libraries_of.cache_clear()
     del sys.modules["strengths"]
 
