@@ -16,6 +16,7 @@ nanoheads/hub/layers.py. docs/mechanisms.md says where those depart from what is
 """
 
 import math
+import warnings
 
 import torch
 import torch.nn as nn
@@ -124,19 +125,24 @@ class MultiHeadAttentionWithConstraints(nn.Module):
         self.Wv_base = nn.Linear(d_model, self.dv * self.n_heads_base, bias=False)
 
         # constraint head projections
-        self.Wq_con = nn.Linear(d_model, self.dk * self.n_constraint_heads, bias=False)
-        self.Wk_con = nn.Linear(d_model, self.dk * self.n_constraint_heads, bias=False)
-        self.Wv_con = nn.Linear(d_model, self.dv * self.n_constraint_heads, bias=False)
+        if self.n_constraint_heads > 0:
+            self.Wq_con = nn.Linear(d_model, self.dk * self.n_constraint_heads, bias=False)
+            self.Wk_con = nn.Linear(d_model, self.dk * self.n_constraint_heads, bias=False)
+            self.Wv_con = nn.Linear(d_model, self.dv * self.n_constraint_heads, bias=False)
+        else:
+            self.Wq_con = self.Wk_con = self.Wv_con = None
 
         # one output projection over concatenated head outputs
         self.Wo = nn.Linear(concat_width, d_model, bias=False)
 
         # constraint routers and scorers
-        self.router = nn.Sequential(
-            nn.Linear(d_model, self.constraint.router_hidden),
-            nn.ReLU(),
-            nn.Linear(self.constraint.router_hidden, self.n_constraint_heads),
-        )
+        with warnings.catch_warnings():  # torch warns of a router without outputs
+            warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
+            self.router = nn.Sequential(
+                nn.Linear(d_model, self.constraint.router_hidden),
+                nn.ReLU(),
+                nn.Linear(self.constraint.router_hidden, self.n_constraint_heads),
+            )
         self.token_scorers = nn.ModuleList([
             nn.Sequential(nn.Linear(self.dv, self.dv), nn.ReLU(), nn.Linear(self.dv, 1))
             for _ in range(self.n_constraint_heads)
@@ -190,7 +196,8 @@ class MultiHeadAttentionWithConstraints(nn.Module):
                             "router_gates": [B, Hc], or [B, Hc, T] if causal without a hint},
              "need_weights": need_weights, "base_attn_maps": [B, Hb, T, T]}
 
-        The maps are there with need_weights alone, attn_maps if the config has trace_attn_maps too.
+        The maps are there with need_weights alone, attn_maps if the config has trace_attn_maps too. Without
+        constraint heads, "constraint" is empty.
         """
         mask = added_mask(attn_mask, x, self.causal)
         Hc, Hb = self.n_constraint_heads, self.n_heads_base
@@ -199,29 +206,34 @@ class MultiHeadAttentionWithConstraints(nn.Module):
         Qb = self._split_heads(self.Wq_base(x), Hb, self.dk)
         Kb = self._split_heads(self.Wk_base(x), Hb, self.dk)
         Vb = self._split_heads(self.Wv_base(x), Hb, self.dv)
-        Qc = self._split_heads(self.Wq_con(x), Hc, self.dk)
-        Kc = self._split_heads(self.Wk_con(x), Hc, self.dk)
-        Vc = self._split_heads(self.Wv_con(x), Hc, self.dv)
+        if Hc > 0:
+            Qc = self._split_heads(self.Wq_con(x), Hc, self.dk)
+            Kc = self._split_heads(self.Wk_con(x), Hc, self.dk)
+            Vc = self._split_heads(self.Wv_con(x), Hc, self.dv)
 
         # attention; gates multiply the constraint heads' values
-        gates = self._gates(x, router_hint)
-        base, Pb = self._attn(Qb, Kb, Vb, mask)
-        con, Pc = self._attn(Qc, Kc, Vc * gates.reshape(x.size(0), Hc, -1, 1), mask)
+        H_all, Pb = self._attn(Qb, Kb, Vb, mask)
+        if Hc > 0:
+            gates = self._gates(x, router_hint)
+            con, Pc = self._attn(Qc, Kc, Vc * gates.reshape(x.size(0), Hc, -1, 1), mask)
+            H_all = torch.cat([H_all, con], dim=1)
 
         # concat heads and project
-        y = self.Wo(self._combine_heads(torch.cat([base, con], dim=1)))
+        y = self.Wo(self._combine_heads(H_all))
 
         # traces: scores read the gated outputs
-        head_scores = [self.token_scorers[h](con[:, h]).squeeze(-1) for h in range(Hc)]
-        head_scores = torch.stack(head_scores, dim=1)  # [B, Hc, T]
-        traces = {"constraint": {"head_token_scores": head_scores}, "need_weights": need_weights}
-        for name in self.constraint.names:
-            lo, hi = self._constraint_spans[name]
-            entry = {"token_scores": head_scores[:, lo:hi, :].mean(dim=1)}  # mean of the name's heads
-            if need_weights and self.constraint.trace_attn_maps:
-                entry["attn_maps"] = Pc[:, lo:hi, :, :]
-            traces["constraint"][name] = entry
-        traces["constraint"]["router_gates"] = gates
+        traces = {"constraint": {}, "need_weights": need_weights}
+        if Hc > 0:
+            head_scores = [self.token_scorers[h](con[:, h]).squeeze(-1) for h in range(Hc)]
+            head_scores = torch.stack(head_scores, dim=1)  # [B, Hc, T]
+            traces["constraint"]["head_token_scores"] = head_scores
+            for name in self.constraint.names:
+                lo, hi = self._constraint_spans[name]
+                entry = {"token_scores": head_scores[:, lo:hi, :].mean(dim=1)}  # mean of the name's heads
+                if need_weights and self.constraint.trace_attn_maps:
+                    entry["attn_maps"] = Pc[:, lo:hi, :, :]
+                traces["constraint"][name] = entry
+            traces["constraint"]["router_gates"] = gates
         if need_weights:
             traces["base_attn_maps"] = Pb
         return y, traces
@@ -265,13 +277,15 @@ def constraint_loss(traces, targets, weights=None):
 
     targets: {name: [B, T]} from 0 to 1; a name that is left out does not count. Added here: a target below 0
     is not known, the mean is over the known ones, and a name without any adds 0. weights: {name: weight}, as
-    loss_weights; None: 1 each.
+    loss_weights; None: 1 each. Without constraint heads it is 0.
     """
     entries = {name: entry for name, entry in traces["constraint"].items() if isinstance(entry, dict)}
+    if not entries and not targets:
+        return 0.0
     unknown = [name for name in targets if name not in entries]
     if unknown or not targets:
         raise ValueError(f"targets are for {', '.join(map(str, unknown)) or 'nothing'}; the heads are for "
-                         f"{', '.join(entries)}")
+                         f"{', '.join(entries) or 'nothing'}")
     total = 0.0
     for name, y in targets.items():
         scores = entries[name]["token_scores"]

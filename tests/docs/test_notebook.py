@@ -392,7 +392,8 @@ def test_pruned_models_are_those_of_prune_py(opened, tmp_path, capsys, monkeypat
     capsys.readouterr()
     monkeypatch.setenv("COLUMNS", "110")
     folders = run, tmp_path / "importance-0.5", tmp_path / "random-0.5"
-    sample.main([f"--ckpt={folder}" for folder in folders] + ["--start=def ", "--max_new_tokens=160"])
+    sample.main([f"--ckpt={folder}" for folder in folders] + ["--start=def ", "--num_samples=1",
+                                                                   "--max_new_tokens=160"])
     both = printed(cells["samples"]), capsys.readouterr().out
     said, wanted = (text.rstrip("\n").split("\n") for text in both)
     assert said[0].split() == ["whole", "|", "importance", "|", "random", "1"] and said[2:] == wanted[2:]

@@ -5,7 +5,6 @@ import inspect
 import math
 import re
 import sys
-from types import ModuleType
 
 import pytest
 import torch
@@ -186,48 +185,42 @@ def test_the_snippet_of_constraint_heads_runs_as_printed():
     assert all(not torch.equal(before[name], p) for name, p in block.named_parameters())
 
 
-class Vocabulary:
-    """What the snippet uses of torchtext's, which is no longer developed."""
-
-    def __init__(self, texts, specials):
-        words = [*specials, *sorted({word for text in texts for word in text})]
-        self.numbers = {word: i for i, word in enumerate(words)}
-
-    def __len__(self):
-        return len(self.numbers)
-
-    def __call__(self, words):
-        return [self.numbers[word] for word in words]
-
-    def get_stoi(self):
-        return self.numbers
+PAGE = (ROOT / "docs/mechanisms.md").read_text(encoding="utf-8")
+OF_CONSTRAINTS, OF_A2C = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
+STAND_IN = OF_A2C.partition("# ---- the write-up's program ----")[0]  # for torchtext
 
 
-def test_the_snippet_of_a2c_runs_as_printed(monkeypatch, capsys):
-    utils, vocab = ModuleType("torchtext.data.utils"), ModuleType("torchtext.vocab")
-    utils.get_tokenizer = lambda kind: lambda text: re.findall(r"\w+|\.", text.lower())
-    vocab.build_vocab_from_iterator = Vocabulary
-    for module in (ModuleType("torchtext"), ModuleType("torchtext.data"), utils, vocab):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(A2C_IMPORTS + A2C_IMPORT + A2C_USAGE, names := {"__name__": "snippet"})
+@pytest.fixture
+def no_torchtext(monkeypatch):
+    """What stands in for it goes with the test."""
+    for name in ("torchtext", "torchtext.data", "torchtext.data.utils", "torchtext.vocab"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.mark.parametrize("classes", [A2C_IMPORT, A2C_CLASSES], ids=["ours", "those printed"])
+def test_the_program_of_a2c_runs_as_printed(classes, no_torchtext, capsys):
+    exec(STAND_IN + A2C_IMPORTS + classes + A2C_USAGE, names := {"__name__": "snippet"})
     assert capsys.readouterr().out == ("Output shape: torch.Size([2, 6, 10000])\n"
                                        "Attention weights shape: torch.Size([2, 6, 6])\n"
                                        "Value shape: torch.Size([1, 6, 256])\n")
+    assert names["vocab"] == {word: i for i, word in enumerate(
+        ["", ".", "is", "text", "the", "this", "first", "second", "third"])}  # as torchtext orders them
     assert not names["input_tensor"].any()  # docs/mechanisms.md says so: every token is number 0
 
 
-PAGE = (ROOT / "docs/mechanisms.md").read_text(encoding="utf-8")
+def squeezed(text):
+    return re.sub(r"\s", "", text)
 
 
-def test_the_page_shows_both_snippets_and_they_run(capsys):
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
-    assert len(blocks) == 2
-    for block in blocks:
-        exec(block, {})
+def test_the_page_shows_both_snippets_and_they_run(no_torchtext, capsys):
+    for block in (OF_CONSTRAINTS, OF_A2C):
+        exec(block, {"__name__": "page"})
     assert capsys.readouterr().out.count("torch.Size") == 3
-    squeezed = re.sub(r"\s", "", blocks[0])
-    for line in (CONSTRAINT_BLOCK + CONSTRAINT_STEP).splitlines():
-        assert re.sub(r"\s", "", line) in squeezed, line
+    for shown, printed in ((OF_CONSTRAINTS, CONSTRAINT_BLOCK + CONSTRAINT_STEP),
+                           (OF_A2C, A2C_IMPORTS + A2C_USAGE)):
+        for line in printed.splitlines():
+            assert squeezed(line) in squeezed(shown), line
+    assert len([line for line in STAND_IN.splitlines() if line]) <= 20
 
 
 def parameters_of(function):
@@ -377,6 +370,27 @@ def test_traces_are_nested_as_printed(need_weights, maps):
         assert list(found[name]) == ["token_scores"] + ["attn_maps"] * (need_weights and maps)
         assert found[name]["token_scores"].shape == (B, T)
         assert not (need_weights and maps) or found[name]["attn_maps"].shape == (B, 2, T, T)
+
+
+@pytest.mark.parametrize("variant", ["A", "B"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("cfg", [dict(names=[]), dict(heads_per_constraint=0)], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_without_constraint_heads_it_is_the_base_heads_attention(cfg, variant, causal):
+    """The printed branches for none: no projections, no gates, an empty trace."""
+    torch.manual_seed(0)
+    cfg = ConstraintConfig(variant=variant, **cfg)
+    layer, x = MultiHeadAttentionWithConstraints(32, 4, constraint=cfg, causal=causal), torch.randn(B, T, 32)
+    y, traces = layer(x, need_weights=True)
+    assert traces.pop("base_attn_maps").shape == (B, 4, T, T)
+    assert traces == {"constraint": {}, "need_weights": True}
+    assert layer.Wq_con is layer.Wk_con is layer.Wv_con is None
+    q, k, v = (layer.get_submodule(f"W{n}_base")(x).view(B, T, 4, 8).transpose(1, 2) for n in "qkv")
+    want = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    close(y, layer.Wo(want.transpose(1, 2).flatten(2)), 1e-6)
+    assert layer.explain(traces, ["a"] * T) == "No constraint trace." and constraint_loss(traces, {}) == 0.0
+    block = TransformerBlockWithConstraint(32, 4, constraint=cfg, causal=causal)
+    block(x)[0].sum().backward()
 
 
 def changed_after(function, x, t, new):
