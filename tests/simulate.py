@@ -138,10 +138,10 @@ LOOKS = {
     "3, then 5": [range(3), range(5)],
     "3, 4, ... 8": [range(n) for n in range(3, 9)],
     "3, 4, ... 20": [range(n) for n in range(3, 21)],
-    "the best 2 of 5": subsets(5, 2),
-    "the best 3 of 5": subsets(5, 3),
-    "the best 4 of 5": subsets(5, 4),
-    "the best 5 of 10": subsets(10, 5),
+    "any 2 of 5": subsets(5, 2),
+    "any 3 of 5": subsets(5, 3),
+    "any 4 of 5": subsets(5, 4),
+    "any 5 of 10": subsets(10, 5),
 }
 
 

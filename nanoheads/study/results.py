@@ -2,8 +2,9 @@
 results.json.gz: everything that a study found, from which its page can be computed again.
 
 `runs` holds each run under its hash: score, nats of each block of the text, flags, costs. `arms` names the
-runs of each variant, `screen`, `pairs` and `tuned` what was done with them, and the rest is effects.py's:
-figures that recheck() computes once more.
+runs of each variant, `screen`, `pairs` and `tuned` what was done with them, `left_out` and `looks` which runs
+were not counted and what else judged these variants (looks.py), and the rest is effects.py's: figures that
+recheck() computes once more.
 """
 
 import gzip

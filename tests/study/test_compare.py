@@ -1932,7 +1932,7 @@ def test_a_gpu_that_is_not_there_is_one_line(plain, two_gpus, refusal):
     (["--tune_lr", "--screen_seeds=1,7"], "screen_seeds=[1, 7] choose"),
     (["--mechanisms=output_gate", "--scale=small"], "scale='small' means nothing beside base="),
     (["--mechanisms=output_gate", "--submit=slurm"], "submit=slurm: "),
-    (["--mechanisms=output_gate", "--out_dir=/proc/none"], "/proc/none: "),
+    (["--mechanisms=output_gate", "--out_dir=/proc/none"], "--out_dir: cannot write into /proc"),
     (["--variants={3: {'xsa': True}}"], "variants: the name 3 must be text in quotes"),
     (["--variants={'': {'xsa': True}}"], "variants: the name '' must be text in quotes"),
     (["--variants={(1, 2): {}}"], "variants: the name (1, 2) must be text in quotes"),
