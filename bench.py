@@ -44,7 +44,7 @@ import torch
 import train
 from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache
 from nanoheads.common import (ROOT, UserError, as_program, explain, keep_freed_memory, last_words,
-                              pick_device, table, writable, write_json)
+                              pick_device, say, table, writable, write_json)
 from nanoheads import own_mechanism
 from nanoheads.kernels import allow_graphs
 from nanoheads.pruning import prune_heads
@@ -599,14 +599,14 @@ def run(args):
         done.append(row)
         write(args, done, vars(args), rate, finished=False)
         if args.mechanisms or args.contexts:  # which come one by one
-            print(line_of(row), flush=True)
+            say(line_of(row), flush=True)
     write(args, done, vars(args), rate, finished=True)
     if text := table_of(done):
         print(text)
     if rate:
         print(f"measured bf16 matrix product: {rate:.0f} TFLOP/s")
     if args.json:
-        print(args.json)
+        say(args.json)
     if failed := [row["name"] for row in done if "error" in row]:
         raise UserError(f"{len(failed)} failed: {', '.join(failed)}")
 

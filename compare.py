@@ -19,7 +19,8 @@ study again and it goes on where it stopped; change a flag or the code and what 
 Nothing else counts as done. --reuse takes finished runs from a results file, matched by flags, data and seed;
 --accept_code takes runs of other code too, for who knows that it computes the same; the report says how many
 of either. Before it reports, a study scores one in ten of its runs once more from their checkpoints, or as
-many as --rescore says, and ends with an error where a score is not the one on file. --help: all keys.
+many as --rescore says, and ends with an error where a score is not the one on file. A config file is Python
+code, and reading it runs it: name only files that you trust. --help: all keys.
 """
 
 import itertools
@@ -34,8 +35,8 @@ from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 
-from nanoheads import configurator
-from nanoheads.common import (UserError, as_program, explain, fault_of_own_file, json_safe, pick_device,
+from nanoheads import answer_interrupts, configurator
+from nanoheads.common import (UserError, as_program, explain, fault_of_own_file, json_safe, pick_device, say,
                               table, writable, writable_folder, write_json)
 from nanoheads.folders import LONGEST, find, joined
 from nanoheads import own_mechanism
@@ -185,7 +186,7 @@ class Study:
             baseline = (self.builder.wide(width) if width else
                         self.builder.same_parameters(variant, self.baselines()))
             if baseline is None:
-                print(f"{name} has fewer parameters than any plain GPT of this size", file=sys.stderr)
+                say(f"{name} has fewer parameters than any plain GPT of this size", file=sys.stderr)
                 continue
             self.compared.setdefault(baseline.name, baseline)
             if baseline.name != PLAIN and (name, baseline.name, ["parameters"]) not in self.pairs:
@@ -536,7 +537,7 @@ def write_tables(config):
 
 def recheck(config):
     """--recheck: whether every figure of a results file is what its runs give."""
-    print(results.recheck(config.recheck))
+    say(results.recheck(config.recheck))
 
 
 def compare_scores(config):
@@ -554,16 +555,16 @@ def report_once_more(config):
     check_places(config)
     found = results.read(path)
     try:
-        print(results.recheck(path, complain=False), flush=True)
+        say(results.recheck(path, complain=False), flush=True)
     except UserError as e:
-        print(f"NOT AS COMPUTED: {e}; --recheck names them, and what follows is as the file has it",
-              flush=True)
+        say(f"NOT AS COMPUTED: {e}; --recheck names them, and what follows is as the file has it",
+            flush=True)
     out = Path(config.out_dir or Path("out", joined([f"{path.name.split('.')[0]}-report"])))
     out.mkdir(parents=True, exist_ok=True)
     report.write_all(found, out)
     if config.json:
         write_json(config.json, findings.verdicts(found))
-        print(config.json)
+        say(config.json)
 
 
 def show_plan(config, name):
@@ -572,9 +573,9 @@ def show_plan(config, name):
         if config.minutes:
             config, line = within_minutes(config, name)
             print(line)
-        print(*plans(config, name), sep="\n")
+        say(*plans(config, name))
     except NotPrepared as e:
-        print(plan_without_data(config, e))
+        say(plan_without_data(config, e))
 
 
 def run_study(config, name, command):
@@ -587,12 +588,12 @@ def run_study(config, name, command):
         config, line = within_minutes(config, name)
         print(line, flush=True)
     if notes := check_parts(config):
-        print(*notes, sep="\n", flush=True)
+        say(*notes, flush=True)
     if config.out_dir is None:
         out, line = default_folder(config, name)
         config = replace(config, out_dir=str(out))
         if line:
-            print(line, flush=True)
+            say(line, flush=True)
     if config.sizes:
         found, studies = ladder_of(config, name, command)
     elif config.texts:
@@ -610,7 +611,7 @@ def run_study(config, name, command):
             study.runs.take_into_trials()
     if config.json:
         write_json(config.json, findings.verdicts(found))
-        print(config.json)
+        say(config.json)
     if failures := results.failures_in(found):
         sys.exit(f"compare: {failures} run(s) failed, the report names them; "
                  "start again to try them once more")
@@ -634,6 +635,7 @@ def run(argv):
 
 @as_program("compare")
 def main(argv=None):
+    answer_interrupts()
     # so that SIGTERM and a closed terminal, but for nohup's, stop the runs before they end this program
     signals = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     signals = [each for each in signals if signal.getsignal(each) != signal.SIG_IGN]

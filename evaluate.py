@@ -28,7 +28,7 @@ from itertools import groupby
 
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
 from nanoheads import other_names
-from nanoheads.common import (UserError, as_program, last_words, pick_device, table, writable,
+from nanoheads.common import (UserError, as_program, last_words, pick_device, say, table, writable,
                               write_json)
 from nanoheads.intervals import block_bootstrap
 from nanoheads.training import checkpoint
@@ -216,10 +216,10 @@ def main(argv=None):
                 reports.append(report)
             if out:
                 write_json(out, as_json(reports))
-            print(score_table(reports), *([args.json] if out else []), sep="\n")
+            say(score_table(reports), *([args.json] if out else []))
         except KeyboardInterrupt:
             if reports:
-                print(score_table(reports))
+                say(score_table(reports))
             raise
 
 

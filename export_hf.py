@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-from nanoheads.common import as_program, last_words, writable, write_json
+from nanoheads.common import as_program, last_words, say, writable, write_json
 from nanoheads import own_mechanism
 from nanoheads.hub import huggingface as hf
 from nanoheads.training import checkpoint
@@ -41,10 +41,10 @@ def main(argv=None):
         state = checkpoint.read(args.ckpt)
         model = checkpoint.build(state, args.ckpt)
         family, why = hf.export(model, state["meta"], args.out, args.family, args.force)
-        print(f"wrote {args.out}: {family}{f' ({why})' if why else ''}, {model.num_params():,} parameters, "
-              f"tokenizer {state['meta']['encoding'] if state['meta'] else 'none'}")
+        say(f"wrote {args.out}: {family}{f' ({why})' if why else ''}, {model.num_params():,} parameters, "
+            f"tokenizer {state['meta']['encoding'] if state['meta'] else 'none'}")
         code = ", trust_remote_code=True" if family == "nanoheads" else ""
-        print(f'AutoModelForCausalLM.from_pretrained("{args.out}"{code})')
+        say(f'AutoModelForCausalLM.from_pretrained("{args.out}"{code})')
         if out:
             write_json(out, dict(folder=str(args.out), family=family, parameters=model.num_params(),
                                  trust_remote_code=family == "nanoheads"))

@@ -19,7 +19,8 @@ import sys
 from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-from nanoheads.common import as_program, last_words, writable, writable_folder, write_json
+from nanoheads.common import (as_program, last_words, printable, say, writable, writable_folder,
+                              write_json)
 from nanoheads import other_names
 from nanoheads.training.curves import AXES, plot_runs
 
@@ -58,11 +59,11 @@ def run(args):
         if not run.is_dir():
             near = difflib.get_close_matches(str(run), map(str, known), n=1, cutoff=0)
             hint = f"did you mean {near[0]}?" if near else f"no {what} under {out}"
-            print(f"{run}: no such run folder; {hint}", file=sys.stderr)
+            say(f"{run}: no such run folder; {hint}", file=sys.stderr)
             sys.exit(2)
     given = list({run.resolve(): run for run in args.runs or known}.values())  # a run named twice is one run
     parent = Path(os.path.commonpath([run.resolve().parent for run in given])) if given else out
-    names = [os.path.relpath(run.resolve(), parent) for run in given]
+    names = [printable(os.path.relpath(run.resolve(), parent)) for run in given]
     together = args.out or Path(os.path.relpath(parent)) / "figures"
     if args.out:
         writable_folder(args.out)
@@ -71,12 +72,12 @@ def run(args):
         written = plot_heads(given, names, together)
     else:
         written = plot_runs(given, names, together, args.x)
-    for path in written:
-        print(path)
+    if written:
+        say(*written)
     if listing:
         write_json(listing, [str(path) for path in written])
     if not written:
-        print("nothing to plot" + ("" if given else f": no {what} under {out}"), file=sys.stderr)
+        say("nothing to plot" + ("" if given else f": no {what} under {out}"), file=sys.stderr)
     return 0 if written else 1
 
 

@@ -39,7 +39,7 @@ import numpy as np
 import torch
 
 from model import GPT
-from nanoheads.common import (ROOT, UserError, as_program, last_words, pick_device, table, writable,
+from nanoheads.common import (ROOT, UserError, as_program, last_words, pick_device, say, table, writable,
                               writable_folder, write_atomic, write_json)
 from nanoheads.configurator import near
 from nanoheads.drawing import COLOURS, drawn, label_right, panels
@@ -464,8 +464,7 @@ def run(args):
     many = f"; {len(args.ckpt)} checkpoints, mean and [range]" if len(args.ckpt) > 1 else ""
     if "blocks" in args.by and not any(row["blocks_gone"] for row in rows):
         many += "; blocks: each costs more FLOPs than all the heads that go"
-    print(f"{data.meta['name']}, {args.split}: {tokens:,} tokens{many}")
-    print(result_table(rows), *written, sep="\n")
+    say(f"{data.meta['name']}, {args.split}: {tokens:,} tokens{many}", result_table(rows), *written)
 
 
 @as_program("prune")

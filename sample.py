@@ -21,7 +21,7 @@ from functools import partial
 
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
 from nanoheads import other_names
-from nanoheads.common import UserError, as_program, last_words, pick_device, writable, write_json
+from nanoheads.common import UserError, as_program, last_words, pick_device, say, writable, write_json
 from nanoheads.heads import look
 from nanoheads.training import checkpoint
 from nanoheads.training.sampling import (add_arguments, check, encode, generate, model_and_tokenizer,
@@ -82,7 +82,7 @@ def run(args):
         made = [generate(*model, ids, args) for model, ids in zip(models, prompts)]
         audits = explained(args, models, prompts, made, files) if files else None
         if changed:
-            print(changed, end="\n\n")
+            say(changed, end="\n\n")
         print_samples(args, text, made, audits)
     sys.stdout.flush()
     if out:
@@ -90,9 +90,9 @@ def run(args):
                               tokens_per_s=samples.tokens_per_s) for path, samples in zip(args.ckpt, made)])
     for path, samples in zip(args.ckpt, made):
         which = f"{path}, {changed}" if changed else path
-        print(f"{which}: {samples.tokens_per_s:,.0f} tokens/s", file=sys.stderr)
+        say(f"{which}: {samples.tokens_per_s:,.0f} tokens/s", file=sys.stderr)
     for path in files or ():
-        print(path, file=sys.stderr)
+        say(path, file=sys.stderr)
 
 
 def print_samples(args, text, made, audits=None):

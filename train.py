@@ -10,7 +10,8 @@ Train a GPT, with any mechanism that its flags turn on.
 
 A run is a folder (out_dir) with config.json, log.jsonl and two checkpoints. ckpt.pt is the last save and has
 the optimizers' states, so --resume goes on from it. best.pt has the weights with the lowest validation loss.
-`python train.py --help` lists every key; nanoheads/training/config.py holds them and their checks.
+`python train.py --help` lists every key; nanoheads/training/config.py holds them and their checks. A config
+file is Python code, and reading it runs it: name only files that you trust.
 """
 
 import math
@@ -23,6 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Callable, Optional
 
+from nanoheads import answer_interrupts
 from nanoheads import threads  # imported before torch: sets how long its threads spin while they wait
 
 import torch
@@ -32,7 +34,7 @@ from tqdm import tqdm
 
 from model import GPT, GPTConfig
 from nanoheads import configurator
-from nanoheads.common import (LESS, UserError, as_program, explain, ran_out_of_memory, writable,
+from nanoheads.common import (LESS, UserError, as_program, explain, ran_out_of_memory, say, writable,
                               write_json)
 from nanoheads.kernels import allow_graphs
 from nanoheads.locks import only_writer
@@ -245,7 +247,7 @@ def end_stopped(run, name):
     by = "what read its output, which is gone" if name == "SIGPIPE" else name or "a signal to another rank"
     line = f"stopped by {by} at step {run.step:,}: saved {run.out_dir / 'ckpt.pt'}; go on with --resume"
     if name == "SIGPIPE":
-        print(f"train: {line}", file=sys.stderr)
+        say(f"train: {line}", file=sys.stderr)
     else:
         run.process.print0(line)
     raise SystemExit(128 + getattr(signal, name or "SIGTERM", 13))  # Windows has no SIGPIPE, which is 13
@@ -636,7 +638,7 @@ def train_alone(model_config, config, given, process):
             loop(run, closing)
         except (UserError, OSError) as e:
             if process.rank:  # main() lets the first rank speak, which may know nothing of this
-                print(f"train: rank {process.rank}: {explain(e)}", file=sys.stderr, flush=True)
+                say(f"train: rank {process.rank}: {explain(e)}", file=sys.stderr, flush=True)
             raise
         write_result(run)
         return run.last_eval
@@ -766,6 +768,7 @@ def what_to_lower(config):
 @as_program("train")
 def main(argv=None):
     argv, config = sys.argv[1:] if argv is None else argv, None
+    answer_interrupts()
     try:
         # read the files of one's own that --mechanism names, here or in a config file: their mechanisms join
         # those of model.py

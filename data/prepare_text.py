@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from nanoheads.common import UserError, unescaped
+from nanoheads.common import UserError, text_of, unescaped
 from nanoheads.text.sources import (File, counted, cut, joined, marked, normalised, origin, read, stray_bytes,
                                     utf16, wrong)
 from nanoheads.text.tokenizer import ENDS, Tokenizer
@@ -115,7 +115,7 @@ def tokenizer_json(path):
     """(text, Tokenizer) of a tokenizer.json, or of the one in a folder. UserError: it is none of ours."""
     path = path / "tokenizer.json" if path.is_dir() else path
     try:
-        text = path.read_text(encoding="utf-8")
+        text = text_of(path)
         tok = Tokenizer("hf", text)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; --tokenizer names a model's folder") from None

@@ -3,6 +3,7 @@ commit.
 """
 
 import ctypes
+import errno
 import functools
 import json
 import math
@@ -14,6 +15,8 @@ import tempfile
 import traceback
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from nanoheads import answer_interrupts
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -171,6 +174,20 @@ def drop(number):
     os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
+# what moves a terminal's cursor, colours it, or is half a character
+UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def printable(text):
+    """Text without what no page, no font and no terminal should get, such as the escapes in a file's name."""
+    return UNPRINTABLE.sub("�", str(text))
+
+
+def say(*lines, **how):
+    """Print lines in which names stand, or paths: printable()."""
+    print(*map(printable, lines), sep="\n", **how)
+
+
 @contextmanager
 def output_written(program):
     """End a program in one line where what it printed cannot be written, such as to a full disk, and quietly
@@ -185,6 +202,8 @@ def output_written(program):
         try:
             yield
         except SystemExit as e:
+            if isinstance(e.code, str):
+                e.code = printable(e.code)
             if not e.code:  # behind --help
                 flush_output()
             raise
@@ -192,7 +211,7 @@ def output_written(program):
     except BrokenPipeError:  # such as head
         pass
     except OSError as e:
-        sys.exit(f"{program}: {explain(e)}")
+        sys.exit(printable(f"{program}: {explain(e)}"))
     finally:
         try:
             flush_output()
@@ -221,6 +240,7 @@ def last_words(program, less="ask for less at once: shorter texts, a smaller bat
 
     less: what to lower where memory ran out. A bug keeps its traceback.
     """
+    answer_interrupts()
     with output_written(program):
         try:
             yield
@@ -310,6 +330,27 @@ def opened_anew(path):
             return open(path, "xb")  # which follows no link
         except FileExistsError:
             Path(path).unlink(missing_ok=True)
+
+
+MOST_READ = 1 << 28  # bytes of a file that is read as a whole: 256 MiB
+
+
+def read_whole(path, opener=open):
+    """The bytes of a file that a person named; opener: gzip.open for what is compressed.
+
+    Raises OSError, also where it holds more than MOST_READ, as /dev/zero does.
+    """
+    with opener(path, "rb") as file:
+        data = file.read(MOST_READ + 1)
+    if len(data) > MOST_READ:
+        raise OSError(errno.EFBIG, f"more than {MOST_READ >> 20} MiB, the most that is read at once",
+                      str(path))
+    return data
+
+
+def text_of(path):
+    """read_whole() of UTF-8 text, whose lines end with a newline alone. Raises UnicodeDecodeError too."""
+    return read_whole(path).decode().replace("\r\n", "\n").replace("\r", "\n")
 
 
 def write_atomic(path, write):
@@ -413,6 +454,29 @@ def with_names_of_today(entry):
     return {"adamw_lr" if key == "lr" else key: value for key, value in entry.items()}  # in their order
 
 
+MOST_LEVELS = 100  # lists and dicts in each other; what is written here has ten
+
+
+def from_json(text, **how):
+    """The value that a JSON text, str or bytes, stands for; how: see json.loads().
+
+    ValueError: it is no JSON, no UTF-8, or nested in more than MOST_LEVELS, which no reader of it expects and
+    which ends Python's recursion.
+    """
+    try:
+        value = json.loads(text, **how)
+    except RecursionError:
+        raise ValueError(f"nested in more than {MOST_LEVELS} levels") from None
+    level = [value] if len(text) > MOST_LEVELS else []
+    for _ in range(MOST_LEVELS):
+        inner = (each.values() if isinstance(each, dict) else each
+                 for each in level if isinstance(each, (dict, list)))
+        level = [item for items in inner for item in items]
+        if not level:
+            return value
+    raise ValueError(f"nested in more than {MOST_LEVELS} levels")
+
+
 def json_safe(value):
     """The same with NaN, infinities and numpy numbers made plain: JSON has none of them."""
     if isinstance(value, dict):
@@ -458,7 +522,7 @@ def table(head, rows, left=1, width=None):
     width: where a line would be longer, the first column loses its beginning, not below 12 cells.
     """
     left = range(left) if isinstance(left, int) else left
-    rows = [[str(cell) for cell in row] for row in (head, *rows)]
+    rows = [[printable(cell) for cell in row] for row in (head, *rows)]
     wide = [max(map(len, column)) for column in zip(*rows)]
     if width:
         wide[0] = min(wide[0], max(12, width - sum(2 + w for w in wide[1:])))

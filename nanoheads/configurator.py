@@ -5,8 +5,9 @@ Config files and --key=value arguments -> typed, validated dataclasses.
     python train.py --scale=tiny --mechanism=moh,unet_add [--key=value ...]
 
 A config file is plain Python assignments and holds only what differs from the defaults; later files and then
-the command line win. Values that may be chosen stand in the type, a Literal. Two keys are the configurator's
-own: see Presets. Every problem is reported at once, in plain lines, before anything runs.
+the command line win. It is Python code, and reading it runs it: name only files that you trust. Values that
+may be chosen stand in the type, a Literal. Two keys are the configurator's own: see Presets. Every problem is
+reported at once, in plain lines, before anything is trained.
 """
 
 import ast
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Optional
 
 from nanoheads import other_names
-from nanoheads.common import ROOT, UserError, number
+from nanoheads.common import ROOT, UserError, number, say
 from nanoheads.folders import joined, setting_in_name
 
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
@@ -135,7 +136,9 @@ def parse(text, t):
         of_items = next((kind for kind in kinds if items(kind)), None)
         if of_items is None:
             raise ValueError
-        words = [word.strip(" '\"") for word in text.strip("[]()").split(",") if word.strip()]  # a,b
+        inside = re.fullmatch(r"\[(.*)\]|\((.*)\)|(.*)", text, re.DOTALL)  # [a,b] as well as a,b
+        words = inside[inside.lastindex].split(",")
+        words = [word.strip(" '\"") for word in words if word.strip()]
         return [parse(word, *typing.get_args(of_items)) for word in words]
 
 
@@ -624,4 +627,4 @@ def help_of_values(made, sources):
 def print_once(line):
     """Print a line, under torchrun on the first rank alone."""
     if os.environ.get("RANK", "0") == "0":
-        print(line, flush=True)
+        say(line, flush=True)

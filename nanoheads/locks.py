@@ -1,4 +1,5 @@
-"""Locks between processes: one writer for a run's folder, one reader at a time for a large file.
+"""Locks between processes: one writer for a run's folder, one reader at a time for a large file; and files
+under temporary names, which are known by their lock to be in use.
 
 A lock is the system's own on an open file (flock): it ends with the process, however that ends. Where there
 are none, as on Windows and some network file systems, everything goes on without.
@@ -8,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nanoheads.common import UserError, in_place
@@ -84,6 +85,31 @@ def hold(folder, wait):
     file.write(f"{os.getpid()} {socket.gethostname()} {time.strftime('%Y-%m-%d %H:%M:%S')}")
     file.flush()
     return file
+
+
+def temporary(path):
+    """A new file <name>.<process>.tmp beside a path, open for bytes and locked until it is closed."""
+    path = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    while True:
+        path.unlink(missing_ok=True)
+        file = open(path, "xb")  # a new one, never what a link of this name leads to
+        lock(file)
+        if sys.platform == "win32" or same_file(path, file):  # else remove_abandoned() came in between
+            return file
+        file.close()
+
+
+def remove_abandoned(folder, pattern):
+    """Remove the temporary() files of a folder, of names like `pattern`, whose process ended before its time.
+    """
+    for path in folder.glob(f"{pattern}.*.tmp"):
+        with suppress(OSError):
+            if sys.platform == "win32":  # which has no such locks, and removes no file that is open
+                path.unlink()
+                continue
+            with open(path, "r+b") as file:
+                if lock(file, wait=False):
+                    path.unlink()
 
 
 def same_file(path, file):

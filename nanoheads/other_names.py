@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple, Optional
 
+from nanoheads.common import say
+
 # name -> (its type there, the key here that it sets or is nearest to; "": none)
 NAMES = {
     # nanoGPT
@@ -179,6 +181,6 @@ def in_our_arguments(program, argv):
             value = rest.pop(0)
         ours = names[name](value)
         found.append((list(names).index(name), ours))  # the baseline comes before what is compared with it
-        print(f"{program}: {name} {value}".rstrip(), "means", " ".join(ours) or "nothing here",
-              file=sys.stderr)
+        words = " ".join(ours) or "nothing here"
+        say(f"{program}: {name} {value}".rstrip() + f" means {words}", file=sys.stderr)
     return [each for _, ours in sorted(found, key=lambda pair: pair[0]) for each in ours]

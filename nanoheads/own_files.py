@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from nanoheads.common import OWN_FILES, UserError, fault_of_own_file, write_atomic
+from nanoheads.common import OWN_FILES, UserError, fault_of_own_file, read_whole, write_atomic
 from nanoheads.configurator import where_it_failed
 
 OURS = ("model", "nanoheads")  # the repository's own modules, wherever a file lies
@@ -59,7 +59,7 @@ def opened(path):
     """The OwnFile of a path, which is not run. UserError: it is not there, no Python, or not alone."""
     path = Path(path)
     try:
-        file = OwnFile(path, path.read_bytes())
+        file = OwnFile(path, read_whole(path))
     except OSError as e:
         raise UserError(f"no mechanism file {path} ({e.strerror}); it holds a class for each mechanism, see "
                         "docs/add-a-mechanism.md") from None

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import model
-from nanoheads.common import UserError
+from nanoheads.common import UserError, say
 from nanoheads.configurator import check, keys_of, near, read_file, type_name
 from nanoheads.mechanism import Mechanism, choices
 from nanoheads import replaced
@@ -422,5 +422,5 @@ def trust(state, path):
         if (found := opened(place).digest) != each["digest"]:
             raise UserError(f"{path} was made with {wanted}, and {place} is another text (sha256 "
                             f"{found}...): name the right one, --mechanism=FILE")
-        print(f"--trust_code runs {place}", file=sys.stderr, flush=True)
+        say(f"--trust_code runs {place}", file=sys.stderr, flush=True)
         add(place, each["digest"])

@@ -13,14 +13,14 @@ From WikiText-2 you should see 14,508,020 train, 1,506,637 val and 1,687,759 tes
 import sys
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanoheads.common import UserError
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.facts import DIGITS, digits_of, fact, names
 from nanoheads.text.sources import SPLITS, identity
 from nanoheads.text.writing import already, arguments, build, run
+
+import numpy as np
 
 
 def plant(text, split, per_kib, asks, near, far, seed):

@@ -14,13 +14,13 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanoheads.common import UserError
 from nanoheads.text.sources import SPLITS
 from nanoheads.text.tokenizer import END_OF_TEXT, Tokenizer, count_chars
 from nanoheads.text.writing import Writer, already, arguments, report, run
+
+import numpy as np
 
 # the commit with all 80 parquet files; the Hub's own refs/convert/parquet holds but a part of them
 REPO, REVISION, DOCUMENTS = "Skylion007/openwebtext", "79d93d786212f7344586290adb811d4ae6a1762c", 8_013_769

@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 
 from model import Agency
-from nanoheads.common import UserError, last_words, pick_device, table, writable, write_json
+from nanoheads.common import UserError, last_words, pick_device, say, table, writable, write_json
 from nanoheads.heads.measuring import METRICS, attentions, fixed_text, measure, measure_pieces
 from nanoheads.heads.states import find_violations
 from nanoheads.heads.surgery import fold_gates
@@ -212,7 +212,7 @@ def inspect(args):
                              heads=heads, pieces=pieces, violations=violations,
                              written=str(written) if written else None))
         lines += ["", args.json]
-    print("\n".join(lines))
+    say(*lines)
 
 
 # ---- command line ----

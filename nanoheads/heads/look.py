@@ -46,8 +46,8 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from nanoheads.common import (UserError, in_float64, last_words, pick_device, writable, write_atomic,
-                              write_json)
+from nanoheads.common import (UserError, in_float64, last_words, pick_device, read_whole, say, writable,
+                              write_atomic, write_json)
 from nanoheads.heads.measuring import attentions
 from nanoheads.text.tokenizer import char_sizes
 from nanoheads.traces import explain
@@ -96,7 +96,7 @@ def printable(name):
 def read_ids(path, tokenizer):
     """Token ids of a file. UserError: it is missing, empty, or holds what the vocabulary lacks."""
     try:
-        raw = Path(path).read_bytes()
+        raw = read_whole(path)
         ids = tokenizer.encode(raw if tokenizer.encoding == "byte" else raw.decode("utf-8"))
     except OSError as e:
         raise UserError(f"--text: {path} cannot be read: {e.strerror}")
@@ -722,4 +722,4 @@ def main(argv=None):
         numbers, lines = run(args)
         if args.json:
             write_json(args.json, numbers)
-        print(*lines, *([args.json] if args.json else []), sep="\n")
+        say(*lines, *([args.json] if args.json else []))

@@ -25,10 +25,10 @@ from pathlib import Path
 import torch
 
 from model import MECHANISM_CLASSES, RECIPES
-from nanoheads.common import ROOT, UserError, write_atomic, write_json
+from nanoheads.common import ROOT, UserError, from_json, write_atomic, write_json
 from nanoheads import own_mechanism as own
 from nanoheads.text.sources import GPT2_ENCODER, GPT2_MERGES, HOME, keep
-from nanoheads.text.tokenizer import byte_symbols
+from nanoheads.text.tokenizer import Tokenizer, byte_symbols
 
 HUB = re.compile(r"(distil)?gpt2(-medium|-large|-xl)?|([A-Za-z0-9][\w.-]*)/[\w.-]+")
 FILES = ["config.json", "model.safetensors*", "*-of-*.safetensors", "vocab.json", "merges.txt",
@@ -56,10 +56,10 @@ def config_of(folder):
     """The dict in config.json. UserError."""
     path = Path(folder) / "config.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{folder} has no config.json: fetch it too") from None
-    except (OSError, ValueError, RecursionError) as e:
+    except (OSError, ValueError) as e:
         raise UserError(f"{path} cannot be read as JSON ({type(e).__name__}): fetch it again") from None
     if not isinstance(found, dict):
         raise UserError(f"{path} holds no config, but a {type(found).__name__}")
@@ -298,13 +298,13 @@ def tokenizer_of(folder, config):
         return None
     try:
         text = whole.read_text(encoding="utf-8") if whole.is_file() else ""
-        ids = vocabulary(json.loads(text)) if text else json.loads(vocab.read_text(encoding="utf-8"))
+        ids = vocabulary(from_json(text)) if text else from_json(vocab.read_text(encoding="utf-8"))
         if not all(isinstance(i, int) and i >= 0 for i in ids.values()):
             raise ValueError("an id is no number")
         digest, size = fingerprint(ids), max(ids.values()) + 1
     except UserError as e:
         raise UserError(f"{folder}: {e}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise UserError(f"the tokenizer files of {folder} are damaged ({type(e).__name__}): fetch them again"
                         ) from None
     meta = dict(name=folder.name, vocab_size=size)
@@ -329,7 +329,7 @@ def keep_gpt2(folder, ids, text):
     pairs = merges.read_text(encoding="utf-8") if merges.is_file() else ""
     if not pairs:
         lines = (each if isinstance(each, str) else " ".join(each)
-                 for each in json.loads(text)["model"]["merges"])
+                 for each in from_json(text)["model"]["merges"])
         pairs = "\n".join(("#version: 0.2", *lines)) + "\n"
     ordered = dict(sorted(ids.items(), key=lambda item: item[1]))
     for file, content in ((GPT2_ENCODER, json.dumps(ordered)), (GPT2_MERGES, pairs)):
@@ -519,6 +519,8 @@ def export(model, meta, out, family=None, force=False):
     family = family or plainest
     config, tensors = WRITERS[family](model)
     check_finite(tensors, "this model")
+    if meta:
+        Tokenizer.from_meta(meta)  # ValueError: its vocabulary is damaged
     end = 50256 if meta and meta["encoding"] == "gpt2" else None
     config.update(vocab_size=model.config.vocab_size, dtype="float32", use_cache=True,
                   bos_token_id=end, eos_token_id=end, pad_token_id=None)

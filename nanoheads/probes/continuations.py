@@ -11,7 +11,6 @@ import argparse
 import math
 import sys
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from model import GPT
-from nanoheads.common import (UserError, last_words, pick_device, table, unescaped, writable,
+from nanoheads.common import (UserError, last_words, pick_device, say, table, text_of, unescaped, writable,
                               write_json)
 from nanoheads.intervals import jackknife
 from nanoheads.logits import check_sampling
@@ -57,7 +56,7 @@ def prompts_of_file(path, tokenizer, special):
     those tokens? UserError.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = text_of(path).split("\n")
     except (OSError, UnicodeDecodeError) as e:
         why = getattr(e, "strerror", None) or "it is not UTF-8 text"
         raise UserError(f"--prompts: {path} cannot be read: {why}")
@@ -274,8 +273,8 @@ def main(argv=None):
                 reports.append(report)
             if out:
                 write_json(out, {"runs": reports})
-            print(text_table(reports), *([args.json] if out else []), sep="\n")
+            say(text_table(reports), *([args.json] if out else []))
         except KeyboardInterrupt:
             if reports:
-                print(text_table(reports))
+                say(text_table(reports))
             raise

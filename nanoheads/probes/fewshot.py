@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanoheads.common import UserError, table, writable, write_atomic
+from nanoheads.common import UserError, from_json, table, text_of, writable, write_atomic
 from nanoheads.intervals import t_interval
 from nanoheads.probes.shared import (about_text, ask, finite, numbers_of, open_checkpoints, plus_minus,
                                      positive)
@@ -56,7 +56,7 @@ class Item(NamedTuple):
 def read_items(path):
     """The Items of a file. UserError names the line that is none."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = text_of(path).splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"--file: {path} cannot be read: {getattr(e, 'strerror', None) or 'no UTF-8 text'}")
     items = []
@@ -64,7 +64,7 @@ def read_items(path):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = from_json(line)
             item = Item(row.get("task", "items"), row["prompt"], row["choices"], row["answer"])
             if type(item.answer) is not int or not 0 <= item.answer < len(item.choices):
                 raise ValueError("answer is no number of a choice, from 0")

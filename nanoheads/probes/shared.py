@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from model import GPT
-from nanoheads.common import UserError, last_words, pick_device, writable, write_json
+from nanoheads.common import UserError, last_words, pick_device, say, writable, write_json
 from nanoheads.training import checkpoint
 from nanoheads.training.scoring import add_arguments, load, score, window_ids
 
@@ -165,4 +165,4 @@ def answer(program, probe, args):
         numbers, lines = probe(args)
         if out:
             write_json(out, numbers)
-        print(*lines, *([args.json] if out else []), sep="\n")
+        say(*lines, *([args.json] if out else []))

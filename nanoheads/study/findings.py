@@ -6,14 +6,13 @@ what a study did not measure reads "not measured".
 """
 
 import math
-import re
 from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
 from matplotlib.ticker import EngFormatter
 
-from nanoheads.common import json_safe, number
+from nanoheads.common import json_safe, number, printable
 from nanoheads.study import effects
 from nanoheads.study.dynamic import FIGURES, means_over_seeds, shares
 from nanoheads.study.variants import times
@@ -41,11 +40,6 @@ class Table(NamedTuple):
 
 def known(value):
     return not math.isnan(number(value))
-
-
-def printable(text):
-    """Without what no page and no font holds: control characters and halves of characters."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "�", str(text))
 
 
 def show(value, spec=",.0f", unit=""):

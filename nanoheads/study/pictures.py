@@ -11,10 +11,10 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from nanoheads.common import number
+from nanoheads.common import number, printable
 from nanoheads.drawing import COLOURS, canvas, label_right, panels, ticks
 from nanoheads.study.findings import (INTERIM, MEANING, against_plain, is_interim, known, label_of, level,
-                                      mean_of, printable, short)
+                                      mean_of, short)
 
 # blue, orange, green, grey, and black for the plain GPT: as on the page
 VERDICT_COLOURS = dict(zip([*MEANING, "plain"],

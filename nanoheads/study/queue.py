@@ -5,7 +5,6 @@ A run is a process of its own (nanoheads/study/trial.py), so that one that crash
 with it.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -20,7 +19,7 @@ from threading import Lock
 import torch
 from tqdm import tqdm
 
-from nanoheads.common import ROOT, UserError, pick_device, write_atomic
+from nanoheads.common import ROOT, UserError, from_json, pick_device, printable, write_atomic
 from nanoheads.study.trial import TRIALS, TRIALS_ON_GPU, WITH_PARENT, done, last_line
 from nanoheads.training.runlog import read_json
 
@@ -230,7 +229,7 @@ def progress_of(folder):
         rows = f.read().decode(errors="replace").splitlines()
     for line in reversed(rows):
         try:
-            row = json.loads(line)
+            row = from_json(line)
             return row["step"], row["loss"], row["tokens_per_s"]
         except (ValueError, KeyError, TypeError):  # half a line, or an evaluation
             continue
@@ -331,4 +330,4 @@ def fail(folder, why):
     """Keep why a trial failed in its folder, where trial.failure() reads it, and print it."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "failed.txt", lambda f: f.write(why.encode()))
-    tqdm.write(f"{folder} failed: {why}", file=sys.stderr)
+    tqdm.write(printable(f"{folder} failed: {why}"), file=sys.stderr)

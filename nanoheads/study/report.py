@@ -15,12 +15,12 @@ from pathlib import Path
 import jinja2
 
 from nanoheads import drawing
-from nanoheads.common import no_link, table, write_atomic
+from nanoheads.common import no_link, printable, say, table, write_atomic
 from nanoheads.study import effects, pictures
 from nanoheads.study.findings import (INTERIM, MEANING, Table, against_plain, candidates_table, costs_table,
                                       dynamic_tables, equal_of, headline, interval, known, label_of, labelled,
                                       ladder_table, level, mean_alone, mean_of, notices, others,
-                                      others_table, plain_rates_table, printable, remarks, screened_table,
+                                      others_table, plain_rates_table, remarks, screened_table,
                                       sentence_of, settings_of, show, standing, steps_table, texts_table,
                                       tuned_table, verdict_of, verdicts_table, without)
 
@@ -159,7 +159,7 @@ def ladder_page(found, drawn=None):
 def write_all(found, folder):
     """Print the table, write every file of the report, print their paths. UserError: the disk refuses."""
     print(in_text(found))
-    print(*write(found, folder), sep="\n")
+    say(*write(found, folder))
 
 
 def write(found, folder):

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from nanoheads import configurator, replaced
-from nanoheads.common import (UserError, git_commit, json_safe, number, pick_device, with_names_of_today,
-                              write_atomic)
+from nanoheads.common import (UserError, from_json, git_commit, json_safe, number, pick_device, read_whole,
+                              say, with_names_of_today, write_atomic)
 from nanoheads.traces import summaries
 from nanoheads.study import costs, dynamic, effects, queue, rescoring, shape, trial
 from nanoheads.study.variants import StudyConfig, all_flags
@@ -294,7 +294,7 @@ def inspected(folder, nothing_runs=True):
         try:
             inside = inspect(folder)
         except Exception as e:  # a mechanism of one's own may fail with a cache, which training never has
-            print(f"the report has no sample of {folder}: {type(e).__name__}: {e}", flush=True)
+            say(f"the report has no sample of {folder}: {type(e).__name__}: {e}", flush=True)
             return NOT_INSPECTED
         write_atomic(path, lambda f: f.write(json.dumps(inside).encode()))
     return inside
@@ -355,12 +355,13 @@ def read(path):
     """The study in a results file, gzip'd or not. UserError, in one line, where there is none."""
     path = Path(path)
     try:
-        data = path.read_bytes()
-        found = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data,
-                           object_hook=with_names_of_today)
+        data = read_whole(path)
+        if data[:2] == b"\x1f\x8b":
+            data = read_whole(path, gzip.open)
+        found = from_json(data, object_hook=with_names_of_today)
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror or 'damaged'}") from None
-    except (ValueError, EOFError, zlib.error, RecursionError):
+    except (ValueError, EOFError, zlib.error):
         raise UserError(f"{path} is not JSON, gzip'd or not") from None
     if wrong := problem_of_file(found):
         raise UserError(f"{path} is not what compare.py writes: {wrong}")
@@ -454,7 +455,7 @@ def recheck(path, complain=True):
     wrong += [line for lines in differing for line in lines]
     if wrong:
         if complain:
-            print(*wrong, sep="\n", file=sys.stderr)
+            say(*wrong, file=sys.stderr)
         raise UserError(f"{path}: {len(wrong)} of {sum(counts):,} figures are not what its runs give")
     return f"{path}: {sum(counts):,} figures computed once more from its runs, all of them the same"
 

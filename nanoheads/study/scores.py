@@ -9,13 +9,14 @@ A score `failed` is a run without one. Other columns are left alone. docs/scores
 
 import csv
 import json
-import math
+import re
 from pathlib import Path
 
-from nanoheads.common import UserError, json_safe, write_atomic
+from nanoheads.common import UserError, json_safe, printable, read_whole, say, write_atomic
 from nanoheads.study import effects, pictures, report
 from nanoheads.study.findings import (MEANING, Table, against_plain, interval, known, label_of, level,
-                                      mean_of, p_of, printable, show, verdict_of)
+                                      mean_of, p_of, show, verdict_of)
+from nanoheads.study.shape import LARGEST, is_finite
 
 NEEDED, OPTIONAL = ("variant", "seed", "score"), ("tokens", "bytes", "cost")
 FAILED = "failed"  # in the place of a score
@@ -30,7 +31,7 @@ def read(path):
     UserError names every row that cannot be used by its line.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = read_whole(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"cannot read {path}: {getattr(e, 'strerror', None) or 'not UTF-8 text'}") from None
     lines = csv.reader(text.splitlines())
@@ -71,26 +72,32 @@ def parsed(cells, n, wanted):
     """(one row, what is wrong with it or None); cells: {column: text}."""
     if n != wanted:
         return {}, f"{n} cells, where the first line has {wanted}"
-    row = {key: printable(cells[key]) for key in ("variant", "seed")}
+    row = dict(variant=printable(cells["variant"]), seed=seed_of(cells["seed"]))
     if empty := [key for key in NEEDED if not cells[key]]:
         return row, f"no {' and no '.join(empty)}"
     row["score"] = None if cells["score"].lower() == FAILED else finite(cells["score"])
     if row["score"] is None and cells["score"].lower() != FAILED:
-        return row, f"score {cells['score']!r} is not a finite number, nor '{FAILED}'"
+        return row, f"score {cells['score']!r} is not a finite number up to {LARGEST:g}, nor '{FAILED}'"
     for key in OPTIONAL:
         row[key] = finite(cells[key]) if cells.get(key) else None
         if cells.get(key) and not (row[key] and row[key] > 0):
-            return row, f"{key} {cells[key]!r} is not a number above 0"
+            return row, f"{key} {cells[key]!r} is not a number above 0, and up to {LARGEST:g}"
     return row, None
 
 
+def seed_of(text):
+    """A seed as it is named here: 01 and 1.0, as other programs write it, are the seed 1."""
+    number = re.fullmatch(r"0*(\d+)(\.0*)?", text, re.ASCII)
+    return number[1] if number else printable(text)
+
+
 def finite(text):
-    """A number that is finite, or None."""
+    """A number up to LARGEST, or None."""
     try:
         value = float(text)
     except ValueError:
         return None
-    return value if math.isfinite(value) else None
+    return value if is_finite(value) else None
 
 
 # ---- the figures ----
@@ -234,4 +241,4 @@ def write(found, folder, json_file=None):
         text = json.dumps(verdicts(found), indent=1).encode()
         write_atomic(Path(json_file), lambda f: f.write(text + b"\n"))
         paths.append(json_file)
-    print(*paths, sep="\n")
+    say(*paths)

@@ -7,8 +7,9 @@ and any others; [shape], a list of such; Each(shape), a dict with such values; M
 None or missing.
 """
 
-import math
 from typing import NamedTuple
+
+LARGEST = 1e30  # of a score, a cost, a figure
 
 
 class Maybe(NamedTuple):
@@ -93,19 +94,17 @@ def misfit(value, shape, where=""):
     else:
         kinds = shape if isinstance(shape, tuple) else (shape,)
         fits = isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds)
-        if fits and isinstance(value, (int, float)) and not is_finite(value):
-            fits = False
+        beyond = fits and isinstance(value, (int, float)) and not is_finite(value)
         name = "number" if int in kinds and float in kinds else kinds[0].__name__
-        return None if fits else f"{where} is {shown(value)}, not a {name}"
+        words = f"{where} is {shown(value)}, not a {name}" + f" up to {LARGEST:g}" * beyond
+        return words if beyond or not fits else None
     return next((words for part, each, own in parts if (words := misfit(each, own, part))), None)
 
 
 def is_finite(value):
-    """Whether a number is one that a float can hold."""
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
+    """Whether a number is at most LARGEST, so that what statistics make of it, fourth powers, is finite too.
+    """
+    return abs(value) <= LARGEST  # False for nan
 
 
 def shown(value):

@@ -31,7 +31,7 @@ import torch
 
 import train
 from model import GPT, GPTConfig
-from nanoheads.common import (UserError, explain, in_place, no_link, output_written, pick_device,
+from nanoheads.common import (UserError, explain, in_place, no_link, output_written, pick_device, say,
                               write_atomic)
 from nanoheads.heads import controller
 from nanoheads import own_mechanism as own, replaced
@@ -68,7 +68,7 @@ def make(spec, trials=TRIALS):
         foreign = no_link(folder.with_name(f"{folder.name}.damaged"))
         shutil.rmtree(foreign, ignore_errors=True)
         folder.rename(foreign)
-        print(f"{folder} held another run; it is set aside as {foreign}", file=sys.stderr)
+        say(f"{folder} held another run; it is set aside as {foreign}", file=sys.stderr)
         planned = None
     folder.mkdir(parents=True, exist_ok=True)
     if planned is None:
@@ -387,7 +387,7 @@ def main(argv=None):
     known = {WITH_PARENT, f"--mechanism={files}"}
     if set(options) - known or read_json(folder / "trial.json") is None:
         sys.exit("trial: give one folder that holds a trial.json; compare.py makes them")
-    print(f"what it prints is in {folder / 'trial.log'}", flush=True)
+    say(f"what it prints is in {folder / 'trial.log'}", flush=True)
     log_to(folder / "trial.log")
     if WITH_PARENT in argv:
         threading.Thread(target=stop_with_parent, daemon=True).start()

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from nanoheads.common import UserError, opened_anew
+from nanoheads.common import UserError, from_json, opened_anew
 from nanoheads.locks import lock
 
 KNOWN = {}  # {path: (its stamp, its sha256)}, of this process
@@ -65,7 +65,7 @@ def confirmed(path, expected):
     if KNOWN.get(path) == (now, expected):
         return expected
     with suppress(OSError, ValueError, KeyError, TypeError):  # none there, or damaged
-        kept = json.loads(memory(path).read_text(encoding="utf-8"))
+        kept = from_json(memory(path).read_text(encoding="utf-8"))
         if (kept["stamp"], kept["sha256"]) == (now, expected):
             KNOWN[path] = now, expected
             return expected

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanoheads.common import ROOT, UserError
+from nanoheads.common import ROOT, UserError, from_json
 from nanoheads.text import checksums
-from nanoheads.text.tokenizer import Tokenizer, token_sizes
+from nanoheads.text.tokenizer import Tokenizer, problem_of_meta, token_sizes
 
 # where a document begins in the bytes of a text, whose lines may end in \r\n: the first of these that is
 # there at least twice
@@ -46,17 +46,19 @@ class Dataset:
         self.dir = next((folder for folder in folders_of(name) if (folder / "meta.json").is_file()), None)
         if self.dir is None:
             raise missing(name)
+        path = self.dir / "meta.json"
         try:
-            self.meta = json.loads((self.dir / "meta.json").read_text(encoding="utf-8"))
-            self.splits, _ = self.meta["splits"], self.meta["name"]
+            self.meta = from_json(path.read_bytes())
+            if problem := problem_of_meta(self.meta):
+                raise ValueError(problem)
             self.tokenizer = Tokenizer.from_meta(self.meta)
-            self.dtype = np.dtype(self.meta["dtype"])
-            self.vocab_size, self.separator = self.meta["vocab_size"], self.meta["separator"]
-            self.sizes = {split: (size["tokens"], size["bytes"]) for split, size in self.splits.items()}
-            self.sums = {split: size["sha256"] for split, size in self.splits.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise UserError(f"{self.dir / 'meta.json'} is not what a prepare script writes "
-                            f"({type(e).__name__}: {e}); run it again with --force")
+        except ValueError as e:
+            raise UserError(f"{path} is not what a prepare script writes: {e}; run it again with --force"
+                            ) from None
+        self.dtype, self.splits = np.dtype(self.meta["dtype"]), self.meta["splits"]
+        self.vocab_size, self.separator = self.meta["vocab_size"], self.meta["separator"]
+        self.sizes = {split: (size["tokens"], size["bytes"]) for split, size in self.splits.items()}
+        self.sums = {split: size["sha256"] for split, size in self.splits.items()}
 
     @cached_property
     def digests(self):

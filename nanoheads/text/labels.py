@@ -7,11 +7,13 @@ a run that was stopped starts over.
 
 import os
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from nanoheads.common import UserError, opened_anew, table
+from nanoheads.common import UserError, say, table
+from nanoheads.locks import remove_abandoned, temporary
 from nanoheads.text.targets import UNKNOWN, Targets, decode, label_file, write_meta
 
 
@@ -20,6 +22,7 @@ from nanoheads.text.targets import UNKNOWN, Targets, decode, label_file, write_m
 def label(folder, text, labeller, splits, force=False):
     """Label splits into a folder, beside those labelled in the same way before. False: all were there."""
     folder.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(folder, "*.u8")
     found, missing = finished(folder, text.dataset, labeller.note, force), False
     if found:
         splits = list(dict.fromkeys((*found.splits, *splits)))
@@ -35,11 +38,11 @@ def label(folder, text, labeller, splits, force=False):
 
 def label_split(folder, text, labeller, split, names):
     """Write <name>.<split>.u8 of these names, under temporary names until the split is done."""
-    paths = {name: label_file(folder, name, split) for name in names}
-    parts = {name: path.with_name(f"{path.name}.{os.getpid()}.part") for name, path in paths.items()}
+    paths, files = {name: label_file(folder, name, split) for name in names}, {}
     try:
         with ExitStack() as stack:
-            files = {name: stack.enter_context(opened_anew(part)) for name, part in parts.items()}
+            for name, path in paths.items():
+                files[name] = stack.enter_context(temporary(path))
             bar = stack.enter_context(tqdm(total=len(text.dataset.tokens(split)), desc=split, unit=" tokens",
                                            unit_scale=True, disable=None, leave=False))
             for piece in text.pieces(split):
@@ -52,10 +55,10 @@ def label_split(folder, text, labeller, split, names):
                 file.flush()
                 os.fsync(file.fileno())
         for name, path in paths.items():
-            os.replace(parts[name], path)
+            os.replace(files[name].name, path)
     finally:
-        for part in parts.values():
-            part.unlink(missing_ok=True)
+        for file in files.values():
+            Path(file.name).unlink(missing_ok=True)
 
 
 def finished(folder, dataset, note, force):
@@ -79,7 +82,7 @@ def holds(found, name, split):
     try:
         return bool(found and split in found.splits and len(found.codes(name, split)))
     except UserError as e:
-        return print(e)
+        return say(e)
 
 
 # ---- shown ----
@@ -92,7 +95,7 @@ def report(folder, dataset, show):
             about = row["names"][name]
             mean = "-" if about["mean"] is None else f"{about['mean']:.4f}"
             rows.append((name, split, f"{row['tokens']:,}", f"{about['labelled'] / row['tokens']:.4f}", mean))
-    print(f"{folder}: {targets.meta['note']}{' (weak: not checked by a person)' * targets.meta['weak']}")
+    say(f"{folder}: {targets.meta['note']}{' (weak: not checked by a person)' * targets.meta['weak']}")
     print(table(("name", "split", "tokens", "labelled", "mean"), rows, left=2))
     if show:
         print("\n{1} before text that is labelled 1, {0} 0, {-} what is not labelled")

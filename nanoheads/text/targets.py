@@ -11,15 +11,16 @@ of its .bin, and for each name the sha256 of its file, how many tokens are label
 data/label.py writes such folders.
 """
 
-import json
+import math
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from nanoheads.common import UserError, write_json
+from nanoheads.common import UserError, from_json, number, write_json
 from nanoheads.text import checksums
 from nanoheads.text.checksums import sha256
+from nanoheads.text.tokenizer import is_text, is_whole, shown
 
 UNKNOWN = 255
 VALUES = torch.cat((torch.arange(UNKNOWN) / (UNKNOWN - 1), torch.tensor([-1.0])))  # of each byte; -1: unknown
@@ -60,6 +61,26 @@ def write_meta(folder, dataset, names, splits, weak, note):
     write_json(Path(folder) / "labels.json", meta)
 
 
+def check_meta(meta):
+    """Raise ValueError, KeyError, TypeError or AttributeError where this is not what write_meta() writes."""
+    def need(key, value, fits):
+        if not fits:
+            raise ValueError(f"{key}={shown(value)}")
+
+    for key in ("dataset", "note"):
+        need(key, meta[key], is_text(meta[key]))
+    need("weak", meta["weak"], isinstance(meta["weak"], bool))
+    need("names", meta["names"], isinstance(meta["names"], list) and all(map(is_text, meta["names"])))
+    for split, row in meta["splits"].items():
+        need(f"splits.{split}.tokens", row["tokens"], is_whole(row["tokens"], 1))
+        need(f"splits.{split}.sha256", row["sha256"], is_text(row["sha256"]))
+        for name in meta["names"]:
+            own, where = row["names"][name], f"splits.{split}.names.{name}"
+            need(f"{where}.sha256", own["sha256"], is_text(own["sha256"]))
+            need(f"{where}.labelled", own["labelled"], is_whole(own["labelled"], 0))
+            need(f"{where}.mean", own["mean"], own["mean"] is None or not math.isnan(number(own["mean"])))
+
+
 class Targets:
     """Labels of a Dataset: a folder <dataset>/labels/<set>, or a path. UserError: not for these tokens.
 
@@ -74,13 +95,12 @@ class Targets:
             raise UserError(f"no labels {labels!r} for {dataset.dir}; there are "
                             f"{', '.join(there) or 'none'}: python data/label.py makes them")
         try:
-            self.meta = json.loads((self.dir / "labels.json").read_text(encoding="utf-8"))
-            known, self.splits = list(self.meta["names"]), self.meta["splits"]
-            for row in self.splits.values():
-                row["tokens"], row["sha256"], [row["names"][name]["sha256"] for name in known]
+            self.meta = from_json((self.dir / "labels.json").read_text(encoding="utf-8"))
+            check_meta(self.meta)
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise UserError(f"{self.dir / 'labels.json'} is not what data/label.py writes "
-                            f"({type(e).__name__}: {e})") from None
+                            f"({type(e).__name__}: {e}): label it anew with --force") from None
+        known, self.splits = self.meta["names"], self.meta["splits"]
         self.dataset, self.names = dataset, known if names is None else list(names)
         if missing := [name for name in self.names if name not in known]:
             raise UserError(f"{self.dir} has no labels for {', '.join(missing)}; it has {', '.join(known)}")

@@ -16,18 +16,94 @@ from itertools import islice
 
 import numpy as np
 
+from nanoheads.common import from_json
+
 END_OF_TEXT = 50256
 # how vocabularies call the token behind a text: of those that one has, the first here
 ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
 SPACE = "\u2581"  # SentencePiece's
 SAFE_CUT = re.compile(r"\S(?=[ \n])")
+ENCODINGS = ("byte", "char", "gpt2", "hf")
+DTYPES = {"uint8": 1 << 8, "uint16": 1 << 16, "uint32": 1 << 32}  # the symbols that each can tell apart
+
+
+# ---- meta.json ----
+
+def is_whole(value, least):
+    """Whether a value is a whole number from `least` on that numpy's int64 holds; True and 3.0 are none."""
+    return type(value) is int and least <= value < 2**63
+
+
+def is_text(value):
+    return isinstance(value, str)
+
+
+def is_vocabulary(value, meta):
+    """Whether a value is what Tokenizer takes for the encoding of this meta.json."""
+    if meta["encoding"] == "hf":
+        return isinstance(value, str) and value != ""
+    if meta["encoding"] == "char":
+        return isinstance(value, list) and len(value) == meta["vocab_size"] and all(map(is_text, value))
+    return value is None
+
+
+# what meta.json says of a data folder, and a checkpoint of the one that it was trained on. Key -> (what its
+# value must be, whether a value is that, where the keys above it are in order)
+META = {
+    "name": ("a text", lambda value, meta: is_text(value)),
+    "encoding": ("byte, char, gpt2 or hf", lambda value, meta: value in ENCODINGS),
+    "vocab_size": ("a whole number above 0", lambda value, meta: is_whole(value, 1)),
+    "vocab": ("the list of its vocab_size characters (char), the text of a tokenizer.json (hf), or left out",
+              is_vocabulary),
+    "dtype": ("uint8, uint16 or uint32, which holds vocab_size tokens", lambda value, meta:
+              is_text(value) and meta["vocab_size"] <= DTYPES.get(value, 0)),
+    "separator": ("a whole number from 0 to below vocab_size, a token", lambda value, meta:
+                  is_whole(value, 0) and value < meta["vocab_size"]),
+    "splits": ("the splits by name, one at least", lambda value, meta: isinstance(value, dict) and value),
+}
+# of each split; chars is for its reader alone
+META_OF_SPLIT = {
+    "tokens": ("a whole number above 0", lambda value: is_whole(value, 1)),
+    "bytes": ("a whole number above 0", lambda value: is_whole(value, 1)),
+    "chars": ("a whole number, or left out", lambda value: value is None or is_whole(value, 0)),
+    "sha256": ("a text", is_text),
+}
+OF_FOLDER = {"dtype", "separator", "splits"}  # a checkpoint out of a Hugging Face folder has none of these
+
+
+def problem_of_meta(meta, of_folder=True):
+    """What is wrong with what meta.json holds, as its key, its value and what that must be; None: nothing.
+
+    of_folder: of a data folder; of a checkpoint's copy only what is there must be as it should.
+    """
+    if not isinstance(meta, dict):
+        return f"it holds {shown(meta)}, not keys with values"
+    for key, (words, fits) in META.items():
+        if (of_folder or key in meta or key not in OF_FOLDER) and not fits(meta.get(key), meta):
+            return misfit(key, meta, words)
+    for split, row in meta.get("splits", {}).items():
+        if not isinstance(row, dict):
+            return f"splits.{split}={shown(row)} must be its tokens, bytes and sha256"
+        for key, (words, fits) in META_OF_SPLIT.items():
+            if not fits(row.get(key)):
+                return f"splits.{split}.{misfit(key, row, words)}"
+
+
+def misfit(key, values, words):
+    return f"{key}={shown(values[key])} must be {words}" if key in values else f"{key} is missing: {words}"
+
+
+def shown(value):
+    """A value in a message, cut short."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 class Tokenizer:
     """Text <-> token ids. vocab: char: the list of characters; hf: the text of a tokenizer.json."""
 
     def __init__(self, encoding, vocab=None):
-        if encoding not in ("byte", "char", "gpt2", "hf"):
+        if encoding not in ENCODINGS:
             raise ValueError(f"encoding must be byte, char, gpt2 or hf, not {encoding!r}")
         if (encoding in ("char", "hf")) != bool(vocab):
             raise ValueError("the char and hf encodings need a vocabulary, the others have none")
@@ -58,8 +134,8 @@ class Tokenizer:
         except ImportError:
             raise ValueError("this vocabulary is read by Hugging Face's tokenizers: pip install tokenizers"
                              ) from None
-        about = json.loads(self.vocab)
-        self.spelled = spelled_by(about)
+        about = from_json(self.vocab)
+        self.spelled = spelled_by(about) if isinstance(about, dict) else None
         if self.spelled is None:
             raise ValueError("only tokenizers of byte pairs (decoder: ByteLevel or ByteFallback) are known "
                              "here")
@@ -94,8 +170,15 @@ class Tokenizer:
 
     @classmethod
     def from_meta(cls, meta):
-        """The tokenizer that wrote a data folder, from its meta.json (a dict)."""
-        return cls(meta["encoding"], meta.get("vocab"))
+        """The tokenizer that wrote a data folder, from its meta.json (a dict), see problem_of_meta().
+
+        ValueError: its vocabulary is damaged, or has another size than vocab_size.
+        """
+        tokenizer = cls(meta["encoding"], meta.get("vocab"))
+        if meta["vocab_size"] != tokenizer.vocab_size:
+            raise ValueError(f"vocab_size={meta['vocab_size']} must be {tokenizer.vocab_size}, "
+                             "the size of its vocabulary")
+        return tokenizer
 
     def encode(self, text, special=False):
         """str -> [n] token ids, typed as on disk. ValueError: a character that the vocabulary lacks.

@@ -7,15 +7,16 @@ import hashlib
 import json
 import os
 import sys
-import time
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
-from nanoheads.common import UserError, gib, memory_of_machine, opened_anew, output_written, write_atomic
+from nanoheads import answer_interrupts
+from nanoheads.common import UserError, from_json, gib, memory_of_machine, output_written, say, write_atomic
+from nanoheads.locks import remove_abandoned, temporary
 from nanoheads.text.sources import HOME, SPLITS, digest, find, identity, origin, read
-from nanoheads.text.tokenizer import Tokenizer, count_chars, cut_at_spaces
+from nanoheads.text.tokenizer import Tokenizer, count_chars, cut_at_spaces, problem_of_meta
 
 
 # ---- write ----
@@ -43,10 +44,8 @@ class Writer:
 
     def __enter__(self):
         self.out.mkdir(parents=True, exist_ok=True)
-        for old in self.out.glob("*.tmp"):  # left by a run that was killed: one that runs writes all the time
-            if time.time() - old.stat().st_mtime > 3600:
-                old.unlink(missing_ok=True)
-        self.files = {s: opened_anew(self.out / f"{s}.bin.{os.getpid()}.tmp") for s in SPLITS}
+        remove_abandoned(self.out, "*.bin")
+        self.files = {s: temporary(self.out / f"{s}.bin") for s in SPLITS}
         return self
 
     def add(self, split, ids, size, chars):
@@ -156,24 +155,27 @@ class Writer:
 def prepared(out, **want):
     """The meta.json of a whole, undamaged folder made as `want` has it; else None, and why is printed."""
     try:
-        meta = json.loads((out / "meta.json").read_bytes())
+        meta = from_json((out / "meta.json").read_bytes())
+        if problem := problem_of_meta(meta):
+            return say(f"{out}/meta.json: {problem}: preparing it anew")
         for key, value in want.items():
             if {**meta["source"], **meta}.get(key) != value:
-                return print(f"{out}: was made with another {key}: preparing it anew")
+                return say(f"{out}: was made with another {key}: preparing it anew")
         for split in SPLITS:
             for name, key in ((f"{split}.bin", "sha256"), (f"{split}.sizes.bin", "sizes_sha256")):
                 expected = meta["splits"][split].get(key)
                 if expected and digest.__wrapped__(out / name)["sha256"] != expected:
-                    return print(f"{out / name}: differs from its checksum: preparing it anew")
+                    return say(f"{out / name}: differs from its checksum: preparing it anew")
         return meta
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError):
-        return print(f"{out}/meta.json: unreadable: preparing it anew")
+        return say(f"{out}/meta.json: unreadable: preparing it anew")
 
 
 def already(args, **want):
     """True, after printing the counts, when the folder is whole and was made as args and `want` have it."""
+    remove_abandoned(args.out, "*.bin")
     meta = None if args.force else prepared(args.out, name=args.name, encoding=args.encoding, **want)
     if meta:
         report(args.out, meta, "already prepared, verified: ")
@@ -182,13 +184,13 @@ def already(args, **want):
 
 def report(out, meta, head=""):
     """Print the counts of every split, aligned."""
-    print(f"{head}{os.path.relpath(out)}: {meta['encoding']}, {meta['vocab_size']:,} symbols")
+    say(f"{head}{os.path.relpath(out)}: {meta['encoding']}, {meta['vocab_size']:,} symbols")
     print(f"{'split':<6}{'tokens':>16}{'bytes':>16}{'characters':>16}")
     for split in SPLITS:
         print(f"{split:<6}" + "".join(f"{meta['splits'][split][k]:>16,}"
                                       for k in ("tokens", "bytes", "chars")))
     if "note" in meta:
-        print(f"note: {meta['note']}")
+        say(f"note: {meta['note']}")
 
 
 # ---- a whole script ----
@@ -253,6 +255,7 @@ def run(main):
 
 def run_main(main):
     """run(), but for what could not be printed."""
+    answer_interrupts()
     try:
         main()
     except UserError as error:

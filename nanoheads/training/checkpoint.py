@@ -18,12 +18,13 @@ from pathlib import Path
 import torch
 
 from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, GPTConfig
-from nanoheads.common import (UserError, fault_of_own_file, json_safe, number, ran_out_of_memory,
+from nanoheads.common import (UserError, fault_of_own_file, from_json, json_safe, number, ran_out_of_memory,
                               with_names_of_today, write_atomic)
 from nanoheads.configurator import UNNAMED, keys_of, nearest, parse, type_name, typed
 from nanoheads.folders import find
 from nanoheads.other_names import ROUTING_PAIR
 from nanoheads.text.dataset import digests_of
+from nanoheads.text.tokenizer import problem_of_meta
 from nanoheads.training.config import trained_with
 
 
@@ -71,11 +72,6 @@ FORM = {
     "config": ("a dict of flags", is_flags),
     "dataset": ("a text or None", none_or(is_text)),
     "meta": ("a dict or None", none_or(is_flags)),
-    "meta.name": ("a text", is_text),
-    "meta.encoding": ("a text", is_text),
-    "meta.vocab_size": ("a number of symbols", is_count),
-    "meta.splits": ("a dict", none_or(is_flags)),
-    "meta.splits.*": ("a dict", is_flags),
     "train": ("a dict of flags or None", none_or(is_flags)),
     "step": ("a number of steps", is_count),
     "best_val_loss": ("a loss, at least 0", lambda value: is_size(value) or value == math.inf),
@@ -121,11 +117,13 @@ def check_form(state, path):
         for name, part in parts(state, place) if place.partition(".")[0] in state else ():
             if not holds(part):
                 refuse(name, part, what)
+    if state.get("meta") and (wrong := problem_of_meta(state["meta"], of_folder=False)):
+        raise UserError(f"{path} is damaged, or no checkpoint of this program: meta, its dataset's: {wrong}")
     step, last = state.get("step"), (state.get("last_eval") or {}).get("step")
     most = (state.get("train") or {}).get("max_iters")
     if None not in (step, most) and not (is_count(most) and step <= most):
         refuse("step", step, f"at most max_iters={reprlib.repr(most)}")
-    if last is not None and last not in range(-1, (step or 0) + 1):
+    if None not in (step, last) and last not in range(-1, step + 1):
         refuse("last_eval.step", last, f"from -1 to step={step}")
 
 
@@ -459,7 +457,7 @@ def asked_for(model_config, config):
 def asked_in(folder):
     """What was asked for in a run's folder, as asked_for(); None: its config.json does not say."""
     try:
-        asked = json.loads((folder / "config.json").read_bytes())["asked"]
+        asked = from_json((folder / "config.json").read_bytes())["asked"]
         return asked if isinstance(asked, dict) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

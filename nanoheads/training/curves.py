@@ -2,7 +2,6 @@
 The curves of runs, log.jsonl as arrays and as figures: losses, bits per byte, the schedule, the gap; of one
 run, or of several.
 """
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter
 
-from nanoheads.common import no_link, number, with_names_of_today
+from nanoheads.common import from_json, no_link, number, printable, with_names_of_today
 from nanoheads.drawing import COLOURS, GREY, RC, canvas, label_right, save
 from nanoheads.training.runlog import read_rows, warn
 
@@ -218,7 +217,8 @@ def draw(runs, stem, title=""):
 def dataset_name(run_dir):
     """The dataset that a run's config.json names, '?' where it names none."""
     try:
-        return Path(json.loads((Path(run_dir) / "config.json").read_text())["train"]["dataset"]).name
+        config = from_json((Path(run_dir) / "config.json").read_bytes())
+        return printable(Path(config["train"]["dataset"]).name)
     except (OSError, ValueError, KeyError, TypeError):
         return "?"
 

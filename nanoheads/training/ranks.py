@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from nanoheads.common import UserError, drop, pick_device
+from nanoheads.common import UserError, drop, pick_device, printable
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Process:
         if self.rank:
             return
         try:
-            tqdm.write(text)
+            tqdm.write(printable(text))
             sys.stdout.flush()
         except BrokenPipeError:
             if self.stop is None:

@@ -1,10 +1,9 @@
 """Rules of who may change which heads during training, read from a JSON file."""
 
 import json
-from pathlib import Path
 
 from model import Agency
-from nanoheads.common import UserError
+from nanoheads.common import UserError, from_json, read_whole
 
 
 class Rules:
@@ -23,7 +22,7 @@ class Rules:
     def read(cls, path):
         """UserError: not such a file."""
         try:
-            rules = json.loads(Path(path).read_text(encoding="utf-8"))
+            rules = from_json(read_whole(path))
         except OSError as e:
             raise UserError(f"policy_rules: cannot read {path}: {e.strerror}") from None
         except ValueError as e:

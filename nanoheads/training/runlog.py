@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from nanoheads.common import (ROOT, UserError, git_commit, in_place, json_safe, no_link, number, write_atomic,
-                              write_json)
+from nanoheads.common import (ROOT, UserError, from_json, git_commit, in_place, json_safe, no_link, number,
+                              printable, say, write_atomic, write_json)
 
 
 def write_config(path, model_config, config, step, machine, asked):
@@ -29,7 +29,7 @@ def write_config(path, model_config, config, step, machine, asked):
     before = []
     if step:
         with suppress(OSError, ValueError, KeyError, TypeError):
-            before = json.loads(path.read_text(encoding="utf-8"))["launches"]
+            before = from_json(path.read_bytes())["launches"]
     details = dict(model=model_config.flags(), train=asdict(config), asked=asked, **launch,
                    launches=[*before, dict(step=step, **launch)])
     write_json(path, details)
@@ -48,13 +48,13 @@ def set_aside(*paths, why):
     for path in there:
         os.replace(path, f"{path}.damaged")
     names = " and ".join(f"{path.name}.damaged" for path in there)
-    tqdm.write(f"{paths[0]} {why}; set aside as {names}", file=sys.stderr)
+    tqdm.write(printable(f"{paths[0]} {why}; set aside as {names}"), file=sys.stderr)
 
 
 def read_json(path):
     """The dict in a JSON file; None where there is no file, or none that can be read: that is set aside."""
     try:
-        found = json.loads(path.read_bytes())
+        found = from_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError:
@@ -65,7 +65,7 @@ def read_json(path):
 def parsed(line):
     """The dict in a line of a log that has a step; None where there is none."""
     try:
-        row = json.loads(line)
+        row = from_json(line)
         return row if number(row.get("step")) >= 0 else None
     except (ValueError, AttributeError):  # not JSON; JSON but not an object
         return None
@@ -98,7 +98,7 @@ def read_rows(path, sound=bool, repair=False, complain=None):
 
 
 def warn(run_dir, message):
-    print(f"{run_dir}: {message}", file=sys.stderr)
+    say(f"{run_dir}: {message}", file=sys.stderr)
 
 
 def write_rows(path, rows):

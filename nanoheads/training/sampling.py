@@ -8,13 +8,12 @@ import time
 import unicodedata
 from contextlib import nullcontext
 from itertools import zip_longest
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from nanoheads.common import UserError, unescaped
+from nanoheads.common import UserError, printable, read_whole, unescaped
 from nanoheads.logits import NotNumbers, check_sampling
 from nanoheads.pruning import pack_in_place
 from nanoheads.text.tokenizer import Tokenizer
@@ -35,7 +34,10 @@ def model_and_tokenizer(path, device, dataset=None, settings=(), pack=False):
         data = dataset_of(state, path, dataset)
         checkpoint.same_vocabulary(state, data, path)
         meta = data.meta
-    return model, Tokenizer.from_meta(meta)
+    try:
+        return model, Tokenizer.from_meta(meta)
+    except ValueError as e:
+        raise UserError(f"{path}: its vocabulary cannot be read: {e}") from None
 
 
 def until_stop(ids, tokenizer, stop=None):
@@ -122,7 +124,7 @@ def read_prompt(text):
     if not text.startswith("FILE:"):
         return unescaped(text)
     try:
-        return Path(text[5:]).read_bytes().decode()
+        return read_whole(text[5:]).decode()
     except OSError as e:
         raise ValueError(f"--start: {text[5:]} cannot be read: {e.strerror}")
     except UnicodeDecodeError as e:
@@ -238,6 +240,7 @@ def side_by_side(titles, texts, width):
     columns = []
     for title, text in zip(titles, texts):
         rows = [row for line in text.split("\n") for row in wrap(line, each)]
+        title = printable(title)
         columns.append([title[-each:], "-" * min(each, len(title)), *rows])
     lines = []
     for row in zip_longest(*columns, fillvalue=""):

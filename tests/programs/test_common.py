@@ -1,13 +1,29 @@
-"""What every program shares: the last line of one that cannot go on, places to write, numbers."""
+"""What every program shares: its last line where it cannot go on, files, JSON, places to write, numbers."""
 
+import gzip
+import json
+import os
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tqdm import tqdm
 
-from nanoheads.common import (UserError, in_place, last_words, number, opened_anew, writable,
-                              writable_folder, write_atomic)
+from nanoheads import common, own_files
+from nanoheads.common import (UserError, from_json, in_place, last_words, number, opened_anew, printable,
+                              read_whole, table, text_of, writable, writable_folder, write_atomic)
 from nanoheads.configurator import check
+from nanoheads.heads import look
+from nanoheads.hub import huggingface
+from nanoheads.probes import continuations, fewshot
+from nanoheads.study import queue, results, scores, trial
+from nanoheads.text import checksums, labellers
+from nanoheads.text.dataset import Dataset
+from nanoheads.text.targets import Targets
+from nanoheads.text.tokenizer import Tokenizer
+from nanoheads.training import checkpoint, curves, runlog, sampling
+from nanoheads.training.rules import Rules
 
 
 @pytest.mark.parametrize("e, line", [
@@ -79,3 +95,113 @@ def test_an_int_beyond_all_floats_is_no_number():
     assert str(number(10**400)) == "nan" and number(3) == 3.0
     with pytest.raises(ValueError):
         check(10**400, float)
+
+
+# ---- JSON ----
+
+def nested(levels):
+    return "[" * levels + "]" * levels
+
+
+def test_json_nested_too_deeply_is_damaged_like_any_other():
+    assert from_json(nested(90)) == json.loads(nested(90)) and from_json(b'{"a": [1, {"b": 2.5}]}') == \
+        {"a": [1, {"b": 2.5}]}
+    # at 100,000 Python's recursion ends while it is read, at 700 in what comes after, such as json_safe()
+    for levels in (101, 700, 100_000):
+        for text in (nested(levels), '{"step": 1, "a": ' + nested(levels) + "}", "[" * levels):
+            with pytest.raises(ValueError):
+                from_json(text)
+
+
+def refused(read):
+    """Whether a reader refuses a file in one line."""
+    with pytest.raises(ValueError) as e:
+        read()
+    return len(str(e.value).splitlines()) == 1
+
+
+def set_aside(read, path):
+    return read() is None and not path.exists() and path.with_name(f"{path.name}.damaged").is_file()
+
+
+@pytest.mark.parametrize("levels", [700, 100_000])
+@pytest.mark.parametrize("name, is_told", [
+    ("meta.json", lambda path: refused(lambda: Dataset(path.parent))),
+    ("labels.json", lambda path: refused(lambda: Targets(SimpleNamespace(dir=path.parent), path.parent))),
+    ("log.jsonl", lambda path: runlog.read_rows(path) == []),
+    ("log.jsonl", lambda path: queue.progress_of(path.parent) is None),
+    ("trial.json", lambda path: set_aside(lambda: trial.read_json(path), path)),
+    ("items.jsonl", lambda path: refused(lambda: fewshot.read_items(path))),
+    ("rules.json", lambda path: refused(lambda: Rules.read(path))),
+    ("results.json", lambda path: refused(lambda: results.read(path))),
+    ("config.json", lambda path: checkpoint.asked_in(path.parent) is None),
+    ("config.json", lambda path: curves.dataset_name(path.parent) == "?"),
+    ("config.json", lambda path: refused(lambda: huggingface.config_of(path.parent))),
+    ("labels.jsonl", lambda path: refused(lambda: labellers.read_spans(path, dict(tokens=9)))),
+    ("x.checked", lambda path: checksums.confirmed(path.with_name("x"), "0" * 64) is None),
+])
+def test_every_reader_takes_deeply_nested_json_for_a_damaged_file(tmp_path, name, is_told, levels):
+    (tmp_path / "x").touch()
+    (tmp_path / name).write_text('{"step": 1, "loss": ' + nested(levels) + ', "tokens_per_s": 1}\n')
+    assert is_told(tmp_path / name)
+
+
+# ---- files that a person names ----
+
+def test_text_of_a_file_has_one_kind_of_line_end(tmp_path):
+    (tmp_path / "a.txt").write_bytes("é\r\nb\rc\n".encode())
+    assert text_of(tmp_path / "a.txt") == "é\nb\nc\n" and read_whole(tmp_path / "a.txt")[:2] == "é".encode()
+
+
+@pytest.mark.parametrize("read", [
+    lambda path: sampling.read_prompt(f"FILE:{path}"), lambda path: look.read_ids(path, Tokenizer("byte")),
+    lambda path: continuations.prompts_of_file(path, Tokenizer("byte"), True), fewshot.read_items, Rules.read,
+    results.read, scores.read, own_files.opened,
+    lambda path: labellers.read_spans(path, dict(characters=9, tokens=9))])
+@pytest.mark.parametrize("endless", [True, False])
+def test_a_file_without_an_end_is_one_line(read, endless, tmp_path, monkeypatch):
+    """/dev/zero took all memory."""
+    monkeypatch.setattr(common, "MOST_READ", 1 << 20)
+    monkeypatch.setattr(labellers, "MOST_READ", 1 << 20)
+    path = Path("/dev/zero")
+    if not endless or not path.exists():
+        path = tmp_path / "large.py"
+        path.write_bytes(b"x" * ((1 << 20) + 1))
+    with pytest.raises(ValueError, match="more than 1 MiB|longer than 1 MiB") as e:
+        read(path)
+    assert len(str(e.value).splitlines()) == 1 and str(e.value).count(str(path)) == 1
+
+
+def test_a_small_file_that_unpacks_without_an_end_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "MOST_READ", 1 << 20)
+    path = tmp_path / "results.json.gz"
+    path.write_bytes(gzip.compress(b" " * ((1 << 20) + 1)))
+    with pytest.raises(UserError, match="more than 1 MiB"):
+        results.read(path)
+
+
+def test_what_a_pipe_holds_is_read_to_its_end(tmp_path):
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("no pipes with names")
+    read, write = os.pipe()
+    os.write(write, b"To be")
+    os.close(write)
+    assert sampling.read_prompt(f"FILE:/dev/fd/{read}") == "To be"
+    os.close(read)
+
+
+# ---- names ----
+
+ESCAPES = "\x1b[31mred\x1b[0m\x07 \x9b2J"
+
+
+def test_what_would_steer_a_terminal_is_shown():
+    assert printable(ESCAPES) == "�[31mred�[0m� �2J" and printable("a\tb\né 日本 😀") == "a\tb\né 日本 😀"
+    assert "\x1b" not in table(("name",), [(ESCAPES,)]) and "�[31mred" in table((ESCAPES,), [("x",)])
+
+
+def test_the_last_line_of_a_program_shows_them_too():
+    for e in (UserError(f"no dataset {ESCAPES}"), OSError(2, "No such file", ESCAPES)):
+        with pytest.raises(SystemExit) as ended, last_words("demo"):
+            raise e
+        assert "�[31mred" in ended.value.code and "\x1b" not in ended.value.code

@@ -1,4 +1,5 @@
 """Config files and arguments: what works, and that whatever does not is said in full, in plain lines."""
+import importlib
 import os
 import re
 import subprocess
@@ -114,6 +115,7 @@ def config_file(tmp_path):
     (["--layers=1,2"], "layers", [1, 2]),
     (["--layers", "[3]"], "layers", [3]),
     (["--layers=4"], "layers", [4]),
+    (["--layers=(1,2)"], "layers", [1, 2]),
     (["--lr-scale=2"], "lr_scale", 2),
     (["--lr_scale=0.5,1"], "lr_scale", [0.5, 1.0]),
     (["--lr=1", "--lr=2"], "lr", 2.0),
@@ -598,7 +600,8 @@ def test_wrong_values_of_other_programs_keys_are_refused_by_their_names(given, l
 
 
 @pytest.mark.parametrize("arg", ["--lr=fast", "--lr=nan", "--lr=inf", "--width=1.5", "--width=True",
-                                 "--width=[1]", "--fast=maybe", "--layers=a,b"])
+                                 "--width=[1]", "--fast=maybe", "--layers=a,b", "--layers=[[1]]",
+                                 "--layers=[[1],[2]]", "--layers=[1", "--lr_scale=[[0.5]]"])
 def test_a_wrong_type_is_refused(arg):
     line, = problems(arg)
     assert line.startswith(f"command line: {arg[2:].split('=')[0]}=") and " is not " in line
@@ -610,6 +613,14 @@ def test_a_wrong_type_in_a_file_is_refused(config_file, line):
     path = config_file(line)
     got, = problems(path)
     assert got.startswith(f"{path}: {line.split()[0]}=") and " is not " in got
+
+
+@pytest.mark.parametrize("program", ["train", "compare"])
+def test_help_says_that_a_config_file_runs(program, capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module(program).main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "A config file is Python code, and reading it runs it: name only files that you trust." in said
 
 
 def test_a_key_without_its_value_is_refused():

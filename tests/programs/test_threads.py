@@ -1,13 +1,17 @@
-"""threads.py: in every program threads wait briefly, set before torch is there, unless the user decides."""
+"""How programs begin: threads wait briefly unless the user decides, Ctrl-C while they import is one line."""
+import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 
 import pytest
 
+import nanoheads
 from nanoheads import threads
+from nanoheads.text import writing
 from conftest import ROOT
 
 PROGRAMS = [path.name for path in sorted(ROOT.glob("*.py")) if "__main__" in path.read_text()]
@@ -91,6 +95,86 @@ def test_a_processor_without_a_name_gets_what_the_system_says(monkeypatch, tmp_p
     found = processor_of(monkeypatch, tmp_path, "processor\t: 0\nBogoMIPS\t: 50.00\n")
     assert found and "family" not in found
 
+
+# ---- Ctrl-C ----
+
+# imports a program up to the moment where it asks for torch or numpy, and does there what standard input says
+AT_IMPORT = """
+import os, runpy, signal, sys
+class AtImport:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("numpy", "torch"):
+            sys.meta_path.remove(self)
+            exec(sys.stdin.read())
+sys.meta_path.insert(0, AtImport())
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+IN_DATA = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("data/*/prepare.py"))]
+CTRL_C = "os.kill(os.getpid(), signal.SIGINT)"
+
+
+def at_import(program, code, **more):
+    argv = ["late"] if program == "probe.py" else []  # a probe is imported when its name is known
+    return subprocess.run([sys.executable, "-c", AT_IMPORT, str(ROOT / program), *argv, "--help"], input=code,
+                          text=True, timeout=60, capture_output=True, cwd=ROOT, **more,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="os.kill() asks nobody there")
+@pytest.mark.parametrize("program", [*PROGRAMS, "data/label.py", "data/prepare_text.py", *IN_DATA])
+def test_ctrl_c_while_a_program_imports_is_one_line(program):
+    done = at_import(program, CTRL_C)
+    name = program.split("/")[-1].removesuffix(".py")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", f"\n{name}: interrupted\n")
+
+
+def test_every_program_is_one_of_which_ctrl_c_ends_quietly():
+    assert {f"{name}.py" for name in nanoheads.PROGRAMS} == {*PROGRAMS}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="os.kill() asks nobody there")
+def test_a_program_of_ones_own_gets_its_keyboard_interrupt(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(f"""
+import nanoheads.threads, os, signal
+try:
+    {CTRL_C}
+except KeyboardInterrupt:
+    print("saved")
+""")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "saved\n", "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nothing is started with signals ignored there")
+def test_where_a_shell_has_it_ignored_ctrl_c_stays_ignored():
+    """A job in the background of a script."""
+    done = at_import("plot_curves.py", f"{CTRL_C}\nprint('goes on', flush=True)\nos._exit(0)",
+                     preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", "")
+
+
+@pytest.mark.parametrize("program, argv", [
+    ("train", ["--nope"]), ("compare", ["--nope"]), ("sample", ["--ckpt=none"]),
+    ("evaluate", ["--ckpt=none"]), ("prune", ["--ckpt=none", "--to=0.5", "--by=random", "--out_dir=none"]),
+    ("probe", ["late", "--ckpt=none"]), ("bench", ["--block_size=1"]), ("plot_curves", ["none"]),
+    ("export_hf", ["--ckpt=none", "--out=none"]), ("data.prepare_text", [])])
+def test_once_a_program_works_ctrl_c_is_a_keyboard_interrupt(program, argv, monkeypatch, tmp_path):
+    """Which each of them answers in its own way: the last save, the rows that are done."""
+    monkeypatch.chdir(tmp_path)
+    main = importlib.import_module(program).main
+    before = signal.signal(signal.SIGINT, nanoheads.stop)
+    try:
+        with pytest.raises(SystemExit):
+            writing.run(lambda: main(argv)) if program.startswith("data") else main(argv)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# ---- the processor ----
 
 def test_threads_are_counted(monkeypatch):
     import torch

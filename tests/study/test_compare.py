@@ -1997,6 +1997,7 @@ DAMAGE = [
     (["runs", None, "spec", "model"], "text", "spec.model is 'text', not a dict"),
     (["runs", None, "nats"], "text", "nats is 'text', not a number"),
     (["runs", None, "nats"], 10**400, "nats is 1000"),
+    (["runs", None, "nats"], 1e308, "nats is 1e+308, not a number up to 1e+30"),
     (["runs", None, "bytes"], 0, "bytes is 0, and must be above 0"),
     (["runs", None, "bpb"], True, "bpb is True, not a number"),
     (["runs", None, "block_nats"], [[1]], "block_nats[0] is [1], not a number"),

@@ -41,7 +41,10 @@ PLAIN, GOOD = [2.00, 2.01, 1.99, 2.005], [1.90, 1.91, 1.895, 1.905]
     (",9,1", "no variant"), ("a,,1", "no seed"), (",,1", "no variant and no seed"), ("a,9,", "no score"),
     ("a,9,nan", "score 'nan' is not a finite number"), ("a,9,inf", "score 'inf' is not a finite number"),
     ("a,9,two", "score 'two' is not a finite number"), ("a,9,1e400", "not a finite number"),
-    ("a,2,1.5", "a with seed 2 is on line 7 already")])
+    ("a,9,1e308", "score '1e308' is not a finite number up to 1e+30, nor 'failed'"),
+    ("a,9,-1e308", "score '-1e308' is not"), ("a,9,1.0001e30", "score '1.0001e30' is not"),
+    ("a,2,1.5", "a with seed 2 is on line 7 already"), ("a,02,1.5", "a with seed 2 is on line 7 already"),
+    ("a,2.0,1.5", "a with seed 2 is on line 7 already"), ("a,002.00,1.5", "a with seed 2 is on line 7 al")])
 def test_a_bad_row_is_named_by_its_line(tmp_path, line, words):
     text = csv_of(plain=PLAIN, a=GOOD)
     assert len(scores.read(file(tmp_path, text))) == 8  # control
@@ -74,7 +77,7 @@ def test_every_bad_row_is_named_up_to_twenty(tmp_path):
 
 
 @pytest.mark.parametrize("column", ["tokens", "bytes", "cost"])
-@pytest.mark.parametrize("value", ["0", "-1", "many", "nan"])
+@pytest.mark.parametrize("value", ["0", "-1", "many", "nan", "1e308"])
 def test_what_a_run_took_must_be_a_number_above_0(tmp_path, column, value):
     path = file(tmp_path, f"variant,seed,score,{column}\na,1,2.0,{value}\n")
     with pytest.raises(UserError, match=f"line 2: {column} '{value}' is not a number above 0"):
@@ -97,6 +100,25 @@ def test_columns_may_stand_in_any_order_with_others_quoted_and_marked(tmp_path):
     text = '\ufeffNote, Score ,SEED,variant\n"x, y",1.5,one,"a, b"\n\n,failed,two,"a, b"\n'
     one, two = scores.read(file(tmp_path, text))
     assert (one["variant"], one["seed"], one["score"], two["score"]) == ("a, b", "one", 1.5, None)
+
+
+def test_a_seed_is_one_however_its_number_is_written(tmp_path):
+    """A table of floats writes 1.0. The baseline's seed 1 and a variant's 1.0 are paired: see identical()."""
+    rows = scores.read(file(tmp_path, "variant,seed,score\n" + "".join(
+        f"a,{seed},1\n" for seed in ("1.0", "02", "0", "1e3", "1.5", "x1", "-1", "３", "1_0", "0.10"))))
+    assert [row["seed"] for row in rows] == ["1", "2", "0", "1e3", "1.5", "x1", "-1", "３", "1_0", "0.10"]
+    text = "variant,seed,score\nplain,1,2.1\nplain,2,2.2\na,1.0,2.1\na,02,2.2\n"
+    assert found_in(tmp_path, text)["comparisons"][0]["words"].startswith("the same: identical scores")
+
+
+@pytest.mark.parametrize("own, other", [
+    ((1e30, -1e30), (-1e30, 1e30)), ((-1e30, -1e30), (1e30, 1e30)), ((1e30, 1e29), (1e-300, 1e-310)),
+    ((1e-300, -1e-300), (1e-310, 0))])
+def test_the_largest_and_the_smallest_scores_have_a_page_and_a_picture(tmp_path, own, other):
+    found = found_in(tmp_path, csv_of(plain=own, a=other))
+    scores.write(found, tmp_path / "report", tmp_path / "verdicts.json")
+    assert (tmp_path / "report/forest.png").is_file()
+    assert json.loads((tmp_path / "verdicts.json").read_text())["comparisons"][0]["verdict"] == "undecided"
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path):

@@ -19,6 +19,7 @@ import pytest
 
 from data import from_nanogpt, prepare_text
 from nanoheads.common import UserError
+from nanoheads.locks import temporary
 from nanoheads.text import sources, writing
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.sources import File
@@ -290,7 +291,7 @@ def test_second_run_of_a_known_corpus_needs_no_source(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("change", ["bin", "short bin", "no bin", "meta", "no meta", "meta of another kind",
-                                    "source", "share", "encoding", "errors"])
+                                    "number in meta", "source", "share", "encoding", "errors"])
 def test_whatever_changed_is_noticed_and_built_anew(tmp_path, capsys, change):
     source, more = text_file(tmp_path / "a.txt"), []
     good, _ = mine(tmp_path, source)
@@ -305,6 +306,9 @@ def test_whatever_changed_is_noticed_and_built_anew(tmp_path, capsys, change):
         (out / {"bin": "test.bin", "meta": "meta.json"}[change[3:]]).unlink()
     if change.startswith("meta"):
         (out / "meta.json").write_text('{"name":' if change == "meta" else "[1]")
+    if change == "number in meta":
+        text = (out / "meta.json").read_text()
+        text_file(out / "meta.json", text.replace('"vocab_size": 256', '"vocab_size": "256"'))
     if change == "source":
         text_file(source, source.read_text() + "More.\n")
         sources.digest.cache_clear()
@@ -365,14 +369,53 @@ def test_an_impossible_folder_is_one_line(tmp_path):
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and f"{source}/out" in done.stderr
 
 
-def test_leftovers_of_a_killed_run_are_swept_after_an_hour(tmp_path):
-    out = tmp_path / "mine"
-    out.mkdir()
-    for name, age in (("train.bin.1.tmp", 7200), ("val.bin.2.tmp", 0)):
-        text_file(out / name)
-        os.utime(out / name, (out.stat().st_mtime - age,) * 2)
-    prepare_text.main([f"--source={text_file(tmp_path / 'a.txt')}", f"--out={out}"])
-    assert [p.name for p in out.glob("*.tmp")] == ["val.bin.2.tmp"]  # another run may be writing it
+# writes a text of a megabyte, and ends as it is told: "killed", or after "go" on standard input
+WRITES = """
+import os, signal, sys
+from pathlib import Path
+from types import SimpleNamespace
+from nanoheads.text.tokenizer import Tokenizer
+from nanoheads.text.writing import Writer
+with Writer(SimpleNamespace(out=Path(sys.argv[1]), name="mine"), Tokenizer("byte"), {"file": "x"}) as writer:
+    for split in writer.files:
+        writer.add_pieces(split, [b"x" * 1_000_000])
+    print("written", flush=True)
+    if sys.stdin.readline() == "killed\\n":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def writer_of(out):
+    """A process that prepares a folder, in the middle of it."""
+    process = subprocess.Popen([sys.executable, "-c", WRITES, str(out)], cwd=ROOT, text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == "written\n"
+    return process
+
+
+@pytest.mark.parametrize("again", ["the folder is whole", "--force"])
+def test_the_next_start_removes_what_a_killed_run_left(tmp_path, again):
+    """Of gigabytes for a large corpus. What another process still writes stays, and so do foreign files."""
+    source, out = text_file(tmp_path / "a.txt"), tmp_path / "mine"
+    mine(tmp_path, source)
+    killed, alive = writer_of(out), writer_of(out)
+    killed.communicate("killed\n")
+    text_file(out / "notes.tmp")
+    assert len([*out.glob("*.bin.*.tmp")]) == 6
+    prepare_text.main([f"--source={source}", f"--out={out}", *["--force"] * (again == "--force")])
+    left = sorted(path.name for path in out.glob("*.tmp"))
+    assert left == ["notes.tmp", *(f"{split}.bin.{alive.pid}.tmp" for split in ("test", "train", "val"))]
+    alive.communicate("go\n")  # it prepares the folder in its turn
+    assert alive.returncode == 0 and (out / "train.bin").stat().st_size == 1_000_000
+    assert [path.name for path in out.glob("*.tmp")] == ["notes.tmp"]
+
+
+def test_a_temporary_file_is_a_new_one_where_a_link_has_its_name(tmp_path):
+    victim = text_file(tmp_path / "victim", "mine")
+    (tmp_path / f"a.bin.{os.getpid()}.tmp").symlink_to(victim)
+    with temporary(tmp_path / "a.bin") as file:
+        file.write(b"x")
+    assert victim.read_text() == "mine" and not Path(file.name).is_symlink()
 
 
 # ---- downloads, from a server on this machine ----
@@ -411,6 +454,17 @@ def server(monkeypatch):
 def remote(server, tmp_path, path):
     _, file = as_enwik8(tmp_path)
     return replace(file, url=server + path, archive=None)
+
+
+def test_a_download_removes_what_a_killed_one_left(server, tmp_path):
+    folder = sources.HOME / "enwik8"
+    folder.mkdir(parents=True)
+    text_file(folder / "enwik8.1.tmp")
+    text_file(folder / "another.1.tmp")
+    with temporary(folder / "enwik8") as alive:
+        os.rename(alive.name, folder / "enwik8.2.tmp")  # as of another process
+        sources.find(remote(server, tmp_path, "/good"))
+    assert sorted(path.name for path in folder.iterdir()) == ["another.1.tmp", "enwik8", "enwik8.2.tmp"]
 
 
 def test_download_is_kept_and_asked_for_once(server, tmp_path):

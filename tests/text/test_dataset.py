@@ -1,6 +1,7 @@
 """Data folders and the order in which training reads them."""
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -104,6 +105,59 @@ def without_counts(folder):
 def test_a_damaged_folder_is_one_line(copy, damage, words):
     damage(copy)
     assert words in line(lambda: Dataset(copy).tokens("train"))
+
+
+COUNT = "must be a whole number above 0"
+BAD_META = [
+    *[("vocab_size", value, f"vocab_size={value!r} {COUNT}") for value in (0, -3, "256", 256.0, True, None)],
+    ("vocab_size", 255, "vocab_size=255 must be 256, the size of its vocabulary"),
+    ("vocab_size", 2**63, f"vocab_size={2**63} {COUNT}"),
+    *[("separator", value, f"separator={value!r} must be a whole number from 0 to below vocab_size")
+      for value in ("a", None, 9999, 256, -1, 10.5, False)],
+    *[(f"splits.val.{key}", value, f"splits.val.{key}={value!r} {COUNT}")
+      for key in ("tokens", "bytes") for value in ("x", 0, -5, math.nan, math.inf, 2000.0, True)],
+    ("splits.val.chars", "x", "splits.val.chars='x' must be a whole number"),
+    ("splits.val.sha256", 5, "splits.val.sha256=5 must be a text"),
+    ("splits.val", 3, "splits.val=3 must be its tokens, bytes and sha256"),
+    ("splits", {}, "splits={} must be the splits by name"), ("splits", ["val"], "splits=['val'] must be"),
+    ("name", ["a"], "name=['a'] must be a text"),
+    ("encoding", "utf8", "encoding='utf8' must be byte, char, gpt2 or hf"),
+    ("encoding", ["byte"], "encoding=['byte'] must be byte, char, gpt2 or hf"),
+    *[("dtype", value, f"dtype={value!r} must be uint8, uint16 or") for value in ("float32", 8, "<u1")],
+    *[("vocab", value, f"vocab={value!r} must be") for value in (5, [1, 2], "abc")],
+    *[(key, ..., f"{key.rpartition('.')[2]} is missing: ") for key in
+      ("vocab_size", "separator", "name", "encoding", "dtype", "splits", "splits.val.tokens",
+       "splits.val.bytes", "splits.val.sha256")],
+]
+
+
+def change_meta(folder, key, value):
+    """Set a key of meta.json, dots between the keys that lead to it; ...: without it."""
+    meta = json.loads((folder / "meta.json").read_text())
+    *path, last = key.split(".")
+    place = meta
+    for name in path:
+        place = place[name]
+    place.pop(last, None)
+    if value is not ...:
+        place[last] = value
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+@pytest.mark.parametrize("key, value, words", BAD_META)
+def test_a_wrong_value_in_meta_json_is_one_line(copy, key, value, words):
+    Dataset(copy)  # control
+    change_meta(copy, key, value)
+    said = line(lambda: Dataset(copy))
+    assert said.startswith(f"{copy / 'meta.json'} is not what a prepare script writes: ") and words in said
+    assert said.endswith("; run it again with --force")
+
+
+@pytest.mark.parametrize("vocab", [5, [1, 2], "abcdefgh \n", list("abcdefgh "), list("aabcdefgh ")])
+def test_a_wrong_vocabulary_of_characters_is_one_line(chars_data, tmp_path, vocab):
+    folder = Path(shutil.copytree(chars_data, tmp_path / "copy"))
+    change_meta(folder, "vocab", vocab)
+    assert "vocab" in line(lambda: Dataset(folder))
 
 
 # ---- checksums ----

@@ -409,6 +409,15 @@ def test_what_is_half_done_otherwise_is_not_gone_on_with(mixed, tmp_path, monkey
     assert files_of(tmp_path / "other") == files_of(tmp_path / "whole")
 
 
+def test_what_a_killed_run_left_is_removed(mixed, tmp_path):
+    folder = tmp_path / "weak"
+    run(mixed, "--by=weak", f"--out={folder}")
+    there = sorted(folder.iterdir())
+    (folder / "negation.train.u8.1.tmp").write_bytes(b"x" * 1000)
+    run(mixed, "--by=weak", f"--out={folder}")
+    assert sorted(folder.iterdir()) == there
+
+
 def test_what_cannot_be_meant_is_refused(mixed, tmp_path):
     refused(mixed, "--noise is for --by=synthetic, not for --by=weak", "--by=weak", "--noise=0.1")
     refused(mixed, "--from is for --by=weak", "--by=synthetic", "--from=start")

@@ -1,5 +1,6 @@
 """targets.py: labels on disk, aligned with the tokens, and refused where they are not."""
 import json
+import math
 
 import numpy as np
 import pytest
@@ -53,6 +54,23 @@ def test_targets_stand_beside_the_tokens_that_are_read(labelled):
         assert (found["soft"][known] - x[known] / 255).abs().max() < 0.002
     one = targets.rows("val", [7], 23)
     assert one["digit"].shape == (1, 23) and set(one) == {"digit", "soft"}
+
+
+@pytest.mark.parametrize("change", [
+    lambda m: m.update(names="digit"), lambda m: m.update(names=[3]), lambda m: m.update(weak="no"),
+    lambda m: m.update(note=None), lambda m: m.pop("dataset"), lambda m: m.update(splits=[1]),
+    *[lambda m, v=v: m["splits"]["val"].update(tokens=v) for v in (0, -5, "x", math.nan, 2000.0, True)],
+    lambda m: m["splits"]["val"].update(sha256=5), lambda m: m["splits"]["val"]["names"].pop("soft"),
+    lambda m: m["splits"]["val"]["names"]["soft"].update(labelled="x"),
+    lambda m: m["splits"]["val"]["names"]["soft"].update(mean=math.inf)])
+def test_a_wrong_value_in_labels_json_is_one_line(labelled, change):
+    dataset, folder = labelled
+    Targets(dataset, folder)  # control
+    meta = json.loads((folder / "labels.json").read_text())
+    change(meta)
+    (folder / "labels.json").write_text(json.dumps(meta))
+    with pytest.raises(UserError, match="labels.json is not what data/label.py writes .*label it anew"):
+        Targets(dataset, folder)
 
 
 def test_labels_say_what_they_are(labelled):

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from conftest import ROOT, write_dataset
-from helpers import byte_pairs
+from helpers import byte_pairs, meta_of
 from nanoheads.common import UserError
 from nanoheads.text import sources, tokenizer, writing
 from nanoheads.text.dataset import Dataset
-from nanoheads.text.tokenizer import AT_SPACES, SAFE_CUT, SPLITS_AT_SPACES, Tokenizer, cut_at_spaces
+from nanoheads.text.tokenizer import (AT_SPACES, SAFE_CUT, SPLITS_AT_SPACES, Tokenizer, cut_at_spaces,
+                                      problem_of_meta)
 
 REAL = os.environ.get("NANOHEADS_DATA") or ROOT / "../shared/data"
 TEXTS = ["", "a", "To be, or not to be\n", "naïve — 日本語 😀\r\n\x00\t",
@@ -59,9 +60,39 @@ def test_vocabulary_sizes_and_separators():
 
 
 def test_meta_json_restores_the_tokenizer():
-    meta = json.loads(json.dumps({"encoding": "char", "vocab": ["\n", "é", "😀"]}))
+    meta = json.loads(json.dumps({"encoding": "char", "vocab_size": 3, "vocab": ["\n", "é", "😀"]}))
     assert Tokenizer.from_meta(meta).decode([2, 1, 0]) == "😀é\n"
-    assert Tokenizer.from_meta({"encoding": "byte"}).encode("é").tolist() == [0xC3, 0xA9]
+    assert Tokenizer.from_meta({"encoding": "byte", "vocab_size": 256}).encode("é").tolist() == [0xC3, 0xA9]
+
+
+@pytest.mark.parametrize("meta, words", [
+    (meta_of("gpt2"), None), (meta_of("byte"), None), (meta_of("char"), None),
+    (dict(meta_of("gpt2"), dtype="uint8"), "dtype='uint8' must be uint8, uint16 or uint32, which holds"),
+    (dict(meta_of("gpt2"), dtype="uint32", vocab_size=70_000), None),
+    (dict(meta_of("gpt2"), vocab_size=70_000), "dtype='uint16' must be"),
+    (dict(meta_of("gpt2"), vocab="{}"), "vocab='{}' must be the list of its vocab_size characters (char)"),
+    (dict(meta_of("byte"), encoding="hf"), "vocab is missing: the list of"),
+    (dict(meta_of("byte"), encoding="hf", vocab=""), "vocab='' must be"),
+    (dict(meta_of("byte"), encoding="hf", vocab="{}"), None),
+    ([1], "it holds [1], not keys with values")])
+def test_what_meta_json_must_hold_is_one_table(meta, words):
+    said = problem_of_meta(meta)
+    assert said is None if words is None else said.startswith(words)
+
+
+def test_a_checkpoint_of_a_hugging_face_folder_says_less_than_a_data_folder():
+    less = dict(name="x", encoding="byte", vocab_size=256)
+    assert problem_of_meta(less, of_folder=False) is None
+    assert problem_of_meta(less).startswith("dtype is missing")
+    for key, value in dict(separator=300, dtype="float32", splits=3).items():  # what is there is checked
+        assert problem_of_meta({**less, key: value}, of_folder=False).startswith(f"{key}=")
+
+
+@pytest.mark.parametrize("vocab", ["x", "[]", "3", "{}", "[" * 100_000])
+def test_a_damaged_tokenizer_json_is_a_value_error(vocab):
+    pytest.importorskip("tokenizers")
+    with pytest.raises(ValueError):
+        Tokenizer("hf", vocab)
 
 
 def test_unknown_character_is_named_with_its_position():

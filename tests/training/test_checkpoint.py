@@ -30,6 +30,7 @@ from nanoheads.common import UserError, explain, pick_device
 from nanoheads.text.dataset import Dataset
 from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig
+from helpers import make_checkpoint
 from nanoheads.training.optim import AdamW
 
 TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=256)
@@ -436,10 +437,10 @@ def of_kind(dtype):
 
 
 DAMAGED = {  # whoever reads it
-    "meta.encoding=None must be a text": lambda s: s["meta"].pop("encoding"),
+    "meta, its dataset's: encoding is missing: byte, char, gpt2 or hf": lambda s: s["meta"].pop("encoding"),
     "meta='x' must be a dict or None": lambda s: s.update(meta="x"),
-    "meta.splits=[] must be a dict": lambda s: s["meta"].update(splits=[]),
-    "meta.splits.val=3 must be a dict": lambda s: s["meta"]["splits"].update(val=3),
+    "splits=[] must be the splits by name": lambda s: s["meta"].update(splits=[]),
+    "splits.val=3 must be its tokens, bytes and sha256": lambda s: s["meta"]["splits"].update(val=3),
     "must be a dict of tensors by name": lambda s: s["model"].update({3: torch.zeros(2)}),
     "model.x=3 must be a tensor": lambda s: s["model"].update(x=3),
     "config=['n_layer'] must be a dict of flags": lambda s: s.update(config=["n_layer"]),
@@ -597,3 +598,20 @@ def test_a_checkpoint_that_may_not_be_read_says_so(state):
         finally:
             os.seteuid(before)
     assert said == f"{path} cannot be read as a checkpoint (Permission denied)"
+
+
+@pytest.mark.parametrize("meta, words", [
+    *[(dict(vocab=value), f"vocab={value} must be") for value in (5, [1, 2])],
+    *[(dict(vocab_size=value), f"vocab_size={value!r} must be") for value in (0, -3, "256", 256.0, True)],
+    *[(dict(separator=value), f"separator={value!r} must be") for value in ("a", 9999, -1, 10.5)],
+    (dict(splits=dict(val=dict(tokens=3, bytes=math.nan))), "splits.val.bytes=nan must be"),
+    (dict(name=["a"]), "name=['a'] must be a text")])
+def test_a_wrong_value_in_the_meta_of_a_checkpoint_is_one_line(tmp_path, meta, words):
+    path = make_checkpoint(tmp_path / "a.pt")
+    state = checkpoint.read(path)
+    torch.save({**state, "meta": {**state["meta"], **meta}}, path)
+    with pytest.raises(UserError) as e:
+        checkpoint.read(path)
+    said = str(e.value)
+    assert said.startswith(f"{path} is damaged, or") and f": meta, its dataset's: {words}" in said
+    assert len(said.splitlines()) == 1
