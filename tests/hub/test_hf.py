@@ -151,7 +151,7 @@ def test_without_transformers_a_line_says_what_to_install(gpt2_folder, tmp_path,
 
 def refused(path, *words):
     with pytest.raises(UserError) as e:
-        checkpoint.read(path)
+        checkpoint.build(checkpoint.read(path), path)
     said = str(e.value)
     assert "\n" not in said and all(word in said for word in words), said
 
