@@ -5,6 +5,7 @@ Attention layers of the write-ups for a model of one's own, [B, T, d_model] -> [
     ConstraintAttention(d_model=768, num_heads=12)(x)                         constraint heads
     A2CAttention(d_model=768, num_heads=12)(x)                                a critic on the logits
     TransformerBlockWithConstraint(d_model=768, num_heads=12)(x)              norm, attention, norm, MLP
+    encoder_layer.self_attn = AsMultiheadAttention(layer)     one of the first three in a model of torch.nn
 
 They add no positions. Masks are those of nn.MultiheadAttention: key_padding_mask [B, T] is True at padding,
 attn_mask [T, T] (or [B, T, T], [B, 1, T, T]) where a query must not look; both may be of 0 and -inf instead.
@@ -28,6 +29,11 @@ def hidden_by(mask, name):
     if not ((mask == 0) | (mask == -math.inf)).all():
         raise UserError(f"{name} must be boolean, True where nothing may be seen, or of 0 and -inf alone")
     return mask == -math.inf
+
+
+def hides_later(attn_mask):
+    """Whether a mask [..., T, T] lets no query look at later tokens."""
+    return not bool((~hidden_by(attn_mask, "attn_mask")).triu(1).any())
 
 
 class AttentionLayer(nn.Module):
@@ -57,6 +63,7 @@ class AttentionLayer(nn.Module):
         if T > self.max_len:
             raise UserError(f"{T} tokens are more than max_len={self.max_len}")
         dtype = torch.promote_types(x.dtype, torch.float32)
+        causal = self.causal or attn_mask is not None and hides_later(attn_mask)
         if self.causal and key_padding_mask is None and attn_mask is None:
             counted = self.attn.needs_row_stats is not None or bool(traces)
             positions = torch.arange(T, device=device)
@@ -68,7 +75,7 @@ class AttentionLayer(nn.Module):
             if key_padding_mask is not None:
                 real = ~hidden_by(key_padding_mask, "key_padding_mask")
                 valid = real[..., None]
-            count = real.cumsum(-1) if self.causal else real.sum(-1, keepdim=True).expand(-1, T)
+            count = real.cumsum(-1) if causal else real.sum(-1, keepdim=True).expand(-1, T)
             positions = (count - 1).clamp_min(0)  # [B, T]
         return self.attn(x, Heads(mask=mask, positions=positions, n_keys=n_keys.to(dtype), valid=valid,
                                   wants_traces=traces, **wanted))
@@ -163,6 +170,74 @@ class A2CAttention(AttentionLayer):
         """(y, weights [B, H, T, T] or None, the critic's scalars [B, T, H])."""
         y, results = self.run(x, key_padding_mask, attn_mask, "maps" if need_weights else False)
         return y, results["traces"].get("map"), results["predictions"]["advantage"]
+
+
+class NoFastPath(torch.Tensor):
+    """A weight at which nn.TransformerEncoder and its layers leave their fast path: they take it for plain
+    attention's and would compute that, past forward().
+    """
+
+
+class AsMultiheadAttention(nn.Module):
+    """A layer with the call of nn.MultiheadAttention, for nn.TransformerEncoderLayer(...).self_attn.
+
+    layer: an ACAG, constraint or A2C layer, with causal=False where a token is to see later ones.
+    batch_first: as of the layer around it, whose default is False. beside: what the layer returned beside its
+    output in the last call, such as the traces that ConstraintAttention.losses() takes.
+    """
+    # what those around it ask for before their fast path
+    in_proj_weight, in_proj_bias, _qkv_same_embed_dim = torch.empty(0).as_subclass(NoFastPath), None, False
+
+    def __init__(self, layer, batch_first=False):
+        super().__init__()
+        self.layer, self.batch_first, self.beside = layer, batch_first, None
+        self.embed_dim, self.num_heads = layer.config.n_embd, layer.config.n_head
+
+    def __getstate__(self):  # a tensor of a graph cannot be copied
+        return {**super().__getstate__(), "beside": None}
+
+    @property
+    def out_proj(self):
+        return self.layer.attn.c_proj
+
+    def forward(self, query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None,
+                average_attn_weights=True, is_causal=False):
+        """(y, attention weights or None) as of nn.MultiheadAttention; the weights are those before gates.
+
+        query, key and value are one tensor: [T, B, C], with batch_first [B, T, C], or [T, C]. attn_mask is
+        one for all heads. is_causal without a mask hides later tokens. Raises UserError.
+        """
+        if not (query is key is value):
+            raise UserError("query, key and value must be one and the same tensor: these layers attend to "
+                            "their own input, not to another one's")
+        x = query.unsqueeze(0) if query.dim() == 2 else query if self.batch_first else query.transpose(0, 1)
+        if query.dim() == 2 and key_padding_mask is not None:
+            key_padding_mask = key_padding_mask.unsqueeze(0)
+        if is_causal and attn_mask is None:
+            attn_mask = torch.ones(x.size(1), x.size(1), dtype=torch.bool, device=x.device).triu(1)
+        found = self.layer(x, key_padding_mask=key_padding_mask, attn_mask=self.of_texts(attn_mask, x),
+                           need_weights=need_weights)
+        y, *self.beside = found if isinstance(found, tuple) else (found,)
+        weights = self.weights(average_attn_weights) if need_weights else None
+        if query.dim() == 2:
+            return y.squeeze(0), weights if weights is None else weights.squeeze(0)
+        return y if self.batch_first else y.transpose(0, 1), weights
+
+    def of_texts(self, mask, x):
+        """A mask as the layers take it: nn.MultiheadAttention's may be [B * H, T, T]. UserError."""
+        B, H = len(x), self.num_heads
+        if mask is None or mask.dim() != 3 or len(mask) != B * H or H == 1:
+            return mask
+        per_head = mask.unflatten(0, (B, H))
+        if not (per_head == per_head[:, :1]).all():
+            raise UserError("attn_mask differs between heads: it must be one for all heads of a text")
+        return per_head[:, 0]
+
+    def weights(self, average):
+        """The base heads' attention of the last call, [B, H, T, T], or their mean, [B, T, T]."""
+        maps = next(each for each in self.beside if each is not None)
+        maps = (maps["blocks.0.map"] if isinstance(maps, dict) else maps)[:, :self.num_heads]
+        return maps.mean(1) if average else maps
 
 
 class TransformerBlockWithConstraint(nn.Module):

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from nanoheads.common import UserError
-from nanoheads.hub.layers import (A2CAttention, AdaptiveContextualAttention, AttentionLayer,
-                                  ConstraintAttention, MultiHeadAttentionWithConstraints,
+from nanoheads.hub.layers import (A2CAttention, AdaptiveContextualAttention, AsMultiheadAttention,
+                                  AttentionLayer, ConstraintAttention, MultiHeadAttentionWithConstraints,
                                   TransformerBlockWithConstraint)
 from oracle import normal
 
@@ -122,6 +122,102 @@ def test_dropout_acts_in_training_alone():
         layer.train()
         assert not torch.equal(first(layer(x)), first(layer(x)))
     assert acag(dropout=0.5).attn.attn_dropout == 0 and a2c(dropout=0.5).attn.attn_dropout == 0.5
+
+
+@pytest.mark.parametrize("mode", ["normalised", "published"])
+def test_under_a_causal_mask_a_layer_is_causal(mode):
+    """What ACAG's gates count, too."""
+    causal, free = (AdaptiveContextualAttention(C, H, 16, mode, causal=on).double() for on in (True, False))
+    with torch.no_grad():
+        for p in causal.parameters():
+            p.normal_(0, 0.3, generator=torch.Generator().manual_seed(p.numel()))
+    free.load_state_dict(causal.state_dict())
+    x, later = normal(3, T, C), torch.ones(T, T, dtype=torch.bool).triu(1)
+    assert (free(x, attn_mask=later) - causal(x)).abs().max() < 1e-12 < (free(x) - causal(x)).abs().max()
+    got, want = (layer(x, PADDING, later)[~PADDING] for layer in (free, causal))
+    assert (got - want).abs().max() < 1e-12
+
+
+# ---- in the place of nn.MultiheadAttention ----
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("masks", [{}, dict(key_padding_mask=PADDING), dict(attn_mask=BLOCKED),
+                                   dict(attn_mask=BLOCKED.expand(3 * H, T, T))],
+                         ids=["none", "padding", "mask", "a mask for each head"])
+@pytest.mark.parametrize("make", [acag, a2c])
+def test_it_is_called_as_multi_head_attention_is(make, masks, batch_first):
+    layer = scattered(make(causal=False))
+    theirs, ours = beside(layer), AsMultiheadAttention(layer, batch_first)
+    theirs.batch_first, x = batch_first, normal(3, T, C)
+    x = x if batch_first else x.transpose(0, 1)
+    real = ~masks.get("key_padding_mask", torch.zeros(3, T, dtype=torch.bool))
+    real = real if batch_first else real.T
+    for how in ({}, dict(average_attn_weights=False), dict(need_weights=False)):
+        (got, weights), (want, wanted) = (attn(x, x, x, **masks, **how) for attn in (ours, theirs))
+        assert (got - want)[real].abs().max() < 1e-12
+        assert (weights is None) == (wanted is None) == ("need_weights" in how)
+        if wanted is not None:  # rows of padding mean nothing
+            apart = (weights - wanted).abs().amax(-1)
+            apart = apart if apart.dim() == 2 else apart.amax(1)
+            assert weights.shape == wanted.shape and apart[real if batch_first else real.T].max() < 1e-6
+    row = x[0] if batch_first else x[:, 0]
+    later = torch.ones(T, T, dtype=torch.bool).triu(1)
+    got = ours(row, row, row, is_causal=True)
+    assert all((a - b).abs().max() < 1e-6 for a, b in zip(got, theirs(row, row, row, attn_mask=later)))
+
+
+def test_what_it_cannot_attend_to_is_one_clear_line():
+    attn, x = AsMultiheadAttention(acag(), True), normal(2, T, C)
+    with pytest.raises(UserError, match="must be one and the same tensor"):
+        attn(x, x.clone(), x)
+    mask = BLOCKED.repeat(2 * H, 1, 1)
+    mask[1] = ~mask[1]
+    with pytest.raises(UserError, match="differs between heads"):
+        attn(x, x, x, attn_mask=mask)
+
+
+@pytest.mark.parametrize("when", ["in the layer", "in the encoder"])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_it_fits_an_encoder_of_torch(batch_first, when):
+    """In training and evaluation, whose fast paths would compute plain attention; neutral gates are that."""
+    layer = scattered(acag(causal=False))
+    made = nn.TransformerEncoderLayer(C, H, 48, 0.0, batch_first=batch_first, dtype=torch.float64)
+    plain = nn.TransformerEncoder(copy.deepcopy(made), 2, enable_nested_tensor=False)
+    for each in plain.layers:
+        each.self_attn = beside(layer)
+        each.self_attn.batch_first = batch_first
+    if when == "in the layer":
+        made.self_attn = AsMultiheadAttention(layer, batch_first)
+    ours = nn.TransformerEncoder(made, 2, enable_nested_tensor=batch_first and when == "in the encoder")
+    for each in ours.layers:
+        each.self_attn = AsMultiheadAttention(copy.deepcopy(layer), batch_first)
+    x, padding = normal(2, T, C), PADDING[:2]
+    x = x if batch_first else x.transpose(0, 1)
+    real = ~padding if batch_first else ~padding.T
+    causal = nn.Transformer.generate_square_subsequent_mask(T, dtype=torch.float64)
+    for grad, train in ((True, True), (True, False), (False, False)):
+        with torch.set_grad_enabled(grad):
+            for how in ({}, dict(src_key_padding_mask=padding), dict(mask=causal, is_causal=True)):
+                kept = real if "src_key_padding_mask" in how else torch.ones_like(real)
+                got, want = (encoder.train(train)(x, **how) for encoder in (ours, plain))
+                assert (got - want)[kept].abs().max() < 1e-10
+    gates = ours.layers[1].self_attn.layer.attn.acag
+    with torch.no_grad():
+        gates.weight.normal_()
+        assert (ours(x) - plain(x)).abs().max() > 1e-3, "the gates act in evaluation, too"
+    ours.requires_grad_(False)(x, src_key_padding_mask=padding)  # frozen, and evaluated with gradients on
+    copy.deepcopy(ours)
+
+
+def test_constraint_heads_in_an_encoder_keep_their_traces_for_the_losses():
+    made = nn.TransformerEncoderLayer(C, H, 48, 0.0, batch_first=True)
+    made.self_attn = AsMultiheadAttention(ConstraintAttention(C, H, ["a"], 16), True)
+    out = made(torch.randn(2, T, C))
+    traces, = made.self_attn.beside
+    loss = out.sum() + sum(made.self_attn.layer.losses(traces, {"a": torch.rand(2, T)}).values())
+    loss.backward()
+    assert all(p.grad is not None for p in made.parameters())
+    copy.deepcopy(made)  # a graph cannot be copied
 
 
 def test_the_critics_scalars_have_a_gradient():
