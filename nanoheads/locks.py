@@ -107,7 +107,7 @@ def remove_abandoned(folder, pattern):
             if sys.platform == "win32":  # which has no such locks, and removes no file that is open
                 path.unlink()
                 continue
-            with open(path, "r+b") as file:
+            with open(path, "rb") as file:
                 if lock(file, wait=False):
                     path.unlink()
 

@@ -89,7 +89,7 @@ class Writer:
         """Append what the next tokens stand for beyond what they spell, see Tokenizer.encode_sized()."""
         name = f"{split}.sizes"
         if len(sizes) and name not in self.files:
-            self.files[name] = open(self.out / f"{name}.bin.{os.getpid()}.tmp", "wb")
+            self.files[name] = temporary(self.out / f"{name}.bin")
             self.sha[name] = hashlib.sha256()
         if len(sizes):
             self.put(name, (sizes + [self.splits[split]["tokens"], 0, 0]).astype("<i8").tobytes())

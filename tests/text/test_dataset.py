@@ -50,7 +50,7 @@ def test_a_split_is_a_read_only_memory_map(bytes_data):
 
 @pytest.mark.parametrize("field, value", [
     ("bytes", 22000), ("tokens", 22000), ("vocab_size", 257), ("vocab", ["a"]), ("separator", 0),
-    ("encoding", "char"), ("dtype", "uint16")])
+    ("encoding", "char"), ("dtype", "uint16"), ("options", {"separator": "\n"}), ("spelled", False)])
 def test_each_field_of_meta_json_that_is_read_is_in_its_digest(field, value, copy):
     before = Dataset(copy)
     put_meta(copy, **{field: value})
@@ -60,10 +60,11 @@ def test_each_field_of_meta_json_that_is_read_is_in_its_digest(field, value, cop
     assert after["test"] == sha256(copy / "test.bin")
 
 
-@pytest.mark.parametrize("field", ["name", "note", "source", "options", "chars"])
-def test_what_nothing_reads_of_meta_json_is_not_in_its_digest(field, copy):
+@pytest.mark.parametrize("field, value", [("name", "other"), ("note", "other"), ("source", "other"),
+                                          ("options", {"split": "other"}), ("chars", 5)])
+def test_what_nothing_reads_of_meta_json_is_not_in_its_digest(field, value, copy):
     before = Dataset(copy).digests
-    put_meta(copy, **{field: "other"})
+    put_meta(copy, **{field: value})
     assert Dataset(copy).digests == before
 
 
