@@ -2,8 +2,10 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,6 +159,25 @@ def bad_checkpoint(request, tmp_path):
         return str(path), "bad.pt"
     path.write_bytes(path.read_bytes()[:-100] if request.param == "cut short" else b"PK broken")
     return str(path), "bad.pt"
+
+
+@pytest.fixture
+def unreadable():
+    """unreadable(folder, name) -> a copy of the folder, of which this process may not read the file `name`.
+
+    Root may read everything, so until the test ends it is another user, who may not enter its own folders.
+    """
+    before = os.geteuid()
+    with tempfile.TemporaryDirectory() as place:
+        def make(folder, name):
+            copied = Path(shutil.copytree(folder, Path(place, "copied")))
+            for path in (Path(place), copied):
+                path.chmod(0o755)
+            (copied / name).chmod(0)
+            os.seteuid(before or 65534)
+            return copied
+        yield make
+        os.seteuid(before)
 
 
 @pytest.fixture

@@ -59,7 +59,9 @@ def config_of(folder):
         found = from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{folder} has no config.json: fetch it too") from None
-    except (OSError, ValueError) as e:
+    except OSError as e:
+        raise UserError(f"{path} cannot be read: {e.strerror}") from None
+    except ValueError as e:
         raise UserError(f"{path} cannot be read as JSON ({type(e).__name__}): fetch it again") from None
     if not isinstance(found, dict):
         raise UserError(f"{path} holds no config, but a {type(found).__name__}")
@@ -107,6 +109,11 @@ def read(folder, trust_code=False):
     trust_code: of a mechanism in a file of one's own, that in the folder is run; without, nothing is.
     """
     c = config_of(folder)
+    try:
+        for path in Path(folder).glob("*.safetensors"):
+            path.open("rb").close()  # safetensors says of one that may not be read that it is not there
+    except OSError as e:
+        raise UserError(f"{e.filename} cannot be read: {e.strerror}") from None
     kind = c.get("model_type")
     if kind == "nanoheads":
         config, weights = read_ours(folder, c)
@@ -304,7 +311,9 @@ def tokenizer_of(folder, config):
         digest, size = fingerprint(ids), max(ids.values()) + 1
     except UserError as e:
         raise UserError(f"{folder}: {e}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except OSError as e:
+        raise UserError(f"{e.filename} cannot be read: {e.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise UserError(f"the tokenizer files of {folder} are damaged ({type(e).__name__}): fetch them again"
                         ) from None
     meta = dict(name=folder.name, vocab_size=size)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, GPTConfig
+from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, Agency, GPTConfig
 from nanoheads.common import (UserError, fault_of_own_file, from_json, json_safe, number, ran_out_of_memory,
                               with_names_of_today, write_atomic)
 from nanoheads.configurator import UNNAMED, keys_of, nearest, parse, type_name, typed
@@ -308,13 +308,16 @@ def is_finite(t):
 def load_weights(model, weights, path, strict=True):
     """load_state_dict() of a read checkpoint's weights, which must be of the model's kind, and finite.
 
-    Raises TypeError, RuntimeError: they do not fit the model; UserError: they are not finite.
+    Raises TypeError, ValueError, RuntimeError: they do not fit the model; UserError: they are not finite.
     """
     own = model.state_dict()
     for name, t in weights.items():
         if name in own and (t.is_complex() or t.is_floating_point() != own[name].is_floating_point()):
             raise TypeError(f"{name} holds {t.dtype} in the place of {own[name].dtype}")
     loaded = model.load_state_dict(weights, strict=strict)
+    for name, m in model.named_modules():
+        if isinstance(m, Agency) and not {*m.state.flatten().tolist()} <= {*range(len(Agency.STATES))}:
+            raise ValueError(f"{name}.state={m.state.tolist()} must be from 0 to {len(Agency.STATES) - 1}")
     for name, p in model.named_parameters():
         if not is_finite(p):
             raise UserError(f"{path}: {name} holds NaN or infinities: its weights are damaged, or its "

@@ -234,6 +234,14 @@ def test_what_is_wrong_with_a_folder_is_one_line(what, words, gpt2_folder, tmp_p
     refused(folder, *words)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_file_that_may_not_be_read_says_so(name, gpt2_folder, unreadable, tmp_path):
+    folder = Path(shutil.copytree(gpt2_folder, tmp_path / "gpt2"))
+    (folder / "tokenizer.json").write_text("{}")
+    folder = unreadable(folder, name)
+    refused(folder, f"{folder / name} cannot be read: Permission denied")
+
+
 @pytest.mark.parametrize("name, fields, words", [
     ("llama", dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=2.0)), ["'yarn'", "llama3"]),
     ("llama", dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), ["low_freq_factor"]),

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import zipfile
 from dataclasses import asdict, replace
 from functools import partial
@@ -585,19 +584,18 @@ def test_parameters_that_had_no_gradient_need_no_moments(keys, bytes_data, tmp_p
     assert checkpoint.read(tmp_path / "run/ckpt.pt")["step"] == 3
 
 
-def test_a_checkpoint_that_may_not_be_read_says_so(state):
-    with tempfile.TemporaryDirectory() as folder:  # one that other users may enter
-        os.chmod(folder, 0o755)
-        path = Path(folder, "ckpt.pt")
-        checkpoint.save(path, state)
-        path.chmod(0)
-        before = os.geteuid()
-        os.seteuid(before or 65534)  # root may read everything
-        try:
-            said = line(checkpoint.read, path)
-        finally:
-            os.seteuid(before)
-    assert said == f"{path} cannot be read as a checkpoint (Permission denied)"
+def test_a_checkpoint_that_may_not_be_read_says_so(saved, unreadable):
+    path = unreadable(saved.parent, "ckpt.pt") / "ckpt.pt"
+    assert line(checkpoint.read, path) == f"{path} cannot be read as a checkpoint (Permission denied)"
+
+
+@pytest.mark.parametrize("state", [4, -1])
+def test_a_state_of_a_head_that_there_is_not_is_one_line(state):
+    config = GPTConfig(**TINY, agency=True)
+    weights = GPT(config).state_dict()
+    weights["transformer.h.1.attn.agency.state"][1] = state
+    said = line(checkpoint.build, dict(model=weights, config=config.flags(), meta=None), "x.pt")
+    assert said.endswith(f"transformer.h.1.attn.agency.state=[0, {state}] must be from 0 to 3")
 
 
 @pytest.mark.parametrize("meta, words", [
