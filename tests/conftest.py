@@ -32,6 +32,8 @@ from nanoheads.text.tokenizer import Tokenizer  # noqa: E402
 torch.set_num_threads(1)
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and what it starts does too
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in what a shell without jobs starts with &
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 TINY = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4,
             max_iters=6, eval_interval=3, eval_tokens=512, log_interval=1,
             device="cpu", lr_decay_iters=100)  # a run of train.py, in a second

@@ -314,7 +314,8 @@ def test_a_run_starts_from_a_folder_with_mechanisms_neutral(tmp_path, bytes_data
 
 def test_another_vocabulary_than_the_datasets_is_refused(tmp_path, bytes_data):
     model = awake(GPT(GPTConfig(**SIZES)))
-    hf.export(model, dict(name="x", encoding="char", vocab=[chr(65 + i) for i in range(58)]), tmp_path / "x")
+    vocab = [chr(65 + i) for i in range(58)]
+    hf.export(model, dict(name="x", encoding="char", vocab_size=58, vocab=vocab), tmp_path / "x")
     state = checkpoint.read(tmp_path / "x")
     with pytest.raises(UserError, match="whose vocabulary is not that of sums"):
         checkpoint.same_vocabulary(state, Dataset(bytes_data), "x")

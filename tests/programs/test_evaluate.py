@@ -831,8 +831,8 @@ def test_an_infinity_in_a_withdrawn_head_does_not_reach_the_score(tmp_path):
     model.set_head(0, 3, state="withdrawn")
     finite = scored(write_checkpoint(tmp_path / "a.pt", model, data))
     with torch.no_grad():
-        for part in range(3):  # the rows of its query, key and value
-            model.transformer.h[0].attn.c_attn.weight[part * 16 + 12:part * 16 + 16] = math.inf
+        for part in range(3):  # the rows of its query, key and value, which overflow
+            model.transformer.h[0].attn.c_attn.weight[part * 16 + 12:part * 16 + 16] = 3e38
     path = write_checkpoint(tmp_path / "b.pt", model, data)
     main(["--ckpt", path, "--json", str(tmp_path / "a.json")])
     got = json.loads((tmp_path / "a.json").read_text())["runs"][0]["nats_per_token"]

@@ -188,4 +188,4 @@ def test_a_run_says_what_it_computes_on(args, capsys):
     from train import main
     main(args())
     first = capsys.readouterr().out.splitlines()[0]
-    assert re.search(r"float32 on 1 thread of .+, 6 steps in ", first), first
+    assert re.search(r"float32 on 1 thread of .+, 6 steps in ", second), second
