@@ -187,5 +187,5 @@ def test_threads_are_counted(monkeypatch):
 def test_a_run_says_what_it_computes_on(args, capsys):
     from train import main
     main(args())
-    first = capsys.readouterr().out.splitlines()[0]
+    second = capsys.readouterr().out.splitlines()[1]
     assert re.search(r"float32 on 1 thread of .+, 6 steps in ", second), second
