@@ -173,7 +173,7 @@ def unreadable():
     with tempfile.TemporaryDirectory() as place:
         def make(folder, name):
             copied = Path(shutil.copytree(folder, Path(place, "copied")))
-            for path in (Path(place), copied):
+            for path in (Path(place), copied, *copied.iterdir()):
                 path.chmod(0o755)
             (copied / name).chmod(0)
             os.seteuid(before or 65534)

@@ -237,7 +237,7 @@ def test_what_is_wrong_with_a_folder_is_one_line(what, words, gpt2_folder, tmp_p
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_file_that_may_not_be_read_says_so(name, gpt2_folder, unreadable, tmp_path):
-    folder = Path(shutil.copytree(gpt2_folder, tmp_path / "gpt2"))
+    folder = shutil.copytree(gpt2_folder, tmp_path / "gpt2")
     (folder / "tokenizer.json").write_text("{}")
     folder = unreadable(folder, name)
     refused(folder, f"{folder / name} cannot be read: Permission denied")
