@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from model import KVCache
@@ -82,7 +81,7 @@ def fixed_text(data, split, block_size, n_tokens, rank=0, world=1):
 def kept_by_hooks(modules, register, part):
     """A list of part(...) of what each module's hook was given last, filled by forward passes meanwhile.
 
-    register: how a module takes a hook.
+    register: the name of the method by which a module takes a hook.
     """
     kept = [None] * len(modules)
 
@@ -91,7 +90,7 @@ def kept_by_hooks(modules, register, part):
             kept[i] = part(*passed)
         return hook
 
-    hooks = [register(module, keep(i)) for i, module in enumerate(modules)]
+    hooks = [getattr(module, register)(keep(i)) for i, module in enumerate(modules)]
     try:
         yield kept
     finally:
@@ -101,12 +100,12 @@ def kept_by_hooks(modules, register, part):
 
 def inputs_of(modules):
     """A list of what each of these modules was given last, filled by forward passes meanwhile."""
-    return kept_by_hooks(modules, nn.Module.register_forward_pre_hook, lambda args: args[0])
+    return kept_by_hooks(modules, "register_forward_pre_hook", lambda args: args[0])
 
 
 def outputs_of(modules):
     """The same of what each module gave, of a tuple the first."""
-    return kept_by_hooks(modules, nn.Module.register_forward_hook,
+    return kept_by_hooks(modules, "register_forward_hook",
                          lambda args, out: out[0] if isinstance(out, tuple) else out)
 
 

@@ -286,11 +286,12 @@ def aux_losses(model, constraint_targets=None):
 class Control(HeadControl):
     """Gates, states and consent of an inserted model by hand, as of a GPT: set_head() and gates().
 
-    It is such a model to find_violations() and states_of() of nanoheads/heads/states.py, too.
+    It is such a model to find_violations() and states_of() of nanoheads/heads/states.py, too, and
+    nanoheads/heads/loaded.py measures and moves its heads.
     """
 
     def __init__(self, model):
-        self.layers, gates = places(model), gates_of(model)
+        self.model, self.layers, gates = model, places(model), gates_of(model)
         if not gates:
             raise UserError("the model has no gates: insert some")
         states = all(own.agency is not None for own in gates.values())
