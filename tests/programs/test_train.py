@@ -1120,6 +1120,12 @@ def test_the_modes_of_wandb_are_those_of_the_wandb_that_is_installed():
     assert {*get_args(wandb.Settings.model_fields["mode"].annotation)} == {*WANDB_MODES}
 
 
+def test_wandb_is_among_what_every_installation_has():
+    """And pinned once: requirements-test.txt reads requirements.txt."""
+    pins = {name: (ROOT / name).read_text() for name in ("requirements.txt", "requirements-test.txt")}
+    assert "\nwandb==" in pins["requirements.txt"] and "wandb" not in pins["requirements-test.txt"]
+
+
 def test_wandb_offline_for_real(args, tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_SILENT", "true")
