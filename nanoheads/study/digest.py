@@ -21,7 +21,7 @@ from nanoheads.training.config import ControllerConfig
 
 # keys of training that change nothing where they are not set
 OFF_UNLESS_SET = {"labels", "teacher", "documents", "freeze_trunk", "thaw_from", "skip_lr",
-                  "own_mechanism"}
+                  "own_mechanism", "patience"}
 
 
 # ---- flags ----

@@ -93,7 +93,7 @@ def test_gates_and_skips_have_rates_of_their_own(optimizer):
 
 
 def test_keys_that_are_not_set_are_not_in_a_studys_hash():
-    new = {"documents", "freeze_trunk", "thaw_from", "skip_lr"}
+    new = {"documents", "freeze_trunk", "thaw_from", "skip_lr", "patience"}
     assert not new & set(digest.own_training(TrainConfig().for_recipe("gpt2")))
     assert digest.own_training(TrainConfig(documents=8))["documents"] == 8
 
