@@ -14,7 +14,6 @@ import re
 import sys
 import typing
 from collections import Counter
-from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -22,7 +21,7 @@ import torch
 
 import model
 from nanoheads.common import UserError, say
-from nanoheads.configurator import check, keys_of, near, read_file, type_name
+from nanoheads.configurator import FILE, NAMING, check, keys_of, near, of_config, type_name
 from nanoheads.mechanism import Mechanism, choices
 from nanoheads import replaced
 from nanoheads.own_files import OwnFile, add_arguments, copy, import_ahead, inside, opened, run
@@ -221,8 +220,6 @@ def one_edit_apart(a, b):
 
 # ---- the command line ----
 
-NAMING = ("mechanism", "mechanisms")  # keys of the command line and of config files
-FILE = re.compile(r"(.+\.py)(?::(\w+))?")  # mine.py, or mine.py:mode
 TRUST = "--trust_code"
 
 
@@ -251,16 +248,6 @@ def take(argv, keep=None, every=True):
               if key not in given]
     files = list(dict.fromkeys(files))
     return taken + ([f"--own_mechanism={','.join(files)}"] if files else [])
-
-
-def of_config(path):
-    """{"--mechanism": names} that a config file sets, where one of them is a file."""
-    with suppress(UserError):  # of what is wrong with it the configurator speaks
-        values = {key: value for key, value in read_file(path).items() if key in NAMING}
-        lists = {key: value.split(",") if isinstance(value, str) else value for key, value in values.items()}
-        return {f"--{key}": words for key, words in lists.items()
-                if isinstance(words, list) and any(FILE.fullmatch(str(word).strip()) for word in words)}
-    return {}
 
 
 def named(words, files, keep, every):
