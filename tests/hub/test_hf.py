@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import safetensors.torch as safetensors
