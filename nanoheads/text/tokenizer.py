@@ -175,7 +175,7 @@ class Tokenizer:
         ValueError: its vocabulary is damaged, or has another size than vocab_size.
         """
         tokenizer = cls(meta["encoding"], meta.get("vocab"))
-        if meta["vocab_size"] != tokenizer.vocab_size:
+        if meta.get("vocab_size", tokenizer.vocab_size) != tokenizer.vocab_size:
             raise ValueError(f"vocab_size={meta['vocab_size']} must be {tokenizer.vocab_size}, "
                              "the size of its vocabulary")
         return tokenizer

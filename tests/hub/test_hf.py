@@ -311,6 +311,16 @@ def test_a_run_starts_from_a_folder_with_mechanisms_neutral(tmp_path, bytes_data
         train.main([*args, f"--out_dir={tmp_path / 'other'}", "--key_offset=True"])
 
 
+@pytest.mark.parametrize("meta, words", [
+    (dict(encoding="char", vocab=list("aab")), "different single characters"),
+    (dict(encoding="hf", vocab="{}"), "only tokenizers of byte pairs"),
+    (dict(encoding="byte", vocab_size=300), "vocab_size=300 must be 256")])
+def test_a_damaged_vocabulary_is_not_written(tmp_path, meta, words):
+    with pytest.raises(ValueError, match=words):
+        hf.export(awake(GPT(GPTConfig(**SIZES))), dict(name="x", **meta), tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
 def test_another_vocabulary_than_the_datasets_is_refused(tmp_path, bytes_data):
     model = awake(GPT(GPTConfig(**SIZES)))
     vocab = [chr(65 + i) for i in range(58)]

@@ -452,6 +452,23 @@ def test_a_reader_that_has_enough_causes_no_traceback(ckpt, tmp_path, samples):
     assert p.stderr.read() == b"" and p.wait(20) == 0
 
 
+@pytest.mark.parametrize("meta, words", [
+    (dict(vocab=5), "vocab=5 must be the list of its vocab_size characters"),
+    (dict(vocab=[1, 2]), "vocab=[1, 2] must be"), (dict(vocab_size=256.0), "vocab_size=256.0 must be"),
+    (dict(vocab=[VOCAB[0], *VOCAB[:-1]]), "its vocabulary cannot be read: a character vocabulary is a list")])
+def test_a_checkpoint_with_a_damaged_vocabulary_is_one_line(ckpt, refusal, meta, words):
+    state = torch.load(ckpt)
+    torch.save({**state, "meta": {**state["meta"], **meta}}, ckpt)
+    said = refusal(["--ckpt", ckpt])
+    assert said.startswith(f"sample: {ckpt}") and words in said
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="there is no /dev/zero")
+def test_a_prompt_without_an_end_is_one_line(ckpt, refusal):
+    said = refusal(["--ckpt", ckpt, "--start", "FILE:/dev/zero"])
+    assert said.endswith("/dev/zero cannot be read: more than 256 MiB, the most that is read at once")
+
+
 def test_ctrl_c_while_generating_leaves_one_line(ckpt):
     p = start("--ckpt", ckpt, "--max_new_tokens", 10 ** 6)
     assert len(p.stdout.read(20)) == 20  # long before generation ends
