@@ -123,7 +123,9 @@ def study_of(rows, name, baseline=None, alpha=0.05, margin=0.01, higher_is_bette
                      for row in own if row["score"] is None]
     scores = effects.scores_of(arms)
     pairs = [(key, "plain", []) for key in arms if key != "plain"]
-    found = effects.comparisons([scores], pairs, alpha, margin, higher_is_better, unit="")
+    # another program's seeds are names: that two variants have some in common makes no pairs of their runs
+    apart = {key: {(key, seed): score for seed, score in own.items()} for key, own in scores.items()}
+    found = effects.comparisons([apart], pairs, alpha, margin, higher_is_better, unit="")
     for row in found:
         row["differences"] = effects.differences(scores, row)
         effects.withhold_where_runs_failed(row, failures)
@@ -153,6 +155,11 @@ def ratio(found, name, column):
     return own / base if own and base else None
 
 
+def times(value):
+    """A ratio in digits enough to tell it from 1: 2.00, 1.0026."""
+    return show(value, ".4f" if known(value) and 0 < abs(value - 1) < 0.1 else ".2f")
+
+
 def headline(found):
     rows, baseline = in_order(found), label_of(found, "plain")
     if len(rows) == 1:
@@ -168,10 +175,10 @@ def notices(found):
     lines = []
     for column in ("tokens", "bytes"):
         for c in in_order(found):
-            times = ratio(found, c["variant"], column)
-            if times and abs(times - 1) > 0.001:
-                lines.append(f"{label_of(found, c['variant'])} was trained on {times:.2f} × the {column} of "
-                             f"{label_of(found, 'plain')}: that alone may make a difference.")
+            more = ratio(found, c["variant"], column)
+            if more and abs(more - 1) > 0.001:
+                lines.append(f"{label_of(found, c['variant'])} was trained on {times(more)} × the {column} "
+                             f"of {label_of(found, 'plain')}: that alone may make a difference.")
     dearer = [label_of(found, c["variant"]) for c in in_order(found)
               if verdict_of(found, c) == "better" and (ratio(found, c["variant"], "cost") or 0) > 1.001]
     if dearer:
@@ -192,7 +199,7 @@ def scores_table(found):
     def line(name, verdict, *figures):
         arm = found["arms"][name]
         return (label_of(found, name), verdict, str(sum(map(known, arm["bpb"]))), show(mean_of(arm), ".4f"),
-                *figures, *(show(ratio(found, name, column), ".2f") for column in columns))
+                *figures, *(times(ratio(found, name, column)) for column in columns))
 
     rows = [line("plain", "–", "–", "–"),
             *(line(c["variant"], verdict_of(found, c), interval(c), p_of(c)) for c in in_order(found))]
@@ -201,7 +208,8 @@ def scores_table(found):
 
 def remarks(found):
     n, side = len(found["comparisons"]), "higher" if found["higher_is_better"] else "lower"
-    corrected = f"Verdicts are corrected for {n} comparisons." if n > 1 else "One comparison: no correction."
+    corrected = "One comparison: no correction." if n < 2 else (
+        f"Verdicts are corrected for the {n} comparisons of this file, and for nothing else that was tried.")
     return (f"{corrected} A {side} score is better. The margin is ±{found['margin']:g}. Intervals are over "
             "seeds.")
 

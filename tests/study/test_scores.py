@@ -103,12 +103,23 @@ def test_columns_may_stand_in_any_order_with_others_quoted_and_marked(tmp_path):
 
 
 def test_a_seed_is_one_however_its_number_is_written(tmp_path):
-    """A table of floats writes 1.0. The baseline's seed 1 and a variant's 1.0 are paired: see identical()."""
+    """A table of floats writes 1.0."""
     rows = scores.read(file(tmp_path, "variant,seed,score\n" + "".join(
         f"a,{seed},1\n" for seed in ("1.0", "02", "0", "1e3", "1.5", "x1", "-1", "３", "1_0", "0.10"))))
     assert [row["seed"] for row in rows] == ["1", "2", "0", "1e3", "1.5", "x1", "-1", "３", "1_0", "0.10"]
-    text = "variant,seed,score\nplain,1,2.1\nplain,2,2.2\na,1.0,2.1\na,02,2.2\n"
-    assert found_in(tmp_path, text)["comparisons"][0]["words"].startswith("the same: identical scores")
+
+
+def test_a_verdict_does_not_hang_on_the_names_of_seeds(tmp_path):
+    """Two scores were "the same" where both variants called their seeds 1 and 2, and undecided elsewhere."""
+    of = {names: found_in(tmp_path, "variant,seed,score\nplain,1,3.28\nplain,2,3.30\n"
+                                    f"a,{names[0]},3.28\na,{names[1]},3.30\n")["comparisons"]
+          for names in ("12", "21", "34")}
+    assert of["12"] == of["21"] == of["34"] and of["12"][0]["verdict"] == "undecided"
+
+
+def test_ratios_have_digits_enough_to_be_told_from_1():
+    assert [scores.times(value) for value in (1.0, 1.0026, 0.9974, 2.0, None)] == [
+        "1.00", "1.0026", "0.9974", "2.00", "–"]
 
 
 @pytest.mark.parametrize("own, other", [
