@@ -32,6 +32,8 @@ PIECE_METRICS = {
     "gate": "its factor",
     "conflict": METRICS["conflict"],
 }
+# averages that stand still while a head is withdrawn: it sends nothing, so that all of these would read 0
+STAND_STILL = ("load", "importance", "gradient", "conflict")
 GATES = ("gate", "output_gate", "acag_gate", "sink_gate")  # traces that are factors on y, over [B, H, T, D]
 
 
@@ -306,32 +308,30 @@ def closed(model, heads):
 # ---- measurements all through a run ----
 
 class Pieces:
-    """What has been measured of a run's MLPs or blocks, in arrays [blocks, 1]: now and mean, as of heads."""
+    """What has been measured of a run's MLPs or blocks, as of heads in Measurements; arrays [blocks, 1]."""
 
     def __init__(self, n_layer):
         self.shape, self.mean, self.now = (n_layer, 1), {}, {}
+        self.withdrawn = np.full(self.shape, False)
 
-    def used(self):
-        """Utilisation over the mean of those at work: with few blocks, a withdrawn one would halve that."""
-        own, at_work = self.mean["utilisation"], self.now["gate"] > 0
-        return own / max(own[at_work].mean() if at_work.any() else 0.0, 1e-30)
-
-    def level(self, name):
-        """A metric's mean over all blocks, [blocks, 1]."""
-        return np.full(self.shape, self.mean[name].mean())
+    def mean_at_work(self, values):
+        """The mean over all blocks whose gate is not 0, [blocks, 1]; 0: none."""
+        at_work = self.now["gate"] != 0
+        return np.full(self.shape, values[at_work].mean() if at_work.any() else 0.0)
 
     def features(self):
         """[blocks, FEATURES - 2], as of heads, without entropy and depth."""
-        relative = [np.log(np.maximum(self.mean[k], 1e-12) / np.maximum(self.level(k), 1e-12)).clip(-5, 5)
+        relative = [np.log(np.maximum(self.mean[k], 1e-12) / max(self.mean[k].mean(), 1e-12)).clip(-5, 5)
                     for k in ("gradient", "importance")]
-        columns = [*relative, self.used().clip(0, 5), self.mean["gate"], self.mean["conflict"]]
+        columns = [*relative, self.mean["load"].clip(0, 5), self.mean["gate"], self.mean["conflict"]]
         return torch.from_numpy(np.concatenate(columns, 1))
 
 
 class Measurements:
     """What has been measured of a run's heads; arrays are [blocks, heads] by the original numbers, NaN: gone.
 
-    now, mean: {metric: array}, of the last measurement, and its moving average. here: which heads there are.
+    now: {metric: array}, of the last measurement. mean: the moving averages, see average(). here: which heads
+    there are; withdrawn: which of them send nothing because agency's factor is 0.
     pieces: the same of MLPs or blocks, where those have states, or None. losses: nats per token on the
     held-out text since the last growth; held_out_loss: the last of them.
     count: measurements so far.
@@ -353,6 +353,7 @@ class Measurements:
         extra = max(attn.n_extra for attn in attentions(model))
         self.shape = (model.config.n_layer, model.config.n_head + extra)
         self.mean, self.now = {}, {}
+        self.withdrawn = self.full(False)
         self.pieces = Pieces(model.config.n_layer) if model.transformer.h[0].agency is not None else None
         self.counts = {name: self.full(0) for name in ("high", "small", "low")}
         self.high = self.full(False)  # whose entropy is high, with hysteresis
@@ -381,25 +382,47 @@ class Measurements:
             of_pieces = measure_pieces(run.model, *self.text, self.autocast)
         except ValueError as e:
             raise UserError(f"step {run.step}: {e}; a lower lr, or controller_interval") from None
-        self.average(run, found, self, lambda values: self.spread(values, run.model))
+        factors = [torch.ones(attn.n_total) if attn.agency is None else attn.agency.static_gate().detach()
+                   for attn in attentions(run.model)]
+        self.average(run, found, self, factors, lambda values: self.spread(values, run.model))
         if self.pieces is not None:
-            self.average(run, of_pieces, self.pieces, np.stack)
+            factors = [block.agency.static_gate().detach() for block in run.model.transformer.h]
+            self.average(run, of_pieces, self.pieces, factors,
+                         lambda values: np.stack([value.cpu().numpy() for value in values]))
         self.here = np.isfinite(self.now["gate"])
         self.held_out_loss = self.held_out(run)
         self.losses.append(self.held_out_loss)
 
-    def average(self, run, found, into, spread):
-        """Put {metric: [a tensor a block]}, the mean of all ranks', into the now and mean of `into`."""
+    def average(self, run, found, into, factors, spread):
+        """Put {metric: [a tensor a block]}, the mean of all ranks', into the now and mean of `into`.
+
+        The averages have `load` in the place of utilisation: what a head sends, over the mean of its layer's
+        heads at work (of pieces: of all at work), as both were at that measurement. 1 is an equal share. So
+        an average load is never above the largest load that was measured, whoever came and went meanwhile;
+        an average of shares would be, since a share grows when others are withdrawn. While a head is
+        withdrawn, STAND_STILL stay what they were, since nobody can see what it would send. One that was
+        never at work counts as the mean of those that are.
+
+        factors: agency's factors, [a tensor a block].
+        """
         flat = torch.cat([t.cpu().double() for values in found.values() for t in values]).tolist()
         sizes = [len(t) for values in found.values() for t in values]
         world = run.process.world
         flat = torch.tensor(run.process.all_reduce_sum(flat), dtype=torch.float64) / world
         parts = iter(flat.split(sizes))
-        for name, values in found.items():
-            new = spread([next(parts) for _ in values])
-            old = into.mean.get(name, new)
+        into.now = {name: spread([next(parts) for _ in values]) for name, values in found.items()}
+        into.withdrawn = (spread(factors) == 0) & (into.now["gate"] == 0)  # not where it was opened by hand
+        sent = into.now["utilisation"]
+        equal = into.mean_at_work(sent)
+        load = np.divide(sent, equal, out=0 * sent, where=equal > 0)
+        for name, new in {**into.now, "load": load}.items():
+            old = into.mean.get(name, np.full(into.shape, math.nan))
             keep = self.config.controller_average * np.isfinite(old)
-            into.now[name], into.mean[name] = new, new * (1 - keep) + np.nan_to_num(old) * keep
+            mean = new * (1 - keep) + np.nan_to_num(old) * keep
+            if name in STAND_STILL:
+                as_before = np.where(np.isfinite(old), old, into.mean_at_work(new))
+                mean = np.where(into.withdrawn, as_before, mean)
+            into.mean[name] = mean
 
     def forget_missing(self, model):
         """Forget what was measured of heads that the model no longer has; [blocks, heads] of those."""
@@ -411,18 +434,9 @@ class Measurements:
         self.here = ~gone
         return gone
 
-    def used(self):
-        """Utilisation over the mean of the layer's heads at work, [blocks, heads].
-
-        Withdrawn heads do not count. Otherwise those that are left would look overloaded for going on.
-        """
-        own = self.mean["utilisation"]
-        at_work = layer_mean(np.where(self.now["gate"] > 0, own, math.nan))
-        return np.divide(own, at_work, out=0 * own, where=at_work > 0)
-
-    def level(self, name):
-        """A metric's mean over each layer, [blocks, 1]."""
-        return layer_mean(self.mean[name])
+    def mean_at_work(self, values):
+        """The mean over each layer's heads whose gate is not 0, [blocks, 1]; 0: none."""
+        return layer_mean(np.where(self.now["gate"] != 0, values, math.nan))
 
     def features(self):
         """[heads, FEATURES] of the heads that are here, in all_heads()' order."""
@@ -430,7 +444,7 @@ class Measurements:
         relative = [np.log(np.maximum(m[k], floor) / np.maximum(layer_mean(m[k]), floor)).clip(-5, 5)
                     for k in ("gradient", "importance")]
         depth = np.arange(self.shape[0])[:, None] / max(1, self.shape[0] - 1) + 0 * m["gate"]
-        columns = [m["entropy"], *relative, self.used().clip(0, 5), m["gate"], m["conflict"], depth]
+        columns = [m["entropy"], *relative, m["load"].clip(0, 5), m["gate"], m["conflict"], depth]
         return torch.from_numpy(np.stack([column[self.here] for column in columns], 1))
 
     def lasting(self, name, holds):

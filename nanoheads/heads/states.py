@@ -21,6 +21,7 @@ from nanoheads.training.rules import Rules
 from nanoheads.training.runlog import append_row
 
 FAVOUR = 1.1  # times the importance of a head at work, so that two heads of one importance do not take turns
+DRIFT = 0.2  # of the way to the mean of those at work goes a withdrawn head's importance at each measurement
 
 
 def agencies(model):
@@ -130,57 +131,68 @@ class States:
 
     def follow_policy(self, measured, run):
         """Move the states of the heads by the metrics, each at most once in policy_dwell measurements."""
-        c, states = self.config, states_of(run.model)
-        resting = self.withdrawn_by_budget(measured, run, states)
-        for at, now in states.items():
-            if at in self.no_consent or measured.count - self.since[at] < c.policy_dwell:
-                continue
-            wanted = self.wanted(measured.pieces or measured, at, now, at in resting)
-            if wanted != now:
+        states, among = states_of(run.model), measured.pieces or measured
+        free = [at for at in states if at not in self.no_consent
+                and measured.count - self.since[at] >= self.config.policy_dwell]
+        resting = self.withdrawn_by_budget(among, states, free)
+        for at in free:
+            wanted = self.wanted(among, at, states[at], at in resting)
+            if wanted != states[at]:
                 self.change(run, "policy", *at, wanted, measured.count)
 
     def wanted(self, measured, at, now, resting):
-        """The state that follows from the metrics of what is at (layer, head); now: its present one."""
-        c, mean, used = self.config, measured.mean, measured.used()[at]
-        # leaving a state takes more than not having entered it
-        slack = 0.0 if now == "active" else 1.0
+        """The state that follows from the metrics of what is at (layer, head); now: its present one.
+
+        Leaving overloaded or misaligned takes more than not having entered it. No other state has such slack.
+        """
+        c, mean = self.config, measured.mean
         # a piece has no rows of attention
-        idle = "entropy" in mean and mean["entropy"][at] > c.policy_entropy and used < 0.5
+        idle = "entropy" in mean and mean["entropy"][at] > c.policy_entropy and mean["load"][at] < 0.5
         if resting or now != "withdrawn" and idle:
             return "withdrawn"
         if now == "withdrawn":
             return "active"  # it was left out long enough: it may try again
-        if mean["conflict"][at] < c.policy_conflict * (1 - slack * 0.5):
+        slack = abs(c.policy_conflict) / 2 if now == "misaligned" else 0.0
+        if mean["conflict"][at] < c.policy_conflict + slack:
             return "misaligned"
-        if used > c.policy_overloaded - slack * 0.25:
+        slack = 0.25 if now == "overloaded" else 0.0
+        if mean["load"][at] > c.policy_overloaded - slack:
             return "overloaded"
         return "active"
 
-    def withdrawn_by_budget(self, measured, run, states):
-        """The heads that the budget has no room for: the least important, a head at work a little favoured.
+    def withdrawn_by_budget(self, measured, states, free):
+        """Those of the heads `free` to move that the budget has no room for: the least important.
 
-        What is not at work cannot show what it is worth: its average drifts to that of its layer, so that its
-        turn comes.
+        A head at work is a little favoured. One that is withdrawn cannot show what it is worth. So its
+        importance moves towards the mean of all heads at work, of whatever layer, until it is above that of
+        one of them: then the two change places, and it is measured again. Heads that are not free keep their
+        place, at work or not. policy_unit=layer: whole layers, each by the mean of its heads.
         """
-        c, heads, measured = self.config, list(states), measured.pieces or measured
-        importance = measured.mean["importance"]
-        for at in heads:
-            if states[at] == "withdrawn":
-                drift = measured.level("importance")[at[0], 0]
-                importance[at] = 0.8 * importance[at] + 0.2 * drift
-        room = math.floor(c.policy_budget * len(heads) + 1e-9)
-        if room >= len(heads):
+        c, importance = self.config, measured.mean["importance"]
+        room = math.floor(c.policy_budget * len(states) + 1e-9)
+        if room >= len(states):
             return set()
-        bonus = {at: FAVOUR if states[at] != "withdrawn" else 1.0 for at in heads}
-        if c.policy_unit == "head":
-            ranked = sorted(heads, key=lambda at: -importance[at] * bonus[at])
-            return set(ranked[max(1, room):])
-        worth, out, left = measured.level("importance")[:, 0], set(), len(heads)
-        for layer in np.argsort([w * max([bonus[at] for at in heads if at[0] == i], default=1.0)
-                                 for i, w in enumerate(worth)]):
-            own = {at for at in heads if at[0] == layer}
+        at_work = [at for at in states if states[at] != "withdrawn"]
+        level = np.mean([importance[at] for at in at_work]) if at_work else 0.0
+        groups = {}
+        for at in states:
+            if measured.withdrawn[at]:
+                importance[at] += DRIFT * (level - importance[at])
+            if at not in self.no_consent:
+                groups.setdefault(at if c.policy_unit == "head" else at[0], []).append(at)
+        bound = [own for own in groups.values() if not set(own) <= set(free)]
+        moving = [own for own in groups.values() if set(own) <= set(free)]
+
+        def worth(own):
+            favour = FAVOUR if any(at in at_work for at in own) else 1.0
+            return favour * np.mean([importance[at] for at in own])
+
+        # of a layer that cannot move as a whole, what rests goes on resting
+        out = {at for own in bound for at in own if states[at] == "withdrawn"}
+        left = sum(map(len, groups.values())) - len(out)
+        for own in sorted(moving, key=worth):
             if left > room and len(own) < left:
-                out, left = out | own, left - len(own)
+                out, left = out | set(own), left - len(own)
         return out
 
     # ---- learned ----

@@ -219,7 +219,8 @@ class Surgery:
             free = sorted(set(range(model.config.n_head)) - set(attn.head_ids))
             if not free or not attn.head_ids or passes_on(attn):
                 continue
-            if measured.used()[layer, attn.head_ids].min() >= c.grow_used:
+            sent = np.where(measured.withdrawn, 0.0, measured.mean["load"])[layer, attn.head_ids]
+            if sent.min() >= c.grow_used:
                 new[layer] = free[:c.grow_heads]
         if not new:
             return False

@@ -53,30 +53,42 @@ FIGURES = {
 # ---- one run ----
 
 def history_of(folder):
-    """{figure: value} of a run's heads.jsonl and violations.jsonl; a run without them has no violations."""
+    """{figure: value} of a run's heads.jsonl and violations.jsonl; a run without them has no violations.
+
+    dwell: steps that a state lasts, mean of all stays. A stay ends when the state changes, when the head was
+    last seen, or with the last row. changes: of states.
+    """
     rows = read_rows(Path(folder) / "heads.jsonl")
     found = dict(forced=0, blocked=0, occupancy={}, dwell=None, active=rows[-1]["active"] if rows else None)
     for row in read_rows(Path(folder) / "violations.jsonl"):
         if row["type"] in found:
             found[row["type"]] += 1
-    stays, began, states = [], {}, {}
+    stays, running, changes, last = [], {}, 0, 0  # running: {(layer, head): (its state, the step it began)}
     for row in rows:
-        pieces = [[state] for state in row.get("pieces", {}).get("state", ())]  # of MLPs or blocks
-        for layer, (ids, now) in enumerate(zip(row["heads"], row.get("state", pieces))):
-            for head, state in zip(ids if not pieces else [None], now):
-                found["occupancy"][state] = found["occupancy"].get(state, 0) + 1
-                at = layer, head
-                if states.get(at, state) != state:
-                    stays.append(row["step"] - began[at])
-                if states.get(at) != state:
-                    states[at], began[at] = state, row["step"]
+        now = states_in(row)
+        for at in running.keys() - now.keys():
+            stays.append(last - running.pop(at)[1])
+        for at, state in now.items():
+            found["occupancy"][state] = found["occupancy"].get(state, 0) + 1
+            if at in running and running[at][0] != state:
+                stays.append(row["step"] - running.pop(at)[1])
+                changes += 1
+            running.setdefault(at, (state, row["step"]))
+        last = row["step"]
+    stays += [last - began for _, began in running.values()]
     total = sum(found["occupancy"].values())
     found["occupancy"] = {state: n / total for state, n in found["occupancy"].items()}
-    if states:  # what has not ended yet lasted until the end
-        stays += [rows[-1]["step"] - began[at] for at in states]
-        found["dwell"] = statistics.fmean(stays)
-        found["changes"] = len(stays) - len(states)
+    if stays:
+        found.update(dwell=statistics.fmean(stays), changes=changes)
     return found
+
+
+def states_in(row):
+    """{(layer, head): state} of a row of heads.jsonl; of MLPs or blocks {(layer, None): state}."""
+    if "pieces" in row:
+        return {(layer, None): state for layer, state in enumerate(row["pieces"]["state"])}
+    return {(layer, head): state for layer, (ids, now) in enumerate(zip(row["heads"], row.get("state", ())))
+            for head, state in zip(ids, now)}
 
 
 def engagement(model, data):
@@ -128,16 +140,20 @@ def opened(folder):
 
 
 def flops_of(folder, model):
-    """Training FLOPs of a run whose heads came and went: of each stretch at the heads that were there."""
-    rows, total, before = read_rows(Path(folder) / "heads.jsonl"), 0.0, 0
-    c, last = model.config, read_rows(Path(folder) / "log.jsonl")[-1]
-    per_step = last["tokens"] / last["step"]
-    for row in rows:
+    """Training FLOPs of a run whose heads came and went: of each stretch at the heads that were there.
+
+    A row of heads.jsonl has the heads from its step on. Before the first row they were those of that row.
+    """
+    rows, last = read_rows(Path(folder) / "heads.jsonl"), read_rows(Path(folder) / "log.jsonl")[-1]
+    if not rows:
+        return last["tokens"] * model.flops_per_token()
+    c, steps = model.config, [0, *(row["step"] for row in rows[1:]), last["step"]]
+    total = 0.0
+    for row, start, end in zip(rows, steps, steps[1:]):
         ids = [[h for h in own if h < c.n_head] for own in row["heads"]]
         then = built(replace(c, head_ids=ids, n_layer=len(ids)))
-        total += (row["step"] - before) * per_step * then.flops_per_token()
-        before = row["step"]
-    return total + (last["step"] - before) * per_step * model.flops_per_token()
+        total += (end - start) * then.flops_per_token()
+    return total * last["tokens"] / last["step"]
 
 
 def figures_of(folder, plain_folder, nats_per_token):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ import torch
 import train
 from model import GPT, Agency, GPTConfig
 from nanoheads.common import UserError
-from nanoheads.heads import controller
+from nanoheads.heads import controller, measuring
 from nanoheads.heads.gates import move_gates
 from nanoheads.heads.measuring import METRICS, PIECE_METRICS, Measurements, all_heads, attentions
 from nanoheads.heads.states import States, states_of
@@ -93,19 +94,32 @@ def measured(run, n=1):
 
 
 def given(monkeypatch, **values):
-    """Every head's metrics are what is said here: numbers, or functions of (layer, head)."""
-    def update(self, run):
-        self.now = {}
-        for name in ("entropy", "gradient", "importance", "utilisation", "gate", "conflict"):
-            value = values.get(name, 0.25)
-            found = self.full(math.nan).astype(float)
-            for at in all_heads(run.model):
-                found[at] = value(*at) if callable(value) else value
-            self.now[name] = self.mean[name] = found
-        self.here = np.isfinite(self.now["gate"])
-        self.held_out_loss = self.held_out(run)
-        self.losses.append(self.held_out_loss)
-    monkeypatch.setattr(Measurements, "update", update)
+    """Every head's metrics are what is said here: numbers, or functions of (layer, head); averages are they.
+
+    Of a withdrawn head what it sends is 0, and what follows from that.
+    """
+    def made_up(model, x, y, autocast):
+        found = {name: [] for name in METRICS}
+        for layer, attn in enumerate(attentions(model)):
+            factor = torch.ones(attn.n_total) if attn.agency is None else attn.agency.static_gate().detach()
+            for name in METRICS:
+                value = values.get(name, 0.25)
+                of_heads = [value(layer, head) if callable(value) else value for head in attn.all_head_ids()]
+                rests = (factor == 0) & torch.tensor(name != "entropy")
+                found[name].append(torch.tensor(of_heads).double().masked_fill(rests, 0.0))
+        return found
+    monkeypatch.setattr(measuring, "measure", made_up)
+    without_past(monkeypatch)
+
+
+def without_past(monkeypatch):
+    """Averages weigh the last measurement alone."""
+    average = Measurements.average
+
+    def of_now(self, *args):
+        self.config = replace(self.config, controller_average=0.0)
+        average(self, *args)
+    monkeypatch.setattr(Measurements, "average", of_now)
 
 
 def logits(run):
@@ -390,6 +404,11 @@ def test_no_growth_while_the_loss_falls_or_heads_idle_or_none_is_free(run, monke
     r = run(dict(head_ids=[[0, 1]] * 2), grow_heads=1, grow_used=1.01)
     measured(r, 8)
     assert r.model.config.head_ids == [[0, 1], [0, 1]]
+    r = run(dict(head_ids=[[0, 1]] * 2, agency=True), grow_heads=1)
+    r.model.set_head(0, 1, state="withdrawn")
+    r.model.set_head(1, 0, consent=False)
+    measured(r, 8)
+    assert r.model.config.head_ids == [[0, 1], [0, 1]], "a withdrawn head sends nothing"
     r = run(dict(head_ids=[[0, 1, 2], [0, 1, 2, 3]]), grow_heads=3, grow_used=0.0, grow_ramp=1)
     measured(r, 12)
     assert r.model.config.head_ids == [[0, 1, 2, 3]] * 2
@@ -520,6 +539,31 @@ def test_states_follow_the_metrics_with_hysteresis_and_dwell(run, monkeypatch):
     assert attentions(r.model)[0].agency.last_signal[1] > 0
 
 
+def test_slack_is_that_of_the_present_state_alone(run, monkeypatch):
+    """A misaligned head is not overloaded below 1.5, an overloaded one not misaligned above the threshold."""
+    sends, aligned = {1: 1.3, 2: 1.6}, {1: -0.5, 2: 0.2}
+    r = run(dict(agency=True, n_layer=1), policy=True, policy_dwell=1)
+    given(monkeypatch, utilisation=lambda layer, head: sends.get(head, 0.55) / 4,
+          conflict=lambda layer, head: aligned.get(head, 0.2))
+    measured(r, 3)
+    assert states_of(r.model) == {(0, 0): "active", (0, 1): "misaligned", (0, 2): "overloaded",
+                                  (0, 3): "active"}
+    aligned.update({1: 0.2, 2: -0.08})
+    measured(r)
+    assert states_of(r.model)[0, 1] == "active" and states_of(r.model)[0, 2] == "overloaded"
+
+
+@pytest.mark.parametrize("limit, seen", [(-0.1, (-0.12, -0.06, -0.04)), (0.2, (0.15, 0.29, 0.31))])
+def test_a_misaligned_head_stays_so_a_little_longer(run, monkeypatch, limit, seen):
+    r, now = run(dict(agency=True), policy=True, policy_dwell=1, policy_conflict=limit), {}
+    given(monkeypatch, conflict=lambda layer, head: now["conflict"])
+    states = []
+    for now["conflict"] in (1.0, *seen):
+        measured(r)
+        states.append(states_of(r.model)[0, 0])
+    assert states == ["active", "misaligned", "misaligned", "active"]
+
+
 @pytest.mark.parametrize("at_work", [(0, 2), (3,), ()], ids=["two", "one", "none"])
 def test_heads_at_work_are_not_overloaded_because_others_are_withdrawn(run, monkeypatch, at_work):
     r = run(dict(agency=True), policy=True, policy_dwell=1)
@@ -528,13 +572,123 @@ def test_heads_at_work_are_not_overloaded_because_others_are_withdrawn(run, monk
     monkeypatch.setattr(States, "wanted", keep_withdrawn(States.wanted))
     before = states_of(r.model)
     measured(r, 5)
-    used, all_present = r.controller.measured.used()[0], r.controller.measured.mean["utilisation"][0] * 4
-    assert np.isfinite(used).all()
+    load, share = r.controller.measured.mean["load"][0], r.controller.measured.now["utilisation"][0]
+    assert np.isfinite(load).all()
     if at_work:
-        assert used[list(at_work)].mean() == pytest.approx(1.0)
-        assert all_present[list(at_work)].max() > 1.5, "this is what used to be compared with the limit"
+        assert load[list(at_work)].mean() == pytest.approx(1.0)
+        assert share[list(at_work)].max() * 4 > 1.5, "beside the withdrawn ones it would be too much"
     assert {at: state for at, state in states_of(r.model).items() if at[0] == 0} == \
         {at: state for at, state in before.items() if at[0] == 0}
+
+
+def made_up_life(run, monkeypatch, unit="head", steps=60, **keys):
+    """The rows of heads.jsonl of a policy with half of the heads of 4 blocks at work, metrics made up.
+
+    The norm of what a head sends is its own, 1 to 1.25, times its factor and a little noise. What it is
+    worth, or its layer with unit=layer, is drawn anew every eight measurements.
+    """
+    numbers, n = np.random.default_rng(0), 4
+    norms = numbers.uniform(1, 1.25, (4, n))
+    worths = [np.exp(1.5 * numbers.normal(size=(4, n if unit == "head" else 1))) for _ in range(0, steps, 8)]
+
+    def made_up(model, x, y, autocast):
+        found, worth = {name: [] for name in METRICS}, worths[r.controller.measured.count // 8]
+        for layer, attn in enumerate(attentions(model)):
+            factor = attn.agency.static_gate().double()
+            sent = factor * torch.from_numpy(norms[layer] * numbers.uniform(0.99, 1.01, n))
+            found["utilisation"].append(sent / sent.sum().clamp_min(1e-30))
+            found["importance"].append(factor * torch.from_numpy(worth[layer] * numbers.uniform(0.7, 1.4, n)))
+            found["gate"].append(factor)
+            found["entropy"].append(0 * factor + 0.5)
+            for name in ("gradient", "conflict"):
+                found[name].append((factor > 0) * 0.3)
+        return found
+    monkeypatch.setattr(measuring, "measure", made_up)
+    r = run(dict(agency=True, n_layer=4), policy=True, policy_budget=0.5, policy_dwell=2, policy_unit=unit,
+            **keys)
+    return measured(r, steps)
+
+
+def loads_of(row):
+    """What each head sends over the mean of its layer's heads at work, as measured, [layers, heads]."""
+    sent, at_work = np.array(row["utilisation"]), np.count_nonzero(row["gate"], 1)[:, None]
+    return sent / np.maximum(sent.sum(1, keepdims=True), 1e-30) * at_work
+
+
+def test_no_head_is_overloaded_by_others_that_come_and_go(run, monkeypatch):
+    """No head ever sends more than 1.25 times an equal share, so that none is overloaded at 1.5.
+
+    When the average of a withdrawn head's share moved towards 0, heads that had gone on were overloaded
+    as soon as others came back.
+    """
+    rows = made_up_life(run, monkeypatch)
+    every = [event for row in rows for event in row.get("events", ())]
+    back = [(e["layer"], e["head"]) for e in every if e["state"] == "active"]
+    assert [e for e in every if e["state"] == "overloaded"] == []
+    assert max(loads_of(row).max() for row in rows) < 1.25 and len(back) > 10
+
+
+@pytest.mark.parametrize("unit", ["head", "layer"])
+def test_withdrawn_heads_come_back_and_the_budget_holds(run, monkeypatch, unit):
+    rows = made_up_life(run, monkeypatch, unit)
+    at_work = [frozenset((layer, head) for layer, states in enumerate(row["state"])
+                         for head, state in enumerate(states) if state != "withdrawn") for row in rows]
+    assert {len(each) for each in at_work} == {16, 8} and max(map(len, at_work[2:])) == 8
+    assert frozenset.union(*at_work[2:]) == at_work[0], "everyone's turn comes"
+    if unit == "layer":
+        assert all(sum(at[0] == layer for at in each) in (0, 4) for each in at_work for layer in range(4))
+
+
+def test_averages_of_a_withdrawn_head_stand_still(run):
+    r = run(dict(agency=True), controller_log=True)
+    measured(r, 2)
+    r.model.set_head(0, 1, state="withdrawn")
+    r.model.set_head(1, 2, consent=False)
+    mean = {name: values.copy() for name, values in r.controller.measured.mean.items()}
+    with torch.no_grad():
+        for p in r.model.parameters():
+            p.mul_(1.1)
+    measured(r, 3)
+    found = r.controller.measured
+    for name in ("load", "importance", "gradient", "conflict"):
+        assert found.now.get(name, found.now["importance"])[0, 1] == 0
+        same = found.mean[name] == mean[name]
+        assert same[0, 1] and same[1, 2] and same.sum() == 2, name
+    assert found.mean["gate"][0, 1] == pytest.approx(0.7 ** 3)
+    r.model.set_head(0, 1, state="active", consent=True)
+    row = measured(r)[-1]
+    want = 0.7 * mean["load"][0, 1] + 0.3 * loads_of(row)[0, 1]
+    assert found.mean["load"][0, 1] == pytest.approx(want, rel=1e-4)
+
+
+def test_a_head_that_was_never_at_work_counts_as_the_mean(run):
+    r = run(dict(agency=True), policy=True, policy_no_consent=["0.1"])
+    measured(r)
+    mean = r.controller.measured.mean
+    others = [0, 2, 3]
+    assert mean["load"][0, 1] == pytest.approx(1.0)
+    assert mean["importance"][0, 1] == pytest.approx(mean["importance"][0, others].mean())
+    assert all(np.isfinite(values).all() for values in mean.values())
+
+
+def test_a_withdrawn_head_that_runs_all_the_same_is_measured(run):
+    """Because consent is not enforced, or because its gate is set by hand."""
+    r = run(dict(agency=True, agency_enforce=False), controller_log=True)
+    r.model.set_head(0, 1, state="withdrawn")
+    measured(r)
+    assert not r.controller.measured.withdrawn.any() and r.controller.measured.mean["load"][0, 1] > 0
+    r = run(dict(agency=True), controller_log=True)
+    r.model.set_head(0, 1, state="withdrawn", gate=0.5)
+    r.model.set_head(0, 2, state="withdrawn")
+    measured(r)
+    assert np.argwhere(r.controller.measured.withdrawn).tolist() == [[0, 2]]
+
+
+def test_heads_without_consent_take_no_room_of_the_budget(run, monkeypatch):
+    rows = made_up_life(run, monkeypatch, policy_no_consent=["0.0", "0.1", "1.0"])
+    at_work = {sum(state != "withdrawn" for states in row["state"] for state in states) for row in rows[2:]}
+    assert at_work == {8}
+    assert {row["state"][0][0] for row in rows} == {"withdrawn"}
 
 
 def keep_withdrawn(wanted):
@@ -563,14 +717,6 @@ def test_a_budget_withdraws_the_least_important_and_their_turn_comes(run, monkey
     r = run(dict(agency=True), policy=True, policy_budget=5 / 8, policy_unit=unit, policy_dwell=1)
 
     given(monkeypatch, importance=lambda layer, head: 1.0 + layer + head / 10)
-    base = Measurements.update
-
-    def update(self, run):  # importance is remembered, so that it can drift
-        before = self.mean.get("importance")
-        base(self, run)
-        if before is not None:
-            self.mean["importance"] = before
-    monkeypatch.setattr(Measurements, "update", update)
     measured(r, 2)
     states = states_of(r.model)
     asleep = {at for at, state in states.items() if state == "withdrawn"}
@@ -651,16 +797,17 @@ MLPS = dict(policy=True, agency=True, agency_scope="mlp")
 
 def given_of_pieces(monkeypatch, **values):
     """Every MLP's or block's metrics are these: numbers, or functions of the layer; heads' as in given()."""
-    given(monkeypatch)
-    of_heads = Measurements.update
-
-    def update(self, run):
-        of_heads(self, run)
+    def made_up(model, x, y, autocast):
+        factors = [block.agency.static_gate().detach() for block in model.transformer.h]
+        found = {name: [] for name in PIECE_METRICS}
         for name in PIECE_METRICS:
             value = values.get(name, 0.5)
-            found = [[value(i) if callable(value) else value] for i in range(self.pieces.shape[0])]
-            self.pieces.now[name] = self.pieces.mean[name] = np.array(found, float)
-    monkeypatch.setattr(Measurements, "update", update)
+            for layer, factor in enumerate(factors):
+                own = torch.tensor([value(layer) if callable(value) else value]).double()
+                found[name].append(own.masked_fill(factor == 0, 0.0))
+        return found
+    given(monkeypatch)
+    monkeypatch.setattr(measuring, "measure_pieces", made_up)
 
 
 def scope_states(r):
@@ -720,14 +867,6 @@ def test_what_is_withdrawn_drifts_to_the_mean_of_all_and_its_turn_comes(run, mon
     """The mean is that of all MLPs, 1.525 at first: with its own for each block none would ever come back."""
     r = run(dict(agency=True, agency_scope="mlp", n_layer=4), policy=True, policy_budget=0.5, policy_dwell=1)
     given_of_pieces(monkeypatch, importance=lambda i: [1.0, 4.0, 0.5, 0.6][i])
-    base = Measurements.update
-
-    def update(self, run):  # importance is remembered, so that it can drift
-        before = self.pieces.mean.get("importance")
-        base(self, run)
-        if before is not None:
-            self.pieces.mean["importance"] = before
-    monkeypatch.setattr(Measurements, "update", update)
     measured(r, 12)
     asleep = [{i for i, state in enumerate(row["pieces"]["state"]) if state == "withdrawn"}
               for row in rows_of(r.out_dir)]
@@ -769,9 +908,10 @@ def test_learned_states_of_mlps_and_blocks_take_the_likeliest(run, monkeypatch, 
         for block in r.model.transformer.h:
             block.agency.weight.zero_(), block.agency.bias.copy_(torch.tensor([0.5, 0.0, 0.0, 0.0]))
             block.agency.weight[3, 4] = -2.0  # withdrawn where gradients are in conflict
+    measured(r)
     r.model.set_head(0, None, consent=False)
-    found = measured(r, 2)[-1]
-    want = [[0.0, math.log(x / 2), 1.0, 0.7, -0.3] for x in (1.0, 3.0)]
+    found = measured(r)[-1]
+    want = [[0.0, math.log(x / 2), 1.0, gate, -0.3] for x, gate in ((1.0, 0.0), (3.0, 0.7))]
     assert torch.allclose(torch.cat([block.agency.metrics for block in r.model.transformer.h]),
                           torch.tensor(want))
     assert scope_states(r) == ["active", "withdrawn"] and found["blocked"] == 1

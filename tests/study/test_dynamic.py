@@ -41,6 +41,17 @@ def test_a_head_that_comes_late_or_goes_is_counted_while_it_is_there(tmp_path):
     assert found["occupancy"] == {"active": 2 / 3, "misaligned": 1 / 3}
 
 
+def test_a_stay_ends_where_the_head_was_last_seen(tmp_path):
+    """Head 1 stays for 90 steps, head 0 for none: it is seen once."""
+    rows = [dict(step=step, heads=[[0, 1] if step == 10 else [1]], active=1,
+                 state=[["active"] * (2 if step == 10 else 1)]) for step in range(10, 101, 10)]
+    assert dynamic.history_of(written(tmp_path / "run", rows))["dwell"] == 45
+    for row in rows[5:]:  # another head takes the number: 10-10 and 60-100 beside 10-100
+        row.update(heads=[[0, 1]], state=[["active"] * 2])
+    found = dynamic.history_of(written(tmp_path / "back", rows))
+    assert found["dwell"] == pytest.approx((0 + 40 + 90) / 3) and found["changes"] == 0
+
+
 def test_states_of_mlps_are_counted_too(tmp_path):
     rows = [dict(step=10 * i, heads=[[0, 1, 2], [0, 1, 2]], active=6, pieces=dict(scope="mlp", state=both))
             for i, both in enumerate(STATES, 1)]
@@ -57,18 +68,21 @@ def test_a_plain_run_has_no_history(tmp_path):
 
 
 def test_flops_of_a_run_whose_heads_went(tmp_path):
-    """Half of the steps with four heads, half with two: the mean of the two counts."""
+    """A row has the heads after what was done at its step: here 15 steps with four heads, 25 with two."""
     flags = dict(n_layer=1, n_head=4, n_embd=32, block_size=16, vocab_size=19, recipe="modern")
     config, small = GPTConfig(**flags), GPTConfig(**flags, head_ids=[[0, 1]])
-    rows = [dict(step=10, heads=[[0, 1, 2, 3]]), dict(step=20, heads=[[0, 1]])]
+    rows = [dict(step=5, heads=[[0, 1, 2, 3]]), dict(step=15, heads=[[0, 1]]), dict(step=35, heads=[[0, 1]])]
     folder = written(tmp_path / "run", rows)
-    (folder / "log.jsonl").write_text(json.dumps(dict(step=20, tokens=2000)) + "\n")
+    (folder / "log.jsonl").write_text(json.dumps(dict(step=40, tokens=4000)) + "\n")
     counts = [GPT(c).flops_per_token() for c in (config, small)]
     assert counts[1] < counts[0]
-    assert dynamic.flops_of(folder, GPT(small)) == pytest.approx(1000 * sum(counts))
+    assert dynamic.flops_of(folder, GPT(small)) == pytest.approx(1500 * counts[0] + 2500 * counts[1])
     stacked = GPTConfig(**{**flags, "n_layer": 2})  # one block became two
     counts.append(GPT(stacked).flops_per_token())
-    assert dynamic.flops_of(folder, GPT(stacked)) == pytest.approx(1000 * sum(counts[:2]))
+    whole = [0, 1, 2, 3]
+    other = written(tmp_path / "stacked", [dict(step=5, heads=[whole]), dict(step=15, heads=[whole] * 2)])
+    (other / "log.jsonl").write_text(json.dumps(dict(step=40, tokens=4000)) + "\n")
+    assert dynamic.flops_of(other, GPT(stacked)) == pytest.approx(1500 * counts[0] + 2500 * counts[2])
     plain = written(tmp_path / "plain", [])
     (plain / "log.jsonl").write_text(json.dumps(dict(step=20, tokens=2000)) + "\n")
     assert dynamic.flops_of(plain, GPT(config)) == pytest.approx(2000 * counts[0])
