@@ -250,6 +250,7 @@ class AttentionCore(nn.Module):
         readers = [m for m in self.mechanisms() if m.needs_row_stats]
         # max() takes "shape", which comes after "lse" in the alphabet and holds all that it does
         self.needs_row_stats = max((m.needs_row_stats for m in readers), default=None)
+        self.needs_spread = any(m.needs_spread for m in readers)
         self.detach_row_stats = all(m.detach for m in readers)
 
     @property
@@ -311,19 +312,20 @@ class AttentionCore(nn.Module):
         q, k, v, row_stats = heads.q, heads.k, heads.v, None
         dropout = self.attn_dropout if self.training else 0.0
         needs = "shape" if heads.wants_traces else self.needs_row_stats
+        wanted = dict(shape=needs == "shape", spread=self.needs_spread)
         if needs or heads.used is not None or heads.open_rows:  # kernels that want keys of each head
             k, v = for_each_head(k, q.size(1)), for_each_head(v, q.size(1))
         if heads.self_factor is not None:  # the added heads, the last ones, have this gate; the others do not
-            n, shape = self.n_head, needs == "shape"
+            n = self.n_head
             y, own = row_statistics(q[:, :n], k[:, :n], v[:, :n], self.scale, heads.mask, heads.n_keys,
-                                    shape=shape)
+                                    **wanted)
             gated, rows = self_gated_rows(q[:, n:], k[:, n:], v[:, n:], self.scale, heads.mask, heads.n_keys,
-                                          heads.self_factor.squeeze(-1), shape=shape)
+                                          heads.self_factor.squeeze(-1), **wanted)
             y = torch.cat((y, gated), 1)
             row_stats = RowStats(*(a if a is None else torch.cat((a, b), 1) for a, b in zip(own, rows)))
         elif needs:
             y, row_stats = row_statistics(q, k, v, self.scale, heads.mask, heads.n_keys,
-                                          self.detach_row_stats, dropout, shape=needs == "shape")
+                                          self.detach_row_stats, dropout, **wanted)
         elif heads.used is not None and q.size(2) == 1:  # decoding, with the selected heads alone
             y = attend_selected(q, k, v, self.scale, heads.used.squeeze(-1), heads.mask)
         elif heads.used is not None:  # the selected queries alone
@@ -1790,6 +1792,8 @@ class ACAG(Mechanism):
         super().__init__()
         shape = (attn.n_total,) if config.acag == "headwise" else (attn.n_total, attn.head_size)
         self.published, self.detach = config.acag_mode == "published", config.acag_detach
+        if self.published:
+            self.needs_row_stats, self.needs_spread = "lse", True
         self.length = config.acag_length
         self.attention_cost = 0.5 if self.detach else 1.0
         self.weight = nn.Parameter(torch.empty(*shape, 3))
@@ -1808,21 +1812,20 @@ class ACAG(Mechanism):
         """Gate [B, H, T, 1 or D] from RowStats, the keys seen and the tokens before each token, [T] or
         [B, 1, T].
         """
-        entropy, log_p2 = stats.entropy, stats.log_p2
         if self.detach:  # another mechanism may have asked for the gradient
-            entropy, log_p2 = entropy.detach(), log_p2.detach()
-        before = positions.to(entropy.dtype)
+            stats = RowStats(*(s if s is None else s.detach() for s in stats))
+        lse, entropy, log_p2, spread = stats
+        before = positions.to(lse.dtype)
         alone = n_keys == 1  # such a row has no spread; its logarithm and root would have no gradient
-        n = n_keys.masked_fill(alone, 2).to(entropy.dtype)
+        n = n_keys.masked_fill(alone, 2).to(lse.dtype)
         if self.published:
-            spread = torch.where(alone, 0.0, log_p2.exp() / n - 1 / n**2)  # the population's variance
-            spread = torch.where(alone, 0.0, (spread.clamp_min(0) + 1e-12).sqrt())
-            features = (before + 1) / self.length, 1 / n_keys, spread
+            std = torch.where(alone, 0.0, (spread / n + 1e-12).sqrt())  # the population's
+            features = (before + 1) / self.length, 1 / n_keys, std
         else:
             features = ((1 + before).log() / math.log(1 + self.length),
                         torch.where(alone, 0.0, 1 - entropy / n.log()),
                         torch.where(alone, 0.0, n.log() + log_p2))
-        z = torch.stack([f.expand_as(entropy).to(entropy.dtype) for f in features], -1)
+        z = torch.stack([f.expand_as(lse).to(lse.dtype) for f in features], -1)
         w = self.weight if self.weight.dim() == 3 else self.weight[:, None]  # (H, 1 or D, 3)
         z = torch.einsum("bhtf,hdf->bhtd", z, w.to(z.dtype)) + self.bias.view(len(w), 1, w.size(1))
         return z.sigmoid() if self.published else 2 * z.sigmoid()

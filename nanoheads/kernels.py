@@ -16,6 +16,7 @@ from typing import NamedTuple, Optional
 import torch
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from nanoheads.cpu import (CpuFlash, CpuHeads, CpuLinear, CpuRMSNorm, CpuShortConvolution, CpuSquaredReLU,
                            eager_on_cpu, first_derivative_only, inverse_rms, onednn_is_faster)
@@ -471,22 +472,25 @@ class RowStats(NamedTuple):
     lse: torch.Tensor                       # log-sum-exp of its logits
     entropy: Optional[torch.Tensor] = None  # in nats
     log_p2: Optional[torch.Tensor] = None   # log of the sum of its squared weights
+    spread: Optional[torch.Tensor] = None   # sum of squared differences of its weights from their mean, 1 / n
 
 
-def row_statistics(q, k, v, scale, mask, n_keys, detach=False, dropout=0.0, shape=True):
+def row_statistics(q, k, v, scale, mask, n_keys, detach=False, dropout=0.0, shape=True, spread=False):
     """(y [B, H, T, D], RowStats), with s the logits: entropy = LSE(s) - scale q.SDPA(q, k, k), log p2 =
     LSE(2s) - 2 LSE(s).
 
     n_keys: how many keys each row sees. detach: no gradient into the statistics, and none of its cost.
     shape: entropy and log_p2 too, which take another pass over the logits; else the log-sum-exp alone. All
-    are those of the weights before dropout.
+    are those of the weights before dropout. spread: spread_of_rows() too.
     """
+    squares = spread_of_rows(q, k, scale, mask, n_keys, detach) if spread else None
     if shape and q.size(2) == 1 and not dropout and not torch.is_grad_enabled():
-        return one_row(q, k, v, scale, mask)
+        y, rows = one_row(q, k, v, scale, mask)
+        return y, rows._replace(spread=squares)
     if not shape:
         lse, y = attend_lse(q, k, scale, mask, v)
         y = attend(q, k, v, scale, mask, dropout) if dropout else y
-        return y, RowStats(lse.detach() if detach else lse)
+        return y, RowStats(lse.detach() if detach else lse, spread=squares)
     # one pass is faster, but on CPU all becomes as wide as v and k, and a GPU has no shared memory beyond 128
     small = q.size(2) <= 1024 if q.device.type == "cpu" else k.size(-1) + v.size(-1) <= 128
     together = not detach and not dropout and small
@@ -499,13 +503,50 @@ def row_statistics(q, k, v, scale, mask, n_keys, detach=False, dropout=0.0, shap
     log_p2 = lse2 - 2 * lse
     if q.is_cuda and not together:  # gives mean_key a gradient, of 0, where the entropy is not read
         log_p2 = log_p2 + 0.0 * entropy
-    return y, RowStats(lse, entropy, log_p2)
+    return y, RowStats(lse, entropy, log_p2, squares)
+
+
+QUERIES_AT_ONCE = 128  # whose weights spread_of_rows() stores
+
+
+def spread_of_rows(q, k, scale, mask, n_keys, detach=False):
+    """Σ (p - 1/n)^2 over the n keys that each row sees, [B, H, T], p the row's weights; float32 or better.
+
+    Σ p^2 - 1/n would be the same, but of a nearly uniform row hardly a digit of it is left. So this is taken
+    from the weights themselves, some queries at a time, and the backward pass computes them again.
+    """
+    total, T, S = torch.promote_types(q.dtype, torch.float32), q.size(2), k.size(2)
+    n = n_keys.to(total).view(-1, 1, T, 1)
+    keys = torch.arange(S, device=q.device)
+    queries = torch.arange(S - T, S, device=q.device)[:, None]
+    first = torch.zeros_like(keys[0])  # a BlockMask is that of every sequence and every head
+
+    def of_some(q, k, n, seen):
+        with torch.autocast(q.device.type, enabled=False):  # it would round the logits
+            s = q.to(total) @ k.to(total).mT * scale
+        p = s.masked_fill(~seen, -math.inf).softmax(-1)
+        return torch.where(seen, p - 1 / n, 0.0).square().sum(-1)
+
+    found = []
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
+        for start in range(0, T, QUERIES_AT_ONCE):
+            some = slice(start, start + QUERIES_AT_ONCE)
+            if mask is None:
+                seen = keys <= queries[some]
+            elif isinstance(mask, BlockMask):
+                seen = mask.mask_mod(first, first, queries[some], keys)
+            else:
+                seen = mask[:, :, some]
+            given = q[:, :, some], k, n[:, :, some], seen
+            found.append(checkpoint(of_some, *given, use_reentrant=False, preserve_rng_state=False)
+                         if torch.is_grad_enabled() else of_some(*given))
+    return torch.cat(found, -1)
 
 
 SMALLEST_GATE = 1e-30  # in the logarithm of a gate: below it a gate is as good as 0, and gets no gradient
 
 
-def self_gated_rows(q, k, v, scale, mask, n_keys, gate, shape=True):
+def self_gated_rows(q, k, v, scale, mask, n_keys, gate, shape=True, spread=False):
     """row_statistics() of attention in which log(gate) is added to each token's logit with itself.
 
     gate [B, H, T or 1], in [0, 1]. The row is that of the other keys, joined with the token's own key by the
@@ -515,6 +556,7 @@ def self_gated_rows(q, k, v, scale, mask, n_keys, gate, shape=True):
         y        = (1 - w) y_others + w v
         entropy  = (1 - w) (entropy_others - log(1 - w)) - w log w
         sum p^2  = (1 - w)^2 sum p^2_others + w^2
+        spread   = (1 - w)^2 spread_others + (w - 1/n)^2 n / (n - 1)
 
     Statistics of whole rows would do in exact numbers, with the token's own key taken out again. But where
     the weight on it is near 1, they hold few digits of the others, or none, and a small gate makes the others
@@ -526,25 +568,31 @@ def self_gated_rows(q, k, v, scale, mask, n_keys, gate, shape=True):
     own = (q.to(total) * k[:, :, k.size(2) - T:].to(total)).sum(-1) * scale
     own = own + gate.to(total).clamp_min(SMALLEST_GATE).log()
     if k.size(2) == 1:
-        return v_own, RowStats(own, *([torch.zeros_like(own)] * 2 if shape else []))
+        nothing = torch.zeros_like(own)
+        return v_own, RowStats(own, *([nothing] * 2 if shape else [None] * 2), nothing if spread else None)
     if mask is None:  # causal: all keys but the last, of which the first of several queries sees none
         first = int(T > 1)
         y, others = row_statistics(q[:, :, first:], k[:, :, :-1], v[:, :, :-1], scale, None,
-                                   (n_keys[..., first:] - 1).clamp_min(1), shape=shape)
+                                   (n_keys[..., first:] - 1).clamp_min(1), shape=shape, spread=spread)
         y = F.pad(y, (0, 0, first, 0))
         others = RowStats(*(None if s is None else F.pad(s, (first, 0)) for s in others))
     else:
         y, others = row_statistics(q, k, v, scale, without_oneself(mask, alone, T), (n_keys - 1).clamp_min(1),
-                                   shape=shape)
+                                   shape=shape, spread=spread)
     log_w, log_others = F.logsigmoid(own - others.lse), F.logsigmoid(others.lse - own)
     w = torch.where(alone, 1.0, log_w.exp())
     lse = torch.where(alone, own, torch.logaddexp(own, others.lse))
     y = torch.lerp(y.to(total), v_own.to(total), w[..., None]).to(y.dtype)
+    squares = None
+    if spread:
+        squares = (1 - w).square() * others.spread
+        squares = squares + (w - 1 / n_keys).square() * n_keys / (n_keys - 1).clamp_min(1)
+        squares = torch.where(alone, 0.0, squares)
     if not shape:
-        return y, RowStats(lse)
+        return y, RowStats(lse, spread=squares)
     entropy = (1 - w) * (others.entropy - log_others) - w * log_w
     log_p2 = torch.logaddexp(2 * log_w, 2 * log_others + others.log_p2)
-    return y, RowStats(lse, torch.where(alone, 0.0, entropy), torch.where(alone, 0.0, log_p2))
+    return y, RowStats(lse, torch.where(alone, 0.0, entropy), torch.where(alone, 0.0, log_p2), squares)
 
 
 def without_oneself(mask, alone, T):

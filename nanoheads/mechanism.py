@@ -147,6 +147,7 @@ class Mechanism(nn.Module):
     neutral = {}
     # What it reads: "lse" of each attention row, or "shape", which is its entropy and log_p2 too.
     needs_row_stats = None
+    needs_spread = False     # and its spread
     detach = False           # no gradient goes into those statistics
     needs_positions = False  # it reads Heads.positions
     # Its tensors.

@@ -216,14 +216,19 @@ def row_statistics(P):
     return -(P * P.clamp_min(1e-300).log()).sum(-1), (P**2).sum(-1)
 
 
+def spread_of_rows(P, seen):
+    """The sum of squared differences of rows P [..., S] from their mean, over the keys that are seen."""
+    n = seen.sum(-1, keepdim=True).double()
+    return torch.where(seen, P - 1 / n, 0.0).square().sum(-1)
+
+
 def context_gate(c, p, P, seen, t):
     """ACAG's gate [B, H, T, 1 or D] from attention rows P [B, H, T, S]; t: the tokens before each query."""
     P = P.detach() if c.acag_detach else P
     n, t = seen.sum(-1).double().expand(P.shape[:-1]), t.double().expand(P.shape[:-1])
     alone = n == 1
     if c.acag_mode == "published":
-        deviation = torch.where(seen, P - 1 / n[..., None], 0.0)
-        std = ((deviation**2).sum(-1) / n + 1e-12).sqrt()
+        std = (spread_of_rows(P, seen) / n + 1e-12).sqrt()
         features = (t + 1) / c.acag_length, 1 / n, torch.where(alone, 0.0, std)
     else:
         entropy, p2 = row_statistics(P)

@@ -95,7 +95,8 @@ def test_where_the_router_gates_follows_the_mode(mode, gate):
 # ---- gates of scores: rows with log(gate) on the diagonal ----
 
 def rows_of_their_own(gate, dtype=torch.float64, strength=4.0, T=9, mask=None):
-    """([y, lse, entropy, log sum p^2] of the kernel, and of the T x T logits in float64, inputs of each).
+    """([y, lse, entropy, log sum p^2, spread] of the kernel, and of the T x T logits in float64, inputs of
+    each).
 
     gate: of every token; strength: what the logit of each token with itself is raised by.
     """
@@ -106,11 +107,12 @@ def rows_of_their_own(gate, dtype=torch.float64, strength=4.0, T=9, mask=None):
     fast = [t.detach().to(dtype).requires_grad_() for t in slow[:3]]
     fast.append(slow[3].detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_())
     seen = torch.ones(T, T).tril().bool() if mask is None else mask[0, 0]
-    y, rows = kernels.self_gated_rows(*fast[:3], 0.25, mask, seen.sum(-1).to(fast[3].dtype), fast[3])
+    y, rows = kernels.self_gated_rows(*fast[:3], 0.25, mask, seen.sum(-1).to(fast[3].dtype), fast[3],
+                                      spread=True)
     s = oracle.on_itself(0.25 * slow[0] @ slow[1].mT, slow[3]).masked_fill(~seen, -math.inf)
     lse, p = s.logsumexp(-1), s.softmax(-1)
     entropy, p2 = oracle.row_statistics(p)
-    return [y, *rows], [p @ slow[2], lse, entropy, p2.log()], fast, slow
+    return [y, *rows], [p @ slow[2], lse, entropy, p2.log(), oracle.spread_of_rows(p, seen)], fast, slow
 
 
 BAND = torch.ones(9, 9).tril().triu(-2).bool()[None, None]
@@ -133,12 +135,12 @@ def test_self_gated_rows_equal_those_of_the_stored_logits(gate, mask):
 def test_one_key_has_no_entropy_and_its_own_value(T):
     """Whatever its gate, 0 too, and in float32 without a rounding error; no gradient is not a number."""
     for gate in (0.0, 1e-8, 0.5):
-        (y, lse, entropy, log_p2), _, fast, _ = rows_of_their_own(gate, torch.float32, T=T)
+        (y, lse, entropy, log_p2, spread), _, fast, _ = rows_of_their_own(gate, torch.float32, T=T)
         assert torch.equal(y[:, :, 0], fast[2][:, :, 0])
-        assert not entropy[..., 0].any() and not log_p2[..., 0].any()
+        assert not entropy[..., 0].any() and not log_p2[..., 0].any() and not spread[..., 0].any()
         own = 0.25 * (fast[0] * fast[1]).sum(-1)[..., 0]
         assert torch.allclose(lse[..., 0], own + math.log(max(gate, 1e-30)))
-        assert all(g.isfinite().all() for g in oracle.gradients([y, lse, entropy, log_p2], fast))
+        assert all(g.isfinite().all() for g in oracle.gradients([y, lse, entropy, log_p2, spread], fast))
 
 
 @pytest.mark.parametrize("strength", [4.0, 9.0, 20.0])
@@ -175,8 +177,9 @@ def test_a_block_mask_leaves_out_the_token_itself():
         blocks = kernels.block_mask(150, t.device, seen, window)
         q, k, v = (oracle.normal(1, 2, 150, 16, seed=seed) for seed in (1, 2, 3))
         gate = torch.rand(1, 2, 150, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        y, rows = kernels.self_gated_rows(q, k, v, 0.25, blocks, dense[0, 0].sum(-1).double(), gate)
-        want_y, want = kernels.self_gated_rows(q, k, v, 0.25, dense, dense[0, 0].sum(-1).double(), gate)
+        n = dense[0, 0].sum(-1).double()
+        y, rows = kernels.self_gated_rows(q, k, v, 0.25, blocks, n, gate, spread=True)
+        want_y, want = kernels.self_gated_rows(q, k, v, 0.25, dense, n, gate, spread=True)
         for a, b in zip([y, *rows], [want_y, *want], strict=True):
             oracle.close(a.double(), b, 1e-5)  # its log-sum-exp is float32
 
@@ -238,10 +241,10 @@ def test_who_reads_rows_reads_those_of_gated_scores(name, recipe, T):
     gated_rows_agree(dict(READERS[name], recipe=recipe), T)
 
 
-def ungated_statistics(q, k, v, scale, mask, n_keys, gate, shape=True, gated=kernels.self_gated_rows):
+def ungated_statistics(q, k, v, scale, mask, n_keys, gate, gated=kernels.self_gated_rows, **wanted):
     """The former order: the outputs of gated rows, and what is known of the rows before the gate."""
-    y, _ = gated(q, k, v, scale, mask, n_keys, gate, shape)
-    return y, kernels.row_statistics(q, k, v, scale, mask, n_keys, shape=shape)[1]
+    y, _ = gated(q, k, v, scale, mask, n_keys, gate, **wanted)
+    return y, kernels.row_statistics(q, k, v, scale, mask, n_keys, **wanted)[1]
 
 
 @pytest.mark.parametrize("name", ["acag", "published", "sink", "acag+sink", "a2c", "window"])

@@ -193,15 +193,18 @@ def test_the_statistics_of_one_query_equal_those_of_many(keys, masked):
     mask[1, ..., :-1] = not masked
     mask = mask if masked else None
     n_keys = torch.tensor([[[keys]], [[1 if masked else keys]]], dtype=q.dtype)
-    want_y, want = row_statistics(q, k, v, 0.7, mask, n_keys)  # with gradients: from the log-sum-exps
+    # with gradients: from the log-sum-exps
+    want_y, want = row_statistics(q, k, v, 0.7, mask, n_keys, spread=True)
     with torch.no_grad():
-        y, got = row_statistics(q, k, v, 0.7, mask, n_keys)
+        y, got = row_statistics(q, k, v, 0.7, mask, n_keys, spread=True)
         _, control = kernels.one_row(q, k, v, 0.8, mask)
     p = (q @ k.mT * 0.7).masked_fill(~mask if masked else torch.tensor(False), -torch.inf).softmax(-1)
     assert torch.allclose(y, want_y, atol=1e-12) and torch.allclose(got.lse, want.lse, atol=1e-12)
     assert torch.allclose(got.entropy, torch.special.entr(p).sum(-1), atol=1e-12)
     assert torch.allclose(got.log_p2, p.square().sum(-1).log(), atol=1e-12)
     assert torch.allclose(got.entropy, want.entropy, atol=1e-9)
+    differences = (p - 1 / n_keys[..., None]).where(mask if masked else torch.tensor(True), 0.0)
+    assert torch.allclose(got.spread, differences.square().sum(-1), atol=1e-12)
     assert not torch.allclose(control.lse, want.lse, atol=1e-6)
 
 

@@ -194,13 +194,14 @@ def test_row_statistics_equal_those_of_the_stored_attention(mask):
     q, k, v = (normal(2, 3, 21, 16, seed=s, grad=True) for s in (1, 2, 3))
     n = torch.ones(21, 21).tril().double().sum(-1) if mask is None else mask.double().sum(-1)
     y, lse, p = dense(q, k, v, 0.3, mask)
-    want = [y, lse, *statistics(p)]
-    y, rows = row_statistics(q, k, v, 0.3, mask, n)
+    seen = torch.ones(21, 21).tril().bool() if mask is None else mask
+    want = [y, lse, *statistics(p), oracle.spread_of_rows(p, seen)]
+    y, rows = row_statistics(q, k, v, 0.3, mask, n, spread=True)
     agree([y, *rows], want, [q, k, v], 1e-10)
     y, rows = row_statistics(q, k, v, 0.3, mask, n, shape=False)
     agree([y, rows.lse], want[:2], [q, k, v], 1e-10)
-    assert rows.entropy is rows.log_p2 is None
-    y, rows = row_statistics(q, k, v, 0.3, mask, n, detach=True)
+    assert rows.entropy is rows.log_p2 is rows.spread is None
+    y, rows = row_statistics(q, k, v, 0.3, mask, n, detach=True, spread=True)
     for a, b in zip((y, *rows), want, strict=True):
         close(a, b, 1e-10)
     assert not any(row.requires_grad for row in rows)
@@ -208,12 +209,39 @@ def test_row_statistics_equal_those_of_the_stored_attention(mask):
         close(a, b, 1e-11)
 
 
+def deviation(spread, n):
+    """As ACAG's published form reads it, of rows of more than one key."""
+    return (spread / n + 1e-12).sqrt()[..., 1:]
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-2, 1.0, 30.0])
+@pytest.mark.parametrize("T", [40, 300])  # 300: more than are computed at once
+def test_the_spread_of_nearly_uniform_rows_is_exact(T, size):
+    """In float32, with its gradient, however little the logits differ: `size` is about their deviation.
+
+    A control: of Σ p^2 - 1/n there is hardly a digit left at 0.001.
+    """
+    q, k = size * normal(1, 2, T, 16, seed=1), normal(1, 2, T, 16, seed=2)
+    slow, fast = ([t.to(dtype).requires_grad_() for t in (q, k)] for dtype in (torch.float64, torch.float32))
+    n = torch.arange(1.0, T + 1)
+    seen = torch.ones(T, T).tril().bool()
+    want = deviation(oracle.spread_of_rows(dense(*slow, slow[1], 0.25)[2], seen), n.double())
+    _, rows = row_statistics(*fast, fast[1], 0.25, None, n, spread=True)
+    got, difference = deviation(rows.spread, n), deviation((rows.log_p2.exp() - 1 / n).clamp_min(0), n)
+    assert ((got - want).abs() < 1e-3 * want + 1e-8).all()  # of two keys the logits may be closer yet
+    assert (difference - want).norm() > 0.05 * want.norm() or size > 1e-3
+    for a, b in zip(gradients([got.double()], fast), gradients([want], slow), strict=True):
+        assert (a - b).norm() < 1e-3 * b.norm()
+
+
 def test_row_statistics_of_uniform_and_of_one_hot_rows_are_the_two_extremes():
     q, k, n = torch.zeros(1, 1, 12, 16).double(), normal(1, 1, 12, 16), torch.arange(1, 13).double()
-    _, (_, entropy, log_p2) = row_statistics(q, k, k, 0.25, None, n, detach=True)
+    _, (_, entropy, log_p2, spread) = row_statistics(q, k, k, 0.25, None, n, detach=True, spread=True)
+    assert spread.abs().max() < 1e-30
     close(entropy[0, 0], n.log(), 1e-10)
     close(log_p2[0, 0], -n.log(), 1e-10)
-    _, (_, entropy, log_p2) = row_statistics(1e4 * k, k, k, 0.25, None, n, detach=True)
+    _, (_, entropy, log_p2, spread) = row_statistics(1e4 * k, k, k, 0.25, None, n, detach=True, spread=True)
+    close(spread[0, 0], 1 - 1 / n, 1e-4)
     assert (entropy >= 0).all() and (entropy < 1e-4).all() and log_p2.abs().max() < 1e-4
 
 
@@ -222,13 +250,13 @@ def test_rounding_never_takes_the_entropy_out_of_its_range(dtype):
     k, n = normal(2, 4, 64, 16).to(dtype), torch.arange(1.0, 65.0)
     # nearly uniform and nearly one-hot rows
     for q in (1e-3 * normal(2, 4, 64, 16, seed=2).to(dtype), 100 * k):
-        _, (_, entropy, _) = row_statistics(q, k, k, 0.25, None, n, detach=True)
+        _, (_, entropy, *_) = row_statistics(q, k, k, 0.25, None, n, detach=True)
         assert (entropy >= 0).all() and (entropy <= n.log()).all()
 
 
 def test_bfloat16_entropy_is_within_a_tenth_of_a_nat():
     q, k, v = (normal(2, 4, 256, 64, seed=s).bfloat16() for s in (1, 2, 3))
-    _, (_, entropy, _) = row_statistics(q, k, v, 64**-0.5, None, torch.arange(1.0, 257.0), detach=False)
+    _, (_, entropy, *_) = row_statistics(q, k, v, 64**-0.5, None, torch.arange(1.0, 257.0), detach=False)
     want, _ = statistics(dense(q.double(), k.double(), v.double(), 64**-0.5)[2])
     assert (entropy.double() - want).abs().max() < 0.1
 

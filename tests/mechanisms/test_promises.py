@@ -307,7 +307,7 @@ def full_matrix_statistics(monkeypatch):
 
     def pooled(*a, **kw):
         y, stats = rows(*a, **kw)
-        return y, type(stats)(*(t.mean(-1, keepdim=True).expand_as(t) for t in stats))
+        return y, type(stats)(*(t if t is None else t.mean(-1, keepdim=True).expand_as(t) for t in stats))
     monkeypatch.setattr(model_py, "row_statistics", pooled)
 
 
