@@ -1795,7 +1795,10 @@ class ACAG(Mechanism):
         if self.published:
             self.needs_row_stats, self.needs_spread = "lse", True
         self.length = config.acag_length
-        self.attention_cost = 0.5 if self.detach else 1.0
+        # products T x T, of the six of plain attention: the logits again for the spread, or for log_p2 beside
+        # the mean key for the entropy; and their gradients
+        needed, of_gradients = (1, 2) if self.published else (3, 3)
+        self.attention_cost = (needed if self.detach else needed + of_gradients) / 6
         self.weight = nn.Parameter(torch.empty(*shape, 3))
         self.bias = nn.Parameter(torch.empty(*shape))
 

@@ -81,6 +81,8 @@ def passes(name, size):
         return [(heads * (D + 1), 2, 5)]
     if name == "acag_detach":                          # mean key and LSE(2s), forward alone
         return [(heads * D, 2, 5), (heads * (D + 1), 2, 0), (heads * D, 2, 0)]
+    if name == "acag_published":                       # logits, in the backward pass once more
+        return [(heads * (D + 1), 2, 5), (heads * D, 1, 3)]
     if name.startswith("acag") or name == "all_on":
         heads += 3 * (name == "all_on")
         if T > 1024:                                   # value and mean key apart
@@ -119,6 +121,8 @@ def algorithmic_by_hand(name, size):
     needed = 1.0
     if name == "acag_detach":
         needed = 9 / 6                                 # mean key: 2 products, LSE(2s): 1
+    elif name == "acag_published":
+        needed = 9 / 6                                 # logits: 1, and their gradients: 2
     elif name.startswith("acag") or name == "all_on":
         needed = 12 / 6                                # and their gradients: 3 more
     elif name in ("diff", "diff_v1", "paired_heads"):
