@@ -731,7 +731,7 @@ def main(argv=None):
             argv = own_mechanism.take(argv, every="--check" in argv)
         if "--check" in argv:
             from nanoheads.probes import promises  # only here: a run needs no probe
-            return promises.main([arg for arg in argv if arg != "--check"])
+            return promises.main([arg for arg in argv if arg != "--check"], __doc__)
         # config files and flags become a GPTConfig and a TrainConfig; resolve() there says which of them wins
         (model_config, config), given = configurator.load_given((GPTConfig, TrainConfig), argv, __doc__,
                                                                 conflicts, mechanisms=flags_by_name())

@@ -428,6 +428,8 @@ def in_files(files, presets, keys=()):
 class Resolved(NamedTuple):
     """What every key is set to: see resolve()."""
 
+    scale: Optional[str]
+    mechanisms: list  # names out of `mechanism`
     values: dict    # {key: value} of what is set
     sources: dict   # {key: where it is set: a file, a mechanism, the command line}
     folder: str     # out/<name>, by what is set
@@ -499,7 +501,7 @@ def resolve(classes, argv, mechanisms=None, more=None):
         values.pop(key, None)
     values = {**weaker, **values}
     sources = {key: sources.get(key) or weaker_sources[key] for key in values}
-    return Resolved(values, sources, folder, problems, notes, wrong, lost)
+    return Resolved(scale, names, values, sources, folder, problems, notes, wrong, lost)
 
 
 def in_our_names(settings, keys, known):

@@ -8,26 +8,26 @@ cache     token by token as all at once                    padding  ... as witho
 pruned    a head removed is a head whose gate is 0         learns   a finite gradient for each parameter
 neutral   where it says so, the logits of the plain GPT
 
---check also tries causal and rows at a scale's own size, tiny's or that of --scale, as lookahead.py does.
+--check also tries causal and rows at the size that a run of the same command line has, tiny's if it names no
+scale, as lookahead.py does.
 compare.py tries them before a study of a mechanism of one's own, and refuses one that is not causal; each run
 of a study tries causal and rows at its own size.
 """
 
-import re
-from typing import get_args
+from dataclasses import replace
 
 import torch
 
-from model import ALL_ON, GPT, MECHANISMS, NEUTRAL, GPTConfig, KVCache
+from model import ALL_ON, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig, KVCache
 from nanoheads.common import UserError, fault_of_own_file, pick_device, table, writable, write_json
-from nanoheads.configurator import Scale, near, read_file
+from nanoheads import configurator
 from nanoheads import own_mechanism as own
 from nanoheads.mechanism import Mechanism
 from nanoheads.probes import lookahead
 from nanoheads.probes.causality import Perturbation
 from nanoheads.pruning import prune_heads
 from nanoheads.training.checkpoint import make_neutral
-from nanoheads.training.config import TrainConfig
+from nanoheads.training.config import TrainConfig, flags_by_name
 from nanoheads.training.optim import of_mechanisms
 
 SIZES = dict(vocab_size=37, block_size=16, n_layer=2, n_head=4, n_embd=64, seed=1)
@@ -153,7 +153,8 @@ def check(name, flags):
             if wrong and promise is pruned:
                 wrong += f"; {how_to_declare(flags, recipe)}"
             yield name, recipe, promise.__name__, wrong
-        if name in NEUTRAL:
+        # it is that of the mode's own flags
+        if name in NEUTRAL and all(MECHANISMS[name].get(key) == value for key, value in flags.items()):
             yield name, recipe, "neutral", broken(neutral, lambda: at_neutral(name, flags, recipe),
                                                   made({}, recipe))
 
@@ -233,45 +234,57 @@ def broken(promise, build, plain=None):
         return fault_of_own_file(e) or f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
 
 
-def at_scale(scale, flags):
-    """What is wrong in a new model of a scale's size and recipe with these flags, in words, or None."""
-    values = read_file(f"config/{scale}.py")
-    model = {key: value for key, value in values.items() if key in GPTConfig.__dataclass_fields__}
-    training = {key: value for key, value in values.items() if key in TrainConfig.__dataclass_fields__}
-    config = GPTConfig(**{"vocab_size": 256, **model, **flags})  # bytes, whatever text the scale reads
-    if bad := config.problems():
-        raise UserError(f"--scale={scale}: {'; '.join(bad)}")
+def at_size(model_config, config):
+    """What is wrong in a new model of these configs, GPTConfig and TrainConfig, in words, or None."""
+    model_config = replace(model_config, vocab_size=256)  # bytes, whatever text a run reads
 
     def promise(new, plain):
-        c = TrainConfig(**training)
-        return lookahead.leak_in(new, lookahead.modes_of(new, c.batch_size, c.dtype), step=0)[0]
-    return broken(promise, lambda: lookahead.grown(GPT(config).to(pick_device("auto"))))
+        return lookahead.leak_in(new, lookahead.modes_of(new, config.batch_size, config.dtype), step=0)[0]
+    return broken(promise, lambda: lookahead.grown(GPT(model_config).to(pick_device("auto"))))
 
 
-def main(argv):
-    """--check: a table of the promises of the mechanisms named; exits with 1 where one is broken."""
-    scale = next((arg.partition("=")[2] for arg in argv if arg.startswith("--scale=")), "tiny")
-    if scale not in get_args(Scale):
-        raise UserError(f"--check: no scale {scale}; there are {', '.join(get_args(Scale))}")
-    names = [name for arg in argv if arg.startswith("--mechanism=")
-             for name in re.findall(r"\w+", arg.partition("=")[2])]
-    known = {**MECHANISMS, "all_on": ALL_ON}
-    if not names:
-        raise UserError("--check: name a mechanism: --mechanism=mine.py, or one of the repository's")
-    for name in names:
-        if name not in known:
-            meant = near(name, known)
-            raise UserError(f"--check: no mechanism {name}" + (f"; did you mean {meant}?" if meant else ""))
-        # of a file of one's own every mode
+def asked(argv, doc):
+    """(scale or None, TrainConfig, {name of a mechanism: (GPTConfig, flags of that mechanism alone)}) of a
+    command line, read as train.py reads it; but each mechanism is turned on by itself. UserError.
+    """
+    classes, named = (GPTConfig, TrainConfig), flags_by_name()
+    files, _ = configurator.split_args(argv, configurator.keys_of((configurator.Presets, *classes)))
+    found = configurator.resolve(classes, argv, named)
+    if not found.scale and not files:
+        argv = ["--scale=tiny", *argv]
+        found = configurator.resolve(classes, argv, named)
+    names = list(found.mechanisms)
+    for name in names:  # of a file of one's own every mode
         whose = next((cls for cls in own.ADDED if name in cls.modes), None)
         names += [mode for mode in (whose.modes if whose else ()) if mode not in names]
+    configs = {}
+    for name in names or [None]:
+        (model_config, config), given = configurator.load_given(
+            classes, [*argv, *([f"--mechanism={name}"] if name else [])], doc, mechanisms=named)
+        flags = {**MECHANISMS, "all_on": ALL_ON}.get(name, {})
+        details = {key for cls in MECHANISM_CLASSES if cls.flag in flags for key in cls.fields()}
+        configs[name] = model_config, {key: given[key] for key in given if key in flags or key in details}
+    if not names:
+        raise UserError("--check: name a mechanism: --mechanism=mine.py, or one of the repository's")
+    return found.scale, config, configs
+
+
+def main(argv, doc):
+    """--check: a table of the promises of the mechanisms named; exits with 1 where one is broken.
+
+    doc: what --help says first.
+    """
+    scale, config, configs = asked(argv, doc)
+    if config.json:
+        writable(config.json)
     found = []
-    for name in names:
-        found += check(name, known[name])
-        found.append((name, f"of {scale}", "causal, rows", at_scale(scale, known[name])))
-    if path := next((arg.partition("=")[2] for arg in argv if arg.startswith("--json=")), None):
-        write_json(writable(path), [dict(mechanism=name, recipe=recipe, promise=promise, broken=wrong or None)
-                                    for name, recipe, promise, wrong in found])
+    for name, (model_config, flags) in configs.items():
+        found += check(name, flags)
+        size = f"of {scale}" if scale else "as set"
+        found.append((name, size, "causal, rows", at_size(model_config, config)))
+    if config.json:
+        write_json(config.json, [dict(mechanism=name, recipe=recipe, promise=promise, broken=wrong or None)
+                                 for name, recipe, promise, wrong in found])
     lines = [(*row[:3], row[3] or "kept") for row in found]
     print(table(("mechanism", "recipe", "promise", ""), lines, left=4))
     if wrong := [row for row in found if row[3]]:

@@ -418,7 +418,9 @@ def test_the_folder_of_a_study_holds_the_file(mine, tmp_path):
 
 @pytest.mark.parametrize("argv, words", [
     (["--check"], "--check: name a mechanism"),
-    (["--mechanism=xs", "--check"], "no mechanism xs; did you mean xsa?"),
+    (["--mechanism=xs", "--check"], "train: command line: unknown mechanism xs; did you mean xsa?"),
+    (["--mechanism", "xsa", "--check", "--blok_size=8"], "unknown key blok_size; did you mean block_size?"),
+    (["--mechanism=xsa", "--check", "--n_head=3"], "n_embd=64 must be a multiple of n_head=3"),
     (["--mechanism=nowhere.py"], "no mechanism file nowhere.py"),
 ])
 def test_what_cannot_be_checked_is_one_line(argv, words):

@@ -12,7 +12,7 @@ import torch
 from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads.common import ROOT, UserError
 from nanoheads import own_mechanism as own
-from nanoheads.probes import lookahead
+from nanoheads.probes import lookahead, promises
 from nanoheads.study import results, trial
 from train import main
 
@@ -180,10 +180,23 @@ def test_check_takes_a_scale(monkeypatch, fails):
     seen = []
     monkeypatch.setattr(lookahead, "leak_in", lambda model, modes, step: seen.append(
         (model.config.n_embd, model.config.block_size, modes[0].rows)) or (None, []))
-    for scale in ((), ("--scale=nano",)):
-        main(["--check", "--mechanism=xsa", *scale])
+    for words in ((), ("--scale=nano",), ("--scale", "nano"), ("config/nano.py",), ("--n_embd", "32")):
+        main(["--check", "--mechanism", "xsa", *words])
     assert seen[0] == (64, 128, 16) and seen[1][0] > 64
-    assert fails(["--check", "--mechanism=xsa", "--scale=big"])[0].startswith("--check: no scale big")
+    assert seen[1] == seen[2] == seen[3] and seen[4] == (32, 128, 16)
+    big, = fails(["--check", "--mechanism=xsa", "--scale=big"])
+    assert big.startswith("command line: scale='big' is not tiny, nano")
+
+
+def test_check_takes_details_of_the_mechanism_and_each_by_itself(monkeypatch, capsys, fails):
+    seen = []
+    monkeypatch.setattr(promises, "check", lambda name, flags: seen.append((name, flags)) or [])
+    monkeypatch.setattr(promises, "at_size", lambda model_config, config: seen.append(model_config.acag_mode))
+    main(["--check", "--mechanism=acag,acag_published", "--acag_detach", "--dropout=0.1"])
+    assert seen == [("acag", dict(acag="headwise", acag_detach=True)), "normalised",
+                    ("acag_published", dict(acag="headwise", acag_mode="published", acag_detach=True)),
+                    "published"]
+    assert fails(["--check", "--mechanism=xsa", "--acag_detach"])[0].endswith("while acag is off")
 
 
 @pytest.fixture(scope="module")
