@@ -1885,8 +1885,6 @@ class UNetSkip(Mechanism):
     def settle(config):
         if config.unet and config.unet_init is None:  # at 1 others report that a free number helps
             config.unet_init = 1.0 if config.unet == "scalar" else 0.5
-        if not config.unet and config.unet_init == 0.5:  # older checkpoints hold 0.5 even where unet is off
-            config.unet_init = None
 
     @staticmethod
     def problems(c):

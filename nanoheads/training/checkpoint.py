@@ -145,8 +145,10 @@ def config_of(state, path, **overrides):
 def as_it_was(flags):
     """A checkpoint's flags, with what was true before there was a flag for it, where that is not the default.
 
-    Variant B's head size was always floored to a multiple of 8.
+    Variant B's head size was always floored to a multiple of 8. unet_init was 0.5 even where unet was off.
     """
+    if not flags.get("unet") and flags.get("unet_init") == 0.5:
+        flags = {**flags, "unet_init": None}
     if flags.get("constraint_variant") == "B":
         return {"constraint_round": 8, **flags}
     return flags

@@ -21,6 +21,7 @@ import model as model_py
 import train
 from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, NEUTRAL, RECIPES,
                    ConstraintHeads, GPTConfig, Routing, KVCache, Sentinel)
+from nanoheads.configurator import check, choices, keys_of
 from nanoheads.heads.states import find_violations
 from nanoheads.pruning import pack, prune_heads
 from nanoheads.training import checkpoint
@@ -949,6 +950,29 @@ REFUSALS = [
     (dict(short_conv="qkv", short_conv_width=1), "short_conv_width"),
     (dict(value_residual=True, n_layer=1), "value_residual"),
     *((flags, key) for flags in NEEDS_ITS_PARENT.values() for key in flags)]
+
+
+VALUES = [None, False, True, *range(18), *(i / 20 for i in range(41)), 0.001, 0.01, 1e9]
+DETAILS = {name: cls.flag for cls in MECHANISM_CLASSES for name in cls.fields() if name != cls.flag}
+
+
+@pytest.mark.parametrize("key, flag", DETAILS.items(), ids=DETAILS)
+def test_a_detail_is_refused_while_its_mechanism_is_off(key, flag):
+    """Whatever its value, unless that is the default, which it has where nobody sets it."""
+    kind, default, _ = keys_of((GPTConfig,))[key]
+    tried = 0
+    for value in [*VALUES, *choices(kind), ["free"], [0], [0.5]]:
+        try:
+            value = check(value, kind)
+        except ValueError:
+            continue
+        if value == default:
+            continue
+        problem, = GPTConfig(**TINY, **{key: value}).problems()
+        out_of_range = f"{key}={value!r} must" in problem
+        assert out_of_range or problem == f"{key}={value!r} means nothing while {flag} is off"
+        tried += not out_of_range
+    assert tried
 
 
 @pytest.mark.parametrize("flags, key", REFUSALS, ids=lambda v: "+".join(v) if isinstance(v, dict) else v)
