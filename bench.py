@@ -35,6 +35,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from nanoheads import threads  # before torch, whose threads it has wait briefly
@@ -92,13 +93,12 @@ def nanogpt(path, args):
         spec = importlib.util.spec_from_file_location("nanogpt_model", Path(path) / "model.py")
         module = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        stdout, sys.stdout = sys.stdout, open(os.devnull, "w")  # it prints what it counts
-        config = module.GPTConfig(vocab_size=args.vocab_size, block_size=args.block_size,
-                                  n_layer=args.n_layer, n_head=args.n_head, n_embd=args.n_embd,
-                                  dropout=0.0, bias=False)
-        model = module.GPT(config).to(args.device)
-        optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), torch.device(args.device).type)
-        sys.stdout = stdout
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # it prints what it counts
+            config = module.GPTConfig(vocab_size=args.vocab_size, block_size=args.block_size,
+                                      n_layer=args.n_layer, n_head=args.n_head, n_embd=args.n_embd,
+                                      dropout=0.0, bias=False)
+            model = module.GPT(config).to(args.device)
+            optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), torch.device(args.device).type)
         compiled = torch.compile(model) if args.compile else model
 
         def step(x, y):

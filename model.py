@@ -1263,7 +1263,13 @@ class Agency(Mechanism):
 
     def before_attention(self, attn, heads):
         if heads.wants_traces:
-            heads.traces["agency"] = self.static_gate()
+            heads.traces.update(agency=self.static_gate(), **self.signals())
+
+    def signals(self):
+        """Traces of what was signalled last: utilisation as measured, the step of the last change of state or
+        consent, [H] each.
+        """
+        return dict(agency_utilisation=self.utilisation.clone(), agency_last_signal=self.last_signal.clone())
 
     def gate(self):
         """The factor of an MLP or a block, [1], or what was set by hand."""
@@ -1274,7 +1280,7 @@ class Agency(Mechanism):
         """What a block with a state of its own sends on, [B, T, C]; it reads x, and its attention gave y."""
         gate = self.gate()
         if heads.wants_traces:
-            results["traces"]["agency"] = gate
+            results["traces"].update(agency=gate, **self.signals())
         gate = gate.to(y.dtype)
         after = x + (gate * y if self.scope == "block" else y)
         if self.skipped:

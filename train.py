@@ -726,8 +726,8 @@ def main(argv=None):
         # those of model.py
         trusted = "--trust_code" in argv
         argv = [arg for arg in argv if arg != "--trust_code"]
-        if any(".py" in arg for arg in argv):
-            from nanoheads import own_mechanism
+        if configurator.names_own_files(argv):
+            from nanoheads import own_mechanism  # only here: most runs have none
             argv = own_mechanism.take(argv, every="--check" in argv)
         if "--check" in argv:
             from nanoheads.probes import promises  # only here: a run needs no probe

@@ -289,6 +289,33 @@ def read_file(path, keys=()):
     return {key: value for key, value in public.items() if key not in code}
 
 
+NAMING = ("mechanism", "mechanisms")  # keys of the command line and of config files
+FILE = re.compile(r"(.+\.py)(?::(\w+))?")  # mine.py, or mine.py:mode
+
+
+def of_config(path):
+    """{"--mechanism": names} that a config file sets, where one of them is a file."""
+    with suppress(UserError):  # of what is wrong with it the configurator speaks
+        values = {key: value for key, value in read_file(path).items() if key in NAMING}
+        lists = {key: value.split(",") if isinstance(value, str) else value for key, value in values.items()}
+        return {f"--{key}": words for key, words in lists.items()
+                if isinstance(words, list) and any(FILE.fullmatch(str(word).strip()) for word in words)}
+    return {}
+
+
+def names_own_files(argv):
+    """Whether arguments, or a config file among them, name a mechanism by its file."""
+    for before, arg in zip(["", *argv], argv):
+        key, _, value = arg.partition("=")
+        if key.startswith("--"):
+            found = ".py" in value and key[2:] in (*NAMING, "own_mechanism")
+        else:
+            found = arg.endswith(".py") and (before[2:] in NAMING or of_config(arg))
+        if found or ".py:" in arg:
+            return True
+    return False
+
+
 def imports_of(path):
     """The names that the import statements of a Python file bind; "*" where one binds all of a module's."""
     nodes = ast.walk(ast.parse(path.read_bytes()))

@@ -14,12 +14,11 @@ import re
 import sys
 import typing
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 import model
 from nanoheads.common import UserError
-from nanoheads.configurator import check, keys_of, near, read_file, type_name
+from nanoheads.configurator import FILE, NAMING, check, keys_of, near, of_config, type_name
 from nanoheads.mechanism import Mechanism, choices
 from nanoheads.own_files import OwnFile, add_arguments, copy, inside, opened, run
 
@@ -153,8 +152,6 @@ def problems_of_modes(cls, before):
 
 # ---- the command line ----
 
-NAMING = ("mechanism", "mechanisms")  # keys of the command line and of config files
-FILE = re.compile(r"(.+\.py)(?::(\w+))?")  # mine.py, or mine.py:mode
 TRUST = "--trust_code"
 
 
@@ -183,16 +180,6 @@ def take(argv, keep=None, every=True):
               if key not in given]
     files = list(dict.fromkeys(files))
     return taken + ([f"--own_mechanism={','.join(files)}"] if files else [])
-
-
-def of_config(path):
-    """{"--mechanism": names} that a config file sets, where one of them is a file."""
-    with suppress(UserError):  # of what is wrong with it the configurator speaks
-        values = {key: value for key, value in read_file(path).items() if key in NAMING}
-        lists = {key: value.split(",") if isinstance(value, str) else value for key, value in values.items()}
-        return {f"--{key}": words for key, words in lists.items()
-                if isinstance(words, list) and any(FILE.fullmatch(str(word).strip()) for word in words)}
-    return {}
 
 
 def named(words, files, keep, every):

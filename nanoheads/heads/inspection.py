@@ -157,9 +157,10 @@ def shown_last(row):
 
 def table_of_violations(violations):
     """A table of what has no consent and a gate that says that it is in use; "": there is none."""
-    rows = [(v["layer"], v.get("head", v.get("scope")), v["type"], f"{v['gate']:.3f}", v["state"])
-            for v in violations]
-    return table(("layer", "head", "without consent", "gate", "state"), rows, left=(2, 4)) if rows else ""
+    rows = [(v["layer"], v.get("head", v.get("scope")), v["type"], f"{v['gate']:.3f}", v["state"],
+             f"{v['utilisation']:.3f}", v["last_signal"]) for v in violations]
+    head = ("layer", "head", "without consent", "gate", "state", "utilisation", "last signal")
+    return table(head, rows, left=(2, 4)) if rows else ""
 
 
 def inspect(args):

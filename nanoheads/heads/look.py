@@ -143,6 +143,10 @@ KINDS = {
     "log_forget": Kind("log forget gate", "log of the factor by which the head fades all earlier keys"),
     "gate": Kind("static gate", "sentinel, agency or set by hand: the same factor for all tokens", 0, 1),
     "agency": Kind("agency", "factor of its state, the same for all tokens", 0, 1),
+    "agency_utilisation": Kind("agency: utilisation", "share of the layer's output, as measured last in "
+                               "training; the same for all tokens", 0, 1),
+    "agency_last_signal": Kind("agency: last signal", "the training step in which its state or consent last "
+                               "changed; the same for all tokens", 0),
     "head_scores": Kind("constraint logit of a head", "the score of each constraint head, before the mean",
                         signed=True),
     "router_gates": Kind("constraint router", "gate on the constraint head's output", 0, 1),
@@ -226,7 +230,8 @@ class Viewer:
             head = (None, None) if block is None else head_axis(name, shape, token, self.layers[block])
             if head[1] and set(head[1]) == {None}:
                 continue
-            known = grows or head[0] is not None or name == "agency"  # that may be of an MLP, or a block
+            # agency's may be of an MLP, or a block
+            known = grows or head[0] is not None or name.startswith("agency")
             if len(grows) < 2 and (known or lengths[1] == 1):
                 found[key] = Axes(token, *head)
         return found

@@ -381,7 +381,7 @@ class Measurements:
             found = measure(run.model, *self.text, self.autocast)
             of_pieces = measure_pieces(run.model, *self.text, self.autocast)
         except ValueError as e:
-            raise UserError(f"step {run.step}: {e}; a lower lr, or controller_interval") from None
+            raise UserError(f"step {run.step}: {e}; lower adamw_lr or muon_lr") from None
         factors = [torch.ones(attn.n_total) if attn.agency is None else attn.agency.static_gate().detach()
                    for attn in attentions(run.model)]
         self.average(run, found, self, factors, lambda values: self.spread(values, run.model))

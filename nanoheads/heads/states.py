@@ -40,10 +40,11 @@ def place_of(model, layer, head):
 
 
 def find_violations(model):
-    """Heads without consent whose gate says that they are in use: dicts of layer, head, type, gate, state.
+    """Heads without consent whose gate says that they are in use: dicts of layer, head, type, gate, state,
+    utilisation (as last measured) and last_signal (the step of the last change of state or consent).
 
     type: "blocked" (held back all the same) or "forced" (it runs: agency_enforce is off, or its gate was set
-    by hand). Of MLPs or blocks: layer, scope, type, gate, state.
+    by hand). Of MLPs or blocks with scope in the place of head.
     """
     rows = []
     for (layer, agency, ids), attn in zip(agencies(model), attentions(model)):
@@ -57,8 +58,14 @@ def find_violations(model):
             if value > agency.threshold:
                 kind = "forced" if by_hand or not agency.enforce else "blocked"
                 state = list(Agency.STATES)[agency.state[i]]
-                rows.append(dict(**place_of(model, layer, ids[i]), type=kind, gate=value, state=state))
+                rows.append(dict(**place_of(model, layer, ids[i]), type=kind, gate=value, state=state,
+                                 **signals_of(agency, i)))
     return rows
+
+
+def signals_of(agency, i):
+    """What the head or piece i of an Agency signalled last, beside its state."""
+    return dict(utilisation=agency.utilisation[i].item(), last_signal=agency.last_signal[i].item())
 
 
 def states_of(model):
@@ -110,7 +117,9 @@ class States:
             if change not in self.refused:
                 _, agency, ids = agencies(run.model)[layer]
                 gate = static_gates(run.model)[layer] if agency.scope == "head" else agency.gate()
-                log_violation(run, at, f"refused to {who}", gate[ids.index(head)].item(), state)
+                i = ids.index(head)
+                log_violation(run, dict(**at, type=f"refused to {who}", gate=gate[i].item(), state=state,
+                                        **signals_of(agency, i)))
             self.refused.add(change)
             return
         try:
@@ -215,7 +224,7 @@ class States:
         now = {(row["layer"], row.get("head", 0), row["type"]): row for row in find_violations(run.model)}
         for at, row in now.items():
             if at not in self.violating:
-                log_violation(run, place_of(run.model, *at[:2]), row["type"], row["gate"], row["state"])
+                log_violation(run, row)
         self.violating = set(now)
 
     # ---- keeping ----
@@ -231,7 +240,7 @@ class States:
         self.violating, self.refused = ({tuple(v) for v in state[key]} for key in ("violating", "refused"))
 
 
-def log_violation(run, at, kind, gate, state):
-    """at: a place_of()."""
-    append_row(run, "violations.jsonl", dict(**at, type=kind, gate=round(gate, 6), state=state,
-                                             step=run.step, time=round(time.time(), 3)))
+def log_violation(run, row):
+    """row: as of find_violations()."""
+    numbers = {name: round(row[name], 6) for name in ("gate", "utilisation")}
+    append_row(run, "violations.jsonl", {**row, **numbers, "step": run.step, "time": round(time.time(), 3)})

@@ -222,16 +222,19 @@ def lower_sinks(model, layers):
     """
     if not layers:
         return
-    for gates in layers:
-        gates.keeps_lse = True
     c, training = model.config, model.training
     tokens = torch.randint(c.vocab_size, (4, min(64, c.max_position_embeddings)),
                            generator=torch.Generator().manual_seed(0))
-    model.eval().base_model(tokens.to(model.device), use_cache=False)
-    model.train(training)
     for gates in layers:
-        gates.sink.logit.copy_(gates.lowest_lse - 12)
-        gates.keeps_lse, gates.lowest_lse = False, None
+        gates.keeps_lse = True
+    try:
+        model.eval().base_model(tokens.to(model.device), use_cache=False)
+        for gates in layers:
+            gates.sink.logit.copy_(gates.lowest_lse - 12)
+    finally:
+        model.train(training)
+        for gates in layers:
+            gates.keeps_lse, gates.lowest_lse = False, None
 
 
 @torch.no_grad()

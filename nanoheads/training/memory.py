@@ -50,8 +50,10 @@ def step_memory(model, config, rows, autocast):
     backward = 2 * 4 * rows * c.block_size * c.vocab_size // chunks
     if c.checkpoint_activations:
         c.checkpoint_activations = False
-        whole = stored_for_backward(model, rows, autocast)
-        c.checkpoint_activations = True
+        try:
+            whole = stored_for_backward(model, rows, autocast)
+        finally:
+            c.checkpoint_activations = True
         backward = max(backward, whole // c.n_layer)
     return StepMemory(sum(sizes.values()), sum(trained.values()), moments, activations, backward)
 

@@ -10,7 +10,7 @@ from nanoheads.common import UserError
 class Rules:
     """Rules of who may change heads: the first that fits decides, and where none does, it is allowed.
 
-    A JSON list of {"who": policy | config | hand, "layers": [..], "heads": [..], "states": [..],
+    A JSON list of {"who": policy | config, "layers": [..], "heads": [..], "states": [..],
     "allow": true | false}; a key that is left out fits all. "heads" fits no MLP or block (agency_scope).
     """
 
@@ -38,8 +38,8 @@ class Rules:
                 if state not in Agency.STATES:
                     raise UserError(f"policy_rules: {path}: state {state!r} must be one of "
                                     f"{', '.join(Agency.STATES)}")
-            if rule.get("who", "hand") not in ("policy", "config", "hand"):
-                raise UserError(f"policy_rules: {path}: who {rule['who']!r} must be policy, config or hand")
+            if rule.get("who", "policy") not in ("policy", "config"):
+                raise UserError(f"policy_rules: {path}: who {rule['who']!r} must be policy or config")
         return cls(rules)
 
     def allow(self, who, layer, head, state):

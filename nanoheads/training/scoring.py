@@ -359,12 +359,15 @@ def of_critic(model, data, split):
     from nanoheads.traces import critic_summary  # only here: most models have no critic
     was_training, found = model.training, []
     model.eval()
-    for ids in some_windows(model, data, split, CRITICISED):
-        (x, results), targets, traces = model.run_blocks(ids[:, :-1]), ids[:, 1:], {}
-        nats = model.cross_entropy(x, targets, each=True)[1]  # a pass with traces would measure all rows, too
-        model.value.losses(x, nats, targets != -1, results["predictions"], traces)
-        found.append(traces)
-    model.train(was_training)
+    try:
+        for ids in some_windows(model, data, split, CRITICISED):
+            (x, results), targets, traces = model.run_blocks(ids[:, :-1]), ids[:, 1:], {}
+            # a pass with traces would measure all rows, too
+            nats = model.cross_entropy(x, targets, each=True)[1]
+            model.value.losses(x, nats, targets != -1, results["predictions"], traces)
+            found.append(traces)
+    finally:
+        model.train(was_training)
     traces = {key: torch.cat([each[key] for each in found], 1) for key in found[0]}
     does = critic_summary(traces, torch.ones_like(traces["a2c.return"]))
     return {"a2c_explained_variance": float(does["a2c.explained_variance"])}

@@ -1,6 +1,7 @@
 """What README.md and docs/ name exists, and what exists is described."""
 
 import argparse
+import ast
 import importlib
 import json
 import re
@@ -13,6 +14,8 @@ import pytest
 from model import MECHANISM_CLASSES, MECHANISMS, NEUTRAL, GPTConfig
 from nanoheads import configurator, other_names
 from nanoheads.configurator import choices
+from nanoheads.study.variants import StudyConfig
+from nanoheads.training.config import TrainConfig
 from train import main
 from conftest import ROOT
 
@@ -86,6 +89,26 @@ def test_links_lead_somewhere(page):
         target = page.parent / path if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+def texts_in(path):
+    """The texts in the code of a file, docstrings left out; what stands in braces is "?"."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "?" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+            yield node.value
+
+
+def test_advice_to_lower_or_raise_something_names_a_key():
+    keys = configurator.keys_of((configurator.Presets, GPTConfig, TrainConfig, StudyConfig))
+    found, words = set(), {"is", "than", "center"}  # "lower is better", "lower than", a place in a picture
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("nanoheads/**/*.py"), *ROOT.glob("data/**/*.py")):
+        for text in texts_in(path):
+            found |= set(re.findall(r"\b(?:lower|higher|raise) ([a-z]\w*)", text))
+    assert found - words - set(keys) == set() and {"adamw_lr", "n_embd"} < found
 
 
 # ---- the README ----

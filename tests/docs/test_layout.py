@@ -1,12 +1,14 @@
 """Who may import whom: libraries import no program, text/ does not know the model, nothing runs back up."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT
+from helpers import CODE
 
 PROGRAMS = {path.stem for path in ROOT.glob("*.py")} - {"model"}
 ALLOWED = {"nanoheads/study": {"train"}}  # a run of a study is a run of train.py
@@ -169,6 +171,21 @@ LOADED = {  # by `import train` -> why every run needs it
     "nanoheads.training.runlog": "config.json and log.jsonl",
     "nanoheads.training.scoring": "evaluation",
 }
+
+
+@pytest.mark.parametrize("argv, read", [
+    (["config/scenarios/default.py", "--help"], False), (["--scale=tiny", "config/tiny.py", "--help"], False),
+    (["--mechanism", "mine.py", "--help"], True), (["--mechanism=xsa,mine.py:forget", "--help"], True),
+    (["named.py", "--help"], True)])
+def test_files_of_mechanisms_are_looked_for_where_one_is_named(tmp_path, argv, read):
+    (tmp_path / "named.py").write_text("mechanism = ['mine.py']\n")
+    (tmp_path / "mine.py").write_text(CODE, encoding="utf-8")
+    code = ("import sys, train\n"
+            "try:\n    train.main()\n"
+            "finally:\n    print('read', 'nanoheads.own_mechanism' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=tmp_path,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert f"read {read}" in done.stdout.splitlines(), done.stderr
 
 
 def test_train_loads_only_what_every_run_needs():

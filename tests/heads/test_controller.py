@@ -165,7 +165,7 @@ def test_a_metric_that_is_not_finite_stops_with_its_name(run):
     r = run(controller_log=True)
     with torch.no_grad():
         attentions(r.model)[0].c_proj.weight.fill_(math.nan)
-    with pytest.raises(UserError, match="step 2: .* is not finite"):
+    with pytest.raises(UserError, match="step 2: .* is not finite; lower adamw_lr or muon_lr$"):
         measured(r)
 
 
@@ -740,8 +740,12 @@ def test_violations_are_counted_on_transitions(run, enforce, kind):
     found = rows_of(r.out_dir, "violations.jsonl")
     assert [(v["layer"], v["head"], v["type"], v["state"]) for v in found] == [
         (0, 1, kind, "withdrawn"), (1, 3, kind, "withdrawn")]
-    assert set(found[0]) == {"layer", "head", "type", "gate", "state", "step", "time"}
-    assert found[0]["step"] == 2 and found[0]["gate"] == 1.0
+    assert set(found[0]) == {"layer", "head", "type", "gate", "state", "utilisation", "last_signal", "step",
+                             "time"}
+    assert found[0]["step"] == 2 and found[0]["gate"] == 1.0 and found[0]["last_signal"] == 0
+    row = rows_of(r.out_dir)[0]
+    assert found[0]["utilisation"] == pytest.approx(row["utilisation"][0][1], abs=1e-5)
+    assert (found[0]["utilisation"] == 0) == enforce
     r.model.set_head(0, 1, state="active")
     measured(r, 2)
     r.model.set_head(0, 1, state="withdrawn")
@@ -787,7 +791,7 @@ def test_rules_say_who_may_change_what_and_refusals_are_logged_once(run, tmp_pat
     found = rows_of(r.out_dir, "violations.jsonl")
     assert len(found) == 4 and {v["type"] for v in found} == {"refused to policy"}
     who = Rules.read(rules)
-    assert who.allow("hand", 0, 1, "misaligned") and not who.allow("policy", 0, 1, "misaligned")
+    assert who.allow("config", 0, 1, "misaligned") and not who.allow("policy", 0, 1, "misaligned")
 
 
 # ---- states of MLPs and of blocks ----
@@ -880,7 +884,8 @@ def test_violations_of_mlps_and_blocks_are_logged_with_their_scope(run, scope, e
             policy_no_consent=["1"], policy_dwell=1000)
     measured(r, 3)
     found, = rows_of(r.out_dir, "violations.jsonl")
-    assert set(found) == {"layer", "scope", "type", "gate", "state", "step", "time"}
+    assert set(found) == {"layer", "scope", "type", "gate", "state", "utilisation", "last_signal", "step",
+                          "time"}
     assert (found["layer"], found["scope"], found["type"], found["step"]) == (1, scope, kind, 2)
     assert rows_of(r.out_dir)[-1][kind] == 1
     r.model.set_head(1, None, gate=0.5)
@@ -1055,7 +1060,7 @@ def test_one_rule_needs_no_list_around_it(tmp_path):
     path.write_text('{"who": "policy", "states": ["withdrawn"], "allow": false}')
     rules = Rules.read(path)
     assert not rules.allow("policy", 0, 0, "withdrawn") and rules.allow("policy", 0, 0, "active")
-    assert rules.allow("hand", 0, 0, "withdrawn")
+    assert rules.allow("config", 0, 0, "withdrawn")
 
 
 @pytest.mark.parametrize("text, words", [

@@ -137,7 +137,8 @@ def test_json_has_what_is_printed(ckpt, inspect, tmp_path):
                               "yes" if row["consent"] else "no"]
         assert cells[5:] == [f"{row['entropy']:.3f}", f"{row['importance']:.2e}", f"{row['utilisation']:.3f}",
                              f"{row['gradient']:.2e}", f"{row['conflict']:+.2f}"]
-    assert found["violations"] == [dict(layer=1, head=1, type="forced", gate=0.5, state="withdrawn")]
+    assert found["violations"] == [dict(layer=1, head=1, type="forced", gate=0.5, state="withdrawn",
+                                        utilisation=0.0, last_signal=7)]
     assert found["written"] is None and found["pieces"] == []
 
 
@@ -158,9 +159,9 @@ def test_heads_without_consent_are_listed(ckpt, inspect):
     path = ckpt(dict(agency=True))
     assert "without consent" not in inspect(path)
     out = inspect(path, "state.0.1=withdrawn", "consent.0.1=False")
-    assert out.split()[-5:] == ["0", "1", "blocked", "1.000", "withdrawn"]
+    assert out.split()[-7:] == ["0", "1", "blocked", "1.000", "withdrawn", "0.000", "7"]
     out = inspect(path, "state.0.1=withdrawn", "consent.0.1=False", "gate.0.1=0.5")
-    assert out.split()[-5:] == ["0", "1", "forced", "0.500", "withdrawn"]
+    assert out.split()[-7:] == ["0", "1", "forced", "0.500", "withdrawn", "0.000", "7"]
 
 
 # ---- MLPs and blocks with states ----
@@ -172,9 +173,9 @@ def test_an_mlp_or_a_block_is_set_by_hand_and_saved(ckpt, inspect, tmp_path, ref
     head = next(line for line in lines if line.split()[:2] == [scope, "gate"])
     assert lines[lines.index(head) + 1].split()[:4] == ["0", "1.000", "active", "yes"]
     out = inspect(path, "state.1=withdrawn", "consent.1=False")
-    assert out.split()[-5:] == ["1", scope, "blocked", "1.000", "withdrawn"]
+    assert out.split()[-7:] == ["1", scope, "blocked", "1.000", "withdrawn", "0.000", "7"]
     out = inspect(path, "gate.0=0.3", "consent.0=False")
-    assert out.split()[-5:] == ["0", scope, "forced", "0.300", "active"]
+    assert out.split()[-7:] == ["0", scope, "forced", "0.300", "active", "0.000", "7"]
     folder = str(tmp_path / "saved")
     changes = "gate.0=0.3", "consent.0=False", "state.1=overloaded"
     said = refusal([f"--ckpt={path}", "--device=cpu", *(f"--set={each}" for each in changes),

@@ -247,6 +247,9 @@ def test_one_gate_for_a_whole_row_stays_one(make, tmp_path):
 
 # ---- series ----
 
+AGENCY = ("agency", "agency_utilisation", "agency_last_signal")
+
+
 def wanted(traces):
     """What the series of a pass must be, trace by trace: {key: [heads, T or 1] or [T], an array}."""
     by_hand = {
@@ -254,7 +257,8 @@ def wanted(traces):
         "acag_gate": lambda x: x[0].mean(-1), "output_gate": lambda x: x[0].mean(-1),
         "advantage": lambda x: x[0].T, "log_forget": lambda x: x[0].T,
         "routing_weights": lambda x: x[0].T, "selected": lambda x: x[0].T.double(),
-        "routing_logits": lambda x: x[0].T, "gate": lambda x: x[:, 0], "agency": lambda x: x[:, None]}
+        "routing_logits": lambda x: x[0].T, "gate": lambda x: x[:, 0],
+        **dict.fromkeys(AGENCY, lambda x: x[:, None])}
     found = {}
     for key, x in traces.items():
         name = key.split(".", 2)[-1] if key.startswith("blocks.") else key
@@ -262,7 +266,7 @@ def wanted(traces):
             found[key] = torch.cat((x[0, :-1], torch.tensor([torch.nan])))
         elif name == "map":
             found[key.replace("map", "first_token")] = x[0, :, :, 0]
-        elif name == "agency" and len(x) == 1:  # of an MLP or a block: these models have four heads
+        elif name in AGENCY and len(x) == 1:  # of an MLP or a block: these models have four heads
             found[key] = x.expand(traces["blocks.0.entropy"].size(-1))
         elif name in by_hand:
             found[key.replace("sink_gate", "sink_mass")] = by_hand[name](x)
@@ -306,7 +310,7 @@ def test_series_are_the_traces_of_every_mechanism(name):
         assert line["series"].keys() == want.keys()
         for key, rows in line["series"].items():
             assert same(rows, want[key]), key
-            of_a_piece = key.endswith(".agency") and name in ("agency_mlp", "agency_block")
+            of_a_piece = key.endswith(AGENCY) and name in ("agency_mlp", "agency_block")
             of_heads = not key.startswith("a2c.") and not of_a_piece
             assert not of_heads or len(line["heads"][key]) == len(rows)
         key = "blocks.1.entropy"  # a control: turned around it is no longer the same

@@ -77,6 +77,15 @@ def test_activations_grow_with_the_rows_and_a_frozen_trunk_needs_no_gradients():
     assert frozen.gradients == frozen.optimizers == 0 and frozen.activations < 0.01 * four.activations
 
 
+def test_a_model_is_as_before_when_its_memory_could_not_be_counted(monkeypatch):
+    model, run = model_and_run(**SIZES["small"], checkpoint_activations=True)
+    count = iter([1000])
+    monkeypatch.setattr(memory, "stored_for_backward", lambda *args: next(count))
+    with pytest.raises(StopIteration):
+        step_memory(model, run.config, 1, nullcontext())
+    assert model.config.checkpoint_activations is True
+
+
 def run_on(kind, **keys):
     model, run = model_and_run(**SIZES["small"])
     run.config, run.process = TrainConfig(**keys).for_recipe("gpt2"), SimpleNamespace(kind=kind, world=1)
