@@ -50,8 +50,8 @@ from nanoheads.kernels import (ChunkedCrossEntropy, Linear, RowStats, attend, at
                                block_mask, blocks_reached, float32_linear, for_each_head, grouped_heads_of,
                                has_flex_attention, heads_of, normed_and_rotated, padded_rows, product_dtype,
                                random_cells, relu2, rms_norm, rope_tables, row_statistics, self_gated_rows)
-from nanoheads.logits import (check_sampling, discounted_return, distance_to_teacher, label_losses, logit,
-                              penalise, portions, sample_token)
+from nanoheads.logits import (check_sampling, discounted_return, distance_to_features, distance_to_teacher,
+                              label_losses, logit, penalise, portions, sample_token)
 from nanoheads.mechanism import (CONSTRAINTS, HeadAxis, HeadControl, Mechanism, Uniform, choices, flag,
                                  no_dropout, plain_problems, range_problems)
 from nanoheads.rivals import (MUDD, XSA, DepthAttention, Diff, DiffV1, FoX, HeadMix, KeyOffset, OutputGate,
@@ -609,7 +609,8 @@ class GPT(HeadControl, nn.Module):
         logits: return them together with a loss, too; without targets they are always returned. traces: True,
         or "maps" for attention maps too. The other three are for constraint heads alone. constraint_targets:
         {name: [B, T]}, see label_losses(). router_hint [B, C]: their router reads it instead of the text so
-        far. teacher: another model's predictions() on idx, with which constraint_match compares.
+        far. teacher: another model's predictions() on idx, with which constraint_match compares, or with
+        constraint_features a tensor of that width, [B, T, C].
         """
         scores = constraint_targets is not None or teacher is not None
         x, found = self.run_blocks(idx, wants_losses=targets is not None, wants_scores=scores,
@@ -1506,6 +1507,9 @@ class ConstraintHeads(Mechanism):
         constraint_sparsity_coef: float = flag(0.0, at_least=0)  # of the mean gate, hard_concrete: P(open)
         constraint_entropy_coef: float = flag(0.0, at_least=0)  # of the mean entropy of its gates
         constraint_match: Optional[Literal["kl", "huber"]] = None  # match a teacher's scores | its outputs
+        constraint_features: Optional[int] = flag(None, at_least=1)
+                                             # width of a teacher's features, which a map of these heads'
+                                             # outputs is to match; None: the teacher is a GPT with such heads
         constraint_match_coef: float = flag(1.0, at_least=0)  # of the loss that matches the teacher
 
     name, flag = "constraint", "constraint_names"
@@ -1564,10 +1568,14 @@ class ConstraintHeads(Mechanism):
         self.b1 = nn.Parameter(torch.empty(n, D))
         self.w2 = nn.Parameter(torch.empty(n, D))
         self.b2 = nn.Parameter(torch.empty(n))
+        # what a teacher's features are compared with, in training alone
+        self.features = nn.Linear(n * D, config.constraint_features) if config.constraint_features else None
 
     @staticmethod
     def problems(c):
         names = c.constraint_names
+        if c.constraint_features and not c.constraint_match:
+            yield f"constraint_features={c.constraint_features} needs constraint_match: how they are compared"
         if not len(names) == len(set(names)) > 0 or any("." in name for name in names):
             yield f"constraint_names={names} must be different names, at least one, without dots"
         if c.constraint_layers is not None and not set() < set(c.constraint_layers) <= set(range(c.n_layer)):
@@ -1676,6 +1684,8 @@ class ConstraintHeads(Mechanism):
             y = y * heads.gates["constraint"][:, attn.n_head:].to(y.dtype)
         if heads.wants_scores:
             heads.predictions["constraint_y"] = y
+            if self.features is not None:
+                heads.predictions["constraint_features"] = self.features(y.transpose(1, 2).flatten(2))
         scores = self.scores(y)
         means = scores.unflatten(1, (len(self.names), self.per_name)).mean(2).unbind(1)
         named = {f"constraint.{name}": score for name, score in zip(self.names, means)}
@@ -1729,9 +1739,18 @@ class ConstraintHeads(Mechanism):
     def match(config, predictions, teacher):
         """{constraint_match: weighted distance of the scores or outputs from a teacher's}, mean over blocks.
 
-        The teacher's blocks with heads are taken in their order.
+        teacher: what its heads predict, whose blocks with heads are taken in their order; or with
+        constraint_features a tensor [B, T, C].
         """
         by_scores = config.constraint_match == "kl"
+        if config.constraint_features:
+            if not torch.is_tensor(teacher) or teacher.size(-1) != config.constraint_features:
+                raise ValueError(f"with constraint_features={config.constraint_features} the teacher must be "
+                                 "a tensor [B, T, C] of that width")
+            mapped = [value.float() for name, value in predictions.items()
+                      if name.endswith(".constraint_features")]
+            terms = [distance_to_features(s, teacher.float(), config.constraint_match) for s in mapped]
+            return {"constraint_match": config.constraint_match_coef * sum(terms) / len(terms)}
         keys = [f"constraint.{name}" for name in config.constraint_names] if by_scores else ["constraint_y"]
         terms = []
         for key in keys:
@@ -1763,6 +1782,9 @@ class ConstraintHeads(Mechanism):
         if bool(training.teacher) != bool(c.constraint_match):
             yield (f"teacher={training.teacher!r} and constraint_match={c.constraint_match!r} go together: "
                    "the model to match, and what of it")
+        elif training.teacher and training.teacher.endswith(".py") != bool(c.constraint_features):
+            yield (f"teacher={training.teacher!r} and constraint_features={c.constraint_features} do not fit:"
+                   " a file mine.py with a function features(ids) goes with their width, a GPT with None")
         idle = [] if training.labels else ["loss_layers", "name_coef", "positive_coef", "focal"]
         idle += [] if training.labels or training.teacher else ["warmup", "stop"]
         for key in (f"constraint_{name}" for name in idle):

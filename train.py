@@ -434,7 +434,7 @@ class Run:
     run_id: str = field(default_factory=lambda: os.urandom(4).hex())
     last_eval: dict = field(default_factory=lambda: dict(step=-1))
     # what a step needs: see set_up()
-    teacher: Optional[GPT] = None    # whose outputs constraint_match compares with
+    teacher: Optional[Any] = None    # a GPT or Features, whose predictions constraint_match compares with
     forward: Optional[Callable] = None  # the model, compiled or as it is
     compiled: bool = False
     replays_graphs: bool = False     # CUDA graphs, of compile_mode

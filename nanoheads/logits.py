@@ -72,6 +72,17 @@ def distance_to_teacher(ours, theirs, by):
     return F.binary_cross_entropy_with_logits(ours, p) - F.binary_cross_entropy_with_logits(theirs, p)
 
 
+def distance_to_features(ours, theirs, by):
+    """The distance of features from a teacher's, both [B, T, C].
+
+    kl: of the softmax over the teacher's features to that over these, nats a token; huber: of the values.
+    """
+    if by == "huber":
+        return F.huber_loss(ours, theirs)
+    log_p, log_q = theirs.log_softmax(-1), ours.log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+
+
 def logit(p):
     """log(p / (1 - p)) of a number, infinite at 0 and 1."""
     return math.log(p / (1 - p)) if 0 < p < 1 else math.copysign(math.inf, p - 0.5)

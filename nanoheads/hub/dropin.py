@@ -49,7 +49,7 @@ FAMILIES = {"gpt2": ("h", "attn", "c_proj"), "gpt_neo": ("h", "attn.attention", 
 # what can do with a model's own projections
 INSERTABLE = (XSA, HeadNorm, Routing, Sentinel, Agency, OutputGate, ConstraintHeads, ACAG, Sink)
 # flags that train.py's steps or its teacher give a meaning to
-OF_TRAINING = ("constraint_warmup", "constraint_stop", "constraint_match")
+OF_TRAINING = ("constraint_warmup", "constraint_stop", "constraint_match", "constraint_features")
 
 
 def needed(name):

@@ -512,7 +512,8 @@ def trust_what_it_starts_from(config):
     if config.resume and file_of(here).is_file() and needs_code_of_own(here):
         raise UserError("--resume names the file of a mechanism of one's own again, --mechanism=FILE: "
                         "--trust_code alone does not say which of its modes is trained")
-    for path in filter(None, (config.init_from, config.teacher, here)):
+    teacher = None if is_function(config.teacher) else config.teacher
+    for path in filter(None, (config.init_from, teacher, here)):
         if path != here or file_of(path).is_file():
             read(path, trust_code=True)
 
@@ -652,13 +653,47 @@ def same_logits(model, other):
     return (got - want).abs().max() <= 1e-4 * want.abs().max()
 
 
+def is_function(teacher):
+    """Whether a teacher is a file of Python with a function in it, and no checkpoint."""
+    return teacher is not None and teacher.endswith(".py")
+
+
+class Features:
+    """A teacher that is a function in a file, features(ids [B, T]) -> [B, T, width]. Raises UserError."""
+
+    def __init__(self, path, width):
+        from nanoheads import own_files  # only here: most runs have no such teacher
+        if not Path(path).is_file():
+            raise UserError(f"teacher={path}: there is no such file")
+        self.path, self.width = path, width
+        self.function = getattr(own_files.run(own_files.opened(path), "own_teacher"), "features", None)
+        if not callable(self.function):
+            raise UserError(f"teacher={path}: it must have a function features(ids)")
+
+    @torch.no_grad()
+    def predictions(self, ids):
+        """Its features of ids [B, T], [B, T, width], on their device. UserError: they are something else."""
+        found, shape = self.function(ids), [*ids.shape, self.width]
+        if not torch.is_tensor(found) or list(found.shape) != shape:
+            what = list(found.shape) if torch.is_tensor(found) else type(found).__name__
+            raise UserError(f"teacher={self.path}: features(ids) gives {what} for ids {list(ids.shape)}, and "
+                            f"must give {shape}, constraint_features wide")
+        return found.to(ids.device)
+
+
 def teacher_of(config, model, device):
-    """The model that `teacher` names, in eval mode; None: none is named. UserError where it does not fit."""
+    """What `teacher` names: a model in eval mode, or Features; None: nothing. UserError: it does not fit."""
     if not config.teacher:
         return None
-    if not model.config.constraint_match:  # one that comes from a checkpoint, where no flag was asked
+    c = model.config
+    if not c.constraint_match:  # one that comes from a checkpoint, where no flag was asked
         raise UserError(f"teacher={config.teacher} has nothing to compare: the model of {config.init_from} "
                         "was made without constraint_match")
+    if is_function(config.teacher) != bool(c.constraint_features):
+        raise UserError(f"teacher={config.teacher} cannot be compared: the model of {config.init_from} was "
+                        f"made with constraint_features={c.constraint_features}")
+    if is_function(config.teacher):
+        return Features(config.teacher, c.constraint_features)
     state = read(config.teacher)
     teacher = build(state, config.teacher, device).requires_grad_(False)
     ours, theirs = model.config, teacher.config

@@ -84,7 +84,8 @@ class TrainConfig(ControllerConfig):
     dataset: str = "shakespeare_char"    # a folder under data/, or a path to one
     labels: Optional[str] = None         # what constraint heads are trained on: a folder of <dataset>/labels
     own_mechanism: Optional[str] = None  # files with mechanisms; --mechanism=mine.py sets it
-    teacher: Optional[str] = None        # a checkpoint that constraint_match compares with
+    teacher: Optional[str] = None        # a checkpoint that constraint_match compares with; or mine.py, which
+                                         # has a function features(ids [B, T]) -> [B, T, constraint_features]
     resume: bool = False                 # go on from out_dir/ckpt.pt, if there is one
     overwrite: bool = False              # start over in a folder that already holds a run
     init_from: Optional[str] = None      # a checkpoint (ours or nanoGPT's) whose weights to start from

@@ -383,6 +383,31 @@ def test_a_student_is_compared_with_its_teacher(kind):
     assert student(idx, idx, teacher=ours).aux["constraint_match"].item() == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["kl", "huber"])
+def test_a_student_is_compared_with_any_features(kind):
+    """By a map of its heads' outputs, of which no logit depends; gradients reach the heads."""
+    student = alive(constraint_match=kind, constraint_match_coef=0.5, constraint_features=5)
+    plain, idx = alive(), tokens(2, 9)
+    plain.load_state_dict({name: t for name, t in student.state_dict().items() if ".features." not in name})
+    assert torch.equal(student(idx).logits, plain(idx).logits)
+    said = 2 * torch.randn(2, 9, 5, dtype=torch.float64)
+    terms = []
+    for i, block in enumerate(student.transformer.h):
+        y = student.predictions(idx)[f"blocks.{i}.constraint_y"].transpose(1, 2).reshape(2, 9, 16)
+        mapped = y @ block.attn.constraint.features.weight.T + block.attn.constraint.features.bias
+        p, q = (each.exp() / each.exp().sum(-1, keepdim=True) for each in (said, mapped))
+        d = (mapped - said).abs()
+        each = (p * (p / q).log()).sum(-1) if kind == "kl" else torch.where(d < 1, d.square() / 2, d - 0.5)
+        terms.append(each.mean().item())
+    out = student(idx, idx, teacher=said)
+    assert out.aux["constraint_match"].item() == pytest.approx(0.5 * np.mean(terms), rel=1e-5)
+    out.aux["constraint_match"].backward()
+    assert student.transformer.h[0].attn.constraint.c_attn.weight.grad.any()
+    for wrong in (said[..., :4], plain.predictions(idx)):
+        with pytest.raises(ValueError, match="a tensor .* of that width"):
+            student(idx, idx, teacher=wrong)
+
+
 # ---- skipping ----
 
 @pytest.mark.parametrize("cached", [False, True], ids=["rows", "decoding"])
@@ -499,6 +524,38 @@ def test_a_run_may_have_a_teacher(run, tmp_path, kind):
     assert rows[-1]["aux/constraint_match"] < 0.5 * max(row["aux/constraint_match"] for row in rows)
 
 
+@pytest.mark.parametrize("kind", ["kl", "huber"])
+def test_a_run_may_have_a_function_as_its_teacher(run, tmp_path, kind):
+    """Features of a kind that heads can learn: whether a token is a digit, and something that is constant."""
+    (tmp_path / "mine.py").write_text("""
+import torch
+def features(ids):
+    digit = ((ids >= 48) & (ids < 58)).float()
+    return torch.stack((4 * digit - 2, 0 * digit), -1)
+""")
+    keys = dict(labels=None, teacher=tmp_path / "mine.py", constraint_match=kind, constraint_features=2,
+                max_iters=60, eval_interval=30, constraint_match_coef=5.0)
+    rows = run("student", **keys)
+    assert rows[-1]["aux/constraint_match"] < 0.5 * rows[0]["aux/constraint_match"]
+    run("parts", **{**keys, "max_iters": 30, "lr_decay_iters": 100})
+    assert run("parts", "--resume", **{**keys, "lr_decay_iters": 100})[-1]["step"] == 60
+
+
+@pytest.mark.parametrize("text, words", [
+    ("", "must have a function features"), ("features = 3", "must have a function features"),
+    ("def features(ids):\n    return ids", "gives [4, 16] for ids [4, 16], and must give [4, 16, 2]"),
+    ("def features(ids):\n    return [1]", "gives list for ids"),
+    ("def features(ids):\n    return ids / nothing", "mine.py, line 2: NameError"),
+    ("import torch\nfeatures = torch.nothing", "mine.py, line 2: AttributeError"),
+    (None, "no such file")])
+def test_a_function_that_is_no_teacher_is_one_line(run, tmp_path, text, words):
+    if text is not None:
+        (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(SystemExit) as e:
+        run("no", labels=None, teacher=tmp_path / "mine.py", constraint_match="kl", constraint_features=2)
+    assert words in str(e.value.code) and "\n" not in str(e.value.code)
+
+
 def test_a_checkpoint_that_matches_nobody_takes_no_teacher(run, labelled, tmp_path):
     run("alone")
     run("pupil", teacher=tmp_path / "alone", constraint_match="kl")
@@ -533,6 +590,10 @@ def test_what_does_not_go_together_is_refused(run, tmp_path, capsys):
             constraint_match="huber")
     run("other", max_iters=3, constraint_names=["even"])
     refused("constraint_names", teacher=tmp_path / "other", constraint_match="kl")
+    refused("constraint_features=None", teacher=tmp_path / "mine.py", labels=None, constraint_match="kl")
+    refused("constraint_features=2", teacher=tmp_path / "other", labels=None, constraint_match="kl",
+            constraint_features=2)
+    refused("needs constraint_match", constraint_features=2)
 
 
 def test_a_checkpoint_from_before_there_were_these_flags_is_read(tmp_path):
