@@ -14,10 +14,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from nanoheads.common import UserError, write_atomic  # before NumPy: it answers Ctrl-C meanwhile
+
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from nanoheads.common import UserError, write_atomic
 from nanoheads.text.checksums import sha256
 from nanoheads.text.sources import SPLITS, identity
 from nanoheads.text.tokenizer import Tokenizer, count_chars

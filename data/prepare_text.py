@@ -55,14 +55,17 @@ def names(those, most=8):
 
 
 def in_utf16(paths, encoding):
-    """A note on the files that are UTF-16, for bytes; "": there are none. UserError for other encodings."""
+    """A note on the files that are UTF-16 or UTF-32, for bytes; "": there are none.
+
+    UserError for other encodings.
+    """
     for path in paths:
         if kind := utf16(path):
             advice = f"convert it: iconv -f {kind} -t UTF-8 {path.name} > new.txt"
             if encoding != "byte":
-                raise UserError(f"{path}: is UTF-16, not UTF-8; {advice}")
-            print(f"{path} is UTF-16, many of whose bytes say nothing; {advice}")
-            return f"{path.name} is UTF-16: its bits per byte are not those of the same text in UTF-8"
+                raise UserError(f"{path}: is {kind[:6]}, not UTF-8; {advice}")
+            print(f"{path} is {kind[:6]}, many of whose bytes say nothing; {advice}")
+            return f"{path.name} is {kind[:6]}: its bits per byte are not those of the same text in UTF-8"
     return ""
 
 

@@ -177,7 +177,12 @@ def variables_of(file):
             if not isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
                 names.add(name.value)
     for node in ast.walk(tree):
-        if is_any(node, "environ", "getenv") and node not in said:
+        # by other ways there is no name to record
+        other = is_any(node, "environb", "getenvb", "expandvars") or getattr(node, "value", None) in (
+            "environ", "environb", "getenv", "getenvb", "expandvars")
+        other = other or isinstance(node, ast.ImportFrom) and node.module in ("os", "os.path", "posix") and (
+            node.names[0].name == "*")
+        if other or is_any(node, "environ", "getenv") and node not in said:
             raise UserError(f"{file.path}, line {node.lineno}: it uses the environment and does not name the "
                             "variable there, so no run can record it: write os.environ[\"NAME\"] or "
                             "os.getenv(\"NAME\")")

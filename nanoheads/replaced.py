@@ -26,6 +26,11 @@ from nanoheads.common import OWN_FILES, ROOT, UserError
 PROGRAMS = {"model", "train", "evaluate", "compare"}  # beside nanoheads/: what trains and scores
 LIBRARIES = builtins, math, np, torch, nn, F, torch.Tensor, nn.Module, nn.Linear, nn.Embedding
 
+
+class Replaced(UserError):
+    """A file of one's own replaced something: no fault of the run that was looked at when it was seen."""
+
+
 BEFORE = {}  # (module or class of a library, name in it): (what it means, what that consists of)
 
 
@@ -40,8 +45,8 @@ def refuse(*paths):
     if names := changed():
         files = " or ".join(map(str, paths or sorted(OWN_FILES)))
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise UserError(f"{files} replaced {', '.join(names[:3])}{more}; a mechanism must not change the "
-                        "programs that train and score it")
+        raise Replaced(f"{files} replaced {', '.join(names[:3])}{more}; a mechanism must not change the "
+                       "programs that train and score it")
 
 
 def changed():

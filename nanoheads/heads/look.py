@@ -46,8 +46,8 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from nanoheads.common import (UserError, in_float64, last_words, pick_device, read_whole, say, writable,
-                              write_atomic, write_json)
+from nanoheads.common import (UserError, in_float64, last_words, no_link, pick_device, read_whole, say,
+                              writable, write_atomic, write_json)
 from nanoheads.heads.measuring import attentions
 from nanoheads.text.tokenizer import char_sizes
 from nanoheads.traces import explain
@@ -590,7 +590,8 @@ def paths(out, flag):
     if out.suffix.lower() == ".html":
         raise UserError(f"{flag}: {out} is the name of the page; the JSON lines need another, such as "
                         f"{out.with_suffix('.jsonl')}")
-    return writable(out, flag), writable(out.with_suffix(".html"), flag)
+    lines = writable(out, flag)
+    return lines, writable(no_link(out.with_suffix(".html")), flag)  # a name that nobody typed
 
 
 UNTRAINED = "No label has trained these heads: their scores, about 0.5, mean nothing."

@@ -121,15 +121,15 @@ class AdaptiveContextualAttention(AttentionLayer):
 
 
 class ConstraintAttention(AttentionLayer):
-    """Constraint heads as a layer (the write-up's MultiHeadAttentionWithConstraints), causal.
+    """Constraint heads as a layer (the write-up's MultiHeadAttentionWithConstraints), causal or not.
 
     variant: A, a wider concatenation, or B, smaller heads. heads: per name. router: sigmoid or hard_concrete.
     flags: other constraint_ flags of GPTConfig, such as constraint_mode="published".
     """
 
     def __init__(self, d_model=768, num_heads=12, names=CONSTRAINTS, max_len=2048, variant="A", heads=1,
-                 router="sigmoid", bias=False, dropout=0.0, **flags):
-        super().__init__(d_model, num_heads, max_len, True, dropout, constraint_names=list(names),
+                 router="sigmoid", bias=False, dropout=0.0, causal=True, **flags):
+        super().__init__(d_model, num_heads, max_len, causal, dropout, constraint_names=list(names),
                          constraint_heads=heads, constraint_variant=variant, constraint_router=router,
                          constraint_layers=[0], bias=bias, **flags)
 

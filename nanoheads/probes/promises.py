@@ -154,9 +154,9 @@ def acts(model, plain):
     model.load_state_dict({**weights, **shared})
     with torch.no_grad():
         for training in (False, True):
-            idx = tokens(1, 2, LONG)
+            idx = tokens(1, 4, LONG)
             torch.manual_seed(3)
-            out = model.train(training)(idx, tokens(2, 2, LONG), logits=True)
+            out = model.train(training)(idx, tokens(2, 4, LONG), logits=True)
             want = plain.train(training)(idx).logits
             # a loss of its own acts too, through what is learned from it
             if far(out.logits, want) > 1e-9 or any(loss.any() for loss in out.aux.values()):

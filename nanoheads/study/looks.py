@@ -2,9 +2,10 @@
 What the p values of a study do not know of: finished runs of its variants that it leaves out, and reports
 that judged the same variants by other runs.
 
-A run is of a variant where its trial.json is that of the variant's, the seed aside: the same flags, data,
-split and code. Each report keeps the seeds that it judged by in out/trials/looks, since a study of other
-seeds has a folder of its own. docs/results/verdicts.md says what looking twice and choosing seeds do to p.
+A run is of a variant where its trial.json is that of the variant's, but for the seed, for the code that made
+it, and for how much of the split was scored. Each report keeps the seeds that it judged by in
+out/trials/looks, since a study of other seeds has a folder of its own. docs/results/verdicts.md says what
+looking twice and choosing seeds do to p.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ from datetime import datetime
 
 from nanoheads.common import UserError, write_json
 from nanoheads.study import effects, results, shape, trial
-from nanoheads.study.runs import specs_in
+from nanoheads.study.runs import key_of, specs_in
 
 LOOKS = "looks"  # the folder in out/trials
 
@@ -43,8 +44,10 @@ def hash_of(value):
 
 def variant_and_seed(spec):
     """(what a run is of, as a hash; its seed), from its trial.json."""
-    model = {flag: value for flag, value in spec["model"].items() if flag != "seed"}
-    return hash_of({**spec, "model": model}), spec["model"]["seed"]
+    same = json.loads(key_of(spec))
+    same["model"].pop("seed", None)
+    same["score"].pop("tokens", None)
+    return hash_of(same), spec["model"]["seed"]
 
 
 # ---- runs ----
@@ -72,6 +75,8 @@ def left_out(runs, before):
     found = {name: set() for name in names.values()}
     for variant, seed in map(variant_and_seed, specs):
         found[names[variant]].add(seed)
+    if not runs.config.plain_seeds and not any(seeds for name, seeds in found.items() if name != "plain"):
+        return []  # the plain GPT's seeds follow from the variants', unless they are asked for: nobody chose
     return [dict(variant=name, seeds=sorted(seeds)) for name, seeds in found.items() if seeds]
 
 

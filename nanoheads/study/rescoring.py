@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanoheads.common import UserError, pick_device, write_atomic
+from nanoheads import replaced
+from nanoheads.common import UserError, json_safe, pick_device, write_atomic
 from nanoheads.study import costs, queue, trial
+from nanoheads.text.dataset import digests_of
 from nanoheads.text.targets import sha256
 from nanoheads.training import checkpoint
 from nanoheads.training.runlog import processor
@@ -32,7 +34,8 @@ def rescored(study, done, nothing_runs):
     trained = [folder for folder in done
                if folder not in study.runs.taken and (folder / "best.pt").is_file()]
     drawn = draw(trained, how_many(study.config, len(done), nothing_runs))
-    todo = [folder for folder in drawn if not is_known(folder)]
+    # who asks for a number does not take the folder's word for it
+    todo = [folder for folder in drawn if study.config.rescore is not None or not is_known(folder)]
     if len(todo) > 1:
         print(f"scoring {len(todo)} of {len(done)} runs once more from their checkpoints", flush=True)
     names = {folder: f"{name}, seed {seed}" for (_, name, seed), folder in study.runs.folders.items()}
@@ -72,8 +75,12 @@ def problem_of(folder, spec, found):
     try:
         device = pick_device(spec["train"]["device"])
         with costs.as_in_a_run(device, found["threads"]):
-            model = checkpoint.build(checkpoint.read(path), path, device)
-            nats, again = trial.score_as_planned(model, spec)
+            state = checkpoint.read(path)
+            if other := of_another_run(state, spec, found):
+                return f"its best.pt is of another run: {other}"
+            nats, again = trial.score_as_planned(checkpoint.build(state, path, device), spec)
+    except replaced.Replaced:  # no fault of this run
+        raise
     except UserError as e:
         return f"it cannot be scored once more: {e}"
     as_then = device == "cpu" and (processor(device), torch.__version__) == (found.get("processor"),
@@ -87,6 +94,24 @@ def problem_of(folder, spec, found):
         return f"its best.pt gives {again['bpb']:.6f} bits/byte, and {found['bpb']:.6f} is on file"
     kept = json.dumps(dict(files=digest_of(folder))).encode()
     write_atomic(folder / "rescored.json", lambda f: f.write(kept))
+
+
+def of_another_run(state, spec, found):
+    """In what a run's checkpoint has other flags, steps or text than its trial.json plans, in words, or None.
+
+    state: the checkpoint; found: the run's result. A model whose heads came or went has flags of its own.
+    """
+    training = spec["train"]
+    pairs = [(key, state["train"].get(key), value) for key, value in training.items() if key != "device"]
+    if not training.get("dynamic_heads"):
+        pairs += [(key, state["config"].get(key), value) for key, value in spec["model"].items()
+                  if value is not None]
+    pairs += [("steps", found["steps"], training["max_iters"]), ("step", state["step"], found["best_step"])]
+    text, planned = digests_of(state["meta"]), spec.get("data", {})
+    pairs += [(f"the text's {key}", text[key], planned[key]) for key in planned.keys() & text.keys()]
+    for key, there, planned in json.loads(json.dumps(json_safe(pairs))):
+        if there != planned:
+            return f"{key} is {there!r} there, and {planned!r} was planned"
 
 
 def is_known(folder):

@@ -89,13 +89,14 @@ def refuse_to_lose(study, done):
     if not done and holds_runs(before):
         failed = failures_of(study)
         what = f"all that were started failed ({failed[0]['why']})" if failed else (
-            "none is done with today's code and flags")
+            "none is done with today's code, data and flags")
         raise UserError(f"of {len(set(study.runs.folders.values()))} runs {what}; {stays}")
     had = scored_in(before) if study.config.report_only else ()
     lost = [key for key, folder in study.runs.folders.items() if key in had and folder not in done]
     if lost:
-        raise UserError(f"{len(lost)} runs that it has are not done with today's code and flags, "
-                        f"{' '.join(map(str, lost[0]))} the first; {stays}; without --report_only they run")
+        _, name, seed = lost[0]
+        raise UserError(f"runs that it has are not done with today's code, data and flags: {len(lost)}, "
+                        f"{name} with seed {seed} the first; {stays}; without --report_only they run")
 
 
 def holds_runs(path):

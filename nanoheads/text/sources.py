@@ -219,11 +219,13 @@ def read(path, member, encoding, errors=None):
 
 
 def utf16(path):
-    """"UTF-16", "UTF-16LE" or "UTF-16BE", as iconv calls it, where a file begins like one; else None.
+    """"UTF-16", "UTF-16LE", "UTF-16BE" or "UTF-32", as iconv calls it, where a file begins so, else None.
 
-    The latter two have no byte-order mark; but where the text is of an alphabet, every other byte is NUL.
+    Those with LE or BE have no byte-order mark; but in the text of an alphabet every other byte is NUL.
     """
     data = next(blocks(path), b"")
+    if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):  # one begins like UTF-16 does
+        return "UTF-32"
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "UTF-16"
     first, second = (data[i::2].count(0) / max(1, len(data[i::2])) for i in (0, 1))

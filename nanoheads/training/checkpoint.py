@@ -781,6 +781,8 @@ def check_moments(moments, shapes, steps):
             raise ValueError(f"{key} must have the shape {list(shape)}, and there is {found}")
         if not is_finite(moments[key]):
             raise ValueError(f"{key} holds NaN or infinities")
+        if "sq" in key and (moments[key] < 0).any():
+            raise ValueError(f"{key}, a mean of squares, holds numbers below 0")
     if "step" in shapes and not 0 < moments["step"] <= steps:
         raise ValueError(f"moments of {moments['step'].item():g} steps in a run of {steps:,}")
     for key in moments.keys() - shapes:

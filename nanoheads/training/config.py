@@ -449,8 +449,9 @@ def note_on_warmup(config):
     """What becomes of a warm-up as long as the whole schedule, as that of a longer run is; else None."""
     end = config.lr_decay_iters or config.max_iters
     if config.warmup_iters and config.warmup_iters >= end:
+        first = f"rises in the first {end // 10:,} steps instead" if end >= 20 else "does not rise first"
         return (f"warmup_iters={config.warmup_iters} is longer than the schedule of {end:,} steps: the rate "
-                f"rises in the first {end // 10:,} steps instead")
+                f"{first}")
 
 
 def note_on_dropout(model_config):

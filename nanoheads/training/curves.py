@@ -41,9 +41,13 @@ def read_log(run_dir):
     return [train[s] for s in sorted(train)], [evals[s] for s in sorted(evals)]
 
 
+LARGEST = 1e30  # of what is drawn: beyond it the distance between two values would overflow
+
+
 def column(rows, key):
-    """One key of all rows, [n]."""
-    return np.array([number(row.get(key)) for row in rows])
+    """One key of all rows, [n]; NaN: not there, or no number that can be drawn."""
+    values = np.array([number(row.get(key)) for row in rows])
+    return np.where(np.abs(values) <= LARGEST, values, np.nan)
 
 
 def curves_of(run_dir, x="step"):

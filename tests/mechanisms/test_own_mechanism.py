@@ -438,12 +438,20 @@ def test_every_way_to_name_an_environment_variable_is_found(reading, tmp_path, m
 
 
 @pytest.mark.parametrize("line", ["os.environ[NAME]", "os.environ.get(NAME)", "os.getenv(NAME)",
-                                  "f(os.environ)", "dict(os.environ)", "os.environ.items()", "getenv"])
+                                  "f(os.environ)", "dict(os.environ)", "os.environ.items()", "getenv",
+                                  "os.environb[b'MYK']", "os.path.expandvars('$MYK')",
+                                  "getattr(os, 'environ')['MYK']"])
 def test_a_variable_that_it_does_not_name_is_refused_in_a_study(line, tmp_path):
     path = written(tmp_path / "mine.py", "import os\nfrom os import getenv\nNAME = 'MYK'\n", f"K = {line}\n")
     with pytest.raises(UserError, match="mine.py, line 5: it uses the environment and does not name") as e:
         trial.surroundings_of(str(path))
     assert "\n" not in str(e.value)
+
+
+def test_all_names_of_os_are_too_many_to_see_what_is_read(tmp_path):
+    path = written(tmp_path / "mine.py", "from os import *\nK = environ['MYK']\n")
+    with pytest.raises(UserError, match="mine.py, line 2: it uses the environment"):
+        trial.surroundings_of(str(path))
 
 
 def test_what_it_only_sets_in_the_environment_is_not_recorded(tmp_path):

@@ -226,7 +226,9 @@ def test_the_running_mean_is_centred_and_steps_over_nan(home, capsys):
     ([{**r, "loss": math.nan} if "loss" in r else {**r, "val_loss": math.inf} for r in rows(20)],
      "not finite"),
     ([{"step": 3, "loss": None}], "not finite"),
-], ids=["training rows only", "evaluation rows only", "one step", "every loss NaN or inf", "null loss"])
+    ([{**r, "loss": (-1) ** r["step"] * 1e308} if "loss" in r else r for r in rows(20)], "not finite"),
+], ids=["training rows only", "evaluation rows only", "one step", "every loss NaN or inf", "null loss",
+        "losses that overflow"])
 @pytest.mark.filterwarnings("error")
 def test_an_odd_log_is_drawn_all_the_same(home, capsys, log, said):
     paths = plotted(write(home / "out" / "run", log))

@@ -452,6 +452,14 @@ def test_a_reader_that_has_enough_causes_no_traceback(ckpt, tmp_path, samples):
     assert p.stderr.read() == b"" and p.wait(20) == 0
 
 
+def test_the_page_of_an_audit_is_not_written_through_a_link(ckpt, tmp_path, refusal):
+    """Its name is made of the one that was typed."""
+    (tmp_path / "precious.txt").write_text("precious")
+    (tmp_path / "a.html").symlink_to(tmp_path / "precious.txt")
+    said = refusal(["--ckpt", ckpt, "--audit", str(tmp_path / "a.jsonl"), "--max_new_tokens", "3"])
+    assert f"{tmp_path}/a.html is a link to" in said and (tmp_path / "precious.txt").read_text() == "precious"
+
+
 @pytest.mark.parametrize("meta, words", [
     (dict(vocab=5), "vocab=5 must be the list of its vocab_size characters"),
     (dict(vocab=[1, 2]), "vocab=[1, 2] must be"), (dict(vocab_size=256.0), "vocab_size=256.0 must be"),

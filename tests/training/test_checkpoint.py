@@ -516,6 +516,8 @@ NO_START = {  # --resume
         lambda s: moments(s, 1).update(exp_avg=moments(s, 1)["exp_avg"].T.clone()),
     "exp_avg_sq must have the shape [256, 16], and there is none": lambda s: moments(s, 1).pop("exp_avg_sq"),
     "row_square must have the shape [16, 1], and there is none": lambda s: moments(s, 0).pop("row_square"),
+    "exp_avg_sq, a mean of squares, holds numbers below 0":
+        lambda s: moments(s, 1)["exp_avg_sq"][0].fill_(-1),
     "momentum holds NaN or infinities": lambda s: moments(s, 0)["momentum"][0].fill_(math.nan),
     "moments of 7 steps in a run of 6": lambda s: moments(s, 1)["step"].fill_(7),
     "moments of -3 steps in a run of 6": lambda s: moments(s, 1)["step"].fill_(-3),
