@@ -312,8 +312,9 @@ def main(argv, doc):
         writable(config.json)
     found = []
     for name, (model_config, flags) in configs.items():
-        found += check(name, flags)
-        if found[-1][2] != "runs":  # else the same error once more
+        tried = [*check(name, flags)]
+        found += tried
+        if not any(promise == "runs" for _, _, promise, _ in tried):  # else the same error once more
             size = f"of {scale}" if scale else "as set"
             found.append((name, size, "causal, rows", at_size(model_config, config)))
     if config.json:

@@ -1482,7 +1482,7 @@ def test_a_report_of_less_does_not_replace_one_of_more(finished):
         (study.runs.folders["judge", "output_gate", seed] / "result.json").unlink()
     less = Study(replace(study.config, report_only=True), "test")
     less.run(None)
-    with pytest.raises(UserError, match="2 runs that it has are not done .* judge output_gate 5 the first"):
+    with pytest.raises(UserError, match="are not done with .*: 2, output_gate with seed 5 the first"):
         results.collect(less, "test")
     (study.out / "results.json.gz").unlink()
     assert results.collect(less, "test")["done"] == found["done"] - 2
