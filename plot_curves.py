@@ -53,8 +53,10 @@ def run(args):
     """Draw what is asked for, print the paths; the exit code. UserError: it cannot be written."""
     listing = writable(args.json) if args.json else None
     what, file = ("measured runs", "heads.jsonl") if args.heads else ("runs", "config.json")
-    out = Path("out") if Path("out").is_dir() else Path(__file__).resolve().parent / "out"
-    known = sorted({path.parent for path in (*out.rglob(file), *Path().glob(f"out-*/{file}"))})
+    beside = [*Path().glob(f"out-*/{file}")]
+    # where there are no runs here, those of the repository
+    out = Path("out") if Path("out").is_dir() or beside else Path(__file__).resolve().parent / "out"
+    known = sorted({path.parent for path in (*out.rglob(file), *beside)})
     for run in args.runs:
         if not run.is_dir():
             near = difflib.get_close_matches(str(run), map(str, known), n=1, cutoff=0)
