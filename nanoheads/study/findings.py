@@ -375,7 +375,8 @@ def look_in_words(found, look):
     seeds = listed([f"{words} of {listed(names) if len(names) < 6 else f'{len(names)} of them'}"
                     for words, names in by_seeds.items()])
     interim = "" if look["finished"] else f", unfinished with {look['done']} of {look['planned']} runs"
-    return f"on {printable(look['date'])} by {seeds}{of_text(look)} ({printable(look['folder'])}{interim})"
+    second, *_ = look["date"].split(".")  # the file has milliseconds, for the order
+    return f"on {printable(second)} by {seeds}{of_text(look)} ({printable(look['folder'])}{interim})"
 
 
 def seeds_in_words(seeds):

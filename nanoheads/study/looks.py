@@ -136,7 +136,7 @@ def keep(study, found):
     """
     names, seeds = seeds_of((name, study.runs.specs[folder]) for name, folder in judged(study))
     seeds = {variant: seeds[name] for variant, name in names.items()}
-    path, now = trial.TRIALS / LOOKS / f"{hash_of(seeds)}.json", datetime.now().isoformat(" ", "seconds")
+    path, now = trial.TRIALS / LOOKS / f"{hash_of(seeds)}.json", datetime.now().isoformat(" ", "milliseconds")
     if len(seeds) < 2 or path.is_file():
         return
     try:
