@@ -45,11 +45,11 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from nanoheads.cpu import SKIP_FROM, attend_selected
-from nanoheads.kernels import (ChunkedCrossEntropy, Linear, RowStats, attend, attend_in_rows, attend_packed,
-                               block_mask, blocks_reached, float32_linear, for_each_head, grouped_heads_of,
-                               has_flex_attention, heads_of, normed_and_rotated, padded_rows, product_dtype,
-                               random_cells, relu2, rms_norm, rope_tables, row_statistics, self_gated_rows)
+from nanoheads.attention import (SKIP_FROM, RowStats, attend, attend_in_rows, attend_selected, block_mask,
+                                 blocks_reached, has_flex_attention, in_turn, logits_of, random_cells)
+from nanoheads.kernels import (ChunkedCrossEntropy, Linear, float32_linear, for_each_head, grouped_heads_of,
+                               heads_of, normed_and_rotated, padded_rows, product_dtype, relu2, rms_norm,
+                               rope_tables)
 from nanoheads.logits import (check_sampling, discounted_return, distance_to_features, distance_to_teacher,
                               label_losses, logit, penalise, portions, sample_token)
 from nanoheads.mechanism import (CONSTRAINTS, HeadAxis, HeadControl, Mechanism, Uniform, choices, flag,
@@ -160,7 +160,6 @@ class Heads:
     rope: Optional[dict] = None               # head size -> (cos, sin) of the positions
     cache: Optional["KVCache"] = None
     mask: object = None                       # who sees whom: bool [1 or B, 1, T, S], BlockMask, None: causal
-    mask_mod: object = None                   # the same, as a function of positions (query, key)
     positions: Optional[torch.Tensor] = None  # tokens before each token, [T] or [B, T]
     n_keys: Optional[torch.Tensor] = None     # keys that each query sees, [T] or [B, 1, T]
     valid: Optional[torch.Tensor] = None      # 0 where there is only padding, [B, T, 1]
@@ -176,12 +175,11 @@ class Heads:
     k: Optional[torch.Tensor] = None          # (after attention with those of the cache: [B, H, S, D])
     v: Optional[torch.Tensor] = None
     y: Optional[torch.Tensor] = None          # outputs before the gates, [B, H, T, D]
-    row_stats: Optional[RowStats] = None      # of the attention rows, self_factor included, where needed
-    used: Optional[torch.Tensor] = None       # the heads to compute, bool [B, H, T]; None: all
-    capacity: float = 0.0                     # with `used`: at most so many queries per head and sequence
+    score_mod: object = None                  # what all mechanisms make of the scores; None: nothing
+    row_stats: Optional[RowStats] = None      # of the attention rows, where needed
+    used: Optional[torch.Tensor] = None       # of one query, the heads to compute, bool [B, H]; None: all
     open_rows: Optional[list] = None          # batch rows in which to compute each added head; None: all
-    # a factor on each token's weight on itself, in the added heads: its logarithm is added to the logit
-    self_factor: Optional[torch.Tensor] = None       # [B, added heads, T or 1, 1]
+    notes: dict = field(default_factory=dict)        # name -> what a mechanism leaves for a later hook of its
     gates: dict = field(default_factory=dict)        # name -> factor on y, broadcasting over [B, H, T, D]
     for_later: dict = field(default_factory=dict)    # name -> what later layers find in shared
     losses: dict = field(default_factory=dict)       # name -> weighted auxiliary loss
@@ -191,9 +189,8 @@ class Heads:
     def of_layer(self, x):
         """A copy for one layer, whose normed input is x [B, T, C]."""
         # not replace(), which would give every layer the same dicts of gates, losses and traces
-        return Heads(self.rope, self.cache, self.mask, self.mask_mod, self.positions, self.n_keys, self.valid,
-                     self.hint, self.shared, self.tokens, self.wants_losses, self.wants_scores,
-                     self.wants_traces, x)
+        return Heads(self.rope, self.cache, self.mask, self.positions, self.n_keys, self.valid, self.hint,
+                     self.shared, self.tokens, self.wants_losses, self.wants_scores, self.wants_traces, x)
 
     def results(self):
         """What a layer gives beside its output."""
@@ -252,6 +249,7 @@ class AttentionCore(nn.Module):
         self.needs_row_stats = max((m.needs_row_stats for m in readers), default=None)
         self.needs_spread = any(m.needs_spread for m in readers)
         self.detach_row_stats = all(m.detach for m in readers)
+        self.changes_scores = any(type(m).score_mod is not Mechanism.score_mod for m in self.mechanisms())
 
     @property
     def n_total(self):
@@ -277,10 +275,13 @@ class AttentionCore(nn.Module):
             heads.q, heads.k, heads.v = heads.q.to(dtype), heads.k.to(dtype), heads.v.to(dtype)
         if heads.cache is not None:
             heads.k, heads.v = heads.cache.append(self.layer, heads.k, heads.v)
+        if self.changes_scores:
+            functions = [(m.score_mod(self, heads), m.scores_added_heads) for m in mechanisms]
+            heads.score_mod = in_turn(functions, self.n_head, self.n_extra)
 
         y, row_stats = self.attend(heads)
         for m in mechanisms:
-            y, row_stats = m.after_softmax(self, heads, y, row_stats)
+            y, row_stats = m.after_kernel(self, heads, y, row_stats)
         # compiled by torch 2.13, an attribute that is set after FlexAttention on an object from before it is
         # lost, so there it is set on a copy
         if torch.compiler.is_compiling():
@@ -300,42 +301,26 @@ class AttentionCore(nn.Module):
     def attend(self, heads):
         """(y [B, H, T, D], RowStats where a mechanism reads them, else None).
 
-        A plain GPT takes the last branch. The others are for mechanisms that read statistics of the rows
-        (needs_row_stats: ACAG), that put a gate on each token's weight on itself (self_factor: constraint
-        heads), or that have heads computed only where they are used (used: routing; open_rows: constraint
-        heads). Class Heads describes these fields.
-
-        No hook sees the logits, since a fused kernel never stores them. A bias that is an inner product can
-        be added by wider queries and keys, as Roles does. A soft cap on the logits would need a change in
-        every kernel that is called here; qk_max bounds them instead.
+        Heads may be computed only where they are used: heads.used (routing) and heads.open_rows (constraint
+        heads) say where. That is so without a score function and without statistics of the rows alone; else
+        all are computed, and what is not used has a gate of 0.
         """
-        q, k, v, row_stats = heads.q, heads.k, heads.v, None
+        q, k, v = heads.q, heads.k, heads.v
+        stats = "shape" if heads.wants_traces else self.needs_row_stats
         dropout = self.attn_dropout if self.training else 0.0
-        needs = "shape" if heads.wants_traces else self.needs_row_stats
-        wanted = dict(shape=needs == "shape", spread=self.needs_spread)
-        if needs or heads.used is not None or heads.open_rows:  # kernels that want keys of each head
-            k, v = for_each_head(k, q.size(1)), for_each_head(v, q.size(1))
-        if heads.self_factor is not None:  # the added heads, the last ones, have this gate; the others do not
-            n = self.n_head
-            y, own = row_statistics(q[:, :n], k[:, :n], v[:, :n], self.scale, heads.mask, heads.n_keys,
-                                    **wanted)
-            gated, rows = self_gated_rows(q[:, n:], k[:, n:], v[:, n:], self.scale, heads.mask, heads.n_keys,
-                                          heads.self_factor.squeeze(-1), **wanted)
-            y = torch.cat((y, gated), 1)
-            row_stats = RowStats(*(a if a is None else torch.cat((a, b), 1) for a, b in zip(own, rows)))
-        elif needs:
-            y, row_stats = row_statistics(q, k, v, self.scale, heads.mask, heads.n_keys,
-                                          self.detach_row_stats, dropout, **wanted)
-        elif heads.used is not None and q.size(2) == 1:  # decoding, with the selected heads alone
-            y = attend_selected(q, k, v, self.scale, heads.used.squeeze(-1), heads.mask)
-        elif heads.used is not None:  # the selected queries alone
-            y, _ = attend_packed(q, k, v, self.scale, heads.used, heads.capacity, heads.mask_mod)
-        elif heads.open_rows:  # added heads in some rows alone
-            y = attend_in_rows(q, k, v, self.scale, heads.open_rows, self.n_head, heads.mask)
-        else:
-            y = attend(q, k, v, self.scale, heads.mask, dropout)
-        # a mechanism that widens q and k pads v to the same width, and what that adds to y is cut off
-        return y if y.size(-1) == self.head_size else y[..., :self.head_size], row_stats
+        if not (stats or heads.score_mod):
+            if heads.used is not None:  # one query, when decoding
+                return attend_selected(q, k, v, self.scale, heads.used, heads.mask), None
+            if heads.open_rows:
+                k, v = for_each_head(k, q.size(1)), for_each_head(v, q.size(1))
+                return attend_in_rows(q, k, v, self.scale, heads.open_rows, self.n_head, heads.mask), None
+        missing = self.n_total - q.size(1) if heads.none_open else 0  # added heads, none of which was made
+        if missing:
+            v = v[:, :q.size(1)]
+        y, row_stats = attend(q, k, v, scale=self.scale, mask=heads.mask, score_mod=heads.score_mod,
+                              stats=stats, spread=self.needs_spread, n_keys=heads.n_keys,
+                              detach=self.detach_row_stats, dropout=dropout)
+        return F.pad(y, (0, 0, 0, 0, 0, missing)) if missing else y, row_stats
 
     def static_gate(self, noisy=None):
         """The product of the gates that depend on no token, or what was set by hand, [H]; None: no such gate.
@@ -351,11 +336,16 @@ class AttentionCore(nn.Module):
         """Add what every model's traces hold, whatever its mechanisms: row statistics and attention maps."""
         heads.traces.update(entropy=heads.row_stats.entropy, concentration=heads.row_stats.log_p2.exp())
         if heads.wants_traces == "maps":
-            logits = (heads.q @ for_each_head(heads.k, heads.q.size(1)).mT).float() * self.scale
-            weights = logits.masked_fill(~heads.mask, -math.inf).softmax(-1)
+            weights = self.masked_logits(heads, heads.q, heads.k).softmax(-1)
             for m in self.mechanisms():
                 weights = m.trace_map(self, weights, heads)
             heads.traces["map"] = weights
+
+    def masked_logits(self, heads, q, k):
+        """For attention maps: the logits [B, H, T, S] of queries and keys, -inf where a key is hidden."""
+        columns = torch.arange(k.size(2) - q.size(2), k.size(2), device=q.device)[:, None]
+        logits = logits_of(q, for_each_head(k, q.size(1)), self.scale, heads.score_mod, columns)
+        return logits.masked_fill(~heads.mask, -math.inf)
 
     def all_head_ids(self):
         """The original numbers of the heads that are left, then those of the added heads."""
@@ -571,6 +561,7 @@ class GPT(HeadControl, nn.Module):
         self.mask = Window(config) if config.window else CausalMask(config)
         self.whole_mask = None if config.window_layers is None else CausalMask(config)
         self.needs_row_stats = any(attn.needs_row_stats for attn in layers)
+        self.changes_scores = any(attn.changes_scores for attn in layers)
         self.needs_positions = any(m.needs_positions for attn in layers for m in attn.mechanisms())
         self.init_weights()
 
@@ -691,10 +682,11 @@ class GPT(HeadControl, nn.Module):
 
         positions: a slice, or [B, T] where rows are padded. A field that no mechanism needs is None.
         """
-        # counted: are row statistics computed, for which kernels must know how many keys each query sees?
+        # by_flex: on a GPU FlexAttention is needed, for statistics of the rows or for a score function
         traces = wanted.get("wants_traces", False)
         counted, rope, n_keys, valid = self.needs_row_stats or bool(traces), None, None, None
-        seen = mask.make(past, T, pad, device, cache is not None, counted, traces == "maps")
+        by_flex = counted or self.changes_scores
+        seen = mask.make(past, T, pad, device, cache is not None, by_flex, traces == "maps")
         if self.config.pos == "rope":
             rope = {size: tuple(getattr(self, f"{name}{size}")[positions] for name in ("cos", "sin"))
                     for size in self.head_sizes}
@@ -703,10 +695,10 @@ class GPT(HeadControl, nn.Module):
             positions = torch.arange(past, past + T, device=device) if known else None
         elif self.needs_positions:
             valid = (torch.arange(past, past + T, device=device) >= pad[:, None])[..., None]
-        if counted:
+        if counted or self.needs_positions:
             dtype = torch.promote_types(self.transformer.wte.weight.dtype, torch.float32)
             n_keys = mask.n_keys(positions if pad is None else positions[:, None]).to(dtype)
-        return Heads(rope, cache, seen, mask.mask_mod, positions, n_keys, valid, **wanted)
+        return Heads(rope, cache, seen, positions, n_keys, valid, **wanted)
 
     def mask_of(self, layer):
         """The CausalMask of a block."""
@@ -897,11 +889,20 @@ class KVCache:
         every_v.narrow(2, start, new).copy_(v)
         return every_k.narrow(2, 0, start + new), every_v.narrow(2, 0, start + new)
 
+    def extend(self, layer, name, value):
+        """Keep a mechanism's value [B, T, ...] of the new tokens; return those of all tokens, [B, S, ...]."""
+        before = self.kept.get((layer, name))
+        self.kept[layer, name] = every = value if before is None else torch.cat((before, value), 1)
+        return every
+
     def swap(self, layer, name, value):
         """Keep a mechanism's value in place of the one before, which is returned; None at first."""
         before = self.kept.get((layer, name))
         self.kept[layer, name] = value
         return before
+
+
+DENSE_UP_TO = 2048  # tokens up to which a window is stored as T x T, 4 MB, where there is no FlexAttention
 
 
 class CausalMask(nn.Module):
@@ -929,16 +930,19 @@ class CausalMask(nn.Module):
         """The block_size of a plain GPT whose tokens see as many keys, on average."""
         return self.block_size
 
-    def make(self, past, T, pad, device, cached, counted, maps):
-        """What the kernel needs for T tokens after `past` others.
+    def make(self, past, T, pad, device, cached, by_flex, maps):
+        """What attend() needs for T tokens after `past` others.
 
         That is a BlockMask, a bool tensor [1 or B, 1, T, past + T], or None, which means causal. cached: is
-        there a KVCache? counted: are row statistics computed? maps: are attention maps traced?
+        there a KVCache? by_flex: does a GPU need FlexAttention for another reason than a window? maps: are
+        attention maps traced?
         """
-        if has_flex_attention(device) and not cached and pad is None and not maps:
-            return self.block_mask(T, device) if self.windowed or counted else None
-        off_cpu = counted and T > 1 and device.type != "cpu"
-        if pad is not None or (past and T > 1) or self.windowed or maps or off_cpu:
+        if not cached and pad is None and not maps:
+            if has_flex_attention(device):
+                return self.block_mask(T, device) if self.windowed or by_flex else None
+            if self.windowed and T > DENSE_UP_TO:
+                return self.block_mask(T, device)
+        if pad is not None or (past and T > 1) or self.windowed or maps:
             return self.dense(past, T, pad, device)
         return None
 
@@ -995,7 +999,6 @@ class Routing(Mechanism):
         routing_mask: Optional[Literal["inf", "zero"]] = None  # unselected logits; None: published zero
         routing_eval_gate: Optional[bool] = None  # False: gates in training only; None: False if published
         routing_skip: bool = True            # decoding reads the selected heads alone, where that pays
-        routing_capacity: float = 0.0        # cuda: compute so many times the mean number of queries; 0: all
 
     name, flag = "router", "routing"  # router: its parameters, and so checkpoints, go by that name
     modes = {
@@ -1010,7 +1013,7 @@ class Routing(Mechanism):
     uniform = {"routing_top_k": "n_head", "router.out.weight": 0.0, "router.split.weight": 0.0,
                "router.shared.weight": 0.0}
     neutral = {"routing_moh": uniform, "routing_sigmoid": uniform, "moh": uniform}
-    averages = ("routing_coef", "routing_capacity")
+    averages = ("routing_coef",)
 
     def __init__(self, config, attn):
         super().__init__()
@@ -1022,7 +1025,6 @@ class Routing(Mechanism):
         self.in_eval = not published if config.routing_eval_gate is None else config.routing_eval_gate
         # paired heads read each other's attention maps, so there none can be skipped
         self.skip = config.routing_skip and not config.in_pairs
-        self.capacity = config.routing_capacity
         self.n_shared = config.routing_shared
         self.k = self.top_k(config) - self.n_shared
         self.fc = nn.Linear(C, hidden) if hidden else None
@@ -1058,16 +1060,6 @@ class Routing(Mechanism):
                    "its router would never learn")
         if c.routing_mask == "zero" and c.routing != "published":
             yield f"routing_mask='zero' needs routing='published', not {c.routing!r}"
-        if c.routing_capacity:
-            if c.routing_capacity < 1:
-                yield f"routing_capacity={c.routing_capacity} must be 0 (off) or at least 1"
-            if zero:
-                yield "routing_capacity needs routing_mask='inf': with 'zero' every head is used"
-            readers = [cls.flag for cls in HEAD_MECHANISMS if cls.needs_row_stats or cls.in_pairs]
-            for other in (*readers, "routing_shared", "constraint_names", "diff", "head_mix"):
-                if getattr(c, other):
-                    yield f"routing_capacity packs the queries of selected heads alone: not with {other}"
-            yield from no_dropout(c, "routing_capacity")
 
     def forward(self, x):
         """(weights, which heads are selected, each [B, T, H], shared heads first; logits of the routed)."""
@@ -1102,16 +1094,12 @@ class Routing(Mechanism):
             heads.traces.update(routing_weights=weights, selected=selected, routing_logits=logits)
 
     def compute_less(self, gate, heads):
-        """Where that pays, have only what is selected computed: the heads of one query, or some queries."""
-        T = heads.x.size(1)
-        if T == 1:
-            keys = T + (heads.cache.length if heads.cache is not None else 0)
-            if self.skip and keys >= SKIP_FROM and not (heads.x.is_cuda or torch.is_grad_enabled()):
-                heads.used = gate > 0
-        elif self.capacity and has_flex_attention(heads.x.device) and heads.cache is None \
-                and not isinstance(heads.mask, torch.Tensor):
-            heads.used = gate > 0
-            heads.capacity = self.capacity * self.k / self.out.out_features * T
+        """When decoding, where that pays, have only the heads computed that the token uses."""
+        if heads.x.size(1) != 1 or not self.skip:
+            return
+        keys = 1 + (heads.cache.length if heads.cache is not None else 0)
+        if keys >= SKIP_FROM and not (heads.x.is_cuda or torch.is_grad_enabled()):
+            heads.used = gate.squeeze(-1) > 0
 
     def penalty(self, weights, selected, logits):
         """{name: weighted loss}: token entropy in nats, or the load balance R sum_i P_i f_i (MoH, eq. 9)."""
@@ -1323,7 +1311,6 @@ class A2C(Mechanism):
     modes = {"a2c_published": dict(a2c="published"), "a2c_temperature": dict(a2c="temperature"),
              "a2c_key_bias": dict(a2c="key_bias")}
     neutral = {"a2c_temperature": {}, "a2c_key_bias": {}}  # as they start
-    PAD = 8  # key_bias: the bias is one more dimension of q and k, and kernels want multiples of 8
     MAX = 8.0  # temperature: a is held below it, since exp(a) overflows at 88 in float32 and at 11 in float16
 
     def __init__(self, config, attn):
@@ -1365,12 +1352,15 @@ class A2C(Mechanism):
             heads.q = heads.q * per_head.to(heads.q.dtype)
         elif self.mode == "temperature":
             heads.q = heads.q * per_head.clamp_max(self.MAX).exp().to(heads.q.dtype)
-        else:  # q . k + bias as one dimension more: (q, 1) . (k, bias)
-            heads.k, heads.v = for_each_head(heads.k, attn.n_head), for_each_head(heads.v, attn.n_head)
-            bias = (self.mix[:, None, None] * per_head / attn.scale).to(heads.k.dtype)
-            heads.q = F.pad(torch.cat((heads.q, torch.ones_like(bias)), -1), (0, self.PAD - 1))
-            heads.k = F.pad(torch.cat((heads.k, bias), -1), (0, self.PAD - 1))
-            heads.v = F.pad(heads.v, (0, self.PAD))
+
+    def score_mod(self, attn, heads):
+        if self.mode != "key_bias":
+            return None
+        a = heads.predictions["advantage"]
+        if heads.cache is not None:
+            a = heads.cache.extend(attn.layer, self.name, a)
+        bias = self.mix[:, None] * a.transpose(1, 2)  # (B, H, S), one for each key
+        return lambda score, b, h, t, s: score + bias[b, h, s]
 
 
 class A2CValue(nn.Linear):
@@ -1407,20 +1397,17 @@ class Roles(Mechanism):
     """A prior over distances for each base head, by its role: logits[t, s] += sign strength_h p(t - s).
 
     Source: Adaptive Transformer, section 5.4 (specialised heads, without a formula). p(d) is the mean of
-    cos(2 pi (d - offset) / wavelength) over growing wavelengths: 1 at d = offset, and less elsewhere. That is
-    an inner product of features of the two positions, by which queries and keys get wider, so that nothing
-    is T x T.
+    cos(2 pi (d - offset) / wavelength) over growing wavelengths: 1 at d = offset, and less elsewhere.
     """
 
     class Options:
         roles: Optional[list[str]] = None    # local, long, previous, free: head by head, repeated; None: off
         roles_strength: float = flag(4.0, at_least=0)  # initial strength of a prior, in nats at its peak
-        roles_waves: Optional[int] = None    # cosines in a prior, in fours; None: by log2 of block_size
+        roles_waves: Optional[int] = None    # cosines in a prior; None: by log2 of block_size
 
     name = flag = "roles"
     modes = {"roles": dict(roles=["local", "long", "previous", "free"])}
     neutral = {"roles": {"roles_strength": 0.0}}
-    needs_positions = True
     # role -> (sign, offset, shortest wavelength), in tokens
     ROLES = {"local": (1, 0, 16), "long": (-1, 0, 16), "previous": (1, 1, 2), "free": (0, 0, 16)}
     GROWTH = 1.5  # of each wavelength over the one before; with 2 there would be more peaks
@@ -1428,8 +1415,6 @@ class Roles(Mechanism):
     def __init__(self, config, attn):
         super().__init__()
         self.waves, self.start = config.roles_waves, config.roles_strength
-        # q and k are 2 * waves wider, and q . k is one half of attention's products
-        self.attention_cost = self.waves / attn.head_size
         self.strength = nn.Parameter(torch.empty(attn.n_head))
         priors = torch.tensor([self.ROLES[self.role_of(config, head)] for head in attn.head_ids],
                               dtype=torch.float32)
@@ -1444,8 +1429,8 @@ class Roles(Mechanism):
     def problems(c):
         if not 1 <= len(c.roles) <= c.n_head or set(c.roles) - set(Roles.ROLES):
             yield f"roles={c.roles} must be one to n_head={c.n_head} of {', '.join(Roles.ROLES)}"
-        elif c.roles_waves < 4 or c.roles_waves % 4:  # kernels want widths in eights
-            yield f"roles_waves={c.roles_waves} must be a multiple of 4, at least 4"
+        elif c.roles_waves < 1:
+            yield f"roles_waves={c.roles_waves} must be at least 1"
 
     @staticmethod
     def role_of(config, head):
@@ -1458,22 +1443,14 @@ class Roles(Mechanism):
     def head_axes(self):
         return [HeadAxis(self, "strength", extra=False), HeadAxis(self, "priors", extra=False)]
 
-    def before_attention(self, attn, heads):
+    def score_mod(self, attn, heads):
         dtype = torch.promote_types(self.strength.dtype, torch.float32)  # bfloat16 cannot count to 257
-        t = heads.positions_per_head[..., None].to(dtype)
+        distance = torch.arange(heads.k.size(2), dtype=dtype, device=heads.k.device)[:, None]
         sign, offset, shortest = self.priors.to(dtype)[..., None, None].unbind(1)  # (H, 1, 1)
-        wavelength = shortest * self.GROWTH ** torch.arange(self.waves, dtype=dtype, device=t.device)
-        speed = 2 * math.pi / wavelength  # radians per token, (H, 1, waves)
-        strength = sign * self.strength[:, None, None] / (self.waves * attn.scale)
-
-        def widened(x, angle, factor):
-            features = factor * torch.cat((angle.cos(), angle.sin()), -1)  # ([B,] H, T, 2 waves)
-            return torch.cat((x, features.to(x.dtype).expand(*x.shape[:3], -1)), -1)
-
-        heads.k, heads.v = for_each_head(heads.k, attn.n_head), for_each_head(heads.v, attn.n_head)
-        heads.q = widened(heads.q, (t - offset) * speed, strength)
-        heads.k = widened(heads.k, t * speed, 1.0)
-        heads.v = F.pad(heads.v, (0, 2 * self.waves))
+        wavelength = shortest * self.GROWTH ** torch.arange(self.waves, dtype=dtype, device=distance.device)
+        prior = (sign * (2 * math.pi * (distance - offset) / wavelength).cos()).mean(-1)  # (H, S)
+        strength = self.strength
+        return lambda score, b, h, t, s: score + strength[h] * prior[h, (t - s).abs()]
 
 
 class ConstraintHeads(Mechanism):
@@ -1520,6 +1497,8 @@ class ConstraintHeads(Mechanism):
                # constraint_b has no neutral setting: all heads of its layers have another size
                "constraint_published": {"constraint.c_proj.weight": 0.0}}
     needs_positions = True
+    scores_added_heads = True
+    SMALLEST_GATE = 1e-30  # in its logarithm: below it a gate is as good as 0, and gets no gradient
     starts = {"b1": 0.0, "b2": 0.0}
     averages = ("constraint_sparsity_coef", "constraint_entropy_coef")
 
@@ -1552,8 +1531,6 @@ class ConstraintHeads(Mechanism):
         n, C, D = attn.n_extra, config.n_embd, attn.head_size
         self.names, self.n_head, self.per_name = config.constraint_names, n, config.constraint_heads
         self.published, self.gate = config.constraint_mode == "published", config.constraint_gate
-        if self.gate == "score":
-            self.needs_row_stats = "lse"
         self.hard = config.constraint_router == "hard_concrete"
         self.of_first = config.constraint_router_input == "first"
         self.sparsity_coef = config.constraint_sparsity_coef
@@ -1583,8 +1560,6 @@ class ConstraintHeads(Mechanism):
         scored, blocks = c.constraint_loss_layers, ConstraintHeads.blocks(c)
         if scored is not None and not set() < set(scored) <= set(blocks):
             yield f"constraint_loss_layers={scored} must be of the blocks with constraint heads, {blocks}"
-        if c.constraint_gate == "score":
-            yield from no_dropout(c, "constraint_gate='score'")
         if c.constraint_skip and c.constraint_gate != "output":
             yield (f"constraint_skip={c.constraint_skip} needs constraint_gate='output': a gate on "
                    f"{c.constraint_gate}s does not turn a head off")
@@ -1642,11 +1617,23 @@ class ConstraintHeads(Mechanism):
         if self.gate == "value":
             v = v * factor.to(heads.x.dtype)
         if self.gate == "score":
-            heads.self_factor = factor
-        width = heads.q.size(-1) - attn.head_size  # A2C may have widened the base heads
-        heads.q = torch.cat((heads.q, F.pad(q, (0, width))), 1)
-        heads.k = torch.cat((heads.k, F.pad(k, (0, width))), 1)
-        heads.v = torch.cat((heads.v, F.pad(v, (0, width))), 1)
+            heads.notes["self_gate"] = factor.squeeze(-1)
+        heads.q, heads.k, heads.v = (torch.cat(both, 1) for both in
+                                     ((heads.q, q), (heads.k, k), (heads.v, v)))
+
+    def score_mod(self, attn, heads):
+        """score: the logarithm of each token's gate is added to its score for itself."""
+        gate = heads.notes.get("self_gate")  # (B, added heads, T or 1)
+        if gate is None:
+            return None
+        n, past = attn.n_head, heads.k.size(2) - heads.q.size(2)
+        gate = gate.to(torch.promote_types(gate.dtype, torch.float32)).clamp_min(self.SMALLEST_GATE)
+        log_gate = gate.log().expand(-1, -1, heads.q.size(2))
+
+        def score_mod(score, b, h, t, s):
+            own = score + log_gate[b, (h - n).clamp_min(0), t - past]
+            return torch.where((h >= n) & (t == s), own, score)
+        return score_mod
 
     def open_rows(self, attn, heads, gates):
         """For each head the rows in which it has a gate above 0; None where no row may be skipped."""
@@ -1663,18 +1650,6 @@ class ConstraintHeads(Mechanism):
         if self.entropy_coef:
             coins = F.binary_cross_entropy_with_logits(logits, logits.sigmoid(), reduction="none")
             heads.losses["constraint_entropy"] = self.entropy_coef * coins.mean()
-
-    def trace_map(self, attn, weights, heads):
-        """Multiply each token's weight on itself by its gate, and scale the row to sum to 1 again."""
-        if heads.self_factor is None:
-            return weights
-        base, weights = weights.split((attn.n_head, self.n_head), 1)
-        # a token that sees only itself has weight 1 whatever its gate is
-        kept = heads.self_factor.squeeze(-1).masked_fill(heads.n_keys == 1, 1.0)
-        before = weights.size(-1) - weights.size(-2)  # keys of a cache
-        lost = F.pad(torch.diag_embed(1 - kept.expand(weights.shape[:-1])), (before, 0))
-        weights = weights * (1 - lost).to(weights.dtype)
-        return torch.cat((base, weights / weights.sum(-1, keepdim=True).clamp_min(1e-30)), 1)
 
     def after_attention(self, attn, heads):
         if not (heads.wants_scores or heads.wants_traces):

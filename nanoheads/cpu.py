@@ -1,7 +1,6 @@
 """
 What a CPU computes in its own way. Every pass over memory counts there, so norms, activations, heads and
-convolutions have hand-written gradients; matrix products go through the faster library; attention also
-returns the log-sum-exp of its rows; and one query may read some heads alone.
+convolutions have hand-written gradients, and matrix products go through the faster library.
 
 nanoheads/kernels.py chooses, each at one place, and has the form for every other device: who reads for a GPU
 need not read this file. B: batch, H: heads, T: queries, S: keys, D: head size.
@@ -10,7 +9,6 @@ need not read this file. B: batch, H: heads, T: queries, S: keys, D: head size.
 import math
 
 import torch
-from torch.nn import functional as F
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 
@@ -177,74 +175,3 @@ class CpuLinear(torch.autograd.Function):
             narrow = g.size(1) <= x.size(1)
             dw = onednn_product(g.mT, x.mT) if narrow else onednn_product(x.mT, g.mT).mT.contiguous()
         return dx, dw
-
-
-# ---- attention ----
-
-class CpuFlash(torch.autograd.Function):
-    """Flash attention on CPU that also returns each row's log-sum-exp [B, H, T], with gradients through both.
-
-    PyTorch's CPU kernel computes the log-sum-exp but passes no gradient through it. With P the weights, that
-    gradient adds g * P to dS = P * (dO V' - delta), where delta = rowsum(dO * O): the same as lowering delta
-    by g. The kernel sums delta up itself, so it gets one column more, in which dO is 1, V is 0 and O is said
-    to be -g. Several values, given as a tuple, share one pass over the logits; padded copies, which the
-    kernel wants, are not kept for the backward pass.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, mask, scale, v, more=None):
-        values = (v,) if more is None else (v, more)
-        widths = [v.size(-1) for v in values]
-        q_, k_, v_, bias = CpuFlash.inputs(q, k, mask, values)
-        y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_, k_, v_, 0.0, mask is None, attn_mask=bias, scale=scale)
-        outputs = [t.contiguous() for t in y[..., :sum(widths)].split(widths, -1)]
-        ctx.save_for_backward(q, k, mask, lse, *values, *outputs)
-        ctx.scale = scale
-        return lse, *outputs
-
-    @staticmethod
-    def inputs(q, k, mask, values):
-        """What the kernel takes: q, k and v of one width, and the mask as something to add to the logits."""
-        bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
-        v = torch.cat(values, -1)
-        width = max(q.size(-1), v.size(-1) + 1)
-        return CpuFlash.padded(q, width), CpuFlash.padded(k, width), CpuFlash.padded(v, width), bias
-
-    @staticmethod
-    def padded(t, width):
-        """t [..., D] with zeros up to `width`. The kernel steps by 1 along the last dimension, whatever its
-        stride is.
-        """
-        t = F.pad(t, (0, width - t.size(-1)))
-        return t if t.stride(-1) == 1 else t.contiguous()
-
-    @staticmethod
-    def backward(ctx, dlse, *dy):
-        q, k, mask, lse, *rest = ctx.saved_tensors
-        values, y = rest[:len(dy)], rest[len(dy):]
-        widths = [v.size(-1) for v in values]
-        q_, k_, v_, bias = CpuFlash.inputs(q, k, mask, values)
-        dy = CpuFlash.padded(torch.cat((*dy, torch.ones_like(q[..., :1])), -1), q_.size(-1))
-        y = CpuFlash.padded(torch.cat((*y, -dlse[..., None].to(q.dtype)), -1), q_.size(-1))
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dy, q_, k_, v_, y, lse, 0.0, bias is None, attn_mask=bias, scale=ctx.scale)
-        dv = dv[..., :sum(widths)].split(widths, -1)
-        return dq[..., :q.size(-1)], dk[..., :k.size(-1)], None, None, *dv
-
-
-SKIP_FROM = 2048  # keys from which skipping heads pays at decode on CPU (measured: docs/results/speed.md)
-
-
-def attend_selected(q, k, v, scale, used, mask):
-    """One query per row, q [B, H, 1, D], through the heads that are `used` [B, H] alone; the others give 0.
-
-    A head is read where it lies: gathering the chosen keys and values into one tensor costs more than it
-    saves.
-    """
-    y = torch.zeros_like(q)
-    for b, h in used.nonzero().tolist():
-        m = None if mask is None else mask[min(b, len(mask) - 1), 0]
-        row = slice(b, b + 1)
-        y[b, h] = F.scaled_dot_product_attention(q[row, h], k[row, h], v[row, h], attn_mask=m, scale=scale)[0]
-    return y

@@ -125,8 +125,8 @@ def no_dropout(config, flag):
 
 # what hooks were called until 2026-11-25: a file of one's own that still says so would do nothing
 OLD_HOOKS = {"read": "before_projection", "projected": "after_projection", "before": "before_attention",
-             "behind_softmax": "after_softmax", "after": "after_attention", "reweigh": "trace_map",
-             "mix": "before_block"}
+             "behind_softmax": "after_kernel", "after_softmax": "after_kernel", "after": "after_attention",
+             "reweigh": "trace_map", "mix": "before_block"}
 
 
 class Mechanism(nn.Module):
@@ -149,7 +149,8 @@ class Mechanism(nn.Module):
     needs_row_stats = None
     needs_spread = False     # and its spread
     detach = False           # no gradient goes into those statistics
-    needs_positions = False  # it reads Heads.positions
+    needs_positions = False  # it reads Heads.positions or Heads.n_keys
+    scores_added_heads = False  # its score_mod() acts on constraint heads, too
     # Its tensors.
     starts = {}              # parameter -> number, tensor or Uniform: what does not start as in GPT-2
     per_head = ()            # its tensors with a row for each head, added heads too: pruning slices them
@@ -259,7 +260,18 @@ class Mechanism(nn.Module):
         What it puts into heads.for_later, later layers find in heads.shared by the same name.
         """
 
-    def after_softmax(self, attn, heads, y, row_stats):
+    def score_mod(self, attn, heads):
+        """What it makes of the attention scores: None, or a function (score, b, h, t, s) -> score.
+
+        It has the signature of FlexAttention's score_mod. score is the scaled logit of query t for key s in
+        row b and head h, before the softmax. The numbers are integer tensors that broadcast against it, so a
+        function indexes tensors with them, such as rate[h] or c[b, h, s], and computes with them, as in
+        t - s. These tensors get gradients. t and s count the columns read so far: with a cache the T queries
+        are the last ones. It acts on the layer's own heads, and with scores_added_heads on added ones too.
+        """
+        return None
+
+    def after_kernel(self, attn, heads, y, row_stats):
         """Right after the attention kernel, before any after_attention(): give back the heads' outputs y
         [B, H, T, D] and the RowStats as if the softmax itself had been another one. It sees no weights.
         """

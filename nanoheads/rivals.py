@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nanoheads.kernels import (Linear, attend, attend_lse, float32_linear, float32_product, for_each_head,
-                               normed_and_rotated, product_dtype, rms_norm, short_convolution, weighted_sum)
+from nanoheads.attention import attend
+from nanoheads.kernels import (Linear, float32_linear, float32_product, for_each_head, normed_and_rotated,
+                               rms_norm, short_convolution, weighted_sum)
 from nanoheads.mechanism import HeadAxis, Mechanism, Uniform, flag
 
 
@@ -209,7 +210,6 @@ class FoX(Mechanism):
     """FoX: a forget gate f = sigmoid(w x + b) of each head and token fades all keys before it.
 
     Source: arXiv 2503.02130, eq. 3: logits + c_t - c_s, where c is the running sum of log f, in float32.
-    Queries and keys get two dimensions more for it: (q, c_t, 1) . (k, 1, - c_s).
     """
 
     class Options:
@@ -219,63 +219,24 @@ class FoX(Mechanism):
     modes = {"fox": dict(fox=True)}
     neutral = {"fox": {"fox.proj.weight": 0.0, "fox.proj.bias": 50.0}}
     needs_positions = True
-    PAD = 8  # dimensions more, of which two or six are used: kernels want multiples of 8
 
     def __init__(self, config, attn):
         super().__init__()
         self.proj = nn.Linear(config.n_embd, attn.n_head)
-        self.attention_cost = 1 / attn.head_size  # q . k is two dimensions longer
 
     def head_axes(self):
         return [HeadAxis(self.proj, "weight", extra=False), HeadAxis(self.proj, "bias", extra=False)]
 
-    def before_attention(self, attn, heads):
+    def score_mod(self, attn, heads):
         log_f = F.logsigmoid(float32_linear(self.proj, heads.x))
         if heads.valid is not None:
             log_f = log_f * heads.valid  # padding fades nothing
-        c = log_f.cumsum(1) + kept(heads.cache, attn, self.name, 0.0)
-        if heads.cache is not None:
-            heads.cache.swap(attn.layer, self.name, c[:, -1:])
         if heads.wants_traces:
             heads.traces["log_forget"] = log_f
-        heads.k, heads.v = for_each_head(heads.k, attn.n_head), for_each_head(heads.v, attn.n_head)
-        dtype = product_dtype(heads.v)
-        unit = 256.0 if dtype == torch.float16 else 1.0  # float16 ends at 65,504, which c reaches
-        c = torch.stack(in_parts(c.transpose(1, 2) / attn.scale / unit, dtype), -1)
-        ones, left = torch.full_like(c, unit), self.PAD - 2 * c.size(-1)
-        heads.q = F.pad(wider(heads.q.to(dtype), c, ones), (0, left))
-        heads.k = F.pad(wider(heads.k.to(dtype), ones, -c), (0, left))
-        heads.v = F.pad(heads.v, (0, self.PAD))
-
-
-def wider(*parts):
-    """Tensors [B, H, T, ...] joined along the last dimension, laid out [B, T, H, ...] as projections are.
-
-    Joined as they are, Inductor (2.13) gives wrong numbers on CPUs when blocks are recomputed.
-    """
-    return torch.cat([x.transpose(1, 2) for x in parts], -1).transpose(1, 2)
-
-
-def in_parts(x, dtype, tf32=None):
-    """Tensors of a dtype whose sum is x to float32's precision: bfloat16 alone keeps few digits of 300.5.
-
-    tf32: whether products of float32 keep ten bits of each factor, as a GPU's may (None: where x is on one).
-    Then each part has no more digits than bfloat16.
-    """
-    tf32 = x.is_cuda if tf32 is None else tf32
-    if dtype == torch.float64 or dtype == torch.float32 and not tf32:
-        return [x.to(dtype)]
-    digits, parts = torch.bfloat16 if dtype == torch.float32 else dtype, []
-    for _ in range(3):
-        parts.append(x.to(digits).to(dtype))
-        x = x - parts[-1].to(x.dtype)
-    return parts
-
-
-def masked_logits(attn, heads, q, k):
-    """For attention maps: the logits of the layer's own heads with other queries or keys, -inf where hidden.
-    """
-    return ((q.to(k.dtype) @ k.mT).float() * attn.scale).masked_fill(~heads.mask, -math.inf)
+        if heads.cache is not None:
+            log_f = heads.cache.extend(attn.layer, self.name, log_f)
+        c = log_f.cumsum(1).transpose(1, 2)  # (B, H, S), one for each key
+        return lambda score, b, h, t, s: score + (c[b, h, t] - c[b, h, s])
 
 
 def own_heads(attn, heads):
@@ -292,15 +253,16 @@ def with_extra(attn, own, y):
 def attend_once_more(attn, heads, q, k, v):
     """Attention of the layer's own heads with other queries, keys or values, [B, H, T, D]."""
     dropout = attn.attn_dropout if attn.training else 0.0
-    return attend(q.to(v.dtype), k, v, attn.scale, heads.mask, dropout)[..., :attn.head_size]
+    return attend(q.to(v.dtype), k, v, scale=attn.scale, mask=heads.mask, score_mod=heads.score_mod,
+                  dropout=dropout)[0]
 
 
 class Diff(Mechanism):
     """Differential attention V2: y1 - sigmoid(w_h x_t) y2, two maps over the same keys and values.
 
     Source: microsoft/unilm, Diff-Transformer-V2 (2026). The second map has queries of its own, normed and
-    rotated as those of the first. A mechanism that adds something to the logits acts on both maps; one that
-    changes or rescales queries acts on the first map alone.
+    rotated as those of the first. A mechanism that changes the scores acts on both maps; one that changes or
+    rescales queries acts on the first map alone.
     """
 
     class Options:
@@ -324,25 +286,23 @@ class Diff(Mechanism):
         return [(self.c_q.weight, 1)]
 
     def queries(self, attn, heads):
-        """The queries of the second map, [B, H, T, D or more]: others add to logits by further dimensions."""
+        """The queries of the second map, [B, H, T, D]."""
         q = self.c_q(heads.x).unflatten(-1, (attn.n_head, attn.head_size))[:, :, None]
         rope = heads.rope[attn.head_size] if attn.rope else None
         scale = None if attn.qk_scale is None else attn.qk_scale[0].to(q.dtype)
-        q = normed_and_rotated(q, attn.qk_norm, rope, attn.norm_eps, scale).squeeze(2).transpose(1, 2)
-        added = heads.q[:, :attn.n_head, :, attn.head_size:]
-        return torch.cat((q, added.to(q.dtype)), -1) if added.size(-1) else q
+        return normed_and_rotated(q, attn.qk_norm, rope, attn.norm_eps, scale).squeeze(2).transpose(1, 2)
 
     def shares(self, heads):
         """The share of the second map that is taken away, [B, H, T, 1]."""
         return self.share(heads.x).sigmoid().transpose(1, 2)[..., None]
 
-    def after_softmax(self, attn, heads, y, row_stats):
+    def after_kernel(self, attn, heads, y, row_stats):
         own = slice(attn.n_head)  # constraint heads that no gate opens have no keys
         second = attend_once_more(attn, heads, self.queries(attn, heads), heads.k[:, own], heads.v[:, own])
         return with_extra(attn, y[:, :attn.n_head] - self.shares(heads).to(y.dtype) * second, y), row_stats
 
     def trace_map(self, attn, weights, heads):
-        second = masked_logits(attn, heads, self.queries(attn, heads), own_heads(attn, heads)[1]).softmax(-1)
+        second = attn.masked_logits(heads, self.queries(attn, heads), own_heads(attn, heads)[1]).softmax(-1)
         second = self.shares(heads).to(weights.dtype) * second.to(weights.dtype)
         return with_extra(attn, weights[:, :attn.n_head] - second, weights)
 
@@ -375,7 +335,7 @@ class DiffV1(Mechanism):
         if config.group > 1:
             yield f"diff_v1 joins the values of two heads, which n_kv_head={config.n_kv_head} makes one"
 
-    def after_softmax(self, attn, heads, y, row_stats):
+    def after_kernel(self, attn, heads, y, row_stats):
         (q, k, v), pairs = own_heads(attn, heads), (attn.n_head // 2, 2)
         y1, y2 = y[:, :attn.n_head].unflatten(1, pairs).unbind(2)  # each with its own value
         other = attend_once_more(attn, heads, q, k, in_other_order(v)).unflatten(1, pairs)
@@ -412,18 +372,16 @@ class PairedHeads(Mechanism):
     def problems(config):
         if config.group > 1:
             yield f"paired_heads needs keys and values of each head: not n_kv_head={config.n_kv_head}"
-        for other in ("fox", "roles"):
-            if getattr(config, other):
-                yield f"paired_heads reads a neighbour's keys, and {other} writes its head's terms into keys"
 
-    def after_softmax(self, attn, heads, y, row_stats):
+    def after_kernel(self, attn, heads, y, row_stats):
         if not attn.n_head:
             return y, row_stats
         n, (q, k, v) = attn.n_head, own_heads(attn, heads)
-        lse, other = attend_lse(q, in_other_order(k), attn.scale, heads.mask, in_other_order(v))
-        own = row_stats.lse[:, :n]
+        other, rows = attend(q, in_other_order(k), in_other_order(v), scale=attn.scale, mask=heads.mask,
+                             score_mod=heads.score_mod, stats="lse")
+        own, lse = row_stats.lse[:, :n], rows.lse
         share = (own - lse).sigmoid()[..., None].to(y.dtype)
-        y = with_extra(attn, torch.lerp(other[..., :attn.head_size], y[:, :n], share), y)
+        y = with_extra(attn, torch.lerp(other, y[:, :n], share), y)
         return y, row_stats._replace(lse=torch.cat((torch.logaddexp(own, lse), row_stats.lse[:, n:]), 1))
 
     def trace_map(self, attn, weights, heads):
@@ -431,7 +389,7 @@ class PairedHeads(Mechanism):
         if not attn.n_head:
             return weights
         q, k, _ = own_heads(attn, heads)
-        s = masked_logits(attn, heads, q, in_other_order(k))
+        s = attn.masked_logits(heads, q, in_other_order(k))
         other = (s - heads.row_stats.lse[:, :attn.n_head, :, None]).exp()  # weights beside the head's own
         own = weights[:, :attn.n_head] * (1 - other.sum(-1, keepdim=True))
         return with_extra(attn, own + other.to(weights.dtype), weights)

@@ -410,13 +410,11 @@ def mixed_values(c, p, b, x, v, layer, heads, passed):
     return v
 
 
-def base_logits(c, p, x, q, k, heads, swapped_keys=False):
-    """Logits [B, H, T, S] of the layer's own heads, before the mask.
-
-    swapped_keys: the keys are the neighbour's, with what is added to the logits of those.
-    """
-    swap = swapped if swapped_keys else lambda x: x
+def base_logits(c, p, x, q, k, heads):
+    """Logits [B, H, T, S] of the layer's own heads, before the mask."""
     s = q @ k.mT * (c.qk_max / q.size(-1) if c.qk_max else q.size(-1) ** -0.5)
+    if c.query_gain:
+        s = s * p["query_gain.gain"][:, None, None]
     if c.a2c:
         a = linear(p, x, "a2c.critic").transpose(1, 2)  # (B, H, T)
         if c.a2c == "published":
@@ -424,9 +422,7 @@ def base_logits(c, p, x, q, k, heads, swapped_keys=False):
         elif c.a2c == "temperature":
             s = s * a.clamp_max(8).exp()[..., None]
         else:
-            s = s + swap(p["a2c.mix"][:, None, None] * a[..., None, :])
-    if c.query_gain:
-        s = s * p["query_gain.gain"][:, None, None]
+            s = s + p["a2c.mix"][:, None, None] * a[..., None, :]
     if c.fox:  # the logarithm of the product of all gates behind the key
         f = sigmoid(linear(p, x, "fox.proj")).transpose(1, 2)  # (B, H, T)
         behind = [[f[..., j + 1:i + 1].log().sum(-1) for j in range(x.size(1))] for i in range(x.size(1))]
@@ -530,7 +526,7 @@ def attend(c, attn, layer, x, seen, t, hint=None, passed=None, inputs=None):
     s = base_logits(c, p, x, q, k, heads)
     other, own_v, more = {}, v, torch.full_like(s, -math.inf)  # more: logits of further keys
     if c.paired_heads:
-        both = torch.stack((s, base_logits(c, p, x, q, swapped(k), heads, swapped_keys=True)), -1)
+        both = torch.stack((s, base_logits(c, p, x, q, swapped(k), heads)), -1)
         both = both.masked_fill(~seen[..., None], -math.inf)
         more = both[..., 1]
         other["paired"] = softmax(both.flatten(-2)).unflatten(-1, (-1, 2)).unbind(-1)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import model as model_py
 import oracle
 from model import GPT, ConstraintHeads, GPTConfig, Sentinel
-from nanoheads import kernels
+from nanoheads.attention import attend
 from nanoheads.study import digest, trial
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.targets import encode, label_file, sha256, write_meta
@@ -94,6 +94,12 @@ def test_where_the_router_gates_follows_the_mode(mode, gate):
 
 # ---- gates of scores: rows with log(gate) on the diagonal ----
 
+def gate_of_oneself(gate):
+    """The score function of the write-up's gates [B, H, T] on the diagonal."""
+    log_gate = gate.clamp_min(1e-30).log()
+    return lambda score, b, h, t, s: torch.where(t == s, score + log_gate[b, h, t], score)
+
+
 def rows_of_their_own(gate, dtype=torch.float64, strength=4.0, T=9, mask=None):
     """([y, lse, entropy, log sum p^2, spread] of the kernel, and of the T x T logits in float64, inputs of
     each).
@@ -107,8 +113,8 @@ def rows_of_their_own(gate, dtype=torch.float64, strength=4.0, T=9, mask=None):
     fast = [t.detach().to(dtype).requires_grad_() for t in slow[:3]]
     fast.append(slow[3].detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_())
     seen = torch.ones(T, T).tril().bool() if mask is None else mask[0, 0]
-    y, rows = kernels.self_gated_rows(*fast[:3], 0.25, mask, seen.sum(-1).to(fast[3].dtype), fast[3],
-                                      spread=True)
+    y, rows = attend(*fast[:3], scale=0.25, mask=mask, score_mod=gate_of_oneself(fast[3]), stats="shape",
+                     spread=True, n_keys=seen.sum(-1).to(fast[3].dtype))
     s = oracle.on_itself(0.25 * slow[0] @ slow[1].mT, slow[3]).masked_fill(~seen, -math.inf)
     lse, p = s.logsumexp(-1), s.softmax(-1)
     entropy, p2 = oracle.row_statistics(p)
@@ -153,35 +159,6 @@ def test_self_gated_rows_are_exact_beside_a_weight_near_one(dtype, tol, slack, g
         oracle.close(a.double(), b, tol)
     for a, b in zip(oracle.gradients([t.double() for t in got], fast[:3]), oracle.gradients(want, slow[:3])):
         assert (a.double() - b).norm() < slack * b.norm()
-
-
-def test_whole_rows_are_too_coarse_to_take_the_own_key_out_of():
-    """A control: the formula from the statistics of the whole row, equal in exact numbers, is far off."""
-    _, want, (q, k, v, gate), _ = rows_of_their_own(1e-4, torch.float32, 9.0)
-    _, rows = kernels.row_statistics(q, k, v, 0.25, None, torch.arange(1.0, 10))
-    p = (0.25 * (q * k).sum(-1) - rows.lse).exp().clamp_max(1)
-    left = (1 - p + gate * p).clamp_min(1e-6)
-    log_p2 = (rows.log_p2.exp() - p**2 + (gate * p)**2).clamp_min(1e-12).log() - 2 * left.log()
-    assert (log_p2 - want[3])[..., 1:].abs().max() > 0.1
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_a_block_mask_leaves_out_the_token_itself():
-    """As on a GPU, with FlexAttention's slow form for CPUs: causal, windows, windows of one token."""
-    for window in (200, 3, 1):
-        def seen(query, key):
-            return (key <= query) & (query - key < window)
-
-        t = torch.arange(150)
-        dense = seen(t[:, None], t)[None, None]
-        blocks = kernels.block_mask(150, t.device, seen, window)
-        q, k, v = (oracle.normal(1, 2, 150, 16, seed=seed) for seed in (1, 2, 3))
-        gate = torch.rand(1, 2, 150, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        n = dense[0, 0].sum(-1).double()
-        y, rows = kernels.self_gated_rows(q, k, v, 0.25, blocks, n, gate, spread=True)
-        want_y, want = kernels.self_gated_rows(q, k, v, 0.25, dense, n, gate, spread=True)
-        for a, b in zip([y, *rows], [want_y, *want], strict=True):
-            oracle.close(a.double(), b, 1e-5)  # its log-sum-exp is float32
 
 
 class Largest(torch.utils._python_dispatch.TorchDispatchMode):
@@ -241,16 +218,15 @@ def test_who_reads_rows_reads_those_of_gated_scores(name, recipe, T):
     gated_rows_agree(dict(READERS[name], recipe=recipe), T)
 
 
-def ungated_statistics(q, k, v, scale, mask, n_keys, gate, gated=kernels.self_gated_rows, **wanted):
-    """The former order: the outputs of gated rows, and what is known of the rows before the gate."""
-    y, _ = gated(q, k, v, scale, mask, n_keys, gate, **wanted)
-    return y, kernels.row_statistics(q, k, v, scale, mask, n_keys, **wanted)[1]
+def ungated_statistics(q, k, v, *, score_mod, **how):
+    """The outputs of gated rows, and what is known of the rows before the gate."""
+    return attend(q, k, v, score_mod=score_mod, **how)[0], attend(q, k, v, **how)[1]
 
 
 @pytest.mark.parametrize("name", ["acag", "published", "sink", "acag+sink", "a2c", "window"])
 def test_statistics_from_before_the_gate_are_noticed(name, monkeypatch):
     """A control. With a2c alone nothing but the traces reads them."""
-    monkeypatch.setattr(model_py, "self_gated_rows", ungated_statistics)
+    monkeypatch.setattr(model_py, "attend", ungated_statistics)
     with pytest.raises(AssertionError, match="off by"):
         gated_rows_agree(READERS[name], 7)
 
@@ -448,7 +424,7 @@ def test_a_layer_whose_heads_are_all_closed_does_not_even_project_them():
 
 def test_no_head_at_all_is_no_attention():
     q = torch.zeros(2, 0, 3, 8)
-    assert kernels.attend(q, q, q, 1.0, None, 0.0).shape == (2, 0, 3, 8)
+    assert attend(q, q, q, scale=1.0)[0].shape == (2, 0, 3, 8)
 
 
 # ---- train.py ----

@@ -17,8 +17,7 @@ from model import (ALL_ON, CONSTRAINTS, GPT, MECHANISM_CLASSES, MECHANISMS, A2C,
                    GPTConfig, Roles, Routing, KVCache, Heads, Sentinel, UNetSkip, Window)
 from nanoheads.heads.states import find_violations
 from nanoheads.traces import explain, summaries
-from nanoheads.cpu import attend_selected
-from nanoheads.kernels import attend_lse, attend_packed, flex, row_statistics
+from nanoheads.attention import attend, attend_lse, attend_selected, flex
 from nanoheads.logits import discounted_return, label_losses
 from nanoheads.pruning import pack, prune_heads
 from nanoheads.training import optim
@@ -163,6 +162,11 @@ def windowed(T, window):
     return ((t <= t[:, None]) & (t[:, None] - t < window))[None, None]
 
 
+def row_statistics(q, k, v, scale, mask, n_keys, stats="shape", **more):
+    """attend() with statistics of the rows."""
+    return attend(q, k, v, scale=scale, mask=mask, n_keys=n_keys, stats=stats, **more)
+
+
 MASKS = {"causal": None,
          "window": windowed(21, 4),
          "window+global": windowed(21, 9) | (torch.arange(21) < 2) & windowed(21, 99)}
@@ -184,7 +188,8 @@ def test_cpu_flash_equals_dense_attention_in_values_log_sum_exp_and_both_gradien
 def test_one_query_over_many_keys_equals_the_last_row_of_dense_attention():
     q, k, v = (normal(2, 3, 21, 16, seed=s) for s in (1, 2, 3))
     y, lse, _ = dense(q, k, v, 0.3)
-    for a, b in zip(attend_lse(q[:, :, -1:], k, 0.3, None, v), (lse, y)):
+    got, rows = row_statistics(q[:, :, -1:], k, v, 0.3, None, None, "lse")
+    for a, b in zip((rows.lse, got), (lse, y)):
         close(a, b[:, :, -1:], 1e-12)
 
 
@@ -198,7 +203,7 @@ def test_row_statistics_equal_those_of_the_stored_attention(mask):
     want = [y, lse, *statistics(p), oracle.spread_of_rows(p, seen)]
     y, rows = row_statistics(q, k, v, 0.3, mask, n, spread=True)
     agree([y, *rows], want, [q, k, v], 1e-10)
-    y, rows = row_statistics(q, k, v, 0.3, mask, n, shape=False)
+    y, rows = row_statistics(q, k, v, 0.3, mask, n, "lse")
     agree([y, rows.lse], want[:2], [q, k, v], 1e-10)
     assert rows.entropy is rows.log_p2 is rows.spread is None
     y, rows = row_statistics(q, k, v, 0.3, mask, n, detach=True, spread=True)
@@ -1178,29 +1183,26 @@ def priors(T, dtype=torch.float64):
     config = GPTConfig(block_size=T, n_embd=64, n_head=4, roles=ROLES)
     roles, zero = Roles(config, LAYER).to(dtype), torch.zeros(1, 4, T, 16, dtype=dtype)
     roles.strength.data.fill_(1.0)
-    heads = Heads(x=zero, q=zero, k=zero, v=zero, positions=torch.arange(T))
-    roles.before_attention(LAYER, heads)
-    assert heads.q.dtype == heads.k.dtype == heads.v.dtype == dtype
-    assert heads.q.shape == heads.k.shape == heads.v.shape == (1, 4, T, 16 + 2 * config.roles_waves)
-    bias = LAYER.scale * heads.q[0, :, -1:].double() @ heads.k[0].double().mT
-    return dict(zip(ROLES, bias.squeeze(1).flip(-1).detach()))
+    function = roles.score_mod(LAYER, Heads(q=zero, k=zero))
+    t = torch.arange(T)
+    score = function(torch.zeros(1, 4, T, T), t[:1], torch.arange(4)[:, None, None], t[:, None], t)
+    return dict(zip(ROLES, score[0, :, -1].double().flip(-1).detach()))
 
 
-@pytest.mark.parametrize("positions", [[0, 1, 2, 40, 1023], [[0, 0, 0, 1, 2], [5, 6, 7, 8, 9]]],
-                         ids=["one", "padded"])
-def test_a_role_adds_its_prior_to_the_logits(positions):
-    positions = torch.tensor(positions)
+@pytest.mark.parametrize("past", [0, 40, 1019])
+def test_a_role_adds_its_prior_to_the_scores(past):
+    """By distance alone: also behind tokens of a cache."""
     roles = Roles(GPTConfig(n_embd=64, n_head=4, roles=ROLES), LAYER).double()
     roles.strength.data = normal(4, seed=5)
-    q, k, v = (normal(2, 4, 5, 16, seed=s, grad=True) for s in (1, 2, 3))
-    heads = Heads(x=normal(2, 5, 64), q=q, k=k, v=v, positions=positions)
-    roles.before_attention(LAYER, heads)
-    want, at = torch.empty(2, 4, 5, 5).double(), positions.expand(2, 5)
-    for b, i, t, s in itertools.product(range(2), range(4), range(5), range(5)):
-        p = oracle.prior(ROLES[i], (at[b, t] - at[b, s]).item(), 12)
-        want[b, i, t, s] = 0.4 * q[b, i, t] @ k[b, i, s] + roles.strength[i] * p
-    agree([0.4 * heads.q @ heads.k.mT], [want], [q, k, roles.strength], 1e-9)
-    assert torch.equal(heads.v[..., :16], v) and not heads.v[..., 16:].any()  # values are only padded
+    score = normal(2, 4, 5, past + 5, grad=True)
+    t, s = past + torch.arange(5), torch.arange(past + 5)
+    function = roles.score_mod(LAYER, Heads(q=score[..., :16], k=score.mT[..., :16]))
+    got = function(score, torch.arange(2)[:, None, None, None], torch.arange(4)[:, None, None], t[:, None], s)
+    seen, want = s <= t[:, None], torch.empty_like(score)
+    for i, n, m in itertools.product(range(4), range(5), range(past + 5)):
+        p = oracle.prior(ROLES[i], past + n - m, 12) if m <= past + n else 0.0
+        want[:, i, n, m] = score[:, i, n, m] + roles.strength[i] * p
+    agree([got * seen], [want * seen], [score, roles.strength], 1e-9)
 
 
 @pytest.mark.parametrize("mistake", [dict(local=(1, 1, 16)), dict(long=(1, 0, 16)), dict(previous=(1, 0, 2)),
@@ -1320,8 +1322,6 @@ ON_CUDA = {"plain": {},
            "roles": MECHANISMS["roles"],
            "roles+key_bias+acag": {**MECHANISMS["roles"], **MECHANISMS["a2c_key_bias"], **MECHANISMS["acag"]},
            "key_bias+acag": {**MECHANISMS["a2c_key_bias"], **MECHANISMS["acag"]},
-           "packed": dict(routing="moh", routing_capacity=2.0),
-           "packed+window": dict(MECHANISMS["routing_inf"], routing_capacity=2.0, window=40),
            "ALL_ON": ALL_ON}
 
 
@@ -1340,7 +1340,7 @@ def test_the_flex_attention_branch_computes_what_the_cpu_branch_does(name, monke
         close(torch.cat([model.hidden(part, cache) for part in idx.split((100, 1, 49), 1)], 1), want, 1e-9)
 
 
-@pytest.mark.parametrize("name", ["acag_detach+random", "packed", "ALL_ON"])
+@pytest.mark.parametrize("name", ["acag_detach+random", "ALL_ON"])
 def test_the_flex_attention_branch_has_no_graph_breaks(name, monkeypatch):
     """Graphs are counted: with fullgraph=True Dynamo captures what else breaks a graph, such as nonzero()."""
     monkeypatch.setattr(model_py, "has_flex_attention", lambda device: True)
@@ -1356,19 +1356,6 @@ def test_the_flex_attention_branch_has_no_graph_breaks(name, monkeypatch):
         close(fast(idx, idx).loss, model(idx, idx).loss, 1e-5)
     assert len(graphs) == 1
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("capacity", [1, 130, 256, 1000])
-def test_packed_queries_are_the_masked_ones_and_late_ones_are_dropped_and_counted(capacity):
-    q, k, v = (normal(2, 3, 290, 16, seed=s) for s in (1, 2, 3))
-    used = normal(2, 3, 290, seed=4) > torch.tensor([-0.8, 0.0, 3.0])[:, None]  # busy, half, nearly idle
-    with torch.no_grad():
-        y, dropped = attend_packed(q, k, v, 0.3, used, capacity, lambda query, key: key <= query)
-    rooms = 128 * math.ceil(capacity / 128)  # whole blocks of queries
-    kept = used & (used.cumsum(-1) <= rooms)
-    close(y, dense(q, k, v, 0.3)[0] * kept[..., None], 1e-9)
-    assert torch.equal(dropped, (used & ~kept).sum(-1))
-    assert bool(dropped.any()) == (rooms == 128)
 
 
 def test_selected_heads_alone_are_read_at_decode():

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from conftest import pass_of
 from model import GPT, MECHANISMS, GPTConfig, Heads
-from nanoheads.rivals import in_parts
 from oracle import close, dense, normal
 from test_mechanisms import TINY, tiny
 
@@ -198,20 +197,6 @@ def test_forget_gates_are_compiled_with_blocks_recomputed():
     assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-5)
     for p, q in zip(model.parameters(), other.parameters()):
         assert torch.allclose(p.grad, q.grad, atol=1e-5)
-
-
-def test_a_sum_in_parts_keeps_its_digits_in_bfloat16():
-    """FoX's running sum in the hundreds: three parts hold it to float32's precision; one does not."""
-    c = -torch.rand(4, 500).cumsum(-1) * 3
-    parts = in_parts(c, torch.bfloat16)
-    assert len(parts) == 3 and (sum(p.float() for p in parts) - c).abs().max() < 1e-4
-    assert (parts[0].float() - c).abs().max() > 0.5
-    assert len(in_parts(c, torch.float32)) == 1
-    # in float32 where products keep ten bits, as in TF32: no part has more digits than bfloat16
-    parts = in_parts(c, torch.float32, tf32=True)
-    assert all(torch.equal(p, p.bfloat16().float()) and p.dtype == torch.float32 for p in parts)
-    assert len(parts) == 3 and (sum(parts) - c).abs().max() < 1e-4
-    assert len(in_parts(c.double(), torch.float64, tf32=True)) == 1
 
 
 @pytest.mark.parametrize("length, qk_max", [(64, None), (2048, 1.0)])

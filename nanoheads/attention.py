@@ -1,0 +1,528 @@
+"""
+Attention: one function, attend(), for every model and mechanism. It gives the heads' outputs and, on request,
+statistics of the attention rows. Which path it takes:
+
+    what is asked for            without a score function            with one
+    outputs alone                PyTorch's fused kernels             FlexAttention on a GPU, else portions
+    each row's log-sum-exp too   FlexAttention on a GPU, CpuFlash    FlexAttention on a GPU, else portions
+                                 on a CPU, else portions
+    the row's shape too          the same, twice: row_statistics()   portions
+
+A mask that leaves out more than the future is a BlockMask in training: FlexAttention takes it on a GPU, and
+elsewhere it is made for some queries at a time. Portions hold the logits of some queries in memory, and in
+training the backward pass computes them again. So nothing of size T x T is kept on any path. One query, as
+when decoding, is one portion.
+
+A score function has the signature of FlexAttention's score_mod: (score, b, h, t, s) -> score, where score is
+the scaled logit of query t for key s in row b and head h. The numbers b, h, t and s are integer tensors that
+broadcast against it, or scalars inside FlexAttention, so a function indexes with them and computes with them,
+and never asks for a shape. t and s count the columns that were read so far: with a cache the queries are the
+last of them.
+
+Nothing here knows of a model: tensors in, tensors out. B: batch, H: heads, T: queries, S: keys, D: head size.
+"""
+
+import functools
+import math
+from contextlib import contextmanager
+from typing import NamedTuple, Optional
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from nanoheads.kernels import NO_TRITON, allow_graphs, for_each_head
+
+
+class RowStats(NamedTuple):
+    """What is known of every attention row, each [B, H, T]; None where it was not asked for."""
+
+    lse: torch.Tensor                       # log-sum-exp of its logits
+    entropy: Optional[torch.Tensor] = None  # in nats
+    log_p2: Optional[torch.Tensor] = None   # log of the sum of its squared weights
+    spread: Optional[torch.Tensor] = None   # sum of squared differences of its weights from their mean, 1 / n
+
+
+def attend(q, k, v, *, scale, mask=None, score_mod=None, stats=None, spread=False, n_keys=None, detach=False,
+           dropout=0.0):
+    """(y [B, H, T, D], RowStats or None): causal attention of q [B, H, T, D] over k, v [B, H or fewer, S, D].
+
+    The last T of the S keys are the queries' own tokens. mask: who sees whom, a bool tensor [1 or B, 1, T, S]
+    or a BlockMask; None: causal. score_mod: see above. stats: "lse" or "shape", which is the entropy and
+    log_p2 too. spread: that of each row too. n_keys: how many keys each row sees, [T] or [B, 1, T], for these
+    statistics. detach: no gradient goes into the statistics, which costs less. dropout: on the weights; the
+    statistics are those of the weights before it.
+    """
+    stats = stats or ("lse" if spread else None)
+    if not q.numel():  # torch 2.11 divides by the number of heads
+        nothing = q.new_zeros(q.shape[:3])
+        y = q @ for_each_head(k, q.size(1)).mT @ for_each_head(v, q.size(1))
+        return y, RowStats(nothing, nothing, nothing, nothing) if stats else None
+    by_blocks = isinstance(mask, BlockMask)
+    on_gpu = by_blocks and has_flex_attention(q.device)
+    if by_blocks and dropout and score_mod is None and not stats:
+        mask = None  # it is there for traces alone: a window is refused with dropout
+        by_blocks = False
+    if not stats and score_mod is None and (on_gpu or not by_blocks):
+        if on_gpu:
+            return flex(q, k, v, scale, mask)[0], None
+        return fused(q, k, v, scale, mask, dropout), None
+
+    k, v = for_each_head(k, q.size(1)), for_each_head(v, q.size(1))
+    wanted = dict(stats=stats, spread=spread, detach=detach, dropout=dropout)
+    if score_mod is not None and on_gpu and stats != "shape" and not spread and not dropout:
+        y, lse = flex(q, k, v, scale, mask, score_mod)
+        return y, RowStats(lse.detach() if detach else lse) if stats else None
+    flash = q.device.type == "cpu" and q.size(2) > 1
+    if score_mod is not None or stats and not on_gpu and not flash:
+        return in_portions(from_logits, q, k, v, mask, n_keys, scale=scale, score_mod=score_mod, **wanted)
+    if by_blocks and not on_gpu:
+        return in_portions(from_flash, q, k, v, mask, n_keys, scale=scale, **wanted)
+    return row_statistics(q, k, v, scale, mask, n_keys, **wanted)
+
+
+def in_turn(functions, n_own, n_added=0):
+    """One score function of several, [(function or None, does it act on added heads too)]; None: all are.
+
+    n_own, n_added: a layer's own heads, and those that another mechanism has added behind them. A function
+    that acts on the own heads alone never sees the number of another one.
+    """
+    functions = [(f, every or not n_added) for f, every in functions if f is not None and (every or n_own)]
+    if not functions:
+        return None
+
+    def score_mod(score, b, h, t, s):
+        for function, every in functions:
+            if every:
+                score = checked(function, function(score, b, h, t, s), score)
+            else:
+                changed = checked(function, function(score, b, h.clamp_max(n_own - 1), t, s), score)
+                score = torch.where(h < n_own, changed, score)
+        return score
+
+    score_mod.where = " and ".join(where(function) for function, _ in functions)
+    return score_mod
+
+
+def where(function):
+    """The file and the line of a function."""
+    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+
+
+def checked(function, score, before):
+    """What a score function returned; ValueError where that is no score."""
+    if not torch.is_tensor(score) or score.shape != before.shape:
+        got = f"the shape {[*score.shape]}" if torch.is_tensor(score) else f"a {type(score).__name__}"
+        raise ValueError(f"{where(function)}: a score function got scores of the shape {[*before.shape]} and "
+                         f"returned {got}: it must return scores of the same shape")
+    if not score.is_floating_point():
+        raise ValueError(f"{where(function)}: a score function returned {score.dtype}, and scores must be "
+                         "floating-point numbers")
+    return score
+
+
+# ---- PyTorch's fused kernels ----
+
+def fused(q, k, v, scale, mask, dropout):
+    """The outputs of causal attention, without a score function and without statistics."""
+    causal = mask is None and q.size(2) > 1  # one query sees all there is
+    options = dict(attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout)
+    if k.size(1) != q.size(1):
+        options["enable_gqa"] = True
+    width = v.size(-1)
+    q, k, v = in_eights(q, k, v)
+    if not torch.compiler.is_compiling() and costs_a_plan(q):
+        with without_cudnn():
+            y = F.scaled_dot_product_attention(q, k, v, **options)
+    else:
+        y = F.scaled_dot_product_attention(q, k, v, **options)
+    return y if y.size(-1) == width else y[..., :width]
+
+
+def in_eights(q, k, v):
+    """q, k and v with zeros behind their last dimension, up to a multiple of 8, where a kernel wants that.
+
+    They add nothing to a logit, and what they make of the output is 0 and cut off. The scale has to be given:
+    a kernel's own would be that of the wider heads.
+    """
+    return [F.pad(t, (0, -t.size(-1) % 8)) if t.size(-1) % 8 and wants_eights(t.device) else t
+            for t in (q, k, v)]
+
+
+def wants_eights(device):
+    """Whether attention kernels want head sizes that are multiples of 8.
+
+    On a GPU, cuDNN's and the memory-efficient one refuse others, so that only one that stores all T x T
+    logits is left wherever there is a mask, or float32; flash attention pads them itself, and FlexAttention
+    would read them unaligned. CPU kernels take any size, and padding only costs them time.
+    """
+    return device.type == "cuda"
+
+
+def costs_a_plan(q):
+    """Whether cuDNN's attention would make a plan for each of many lengths: when decoding, and when texts are
+    scored uncompiled.
+    """
+    return q.is_cuda and (q.size(2) == 1 or not torch.is_grad_enabled())
+
+
+@contextmanager
+def without_cudnn():
+    """PyTorch picks another of its attention kernels."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+# ---- FlexAttention ----
+
+FLEX_MIN = 16  # head sizes below it are refused by FlexAttention on CUDA
+ROOMY = {(8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)}  # cards with 163 KB of shared memory or more
+
+
+def has_flex_attention(device):
+    """Whether FlexAttention has fused kernels here, forward and backward: on a Mac's GPU it has no backward.
+    """
+    return device.type == "cuda" and not NO_TRITON
+
+
+@functools.cache
+def compiled_flex():
+    """FlexAttention is a fused kernel only when compiled, also where the model around it is not."""
+    allow_graphs()  # one for each shape; eager is T x T
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex(q, k, v, scale, mask, score_mod=None):
+    """FlexAttention: (y, log-sum-exp), differentiable in both; mask is a BlockMask. Narrow heads are padded
+    with zeros, and so are those whose size is no multiple of 8.
+    """
+    k, v, width = for_each_head(k, q.size(1)), for_each_head(v, q.size(1)), v.size(-1)
+    q, k, v = in_eights(q, k, v)
+    q, k, v = (F.pad(t, (0, FLEX_MIN - t.size(-1))) if t.size(-1) < FLEX_MIN else t for t in (q, k, v))
+    kernel = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else compiled_flex()
+    options = None
+    if q.is_cuda:
+        roomy = torch.cuda.get_device_capability(q.device) in ROOMY
+        options = flex_tiles(max(q.size(-1), v.size(-1)), q.element_size(), roomy)
+    y, aux = kernel(q, k, v, score_mod, mask, scale=scale, kernel_options=options,
+                    return_aux=AuxRequest(lse=True))
+    if not width and torch.is_grad_enabled():  # the backward pass needs a gradient of y: here it is 0
+        return y[..., :0], aux.lse + 0.0 * y[..., 0]
+    return y[..., :width], aux.lse
+
+
+def flex_tiles(width, itemsize, roomy):
+    """Kernel options of FlexAttention for heads so wide, each number so many bytes; None: its own.
+
+    Its own tiles need more shared memory than a card has once a row of a head, padded to a power of two,
+    takes over 256 bytes, or over 128 where the card is not roomy: 99 KB, as on an L4 or an RTX 4090. These
+    need 70 KB at most (docs/gpu.md).
+    """
+    row = itemsize << (width - 1).bit_length()
+    if row <= (256 if roomy else 128):
+        return None
+    side = 32 if row <= 512 else 16
+    forward = dict(fwd_BLOCK_M=2 * side, fwd_BLOCK_N=side, fwd_num_stages=1)
+    sides = {f"bwd_BLOCK_{name}": side for name in ("M1", "N1", "M2", "N2")}
+    return {**forward, **sides, "bwd_num_stages": 1}
+
+
+# ---- masks by blocks of tokens ----
+
+KERNEL_BLOCK = 128  # tokens in a block of FlexAttention's masks
+
+
+def block_mask(T, device, mask_mod, window=None, n_global=0, random_blocks=None):
+    """BlockMask of T tokens: which blocks of keys each block of queries sees in part, and which whole.
+
+    mask_mod(query, key): whether the one sees the other. window: tokens seen, beside the first n_global and
+    random_blocks [blocks, blocks]; None: all before. Nothing is T x T.
+    """
+    size, n = KERNEL_BLOCK, -(-T // KERNEL_BLOCK)
+    i = torch.arange(n, device=device)[:, None]
+    j = i.T
+    partial_blocks, full_blocks = i >= j, i > j
+    if window:
+        near = ((i - j) * size - (size - 1) < window) | (j * size < n_global)
+        if random_blocks is not None:
+            near = near | random_blocks[:n, :n]
+        partial_blocks = partial_blocks & near
+        full_blocks = full_blocks & (((i - j) * size + size - 1 < window) | (j * size + size - 1 < n_global))
+
+    def listed(table):
+        """How many blocks each row of a table has, and which, in the form of BlockMask."""
+        order = table.int().argsort(dim=-1, descending=True, stable=True)
+        return table.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+    return BlockMask.from_kv_blocks(*listed(partial_blocks & ~full_blocks), *listed(full_blocks),
+                                    BLOCK_SIZE=size, seq_lengths=(T, T),
+                                    mask_mod=lambda b, h, query, key: mask_mod(query, key))
+
+
+def random_cells(T, cell, window, n_random):
+    """Which cells of tokens before its window each cell also sees, bool [cells, cells] (BigBird).
+
+    The draw is the same for every seed: a checkpoint trained on with another seed keeps its pattern.
+    """
+    n = -(-T // cell)
+    reach = -(-(window - 1) // cell)  # cells that the window touches
+    generator, table = torch.Generator().manual_seed(1337), torch.zeros(n, n, dtype=torch.bool)
+    for row in range(reach + 1, n):
+        table[row, torch.randperm(row - reach, generator=generator)[:n_random]] = True
+    return table
+
+
+def blocks_reached(cells, cell, T):
+    """The kernel's blocks that cells of so many tokens reach into, bool [blocks, blocks]; cells: the same of
+    cells. Made once: a number of cells that depends on data breaks a compiled graph.
+    """
+    i = torch.arange(len(cells))[:, None]
+    blocks = torch.arange(-(-T // KERNEL_BLOCK))
+    # which blocks each cell reaches into: it begins before their end, and ends after their beginning
+    reaches = (i * cell < (blocks + 1) * KERNEL_BLOCK) & ((i + 1) * cell > blocks * KERNEL_BLOCK)
+    reaches = reaches.float()
+    return reaches.T @ cells.float() @ reaches > 0
+
+
+def seen_by(mask, queries, keys, some):
+    """Who sees whom, bool, broadcasting over [B, 1, queries, keys]; some: the queries' rows of a mask."""
+    if mask is None:
+        return keys <= queries
+    if isinstance(mask, BlockMask):
+        first = torch.zeros_like(keys[0])  # it is that of every sequence and every head
+        return mask.mask_mod(first, first, queries, keys)
+    return mask[:, :, some, :len(keys)]
+
+
+# ---- some queries at a time ----
+
+LOGITS_AT_ONCE = 2**21  # over all rows and heads, 8 MB of float32: tried from 2**18 to 2**24 on a CPU
+MOST_COMPILED = 8       # portions in a compiled graph, which holds the code of each
+
+
+def in_portions(compute, q, k, v, mask, n_keys, **how):
+    """attend() some queries at a time, each portion by `compute`: from_logits() or from_flash().
+
+    A portion reads the keys up to its last query. Where there is more than one and a gradient is wanted, the
+    backward pass computes each of them again, so that what it needs is never there for all queries.
+    """
+    B, H, T, S = *q.shape[:3], k.size(2)
+    size = max(1, LOGITS_AT_ONCE // (B * H * S))
+    if torch.compiler.is_compiling():
+        size = max(size, -(-T // MOST_COMPILED))
+    columns = torch.arange(S, device=q.device)
+    portions = []
+    for start in range(0, T, size):
+        some, read = slice(start, min(start + size, T)), S - T + min(start + size, T)
+        queries, keys = columns[S - T:][some, None], columns[:read]
+        n = None if n_keys is None else n_keys[..., some]
+        given = q[:, :, some], k[:, :, :read], v[:, :, :read], n, seen_by(mask, queries, keys, some), queries
+        if size < T and torch.is_grad_enabled():
+            portions.append(checkpoint(compute, *given, use_reentrant=False,
+                                       preserve_rng_state=bool(how["dropout"]), **how))
+        else:
+            portions.append(compute(*given, **how))
+    y, rows = zip(*portions)
+    if len(y) == 1:
+        return y[0], rows[0]
+    y, every = torch.cat(y, 2), rows[0]
+    if every is not None:
+        every = RowStats(*(s if s is None else torch.cat(each, -1) for s, each in zip(every, zip(*rows))))
+    return y, every
+
+
+def from_flash(q, k, v, n_keys, seen, queries, scale, stats, spread, detach, dropout):
+    """A portion by PyTorch's kernel, for a mask that would be T x T."""
+    seen = seen.expand(1, 1, *seen.shape[-2:])
+    if not stats:
+        return fused(q, k, v, scale, seen, dropout), None
+    return row_statistics(q, k, v, scale, seen, n_keys, stats, spread, detach, dropout)
+
+
+def logits_of(q, k, scale, score_mod, queries):
+    """The logits [B, H, T, S] in float32 or better, changed by the score function. queries [T, 1]: their
+    columns.
+    """
+    total = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):  # it would round them
+        s = q.to(total) @ k.to(total).mT * scale
+    if score_mod is None:
+        return s
+    b, h = (torch.arange(n, device=q.device) for n in q.shape[:2])
+    keys = torch.arange(k.size(2), device=q.device)
+    return score_mod(s, b[:, None, None, None], h[:, None, None], queries, keys)
+
+
+def from_logits(q, k, v, n_keys, seen, queries, scale, score_mod, stats, spread, detach, dropout):
+    """A portion whose logits are in memory."""
+    s = logits_of(q, k, scale, score_mod, queries)
+    hidden = s.masked_fill(~seen, -math.inf)
+    p = hidden.softmax(-1)
+    y = F.dropout(p, dropout).to(v.dtype) @ v if dropout else p.to(v.dtype) @ v
+    if score_mod is not None and not torch.compiler.is_compiling():
+        refuse_empty_rows(score_mod, hidden, y)
+    if not stats:
+        return y, None
+    if detach:
+        s, hidden, p = s.detach(), hidden.detach(), p.detach()
+    lse, entropy, log_p2, squares = hidden.logsumexp(-1), None, None, None
+    if stats == "shape":
+        read = s.masked_fill(hidden == -math.inf, 0.0)  # where the weight is 0 the logit does not matter
+        entropy = (lse - (p * read).sum(-1)).clamp_min(0)
+        log_p2 = p.square().sum(-1).log()
+    if spread:
+        squares = torch.where(seen, p - 1 / n_keys.to(p.dtype)[..., None], 0.0).square().sum(-1)
+    return y, RowStats(lse, entropy, log_p2, squares)
+
+
+def refuse_empty_rows(score_mod, hidden, y):
+    """ValueError where a score function gave some row -inf for every key that its query sees."""
+    if not y.isnan().any():
+        return
+    b, h, t = (hidden == -math.inf).all(-1).nonzero()[:1].flatten().tolist() or (None,) * 3
+    if t is not None:
+        raise ValueError(f"{getattr(score_mod, 'where', 'a score function')}: every key that query {t} of "
+                         f"row {b}, head {h} sees got the score -inf, and a softmax needs one that is finite")
+
+
+# ---- statistics of the rows by fused kernels ----
+
+def attend_lse(q, k, scale, mask, *values):
+    """Attention over one or more values by a kernel that returns each row's log-sum-exp, in float32 or
+    better: (log-sum-exp [B, H, T], y, ...). On a GPU mask is a BlockMask, and on a CPU q has several queries.
+    """
+    if isinstance(mask, BlockMask):
+        y, lse = flex(q, k, torch.cat(values, -1), scale, mask)
+        return lse, *y.split([v.size(-1) for v in values], -1)
+    return CpuFlash.apply(q, k, mask, scale, *values)
+
+
+def row_statistics(q, k, v, scale, mask, n_keys, stats, spread=False, detach=False, dropout=0.0):
+    """attend() with statistics, by kernels that give the log-sum-exp of logits s and never store them.
+
+    entropy = LSE(s) - scale q . SDPA(q, k, k), and log p2 = LSE(2 s) - 2 LSE(s). The spread would be
+    sum p^2 - 1/n, but of a nearly uniform row hardly a digit of that is left, so it is taken from the weights
+    themselves, in portions.
+    """
+    squares = None
+    if spread:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
+            _, rows = in_portions(from_logits, q, k, v[..., :0], mask, n_keys, scale=scale, score_mod=None,
+                                  stats="lse", spread=True, detach=detach, dropout=0.0)
+        squares = rows.spread
+    if stats == "lse":
+        lse, y = attend_lse(q, k, scale, mask, v)
+        y = fused_or_flex(q, k, v, scale, mask, dropout) if dropout else y
+        return y, RowStats(lse.detach() if detach else lse, spread=squares)
+    # one pass is faster, but on CPU all becomes as wide as v and k, and a GPU has no shared memory beyond 128
+    small = q.size(2) <= 1024 if q.device.type == "cpu" else k.size(-1) + v.size(-1) <= 128
+    together = not detach and not dropout and small
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
+        lse, mean_key, *y = attend_lse(q, k, scale, mask, k.view_as(k), *([v] if together else []))
+        lse2 = attend_lse(q, k, 2 * scale, mask, k[..., :0])[0]  # its values do not matter
+        mean_logit = scale * (q.to(lse.dtype) * mean_key.to(lse.dtype)).sum(-1)
+        entropy = (lse - mean_logit).clamp_min(0).minimum(n_keys.log())
+    y = y[0] if together else fused_or_flex(q, k, v, scale, mask, dropout)
+    log_p2 = lse2 - 2 * lse
+    if q.is_cuda and not together:  # gives mean_key a gradient, of 0, where the entropy is not read
+        log_p2 = log_p2 + 0.0 * entropy
+    return y, RowStats(lse, entropy, log_p2, squares)
+
+
+def fused_or_flex(q, k, v, scale, mask, dropout):
+    """The outputs alone, for a mask of either kind."""
+    return attend(q, k, v, scale=scale, mask=mask, dropout=dropout)[0]
+
+
+# ---- a CPU's kernel with the log-sum-exp ----
+
+class CpuFlash(torch.autograd.Function):
+    """Flash attention on CPU that also returns each row's log-sum-exp [B, H, T], with gradients through both.
+
+    PyTorch's CPU kernel computes the log-sum-exp but passes no gradient through it. With P the weights, that
+    gradient adds g * P to dS = P * (dO V' - delta), where delta = rowsum(dO * O): the same as lowering delta
+    by g. The kernel sums delta up itself, so it gets one column more, in which dO is 1, V is 0 and O is said
+    to be -g. Several values, given as a tuple, share one pass over the logits; padded copies, which the
+    kernel wants, are not kept for the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, mask, scale, v, more=None):
+        values = (v,) if more is None else (v, more)
+        widths = [v.size(-1) for v in values]
+        q_, k_, v_, bias = CpuFlash.inputs(q, k, mask, values)
+        y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_, k_, v_, 0.0, mask is None, attn_mask=bias, scale=scale)
+        outputs = [t.contiguous() for t in y[..., :sum(widths)].split(widths, -1)]
+        ctx.save_for_backward(q, k, mask, lse, *values, *outputs)
+        ctx.scale = scale
+        return lse, *outputs
+
+    @staticmethod
+    def inputs(q, k, mask, values):
+        """What the kernel takes: q, k and v of one width, and the mask as something to add to the logits."""
+        bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+        v = torch.cat(values, -1)
+        width = max(q.size(-1), v.size(-1) + 1)
+        return CpuFlash.padded(q, width), CpuFlash.padded(k, width), CpuFlash.padded(v, width), bias
+
+    @staticmethod
+    def padded(t, width):
+        """t [..., D] with zeros up to `width`. The kernel steps by 1 along the last dimension, whatever its
+        stride is.
+        """
+        t = F.pad(t, (0, width - t.size(-1)))
+        return t if t.stride(-1) == 1 else t.contiguous()
+
+    @staticmethod
+    def backward(ctx, dlse, *dy):
+        q, k, mask, lse, *rest = ctx.saved_tensors
+        values, y = rest[:len(dy)], rest[len(dy):]
+        widths = [v.size(-1) for v in values]
+        q_, k_, v_, bias = CpuFlash.inputs(q, k, mask, values)
+        dy = CpuFlash.padded(torch.cat((*dy, torch.ones_like(q[..., :1])), -1), q_.size(-1))
+        y = CpuFlash.padded(torch.cat((*y, -dlse[..., None].to(q.dtype)), -1), q_.size(-1))
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dy, q_, k_, v_, y, lse, 0.0, bias is None, attn_mask=bias, scale=ctx.scale)
+        dv = dv[..., :sum(widths)].split(widths, -1)
+        return dq[..., :q.size(-1)], dk[..., :k.size(-1)], None, None, *dv
+
+
+# ---- some heads alone ----
+
+SKIP_FROM = 2048  # keys from which skipping heads pays at decode on CPU (measured: docs/results/speed.md)
+
+
+def attend_selected(q, k, v, scale, used, mask):
+    """One query per row, q [B, H, 1, D], through the heads that are `used` [B, H] alone; the others give 0.
+
+    A head is read where it lies: gathering the chosen keys and values into one tensor costs more than it
+    saves.
+    """
+    y = torch.zeros_like(q)
+    k, v = for_each_head(k, q.size(1)), for_each_head(v, q.size(1))
+    for b, h in used.nonzero().tolist():
+        m = None if mask is None else mask[min(b, len(mask) - 1), 0]
+        row = slice(b, b + 1)
+        y[b, h] = F.scaled_dot_product_attention(q[row, h], k[row, h], v[row, h], attn_mask=m, scale=scale)[0]
+    return y
+
+
+def attend_in_rows(q, k, v, scale, rows, n, mask):
+    """fused() of the first n heads, and of those after them in some rows alone: y of the others is 0.
+
+    rows: [indices of rows] of each later head. q, k, v hold them, or the first n heads where no row has any.
+    """
+    y = F.pad(fused(q[:, :n], k[:, :n], v[:, :n], scale, mask, 0.0), (0, 0, 0, 0, 0, len(rows)))
+    for head, some in enumerate(rows, n):
+        if len(some) == len(q):
+            y[:, head] = fused(*(t[:, head:head + 1] for t in (q, k, v)), scale, mask, 0.0)[:, 0]
+        elif len(some):
+            seen = mask if mask is None or len(mask) == 1 else mask[some]
+            y[some, head] = fused(*(t[some, head:head + 1] for t in (q, k, v)), scale, seen, 0.0)[:, 0]
+    return y
