@@ -54,9 +54,9 @@ from nanoheads.logits import (check_sampling, discounted_return, distance_to_fea
                               label_losses, logit, penalise, portions, sample_token)
 from nanoheads.mechanism import (CONSTRAINTS, HeadAxis, HeadControl, Mechanism, Uniform, choices, flag,
                                  no_dropout, plain_problems, range_problems)
-from nanoheads.rivals import (MUDD, XSA, DepthAttention, Diff, DiffV1, FoX, HeadMix, KeyOffset, OutputGate,
-                              PairedHeads, QueryGain, ShortConv, Sink, StreamScalars, ValueEmbedding,
-                              ValueResidual)
+from nanoheads.rivals import (MUDD, XSA, Alibi, DepthAttention, Diff, DiffV1, FoX, HeadMix, KeyOffset,
+                              OutputGate, PairedHeads, QueryGain, RelativeBias, ScoreCap, ShortConv, Sink,
+                              SSMax, StreamScalars, ValueEmbedding, ValueResidual)
 
 # What a recipe means: the values taken by the flags that were left at None.
 RECIPES = {
@@ -2025,9 +2025,9 @@ class Window(CausalMask, Mechanism):
 
 # The mechanisms of a layer, in the order in which they act; those between blocks, where UNet is a list of
 # UNetSkips; and all classes that have flags, so with UNetSkip in place of UNet.
-HEAD_MECHANISMS = [ShortConv, ValueResidual, ValueEmbedding, QueryGain, KeyOffset, XSA, HeadNorm, HeadMix,
-                   Routing, Sentinel, Agency, A2C, Roles, FoX, PairedHeads, Diff, DiffV1, OutputGate,
-                   ConstraintHeads, ACAG, Sink]
+HEAD_MECHANISMS = [ShortConv, ValueResidual, ValueEmbedding, QueryGain, SSMax, KeyOffset, XSA, HeadNorm,
+                   HeadMix, Routing, Sentinel, Agency, ScoreCap, A2C, Roles, Alibi, RelativeBias, FoX,
+                   PairedHeads, Diff, DiffV1, OutputGate, ConstraintHeads, ACAG, Sink]
 BETWEEN_BLOCKS = [DepthAttention, MUDD, StreamScalars, UNet]
 MECHANISM_CLASSES = [*HEAD_MECHANISMS, *BETWEEN_BLOCKS[:-1], UNetSkip, Window]
 

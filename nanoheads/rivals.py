@@ -206,6 +206,154 @@ class QueryGain(Mechanism):
         heads.q = heads.q * self.gain[:, None, None].to(heads.q.dtype)
 
 
+class SSMax(Mechanism):
+    """Scalable softmax: a query that sees n keys has its logits multiplied by s_h log n (arXiv 2501.19399).
+
+    So a row does not flatten as the context grows. s is learned for each head. Here it starts where the mean
+    of s log n over the context is 1, and the model is about as sharp as the plain GPT. The factor is put into
+    the queries, which is the same and costs nothing.
+    """
+
+    class Options:
+        ssmax: bool = False                  # logits are multiplied by s log n, n the keys that a token sees
+        ssmax_init: Optional[float] = flag(None, at_least=0)  # of s; None: s log n is 1 on average
+
+    name = flag = "ssmax"
+    modes = {"ssmax": dict(ssmax=True)}
+    needs_positions = True
+
+    def __init__(self, config, attn):
+        super().__init__()
+        self.start = config.ssmax_init
+        self.strength = nn.Parameter(torch.empty(attn.n_head))
+
+    @staticmethod
+    def settle(config):
+        if config.ssmax and config.ssmax_init is None:  # stays when the context is cropped
+            logs = [math.log(n) for n in range(1, config.block_size + 1)]
+            config.ssmax_init = len(logs) / (sum(logs) or 1.0)
+
+    def initial_values(self):
+        return {"strength": self.start}
+
+    def head_axes(self):
+        return [HeadAxis(self, "strength", extra=False)]
+
+    def before_attention(self, attn, heads):
+        log_n = heads.n_keys.log()[..., None]  # [T, 1] or [B, 1, T, 1]
+        heads.q = heads.q * (self.strength[:, None, None] * log_n).to(heads.q.dtype)
+
+
+class ScoreCap(Mechanism):
+    """A soft cap on the attention scores, cap tanh(score / cap) (Gemma 2, arXiv 2408.00118, section 2).
+
+    It acts on q . k alone: what other mechanisms add to the scores comes after it.
+    """
+
+    class Options:
+        score_cap: Optional[float] = flag(None, above=0)  # scores = cap * tanh(scores / cap); Gemma 2: 50
+
+    name = flag = "score_cap"
+    modes = {"score_cap": dict(score_cap=50.0)}
+    neutral = {"score_cap": {"score_cap": 1e6}}
+
+    def __init__(self, config, attn):
+        super().__init__()
+        self.cap = config.score_cap
+
+    def score_mod(self, attn, heads):
+        cap = self.cap
+        return lambda score, b, h, t, s: cap * torch.tanh(score / cap)
+
+
+class Alibi(Mechanism):
+    """ALiBi: a key d tokens back has d times the head's slope taken off its score (arXiv 2108.12409).
+
+    The slopes of n heads are 2^(-8 i / n); where n is no power of two, those of the power below it, then
+    every second one of the power above, as in the paper's code. learned: each head learns its own, from
+    there. The paper has no other positions: that is pos=none.
+    """
+
+    class Options:
+        alibi: Optional[Literal["fixed", "learned"]] = None  # scores fall with distance, by these slopes
+
+    name = flag = "alibi"
+    modes = {"alibi": dict(alibi="fixed"), "alibi_learned": dict(alibi="learned")}
+    neutral = {"alibi_learned": {"alibi.log_slope": -60.0}}
+
+    def __init__(self, config, attn):
+        super().__init__()
+        slopes = torch.tensor(self.slopes(config.n_head))[attn.head_ids]
+        self.learned, self.start = config.alibi == "learned", slopes.log()
+        if self.learned:
+            self.log_slope = nn.Parameter(torch.empty(attn.n_head))
+        else:
+            self.register_buffer("slope", slopes, persistent=False)
+
+    @staticmethod
+    def slopes(n):
+        """Of n heads."""
+        power = 2 ** int(math.log2(n))
+        first = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+        finer = [2 ** (-4 * (i + 1) / power) for i in range(2 * power)]
+        return first + finer[::2][:n - power]
+
+    def initial_values(self):
+        return {"log_slope": self.start} if self.learned else {}
+
+    def head_axes(self):
+        return [HeadAxis(self, name, extra=False) for name in ("slope", "log_slope")]
+
+    def score_mod(self, attn, heads):
+        slope = self.log_slope.exp() if self.learned else self.slope
+        return lambda score, b, h, t, s: score - slope[h] * (t - s)
+
+
+class RelativeBias(Mechanism):
+    """T5's relative positions: a learned number for each head and bucket of distances is added to the score.
+
+    Source: arXiv 1910.10683, section 2.1, and its code. Half of the buckets are one distance each; the others
+    grow with the logarithm of the distance up to relative_bias_far, and the last one holds all beyond. T5
+    shares them among its layers; here each layer has its own.
+    """
+
+    class Options:
+        relative_bias: bool = False          # a learned number for each bucket of distances joins the score
+        relative_bias_buckets: int = flag(32, at_least=2)  # of distances; half of them are one distance each
+        relative_bias_far: int = flag(128, at_least=2)  # tokens from which on all are in the last bucket
+
+    name = flag = "relative_bias"
+    modes = {"relative_bias": dict(relative_bias=True)}
+    neutral = {"relative_bias": {"relative_bias.bias": 0.0}}
+
+    def __init__(self, config, attn):
+        super().__init__()
+        n = config.relative_bias_buckets
+        self.bias = nn.Parameter(torch.empty(attn.n_head, n))  # N(0, 0.02)
+        buckets = self.buckets(config.block_size, n, config.relative_bias_far)
+        self.register_buffer("bucket", torch.tensor(buckets), persistent=False)
+
+    @staticmethod
+    def problems(config):
+        if config.relative_bias_far <= config.relative_bias_buckets // 2:
+            yield (f"relative_bias_far={config.relative_bias_far} must be above half of "
+                   f"relative_bias_buckets={config.relative_bias_buckets}, which are one distance each")
+
+    @staticmethod
+    def buckets(length, n, far):
+        """The bucket of each distance from 0 to length - 1."""
+        exact = n // 2
+        share = [math.log(max(d, 1) / exact) / math.log(far / exact) for d in range(length)]
+        return [d if d < exact else min(n - 1, exact + int(share[d] * (n - exact))) for d in range(length)]
+
+    def head_axes(self):
+        return [HeadAxis(self, "bias", extra=False)]
+
+    def score_mod(self, attn, heads):
+        by_distance = self.bias[:, self.bucket[:heads.k.size(2)]]  # (H, S)
+        return lambda score, b, h, t, s: score + by_distance[h, (t - s).abs()]
+
+
 class FoX(Mechanism):
     """FoX: a forget gate f = sigmoid(w x + b) of each head and token fades all keys before it.
 

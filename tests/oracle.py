@@ -364,6 +364,30 @@ def priors(c, heads, T):
     return torch.tensor(rows, dtype=torch.float64).view(-1, T, T)
 
 
+def distances(T):
+    """How far each key is behind each query, [T, T]; 0 for keys to come."""
+    t = torch.arange(T).double()
+    return (t[:, None] - t).clamp_min(0)
+
+
+def alibi_slope(head, n):
+    """The slope of a head by its number (Press et al. 2022, appendix A.4's footnote and its code)."""
+    if n & (n - 1) == 0:
+        return 2.0 ** (-8 * (head + 1) / n)
+    below = 1 << (n.bit_length() - 1)
+    return alibi_slope(head, below) if head < below else alibi_slope(2 * (head - below), 2 * below)
+
+
+def t5_bucket(d, n, far):
+    """Of a distance, among n: half are exact, the others grow with the logarithm, and the last holds the
+    rest.
+    """
+    half = n // 2
+    if d < half:
+        return d
+    return min(half + math.floor((n - half) * math.log(d / half) / math.log(far / half)), n - 1)
+
+
 def convolved(x, weight, bias):
     """y_t = x_t + b + sum_i w_i x_{t-i} of x [B, T, C], weight [width, C]; nothing before the first."""
     y = []
@@ -410,11 +434,16 @@ def mixed_values(c, p, b, x, v, layer, heads, passed):
     return v
 
 
-def base_logits(c, p, x, q, k, heads):
-    """Logits [B, H, T, S] of the layer's own heads, before the mask."""
+def base_logits(c, p, b, x, q, k, heads, seen):
+    """Logits [B, H, T, S] of the layer's own heads, before the mask; seen [T, S]: who reads whom."""
     s = q @ k.mT * (c.qk_max / q.size(-1) if c.qk_max else q.size(-1) ** -0.5)
     if c.query_gain:
         s = s * p["query_gain.gain"][:, None, None]
+    if c.ssmax:
+        n = seen.sum(-1).double()
+        s = s * p["ssmax.strength"][:, None, None] * n.log()[:, None]
+    if c.score_cap:
+        s = c.score_cap * torch.tanh(s / c.score_cap)
     if c.a2c:
         a = linear(p, x, "a2c.critic").transpose(1, 2)  # (B, H, T)
         if c.a2c == "published":
@@ -429,6 +458,14 @@ def base_logits(c, p, x, q, k, heads):
         s = s + torch.stack([torch.stack(row, -1) for row in behind], -2)
     if c.roles:
         s = s + p["roles.strength"][:, None, None] * priors(c, heads, x.size(1))
+    if c.alibi:
+        rates = [alibi_slope(h, c.n_head) for h in heads]
+        rates = p["alibi.log_slope"].exp() if c.alibi == "learned" else torch.tensor(rates).double()  # float32
+        s = s - rates[:, None, None] * distances(x.size(1))
+    if c.relative_bias:
+        n, far = c.relative_bias_buckets, c.relative_bias_far
+        bucket = distances(x.size(1)).apply_(lambda d: t5_bucket(d, n, far)).long()
+        s = s + p["relative_bias.bias"][:, bucket]
     return s
 
 
@@ -523,17 +560,18 @@ def attend(c, attn, layer, x, seen, t, hint=None, passed=None, inputs=None):
     if v.size(1) < H:  # heads of a group read the same keys and values
         k, v = (torch.stack([t[:, i // group] for i in range(H)], 1) for t in (k, v))
     k = offset(k) if c.key_offset else k
-    s = base_logits(c, p, x, q, k, heads)
+    s = base_logits(c, p, b, x, q, k, heads, seen)
     other, own_v, more = {}, v, torch.full_like(s, -math.inf)  # more: logits of further keys
     if c.paired_heads:
-        both = torch.stack((s, base_logits(c, p, x, q, swapped(k), heads)), -1)
+        both = torch.stack((s, base_logits(c, p, b, x, q, swapped(k), heads, seen)), -1)
         both = both.masked_fill(~seen[..., None], -math.inf)
         more = both[..., 1]
         other["paired"] = softmax(both.flatten(-2)).unflatten(-1, (-1, 2)).unbind(-1)
     if c.diff:
         q2 = queries_and_keys(c, p, split(linear(p, x, "diff.c_q"), H), k)[0]
-        added = replace(c, a2c=c.a2c if c.a2c == "key_bias" else None, query_gain=False)
-        other["diff"] = softmax(base_logits(added, p, x, q2, k, heads).masked_fill(~seen, -math.inf))
+        added = replace(c, a2c=c.a2c if c.a2c == "key_bias" else None, query_gain=False, ssmax=False,
+                        ssmax_init=None)
+        other["diff"] = softmax(base_logits(added, p, b, x, q2, k, heads, seen).masked_fill(~seen, -math.inf))
     if E:
         g = constraint_gates(c, p, x, hint, attn.training).transpose(1, 2)  # (B, E, T)
         q, k, own = (split(part, E) for part in linear(p, x, "constraint.c_attn").chunk(3, -1))

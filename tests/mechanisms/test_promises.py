@@ -71,7 +71,6 @@ def test_every_pair_is_tested_but_those_that_are_refused_for_a_reason():
     narrow = ("a2c='published' takes x in n_head slices as values, "
               "which constraint_variant='B' makes too narrow")
     mudd = "mudd gives queries, keys and values an input each"
-    paired, writes = "paired_heads reads a neighbour's keys, and", "writes its head's terms into keys"
     alone = "convolves queries, keys and values of a projection: a2c='published' has queries alone"
     assert problems == {("a2c_published", "constraint_b"): [narrow],
                         ("value_residual", "constraint_b"): [
@@ -83,9 +82,7 @@ def test_every_pair_is_tested_but_those_that_are_refused_for_a_reason():
                         ("a2c_published", "mudd"): [f"{mudd}: a2c='published' knows of one"],
                         ("diff", "mudd"): [f"{mudd}: diff=True knows of one"],
                         ("diff", "diff_v1"): ["diff=True and diff_v1=True are two forms of one thing: choose "
-                                              "one"],
-                        ("roles", "paired_heads"): [f"{paired} roles {writes}"],
-                        ("fox", "paired_heads"): [f"{paired} fox {writes}"]}
+                                              "one"]}
     modes = {}  # mechanisms that turn on the same thing
     for name, flags in MECHANISMS.items():
         modes.setdefault(next(iter(flags)), []).append(name)
@@ -191,7 +188,9 @@ def test_on_is_not_off(cases):
         base = alive(plain_flags(flags))
         model = share(alive(flags), base).train()
         with torch.no_grad():
-            assert not near(model.hidden(tokens(2, T)), base.hidden(tokens(2, T)), 1e-3), name
+            # far below a cap, as the logits of this small model are, a tanh is nearly a line
+            tol = 1e-6 if model.config.score_cap else 1e-3
+            assert not near(model.hidden(tokens(2, T)), base.hidden(tokens(2, T)), tol), name
 
 
 # ---- 2. neutral: a setting at which it equals the plain GPT ----
@@ -915,7 +914,6 @@ REFUSALS = [
     (dict(routing="moh", routing_shared=3, routing_top_k=3), "routing_shared"),
     (dict(routing="published", routing_shared=1), "routing_shared"),
     (dict(routing="moh", routing_mask="zero"), "routing_mask"),
-    (dict(routing="moh", routing_capacity=0.5), "routing_capacity"),
     (dict(unet="concat", n_layer=1), "unet"),
     (dict(unet="add", unet_init=1.5), "unet_init"),
     (dict(CONSTRAINED, constraint_variant="B", constraint_heads=15), "constraint_variant"),
@@ -938,7 +936,6 @@ REFUSALS = [
     (dict(roles=[]), "roles"),
     (dict(roles=["free"] * 7), "roles"),
     (dict(roles=["long"], roles_strength=-1.0), "roles_strength"),
-    (dict(roles=["long"], roles_waves=6), "roles_waves"),
     (dict(roles=["long"], roles_waves=0), "roles_waves"),
     (dict(agency_learned=True), "agency_learned"),
     (dict(window=4, window_layers=[2]), "window_layers"),
@@ -990,14 +987,9 @@ def test_a_refusal_names_the_flag_and_its_value(flags, key):
     (dict(acag="headwise", dropout=0.1), ("acag", "attn_dropout")),
     (dict(window=0, dropout=0.1), ("window", "attn_dropout")),
     (dict(window=4, attn_dropout=0.1), ("window", "attn_dropout")),
-    (dict(CONSTRAINED, constraint_gate="score", dropout=0.1), ("constraint_gate", "attn_dropout")),
     (dict(n_embd=18, key_offset=True), ("key_offset", "head size")),
     (dict(CONSTRAINED, constraint_variant="B", constraint_heads=4, key_offset=True),
      ("key_offset", "head size", "constraint_variant='B'")),
-    (dict(routing="published", routing_capacity=1.5), ("routing_capacity", "routing_mask")),
-    (dict(routing="moh", routing_capacity=1.5, acag="headwise"), ("routing_capacity", "acag")),
-    (dict(routing="moh", routing_capacity=1.5, diff=True), ("routing_capacity", "diff")),
-    (dict(routing="moh", routing_capacity=1.5, head_mix=True), ("routing_capacity", "head_mix")),
     (dict(a2c="published", head_dim=4), ("a2c='published'", "head_dim=4")),
 ], ids=lambda v: "+".join(v))
 def test_a_refusal_names_both_flags_that_do_not_go_together(flags, named):
