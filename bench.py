@@ -64,7 +64,7 @@ LARGEST = 2**31 - 1  # of any count: what is above fits no machine, and is no nu
 
 
 # beside model.MECHANISMS: everything together, and routing that computes the selected queries alone (on cuda)
-MORE = {"all_on": ALL_ON, "routing_packed": dict(routing="moh", routing_capacity=1.25)}
+MORE = {"all_on": ALL_ON}
 
 
 # ---- contestants: {name: build() -> (model, train step, decode)} ----
@@ -505,7 +505,7 @@ def arguments(argv):
     p.add_argument("--nanogpt", help="a nanoGPT checkout to run side by side")
     p.add_argument("--recipes", nargs="+", choices=sorted(RECIPES), default=["gpt2", "modern"])
     p.add_argument("--mechanisms",
-                   help="all, or names of model.MECHANISMS, all_on, routing_packed, with commas between: "
+                   help="all, or names of model.MECHANISMS, all_on, with commas between: "
                         "each against the first of --recipes")
     p.add_argument("--own_mechanism", help="files with mechanisms; --mechanisms=mine.py sets it")
     p.add_argument("--heads_off", nargs="+", type=float,

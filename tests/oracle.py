@@ -459,8 +459,8 @@ def base_logits(c, p, b, x, q, k, heads, seen):
     if c.roles:
         s = s + p["roles.strength"][:, None, None] * priors(c, heads, x.size(1))
     if c.alibi:
-        rates = [alibi_slope(h, c.n_head) for h in heads]
-        rates = p["alibi.log_slope"].exp() if c.alibi == "learned" else torch.tensor(rates).double()  # float32
+        rates = torch.tensor([alibi_slope(h, c.n_head) for h in heads]).double()  # which are float32
+        rates = p["alibi.log_slope"].exp() if c.alibi == "learned" else rates
         s = s - rates[:, None, None] * distances(x.size(1))
     if c.relative_bias:
         n, far = c.relative_bias_buckets, c.relative_bias_far

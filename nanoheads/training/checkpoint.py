@@ -250,7 +250,10 @@ def as_it_was(flags):
     """A checkpoint's flags, with what was true before there was a flag for it, where that is not the default.
 
     Variant B's head size was always floored to a multiple of 8. unet_init was 0.5 even where unet was off.
+    routing_capacity, which computed some queries alone, is gone; at 0 it did nothing.
     """
+    if flags.get("routing_capacity") == 0.0:
+        flags = {name: value for name, value in flags.items() if name != "routing_capacity"}
     if not flags.get("unet") and flags.get("unet_init") == 0.5:
         flags = {**flags, "unet_init": None}
     if flags.get("constraint_variant") == "B":

@@ -6,7 +6,7 @@ Does every mechanism compute on this device what it computes on the CPU in float
     python -m tests.gpu.agree plain acag sink --recipes modern --dtypes bfloat16
     python -m tests.gpu.agree --quick --device cpu
 
-The plain GPT, each entry of MECHANISMS, ALL_ON and packed routing get the same drawn weights (not those of
+The plain GPT, each entry of MECHANISMS, ALL_ON and gated scores get the same drawn weights (not those of
 their neutral start) and the same tokens in float64 on the CPU, the reference, and on the device: logits,
 loss, each auxiliary loss and every gradient in training, and logits after decoding with the cache, against
 the reference's whole forward pass. An error is ||a - b|| / ||b||; where b is next to nothing, a thousandth of
@@ -55,12 +55,11 @@ SHAPE = dict(block_size=192, vocab_size=64, n_layer=3, n_head=6, n_embd=96, seed
 B, T = 2, 160
 PIECES = [130, 1, 1, 28]  # read one after the other when decoding: a prompt, two tokens, a longer piece
 PAD = [0, 40]             # columns of padding before each row
-# half of the heads twice: room for every selected query, since the CPU drops none
-CASES = {"plain": {}, "all_on": ALL_ON, "routing_packed": dict(routing="moh", routing_capacity=2.0),
+CASES = {"plain": {}, "all_on": ALL_ON, "constraint_score": dict(constraint_names=["a"], constraint_gate="score"),
          **MECHANISMS}
 # one for each kernel and way of gating
-QUICK = ("plain", "all_on", "routing_packed", "routing_moh", "acag", "sink", "constraint_a", "a2c_key_bias",
-         "unet_concat", "window")
+QUICK = ("plain", "all_on", "routing_moh", "acag", "sink", "constraint_a", "a2c_key_bias", "fox", "score_cap",
+         "relative_bias", "unet_concat", "window")
 # {row's dtype: (precision of matrix products, dtype of autocast)}
 DTYPES = {"float32": ("highest", None), "tf32": ("high", None), "bfloat16": ("highest", torch.bfloat16)}
 FLOAT32, FLOAT32_CHOICES = 1e-4, 0.01

@@ -45,7 +45,6 @@ VARIANTS = {
     "portions": dict(loss_chunks=4),
     "portions, a2c_temperature": dict(loss_chunks=4, **MECHANISMS["a2c_temperature"]),
     "accumulated": {},  # gradients of two portions; autocast casts the weights in each
-    "routing_packed": dict(routing="moh", routing_capacity=1.25),
     "constraint_score": SCORE,
     "constraint_score+xsa": {**SCORE, **MECHANISMS["xsa"]},
     "constraint_score+acag": {**SCORE, **MECHANISMS["acag"]},
@@ -74,14 +73,14 @@ ENTRIES.update({name + NO_LABELS: flags for name, flags in ENTRIES.items() if "c
 # keys of TrainConfig that entries are trained with
 TRAINING = {"thaw": dict(freeze_trunk=True, thaw_from=3), "accumulated": dict(grad_accum=2)}
 # variants compiled at every head size, beside the plain GPT and each mechanism that uses FlexAttention
-ALL_SIZES = ("plain", "all_on", "routing_packed", "constraint_score", "a2c_key_bias+acag", "roles+acag",
+ALL_SIZES = ("plain", "all_on", "fox", "relative_bias", "constraint_score", "a2c_key_bias+acag", "roles+acag",
              "a2c_key_bias+sink", "roles+sink")
 # no model: Muon's update, as the optimizer calls it on a GPU
 MUON = "muon"
 # of the table of bytes: nanoGPT's own model, where it is at hand
 NANOGPT = "nanogpt"
 BYTES = (NANOGPT, "gpt2", "plain", *MECHANISMS, "all_on")
-QUICK = ("plain", "gpt2", "acag", "sink", "all_on", "routing_packed")
+QUICK = ("plain", "gpt2", "acag", "sink", "all_on", "fox")
 
 
 class Check(NamedTuple):
@@ -138,7 +137,7 @@ def trains_only(entry):
 def uses_flex_attention(entry):
     """Whether an entry's training step computes attention by FlexAttention on a GPU."""
     model = GPT(settings(Check(entry, "train", 16)))
-    return bool(model.needs_row_stats or model.config.window or model.config.routing_capacity)
+    return bool(model.needs_row_stats or model.config.window or model.changes_scores)
 
 
 def checks(entries: Optional[tuple] = None):

@@ -71,7 +71,7 @@ def test_a_model_that_fails_is_a_row_and_the_rest_go_on(rows, monkeypatch):
     assert "n_inner=-1" in found[0]["error"] and "\n" not in found[0]["error"]
 
 
-@pytest.mark.parametrize("name", ["routing_published", "moh", "routing_sigmoid", "routing_packed"])
+@pytest.mark.parametrize("name", ["routing_published", "moh", "routing_sigmoid"])
 def test_routers_choose_as_they_are_told(name):
     """Also where rounding would have chosen other heads: here, whatever the reference chose."""
     gpt = agree.drawn("modern", agree.CASES[name])

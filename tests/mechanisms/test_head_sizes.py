@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import oracle
 from model import GPT, MECHANISMS, ConstraintHeads, GPTConfig, KVCache
-from nanoheads import kernels, own_mechanism
+from nanoheads import attention, kernels, own_mechanism
 from nanoheads.common import UserError
 from nanoheads.hub.layers import ConstraintAttention
 from nanoheads.study import results, runs, trial
@@ -197,17 +197,17 @@ def padding(monkeypatch):
     """As on a GPU, zeros up to a multiple of 8; {(q's, k's, v's size)} that the kernel was given."""
     seen, sdpa = set(), F.scaled_dot_product_attention
 
-    def attention(q, k, v, **options):
+    def watched(q, k, v, **options):
         seen.add((q.size(-1), k.size(-1), v.size(-1)))
         return sdpa(q, k, v, **options)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
-    monkeypatch.setattr(kernels, "wants_eights", lambda device: True)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(attention, "wants_eights", lambda device: True)
     return seen
 
 
-ON_TOP = {"alone": {}, "wider": {**MECHANISMS["a2c_key_bias"], **MECHANISMS["fox"]},
-          "two maps": MECHANISMS["diff"], "window": dict(window=3), "skipped": dict(constraint_skip=0.5)}
+ON_TOP = {"alone": {}, "two maps": MECHANISMS["diff"], "window": dict(window=3),
+          "skipped": dict(constraint_skip=0.5)}
 
 
 @pytest.mark.parametrize("flags", ON_TOP.values(), ids=ON_TOP)
@@ -217,35 +217,35 @@ def test_zeros_for_a_kernel_change_neither_output_nor_gradient(flags, recipe, pa
     padded = model.hidden(idx)
     assert padding and all(size % 8 == 0 for sizes in padding for size in sizes)
     padding.clear()
-    monkeypatch.setattr(kernels, "wants_eights", lambda device: False)
+    monkeypatch.setattr(attention, "wants_eights", lambda device: False)
     as_it_is = model.hidden(idx)
-    assert padding and all(size % 2 for sizes in padding for size in sizes), "9, or 9 with 8 more"
+    assert padding and all(size == 9 for sizes in padding for size in sizes)
     agree([padded], [as_it_is], list(model.parameters()), 1e-9)
 
 
 @pytest.mark.parametrize("D, to", [(5, 8), (8, 8), (53, 56)])
 def test_attention_of_padded_heads_is_the_formula(D, to, padding):
     q, k, v = (normal(2, 3, 6, D, seed=i, grad=True) for i in range(3))
-    y = kernels.attend(q, k, v, D ** -0.5, None, 0.0)
+    y = attention.attend(q, k, v, scale=D ** -0.5)[0]
     agree([y], [dense(q, k, v, D ** -0.5)[0]], [q, k, v], 1e-10)
     assert padding == {(to,) * 3}
-    mask = kernels.block_mask(6, q.device, lambda query, key: key <= query)
+    mask = attention.block_mask(6, q.device, lambda query, key: key <= query)
     with torch.no_grad():  # on a CPU it has no backward pass here
-        y, lse = kernels.flex(q, k, v, D ** -0.5, mask)
+        y, lse = attention.flex(q, k, v, D ** -0.5, mask)
     close(y, dense(q, k, v, D ** -0.5)[0], 1e-6)
     close(lse, dense(q, k, v, D ** -0.5)[1], 1e-6)
 
 
 def test_the_scale_of_a_padded_head_would_be_noticed(padding):
     q, k, v = (normal(2, 3, 6, 53, seed=i) for i in range(3))
-    y = kernels.attend(q, k, v, 56 ** -0.5, None, 0.0)
+    y = attention.attend(q, k, v, scale=56 ** -0.5)[0]
     assert (y - dense(q, k, v, 53 ** -0.5)[0]).abs().max() > 1e-3
 
 
 def test_a_kernel_on_the_cpu_gets_no_zeros():
-    assert kernels.wants_eights(torch.device("cuda")) and not kernels.wants_eights(torch.device("cpu"))
+    assert attention.wants_eights(torch.device("cuda")) and not attention.wants_eights(torch.device("cpu"))
     q = normal(1, 2, 3, 5)
-    assert all(t is q for t in kernels.in_eights(q, q, q))
+    assert all(t is q for t in attention.in_eights(q, q, q))
 
 
 # ---- refusals ----

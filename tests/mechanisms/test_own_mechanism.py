@@ -609,7 +609,8 @@ def test_code_of_another_file_is_refused_before_anything_runs(imports, words, tm
 def test_installed_libraries_and_this_repository_may_be_imported(tmp_path, own_mechanisms_go):
     """Also where something beside the file has a library's name, which Python does not take."""
     (tmp_path / "numpy.py").write_text("1 / 0\n")
-    imports = "import json, torch, numpy as np\nfrom model import GPT\nfrom nanoheads.attention import attend\n"
+    imports = ("import json, torch, numpy as np\nfrom model import GPT\n"
+               "from nanoheads.attention import attend\n")
     path = written(tmp_path / "mine.py", imports, MODE.format("Twice", "twice", TWICE, 2))
     assert own.add(path) == ["twice"]
     assert own.opened(path).sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
