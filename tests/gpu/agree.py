@@ -55,7 +55,8 @@ SHAPE = dict(block_size=192, vocab_size=64, n_layer=3, n_head=6, n_embd=96, seed
 B, T = 2, 160
 PIECES = [130, 1, 1, 28]  # read one after the other when decoding: a prompt, two tokens, a longer piece
 PAD = [0, 40]             # columns of padding before each row
-CASES = {"plain": {}, "all_on": ALL_ON, "constraint_score": dict(constraint_names=["a"], constraint_gate="score"),
+CASES = {"plain": {}, "all_on": ALL_ON,
+         "constraint_score": dict(constraint_names=["a"], constraint_gate="score"),
          **MECHANISMS}
 # one for each kernel and way of gating
 QUICK = ("plain", "all_on", "routing_moh", "acag", "sink", "constraint_a", "a2c_key_bias", "fox", "score_cap",
