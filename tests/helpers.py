@@ -124,7 +124,8 @@ def byte_pairs(text, *splits, normalizer=None, special=("<|endoftext|>",)):
 
 
 PAGE = (ROOT / "docs" / "add-a-mechanism.md").read_text(encoding="utf-8")
-CODE, = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
+EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
+CODE, = (text for text in EXAMPLES if "class Forgetting" in text)  # the one with a parameter
 
 
 # ---- studies ----

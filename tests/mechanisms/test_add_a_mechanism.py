@@ -18,7 +18,7 @@ import torch
 import compare
 import model
 from conftest import ROOT, without_own_mechanisms
-from helpers import CODE, PAGE
+from helpers import CODE, EXAMPLES, PAGE
 from nanoheads.common import UserError
 from nanoheads.configurator import keys_of
 from nanoheads import own_mechanism as own
@@ -30,7 +30,7 @@ from nanoheads.training import checkpoint
 from nanoheads.training.config import TrainConfig
 
 SIZES = dict(vocab_size=11, block_size=16, n_layer=2, n_head=4, n_embd=64)
-PASS = "    def before_attention(self, attn, heads):"
+PASS = "    def score_mod(self, attn, heads):"
 
 
 def run(*argv, cwd=ROOT):
@@ -57,8 +57,11 @@ def broken(path):
     return {promise: wrong for _, _, promise, wrong in promises.check(name, model.MECHANISMS[name]) if wrong}
 
 
-def test_the_file_of_the_page_keeps_every_promise(mine):
-    assert broken(mine()) == {}
+@pytest.mark.parametrize("code", EXAMPLES, ids=lambda code: re.search(r"class (\w+)\(", code)[1])
+def test_each_file_of_the_page_keeps_every_promise(code, mine):
+    path = mine()
+    path.write_text(code)
+    assert broken(path) == {}
 
 
 @pytest.mark.parametrize("name", ["paired_heads", "diff_v1"])
@@ -80,7 +83,7 @@ def test_it_equals_the_formula(mine):
     rate = torch.nn.functional.softplus(attn.forgetting.slope)[:, None, None]
     logits = q @ k.mT * attn.scale - rate * distance
     want = logits.masked_fill(distance < 0, -torch.inf).softmax(-1) @ v
-    got = attn.outputs(heads)[1]
+    got = attn.outputs(heads)[1]  # a score function acts inside of it
     assert (got - want).abs().max() < 1e-12
 
 
@@ -110,10 +113,8 @@ def test_it_acts_beside_other_mechanisms_and_grouped_queries(beside, mine):
 @pytest.mark.parametrize("promise, before, after", [
     ("causal", PASS, PASS + "\n        heads.q = heads.q + heads.x.mean(1)[:, None, None, :1]"),
     ("rows", PASS, PASS + "\n        heads.q = heads.q + heads.q.mean(0)"),
-    ("cache", "heads.positions_per_head",
-     "torch.arange(heads.k.size(2))"),
-    ("padding", "heads.positions_per_head",
-     "torch.arange(heads.k.size(2)).sqrt() if heads.cache is None else heads.positions"),
+    ("cache", "(t - s)", "(t - s) * heads.q.size(2)"),
+    ("padding", "(t - s)", "t * (t - s)"),
     ("pruned", '[HeadAxis(self, "slope", extra=False)]', "()"),
     ("learns", "F.softplus(self.slope)", "F.softplus(self.slope.detach())"),
     ("neutral", "-60.0}", "-1.0}"),
@@ -157,11 +158,12 @@ def test_one_mode_of_a_file_is_checked_alone(mine):
     assert {line.split()[0] for line in both.splitlines()[1:]} == {"fast", "forget"}
 
 
-@pytest.mark.parametrize("old, new", [("before", "before_attention"), ("after", "after_attention")])
+@pytest.mark.parametrize("old, new", [("before", "before_attention"), ("after", "after_attention"),
+                                      ("after_softmax", "after_kernel")])
 def test_a_hook_by_its_old_name_is_refused(old, new, mine):
     """It would never be called, and the mechanism would do nothing, without a word."""
     with pytest.raises(UserError, match=rf"Forgetting\.{old}\(\) is never called: the hook is {new}\(\)"):
-        own.add(mine(PASS, PASS.replace("before_attention", old)))
+        own.add(mine(PASS, PASS.replace("score_mod", old)))
 
 
 GATES = '''
@@ -280,9 +282,10 @@ def test_the_file_of_a_mechanism_lies_in_the_folder_however_it_was_named(mine, t
     ('name = "forgetting"', 'name = "router"', "name='router' must be a name of its own"),
     ('modes = {"forget"', 'modes = {"moh"', "there is a mode moh already"),
     ('neutral = {"forget"', 'neutral = {"forgt"', "there is no mode forgt; did you mean forget"),
-    ("def before_attention", "def before_atention", "before_atention is .* did you mean before_attention?"),
+    ("def score_mod", "def scoremod", "scoremod is .* did you mean score_mod?"),
     ("def head_axes", "def head_axis", "head_axis is nothing .*; did you mean head_axes?"),
-    ("needs_positions =", "need_positions =", "need_positions is nothing .* did you mean needs_positions?"),
+    ('    flag = "forget" ', '    need_positions = True\n    flag = "forget" ',
+     "need_positions is nothing .* did you mean needs_positions?"),
     ("def initial_values", "def initail_values", "initail_values is nothing .* mean initial_values?"),
     ('{"slope": self.start}', '{"slop": self.start}',
      r"initial_values\(\) names 'slop', which is none of its parameters; did you mean slope?"),

@@ -816,13 +816,13 @@ def trained(path, data):
             "mine.py, line 25: AttributeError: cannot assign parameters before Module.__init__() call",
         ),
         (
-            "    def before_attention(self, attn, heads):",
-            "    def before_attention(self, attn, heads):\n        boom  #",
+            "    def score_mod(self, attn, heads):",
+            "    def score_mod(self, attn, heads):\n        boom  #",
             "mine.py, line 35: NameError: name 'boom' is not defined",
         ),
         (
-            "    def before_attention(self, attn, heads):",
-            "    def before_attention(self, attn, heads):\n        raise ValueError('so')  #",
+            "    def score_mod(self, attn, heads):",
+            "    def score_mod(self, attn, heads):\n        raise ValueError('so')  #",
             "mine.py, line 35: ValueError: so",
         ),
         (
@@ -851,7 +851,7 @@ def test_a_mistake_in_a_hook_names_file_and_line(
 def test_a_mistake_in_a_hook_of_a_read_checkpoint_is_one_line(ran):
     folder, _ = ran
     path = folder / "mine.py"
-    hook = "    def before_attention(self, attn, heads):"
+    hook = "    def score_mod(self, attn, heads):"
     broken = CODE.replace(hook, f"{hook}\n        1 / 0  #")
     path.write_text(broken)
     state = torch.load(folder / "best.pt", weights_only=True)
