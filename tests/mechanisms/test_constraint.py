@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import model as model_py
 import oracle
 from model import GPT, ConstraintHeads, GPTConfig, Sentinel
+from nanoheads import attention
 from nanoheads.attention import attend
 from nanoheads.study import digest, trial
 from nanoheads.text.dataset import Dataset
@@ -174,8 +175,9 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
 
-def test_gated_scores_store_no_t_by_t():
+def test_gated_scores_store_no_t_by_t(monkeypatch):
     T = 512
+    monkeypatch.setattr(attention, "LOGITS_AT_ONCE", 2**16)
     model = alive(constraint_gate="score", acag="headwise", sink=True, n_layer=1, constraint_layers=[0],
                   block_size=T)
     model, idx = model.float(), tokens(1, T)

@@ -486,7 +486,8 @@ def test_decoding_that_skips_heads_equals_decoding_that_does_not(name, monkeypat
         prune_heads(model, {0: [2, 3]})
         assert cache_differs(model, [4] + [1] * 4) == [], other
         # with the zero mask no head is unused
-        dense = model.needs_row_stats or model.config.in_pairs or name in DROPS_GATES | {"routing_zero"}
+        dense = (model.needs_row_stats or model.changes_scores or model.config.in_pairs
+                 or name in DROPS_GATES | {"routing_zero"})
         assert bool(calls) != dense or name == "routing_zero", other
 
 
@@ -706,10 +707,9 @@ def close(model, gone):
 GONE = {0: [2, 3], 1: [0, 1, 2, 3, 4, 5]}
 
 
-def cached_heads(attn, c):
+def cached_heads(attn):
     """Heads whose keys a layer's cache holds: of groups, one each, but where heads have keys of their own."""
-    own = attn.n_extra or c.roles or c.fox or c.a2c == "key_bias"
-    return len(attn.head_ids) // (1 if own else attn.group) + attn.n_extra
+    return len(attn.head_ids) // (1 if attn.n_extra else attn.group) + attn.n_extra
 
 
 @singles
@@ -728,7 +728,7 @@ def test_packed_is_the_same_function_without_the_closed_heads(cases):
         assert model.config.head_ids is None, name
         assert not set(GONE[0]) & set(left[0]) and left[1] == [], name
         attentions = [block.attn for block in packed.transformer.h]
-        assert [k.size(1) for k in cache.k] == [cached_heads(a, packed.config) for a in attentions], name
+        assert [k.size(1) for k in cache.k] == [cached_heads(a) for a in attentions], name
         assert cache.k[0].size(1) < 6 + attentions[0].n_extra, name
         assert packed.num_params() < model.num_params(), name
 
