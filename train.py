@@ -34,8 +34,8 @@ from tqdm import tqdm
 
 from model import GPT, GPTConfig
 from nanoheads import configurator
-from nanoheads.common import (LESS, UserError, as_program, explain, ran_out_of_memory, say, writable,
-                              write_json)
+from nanoheads.common import (LESS, OWN_FILES, UserError, as_program, explain, ran_out_of_memory, say,
+                              writable, write_json)
 from nanoheads.kernels import allow_graphs
 from nanoheads.locks import only_writer
 from nanoheads.text.dataset import Batches, Dataset, DocumentBatches
@@ -502,6 +502,17 @@ def set_up(run):
     clear_gradients(run)
 
 
+@torch.no_grad()
+def try_scores(model, device):
+    """ScoreError, with its file and line, where a score function of one's own returns what cannot be scores.
+
+    Inside FlexAttention's kernel, or in a compiled step, it would be found out later and without its line. So
+    one row of tokens is read by the path that has the scores in memory, which traces take.
+    """
+    model.eval()
+    model(torch.zeros(1, model.config.block_size, dtype=torch.long, device=device), traces=True)
+
+
 def ready_to_step(model, config, process=Process()):
     """A Run that training_step() can be called on, without data, folder or log: for bench.py and the tests.
 
@@ -591,6 +602,8 @@ def train_alone(model_config, config, given, process):
                         "n_layer or vocab_size") from None
     progress = {key: state[key] for key in PROGRESS if key in state} if state else {}
     check_model(model, config)
+    if OWN_FILES and model.changes_scores:
+        try_scores(model, process.device)
     targets = None
     if config.labels and not model.config.constraint_names:
         raise UserError(f"labels={config.labels!r} is for constraint heads, and {config.init_from} has none")

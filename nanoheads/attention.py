@@ -101,24 +101,28 @@ def in_turn(functions, n_own, n_added=0):
                 score = torch.where(h < n_own, changed, score)
         return score
 
-    score_mod.where = " and ".join(where(function) for function, _ in functions)
+    score_mod.of = functions[-1][0]  # whose file and line a message names
     return score_mod
 
 
-def where(function):
-    """The file and the line of a function."""
-    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+class ScoreError(ValueError):
+    """A score function returned what cannot be scores. place: its file and line."""
+
+    def __init__(self, function, words):
+        code = getattr(function, "of", function).__code__
+        self.place, self.words = (code.co_filename, code.co_firstlineno), words
+        super().__init__(f"{self.place[0]}, line {self.place[1]}: {words}")
 
 
 def checked(function, score, before):
-    """What a score function returned; ValueError where that is no score."""
+    """What a score function returned; ScoreError where that is no score."""
     if not torch.is_tensor(score) or score.shape != before.shape:
         got = f"the shape {[*score.shape]}" if torch.is_tensor(score) else f"a {type(score).__name__}"
-        raise ValueError(f"{where(function)}: a score function got scores of the shape {[*before.shape]} and "
-                         f"returned {got}: it must return scores of the same shape")
+        raise ScoreError(function, f"the score function was given scores of the shape {[*before.shape]} and "
+                                   f"returned {got}; it must return scores of the same shape")
     if not score.is_floating_point():
-        raise ValueError(f"{where(function)}: a score function returned {score.dtype}, and scores must be "
-                         "floating-point numbers")
+        raise ScoreError(function, f"the score function returned {score.dtype}; scores must be "
+                                   "floating-point numbers")
     return score
 
 
@@ -384,13 +388,12 @@ def from_logits(q, k, v, n_keys, seen, queries, scale, score_mod, stats, spread,
 
 
 def refuse_empty_rows(score_mod, hidden, y):
-    """ValueError where a score function gave some row -inf for every key that its query sees."""
+    """ScoreError where a score function gave some row -inf for every key that its query sees."""
     if not y.isnan().any():
         return
-    b, h, t = (hidden == -math.inf).all(-1).nonzero()[:1].flatten().tolist() or (None,) * 3
-    if t is not None:
-        raise ValueError(f"{getattr(score_mod, 'where', 'a score function')}: every key that query {t} of "
-                         f"row {b}, head {h} sees got the score -inf, and a softmax needs one that is finite")
+    for b, h, t in (hidden == -math.inf).all(-1).nonzero()[:1].tolist():
+        raise ScoreError(score_mod, f"every key that a query of head {h} sees got the score -inf (row {b}, "
+                                    f"query {t}); a softmax needs one that is finite")
 
 
 # ---- statistics of the rows by fused kernels ----

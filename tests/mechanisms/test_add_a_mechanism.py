@@ -487,3 +487,32 @@ def test_the_commands_of_the_page(mine, tmp_path):
                      keep=tmp_path / "kept")
     digest = own.opened(tmp_path / "mine.py").digest
     assert taken == ["--mechanism=forget", f"--own_mechanism={tmp_path / 'kept' / digest / 'mine.py'}"]
+
+
+# ---- score functions ----
+
+BAD_SCORES = {
+    "shape": ("score - rate[h] * (t - s)", "score.sum(1)", r"given scores of the shape \[.*\] and returned the "
+              r"shape \[.*\]; it must return scores of the same shape"),
+    "nothing": ("score - rate[h] * (t - s)", "None", "and returned a NoneType"),
+    "dtype": ("score - rate[h] * (t - s)", "(score > rate[h] * (t - s)).long()", "returned torch.int64; scores "
+              "must be floating-point numbers"),
+    "empty row": ("score - rate[h] * (t - s)", "torch.where(t == 3, -torch.inf, score - rate[h] * (t - s))",
+                  "every key that a query of head 0 sees got the score -inf"),
+    "name": ("score - rate[h] * (t - s)", "score - rat[h] * (t - s)", "NameError: name 'rat' is not defined"),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("before, after, words", BAD_SCORES.values(), ids=BAD_SCORES)
+def test_a_score_function_that_returns_no_scores_is_one_line(before, after, words, compiled, mine,
+                                                               bytes_data, tmp_path):
+    """With its file and line, before anything is compiled."""
+    path = mine(before, after)
+    line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if "return lambda" in text)
+    done = run_here("train.py", f"--mechanism={path}", f"--dataset={bytes_data}", "--n_layer=1", "--n_head=2",
+                    "--n_embd=32", "--block_size=8", "--max_iters=2", "--device=cpu", f"--compile={compiled}",
+                    f"--out_dir={tmp_path / 'run'}")
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and re.search(words, last) and f"{path}, line {line}" in last, done.stderr
+    assert "Traceback" not in done.stderr
