@@ -13,12 +13,15 @@ often without them (tests/simulate.py):
   null hypotheses of a comparison is true, so Holm's factors need not exceed the number of comparisons.
 """
 
+import functools
 import math
 from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import chdtri, stdtr, stdtrit  # scipy.stats has them too, and takes 0.5 s more to import
+from scipy.optimize import brentq
+# scipy.stats has them too, and takes 0.5 s more to import
+from scipy.special import chdtri, ndtr, ndtri, stdtr, stdtrit
 
 
 class Difference(NamedTuple):
@@ -122,6 +125,52 @@ def judge(differences, sizes, alpha=0.05, margin=0.01, higher_is_better=False):
             more = seeds_wanted(each, n, alpha, margin, m)
         rows.append(Comparison(n, n_baseline, *each, p, same, verdict, more))
     return rows
+
+
+# ---- two looks ----
+
+# how the allowed error is spent on two looks: z of each look over a common factor, at a share of the seeds
+SPENDING = {"obrien_fleming": lambda share: (share ** -0.5, 1.0), "pocock": lambda share: (1.0, 1.0)}
+GAUSS = np.polynomial.legendre.leggauss(64)  # where an integral from -1 to 1 is read, and the weights there
+
+
+@functools.cache
+def levels(alpha, spending, share, m=1):
+    """The two levels that a study in two looks holds Holm's p values of m comparisons against.
+
+    share: of the seeds, at the first look. One comparison has the levels of the textbooks (O'Brien and
+    Fleming 1979; Pocock 1977): then the chance of a false verdict at either look is alpha. Holm divides a
+    level by up to m, and the two looks of so rare an event overlap less. So for m > 1 both levels are a little
+    lower, by one factor, at which a comparison held against an m-th of them has a chance of alpha / m.
+    """
+    shape = SPENDING[spending](share)
+
+    def beyond(factor):
+        return alpha - crossed([factor * z for z in shape], share)
+
+    factor = brentq(beyond, 1e-3, 40)
+    single = [float(2 * ndtr(-factor * z)) for z in shape]
+    if m == 1:
+        return single
+
+    def above(part):
+        return alpha / m - crossed([float(-ndtri(part * level / m / 2)) for level in single], share)
+
+    part = brentq(above, 0.4, 1)
+    return [part * level for level in single]
+
+
+def crossed(limits, share):
+    """The chance that |z| of either look exceeds its limit without a true difference.
+
+    The two z are normal, with a correlation of the square root of the share of the seeds that both have.
+    """
+    first, second = limits
+    at, weights = (first * each for each in GAUSS)
+    density = np.exp(-at ** 2 / 2) / math.sqrt(2 * math.pi)
+    rest, given = math.sqrt(1 - share), math.sqrt(share) * at
+    outside = ndtr((given - second) / rest) + ndtr((-given - second) / rest)
+    return float(2 * ndtr(-first) + (weights * density * outside).sum())
 
 
 # ---- how many seeds ----
