@@ -103,6 +103,8 @@ class Study:
         self.wider = {}
         self.tuned_on = None  # the text on which the best rates were found, where it is not this study's
         self.screened = None  # what results.json.gz holds of the first stage
+        self.two_looks = None  # the plan of a study in two looks, see effects.first_look()
+        self.decided = []    # pairs, as pair_of() has them, that the first of two looks decided
         self.tuned = {}      # variant: {group: {factor: bits/byte on validation}}
         self.candidates = {}  # variant: [{rates, as factors, and bits/byte on validation of each seed}]
 
@@ -160,26 +162,107 @@ class Study:
         return [*seeds, *(next(more) for _ in range(n - len(seeds)))]
 
     def judge(self, chosen, place):
-        """Train the chosen with fresh seeds, the plain GPT with more of them and at the other budgets."""
+        """Train the chosen with fresh seeds, the plain GPT with more of them and at the other budgets.
+
+        In two looks, those that the first one leaves undecided have all of their seeds.
+        """
         c = self.config
         variants = [self.variants[name] for name in chosen]
         budgets = [self.builder.at_budget(multiple) for multiple in c.budgets]
         self.compared.update(by_name([*budgets, *variants]))
         self.pairs += [(name, PLAIN, []) for name in chosen]
         self.pairs += [(one, other, []) for one, other in c.contrasts if PLAIN not in (one, other)]
-        plain, seeds = self.builder.plain, c.seeds
-        folders = self.runs.plan("judge", [plain, *variants, *budgets], seeds)
-        folders += self.runs.plan("judge", [plain], self.plain_seeds(len(variants))[len(seeds):])
+        names = [each.name for each in (self.builder.plain, *variants, *budgets)]
+        seeds, of_plain = c.seeds, self.plain_seeds(len(variants))
+        if c.looks == 2:
+            first, of_first = effects.first_half(seeds), self.first_of_plain(of_plain)
+            self.two_looks = dict(spending=c.spending, look=1, seeds=seeds, first_seeds=first,
+                                  plain_seeds=of_first, pairs=[])
+            self.first_look(names, place)
+            names = self.in_open_pairs(names)
+            seeds, of_plain = ([seed for seed in every if seed not in done]
+                               for every, done in ((seeds, first), (of_plain, of_first)))
+        self.train(names, seeds, of_plain, place)
+
+    def train(self, names, seeds, of_plain, place):
+        """Train these of what is compared with these seeds, the plain GPT with its own."""
+        folders = self.runs.plan("judge", [self.compared[name] for name in names], seeds)
+        if PLAIN in names:
+            more = [seed for seed in of_plain if seed not in seeds]
+            folders += self.runs.plan("judge", [self.compared[PLAIN]], more)
         self.runs.execute(folders, place)
+
+    # ---- two looks ----
+
+    def first_of_plain(self, seeds):
+        """The plain GPT's seeds at the first of two looks: the variants', and as many of its others."""
+        first = effects.first_half(self.config.seeds)
+        n = round(len(seeds) * len(first) / len(self.config.seeds))
+        others = [seed for seed in seeds if seed not in self.config.seeds]
+        return [*first, *others[:n - len(first)]]
+
+    def first_look(self, names, place):
+        """Train the first half of the seeds and judge by them; what is better meets its wider plain GPT.
+
+        Until all of these runs have ended nothing is decided, and the study is at its first look.
+        """
+        c, looks = self.config, self.two_looks
+        self.train(names, looks["first_seeds"], looks["plain_seeds"], place)
+        if c.match_parameters and (place is not None or c.report_only):
+            better = [row["variant"] for row in self.rows_of_first_look() if row["verdict"] == "better"]
+            self.meet_wider(better)
+            self.train([each.name for each in self.baselines()], looks["first_seeds"], [], place)
+        rows = self.rows_of_first_look()
+        self.decided = [effects.pair_of(row["variant"], row["baseline"], row["equal"]) for row in rows
+                        if row["verdict"] != "undecided"]
+        left = len(self.open_pairs())
+        looks["look"] = 2 if rows and left else 1
+        if rows and place is not None:
+            print(f"look 1 of 2: {len(self.decided)} of {len(self.pairs)} comparisons are decided"
+                  + ", the others go on" * bool(left), flush=True)
+
+    def rows_of_first_look(self):
+        """All comparisons that there are, as the first look judges them; [] before its runs have ended."""
+        c, looks = self.config, self.two_looks
+        looks["pairs"] = [*self.pairs]
+        folders = [folder for (stage, *_), folder in self.runs.folders.items() if stage == "judge"]
+        if not self.runs.ended(folders):
+            return []
+        return effects.first_look(self.runs.scores("judge"), looks, c.alpha, c.margin,
+                                  results.failures_of(self))
+
+    def open_pairs(self):
+        """The pairs that the first look left undecided, and those that were made after it."""
+        return [pair for pair in self.pairs if effects.pair_of(*pair) not in self.decided]
+
+    def in_open_pairs(self, names):
+        """Of these names, and of the wider plain GPTs, those in a pair that is open; the plain GPT's budgets
+        go with it.
+        """
+        in_pairs = {name for pair in self.open_pairs() for name in pair[:2]}
+        names = dict.fromkeys([*names, *(each.name for each in self.baselines())])
+        return [name for name in names if name in in_pairs
+                or PLAIN in in_pairs and self.compared[name].kind == "budget"]
+
+    # ---- equal parameters ----
 
     def seem_better(self):
         """The variants whose interval lies below the plain GPT, by the runs that are done."""
-        c = self.config
-        return effects.seem_better([self.runs.scores("judge")], self.pairs, c.alpha, c.margin)
+        c, pairs = self.config, self.open_pairs()
+        return effects.seem_better([self.runs.scores("judge")], pairs, c.alpha, c.margin)
 
     def match_parameters(self, place):
         """Compare each variant that seems better with a plain GPT of as many parameters."""
-        named = {*self.wider, *self.seem_better()}
+        if not self.two_looks:
+            self.meet_wider({*self.wider, *self.seem_better()})
+            self.train([each.name for each in self.baselines()], self.config.seeds, [], place)
+        elif self.two_looks["look"] == 2:
+            self.meet_wider(self.seem_better())
+            open_ones = [name for name in self.in_open_pairs([]) if self.compared[name].kind == "baseline"]
+            self.train(open_ones, self.config.seeds, [], place)
+
+    def meet_wider(self, named):
+        """Pair these variants with a plain GPT of as many parameters, made where there is none yet."""
         for name in [name for name, other, equal in self.pairs
                      if name in named and other == PLAIN and not equal]:
             width, variant = self.wider.get(name), self.compared[name]
@@ -191,7 +274,6 @@ class Study:
             self.compared.setdefault(baseline.name, baseline)
             if baseline.name != PLAIN and (name, baseline.name, ["parameters"]) not in self.pairs:
                 self.pairs.append((name, baseline.name, ["parameters"]))
-        self.runs.execute(self.runs.plan("judge", self.baselines(), self.config.seeds), place)
 
     def widths(self):
         """{variant: MLP width of the plain GPT of its parameters} of those that meet one."""
@@ -292,6 +374,12 @@ def plan_of(study):
              f"{seconds:,.0f} s; what the others take: bench.py --mechanisms"]
     if slots.per_gpu > 1:
         notes.append(f"{slots.per_gpu} runs share a GPU, and each takes longer than alone: not in the hours")
+    if study.two_looks:
+        first = {*study.two_looks["first_seeds"], *study.two_looks["plain_seeds"]}
+        later = {folder for (stage, _, seed), folder in study.runs.folders.items()
+                 if stage == "judge" and seed not in first}
+        notes.append(f"two looks: {len(later):,} of these runs are the second one's, and what the first look "
+                     f"decides is spared them")
     if study.screens():
         notes.append("which are judged is known after the screening; here it is taken for the first ones")
     if c.tune_lr:

@@ -97,7 +97,8 @@ def verdicts(found):
         return {**effects.progress(*sizes.values()), "sizes": {size: verdicts(sizes[size]) for size in sizes}}
     out = found.get("out") or found["config"].get("out_dir")
     found = effects.pooled(found) if "texts" in found else found
-    keys = ("low", "high", "p", "p_corrected", "p_same", "n", "n_baseline", "more_seeds")
+    keys = ("low", "high", "p", "p_corrected", "p_same", "n", "n_baseline", "more_seeds",
+            *(["look"] if found.get("two_looks") else []))
     rows = [dict(variant=c["variant"], baseline=c["baseline"], equal=c["equal"],
                  **verdict_for_a_program(found, c), difference=c["mean"], **{key: c.get(key) for key in keys},
                  tokens_ratio=tokens_ratio(found, c["variant"], c["baseline"]),
@@ -108,7 +109,16 @@ def verdicts(found):
     return json_safe(dict(name=found["name"], folder=out, **effects.progress(found), headline=headline(found),
                           notices=notices(found), alpha=found["alpha"], margin=found["margin"],
                           failures=len(found["failures"]), left_out=found.get("left_out"),
-                          looks=found.get("looks"), bpb=bpb, comparisons=rows, rescored=rescored))
+                          looks=found.get("looks"), bpb=bpb, comparisons=rows, rescored=rescored,
+                          **looks_for_a_program(found)))
+
+
+def looks_for_a_program(found):
+    """{"two_looks": {"spending", "look", "levels"}} of a study that was planned so, else {}."""
+    plan = found.get("two_looks")
+    if not plan:
+        return {}
+    return dict(two_looks=dict(spending=plan["spending"], look=plan["look"], levels=found["levels"]))
 
 
 def verdict_for_a_program(found, c):
@@ -302,7 +312,7 @@ def timed_how(found):
 
 def notices(found):
     """What a reader must know before the numbers."""
-    failed, lines = effects.failed_runs(found["failures"]), standing(found)
+    failed, lines = effects.failed_runs(found["failures"]), [*standing(found), *planned_looks(found)]
     if not is_interim(found) and at_own_rates(found):
         where = f"found on {found['tuned_on']}" if found.get("tuned_on") else "see Learning rates"
         lines.append(f"The plain GPT and all that are judged have their own best rates: {where}.")
@@ -360,6 +370,27 @@ def standing(found):
         lines.append(f"The same variants were judged by other runs: {'; '.join(words)}. p does not allow for "
                      f"another look; {WHAT_IT_DOES}.")
     return lines
+
+
+SPENDING = {"obrien_fleming": "O'Brien-Fleming", "pocock": "Pocock"}
+
+
+def planned_looks(found):
+    """What a study in two looks was judged by, in sentences; [] without such a plan."""
+    if not (plan := found.get("two_looks")):
+        return []
+    first, second = (f"{level:.4f}" for level in found["levels"])
+    n, whole, look = len(plan["first_seeds"]), len(plan["seeds"]), plan["look"]
+    words = (f"Look {look} of 2, as planned ({SPENDING[plan['spending']]}): corrected p is held against "
+             f"{first} at look 1, by {n} of {whole} seeds, and against {second} at look 2, by all of them. "
+             f"Together that keeps false verdicts to {100 * found['alpha']:g} % of studies")
+    if look == 1:
+        return [words + ("." if is_interim(found) else
+                         ". Look 1 decided everything, so the other seeds were not trained.")]
+    early = [f"{label_of(found, c['variant'])} against {label_of(found, c['baseline'])}"
+             for c in found["comparisons"] if c["look"] == 1]
+    stays = f"{listed(early)}, which stays as it was there" if early else "nothing"
+    return [f"{words}. Look 1 decided {stays}."]
 
 
 def of_text(row):
@@ -421,7 +452,8 @@ def remarks(found, over_text="report.html"):
     lines = [f"Verdicts are corrected for {n} comparisons."] if n > 1 else [
         "One comparison: no correction."] if n else []
     if known(size):
-        seeds = int(np.median([c["n"] for c in found["comparisons"] if c["baseline"] == "plain"]))
+        last = effects.rows_of_last_look(found, found["comparisons"])
+        seeds = int(np.median([c["n"] for c in last if c["baseline"] == "plain"]))
         lines.append(f"With {seeds} seeds a variant, {size:.4f} bits/byte would be found four times in five, "
                      "taking the spread over seeds at its upper bound.")
     worth = [f"{value:.2f} ×" for value in found.get("margin_as_compute") or [] if known(value)]

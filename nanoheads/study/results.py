@@ -64,6 +64,7 @@ def collect(study, command):
         settings=study.builder.settings, plain={"base": study.builder.base, **flags_of(study.builder.plain)},
         machine=machine(study, done), data=scored(study, done),
         alpha=c.alpha, margin=c.margin, seeds=c.seeds, pairs=[list(pair) for pair in study.pairs],
+        **(dict(two_looks=study.two_looks) if study.two_looks else {}),
         screen=study.screened, tuned=study.tuned, candidates=study.candidates,
         tuned_on=study.tuned_on,
         screened_out=[name for name in study.variants if name not in study.compared],

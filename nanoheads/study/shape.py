@@ -9,6 +9,8 @@ None or missing.
 
 from typing import NamedTuple
 
+from nanoheads.study import stats
+
 LARGEST = 1e30  # of a score, a cost, a figure
 
 
@@ -44,8 +46,9 @@ COMPARISON = dict(**INTERVAL, variant=str, baseline=str, equal=[str], n=int, ver
                   se=OPEN, df=OPEN, p=OPEN, p_corrected=OPEN,
                   more_seeds=OPEN, differences=[NUMBER], text=Maybe(dict(low=NUMBER, high=NUMBER)),
                   worth=Maybe(WORTH), equal_flops=Maybe(INTERVAL),
-                  equal_time=Maybe(INTERVAL))
-LOOK = dict(date=str, folder=str, planned=int, done=int, finished=bool, seeds=Each([int]))  # see looks.py
+                  equal_time=Maybe(INTERVAL), look=Maybe(int))
+LOOK = dict(date=str, folder=str, planned=int, done=int, finished=bool, seeds=Each([int]),  # see looks.py
+            two_looks=Maybe(dict(spending=str, seeds=[int])))
 STUDY = dict(
     name=str, question=str, command=str, alpha=NUMBER, margin=NUMBER, planned=int, done=int, config=dict,
     seeds=[int],
@@ -60,11 +63,14 @@ STUDY = dict(
     plain_rates=Maybe(dict(seeds=[int], start=dict, flags=dict, tried=[dict(steps=dict, bpb=Each(NUMBER))])),
     # not kept before 2026-11-26
     finished=Maybe(bool), left_out=Maybe([dict(variant=str, seeds=[int])]), looks=Maybe([LOOK]),
-    rescored=Maybe(dict(runs=[str], without=int)), lives=Maybe(dict))
+    rescored=Maybe(dict(runs=[str], without=int)), lives=Maybe(dict),
+    two_looks=Maybe(dict(spending=str, look=int, seeds=[int], first_seeds=[int], plain_seeds=[int],
+                         pairs=[list])))
 # what effects.py computes from that
 FIGURES = dict(
     comparisons=[COMPARISON], findable=Maybe(NUMBER), margin_as_compute=Maybe([Maybe(NUMBER)]),
-    screened=Maybe([dict(**INTERVAL, variant=str, bpb=NUMBER, chosen=bool)]), taken=Maybe(Each(int)))
+    screened=Maybe([dict(**INTERVAL, variant=str, bpb=NUMBER, chosen=bool)]), taken=Maybe(Each(int)),
+    levels=Maybe([NUMBER]))
 
 # around the studies of several sizes, or on several texts
 OF_SIZES = dict(name=str, command=str, sizes=Each(dict))
@@ -130,11 +136,16 @@ def problem_of(study):
                     f"{len(arm['runs'])} runs")
         if not (arm["multiple"] > 0 and arm["tokens"] > 0 and arm["steps"] > 0):
             return f"arms.{name} must have steps, tokens and a multiple above 0"
-    for pair in study["pairs"]:
+    looks = study.get("two_looks") or {}
+    for pair in [*study["pairs"], *looks.get("pairs", ())]:
         if len(pair) != 3 or misfit(pair[2], [str]) or not all(isinstance(each, str) for each in pair[:2]):
             return f"pairs: {shown(pair)} is not a variant, a baseline and what is equal"
         if unknown := [name for name in pair[:2] if name not in arms]:
             return f"pairs: {unknown[0]!r} is not one of its arms"
+    if looks and not (looks["spending"] in stats.SPENDING and looks["look"] in (1, 2)
+                      and 0 < len(looks["first_seeds"]) < len(looks["seeds"])):
+        return (f"two_looks is no plan: {shown(looks['spending'])}, look {looks['look']}, with "
+                f"{len(looks['first_seeds'])} of {len(looks['seeds'])} seeds at the first look")
     for name, run in study["runs"].items():
         if not run["bytes"] > 0:
             return f"runs.{name}.bytes is {run['bytes']}, and must be above 0"

@@ -140,8 +140,8 @@ def levels(alpha, spending, share, m=1):
 
     share: of the seeds, at the first look. One comparison has the levels of the textbooks (O'Brien and
     Fleming 1979; Pocock 1977): then the chance of a false verdict at either look is alpha. Holm divides a
-    level by up to m, and the two looks of so rare an event overlap less. So for m > 1 both levels are a little
-    lower, by one factor, at which a comparison held against an m-th of them has a chance of alpha / m.
+    level by up to m, and two looks for so rare an event overlap less. So for m > 1 both levels are lower by
+    one factor, such that a comparison which is held against an m-th of them has a chance of alpha / m.
     """
     shape = SPENDING[spending](share)
 

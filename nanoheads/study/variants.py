@@ -7,7 +7,7 @@ import fnmatch
 import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Optional
+from typing import Literal, Optional
 
 import torch
 
@@ -45,6 +45,7 @@ RATES = {"muon_lr": ("muon_lr",), "muon_momentum": ("muon_momentum",), "adamw_lr
 # what is beyond these is a slip: no machine trains it
 MOST_TOKENS_PER_PARAM, MOST_BUDGETS = 1_000_000, 1000
 MOST_SEED, MOST_PLAIN_SEEDS = 10**9, 1000
+LEAST_FOR_TWO_LOOKS = 3  # seeds: fewer than two judge nothing at the first one
 
 # names that a study gives: budgets, baselines, rates that are tried
 OF_STUDY = re.compile(r"plain( x .*|, .*)|.*, (candidate \d+|\w+ x [\d.]+)")
@@ -73,6 +74,11 @@ class StudyConfig:
     budgets: list[float] = field(default_factory=lambda: [0.7, 1.4, 2.0])
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5])
     plain_seeds: Optional[int] = None    # of the plain GPT; None: sqrt(variants judged) times as many
+    looks: Literal[1, 2] = 1             # 2: judge by the first half of the seeds, and train the other half
+                                         # for what is undecided then; p is corrected for both looks
+    # how strict the first of two looks is: obrien_fleming is, so that the second one loses little; pocock
+    # holds both against the same level, which decides more at the first look and less in the end
+    spending: Literal["obrien_fleming", "pocock"] = "obrien_fleming"
     split: str = "test"                  # what is scored in the end
     test_tokens: int = 0                 # of it, evenly spaced; 0: all
     # ---- two stages: all variants on validation, some of them with fresh seeds on the test split ----
@@ -215,6 +221,9 @@ class StudyConfig:
                 bad.append(f"{name}={seeds} must be numbers of at most {MOST_SEED:,}")
         if (self.screen or self.tune_lr) and set(self.seeds) & set(self.screen_seeds):
             bad.append(f"screen_seeds={self.screen_seeds} choose, and seeds={self.seeds} judge: none in both")
+        if self.looks == 2 and len(self.seeds) < LEAST_FOR_TWO_LOOKS:
+            bad.append(f"looks=2 needs {LEAST_FOR_TWO_LOOKS} seeds or more, two of them for the first look: "
+                       f"seeds={self.seeds}")
         if self.plain_seeds is not None and self.plain_seeds < len(self.seeds):
             bad.append(f"plain_seeds={self.plain_seeds} must be at least a variant's, {len(self.seeds)}")
         if self.plain_seeds is not None and self.plain_seeds > MOST_PLAIN_SEEDS:
@@ -240,6 +249,11 @@ class StudyConfig:
         if self.split not in ("val", "test") or self.split == "val" and chooses:
             reason = ", since val chooses" if chooses else " or val"
             bad.append(f"split={self.split!r} must be test{reason}")
+        if self.looks == 2 and (self.texts or self.has_results_already):
+            bad.append("looks=2 is for a study that trains its runs, on one text: leave it out with "
+                       f"{'texts' if self.texts else 'a file of results or scores'}")
+        if self.looks == 1 and self.spending != "obrien_fleming":
+            bad.append(f"spending={self.spending!r} is how the error is spent on two looks: add --looks=2")
         if self.submit not in (None, "auto", "slurm", "local"):
             bad.append(f"submit={self.submit!r} must be one of auto, slurm, local")
         return bad
