@@ -533,7 +533,7 @@ def ladder_of(config, name, command):
     for size in config.sizes:
         studies.append(Study(at_size(config, size, out_dir=str(out / size)), name))
         found[size] = finished(studies[-1], command)
-        print(report.in_text(found[size]))
+        print(report.in_text(findings.part_of(dict(config=asdict(config), sizes=found), size)))
     ladder = dict(name=name, command=command, **effects.progress(*found.values()), sizes=found,
                   config=asdict(config))
     results.write(ladder, out)

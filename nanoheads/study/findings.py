@@ -15,6 +15,7 @@ from matplotlib.ticker import EngFormatter
 from nanoheads.common import json_safe, number, printable
 from nanoheads.study import effects
 from nanoheads.study.dynamic import FIGURES, means_over_seeds, shares
+from nanoheads.study.follow_up import MOST_SEEDS, follow_up, is_near
 from nanoheads.study.variants import times
 
 # the verdicts, and what each means
@@ -22,7 +23,7 @@ MEANING = {
     "better": "ahead of the other side, by however little; by chance alone that would hardly be seen",
     "worse": "behind the other side, by however little; by chance alone that would hardly be seen",
     "same": "whichever of the two is ahead, it is by less than the margin: too little to matter",
-    "undecided": "better, worse or the same: these seeds cannot tell, more of them would",
+    "undecided": "better, worse or the same: these seeds cannot tell, a new study with more would",
 }
 
 
@@ -94,7 +95,8 @@ def verdicts(found):
     """
     if "sizes" in found:
         sizes = found["sizes"]
-        return {**effects.progress(*sizes.values()), "sizes": {size: verdicts(sizes[size]) for size in sizes}}
+        return {**effects.progress(*sizes.values()),
+                "sizes": {size: verdicts(part_of(found, size)) for size in sizes}}
     out = found.get("out") or found["config"].get("out_dir")
     found = effects.pooled(found) if "texts" in found else found
     keys = ("low", "high", "p", "p_corrected", "p_same", "n", "n_baseline", "more_seeds",
@@ -110,7 +112,41 @@ def verdicts(found):
                           notices=notices(found), alpha=found["alpha"], margin=found["margin"],
                           failures=len(found["failures"]), left_out=found.get("left_out"),
                           looks=found.get("looks"), bpb=bpb, comparisons=rows, rescored=rescored,
-                          **looks_for_a_program(found)))
+                          follow_up=next_study(found), **looks_for_a_program(found)))
+
+
+def part_of(found, name):
+    """One size of a ladder, or one text of several, with the keys that make it a study of its own."""
+    if "texts" in found:
+        return {**found["texts"][name], "alone": None}  # its verdicts are those of all texts
+    at = found.get("config", {}).get("at")
+    alone = None if at is None else dict(size=name, sizes=[], at={}, **at.get(name, {}))
+    return {**found["sizes"][name], "alone": alone}
+
+
+def next_study(found):
+    """follow_up() of a finished study, with "words": what it means, in sentences; None: nothing is undecided.
+    """
+    if is_interim(found) or not (more := follow_up(found)):
+        return None
+    near = [open_in_words(found, row) for row in more["undecided"] if is_near(row)]
+    far = [f"{open_in_words(found, row)} ({row['seeds'] or 'more than 1000'})" for row in more["undecided"]
+           if not is_near(row)]
+    lines = []
+    if near:
+        lines.append(f"Undecided: {listed(near)}. A new study with {more['seeds']} fresh seeds would decide "
+                     "four times in five, if differences and spreads are as they look now. Do not add seeds to "
+                     "this study: that would be a second look at the same scores, for which p is not "
+                     "corrected.")
+    if far:
+        lines.append(f"Undecided, and it would take more than {MOST_SEEDS} seeds: {listed(far)}.")
+    return dict(**more, words=" ".join(lines))
+
+
+def open_in_words(found, row):
+    """Whom an undecided comparison is of, and against whom if that is not the plain GPT as it is."""
+    of, against = (label_of(found, row[side]) for side in ("variant", "baseline"))
+    return of if row["baseline"] == "plain" else f"{of} against {against}"
 
 
 def looks_for_a_program(found):

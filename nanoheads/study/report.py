@@ -19,8 +19,8 @@ from nanoheads.common import no_link, printable, say, table, write_atomic
 from nanoheads.study import effects, pictures
 from nanoheads.study.findings import (INTERIM, MEANING, Table, against_plain, candidates_table, costs_table,
                                       dynamic_tables, equal_of, headline, interval, known, label_of, labelled,
-                                      ladder_table, level, mean_alone, mean_of, notices, others,
-                                      others_table, plain_rates_table, remarks, screened_table,
+                                      ladder_table, level, mean_alone, mean_of, next_study, notices, others,
+                                      others_table, part_of, plain_rates_table, remarks, screened_table,
                                       sentence_of, settings_of, show, standing, steps_table, texts_table,
                                       tuned_table, verdict_of, verdicts_table, without)
 
@@ -33,14 +33,15 @@ def in_text(found, width=120):
     if "sizes" in found:
         above = [f"{found['name']}: effects over sizes", *standing(found)]
         tables, below = [ladder_table(found)], []
+        following = {f"{size}: ": next_study(part_of(found, size)) for size in found["sizes"]}
     elif "texts" in found:
         both = effects.pooled(found)
         above, tables = [headline(both), *notices(both)], [texts_table(found), others_table(both)]
-        below = [" ".join(remarks(both))]
+        below, following = [" ".join(remarks(both))], {"": next_study(both)}
     else:
         name, first = f"{found['name']}: ", headline(found)
         above = [first if first.startswith(name) else name + first, *notices(found)]
-        below = [" ".join(remarks(found))]
+        below, following = [" ".join(remarks(found))], {"": next_study(found)}
         # of differences at equal cost the mean alone: intervals and costs are on the page
         main, more = (without(each, "seeds", "corrected p") for each in (
             verdicts_table(found, difference=mean_alone), others_table(found)))
@@ -48,7 +49,12 @@ def in_text(found, width=120):
                  for title, cell in zip(main.head, row)] for row in main.rows]
         tables = [Table([title.removeprefix("at ") for title in main.head], rows, main.words), more,
                   *dynamic_tables(found)]
-    return in_terminal(above, tables, below, width)
+    lines = [in_terminal(above, tables, below, width)]
+    for size, more in following.items():
+        if more:  # a command is not broken into lines: it is there to be copied
+            lines += ["", *textwrap.wrap(printable(size + more["words"]), width)]
+            lines += [f"    {more['command']}"] if more["command"] else []
+    return "\n".join(lines)
 
 
 def in_terminal(above, tables, below, width=120):
@@ -107,7 +113,7 @@ def page(found, drawn=None):
         found={"texts": None, "screen": None, **found}, title=found["question"] or found["name"],
         where=" · ".join(str(found[key]) for key in ("name", "scale", "date") if found.get(key)),
         headline=headline(found), notices=notices(found), verdicts=verdicts_table(found), cards=cards,
-        remarks=" ".join(remarks(found, "the table under Seed by seed")),
+        remarks=" ".join(remarks(found, "the table under Seed by seed")), following=next_study(found),
         drawn={"forest": None, "learning": None, "compute": None, **(drawn or {})},
         texts=texts_table(found) if found.get("texts") else None, others=others_table(found),
         plain_rates=plain_rates_table(found), screened=screened_table(found), steps=steps_table(found),
@@ -169,8 +175,8 @@ def write(found, folder):
         found = effects.pooled(found)
     draws = [pictures.ladder] if is_ladder else [pictures.forest, pictures.learning, pictures.compute]
     paths = write_page(found, folder, ladder_page if is_ladder else page, draws)
-    for name, study in parts.items():
-        paths += write(study, no_link(Path(folder, name)))
+    for name in parts:
+        paths += write(part_of(found, name), no_link(Path(folder, name)))
     return paths
 
 
