@@ -135,8 +135,8 @@ def next_study(found):
     lines = []
     if near:
         lines.append(f"Undecided: {listed(near)}. A new study with {more['seeds']} fresh seeds would decide "
-                     "four times in five, if differences and spreads are as they look now. Do not add seeds to "
-                     "this study: that would be a second look at the same scores, for which p is not "
+                     "four times in five, if differences and spreads are as they look now. Do not add seeds "
+                     "to this study: that would be a second look at the same scores, for which p is not "
                      "corrected.")
     if far:
         lines.append(f"Undecided, and it would take more than {MOST_SEEDS} seeds: {listed(far)}.")
@@ -399,13 +399,28 @@ def standing(found):
                        f"({seeds_in_words(row['seeds'])}{of_text(row)})" for row in rows])
         lines.append(f"Finished runs of the same variants are left out: {runs}. p holds where seeds were "
                      f"chosen before their scores were known; else {WHAT_IT_DOES}.")
-    if earlier := found.get("looks"):
-        more = len(earlier) - MOST_LOOKS
-        words = [f"{more} times before"] * (more > 0) + [look_in_words(found, look)
-                                                         for look in earlier[-MOST_LOOKS:]]
-        lines.append(f"The same variants were judged by other runs: {'; '.join(words)}. p does not allow for "
-                     f"another look; {WHAT_IT_DOES}.")
+    apart, sharing = [], []
+    for look in found.get("looks") or ():
+        (apart if is_apart(found, look) else sharing).append(look)
+    if sharing:
+        lines.append(f"The same variants were judged by other runs: {looks_in_words(found, sharing)}. p does "
+                     f"not allow for another look; {WHAT_IT_DOES}.")
+    if apart:
+        lines.append("The same variants were judged before by other seeds, none of which judges here: "
+                     f"{looks_in_words(found, apart)}. p holds for this study by itself.")
     return lines
+
+
+def is_apart(found, look):
+    """Whether another report judged the variants of a study by none of its seeds."""
+    return all(not {*seeds} & {*found["arms"].get(name, {}).get("seeds", ())}
+               for name, seeds in look["seeds"].items())
+
+
+def looks_in_words(found, looks):
+    more = len(looks) - MOST_LOOKS
+    return "; ".join([f"{more} times before"] * (more > 0) + [look_in_words(found, look)
+                                                              for look in looks[-MOST_LOOKS:]])
 
 
 SPENDING = {"obrien_fleming": "O'Brien-Fleming", "pocock": "Pocock"}

@@ -10,6 +10,7 @@ from scipy.signal import lfilter
 from nanoheads.intervals import block_bootstrap
 from nanoheads.study import stats
 from nanoheads.study.stats import Comparison, Difference, difference, findable, holm, in_words, judge, p_same
+from simulate import error_of_two_looks
 
 pytestmark = pytest.mark.filterwarnings("error")  # a division by zero is a warning in numpy
 
@@ -192,6 +193,42 @@ def test_no_correction_would_be_wrong_in_every_third_study(monkeypatch):
     """Negative control: eight comparisons, each at 5 %."""
     monkeypatch.setattr(stats, "holm", lambda p, most_true: np.asarray(p))
     assert share_wrong(5, 14, 8, 200) > 0.15
+
+
+# ---- two looks ----
+
+@pytest.mark.parametrize("spending, alpha, share, want", (
+    ("pocock", 0.05, 0.5, (0.0294, 0.0294)), ("obrien_fleming", 0.05, 0.5, (0.0052, 0.0480)),
+    ("pocock", 0.01, 0.5, (0.0056, 0.0056)), ("obrien_fleming", 0.01, 0.5, (0.0003, 0.0099)),
+    ("obrien_fleming", 0.05, 0.6, (0.0101, 0.0464))))
+def test_the_levels_of_two_looks_are_those_of_the_textbooks(spending, alpha, share, want):
+    """Jennison and Turnbull, Group Sequential Methods, tables 2.1 and 2.3: z of 2.178; 2.797 and 1.977; at
+    alpha 0.01 of 2.772; 3.649 and 2.580.
+    """
+    assert stats.levels(alpha, spending, share) == pytest.approx(want, abs=6e-5)
+
+
+@pytest.mark.parametrize("spending", stats.SPENDING)
+@pytest.mark.parametrize("share, m", ((0.5, 1), (0.6, 1), (0.5, 8)))
+def test_two_looks_together_have_the_chance_that_is_allowed(spending, share, m):
+    """By scipy's bivariate normal; m comparisons have an m-th of it each, and the design's shape."""
+    levels = stats.levels(0.05, spending, share, m)
+    z = [float(scipy_stats.norm.isf(level / m / 2)) for level in levels]
+    both = scipy_stats.multivariate_normal([0, 0], [[1, math.sqrt(share)], [math.sqrt(share), 1]])
+    inside = both.cdf(z, lower_limit=[-each for each in z])
+    assert 1 - inside == pytest.approx(0.05 / m, rel=1e-3)
+    single = stats.levels(0.05, spending, share)
+    assert levels[0] / levels[1] == pytest.approx(single[0] / single[1])
+    assert m == 1 or all(a < b for a, b in zip(levels, single))
+
+
+def test_two_planned_looks_are_wrong_in_one_of_twenty_and_two_others_more_often():
+    """A part of tests/simulate.py --only=two_looks; looks without a correction are the negative control."""
+    alone = error_of_two_looks(400, 1, 10, 10, {}, 0.0)
+    several = error_of_two_looks(100, 4, 6, 12, dict(unequal=0.4), 0.0)
+    for spending in stats.SPENDING:
+        assert 0 < alone[spending] / 100 <= bound(400) and several[spending] / 100 <= bound(100)
+        assert alone["peeking"] > 1.3 * alone[spending]
 
 
 # ---- what is found ----
