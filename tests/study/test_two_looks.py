@@ -58,7 +58,7 @@ def test_what_the_first_look_decides_is_not_trained_again(study, here, capsys):
     assert big["words"].endswith(f"; look 1 of 2, held against {levels[0]:.4f}")
     line, = (line for line in told["notices"] if line.startswith("Look "))
     assert line.startswith("Look 2 of 2, as planned (Pocock): corrected p is held against "
-                           f"{levels[0]:.4f} at look 1, by 3 of 6 seeds, and against {levels[1]:.4f} at look 2")
+                           f"{levels[0]:.4f} at look 1, by 3 of 6 seeds, and against {levels[1]:.4f} at look")
     assert line.endswith("Look 1 decided big against plain GPT and big against plain GPT, MLP 96 wide, "
                          "which stays as it was there.")
     printed, page = capsys.readouterr().out, Path("out/sink+big-plain/report.html").read_text()
@@ -179,7 +179,7 @@ def test_an_undecided_study_names_a_command_that_works(study, here, capsys):
     assert following["variants"] == ["sink", "output_gate"] and n == max(more) > 3
     command = following["command"]
     seeds = ",".join(str(seed) for seed in range(5, 5 + n))
-    assert command.endswith("--json=v.json --rescore=0 --looks=1 --match_parameters=False "
+    assert command.endswith("--rescore=0 --looks=1 --json=v.json --match_parameters=False "
                             f"--mechanisms=sink,output_gate '--variants={{}}' --seeds={seeds} "
                             f"--plain_seeds={round(4 * n / 3)}")
     assert f"\n    {command}\n" in printed
