@@ -13,6 +13,7 @@ Does a mechanism beat a plain GPT? A study in two stages, intervals, effects as 
     python compare.py --scores=scores.csv --baseline=plain       # verdicts on runs of another program
     python compare.py config/studies/all.py --reuse=results/all-tiny.json.gz   # take its runs, train the rest
     python compare.py config/studies/all.py --fresh              # train everything anew: do the scores agree?
+    python compare.py --mechanism=mine --seeds=1,2,3,4,5,6,7,8 --looks=2   # half of the seeds may be enough
 
 Every run is kept in out/trials, under a hash of its flags, its data and the code that it can reach: start a
 study again and it goes on where it stopped; change a flag or the code and what depends on it runs again.
@@ -204,11 +205,14 @@ class Study:
     def first_look(self, names, place):
         """Train the first half of the seeds and judge by them; what is better meets its wider plain GPT.
 
-        Until all of these runs have ended nothing is decided, and the study is at its first look.
+        Until all of these runs have ended nothing is decided, and the study is at its first look. A plan has
+        both looks whole, also where runs are done: the same command has the same seeds in --minutes then.
         """
-        c, looks = self.config, self.two_looks
+        looks = self.two_looks
         self.train(names, looks["first_seeds"], looks["plain_seeds"], place)
-        if c.match_parameters and (place is not None or c.report_only):
+        if place is None:
+            return
+        if self.config.match_parameters:
             better = [row["variant"] for row in self.rows_of_first_look() if row["verdict"] == "better"]
             self.meet_wider(better)
             self.train([each.name for each in self.baselines()], looks["first_seeds"], [], place)
@@ -217,7 +221,7 @@ class Study:
                         if row["verdict"] != "undecided"]
         left = len(self.open_pairs())
         looks["look"] = 2 if rows and left else 1
-        if rows and place is not None:
+        if rows:
             print(f"look 1 of 2: {len(self.decided)} of {len(self.pairs)} comparisons are decided"
                   + ", the others go on" * bool(left), flush=True)
 

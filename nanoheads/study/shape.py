@@ -158,6 +158,10 @@ def problem_of_figures(study):
     """What is wrong with the figures of one study of a results file, in words; None: nothing."""
     if words := misfit(study, FIGURES):
         return words.lstrip(".")
+    if study.get("two_looks") and len(study.get("levels") or ()) != 2:
+        return "levels must be those of two_looks, two numbers"
     for i, c in enumerate(study["comparisons"]):
+        if study.get("two_looks") and c.get("look") not in (1, 2):
+            return f"comparisons[{i}].look is {shown(c.get('look'))}, and must be 1 or 2"
         if unknown := [c[side] for side in ("variant", "baseline") if c[side] not in study["arms"]]:
             return f"comparisons[{i}]: {unknown[0]!r} is not one of its arms"

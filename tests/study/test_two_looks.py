@@ -24,7 +24,7 @@ def study(plain, here, monkeypatch):
         here.started = []
         main(["--base", str(plain), "--device=cpu", "--mechanisms=sink", "--budgets=[]", "--rescore=0",
               "--seeds=1,2,3,4,5,6", "--looks=2", "--plain_seeds=8", "--json=v.json", *more])
-        return json.loads(Path("v.json").read_text())
+        return json.loads(Path("v.json").read_text()) if Path("v.json").is_file() else None
     return call
 
 
@@ -87,6 +87,9 @@ def test_a_study_whose_first_look_decides_everything_has_no_second(study, here, 
     assert max(started_seeds(here)) == 7 and len(here.started) == 7
     assert any("Look 1 decided everything, so the other seeds were not trained." in line
                for line in told["notices"])
+    capsys.readouterr()
+    study("--margin=0.3", "--spending=pocock", "--match_parameters=False", "--dry_run", "--json=None")
+    assert "14 runs, 7 of them to do" in capsys.readouterr().out  # a plan is that of both looks
 
 
 def test_a_study_in_two_looks_goes_on_where_it_was_stopped(study, here, capsys, monkeypatch):
@@ -134,6 +137,21 @@ def test_a_plan_names_the_runs_that_the_second_look_may_spare(plain, capsys):
     said = capsys.readouterr().out
     # of 5 seeds the first look has 3, of the plain GPT's 7 it has 4
     assert "22 runs, 22 of them to do" in said and "two looks: 9 of these runs are the second one's" in said
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(levels=None), "levels must be those of two_looks, two numbers"),
+    (dict(two_looks=dict(spending="none", look=1, seeds=[1, 2, 3], first_seeds=[1, 2], plain_seeds=[1, 2],
+                         pairs=[])), "two_looks is no plan: 'none', look 1, with 2 of 3 seeds"),
+    (dict(two_looks=dict(spending="pocock", look=1, seeds=[1, 2, 3], first_seeds=[1, 2], plain_seeds=[1, 2],
+                         pairs=[["a", "b", []]])), "pairs: 'a' is not one of its arms"),
+])
+def test_a_damaged_plan_of_two_looks_is_named(open_study, tmp_path, change, words):
+    plan = dict(spending="pocock", look=1, seeds=[1, 2, 3], first_seeds=[1, 2], plain_seeds=[1, 2], pairs=[])
+    results.write({**open_study, "two_looks": plan, **change}, tmp_path)
+    with pytest.raises(UserError, match="is not what compare.py writes") as e:
+        results.read(tmp_path / "results.json.gz")
+    assert words in str(e.value)
 
 
 def test_a_failed_run_of_the_second_look_takes_nothing_from_the_first():
