@@ -440,7 +440,7 @@ def planned_looks(found):
                          ". Look 1 decided everything, so the other seeds were not trained.")]
     early = [f"{label_of(found, c['variant'])} against {label_of(found, c['baseline'])}"
              for c in found["comparisons"] if c["look"] == 1]
-    stays = f"{listed(early)}, which stays as it was there" if early else "nothing"
+    stays = f"{listed(early)}, which stays as it was there, by its seeds" if early else "nothing"
     return [f"{words}. Look 1 decided {stays}."]
 
 

@@ -60,7 +60,7 @@ def test_what_the_first_look_decides_is_not_trained_again(study, here, capsys):
     assert line.startswith("Look 2 of 2, as planned (Pocock): corrected p is held against "
                            f"{levels[0]:.4f} at look 1, by 3 of 6 seeds, and against {levels[1]:.4f} at look")
     assert line.endswith("Look 1 decided big against plain GPT and big against plain GPT, MLP 96 wide, "
-                         "which stays as it was there.")
+                         "which stays as it was there, by its seeds.")
     printed, page = capsys.readouterr().out, Path("out/sink+big-plain/report.html").read_text()
     assert "look 1 of 2: 2 of 3 comparisons are decided, the others go on" in printed
     for text in (printed, page):
@@ -78,6 +78,17 @@ def test_what_the_first_look_decides_is_not_trained_again(study, here, capsys):
         results.write(other, "out")
         with pytest.raises(UserError, match="figures are not what its runs give"):
             results.recheck("out/results.json.gz", complain=False)
+
+
+def test_what_seems_better_at_the_second_look_meets_its_wider_plain_gpt_by_all_seeds(study, monkeypatch):
+    monkeypatch.setattr(effects, "seem_better", lambda scores, pairs, *level: [
+        name for name, *_ in pairs if name == "big"])
+    told = study("--variants={'big': {'n_inner': 96}}")  # the wider plain GPT itself, so that both are equal
+    assert seeds_of(results.read("out/sink+big-plain/results.json.gz"))["plain, MLP 96"] == [*range(1, 7)]
+    assert [(c["variant"], c["equal"], c["look"], c["n"]) for c in told["comparisons"]] == [
+        ("sink", [], 2, 6), ("big", [], 2, 6), ("big", ["parameters"], 2, 6)]
+    assert told["two_looks"]["levels"] == [stats.levels(0.05, "obrien_fleming", 0.5, 2)[0],
+                                           stats.levels(0.05, "obrien_fleming", 0.5, 3)[1]]
 
 
 def test_a_study_whose_first_look_decides_everything_has_no_second(study, here, capsys):
