@@ -86,7 +86,7 @@ def test_what_seems_better_at_the_second_look_meets_its_wider_plain_gpt_by_all_s
     told = study("--variants={'big': {'n_inner': 96}}")  # the wider plain GPT itself, so that both are equal
     assert seeds_of(results.read("out/sink+big-plain/results.json.gz"))["plain, MLP 96"] == [*range(1, 7)]
     assert [(c["variant"], c["equal"], c["look"], c["n"]) for c in told["comparisons"]] == [
-        ("sink", [], 2, 6), ("big", [], 2, 6), ("big", ["parameters"], 2, 6)]
+        ("big", [], 2, 6), ("sink", [], 2, 6), ("big", ["parameters"], 2, 6)]
     assert told["two_looks"]["levels"] == [stats.levels(0.05, "obrien_fleming", 0.5, 2)[0],
                                            stats.levels(0.05, "obrien_fleming", 0.5, 3)[1]]
 
