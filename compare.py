@@ -382,8 +382,8 @@ def plan_of(study):
         first = {*study.two_looks["first_seeds"], *study.two_looks["plain_seeds"]}
         later = {folder for (stage, _, seed), folder in study.runs.folders.items()
                  if stage == "judge" and seed not in first}
-        notes.append(f"two looks: {len(later):,} of these runs are the second one's, and what the first look "
-                     f"decides is spared them")
+        notes.append(f"two looks: {len(later):,} of these runs are of the second one, which trains only what "
+                     "the first one leaves undecided")
     if study.screens():
         notes.append("which are judged is known after the screening; here it is taken for the first ones")
     if c.tune_lr:

@@ -76,9 +76,9 @@ class StudyConfig:
     plain_seeds: Optional[int] = None    # of the plain GPT; None: sqrt(variants judged) times as many
     looks: Literal[1, 2] = 1             # 2: judge by the first half of the seeds, and train the other half
                                          # for what is undecided then; p is corrected for both looks
-    # how strict the first of two looks is: obrien_fleming is, so that the second one loses little; pocock
-    # holds both against the same level, which decides more at the first look and less in the end
-    spending: Literal["obrien_fleming", "pocock"] = "obrien_fleming"
+    spending: Literal["obrien_fleming", "pocock"] = "obrien_fleming"  # how two looks share the error: the
+                                         # first is strict, so that the second loses little; or both alike,
+                                         # so that more is decided at the first and less in the end
     split: str = "test"                  # what is scored in the end
     test_tokens: int = 0                 # of it, evenly spaced; 0: all
     # ---- two stages: all variants on validation, some of them with fresh seeds on the test split ----

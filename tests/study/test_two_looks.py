@@ -147,7 +147,7 @@ def test_a_plan_names_the_runs_that_the_second_look_may_spare(plain, capsys):
           "--seeds=1,2,3,4,5", "--budgets=[0.5]"])
     said = capsys.readouterr().out
     # of 5 seeds the first look has 3, of the plain GPT's 7 it has 4
-    assert "22 runs, 22 of them to do" in said and "two looks: 9 of these runs are the second one's" in said
+    assert "22 runs, 22 of them to do" in said and "two looks: 9 of these runs are of the second one" in said
 
 
 @pytest.mark.parametrize("change, words", [
