@@ -168,7 +168,7 @@ def learning(found):
     low = np.nanmin([*(c["low"].min() for c in curves.values()), *trained])
     figure, every = panels(11, 4.4, 3)
     for axes, against in zip(every, ("training tokens", "training FLOPs, executed", "seconds of training")):
-        for name in curves.keys() - styles:
+        for name in [name for name in curves if name not in styles]:
             axes.plot(curves[name][against], curves[name]["mean"], color="0.8", linewidth=0.8)
         for name, style in styles.items():
             c = curves[name]
