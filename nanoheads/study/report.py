@@ -182,8 +182,9 @@ def write(found, folder):
     is_ladder, parts = "sizes" in found, found.get("sizes") or found.get("texts") or {}
     if "texts" in found:
         found = effects.pooled(found)
-    draws = [pictures.ladder] if is_ladder else [pictures.forest, pictures.forest_narrow, pictures.learning,
-                                                        pictures.compute]
+    draws = [pictures.forest, pictures.forest_narrow, pictures.learning, pictures.compute]
+    if is_ladder:
+        draws = [pictures.ladder]
     paths = write_page(found, folder, ladder_page if is_ladder else page, draws)
     for name, study in parts.items():
         paths += write(study, no_link(Path(folder, name)))

@@ -906,7 +906,7 @@ def test_one_seed_still_has_pictures(tmp_path):
 def test_36_variants_stay_a_small_page():
     found = make_found(30, screened=6)
     drawn = {draw.__name__: drawing.drawn(draw, found)
-             for draw in (pictures.forest, pictures.learning, pictures.compute)}
+             for draw in (pictures.forest, pictures.forest_narrow, pictures.learning, pictures.compute)}
     assert len(html_of(found, drawn).encode()) < 1_000_000
 
 
