@@ -796,7 +796,7 @@ def test_of_many_variants_a_few_curves_have_a_colour():
     # the plain GPT and its three budgets, a wider and a tuned one, a tuned variant
     assert [len(figure.axes[0].get_lines()) for figure in (few, many)] == [3 + 7, 30 + 7]
     assert [len(figure.legends[0].get_texts()) for figure in (few, many)] == [4, 6]
-    # the grey ones in the order of the study: a set's order differs from process to process, and so did the bytes
+    # the grey ones in the order of the study: a set's differs from process to process, and so did the bytes
     found = make_found(30)
     grey = [line for line in many.axes[0].get_lines() if line.get_color() == "0.8"]
     means = {name: pictures.mean_curve(arm, found["runs"])["mean"] for name, arm in found["arms"].items()}
