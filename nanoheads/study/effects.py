@@ -115,6 +115,14 @@ def identical(scores, others):
     return enough and all(scores[seed] == others[seed] for seed in shared)
 
 
+def uncertainty(found, name):
+    """Half the interval of a variant's own mean over seeds; None: it has not two, or they show no spread."""
+    studies = [*(found.get("texts") or {"": found}).values()]
+    mean = stats.difference(parts_of([finished_scores(study["arms"][name]) for study in studies], 1),
+                            found["alpha"])
+    return (mean.high - mean.low) / 2 if math.isfinite(mean.se) else None
+
+
 def seem_better(by_text, pairs, alpha, margin):
     """The variants whose interval lies below the plain GPT, before anything else is made equal."""
     pairs = [pair for pair in pairs if pair[1] == "plain" and not pair[2]]

@@ -233,6 +233,28 @@ def sentence_of(found, c):
     return " ".join(printable(words).split())
 
 
+def not_shown_at(found, c):
+    """[What is equal where a variant that is better is not shown to be], as limits_of() has it.
+
+    [] for all others, and where costs are not known: of the scores of another program.
+    """
+    if verdict_so_far(found, c) != "better" or not known(found["arms"]["plain"].get("params")):
+        return []
+    return limits_of(found, [c])[0].get(c["variant"], [])
+
+
+BUT = ", but not at equal "  # between a verdict and what it does not hold for
+
+
+def limited_verdict(found, c):
+    """verdict_of(), and of a variant that is better where it is not shown to be, for the page."""
+    return but_not_at(verdict_of(found, c), not_shown_at(found, c))
+
+
+def but_not_at(verdict, whats):
+    return BUT.join([verdict, *filter(None, [listed(whats, "or")])])
+
+
 def headline(found):
     """The study in one sentence."""
     rows = against_plain(found)
@@ -513,7 +535,7 @@ def remarks(found, over_text="report.html"):
     beside = f"; {over_text} has one over the text beside each" * any(
         c.get("text") for c in found["comparisons"])
     lines.append(f"Intervals ({level(found)}) are over seeds and not over other text{beside}.")
-    if any(verdict_so_far(found, c) == "better" for c in against_plain(found)):
+    if any(verdict_so_far(found, c) == "better" and c.get("equal_flops") for c in against_plain(found)):
         lines.append("At equal parameters better is a verdict; at equal FLOPs or time it means that the "
                      "interval, which is not corrected, lies below 0.")
     return [*lines, *filter(None, [timed_how(found), rescored_sentence(found)])]
@@ -521,32 +543,33 @@ def remarks(found, over_text="report.html"):
 
 # ---- tables ----
 
-def verdicts_table(found, only=None, difference=interval):
+def verdicts_table(found, only=None, difference=interval, verdict=verdict_of):
     """The plain GPT, then each variant against it, the best first.
 
-    difference: how a difference at equal cost is shown.
+    difference: how a difference at equal cost is shown; verdict: how a verdict is.
     """
     head = ("variant", "verdict", "params", "seeds", "bits/byte", f"difference [{level(found)}]",
             "corrected p", "worth × compute", "at equal FLOPs", "at equal time", "tokens ×")
     label, *sizes = label_and_figures(found, "plain")
-    rows = [(label, "–", *sizes, "–", "–", "1", "–", "–", "1")]
+    rows = [(label, "–", *sizes, own_interval(found), "–", "1", "–", "–", "1")]
     for c in against_plain(found, only):
         label, *sizes = label_and_figures(found, c["variant"])
-        rows.append((label, verdict_of(found, c), *sizes, interval(c), p_of(c), worth_of(c),
+        rows.append((label, verdict(found, c), *sizes, interval(c), p_of(c), worth_of(c),
                      at_cost(c, "equal_flops", difference), at_cost(c, "equal_time", difference),
                      show(tokens_ratio(found, c["variant"]), ".2f")))
     table = Table(head, rows, (0, 1))
     return table if of_other_tokens(found, against_plain(found, only)) else without(table, "tokens ×")
 
 
-def texts_table(found, only=None):
+def texts_table(found, only=None, verdict=verdict_of):
     """Each variant's difference over all texts of a study and on each of them, its worth and its verdict."""
     both, texts = effects.pooled(found), found["texts"]
-    rows = [("plain GPT", "–", score_of(both, "plain"), "–", *("–" for _ in texts), "1")]
+    rows = [("plain GPT", "–", score_of(both, "plain"), own_interval(both),
+             *map(own_interval, texts.values()), "1")]
     for c in against_plain(both, only):
         label, *_, score = label_and_figures(both, c["variant"])
         each = (interval(own) for study in texts.values() for own in against_plain(study, [c["variant"]]))
-        rows.append((label, verdict_of(both, c), score, interval(c), *each, worth_of(c)))
+        rows.append((label, verdict(both, c), score, interval(c), *each, worth_of(c)))
     head = ("variant", "verdict", "bits/byte", f"difference [{level(both)}]",
             *(f"on {text}" for text in texts), "worth × compute")
     return Table(head, rows, (0, 1))
@@ -566,6 +589,21 @@ def without(table, *titles):
     kept = [i for i, title in enumerate(table.head) if title not in titles]
     return Table([table.head[i] for i in kept], [[row[i] for i in kept] for row in table.rows],
                  [kept.index(i) for i in table.words if i in kept])
+
+
+def measured(table):
+    """(A table without the columns in which nothing was measured, a sentence that names them or "")."""
+    cells = {title: {row[i] for row in table.rows} for i, title in enumerate(table.head)}
+    empty = [title for title, own in cells.items()
+             if NOT_MEASURED in own and own <= {NOT_MEASURED, "–", "1"}]  # the last two: of the plain GPT
+    titles = listed([title.removeprefix("at ") for title in empty])
+    return without(table, *empty), f"Not measured, and so not in the table: {titles}." if empty else ""
+
+
+def own_interval(found):
+    """The interval of the plain GPT's own mean over seeds, for its row in a table of differences to it."""
+    half = effects.uncertainty(found, "plain")
+    return "–" if half is None else f"its mean ±{half:.4f}"
 
 
 def score_of(found, name):
@@ -600,14 +638,20 @@ def worth_of(c, of=1, spec=".2f"):
 
 
 def steps_table(found, only=None):
-    """The plain GPT's steps to each variant's score, by its worth, and the share of them that it saves."""
+    """The plain GPT's steps to each variant's score, by its worth, and how many fewer or more it takes."""
     steps, rows = found["arms"]["plain"].get("steps"), []
     for c in against_plain(found, only):
         worth, own = (c.get("worth") or {}).get("mean"), found["arms"][c["variant"]].get("steps")
         if known(steps) and known(own) and worth_of(c) not in ("–", NOT_MEASURED):
-            saved = f"{100 * (1 - own / worth / steps):+.0f} %" if known(worth) else "–"
-            rows.append((label_of(found, c["variant"]), show(own), worth_of(c, steps, ",.0f"), saved))
-    return Table(("variant", "its steps", "plain GPT's steps to its score", "steps saved"), rows, (0,))
+            takes = fewer_or_more(own / worth / steps) if known(worth) else "–"
+            rows.append((label_of(found, c["variant"]), show(own), worth_of(c, steps, ",.0f"), takes))
+    return Table(("variant", "its steps", "plain GPT's steps to its score", "so it takes"), rows, (0,))
+
+
+def fewer_or_more(ratio):
+    """0.8 -> 20 % fewer steps"""
+    percent = round(100 * (ratio - 1))
+    return f"{abs(percent)} % {'more' if percent > 0 else 'fewer'} steps" if percent else "as many steps"
 
 
 def at_cost(c, key, difference):
@@ -745,15 +789,15 @@ def candidates_table(found, only=None):
     return Table(("variant", "rates", "seeds", "bits/byte, validation", "taken"), rows, (0, 1, 4))
 
 
-def ladder_table(found, only=None):
+def ladder_table(found, only=None, verdict=verdict_of):
     """Each variant's difference to the plain GPT and its worth, size by size."""
-    rows = [("plain GPT", size, "–", score_of(study, "plain"), "–", "1")
+    rows = [("plain GPT", size, "–", score_of(study, "plain"), own_interval(study), "1")
             for size, study in found["sizes"].items()]
     judged = dict.fromkeys(c["variant"] for study in found["sizes"].values() for c in against_plain(study))
     for name in only or judged:
         for size, study in found["sizes"].items():
             label, *_, score = label_and_figures(study, name)
-            rows += [(label, size, verdict_of(study, c), score, interval(c), worth_of(c))
+            rows += [(label, size, verdict(study, c), score, interval(c), worth_of(c))
                      for c in against_plain(study, [name])]
     gap = f"difference [{level(next(iter(found['sizes'].values())))}]"
     return Table(("variant", "size", "verdict", "bits/byte", gap, "worth × compute"), rows, (0, 1, 2))

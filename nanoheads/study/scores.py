@@ -15,7 +15,7 @@ from pathlib import Path
 from nanoheads.common import UserError, json_safe, printable, read_whole, say, write_atomic
 from nanoheads.study import effects, pictures, report
 from nanoheads.study.findings import (MEANING, Table, against_plain, interval, known, label_of, level,
-                                      mean_of, p_of, show, verdict_of)
+                                      mean_of, own_interval, p_of, show, verdict_of)
 from nanoheads.study.shape import LARGEST, is_finite
 
 NEEDED, OPTIONAL = ("variant", "seed", "score"), ("tokens", "bytes", "cost")
@@ -201,7 +201,7 @@ def scores_table(found):
         return (label_of(found, name), verdict, str(sum(map(known, arm["bpb"]))), show(mean_of(arm), ".4f"),
                 *figures, *(times(ratio(found, name, column)) for column in columns))
 
-    rows = [line("plain", "–", "–", "–"),
+    rows = [line("plain", "–", own_interval(found), "–"),
             *(line(c["variant"], verdict_of(found, c), interval(c), p_of(c)) for c in in_order(found))]
     return Table(head, rows, (0, 1))
 
@@ -244,7 +244,7 @@ def page(found, drawn):
 def write(found, folder, json_file=None):
     """Print the table; write report.html, the forest plot and the verdicts as JSON; print their paths."""
     print(report.in_terminal([headline(found), *notices(found)], [scores_table(found)], [remarks(found)]))
-    paths = report.write_page(found, folder, page, [pictures.forest])
+    paths = report.write_page(found, folder, page, [pictures.forest, pictures.forest_narrow])
     if json_file:
         text = json.dumps(verdicts(found), indent=1).encode()
         write_atomic(Path(json_file), lambda f: f.write(text + b"\n"))

@@ -1,5 +1,6 @@
 """The report: one table of numbers as measured, four verdicts, one page that loads nothing, at any width."""
 
+import base64
 import html
 import json
 import math
@@ -10,6 +11,7 @@ from html.parser import HTMLParser
 import matplotlib as mpl
 import numpy as np
 import pytest
+from scipy.special import stdtrit
 
 from browser import CHROMIUM
 from labels import hidden_labels
@@ -170,7 +172,7 @@ class Page(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.tags, self.words, self.css, self.inside = [], [], [], ""
-        self.feed(text)
+        self.feed(text.replace("<wbr>", ""))  # a name is one word, wherever it may break
         self.text = " ".join(" ".join(self.words).split())
 
     def handle_starttag(self, tag, attrs):
@@ -302,7 +304,58 @@ def test_what_was_not_measured_is_not_called_lost():
     head, (_, cells), _ = findings.verdicts_table(found)
     assert [title for title, cell in zip(head, cells) if cell == "not measured"] == [
         "worth × compute", "at equal FLOPs", "at equal time"]
-    assert report.in_text(found).count("not measured") == 4
+
+
+def test_columns_in_which_nothing_was_measured_are_left_out_and_named_once():
+    found, row = one_better(time_ratio=None, memory_mib=None)
+    found["arms"]["plain"].update(time_ratio=None, memory_mib=None)
+    found["arms"] = {name: found["arms"][name] for name in ("plain", row["variant"])}
+    time = row["equal_time"]
+    of_one_budget(row)
+    said = "Not measured, and so not in the table: worth × compute, equal FLOPs and equal time."
+    page = Page(html_of(found)).text
+    for text in (report.in_text(found).replace("\n", " "), page,
+                 tables.TABLES["verdicts"](found).replace("\\", "")):
+        assert text.count(said) == text.count("worth × compute") == 1
+    assert "not in the table: MiB added and time of a step × [95 %]." in page
+    assert "not measured" not in report.in_text(found).partition("variant  ")[2]
+    row["equal_time"] = time
+    first = rows_in(tables.TABLES["verdicts"](found))[1]
+    assert first["at equal time"] == findings.at_cost(row, "equal_time", findings.interval)
+    said = "Not measured, and so not in the table: worth × compute and equal FLOPs."
+    assert said in report.in_text(found).replace("\n", " ") and said in Page(html_of(found)).text
+    # a difference that could not be measured at a known cost still has the cost
+    time.update(dict.fromkeys(("mean", "low", "high")))
+    assert rows_in(tables.TABLES["verdicts"](found))[1]["at equal time"] == "not measured at 1.10 ×"
+
+
+def test_better_at_equal_hyperparameters_alone_does_not_look_like_better():
+    found, row = one_better()
+    row["equal_flops"].update(mean=-0.01, low=-0.02, high=-0.005)
+    row["equal_time"].update(mean=0.0, low=-0.01, high=0.01)
+    blue = pictures.VERDICT_COLOURS["better"]
+
+    def looks():
+        """The badges, the words beside them, the colour of the mean and the texts of the legend."""
+        page, figure = html_of(found), pictures.forest(found)
+        mean, = (line for line in figure.axes[0].get_lines() if list(line.get_xdata()) == [row["mean"]])
+        legend = [text.get_text() for text in figure.legends[0].get_texts()]
+        dot = pictures.compute(found).axes[0].get_lines()[1]
+        assert dot.get_color() == mean.get_color()
+        return (set(re.findall(r'class="(badge better[^"]*)"', page.split("How to read this")[0])),
+                set(re.findall("<span class=limit>(.*?)</span>", page)), mean.get_color(), legend)
+
+    badges, words, colour, legend = looks()
+    assert badges == {"badge better limited"} and words == {"but not at equal time"} and colour != blue
+    assert legend == ["better, but not at equal time"]
+    # the verdict is what the statistics say
+    assert findings.verdicts(found)["comparisons"][0]["verdict"] == "better"
+    assert findings.verdicts_table(found).rows[1][1] == "better"
+    row["equal_time"].update(high=-0.001)
+    assert looks() == ({"badge better"}, set(), blue, ["better"])
+    row.update(verdict="undecided")
+    row["equal_time"].update(high=0.01)
+    assert looks()[1] == set()
 
 
 def test_a_variant_that_costs_no_more_is_better_at_equal_cost_too():
@@ -490,6 +543,15 @@ def test_page_asks_the_network_for_nothing_and_runs_nothing(variants, change):
     assert any("default-src 'none'" in (attrs.get("content") or "") for _, attrs in page.tags)
 
 
+def test_long_names_break_behind_underscores_and_stay_text():
+    found = make_found(3)
+    found["arms"]["routing_1"]["label"] = "a_long<b>_name+<wbr>"
+    page = html_of(found)
+    assert "<th scope=row class=w>a_<wbr>long&lt;b&gt;_<wbr>name+<wbr>&lt;wbr&gt;</th>" in page
+    assert "a_long&lt;b&gt;_name" not in page.partition("<table>")[2].partition("</table>")[0]
+    assert "a_long<b>_name+" in Page(page).text
+
+
 def test_text_from_the_study_stays_text():
     found = poisoned(make_found(3))
     page = Page(html_of(found))
@@ -514,13 +576,13 @@ def test_every_tag_is_closed_where_it_was_opened():
         open = []
 
         def handle_starttag(self, tag, attrs):
-            if tag not in ("meta", "link", "img"):
+            if tag not in ("meta", "link", "img", "source", "wbr"):
                 self.open.append(tag)
 
         def handle_endtag(self, tag):
             assert self.open.pop() == tag
 
-    Nested().feed(html_of(make_found(3, screened=2), {"forest": b"<svg/>"}))
+    Nested().feed(html_of(make_found(3, screened=2), {"forest": b"<svg/>", "forest_narrow": b"<svg/>"}))
     assert Nested.open == []
 
 
@@ -583,11 +645,15 @@ def test_steps_to_the_same_score_follow_from_worth():
         entry["steps"] = 800
     rows = findings.steps_table(found).rows
     assert [row[0] for row in rows] == [findings.label_of(found, name) for name in names]
-    assert {row[1:] for row in rows} == {("800", "1,000 [880, >1,600]", "+20 %")}
+    assert {row[1:] for row in rows} == {("800", "1,000 [880, >1,600]", "20 % fewer steps")}
     assert "1,000 [880, >1,600]" in Page(html_of(found)).text
     for c in found["comparisons"]:
         c["worth"] = dict(mean=None, low=None, high=0.8, beyond="less", smallest=0.7, largest=2.0)
     assert {row[2:] for row in findings.steps_table(found).rows} == {("<560 [<560, 640]", "–")}
+    for worth, words in ((0.8, "25 % more steps"), (1.0, "as many steps")):
+        for c in found["comparisons"]:
+            c["worth"].update(mean=worth, beyond=None)
+        assert {row[3] for row in findings.steps_table(found).rows} == {words}
     for c in found["comparisons"]:
         c["worth"] = None
     assert findings.steps_table(found).rows == []
@@ -648,6 +714,7 @@ def test_forest_has_plain_and_every_variant_once_in_the_colour_of_its_verdict():
     zero, *lines = axes.get_lines()
     assert list(zero.get_xdata()) == [0, 0] and len(lines) == 3 * 31  # seeds, interval, mean; nothing goes on
     assert len(lines[0].get_xdata()) == 10 and sum(lines[0].get_xdata()) == pytest.approx(0)
+    assert list(lines[1].get_xdata()) == pytest.approx([-(half := own_half(found)), half])
     for c, seeds, interval, mean in zip(ranked, lines[3::3], lines[4::3], lines[5::3]):
         assert list(seeds.get_xdata()) == c["differences"]
         assert list(interval.get_xdata()) == [c["low"], c["high"]] and list(mean.get_xdata()) == [c["mean"]]
@@ -655,6 +722,52 @@ def test_forest_has_plain_and_every_variant_once_in_the_colour_of_its_verdict():
     assert axes.yaxis_inverted() and "left is better" in axes.get_xlabel()
     for draw in (pictures.forest, pictures.learning, pictures.compute):
         assert draw(emptied(make_found(3))) is None
+
+
+def own_half(found):
+    """Half the 95 % interval of the plain GPT's own mean."""
+    scores = found["arms"]["plain"]["bpb"]
+    n = len(scores)
+    return stdtrit(n - 1, 0.975) * np.std(scores, ddof=1) / n ** 0.5
+
+
+def test_the_plain_gpt_has_the_interval_of_its_own_mean():
+    found = make_found(3)
+    said = f"its mean ±{own_half(found):.4f}"
+    for text in (report.in_text(found), Page(html_of(found)).text):
+        assert said in text.replace("\N{NO-BREAK SPACE}", " ")
+    assert rows_in(tables.TABLES["verdicts"](found))[0]["difference [95 %]"] == said
+    # of two texts: of the mean of two means, which are independent of each other
+    both = results.read(ROOT / "results" / "all-tiny.json.gz")
+    halves = [own_half(study) for study in both["texts"].values()]
+    half = effects.uncertainty(effects.pooled(both), "plain")
+    assert half == pytest.approx(math.hypot(*halves) / 2, rel=0.02)  # a few more degrees of freedom
+    for few in ([2.3], []):
+        found["arms"]["plain"].update(seeds=list(range(len(few))), bpb=few)
+        assert effects.uncertainty(found, "plain") is None and findings.own_interval(found) == "–"
+
+
+def test_the_forest_for_a_phone_says_the_same_in_fewer_inches():
+    found = make_found(3)
+    found["arms"]["routing_1"]["label"] = "a_name_of_more_than_thirty_letters"
+    wide, narrow = pictures.forest(found), pictures.forest_narrow(found)
+    assert narrow.get_figwidth() < 0.6 * wide.get_figwidth()
+
+    def says(figure):
+        axes, = figure.axes
+        legend, = figure.legends
+        texts = [*axes.get_yticklabels(), *legend.get_texts(), legend.get_title(), axes.xaxis.label]
+        return ["".join(text.get_text().split()) for text in texts], [
+            list(line.get_xdata()) for line in axes.get_lines()]
+
+    assert says(narrow) == says(wide)
+    assert "a_name_of_more_\nthan_thirty_" in narrow.axes[0].get_yticklabels()[2].get_text()
+    page = Page(html_of(found, {"forest": b"<svg wide/>", "forest_narrow": b"<svg narrow/>"}))
+    source, = (attrs for tag, attrs in page.tags if tag == "source")
+    img, = (attrs for tag, attrs in page.tags if tag == "img")
+    for data, svg in ((source["srcset"], b"<svg narrow/>"), (img["src"], b"<svg wide/>")):
+        assert base64.b64decode(data.removeprefix("data:image/svg+xml;base64,")) == svg
+    assert "max-width" in source["media"]
 
 
 def test_what_lies_far_outside_the_forest_is_cut_off_and_marked():
@@ -683,6 +796,13 @@ def test_of_many_variants_a_few_curves_have_a_colour():
     # the plain GPT and its three budgets, a wider and a tuned one, a tuned variant
     assert [len(figure.axes[0].get_lines()) for figure in (few, many)] == [3 + 7, 30 + 7]
     assert [len(figure.legends[0].get_texts()) for figure in (few, many)] == [4, 6]
+    # the grey ones in the order of the study: a set's differs from process to process, and so did the bytes
+    found = make_found(30)
+    grey = [line for line in many.axes[0].get_lines() if line.get_color() == "0.8"]
+    means = {name: pictures.mean_curve(arm, found["runs"])["mean"] for name, arm in found["arms"].items()}
+    names = [name for line in grey for name, mean in means.items() if np.array_equal(mean, line.get_ydata())]
+    assert len(names) == len(grey) == 30 + 7 - 6
+    assert names == [name for name in found["arms"] if name in names]
 
 
 def with_train_loss(found):
@@ -738,6 +858,31 @@ def test_compute_shows_plain_budgets_and_variants_at_their_cost():
                                                     sorted(main_rows(found), key=lambda c: c["mean"])]
 
 
+def test_a_bar_of_the_picture_of_compute_crosses_the_line_if_the_difference_may_be_0():
+    found = results.read(ROOT / "results" / "all-tiny.json.gz")["texts"]["wikitext2_byte"]
+    axes, = pictures.compute(found).axes
+    plain, *bars = axes.collections
+    budgets = {arm["multiple"]: arm["bpb"] for arm in found["arms"].values()
+               if arm["kind"] in ("plain", "budget")}
+    for (x, low), (_, high) in plain.get_segments():
+        n = len(budgets[x])
+        half = stdtrit(n - 1, 0.975) * np.std(budgets[x], ddof=1) / n ** 0.5
+        assert [low, high] == pytest.approx([np.mean(budgets[x]) - half, np.mean(budgets[x]) + half])
+    assert len(plain.get_segments()) == len(budgets) == 4
+    line = axes.get_lines()[0]
+    rows = [c for c in findings.against_plain(found) if c["equal_flops"]]
+    assert len(bars) == len(rows) == 16
+    crosses = []
+    for c, bar in zip(rows, bars):
+        ((x, low), (_, high)), = bar.get_segments()
+        at = np.interp(math.log(x), np.log(line.get_xdata()), line.get_ydata())
+        each = c["equal_flops"]
+        if low < high < axes.get_ylim()[1] - 0.01:  # not cut off
+            assert [low - at, high - at] == pytest.approx([each["low"], each["high"]], abs=1e-9)
+            crosses.append(each["low"] < 0 < each["high"])
+    assert set(crosses) == {True, False}
+
+
 def test_files_are_whole_and_the_same_each_time(tmp_path, capsys):
     found = poisoned(make_found(3, screened=2))
     report.write_all(found, tmp_path / "one")
@@ -761,7 +906,7 @@ def test_one_seed_still_has_pictures(tmp_path):
 def test_36_variants_stay_a_small_page():
     found = make_found(30, screened=6)
     drawn = {draw.__name__: drawing.drawn(draw, found)
-             for draw in (pictures.forest, pictures.learning, pictures.compute)}
+             for draw in (pictures.forest, pictures.forest_narrow, pictures.learning, pictures.compute)}
     assert len(html_of(found, drawn).encode()) < 1_000_000
 
 
@@ -808,6 +953,16 @@ def test_ladder_picture_has_difference_and_worth_at_each_size():
     assert curves[one["variant"]].get_xdata() == pytest.approx([98304, 331776, 983040], rel=0.05)
     assert len(curves[other["variant"]].get_ydata()) == 2
     assert [line.get_ydata()[0] for line in worth.get_lines() if line.get_marker() == "^"] == [2.0]
+
+
+def test_ladder_picture_says_95_percent_and_has_no_tick_without_data():
+    found = make_ladder()
+    for c in found["sizes"]["1M"]["comparisons"]:
+        c["worth"] = None
+    figure = pictures.ladder(found)
+    differences, worth = figure.axes
+    assert [len(axes.get_xticks()) for axes in (differences, worth)] == [3, 2]
+    assert "95 % intervals" in figure.legends[0].get_title().get_text()
 
 
 def test_ladder_picture_does_without_worth_and_marks_what_lies_far_out():
@@ -885,6 +1040,34 @@ def test_in_a_browser_no_table_is_cut_off_or_scrolls_at_a_desk(name, browser, tm
             assert found["tables"] >= 4 and found["badges"] >= 2
     browser.open(tmp_path / "all.html", 400)  # what the script looks for is found on a phone
     assert browser.ask(CUT)["scrolling"]
+
+
+def test_in_a_browser_a_phone_has_a_forest_of_its_own_and_a_cue_for_what_scrolls(browser, tmp_path):
+    found = make_found(3)
+    drawn = {draw.__name__: drawing.drawn(draw, found)
+             for draw in (pictures.forest, pictures.forest_narrow, pictures.compute)}
+    (tmp_path / "page.html").write_text(html_of(found, drawn), encoding="utf-8")
+    for width, narrow in ((390, True), (500, True), (1280, False)):
+        browser.open(tmp_path / "page.html", width)
+        table, forest, compute = (browser.ask(f"""(() => {{
+          const boxes = [...document.querySelectorAll("[role=region]")];
+          const box = boxes.find(each => each.querySelector("{what}"));
+          const img = box.querySelector("img"), cue = getComputedStyle(box);
+          box.focus();
+          return {{scrolls: box.scrollWidth > box.clientWidth, label: box.ariaLabel,
+                   focused: document.activeElement == box, source: img && img.currentSrc.slice(26),
+                   shown: img && img.naturalWidth > 0,
+                   cue: cue.backgroundImage.split("gradient").length - 1 + cue.backgroundAttachment}};
+        }})()""") for what in ("table", "picture", "img:only-child"))
+        assert base64.b64decode(forest["source"]) == drawn["forest_narrow" if narrow else "forest"]
+        assert forest["shown"] and compute["shown"] and not forest["scrolls"]
+        assert table["scrolls"] is compute["scrolls"] is narrow
+        for box in (table, forest, compute):
+            assert box["focused"] and box["label"] and box["cue"] == "2local, scroll"
+        # nothing but headings draws a rule between sections: two had an empty stripe between them
+        assert browser.ask("""[...document.querySelectorAll("section, header")].every(each =>
+            getComputedStyle(each.lastElementChild).borderBottomStyle == "none"
+            || each.lastElementChild.matches(".scroll"))""")
 
 
 @pytest.mark.parametrize("name", ["demo", "all-tiny"])

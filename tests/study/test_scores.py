@@ -222,7 +222,7 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
-        if tag not in ("meta", "link", "img"):
+        if tag not in ("meta", "link", "img", "source", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
