@@ -60,7 +60,8 @@ STUDY = dict(
     plain_rates=Maybe(dict(seeds=[int], start=dict, flags=dict, tried=[dict(steps=dict, bpb=Each(NUMBER))])),
     # not kept before 2026-11-26
     finished=Maybe(bool), left_out=Maybe([dict(variant=str, seeds=[int])]), looks=Maybe([LOOK]),
-    rescored=Maybe(dict(runs=[str], without=int)), lives=Maybe(dict))
+    rescored=Maybe(dict(runs=[str], without=int)), lives=Maybe(dict),
+    untuned=Maybe(dict(rates=Each(Each(NUMBER)), runs=[int])))
 # what effects.py computes from that
 FIGURES = dict(
     comparisons=[COMPARISON], findable=Maybe(NUMBER), margin_as_compute=Maybe([Maybe(NUMBER)]),
