@@ -348,10 +348,11 @@ def plan_of(study):
     return "\n".join([table(head, rows, left=(0, 4)), *notes])
 
 
-def expectations(study):
-    """What a planned study would find, and what it does not measure, as lines."""
-    lines = power.expected(study)
-    return [*lines, findings.NO_BUDGETS] if lines and not study.config.budgets else lines
+def expectations(study, label=""):
+    """What a planned study would find, and what it does not measure, as lines; label: before the first."""
+    if not (lines := power.expected(study)):
+        return []
+    return [label + lines[0], *lines[1:], *([] if study.config.budgets else [findings.NO_BUDGETS])]
 
 
 def folders_of(study):
@@ -401,15 +402,14 @@ def plans(config, name):
     """plan_of() each size of a study, and what else is to be known before it runs. UserError."""
     notes, found = check_parts(config), []
     for study, label in planned(config, name):
-        found += [plan_of(study), *(label + line for line in expectations(study))]
+        found += [plan_of(study), *expectations(study, label)]
     if config.texts[1:]:
         found.append(f"What is judged is trained again on {', '.join(config.texts[1:])}.")
     return [*found, *notes]
 
 
 def planned(config, name):
-    """Yield (Study, planned and not run, what to put before a line about it) of each size, or of the first
-    text.
+    """Yield (Study, planned and not run, what to put before lines about it) of each size, or the first text.
     """
     for size in config.sizes or [config.size]:
         study = Study(on_text(at_size(config, size), *config.texts[:1] or [None]), name)
@@ -422,7 +422,7 @@ def print_expectations(config, name):
     # not as --fresh: that is said once, by the study itself
     for study, label in planned(replace(config, fresh=False), name):
         if config.fresh or folders_of(study)[1]:
-            say(*(label + line for line in expectations(study)), flush=True)
+            say(*expectations(study, label), flush=True)
 
 
 def plan_without_data(config, missing):

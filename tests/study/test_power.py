@@ -126,18 +126,28 @@ def test_a_challenge_spends_its_time_on_seeds():
     assert study.seeds == [1, 2, 3, 4, 5] and study.budgets == [0.7, 1.4, 2.0]
 
 
-def test_the_seeds_of_a_challenge_find_0_015_by_what_is_on_file():
+def test_the_seeds_of_a_challenge_find_0_015_by_what_is_on_file(tmp_path, monkeypatch):
     """At the tiny scale, also where the variant's sd is 1.5 times the usual and a wider GPT is compared."""
     dose = results.read(ROOT / "results" / "dose-tiny.json.gz")
     spec = dose["runs"][dose["arms"]["plain"]["runs"][0]]["spec"]
     studies = power.studies_like(spec)
     assert {study["name"] for study in studies} >= {"all", "dose", "controls"}
-    groups = [[bpb for bpb in arm["bpb"] if bpb is not None] for study in studies
-              for arm in study["arms"].values()]
+    monkeypatch.chdir(tmp_path)  # where nothing is in out/trials
+    groups, words = power.on_file(spec, studies)
     n = SEEDS_OF_CHALLENGE
-    size = stats.findable(groups, n, n, 2) * math.sqrt((1 + 1.5 ** 2) / 2)
-    assert 0.010 < size <= 0.015
-    assert len(power.effects_in(studies)) > 20
+    alone, wider, fewer = (stats.findable(groups, *sizes) for sizes in ((n, n, 1), (n, n, 2), (5, 5, 2)))
+    uneven = wider * math.sqrt((1 + 1.5 ** 2) / 2)
+    assert 0.010 < uneven <= 0.015
+    # as the page says
+    known = power.effects_in(studies)
+    page = " ".join((ROOT / "docs" / "add-a-mechanism.md").read_text(encoding="utf-8").split())
+    assert words.startswith("569 runs in results/") and "By the 569 runs of this size" in page
+    assert (f"15 seeds a side find a difference of {alone:.3f} bits per byte four times in five, or "
+            f"{wider:.3f} where a wider plain GPT is compared too.") in page
+    assert f"spread half as much again as is usual, it is {uneven:.3f}." in page
+    median = known[len(known) // 2]
+    assert f"Half of the {len(known)} effects of mechanisms on file are below {median:.3f}." in page
+    assert f"Five seeds, the default of all other studies, find {fewer:.3f}." in page
 
 
 def test_what_was_traded_for_seeds_is_said(plain, here, capsys):
