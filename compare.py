@@ -663,6 +663,7 @@ def run_study(config, name, command):
         if line:
             say(line, flush=True)
     if not config.report_only:
+        place_for(config)  # what it refuses is refused before a line is printed
         print_expectations(config, name)
     if config.sizes:
         found, studies = ladder_of(config, name, command)
