@@ -344,6 +344,12 @@ def plan_of(study):
         notes.append(f"{slots.per_gpu} runs share a GPU, and each takes longer than alone: not in the hours")
     if study.screens():
         notes.append("which are judged is known after the screening; here it is taken for the first ones")
+    if untuned := study.untuned():
+        arms = {name: dict(label=each.label, flags=each.flags) for name, each in study.compared.items()}
+        rates = findings.rates_in_words(dict(arms=arms, settings=study.builder.settings), untuned["rates"])
+        (least, most), (first, more) = untuned["runs"], study.runs_to_tune()
+        notes.append(f"no learning rate is tuned: {rates}; --tune_lr looks for the best ones first, in "
+                     f"{least} to {most} runs more, {length(first)} to {length([*first, *more])}")
     head = ("variant", "parameters", "steps", "training FLOPs", "flags")
     return "\n".join([table(head, rows, left=(0, 4)), *notes])
 
@@ -422,7 +428,8 @@ def print_expectations(config, name):
     # not as --fresh: that is said once, by the study itself
     for study, label in planned(replace(config, fresh=False), name):
         if config.fresh or folders_of(study)[1]:
-            say(*expectations(study, label), flush=True)
+            for line in expectations(study, label):
+                say(line, flush=True)
 
 
 def plan_without_data(config, missing):

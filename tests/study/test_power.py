@@ -195,6 +195,11 @@ def test_a_plan_counts_what_a_search_for_rates_takes_at_most(plain, monkeypatch)
     tuning = {folder for (stage, *_), folder in study.runs.folders.items() if stage == "tune"}
     assert len(tuning) == len(first) + len(more) and study.candidates
     assert study.may_follow() == [] and "; then at most" not in plan_of(study)
+    # what it would take is said where it is not asked for, too
+    untuned = planned(plain, **{**TUNED, "tune_lr": False})
+    assert ("no learning rate is tuned: what output_gate adds learns at mechanism_lr=0.004, the default; "
+            f"--tune_lr looks for the best ones first, in 20 to {20 + len(more)} runs more, 20 minutes to "
+            f"{20 + len(more)} minutes") in plan_of(untuned)
     assert len(study.at_most()) == len({*study.runs.folders.values()})
 
 
