@@ -353,17 +353,18 @@ def untuned_sentence(found):
     said = f"No learning rate was tuned: {rates_in_words(found, untuned['rates'])}."
     if not found["command"].startswith("python "):
         return said
-    words = [word for word in found["command"].split() if not word.startswith("--minutes")]
-    said += f" {' '.join(words)} --tune_lr finds the best rates of both sides on validation first"
+    command = " ".join(word for word in found["command"].split() if not word.startswith("--minutes"))
+    said += " With --tune_lr both sides first get their best rates on validation"
     if found["config"].get("minutes"):
-        return f"{said}; with --dry_run it says how long that takes."
-    least, most = untuned["runs"]
-    whole = most + found["planned"]
-    said += f", in {least} to {most} runs, and judges anew what they change: at most {whole} runs"
-    seconds, jobs = found["arms"]["plain"]["seconds"], found["machine"].get("jobs")
-    if seconds and jobs:
-        said += f", which would train for about {duration(whole * seconds / jobs)} here"
-    return f"{said}."
+        said += "; with --dry_run too it says how long that takes"
+    else:
+        least, most = untuned["runs"]
+        whole = most + found["planned"]
+        said += f", in {least} to {most} runs, and what these change is judged anew: at most {whole} runs"
+        seconds, jobs = found["arms"]["plain"]["seconds"], found["machine"].get("jobs")
+        if seconds and jobs:
+            said += f", which would train for about {duration(whole * seconds / jobs)} here"
+    return f"{said}. The command: {command} --tune_lr"
 
 
 def rates_in_words(found, rates):
