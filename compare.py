@@ -26,7 +26,6 @@ code, and reading it runs it: name only files that you trust. --help: all keys.
 
 import itertools
 import json
-import math
 import re
 import shlex
 import signal
@@ -42,7 +41,8 @@ from nanoheads.common import (UserError, as_program, explain, fault_of_own_file,
 from nanoheads.folders import LONGEST, find, joined
 from nanoheads import own_mechanism
 from nanoheads.probes import promises
-from nanoheads.study import budget, costs, effects, findings, looks, queue, report, results, tables, trial
+from nanoheads.study import (budget, costs, effects, findings, looks, power, queue, report, results, tables,
+                             trial)
 from nanoheads.study import scores as score_file
 from nanoheads.study.runs import Reuse, Runs, agreement
 from nanoheads.study.variants import StudyConfig, VariantBuilder, variants_of
@@ -320,6 +320,51 @@ class Study:
                 tried[PLAIN][group].update(*(own[group] for own in tried.values() if group in own))
         self.take_best_rates(variants, place)
 
+    def runs_to_tune(self):
+        """(runs of the first round of tune(), those that may follow at most), each as names of variants.
+
+        Of what is judged, or would be. After the first round each group of rates gets two more factors at
+        most, of the plain GPT's own four, since it is tried at the variants' too. Then come the candidates;
+        those that move one group have been run with the first seed.
+        """
+        groups = {name: self.compared[name].groups()
+                  for name in dict.fromkeys([PLAIN, *(name for name, other, _ in self.pairs)])}
+        of_variants = {group for name, own in groups.items() if name != PLAIN for group in own}
+        first, more, seeds = [], [], len(self.config.screen_seeds)
+        for name, own in groups.items():
+            first += [name] * (1 + 2 * len(own))
+            factors = sum(4 if name == PLAIN and group in of_variants else 2 for group in own)
+            candidates = (seeds - 1) * (1 + len(own)) + seeds * (len(own) > 1)
+            more += [name] * (factors + candidates)
+        return first, more
+
+    def may_follow(self):
+        """The runs that tune() may add to those planned, at most, as names of variants."""
+        if not self.config.tune_lr or self.candidates:
+            return []
+        first, more = self.runs_to_tune()
+        tuning = {folder for (stage, *_), folder in self.runs.folders.items() if stage == "tune"}
+        return [*first, *more][len(tuning):]
+
+    def at_most(self):
+        """The runs of all stages as names of variants: of tune() at most, however many of them are done."""
+        names = {folder: name for (stage, name, _), folder in self.runs.folders.items() if stage != "tune"}
+        tuning = itertools.chain(*self.runs_to_tune()) if self.config.tune_lr else ()
+        return [*names.values(), *tuning]
+
+    def untuned(self):
+        """{"rates", "runs"} of a study whose rates are not tuned, for its results; None: they are.
+
+        rates: {variant: {flag: learning rate of the weights that it adds}}; runs: how many --tune_lr would
+        train to find the best ones, at least and at most.
+        """
+        judged = [name for name, other, equal in self.pairs if other == PLAIN and not equal]
+        if self.config.tune_lr or self.tuned_on or not judged:
+            return None
+        first, more = self.runs_to_tune()
+        return dict(rates={name: self.compared[name].rates_of_its_own() for name in judged},
+                    runs=[len(first), len(first) + len(more)])
+
     def take_best_rates(self, variants, place):
         """Decide on each variant's rates, by runs with all seeds of the first stage.
 
@@ -370,12 +415,17 @@ def plan_of(study):
         rows.append((variant.name, f"{own['params']:,}", f"{own['steps']:,}",
                      findings.short(effects.training_flops(own)), flags_in_short(variant.flags)))
     names, left = folders_of(study)
-    hours = in_runs_of_plain(study, [names[folder] for folder in left]) * seconds / slots.count / 3600
-    length = f"{math.ceil(60 * hours)} minutes" if hours < 2 else f"{hours:.2g} hours"
-    notes = [f"{len(names):,} runs, {len(left):,} of them to do, in {study.runs.trials}",
+    left, more = [names[folder] for folder in left], study.may_follow()
+
+    def length(names):
+        return findings.duration(in_runs_of_plain(study, names) * seconds / slots.count)
+
+    notes = [f"{len(names):,} runs, {len(left):,} of them to do, in {study.runs.trials}"
+             + f"; then at most {len(more):,} more, until the best rates are known" * bool(more),
              *([findings.reused_sentence(study.runs.reused(), len(names))] if study.runs.taken else []),
-             f"about {length}, {slots.count} at once, if each took as long as the plain GPT's here, "
-             f"{seconds:,.0f} s; what the others take: bench.py --mechanisms"]
+             f"about {length(left)}{f', at most {length([*left, *more])}' if more else ''}, {slots.count} at "
+             f"once, if each took as long as the plain GPT's here, {seconds:,.0f} s; what the others take: "
+             "bench.py --mechanisms"]
     if slots.per_gpu > 1:
         notes.append(f"{slots.per_gpu} runs share a GPU, and each takes longer than alone: not in the hours")
     if study.two_looks:
@@ -386,11 +436,21 @@ def plan_of(study):
                      "the first one leaves undecided")
     if study.screens():
         notes.append("which are judged is known after the screening; here it is taken for the first ones")
-    if c.tune_lr:
-        notes.append("the rates of what is judged are tuned before that: of this the first round alone is "
-                     "counted")
+    if untuned := study.untuned():
+        arms = {name: dict(label=each.label, flags=each.flags) for name, each in study.compared.items()}
+        rates = findings.rates_in_words(dict(arms=arms, settings=study.builder.settings), untuned["rates"])
+        (least, most), (first, more) = untuned["runs"], study.runs_to_tune()
+        notes.append(f"no learning rate is tuned: {rates}; --tune_lr looks for the best ones first, in "
+                     f"{least} to {most} runs more, {length(first)} to {length([*first, *more])}")
     head = ("variant", "parameters", "steps", "training FLOPs", "flags")
     return "\n".join([table(head, rows, left=(0, 4)), *notes])
+
+
+def expectations(study, label=""):
+    """What a planned study would find, and what it does not measure, as lines; label: before the first."""
+    if not (lines := power.expected(study)):
+        return []
+    return [label + lines[0], *lines[1:], *([] if study.config.budgets else [findings.NO_BUDGETS])]
 
 
 def folders_of(study):
@@ -427,8 +487,7 @@ def within_minutes(config, name):
         planned = Study(smaller, name)
         planned.run(None)
         # a wider plain GPT for each variant that may seem better is counted too
-        names, _ = folders_of(planned)
-        runs = in_runs_of_plain(planned, names.values())
+        runs = in_runs_of_plain(planned, planned.at_most())
         runs += smaller.match_parameters * len(planned.variants) * len(smaller.seeds)
         one_run = costs.seconds_per_run(planned.builder.plain, device, slots.threads, test_tokens,
                                         splits["val"]["tokens"], probed)
@@ -440,13 +499,29 @@ def within_minutes(config, name):
 def plans(config, name):
     """plan_of() each size of a study, and what else is to be known before it runs. UserError."""
     notes, found = check_parts(config), []
-    for size in config.sizes or [config.size]:
-        study = Study(on_text(at_size(config, size), *config.texts[:1] or [None]), name)
-        study.run(None)
-        found.append(plan_of(study))
+    for study, label in planned(config, name):
+        found += [plan_of(study), *expectations(study, label)]
     if config.texts[1:]:
         found.append(f"What is judged is trained again on {', '.join(config.texts[1:])}.")
     return [*found, *notes]
+
+
+def planned(config, name):
+    """Yield (Study, planned and not run, what to put before lines about it) of each size, or the first text.
+    """
+    for size in config.sizes or [config.size]:
+        study = Study(on_text(at_size(config, size), *config.texts[:1] or [None]), name)
+        study.run(None)
+        yield study, f"{size}: " if config.sizes else f"On {config.texts[0]} alone: " if config.texts else ""
+
+
+def print_expectations(config, name):
+    """What the runs of a study that are to do would find."""
+    # not as --fresh: that is said once, by the study itself
+    for study, label in planned(replace(config, fresh=False), name):
+        if config.fresh or folders_of(study)[1]:
+            for line in expectations(study, label):
+                say(line, flush=True)
 
 
 def plan_without_data(config, missing):
@@ -686,6 +761,9 @@ def run_study(config, name, command):
         config = replace(config, out_dir=str(out))
         if line:
             say(line, flush=True)
+    if not config.report_only:
+        place_for(config)  # what it refuses is refused before a line is printed
+        print_expectations(config, name)
     if config.sizes:
         found, studies = ladder_of(config, name, command)
     elif config.texts:

@@ -28,6 +28,9 @@ MEANING = {
 
 
 NOT_MEASURED = "not measured"
+NO_BUDGETS = ("This study has no plain GPT of other budgets: what a difference is worth in compute, and what "
+              "is left of it at equal FLOPs and time, are not measured. "
+              '--budgets="[0.7, 1.4, 2.0]" adds them.')
 
 
 class Table(NamedTuple):
@@ -50,6 +53,12 @@ def show(value, spec=",.0f", unit=""):
 def short(value):
     """5700000 -> 5.7M"""
     return EngFormatter(sep="")(float(f"{value:.3g}")) if known(value) else "–"
+
+
+def duration(seconds):
+    """5 minutes, or 2.3 hours"""
+    minutes = math.ceil(seconds / 60)
+    return f"{minutes} minute{'s' * (minutes > 1)}" if seconds < 7200 else f"{seconds / 3600:.2g} hours"
 
 
 def chosen(by_variant, only):
@@ -374,6 +383,8 @@ def notices(found):
     if not is_interim(found) and at_own_rates(found):
         where = f"found on {found['tuned_on']}" if found.get("tuned_on") else "see Learning rates"
         lines.append(f"The plain GPT and all that are judged have their own best rates: {where}.")
+    if untuned := untuned_sentence(found):
+        lines.append(untuned)
     if other := of_other_tokens(found, against_plain(found)):
         each = [f"{label_of(found, name)} {words}" for name, words in other.items()]
         lines.append(f"{listed(each)}: that alone may make a difference.")
@@ -399,6 +410,41 @@ def notices(found):
     if (found.get("commit") or "").endswith("-dirty"):
         lines.append("The code had changes that are in no commit.")
     return lines
+
+
+def untuned_sentence(found):
+    """The rates at which what variants add learns, where no rate was tuned, and what tuning would cost; None:
+    rates were tuned, or it is a file from before 2026-11-26.
+    """
+    if not (untuned := found.get("untuned")):
+        return None
+    said = f"No learning rate was tuned: {rates_in_words(found, untuned['rates'])}."
+    if not found["command"].startswith("python "):
+        return said
+    command = " ".join(word for word in found["command"].split() if not word.startswith("--minutes"))
+    said += " With --tune_lr both sides first get their best rates on validation"
+    if found["config"].get("minutes"):
+        said += "; with --dry_run too it says how long that takes"
+    else:
+        least, most = untuned["runs"]
+        whole = most + found["planned"]
+        said += f", in {least} to {most} runs, and what these change is judged anew: at most {whole} runs"
+        seconds, jobs = found["arms"]["plain"]["seconds"], found["machine"].get("jobs")
+        if seconds and jobs:
+            said += f", which would train for about {duration(whole * seconds / jobs)} here"
+    return f"{said}. The command: {command} --tune_lr"
+
+
+def rates_in_words(found, rates):
+    """{variant: {flag: rate of what it adds}} as words."""
+    names = {}  # of the variants, for each rate
+    for name, own in rates.items():
+        for flag, rate in own.items():
+            given = flag in {**(found.get("settings") or {}), **found["arms"][name]["flags"]}
+            at = f"{flag}={rate:g}, {'as given' if given else 'the default'}"
+            names.setdefault(at, []).append(label_of(found, name))
+    learns = [f"what {listed(own)} add{'s' * (len(own) == 1)} learns at {at}" for at, own in names.items()]
+    return "; ".join(learns) or "no variant adds weights, and all learn at the plain GPT's rates"
 
 
 MOST_LOOKS = 4  # of other reports, that are named one by one
@@ -535,6 +581,8 @@ def remarks(found, over_text="report.html"):
     beside = f"; {over_text} has one over the text beside each" * any(
         c.get("text") for c in found["comparisons"])
     lines.append(f"Intervals ({level(found)}) are over seeds and not over other text{beside}.")
+    if n and not any(arm["kind"] == "budget" for arm in found["arms"].values()):
+        lines.append(NO_BUDGETS)
     if any(verdict_so_far(found, c) == "better" and c.get("equal_flops") for c in against_plain(found)):
         lines.append("At equal parameters better is a verdict; at equal FLOPs or time it means that the "
                      "interval, which is not corrected, lies below 0.")

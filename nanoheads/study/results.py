@@ -66,7 +66,7 @@ def collect(study, command):
         alpha=c.alpha, margin=c.margin, seeds=c.seeds, pairs=[list(pair) for pair in study.pairs],
         **(dict(two_looks=study.two_looks) if study.two_looks else {}),
         screen=study.screened, tuned=study.tuned, candidates=study.candidates,
-        tuned_on=study.tuned_on,
+        tuned_on=study.tuned_on, untuned=study.untuned(),
         screened_out=[name for name in study.variants if name not in study.compared],
         arms={name: arm_of(study, variant, judged[name], done, nothing_runs)
               for name, variant in study.compared.items()},

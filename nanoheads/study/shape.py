@@ -65,7 +65,8 @@ STUDY = dict(
     finished=Maybe(bool), left_out=Maybe([dict(variant=str, seeds=[int])]), looks=Maybe([LOOK]),
     rescored=Maybe(dict(runs=[str], without=int)), lives=Maybe(dict),
     two_looks=Maybe(dict(spending=str, look=int, seeds=[int], first_seeds=[int], plain_seeds=[int],
-                         pairs=[list])))
+                         pairs=[list])),
+    untuned=Maybe(dict(rates=Each(Each(NUMBER)), runs=[int])))
 # what effects.py computes from that
 FIGURES = dict(
     comparisons=[COMPARISON], findable=Maybe(NUMBER), margin_as_compute=Maybe([Maybe(NUMBER)]),

@@ -210,6 +210,18 @@ def findable(groups, n, n_baseline, m, alpha=0.05, power=0.8):
     return float(math.sqrt(bound * (1 / n + 1 / n_baseline)) * needed)
 
 
+def seeds_to_find(size, groups, baseline_per_seed, m, alpha=0.05, power=0.8, most=1000):
+    """The seeds of the variant at which findable() is at most `size`; None: more than `most`, or no spread.
+
+    baseline_per_seed: how many seeds the baseline has for each of the variant's.
+    """
+    def enough(n):
+        return findable(groups, n, round(baseline_per_seed * n), m, alpha, power) <= size
+
+    wanted = 2 + bisect_left(range(2, most + 1), True, key=enough)
+    return wanted if wanted <= most else None
+
+
 # ---- in words ----
 
 def in_words(c, alpha=0.05, margin=0.01, unit="bits/byte"):

@@ -47,6 +47,10 @@ MOST_TOKENS_PER_PARAM, MOST_BUDGETS = 1_000_000, 1000
 MOST_SEED, MOST_PLAIN_SEEDS = 10**9, 1000
 LEAST_FOR_TWO_LOOKS = 3  # seeds: fewer than two judge nothing at the first one
 
+# a side: in half an hour of two cores they find 0.015 bits/byte four times in five, also where a mechanism's
+# scores spread half as much again as usual (docs/add-a-mechanism.md)
+SEEDS_OF_CHALLENGE = 15
+
 # names that a study gives: budgets, baselines, rates that are tried
 OF_STUDY = re.compile(r"plain( x .*|, .*)|.*, (candidate \d+|\w+ x [\d.]+)")
 
@@ -70,9 +74,10 @@ class StudyConfig:
     # ---- the budget ----
     minutes: Optional[float] = None      # all of it in so many on this machine: fewer seeds, then fewer steps
     tokens_per_param: Optional[float] = None  # tokens to train on, a parameter of the plain blocks
-    # multiples of the budget at which the plain GPT is trained too, to know what compute is worth
-    budgets: list[float] = field(default_factory=lambda: [0.7, 1.4, 2.0])
-    seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5])
+    budgets: Optional[list[float]] = None  # multiples of the budget at which the plain GPT is trained too, to
+                                         # know what compute is worth; None: 0.7, 1.4 and 2.0, with
+                                         # --mechanism none: its time goes into seeds
+    seeds: Optional[list[int]] = None    # None: 1 to 5, with --mechanism 1 to 15
     plain_seeds: Optional[int] = None    # of the plain GPT; None: sqrt(variants judged) times as many
     looks: Literal[1, 2] = 1             # 2: judge by the first half of the seeds, and train the other half
                                          # for what is undecided then; p is corrected for both looks
@@ -127,6 +132,10 @@ class StudyConfig:
             self.screen = self.mechanism is not None
         if self.mechanism:
             self.mechanisms = self.mechanisms or self.mechanism.split(",")
+        if self.budgets is None:
+            self.budgets = [] if self.mechanism else [0.7, 1.4, 2.0]
+        if self.seeds is None:
+            self.seeds = [*range(1, 1 + (SEEDS_OF_CHALLENGE if self.mechanism else 5))]
 
     @property
     def has_results_already(self):
@@ -315,6 +324,15 @@ class Variant:
         has = {"muon_lr": muons, "muon_momentum": muons, "adamw_lr": True, "embed_lr": True, "mechanism_lr":
                [p for name, p in model.named_parameters() if name in added and id(p) not in muons]}
         return [group for group in RATES if has[group]]
+
+    def rates_of_its_own(self):
+        """{flag: learning rate} of the weights that its mechanisms add; {}: they add none."""
+        model = built(self.model)
+        muons = {id(p) for p, _ in block_matrices(model)} if self.train.optimizer == "muon" else set()
+        added = of_mechanisms(model)
+        flags = ["muon_lr" if id(p) in muons else "mechanism_lr"
+                 for name, p in model.named_parameters() if name in added]
+        return {flag: getattr(self.train, flag) for flag in dict.fromkeys(flags)}
 
 
 def times(factor, key, value):

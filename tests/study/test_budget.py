@@ -64,3 +64,11 @@ def test_of_two_seeds_none_goes():
     found, _ = fitted(study(minutes=1, seeds=[1, 2]), seconds, STEPS)
     assert found.seeds == [1, 2] and found.settings == {"max_iters": 480}
     assert replace(found, settings={}, budgets=[0.7]) == study(minutes=1, seeds=[1, 2])
+
+
+def test_a_challenge_in_so_many_minutes_loses_seeds_alone():
+    """It has no other budgets that could go first."""
+    config = StudyConfig(mechanism="xsa", screen=False, minutes=12)
+    found, line = fitted(config, seconds, STEPS)
+    assert found.seeds == [*range(1, 13)] and found.budgets == []
+    assert line == "12 minutes: 12 seeds of 15, 960 steps a run; about 12.0 minutes"

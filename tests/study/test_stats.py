@@ -9,7 +9,8 @@ from scipy.signal import lfilter
 
 from nanoheads.intervals import block_bootstrap
 from nanoheads.study import stats
-from nanoheads.study.stats import Comparison, Difference, difference, findable, holm, in_words, judge, p_same
+from nanoheads.study.stats import (Comparison, Difference, difference, findable, holm, in_words, judge,
+                                   p_same, seeds_to_find)
 from simulate import error_of_two_looks
 
 pytestmark = pytest.mark.filterwarnings("error")  # a division by zero is a warning in numpy
@@ -256,6 +257,16 @@ def test_findable_at_its_edges():
     assert findable(scores, 5, 5, 30) > findable(scores, 5, 5, 1)
     loud = [*scores, 1000 * scores[0]]  # the median spread hardly sees one of another
     assert findable(loud, 5, 5, 8) < 3 * findable(scores, 5, 5, 8)
+
+
+@pytest.mark.parametrize("per_seed, m", [(1.0, 1), (2.5, 8)])
+def test_seeds_to_find_are_the_fewest_that_find_a_difference(per_seed, m):
+    scores = [[1.0, 1.01, 1.02, 0.99, 1.005], [2.0, 2.015, 1.995, 2.01]]
+    n = seeds_to_find(0.01, scores, per_seed, m)
+    assert findable(scores, n, round(per_seed * n), m) <= 0.01
+    assert findable(scores, n - 1, round(per_seed * (n - 1)), m) > 0.01
+    assert seeds_to_find(1.0, scores, per_seed, m) == 2
+    assert seeds_to_find(1e-6, scores, per_seed, m) is None and seeds_to_find(0.01, [], per_seed, m) is None
 
 
 @pytest.mark.parametrize("true, margin, word", ((0.9, 0.01, "worse"), (0.1, 1.0, "same")))
