@@ -30,14 +30,15 @@ import re
 import shlex
 import signal
 import sys
+import textwrap
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 
 from nanoheads import answer_interrupts, configurator
-from nanoheads.common import (UserError, as_program, explain, fault_of_own_file, json_safe, pick_device, say,
-                              table, writable, writable_folder, write_json)
+from nanoheads.common import (UserError, as_program, explain, fault_of_own_file, json_safe, pick_device,
+                              plural, say, table, writable, writable_folder, write_json)
 from nanoheads.folders import LONGEST, find, joined
 from nanoheads import own_mechanism
 from nanoheads.probes import promises
@@ -48,6 +49,7 @@ from nanoheads.study.variants import StudyConfig, VariantBuilder, variants_of
 from nanoheads.text.dataset import NotPrepared
 
 PLAIN = "plain"
+FLAGS_WIDE = 70  # characters of a variant's flags in a line of a dry run
 
 
 def by_name(variants):
@@ -90,8 +92,9 @@ class Study:
         self.out = Path(config.out_dir or Path("out", folder_name(config, name)))
         trials = self.out / "fresh" if config.fresh else trial.TRIALS
         if config.fresh and (left := [*trials.glob("*/result.json")]):
-            print(f"--fresh goes on where it was stopped: {len(left)} runs are in {trials}; delete that "
-                  "folder to train them once more", flush=True)
+            many = plural(len(left), "finished run")
+            print(f"--fresh goes on where it was stopped: {many} in {trials}; delete that folder to train "
+                  "all once more", flush=True)
         reuse = Reuse() if config.fresh else Reuse(config.reuse, config.accept_code)
         self.builder = VariantBuilder(config)
         self.variants = by_name(self.builder.variants())
@@ -281,12 +284,12 @@ def plan_of(study):
     rows = []
     for variant in variants.values():
         own = results.sizes_of(variant, device)
-        rows.append((variant.name, f"{own['params']:,}", f"{own['steps']:,}",
-                     findings.short(effects.training_flops(own)), flags_in_short(variant.flags)))
+        rows += with_flags((variant.name, f"{own['params']:,}", f"{own['steps']:,}",
+                            findings.short(effects.training_flops(own))), variant.flags)
     names, left = folders_of(study)
     hours = in_runs_of_plain(study, [names[folder] for folder in left]) * seconds / slots.count / 3600
-    length = f"{math.ceil(60 * hours)} minutes" if hours < 2 else f"{hours:.2g} hours"
-    notes = [f"{len(names):,} runs, {len(left):,} of them to do, in {study.runs.trials}",
+    length = plural(math.ceil(60 * hours), "minute") if hours < 2 else f"{hours:.2g} hours"
+    notes = [f"{plural(len(names), 'run')}, {len(left):,} of them to do, in {study.runs.trials}",
              *([findings.reused_sentence(study.runs.reused(), len(names))] if study.runs.taken else []),
              f"about {length}, {slots.count} at once, if each took as long as the plain GPT's here, "
              f"{seconds:,.0f} s; what the others take: bench.py --mechanisms"]
@@ -359,14 +362,19 @@ def plans(config, name):
 
 def plan_without_data(config, missing):
     """What a study compares where its data is missing, which everything else follows from, as text."""
-    rows = [(PLAIN, ""), *((name, flags_in_short(flags)) for name, flags in variants_of(config).items())]
+    rows = [(PLAIN, "")]
+    for name, flags in variants_of(config).items():
+        rows += with_flags((name,), flags)
     rows += [(f"plain x {multiple:g}", "") for multiple in config.budgets]
     return (f"{table(('variant', 'flags'), rows, left=(0, 1))}\n"
             f"{missing}; then --dry_run shows parameters, FLOPs, runs and time too")
 
 
-def flags_in_short(flags):
-    return " ".join(f"{key}={value}" for key, value in flags.items())[:70]
+def with_flags(cells, flags):
+    """Rows of a table: these cells and a variant's flags, of which every FLAGS_WIDE characters take a row."""
+    lines = textwrap.wrap(" ".join(f"{key}={value}" for key, value in flags.items()), FLAGS_WIDE,
+                          break_long_words=False, break_on_hyphens=False) or [""]
+    return [(*cells, lines[0]), *((*("" for _ in cells), line) for line in lines[1:])]
 
 
 def name_of(config, files):
@@ -613,8 +621,9 @@ def run_study(config, name, command):
         write_json(config.json, findings.verdicts(found))
         say(config.json)
     if failures := results.failures_in(found):
-        sys.exit(f"compare: {failures} run(s) failed, the report names them; "
-                 "start again to try them once more")
+        them = "it" if failures == 1 else "them"
+        sys.exit(f"compare: {plural(failures, 'run')} failed, the report names {them}; "
+                 f"start again to try {them} once more")
     return found
 
 

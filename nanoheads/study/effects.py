@@ -72,7 +72,8 @@ def comparisons(by_text, pairs, alpha=0.05, margin=0.01, higher_is_better=False,
     sizes = [[min(len(scores.get(name, ())) for scores in by_text) for name in pair[:2]] for pair in pairs]
     judged = stats.judge(differences, sizes, alpha, margin, higher_is_better)
     return [dict(variant=variant, baseline=baseline, equal=equal, **each._asdict(),
-                 words=stats.in_words(each, alpha, margin, unit))
+                 words=stats.in_words(each, alpha, margin, unit,
+                                      "the plain GPT" if baseline == "plain" else baseline))
             for (variant, baseline, equal), each in zip(pairs, judged)]
 
 
@@ -153,13 +154,19 @@ def screened(found):
     return sorted(rows, key=lambda row: row["mean"])
 
 
+def tested(rows):
+    """The comparisons that have a test, for which verdicts are corrected: not those of identical scores."""
+    return [row for row in rows if row["se"] != 0]
+
+
 def findable(scores, rows, alpha):
     """The smallest difference to the plain GPT found four times in five, at a careful spread; or None."""
-    sizes = [row["n"] for row in rows if row["baseline"] == "plain"]
+    sizes = [row["n"] for row in tested(rows) if row["baseline"] == "plain"]
     if not sizes or min(sizes) < 2:
         return None
     groups = [[*own.values()] for own in scores.values()]
-    return stats.findable(groups, int(np.median(sizes)), len(scores.get("plain", ())), len(rows), alpha)
+    n, m = int(np.median(sizes)), len(tested(rows))
+    return stats.findable(groups, n, len(scores.get("plain", ())), m, alpha)
 
 
 def best_rates(candidates):

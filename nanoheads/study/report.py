@@ -20,16 +20,17 @@ from nanoheads.study import effects, pictures
 from nanoheads.study.findings import (INTERIM, MEANING, Table, against_plain, candidates_table, costs_table,
                                       dynamic_tables, equal_of, headline, interval, known, label_of, labelled,
                                       ladder_table, level, mean_alone, mean_of, notices, others,
-                                      others_table, plain_rates_table, remarks, screened_table,
-                                      sentence_of, settings_of, show, standing, steps_table, texts_table,
-                                      tuned_table, verdict_of, verdicts_table, without)
+                                      others_table, plain_rates_table, question_of, remarks,
+                                      screened_table, sentence_of, settings_of, show, standing,
+                                      steps_table, texts_table, tuned_table, verdict_of, verdicts_table,
+                                      without)
 
 SEEDS_ABREAST = 10  # columns of a table that a desk's window holds
 
 # ---- terminal ----
 
 def in_text(found, width=120):
-    """The plain GPT and each variant, the best first; long names lose their beginning to keep to `width`."""
+    """The plain GPT and each variant, the best first; long names lose their end to keep to `width`."""
     if "sizes" in found:
         above = [f"{found['name']}: effects over sizes", *standing(found)]
         tables, below = [ladder_table(found)], []
@@ -41,13 +42,12 @@ def in_text(found, width=120):
         name, first = f"{found['name']}: ", headline(found)
         above = [first if first.startswith(name) else name + first, *notices(found)]
         below = [" ".join(remarks(found))]
-        # of differences at equal cost the mean alone: intervals and costs are on the page
-        main, more = (without(each, "seeds", "corrected p") for each in (
-            verdicts_table(found, difference=mean_alone), others_table(found)))
+        # of differences at equal cost the mean alone: intervals, costs and sizes are on the page
+        main = without(verdicts_table(found, difference=mean_alone), "params", "seeds")
         rows = [[cell.partition(" at ")[0] if title.startswith("at equal") else cell
                  for title, cell in zip(main.head, row)] for row in main.rows]
-        tables = [Table([title.removeprefix("at ") for title in main.head], rows, main.words), more,
-                  *dynamic_tables(found)]
+        tables = [Table([title.removeprefix("at ") for title in main.head], rows, main.words),
+                  without(others_table(found), "the other's"), *dynamic_tables(found)]
     return in_terminal(above, tables, below, width)
 
 
@@ -104,7 +104,7 @@ def page(found, drawn=None):
     samples = [(label_of(found, name), found["arms"][name]["sample"]) for name in in_order
                if found["arms"].get(name, {}).get("sample")]
     return PAGES.get_template("report.html").render(
-        found={"texts": None, "screen": None, **found}, title=found["question"] or found["name"],
+        found={"texts": None, "screen": None, **found}, title=question_of(found),
         where=" · ".join(str(found[key]) for key in ("name", "scale", "date") if found.get(key)),
         headline=headline(found), notices=notices(found), verdicts=verdicts_table(found), cards=cards,
         remarks=" ".join(remarks(found, "the table under Seed by seed")),
@@ -116,6 +116,7 @@ def page(found, drawn=None):
         heads=[(name, arm["heads"]) for name, arm in labelled(found) if arm.get("heads")], samples=samples,
         configs=Table(("variant", "name", "kind", "what differs from the plain GPT"), configs, range(4)),
         labelled=[(name, {"commands": None, **arm}) for name, arm in labelled(found)],
+        corrected_for=len(effects.tested(found["comparisons"])),
         settings=settings_of(found), more_seeds=seeds["plain"] > min(seeds.values()),
         failures=Table(("variant", "seed", "why", "log"), lost, (0, 2, 3)))
 
@@ -149,7 +150,7 @@ def over_text_table(found, every):
 def ladder_page(found, drawn=None):
     """report.html of a study of several sizes; drawn: {"ladder": SVG as bytes, or None}."""
     return PAGES.get_template("ladder.html").render(
-        found=found, title=f"{found['name']}: effects over sizes", table=ladder_table(found),
+        found=found, title=question_of(next(iter(found["sizes"].values()))), table=ladder_table(found),
         notices=standing(found),
         drawn={"ladder": None, **(drawn or {})})
 

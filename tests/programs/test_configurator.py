@@ -806,8 +806,24 @@ def test_help_prints_every_key_with_type_default_and_comment():
 
 
 def test_every_key_of_the_real_configs_has_a_comment():
-    keys = configurator.keys_of((GPTConfig, TrainConfig))
+    keys = configurator.keys_of((Presets, GPTConfig, TrainConfig, StudyConfig))
     assert not [k for k, (_, _, comment) in keys.items() if not comment]
+
+
+def test_columns_of_help_stay_apart_and_hold_the_whole_comment():
+    """A long type ran into the default, and a long default into the comment."""
+    classes = Presets, GPTConfig, TrainConfig, StudyConfig
+    keys, lines = configurator.keys_of(classes), help_text(classes, "").splitlines()
+    assert max(map(len, lines)) <= 155
+    for key, (kind, default, comment) in keys.items():
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"  --{key} "))
+        end = next((i for i in range(at + 1, len(lines)) if not lines[i].startswith(" " * 40)), len(lines))
+        first, *rest = lines[at:end]
+        cells = re.split(r"  +", first.strip())
+        assert cells[:3] == [f"--{key}", configurator.type_name(kind), repr(default)], first
+        said = " ".join([*cells[3:], *map(str.strip, rest)])
+        assert said == " ".join(comment.split())
+        assert {len(line) - len(line.lstrip()) for line in rest} <= {lines[3].index("start from")}
 
 
 def test_the_script_runs_from_any_folder_and_ends_without_a_traceback(tmp_path):

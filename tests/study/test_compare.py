@@ -1488,12 +1488,12 @@ def test_a_report_of_less_does_not_replace_one_of_more(finished):
     assert results.collect(less, "test")["done"] == found["done"] - 2
 
 
-def test_a_mechanism_that_does_nothing_is_identical_and_another_seed_is_not(plain, here):
+def test_a_mechanism_that_does_nothing_is_called_identical_and_another_seed_is_not(plain, here):
     study = study_of(plain, mechanisms=["agency"], variants={"again": dict(seed=1000)}, plain_seeds=3)
     study.run(here)
     rows = {row["variant"]: row for row in results.collect(study, "test")["comparisons"]}
-    assert rows["agency"]["verdict"] == "same" and rows["agency"]["mean"] == 0.0
-    assert "identical" in rows["agency"]["words"] and rows["again"]["mean"] != 0.0
+    assert rows["agency"]["verdict"] == "identical" and rows["agency"]["mean"] == 0.0
+    assert "nothing acted" in rows["agency"]["words"] and rows["again"]["mean"] != 0.0
 
 
 def test_a_report_from_a_file_says_first_whether_its_runs_give_its_figures(finished, capsys):

@@ -251,8 +251,8 @@ def test_the_command_prints_the_table_and_writes_page_picture_and_json(tmp_path,
     assert [(row["variant"], row["verdict"]) for row in found["comparisons"]] == [
         ("good", "better"), (evil, "worse")]
     good = found["comparisons"][0]
-    assert good["difference"] == pytest.approx(np.mean(GOOD) - np.mean(PLAIN))
-    assert good["low"] < good["difference"] < good["high"] and good["cost_ratio"] is None
+    assert good["mean"] == pytest.approx(np.mean(GOOD) - np.mean(PLAIN))
+    assert good["low"] < good["mean"] < good["high"] and good["cost_ratio"] is None
     assert not re.search(r"NaN|Infinity", (tmp_path / "verdicts.json").read_text())
 
 
