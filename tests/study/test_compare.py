@@ -158,6 +158,10 @@ def test_a_budget_is_given_in_tokens_a_parameter_and_a_size_by_name(monkeypatch)
         assert all(getattr(plain.train if key.endswith("lr") else plain.model, key) == value
                    for key, value in SIZES[size].items())
         assert builder.at_budget(0.7).train.max_iters == round(0.7 * steps)
+        # a study of half the tokens is a short one, whatever the size
+        short = VariantBuilder(replace(config, tokens_per_param=10.0))
+        assert short.of_scale() == builder.of_scale() == dict(steps=steps, tokens=2048 * steps)
+        assert short.plain.train.max_iters == steps // 2
     # the smallest of the ladder is the tiny scale: their runs have the same hashes
     spec = [Study(StudyConfig(mechanisms=["xsa"], device="cpu", **keys), "x").runs.spec
             for keys in (dict(), dict(scale="nano", size="0.1M", tokens_per_param=20.0))]
@@ -1277,7 +1281,7 @@ def test_a_fresh_study_that_was_stopped_says_what_it_goes_on_with(finished, here
     here.started = []
     Study(fresh, "test").run(here)  # the first one ended before its runs were put into out/trials
     n = len(found["runs"])
-    assert here.started == [] and f"stopped: {n} runs are in out/b/fresh" in capsys.readouterr().out
+    assert here.started == [] and f"stopped: {n} finished runs in out/b/fresh;" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -1486,6 +1490,19 @@ def test_a_report_of_less_does_not_replace_one_of_more(finished):
         results.collect(less, "test")
     (study.out / "results.json.gz").unlink()
     assert results.collect(less, "test")["done"] == found["done"] - 2
+
+
+def test_a_study_of_fewer_steps_and_a_part_of_the_split_says_so(plain, here):
+    study = study_of(plain, settings=dict(max_iters=3), test_tokens=320, match_parameters=False)
+    study.run(here)
+    found = results.collect(study, "test")
+    whole, size = found["of_scale"], found["data"]["of_bytes"]
+    assert whole == dict(steps=6, tokens=6 * 4 * 16)
+    assert findings.cut_of(found) == dict(steps=3, of_steps=6, tokens=3 * 4 * 16, of_tokens=6 * 4 * 16,
+                                          split="test", bytes=320, of_bytes=size)
+    assert findings.headline(found).startswith(
+        "Short runs, 3 of the plain scale's 6 steps (192 of 384 tokens), scored on "
+        f"{100 * 320 / size:.2g} % of the test split. ")
 
 
 def test_a_mechanism_that_does_nothing_is_called_identical_and_another_seed_is_not(plain, here):
@@ -1783,9 +1800,26 @@ def test_a_plan_runs_nothing(plain, capsys):
     main(["--base", str(plain), "--mechanisms=output_gate,xsa", "--dry_run", "--device=cpu", "--screen",
           "--best=1", "--worst=0"])
     said = capsys.readouterr().out
-    assert "plain x 0.7" in said and "xsa" in said and (" minutes, " in said or " hours, " in said)
+    assert "plain x 0.7" in said and "xsa" in said
+    assert re.search(r"about (1 minute|\d+ minutes|[\d.]+ hours), \d+ at once", said)
     # 3 variants x 2 seeds on validation, then 5 of one variant, 5 of the plain GPT and of each of 3 budgets
     assert "31 runs, 31 of them to do" in said and not Path("out").exists()
+
+
+def test_a_plan_shows_the_whole_of_long_flags(plain, capsys):
+    """They ended after 70 characters."""
+    flags = dict(sentinel="hard_concrete", sentinel_init=2.5, sentinel_coef=0.125, mechanism_lr=0.0625,
+                 head_ids=[[0, 1]], output_gate="headwise")
+    argv = ["--base", str(plain), f"--variants={dict(long=flags)}", "--dry_run", "--device=cpu", "--seeds=1",
+            "--budgets=[]", "--plain_seeds=1"]
+    main(argv)
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("long "))
+    column = lines[0].index("flags")
+    rows = [lines[at][column:], *(line.strip() for line in lines[at + 1:] if line[:column].strip() == "")]
+    assert len(rows) > 1 and all(len(row) <= 70 for row in rows)
+    assert " ".join(rows) == " ".join(f"{key}={value}" for key, value in flags.items())
+    assert "2 runs, 2 of them to do" in "\n".join(lines)
 
 
 def column_of(plan, title):
@@ -1841,7 +1875,8 @@ def test_a_plan_without_its_data_names_the_command_that_makes_it(monkeypatch, ca
     *rows, last = said.out.splitlines()
     assert last.startswith("dataset wikitext2_byte is not prepared; run: python ")
     assert "data/wikitext2/prepare.py --encoding=byte;" in last and said.err == ""
-    assert [re.split("  +", row)[0].strip() for row in rows] == [
+    named = [name for row in rows if (name := re.split("  +", row)[0].strip())]  # long flags go on below
+    assert named == [
         "variant", "plain", "control_noise", "short_conv", "query_gain", "parameters without effect",
         "AdamW for Muon", "learned positions for RoPE", "no QK-norm", "QK-norm without a gain", "plain again",
         "plain x 0.7", "plain x 1.4", "plain x 2"]
