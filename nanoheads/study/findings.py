@@ -505,7 +505,7 @@ def rescored_sentence(found):
     if not (again := found.get("rescored")):
         return None
     n, of = len(again["runs"]), found["done"]
-    line = (f"{n:,} of {of:,} runs {'was' if n == 1 else 'were'} scored once more from "
+    line = (f"{n:,} of {plural(of, 'run')} {'was' if n == 1 else 'were'} scored once more from "
             f"{'its checkpoint and gave its score' if n == 1 else 'their checkpoints and gave their scores'}"
             if n else "No run was scored once more from its checkpoint")
     have = "has" if again["without"] == 1 else "have"
@@ -783,14 +783,15 @@ def settings_of(found):
     more = sum(map(known, found["arms"]["plain"].get("bpb") or []))
     rows = [("Study", f"{found['name']}, {found.get('scale')} scale, {found.get('date')}, commit {commit}"),
             ("Seeds", f"{', '.join(map(str, found['seeds']))}, of the plain GPT {more}; "
-                      f"{found['done']} of {found['planned']} runs done"),
+                      f"{found['done']} of {plural(found['planned'], 'run')} done"),
             ("Scored", f"{d['dataset']}, {d['split']} split: {d['name']}, {d['context']}; {size}")]
     if d.get("note"):
         rows.append(("Note on the data", d["note"]))
     if found.get("settings"):
         flags = ", ".join(f"{key}={value}" for key, value in found["settings"].items())
         rows.append(("On both sides", flags))
+    cores = plural(m["cores"], "core") if known(m["cores"]) else "– cores"
     at_once = f"runs at once: {show(m['jobs'])}, threads of each: {m['threads'] or '–'}"
-    rows.append(("Machine", f"{m['processor'] or '–'}, {show(m['cores'])} cores, {m['system']}; {at_once}"))
+    rows.append(("Machine", f"{m['processor'] or '–'}, {cores}, {m['system']}; {at_once}"))
     versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
     return [*rows, ("Versions", versions)]
