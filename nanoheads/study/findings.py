@@ -557,12 +557,12 @@ def verdicts_table(found, only=None, difference=interval):
 def texts_table(found, only=None):
     """Each variant's difference over all texts of a study and on each of them, its worth and its verdict."""
     both, texts = effects.pooled(found), found["texts"]
-    rows = [("plain GPT", "–", score_of(both, "plain"), "–", *("–" for _ in texts), "1")]
+    rows = [("plain GPT", "–", score_of(both, "plain"), "–", "–", *("–" for _ in texts), "1")]
     for c in against_plain(both, only):
         label, *_, score = label_and_figures(both, c["variant"])
         each = (interval(own) for study in texts.values() for own in against_plain(study, [c["variant"]]))
-        rows.append((label, verdict_of(both, c), score, interval(c), *each, worth_of(c)))
-    head = ("variant", "verdict", "bits/byte", head_of_difference(both),
+        rows.append((label, verdict_of(both, c), score, interval(c), p_of(c), *each, worth_of(c)))
+    head = ("variant", "verdict", "bits/byte", head_of_difference(both), "corrected p",
             *(f"on {text}" for text in texts), "worth × compute")
     return Table(head, rows, (0, 1))
 
@@ -762,16 +762,17 @@ def candidates_table(found, only=None):
 
 def ladder_table(found, only=None):
     """Each variant's difference to the plain GPT and its worth, size by size."""
-    rows = [("plain GPT", size, "–", score_of(study, "plain"), "–", "1")
+    rows = [("plain GPT", size, "–", score_of(study, "plain"), "–", "–", "1")
             for size, study in found["sizes"].items()]
     judged = dict.fromkeys(c["variant"] for study in found["sizes"].values() for c in against_plain(study))
     for name in only or judged:
         for size, study in found["sizes"].items():
             label, *_, score = label_and_figures(study, name)
-            rows += [(label, size, verdict_of(study, c), score, interval(c), worth_of(c))
+            rows += [(label, size, verdict_of(study, c), score, interval(c), p_of(c), worth_of(c))
                      for c in against_plain(study, [name])]
     gap = head_of_difference(next(iter(found["sizes"].values())))
-    return Table(("variant", "size", "verdict", "bits/byte", gap, "worth × compute"), rows, (0, 1, 2))
+    head = ("variant", "size", "verdict", "bits/byte", gap, "corrected p", "worth × compute")
+    return Table(head, rows, (0, 1, 2))
 
 
 def settings_of(found):

@@ -36,10 +36,13 @@ def in_text(found, width=120):
         tables, below = [ladder_table(found)], []
     elif "texts" in found:
         both = effects.pooled(found)
-        above, tables = [headline(both), *notices(both)], [texts_table(found), others_table(both)]
+        above = [headline(both), *notices(both)]
+        tables = [without(texts_table(found), "bits/byte"), without(others_table(both), "the other's")]
         below = [" ".join(remarks(both))]
     else:
         name, first = f"{found['name']}: ", headline(found)
+        if not found["question"]:
+            name = f"{question_of(found)} "
         above = [first if first.startswith(name) else name + first, *notices(found)]
         below = [" ".join(remarks(found))]
         # of differences at equal cost the mean alone: intervals, costs and sizes are on the page

@@ -1331,7 +1331,7 @@ def test_a_study_on_two_texts_is_one_analysis_and_the_second_chooses_nothing(
     assert Path("out/two/products/report.html").is_file() and Path("out/two/sums/forest.png").is_file()
     assert "sums and products" in page and row["verdict"] in page
     table = findings.texts_table(found)
-    assert table.head[4:6] == ("on sums", "on products") and len(table.rows) == 3
+    assert table.head[5:7] == ("on sums", "on products") and len(table.rows) == 3
     assert "all of them the same" in results.recheck("out/two/results.json.gz")
     found["together"]["comparisons"][0]["mean"] += 0.01
     results.write(found, "out/two")

@@ -1,4 +1,4 @@
-"""The report: one table of numbers as measured, four verdicts, one page that loads nothing, at any width."""
+"""The report: one table of numbers as measured, its verdicts, one page that loads nothing, at any width."""
 
 import html
 import json
@@ -336,6 +336,7 @@ def test_a_study_without_a_question_asks_whether_its_variants_are_better(variant
     found.update(question="")
     found["arms"]["acag+elementwise"]["label"] = "routing_0"
     assert f"<h1>{title}</h1>" in html_of(found) and findings.verdicts(found)["question"] == title
+    assert report.in_text(found).replace("\n", " ").startswith(f"{title} {headline(found)}")
     assert findings.question_of({**found, "pairs": [], "screened_out": []}) == "routing"  # its name
 
 
@@ -894,7 +895,7 @@ def test_ladder_has_a_table_a_picture_and_each_size_its_report(tmp_path, capsys)
     assert len(rows) == 2 + 2 * 3 and rows[1]["size"] == "1M"
     c = main_rows(found["sizes"]["0.1M"])[0]
     assert rows[2]["difference [95 %], below 0 is better"] == findings.interval(c)
-    assert rows[2]["verdict"] == c["verdict"]
+    assert rows[2]["verdict"] == c["verdict"] and rows[2]["corrected p"] == findings.p_of(c)
     assert findings.interval(c) in page.text.replace("−", "-") and findings.interval(c) in printed
     assert {attrs["href"] for tag, attrs in page.tags if tag == "a"} == {
         f"{size}/report.html" for size in found["sizes"]}
