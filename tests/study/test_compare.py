@@ -1114,7 +1114,7 @@ def test_a_report_says_how_many_runs_were_scored_once_more(finished, plain, here
     words = "2 of 13 runs were scored once more from their checkpoints and gave their scores."
     for said in (findings.remarks(found), [report.in_text(found).replace("\n", " ")], [report.page(found)]):
         assert words in " ".join(said)
-    assert findings.verdicts(found)["rescored"] == dict(agree=2, without_checkpoint=0)
+    assert findings.verdicts(found)["rescored"] == dict(runs=2, without=0)
     # the same once more takes no second time, another result does
     score, scored = trial.score_as_planned, []
     monkeypatch.setattr(trial, "score_as_planned", lambda *args: scored.append(1) or score(*args))
@@ -1432,11 +1432,12 @@ def test_a_run_that_fails_under_several_names_is_one_failed_run(plain, here, mon
 @pytest.mark.parametrize("verdict, failed, stays", [
     ("better", ("output_gate", "judge"), False), ("better", ("output_gate", "screen"), True),
     ("same", ("output_gate", "judge"), False), ("same", ("plain", "judge"), False),
+    ("identical", ("output_gate", "judge"), False), ("identical", ("plain", "screen"), True),
     ("worse", ("output_gate", "judge"), True), ("worse", ("plain", "judge"), False),
     ("better", ("plain", "judge"), True)], ids=str)
 def test_a_verdict_that_favours_a_side_whose_runs_failed_is_withheld(verdict, failed, stays, finished):
     _, found = finished
-    shift = dict(better=-1.0, worse=1.0, same=0.0)[verdict]
+    shift = dict(better=-1.0, worse=1.0, same=1e-6, identical=0.0)[verdict]
     arms, plain = found["arms"], found["arms"]["plain"]
     scores = [2.0 + 1e-5 * i for i in range(len(plain["bpb"]))]
     plain["bpb"], arms["output_gate"]["bpb"] = scores, [score + shift for score in scores[:3]]

@@ -895,7 +895,7 @@ def test_ladder_has_a_table_a_picture_and_each_size_its_report(tmp_path, capsys)
     assert len(rows) == 2 + 2 * 3 and rows[1]["size"] == "1M"
     c = main_rows(found["sizes"]["0.1M"])[0]
     assert rows[2]["difference [95 %], below 0 is better"] == findings.interval(c)
-    assert rows[2]["verdict"] == c["verdict"] and rows[2]["corrected p"] == findings.p_of(c)
+    assert rows[2]["verdict"] == c["verdict"] and html.unescape(rows[2]["corrected p"]) == findings.p_of(c)
     assert findings.interval(c) in page.text.replace("−", "-") and findings.interval(c) in printed
     assert {attrs["href"] for tag, attrs in page.tags if tag == "a"} == {
         f"{size}/report.html" for size in found["sizes"]}
