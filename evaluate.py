@@ -152,8 +152,8 @@ def difference_table(reports, width):
         rows.append((name, f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]", f"{found['percent']:+.2f} %",
                      f"{report['params'] - first['params']:+,}", f"{found['params']:.3f} x",
                      f"{found['flops']:.3f} x"))
-    head = ("less " + first["name"].removesuffix("/best.pt"), "bits/byte [95 % over text]", "of it",
-            "parameters", "ratio", "FLOPs/token")
+    head = ("less " + first["name"].removesuffix("/best.pt"), "bits/byte [95 % over text], below 0 is better",
+            "of it", "parameters", "ratio", "FLOPs/token")
     return table(head, rows, width=width, cut=last_folders) if rows else ""
 
 

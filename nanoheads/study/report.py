@@ -17,13 +17,12 @@ import jinja2
 from nanoheads import drawing
 from nanoheads.common import no_link, printable, say, table, write_atomic
 from nanoheads.study import effects, pictures
-from nanoheads.study.findings import (INTERIM, MEANING, Table, against_plain, candidates_table, costs_table,
-                                      dynamic_tables, equal_of, headline, interval, known, label_of, labelled,
-                                      ladder_table, level, mean_alone, mean_of, notices, others,
-                                      others_table, plain_rates_table, question_of, remarks,
-                                      screened_table, sentence_of, settings_of, show, standing,
-                                      steps_table, texts_table, tuned_table, verdict_of, verdicts_table,
-                                      without)
+from nanoheads.study.findings import (INTERIM, MEANING, Table, against_plain, better_side, candidates_table,
+                                      costs_table, dynamic_tables, equal_of, headline, interval, known,
+                                      label_of, labelled, ladder_table, level, mean_alone, mean_of, notices,
+                                      others, others_table, plain_rates_table, question_of, remarks,
+                                      screened_table, sentence_of, settings_of, show, standing, steps_table,
+                                      texts_table, tuned_table, verdict_of, verdicts_table, without)
 
 SEEDS_ABREAST = 10  # columns of a table that a desk's window holds
 
@@ -146,7 +145,7 @@ def over_text_table(found, every):
         low, high = (show((c.get("text") or {}).get(end), "+.4f") for end in ("low", "high"))
         rows.append((label_of(found, c["variant"]), label_of(found, c["baseline"]), interval(c),
                      f"[{low}, {high}]"))
-    over = [f"over {what} [{level(found)}]" for what in ("seeds", "text")]
+    over = [f"over {what} [{level(found)}], {better_side(found)}" for what in ("seeds", "text")]
     return Table(("variant", "against", *over), rows, (0, 1))
 
 
