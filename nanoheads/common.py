@@ -538,16 +538,17 @@ def table(head, rows, left=1, width=None, cut=cut_short):
     """Aligned lines, no rule, two spaces between: the columns `left` to the left, the others to the right.
 
     left: how many columns, from the first; or their numbers.
-    width: where a line would be longer, heads go over several lines, and then cut(text, cells) shortens the
-    first column, not below 12 cells.
+    width: where a line would be longer, heads but the first go over several lines, and then cut(text, cells)
+    shortens the first column, not below 12 cells.
     """
     left = range(left) if isinstance(left, int) else left
     heads, rows = [[printable(title) for title in head]], [[printable(cell) for cell in row] for row in rows]
     wide = [max(map(len, column)) for column in zip(*heads, *rows)]
     if width and sum(2 + w for w in wide) - 2 > width:
         longest = [max(map(len, column)) for column in zip(*rows)] or [1] * len(wide)
-        broken = [textwrap.wrap(title, max(w, *map(len, title.split())), break_on_hyphens=False)
+        broken = [textwrap.wrap(title, max([1, w, *map(len, title.split())]), break_on_hyphens=False)
                   for title, w in zip(heads[0], longest)]
+        broken[0] = heads[0][:1]
         height = max(map(len, broken))
         heads = [*zip(*([""] * (height - len(lines)) + lines for lines in broken))]
         wide = [max(map(len, column)) for column in zip(*heads, *rows)]
