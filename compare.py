@@ -30,14 +30,15 @@ import re
 import shlex
 import signal
 import sys
+import textwrap
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 
 from nanoheads import answer_interrupts, configurator
-from nanoheads.common import (UserError, as_program, explain, fault_of_own_file, json_safe, pick_device, say,
-                              table, writable, writable_folder, write_json)
+from nanoheads.common import (UserError, as_program, explain, fault_of_own_file, json_safe, pick_device,
+                              plural, say, table, writable, writable_folder, write_json)
 from nanoheads.folders import LONGEST, find, joined
 from nanoheads import own_mechanism
 from nanoheads.probes import promises
@@ -49,6 +50,7 @@ from nanoheads.study.variants import StudyConfig, VariantBuilder, variants_of
 from nanoheads.text.dataset import NotPrepared
 
 PLAIN = "plain"
+FLAGS_WIDE = 70  # characters of a variant's flags in a line of a dry run
 
 
 def by_name(variants):
@@ -91,8 +93,9 @@ class Study:
         self.out = Path(config.out_dir or Path("out", folder_name(config, name)))
         trials = self.out / "fresh" if config.fresh else trial.TRIALS
         if config.fresh and (left := [*trials.glob("*/result.json")]):
-            print(f"--fresh goes on where it was stopped: {len(left)} runs are in {trials}; delete that "
-                  "folder to train them once more", flush=True)
+            many = plural(len(left), "finished run")
+            print(f"--fresh goes on where it was stopped: {many} in {trials}; delete that folder to train "
+                  "all once more", flush=True)
         reuse = Reuse() if config.fresh else Reuse(config.reuse, config.accept_code)
         self.builder = VariantBuilder(config)
         self.variants = by_name(self.builder.variants())
@@ -412,15 +415,15 @@ def plan_of(study):
     rows = []
     for variant in variants.values():
         own = results.sizes_of(variant, device)
-        rows.append((variant.name, f"{own['params']:,}", f"{own['steps']:,}",
-                     findings.short(effects.training_flops(own)), flags_in_short(variant.flags)))
+        rows += with_flags((variant.name, f"{own['params']:,}", f"{own['steps']:,}",
+                            findings.short(effects.training_flops(own))), variant.flags)
     names, left = folders_of(study)
     left, more = [names[folder] for folder in left], study.may_follow()
 
     def length(names):
         return findings.duration(in_runs_of_plain(study, names) * seconds / slots.count)
 
-    notes = [f"{len(names):,} runs, {len(left):,} of them to do, in {study.runs.trials}"
+    notes = [f"{plural(len(names), 'run')}, {len(left):,} of them to do, in {study.runs.trials}"
              + f"; then at most {len(more):,} more, until the best rates are known" * bool(more),
              *([findings.reused_sentence(study.runs.reused(), len(names))] if study.runs.taken else []),
              f"about {length(left)}{f', at most {length([*left, *more])}' if more else ''}, {slots.count} at "
@@ -526,14 +529,19 @@ def print_expectations(config, name):
 
 def plan_without_data(config, missing):
     """What a study compares where its data is missing, which everything else follows from, as text."""
-    rows = [(PLAIN, ""), *((name, flags_in_short(flags)) for name, flags in variants_of(config).items())]
+    rows = [(PLAIN, "")]
+    for name, flags in variants_of(config).items():
+        rows += with_flags((name,), flags)
     rows += [(f"plain x {multiple:g}", "") for multiple in config.budgets]
     return (f"{table(('variant', 'flags'), rows, left=(0, 1))}\n"
             f"{missing}; then --dry_run shows parameters, FLOPs, runs and time too")
 
 
-def flags_in_short(flags):
-    return " ".join(f"{key}={value}" for key, value in flags.items())[:70]
+def with_flags(cells, flags):
+    """Rows of a table: these cells and a variant's flags, of which every FLAGS_WIDE characters take a row."""
+    lines = textwrap.wrap(" ".join(f"{key}={value}" for key, value in flags.items()), FLAGS_WIDE,
+                          break_long_words=False, break_on_hyphens=False) or [""]
+    return [(*cells, lines[0]), *((*("" for _ in cells), line) for line in lines[1:])]
 
 
 def name_of(config, files):
@@ -783,8 +791,9 @@ def run_study(config, name, command):
         write_json(config.json, findings.verdicts(found))
         say(config.json)
     if failures := results.failures_in(found):
-        sys.exit(f"compare: {failures} run(s) failed, the report names them; "
-                 "start again to try them once more")
+        them = "it" if failures == 1 else "them"
+        sys.exit(f"compare: {plural(failures, 'run')} failed, the report names {them}; "
+                 f"start again to try {them} once more")
     return found
 
 

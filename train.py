@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from model import GPT, GPTConfig
 from nanoheads import configurator
-from nanoheads.common import (LESS, UserError, as_program, explain, ran_out_of_memory, say, writable,
+from nanoheads.common import (LESS, UserError, as_program, explain, plural, ran_out_of_memory, say, writable,
                               write_json)
 from nanoheads.kernels import allow_graphs
 from nanoheads.locks import only_writer
@@ -610,7 +610,7 @@ def train_alone(model_config, config, given, process):
         write_result(run)
         return row
     if run.last_eval["step"] >= config.max_iters or step > config.max_iters:
-        process.print0(f"{run.out_dir} is finished: {step:,} of {config.max_iters:,} steps, "
+        process.print0(f"{run.out_dir} is finished: {step:,} of {plural(config.max_iters, 'step')}, "
                        f"best val loss {run.best_val_loss:.4f} nats; a larger max_iters goes on")
         write_result(run)
         return run.last_eval
@@ -672,7 +672,7 @@ def print_run(run, saves):
     """What is trained on what, before the first step. saves: see saves_in()."""
     from nanoheads.training.memory import memory_lines  # only here: no step needs it
     config, process, targets = run.config, run.process, run.targets
-    steps = f"{config.max_iters:,} steps"
+    steps = plural(config.max_iters, "step")
     if run.step:
         steps = f"going on at step {run.step:,} of {config.max_iters:,}"
     if targets:
@@ -721,7 +721,7 @@ def print_rise(run, before):
         kept = then.lr_decay_iters or then.max_iters
         by = f"; --lr_decay_iters={kept} keeps it low" if run.step >= kept and not now.lr_decay_iters else ""
         run.process.print0(f"the learning rate rises: it ended at {ended:.2e} and goes on with {rate:.2e}, "
-                           f"by the schedule of {now.lr_decay_iters or now.max_iters:,} steps{by}")
+                           f"by the schedule of {plural(now.lr_decay_iters or now.max_iters, 'step')}{by}")
 
 
 def open_folder(run, saves, closing):

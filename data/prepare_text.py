@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from nanoheads.common import UserError, text_of, unescaped
+from nanoheads.common import UserError, plural, text_of, unescaped
 from nanoheads.text.sources import (File, counted, cut, joined, marked, normalised, origin, read, stray_bytes,
                                     utf16, wrong)
 from nanoheads.text.tokenizer import ENDS, Tokenizer
@@ -110,8 +110,8 @@ def report(found, args):
               + ("are removed" if args.normalise else "stay in the text; --normalise removes them"))
     for end in ENDS:
         if found[end] and end != args.separator:
-            print(f"{end} is {found[end]:,} times in the text and stays text; --separator='{end}' makes "
-                  "documents of what is between")
+            print(f"{end} is {plural(found[end], 'time')} in the text and stays text; --separator='{end}' "
+                  "makes documents of what is between")
 
 
 def tokenizer_json(path):
@@ -189,7 +189,7 @@ def main(argv=None):
         crlf = "; lines end in CRLF: take --normalise as well" if found["\r\n"] and not args.normalise else ""
         raise UserError(f"{source}: --separator={separator!r} is not in the text{crlf}")
     if separator:
-        print(f"{separator!r} ends a document {len(places):,} times")
+        print(f"{separator!r} ends a document {plural(len(places), 'time')}")
     val, test = int(total * args.val), int(total * args.test)
     ends = [outside(at, places, length) for at in (total - val - test, total - test)]
     sizes = ends[0], ends[1] - ends[0], total - ends[1]

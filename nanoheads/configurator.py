@@ -33,6 +33,7 @@ from nanoheads import other_names
 from nanoheads.common import ROOT, UserError, number, say
 from nanoheads.folders import joined, setting_in_name
 
+COMMENT_WIDE = 70  # characters of a key's description in a line of --help
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 Scale = Literal["tiny", "nano", "mid", "small", "paper"]
 
@@ -258,7 +259,13 @@ def help_text(classes, doc, mechanisms=()):
             lines += ["", heading[1]]
         elif (field := re.match(r"    (\w+):", line)) and field[1] in keys:
             t, default, comment = keys[field[1]]
-            lines.append(f"  --{field[1]:<24} {type_name(t):<32} {default!r:<18} {comment}")
+            key = f"  --{field[1]:<24}  {type_name(t):<31}  {default!r:<16}"
+            words = textwrap.wrap(comment, COMMENT_WIDE)
+            # a comment begins in its column, also where what is before it is too long to leave it that room
+            at = len(f"  --{'':<24}  {'':<31}  {'':<16}  ")
+            first = [] if len(key) + 2 > at else words[:1]
+            lines += [(f"{key}  {first[0]}" if first else key).rstrip(),
+                      *(" " * at + line for line in words[len(first):])]
             if field[1] == "mechanism":
                 names = textwrap.wrap(", ".join(mechanisms), 100)
                 lines += [f"      {line}" for line in names]
@@ -649,7 +656,7 @@ def help_of_values(made, sources):
             source = sources.get(key) or "default"
             if key not in sources and value != default:
                 source = f"follows from recipe={recipe} and what is set"
-            lines.append(f"  --{key:<24} {value!r:<32} {source}")
+            lines.append(f"  --{key:<24}  {value!r:<32}  {source}")
     return "\n".join(lines)
 
 

@@ -127,7 +127,8 @@ class Leaks(Perturbation):
                 wrong = apart(self.ask(self.ids[:, :-cut]), self.before[:, :-cut]).amax(0) > tolerance
                 if wrong.any():
                     at = int(wrong.nonzero()[0])
-                    return f"position {at} changes when the last {cut} tokens are cut off"
+                    last = "token is" if cut == 1 else f"{cut} tokens are"
+                    return f"position {at} changes when the last {last} cut off"
 
 
 # ---- all of them ----

@@ -53,7 +53,7 @@ def figures(found, texts=None):
     level = more["levels"][plan["look"] - 1] if plan else alpha
     as_multiples = [multiple_of(curve, each) for each in (margin, -margin)] if curve else None
     return dict(procedure=PROCEDURE, comparisons=rows, screened=screened(found),
-                findable=findable(scores_of(variants), last, len(rows), level),
+                findable=findable(scores_of(variants), last, len(tested(rows)), level),
                 margin_as_compute=as_multiples, **more)
 
 
@@ -91,7 +91,8 @@ def comparisons(by_text, pairs, alpha=0.05, margin=0.01, higher_is_better=False,
             sizes.append([min(len(scores.get(name, ())) for scores in by_text) for name in pair[:2]])
     judged = stats.judge(differences, sizes, level or alpha, margin, higher_is_better)
     return [dict(variant=variant, baseline=baseline, equal=equal, **each._asdict(),
-                 words=stats.in_words(each, alpha, margin, unit))
+                 words=stats.in_words(each, alpha, margin, unit,
+                                      "the plain GPT" if baseline == "plain" else baseline))
             for (variant, baseline, equal), each in zip(pairs, judged)]
 
 
@@ -185,12 +186,17 @@ def screened(found):
     return sorted(rows, key=lambda row: row["mean"])
 
 
+def tested(rows):
+    """The comparisons that have a test, for which verdicts are corrected: not those of identical scores."""
+    return [row for row in rows if row["se"] != 0]
+
+
 def findable(scores, rows, m, alpha):
     """The smallest difference to the plain GPT found four times in five, at a careful spread; or None.
 
     rows: the comparisons whose seeds count; m: how many are corrected together.
     """
-    sizes = [row["n"] for row in rows if row["baseline"] == "plain"]
+    sizes = [row["n"] for row in tested(rows) if row["baseline"] == "plain"]
     if not sizes or min(sizes) < 2:
         return None
     groups = [[*own.values()] for own in scores.values()]

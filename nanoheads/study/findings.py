@@ -6,13 +6,14 @@ what a study did not measure reads "not measured".
 """
 
 import math
+import re
 from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
 from matplotlib.ticker import EngFormatter
 
-from nanoheads.common import json_safe, number, printable
+from nanoheads.common import json_safe, number, plural, printable
 from nanoheads.study import effects
 from nanoheads.study.dynamic import FIGURES, means_over_seeds, shares
 from nanoheads.study.follow_up import MOST_SEEDS, follow_up, is_near
@@ -23,6 +24,7 @@ MEANING = {
     "better": "ahead of the other side, by however little; by chance alone that would hardly be seen",
     "worse": "behind the other side, by however little; by chance alone that would hardly be seen",
     "same": "whichever of the two is ahead, it is by less than the margin: too little to matter",
+    "identical": "nothing acted: the scores are those of the other side on every shared seed, and no finding",
     "undecided": "better, worse or the same: these seeds cannot tell, a new study with more would",
 }
 
@@ -84,6 +86,15 @@ def level(found):
     return f"{100 * (1 - found['alpha']):g} %"
 
 
+def better_side(found):
+    return f"{'above' if found.get('higher_is_better') else 'below'} 0 is better"
+
+
+def head_of_difference(found):
+    """The head of a column of interval(): its numbers have a sign, and no word says which is better."""
+    return f"difference [{level(found)}], {better_side(found)}"
+
+
 def listed(words, last="and"):
     return f" {last} ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
@@ -108,18 +119,19 @@ def verdicts(found):
                 "sizes": {size: verdicts(part_of(found, size)) for size in sizes}}
     out = found.get("out") or found["config"].get("out_dir")
     found = effects.pooled(found) if "texts" in found else found
-    keys = ("low", "high", "p", "p_corrected", "p_same", "n", "n_baseline", "more_seeds",
-            *(["look"] if found.get("two_looks") else []))
+    keys = ("mean", "low", "high", "p", "p_corrected", "p_same", "n", "n_baseline", "more_seeds", "worth",
+            "equal_flops", "equal_time", *(["look"] if found.get("two_looks") else []))
     rows = [dict(variant=c["variant"], baseline=c["baseline"], equal=c["equal"],
-                 **verdict_for_a_program(found, c), difference=c["mean"], **{key: c.get(key) for key in keys},
+                 **verdict_for_a_program(found, c), **{key: c.get(key) for key in keys},
                  tokens_ratio=tokens_ratio(found, c["variant"], c["baseline"]),
                  words=sentence_of(found, c)) for c in [*against_plain(found), *others(found)]]
     bpb = {name: mean_of(arm) for name, arm in found["arms"].items()}
     again = found.get("rescored")
-    rescored = again and dict(agree=len(again["runs"]), without_checkpoint=again["without"])
-    return json_safe(dict(name=found["name"], folder=out, **effects.progress(found), headline=headline(found),
-                          notices=notices(found), alpha=found["alpha"], margin=found["margin"],
-                          failures=len(found["failures"]), left_out=found.get("left_out"),
+    rescored = again and dict(runs=len(again["runs"]), without=again["without"])
+    return json_safe(dict(name=found["name"], question=question_of(found), out=out, **effects.progress(found),
+                          headline=headline(found), notices=notices(found), cut=cut_of(found),
+                          alpha=found["alpha"], margin=found["margin"],
+                          failures=effects.failed_runs(found["failures"]), left_out=found.get("left_out"),
                           looks=found.get("looks"), bpb=bpb, comparisons=rows, rescored=rescored,
                           follow_up=next_study(found), **looks_for_a_program(found)))
 
@@ -238,7 +250,7 @@ def verdict_so_far(found, c):
 
 
 def sentence_of(found, c):
-    words = INTERIM * is_interim(found) + c["words"] if known(c["mean"]) else verdict_of(found, c)
+    words = INTERIM * is_interim(found) + in_full(found, c) if known(c["mean"]) else verdict_of(found, c)
     return " ".join(printable(words).split())
 
 
@@ -262,10 +274,89 @@ def limited_verdict(found, c):
 
 def but_not_at(verdict, whats):
     return BUT.join([verdict, *filter(None, [listed(whats, "or")])])
+def in_full(found, c):
+    """A verdict in words, and what they leave open: on which side of 0 better is, what the correction did."""
+    parts = [c["words"]]
+    if re.search(r"[+-]\d", c["words"]):
+        parts.append(better_side(found))
+    if c["verdict"] == "undecided" and leaves_out_0(c) and c["p_corrected"] > found["alpha"]:
+        n = len(effects.tested(found["comparisons"]))
+        parts.append(f"the interval, which is not corrected, leaves out 0, and p, which is corrected for "
+                     f"{plural(n, 'comparison')}, is above {found['alpha']:g}")
+    return "; ".join(parts)
+
+
+def leaves_out_0(c):
+    return known(c["low"]) and (c["low"] > 0 or c["high"] < 0)
+
+
+# ---- what a study asks, and how much of a run it had ----
+
+def question_of(found):
+    """What a study asks, the title of its page; without a question in its config, what it compared."""
+    if found["question"]:
+        return found["question"]
+    judged = [name for name, baseline, equal in found["pairs"] if baseline == "plain" and not equal]
+    names = [label_of(found, name) for name in [*judged, *(found.get("screened_out") or [])]]
+    if not names:
+        return found["name"]
+    which = listed(names, "or") if len(names) < 4 else f"any of {len(names)} variants"
+    return f"Is {which} better than the plain GPT?"
+
+
+def cut_of(found):
+    """How much of a run a study had, as a dict, where that was not all of it; None: it was, or is not known.
+
+    Runs are cut that have fewer steps than their scale's, and scores that are of a part of the split. Files
+    from before 2026-11-27 do not say how many steps their scale has; of_steps and of_tokens are then None.
+    """
+    plain, whole, data = found["arms"]["plain"], found.get("of_scale") or {}, found["data"]
+    cut = dict(steps=plain["steps"], of_steps=whole.get("steps"), tokens=plain["tokens"],
+               of_tokens=whole.get("tokens"), split=data["split"], bytes=data["bytes"],
+               of_bytes=data["of_bytes"])
+    return cut if fewer(cut, "steps") or fewer(cut, "bytes") else None
+
+
+def fewer(cut, key):
+    """Whether there were fewer of something than a whole run has; see cut_of()."""
+    return number(cut[key]) < number(cut[f"of_{key}"])
+
+
+def share_scored(cut):
+    return f"{100 * cut['bytes'] / cut['of_bytes']:.2g} % of the {cut['split']} split"
+
+
+def cut_in_short(found):
+    """How a study was cut, as a sentence before its verdicts; "": it was not."""
+    cut, parts = cut_of(found), []
+    if cut and fewer(cut, "steps"):
+        parts.append(f"short runs, {show(cut['steps'])} of the {found.get('scale')} scale's "
+                     f"{show(cut['of_steps'])} steps ({short(cut['tokens'])} of {short(cut['of_tokens'])} "
+                     "tokens)")
+    if cut and fewer(cut, "bytes"):
+        parts.append(f"scored on {share_scored(cut)}")
+    words = ", ".join(parts)
+    return words and f"{words[0].upper()}{words[1:]}."
+
+
+def cut_in_words(found):
+    """The same for the box of notices, with all figures; "": the study was not cut."""
+    cut, parts = cut_of(found), []
+    if cut and fewer(cut, "steps"):
+        parts.append(f"trained for {plural(cut['steps'], 'step')}, where the {found.get('scale')} scale has "
+                     f"{show(cut['of_steps'])} ({show(cut['tokens'])} of {show(cut['of_tokens'])} tokens)")
+    if cut and fewer(cut, "bytes"):
+        parts.append(f"scored on {share_scored(cut)} ({show(cut['bytes'])} of {show(cut['of_bytes'])} bytes)")
+    later = " After all steps the variants may rank otherwise." * bool(cut and fewer(cut, "steps"))
+    return parts and f"Each run of the plain GPT was {listed(parts)}.{later}"
 
 
 def headline(found):
-    """The study in one sentence."""
+    """The study in one sentence; before it one that says how it was cut, if it was."""
+    return " ".join(filter(None, [cut_in_short(found), verdicts_in_a_sentence(found)]))
+
+
+def verdicts_in_a_sentence(found):
     rows = against_plain(found)
     if not rows:
         return "No variant was compared with the plain GPT."
@@ -281,8 +372,10 @@ def headline(found):
     verdicts = [verdict_so_far(found, c) for c in rows]
     words = [word for word in (*MEANING, "failed", "no runs yet") if word in verdicts and word != "better"]
     rest = "".join(f"; {verdicts.count(word)} {word}" for word in words)
-    screened = f"{len(found['screened'])} variants were screened. " if found.get("screened") else ""
+    n = len(found.get("screened") or [])
+    screened = f"{plural(n, 'variant')} {'was' if n == 1 else 'were'} screened. " * (n > 0)
     rest = rest.replace(" same", f" the same within ±{found['margin']:g} bits/byte")
+    rest = rest.replace(" identical", " identical to it, since nothing acted")
     were = f"variants {'was' if len(best) < 2 else 'were'} shown to be better than the plain GPT"
     said = f"{screened}{len(best) or 'Not one'} of {len(rows)} {were}{rest}."
     said = INTERIM.capitalize() * is_interim(found) + said
@@ -327,8 +420,7 @@ def shown_at_equal(found, c):
     One rule, is_shown(): the interval lies below 0, and where the study also made a verdict, it is "better".
     It makes one at equal parameters, and none at equal FLOPs or time, whose intervals are not corrected;
     remarks() says so. A variant that needs no more of something than the plain GPT is better at an equal
-    amount of it. FLOPs at which no plain GPT was trained count as not shown: the variant is known to take
-    more.
+    amount of it. Where no plain GPT was trained for as much, nothing was measured.
     """
     variant, plain = found["arms"][c["variant"]], found["arms"]["plain"]
     more = {key: number(variant.get(key)) / number(plain.get(key))
@@ -341,7 +433,7 @@ def shown_at_equal(found, c):
     multiple, time = number(variant.get("multiple")), variant.get("time_ratio") or {}
     tokens = number(variant.get("tokens")) / number(plain.get("tokens"))
     flops = max(more["flops_per_token"], more["executed_flops_per_token"]) * tokens
-    shown["FLOPs"] = bool(shown_at_cost(c.get("equal_flops"), flops))
+    shown["FLOPs"] = shown_at_cost(c.get("equal_flops"), flops)
     shown["time"] = shown_at_cost(c.get("equal_time"), number(time.get("high")) * multiple)
     return shown
 
@@ -452,13 +544,14 @@ WHAT_IT_DOES = "docs/results/verdicts.md says how often it misleads"
 
 
 def standing(found):
-    """What p values do not know of, as sentences: runs that are to come, are left out, or were judged before.
+    """What p values do not know of, as sentences: runs that were cut, are to come, are left out, or were
+    judged before.
 
     found: also a study of several sizes.
     """
     if "sizes" in found:
         return [f"{size}: {line}" for size, study in found["sizes"].items() for line in standing(study)]
-    lines = []
+    lines = [words] if (words := cut_in_words(found)) else []
     if is_interim(found):
         lines.append(f"This study is not finished: {found['done']} of {found['planned']} runs are done; "
                      "all of this may still change.")
@@ -538,7 +631,7 @@ def seeds_in_words(seeds):
         else:
             parts.append([seed])
     words = [f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts]
-    return f"seed{'s' * (len(seeds) > 1)} {', '.join(words)}"
+    return f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(words)}"
 
 
 def reused_sentence(rows, planned):
@@ -549,7 +642,8 @@ def reused_sentence(rows, planned):
                 f"allowed{of})" if row["other_code"] else "")
 
     parts = [f"{row['runs']:,} from {row['from']}{other_code(row)}" for row in rows]
-    return (f"{sum(row['runs'] for row in rows):,} of {planned:,} runs were not trained for this study: "
+    n = sum(row["runs"] for row in rows)
+    return (f"{n:,} of {plural(planned, 'run')} {'was' if n == 1 else 'were'} not trained for this study: "
             f"{' and '.join(parts)}.")
 
 
@@ -558,7 +652,7 @@ def rescored_sentence(found):
     if not (again := found.get("rescored")):
         return None
     n, of = len(again["runs"]), found["done"]
-    line = (f"{n:,} of {of:,} runs {'was' if n == 1 else 'were'} scored once more from "
+    line = (f"{n:,} of {plural(of, 'run')} {'was' if n == 1 else 'were'} scored once more from "
             f"{'its checkpoint and gave its score' if n == 1 else 'their checkpoints and gave their scores'}"
             if n else "No run was scored once more from its checkpoint")
     have = "has" if again["without"] == 1 else "have"
@@ -567,11 +661,11 @@ def rescored_sentence(found):
 
 def remarks(found, over_text="report.html"):
     """What belongs under the numbers: correction, what could be found, margin, what seeds do not show."""
-    n, size = len(found["comparisons"]), found.get("findable")
+    n, size = len(effects.tested(found["comparisons"])), found.get("findable")
     lines = [f"Verdicts are corrected for {n} comparisons."] if n > 1 else [
         "One comparison: no correction."] if n else []
     if known(size):
-        last = effects.rows_of_last_look(found, found["comparisons"])
+        last = effects.tested(effects.rows_of_last_look(found, found["comparisons"]))
         seeds = int(np.median([c["n"] for c in last if c["baseline"] == "plain"]))
         lines.append(f"With {seeds} seeds a variant, {size:.4f} bits/byte would be found four times in five, "
                      "taking the spread over seeds at its upper bound.")
@@ -596,7 +690,7 @@ def verdicts_table(found, only=None, difference=interval, verdict=verdict_of):
 
     difference: how a difference at equal cost is shown; verdict: how a verdict is.
     """
-    head = ("variant", "verdict", "params", "seeds", "bits/byte", f"difference [{level(found)}]",
+    head = ("variant", "verdict", "params", "seeds", "bits/byte", head_of_difference(found),
             "corrected p", "worth × compute", "at equal FLOPs", "at equal time", "tokens ×")
     label, *sizes = label_and_figures(found, "plain")
     rows = [(label, "–", *sizes, own_interval(found), "–", "1", "–", "–", "1")]
@@ -612,13 +706,13 @@ def verdicts_table(found, only=None, difference=interval, verdict=verdict_of):
 def texts_table(found, only=None, verdict=verdict_of):
     """Each variant's difference over all texts of a study and on each of them, its worth and its verdict."""
     both, texts = effects.pooled(found), found["texts"]
-    rows = [("plain GPT", "–", score_of(both, "plain"), own_interval(both),
+    rows = [("plain GPT", "–", score_of(both, "plain"), own_interval(both), "–",
              *map(own_interval, texts.values()), "1")]
     for c in against_plain(both, only):
         label, *_, score = label_and_figures(both, c["variant"])
         each = (interval(own) for study in texts.values() for own in against_plain(study, [c["variant"]]))
-        rows.append((label, verdict(both, c), score, interval(c), *each, worth_of(c)))
-    head = ("variant", "verdict", "bits/byte", f"difference [{level(both)}]",
+        rows.append((label, verdict(both, c), score, interval(c), p_of(c), *each, worth_of(c)))
+    head = ("variant", "verdict", "bits/byte", head_of_difference(both), "corrected p",
             *(f"on {text}" for text in texts), "worth × compute")
     return Table(head, rows, (0, 1))
 
@@ -717,7 +811,7 @@ def mean_alone(c):
 
 def others_table(found, only=None):
     head = ("variant", "verdict", "against", "what is equal", "bits/byte", "the other's",
-            f"difference [{level(found)}]", "corrected p")
+            head_of_difference(found), "corrected p")
     rows = [(label_of(found, c["variant"]), verdict_of(found, c), label_of(found, c["baseline"]),
              equal_of(found, c), score_of(found, c["variant"]), score_of(found, c["baseline"]),
              interval(c), p_of(c))
@@ -728,7 +822,7 @@ def others_table(found, only=None):
 def screened_table(found, only=None):
     """All variants of the first stage, on validation."""
     own = ((found.get("screen") or {}).get("scores") or {}).get("plain", {})
-    head = ("variant", "bits/byte, validation", f"difference [{level(found)}]", "judged")
+    head = ("variant", "bits/byte, validation", head_of_difference(found), "judged")
     rows = [(label_of(found, "plain"), show(mean_of(dict(bpb=list(own.values()))), ".4f"), "–", "yes")]
     for row in found.get("screened") or []:
         if only is None or row["variant"] in only:
@@ -839,16 +933,17 @@ def candidates_table(found, only=None):
 
 def ladder_table(found, only=None, verdict=verdict_of):
     """Each variant's difference to the plain GPT and its worth, size by size."""
-    rows = [("plain GPT", size, "–", score_of(study, "plain"), own_interval(study), "1")
+    rows = [("plain GPT", size, "–", score_of(study, "plain"), own_interval(study), "–", "1")
             for size, study in found["sizes"].items()]
     judged = dict.fromkeys(c["variant"] for study in found["sizes"].values() for c in against_plain(study))
     for name in only or judged:
         for size, study in found["sizes"].items():
             label, *_, score = label_and_figures(study, name)
-            rows += [(label, size, verdict(study, c), score, interval(c), worth_of(c))
+            rows += [(label, size, verdict(study, c), score, interval(c), p_of(c), worth_of(c))
                      for c in against_plain(study, [name])]
-    gap = f"difference [{level(next(iter(found['sizes'].values())))}]"
-    return Table(("variant", "size", "verdict", "bits/byte", gap, "worth × compute"), rows, (0, 1, 2))
+    gap = head_of_difference(next(iter(found["sizes"].values())))
+    head = ("variant", "size", "verdict", "bits/byte", gap, "corrected p", "worth × compute")
+    return Table(head, rows, (0, 1, 2))
 
 
 def settings_of(found):
@@ -860,14 +955,15 @@ def settings_of(found):
     more = sum(map(known, found["arms"]["plain"].get("bpb") or []))
     rows = [("Study", f"{found['name']}, {found.get('scale')} scale, {found.get('date')}, commit {commit}"),
             ("Seeds", f"{', '.join(map(str, found['seeds']))}, of the plain GPT {more}; "
-                      f"{found['done']} of {found['planned']} runs done"),
+                      f"{found['done']} of {plural(found['planned'], 'run')} done"),
             ("Scored", f"{d['dataset']}, {d['split']} split: {d['name']}, {d['context']}; {size}")]
     if d.get("note"):
         rows.append(("Note on the data", d["note"]))
     if found.get("settings"):
         flags = ", ".join(f"{key}={value}" for key, value in found["settings"].items())
         rows.append(("On both sides", flags))
+    cores = plural(m["cores"], "core") if known(m["cores"]) else "– cores"
     at_once = f"runs at once: {show(m['jobs'])}, threads of each: {m['threads'] or '–'}"
-    rows.append(("Machine", f"{m['processor'] or '–'}, {show(m['cores'])} cores, {m['system']}; {at_once}"))
+    rows.append(("Machine", f"{m['processor'] or '–'}, {cores}, {m['system']}; {at_once}"))
     versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
     return [*rows, ("Versions", versions)]

@@ -11,21 +11,21 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from nanoheads.common import number, printable
+from nanoheads.common import cut_short, number, printable
 from nanoheads.drawing import COLOURS, canvas, label_right, panels, ticks
 from nanoheads.study import effects
 from nanoheads.study.findings import (INTERIM, MEANING, against_plain, but_not_at, is_interim, known,
                                       label_of, level, mean_of, not_shown_at, short)
 
-# blue, orange, green, grey, and black for the plain GPT: as on the page
+# blue, orange, green, purple, grey, and black for the plain GPT: as on the page
 VERDICT_COLOURS = dict(zip([*MEANING, "plain"],
-                           ("#0067a3", "#a94400", "#00735a", "#5a636d", "#000000")))
+                           ("#0067a3", "#a94400", "#00735a", "#7a4a8c", "#5a636d", "#000000")))
 LIMITED = "#3f8fc8"  # better, and not shown to be so where costs are equal: paler, and its dot is hollow
 FEW = 8  # variants that colours can show; of more, the best and the worst are
 
 
 def cut(text):
-    return textwrap.shorten(printable(text), 40, placeholder="…")
+    return cut_short(" ".join(printable(text).split()), 40)
 
 
 def folded(text, letters):

@@ -18,39 +18,41 @@ from markupsafe import Markup, escape
 from nanoheads import drawing
 from nanoheads.common import no_link, printable, say, table, write_atomic
 from nanoheads.study import effects, pictures
-from nanoheads.study.findings import (BUT, INTERIM, MEANING, Table, against_plain, candidates_table,
-                                      costs_table, dynamic_tables, equal_of, headline, interval, known,
-                                      label_of, labelled, ladder_table, level, limited_verdict, mean_alone,
-                                      mean_of, measured, next_study, notices, others, others_table, part_of,
-                                      plain_rates_table, remarks, screened_table,
-                                      sentence_of, settings_of, show, standing, steps_table, texts_table,
-                                      tuned_table, verdict_of, verdicts_table, without)
+from nanoheads.study.findings import (BUT, INTERIM, MEANING, Table, against_plain, better_side,
+                                      candidates_table, costs_table, dynamic_tables, equal_of, headline,
+                                      interval, known, label_of, labelled, ladder_table, level,
+                                      limited_verdict, mean_alone, mean_of, measured, next_study, notices,
+                                      others, others_table, part_of, plain_rates_table, question_of, remarks,
+                                      screened_table, sentence_of, settings_of, show, standing, steps_table,
+                                      texts_table, tuned_table, verdict_of, verdicts_table, without)
 
 SEEDS_ABREAST = 10  # columns of a table that a desk's window holds
 
 # ---- terminal ----
 
 def in_text(found, width=120):
-    """The plain GPT and each variant, the best first; long names lose their beginning to keep to `width`."""
+    """The plain GPT and each variant, the best first; long names lose their end to keep to `width`."""
     if "sizes" in found:
         above = [f"{found['name']}: effects over sizes", *standing(found)]
         tables, below = [ladder_table(found)], []
         following = {f"{size}: ": next_study(part_of(found, size)) for size in found["sizes"]}
     elif "texts" in found:
         both = effects.pooled(found)
-        above, tables = [headline(both), *notices(both)], [texts_table(found), others_table(both)]
+        above = [headline(both), *notices(both)]
+        tables = [without(texts_table(found), "bits/byte"), without(others_table(both), "the other's")]
         below, following = remarks(both), {"": next_study(both)}
     else:
         name, first = f"{found['name']}: ", headline(found)
+        if not found["question"]:
+            name = f"{question_of(found)} "
         above = [first if first.startswith(name) else name + first, *notices(found)]
         below, following = remarks(found), {"": next_study(found)}
-        # of differences at equal cost the mean alone: intervals and costs are on the page
-        main, more = (without(each, "seeds", "corrected p") for each in (
-            verdicts_table(found, difference=mean_alone), others_table(found)))
+        # of differences at equal cost the mean alone: intervals, costs and sizes are on the page
+        main = without(verdicts_table(found, difference=mean_alone), "params", "seeds")
         rows = [[cell.partition(" at ")[0] if title.startswith("at equal") else cell
                  for title, cell in zip(main.head, row)] for row in main.rows]
-        tables = [Table([title.removeprefix("at ") for title in main.head], rows, main.words), more,
-                  *dynamic_tables(found)]
+        tables = [Table([title.removeprefix("at ") for title in main.head], rows, main.words),
+                  without(others_table(found), "the other's"), *dynamic_tables(found)]
     tables, left_out = zip(*map(measured, tables))
     lines = [in_terminal(above, tables, [" ".join(filter(None, [*left_out, *below]))], width)]
     for size, more in following.items():
@@ -121,8 +123,7 @@ def page(found, drawn=None):
     samples = [(label_of(found, name), found["arms"][name]["sample"]) for name in in_order
                if found["arms"].get(name, {}).get("sample")]
     return PAGES.get_template("report.html").render(
-        found={"texts": None, "screen": None, **found}, title=found["question"] or found["name"],
-        level=level(found),
+        found={"texts": None, "screen": None, **found}, title=question_of(found), level=level(found),
         where=" · ".join(str(found[key]) for key in ("name", "scale", "date") if found.get(key)),
         headline=headline(found), notices=notices(found),
         verdicts=verdicts_table(found, verdict=limited_verdict), cards=cards,
@@ -136,6 +137,7 @@ def page(found, drawn=None):
         heads=[(name, arm["heads"]) for name, arm in labelled(found) if arm.get("heads")], samples=samples,
         configs=Table(("variant", "name", "kind", "what differs from the plain GPT"), configs, range(4)),
         labelled=[(name, {"commands": None, **arm}) for name, arm in labelled(found)],
+        corrected_for=len(effects.tested(found["comparisons"])),
         settings=settings_of(found), more_seeds=seeds["plain"] > min(seeds.values()),
         failures=Table(("variant", "seed", "why", "log"), lost, (0, 2, 3)))
 
@@ -162,14 +164,14 @@ def over_text_table(found, every):
         low, high = (show((c.get("text") or {}).get(end), "+.4f") for end in ("low", "high"))
         rows.append((label_of(found, c["variant"]), label_of(found, c["baseline"]), interval(c),
                      f"[{low}, {high}]"))
-    over = [f"over {what} [{level(found)}]" for what in ("seeds", "text")]
+    over = [f"over {what} [{level(found)}], {better_side(found)}" for what in ("seeds", "text")]
     return Table(("variant", "against", *over), rows, (0, 1))
 
 
 def ladder_page(found, drawn=None):
     """report.html of a study of several sizes; drawn: {"ladder": SVG as bytes, or None}."""
     return PAGES.get_template("ladder.html").render(
-        found=found, title=f"{found['name']}: effects over sizes",
+        found=found, title=question_of(next(iter(found["sizes"].values()))),
         table=ladder_table(found, verdict=limited_verdict),
         notices=standing(found),
         drawn={"ladder": None, **(drawn or {})})

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from model import GPTConfig
-from nanoheads.common import UserError, no_link, pick_device, with_names_of_today
+from nanoheads.common import UserError, no_link, pick_device, plural, with_names_of_today
 from nanoheads.study import digest, queue, results, trial
 from nanoheads.study.variants import BOOKKEEPING
 from nanoheads.training import checkpoint
@@ -239,8 +239,9 @@ def agreement(studies, files):
     if not pairs:
         return "Nothing was there before to compare these scores with."
     equal, far = sum(old == new for old, new, _ in pairs), max(abs(old - new) for old, new, _ in pairs)
+    are = "is the one that was" if equal == 1 else "are those that were"
     other = sum(not same_code for *_, same_code in pairs)
-    return (f"Trained anew: {equal:,} of {len(pairs):,} scores are those that were there, to the last digit"
+    return (f"Trained anew: {equal:,} of {plural(len(pairs), 'score')} {are} there, to the last digit"
             + f"; the others differ by up to {far:.4f} bits/byte" * (equal < len(pairs))
             + f"; {other:,} of those that were there were made by other code or other libraries" * bool(other)
             + ".")

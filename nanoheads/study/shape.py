@@ -9,6 +9,7 @@ None or missing.
 
 from typing import NamedTuple
 
+from nanoheads.common import plural
 from nanoheads.study import stats
 
 LARGEST = 1e30  # of a score, a cost, a figure
@@ -62,6 +63,7 @@ STUDY = dict(
     tuned=Maybe(Each(SCORES)), candidates=Maybe(Each([dict(rates=Each(NUMBER), bpb=Each(NUMBER))])),
     plain_rates=Maybe(dict(seeds=[int], start=dict, flags=dict, tried=[dict(steps=dict, bpb=Each(NUMBER))])),
     # not kept before 2026-11-26
+    of_scale=Maybe(dict(steps=NUMBER, tokens=NUMBER)),
     finished=Maybe(bool), left_out=Maybe([dict(variant=str, seeds=[int])]), looks=Maybe([LOOK]),
     rescored=Maybe(dict(runs=[str], without=int)), lives=Maybe(dict),
     two_looks=Maybe(dict(spending=str, look=int, seeds=[int], first_seeds=[int], plain_seeds=[int],
@@ -133,8 +135,8 @@ def problem_of(study):
         return f"alpha={study['alpha']} must be between 0 and 1 and margin={study['margin']} positive"
     for name, arm in arms.items():
         if not len(arm["seeds"]) == len(arm["bpb"]) == len(arm["runs"]):
-            return (f"arms.{name} has {len(arm['seeds'])} seeds, {len(arm['bpb'])} scores and "
-                    f"{len(arm['runs'])} runs")
+            return (f"arms.{name} has {plural(len(arm['seeds']), 'seed')}, "
+                    f"{plural(len(arm['bpb']), 'score')} and {plural(len(arm['runs']), 'run')}")
         if not (arm["multiple"] > 0 and arm["tokens"] > 0 and arm["steps"] > 0):
             return f"arms.{name} must have steps, tokens and a multiple above 0"
     looks = study.get("two_looks") or {}

@@ -128,7 +128,7 @@ TABLES = {
     "short_timed": of_each_size(short_and_timed),
     "explained": of_each_size(explained),
     "each_text": lambda found, only=None: in_markdown(*without(
-        texts_table(found, only), "bits/byte", "worth × compute", "verdict")),
+        texts_table(found, only), "bits/byte", "corrected p", "worth × compute", "verdict")),
     "others": of_each_size(lambda found, only=None: in_markdown(*others_table(found, only))),
     "counted": of_each_size(counted),
     "screened": of_each_size(lambda found, only=None: in_markdown(*screened_table(found, only))),

@@ -77,7 +77,8 @@ class StudyConfig:
     budgets: Optional[list[float]] = None  # multiples of the budget at which the plain GPT is trained too, to
                                          # know what compute is worth; None: 0.7, 1.4 and 2.0, with
                                          # --mechanism none: its time goes into seeds
-    seeds: Optional[list[int]] = None    # None: 1 to 5, with --mechanism 1 to 15
+    seeds: Optional[list[int]] = None    # of each variant that is judged; choose them before any score is
+                                         # known; None: 1 to 5, with --mechanism 1 to 15
     plain_seeds: Optional[int] = None    # of the plain GPT; None: sqrt(variants judged) times as many
     looks: Literal[1, 2] = 1             # 2: judge by the first half of the seeds, and train the other half
                                          # for what is undecided then; p is corrected for both looks
@@ -85,12 +86,13 @@ class StudyConfig:
                                          # first is strict, so that the second loses little; or both alike,
                                          # so that more is decided at the first and less in the end
     split: str = "test"                  # what is scored in the end
-    test_tokens: int = 0                 # of it, evenly spaced; 0: all
+    test_tokens: int = 0                 # so many tokens of it, evenly spaced; 0: all
     # ---- two stages: all variants on validation, some of them with fresh seeds on the test split ----
     screen: Optional[bool] = None        # choose the variants to judge by validation first, if all are too
                                          # many: more than best + worst beside those that are named; None:
                                          # with --mechanism alone
-    screen_seeds: list[int] = field(default_factory=lambda: [101, 102])
+    screen_seeds: list[int] = field(default_factory=lambda: [101, 102])  # of this stage, and of tune_lr;
+                                         # none of them judges
     best: int = 6                        # so many of the best are judged
     worst: int = 2                       # and so many of the worst
     always: list[str] = field(default_factory=list)  # and these, wherever they stand
@@ -296,7 +298,7 @@ class Variant:
 
     @property
     def tokens(self):
-        return self.train.max_iters * self.train.batch_size * self.train.grad_accum * self.model.block_size
+        return self.train.max_iters * tokens_a_step(self.model, self.train)
 
     def at_rates(self, factors, name):
         """This variant, under another name, with the rates of some groups of RATES times a factor each."""
@@ -369,6 +371,17 @@ class VariantBuilder:
         """(GPTConfig, TrainConfig) of the plain GPT with these flags. UserError."""
         more = {"settings": self.settings, f"variant with {flags}": flags}
         return configurator.load((GPTConfig, TrainConfig), [self.base], more=more)
+
+    def of_scale(self):
+        """{"steps", "tokens"} of a whole run of the plain GPT: those in its config file, without settings.
+
+        A plain GPT of another size has as many tokens a parameter of its blocks.
+        """
+        model, training = configurator.load((GPTConfig, TrainConfig), [self.base])
+        steps = training.max_iters
+        if self.config.size:
+            steps = round(steps * size_of_blocks(self.plain.model) / size_of_blocks(model))
+        return dict(steps=steps, tokens=steps * tokens_a_step(model, training))
 
     def needs_no_dropout(self, flags):
         """Whether only dropout on the attention weights keeps the plain GPT from taking these flags."""
@@ -453,10 +466,17 @@ def all_flags(model, training):
 
 def budget_of(model, training, tokens_per_param):
     """{max_iters, eval_interval} that train a plain GPT for so many tokens a parameter of its blocks."""
-    blocks = sum(p.numel() for p in built(replace(model, vocab_size=1)).transformer.h.parameters())
-    tokens = training.batch_size * training.grad_accum * model.block_size
-    steps = max(1, round(tokens_per_param * blocks / tokens))
+    steps = max(1, round(tokens_per_param * size_of_blocks(model) / tokens_a_step(model, training)))
     return dict(max_iters=steps, eval_interval=max(1, steps // 10))
+
+
+def size_of_blocks(model):
+    """The parameters of a plain GPT's blocks."""
+    return sum(p.numel() for p in built(replace(model, vocab_size=1)).transformer.h.parameters())
+
+
+def tokens_a_step(model, training):
+    return training.batch_size * training.grad_accum * model.block_size
 
 
 def built(config):

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, Agency, GPTConfig
-from nanoheads.common import (UserError, fault_of_own_file, from_json, json_safe, number, ran_out_of_memory,
-                              with_names_of_today, write_atomic)
+from nanoheads.common import (UserError, fault_of_own_file, from_json, json_safe, number, plural,
+                              ran_out_of_memory, with_names_of_today, write_atomic)
 from nanoheads.configurator import UNNAMED, keys_of, nearest, parse, type_name, typed
 from nanoheads.folders import find
 from nanoheads.other_names import ROUTING_PAIR
@@ -266,7 +266,7 @@ def check_layers(state, config):
     weights = state.get("model", {})
     layers = {name.split(".")[2] for name in weights if name.startswith("transformer.h.")}
     if weights and len(layers) != config.n_layer:
-        raise ValueError(f"n_layer={config.n_layer}, and there are tensors of {len(layers)} blocks")
+        raise ValueError(f"n_layer={config.n_layer}, and there are tensors of {plural(len(layers), 'block')}")
     wte = weights.get("transformer.wte.weight")
     if wte is not None and config.n_embd not in wte.shape:
         raise ValueError(f"n_embd={config.n_embd}, and the embedding is {' x '.join(map(str, wte.shape))}")

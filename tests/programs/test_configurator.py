@@ -14,6 +14,7 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator, timing
 from nanoheads.common import UserError
 from nanoheads.configurator import Presets, Scale, help_text, load, load_given, near
+from nanoheads.study.variants import StudyConfig
 from nanoheads.training.config import (OPTIMIZERS, TrainConfig, conflicts, flags_by_name, note_on_dropout,
                                        note_on_warmup)
 from train import main
@@ -806,8 +807,25 @@ def test_help_prints_every_key_with_type_default_and_comment():
 
 
 def test_every_key_of_the_real_configs_has_a_comment():
-    keys = configurator.keys_of((GPTConfig, TrainConfig))
+    keys = configurator.keys_of((Presets, GPTConfig, TrainConfig, StudyConfig))
     assert not [k for k, (_, _, comment) in keys.items() if not comment]
+
+
+@pytest.mark.parametrize("classes", [(Presets, GPTConfig, TrainConfig), (StudyConfig,)])
+def test_columns_of_help_stay_apart_and_hold_the_whole_comment(classes):
+    """A long type ran into the default, and a long default into the comment."""
+    keys, lines = configurator.keys_of(classes), help_text(classes, "").splitlines()
+    columns = set()  # in which comments begin
+    for key, (kind, default, comment) in keys.items():
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"  --{key} "))
+        end = next((i for i in range(at + 1, len(lines)) if not lines[i].startswith(" " * 40)), len(lines))
+        first, *rest = lines[at:end]
+        cells = re.split(r"  +", first.strip(), maxsplit=3)
+        assert cells[:3] == [f"--{key}", configurator.type_name(kind), repr(default)]
+        assert " ".join([*cells[3:], *map(str.strip, rest)]) == " ".join(comment.split())
+        columns |= {first.rindex(cells[3])} if cells[3:] else set()
+        columns |= {len(line) - len(line.lstrip()) for line in rest}
+    assert len(columns) == 1 and max(map(len, lines)) <= columns.pop() + configurator.COMMENT_WIDE
 
 
 def test_the_script_runs_from_any_folder_and_ends_without_a_traceback(tmp_path):

@@ -173,7 +173,7 @@ def test_a_line_cut_in_half_is_named_and_the_rest_drawn(home, capsys):
     run = write(home / "run", "".join(json.dumps(r) + "\n" for r in rows(20, 10)) + '{"step": 21, "lo')
     train, evals = read_log(run)
     assert [r["step"] for r in train] == list(range(21)) and [r["step"] for r in evals] == [0, 10, 20]
-    message = f"{run}: 1 broken line(s) in log.jsonl, the first is line 25; the rest is used\n"
+    message = f"{run}: 1 broken line in log.jsonl, the first is line 25; the rest is used\n"
     assert capsys.readouterr().err == message
     assert len(plotted(run)) == 2
 
@@ -189,7 +189,7 @@ def test_what_is_no_row_is_passed_over(home, capsys):
     broken = ["7", "[]", '"x"', "{}", '{"loss": 1}', '{"step": "1", "loss": 1}', "\0\0"]
     run = write(home / "run", "\n".join(broken + ["", '{"step": 1, "note": 0}', '{"step": 2, "loss": 1}']))
     assert read_log(run) == ([{"step": 2, "loss": 1}], [])
-    assert "7 broken line(s)" in capsys.readouterr().err
+    assert "7 broken lines" in capsys.readouterr().err
 
 
 def test_after_a_resume_the_later_row_wins(home, capsys):
@@ -507,7 +507,7 @@ def test_damaged_measurements_are_named_and_the_rest_drawn(home, capsys):
     (run / "heads.jsonl").write_text("\n".join(lines))
     assert plot_heads.history(run).step.tolist() == [10, 30, 40]
     assert capsys.readouterr().err == \
-        f"{run}: 2 broken line(s) in heads.jsonl, the first is line 2; the rest is used\n"
+        f"{run}: 2 broken lines in heads.jsonl, the first is line 2; the rest is used\n"
 
 
 def test_a_run_whose_heads_were_not_measured_is_said(home, capsys):
@@ -579,7 +579,7 @@ def test_a_damaged_row_of_measured_heads_is_left_out(home, capsys, damage):
     run = write_heads(home / "run", heads)
     assert plot_heads.history(run).step.tolist() == [10, 30, 40]
     assert capsys.readouterr().err == \
-        f"{run}: 1 broken line(s) in heads.jsonl, the first is line 2; the rest is used\n"
+        f"{run}: 1 broken line in heads.jsonl, the first is line 2; the rest is used\n"
 
 
 @pytest.mark.parametrize("damage", [
@@ -602,4 +602,4 @@ def test_a_damaged_violation_is_left_out(home, capsys):
                   dict(step=20, type="forced", layer=0)]
     (run / "violations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_there))
     assert plot_heads.history(run).forced == [("forced", 20, 0, 1)]
-    assert "2 broken line(s) in violations.jsonl, the first is line 2" in capsys.readouterr().err
+    assert "2 broken lines in violations.jsonl, the first is line 2" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The report: one table of numbers as measured, four verdicts, one page that loads nothing, at any width."""
+"""The report: one table of numbers as measured, its verdicts, one page that loads nothing, at any width."""
 
 import base64
 import html
@@ -228,19 +228,130 @@ def test_verdicts_over_several_texts_are_those_of_all_together():
     assert len(rows) == len(expected) > 20
     for row in rows:
         c = expected[row["variant"], row["baseline"]]
-        assert (row["verdict"], row["difference"], row["n"]) == (c["verdict"], c["mean"], c["n"])
+        assert all(row[key] == c[key] for key in ("verdict", "mean", "n", "p_corrected"))
+        assert all(row[key] == c.get(key) for key in ("worth", "equal_flops", "equal_time"))
 
 
 def test_headline_counts_verdicts():
     found = make_found(5, screened=3)
-    for c, word in zip(main_rows(found), (*findings.MEANING, "undecided")):
+    for c, word in zip(main_rows(found), findings.MEANING):
         c["verdict"] = word
     assert headline(found) == (
         "8 variants were screened. 1 of 5 variants was shown to be better than the plain GPT; 1 worse; 1 the "
-        "same within ±0.01 bits/byte; 2 undecided.")
+        "same within ±0.01 bits/byte; 1 identical to it, since nothing acted; 1 undecided.")
     for c in found["comparisons"]:
         c["verdict"] = "undecided"
     assert "Not one of 5 variants was shown to be better than the plain GPT; 5 undecided." in headline(found)
+
+
+def test_undecided_beside_an_interval_without_0_says_that_it_is_the_correction():
+    """+0.3131 [+0.2008, +0.4254], undecided, reads like a mistake."""
+    found, row = one_better()
+    row.update(verdict="undecided", mean=0.3131, low=0.2008, high=0.4254, p=0.01, p_corrected=0.09,
+               words="undecided: +0.3131 bits/byte (95 % interval +0.2008 to +0.4254, corrected p = 0.09); "
+                     "about 9 seeds, now 5, would probably decide")
+    found["comparisons"] *= 9
+    side = "; below 0 is better"
+    said = ("; the interval, which is not corrected, leaves out 0, and p, which is corrected for 9 "
+            "comparisons, is above 0.05")
+    assert findings.sentence_of(found, row) == row["words"] + side + said
+    assert row["words"] + side + said in Page(html_of(found)).text
+    assert {c["words"] for c in findings.verdicts(found)["comparisons"]} == {row["words"] + side + said}
+    row.update(low=-0.1)
+    assert findings.sentence_of(found, row) == row["words"] + side
+    # withheld for a failed run, and not by the correction
+    row.update(low=0.2, p_corrected=0.01, words="not called worse, since 1 of the other side's runs failed")
+    assert findings.sentence_of(found, row) == row["words"]
+    row.update(verdict="worse", words="worse by 0.3131 bits/byte (95 % interval 0.2008 to 0.4254)")
+    assert findings.sentence_of(found, row) == row["words"]  # whose word holds the sign
+
+
+def test_identical_scores_stand_in_no_count_of_findings():
+    found = results.read(ROOT / "results" / "controls-tiny.json.gz")
+    row, = (c for c in found["comparisons"] if c["verdict"] == "identical")
+    n = len(found["comparisons"]) - 1
+    assert " the same" not in headline(found) and "1 identical to it, since nothing acted" in headline(found)
+    assert f"Verdicts are corrected for {n} comparisons." in findings.remarks(found)
+    page = Page(html_of(found))
+    assert f"here they are {n}." in page.text and row["words"] in page.text
+    assert findings.MEANING["identical"] in page.text
+    assert sum(tag == "span" and attrs["class"] == "badge identical" for tag, attrs in page.tags) == 3
+    c, = (c for c in findings.verdicts(found)["comparisons"] if c["variant"] == row["variant"])
+    assert (c["verdict"], c["mean"], c["p_corrected"], c["p_same"]) == ("identical", 0.0, None, None)
+    line = next(line for line in report.in_text(found).splitlines() if "  identical  " in line)
+    assert re.search(r"\+0\.0000 \[\+0\.0000, \+0\.0000\]  +–  ", line)
+    texts = [text.get_text() for text in pictures.forest(found).legends[0].get_texts()]
+    assert "identical" in texts and "same" not in texts
+
+
+# ---- what was asked, and how much of it was run ----
+
+def cut(found, steps=None, share=1):
+    found["of_scale"] = dict(steps=1000, tokens=2_048_000)
+    for arm in found["arms"].values():
+        arm.update(steps=steps or 1000, tokens=2048 * (steps or 1000))
+    found["data"].update(bytes=round(found["data"]["of_bytes"] * share))
+    return found
+
+
+def test_a_cut_study_says_so_in_headline_box_and_json():
+    whole = cut(make_found(2))
+    assert findings.verdicts(whole)["cut"] is None and headline(whole).startswith("1 of 2 variants")
+    assert not any("Each run" in line for line in findings.notices(whole))
+    found = cut(make_found(2), steps=150, share=0.14)
+    size = found["data"]["of_bytes"]
+    first = ("Short runs, 150 of the tiny scale's 1,000 steps (307k of 2.05M tokens), scored on 14 % of the "
+             "test split.")
+    assert headline(found) == f"{first} {headline(whole)}"
+    box = findings.notices(found)[0]
+    assert box == ("Each run of the plain GPT was trained for 150 steps, where the tiny scale has 1,000 "
+                   "(307,200 of 2,048,000 tokens) and scored on 14 % of the test split "
+                   f"({0.14 * size:,.0f} of {size:,} bytes). After all steps the variants may rank "
+                   "otherwise.")
+    told = findings.verdicts(found)
+    assert told["headline"] == headline(found) and told["cut"] == dict(
+        steps=150, of_steps=1000, tokens=307200, of_tokens=2048000, split="test", bytes=round(0.14 * size),
+        of_bytes=size)
+    text = Page(html_of(found)).text
+    assert first in text and box in text
+    assert first in report.in_text(found).replace("\n", " ")
+    part = cut(make_found(2), share=0.25)
+    assert headline(part).startswith("Scored on 25 % of the test split. 1 of 2")
+    assert "After all steps" not in findings.notices(part)[0]
+    ladder = make_ladder()
+    cut(ladder["sizes"]["1M"], steps=1)
+    lines = findings.standing(ladder)
+    assert [line[:52] for line in lines] == ["1M: Each run of the plain GPT was trained for 1 step"]
+    del found["of_scale"]  # of a file from before
+    assert headline(found).startswith("Scored on 14 % of the test split. 1 of 2 variants")
+    assert findings.verdicts(found)["cut"]["of_steps"] is None
+
+
+@pytest.mark.parametrize("variants, screened, title", [
+    (1, 0, "Is routing_0 better than the plain GPT?"),
+    (2, 0, "Is routing_0 or routing_1 better than the plain GPT?"),
+    (2, 1, "Is routing_0, routing_1 or screened_0 better than the plain GPT?"),
+    (3, 2, "Is any of 5 variants better than the plain GPT?")])
+def test_a_study_without_a_question_asks_whether_its_variants_are_better(variants, screened, title):
+    found = make_found(variants, screened=screened)
+    assert f"<h1>{found['question']}</h1>" in html_of(found)
+    found.update(question="")
+    found["arms"]["acag+elementwise"]["label"] = "routing_0"
+    assert f"<h1>{title}</h1>" in html_of(found) and findings.verdicts(found)["question"] == title
+    assert report.in_text(found).replace("\n", " ").startswith(f"{title} {headline(found)}")
+    assert findings.question_of({**found, "pairs": [], "screened_out": []}) == "routing"  # its name
+
+
+def test_a_long_name_keeps_its_beginning():
+    found = make_found(30)
+    name = "temperature_that_grows_with_position_and_more"
+    main_row = main_rows(found)[0]
+    found["arms"][main_row["variant"]]["label"] = name
+    row = next(line for line in report.in_text(found).splitlines() if re.match(r"temp\S+ +better ", line))
+    first = row.split()[0]
+    assert first.endswith("…") and name.startswith(first[:-1]) and len(first) >= 12
+    assert pictures.cut(name) == name[:39] + "…"
+    assert pictures.cut("a  short\nname") == "a short name"
 
 
 def test_what_a_page_says_of_seeds_and_comparisons_is_so_in_this_study():
@@ -297,10 +408,10 @@ def test_what_was_not_measured_is_not_called_lost():
     """The demo's headline once spoke of equal time, at which nothing had been compared."""
     found, row = one_better(params=10**9, flops_per_token=5.8e6, time_ratio=dict(mean=1.1, low=1.0, high=1.2))
     of_one_budget(row)
-    assert headline(found).endswith("better by 0.02 bits/byte; not shown to be better at equal FLOPs; "
-                                    "equal parameters and equal time were not measured.")
+    assert headline(found).endswith("better by 0.02 bits/byte; equal parameters, equal FLOPs and equal time "
+                                    "were not measured.")
     found["arms"][row["variant"]]["params"] = found["arms"]["plain"]["params"]
-    assert headline(found).endswith("at equal FLOPs; equal time was not measured.")
+    assert headline(found).endswith("bits/byte; equal FLOPs and equal time were not measured.")
     head, (_, cells), _ = findings.verdicts_table(found)
     assert [title for title, cell in zip(head, cells) if cell == "not measured"] == [
         "worth × compute", "at equal FLOPs", "at equal time"]
@@ -368,7 +479,7 @@ def test_a_variant_that_costs_no_more_is_better_at_equal_cost_too():
         of_one_budget(row)
         more["arms"][row["variant"]][key] *= 1.01
         tokens = "; it trains on 1.01 times the plain GPT's tokens" * (key == "tokens")
-        assert headline(more).endswith(f"; not shown to be better at equal FLOPs{tokens}.")
+        assert headline(more).endswith(f"bits/byte{tokens}; equal FLOPs were not measured.")
 
 
 @pytest.mark.parametrize("key, what", [("equal_flops", "FLOPs"), ("equal_time", "time")])
@@ -380,7 +491,7 @@ def test_each_equal_cost_is_better_lost_or_not_measured(key, what):
     row[key].update(mean=0.0, low=-0.01, high=0.01)
     assert headline(found).endswith(f"; not shown to be better at equal {what}.")
     row[key].update(ratio=2.4, mean=None, low=None, high=None, p=None)  # no plain GPT was trained for as much
-    assert headline(found).endswith("; not shown to be better at equal FLOPs." if what == "FLOPs" else
+    assert headline(found).endswith("; equal FLOPs were not measured." if what == "FLOPs" else
                                     "; equal time was not measured.")
     cell = findings.verdicts_table(found).rows[1][-2 if what == "FLOPs" else -1]
     assert cell == "not measured at 2.40 ×"
@@ -415,8 +526,11 @@ def test_of_several_winners_the_headline_counts_what_was_not_measured():
 def test_the_demo_claims_nothing_of_what_it_did_not_measure():
     found = results.read(ROOT / "results" / "demo.json.gz")
     assert found["config"]["budgets"] == [] and not found["config"]["match_parameters"]
-    assert headline(found).endswith("short_conv is not shown to be better at equal FLOPs; equal parameters "
-                                    "and equal time were not measured.")
+    assert headline(found) == (
+        "Short runs, 320 of the tiny scale's 960 steps (655k of 1.97M tokens). 1 of 2 variants was shown to "
+        "be better than the plain GPT; 1 worse. Equal parameters, equal FLOPs and equal time were not "
+        "measured.")
+    assert report.in_text(found).count("not measured") == 1 + 2 * 3
 
 
 def test_unfinished_study_says_so_at_the_top():
@@ -591,19 +705,19 @@ def test_every_tag_is_closed_where_it_was_opened():
 @every_size
 def test_terminal_table_fits_and_holds_the_numbers_best_first(variants):
     found = make_found(variants)
-    found["arms"]["plain"]["params"] = 124_439_808
     lines = report.in_text(found).splitlines()
     assert max(map(len, lines)) <= 120
     head = next(i for i, line in enumerate(lines) if line.startswith("variant "))
     plain = lines[head + 1].split()
     mean = np.mean(found["arms"]["plain"]["bpb"])
-    assert plain[:4] == ["plain", "GPT", "–", "124M"] and float(plain[4]) == pytest.approx(mean, abs=5e-5)
+    assert plain[:3] == ["plain", "GPT", "–"] and float(plain[3]) == pytest.approx(mean, abs=5e-5)
     rows = lines[head + 2:head + 2 + variants]
     shown = [[float(v) for v in re.findall(r"(?<![\w.])[-+][\d.]+", row)] for row in rows]
     ranked = sorted(main_rows(found), key=lambda c: c["mean"])
     for c, numbers, row in zip(ranked, shown, rows):
         assert numbers[:3] == pytest.approx([c["mean"], c["low"], c["high"]], abs=5e-5)
         assert f"  {c['verdict']}  " in row and f"{c['worth']['mean']:.2f} [" in row
+        assert re.search(rf"\]  +{re.escape(findings.p_of(c))}  +\d", row)  # beside the interval
         assert numbers[3:] == pytest.approx([c[key]["mean"] for key in ("equal_flops", "equal_time")
                                              if c[key]["mean"] is not None], abs=5e-5)
     assert f"corrected for {len(found['comparisons'])} comparisons" in " ".join(lines)
@@ -617,7 +731,7 @@ def test_tables_of_the_docs_and_page_hold_the_same(variants):
     page = Page(html_of(found)).text.replace("−", "-")
     assert plain["variant"] == "plain GPT" and len(rows) == variants
     for c, row in zip(sorted(main_rows(found), key=lambda c: c["mean"]), rows):
-        gap = row["difference [95 %]"]
+        gap = row["difference [95 %], below 0 is better"]
         assert [float(v) for v in re.findall(r"[-+][\d.]+", gap)] == pytest.approx(
             [c["mean"], c["low"], c["high"]], abs=5e-5)
         assert row["verdict"] == c["verdict"] and gap in page
@@ -925,7 +1039,8 @@ def test_ladder_has_a_table_a_picture_and_each_size_its_report(tmp_path, capsys)
     plain, *rows = rows_in(tables.TABLES["ladder"](found))
     assert len(rows) == 2 + 2 * 3 and rows[1]["size"] == "1M"
     c = main_rows(found["sizes"]["0.1M"])[0]
-    assert rows[2]["difference [95 %]"] == findings.interval(c) and rows[2]["verdict"] == c["verdict"]
+    assert rows[2]["difference [95 %], below 0 is better"] == findings.interval(c)
+    assert rows[2]["verdict"] == c["verdict"] and html.unescape(rows[2]["corrected p"]) == findings.p_of(c)
     assert findings.interval(c) in page.text.replace("−", "-") and findings.interval(c) in printed
     assert {attrs["href"] for tag, attrs in page.tags if tag == "a"} == {
         f"{size}/report.html" for size in found["sizes"]}
@@ -1111,9 +1226,9 @@ def test_a_winner_that_loses_at_the_cost_it_takes_is_no_plain_winner():
     assert "at equal FLOPs" in findings.headline(small)
     row["equal_flops"].update(mean=-0.01, low=-0.015, high=-0.005)
     assert "FLOPs" not in findings.headline(small)
-    # no plain GPT was as dear, or as cheap: the first is not shown, the second only helps the variant
+    # no plain GPT was as dear, or as cheap: the first is not measured, the second only helps the variant
     row["equal_flops"].update(ratio=2.4, mean=None, low=None, high=None, p=None)
-    assert "at equal FLOPs" in findings.headline(small)
+    assert "equal FLOPs and equal time were not measured" in findings.headline(small)
     row["equal_flops"].update(ratio=0.6)
     assert "FLOPs" not in findings.headline(small)
 

@@ -488,11 +488,14 @@ BETTER = Comparison(5, 14, -0.0123, -0.0145, -0.0101, 0.001, 30.0, 1e-4, 0.004, 
      "seeds, now 5, would probably decide"),
     (dict(n=1, low=-math.inf, high=math.inf, se=math.inf, verdict="undecided"),
      "undecided: 1 and 14 seeds are too few, each side needs two or more"),
+    (dict(n=1, n_baseline=1, low=-math.inf, high=math.inf, se=math.inf, verdict="undecided"),
+     "undecided: 1 and 1 seed are too few, each side needs two or more"),
     (dict(low=-math.inf, high=math.inf, se=math.inf, verdict="undecided"),
      "undecided: 5 and 14 seeds do not show the spread of these scores"),
-    (dict(mean=0.0, low=0.0, high=0.0, se=0.0, df=math.inf, verdict="same"),
-     "the same: identical scores on every shared seed"),
-), ids=("better", "worse", "same", "p-too-large", "undecided", "one-seed", "no-spread", "identical"))
+    (dict(mean=0.0, low=0.0, high=0.0, se=0.0, df=math.inf, verdict="identical"),
+     "identical: nothing acted, the scores are those of the other side on every shared seed"),
+), ids=("better", "worse", "same", "p-too-large", "undecided", "one-seed", "one-each", "no-spread",
+        "identical"))
 def test_a_verdict_reads_as_it_should(change, sentence):
     assert in_words(BETTER._replace(**change), 0.05, 0.01) == sentence
 
@@ -507,7 +510,13 @@ def test_words_are_at_the_level_margin_and_unit_that_were_asked_for():
     assert judged(plain, *variants, alpha=p * 0.99)[0].verdict != "worse"
 
 
-def test_identical_scores_are_the_same():
-    got, = judge([stats.IDENTICAL], [(5, 14)])
-    assert (got.verdict, got.mean, got.low, got.high, got.p_same) == ("same", 0, 0, 0, 0)
+def test_identical_scores_are_no_finding_and_take_nothing_of_the_familys_error():
+    tested = [difference([(1, [2.0, 2.1, 2.05 + k]), (-1, [2.2, 2.25, 2.21, 2.3])]) for k in (0, 0.04, 1)]
+    alone = judge(tested, 3 * [(3, 4)])
+    first, *rest, last = judge([stats.IDENTICAL, *tested, stats.IDENTICAL], 5 * [(3, 4)])
+    assert rest == alone and alone[0].p_corrected > 2 * alone[0].p  # of three comparisons, not of five
+    for got in (first, last):
+        assert (got.verdict, got.mean, got.low, got.high, got.n) == ("identical", 0, 0, 0, 3)
+        assert math.isnan(got.p_corrected) and math.isnan(got.p_same) and got.more_seeds is None
+    assert [c.verdict for c in judge(2 * [stats.IDENTICAL], 2 * [(3, 4)])] == 2 * ["identical"]
     assert isinstance(stats.IDENTICAL, Difference)
