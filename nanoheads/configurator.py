@@ -652,7 +652,7 @@ def load_given(classes, argv, doc="", together=None, more=None, mechanisms=None,
 def what_the_run_says(found, made, base):
     """Yield a line about what the configs that were made have from `base` alone, where that is anything."""
     words = []
-    for config in made if found.of_run else ():
+    for config in reversed(made) if found.of_run else ():  # the text first
         keys = keys_of((type(config),))
         bare = type(config)(**{key: value for key, value in found.values.items()
                                if key in keys and key not in found.of_run})

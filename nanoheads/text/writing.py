@@ -196,10 +196,15 @@ def report(out, meta, head=""):
 # ---- a whole script ----
 
 def arguments(doc, name, encodings, argv=None, **more):
-    """The command line of a prepare script; args.name and args.out follow the encoding (the first one)."""
+    """The command line of a prepare script; args.name and args.out follow the encoding (the first one).
+
+    name: what the dataset is called; "" where that follows from --source, and then args.out may be None.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", help="file or folder to read (default: $NANOHEADS_DATA, else a download)")
-    parser.add_argument("--out", type=Path, help="folder to write (default: data/<name>)")
+    download, called = (" (default: $NANOHEADS_DATA, else a download)", "name") if name else ("", "source")
+    parser.add_argument("--source", help=f"file or folder to read{download}")
+    parser.add_argument("--out", type=Path, help=f"folder to write (default: data/<{called}>, of other "
+                                                 f"encodings than the first data/<{called}>_<encoding>)")
     parser.add_argument("--force", action="store_true", help="write anew what is already there")
     parser.add_argument("--encoding", choices=encodings, default=encodings[0])
     for flag, options in more.items():
