@@ -1849,6 +1849,18 @@ def test_a_plan_without_its_data_names_the_command_that_makes_it(monkeypatch, ca
         main(["config/studies/controls.py", "--device=cpu"])
 
 
+@pytest.mark.parametrize("first, words", [
+    ({"out/teacher": "python train.py x.py --out_dir=out/teacher"},
+     "there yet; first run: python train.py x.py --out_dir=out/teacher"),
+    ({}, "there yet; train it first")])
+def test_a_plan_whose_teacher_is_missing_says_what_makes_it(first, words, bytes_data, capsys):
+    variants = {"taught": dict(constraint_names=["a"], teacher="out/teacher", constraint_match="kl")}
+    with pytest.raises(SystemExit) as e:
+        main(["--dry_run", "--device=cpu", f"--variants={variants}", f"--first={first}",
+              f"--settings={dict(dataset=str(bytes_data))}"])
+    assert e.value.code == f"compare: taught: teacher=out/teacher is not {words}"
+
+
 def test_the_plan_of_the_controls_reads_as_a_plan(
         tmp_path, bytes_data, monkeypatch, capsys, own_mechanisms_go):
     """It began with two lines that called a promise broken: parameters without effect have no gradient."""
