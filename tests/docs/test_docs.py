@@ -279,7 +279,8 @@ def read_before_made(page):
 
 def test_no_page_repeats_a_command_that_refuses_to_be_repeated():
     """A run's folder and an exported one are not written twice, so a reader of README.md is refused."""
-    first = {tuple(words) for words in commands(ROOT / "README.md") if words[0] in ("train.py", "export_hf.py")}
+    writes = ("train.py", "export_hf.py")
+    first = {tuple(words) for words in commands(ROOT / "README.md") if words[0] in writes}
     repeated = {page.name: first & {tuple(words) for words in commands(page)}
                 for page in PAGES if page.name != "README.md"}
     assert len(first) > 2 and not any(repeated.values()), repeated
