@@ -22,8 +22,8 @@ import sys
 from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-from nanoheads.common import (as_program, last_words, printable, say, writable, writable_folder,
-                              write_json)
+from nanoheads.common import (ArgumentParser, as_program, last_words, printable, say, writable,
+                              writable_folder, write_json)
 from nanoheads import other_names
 from nanoheads.folders import cleaned, joined
 from nanoheads.training.curves import AXES, plot_runs
@@ -31,7 +31,7 @@ from nanoheads.training.curves import AXES, plot_runs
 
 def arguments(argv):
     plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN",
                         help="run folders (default: all under out/, and folders out-...)")
     parser.add_argument("--out", type=Path, metavar="DIR",

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from nanoheads import answer_interrupts
-from nanoheads.common import UserError, from_json, gib, memory_of_machine, output_written, say, write_atomic
+from nanoheads.common import (ArgumentParser, UserError, from_json, gib, memory_of_machine, output_written,
+                              say, write_atomic)
 from nanoheads.locks import remove_abandoned, temporary
 from nanoheads.text.sources import HOME, SPLITS, digest, find, identity, origin, read
 from nanoheads.text.tokenizer import Tokenizer, count_chars, cut_at_spaces, problem_of_meta
@@ -200,7 +201,7 @@ def arguments(doc, name, encodings, argv=None, **more):
 
     name: what the dataset is called; "" where that follows from --source, and then args.out may be None.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     download, called = (" (default: $NANOHEADS_DATA, else a download)", "name") if name else ("", "source")
     parser.add_argument("--source", help=f"file or folder to read{download}")
     parser.add_argument("--out", type=Path, help=f"folder to write (default: data/<{called}>, of other "
