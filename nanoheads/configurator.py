@@ -487,7 +487,7 @@ def resolve(classes, argv, mechanisms=None, more=None, base=None):
     """What the fields of these dataclasses are set to, by files and arguments, as Resolved.
 
     A value comes from one of six places, and the later wins:
-        0. `base`, {where it comes from: {key: value}}: what the run that goes on was asked for
+        0. `base`, (where it comes from, {key: value}): what the run that goes on was asked for
         1. config/<scale>.py, of --scale; without one, where a config file is written for nanoGPT, what
            nanoGPT's train.py sets before it reads that file
         2. the flags of each mechanism of --mechanism
@@ -526,12 +526,11 @@ def resolve(classes, argv, mechanisms=None, more=None, base=None):
             weaker = {key: value for key, value in weaker.items() if key not in OF_ITS_RECIPE}
 
     # what the run that goes on was asked for, 0
-    of_run, bad, _ = read_values([(source, key, value, check) for source, settings in (base or {}).items()
-                                  for key, value in settings.items()], keys)
+    run, asked = base or (None, {})
+    of_run, bad, _ = read_values([(run, key, value, check) for key, value in asked.items()], keys)
     problems += bad
-    of_run = {key: value for key, value in of_run.items() if key not in {**weaker, **values}}
     weaker = {**of_run, **weaker}
-    weaker_sources.update(dict.fromkeys(of_run, *(base or {})))
+    weaker_sources = {**dict.fromkeys(of_run, run), **weaker_sources}
 
     known = {**{key: default for key, (_, default, _) in keys.items()}, **weaker, **values}
     notes = []
@@ -567,6 +566,7 @@ def resolve(classes, argv, mechanisms=None, more=None, base=None):
         values.pop(key, None)
     values = {**weaker, **values}
     sources = {key: sources.get(key) or weaker_sources[key] for key in values}
+    of_run = {key: value for key, value in of_run.items() if sources[key] == run}
     return Resolved(scale, names, values, sources, folder, problems, notes, wrong, lost, of_run)
 
 
@@ -660,7 +660,7 @@ def what_the_run_says(found, made, base):
                   if key in keys and getattr(bare, key) != value]
     if words:
         more = f" and {len(words) - 6} more" if len(words) > 6 else ""
-        yield f"{next(iter(base))} says what this command leaves open: {', '.join(words[:6])}{more}"
+        yield f"{base[0]} says what this command leaves open: {', '.join(words[:6])}{more}"
 
 
 def help_of_values(made, sources):

@@ -501,7 +501,8 @@ def default_folder(model_config, config):
 
 
 def left_open(argv, trusted):
-    """{where it comes from: {key: value}} of what a command that goes on in a named folder need not repeat.
+    """(where it comes from, {key: value}) of what a command that goes on in a named folder need not repeat,
+    or None.
 
     That is what the run there was asked for, of --resume all, of --eval_only what evaluating depends on.
     trusted: the code of a mechanism of one's own that lies there may run. UserError: it is needed, and may
@@ -511,12 +512,12 @@ def left_open(argv, trusted):
     folder, resumes = given.get("out_dir"), given.get("resume") or given.get("init_from") == "resume"
     evaluates = given.get("eval_only") and not given.get("init_from")
     if not (folder and (evaluates or resumes and Path(folder, "ckpt.pt").is_file())):
-        return {}
+        return None
     path, asked = Path(folder, "config.json"), asked_in(folder)
     if asked is None:
         print_once(f"{path} does not say what the run was asked for: what this command leaves open has its "
                    "default")
-        return {}
+        return None
     asked = with_names_of_today(asked)
     if evaluates:
         asked = {key: asked[key] for key in ("dataset", "eval_tokens", "device", "dtype") if key in asked}
@@ -524,7 +525,7 @@ def left_open(argv, trusted):
         from nanoheads import own_mechanism
         last = Path(folder, "ckpt.pt")
         own_mechanism.flags_of(read(last, trust_code=trusted), last)
-    return {str(path): asked}
+    return str(path), asked
 
 
 # ---- what a run starts from ----

@@ -484,10 +484,14 @@ def test_a_resume_that_names_its_folder_need_not_repeat_the_command(small, capsy
     assert json.loads(Path("out/here/config.json").read_text())["asked"] == {**asked, "max_iters": 4}
     main(["--init_from=resume", out, "--max_iters=5"])  # as nanoGPT's users type it
     assert "going on at step 4 of 5" in capsys.readouterr().out
+    main(["--resume", out, "--max_iters=6", "--learning_rate=0.001"])
+    said = capsys.readouterr().out
+    assert "changed since the last save: adamw_lr=0.001, was 0.016" in said and "open: dataset=" in said
+    assert "adamw_lr=0.016" not in said
     for given, words in (("--seed=6", "seed=6 here is 5 there"), ("--mechanism=acag_elementwise", "acag="),
                          ("--batch_size=9", "batch_size * grad_accum=9 here is 4 there")):
         with pytest.raises(SystemExit, match=re.escape(words)):
-            main(["--resume", out, "--max_iters=6", given])
+            main(["--resume", out, "--max_iters=7", given])
 
 
 def test_names_that_contradict_a_checkpoint_are_refused(small, bytes_data):
