@@ -44,8 +44,8 @@ import torch
 
 import train
 from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache
-from nanoheads.common import (ROOT, UserError, as_program, explain, keep_freed_memory, last_words,
-                              pick_device, plural, say, table, writable, write_json)
+from nanoheads.common import (ROOT, ArgumentParser, UserError, as_program, explain, keep_freed_memory,
+                              last_words, pick_device, plural, say, table, writable, write_json)
 from nanoheads import own_mechanism
 from nanoheads.kernels import allow_graphs
 from nanoheads.pruning import prune_heads
@@ -499,7 +499,7 @@ def time_table(rows):
 # ---- command line ----
 
 def arguments(argv):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--what", choices=["train", "decode", "train,decode", "memory"],
                    help="default train,decode; with --mechanisms train")
     p.add_argument("--nanogpt", help="a nanoGPT checkout to run side by side")

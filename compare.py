@@ -561,9 +561,9 @@ def folder_name(config, name):
 
 
 # keys of a study that change none of its figures: how it runs, and what counts as done
-NOT_ASKED = {"question", "out_dir", "jobs", "jobs_per_gpu", "device", "submit", "submit_options", "dry_run",
-             "report_only", "reuse", "accept_code", "fresh", "rescore", "from_results", "recheck", "tables",
-             "scores", "baseline", "higher_is_better", "json"}
+NOT_ASKED = {"question", "first", "out_dir", "jobs", "jobs_per_gpu", "device", "submit", "submit_options",
+             "dry_run", "report_only", "reuse", "accept_code", "fresh", "rescore", "from_results", "recheck",
+             "tables", "scores", "baseline", "higher_is_better", "json"}
 
 
 def asked_for(config):

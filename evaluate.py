@@ -28,8 +28,8 @@ from itertools import groupby
 
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
 from nanoheads import other_names
-from nanoheads.common import (UserError, as_program, last_folders, last_words, pick_device, say, table,
-                              writable, write_json)
+from nanoheads.common import (ArgumentParser, UserError, as_program, last_folders, last_words, pick_device,
+                              say, table, writable, write_json)
 from nanoheads.intervals import block_bootstrap
 from nanoheads.training import checkpoint
 from nanoheads.training.scoring import add_arguments, evaluate, load
@@ -195,7 +195,7 @@ def main(argv=None):
     for flag, instead in MOVED.items():
         if any(arg.partition("=")[0] == flag for arg in argv):
             sys.exit(f"evaluate: {instead}")
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(p, "test", required=False)
     p.add_argument("--stride", type=int, default=0,
                    help="move the window by so many tokens; 0: disjoint windows (default)")

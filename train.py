@@ -5,6 +5,7 @@ Train a GPT, with any mechanism that its flags turn on.
     python train.py --scale=tiny --mechanism=moh,agency   # the plain GPT of a scale, with mechanisms by name
     python train.py --mechanism=mine.py [--check]         # one in a file of your own
     python train.py config/x.py --resume                  # go on exactly where the last save was
+    python train.py --resume --out_dir=out/x              # the same; out/x/config.json says all the rest
     python train.py --init_from=out/x --dataset=y         # fine-tune: a checkpoint's model, a fresh optimizer
     torchrun --standalone --nproc_per_node=8 train.py config/x.py   # data parallel, the same global batch
 
@@ -705,7 +706,8 @@ SCHEDULE = ("adamw_lr", "min_lr", "max_iters", "lr_decay_iters", "warmup_iters",
 
 def print_changes(run, state):
     """A line for each key of training that is not what it was at the last save."""
-    for key in sorted(set(asdict(run.config)) - {"resume", "overwrite", "init_from", "init_anyway", "json"}):
+    of_a_launch = {"resume", "overwrite", "init_from", "init_anyway", "json", "own_mechanism"}
+    for key in sorted(set(asdict(run.config)) - of_a_launch):
         now, before = getattr(run.config, key), state["train"].get(key)
         if now != before:
             run.process.print0(f"changed since the last save: {key}={now}, was {before}")
@@ -780,9 +782,11 @@ def main(argv=None):
         if "--check" in argv:
             from nanoheads.probes import promises  # only here: a run needs no probe
             return promises.main([arg for arg in argv if arg != "--check"], __doc__)
-        # config files and flags become a GPTConfig and a TrainConfig; resolve() there says which of them wins
-        (model_config, config), given = configurator.load_given((GPTConfig, TrainConfig), argv, __doc__,
-                                                                conflicts, mechanisms=flags_by_name())
+        # config files and flags become a GPTConfig and a TrainConfig; resolve() there says which wins;
+        # what --resume --out_dir=X leaves open is as X/config.json says
+        of_run = checkpoint.left_open(argv, trusted)
+        (model_config, config), given = configurator.load_given(
+            (GPTConfig, TrainConfig), argv, __doc__, conflicts, mechanisms=flags_by_name(), base=of_run)
         notes = [note_on_dropout(model_config), note_on_warmup(config)]
         # all ranks find the same name, since no rank makes the folder before all of them have looked
         if given.get("out_dir") is None:

@@ -2,6 +2,7 @@
 commit.
 """
 
+import argparse
 import ctypes
 import errno
 import functools
@@ -182,6 +183,13 @@ UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 def printable(text):
     """Text without what no page, no font and no terminal should get, such as the escapes in a file's name."""
     return UNPRINTABLE.sub("�", str(text))
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's, whose own lines about a wrong argument show it without what a terminal would obey."""
+
+    def error(self, message):
+        super().error(printable(message))
 
 
 def say(*lines, **how):

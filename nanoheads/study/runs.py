@@ -40,8 +40,11 @@ class Runs:
         self.failed = set()  # folders; another study may have started these again meanwhile
 
     def spec(self, variant, seed, split):
-        """trial.json of one run: everything that its numbers depend on."""
-        c = self.config
+        """trial.json of one run: everything that its numbers depend on. UserError: its teacher is missing."""
+        c, teacher = self.config, variant.train.teacher
+        if teacher and not checkpoint.file_of(teacher).is_file():
+            made = f"first run: {c.first[teacher]}" if teacher in c.first else "train it first"
+            raise UserError(f"{variant.name}: teacher={teacher} is not there yet; {made}")
         model = replace(variant.model, seed=seed + variant.flags.get("seed", 0))
         training = digest.own_training(variant.train)
         flags = {key: value for key, value in training.items() if key not in BOOKKEEPING}
@@ -49,7 +52,7 @@ class Runs:
         flags["device"] = c.device if queue.on_slurm(c.submit) else pick_device(c.device).split(":")[0]
         return dict(model=digest.own_flags(model), train=flags,
                     score=dict(split=split, tokens=c.test_tokens),
-                    data=trial.data_of(self.data, variant.train.labels, variant.train.teacher,
+                    data=trial.data_of(self.data, variant.train.labels, teacher,
                                        variant.train.own_mechanism, training.get("policy_rules")),
                     code=digest.code_digest(model, variant.train), torch=torch.__version__,
                     **trial.surroundings_of(variant.train.own_mechanism))

@@ -64,6 +64,7 @@ class StudyConfig:
     mechanisms: list[str] = field(default_factory=list)  # variants, by name (also acag*), all_on, mine.py
     variants: dict = field(default_factory=dict)  # more variants: name -> flags; seed: added
     contrasts: list = field(default_factory=list)  # pairs of variants to compare too: [["a", "b"]]
+    first: dict = field(default_factory=dict)  # what variants read besides: path -> the command that makes it
     scale: Scale = "tiny"                # which plain GPT: config/<scale>.py
     size: Optional[str] = None           # another size of it: 0.1M | 0.33M | 1M | 10M
     sizes: list[str] = field(default_factory=list)  # a ladder: the study once for each of these sizes

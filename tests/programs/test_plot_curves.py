@@ -14,6 +14,7 @@ from matplotlib.image import imread
 import plot_curves
 from labels import hidden_labels
 from nanoheads.drawing import COLOURS
+from nanoheads.folders import LONGEST
 from nanoheads.heads import pictures as plot_heads
 from nanoheads.training import curves
 from nanoheads.training.curves import curves_of, plot_runs, read_log
@@ -156,10 +157,30 @@ def test_colour_follows_the_order_given_and_a_skipped_run_keeps_its_place(home, 
     assert main(["out/c", "out/b", "out/a", "out/c/", "--out", "elsewhere"]) == 0
     assert strokes(home / "out/c/figures/curves.svg") == {COLOURS[0]}
     assert strokes(home / "out/a/figures/curves.svg") == {COLOURS[2]}
-    assert strokes(home / "elsewhere/comparison.svg") == {COLOURS[0], COLOURS[2]}
+    assert strokes(home / "elsewhere/comparison-c+b+a.svg") == {COLOURS[0], COLOURS[2]}
     printed = capsys.readouterr()
-    assert printed.out.split()[-1] == "elsewhere/comparison.svg" and len(printed.out.split()) == 6
+    assert printed.out.split()[-1] == "elsewhere/comparison-c+b+a.svg" and len(printed.out.split()) == 6
     assert printed.err == "out/b: log.jsonl has no rows to plot, skipped\n"
+
+
+def test_another_comparison_is_another_file(home, capsys):
+    for name in "abc":
+        write(home / "out" / name, rows(4, 2))
+
+    def compared(*argv):
+        assert main([*argv, "--out=all"]) == 0
+        return capsys.readouterr().out.split()[-2:]
+    assert compared("out/a", "out/b") == [f"all/comparison-a+b.{kind}" for kind in ("png", "svg")]
+    before = (home / "all/comparison-a+b.svg").read_bytes()
+    assert compared("out/a", "out/c")[1] == "all/comparison-a+c.svg"
+    assert compared("out/a", "out/b", "--x=tokens")[1] == "all/comparison-by_tokens-a+b.svg"
+    assert (home / "all/comparison-a+b.svg").read_bytes() == before
+
+
+def test_comparisons_of_many_runs_have_names_of_their_own():
+    names = [f"a_run_with_a_long_name_{i}" for i in range(9)]
+    found = {plot_curves.name_of(names[:n], x) for n in range(2, 9) for x in ("step", "time")}
+    assert len(found) == 14 and max(map(len, found)) <= LONGEST + 8
 
 
 def test_the_same_log_gives_the_same_bytes(home):

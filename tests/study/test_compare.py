@@ -913,9 +913,11 @@ def test_runs_are_not_done_where_what_their_mechanism_reads_changed(plain, here,
 
 @pytest.fixture
 def copied(plain, bytes_data, tmp_path):
-    """A data folder of this test's own, in the place of the one that `plain` names."""
-    folder = tmp_path / "copied"
-    shutil.copytree(bytes_data, folder, ignore=shutil.ignore_patterns("*.checked"))
+    """A data folder of this test's own, of the same text in characters, in the place of the one that `plain`
+    names: of tokens that are bytes another number of bytes is refused.
+    """
+    splits = {name: (bytes_data / f"{name}.bin").read_bytes().decode() for name in ("train", "val", "test")}
+    folder = write_dataset(tmp_path / "copied", splits, "char", sorted({*"".join(splits.values())}))
     plain.write_text(plain.read_text().replace(str(bytes_data), str(folder)))
     return folder
 
@@ -1884,6 +1886,18 @@ def test_a_plan_without_its_data_names_the_command_that_makes_it(monkeypatch, ca
         "plain x 0.7", "plain x 1.4", "plain x 2"]
     with pytest.raises(SystemExit, match="is not prepared"):  # a study itself is refused
         main(["config/studies/controls.py", "--device=cpu"])
+
+
+@pytest.mark.parametrize("first, words", [
+    ({"out/teacher": "python train.py x.py --out_dir=out/teacher"},
+     "there yet; first run: python train.py x.py --out_dir=out/teacher"),
+    ({}, "there yet; train it first")])
+def test_a_plan_whose_teacher_is_missing_says_what_makes_it(first, words, bytes_data, capsys):
+    variants = {"taught": dict(constraint_names=["a"], teacher="out/teacher", constraint_match="kl")}
+    with pytest.raises(SystemExit) as e:
+        main(["--dry_run", "--device=cpu", f"--variants={variants}", f"--first={first}",
+              f"--settings={dict(dataset=str(bytes_data))}"])
+    assert e.value.code == f"compare: taught: teacher=out/teacher is not {words}"
 
 
 def test_the_plan_of_the_controls_reads_as_a_plan(

@@ -92,11 +92,14 @@ def row_of(setup, task, name, models, cuts, classed, seed):
     """What is written of a task: figures of each scorer on the passages of its classes, see classes()."""
     chosen, y, terciles = classed
     document, found = cuts[2][1][chosen[2]], []
-    for features in progress_bar(models, task):
+    bar = progress_bar(sum(map(len, models)), task)
+    for features in models:
         found.append({})
         for scorer, x in features.items():
             p, threshold = classified([each[c] for each, c in zip(x, chosen)], y)
             found[-1][scorer] = over_documents(y[2], p, threshold, document, seed)
+            bar.update(1)
+    bar.close()
     whole, less = compared(found, METRICS, by_draws, len(setup.plain) == len(setup.ckpts))
     return dict(task=task, name=name, terciles=terciles, passages=[len(each) for each in y],
                 positive=[float(each.mean()) for each in y], documents=len(np.unique(document)),
