@@ -44,8 +44,8 @@ import torch
 
 import train
 from model import ALL_ON, GPT, MECHANISMS, RECIPES, GPTConfig, KVCache
-from nanoheads.common import (ROOT, UserError, as_program, explain, keep_freed_memory, last_words,
-                              pick_device, say, table, writable, write_json)
+from nanoheads.common import (ROOT, ArgumentParser, UserError, as_program, explain, keep_freed_memory,
+                              last_words, pick_device, plural, say, table, writable, write_json)
 from nanoheads import own_mechanism
 from nanoheads.kernels import allow_graphs
 from nanoheads.pruning import prune_heads
@@ -499,7 +499,7 @@ def time_table(rows):
 # ---- command line ----
 
 def arguments(argv):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--what", choices=["train", "decode", "train,decode", "memory"],
                    help="default train,decode; with --mechanisms train")
     p.add_argument("--nanogpt", help="a nanoGPT checkout to run side by side")
@@ -584,7 +584,7 @@ def run(args):
         return
     machine = torch.cuda.get_device_name() if on_cuda(args) else threads.on_processor()
     print(f"torch {torch.__version__}, {machine}, {args.dtype}{', compiled' if args.compile else ''}: "
-          f"{args.n_layer} layers, {args.n_head} heads, {args.n_embd} wide, "
+          f"{plural(args.n_layer, 'layer')}, {plural(args.n_head, 'head')}, {args.n_embd} wide, "
           f"context {args.block_size}, batch {args.batch_size}, vocabulary {args.vocab_size}", flush=True)
     rate = None
     if args.contexts:

@@ -13,6 +13,7 @@ Does a mechanism beat a plain GPT? A study in two stages, intervals, effects as 
     python compare.py --scores=scores.csv --baseline=plain       # verdicts on runs of another program
     python compare.py config/studies/all.py --reuse=results/all-tiny.json.gz   # take its runs, train the rest
     python compare.py config/studies/all.py --fresh              # train everything anew: do the scores agree?
+    python compare.py --mechanism=mine --seeds=1,2,3,4,5,6,7,8 --looks=2   # half of the seeds may be enough
 
 Every run is kept in out/trials, under a hash of its flags, its data and the code that it can reach: start a
 study again and it goes on where it stopped; change a flag or the code and what depends on it runs again.
@@ -25,29 +26,31 @@ code, and reading it runs it: name only files that you trust. --help: all keys.
 
 import itertools
 import json
-import math
 import re
 import shlex
 import signal
 import sys
+import textwrap
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
 
 from nanoheads import answer_interrupts, configurator
-from nanoheads.common import (UserError, as_program, explain, fault_of_own_file, json_safe, pick_device, say,
-                              table, writable, writable_folder, write_json)
+from nanoheads.common import (UserError, as_program, explain, fault_of_own_file, json_safe, pick_device,
+                              plural, say, table, writable, writable_folder, write_json)
 from nanoheads.folders import LONGEST, find, joined
 from nanoheads import own_mechanism
 from nanoheads.probes import promises
-from nanoheads.study import budget, costs, effects, findings, looks, queue, report, results, tables, trial
+from nanoheads.study import (budget, costs, effects, findings, looks, power, queue, report, results, tables,
+                             trial)
 from nanoheads.study import scores as score_file
 from nanoheads.study.runs import Reuse, Runs, agreement
 from nanoheads.study.variants import StudyConfig, VariantBuilder, variants_of
 from nanoheads.text.dataset import NotPrepared
 
 PLAIN = "plain"
+FLAGS_WIDE = 70  # characters of a variant's flags in a line of a dry run
 
 
 def by_name(variants):
@@ -90,8 +93,9 @@ class Study:
         self.out = Path(config.out_dir or Path("out", folder_name(config, name)))
         trials = self.out / "fresh" if config.fresh else trial.TRIALS
         if config.fresh and (left := [*trials.glob("*/result.json")]):
-            print(f"--fresh goes on where it was stopped: {len(left)} runs are in {trials}; delete that "
-                  "folder to train them once more", flush=True)
+            many = plural(len(left), "finished run")
+            print(f"--fresh goes on where it was stopped: {many} in {trials}; delete that folder to train "
+                  "all once more", flush=True)
         reuse = Reuse() if config.fresh else Reuse(config.reuse, config.accept_code)
         self.builder = VariantBuilder(config)
         self.variants = by_name(self.builder.variants())
@@ -103,6 +107,8 @@ class Study:
         self.wider = {}
         self.tuned_on = None  # the text on which the best rates were found, where it is not this study's
         self.screened = None  # what results.json.gz holds of the first stage
+        self.two_looks = None  # the plan of a study in two looks, see effects.first_look()
+        self.decided = []    # pairs, as pair_of() has them, that the first of two looks decided
         self.tuned = {}      # variant: {group: {factor: bits/byte on validation}}
         self.candidates = {}  # variant: [{rates, as factors, and bits/byte on validation of each seed}]
 
@@ -160,26 +166,110 @@ class Study:
         return [*seeds, *(next(more) for _ in range(n - len(seeds)))]
 
     def judge(self, chosen, place):
-        """Train the chosen with fresh seeds, the plain GPT with more of them and at the other budgets."""
+        """Train the chosen with fresh seeds, the plain GPT with more of them and at the other budgets.
+
+        In two looks, those that the first one leaves undecided have all of their seeds.
+        """
         c = self.config
         variants = [self.variants[name] for name in chosen]
         budgets = [self.builder.at_budget(multiple) for multiple in c.budgets]
         self.compared.update(by_name([*budgets, *variants]))
         self.pairs += [(name, PLAIN, []) for name in chosen]
         self.pairs += [(one, other, []) for one, other in c.contrasts if PLAIN not in (one, other)]
-        plain, seeds = self.builder.plain, c.seeds
-        folders = self.runs.plan("judge", [plain, *variants, *budgets], seeds)
-        folders += self.runs.plan("judge", [plain], self.plain_seeds(len(variants))[len(seeds):])
+        names = [each.name for each in (self.builder.plain, *variants, *budgets)]
+        seeds, of_plain = c.seeds, self.plain_seeds(len(variants))
+        if c.looks == 2:
+            first, of_first = effects.first_half(seeds), self.first_of_plain(of_plain)
+            self.two_looks = dict(spending=c.spending, look=1, seeds=seeds, first_seeds=first,
+                                  plain_seeds=of_first, pairs=[])
+            self.first_look(names, place)
+            names = self.in_open_pairs(names)
+            seeds, of_plain = ([seed for seed in every if seed not in done]
+                               for every, done in ((seeds, first), (of_plain, of_first)))
+        self.train(names, seeds, of_plain, place)
+
+    def train(self, names, seeds, of_plain, place):
+        """Train these of what is compared with these seeds, the plain GPT with its own."""
+        folders = self.runs.plan("judge", [self.compared[name] for name in names], seeds)
+        if PLAIN in names:
+            more = [seed for seed in of_plain if seed not in seeds]
+            folders += self.runs.plan("judge", [self.compared[PLAIN]], more)
         self.runs.execute(folders, place)
+
+    # ---- two looks ----
+
+    def first_of_plain(self, seeds):
+        """The plain GPT's seeds at the first of two looks: the variants', and as many of its others."""
+        first = effects.first_half(self.config.seeds)
+        n = round(len(seeds) * len(first) / len(self.config.seeds))
+        others = [seed for seed in seeds if seed not in self.config.seeds]
+        return [*first, *others[:n - len(first)]]
+
+    def first_look(self, names, place):
+        """Train the first half of the seeds and judge by them; what is better meets its wider plain GPT.
+
+        Until all of these runs have ended nothing is decided, and the study is at its first look. A plan has
+        both looks whole, also where runs are done: the same command has the same seeds in --minutes then.
+        """
+        looks = self.two_looks
+        self.train(names, looks["first_seeds"], looks["plain_seeds"], place)
+        if place is None:
+            return
+        if self.config.match_parameters:
+            better = [row["variant"] for row in self.rows_of_first_look() if row["verdict"] == "better"]
+            self.meet_wider(better)
+            self.train([each.name for each in self.baselines()], looks["first_seeds"], [], place)
+        rows = self.rows_of_first_look()
+        self.decided = [effects.pair_of(row["variant"], row["baseline"], row["equal"]) for row in rows
+                        if row["verdict"] != "undecided"]
+        left = len(self.open_pairs())
+        looks["look"] = 2 if rows and left else 1
+        if rows:
+            print(f"look 1 of 2: {len(self.decided)} of {len(self.pairs)} comparisons are decided"
+                  + ", the others go on" * bool(left), flush=True)
+
+    def rows_of_first_look(self):
+        """All comparisons that there are, as the first look judges them; [] before its runs have ended."""
+        c, looks = self.config, self.two_looks
+        looks["pairs"] = [*self.pairs]
+        folders = [folder for (stage, *_), folder in self.runs.folders.items() if stage == "judge"]
+        if not self.runs.ended(folders):
+            return []
+        return effects.first_look(self.runs.scores("judge"), looks, c.alpha, c.margin,
+                                  results.failures_of(self))
+
+    def open_pairs(self):
+        """The pairs that the first look left undecided, and those that were made after it."""
+        return [pair for pair in self.pairs if effects.pair_of(*pair) not in self.decided]
+
+    def in_open_pairs(self, names):
+        """Of these names, and of the wider plain GPTs, those in a pair that is open; the plain GPT's budgets
+        go with it.
+        """
+        in_pairs = {name for pair in self.open_pairs() for name in pair[:2]}
+        names = dict.fromkeys([*names, *(each.name for each in self.baselines())])
+        return [name for name in names if name in in_pairs
+                or PLAIN in in_pairs and self.compared[name].kind == "budget"]
+
+    # ---- equal parameters ----
 
     def seem_better(self):
         """The variants whose interval lies below the plain GPT, by the runs that are done."""
-        c = self.config
-        return effects.seem_better([self.runs.scores("judge")], self.pairs, c.alpha, c.margin)
+        c, pairs = self.config, self.open_pairs()
+        return effects.seem_better([self.runs.scores("judge")], pairs, c.alpha, c.margin)
 
     def match_parameters(self, place):
         """Compare each variant that seems better with a plain GPT of as many parameters."""
-        named = {*self.wider, *self.seem_better()}
+        if not self.two_looks:
+            self.meet_wider({*self.wider, *self.seem_better()})
+            self.train([each.name for each in self.baselines()], self.config.seeds, [], place)
+        elif self.two_looks["look"] == 2:
+            self.meet_wider(self.seem_better())
+            open_ones = [name for name in self.in_open_pairs([]) if self.compared[name].kind == "baseline"]
+            self.train(open_ones, self.config.seeds, [], place)
+
+    def meet_wider(self, named):
+        """Pair these variants with a plain GPT of as many parameters, made where there is none yet."""
         for name in [name for name, other, equal in self.pairs
                      if name in named and other == PLAIN and not equal]:
             width, variant = self.wider.get(name), self.compared[name]
@@ -191,7 +281,6 @@ class Study:
             self.compared.setdefault(baseline.name, baseline)
             if baseline.name != PLAIN and (name, baseline.name, ["parameters"]) not in self.pairs:
                 self.pairs.append((name, baseline.name, ["parameters"]))
-        self.runs.execute(self.runs.plan("judge", self.baselines(), self.config.seeds), place)
 
     def widths(self):
         """{variant: MLP width of the plain GPT of its parameters} of those that meet one."""
@@ -233,6 +322,51 @@ class Study:
             for group in groups[PLAIN]:  # what is tried for a variant is tried for the plain GPT
                 tried[PLAIN][group].update(*(own[group] for own in tried.values() if group in own))
         self.take_best_rates(variants, place)
+
+    def runs_to_tune(self):
+        """(runs of the first round of tune(), those that may follow at most), each as names of variants.
+
+        Of what is judged, or would be. After the first round each group of rates gets two more factors at
+        most, of the plain GPT's own four, since it is tried at the variants' too. Then come the candidates;
+        those that move one group have been run with the first seed.
+        """
+        groups = {name: self.compared[name].groups()
+                  for name in dict.fromkeys([PLAIN, *(name for name, other, _ in self.pairs)])}
+        of_variants = {group for name, own in groups.items() if name != PLAIN for group in own}
+        first, more, seeds = [], [], len(self.config.screen_seeds)
+        for name, own in groups.items():
+            first += [name] * (1 + 2 * len(own))
+            factors = sum(4 if name == PLAIN and group in of_variants else 2 for group in own)
+            candidates = (seeds - 1) * (1 + len(own)) + seeds * (len(own) > 1)
+            more += [name] * (factors + candidates)
+        return first, more
+
+    def may_follow(self):
+        """The runs that tune() may add to those planned, at most, as names of variants."""
+        if not self.config.tune_lr or self.candidates:
+            return []
+        first, more = self.runs_to_tune()
+        tuning = {folder for (stage, *_), folder in self.runs.folders.items() if stage == "tune"}
+        return [*first, *more][len(tuning):]
+
+    def at_most(self):
+        """The runs of all stages as names of variants: of tune() at most, however many of them are done."""
+        names = {folder: name for (stage, name, _), folder in self.runs.folders.items() if stage != "tune"}
+        tuning = itertools.chain(*self.runs_to_tune()) if self.config.tune_lr else ()
+        return [*names.values(), *tuning]
+
+    def untuned(self):
+        """{"rates", "runs"} of a study whose rates are not tuned, for its results; None: they are.
+
+        rates: {variant: {flag: learning rate of the weights that it adds}}; runs: how many --tune_lr would
+        train to find the best ones, at least and at most.
+        """
+        judged = [name for name, other, equal in self.pairs if other == PLAIN and not equal]
+        if self.config.tune_lr or self.tuned_on or not judged:
+            return None
+        first, more = self.runs_to_tune()
+        return dict(rates={name: self.compared[name].rates_of_its_own() for name in judged},
+                    runs=[len(first), len(first) + len(more)])
 
     def take_best_rates(self, variants, place):
         """Decide on each variant's rates, by runs with all seeds of the first stage.
@@ -281,24 +415,45 @@ def plan_of(study):
     rows = []
     for variant in variants.values():
         own = results.sizes_of(variant, device)
-        rows.append((variant.name, f"{own['params']:,}", f"{own['steps']:,}",
-                     findings.short(effects.training_flops(own)), flags_in_short(variant.flags)))
+        rows += with_flags((variant.name, f"{own['params']:,}", f"{own['steps']:,}",
+                            findings.short(effects.training_flops(own))), variant.flags)
     names, left = folders_of(study)
-    hours = in_runs_of_plain(study, [names[folder] for folder in left]) * seconds / slots.count / 3600
-    length = f"{math.ceil(60 * hours)} minutes" if hours < 2 else f"{hours:.2g} hours"
-    notes = [f"{len(names):,} runs, {len(left):,} of them to do, in {study.runs.trials}",
+    left, more = [names[folder] for folder in left], study.may_follow()
+
+    def length(names):
+        return findings.duration(in_runs_of_plain(study, names) * seconds / slots.count)
+
+    notes = [f"{plural(len(names), 'run')}, {len(left):,} of them to do, in {study.runs.trials}"
+             + f"; then at most {len(more):,} more, until the best rates are known" * bool(more),
              *([findings.reused_sentence(study.runs.reused(), len(names))] if study.runs.taken else []),
-             f"about {length}, {slots.count} at once, if each took as long as the plain GPT's here, "
-             f"{seconds:,.0f} s; what the others take: bench.py --mechanisms"]
+             f"about {length(left)}{f', at most {length([*left, *more])}' if more else ''}, {slots.count} at "
+             f"once, if each took as long as the plain GPT's here, {seconds:,.0f} s; what the others take: "
+             "bench.py --mechanisms"]
     if slots.per_gpu > 1:
         notes.append(f"{slots.per_gpu} runs share a GPU, and each takes longer than alone: not in the hours")
+    if study.two_looks:
+        first = {*study.two_looks["first_seeds"], *study.two_looks["plain_seeds"]}
+        later = {folder for (stage, _, seed), folder in study.runs.folders.items()
+                 if stage == "judge" and seed not in first}
+        notes.append(f"two looks: {len(later):,} of these runs are of the second one, which trains only what "
+                     "the first one leaves undecided")
     if study.screens():
         notes.append("which are judged is known after the screening; here it is taken for the first ones")
-    if c.tune_lr:
-        notes.append("the rates of what is judged are tuned before that: of this the first round alone is "
-                     "counted")
+    if untuned := study.untuned():
+        arms = {name: dict(label=each.label, flags=each.flags) for name, each in study.compared.items()}
+        rates = findings.rates_in_words(dict(arms=arms, settings=study.builder.settings), untuned["rates"])
+        (least, most), (first, more) = untuned["runs"], study.runs_to_tune()
+        notes.append(f"no learning rate is tuned: {rates}; --tune_lr looks for the best ones first, in "
+                     f"{least} to {most} runs more, {length(first)} to {length([*first, *more])}")
     head = ("variant", "parameters", "steps", "training FLOPs", "flags")
     return "\n".join([table(head, rows, left=(0, 4)), *notes])
+
+
+def expectations(study, label=""):
+    """What a planned study would find, and what it does not measure, as lines; label: before the first."""
+    if not (lines := power.expected(study)):
+        return []
+    return [label + lines[0], *lines[1:], *([] if study.config.budgets else [findings.NO_BUDGETS])]
 
 
 def folders_of(study):
@@ -335,8 +490,7 @@ def within_minutes(config, name):
         planned = Study(smaller, name)
         planned.run(None)
         # a wider plain GPT for each variant that may seem better is counted too
-        names, _ = folders_of(planned)
-        runs = in_runs_of_plain(planned, names.values())
+        runs = in_runs_of_plain(planned, planned.at_most())
         runs += smaller.match_parameters * len(planned.variants) * len(smaller.seeds)
         one_run = costs.seconds_per_run(planned.builder.plain, device, slots.threads, test_tokens,
                                         splits["val"]["tokens"], probed)
@@ -348,25 +502,46 @@ def within_minutes(config, name):
 def plans(config, name):
     """plan_of() each size of a study, and what else is to be known before it runs. UserError."""
     notes, found = check_parts(config), []
-    for size in config.sizes or [config.size]:
-        study = Study(on_text(at_size(config, size), *config.texts[:1] or [None]), name)
-        study.run(None)
-        found.append(plan_of(study))
+    for study, label in planned(config, name):
+        found += [plan_of(study), *expectations(study, label)]
     if config.texts[1:]:
         found.append(f"What is judged is trained again on {', '.join(config.texts[1:])}.")
     return [*found, *notes]
 
 
+def planned(config, name):
+    """Yield (Study, planned and not run, what to put before lines about it) of each size, or the first text.
+    """
+    for size in config.sizes or [config.size]:
+        study = Study(on_text(at_size(config, size), *config.texts[:1] or [None]), name)
+        study.run(None)
+        yield study, f"{size}: " if config.sizes else f"On {config.texts[0]} alone: " if config.texts else ""
+
+
+def print_expectations(config, name):
+    """What the runs of a study that are to do would find."""
+    # not as --fresh: that is said once, by the study itself
+    for study, label in planned(replace(config, fresh=False), name):
+        if config.fresh or folders_of(study)[1]:
+            for line in expectations(study, label):
+                say(line, flush=True)
+
+
 def plan_without_data(config, missing):
     """What a study compares where its data is missing, which everything else follows from, as text."""
-    rows = [(PLAIN, ""), *((name, flags_in_short(flags)) for name, flags in variants_of(config).items())]
+    rows = [(PLAIN, "")]
+    for name, flags in variants_of(config).items():
+        rows += with_flags((name,), flags)
     rows += [(f"plain x {multiple:g}", "") for multiple in config.budgets]
     return (f"{table(('variant', 'flags'), rows, left=(0, 1))}\n"
             f"{missing}; then --dry_run shows parameters, FLOPs, runs and time too")
 
 
-def flags_in_short(flags):
-    return " ".join(f"{key}={value}" for key, value in flags.items())[:70]
+def with_flags(cells, flags):
+    """Rows of a table: these cells and a variant's flags, of which every FLAGS_WIDE characters take a row."""
+    lines = textwrap.wrap(" ".join(f"{key}={value}" for key, value in flags.items()), FLAGS_WIDE,
+                          break_long_words=False, break_on_hyphens=False) or [""]
+    return [(*cells, lines[0]), *((*("" for _ in cells), line) for line in lines[1:])]
 
 
 def name_of(config, files):
@@ -386,9 +561,9 @@ def folder_name(config, name):
 
 
 # keys of a study that change none of its figures: how it runs, and what counts as done
-NOT_ASKED = {"question", "out_dir", "jobs", "jobs_per_gpu", "device", "submit", "submit_options", "dry_run",
-             "report_only", "reuse", "accept_code", "fresh", "rescore", "from_results", "recheck", "tables",
-             "scores", "baseline", "higher_is_better", "json"}
+NOT_ASKED = {"question", "first", "out_dir", "jobs", "jobs_per_gpu", "device", "submit", "submit_options",
+             "dry_run", "report_only", "reuse", "accept_code", "fresh", "rescore", "from_results", "recheck",
+             "tables", "scores", "baseline", "higher_is_better", "json"}
 
 
 def asked_for(config):
@@ -445,7 +620,7 @@ def ladder_of(config, name, command):
     for size in config.sizes:
         studies.append(Study(at_size(config, size, out_dir=str(out / size)), name))
         found[size] = finished(studies[-1], command)
-        print(report.in_text(found[size]))
+        print(report.in_text(findings.part_of(dict(config=asdict(config), sizes=found), size)))
     ladder = dict(name=name, command=command, **effects.progress(*found.values()), sizes=found,
                   config=asdict(config))
     results.write(ladder, out)
@@ -594,6 +769,9 @@ def run_study(config, name, command):
         config = replace(config, out_dir=str(out))
         if line:
             say(line, flush=True)
+    if not config.report_only:
+        place_for(config)  # what it refuses is refused before a line is printed
+        print_expectations(config, name)
     if config.sizes:
         found, studies = ladder_of(config, name, command)
     elif config.texts:
@@ -613,8 +791,9 @@ def run_study(config, name, command):
         write_json(config.json, findings.verdicts(found))
         say(config.json)
     if failures := results.failures_in(found):
-        sys.exit(f"compare: {failures} run(s) failed, the report names them; "
-                 "start again to try them once more")
+        them = "it" if failures == 1 else "them"
+        sys.exit(f"compare: {plural(failures, 'run')} failed, the report names {them}; "
+                 f"start again to try {them} once more")
     return found
 
 

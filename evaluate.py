@@ -28,8 +28,8 @@ from itertools import groupby
 
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
 from nanoheads import other_names
-from nanoheads.common import (UserError, as_program, last_words, pick_device, say, table, writable,
-                              write_json)
+from nanoheads.common import (ArgumentParser, UserError, as_program, last_folders, last_words, pick_device,
+                              say, table, writable, write_json)
 from nanoheads.intervals import block_bootstrap
 from nanoheads.training import checkpoint
 from nanoheads.training.scoring import add_arguments, evaluate, load
@@ -64,7 +64,7 @@ def score_table(reports, width=120):
              f"{r['nats_per_token']:.4f}", f"{r['ppl']:.5g}",
              f"{r['params']:,}", f"{r['params_non_embedding']:,}", steps_of(r),
              f"{r['flops_per_token'] / 1e6:,.2f}M", f"{r['tokens_per_s']:,.0f}") for r in reports]
-    head, *rows = table(HEAD, rows, width=width).splitlines()
+    head, *rows = table(HEAD, rows, width=width, cut=last_folders).splitlines()
     lines = []
     for scored, group in groupby(zip(reports, rows), lambda pair: scored_line(pair[0])):
         group = list(group)
@@ -152,9 +152,9 @@ def difference_table(reports, width):
         rows.append((name, f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]", f"{found['percent']:+.2f} %",
                      f"{report['params'] - first['params']:+,}", f"{found['params']:.3f} x",
                      f"{found['flops']:.3f} x"))
-    head = ("less " + first["name"].removesuffix("/best.pt"), "bits/byte [95 % over text]", "of it",
-            "parameters", "ratio", "FLOPs/token")
-    return table(head, rows, width=width) if rows else ""
+    head = ("less " + first["name"].removesuffix("/best.pt"), "bits/byte [95 % over text], below 0 is better",
+            "of it", "parameters", "ratio", "FLOPs/token")
+    return table(head, rows, width=width, cut=last_folders) if rows else ""
 
 
 def heads_line(reports):
@@ -195,7 +195,7 @@ def main(argv=None):
     for flag, instead in MOVED.items():
         if any(arg.partition("=")[0] == flag for arg in argv):
             sys.exit(f"evaluate: {instead}")
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(p, "test", required=False)
     p.add_argument("--stride", type=int, default=0,
                    help="move the window by so many tokens; 0: disjoint windows (default)")

@@ -13,15 +13,15 @@ import argparse
 from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-from nanoheads.common import as_program, last_words, say, writable, write_json
+from nanoheads.common import ArgumentParser, as_program, last_words, say, writable, write_json
 from nanoheads import own_mechanism
 from nanoheads.hub import huggingface as hf
 from nanoheads.training import checkpoint
 
 
 def arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__,
+                            formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", required=True, help="a checkpoint or a run folder (its best.pt)")
     parser.add_argument("--out", required=True, type=Path, help="the folder to write")
     parser.add_argument("--as", choices=list(hf.WRITERS), dest="family",

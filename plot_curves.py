@@ -6,28 +6,32 @@ $ python plot_curves.py out/base out/routing     # these two
 $ python plot_curves.py out/base --x tokens
 $ python plot_curves.py out/base --heads         # its heads: gates, states, heads at work
 
-A run gets RUN/figures/curves.png and .svg. Two or more also get comparison.png and .svg in --out.
+A run gets RUN/figures/curves.png and .svg. Two or more also get a comparison in --out, called after the runs
+that were named, so that another comparison is another file: comparison-base+routing.png and .svg.
 A run's colour follows its place in the list and is the same in its own figure.
 
 --heads draws what heads.jsonl holds of a run that measures its heads: gates, states and active.png and .svg.
-Two or more also get active.png and .svg in --out. What heads attend to is on the page of probe.py look.
+Two or more also get active-base+routing.png and .svg in --out. What heads attend to is on the page of
+probe.py look.
 """
 import argparse
 import difflib
+import hashlib
 import os
 import sys
 from pathlib import Path
 
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-from nanoheads.common import (as_program, last_words, printable, say, writable, writable_folder,
-                              write_json)
+from nanoheads.common import (ArgumentParser, as_program, last_words, printable, say, writable,
+                              writable_folder, write_json)
 from nanoheads import other_names
+from nanoheads.folders import cleaned, joined
 from nanoheads.training.curves import AXES, plot_runs
 
 
 def arguments(argv):
     plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN",
                         help="run folders (default: all under out/, and folders out-...)")
     parser.add_argument("--out", type=Path, metavar="DIR",
@@ -49,6 +53,15 @@ def main(argv=None):
         return run(args)
 
 
+def name_of(names, x):
+    """What stands behind "comparison" in the name of a picture of these runs along x, the same each time."""
+    words = [cleaned(name) for name in names]
+    name = joined(words, "" if x == "step" else f"by_{x}")
+    if not all(word in name for word in words):  # too many to be named
+        name += f"-{hashlib.sha256(repr(names).encode()).hexdigest()[:6]}"
+    return f"-{name}"
+
+
 def run(args):
     """Draw what is asked for, print the paths; the exit code. UserError: it cannot be written."""
     listing = writable(args.json) if args.json else None
@@ -66,14 +79,15 @@ def run(args):
     given = list({run.resolve(): run for run in args.runs or known}.values())  # a run named twice is one run
     parent = Path(os.path.commonpath([run.resolve().parent for run in given])) if given else out
     names = [printable(os.path.relpath(run.resolve(), parent)) for run in given]
+    called = name_of(names, args.x) if args.runs else ""
     together = args.out or Path(os.path.relpath(parent)) / "figures"
     if args.out:
         writable_folder(args.out)
     if args.heads:
         from nanoheads.heads.pictures import plot_heads  # here: it imports torch and the model
-        written = plot_heads(given, names, together)
+        written = plot_heads(given, names, together, called)
     else:
-        written = plot_runs(given, names, together, args.x)
+        written = plot_runs(given, names, together, args.x, called)
     if written:
         say(*written)
     if listing:

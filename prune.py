@@ -39,8 +39,8 @@ import numpy as np
 import torch
 
 from model import GPT
-from nanoheads.common import (ROOT, UserError, as_program, last_words, pick_device, say, table, writable,
-                              writable_folder, write_atomic, write_json)
+from nanoheads.common import (ROOT, ArgumentParser, UserError, as_program, last_words, pick_device, plural,
+                              say, table, writable, writable_folder, write_atomic, write_json)
 from nanoheads.configurator import near
 from nanoheads.drawing import COLOURS, drawn, label_right, panels
 from nanoheads.heads.measuring import (attentions, cache_bytes, closed, fixed_text, measure, nats_on,
@@ -282,7 +282,7 @@ def result_table(rows):
 
     lines = []
     for (by, _), each in groups(rows).items():
-        what = f"{each[0]['blocks']} blocks" if by == "blocks" else f"{each[0]['kept']} heads"
+        what = plural(each[0]["blocks"], "block") if by == "blocks" else plural(each[0]["kept"], "head")
         lines.append((by, what, cell("bpb_before"), cell("bpb", span=True),
                       cell("bpb_recovered", span=True), cell("tokens_per_s", 0), cell("speed", 2),
                       cell("bytes", 2, 2**20), cell("bytes", 2, over="bytes_before"),
@@ -332,7 +332,7 @@ def draw_curves(rows):
 # ---- command line ----
 
 def arguments(argv):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--ckpt", action="append", required=True,
                    help="a checkpoint or a run folder (its best.pt); may be repeated, for seeds")
     p.add_argument("--to", type=float, nargs="+", required=True, help="share of the heads to keep")

@@ -21,7 +21,8 @@ from functools import partial
 
 import nanoheads.threads  # noqa: F401  before torch: sets how long its threads spin while they wait
 from nanoheads import other_names
-from nanoheads.common import UserError, as_program, last_words, pick_device, say, writable, write_json
+from nanoheads.common import (ArgumentParser, UserError, as_program, last_words, pick_device, say, writable,
+                              write_json)
 from nanoheads.heads import look
 from nanoheads.training import checkpoint
 from nanoheads.training.sampling import (add_arguments, check, encode, generate, model_and_tokenizer,
@@ -109,7 +110,7 @@ def print_samples(args, text, made, audits=None):
 
 @as_program("sample")
 def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     checkpoint.add_arguments(p, required=False)
     p.add_argument("--start", default="\n",
                    help='the prompt, or FILE:prompt.txt; \\n is a newline (the default), \\\\n a backslash '

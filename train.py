@@ -5,6 +5,7 @@ Train a GPT, with any mechanism that its flags turn on.
     python train.py --scale=tiny --mechanism=moh,agency   # the plain GPT of a scale, with mechanisms by name
     python train.py --mechanism=mine.py [--check]         # one in a file of your own
     python train.py config/x.py --resume                  # go on exactly where the last save was
+    python train.py --resume --out_dir=out/x              # the same; out/x/config.json says all the rest
     python train.py --init_from=out/x --dataset=y         # fine-tune: a checkpoint's model, a fresh optimizer
     torchrun --standalone --nproc_per_node=8 train.py config/x.py   # data parallel, the same global batch
 
@@ -34,7 +35,7 @@ from tqdm import tqdm
 
 from model import GPT, GPTConfig
 from nanoheads import configurator
-from nanoheads.common import (LESS, OWN_FILES, UserError, as_program, explain, ran_out_of_memory, say,
+from nanoheads.common import (LESS, OWN_FILES, UserError, as_program, explain, plural, ran_out_of_memory, say,
                               writable, write_json)
 from nanoheads.kernels import allow_graphs
 from nanoheads.locks import only_writer
@@ -623,7 +624,7 @@ def train_alone(model_config, config, given, process):
         write_result(run)
         return row
     if run.last_eval["step"] >= config.max_iters or step > config.max_iters:
-        process.print0(f"{run.out_dir} is finished: {step:,} of {config.max_iters:,} steps, "
+        process.print0(f"{run.out_dir} is finished: {step:,} of {plural(config.max_iters, 'step')}, "
                        f"best val loss {run.best_val_loss:.4f} nats; a larger max_iters goes on")
         write_result(run)
         return run.last_eval
@@ -685,7 +686,7 @@ def print_run(run, saves):
     """What is trained on what, before the first step. saves: see saves_in()."""
     from nanoheads.training.memory import memory_lines  # only here: no step needs it
     config, process, targets = run.config, run.process, run.targets
-    steps = f"{config.max_iters:,} steps"
+    steps = plural(config.max_iters, "step")
     if run.step:
         steps = f"going on at step {run.step:,} of {config.max_iters:,}"
     if targets:
@@ -718,7 +719,8 @@ SCHEDULE = ("adamw_lr", "min_lr", "max_iters", "lr_decay_iters", "warmup_iters",
 
 def print_changes(run, state):
     """A line for each key of training that is not what it was at the last save."""
-    for key in sorted(set(asdict(run.config)) - {"resume", "overwrite", "init_from", "init_anyway", "json"}):
+    of_a_launch = {"resume", "overwrite", "init_from", "init_anyway", "json", "own_mechanism"}
+    for key in sorted(set(asdict(run.config)) - of_a_launch):
         now, before = getattr(run.config, key), state["train"].get(key)
         if now != before:
             run.process.print0(f"changed since the last save: {key}={now}, was {before}")
@@ -734,7 +736,7 @@ def print_rise(run, before):
         kept = then.lr_decay_iters or then.max_iters
         by = f"; --lr_decay_iters={kept} keeps it low" if run.step >= kept and not now.lr_decay_iters else ""
         run.process.print0(f"the learning rate rises: it ended at {ended:.2e} and goes on with {rate:.2e}, "
-                           f"by the schedule of {now.lr_decay_iters or now.max_iters:,} steps{by}")
+                           f"by the schedule of {plural(now.lr_decay_iters or now.max_iters, 'step')}{by}")
 
 
 def open_folder(run, saves, closing):
@@ -793,9 +795,11 @@ def main(argv=None):
         if "--check" in argv:
             from nanoheads.probes import promises  # only here: a run needs no probe
             return promises.main([arg for arg in argv if arg != "--check"], __doc__)
-        # config files and flags become a GPTConfig and a TrainConfig; resolve() there says which of them wins
-        (model_config, config), given = configurator.load_given((GPTConfig, TrainConfig), argv, __doc__,
-                                                                conflicts, mechanisms=flags_by_name())
+        # config files and flags become a GPTConfig and a TrainConfig; resolve() there says which wins;
+        # what --resume --out_dir=X leaves open is as X/config.json says
+        of_run = checkpoint.left_open(argv, trusted)
+        (model_config, config), given = configurator.load_given(
+            (GPTConfig, TrainConfig), argv, __doc__, conflicts, mechanisms=flags_by_name(), base=of_run)
         notes = [note_on_dropout(model_config), note_on_warmup(config)]
         # all ranks find the same name, since no rank makes the folder before all of them have looked
         if given.get("out_dir") is None:

@@ -15,7 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from nanoheads.common import UserError, write_atomic  # before NumPy: it answers Ctrl-C meanwhile
+# before NumPy: it answers Ctrl-C meanwhile
+from nanoheads.common import ArgumentParser, UserError, write_atomic
 
 import numpy as np
 
@@ -70,8 +71,8 @@ def tokenizer_of(folder, largest):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__,
+                            formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="with nanoGPT's train.bin and val.bin")
     parser.add_argument("--force", action="store_true", help="write meta.json anew")
     args = parser.parse_args(argv)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import nanoheads.threads  # noqa: F401  before torch, whose threads it has wait briefly
-from nanoheads.common import UserError
+from nanoheads.common import ArgumentParser, UserError
 from nanoheads.text.dataset import Dataset
 from nanoheads.text.labellers import LABELLERS, NAME, Text
 from nanoheads.text.labels import label, report
@@ -28,8 +28,8 @@ FLAGS = {"weak": ("splits", "reach"), "synthetic": ("splits", "seed", "noise"),
 
 
 def arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, allow_abbrev=False,
+                            formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", required=True, help="data/<name>, or a folder of a prepare script")
     parser.add_argument("--by", required=True, choices=list(FLAGS), help="the way to label")
     parser.add_argument("--names", nargs="+", help="the names to label (default: all that there are)")

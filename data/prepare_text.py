@@ -1,7 +1,7 @@
 """
 Any text of your own, byte by byte, character by character or in byte pairs, GPT-2's or another model's.
 
-python data/prepare_text.py --source=my.txt --encoding=byte --out=data/mine
+python data/prepare_text.py --source=my.txt                    # its bytes, into data/my
 python data/prepare_text.py --source=folder_of_txt --encoding=gpt2 --out=data/mine --val=0.05 --test=0.05
 python data/prepare_text.py --source=my.txt --encoding=hf --tokenizer=SmolLM2-135M --out=data/mine
 
@@ -15,15 +15,17 @@ token takes its place; bytes and characters keep it as text, and documents of tr
 comes between two files that it does not part yet.
 """
 import hashlib
+import re
 import sys
 from bisect import bisect_left
 from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from nanoheads.common import UserError, text_of, unescaped
-from nanoheads.text.sources import (File, counted, cut, joined, marked, normalised, origin, read, stray_bytes,
-                                    utf16, wrong)
+from nanoheads.common import UserError, from_json, plural, text_of, unescaped
+from nanoheads.folders import cleaned
+from nanoheads.text.sources import (HOME, File, counted, cut, joined, marked, normalised, origin, read,
+                                    stray_bytes, utf16, wrong)
 from nanoheads.text.tokenizer import ENDS, Tokenizer
 from nanoheads.text.writing import already, arguments, build, run
 
@@ -110,8 +112,8 @@ def report(found, args):
               + ("are removed" if args.normalise else "stay in the text; --normalise removes them"))
     for end in ENDS:
         if found[end] and end != args.separator:
-            print(f"{end} is {found[end]:,} times in the text and stays text; --separator='{end}' makes "
-                  "documents of what is between")
+            print(f"{end} is {plural(found[end], 'time')} in the text and stays text; --separator='{end}' "
+                  "makes documents of what is between")
 
 
 def tokenizer_json(path):
@@ -136,9 +138,8 @@ def command_line(argv):
     more["separator"] = {"help": "what stands between documents, such as '<|endoftext|>' or '\\n\\n'"}
     more["normalise"] = {"action": "store_true", "help": "line ends become \\n, byte-order marks go"}
     args = arguments(__doc__, "", ["byte", "char", "gpt2", "hf"], argv, **more)
-    if not args.source or not args.out:
-        missing = "--out" if args.source else "--source"
-        raise UserError(f"{missing} is missing: --source=my.txt --out=data/mine")
+    if not args.source:
+        raise UserError("--source is missing: --source=my.txt")
     if not (args.val > 0 and args.test > 0 and args.val + args.test < 1):
         raise UserError(f"--val={args.val:g} --test={args.test:g}: both must be above 0, "
                         "and leave something for train")
@@ -146,8 +147,30 @@ def command_line(argv):
         raise UserError("--encoding=hf and --tokenizer=FOLDER go together")
     if args.separator == "":
         raise UserError("--separator is empty: name what stands between documents, or leave it out")
-    args.separator, args.name = unescaped(args.separator or ""), args.out.resolve().name
+    args.separator, args.by_default = unescaped(args.separator or ""), args.out is None
+    args.out = args.out or folder_for(args.source, args.encoding)
+    args.name = args.out.resolve().name
     return args
+
+
+def folder_for(source, encoding):
+    """The folder of data/ that has the name of a source, of bytes alone without the encoding. UserError."""
+    name = cleaned(re.sub(r"(\.txt)?(\.gz|\.xz)?$", "", Path(source).resolve().name))
+    folder = HOME / (name if encoding == "byte" else f"{name}_{encoding}")
+    if not name or (folder / "prepare.py").is_file():
+        raise UserError(f"{source}: data/{folder.name} is no name for its folder, or another text's: name "
+                        "one with --out")
+    return folder
+
+
+def is_of_another_text(folder, sha256):
+    """Whether a folder was prepared from other text than that of this SHA-256, or cannot be read."""
+    try:
+        return from_json((folder / "meta.json").read_bytes())["source"]["sha256"] != sha256
+    except FileNotFoundError:
+        return False
+    except (ValueError, KeyError, TypeError):
+        return True
 
 
 def main(argv=None):
@@ -189,7 +212,7 @@ def main(argv=None):
         crlf = "; lines end in CRLF: take --normalise as well" if found["\r\n"] and not args.normalise else ""
         raise UserError(f"{source}: --separator={separator!r} is not in the text{crlf}")
     if separator:
-        print(f"{separator!r} ends a document {len(places):,} times")
+        print(f"{separator!r} ends a document {plural(len(places), 'time')}")
     val, test = int(total * args.val), int(total * args.test)
     ends = [outside(at, places, length) for at in (total - val - test, total - test)]
     sizes = ends[0], ends[1] - ends[0], total - ends[1]
@@ -202,6 +225,9 @@ def main(argv=None):
             yield split, marked(pieces, separator) if as_token else pieces
 
     about = origin((path, None) for path in paths)
+    if args.by_default and not args.force and is_of_another_text(args.out, about["sha256"]):
+        raise UserError(f"{args.out} holds another text: name another folder with --out, or write it anew "
+                        "with --force")
     if not already(args, sha256=about["sha256"], options=options):
         build(args, about, splits, note, options)
 

@@ -2,6 +2,7 @@
 commit.
 """
 
+import argparse
 import ctypes
 import errno
 import functools
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import traceback
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -183,6 +185,13 @@ UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 def printable(text):
     """Text without what no page, no font and no terminal should get, such as the escapes in a file's name."""
     return UNPRINTABLE.sub("�", str(text))
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's, whose own lines about a wrong argument show it without what a terminal would obey."""
+
+    def error(self, message):
+        super().error(printable(message))
 
 
 def say(*lines, **how):
@@ -517,22 +526,47 @@ def gib(size):
     return f"{size / 2**30:,.1f} GiB" if size < 2**60 else f"{size / 2**30:.1e} GiB"
 
 
-def table(head, rows, left=1, width=None):
+def plural(n, noun, spec=","):
+    """1 run, 2 runs: a number and what there are so many of."""
+    return f"{n:{spec}} {noun}{'s' * (n != 1)}"
+
+
+def cut_short(text, width):
+    """A text of at most `width` characters: of a longer one its beginning."""
+    return text if len(text) <= width else text[:width - 1].rstrip() + "…"
+
+
+def last_folders(path, width):
+    """A path of at most `width` characters: of a longer one as many of its last folders as fit."""
+    parts = path.split("/")
+    tails = ("/".join(["…", *parts[at:]]) for at in range(1, len(parts)))
+    return path if len(path) <= width else next((tail for tail in tails if len(tail) <= width),
+                                                cut_short(parts[-1], width))
+
+
+def table(head, rows, left=1, width=None, cut=cut_short):
     """Aligned lines, no rule, two spaces between: the columns `left` to the left, the others to the right.
 
     left: how many columns, from the first; or their numbers.
-    width: where a line would be longer, the first column loses its beginning, not below 12 cells.
+    width: where a line would be longer, heads but the first go over several lines, and then cut(text, cells)
+    shortens the first column, not below 12 cells.
     """
     left = range(left) if isinstance(left, int) else left
-    rows = [[printable(cell) for cell in row] for row in (head, *rows)]
-    wide = [max(map(len, column)) for column in zip(*rows)]
-    if width:
+    heads, rows = [[printable(title) for title in head]], [[printable(cell) for cell in row] for row in rows]
+    wide = [max(map(len, column)) for column in zip(*heads, *rows)]
+    if width and sum(2 + w for w in wide) - 2 > width:
+        longest = [max(map(len, column)) for column in zip(*rows)] or [1] * len(wide)
+        broken = [textwrap.wrap(title, max([1, w, *map(len, title.split())]), break_on_hyphens=False)
+                  for title, w in zip(heads[0], longest)]
+        broken[0] = heads[0][:1]
+        height = max(map(len, broken))
+        heads = [*zip(*([""] * (height - len(lines)) + lines for lines in broken))]
+        wide = [max(map(len, column)) for column in zip(*heads, *rows)]
         wide[0] = min(wide[0], max(12, width - sum(2 + w for w in wide[1:])))
     lines = []
-    for first, *rest in rows:
-        first = first if len(first) <= wide[0] else "…" + first[1 - wide[0]:]
+    for first, *rest in [*heads, *rows]:
         cells = [c.ljust(w) if i in left else c.rjust(w)
-                 for i, (c, w) in enumerate(zip([first, *rest], wide))]
+                 for i, (c, w) in enumerate(zip([cut(first, wide[0]), *rest], wide))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 

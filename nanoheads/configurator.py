@@ -33,6 +33,7 @@ from nanoheads import other_names
 from nanoheads.common import ROOT, UserError, number, say
 from nanoheads.folders import joined, setting_in_name
 
+COMMENT_WIDE = 70  # characters of a key's description in a line of --help
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 Scale = Literal["tiny", "nano", "mid", "small", "paper"]
 
@@ -258,7 +259,13 @@ def help_text(classes, doc, mechanisms=()):
             lines += ["", heading[1]]
         elif (field := re.match(r"    (\w+):", line)) and field[1] in keys:
             t, default, comment = keys[field[1]]
-            lines.append(f"  --{field[1]:<24} {type_name(t):<32} {default!r:<18} {comment}")
+            key = f"  --{field[1]:<24}  {type_name(t):<31}  {default!r:<16}"
+            words = textwrap.wrap(comment, COMMENT_WIDE)
+            # a comment begins in its column, also where what is before it is too long to leave it that room
+            at = len(f"  --{'':<24}  {'':<31}  {'':<16}  ")
+            first = [] if len(key) + 2 > at else words[:1]
+            lines += [(f"{key}  {first[0]}" if first else key).rstrip(),
+                      *(" " * at + line for line in words[len(first):])]
             if field[1] == "mechanism":
                 names = textwrap.wrap(", ".join(mechanisms), 100)
                 lines += [f"      {line}" for line in names]
@@ -441,19 +448,11 @@ def preset_values(scale, names, mechanisms, source):
     return settings, bad
 
 
-# keys that change nothing of what is trained, or how long: no part of a run's name. The file of a mechanism
-# of one's own is none either, since the mechanism's name is there
-UNNAMED = set("""
-    scale mechanism own_mechanism out_dir resume overwrite eval_only init_anyway device dtype compile
-    compile_mode max_iters patience eval_interval eval_tokens save_interval log_interval loss_chunks
-    checkpoint_activations json tensorboard wandb_log wandb_project wandb_run_name wandb_mode wandb_tags
-""".split())
-
-
 def run_name(scale, names, files, flags):
     """What a run is called: tiny-moh+unet_add, tiny-routing=published; without a scale after its last file.
 
-    files: those that set more than presets; flags: {key: value} of the command line that differ.
+    files: those that set more than presets; flags: {key: value} of the command line that turn a mechanism on.
+    What else is set is no part of it: folders.find() tells runs of one name apart by a number.
     """
     base = "-".join(filter(None, (scale, files and Path(files[-1]).stem))) or "gpt"
     return joined([*names, *(setting_in_name(key, value) for key, value in flags.items())], base)
@@ -488,12 +487,14 @@ class Resolved(NamedTuple):
     notes: list     # lines to print
     wrong: set      # keys that problems are about
     lost: bool      # whether it is not known what else would have been set
+    of_run: dict    # {key: value} out of `values` that `base` alone sets
 
 
-def resolve(classes, argv, mechanisms=None, more=None):
+def resolve(classes, argv, mechanisms=None, more=None, base=None):
     """What the fields of these dataclasses are set to, by files and arguments, as Resolved.
 
-    A value comes from one of five places, and the later wins:
+    A value comes from one of six places, and the later wins:
+        0. `base`, (where it comes from, {key: value}): what the run that goes on was asked for
         1. config/<scale>.py, of --scale; without one, where a config file is written for nanoGPT, what
            nanoGPT's train.py sets before it reads that file
         2. the flags of each mechanism of --mechanism
@@ -531,6 +532,13 @@ def resolve(classes, argv, mechanisms=None, more=None):
         if values.get("recipe", weaker.get("recipe")) != weaker.get("recipe"):
             weaker = {key: value for key, value in weaker.items() if key not in OF_ITS_RECIPE}
 
+    # what the run that goes on was asked for, 0
+    run, asked = base or (None, {})
+    of_run, bad, _ = read_values([(run, key, value, check) for key, value in asked.items()], keys)
+    problems += bad
+    weaker = {**of_run, **weaker}
+    weaker_sources = {**dict.fromkeys(of_run, run), **weaker_sources}
+
     known = {**{key: default for key, (_, default, _) in keys.items()}, **weaker, **values}
     notes = []
     if "adamw_lr" in keys and not scale and (file := other_names.for_nanogpt(files, explicit)):
@@ -551,11 +559,12 @@ def resolve(classes, argv, mechanisms=None, more=None):
     problems += bad + bad_presets
     lost = lost or bool(wrong & {"scale", "mechanism"})
 
-    # the name of a run's folder says what the command line sets to another value than all before it
+    # the name of a run's folder says which mechanisms are on, also those that a flag turns on by itself
+    turn_on = {next(iter(flags), None) for flags in (mechanisms or {}).values()}
     before = [each for each in explicit if each[0] != "command line"]
     without = {**weaker, **read_values(before, keys)[0]}
     on_the_line = [key for source, key, *_ in explicit if source == "command line"]
-    differ = {key: values[key] for key in on_the_line if key in values and key not in UNNAMED
+    differ = {key: values[key] for key in on_the_line if key in values and key in turn_on
               and values[key] != without.get(key, keys[key][1])}
     setting = {source for source, key, *_ in before if key not in ("scale", "mechanism")}
     folder = f"out/{run_name(scale, names, [f for f in files if f in setting] if scale else files, differ)}"
@@ -564,7 +573,16 @@ def resolve(classes, argv, mechanisms=None, more=None):
         values.pop(key, None)
     values = {**weaker, **values}
     sources = {key: sources.get(key) or weaker_sources[key] for key in values}
-    return Resolved(scale, names, values, sources, folder, problems, notes, wrong, lost)
+    of_run = {key: value for key, value in of_run.items() if sources[key] == run}
+    return Resolved(scale, names, values, sources, folder, problems, notes, wrong, lost, of_run)
+
+
+def set_by_hand(argv, classes):
+    """{key: value} that files and arguments set of these dataclasses, before anything of it is checked."""
+    keys = keys_of((Presets, *classes))
+    files, texts = split_args(argv, {**other_names.KEYS, **keys})
+    settings = in_files(files, (Presets,))[0] + [("command line", key, text, parse) for key, text in texts]
+    return read_values([each for each in settings if each[1] in keys], keys)[0]
 
 
 def in_our_names(settings, keys, known):
@@ -599,19 +617,19 @@ def load(classes, argv, doc="", **how):
     return load_given(classes, argv, doc, **how)[0]
 
 
-def load_given(classes, argv, doc="", together=None, more=None, mechanisms=None):
+def load_given(classes, argv, doc="", together=None, more=None, mechanisms=None, base=None):
     """([one instance per dataclass], {key: value} that was set), from config files and arguments.
 
-    more, mechanisms: see resolve(); with mechanisms there are the keys of Presets too, and an out_dir that is
-    not set becomes out/<scale>-<mechanisms and flags>. `--help` prints every key, beside other arguments with
-    the values that they lead to, and exits.
+    more, mechanisms, base: see resolve(); what base alone says is not among what was set. With mechanisms
+    there are the keys of Presets too, and an out_dir that is not set becomes out/<scale>-<mechanisms>.
+    `--help` prints every key, beside other arguments with the values that they lead to, and exits.
 
     Raises UserError with every problem there is: unknown keys, wrong types, what each class's problems()
     says, and what together(*instances) says of all of them side by side.
     """
     wants_help = "--help" in argv or "-h" in argv
     argv = [arg for arg in argv if arg not in ("--help", "-h")]
-    found = resolve(classes, argv, mechanisms, more)
+    found = resolve(classes, argv, mechanisms, more, base)
     if wants_help and not argv:
         presets = () if mechanisms is None else (Presets,)
         print(help_text((*presets, *classes), doc, mechanisms or ()))
@@ -619,7 +637,7 @@ def load_given(classes, argv, doc="", together=None, more=None, mechanisms=None)
     values, problems = dict(found.values), list(found.problems)
     if mechanisms is not None and values.get("out_dir") is None:
         values["out_dir"] = found.folder
-        found.sources["out_dir"] = "a name made of scale, mechanisms and flags"
+        found.sources["out_dir"] = "a name made of scale and mechanisms"
     made = []
     for cls in classes:
         of_class = keys_of((cls,))
@@ -633,9 +651,23 @@ def load_given(classes, argv, doc="", together=None, more=None, mechanisms=None)
     if wants_help:
         print(help_of_values(made, found.sources))
         raise SystemExit(0)
-    for note in found.notes:
+    for note in [*found.notes, *what_the_run_says(found, made, base)]:
         print_once(note)
-    return made, found.values
+    return made, {key: value for key, value in found.values.items() if key not in found.of_run}
+
+
+def what_the_run_says(found, made, base):
+    """Yield a line about what the configs that were made have from `base` alone, where that is anything."""
+    words = []
+    for config in reversed(made) if found.of_run else ():  # the text first
+        keys = keys_of((type(config),))
+        bare = type(config)(**{key: value for key, value in found.values.items()
+                               if key in keys and key not in found.of_run})
+        words += [f"{key}={value}" for key, value in found.of_run.items()
+                  if key in keys and getattr(bare, key) != value]
+    if words:
+        more = f" and {len(words) - 6} more" if len(words) > 6 else ""
+        yield f"{base[0]} says what this command leaves open: {', '.join(words[:6])}{more}"
 
 
 def help_of_values(made, sources):
@@ -649,7 +681,7 @@ def help_of_values(made, sources):
             source = sources.get(key) or "default"
             if key not in sources and value != default:
                 source = f"follows from recipe={recipe} and what is set"
-            lines.append(f"  --{key:<24} {value!r:<32} {source}")
+            lines.append(f"  --{key:<24}  {value!r:<32}  {source}")
     return "\n".join(lines)
 
 

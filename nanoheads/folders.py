@@ -1,9 +1,9 @@
 """
 Default folders, out/<name>: names that a person can type, and which of several with one name is meant.
 
-A name that is taken gets a number behind it: out/tiny-forget, then out/tiny-forget-2. It is taken where the
-folder holds a run, or a study, of another configuration, as the folder itself says. The same command finds
-its own folder again.
+A run is called after its scale and mechanisms, and its config.json says all the rest. A name that is taken
+gets a number behind it: out/tiny-forget, then out/tiny-forget-2. It is taken where the folder holds a run, or
+a study, of another configuration, as the folder itself says. The same command finds its own folder again.
 """
 
 import re
@@ -48,7 +48,7 @@ def joined(words, base="", longest=LONGEST):
 
 # ---- which of several ----
 
-def find(name, asked, files, asked_in, goes_on=False):
+def find(name, asked, files, asked_in, goes_on=False, free=()):
     """(the folder that a command means, a line where its name is taken by others or None).
 
     It is that of out/name, out/name-2, ... which holds what is asked for, the newest of several, and else the
@@ -56,14 +56,20 @@ def find(name, asked, files, asked_in, goes_on=False):
     asked_in(folder): what was asked for there; None: it does not say, and then out/name itself is taken for
     what is asked for, since that is all that there was before folders had numbers. goes_on: the command
     begins nothing new, so where no folder holds what is asked for it means the newest that has the name.
+    free: keys in which a folder may differ from what is asked for, where none holds exactly that.
     """
+    def but_for(values, keys):
+        return values and {key: value for key, value in values.items() if key not in keys}
+
     first, numbered = Path("out", name), re.compile(rf"{re.escape(name)}-([2-9]|[1-9]\d+)")
     several = {1: first, **{int(match[1]): path for path in first.parent.glob("*")
                             if (match := numbered.fullmatch(path.name))}}
     held = {number: path for number, path in several.items() if written(path, files)}
     there = {number: asked_in(path) for number, path in held.items()}
-    if own := [path for number, path in held.items() if there[number] == asked]:
-        return max(own, key=lambda path: written(path, files)), None
+    for keys in ((), free):
+        own = [path for number, path in held.items() if but_for(there[number], keys) == but_for(asked, keys)]
+        if own:
+            return max(own, key=lambda path: written(path, files)), None
     if goes_on and held:
         return max(held.values(), key=lambda path: written(path, files)), None
     if 1 not in held or there[1] is None:

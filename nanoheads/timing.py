@@ -4,20 +4,41 @@ import math
 import statistics
 import sys
 import time
+from io import StringIO
 
 import torch
 from tqdm import tqdm
+
+from nanoheads.common import say
 
 
 def on_cuda(args):
     return torch.device(args.device).type == "cuda"
 
 
+LINE_EVERY = 30  # seconds, of progress that goes into a file
+
+
+class Lines(tqdm):
+    """A bar for a standard error that is no terminal: a line of it every LINE_EVERY seconds, else nothing."""
+
+    def display(self, msg=None, pos=None):
+        if self.n and self.total and msg is None:
+            elapsed = self.format_dict["elapsed"]
+            left = tqdm.format_interval((self.total - self.n) * elapsed / self.n)
+            say(f"{self.desc}: {self.n:,} of {self.total:,}, {tqdm.format_interval(elapsed)} so far, about "
+                f"{left} left", file=sys.stderr, flush=True)
+
+
 def progress_bar(items, what):
-    """A tqdm over items, or one that counts up to `items`, a number, with update(); on a terminal alone."""
+    """A tqdm over items, or one that counts up to `items`, a number, with update(); without a terminal it
+    prints Lines.
+    """
     counted = isinstance(items, int)
-    return tqdm(None if counted else items, desc=what, total=items if counted else None, leave=False,
-                disable=not sys.stderr.isatty(), mininterval=0.5 if counted else 0.1)
+    how = dict(desc=what, total=items if counted else None, leave=False)
+    if not sys.stderr.isatty():
+        return Lines(None if counted else items, mininterval=LINE_EVERY, miniters=1, file=StringIO(), **how)
+    return tqdm(None if counted else items, mininterval=0.5 if counted else 0.1, **how)
 
 
 def timed(action, device, clock=time.perf_counter):

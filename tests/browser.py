@@ -95,7 +95,8 @@ class Browser:
         asked = [event["params"]["request"]["url"] for event in self.events
                  if event["method"] == "Network.requestWillBeSent"]
         return [event for event in self.events if event["method"] in SAID] + [
-            url for url in asked if not (url.startswith("file:") and url.endswith(".html"))]
+            url for url in asked if not (url.startswith("data:") or  # a picture within the page
+                                         url.startswith("file:") and url.endswith(".html"))]
 
     def close(self):
         self.process.terminate()

@@ -5,6 +5,7 @@ How often the verdicts of a study are wrong, and how often they find what is the
     python tests/simulate.py --sims=200       # a first look
     python tests/simulate.py --only=dose      # known gains, with the spreads of real runs; a picture too
     python tests/simulate.py --only=looks     # second looks, and seeds that are chosen by their scores
+    python tests/simulate.py --only=two_looks  # studies that are planned in two looks
 
 Each simulated study goes through effects.comparisons() as a real one would. Spreads are in units of a typical
 arm's, the margin is one of those; true differences are 0, or exactly the margin, which is where "same" is
@@ -31,7 +32,7 @@ from scipy.stats import ttest_1samp  # noqa: E402
 
 from nanoheads.study import effects, results  # noqa: E402
 from nanoheads.study.effects import finished_scores  # noqa: E402
-from nanoheads.study.stats import findable, holm, satterthwaite  # noqa: E402
+from nanoheads.study.stats import SPENDING, findable, holm, satterthwaite  # noqa: E402
 
 # how the scores of a study may be: keywords of study()
 WORLDS = {
@@ -164,6 +165,81 @@ def print_looks(sims):
         cells = ({"better", "worse"}, none), ({"better"}, none), ({"same"}, true)
         wrong, better, same = (100 * np.mean([bool(words & seen) for seen in of]) for words, of in cells)
         print(f"{name:<20}{wrong:24.1f}{better:16.1f}{same:14.1f}", flush=True)
+
+
+# ---- two looks that are planned ----
+
+def two_looks(rng, true, n=10, n_plain=None, **world):
+    """{way of looking: (verdicts, mean number of seeds that a variant was trained with)} of one study.
+
+    true [m]: true differences of the variants to the plain GPT, in sd of a seed. Every way sees the same
+    scores: one look at half of the seeds, or at all of them; both without a correction, where what the first
+    decides stays decided; and two looks as they are planned.
+    """
+    n_plain = n_plain or n
+    scores, pairs = study(rng, n, n_plain, len(true), true=true, **world)
+    first = effects.first_half([*range(n)])
+    plan = dict(seeds=[*range(n)], first_seeds=first, plain_seeds=[*range(round(n_plain * len(first) / n))],
+                pairs=pairs, look=2)
+    half = judge(effects.of_first_look(scores, plan), pairs, margin=1.0)
+    whole = judge(scores, pairs, margin=1.0)
+    found = {f"{len(first)} seeds": half, f"{n} seeds": whole, "peeking": [
+        early if early["verdict"] != "undecided" else late for early, late in zip(half, whole)]}
+    for spending in SPENDING:
+        planned = effects.planned_looks(scores, pairs, {**plan, "spending": spending}, 0.05, 1.0, [])
+        found[spending] = planned["comparisons"]
+    return {name: ([row["verdict"] for row in rows], np.mean([row["n"] for row in rows]))
+            for name, rows in found.items()}
+
+
+TWO_LOOKS = {  # variants, seeds of each, of the plain GPT, keywords of study()
+    "1 variant, 5 then 10 seeds": (1, 10, 10, {}),
+    "1 variant, 3 then 6": (1, 6, 6, {}),
+    "1 variant, 3 then 5": (1, 5, 5, {}),
+    "1 variant, 5 then 10, spreads 2.2x": (1, 10, 10, WORLDS["spreads 2.2x"]),
+    "8 variants, 5 then 10, plain 14 then 28": (8, 10, 28, {}),
+    "8, 5 then 10, plain 14 then 28, spreads 2.2x": (8, 10, 28, WORLDS["spreads 2.2x"]),
+    "8, 5 then 10, plain 14 then 28, t3 tails": (8, 10, 28, WORLDS["t3 tails"]),
+    "8, 3 then 5, plain 8 then 14": (8, 5, 14, {}),
+}
+
+
+def error_of_two_looks(sims, m, n, n_plain, world, true):
+    """{way of looking: percent of studies with a wrong verdict}; true: of the only or each second variant.
+    """
+    rng, wrong_in = np.random.default_rng(13), {}
+    truth = true * (np.arange(m) % 2) if m > 1 else np.array([true])
+    for _ in range(sims):
+        for name, (verdicts, _) in two_looks(rng, truth, n, n_plain, **world).items():
+            bad = any(wrong(dict(verdict=verdict), t, 1.0) for verdict, t in zip(verdicts, truth))
+            wrong_in[name] = wrong_in.get(name, 0) + bad
+    return {name: 100 * count / sims for name, count in wrong_in.items()}
+
+
+def print_two_looks(sims):
+    heads = ("one look", "peeking", "O'Brien-Fleming", "Pocock")
+    print("\nPercent of studies with a wrong verdict: one look at all seeds; peeking, which is a look at "
+          "half of them and one\nat all for what is undecided then, without a correction; two planned looks. "
+          "No variant differs, or every second\none by the margin, 1 sd. Monte-Carlo error (one sd at 5 %): "
+          f"{100 * math.sqrt(0.05 * 0.95 / sims):.1f}")
+    print(f"{'':<50}" + "".join(f"{head:>17}" for head in heads))
+    for title, (m, n, n_plain, world) in TWO_LOOKS.items():
+        for words, true in (("none", 0.0), ("1 sd", 1.0)):
+            found = error_of_two_looks(sims, m, n, n_plain, world, true)
+            cells = (found[name] for name in (f"{n} seeds", "peeking", *SPENDING))
+            print(f"{title + ', ' + words:<50}" + "".join(f"{cell:17.1f}" for cell in cells), flush=True)
+    print("\nFound, percent, and the mean number of seeds that were trained: one variant, as many seeds of "
+          f"the plain GPT.\nMonte-Carlo error: up to {50 / math.sqrt(sims):.1f}")
+    print(f"{'true difference, sd':<22}" + "".join(f"{head:>19}" for head in (
+        "5 seeds", "10 seeds", *heads[2:])))
+    for true in (0.5, 1.0, 1.5, 2.0, 3.0):
+        rng, seen = np.random.default_rng(17), {}
+        for _ in range(sims):
+            for name, (verdicts, seeds) in two_looks(rng, np.array([true])).items():
+                seen.setdefault(name, []).append((verdicts == ["worse"], seeds))
+        means = (np.mean(seen[name], 0) for name in ("5 seeds", "10 seeds", *SPENDING))
+        print(f"{true:<22}" + "".join(f"{100 * found:11.0f} ({seeds:4.1f}) " for found, seeds in means),
+              flush=True)
 
 
 # ---- screened, then judged ----
@@ -342,9 +418,10 @@ def print_decided(sims, sd):
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--sims", type=int, default=1000, help="simulated studies a cell")
-    p.add_argument("--only", choices=("errors", "stages", "power", "dose", "looks"))
+    p.add_argument("--only", choices=("errors", "stages", "power", "dose", "looks", "two_looks"))
     a = p.parse_args()
     for name, table in (("dose", print_doses), ("power", print_power), ("stages", print_two_stages),
-                        ("looks", print_looks), ("errors", print_error_rates)):
+                        ("looks", print_looks), ("two_looks", print_two_looks),
+                        ("errors", print_error_rates)):
         if a.only in (None, name):
             table(a.sims)

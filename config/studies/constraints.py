@@ -3,9 +3,11 @@
 # `python probe.py constraints` on these runs
 # Tiny scale: 75 runs of about a minute on a core, those of the plain GPT aside; labels and teacher first:
 #     python data/label.py --dataset=wikitext2_byte --by=weak        # and --by=synthetic
-#     python train.py config/constraint_train.py --seed=9 --out_dir=out/constraint_teacher
 
 question = "Do constraint heads learn their labels, at what cost in bits per byte?"
+
+first = {"out/constraint_teacher":
+         "python train.py config/constraint_train.py --seed=9 --out_dir=out/constraint_teacher"}
 
 _names = ["reciprocity", "testifiability", "decidability"]
 _heads = dict(constraint_names=_names)

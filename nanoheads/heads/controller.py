@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from nanoheads.common import UserError
+from nanoheads.common import UserError, plural
 from nanoheads.heads.gates import MOVERS, move_gates, set_sparsity
 from nanoheads.heads.measuring import Measurements, attentions, static_gates
 from nanoheads.heads.states import States, share_with_agency, states_of
@@ -137,7 +137,7 @@ class Controller:
         append_row(run, "heads.jsonl", self.row(run))
         if line := heads_in_words(self.events):
             left = sum(attn.n_total for attn in attentions(run.model))
-            run.process.print0(f"step {run.step:>7,}   {line}; {left} heads")
+            run.process.print0(f"step {run.step:>7,}   {line}; {plural(left, 'head')}")
         self.events.clear()
         if run.step + c.controller_interval > c.max_iters:
             share = self.seconds / max(run.elapsed_s + time.perf_counter() - began, 1e-9)

@@ -17,7 +17,8 @@ import re
 from pathlib import Path
 
 from model import Agency
-from nanoheads.common import UserError, last_words, pick_device, say, table, writable, write_json
+from nanoheads.common import (ArgumentParser, UserError, last_words, pick_device, say, table, writable,
+                              write_json)
 from nanoheads.heads.measuring import METRICS, attentions, fixed_text, measure, measure_pieces
 from nanoheads.heads.states import find_violations
 from nanoheads.heads.surgery import fold_gates
@@ -220,8 +221,8 @@ def inspect(args):
 
 def arguments(argv):
     columns = table(("column", ""), METRICS.items(), left=2)
-    p = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, epilog=columns,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = ArgumentParser(prog=PROGRAM, description=__doc__, epilog=columns,
+                       formatter_class=argparse.RawDescriptionHelpFormatter)
     checkpoint.add_arguments(p)
     p.add_argument("--prune", nargs="+", action="extend", default=[], metavar="L.H",
                    help="heads to remove, by block and number, as in 0.3")

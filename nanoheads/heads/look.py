@@ -46,8 +46,8 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from nanoheads.common import (UserError, in_float64, last_words, no_link, pick_device, read_whole, say,
-                              writable, write_atomic, write_json)
+from nanoheads.common import (ArgumentParser, UserError, in_float64, last_words, no_link, pick_device, plural,
+                              read_whole, say, writable, write_atomic, write_json)
 from nanoheads.heads.measuring import attentions
 from nanoheads.text.tokenizer import char_sizes
 from nanoheads.traces import explain
@@ -663,7 +663,7 @@ def of_text(viewers, tokenizer, ids, name, files, maps=False, progress=False):
                    lines=str(files[0]), page=str(files[1]),
                    runs=[dict(ckpt=printable(viewer.path), set=viewer.settings, means=mean.found())
                          for viewer, mean in zip(viewers, means)])
-    summary = f"{name}: {len(text.ids):,} tokens in {len(starts):,} windows of {T:,}"
+    summary = f"{name}: {plural(len(text.ids), 'token')} in {plural(len(starts), 'window')} of {T:,}"
     return numbers, [summary, *notes, *map(str, files)]
 
 
@@ -711,8 +711,8 @@ def run(args):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(prog=PROGRAM, description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = ArgumentParser(prog=PROGRAM, description=__doc__,
+                       formatter_class=argparse.RawDescriptionHelpFormatter)
     checkpoint.add_arguments(p)
     text = p.add_mutually_exclusive_group(required=True)
     text.add_argument("--text", metavar="FILE", help="the text to read")

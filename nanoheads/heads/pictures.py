@@ -267,10 +267,11 @@ def active(runs, title):
 # ---- all of them ----
 
 @mpl.rc_context(RC)
-def plot_heads(given, names, together, kinds=("png", "svg")):
+def plot_heads(given, names, together, called="", kinds=("png", "svg")):
     """Draw the heads of each run, and into the folder `together` the active ones of all -> the paths.
 
-    What cannot be drawn is reported on stderr, a line each.
+    called: what stands behind "active" in the name of the latter. What cannot be drawn is reported on
+    stderr, a line each.
     """
     written, runs = [], []
     for i, (run, name) in enumerate(zip(given, names)):
@@ -288,5 +289,5 @@ def plot_heads(given, names, together, kinds=("png", "svg")):
             else:
                 written += save(figure, no_link(Path(run) / "figures") / picture, kinds)
     if len(runs) > 1 and (figure := active(runs, "Heads at work and bits per byte")):
-        written += save(figure, Path(together) / "active", kinds)
+        written += save(figure, Path(together) / f"active{called}", kinds)
     return written

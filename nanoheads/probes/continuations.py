@@ -18,8 +18,8 @@ import torch
 from tqdm import tqdm
 
 from model import GPT
-from nanoheads.common import (UserError, last_words, pick_device, say, table, text_of, unescaped, writable,
-                              write_json)
+from nanoheads.common import (ArgumentParser, UserError, last_folders, last_words, pick_device, say, table,
+                              text_of, unescaped, writable, write_json)
 from nanoheads.intervals import jackknife
 from nanoheads.logits import check_sampling
 from nanoheads.text import quality as textquality
@@ -233,14 +233,14 @@ def text_table(reports, width=120):
             notes.append(f"note: {report['short']:,} of {count:,} samples of {report['name']} have fewer "
                          f"than {SHORT} words and no rep-4")
     head = ("run", *shown.values(), "tokens/s")
-    return "\n".join([reports[0]["about"], table(head, rows, width=width), *notes])
+    return "\n".join([reports[0]["about"], table(head, rows, width=width, cut=last_folders), *notes])
 
 
 # ---- command line ----
 
 def arguments(argv):
-    p = argparse.ArgumentParser(prog=PROGRAM, description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = ArgumentParser(prog=PROGRAM, description=__doc__,
+                       formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(p, "test")
     p.add_argument("--prompts", metavar="FILE",
                    help="a prompt a line; \\n is a newline (default: from the split)")

@@ -30,7 +30,7 @@ import torch
 from scipy.stats import hypergeom
 
 from model import Agency, Roles
-from nanoheads.common import UserError, table
+from nanoheads.common import UserError, plural, table
 from nanoheads.heads.measuring import all_heads, attentions, closed, inputs_of, out_projections
 from nanoheads.intervals import by_jackknife, t_interval
 from nanoheads.probes.detectors import common_tokens
@@ -352,7 +352,7 @@ def probe(args):
     together = dict(overlap=overlaps(results, kinds), kept=kept(results, kinds),
                     roles=by_role(results, kinds))
     scored = ", ".join(f"{name} {kind.scored:,} of {kind.ids.shape[1] - 1:,}" for name, kind in kinds.items())
-    above = f"{about_text(data, args)}: {args.samples:,} texts of each kind; scored tokens: {scored}"
+    above = f"{about_text(data, args)}: {plural(args.samples, 'text')} of each kind; scored tokens: {scored}"
     lines = [above, *head_lines(ckpts, results, kinds), *summary_lines(together, ckpts, results, kinds)]
     return numbers_of(ckpts, data, args, results) | together, lines
 

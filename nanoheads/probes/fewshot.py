@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanoheads.common import UserError, from_json, table, text_of, writable, write_atomic
+from nanoheads.common import UserError, from_json, plural, table, text_of, writable, write_atomic
 from nanoheads.intervals import t_interval
 from nanoheads.probes.shared import (about_text, ask, finite, numbers_of, open_checkpoints, plus_minus,
                                      positive)
@@ -259,7 +259,7 @@ def probe(args):
     scored = [*scored_items(ckpts, data, items, context, args)]
     rows = [rows_of(each, scored[0] if each is not scored[0] else None, items, args) for each in scored]
     source = args.file or f"made of the words of {about_text(data, args)}"
-    what = (f"{len(items):,} items, {source}; read: examples that fit into {context:,} tokens; "
+    what = (f"{plural(len(items), 'item')}, {source}; read: examples that fit into {context:,} tokens; "
             "nats: of the right choice among all")
     return numbers_of(ckpts, data, args, rows), [what, accuracy_table(ckpts, rows)]
 

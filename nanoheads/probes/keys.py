@@ -17,7 +17,7 @@ from torch import nn
 from scipy.stats import spearmanr
 from torch.nn import functional as F
 
-from nanoheads.common import table
+from nanoheads.common import plural, table
 from nanoheads.intervals import t_interval
 from nanoheads.probes.shared import (CONTEXT, about_text, ask, finite, numbers_of, open_checkpoints,
                                      plus_minus, positive, window_text)
@@ -202,7 +202,7 @@ def probe(args):
                 progress.update(1)
             nats = finite(np.array([base for base, _, _ in effects]), ckpt)
             rows.append(dict(nats=float(np.mean(nats)), rankings=ranking_rows(effects, args)))
-    what = [f"{about_text(data, args)}: {len(cuts):,} windows of {context:,}, "
+    what = [f"{about_text(data, args)}: {plural(len(cuts), 'window')} of {context:,}, "
             f"{args.queries} queries in the last quarter of each",
             f"rise of the next token's nats; candidates: keys from {args.nearest} tokens back; "
             f"random: mean of {args.draws} draws",

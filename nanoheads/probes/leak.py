@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from nanoheads.common import UserError, last_words, pick_device, writable, write_json
+from nanoheads.common import ArgumentParser, UserError, last_words, pick_device, writable, write_json
 from nanoheads.configurator import where_it_failed
 from nanoheads.probes.causality import Perturbation, apart, two_texts
 from nanoheads.probes.shared import positive
@@ -127,7 +127,8 @@ class Leaks(Perturbation):
                 wrong = apart(self.ask(self.ids[:, :-cut]), self.before[:, :-cut]).amax(0) > tolerance
                 if wrong.any():
                     at = int(wrong.nonzero()[0])
-                    return f"position {at} changes when the last {cut} tokens are cut off"
+                    last = "token is" if cut == 1 else f"{cut} tokens are"
+                    return f"position {at} changes when the last {last} cut off"
 
 
 # ---- all of them ----
@@ -169,8 +170,8 @@ def leaks(function, vocab=256, length=32, batch=3, draws=3, device="cpu", tolera
 
 def main(argv):
     """python probe.py leak: the first leak that is found; exits with 1 where there is one."""
-    parser = argparse.ArgumentParser(prog="probe.py leak", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(prog="probe.py leak", description=__doc__,
+                            formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--module", required=True, metavar="FILE.py:FUNCTION", help="what is probed")
     parser.add_argument("--vocab", type=positive, default=256, help="ids are below this (default: 256)")
     parser.add_argument("--length", type=positive, default=32, help="tokens in a row (default: 32)")

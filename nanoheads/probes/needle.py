@@ -13,7 +13,7 @@ import math
 import numpy as np
 import torch
 
-from nanoheads.common import UserError, table
+from nanoheads.common import UserError, plural, table
 from nanoheads.intervals import t_interval
 from nanoheads.probes.shared import (about_text, ask, beyond, finite, numbers_of, open_checkpoints,
                                      plus_minus, positive)
@@ -123,7 +123,7 @@ def probe(args):
             ids = haystacks(text, args.split, context, args.depths, args.samples, args.seed)
             for own_rows, more in zip(rows, rows_of(ckpts, ids, context, args, progress)):
                 own_rows += more
-    what = (f"{about_text(data, args)}: {args.samples} texts a context, the same for all; "
+    what = (f"{about_text(data, args)}: {plural(args.samples, 'text')} a context, the same for all; "
             f"answers of {DIGITS} digits, teacher forced")
     return numbers_of(ckpts, data, args, rows), [what, recall_table(ckpts, rows)]
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from model import GPT
-from nanoheads.common import UserError, last_words, pick_device, say, writable, write_json
+from nanoheads.common import ArgumentParser, UserError, last_words, pick_device, say, writable, write_json
 from nanoheads.training import checkpoint
 from nanoheads.training.scoring import add_arguments, load, score, window_ids
 
@@ -139,7 +139,7 @@ def ask(word, probe, split, argv, **options):
     """
     form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=110)
     about = sys.modules[probe.__module__].__doc__
-    parser = argparse.ArgumentParser(prog=f"probe.py {word}", description=about, formatter_class=form)
+    parser = ArgumentParser(prog=f"probe.py {word}", description=about, formatter_class=form)
     add_arguments(parser, split)
     parser.add_argument("--seed", type=int, default=1337,
                         help="of texts, queries and random keys (default: 1337)")

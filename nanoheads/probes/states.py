@@ -7,7 +7,7 @@ Counted are those that agency's policy would call overloaded, misaligned or idle
 import numpy as np
 import torch
 
-from nanoheads.common import UserError, table
+from nanoheads.common import UserError, plural, table
 from nanoheads.heads.measuring import measure, nats_on
 from nanoheads.intervals import t_interval
 from nanoheads.probes.heads import in_words, spearman_tests
@@ -56,8 +56,9 @@ def probe(args):
             tests = spearman_tests(finite(by["nats"], ckpt), {key: by[key] for key in STATES})
             rows.append(dict(pieces=pieces, spearman=tests))
             cells += [(ckpt.name, *third) for third in thirds(by)]
-            below.append(f"{ckpt.name}, Spearman with the loss, n = {len(starts)} pieces: {in_words(tests)}")
-    above = [f"{about_text(data, args)}: {len(starts)} pieces of {size:,} tokens"]
+            n = plural(len(starts), "piece")
+            below.append(f"{ckpt.name}, Spearman with the loss, n = {n}: {in_words(tests)}")
+    above = [f"{about_text(data, args)}: {plural(len(starts), 'piece')} of {size:,} tokens"]
     head = ("run", "pieces", "n", "nats", "largest share", "overloaded", "misaligned", "idle")
     return numbers_of(ckpts, data, args, rows), [*above, table(head, cells, left=2), *below]
 

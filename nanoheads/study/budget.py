@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from nanoheads.common import UserError
+from nanoheads.common import UserError, plural
 
 LEAST_SEEDS = 3    # fewer give no interval worth reading
 LEAST_SHARE = 0.1  # of the steps: a model that has hardly begun to learn says nothing of one that has
@@ -14,9 +14,10 @@ def fitted(config, seconds, steps):
     seconds(config): how long everything that it plans takes on this machine. steps: those of its plain GPT.
     Raises UserError where not even LEAST_SEEDS and LEAST_SHARE of the steps fit.
     """
-    limit, minutes, seeds = 60 * config.minutes, f"{config.minutes:g} minutes", len(config.seeds)
+    limit, minutes, seeds = 60 * config.minutes, plural(config.minutes, "minute", "g"), len(config.seeds)
     if (whole := seconds(config)) <= limit:
-        return config, f"{minutes}: all of it fits, {seeds} seeds, {steps:,} steps a run; {about(whole)}"
+        return config, (f"{minutes}: all of it fits, {plural(seeds, 'seed')}, {plural(steps, 'step')} a run; "
+                        f"{about(whole)}")
     extras = {"the screening": config.screen, "the search for rates": config.tune_lr,
               "other budgets": config.budgets}
     without = [word for word, on in extras.items() if on]
@@ -25,17 +26,17 @@ def fitted(config, seconds, steps):
     for n in range(seeds, min(seeds, LEAST_SEEDS) - 1, -1):
         fewer = replace(plain, seeds=config.seeds[:n])
         if (whole := seconds(fewer)) <= limit:
-            return fewer, (f"{minutes}: {n} seeds of {seeds}, {steps:,} steps a run{left_out}; "
-                           f"{about(whole)}")
+            return fewer, (f"{minutes}: {plural(n, 'seed')} of {seeds}, {plural(steps, 'step')} a run"
+                           f"{left_out}; {about(whole)}")
     # steps by 5 %, so that the same command trains the same on another day; scoring takes as long as before
     for twentieths in range(19, round(20 * LEAST_SHARE) - 1, -1):
         share = twentieths / 20
         shorter = at_share(fewer, share, steps)
         if (whole := seconds(shorter)) <= limit:
-            return shorter, (f"{minutes}: {n} seeds of {seeds}, {round(steps * share):,} of {steps:,} steps "
-                             f"a run{left_out}; {about(whole)}")
-    raise UserError(f"minutes={config.minutes:g} are too few: {n} seeds at {LEAST_SHARE:.0%} of the steps "
-                    f"take {about(whole)}")
+            return shorter, (f"{minutes}: {plural(n, 'seed')} of {seeds}, {round(steps * share):,} of "
+                             f"{plural(steps, 'step')} a run{left_out}; {about(whole)}")
+    raise UserError(f"minutes={config.minutes:g} are too few: {plural(n, 'seed')} at "
+                    f"{LEAST_SHARE:.0%} of the steps {'takes' if n == 1 else 'take'} {about(whole)}")
 
 
 def at_share(config, share, steps):

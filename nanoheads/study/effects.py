@@ -32,19 +32,29 @@ def figures(found, texts=None):
     """
     variants, alpha, margin = found["arms"], found["alpha"], found["margin"]
     studies = texts or [found]
-    scores = [scores_of(study["arms"]) for study in studies]
-    rows = comparisons(scores, found["pairs"], alpha, margin)
+    scores, plan = [scores_of(study["arms"]) for study in studies], found.get("two_looks")
+    if plan:
+        looks = planned_looks(scores[0], found["pairs"], plan, alpha, margin, found["failures"])
+        rows, more = looks["comparisons"], dict(levels=looks["levels"])
+    else:
+        rows, more = comparisons(scores, found["pairs"], alpha, margin), {}
     curve = curve_of(studies)
     for row in rows:
-        row["differences"] = differences(scores_of(variants), row)
+        own = scores_of(variants)
+        row["differences"] = differences(of_first_look(own, plan) if row.get("look") == 1 else own, row)
         row["text"] = None if texts else text_interval(found, row)
         if row["baseline"] == "plain":
             row.update(as_compute(curve, scores, row, variants, alpha))
-        withhold_where_runs_failed(row, found["failures"])
-    tuned = dict(taken=best_rates(found["candidates"])) if found.get("candidates") else {}
+        if not plan:
+            withhold_where_runs_failed(row, found["failures"])
+    if found.get("candidates"):
+        more["taken"] = best_rates(found["candidates"])
+    last = rows_of_last_look(found, rows)
+    level = more["levels"][plan["look"] - 1] if plan else alpha
     as_multiples = [multiple_of(curve, each) for each in (margin, -margin)] if curve else None
     return dict(procedure=PROCEDURE, comparisons=rows, screened=screened(found),
-                findable=findable(scores_of(variants), rows, alpha), margin_as_compute=as_multiples, **tuned)
+                findable=findable(scores_of(variants), last, len(tested(rows)), level),
+                margin_as_compute=as_multiples, **more)
 
 
 # ---- differences and verdicts ----
@@ -59,20 +69,30 @@ def scores_of(variants):
     return {name: finished_scores(variant) for name, variant in variants.items() if finished_scores(variant)}
 
 
-def comparisons(by_text, pairs, alpha=0.05, margin=0.01, higher_is_better=False, unit="bits/byte"):
+def comparisons(by_text, pairs, alpha=0.05, margin=0.01, higher_is_better=False, unit="bits/byte",
+                level=None, decided=None):
     """A dict for each pair (variant, baseline, what is equal beside the hyperparameters), judged together.
 
-    by_text: {variant: {seed: score}} of each text. ValueError: a score is not finite.
+    by_text: {variant: {seed: score}} of each text. level: what corrected p are held against, None: alpha.
+    decided: {pair_of(): row} of comparisons that count as they were at an earlier look. ValueError: a score
+    is not finite.
     """
     for name, own in (each for scores in by_text for each in scores.items()):
         for seed, score in own.items():
             if not math.isfinite(score):
                 raise ValueError(f"the score of {name}, seed {seed}, is {score}: not a finite number")
-    differences = [compared(by_text, *pair[:2], alpha) for pair in pairs]
-    sizes = [[min(len(scores.get(name, ())) for scores in by_text) for name in pair[:2]] for pair in pairs]
-    judged = stats.judge(differences, sizes, alpha, margin, higher_is_better)
+    differences, sizes = [], []
+    for pair in pairs:
+        if row := (decided or {}).get(pair_of(*pair)):
+            differences.append(stats.Difference(*(row[key] for key in stats.Difference._fields)))
+            sizes.append([row["n"], row["n_baseline"]])
+        else:
+            differences.append(compared(by_text, *pair[:2], alpha))
+            sizes.append([min(len(scores.get(name, ())) for scores in by_text) for name in pair[:2]])
+    judged = stats.judge(differences, sizes, level or alpha, margin, higher_is_better)
     return [dict(variant=variant, baseline=baseline, equal=equal, **each._asdict(),
-                 words=stats.in_words(each, alpha, margin, unit))
+                 words=stats.in_words(each, alpha, margin, unit,
+                                      "the plain GPT" if baseline == "plain" else baseline))
             for (variant, baseline, equal), each in zip(pairs, judged)]
 
 
@@ -96,11 +116,24 @@ def identical(scores, others):
     return enough and all(scores[seed] == others[seed] for seed in shared)
 
 
+def uncertainty(found, name):
+    """Half the interval of a variant's own mean over seeds; None: it has not two, or they show no spread."""
+    studies = [*(found.get("texts") or {"": found}).values()]
+    mean = stats.difference(parts_of([finished_scores(study["arms"][name]) for study in studies], 1),
+                            found["alpha"])
+    return (mean.high - mean.low) / 2 if math.isfinite(mean.se) else None
+
+
 def seem_better(by_text, pairs, alpha, margin):
     """The variants whose interval lies below the plain GPT, before anything else is made equal."""
     pairs = [pair for pair in pairs if pair[1] == "plain" and not pair[2]]
     rows = comparisons(by_text, pairs, alpha, margin)
     return [row["variant"] for row in rows if row["verdict"] == "better" or row["high"] < 0]
+
+
+def pair_of(variant, baseline, equal):
+    """A pair as a key of a dict."""
+    return variant, baseline, *equal
 
 
 def withhold_where_runs_failed(row, failures):
@@ -153,13 +186,21 @@ def screened(found):
     return sorted(rows, key=lambda row: row["mean"])
 
 
-def findable(scores, rows, alpha):
-    """The smallest difference to the plain GPT found four times in five, at a careful spread; or None."""
-    sizes = [row["n"] for row in rows if row["baseline"] == "plain"]
+def tested(rows):
+    """The comparisons that have a test, for which verdicts are corrected: not those of identical scores."""
+    return [row for row in rows if row["se"] != 0]
+
+
+def findable(scores, rows, m, alpha):
+    """The smallest difference to the plain GPT found four times in five, at a careful spread; or None.
+
+    rows: the comparisons whose seeds count; m: how many are corrected together.
+    """
+    sizes = [row["n"] for row in tested(rows) if row["baseline"] == "plain"]
     if not sizes or min(sizes) < 2:
         return None
     groups = [[*own.values()] for own in scores.values()]
-    return stats.findable(groups, int(np.median(sizes)), len(scores.get("plain", ())), len(rows), alpha)
+    return stats.findable(groups, int(np.median(sizes)), len(scores.get("plain", ())), m, alpha)
 
 
 def best_rates(candidates):
@@ -179,6 +220,75 @@ def best_rates(candidates):
         best = int(np.argmin(means))
         taken[name] = best if means[0] - means[best] > error else 0
     return taken
+
+
+# ---- two looks that are planned ----
+
+def first_half(seeds):
+    """The seeds of the first of two looks: half of them, and where their number is odd one more."""
+    return seeds[:(len(seeds) + 1) // 2]
+
+
+def of_first_look(scores, plan):
+    """What {variant: {seed: score}} has at the first look of a plan."""
+    kept = {name: plan["plain_seeds" if name == "plain" else "first_seeds"] for name in scores}
+    found = {name: {seed: score for seed, score in own.items() if int(seed) in kept[name]}
+             for name, own in scores.items()}
+    return {name: own for name, own in found.items() if own}
+
+
+def first_look(scores, plan, alpha, margin, failures):
+    """The comparisons of the first look of a plan, whose pairs are corrected together.
+
+    plan: {"spending", "seeds": those of a variant, "first_seeds", "plain_seeds": a variant's and the plain
+    GPT's at the first look, "pairs": what that compares, "look": the last look so far}.
+    """
+    level = levels_of(plan, plan["pairs"], alpha)[0]
+    rows = comparisons([of_first_look(scores, plan)], plan["pairs"], alpha, margin, level=level)
+    of_plain, of_others = (plan[key] for key in ("plain_seeds", "first_seeds"))
+    failed = [f for f in failures if f.get("seed") in (of_plain if f["arm"] == "plain" else of_others)]
+    for row in rows:
+        say_level(row, 1, level)
+        withhold_where_runs_failed(row, failed)
+    return rows
+
+
+def planned_looks(scores, pairs, plan, alpha, margin, failures):
+    """{"comparisons", "levels": of both looks} of a study in two looks.
+
+    What was decided at the first look stays as it was there; at the second it still counts among the
+    comparisons that are corrected together.
+    """
+    levels = [levels_of(plan, each, alpha)[look] for look, each in enumerate((plan["pairs"], pairs))]
+    first = first_look(scores, plan, alpha, margin, failures)
+    if plan["look"] == 1:
+        return dict(comparisons=first, levels=levels)
+    decided = {pair_of(*pair): row for pair, row in zip(plan["pairs"], first)
+               if row["verdict"] != "undecided"}
+    rows = comparisons([scores], pairs, alpha, margin, level=levels[1], decided=decided)
+    for row in rows:
+        say_level(row, 2, levels[1])
+        withhold_where_runs_failed(row, failures)
+    rows = [decided.get(pair_of(*pair), row) for pair, row in zip(pairs, rows)]
+    return dict(comparisons=rows, levels=levels)
+
+
+def levels_of(plan, pairs, alpha):
+    """The levels of both looks, by the share of a variant's seeds that the first one has."""
+    return stats.levels(alpha, plan["spending"], len(plan["first_seeds"]) / len(plan["seeds"]),
+                        max(1, len(pairs)))
+
+
+def say_level(row, look, level):
+    """Name in a comparison the look that judged it, and what its corrected p was held against."""
+    row["look"] = look
+    row["words"] += f"; look {look} of 2, held against {level:.4f}"
+
+
+def rows_of_last_look(found, rows):
+    """The comparisons that the last look of a study judged; without planned looks all of them."""
+    plan = found.get("two_looks")
+    return [row for row in rows if not plan or row["look"] == plan["look"]] or rows
 
 
 # ---- compute ----

@@ -6,15 +6,17 @@ what a study did not measure reads "not measured".
 """
 
 import math
+import re
 from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
 from matplotlib.ticker import EngFormatter
 
-from nanoheads.common import json_safe, number, printable
+from nanoheads.common import json_safe, number, plural, printable
 from nanoheads.study import effects
 from nanoheads.study.dynamic import FIGURES, means_over_seeds, shares
+from nanoheads.study.follow_up import MOST_SEEDS, follow_up, is_near
 from nanoheads.study.variants import times
 
 # the verdicts, and what each means
@@ -22,11 +24,14 @@ MEANING = {
     "better": "ahead of the other side, by however little; by chance alone that would hardly be seen",
     "worse": "behind the other side, by however little; by chance alone that would hardly be seen",
     "same": "whichever of the two is ahead, it is by less than the margin: too little to matter",
-    "undecided": "better, worse or the same: these seeds cannot tell, more of them would",
+    "identical": "nothing acted: the scores are those of the other side on every shared seed, and no finding",
+    "undecided": "better, worse or the same: these seeds cannot tell, a new study with more would",
 }
 
 
 NOT_MEASURED = "not measured"
+NO_BUDGETS = ("This study has no plain GPT of other budgets, by which a difference would be compared with "
+              'compute, FLOPs and time: --budgets="[0.7, 1.4, 2.0]" adds them.')
 
 
 class Table(NamedTuple):
@@ -49,6 +54,12 @@ def show(value, spec=",.0f", unit=""):
 def short(value):
     """5700000 -> 5.7M"""
     return EngFormatter(sep="")(float(f"{value:.3g}")) if known(value) else "–"
+
+
+def duration(seconds):
+    """5 minutes, or 2.3 hours"""
+    minutes = math.ceil(seconds / 60)
+    return f"{minutes} minute{'s' * (minutes > 1)}" if seconds < 7200 else f"{seconds / 3600:.2g} hours"
 
 
 def chosen(by_variant, only):
@@ -74,6 +85,15 @@ def level(found):
     return f"{100 * (1 - found['alpha']):g} %"
 
 
+def better_side(found):
+    return f"{'above' if found.get('higher_is_better') else 'below'} 0 is better"
+
+
+def head_of_difference(found):
+    """The head of a column of interval(): its numbers have a sign, and no word says which is better."""
+    return f"difference [{level(found)}], {better_side(found)}"
+
+
 def listed(words, last="and"):
     return f" {last} ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
@@ -94,21 +114,67 @@ def verdicts(found):
     """
     if "sizes" in found:
         sizes = found["sizes"]
-        return {**effects.progress(*sizes.values()), "sizes": {size: verdicts(sizes[size]) for size in sizes}}
+        return {**effects.progress(*sizes.values()),
+                "sizes": {size: verdicts(part_of(found, size)) for size in sizes}}
     out = found.get("out") or found["config"].get("out_dir")
     found = effects.pooled(found) if "texts" in found else found
-    keys = ("low", "high", "p", "p_corrected", "p_same", "n", "n_baseline", "more_seeds")
+    keys = ("mean", "low", "high", "p", "p_corrected", "p_same", "n", "n_baseline", "more_seeds", "worth",
+            "equal_flops", "equal_time", *(["look"] if found.get("two_looks") else []))
     rows = [dict(variant=c["variant"], baseline=c["baseline"], equal=c["equal"],
-                 **verdict_for_a_program(found, c), difference=c["mean"], **{key: c.get(key) for key in keys},
+                 **verdict_for_a_program(found, c), **{key: c.get(key) for key in keys},
                  tokens_ratio=tokens_ratio(found, c["variant"], c["baseline"]),
                  words=sentence_of(found, c)) for c in [*against_plain(found), *others(found)]]
     bpb = {name: mean_of(arm) for name, arm in found["arms"].items()}
     again = found.get("rescored")
-    rescored = again and dict(agree=len(again["runs"]), without_checkpoint=again["without"])
-    return json_safe(dict(name=found["name"], folder=out, **effects.progress(found), headline=headline(found),
-                          notices=notices(found), alpha=found["alpha"], margin=found["margin"],
-                          failures=len(found["failures"]), left_out=found.get("left_out"),
-                          looks=found.get("looks"), bpb=bpb, comparisons=rows, rescored=rescored))
+    rescored = again and dict(runs=len(again["runs"]), without=again["without"])
+    return json_safe(dict(name=found["name"], question=question_of(found), out=out, **effects.progress(found),
+                          headline=headline(found), notices=notices(found), cut=cut_of(found),
+                          alpha=found["alpha"], margin=found["margin"],
+                          failures=effects.failed_runs(found["failures"]), left_out=found.get("left_out"),
+                          looks=found.get("looks"), bpb=bpb, comparisons=rows, rescored=rescored,
+                          follow_up=next_study(found), **looks_for_a_program(found)))
+
+
+def part_of(found, name):
+    """One size of a ladder, or one text of several, with the keys that make it a study of its own."""
+    if "texts" in found:
+        return {**found["texts"][name], "alone": None}  # its verdicts are those of all texts
+    at = found.get("config", {}).get("at")
+    alone = None if at is None else dict(size=name, sizes=[], at={}, **at.get(name, {}))
+    return {**found["sizes"][name], "alone": alone}
+
+
+def next_study(found):
+    """follow_up() of a finished study, with "words": what it means, in sentences; None: nothing is undecided.
+    """
+    if is_interim(found) or not (more := follow_up(found)):
+        return None
+    near = [open_in_words(found, row) for row in more["undecided"] if is_near(row)]
+    far = [f"{open_in_words(found, row)} ({row['seeds'] or 'more than 1000'})" for row in more["undecided"]
+           if not is_near(row)]
+    lines = []
+    if near:
+        lines.append(f"Undecided: {listed(near)}. A new study with {more['seeds']} fresh seeds would decide "
+                     "four times in five, if differences and spreads are as they look now. Do not add seeds "
+                     "to this study: that would be a second look at the same scores, for which p is not "
+                     "corrected.")
+    if far:
+        lines.append(f"Undecided, and it would take more than {MOST_SEEDS} seeds: {listed(far)}.")
+    return dict(**more, words=" ".join(lines))
+
+
+def open_in_words(found, row):
+    """Whom an undecided comparison is of, and against whom if that is not the plain GPT as it is."""
+    of, against = (label_of(found, row[side]) for side in ("variant", "baseline"))
+    return of if row["baseline"] == "plain" else f"{of} against {against}"
+
+
+def looks_for_a_program(found):
+    """{"two_looks": {"spending", "look", "levels"}} of a study that was planned so, else {}."""
+    plan = found.get("two_looks")
+    if not plan:
+        return {}
+    return dict(two_looks=dict(spending=plan["spending"], look=plan["look"], levels=found["levels"]))
 
 
 def verdict_for_a_program(found, c):
@@ -183,12 +249,113 @@ def verdict_so_far(found, c):
 
 
 def sentence_of(found, c):
-    words = INTERIM * is_interim(found) + c["words"] if known(c["mean"]) else verdict_of(found, c)
+    words = INTERIM * is_interim(found) + in_full(found, c) if known(c["mean"]) else verdict_of(found, c)
     return " ".join(printable(words).split())
 
 
+def not_shown_at(found, c):
+    """[What is equal where a variant that is better is not shown to be], as limits_of() has it.
+
+    [] for all others, and where costs are not known: of the scores of another program.
+    """
+    if verdict_so_far(found, c) != "better" or not known(found["arms"]["plain"].get("params")):
+        return []
+    return limits_of(found, [c])[0].get(c["variant"], [])
+
+
+BUT = ", but not at equal "  # between a verdict and what it does not hold for
+
+
+def limited_verdict(found, c):
+    """verdict_of(), and of a variant that is better where it is not shown to be, for the page."""
+    return but_not_at(verdict_of(found, c), not_shown_at(found, c))
+
+
+def but_not_at(verdict, whats):
+    return BUT.join([verdict, *filter(None, [listed(whats, "or")])])
+def in_full(found, c):
+    """A verdict in words, and what they leave open: on which side of 0 better is, what the correction did."""
+    parts = [c["words"]]
+    if re.search(r"[+-]\d", c["words"]):
+        parts.append(better_side(found))
+    if c["verdict"] == "undecided" and leaves_out_0(c) and c["p_corrected"] > found["alpha"]:
+        n = len(effects.tested(found["comparisons"]))
+        parts.append(f"the interval, which is not corrected, leaves out 0, and p, which is corrected for "
+                     f"{plural(n, 'comparison')}, is above {found['alpha']:g}")
+    return "; ".join(parts)
+
+
+def leaves_out_0(c):
+    return known(c["low"]) and (c["low"] > 0 or c["high"] < 0)
+
+
+# ---- what a study asks, and how much of a run it had ----
+
+def question_of(found):
+    """What a study asks, the title of its page; without a question in its config, what it compared."""
+    if found["question"]:
+        return found["question"]
+    judged = [name for name, baseline, equal in found["pairs"] if baseline == "plain" and not equal]
+    names = [label_of(found, name) for name in [*judged, *(found.get("screened_out") or [])]]
+    if not names:
+        return found["name"]
+    which = listed(names, "or") if len(names) < 4 else f"any of {len(names)} variants"
+    return f"Is {which} better than the plain GPT?"
+
+
+def cut_of(found):
+    """How much of a run a study had, as a dict, where that was not all of it; None: it was, or is not known.
+
+    Runs are cut that have fewer steps than their scale's, and scores that are of a part of the split. Files
+    from before 2026-11-27 do not say how many steps their scale has; of_steps and of_tokens are then None.
+    """
+    plain, whole, data = found["arms"]["plain"], found.get("of_scale") or {}, found["data"]
+    cut = dict(steps=plain["steps"], of_steps=whole.get("steps"), tokens=plain["tokens"],
+               of_tokens=whole.get("tokens"), split=data["split"], bytes=data["bytes"],
+               of_bytes=data["of_bytes"])
+    return cut if fewer(cut, "steps") or fewer(cut, "bytes") else None
+
+
+def fewer(cut, key):
+    """Whether there were fewer of something than a whole run has; see cut_of()."""
+    return number(cut[key]) < number(cut[f"of_{key}"])
+
+
+def share_scored(cut):
+    return f"{100 * cut['bytes'] / cut['of_bytes']:.2g} % of the {cut['split']} split"
+
+
+def cut_in_short(found):
+    """How a study was cut, as a sentence before its verdicts; "": it was not."""
+    cut, parts = cut_of(found), []
+    if cut and fewer(cut, "steps"):
+        parts.append(f"short runs, {show(cut['steps'])} of the {found.get('scale')} scale's "
+                     f"{show(cut['of_steps'])} steps ({short(cut['tokens'])} of {short(cut['of_tokens'])} "
+                     "tokens)")
+    if cut and fewer(cut, "bytes"):
+        parts.append(f"scored on {share_scored(cut)}")
+    words = ", ".join(parts)
+    return words and f"{words[0].upper()}{words[1:]}."
+
+
+def cut_in_words(found):
+    """The same for the box of notices, with all figures; "": the study was not cut."""
+    cut, parts = cut_of(found), []
+    if cut and fewer(cut, "steps"):
+        parts.append(f"trained for {plural(cut['steps'], 'step')}, where the {found.get('scale')} scale has "
+                     f"{show(cut['of_steps'])} ({show(cut['tokens'])} of {show(cut['of_tokens'])} tokens)")
+    if cut and fewer(cut, "bytes"):
+        parts.append(f"scored on {share_scored(cut)} ({show(cut['bytes'])} of {show(cut['of_bytes'])} bytes)")
+    later = " After all steps the variants may rank otherwise." * bool(cut and fewer(cut, "steps"))
+    return parts and f"Each run of the plain GPT was {listed(parts)}.{later}"
+
+
 def headline(found):
-    """The study in one sentence."""
+    """The study in one sentence; before it one that says how it was cut, if it was."""
+    return " ".join(filter(None, [cut_in_short(found), verdicts_in_a_sentence(found)]))
+
+
+def verdicts_in_a_sentence(found):
     rows = against_plain(found)
     if not rows:
         return "No variant was compared with the plain GPT."
@@ -204,8 +371,10 @@ def headline(found):
     verdicts = [verdict_so_far(found, c) for c in rows]
     words = [word for word in (*MEANING, "failed", "no runs yet") if word in verdicts and word != "better"]
     rest = "".join(f"; {verdicts.count(word)} {word}" for word in words)
-    screened = f"{len(found['screened'])} variants were screened. " if found.get("screened") else ""
+    n = len(found.get("screened") or [])
+    screened = f"{plural(n, 'variant')} {'was' if n == 1 else 'were'} screened. " * (n > 0)
     rest = rest.replace(" same", f" the same within ±{found['margin']:g} bits/byte")
+    rest = rest.replace(" identical", " identical to it, since nothing acted")
     were = f"variants {'was' if len(best) < 2 else 'were'} shown to be better than the plain GPT"
     said = f"{screened}{len(best) or 'Not one'} of {len(rows)} {were}{rest}."
     said = INTERIM.capitalize() * is_interim(found) + said
@@ -250,8 +419,7 @@ def shown_at_equal(found, c):
     One rule, is_shown(): the interval lies below 0, and where the study also made a verdict, it is "better".
     It makes one at equal parameters, and none at equal FLOPs or time, whose intervals are not corrected;
     remarks() says so. A variant that needs no more of something than the plain GPT is better at an equal
-    amount of it. FLOPs at which no plain GPT was trained count as not shown: the variant is known to take
-    more.
+    amount of it. Where no plain GPT was trained for as much, nothing was measured.
     """
     variant, plain = found["arms"][c["variant"]], found["arms"]["plain"]
     more = {key: number(variant.get(key)) / number(plain.get(key))
@@ -264,7 +432,7 @@ def shown_at_equal(found, c):
     multiple, time = number(variant.get("multiple")), variant.get("time_ratio") or {}
     tokens = number(variant.get("tokens")) / number(plain.get("tokens"))
     flops = max(more["flops_per_token"], more["executed_flops_per_token"]) * tokens
-    shown["FLOPs"] = bool(shown_at_cost(c.get("equal_flops"), flops))
+    shown["FLOPs"] = shown_at_cost(c.get("equal_flops"), flops)
     shown["time"] = shown_at_cost(c.get("equal_time"), number(time.get("high")) * multiple)
     return shown
 
@@ -302,10 +470,12 @@ def timed_how(found):
 
 def notices(found):
     """What a reader must know before the numbers."""
-    failed, lines = effects.failed_runs(found["failures"]), standing(found)
+    failed, lines = effects.failed_runs(found["failures"]), [*standing(found), *planned_looks(found)]
     if not is_interim(found) and at_own_rates(found):
         where = f"found on {found['tuned_on']}" if found.get("tuned_on") else "see Learning rates"
         lines.append(f"The plain GPT and all that are judged have their own best rates: {where}.")
+    if untuned := untuned_sentence(found):
+        lines.append(untuned)
     if other := of_other_tokens(found, against_plain(found)):
         each = [f"{label_of(found, name)} {words}" for name, words in other.items()]
         lines.append(f"{listed(each)}: that alone may make a difference.")
@@ -333,18 +503,54 @@ def notices(found):
     return lines
 
 
+def untuned_sentence(found):
+    """The rates at which what variants add learns, where no rate was tuned, and what tuning would cost; None:
+    rates were tuned, or it is a file from before 2026-11-26.
+    """
+    if not (untuned := found.get("untuned")):
+        return None
+    said = f"No learning rate was tuned: {rates_in_words(found, untuned['rates'])}."
+    if not found["command"].startswith("python "):
+        return said
+    command = " ".join(word for word in found["command"].split() if not word.startswith("--minutes"))
+    said += " With --tune_lr both sides first get their best rates on validation"
+    if found["config"].get("minutes"):
+        said += "; with --dry_run too it says how long that takes"
+    else:
+        least, most = untuned["runs"]
+        whole = most + found["planned"]
+        said += f", in {least} to {most} runs, and what these change is judged anew: at most {whole} runs"
+        seconds, jobs = found["arms"]["plain"]["seconds"], found["machine"].get("jobs")
+        if seconds and jobs:
+            said += f", which would train for about {duration(whole * seconds / jobs)} here"
+    return f"{said}. The command: {command} --tune_lr"
+
+
+def rates_in_words(found, rates):
+    """{variant: {flag: rate of what it adds}} as words."""
+    names = {}  # of the variants, for each rate
+    for name, own in rates.items():
+        for flag, rate in own.items():
+            given = flag in {**(found.get("settings") or {}), **found["arms"][name]["flags"]}
+            at = f"{flag}={rate:g}, {'as given' if given else 'the default'}"
+            names.setdefault(at, []).append(label_of(found, name))
+    learns = [f"what {listed(own)} add{'s' * (len(own) == 1)} learns at {at}" for at, own in names.items()]
+    return "; ".join(learns) or "no variant adds weights, and all learn at the plain GPT's rates"
+
+
 MOST_LOOKS = 4  # of other reports, that are named one by one
 WHAT_IT_DOES = "docs/results/verdicts.md says how often it misleads"
 
 
 def standing(found):
-    """What p values do not know of, as sentences: runs that are to come, are left out, or were judged before.
+    """What p values do not know of, as sentences: runs that were cut, are to come, are left out, or were
+    judged before.
 
     found: also a study of several sizes.
     """
     if "sizes" in found:
         return [f"{size}: {line}" for size, study in found["sizes"].items() for line in standing(study)]
-    lines = []
+    lines = [words] if (words := cut_in_words(found)) else []
     if is_interim(found):
         lines.append(f"This study is not finished: {found['done']} of {found['planned']} runs are done; "
                      "all of this may still change.")
@@ -353,13 +559,49 @@ def standing(found):
                        f"({seeds_in_words(row['seeds'])}{of_text(row)})" for row in rows])
         lines.append(f"Finished runs of the same variants are left out: {runs}. p holds where seeds were "
                      f"chosen before their scores were known; else {WHAT_IT_DOES}.")
-    if earlier := found.get("looks"):
-        more = len(earlier) - MOST_LOOKS
-        words = [f"{more} times before"] * (more > 0) + [look_in_words(found, look)
-                                                         for look in earlier[-MOST_LOOKS:]]
-        lines.append(f"The same variants were judged by other runs: {'; '.join(words)}. p does not allow for "
-                     f"another look; {WHAT_IT_DOES}.")
+    apart, sharing = [], []
+    for look in found.get("looks") or ():
+        (apart if is_apart(found, look) else sharing).append(look)
+    if sharing:
+        lines.append(f"The same variants were judged by other runs: {looks_in_words(found, sharing)}. p does "
+                     f"not allow for another look; {WHAT_IT_DOES}.")
+    if apart:
+        lines.append("The same variants were judged before by other seeds, none of which judges here: "
+                     f"{looks_in_words(found, apart)}. p holds for this study by itself.")
     return lines
+
+
+def is_apart(found, look):
+    """Whether another report judged the variants of a study by none of its seeds."""
+    return all(not {*seeds} & {*found["arms"].get(name, {}).get("seeds", ())}
+               for name, seeds in look["seeds"].items())
+
+
+def looks_in_words(found, looks):
+    more = len(looks) - MOST_LOOKS
+    return "; ".join([f"{more} times before"] * (more > 0) + [look_in_words(found, look)
+                                                              for look in looks[-MOST_LOOKS:]])
+
+
+SPENDING = {"obrien_fleming": "O'Brien-Fleming", "pocock": "Pocock"}
+
+
+def planned_looks(found):
+    """What a study in two looks was judged by, in sentences; [] without such a plan."""
+    if not (plan := found.get("two_looks")):
+        return []
+    first, second = (f"{level:.4f}" for level in found["levels"])
+    n, whole, look = len(plan["first_seeds"]), len(plan["seeds"]), plan["look"]
+    words = (f"Look {look} of 2, as planned ({SPENDING[plan['spending']]}): corrected p is held against "
+             f"{first} at look 1, by {n} of {whole} seeds, and against {second} at look 2, by all of them. "
+             f"Together that keeps false verdicts to {100 * found['alpha']:g} % of studies")
+    if look == 1:
+        return [words + ("." if is_interim(found) else
+                         ". Look 1 decided everything, so the other seeds were not trained.")]
+    early = [f"{label_of(found, c['variant'])} against {label_of(found, c['baseline'])}"
+             for c in found["comparisons"] if c["look"] == 1]
+    stays = f"{listed(early)}, which stays as it was there, by its seeds" if early else "nothing"
+    return [f"{words}. Look 1 decided {stays}."]
 
 
 def of_text(row):
@@ -388,7 +630,7 @@ def seeds_in_words(seeds):
         else:
             parts.append([seed])
     words = [f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts]
-    return f"seed{'s' * (len(seeds) > 1)} {', '.join(words)}"
+    return f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(words)}"
 
 
 def reused_sentence(rows, planned):
@@ -399,7 +641,8 @@ def reused_sentence(rows, planned):
                 f"allowed{of})" if row["other_code"] else "")
 
     parts = [f"{row['runs']:,} from {row['from']}{other_code(row)}" for row in rows]
-    return (f"{sum(row['runs'] for row in rows):,} of {planned:,} runs were not trained for this study: "
+    n = sum(row["runs"] for row in rows)
+    return (f"{n:,} of {plural(planned, 'run')} {'was' if n == 1 else 'were'} not trained for this study: "
             f"{' and '.join(parts)}.")
 
 
@@ -408,7 +651,7 @@ def rescored_sentence(found):
     if not (again := found.get("rescored")):
         return None
     n, of = len(again["runs"]), found["done"]
-    line = (f"{n:,} of {of:,} runs {'was' if n == 1 else 'were'} scored once more from "
+    line = (f"{n:,} of {plural(of, 'run')} {'was' if n == 1 else 'were'} scored once more from "
             f"{'its checkpoint and gave its score' if n == 1 else 'their checkpoints and gave their scores'}"
             if n else "No run was scored once more from its checkpoint")
     have = "has" if again["without"] == 1 else "have"
@@ -417,11 +660,12 @@ def rescored_sentence(found):
 
 def remarks(found, over_text="report.html"):
     """What belongs under the numbers: correction, what could be found, margin, what seeds do not show."""
-    n, size = len(found["comparisons"]), found.get("findable")
+    n, size = len(effects.tested(found["comparisons"])), found.get("findable")
     lines = [f"Verdicts are corrected for {n} comparisons."] if n > 1 else [
         "One comparison: no correction."] if n else []
     if known(size):
-        seeds = int(np.median([c["n"] for c in found["comparisons"] if c["baseline"] == "plain"]))
+        last = effects.tested(effects.rows_of_last_look(found, found["comparisons"]))
+        seeds = int(np.median([c["n"] for c in last if c["baseline"] == "plain"]))
         lines.append(f"With {seeds} seeds a variant, {size:.4f} bits/byte would be found four times in five, "
                      "taking the spread over seeds at its upper bound.")
     worth = [f"{value:.2f} ×" for value in found.get("margin_as_compute") or [] if known(value)]
@@ -430,7 +674,9 @@ def remarks(found, over_text="report.html"):
     beside = f"; {over_text} has one over the text beside each" * any(
         c.get("text") for c in found["comparisons"])
     lines.append(f"Intervals ({level(found)}) are over seeds and not over other text{beside}.")
-    if any(verdict_so_far(found, c) == "better" for c in against_plain(found)):
+    if n and not any(arm["kind"] == "budget" for arm in found["arms"].values()):
+        lines.append(NO_BUDGETS)
+    if any(verdict_so_far(found, c) == "better" and c.get("equal_flops") for c in against_plain(found)):
         lines.append("At equal parameters better is a verdict; at equal FLOPs or time it means that the "
                      "interval, which is not corrected, lies below 0.")
     return [*lines, *filter(None, [timed_how(found), rescored_sentence(found)])]
@@ -438,33 +684,34 @@ def remarks(found, over_text="report.html"):
 
 # ---- tables ----
 
-def verdicts_table(found, only=None, difference=interval):
+def verdicts_table(found, only=None, difference=interval, verdict=verdict_of):
     """The plain GPT, then each variant against it, the best first.
 
-    difference: how a difference at equal cost is shown.
+    difference: how a difference at equal cost is shown; verdict: how a verdict is.
     """
-    head = ("variant", "verdict", "params", "seeds", "bits/byte", f"difference [{level(found)}]",
+    head = ("variant", "verdict", "params", "seeds", "bits/byte", head_of_difference(found),
             "corrected p", "worth × compute", "at equal FLOPs", "at equal time", "tokens ×")
     label, *sizes = label_and_figures(found, "plain")
-    rows = [(label, "–", *sizes, "–", "–", "1", "–", "–", "1")]
+    rows = [(label, "–", *sizes, own_interval(found), "–", "1", "–", "–", "1")]
     for c in against_plain(found, only):
         label, *sizes = label_and_figures(found, c["variant"])
-        rows.append((label, verdict_of(found, c), *sizes, interval(c), p_of(c), worth_of(c),
+        rows.append((label, verdict(found, c), *sizes, interval(c), p_of(c), worth_of(c),
                      at_cost(c, "equal_flops", difference), at_cost(c, "equal_time", difference),
                      show(tokens_ratio(found, c["variant"]), ".2f")))
     table = Table(head, rows, (0, 1))
     return table if of_other_tokens(found, against_plain(found, only)) else without(table, "tokens ×")
 
 
-def texts_table(found, only=None):
+def texts_table(found, only=None, verdict=verdict_of):
     """Each variant's difference over all texts of a study and on each of them, its worth and its verdict."""
     both, texts = effects.pooled(found), found["texts"]
-    rows = [("plain GPT", "–", score_of(both, "plain"), "–", *("–" for _ in texts), "1")]
+    rows = [("plain GPT", "–", score_of(both, "plain"), own_interval(both), "–",
+             *map(own_interval, texts.values()), "1")]
     for c in against_plain(both, only):
         label, *_, score = label_and_figures(both, c["variant"])
         each = (interval(own) for study in texts.values() for own in against_plain(study, [c["variant"]]))
-        rows.append((label, verdict_of(both, c), score, interval(c), *each, worth_of(c)))
-    head = ("variant", "verdict", "bits/byte", f"difference [{level(both)}]",
+        rows.append((label, verdict(both, c), score, interval(c), p_of(c), *each, worth_of(c)))
+    head = ("variant", "verdict", "bits/byte", head_of_difference(both), "corrected p",
             *(f"on {text}" for text in texts), "worth × compute")
     return Table(head, rows, (0, 1))
 
@@ -483,6 +730,21 @@ def without(table, *titles):
     kept = [i for i, title in enumerate(table.head) if title not in titles]
     return Table([table.head[i] for i in kept], [[row[i] for i in kept] for row in table.rows],
                  [kept.index(i) for i in table.words if i in kept])
+
+
+def measured(table):
+    """(A table without the columns in which nothing was measured, a sentence that names them or "")."""
+    cells = {title: {row[i] for row in table.rows} for i, title in enumerate(table.head)}
+    empty = [title for title, own in cells.items()
+             if NOT_MEASURED in own and own <= {NOT_MEASURED, "–", "1"}]  # the last two: of the plain GPT
+    titles = listed([title.removeprefix("at ") for title in empty])
+    return without(table, *empty), f"Not measured, and so not in the table: {titles}." if empty else ""
+
+
+def own_interval(found):
+    """The interval of the plain GPT's own mean over seeds, for its row in a table of differences to it."""
+    half = effects.uncertainty(found, "plain")
+    return "–" if half is None else f"its mean ±{half:.4f}"
 
 
 def score_of(found, name):
@@ -517,14 +779,20 @@ def worth_of(c, of=1, spec=".2f"):
 
 
 def steps_table(found, only=None):
-    """The plain GPT's steps to each variant's score, by its worth, and the share of them that it saves."""
+    """The plain GPT's steps to each variant's score, by its worth, and how many fewer or more it takes."""
     steps, rows = found["arms"]["plain"].get("steps"), []
     for c in against_plain(found, only):
         worth, own = (c.get("worth") or {}).get("mean"), found["arms"][c["variant"]].get("steps")
         if known(steps) and known(own) and worth_of(c) not in ("–", NOT_MEASURED):
-            saved = f"{100 * (1 - own / worth / steps):+.0f} %" if known(worth) else "–"
-            rows.append((label_of(found, c["variant"]), show(own), worth_of(c, steps, ",.0f"), saved))
-    return Table(("variant", "its steps", "plain GPT's steps to its score", "steps saved"), rows, (0,))
+            takes = fewer_or_more(own / worth / steps) if known(worth) else "–"
+            rows.append((label_of(found, c["variant"]), show(own), worth_of(c, steps, ",.0f"), takes))
+    return Table(("variant", "its steps", "plain GPT's steps to its score", "so it takes"), rows, (0,))
+
+
+def fewer_or_more(ratio):
+    """0.8 -> 20 % fewer steps"""
+    percent = round(100 * (ratio - 1))
+    return f"{abs(percent)} % {'more' if percent > 0 else 'fewer'} steps" if percent else "as many steps"
 
 
 def at_cost(c, key, difference):
@@ -542,7 +810,7 @@ def mean_alone(c):
 
 def others_table(found, only=None):
     head = ("variant", "verdict", "against", "what is equal", "bits/byte", "the other's",
-            f"difference [{level(found)}]", "corrected p")
+            head_of_difference(found), "corrected p")
     rows = [(label_of(found, c["variant"]), verdict_of(found, c), label_of(found, c["baseline"]),
              equal_of(found, c), score_of(found, c["variant"]), score_of(found, c["baseline"]),
              interval(c), p_of(c))
@@ -553,7 +821,7 @@ def others_table(found, only=None):
 def screened_table(found, only=None):
     """All variants of the first stage, on validation."""
     own = ((found.get("screen") or {}).get("scores") or {}).get("plain", {})
-    head = ("variant", "bits/byte, validation", f"difference [{level(found)}]", "judged")
+    head = ("variant", "bits/byte, validation", head_of_difference(found), "judged")
     rows = [(label_of(found, "plain"), show(mean_of(dict(bpb=list(own.values()))), ".4f"), "–", "yes")]
     for row in found.get("screened") or []:
         if only is None or row["variant"] in only:
@@ -662,18 +930,19 @@ def candidates_table(found, only=None):
     return Table(("variant", "rates", "seeds", "bits/byte, validation", "taken"), rows, (0, 1, 4))
 
 
-def ladder_table(found, only=None):
+def ladder_table(found, only=None, verdict=verdict_of):
     """Each variant's difference to the plain GPT and its worth, size by size."""
-    rows = [("plain GPT", size, "–", score_of(study, "plain"), "–", "1")
+    rows = [("plain GPT", size, "–", score_of(study, "plain"), own_interval(study), "–", "1")
             for size, study in found["sizes"].items()]
     judged = dict.fromkeys(c["variant"] for study in found["sizes"].values() for c in against_plain(study))
     for name in only or judged:
         for size, study in found["sizes"].items():
             label, *_, score = label_and_figures(study, name)
-            rows += [(label, size, verdict_of(study, c), score, interval(c), worth_of(c))
+            rows += [(label, size, verdict(study, c), score, interval(c), p_of(c), worth_of(c))
                      for c in against_plain(study, [name])]
-    gap = f"difference [{level(next(iter(found['sizes'].values())))}]"
-    return Table(("variant", "size", "verdict", "bits/byte", gap, "worth × compute"), rows, (0, 1, 2))
+    gap = head_of_difference(next(iter(found["sizes"].values())))
+    head = ("variant", "size", "verdict", "bits/byte", gap, "corrected p", "worth × compute")
+    return Table(head, rows, (0, 1, 2))
 
 
 def settings_of(found):
@@ -685,14 +954,15 @@ def settings_of(found):
     more = sum(map(known, found["arms"]["plain"].get("bpb") or []))
     rows = [("Study", f"{found['name']}, {found.get('scale')} scale, {found.get('date')}, commit {commit}"),
             ("Seeds", f"{', '.join(map(str, found['seeds']))}, of the plain GPT {more}; "
-                      f"{found['done']} of {found['planned']} runs done"),
+                      f"{found['done']} of {plural(found['planned'], 'run')} done"),
             ("Scored", f"{d['dataset']}, {d['split']} split: {d['name']}, {d['context']}; {size}")]
     if d.get("note"):
         rows.append(("Note on the data", d["note"]))
     if found.get("settings"):
         flags = ", ".join(f"{key}={value}" for key, value in found["settings"].items())
         rows.append(("On both sides", flags))
+    cores = plural(m["cores"], "core") if known(m["cores"]) else "– cores"
     at_once = f"runs at once: {show(m['jobs'])}, threads of each: {m['threads'] or '–'}"
-    rows.append(("Machine", f"{m['processor'] or '–'}, {show(m['cores'])} cores, {m['system']}; {at_once}"))
+    rows.append(("Machine", f"{m['processor'] or '–'}, {cores}, {m['system']}; {at_once}"))
     versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
     return [*rows, ("Versions", versions)]

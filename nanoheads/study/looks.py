@@ -26,7 +26,7 @@ def beside(study):
     in files of --reuse, in the results file that is in the study's folder.
     looks: [{"date", "folder", "planned", "done", "finished", "seeds"}] of other reports, the oldest first,
     that judged one of its variants by other runs of that or of the plain GPT; seeds: {variant: [seed]} of
-    these variants and of the plain GPT.
+    these variants and of the plain GPT. The first of two looks that the study itself planned is none.
     """
     before = None
     if (path := study.out / "results.json.gz").is_file():
@@ -92,12 +92,27 @@ def looks(study, before):
     for record in [*records, *looks_in(before)]:
         seeds = {names[variant]: own for variant, own in record["seeds"].items() if variant in names}
         seeds = {name: own for name, own in seeds.items() if len(own) > 1}  # else there was no verdict
+        if is_first_of(study, record, seeds):
+            continue
         others = [name for name in seeds if name != "plain"
                   and any(seeds.get(side) != now.get(side) for side in (name, "plain"))]
         if others and "plain" in seeds:
             seeds = {name: seeds[name] for name in ("plain", *others)}
             found.setdefault(hash_of(seeds), {**record, "seeds": seeds})
     return sorted(found.values(), key=lambda look: look["date"])
+
+
+def planned(two_looks):
+    """{"two_looks": what a record says of that plan}; {}: there is none."""
+    return {"two_looks": {key: two_looks[key] for key in ("spending", "seeds")}} if two_looks else {}
+
+
+def is_first_of(study, record, seeds):
+    """Whether a record is of the first look that a study planned; seeds: the record's, {variant: [seed]}."""
+    plan = study.two_looks
+    return bool(plan) and record.get("two_looks") == planned(plan)["two_looks"] and all(
+        own == sorted(plan["plain_seeds" if name == "plain" else "first_seeds"])
+        for name, own in seeds.items())
 
 
 def judged(study):
@@ -125,7 +140,8 @@ def looks_in(found):
                             for run, bpb in zip(arm["runs"], arm["bpb"]) if bpb is not None)
     variants = {name: variant for variant, name in names.items()}
     own = dict(date=found.get("date") or "", folder=found.get("out") or "", **effects.progress(found),
-               seeds={variant: seeds[name] for variant, name in names.items()})
+               seeds={variant: seeds[name] for variant, name in names.items()},
+               **planned(found.get("two_looks")))
     before = [{**look, "seeds": {variants[name]: each for name, each in look["seeds"].items()
                                  if name in variants}} for look in found.get("looks") or ()]
     return [*before, own]
@@ -136,11 +152,14 @@ def keep(study, found):
     """
     names, seeds = seeds_of((name, study.runs.specs[folder]) for name, folder in judged(study))
     seeds = {variant: seeds[name] for variant, name in names.items()}
-    path, now = trial.TRIALS / LOOKS / f"{hash_of(seeds)}.json", datetime.now().isoformat(" ", "milliseconds")
+    plan = planned(study.two_looks)
+    path = trial.TRIALS / LOOKS / f"{hash_of([seeds, plan] if plan else seeds)}.json"
+    now = datetime.now().isoformat(" ", "milliseconds")
     if len(seeds) < 2 or path.is_file():
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, dict(date=now, folder=str(study.out), seeds=seeds, **effects.progress(found)))
+        write_json(path, dict(date=now, folder=str(study.out), seeds=seeds, **plan,
+                              **effects.progress(found)))
     except (OSError, UserError) as e:
         print(f"that these runs were judged is not on record for later studies: {e}", flush=True)

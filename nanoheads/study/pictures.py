@@ -11,19 +11,34 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from nanoheads.common import number, printable
+from nanoheads.common import cut_short, number, printable
 from nanoheads.drawing import COLOURS, canvas, label_right, panels, ticks
-from nanoheads.study.findings import (INTERIM, MEANING, against_plain, is_interim, known, label_of, level,
-                                      mean_of, short)
+from nanoheads.study import effects
+from nanoheads.study.findings import (INTERIM, MEANING, against_plain, but_not_at, is_interim, known,
+                                      label_of, level, mean_of, not_shown_at, short)
 
-# blue, orange, green, grey, and black for the plain GPT: as on the page
+# blue, orange, green, purple, grey, and black for the plain GPT: as on the page
 VERDICT_COLOURS = dict(zip([*MEANING, "plain"],
-                           ("#0067a3", "#a94400", "#00735a", "#5a636d", "#000000")))
+                           ("#0067a3", "#a94400", "#00735a", "#7a4a8c", "#5a636d", "#000000")))
+LIMITED = "#3f8fc8"  # better, and not shown to be so where costs are equal: paler, and its dot is hollow
 FEW = 8  # variants that colours can show; of more, the best and the worst are
 
 
 def cut(text):
-    return textwrap.shorten(printable(text), 40, placeholder="…")
+    return cut_short(" ".join(printable(text).split()), 40)
+
+
+def folded(text, letters):
+    """Text in lines of at most so many letters, which may break behind an underscore too."""
+    return "\n".join(textwrap.wrap(text.replace("_", "_ "), letters)).replace("_ ", "_")
+
+
+def look(found, c):
+    """{"color", "markerfacecolor"} of what is drawn of a comparison."""
+    if not_shown_at(found, c):
+        return dict(color=LIMITED, markerfacecolor="white")
+    colour = VERDICT_COLOURS.get(c["verdict"], VERDICT_COLOURS["undecided"])
+    return dict(color=colour, markerfacecolor=colour)
 
 
 # ---- differences ----
@@ -39,47 +54,71 @@ def range_of(spans):
     return left - pad, right + pad
 
 
-def forest(found):
-    """A Figure: the plain GPT's seeds, then each variant against it, the best on top; None: nothing yet."""
+def forest_narrow(found):
+    """forest() for a phone, where the letters of the other are too small."""
+    return forest(found, 4.4, letters=18, words=44)
+
+
+def forest(found, width=8.6, letters=40, words=100):
+    """A Figure: the plain GPT's seeds, then each variant against it, the best on top; None: nothing yet.
+
+    width: in inches; letters, words: how many letters a line of a name, and of the words below, has at most.
+    """
     rows = [c for c in against_plain(found) if known(c["mean"])]
     if not rows:
         return None
     scores = [v for v in found["arms"]["plain"]["bpb"] if known(v)]
     if found.get("higher_is_better"):
         rows.reverse()
-    rows.insert(0, dict(variant="plain", verdict="plain", mean=0.0, low=None, high=None,
+    half = effects.uncertainty(found, "plain")
+    ends = dict(low=None, high=None) if half is None else dict(low=-half, high=half)
+    rows.insert(0, dict(variant="plain", verdict="plain", mean=0.0, **ends,
                         differences=[v - sum(scores) / len(scores) for v in scores]))
     left, right = range_of([(c["low"], c["high"], c["mean"], *c["differences"]) for c in rows])
-    figure, axes = panels(8.6, 1.9 + 0.27 * len(rows))
+    names = [folded(cut(label_of(found, c["variant"])), letters) for c in rows]
+    lines = 1 + max(name.count("\n") for name in names)
+    figure, axes = panels(width, 1.9 + (0.09 + 0.18 * lines) * len(rows))
     axes.axvspan(-found["margin"], found["margin"], color="0.93", linewidth=0, zorder=0)
     axes.axvline(0, color="black", linewidth=1.2, zorder=1)
     for y, c in enumerate(rows):
-        draw_row(axes, y, c, left, right)
-    axes.set_yticks(range(len(rows)), [cut(label_of(found, c["variant"])) for c in rows])
+        draw_row(axes, y, c, left, right, look(found, c))
+    axes.set_yticks(range(len(rows)), names)
     axes.set(xlim=(left, right), ylim=(len(rows) - 0.4, -0.6))
     axes.grid(axis="y", visible=False)
-    words = found.get("forest") or dict(title=f"{found['data']['dataset']}, {found.get('scale')} scale",
-                                        axis="bits/byte, variant − plain GPT (left is better)")
-    axes.set_title(cut(words["title"]), fontsize=11)
-    axes.set_xlabel(printable(words["axis"]))
-    words = f"mean and {level(found)} interval over seeds; small dots: the seeds; grey band: the margin"
-    shown = {c["verdict"] for c in rows}
-    interim = INTERIM * is_interim(found)
-    handles = [Line2D([], [], color=colour, marker="o", linewidth=2, label=interim + verdict)
-               for verdict, colour in VERDICT_COLOURS.items() if verdict in shown and verdict != "plain"]
-    figure.legend(handles=handles, title=words, loc="outside lower center", ncols=5, frameon=False,
-                  fontsize=10, title_fontsize=10)
+    text = found.get("forest") or dict(title=f"{found['data']['dataset']}, {found.get('scale')} scale",
+                                       axis="bits/byte, variant − plain GPT (left is better)")
+    axes.set_title(folded(cut(text["title"]), words - letters), fontsize=11)
+    axes.set_xlabel(folded(printable(text["axis"]), words - letters))
+    text = f"mean and {level(found)} interval over seeds; small dots: the seeds; grey band: the margin"
+    handles = legend_of(found, rows[1:], words - letters)
+    long = any(len(handle.get_label()) > 30 for handle in handles)
+    figure.legend(handles=handles, title=folded(text, words), loc="outside lower center",
+                  ncols=2 if words < 50 else 3 if long else 5, frameon=False, fontsize=10, title_fontsize=10)
     return figure
 
 
-def draw_row(axes, y, c, left, right):
+def legend_of(found, rows, letters):
+    """A handle for each verdict among the comparisons, and for those that are better at other costs alone."""
+    limits = [(c, not_shown_at(found, c)) for c in rows]
+    shown = {c["verdict"]: look(found, c) for c, whats in limits if not whats}
+    every = [(verdict, shown[verdict]) for verdict in MEANING if verdict in shown]
+    if limited := [(c, whats) for c, whats in limits if whats]:
+        whats = dict.fromkeys(what for _, own in limited for what in own)
+        at = int("better" in shown)
+        every.insert(at, (but_not_at("better", [*whats]), look(found, limited[0][0])))
+    interim = INTERIM * is_interim(found)
+    return [Line2D([], [], marker="o", linewidth=2, label=folded(interim + text, letters), **own)
+            for text, own in every]
+
+
+def draw_row(axes, y, c, left, right, look):
     """One comparison: interval, mean, and below the line the seeds; a triangle at the edge: it goes on."""
-    colour = VERDICT_COLOURS.get(c["verdict"], VERDICT_COLOURS["undecided"])
+    colour = look["color"]
     seeds = [d for d in c["differences"] if known(d)]
     axes.plot(seeds, [y + 0.25] * len(seeds), "o", color=colour, alpha=0.45, markersize=3, markeredgewidth=0)
     ends = [c["low"], c["high"]] if known(c["low"]) else [c["mean"], c["mean"]]
     axes.plot(ends, [y, y], color=colour, linewidth=2, solid_capstyle="round")
-    axes.plot([c["mean"]], [y], "o", color=colour, markersize=6)
+    axes.plot([c["mean"]], [y], "o", markersize=6, **look)
     for edge, marker, beyond in ((left, "<", ends[0] < left), (right, ">", ends[1] > right)):
         if beyond:
             axes.plot([edge], [y], marker, color=colour, markersize=8, clip_on=False)
@@ -129,7 +168,7 @@ def learning(found):
     low = np.nanmin([*(c["low"].min() for c in curves.values()), *trained])
     figure, every = panels(11, 4.4, 3)
     for axes, against in zip(every, ("training tokens", "training FLOPs, executed", "seconds of training")):
-        for name in curves.keys() - styles:
+        for name in [name for name in curves if name not in styles]:
             axes.plot(curves[name][against], curves[name]["mean"], color="0.8", linewidth=0.8)
         for name, style in styles.items():
             c = curves[name]
@@ -156,11 +195,12 @@ def learning(found):
 def compute(found):
     """A Figure: the plain GPT's score against its compute, the variants at theirs; None: one budget."""
     variants = found["arms"]
-    plain = sorted((variant["multiple"], mean_of(variant)) for variant in variants.values()
+    plain = sorted((variant["multiple"], mean_of(variant), effects.uncertainty(found, name) or 0)
+                   for name, variant in variants.items()
                    if variant["kind"] in ("plain", "budget") and mean_of(variant))
     if len(plain) < 2:
         return None
-    x, y = zip(*plain)
+    x, y, half = zip(*plain)
     span = max(y) - min(y) or 0.01
     low, high = min(y) - 0.3 * span, max(y) + 0.3 * span
     rows = [(c, c["equal_flops"]["ratio"], mean_of(variants[c["variant"]])) for c in against_plain(found)
@@ -168,11 +208,17 @@ def compute(found):
     rows = [row for row in rows if known(row[1]) and known(row[2])]
     figure, axes = panels(8.6, max(4.6, 1.2 + 0.2 * len(rows)))
     axes.plot(x, y, "o-", color="black", markersize=5)
+    axes.vlines(x, np.subtract(y, half), np.add(y, half), color="black")
     places = {}
     for c, ratio, score in rows:
-        colour, at = VERDICT_COLOURS.get(c["verdict"]), min(max(score, low), high)
-        axes.plot([ratio], [at], "o" if at == score else "^" if at == high else "v", color=colour)
-        places[at, cut(label_of(found, c["variant"])), colour] = ratio
+        own, at = look(found, c), min(max(score, low), high)
+        # of the difference to the line; where that has ended, to the plain GPT as it is
+        each = c["equal_flops"] if known(c["equal_flops"]["low"]) else c
+        if known(each["low"]):
+            ends = np.clip([score + each[end] - each["mean"] for end in ("low", "high")], low, high)
+            axes.vlines([ratio], *ends, color=own["color"], linewidth=1)
+        axes.plot([ratio], [at], "o" if at == score else "^" if at == high else "v", **own)
+        places[at, cut(label_of(found, c["variant"])), own["color"]] = ratio
     axes.set(xscale="log", xlabel="executed training FLOPs, × the plain GPT's (black: the plain GPT)",
              ylabel=f"bits/byte, {found['data']['split']}", ylim=(low - 0.05 * span, high + 0.05 * span))
     ticks(axes.xaxis, x)
@@ -187,17 +233,17 @@ def ladder(found):
     """A Figure: each variant's difference in bits/byte against size, and beside it, where the plain GPT was
     trained at other budgets too, what the variant is worth in the plain GPT's compute; None: nothing known.
     """
-    sizes, points = [], {}  # variant -> [(parameters of the plain GPT's blocks, comparison)]
+    points = {}  # variant -> [(parameters of the plain GPT's blocks, comparison)]
     for study in found["sizes"].values():
         plain = study["plain"]
-        sizes.append(12 * plain["n_layer"] * plain["n_embd"] ** 2)
+        size = 12 * plain["n_layer"] * plain["n_embd"] ** 2
         for c in against_plain(study):
             if known(c["mean"]):
-                points.setdefault(c["variant"], []).append((sizes[-1], c))
+                points.setdefault(c["variant"], []).append((size, c))
     if not points:
         return None
     some_worth = any(has_worth(c) for own in points.values() for _, c in own)
-    figure = canvas(10 if some_worth else 6, 4.7, f"{cut(found['name'])}: effect against size")
+    figure = canvas(10 if some_worth else 6, 5.1, f"{cut(found['name'])}: effect against size")
     panels_of = figure.subplots(1, 1 + some_worth, squeeze=False)[0]
     lines = [(cut(name), COLOURS[i % len(COLOURS)],
               [(n * 1.03 ** (i - (len(points) - 1) / 2), c) for n, c in own])  # beside each other
@@ -205,11 +251,15 @@ def ladder(found):
     draw_differences(panels_of[0], lines)
     if some_worth:
         draw_worth(panels_of[1], lines)
-    for axes in panels_of:
+    for axes, has_data in zip(panels_of, (lambda c: True, has_worth)):
         axes.set(xscale="log", xlabel="parameters of the plain GPT's blocks")
-        ticks(axes.xaxis, sizes, [short(n) for n in sizes])
+        shown = {n for own in points.values() for n, c in own if has_data(c)}
+        ticks(axes.xaxis, sorted(shown), [short(n) for n in sorted(shown)])
+    first = next(iter(found["sizes"].values()))
+    text = f"bars: {level(first)} intervals over seeds; a triangle lies farther out"
     figure.legend(handles=[Line2D([], [], color=colour, marker="o", label=name) for name, colour, _ in lines],
-                  loc="outside lower center", ncols=4, frameon=False, fontsize=10)
+                  title=text, loc="outside lower center", ncols=4, frameon=False, fontsize=10,
+                  title_fontsize=10)
     return figure
 
 

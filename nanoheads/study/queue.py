@@ -19,7 +19,7 @@ from threading import Lock
 import torch
 from tqdm import tqdm
 
-from nanoheads.common import ROOT, UserError, from_json, pick_device, printable, write_atomic
+from nanoheads.common import ROOT, UserError, from_json, pick_device, plural, printable, write_atomic
 from nanoheads.study.trial import TRIALS, TRIALS_ON_GPU, WITH_PARENT, done, last_line
 from nanoheads.training.runlog import read_json
 
@@ -271,8 +271,8 @@ class Progress:
         self.bar.refresh()
         if self.bar.disable and time.monotonic() - Progress.printed > 60:
             Progress.printed = time.monotonic()
-            print(f"{self.what}: {ended} of {self.total} runs done, {len(waiting) + len(running)} to do, "
-                  f"{', '.join(words)}", flush=True)
+            print(f"{self.what}: {ended} of {plural(self.total, 'run')} done, "
+                  f"{len(waiting) + len(running)} to do, {', '.join(words)}", flush=True)
 
 
 def time_in_words(seconds):

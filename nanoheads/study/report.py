@@ -13,42 +13,53 @@ import textwrap
 from pathlib import Path
 
 import jinja2
+from markupsafe import Markup, escape
 
 from nanoheads import drawing
 from nanoheads.common import no_link, printable, say, table, write_atomic
 from nanoheads.study import effects, pictures
-from nanoheads.study.findings import (INTERIM, MEANING, Table, against_plain, candidates_table, costs_table,
-                                      dynamic_tables, equal_of, headline, interval, known, label_of, labelled,
-                                      ladder_table, level, mean_alone, mean_of, notices, others,
-                                      others_table, plain_rates_table, remarks, screened_table,
-                                      sentence_of, settings_of, show, standing, steps_table, texts_table,
-                                      tuned_table, verdict_of, verdicts_table, without)
+from nanoheads.study.findings import (BUT, INTERIM, MEANING, Table, against_plain, better_side,
+                                      candidates_table, costs_table, dynamic_tables, equal_of, headline,
+                                      interval, known, label_of, labelled, ladder_table, level,
+                                      limited_verdict, mean_alone, mean_of, measured, next_study, notices,
+                                      others, others_table, part_of, plain_rates_table, question_of, remarks,
+                                      screened_table, sentence_of, settings_of, show, standing, steps_table,
+                                      texts_table, tuned_table, verdict_of, verdicts_table, without)
 
 SEEDS_ABREAST = 10  # columns of a table that a desk's window holds
 
 # ---- terminal ----
 
 def in_text(found, width=120):
-    """The plain GPT and each variant, the best first; long names lose their beginning to keep to `width`."""
+    """The plain GPT and each variant, the best first; long names lose their end to keep to `width`."""
     if "sizes" in found:
         above = [f"{found['name']}: effects over sizes", *standing(found)]
         tables, below = [ladder_table(found)], []
+        following = {f"{size}: ": next_study(part_of(found, size)) for size in found["sizes"]}
     elif "texts" in found:
         both = effects.pooled(found)
-        above, tables = [headline(both), *notices(both)], [texts_table(found), others_table(both)]
-        below = [" ".join(remarks(both))]
+        above = [headline(both), *notices(both)]
+        tables = [without(texts_table(found), "bits/byte"), without(others_table(both), "the other's")]
+        below, following = remarks(both), {"": next_study(both)}
     else:
         name, first = f"{found['name']}: ", headline(found)
+        if not found["question"]:
+            name = f"{question_of(found)} "
         above = [first if first.startswith(name) else name + first, *notices(found)]
-        below = [" ".join(remarks(found))]
-        # of differences at equal cost the mean alone: intervals and costs are on the page
-        main, more = (without(each, "seeds", "corrected p") for each in (
-            verdicts_table(found, difference=mean_alone), others_table(found)))
+        below, following = remarks(found), {"": next_study(found)}
+        # of differences at equal cost the mean alone: intervals, costs and sizes are on the page
+        main = without(verdicts_table(found, difference=mean_alone), "params", "seeds")
         rows = [[cell.partition(" at ")[0] if title.startswith("at equal") else cell
                  for title, cell in zip(main.head, row)] for row in main.rows]
-        tables = [Table([title.removeprefix("at ") for title in main.head], rows, main.words), more,
-                  *dynamic_tables(found)]
-    return in_terminal(above, tables, below, width)
+        tables = [Table([title.removeprefix("at ") for title in main.head], rows, main.words),
+                  without(others_table(found), "the other's"), *dynamic_tables(found)]
+    tables, left_out = zip(*map(measured, tables))
+    lines = [in_terminal(above, tables, [" ".join(filter(None, [*left_out, *below]))], width)]
+    for size, more in following.items():
+        if more:  # a command is not broken into lines: it is there to be copied
+            lines += ["", *textwrap.wrap(printable(size + more["words"]), width)]
+            lines += [f"    {more['command']}"] if more["command"] else []
+    return "\n".join(lines)
 
 
 def in_terminal(above, tables, below, width=120):
@@ -64,6 +75,11 @@ def in_terminal(above, tables, below, width=120):
 def numeric(text):
     """A cell of numbers, which may break before an interval and before a cost alone."""
     return re.sub(r" (?!\[|at )", "\N{NO-BREAK SPACE}", text.replace("-", "−"))
+
+
+def breakable(text):
+    """Text as HTML that may break behind each underscore and plus: names of variants have no spaces."""
+    return Markup(re.sub(r"([_+])", r"\1<wbr>", str(escape(printable(text)))))
 
 
 def shaded(value):
@@ -83,18 +99,21 @@ def shown_text(value):
 PAGES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
                            autoescape=True, finalize=shown_text, undefined=jinja2.StrictUndefined,
                            trim_blocks=True, lstrip_blocks=True)
-PAGES.filters.update(numeric=numeric, shaded=shaded, shown=lambda value: show(value, ".4g"),
+PAGES.filters.update(numeric=numeric, breakable=breakable, shaded=shaded, measured=measured,
+                     shown=lambda value: show(value, ".4g"),
                      base64=lambda data: base64.b64encode(data).decode())
-PAGES.globals.update(MEANING=MEANING, BADGES=(*MEANING, "failed", "no runs yet",
+PAGES.globals.update(MEANING=MEANING, BUT=BUT, BADGES=(*MEANING, "failed", "no runs yet",
                                               *(INTERIM + word for word in MEANING)))
 
 
 def page(found, drawn=None):
-    """report.html of a study; drawn: {"forest", "learning", "compute": SVG as bytes, or None}."""
-    every = [*against_plain(found), *others(found)]
+    """report.html of a study; drawn: {name of a drawing: SVG as bytes, or None}."""
+    rows, more = against_plain(found), others(found)
+    every = [*rows, *more]
+    verdicts = [*(limited_verdict(found, c) for c in rows), *(verdict_of(found, c) for c in more)]
     cards = [dict(variant=label_of(found, c["variant"]), baseline=label_of(found, c["baseline"]),
-                  verdict=verdict_of(found, c), equal=equal_of(found, c), sentence=sentence_of(found, c),
-                  worth=(c.get("worth") or {}).get("words")) for c in every]
+                  verdict=verdict, equal=equal_of(found, c), sentence=sentence_of(found, c),
+                  worth=(c.get("worth") or {}).get("words")) for c, verdict in zip(every, verdicts)]
     seeds = {name: len(arm["seeds"]) for name, arm in found["arms"].items()}
     lost = [(label_of(found, f["arm"]), str(f["seed"]), f["why"], f["log"]) for f in found["failures"]]
     configs = [(label_of(found, name), name, arm["kind"],
@@ -104,18 +123,21 @@ def page(found, drawn=None):
     samples = [(label_of(found, name), found["arms"][name]["sample"]) for name in in_order
                if found["arms"].get(name, {}).get("sample")]
     return PAGES.get_template("report.html").render(
-        found={"texts": None, "screen": None, **found}, title=found["question"] or found["name"],
+        found={"texts": None, "screen": None, **found}, title=question_of(found), level=level(found),
         where=" · ".join(str(found[key]) for key in ("name", "scale", "date") if found.get(key)),
-        headline=headline(found), notices=notices(found), verdicts=verdicts_table(found), cards=cards,
-        remarks=" ".join(remarks(found, "the table under Seed by seed")),
-        drawn={"forest": None, "learning": None, "compute": None, **(drawn or {})},
-        texts=texts_table(found) if found.get("texts") else None, others=others_table(found),
+        headline=headline(found), notices=notices(found),
+        verdicts=verdicts_table(found, verdict=limited_verdict), cards=cards,
+        remarks=" ".join(remarks(found, "the table under Seed by seed")), following=next_study(found),
+        drawn={"forest": None, "forest_narrow": None, "learning": None, "compute": None, **(drawn or {})},
+        texts=texts_table(found, verdict=limited_verdict) if found.get("texts") else None,
+        others=others_table(found),
         plain_rates=plain_rates_table(found), screened=screened_table(found), steps=steps_table(found),
         costs=costs_table(found), tuned=tuned_table(found), candidates=candidates_table(found),
         dynamic=dynamic_tables(found), runs=runs_tables(found), over_text=over_text_table(found, every),
         heads=[(name, arm["heads"]) for name, arm in labelled(found) if arm.get("heads")], samples=samples,
         configs=Table(("variant", "name", "kind", "what differs from the plain GPT"), configs, range(4)),
         labelled=[(name, {"commands": None, **arm}) for name, arm in labelled(found)],
+        corrected_for=len(effects.tested(found["comparisons"])),
         settings=settings_of(found), more_seeds=seeds["plain"] > min(seeds.values()),
         failures=Table(("variant", "seed", "why", "log"), lost, (0, 2, 3)))
 
@@ -142,14 +164,15 @@ def over_text_table(found, every):
         low, high = (show((c.get("text") or {}).get(end), "+.4f") for end in ("low", "high"))
         rows.append((label_of(found, c["variant"]), label_of(found, c["baseline"]), interval(c),
                      f"[{low}, {high}]"))
-    over = [f"over {what} [{level(found)}]" for what in ("seeds", "text")]
+    over = [f"over {what} [{level(found)}], {better_side(found)}" for what in ("seeds", "text")]
     return Table(("variant", "against", *over), rows, (0, 1))
 
 
 def ladder_page(found, drawn=None):
     """report.html of a study of several sizes; drawn: {"ladder": SVG as bytes, or None}."""
     return PAGES.get_template("ladder.html").render(
-        found=found, title=f"{found['name']}: effects over sizes", table=ladder_table(found),
+        found=found, title=question_of(next(iter(found["sizes"].values()))),
+        table=ladder_table(found, verdict=limited_verdict),
         notices=standing(found),
         drawn={"ladder": None, **(drawn or {})})
 
@@ -167,10 +190,12 @@ def write(found, folder):
     is_ladder, parts = "sizes" in found, found.get("sizes") or found.get("texts") or {}
     if "texts" in found:
         found = effects.pooled(found)
-    draws = [pictures.ladder] if is_ladder else [pictures.forest, pictures.learning, pictures.compute]
+    draws = [pictures.forest, pictures.forest_narrow, pictures.learning, pictures.compute]
+    if is_ladder:
+        draws = [pictures.ladder]
     paths = write_page(found, folder, ladder_page if is_ladder else page, draws)
-    for name, study in parts.items():
-        paths += write(study, no_link(Path(folder, name)))
+    for name in parts:
+        paths += write(part_of(found, name), no_link(Path(folder, name)))
     return paths
 
 

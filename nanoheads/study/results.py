@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from nanoheads import configurator, replaced
-from nanoheads.common import (UserError, from_json, git_commit, json_safe, number, pick_device, read_whole,
-                              say, with_names_of_today, write_atomic)
+from nanoheads.common import (UserError, from_json, git_commit, json_safe, number, pick_device, plural,
+                              read_whole, say, with_names_of_today, write_atomic)
 from nanoheads.traces import summaries
 from nanoheads.study import costs, dynamic, effects, queue, rescoring, shape, trial
 from nanoheads.study.variants import StudyConfig, all_flags
@@ -62,10 +62,12 @@ def collect(study, command):
                       **{name: version(name) for name in ("numpy", "scipy")}),
         config=asdict(c),
         settings=study.builder.settings, plain={"base": study.builder.base, **flags_of(study.builder.plain)},
+        of_scale=study.builder.of_scale(),
         machine=machine(study, done), data=scored(study, done),
         alpha=c.alpha, margin=c.margin, seeds=c.seeds, pairs=[list(pair) for pair in study.pairs],
+        **(dict(two_looks=study.two_looks) if study.two_looks else {}),
         screen=study.screened, tuned=study.tuned, candidates=study.candidates,
-        tuned_on=study.tuned_on,
+        tuned_on=study.tuned_on, untuned=study.untuned(),
         screened_out=[name for name in study.variants if name not in study.compared],
         arms={name: arm_of(study, variant, judged[name], done, nothing_runs)
               for name, variant in study.compared.items()},
@@ -90,7 +92,7 @@ def refuse_to_lose(study, done):
         failed = failures_of(study)
         what = f"all that were started failed ({failed[0]['why']})" if failed else (
             "none is done with today's code, data and flags")
-        raise UserError(f"of {len(set(study.runs.folders.values()))} runs {what}; {stays}")
+        raise UserError(f"of {plural(len(set(study.runs.folders.values())), 'run')} {what}; {stays}")
     had = scored_in(before) if study.config.report_only else ()
     lost = [key for key, folder in study.runs.folders.items() if key in had and folder not in done]
     if lost:
@@ -137,11 +139,12 @@ def leaks_looked_for(found):
     runs = [run for study in trial.studies_in(found).values() for run in study["runs"].values()]
     counts = Counter(run.get("looked_for_leaks") for run in runs)
     unknown = counts.pop(None, 0)
-    lines = [f"{n} of {len(runs)} scored runs neither look ahead nor mix rows, before training and after it: "
-             f"{tried}" for tried, n in counts.items()]
+    scored = plural(len(runs), "scored run")
+    lines = [f"{n} of {scored} {'neither looks ahead nor mixes' if n == 1 else 'neither look ahead nor mix'} "
+             f"rows, before training and after it: {tried}" for tried, n in counts.items()]
     if unknown:
-        lines.append(f"{unknown} of {len(runs)} scored runs are older than this check, which they have not "
-                     "passed")
+        are, have = ("is", "it has") if unknown == 1 else ("are", "they have")
+        lines.append(f"{unknown} of {scored} {are} older than this check, which {have} not passed")
     return "\n".join(lines)
 
 
@@ -377,13 +380,21 @@ def converted(found):
     several = next((key for key in ("sizes", "texts") if key in found), None)
     if several:
         found = {**found, several: {name: converted(study) for name, study in found[several].items()}}
-        if "texts" in found and found["together"].get("procedure") != effects.PROCEDURE:
+        if "texts" in found and not is_of_today(found["together"]):
             whole = effects.together(found["texts"], found["name"], found["command"])
             found["together"] = as_read(whole["together"])
         return {key: value for key, value in found.items() if key not in ("ladder", "held_out")}
-    if found.get("procedure") == effects.PROCEDURE:
+    if is_of_today(found):
         return found
     return {**found, **as_read(effects.figures(found))}
+
+
+def is_of_today(figures):
+    """Whether figures are of today's procedure. Identical scores were the same until 2026-11-26."""
+    if figures.get("procedure") != effects.PROCEDURE:
+        return False
+    fits = not shape.misfit(figures, shape.FIGURES)  # what does not is refused by its name, after this
+    return not (fits and any(c["verdict"] == "same" and c["se"] == 0 for c in figures["comparisons"]))
 
 
 def as_read(figures):
@@ -457,7 +468,8 @@ def recheck(path, complain=True):
     if wrong:
         if complain:
             say(*wrong, file=sys.stderr)
-        raise UserError(f"{path}: {len(wrong)} of {sum(counts):,} figures are not what its runs give")
+        raise UserError(f"{path}: {len(wrong)} of {sum(counts):,} figures "
+                        f"{'is' if len(wrong) == 1 else 'are'} not what its runs give")
     return f"{path}: {sum(counts):,} figures computed once more from its runs, all of them the same"
 
 

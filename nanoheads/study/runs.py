@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from model import GPTConfig
-from nanoheads.common import UserError, no_link, pick_device, with_names_of_today
+from nanoheads.common import UserError, no_link, pick_device, plural, with_names_of_today
 from nanoheads.study import digest, queue, results, trial
 from nanoheads.study.variants import BOOKKEEPING
 from nanoheads.training import checkpoint
@@ -40,8 +40,11 @@ class Runs:
         self.failed = set()  # folders; another study may have started these again meanwhile
 
     def spec(self, variant, seed, split):
-        """trial.json of one run: everything that its numbers depend on."""
-        c = self.config
+        """trial.json of one run: everything that its numbers depend on. UserError: its teacher is missing."""
+        c, teacher = self.config, variant.train.teacher
+        if teacher and not checkpoint.file_of(teacher).is_file():
+            made = f"first run: {c.first[teacher]}" if teacher in c.first else "train it first"
+            raise UserError(f"{variant.name}: teacher={teacher} is not there yet; {made}")
         model = replace(variant.model, seed=seed + variant.flags.get("seed", 0))
         training = digest.own_training(variant.train)
         flags = {key: value for key, value in training.items() if key not in BOOKKEEPING}
@@ -49,7 +52,7 @@ class Runs:
         flags["device"] = c.device if queue.on_slurm(c.submit) else pick_device(c.device).split(":")[0]
         return dict(model=digest.own_flags(model), train=flags,
                     score=dict(split=split, tokens=c.test_tokens),
-                    data=trial.data_of(self.data, variant.train.labels, variant.train.teacher,
+                    data=trial.data_of(self.data, variant.train.labels, teacher,
                                        variant.train.own_mechanism, training.get("policy_rules")),
                     code=digest.code_digest(model, variant.train), torch=torch.__version__,
                     **trial.surroundings_of(variant.train.own_mechanism))
@@ -239,8 +242,9 @@ def agreement(studies, files):
     if not pairs:
         return "Nothing was there before to compare these scores with."
     equal, far = sum(old == new for old, new, _ in pairs), max(abs(old - new) for old, new, _ in pairs)
+    are = "is the one that was" if equal == 1 else "are those that were"
     other = sum(not same_code for *_, same_code in pairs)
-    return (f"Trained anew: {equal:,} of {len(pairs):,} scores are those that were there, to the last digit"
+    return (f"Trained anew: {equal:,} of {plural(len(pairs), 'score')} {are} there, to the last digit"
             + f"; the others differ by up to {far:.4f} bits/byte" * (equal < len(pairs))
             + f"; {other:,} of those that were there were made by other code or other libraries" * bool(other)
             + ".")

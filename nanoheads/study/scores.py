@@ -12,10 +12,10 @@ import json
 import re
 from pathlib import Path
 
-from nanoheads.common import UserError, json_safe, printable, read_whole, say, write_atomic
+from nanoheads.common import UserError, json_safe, plural, printable, read_whole, say, write_atomic
 from nanoheads.study import effects, pictures, report
-from nanoheads.study.findings import (MEANING, Table, against_plain, interval, known, label_of, level,
-                                      mean_of, p_of, show, verdict_of)
+from nanoheads.study.findings import (MEANING, Table, against_plain, head_of_difference, in_full, interval,
+                                      known, label_of, mean_of, own_interval, p_of, show, verdict_of)
 from nanoheads.study.shape import LARGEST, is_finite
 
 NEEDED, OPTIONAL = ("variant", "seed", "score"), ("tokens", "bytes", "cost")
@@ -163,7 +163,7 @@ def times(value):
 def headline(found):
     rows, baseline = in_order(found), label_of(found, "plain")
     if len(rows) == 1:
-        return f"{label_of(found, rows[0]['variant'])} against {baseline}: {rows[0]['words']}."
+        return f"{label_of(found, rows[0]['variant'])} against {baseline}: {in_full(found, rows[0])}."
     counts = {word: sum(verdict_of(found, c) == word for c in rows) for word in (*MEANING, "failed")}
     words = [f"{n} {word}" + f" within ±{found['margin']:g}" * (word == "same")
              for word, n in counts.items() if n]
@@ -185,15 +185,16 @@ def notices(found):
         lines.append(f"Better and dearer: {', '.join(dearer)}. Whether {label_of(found, 'plain')} would be "
                      "as good at that cost was not measured.")
     if found["failures"]:
-        lines.append(f"{len(found['failures'])} runs failed and have no score; a verdict that favours a side "
-                     "with such runs is withheld.")
+        n = len(found["failures"])
+        lines.append(f"{plural(n, 'run')} failed and {'has' if n == 1 else 'have'} no score; a verdict that "
+                     "favours a side with such runs is withheld.")
     return lines
 
 
 def scores_table(found):
     """The baseline, then each variant against it, the best first."""
     columns = [column for column in OPTIONAL if any(arm[column] for arm in found["arms"].values())]
-    head = ("variant", "verdict", "seeds", "score", f"difference [{level(found)}]", "corrected p",
+    head = ("variant", "verdict", "seeds", "score", head_of_difference(found), "corrected p",
             *(f"{column} ×" for column in columns))
 
     def line(name, verdict, *figures):
@@ -201,13 +202,13 @@ def scores_table(found):
         return (label_of(found, name), verdict, str(sum(map(known, arm["bpb"]))), show(mean_of(arm), ".4f"),
                 *figures, *(times(ratio(found, name, column)) for column in columns))
 
-    rows = [line("plain", "–", "–", "–"),
+    rows = [line("plain", "–", own_interval(found), "–"),
             *(line(c["variant"], verdict_of(found, c), interval(c), p_of(c)) for c in in_order(found))]
     return Table(head, rows, (0, 1))
 
 
 def remarks(found):
-    n, side = len(found["comparisons"]), "higher" if found["higher_is_better"] else "lower"
+    n, side = len(effects.tested(found["comparisons"])), "higher" if found["higher_is_better"] else "lower"
     corrected = "One comparison: no correction." if n < 2 else (
         f"Verdicts are corrected for the {n} comparisons of this file, and for nothing else that was tried.")
     return (f"{corrected} A {side} score is better. The margin is ±{found['margin']:g}. Intervals are over "
@@ -218,12 +219,12 @@ def verdicts(found):
     """The verdicts for a program to read, as a dict for JSON."""
     rows = []
     for c in in_order(found):
-        kept = {key: c[key] for key in ("verdict", "n", "n_baseline", "low", "high", "p", "p_corrected",
-                                        "p_same", "more_seeds", "words")}
+        kept = {key: c[key] for key in ("verdict", "n", "n_baseline", "mean", "low", "high", "p",
+                                        "p_corrected", "p_same", "more_seeds")}
         rows.append(dict(variant=label_of(found, c["variant"]), score=mean_of(found["arms"][c["variant"]]),
-                         difference=c["mean"], **kept,
+                         **kept, words=in_full(found, c),
                          **{f"{column}_ratio": ratio(found, c["variant"], column) for column in OPTIONAL}))
-    return json_safe(dict(file=found["name"], baseline=label_of(found, "plain"), **effects.progress(found),
+    return json_safe(dict(name=found["name"], baseline=label_of(found, "plain"), **effects.progress(found),
                           baseline_score=mean_of(found["arms"]["plain"]), alpha=found["alpha"],
                           margin=found["margin"], higher_is_better=found["higher_is_better"],
                           procedure=found["procedure"], headline=headline(found), notices=notices(found),
@@ -234,17 +235,18 @@ def verdicts(found):
 
 def page(found, drawn):
     cards = [dict(variant=label_of(found, c["variant"]), baseline=label_of(found, "plain"), equal="",
-                  verdict=verdict_of(found, c), sentence=c["words"], worth=None) for c in in_order(found)]
+                  verdict=verdict_of(found, c), sentence=in_full(found, c), worth=None)
+             for c in in_order(found)]
     return report.PAGES.get_template("scores.html").render(
         found=found, title=f"{found['name']}: against {label_of(found, 'plain')}", headline=headline(found),
         notices=notices(found), table=scores_table(found), remarks=remarks(found), cards=cards, drawn=drawn,
-        runs=report.runs_tables(found))
+        runs=report.runs_tables(found), corrected_for=len(effects.tested(found["comparisons"])))
 
 
 def write(found, folder, json_file=None):
     """Print the table; write report.html, the forest plot and the verdicts as JSON; print their paths."""
     print(report.in_terminal([headline(found), *notices(found)], [scores_table(found)], [remarks(found)]))
-    paths = report.write_page(found, folder, page, [pictures.forest])
+    paths = report.write_page(found, folder, page, [pictures.forest, pictures.forest_narrow])
     if json_file:
         text = json.dumps(verdicts(found), indent=1).encode()
         write_atomic(Path(json_file), lambda f: f.write(text + b"\n"))

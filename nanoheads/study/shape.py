@@ -9,6 +9,9 @@ None or missing.
 
 from typing import NamedTuple
 
+from nanoheads.common import plural
+from nanoheads.study import stats
+
 LARGEST = 1e30  # of a score, a cost, a figure
 
 
@@ -44,8 +47,9 @@ COMPARISON = dict(**INTERVAL, variant=str, baseline=str, equal=[str], n=int, ver
                   se=OPEN, df=OPEN, p=OPEN, p_corrected=OPEN,
                   more_seeds=OPEN, differences=[NUMBER], text=Maybe(dict(low=NUMBER, high=NUMBER)),
                   worth=Maybe(WORTH), equal_flops=Maybe(INTERVAL),
-                  equal_time=Maybe(INTERVAL))
-LOOK = dict(date=str, folder=str, planned=int, done=int, finished=bool, seeds=Each([int]))  # see looks.py
+                  equal_time=Maybe(INTERVAL), look=Maybe(int))
+LOOK = dict(date=str, folder=str, planned=int, done=int, finished=bool, seeds=Each([int]),  # see looks.py
+            two_looks=Maybe(dict(spending=str, seeds=[int])))
 STUDY = dict(
     name=str, question=str, command=str, alpha=NUMBER, margin=NUMBER, planned=int, done=int, config=dict,
     seeds=[int],
@@ -59,12 +63,17 @@ STUDY = dict(
     tuned=Maybe(Each(SCORES)), candidates=Maybe(Each([dict(rates=Each(NUMBER), bpb=Each(NUMBER))])),
     plain_rates=Maybe(dict(seeds=[int], start=dict, flags=dict, tried=[dict(steps=dict, bpb=Each(NUMBER))])),
     # not kept before 2026-11-26
+    of_scale=Maybe(dict(steps=NUMBER, tokens=NUMBER)),
     finished=Maybe(bool), left_out=Maybe([dict(variant=str, seeds=[int])]), looks=Maybe([LOOK]),
-    rescored=Maybe(dict(runs=[str], without=int)), lives=Maybe(dict))
+    rescored=Maybe(dict(runs=[str], without=int)), lives=Maybe(dict),
+    two_looks=Maybe(dict(spending=str, look=int, seeds=[int], first_seeds=[int], plain_seeds=[int],
+                         pairs=[list])),
+    untuned=Maybe(dict(rates=Each(Each(NUMBER)), runs=[int])))
 # what effects.py computes from that
 FIGURES = dict(
     comparisons=[COMPARISON], findable=Maybe(NUMBER), margin_as_compute=Maybe([Maybe(NUMBER)]),
-    screened=Maybe([dict(**INTERVAL, variant=str, bpb=NUMBER, chosen=bool)]), taken=Maybe(Each(int)))
+    screened=Maybe([dict(**INTERVAL, variant=str, bpb=NUMBER, chosen=bool)]), taken=Maybe(Each(int)),
+    levels=Maybe([NUMBER]))
 
 # around the studies of several sizes, or on several texts
 OF_SIZES = dict(name=str, command=str, sizes=Each(dict))
@@ -126,15 +135,20 @@ def problem_of(study):
         return f"alpha={study['alpha']} must be between 0 and 1 and margin={study['margin']} positive"
     for name, arm in arms.items():
         if not len(arm["seeds"]) == len(arm["bpb"]) == len(arm["runs"]):
-            return (f"arms.{name} has {len(arm['seeds'])} seeds, {len(arm['bpb'])} scores and "
-                    f"{len(arm['runs'])} runs")
+            return (f"arms.{name} has {plural(len(arm['seeds']), 'seed')}, "
+                    f"{plural(len(arm['bpb']), 'score')} and {plural(len(arm['runs']), 'run')}")
         if not (arm["multiple"] > 0 and arm["tokens"] > 0 and arm["steps"] > 0):
             return f"arms.{name} must have steps, tokens and a multiple above 0"
-    for pair in study["pairs"]:
+    looks = study.get("two_looks") or {}
+    for pair in [*study["pairs"], *looks.get("pairs", ())]:
         if len(pair) != 3 or misfit(pair[2], [str]) or not all(isinstance(each, str) for each in pair[:2]):
             return f"pairs: {shown(pair)} is not a variant, a baseline and what is equal"
         if unknown := [name for name in pair[:2] if name not in arms]:
             return f"pairs: {unknown[0]!r} is not one of its arms"
+    if looks and not (looks["spending"] in stats.SPENDING and looks["look"] in (1, 2)
+                      and 0 < len(looks["first_seeds"]) < len(looks["seeds"])):
+        return (f"two_looks is no plan: {shown(looks['spending'])}, look {looks['look']}, with "
+                f"{len(looks['first_seeds'])} of {len(looks['seeds'])} seeds at the first look")
     for name, run in study["runs"].items():
         if not run["bytes"] > 0:
             return f"runs.{name}.bytes is {run['bytes']}, and must be above 0"
@@ -147,6 +161,10 @@ def problem_of_figures(study):
     """What is wrong with the figures of one study of a results file, in words; None: nothing."""
     if words := misfit(study, FIGURES):
         return words.lstrip(".")
+    if study.get("two_looks") and len(study.get("levels") or ()) != 2:
+        return "levels must be those of two_looks, two numbers"
     for i, c in enumerate(study["comparisons"]):
+        if study.get("two_looks") and c.get("look") not in (1, 2):
+            return f"comparisons[{i}].look is {shown(c.get('look'))}, and must be 1 or 2"
         if unknown := [c[side] for side in ("variant", "baseline") if c[side] not in study["arms"]]:
             return f"comparisons[{i}]: {unknown[0]!r} is not one of its arms"

@@ -13,12 +13,17 @@ often without them (tests/simulate.py):
   null hypotheses of a comparison is true, so Holm's factors need not exceed the number of comparisons.
 """
 
+import functools
 import math
 from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import chdtri, stdtr, stdtrit  # scipy.stats has them too, and takes 0.5 s more to import
+from scipy.optimize import brentq
+# scipy.stats has them too, and takes 0.5 s more to import
+from scipy.special import chdtri, ndtr, ndtri, stdtr, stdtrit
+
+from nanoheads.common import plural
 
 
 class Difference(NamedTuple):
@@ -32,7 +37,7 @@ class Difference(NamedTuple):
 
 
 UNKNOWN = Difference(math.nan, -math.inf, math.inf, math.inf, 0.0, math.nan)
-IDENTICAL = Difference(0.0, 0.0, 0.0, 0.0, math.inf, 1.0)  # the same score at each shared seed
+IDENTICAL = Difference(0.0, 0.0, 0.0, 0.0, math.inf, math.nan)  # the same score at each shared seed: no test
 
 
 class Comparison(NamedTuple):
@@ -47,7 +52,7 @@ class Comparison(NamedTuple):
     p: float
     p_corrected: float  # of no difference, by Holm
     p_same: float       # of a difference of the margin or more, likewise
-    verdict: str        # "better", "worse", "same" or "undecided"
+    verdict: str        # "better", "worse", "same", "identical" or "undecided"
     more_seeds: int | None  # of the variant, for a verdict four times in five if the difference is as seen
 
 
@@ -87,10 +92,15 @@ def p_same(difference, margin):
     mean, se, df = difference.mean, difference.se, difference.df
     if not df:  # no spread is known
         return math.nan
-    return float(stdtr(df, (abs(mean) - margin) / se)) if se else 0.0
+    return float(stdtr(df, (abs(mean) - margin) / se))
 
 
 # ---- all of a study ----
+
+def is_identical(c):
+    """Whether a Difference or a Comparison is IDENTICAL."""
+    return c.se == 0
+
 
 def holm(p_values, most_true=None):
     """Holm's adjusted p values [m]: each held to alpha, the chance of any false claim is below alpha.
@@ -107,14 +117,23 @@ def holm(p_values, most_true=None):
 
 
 def judge(differences, sizes, alpha=0.05, margin=0.01, higher_is_better=False):
-    """[Comparison] of all differences of a study, corrected together; sizes: [(n, n_baseline)]."""
-    m = len(differences)
-    both = [*(each.p for each in differences), *(p_same(each, margin) for each in differences)]
+    """[Comparison] of all differences of a study, corrected together; sizes: [(n, n_baseline)].
+
+    IDENTICAL is no finding: nothing acted, whatever the seeds. It has no test, and none of the others is
+    corrected for it.
+    """
+    tested = [each for each in differences if not is_identical(each)]
+    m = len(tested)
+    both = [*(each.p for each in tested), *(p_same(each, margin) for each in tested)]
     corrected = holm(both, most_true=m).tolist()
+    pairs = iter(zip(corrected, corrected[m:]))
     rows = []
-    for each, (n, n_baseline), p, same in zip(differences, sizes, corrected, corrected[m:]):
+    for each, (n, n_baseline) in zip(differences, sizes):
+        p, same = (math.nan, math.nan) if is_identical(each) else next(pairs)
         verdict, more = "undecided", None
-        if p <= alpha:
+        if is_identical(each):
+            verdict = "identical"
+        elif p <= alpha:
             verdict = "better" if (each.mean > 0) == higher_is_better else "worse"
         elif same <= alpha:
             verdict = "same"
@@ -122,6 +141,52 @@ def judge(differences, sizes, alpha=0.05, margin=0.01, higher_is_better=False):
             more = seeds_wanted(each, n, alpha, margin, m)
         rows.append(Comparison(n, n_baseline, *each, p, same, verdict, more))
     return rows
+
+
+# ---- two looks ----
+
+# how the allowed error is spent on two looks: z of each look over a common factor, at a share of the seeds
+SPENDING = {"obrien_fleming": lambda share: (share ** -0.5, 1.0), "pocock": lambda share: (1.0, 1.0)}
+GAUSS = np.polynomial.legendre.leggauss(64)  # where an integral from -1 to 1 is read, and the weights there
+
+
+@functools.cache
+def levels(alpha, spending, share, m=1):
+    """The two levels that a study in two looks holds Holm's p values of m comparisons against.
+
+    share: of the seeds, at the first look. One comparison has the levels of the textbooks (O'Brien and
+    Fleming 1979; Pocock 1977): then the chance of a false verdict at either look is alpha. Holm divides a
+    level by up to m, and two looks for so rare an event overlap less. So for m > 1 both levels are lower by
+    one factor, such that a comparison which is held against an m-th of them has a chance of alpha / m.
+    """
+    shape = SPENDING[spending](share)
+
+    def beyond(factor):
+        return alpha - crossed([factor * z for z in shape], share)
+
+    factor = brentq(beyond, 1e-3, 40)
+    single = [float(2 * ndtr(-factor * z)) for z in shape]
+    if m == 1:
+        return single
+
+    def above(part):
+        return alpha / m - crossed([float(-ndtri(part * level / m / 2)) for level in single], share)
+
+    part = brentq(above, 0.4, 1)
+    return [part * level for level in single]
+
+
+def crossed(limits, share):
+    """The chance that |z| of either look exceeds its limit without a true difference.
+
+    The two z are normal, with a correlation of the square root of the share of the seeds that both have.
+    """
+    first, second = limits
+    at, weights = (first * each for each in GAUSS)
+    density = np.exp(-at ** 2 / 2) / math.sqrt(2 * math.pi)
+    rest, given = math.sqrt(1 - share), math.sqrt(share) * at
+    outside = ndtr((given - second) / rest) + ndtr((-given - second) / rest)
+    return float(2 * ndtr(-first) + (weights * density * outside).sum())
 
 
 # ---- how many seeds ----
@@ -161,17 +226,30 @@ def findable(groups, n, n_baseline, m, alpha=0.05, power=0.8):
     return float(math.sqrt(bound * (1 / n + 1 / n_baseline)) * needed)
 
 
+def seeds_to_find(size, groups, baseline_per_seed, m, alpha=0.05, power=0.8, most=1000):
+    """The seeds of the variant at which findable() is at most `size`; None: more than `most`, or no spread.
+
+    baseline_per_seed: how many seeds the baseline has for each of the variant's.
+    """
+    def enough(n):
+        return findable(groups, n, round(baseline_per_seed * n), m, alpha, power) <= size
+
+    wanted = 2 + bisect_left(range(2, most + 1), True, key=enough)
+    return wanted if wanted <= most else None
+
+
 # ---- in words ----
 
-def in_words(c, alpha=0.05, margin=0.01, unit="bits/byte"):
+def in_words(c, alpha=0.05, margin=0.01, unit="bits/byte", baseline="the other side"):
     """The verdict of a Comparison as one sentence."""
     level, unit = f"{100 * (1 - alpha):g} % interval", f" {unit}" if unit else ""
     if math.isinf(c.se) and min(c.n, c.n_baseline) > 1:
         return f"undecided: {c.n} and {c.n_baseline} seeds do not show the spread of these scores"
     if math.isinf(c.se):
-        return f"undecided: {c.n} and {c.n_baseline} seeds are too few, each side needs two or more"
-    if c.se == 0:
-        return "the same: identical scores on every shared seed"
+        seeds = f"{c.n} and {plural(c.n_baseline, 'seed')}"
+        return f"undecided: {seeds} are too few, each side needs two or more"
+    if is_identical(c):
+        return f"identical: nothing acted, the scores are those of {baseline} on every shared seed"
     p = "corrected p < 0.0001" if c.p_corrected < 1e-4 else f"corrected p = {c.p_corrected:.3g}"
     if c.verdict in ("better", "worse"):  # the word holds the sign
         low, high = (-c.high, -c.low) if c.mean < 0 else (c.low, c.high)

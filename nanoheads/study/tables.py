@@ -15,9 +15,9 @@ from nanoheads.common import ROOT, UserError, write_atomic
 from nanoheads.study import effects, pictures, results
 from nanoheads.study.findings import (Table, against_plain, at_cost, candidates_table, costs_table,
                                       dynamic_tables, interval, label_of, ladder_table, level, mean_alone,
-                                      on_each_text, others, others_table, plain_rates_table, score_of,
-                                      screened_table, texts_table, tuned_table, verdict_of, verdicts_table,
-                                      without, worth_of)
+                                      measured, on_each_text, others, others_table, plain_rates_table,
+                                      score_of, screened_table, texts_table, tuned_table, verdict_of,
+                                      verdicts_table, without, worth_of)
 
 PICTURES = {"docs/forest.png": "all-tiny.json.gz", "docs/ladder.png": "ladder-nano.json.gz"}
 
@@ -51,19 +51,25 @@ def in_markdown(head, rows, words):
                       *(f"| {' | '.join(map(escaped, row))} |" for row in rows)])
 
 
+def measured_alone(table):
+    """A table as Markdown without the columns in which nothing was measured, which it names below."""
+    table, left_out = measured(table)
+    return "\n\n".join([in_markdown(*table), *filter(None, [escaped(left_out)])])
+
+
 def verdicts(found, only=None):
     tables = verdicts_table(found, only), others_table(found, only)
-    return "\n\n".join(in_markdown(*without(each, "params", "seeds")) for each in tables if each.rows)
+    return "\n\n".join(measured_alone(without(each, "params", "seeds")) for each in tables if each.rows)
 
 
 def short_verdicts(found, only=None):
     """The first of the two tables alone, of differences at equal FLOPs the mean alone."""
-    return in_markdown(*without(timed_table(found, only), "at equal time"))
+    return measured_alone(without(timed_table(found, only), "at equal time"))
 
 
 def short_and_timed(found, only=None):
     """short_verdicts() and equal time, for a page that says how time was measured: findings.timed_how()."""
-    return in_markdown(*timed_table(found, only))
+    return measured_alone(timed_table(found, only))
 
 
 def timed_table(found, only):
@@ -122,7 +128,7 @@ TABLES = {
     "short_timed": of_each_size(short_and_timed),
     "explained": of_each_size(explained),
     "each_text": lambda found, only=None: in_markdown(*without(
-        texts_table(found, only), "bits/byte", "worth × compute", "verdict")),
+        texts_table(found, only), "bits/byte", "corrected p", "worth × compute", "verdict")),
     "others": of_each_size(lambda found, only=None: in_markdown(*others_table(found, only))),
     "counted": of_each_size(counted),
     "screened": of_each_size(lambda found, only=None: in_markdown(*screened_table(found, only))),

@@ -7,7 +7,7 @@ import fnmatch
 import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Optional
+from typing import Literal, Optional
 
 import torch
 
@@ -45,6 +45,11 @@ RATES = {"muon_lr": ("muon_lr",), "muon_momentum": ("muon_momentum",), "adamw_lr
 # what is beyond these is a slip: no machine trains it
 MOST_TOKENS_PER_PARAM, MOST_BUDGETS = 1_000_000, 1000
 MOST_SEED, MOST_PLAIN_SEEDS = 10**9, 1000
+LEAST_FOR_TWO_LOOKS = 3  # seeds: fewer than two judge nothing at the first one
+
+# a side: in half an hour of two cores they find 0.015 bits/byte four times in five, also where a mechanism's
+# scores spread half as much again as usual (docs/add-a-mechanism.md)
+SEEDS_OF_CHALLENGE = 15
 
 # names that a study gives: budgets, baselines, rates that are tried
 OF_STUDY = re.compile(r"plain( x .*|, .*)|.*, (candidate \d+|\w+ x [\d.]+)")
@@ -59,6 +64,7 @@ class StudyConfig:
     mechanisms: list[str] = field(default_factory=list)  # variants, by name (also acag*), all_on, mine.py
     variants: dict = field(default_factory=dict)  # more variants: name -> flags; seed: added
     contrasts: list = field(default_factory=list)  # pairs of variants to compare too: [["a", "b"]]
+    first: dict = field(default_factory=dict)  # what variants read besides: path -> the command that makes it
     scale: Scale = "tiny"                # which plain GPT: config/<scale>.py
     size: Optional[str] = None           # another size of it: 0.1M | 0.33M | 1M | 10M
     sizes: list[str] = field(default_factory=list)  # a ladder: the study once for each of these sizes
@@ -69,17 +75,25 @@ class StudyConfig:
     # ---- the budget ----
     minutes: Optional[float] = None      # all of it in so many on this machine: fewer seeds, then fewer steps
     tokens_per_param: Optional[float] = None  # tokens to train on, a parameter of the plain blocks
-    # multiples of the budget at which the plain GPT is trained too, to know what compute is worth
-    budgets: list[float] = field(default_factory=lambda: [0.7, 1.4, 2.0])
-    seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5])
+    budgets: Optional[list[float]] = None  # multiples of the budget at which the plain GPT is trained too, to
+                                         # know what compute is worth; None: 0.7, 1.4 and 2.0, with
+                                         # --mechanism none: its time goes into seeds
+    seeds: Optional[list[int]] = None    # of each variant that is judged; choose them before any score is
+                                         # known; None: 1 to 5, with --mechanism 1 to 15
     plain_seeds: Optional[int] = None    # of the plain GPT; None: sqrt(variants judged) times as many
+    looks: Literal[1, 2] = 1             # 2: judge by the first half of the seeds, and train the other half
+                                         # for what is undecided then; p is corrected for both looks
+    spending: Literal["obrien_fleming", "pocock"] = "obrien_fleming"  # how two looks share the error: the
+                                         # first is strict, so that the second loses little; or both alike,
+                                         # so that more is decided at the first and less in the end
     split: str = "test"                  # what is scored in the end
-    test_tokens: int = 0                 # of it, evenly spaced; 0: all
+    test_tokens: int = 0                 # so many tokens of it, evenly spaced; 0: all
     # ---- two stages: all variants on validation, some of them with fresh seeds on the test split ----
     screen: Optional[bool] = None        # choose the variants to judge by validation first, if all are too
                                          # many: more than best + worst beside those that are named; None:
                                          # with --mechanism alone
-    screen_seeds: list[int] = field(default_factory=lambda: [101, 102])
+    screen_seeds: list[int] = field(default_factory=lambda: [101, 102])  # of this stage, and of tune_lr;
+                                         # none of them judges
     best: int = 6                        # so many of the best are judged
     worst: int = 2                       # and so many of the worst
     always: list[str] = field(default_factory=list)  # and these, wherever they stand
@@ -121,6 +135,10 @@ class StudyConfig:
             self.screen = self.mechanism is not None
         if self.mechanism:
             self.mechanisms = self.mechanisms or self.mechanism.split(",")
+        if self.budgets is None:
+            self.budgets = [] if self.mechanism else [0.7, 1.4, 2.0]
+        if self.seeds is None:
+            self.seeds = [*range(1, 1 + (SEEDS_OF_CHALLENGE if self.mechanism else 5))]
 
     @property
     def has_results_already(self):
@@ -215,6 +233,9 @@ class StudyConfig:
                 bad.append(f"{name}={seeds} must be numbers of at most {MOST_SEED:,}")
         if (self.screen or self.tune_lr) and set(self.seeds) & set(self.screen_seeds):
             bad.append(f"screen_seeds={self.screen_seeds} choose, and seeds={self.seeds} judge: none in both")
+        if self.looks == 2 and len(self.seeds) < LEAST_FOR_TWO_LOOKS:
+            bad.append(f"looks=2 needs {LEAST_FOR_TWO_LOOKS} seeds or more, two of them for the first look: "
+                       f"seeds={self.seeds}")
         if self.plain_seeds is not None and self.plain_seeds < len(self.seeds):
             bad.append(f"plain_seeds={self.plain_seeds} must be at least a variant's, {len(self.seeds)}")
         if self.plain_seeds is not None and self.plain_seeds > MOST_PLAIN_SEEDS:
@@ -240,6 +261,11 @@ class StudyConfig:
         if self.split not in ("val", "test") or self.split == "val" and chooses:
             reason = ", since val chooses" if chooses else " or val"
             bad.append(f"split={self.split!r} must be test{reason}")
+        if self.looks == 2 and (self.texts or self.has_results_already):
+            bad.append("looks=2 is for a study that trains its runs, on one text: leave it out with "
+                       f"{'texts' if self.texts else 'a file of results or scores'}")
+        if self.looks == 1 and self.spending != "obrien_fleming":
+            bad.append(f"spending={self.spending!r} is how the error is spent on two looks: add --looks=2")
         if self.submit not in (None, "auto", "slurm", "local"):
             bad.append(f"submit={self.submit!r} must be one of auto, slurm, local")
         return bad
@@ -273,7 +299,7 @@ class Variant:
 
     @property
     def tokens(self):
-        return self.train.max_iters * self.train.batch_size * self.train.grad_accum * self.model.block_size
+        return self.train.max_iters * tokens_a_step(self.model, self.train)
 
     def at_rates(self, factors, name):
         """This variant, under another name, with the rates of some groups of RATES times a factor each."""
@@ -301,6 +327,15 @@ class Variant:
         has = {"muon_lr": muons, "muon_momentum": muons, "adamw_lr": True, "embed_lr": True, "mechanism_lr":
                [p for name, p in model.named_parameters() if name in added and id(p) not in muons]}
         return [group for group in RATES if has[group]]
+
+    def rates_of_its_own(self):
+        """{flag: learning rate} of the weights that its mechanisms add; {}: they add none."""
+        model = built(self.model)
+        muons = {id(p) for p, _ in block_matrices(model)} if self.train.optimizer == "muon" else set()
+        added = of_mechanisms(model)
+        flags = ["muon_lr" if id(p) in muons else "mechanism_lr"
+                 for name, p in model.named_parameters() if name in added]
+        return {flag: getattr(self.train, flag) for flag in dict.fromkeys(flags)}
 
 
 def times(factor, key, value):
@@ -337,6 +372,17 @@ class VariantBuilder:
         """(GPTConfig, TrainConfig) of the plain GPT with these flags. UserError."""
         more = {"settings": self.settings, f"variant with {flags}": flags}
         return configurator.load((GPTConfig, TrainConfig), [self.base], more=more)
+
+    def of_scale(self):
+        """{"steps", "tokens"} of a whole run of the plain GPT: those in its config file, without settings.
+
+        A plain GPT of another size has as many tokens a parameter of its blocks.
+        """
+        model, training = configurator.load((GPTConfig, TrainConfig), [self.base])
+        steps = training.max_iters
+        if self.config.size:
+            steps = round(steps * size_of_blocks(self.plain.model) / size_of_blocks(model))
+        return dict(steps=steps, tokens=steps * tokens_a_step(model, training))
 
     def needs_no_dropout(self, flags):
         """Whether only dropout on the attention weights keeps the plain GPT from taking these flags."""
@@ -421,10 +467,17 @@ def all_flags(model, training):
 
 def budget_of(model, training, tokens_per_param):
     """{max_iters, eval_interval} that train a plain GPT for so many tokens a parameter of its blocks."""
-    blocks = sum(p.numel() for p in built(replace(model, vocab_size=1)).transformer.h.parameters())
-    tokens = training.batch_size * training.grad_accum * model.block_size
-    steps = max(1, round(tokens_per_param * blocks / tokens))
+    steps = max(1, round(tokens_per_param * size_of_blocks(model) / tokens_a_step(model, training)))
     return dict(max_iters=steps, eval_interval=max(1, steps // 10))
+
+
+def size_of_blocks(model):
+    """The parameters of a plain GPT's blocks."""
+    return sum(p.numel() for p in built(replace(model, vocab_size=1)).transformer.h.parameters())
+
+
+def tokens_a_step(model, training):
+    return training.batch_size * training.grad_accum * model.block_size
 
 
 def built(config):

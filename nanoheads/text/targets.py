@@ -20,6 +20,7 @@ import torch
 from nanoheads.common import UserError, from_json, number, write_json
 from nanoheads.text import checksums
 from nanoheads.text.checksums import sha256
+from nanoheads.text.dataset import folders_of
 from nanoheads.text.tokenizer import is_text, is_whole, shown
 
 UNKNOWN = 255
@@ -81,6 +82,14 @@ def check_meta(meta):
             need(f"{where}.mean", own["mean"], own["mean"] is None or not math.isnan(number(own["mean"])))
 
 
+def command_for(dataset, labels):
+    """The command that makes a set of labels, or what is known of it."""
+    place = dataset.dir.resolve()
+    name = place.name if place in [folder.resolve() for folder in folders_of(place.name)] else dataset.dir
+    by = f" --by={labels}" if labels in ("weak", "synthetic") else ", see docs/labels.md,"
+    return f"python data/label.py --dataset={name}{by}"
+
+
 class Targets:
     """Labels of a Dataset: a folder <dataset>/labels/<set>, or a path. UserError: not for these tokens.
 
@@ -93,7 +102,7 @@ class Targets:
         if self.dir is None:
             there = sorted(path.parent.name for path in dataset.dir.glob("labels/*/labels.json"))
             raise UserError(f"no labels {labels!r} for {dataset.dir}; there are "
-                            f"{', '.join(there) or 'none'}: python data/label.py makes them")
+                            f"{', '.join(there) or 'none'}: {command_for(dataset, labels)} makes them")
         try:
             self.meta = from_json((self.dir / "labels.json").read_text(encoding="utf-8"))
             check_meta(self.meta)

@@ -87,6 +87,8 @@ def problem_of_meta(meta, of_folder=True):
         for key, (words, fits) in META_OF_SPLIT.items():
             if not fits(row.get(key)):
                 return f"splits.{split}.{misfit(key, row, words)}"
+        if of_folder and meta["encoding"] == "byte" and row["bytes"] != row["tokens"]:
+            return f"splits.{split}.{misfit('bytes', row, 'as many as tokens, of which each is a byte')}"
 
 
 def misfit(key, values, words):

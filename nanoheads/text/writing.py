@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from nanoheads import answer_interrupts
-from nanoheads.common import UserError, from_json, gib, memory_of_machine, output_written, say, write_atomic
+from nanoheads.common import (ArgumentParser, UserError, from_json, gib, memory_of_machine, output_written,
+                              say, write_atomic)
 from nanoheads.locks import remove_abandoned, temporary
 from nanoheads.text.sources import HOME, SPLITS, digest, find, identity, origin, read
 from nanoheads.text.tokenizer import Tokenizer, count_chars, cut_at_spaces, problem_of_meta
@@ -196,10 +197,15 @@ def report(out, meta, head=""):
 # ---- a whole script ----
 
 def arguments(doc, name, encodings, argv=None, **more):
-    """The command line of a prepare script; args.name and args.out follow the encoding (the first one)."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", help="file or folder to read (default: $NANOHEADS_DATA, else a download)")
-    parser.add_argument("--out", type=Path, help="folder to write (default: data/<name>)")
+    """The command line of a prepare script; args.name and args.out follow the encoding (the first one).
+
+    name: what the dataset is called; "" where that follows from --source, and then args.out may be None.
+    """
+    parser = ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    download, called = (" (default: $NANOHEADS_DATA, else a download)", "name") if name else ("", "source")
+    parser.add_argument("--source", help=f"file or folder to read{download}")
+    parser.add_argument("--out", type=Path, help=f"folder to write (default: data/<{called}>, of other "
+                                                 f"encodings than the first data/<{called}>_<encoding>)")
     parser.add_argument("--force", action="store_true", help="write anew what is already there")
     parser.add_argument("--encoding", choices=encodings, default=encodings[0])
     for flag, options in more.items():

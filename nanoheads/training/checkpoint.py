@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 
 from model import GPT, MECHANISM_CLASSES, NEUTRAL, RECIPES, Agency, GPTConfig
-from nanoheads.common import (UserError, fault_of_own_file, from_json, json_safe, number, ran_out_of_memory,
-                              with_names_of_today, write_atomic)
-from nanoheads.configurator import UNNAMED, keys_of, nearest, parse, type_name, typed
+from nanoheads.common import (UserError, fault_of_own_file, from_json, json_safe, number, plural,
+                              ran_out_of_memory, with_names_of_today, write_atomic)
+from nanoheads.configurator import keys_of, nearest, parse, print_once, set_by_hand, type_name, typed
 from nanoheads.folders import find
 from nanoheads.other_names import ROUTING_PAIR
 from nanoheads.text.dataset import digests_of
 from nanoheads.text.tokenizer import problem_of_meta
-from nanoheads.training.config import trained_with
+from nanoheads.training.config import TrainConfig, trained_with
 
 
 # ---- what is in the file ----
@@ -269,7 +269,7 @@ def check_layers(state, config):
     weights = state.get("model", {})
     layers = {name.split(".")[2] for name in weights if name.startswith("transformer.h.")}
     if weights and len(layers) != config.n_layer:
-        raise ValueError(f"n_layer={config.n_layer}, and there are tensors of {len(layers)} blocks")
+        raise ValueError(f"n_layer={config.n_layer}, and there are tensors of {plural(len(layers), 'block')}")
     wte = weights.get("transformer.wte.weight")
     if wte is not None and config.n_embd not in wte.shape:
         raise ValueError(f"n_embd={config.n_embd}, and the embedding is {' x '.join(map(str, wte.shape))}")
@@ -444,17 +444,25 @@ def tensors(config):
 # ---- which folder a run is in ----
 
 RUN_FILES = ("config.json", "ckpt.pt", "best.pt")  # of which a folder that holds a run has one
+# keys that say what one command does, and nothing of the run
+OF_A_COMMAND = set("own_mechanism out_dir resume overwrite eval_only init_anyway json".split())
+# keys that change nothing of what is trained: they make no other run
+NO_OTHER_RUN = set("""
+    device dtype compile compile_mode patience eval_interval eval_tokens save_interval log_interval
+    loss_chunks checkpoint_activations tensorboard wandb_log wandb_project wandb_run_name wandb_mode
+    wandb_tags
+""".split())
 
 
 def asked_for(model_config, config):
-    """{key: value} of what makes a run another one, as config.json holds it: a GPTConfig and a TrainConfig.
+    """{key: value} of what was set for a run, as config.json holds it: a GPTConfig and a TrainConfig.
 
-    No defaults, and no keys that may change when a run goes on (UNNAMED); of mechanisms in files of one's own
-    the texts. The configs are as the command line made them: nothing in them follows from a checkpoint yet.
+    No defaults, and no keys OF_A_COMMAND; of mechanisms in files of one's own the texts. The configs are as
+    the command line made them: nothing in them follows from a checkpoint yet.
     """
     defaults = {**GPTConfig().flags(), **asdict(type(config)())}
     asked = {key: value for key, value in {**model_config.flags(), **asdict(config)}.items()
-             if key not in UNNAMED and (key not in defaults or value != defaults[key])}
+             if key not in OF_A_COMMAND and (key not in defaults or value != defaults[key])}
     if model_config.own:
         from nanoheads import own_mechanism
         if mine := own_mechanism.record(model_config):
@@ -463,19 +471,64 @@ def asked_for(model_config, config):
 
 
 def asked_in(folder):
-    """What was asked for in a run's folder, as asked_for(); None: its config.json does not say."""
+    """What was asked for in a run's folder, as asked_for(); None: its config.json does not say.
+
+    Runs of older versions hold nothing there of how they are logged and saved.
+    """
     try:
-        asked = from_json((folder / "config.json").read_bytes())["asked"]
-        return asked if isinstance(asked, dict) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        details = from_json((Path(folder) / "config.json").read_bytes())
+        asked = details["asked"]
+        if not isinstance(asked, dict):
+            return None
+        steps = details.get("train", {}).get("max_iters")
+        return asked if steps in (None, TrainConfig().max_iters) else {"max_iters": steps, **asked}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
+def identity(asked):
+    """Those keys of asked_for() by which two runs are two, None of None."""
+    return asked and {key: value for key, value in asked.items() if key not in NO_OTHER_RUN}
+
+
 def default_folder(model_config, config):
-    """(out_dir for a command that gives none, a line about it or None), from the name that config has."""
-    folder, line = find(Path(config.out_dir).name, asked_for(model_config, config), RUN_FILES, asked_in,
-                        goes_on=config.resume or config.eval_only)
+    """(out_dir for a command that gives none, a line about it or None), from the name that config has.
+
+    A run of other steps is another run, unless the command goes on with one or starts one over.
+    """
+    goes_on = config.resume or config.eval_only
+    folder, line = find(Path(config.out_dir).name, identity(asked_for(model_config, config)), RUN_FILES,
+                        lambda folder: identity(asked_in(folder)), goes_on=goes_on,
+                        free={"max_iters"} if goes_on or config.overwrite else ())
     return str(folder), line
+
+
+def left_open(argv, trusted):
+    """(where it comes from, {key: value}) of what a command that goes on in a named folder need not repeat,
+    or None.
+
+    That is what the run there was asked for, of --resume all, of --eval_only what evaluating depends on.
+    trusted: the code of a mechanism of one's own that lies there may run. UserError: it is needed, and may
+    not.
+    """
+    given = set_by_hand(argv, (TrainConfig,))
+    folder, resumes = given.get("out_dir"), given.get("resume") or given.get("init_from") == "resume"
+    evaluates = given.get("eval_only") and not given.get("init_from")
+    if not (folder and (evaluates or resumes and Path(folder, "ckpt.pt").is_file())):
+        return None
+    path, asked = Path(folder, "config.json"), asked_in(folder)
+    if asked is None:
+        print_once(f"{path} does not say what the run was asked for: what this command leaves open has its "
+                   "default")
+        return None
+    asked = with_names_of_today(asked)
+    if evaluates:
+        asked = {key: asked[key] for key in ("dataset", "eval_tokens", "device", "dtype") if key in asked}
+    if asked.pop("own_mechanism", None):
+        from nanoheads import own_mechanism
+        last = Path(folder, "ckpt.pt")
+        own_mechanism.flags_of(read(last, trust_code=trusted), last)
+    return str(path), asked
 
 
 # ---- what a run starts from ----
@@ -512,9 +565,6 @@ def trust_what_it_starts_from(config):
     if config is None:
         return
     here = config.out_dir if config.resume or config.eval_only and not config.init_from else None
-    if config.resume and file_of(here).is_file() and needs_code_of_own(here):
-        raise UserError("--resume names the file of a mechanism of one's own again, --mechanism=FILE: "
-                        "--trust_code alone does not say which of its modes is trained")
     teacher = None if is_function(config.teacher) else config.teacher
     for path in filter(None, (config.init_from, teacher, here)):
         if path != here or file_of(path).is_file():

@@ -79,14 +79,15 @@ class ControllerConfig:
 @dataclass
 class TrainConfig(ControllerConfig):
     # ---- run ----
-    out_dir: Optional[str] = None        # the run's folder; None: out/<scale or file>-<mechanisms, flags>,
-                                         # with -2, -3, ... behind where another run has that name
+    out_dir: Optional[str] = None        # the run's folder; None: out/<scale or file>-<mechanisms>, with
+                                         # -2, -3, ... behind where another run has that name
     dataset: str = "shakespeare_char"    # a folder under data/, or a path to one
     labels: Optional[str] = None         # what constraint heads are trained on: a folder of <dataset>/labels
     own_mechanism: Optional[str] = None  # files with mechanisms; --mechanism=mine.py sets it
     teacher: Optional[str] = None        # a checkpoint that constraint_match compares with; or mine.py, which
                                          # has a function features(ids [B, T]) -> [B, T, constraint_features]
-    resume: bool = False                 # go on from out_dir/ckpt.pt, if there is one
+    resume: bool = False                 # go on from out_dir/ckpt.pt, if there is one; what the command
+                                         # leaves open is as in out_dir/config.json, where out_dir is given
     overwrite: bool = False              # start over in a folder that already holds a run
     init_from: Optional[str] = None      # a checkpoint (ours or nanoGPT's) whose weights to start from
     init_anyway: bool = False            # also with mechanisms that have no neutral setting to start from

@@ -227,8 +227,11 @@ def dataset_name(run_dir):
         return "?"
 
 
-def plot_runs(given, names, together, x="step"):
-    """Draw each run by itself, and into the folder `together` all of them -> the paths."""
+def plot_runs(given, names, together, x="step", called=""):
+    """Draw each run by itself, and into the folder `together` all of them -> the paths.
+
+    called: what stands behind "comparison" in the name of the latter.
+    """
     runs, written, datasets = [], [], [dataset_name(run) for run in given]
     if len(set(datasets)) > 1:
         print("runs on different datasets: their losses and bits per byte do not compare", file=sys.stderr)
@@ -240,5 +243,5 @@ def plot_runs(given, names, together, x="step"):
             runs.append((shown, c, colour, DASHES[i // len(COLOURS) % len(DASHES)]))
             written += draw([(name, c, colour, "-")], no_link(run / "figures") / "curves", title=name)
     if len(runs) > 1:
-        written += draw(runs, together / "comparison")
+        written += draw(runs, together / f"comparison{called}")
     return written

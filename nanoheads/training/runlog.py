@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanoheads.common import (ROOT, UserError, from_json, git_commit, in_place, json_safe, no_link, number,
-                              printable, say, write_atomic, write_json)
+                              plural, printable, say, write_atomic, write_json)
 
 
 def write_config(path, model_config, config, step, machine, asked):
@@ -88,11 +88,11 @@ def read_rows(path, sound=bool, repair=False, complain=None):
         if row and sound(row):
             rows.append(row)
     if damaged and complain:
-        complain(f"{len(damaged)} broken line(s) in {path.name}, the first is line {damaged[0]}; "
+        complain(f"{plural(len(damaged), 'broken line')} in {path.name}, the first is line {damaged[0]}; "
                  "the rest is used")
     if damaged and repair:
         n = sum(bool(line.strip()) for line in lines)
-        set_aside(path, why=f"has {len(damaged)} damaged of {n} lines, kept without them")
+        set_aside(path, why=f"has {len(damaged)} damaged of {plural(n, 'line')}, kept without them")
         write_rows(path, rows)
     return rows
 

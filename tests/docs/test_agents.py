@@ -23,7 +23,7 @@ def loop(verdicts, monkeypatch):
         given.append(command[1:])
         if command[1] == "compare.py":
             verdict, difference = left.pop(0)
-            row = dict(verdict=verdict, difference=difference, words=f"{verdict} by {difference}")
+            row = dict(verdict=verdict, mean=difference, words=f"{verdict} by {difference}")
             with open("verdict.json", "w") as file:
                 json.dump(dict(comparisons=[row]), file)
         return SimpleNamespace(returncode=0)

@@ -277,6 +277,15 @@ def read_before_made(page):
     return lacking
 
 
+def test_no_page_repeats_a_command_that_refuses_to_be_repeated():
+    """A run's folder and an exported one are not written twice, so a reader of README.md is refused."""
+    writes = ("train.py", "export_hf.py")
+    first = {tuple(words) for words in commands(ROOT / "README.md") if words[0] in writes}
+    repeated = {page.name: first & {tuple(words) for words in commands(page)}
+                for page in PAGES if page.name != "README.md"}
+    assert len(first) > 2 and not any(repeated.values()), repeated
+
+
 def test_the_page_of_constraint_heads_makes_what_its_commands_read(tmp_path):
     page = ROOT / "docs" / "constraints.md"
     assert len(commands(page)) > 8 and read_before_made(page) == []

@@ -895,8 +895,8 @@ def test_in_a_browser_keys_and_pointer_move_and_choose(make, tmp_path, browser):
     browser.ask("$('stretch').focus()")
     for _ in range(3):
         browser.press("Tab")
-    assert browser.ask(FOCUS) == 0
-    for key, where in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("ArrowDown", 12),
+    assert browser.ask(FOCUS) == browser.ask("opening()")
+    for key, where in (("Home", 0), ("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("ArrowDown", 12),
                        ("ArrowUp", 1), ("End", 6), ("ArrowLeft", 5), ("Home", 0), ("PageDown", 0)):
         browser.press(key)
         assert browser.ask(FOCUS) == where, key
@@ -938,6 +938,23 @@ def test_in_a_browser_keys_and_pointer_move_and_choose(make, tmp_path, browser):
     browser.point("$('stretch')", click=True)
     shares = browser.ask(SHARES)
     assert min(shares) == 0 and max(shares) == pytest.approx(0.6, abs=0.01)
+
+
+def test_in_a_browser_the_page_opens_where_a_head_reads_one_other_token(make, tmp_path, browser):
+    path = make(**FLAGS["two blocks, two heads"])
+    page = write_page(path, b"Hello you.\nTwo windows.", tmp_path, maps=True)
+    browser.open(page, 500)
+    block, at = browser.ask("[state.block, cursor.index]")
+    line = lines_of(page.with_suffix(".jsonl"))[0]
+    of_constraints = line["blocks"][str(block)]["maps"].values()
+    maps = [*line["maps"][str(block)], *(head for each in of_constraints for head in each)]
+    most = {t: max(max(head[t][1:t - 1]) for head in maps) for t in range(3, len(line["ids"]))}
+    assert most[at] == pytest.approx(max(most.values()), abs=4e-3), "not the first, nor the one before"
+    # the axes of the maps and the scale of the curve are written beside them
+    assert browser.ask("[...document.querySelectorAll('.maps figure')].every("
+                       "f => f.innerText.includes('key') && f.innerText.includes('query'))")
+    assert browser.ask("document.querySelector('.plot .top').getBoundingClientRect().right <= "
+                       "document.querySelector('.plot svg').getBoundingClientRect().left")
 
 
 def test_in_a_browser_two_checkpoints_stand_side_by_side(make, tmp_path, browser):

@@ -492,11 +492,12 @@ def test_the_commands_of_the_page(mine, tmp_path):
 # ---- score functions ----
 
 BAD_SCORES = {
-    "shape": ("score - rate[h] * (t - s)", "score.sum(1)", r"given scores of the shape \[.*\] and returned the "
-              r"shape \[.*\]; it must return scores of the same shape"),
+    "shape": ("score - rate[h] * (t - s)", "score.sum(1)",
+              r"given scores of the shape \[.*\] and returned the shape \[.*\]; it must return scores of the "
+              "same shape"),
     "nothing": ("score - rate[h] * (t - s)", "None", "and returned a NoneType"),
-    "dtype": ("score - rate[h] * (t - s)", "(score > rate[h] * (t - s)).long()", "returned torch.int64; scores "
-              "must be floating-point numbers"),
+    "dtype": ("score - rate[h] * (t - s)", "(score > rate[h] * (t - s)).long()",
+              "returned torch.int64; scores must be floating-point numbers"),
     "empty row": ("score - rate[h] * (t - s)", "torch.where(t == 3, -torch.inf, score - rate[h] * (t - s))",
                   "every key that a query of head 0 sees got the score -inf"),
     "name": ("score - rate[h] * (t - s)", "score - rat[h] * (t - s)", "NameError: name 'rat' is not defined"),

@@ -177,14 +177,18 @@ def test_a_study_refuses_a_teacher_whose_code_it_cannot_name(ran, bytes_data, mo
 
 
 def test_a_resumed_run_names_the_file_again(mine, bytes_data, tmp_path, own_mechanisms_go):  # noqa: F811
-    """Trust alone does not say which mode it was."""
-    out = tmp_path / "run"
-    args = [f"--dataset={bytes_data}", f"--out_dir={out}", "--n_layer=1", "--n_head=2", "--n_embd=16",
-            "--block_size=16", "--batch_size=4", "--eval_tokens=64", "--device=cpu"]
-    train.main([f"--mechanism={mine()}", *args, "--max_iters=1"])
+    """Or it is trusted: the folder's config.json says which of its modes is trained."""
+    folder = tmp_path / "run"
+    args = [f"--dataset={bytes_data}", "--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16",
+            "--batch_size=4", "--eval_tokens=64", "--device=cpu"]
+    train.main([f"--mechanism={mine()}", *args, "--max_iters=1", f"--out_dir={folder}"])
     forget_own_mechanisms()
-    said = line_of(train, *args, "--max_iters=2", "--resume", "--trust_code")
-    assert "--resume names the file of a mechanism of one's own again" in said
+    said = line_of(train, "--resume", f"--out_dir={folder}")
+    assert "mine.py" in said and "--mechanism=FILE, or say --trust_code" in said
+    for steps, named in ((2, "--trust_code"), (3, f"--mechanism={folder / 'mine.py'}")):
+        forget_own_mechanisms()
+        train.main(["--resume", f"--out_dir={folder}", f"--max_iters={steps}", named])
+        assert torch.load(folder / "ckpt.pt", weights_only=True)["step"] == steps
 
 
 def test_an_absolute_path_in_a_checkpoint_is_never_run(evil, bytes_data, tmp_path):

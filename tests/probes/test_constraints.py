@@ -1,5 +1,6 @@
 """probe.py constraints against slow counts and planted truths: figures, passages, removals, refusals."""
 import json
+import time
 from dataclasses import asdict
 
 import numpy as np
@@ -12,7 +13,7 @@ from sklearn.metrics import accuracy_score, f1_score, precision_recall_curve, ro
 from torch.nn import functional as F
 
 from model import GPT, GPTConfig
-from nanoheads import intervals
+from nanoheads import intervals, timing
 from nanoheads.common import UserError
 from nanoheads.probes.constraints import explain, metrics, token_probes
 from nanoheads.probes.constraints.adjudicate import aggregated, classes, classified, documents, passages
@@ -292,6 +293,32 @@ def test_the_mlp_probe_has_as_many_parameters_as_the_heads(flags):
 @pytest.fixture
 def models(saved):
     return ["--ckpt", saved("heads", with_heads()), "--plain", saved("plain", make_model(seed=2))]
+
+
+def test_probes_are_fitted_once_for_the_same_model_and_text(models, labels, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(token_probes, "STEPS", 40)
+    asked = ["score", *models, "--labels", labels, "--tokens=500", "--fit=1000"]
+    fitted, fit = [], fit_probe
+    monkeypatch.setattr(token_probes, "fit_probe", lambda *args: fitted.append(args[2]) or fit(*args))
+    first = say(capsys, tmp_path, *asked)[0]
+    assert len(fitted) == 2 and fitted[0] == 0, "a linear one, and an MLP"
+    assert say(capsys, tmp_path, *asked)[0] == first and len(fitted) == 2
+    say(capsys, tmp_path, *asked, "--seed=1")  # of other initial values
+    say(capsys, tmp_path, *asked[:-1], "--fit=900")
+    assert len(fitted) == 6
+    for path in tmp_path.rglob("probes/*.pt"):
+        path.write_bytes(b"damaged")
+    assert say(capsys, tmp_path, *asked)[0] == first and len(fitted) == 8
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(capsys, monkeypatch):
+    monkeypatch.setattr(timing, "LINE_EVERY", 0.01)
+    for _ in timing.progress_bar(range(4), "x"):
+        time.sleep(0.02)
+    lines = capsys.readouterr().err.splitlines()
+    assert 2 < len(lines) < 5 and lines[0] == "x: 1 of 4, 00:00 so far, about 00:00 left"
+    monkeypatch.undo()
+    assert [*timing.progress_bar(range(4), "x")] == [0, 1, 2, 3] and capsys.readouterr().err == ""
 
 
 def test_score_tells_what_is_there_from_what_is_not(models, labels, data, tmp_path, capsys):

@@ -84,7 +84,7 @@ def leak_of(function, **more):
     (mean_of_row, "position 0 changes with the token at 1"),
     (next_to_last, "position 10 changes with the token at 11"),
     (batch_norm, "row 0 of a batch changes with row 1"), (row_before, "row 1 of a batch changes with row 0"),
-    (by_length, "position 0 changes when the last 1 tokens are cut off"),
+    (by_length, "position 0 changes when the last token is cut off"),
     (at(5, 9, 1e-3), "position 5 changes with the token at 9"),
 ])
 def test_a_leak_is_found_at_its_place(function, words):

@@ -233,7 +233,7 @@ def test_a_leak_that_training_grows_is_refused_before_it_is_scored(study):
     assert (run / "best.pt").is_file()
     assert not any((run / name).exists() for name in ("nats.npy", "result.json"))
     assert found["arms"]["leak_grown"]["bpb"] == [None] and found["done"] == 1
-    assert done.returncode == 1 and "2 run(s) failed" in done.stderr
+    assert done.returncode == 1 and "2 runs failed, the report names them" in done.stderr
 
 
 def test_a_study_prints_what_was_checked(study):

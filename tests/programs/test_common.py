@@ -11,8 +11,9 @@ import pytest
 from tqdm import tqdm
 
 from nanoheads import common, own_files
-from nanoheads.common import (UserError, from_json, in_place, last_words, number, opened_anew, printable,
-                              read_whole, table, text_of, writable, writable_folder, write_atomic)
+from nanoheads.common import (UserError, from_json, in_place, last_folders, last_words, number, opened_anew,
+                              plural, printable, read_whole, table, text_of, writable, writable_folder,
+                              write_atomic)
 from nanoheads.configurator import check
 from nanoheads.heads import look
 from nanoheads.hub import huggingface
@@ -198,6 +199,29 @@ ESCAPES = "\x1b[31mred\x1b[0m\x07 \x9b2J"
 def test_what_would_steer_a_terminal_is_shown():
     assert printable(ESCAPES) == "�[31mred�[0m� �2J" and printable("a\tb\né 日本 😀") == "a\tb\né 日本 😀"
     assert "\x1b" not in table(("name",), [(ESCAPES,)]) and "�[31mred" in table((ESCAPES,), [("x",)])
+
+
+def test_of_one_there_is_one():
+    assert [plural(n, "run") for n in (0, 1, 2, 1234)] == ["0 runs", "1 run", "2 runs", "1,234 runs"]
+    assert plural(1.0, "minute", "g") == "1 minute" and plural(1.5, "minute", "g") == "1.5 minutes"
+
+
+def test_a_table_that_is_too_wide_breaks_its_heads_and_then_cuts_the_ends_of_names():
+    head, rows = ("variant", "two words", "verdict"), [("temperature_by_position", "1", "better"),
+                                                       ("plain GPT", "2", "same")]
+    lines = table(head, rows, left=(0, 2), width=44).splitlines()
+    assert lines[0] == "variant                  two words  verdict" and len(lines) == 3  # it fits
+    assert table(head, rows, left=(0, 2), width=40).splitlines() == [
+        "                           two",
+        "variant                  words  verdict",
+        "temperature_by_position      1  better",
+        "plain GPT                    2  same"]
+    assert [line.split()[0] for line in table(head, rows, width=30).splitlines()[2:]] == [
+        "temperature_b…", "plain"]
+    path = "out/some/folder/tiny-sentinel_l0+mechanism_lr=0.04"
+    assert last_folders(path, 99) == path
+    assert last_folders(path, 45) == "…/folder/tiny-sentinel_l0+mechanism_lr=0.04"
+    assert last_folders(path, 20) == "tiny-sentinel_l0+me…"
 
 
 def test_the_last_line_of_a_program_shows_them_too():

@@ -1,10 +1,12 @@
 """Config files and arguments: what works, and that whatever does not is said in full, in plain lines."""
 import importlib
+import json
 import os
 import re
 import subprocess
 import sys
 from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
 from typing import Literal, Optional, get_args
 
 import pytest
@@ -14,6 +16,7 @@ from model import ALL_ON, GPT, MECHANISMS, GPTConfig
 from nanoheads import configurator, timing
 from nanoheads.common import UserError
 from nanoheads.configurator import Presets, Scale, help_text, load, load_given, near
+from nanoheads.study.variants import StudyConfig
 from nanoheads.training.config import (OPTIMIZERS, TrainConfig, conflicts, flags_by_name, note_on_dropout,
                                        note_on_warmup)
 from train import main
@@ -345,22 +348,20 @@ def test_what_is_set_wins_over_scale_and_mechanism(argv, want, config_file):
     (["config/tiny.py", "--out_dir=here"], "here"),
     (["config/tiny.py", "--out_dir=None"], "out/tiny"),
     (["--scale=tiny", "--routing=published"], "out/tiny-routing=published"),  # not the plain GPT's folder
-    (["--scale=tiny", "--mechanism=moh", "--seed=2", "--adamw_lr=0.001"],
-     "out/tiny-moh+seed=2+adamw_lr=0.001"),
+    (["--scale=tiny", "--mechanism=moh", "--seed=2", "--adamw_lr=0.001"], "out/tiny-moh"),
     (["--scale=tiny", "--n_layer=2", "--seed=1337"], "out/tiny"),  # as it is anyway
     (["--scale=tiny", "--max_iters=9", "--resume", "--device=cpu"], "out/tiny"),
     (["--scale=tiny", "config/scenarios/constrained.py"], "out/tiny-constrained"),
     (["--scale=tiny", "--init_from=out/x/best.pt", "--agency", "--dropout=0.1"],
-     "out/tiny-init_from=x+agency=True+dropout=0.1"),
-    (["--init_from=/home/me/a.pt", "--dataset=C:\\texts\\mine/"], "out/gpt-init_from=a.pt+dataset=mine"),
-    (["--init_from=EleutherAI/gpt-neo-125m"], "out/gpt-init_from=gpt-neo-125m"),
+     "out/tiny-agency=True"),
+    (["--init_from=/home/me/a.pt", "--dataset=C:\\texts\\mine/"], "out/gpt"),
     (["--scale=tiny", "--own_mechanism=/a/b/mine.py", "--mechanism=sink"], "out/tiny-sink"),
-    (["--policy_no_consent=0.0,1.2", "--controller_entropy=-0.5"],
-     "out/gpt-policy_no_consent=0.0_1.2+controller_entropy=-0.5"),
+    (["--scale=tiny", "--mechanism=sentinel_l0", "--mechanism_lr=0.04", "--sentinel_coef=0.1", "--seed=2",
+      "--dataset=mine"], "out/tiny-sentinel_l0"),
     # as many as fit into 60 characters
     (["--scale=small", "--mechanism=sink,xsa,key_offset,agency,output_gate_elementwise,unet_concat,moh"],
      "out/small-sink+xsa+key_offset+agency+3_more"),
-    (["--n_embd=64", "--n_head=4"], "out/gpt-n_embd=64+n_head=4"),
+    (["--sentinel=sigmoid", "--sentinel_init=0.1", "--seed=2"], "out/gpt-sentinel=sigmoid"),
 ])
 def test_the_run_folder_follows_from_the_names(argv, folder):
     config = named(*argv)[1]
@@ -382,10 +383,9 @@ def test_a_scale_with_another_recipe_has_that_recipes_rates(recipe, optimizer):
 
 
 @pytest.mark.parametrize("argv", [
-    ["--scale=tiny", f"--policy_no_consent={list(range(60))}"],
-    ["--scale=tiny", f"--policy_no_consent={list(range(60))}", "--seed=3", "--mechanism=moh"],
-    ["--init_from=a b/ü é:*?.pt", "--dataset=data/\N{SNOWMAN}/", "--teacher=x."],
-    ["--dataset=.."], ["--dataset=/"], ["--wandb_tags=a/b", "--labels=a|b>c"]])
+    ["--scale=tiny", f"--constraint_names={list(range(60))}"],
+    ["--scale=tiny", f"--constraint_names={list(range(60))}", "--seed=3", "--mechanism=moh"],
+    ["--constraint_names=[a|b>c]"]])
 def test_a_run_folder_is_short_and_legal_on_every_system(argv):
     out, name = named(*argv)[1].out_dir.split("/")
     assert out == "out" and len(name) <= 60 and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+-]*(?<!\.)", name)
@@ -462,7 +462,37 @@ def test_a_run_by_names_goes_on_and_is_scored(small, capsys, bytes_data):
     main([*run, "--max_iters=3", "--resume"])
     assert "going on at step 2 of 3 in out/tiny-small-moh+acag" in capsys.readouterr().out
     main([*run, "--eval_only"])
+    capsys.readouterr()
+    main(["--eval_only", "--out_dir=out/tiny-small-moh+acag"])  # its text and its eval_tokens
+    scored = capsys.readouterr().out
     main([f"--dataset={bytes_data}", "--eval_only", "--eval_tokens=64", "--out_dir=out/tiny-small-moh+acag"])
+    assert scored.splitlines()[-1].partition("   val ")[2].split(" s")[0] in capsys.readouterr().out
+    assert scored.startswith("out/tiny-small-moh+acag/config.json says what this command leaves open: ")
+
+
+def test_a_resume_that_names_its_folder_need_not_repeat_the_command(small, capsys):
+    """What the folder's config.json says holds, what is given by hand is obeyed or refused by name."""
+    out = "--out_dir=out/here"
+    main([*small, "--scale=tiny", "--mechanism=moh,acag", "--max_iters=2", "--seed=5", out])
+    asked = json.loads(Path("out/here/config.json").read_text())["asked"]
+    capsys.readouterr()
+    main(["--resume", out, "--max_iters=4"])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("out/here/config.json says what this command leaves open: ")
+    assert [line for line in said if line.startswith("changed")] == [
+        "changed since the last save: max_iters=4, was 2"]
+    assert any("going on at step 2 of 4 in out/here" in line for line in said)
+    assert json.loads(Path("out/here/config.json").read_text())["asked"] == {**asked, "max_iters": 4}
+    main(["--init_from=resume", out, "--max_iters=5"])  # as nanoGPT's users type it
+    assert "going on at step 4 of 5" in capsys.readouterr().out
+    main(["--resume", out, "--max_iters=6", "--learning_rate=0.001"])
+    said = capsys.readouterr().out
+    assert "changed since the last save: adamw_lr=0.001, was 0.016" in said and "open: dataset=" in said
+    assert "adamw_lr=0.016" not in said
+    for given, words in (("--seed=6", "seed=6 here is 5 there"), ("--mechanism=acag_elementwise", "acag="),
+                         ("--batch_size=9", "batch_size * grad_accum=9 here is 4 there")):
+        with pytest.raises(SystemExit, match=re.escape(words)):
+            main(["--resume", out, "--max_iters=7", given])
 
 
 def test_names_that_contradict_a_checkpoint_are_refused(small, bytes_data):
@@ -472,7 +502,7 @@ def test_names_that_contradict_a_checkpoint_are_refused(small, bytes_data):
     for argv, words in [
         ([*small, "--mechanism=agency", "--eval_only", here], "agency=True here is False there"),
         ([*small, "--mechanism=routing_sigmoid,agency", it], "routing='sigmoid' here is 'moh' there"),
-        ([*small, "--mechanism=moh", "--resume", here], "acag=None here is 'headwise' there"),
+        ([*small, "--mechanism=agency", "--resume", here], "agency=True here is False there"),
         ([f"--dataset={bytes_data}", it], "n_embd=64 here is 32 there"),
     ]:
         with pytest.raises(SystemExit) as e:
@@ -806,8 +836,25 @@ def test_help_prints_every_key_with_type_default_and_comment():
 
 
 def test_every_key_of_the_real_configs_has_a_comment():
-    keys = configurator.keys_of((GPTConfig, TrainConfig))
+    keys = configurator.keys_of((Presets, GPTConfig, TrainConfig, StudyConfig))
     assert not [k for k, (_, _, comment) in keys.items() if not comment]
+
+
+@pytest.mark.parametrize("classes", [(Presets, GPTConfig, TrainConfig), (StudyConfig,)])
+def test_columns_of_help_stay_apart_and_hold_the_whole_comment(classes):
+    """A long type ran into the default, and a long default into the comment."""
+    keys, lines = configurator.keys_of(classes), help_text(classes, "").splitlines()
+    columns = set()  # in which comments begin
+    for key, (kind, default, comment) in keys.items():
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"  --{key} "))
+        end = next((i for i in range(at + 1, len(lines)) if not lines[i].startswith(" " * 40)), len(lines))
+        first, *rest = lines[at:end]
+        cells = re.split(r"  +", first.strip(), maxsplit=3)
+        assert cells[:3] == [f"--{key}", configurator.type_name(kind), repr(default)]
+        assert " ".join([*cells[3:], *map(str.strip, rest)]) == " ".join(comment.split())
+        columns |= {first.rindex(cells[3])} if cells[3:] else set()
+        columns |= {len(line) - len(line.lstrip()) for line in rest}
+    assert len(columns) == 1 and max(map(len, lines)) <= columns.pop() + configurator.COMMENT_WIDE
 
 
 def test_the_script_runs_from_any_folder_and_ends_without_a_traceback(tmp_path):

@@ -1001,11 +1001,12 @@ def test_a_split_that_is_not_the_one_of_the_training_is_refused_unless_named(byt
     assert "note: made up" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("field, value", [("bytes", 46), ("separator", 11)])
-def test_a_meta_json_that_says_something_else_than_at_the_training_is_refused(byte_run, capsys, field, value):
+@pytest.mark.parametrize("field, value", [("bytes", 46), ("separator", 10)])
+def test_a_meta_json_that_says_something_else_than_at_the_training_is_refused(tmp_path, capsys, field, value):
     """Twice the bytes once halved the bits per byte, without a word."""
-    path, _, data = byte_run
-    before = dict(bytes=23, separator=10)[field]
+    data = write_data(tmp_path / "toy", "char")
+    path = write_checkpoint(tmp_path / "a.pt", make_model(len(VOCAB)), data)
+    before = dict(bytes=23, separator=11)[field]
     put_meta(data.dir, **{field: value})
     with pytest.raises(SystemExit) as e:
         main(["--ckpt", path])

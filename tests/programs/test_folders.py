@@ -135,7 +135,7 @@ def trained(tmp_path, monkeypatch, bytes_data, capsys):
 
 @pytest.fixture
 def sizes(tmp_path):
-    """A config file with the sizes of a tiny run, small.py, as it says at first; sizes(lr) changes it."""
+    """A config file with the sizes of a tiny run, small.py; sizes(lr) writes it anew, with that rate."""
     def write(lr=1e-3):
         path = tmp_path / "small.py"
         path.write_text("".join(f"{key} = {value!r}\n" for key, value in {**TINY, "adamw_lr": lr}.items()))
@@ -149,7 +149,7 @@ def steps():
 
 
 def test_a_run_finds_its_folder_again_and_another_of_the_name_gets_a_number(trained, sizes, bytes_data):
-    name = f"small-dataset={bytes_data.name}"
+    name = "small"
     config = sizes()
     assert f"in out/{name}\n" in trained(config)
     with pytest.raises(SystemExit, match=f"out/{name} already holds a run; go on with --resume"):
@@ -177,8 +177,24 @@ def test_a_run_finds_its_folder_again_and_another_of_the_name_gets_a_number(trai
     assert steps() == {name: 8, f"{name}-2": 6}
 
 
+def test_a_run_of_other_steps_or_another_seed_gets_a_folder_of_its_own(trained, sizes):
+    config = sizes()
+    trained(config)
+    said = trained(config, max_iters=4)
+    assert said.startswith("out/small holds another configuration (max_iters is 6 there and 4 here): this "
+                           "one goes into out/small-2\n")
+    trained(config, seed=7)
+    assert steps() == {"small": 6, "small-2": 4, "small-3": 6}
+    with pytest.raises(SystemExit, match="out/small-2 already holds a run; go on with --resume"):
+        trained(config, max_iters=4)
+    trained(config, "--resume", max_iters=5)  # of the three the newest that differs in its steps alone
+    assert steps() == {"small": 6, "small-2": 5, "small-3": 6}
+    trained(config, "--overwrite", max_iters=3, seed=7)
+    assert steps() == {"small": 6, "small-2": 5, "small-3": 3}
+
+
 def test_evaluating_makes_no_folder_and_reads_the_one_that_is_meant(trained, sizes, bytes_data):
-    name = f"small-dataset={bytes_data.name}"
+    name = "small"
     config = sizes()
     trained(config)
     sizes(lr=2e-3)
@@ -196,7 +212,7 @@ def test_a_mechanism_in_a_file_has_its_own_name_and_another_text_a_number(
     for path, text in zip(paths, (CODE, CODE + "\n# edited\n")):
         path.parent.mkdir()
         path.write_text(text, encoding="utf-8")
-    name = f"small-forget+dataset={bytes_data.name}"
+    name = "small-forget"
     assert f"in out/{name}\n" in trained(config, f"--mechanism={paths[0]}")
     said = trained(config, f"--mechanism={paths[1]}:forget")
     assert re.match(rf"out/{re.escape(name)} holds another configuration \(own_mechanism is \['mine.py .*\): "
@@ -208,7 +224,7 @@ def test_a_mechanism_in_a_file_has_its_own_name_and_another_text_a_number(
 
 
 def test_an_older_runs_folder_is_gone_on_with_by_its_name(trained, sizes, bytes_data):
-    name = f"small-dataset={bytes_data.name}"
+    name = "small"
     config = sizes()
     trained(config)
     path = Path("out", name, "config.json")
@@ -221,7 +237,7 @@ def test_an_older_runs_folder_is_gone_on_with_by_its_name(trained, sizes, bytes_
 
 
 def test_a_run_from_when_the_rate_was_called_lr_is_gone_on_with(trained, sizes, bytes_data):
-    name = f"small-dataset={bytes_data.name}"
+    name = "small"
     config = sizes()
     trained(config)
     path, last = Path("out", name, "config.json"), Path("out", name, "ckpt.pt")
@@ -250,7 +266,7 @@ def test_two_ranks_go_into_one_numbered_folder(sizes, trained, bytes_data):
     trained(config)
     done = torchrun([str(sizes(lr=2e-3)), f"--dataset={bytes_data}", "--batch_size=4"], 2)
     assert done.returncode == 0, done.stderr
-    name = f"small-dataset={bytes_data.name}"
+    name = "small"
     assert steps() == {name: 6, f"{name}-2": 6}
     assert {path.name for path in Path("out").iterdir()} == {*steps()}
     assert done.stdout.count("holds another configuration") == 1, "one rank speaks"

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY
 
+import bench
 import compare
 import evaluate
 import export_hf
@@ -146,7 +147,11 @@ def test_escapes_in_names_are_shown_by_every_program(bytes_data, tmp_path, monke
     for main, *argv in (
             (train.main, *keys, f"--out_dir={out}"), (train.main, *keys, f"--out_dir={out}"),
             (train.main, *keys, f"--out_dir={out}", "--resume"), (train.main, f"--dataset={red}"),
-            (train.main, f"--{red}=1"), (train.main, f"{red}.py"),
+            (train.main, f"--{red}=1"), (train.main, f"{red}.py"), (sample.main, f"--{red}"),
+            (prune.main, "--ckpt", out, f"--to={red}"), (plot_curves.main, f"--x={red}"),
+            (probe.main, "late", "--ckpt", out, f"--{red}"), (probe.main, "constraints", red),
+            (probe.main, "look", f"--{red}", "--ckpt", out, "--start=a"), (bench.main, f"--what={red}"),
+            (lambda argv: run(lambda: prepare_text.main(argv)), f"--encoding={red}"),
             (sample.main, *ckpt, "--max_new_tokens=3"), (sample.main, "--ckpt", out, f"--set={red}=1"),
             (evaluate.main, *ckpt, f"--json={out}.json"), (evaluate.main, "--ckpt", red),
             (prune.main, *ckpt[2:], "--to=0.5", "--by=random", "--rounds=0", f"--out_dir={out}-half"),

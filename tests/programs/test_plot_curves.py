@@ -14,6 +14,7 @@ from matplotlib.image import imread
 import plot_curves
 from labels import hidden_labels
 from nanoheads.drawing import COLOURS
+from nanoheads.folders import LONGEST
 from nanoheads.heads import pictures as plot_heads
 from nanoheads.training import curves
 from nanoheads.training.curves import curves_of, plot_runs, read_log
@@ -156,10 +157,30 @@ def test_colour_follows_the_order_given_and_a_skipped_run_keeps_its_place(home, 
     assert main(["out/c", "out/b", "out/a", "out/c/", "--out", "elsewhere"]) == 0
     assert strokes(home / "out/c/figures/curves.svg") == {COLOURS[0]}
     assert strokes(home / "out/a/figures/curves.svg") == {COLOURS[2]}
-    assert strokes(home / "elsewhere/comparison.svg") == {COLOURS[0], COLOURS[2]}
+    assert strokes(home / "elsewhere/comparison-c+b+a.svg") == {COLOURS[0], COLOURS[2]}
     printed = capsys.readouterr()
-    assert printed.out.split()[-1] == "elsewhere/comparison.svg" and len(printed.out.split()) == 6
+    assert printed.out.split()[-1] == "elsewhere/comparison-c+b+a.svg" and len(printed.out.split()) == 6
     assert printed.err == "out/b: log.jsonl has no rows to plot, skipped\n"
+
+
+def test_another_comparison_is_another_file(home, capsys):
+    for name in "abc":
+        write(home / "out" / name, rows(4, 2))
+
+    def compared(*argv):
+        assert main([*argv, "--out=all"]) == 0
+        return capsys.readouterr().out.split()[-2:]
+    assert compared("out/a", "out/b") == [f"all/comparison-a+b.{kind}" for kind in ("png", "svg")]
+    before = (home / "all/comparison-a+b.svg").read_bytes()
+    assert compared("out/a", "out/c")[1] == "all/comparison-a+c.svg"
+    assert compared("out/a", "out/b", "--x=tokens")[1] == "all/comparison-by_tokens-a+b.svg"
+    assert (home / "all/comparison-a+b.svg").read_bytes() == before
+
+
+def test_comparisons_of_many_runs_have_names_of_their_own():
+    names = [f"a_run_with_a_long_name_{i}" for i in range(9)]
+    found = {plot_curves.name_of(names[:n], x) for n in range(2, 9) for x in ("step", "time")}
+    assert len(found) == 14 and max(map(len, found)) <= LONGEST + 8
 
 
 def test_the_same_log_gives_the_same_bytes(home):
@@ -173,7 +194,7 @@ def test_a_line_cut_in_half_is_named_and_the_rest_drawn(home, capsys):
     run = write(home / "run", "".join(json.dumps(r) + "\n" for r in rows(20, 10)) + '{"step": 21, "lo')
     train, evals = read_log(run)
     assert [r["step"] for r in train] == list(range(21)) and [r["step"] for r in evals] == [0, 10, 20]
-    message = f"{run}: 1 broken line(s) in log.jsonl, the first is line 25; the rest is used\n"
+    message = f"{run}: 1 broken line in log.jsonl, the first is line 25; the rest is used\n"
     assert capsys.readouterr().err == message
     assert len(plotted(run)) == 2
 
@@ -189,7 +210,7 @@ def test_what_is_no_row_is_passed_over(home, capsys):
     broken = ["7", "[]", '"x"', "{}", '{"loss": 1}', '{"step": "1", "loss": 1}', "\0\0"]
     run = write(home / "run", "\n".join(broken + ["", '{"step": 1, "note": 0}', '{"step": 2, "loss": 1}']))
     assert read_log(run) == ([{"step": 2, "loss": 1}], [])
-    assert "7 broken line(s)" in capsys.readouterr().err
+    assert "7 broken lines" in capsys.readouterr().err
 
 
 def test_after_a_resume_the_later_row_wins(home, capsys):
@@ -507,7 +528,7 @@ def test_damaged_measurements_are_named_and_the_rest_drawn(home, capsys):
     (run / "heads.jsonl").write_text("\n".join(lines))
     assert plot_heads.history(run).step.tolist() == [10, 30, 40]
     assert capsys.readouterr().err == \
-        f"{run}: 2 broken line(s) in heads.jsonl, the first is line 2; the rest is used\n"
+        f"{run}: 2 broken lines in heads.jsonl, the first is line 2; the rest is used\n"
 
 
 def test_a_run_whose_heads_were_not_measured_is_said(home, capsys):
@@ -579,7 +600,7 @@ def test_a_damaged_row_of_measured_heads_is_left_out(home, capsys, damage):
     run = write_heads(home / "run", heads)
     assert plot_heads.history(run).step.tolist() == [10, 30, 40]
     assert capsys.readouterr().err == \
-        f"{run}: 1 broken line(s) in heads.jsonl, the first is line 2; the rest is used\n"
+        f"{run}: 1 broken line in heads.jsonl, the first is line 2; the rest is used\n"
 
 
 @pytest.mark.parametrize("damage", [
@@ -602,4 +623,4 @@ def test_a_damaged_violation_is_left_out(home, capsys):
                   dict(step=20, type="forced", layer=0)]
     (run / "violations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_there))
     assert plot_heads.history(run).forced == [("forced", 20, 0, 1)]
-    assert "2 broken line(s) in violations.jsonl, the first is line 2" in capsys.readouterr().err
+    assert "2 broken lines in violations.jsonl, the first is line 2" in capsys.readouterr().err

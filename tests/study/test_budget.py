@@ -29,6 +29,15 @@ def test_what_fits_stays_as_it_is():
     assert line == "7 minutes: all of it fits, 5 seeds, 960 steps a run; about 6.5 minutes"
 
 
+def test_a_line_of_one_seed_and_one_minute_has_no_plurals():
+    found, line = fitted(study(minutes=1, seeds=[1], budgets=[]), seconds, STEPS)
+    assert line == "1 minute: all of it fits, 1 seed, 960 steps a run; about 1.0 minutes"
+    _, line = fitted(study(minutes=1, seeds=[1]), seconds, STEPS)
+    assert line.startswith("1 minute: 1 seed of 1, 960 steps a run; without other budgets")
+    _, line = fitted(study(minutes=1, seeds=[1], budgets=[]), seconds, 1)
+    assert "1 seed, 1 step a run" in line
+
+
 def test_first_what_is_not_the_comparison_goes_then_seeds():
     found, line = fitted(study(minutes=5, screen=True, tune_lr=True), seconds, STEPS)
     assert (found.seeds, found.screen, found.tune_lr, found.budgets) == ([1, 2, 3, 4, 5], False, False, [])
@@ -64,3 +73,11 @@ def test_of_two_seeds_none_goes():
     found, _ = fitted(study(minutes=1, seeds=[1, 2]), seconds, STEPS)
     assert found.seeds == [1, 2] and found.settings == {"max_iters": 480}
     assert replace(found, settings={}, budgets=[0.7]) == study(minutes=1, seeds=[1, 2])
+
+
+def test_a_challenge_in_so_many_minutes_loses_seeds_alone():
+    """It has no other budgets that could go first."""
+    config = StudyConfig(mechanism="xsa", screen=False, minutes=12)
+    found, line = fitted(config, seconds, STEPS)
+    assert found.seeds == [*range(1, 13)] and found.budgets == []
+    assert line == "12 minutes: 12 seeds of 15, 960 steps a run; about 12.0 minutes"

@@ -158,6 +158,10 @@ def test_a_budget_is_given_in_tokens_a_parameter_and_a_size_by_name(monkeypatch)
         assert all(getattr(plain.train if key.endswith("lr") else plain.model, key) == value
                    for key, value in SIZES[size].items())
         assert builder.at_budget(0.7).train.max_iters == round(0.7 * steps)
+        # a study of half the tokens is a short one, whatever the size
+        short = VariantBuilder(replace(config, tokens_per_param=10.0))
+        assert short.of_scale() == builder.of_scale() == dict(steps=steps, tokens=2048 * steps)
+        assert short.plain.train.max_iters == steps // 2
     # the smallest of the ladder is the tiny scale: their runs have the same hashes
     spec = [Study(StudyConfig(mechanisms=["xsa"], device="cpu", **keys), "x").runs.spec
             for keys in (dict(), dict(scale="nano", size="0.1M", tokens_per_param=20.0))]
@@ -651,7 +655,8 @@ def test_a_recheck_computes_every_figure_and_finds_a_changed_one(finished, capsy
         results.write(copy, ".")
         with pytest.raises(SystemExit) as e:
             main(["--recheck=results.json.gz"])
-        assert "figures are not what its runs give" in e.value.code and "\n" not in e.value.code
+        assert re.search(r"(1 of .* is|\d\d* of .* are) not what its runs give", e.value.code)
+        assert "\n" not in e.value.code
         said.append(capsys.readouterr().err)
         return said[-1]
 
@@ -709,7 +714,7 @@ def test_a_recheck_asks_whose_the_runs_are(finished, capsys):
             (of_fewer_steps, "has another spec"),
             (screened, "screened output_gate, seed 9: no run gave 2.0")):
         changed(change)
-        with pytest.raises(UserError, match="are not what its runs give"):
+        with pytest.raises(UserError, match="(is|are) not what its runs give"):
             results.recheck("results.json.gz")
         assert problem in capsys.readouterr().err, problem
     run = next(iter(found["runs"].values()))
@@ -908,9 +913,11 @@ def test_runs_are_not_done_where_what_their_mechanism_reads_changed(plain, here,
 
 @pytest.fixture
 def copied(plain, bytes_data, tmp_path):
-    """A data folder of this test's own, in the place of the one that `plain` names."""
-    folder = tmp_path / "copied"
-    shutil.copytree(bytes_data, folder, ignore=shutil.ignore_patterns("*.checked"))
+    """A data folder of this test's own, of the same text in characters, in the place of the one that `plain`
+    names: of tokens that are bytes another number of bytes is refused.
+    """
+    splits = {name: (bytes_data / f"{name}.bin").read_bytes().decode() for name in ("train", "val", "test")}
+    folder = write_dataset(tmp_path / "copied", splits, "char", sorted({*"".join(splits.values())}))
     plain.write_text(plain.read_text().replace(str(bytes_data), str(folder)))
     return folder
 
@@ -988,7 +995,7 @@ def test_a_recheck_names_runs_of_another_text(finished, capsys):
         copy = json.loads(json.dumps(found))
         change(copy)
         results.write({**copy, **json_safe(effects.figures(copy))}, ".")
-        with pytest.raises(UserError, match="are not what its runs give"):
+        with pytest.raises(UserError, match="(is|are) not what its runs give"):
             results.recheck("results.json.gz")
         return capsys.readouterr().err
 
@@ -1109,7 +1116,7 @@ def test_a_report_says_how_many_runs_were_scored_once_more(finished, plain, here
     words = "2 of 13 runs were scored once more from their checkpoints and gave their scores."
     for said in (findings.remarks(found), [report.in_text(found).replace("\n", " ")], [report.page(found)]):
         assert words in " ".join(said)
-    assert findings.verdicts(found)["rescored"] == dict(agree=2, without_checkpoint=0)
+    assert findings.verdicts(found)["rescored"] == dict(runs=2, without=0)
     # the same once more takes no second time, another result does
     score, scored = trial.score_as_planned, []
     monkeypatch.setattr(trial, "score_as_planned", lambda *args: scored.append(1) or score(*args))
@@ -1277,7 +1284,7 @@ def test_a_fresh_study_that_was_stopped_says_what_it_goes_on_with(finished, here
     here.started = []
     Study(fresh, "test").run(here)  # the first one ended before its runs were put into out/trials
     n = len(found["runs"])
-    assert here.started == [] and f"stopped: {n} runs are in out/b/fresh" in capsys.readouterr().out
+    assert here.started == [] and f"stopped: {n} finished runs in out/b/fresh;" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -1326,7 +1333,7 @@ def test_a_study_on_two_texts_is_one_analysis_and_the_second_chooses_nothing(
     assert Path("out/two/products/report.html").is_file() and Path("out/two/sums/forest.png").is_file()
     assert "sums and products" in page and row["verdict"] in page
     table = findings.texts_table(found)
-    assert table.head[4:6] == ("on sums", "on products") and len(table.rows) == 3
+    assert table.head[5:7] == ("on sums", "on products") and len(table.rows) == 3
     assert "all of them the same" in results.recheck("out/two/results.json.gz")
     found["together"]["comparisons"][0]["mean"] += 0.01
     results.write(found, "out/two")
@@ -1427,11 +1434,12 @@ def test_a_run_that_fails_under_several_names_is_one_failed_run(plain, here, mon
 @pytest.mark.parametrize("verdict, failed, stays", [
     ("better", ("output_gate", "judge"), False), ("better", ("output_gate", "screen"), True),
     ("same", ("output_gate", "judge"), False), ("same", ("plain", "judge"), False),
+    ("identical", ("output_gate", "judge"), False), ("identical", ("plain", "screen"), True),
     ("worse", ("output_gate", "judge"), True), ("worse", ("plain", "judge"), False),
     ("better", ("plain", "judge"), True)], ids=str)
 def test_a_verdict_that_favours_a_side_whose_runs_failed_is_withheld(verdict, failed, stays, finished):
     _, found = finished
-    shift = dict(better=-1.0, worse=1.0, same=0.0)[verdict]
+    shift = dict(better=-1.0, worse=1.0, same=1e-6, identical=0.0)[verdict]
     arms, plain = found["arms"], found["arms"]["plain"]
     scores = [2.0 + 1e-5 * i for i in range(len(plain["bpb"]))]
     plain["bpb"], arms["output_gate"]["bpb"] = scores, [score + shift for score in scores[:3]]
@@ -1488,12 +1496,25 @@ def test_a_report_of_less_does_not_replace_one_of_more(finished):
     assert results.collect(less, "test")["done"] == found["done"] - 2
 
 
+def test_a_study_of_fewer_steps_and_a_part_of_the_split_says_so(plain, here):
+    study = study_of(plain, settings=dict(max_iters=3), test_tokens=320, match_parameters=False)
+    study.run(here)
+    found = results.collect(study, "test")
+    whole, size = found["of_scale"], found["data"]["of_bytes"]
+    assert whole == dict(steps=6, tokens=6 * 4 * 16)
+    assert findings.cut_of(found) == dict(steps=3, of_steps=6, tokens=3 * 4 * 16, of_tokens=6 * 4 * 16,
+                                          split="test", bytes=320, of_bytes=size)
+    assert findings.headline(found).startswith(
+        "Short runs, 3 of the plain scale's 6 steps (192 of 384 tokens), scored on "
+        f"{100 * 320 / size:.2g} % of the test split. ")
+
+
 def test_a_mechanism_that_does_nothing_is_identical_and_another_seed_is_not(plain, here):
     study = study_of(plain, mechanisms=["agency"], variants={"again": dict(seed=1000)}, plain_seeds=3)
     study.run(here)
     rows = {row["variant"]: row for row in results.collect(study, "test")["comparisons"]}
-    assert rows["agency"]["verdict"] == "same" and rows["agency"]["mean"] == 0.0
-    assert "identical" in rows["agency"]["words"] and rows["again"]["mean"] != 0.0
+    assert rows["agency"]["verdict"] == "identical" and rows["agency"]["mean"] == 0.0
+    assert "nothing acted" in rows["agency"]["words"] and rows["again"]["mean"] != 0.0
 
 
 def test_a_report_from_a_file_says_first_whether_its_runs_give_its_figures(finished, capsys):
@@ -1783,9 +1804,26 @@ def test_a_plan_runs_nothing(plain, capsys):
     main(["--base", str(plain), "--mechanisms=output_gate,xsa", "--dry_run", "--device=cpu", "--screen",
           "--best=1", "--worst=0"])
     said = capsys.readouterr().out
-    assert "plain x 0.7" in said and "xsa" in said and (" minutes, " in said or " hours, " in said)
+    assert "plain x 0.7" in said and "xsa" in said
+    assert re.search(r"about (1 minute|\d+ minutes|[\d.]+ hours), \d+ at once", said)
     # 3 variants x 2 seeds on validation, then 5 of one variant, 5 of the plain GPT and of each of 3 budgets
     assert "31 runs, 31 of them to do" in said and not Path("out").exists()
+
+
+def test_a_plan_shows_the_whole_of_long_flags(plain, capsys):
+    """They ended after 70 characters."""
+    flags = dict(sentinel="hard_concrete", sentinel_init=2.5, sentinel_coef=0.125, mechanism_lr=0.0625,
+                 head_ids=[[0, 1]], output_gate="headwise")
+    argv = ["--base", str(plain), f"--variants={dict(long=flags)}", "--dry_run", "--device=cpu", "--seeds=1",
+            "--budgets=[]", "--plain_seeds=1"]
+    main(argv)
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("long "))
+    column = lines[0].index("flags")
+    rows = [lines[at][column:], *(line.strip() for line in lines[at + 1:] if line[:column].strip() == "")]
+    assert len(rows) > 1 and all(len(row) <= 70 for row in rows)
+    assert " ".join(rows) == " ".join(f"{key}={value}" for key, value in flags.items())
+    assert "2 runs, 2 of them to do" in "\n".join(lines)
 
 
 def column_of(plan, title):
@@ -1841,12 +1879,25 @@ def test_a_plan_without_its_data_names_the_command_that_makes_it(monkeypatch, ca
     *rows, last = said.out.splitlines()
     assert last.startswith("dataset wikitext2_byte is not prepared; run: python ")
     assert "data/wikitext2/prepare.py --encoding=byte;" in last and said.err == ""
-    assert [re.split("  +", row)[0].strip() for row in rows] == [
+    named = [name for row in rows if (name := re.split("  +", row)[0].strip())]  # long flags go on below
+    assert named == [
         "variant", "plain", "control_noise", "short_conv", "query_gain", "parameters without effect",
         "AdamW for Muon", "learned positions for RoPE", "no QK-norm", "QK-norm without a gain", "plain again",
         "plain x 0.7", "plain x 1.4", "plain x 2"]
     with pytest.raises(SystemExit, match="is not prepared"):  # a study itself is refused
         main(["config/studies/controls.py", "--device=cpu"])
+
+
+@pytest.mark.parametrize("first, words", [
+    ({"out/teacher": "python train.py x.py --out_dir=out/teacher"},
+     "there yet; first run: python train.py x.py --out_dir=out/teacher"),
+    ({}, "there yet; train it first")])
+def test_a_plan_whose_teacher_is_missing_says_what_makes_it(first, words, bytes_data, capsys):
+    variants = {"taught": dict(constraint_names=["a"], teacher="out/teacher", constraint_match="kl")}
+    with pytest.raises(SystemExit) as e:
+        main(["--dry_run", "--device=cpu", f"--variants={variants}", f"--first={first}",
+              f"--settings={dict(dataset=str(bytes_data))}"])
+    assert e.value.code == f"compare: taught: teacher=out/teacher is not {words}"
 
 
 def test_the_plan_of_the_controls_reads_as_a_plan(

@@ -211,12 +211,18 @@ def test_a_difference_over_texts_is_the_mean_of_those_on_each():
     assert both["df"] != pytest.approx(scipy_stats.ttest_ind(*means, equal_var=False).df, rel=1e-3)
 
 
-def test_identical_scores_are_the_same_and_one_digit_off_is_not():
+def test_identical_scores_say_that_nothing_acted_and_one_digit_off_is_another_model():
     scores = noisy(1, 2.1, 9)
     rows = effects.figures(study({"plain": scores, "a": scores[:4], "b": [*scores[:3], scores[3] + 1e-9]}))
     a, b = rows["comparisons"]
-    assert (a["verdict"], a["mean"], a["low"], a["high"], a["n"]) == ("same", 0, 0, 0, 4)
-    assert b["mean"] != 0
+    assert (a["verdict"], a["mean"], a["low"], a["high"], a["n"]) == ("identical", 0, 0, 0, 4)
+    assert a["words"] == ("identical: nothing acted, the scores are those of the plain GPT on every shared "
+                          "seed")
+    assert b["mean"] != 0 and b["p_corrected"] == b["p"]  # one comparison is tested
+    alone = effects.figures(study({"plain": scores, "b": [*scores[:3], scores[3] + 1e-9]}))
+    assert alone["comparisons"] == [b]
+    pair = {**study({"plain": scores, "a": scores[:4], "b": scores[:4]}), "pairs": [["a", "b", []]]}
+    assert "those of b on every" in effects.figures(pair)["comparisons"][0]["words"]
 
 
 def test_two_seeds_that_coincide_make_no_identity():
@@ -256,6 +262,13 @@ def test_a_file_of_an_earlier_procedure_is_computed_anew(tmp_path):
     (tmp_path / "ladder.json").write_text(json.dumps(ladder))
     again = results.read(tmp_path / "old.json")
     assert verdicts(again) == verdicts(effects.figures(again)) and again["procedure"] == effects.PROCEDURE
+    # until 2026-11-26 the same procedure called identical scores the same, and counted them
+    path = ROOT / "results" / "controls-tiny.json.gz"
+    found = json.loads(gzip.decompress(path.read_bytes()))
+    row = next(row for row in found["comparisons"] if row["verdict"] == "identical")
+    row.update(verdict="same", p=1.0, p_corrected=1.0, p_same=0.0)
+    (tmp_path / "same.json").write_text(json.dumps(found))
+    assert results.read(tmp_path / "same.json") == results.read(path)
     several = results.read(tmp_path / "ladder.json")
     assert several["sizes"]["0.1M"] == again and not {"ladder", "held_out"} & several.keys()
     # control: one of today's procedure is shown as it is, and --recheck names what is not as computed

@@ -1,5 +1,6 @@
-"""The report: one table of numbers as measured, four verdicts, one page that loads nothing, at any width."""
+"""The report: one table of numbers as measured, its verdicts, one page that loads nothing, at any width."""
 
+import base64
 import html
 import json
 import math
@@ -10,6 +11,7 @@ from html.parser import HTMLParser
 import matplotlib as mpl
 import numpy as np
 import pytest
+from scipy.special import stdtrit
 
 from browser import CHROMIUM
 from labels import hidden_labels
@@ -170,7 +172,7 @@ class Page(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.tags, self.words, self.css, self.inside = [], [], [], ""
-        self.feed(text)
+        self.feed(text.replace("<wbr>", ""))  # a name is one word, wherever it may break
         self.text = " ".join(" ".join(self.words).split())
 
     def handle_starttag(self, tag, attrs):
@@ -226,19 +228,130 @@ def test_verdicts_over_several_texts_are_those_of_all_together():
     assert len(rows) == len(expected) > 20
     for row in rows:
         c = expected[row["variant"], row["baseline"]]
-        assert (row["verdict"], row["difference"], row["n"]) == (c["verdict"], c["mean"], c["n"])
+        assert all(row[key] == c[key] for key in ("verdict", "mean", "n", "p_corrected"))
+        assert all(row[key] == c.get(key) for key in ("worth", "equal_flops", "equal_time"))
 
 
 def test_headline_counts_verdicts():
     found = make_found(5, screened=3)
-    for c, word in zip(main_rows(found), (*findings.MEANING, "undecided")):
+    for c, word in zip(main_rows(found), findings.MEANING):
         c["verdict"] = word
     assert headline(found) == (
         "8 variants were screened. 1 of 5 variants was shown to be better than the plain GPT; 1 worse; 1 the "
-        "same within ±0.01 bits/byte; 2 undecided.")
+        "same within ±0.01 bits/byte; 1 identical to it, since nothing acted; 1 undecided.")
     for c in found["comparisons"]:
         c["verdict"] = "undecided"
     assert "Not one of 5 variants was shown to be better than the plain GPT; 5 undecided." in headline(found)
+
+
+def test_undecided_beside_an_interval_without_0_says_that_it_is_the_correction():
+    """+0.3131 [+0.2008, +0.4254], undecided, reads like a mistake."""
+    found, row = one_better()
+    row.update(verdict="undecided", mean=0.3131, low=0.2008, high=0.4254, p=0.01, p_corrected=0.09,
+               words="undecided: +0.3131 bits/byte (95 % interval +0.2008 to +0.4254, corrected p = 0.09); "
+                     "about 9 seeds, now 5, would probably decide")
+    found["comparisons"] *= 9
+    side = "; below 0 is better"
+    said = ("; the interval, which is not corrected, leaves out 0, and p, which is corrected for 9 "
+            "comparisons, is above 0.05")
+    assert findings.sentence_of(found, row) == row["words"] + side + said
+    assert row["words"] + side + said in Page(html_of(found)).text
+    assert {c["words"] for c in findings.verdicts(found)["comparisons"]} == {row["words"] + side + said}
+    row.update(low=-0.1)
+    assert findings.sentence_of(found, row) == row["words"] + side
+    # withheld for a failed run, and not by the correction
+    row.update(low=0.2, p_corrected=0.01, words="not called worse, since 1 of the other side's runs failed")
+    assert findings.sentence_of(found, row) == row["words"]
+    row.update(verdict="worse", words="worse by 0.3131 bits/byte (95 % interval 0.2008 to 0.4254)")
+    assert findings.sentence_of(found, row) == row["words"]  # whose word holds the sign
+
+
+def test_identical_scores_stand_in_no_count_of_findings():
+    found = results.read(ROOT / "results" / "controls-tiny.json.gz")
+    row, = (c for c in found["comparisons"] if c["verdict"] == "identical")
+    n = len(found["comparisons"]) - 1
+    assert " the same" not in headline(found) and "1 identical to it, since nothing acted" in headline(found)
+    assert f"Verdicts are corrected for {n} comparisons." in findings.remarks(found)
+    page = Page(html_of(found))
+    assert f"here they are {n}." in page.text and row["words"] in page.text
+    assert findings.MEANING["identical"] in page.text
+    assert sum(tag == "span" and attrs["class"] == "badge identical" for tag, attrs in page.tags) == 3
+    c, = (c for c in findings.verdicts(found)["comparisons"] if c["variant"] == row["variant"])
+    assert (c["verdict"], c["mean"], c["p_corrected"], c["p_same"]) == ("identical", 0.0, None, None)
+    line = next(line for line in report.in_text(found).splitlines() if "  identical  " in line)
+    assert re.search(r"\+0\.0000 \[\+0\.0000, \+0\.0000\]  +–  ", line)
+    texts = [text.get_text() for text in pictures.forest(found).legends[0].get_texts()]
+    assert "identical" in texts and "same" not in texts
+
+
+# ---- what was asked, and how much of it was run ----
+
+def cut(found, steps=None, share=1):
+    found["of_scale"] = dict(steps=1000, tokens=2_048_000)
+    for arm in found["arms"].values():
+        arm.update(steps=steps or 1000, tokens=2048 * (steps or 1000))
+    found["data"].update(bytes=round(found["data"]["of_bytes"] * share))
+    return found
+
+
+def test_a_cut_study_says_so_in_headline_box_and_json():
+    whole = cut(make_found(2))
+    assert findings.verdicts(whole)["cut"] is None and headline(whole).startswith("1 of 2 variants")
+    assert not any("Each run" in line for line in findings.notices(whole))
+    found = cut(make_found(2), steps=150, share=0.14)
+    size = found["data"]["of_bytes"]
+    first = ("Short runs, 150 of the tiny scale's 1,000 steps (307k of 2.05M tokens), scored on 14 % of the "
+             "test split.")
+    assert headline(found) == f"{first} {headline(whole)}"
+    box = findings.notices(found)[0]
+    assert box == ("Each run of the plain GPT was trained for 150 steps, where the tiny scale has 1,000 "
+                   "(307,200 of 2,048,000 tokens) and scored on 14 % of the test split "
+                   f"({0.14 * size:,.0f} of {size:,} bytes). After all steps the variants may rank "
+                   "otherwise.")
+    told = findings.verdicts(found)
+    assert told["headline"] == headline(found) and told["cut"] == dict(
+        steps=150, of_steps=1000, tokens=307200, of_tokens=2048000, split="test", bytes=round(0.14 * size),
+        of_bytes=size)
+    text = Page(html_of(found)).text
+    assert first in text and box in text
+    assert first in report.in_text(found).replace("\n", " ")
+    part = cut(make_found(2), share=0.25)
+    assert headline(part).startswith("Scored on 25 % of the test split. 1 of 2")
+    assert "After all steps" not in findings.notices(part)[0]
+    ladder = make_ladder()
+    cut(ladder["sizes"]["1M"], steps=1)
+    lines = findings.standing(ladder)
+    assert [line[:52] for line in lines] == ["1M: Each run of the plain GPT was trained for 1 step"]
+    del found["of_scale"]  # of a file from before
+    assert headline(found).startswith("Scored on 14 % of the test split. 1 of 2 variants")
+    assert findings.verdicts(found)["cut"]["of_steps"] is None
+
+
+@pytest.mark.parametrize("variants, screened, title", [
+    (1, 0, "Is routing_0 better than the plain GPT?"),
+    (2, 0, "Is routing_0 or routing_1 better than the plain GPT?"),
+    (2, 1, "Is routing_0, routing_1 or screened_0 better than the plain GPT?"),
+    (3, 2, "Is any of 5 variants better than the plain GPT?")])
+def test_a_study_without_a_question_asks_whether_its_variants_are_better(variants, screened, title):
+    found = make_found(variants, screened=screened)
+    assert f"<h1>{found['question']}</h1>" in html_of(found)
+    found.update(question="")
+    found["arms"]["acag+elementwise"]["label"] = "routing_0"
+    assert f"<h1>{title}</h1>" in html_of(found) and findings.verdicts(found)["question"] == title
+    assert report.in_text(found).replace("\n", " ").startswith(f"{title} {headline(found)}")
+    assert findings.question_of({**found, "pairs": [], "screened_out": []}) == "routing"  # its name
+
+
+def test_a_long_name_keeps_its_beginning():
+    found = make_found(30)
+    name = "temperature_that_grows_with_position_and_more"
+    main_row = main_rows(found)[0]
+    found["arms"][main_row["variant"]]["label"] = name
+    row = next(line for line in report.in_text(found).splitlines() if re.match(r"temp\S+ +better ", line))
+    first = row.split()[0]
+    assert first.endswith("…") and name.startswith(first[:-1]) and len(first) >= 12
+    assert pictures.cut(name) == name[:39] + "…"
+    assert pictures.cut("a  short\nname") == "a short name"
 
 
 def test_what_a_page_says_of_seeds_and_comparisons_is_so_in_this_study():
@@ -295,14 +408,65 @@ def test_what_was_not_measured_is_not_called_lost():
     """The demo's headline once spoke of equal time, at which nothing had been compared."""
     found, row = one_better(params=10**9, flops_per_token=5.8e6, time_ratio=dict(mean=1.1, low=1.0, high=1.2))
     of_one_budget(row)
-    assert headline(found).endswith("better by 0.02 bits/byte; not shown to be better at equal FLOPs; "
-                                    "equal parameters and equal time were not measured.")
+    assert headline(found).endswith("better by 0.02 bits/byte; equal parameters, equal FLOPs and equal time "
+                                    "were not measured.")
     found["arms"][row["variant"]]["params"] = found["arms"]["plain"]["params"]
-    assert headline(found).endswith("at equal FLOPs; equal time was not measured.")
+    assert headline(found).endswith("bits/byte; equal FLOPs and equal time were not measured.")
     head, (_, cells), _ = findings.verdicts_table(found)
     assert [title for title, cell in zip(head, cells) if cell == "not measured"] == [
         "worth × compute", "at equal FLOPs", "at equal time"]
-    assert report.in_text(found).count("not measured") == 4
+
+
+def test_columns_in_which_nothing_was_measured_are_left_out_and_named_once():
+    found, row = one_better(time_ratio=None, memory_mib=None)
+    found["arms"]["plain"].update(time_ratio=None, memory_mib=None)
+    found["arms"] = {name: found["arms"][name] for name in ("plain", row["variant"])}
+    time = row["equal_time"]
+    of_one_budget(row)
+    said = "Not measured, and so not in the table: worth × compute, equal FLOPs and equal time."
+    page = Page(html_of(found)).text
+    for text in (report.in_text(found).replace("\n", " "), page,
+                 tables.TABLES["verdicts"](found).replace("\\", "")):
+        assert text.count(said) == text.count("worth × compute") == 1
+    assert "not in the table: MiB added and time of a step × [95 %]." in page
+    assert "not measured" not in report.in_text(found).partition("variant  ")[2]
+    row["equal_time"] = time
+    first = rows_in(tables.TABLES["verdicts"](found))[1]
+    assert first["at equal time"] == findings.at_cost(row, "equal_time", findings.interval)
+    said = "Not measured, and so not in the table: worth × compute and equal FLOPs."
+    assert said in report.in_text(found).replace("\n", " ") and said in Page(html_of(found)).text
+    # a difference that could not be measured at a known cost still has the cost
+    time.update(dict.fromkeys(("mean", "low", "high")))
+    assert rows_in(tables.TABLES["verdicts"](found))[1]["at equal time"] == "not measured at 1.10 ×"
+
+
+def test_better_at_equal_hyperparameters_alone_does_not_look_like_better():
+    found, row = one_better()
+    row["equal_flops"].update(mean=-0.01, low=-0.02, high=-0.005)
+    row["equal_time"].update(mean=0.0, low=-0.01, high=0.01)
+    blue = pictures.VERDICT_COLOURS["better"]
+
+    def looks():
+        """The badges, the words beside them, the colour of the mean and the texts of the legend."""
+        page, figure = html_of(found), pictures.forest(found)
+        mean, = (line for line in figure.axes[0].get_lines() if list(line.get_xdata()) == [row["mean"]])
+        legend = [text.get_text() for text in figure.legends[0].get_texts()]
+        dot = pictures.compute(found).axes[0].get_lines()[1]
+        assert dot.get_color() == mean.get_color()
+        return (set(re.findall(r'class="(badge better[^"]*)"', page.split("How to read this")[0])),
+                set(re.findall("<span class=limit>(.*?)</span>", page)), mean.get_color(), legend)
+
+    badges, words, colour, legend = looks()
+    assert badges == {"badge better limited"} and words == {"but not at equal time"} and colour != blue
+    assert legend == ["better, but not at equal time"]
+    # the verdict is what the statistics say
+    assert findings.verdicts(found)["comparisons"][0]["verdict"] == "better"
+    assert findings.verdicts_table(found).rows[1][1] == "better"
+    row["equal_time"].update(high=-0.001)
+    assert looks() == ({"badge better"}, set(), blue, ["better"])
+    row.update(verdict="undecided")
+    row["equal_time"].update(high=0.01)
+    assert looks()[1] == set()
 
 
 def test_a_variant_that_costs_no_more_is_better_at_equal_cost_too():
@@ -315,7 +479,7 @@ def test_a_variant_that_costs_no_more_is_better_at_equal_cost_too():
         of_one_budget(row)
         more["arms"][row["variant"]][key] *= 1.01
         tokens = "; it trains on 1.01 times the plain GPT's tokens" * (key == "tokens")
-        assert headline(more).endswith(f"; not shown to be better at equal FLOPs{tokens}.")
+        assert headline(more).endswith(f"bits/byte{tokens}; equal FLOPs were not measured.")
 
 
 @pytest.mark.parametrize("key, what", [("equal_flops", "FLOPs"), ("equal_time", "time")])
@@ -327,7 +491,7 @@ def test_each_equal_cost_is_better_lost_or_not_measured(key, what):
     row[key].update(mean=0.0, low=-0.01, high=0.01)
     assert headline(found).endswith(f"; not shown to be better at equal {what}.")
     row[key].update(ratio=2.4, mean=None, low=None, high=None, p=None)  # no plain GPT was trained for as much
-    assert headline(found).endswith("; not shown to be better at equal FLOPs." if what == "FLOPs" else
+    assert headline(found).endswith("; equal FLOPs were not measured." if what == "FLOPs" else
                                     "; equal time was not measured.")
     cell = findings.verdicts_table(found).rows[1][-2 if what == "FLOPs" else -1]
     assert cell == "not measured at 2.40 ×"
@@ -362,8 +526,13 @@ def test_of_several_winners_the_headline_counts_what_was_not_measured():
 def test_the_demo_claims_nothing_of_what_it_did_not_measure():
     found = results.read(ROOT / "results" / "demo.json.gz")
     assert found["config"]["budgets"] == [] and not found["config"]["match_parameters"]
-    assert headline(found).endswith("short_conv is not shown to be better at equal FLOPs; equal parameters "
-                                    "and equal time were not measured.")
+    assert headline(found) == (
+        "Short runs, 320 of the tiny scale's 960 steps (655k of 1.97M tokens). 1 of 2 variants was shown to "
+        "be better than the plain GPT; 1 worse. Equal parameters, equal FLOPs and equal time were not "
+        "measured.")
+    said = report.in_text(found).replace("\n", " ")
+    assert said.count("not measured") == 1
+    assert "Not measured, and so not in the table: worth × compute, equal FLOPs and equal time." in said
 
 
 def test_unfinished_study_says_so_at_the_top():
@@ -490,6 +659,15 @@ def test_page_asks_the_network_for_nothing_and_runs_nothing(variants, change):
     assert any("default-src 'none'" in (attrs.get("content") or "") for _, attrs in page.tags)
 
 
+def test_long_names_break_behind_underscores_and_stay_text():
+    found = make_found(3)
+    found["arms"]["routing_1"]["label"] = "a_long<b>_name+<wbr>"
+    page = html_of(found)
+    assert "<th scope=row class=w>a_<wbr>long&lt;b&gt;_<wbr>name+<wbr>&lt;wbr&gt;</th>" in page
+    assert "a_long&lt;b&gt;_name" not in page.partition("<table>")[2].partition("</table>")[0]
+    assert "a_long<b>_name+" in Page(page).text
+
+
 def test_text_from_the_study_stays_text():
     found = poisoned(make_found(3))
     page = Page(html_of(found))
@@ -514,13 +692,13 @@ def test_every_tag_is_closed_where_it_was_opened():
         open = []
 
         def handle_starttag(self, tag, attrs):
-            if tag not in ("meta", "link", "img"):
+            if tag not in ("meta", "link", "img", "source", "wbr"):
                 self.open.append(tag)
 
         def handle_endtag(self, tag):
             assert self.open.pop() == tag
 
-    Nested().feed(html_of(make_found(3, screened=2), {"forest": b"<svg/>"}))
+    Nested().feed(html_of(make_found(3, screened=2), {"forest": b"<svg/>", "forest_narrow": b"<svg/>"}))
     assert Nested.open == []
 
 
@@ -529,19 +707,19 @@ def test_every_tag_is_closed_where_it_was_opened():
 @every_size
 def test_terminal_table_fits_and_holds_the_numbers_best_first(variants):
     found = make_found(variants)
-    found["arms"]["plain"]["params"] = 124_439_808
     lines = report.in_text(found).splitlines()
     assert max(map(len, lines)) <= 120
     head = next(i for i, line in enumerate(lines) if line.startswith("variant "))
     plain = lines[head + 1].split()
     mean = np.mean(found["arms"]["plain"]["bpb"])
-    assert plain[:4] == ["plain", "GPT", "–", "124M"] and float(plain[4]) == pytest.approx(mean, abs=5e-5)
+    assert plain[:3] == ["plain", "GPT", "–"] and float(plain[3]) == pytest.approx(mean, abs=5e-5)
     rows = lines[head + 2:head + 2 + variants]
     shown = [[float(v) for v in re.findall(r"(?<![\w.])[-+][\d.]+", row)] for row in rows]
     ranked = sorted(main_rows(found), key=lambda c: c["mean"])
     for c, numbers, row in zip(ranked, shown, rows):
         assert numbers[:3] == pytest.approx([c["mean"], c["low"], c["high"]], abs=5e-5)
         assert f"  {c['verdict']}  " in row and f"{c['worth']['mean']:.2f} [" in row
+        assert re.search(rf"\]  +{re.escape(findings.p_of(c))}  +\d", row)  # beside the interval
         assert numbers[3:] == pytest.approx([c[key]["mean"] for key in ("equal_flops", "equal_time")
                                              if c[key]["mean"] is not None], abs=5e-5)
     assert f"corrected for {len(found['comparisons'])} comparisons" in " ".join(lines)
@@ -555,7 +733,7 @@ def test_tables_of_the_docs_and_page_hold_the_same(variants):
     page = Page(html_of(found)).text.replace("−", "-")
     assert plain["variant"] == "plain GPT" and len(rows) == variants
     for c, row in zip(sorted(main_rows(found), key=lambda c: c["mean"]), rows):
-        gap = row["difference [95 %]"]
+        gap = row["difference [95 %], below 0 is better"]
         assert [float(v) for v in re.findall(r"[-+][\d.]+", gap)] == pytest.approx(
             [c["mean"], c["low"], c["high"]], abs=5e-5)
         assert row["verdict"] == c["verdict"] and gap in page
@@ -583,11 +761,15 @@ def test_steps_to_the_same_score_follow_from_worth():
         entry["steps"] = 800
     rows = findings.steps_table(found).rows
     assert [row[0] for row in rows] == [findings.label_of(found, name) for name in names]
-    assert {row[1:] for row in rows} == {("800", "1,000 [880, >1,600]", "+20 %")}
+    assert {row[1:] for row in rows} == {("800", "1,000 [880, >1,600]", "20 % fewer steps")}
     assert "1,000 [880, >1,600]" in Page(html_of(found)).text
     for c in found["comparisons"]:
         c["worth"] = dict(mean=None, low=None, high=0.8, beyond="less", smallest=0.7, largest=2.0)
     assert {row[2:] for row in findings.steps_table(found).rows} == {("<560 [<560, 640]", "–")}
+    for worth, words in ((0.8, "25 % more steps"), (1.0, "as many steps")):
+        for c in found["comparisons"]:
+            c["worth"].update(mean=worth, beyond=None)
+        assert {row[3] for row in findings.steps_table(found).rows} == {words}
     for c in found["comparisons"]:
         c["worth"] = None
     assert findings.steps_table(found).rows == []
@@ -648,6 +830,7 @@ def test_forest_has_plain_and_every_variant_once_in_the_colour_of_its_verdict():
     zero, *lines = axes.get_lines()
     assert list(zero.get_xdata()) == [0, 0] and len(lines) == 3 * 31  # seeds, interval, mean; nothing goes on
     assert len(lines[0].get_xdata()) == 10 and sum(lines[0].get_xdata()) == pytest.approx(0)
+    assert list(lines[1].get_xdata()) == pytest.approx([-(half := own_half(found)), half])
     for c, seeds, interval, mean in zip(ranked, lines[3::3], lines[4::3], lines[5::3]):
         assert list(seeds.get_xdata()) == c["differences"]
         assert list(interval.get_xdata()) == [c["low"], c["high"]] and list(mean.get_xdata()) == [c["mean"]]
@@ -655,6 +838,52 @@ def test_forest_has_plain_and_every_variant_once_in_the_colour_of_its_verdict():
     assert axes.yaxis_inverted() and "left is better" in axes.get_xlabel()
     for draw in (pictures.forest, pictures.learning, pictures.compute):
         assert draw(emptied(make_found(3))) is None
+
+
+def own_half(found):
+    """Half the 95 % interval of the plain GPT's own mean."""
+    scores = found["arms"]["plain"]["bpb"]
+    n = len(scores)
+    return stdtrit(n - 1, 0.975) * np.std(scores, ddof=1) / n ** 0.5
+
+
+def test_the_plain_gpt_has_the_interval_of_its_own_mean():
+    found = make_found(3)
+    said = f"its mean ±{own_half(found):.4f}"
+    for text in (report.in_text(found), Page(html_of(found)).text):
+        assert said in text.replace("\N{NO-BREAK SPACE}", " ")
+    assert rows_in(tables.TABLES["verdicts"](found))[0]["difference [95 %], below 0 is better"] == said
+    # of two texts: of the mean of two means, which are independent of each other
+    both = results.read(ROOT / "results" / "all-tiny.json.gz")
+    halves = [own_half(study) for study in both["texts"].values()]
+    half = effects.uncertainty(effects.pooled(both), "plain")
+    assert half == pytest.approx(math.hypot(*halves) / 2, rel=0.02)  # a few more degrees of freedom
+    for few in ([2.3], []):
+        found["arms"]["plain"].update(seeds=list(range(len(few))), bpb=few)
+        assert effects.uncertainty(found, "plain") is None and findings.own_interval(found) == "–"
+
+
+def test_the_forest_for_a_phone_says_the_same_in_fewer_inches():
+    found = make_found(3)
+    found["arms"]["routing_1"]["label"] = "a_name_of_more_than_thirty_letters"
+    wide, narrow = pictures.forest(found), pictures.forest_narrow(found)
+    assert narrow.get_figwidth() < 0.6 * wide.get_figwidth()
+
+    def says(figure):
+        axes, = figure.axes
+        legend, = figure.legends
+        texts = [*axes.get_yticklabels(), *legend.get_texts(), legend.get_title(), axes.xaxis.label]
+        return ["".join(text.get_text().split()) for text in texts], [
+            list(line.get_xdata()) for line in axes.get_lines()]
+
+    assert says(narrow) == says(wide)
+    assert "a_name_of_more_\nthan_thirty_" in narrow.axes[0].get_yticklabels()[2].get_text()
+    page = Page(html_of(found, {"forest": b"<svg wide/>", "forest_narrow": b"<svg narrow/>"}))
+    source, = (attrs for tag, attrs in page.tags if tag == "source")
+    img, = (attrs for tag, attrs in page.tags if tag == "img")
+    for data, svg in ((source["srcset"], b"<svg narrow/>"), (img["src"], b"<svg wide/>")):
+        assert base64.b64decode(data.removeprefix("data:image/svg+xml;base64,")) == svg
+    assert "max-width" in source["media"]
 
 
 def test_what_lies_far_outside_the_forest_is_cut_off_and_marked():
@@ -683,6 +912,13 @@ def test_of_many_variants_a_few_curves_have_a_colour():
     # the plain GPT and its three budgets, a wider and a tuned one, a tuned variant
     assert [len(figure.axes[0].get_lines()) for figure in (few, many)] == [3 + 7, 30 + 7]
     assert [len(figure.legends[0].get_texts()) for figure in (few, many)] == [4, 6]
+    # the grey ones in the order of the study: a set's differs from process to process, and so did the bytes
+    found = make_found(30)
+    grey = [line for line in many.axes[0].get_lines() if line.get_color() == "0.8"]
+    means = {name: pictures.mean_curve(arm, found["runs"])["mean"] for name, arm in found["arms"].items()}
+    names = [name for line in grey for name, mean in means.items() if np.array_equal(mean, line.get_ydata())]
+    assert len(names) == len(grey) == 30 + 7 - 6
+    assert names == [name for name in found["arms"] if name in names]
 
 
 def with_train_loss(found):
@@ -738,6 +974,31 @@ def test_compute_shows_plain_budgets_and_variants_at_their_cost():
                                                     sorted(main_rows(found), key=lambda c: c["mean"])]
 
 
+def test_a_bar_of_the_picture_of_compute_crosses_the_line_if_the_difference_may_be_0():
+    found = results.read(ROOT / "results" / "all-tiny.json.gz")["texts"]["wikitext2_byte"]
+    axes, = pictures.compute(found).axes
+    plain, *bars = axes.collections
+    budgets = {arm["multiple"]: arm["bpb"] for arm in found["arms"].values()
+               if arm["kind"] in ("plain", "budget")}
+    for (x, low), (_, high) in plain.get_segments():
+        n = len(budgets[x])
+        half = stdtrit(n - 1, 0.975) * np.std(budgets[x], ddof=1) / n ** 0.5
+        assert [low, high] == pytest.approx([np.mean(budgets[x]) - half, np.mean(budgets[x]) + half])
+    assert len(plain.get_segments()) == len(budgets) == 4
+    line = axes.get_lines()[0]
+    rows = [c for c in findings.against_plain(found) if c["equal_flops"]]
+    assert len(bars) == len(rows) == 16
+    crosses = []
+    for c, bar in zip(rows, bars):
+        ((x, low), (_, high)), = bar.get_segments()
+        at = np.interp(math.log(x), np.log(line.get_xdata()), line.get_ydata())
+        each = c["equal_flops"]
+        if low < high < axes.get_ylim()[1] - 0.01:  # not cut off
+            assert [low - at, high - at] == pytest.approx([each["low"], each["high"]], abs=1e-9)
+            crosses.append(each["low"] < 0 < each["high"])
+    assert set(crosses) == {True, False}
+
+
 def test_files_are_whole_and_the_same_each_time(tmp_path, capsys):
     found = poisoned(make_found(3, screened=2))
     report.write_all(found, tmp_path / "one")
@@ -761,7 +1022,7 @@ def test_one_seed_still_has_pictures(tmp_path):
 def test_36_variants_stay_a_small_page():
     found = make_found(30, screened=6)
     drawn = {draw.__name__: drawing.drawn(draw, found)
-             for draw in (pictures.forest, pictures.learning, pictures.compute)}
+             for draw in (pictures.forest, pictures.forest_narrow, pictures.learning, pictures.compute)}
     assert len(html_of(found, drawn).encode()) < 1_000_000
 
 
@@ -780,7 +1041,8 @@ def test_ladder_has_a_table_a_picture_and_each_size_its_report(tmp_path, capsys)
     plain, *rows = rows_in(tables.TABLES["ladder"](found))
     assert len(rows) == 2 + 2 * 3 and rows[1]["size"] == "1M"
     c = main_rows(found["sizes"]["0.1M"])[0]
-    assert rows[2]["difference [95 %]"] == findings.interval(c) and rows[2]["verdict"] == c["verdict"]
+    assert rows[2]["difference [95 %], below 0 is better"] == findings.interval(c)
+    assert rows[2]["verdict"] == c["verdict"] and html.unescape(rows[2]["corrected p"]) == findings.p_of(c)
     assert findings.interval(c) in page.text.replace("−", "-") and findings.interval(c) in printed
     assert {attrs["href"] for tag, attrs in page.tags if tag == "a"} == {
         f"{size}/report.html" for size in found["sizes"]}
@@ -808,6 +1070,16 @@ def test_ladder_picture_has_difference_and_worth_at_each_size():
     assert curves[one["variant"]].get_xdata() == pytest.approx([98304, 331776, 983040], rel=0.05)
     assert len(curves[other["variant"]].get_ydata()) == 2
     assert [line.get_ydata()[0] for line in worth.get_lines() if line.get_marker() == "^"] == [2.0]
+
+
+def test_ladder_picture_says_95_percent_and_has_no_tick_without_data():
+    found = make_ladder()
+    for c in found["sizes"]["1M"]["comparisons"]:
+        c["worth"] = None
+    figure = pictures.ladder(found)
+    differences, worth = figure.axes
+    assert [len(axes.get_xticks()) for axes in (differences, worth)] == [3, 2]
+    assert "95 % intervals" in figure.legends[0].get_title().get_text()
 
 
 def test_ladder_picture_does_without_worth_and_marks_what_lies_far_out():
@@ -887,6 +1159,34 @@ def test_in_a_browser_no_table_is_cut_off_or_scrolls_at_a_desk(name, browser, tm
     assert browser.ask(CUT)["scrolling"]
 
 
+def test_in_a_browser_a_phone_has_a_forest_of_its_own_and_a_cue_for_what_scrolls(browser, tmp_path):
+    found = make_found(3)
+    drawn = {draw.__name__: drawing.drawn(draw, found)
+             for draw in (pictures.forest, pictures.forest_narrow, pictures.compute)}
+    (tmp_path / "page.html").write_text(html_of(found, drawn), encoding="utf-8")
+    for width, narrow in ((390, True), (500, True), (1280, False)):
+        browser.open(tmp_path / "page.html", width)
+        table, forest, compute = (browser.ask(f"""(() => {{
+          const boxes = [...document.querySelectorAll("[role=region]")];
+          const box = boxes.find(each => each.querySelector("{what}"));
+          const img = box.querySelector("img"), cue = getComputedStyle(box);
+          box.focus();
+          return {{scrolls: box.scrollWidth > box.clientWidth, label: box.ariaLabel,
+                   focused: document.activeElement == box, source: img && img.currentSrc.slice(26),
+                   shown: img && img.naturalWidth > 0,
+                   cue: cue.backgroundImage.split("gradient").length - 1 + cue.backgroundAttachment}};
+        }})()""") for what in ("table", "picture", "img:only-child"))
+        assert base64.b64decode(forest["source"]) == drawn["forest_narrow" if narrow else "forest"]
+        assert forest["shown"] and compute["shown"] and not forest["scrolls"]
+        assert table["scrolls"] is compute["scrolls"] is narrow
+        for box in (table, forest, compute):
+            assert box["focused"] and box["label"] and box["cue"] == "2local, scroll"
+        # nothing but headings draws a rule between sections: two had an empty stripe between them
+        assert browser.ask("""[...document.querySelectorAll("section, header")].every(each =>
+            getComputedStyle(each.lastElementChild).borderBottomStyle == "none"
+            || each.lastElementChild.matches(".scroll"))""")
+
+
 @pytest.mark.parametrize("name", ["demo", "all-tiny"])
 def test_the_verdict_stands_right_after_the_name(name):
     for part, text in pages_on_file(name).items():
@@ -928,9 +1228,9 @@ def test_a_winner_that_loses_at_the_cost_it_takes_is_no_plain_winner():
     assert "at equal FLOPs" in findings.headline(small)
     row["equal_flops"].update(mean=-0.01, low=-0.015, high=-0.005)
     assert "FLOPs" not in findings.headline(small)
-    # no plain GPT was as dear, or as cheap: the first is not shown, the second only helps the variant
+    # no plain GPT was as dear, or as cheap: the first is not measured, the second only helps the variant
     row["equal_flops"].update(ratio=2.4, mean=None, low=None, high=None, p=None)
-    assert "at equal FLOPs" in findings.headline(small)
+    assert "equal FLOPs and equal time were not measured" in findings.headline(small)
     row["equal_flops"].update(ratio=0.6)
     assert "FLOPs" not in findings.headline(small)
 

@@ -9,7 +9,9 @@ from scipy.signal import lfilter
 
 from nanoheads.intervals import block_bootstrap
 from nanoheads.study import stats
-from nanoheads.study.stats import Comparison, Difference, difference, findable, holm, in_words, judge, p_same
+from nanoheads.study.stats import (Comparison, Difference, difference, findable, holm, in_words, judge,
+                                   p_same, seeds_to_find)
+from simulate import error_of_two_looks
 
 pytestmark = pytest.mark.filterwarnings("error")  # a division by zero is a warning in numpy
 
@@ -194,6 +196,42 @@ def test_no_correction_would_be_wrong_in_every_third_study(monkeypatch):
     assert share_wrong(5, 14, 8, 200) > 0.15
 
 
+# ---- two looks ----
+
+@pytest.mark.parametrize("spending, alpha, share, want", (
+    ("pocock", 0.05, 0.5, (0.0294, 0.0294)), ("obrien_fleming", 0.05, 0.5, (0.0052, 0.0480)),
+    ("pocock", 0.01, 0.5, (0.0056, 0.0056)), ("obrien_fleming", 0.01, 0.5, (0.0003, 0.0099)),
+    ("obrien_fleming", 0.05, 0.6, (0.0101, 0.0464))))
+def test_the_levels_of_two_looks_are_those_of_the_textbooks(spending, alpha, share, want):
+    """Jennison and Turnbull, Group Sequential Methods, tables 2.1 and 2.3: z of 2.178; 2.797 and 1.977; at
+    alpha 0.01 of 2.772; 3.649 and 2.580.
+    """
+    assert stats.levels(alpha, spending, share) == pytest.approx(want, abs=6e-5)
+
+
+@pytest.mark.parametrize("spending", stats.SPENDING)
+@pytest.mark.parametrize("share, m", ((0.5, 1), (0.6, 1), (0.5, 8)))
+def test_two_looks_together_have_the_chance_that_is_allowed(spending, share, m):
+    """By scipy's bivariate normal; m comparisons have an m-th of it each, and the design's shape."""
+    levels = stats.levels(0.05, spending, share, m)
+    z = [float(scipy_stats.norm.isf(level / m / 2)) for level in levels]
+    both = scipy_stats.multivariate_normal([0, 0], [[1, math.sqrt(share)], [math.sqrt(share), 1]])
+    inside = both.cdf(z, lower_limit=[-each for each in z])
+    assert 1 - inside == pytest.approx(0.05 / m, rel=1e-3)
+    single = stats.levels(0.05, spending, share)
+    assert levels[0] / levels[1] == pytest.approx(single[0] / single[1])
+    assert m == 1 or all(a < b for a, b in zip(levels, single))
+
+
+def test_two_planned_looks_are_wrong_in_one_of_twenty_and_two_others_more_often():
+    """A part of tests/simulate.py --only=two_looks; looks without a correction are the negative control."""
+    alone = error_of_two_looks(400, 1, 10, 10, {}, 0.0)
+    several = error_of_two_looks(100, 4, 6, 12, dict(unequal=0.4), 0.0)
+    for spending in stats.SPENDING:
+        assert 0 < alone[spending] / 100 <= bound(400) and several[spending] / 100 <= bound(100)
+        assert alone["peeking"] > 1.3 * alone[spending]
+
+
 # ---- what is found ----
 
 def found(true, n=5, n_plain=14, m=8, trials=300):
@@ -219,6 +257,16 @@ def test_findable_at_its_edges():
     assert findable(scores, 5, 5, 30) > findable(scores, 5, 5, 1)
     loud = [*scores, 1000 * scores[0]]  # the median spread hardly sees one of another
     assert findable(loud, 5, 5, 8) < 3 * findable(scores, 5, 5, 8)
+
+
+@pytest.mark.parametrize("per_seed, m", [(1.0, 1), (2.5, 8)])
+def test_seeds_to_find_are_the_fewest_that_find_a_difference(per_seed, m):
+    scores = [[1.0, 1.01, 1.02, 0.99, 1.005], [2.0, 2.015, 1.995, 2.01]]
+    n = seeds_to_find(0.01, scores, per_seed, m)
+    assert findable(scores, n, round(per_seed * n), m) <= 0.01
+    assert findable(scores, n - 1, round(per_seed * (n - 1)), m) > 0.01
+    assert seeds_to_find(1.0, scores, per_seed, m) == 2
+    assert seeds_to_find(1e-6, scores, per_seed, m) is None and seeds_to_find(0.01, [], per_seed, m) is None
 
 
 @pytest.mark.parametrize("true, margin, word", ((0.9, 0.01, "worse"), (0.1, 1.0, "same")))
@@ -440,11 +488,14 @@ BETTER = Comparison(5, 14, -0.0123, -0.0145, -0.0101, 0.001, 30.0, 1e-4, 0.004, 
      "seeds, now 5, would probably decide"),
     (dict(n=1, low=-math.inf, high=math.inf, se=math.inf, verdict="undecided"),
      "undecided: 1 and 14 seeds are too few, each side needs two or more"),
+    (dict(n=1, n_baseline=1, low=-math.inf, high=math.inf, se=math.inf, verdict="undecided"),
+     "undecided: 1 and 1 seed are too few, each side needs two or more"),
     (dict(low=-math.inf, high=math.inf, se=math.inf, verdict="undecided"),
      "undecided: 5 and 14 seeds do not show the spread of these scores"),
-    (dict(mean=0.0, low=0.0, high=0.0, se=0.0, df=math.inf, verdict="same"),
-     "the same: identical scores on every shared seed"),
-), ids=("better", "worse", "same", "p-too-large", "undecided", "one-seed", "no-spread", "identical"))
+    (dict(mean=0.0, low=0.0, high=0.0, se=0.0, df=math.inf, verdict="identical"),
+     "identical: nothing acted, the scores are those of the other side on every shared seed"),
+), ids=("better", "worse", "same", "p-too-large", "undecided", "one-seed", "one-each", "no-spread",
+        "identical"))
 def test_a_verdict_reads_as_it_should(change, sentence):
     assert in_words(BETTER._replace(**change), 0.05, 0.01) == sentence
 
@@ -459,7 +510,13 @@ def test_words_are_at_the_level_margin_and_unit_that_were_asked_for():
     assert judged(plain, *variants, alpha=p * 0.99)[0].verdict != "worse"
 
 
-def test_identical_scores_are_the_same():
-    got, = judge([stats.IDENTICAL], [(5, 14)])
-    assert (got.verdict, got.mean, got.low, got.high, got.p_same) == ("same", 0, 0, 0, 0)
+def test_identical_scores_are_no_finding_and_take_nothing_of_the_familys_error():
+    tested = [difference([(1, [2.0, 2.1, 2.05 + k]), (-1, [2.2, 2.25, 2.21, 2.3])]) for k in (0, 0.04, 1)]
+    alone = judge(tested, 3 * [(3, 4)])
+    first, *rest, last = judge([stats.IDENTICAL, *tested, stats.IDENTICAL], 5 * [(3, 4)])
+    assert rest == alone and alone[0].p_corrected > 2 * alone[0].p  # of three comparisons, not of five
+    for got in (first, last):
+        assert (got.verdict, got.mean, got.low, got.high, got.n) == ("identical", 0, 0, 0, 3)
+        assert math.isnan(got.p_corrected) and math.isnan(got.p_same) and got.more_seeds is None
+    assert [c.verdict for c in judge(2 * [stats.IDENTICAL], 2 * [(3, 4)])] == 2 * ["identical"]
     assert isinstance(stats.IDENTICAL, Difference)

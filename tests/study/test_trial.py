@@ -304,7 +304,7 @@ def test_data_that_was_replaced_for_the_scoring_alone_gives_no_score(swap, finis
     assert trial.run(folder)["bpb"] == trial.result(finished)["bpb"]
 
 
-@pytest.mark.parametrize("field, value", [("bytes", 22000), ("separator", 11)])
+@pytest.mark.parametrize("field, value", [("options", {"separator": "x"}), ("separator", 11)])
 def test_a_changed_meta_json_is_another_run_and_ends_one_that_was_planned(swap, field, value):
     data, *_ = swap
     before = spec_of(data)

@@ -618,9 +618,31 @@ def test_unusable_texts_are_refused_in_one_line(tmp_path, monkeypatch):
         assert line.endswith("; convert it, or take --errors=replace or --encoding=byte")
     assert "at byte 2,000" in run(text_file(tmp_path / "cut.txt", b"x" * 2000 + "é".encode()[:1]),
                                   "--encoding=char")
-    assert "--out" in refused(lambda: prepare_text.main([f"--source={tmp_path}"]))
     assert "--source" in refused(lambda: prepare_text.main([f"--out={tmp_path}"]))
     assert not list((tmp_path / "mine").glob("*"))
+
+
+def test_a_text_of_ones_own_goes_into_data_under_its_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prepare_text, "HOME", tmp_path / "data")
+    source = text_file(tmp_path / "my text.txt")
+    prepare_text.main([f"--source={source}"])
+    prepare_text.main([f"--source={source}", "--encoding=char"])
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["my_text", "my_text_char"]
+    assert load(tmp_path / "data/my_text")[0]["encoding"] == "byte"
+    capsys.readouterr()
+    prepare_text.main([f"--source={source}"])
+    assert "already prepared, verified" in capsys.readouterr().out
+    # other text of the name is not written over it, and nothing goes beside a prepare.py
+    (tmp_path / "elsewhere").mkdir()
+    other = text_file(tmp_path / "elsewhere/my text.txt", "something else\n" * 500)
+    before = (tmp_path / "data/my_text/train.bin").read_bytes()
+    refused(lambda: prepare_text.main([f"--source={other}"]), "my_text holds another text", "--out")
+    assert (tmp_path / "data/my_text/train.bin").read_bytes() == before
+    prepare_text.main([f"--source={other}", "--force"])
+    assert (tmp_path / "data/my_text/train.bin").read_bytes() != before
+    (tmp_path / "data/enwik8").mkdir()
+    (tmp_path / "data/enwik8/prepare.py").touch()
+    refused(lambda: prepare_text.main([f"--source={text_file(tmp_path / 'enwik8.txt.gz')}"]), "--out")
 
 
 @pytest.mark.parametrize("encoding", ["char", "gpt2"])

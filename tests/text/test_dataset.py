@@ -117,6 +117,7 @@ BAD_META = [
       for value in ("a", None, 9999, 256, -1, 10.5, False)],
     *[(f"splits.val.{key}", value, f"splits.val.{key}={value!r} {COUNT}")
       for key in ("tokens", "bytes") for value in ("x", 0, -5, math.nan, math.inf, 2000.0, True)],
+    ("splits.val.bytes", 2001, "splits.val.bytes=2001 must be as many as tokens, of which each is a byte"),
     ("splits.val.chars", "x", "splits.val.chars='x' must be a whole number"),
     ("splits.val.sha256", 5, "splits.val.sha256=5 must be a text"),
     ("splits.val", 3, "splits.val=3 must be its tokens, bytes and sha256"),

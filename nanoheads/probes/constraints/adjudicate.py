@@ -8,7 +8,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
 from sklearn.preprocessing import StandardScaler
 
-from nanoheads.common import UserError
+from nanoheads.common import UserError, plural
 from nanoheads.intervals import by_draws
 from nanoheads.probes.constraints.metrics import (best_threshold, compared, comparison_table, in_brackets,
                                                   over_documents)
@@ -92,11 +92,14 @@ def row_of(setup, task, name, models, cuts, classed, seed):
     """What is written of a task: figures of each scorer on the passages of its classes, see classes()."""
     chosen, y, terciles = classed
     document, found = cuts[2][1][chosen[2]], []
-    for features in progress_bar(models, task):
+    bar = progress_bar(sum(map(len, models)), task)
+    for features in models:
         found.append({})
         for scorer, x in features.items():
             p, threshold = classified([each[c] for each, c in zip(x, chosen)], y)
             found[-1][scorer] = over_documents(y[2], p, threshold, document, seed)
+            bar.update(1)
+    bar.close()
     whole, less = compared(found, METRICS, by_draws, len(setup.plain) == len(setup.ckpts))
     return dict(task=task, name=name, terciles=terciles, passages=[len(each) for each in y],
                 positive=[float(each.mean()) for each in y], documents=len(np.unique(document)),
@@ -123,8 +126,8 @@ def probe(args):
     lines = [about_setup(setup, args), f"passages of {length:,} tokens: {counts} of {splits}; "
                                        "classes are made of the labels themselves"]
     lines += [f"{row['task']}: mean {row['name']} above {row['terciles'][1]:.4f} against at most "
-              f"{row['terciles'][0]:.4f}; {row['passages'][2]} passages of {row['documents']} documents, "
-              f"{row['positive'][2]:.3f} positive" for row in rows]
+              f"{row['terciles'][0]:.4f}; {plural(row['passages'][2], 'passage')} of "
+              f"{plural(row['documents'], 'document')}, {row['positive'][2]:.3f} positive" for row in rows]
     shown = [(row["task"], row["figures"], row["heads_less"]) for row in rows]
     lines.append(comparison_table(shown, METRICS, sizes, "features", in_brackets))
     return numbers_of_setup(setup, args, dict(features=sizes, tasks=rows)), lines

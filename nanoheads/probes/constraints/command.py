@@ -23,6 +23,7 @@ checkpoint: 95 % intervals over text; several: by t over checkpoints, which pair
 
 import argparse
 
+from nanoheads.common import ArgumentParser
 from nanoheads.probes.constraints import adjudicate, explain, score, skip
 from nanoheads.probes.constraints.adjudicate import TASKS
 from nanoheads.probes.shared import answer, positive
@@ -33,7 +34,7 @@ COMMANDS = dict(score=score, adjudicate=adjudicate, explain=explain, skip=skip)
 
 def arguments(argv):
     plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="probe.py constraints", description=__doc__, formatter_class=plain)
+    parser = ArgumentParser(prog="probe.py constraints", description=__doc__, formatter_class=plain)
     commands = parser.add_subparsers(dest="what", required=True, metavar="|".join(COMMANDS))
     for name, command in COMMANDS.items():
         p = commands.add_parser(name, help=command.probe.__doc__, description=command.__doc__,

@@ -6,7 +6,7 @@ probe.py keys, against those with the lowest, random ones, and their neighbours.
 import numpy as np
 import torch
 
-from nanoheads.common import UserError, table
+from nanoheads.common import UserError, plural, table
 from nanoheads.intervals import over_windows
 from nanoheads.probes.constraints.setup import Part, names_of, numbers_of_setup, open_setup, read, starts_of
 from nanoheads.probes.keys import without_keys
@@ -87,7 +87,8 @@ def probe(args):
                 row = {c: over_windows(values[:, i], n, len(n)) for i, c in enumerate(columns)}
                 rows.append(dict(run=ckpt.name, name=name, removed=s, **row))
                 cells.append((ckpt.name, name, s, *(plus_minus(row[c]) for c in columns)))
-    line = (f"{setup.data.meta['name']}, {args.split}: {len(starts)} passages of {setup.context:,} tokens, "
-            f"{args.k} hidden; change of the score in logits; random: mean of {args.draws} draws")
+    line = (f"{setup.data.meta['name']}, {args.split}: {plural(len(starts), 'passage')} of "
+            f"{setup.context:,} tokens, {args.k} hidden; change of the score in logits; "
+            f"random: mean of {args.draws} draws")
     head = ("run", "name", "hidden", *columns)
     return numbers_of_setup(setup, args, dict(rows=rows)), [line, table(head, cells, left=3)]

@@ -10,7 +10,7 @@ from sklearn.metrics import (average_precision_score, brier_score_loss, f1_score
                              roc_auc_score)
 
 from nanoheads.common import table
-from nanoheads.drawing import COLOURS, panels
+from nanoheads.drawing import COLOURS, canvas
 from nanoheads.intervals import over_checkpoints
 from nanoheads.probes.constraints.setup import HEADS
 from nanoheads.probes.shared import plus_minus
@@ -125,17 +125,30 @@ def pooled(each):
 
 
 def reliability(rows):
-    """A Figure: for each name, the share of positives against the probability that was given."""
-    figure, axes = panels(1 + 4 * len(rows), 4.6, len(rows))
-    for ax, row in zip(np.atleast_1d(axes), rows):
-        ax.plot([0, 1], [0, 1], color="0.6", linewidth=1)
+    """A Figure: for each name, the share of positives against the probability that was given.
+
+    Each panel has axes of its own, of what was given and found there: names that are rare or nearly always
+    true would fill a corner of axes from 0 to 1.
+    """
+    figure = canvas(1 + 4 * len(rows), 4.6)
+    axes = figure.subplots(1, len(rows), squeeze=False)[0]
+    for ax, row in zip(axes, rows):
+        ends = []
         for colour, (scorer, each) in zip(COLOURS, row["calibration"].items()):
-            p, share, count = (np.array(each[key]) for key in ("p", "share", "count"))
+            p, share, count = (np.array(each[key], float) for key in ("p", "share", "count"))
             there = count > 0
             ax.plot(p[there], share[there], color=colour, linewidth=1.2, label=scorer)
             ax.scatter(p[there], share[there], 4 + 60 * np.sqrt(count[there] / count.sum()), color=colour)
-        ax.set(title=row["name"], xlabel="probability given", xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
-    np.atleast_1d(axes)[0].set_ylabel("share of positives; area: root of tokens")
-    figure.legend(*np.atleast_1d(axes)[0].get_legend_handles_labels(), loc="outside lower center",
-                  ncols=3, frameon=False)
+            ends.append((p[there], share[there]))
+        ax.axline((0, 0), slope=1, color="0.6", linewidth=1, zorder=1, label="both the same")
+        x, y = (np.concatenate(each) for each in zip(*ends))
+        ax.set(title=row["name"], xlabel="probability given", xlim=padded(x), ylim=padded(y))
+    axes[0].set_ylabel("share of positives; area: root of tokens")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     return figure
+
+
+def padded(values):
+    """(low, high) of an axis on which these shares stand, with a little room."""
+    room = max(0.06 * np.ptp(values), 0.001)
+    return values.min() - room, values.max() + room

@@ -58,7 +58,8 @@ def row_of(setup, n, models, known, truth, blocks):
     """
     (before, after), (chosen, y) = (each[:, n] for each in known), truth
     found, calibration, thresholds = [], {}, {}
-    for each in progress_bar(models, f"figures of {setup.names[n]}"):
+    bar = progress_bar(sum(map(len, models)), f"figures of {setup.names[n]}")
+    for each in models:
         found.append({})
         for scorer, (p_chosen, p) in each.items():
             threshold = best_threshold(chosen, p_chosen[before, n])
@@ -66,6 +67,8 @@ def row_of(setup, n, models, known, truth, blocks):
             found[-1][scorer] = over_text(y, p[after, n], threshold, block)
             calibration.setdefault(scorer, []).append(bins(y, p[after, n]))
             thresholds.setdefault(scorer, []).append(threshold)
+            bar.update(1)
+    bar.close()
     whole, less = compared(found, METRICS, by_jackknife, len(setup.plain) == len(setup.ckpts))
     calibration = {scorer: pooled(each) for scorer, each in calibration.items()}
     return dict(name=setup.names[n], tokens=len(y), positive=float(y.mean()),

@@ -5,14 +5,20 @@ They are linear, or MLPs of one hidden layer; fitted to tokens of train, chosen 
 """
 
 import copy
+import hashlib
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from nanoheads.common import UserError, no_link
 from nanoheads.probes.constraints.setup import (HEADS, branch_size, labels_of, layers_of, names_of, outputs,
                                                 starts_of)
+from nanoheads.text.checksums import sha256
 from nanoheads.timing import progress_bar
+from nanoheads.training import checkpoint
 
 DECAYS = (1e-6, 1e-4, 1e-2)         # of a probe's weights; the best on val is taken
 STEPS, BATCH, LR = 6000, 512, 5e-3  # of an MLP probe by Adam, its rate falling to 0 in a straight line
@@ -96,9 +102,11 @@ def fit_probe(fitted, chosen, width, seed):
     best = Probe(*fitted, width, seed)
     with torch.no_grad():
         lowest = nats_of_names(best(chosen[0]), chosen[1])
-    for decay in progress_bar(DECAYS, "MLP probe" if width else "linear probe"):
+    bar = progress_bar(len(DECAYS) * (CHECKS if width else 1), "MLP probe" if width else "linear probe")
+    for decay in DECAYS:
         probe = Probe(*fitted, width, seed)
         for _ in descend(probe, *fitted, decay, seed):
+            bar.update(1)
             with torch.no_grad():
                 nats = nats_of_names(probe(chosen[0]), chosen[1])
                 if width:
@@ -109,7 +117,36 @@ def fit_probe(fitted, chosen, width, seed):
                     best.out.weight[better] = probe.out.weight[better]
                     best.out.bias[better] = probe.out.bias[better]
                     lowest = torch.where(better, nats, lowest)
+    bar.close()
     return best.requires_grad_(False)
+
+
+def kept_probe(ckpt, fitted, chosen, width, seed):
+    """fit_probe(), or the Probe that it found before for the same states and labels, which the run keeps."""
+    place, probe = place_of(ckpt, fitted, chosen, width, seed), Probe(*fitted, width, seed)
+    if place and place.is_file():
+        with suppress(Exception):  # one that is damaged is fitted anew
+            probe.load_state_dict(torch.load(place, map_location=probe.mean.device, weights_only=True))
+            return probe.requires_grad_(False)
+    probe = fit_probe(fitted, chosen, width, seed)
+    if place:
+        with suppress(UserError, OSError):  # a folder that takes no file
+            no_link(place.parent).mkdir(exist_ok=True)
+            checkpoint.save(place, probe.state_dict())
+    return probe
+
+
+def place_of(ckpt, fitted, chosen, width, seed):
+    """The file of a probe, by all that it depends on; None: the checkpoint has no folder here."""
+    name = Path(ckpt.name)
+    folder = name if name.is_dir() else name.parent
+    if not (name.is_file() or checkpoint.file_of(name).is_file()):
+        return None
+    found = hashlib.sha256(f"{width} {seed} {torch.__version__} {sha256(__file__)}".encode())
+    for tensor in (*fitted, *chosen):  # what the model gave for the tokens, and their labels
+        found.update(f"{list(tensor.shape)} {tensor.device.type}".encode())
+        found.update(tensor.contiguous().cpu().numpy())
+    return folder / "probes" / f"{found.hexdigest()[:16]}.pt"
 
 
 def mlp_width(model, n_names):
@@ -127,8 +164,8 @@ def probes_of(ckpt, setup, args, whose):
         labels = labels_of(setup, part.split, starts, setup.context)
         pairs.append((states.flatten(0, 1).to(device), labels.to(device)))
     model, n = setup.ckpts[0].model, len(setup.names)
-    return {f"linear probe, {whose}": fit_probe(*pairs, 0, args.seed),
-            f"MLP probe, {whose}": fit_probe(*pairs, mlp_width(model, n), args.seed)}
+    return {f"linear probe, {whose}": kept_probe(ckpt, *pairs, 0, args.seed),
+            f"MLP probe, {whose}": kept_probe(ckpt, *pairs, mlp_width(model, n), args.seed)}
 
 
 def takers_of(ckpt, setup, args):
