@@ -6,12 +6,14 @@ flags. A block computes this, and a mechanism changes it in the hooks that are n
     q, k, v = project(x)          # before_projection, after_projection (short convolutions)
                                   # before_attention (A2C and roles change q, k; constraint heads are added)
     y       = attend(q, k, v)     # causal and fused, no T x T matrix is stored; CausalMask says who sees whom
-                                  # after_softmax (a second attention map), after_attention (ACAG, head norm)
+                                  # score_mod (FoX, ALiBi, a cap), after_kernel (a second attention map),
+                                  # after_attention (ACAG, head norm)
     y       = y * gates           # factors for each head and token, which hooks have added: see below
     x       = x + merge(y)        # the heads side by side, projected out
 
-No hook sees the logits or the weights of attention, which fused kernels do not store: after_softmax acts on
-y, right after the kernel. A gate has no hook of its own. One that depends on no token is what static_gate()
+score_mod returns a function of one score at a time, which the kernel applies to each before the softmax. No
+hook sees the weights of attention, which fused kernels do not store: after_kernel acts on y, right after the
+kernel. A gate has no hook of its own. One that depends on no token is what static_gate()
 returns (sentinel, agency). One that needs the layer's input alone is added in before_attention (routing,
 output gate), and one that needs y or statistics of the attention rows in after_attention (ACAG, sink).
 
@@ -25,8 +27,9 @@ mechanisms as submodules. `heads` is a Heads: the queries, keys, values, outputs
 forward pass, which hooks read and rewrite.
 
 docs/mechanisms.md has the formulas, their costs and the faults of their sources; docs/add-a-mechanism.md has
-a table of the hooks, and adds a mechanism from a file of your own. Attention kernels are in
-nanoheads/kernels.py, and what a CPU computes in another way in nanoheads/cpu.py.
+a table of the hooks, and adds a mechanism from a file of your own. Attention itself is in
+nanoheads/attention.py, other kernels in nanoheads/kernels.py, and what a CPU computes in another way in
+nanoheads/cpu.py.
 
 References: Radford et al. 2019 (GPT-2); Su et al. 2021, arXiv 2104.09864 (RoPE); Henry et al. 2020,
 arXiv 2010.04245 (QK-norm); Zhang & Sennrich 2019, arXiv 1910.07467 (RMSNorm); So et al. 2021,

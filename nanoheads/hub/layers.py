@@ -65,9 +65,9 @@ class AttentionLayer(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)
         causal = self.causal or attn_mask is not None and hides_later(attn_mask)
         if self.causal and key_padding_mask is None and attn_mask is None:
-            counted = self.attn.needs_row_stats is not None or bool(traces)
+            by_flex = self.attn.needs_row_stats is not None or self.attn.changes_scores or bool(traces)
             positions = torch.arange(T, device=device)
-            mask, n_keys = self.mask.make(0, T, None, device, False, counted, traces == "maps"), positions + 1
+            mask, n_keys = self.mask.make(0, T, None, device, False, by_flex, traces == "maps"), positions + 1
         else:
             mask = self.seen(x, key_padding_mask, attn_mask)
             n_keys = mask.sum(-1)

@@ -23,7 +23,7 @@ from torch._inductor.lowering import tensor as lower_tensor
 from torch._inductor.runtime import triton_heuristics
 from torch.utils._mode_utils import no_dispatch
 
-from nanoheads import kernels
+from nanoheads import attention
 
 
 class Seen:
@@ -39,7 +39,7 @@ class Seen:
         dynamo.reset()
         counters.clear()
         metrics.reset()
-        kernels.compiled_flex.cache_clear()
+        attention.compiled_flex.cache_clear()
 
     def breaks(self):
         """Why Dynamo has cut the model in parts, a line each."""
@@ -141,7 +141,7 @@ def compile_with(backend):
         return real(model, **{**options, "backend": backend})
 
     torch.compile = compiled
-    kernels.compiled_flex.cache_clear()
+    attention.compiled_flex.cache_clear()
 
 
 def to_cuda(model):

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from nanoheads import attention
 from nanoheads.common import UserError
 from nanoheads.hub.layers import (A2CAttention, AdaptiveContextualAttention, AsMultiheadAttention,
                                   AttentionLayer, ConstraintAttention, MultiHeadAttentionWithConstraints,
                                   TransformerBlockWithConstraint)
-from oracle import normal
+from oracle import agree, normal
 
 C, H, T = 32, 4, 7
 
@@ -275,3 +276,25 @@ def test_constraint_heads_as_a_layer_see_later_tokens_where_asked():
     for causal, layer in layers.items():
         first = [layer(each)[0][:, :-1] for each in (x, other)]
         assert torch.equal(*first) == causal
+
+
+# ---- score functions ----
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("at_once", [2**21, 64])  # 64: one query in each portion
+def test_layers_take_score_functions(causal, at_once, monkeypatch):
+    """Also where later tokens are seen, which no portion may leave out: a cap, then ALiBi's distances."""
+    monkeypatch.setattr(attention, "LOGITS_AT_ONCE", at_once)
+    layer = AttentionLayer(C, H, 16, causal, bias=True, alibi="fixed", score_cap=2.0)
+    layer = scattered(layer.double().eval())
+    x = normal(2, T, C, seed=3).requires_grad_()
+    y = layer.run(x)[0]
+    q, k, v = layer.attn.c_attn(x).unflatten(-1, (3, H, C // H)).permute(2, 0, 3, 1, 4)
+    score = 2 * torch.tanh(q @ k.mT * (C // H) ** -0.5 / 2)
+    t = torch.arange(T)
+    slopes = torch.tensor([2 ** (-8 * (h + 1) / H) for h in range(H)], dtype=torch.float64)
+    score = score - slopes[:, None, None] * (t[:, None] - t)
+    if causal:
+        score = score.masked_fill(t > t[:, None], -math.inf)
+    want = layer.attn.c_proj((score.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    agree([y], [want], [x, *layer.parameters()], 1e-10)
