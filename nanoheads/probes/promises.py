@@ -7,6 +7,7 @@ acts      with every weight off its start, not the logits or the loss of the pla
 causal    changing a token changes no logit before it      rows     ... nor one of another row of the batch
 cache     token by token as all at once                    padding  ... as without padding before a row
 pruned    a head removed is a head whose gate is 0         learns   a finite gradient for each parameter
+grouped   heads that share keys are heads with copies      dtypes   float32 as float64; bfloat16 is finite
 neutral   where it says so, the logits of the plain GPT
 
 --check also tries causal and rows at the size that a run of the same command line has, tiny's if it names no
@@ -132,6 +133,41 @@ def learns(model, plain):
 
 
 @torch.no_grad()
+def grouped(model, plain):
+    """model: two heads to a key and value. The same as with a copy of these for each head."""
+    copies = GPT(replace(model.config, n_kv_head=None)).double().eval()
+    weights, c = model.state_dict(), model.config
+    for name in [name for name in weights if ".attn.c_attn." in name]:
+        size = model.get_submodule(name.partition(".c_attn.")[0]).head_size
+        q, k, v = weights[name].split([n * size for n in (c.n_head, c.n_kv_head, c.n_kv_head)])
+        k, v = (t.unflatten(0, (c.n_kv_head, -1)).repeat_interleave(c.group, 0).flatten(0, 1) for t in (k, v))
+        weights[name] = torch.cat((q, k, v))
+    if any(weights[name].shape != t.shape for name, t in copies.state_dict().items()):
+        return None  # a mechanism has tensors for each key and value, too
+    copies.load_state_dict(weights)
+    idx = tokens(1, 2, T)
+    if (off := far(logits_of(model, idx), logits_of(copies, idx))) > 1e-9:
+        return f"with n_kv_head=2 the logits are off by {off:.1e} from those with copies for each head"
+    return cache(model, plain)
+
+
+def dtypes(model, plain):
+    idx, targets = tokens(1, 2, T), tokens(2, 2, T)
+    want = logits_of(model, idx).detach()
+    off = far(logits_of(model.float(), idx).detach(), want) / far(want, 0)
+    if off > 1e-3:
+        return f"in float32 the logits are off by {off:.1e} of the largest"
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model.train()(idx, targets, logits=True)
+    sum(out.aux.values(), out.loss).backward()
+    if not out.logits.isfinite().all():
+        return "in bfloat16 the logits are not finite"
+    for name, p in model.named_parameters():
+        if p.grad is not None and not p.grad.isfinite().all():
+            return f"in bfloat16 the gradient of {name} is not finite"
+
+
+@torch.no_grad()
 def neutral(model, plain):
     """model: as it starts, at its neutral setting."""
     idx = tokens(1, 2, T)
@@ -165,7 +201,7 @@ def acts(model, plain):
             "plain GPT, in training and when evaluated")
 
 
-PROMISES = (causal, rows, cache, padding, pruned, learns)
+PROMISES = (causal, rows, cache, padding, pruned, learns, dtypes)
 
 
 def check(name, flags):
@@ -190,6 +226,9 @@ def check(name, flags):
             if wrong and promise is pruned:
                 wrong += f"; {how_to_declare(flags, recipe)}"
             yield name, recipe, promise.__name__, wrong
+        if not GPTConfig(**SIZES, recipe=recipe, n_kv_head=2, **flags).problems():
+            wrong = broken(grouped, lambda: made(flags, recipe, n_kv_head=2))
+            yield name, recipe, "grouped", wrong
         # it is that of the mode's own flags
         if name in NEUTRAL and all(MECHANISMS[name].get(key) == value for key, value in flags.items()):
             yield name, recipe, "neutral", broken(neutral, lambda: at_neutral(name, flags, recipe),

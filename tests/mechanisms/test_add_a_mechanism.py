@@ -113,8 +113,10 @@ def test_it_acts_beside_other_mechanisms_and_grouped_queries(beside, mine):
 @pytest.mark.parametrize("promise, before, after", [
     ("causal", PASS, PASS + "\n        heads.q = heads.q + heads.x.mean(1)[:, None, None, :1]"),
     ("rows", PASS, PASS + "\n        heads.q = heads.q + heads.q.mean(0)"),
-    ("cache", "(t - s)", "(t - s) * heads.q.size(2)"),
-    ("padding", "(t - s)", "t * (t - s)"),
+    ("cache", "rate[h] * (t - s)", "rate[h] * (t - s) * heads.q.size(2)"),
+    ("padding", "rate[h] * (t - s)", "rate[h] * t * (t - s)"),
+    ("grouped", "rate[h] * (t - s)", "rate[h] * (t - s) * heads.k.size(1)"),
+    ("dtypes", "rate[h] * (t - s)", "(rate[h] + 0.1 * (rate.dtype == torch.float32)) * (t - s)"),
     ("pruned", '[HeadAxis(self, "slope", extra=False)]', "()"),
     ("learns", "F.softplus(self.slope)", "F.softplus(self.slope.detach())"),
     ("neutral", "-60.0}", "-1.0}"),
@@ -482,7 +484,7 @@ def test_the_commands_of_the_page(mine, tmp_path):
     assert [Path(words[0]).name for words in commands] == ["train.py", "train.py", "compare.py"]
     mine()
     done = run(ROOT / commands[0][0], *commands[0][1:], cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.count("kept") == 17, done.stderr
+    assert done.returncode == 0 and done.stdout.count("kept") == 21, done.stderr
     taken = own.take([str(tmp_path / "mine.py").join(arg.split("mine.py")) for arg in commands[2][1:]],
                      keep=tmp_path / "kept")
     digest = own.opened(tmp_path / "mine.py").digest
