@@ -1,5 +1,5 @@
-# Changes of the attention scores against the plain GPT: a cap, biases by distance, the logarithm of the context,
-# a forget gate; at the plain GPT's learning rates, on two texts
+# Changes of the attention scores against the plain GPT: a cap, biases by distance, the logarithm of the
+# context, a forget gate; at the plain GPT's learning rates, on two texts
 # Tiny scale: 78 runs of half a minute to a minute on a core, and a wider plain GPT for what seems better
 
 question = "Does a change of the attention scores beat a plain GPT?"
