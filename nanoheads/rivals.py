@@ -384,7 +384,8 @@ class FoX(Mechanism):
         if heads.cache is not None:
             log_f = heads.cache.extend(attn.layer, self.name, log_f)
         c = log_f.cumsum(1).transpose(1, 2)  # (B, H, S), one for each key
-        return lambda score, b, h, t, s: score + (c[b, h, t] - c[b, h, s])
+        minus_c = -c  # FlexAttention has no gradient of a tensor that is indexed twice
+        return lambda score, b, h, t, s: score + (c[b, h, t] + minus_c[b, h, s])
 
 
 def own_heads(attn, heads):
