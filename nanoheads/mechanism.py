@@ -265,10 +265,11 @@ class Mechanism(nn.Module):
 
         It has the signature of FlexAttention's score_mod. score is the scaled logit of query t for key s in
         row b and head h, before the softmax. The numbers are integer tensors that broadcast against it, so a
-        function indexes tensors with them, such as rate[h] or c[b, h, s], and computes with them, as in
-        t - s. These tensors get gradients; on a GPU each of them may be indexed once in a function, so whoever
-        needs one twice captures c and -c, say. t and s count the columns read so far: with a cache the T queries
-        are the last ones. It acts on the layer's own heads, and with scores_added_heads on added ones too.
+        function indexes tensors with them, such as rate[h] or c[b, h, s], and computes with them, as in t -
+        s. These tensors get gradients; on a GPU each of them may be indexed once in a function, so whoever
+        needs one twice captures c and -c, say. t and s count the columns read so far: with a cache the T
+        queries are the last ones. It acts on the layer's own heads, and with scores_added_heads on added ones
+        too.
         """
         return None
 
