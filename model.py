@@ -252,7 +252,7 @@ class AttentionCore(nn.Module):
         self.needs_row_stats = max((m.needs_row_stats for m in readers), default=None)
         self.needs_spread = any(m.needs_spread for m in readers)
         self.detach_row_stats = all(m.detach for m in readers)
-        self.changes_scores = any(type(m).score_mod is not Mechanism.score_mod for m in self.mechanisms())
+        self.changes_scores = any(m.changes_scores for m in self.mechanisms())
 
     @property
     def n_total(self):
@@ -279,7 +279,8 @@ class AttentionCore(nn.Module):
         if heads.cache is not None:
             heads.k, heads.v = heads.cache.append(self.layer, heads.k, heads.v)
         if self.changes_scores:
-            functions = [(m.score_mod(self, heads), m.scores_added_heads) for m in mechanisms]
+            functions = [(m.score_mod(self, heads), m.scores_added_heads) for m in mechanisms
+                         if m.changes_scores]
             heads.score_mod = in_turn(functions, self.n_head, self.n_extra)
 
         y, row_stats = self.attend(heads)
@@ -1356,9 +1357,11 @@ class A2C(Mechanism):
         elif self.mode == "temperature":
             heads.q = heads.q * per_head.clamp_max(self.MAX).exp().to(heads.q.dtype)
 
+    @property
+    def changes_scores(self):
+        return self.mode == "key_bias"
+
     def score_mod(self, attn, heads):
-        if self.mode != "key_bias":
-            return None
         a = heads.predictions["advantage"]
         if heads.cache is not None:
             a = heads.cache.extend(attn.layer, self.name, a)
@@ -1624,11 +1627,13 @@ class ConstraintHeads(Mechanism):
         heads.q, heads.k, heads.v = (torch.cat(both, 1) for both in
                                      ((heads.q, q), (heads.k, k), (heads.v, v)))
 
+    @property
+    def changes_scores(self):
+        return self.gate == "score"
+
     def score_mod(self, attn, heads):
-        """score: the logarithm of each token's gate is added to its score for itself."""
-        gate = heads.notes.get("self_gate")  # (B, added heads, T or 1)
-        if gate is None:
-            return None
+        """The logarithm of each token's gate is added to its score for itself."""
+        gate = heads.notes["self_gate"]  # (B, added heads, T or 1)
         n, past = attn.n_head, heads.k.size(2) - heads.q.size(2)
         gate = gate.to(torch.promote_types(gate.dtype, torch.float32)).clamp_min(self.SMALLEST_GATE)
         log_gate = gate.log().expand(-1, -1, heads.q.size(2))

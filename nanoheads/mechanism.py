@@ -221,6 +221,11 @@ class Mechanism(nn.Module):
             if f.name != cls.flag and value != f.default:
                 yield f"{f.name}={value!r} means nothing while {cls.flag} is off"
 
+    @property
+    def changes_scores(self):
+        """Whether score_mod() gives a function. A class says so itself where that depends on its flags."""
+        return type(self).score_mod is not Mechanism.score_mod
+
     # ---- tensors ----
 
     def initial_values(self):

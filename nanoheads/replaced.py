@@ -31,6 +31,8 @@ class Replaced(UserError):
     """A file of one's own replaced something: no fault of the run that was looked at when it was seen."""
 
 
+OF_COMPILER = "__compiled_fn_", "__resume_at_"  # names that torch.compile adds to the modules it compiles
+
 BEFORE = {}  # (module or class of a library, name in it): (what it means, what that consists of)
 
 
@@ -63,7 +65,8 @@ def changed():
         if module not in known:
             wrong = any(isinstance(part, CodeType) and part.co_filename in OWN_FILES for part in parts)
         elif at not in BEFORE:  # a package has a new name for each of its modules, once that is loaded
-            wrong = not isinstance(value, ModuleType) or sys.modules.get(f"{module}.{name}") is not value
+            is_module = isinstance(value, ModuleType) and sys.modules.get(f"{module}.{name}") is value
+            wrong = not is_module and not name.startswith(OF_COMPILER)
         elif BEFORE[at][0] is not value:
             wrong = not is_pytorchs(parts, BEFORE[at][1])
         else:  # a function that is the same and consists of something else is named where it was defined

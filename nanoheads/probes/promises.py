@@ -16,6 +16,7 @@ refuses one that does not run, does not act or is not causal; each run of a stud
 own size.
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -59,7 +60,8 @@ def logits_of(model, idx):
 
 
 def far(a, b):
-    return (a - b).abs().amax().item()
+    """The largest difference; infinite where something is not a number."""
+    return (a - b).abs().nan_to_num(math.inf).amax().item()
 
 
 # ---- the promises: what is wrong, in words, or None ----
@@ -121,15 +123,46 @@ def pruned(model, plain):
         return f"without {n} heads the logits are off by {off:.1e} from those with their gates at 0"
 
 
+HIDDEN = ("; a score function is also computed where s > t, and what it gives there is thrown away, but must "
+          "be finite: (t - s).clamp_min(0) in place of t - s, say")
+
+
+def with_added_heads(flags, recipe):
+    """The model beside constraint heads in both blocks; None where they do not go together."""
+    added = {**flags, "constraint_names": ["a"], "constraint_layers": [0, 1]}
+    fits = "constraint_names" not in flags and not GPTConfig(**SIZES, recipe=recipe, **added).problems()
+    return made(added, recipe) if fits else None
+
+
+def declared(model, plain):
+    """Whether each tensor with rows for each head has rows for added heads, if it is said to have them."""
+    for attn in (block.attn for block in model.transformer.h) if model else ():
+        for axis in attn.head_axes():
+            t = getattr(axis.module, axis.tensor, None)
+            heads = attn.n_total if axis.extra else attn.n_head
+            if isinstance(axis.module, Mechanism) and t is not None and axis.parts == 1 and not axis.shared \
+                    and t.size(axis.dim) != heads * axis.size:
+                own = "attn.n_total, which counts constraint heads" if axis.extra else "attn.n_head"
+                return (f"{axis.tensor} of {type(axis.module).__name__} has {t.size(axis.dim)} rows beside a "
+                        f"constraint head, and must have {own}; what has attn.n_head rows is declared by "
+                        "head_axes() with extra=False")
+
+
 def learns(model, plain):
-    out = model.train()(tokens(1, 2, T), tokens(2, 2, T))
+    """Also what acts far back alone: where a parameter has no gradient, a longer text is tried."""
+    length = min(model.config.block_size, LONG - 1) if model.config.block_size > SIZES["block_size"] else T
+    idx, targets = tokens(1, 2, length), tokens(2, 2, length)
+    labels = {name: (tokens(3, 2, length) % 2).double() for name in model.config.constraint_names or ()}
+    out = model.train()(idx, targets, **(dict(constraint_targets=labels) if labels else {}))
+    if not out.loss.isfinite():
+        return "the loss is not finite" + HIDDEN * model.changes_scores
     sum(out.aux.values(), out.loss).backward()
     for name in sorted(of_mechanisms(model)):
         grad = model.get_parameter(name).grad
         if grad is None or not grad.any():
             return f"{name} has no gradient"
         if not grad.isfinite().all():
-            return f"the gradient of {name} is not finite"
+            return f"the gradient of {name} is not finite" + HIDDEN * model.changes_scores
 
 
 @torch.no_grad()
@@ -179,7 +212,11 @@ def neutral(model, plain):
 
 def runs(model, plain):
     """Tried first and shown only where it fails: an error in it would be that of every promise."""
-    learns(model, plain)
+    if wrong := learns(model, plain):
+        return wrong if "loss is not finite" in wrong else None
+    with torch.no_grad():  # some of the text alone may be hit
+        if not logits_of(model.eval(), tokens(1, 2, T)).isfinite().all():
+            return "the logits are not finite" + HIDDEN * model.changes_scores
 
 
 def acts(model, plain):
@@ -208,7 +245,7 @@ def check(name, flags):
     """Yield (mode, recipe, promise, what is wrong or None) for one of MECHANISMS.
 
     Where it does not run at all, that alone, once. Where its class says why it has no effect yet, nobody asks
-    whether it acts.
+    whether it acts and learns.
     """
     said = [cls for cls in MECHANISM_CLASSES if cls.flag in flags and cls.no_effect_because]
     for recipe in ("gpt2", "modern"):
@@ -221,8 +258,12 @@ def check(name, flags):
         if not said:
             plain = made({}, recipe, block_size=LONG)
             yield name, recipe, "acts", broken(acts, lambda: made(flags, recipe, block_size=LONG), plain)
-        for promise in PROMISES:
+        for promise in (each for each in PROMISES if not (said and each is learns)):
             wrong = broken(promise, lambda: made(flags, recipe))
+            if promise is learns and wrong and "no gradient" in wrong:
+                wrong = broken(promise, lambda: made(flags, recipe, block_size=LONG))
+            if promise is pruned:
+                wrong = wrong or broken(declared, lambda: with_added_heads(flags, recipe))
             if wrong and promise is pruned:
                 wrong += f"; {how_to_declare(flags, recipe)}"
             yield name, recipe, promise.__name__, wrong

@@ -464,7 +464,8 @@ def timed_how(found):
     processor = rows[0].get("processor") or found["machine"].get("processor") or "one machine"
     clock = "CPU seconds of one thread" if rows[0]["clock"] == "processor" else "seconds"
     compiled = "" if rows[0].get("compiled", rows[0]["clock"] != "processor") else ", without torch.compile"
-    return ("For the time, training steps of both sides were timed in alternation, in "
+    steps = "For the time, training" if any(c.get("equal_time") for c in found["comparisons"]) else "Training"
+    return (f"{steps} steps of both sides were timed in alternation, in "
             f"{clock} on one processor ({processor}){compiled}. Another machine has other ratios.")
 
 
@@ -512,8 +513,9 @@ def untuned_sentence(found):
     said = f"No learning rate was tuned: {rates_in_words(found, untuned['rates'])}."
     if not found["command"].startswith("python "):
         return said
-    command = " ".join(word for word in found["command"].split() if not word.startswith("--minutes"))
-    said += " With --tune_lr both sides first get their best rates on validation"
+    without = " and without --minutes" if found["config"].get("minutes") else ""
+    said += (f" With --tune_lr behind this study's command{without} both sides first get their best rates on "
+             "validation")
     if found["config"].get("minutes"):
         said += "; with --dry_run too it says how long that takes"
     else:
@@ -523,7 +525,7 @@ def untuned_sentence(found):
         seconds, jobs = found["arms"]["plain"]["seconds"], found["machine"].get("jobs")
         if seconds and jobs:
             said += f", which would train for about {duration(whole * seconds / jobs)} here"
-    return f"{said}. The command: {command} --tune_lr"
+    return f"{said}."
 
 
 def rates_in_words(found, rates):

@@ -692,9 +692,12 @@ def desk(tmp_path_factory):
     wiki = b"".join(b" = Title %d = \n \n %s\n" % (i, words * 5) for i in range(20))
     for name in ("wikitext2", "wikitext2_byte", "pystdlib"):
         write_dataset(desk / name, dict(train=wiki, val=wiki[:900], test=wiki))
-    for name, flag in (("a", "--sentinel=sigmoid"), ("plain", "--recipe=gpt2")):
-        train.main([*(f"--{key}={value}" for key, value in TINY.items()), f"--dataset={desk / 'shakespeare'}",
+    for name, text, flag in (("a", "shakespeare", "--sentinel=sigmoid"),
+                             ("plain", "shakespeare", "--recipe=gpt2"),
+                             ("tiny", "wikitext2_byte", "--recipe=modern")):  # the README's first run
+        train.main([*(f"--{key}={value}" for key, value in TINY.items()), f"--dataset={desk / text}",
                     f"--out_dir={desk / 'out' / name}", flag, "--block_size=64"])
+    main([f"--ckpt={desk / 'out' / 'a'}", f"--out={desk / 'exported' / 'a'}"])  # the README's, too
     return desk
 
 

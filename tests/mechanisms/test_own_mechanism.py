@@ -817,27 +817,27 @@ def trained(path, data):
         (
             "        super().__init__()\n",
             "",
-            "mine.py, line 25: AttributeError: cannot assign parameters before Module.__init__() call",
+            "mine.py, line 23: AttributeError: cannot assign parameters before Module.__init__() call",
         ),
         (
             "    def score_mod(self, attn, heads):",
             "    def score_mod(self, attn, heads):\n        boom  #",
-            "mine.py, line 35: NameError: name 'boom' is not defined",
+            "mine.py, line 33: NameError: name 'boom' is not defined",
         ),
         (
             "    def score_mod(self, attn, heads):",
             "    def score_mod(self, attn, heads):\n        raise ValueError('so')  #",
-            "mine.py, line 35: ValueError: so",
+            "mine.py, line 33: ValueError: so",
         ),
         (
             "        self.start = config.forget_init\n",
             "        self.start = config.forget_in\n",
-            "mine.py, line 25: AttributeError: a GPTConfig has no flag 'forget_in'",
+            "mine.py, line 23: AttributeError: a GPTConfig has no flag 'forget_in'",
         ),
         (
             "    def head_axes(self):",
             "    @staticmethod\n    def problems(config):\n        yield 1 / 0\n\n    def head_axes(self):",
-            "mine.py, line 33: ZeroDivisionError: division by zero",
+            "mine.py, line 31: ZeroDivisionError: division by zero",
         ),
     ],
 )
@@ -864,7 +864,7 @@ def test_a_mistake_in_a_hook_of_a_read_checkpoint_is_one_line(ran):
     for program, argv in ((sample, ["--start=a"]), (evaluate, ["--split=val"]), (probe, [])):
         words = ["heads"] if program is probe else []
         said = line_of(program, *words, "--ckpt", folder, "--trust_code", *argv)
-        assert f"{path}, line 35: ZeroDivisionError" in said
+        assert f"{path}, line 33: ZeroDivisionError" in said
 
 
 @pytest.mark.parametrize("text, words", [("def f(:\n", "SyntaxError"), ("\n1 / 0\n", "ZeroDivisionError")])

@@ -241,10 +241,10 @@ def test_a_study_prints_what_was_checked(study):
     run, = found["runs"].values()
     assert run["looked_for_leaks"] == ("32 positions in 4 rows in training, 63 positions in 64 rows in "
                                        "evaluation, of a block of 64, in float32")
-    assert ("1 of 1 scored runs neither look ahead nor mix rows, before training and after it: "
+    assert ("1 of 1 scored run neither looks ahead nor mixes rows, before training and after it: "
             + run["looked_for_leaks"]) in done.stdout
     del run["looked_for_leaks"]  # as of a run that is on file since before
-    assert results.leaks_looked_for(found).startswith("1 of 1 scored runs are older than this check")
+    assert results.leaks_looked_for(found).startswith("1 of 1 scored run is older than this check")
 
 
 def test_a_run_has_the_numbers_of_one_without_the_check(bytes_data, tmp_path, monkeypatch):

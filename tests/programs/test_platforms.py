@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import sample
 import train
 from model import GPT, MECHANISMS, GPTConfig
-from nanoheads import common, kernels, locks
+from nanoheads import attention, common, kernels, locks
 from nanoheads.common import UserError, in_float64, output_written, write_atomic
 from nanoheads.study import queue, trial
 from nanoheads.training import optim, ranks
@@ -82,10 +82,10 @@ def test_without_triton_compiling_for_a_gpu_is_refused_by_name(monkeypatch):
 
 
 def test_flexattention_takes_cuda_and_triton(monkeypatch):
-    assert [kernels.has_flex_attention(torch.device(kind)) for kind in ("cuda", "mps", "cpu")] == [
+    assert [attention.has_flex_attention(torch.device(kind)) for kind in ("cuda", "mps", "cpu")] == [
         True, False, False]
     monkeypatch.setattr(kernels, "NO_TRITON", True)
-    assert not kernels.has_flex_attention(torch.device("cuda"))
+    assert not attention.has_flex_attention(torch.device("cuda"))
 
 
 def test_a_refusal_comes_before_the_run_has_a_folder(args, fails, monkeypatch, tmp_path):

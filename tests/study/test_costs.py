@@ -59,16 +59,15 @@ def matrices(name, size):
     return L * 12 * C * C + 256 * C + sum(more.get(name, 0) for name in names)
 
 
+SCORED = ("a2c_key_bias", "fox", "roles", "score_cap", "alibi", "alibi_learned", "relative_bias")
+
+
 def passes(name, size):
     """[(heads * their width, matrix products forward, backward)] of the CPU's passes over T x T logits."""
     C, H, T, L = sizes_of(size)
     D, heads = C // H, H * L
-    if name == "a2c_key_bias":                         # the bias is a dimension more, made a multiple of 8
-        return [(heads * (D + 8), 2, 5)]
-    if name == "fox":                                  # two dimensions more, made a multiple of 8
-        return [(heads * (D + 8), 2, 5)]
-    if name == "roles":                                # sine and cosine of 8 waves
-        return [(heads * (D + 16), 2, 5)]
+    if name in SCORED:                                 # logits in memory: none is computed twice
+        return [(heads * D, 2, 4)]
     if name in ("constraint_a", "constraint_published"):
         return [((heads + 3) * D, 2, 5)]
     if name == "constraint_b":
@@ -82,7 +81,7 @@ def passes(name, size):
     if name == "acag_detach":                          # mean key and LSE(2s), forward alone
         return [(heads * D, 2, 5), (heads * (D + 1), 2, 0), (heads * D, 2, 0)]
     if name == "acag_published":                       # logits, in the backward pass once more
-        return [(heads * (D + 1), 2, 5), (heads * D, 1, 3)]
+        return [(heads * (D + 1), 2, 5), (heads * D, 1, 2)]
     if name.startswith("acag") or name == "all_on":
         heads += 3 * (name == "all_on")
         if T > 1024:                                   # value and mean key apart
@@ -127,12 +126,6 @@ def algorithmic_by_hand(name, size):
         needed = 12 / 6                                # and their gradients: 3 more
     elif name in ("diff", "diff_v1", "paired_heads"):
         needed = 2.0
-    elif name == "a2c_key_bias":
-        needed = 1 + 1 / (2 * D)                       # half of the products are one dimension wider
-    elif name == "fox":
-        needed = 1 + 2 / (2 * D)
-    elif name == "roles":
-        needed = 1 + 16 / (2 * D)
     return 6 * matrices(name, size) + 12 * width * (2 * keys_seen(name, size) - 1) * needed
 
 

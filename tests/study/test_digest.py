@@ -131,7 +131,7 @@ def test_a_change_of_a_mechanism_repeats_the_runs_that_have_it(tree, edit, stale
 
 @pytest.mark.parametrize("edit", [
     ("model.py", "0.02 / math.sqrt", "0.03 / math.sqrt"),
-    ("kernels.py", "KERNEL_BLOCK = 128", "KERNEL_BLOCK = 64"),
+    ("attention.py", "KERNEL_BLOCK = 128", "KERNEL_BLOCK = 64"),
     ("optim.py", "MARGIN = 1.02", "MARGIN = 1.03"),
     ("ranks.py", "self.world == 1:", "self.world < 2:"),
     ("measuring.py", "* len(y)", "* len(y) * 2"),

@@ -76,7 +76,7 @@ def test_what_the_first_look_decides_is_not_trained_again(study, here, capsys):
         other = json.loads(json.dumps(found))
         change(other)
         results.write(other, "out")
-        with pytest.raises(UserError, match="figures are not what its runs give"):
+        with pytest.raises(UserError, match="not what its runs give"):
             results.recheck("out/results.json.gz", complain=False)
 
 
